@@ -402,12 +402,3 @@ def engine_default(work: Workload) -> str:
         return "fa3" if work.family == "mla_decode" and not work.fp8 else "flash_mla"
     topk = LEGACY_TOPK if work.family == "select_prefill" else ENGINE_TOPK
     return topk if work.family == "topk" else f"deep_gemm + {topk}"
-
-
-def engine_backend(family: str, fp8: bool) -> str:
-    """SGLang's name of that attention kernel (``--dsa-prefill-backend``); "" for selection."""
-    if not family.startswith("mla"):
-        return ""
-    if fp8:
-        return "flashmla_kv"
-    return "fa3" if family == "mla_decode" else "flashmla_sparse"

@@ -2,7 +2,7 @@ r"""Are the verdicts of an evaluation wrong at most as often as they promise? By
 
     python -m benchmarks.quality_statistics [--evaluations 10000] [--seed 0]
 
-Each simulated evaluation has the number of contexts that `stats.power` plans for its margin, in
+Each simulated evaluation has the number of contexts that `stats.design` plans for its margin, in
 cells that lose differently, eight questions a context whose differences are correlated, and an
 engine that flips answers by itself. It is judged by the code that users run, at the planned looks,
 until a claim is made. Three truths: no loss, a loss of the margin, three times the margin. Beside
@@ -41,8 +41,8 @@ from benchmarks.records import read_arguments
 from sglang_indexcache.evaluate.tasks.context import QUESTIONS
 from sglang_indexcache.evaluate.verdict import SAME, bounds, repeats_itself, sees
 from sglang_indexcache.stats.bounds import Estimate
+from sglang_indexcache.stats.design import Design, spread, spread_over_cells
 from sglang_indexcache.stats.pairs import Differences, Flips, Floats
-from sglang_indexcache.stats.power import Design, spread, spread_over_cells
 from sglang_indexcache.study.provenance import machine
 from sglang_indexcache.support.files import write_json
 

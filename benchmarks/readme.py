@@ -30,7 +30,7 @@ from sglang_indexcache.bench import tables
 from sglang_indexcache.bench.results import LatencyResult
 from sglang_indexcache.bench.tables import NOT_MEASURED
 from sglang_indexcache.errors import BenchError
-from sglang_indexcache.serving.features import FEATURES
+from sglang_indexcache.serving.refusals import FEATURES
 
 ROOT = Path(__file__).parents[1]
 PAGES = tuple(
@@ -50,7 +50,7 @@ PAGES = tuple(
 )
 RESULTS = Path("benchmarks/results")
 
-_RENAMED = "indexcache make-model", "indexcache demo model"
+_RENAMED = "indexcache demo model", "python -m benchmarks.random_model"
 """A command in the notes of records, which keep what was typed, and what it is called now."""
 _MARKED = re.compile(r"(<!-- generated:([\w-]+) -->\n).*?(<!-- /generated:\2 -->)", re.DOTALL)
 
@@ -69,7 +69,7 @@ def _memory(record: Any) -> str:
 
 
 def _features(_: Any) -> str:
-    """What combines with what, as ``serving/features.py`` has it."""
+    """What combines with what, as ``serving/refusals.py`` has it."""
     rows = [
         (f"{f.name} (`{f.flag}`)" if f.flag else f.name, f.static, f.live, f.evidence)
         for f in FEATURES

@@ -25,6 +25,7 @@ from benchmarks.paper import table_1, table_3
 from benchmarks.records import RESULTS, read_arguments
 from sglang_indexcache.bench import tables
 from sglang_indexcache.bench.results import load
+from sglang_indexcache.search.output import draw_losses
 
 
 def _latency(record: Path, picture: Path) -> None:
@@ -47,11 +48,7 @@ FIGURES: dict[str, tuple[str, Callable[[Path, Path], None]]] = {
     "small_checkpoint/curves.png": ("small_checkpoint/result.json", _of(small_checkpoint.curves)),
     "small_checkpoint/starved.png": ("small_checkpoint/result.json", _of(small_checkpoint.starved)),
     "search/tiny-dsa/served.png": ("search/tiny-dsa/served.json", _of(search_figures.served)),
-    "search/tiny-dsa/compare.png": ("search/tiny-dsa/compare.json", _of(search_figures.compared)),
-    "search/tiny-dsa/answers/losses.png": (
-        "search/tiny-dsa/answers/search.json",
-        _of(search_figures.losses),
-    ),
+    "search/tiny-dsa/answers/losses.png": ("search/tiny-dsa/answers/search.json", _of(draw_losses)),
     **{
         f"latency/{run}/latency-{kind}.png": (f"latency/{run}/latency.json", _latency)
         for run in ("cpu", "cpu-dp-attention")

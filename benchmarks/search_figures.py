@@ -5,9 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.search.compare import Comparison, Difference, draw_comparison
-from sglang_indexcache.search.output import draw_losses
 from sglang_indexcache.study.plots import make_figure, save_figure
 
 TITLES = {
@@ -50,33 +47,3 @@ def served(found: dict[str, Any], path: Path) -> None:
         title="searched on the loss of (bars: 95 % interval of the difference from all F)",
     )  # fmt: skip
     save_figure(figure, path)
-
-
-def compared(found: dict[str, Any], path: Path) -> None:
-    """What each pattern adds along the context."""
-    some = [(row["name"], comparison(row)) for row in found["comparisons"]]
-    draw_comparison(some, path, found["identity"]["counted"])
-
-
-def comparison(row: dict[str, Any]) -> Comparison:
-    """One entry of ``compare.json``, as it was measured."""
-
-    def difference(value: dict[str, float] | None) -> Difference | None:
-        return None if value is None else Difference(**value)
-
-    whole = Difference(**row["difference"])
-    return Comparison(
-        Pattern(row["reference_pattern"]),
-        Pattern(row["pattern"]),
-        row["reference_loss"],
-        row["loss"],
-        whole,
-        tuple(row["edges"]),
-        tuple(map(difference, row["curve"])),
-        difference(row["trend"]),
-    )
-
-
-def losses(found: dict[str, Any], path: Path) -> None:
-    """The loss after each flip, with what held-out data says of the marks."""
-    draw_losses(found, path)

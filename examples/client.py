@@ -9,27 +9,26 @@ import sys
 
 import httpx
 
-HEADER = "X-IndexCache-Pattern"
-"""A request may name its pattern in it, and every answer tells its own."""
-
 
 def ask(url: str, pattern: str | None) -> tuple[str, str]:
     """The answer and the pattern under which it was computed."""
     reply = httpx.post(
         f"{url}/v1/chat/completions",
-        headers={HEADER: pattern} if pattern else {},
         json={
             "model": "default",
             "messages": [{"role": "user", "content": "What is a lightning indexer?"}],
             "max_tokens": 32,
             "temperature": 0,
+            "custom_params": {"indexcache_pattern": pattern} if pattern else {},
+            "return_meta_info": True,
         },
         timeout=600,
     )
     if reply.status_code == 400:  # a pattern that does not fit this model
         raise SystemExit(reply.text)
     reply.raise_for_status()
-    return reply.json()["choices"][0]["message"]["content"], reply.headers[HEADER]
+    choice = reply.json()["choices"][0]
+    return choice["message"]["content"], choice["meta_info"]["indexcache_pattern"][0]
 
 
 def main(url: str) -> None:

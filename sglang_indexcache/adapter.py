@@ -41,11 +41,8 @@ _SHAPE_FIELDS = ("hidden_size", "q_lora_rank", "index_n_heads", "index_head_dim"
 class Base(Strict):
     """The checkpoint that an adapter is for.
 
-    Attributes:
-        name: of its folder, to tell a person; the digest decides.
-        architecture: HF architecture.
-        digest: ``study.provenance.checkpoint_digest``.
-        shape: the config fields that an indexer's shapes follow from.
+    ``name`` is its folder's, to tell a person; ``digest``, ``study.provenance.checkpoint_digest``,
+    decides. An indexer's shapes follow from ``shape``, its config fields.
     """
 
     name: str
@@ -68,12 +65,8 @@ class _Document(Strict):
 class Adapter:
     """A folder that was read and found whole.
 
-    Attributes:
-        folder: where it lies.
-        pattern: whose F layers it has indexers for.
-        base: the checkpoint that it is for.
-        digest: SHA-256 of its weights.
-        record: how it was made: data, losses, steps, versions; free.
+    ``digest`` is the SHA-256 of its weights; ``record`` says freely how it was made: data, losses,
+    steps, versions.
     """
 
     folder: Path
@@ -130,11 +123,7 @@ class Adapter:
         return f"adapter {self.folder} ({self.digest[:12]}) for {self.base.name}"
 
     def check(self, checkpoint: Path, pattern: Pattern | None = None) -> None:
-        """Raise unless it was made for this checkpoint and this pattern.
-
-        Args:
-            checkpoint: the base checkpoint's folder.
-            pattern: the one that shall be in effect; None for whichever the adapter has.
+        """Raise unless it was made for this checkpoint and this pattern; None is its own.
 
         Raises:
             CheckpointError: another base.
@@ -174,14 +163,10 @@ def write_adapter(
 
     Args:
         folder: created; an adapter in it is replaced.
-        pattern: the one that it was trained for.
         checkpoint: the folder of the base, unchanged.
         tensors: every indexer tensor of every F layer by the checkpoint's names, such as
             ``model.layers.3.self_attn.indexer.wq_b.weight``, not quantised, and no others.
         record: what else to tell, as YAML can hold it.
-
-    Returns:
-        It, as :meth:`Adapter.read` gives it.
 
     Raises:
         CheckpointError: tensors that are missing, too many, misshapen or not finite, or a folder

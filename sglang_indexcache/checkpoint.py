@@ -54,11 +54,7 @@ class Checkpoint:
 
     @classmethod
     def from_config(cls, config: Any, where: str = "this model") -> Checkpoint:
-        """Read a HF config.
-
-        Args:
-            config: a transformers config object or a ``config.json`` dict.
-            where: how to call the model in an error.
+        """Read a HF config: a transformers config object or the dict of a ``config.json``.
 
         Raises:
             CheckpointError: if it is not a DSA model that can share indices; whether SGLang can
@@ -137,10 +133,8 @@ def pattern_from_sharing_keys(
 ) -> Pattern | None:
     """The pattern that upstream's config keys describe, or None if they describe none.
 
-    Args:
-        values: any of :data:`SHARING_KEYS`; None counts as absent.
-        num_layers: length of the pattern.
-        layer_ids: model layer of each pattern position, to pick from a longer ``indexer_types``.
+    Of ``values``, by :data:`SHARING_KEYS`, None counts as absent; ``layer_ids``, the model layer of
+    each pattern position, pick from an ``indexer_types`` that is longer than the pattern.
 
     Raises:
         PatternError: malformed values, or two keys that disagree.

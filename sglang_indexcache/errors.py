@@ -19,11 +19,7 @@ class IndexCacheError(ValueError):
 
 
 class CombinedError(IndexCacheError):
-    """More than one problem with the same input.
-
-    Attributes:
-        each: the single errors.
-    """
+    """More than one problem with the same input."""
 
     def __init__(self, each: tuple[IndexCacheError, ...]) -> None:
         super().__init__(" ".join(map(str, each)))
@@ -34,9 +30,6 @@ class Findings:
     """Gathers problems, so that a user hears of all of them at once.
 
     Each check runs in a block of its own, ``with findings:``, which ends at its first problem.
-
-    Attributes:
-        each: the problems found so far.
     """
 
     def __init__(self) -> None:

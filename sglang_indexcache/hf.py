@@ -37,7 +37,6 @@ class SharedForward:
     """What a model under :func:`share` does.
 
     Attributes:
-        pattern: which layers run their indexer.
         layer: the F layer that chose ``indices``, by its place in the pattern; None before any.
         indices: ``[batch, queries, k]`` int32, the positions that it selected for each query.
         wide: those with the pattern's recent window, once a layer has asked for them.

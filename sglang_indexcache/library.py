@@ -112,14 +112,10 @@ class Evaluated(Strict):
             reach += f", without {', '.join(self.blind)}"
         if self.verdict == "no loss":
             return f"no loss beyond {points(self.margin)} {reach}"
-        if self.verdict == "small loss" and self.difference is not None:
-            loss, margin = -100 * self.difference, 100 * self.margin
-            return (
-                f"it loses {loss:.1f} points of right answers, less than the margin of {margin:g}, "
-                f"{reach}"
-            )
-        if self.verdict == "loss" and self.difference is not None:
-            return f"it loses {-100 * self.difference:.1f} points of right answers, {reach}"
+        if self.verdict in ("small loss", "loss") and self.difference is not None:
+            less = f" less than the margin of {100 * self.margin:g},"
+            said = less if self.verdict == "small loss" else ""
+            return f"it loses {-100 * self.difference:.1f} points of right answers,{said} {reach}"
         return {
             "cannot see": f"the tasks could not see a loss {reach}",
             "invalid": "the evaluation was refused",
@@ -221,8 +217,7 @@ class Entry(Strict):
     def known(self, digest: Callable[[], str]) -> str:
         """What is known of the pattern's quality on a checkpoint, in words; the last one counts.
 
-        Args:
-            digest: of the checkpoint's weights; only called if there is anything to compare.
+        ``digest``, of the checkpoint's weights, is called only if there is anything to compare.
         """
         if not self.evaluated:
             return NOT_EVALUATED
@@ -374,11 +369,8 @@ class Library:
     def resolve(self, value: str, checkpoint: Checkpoint | None = None) -> Resolved:
         """Turn what a user wrote into a pattern; nothing else knows the forms of one.
 
-        Args:
-            value: an F/S string, ``full``, ``uniform:1/4``, a ratio, a library name or the path
-                of a YAML file; with ``+wN`` behind it, the same with a recent window.
-            checkpoint: the model that the pattern must fit. Without one, only the forms that name
-                every layer can be resolved.
+        Without a checkpoint, which the pattern must fit, only the forms that name every layer can
+        be resolved.
 
         Raises:
             PatternError, LibraryError: naming what is wrong with ``value``.

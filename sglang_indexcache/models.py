@@ -63,16 +63,13 @@ class Family:
     """A sparse-attention architecture.
 
     Attributes:
-        architecture: its HF class name.
         refused: why SGLang 0.5.23 cannot serve it with shared indices; empty if it can.
         unshareable: why its layers cannot share indices in any engine; empty if they can.
         layer_ids: from the language model's config, the layers with an indexer, in order.
-        live: whether it can run in live mode.
         hands_on: whether SGLang hands indices from one pipeline stage to the next.
-        name: what users call it in recipes and ``indexcache demo model``.
+        name: what our own recipes call it.
         model_type: its transformers model type, if it can be trained.
         interleaved: whether the indexer's RoPE turns neighbouring dimensions, not the two halves.
-        fields: HF config fields of its small random models, beside :data:`SMALL_FIELDS`.
         extra_config: what SGLang reads in its ``config.json`` without a default and transformers
             does not write, with the value that transformers' code stands for.
         shapes: HF config fields of published models, by the names that benchmarks give them.
@@ -87,7 +84,6 @@ class Family:
     name: str = ""
     model_type: str = ""
     interleaved: bool = False
-    fields: Mapping[str, Any] = field(default_factory=dict)
     extra_config: Mapping[str, Any] = field(default_factory=dict)
     shapes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
@@ -107,11 +103,6 @@ _GLM_5 = Family(
     name="glm-5",
     model_type="glm_moe_dsa",
     interleaved=True,
-    fields={
-        "n_group": 1,
-        "topk_group": 1,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
-    },
     extra_config={**_READ_BY_SGLANG, "indexer_rope_interleave": True},
     shapes={
         # GLM-4.7-Flash with an indexer, the paper's 30B model (design: 47 layers, 20 heads).
@@ -134,21 +125,6 @@ _DEEPSEEK_V32 = Family(
     "DeepseekV32ForCausalLM",
     name="deepseek-v3.2",
     model_type="deepseek_v32",
-    fields={
-        "n_group": 4,
-        "topk_group": 2,
-        "max_position_embeddings": 163840,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 10_000.0,
-            "factor": 40.0,
-            "original_max_position_embeddings": 4096,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-        },
-    },
     extra_config=_READ_BY_SGLANG,
     shapes={
         "deepseek-v3.2": {
@@ -200,51 +176,3 @@ TRAINABLE = {family.model_type: family for family in FAMILIES if family.model_ty
 BY_NAME = {family.name: family for family in TRAINABLE.values()}
 SHAPES = {name: shape for family in FAMILIES for name, shape in family.shapes.items()}
 """Every published shape by name."""
-
-
-SMALL_FIELDS: Mapping[str, Any] = {
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_attention_heads": 8,
-    "q_lora_rank": 128,
-    "kv_lora_rank": 128,
-    "qk_nope_head_dim": 64,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 64,
-    "index_head_dim": 128,  # SGLang's index-K pages allow no other width
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 128,
-    "first_k_dense_replace": 1,
-    "max_position_embeddings": 131072,
-    # SGLang applies it to the two low-rank norms as well, where transformers has 1e-6 fixed.
-    "rms_norm_eps": 1e-6,
-    "routed_scaling_factor": 2.5,
-    "norm_topk_prob": True,
-    "tie_word_embeddings": False,
-}
-"""HF config fields of a small model with random weights, of whatever family."""
-
-SIZES: Mapping[str, Mapping[str, Any]] = {
-    # For tests: seconds to make, selection matters from 65 tokens on.
-    "tiny": {"num_hidden_layers": 6, "index_n_heads": 8, "index_topk": 64},
-    # For the demo: the indexer has as large a share of a long prefill as in a real model.
-    "small": {"num_hidden_layers": 12, "index_n_heads": 32, "index_topk": 256},
-}
-
-
-def small_config(
-    family: Family, size: str, vocab_size: int, overrides: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The HF config of a small model of a family.
-
-    Args:
-        family: one of :data:`TRAINABLE`.
-        size: one of :data:`SIZES`.
-        vocab_size: entries of the embedding.
-        overrides: fields that replace those of the family and the size.
-    """
-    fields = {**SMALL_FIELDS, **SIZES[size], **family.fields, **overrides}
-    fields.setdefault("num_key_value_heads", fields["num_attention_heads"])
-    fields["architectures"] = [family.architecture]
-    return {**fields, "vocab_size": vocab_size}

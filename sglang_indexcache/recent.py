@@ -1,7 +1,7 @@
 """The recent window in plain torch: a list of selected tokens, and those of the last w it lacks.
 
 What transformers and the CPU platform run, and what the CUDA kernel is held against
-(``kernels/window/triton.py``).
+(``kernels/window.py``).
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ def last_tokens(visible: torch.Tensor, windows: torch.Tensor | int, width: int) 
         visible: ``[...]`` integers: how many tokens of its request each row sees, its own included.
             A row that sees none gets none.
         windows: how many of them are wanted, for all rows or ``[...]`` for each.
-        width: the widest window.
 
     Returns:
         ``[..., width]`` positions of ``visible``'s dtype, -1 behind the last.
@@ -92,8 +91,6 @@ def widen(
         lists: ``[T, k]`` int32 entries as ``addresses`` has them; -1 for nothing.
         visible: ``[T]`` integers: how many tokens of its request each row sees.
         windows: how many of the last of them it sees anyway, one number or ``[T]``.
-        width: the widest of them.
-        addresses: what entries mean.
         multiple: of which the lists' new length is one.
 
     Returns:

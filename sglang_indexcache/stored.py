@@ -51,15 +51,10 @@ def check_form(folder: Path, names: Iterable[str]) -> None:
 
 
 def like_stored(folder: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Weights in the form in which a checkpoint stores its own of the same names.
+    """Plain weights in the form in which a checkpoint stores its own of the same names.
 
-    Args:
-        folder: the checkpoint, which passes :func:`check_form`.
-        tensors: plain weights by name.
-
-    Returns:
-        Each in the checkpoint's dtype; a block-FP8 one as e4m3 and, under its name and
-        :data:`SCALES`, the scales.
+    Each in the checkpoint's dtype; a block-FP8 one as e4m3 and, under its name and :data:`SCALES`,
+    the scales. The checkpoint passes :func:`check_form`.
     """
     there, config = stored(folder), read_config(folder).get("quantization_config") or {}
     block = tuple(config.get("weight_block_size") or (128, 128))
@@ -116,13 +111,7 @@ def dequantised(weight: torch.Tensor, scales: torch.Tensor, blocks: Sequence[int
 
 
 class StoredTensor(NamedTuple):
-    """Where a tensor lies, and in which form.
-
-    Attributes:
-        path: of its file.
-        kind: its dtype as safetensors writes it.
-        shape: as stored.
-    """
+    """Where a tensor lies, and in which form; ``kind`` is its dtype as safetensors writes it."""
 
     path: Path
     kind: str

@@ -7,6 +7,7 @@ import re
 import runpy
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -70,15 +71,14 @@ def test_the_loss_falls_in_a_loop() -> None:
 def test_the_client_reads_the_pattern_of_each_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     client = runpy.run_path(str(EXAMPLES / "client.py"))
 
-    def post(url: str, **request: dict[str, str]) -> httpx.Response:
-        named = request["headers"].get(client["HEADER"], "FSSS")
-        content = {"choices": [{"message": {"content": "It picks tokens."}}]}
-        return httpx.Response(
-            200,
-            json=content,
-            headers={client["HEADER"]: named},
-            request=httpx.Request("POST", url),
-        )
+    def post(url: str, **request: Any) -> httpx.Response:
+        assert request["json"]["return_meta_info"]
+        named = request["json"]["custom_params"].get("indexcache_pattern", "FSSS")
+        choice = {
+            "message": {"content": "It picks tokens."},
+            "meta_info": {"indexcache_pattern": [named]},
+        }
+        return httpx.Response(200, json={"choices": [choice]}, request=httpx.Request("POST", url))
 
     monkeypatch.setattr(httpx, "post", post)
     assert client["ask"]("http://server", None) == ("It picks tokens.", "FSSS")

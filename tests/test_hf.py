@@ -22,8 +22,8 @@ from transformers import (
 )
 from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextModel
 
+from benchmarks.random_model import make_model
 from sglang_indexcache import share
-from sglang_indexcache.demo.model import ModelSpec, make_model
 from sglang_indexcache.errors import (
     CheckpointError,
     LibraryError,
@@ -48,7 +48,7 @@ def load(folder: Path) -> Any:
 @pytest.fixture(scope="module", params=PRESETS)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path: Path = tmp_path_factory.mktemp(request.param)
-    make_model(ModelSpec(request.param, "tiny", vocab_size=512, dtype="float32"), path)
+    make_model(path, request.param, "tiny", vocab_size=512, dtype="float32")
     return path
 
 
@@ -101,14 +101,6 @@ def test_a_prefill_is_the_oracles_and_shared_indexers_do_not_run(folder: Path, m
         if text in WINDOWS:
             plain = oracle.answer(ids, Pattern(text.partition("+")[0])).logprobs
             assert not torch.allclose(expected, plain, atol=1e-3), text
-
-
-def test_sharing_changes_the_answer(model: Any) -> None:
-    plain = logits(model)
-    with share(model, "FFFFFF"):
-        assert torch.equal(logits(model), plain)
-    with share(model, "FSSSSS"):
-        assert not torch.allclose(logits(model), plain, atol=1e-3)
 
 
 def eight_greedy_tokens(model: Any) -> torch.Tensor:
@@ -211,13 +203,6 @@ def test_patterns_that_do_not_fit(
     assert is_untouched(model)
 
 
-def test_every_form_of_a_pattern_is_taken(model: Any) -> None:
-    with share(model, "uniform:1/3") as sharing:
-        assert sharing.pattern == Pattern("FSSFSS")
-    with share(model, "full") as sharing:
-        assert sharing.pattern == Pattern("FFFFFF")
-
-
 def test_a_model_that_was_never_saved() -> None:
     model = hy_v4(["full"] * 4)
     assert model.config.architectures is None
@@ -227,7 +212,8 @@ def test_a_model_that_was_never_saved() -> None:
 
 def test_a_checkpoint_that_shares_already(tmp_path: Path) -> None:
     types = Pattern("FFSFFS").to_indexer_types()
-    make_model(ModelSpec("glm-5", "tiny", 0, 512, "float32", {"indexer_types": types}), tmp_path)
+    fields = {"indexer_types": types}
+    make_model(tmp_path, size="tiny", vocab_size=512, dtype="float32", fields=fields)
     model, oracle = load(tmp_path), Oracle(tmp_path, torch.float32, first_of_ties=False)
     for text in ("FFSFFS", "FFSFSS", "FSSSFS"):
         with share(model, text):
@@ -318,7 +304,7 @@ def test_layers_out_of_order_are_refused(folder: Path) -> None:
 
 
 def test_gradients_are_those_of_native_sharing(tmp_path: Path) -> None:
-    make_model(ModelSpec("glm-5", "tiny", vocab_size=512, dtype="float32"), tmp_path)
+    make_model(tmp_path, size="tiny", vocab_size=512, dtype="float32")
     model, oracle = load(tmp_path), Oracle(tmp_path, torch.float32)._model(Pattern("FSSFSS"))
     with share(model, "FSSFSS"):
         model(IDS, labels=IDS, use_cache=False).loss.backward()
@@ -363,30 +349,6 @@ def test_other_families_share_as_their_own_config_would(make: Any, text: str) ->
 
 
 # -- which models ---------------------------------------------------------------------------------
-
-
-def test_ax_k2_shares(recwarn: pytest.WarningsRecorder) -> None:
-    """SGLang 0.5.23 has no such model, which is no reason against the method."""
-    torch.manual_seed(0)
-    small = dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "index_topk"), 16)
-    small |= dict.fromkeys(("num_attention_heads", "num_key_value_heads", "index_n_heads"), 4)
-    small |= {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "index_head_dim": 32}
-    small |= dict.fromkeys(("moe_intermediate_size", "q_lora_rank", "kv_lora_rank"), 32)
-    small |= {"num_hidden_layers": 6, "n_routed_experts": 4, "num_experts_per_tok": 2}
-    model = AutoModelForCausalLM.from_config(AXK2Config(**small)).eval()
-    plain = logits(model)
-    with share(model, "FFFFFF"):
-        assert torch.equal(logits(model), plain)
-    selected = []
-    for layer, indexer in enumerate(indexers(model)):
-        indexer.wq_b.register_forward_hook(lambda *_, layer=layer: selected.append(layer))
-    with share(model, "FSSFSS") as sharing:
-        assert not torch.allclose(logits(model), plain, atol=1e-4)
-    assert selected == [0, 3]
-    assert sharing.indices is not None
-    assert sharing.indices.shape == (1, 100, 16)
-    assert torch.equal(logits(model), plain)
-    assert not [w for w in recwarn if "does not know" in str(w.message)]
 
 
 def test_a_model_without_a_row_is_judged_by_its_modules(
@@ -451,3 +413,42 @@ def test_what_is_no_pattern_is_refused_by_name(model: Any, wrong: Any) -> None:
 def test_a_folder_is_no_model(folder: Path) -> None:
     with pytest.raises(CheckpointError, match="Load it first"), share(folder, "full"):
         pass
+
+
+def test_sharing_changes_the_answer(model: Any) -> None:
+    plain = logits(model)
+    with share(model, "FFFFFF"):
+        assert torch.equal(logits(model), plain)
+    with share(model, "FSSSSS"):
+        assert not torch.allclose(logits(model), plain, atol=1e-3)
+
+
+def test_every_form_of_a_pattern_is_taken(model: Any) -> None:
+    with share(model, "uniform:1/3") as sharing:
+        assert sharing.pattern == Pattern("FSSFSS")
+    with share(model, "full") as sharing:
+        assert sharing.pattern == Pattern("FFFFFF")
+
+
+def test_ax_k2_shares(recwarn: pytest.WarningsRecorder) -> None:
+    """SGLang 0.5.23 has no such model, which is no reason against the method."""
+    torch.manual_seed(0)
+    small = dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "index_topk"), 16)
+    small |= dict.fromkeys(("num_attention_heads", "num_key_value_heads", "index_n_heads"), 4)
+    small |= {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "index_head_dim": 32}
+    small |= dict.fromkeys(("moe_intermediate_size", "q_lora_rank", "kv_lora_rank"), 32)
+    small |= {"num_hidden_layers": 6, "n_routed_experts": 4, "num_experts_per_tok": 2}
+    model = AutoModelForCausalLM.from_config(AXK2Config(**small)).eval()
+    plain = logits(model)
+    with share(model, "FFFFFF"):
+        assert torch.equal(logits(model), plain)
+    selected = []
+    for layer, indexer in enumerate(indexers(model)):
+        indexer.wq_b.register_forward_hook(lambda *_, layer=layer: selected.append(layer))
+    with share(model, "FSSFSS") as sharing:
+        assert not torch.allclose(logits(model), plain, atol=1e-4)
+    assert selected == [0, 3]
+    assert sharing.indices is not None
+    assert sharing.indices.shape == (1, 100, 16)
+    assert torch.equal(logits(model), plain)
+    assert not [w for w in recwarn if "does not know" in str(w.message)]

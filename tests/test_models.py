@@ -2,6 +2,7 @@
 
 import pytest
 
+from benchmarks.random_model import SIZES, small_config
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import CheckpointError
 from sglang_indexcache.models import (
@@ -10,10 +11,8 @@ from sglang_indexcache.models import (
     FAMILIES,
     SHAPE_FIELDS,
     SHAPES,
-    SIZES,
     TRAINABLE,
     Family,
-    small_config,
 )
 
 each_trainable = pytest.mark.parametrize("family", TRAINABLE.values(), ids=list(BY_NAME))

@@ -13,11 +13,9 @@ from safetensors.torch import load_file
 
 from sglang_indexcache.stored import to_block_fp8
 
-Tensors = dict[str, torch.Tensor]
 
-
-def stored(folder: Path) -> Tensors:
-    found: Tensors = {}
+def stored(folder: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
     for path in folder.glob("*.safetensors"):
         found |= load_file(path)
     return found

@@ -59,8 +59,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         BASE | {"ask", "data", "stats", "study", "support"},
         SMALL
         | TABLES
-        | {"httpx", "numpy", "pyarrow", "scipy", "transformers", "tokenizers"}
-        | {"matplotlib", "jinja2"},
+        | {"httpx", "jinja2", "numpy", "pyarrow", "scipy", "transformers", "tokenizers"},
     ),
     "bench": (
         BASE | {"ask", "study", "support"},
@@ -165,7 +164,7 @@ RULES = {
     "data.rows": ("read_rows",),
     "stats.bounds": ("half_width", "student_quantile"),
     "study.cost": ("confirm", "print_plan"),
-    "study.identity": ("check_same", "claim", "differences"),
+    "study.journal": ("check_same", "claim", "differences"),
     "study.provenance": ("busy_cores", "checkpoint_digest", "machine", "versions"),
     "support.files": ("check_writable", "write_whole"),
 }
@@ -185,9 +184,8 @@ def test_a_shared_rule_is_defined_once() -> None:
     assert {name: places[name] for name in wanted} == wanted
 
 
-MOST_LINES, MOST_MODULES = 31_415, 181
-"""Of the package's Python. They were reached: lower one that is beaten, and raise one only for what
-users have asked for."""
+MOST_LINES, MOST_MODULES = 29_000, 175
+"""The budgets of the package's Python. Raise one only for what users have asked for."""
 
 
 def test_the_package_does_not_grow() -> None:

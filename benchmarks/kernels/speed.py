@@ -120,37 +120,27 @@ def beats(work: Workload, times: dict[str, dict[str, float]], ours: str) -> bool
 def conclude(timed: Mapping[str, dict[str, Any]], card: str) -> list[dict[str, Any]]:
     """The rows that :data:`~sglang_indexcache.kernels.dispatch.MEASURED` may hold after this.
 
-    One for each operation, phase, shape and cache in which our CUDA kernels won wherever they were
-    to be timed; for selection in prefill, from the least length on from which they did.
+    One for each operation, phase and shape in which our CUDA kernels won wherever they were to be
+    timed: at every length and number of rows, and over either cache.
 
     Args:
         timed: what :func:`measure` found, by the workload's name; one that is missing is not won.
         card: as its driver calls it.
     """
-    groups: dict[tuple[Family, int, int, bool], dict[int, bool]] = {}
+    won: dict[tuple[Family, int, int], bool] = {}
     for work in workloads():
-        found = timed.get(str(work))
-        won = found is not None and beats(work, found["times"], "cuda") is True
-        at = groups.setdefault((work.family, work.heads, work.topk, work.fp8), {})
-        at[work.context] = at.get(work.context, True) and won
-    rows = []
-    for (family, heads, topk, fp8), won_at in groups.items():
-        op, phase = OPS[family]
-        lost = [context for context, won in won_at.items() if not won]
-        by_length = family == "select_prefill"
-        won_from = [context for context in won_at if context > max(lost, default=0)]
-        if phase is None or not won_from or (lost and not by_length):
-            continue
-        rows.append(
-            {
-                "op": op,
-                "phase": phase,
-                "card": card,
-                "heads": heads,
-                "topk": topk,
-                "engine": anchors.engine_backend(family, fp8),
-                "tokens": min(won_from) if by_length else 0,
-                "implementation": "cuda",
-            }
-        )
-    return rows
+        shape, found = (work.family, work.heads, work.topk), timed.get(str(work))
+        is_faster = found is not None and beats(work, found["times"], "cuda") is True
+        won[shape] = won.get(shape, True) and is_faster
+    return [
+        {
+            "op": OPS[family][0],
+            "phase": OPS[family][1],
+            "card": card,
+            "heads": heads,
+            "topk": topk,
+            "implementation": "cuda",
+        }
+        for (family, heads, topk), everywhere in won.items()
+        if everywhere and OPS[family][1] is not None
+    ]

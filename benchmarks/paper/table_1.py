@@ -16,9 +16,11 @@ import argparse
 from pathlib import Path
 
 from benchmarks.paper import indexcache, repeated
+from benchmarks.random_model import make_model
 from benchmarks.records import RUNS, read_arguments
+from sglang_indexcache.bench.latency import write_latency
 from sglang_indexcache.bench.results import LatencyResult, load
-from sglang_indexcache.bench.tables import PANELS, describe
+from sglang_indexcache.bench.tables import NAMES, describe
 from sglang_indexcache.study.plots import make_figure, save_figure
 from sglang_indexcache.support.lengths import format_length
 
@@ -26,7 +28,7 @@ NAME = "latency/cpu"
 PATTERNS = ["full", "1/2=uniform:1/2", "1/4=uniform:1/4"]
 CONTEXTS = ["1024", "4096", "8192", "16384"]
 QUICK = {"context": ["1024", "4096"], "rounds": 1, "new_tokens": 16}
-SHAPE = ["--size", "small", "--field", "num_hidden_layers=4", "--field", "index_n_heads=6"]
+FIELDS = {"num_hidden_layers": 4, "index_n_heads": 6}
 ON_A_CPU = ["--max-total-tokens", "33536", "--disable-overlap-schedule"]
 
 
@@ -36,7 +38,7 @@ def draw_shares(result: LatencyResult, path: Path) -> None:
     for metric in result.metrics:
         shares = [result.indexer_share(metric, length) for length in result.lengths]
         known = [(n, 100 * share) for n, share in zip(result.lengths, shares, strict=True) if share]
-        axis.plot(*zip(*known, strict=True), marker="o", ms=4, label=PANELS[metric])
+        axis.plot(*zip(*known, strict=True), marker="o", ms=4, label=NAMES[metric])
     axis.set_xscale("log", base=2)
     axis.set_xticks(result.lengths, [format_length(n) for n in result.lengths])
     axis.minorticks_off()
@@ -62,17 +64,20 @@ def main(argv: list[str] | None = None) -> None:
     model, flags, note = arguments.model, arguments.server_flags, f"{arguments.command}."
     if model is None:
         model, flags = RUNS / "dsa-4-small", flags or ON_A_CPU
-        indexcache("demo", "model", *SHAPE, "--output", model)
-        note += f" Checkpoint: indexcache demo model {' '.join(SHAPE)}, random weights."
+        make_model(model, fields=FIELDS)
+        note += f" Checkpoint: benchmarks.random_model with {FIELDS}, random weights."
     indexcache(
-        *("bench", "latency", "--model", model, "--output", arguments.output, "--side-by-side"),
+        *("bench", "latency", "--model", model, "--output", arguments.output),
         *("--rounds", str(arguments.rounds), "--new-tokens", str(arguments.new_tokens)),
         *repeated("--pattern", arguments.pattern),
         *repeated("--context", arguments.context),
-        *("--note", note, "--", *flags),
+        *("--", *flags),
     )
     if (record := arguments.output / "latency.json").exists():
-        draw_shares(load(record), arguments.output / "latency-share.png")
+        result = load(record)
+        noted = result.model_copy(update={"model": result.model.model_copy(update={"note": note})})
+        write_latency(noted, arguments.output)
+        draw_shares(noted, arguments.output / "latency-share.png")
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from benchmarks.training.retrieval import MachineText, TaskDocument, TaskWords, window
 from benchmarks.training.tasks import TASKS
-from sglang_indexcache.data.retrieval import MachineText, TaskDocument, TaskWords, window
 from sglang_indexcache.errors import TrainingError
 from sglang_indexcache.heal.packing import PackedBatch
 

@@ -8,11 +8,12 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from benchmarks.random_model import small_config
 from benchmarks.training.tasks import TASKS
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import TrainingError
 from sglang_indexcache.library import Library
-from sglang_indexcache.models import BY_NAME, Family, small_config
+from sglang_indexcache.models import BY_NAME, Family
 from sglang_indexcache.pattern import Pattern
 
 RECIPES = Path(__file__).parent / "recipes"

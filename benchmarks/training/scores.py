@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.training.batches import TEXT, LabelledBatch, Mixture
 from benchmarks.training.model import DistilledModel, Losses
+from benchmarks.training.retrieval import MachineText, TaskDocument, TaskWords, Tokens
 from benchmarks.training.tasks import TASKS, TEXT_CHARACTERS, chance
 from sglang_indexcache.checkpoint import Checkpoint
-from sglang_indexcache.data.retrieval import MachineText, TaskDocument, TaskWords, Tokens
 from sglang_indexcache.heal.sharing import Stage
 from sglang_indexcache.library import Library
 from sglang_indexcache.stats.bounds import half_width

@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable
 from functools import partial
 
-from sglang_indexcache.data.retrieval import (
+from benchmarks.training.retrieval import (
     TaskDocument,
     TaskWords,
     Tokens,

@@ -15,18 +15,17 @@ from rich.console import Console
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.random_model import make_tokenizer, random_model, save_checkpoint
 from benchmarks.training.batches import IGNORED, LabelledBatch, Mixture
 from benchmarks.training.model import DistilledModel, Losses, next_tokens
 from benchmarks.training.recipe import Recipe, StageRecipe
+from benchmarks.training.retrieval import MachineText, TaskWords
 from benchmarks.training.scores import evaluate
-from sglang_indexcache.data.retrieval import MachineText, TaskWords
-from sglang_indexcache.demo.model import random_model, save_checkpoint
 from sglang_indexcache.heal.optimizer import BETAS, adamw_groups, lr_factor, set_lr
 from sglang_indexcache.heal.packing import PADDING
 from sglang_indexcache.heal.run_folder import Position, RunLog
 from sglang_indexcache.heal.sharing import Stage
 from sglang_indexcache.support.files import replacing
-from sglang_indexcache.support.text import make_tokenizer
 
 STATE = "state.pt"
 

@@ -32,12 +32,10 @@ _ADMIN_PATHS = ("/set_internal_state", "/flush_cache")
 
 
 class Client:
-    """The HTTP side of a running server.
+    """The HTTP side of a running server; an answer may take ``timeout`` seconds.
 
-    Args:
-        timeout: seconds that an answer may take.
-        api_key: the server's ``--api-key``, if it was started with one.
-        admin_api_key: its ``--admin-api-key``, for switching patterns and flushing the cache.
+    The keys are the server's ``--api-key`` and, for switching patterns and flushing the cache, its
+    ``--admin-api-key``.
 
     Raises:
         ServerError: a key that no HTTP header can carry.
@@ -75,11 +73,7 @@ class Client:
             return False
 
     def generate(self, *, timeout: float | None = None, **body: Any) -> Any:
-        """SGLang's native ``/generate``.
-
-        Args:
-            timeout: seconds that this answer may take; the client's own by default.
-            body: as SGLang wants it.
+        """SGLang's native ``/generate``; the answer may take ``timeout`` seconds.
 
         Raises:
             ServerUnavailableError: no answer, or half of one: the server is away or too slow.
@@ -140,11 +134,8 @@ class Client:
     def low_priority(self) -> int:
         """The ``priority`` of requests that shall wait for all others, as this server counts.
 
-        Far below that of requests which name none, but not the lowest there is.
-
         Raises:
-            ServerError: the server does not go by priorities, or already gives requests that name
-                none the lowest there is.
+            ServerError: the server does not go by priorities.
         """
         info = self.server_info()
         usual = info.get("default_priority_value")
@@ -157,10 +148,7 @@ class Client:
         return int(usual) + sign * _FAR
 
     def switch_pattern(self, value: str) -> list[RankState]:
-        """Make ``value`` the pattern of a server in live mode, for requests to come that name none.
-
-        Returns:
-            The new states.
+        """Make ``value`` the pattern of a server in live mode, for requests that name none.
 
         Raises:
             ServerError: with the server's reason, if it refused.
@@ -175,16 +163,10 @@ class Client:
         return states
 
     def flush_cache(self, timeout: float = 60.0) -> None:
-        """Empty the radix cache, once the server is idle.
+        """Empty the radix cache, once the server is idle, for which it waits ``timeout`` seconds.
 
         It may not be yet when an answer arrives: a pipeline's first stage learns later than the
         client that the last one is through.
-
-        Args:
-            timeout: seconds to wait for that.
-
-        Raises:
-            ServerError: the server was busy all that time.
         """
         self._send("POST", f"/flush_cache?timeout={timeout}")
 

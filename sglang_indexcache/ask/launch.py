@@ -65,11 +65,7 @@ class Server:
         return self._process.pid
 
     def start(self) -> None:
-        """Start the process and return at once.
-
-        Raises:
-            ModuleNotFoundError: SGLang is not installed.
-        """
+        """Start the process and return at once."""
         if _MODULE in self.command and find_spec("sglang") is None:
             raise ModuleNotFoundError("SGLang is not installed", name="sglang")
         with self.log.open("wb") as log:
@@ -113,8 +109,7 @@ class Server:
     def stop(self, grace: float = 20.0) -> None:
         """Stop the whole process group; safe to call twice.
 
-        Args:
-            grace: seconds in which SGLang may finish what runs and end its own processes; 0 kills.
+        SGLang may finish what runs and end its own processes for ``grace`` seconds; 0 kills.
         """
         if self._process is None:
             return
@@ -147,14 +142,7 @@ def die_with_parent() -> None:
 
 
 def free_port() -> int:
-    """A port that is free now and that no outgoing connection will be given.
-
-    A server may need minutes until it listens: a port from the kernel's own range could be taken
-    by then.
-
-    Raises:
-        ServerError: none was found.
-    """
+    """A port that is free now and that no outgoing connection will be given until it is used."""
     # Not from the seeded generator: processes with one seed would all try the same ports at once.
     for port in random.SystemRandom().sample(_PORTS, 100):
         with socket.socket() as probe:

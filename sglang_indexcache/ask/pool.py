@@ -21,17 +21,7 @@ _Answer = TypeVar("_Answer")
 
 
 class _Slot:
-    """An engine of the pool, asked with patience for the others; itself an engine.
-
-    What it serves was checked at first contact, and is again around every call: it may have been
-    restarted in between.
-
-    Attributes:
-        calls: how many are under way.
-        failures: calls in a row that failed for now.
-        rests_until: when to ask it again, on the monotonic clock.
-        checkpoint: what it serves; None until it has answered for the first time.
-    """
+    """An engine of the pool, itself an engine; what it serves is checked around every call."""
 
     def __init__(self, engine: Engine, at_once: int, low_priority: bool) -> None:
         self._engine, self._at_once, self._low_priority = engine, at_once, low_priority
@@ -45,11 +35,7 @@ class _Slot:
         return self._engine.name
 
     def meet(self) -> tuple[str, str]:
-        """What it serves, from its first answer.
-
-        Raises:
-            ServerError: it is not in live mode, or knows no priorities where they are wanted.
-        """
+        """What it serves, from its first answer."""
         if self.checkpoint is None:
             found = self._served()
             if self._low_priority:
@@ -99,22 +85,16 @@ class Pool:
     will not get better by waiting (a refusal, another checkpoint, static mode) is raised at once.
 
     Calls that an engine has at once share its batches, so rounding may differ by what else a batch
-    held, as it does under any other traffic. Nothing else does: what is asked and answered is the
-    same whatever the number of engines and calls.
+    held, as it does under any other traffic.
 
     Args:
-        engines: one at least.
         at_once: calls that each engine has at the same time.
         low_priority: let the engines' other requests go first.
         tell: is given one line whenever an engine leaves or comes back.
         patience: seconds for which a call is tried again.
 
-    Attributes:
-        in_flight: calls that can be under way at the same time.
-
     Raises:
-        ServerError: no call at a time, or engines that differ in what they serve, are not in live
-            mode, or know no low priority where that was asked for.
+        ServerError: engines that differ in what they serve, or do not serve what was asked for.
         ServerUnavailableError: none of them answers.
     """
 
@@ -149,11 +129,7 @@ class Pool:
         return self._checkpoint
 
     def ask(self, question: Callable[[Engine], _Answer]) -> _Answer:
-        """What ``question`` gets from an engine that is free.
-
-        Args:
-            question: asks the engine that it is given; asked again, perhaps of another, where that
-                one is away.
+        """What ``question`` gets from an engine that is free, or from another if that one is away.
 
         Raises:
             ServerUnavailableError: nobody answered as long as the pool's patience lasts.

@@ -31,7 +31,7 @@ STATE = "indexcache"
 """The key of a rank's report in ``/server_info``, below ``internal_states[i]``."""
 
 OTHERS = "others"
-"""What comes after the first 200 different names of a report's counters, together."""
+"""What comes after the first 100 different patterns of a report's counters, together."""
 
 ENGINE_FACTS = (
     "model_path",
@@ -67,11 +67,10 @@ class Overlaps(BaseModel):
     Attributes:
         one_in: of so many forwards one is sampled; 0 for none, also after a failure.
         forwards: sampled since the server's start.
-        cells: by layer and length of the request, as "3 8Ki": the rows that the compared ones stand
-            for; the sums over them of the share of the layer's own selection that it was given, of
-            what a list drawn blindly would have of it, of the first by score mass, and of the
-            shares of the last 8, 64 and 256 tokens that the list holds; the least of the share and
-            of that by score mass. In static mode an F layer is compared with the F layer before it,
+        layers: by layer, the rows that the compared ones stand for; the sums over them of the share
+            of the layer's own selection that it was given, of what a list drawn blindly would have
+            of it, of the first by score mass, and of the shares of the last 8, 64 and 256 tokens
+            that the list holds. In static mode an F layer is compared with the F layer before it,
             and there is no score mass.
         reference: by layer, the overlap beyond chance that the pattern's file says, or nothing.
     """
@@ -80,7 +79,7 @@ class Overlaps(BaseModel):
 
     one_in: int = 0
     forwards: int = 0
-    cells: dict[str, list[float]] = {}
+    layers: dict[int, list[float]] = {}
     reference: tuple[float | None, ...] = ()
 
 
@@ -91,14 +90,12 @@ class RankState(BaseModel):
     graphs do not run it.
 
     Attributes:
-        version: of sglang-indexcache.
         rank: its number among the data-parallel ranks, which answer in any order.
         pattern: what requests get that name none; that of the shortest prompts, where the prompt's
             length decides.
         policy: the pattern for each prompt length, as ``--indexcache-pattern`` takes it.
         source: who asked for the policy.
         mode: "static", or "live", where every layer keeps its indexer.
-        architecture: of the model.
         checkpoint_pattern: which layers of the checkpoint have an indexer.
         adapter: the adapter's folder; "" without one.
         adapter_digest: SHA-256 of its weights.
@@ -109,8 +106,6 @@ class RankState(BaseModel):
             pipeline stage, the only one that reports. None, of an older server, is all.
         forwards: begun so far.
         mixed_forwards: those of them with requests of several patterns.
-        forwards_under: forwards so far, by their patterns, sorted and joined by "+": the first 200
-            names apart, and the rest as :data:`OTHERS`.
         indexer_selections: how often each layer's indexer scored keys and selected.
         index_reuses: how often each layer took another layer's indices.
         index_key_writes: how often each layer stored index keys without scoring.
@@ -123,7 +118,6 @@ class RankState(BaseModel):
         indexer_seconds: in indexers, by phase and clock ("prefill", "decode", each also with
             "_processor"). On a CPU only: a GPU's kernels run behind the clock.
         index_k_bytes_per_token: of the allocated buffers over this process's layers.
-        indexer_weight_bytes: by layer number, of this process's layers that have an indexer.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -144,7 +138,6 @@ class RankState(BaseModel):
     stage: tuple[int, int] | None = None
     forwards: int = 0
     mixed_forwards: int = 0
-    forwards_under: dict[str, int] = {}
     indexer_selections: list[int]
     index_reuses: list[int]
     index_key_writes: list[int]
@@ -155,7 +148,6 @@ class RankState(BaseModel):
     rejections: dict[str, int] = {}
     indexer_seconds: dict[str, float] = {}
     index_k_bytes_per_token: int = 0
-    indexer_weight_bytes: dict[str, int] = {}
 
     @computed_field  # type: ignore[prop-decorator]
     @property
@@ -189,11 +181,7 @@ class RankState(BaseModel):
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], server: str) -> RankState:
-        """What a rank said under :data:`STATE`.
-
-        Raises:
-            ServerError: the rank could not report, or runs another version of this package.
-        """
+        """What a rank said under :data:`STATE`, if it could and runs this version."""
         if "error" in data:
             raise ServerError(
                 f"{server} cannot say what IndexCache does: {data['error']}. Its log has the "
@@ -215,11 +203,7 @@ class RankState(BaseModel):
 
 
 def states_of(info: Mapping[str, Any], server: str) -> list[RankState]:
-    """The report of every data-parallel rank that runs IndexCache, by their numbers.
-
-    Raises:
-        ServerError: see :meth:`RankState.from_json`.
-    """
+    """The report of every data-parallel rank that runs IndexCache, by their numbers."""
     found = [rank[STATE] for rank in info.get("internal_states", []) if STATE in rank]
     states = [RankState.from_json(state, server) for state in found]
     return sorted(states, key=lambda state: state.rank)
@@ -236,10 +220,6 @@ def check_answered_under(info: Mapping[str, Any], pattern: str, server: str) -> 
     Args:
         info: the answer's ``meta_info``.
         pattern: F/S, as the request named it.
-        server: whose answer it is, for the message.
-
-    Raises:
-        ServerError: naming what was asked and what came back.
     """
     if (told := info.get(PATTERN_OF_REQUEST)) == [pattern]:
         return
@@ -267,10 +247,7 @@ def check_obeyed(
     prefilled.
 
     Args:
-        before: the server's states before requests were made.
-        after: its states now.
-        patterns: F/S, of all requests in between.
-        server: for the message.
+        patterns: F/S, of all requests between the states before and after.
         alone: that nobody else used the server and every rank was asked: then each rank is judged
             by itself, and no layer that is S for all patterns may have run its indexer.
 
@@ -309,13 +286,11 @@ def disobedient(
     *,
     alone: bool = True,
 ) -> list[int]:
-    """Which of ``layers`` did not do what the patterns of the requests say.
+    """Which of the counted ``layers`` did not do what the patterns of the requests say.
 
     Args:
         full: layers that are F for some request; the others are S for all.
-        runs: by layer, how often its indexer ran.
-        reuses: by layer, how often it took another layer's indices.
-        layers: those that were counted.
+        runs: by layer, how often its indexer ran; ``reuses``, how often it took another's indices.
         alone: that nobody else was served, so an indexer that ran in an S layer is wrong, too.
     """
     return [
@@ -334,11 +309,7 @@ def _total(ranks: Sequence[Sequence[int]]) -> list[int]:
 
 
 def facts(info: Mapping[str, Any], server: str) -> dict[str, Any]:
-    """What a server says of itself that may not differ between servers that are compared.
-
-    Raises:
-        ServerError: see :meth:`RankState.from_json`.
-    """
+    """What a server says of itself that may not differ between servers that are compared."""
     found = {name: info[name] for name in ENGINE_FACTS if info.get(name) is not None}
     for state in states_of(info, server)[:1]:
         found |= {
@@ -349,11 +320,7 @@ def facts(info: Mapping[str, Any], server: str) -> dict[str, Any]:
 
 
 def alike(servers: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, list[str]]]:
-    """In what servers differ that should be alike; empty if they are.
-
-    Returns:
-        For each fact that is not the same everywhere, the names of the servers by what they say.
-    """
+    """For each fact that differs between servers, their names by what they say of it."""
     differing: dict[str, dict[str, list[str]]] = {}
     for fact in sorted({fact for said in servers.values() for fact in said}):
         names: dict[str, list[str]] = {}

@@ -1,9 +1,7 @@
 """Ask a running engine for the log-probabilities of given tokens (teacher forcing).
 
 SGLang's ``/generate`` scores a prompt's tokens from ``logprob_start_len`` on and uses its prefix
-cache up to there; the first entry that comes back is empty. So a sequence that is scored from its
-beginning is never read from a cache, and one of which only the end is scored shares its beginning
-with what was asked under the same key before. Nothing is decoded.
+cache up to there; the first entry that comes back is empty. Nothing is decoded.
 """
 
 from __future__ import annotations
@@ -41,19 +39,14 @@ class Engine(Protocol):
         """SGLang's native generate, for a list of prompts; ``timeout`` in seconds."""
 
     def low_priority(self) -> int:
-        """The ``priority`` of requests that shall wait for all others.
-
-        Raises:
-            ServerError: it does not go by priorities.
-        """
+        """The ``priority`` of requests that shall wait for all others."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One sequence to ask with.
+    """One sequence of token ids to ask with.
 
     Attributes:
-        ids: its tokens.
         pattern: F/S, which the request names and the answer must name; "" names none.
         key: its cached prefixes are shared only with prompts of the same key (``extra_key``).
         scored: how many of its last tokens are scored, fewer than all.
@@ -93,12 +86,8 @@ def time_allowed(tokens: int) -> float:
 def score(engine: Engine, prompts: Sequence[Prompt], *, top: int = 0) -> list[TokenScores]:
     """The log-probabilities of each prompt's last ``scored`` tokens, given all before them.
 
-    All prompts go out as one request, so an engine batches them and its data-parallel ranks share
-    them.
-
-    Args:
-        prompts: at least one token of each is scored.
-        top: how many of the likeliest tokens to report at each place.
+    All prompts, of which at least one token is scored, go out as one request. ``top`` is how many
+    of the likeliest tokens to report at each place.
 
     Raises:
         ServerUnavailableError: no answer, or the engine gave a request up.
@@ -121,7 +110,6 @@ def ask(
 
     Args:
         new_tokens: to generate at most, greedily.
-        body: besides, as SGLang wants it.
 
     Raises:
         ServerUnavailableError: no answer, or the engine gave a request up.

@@ -1,9 +1,8 @@
 """One streamed request of one or more prompts, timed by the client and checked to the token.
 
-Like SGLang's ``benchmark/one_batch_server.py``: a batch travels as one ``/generate`` call, every
-chunk carries ``index`` and cumulative ``completion_tokens``. That program cannot be used as it is:
-it measures one server to the end (no interleaving), does not look at ``cached_tokens`` or at the
-prompt length that the server counted, and never asks which pattern served.
+Like SGLang's ``benchmark/one_batch_server.py``, which measures one server to the end, does not look
+at ``cached_tokens`` or at the prompt length that the server counted, and never asks which pattern
+served. Every chunk carries ``index`` and cumulative ``completion_tokens``.
 """
 
 from __future__ import annotations
@@ -20,11 +19,9 @@ from sglang_indexcache.errors import ServerError
 
 @dataclass
 class StreamedAnswer:
-    """What came back for one prompt.
+    """What came back for one prompt: chunks as they arrived, SGLang's ``meta_info`` of the last.
 
-    Attributes:
-        arrivals: ``(seconds since the request was sent, tokens generated so far)`` of each chunk.
-        meta: SGLang's ``meta_info`` of the last chunk.
+    ``arrivals`` are pairs of seconds since the request was sent and tokens generated so far.
     """
 
     arrivals: list[tuple[float, int]] = field(default_factory=list)
@@ -42,11 +39,7 @@ class StreamedAnswer:
 
     @property
     def decode_rate(self) -> float:
-        """Tokens per second after the first chunk.
-
-        Raises:
-            ServerError: everything came in one chunk, or the clock stood still.
-        """
+        """Tokens per second after the first chunk, which must not be all."""
         (start, before), (end, after) = self.arrivals[0], self.arrivals[-1]
         if end <= start:
             raise ServerError(
@@ -67,12 +60,9 @@ def stream(
     clock: Clock = time.perf_counter,
     pattern: str | None = None,
 ) -> list[StreamedAnswer]:
-    """Send ``prompts`` at once and generate exactly ``new_tokens`` for each.
+    """Send ``prompts`` (token ids) at once and generate exactly ``new_tokens`` for each.
 
     Args:
-        prompts: token ids.
-        new_tokens: at least 1.
-        clock: read at every arrival.
         pattern: F/S, that the request names, as a server in live mode allows.
 
     Raises:

@@ -6,9 +6,8 @@ speed-up is the ratio of two neighbours. In a visit every length is measured by
 * one request a data-parallel rank ("single request on each GPU"): TTFT and decode rate, then
 * as many requests as the KV cache holds: tokens per second while all of them decode.
 
-A visit is a server start and all of these. Where servers run side by side, or one in live mode
-stands for all and each request names its pattern, it is one of them: arms alternate request by
-request.
+A visit is a server start and all of these. Of servers that run already it is one of them: arms
+alternate request by request, also where one server in live mode stands for all.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from sglang_indexcache.ask.protocol import check_obeyed
 from sglang_indexcache.ask.stream import StreamedAnswer, stream
 from sglang_indexcache.bench import tables
 from sglang_indexcache.bench.results import (
-    METRICS,
     Configuration,
     Environment,
     LatencyResult,
@@ -70,26 +68,21 @@ class Settings:
 
     Attributes:
         lengths: prompt tokens.
-        rounds: visits to every configuration.
-        new_tokens: generated per request.
-        metrics: which of the three.
-        full_concurrency: requests a rank for the full KV cache; 0 for as many as it holds.
+        full_concurrency: requests a rank for the full KV cache; 0 for as many as it holds, and with
+            1 the single request stands for it.
         watch_seconds: how long to look for foreign work before each visit.
     """
 
     lengths: tuple[int, ...]
     rounds: int = 3
     new_tokens: int = 64
-    metrics: tuple[Metric, ...] = tuple(METRICS)
     full_concurrency: int = 0
     watch_seconds: float = 2.0
 
     @property
     def steps(self) -> list[Step]:
         """Of a round, in order."""
-        kinds: tuple[Literal["single", "full"], ...] = ("single", "full")
-        wanted = kinds if "full" in self.metrics else kinds[:1]
-        return [(length, kind) for length in self.lengths for kind in wanted]
+        return [(length, kind) for length in self.lengths for kind in ("single", "full")]
 
     def check(self) -> None:
         """Raise BenchError on numbers that give no result."""
@@ -99,27 +92,18 @@ class Settings:
             raise BenchError("the same length was given twice")
         if self.new_tokens < 2:
             raise BenchError("a decode rate needs --new-tokens of at least 2")
-        unknown = set(self.metrics) - set(METRICS)
-        if unknown or not self.metrics:
-            raise BenchError(f"the metrics are {', '.join(METRICS)}, got {sorted(unknown)}")
 
 
 @dataclass(frozen=True)
 class TargetModel:
-    """The model as its folder describes it.
-
-    Attributes:
-        checkpoint: to resolve patterns with.
-        model: for the result.
-        vocab_size: to draw prompts from.
-    """
+    """The model as its folder describes it."""
 
     checkpoint: Checkpoint
     model: Model
     vocab_size: int
 
 
-def read_target(folder: Path, note: str = "") -> TargetModel:
+def read_target(folder: Path) -> TargetModel:
     """Read a checkpoint folder; the weights may be missing.
 
     Raises:
@@ -138,7 +122,6 @@ def read_target(folder: Path, note: str = "") -> TargetModel:
         architecture=checkpoint.architecture,
         digest=digest,
         shape=shape,
-        note=note,
     )
     text = config.get("text_config") or config
     if "vocab_size" not in text:
@@ -159,10 +142,7 @@ def run(
 ) -> LatencyResult:
     """Measure everything; nothing is returned unless every server did what was asked.
 
-    Args:
-        served: the first is the baseline.
-        arguments: the servers' flags, for the record.
-        report: told what is going on.
+    The first of ``served`` is the baseline; ``arguments`` are the servers' flags, for the record.
 
     Raises:
         IndexCacheError: naming what a server did wrong.
@@ -172,7 +152,7 @@ def run(
     visits: list[Visit] = []
     samples: list[LatencySample] = []
     warm: set[str] = set()
-    for number, configuration, steps in _turns(settings, served, servers.side_by_side):
+    for number, configuration, steps in _turns(settings, served, servers.started_here):
         report(f"round {number + 1} of {settings.rounds}: {configuration.name}")
         foreign = busy_cores(settings.watch_seconds)
         with servers.visit(configuration) as client:
@@ -180,7 +160,7 @@ def run(
             facts, name = server_facts(client), configuration.name
             visits.append(Visit(configuration=name, round=number, facts=facts, busy_cores=foreign))
             visit = _Visit(client, target, settings, configuration, number, facts)
-            if not servers.side_by_side or name not in warm:
+            if servers.started_here or name not in warm:
                 visit.warm_up()
                 warm.add(name)
             for sample in visit.measure(steps):
@@ -191,7 +171,7 @@ def run(
                 )
     return LatencyResult(
         environment=here,
-        side_by_side=servers.side_by_side,
+        side_by_side=not servers.started_here,
         started_here=servers.started_here,
         model=target.model,
         arguments=tuple(arguments),
@@ -205,12 +185,12 @@ def run(
 
 
 def _turns(
-    settings: Settings, served: Sequence[Configuration], side_by_side: bool
+    settings: Settings, served: Sequence[Configuration], started_here: bool
 ) -> Iterator[tuple[int, Configuration, list[Step]]]:
     """Round, configuration and the steps of every visit, in order."""
     steps = settings.steps
     for number in range(settings.rounds):
-        for turn in [[step] for step in steps] if side_by_side else [steps]:
+        for turn in [steps] if started_here else [[step] for step in steps]:
             for configuration in served:
                 yield number, configuration, turn
 
@@ -256,7 +236,7 @@ class _Visit:
         return self.concurrency(length) == self.server.dp
 
     def _check_room(self, length: int) -> None:
-        wanted = max(1, self.settings.full_concurrency if "full" in self.settings.metrics else 1)
+        wanted = max(1, self.settings.full_concurrency)
         if self._room(length) < wanted:
             what = "a prompt" if wanted == 1 else f"{wanted} prompts"
             raise BenchError(
@@ -277,9 +257,8 @@ class _Visit:
         longest = 2 * chunk if chunk > 0 else max(self.settings.lengths)
         for length in sorted({min(length, longest) for length in self.settings.lengths}):
             self._send(length, self.server.dp, _WARM_UP_TOKENS, "warm-up")
-        if "full" in self.settings.metrics:
-            for count in sorted({self.concurrency(length) for length in self.settings.lengths}):
-                self._send(self.server.page, count, _WARM_UP_TOKENS, "warm-up")
+        for count in sorted({self.concurrency(length) for length in self.settings.lengths}):
+            self._send(self.server.page, count, _WARM_UP_TOKENS, "warm-up")
 
     def _send(
         self, length: int, count: int, new_tokens: int, *seed: object
@@ -302,16 +281,14 @@ class _Visit:
 
     def _single(self, length: int) -> Iterator[LatencySample]:
         """One request a rank: TTFT and decode rate."""
-        metrics, count = self.settings.metrics, self.server.dp
+        count = self.server.dp
         answers, (prefill, decode) = self._timed(length, count, "single")
-        if "prefill" in metrics:
-            first = median(answer.first_token for answer in answers)
-            yield self._sample(length, "prefill", first, count, _share(prefill, first))
+        first = median(answer.first_token for answer in answers)
+        yield self._sample(length, "prefill", first, count, _share(prefill, first))
         rate = median(answer.decode_rate for answer in answers)
         share = _share(decode, median(a.last_token - a.first_token for a in answers))
-        if "decode" in metrics:
-            yield self._sample(length, "decode", rate, count, share)
-        if "full" in metrics and self._one_fills(length):
+        yield self._sample(length, "decode", rate, count, share)
+        if self._one_fills(length):
             yield self._sample(length, "full", rate, count, share)
 
     def _full(self, length: int) -> LatencySample:

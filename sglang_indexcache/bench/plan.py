@@ -16,9 +16,9 @@ from pathlib import Path
 
 from sglang_indexcache.bench.results import METRICS, Metric
 from sglang_indexcache.bench.rows import ENGINE, KINDS, LatencyEstimate, Layers, Series, Wheel
-from sglang_indexcache.bench.shapes import PRESETS, ModelShape, checkpoint_of, find_gpu, shape_of
+from sglang_indexcache.bench.shapes import PRESETS, ModelShape, checkpoint_of, find_gpu
 from sglang_indexcache.bench.tables import Grid
-from sglang_indexcache.checkpoint import INDEX_K_BYTES_PER_KEY, read_config
+from sglang_indexcache.checkpoint import INDEX_K_BYTES_PER_KEY
 from sglang_indexcache.errors import BenchError, LibraryError, PatternError
 from sglang_indexcache.library import Library
 from sglang_indexcache.pattern import Pattern
@@ -42,11 +42,11 @@ class MeasuredModel:
     """A model whose layers the rows have.
 
     Attributes:
-        shape: a name of :data:`sglang_indexcache.bench.shapes.PRESETS`.
+        shape: a name of :data:`.shapes.PRESETS`.
         full: the model of the F layers' rows.
         shared: that of the S layers' rows.
         weights: format of the weights, as the rows name it.
-        note: what stands for what; empty if nothing does.
+        note: what stands for what.
     """
 
     shape: str
@@ -80,8 +80,7 @@ class Deployment:
 
     Attributes:
         model: a name of :data:`MODELS`.
-        gpu: a name of :data:`sglang_indexcache.bench.shapes.GPUS`.
-        gpus: how many.
+        gpu: a name of :data:`.shapes.GPUS`.
         dp: ranks of data-parallel attention; 1 is tensor parallelism over all GPUs.
         kv: of the latent cache, "fp8" or "bf16"; "" is the engine's default on that GPU.
     """
@@ -157,14 +156,7 @@ class Deployment:
 
 @dataclass(frozen=True)
 class Gain:
-    """What a pattern gains.
-
-    Attributes:
-        milliseconds: with every indexer.
-        gain: the speed-up over that.
-        off: what either may be off by, as a part.
-        requests: of a rank at once.
-    """
+    """What a pattern gains over every indexer, and what either may be off by, as a part."""
 
     milliseconds: float
     gain: float
@@ -174,9 +166,6 @@ class Gain:
 
 class Forwards:
     """The time of whole forwards.
-
-    Args:
-        data: the wheel's data folder; where pip put it, if left out.
 
     Raises:
         BenchError: no rows of this deployment, or the wheel is not installed.
@@ -356,42 +345,25 @@ Patterns = Sequence[tuple[str, Pattern]]
 
 
 def find_model(model: str) -> str:
-    """The name in :data:`~sglang_indexcache.bench.plan.MODELS` of what a user gave.
-
-    Args:
-        model: such a name in any case, or a checkpoint folder, known by its shape and weights.
+    """The name in :data:`MODELS` of what a user gave, in any case and behind any organisation.
 
     Raises:
         BenchError: NVIDIA has measured no layers of it.
     """
-    folder = Path(model)
-    if folder.is_dir():
-        weights = "fp8_block" if read_config(folder).get("quantization_config") else "bfloat16"
-        mine = (shape_of(folder), weights)
-        fitting = (
-            n for n, known in MODELS.items() if (PRESETS[known.shape], known.weights) == mine
-        )
-    else:
-        fitting = (n for n in MODELS if n.lower() == model.rpartition("/")[2].lower())
-    found = next(fitting, None)
-    if found is None:
-        raise BenchError(
-            f"nobody has published measured layers of {model}. There are rows of "
-            f"{', '.join(MODELS)}, by these names or a folder with their config.json; measure "
-            "others with `indexcache bench latency`."
-        )
-    return found
+    for name in MODELS:
+        if name.lower() == model.rpartition("/")[2].lower():
+            return name
+    raise BenchError(
+        f"nobody has published measured layers of {model}. There are rows of "
+        f"{', '.join(MODELS)}, by these names; measure others with `indexcache bench latency`."
+    )
 
 
 def choose_patterns(values: Sequence[str], shape: str) -> tuple[Patterns, tuple[str, ...]]:
     """Patterns by the names that a user gave, and what to know about them.
 
     A ratio takes the library's pattern for this model. Where it has none, it takes as many F layers
-    evenly spaced: time depends on their number only.
-
-    Args:
-        values: as :meth:`Library.resolve` takes them.
-        shape: a name of :data:`~sglang_indexcache.bench.shapes.PRESETS`.
+    evenly spaced: time depends on their number only. ``shape`` is one of :data:`.shapes.PRESETS`.
 
     Raises:
         IndexCacheError: a pattern that does not fit.
@@ -446,14 +418,9 @@ def _base(gains: Sequence[Gain | None], metric: Metric) -> str:
 
 
 def plan(model: str, gpu: str, gpus: int, dp: int, kv: str, data: Path | None = None) -> Forwards:
-    """The forwards of a deployment that can be.
+    """The forwards of a deployment that can be; see :class:`Deployment`.
 
-    Args:
-        model: see :func:`find_model`.
-        gpu: a name of :data:`~sglang_indexcache.bench.shapes.GPUS`.
-        dp: ranks of data-parallel attention.
-        kv: the cache's format, or "" for the engine's default.
-        data: the wheel's data folder; where pip put it, if left out.
+    The wheel's ``data`` are where pip put them, if left out.
 
     Raises:
         BenchError: an unknown model or GPU, weights that do not fit, no rows, or no wheel.

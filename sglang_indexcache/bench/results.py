@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError
 
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import BenchError
@@ -44,13 +44,7 @@ class Environment(Strict):
 
 
 class Configuration(Strict):
-    """One way to serve.
-
-    Attributes:
-        name: how tables call it.
-        value: the pattern as the user wrote it.
-        pattern: the F/S string that it came to.
-    """
+    """One way to serve: ``value`` is a pattern as the user wrote it, ``pattern`` its F/S string."""
 
     name: str
     value: str
@@ -82,13 +76,8 @@ def configurations(values: Sequence[str], checkpoint: Checkpoint) -> tuple[Confi
 class Model(Strict):
     """What was served.
 
-    Attributes:
-        name: of the checkpoint's folder.
-        architecture: HF architecture.
-        digest: tells checkpoints apart (``study.provenance.checkpoint_digest``); empty if the
-            weights were not at hand.
-        shape: config fields.
-        note: in words, for example that the weights are random.
+    ``digest`` is ``study.provenance.checkpoint_digest``, empty if the weights were not at hand;
+    ``note`` says in words, for example, that they are random.
     """
 
     name: str
@@ -103,15 +92,12 @@ class ServerFacts(Strict):
 
     Attributes:
         device: "cuda" or "cpu".
-        tp: tensor-parallel ranks.
         dp: data-parallel ranks, each with a KV cache and a request of its own.
-        dp_attention: whether attention is data-parallel.
         chunked_prefill: tokens of a prefill chunk.
         page: tokens of a page.
         capacity: KV tokens of each rank.
-        index_k_bytes: index-K bytes of a token on one rank.
-        mode: "static", or "live", where S layers go on writing index keys. Files older than this
-            field are of static servers.
+        index_k_bytes: of a token on one rank.
+        mode: "static" or "live". Files older than this field are of static servers.
     """
 
     device: str
@@ -126,13 +112,9 @@ class ServerFacts(Strict):
 
 
 class Visit(Strict):
-    """One server during one round.
+    """One server during one round, counted from 0.
 
-    Attributes:
-        configuration: which.
-        round: from 0.
-        facts: what the server said.
-        busy_cores: cores' worth of foreign work just before it started; None where unknown.
+    ``busy_cores`` is foreign work just before it started, in cores; None where unknown.
     """
 
     configuration: str
@@ -145,10 +127,7 @@ class LatencySample(Strict):
     """One measurement.
 
     Attributes:
-        configuration: which.
-        round: from 0; samples of one round belong together.
         length: prompt tokens.
-        metric: which.
         value: seconds for prefill, the median over the ranks' requests; tokens per second of one
             request (median) for decode, of one rank for full.
         requests: sent at once, to all ranks together.
@@ -169,12 +148,9 @@ class LatencySample(Strict):
 class Speedup:
     """One configuration against the baseline, over the rounds.
 
-    Attributes:
-        median: of the rounds' ratios; above 1 is faster.
-        low: smallest of them.
-        high: largest.
-        ideal: what Amdahl's law gives if the removed indexers' share of the baseline's own time
-            costs nothing; None if that share is unknown.
+    The median, lowest and highest of the rounds' ratios; above 1 is faster. ``ideal`` is what
+    Amdahl's law gives if the removed indexers' share of the baseline's own time costs nothing; None
+    if that share is unknown.
     """
 
     median: float
@@ -187,19 +163,14 @@ class LatencyResult(Strict):
     """One run of ``indexcache bench latency``.
 
     Attributes:
-        kind: tells result files apart.
         environment: of the client; servers that the benchmark starts run on the same machine.
         side_by_side: whether the servers ran at once, so that turns were one request a rank,
             or as many as the KV cache holds, and not all lengths.
         started_here: whether the benchmark started them; if not, they may run on another machine
             than ``environment`` describes, with flags that ``arguments`` does not have.
-        model: what was served.
-        arguments: server flags beside the model and the pattern.
         configurations: the first is the baseline.
         lengths: prompt tokens.
-        new_tokens: generated per request.
-        clock: how seconds were counted: a field of the files, which knows one value.
-        rounds: times that every configuration was visited, in turns: A B A B.
+        clock: a field of the files, which knows one value.
         visits: one server start with all lengths, or, side by side, one turn.
         samples: everything measured; warm-up is not among them.
     """
@@ -217,14 +188,6 @@ class LatencyResult(Strict):
     rounds: int
     visits: tuple[Visit, ...]
     samples: tuple[LatencySample, ...]
-
-    @model_validator(mode="after")
-    def _complete(self) -> LatencyResult:
-        known = {configuration.name for configuration in self.configurations}
-        strangers = {sample.configuration for sample in self.samples} - known
-        if strangers:
-            raise ValueError(f"samples of unknown configurations: {sorted(strangers)}")
-        return self
 
     @property
     def baseline(self) -> Configuration:

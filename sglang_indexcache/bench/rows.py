@@ -5,11 +5,10 @@ the DSA attention module of one layer with its indexer and without, experts, pro
 Nothing is copied from it: the tables are read where pip put them. A row is one operation, in
 milliseconds; a :class:`Series` is the rows that differ in one number only, such as the prefix.
 
-Two rules decide which rows count and what is believed between them. A row contradicts the others if
-one of the same series with a longer prefix took less time, or if the layer without an indexer took
-longer than the one with it: such rows are named and left out. And each row is predicted from its
-two neighbours, as if it had not been measured: how far off that was is the error of what lies
-beside it.
+A row contradicts the others if one of the same series with a longer prefix took less time, or if
+the layer without an indexer took longer than the one with it: such rows are named and left out. And
+each row is predicted from its two neighbours, as if it had not been measured: how far off that was
+is the error of what lies beside it.
 """
 
 from __future__ import annotations
@@ -41,11 +40,9 @@ Measured = defaultdict[tuple[Kind, int], defaultdict[float, list[float]]]
 
 @dataclass(frozen=True)
 class LatencyEstimate:
-    """A latency between rows.
+    """Milliseconds between rows.
 
-    Attributes:
-        value: milliseconds.
-        off: how far off its neighbours were when predicted from theirs, as a part; 0 on a row.
+    ``off`` is how far off its neighbours were when predicted from theirs, as a part; 0 on a row.
     """
 
     value: float
@@ -62,11 +59,7 @@ class LatencyEstimate:
 
 @dataclass
 class Series:
-    """Rows that differ in one number; straight lines between them, nothing beyond them.
-
-    Attributes:
-        points: milliseconds by that number.
-    """
+    """Milliseconds of rows that differ in one number; lines between them, nothing beyond them."""
 
     points: dict[float, float]
     _keys: list[float] = field(init=False)
@@ -112,7 +105,6 @@ class Contradiction:
         phase: "context", or "generation", as the rows call a prefill chunk and a decode step.
         size: tokens of the chunk, or requests of the step.
         x: tokens of prefix, or of context.
-        text: the row and what it contradicts, in words.
     """
 
     phase: str
@@ -129,7 +121,6 @@ class Layers:
         source: of the rows, in words.
         prefill: by kind and tokens of the chunk: milliseconds by tokens of prefix.
         decode: by kind and requests: milliseconds by tokens of context.
-        contradictions: rows that were left out.
     """
 
     source: str
@@ -180,10 +171,6 @@ def _between(
 class Wheel:
     """The tables of one card.
 
-    Args:
-        card: a name of :data:`CARDS`.
-        data: the wheel's data folder; where pip put it, if left out.
-
     Raises:
         BenchError: no rows of this card, or the wheel is not installed.
     """
@@ -219,14 +206,10 @@ class Wheel:
         return found
 
     def layers(self, model: str, bare: str, heads: int, gemm: str, kv: str) -> Layers:
-        """Attention layers with their indexer and without.
+        """Attention layers: F ones of ``model``, S ones of ``bare``, by the rows' names.
 
-        Args:
-            model: whose F layers, as the rows name it.
-            bare: whose S layers.
-            heads: of MLA on one rank.
-            gemm: format of the weights, as the rows name it.
-            kv: format of the cache, as the rows name it.
+        ``heads`` are MLA's on one rank; ``gemm`` and ``kv`` are formats of the weights and the
+        cache, as the rows name them.
 
         Raises:
             BenchError: see :meth:`rows`; or there are no rows of these.
@@ -266,15 +249,12 @@ class Wheel:
             ]
         if not all(found):
             raise BenchError(f"the rows of {WHEEL} have no layers of {model} with {heads} heads")
-        return Layers(self.source(model, bare), found[0], found[1], tuple(contradictions))
-
-    def source(self, model: str, bare: str) -> str:
-        """Where layers are from, in words."""
         engine = ENGINE.replace("sglang/", "SGLang ")
-        return (
+        source = (
             f"NVIDIA's rows of {engine} on {self.card.upper()} ({WHEEL}): F layers of {model}, "
             f"S layers of {bare}"
         )
+        return Layers(source, found[0], found[1], tuple(contradictions))
 
     def series(self, table: str, by: str, wanted: Mapping[str, Any]) -> Series:
         """Rows of one operation by one column; repeated rows count as their mean.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 from sglang_indexcache.ask.client import Client
@@ -19,22 +19,7 @@ _KEY_FLAGS = ("--api", "--admin")  # argparse takes beginnings, too
 
 
 class StartedServers:
-    """Starts ``sglang.launch_server`` for each visit and stops it afterwards.
-
-    Only one runs at a time unless ``side_by_side``: then each stays up until the end of the block
-    that uses this object, asleep while another is measured, and turns can be as short as one
-    request. That keeps a drifting machine out of the ratios, where memory for all of them is at
-    hand.
-
-    Args:
-        model: checkpoint folder or a name that SGLang can resolve.
-        arguments: flags beside the model, the backend and the pattern.
-        logs: folder for the servers' logs.
-        environment: variables for the servers.
-        side_by_side: keep every server up.
-
-    Attributes:
-        visited: the server of the last visit.
+    """Starts ``sglang.launch_server`` for each visit and stops it afterwards: one at a time.
 
     Raises:
         BenchError: ``arguments`` has a flag that the benchmark sets.
@@ -42,15 +27,7 @@ class StartedServers:
 
     started_here = True
 
-    def __init__(
-        self,
-        model: str,
-        arguments: Sequence[str],
-        logs: Path,
-        environment: Mapping[str, str] | None = None,
-        *,
-        side_by_side: bool = False,
-    ) -> None:
+    def __init__(self, model: str, arguments: Sequence[str], logs: Path) -> None:
         for flag in (argument.partition("=")[0] for argument in arguments):
             if flag in _OUR_FLAGS:
                 raise BenchError(
@@ -62,19 +39,7 @@ class StartedServers:
                     "is started here needs no key"
                 )
         self._command = ["--model-path", model, "--attention-backend", "indexcache", *arguments]
-        if side_by_side:
-            self._command.append("--sleep-on-idle")
-        self._logs, self._environment = logs, environment
-        self.side_by_side = side_by_side
-        self._kept = ExitStack()
-        self._running: dict[str, Server] = {}
-        self.visited: Server
-
-    def __enter__(self) -> StartedServers:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._kept.close()
+        self._logs = logs
 
     @contextmanager
     def visit(self, configuration: Configuration) -> Iterator[Client]:
@@ -82,15 +47,10 @@ class StartedServers:
 
         What its log says last is part of a failure's message.
         """
-        if (server := self._running.get(configuration.name)) is None:
-            self._logs.mkdir(parents=True, exist_ok=True)
-            log = self._logs / f"{configuration.name.replace('/', 'of')}.log"
-            command = [*self._command, "--indexcache-pattern", configuration.value]
-            server = Server(command, log, env=self._environment)
-            if self.side_by_side:
-                self._running[configuration.name] = self._kept.enter_context(server)
-        self.visited = server
-        with nullcontext() if self.side_by_side else server:
+        self._logs.mkdir(parents=True, exist_ok=True)
+        log = self._logs / f"{configuration.name.replace('/', 'of')}.log"
+        command = [*self._command, "--indexcache-pattern", configuration.value]
+        with Server(command, log) as server:
             try:
                 server.wait_until_ready(timeout=TIMEOUT)
                 yield Client(server.client.url, timeout=TIMEOUT)
@@ -99,14 +59,11 @@ class StartedServers:
 
 
 class RunningServers:
-    """Servers that somebody else started.
+    """Servers that somebody else started, by configuration name.
 
-    Args:
-        clients: by configuration name, patient ones (:data:`TIMEOUT`). A server in live mode may
-            stand for several configurations: each request names its pattern.
+    One in live mode may stand for several: each request names its pattern.
     """
 
-    side_by_side = True
     started_here = False
 
     def __init__(self, clients: Mapping[str, Client]) -> None:
@@ -126,19 +83,14 @@ def open_servers(
     clients: Sequence[Client],
     flags: Sequence[str],
     logs: Path,
-    *,
-    side_by_side: bool = False,
-) -> AbstractContextManager[Servers]:
+) -> Servers:
     """The servers of ``clients``, or those that are started with ``flags`` where there are none.
-
-    Args:
-        clients: one for each of ``served``, or one in live mode for all.
 
     Raises:
         BenchError: another number of clients, or flags for servers that run already.
     """
     if not clients:
-        return StartedServers(str(model), flags, logs, side_by_side=side_by_side)
+        return StartedServers(str(model), flags, logs)
     names = [configuration.name for configuration in served]
     every = [*clients] * len(names) if len(clients) == 1 else clients
     if len(every) != len(names) or flags:
@@ -146,7 +98,7 @@ def open_servers(
             f"give one --url, or one for each of {', '.join(names)}, and no server flags: "
             "those servers run already"
         )
-    return nullcontext(RunningServers(dict(zip(names, every, strict=True))))
+    return RunningServers(dict(zip(names, every, strict=True)))
 
 
 def check_served(client: Client, configuration: Configuration, model: Model) -> None:

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
-
-from sglang_indexcache.checkpoint import Checkpoint, read_config
+from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import BenchError
 from sglang_indexcache.models import FAMILIES, SHAPES, TRAINABLE
 
 
-class ModelShape(BaseModel):
+@dataclass(frozen=True)
+class ModelShape:
     """What decides the cost of a DSA model's layer: fields of the HF config, by their names."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
     num_hidden_layers: int
     hidden_size: int
@@ -35,8 +29,8 @@ class ModelShape(BaseModel):
     moe_intermediate_size: int
     intermediate_size: int
     vocab_size: int
-    n_shared_experts: int = 0
-    first_k_dense_replace: int = 0
+    n_shared_experts: int
+    first_k_dense_replace: int
 
     @property
     def attention_parameters(self) -> int:
@@ -75,45 +69,25 @@ def checkpoint_of(name: str) -> Checkpoint:
     return Checkpoint.from_config({**SHAPES[name], "architectures": [family.architecture]})
 
 
-def shape_of(folder: Path) -> ModelShape:
-    """The shape of a checkpoint folder.
-
-    Raises:
-        BenchError: a config without a field that is needed.
-        CheckpointError: a folder without a readable config.json.
-    """
-    config: Mapping[str, Any] = read_config(folder)
-    try:
-        return ModelShape(**(config.get("text_config") or config))
-    except ValidationError as error:
-        raise BenchError(
-            f"{folder / 'config.json'} has no {error.errors()[0]['loc'][0]}, which a DSA model's "
-            "config has"
-        ) from error
-
-
 @dataclass(frozen=True)
 class Gpu:
     """One of NVIDIA's data sheets.
 
-    Attributes:
-        name: as NVIDIA's.
-        bf16, fp8: FLOP/s of dense products.
-        bandwidth: of the memory, bytes/s.
-        memory: bytes.
+    FLOP/s of dense products and, ``float32``, outside the matrix units; the memory's bytes/s and
+    bytes.
     """
 
     name: str
     bf16: float
-    fp8: float
+    float32: float
     bandwidth: float
     memory: float
 
 
 GPUS = {
-    "h100": Gpu("H100 SXM", 989e12, 1979e12, 3.35e12, 80e9),
-    "h200": Gpu("H200 SXM", 989e12, 1979e12, 4.8e12, 141e9),
-    "b200": Gpu("B200", 2250e12, 4500e12, 8.0e12, 180e9),
+    "h100": Gpu("H100 SXM", 989e12, 67e12, 3.35e12, 80e9),
+    "h200": Gpu("H200 SXM", 989e12, 67e12, 4.8e12, 141e9),
+    "b200": Gpu("B200", 2250e12, 75e12, 8.0e12, 180e9),
 }
 
 

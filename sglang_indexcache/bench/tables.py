@@ -15,22 +15,13 @@ from sglang_indexcache.study.plots import make_figure, pattern_color, save_figur
 from sglang_indexcache.support.lengths import format_length
 
 NOT_MEASURED = "not measured"
-NAMES: dict[Metric, str] = {
-    "prefill": "Prefill time",
-    "decode": "Decode throughput, per request",
-    "full": "Decode throughput, full KV cache",
-}
+NAMES = {metric: text.rpartition(" (")[0] for metric, text in METRICS.items()}
+"""Without their unit."""
 
 
 @dataclass(frozen=True)
 class Grid:
-    """A table without a format.
-
-    Attributes:
-        title: in one line.
-        header: of every column.
-        rows: cells; a row with one cell is a heading.
-    """
+    """A table without a format; a row with one cell is a heading."""
 
     title: str
     header: tuple[str, ...]
@@ -185,13 +176,6 @@ def _fullness(result: LatencyResult, length: int) -> str:
     return f"{a_rank} of {format_length(length)} ({part:.0%})"
 
 
-PANELS: dict[Metric, str] = {
-    "prefill": "prefill",
-    "decode": "decode, one request",
-    "full": "decode, full KV cache",
-}
-
-
 def draw_speedups(result: LatencyResult, path: Path) -> None:
     """Bars of relative speed-up, every indexer = 1 (paper, figure "Relative speedup").
 
@@ -225,7 +209,7 @@ def draw_speedups(result: LatencyResult, path: Path) -> None:
                     axis.plot(ends, [speed.ideal] * 2, color="black", lw=1.2, label=name)
         axis.axhline(1, color="black", lw=0.6, ls=":")
         axis.set_xticks(range(len(result.lengths)), [format_length(n) for n in result.lengths])
-        axis.set_title(PANELS[metric], fontsize=10, loc="left")
+        axis.set_title(NAMES[metric], fontsize=10, loc="left")
         axis.set_xlabel("context, tokens")
     axes[0].set_ylabel("speed (every indexer = 1)")
     figure.suptitle(f"{describe(result)}; whiskers: lowest to highest", fontsize=9)

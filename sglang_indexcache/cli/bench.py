@@ -37,10 +37,7 @@ def latency_command(
     admin_api_key: AdminApiKey = None,
     rounds: int = 3,
     new_tokens: int = 64,
-    metric: list[str] | None = None,
     full_concurrency: int = 0,
-    note: str = "",
-    side_by_side: bool = False,
 ) -> None:
     """The paper's Table 1 and its bar figure, on your servers; the first pattern is the baseline.
 
@@ -53,41 +50,30 @@ def latency_command(
     Options:
         rounds (N): How often every pattern has its turn: A B A B.
         new_tokens (N): Tokens that each request generates.
-        metric (NAME): Only prefill, decode or full. Repeat it; left out: all three.
-        full_concurrency (N): Requests a rank for the full KV cache; 0 takes as many as fit.
-        note (TEXT): A sentence to keep with the result.
-        side_by_side: Keep all servers up, so that turns are one request long.
+        full_concurrency (N): Requests a rank for the full KV cache; 0 takes as many as fit, and 1
+            needs no request of its own.
     """
     from sglang_indexcache.bench import latency, tables
-    from sglang_indexcache.bench.results import METRICS, configurations
+    from sglang_indexcache.bench.results import configurations
     from sglang_indexcache.bench.servers import TIMEOUT, open_servers
     from sglang_indexcache.study.plots import check_installed
     from sglang_indexcache.support.lengths import parse_length
 
-    target = latency.read_target(model, note)
+    target = latency.read_target(model)
     served = configurations(pattern or PAPERS_PATTERNS, target.checkpoint)
     settings = latency.Settings(
         lengths=tuple(parse_length(text) for text in context or PAPERS_CONTEXTS),
         rounds=rounds,
         new_tokens=new_tokens,
-        metrics=tuple(metric or METRICS),  # type: ignore[arg-type]  # checked by Settings.check
         full_concurrency=full_concurrency,
     )
     settings.check()
     check_installed()
     flags = passed_on.args
     clients = connect(url, api_key, admin_api_key, TIMEOUT)
-    with open_servers(
-        model, served, clients, flags, output / "logs", side_by_side=side_by_side
-    ) as servers:
-        result = latency.run(
-            target,
-            servers,
-            served,
-            settings,
-            arguments=flags,
-            report=partial(out.print, highlight=False),
-        )
+    servers = open_servers(model, served, clients, flags, output / "logs")
+    report = partial(out.print, highlight=False)
+    result = latency.run(target, servers, served, settings, arguments=flags, report=report)
     out.print(tables.latency_grid(result).to_terminal())
     written = ", ".join(map(str, latency.write_latency(result, output)))
     out.print(f"wrote {written}", soft_wrap=True)
@@ -108,8 +94,7 @@ def plan_command(
     For example: indexcache bench plan --model GLM-5-FP8 --gpu h200 --gpus 8
 
     Options:
-        model (NAME|FOLDER): GLM-5-FP8, GLM-5 or DeepSeek-V3.2, whose layers were measured, or a
-            folder with the config.json of one of them.
+        model (NAME): GLM-5-FP8, GLM-5 or DeepSeek-V3.2, whose layers were measured.
         gpu (h100|h200|b200): The card.
         gpus (N): How many GPUs: SGLang's --tp.
         dp (N): Ranks of data-parallel attention: SGLang's --dp with --enable-dp-attention.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import inspect
-import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from copy import copy
@@ -160,13 +159,8 @@ def command(
     """Add a function to a command group; its docstring says what its parameters mean.
 
     Behind the command's help stand sections of ``name (METAVAR): sentence``. Each is a panel of the
-    help, but for "Options", which are in none, and "Arguments", which have no flag.
-
-    Args:
-        group: of the command.
-        name: of the command.
-        shared: sections for parameters that the docstring does not name, before :data:`SHARED`.
-        settings: of typer's ``command``.
+    help, but for "Options", which are in none, and "Arguments", which have no flag. For parameters
+    that it does not name, the sections of ``shared`` and then of :data:`SHARED` count.
     """
 
     def add(function: Callable[..., None]) -> Callable[..., None]:
@@ -259,11 +253,3 @@ def name_and_value(text: str, option: str) -> tuple[str, str]:
     if not equals or not name:
         raise IndexCacheError(f"{option} wants NAME=VALUE, got {text!r}")
     return name, value
-
-
-def json_or_text(value: str) -> Any:
-    """``8``, ``true`` and ``[1]`` as JSON has them, anything else as it is."""
-    try:
-        return json.loads(value)
-    except json.JSONDecodeError:
-        return value

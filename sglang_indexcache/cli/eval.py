@@ -38,7 +38,6 @@ def run_command(
     length: list[str] | None = None,
     contexts: int | None = None,
     margin: float = 1.0,
-    endpoint: str = "answers",
     looks: int = 4,
     control: str = "",
     seed: int = 0,
@@ -74,8 +73,6 @@ def run_command(
         against (PATTERN): Reference pattern.
         margin (POINTS): Non-inferiority margin: the loss that still counts as none, in points of
             right answers.
-        endpoint (NAME): What is compared: answers (right or wrong), or probability (of the right
-            answer), which needs fewer contexts and is another question.
         looks (COUNT): Planned analyses, the last at the end; the run stops early once one decides.
         control (PATTERN): Positive control: a pattern known to lose a little. A task that does not
             see it lose leaves the claim. The default is uniform:1/4.
@@ -93,9 +90,13 @@ def run_command(
 
     from sglang_indexcache.checkpoint import Checkpoint, read_config, text_config
     from sglang_indexcache.evaluate.corpus import Corpus, select_rows
-    from sglang_indexcache.evaluate.plan import EvaluationPlan, default_lengths, enough_contexts
-    from sglang_indexcache.evaluate.request import EvaluationRequest, arms_of
-    from sglang_indexcache.evaluate.run import run_evaluation
+    from sglang_indexcache.evaluate.plan import (
+        EvaluationPlan,
+        arms_of,
+        default_lengths,
+        enough_contexts,
+    )
+    from sglang_indexcache.evaluate.run import EvaluationRequest, run_evaluation
     from sglang_indexcache.evaluate.tasks import DEFAULT
     from sglang_indexcache.evaluate.tasks.context import QUESTIONS
     from sglang_indexcache.study.cost import Rate
@@ -115,10 +116,9 @@ def run_command(
     tasks = tuple(task or (() if files else DEFAULT))
     if contexts is None:
         cells, behind = max(len(tasks), 1) * len(lengths), QUESTIONS if tasks else 1
-        contexts = enough_contexts(cells, behind, margin / 100, looks, endpoint)
+        contexts = enough_contexts(cells, behind, margin / 100, looks)
     plan = EvaluationPlan(
-        *(tasks, lengths, contexts, QUESTIONS, selects_all, margin / 100, looks, seed),
-        endpoint=endpoint,
+        tasks, lengths, contexts, QUESTIONS, selects_all, margin / 100, looks, seed
     )
     for path in files.values():  # long ones take a while
         out.print(f"counting the tokens of {path}", highlight=False, soft_wrap=True, markup=False)
@@ -190,8 +190,7 @@ def compare_command(
     Arguments:
         reference ([NAME=]PATH): A run's folder or file: lm-eval's samples_*.jsonl, or any
             .jsonl with id and score a line.
-        candidate ([NAME=]PATH): A run's folder or file: lm-eval's samples_*.jsonl, or any
-            .jsonl with id and score a line.
+        candidate ([NAME=]PATH): Likewise.
     How it is judged:
         margin (POINTS): Non-inferiority margin: the loss that still counts as none, in points of
             right answers.
@@ -201,8 +200,7 @@ def compare_command(
         bad ([NAME=]PATH): A run with a pattern that is known to be bad: without one, nothing shows
             that these questions could have seen a loss.
     """
-    from sglang_indexcache.evaluate.compare import compare_logs
-    from sglang_indexcache.evaluate.logs import read_log
+    from sglang_indexcache.evaluate.compare import compare_logs, read_log
     from sglang_indexcache.study.provenance import commit
 
     given = {"reference": reference, "candidate": candidate, "again": again, "bad": bad}

@@ -28,14 +28,12 @@ def run(
     output: Output,
     context: str | None = None,
     rows: AtLeast1 = 1,
-    micro_rows: AtLeast1 = 1,
     dense_steps: AtLeast0 = STEPS,
     sparse_steps: AtLeast0 = 0,
     sparse_context: str | None = None,
     lr: float | None = None,
     held_out: AtLeast1 = 8,
     evaluate_every: AtLeast1 = 40,
-    patience: AtLeast0 = 0,
     dtype: str = "bfloat16",
     from_disk: bool = False,
     seed: int = 0,
@@ -59,12 +57,11 @@ def run(
         data (PATH): What to train on: a .jsonl, .parquet or text file, a folder of them, or
             'machine' for this machine's Python sources. Repeat it. One document in four is held
             out.
-        output (FOLDER): The adapter's folder. Its log, state and figure go to a folder beside it,
-            of the same name with .run added.
+        output (FOLDER): The adapter's folder. Its log and state go to a folder beside it, with .run
+            behind its name.
         context (LENGTH): Length of a row of packed documents: tokens, such as 4096, 16Ki (1024s) or
             200K (1000s). Eight times the model's index_topk if not given.
         rows (N): Rows of each step.
-        micro_rows (N): Rows that run through a layer at a time: more take memory.
         dense_steps (N): Steps in which layers attend to everything.
         sparse_steps (N): Steps after those, in which layers attend as served.
         sparse_context (LENGTH): Length of a row in those, where a few long ones shall follow many
@@ -72,7 +69,6 @@ def run(
         lr (RATE): Highest learning rate. If not given, a short trial of three decides.
         held_out (N): Rows that are only judged by.
         evaluate_every (N): Steps between evaluations.
-        patience (N): End a stage after so many evaluations without a lower held-out loss; 0: never.
         dtype (DTYPE): What the frozen model computes in: bfloat16 or float32.
         from_disk: Read each layer when it runs: for what does not fit.
         dry_run: Say what it would take on --gpus, GPU by GPU, and do nothing.
@@ -90,24 +86,25 @@ def run(
         length=None if context is None else parse_length(context),
         sparse_length=None if sparse_context is None else parse_length(sparse_context),
         rows=rows,
-        micro_rows=micro_rows,
         dense_steps=dense_steps,
         sparse_steps=sparse_steps,
         lr=lr,
         held_out=held_out,
         evaluate_every=evaluate_every,
-        patience=patience,
         seed=seed,
         dtype=dtype,
         from_disk=from_disk,
     )
     if dry_run:
         from sglang_indexcache.bench.shapes import find_gpu
+        from sglang_indexcache.heal.plan import GpuMachine, counted_gpus
         from sglang_indexcache.heal.plan import dry_run as planned
-        from sglang_indexcache.heal.plan import machine_of
         from sglang_indexcache.study.cost import print_plan
 
-        print_plan(out, planned(options, machine_of(gpus, find_gpu)))
+        count, name = counted_gpus(gpus)
+        gpu = find_gpu(name)
+        machine = GpuMachine(count, name, gpu.memory, gpu.bf16, gpu.float32, gpu.bandwidth)
+        print_plan(out, planned(options, machine))
         return
     with resumable(out, output.with_name(f"{output.name}.run")):
         heal(options, out)

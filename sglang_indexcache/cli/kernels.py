@@ -49,7 +49,7 @@ def check_command(
             tokens). Default: large on a GPU, small without one.
     """
     from sglang_indexcache.kernels.dispatch import IMPLEMENTATIONS, NAMES, Machine, named
-    from sglang_indexcache.kernels.grid.runner import GROUPS, SIZES, run
+    from sglang_indexcache.kernels.grid.suite import GROUPS, SIZES, run
 
     machine = Machine.here()
     sizes = sizes or ("small" if machine.capability is None else "large")
@@ -93,11 +93,13 @@ def build_command(archive: Path | None = None) -> None:
     from time import monotonic
 
     from sglang_indexcache.kernels.build import FOLDERS, build, pack
-    from sglang_indexcache.kernels.dispatch import named, outlook
+    from sglang_indexcache.kernels.dispatch import named
 
-    if archive is not None and (doubt := named("cuda").distrust()):
-        raise KernelError(f"no archive is made for other machines: {doubt}")
-    out.print(outlook(), markup=False, soft_wrap=True)
+    if doubt := named("cuda").distrust():
+        if archive is not None:
+            raise KernelError(f"no archive is made for other machines: {doubt}")
+        said = f"--indexcache-kernels auto would not take what is built here: {doubt}"
+        out.print(said, markup=False, soft_wrap=True)
     libraries = []
     for folder in FOLDERS:
         started = monotonic()

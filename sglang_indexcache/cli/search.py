@@ -89,11 +89,11 @@ def run_command(
     Cost:
         dry_run: Read the data, say what the search would do and cost, and end.
         rate (TOKENS): Tokens that all servers together prefill in a second at this context, to
-            foretell hours. The default is what the evaluations in --output took, if any.
+            foretell hours.
     """
     from sglang_indexcache.search.options import Options
     from sglang_indexcache.search.rules import Constraints, parse_layers, parse_targets, window_of
-    from sglang_indexcache.search.session import measured_rate, plan, run_search
+    from sglang_indexcache.search.session import plan, run_search
     from sglang_indexcache.search.setup import Setup
     from sglang_indexcache.study.cost import Rate, print_plan
 
@@ -115,8 +115,7 @@ def run_command(
         chosen, why = Options.best(targets, tokens[:batches], budget)
         if why:
             out.print(why, highlight=False)
-    calls = max(len(url or ()), 1) * (at_once or 1)
-    known = Rate(rate, "given by --rate") if rate else measured_rate(output, tokens, calls)
+    known = Rate(rate, "given by --rate") if rate else None
     if dry_run:
         print_plan(out, plan(setup, targets, chosen, known))
     else:
@@ -149,7 +148,7 @@ def compare_command(
     Data:
         held_out (N): Documents to compare on, of those that a search holds out; two at least.
     """
-    from sglang_indexcache.search.compare import compare, draw_comparison
+    from sglang_indexcache.search.compare import compare
     from sglang_indexcache.search.setup import Setup
     from sglang_indexcache.study.cost import print_plan
     from sglang_indexcache.support.files import write_json
@@ -171,18 +170,16 @@ def compare_command(
         found = compare(evaluator, first, others, setup.calibration.batch_counted)
     reference, *titles = [_label(value) for value in patterns]
     named = list(zip(titles, found, strict=True))
-    for title, comparison in named:
-        out.print(f"{title} against {reference}: {comparison.verdict}", highlight=False)
-    numbers = [{"name": title, **comparison.numbers()} for title, comparison in named]
+    print_plan(out, [(f"{title} against {reference}", one.verdict) for title, one in named])
     facts = {
         "reference": reference,
         "identity": identity,
         "data": setup.data,
         "documents": setup.calibration.reading,
+        "comparisons": [{"name": title, **one.numbers()} for title, one in named],
     }
-    write_json(output / "compare.json", {**facts, "comparisons": numbers})
-    draw_comparison(named, output / "compare.png", setup.objective)
-    out.print(f"numbers and figure are in {output}")
+    write_json(output / "compare.json", facts)
+    out.print(f"the numbers are in {output / 'compare.json'}")
 
 
 @command(app, "overlap", MEASURING)
@@ -220,7 +217,7 @@ def overlap_command(
         draw_overlap,
         found_overlap,
         numbers,
-        read,
+        overlap_in_words,
         recent_in_words,
         served_lists,
     )
@@ -244,11 +241,11 @@ def overlap_command(
     counter = OverlapCounter(setup.checkpoint.num_layers, topk)
     for ids in track(setup.calibration.sequences, "measuring", console=out, transient=True):
         counter.add(select(ids))
-    out.print(read(counter.matrix())["summary"], highlight=False)
+    out.print(overlap_in_words(counter.matrix()), highlight=False)
     out.print(recent_in_words(counter.recent(), drawn), highlight=False)
     identity = {"by": kind, "checkpoint": setup.digest, "data": setup.calibration.digest}
     facts = {"identity": identity, "data": setup.data}
-    write_json(output / "overlap.json", {**facts, **numbers(counter, drawn)})
+    write_json(output / "overlap.json", {**facts, **numbers(counter)})
     draw_overlap(counter.matrix(), output / "overlap.png", drawn)
     if drawn is not None and names_a_file(pattern):
         texts = setup.calibration.sequences

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -34,7 +33,6 @@ def doctor_command(
     url: list[str] | None = None,
     api_key: ApiKey = None,
     device: str | None = None,
-    sglang: Path | None = None,
 ) -> None:
     """Say what a server with these flags would do, without loading weights or needing a GPU.
 
@@ -46,21 +44,13 @@ def doctor_command(
     Options:
         device (NAME): What to check for: cpu, h100, h200, b200, or cuda for the GPU of this
             machine. The default is this machine's GPU, and h200 without one.
-        sglang (WHEEL): Say whether IndexCache can extend this SGLang, and name what moved in it: a
-            wheel, or a folder that holds sglang/. It is read, and neither installed nor run.
     """
-    modes = {"--url": url, "--sglang": sglang}
-    given = [flag for flag, value in modes.items() if value]
-    if given and (others := [*given[1:], *context.args]):
-        raise SettingsError(f"{given[0]} is a question of its own; leave {others[0]} away")
     if url:
-        from sglang_indexcache.serving.fleet import examine_servers
+        if context.args:
+            raise SettingsError(f"--url is a question of its own; leave {context.args[0]} away")
+        from sglang_indexcache.serving.doctor import examine_servers
 
         fine = examine_servers(connect(url, api_key), out)
-    elif sglang:
-        from sglang_indexcache.serving.engine_version import show
-
-        fine = show(sglang, out)
     else:
         from sglang_indexcache.serving.doctor import examine
 

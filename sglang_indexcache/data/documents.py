@@ -27,13 +27,7 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class Text:
-    """A text, as it is.
-
-    Attributes:
-        text: the text.
-        where: file and row, for error messages.
-        answers: the characters that are answers; empty if none are marked.
-    """
+    """A text, as it is; ``where`` is its file and row. ``answers`` is empty if none are marked."""
 
     text: str
     where: str
@@ -56,7 +50,6 @@ class Conversation:
 
     Attributes:
         messages: each with a "role", and whatever else the template reads.
-        where: file and row, for error messages.
         tools: the functions that the assistant may call, or None.
     """
 

@@ -53,13 +53,7 @@ class _Packer:
 
 @dataclass(frozen=True)
 class FileRows:
-    """Rows to train on, and others to judge by.
-
-    Attributes:
-        train: packed rows.
-        held_out: packed rows of documents that are not trained on.
-        seed: of the order in which rows are drawn.
-    """
+    """Rows to train on, in an order that the seed decides, and rows of others to judge by."""
 
     train: tuple[PackedRow, ...]
     held_out: tuple[PackedRow, ...]
@@ -82,11 +76,10 @@ class FileRows:
 
         Args:
             sources: as for :func:`~sglang_indexcache.data.documents.read_documents`.
-            marker: gives the tokens.
             length: tokens of a row, at most.
             train: rows to train on, at most.
             held_out: rows to hold out, at most.
-            seed: of the documents that are drawn; and see the attribute.
+            seed: of the documents that are drawn, and of the rows' order.
 
         Raises:
             DataError: nothing to read, or a row that nobody understands.
@@ -134,10 +127,8 @@ def drawn_documents(sources: Sequence[str], characters: int, seed: int) -> list[
     more is held at a time than is wanted.
 
     Args:
-        sources: as for :func:`~sglang_indexcache.data.documents.read_documents`.
         characters: that they have together, at least, if there are so many; there are also
             at least :data:`LEAST` documents.
-        seed: of the order.
 
     Raises:
         DataError: nothing to read, or a row that nobody understands.

@@ -17,13 +17,7 @@ _BATCH = 256
 
 
 class FileRow(NamedTuple):
-    """One row.
-
-    Attributes:
-        number: its line in a file of lines, its place among the rows of others; from 1.
-        where: file and number, for error messages.
-        value: what it holds.
-    """
+    """One row; its number, from 1, is its line in a file of lines, its place in any other."""
 
     number: int
     where: str
@@ -33,8 +27,7 @@ class FileRow(NamedTuple):
 def read_rows(path: Path) -> Iterator[FileRow]:
     """Every row of a file that is not blank, in its order.
 
-    Args:
-        path: ``.parquet``; ``.json``, which holds one list; anything else has a JSON value a line.
+    ``.parquet`` has rows, ``.json`` holds one list, anything else has a JSON value a line.
 
     Raises:
         DataError: the file cannot be read, or a row is damaged; names the file, and the row.

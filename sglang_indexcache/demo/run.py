@@ -7,10 +7,13 @@ rounds on a machine that does other things as well give no normal distribution t
 from __future__ import annotations
 
 import os
+import random
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -20,15 +23,16 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from transformers import AutoTokenizer
 
 from sglang_indexcache.ask.client import Client
 from sglang_indexcache.ask.launch import Server
 from sglang_indexcache.ask.protocol import RankState
 from sglang_indexcache.ask.stream import stream
 from sglang_indexcache.demo import shipped_checkpoint
-from sglang_indexcache.demo.material import DemoQuestion, Material
 from sglang_indexcache.study.provenance import busy_cores, machine
 from sglang_indexcache.support.files import write_json
+from sglang_indexcache.support.text import machine_text
 
 PATTERNS = {"all F": "full", "1/4": "1/4"}
 QUESTIONS = 32
@@ -36,6 +40,13 @@ ROUNDS = 6
 """Servers of equal speed give six ratios on one side of 1 in 1 of 32 demos; three, in 1 of 4."""
 PROMPT_TOKENS = 4096
 NEW_TOKENS = 32
+QUESTION_TOKENS = 256
+"""Of each question's document: four times what a layer selects."""
+FACTS = 6
+"""Notes in a document, of which one is asked for."""
+TEXT_CHARACTERS = 1_000_000
+HELD_OUT_EVERY = 10
+"""The shipped model was trained on Python's own sources, without each tenth file in name order."""
 POOL_TOKENS = 16384
 """KV cache of each server: room for all questions at once."""
 GRACE = 1.0
@@ -174,6 +185,56 @@ def _start(folder: Path, stack: ExitStack) -> list[Server]:
     return servers
 
 
+@dataclass(frozen=True)
+class DemoQuestion:
+    """Token ids of source code with notes in it that ask for one of them; the one-token answer."""
+
+    prompt: list[int]
+    answer: str
+
+
+class Material:
+    """The Python standard library's source code, in the tokens of a model."""
+
+    def __init__(self, model: Path) -> None:
+        self._tokenizer = tokenizer = AutoTokenizer.from_pretrained(model)
+        files = tokenizer(list(machine_text(TEXT_CHARACTERS)))["input_ids"]
+        self._held_out = list(chain(*files[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]))
+        self._text = list(chain(*files))
+        pieces = tokenizer.get_vocab()
+        # A byte-level BPE writes the leading space as U+0120. Training, too, asked for every other
+        # word and answered with the rest, and encoded these pieces apart.
+        words = sorted(i for piece, i in pieces.items() if re.fullmatch("\u0120[A-Za-z]+", piece))
+        self._names, self._values = words[0::2], words[1::2]
+        parts = tokenizer(["\n#", "\n?", " is", "\n"], add_special_tokens=False)["input_ids"]
+        self._note, self._ask, self._be, self._end = parts
+
+    def questions(self, count: int, length: int = QUESTION_TOKENS) -> list[DemoQuestion]:
+        """``count`` different ones, of files that training never saw; the same on every call."""
+        return [self._question(random.Random(f"demo/{n}"), length) for n in range(count)]
+
+    def prompts(self, count: int, length: int) -> list[list[int]]:
+        """``count`` prompts of ``length`` tokens, none of which begins like another."""
+        step = (len(self._text) - length) // count
+        return [self._text[n * step : n * step + length] for n in range(count)]
+
+    def _question(self, draw: random.Random, length: int) -> DemoQuestion:
+        names, values = draw.sample(self._names, FACTS), draw.sample(self._values, FACTS)
+        notes = [
+            [*self._note, name, *self._be, value, *self._end]
+            for name, value in zip(names, values, strict=True)
+        ]
+        asked = draw.randrange(FACTS)
+        ending = [*self._ask, names[asked], *self._be]
+        room = length - len(ending) - sum(map(len, notes))
+        begin = draw.randrange(len(self._held_out) - room)
+        prompt = self._held_out[begin : begin + room]
+        places = sorted(draw.randrange(room) for _ in notes)
+        for place, note in reversed(list(zip(places, notes, strict=True))):
+            prompt[place:place] = note
+        return DemoQuestion(prompt + ending, self._tokenizer.decode(values[asked]))
+
+
 QUIET_CORES = 0.3
 """Cores' worth of foreign work that a measurement hardly feels."""
 UNSHOWN = "no difference shown"
@@ -182,9 +243,7 @@ UNSHOWN = "no difference shown"
 def times_faster(base: Sequence[float], other: Sequence[float]) -> str:
     """How many times as fast ``other`` was: median and range, or that the rounds disagree.
 
-    Args:
-        base: seconds of each round, above zero.
-        other: those of the other server, in the same order.
+    Both are seconds of each round, above zero.
     """
     ratios = [slow / fast for slow, fast in zip(base, other, strict=True)]
     low, high = min(ratios), max(ratios)
@@ -199,8 +258,6 @@ class Contender:
     """One server and what it did.
 
     Attributes:
-        name: for the reader.
-        client: of the server.
         said: its answer to each question.
         prefill: seconds from the prompt to the first token, one a round.
         per_token: seconds for each token after the first, one a round.
@@ -217,14 +274,9 @@ class Contender:
 
 @dataclass
 class DemoFindings:
-    """Everything that one demo saw.
+    """Everything that one demo saw of the server with every indexer and the one that shares.
 
-    Attributes:
-        base: the server that runs every indexer.
-        other: the server that shares.
-        asked: the questions that both answered.
-        prompt_tokens: of every timed prompt.
-        busy: cores that other programs kept busy before each round; None where unknown.
+    ``busy`` is how many cores other programs kept busy before each round; None where unknown.
     """
 
     base: Contender
@@ -237,9 +289,6 @@ class DemoFindings:
         self.both = base, other = self.base, self.other
         self.prefill = times_faster(base.prefill, other.prefill)
         self.decode = times_faster(base.per_token, other.per_token)
-        answers = [question.answer for question in self.asked]
-        said = zip(base.said, other.said, answers, strict=True)
-        self.right = [(a == answer, b == answer) for a, b, answer in said]
 
     def record(self) -> dict[str, Any]:
         """Every sample, for a file."""
@@ -255,50 +304,16 @@ class DemoFindings:
                 }
                 for one in self.both
             ],
-            "questions": [
-                {"fact": q.fact, "question": q.ending, "answer": q.answer} for q in self.asked
-            ],
+            "answers": [question.answer for question in self.asked],
             "busy_cores": self.busy,
             "prefill": self.prefill,
             "decode": self.decode,
         }
 
     def tell(self, console: Console) -> None:
-        """Print an answer, the figures, and what they mean."""
-        self._tell_answer(console)
-        counts = [self.right.count((a, b)) for a in (True, False) for b in (True, False)]
-        answers = (
-            f"\nOf {len(self.asked)} such questions both answered {counts[0]} rightly, only "
-            f"{self.base.name} {counts[1]}, only {self.other.name} {counts[2]}, neither "
-            f"{counts[3]}. So few can only show a large difference: `indexcache eval run` asks as "
-            "many as it takes."
-        )
-        for told in (answers, self._table(), self._summary()):
+        """Print the figures, and what they mean."""
+        for told in (self._table(), self._summary()):
             console.print(told, highlight=False)
-
-    def _tell_answer(self, console: Console) -> None:
-        """The question farthest from its fact; one that both answered rightly, if there is any."""
-        right = [n for n, pair in enumerate(self.right) if all(pair)]
-        number = max(right or range(len(self.asked)), key=lambda n: self.asked[n].behind)
-        question = self.asked[number]
-        console.print(
-            f"\n[bold]Question {number + 1} of {len(self.asked)}.[/bold] A note is hidden in "
-            f"source code, {question.behind} tokens before the end:\n",
-            highlight=False,
-        )
-        for line in question.place:
-            mark, style = (">", "bold yellow") if line == question.fact else (" ", "dim")
-            console.print(f"  {mark} {line}", style=style, markup=False, highlight=False)
-        console.print(
-            f'\nThe last line asks for it: "{question.ending}". '
-            f'The answer is "{question.answer.strip()}".',
-            markup=False,
-            highlight=False,
-        )
-        for one, is_right in zip(self.both, self.right[number], strict=True):
-            console.print("  [green]✓[/green]" if is_right else "  [red]✗[/red]", end="")
-            said = f' {one.name:>5} says "{one.said[number].strip()}"'
-            console.print(said, markup=False, highlight=False)
 
     def _table(self) -> Table:
         title = f"\nPrompts of {self.prompt_tokens} tokens on this machine's CPU"
@@ -320,11 +335,17 @@ class DemoFindings:
         return table
 
     def _summary(self) -> str:
+        answers = [question.answer for question in self.asked]
+        base, other = (
+            [a == b for a, b in zip(one.said, answers, strict=True)] for one in self.both
+        )
         same = sum(one == two for one, two in zip(self.base.said, self.other.said, strict=True))
         told = (
-            f"Same answer from both to {same} of {len(self.asked)} questions. {self.other.name} "
-            f"against {self.base.name}, median of {len(self.busy)} rounds: prefill "
-            f"{self.prefill}, decode {self.decode}."
+            f"Both gave the same answer to {same} of {len(self.asked)} questions; {self.base.name} "
+            f"was right {sum(base)} times, {self.other.name} {sum(other)} times. So few can only "
+            "show a large difference: `indexcache eval run` asks as many as it takes. "
+            f"{self.other.name} against {self.base.name}, median of {len(self.busy)} rounds: "
+            f"prefill {self.prefill}, decode {self.decode}."
         )
         if (busiest := max((cores or 0.0 for cores in self.busy), default=0.0)) > QUIET_CORES:
             told += (

@@ -1,10 +1,9 @@
 """Whether a pattern keeps long-context quality: tasks, and the statistics of their outcomes.
 
-Read in this order: `plan` (what is asked, in which order), `request` (of which patterns, at what
-cost), `run` (asking it), `corpus` and `tasks` (the questions, generated to an exact number of
-tokens), `arms` (the servers' answers), `evaluation` (what was recorded), `verdict` (what a run may
-say, and the sentence), `report` (what is shown of it, and what a pattern file learns); `logs` (the
-same for other harnesses' answers). The statistics are in `stats`.
+Read in this order: `plan` (what is asked, of which patterns), `run` (asking it), `corpus` and
+`tasks` (the questions, generated to an exact number of tokens), `arms` (the servers' answers),
+`evaluation` (what was recorded), `verdict` (what a run may say, and the sentence), `report` (what
+is shown of it, and what a pattern file learns); `compare` (the same for other harnesses' answers).
 
 One evaluation is a paired, clustered non-inferiority test with one primary endpoint: the mean over
 its cells (strata: a task at a length) of right(pattern) - right(reference). A *context* is a long

@@ -5,9 +5,7 @@ if and only if each of its tokens is the likeliest one at its place. So one pref
 whose prefix stays in the server's cache, and a short extension for each question give accuracy and
 the probability of the answer; nothing is decoded.
 
-Either one server in live mode answers for every arm, and every request names its pattern; or each
-arm has a server of its own, in static mode. Who answers is made sure of before a context and
-checked after it, before it counts.
+Who answers is made sure of before a context and checked after it, before it counts.
 """
 
 from __future__ import annotations
@@ -20,7 +18,8 @@ from sglang_indexcache.ask.client import Client
 from sglang_indexcache.ask.protocol import RankState, alike, check_obeyed, facts
 from sglang_indexcache.ask.score import Prompt, TokenScores
 from sglang_indexcache.errors import QualityError
-from sglang_indexcache.evaluate.evaluation import Answer, Arm
+from sglang_indexcache.evaluate.evaluation import Answer
+from sglang_indexcache.evaluate.plan import Arm
 from sglang_indexcache.evaluate.tasks.context import Context, Question
 
 TOP = 20
@@ -35,7 +34,8 @@ class Servers:
     """The servers that answer for the arms.
 
     Args:
-        urls: one server under the name "" for all arms, or one for each arm's name.
+        urls: one server in live mode under the name "", whose requests name their pattern; or one
+            in static mode for each arm's name.
 
     Raises:
         QualityError: a server is missing, in the wrong mode, or unlike the others.
@@ -61,11 +61,7 @@ class Servers:
         return list({id(server): server for server in self._of.values()}.values())
 
     def check_fits(self, longest: int) -> None:
-        """Refuse a prompt of so many tokens, with question and answer, that a server does not take.
-
-        Raises:
-            QualityError: one names a longest prompt below that.
-        """
+        """Refuse prompts of so many tokens, with question and answer, if a server takes fewer."""
         for server in self.all:
             most = server.server_info().get("max_req_input_len")
             if isinstance(most, int) and longest > most:
@@ -143,7 +139,6 @@ class Servers:
 def _answer(
     scores: TokenScores, arm: Arm, repeat: int, context: Context, question: Question
 ) -> Answer:
-    """What came back for the answer's tokens."""
     likeliest = (top[0][1] for top in scores.tops)
     return Answer(
         *(arm.name, repeat, context.name, question.name, context.task, context.length),

@@ -17,8 +17,13 @@ from rich.console import Console
 from sglang_indexcache.errors import QualityError
 from sglang_indexcache.evaluate.plan import CONTROL_LOOK, EvaluationPlan, Planned, SelectedRows
 from sglang_indexcache.evaluate.tasks import TASKS
-from sglang_indexcache.evaluate.tasks.chat import Tokenizer, has_template
-from sglang_indexcache.evaluate.tasks.context import Context, Question, make_context
+from sglang_indexcache.evaluate.tasks.context import (
+    Context,
+    Question,
+    Tokenizer,
+    has_template,
+    make_context,
+)
 from sglang_indexcache.evaluate.tasks.files import FILES, Item, pieces, read_items
 from sglang_indexcache.evaluate.tasks.words import haystack
 from sglang_indexcache.study.journal import progress_at_most
@@ -30,13 +35,7 @@ SKIP, MOST_SKIPPED = 1_000_000, 4
 
 @dataclass(frozen=True)
 class Corpus:
-    """What the contexts of a plan are made of.
-
-    Attributes:
-        tokenizer: of the model.
-        questions: behind one context.
-        items: rows of a user's files, by task and number.
-    """
+    """The model's tokenizer, questions behind one context, rows of files by task and number."""
 
     tokenizer: Tokenizer
     questions: int
@@ -52,20 +51,13 @@ class Corpus:
         return hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]
 
     def make(self, planned: Planned) -> Context:
-        """A planned context; the same on every call.
-
-        Raises:
-            QualityError: no context of this task has this length.
-        """
+        """A planned context, or a QualityError if none of its task has this length."""
         return self._made(planned)[0]
 
     def check(self, planned: Sequence[Planned], console: Console) -> None:
         """Make every context once, so that none is found impossible in the middle of a run.
 
         Tells which had to be made from another seed.
-
-        Raises:
-            QualityError: see :meth:`make`.
         """
         with progress_at_most(console) as progress:
             for one in progress.track(planned, description="making every context"):
@@ -91,7 +83,6 @@ class Corpus:
         raise QualityError(why)
 
     def _row(self, planned: Planned, number: int) -> Context:
-        """A row of a file: one question, which the whole prompt belongs to."""
         item = self.items[planned.task][number]
         prompt, begun, answer = pieces(item, self.tokenizer)
         question = Question(f"row{number}", begun, answer, item.begun, item.answer, item.depth)
@@ -128,12 +119,7 @@ def select_rows(
     tokenizer: Tokenizer,
     longest: int,
 ) -> tuple[EvaluationPlan, dict[str, dict[int, Item]], tuple[str, ...]]:
-    """Read files and choose from them.
-
-    Args:
-        plan: what is asked besides; an item belongs to the shortest of its lengths that holds it.
-        files: by their task in :data:`~sglang_indexcache.evaluate.tasks.FILES`.
-        longest: tokens that the model takes.
+    """Read files and choose from them; the model takes contexts of ``longest`` tokens.
 
     Returns:
         The plan with the rows, by task and number what they ask, and a sentence for each file on

@@ -2,18 +2,13 @@
 
 The journal has a line for each arm and context with everything that was measured, and a line once
 all arms are through with a context, which only then counts. So whatever a kill leaves, going on
-gives what an uninterrupted run would have given, and costs one context.
-
-Verdicts, tables and pictures are pure functions of the :class:`Evaluation` that these lines amount
-to. An :class:`Answer` becomes a :class:`~sglang_indexcache.stats.pairs.Outcome` on its way to a
-verdict, and nothing else.
+gives what an uninterrupted run would have given, and costs one context. Verdicts, tables and
+pictures are pure functions of the :class:`Evaluation` that these lines amount to.
 """
 
 from __future__ import annotations
 
-import enum
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -24,9 +19,9 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from sglang_indexcache.errors import QualityError
-from sglang_indexcache.evaluate.plan import CONTROL_LOOK, ENDPOINTS, EvaluationPlan, Planned
+from sglang_indexcache.evaluate.plan import CONTROL_LOOK, Arm, EvaluationPlan, Planned, Role
+from sglang_indexcache.stats.design import Design
 from sglang_indexcache.stats.pairs import Outcome
-from sglang_indexcache.stats.power import Design
 from sglang_indexcache.study.journal import Journal
 
 NAME = "journal.jsonl"
@@ -34,40 +29,13 @@ MEASURED = ("question", "depth", "right", "tokens", "logprobs", "trace")
 """Of an answer, what a line keeps; the rest follows from its arm, its context and the plan."""
 
 
-class Role(enum.Enum):
-    """What an arm is there for."""
-
-    REFERENCE = "reference"
-    CANDIDATE = "candidate"
-    BAD = "bad"
-    """The positive control: known to lose quality, and must be seen to."""
-
-
-@dataclass(frozen=True)
-class Arm:
-    """What is compared.
-
-    Attributes:
-        name: as the user wrote it; unique.
-        pattern: F and S; empty where a log does not tell.
-        role: why it is asked. A/A is the reference with ``Answer.repeat`` 1, not an arm.
-    """
-
-    name: str
-    pattern: str
-    role: Role
-
-
 @dataclass(frozen=True)
 class Answer:
     """One question as one arm answered it: what was measured, and what the journal keeps.
 
     Attributes:
-        arm: its name.
         repeat: 0; 1 where the reference was asked again.
-        context: name of the planned context.
         question: unique within the context.
-        task: as planned.
         length: tokens as planned.
         depth: where in the context the first line lies that the answer follows from, 0 to 1; None
             where a file or log does not tell.
@@ -95,21 +63,10 @@ class Answer:
         """Mean nats for each token of the right answer; None if it comes from a log."""
         return -sum(self.logprobs) / len(self.logprobs) if self.logprobs else None
 
-    @property
-    def probability(self) -> float | None:
-        """With which sampling at temperature 1 gives the right answer; None from a log."""
-        return math.exp(min(sum(self.logprobs), 0.0)) if self.logprobs else None
-
 
 @dataclass(frozen=True)
 class Missing:
-    """A context that an arm could not answer; it then counts in no arm.
-
-    Attributes:
-        context: name of the planned context.
-        arm: which one failed.
-        reason: what the server said, the last time.
-    """
+    """A context that an arm could not answer, and what the server said; it counts in no arm."""
 
     context: str
     arm: str
@@ -125,16 +82,12 @@ class Evaluation:
             (digest), ``material`` (digest of tokenizer, text and files), ``server`` (SGLang's
             facts that may not differ between arms), ``versions``, ``commit``, ``flags`` (of the
             command), ``started`` (UTC). JSON values.
-        design: as it was fixed before the first request.
         selects_all: ``index_topk``: no pattern can matter at or below this length. None if the
             answers are another harness's, whose patterns nobody verified.
         arms: the reference, then candidates from most to fewest full layers, then the bad one.
         planned: contexts in the order of asking.
         answers: of all arms, in the order of asking; only contexts that every arm is through with.
-        endpoint: of :data:`~sglang_indexcache.evaluate.plan.ENDPOINTS`.
-        missing: what could not be answered.
         tokens: that servers computed, those from a cache left out.
-        seconds: that answers took, all together.
         finished: whether nothing is left to be asked: every pattern is decided or the plan is done.
         notices: what a reader must know besides, each one sentence.
     """
@@ -145,7 +98,6 @@ class Evaluation:
     arms: tuple[Arm, ...]
     planned: tuple[Planned, ...]
     answers: tuple[Answer, ...] = ()
-    endpoint: str = "answers"
     missing: tuple[Missing, ...] = ()
     tokens: int = 0
     seconds: float = 0.0
@@ -205,47 +157,34 @@ class Evaluation:
         left = [max(planned.look, 1) for planned in self.planned if planned.context not in asked]
         return min(left) - 1 if left else self.design.looks
 
-    def outcomes(self, look: int | None = None, value: str = "") -> list[Outcome]:
-        """What the statistics take.
-
-        Args:
-            look: only contexts that count at this look; all that were asked by default.
-            value: of an answer, by its name; the endpoint's by default. Rows without it are left
-                out.
-        """
+    def outcomes(self, look: int | None = None) -> list[Outcome]:
+        """What the statistics take: at a look, or all that were asked."""
         counts = {
             planned.context for planned in self.planned if look is None or planned.look <= look
         } - self.lost
-        name = value or ENDPOINTS[self.endpoint]
         return [
-            Outcome(
-                *(row.context, row.question, row.task, row.length, row.arm, float(number)),
-                repeat=row.repeat,
-                right=row.right,
-            )
+            Outcome(row.context, row.question, row.task, row.length, row.arm, row.right, row.repeat)
             for row in self.answers
-            if row.context in counts and (number := getattr(row, name)) is not None
+            if row.context in counts
         ]
 
 
 class Record:
     """What a journal's lines amount to; whatever is added goes to the journal first.
 
-    Args:
-        identity: what the journal belongs to, see :func:`recorded`.
-        journal: of the same identity, open; None where nothing is added.
-
     Attributes:
         answers: of every arm (its name and repeat) and context, with the tokens that servers
             computed and the seconds that it took.
-        missing: contexts that an arm could not answer.
         done: contexts that every arm is through with.
-        facts: what was noted at the start.
-        finished: whether nothing is left to ask.
     """
 
     def __init__(self, identity: Mapping[str, Any], journal: Journal | None = None) -> None:
         self._identity, self._journal = identity, journal
+        if identity["plan"].get("endpoint", "answers") != "answers":
+            raise QualityError(
+                "this evaluation of an earlier version compared the probability of right answers; "
+                "commit 00f71e5 still reports those"
+            )
         self._plan = TypeAdapter(EvaluationPlan).validate_python(identity["plan"])
         self._planned = {one.context: one for one in self._plan.planned}
         self._arms = tuple(
@@ -315,7 +254,6 @@ class Record:
             self._arms,
             self._plan.planned,
             tuple(answer for answers, _, _ in counted for answer in answers),
-            self._plan.endpoint,
             tuple(one for one in self.missing.values() if one.context in self.done),
             sum(computed for _, computed, _ in counted),
             sum(seconds for _, _, seconds in counted),
@@ -334,11 +272,7 @@ def recorded(
     material: str,
     server: Mapping[str, Any],
 ) -> Iterator[Record]:
-    """What was answered in a folder, open for more and locked.
-
-    Args:
-        checkpoint: its digest.
-        material: digest of what contexts are made of.
+    """What was answered in a folder, open for more and locked; ``checkpoint`` is its digest.
 
     Raises:
         QualityError: the journal is another evaluation's, damaged before its last line, or in use.
@@ -356,11 +290,7 @@ def recorded(
 
 
 def load(folder: Path) -> Evaluation:
-    """The evaluation in a folder, finished or not; it may be going on meanwhile.
-
-    Raises:
-        QualityError: there is none, or its journal is damaged.
-    """
+    """The evaluation in a folder; or a QualityError, if there is none or its journal is damaged."""
     path = folder / NAME
     if not path.exists():
         raise QualityError(f"{folder} has no {NAME}: it is no output of `indexcache eval run`")

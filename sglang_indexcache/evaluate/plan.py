@@ -1,23 +1,33 @@
-"""What will be asked, and in which order: fixed before the first request."""
+"""What will be asked, of which patterns and in which order: fixed before the first request."""
 
 from __future__ import annotations
 
+import enum
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 
-from sglang_indexcache.errors import QualityError
+from sglang_indexcache.checkpoint import Checkpoint
+from sglang_indexcache.errors import PatternError, QualityError
 from sglang_indexcache.evaluate.tasks import CONTROL, TASKS
+from sglang_indexcache.library import Library
+from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.stats.design import Design, spread_over_cells
 from sglang_indexcache.stats.pairs import Cell
-from sglang_indexcache.stats.power import Design, spread_over_cells
-from sglang_indexcache.support.lengths import counted
+from sglang_indexcache.support.lengths import counted, format_length, points
 
+CONTROLS = ("uniform:1/4", "uniform:1/8")
+"""Positive controls, if the user gives none: the first that is no candidate. They lose a little.
+
+A control that breaks everything would be seen to lose by a task that no real loss shows in.
+"""
+LAST_CONTROL = "first-layer-only"
+"""Where none of them is left, or allowed: F, then S."""
 DISCORDANCE, CORRELATION = 0.02, 0.1
 """Assumed before anything is measured: paired questions that differ, and how they do together."""
-PROBABILITY_DEVIATION = 0.05
-"""Assumed of a context's difference in probability: 4.9 points were measured of a searched 1/4 on
-the small checkpoint, 1.75 of 1/2. All contexts differ."""
 LEAST_CONTEXTS = 32
 """Of each task and length, if the user does not say how many."""
 AGAIN_EVERY = 4
@@ -26,18 +36,96 @@ CONTROL_SHARE = 0.75
 """Of ``index_topk``: the length of the contexts in which every pattern selects everything."""
 CONTROL_CONTEXTS = 2
 """Of each task."""
-PAGE = 64
-"""Tokens of a cache page: what is left of a context's last one is computed for each question."""
 SHORTEST, LEFT_FREE = 32 * 1024, 1024
 """Tokens: the first length where none is given, and what of a model's context stays free."""
 CONTROL_LOOK = 0
 """Of contexts of at most ``index_topk`` tokens: they are asked before the first look."""
-ENDPOINTS = {"answers": "right", "probability": "probability"}
-"""What can be compared, chosen before the first request, and the value of an answer it stands for.
 
-``answers``: right or wrong, as greedy decoding has it. ``probability``: with which the model says
-the right answer at temperature 1; finer, so it needs fewer contexts, but another question.
-"""
+
+class Role(enum.Enum):
+    """What an arm is there for."""
+
+    REFERENCE = "reference"
+    CANDIDATE = "candidate"
+    BAD = "bad"
+    """The positive control: known to lose quality, and must be seen to."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """What is compared: a name as the user wrote it, unique, and F and S (empty for a log's).
+
+    A/A is the reference with ``Answer.repeat`` 1, not an arm.
+    """
+
+    name: str
+    pattern: str
+    role: Role
+
+
+def arms_of(model: Path, against: str, patterns: Sequence[str], control: str) -> tuple[Arm, ...]:
+    """The reference, the candidates from most to fewest full layers, the positive control.
+
+    They are in any form of a pattern; an empty control is one of :data:`CONTROLS`.
+
+    Raises:
+        QualityError: two arms are the same pattern, or there is nothing to compare.
+        PatternError, LibraryError: a pattern that is none, or not for this checkpoint.
+    """
+    checkpoint, library = Checkpoint.read(model), Library.default()
+
+    def arm(value: str, role: Role) -> Arm:
+        name = Path(value).stem if value.endswith((".yaml", ".yml")) else value
+        return Arm(name, str(library.resolve(value, checkpoint).pattern), role)
+
+    candidates = [arm(value, Role.CANDIDATE) for value in patterns]
+    candidates.sort(key=lambda one: -one.pattern.count("F"))
+    arms = [arm(against, Role.REFERENCE), *candidates]
+    if control:
+        arms.append(arm(control, Role.BAD))
+    else:
+        controls = []
+        for value in CONTROLS:
+            with suppress(PatternError):  # this checkpoint has no such indexers
+                controls.append(arm(value, Role.BAD))
+        first = str(Pattern("F" + "S" * (checkpoint.num_layers - 1)))
+        controls.append(Arm(LAST_CONTROL, first, Role.BAD))
+        taken = {one.pattern for one in arms}
+        arms.append(next((one for one in controls if one.pattern not in taken), controls[0]))
+    for place, one in enumerate(arms):
+        for other in arms[:place]:
+            if one.pattern == other.pattern:
+                raise QualityError(
+                    f"{one.name} and {other.name} are the same pattern, {one.pattern}; an arm "
+                    "compared with itself says nothing. Give another (--against, --control)."
+                )
+            if one.name == other.name:
+                raise QualityError(f"two patterns are called {one.name}; give each once")
+    return tuple(arms)
+
+
+def default_lengths(context: int | None) -> tuple[int, ...]:
+    """Lengths to ask where none is given: from 32Ki, doubled, up to the model's context.
+
+    The last is that context to two digits: 200,000 for 202,752; 128Ki if its config does not say
+    (None). What stays free is an eighth of a small one.
+    """
+    room = 4 * SHORTEST if context is None else context - min(LEFT_FREE, context // 8)
+    found = [SHORTEST << n for n in range(32) if SHORTEST << n <= room]
+    step: int = 10 ** max(len(str(room)) - 2, 0)
+    last = room // step * step
+    return (*found, last) if not found or last > found[-1] else tuple(found)
+
+
+def enough_contexts(cells: int, questions: int, margin: float, looks: int) -> int:
+    """Contexts of each cell with which a plan can show its margin, under what is assumed here.
+
+    A multiple of the looks, and at least :data:`LEAST_CONTEXTS`, so that each cell can see a
+    control lose.
+    """
+    assumed = spread_over_cells([(1, questions)] * cells, DISCORDANCE, CORRELATION)
+    needed = Design(looks, margin, looks).needed(*assumed)
+    return looks * math.ceil(max(LEAST_CONTEXTS, needed / cells) / looks)
 
 
 @dataclass(frozen=True)
@@ -46,7 +134,6 @@ class Planned:
 
     Attributes:
         context: its name, unique.
-        task: what is asked behind it.
         length: tokens of context, question and answer.
         look: at which planned look it first counts, from 1; ``CONTROL_LOOK`` for the control.
         again: whether the reference is asked twice (A/A).
@@ -59,68 +146,15 @@ class Planned:
     again: bool
 
 
-def default_lengths(context: int | None) -> tuple[int, ...]:
-    """Lengths to ask where none is given: from 32Ki, doubled, up to the model's context.
-
-    The last is that context to two digits: 200,000 for 202,752. What stays free is an eighth of a
-    small one.
-
-    Args:
-        context: tokens that the model takes; None if its config does not say, then to 128Ki.
-    """
-    room = 4 * SHORTEST if context is None else context - min(LEFT_FREE, context // 8)
-    found = [SHORTEST << n for n in range(32) if SHORTEST << n <= room]
-    step: int = 10 ** max(len(str(room)) - 2, 0)
-    last = room // step * step
-    return (*found, last) if not found or last > found[-1] else tuple(found)
-
-
-def assumed_spread(cells: Sequence[tuple[int, int]], endpoint: str) -> tuple[float, float, float]:
-    """Spread of a context's difference before anything is measured, as `Design` takes it.
-
-    Args:
-        cells: contexts of each, and questions behind one of its contexts.
-        endpoint: see :data:`ENDPOINTS`.
-    """
-    if endpoint == "answers":
-        return spread_over_cells(cells, DISCORDANCE, CORRELATION)
-    total = sum(count for count, _ in cells)
-    weights = [total / (len(cells) * count) for count, _ in cells]
-    squares = (count / total * one**2 for (count, _), one in zip(cells, weights, strict=True))
-    return PROBABILITY_DEVIATION * math.sqrt(sum(squares)), 1.0, max(weights)
-
-
-def enough_contexts(
-    cells: int, questions: int, margin: float, looks: int, endpoint: str = "answers"
-) -> int:
-    """Contexts of each cell with which a plan can show its margin, under what is assumed here.
-
-    Args:
-        cells: tasks times lengths.
-        questions: behind one context.
-        margin: 0.01 is one point.
-        looks: the number is a multiple of them.
-        endpoint: see :data:`ENDPOINTS`.
-
-    Returns:
-        At least :data:`LEAST_CONTEXTS`, so that each cell can see a control lose.
-    """
-    needed = Design(looks, margin, looks).needed(
-        *assumed_spread([(1, questions)] * cells, endpoint)
-    )
-    return looks * math.ceil(max(LEAST_CONTEXTS, needed / cells) / looks)
-
-
 @dataclass(frozen=True)
 class SelectedRows:
     """The rows of a user's file that make a cell.
 
     Attributes:
-        task: of the file.
         length: tokens that hold each of them with its answer, and the next smaller length does not.
         rows: their numbers, in the order of asking.
         sizes: tokens of each, with its answer.
-        available: rows of the file that belong to this cell.
+        available: how many rows of the file belong to this cell.
     """
 
     task: str
@@ -137,14 +171,9 @@ class EvaluationPlan:
     Attributes:
         tasks: names of generated tasks; may be empty if there are files.
         lengths: tokens of a context with its longest question and that one's answer.
-        contexts: of each task at each length.
-        questions: behind one context.
+        contexts: of each task at each length; ``questions`` are behind one.
         selects_all: ``index_topk``.
-        margin: see :class:`~sglang_indexcache.stats.power.Design`.
-        looks: likewise.
         seed: of the first context of each cell; the others count from there.
-        taken: rows of a user's files.
-        endpoint: see :data:`ENDPOINTS`.
 
     Raises:
         QualityError: what cannot be asked, or could show nothing.
@@ -159,11 +188,8 @@ class EvaluationPlan:
     looks: int = 4
     seed: int = 0
     taken: tuple[SelectedRows, ...] = ()
-    endpoint: str = "answers"
 
     def __post_init__(self) -> None:
-        if self.endpoint not in ENDPOINTS:
-            raise QualityError(f"no endpoint is called {self.endpoint!r}: {' or '.join(ENDPOINTS)}")
         for task in self.tasks:
             if task not in TASKS:
                 raise QualityError(
@@ -181,8 +207,6 @@ class EvaluationPlan:
                 f"whatever is shared. Take longer ones (--length), such as "
                 f"{8 * self.selects_all}; the control below is asked by itself."
             )
-        if self.questions < 1:
-            raise QualityError(f"{self.questions} questions behind a context; ask one at least")
         if self.contexts < self.looks:
             raise QualityError(
                 f"{counted(self.contexts, 'context')} of each task and length cannot be looked at "
@@ -200,7 +224,7 @@ class EvaluationPlan:
     def assumed(self) -> tuple[float, float, float]:
         """Spread of a context's difference before anything is measured, as ``design`` takes it."""
         asked = [(len(rows), self.questions_of(task)) for (task, _), rows in self.cells.items()]
-        return assumed_spread(asked, self.endpoint)
+        return spread_over_cells(asked, DISCORDANCE, CORRELATION)
 
     @cached_property
     def cells(self) -> dict[Cell, Sequence[int]]:
@@ -263,6 +287,58 @@ class EvaluationPlan:
         ]
         rounds.sort(key=lambda one: one[0])  # cells stay in their order
         return (*control, *(planned for _, planned in rounds))
+
+    def in_words(self) -> list[tuple[str, str]]:
+        """What is asked and what loss it can show; and a warning if that is not the margin."""
+        lengths = ", ".join(format_length(length) for length in self.lengths)
+        pairs = sum(len(rows) * self.questions_of(task) for (task, _), rows in self.cells.items())
+        made = f"{self.contexts} of each of {', '.join(self.tasks)} at {lengths}; "
+        asked = (
+            f"{counted(len(self.cells), 'cell')}, {counted(pairs, 'paired question')}; control at "
+            f"{self.control_length} tokens"
+        )
+        design = self.design
+        rows = [
+            ("contexts", made * bool(self.tasks) + asked),
+            (
+                "can show",
+                f"a loss of {100 * design.detectable(*self.assumed):.1f} points, with "
+                f"{design.power:.0%} probability, if {DISCORDANCE:.0%} of the pairs differ, with a "
+                f"correlation of {CORRELATION:g} within a context (assumed here, measured in the "
+                "report)",
+            ),
+        ]
+        if (contexts := design.needed(*self.assumed)) > design.contexts:
+            rows.append(
+                (
+                    "warning",
+                    f"no loss beyond {points(self.margin)} can hardly be shown: that needs "
+                    f"{contexts:,} contexts under these assumptions, and {design.contexts:,} are "
+                    f"planned. {self._fix()}, or take a wider --margin.",
+                )
+            )
+        return rows
+
+    def _fix(self) -> str:
+        """How the plan would show its margin."""
+        light = min(self.taken, key=lambda cell: len(cell.rows), default=None)
+        if light and self._shows_less_with(light):
+            return (
+                f"{light.task} at {light.length:,} tokens has only {len(light.rows):,} and counts "
+                "as much as every other cell: give more rows of it, or leave it out (that file, or "
+                "that --length)"
+            )
+        if self.tasks or any(len(cell.rows) < cell.available for cell in self.taken):
+            return "Plan more (--contexts)"
+        return "The files have no more: ask generated tasks beside them (--task)"
+
+    def _shows_less_with(self, light: SelectedRows) -> bool:
+        """Whether the plan would show a smaller loss without its smallest cell."""
+        if len(light.rows) == max(map(len, self.cells.values())):
+            return False
+        others = replace(self, taken=tuple(cell for cell in self.taken if cell != light))
+        shown, whole = (one.design.detectable(*one.assumed) for one in (others, self))
+        return shown < whole
 
 
 def context_name(task: str, length: int, seed: int) -> str:

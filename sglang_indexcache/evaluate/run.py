@@ -1,10 +1,8 @@
 """Ask every arm what is planned, until every pattern is decided; stopped at any moment, it resumes.
 
 What is asked next follows from the plan and from the contexts that are done, never from how far
-this process came: so an evaluation that was killed goes on to be the one that was not.
-
-It must not go on when what it would say could not be believed. Each refusal (the ``check_``
-functions) names what was seen and how to fix it; what was asked until then is kept.
+this process came: so an evaluation that was killed goes on to be the one that was not. It must not
+go on when what it would say could not be believed: see the ``check_`` functions.
 """
 
 from __future__ import annotations
@@ -13,6 +11,7 @@ import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
@@ -24,20 +23,92 @@ from sglang_indexcache.errors import QualityError, ServerUnavailableError
 from sglang_indexcache.evaluate.arms import Asking, Servers
 from sglang_indexcache.evaluate.corpus import Corpus
 from sglang_indexcache.evaluate.evaluation import NAME, Answer, Evaluation, Record, recorded
-from sglang_indexcache.evaluate.plan import CONTROL_LOOK, CORRELATION, DISCORDANCE, Planned
-from sglang_indexcache.evaluate.request import EvaluationRequest
+from sglang_indexcache.evaluate.plan import (
+    AGAIN_EVERY,
+    CONTROL_LOOK,
+    CORRELATION,
+    DISCORDANCE,
+    Arm,
+    EvaluationPlan,
+    Planned,
+    context_name,
+)
 from sglang_indexcache.evaluate.tasks.context import Context
 from sglang_indexcache.evaluate.verdict import DECIDED, Kind, Look, verdicts_of
 from sglang_indexcache.stats.bounds import Estimate
+from sglang_indexcache.stats.design import spread_over_cells
 from sglang_indexcache.stats.pairs import Cell
-from sglang_indexcache.stats.power import spread_over_cells
-from sglang_indexcache.study.cost import Cost, Rate, confirm
+from sglang_indexcache.study.cost import Cost, Rate, confirm, print_plan
 from sglang_indexcache.study.journal import progress_at_most, resumable, resuming
 from sglang_indexcache.study.provenance import checkpoint_digest, commit, versions
 from sglang_indexcache.support.lengths import format_length, points
 
 PAUSES = (1.0, 5.0, 25.0)
 """Seconds before a context is asked again; once more than there are, it is missing."""
+PAGE = 64
+"""Tokens of a cache page: what is left of a context's last one is computed for each question."""
+
+
+@dataclass(frozen=True)
+class EvaluationRequest:
+    """What a user asked for.
+
+    Attributes:
+        model: the checkpoint's folder.
+        flags: of the command, to print beside the verdict.
+        notices: what a reader must know besides: which rows of files are asked.
+    """
+
+    model: Path
+    arms: tuple[Arm, ...]
+    plan: EvaluationPlan
+    corpus: Corpus
+    flags: str
+    rate: Rate | None = None
+    notices: tuple[str, ...] = ()
+
+    def tokens(self) -> int:
+        """What the whole plan computes if nothing is decided early.
+
+        A question and its answer are computed behind the whole pages of their context; those of a
+        file's row are counted as context.
+        """
+        tails, tokens = self._tails(), 0
+        for planned in self.plan.planned:
+            size = self.plan.sizes.get(planned.context, planned.length)
+            tail = tails.get(planned.task, 0)
+            one = size + self.plan.questions_of(planned.task) * (tail + (size - tail) % PAGE)
+            tokens += one * (len(self.arms) + planned.again)
+        return tokens
+
+    def _tails(self) -> dict[str, int]:
+        """Tokens of a question with its answer, on average, from a short context of each task."""
+        found, length = {}, min(self.plan.lengths)
+        for task in self.plan.tasks:
+            name = context_name(task, length, self.plan.seed)
+            context = self.corpus.make(Planned(name, task, length, 1, False))
+            asked = [len(question.ids) + len(question.answer) for question in context.questions]
+            found[task] = round(sum(asked) / len(asked))
+        return found
+
+    def tell(self, console: Console) -> Cost:
+        """Print what will be asked, what it costs, and what it can show; the cost is returned."""
+        cost = Cost(self.tokens(), self.rate)
+        arms = ", ".join(f"{arm.name} ({arm.role.value})" for arm in self.arms)
+        contexts, *shown = self.plan.in_words()
+        rows = [
+            ("arms", f"{arms}; the reference again on every {AGAIN_EVERY}th context (A/A)"),
+            *(("file", notice) for notice in self.notices),
+            contexts,
+            (
+                "cost",
+                f"{cost.in_words()}; looks: {self.plan.looks}, the evaluation ends at the one that "
+                "decides",
+            ),
+            *shown,
+        ]
+        print_plan(console, rows)
+        return cost
 
 
 def run_evaluation(
@@ -52,7 +123,6 @@ def run_evaluation(
 
     Args:
         servers: one under the name "", or one for each arm's name.
-        output: folder of the journal.
         agree: is given a question before an evaluation of more than an hour, and raises if the
             answer is no.
 
@@ -106,12 +176,9 @@ def run_evaluation(
 class Run:
     """One evaluation under way.
 
-    Args:
-        record: of this evaluation, with its journal open.
-        console: where a line is written when something happens that a user should know.
-        on_rate: is told once how many tokens a second were computed behind one of the longest
-            contexts, which are asked first. At their rate, the slowest, everything else takes no
-            longer, so it may ask the user whether to go on.
+    ``on_rate`` is told once how many tokens a second were computed behind one of the longest
+    contexts, which are asked first. At their rate, the slowest, everything else takes no longer, so
+    it may ask the user whether to go on.
     """
 
     def __init__(
@@ -130,12 +197,7 @@ class Run:
         self._seen: set[Cell] = set()
 
     def run(self) -> Evaluation:
-        """Everything that is left to ask.
-
-        Raises:
-            QualityError: see :mod:`~sglang_indexcache.evaluate.run`, and what servers do that
-                they must not. What was asked is kept.
-        """
+        """Ask everything that is left; a QualityError says what servers do that they must not."""
         done = self._record.done
         with self._progress as progress:
             task = progress.add_task("asking", total=len(self._start.planned))
@@ -178,10 +240,7 @@ class Run:
         return found + [(reference, 1)] * planned.again
 
     def _look_for_loss(self, cell: Cell) -> None:
-        """Note whether the bad pattern was seen to lose in this cell.
-
-        There it is asked no more, so what was seen stays so, in this process and the next.
-        """
+        """Note whether the bad pattern was seen to lose in this cell; it is asked there no more."""
         bad, look = self._start.bad, Look(self._record.evaluation())
         if bad and cell not in self._seen and look.sees_loss(bad.name, cell):
             self._seen.add(cell)
@@ -249,11 +308,7 @@ ENOUGH_ALIKE = 3
 
 
 def check_control(evaluation: Evaluation) -> None:
-    """The arms may differ in nothing where every pattern selects everything.
-
-    Raises:
-        QualityError: they do.
-    """
+    """Refuse arms that differ where every pattern selects everything."""
     look = Look(evaluation, CONTROL_LOOK)
     asked = {row.arm for row in look.control}
     for name in (arm.name for arm in evaluation.others if arm.name in asked):
@@ -263,15 +318,11 @@ def check_control(evaluation: Evaluation) -> None:
 
 
 def check_context(evaluation: Evaluation) -> None:
-    """Whether what came of the last contexts may count.
+    """Refuse an arm whose every log-probability is the reference's, or too many failed contexts.
 
     An arm that computes exactly what the reference does is not the arm that was asked for. The last
     contexts are looked at, so a server that begins to ignore patterns in the middle is refused as
     well. And contexts that fail are not a sample of all contexts.
-
-    Raises:
-        QualityError: every log-probability of an arm is the reference's; or more than one context,
-            and more than :data:`MOST_MISSING` of them, failed.
     """
     failed = evaluation.missing
     if len(failed) > max(1, MOST_MISSING * len(evaluation.planned)):
@@ -300,11 +351,7 @@ def check_context(evaluation: Evaluation) -> None:
 
 
 def check_floor(evaluation: Evaluation) -> None:
-    """A model that cannot do the tasks cannot lose anything at them.
-
-    Raises:
-        QualityError: the reference is at the floor in every cell.
-    """
+    """Refuse a reference at the floor in every cell: it cannot lose what it cannot do."""
     look = Look(evaluation)
     low = look.at_floor()
     if low and low.keys() == look.cells:
@@ -319,13 +366,10 @@ def check_floor(evaluation: Evaluation) -> None:
 
 
 def check_noise(evaluation: Evaluation) -> None:
-    """An engine that differs from itself too much cannot resolve the margin.
+    """Refuse an engine that differs from itself too much to resolve the margin.
 
     Only where the plan could resolve it otherwise: a plan that is too small was told so before. And
     only once several contexts of every cell were asked twice, so that their spread is known.
-
-    Raises:
-        QualityError: it would need more contexts than are planned.
     """
     design, noise = evaluation.design, Look(evaluation).noise
     if noise is None:

@@ -31,9 +31,8 @@ from sglang_indexcache.errors import QualityError
 from sglang_indexcache.evaluate.evaluation import Evaluation
 from sglang_indexcache.evaluate.tasks import CHANCE
 from sglang_indexcache.stats.bounds import Estimate, capital
-from sglang_indexcache.stats.interim import boundaries
+from sglang_indexcache.stats.design import Design, boundaries
 from sglang_indexcache.stats.pairs import Cell, Differences, Flips, Outcome, paired
-from sglang_indexcache.stats.power import Design
 from sglang_indexcache.support.lengths import counted, format_length, points
 
 LEAST_ABOVE_CHANCE = 0.10
@@ -65,13 +64,9 @@ DECIDED = (*SAFE, Kind.LOSS)
 
 @dataclass(frozen=True)
 class Worst:
-    """The cell in which a pattern loses most.
+    """The cell in which a pattern loses most, and the difference there.
 
-    Attributes:
-        task: of the cell.
-        length: likewise, in tokens.
-        difference: there.
-        bound: no cell loses more, with the error of the claim for all of them together.
+    No cell loses more than ``bound``, with the error of the claim for all of them together.
     """
 
     task: str
@@ -85,19 +80,15 @@ class Verdict:
     """What a run says of one pattern.
 
     Attributes:
-        kind: the claim.
-        pattern: which was judged.
         headline: the claim, both levels and the worst cell, in one sentence.
         details: the numbers behind it, for whoever pastes the headline.
         difference: right(pattern) - right(reference), mean over cells; None if nothing was claimed.
         levels: right(reference) and right(pattern), 0 to 1, of which that is the difference.
-        worst: cell; None where there is one cell.
+        worst: None where there is one cell.
         interval: one-sided bounds at the design's alpha each, valid at every look.
         exact: whether the interval holds for any number of contexts, and so is wider.
         detectable: smallest loss that the whole run could show, with the design's power.
         more: contexts that are missing for a decision; None unless undecided, or if a cell has one.
-        contexts: behind the claim.
-        flips: pattern against reference, of right answers.
         noise: the reference against itself; None where it was not asked twice.
         blind: cells that left the claim.
     """
@@ -129,12 +120,7 @@ Verdicts = Mapping[str, tuple[int, Verdict]]
 
 
 class Blind(NamedTuple):
-    """Why a cell cannot see a loss.
-
-    Attributes:
-        reason: in words.
-        waits: whether more answers may yet show that it can.
-    """
+    """Why a cell cannot see a loss; it ``waits`` where more answers may yet show that it can."""
 
     reason: str
     waits: bool
@@ -144,12 +130,9 @@ class Blind(NamedTuple):
 class Look:
     """All that counts at a planned look (interim analysis), and what it shows of each cell.
 
-    Logs of another harness have no control, often no A/A and no pattern known to be bad: the claim
-    is the same, and what could not be checked is said after it.
-
-    Attributes:
-        evaluation: whose it is.
-        at: which of the planned looks this is, from 1; None for all that was asked so far.
+    Looks count from 1; without a number it is all that was asked so far. Logs of another harness
+    have no control, often no A/A and no pattern known to be bad: the claim is the same, and what
+    could not be checked is said after it.
     """
 
     evaluation: Evaluation
@@ -177,7 +160,7 @@ class Look:
 
     @cached_property
     def outcomes(self) -> list[Outcome]:
-        """Of every arm, the endpoint's values; of the reference twice where A/A was asked."""
+        """Of every arm; of the reference twice where A/A was asked."""
         return self.evaluation.outcomes(self.at)
 
     @cached_property
@@ -335,21 +318,16 @@ def claimed(lower: float, upper: float, margin: float) -> Kind:
 
 
 def verdicts_of(evaluation: Evaluation) -> Verdicts:
-    """By candidate: the look at which it was decided, or the last one, and the verdict.
+    """What is said of each candidate: the first claim is final, later contexts do not reopen it.
 
-    The first claim ends the evaluation of a pattern: later contexts do not reopen it. Empty before
-    the first look.
+    Empty before the first look.
     """
     found: dict[str, tuple[int, Verdict]] = {}
     for number in range(1, evaluation.look + 1):
         look, permitted = Look(evaluation, number), True
         for arm in evaluation.candidates:
             if arm.name not in found or found[arm.name][1].kind not in DECIDED:
-                verdict = judge(look, arm.name, permitted)
-                if evaluation.endpoint == "probability":
-                    said = f"Compared: the probability of the right answer. {verdict.details}"
-                    verdict = replace(verdict, details=said)
-                found[arm.name] = number, verdict
+                found[arm.name] = number, judge(look, arm.name, permitted)
             permitted = permitted and found[arm.name][1].kind in SAFE
     return found
 
@@ -357,12 +335,8 @@ def verdicts_of(evaluation: Evaluation) -> Verdicts:
 def judge(look: Look, pattern: str, permitted: bool = True) -> Verdict:
     """The verdict on one pattern.
 
-    Args:
-        permitted: whether every pattern with more full layers was shown to be safe (the fixed
-            sequence).
-
-    Raises:
-        QualityError: an arm without outcomes, or a run without its control.
+    ``permitted`` says whether every pattern with more full layers was shown to be safe (the fixed
+    sequence).
     """
     if unsound := look.unsound(pattern):
         return Verdict(Kind.INVALID, pattern, f"{pattern}: refused: {unsound}")
@@ -380,11 +354,7 @@ def judge(look: Look, pattern: str, permitted: bool = True) -> Verdict:
 
 
 def _claim(look: Look, pattern: str, forbidden: str) -> Verdict:
-    """What the cells that see show of a pattern.
-
-    Args:
-        forbidden: why it may not be called safe now; empty if it may.
-    """
+    """What the cells that see show of it; ``forbidden`` says why it may not be called safe."""
     cells = look.cells - look.blind.keys()
     differences = paired(look.long, pattern, look.reference, cells=cells)
     design, estimate = look.seeing_design, Estimate(differences)
@@ -475,8 +445,6 @@ def _details(verdict: Verdict, differences: Differences, look: Look) -> str:
             f"No cell loses more than {100 * verdict.worst.bound:.1f} points (bound for all "
             f"{len(differences.names)} of them together)."
         )
-    if differences.missing:
-        said.append(f"{differences.missing:,} questions missing.")
     if verdict.kind is not Kind.LOSS:
         said.append(
             f"A loss of {100 * verdict.detectable:.1f} points would have been found with "

@@ -16,8 +16,13 @@ from torch.func import functional_call
 from torch.nn.functional import embedding
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from sglang_indexcache.heal.indexer import LightningIndexer, Rotation
-from sglang_indexcache.heal.model import check_trainable, install, is_indexer
+from sglang_indexcache.heal.model import (
+    LightningIndexer,
+    Rotation,
+    check_trainable,
+    install,
+    is_indexer,
+)
 from sglang_indexcache.heal.sharing import Sharing
 from sglang_indexcache.heal.weights import (
     BLOCKS,
@@ -45,8 +50,6 @@ class FrozenBody:
 
     Args:
         folder: a DSA checkpoint, in a plain dtype or in block FP8.
-        pattern: which layers have an indexer.
-        sharing: where the indexers' selections and the attentions' targets go.
         dtype: of the body's weights and activations; indexers are float32 at least.
         devices: layers are spread over these by their bytes. With all of them
             :data:`~sglang_indexcache.heal.weights.META` nothing is read or computed: for plans,
@@ -54,10 +57,8 @@ class FrozenBody:
         from_disk: read a layer's weights each time it runs.
 
     Attributes:
-        indexers: by layer.
         shares: the layers of each of the devices.
         devices: of each layer.
-        from_disk: as given.
 
     Raises:
         CheckpointError: weights that are missing, or quantised in another way.
@@ -130,11 +131,7 @@ class FrozenBody:
         return f"{self.is_quantised(number)} {shapes}"
 
     def start(self, ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, Rotation]:
-        """What the first layer reads, on its device.
-
-        Args:
-            ids: ``[B, T]`` int64.
-            positions: ``[B, T]`` int64.
+        """What the first layer reads, on its device, for ``[B, T]`` int64.
 
         Returns:
             ``[B, T, hidden_size]``, and the rotation for :meth:`layer`.
@@ -243,12 +240,8 @@ def shared_out(pattern: Pattern, loads: Sequence[int], devices: int) -> list[ran
     """The layers of each device, in order, so that the fullest holds as little as possible.
 
     The layers that an indexer serves stay together unless splitting them makes the fullest device
-    emptier: what they share would travel.
-
-    Args:
-        pattern: one character per layer.
-        loads: bytes of each layer.
-        devices: how many; some get no layer where there are too few.
+    emptier: what they share would travel. ``loads`` are bytes of each layer; some devices get no
+    layer where there are too few.
     """
     whole = _evenly([group.layers for group in pattern.groups], loads, devices)
     split = _evenly([range(n, n + 1) for n in range(len(pattern))], loads, devices)

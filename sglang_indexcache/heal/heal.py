@@ -27,11 +27,10 @@ from sglang_indexcache.data.packed import FileRows, PackedRow
 from sglang_indexcache.errors import TrainingError
 from sglang_indexcache.heal import STEPS
 from sglang_indexcache.heal.frozen import FrozenBody
-from sglang_indexcache.heal.local import LocalForward, LocalSharing
+from sglang_indexcache.heal.local import LocalForward, LocalSharing, Passing, pass_through
 from sglang_indexcache.heal.losses import DEFAULT_BLOCK
 from sglang_indexcache.heal.optimizer import BETAS, adamw_groups, lr_factor, set_lr
 from sglang_indexcache.heal.packing import Layout, PackedBatch
-from sglang_indexcache.heal.passing import Passing, pass_through
 from sglang_indexcache.heal.run_folder import (
     HealRun,
     HeldOutEvaluation,
@@ -70,17 +69,12 @@ class HealOptions:
     """What to heal, on what, and how: the options of ``indexcache heal run``, which tells of them.
 
     Attributes:
-        checkpoint: folder of a DSA checkpoint; it is only read.
-        pattern: in any form that the pattern library resolves.
-        data: files, as for :func:`~sglang_indexcache.data.documents.read_documents`.
-        output: folder of the adapter; beside it ``<output>.run`` holds state, log and figure.
+        output: folder of the adapter; beside it ``<output>.run`` holds state and log.
         length: tokens of a row; eight times the model's index_topk if None.
         sparse_length: the same of the sparse stage; as in the dense warm-up if None.
-        rows: rows of a step over all processes.
+        rows: of a step, over all processes.
         lr: peak learning rate; None tries :data:`RATES` first and takes the best.
         clip: largest gradient norm.
-        save_every: steps between states.
-        seed: of the documents that are drawn, and of the order of rows.
         block: queries per block of chunked work.
 
     Raises:
@@ -94,14 +88,12 @@ class HealOptions:
     length: int | None = None
     sparse_length: int | None = None
     rows: int = 1
-    micro_rows: int = 1
     dense_steps: int = STEPS
     sparse_steps: int = 0
     lr: float | None = None
     clip: float = 1.0
     held_out: int = 8
     evaluate_every: int = 40
-    patience: int = 0
     save_every: int = 10
     seed: int = 0
     dtype: str = "bfloat16"
@@ -113,8 +105,7 @@ class HealOptions:
             raise TrainingError("there is nothing to do: ask for dense or for sparse steps")
         if self.dtype not in DTYPES:
             raise TrainingError(f"the body's dtype is {', '.join(DTYPES)}, got {self.dtype!r}")
-        counts = ("rows", "micro_rows", "held_out", "evaluate_every", "save_every", "block")
-        for name in counts:
+        for name in ("rows", "held_out", "evaluate_every", "save_every", "block"):
             if getattr(self, name) < 1:
                 raise TrainingError(f"{name} is {getattr(self, name)}; it must be at least 1")
 
@@ -132,12 +123,7 @@ class HealOptions:
 
 @dataclass(frozen=True)
 class HealStage:
-    """One stage.
-
-    Attributes:
-        kind: ``WARMUP`` or ``SPARSE``.
-        steps: optimiser steps.
-    """
+    """One stage: ``WARMUP`` or ``SPARSE``, and its optimiser steps."""
 
     kind: Stage
     steps: int
@@ -154,12 +140,7 @@ class HealStage:
 
 @dataclass(frozen=True)
 class HealResult:
-    """What came of it.
-
-    Attributes:
-        adapter: as it was written.
-        evaluations: on the held-out rows, in their order; the first is before any training.
-    """
+    """The adapter, and the evaluations on the held-out rows: the first before any training."""
 
     adapter: Adapter
     evaluations: tuple[HeldOutEvaluation, ...]
@@ -169,11 +150,6 @@ def heal(
     options: HealOptions, console: Console | None = None, on_step: OnStep | None = None
 ) -> HealResult:
     """Train an adapter, or go on where an interrupted run with the same options stopped.
-
-    Args:
-        options: what to heal, on what, and how.
-        console: for progress.
-        on_step: see :data:`OnStep`.
 
     Raises:
         CheckpointError: not a DSA checkpoint, or one whose weights are not understood.
@@ -187,13 +163,7 @@ def heal(
 
 @dataclass(frozen=True)
 class Target:
-    """What the options come to for their checkpoint.
-
-    Attributes:
-        pattern: resolved.
-        topk: keys that a query selects.
-        lengths: tokens of a row of each stage.
-    """
+    """What the options come to for their checkpoint; ``lengths`` are tokens of a stage's rows."""
 
     pattern: Pattern
     topk: int
@@ -387,11 +357,6 @@ class _Healing:
             self._restore(state, optimizer)
         began, start = time.perf_counter(), state.position.step
         for step in range(start, stage.steps):
-            if self.options.patience and state.since_best >= self.options.patience:
-                self.files.log.say(
-                    f"stage {number} ends after step {step}: its held-out loss stopped falling"
-                )
-                break
             set_lr([optimizer], stage.lr_factor(step))
             line = self._step(number, step, stage, optimizer)
             done = step + 1
@@ -475,11 +440,7 @@ class _Healing:
 
     def _batches(self, rows: list[PackedRow], length: int) -> list[PackedBatch]:
         mine = rows[self.accelerator.process_index :: self.accelerator.num_processes]
-        size = self.options.micro_rows
-        return [
-            PackedBatch.of(mine[i : i + size], length, self.padding)
-            for i in range(0, len(mine), size)
-        ]
+        return [PackedBatch.of([row], length, self.padding) for row in mine]
 
     def _summed(self, part: torch.Tensor) -> torch.Tensor:
         """The sum over all processes."""
@@ -551,7 +512,6 @@ class _Healing:
         self.accelerator.wait_for_everyone()
         evaluations = self.files.evaluations()
         if self.accelerator.is_main_process:
-            self.files.draw(evaluations)
             write_adapter(
                 self.options.output,
                 pattern=self.pattern,

@@ -1,4 +1,4 @@
-"""The distillation losses of a frozen model: each layer's is taken back where it arises.
+"""Rows pass through a frozen model, and each layer's loss is taken back where it arises.
 
 Nothing flows through the body, so a layer's loss needs nothing of other layers but the indexer
 that serves it. Its gradient is added to what that indexer scored with; after the last layer that
@@ -7,16 +7,21 @@ the indexer serves, the sum goes back through the indexer, and everything is dro
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 
 import torch
 
+from sglang_indexcache.heal.frozen import FrozenBody
 from sglang_indexcache.heal.losses import (
     AttentionInputs,
     IndexInputs,
     captured_mass,
     select_top_k,
 )
+from sglang_indexcache.heal.model import Rotation
 from sglang_indexcache.heal.packing import Layout
 from sglang_indexcache.heal.sharing import ForwardState, Sharing, Stage
 
@@ -121,3 +126,74 @@ def _moved(part: torch.Tensor, device: torch.device) -> torch.Tensor:
     if part.grad is not None:
         moved.grad = part.grad.to(device)
     return moved
+
+
+@dataclass
+class Passing:
+    """Some rows, and how far they have come: ``[B, T, hidden_size]``, what the next layer reads."""
+
+    run: LocalForward
+    hidden: torch.Tensor
+    rotation: Rotation
+
+    def through(
+        self,
+        layer: Callable[[torch.Tensor, Rotation], torch.Tensor],
+        device: torch.device,
+        sharing: LocalSharing,
+    ) -> None:
+        """Run a layer that lies on ``device``."""
+        self.run.move(device)
+        cosine, sine = self.rotation
+        self.rotation = cosine.to(device), sine.to(device)
+        sharing.resume(self.run)
+        self.hidden = layer(self.hidden.to(device), self.rotation)
+
+
+def pass_through(body: FrozenBody, sharing: LocalSharing, rows: Sequence[Passing]) -> None:
+    """Run all layers on all rows, with gradients if they are enabled; the bits are the same always.
+
+    On one device, and from disk, a layer takes all rows before the next one does, so it is
+    dequantised or read once. On several devices each takes a row through all of its layers while
+    the next device has the row before: they work at once.
+    """
+    if pipelined(body, len(rows)):
+        _as_a_pipeline(body, sharing, rows)
+        return
+    for number, device in enumerate(body.devices):
+        layer = body.layer(number)
+        for one in rows:
+            one.through(layer, device, sharing)
+
+
+def pipelined(body: FrozenBody, rows: int) -> bool:
+    """Whether the devices work on different rows at once."""
+    return rows > 1 and not body.from_disk and sum(map(bool, body.shares)) > 1
+
+
+def _as_a_pipeline(body: FrozenBody, sharing: LocalSharing, rows: Sequence[Passing]) -> None:
+    """A thread for each device: a GPU's work is asked for by a thread that may have to wait."""
+    shares = [share for share in body.shares if share]
+    queues: list[SimpleQueue[Passing | None]] = [SimpleQueue() for _ in (*shares, None)]
+    training, threads = torch.is_grad_enabled(), torch.get_num_threads()
+
+    def work(share: range, come: Iterable[Passing], gone: SimpleQueue[Passing | None]) -> None:
+        torch.set_num_threads(threads)  # a new thread has its own
+        try:
+            with torch.set_grad_enabled(training):
+                for one in come:
+                    for number in share:
+                        one.through(body.layer(number), body.devices[number], sharing)
+                    gone.put(one)
+        finally:
+            gone.put(None)
+
+    for one in (*rows, None):
+        queues[0].put(one)
+    with ThreadPoolExecutor(len(shares)) as pool:
+        done = [
+            pool.submit(work, share, iter(come.get, None), gone)
+            for share, come, gone in zip(shares, queues[:-1], queues[1:], strict=True)
+        ]
+    for one_device in done:
+        one_device.result()

@@ -87,12 +87,6 @@ def select_top_k(
     Keys of equal score are taken from the smaller position on. They are common: a key that every
     head scores negative has score 0.
 
-    Args:
-        index: of one layer.
-        layout: who sees whom.
-        topk: keys per query; all visible ones where there are fewer.
-        block: queries scored at a time.
-
     Returns:
         ``[B, T, min(topk, T)]`` int32, highest score first, -1 in the places that stay empty.
     """
@@ -141,10 +135,8 @@ def distillation_loss(
     Args:
         index: of the F layer; the only thing that receives a gradient.
         targets: one served layer for a term of L_multi (or plain DSA), several for L_avg.
-        layout: who sees whom.
         selected: ``[B, T, k]`` top-k indices padded with -1, each at most once in a row, for the
             sparse form; None for the warm-up form.
-        block: queries per block.
         average: makes ``[B, rows, S]`` of the p of this process's heads the mean over all
             processes, where tensor parallelism splits the heads; every process calls it equally
             often. None where all heads are here.
@@ -186,13 +178,10 @@ def captured_mass(
     Only queries that see more keys than they may select are counted: the others select all.
 
     Args:
-        target: the attention, averaged over its heads.
-        layout: who sees whom.
         selected: ``[B, T, k]`` top-k indices padded with -1.
-        block: queries per block.
 
     Returns:
-        The mass summed over those queries, and how many they are; scalars.
+        The mass summed over those queries, a mean over heads, and how many they are; scalars.
     """
     mass = torch.zeros((), dtype=_accumulator(target.keys.dtype), device=target.keys.device)
     queries = torch.zeros((), dtype=torch.int64, device=target.keys.device)
@@ -226,8 +215,7 @@ class _VisibleKeys:
     What comes after the block's last query is not scored.
 
     Attributes:
-        rows: the queries.
-        allowed: ``[B, rows, S]`` bool, which of the S keys each may use.
+        allowed: ``[B, rows, S]`` bool, which of the S keys each query may use.
     """
 
     def __init__(self, layout: Layout, rows: slice, selected: torch.Tensor | None) -> None:

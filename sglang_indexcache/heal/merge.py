@@ -28,12 +28,6 @@ def merge(folder: Path, base: Path, output: Path, say: Callable[[str], None] = p
     tensor, of MTP layers too, is the base's bit for bit; a file without indexers is a hard link
     where the disk allows it.
 
-    Args:
-        folder: the adapter.
-        base: the checkpoint that it was trained on.
-        output: a new folder.
-        say: told of each file.
-
     Raises:
         IndexCacheError: not an adapter of this checkpoint, or a form that cannot be written.
         TrainingError: ``output`` holds something.

@@ -55,12 +55,7 @@ class Layout:
         return same & (keys <= keys[rows, None])
 
     def sees(self, rows: slice, places: torch.Tensor) -> torch.Tensor:
-        """``[B, rows, S]`` bool: whether a query sees the keys at ``places``.
-
-        Args:
-            rows: the queries.
-            places: ``[B, rows, S]`` int64.
-        """
+        """``[B, rows, S]`` bool: whether queries ``rows`` see keys ``places``, ``[B, rows, S]``."""
         queries = torch.arange(rows.start, rows.stop, device=places.device)
         batch = torch.arange(len(places), device=places.device)[:, None, None]
         same = self.documents[batch, places] == self.documents[:, rows, None]
@@ -69,9 +64,7 @@ class Layout:
     def attended(self, rows: slice, selected: torch.Tensor | None) -> torch.Tensor:
         """``[B, rows, rows.stop]`` bool: the visible keys, only the ``selected`` ones if given.
 
-        Args:
-            rows: the queries.
-            selected: ``[B, T, k]`` top-k indices padded with -1.
+        These are ``[B, T, k]`` top-k indices padded with -1.
         """
         visible = self.visible(rows)
         if selected is None:
@@ -127,15 +120,7 @@ class PackedBatch:
 
 
 def selected_mask(indices: torch.Tensor, keys: int) -> torch.Tensor:
-    """Turn top-k indices into a mask.
-
-    Args:
-        indices: ``[B, b, k]`` integers, -1 where fewer than k keys were visible.
-        keys: number of keys S.
-
-    Returns:
-        ``[B, b, S]`` bool.
-    """
+    """``[B, b, keys]`` bool of ``[B, b, k]`` top-k indices, -1 where fewer than k were visible."""
     mask = torch.zeros(*indices.shape[:2], keys + 1, dtype=torch.bool, device=indices.device)
     # -1 goes to a spare last column, which is dropped.
     mask.scatter_(-1, indices.long().where(indices >= 0, keys), True)

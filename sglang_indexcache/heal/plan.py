@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,9 +28,8 @@ from sglang_indexcache.heal.heal import (
     HealStage,
     Target,
 )
-from sglang_indexcache.heal.local import LocalSharing
+from sglang_indexcache.heal.local import LocalSharing, Passing, pipelined
 from sglang_indexcache.heal.packing import Layout
-from sglang_indexcache.heal.passing import Passing, pipelined
 from sglang_indexcache.heal.weights import META
 
 GB = 1e9
@@ -41,8 +40,6 @@ class GpuMachine:
     """GPUs to plan for.
 
     Attributes:
-        gpus: of one machine.
-        name: of the GPU.
         memory: of one GPU, bytes.
         bf16: peak rate of bfloat16 products, FLOP/s.
         float32: the same of float32, in which the loss is computed.
@@ -63,19 +60,19 @@ class GpuMachine:
 
 @dataclass(frozen=True)
 class LayerCost:
-    """Of one layer and some rows.
+    """Of one layer and a row.
 
     Attributes:
         peak: most bytes that are alive at a time, weights that stay and state apart.
-        waiting: bytes that rows keep between two layers.
+        waiting: bytes that the row keeps between two layers.
         weights: seconds in which the layer's weights are read and dequantised.
-        rows: seconds in which the rows run.
+        row: seconds in which the row runs.
     """
 
     peak: int
     waiting: int
     weights: float
-    rows: float
+    row: float
 
 
 @dataclass(frozen=True)
@@ -83,8 +80,7 @@ class Share:
     """What one GPU has to do.
 
     Attributes:
-        layers: that lie on it.
-        held: bytes of their weights, indexers and optimiser state.
+        held: bytes of the layers' weights, indexers and optimiser state.
         working: most bytes beside them, at any moment of a step.
     """
 
@@ -100,14 +96,7 @@ class Share:
 
 @dataclass(frozen=True)
 class HealPlan:
-    """The bill.
-
-    Attributes:
-        shares: of each GPU.
-        hours: in which everything is done.
-        busy: how many of the GPUs work at a time, on average.
-        quantised: whether the checkpoint's weights are.
-    """
+    """The bill; ``busy`` is how many of the GPUs work at a time, on average."""
 
     shares: tuple[Share, ...]
     hours: float
@@ -121,10 +110,7 @@ class HealPlan:
 
 
 def dry_run(options: HealOptions, machine: GpuMachine) -> list[tuple[str, str]]:
-    """What a healing would take; nothing is read but ``config.json`` and the heads of the files.
-
-    Returns:
-        Rows to print.
+    """What a healing would take, as rows to print; only ``config.json`` and files' heads are read.
 
     Raises:
         CheckpointError, PatternError, LibraryError, TrainingError: as :func:`heal` would.
@@ -132,8 +118,8 @@ def dry_run(options: HealOptions, machine: GpuMachine) -> list[tuple[str, str]]:
     found = plan_of(options, machine)
     rows = describe(found, machine)
     if found.peak <= machine.memory:
-        idle = not options.from_disk and options.rows < machine.gpus * options.micro_rows
-        more = f"; with --rows {machine.gpus * options.micro_rows} the GPUs would work at once"
+        idle = not options.from_disk and options.rows < machine.gpus
+        more = f"; with --rows {machine.gpus} the GPUs would work at once"
         return [*rows, ("verdict", "it fits" + more * idle)]
     if options.from_disk:
         return [*rows, ("verdict", "it does not fit: give a shorter --context, or fewer --rows")]
@@ -157,20 +143,17 @@ def plan_of(options: HealOptions, machine: GpuMachine) -> HealPlan:
     places = [META] * (1 if options.from_disk else machine.gpus)
     dtype = DTYPES[options.dtype]
     body = FrozenBody(options.checkpoint, target.pattern, sharing, dtype, places, options.from_disk)
-    micro_rows = min(options.micro_rows, options.rows)
-    batches = math.ceil(options.rows / micro_rows)
-    at_once = pipelined(body, batches)
+    at_once = pipelined(body, options.rows)
     total, working, busy = 0.0, [0] * len(body.shares), 0.0
     for number, stage in enumerate(options.stages):
-        shape = (micro_rows, target.lengths[stage.kind])
-        costs = _layer_costs(body, sharing, stage, shape, machine)
+        costs = _layer_costs(body, sharing, stage, target.lengths[stage.kind], machine)
         apart = [costs[share.start : share.stop] for share in body.shares]
         for place, share in enumerate(apart):
             # The other rows of the step wait: between two layers, or for their turn.
-            others = (batches - 1) * max((c.waiting for c in share), default=0)
+            others = (options.rows - 1) * max((c.waiting for c in share), default=0)
             peaks = max((c.peak for c in share), default=0)
             working[place] = max(working[place], others + peaks)
-        seconds, work = _step(apart, batches, at_once)
+        seconds, work = _step(apart, options.rows, at_once)
         tried = 0 if options.lr or number else len(RATES)  # first some learning rates
         judged = 1 + math.ceil(stage.steps / options.evaluate_every) + tried
         passes = stage.steps + tried * TRIAL_STEPS + judged * options.held_out / options.rows
@@ -181,29 +164,29 @@ def plan_of(options: HealOptions, machine: GpuMachine) -> HealPlan:
     return HealPlan(shares, total / 3600, busy / total, body.is_quantised(0))
 
 
-def _step(shares: list[list[LayerCost]], batches: int, at_once: bool) -> tuple[float, float]:
+def _step(shares: list[list[LayerCost]], rows: int, at_once: bool) -> tuple[float, float]:
     """Seconds of a step, and of work on all GPUs in it."""
     if not at_once:
-        seconds = sum(c.weights + batches * c.rows for share in shares for c in share)
+        seconds = sum(c.weights + rows * c.row for share in shares for c in share)
         return seconds, seconds
-    each = [sum(c.weights + c.rows for c in share) for share in shares]
-    return sum(each) + (batches - 1) * max(each), batches * sum(each)
+    each = [sum(c.weights + c.row for c in share) for share in shares]
+    return sum(each) + (rows - 1) * max(each), rows * sum(each)
 
 
 def _layer_costs(
     body: FrozenBody,
     sharing: LocalSharing,
     stage: HealStage,
-    shape: tuple[int, int],
+    length: int,
     machine: GpuMachine,
 ) -> list[LayerCost]:
-    """Of every layer for rows of this shape; groups of the same layers are run once."""
+    """Of every layer for a row of this length; groups of the same layers are run once."""
     known: dict[tuple[str, ...], list[LayerCost]] = {}
     found: list[LayerCost] = []
     for group in sharing.pattern.groups:
         kind = tuple(map(body.kind_of, group.layers))
         if kind not in known:
-            known[kind] = list(_group_costs(body, sharing, group.layers, stage, shape, machine))
+            known[kind] = list(_group_costs(body, sharing, group.layers, stage, length, machine))
         found += known[kind]
     return found
 
@@ -213,13 +196,13 @@ def _group_costs(
     sharing: LocalSharing,
     group: Sequence[int],
     stage: HealStage,
-    shape: tuple[int, int],
+    length: int,
     machine: GpuMachine,
 ) -> Iterator[LayerCost]:
     for number in group:
         body.layer(number)  # what stays in memory is counted as held
     with Meter() as meter:
-        ids = torch.zeros(shape, dtype=torch.int64, device=META)
+        ids = torch.zeros((1, length), dtype=torch.int64, device=META)
         one = Passing(sharing.begin(stage.kind, Layout(ids), 1.0), *body.start(ids, ids))
         for number in group:
             meter.restart()
@@ -237,12 +220,8 @@ def _group_costs(
             yield LayerCost(meter.peak, meter.alive, weights, seconds)
 
 
-def machine_of(text: str, sheet: Callable[[str], Any]) -> GpuMachine:
-    """``8xh200``.
-
-    Args:
-        text: how many GPUs, and which.
-        sheet: gives a data sheet's memory (bytes), bf16 and float32 rates and bandwidth.
+def counted_gpus(text: str) -> tuple[int, str]:
+    """How many GPUs ``8xh200`` is, and which.
 
     Raises:
         TrainingError: written in another way.
@@ -250,8 +229,7 @@ def machine_of(text: str, sheet: Callable[[str], Any]) -> GpuMachine:
     count, times, name = text.partition("x")
     if not times or not count.isdigit() or not int(count):
         raise TrainingError(f"GPUs are written as 8xh200, got {text!r}")
-    rates = sheet(name)
-    return GpuMachine(int(count), name, rates.memory, rates.bf16, rates.float32, rates.bandwidth)
+    return int(count), name
 
 
 def describe(found: HealPlan, machine: GpuMachine) -> list[tuple[str, str]]:
@@ -299,7 +277,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known: set[int] = set()
 
     def restart(self) -> None:
-        """Count anew what is moved and multiplied; the peak begins at what is alive."""
+        """Count anew; the peak begins at what is alive."""
         self.peak, self.moved = self.alive, 0
         self.flops.clear()
 

@@ -14,11 +14,10 @@ from rich.console import Console
 
 from sglang_indexcache.adapter import ADAPTER_FILE, Adapter
 from sglang_indexcache.errors import TrainingError
-from sglang_indexcache.study.identity import claim
-from sglang_indexcache.study.plots import make_figure, save_figure
+from sglang_indexcache.study.journal import claim
 from sglang_indexcache.support.files import replacing
 
-OPTIONS, STATE, FIGURE, METRICS = "options.json", "state.pt", "curves.png", "metrics.jsonl"
+OPTIONS, STATE, METRICS = "options.json", "state.pt", "metrics.jsonl"
 COPIES_OF_STATE = 4
 """Of the indexers in a state: as they are, the best ones, and AdamW's two moments."""
 
@@ -40,12 +39,8 @@ class State:
     Nothing but the order of rows is drawn at random, and that follows from the seed and the step.
 
     Attributes:
-        position: steps done of a stage.
         indexers: float32 weights by name.
-        optimizer: its state dict.
-        best: the weights with the lowest held-out loss of this stage.
-        best_loss: that loss.
-        since_best: evaluations after it.
+        best: the weights with the lowest held-out loss of this stage, ``best_loss``.
         lr: peak learning rate.
     """
 
@@ -54,15 +49,12 @@ class State:
     optimizer: dict[str, Any] = field(default_factory=dict)
     best: Tensors = field(default_factory=dict)
     best_loss: float = float("inf")
-    since_best: int = 0
     lr: float = 0.0
 
     def judged(self, loss: float, weights: Callable[[], Tensors]) -> None:
         """Take note of an evaluation."""
         if loss < self.best_loss:
-            self.best_loss, self.best, self.since_best = loss, weights(), 0
-        else:
-            self.since_best += 1
+            self.best_loss, self.best = loss, weights()
 
 
 @dataclass(frozen=True)
@@ -70,7 +62,6 @@ class HeldOutEvaluation:
     """On the held-out rows.
 
     Attributes:
-        stage: number of the stage.
         step: of the stage, done by then.
         kind: "dense" or "sparse": what layers attended to, and over which keys the loss is.
         total_step: steps done of the whole run.
@@ -78,8 +69,6 @@ class HeldOutEvaluation:
             over the layers that its indexer serves.
         held_out_recall: attention mass that goes to the selected keys, of queries that see
             more; mean over layers.
-        held_out_loss_by_layer: the loss of each layer.
-        held_out_recall_by_layer: the recall of each layer.
     """
 
     stage: int
@@ -97,7 +86,6 @@ class HealRun:
 
     Args:
         output: the adapter's folder; the run's is ``<output>.run``.
-        console: for people.
         main: whether this process is the one that writes.
     """
 
@@ -137,10 +125,7 @@ class HealRun:
         return state
 
     def check_room(self, size: int) -> None:
-        """Refuse a disk that cannot hold what the run writes.
-
-        Args:
-            size: bytes of the indexers in float32.
+        """Refuse a disk that cannot hold what the run writes; ``size`` is the float32 indexers'.
 
         Raises:
             TrainingError: there is too little room.
@@ -177,42 +162,9 @@ class HealRun:
         lines = read_metrics(self.folder) if (self.folder / METRICS).exists() else []
         return tuple(HeldOutEvaluation(**line) for line in lines if "held_out_loss" in line)
 
-    def draw(self, evaluations: tuple[HeldOutEvaluation, ...]) -> None:
-        """Loss and recall by step."""
-        lines = [line for line in read_metrics(self.folder) if "held_out_loss" not in line]
-        figure, (loss, recall) = make_figure(9, 3.4, columns=2)
-        for kind, color in (("dense", "tab:blue"), ("sparse", "tab:orange")):
-            steps = [line for line in lines if line["kind"] == kind]
-            judged = [e for e in evaluations if e.kind == kind]
-            if not judged:
-                continue
-            at = [e.total_step for e in judged]
-            taken, losses = [s["total_step"] for s in steps], [s["loss"] for s in steps]
-            loss.plot(taken, losses, color=color, alpha=0.3, label=f"{kind}, each step")
-            loss.plot(
-                at, [e.held_out_loss for e in judged], "o-", color=color, label=f"{kind}, held out"
-            )
-            recall.plot(
-                at, [100 * e.held_out_recall for e in judged], "o-", color=color, label="mean"
-            )
-            worst = [100 * min(e.held_out_recall_by_layer) for e in judged]
-            recall.plot(at, worst, ":", color=color, label="lowest layer")
-        loss.set_ylabel("distillation loss, nats a query, all layers")
-        recall.set_ylabel("attention mass on selected keys, %")
-        for axis in (loss, recall):
-            axis.set_xlabel("step")
-            axis.legend(frameon=False, fontsize=8)
-        save_figure(figure, self.folder / FIGURE)
-
 
 class RunLog:
-    """Writes one process's log; other processes write nothing.
-
-    Args:
-        folder: of the run.
-        enabled: whether this process is the one that writes.
-        console: for people.
-    """
+    """Writes one process's log, if it is ``enabled``: other processes write nothing."""
 
     def __init__(self, folder: Path, enabled: bool, console: Console) -> None:
         self.path = folder / METRICS

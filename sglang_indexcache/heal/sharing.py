@@ -48,12 +48,7 @@ class ForwardState:
 class Sharing:
     """Connects a model's indexers and attentions.
 
-    Gradient checkpointing runs layers a second time, from the last to the first. So everything is
-    filed by layer, and what is there already is kept.
-
     Args:
-        pattern: one character per layer.
-        topk: keys that a query selects.
         block: queries per block of chunked work.
     """
 
@@ -93,16 +88,11 @@ class Sharing:
 
     def select(self, layer: int, index: IndexInputs) -> torch.Tensor:
         """File an F layer's index inputs and return what it selects; nothing unless sparse."""
-        run = self.running()
-        run.index.setdefault(layer, index)
-        if layer not in run.selected:
-            run.selected[layer] = self._choose(run, index)
-        return run.selected[layer]
-
-    def _choose(self, run: ForwardState, index: IndexInputs) -> torch.Tensor:
-        if run.stage is not Stage.SPARSE:
-            return self.no_selection()
-        return select_top_k(index, run.layout, self.topk, self.block)
+        run, chosen = self.running(), self.no_selection()
+        if run.stage is Stage.SPARSE:
+            chosen = select_top_k(index, run.layout, self.topk, self.block)
+        run.index[layer], run.selected[layer] = index, chosen
+        return chosen
 
     def selection(self, layer: int) -> torch.Tensor:
         """What the F layer that serves ``layer`` selected; nothing in the dense stage."""
@@ -142,7 +132,7 @@ class Sharing:
             return
         attended = self.attended(layer)
         loss = distillation_loss(run.index[source], [attention], run.layout, attended, self.block)
-        run.losses.setdefault(layer, loss / self.pattern.sources.count(source))
+        run.losses[layer] = loss / self.pattern.sources.count(source)
 
     def running(self) -> ForwardState:
         """The forward pass that was started last.

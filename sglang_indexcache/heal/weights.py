@@ -26,13 +26,7 @@ META = torch.device("meta")
 
 @dataclass(frozen=True)
 class Weight:
-    """A tensor as it is stored.
-
-    Attributes:
-        values: plain, or e4m3.
-        scales: of the blocks of e4m3 values.
-        blocks: rows and columns of a block.
-    """
+    """A tensor as it is stored: plain, or e4m3 with a scale for each of its blocks."""
 
     values: torch.Tensor
     scales: torch.Tensor | None
@@ -49,8 +43,6 @@ class WeightFiles:
     """The tensors in a checkpoint's files.
 
     Args:
-        folder: with ``*.safetensors``.
-        blocks: rows and columns that share a scale in an FP8 weight.
         tensors: what the files hold, if that is known without reading them.
 
     Raises:

@@ -4,8 +4,7 @@
 ``topk``        exact, deterministic top-k of a logits matrix
 ``sparse_mla``  attention over the selected latent rows
 
-Nothing here imports SGLang. ``contract.py`` says what every implementation must do. Each folder has
-a ``reference.py`` (obvious, slow, the truth the tests compare with), a ``triton.py`` (Ampere to
-Blackwell), a ``cuda.py`` (Hopper), and a ``cpu.py`` (blocked and vectorised torch, what the CPU
-platform serves with). ``dispatch.py`` says which one runs, ``grid/`` checks them all.
+``contract.py`` says what every implementation must do, ``dispatch.py`` which one runs, ``grid/``
+checks them all. Each folder has a ``reference.py`` (the truth that tests compare with), a
+``triton.py`` (Ampere to Blackwell), a ``cuda.py`` (Hopper), and a ``cpu.py`` (the CPU platform's).
 """

@@ -2,8 +2,7 @@
 
 A library is built on first use, or ahead of time by ``indexcache kernels build``; what was built
 ahead serves on machines without nvcc. Nothing here needs a GPU; torch is not involved either: the
-libraries speak the apache-tvm-ffi ABI. ``python -m sglang_indexcache.kernels.build FOLDER`` builds
-one, where a process of its own is wanted.
+libraries speak the apache-tvm-ffi ABI.
 """
 
 import hashlib
@@ -11,17 +10,16 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import tarfile
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import TypeAlias
 
 from sglang_indexcache.errors import KernelError
-from sglang_indexcache.kernels.compilers import GOOD, Version, dotted, version_said
 from sglang_indexcache.support.files import replacing, shipped
 
 FOLDERS = ("topk", "indexer", "sparse_mla")
@@ -42,16 +40,28 @@ OLDEST_NVCC = (12, 5)
 DEFAULT_HOME = Path("/usr/local/cuda")
 CACHE_VARIABLE = "INDEXCACHE_KERNEL_CACHE"
 
+Version: TypeAlias = tuple[int, ...]
+"""Of nvcc or ptxas, for example ``(13, 0, 88)``."""
+
+KNOWN_BAD: dict[Version, str] = {
+    (12, 8, 93): "its ptxas gave wrong sums and wrote outside of shared memory (fla-org/"
+    "flash-linear-attention #1262)",
+    (13, 0, 88): "its ptxas wrote outside of shared memory (fla-org/flash-linear-attention #1262)",
+}
+"""For sm_90a: version -> what it did to whom. The same source can be right from one build of ptxas
+and silently wrong from the next."""
+
+GOOD: dict[Version, str] = {
+    (13, 1, 80): "made right code of the PTX that 13.0.88 got wrong (the same report), and of "
+    "these kernels code without spills that passes tests/kernels/test_cuda_build.py",
+}
+"""For sm_90a: version -> the evidence. No card has run what any of them compiled. What others made
+can be asked for by name; ``--indexcache-kernels auto`` never takes it."""
+
 
 @dataclass(frozen=True)
 class BuiltKernels:
-    """One built library.
-
-    Attributes:
-        path: the shared library.
-        log: what nvcc and ptxas said while compiling it: registers, spills, warnings.
-        fresh: whether this call built it.
-    """
+    """One built library, and what nvcc and ptxas said of it: registers, spills, warnings."""
 
     path: Path
     log: Path
@@ -75,6 +85,37 @@ def cache_folder() -> Path:
         return Path(chosen)
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "sglang-indexcache" / "kernels"
+
+
+def version_said(words: str) -> Version | None:
+    """The version in what ``nvcc --version`` or ``ptxas --version`` prints, or None."""
+    found = re.search(r"\bV(\d+)\.(\d+)\.(\d+)", words)
+    return None if found is None else tuple(map(int, found.groups()))
+
+
+def dotted(version: Version) -> str:
+    """As people write it."""
+    return ".".join(map(str, version))
+
+
+def doubt_of(version: Version) -> str | None:
+    """Why ``auto`` takes nothing that nvcc of this version compiled, or None."""
+    if version in GOOD:
+        return None
+    why = KNOWN_BAD.get(version)
+    found = f"miscompiles for Hopper: {why}" if why else "is not among those that were checked"
+    good = " or ".join(map(dotted, GOOD))
+    return f"nvcc {dotted(version)} {found} (set CUDA_HOME to a toolkit with nvcc {good})"
+
+
+def doubt() -> str | None:
+    """Why ``auto`` takes none of the kernels, though they can be built or loaded here; or None."""
+    try:
+        built = [cached(folder) for folder in FOLDERS]
+        versions = {one.compiler if one else nvcc_version() for one in built}
+    except KernelError:
+        return None  # they cannot be built: ``cuda.unavailable`` says why
+    return next(filter(None, map(doubt_of, sorted(versions))), None)
 
 
 @cache
@@ -132,10 +173,6 @@ def build(folder: str, *, say: Callable[[str], None] | None = None) -> BuiltKern
 
     Several processes may ask at once (one a GPU): one compiles, the others wait.
 
-    Args:
-        folder: one of :data:`FOLDERS`.
-        say: receives a line before anything slow starts.
-
     Raises:
         KernelError: no usable nvcc, a cache that cannot be written, or the compilation failed; the
             message ends with the compiler's words.
@@ -178,13 +215,10 @@ def cached(folder: str) -> BuiltKernels | None:
     def fits(version: Version) -> bool:
         return own is None or version == own or (version in GOOD and version[0] == own[0])
 
-    there = (_library(path, folder, fresh=False) for path in _builds(folder))
+    builds = cache_folder().glob(f"{_stem(folder)}*")
+    there = (_library(path, folder, fresh=False) for path in builds)
     libraries = (one for one in there if fits(one.compiler) and one.path.is_file())
     return max(libraries, key=lambda one: (one.compiler in GOOD, one.compiler), default=None)
-
-
-def _builds(folder: str) -> Iterator[Path]:
-    return cache_folder().glob(f"{_stem(folder)}*")
 
 
 def pack(archive: Path, libraries: Sequence[BuiltKernels]) -> None:
@@ -287,10 +321,3 @@ def _fingerprint(folder: str) -> str:
     for path in sorted([*headers, *sources_of(folder)]):
         digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
-
-
-if __name__ == "__main__":
-    try:
-        build(sys.argv[1])
-    except KernelError as problem:
-        sys.exit(str(problem))

@@ -54,7 +54,8 @@ class Arguments:
         ):
             sizes = ", ".join(f"{letter} = {size}" for letter, size in self.sizes.items())
             known = f" ({sizes})" if sizes else ""
-            self._fail(f"{name} must be {wanted}, not {describe(tensor)}{known}")
+            found = f"{list(tensor.shape)} {_short(tensor.dtype)} on {tensor.device}"
+            self._fail(f"{name} must be {wanted}, not {found}{known}")
         contiguous = tensor.stride(-1) == 1 or tensor.shape[-1] <= 1
         if not (contiguous if strided_rows else tensor.is_contiguous()):
             self._fail(f"{name} must be contiguous, its strides are {tensor.stride()}")
@@ -155,11 +156,6 @@ def output(
         return torch.empty(shape, dtype=dtype, device=device)
     Arguments(op, device).check("out", out, dtype, shape, strided_rows=strided_rows)
     return out
-
-
-def describe(tensor: torch.Tensor) -> str:
-    """Shape, dtype and device in a few words."""
-    return f"{list(tensor.shape)} {_short(tensor.dtype)} on {tensor.device}"
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -121,10 +121,6 @@ class IndexerBatch:
     Attributes:
         q: ``[T, H, 128]`` float8_e4m3fn, contiguous.
         weights: ``[T, H]`` float32, contiguous: gate * scale of q * softmax scale; any sign.
-        pages: ``[P, 8448]`` uint8.
-        block_table: ``[B, W]`` int32.
-        visible: ``[T]`` int32.
-        query_starts: ``[B + 1]`` int32; None where every request has as many rows (decode).
     """
 
     q: torch.Tensor
@@ -160,15 +156,10 @@ class Logits(Protocol):
     def __call__(
         self, batch: IndexerBatch, width: int, *, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Run the op; the module says what every argument means.
+        """``[T, width]`` float32, in ``out`` if it is given, whose rows may be any stride apart.
 
-        Args:
-            width: columns of the result, at least ``max(visible)``.
-            out: where to write; rows may be any stride apart.
-
-        Returns:
-            ``[T, width]`` float32. Columns from ``visible[t]`` on, and rows of padding, hold
-            anything (DeepGEMM's ``clean_logits=False``); nothing beyond ``width`` is touched.
+        ``width`` is at least ``max(visible)``. Columns from ``visible[t]`` on, and rows of padding,
+        hold anything (DeepGEMM's ``clean_logits=False``); nothing beyond ``width`` is touched.
         """
         ...
 
@@ -184,11 +175,7 @@ class Select(Protocol):
         as_slots: bool = False,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Run the op; the module says what every argument means.
-
-        Returns:
-            ``[T, topk]`` int32, contiguous, every element written.
-        """
+        """``[T, topk]`` int32, contiguous, every element written."""
         ...
 
 
@@ -203,14 +190,11 @@ class TopK(Protocol):
         *,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Run the op; the module says what every argument means.
+        """``[T, topk]`` int32 positions, contiguous, every element written.
 
         Args:
             logits: ``[T, S]`` float32, unit stride in a row, rows any stride apart; not changed.
             visible: ``[T]`` int32 in ``[0, S]``.
-
-        Returns:
-            ``[T, topk]`` int32 positions, contiguous, every element written.
         """
         ...
 
@@ -233,7 +217,7 @@ class SparseMLA(Protocol):
         lse: torch.Tensor | None = None,
         kept: Kept | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the op; the module says what every argument means.
+        """``[T, Hq, 512]`` bfloat16 output and ``[T, Hq]`` float32 LSE in nats.
 
         Args:
             q: ``[T, Hq, 576]`` bfloat16, contiguous, any ``Hq`` from 1 to 128.
@@ -243,9 +227,6 @@ class SparseMLA(Protocol):
             kept: where an implementation may leave what it derives from ``slots`` alone, for the
                 next call with these slots. The caller gives the same dictionary again only while
                 ``slots`` holds what it held: layers that share a selection.
-
-        Returns:
-            ``[T, Hq, 512]`` bfloat16 output and ``[T, Hq]`` float32 LSE in nats.
         """
         ...
 
@@ -273,7 +254,6 @@ def logits_tolerance(
         q: ``[T, H, 128]`` and ``keys``: ``[S, 128]``, any dtype that holds e4m3 exactly.
         weights: ``[T, H]``.
         scales: ``[S]``.
-        bits: the unit's.
 
     Returns:
         ``[T, S]`` float64.

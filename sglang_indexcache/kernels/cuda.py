@@ -10,17 +10,11 @@ from typing import Any
 import torch
 
 from sglang_indexcache.errors import KernelError
-from sglang_indexcache.kernels import compilers
-from sglang_indexcache.kernels.build import ARCHITECTURE, FOLDERS, cached, nvcc_version
-
-CAPABILITY = (9, 0)
+from sglang_indexcache.kernels.build import FOLDERS, cached, nvcc_version
 
 
 def unavailable() -> str | None:
-    """Why the kernels cannot be built or loaded on this machine, or None; no GPU is needed.
-
-    Libraries that were built ahead (``indexcache kernels build``) need no nvcc.
-    """
+    """Why the kernels cannot be built or loaded on this machine, or None; no GPU is needed."""
     try:
         import tvm_ffi  # noqa: F401
 
@@ -32,16 +26,6 @@ def unavailable() -> str | None:
     except (ImportError, KernelError) as error:
         return str(error)
     return None
-
-
-def doubt() -> str | None:
-    """Why ``auto`` takes none of the kernels, though they can be built or loaded here; or None."""
-    try:
-        built = [cached(folder) for folder in FOLDERS]
-        versions = {one.compiler if one else nvcc_version() for one in built}
-    except KernelError:
-        return None  # they cannot be built: :func:`unavailable` says why
-    return next(filter(None, map(compilers.doubt, sorted(versions))), None)
 
 
 @cache
@@ -65,28 +49,11 @@ def library(folder: str) -> Any:
         ) from error
 
 
-def require_hopper(op: str, device: torch.device) -> None:
-    """Refuse a device that the kernels are not compiled for, before anything is compiled.
-
-    Raises:
-        KernelError: not a GPU, or not of compute capability 9.0.
-    """
-    if device.type != "cuda":
-        raise KernelError(f"{op}: the CUDA kernels need tensors on an NVIDIA GPU, not on {device}")
-    found = torch.cuda.get_device_capability(device)
-    if found != CAPABILITY:
-        raise KernelError(
-            f"{op}: the CUDA kernels are compiled for {ARCHITECTURE} (H100, H200), this is a "
-            f"{torch.cuda.get_device_name(device)} (compute capability {found[0]}.{found[1]}); "
-            "use the triton implementation"
-        )
-
-
 def require_aligned(op: str, **tensors: torch.Tensor) -> None:
-    """Refuse what the kernels cannot read 16 bytes at a time (TMA, cp.async).
+    """Refuse what the kernels cannot read 16 bytes at a time (TMA, cp.async): odd views.
 
     Raises:
-        KernelError: a tensor, by name, that begins elsewhere; only a view with an odd offset does.
+        KernelError: naming the tensor.
     """
     for name, tensor in tensors.items():
         if tensor.data_ptr() % 16:

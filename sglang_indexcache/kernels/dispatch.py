@@ -27,12 +27,9 @@ Phase: TypeAlias = Literal["prefill", "decode"]
 
 @dataclass(frozen=True)
 class Machine:
-    """Where kernels would run.
+    """Where kernels would run: a card as its driver calls it, or "CPU" without a capability.
 
-    Attributes:
-        name: the card, or "CPU".
-        capability: compute capability; None without a GPU.
-        interpreted: Triton's interpreter is on (``TRITON_INTERPRET=1``).
+    ``interpreted`` says that Triton's interpreter is on (``TRITON_INTERPRET=1``).
     """
 
     name: str
@@ -64,13 +61,7 @@ Reason: TypeAlias = str | None
 def _needs(
     oldest: Capability, *, exactly: bool = False, interpreted: bool = False
 ) -> Callable[[Machine], Reason]:
-    """What an implementation says of machines that it is not for.
-
-    Args:
-        oldest: the least compute capability.
-        exactly: whether it must be that one.
-        interpreted: whether it also runs on a CPU, under Triton's interpreter.
-    """
+    """What an implementation says of machines that it is not for."""
 
     def unfit(machine: Machine) -> Reason:
         found = machine.capability
@@ -93,8 +84,6 @@ class Implementation:
     Such a module may also have a function ``prepare()``, which compiles what its ops call.
 
     Attributes:
-        name: of its modules.
-        unfit: why it is not for a machine.
         missing: why it cannot be built or imported here.
         distrust: why ``auto`` may not take what its compiler made.
     """
@@ -154,7 +143,7 @@ def _missing_triton() -> Reason:
 
 @cache
 def _distrust_cuda() -> Reason:
-    from sglang_indexcache.kernels.cuda import doubt
+    from sglang_indexcache.kernels.build import doubt
 
     return doubt()
 
@@ -170,18 +159,16 @@ NAMES = tuple(implementation.name for implementation in IMPLEMENTATIONS)
 
 @dataclass(frozen=True)
 class KernelMeasurement:
-    """A committed measurement: there, an implementation was right and faster than SGLang's kernel.
+    """A committed measurement: there, ours was right and faster than all that SGLang can run.
+
+    At every length and number of rows that were timed and, for attention, with either cache, since
+    neither decides which kernel a server loads.
 
     Attributes:
-        op, phase: what it does of a forward.
         card: that was measured, as its driver calls it: an H20 has an H100's compute capability and
             a seventh of its tensor cores' rate.
         heads: on one GPU: of the indexer for ``select``, of attention for ``sparse_mla``.
         topk: tokens that the model selects.
-        engine: the SGLang attention backend that was timed beside it; "" for ``select``.
-        tokens: of context from which it is faster; 0 in decode and for attention, where no length
-            is known when a server starts.
-        implementation: its name.
         record: the JSON below ``benchmarks/results`` that shows it.
     """
 
@@ -190,8 +177,6 @@ class KernelMeasurement:
     card: str
     heads: int
     topk: int
-    engine: str
-    tokens: int
     implementation: str
     record: str
 
@@ -203,12 +188,12 @@ before a card has run the kernels (docs/kernels.md)."""
 
 
 def measured(
-    op: OpName, phase: Phase, machine: Machine, heads: int, topk: int, engine: str
+    op: OpName, phase: Phase, machine: Machine, heads: int, topk: int
 ) -> KernelMeasurement | None:
     """The row of :data:`MEASURED` for just this, or None."""
-    wanted = op, phase, machine.name, heads, topk, engine
+    wanted = op, phase, machine.name, heads, topk
     for row in MEASURED:
-        if (row.op, row.phase, row.card, row.heads, row.topk, row.engine) == wanted:
+        if (row.op, row.phase, row.card, row.heads, row.topk) == wanted:
             return row
     return None
 
@@ -221,12 +206,3 @@ def named(name: str) -> Implementation:
 def running(machine: Machine) -> list[Implementation]:
     """Every implementation that can run on ``machine``, best first."""
     return [one for one in IMPLEMENTATIONS if one.obstacle(machine) is None]
-
-
-def outlook() -> str:
-    """Whether what this machine's nvcc builds will be used, before anybody waits for it."""
-    doubt = named("cuda").distrust()
-    if doubt is None and any(row.implementation == "cuda" for row in MEASURED):
-        return "--indexcache-kernels auto runs these kernels where they were measured to be faster."
-    why = doubt or "no card has measured them to be faster than SGLang's"
-    return f"Compiled kernels will run only if asked for by name, --indexcache-kernels cuda: {why}."

@@ -34,11 +34,7 @@ class Score(StrEnum):
 
     @classmethod
     def parse(cls, text: str) -> Score:
-        """From what a user writes.
-
-        Raises:
-            SearchError: none of the three.
-        """
+        """From what a user writes; SearchError if it is none of the three."""
         if text not in list(cls):
             raise SearchError(f"the score is {', '.join(cls)}, got {text!r}")
         return cls(text)
@@ -56,7 +52,6 @@ class Objective:
     """Which predictions a loss counts.
 
     Attributes:
-        score: of which tokens.
         topk: tokens that a query selects (``index_topk``). Until it sees more than these, no
             pattern changes what it attends to, so its prediction is never counted.
     """
@@ -65,10 +60,7 @@ class Objective:
     topk: int = 0
 
     def counted(self, answers: Mask) -> Mask:
-        """The predictions of one sequence that count.
-
-        Args:
-            answers: ``[length]`` bool, whether a token belongs to an answer.
+        """The predictions of one sequence that count; ``answers`` is ``[length]`` bool.
 
         Returns:
             ``[length - 1]`` bool; entry i is the prediction of token i + 1, whose query sees
@@ -94,13 +86,10 @@ class Calibration:
 
     Attributes:
         sequences: each ``[length]`` token ids; lengths may differ.
-        per_batch: sequences in a batch.
-        source: where the text came from, in words.
         held_out: batches at the end that a search must not search on.
         counted: for each sequence ``[length - 1]`` bool, the predictions that a loss counts
             (entry i predicts token i + 1); all of them if not given.
-        objective: what ``counted`` was made by.
-        reading: what became of the documents, in words.
+        source, reading: where the text came from and what became of the documents, in words.
 
     Raises:
         SearchError: a batch without a counted prediction.
@@ -195,10 +184,7 @@ def prepare(
 
     Args:
         source: as for :func:`~sglang_indexcache.data.documents.read_documents`.
-        marker: gives the tokens.
         context: most tokens of a sequence, at least 2.
-        batches: calibration batches.
-        per_batch: sequences in a batch.
         held_out: batches of the held-out part.
         topk: tokens that a query selects.
         score: which predictions count; None for the answers if one of the first
@@ -263,14 +249,10 @@ class _Reading:
     """The sequences that a source gives, and an account of what it does not.
 
     Attributes:
-        source, marker, context: see :func:`prepare`.
         objective: a sequence has at least one prediction that counts by it.
-        documents: read.
         unmarked: left out because answers count and they have none.
         blind: left out because nothing that counts sees more than ``topk`` tokens.
         too_long: left out because a cut would part an answer from its evidence.
-        shortened: conversations cut after a response.
-        windowed: texts cut into windows.
         is_enough: reading stopped because these gave enough.
     """
 

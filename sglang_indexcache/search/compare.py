@@ -1,12 +1,10 @@
-"""Do two patterns differ on this data? Paired over batches, and along the context."""
+"""Do two patterns differ on this data? Paired over batches; and late in the context from early."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from itertools import chain, pairwise
-from pathlib import Path
-from textwrap import fill
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -16,13 +14,10 @@ from sglang_indexcache.errors import SearchError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.evaluators import Floats, TokenEvaluator, counted_mean, in_threads
 from sglang_indexcache.stats.bounds import half_width
-from sglang_indexcache.study.plots import make_figure, pattern_color, save_figure
 
 CONFIDENCE = 0.95
 SMALL = 0.01
 """A share of the reference's loss: words call a difference small, and an interval wide, by it."""
-_LABEL_WIDTH = 46
-"""Characters of an axis label's line, in the height of a figure."""
 
 
 @dataclass(frozen=True)
@@ -54,20 +49,13 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One pattern against the reference pattern.
+    """One pattern against the reference pattern; losses in nats per token.
 
     Attributes:
-        reference: what it is compared with.
-        pattern: what is compared.
-        reference_loss: nats per token.
-        loss: nats per token.
         difference: ``loss - reference_loss``, paired over batches.
-        edges: ``[buckets + 1]`` positions that bound the buckets of the curve.
-        curve: the difference in each bucket of positions, paired over the sequences of which
-            something in it counts; None where these are fewer than two.
-        trend: the last quarter of the positions minus the first, paired over the sequences of which
-            something counts in both: above zero means that sharing hurts more at long range. None
-            where these are fewer than two.
+        trend: what ``pattern`` adds in the last quarter of the positions minus what it adds in the
+            first, paired over the sequences of which something counts in both: above zero means
+            that sharing hurts more at long range. None where these are fewer than two.
     """
 
     reference: Pattern
@@ -75,8 +63,6 @@ class Comparison:
     reference_loss: float
     loss: float
     difference: Difference
-    edges: tuple[int, ...]
-    curve: tuple[Difference | None, ...]
     trend: Difference | None
 
     @property
@@ -119,22 +105,19 @@ def compare(
     reference: Pattern,
     others: Sequence[Pattern],
     counted: Sequence[Sequence[Mask]],
-    buckets: int = 8,
 ) -> list[Comparison]:
     """Measure ``others`` against ``reference`` on every batch of ``evaluator``.
 
     Args:
-        reference: what the others are compared with.
         counted: for each batch the masks of its sequences
             (:attr:`~sglang_indexcache.search.calibration.Calibration.batch_counted`).
-        buckets: points of the curve, at most.
 
     Raises:
         SearchError: fewer than two batches.
     """
     base, *found = _losses(evaluator, [reference, *others])
     return [
-        _compare(reference, base, pattern, mine, counted, buckets)
+        _compare(reference, base, pattern, mine, counted)
         for pattern, mine in zip(others, found, strict=True)
     ]
 
@@ -161,27 +144,15 @@ def _compare(
     pattern: Pattern,
     mine: Sequence[Sequence[Floats]],
     counted: Sequence[Sequence[Mask]],
-    buckets: int,
 ) -> Comparison:
     before, after = (
         np.array([counted_mean(*pair) for pair in zip(losses, counted, strict=True)])
         for losses in (base, mine)
     )
-    added = _added(base, mine, counted)
-    places = np.flatnonzero((~np.isnan(added)).any(axis=0))
-    first, end = int(places[0]), int(places[-1]) + 1
-    edges = np.linspace(first, end, min(buckets, end - first) + 1).astype(int)
-    quarter = (end - first) // 4
-    ends = _means(added, first, first + quarter), _means(added, end - quarter, end)
+    difference = Difference.of(after - before)
+    trend = _trend(_added(base, mine, counted))
     return Comparison(
-        reference=reference,
-        pattern=pattern,
-        reference_loss=float(before.mean()),
-        loss=float(after.mean()),
-        difference=Difference.of(after - before),
-        edges=tuple(map(int, edges)),
-        curve=tuple(_difference(_means(added, *bounds)) for bounds in pairwise(edges)),
-        trend=_difference(ends[1] - ends[0]),
+        reference, pattern, float(before.mean()), float(after.mean()), difference, trend
     )
 
 
@@ -199,57 +170,19 @@ def _added(
     return added
 
 
-def _means(added: Floats, start: int, stop: int) -> Floats:
-    """``[sequences]`` means over positions ``start`` to ``stop``; NaN where nothing counts."""
-    part = added[:, start:stop]
+def _trend(added: Floats) -> Difference | None:
+    """The last quarter of the positions that count minus the first."""
+    places = np.flatnonzero((~np.isnan(added)).any(axis=0))
+    first, end = int(places[0]), int(places[-1]) + 1
+    quarter = (end - first) // 4
+    change = _means(added[:, end - quarter : end]) - _means(added[:, first : first + quarter])
+    known = change[~np.isnan(change)]
+    return Difference.of(known) if len(known) > 1 else None
+
+
+def _means(part: Floats) -> Floats:
+    """``[sequences]`` means of ``[sequences, positions]``; NaN where nothing counts."""
     known = ~np.isnan(part)
     totals, numbers = np.where(known, part, 0.0).sum(axis=1), known.sum(axis=1)
     means: Floats = np.divide(totals, numbers, out=np.full(len(part), np.nan), where=numbers > 0)
     return means
-
-
-def _difference(values: Floats) -> Difference | None:
-    """Of those sequences that have one."""
-    known = values[~np.isnan(values)]
-    return Difference.of(known) if len(known) > 1 else None
-
-
-def draw_comparison(
-    comparisons: Sequence[tuple[str, Comparison]], path: Path, objective: str = ""
-) -> None:
-    """Loss difference along the context, one line a pattern with its 95 % intervals.
-
-    The axis ends a little beyond the lines: an interval may go on beyond it.
-    """
-    figure, [axis] = make_figure(8.4, 4.2)
-    drawn = [d.mean for _, found in comparisons for d in found.curve if d] + [0.0]
-    for place, (name, found) in enumerate(comparisons):
-        known = [
-            (a, b, d) for (a, b), d in zip(pairwise(found.edges), found.curve, strict=True) if d
-        ]
-        aside = 0.5 + 0.5 * (place - (len(comparisons) - 1) / 2) / len(comparisons)
-        axis.errorbar(
-            [a + aside * (b - a) for a, b, _ in known], [d.mean for *_, d in known],
-            yerr=[d.high - d.mean for *_, d in known], color=pattern_color(found.pattern),
-            marker="o", ms=3.5, lw=1.6, elinewidth=0.8, capsize=2,
-            label=f"{name}, {len(found.pattern.full_layers)} F",
-        )  # fmt: skip
-    beyond = 0.12 * (max(drawn) - min(drawn)) or 1.0
-    axis.set_ylim(min(drawn) - beyond, max(drawn) + beyond)
-    axis.axhline(0, color="black", lw=0.8, ls=":")
-    axis.set_xlabel("position in the context, tokens")
-    axis.set_ylabel(axis_label("added loss", objective), fontsize=8)
-    title = f"against {_short(comparisons[0][1].reference)}; bars: 95 % intervals, cut at the edge"
-    axis.set_title(title, fontsize=9, loc="left")
-    figure.legend(fontsize=8, frameon=False, loc="outside right center")
-    save_figure(figure, path)
-
-
-def axis_label(quantity: str, objective: str) -> str:
-    """An axis label that says which tokens count."""
-    which = f" of {objective}" if objective else ""
-    return fill(f"{quantity}{which}, nats per token", _LABEL_WIDTH)
-
-
-def _short(pattern: Pattern) -> str:
-    return pattern.summary() if pattern.shared_layers else f"all {len(pattern)} layers F"

@@ -9,7 +9,6 @@ every method can use every other method's evaluations.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -33,12 +32,11 @@ Cell = tuple[Pattern, int]
 def open_journal(path: Path, identity: Mapping[str, Any]) -> Journal:
     """A search's journal, locked while it is open.
 
-    Each entry has the ``pattern``, its ``batches``, their ``losses`` in nats per token (JSON keeps
-    every bit of a float64), and the ``seconds`` that it took.
+    Each entry has the ``pattern``, its ``batches``, and their ``losses`` in nats per token (JSON
+    keeps every bit of a float64).
 
     Raises:
-        SearchError: the file is another search's (checkpoint, data or evaluator differ), damaged
-            before its last line, or in use by another process.
+        SearchError: see :class:`~sglang_indexcache.study.journal.Journal`.
     """
     return Journal(path, identity, "search", SearchError)
 
@@ -54,14 +52,13 @@ class Step:
     """One committed flip of a search on its way (or the start, before any).
 
     Attributes:
-        pattern: after the flip.
         layer: which layer became S, or F on the way up; None for the start.
         loss: nats per token: the start's mean over all batches plus the mean increase over the
             start on the ``batches`` batches on which the pattern was measured. With all batches
             that is the pattern's mean; with fewer, the batches' different levels cancel.
         standard_error: of that increase; NaN for one batch.
         batches: how many of the batches were measured (a racing search may stop early).
-        candidates: patterns that were compared.
+        candidates: how many patterns were compared.
         spent: tokens asked for since the search began.
         decided: whether one candidate was left; a racing search that runs out of its allowance
             commits the leader and says False. True does not mean that it is the best one: see
@@ -86,15 +83,13 @@ class Ledger:
     same after a restart.
 
     Args:
-        journal: makes finished evaluations durable; None keeps them in memory only.
+        journal: None keeps finished evaluations in memory only.
         held_out: batches at the evaluator's end that are not for searching.
         call_tokens: most tokens in one call of the evaluator, the unit that an interruption can
-            lose. A call holds one batch at least: that is the unit of a paired comparison, and
-            what a user makes large enough to occupy an engine.
+            lose. A call holds one batch at least: that is the unit of a paired comparison.
 
     Attributes:
-        all_batches: those that are searched on.
-        held_out_batches: those that found patterns are checked on.
+        all_batches: those that are searched on; ``held_out_batches`` check what was found.
         spent: tokens of all distinct (pattern, batch) pairs that were asked for.
         on_measured: told the tokens of each evaluation, from whichever thread, to show progress.
 
@@ -218,16 +213,14 @@ class Ledger:
     def _measure(self, call: tuple[Pattern, tuple[int, ...]]) -> None:
         """Measure a pattern on some batches; on disk before it counts."""
         pattern, batches = call
-        started = time.perf_counter()
         losses = [float(loss) for loss in self.evaluator.loss(pattern, batches)]
-        seconds = round(time.perf_counter() - started, 3)
         for batch, loss in zip(batches, losses, strict=True):
             if not math.isfinite(loss):
                 raise SearchError(
                     f"under {pattern} the loss on batch {batch} is {loss}. Look at that batch's "
                     "text, or run the model in float32."
                 )
-        entry = {"pattern": str(pattern), "batches": batches, "losses": losses, "seconds": seconds}
+        entry = {"pattern": str(pattern), "batches": batches, "losses": losses}
         if self._journal is not None:
             self._journal.write(entry)
         self._known |= _losses_in(entry)

@@ -51,7 +51,6 @@ class Options:
     """How to search.
 
     Attributes:
-        method: finds a pattern for every mark.
         share: the budget in shares of what exhaustive greedy would forward. None is
             :data:`DEFAULT_SHARE`, or more where the search needs more.
         refine: improve each found pattern by exchanges.
@@ -86,11 +85,7 @@ class Options:
         batch_tokens: Sequence[int],
         share: float | None = None,
     ) -> tuple[Options, str]:
-        """What to search with if nobody said: both searches, or one where two do not fit.
-
-        Returns:
-            The options, and why they are not ``both``, in words; "" where they are.
-        """
+        """What to search with if nobody said: both searches; else one, and why two do not fit."""
         one, two = cls(METHODS["fast"], share), cls(METHODS["both"], share)
         try:
             budget = two.budget(targets, batch_tokens)
@@ -118,9 +113,6 @@ class Options:
 
     def budget(self, targets: Targets, batch_tokens: Sequence[int]) -> Budget:
         """What the search may ask for: never less than it needs, nor more than was said.
-
-        Args:
-            batch_tokens: tokens of each batch that is searched on.
 
         Raises:
             SearchError: a share below what the method needs, or a method that needs more than

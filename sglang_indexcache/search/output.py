@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import yaml
 
 from sglang_indexcache.library import Citation, Entry, MethodRecord, Quality
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.search.compare import axis_label
 from sglang_indexcache.search.ledger import Step
 from sglang_indexcache.search.rules import Mark
 from sglang_indexcache.search.run import Found, Search
@@ -22,14 +21,15 @@ from sglang_indexcache.study.plots import FULL, make_figure, pattern_color, save
 from sglang_indexcache.study.provenance import versions
 from sglang_indexcache.support.files import write_json, write_whole
 
-_SECONDS_BETWEEN_PLOTS = 10.0
 _PARTIAL, _HERE = "partial", "indexcache search"
 _LOSS = "calibration loss, nats per token (lower is better)"
 _HELD_OUT = "held-out loss, nats per token (lower is better)"
+_LABEL_WIDTH = 46
+"""Characters of an axis label's line, in the height of a figure."""
 
 
 class OutputFolder:
-    """``<name>-<retention>.yaml``, ``search.json``, ``losses.png``, kept up to date.
+    """``<name>-<retention>.yaml`` and ``search.json``, kept up to date; ``losses.png`` at the end.
 
     Args:
         identity: hashes and kind of evaluator: what its journal belongs to.
@@ -45,7 +45,6 @@ class OutputFolder:
             "seed": setup.seed,
             "versions": versions(),
         }
-        self._plotted = 0.0
 
     def update(self, event: Step | Found) -> None:
         """Write what ``event`` changed."""
@@ -53,9 +52,6 @@ class OutputFolder:
             self._write(self._entry(event))
             return
         write_json(self._folder / "search.json", self._summary())
-        if time.monotonic() - self._plotted > _SECONDS_BETWEEN_PLOTS:
-            self._draw()
-            self._plotted = time.monotonic()
 
     def finish(self) -> None:
         """Write everything; of an interrupted search also the last pattern that it committed."""
@@ -74,8 +70,9 @@ class OutputFolder:
             self._write(self._entry(last).model_copy(update={"name": name}))
         for found in search.found.values():
             self._write(self._entry(found))
-        write_json(self._folder / "search.json", self._summary())
-        self._draw()
+        told = self._summary()
+        write_json(self._folder / "search.json", told)
+        draw_losses(told, self._folder / "losses.png")
 
     def path_of(self, found: Found) -> Path:
         """The pattern file of one mark."""
@@ -84,9 +81,6 @@ class OutputFolder:
     def _name_of(self, found: Found) -> str:
         window = f"-w{found.pattern.window}" if found.pattern.window else ""
         return f"{self._setup.name}-{found.mark.label.replace('/', 'of')}{window}"
-
-    def _draw(self) -> None:
-        draw_losses(self._summary(), self._folder / "losses.png")
 
     def _write(self, entry: Entry) -> None:
         data = entry.model_dump(mode="json", exclude_defaults=True)
@@ -208,10 +202,7 @@ def draw_losses(told: Mapping[str, Any], path: Path) -> None:
     Everything is drawn as what it adds on the data that it was measured on, so that calibration
     and held-out data have one scale. A racing search measures most flips on few batches and keeps
     the lowest, so these run low; the patterns found are measured on all batches, and once more on
-    held-out documents. The way up from all S has a dashed line.
-
-    Args:
-        told: what search.json holds.
+    held-out documents. The way up from all S has a dashed line. ``told`` is what search.json holds.
     """
     figure, [axis] = make_figure(8.6, 4.6)
     pattern, base = told["start"]["pattern"], told["start"]["loss"] or 0.0
@@ -239,7 +230,8 @@ def draw_losses(told: Mapping[str, Any], path: Path) -> None:
             edge = "silver" if color == "silver" else "black"
             axis.plot([], [], mec=edge, mfc=color, marker=marker, ls="none", ms=5, label=label)
     axis.set_xlabel(f"layers that lost their indexer, of {layers}")
-    axis.set_ylabel(axis_label("added loss", told["objective"]), fontsize=8)
+    label = fill(f"added loss of {told['objective']}, nats per token", _LABEL_WIDTH)
+    axis.set_ylabel(label, fontsize=8)
     axis.set_title(f"{told['name']}: {told['data']}", fontsize=9, loc="left")
     figure.legend(fontsize=8, frameon=False, loc="outside lower center", ncols=2)
     axis.ticklabel_format(axis="y", useOffset=False)

@@ -34,11 +34,8 @@ _MASK_BYTES = 256 << 20
 class OverlapCounter:
     """Adds up ``|T_i ∩ T_j| / k`` sample by sample; holds one N x N matrix and nothing else.
 
-    Queries that see k tokens or fewer select all of them in every layer, so they are left out.
-
-    Args:
-        num_layers: N.
-        topk: k, tokens that a query selects.
+    Queries that see k (``topk``) tokens or fewer select all of them in every layer, so they are
+    left out.
     """
 
     def __init__(self, num_layers: int, topk: int) -> None:
@@ -50,11 +47,9 @@ class OverlapCounter:
         self.queries = 0
 
     def add(self, selected: NDArray[np.integer]) -> None:
-        """Add one sample.
+        """Add one sample: ``[N, length, k]`` positions that layer n's query t selects, of 0..t.
 
-        Args:
-            selected: ``[N, length, k]`` positions that layer n's query t selects, in any order;
-                entries below 0 are padding. Query t sees tokens 0..t.
+        They come in any order, and entries below 0 are padding.
         """
         layers, length, _ = selected.shape
         self._longest = max(self._longest, length)
@@ -117,22 +112,15 @@ class OverlapCounter:
             )
 
 
-def read(matrix: Floats) -> dict[str, Any]:
-    """What an ``[N, N]`` overlap matrix says, N >= 2, as plain data.
-
-    Returns:
-        ``summary``: a few sentences. ``worst_boundary``: the adjacent layers with the least
-        overlap. ``adjacent``: smallest and largest overlap of such.
-    """
+def overlap_in_words(matrix: Floats) -> str:
+    """What an ``[N, N]`` overlap matrix says, N >= 2."""
     adjacent = np.diagonal(matrix, 1)
-    low, high = float(adjacent.min()), float(adjacent.max())
-    worst = int(adjacent.argmin())
-    summary = (
-        f"Adjacent layers have {low:.2f} to {high:.2f} of their selection in common. "
+    low, worst = adjacent.min(), int(adjacent.argmin())
+    return (
+        f"Adjacent layers have {low:.2f} to {adjacent.max():.2f} of their selection in common. "
         f"The sharpest boundary is between layers {worst} and {worst + 1} ({low:.2f}). "
         f"The first and the last layer have {matrix[0, -1]:.2f} in common."
     )
-    return {"summary": summary, "worst_boundary": [worst, worst + 1], "adjacent": [low, high]}
 
 
 def by_layer(matrix: Floats, pattern: Pattern) -> tuple[float | None, ...]:
@@ -148,16 +136,6 @@ def by_layer(matrix: Floats, pattern: Pattern) -> tuple[float | None, ...]:
     )
 
 
-def served_overlap(matrix: Floats, pattern: Pattern) -> float:
-    """Mean overlap of the S layers' own selection with that of the F layer that serves them.
-
-    NaN for a pattern without S layers.
-    """
-    shares = by_layer(matrix, pattern)
-    pairs = [share for n in pattern.shared_layers if (share := shares[n]) is not None]
-    return float(np.mean(pairs)) if pairs else float("nan")
-
-
 def found_overlap(
     select: Callable[[tuple[int, ...], Pattern], NDArray[np.integer]],
     pattern: Pattern,
@@ -169,7 +147,6 @@ def found_overlap(
 
     Args:
         select: ``[N, length, k]``, what layers would select themselves in a run of a pattern.
-        data: what the sequences are, in words.
 
     Raises:
         SearchError: no query saw more than k tokens.
@@ -186,9 +163,7 @@ def found_overlap(
 def recent_in_words(shares: Floats, pattern: Pattern | None) -> str:
     """What :meth:`OverlapCounter.recent` says of the lists that S layers inherit.
 
-    Args:
-        shares: ``[spans, N]``.
-        pattern: whose F layers' lists are meant; without one, every layer's.
+    ``shares`` are ``[spans, N]``; without a pattern every layer's list is meant.
     """
     layers = range(shares.shape[1])
     shown = [n for n in layers if pattern is None or n in pattern.full_layers]
@@ -204,7 +179,6 @@ def served_lists(server: Client, checkpoint: Checkpoint) -> Select:
 
     Args:
         server: without IndexCache, or with all of the checkpoint's indexers at work.
-        checkpoint: that it serves.
 
     Raises:
         ServerError: it serves another checkpoint, or shares indices; later, in an answer: it
@@ -259,26 +233,19 @@ def _are_positions(lists: NDArray[np.integer]) -> bool:
     return bool(within.all() and (np.diff(ordered, axis=-1) > 0).all())
 
 
-def numbers(counter: OverlapCounter, drawn: Pattern | None) -> dict[str, Any]:
-    """Everything as plain data, with what it means for the pattern ``drawn``."""
+def numbers(counter: OverlapCounter) -> dict[str, Any]:
+    """Everything as plain data."""
     matrix = counter.matrix()
-    data: dict[str, Any] = {
+    return {
         "queries": counter.queries,
         "chance": round(counter.chance(), 6),
-        **read(matrix),
+        "summary": overlap_in_words(matrix),
         "recent": {
             str(window): [round(float(share), 6) for share in by_layer]
             for window, by_layer in zip(RECENT, counter.recent(), strict=False)
         },
         "matrix": [[round(float(v), 6) for v in row] for row in matrix],
     }
-    if drawn is not None:
-        value = served_overlap(matrix, drawn)
-        data["pattern"] = {
-            "pattern": str(drawn),
-            "mean_overlap_with_source": None if np.isnan(value) else value,
-        }
-    return data
 
 
 def draw_overlap(matrix: Floats, path: Path, pattern: Pattern | None = None) -> None:

@@ -33,8 +33,7 @@ class Finish:
     """How a race ended.
 
     Attributes:
-        winner: the pattern with the lowest mean on what was measured.
-        batches: how many batches it was measured on.
+        winner: the pattern with the lowest mean on the ``batches`` that it was measured on.
         decided: every other contender was dropped for being worse with confidence, or all
             batches were measured. False: the allowance ended first. A race that dropped the best
             contender early is decided, too.

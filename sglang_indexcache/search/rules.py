@@ -31,12 +31,7 @@ class Constraints:
 
     @classmethod
     def make(cls, own: Pattern, keep_full: Iterable[int] = (), window: int = 0) -> Constraints:
-        """Combine the rules.
-
-        Args:
-            own: the checkpoint's own sharing; its S layers have no indexer and stay S.
-            keep_full: layers that must stay F.
-            window: last tokens that S layers see anyway; 0 for a search without a window.
+        """Combine the rules; S layers of the checkpoint's ``own`` have no indexer and stay S.
 
         Raises:
             SearchError: a layer that does not exist, or that has no indexer to keep.
@@ -112,12 +107,7 @@ def parse_layers(text: str) -> list[int]:
 
 @dataclass(frozen=True)
 class Mark:
-    """A retention at which the search leaves a pattern.
-
-    Attributes:
-        full_layers: F layers left.
-        label: the retention in words for names and figures, such as ``1/4``.
-    """
+    """A retention at which the search leaves a pattern; its label is, for instance, ``1/4``."""
 
     full_layers: int
     label: str
@@ -125,12 +115,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Targets:
-    """Where a search leaves patterns, and by which rules it gets there; it ends at the last.
-
-    Attributes:
-        constraints: the rules.
-        marks: most F layers first.
-    """
+    """Where a search leaves patterns, most F layers first, and by which rules it gets there."""
 
     constraints: Constraints
     marks: tuple[Mark, ...]

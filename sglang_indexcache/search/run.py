@@ -23,13 +23,12 @@ from sglang_indexcache.stats.bounds import half_width
 
 @dataclass(frozen=True)
 class HeldOut:
-    """A found pattern on batches that no pattern was chosen by, in nats per token.
+    """A found pattern on batches that no pattern was chosen by: losses in nats per token.
 
     Attributes:
-        start: loss of the start pattern.
-        loss: loss of the pattern.
+        start: of the start pattern.
         half: half the 95 % interval of their difference, paired over batches (Student's t).
-        uniform: loss of uniform interleaving with as many F layers, or None.
+        uniform: of uniform interleaving with as many F layers, or None.
     """
 
     start: float
@@ -45,16 +44,11 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class Found:
-    """The pattern of one mark.
+    """The pattern of one mark; losses are over all calibration batches, in nats per token.
 
     Attributes:
-        mark: which.
-        pattern: the answer.
-        loss: over all calibration batches, nats per token.
         standard_error: of what ``loss`` adds to the start's, paired over batches.
         searched: the descent's pattern, before refinement.
-        searched_loss: its loss over all batches.
-        exchanges: that refinement made.
         is_refined: refinement measured something for it.
         is_final: refinement is done.
         baselines: blind schedules with as many F layers, and their losses.
@@ -77,10 +71,7 @@ class Found:
 def check_tokens(targets: Targets, searched: Sequence[int], held_out: Sequence[int]) -> int:
     """What measuring the found patterns against others takes at most, beyond the budget.
 
-    Args:
-        targets: of the search.
-        searched: tokens of each batch that is searched on.
-        held_out: tokens of each that is not.
+    ``searched`` are tokens of each batch that is searched on, ``held_out`` of each that is not.
     """
     blind = sum(len(baselines(mark.full_layers, targets.constraints)) for mark in targets.marks)
     return blind * sum(searched) + (1 + 2 * len(targets.marks)) * sum(held_out)
@@ -90,7 +81,6 @@ class Search:
     """One search. Deterministic: over the same ledger contents it gives the same answer.
 
     Attributes:
-        budget: tokens that it may ask for until every pattern is final.
         start_loss: of the start pattern over all batches; known after the first event.
         path: the start and every committed flip.
         found: the marks passed so far by their F layers, most first.
@@ -206,9 +196,6 @@ def refine(
     as F; the exchanges with the best sum, and every shift of an F layer by one, race against the
     pattern as it is. An exchange is made only if the mean over all batches is lower. A round that
     found nothing is repeated on twice as many batches; one that may not fit is not begun.
-
-    Args:
-        budget: tokens that may be asked for.
 
     Returns:
         A pattern with as many F layers and never a higher loss, and the exchanges made.

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -42,13 +41,9 @@ def run_search(
 ) -> Search:
     """Search, or go on where an interrupted search of the same folder was.
 
-    Args:
-        targets: where to leave patterns, and which layers may be flipped.
-        rate: how fast tokens are computed, if it is known.
-
     Raises:
         KeyboardInterrupt: by Ctrl-C or SIGTERM; what was found until then is in ``output``.
-        SearchError: the folder's journal is another search's, or an evaluation that failed.
+        SearchError: the folder's journal is another search's, or an evaluation failed.
     """
     console, identity = console or Console(), setup.identity(evaluator)
     if window := targets.constraints.window:
@@ -131,29 +126,6 @@ def plan(
         f"{checks:,} at most to compare what was found",
     )
     yield "cost", Cost(budget.total + checks, rate).in_words()
-
-
-def measured_rate(output: Path, batch_tokens: Sequence[int], calls: int) -> Rate | None:
-    """The rate of the evaluations that a search has left in its folder; None where it left none.
-
-    Args:
-        batch_tokens: tokens of each batch.
-        calls: that were made at the same time, on all servers together.
-    """
-    path = output / JOURNAL
-    lines = path.read_text().splitlines()[1:] if path.exists() else []
-    tokens, seconds = 0, 0.0
-    for line in lines:
-        try:
-            entry = json.loads(line)
-            tokens += sum(batch_tokens[batch] for batch in entry["batches"])
-            seconds += entry["seconds"]
-        except (ValueError, KeyError, IndexError):  # torn by a kill, or of other data
-            continue
-    if not seconds:
-        return None
-    source = f"measured by {len(lines):,} evaluations in {path}"
-    return Rate(calls * tokens / seconds, source)
 
 
 def _way(step: Step) -> str:

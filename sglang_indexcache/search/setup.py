@@ -16,7 +16,7 @@ from sglang_indexcache.models import RECOGNISED_BY
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.calibration import Calibration, Score, prepare
 from sglang_indexcache.search.evaluators import Evaluator
-from sglang_indexcache.study.identity import GIVEN
+from sglang_indexcache.study.journal import GIVEN
 from sglang_indexcache.study.provenance import checkpoint_digest
 
 DEFAULT_CONTEXT = 8
@@ -30,11 +30,8 @@ class Setup:
     """A checkpoint and its calibration data.
 
     Attributes:
-        checkpoint: as far as patterns are concerned.
-        calibration: the data, in the checkpoint's tokens.
         digest: tells checkpoints apart.
         name: of the model, and prefix of the names of the patterns that are found.
-        seed: of the data's shuffle.
         given: the options that chose the data, to name the one that changed.
     """
 

@@ -20,14 +20,7 @@ GPUS = 8
 
 @dataclass(frozen=True)
 class Card:
-    """What SGLang asks of a GPU before it loads a model.
-
-    Attributes:
-        name: as the driver says it.
-        capability: compute capability.
-        memory: bytes, as nvidia-smi shows them.
-        processors: streaming multiprocessors.
-    """
+    """What SGLang asks of a GPU before it loads a model; ``memory`` in bytes."""
 
     name: str
     capability: tuple[int, int]

@@ -12,15 +12,11 @@ from functools import lru_cache
 from typing import Any
 
 from sglang_indexcache import __version__
-from sglang_indexcache.ask.protocol import OTHERS, Overlaps, RankState
+from sglang_indexcache.ask.protocol import Overlaps, RankState
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.policy import Policy
 from sglang_indexcache.serving.settings import Plan
-from sglang_indexcache.serving.traffic import LENGTHS, Served, Traffic, apart, phase_of, served_in
-
-_MOST_APART = 200
-"""Different sets of patterns that are counted each by itself. Requests may name any
-pattern, and the report that holds them is read again and again."""
+from sglang_indexcache.serving.traffic import Served, Traffic, phase_of, served_in
 
 
 class Counters:
@@ -28,7 +24,6 @@ class Counters:
 
     def __init__(self, count: int) -> None:
         self.forwards = self.mixed_forwards = 0
-        self.forwards_under: Counter[str] = Counter()
         self.indexer_selections, self.index_reuses = [0] * count, [0] * count
         self.index_key_writes = [0] * count
         self.graph_replays: Counter[str] = Counter()
@@ -38,14 +33,9 @@ class Counters:
 
 
 class ActivePattern:
-    """The plan of this process with its current policy.
+    """The plan of this process with its current policy, and who asked for it.
 
-    Attributes:
-        policy: the pattern for each prompt length.
-        source: who asked for it.
-        is_counting: not while a decode graph is captured, which serves nobody.
-        traffic: what the forwards were, by lengths.
-        shadow: what a sample of them says of the overlap of lists.
+    It ``is_counting`` but while a decode graph is captured, which serves nobody.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -98,12 +88,8 @@ class ActivePattern:
         """A forward of these requests has begun, in ``phase``; an idle rank has none."""
         if not self.is_counting:
             return
-        counters, names = self.counters, sorted({str(pattern) for pattern, *_ in served})
-        counters.forwards += 1
-        if names:
-            counters.mixed_forwards += len(names) > 1
-            under = counters.forwards_under
-            under[apart("+".join(names), under, _MOST_APART, OTHERS)] += 1
+        self.counters.forwards += 1
+        self.counters.mixed_forwards += len({pattern for pattern, *_ in served}) > 1
         self.traffic.count(phase, served)
 
     def count_selection(self, layer: int) -> None:
@@ -128,35 +114,23 @@ class ActivePattern:
         self.counters.indexer_seconds[f"{phase}_processor"] += processor
 
     def replace(self, policy: Policy, source: str) -> None:
-        """Let ``policy`` decide for the requests to come; its patterns have been checked.
-
-        Args:
-            policy: the new one.
-            source: where it came from, in words.
-        """
+        """Let ``policy`` decide for the requests to come; its patterns have been checked."""
         self.policy, self.source = policy, source
         self.switches += 1
 
     def overlaps(self) -> Overlaps:
         """What the shadow saw since the policy was set."""
         shadow = self.shadow
-        sums, _, leasts = shadow.read()
-        cells = {
-            f"{layer} {length}": sums[layer][place] + leasts[layer][place]
-            for layer in range(len(sums))
-            for place, length in enumerate(LENGTHS)
-            if sums[layer][place][0] and shadow.patterns == self.policy.patterns
-        }
+        sums, _ = shadow.read()
+        if shadow.patterns != self.policy.patterns:
+            sums = []
+        layers = {layer: each for layer, each in enumerate(sums) if each[0]}
         return Overlaps(
-            one_in=shadow.one_in, forwards=shadow.forwards, cells=cells, reference=self.reference
+            one_in=shadow.one_in, forwards=shadow.forwards, layers=layers, reference=self.reference
         )
 
     def report(self, **of_process: Any) -> RankState:
-        """What ``/server_info`` says of this rank.
-
-        Args:
-            of_process: the fields of :class:`RankState` that neither plan nor counters hold.
-        """
+        """What ``/server_info`` says of this rank, with the fields that are not held here."""
         plan = self.plan
         return RankState(
             version=__version__,

@@ -1,9 +1,8 @@
 """An adapter's indexers in place of the checkpoint's, on every rank.
 
 They are brought into the form in which the checkpoint stores its own (block-FP8 with scales, or
-the same dtype) and then go through SGLang's own loading of the model, behind the checkpoint's
-weights and before SGLang makes of them what its kernels want. So whatever SGLang fuses, shards,
-dequantises or packs there, it does with them as well.
+the same dtype) and go through SGLang's own loading of the model, behind the checkpoint's weights:
+whatever SGLang fuses, shards, dequantises or packs there, it does with them as well.
 """
 
 from __future__ import annotations
@@ -42,10 +41,7 @@ def install(plan: Plan) -> None:
 
 
 def _refusing(output: str) -> Callable[..., Any]:
-    """An update of weights that answers with SGLang's message ``output``: no.
-
-    It would replace the adapter's indexers, or leave them on a model that is not their base.
-    """
+    """Answer an update of weights by no: the adapter belongs to the base that was loaded."""
 
     def refuse(_original: Callable[..., Any], _manager: Any, _request: Any) -> Any:
         from sglang.srt.managers import io_struct
@@ -64,7 +60,8 @@ def _bring_in(_result: None, model: Module, *_args: Any, **_named: Any) -> None:
     plan = published_plan()
     if plan is None or not plan.adapter:
         return
-    if _indexers(model):  # a draft model's layers have other names
+    names = (name for name, _ in model.named_modules())
+    if any(indexer_layer(f"{name}.any") is not None for name in names):  # a draft's are others
         model.load_weights(indexers(plan).items())  # type: ignore[operator]
     setattr(model, _ADAPTED, True)
 
@@ -104,10 +101,3 @@ def indexers(plan: Plan) -> Mapping[str, torch.Tensor]:
     found = like_stored(base, adapter.tensors())
     size = fp8.blocks()
     return found if size is None else dict(fp8.plain(found.items(), size))
-
-
-def _indexers(model: Module) -> list[Module]:
-    """Those of the model's layers that this process has."""
-    return [
-        module for name, module in model.named_modules() if indexer_layer(f"{name}.any") is not None
-    ]

@@ -1,8 +1,7 @@
 """Who works together runs the same plan: the ranks of a server, and prefill and decode nodes.
 
-Every node resolves its own settings, so a variable that is set on one node only makes ranks
-disagree. Before they load weights they tell each other through the store in which they met and not
-by a collective: a rank without the plugin would never take part in one, and the others would wait.
+Every node resolves its own settings. Before ranks load weights they tell each other through the
+store in which they met: a rank without the plugin would never take part in a collective.
 """
 
 from __future__ import annotations
@@ -33,12 +32,8 @@ _NOTHING = "no IndexCache"
 
 
 def install() -> None:
-    """Look once the ranks have met.
-
-    Only a process that has loaded SGLang's scheduler will meet others; importing that module
-    elsewhere would slow every start.
-    """
-    if _BOOTSTRAP in sys.modules:
+    """Look once the ranks have met."""
+    if _BOOTSTRAP in sys.modules:  # else importing it would slow the start, and nobody will meet
         hooks.after("sglang.srt.distributed.bootstrap.init_parallel_runtime", _look, at_start=True)
 
 
@@ -78,11 +73,7 @@ def unresolved(asked: str) -> SettingsError:
 
 
 def agree(plan: Plan | None, rank: int, ranks: int, store: Store) -> None:
-    """Compare this rank's plan with those of all others.
-
-    Args:
-        plan: this rank's; None if it does not run IndexCache. It then says so and does not wait.
-        store: in which all of them have met.
+    """Compare this rank's plan with those of all others; without one, it says so and goes on.
 
     Raises:
         SettingsError: with the plans that differ and the nodes that have them.
@@ -120,11 +111,9 @@ def _key(rank: int) -> str:
     return f"indexcache/plan/{rank}"
 
 
-# KV that another pattern computed is never taken for this server's own: behind the first S layer
-# every latent depends on the pattern, and an S layer has no index keys. SGLang keeps cached
-# prefixes apart by a request's ``extra_key``, which enters the radix cache's key, the hashes of
-# stored pages and LMCache's salt, so requests.py puts the pattern's namespace there. That leaves
-# one way in, which is closed here: a prefill node that runs another pattern.
+# KV that another pattern computed is never taken for this server's own. SGLang keeps cached
+# prefixes apart by a request's ``extra_key``, where requests.py puts the pattern's namespace. That
+# leaves one way in, which is closed here: a prefill node that runs another pattern.
 
 _KV_MANAGER = "sglang.srt.disaggregation.common.conn.CommonKVManager"
 _TAG = "with IndexCache"
@@ -150,8 +139,7 @@ def _tell_pattern(
 
 def _tag() -> str:
     """What a node adds to its KV dtype; nothing where stock SGLang computes the same KV."""
-    active = current()
-    if active is None:
+    if (active := current()) is None:
         return ""
     plan = active.plan
     if plan.mode == "live":

@@ -16,7 +16,6 @@ from sglang_indexcache.models import BY_ARCHITECTURE, read_field
 
 INDEX_HEAD_DIM = 128
 
-
 LIMITS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
     "index_head_dim": (
         lambda value, _: value == INDEX_HEAD_DIM,
@@ -44,7 +43,6 @@ def check_config(config: Any, where: str) -> None:
 
     Args:
         config: a transformers config object or a ``config.json`` dict, of a known architecture.
-        where: how to call the model in the error.
 
     Raises:
         CheckpointError: with the lines to add to ``config.json``, or with the limits exceeded.

@@ -1,12 +1,13 @@
-"""``indexcache server doctor``: what a server with these flags would do, without loading weights.
+"""``indexcache server doctor``: what a server would do, and whether servers that run do the same.
 
-It runs the very resolution that the server runs, so it cannot disagree with it, and on a machine
-without a GPU it lets SGLang believe in one.
+For the first it runs the very resolution that the server runs, without loading weights, and on a
+machine without a GPU it lets SGLang believe in one.
 """
 
 from __future__ import annotations
 
 import io
+import json
 import logging
 import os
 import sys
@@ -14,18 +15,23 @@ import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from sglang_indexcache.ask.client import Client
+from sglang_indexcache.ask.protocol import STATE, RankState, alike
 from sglang_indexcache.checkpoint import INDEX_K_BYTES_PER_KEY
-from sglang_indexcache.errors import Findings, IndexCacheError, SettingsError
+from sglang_indexcache.errors import Findings, IndexCacheError, ServerError, SettingsError
+from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.engine_version import EngineSource
-from sglang_indexcache.serving.features import CONTRACT, FEATURES, REHEARSED, TESTED
-from sglang_indexcache.serving.settings import BACKEND_NAME, Plan
+from sglang_indexcache.serving.refusals import CONTRACT, FEATURES, REHEARSED, TESTED
+from sglang_indexcache.serving.settings import BACKEND_NAME, CONFIG_KEY, Plan
 from sglang_indexcache.support.drawing import to_terminal
 
 USUAL_CARD = "h200"
@@ -39,15 +45,12 @@ EVIDENCE = (
 
 
 def examine(arguments: Sequence[str], console: Console, device: str | None = None) -> bool:
-    """Print the findings, the problems first.
+    """Print the findings, the problems first; whether such a server would start.
 
     Args:
         arguments: flags of ``sglang serve``.
         device: "cpu", "cuda" or a name of :data:`CARDS`; by default this machine's GPU, and
             without one :data:`USUAL_CARD`.
-
-    Returns:
-        Whether such a server would start.
     """
     is_assumed = False
     try:
@@ -64,7 +67,7 @@ def examine(arguments: Sequence[str], console: Console, device: str | None = Non
     except IndexCacheError as error:
         problems = [error]
     for problem in problems:
-        say_problem(console, str(problem))
+        _say_problem(console, str(problem))
     if any(str(problem).startswith("SGLang refuses") for problem in problems):
         _say(console, "note", "SGLang stops at the first problem that it finds itself.")
     if problems and is_assumed:
@@ -74,8 +77,7 @@ def examine(arguments: Sequence[str], console: Console, device: str | None = Non
     return not problems
 
 
-def say_problem(console: Console, text: str) -> None:
-    """Print a problem on a line of its own."""
+def _say_problem(console: Console, text: str) -> None:
     _say(console, "[red]problem[/red]", text)
 
 
@@ -90,11 +92,7 @@ def _has_gpu() -> bool:
 
 
 def _choose_device(device: str | None) -> str:
-    """Make SGLang see the device to check for, before it is imported; what to call it.
-
-    Raises:
-        SettingsError: an unknown one.
-    """
+    """Make SGLang see the device to check for, before it is imported; what to call it."""
     import torch
 
     from sglang_indexcache.serving.absent_gpu import CARDS, GPUS, stand_in
@@ -118,9 +116,8 @@ def _choose_device(device: str | None) -> str:
 def _resolve(arguments: Sequence[str], device: str | None) -> tuple[Any, list[IndexCacheError]]:
     """Parse and resolve like the server, without its log lines and warnings.
 
-    Returns:
-        The arguments as far as SGLang resolved them, or None where it cannot parse them; and the
-        problems that a server would end with.
+    Returns the arguments as far as SGLang resolved them, or None where it cannot parse them; and
+    the problems that a server would end with.
     """
     arguments = [*arguments, "--log-level", "critical"]
     if not any("attention-backend" in argument for argument in arguments):
@@ -196,7 +193,7 @@ def _print_server(server_args: Any, console: Console) -> None:
     fixed = server_args._raw_input["mem_fraction_static"] is not None
     shape = dict(plan.shape)
     sizes = f"{shape.get('index_n_heads')} heads, top {shape.get('index_topk')}"
-    sharing = f"shares already: {plan.own.summary()}" if plan.own.shared_layers else ""
+    sharing = f"shares already: {plan.own.summary()}"
     console.print("[green]no problem found[/green]")
     if plan.advice:
         _say(console, "[yellow]advice[/yellow]", plan.advice)
@@ -205,12 +202,12 @@ def _print_server(server_args: Any, console: Console) -> None:
     for name, value in (
         ("model", f"{cfg.model_path} ({plan.architecture})"),
         ("indexers", f"{len(plan.layer_ids)} layers, {sizes}"),
-        ("checkpoint", sharing or "ships every indexer"),
+        ("checkpoint", sharing if plan.own.shared_layers else "ships every indexer"),
         ("pattern", f"from {plan.source}"),
         *([("adapter", f"{plan.adapter} ({plan.adapter_digest[:12]})")] if plan.adapter else []),
         ("mode", plan.mode),
         *([("quality", plan.quality)] if plan.quality else []),
-        ("index-K saved", _saved(plan, cfg, model)),
+        ("index-K saved", _saved(plan, model.context_len)),
         *_graph_memory(plan, cfg, is_fixed=fixed),
         *_kernels(plan, cfg, model),
         *_features(cfg, plan),
@@ -227,10 +224,10 @@ def _kernels(plan: Plan, cfg: Any, model: Any) -> list[tuple[str, str]]:
     if plan.kernels == "engine":
         return []
     from sglang_indexcache.kernels.dispatch import Machine
-    from sglang_indexcache.serving.cuda.choice import choose, describe
+    from sglang_indexcache.serving.cuda.choice import choose
 
     routes = choose(plan.kernels, cfg, model, Machine.here())
-    return [("kernel", line) for line in describe(routes)]
+    return [("kernel", str(route)) for route in routes]
 
 
 def _graph_memory(plan: Plan, cfg: Any, *, is_fixed: bool) -> list[tuple[str, str]]:
@@ -241,28 +238,17 @@ def _graph_memory(plan: Plan, cfg: Any, *, is_fixed: bool) -> list[tuple[str, st
     return [("graph memory", f"about {reserve} MB on each GPU (not measured), {kept}")]
 
 
-def _saved(plan: Plan, cfg: Any, model: Any) -> str:
-    """Memory for index keys that S layers do not need."""
+def _saved(plan: Plan, context: int) -> str:
+    """Memory on GPUs for index keys that S layers do not need; ``context`` in tokens."""
     if plan.mode == "live":
         return "nothing: live mode keeps every layer's index keys"
     if not plan.pattern.shared_layers:
         return "nothing: every layer is F"
-    bytes_per_key, layout = INDEX_K_BYTES_PER_KEY, "fp8 pages"  # as on a GPU
-    if cfg.device == "cpu" and plan.index_k_dtype != "fp8_e4m3":
-        layout = str(model.dtype).removeprefix("torch.")
-        layout = layout if plan.index_k_dtype == "auto" else plan.index_k_dtype
-        bytes_per_key = model.hf_config.index_head_dim * (4 if layout == "float32" else 2)
-    saved, all_layers = (
-        len(layers) * bytes_per_key for layers in (plan.pattern.shared_layers, plan.layer_ids)
+    saved = len(plan.pattern.shared_layers) * INDEX_K_BYTES_PER_KEY
+    return (
+        f"{saved} of {len(plan.layer_ids) * INDEX_K_BYTES_PER_KEY} bytes per token on GPUs, "
+        f"{saved * context / 2**20:.1f} MiB per request of {context} tokens"
     )
-    context = model.context_len
-    parts = [
-        f"{saved} of {all_layers} bytes per token ({layout})",
-        f"{saved * context / 2**20:.1f} MiB per request of {context} tokens",
-    ]
-    if cfg.max_total_tokens:
-        parts.append(f"{saved * cfg.max_total_tokens / 2**30:.2f} GiB in the whole pool")
-    return ", ".join(parts)
 
 
 def _features(cfg: Any, plan: Plan) -> list[tuple[str, str]]:
@@ -276,3 +262,114 @@ def _features(cfg: Any, plan: Plan) -> list[tuple[str, str]]:
             rows.append((label, f"{said} ({feature.evidence})"))
             label = ""
     return [*rows, ("", EVIDENCE)]
+
+
+# -- servers that run --------------------------------------------------------------------------
+
+ALIKE = {
+    "sglang": "SGLang's version. Install the same one everywhere.",
+    "version": "sglang-indexcache's version. Install the same one everywhere.",
+    "architecture": "the model. These servers do not belong together.",
+    "checkpoint_pattern": "the checkpoint's own sharing. These servers do not belong together.",
+    "mode": "the mode. Start all of them with the same --indexcache-mode.",
+    "policy": "the pattern. Start all of them with the same --indexcache-pattern, or in live mode "
+    "give each the same with: indexcache server set. Prefill and decode nodes that differ exchange "
+    "a KV cache that is wrong for one of them.",
+    "adapter_digest": "the adapter. Start all of them with the same --indexcache-adapter.",
+}
+"""What every rank must say alike, and what it is that differs if they do not."""
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What one data-parallel rank says, for the tensor-parallel ranks and stages behind it too.
+
+    Attributes:
+        name: its server's URL, and its number where there are several.
+        role: prefill, decode or both.
+        sglang: SGLang's version.
+        state: IndexCache's report, or what is wrong where there is none.
+    """
+
+    name: str
+    role: str
+    sglang: str
+    state: RankState | str
+
+
+def examine_servers(clients: Sequence[Client], console: Console) -> bool:
+    """Print what servers do and where they differ; whether all ranks run the same plan."""
+    try:
+        ranks = [rank for client in clients for rank in _ranks(client)]
+    except ServerError as error:
+        _say_problem(console, str(error))
+        return False
+    console.print(_table(ranks))
+    problems = [rank.state for rank in ranks if isinstance(rank.state, str)]
+    problems += _differences(ranks)
+    for problem in problems:
+        _say_problem(console, problem)
+    if not problems:
+        console.print("[green]no problem found[/green]")
+    return not problems
+
+
+def _ranks(client: Client) -> list[Rank]:
+    info = client.server_info()
+    states = info["internal_states"]
+    launched = CONFIG_KEY in json.loads(info.get("json_model_override_args") or "{}")
+    role = info.get("disaggregation_mode") or "null"
+    reports = [state.get(STATE) or {} for state in states]
+    # They answer in the order in which they come; those that do not say their number have the rest.
+    rest = iter({*range(len(states))} - {report.get("rank") for report in reports})
+    numbered = [(report["rank"] if "rank" in report else next(rest), report) for report in reports]
+    ranks = []
+    for number, ours in sorted(numbered, key=lambda rank: rank[0]):
+        name = f"{client.url} rank {number}" if len(states) > 1 else client.url
+        state: RankState | str = _missing(name, launched=launched)
+        try:
+            state = RankState.from_json(ours, name) if ours else state
+        except ServerError as error:
+            state = str(error)
+        ranks.append(Rank(name, "both" if role == "null" else role, info["version"], state))
+    return ranks
+
+
+def _table(ranks: Sequence[Rank]) -> Table:
+    table = Table("server", "serves", "SGLang", "plugin", "mode", "pattern", box=SIMPLE)
+    table.columns[0].overflow = "fold"
+    for rank in ranks:
+        if isinstance(state := rank.state, str):
+            table.add_row(rank.name, rank.role, "", "not at work", "", "")
+            continue
+        pattern = Pattern(state.pattern)
+        about = (rank.sglang, state.version, state.mode)
+        table.add_row(rank.name, rank.role, *about, f"{pattern}\n{pattern.summary()}")
+    return table
+
+
+def _missing(name: str, *, launched: bool) -> str:
+    """Why a rank reports nothing, whose launcher had the plugin and was asked for IndexCache."""
+    if not launched:
+        return f"{name} does not run IndexCache. Start it with --attention-backend {BACKEND_NAME}"
+    return (
+        f"{name} was started with IndexCache, but its worker did not load the plugin: in live "
+        "mode every layer runs its indexer there. The worker's log says why; look for an error at "
+        "its start, SGLANG_PLUGINS, or another Python environment on its node"
+    )
+
+
+def _differences(ranks: Sequence[Rank]) -> list[str]:
+    """A sentence for each of :data:`ALIKE` that is not the same everywhere."""
+    facts = {
+        rank.name: {"sglang": rank.sglang, **rank.state.model_dump(include=set(ALIKE))}
+        for rank in ranks
+        if isinstance(rank.state, RankState)
+    }
+    differing = alike(facts)
+    found = []
+    for fact in [fact for fact in ALIKE if fact in differing]:
+        said = differing[fact].items()
+        who = "; ".join(f"{value} on {', '.join(where)}" for value, where in said)
+        found.append(f"they differ in {ALIKE[fact]} ({who})")
+    return found

@@ -2,8 +2,7 @@
 
 ``seams.yaml`` names every internal of SGLang that we rely on, and ``seams.json`` holds a digest of
 each in the version that was tested. Another version whose digests agree will do. Its source is
-read and never imported, so it can be judged in the launcher before a model is touched, and in a
-release that is not installed. ``python -m sglang_indexcache.serving.engine_version`` records the
+read and never imported. ``python -m sglang_indexcache.serving.engine_version`` records the
 installed version.
 """
 
@@ -15,15 +14,12 @@ import importlib.metadata
 import importlib.util
 import json
 import logging
-import sys
-import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import yaml
-from rich.console import Console
 
 from sglang_indexcache import __version__
 from sglang_indexcache.errors import UnsupportedEngineError
@@ -36,8 +32,6 @@ TABLE = Path(__file__).with_name("seams.yaml")
 RECORDS = Path(__file__).with_name("seams.json")
 """``{version: {seam: digest}}`` of the one version that was tested."""
 
-_RECORDER = "sglang_indexcache.serving.engine_version"
-
 _NAMED = 5
 """How many moved seams an error names."""
 
@@ -46,11 +40,8 @@ _NAMED = 5
 class Seam:
     """One name in SGLang that we hook, subclass, call or set.
 
-    Attributes:
-        module: dotted module.
-        name: ``function``, ``Class`` or ``Class.method``, or a module-level name.
-        why: what we use it for.
-        by_signature: only its parameters matter to us; what it does inside may change.
+    ``name`` is that of a function, ``Class``, ``Class.method`` or a module-level name. Of one
+    ``by_signature`` only the parameters matter to us; what it does inside may change.
     """
 
     module: str
@@ -86,43 +77,10 @@ def _rows(inside: Mapping[str, str | Mapping[str, str]]) -> Iterator[tuple[str, 
             yield from ((f"{name}.", member, why) for member, why in said.items())
 
 
-@dataclass(frozen=True)
-class VersionVerdict:
-    """How an SGLang compares with the tested one.
-
-    Attributes:
-        source: what was judged.
-        tested: the tested version.
-        moved: each seam that is not as it was, and what became of it.
-    """
-
-    source: EngineSource
-    tested: str
-    moved: tuple[tuple[Seam, str], ...]
-
-    def __str__(self) -> str:
-        name, count = self.source.name, len(self.moved)
-        if self.source.version == self.tested:
-            is_it = "is not" if count else "is"
-            return f"this {name} {is_it} the one that sglang-indexcache was tested with"
-        if count:
-            return (
-                f"{name} was not tested, and of the {len(seams())} places in it that IndexCache "
-                f"relies on {count} differ from {self.tested}"
-            )
-        return f"{name} was not tested; everything that IndexCache relies on is as in {self.tested}"
-
-
 def recorded() -> tuple[str, dict[str, str]]:
     """The tested version and its digests."""
     [(version, digests)] = json.loads(RECORDS.read_text(encoding="utf-8")).items()
     return version, digests
-
-
-def judge(source: EngineSource) -> VersionVerdict:
-    """Hold ``source`` against the tested version."""
-    tested, digests = recorded()
-    return VersionVerdict(source, tested, tuple(_moved(source, digests)))
 
 
 def check(source: EngineSource | None = None) -> None:
@@ -131,29 +89,40 @@ def check(source: EngineSource | None = None) -> None:
     Raises:
         UnsupportedEngineError: naming what moved, if it will not do.
     """
-    verdict = judge(source or EngineSource.installed())
-    untested = verdict.source.version != verdict.tested
-    if verdict.moved:
-        named = [problem for _, problem in verdict.moved[:_NAMED]]
-        if more := len(verdict.moved) - len(named):
+    source = source or EngineSource.installed()
+    tested, digests = recorded()
+    if found := moved(source, digests):
+        named = found[:_NAMED]
+        if more := len(found) - len(named):
             named.append(f"and {more} more")
-        force = "" if untested else "--force-reinstall "
+        verdict, force = f"this {source.name} is not the one that was tested", "--force-reinstall "
+        if source.version != tested:
+            verdict, force = f"{source.name} was not tested", ""
         raise UnsupportedEngineError(
-            f"{verdict}: {'; '.join(named)}. Install the tested one: pip install "
-            f"{force}'sglang=={verdict.tested}'. All that moved: indexcache server doctor "
-            f"--sglang {verdict.source.root}."
+            f"{verdict}, and of the {len(seams())} places in it that IndexCache relies on "
+            f"{len(found)} differ from {tested}: {'; '.join(named)}. Install the tested one: pip "
+            f"install {force}'sglang=={tested}'."
         )
-    if untested:
-        logger.warning("IndexCache: %s", verdict)
+    if source.version != tested:
+        logger.warning(
+            "IndexCache: %s was not tested; everything that IndexCache relies on is as in %s",
+            source.name,
+            tested,
+        )
 
 
-def show(place: Path, console: Console) -> bool:
-    """Print what moved in a wheel or a folder; whether this SGLang will do."""
-    verdict = judge(EngineSource.at(place))
-    lines = [f"  {problem} ({seam.why})" for seam, problem in verdict.moved]
-    for line in [f"{verdict}{':' if lines else '.'}", *lines]:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
-    return not verdict.moved
+def moved(source: EngineSource, digests: Mapping[str, str]) -> list[str]:
+    """What is wrong with each seam of ``source`` that is not as it was recorded."""
+    found = []
+    for seam in seams():
+        digest, known = source.digest(seam), digests.get(seam.path)
+        if digest is None:
+            found.append(f"{seam.path} is gone")
+        elif known is None:
+            found.append(f"{seam.path} is not recorded (python -m {__package__}.engine_version)")
+        elif digest != known:
+            found.append(f"{seam.path} has changed")
+    return found
 
 
 def record(source: EngineSource) -> None:
@@ -163,36 +132,19 @@ def record(source: EngineSource) -> None:
         UnsupportedEngineError: the table names what is not there.
     """
     digests = {seam.path: source.digest(seam) or "" for seam in seams()}
-    if wrong := "; ".join(problem for _, problem in _moved(source, digests)):
+    if wrong := "; ".join(moved(source, digests)):
         raise UnsupportedEngineError(f"{source.name} cannot be recorded: {wrong}")
     record = {source.version or source.name: dict(sorted(digests.items()))}
     RECORDS.write_text(f"{json.dumps(record, indent=1)}\n", encoding="utf-8")
-
-
-def _moved(source: EngineSource, digests: Mapping[str, str]) -> Iterator[tuple[Seam, str]]:
-    """Each seam that is not as it was recorded, and what is wrong with it."""
-    for seam in seams():
-        digest, known = source.digest(seam), digests.get(seam.path)
-        if digest is None:
-            yield seam, f"{seam.path} is gone"
-        elif known is None:
-            yield seam, f"{seam.path} is not recorded (python -m {_RECORDER})"
-        elif digest != known:
-            yield seam, f"{seam.path} has changed"
 
 
 _FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 class EngineSource:
-    """One SGLang.
+    """One SGLang: its folder ``sglang/``, and its release, None where nothing says it."""
 
-    Attributes:
-        root: its folder ``sglang/``, on disk or in a wheel.
-        version: its release, or None where nothing says it (a checkout).
-    """
-
-    def __init__(self, root: Path | zipfile.Path, version: str | None) -> None:
+    def __init__(self, root: Path, version: str | None) -> None:
         self.root = root
         self.version = version
         self._modules: dict[str, ast.Module | None] = {}
@@ -209,23 +161,8 @@ class EngineSource:
             raise UnsupportedEngineError(
                 f"SGLang is not installed. Install it: pip install 'sglang=={SUPPORTED_VERSION}'."
             )
-        return cls(Path(spec.origin).parent, _version(sys.path))
-
-    @classmethod
-    def at(cls, place: Path) -> EngineSource:
-        """The one in a wheel, or in a folder: ``sglang/``, what holds it, or a checkout.
-
-        Raises:
-            UnsupportedEngineError: there is none.
-        """
-        for holder in _holders(place.resolve()):
-            if (holder / "sglang" / "srt" / "server_args.py").is_file():
-                return cls(holder / "sglang", _version([str(holder).rstrip("/")]))
-        raise UnsupportedEngineError(
-            f"there is no SGLang in {place}. Name a wheel (pip download --no-deps sglang==VERSION "
-            "fetches one) or a folder that holds sglang/, such as site-packages or a checkout's "
-            "python/."
-        )
+        found = importlib.metadata.distributions(name="sglang")
+        return cls(Path(spec.origin).parent, next((each.version for each in found), None))
 
     @property
     def name(self) -> str:
@@ -246,24 +183,11 @@ class EngineSource:
     def module(self, name: str) -> ast.Module | None:
         """The tree of a module, or None if there is none of this name."""
         if name not in self._modules:
-            path = "/".join(name.split(".")[1:])
-            files = [self.root / f"{path}.py", self.root / path / "__init__.py"]
+            path = self.root.joinpath(*name.split(".")[1:])
+            files = [path.with_name(f"{path.name}.py"), path / "__init__.py"]
             found = next((file for file in files if file.is_file()), None)
             self._modules[name] = ast.parse(found.read_text(encoding="utf-8")) if found else None
         return self._modules[name]
-
-
-def _holders(place: Path) -> Sequence[Path | zipfile.Path]:
-    """Where the folder ``sglang/`` may lie."""
-    if zipfile.is_zipfile(place):
-        return [zipfile.Path(place)]
-    return [place, place / "python", *([place.parent] if place.name == "sglang" else [])]
-
-
-def _version(places: list[str]) -> str | None:
-    """What its ``.dist-info`` says; none is beside a checkout."""
-    found = importlib.metadata.distributions(name="sglang", path=places)
-    return next((distribution.version for distribution in found), None)
 
 
 def _find(tree: ast.AST, names: list[str]) -> list[ast.stmt]:

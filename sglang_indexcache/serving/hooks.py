@@ -19,10 +19,6 @@ _ours: set[str] = set()
 def around(target: str, function: Callable[..., Any], *, at_start: bool = False) -> None:
     """Call ``function(original, ...)`` in place of ``target``; safe to call again.
 
-    Args:
-        function: receives the original first.
-        at_start: leave it to SGLang, which wraps once all plugins are loaded.
-
     Raises:
         UnsupportedEngineError: SGLang could not wrap it.
     """

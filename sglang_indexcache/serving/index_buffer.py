@@ -2,9 +2,8 @@
 
 One buffer lives in each attention backend and holds the indices of one forward of one batch, so
 two sub-batches that overlap have two buffers. Where all rows obey one pattern it keeps a reference
-to the F layer's tensor and never copies it: under CUDA graphs the tensor's address is fixed when
-the graph is captured. Where rows obey several, a layer that is F for some makes a new tensor of
-what those selected and what the others keep; what a layer was given is never written to.
+to the F layer's tensor: under CUDA graphs its address is fixed at the capture. Where rows obey
+several, a layer that is F for some makes a new tensor; what a layer was given is never written to.
 """
 
 from __future__ import annotations
@@ -26,9 +25,7 @@ Wide = TypeVar("Wide")
 class IndexBuffer:
     """The one conditional branch of IndexCache (paper, figure "Side-by-side comparison", b).
 
-    Layers are the model's layer numbers. Every forward begins with :meth:`begin`. What an indexer
-    selects comes in by :meth:`select`, what an earlier pipeline stage selected by :meth:`adopt`; an
-    attention layer then asks :meth:`read`. Who writes and who reads is decided by the layer and the
+    Layers are the model's layer numbers. Who writes and who reads is decided by the layer and the
     forward, never by which tensor somebody holds: SGLang pads the rows of a batch for its
     collectives, and hands attention a slice without the padding.
 
@@ -40,9 +37,8 @@ class IndexBuffer:
         writes: rises whenever indices come in; while it stands, layers share the same ones.
 
     Args:
-        active: the model's layers, and the pattern where a forward does not say.
-        first_layer: the first layer of this pipeline stage. What an earlier one selected is handed
-            in anew in each pass.
+        first_layer: of this pipeline stage. What an earlier one selected is handed in anew in each
+            pass.
     """
 
     def __init__(self, active: ActivePattern, first_layer: int = 0) -> None:
@@ -55,12 +51,8 @@ class IndexBuffer:
         self._wide: tuple[tuple[object, ...], Any] | None = None
 
     def begin(self, rows: RowPatterns | None = None) -> None:
-        """Start a forward: forget the last one's indices, obey the same patterns to the end.
-
-        Args:
-            rows: which pattern each row obeys. By default the active one, all of them.
-        """
-        self._rows = rows or RowPatterns.one(self._active.pattern)
+        """Start a forward: forget the last one's indices, obey the same patterns to the end."""
+        self._rows = rows or RowPatterns((self._active.pattern,))
         self._sources = (None,) * len(self._rows.patterns)
         self._indices = self._wide = None
         self.writes += 1
@@ -83,11 +75,7 @@ class IndexBuffer:
         return any(pattern.is_full(position) for pattern in self.rows.patterns)
 
     def select(self, layer: int, selected: torch.Tensor | None) -> torch.Tensor:
-        """Take what the indexer of ``layer`` selected, which is F for some row.
-
-        Args:
-            layer: the model's layer number.
-            selected: ``[T, k]``, of as many rows as the forward has or of fewer.
+        """Take what the indexer of ``layer``, which is F for some row, selected: ``[T, k]``.
 
         Returns:
             ``[T, k]``: ``selected`` in the rows for which the layer is F, in the others what they
@@ -124,18 +112,7 @@ class IndexBuffer:
         return torch.where(masks[position, :count, None], selected, kept[:count])
 
     def read(self, layer: int, rows: int) -> torch.Tensor:
-        """What the F layers of ``layer`` selected, without a recent window (:meth:`widened`).
-
-        Args:
-            layer: the model's layer number.
-            rows: how many attention has. Behind them may be rows that pad the forward.
-
-        Returns:
-            ``[rows, k]``, or fewer where fewer were selected.
-
-        Raises:
-            StaleIndexError: as :meth:`shared`.
-        """
+        """:meth:`shared` without what pads the forward: ``[rows, k]`` or fewer, no window yet."""
         indices = self.shared(layer)
         return indices if indices.shape[0] <= rows else indices[:rows]
 
@@ -157,11 +134,8 @@ class IndexBuffer:
     def widened(self, layer: int, indices: torch.Tensor, widen: Callable[..., Wide]) -> Wide:
         """``indices`` with the recent windows that rows have in ``layer``; made once for a group.
 
-        Args:
-            layer: one with a :meth:`window`.
-            indices: what :meth:`read` gave.
-            widen: called as ``widen(indices, windows, widest)``, with windows ``[T]`` int32 or one
-                number for all; makes the lists, and whatever goes with them.
+        They are made by ``widen(indices, windows, widest)``, with windows ``[T]`` int32 or one
+        number for all.
         """
         # In a mixed batch a layer that is F for some rows has windows of its own.
         own = layer if self.is_full(layer) and self.rows.masks is not None else None
@@ -175,10 +149,7 @@ class IndexBuffer:
     def adopt(self, layer: int, carried: torch.Tensor | None) -> None:
         """Take over what an earlier pipeline stage selected, if that is what ``layer`` shares.
 
-        Args:
-            layer: S for all rows; the model's layer number.
-            carried: ``[T, k]``, what SGLang hands to its attention. It does so between stages for
-                one pattern only.
+        SGLang hands it to attention, ``[T, k]``, between stages for one pattern only.
         """
         if carried is not None and self._shares_from_before(layer, self._first_layer):
             self._sources, self._indices = self._sources_of(layer), carried
@@ -190,7 +161,6 @@ class IndexBuffer:
         """Take over what the whole batch selected of which this is a part, if ``layer`` needs it.
 
         Args:
-            whole: the whole batch's buffer.
             rows: this part's in the whole batch, from and to below.
             count: of this part's rows, those that pad it too.
             before: the first layer that runs on parts.
@@ -205,11 +175,7 @@ class IndexBuffer:
             self.writes += 1
 
     def _check(self, layer: int, but: int | None = None) -> None:
-        """That each pattern's rows hold what its F layer before ``layer`` wrote.
-
-        Args:
-            but: not of patterns whose F layer is at this position, for it writes next.
-        """
+        """That each pattern's rows hold what its F layer wrote; that at ``but`` writes next."""
         for expected, source in zip(self._sources_of(layer), self._sources, strict=True):
             if expected not in (source, but):
                 held = "nothing" if source is None else f"those of position {source}"

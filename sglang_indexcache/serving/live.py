@@ -1,20 +1,15 @@
 """Report the patterns of a running engine and, in live mode, replace that of requests to come.
 
-Both ride on SGLang's own HTTP routes. ``GET /server_info`` shows the state of every scheduler
-under ``internal_states[i].indexcache``. ``POST /set_internal_state`` takes a new pattern, in a
-key because SGLang allows only numbers as values::
-
-    {"server_args": {"indexcache_pattern=uniform:1/4": 1}}
-
-A switch is for the requests to come. Those that were admitted before keep the pattern that they
-have, and cached KV is kept apart by pattern (``requests.py``), so nothing is put back or flushed.
+``GET /server_info`` shows the state of every scheduler under ``internal_states[i].indexcache``.
+``POST /set_internal_state`` takes a new pattern, in a key because SGLang allows only numbers as
+values: ``{"server_args": {"indexcache_pattern=uniform:1/4": 1}}``. Admitted requests keep theirs,
+and cached KV is kept apart by pattern (``requests.py``), so nothing is put back or flushed.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from sglang_indexcache.ask.protocol import STATE, SWITCH
@@ -26,7 +21,6 @@ from sglang_indexcache.serving.settings import MODE
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
-    from torch.nn import Module
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +33,7 @@ def install() -> None:
     hooks.around(f"{_STATE}.set_internal_state", _accept)
 
 
-def _report(output: Any, controller: Any, _request: Any) -> None:
+def _report(output: Any, _controller: Any, _request: Any) -> None:
     active = current()
     if active is None:
         return
@@ -49,7 +43,6 @@ def _report(output: Any, controller: Any, _request: Any) -> None:
             requests=requests.in_hand(),
             stage=(active.traffic.here.start, active.traffic.here.stop),
             index_k_bytes_per_token=active.traffic.index_k_bytes,
-            indexer_weight_bytes=_indexer_weight_bytes(controller.scheduler),
         ).to_json()
     except Exception as error:  # in the scheduler's loop: it would end the server
         logger.exception("IndexCache: the state could not be reported")
@@ -63,23 +56,6 @@ def _rank() -> int:
 
     parallel = get_parallel()
     return int(parallel.attn_dp_rank if parallel.dp_rank is None else parallel.dp_rank)
-
-
-def _indexer_weight_bytes(scheduler: Scheduler) -> dict[str, int]:
-    """Bytes of indexer weights by layer, of the layers of this process that have any."""
-    return dict(_weighed(scheduler.tp_worker.model_runner.model))
-
-
-@lru_cache(maxsize=1)
-def _weighed(model: Module) -> dict[str, int]:
-    """Once for a model: it has ten thousand parameters and more, and they do not change."""
-    found: dict[str, int] = {}
-    for name, parameter in model.named_parameters():
-        layer, inside, _ = name.partition(".self_attn.indexer.")
-        if inside:
-            number = layer.rpartition(".")[2]
-            found[number] = found.get(number, 0) + parameter.nbytes
-    return found
 
 
 def _accept(original: Callable[..., Any], controller: Any, request: Any) -> Any:
@@ -113,9 +89,7 @@ def _accept(original: Callable[..., Any], controller: Any, request: Any) -> Any:
 def switch(scheduler: Scheduler, active: ActivePattern, value: str) -> None:
     """Make ``value`` the pattern of the requests to come that name none.
 
-    Args:
-        scheduler: SGLang's scheduler of this process, between two batches.
-        value: as for ``--indexcache-pattern``, but no file: it would be read on the server.
+    It is what ``--indexcache-pattern`` takes, but no file: that would be read on the server.
 
     Raises:
         IndexCacheError: the pattern does not fit, or this server cannot switch.

@@ -1,9 +1,8 @@
 """What sharing does, among SGLang's own metrics: with ``--enable-metrics``, at ``/metrics``.
 
-SGLang makes its collectors from the classes that ``ServerArgs.stat_loggers`` names, one for each
-role. Ours are its own with more in them: whenever a scheduler logs its statistics, it also exports
-what this process has counted since. The labels are SGLang's, and so is the prefix but for its
-colon, which arrives as an underscore at a Prometheus that asks for OpenMetrics.
+SGLang makes its collectors from the classes that ``ServerArgs.stat_loggers`` names. Ours are its
+own with more in them: whenever a scheduler logs its statistics, it also exports what this process
+has counted since. The labels are SGLang's.
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ from sglang_indexcache.ask.protocol import OTHERS, RECENT
 from sglang_indexcache.library import mean_known
 from sglang_indexcache.serving import front, requests
 from sglang_indexcache.serving.active import ActivePattern, current
-from sglang_indexcache.serving.shadow import Cells
-from sglang_indexcache.serving.traffic import LENGTHS, MOST_APART, apart
+from sglang_indexcache.serving.traffic import MOST_APART, apart
 
 logger = logging.getLogger(__name__)
 
@@ -42,8 +40,6 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "overlap": ("Sum over them: share of a layer's own selection that it was given.", ("layer",)),
     "overlap_chance": ("The same of lists drawn blindly, over all layers.", ()),
     "recall": ("The same, by the selection's score mass; live mode.", ("layer",)),
-    "overlap_rows_by_length": ("Rows of the sampled forwards, over all layers.", ("length",)),
-    "overlap_by_length": ("Sum of the shares over them.", ("length",)),
     "recent": ("Sum of the shares of the last tokens that a given list holds.", ("window",)),
     "switches": ("Replacements of the server's pattern.", ()),
     "rejections": ("Patterns refused.", ("by",)),
@@ -55,12 +51,11 @@ GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "info": ("1 for what is in effect.", ("pattern", "mode", "source", "version")),
     "requests": ("Unfinished requests.", ("pattern",)),
     "index_k_bytes": ("Bytes of index keys a token.", ()),
-    "overlap_least": ("The least overlap since the pattern was set.", ("length",)),
     "overlap_found": ("Overlap beyond chance that the pattern's file says; 0 for none.", ()),
 }
 
-REFUSED = "Requests refused for the pattern that they name.", ("status",)
-"""Of the processes that take requests: ``refused``, by the HTTP status of the answer."""
+REFUSED: tuple[str, tuple[str, ...]] = ("Requests refused for the pattern that they name.", ())
+"""Of the processes that take requests: ``refused``."""
 
 Values = dict[tuple[str, ...], float]
 
@@ -93,17 +88,11 @@ class TokenizerCollector(TokenizerMetricsCollector):
 
         about, more = REFUSED
         refused = prometheus_client.Counter(f"{PREFIX}refused_total", about, (*labels, *more))
-        for status in front.REFUSALS:  # a series that begins at 1 shows no increase
-            refused.labels(**labels, status=status)
-        front.on_refusal.append(lambda status: refused.labels(**labels, status=status).inc())
+        front.on_refusal.append(refused.labels(**labels).inc)  # a series from now on, at 0
 
 
 class Exporter:
-    """Our metrics of one process, in Prometheus' registry.
-
-    Args:
-        labels: SGLang's, of this process.
-    """
+    """Our metrics of one process, with SGLang's labels, in Prometheus' registry."""
 
     def __init__(self, labels: Mapping[str, str]) -> None:
         # Only now: SGLang says by a variable, late, that several processes write.
@@ -124,12 +113,11 @@ class Exporter:
 
     def export(self, active: ActivePattern) -> None:
         """Write what changed since the last time."""
-        _, sums, leasts = active.shadow.read()
-        for name, values in (_counted(active) | _overlaps(active, sums)).items():
+        for name, values in (_counted(active) | _overlaps(active)).items():
             for key, value in values.items():
                 self._child(name, key).inc(value - self._told[name].get(key, 0))
             self._told[name] = values
-        for name, values in _standing(active, sums, leasts).items():
+        for name, values in _standing(active).items():
             # What is no more is 0: between processes no series can be taken back.
             now: Values = dict.fromkeys(self._told[name], 0)
             for key, value in values.items():
@@ -170,45 +158,36 @@ def _counted(active: ActivePattern) -> dict[str, Values]:
     }
 
 
-def _standing(active: ActivePattern, sums: Cells, leasts: Cells) -> dict[str, Values]:
-    """Every gauge's value now. The least overlap of a length that was seen only before is 1."""
-    plan = active.plan
-    seen = [n for n in range(len(LENGTHS)) if any(layer[n][0] for layer in sums)]
+def _standing(active: ActivePattern) -> dict[str, Values]:
+    """Every gauge's value now."""
     return {
-        "overlap_least": {(LENGTHS[n],): min(layer[n][0] for layer in leasts) for n in seen},
         "overlap_found": {(): mean_known(active.reference) or 0},
-        "info": {(str(active.policy), plan.mode, active.source, __version__): 1},
+        "info": {(str(active.policy), active.plan.mode, active.source, __version__): 1},
         "requests": {(pattern,): count for pattern, count in requests.in_hand().items()},
         "index_k_bytes": {(): active.traffic.index_k_bytes},
     }
 
 
-def _overlaps(active: ActivePattern, sums: Cells) -> dict[str, Values]:
-    """The shadow's counters. At most 250 series together, at 78 layers."""
+def _overlaps(active: ActivePattern) -> dict[str, Values]:
+    """The shadow's counters. At most 240 series together, at 78 layers."""
     found: dict[str, Values] = defaultdict(lambda: defaultdict(float))
-    for position, by_length in enumerate(sums):
-        layer = str(active.plan.layer_ids[position])
-        for length, (rows, overlap, chance, recall, *recent) in zip(
-            LENGTHS, by_length, strict=True
-        ):
-            if not rows:
-                continue
-            for name, value in (("overlap_rows", rows), ("overlap", overlap), ("recall", recall)):
-                found[name][layer,] += value
-            found["overlap_chance"][()] += chance
-            found["overlap_rows_by_length"][length,] += rows
-            found["overlap_by_length"][length,] += overlap
-            for window, value in zip(RECENT, recent, strict=True):
-                found["recent"][str(window),] += value
+    _, sums = active.shadow.read()
+    for layer, (rows, overlap, chance, recall, *recent) in zip(
+        map(str, active.plan.layer_ids), sums, strict=False
+    ):
+        if not rows:
+            continue
+        found["overlap_rows"][layer,] = rows
+        found["overlap"][layer,] = overlap
+        found["recall"][layer,] = recall
+        found["overlap_chance"][()] += chance
+        for window, value in zip(RECENT, recent, strict=True):
+            found["recent"][str(window),] += value
     return dict(found)
 
 
 def collectors(given: Mapping[str, type] | None) -> dict[str, type]:
-    """``ServerArgs.stat_loggers`` with ours in it.
-
-    Args:
-        given: those of whoever starts the server, which stay.
-    """
+    """``ServerArgs.stat_loggers`` with ours in it; those ``given`` stay."""
     ours: dict[str, type] = {
         STAT_LOGGER_ROLE_SCHEDULER: SchedulerCollector,
         STAT_LOGGER_ROLE_TOKENIZER: TokenizerCollector,

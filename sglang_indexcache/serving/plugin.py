@@ -1,9 +1,8 @@
 """Entry point ``sglang.srt.plugins``: make SGLang accept and resolve ``indexcache``.
 
-``indexcache`` IS a DSA backend. SGLang compares backend names with the literal "dsa" in many
-places, so the name is resolved to "dsa" at the first step of SGLang's own resolution pipeline,
-with the "dsa" factory replaced: every such comparison, now and after an upgrade, sees "dsa".
-The raw input keeps what the operator wrote.
+SGLang compares backend names with the literal "dsa" in many places, and ``indexcache`` is a DSA
+backend. So the name is resolved to "dsa" at the first step of SGLang's own resolution, with the
+"dsa" factory replaced. The raw input keeps what the operator wrote.
 """
 
 from __future__ import annotations
@@ -16,17 +15,15 @@ from argparse import Action, ArgumentParser, Namespace
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from sglang.srt.arg_groups.choices import add_attention_backend_choices
 from sglang.srt.arg_groups.overrides import declare_resolution, model_config_of, resolving_view
 from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 
-from sglang_indexcache.checkpoint import SHARING_KEYS, Checkpoint, text_config
+from sglang_indexcache.checkpoint import SHARING_KEYS, Checkpoint
 from sglang_indexcache.errors import CheckpointError, Findings, IndexCacheError, SettingsError
 from sglang_indexcache.kernels.dispatch import Machine
-from sglang_indexcache.models import read_field
 from sglang_indexcache.serving import (
     adapter,
     agreement,
@@ -41,12 +38,11 @@ from sglang_indexcache.serving.active import activate
 from sglang_indexcache.serving.cpu import fp8
 from sglang_indexcache.serving.cpu import platform as platform_cpu
 from sglang_indexcache.serving.cuda import window
-from sglang_indexcache.serving.cuda.choice import check_engine, check_reference, choose, describe
+from sglang_indexcache.serving.cuda.choice import check_engine, check_reference, choose
 from sglang_indexcache.serving.settings import (
     BACKEND_NAME,
     GRAPHS,
     OPTIONS,
-    PATTERN,
     Plan,
     Said,
     collect,
@@ -54,15 +50,14 @@ from sglang_indexcache.serving.settings import (
     read_overrides,
     without_sharing,
 )
-from sglang_indexcache.support.lengths import format_length
 
 logger = logging.getLogger(__name__)
 
 _DSA_NAMES = ("dsa", "nsa")
 _BACKEND_FIELDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
 _GIVEN = "_indexcache_given"
-"""Attribute of ServerArgs: the flags or keywords as given, and whether they are flags. Like
-SGLang's own ``_launch_command`` it is bookkeeping beside the fields, and is pickled with them."""
+"""Attribute of ServerArgs: the flags or keywords as given, and whether they are flags. It is
+pickled with the fields."""
 
 FOUND = "_indexcache_found"
 """Attribute of ServerArgs that are only examined: a list for problems that would end a start. What
@@ -126,9 +121,8 @@ def _register_backend() -> None:
 def create_backend(runner: Any, original: Callable[[Any], Any]) -> Any:
     """Create the attention backend of one model runner.
 
-    Args:
-        original: SGLang's own factory for "dsa". It serves draft models, whose single layer has
-            an indexer and a sharing of its own, and servers that did not ask for IndexCache.
+    ``original``, SGLang's own factory for "dsa", serves draft models, whose single layer has an
+    indexer and a sharing of its own, and servers that did not ask for IndexCache.
     """
     plan = Plan.from_hf_config(runner.model_config.hf_config)
     if plan is None or runner.is_draft_worker:
@@ -187,10 +181,9 @@ def _keep_flags(original: Callable[..., Any], cls: type, args: Namespace) -> Any
 
 
 def _accept_engine_keywords() -> None:
-    """``sglang.Engine(indexcache_pattern=...)``.
+    """``sglang.Engine(indexcache_pattern=...)``, which loads plugins before it reads keywords.
 
-    The engine module is only patched where it is loaded: an Engine loads the plugins itself
-    before it builds its arguments, and importing it elsewhere would slow every worker's start.
+    Where nothing has loaded its module, importing it would slow every worker's start.
     """
     module = sys.modules.get("sglang.srt.entrypoints.engine")
     if module is None:
@@ -218,7 +211,7 @@ def _after_sglangs(check: Callable[[Any], None]) -> Callable[..., None]:
             check(server_args)
         except IndexCacheError as error:
             _, are_flags = _given(server_args)
-            if are_flags and not _is_examined(server_args):  # a sentence, not a stack of frames
+            if are_flags and not hasattr(server_args, FOUND):  # a sentence, not a stack of frames
                 raise SystemExit(f"indexcache: error: {error}") from None
             raise
 
@@ -228,10 +221,6 @@ def _after_sglangs(check: Callable[[Any], None]) -> Callable[..., None]:
 def _given(server_args: Any) -> tuple[dict[str, str | None], bool]:
     found: tuple[dict[str, str | None], bool] = getattr(server_args, _GIVEN, ({}, False))
     return found
-
-
-def _is_examined(server_args: Any) -> bool:
-    return hasattr(server_args, FOUND)
 
 
 def _resolve(server_args: Any) -> None:
@@ -252,44 +241,21 @@ def _resolve(server_args: Any) -> None:
         refusals.check(cfg, plan, num_layers)
     with found:
         platform_cpu.check_plan(server_args, plan)
-    if _is_examined(server_args):  # SGLang's own checks, which come next, may find more
-        getattr(server_args, FOUND).extend(found.each)
-    else:
+    examined = getattr(server_args, FOUND, None)
+    if examined is None:
         found.report()
-    _declare(server_args, plan, overrides, config)
-    if not _is_examined(server_args):  # it takes SGLang's tokenizer manager
         front.install()
         vars(server_args)["get_tokenizer_worker_class"] = front.tokenizer_worker_class
+    else:  # SGLang's own checks, which come next, may find more
+        examined.extend(found.each)
+    _declare(server_args, plan, overrides, config)
     logger.info(plan.describe())
-    if unreached := _steps_beyond(plan, cfg.context_length or config):
-        logger.warning("IndexCache: %s", unreached)
     if plan.advice:
         logger.warning("IndexCache: %s", plan.advice)
 
 
-def _steps_beyond(plan: Plan, context: Any) -> str:
-    """A warning where a policy has patterns for prompts that no request can have, or "".
-
-    Args:
-        context: the longest, in tokens, or the model's config that says it.
-    """
-    if not isinstance(context, int):
-        context = read_field(text_config(context), "max_position_embeddings")
-    beyond = [start for start, _ in plan.longer if context is not None and start >= context]
-    if not beyond:
-        return ""
-    return (
-        f"{PATTERN.flag}: no prompt reaches {format_length(beyond[0])} tokens, because the context "
-        f"length is {format_length(context)}. What the policy says from there on never applies."
-    )
-
-
 def _check_kernels(server_args: Any) -> None:
-    """Say before weights are loaded which kernels will run, or why they cannot.
-
-    Raises:
-        SettingsError: kernels that do not fit the model, or cannot take over.
-    """
+    """Say before weights are loaded which kernels will run, or raise why they cannot."""
     cfg = resolving_view(server_args)
     plan = Plan.from_overrides(cfg.json_model_override_args)
     if plan is None:
@@ -302,8 +268,8 @@ def _check_kernels(server_args: Any) -> None:
     if plan.kernels == "engine":
         return
     check_reference(plan.kernels, cfg)
-    for line in describe(routes):
-        logger.info("IndexCache kernels: %s", line)
+    for route in routes:
+        logger.info("IndexCache kernels: %s", route)
 
 
 def _keep_free_for_graphs(server_args: Any, previous: Callable[[Any], None]) -> None:
@@ -318,31 +284,19 @@ def _keep_free_for_graphs(server_args: Any, previous: Callable[[Any], None]) -> 
     memory = get_device_memory_capacity(cfg.device) if reserve else None
     if memory is None:
         return
-    flag, about = GRAPHS.flag, f"about {reserve} MB"
+    what = f"{GRAPHS.flag}, about {reserve} MB"
     if is_fixed:
         logger.warning(
-            "IndexCache: --mem-fraction-static is given, so nothing is kept free for the graphs of "
-            "%s, %s.",
-            flag,
-            about,
+            "IndexCache: --mem-fraction-static is given, so nothing is kept free for %s.", what
         )
         return
     fraction = round(cfg.mem_fraction_static - reserve / memory, 3)
     declare_resolution(server_args, BACKEND_NAME, mem_fraction_static=fraction)
-    logger.info(
-        "IndexCache: %s are kept free for the graphs of %s: --mem-fraction-static %s.",
-        about,
-        flag,
-        fraction,
-    )
+    logger.info("IndexCache: kept free for %s: --mem-fraction-static %s.", what, fraction)
 
 
 def _is_wanted(server_args: Any, said: Said) -> bool:
-    """Whether this server shall run IndexCache.
-
-    Raises:
-        SettingsError: IndexCache settings with another backend.
-    """
+    """Whether this server shall run IndexCache; SettingsError with another backend."""
     cfg = resolving_view(server_args)
     named = {field: getattr(cfg, field) for field in _BACKEND_FIELDS if getattr(cfg, field)}
     others = {k: v for k, v in named.items() if v not in (BACKEND_NAME, *_DSA_NAMES)}
@@ -415,15 +369,9 @@ def _checkpoint_config(cfg: Any, overrides: Mapping[str, Any]) -> Any:
 
 
 def _allow_overlap(original: Callable[..., None], server_args: Any, hf_config: Any) -> None:
-    """SGLang refuses two-batch overlap with sharing; our buffer carries what it would drop.
-
-    Without a plan its rule stands, also for LongCat's way to say it, which it overlooks.
-    """
-    if Plan.from_hf_config(hf_config) is not None:
-        return
-    if (cli_factor := getattr(hf_config, "cli_factor", None) or 1) > 1:
-        hf_config = SimpleNamespace(index_topk_freq=cli_factor)
-    original(server_args, hf_config)
+    """SGLang refuses two-batch overlap with sharing; our buffer carries what it would drop."""
+    if Plan.from_hf_config(hf_config) is None:
+        original(server_args, hf_config)
 
 
 def merged_overrides(plan: Plan, overrides: Mapping[str, Any], config: Any) -> dict[str, Any]:

@@ -22,13 +22,10 @@ _FORM = "PATTERN < LENGTH <= PATTERN, for example: full < 32K <= 1/2 < 128K <= 1
 
 @dataclass(frozen=True)
 class Policy:
-    """Patterns by prompt length.
-
-    Attributes:
-        steps: from how many prompt tokens on, and the pattern; ascending, the first from 0.
-    """
+    """Patterns by prompt length."""
 
     steps: tuple[tuple[int, Pattern], ...]
+    """From how many prompt tokens on, and the pattern; ascending, the first from 0."""
 
     @classmethod
     def of(cls, pattern: Pattern) -> Policy:
@@ -37,15 +34,10 @@ class Policy:
 
     @classmethod
     def parse(cls, text: str, resolve: Callable[[str], Pattern]) -> Policy:
-        """Read what a user wrote.
-
-        Args:
-            text: a pattern, or patterns with the lengths between them.
-            resolve: gives the pattern for one of its names.
+        """Read what a user wrote; ``resolve`` gives the pattern for one of its names.
 
         Raises:
             SettingsError: it has another form, or its lengths do not grow.
-            IndexCacheError: from ``resolve``.
         """
         words = re.split(r"\s*(<=?)\s*", text)
         if len(words) == 1:

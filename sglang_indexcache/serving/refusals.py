@@ -1,22 +1,91 @@
-"""What a plan cannot be combined with: each refused, with the reason, before anything is loaded."""
+"""What a plan combines with, and what not: that is refused with the reason before loading."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from sglang_indexcache.errors import Findings, SettingsError
 from sglang_indexcache.models import BY_ARCHITECTURE
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.cpu import platform as platform_cpu
-from sglang_indexcache.serving.settings import (
-    ADAPTER,
-    GRAPHS,
-    KERNELS,
-    MODE,
-    PATTERN,
-    Plan,
-)
+from sglang_indexcache.serving.settings import ADAPTER, GRAPHS, KERNELS, MODE, PATTERN, Plan
+
+TESTED = "CPU test"
+REHEARSED = "rehearsed"
+"""SGLang's CUDA code ran it on a CPU, references in the place of kernels (tests/rehearsal)."""
+CONTRACT = "source check"
+"""Our assumptions are checked against SGLang's source; running it needs a GPU."""
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One feature of the engine.
+
+    Attributes:
+        flag: how it is switched on; "" if it is on by default.
+        static: whether static mode supports it, and with what condition.
+        live: the same for live mode.
+        known_by: how we know, the best first.
+        in_use: whether SGLang's view of its arguments uses it.
+    """
+
+    name: str
+    flag: str
+    static: str
+    live: str
+    known_by: tuple[str, ...]
+    in_use: Callable[[Any], bool]
+
+    @property
+    def evidence(self) -> str:
+        """How we know, as text."""
+        return ", ".join(self.known_by)
+
+
+FEATURES = (
+    Feature("chunked prefill", "--chunked-prefill-size", "yes", "yes", (TESTED, REHEARSED),
+            lambda cfg: (cfg.chunked_prefill_size or 0) > 0),
+    Feature("radix cache", "", "yes", "yes, shared within a pattern", (TESTED, REHEARSED),
+            lambda cfg: not cfg.disable_radix_cache),
+    Feature("mixed batches", "--enable-mixed-chunk", "yes", "yes", (TESTED,),
+            lambda cfg: cfg.enable_mixed_chunk),
+    Feature("overlap schedule", "", "yes", "yes", (TESTED, REHEARSED),
+            lambda cfg: not cfg.disable_overlap_schedule),
+    Feature("tensor parallelism", "--tp", "yes", "yes", (TESTED, REHEARSED),
+            lambda cfg: cfg.tp_size > 1),
+    Feature("dp_attention", "--enable-dp-attention", "yes", "yes", (TESTED, REHEARSED),
+            lambda cfg: cfg.attn_dp_size > 1),
+    Feature("pipeline parallelism", "--pp-size", "yes",
+            "patterns with F at every stage start", (TESTED, REHEARSED),
+            lambda cfg: cfg.pp_size > 1),
+    Feature("FP8 KV cache", "--kv-cache-dtype fp8_e4m3", "yes", "yes", (REHEARSED,),
+            lambda cfg: cfg.kv_cache_dtype.startswith("fp8")),
+    Feature("FP8 weights", "", "yes", "yes", (TESTED, REHEARSED),
+            lambda cfg: cfg.quantization == "fp8"),
+    Feature("CUDA graphs", "", "yes, of decode and of prefill", "decode, with --indexcache-graphs",
+            (REHEARSED,),
+            lambda cfg: cfg.device == "cuda"),
+    Feature("two-batch overlap", "--enable-two-batch-overlap",
+            "yes, with --pp-size F at every stage start", "the same", (REHEARSED, CONTRACT),
+            lambda cfg: cfg.enable_two_batch_overlap),
+    Feature("MTP / EAGLE", "--speculative-algorithm",
+            "yes, the draft layer keeps its own indexer", "no", (REHEARSED, CONTRACT),
+            lambda cfg: cfg.speculative_algorithm is not None),
+    Feature("prefill context parallelism", "--enable-prefill-cp",
+            "yes, with --cp-strategy interleave", "no", (REHEARSED, CONTRACT),
+            lambda cfg: cfg.enable_prefill_cp),
+    Feature("disaggregation", "--disaggregation-mode", "yes, the same pattern on both sides",
+            "live on both sides with the same default, switch when idle", (REHEARSED, CONTRACT),
+            lambda cfg: cfg.disaggregation_mode != "null"),
+    Feature("HiCache", "--enable-hierarchical-cache",
+            "yes, stored pages are kept apart by pattern", "the same", (REHEARSED, CONTRACT),
+            lambda cfg: cfg.enable_hierarchical_cache),
+    Feature("returned selections", "--enable-return-indexer-topk",
+            "yes, S layers have their F layer's", "the same", (TESTED,),
+            lambda cfg: cfg.enable_return_indexer_topk),
+)  # fmt: skip
 
 
 def check(cfg: Any, plan: Plan, num_layers: int) -> None:
@@ -27,8 +96,7 @@ def check(cfg: Any, plan: Plan, num_layers: int) -> None:
         num_layers: of the model, those without an indexer too.
 
     Raises:
-        SettingsError, PatternError: a reason, and what to do.
-        CombinedError: every reason, where there is more than one.
+        IndexCacheError: every reason, and what to do.
     """
     found = Findings()
     found.each += [SettingsError(reason) for reason in _reasons(cfg, plan)]
@@ -168,14 +236,13 @@ def _of_caches(cfg: Any, plan: Plan) -> Iterator[str]:
         "--enable-flexkv": cfg.enable_flexkv,
         "--radix-cache-backend flexkv": cfg.radix_cache_backend == "flexkv",
     }
-    found = [name for name, used in by_tokens_alone.items() if used]
-    if found and plan.kv_namespace(plan.pattern):
+    if plan.kv_namespace(plan.pattern):
         cause = f"{MODE.flag} live" if plan.mode == "live" else PATTERN.flag
-        yield (
-            f"{found[0]} does not work with {cause}: FlexKV finds KV by its tokens alone "
-            "and would hand out what another pattern computed. Drop one of them, or use HiCache or "
-            "LMCache."
+        fix = (
+            "FlexKV finds KV by its tokens alone and would hand out what another pattern "
+            "computed. Drop one of them, or use HiCache or LMCache."
         )
+        yield from _clash(cause, by_tokens_alone, fix)
 
 
 def _of_returned_selections(cfg: Any) -> Iterator[str]:
@@ -198,11 +265,7 @@ def _of_returned_selections(cfg: Any) -> Iterator[str]:
 
 
 def stage_starts(layer_ids: Sequence[int], num_layers: int, stages: int) -> list[int]:
-    """Pattern positions of the first indexer layers of the pipeline stages after the first.
-
-    Args:
-        layer_ids: model layer of each pattern position.
-    """
+    """Pattern positions of the first indexer layers of the pipeline stages after the first."""
     from sglang.srt.distributed.utils import get_pp_indices
 
     starts = [get_pp_indices(num_layers, rank, stages)[0] for rank in range(1, stages)]

@@ -6,7 +6,7 @@ scheduler; else the server's policy decides by the prompt's length::
     {"sampling_params": {"custom_params": {"indexcache_pattern": "uniform:1/4"}}}
 
 The schedulers decide, when they make the request, from what every rank of a group was sent in the
-same order. The HTTP process looks first (``front.py``), so that a bad name is answered there.
+same order. The HTTP process has looked before (``front.py``).
 """
 
 from __future__ import annotations
@@ -57,16 +57,10 @@ def install(plan: Plan) -> None:
 def named_by(sampling_params: Any) -> Any:
     """What a request says of its pattern, of whatever type; None if it says nothing.
 
-    Args:
-        sampling_params: as a client sent them, or as SGLang holds them.
-
     Raises:
         SettingsError: it says something, but not where or as it is read.
     """
-    if isinstance(sampling_params, dict):
-        custom = sampling_params.get(CUSTOM)
-    else:
-        custom = getattr(sampling_params, CUSTOM, None)
+    custom = getattr(sampling_params, CUSTOM, None)
     if custom is None:
         return None
     if not isinstance(custom, dict):
@@ -86,8 +80,7 @@ def names_ours(key: object) -> bool:
 def resolve(plan: Plan, value: Any) -> Pattern:
     """The pattern that somebody who can only reach the server calls ``value``.
 
-    Args:
-        value: as for ``--indexcache-pattern``, but no file: it would be read on the server.
+    It is as for ``--indexcache-pattern``, but no file, which would be read on the server.
 
     Raises:
         IndexCacheError: it is no pattern, or does not fit the model or this server's mode.
@@ -120,10 +113,7 @@ def _resolve(plan: Plan, value: str) -> Pattern:
 
 
 def _decide(active: ActivePattern, request: Req) -> Pattern:
-    """The pattern of a new request.
-
-    A session goes on from its earlier turns, so the first that was served decides for all.
-    """
+    """The pattern of a new request; of a session's, that of the first turn that was served."""
     name = named_by(request.sampling_params)
     wanted = None if name is None else resolve(active.plan, name)
     begun = _begun(request.session)
@@ -171,8 +161,7 @@ def _admit(_result: None, request: Req, *_args: Any, **_kwargs: Any) -> None:
 def within(namespace: str, extra_key: str | None) -> str:
     """A request's ``extra_key`` inside ``namespace``.
 
-    A decode node sends requests back to a prefill node with the key that they have by then, so a
-    key inside the namespace stays as it is.
+    One that is inside stays: a decode node sends requests back to a prefill node with their key.
     """
     if extra_key is None or extra_key == namespace:
         return namespace

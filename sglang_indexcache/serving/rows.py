@@ -21,24 +21,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class RowPatterns:
-    """The patterns in a forward, of equal length.
+    """The different patterns in a forward, of equal length.
 
     Attributes:
-        patterns: the different ones, at least one.
         masks: ``[layers, T]`` bool, on the device of the forward: which rows are F at each pattern
             position. None where all rows obey the only pattern.
-        windows: ``[layers, T]`` int32, there too: how many of the last tokens each row sees at each
-            position besides its list. None where no row sees any, and where there is one pattern.
+        windows: ``[layers, T]`` int32, there too: how many of the last tokens each row sees besides
+            its list. None where no row sees any, and where there is one pattern.
     """
 
     patterns: tuple[Pattern, ...]
     masks: torch.Tensor | None = None
     windows: torch.Tensor | None = None
-
-    @classmethod
-    def one(cls, pattern: Pattern) -> RowPatterns:
-        """All rows obey ``pattern``."""
-        return cls((pattern,))
 
     @classmethod
     def of(
@@ -50,7 +44,6 @@ class RowPatterns:
         over the rows there: while the forward before still runs, this one can be prepared.
 
         Args:
-            patterns: of each request.
             lengths: the rows of each request. Rows behind the last pad the batch; nobody reads what
                 they attend to, so they are F everywhere.
             like: ``[T, ...]``, on the device of the forward.
@@ -86,23 +79,17 @@ class RowPatterns:
         return max(pattern.window_at(position) for pattern in self.patterns)
 
     def windows_at(self, position: int, count: int) -> torch.Tensor | int:
-        """How many of the last tokens rows see at a pattern position besides their list.
-
-        Returns:
-            ``[count]`` int32 where rows differ, else one number for all.
-        """
-        if self.windows is None:
-            return self.window_at(position)
-        return self.windows[position, :count]
+        """``[count]`` int32, the windows at a position; where rows do not differ, one number."""
+        return self.window_at(position) if self.windows is None else self.windows[position, :count]
 
     def cut(self, start: int, stop: int, count: int) -> RowPatterns:
         """Rows ``start`` to ``stop`` as a batch of their own, padded to ``count`` rows."""
         if self.masks is None:
             return self
-        masks = pad(self.masks[:, start:stop], (0, count - (stop - start)), value=True)
-        if self.windows is None:
-            return RowPatterns(self.patterns, masks)
-        windows = pad(self.windows[:, start:stop], (0, count - (stop - start)))
+        missing, windows = (0, count - (stop - start)), self.windows
+        masks = pad(self.masks[:, start:stop], missing, value=True)
+        if windows is not None:
+            windows = pad(windows[:, start:stop], missing)
         return RowPatterns(self.patterns, masks, windows)
 
 
@@ -119,18 +106,12 @@ def windows_by_layer(pattern: Pattern) -> torch.Tensor:
 
 
 def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """``host`` on ``device``, copied without a wait for what the device does meanwhile.
-
-    Only from pinned memory can a GPU copy by itself.
-    """
+    """A copy without a wait for what the device does: a GPU makes it alone from pinned memory."""
     return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
 
 
 class RequestIds(list[str]):
-    """The ids of a batch's requests, with their patterns.
-
-    A ForwardBatch is copied field by field on its way to the backend; this field goes along.
-    """
+    """The ids of a batch's requests, with their patterns: ForwardBatch's copies keep the field."""
 
     def __init__(self, requests: Sequence[Req]) -> None:
         super().__init__(request.rid for request in requests)
@@ -151,16 +132,13 @@ def patterns_of_requests(batch: ForwardBatch) -> list[Pattern]:
 
 
 def patterns_of_rows(batch: ForwardBatch, active: ActivePattern) -> RowPatterns:
-    """Which pattern each row of ``batch`` obeys.
-
-    Rows that pad it come last. Without requests (an idle rank, a warm-up) the server's pattern
-    decides which indexers run, as in static mode.
+    """Which pattern each row of ``batch`` obeys; without requests (idle, warm-up) the server's.
 
     Raises:
         StaleIndexError: it is not known of a batch with requests.
     """
     if active.plan.mode == "static" or not (patterns := patterns_of_requests(batch)):
-        return RowPatterns.one(active.pattern)
+        return RowPatterns((active.pattern,))
     return RowPatterns.of(patterns, _lengths(batch), batch.positions)
 
 

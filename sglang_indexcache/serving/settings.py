@@ -1,8 +1,6 @@
-"""Flags, environment and model config, resolved into one validated plan.
+"""Flags, environment and model config, resolved into one validated :class:`Plan`.
 
-Pure: nothing here imports SGLang. :func:`collect` gathers what the user said; :func:`plan_server`
-and :func:`make_plan` turn it into a :class:`Plan` or say what is wrong. The plan travels to every
-process inside the HF config (``Plan.hf_overrides``).
+Nothing here imports SGLang. The plan travels to every process inside the HF config.
 """
 
 from __future__ import annotations
@@ -140,7 +138,7 @@ def collect(given: Mapping[str, str | None], *, as_keywords: bool = False) -> Sa
     """Merge flags (or Engine keywords) with the environment.
 
     Raises:
-        SettingsError: a flag and a variable that disagree, or a value out of range.
+        SettingsError: they disagree, or a value is out of range.
     """
     said: Said = {}
     for option in OPTIONS:
@@ -189,14 +187,10 @@ class Plan:
     """What this server will do: the pattern in effect and how it is carried out.
 
     Attributes:
-        pattern: the pattern in effect at start; of the shortest prompts where length decides.
+        pattern: in effect at start; of the shortest prompts where length decides.
         source: where it came from, in words.
-        mode: static or live.
         own: the checkpoint's own sharing.
         layer_ids: model layer of each pattern position.
-        architecture: HF architecture.
-        index_k_dtype: for the CPU platform.
-        kernels: whose GPU kernels run.
         adapter: folder of the adapter whose indexers are served, or "".
         adapter_digest: SHA-256 of its weights, or "".
         advice: a warning for the log, or "".
@@ -241,18 +235,15 @@ class Plan:
 
         SGLang leaves 2 MB free for each request of its largest decode graph, however many graphs
         it captures of a size (``reserve_for_graph_mb``), and gives the rest to the KV pool. So
-        this is an estimate by SGLang's own figure, not measured on a GPU.
-
-        Args:
-            cfg: SGLang's resolving view of the server's arguments, once it has decided the batch
-                sizes of its graphs (after ``handle_gpu_memory_settings``).
+        this is an estimate by SGLang's own figure, not measured on a GPU. ``cfg`` is its resolving
+        view of the server's arguments, after ``handle_gpu_memory_settings``.
         """
         if not self.graphs or cfg.disaggregation_mode == "prefill":
             return 0
         return len(self.graphs) * 2 * (cfg.cuda_graph_config.decode.max_bs or 0)
 
     def describe(self) -> str:
-        """The one log line."""
+        """The line for the log."""
         shared = len(self.pattern.shared_layers)
         return (
             f"IndexCache ({self.mode}): {self.pattern.summary()}, {shared} reuse indices; "
@@ -288,8 +279,8 @@ class Plan:
     def hf_overrides(self) -> dict[str, Any]:
         """What to write into the HF config so that SGLang builds this plan.
 
-        ``indexer_types`` is the key that SGLang obeys first; the others are cleared so that
-        nothing is left to contradict it. In live mode every indexer of the checkpoint is built.
+        ``indexer_types`` is the key that SGLang obeys first; the others are cleared. In live mode
+        every indexer of the checkpoint is built.
         """
         built = self.pattern if self.mode == "static" else self.own
         overrides: dict[str, Any] = dict.fromkeys(SHARING_KEYS)
@@ -340,10 +331,9 @@ def plan_server(
         config: the model's, with the overrides that say nothing of sharing.
         overrides: the user's ``--json-model-override-args``.
         model: what the user calls the checkpoint; mostly its folder.
-        found: takes the problems.
 
     Raises:
-        IndexCacheError: they leave no plan.
+        IndexCacheError: the problems, which go to ``found``, leave no plan.
     """
     checkpoint = Checkpoint.from_config(config, model)
     checkpoint.check_served(model)
@@ -364,11 +354,7 @@ def plan_server(
 
 
 def check_adapter(adapter: Adapter, model: Path) -> None:
-    """Refuse an adapter for another checkpoint, or one that cannot take its indexers' place.
-
-    Raises:
-        IndexCacheError: it is for another base, or the base cannot be looked at.
-    """
+    """Refuse an adapter for another checkpoint, or one that cannot take its indexers' place."""
     from sglang_indexcache.stored import check_form
 
     if not model.is_dir():
@@ -390,13 +376,11 @@ def make_plan(
     """Decide the pattern and the mode.
 
     Args:
-        checkpoint: what the model's own config says, without any override.
-        overrides: the user's ``--json-model-override-args``.
-        adapter: the one whose indexers the user wants.
+        checkpoint: what the model's own config says, without the user's ``overrides``.
         model: the checkpoint's folder, by which a verdict on the pattern is known to be about it.
 
     Raises:
-        IndexCacheError: one sentence on what is wrong, one on how to mend it.
+        IndexCacheError: what is wrong, and how to mend it.
     """
     library = Library.default()
     chosen = _chosen_pattern(said, checkpoint, library)
@@ -411,10 +395,11 @@ def make_plan(
             adapter.check_pattern(pattern)
         adapter.pattern.check_checkpoint(checkpoint.own)
         asked = asked or (Policy.of(adapter.pattern), f"the adapter {adapter.folder}")
-    values = {option: choice.value for option, choice in said.items()}
-    mode: Any = values.get(MODE, "static")
-    index_k_dtype: Any = values.get(INDEX_K_DTYPE, "auto")
-    policy, source = asked or _default_pattern(checkpoint)
+    values: dict[Option, Any] = {option: choice.value for option, choice in said.items()}
+    mode = values.get(MODE, "static")
+    by_training = "the checkpoint, which was trained with it"
+    default = by_training if checkpoint.shares_already else "the default"
+    policy, source = asked or (Policy.of(checkpoint.own), default)
     if len(policy.steps) > 1 and mode == "static":
         raise SettingsError(
             f"{source}: prompt length can decide in live mode only. Add {MODE.flag} live."
@@ -433,7 +418,7 @@ def make_plan(
         own=checkpoint.own,
         layer_ids=checkpoint.layer_ids,
         architecture=checkpoint.architecture,
-        index_k_dtype=index_k_dtype,
+        index_k_dtype=values.get(INDEX_K_DTYPE, "auto"),
         kernels=values.get(KERNELS, "engine"),
         adapter=str(adapter.folder.resolve()) if adapter else "",
         adapter_digest=adapter.digest if adapter else "",
@@ -535,17 +520,11 @@ def _upstream_pattern(
     return Policy.of(pattern), said
 
 
-def _default_pattern(checkpoint: Checkpoint) -> tuple[Policy, str]:
-    by_training = "the checkpoint, which was trained with it"
-    return Policy.of(checkpoint.own), by_training if checkpoint.shares_already else "the default"
-
-
 def _advice(checkpoint: Checkpoint, library: Library) -> str:
     """The one warning when nobody chose a pattern and nothing is shared."""
     if checkpoint.shares_already:
         return ""
-    known = library.for_checkpoint(checkpoint)
     start = "no pattern was given, so every layer runs its indexer and nothing is saved"
-    if known:
+    if known := library.for_checkpoint(checkpoint):
         return f"{start}. The library has {names(known)} for this model: add {PATTERN.flag} NAME."
     return f"{start}. The library has no pattern for this model; see: indexcache patterns --help."

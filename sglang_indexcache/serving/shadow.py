@@ -3,8 +3,7 @@
 Live mode keeps every layer's index keys, so on a few rows of a forward an S layer's own indexer can
 score them too, once the forward has its list. Static mode has no indexer there; each F layer's list
 is held against that of the F layer before it, which costs no score. A shadow reads what a forward
-made and writes nothing that a forward reads. Captures and replays of CUDA graphs, drafted tokens
-and the halves of an overlapped batch have none.
+made and writes nothing that a forward reads. docs/drift.md says which forwards have none.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import torch
 
 from sglang_indexcache.ask.protocol import RECENT
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.serving.traffic import LENGTHS, Served, length_bin
+from sglang_indexcache.serving.traffic import Served
 
 if TYPE_CHECKING:
     from sglang_indexcache.serving.settings import Plan
@@ -28,16 +27,13 @@ logger = logging.getLogger(__name__)
 
 ROWS = 16
 """Sampled of a forward, at most."""
-SUMS = ("rows", "overlap", "chance", "recall", *(f"recent_{window}" for window in RECENT))
-"""What is added up for each layer and bin of lengths: the rows that the sampled ones stand for, and
-over them shares from 0 to 1. Without weights a decode's row, which sees most and is never left out,
-would count more than a long prefill's."""
-LEASTS = ("least_overlap", "least_recall")
+SUMS = 4 + len(RECENT)
+"""Added up by layer: the rows that the sampled ones stand for, and over them, from 0 to 1, the
+overlap, that by chance, the recall and what is held of the last tokens. Without weights a decode's
+row, which sees most and is never left out, would count more than a long prefill's."""
 _KEY_BLOCK = 8192
 """Keys scored at a time: with 64 heads and all rows that is 32 MB."""
 
-Cells = list[list[list[float]]]
-"""``[layers][bins]`` of some numbers."""
 Queries = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """Of rows ``[R]`` int64: index queries ``[R, H, D]`` and weights of the heads ``[R, H]``, float32,
 all scales in them."""
@@ -49,14 +45,10 @@ Entries = Callable[["Part"], torch.Tensor]
 
 @dataclass(frozen=True)
 class Part:
-    """The sampled rows of one request.
+    """The sampled rows of one request of a forward, ascending.
 
     Attributes:
-        request: its number in the forward.
-        rows: of the forward, ascending.
         sees: how many tokens each of them may attend to, more than index_topk.
-        pattern: the request's.
-        bin: of its length, a place in ``LENGTHS``.
         weight: how many rows of the forward each stands for.
     """
 
@@ -64,18 +56,14 @@ class Part:
     rows: tuple[int, ...]
     sees: tuple[int, ...]
     pattern: Pattern
-    bin: int
     weight: float
 
 
 class Shadow:
     """The samples of a process; its sums stay on the device until somebody reads them.
 
-    Attributes:
-        one_in: of so many forwards one is sampled, by lot; 0 for none.
-        forwards: sampled so far.
-        parts: what is sampled of the forward in progress.
-        patterns: the server's, whose sums these are.
+    Of ``one_in`` forwards one is sampled, by lot; 0 for none. ``parts`` is what is sampled of the
+    forward in progress, ``patterns`` the server's, whose sums these are.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -87,23 +75,21 @@ class Shadow:
         self._topk, self._rows, self._is_new = 0, 0, False
         self.patterns: tuple[Pattern, ...] = ()
         self._sums: torch.Tensor | None = None
-        self._before = self._leasts = torch.empty(0)
+        self._before = torch.empty(0)
 
     def begin(self, served: Sequence[Served], patterns: tuple[Pattern, ...], topk: int) -> None:
         """A forward of these requests has begun: draw whether it is sampled, and which rows.
 
-        Args:
-            served: in the order of their rows; none where the forward cannot be looked at.
-            patterns: the server's. Requests that name another one are left out, or the sums of a
-                layer would be about several lists.
-            topk: a row that sees no more tokens selects all of them, and is left out.
+        Left out are requests of other patterns than the server's, or the sums of a layer would be
+        about several lists, and rows that see no more than ``topk`` tokens: they select all.
         """
         self.parts = ()
         if not self.one_in or self._lots.randrange(self.one_in):
             return
-        if patterns != self.patterns:
+        if patterns != self.patterns:  # now layers have other lists
             self.patterns = patterns
-            self._set_apart()
+            if self._sums is not None:
+                self._before = self._sums.clone()
         self.parts = tuple(draw(served, patterns, topk, self._lots))
         self._topk, self._rows = topk, sum(rows for _, rows, _ in served)
         self._is_new = bool(self.parts)
@@ -128,10 +114,8 @@ class Shadow:
             layer: pattern position.
             lists: ``[T, k]`` integers as ``entries`` has them: what the layer was given, in static
                 mode what it would be given.
-            entries: what lists mean.
             own: static mode: ``[T, k]``, what the layer selected itself.
-            queries: live mode: of the layer's indexer.
-            keys: live mode: of its cache.
+            queries: live mode, as ``keys``: of the layer's indexer and cache.
         """
         parts = [part for part in self.parts if part.pattern.is_full(layer) == self._is_static]
         # Where ranks share the rows of a prompt, a list's place is not a row's number.
@@ -161,36 +145,25 @@ class Shadow:
             logger.exception("IndexCache: --indexcache-shadow stops here")
             self.one_in, self.parts = 0, ()
 
-    def read(self) -> tuple[Cells, Cells, Cells]:
-        """The sums since the server's pattern was set, those since the start, and the leasts.
+    def read(self) -> tuple[list[list[float]], list[list[float]]]:
+        """The sums since the server's pattern was set, and those since the start.
 
-        Returns:
-            Twice ``[layers][bins][SUMS]``, and ``[layers][bins][LEASTS]`` since the pattern was
-            set, 1 where there was no row. Waits for the device, so read it seldom.
+        Both are ``[layers][SUMS]``. Waits for the device, so read it seldom.
         """
         if self._sums is None:
-            return [], [], []
+            return [], []
         if self._sums.is_cuda:
             torch.cuda.synchronize()  # forwards add to them on a stream of their own
-        since = self._sums - self._before
-        return since.tolist(), self._sums.tolist(), self._leasts.tolist()
+        return (self._sums - self._before).tolist(), self._sums.tolist()
 
     def _add(self, layer: int, part: Part, found: torch.Tensor) -> None:
         """``found``: ``[R, SUMS]``."""
         if self._sums is None:
-            shape = (self._layers, len(LENGTHS))
-            self._sums = found.new_zeros(*shape, len(SUMS))
-            self._before, self._leasts = self._sums.clone(), found.new_ones(*shape, len(LEASTS))
+            self._sums = found.new_zeros(self._layers, SUMS)
+            self._before = self._sums.clone()
         self.forwards += self._is_new
         self._is_new = False
-        self._sums[layer, part.bin] += part.weight * found.sum(0)
-        least = self._leasts[layer, part.bin]
-        least.copy_(torch.minimum(least, found[:, [1, 3]].amin(0)))
-
-    def _set_apart(self) -> None:
-        """The server's pattern is another one now, so its layers have other lists."""
-        if self._sums is not None:  # anew, not in place: whose mode it is, is SGLang's
-            self._before, self._leasts = self._sums.clone(), torch.ones_like(self._leasts)
+        self._sums[layer] += part.weight * found.sum(0)
 
 
 def draw(
@@ -212,10 +185,8 @@ def draw(
         mine = [n - before for n in chosen if before <= n < before + count]
         before += count
         if mine:
-            pattern, _, length = served[request]
             rows_of, sees_of = (tuple(start + n for n in mine) for start in (first, sees))
-            place = LENGTHS.index(length_bin(length))
-            yield Part(request, rows_of, sees_of, pattern, place, total / len(chosen))
+            yield Part(request, rows_of, sees_of, served[request][0], total / len(chosen))
 
 
 def score(queries: torch.Tensor, weights: torch.Tensor, part: Part, keys: Keys) -> torch.Tensor:
@@ -252,16 +223,10 @@ def compare(
 ) -> torch.Tensor:
     """``[R, SUMS]`` float64: 1 for the row, and its shares.
 
-    The overlap is the share of ``chosen`` that ``held`` has, chance that of as many tokens drawn
-    blindly. The recall, 0 without scores, weights the overlap by the softmax of each row's scores,
+    The overlap is the share of ``chosen`` ``[R, n]``, the layer's own selection, that ``held``
+    ``[R, n]``, the list that it is given, has; chance that of as many tokens drawn blindly. The
+    recall, 0 without scores ``[R, n]``, weights the overlap by the softmax of each row's scores,
     which indexers are trained to make that of attention, and adds the window that attention reads.
-
-    Args:
-        held: ``[R, n]`` bool, of the list that the layer is given.
-        chosen: ``[R, n]`` bool, the layer's own selection.
-        sees: ``[R]``, how many tokens each row sees.
-        scores: ``[R, n]``, the layer's own.
-        window: how many of the last tokens attention reads besides the list.
     """
     positions = torch.arange(held.shape[1], device=held.device)
     visible, back = positions < sees[:, None], sees[:, None] - positions

@@ -19,13 +19,7 @@ _MOST_RANGES = 6
 
 @dataclass(frozen=True)
 class Skipping:
-    """What a rank's counters say.
-
-    Attributes:
-        proven: whether every layer did what the patterns say; None while nothing was counted.
-        text: a sentence that says so with the counts.
-        uncounted: what the counters cannot see; "" if nothing.
-    """
+    """What a rank's counters prove (None while nothing was counted), and what they cannot see."""
 
     proven: bool | None
     text: str
@@ -33,7 +27,7 @@ class Skipping:
 
 
 def judge(state: RankState) -> Skipping:
-    """Compare what a rank's layers did with the patterns that it served."""
+    """Whether a rank's layers did what the patterns that it served say."""
     runs, reuses, layers = state.indexer_selections, state.index_reuses, state.counted_layers
     counted = max((runs[layer] + reuses[layer] for layer in layers), default=0)
     if not counted:

@@ -1,7 +1,6 @@
 """What a process's forwards were, counted from lengths that the host knows.
 
-So nothing waits for a GPU, and the replay of a CUDA graph, which runs no layer's Python, counts
-like any other forward.
+So nothing waits for a GPU, and the replay of a CUDA graph counts like any other forward.
 """
 
 from __future__ import annotations
@@ -48,7 +47,6 @@ class Traffic:
     Attributes:
         here: the pattern positions of this process.
         own: those of them at which the checkpoint has an indexer.
-        topk: the model's ``index_topk``.
         flops: of one pair: a multiplication and an addition for each head's dimension.
         index_k_bytes: of index keys a token, as allocated over these layers.
         tokens: rows by phase ("prefill", "decode") and pattern.
@@ -120,12 +118,9 @@ def length_bin(length: int) -> str:
 
 
 def served_in(batch: ForwardBatch, patterns: Sequence[Pattern], default: Pattern) -> list[Served]:
-    """The requests of ``batch``, by what the host knows; [] if their lengths are not there.
+    """The requests of ``batch`` by what the host knows, or [] if their lengths are not there.
 
-    Args:
-        batch: SGLang's, or its view of a batch that is replayed as a graph.
-        patterns: of its requests; none where all have the same.
-        default: what they have then.
+    It may be SGLang's view of a replayed graph. Without ``patterns`` all have the default.
     """
     lengths: Any = getattr(batch, "seq_lens_cpu", None)
     if lengths is None or batch.forward_mode.is_idle():

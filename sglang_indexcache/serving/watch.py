@@ -28,13 +28,7 @@ BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
 def watch(client: Client, seconds: float, console: Console, times: int | None = None) -> None:
-    """Show a server until the user interrupts.
-
-    Args:
-        client: of the server.
-        seconds: between two looks.
-        console: where to draw.
-        times: looks after which to end; None for no end.
+    """Show a server until the user interrupts, or ``times`` times, every so many seconds.
 
     Raises:
         ServerError: it does not answer, or cannot say what it does.
@@ -51,13 +45,7 @@ def watch(client: Client, seconds: float, console: Console, times: int | None = 
 def frame(
     before: Sequence[RankState], after: Sequence[RankState], seconds: float
 ) -> RenderableType:
-    """One picture: all ranks together.
-
-    Args:
-        before: their states at the last look.
-        after: their states now. A server that was restarted counts from 0 again.
-        seconds: between the two.
-    """
+    """One picture of all ranks together, from their states now and so many seconds before."""
     state = after[0]
     pairs, rows = _sum(rank.pairs for rank in after), _sum(rank.rows for rank in after)
     new_pairs, new_rows = pairs - _sum(r.pairs for r in before), rows - _sum(r.rows for r in before)
@@ -130,32 +118,28 @@ def _overlaps(ranks: Sequence[RankState]) -> Iterator[RenderableType]:
     found = overlaps(ranks)
     blocks = _blocks({layer: shares[0] for layer, shares in found.items()}, first)
     yield Text(f"{told_overlap(ranks)}\noverlap by layer: {blocks}")
-    titles = ("overlap", "beyond chance", "found with", "by score mass", "least")
+    titles = ("overlap", "beyond chance", "found with", "by score mass")
     table = Table("worst layers", *titles, box=SIMPLE)
     known = dict(enumerate(first.overlap.reference))
     for layer, shares in sorted(found.items(), key=lambda pair: pair[1][0])[:WORST]:
-        share, beyond, recall, *_, least = shares
-        told = (share, beyond, known.get(layer), recall if first.mode == "live" else None, least)
+        share, beyond, recall, *_ = shares
+        told = (share, beyond, known.get(layer), recall if first.mode == "live" else None)
         table.add_row(str(layer), *("-" if one is None else f"{one:.1%}" for one in told))
     if found:
         yield table
 
 
 def overlaps(ranks: Sequence[RankState]) -> dict[int, list[float]]:
-    """By layer, over all ranks and lengths: the means of a cell's shares, and the least overlap.
-
-    In place of the share by chance, the overlap beyond it.
-    """
-    cells: dict[int, list[list[float]]] = {}
+    """By layer, over all ranks: the mean shares; in place of that by chance, what is beyond it."""
+    every: dict[int, list[list[float]]] = {}
     for rank in ranks:
-        for name, cell in rank.overlap.cells.items():
-            cells.setdefault(int(name.partition(" ")[0]), []).append(cell)
+        for layer, sums in rank.overlap.layers.items():
+            every.setdefault(layer, []).append(sums)
     found = {}
-    for layer in sorted(cells):
-        rows, *sums = (sum(column) for column in list(zip(*cells[layer], strict=True))[:-2])
-        overlap, chance, *others = (each / rows for each in sums)
-        least = min(cell[-2] for cell in cells[layer])
-        found[layer] = [overlap, beyond_chance(overlap, chance), *others, least]
+    for layer in sorted(every):
+        rows, *shares = map(sum, zip(*every[layer], strict=True))
+        overlap, chance, *others = (each / rows for each in shares)
+        found[layer] = [overlap, beyond_chance(overlap, chance), *others]
     return found
 
 
@@ -164,7 +148,7 @@ def told_overlap(ranks: Sequence[RankState]) -> str:
     found, first = overlaps(ranks), ranks[0]
     if not found:
         return "overlap: no row with more than index_topk tokens was sampled yet"
-    overlap, beyond, _, *recent, _ = (fmean(each) for each in zip(*found.values(), strict=True))
+    overlap, beyond, _, *recent = (fmean(each) for each in zip(*found.values(), strict=True))
     held = ", ".join(f"{share:.0%}" for share in recent)
     who, given = "S", "the list they are given"
     if first.mode == "static":

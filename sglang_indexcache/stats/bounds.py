@@ -2,7 +2,7 @@
 
 The estimate is the mean over cells (strata) of the mean over a cell's questions, which come in
 contexts (clusters). A cell counts the same however many contexts it has, and a context as much as
-it has questions: so a cell's mean is what a harness prints (a ratio estimator, linearised). Five
+it has questions: so a cell's mean is what a harness prints (a ratio estimator, linearised). Four
 things decide how it is bounded.
 
 * *Many contexts that differ.* Student's t on the contexts' differences within cells, degrees of
@@ -25,7 +25,6 @@ things decide how it is bounded.
   them. So :meth:`Estimate.guarded` is never above what the rule of three leaves open: with ``n``
   contexts, losses of mean ``m`` that a context can have at most ``w`` of stay unseen with a
   probability of at most ``(1 - m/w)^n``.
-* *Unbounded outcomes* (nats) have no exact form: t alone, and no bound where it has none.
 """
 
 from __future__ import annotations
@@ -60,16 +59,13 @@ _HALVINGS = 36
 
 @dataclass(frozen=True)
 class Estimate:
-    """The mean difference of arms, and its bounds; float64, of the shape of many evaluations.
+    """The mean difference of arms, and its bounds.
 
-    Attributes:
-        differences: by context. A study hands many evaluations of one design at once, as leading
-            dimensions of the values; every result then has those, and else none.
-        bounded: whether a context's difference lies within -1 to 1.
+    A study hands many evaluations of one design at once, as leading dimensions of the values; every
+    result (float64) then has those, and else none.
     """
 
     differences: Differences
-    bounded: bool = True
 
     @cached_property
     def scaled(self) -> Floats:
@@ -112,7 +108,7 @@ class Estimate:
     @property
     def exact(self) -> Any:
         """Whether the bounds are those of the bet."""
-        return (self.differing < FEW) & self.bounded
+        return self.differing < FEW
 
     @cached_property
     def error(self) -> Any:
@@ -126,14 +122,11 @@ class Estimate:
         return float(self.error) * count**0.5, float(self.differing) / count, self.heaviest
 
     def lower(self, z: float) -> Any:
-        """What the mean is above, except with the one-sided error that belongs to ``z``.
+        """What the mean is above, except with the one-sided error of the look's boundary ``z``.
 
         The bet too is held to the error of this look. At the whole alpha it would be valid by
         itself, but a run whose early looks are judged by it and its later ones by t would spend
         alpha twice.
-
-        Args:
-            z: the boundary at this look, as a standard normal value.
         """
         return self._bound(1.0, z)
 
@@ -209,16 +202,15 @@ class Estimate:
     def _freedom(self) -> Any:
         """Of Student's t, at least 1.
 
-        By Welch and Satterthwaite. Of right answers never more than the contexts that differ have:
-        the others add nothing to the standard error, and nothing to what is known of it. Without
-        that cap, claims at the margin erred in 5.4 % of 20,000 simulated evaluations instead of
-        4.9 %, where 5 % is promised (a tenth of the questions differing, tied by 0.3).
+        By Welch and Satterthwaite, and never more than the contexts that differ have: the others
+        add nothing to the standard error, and nothing to what is known of it. Without that cap,
+        claims at the margin erred in 5.4 % of 20,000 simulated evaluations instead of 4.9 %, where
+        5 % is promised (a tenth of the questions differing, tied by 0.3).
         """
         parts = self._variances
         with np.errstate(divide="ignore", invalid="ignore"):
             welch = parts.sum(axis=-1) ** 2 / (parts**2 / (self._counts - 1)).sum(axis=-1)
-        most = self.differing - 1 if self.bounded else np.inf
-        return np.fmax(1.0, np.minimum(welch, most))
+        return np.fmax(1.0, np.minimum(welch, self.differing - 1))
 
     def _half(self, z: float) -> Any:
         """Distance from the mean to its bound at ``z``, negative for negative ``z``."""
@@ -237,10 +229,6 @@ def unseen(contexts: int, alpha: float, heaviest: float = 1.0) -> float:
     By losing a few contexts whole: the exact form of the rule of three. Of the losses of mean
     ``m`` among independent contexts that move the mean by ``heaviest`` at most, none is seen with
     a probability of at most ``(1 - m / heaviest) ** contexts``, whatever cells they lie in.
-
-    Args:
-        alpha: 0 to 1.
-        heaviest: see :attr:`Estimate.heaviest`.
     """
     return heaviest * float(-np.expm1(np.log(alpha) / contexts))
 
@@ -281,11 +269,10 @@ def _bet(values: Floats, largest: float, alpha: float) -> Floats:
 
 
 def student_quantile(probability: float, freedom: Any) -> Any:
-    """The value that Student's t with ``freedom`` degrees of freedom stays below so often.
+    """The value that Student's t stays below so often; 0.975 bounds a two-sided interval of 95 %.
 
     Args:
-        probability: 0 to 1; 0.975 bounds a two-sided interval of 95 %.
-        freedom: above 0; a number, or an array of them.
+        freedom: degrees of freedom, above 0; a number, or an array of them.
     """
     from scipy.special import stdtrit  # scipy.stats takes half a second to import
 
@@ -293,11 +280,9 @@ def student_quantile(probability: float, freedom: Any) -> Any:
 
 
 def half_width(values: Iterable[float], confidence: float = 0.95) -> float | None:
-    """Half the width of the two-sided interval of the mean; None for fewer than two values.
+    """Half the width of the two-sided interval of the mean of independent, roughly normal values.
 
-    Args:
-        values: independent, roughly normal.
-        confidence: 0 to 1.
+    None for fewer than two.
     """
     found = [float(value) for value in values]
     if len(found) < 2:

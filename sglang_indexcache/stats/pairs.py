@@ -30,12 +30,9 @@ class Outcome:
     Attributes:
         context: the prompt before the question; its name is unique in the evaluation.
         question: unique within the context.
-        task: what is asked.
         length: of context and question, in tokens, as planned.
-        arm: the reference, a pattern or a control.
-        value: 1 right, 0 wrong; a probability or a score; or a loss in nats.
+        value: 1 right, 0 wrong; or a score from 0 to 1.
         repeat: 0, and 1 where the arm was asked again (A/A).
-        right: whether it was right, of which flips are counted; None if the value says so.
     """
 
     context: str
@@ -45,7 +42,6 @@ class Outcome:
     arm: str
     value: float
     repeat: int = 0
-    right: float | None = None
 
     @property
     def cell(self) -> Cell:
@@ -55,22 +51,11 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Flips:
-    """Paired questions that differ between two arms.
-
-    Attributes:
-        lost: questions on which the second arm has less than the first.
-        won: questions on which it has more.
-        pairs: questions that both arms answered.
-    """
+    """How many of the ``pairs`` of questions the second arm lost and won against the first."""
 
     lost: int
     won: int
     pairs: int
-
-    @property
-    def share(self) -> float:
-        """Of the pairs that differ, 0 to 1."""
-        return (self.lost + self.won) / self.pairs if self.pairs else 0.0
 
     def __str__(self) -> str:
         return f"{self.lost:,} lost, {self.won:,} won of {self.pairs:,}"
@@ -84,10 +69,7 @@ class Differences:
         values: float64 [contexts], mean over the context's paired questions; of right answers
             within -1 to 1. A study has leading dimensions: many evaluations of one design.
         cells: int64 [contexts], which of ``names`` a context belongs to.
-        names: the cells.
-        flips: over all pairs.
         questions: int64 [contexts], how many each value is the mean of.
-        missing: questions that only one of the arms answered. They are left out of both.
         reference: float64 [contexts], means of the reference's values; empty if nobody asks.
     """
 
@@ -96,7 +78,6 @@ class Differences:
     names: tuple[Cell, ...]
     flips: Flips
     questions: Ints
-    missing: int = 0
     reference: Floats = field(default_factory=lambda: np.zeros(0))
 
     def __len__(self) -> int:
@@ -150,17 +131,12 @@ def paired(
         )
     places = [pairs[0][0].cell for pairs in groups.values()]
     names = tuple(sorted(set(places)))
-    changes = [_right(after) - _right(one) for pairs in groups.values() for one, after in pairs]
+    changes = [after.value - one.value for pairs in groups.values() for one, after in pairs]
     return Differences(
         np.array([np.mean([b.value - a.value for a, b in pairs]) for pairs in groups.values()]),
         np.array([names.index(cell) for cell in places], dtype=np.int64),
         names,
         Flips(sum(one < 0 for one in changes), sum(one > 0 for one in changes), len(changes)),
         np.array([len(pairs) for pairs in groups.values()], dtype=np.int64),
-        missing=len(first.keys() ^ second.keys()),
         reference=np.array([np.mean([a.value for a, _ in pairs]) for pairs in groups.values()]),
     )
-
-
-def _right(row: Outcome) -> float:
-    return row.value if row.right is None else row.right

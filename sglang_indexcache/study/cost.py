@@ -18,7 +18,7 @@ class Rate:
 
     Attributes:
         tokens_per_second: of everything that works at the same time, taken to be always busy.
-        source: where the figure comes from, for a reader: "given by --rate", "measured at 16Ki".
+        source: where the figure comes from, for a reader: "given by --rate".
     """
 
     tokens_per_second: float
@@ -27,12 +27,7 @@ class Rate:
 
 @dataclass(frozen=True)
 class Cost:
-    """The bill of a run.
-
-    Attributes:
-        tokens: that are computed at most.
-        rate: how fast; None while nobody knows.
-    """
+    """The bill of a run: tokens at most, and how fast, if anybody knows."""
 
     tokens: int
     rate: Rate | None = None
@@ -63,10 +58,6 @@ def print_plan(console: Console, rows: Iterable[tuple[str, str]]) -> None:
 
 
 def confirm(cost: Cost, agree: Callable[[str], None]) -> None:
-    """Ask before a run that is known to take long.
-
-    Args:
-        agree: is given the question, and raises if the answer is no.
-    """
+    """Ask before a run that is known to take long; ``agree`` raises if the answer is no."""
     if cost.hours is not None and cost.hours > ASKS_ABOVE_HOURS:
         agree(f"This takes {cost.hours_in_words()}. Continue?")

@@ -10,33 +10,34 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from sglang_indexcache.errors import IndexCacheError
-from sglang_indexcache.study.identity import check_same
-from sglang_indexcache.support.files import check_writable
+from sglang_indexcache.support.files import check_writable, write_json
 
+GIVEN = "given"
+"""Key of an identity for the options that led to it: they explain a difference and make none."""
+_SHORT = 100
+_HASH = re.compile(r"[0-9a-f]{40,}")
 _FORMAT = 1
 _Entry = TypeVar("_Entry")
 
 
-class Journal:
+class Journal(AbstractContextManager["Journal"]):
     """A journal file, locked while it is open.
 
     Args:
-        path: of the file; made with its folder if it is not there.
         identity: what is measured, JSON values.
         kind: what one journal is of, for messages ("search").
-        error: what to raise.
 
     Attributes:
         entries: the lines that are there already, without the first.
@@ -65,15 +66,7 @@ class Journal:
         if is_new:
             _sync_folder(path.parent)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -154,14 +147,70 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def differences(then: Mapping[str, Any], now: Mapping[str, Any], of: str = "") -> Iterator[str]:
+    """What differs between two identities, by name; no long values and no hashes."""
+    for name in sorted({*then, *now}):
+        old, new = then.get(name), now.get(name)
+        if old == new:
+            continue
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            yield from differences(old, new, f"{of}{name} ")
+        elif max(len(repr(old)), len(repr(new))) > _SHORT or _HASH.fullmatch(str(new)):
+            yield f"{of}{name}"
+        else:
+            yield f"{of}{name} ({old!r} then, {new!r} now)"
+
+
+def _without_options(identity: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in identity.items() if name != GIVEN}
+
+
+def check_same(
+    then: Mapping[str, Any],
+    now: Mapping[str, Any],
+    *,
+    path: Path,
+    kind: str,
+    error: type[IndexCacheError],
+) -> None:
+    """Refuse to continue a run that was begun with ``then``, if ``now`` is asked for and differs.
+
+    Raises:
+        IndexCacheError: as ``error``: the two differ.
+    """
+    different = list(differences(_without_options(then), _without_options(now)))
+    if different:
+        if GIVEN in then and GIVEN in now:
+            different += differences(then[GIVEN], now[GIVEN])
+        raise error(
+            f"{path} belongs to another {kind}; different: {'; '.join(different)}. "
+            "Give the same options to continue it, or another --output."
+        )
+
+
+def claim(path: Path, identity: Mapping[str, Any], kind: str, error: type[IndexCacheError]) -> None:
+    """Make the JSON file at ``path`` say what is run beside it, or find that it says the same.
+
+    Raises:
+        IndexCacheError: as ``error``: the file belongs to another run, or is damaged.
+        OutputError: the folder cannot be written.
+    """
+    check_writable(path.parent)
+    if not path.exists():
+        write_json(path, dict(identity))
+        return
+    try:
+        then = dict(json.loads(path.read_text()))
+    except (TypeError, ValueError) as damaged:
+        raise error(f"{path} is damaged. Give another --output.") from damaged
+    check_same(then, json.loads(json.dumps(identity)), path=path, kind=kind, error=error)
+
+
 @contextmanager
 def resumable(console: Console, output: Path, what: str = "what was done") -> Iterator[None]:
     """A block that Ctrl-C or SIGTERM may end; says that the same command continues it.
 
-    A batch system ends a job with SIGTERM: the same as Ctrl-C here.
-
-    Args:
-        what: is in that folder after an interruption.
+    A batch system ends a job with SIGTERM: the same as Ctrl-C here. ``what`` is in the folder then.
 
     Raises:
         KeyboardInterrupt: the run was interrupted.

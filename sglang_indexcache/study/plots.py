@@ -28,14 +28,9 @@ def pattern_color(pattern: Pattern) -> str:
 def make_figure(
     width: float, height: float, rows: int = 1, columns: int = 1, **shared: Any
 ) -> tuple[Any, list[Any]]:
-    """A matplotlib figure without a window, and its axes in reading order.
+    """A matplotlib figure of so many inches without a window, and its axes in reading order.
 
-    Args:
-        width: inches.
-        height: inches.
-        rows: of axes.
-        columns: of axes.
-        shared: ``sharex`` and ``sharey`` as for ``Figure.subplots``.
+    ``shared`` is ``sharex`` and ``sharey`` as for ``Figure.subplots``.
     """
     from matplotlib.figure import Figure
 

@@ -109,11 +109,7 @@ def machine() -> dict[str, Any]:
 
 
 def busy_cores(seconds: float = 1.0) -> float | None:
-    """How many cores' worth of work the machine does right now; None where Linux cannot tell.
-
-    Args:
-        seconds: how long to watch.
-    """
+    """How many cores' worth of work the machine does right now; None where Linux cannot tell."""
     before = _ticks()
     time.sleep(seconds)
     after = _ticks()

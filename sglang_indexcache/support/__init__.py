@@ -1,1 +1,1 @@
-"""Helpers that exist once: files, provenance, statistics, figures, text."""
+"""Helpers that exist once: files, lengths, text, drawings."""

@@ -10,6 +10,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.support.lengths import counted
 
 _COLORS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 _PER_LINE = 60
@@ -58,18 +59,12 @@ def _run_line(pattern: Pattern, numbers: Sequence[int]) -> Text:
     """What the F layers of neighbouring groups of one size serve."""
     groups = [pattern.groups[number] for number in numbers]
     first, last, alone = groups[0], groups[-1], len(groups) == 1
-    followers = first.layers[1:]
     sources = f"{first.source:>3}" if alone else f"{first.source:>3} to {last.source}"
     text = Text("  ")
     text.append(f"F {sources}", style=f"bold {_color(numbers[0])}")
-    if not followers:
-        each = "serves itself only" if alone else "each serves itself only"
-        text.append(f"  {each}", style="dim")
-    elif not alone:
-        behind = "layer" if len(followers) == 1 else f"{len(followers)} layers"
-        text.append(f"  {len(groups)} F layers, each also serves the {behind} behind it")
-    elif len(followers) == 1:
-        text.append(f"  also serves {followers[0]}")
+    each = "" if alone else "each "
+    if followers := len(first.layers) - 1:
+        text.append(f"  {each}also serves the {counted(followers, 'layer')} behind it")
     else:
-        text.append(f"  also serves {followers[0]}-{followers[-1]} ({len(followers)} layers)")
+        text.append(f"  {each}serves itself only", style="dim")
     return text

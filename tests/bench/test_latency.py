@@ -129,12 +129,6 @@ def test_the_kv_cache_is_filled() -> None:
     assert at_once == {64: 4088 // 128, 256: 4088 // 320}
 
 
-def test_every_rank_gets_a_request() -> None:
-    result = measure({name: FakeServer(b.pattern, dp=2) for name, b in good().items()})
-    assert {s.requests for s in result.samples if s.metric == "prefill"} == {2}
-    assert {s.requests for s in result.samples if s.metric == "full"} == {2 * 31, 2 * 12}
-
-
 def test_what_is_reported_of_known_arrivals(monkeypatch: pytest.MonkeyPatch) -> None:
     """On two ranks: every first token after 2 s, then a token every 0.5 s."""
 
@@ -247,18 +241,14 @@ def test_a_live_server_that_names_what_it_does_not_do() -> None:
         measure_live(FakeServer("F" * 8, mode="live", really="F" * 8))
 
 
-@pytest.mark.parametrize("side_by_side", [False, True])
-def test_who_is_up_while_one_is_measured(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, side_by_side: bool
-) -> None:
-    """One server at a time, started anew for every visit; or all of them until the end."""
+def test_one_server_is_up_at_a_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     up: list[str] = []
     seen: list[tuple[str, ...]] = []
 
     class OurServer:
         """``serving.Server`` without a process."""
 
-        def __init__(self, command: list[str], _log: Path, env: object) -> None:
+        def __init__(self, command: list[str], _log: Path) -> None:
             self.pattern = command[command.index("--indexcache-pattern") + 1]
             self.client = Client("http://127.0.0.1:9")
 
@@ -274,14 +264,12 @@ def test_who_is_up_while_one_is_measured(
 
     monkeypatch.setattr(servers, "Server", OurServer)
     served = configurations(("full", "1/2=uniform:1/2"), CHECKPOINT)
-    with StartedServers("m", [], tmp_path, side_by_side=side_by_side) as started:
-        for configuration in (*served, *served):
-            with started.visit(configuration):
-                seen.append(tuple(up))
+    started = StartedServers("m", [], tmp_path)
+    for configuration in (*served, *served):
+        with started.visit(configuration):
+            seen.append(tuple(up))
     assert up == []
-    both = ("full", "uniform:1/2")
-    alone = [("full",), ("uniform:1/2",)] * 2
-    assert seen == ([("full",), both, both, both] if side_by_side else alone)
+    assert seen == [("full",), ("uniform:1/2",)] * 2
 
 
 def test_a_missing_server() -> None:
@@ -304,7 +292,6 @@ def test_a_prompt_that_does_not_fit() -> None:
         (Settings(lengths=(1,), rounds=0), "one round"),
         (Settings(lengths=(1, 2, 1)), "the same length was given twice"),
         (Settings(lengths=(1,), new_tokens=1), "at least 2"),
-        (Settings(lengths=(1,), metrics=("speed",)), "the metrics are prefill, decode, full"),  # type: ignore[arg-type]
     ],
 )
 def test_settings_without_a_result(settings: Settings, message: str) -> None:

@@ -19,10 +19,10 @@ from benchmarks.paper import table_3
 from benchmarks.training.batches import IGNORED, Mixture
 from benchmarks.training.model import next_token_losses
 from benchmarks.training.recipe import RECIPES, Recipe, load_recipe
+from benchmarks.training.retrieval import MachineText, TaskWords
 from benchmarks.training.scores import unigram_loss
 from benchmarks.training.trainer import Trainer
 from sglang_indexcache.checkpoint import Checkpoint
-from sglang_indexcache.data.retrieval import MachineText, TaskWords
 from sglang_indexcache.errors import TrainingError
 from sglang_indexcache.heal.run_folder import read_metrics
 from tests.heal.models import FIELDS
@@ -143,6 +143,24 @@ def test_recipes_are_valid(name: str) -> None:
     assert layers is None or len(recipe.resolved_pattern()) == layers
 
 
+@pytest.mark.parametrize("chunk", [1, 7, 1000])
+def test_the_lm_loss_in_chunks_equals_the_whole(chunk: int) -> None:
+    hidden = torch.randn(2, 23, 8, dtype=torch.float64, requires_grad=True)
+    head = torch.nn.Linear(8, 31, bias=False, dtype=torch.float64)
+    targets = torch.randint(0, 31, (2, 23))
+    targets[0, 5:9] = targets[1, -1] = IGNORED
+    nats, hits = next_token_losses(hidden, head, targets, chunk)
+    logits = head(hidden)
+    want = cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+    torch.testing.assert_close(nats.flatten(), want)
+    assert torch.equal(hits, logits.argmax(-1) == targets)
+    mine = torch.autograd.grad(nats.sum(), [hidden, head.weight])
+    for got, expected in zip(
+        mine, torch.autograd.grad(want.sum(), [hidden, head.weight]), strict=True
+    ):
+        torch.testing.assert_close(got, expected)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -175,24 +193,6 @@ def test_rows_are_a_function_of_seed_step_and_number() -> None:
     assert whole.answers.any()
     assert not labelled[whole.documents == -1].any()
     assert not labelled[whole.positions == 0].any()
-
-
-@pytest.mark.parametrize("chunk", [1, 7, 1000])
-def test_the_lm_loss_in_chunks_equals_the_whole(chunk: int) -> None:
-    hidden = torch.randn(2, 23, 8, dtype=torch.float64, requires_grad=True)
-    head = torch.nn.Linear(8, 31, bias=False, dtype=torch.float64)
-    targets = torch.randint(0, 31, (2, 23))
-    targets[0, 5:9] = targets[1, -1] = IGNORED
-    nats, hits = next_token_losses(hidden, head, targets, chunk)
-    logits = head(hidden)
-    want = cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
-    torch.testing.assert_close(nats.flatten(), want)
-    assert torch.equal(hits, logits.argmax(-1) == targets)
-    mine = torch.autograd.grad(nats.sum(), [hidden, head.weight])
-    for got, expected in zip(
-        mine, torch.autograd.grad(want.sum(), [hidden, head.weight]), strict=True
-    ):
-        torch.testing.assert_close(got, expected)
 
 
 def test_unigram_loss_of_equal_frequencies_is_the_entropy() -> None:

@@ -55,12 +55,13 @@ def test_latency_against_running_servers(tmp_path: Path) -> None:
         text = said(
             *("latency", "--model", model, "-o", str(out), "--url", one, "--url", other),
             *("--pattern", "full", "--pattern", "half=uniform:1/2", "--context", "256"),
-            *("--rounds", "1", "--new-tokens", "6", "--metric", "prefill", "--metric", "decode"),
+            *("--rounds", "1", "--new-tokens", "6", "--full-concurrency", "1"),
             code=0,
         )
     assert "+ IndexCache (half)" in text
     result = load(out / "latency.json")
-    assert result.metrics == ("prefill", "decode")
+    assert result.metrics == ("prefill", "decode", "full")
+    assert {sample.requests for sample in result.samples} == {1}
     assert (out / "latency-speedup.png").exists()
     assert "the servers ran already" in (out / "latency.md").read_text()
 
@@ -73,7 +74,6 @@ def test_a_key_reaches_the_server_and_nothing_else(
     model, out = folder(tmp_path, CONFIG), tmp_path / "out"
     command = ["latency", "--model", model, "-o", str(out), "--pattern", "full", "--context", "256"]
     command += ["--pattern", "half=uniform:1/2", "--rounds", "1", "--new-tokens", "6"]
-    command += ["--metric", "prefill"]
     given = []
     for name, key in keys.items():
         if by == "variable":
@@ -99,7 +99,6 @@ def test_a_key_reaches_the_server_and_nothing_else(
         (["--url", "http://u", "--", "--tp", "8"], "no server flags"),
         (["--", "--model-path", "x"], "leave --model-path to the benchmark"),
         (["--context", "1K", "--context", "1000"], "the same length was given twice"),
-        (["--metric", "speed"], "the metrics are"),
         (["--pattern", "FS"], "too short"),
     ],
 )
@@ -116,16 +115,3 @@ def test_a_plan_is_arithmetic() -> None:
     pytest.importorskip("aiconfigurator_core")
     plan = ("bench", "plan", "--model", "glm-5-fp8", "--context", "32K", "--pattern", "1/4")
     assert loaded(*plan) == {"sglang_indexcache.bench.results"}
-
-
-def test_what_the_figures_need_is_asked_for_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else hours of measuring would end in an error."""
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    model = folder(tmp_path, CONFIG)
-    patterns = ("--pattern", "full", "--pattern", "uniform:1/2")
-    text = said("latency", "--model", model, "-o", str(tmp_path / "out"), *patterns, code=1)
-    assert "pip install 'sglang-indexcache[plots]'" in text
-    assert not (tmp_path / "out").exists()

@@ -72,17 +72,6 @@ def test_hours_are_told_from_the_longest_length_and_asked_about_once(
     assert again.exit_code == 0, again.output
 
 
-def test_options_may_stand_in_a_file(tmp_path: Path) -> None:
-    config = tmp_path / "eval.yaml"
-    config.write_text("contexts: 5\nlooks: 1\ntask: notes\n")
-    given = ("--model", TINY, "--length", "256", "--dry-run", "--config", config)
-    result = call("eval", "run", "1/2", *given)
-    assert result.exit_code == 0, result.output
-    assert "5 of each of notes at 256; 1 cell, 40 paired questions" in words(result)
-    config.write_text("context: 5\n")
-    assert "'context' is no option" in words(call("eval", "run", "1/2", *given))
-
-
 @pytest.mark.parametrize(
     ("patterns", "control"),
     [
@@ -123,13 +112,6 @@ def test_more_than_an_hour_is_asked_for(tmp_path: Path) -> None:
     assert result.exit_code == 1
     assert "hours at 0 tokens a second (given by --rate). Continue?" in words(result)
     assert fake.calls == 0
-
-
-def test_a_plan_sends_nothing() -> None:
-    result = call("eval", "run", "--dry-run", "uniform:1/4", *SMALL, "--rate", "10")
-    assert result.exit_code == 0, result.output
-    assert "hours at 10 tokens a second (given by --rate)" in words(result)
-    assert "can show a loss of" in words(result)
 
 
 @pytest.mark.parametrize(
@@ -196,20 +178,6 @@ def test_a_users_files_are_planned_and_what_is_left_out_is_told(tmp_path: Path) 
     assert "The files have no more: ask generated tasks beside them (--task)" in whole
 
 
-def test_a_damaged_file_ends_with_one_line(tmp_path: Path) -> None:
-    path = write(tmp_path / "own.jsonl", [prompt_row(1, "yes"), {"prompt": 7}])
-    result = call("eval", "run", "--dry-run", "1/4", *FILES, "--rows", f"prompts={path}")
-    assert result.exit_code == 1
-    assert "line 2" in result.output
-    assert "prompt is empty, or no text" in words(result)
-
-
-def test_unknown_rows_are_refused() -> None:
-    result = call("eval", "run", "--dry-run", "1/4", *FILES, "--rows", "sums=a.jsonl")
-    assert result.exit_code == 1
-    assert "--rows sums=... is none of mrcr, graphwalks, longbench-v2, prompts" in words(result)
-
-
 def compare(*arguments: object) -> tuple[int, str]:
     result = call("eval", "compare", *map(str, arguments))
     return result.exit_code, words(result)
@@ -266,4 +234,36 @@ def test_the_report_is_made_again_from_the_journal_alone(tmp_path: Path) -> None
     result = call("eval", "report", folder)
     assert result.exit_code == 0, result.output
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == first
-    assert {"report.html", "eval.json", "samples.jsonl", "cells.png"} <= first.keys()
+    assert {"report.html", "eval.json", "samples.jsonl"} <= first.keys()
+
+
+def test_options_may_stand_in_a_file(tmp_path: Path) -> None:
+    config = tmp_path / "eval.yaml"
+    config.write_text("contexts: 5\nlooks: 1\ntask: notes\n")
+    given = ("--model", TINY, "--length", "256", "--dry-run", "--config", config)
+    result = call("eval", "run", "1/2", *given)
+    assert result.exit_code == 0, result.output
+    assert "5 of each of notes at 256; 1 cell, 40 paired questions" in words(result)
+    config.write_text("context: 5\n")
+    assert "'context' is no option" in words(call("eval", "run", "1/2", *given))
+
+
+def test_a_plan_sends_nothing() -> None:
+    result = call("eval", "run", "--dry-run", "uniform:1/4", *SMALL, "--rate", "10")
+    assert result.exit_code == 0, result.output
+    assert "hours at 10 tokens a second (given by --rate)" in words(result)
+    assert "can show a loss of" in words(result)
+
+
+def test_a_damaged_file_ends_with_one_line(tmp_path: Path) -> None:
+    path = write(tmp_path / "own.jsonl", [prompt_row(1, "yes"), {"prompt": 7}])
+    result = call("eval", "run", "--dry-run", "1/4", *FILES, "--rows", f"prompts={path}")
+    assert result.exit_code == 1
+    assert "line 2" in result.output
+    assert "prompt is empty, or no text" in words(result)
+
+
+def test_unknown_rows_are_refused() -> None:
+    result = call("eval", "run", "--dry-run", "1/4", *FILES, "--rows", "sums=a.jsonl")
+    assert result.exit_code == 1
+    assert "--rows sums=... is none of mrcr, graphwalks, longbench-v2, prompts" in words(result)

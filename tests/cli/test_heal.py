@@ -29,6 +29,20 @@ def test_heal(runner: CliRunner, tmp_path: Path) -> None:
     assert refused.output.startswith("indexcache: error: ")
 
 
+@pytest.mark.parametrize("gpu", ["h100", "h200", "b200"])
+def test_a_dry_run_knows_the_data_sheets(runner: CliRunner, tmp_path: Path, gpu: str) -> None:
+    checkpoint(tmp_path / "base")
+    heal = ["heal", "run", str(tmp_path / "base"), "--data", "machine", "--pattern", "FSSF"]
+    heal += ["-o", str(tmp_path / "adapter"), "--context", "24", "--dry-run"]
+    done = runner.invoke(app, [*heal, "--gpus", f"2x{gpu}"])
+    assert done.exit_code == 0, done.output
+    assert "it fits" in done.output
+    assert f"{gpu}'s data sheet" in " ".join(done.output.split())
+    assert not (tmp_path / "adapter.run").exists()
+    refused = runner.invoke(app, [*heal, "--gpus", "2xa100"])
+    assert "no rates are known for 'a100'" in refused.output
+
+
 def test_an_interrupted_run_says_how_it_goes_on(
     runner: CliRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

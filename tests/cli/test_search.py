@@ -139,9 +139,6 @@ def test_a_dry_run_tells_tokens_hours_and_the_rates_source(tmp_path: Path) -> No
     assert "given by --rate" in told
     assert "give --rate" in said(call(*arguments, "--method", "greedy"))
     assert not output.exists()
-    # A search that was begun tells its own rate.
-    assert call(*(a for a in arguments if a != "--dry-run"), "--method", "fast").exit_code == 0
-    assert "evaluations in" in said(call(*arguments, "--method", "greedy"))
 
 
 def test_a_config_file_gives_options_and_the_command_line_wins(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -58,11 +57,6 @@ def test_show_proves_skipping(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "switch" not in output  # in static mode there is none
     states[1] = state("FS", **counts | {"indexer_selections": [16, 16], "index_reuses": [0, 0]})
     assert "NOT OK, for layer 1" in said("show", code=1)
-
-
-def test_doctor_answers_one_question_at_a_time(tmp_path: Path) -> None:
-    output = said("doctor", "--url", "http://127.0.0.1:9", "--sglang", str(tmp_path), code=1)
-    assert "--url is a question of its own; leave --sglang away" in output
 
 
 def test_doctor_without_arguments() -> None:

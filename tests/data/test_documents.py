@@ -68,12 +68,6 @@ def test_reads_every_format(tmp_path: Path) -> None:
     assert found[-1].where.endswith("c.parquet, row 2")
 
 
-def test_a_raw_line_separator_does_not_end_a_row(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text(json.dumps({"text": "one\u2028row"}, ensure_ascii=False))
-    assert [d.text for d in read_documents(str(path)) if isinstance(d, Text)] == ["one\u2028row"]
-
-
 def test_a_huge_text_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(documents, "TEXT_PIECE", 10)
     path = tmp_path / "a.txt"
@@ -82,23 +76,16 @@ def test_a_huge_text_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.Monke
     assert pieces == ["line one\nline two\n", "line three\n"]
 
 
-def test_the_machines_own_text() -> None:
-    assert next(read_documents("machine")).has_answers is False
-
-
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("empty.txt", b"", "contains no text"),
         ("blank.jsonl", b"\n \n", "contains no text"),
         ("latin.txt", "café".encode("latin-1"), "latin.txt is not UTF-8 .it holds the byte 0xe9"),
-        ("latin.jsonl", "\n[é]".encode("latin-1"), "line 2 is not UTF-8 .it holds the byte 0xe9"),
-        ("broken.jsonl", b'{"text": "a"}\n{"text', "line 2 is not JSON"),
         ("fields.jsonl", b'{"body": "a"}', "line 1 has no text: expected a string, messages, a"),
         ("chat.jsonl", b'{"messages": ["hello"]}', "messages that are not a list of objects with"),
         ("span.jsonl", b'{"text": "a", "answers": [[0, 2]]}', "one after its last .the text has 1"),
         ("squad.jsonl", b'{"text": "a", "answers": ["a"]}', "line 1: answers is a list of .start"),
-        ("broken.parquet", b"PAR1 not", "cannot be read as parquet after row 0"),
     ],
 )
 def test_bad_data(tmp_path: Path, name: str, content: bytes, message: str) -> None:

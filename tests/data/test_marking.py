@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from tokenizers import processors
 from transformers import AutoTokenizer
 
+from benchmarks.random_model import make_tokenizer
 from sglang_indexcache.data.documents import Conversation, Text
 from sglang_indexcache.data.marking import Marked, Marker
 from sglang_indexcache.errors import DataError
-from sglang_indexcache.support.text import make_tokenizer
 from tests.cli.test_search import TINY
 
 CHATML = (

@@ -16,8 +16,8 @@ from urllib.request import urlopen
 import pytest
 import torch
 
+from benchmarks.random_model import make_model
 from sglang_indexcache.ask.client import Client
-from sglang_indexcache.demo.model import ModelSpec, make_model
 from sglang_indexcache.pattern import Pattern
 from tests.oracle import Oracle
 from tests.preloaded import PreloadedServer
@@ -52,7 +52,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     base = tmp_path_factory.mktemp("checkpoints")
     folders = {preset: base / preset for preset in ("glm-5", "deepseek-v3.2")}
     for preset, folder in folders.items():
-        make_model(ModelSpec(preset=preset, size="tiny", vocab_size=VOCAB, dtype="float32"), folder)
+        make_model(folder, preset, "tiny", vocab_size=VOCAB, dtype="float32")
     return folders
 
 
@@ -157,7 +157,7 @@ def check_metrics(client: Client) -> None:
         "rejections": sum(sum(state.rejections.values()) for state in states),
     }
     if not counted["switches"]:  # since the pattern was set is since the start
-        looked_at = (cell[0] for state in states for cell in state.overlap.cells.values())
+        looked_at = (sums[0] for state in states for sums in state.overlap.layers.values())
         counted["overlap_rows"] = sum(looked_at)
     deadline = time.monotonic() + 60
     while (told := _of(counted, scraped(client))) != counted and time.monotonic() < deadline:

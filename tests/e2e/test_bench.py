@@ -1,6 +1,6 @@
 """The benchmarks on real servers: a run from end to end, and the refusals that need one.
 
-Two static servers stay up side by side for everything but live mode, which has the third.
+A run starts two static servers, one after the other; live mode has a third, the refusals a fourth.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from sglang_indexcache.ask.client import Client
+from sglang_indexcache.ask.launch import Server
 from sglang_indexcache.ask.stream import stream
 from sglang_indexcache.bench import latency
 from sglang_indexcache.bench.latency import Settings, TargetModel
@@ -36,17 +37,10 @@ def served(target: TargetModel) -> tuple[Configuration, ...]:
     return configurations(("full", f"half={SHARED}"), target.checkpoint)
 
 
-@pytest.fixture(scope="module")
-def servers(glm: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartedServers]:
-    """One static server for each pattern, started at its first visit and up until the end."""
-    logs = tmp_path_factory.mktemp("logs")
-    with StartedServers(str(glm), POOL, logs, side_by_side=True) as started:
-        yield started
-
-
-def test_servers_side_by_side(
-    servers: StartedServers, target: TargetModel, served: tuple[Configuration, ...], tmp_path: Path
+def test_servers_one_at_a_time(
+    glm: Path, target: TargetModel, served: tuple[Configuration, ...], tmp_path: Path
 ) -> None:
+    servers = StartedServers(str(glm), POOL, tmp_path / "logs")
     result = latency.run(target, servers, served, SETTINGS, arguments=POOL)
     written = latency.write_latency(result, tmp_path)
     assert load(written[0]) == result
@@ -84,11 +78,18 @@ def test_one_live_server_stands_for_all_patterns(
     assert all(shares)
 
 
+@pytest.fixture(scope="module")
+def server(glm: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """An all-F server, for what it must refuse."""
+    flags = ["--model-path", str(glm), "--attention-backend", "indexcache", *POOL]
+    with Server(flags, tmp_path_factory.mktemp("log") / "server.log") as started:
+        started.wait_until_ready()
+        yield started
+
+
 @pytest.fixture
-def full(servers: StartedServers, served: tuple[Configuration, ...]) -> Iterator[Client]:
-    """The all-F server, for what it must refuse."""
-    with servers.visit(served[0]) as client:
-        yield client
+def full(server: Server) -> Client:
+    return server.client
 
 
 def test_a_cached_prompt_is_refused(full: Client) -> None:
@@ -114,10 +115,9 @@ def test_a_server_that_ignores_the_pattern_is_refused(
 
 
 def test_a_server_that_dies_in_the_middle_of_a_request_is_refused(
-    servers: StartedServers, full: Client
+    server: Server, full: Client
 ) -> None:
     """The last test: nothing can be asked of that server any more."""
-    server = servers.visited
     killer = threading.Thread(target=lambda: (time.sleep(1.0), server.stop(grace=0)))
     killer.start()
     with pytest.raises((BenchError, ServerError)):

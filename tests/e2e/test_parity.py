@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.random_model import make_model
 from sglang_indexcache.ask.client import Client
-from sglang_indexcache.demo.model import ModelSpec, make_model
 from sglang_indexcache.pattern import Pattern
 from tests.e2e.conftest import (
     ROUNDING,
@@ -105,7 +105,7 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint without experts: the indexer's top-k is the only discrete choice in it."""
     folder = tmp_path_factory.mktemp("dense")
     fields = {"first_k_dense_replace": 6}
-    make_model(ModelSpec(size="tiny", vocab_size=VOCAB, overrides=fields), folder)
+    make_model(folder, size="tiny", vocab_size=VOCAB, fields=fields)
     return folder
 
 

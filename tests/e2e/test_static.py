@@ -77,12 +77,6 @@ def test_shared_layers_have_no_index_key_memory(client: Client) -> None:
     assert client.states()[0].index_k_bytes_per_token == 2 * 128 * 4
 
 
-def test_shared_layers_have_no_indexer_weights(client: Client) -> None:
-    weights = client.states()[0].indexer_weight_bytes
-    assert tuple(map(int, weights)) == PATTERN.full_layers
-    assert all(size > 0 for size in weights.values())
-
-
 @pytest.mark.parametrize("length", [127, 128, 129, 400])
 def test_chunked_prefill_changes_nothing(client: Client, oracle: Oracle, length: int) -> None:
     fresh(client)
@@ -213,7 +207,6 @@ def test_static_and_live_agree_exactly(client: Client, live: Client) -> None:
     # Live mode keeps the keys for other patterns.
     assert state.index_key_writes[1] > before.index_key_writes[1]
     assert state.index_k_bytes_per_token == 6 * 128 * 4
-    assert len(state.indexer_weight_bytes) == 6
 
 
 def test_readers_do_not_disturb(client: Client) -> None:

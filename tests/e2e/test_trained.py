@@ -11,7 +11,7 @@ from rich.console import Console
 from benchmarks.training.recipe import RECIPES, Recipe
 from benchmarks.training.trainer import Trainer
 from sglang_indexcache.demo import shipped_checkpoint
-from sglang_indexcache.demo.material import Material
+from sglang_indexcache.demo.run import Material
 from sglang_indexcache.pattern import Pattern
 from tests.e2e.conftest import (
     ROUNDING,

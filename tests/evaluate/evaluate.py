@@ -16,8 +16,8 @@ from rich.console import Console
 from sglang_indexcache.ask.client import Client
 from sglang_indexcache.evaluate.arms import Servers
 from sglang_indexcache.evaluate.corpus import Corpus
-from sglang_indexcache.evaluate.evaluation import Arm, Evaluation, Role, recorded
-from sglang_indexcache.evaluate.plan import EvaluationPlan
+from sglang_indexcache.evaluate.evaluation import Evaluation, recorded
+from sglang_indexcache.evaluate.plan import Arm, EvaluationPlan, Role
 from sglang_indexcache.evaluate.run import Run
 from tests.evaluate.fake_server import TOPK, Words
 

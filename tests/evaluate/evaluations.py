@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from sglang_indexcache.evaluate.evaluation import Answer, Arm, Evaluation, Missing, Role
-from sglang_indexcache.evaluate.plan import CONTROL_LOOK, Planned
-from sglang_indexcache.stats.power import Design
+from sglang_indexcache.evaluate.evaluation import Answer, Evaluation, Missing
+from sglang_indexcache.evaluate.plan import CONTROL_LOOK, Arm, Planned, Role
+from sglang_indexcache.stats.design import Design
 
 TASKS, LENGTHS, SHORT = ("needles", "tracking"), (32768, 131072), 1536
 FACTS: dict[str, Any] = {

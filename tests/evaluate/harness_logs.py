@@ -80,11 +80,3 @@ def plain(folder: Path, score: Callable[[int], float | None]) -> Path:
         for number in range(COUNT)
     ]
     return lines(folder / "scores.jsonl", rows)
-
-
-def lm_eval_results(samples: Path, values: dict[str, float]) -> Path:
-    """What the harness printed of that run, where it writes it."""
-    task, date = samples.stem.removeprefix("samples_").rsplit("_", 1)
-    path = samples.with_name(f"results_{date}.json")
-    path.write_text(json.dumps({"results": {task: {"alias": task, **values}}}))
-    return path

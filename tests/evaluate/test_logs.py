@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 
 from sglang_indexcache.errors import QualityError
-from sglang_indexcache.evaluate.compare import compare_logs
-from sglang_indexcache.evaluate.logs import FIELDS, LM_EVAL, Log, read_log
+from sglang_indexcache.evaluate.compare import FIELDS, LM_EVAL, Log, compare_logs, read_log
 from sglang_indexcache.evaluate.report import write_report
 from sglang_indexcache.evaluate.verdict import Kind, verdicts_of
 from sglang_indexcache.stats.pairs import paired
-from tests.evaluate.harness_logs import COUNT, lm_eval, lm_eval_results, plain, ruler
+from tests.evaluate.harness_logs import COUNT, lm_eval, plain, ruler
 
 
 def same(number: int) -> float:
@@ -45,7 +44,6 @@ def test_each_kind_is_read_paired_and_reported(kind: str, tmp_path: Path) -> Non
     said = write_report(record, tmp_path / "report")
     assert "Pattern not verified" in said
     assert "Not shown: that these questions can see a bad pattern" in said
-    assert (tmp_path / "report" / "cells.png").exists()
 
 
 @pytest.mark.parametrize("kind", FIELDS)
@@ -189,7 +187,6 @@ def test_the_difference_is_that_of_what_the_harness_printed(tmp_path: Path) -> N
     runs = []
     for name, wrong in (("all F", won), ("1/4", lost)):
         path = lm_eval(tmp_path / name, lambda n, wrong=wrong: n not in wrong, groups=groups)
-        lm_eval_results(path, {"acc,none": 1 - len(wrong) / 40})
         runs.append(read_log(name, str(path)))
     record = compare_logs(*runs, margin=0.2)
     _, verdict = verdicts_of(record)["1/4"]
@@ -198,7 +195,6 @@ def test_the_difference_is_that_of_what_the_harness_printed(tmp_path: Path) -> N
     assert verdict.levels == pytest.approx((34 / 40, 36 / 40))
     assert "(all F 85.0%, 1/4 90.0%)" in verdict.headline
     assert "Difference +5.0 points" in verdict.details
-    assert not any("not compared" in notice for notice in record.notices)
 
 
 @pytest.mark.parametrize("zero", [0, ""])
@@ -207,27 +203,6 @@ def test_a_context_may_be_called_anything(tmp_path: Path, zero: object) -> None:
     path = tmp_path / "scores.jsonl"
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     assert len({sample.context for sample in read_log("a", str(path)).samples}) == 2
-
-
-def test_samples_that_do_not_give_the_harness_own_number_are_refused(tmp_path: Path) -> None:
-    path = lm_eval(tmp_path / "a", same)
-    results = lm_eval_results(path, {"acc,none": 0.8, "acc_stderr,none": 0.01})
-    log, other = read_log("a", str(path)), read_log("b", str(lm_eval(tmp_path / "b", worse)))
-    record = compare_logs(log, other)
-    assert any("not compared" in notice for notice in record.notices)  # of b nothing is known
-    results.write_text(results.read_text().replace("0.8,", "0.83,"))
-    said = r"a: the harness reports 0.8300 for longbench_qasper, .* have a mean of 0.8000"
-    with pytest.raises(QualityError, match=said):
-        compare_logs(read_log("a", str(path)), other)
-
-
-def test_rulers_numbers_are_checked_by_length(tmp_path: Path) -> None:
-    path = ruler(tmp_path / "a", lambda number: float(number % 4 > 0))
-    lm_eval_results(path, {"4096,none": 0.6, "8192,none": 1.0})
-    with pytest.raises(QualityError, match=r"reports 0\.6000 for niah_single_1"):
-        compare_logs(read_log("a", str(path)), read_log("a", str(path)))
-    lm_eval_results(path, {"4096,none": 0.5, "8192,none": 1.0, "16384,none": -1})
-    compare_logs(read_log("a", str(path)), read_log("b", str(path)))
 
 
 @pytest.mark.parametrize(

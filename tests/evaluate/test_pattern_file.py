@@ -125,8 +125,6 @@ def test_a_file_without_a_place_is_left_as_it_is(tmp_path: Path) -> None:
 def test_what_cannot_be_written_is_refused_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(QualityError, match=r"another pattern than those evaluated \(half, quarter"):
         write_quality(pattern_file(tmp_path, "FFSS"), evaluation(4))
-    with pytest.raises(QualityError, match=r"compared the probability .* --endpoint answers"):
-        write_quality(pattern_file(tmp_path), evaluation(4, endpoint="probability"))
     begun = replace(evaluation(4), answers=(), finished=False)
     with pytest.raises(QualityError, match="first look"):
         write_quality(pattern_file(tmp_path), begun)

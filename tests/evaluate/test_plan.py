@@ -21,7 +21,7 @@ from sglang_indexcache.evaluate.plan import (
     default_lengths,
     enough_contexts,
 )
-from sglang_indexcache.evaluate.request import EvaluationRequest
+from sglang_indexcache.evaluate.run import EvaluationRequest
 from sglang_indexcache.evaluate.tasks import TASKS
 from sglang_indexcache.evaluate.tasks.context import Context, Task
 from tests.evaluate.evaluate import ARMS
@@ -116,18 +116,6 @@ def test_a_plan_of_default_size_can_show_its_margin(
     assert enough_contexts(18, 8, 0.2, 4) == 32
 
 
-def test_probabilities_need_no_more_than_a_rare_whole_loss_does() -> None:
-    """They hardly spread, and yet a few contexts may be lost unseen: the rule of three is left."""
-    assert enough_contexts(6, 8, 0.01, 4, "probability") == 56 < enough_contexts(6, 8, 0.01, 4)
-    plan = replace(PLAN, contexts=160, margin=0.01, endpoint="probability")
-    deviation, differing, heaviest = plan.assumed
-    assert (deviation, differing, heaviest) == pytest.approx((0.05, 1.0, 1.0))
-    unequal = replace(plan, taken=(SelectedRows("mrcr", 256, tuple(range(16)), (9,) * 16, 16),))
-    weights = [656 / (5 * count) for count in (160, 160, 160, 160, 16)]
-    variance = sum(0.05**2 / count for count in (160, 160, 160, 160, 16)) / 25
-    assert unequal.assumed == pytest.approx(((656 * variance) ** 0.5, 1.0, max(weights)))
-
-
 def test_the_longest_contexts_are_asked_first() -> None:
     """Their rate, the slowest, tells how long everything takes at most."""
     long = [p for p in PLAN.planned if p.look != CONTROL_LOOK]
@@ -142,7 +130,6 @@ def test_the_longest_contexts_are_asked_first() -> None:
         ({"tasks": ("needle",)}, "no task is called 'needle'; there are needles.*eval compare"),
         ({"tasks": ("notes", "notes")}, "each task once"),
         ({"margin": 1.0}, "margin of 100 points is not above 0 and below 100"),
-        ({"questions": 0}, "0 questions behind a context; ask one at least"),
         ({"contexts": 3}, "3 contexts of each task and length cannot be looked at 4 times"),
         (
             {
@@ -152,7 +139,6 @@ def test_the_longest_contexts_are_asked_first() -> None:
             },
             "cannot be looked at 4 times",
         ),
-        ({"endpoint": "nats"}, "no endpoint is called 'nats': answers or probability"),
         ({"margin": 0.0}, "margin of 0 points is not above 0 and below 100"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import random
 import subprocess
 import sys
@@ -19,8 +20,8 @@ from sglang_indexcache.evaluate.evaluation import NAME, Evaluation, load
 from sglang_indexcache.evaluate.plan import CONTROL_LOOK, CORRELATION, DISCORDANCE
 from sglang_indexcache.evaluate.run import check_floor, check_noise
 from sglang_indexcache.evaluate.verdict import Kind, verdicts_of
+from sglang_indexcache.stats.design import Design, spread
 from sglang_indexcache.stats.pairs import paired
-from sglang_indexcache.stats.power import Design, spread
 from tests.evaluate.evaluate import ARMS, PLAN, evaluate
 from tests.evaluate.evaluations import LENGTHS, TASKS, evaluation
 from tests.evaluate.fake_server import Fake
@@ -45,11 +46,11 @@ def test_a_whole_evaluation(tmp_path: Path) -> None:
     assert found.verified
     assert found.look <= PLAN.looks
     rows = found.outcomes()
-    assert paired(rows, "full", "full", repeat=1).flips.share == 0
+    assert not paired(rows, "full", "full", repeat=1).values.any()
     control = [row for row in rows if row.length <= found.selects_all]
     assert control
     for arm in ("half", "few", "worst"):
-        assert paired(control, arm, "full").flips.share == 0
+        assert not paired(control, arm, "full").values.any()
     long = [row for row in rows if row.length > found.selects_all]
     lost = paired(long, "few", "full").flips
     assert lost.lost > lost.won
@@ -183,18 +184,21 @@ def test_a_reference_that_can_only_guess_is_refused(tmp_path: Path) -> None:
         evaluate(tmp_path, url)
 
 
-def test_probabilities_are_compared_where_they_were_chosen(tmp_path: Path) -> None:
-    """They differ in every context, and are no flips; below index_topk answers must agree."""
+def test_a_journal_of_an_earlier_version_is_read_but_for_what_left(tmp_path: Path) -> None:
+    """Its plan named what was compared: right answers, or their probability."""
     with serving(Fake()) as url:
-        found = evaluate(tmp_path, url, replace(PLAN, endpoint="probability"))
-    rows = [row for row in found.outcomes() if row.arm == "full"]
-    assert {row.value for row in rows} != {0.0, 1.0}
-    assert all(0 < row.value < 1 for row in rows)
-    assert {row.right for row in rows} == {0.0, 1.0}
-    for _, verdict in verdicts_of(found).values():
-        assert verdict.flips is not None
-        assert verdict.flips.lost + verdict.flips.won < verdict.flips.pairs
-    assert load(tmp_path) == found
+        found = evaluate(tmp_path, url)
+        first, rest = (tmp_path / NAME).read_text().split("\n", 1)
+        for endpoint in ("answers", "probability"):
+            header = json.loads(first)
+            header["identity"]["plan"]["endpoint"] = endpoint
+            (tmp_path / NAME).write_text(f"{json.dumps(header)}\n{rest}")
+            if endpoint == "answers":
+                assert load(tmp_path) == found
+            with pytest.raises(QualityError, match="belongs to another evaluation; different: pl"):
+                evaluate(tmp_path, url)
+    with pytest.raises(QualityError, match="compared the probability of right answers"):
+        load(tmp_path)
 
 
 def test_another_evaluation_is_refused(tmp_path: Path) -> None:

@@ -21,9 +21,9 @@ from sglang_indexcache.evaluate.plan import (
     EvaluationPlan,
     SelectedRows,
 )
-from sglang_indexcache.evaluate.request import EvaluationRequest, shown_in_words
+from sglang_indexcache.evaluate.run import EvaluationRequest
 from sglang_indexcache.evaluate.tasks.files import Item
-from sglang_indexcache.stats.power import spread
+from sglang_indexcache.stats.design import spread
 from tests.evaluate.evaluate import ARMS
 from tests.evaluate.fake_server import TOPK, Words
 from tests.evaluate.tasks.published import graphwalks_row, prompt_row, write
@@ -221,7 +221,7 @@ def test_a_plan_says_that_a_small_cell_decides_and_how_to_mend_that() -> None:
         return EvaluationPlan((), (200,), 8, 8, TOPK, margin=0.03, looks=2, taken=taken)
 
     assert detectable(plan(400, 400)) < 0.03 < 0.1 < detectable(plan(400, 400, 8))
-    words = " ".join(text for _, text in shown_in_words(plan(400, 400, 8)))
+    words = " ".join(text for _, text in plan(400, 400, 8).in_words())
     assert "no loss beyond 3 points can hardly be shown" in words
     assert (
         "mrcr at 300 tokens has only 8 and counts as much as every other cell: give more rows of "
@@ -229,7 +229,7 @@ def test_a_plan_says_that_a_small_cell_decides_and_how_to_mend_that() -> None:
     ) in words
     alike = plan(8, 8)
     for equal in (alike, replace(alike, tasks=("notes",))):  # rows have one question, tasks eight
-        assert "has only" not in str(shown_in_words(equal))
+        assert "has only" not in str(equal.in_words())
 
 
 def detectable(plan: EvaluationPlan) -> float:

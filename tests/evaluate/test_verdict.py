@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from sglang_indexcache.errors import QualityError
-from sglang_indexcache.evaluate.evaluation import Answer, Arm, Evaluation, Role
-from sglang_indexcache.evaluate.plan import Planned
+from sglang_indexcache.evaluate.evaluation import Answer, Evaluation
+from sglang_indexcache.evaluate.plan import Arm, Planned, Role
 from sglang_indexcache.evaluate.verdict import SAFE, Kind, Look, Verdict, judge
+from sglang_indexcache.stats.design import Design
 from sglang_indexcache.stats.pairs import Outcome
-from sglang_indexcache.stats.power import Design
 
 CONTEXTS = 200
 DESIGN = Design(contexts=2 * CONTEXTS, margin=0.02)

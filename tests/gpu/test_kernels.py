@@ -23,11 +23,11 @@ from sglang_indexcache.kernels.contract import (
 )
 from sglang_indexcache.kernels.dispatch import Machine, named
 from sglang_indexcache.kernels.grid import cases
-from sglang_indexcache.kernels.grid.runner import GROUPS, run
+from sglang_indexcache.kernels.grid.suite import GROUPS, run
 from sglang_indexcache.kernels.indexer.quantization import quantize_e4m3, write_pages
 from tests.gpu.test_served import TOKENS, Prompts, Request, answer, serving
 
-GRID = "sglang_indexcache.kernels.grid.runner"
+GRID = "sglang_indexcache.kernels.grid.suite"
 SANITIZER = ("memcheck", "racecheck", "synccheck")
 INDEXER = (
     cases.IndexerCase("ragged", 32, ((1, 3000), (1, 0), (1, 700), (1, 65)), topk=512, decode=True),
@@ -204,11 +204,11 @@ def test_compute_sanitizer_finds_nothing(tool: str, group: str, evidence: dict[s
     if shutil.which(sanitizer) is None:
         pytest.skip("compute-sanitizer is not installed")
     command = [sanitizer, "--tool", tool, "--kernel-name", "kns=indexcache", "--error-exitcode=9"]
-    grid = ["-m", GRID, "--implementation", "cuda", "--group", group, "--sizes", "wide"]
+    grid = ["-m", GRID, "cuda", group, "wide"]
     done = subprocess.run(
         [*command, sys.executable, *grid], capture_output=True, text=True, timeout=170, check=False
     )
-    evidence["cases"] = sum(line.startswith("{") for line in done.stdout.splitlines())
+    evidence["cases"] = sum(line.startswith("CaseOutcome") for line in done.stdout.splitlines())
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     assert evidence["cases"]
 
@@ -249,7 +249,7 @@ def test_a_server_with_them_answers_like_stock(
 @pytest.mark.parametrize("form", ["slots", "offsets"])
 def test_windows_in_a_graph_are_the_references(form: str, width: int) -> None:
     """Lists of a released model's length, by the kernel in a graph, whose inputs then change."""
-    from sglang_indexcache.kernels.window import triton as window
+    from sglang_indexcache.kernels import window
     from sglang_indexcache.recent import Addresses, widen
 
     rows, topk, reach = 64, 2048, 8192

@@ -17,9 +17,8 @@ from transformers import AutoModelForCausalLM
 from benchmarks.training.model import DistilledModel
 from sglang_indexcache.errors import CheckpointError, PatternError
 from sglang_indexcache.heal.frozen import FrozenBody, shared_out
-from sglang_indexcache.heal.local import LocalSharing
+from sglang_indexcache.heal.local import LocalSharing, Passing, pass_through, pipelined
 from sglang_indexcache.heal.packing import Layout
-from sglang_indexcache.heal.passing import Passing, pass_through, pipelined
 from sglang_indexcache.heal.sharing import Stage
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.stored import dequantised

@@ -79,7 +79,6 @@ def test_what_is_written(learned: tuple[HealResult, Path]) -> None:
     run = folder / "adapter.run"
     lines = read_metrics(run)
     assert [line["step"] for line in lines if "loss" in line] == list(range(1, 9))
-    assert (run / "curves.png").stat().st_size > 10_000
 
 
 def test_a_finished_run_is_left_as_it_is(learned: tuple[HealResult, Path]) -> None:
@@ -200,12 +199,6 @@ def test_from_disk_it_ends_the_same(base: Path) -> None:
         assert torch.equal(tensor, whole[name])
 
 
-def test_rows_in_parts_take_the_same_step(base: Path) -> None:
-    for size in (1, 2):
-        heal(options(base, output=base / f"by-{size}", micro_rows=size))
-    same_first_step(base / "by-1", base / "by-2", rel=1e-4)
-
-
 def same_first_step(one: Path, other: Path, rel: float) -> None:
     """Of two runs. After it, AdamW makes whole steps of what two sums differ by."""
     logs = (read_metrics(output.with_name(f"{output.name}.run")) for output in (one, other))
@@ -227,14 +220,11 @@ def test_an_fp8_checkpoint_is_healed_and_left_alone(base: Path) -> None:
         assert kind == (torch.bfloat16 if quantised else torch.float32)
 
 
-def test_it_ends_early_with_its_best_weights(base: Path) -> None:
-    wanted = options(
-        base, lr=30.0, dense_steps=40, sparse_steps=0, evaluate_every=1, patience=3, clip=1e9
-    )
+def test_it_ends_with_its_best_weights(base: Path) -> None:
+    wanted = options(base, lr=30.0, dense_steps=6, sparse_steps=0, evaluate_every=1, clip=1e9)
     found = heal(wanted)
     losses = [e.held_out_loss for e in found.evaluations]
-    best = losses.index(min(losses))
-    assert len(losses) == best + 1 + 3 < 41
+    assert losses[-1] > min(losses)
     start = torch.load(base / "adapter.run" / "state.pt", weights_only=True)
     for name, tensor in found.adapter.tensors().items():
         assert torch.equal(tensor, start["best"][name])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.training.model import DistilledModel, next_tokens
+from benchmarks.training.model import DistilledModel
 from sglang_indexcache.errors import PatternError, StaleIndexError, TrainingError
 from sglang_indexcache.heal.losses import AttentionInputs, distillation_loss
 from sglang_indexcache.heal.model import attend
@@ -80,39 +80,6 @@ def test_the_two_losses_reach_disjoint_parameters(family: str, stage: Stage) -> 
     from_index = torch.autograd.grad(losses.index.sum(), indexer + body, allow_unused=True)
     assert all(g is not None and g.abs().sum() > 0 for g in from_index[: len(indexer)])
     assert all(g is None for g in from_index[len(indexer) :])
-
-
-@families
-def test_shared_layers_have_no_indexer(family: str) -> None:
-    model = DistilledModel(make(family), Pattern("FSSF"))
-    owners = {name.split(".")[3] for name in model.state_dict() if ".indexer." in name}
-    assert owners == {"0", "3"}
-    assert model.model.config.indexer_types == ["full", "shared", "shared", "full"]
-
-
-@families
-@pytest.mark.parametrize("stage", [Stage.DENSE, Stage.WARMUP, Stage.SPARSE])
-def test_gradient_checkpointing_changes_nothing(family: str, stage: Stage) -> None:
-    model = DistilledModel(make(family), Pattern("FSFS"), block=6).train()
-    model.prepare_stage(stage)
-    batch = one_document(tokens(2, LENGTH))
-
-    def run() -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-        model.zero_grad()
-        losses = model(**batch, stage=stage)
-        parts = [] if stage is Stage.WARMUP else [losses.lm]
-        parts += [] if stage is Stage.DENSE else [losses.index.sum()]
-        torch.stack(parts).sum().backward()
-        return losses.index.detach(), [p.grad for p in model.parameters()]
-
-    plain = run()
-    model.model.gradient_checkpointing_enable({"use_reentrant": False})
-    checkpointed = run()
-    torch.testing.assert_close(plain[0], checkpointed[0])
-    for a, b in zip(plain[1], checkpointed[1], strict=True):
-        assert (a is None) == (b is None)
-        if a is not None:
-            torch.testing.assert_close(a, b)
 
 
 @families
@@ -199,36 +166,6 @@ def test_the_backward_pass_keeps_no_mask(stage: Stage) -> None:
         return sum(sizes.values())
 
     assert kept(512) <= 2 * kept(256) + 1024
-
-
-def test_labels_are_shifted_within_documents() -> None:
-    labels = torch.tensor([[5, 6, 7, 8, 9]])
-    documents = torch.tensor([[0, 0, 1, 1, -1]])
-    assert next_tokens(labels, documents).tolist() == [[6, -100, 8, -100, -100]]
-
-
-def test_logits_are_made_where_the_lm_loss_is_used_and_of_labelled_tokens() -> None:
-    model = DistilledModel(make("glm-5"), Pattern("FSFS"))
-    made: list[int] = []
-    model.model.lm_head.register_forward_hook(lambda _, __, logits: made.append(len(logits)))
-    batch = one_document(tokens(2, LENGTH))
-    batch["labels"] = batch["labels"].clone()
-    batch["labels"][:, :9] = -100
-    assert model(**batch, stage=Stage.WARMUP).lm == 0
-    assert sum(made) == 0
-    assert model(**batch, stage=Stage.SPARSE).lm > 0
-    assert sum(made) == 2 * (LENGTH - 9)
-
-
-def test_a_query_selects_no_more_than_top_k() -> None:
-    model = DistilledModel(make("glm-5"), Pattern("FSFS"))
-    model(**one_document(tokens(1, LENGTH)), stage=Stage.SPARSE)
-    run = model.sharing.forward
-    assert run is not None
-    assert sorted(run.selected) == [0, 2]
-    for selected in run.selected.values():
-        counts = (selected >= 0).sum(-1)[0].tolist()
-        assert counts == [min(t + 1, TOPK) for t in range(LENGTH)]
 
 
 def test_stages_freeze_what_they_do_not_train() -> None:

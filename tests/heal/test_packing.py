@@ -33,10 +33,6 @@ def test_blocks_of_the_mask_are_causal_and_stay_in_their_document() -> None:
         assert stops == sorted(stops, reverse=True)  # the one that sees the most keys is first
 
 
-def test_padding_counts_in_no_loss() -> None:
-    assert Layout(torch.tensor([[0, 0, 1, -1]])).counted.tolist() == [[True, True, True, False]]
-
-
 def test_selected_mask_ignores_empty_places() -> None:
     mask = selected_mask(torch.tensor([[[2, -1, 0], [-1, -1, 3]]]), keys=4)
     assert mask.tolist() == [[[True, False, True, False], [False, False, False, True]]]

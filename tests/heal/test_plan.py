@@ -11,10 +11,9 @@ import torch
 from sglang_indexcache.errors import TrainingError
 from sglang_indexcache.heal.frozen import FrozenBody
 from sglang_indexcache.heal.heal import HealOptions
-from sglang_indexcache.heal.local import LocalSharing
+from sglang_indexcache.heal.local import LocalSharing, Passing
 from sglang_indexcache.heal.packing import Layout
-from sglang_indexcache.heal.passing import Passing
-from sglang_indexcache.heal.plan import GpuMachine, HealPlan, dry_run, machine_of, plan_of
+from sglang_indexcache.heal.plan import GpuMachine, HealPlan, counted_gpus, dry_run, plan_of
 from sglang_indexcache.heal.sharing import Stage
 from sglang_indexcache.pattern import Pattern
 from tests.heal.checkpoints import checkpoint, quantise
@@ -116,5 +115,6 @@ def test_several_rows_keep_several_gpus_busy(tmp_path: Path) -> None:
 
 
 def test_gpus_are_written_as_a_count_and_a_name() -> None:
+    assert counted_gpus("8xh200") == (8, "h200")
     with pytest.raises(TrainingError, match="8xh200, got 'h200'"):
-        machine_of("h200", lambda _: MACHINE)
+        counted_gpus("h200")

@@ -7,7 +7,7 @@ from tempfile import TemporaryDirectory
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from sglang_indexcache.support.text import make_tokenizer
+from benchmarks.random_model import make_tokenizer
 
 
 @cache

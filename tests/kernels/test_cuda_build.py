@@ -657,15 +657,6 @@ def test_the_own_nvcc_s_build_is_preferred(small: Path, empty_library: Path) -> 
     assert building.cached("topk") == BuiltKernels(library.path, library.log, fresh=False)
 
 
-def test_tensors_elsewhere_than_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(KernelError, match="not on cpu"):
-        cuda.require_hopper("topk", torch.device("cpu"))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA L40S")
-    with pytest.raises(KernelError, match=r"NVIDIA L40S \(compute capability 8.9\)"):
-        cuda.require_hopper("topk", torch.device("cuda"))
-
-
 def test_what_cannot_be_read_16_bytes_at_a_time_is_refused() -> None:
     with pytest.raises(KernelError, match="q must begin at a multiple of 16 bytes"):
         cuda.require_aligned("op", q=torch.zeros(64, dtype=torch.uint8)[1:])
@@ -688,3 +679,45 @@ def test_names_are_readable() -> None:
     }
     for symbol, name in names.items():
         assert report.readable(symbol) == name
+
+
+# -- whom to trust ------------------------------------------------------------------------------
+
+PTXAS = """ptxas: NVIDIA (R) Ptx optimizing assembler
+Cuda compilation tools, release 12.8, V12.8.93
+Build cuda_12.8.r12.8/compiler.35583870_0
+"""
+
+
+def test_the_full_version_is_read() -> None:
+    assert building.version_said(PTXAS) == (12, 8, 93)
+    assert building.version_said("release 13.0") is None, "a release says too little"
+
+
+@pytest.mark.parametrize("version", building.KNOWN_BAD)
+def test_a_known_one_is_named_with_its_source(version: building.Version) -> None:
+    said = building.doubt_of(version) or ""
+    assert building.dotted(version) in said
+    assert "#" in said, "where it was seen"
+    assert version not in building.GOOD
+
+
+def test_an_unknown_one_is_not_trusted_and_good_ones_are_named() -> None:
+    said = building.doubt_of((13, 0, 89)) or ""
+    assert "nvcc 13.0.89 is not among those that were checked" in said
+    for version in building.GOOD:
+        assert building.dotted(version) in said
+        assert building.doubt_of(version) is None
+
+
+@pytest.mark.parametrize(
+    ("version", "doubted"), [((13, 0, 88), True), ((13, 0, 89), True), ((13, 1, 80), False)]
+)
+def test_a_library_is_judged_by_the_compiler_that_made_it(
+    version: building.Version, doubted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = tmp_path / f"topk-0-cuda{building.dotted(version)}" / "topk.so"
+    library = building.BuiltKernels(made, made.with_name("build.log"), fresh=False)
+    monkeypatch.setattr(building, "cached", lambda folder: library)
+    assert library.compiler == version
+    assert (building.doubt() is not None) == doubted

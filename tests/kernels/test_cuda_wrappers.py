@@ -115,13 +115,12 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Emulated:
     library = Emulated()
     for module in (indexer, sparse_mla, topk):
         monkeypatch.setattr(module, "library", lambda folder: library)
-        monkeypatch.setattr(module, "require_hopper", lambda op, device: None)
     for module in (indexer, sparse_mla):
         monkeypatch.setattr(module, "multiprocessors", lambda device: SMS)
     monkeypatch.setattr(
         sparse_mla,
         "clusters_at_once",
-        lambda cache, size: sparse_mla.multiprocessors(cache.device) // size,
+        lambda device, fp8, size: sparse_mla.multiprocessors(device) // size,
     )
     return library
 

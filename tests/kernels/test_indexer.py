@@ -131,11 +131,6 @@ def test_padded_rows_select_nothing(generator: torch.Generator) -> None:
     assert (got[3:] == -1).all()
 
 
-def test_batch_refuses_more_queries_than_keys() -> None:
-    with pytest.raises(ValueError, match="2 tokens cannot have 3 query rows"):
-        cpu.HostBatch((3,), (2,), torch.zeros(1, 2))
-
-
 @pytest.mark.parametrize("lens", [[(1, 9), (1, 4)], [(3, 9), (0, 4), (1, 4)]])
 def test_physical_slots(generator: torch.Generator, lens: list[tuple[int, int]]) -> None:
     batch = Problem(lens, heads=1, generator=generator).batch

@@ -8,10 +8,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from sglang_indexcache.kernels import window
 from sglang_indexcache.kernels.indexer import triton as indexer
 from sglang_indexcache.kernels.sparse_mla import triton as sparse_mla
 from sglang_indexcache.kernels.topk import triton as topk
-from sglang_indexcache.kernels.window import triton as window
 
 pytestmark = pytest.mark.csrc
 

@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from sglang_indexcache.kernels.window import triton as window
+from sglang_indexcache.kernels import window
 from sglang_indexcache.recent import Addresses, widen
 
 pytestmark = [

@@ -17,8 +17,8 @@ from sglang_indexcache.search.ledger import Ledger, open_journal
 from tests.search.helpers import finished, landscape, targets
 
 IDENTITY = {"checkpoint": "a", "data": "b"}
-ONE = {"pattern": "FFS", "batches": [0, 1], "losses": [2.0, 0.1 + 0.2], "seconds": 0.5}
-TWO = {"pattern": "FSS", "batches": [1], "losses": [1 / 3], "seconds": 0.25}
+ONE = {"pattern": "FFS", "batches": [0, 1], "losses": [2.0, 0.1 + 0.2]}
+TWO = {"pattern": "FSS", "batches": [1], "losses": [1 / 3]}
 FULL, WANTED, BROKEN = Pattern("FFFF"), Pattern("FSFS"), Pattern("FFSS")
 
 

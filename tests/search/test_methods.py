@@ -105,11 +105,6 @@ def test_greedy_is_algorithm_1_flip_by_flip(count: int, seed: int, data: st.Data
     assert ledger.spent == evaluations(goal) * ledger.full_evaluation
 
 
-def test_a_whole_descent_takes_the_papers_count() -> None:
-    """N(N-1)/2 forward passes, and one for the start."""
-    assert evaluations(targets(47, "1")) == 47 * 46 // 2 + 1
-
-
 # -- fast --------------------------------------------------------------------------------------
 
 
@@ -146,14 +141,6 @@ def descend(ledger: Ledger, count: int, goal: str, budget: int | None = None) ->
     way = Descent(targets(count, goal))
     least = way.least(ledger.tokens_of_batches)
     return list(FastGreedy(ledger, way, least if budget is None else budget).steps())
-
-
-def test_a_larger_budget_is_used() -> None:
-    ledger, larger = (landscape(LAYERS, 1, batches=32) for _ in range(2))
-    least = FAST.least(targets(LAYERS, "1/8"), ledger.tokens_of_batches)
-    assert len(descend(ledger, LAYERS, "1/8")) == 42
-    assert len(descend(larger, LAYERS, "1/8", 2 * least)) == 42
-    assert ledger.spent <= least < larger.spent <= 2 * least
 
 
 def test_measures_more_again_where_old_measurements_mislead() -> None:

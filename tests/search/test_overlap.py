@@ -18,10 +18,9 @@ from sglang_indexcache.search import overlap
 from sglang_indexcache.search.overlap import (
     OverlapCounter,
     by_layer,
-    read,
+    overlap_in_words,
     recent_in_words,
     served_lists,
-    served_overlap,
 )
 
 
@@ -80,16 +79,9 @@ def blocks() -> np.ndarray:
 def test_reads_the_sharpest_boundary() -> None:
     matrix = blocks()
     matrix[1, 2] = matrix[2, 1] = 0.1
-    found = read(matrix)
-    assert found["worst_boundary"] == [1, 2]
-    assert found["adjacent"] == [0.1, 0.9]
-    assert "The sharpest boundary is between layers 1 and 2 (0.10)." in found["summary"]
-
-
-def test_overlap_of_what_a_pattern_shares() -> None:
-    assert served_overlap(blocks(), Pattern("FSFSSF")) == pytest.approx(0.9)
-    assert served_overlap(blocks(), Pattern("FSSSSF")) == pytest.approx((0.9 + 3 * 0.2) / 4)
-    assert np.isnan(served_overlap(blocks(), Pattern("FFFFFF")))
+    found = overlap_in_words(matrix)
+    assert "have 0.10 to 0.90 of their selection" in found
+    assert "The sharpest boundary is between layers 1 and 2 (0.10)." in found
 
 
 def test_each_layer_is_compared_with_the_list_that_stands_there() -> None:

@@ -1,10 +1,5 @@
-import itertools
-import json
-from pathlib import Path
-
 import numpy as np
 import pytest
-from transformers import AutoTokenizer
 
 from benchmarks.search_landscape import SyntheticEvaluator
 from sglang_indexcache.errors import PatternError, SearchError
@@ -56,36 +51,3 @@ def test_a_short_context_is_said_and_counted_from_where_it_matters() -> None:
     assert evaluator.loss(shared, [0]).mean() == pytest.approx(other[99:].mean())
     assert "later half" in setup.identity(evaluator)["counted"]
     assert "advice" not in dict(Setup.read(TINY, context=256, batches=1).rows)
-
-
-def test_documents_of_every_length_are_measured_on_their_answers(tmp_path: Path) -> None:
-    """A chat and a prompt with its response, against the mean of exactly their answers' tokens."""
-    said = "def f(x):\n    return x\n" * 12
-    path = tmp_path / "mixed.jsonl"
-    with path.open("w") as file:
-        for number in range(12):
-            ask = {"role": "user", "content": said * (1 + number % 2) + f"# {number}"}
-            chat = [ask, {"role": "assistant", "content": "return number"}]
-            file.write(json.dumps({"messages": chat}) + "\n")
-            row = {"prompt": said + f"# {number}\n", "response": "assert f(number)"}
-            file.write(json.dumps(row) + "\n")
-    setup = Setup.read(TINY, str(path), batches=2, per_batch=3)
-    evaluator = TransformersEvaluator(TINY, setup.calibration)
-    assert "answer tokens" in setup.objective
-    shared = Pattern("F" + 11 * "S")
-    batches = evaluator.token_losses(shared, [0, 1])
-    assert len({len(losses) for batch in batches for losses in batch}) > 1
-    tokenizer = AutoTokenizer.from_pretrained(TINY)
-    answers = {
-        len(tokenizer(text, add_special_tokens=False)["input_ids"])
-        for text in ("return number", "assert f(number)")
-    }
-    for batch, mean in zip(batches, evaluator.loss(shared, [0, 1]), strict=True):
-        tails = [
-            {n: losses[-n:] for n in answers} for losses in batch
-        ]  # each answer ends its document
-        choices = [
-            np.concatenate([tail[n] for tail, n in zip(tails, sizes, strict=True)]).mean()
-            for sizes in itertools.product(answers, repeat=len(tails))
-        ]
-        assert min(abs(np.array(choices) - mean)) < 1e-9

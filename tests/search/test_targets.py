@@ -56,12 +56,6 @@ def test_layers_that_cannot_be_kept(keep_full: list[int], message: str) -> None:
         Constraints.make(Pattern("FSFFFF"), keep_full)
 
 
-def test_flips_and_exchanges() -> None:
-    assert str(free(4).flipped(Pattern("FFSF"), 1)) == "FSSF"
-    assert str(free(4).flipped(Pattern("FFSF"), 2)) == "FFFF"
-    assert str(free(4).exchanged(Pattern("FFSF"), 1, 2)) == "FSFF"
-
-
 def test_baselines_are_the_known_schedules() -> None:
     found = baselines(12, free(47))
     assert found["uniform"] == Pattern.uniform(47, 4)

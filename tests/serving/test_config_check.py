@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
+from benchmarks.random_model import small_config
 from sglang_indexcache.errors import CheckpointError
-from sglang_indexcache.models import BY_NAME, Family, small_config
+from sglang_indexcache.models import BY_NAME, Family
 from sglang_indexcache.serving.config_check import check_config
 from sglang_indexcache.serving.engine_version import EngineSource
 

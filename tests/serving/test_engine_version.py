@@ -3,46 +3,24 @@
 from __future__ import annotations
 
 import logging
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from sglang_indexcache.cli import app
 from sglang_indexcache.errors import UnsupportedEngineError
 from sglang_indexcache.serving import engine_version
-from sglang_indexcache.serving.engine_version import EngineSource, Seam, check, judge, record
+from sglang_indexcache.serving.engine_version import EngineSource, Seam, check, moved, record
 
 MODULE = "sglang.srt.thing"
 
 
-def write(folder: Path, code: str, version: str | None = None) -> Path:
-    """``folder`` with ``sglang/`` in it, whose module ``srt/thing.py`` is ``code``."""
+def source(folder: Path, code: str, version: str | None = None) -> EngineSource:
+    """An SGLang below ``folder`` whose module ``srt/thing.py`` is ``code``."""
     srt = folder / "sglang" / "srt"
     srt.mkdir(parents=True)
-    (srt / "server_args.py").touch()
     (srt / "thing.py").write_text(code)
-    if version:
-        about = folder / f"sglang-{version}.dist-info"
-        about.mkdir()
-        (about / "METADATA").write_text(
-            f"Metadata-Version: 2.1\nName: sglang\nVersion: {version}\n"
-        )
-    return folder
-
-
-def source(folder: Path, code: str, version: str | None = None) -> EngineSource:
-    return EngineSource.at(write(folder, code, version))
-
-
-def wheel(folder: Path, at: Path) -> Path:
-    """``folder`` packed into the file ``at``."""
-    with zipfile.ZipFile(at, "w") as archive:
-        for file in sorted(folder.rglob("*")):
-            archive.write(file, file.relative_to(folder))
-    return at
+    return EngineSource(srt.parent, version)
 
 
 # -- what will do ------------------------------------------------------------------------------
@@ -107,9 +85,8 @@ def test_another_version_is_refused_with_what_moved(make: Make) -> None:
     assert "2 differ from 1.0: " in message
     for problem in ("a has changed", "c is gone"):
         assert f"{MODULE}.{problem}" in message
-    assert "more" not in message.split("All that")[0]
+    assert "more" not in message
     assert "pip install 'sglang==" in message
-    assert "indexcache server doctor --sglang" in message
 
 
 def test_an_error_names_the_first_that_moved_and_counts_the_others(make: Make) -> None:
@@ -134,7 +111,7 @@ def test_recording_again_is_the_same_again(make: Make, one_tested_version: Engin
     first = engine_version.RECORDS.read_text()
     record(make("1.1", changed("a")))
     assert engine_version.recorded()[0] == "1.1"
-    assert judge(one_tested_version).moved[0][1] == f"{MODULE}.a has changed"
+    assert moved(one_tested_version, engine_version.recorded()[1]) == [f"{MODULE}.a has changed"]
     record(one_tested_version)
     assert engine_version.RECORDS.read_text() == first
 
@@ -143,23 +120,6 @@ def test_what_the_table_names_wrongly_is_not_recorded(make: Make) -> None:
     with pytest.raises(UnsupportedEngineError, match="cannot be recorded"):
         record(make("1.1", CODE.replace("def a", "def z")))
     assert engine_version.recorded()[0] == "1.0"
-
-
-def test_the_command_tells_by_its_exit_code(tmp_path: Path) -> None:
-    def run(place: Path) -> tuple[int, str]:
-        result = CliRunner().invoke(app, ["server", "doctor", "--sglang", str(place)])
-        return result.exit_code, result.output
-
-    assert run(write(tmp_path / "same", CODE, "1.1")) == (
-        0,
-        "SGLang 1.1 was not tested; everything that IndexCache relies on is as in 1.0.\n",
-    )
-    code, text = run(write(tmp_path / "other", changed("a", "b"), "1.1"))
-    assert code == 1
-    assert f"{MODULE}.a has changed (for a)\n  {MODULE}.b has changed (for b)" in text
-    code, text = run(tmp_path)
-    assert code == 1
-    assert "there is no SGLang in" in text
 
 
 # -- what a digest sees ------------------------------------------------------------------------
@@ -241,39 +201,3 @@ def test_what_is_not_there_has_no_digest(tmp_path: Path) -> None:
     here = source(tmp_path, CLASS)
     assert here.digest(Seam(MODULE, "C.gone", "")) is None
     assert here.digest(Seam("sglang.srt.nowhere", "C", "")) is None
-
-
-def test_every_place_leads_to_the_same_source(tmp_path: Path) -> None:
-    packages = write(tmp_path / "site-packages", FUNCTION, "0.5.99")
-    checkout = tmp_path / "checkout"
-    write(checkout / "python", FUNCTION)
-    seam = Seam(MODULE, "f", "")
-    places: dict[Path, str | None] = {
-        packages: "0.5.99",
-        packages / "sglang": "0.5.99",
-        wheel(packages, tmp_path / "sglang-0.5.99-py3-none-any.whl"): "0.5.99",
-        checkout: None,
-        checkout / "python": None,
-        checkout / "python" / "sglang": None,
-    }
-    found = {place: EngineSource.at(place) for place in places}
-    assert {place: one.version for place, one in found.items()} == places
-    assert len({one.digest(seam) for one in found.values()}) == 1
-    assert found[packages].name == "SGLang 0.5.99"
-    assert str(checkout) in found[checkout].name
-
-
-def test_any_other_place_is_one_clear_error(tmp_path: Path) -> None:
-    other = tmp_path / "other-1.0-py3-none-any.whl"
-    (tmp_path / "empty").mkdir()
-    text = tmp_path / "sglang.tar.gz"
-    text.touch()
-    for place in (
-        wheel(tmp_path / "empty", other),
-        tmp_path / "empty",
-        tmp_path / "nowhere",
-        text,
-        write(tmp_path / "holder", "") / "sglang" / "srt",
-    ):
-        with pytest.raises(UnsupportedEngineError, match=r"there is no SGLang in .*Name a wheel"):
-            EngineSource.at(place)

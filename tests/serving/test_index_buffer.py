@@ -318,7 +318,7 @@ def test_each_row_sees_its_own_window_in_its_own_layers(texts: list[str], paddin
 
 def test_a_group_of_layers_is_widened_once() -> None:
     buffer = IndexBuffer(active("FSSFS"))
-    buffer.begin(RowPatterns.one(Pattern("FSSFS+w3")))
+    buffer.begin(RowPatterns((Pattern("FSSFS+w3"),)))
     calls = []
 
     def widen(lists: torch.Tensor, *_: object) -> torch.Tensor:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_indexcache.ask.protocol import OTHERS
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving import active, live
 from tests.serving.plans import plan
@@ -18,26 +17,9 @@ from tests.serving.plans import plan
 PLAN = plan("FFFF", mode="live")
 
 
-class Model(torch.nn.Module):
-    """Two layers, one with an indexer; counts how often its weights are looked through."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.looks = 0
-        weights = {"layers.0.self_attn.indexer.wk": 10, "layers.1.self_attn.q_proj": 20}
-        self.weights = {name: torch.zeros(count) for name, count in weights.items()}
-
-    def named_parameters(self, *_: Any, **__: Any) -> Any:
-        self.looks += 1
-        return self.weights.items()
-
-
 def scheduler() -> SimpleNamespace:
-    """SGLang's scheduler as far as a report looks into it."""
-    return SimpleNamespace(
-        tp_worker=SimpleNamespace(model_runner=SimpleNamespace(model=Model())),
-        is_fully_idle=lambda: True,
-    )
+    """SGLang's scheduler as far as a switch looks into it."""
+    return SimpleNamespace(is_fully_idle=lambda: True)
 
 
 @pytest.fixture
@@ -51,7 +33,6 @@ def serving(monkeypatch: pytest.MonkeyPatch, disagg: SimpleNamespace) -> active.
     bag = SimpleNamespace(pp_size=1, dp_rank=None, attn_dp_rank=1)
     monkeypatch.setattr("sglang.srt.runtime_context.get_parallel", lambda: bag)
     monkeypatch.setattr("sglang.srt.runtime_context.get_disagg", lambda: disagg)
-    live._weighed.cache_clear()
     return active.activate(PLAN)
 
 
@@ -88,27 +69,16 @@ def test_the_report_counts_what_is_allocated(
     state = report(scheduler())
     assert state["pattern"] == "FFFF"
     assert state["index_k_bytes_per_token"] == 4
-    assert state["indexer_weight_bytes"] == {"0": 40}
     assert state["stage"] == [0, 3]  # another stage has the last layer, and counts it
 
 
-def test_weights_are_looked_through_once() -> None:
-    engine = scheduler()
-    first = report(engine)["indexer_weight_bytes"]
-    first.clear()  # whoever gets it may change it
-    assert report(engine)["indexer_weight_bytes"] == {"0": 40}
-    assert engine.tp_worker.model_runner.model.looks == 1
-    other = scheduler()
-    report(other)
-    assert other.tp_worker.model_runner.model.looks == 1
-
-
-def test_a_report_that_fails_is_an_answer(caplog: pytest.LogCaptureFixture) -> None:
-    engine = scheduler()
-    engine.tp_worker.model_runner = None
-    state = report(engine)
+def test_a_report_that_fails_is_an_answer(
+    serving: active.ActivePattern, caplog: pytest.LogCaptureFixture
+) -> None:
+    serving.policy = None  # type: ignore[assignment]
+    state = report(scheduler())
     assert state.keys() == {"error"}
-    assert "AttributeError: 'NoneType' object has no attribute 'model'" in state["error"]
+    assert "AttributeError: 'NoneType' object has no attribute" in state["error"]
     assert "Traceback" in caplog.text
 
 
@@ -160,7 +130,6 @@ def test_counters_rise_through_a_switch(serving: active.ActivePattern) -> None:
     assert serving.switches == 3
     assert (told["forwards"], told["mixed_forwards"]) == (3, 1)
     assert told["tokens"] == {"prefill FSFS": 6, "prefill FFSS": 1}
-    assert told["forwards_under"] == {"FSFS": 2, "FFSS+FSFS": 1}
     assert told["indexer_selections"] == [3, 0, 0, 0]
     assert told["index_reuses"] == [0, 0, 0, 3]
     assert told["index_key_writes"] == [0, 3, 0, 0]
@@ -170,18 +139,7 @@ def test_counters_rise_through_a_switch(serving: active.ActivePattern) -> None:
 def test_an_idle_rank_serves_no_pattern(serving: active.ActivePattern) -> None:
     serving.count_forward("decode", [])
     told = report(scheduler())
-    assert (told["forwards"], told["tokens"], told["forwards_under"]) == (1, {}, {})
-
-
-def test_patterns_beyond_so_many_are_counted_together(serving: active.ActivePattern) -> None:
-    """Else a client that names ever new ones fills the memory and the report."""
-    for _ in range(2):
-        for number in range(active._MOST_APART + 3):
-            pattern = Pattern("F" + "FS"[number % 2] * (number + 1))
-            serving.count_forward("decode", [(pattern, 1, 1)])
-    counted = serving.counters.forwards_under
-    assert len(counted) == active._MOST_APART + 1
-    assert (counted[OTHERS], counted["FF"]) == (2 * 3, 2)
+    assert (told["forwards"], told["mixed_forwards"], told["tokens"]) == (1, 0, {})
 
 
 def test_a_switch_may_be_by_prompt_length(serving: active.ActivePattern) -> None:

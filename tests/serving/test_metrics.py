@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock
 
@@ -25,7 +24,7 @@ from sglang_indexcache.serving.metrics import (
     collectors,
 )
 from sglang_indexcache.serving.policy import Policy
-from sglang_indexcache.serving.traffic import LENGTHS, MOST_APART
+from sglang_indexcache.serving.traffic import MOST_APART
 from tests.promtool import RULES, alert, check_rules, needs_promtool
 from tests.serving.plans import plan
 
@@ -137,68 +136,55 @@ def test_no_more_series_than_so_many(
 
 
 class Seen:
-    """In place of a shadow: one that saw rows in every S layer, at every length."""
+    """In place of a shadow: one that saw rows in every S layer."""
 
     one_in, forwards = 1, 5
 
     def __init__(self, served: active.ActivePattern, layers: int) -> None:
         self.patterns = served.policy.patterns
-        self.cells = [[[0.0] * 7 for _ in LENGTHS] for _ in range(layers)]
-        self.leasts = [[[1.0, 1.0] for _ in LENGTHS] for _ in range(layers)]
+        self.sums = [[0.0] * 7 for _ in range(layers)]
         self.see(served)
 
     def see(self, served: active.ActivePattern) -> None:
         for layer in served.pattern.shared_layers:
-            for place in range(len(LENGTHS)):
-                old = self.cells[layer][place]
-                new = (4, 0.5 * layer, 0.4, 0.6 * layer, 1, 2, 3)
-                self.cells[layer][place] = [a + b for a, b in zip(old, new, strict=True)]
-                self.leasts[layer][place] = [0.1 * (place + 1), 0.5]
+            new = (4, 0.5 * layer, 0.4, 0.6 * layer, 1, 2, 3)
+            self.sums[layer] = [a + b for a, b in zip(self.sums[layer], new, strict=True)]
 
     def read(self) -> Any:
-        return self.cells, self.cells, self.leasts
+        return self.sums, self.sums
 
 
-def test_overlap_by_layer_and_length(
-    served: active.ActivePattern, told: Callable[..., float | None]
-) -> None:
+def test_overlap_by_layer(served: active.ActivePattern, told: Callable[..., float | None]) -> None:
     exporter = Exporter(LABELS)
     served.plan = replace(served.plan, overlap=(None, 0.5, 0.7, 0.9))
     served.shadow = seen = Seen(served, 4)  # type: ignore[assignment]
 
-    bins = len(LENGTHS)
     for times in (1, 2):
         for _ in range(2):
             exporter.export(served)
         assert told("overlap_rows_total", layer="0") is None
-        assert told("overlap_rows_total", layer="2") == 4 * bins * times
-        assert told("overlap_total", layer="3") == pytest.approx(0.5 * 3 * bins * times)
-        assert told("overlap_chance_total") == pytest.approx(0.4 * 3 * bins * times)
+        assert told("overlap_rows_total", layer="2") == 4 * times
+        assert told("overlap_total", layer="3") == pytest.approx(0.5 * 3 * times)
+        assert told("overlap_chance_total") == pytest.approx(0.4 * 3 * times)
         assert told("overlap_forwards_total") == 5
-        assert told("recall_total", layer="3") == pytest.approx(0.6 * 3 * bins * times)
-        assert told("overlap_rows_by_length_total", length="8Ki") == 3 * 4 * times
-        assert told("overlap_by_length_total", length="8Ki") == pytest.approx(0.5 * 6 * times)
+        assert told("recall_total", layer="3") == pytest.approx(0.6 * 3 * times)
         for window, each in (("8", 1), ("64", 2), ("256", 3)):
-            assert told("recent_total", window=window) == each * 3 * bins * times
-        assert told("overlap_least", length="8Ki") == pytest.approx(0.2)
+            assert told("recent_total", window=window) == each * 3 * times
         assert told("overlap_found") == pytest.approx(0.7)
         seen.see(served)
     state_now = served.report().overlap
-    assert state_now.cells["3 8Ki"] == pytest.approx([12, 4.5, 1.2, 5.4, 3, 6, 9, 0.2, 0.5])
+    assert state_now.layers[3] == pytest.approx([12, 4.5, 1.2, 5.4, 3, 6, 9])
     assert state_now.reference == (None, 0.5, 0.7, 0.9)
     served.replace(Policy.of(Pattern("FSFS")), "a test")
     exporter.export(served)
     assert told("overlap_found") == 0  # nobody knows what this one was found with
-    assert served.report().overlap.cells == {}
+    assert served.report().overlap.layers == {}
 
 
-def test_a_shadow_adds_250_series_at_most(
+def test_a_shadow_adds_240_series_at_most(
     registry: prometheus_client.CollectorRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At the depth of the deepest released model, all layers but the first S.
-
-    Its ``index_topk`` is 2,048, so no row of a request in the first bin is looked at.
-    """
+    """At the depth of the deepest released model, all layers but the first S."""
     monkeypatch.setattr(active, "_active", None)
     deep = active.activate(plan("F" + "S" * 77, mode="live"))
     exporter = Exporter(LABELS)
@@ -212,11 +198,9 @@ def test_a_shadow_adds_250_series_at_most(
 
     exporter.export(deep)
     before = series()
-    deep.shadow = seen = Seen(deep, 78)  # type: ignore[assignment]
-    for layer in seen.cells:
-        layer[0] = [0.0] * 7
+    deep.shadow = Seen(deep, 78)  # type: ignore[assignment]
     exporter.export(deep)
-    assert 230 < series() - before <= 250
+    assert 230 < series() - before <= 240
 
 
 def test_a_metric_that_throws_stops_ours_alone(
@@ -255,20 +239,10 @@ def test_refused_requests_are_counted_where_they_come_in(
     monkeypatch.setattr(front, "on_refusal", [])
     monkeypatch.setattr(TokenizerCollector.__mro__[1], "__init__", lambda self, labels: None)
     TokenizerCollector({"model_name": "m"})
-    plan_of_server = plan("FSSS", mode="live")
-    monkeypatch.setattr(front, "published_plan", lambda: plan_of_server)
-
-    async def ask() -> None:
-        named = {"custom_params": {"indexcache_pattern": "nobody"}}
-        with pytest.raises(ValueError, match="nobody"):
-            await anext(front._generate(None, None, SimpleNamespace(sampling_params=named)))  # type: ignore[arg-type]
-        await front._refuse(AsyncMock(), "misspelt")
-
-    asyncio.run(ask())
-    every = {"model_name": "m", "status": "400"}
-    assert registry.get_sample_value("sglang_indexcache_refused_total", every) == 2
-    every["status"] = "429"
-    assert registry.get_sample_value("sglang_indexcache_refused_total", every) == 0
+    for count in range(3):  # from 0: a series that begins at 1 shows no increase
+        name = "sglang_indexcache_refused_total"
+        assert registry.get_sample_value(name, {"model_name": "m"}) == count
+        asyncio.run(front._refuse(AsyncMock(), "misspelt"))
 
 
 # -- the dashboard and the rules ---------------------------------------------------------------

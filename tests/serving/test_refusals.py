@@ -97,10 +97,10 @@ def test_what_goes_together(fields: dict[str, Any], given: dict[str, Any]) -> No
         (
             LIVE,
             {"enable_flexkv": True},
-            "--enable-flexkv does not work with --indexcache-m",
+            "--indexcache-mode live does not work with --enable-flexkv",
         ),
         ({}, {"enable_flexkv": True}, "FlexKV finds KV by its tokens alone"),
-        ({}, {"radix_cache_backend": "flexkv"}, "--radix-cache-backend flexkv does not work"),
+        ({}, {"radix_cache_backend": "flexkv"}, "does not work with --radix-cache-backend flexkv"),
         (LIVE, {"pp_size": 2, "enable_prefill_cp": True}, "--enable-prefill-cp"),
         (LIVE, {"cuda_graph_config": {"decode": {"backend": "full"}}}, r"decode graphs \(full\)"),
         (LIVE, {"cuda_graph_backend_decode": "full"}, "or ask for --indexcache-graphs"),

@@ -308,9 +308,8 @@ def test_an_answer_tells_its_pattern_once() -> None:
 # -- what a request says -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sampling", [None, [], {}, {"custom_params": None}, [{}]])
-def test_requests_of_any_shape_name_nothing(sampling: Any) -> None:
-    assert requests.named_by(sampling) is None
+def named_in(custom: Any) -> Any:
+    return requests.named_by(SimpleNamespace(custom_params=custom))
 
 
 @pytest.mark.parametrize(
@@ -320,7 +319,7 @@ def test_requests_of_any_shape_name_nothing(sampling: Any) -> None:
 )  # fmt: skip
 def test_a_key_that_means_us_and_is_not_ours_is_refused(key: str) -> None:
     with pytest.raises(SettingsError, match="pattern is named in indexcache_pattern"):
-        requests.named_by({"custom_params": {key: "FFFF", "indexcache_pattern": "FFFF"}})
+        named_in({key: "FFFF", "indexcache_pattern": "FFFF"})
     serve()
     request = Req("1", "", array("q", [1]), SamplingParams(custom_params={key: "FFFF"}))
     assert request.to_finish.status_code == 400
@@ -329,9 +328,11 @@ def test_a_key_that_means_us_and_is_not_ours_is_refused(key: str) -> None:
 @pytest.mark.parametrize("custom", ["FFFF", ["FFFF"], 1, False])
 def test_custom_params_are_a_mapping(custom: Any) -> None:
     with pytest.raises(SettingsError, match="custom_params is a"):
-        requests.named_by({"custom_params": custom})
+        named_in(custom)
 
 
-def test_others_keys_are_theirs() -> None:
-    theirs = {"thinking_budget": 3, "pattern": "FFFF", "index": 1, "cache_pattern": 2}
-    assert requests.named_by({"custom_params": theirs}) is None
+@pytest.mark.parametrize(
+    "custom", [None, {}, {"thinking_budget": 3, "pattern": "FFFF", "index": 1, "cache_pattern": 2}]
+)
+def test_others_keys_are_theirs(custom: Any) -> None:
+    assert named_in(custom) is None

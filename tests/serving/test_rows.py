@@ -68,7 +68,7 @@ def test_a_part_has_the_rows_of_its_place() -> None:
     rows = RowPatterns.of([FIRST, SECOND, THIRD], [1, 2, 1], torch.empty(4))
     assert of_each(rows.cut(1, 4, 3)) == [SECOND, SECOND, THIRD]
     assert of_each(rows.cut(0, 3, 4)) == [FIRST, SECOND, SECOND, THIRD]  # padded
-    assert is_one(RowPatterns.one(FIRST).cut(1, 4, 4), FIRST)
+    assert is_one(RowPatterns((FIRST,)).cut(1, 4, 4), FIRST)
 
 
 class CopiesToDevice(TorchDispatchMode):
@@ -154,6 +154,6 @@ def test_rows_know_their_windows_by_layer() -> None:
 
 
 def test_one_window_for_all_rows_is_a_number() -> None:
-    rows = RowPatterns.one(Pattern("FSS+w8"))
+    rows = RowPatterns((Pattern("FSS+w8"),))
     assert [rows.windows_at(position, 3) for position in range(3)] == [0, 8, 8]
     assert RowPatterns.of([FIRST, SECOND], [1, 1], torch.empty(2)).windows is None

@@ -22,7 +22,7 @@ def installed() -> EngineSource:
 
 
 def test_the_installed_version_will_do() -> None:
-    assert engine_version.judge(installed()).moved == ()
+    assert engine_version.moved(installed(), engine_version.recorded()[1]) == []
 
 
 def test_the_record_is_fresh() -> None:

@@ -12,8 +12,8 @@ from scipy import stats
 from scipy.stats import norm, ttest_1samp
 
 from sglang_indexcache.stats.bounds import Estimate, capital, half_width, student_quantile, unseen
+from sglang_indexcache.stats.design import Design
 from sglang_indexcache.stats.pairs import Differences, Flips
-from sglang_indexcache.stats.power import Design
 
 Z = float(norm.ppf(0.95))
 
@@ -28,16 +28,15 @@ def differences(
 
 
 def test_symmetric_values_in_one_cell_have_students_interval() -> None:
-    half = np.random.default_rng(0).normal(size=20)
-    values = [*(0.3 + half), *(0.3 - half)]  # no skewness to correct
-    estimate = Estimate(differences(values), bounded=False)
+    values = [0.5] * 20 + [-0.5] * 20  # no skewness to correct, and all contexts differ alike
+    estimate = Estimate(differences(values))
     expected = ttest_1samp(values, 0).confidence_interval(0.9)
     assert (estimate.lower(Z), estimate.upper(Z)) == pytest.approx(tuple(expected))
 
 
 def test_cells_count_the_same_and_only_vary_within() -> None:
     rare, often = [0.2, 0.4], [-0.1, 0.0, 0.1, 0.2] * 5
-    estimate = Estimate(differences(rare + often, [0] * 2 + [1] * 20), bounded=False)
+    estimate = Estimate(differences(rare + often, [0] * 2 + [1] * 20))
     assert estimate.mean == pytest.approx((np.mean(rare) + np.mean(often)) / 2)
     parts = [np.var(part, ddof=1) / len(part) for part in (rare, often)]
     assert estimate.error == pytest.approx(np.sqrt(sum(parts)) / 2)
@@ -61,13 +60,6 @@ def test_hall_transformation_is_inverted() -> None:
     from scipy.stats import t as student
 
     assert moved == pytest.approx(student.ppf(0.95, 40 - 1))  # those that differ
-
-
-def test_nats_differ_in_every_context_and_keep_their_degrees_of_freedom() -> None:
-    values = [*np.random.default_rng(4).normal(size=50)]
-    known = [Estimate(differences(values), bounded=bounded)._freedom for bounded in (False, True)]
-    assert known[0] == pytest.approx(49)
-    assert known[1] < 49
 
 
 def test_nothing_differs_is_the_binomial_bound_but_for_the_two_stakes() -> None:
@@ -125,12 +117,11 @@ def test_finer_scores_count_by_what_they_differ_by() -> None:
     assert Estimate(differences(values, questions=[1] * 180)).differing == pytest.approx(80)
 
 
-def test_unbounded_outcomes_without_an_error_have_no_bounds() -> None:
-    nothing = Estimate(differences([0.0] * 9), bounded=False)
-    single = Estimate(differences([0.1, 0.2, 0.3], [0, 0, 1]), bounded=False)
-    for estimate in (nothing, single):
-        assert estimate.lower(Z) == -np.inf
-        assert estimate.upper(Z) == np.inf
+def test_a_cell_of_one_context_has_no_error_and_is_left_to_the_bet() -> None:
+    single = Estimate(differences([0.5, -0.5] * 20 + [0.5], [0] * 40 + [1]))
+    assert single.error == np.inf
+    assert single._half(Z) == np.inf
+    assert single.exact
 
 
 def test_whole_contexts_that_may_be_lost_unseen_bound_every_method() -> None:
@@ -169,14 +160,14 @@ def test_a_plan_promises_no_margin_that_a_rare_loss_could_hide_in() -> None:
 def test_a_cells_mean_is_that_of_its_questions() -> None:
     """As a harness prints it: four single questions do not outweigh one context of sixteen."""
     values, questions = [-0.25, 0.5, 0.0, 1.0], [16, 4, 2, 1]
-    estimate = Estimate(differences(values, [0] * 4, questions), bounded=False)
+    estimate = Estimate(differences(values, [0] * 4, questions))
     every = np.repeat(values, questions)
     assert estimate.mean == pytest.approx(every.mean())
     # The linearised ratio estimator, Cochran (1977), section 6.4, without the finite correction.
     size = np.array(questions)
     residuals = size * (np.array(values) - every.mean()) / size.mean()
     assert estimate.error == pytest.approx(residuals.std(ddof=1) / 2)
-    both = Estimate(differences([*values, 0.2], [0] * 4 + [1], [*questions, 3]), bounded=False)
+    both = Estimate(differences([*values, 0.2], [0] * 4 + [1], [*questions, 3]))
     assert both.mean == pytest.approx((every.mean() + 0.2) / 2)
 
 

@@ -1,4 +1,4 @@
-"""A long run can be stopped by Ctrl-C and by SIGTERM, and says how to continue."""
+"""A run's folder belongs to that run, which can be stopped, and says how to continue."""
 
 import io
 import os
@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from sglang_indexcache.study.journal import resumable, resuming
+from sglang_indexcache.errors import SearchError
+from sglang_indexcache.study.journal import claim, differences, resumable, resuming
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -36,3 +37,37 @@ def test_a_run_that_ends_by_itself_says_nothing(tmp_path: Path) -> None:
     assert console.file.getvalue() == ""  # type: ignore[attr-defined]
     resuming(console, 1200, "evaluations", tmp_path)
     assert "1,200 evaluations in" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_differences_are_named_down_to_the_value_that_differs() -> None:
+    then = {"model": "a", "plan": {"seed": 0, "rows": list(range(99)), "task": "x"}}
+    now = {"model": "a", "plan": {"seed": 1, "rows": list(range(98)), "task": "x"}, "dp": 2}
+    assert list(differences(then, now)) == [
+        "dp (None then, 2 now)",
+        "plan rows",  # too long to be written out
+        "plan seed (0 then, 1 now)",
+    ]
+    assert list(differences(then, then)) == []
+
+
+def test_the_option_that_changed_is_named_and_no_hash(tmp_path: Path) -> None:
+    path = tmp_path / "options.json"
+    then = {"data": "a" * 64, "given": {"--context": 128, "--seed": 0}}
+    claim(path, then, "search", SearchError)
+    claim(path, then | {"given": {"--context": 160, "--seed": 0}}, "search", SearchError)
+    now = {"data": "b" * 64, "given": {"--context": 160, "--seed": 0}}
+    with pytest.raises(SearchError, match=r"different: data; --context \(128 then, 160 now\)\. "):
+        claim(path, now, "search", SearchError)
+
+
+def test_a_folder_is_claimed_once_and_continued_with_the_same_options_alone(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "options.json"
+    options = {"steps": 3, "rates": (1e-3, 1e-4)}  # tuples become lists in JSON, and stay the same
+    claim(path, options, "heal", SearchError)
+    claim(path, options, "heal", SearchError)
+    with pytest.raises(SearchError, match=r"another heal; different: steps \(3 then, 4 now\)"):
+        claim(path, options | {"steps": 4}, "heal", SearchError)
+    for damaged in ("[1]", "{", "7"):
+        path.write_text(damaged)
+        with pytest.raises(SearchError, match="damaged"):
+            claim(path, options, "heal", SearchError)

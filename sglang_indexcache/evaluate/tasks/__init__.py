@@ -10,9 +10,8 @@ from __future__ import annotations
 from sglang_indexcache.evaluate.tasks.context import Task
 from sglang_indexcache.evaluate.tasks.files import LETTERS
 from sglang_indexcache.evaluate.tasks.graph import parents, search
-from sglang_indexcache.evaluate.tasks.notes import notes
 from sglang_indexcache.evaluate.tasks.rounds import rounds
-from sglang_indexcache.evaluate.tasks.ruler import needles, tracking
+from sglang_indexcache.evaluate.tasks.ruler import needles, notes, tracking
 
 TASKS: dict[str, Task] = {
     "needles": needles,

@@ -3,19 +3,20 @@
 A task drafts lines of text for about the room that it is given; :func:`make_context` measures the
 draft in tokens, asks for a smaller one until it fits, and fills what is left with neutral text in
 front. Pieces (the opening, a line, a question, an answer) are tokenized apart and their ids are
-joined: the ids are what the model is sent, so the length is exact for every tokenizer.
+joined: the ids are what the model is sent, so the length is exact for every tokenizer. Around them
+stands what the model was trained on: its beginning of text, or its chat template.
 """
 
 from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, islice, pairwise
+from typing import Any, Protocol
 
 from sglang_indexcache.errors import QualityError
-from sglang_indexcache.evaluate.tasks.chat import Tokenizer, around, beginning
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 """Text that says nothing, as in RULER."""
@@ -24,6 +25,21 @@ QUESTIONS = 8
 _BATCH = 512
 _DRAFTS = 3
 """After which a draft that is too long loses lines."""
+Message = Mapping[str, str]
+_MARK = "What is asked stands here."
+
+
+class Tokenizer(Protocol):
+    """What is needed of a transformers tokenizer."""
+
+    def __call__(self, text: list[str], *, add_special_tokens: bool) -> Mapping[str, Any]:
+        """``input_ids``: a list of ids for each text."""
+
+    def get_vocab(self) -> Mapping[str, int]:
+        """Every piece and its id; a leading space is U+0120 or U+2581."""
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of these ids."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +47,7 @@ class Asked:
     """A question as a task drafts it.
 
     Attributes:
-        text: the question.
-        answer: what follows it and ``begun``, to the letter.
+        answer: what follows the text and ``begun``, to the letter.
         evidence: which lines of the draft it follows from; the first tells its depth.
         begun: the first words of the answer where the source gives them; fed in with the answer.
         cue: what stands before those where there is no chat template.
@@ -51,7 +66,6 @@ class Draft:
 
     Attributes:
         opening: what is to be done with the lines.
-        lines: the context.
         asked: in the order of asking, which says nothing of where the answers lie.
         kept: lines besides the evidence that must stay, or an answer would be another one.
         chat: whether it is written with the model's chat template, where it has one.
@@ -69,11 +83,8 @@ class Question:
     """A question behind a context.
 
     Attributes:
-        name: unique in the context.
         ids: its tokens, which follow the context's.
         answer: the answer's tokens, which follow those.
-        text: the question.
-        answer_text: the answer.
         depth: where in the context the first line lies that the answer follows from, 0 to 1; None
             where a user's file does not tell.
     """
@@ -91,10 +102,7 @@ class Context:
     """What is computed once and asked several times.
 
     Attributes:
-        name: unique among all contexts.
-        task: which one made it.
         length: tokens of the context with its longest question and that question's answer.
-        ids: the context's tokens.
         questions: each asked behind the context alone, none behind another.
     """
 
@@ -107,13 +115,9 @@ class Context:
 
 @dataclass(frozen=True)
 class Room:
-    """What a task may fill.
+    """What a task may fill: tokens of opening and lines together, and questions.
 
-    Attributes:
-        tokens: of opening and lines together.
-        questions: to draft.
-        tokenizer: of the model.
-        known: pieces of text that were tokenized before, with their ids.
+    ``known`` are pieces of text that were tokenized before, with their ids.
     """
 
     tokens: int
@@ -141,12 +145,7 @@ class Room:
         return sum(len(ids) for ids in self.encode(f"\n{piece}" for piece in pieces))
 
     def fill(self, lines: Iterator[str], *, beside: Sequence[str], least: int = 0) -> list[str]:
-        """As many of ``lines`` as fit.
-
-        Args:
-            beside: what else must fit.
-            least: lines that are taken whether or not they fit.
-        """
+        """As many of ``lines`` as fit together with ``beside``, but no fewer than ``least``."""
         left = self.tokens - self.cost(beside)
         taken: list[str] = []
         while batch := list(islice(lines, _BATCH)):
@@ -165,8 +164,7 @@ Task = Callable[[random.Random, Room], Draft]
 def strata(draw: random.Random, count: int, total: int) -> list[int]:
     """``count`` different places among ``total``, one in each of as many equal parts, rising.
 
-    Parts are whole, so that no two neighbours round to one place (which gave the same question
-    twice). At least ``count`` places are needed.
+    Parts are whole, so that no two neighbours round to one place and ask the same question twice.
     """
     ends = [part * total // count for part in range(count + 1)]
     return [low + int(draw.random() * (high - low)) for low, high in pairwise(ends)]
@@ -188,11 +186,6 @@ def make_context(
     """A context with its questions; the same for the same arguments, byte for byte.
 
     It is drafted until it fits, then filled up.
-
-    Args:
-        task: in :data:`~sglang_indexcache.evaluate.tasks.TASKS`.
-        length: tokens of the context with its longest question and that question's answer.
-        seed: which context of the task.
 
     Raises:
         QualityError: a length too small for the task.
@@ -228,8 +221,7 @@ def make_context(
 def _question(number: int, asked: Asked, room: Room, behind: list[int]) -> Question:
     """A question in tokens, its depth not known yet.
 
-    Args:
-        behind: ids between a user's turn and the answer; none without a chat template.
+    ``behind`` are ids between a user's turn and the answer; none without a chat template.
     """
     begun, answer = "", asked.answer
     if behind:
@@ -245,12 +237,7 @@ def _question(number: int, asked: Asked, room: Room, behind: list[int]) -> Quest
 def _shortened(
     draft: Draft, sizes: Sequence[int], over: int, draw: random.Random
 ) -> tuple[Draft, int]:
-    """Without as many lines, drawn from those that no answer rests on, as are too much.
-
-    Args:
-        sizes: tokens of its lines.
-        over: tokens that are too many.
-        draw: where chance comes from.
+    """Without lines that no answer rests on, drawn until ``over`` tokens less are left.
 
     Returns:
         The draft, and the tokens that are still too many.
@@ -270,3 +257,59 @@ def _shortened(
         for one in draft.asked
     ]
     return replace(draft, lines=[draft.lines[number] for number in left], asked=asked), over
+
+
+def has_template(tokenizer: Tokenizer) -> bool:
+    """Whether conversations are written as the model knows them."""
+    return bool(getattr(tokenizer, "chat_template", None))
+
+
+def around(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """Ids before and behind what a user says; the answer begins where the second ones end.
+
+    By the chat template, without thinking if it has a switch for that: an answer that is put into
+    the model's mouth follows at once. Without a template, what the tokenizer begins a text with.
+
+    Raises:
+        QualityError: the template refuses a plain question, or changes it.
+    """
+    if not has_template(tokenizer):
+        return beginning(tokenizer), []
+    before, mark, behind = _applied(
+        ({"role": "user", "content": _MARK},), tokenizer, tokenize=False
+    ).partition(_MARK)
+    if not mark:
+        raise QualityError("the model's chat template changes what a user says")
+    ids = tokenizer([before, behind], add_special_tokens=False)["input_ids"]
+    return list(ids[0]), list(ids[1])
+
+
+def beginning(tokenizer: Tokenizer) -> list[int]:
+    """What the tokenizer begins a text with; mostly one id or none."""
+    [own], [whole] = (
+        tokenizer(["a"], add_special_tokens=special)["input_ids"] for special in (False, True)
+    )
+    starts = (n for n in range(len(whole)) if list(whole[n : n + len(own)]) == list(own))
+    return list(whole[: next(starts, 0)])
+
+
+def rendered(messages: tuple[Message, ...], tokenizer: Tokenizer) -> list[int]:
+    """A conversation by the tokenizer's chat template; as plain turns if it has none."""
+    if not has_template(tokenizer):
+        turns = [f"{one['role'].capitalize()}: {one['content']}" for one in messages]
+        text = "\n".join([*turns, "Assistant:"])
+        return list(tokenizer([text], add_special_tokens=True)["input_ids"][0])
+    return list(_applied(messages, tokenizer, tokenize=True, return_dict=False))
+
+
+def _applied(messages: tuple[Message, ...], tokenizer: Tokenizer, **how: bool) -> Any:
+    try:
+        return tokenizer.apply_chat_template(  # type: ignore[attr-defined]
+            [dict(message) for message in messages],
+            add_generation_prompt=True,
+            enable_thinking=False,
+            thinking=False,
+            **how,
+        )
+    except Exception as error:  # a template is a program, and raises what it likes
+        raise QualityError(f"the model's chat template refuses a conversation: {error}") from error

@@ -1,8 +1,7 @@
 """Rows of a user's files: public data sets and own prompts, each row a prompt with its answer.
 
-A function makes an :class:`Item` of a row as it is published. An item is a context of its own with
-a single question, so it counts as one independent observation: `selection` asks one of those that
-share a document.
+A function makes an :class:`Item` of a row as it is published: a context of its own with a single
+question, so one independent observation.
 
 * ``mrcr``: openai/mrcr (MIT): ``prompt`` (chat messages as JSON), ``answer``,
   ``random_string_to_prepend``. Repeat the i-th of several look-alike answers of a conversation.
@@ -28,7 +27,7 @@ from typing import Any
 
 from sglang_indexcache.data.rows import FileRow, read_rows
 from sglang_indexcache.errors import QualityError
-from sglang_indexcache.evaluate.tasks.chat import Message, Tokenizer, rendered
+from sglang_indexcache.evaluate.tasks.context import Message, Tokenizer, rendered
 
 Row = Mapping[str, Any]
 _ROLES = ("system", "user", "assistant", "tool", "developer")
@@ -54,11 +53,9 @@ class Item:
 
     Attributes:
         prompt: the conversation that is to be answered; or a text, which is sent as it is.
-        answer: the right one, to the letter.
         begun: what an answer in the prescribed form begins with; it is fed in with the answer.
         depth: where in the prompt the answer lies, 0 to 1; None where the file does not tell.
-        one_form: whether the answer can be written in one way alone, so that its tokens can be
-            scored.
+        one_form: whether the answer can be written in one way alone, and so be scored.
     """
 
     prompt: tuple[Message, ...] | str
@@ -84,11 +81,7 @@ Raises:
 
 
 def mrcr(row: Row) -> Item:
-    """A conversation and the answer that is to be repeated, its random string in front.
-
-    Raises:
-        QualityError: a field that is missing, or an answer without its random string.
-    """
+    """A conversation and the answer that is to be repeated, its random string in front."""
     messages = conversation(row.get("prompt"), "prompt")
     answer, mark = text_of(row, "answer"), text_of(row, "random_string_to_prepend")
     if len(mark) != MARK or not answer.startswith(mark):
@@ -102,11 +95,7 @@ def mrcr(row: Row) -> Item:
 
 
 def graphwalks(row: Row) -> Item:
-    """A graph with its question.
-
-    Raises:
-        QualityError: a field that is missing, or an answer that is no list of nodes.
-    """
+    """A graph with its question."""
     begun = "Final Answer: ["
     prompt, kind = text_of(row, "prompt"), text_of(row, "problem_type")
     messages = ({"role": "user", "content": prompt},)
@@ -129,22 +118,13 @@ def _nodes(row: Row) -> list[str]:
     """Each once."""
     value = row.get("answer_nodes")
     value = row.get("answer") if value is None else value
-    if isinstance(value, str):
-        try:
-            value = json.loads(value.replace("'", '"'))
-        except json.JSONDecodeError as error:
-            raise QualityError(f"its answer is no list of nodes ({error.msg})") from error
     if not isinstance(value, list) or not all(isinstance(one, str) and one for one in value):
         raise QualityError("its answer (answer_nodes) is no list of nodes")
     return list(dict.fromkeys(value))
 
 
 def longbench(row: Row) -> Item:
-    """A document, a question and four choices.
-
-    Raises:
-        QualityError: a field that is missing, or an answer that is none of the letters.
-    """
+    """A document, a question and four choices."""
     choices = [f"({letter}) {text_of(row, f'choice_{letter}').strip()}" for letter in LETTERS]
     answer = text_of(row, "answer").strip()
     if answer not in tuple(LETTERS):
@@ -158,11 +138,7 @@ def longbench(row: Row) -> Item:
 
 
 def prompts(row: Row) -> Item:
-    """A prompt with its answer.
-
-    Raises:
-        QualityError: no prompt, or no answer.
-    """
+    """A prompt with its answer."""
     prompt: tuple[Message, ...] | str
     if row.get("messages") is not None:
         prompt = conversation(row["messages"], "messages")
@@ -191,9 +167,6 @@ FILES: dict[str, Reader] = {
 def read_items(reader: Reader, path: Path) -> Iterator[tuple[FileRow, Item]]:
     """Every row of a file, as it lies there and as it is asked.
 
-    Args:
-        path: .parquet, .jsonl, or .json (a list of rows).
-
     Raises:
         DataError: naming the line or row that cannot be read.
         QualityError: naming the line or row, and what is wrong with it.
@@ -219,11 +192,7 @@ def pieces(item: Item, tokenizer: Tokenizer) -> tuple[list[int], list[int], list
 
 
 def conversation(value: Any, name: str) -> tuple[Message, ...]:
-    """Chat messages, as a list or as JSON text of one.
-
-    Raises:
-        QualityError: it is none, or its last turn is not to be answered.
-    """
+    """Chat messages, as a list or as JSON text of one; the last turn is to be answered."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -250,11 +219,7 @@ def conversation(value: Any, name: str) -> tuple[Message, ...]:
 
 
 def text_of(row: Row, *names: str) -> str:
-    """The first of these fields that the row has.
-
-    Raises:
-        QualityError: it has none, or it is no text.
-    """
+    """The first of these fields that the row has; a QualityError if there is none, or no text."""
     for name in names:
         if row.get(name) is not None:
             if not isinstance(row[name], str) or not row[name].strip():

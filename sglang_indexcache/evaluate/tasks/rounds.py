@@ -17,18 +17,8 @@ from sglang_indexcache.errors import QualityError
 from sglang_indexcache.evaluate.tasks.context import Asked, Draft, Room, shuffled, strata
 from sglang_indexcache.evaluate.tasks.words import NOUNS, windows
 
-FORMATS = (
-    "poem",
-    "story",
-    "letter",
-    "song",
-    "speech",
-    "riddle",
-    "review",
-    "essay",
-    "toast",
-    "fable",
-)
+_FORMATS = "poem story letter song speech riddle review essay toast fable"
+FORMATS = tuple(_FORMATS.split())
 LOOK_ALIKES = 8
 _OPENING = "Below is a conversation between a user and an assistant."
 _TURN = "User: Write a {form} about {topic}s.\nAssistant: {passage}"
@@ -40,11 +30,7 @@ _ORDINALS = ("1st", "2nd", "3rd", "4th", "5th", "6th", "7th", "8th", "9th")
 
 
 def rounds(draw: random.Random, room: Room) -> Draft:
-    """A conversation full of look-alike requests.
-
-    Raises:
-        QualityError: more turns than requests.
-    """
+    """A conversation full of look-alike requests."""
     words = min(64, max(8, room.tokens // 96))
     longest = _TURN.format(form="review", topic="squirrel", passage="{}")
     turns = room.fill(

@@ -1,4 +1,4 @@
-"""Needles and tracking: a value among look-alikes, and what has a value along assignments.
+"""Needles, tracking and notes: a value among look-alikes, along assignments, or in a text.
 
 After RULER (NVIDIA/RULER, Apache-2.0; Hsieh et al. 2024, arXiv:2404.06654), with its sentences,
 questions and answer prefixes. `needles` is its ``niah_multikey_3``: uuids for uuids in a haystack
@@ -7,6 +7,11 @@ Different here: eight needles are asked for behind one context, at stratified de
 chains, which distract from each other, begin at stratified depths, and each is in order. Upstream's
 example with names of 3 letters is left out, since the answer is scored and not parsed; and
 "assigned" is spelled as it should be.
+
+`notes` is for models that are too small for the published forms: needles as this project's small
+checkpoint learned to find them (``benchmarks/training``): ``# name is value`` hidden in text,
+``? name is`` at the end. Names and values are words that the tokenizer has in one piece, every
+other one a name as in training, so an answer is one token.
 """
 
 from __future__ import annotations
@@ -15,9 +20,11 @@ import random
 import string
 import uuid
 from collections.abc import Iterator
-from itertools import pairwise, repeat
+from itertools import cycle, islice, pairwise, repeat
 
+from sglang_indexcache.errors import QualityError
 from sglang_indexcache.evaluate.tasks.context import NOISE, Asked, Draft, Room, shuffled, strata
+from sglang_indexcache.evaluate.tasks.words import haystack
 
 _UUID_OPENING = (
     "Some special magic uuids are hidden within the following text. Make sure to memorize it. "
@@ -37,6 +44,9 @@ _CHAIN_BEGUN = (
     " Answer: According to the chain(s) of variable assignment in the text above, {count} "
     "variables are assigned the value {value}, they are:"
 )
+SHORTEST = 3
+"""Letters of a name or value: shorter ones stand everywhere in running text."""
+_NOTES_OPENING = "# notes"
 
 
 def needles(draw: random.Random, room: Room) -> Draft:
@@ -108,3 +118,38 @@ def _variables(draw: random.Random, count: int) -> list[str]:
 def _statements(chain: list[str], value: int) -> list[str]:
     first = f"VAR {chain[0]} = {value}"
     return [first, *(f"VAR {name} = VAR {before}" for before, name in pairwise(chain))]
+
+
+def notes(draw: random.Random, room: Room) -> Draft:
+    """Notes between the lines of a text, which is repeated if it is too short."""
+    text = haystack().splitlines()
+    begin = draw.randrange(len(text))
+    pairs = _pairs(draw, room)
+    hidden = [f"# {name} is {value}" for name, value in pairs]
+    lines = room.fill(islice(cycle(text), begin, None), beside=[_NOTES_OPENING, *hidden])
+    asked = []
+    for number, place in enumerate(strata(draw, room.questions, len(lines) + 1)):
+        lines.insert(place + number, hidden[number])
+        name, value = pairs[number]
+        asked.append(Asked(f"? {name} is", f" {value}", (place + number,)))
+    return Draft(_NOTES_OPENING, lines, shuffled(draw, asked), chat=False)
+
+
+def _pairs(draw: random.Random, room: Room) -> list[tuple[str, str]]:
+    """A name and a value for each question; no value stands inside a name."""
+    words = room.words()
+    names, values = (
+        [word for word in half if len(word) >= SHORTEST] for half in (words[0::2], words[1::2])
+    )
+    chosen = _sample(draw, names, room.questions)
+    others = [word for word in values if not any(word in name for name in chosen)]
+    return list(zip(chosen, _sample(draw, others, room.questions), strict=True))
+
+
+def _sample(draw: random.Random, words: list[str], count: int) -> list[str]:
+    if len(words) < count:
+        raise QualityError(
+            f"notes with {count} questions needs as many one-token words for names and values, and "
+            f"the tokenizer has {len(words)}; ask for fewer questions, or for another task"
+        )
+    return draw.sample(words, count)

@@ -44,15 +44,13 @@ HAYSTACK_CHARACTERS = 6_000_000
 ADJECTIVES, NOUNS, VERBS = (tuple(words.split()) for words in (_ADJECTIVES, _NOUNS, _VERBS))
 
 
-def prose(characters: int) -> str:
-    """At least so many characters of plain sentences, six a line; the same on every machine.
-
-    They say nothing that a model could know, so an answer can only come from the context.
-    """
+@cache
+def haystack() -> str:
+    """The text that tasks hide things in: plain sentences that say nothing a model could know."""
     draw = random.Random("prose")
     lines: list[str] = []
     length = 0
-    while length < characters:
+    while length < HAYSTACK_CHARACTERS:
         sentences = (_PATTERNS[draw.randrange(len(_PATTERNS))] for _ in range(6))
         lines.append(" ".join(_sentence(draw, pattern) for pattern in sentences))
         length += len(lines[-1]) + 1
@@ -69,17 +67,8 @@ def _sentence(draw: random.Random, pattern: str) -> str:
     return f"{said[0].upper()}{said[1:]}."
 
 
-@cache
-def haystack() -> str:
-    """The text that tasks hide things in."""
-    return prose(HAYSTACK_CHARACTERS)
-
-
 def windows(draw: random.Random, words: int) -> Iterator[str]:
-    """Pieces of the haystack of ``words`` words each, in random order, none alike.
-
-    Ends when the haystack does.
-    """
+    """Pieces of the haystack of ``words`` words each, in random order, none alike."""
     found = _split()
     seen: set[str] = set()
     for place in draw.sample(range(len(found) // words), len(found) // words):

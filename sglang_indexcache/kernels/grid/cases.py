@@ -32,10 +32,8 @@ class IndexerCase:
 
     Attributes:
         name: what is special about it.
-        heads: H.
         lens: of every request, query rows and tokens; in decode the tokens may be fewer (rows of
             padding see nothing).
-        topk: k.
         fill: the kind of values, see :func:`_keys`.
         padding: rows behind the last request.
         decode: every request has as many rows, and the batch says so (no ``query_starts``).
@@ -256,9 +254,7 @@ class AttentionCase:
     Attributes:
         counts: selected rows of every query.
         topk: width of the lists.
-        heads: Hq.
-        fp8: the cache's layout.
-        sinks: None, "random", or "infinite" (one +inf, one -inf).
+        sinks: "infinite" is one +inf and one -inf.
         repeats: a slot may be listed more than once.
         holes: padding stands anywhere in the lists, and not at their ends.
         rising: what is listed later scores ever higher, so that no early maximum stands.

@@ -1,24 +1,36 @@
-"""Run an implementation on a case and say what breaks the contract, if anything.
+"""Run an implementation on the grid's cases and say what breaks the contract, if anything.
 
 Every result goes to memory that was poisoned and lies between guards, every call is repeated and
 must give the same bits. A check returns its complaints, so that one run can report them all.
+
+A person has ``indexcache kernels check``. A kernel that faults takes its process's GPU context with
+it, so there is also a process for one group of ops, which needs torch only::
+
+    python -m sglang_indexcache.kernels.grid.suite cuda topk small
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from itertools import chain
+from math import prod
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 
 from sglang_indexcache.kernels.contract import (
+    FLOAT32_BITS,
     HOPPER_FP8_BITS,
     VALUE_DIM,
     IndexerBatch,
     Kept,
+    OpName,
     logits_tolerance,
     mla_tolerance,
 )
+from sglang_indexcache.kernels.dispatch import Implementation, Machine, named
+from sglang_indexcache.kernels.grid import cases
 from sglang_indexcache.kernels.grid.cases import IndexerCase, SparseMlaInputs
 from sglang_indexcache.kernels.indexer import reference as indexer_reference
 from sglang_indexcache.kernels.sparse_mla import reference as mla_reference
@@ -33,26 +45,87 @@ _ROWS_AT_ONCE = 64
 """Rows checked at a time: the tolerance takes memory for every row, head and key."""
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 
+Sizes: TypeAlias = Literal["small", "wide", "large"]
+SIZES: tuple[Sizes, ...] = get_args(Sizes)
 
-@dataclass
+
+@dataclass(frozen=True)
+class OpGroup:
+    """Ops that are checked together, and the cases of each of :data:`SIZES`."""
+
+    ops: tuple[OpName, ...]
+    cases: tuple[tuple[object, ...], ...]
+
+
+GROUPS: dict[str, OpGroup] = {
+    "topk": OpGroup(("topk",), (cases.TOPK, (), cases.LARGE_TOPK)),
+    "indexer_prefill": OpGroup(
+        ("logits", "select"), (cases.PREFILL, cases.WIDE_PREFILL, cases.LARGE_PREFILL)
+    ),
+    # Apart, because a fault ends its process and shall not take the other cases along.
+    "indexer_decode": OpGroup(("logits", "select"), (cases.DECODE, (), cases.LARGE_DECODE)),
+    "sparse_mla": OpGroup(
+        ("sparse_mla",), (cases.ATTENTION, cases.WIDE_ATTENTION, cases.LARGE_ATTENTION)
+    ),
+}
+
+
+@dataclass(frozen=True)
+class CaseOutcome:
+    """What an implementation did on one case; no complaint if the contract holds."""
+
+    case: str
+    complaints: tuple[str, ...]
+
+
+def run(
+    implementation: Implementation, group: str, sizes: Sizes, machine: Machine, seed: int = 0
+) -> Iterator[CaseOutcome]:
+    """Run every case of one of :data:`GROUPS`; an exception is a complaint.
+
+    Args:
+        implementation: one that can run on ``machine``.
+        sizes: "small" cases; "wide" ones too, many short rows for a GPU; or all, "large".
+    """
+    ops = GROUPS[group].ops
+    # What the matrix unit keeps when it adds, see ``logits_tolerance``.
+    on_gpu = machine.device.type == "cuda" and implementation.name != "reference"
+    bits = HOPPER_FP8_BITS if on_gpu else FLOAT32_BITS
+    for case in chain(*GROUPS[group].cases[: SIZES.index(sizes) + 1]):
+        generator = torch.Generator().manual_seed(seed)
+        try:
+            functions = [implementation.load(op) for op in ops]
+            complaints = _check(case, functions, generator, machine.device, bits)
+        except Exception as error:  # whatever a kernel raises is a finding, not an end
+            complaints = [f"{type(error).__name__}: {str(error)[:500]}"]
+        yield CaseOutcome(str(case), tuple(complaints))
+
+
+def _check(
+    case: object,
+    functions: list[Op],
+    generator: torch.Generator,
+    device: torch.device,
+    bits: int,
+) -> list[str]:
+    if isinstance(case, cases.TopKCase):
+        logits, visible = cases.topk_inputs(case, generator, device)
+        return check_topk(functions[0], logits, visible, case.topk)
+    if isinstance(case, cases.AttentionCase):
+        return check_sparse_mla(functions[0], cases.attention_inputs(case, generator, device))
+    assert isinstance(case, IndexerCase), case
+    batch = cases.indexer_inputs(case, generator, device)
+    return check_indexer(functions[0], functions[1], case, batch, bits)
+
+
 class Guarded:
     """A poisoned output between guards."""
 
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    tensor: torch.Tensor = field(init=False)
-
-    def __post_init__(self) -> None:
-        count = 1
-        for size in self.shape:
-            count *= size
-        poison = _POISON[self.dtype]
-        self._memory = torch.full(
-            (count + 2 * _GUARD,), poison, dtype=self.dtype, device=self.device
-        )
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        count = prod(shape)
+        self._memory = torch.full((count + 2 * _GUARD,), _POISON[dtype], dtype=dtype, device=device)
         self._clean = self._memory[:_GUARD].clone()
-        self.tensor = self._memory[_GUARD : _GUARD + count].view(self.shape)
+        self.tensor = self._memory[_GUARD : _GUARD + count].view(shape)
 
     def complaints(self, name: str) -> list[str]:
         """Whether the guards are intact."""
@@ -112,8 +185,7 @@ def _close_logits(
     for request, rows_of in indexer_reference.requests(batch):
         for low in range(rows_of.start, rows_of.stop, _ROWS_AT_ONCE):
             rows = slice(low, min(low + _ROWS_AT_ONCE, rows_of.stop))
-            wrong = _wrong_logits(case, batch, scores, request, rows, bits)
-            if wrong:
+            if wrong := _wrong_logits(case, batch, scores, request, rows, bits):
                 how = "exact" if case.fill in _EXACT_FILLS else "within the tolerance"
                 complaints.append(
                     f"logits: {wrong} of rows {rows.start} to {rows.stop - 1} (request {request}) "
@@ -239,3 +311,10 @@ def _mapped(positions: torch.Tensor, batch: IndexerBatch) -> torch.Tensor:
         block_row = batch.block_table[request]
         slots[rows] = indexer_reference.slots_of(positions[rows], block_row).int()
     return slots
+
+
+if __name__ == "__main__":
+    name, group, sizes = sys.argv[1:]
+    here = Machine.here()
+    for outcome in run(named(name).check(here), group, sizes, here):  # type: ignore[arg-type]
+        print(outcome, flush=True)

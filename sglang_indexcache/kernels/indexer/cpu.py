@@ -31,24 +31,16 @@ class HostBatch:
     Unlike the contract's ``IndexerBatch`` it says nothing of how keys are stored, and the lengths
     are Python's, so that no work is done for rows that need none.
 
-    The last ``query_lens[b]`` of a request's ``key_lens[b]`` tokens are its queries: all of them
-    in a first prefill, the newest chunk in a chunked one, one in decode.
-
     Attributes:
-        query_lens: query rows of each request, may be 0.
+        query_lens: rows of each request, which are its last tokens: all of them in a first prefill,
+            the newest chunk in a chunked one, one in decode; may be 0.
         key_lens: tokens of each request that are in the pool, queries included.
-        slots: ``[B, >= max(key_lens)]`` physical slot of every token; row ``b`` is valid up to
-            ``key_lens[b]``.
+        slots: ``[B, >= max(key_lens)]`` physical slots; row ``b`` is valid up to ``key_lens[b]``.
     """
 
     query_lens: tuple[int, ...]
     key_lens: tuple[int, ...]
     slots: torch.Tensor
-
-    def __post_init__(self) -> None:
-        for queries, keys in zip(self.query_lens, self.key_lens, strict=True):
-            if queries > keys:
-                raise ValueError(f"a request with {keys} tokens cannot have {queries} query rows")
 
     @property
     def num_rows(self) -> int:
@@ -58,28 +50,22 @@ class HostBatch:
     @cached_property
     def request_of_row(self) -> torch.Tensor:
         """``[T]`` int64: the request of each query row."""
-        lens = torch.tensor(self.query_lens, dtype=torch.int64, device=self.slots.device)
-        requests = torch.arange(len(self.query_lens), device=self.slots.device)
-        return requests.repeat_interleave(lens)
+        lens = torch.tensor(self.query_lens, dtype=torch.int64)
+        return torch.arange(len(self.query_lens)).repeat_interleave(lens)
 
     @cached_property
     def visible(self) -> torch.Tensor:
         """``[T]`` int64: how many tokens of its request each query row may attend to."""
         spans = [
-            torch.arange(keys - queries + 1, keys + 1, device=self.slots.device)
+            torch.arange(keys - queries + 1, keys + 1)
             for queries, keys in zip(self.query_lens, self.key_lens, strict=True)
         ]
         return torch.cat(spans) if spans else torch.empty(0, dtype=torch.int64)
 
     def physical_slots(self, positions: torch.Tensor) -> torch.Tensor:
-        """Turn request-local positions into pool slots.
+        """Pool slots, int32, of request-local ``positions`` ``[>= T, k]``; -1 stays -1.
 
-        Args:
-            positions: ``[>= T, k]`` integers, -1 for padding; rows beyond T belong to no request
-                (dp_attention pads batches to a common size).
-
-        Returns:
-            int32 of the same shape, -1 where there is no token.
+        Rows beyond T belong to no request: dp_attention pads batches to a common size.
         """
         result = torch.full_like(positions, PADDING, dtype=torch.int32)
         own = positions[: self.num_rows].long()
@@ -89,22 +75,14 @@ class HostBatch:
         return result
 
 
-def every_visible(
-    batch: HostBatch, rows: int, topk: int, device: torch.device | None = None
-) -> torch.Tensor:
+def every_visible(batch: HostBatch, rows: int, topk: int) -> torch.Tensor:
     """The selection of rows that see at most k tokens: all of them, and no logits are needed.
 
-    Args:
-        batch: the geometry.
-        rows: T; those behind ``batch.num_rows`` select nothing.
-        topk: k.
-        device: of the result.
-
-    Returns:
-        ``[T, topk]`` int32 as of :func:`select_topk`. A row that sees more has its first k.
+    ``[rows, topk]`` int32 as of :func:`select_topk`. A row that sees more has its first k, and
+    rows behind ``batch.num_rows`` select nothing.
     """
-    result = torch.full((rows, topk), PADDING, dtype=torch.int32, device=device)
-    columns = torch.arange(topk, dtype=torch.int32, device=device)
+    result = torch.full((rows, topk), PADDING, dtype=torch.int32)
+    columns = torch.arange(topk, dtype=torch.int32)
     visible = batch.visible[:, None]
     result[: batch.num_rows] = torch.where(columns < visible, columns, PADDING)
     return result
@@ -124,20 +102,17 @@ def select_topk(
     Args:
         q: ``[T, H, D]`` index queries, in the dtype that ``gather_keys`` returns.
         weights: ``[T, H]`` float32, gates times the softmax scale.
-        gather_keys: reads keys from the pool.
-        batch: the geometry; ``T`` is ``batch.num_rows``.
-        topk: k.
-        logits_bytes: memory bound of the logits held at once.
+        logits_bytes: bound of the logits held at once.
 
     Returns:
         ``[T, topk]`` int32 positions within each row's own request, ascending, -1 padded.
     """
-    result = every_visible(batch, q.shape[0], topk, q.device)
+    result = every_visible(batch, q.shape[0], topk)
     starts = [0, *accumulate(batch.query_lens)]
     longer = [b for b, keys in enumerate(batch.key_lens) if keys > topk]
     decoding = [b for b in longer if batch.query_lens[b] == 1]
     for group in _decode_groups(batch, decoding, q.shape[1], logits_bytes):
-        rows = torch.tensor([starts[b] for b in group], device=q.device)
+        rows = torch.tensor([starts[b] for b in group])
         logits = _decode_logits(q[rows], weights[rows], gather_keys, batch, group)
         result[rows] = topk_overwriting(logits, batch.visible[rows], topk)
     for b in longer:

@@ -11,12 +11,7 @@ import torch
 
 from sglang_indexcache.kernels.checks import check_indexer, check_topk, output
 from sglang_indexcache.kernels.contract import PAGE_TOKENS, WORKSPACE_BYTES, IndexerBatch
-from sglang_indexcache.kernels.cuda import (
-    library,
-    multiprocessors,
-    require_aligned,
-    require_hopper,
-)
+from sglang_indexcache.kernels.cuda import library, multiprocessors, require_aligned
 
 LIST_CAPACITY = 16384
 """``kListCapacity`` of csrc/indexer/gate.h."""
@@ -98,17 +93,12 @@ def _in_parts(batch: IndexerBatch, width: int, as_slots: bool, out: torch.Tensor
     scratch = torch.empty(shape, dtype=torch.float32, device=batch.q.device)
     for low in range(0, rows, at_once):
         high = min(low + at_once, rows)
-        part = batch.part(low, high)
-        _in_two_launches(part, scratch[: high - low], as_slots, out[low:high])
-
-
-def _in_two_launches(
-    batch: IndexerBatch, scores: torch.Tensor, as_slots: bool, out: torch.Tensor
-) -> None:
-    _logits(batch, scores)
-    table = batch.block_table if as_slots else None
-    each = _rows_per_request(batch)
-    library("topk").topk_of_requests(scores, batch.visible, batch.query_starts, each, table, out)
+        part, scores = batch.part(low, high), scratch[: high - low]
+        _logits(part, scores)
+        table = part.block_table if as_slots else None
+        library("topk").topk_of_requests(
+            scores, part.visible, part.query_starts, each, table, out[low:high]
+        )
 
 
 def _logits(batch: IndexerBatch, out: torch.Tensor) -> None:
@@ -127,9 +117,7 @@ def _logits(batch: IndexerBatch, out: torch.Tensor) -> None:
 
 
 def _check(op: str, batch: IndexerBatch) -> None:
-    """Everything that the kernels need of their inputs, and of the device."""
     check_indexer(op, batch)
-    require_hopper(op, batch.q.device)
     require_aligned(op, q=batch.q)
 
 

@@ -1,7 +1,6 @@
-"""Index-K storage: e4m3 with one scale per token, in pages of 64 tokens.
+"""Index-K storage: e4m3 with one scale per token, in the pages that ``contract.py`` describes.
 
-A page is ``64 * 128`` bytes of e4m3 followed by 64 float32 scales, the layout that SGLang's
-``IndexKeyCache`` and DeepGEMM's paged logits kernel share (8448 bytes for a 128-wide key).
+SGLang's ``IndexKeyCache`` and DeepGEMM's paged logits kernel share the layout.
 """
 
 import math
@@ -46,8 +45,6 @@ def hadamard(x: torch.Tensor) -> torch.Tensor:
     and leaves every dot product as it was.
     """
     width = x.shape[-1]
-    if width & (width - 1):
-        raise ValueError(f"the Hadamard transform needs a power of two, got {width}")
     y = x.float()
     half = 1
     while half < width:
@@ -61,13 +58,11 @@ def hadamard(x: torch.Tensor) -> torch.Tensor:
 def write_pages(
     pages: torch.Tensor, slots: torch.Tensor, values: torch.Tensor, scales: torch.Tensor
 ) -> None:
-    """Store quantised keys at physical token slots.
+    """Store ``[T, D]`` float8_e4m3fn and ``[T]`` float32 scales at physical token slots.
 
     Args:
         pages: ``[P, contract.page_bytes(D)]`` uint8, written in place.
         slots: ``[T]`` integers, ``page * 64 + offset``.
-        values: ``[T, D]`` float8_e4m3fn.
-        scales: ``[T]`` float32.
     """
     head_dim = values.shape[-1]
     page, offset = slots // PAGE_TOKENS, slots % PAGE_TOKENS

@@ -1,10 +1,8 @@
 """The lightning indexer in Triton, from Ampere to Blackwell.
 
 One program scores a tile of queries of one request against several blocks of its keys, read
-straight from the pages.
-
-Selection is two passes over a bounded scratch: logits of as many rows as fit
-:data:`SCRATCH_BYTES`, then their top-k, until the rows are done.
+straight from the pages. Selection is two passes over a bounded scratch: logits of as many rows as
+fit, then their top-k, until the rows are done.
 """
 
 import torch
@@ -22,11 +20,8 @@ BLOCK_KEYS = 128
 MAX_SPLITS = 64
 """Programs that share the keys of one tile of queries."""
 
-_PAGE, _PAGE_BYTES, _DIM = (
-    tl.constexpr(PAGE_TOKENS),
-    tl.constexpr(PAGE_BYTES),
-    tl.constexpr(INDEX_DIM),
-)
+_PAGE, _DIM = tl.constexpr(PAGE_TOKENS), tl.constexpr(INDEX_DIM)
+_PAGE_BYTES = tl.constexpr(PAGE_BYTES)
 
 
 def logits(batch: IndexerBatch, width: int, *, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -69,11 +64,7 @@ def select(
     out: torch.Tensor | None = None,
     scratch_bytes: int = SCRATCH_BYTES,
 ) -> torch.Tensor:
-    """:class:`~sglang_indexcache.kernels.contract.Select`.
-
-    Args:
-        scratch_bytes: memory for logits; at least one row's, or one request's of equal rows.
-    """
+    """:class:`~sglang_indexcache.kernels.contract.Select`, in scratch of at least one request's."""
     check_topk(topk, "select")
     check_indexer("select", batch)
     rows, width = len(batch.q), batch.block_table.shape[1] * PAGE_TOKENS

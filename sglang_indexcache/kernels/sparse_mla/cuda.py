@@ -3,8 +3,7 @@
 The tensor cores work on tiles of 64 rows. Where there are enough query rows to fill the GPU,
 neighbouring rows share a tile, and the gather of the union of their lists: eight rows of 8 heads,
 four of 16, three of 20. Where there are few (decode), a row has a tile to itself and its list is
-split over the blocks of a cluster, which combine their results inside the launch; tile rows without
-a head then idle, and the gather is what takes time.
+split over the blocks of a cluster, which combine their results inside the launch.
 """
 
 from collections.abc import Callable
@@ -21,12 +20,7 @@ from sglang_indexcache.kernels.contract import (
     WORKSPACE_BYTES,
     Kept,
 )
-from sglang_indexcache.kernels.cuda import (
-    library,
-    multiprocessors,
-    require_aligned,
-    require_hopper,
-)
+from sglang_indexcache.kernels.cuda import library, multiprocessors, require_aligned
 
 TILE_ROWS = 64
 TILE_KEYS = 64
@@ -52,13 +46,8 @@ def sparse_mla(
     lse: torch.Tensor | None = None,
     kept: Kept | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """:class:`sglang_indexcache.kernels.contract.SparseMLA`.
-
-    Args:
-        kept: the packed lists, where all of them fit the workspace.
-    """
+    """:class:`sglang_indexcache.kernels.contract.SparseMLA`; keeps the packed lists that fit."""
     check_sparse_mla(q, cache, slots, sinks)
-    require_hopper("sparse_mla", q.device)
     rows, heads = q.shape[:2]
     out = output("sparse_mla", out, (rows, heads, VALUE_DIM), q.dtype, q.device)
     lse = output("sparse_mla", lse, (rows, heads), torch.float32, q.device)
@@ -66,7 +55,12 @@ def sparse_mla(
     packed = rows_per_tile(rows, heads, slots.shape[1], multiprocessors(q.device))
     if packed == 1:
         if rows:
-            splits = cluster_size(rows, heads, slots.shape[1], partial(clusters_at_once, cache))
+            splits = cluster_size(
+                rows,
+                heads,
+                slots.shape[1],
+                partial(clusters_at_once, q.device, cache.dtype == torch.uint8),
+            )
             library("sparse_mla").sparse_mla_attend(
                 q, cache, slots, None, None, 1, scale, sinks, splits, out, lse
             )
@@ -125,16 +119,12 @@ def cluster_size(rows: int, heads: int, k: int, at_once: Callable[[int], int]) -
     return -(-steps // -(-steps // most))
 
 
-def clusters_at_once(cache: torch.Tensor, size: int) -> int:
-    """What the driver says of the kernel for this cache's rows, on its GPU.
+@cache_results
+def clusters_at_once(device: torch.device, fp8: bool, size: int) -> int:
+    """What the driver says of the kernel for a cache's rows.
 
     Not SMs over ``size``: a cluster needs its SMs in one GPC, and GPCs have different numbers.
     """
-    return _clusters_at_once(cache.device, cache.dtype == torch.uint8, size)
-
-
-@cache_results
-def _clusters_at_once(device: torch.device, fp8: bool, size: int) -> int:
     row = torch.empty(0, FP8_ROW_BYTES if fp8 else LATENT_DIM, device=device)
     return int(library("sparse_mla").sparse_mla_clusters(row, size))
 

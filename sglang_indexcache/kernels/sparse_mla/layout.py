@@ -14,15 +14,9 @@ _ROPE_AT = VALUE_DIM + 4 * _GROUPS
 
 
 def quantize_latent(rows: torch.Tensor) -> torch.Tensor:
-    """Pack latent rows (SGLang's ``quantize_k_cache``, "fast" kernel).
+    """Pack ``[N, 576]`` bfloat16 as ``[N, 656]`` uint8 (SGLang's ``quantize_k_cache``, "fast").
 
     A group of zeros gets scale 1: dividing by its true scale, 0, would store NaN.
-
-    Args:
-        rows: ``[N, 576]`` bfloat16.
-
-    Returns:
-        ``[N, 656]`` uint8.
     """
     packed = torch.empty(rows.shape[0], FP8_ROW_BYTES, dtype=torch.uint8, device=rows.device)
     groups = rows[:, :VALUE_DIM].float().unflatten(1, (_GROUPS, FP8_GROUP))

@@ -23,14 +23,11 @@ def sparse_mla(
     :class:`~sglang_indexcache.kernels.contract.SparseMLA` for any widths and dtypes.
 
     Args:
-        q: ``[T, H, D]`` queries, the latent part first and the rotary part last.
-        latent: ``[S, D]`` the pool's latent rows, their first ``value_dim`` entries are values;
-            or ``[S, 656]`` uint8 rows of the FP8 layout.
-        slots: ``[T, k]`` integers, rows of ``latent``; -1 is no row.
-        scale: softmax scale.
-        value_dim: width of the values (512 in DeepSeek-V3.2 and GLM-5).
-        sinks: ``[H]`` float32, joins the denominator of the output but not the log-sum-exp.
-        kept: not used.
+        q: ``[T, H, D]``, the latent part first and the rotary part last.
+        latent: ``[S, D]`` rows, the first ``value_dim`` (512 in DeepSeek-V3.2 and GLM-5) entries of
+            which are values; or ``[S, 656]`` uint8 rows of the FP8 layout.
+        slots: ``[T, k]`` integers; -1 is no row.
+        sinks: ``[H]`` float32.
 
     Returns:
         ``[T, H, value_dim]`` output in ``q``'s dtype and ``[T, H]`` float32 log-sum-exp in nats.

@@ -43,11 +43,7 @@ def sparse_mla(
     kept: Kept | None = None,
     splits: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """:class:`~sglang_indexcache.kernels.contract.SparseMLA`.
-
-    Args:
-        splits: parts of a query's list; by default as many as keep the card busy.
-    """
+    """:class:`~sglang_indexcache.kernels.contract.SparseMLA`, a list in ``splits`` parts."""
     del kept  # every program reads its own row's list
     check_sparse_mla(q, cache, slots, sinks)
     rows, heads, _ = q.shape

@@ -3,7 +3,7 @@
 import torch
 
 from sglang_indexcache.kernels.checks import check_logits, output
-from sglang_indexcache.kernels.cuda import library, require_hopper
+from sglang_indexcache.kernels.cuda import library
 
 
 def prepare() -> None:
@@ -20,7 +20,6 @@ def topk(
 ) -> torch.Tensor:
     """:class:`sglang_indexcache.kernels.contract.TopK`."""
     check_logits(logits, visible, topk)
-    require_hopper("topk", logits.device)
     out = output("topk", out, (len(visible), topk), torch.int32, logits.device)
     if len(visible):
         library("topk").topk(logits, visible, out)

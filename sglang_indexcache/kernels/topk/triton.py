@@ -34,9 +34,7 @@ def topk_of_requests(
 ) -> torch.Tensor:
     """:func:`topk`, positions mapped to physical slots where a ``block_table`` is given.
 
-    Args:
-        block_table: ``[B, W]`` int32.
-        request_of_row: ``[T]`` int32, with ``block_table``.
+    It is ``[B, W]`` int32, and ``request_of_row`` ``[T]`` int32.
     """
     check_logits(logits, visible, topk)
     rows = logits.shape[0]

@@ -54,11 +54,7 @@ class Evaluator(Protocol):
 
 
 class TokenEvaluator(ABC):
-    """An :class:`Evaluator` that can also say where in the context the loss arises.
-
-    Attributes:
-        calibration: what is measured on.
-    """
+    """An :class:`Evaluator` that can also say where in the context the loss arises."""
 
     kind: str
     num_layers: int
@@ -140,10 +136,8 @@ class ServedEvaluator(TokenEvaluator):
     """Teacher-forced log-probabilities of running engines, which may serve others too.
 
     Each request names its pattern. All sequences of a call go out as one request, so data-parallel
-    ranks work side by side. Calls may be made from ``in_flight`` threads.
-
-    Args:
-        pool: of engines. What they serve to others, and under which pattern, does not matter.
+    ranks work side by side. Calls may be made from ``in_flight`` threads. What the pool's engines
+    serve to others, and under which pattern, does not matter.
     """
 
     kind = "sglang"

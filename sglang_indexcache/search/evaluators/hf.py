@@ -32,7 +32,6 @@ class _Run:
     """Layer outputs of one forward.
 
     Attributes:
-        pattern: under which it ran.
         hidden: entry l is the input of layer l, ``[1, length, hidden]``; the last is the output.
         indices: entry l is what layer l attended to, ``[1, length, k]`` int.
     """
@@ -46,7 +45,6 @@ class TransformersEvaluator(TokenEvaluator):
     """Teacher-forced losses by transformers.
 
     Args:
-        calibration: what to measure on.
         dtype: a torch dtype's name.
         reuse_bytes: memory for kept layer outputs; 0 runs every layer every time.
 
@@ -187,10 +185,8 @@ class TransformersEvaluator(TokenEvaluator):
     def selected(self, ids: tuple[int, ...], under: Pattern | None = None) -> NDArray[np.integer]:
         """``[N, length, k]``: what each layer selects for one sequence.
 
-        Args:
-            ids: the sequence.
-            under: a pattern to run; by default all indexers run. What an S layer would select
-                itself is what it attends to where it is F besides.
+        By default all indexers run. What an S layer of ``under`` would select itself is what it
+        attends to where it is F besides.
         """
         pattern = under or self.own
         runs = [self.run(self._also_full(pattern, layer), ids) for layer in range(self.num_layers)]

@@ -35,23 +35,15 @@ class Method(Protocol):
         """
 
     def least(self, targets: Targets, batch_tokens: Sequence[int]) -> int:
-        """Tokens that :meth:`descend` cannot do without.
+        """Tokens that :meth:`descend` cannot do without; exhaustive greedy takes exactly this.
 
-        A method without a choice, such as exhaustive greedy, takes exactly this.
-
-        Args:
-            batch_tokens: tokens of each batch that is searched on.
+        ``batch_tokens`` are those of each batch that is searched on.
         """
 
 
 @dataclass(frozen=True)
 class Walks:
-    """Lazy greedy along several ways, with an equal share of the budget each.
-
-    Attributes:
-        in_words: see :class:`Method`.
-        ways: in their order.
-    """
+    """Lazy greedy along several ways, in their order, with an equal share of the budget each."""
 
     in_words: str
     ways: tuple[type[Descent], ...]

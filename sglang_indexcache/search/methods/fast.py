@@ -45,11 +45,7 @@ _LEAST_LOOKS = 2
 
 @dataclass(frozen=True)
 class Descent:
-    """The way from all F downwards: its steps, and what they need at least.
-
-    Attributes:
-        targets: where to end, and which layers may be flipped.
-    """
+    """The way from all F downwards: its steps, and what they need at least."""
 
     targets: Targets
     looks_per_step = 4
@@ -103,10 +99,7 @@ class Descent:
     def fixed(self, count: int, subset: int, full: int) -> int:
         """Tokens that the marks take on all batches, from ``count`` F layers on.
 
-        Args:
-            count: F layers.
-            subset: tokens of a look, which each of them has had.
-            full: tokens of all batches.
+        Each has had a look already: ``subset`` of the ``full`` tokens of all batches.
         """
         return len(self.ahead(count)) * (full - subset)
 
@@ -140,7 +133,7 @@ class FastGreedy:
     """One search along a way.
 
     Args:
-        budget: tokens for all of it; :meth:`Descent.least` at least.
+        budget: in tokens; :meth:`Descent.least` at least.
         exact: measure every candidate on every batch in every step, whatever the budget.
     """
 

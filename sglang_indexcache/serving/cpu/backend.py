@@ -28,14 +28,7 @@ if TYPE_CHECKING:
 
 
 class CpuIndexCacheBackend(AttentionBackend):
-    """Prefill, chunked prefill, decode and mixed batches over SGLang's paged pool.
-
-    Attributes:
-        active: the model's layers, and the pattern of requests that name none.
-        index_buffer: the indices in flight.
-        index_keys: the index-K cache of the pool.
-        batch: the geometry of the batch in flight.
-    """
+    """Prefill, chunked prefill, decode and mixed batches over SGLang's paged pool."""
 
     def __init__(self, runner: ModelRunner, active: ActivePattern) -> None:
         super().__init__()
@@ -69,21 +62,11 @@ class CpuIndexCacheBackend(AttentionBackend):
             slots = self.batch.slots[part.request, start:stop]
             return self.index_keys.load(layer, slots).float()
 
-        self.active.shadow.look(
-            self.active.position(layer),
-            lists,
-            lambda part: torch.arange(max(part.sees)),
-            keys=keys,
-            **own,
-        )
+        def positions(part: Part) -> torch.Tensor:
+            return torch.arange(max(part.sees))
 
-    def forward_extend(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Prefill; see :meth:`_attend`."""
-        return self._attend(*args, **kwargs)
-
-    def forward_decode(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Decode; see :meth:`_attend`."""
-        return self._attend(*args, **kwargs)
+        place = self.active.position(layer)
+        self.active.shadow.look(place, lists, positions, keys=keys, **own)
 
     def _attend(
         self,
@@ -118,7 +101,7 @@ class CpuIndexCacheBackend(AttentionBackend):
         latent = self.token_to_kv_pool.get_key_buffer(layer.layer_id).squeeze(1)
         heads = layer.tp_q_head_num
         queries = torch.cat([q.view(-1, heads, layer.v_head_dim), q_rope], dim=-1)
-        output, _ = sparse_mla(
+        output = sparse_mla(
             queries.to(latent.dtype),
             latent,
             self._physical_slots(indices),
@@ -126,6 +109,8 @@ class CpuIndexCacheBackend(AttentionBackend):
             layer.v_head_dim,
         )
         return output.flatten(1).to(q.dtype)
+
+    forward_extend = forward_decode = _attend
 
     def _indices(self, layer: int, carried: torch.Tensor | None, rows: int) -> torch.Tensor:
         """``[rows, k]``: what ``layer`` attends to; its indexer, if it has one, has written it."""

@@ -47,11 +47,7 @@ def read_plain(
 
 
 def plain(weights: Iterable[Named], size: Sequence[int]) -> Iterator[Named]:
-    """The same weights, each in block-FP8 in float32 and without its scales.
-
-    Args:
-        weights: by name, scales anywhere among them.
-        size: rows and columns of a block.
+    """The same weights by name, each in block-FP8 in float32 and without its scales.
 
     Raises:
         CheckpointError: scales without a weight, or a weight without scales.

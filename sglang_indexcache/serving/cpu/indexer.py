@@ -1,9 +1,8 @@
 """The lightning indexer on a CPU, in torch (SGLang has "no native (pure-torch) path").
 
-Follows ``Indexer.forward_cuda`` of ``sglang/srt/layers/attention/dsa/dsa_indexer.py``: project,
-normalise, rotate, store the key, score the visible keys, select. The indices are positions
-within each request, ascending, so that they mean the same to every rank and to transformers.
-The KV pool below is SGLang's, with torch in place of its Triton writers.
+Follows ``Indexer.forward_cuda`` of ``sglang/srt/layers/attention/dsa/dsa_indexer.py``. The indices
+are positions within each request, ascending, so that they mean the same to every rank and to
+transformers. The KV pool below is SGLang's, with torch in place of its Triton writers.
 """
 
 from __future__ import annotations
@@ -41,10 +40,7 @@ def indexer_forward(
 ) -> torch.Tensor | None:
     """Store this layer's index keys, then select the top-k or take the shared indices; timed.
 
-    Args:
-        x: ``[T, hidden]`` hidden states.
-        q_lora: ``[T, q_lora_rank]`` normalised query latent.
-        positions: ``[T]`` rotary positions.
+    Of hidden states ``[T, hidden]`` and normalised query latents ``[T, q_lora_rank]``.
 
     Returns:
         ``[T, index_topk]`` int32 request-local positions, -1 padded; in rows whose pattern has an
@@ -99,7 +95,7 @@ def _store_and_select(
         return backend.index_buffer.shared(layer_id)
     backend.active.count_selection(layer_id)
     if max(backend.batch.key_lens, default=0) <= indexer.index_topk:
-        everything = every_visible(backend.batch, x.shape[0], indexer.index_topk, x.device)
+        everything = every_visible(backend.batch, x.shape[0], indexer.index_topk)
         return backend.index_buffer.select(layer_id, everything)
     queries, scales = _queries(indexer, q_lora, positions, backend)
     selected = select_topk(
@@ -121,10 +117,7 @@ def _head_gates(indexer: Indexer, x: torch.Tensor) -> torch.Tensor:
 def _queries(
     indexer: Indexer, q_lora: torch.Tensor, positions: torch.Tensor, backend: CpuIndexCacheBackend
 ) -> tuple[torch.Tensor, torch.Tensor | float]:
-    """``[T, H, D]`` queries in the dtype of the stored keys, and the scale to multiply back.
-
-    DeepSeek-V3.2's are rounded to FP8 with scales that are powers of two, see ``quantize_e4m3``.
-    """
+    """``[T, H, D]`` queries in the dtype of the stored keys, and the scale to multiply back."""
     queries, _ = indexer.wq_b(q_lora)
     queries = queries.view(-1, indexer.n_heads, indexer.head_dim)
     queries = _rotate(indexer, queries, positions)
@@ -145,12 +138,9 @@ def _keys(
 
 
 def _rotate(indexer: Indexer, heads: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding of the leading ``rope_head_dim`` entries of ``[T, H, D]``.
-
-    SGLang rotates a query and a key together and may do it in place, so both arguments are
-    copies: the first of our input, the second a scratch that nobody reads.
-    """
+    """Rotary embedding of the leading ``rope_head_dim`` entries of ``[T, H, D]``."""
     width = indexer.rope_head_dim
+    # SGLang rotates a query and a key together, maybe in place: a copy, and one that nobody reads.
     rope = heads[..., :width].contiguous()
     rotated, _ = indexer.rotary_emb(positions, rope, torch.zeros_like(rope[:, :1]))
     return torch.cat([rotated.view_as(rope), heads[..., width:]], dim=-1)
@@ -159,8 +149,7 @@ def _rotate(indexer: Indexer, heads: torch.Tensor, positions: torch.Tensor) -> t
 def _spread(indexer: Indexer, heads: torch.Tensor) -> torch.Tensor:
     """The Hadamard rotation that DeepSeek-V3.2 applies before it quantises.
 
-    SGLang's fused writers, which serve the interleaved rope of the GLM models, leave it out
-    (``Indexer._maybe_rotate``), and the stored pages must be the ones a GPU would have written.
+    SGLang leaves it out for the GLM models' interleaved rope (``Indexer._maybe_rotate``).
     """
     return hadamard(heads) if indexer.is_neox_style else heads
 
@@ -168,8 +157,7 @@ def _spread(indexer: Indexer, heads: torch.Tensor) -> torch.Tensor:
 class CpuIndexKeyCache(IndexKeyCache):
     """Index keys as plain rows (bfloat16, float32) or as the GPU's fp8 pages.
 
-    ``buffer`` holds one tensor per layer, ``[pages, bytes or values of a page]``; a layer that
-    shares its indices in static mode has no pages.
+    ``buffer`` holds ``[pages, bytes or values of a page]`` a layer; in static mode S layers have 0.
     """
 
     def _buffer_shape(self, num_pages: int) -> tuple[int, int]:

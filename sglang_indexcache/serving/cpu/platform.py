@@ -130,11 +130,7 @@ def _apply_defaults(server_args: Any) -> None:
 
 
 def _keep_gate_precision(_result: None, indexer: Any, *_args: Any, **_kwargs: Any) -> None:
-    """SGLang holds the head gates' weights in bfloat16 whatever the model's dtype.
-
-    That would round a float32 checkpoint, and the reference shall not round what it was given.
-    Runs before weights load.
-    """
+    """SGLang holds the head gates' weights in bfloat16, which would round a float32 checkpoint."""
     gates = indexer.weights_proj.weight
     gates.data = gates.data.to(torch.get_default_dtype())
 
@@ -142,10 +138,7 @@ def _keep_gate_precision(_result: None, indexer: Any, *_args: Any, **_kwargs: An
 def _keep_selections(
     _original: Any, *, model_config: Any, num_tokens: int, max_running_requests: int, device: str
 ) -> Any:
-    """--enable-return-indexer-topk, which SGLang knows on accelerators only.
-
-    What layers selected is kept for every token of the pool, and answers carry it back.
-    """
+    """--enable-return-indexer-topk, which SGLang knows on accelerators only."""
     from sglang.srt.configs.model_config import get_num_indexer_layers
     from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
     from sglang.srt.runtime_context import get_exec
@@ -231,10 +224,7 @@ def adapt_engine() -> None:
 
 
 def _rest_in_controller() -> None:
-    """The process that deals requests to data-parallel ranks polls without a pause.
-
-    Its module is only patched where it is loaded: in that process, and in the launcher.
-    """
+    """The process that deals requests to data-parallel ranks polls without a pause; so it rests."""
     module: Any = sys.modules.get("sglang.srt.managers.data_parallel_controller")
     if module is None:
         return
@@ -263,10 +253,7 @@ def _generic_rope(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
 
 
 def _adjust_without_cuda(server_args: Any, previous: Callable[[Any], None]) -> None:
-    """SGLang's DSA adjustments ask for the compute capability and pick kernels by it.
-
-    Nothing they decide is used here except the KV dtype, which must stay the model's.
-    """
+    """SGLang's DSA adjustments pick kernels by the compute capability, and a KV dtype: not here."""
     from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 
     kv_cache_dtype = resolving_view(server_args).kv_cache_dtype

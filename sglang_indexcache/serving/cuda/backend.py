@@ -1,9 +1,8 @@
 """The CUDA backend: SGLang's DSA backend, plus the index buffer.
 
-Metadata, CUDA graphs, MTP, context parallelism, disaggregation and HiCache are SGLang's own, and so
-are the kernels unless ``--indexcache-kernels`` asks for ours. What is added is one question per
-attention layer, :meth:`IndexBuffer.read`. It matters where SGLang carries no indices itself:
-between the sub-batches of two-batch overlap, across layers without DSA, and in live mode.
+What is added is one question per attention layer, :meth:`IndexBuffer.read`. It matters where SGLang
+carries no indices itself: between the sub-batches of two-batch overlap, across layers without DSA,
+and in live mode. The kernels are SGLang's unless ``--indexcache-kernels`` asks for ours.
 """
 
 from __future__ import annotations
@@ -75,10 +74,7 @@ class IndexCacheBackend(DeepseekSparseAttnBackend):
     """DSA attention that knows whose indices each layer uses.
 
     Attributes:
-        active: the model's layers, and the pattern of requests that name none.
-        index_buffer: the indices in flight.
         first_overlapped_layer: under two-batch overlap, the first layer that runs on sub-batches.
-        kernels: which operations are ours.
         graphs: the decode graphs, where there are several of a batch size.
     """
 
@@ -199,7 +195,7 @@ class IndexCacheBackend(DeepseekSparseAttnBackend):
     def _indices(
         self, layer: int, forward_batch: ForwardBatch, carried: torch.Tensor | None, rows: int
     ) -> torch.Tensor:
-        """What attention takes, of which SGLang brings ``carried`` and asks for ``rows`` rows."""
+        """What attention takes for ``rows`` rows, where SGLang brings ``carried``."""
         ours = self.index_buffer
         if carried is None:
             self.inherit(layer, forward_batch)
@@ -320,10 +316,7 @@ def _load_kernels(runner: ModelRunner, active: ActivePattern) -> EngineKernels:
 
 
 def _check_overlap(backend: IndexCacheBackend) -> None:
-    """Indices of a whole batch can be cut into sub-batches only where they are pool slots.
-
-    Offsets into a flattened batch (RAGGED) mean something else in a sub-batch.
-    """
+    """Offsets into a flattened batch (RAGGED) mean something else in a sub-batch than in it."""
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
     first = backend.first_overlapped_layer
@@ -349,8 +342,7 @@ def index_queries(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What SGLang's indexer multiplies its keys with, for some rows of a forward.
 
-    Returns:
-        ``[R, H, D]`` float32 of what FP8 holds, and ``[R, H]`` float32 weights, all scales in them.
+    ``[R, H, D]`` float32 of what FP8 holds, and ``[R, H]`` float32 weights, all scales in them.
     """
     asked, _, gates = indexer._get_q_k_bf16(q_lora, x, positions, False, forward_batch)
     gates = indexer._weights_proj_bf16_in_fp32_out(x) if gates is None else gates.float()
@@ -369,10 +361,7 @@ def _indexer_forward(
     return_indices: bool = True,
     use_cuda_graph: bool = True,
 ) -> torch.Tensor | None:
-    """A layer that has an indexer and is S for all rows only stores its key.
-
-    There are such layers in live mode, and while the graph of short batches is captured.
-    """
+    """A layer with an indexer that is S for all rows, in live mode or a graph, stores its key."""
     backend = kernels_cuda.current_backend()
     ours = getattr(backend, "index_buffer", None)
     arguments = (x, q_lora, positions, forward_batch, layer_id, return_indices, use_cuda_graph)

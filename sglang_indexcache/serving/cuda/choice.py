@@ -1,7 +1,7 @@
 """Which operations our kernels take over from SGLang's: ``--indexcache-kernels`` and the reasons.
 
-Decided twice from the same facts: when the command line is resolved, so that what cannot run is
-one clear error before weights are loaded, and in every worker that runs the kernels.
+Decided when the command line is resolved, so that what cannot run is one clear error before weights
+are loaded, and again, from the same facts, in every worker.
 """
 
 from __future__ import annotations
@@ -45,30 +45,20 @@ RAW_FP8 = {"tilelang", "trtllm"}
 
 @dataclass(frozen=True)
 class Route:
-    """What runs one operation of a server, and why: ours, or None for the engine's kernel.
-
-    Attributes:
-        tokens: of context from which ours runs; with fewer it is the engine's.
-    """
+    """What runs one operation of a server, and why: ours, or None for the engine's kernel."""
 
     op: OpName
     phase: Phase
     implementation: dispatch.Implementation | None
     why: str
-    tokens: int = 0
 
     def __str__(self) -> str:
         name = self.implementation.name if self.implementation else "engine"
-        shorter = f"; the engine's below {self.tokens} tokens" if self.tokens else ""
-        return f"{self.op} in {self.phase}: {name} ({self.why}{shorter})"
+        return f"{self.op} in {self.phase}: {name} ({self.why})"
 
 
 def choose(asked: str, cfg: Any, model: Any, machine: dispatch.Machine) -> tuple[Route, ...]:
-    """Decide every operation that can be routed.
-
-    Args:
-        asked: "engine", "auto" (ours where ``dispatch.MEASURED`` says so) or an implementation's
-            name, for every operation.
+    """Decide every operation that can be routed, by what ``--indexcache-kernels`` asks for.
 
     Raises:
         SettingsError: an implementation asked for by name cannot take over an operation.
@@ -78,69 +68,45 @@ def choose(asked: str, cfg: Any, model: Any, machine: dispatch.Machine) -> tuple
     if asked == "auto":
         return tuple(_automatic(op, phase, cfg, model, machine) for op, phase in ROUTED)
     try:
-        return tuple(_by_name(asked, op, phase, cfg, model, machine) for op, phase in ROUTED)
+        ours = dispatch.named(asked).check(machine)
+        for op, phase in ROUTED:
+            for obstacle in _obstacles(op, phase, cfg, model):
+                raise KernelError(f"{op} in {phase}: {obstacle}")
     except KernelError as error:
         raise SettingsError(
             f"{KERNELS.flag} {asked}: {error}. {KERNELS.flag} engine, the default, leaves "
             "every operation to SGLang's kernels."
         ) from None
-
-
-def describe(routes: tuple[Route, ...]) -> list[str]:
-    """The routes for a log; one sentence where one reason keeps all of them SGLang's."""
-    if {(route.implementation, route.why) for route in routes} == {(None, UNMEASURED)}:
-        return [f"SGLang's everywhere: {UNMEASURED}; {KERNELS.flag} cuda or triton asks for ours"]
-    return [str(route) for route in routes]
-
-
-def _by_name(
-    asked: str, op: OpName, phase: Phase, cfg: Any, model: Any, machine: dispatch.Machine
-) -> Route:
-    """What was asked for.
-
-    Raises:
-        KernelError: it cannot take over this operation.
-    """
-    for obstacle in _obstacles(op, phase, cfg, model):
-        raise KernelError(f"{op} in {phase}: {obstacle}")
-    return Route(op, phase, dispatch.named(asked).check(machine), "asked for")
+    return tuple(Route(op, phase, ours, "asked for") for op, phase in ROUTED)
 
 
 def _automatic(op: OpName, phase: Phase, cfg: Any, model: Any, machine: dispatch.Machine) -> Route:
     """Ours where a measurement of just this says so, and nothing speaks against it."""
     if obstacles := _obstacles(op, phase, cfg, model):
         return Route(op, phase, None, obstacles[0])
-    shape = _heads(op, cfg, model), int(model.hf_config.index_topk)
-    row = dispatch.measured(op, phase, machine, *shape, _engine(op, phase, cfg))
+    shape = _heads_on_one_gpu(op, cfg, model), int(model.hf_config.index_topk)
+    row = dispatch.measured(op, phase, machine, *shape)
     if row is None:
         return Route(op, phase, None, UNMEASURED)
     ours = dispatch.named(row.implementation)
     if obstacle := ours.obstacle(machine) or ours.distrust():
         return Route(op, phase, None, f"{ours.name}: {obstacle}")
-    return Route(op, phase, ours, f"measured: benchmarks/results/{row.record}", row.tokens)
+    return Route(op, phase, ours, f"measured: benchmarks/results/{row.record}")
 
 
-def _heads(op: OpName, cfg: Any, model: Any) -> int:
-    """Heads on one GPU."""
+def _heads_on_one_gpu(op: OpName, cfg: Any, model: Any) -> int:
     if op == "select":
         return int(model.hf_config.index_n_heads)
     return int(model.num_attention_heads * cfg.attn_dp_size * cfg.attn_cp_size // cfg.tp_size)
 
 
-def _engine(op: OpName, phase: Phase, cfg: Any) -> str:
-    """SGLang's attention kernel in whose place ours would run; it has one selection a phase."""
-    if op == "select":
-        return ""
-    return str(cfg.dsa_prefill_backend if phase == "prefill" else cfg.dsa_decode_backend)
-
-
 def _obstacles(op: OpName, phase: Phase, cfg: Any, model: Any) -> list[str]:
     """Every reason why ours cannot stand in for SGLang's kernel."""
-    reasons = (
-        _against_selection(model)
-        if op == "select"
-        else _against_attention(cfg, model, _engine(op, phase, cfg))
-    )
+    if op == "select":
+        reasons = _against_selection(model)
+    else:
+        backend = cfg.dsa_prefill_backend if phase == "prefill" else cfg.dsa_decode_backend
+        reasons = _against_attention(cfg, model, backend)
     # Ways to spread one request over GPUs that change where its rows or keys lie.
     reasons |= {
         "--enable-prefill-cp gives every GPU some rows of a request": cfg.enable_prefill_cp,
@@ -209,7 +175,7 @@ def check_engine(routes: tuple[Route, ...], cfg: Any, model: Any) -> None:
     )
     if (
         cfg.dsa_topk_backend == "sgl-kernel"
-        and (select.implementation is None or select.tokens > topk)
+        and select.implementation is None
         and topk not in ENGINE_TOPK
         and not is_pooled
         and not (gathers and topk < max(ENGINE_TOPK))
@@ -222,10 +188,10 @@ def check_engine(routes: tuple[Route, ...], cfg: Any, model: Any) -> None:
 
 
 def check_reference(asked: str, cfg: Any) -> None:
-    """The references read lengths on the host, which a captured graph cannot do.
+    """Refuse references in CUDA graphs: they read lengths on the host.
 
     Raises:
-        SettingsError: CUDA graphs are on.
+        SettingsError: graphs are on.
     """
     graphs = cfg.cuda_graph_config
     on = [phase for phase in ("decode", "prefill") if graphs[phase].backend != "disabled"]

@@ -45,9 +45,7 @@ class GraphVariants:
     """Which decode graphs are captured, and which of them a batch replays.
 
     Args:
-        active: the server's pattern and mode, and which graphs were asked for.
         starts: the pattern positions at which pipeline stages start.
-        index_topk: the model's k.
     """
 
     def __init__(self, active: ActivePattern, starts: Sequence[int], index_topk: int) -> None:
@@ -97,13 +95,10 @@ class GraphVariants:
     def rows(self, label: str, count: int, device: torch.device) -> RowPatterns:
         """The patterns that a forward obeys while the graph ``label`` is captured.
 
-        Args:
-            label: one of :attr:`capture_labels`.
-            count: rows of the graph. The largest is captured first.
-            device: of the forward.
+        The graph of the most rows is captured first.
         """
         if label == DSA_DENSE:
-            return RowPatterns.one(self._fewest)
+            return RowPatterns((self._fewest,))
         if label == MIXED:
             if self._masks is None:
                 shape = (len(self._fewest), count)
@@ -112,7 +107,7 @@ class GraphVariants:
             # still shares what the last layer left that is F for all.
             extremes = (Pattern.full(len(self._fewest)), self._fewest)
             return RowPatterns(extremes, self._masks[:, :count])
-        return RowPatterns.one(self._declared.get(label, self._active.plan.pattern))
+        return RowPatterns((self._declared.get(label, self._active.plan.pattern),))
 
     def _is_short(self, forward_batch: ForwardBatch) -> bool:
         """Whether no request is longer than k; its token of this step is counted already."""

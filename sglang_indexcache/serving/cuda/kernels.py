@@ -2,9 +2,8 @@
 
 The selection takes over at the two methods of SGLang's indexer that begin with quantised queries
 and end with indices (``Indexer._get_topk_ragged`` in prefill, ``_get_topk_paged`` in decode and
-MTP); storing keys, quantising and sharing indices stay SGLang's. Sparse attention takes over at
-the backend's calls of FA3 and FlashMLA. Nothing here reads a tensor's values, so all of it can be
-captured in a CUDA graph. It has been tested without a GPU only.
+MTP), sparse attention at the backend's calls of FA3 and FlashMLA. Nothing here reads a tensor's
+values, so all of it can be captured in a CUDA graph. It has been tested without a GPU only.
 """
 
 from __future__ import annotations
@@ -44,17 +43,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class EngineKernels:
-    """What runs each operation of one backend; None is SGLang's own kernel.
-
-    Attributes:
-        prefill_tokens: of context from which ``select_prefill`` runs; with fewer it is SGLang's.
-    """
+    """What runs each operation of one backend; None is SGLang's own kernel."""
 
     select_prefill: Select | None = None
     select_decode: Select | None = None
     sparse_mla_prefill: SparseMLA | None = None
     sparse_mla_decode: SparseMLA | None = None
-    prefill_tokens: int = 0
 
     @classmethod
     def load(cls, routes: tuple[Route, ...]) -> EngineKernels:
@@ -63,10 +57,12 @@ class EngineKernels:
         Raises:
             KernelError: it cannot be built or imported.
         """
-        ours = [(route, route.implementation) for route in routes if route.implementation]
         return cls(
-            **{f"{route.op}_{route.phase}": one.load(route.op) for route, one in ours},
-            prefill_tokens=max((route.tokens for route in routes), default=0),
+            **{
+                f"{route.op}_{route.phase}": route.implementation.load(route.op)
+                for route in routes
+                if route.implementation
+            }
         )
 
     def attention(self, mode: ForwardMode) -> SparseMLA | None:
@@ -110,9 +106,8 @@ def _ragged(
     topk_result: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``Indexer._get_topk_ragged``."""
-    kernels = current()
-    kernel = kernels.select_prefill
-    if kernel is None or _is_unknown(metadata, "prefill") or _is_short(metadata, kernels):
+    kernel = current().select_prefill
+    if kernel is None or _is_unknown(metadata, "prefill"):
         call = (enable_dual_stream, forward_batch, layer_id, q_fp8, weights, metadata, topk_result)
         return original(indexer, *call)
     pages = _pages(indexer, layer_id)
@@ -152,7 +147,6 @@ def select(
     Args:
         q_fp8: ``[T, H, 128]`` float8_e4m3fn; T counts the rows that dp_attention or a graph pads.
         weights: ``[>= rows, H, 1]`` float32, with the scales of q and of the softmax.
-        pages: ``[P, 8448]`` uint8.
         metadata: SGLang's: the page table has a row a request, in decode a row a query row.
         result: ``[T, topk]`` int32 to write to; rows of padding keep what they hold. A piecewise
             graph reads it at this address.
@@ -219,11 +213,6 @@ def _is_unknown(metadata: DSAIndexerMetadata, phase: Phase) -> bool:
     return problem is not None
 
 
-def _is_short(metadata: DSAIndexerMetadata, kernels: EngineKernels) -> bool:
-    """Whether SGLang's kernels take less time. A graph's table is as wide as its longest replay."""
-    return metadata.get_page_table_64().shape[1] * PAGE_TOKENS < kernels.prefill_tokens
-
-
 @functools.cache
 def _say_once(message: str) -> None:
     logger.warning(message)
@@ -264,10 +253,7 @@ def current() -> EngineKernels:
 
 
 class KeptLists:
-    """What attention derived from one selection's slots, for the layers that share them.
-
-    Of the last selection only: memory stays that of one.
-    """
+    """What attention derived from the last selection's slots, for the layers that share them."""
 
     def __init__(self) -> None:
         # Weak: a selection is the engine's to free when its forward ends.
@@ -278,10 +264,8 @@ class KeptLists:
     def of(self, slots: torch.Tensor, selection: int) -> Kept:
         """What was derived from ``slots``; empty if they are others than at the last call.
 
-        Args:
-            slots: as SGLang hands them over: the layers that share a selection get one tensor.
-            selection: how often indices were selected or taken over so far: memory that holds
-                another selection may be the same tensor.
+        SGLang hands one tensor to the layers that share a selection. It may hold another selection
+        later, which ``selection`` tells: how often indices were selected or taken over so far.
         """
         if slots is not self._slots() or selection != self._selection:
             self._slots, self._selection, self._kept = weakref.ref(slots), selection, {}
@@ -304,8 +288,6 @@ def attend(
         kv_cache: ``[N, 1, 576]`` bfloat16, a pool's or gathered for this batch, or a pool's
             ``[N, 1, 656]`` FP8 rows under any one-byte dtype.
         slots: ``[T, k]`` int32 rows of ``kv_cache``, padded with -1.
-        sinks: ``[Hq]``.
-        kept: of these slots (:class:`KeptLists`).
 
     Returns:
         ``[T, Hq, 512]`` bfloat16.

@@ -32,11 +32,7 @@ MULTIPLE = 128
 
 
 def check(cfg: Any, plan: Plan, routes: tuple[Route, ...], index_kpool: int) -> None:
-    """Refuse a window that the server's attention cannot be given.
-
-    Args:
-        cfg: SGLang's resolving view of the server's arguments, attention decided.
-        index_kpool: the model's; over 1 its lists have a tail of their own.
+    """Refuse a window that the server's attention, which is decided, cannot be given.
 
     Raises:
         SettingsError: every reason, and what to do.
@@ -84,7 +80,6 @@ def widen(
 
     Args:
         lists: ``[T, k]`` int32, as SGLang's indexer made them.
-        windows: as of :func:`sglang_indexcache.recent.widen`.
         slots: ``[R, L]`` int32, the slot of each token of every request in the pool.
         offsets: ``[>= T]`` where lists hold offsets (RAGGED): where each row's request begins.
     """
@@ -95,7 +90,7 @@ def widen(
         addresses = Addresses(table=slots, owners=_owners(batch, rows))
     visible = batch.positions[:rows] + 1
     if lists.is_cuda:
-        from sglang_indexcache.kernels.window.triton import widen as kernel
+        from sglang_indexcache.kernels.window import widen as kernel
 
         return kernel(lists, visible, windows, width, addresses, MULTIPLE)
     return widen_reference(lists, visible, windows, width, addresses, MULTIPLE)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from sglang_indexcache.errors import DataError, QualityError
 from sglang_indexcache.evaluate.corpus import Corpus
 from sglang_indexcache.evaluate.plan import Planned
-from sglang_indexcache.evaluate.tasks.chat import rendered
+from sglang_indexcache.evaluate.tasks.context import rendered
 from sglang_indexcache.evaluate.tasks.files import FILES, Item, pieces, read_items
 from tests.evaluate.fake_server import Words
 from tests.evaluate.tasks.published import (
@@ -73,9 +73,11 @@ def test_parents_are_in_the_order_of_their_edges_and_never_the_node_itself() -> 
     assert item.begun + str(item.answer) == f"Final Answer: [{node(5)}, {node(3)}]"
     assert item.one_form
     assert item.depth == pytest.approx(row["prompt"].index(f"{node(5)} ->") / len(row["prompt"]))
-    # Its card calls the field "answer"; copies have it as text.
-    for answer in (row["answer_nodes"], str(row["answer_nodes"])):
-        assert FILES["graphwalks"]({**row, "answer_nodes": None, "answer": answer}) == item
+    # Its card calls the field "answer".
+    assert FILES["graphwalks"]({**row, "answer_nodes": None, "answer": [node(3), node(5)]}) == item
+    # A node without parents has an answer, an empty one.
+    empty = FILES["graphwalks"]({**row, "answer_nodes": []})
+    assert (empty.answer, empty.one_form) == ("]", True)
     # Before February 2026 some answers held the node itself.
     assert FILES["graphwalks"]({**row, "answer_nodes": [node(3), node(0), node(5)]}) == item
 
@@ -179,7 +181,6 @@ DAMAGED: dict[str, tuple[str, Any, str]] = {
     "no mark": ("mrcr", {"random_string_to_prepend": "short"}, "does not begin with the 10 char"),
     "other mark": ("mrcr", {"answer": "0123456789 poem"}, "does not begin with the 10 characters"),
     "no nodes": ("graphwalks", {"answer_nodes": 7}, r"\(answer_nodes\) is no list of nodes"),
-    "half nodes": ("graphwalks", {"answer_nodes": "[a"}, "answer is no list of nodes"),
     "no kind": ("graphwalks", {"problem_type": None}, "problem_type is missing"),
     "no prompt": ("graphwalks", {"prompt": " "}, "prompt is empty, or no text"),
     "letter": ("longbench-v2", {"answer": "E"}, "answer is 'E', and none of A, B, C, D"),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from sglang_indexcache.demo.model import ModelSpec, make_model
+from benchmarks.random_model import make_model
 from sglang_indexcache.errors import PatternError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.calibration import Calibration
@@ -24,7 +24,7 @@ ORDER = ["FFFFFF", "FSFSFS", "FSFFFS", "FSSSFS", "FFFFFF", "FSSSSS", "FSFSFS"]
 @pytest.fixture(scope="module", params=["glm-5", "deepseek-v3.2"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path: Path = tmp_path_factory.mktemp(request.param)
-    make_model(ModelSpec(request.param, "tiny", vocab_size=512, dtype="float32"), path)
+    make_model(path, request.param, "tiny", vocab_size=512, dtype="float32")
     return path
 
 
@@ -116,7 +116,8 @@ def test_a_layers_own_selection_in_a_run_of_a_pattern(folder: Path, data: Calibr
 
 def test_a_checkpoint_that_shares_already(tmp_path: Path, data: Calibration) -> None:
     types = Pattern("FFSFFS").to_indexer_types()
-    make_model(ModelSpec("glm-5", "tiny", 0, 512, "float32", {"indexer_types": types}), tmp_path)
+    fields = {"indexer_types": types}
+    make_model(tmp_path, size="tiny", vocab_size=512, dtype="float32", fields=fields)
     evaluator = TransformersEvaluator(tmp_path, data)
     assert evaluator.own == Pattern("FFSFFS")
     oracle = Oracle(tmp_path, torch.float32)

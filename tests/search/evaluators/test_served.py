@@ -65,13 +65,6 @@ def test_means_per_batch_in_the_order_asked() -> None:
     assert [list(np.round(t, 9)) for t in tokens[0]] == [[0.2, 0.3], [0.5, 0.6]]
 
 
-def test_only_what_counts_is_in_the_loss_at_every_length() -> None:
-    masks = tuple(np.array(m) for m in ([True, False], [True], [False, False], [False, True]))
-    data = Calibration(((1, 2, 3), (4, 5), (7, 8, 9), (3, 2, 1)), 2, "test", counted=masks)
-    found = served(Cardboard(), data).loss(Pattern("FFFF"), [0, 1])
-    assert found == pytest.approx([(0.2 + 0.5) / 2, 0.1])
-
-
 def test_what_the_engine_serves_to_others_does_not_matter() -> None:
     engine = Cardboard()
     evaluator = served(engine)
@@ -92,16 +85,3 @@ def test_the_time_for_a_call_grows_with_its_tokens() -> None:
     served(engine, long).loss(Pattern("FFFF"), [0])
     served(engine, long, at_once=2).loss(Pattern("FFFF"), [0])
     assert engine.timeouts == [608.0, 1216.0]
-
-
-def test_a_pool_shares_out_candidates() -> None:
-    from concurrent.futures import ThreadPoolExecutor
-
-    engines = [Cardboard(), Cardboard()]
-    pool = ServedEvaluator(Pool(engines), DATA)
-    assert pool.in_flight == 2
-    patterns = [Pattern("F" + "S" * n + "F" * (3 - n)) for n in range(4)] * 5
-    with ThreadPoolExecutor(2) as threads:
-        found = list(threads.map(lambda p: pool.loss(p, [0]).mean(), patterns))
-    assert found == pytest.approx([0.4 + len(p.shared_layers) for p in patterns])
-    assert sum(len(engine.requests) for engine in engines) == 20

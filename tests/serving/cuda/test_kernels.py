@@ -489,23 +489,6 @@ def test_metadata_in_another_form_is_left_to_sglang(
     assert [says in record.message for record in caplog.records] == [True]
 
 
-@pytest.mark.parametrize(("tokens", "ours"), [(0, True), (192, True), (193, False)])
-def test_short_prefills_are_sglangs(
-    monkeypatch: pytest.MonkeyPatch, tokens: int, ours: bool
-) -> None:
-    """The longest of the batch has 130 tokens, three pages."""
-    backend = make_backend(monkeypatch)
-    batch = make_batch(backend, ForwardMode.EXTEND, [130, 5], [130, 5])
-    backend.init_forward_metadata(batch)
-    backend.kernels = replace(REFERENCE, prefill_tokens=tokens)
-    monkeypatch.setattr(kernels_cuda, "get_attn_backend", lambda: backend)
-    monkeypatch.setattr(kernels_cuda, "_pages", lambda *_: None)
-    monkeypatch.setattr(kernels_cuda, "select", lambda *_: "ours")
-    metadata = backend.get_indexer_metadata(0, batch)
-    call = (make_indexer(), True, batch, 3, "q", "weights", metadata, "result")
-    assert kernels_cuda._ragged(lambda *_: "SGLang's", *call) == ("ours" if ours else "SGLang's")  # type: ignore
-
-
 def test_other_backends_keep_sglangs_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draft models and servers without the flag run the same, wrapped, indexer class."""
     hybrid = SimpleNamespace(full_attn_backend=SimpleNamespace(kernels=REFERENCE))

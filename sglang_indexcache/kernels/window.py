@@ -1,8 +1,7 @@
 """The recent window in Triton: one program a row, nothing read on the host, safe in a CUDA graph.
 
 A program writes its list's entries together, then of the last tokens those that the list lacks, by
-comparing each with all k entries, then padding to the end. It runs once for the S layers that share
-a selection. Its work is k x w comparisons a row; it reads and writes the list once.
+comparing each with all k entries, then padding to the end: k x w comparisons a row.
 """
 
 import torch
