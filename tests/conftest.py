@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -83,6 +84,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         drawn = hypothesis.is_hypothesis_test(getattr(item, "obj", None))
         if drawn or "seed" in getattr(item, "fixturenames", ()):
             item.add_marker("draws")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_card_left_behind() -> Iterator[None]:
+    """No file of tests lets the next one believe in a GPU that only it had made up."""
+    yield
+    if torch := sys.modules.get("torch"):
+        assert torch.cuda.is_available.__module__ == torch.cuda.__name__
 
 
 @pytest.fixture

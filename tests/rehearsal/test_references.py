@@ -23,6 +23,7 @@ from tests.rehearsal.stage.kernels import (
     speculative,
 )
 from tests.rehearsal.stage.registry import REFERENCES
+from tests.rehearsal.stage.rounding import round_like_torch
 
 PAGE, WIDTH = indexer.PAGE, indexer.WIDTH
 
@@ -471,10 +472,8 @@ def test_triton_kernels_round_up_to_the_next_power_of_two() -> None:
     from triton import language as tl
     from triton.runtime import interpreter
 
-    from tests.rehearsal.stage.launches import _round_like_torch
-
     values = torch.randn(4096, generator=torch.Generator().manual_seed(0)) * 30
-    convert = _round_like_torch(interpreter._convert_float)
+    convert = round_like_torch(interpreter._convert_float)
     for target, dtype in ((tl.float8e4nv, torch.float8_e4m3fn), (tl.bfloat16, torch.bfloat16)):
         bits = torch.from_numpy(convert(values.numpy(), tl.float32, target, None).astype("int32"))
         width = 8 * dtype.itemsize

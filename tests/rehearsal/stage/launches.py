@@ -11,11 +11,9 @@ import re
 import sys
 from typing import Any
 
-import numpy as np
-import torch
-
 from tests.rehearsal.stage import card, graphs, registry
 from tests.rehearsal.stage.registry import REFERENCES, Reference
+from tests.rehearsal.stage.rounding import round_like_torch
 
 _found: set[str] = set()
 
@@ -100,30 +98,11 @@ def _let_triton_launch() -> None:
     for name in ("gdc_wait", "gdc_launch_dependents"):
         if hasattr(cuda_extra, name):
             setattr(cuda_extra, name, lambda *_, **__: None)
-    interpreter._convert_float = _round_like_torch(interpreter._convert_float)
+    interpreter._convert_float = round_like_torch(interpreter._convert_float)
     run = interpreter.GridExecutor.__call__
     interpreter.GridExecutor.__call__ = lambda self, *args, **kwargs: card.mark(
         graphs.launch(run, self, *args, **kwargs)
     )
-
-
-def _round_like_torch(original: Any) -> Any:
-    """Round float32 to fewer bits as a card does.
-
-    Where a value rounds up to a power of two, Triton's interpreter loses the carry: 31.4 becomes
-    16 in e4m3.
-    """
-    rounded = {"fp8e4nv": torch.float8_e4m3fn, "bf16": torch.bfloat16}
-
-    def convert(data: Any, source: Any, target: Any, rounding: Any) -> Any:
-        if source.name != "fp32" or target.name not in rounded:
-            return original(data, source, target, rounding)
-        with torch._C.DisableTorchFunction(), torch.utils._python_dispatch._disable_current_modes():
-            values = torch.from_numpy(np.array(data, np.float32)).to(rounded[target.name])
-            bits = values.view(torch.uint8 if values.itemsize == 1 else torch.int16).numpy()
-        return bits.view(f"uint{8 * values.itemsize}")
-
-    return convert
 
 
 def _replace_everywhere(old: Any, new: Any) -> None:
