@@ -111,9 +111,8 @@ class TestDpAttention:
         assert all(state.overlap.one_in == 1 for state in after)
         selecting = sum(state.rows[str(pattern)] for state in after) - 4 * 64
         assert selecting >= sum(map(len, prompts)) - 4 * 64
-        cells = [state.overlap.cells for state in after]
         for layer in pattern.shared_layers:
-            looked_at = [each[f"{layer} 2Ki"][0] for each in cells]
+            looked_at = [state.overlap.layers[layer][0] for state in after]
             assert min(looked_at) > 0
             assert sum(looked_at) == pytest.approx(selecting)
         risen = scraped(dp_attention)["overlap_rows"] - told["overlap_rows"]
