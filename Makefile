@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 FULL := $(VENV)/.sglang-indexcache
 SMALL := $(VENV)/.sglang-indexcache-small
 
-.PHONY: help demo test test-fast soak rehearse check full clean
+.PHONY: help demo test test-fast soak rehearse check size full clean
 
 help:
 	@echo "make demo       serve a small model with all and with a quarter of its indexers"
@@ -15,6 +15,7 @@ help:
 	@echo "make soak       run the tests that draw again and again with fresh seeds (ROUNDS=5)"
 	@echo "make rehearse   run SGLang's CUDA code here, with references for its kernels"
 	@echo "make check      ruff and mypy, without installing SGLang"
+	@echo "make size       say how many lines, modules and commands there are, and were planned"
 	@echo "make full       install everything, SGLang included"
 	@echo "make clean      remove what the above made, but the virtual environment"
 
@@ -46,6 +47,9 @@ check: $(SMALL)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+size: $(SMALL)
+	@$(BIN)/python -m tests.size
 
 full: $(FULL)
 

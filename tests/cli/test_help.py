@@ -1,7 +1,8 @@
-"""The help of every command: quick to come, and in whole sentences."""
+"""The help of every command: quick to come, in whole sentences, with an example."""
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -50,3 +51,17 @@ def test_help_is_whole_sentences(name: str) -> None:
         assert text.rstrip().endswith((".", "?")), f"{name}: {parameter}: {text!r}"
         assert not text.startswith("Of "), f"{name}: {parameter}: {text!r}"
         assert text[0].isupper() or text[0] in "`'.", f"{name}: {parameter}: {text!r}"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_has_an_example_that_parses(name: str) -> None:
+    command = COMMANDS[name]
+    text = " ".join(f"{command.help or ''} {command.epilog or ''}".split())
+    before, found, example = text.partition(f"indexcache {name}")
+    assert found, f"the help of {name} has no example"
+    assert before.lower().endswith("example: ")
+    ours = shlex.split(example.strip())
+    known = {flag for parameter in command.params for flag in parameter.opts}
+    flags = {word for word in ours[: (*ours, "--").index("--")] if word.startswith("-")}
+    if not command.context_settings.get("ignore_unknown_options"):
+        assert flags <= known, f"{name} has no {flags - known}"
