@@ -48,11 +48,11 @@ def doctor_command(
     if url:
         if context.args:
             raise SettingsError(f"--url is a question of its own; leave {context.args[0]} away")
-        from sglang_indexcache.serving.doctor import examine_servers
+        from sglang_indexcache.serving.preflight.doctor import examine_servers
 
         fine = examine_servers(connect(url, api_key), out)
     else:
-        from sglang_indexcache.serving.doctor import examine
+        from sglang_indexcache.serving.preflight.doctor import examine
 
         fine = examine(context.args, out, device)
     if not fine:
@@ -86,7 +86,7 @@ def live_watch(
     Options:
         every (SECONDS): Look again after so many seconds.
     """
-    from sglang_indexcache.serving.watch import watch
+    from sglang_indexcache.serving.monitor.watch import watch
 
     [client] = connect([url], api_key)
     with suppress(KeyboardInterrupt):
@@ -114,8 +114,8 @@ def live_set(
 
 def _print_states(states: Sequence[RankState]) -> bool:
     """Print what each rank says; whether none of them fails to skip what it should."""
-    from sglang_indexcache.serving.skipping import judge, told_index_keys
-    from sglang_indexcache.serving.watch import told_overlap
+    from sglang_indexcache.serving.monitor.skipping import judge, told_index_keys
+    from sglang_indexcache.serving.monitor.watch import told_overlap
     from sglang_indexcache.support.drawing import to_terminal
 
     def tell(line: str, style: str | None = None) -> None:

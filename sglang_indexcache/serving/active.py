@@ -14,9 +14,9 @@ from typing import Any
 from sglang_indexcache import __version__
 from sglang_indexcache.ask.protocol import Overlaps, RankState
 from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.serving.monitor.traffic import Served, Traffic, phase_of, served_in
 from sglang_indexcache.serving.policy import Policy
 from sglang_indexcache.serving.settings import Plan
-from sglang_indexcache.serving.traffic import Served, Traffic, phase_of, served_in
 
 
 class Counters:
@@ -39,7 +39,7 @@ class ActivePattern:
     """
 
     def __init__(self, plan: Plan) -> None:
-        from sglang_indexcache.serving.shadow import Shadow  # torch: only workers need it
+        from sglang_indexcache.serving.monitor.shadow import Shadow  # torch: only workers need it
 
         self.plan = plan
         self.policy = plan.policy

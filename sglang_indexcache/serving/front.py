@@ -37,7 +37,7 @@ _LOOKED_INTO = {"sampling_params", CUSTOM, "parameters", "extra_body", "options"
 """Keys under which people put a pattern; what they hold is looked at, not texts and messages."""
 
 on_refusal: list[Callable[[], object]] = []
-"""Called at each refusal; where metrics are on, ``metrics.py`` adds itself."""
+"""Called at each refusal; where metrics are on, ``monitor/metrics.py`` adds itself."""
 
 
 def install() -> None:

@@ -31,7 +31,6 @@ from sglang_indexcache.serving import (
     front,
     hooks,
     live,
-    refusals,
     requests,
 )
 from sglang_indexcache.serving.active import activate
@@ -39,6 +38,7 @@ from sglang_indexcache.serving.cpu import fp8
 from sglang_indexcache.serving.cpu import platform as platform_cpu
 from sglang_indexcache.serving.cuda import window
 from sglang_indexcache.serving.cuda.choice import check_engine, check_reference, choose
+from sglang_indexcache.serving.preflight import refusals
 from sglang_indexcache.serving.settings import (
     BACKEND_NAME,
     GRAPHS,
@@ -399,7 +399,7 @@ def _declare(server_args: Any, plan: Plan, overrides: Mapping[str, Any], config:
         if not plan.graphs:
             fields["cuda_graph_backend_decode"] = "disabled"
     if cfg.enable_metrics:
-        from sglang_indexcache.serving.metrics import collectors
+        from sglang_indexcache.serving.monitor.metrics import collectors
 
         fields["stat_loggers"] = collectors(cfg.stat_loggers)
     declare_resolution(

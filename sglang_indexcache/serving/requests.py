@@ -25,7 +25,7 @@ from sglang_indexcache.library import Library, names_a_file
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving import hooks
 from sglang_indexcache.serving.active import ActivePattern, current
-from sglang_indexcache.serving.refusals import check_live_window, stage_starts_here
+from sglang_indexcache.serving.preflight.refusals import check_live_window, stage_starts_here
 from sglang_indexcache.serving.rows import RequestIds
 from sglang_indexcache.serving.settings import MODE, Plan
 

@@ -18,8 +18,8 @@ from sglang_indexcache.errors import Findings, IndexCacheError, SettingsError
 from sglang_indexcache.kernels.dispatch import NAMES
 from sglang_indexcache.library import NOT_EVALUATED, Entry, Library, Resolved, names
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.serving.config_check import check_config
 from sglang_indexcache.serving.policy import Policy
+from sglang_indexcache.serving.preflight.config_check import check_config
 from sglang_indexcache.study.provenance import checkpoint_digest
 
 BACKEND_NAME = "indexcache"

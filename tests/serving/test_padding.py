@@ -20,11 +20,11 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
 from sglang_indexcache.errors import StaleIndexError
-from sglang_indexcache.kernels.indexer.cpu import HostBatch
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.active import ActivePattern
 from sglang_indexcache.serving.cpu import backend as backend_cpu
 from sglang_indexcache.serving.cpu import indexer as indexer_cpu
+from sglang_indexcache.serving.cpu.select import HostBatch
 from sglang_indexcache.serving.cuda import backend as backend_cuda
 from sglang_indexcache.serving.index_buffer import IndexBuffer
 from sglang_indexcache.serving.rows import patterns_of_rows

@@ -381,9 +381,9 @@ def test_kernels_are_checked_on_what_sglang_resolved(
 
     from sglang_indexcache.kernels import dispatch
     from sglang_indexcache.kernels.dispatch import Machine
-    from sglang_indexcache.serving import doctor
     from sglang_indexcache.serving.cuda.choice import choose
     from sglang_indexcache.serving.plugin import resolving_view
+    from sglang_indexcache.serving.preflight import doctor
 
     heads = KERNEL_SHAPE["index_n_heads"], BASE["num_attention_heads"]
     rows_measured = tuple(

@@ -13,13 +13,13 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_indexcache.errors import StaleIndexError
-from sglang_indexcache.kernels.indexer.cpu import HostBatch
-from sglang_indexcache.kernels.sparse_mla.cpu import sparse_mla
 from sglang_indexcache.recent import last_tokens, union
 from sglang_indexcache.serving.active import ActivePattern
+from sglang_indexcache.serving.cpu.select import HostBatch
+from sglang_indexcache.serving.cpu.sparse_mla import sparse_mla
 from sglang_indexcache.serving.index_buffer import IndexBuffer
+from sglang_indexcache.serving.monitor.shadow import Part
 from sglang_indexcache.serving.rows import patterns_of_rows
-from sglang_indexcache.serving.shadow import Part
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention

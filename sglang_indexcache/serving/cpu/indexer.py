@@ -18,9 +18,9 @@ from sglang.srt.state_capturer.indexer_topk import maybe_capture_indexer_topk
 
 from sglang_indexcache.kernels.contract import PADDING, page_bytes
 from sglang_indexcache.kernels.indexer import quantization
-from sglang_indexcache.kernels.indexer.cpu import every_visible, select_topk
 from sglang_indexcache.kernels.indexer.quantization import hadamard, quantize_e4m3
 from sglang_indexcache.serving.active import published_plan
+from sglang_indexcache.serving.cpu.select import every_visible, select_topk
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.dsa.dsa_indexer import Indexer

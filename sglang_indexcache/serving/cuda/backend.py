@@ -32,7 +32,7 @@ from sglang_indexcache.serving.cuda.graph_variants import GraphVariants
 from sglang_indexcache.serving.cuda.kernels import EngineKernels, KeptLists, attend
 from sglang_indexcache.serving.hooks import around
 from sglang_indexcache.serving.index_buffer import IndexBuffer
-from sglang_indexcache.serving.refusals import stage_starts_here
+from sglang_indexcache.serving.preflight.refusals import stage_starts_here
 from sglang_indexcache.serving.rows import patterns_of_rows
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
     from sglang_indexcache.kernels.contract import SparseMLA
-    from sglang_indexcache.serving.shadow import Part
+    from sglang_indexcache.serving.monitor.shadow import Part
 
 logger = logging.getLogger(__name__)
 

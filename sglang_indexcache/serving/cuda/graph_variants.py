@@ -26,6 +26,7 @@ from sglang.srt.layers.attention.graph_variants import DSA_DENSE, DSA_SPARSE
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.active import ActivePattern
 from sglang_indexcache.serving.hooks import around
+from sglang_indexcache.serving.monitor.traffic import Served, served_in
 from sglang_indexcache.serving.rows import (
     RowPatterns,
     full_layers,
@@ -33,7 +34,6 @@ from sglang_indexcache.serving.rows import (
     to_device,
 )
 from sglang_indexcache.serving.settings import SHORT
-from sglang_indexcache.serving.traffic import Served, served_in
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from sglang_indexcache.kernels.indexer.cpu import HostBatch
 from sglang_indexcache.serving.cpu.backend import CpuIndexCacheBackend
+from sglang_indexcache.serving.cpu.select import HostBatch
 
 
 def widened(

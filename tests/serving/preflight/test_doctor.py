@@ -16,7 +16,7 @@ from rich.console import Console
 from sglang_indexcache.errors import SettingsError
 from sglang_indexcache.library import Evaluated, add_evaluated
 from sglang_indexcache.models import BY_ARCHITECTURE
-from sglang_indexcache.serving import doctor
+from sglang_indexcache.serving.preflight import doctor
 from sglang_indexcache.study.provenance import checkpoint_digest
 from sglang_indexcache.support.files import shipped
 from tests.fakes import glm5

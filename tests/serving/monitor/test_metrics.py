@@ -16,15 +16,16 @@ import pytest
 import yaml
 
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.serving import active, front, metrics, requests
-from sglang_indexcache.serving.metrics import (
+from sglang_indexcache.serving import active, front, requests
+from sglang_indexcache.serving.monitor import metrics
+from sglang_indexcache.serving.monitor.metrics import (
     Exporter,
     SchedulerCollector,
     TokenizerCollector,
     collectors,
 )
+from sglang_indexcache.serving.monitor.traffic import MOST_APART
 from sglang_indexcache.serving.policy import Policy
-from sglang_indexcache.serving.traffic import MOST_APART
 from tests.promtool import RULES, alert, check_rules, needs_promtool
 from tests.serving.plans import plan
 

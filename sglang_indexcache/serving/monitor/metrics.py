@@ -24,7 +24,7 @@ from sglang_indexcache.ask.protocol import OTHERS, RECENT
 from sglang_indexcache.library import mean_known
 from sglang_indexcache.serving import front, requests
 from sglang_indexcache.serving.active import ActivePattern, current
-from sglang_indexcache.serving.traffic import MOST_APART, apart
+from sglang_indexcache.serving.monitor.traffic import MOST_APART, apart
 
 logger = logging.getLogger(__name__)
 

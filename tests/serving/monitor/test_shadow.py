@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from sglang_indexcache.ask.protocol import RECENT
 from sglang_indexcache.errors import SettingsError
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.serving import shadow
+from sglang_indexcache.serving.monitor import shadow
+from sglang_indexcache.serving.monitor.shadow import ROWS, Part, Shadow, draw
+from sglang_indexcache.serving.monitor.traffic import Served
 from sglang_indexcache.serving.settings import SHADOW, Choice, _shadow
-from sglang_indexcache.serving.shadow import ROWS, Part, Shadow, draw
-from sglang_indexcache.serving.traffic import Served
 from tests.serving.plans import plan
 
 TOPK = 8

@@ -12,7 +12,7 @@ from itertools import accumulate
 import torch
 
 from sglang_indexcache.kernels.contract import PADDING
-from sglang_indexcache.kernels.topk.cpu import topk_overwriting
+from sglang_indexcache.serving.cpu.topk import topk_overwriting
 
 KEY_BLOCK = 1024
 """Keys scored at a time; with ROW_BLOCK it keeps one block's scores inside the cache."""

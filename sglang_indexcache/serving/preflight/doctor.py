@@ -30,7 +30,7 @@ from sglang_indexcache.checkpoint import INDEX_K_BYTES_PER_KEY
 from sglang_indexcache.errors import Findings, IndexCacheError, ServerError, SettingsError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.engine_version import EngineSource
-from sglang_indexcache.serving.refusals import CONTRACT, FEATURES, REHEARSED, TESTED
+from sglang_indexcache.serving.preflight.refusals import CONTRACT, FEATURES, REHEARSED, TESTED
 from sglang_indexcache.serving.settings import BACKEND_NAME, CONFIG_KEY, Plan
 from sglang_indexcache.support.drawing import to_terminal
 
@@ -95,7 +95,7 @@ def _choose_device(device: str | None) -> str:
     """Make SGLang see the device to check for, before it is imported; what to call it."""
     import torch
 
-    from sglang_indexcache.serving.absent_gpu import CARDS, GPUS, stand_in
+    from sglang_indexcache.serving.preflight.absent_gpu import CARDS, GPUS, stand_in
 
     known = ("cpu", "cuda", *CARDS)
     if device not in (None, *known):
@@ -159,7 +159,7 @@ def _said_by_sglang(printed: io.StringIO) -> Iterator[None]:
         raise
     except Exception as error:
         at = traceback.extract_tb(error.__traceback__)[-1]
-        if Path(at.filename).is_relative_to(Path(__file__).parents[1]):
+        if Path(at.filename).is_relative_to(Path(__file__).parents[2]):
             raise
         text = str(error) or f"{type(error).__name__} at {at.line}"
         raise SettingsError(f"SGLang refuses: {' '.join(text.split())}") from error

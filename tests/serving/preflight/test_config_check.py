@@ -13,8 +13,8 @@ from transformers import AutoConfig
 from benchmarks.random_model import small_config
 from sglang_indexcache.errors import CheckpointError
 from sglang_indexcache.models import BY_NAME, Family
-from sglang_indexcache.serving.config_check import check_config
 from sglang_indexcache.serving.engine_version import EngineSource
+from sglang_indexcache.serving.preflight.config_check import check_config
 
 FAMILIES = list(BY_NAME.values())
 READERS = ("models/deepseek_v2.py", "models/deepseek_common/deepseek_weight_loader.py")

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_indexcache.kernels.indexer import cpu
 from sglang_indexcache.kernels.topk.reference import topk as reference_topk
+from sglang_indexcache.serving.cpu import select
 
 SLOTS = 4096
 
@@ -22,7 +22,7 @@ class Problem:
     def __init__(self, lens: list[tuple[int, int]], heads: int, generator: torch.Generator) -> None:
         longest = max((keys for _, keys in lens), default=0)
         slots = [torch.randperm(SLOTS, generator=generator)[:longest] for _ in lens]
-        self.batch = cpu.HostBatch(
+        self.batch = select.HostBatch(
             tuple(q for q, _ in lens),
             tuple(k for _, k in lens),
             torch.stack(slots) if slots else torch.empty(0, 0, dtype=torch.int64),
@@ -51,7 +51,7 @@ class Problem:
 
     def got(self, topk: int, dtype: torch.dtype, **options: int) -> torch.Tensor:
         keys = self.keys.to(dtype)
-        return cpu.select_topk(
+        return select.select_topk(
             self.q.to(dtype),
             self.weights,
             lambda slots: keys.index_select(0, slots),

@@ -1,10 +1,10 @@
-"""Sparse MLA on a CPU: the blocked path against the reference (``test_references.py``)."""
+"""Sparse MLA on a CPU: the blocked path against the reference."""
 
 import pytest
 import torch
 
-from sglang_indexcache.kernels.sparse_mla.cpu import sparse_mla
 from sglang_indexcache.kernels.sparse_mla.reference import sparse_mla as reference
+from sglang_indexcache.serving.cpu.sparse_mla import sparse_mla
 
 
 def selection(tokens: int, topk: int, slots: int, generator: torch.Generator) -> torch.Tensor:

@@ -18,7 +18,7 @@ import torch
 
 from sglang_indexcache.ask.protocol import RECENT
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.serving.traffic import Served
+from sglang_indexcache.serving.monitor.traffic import Served
 
 if TYPE_CHECKING:
     from sglang_indexcache.serving.settings import Plan

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sglang_indexcache.serving.skipping import judge, told_index_keys
+from sglang_indexcache.serving.monitor.skipping import judge, told_index_keys
 from tests.fakes import state
 
 

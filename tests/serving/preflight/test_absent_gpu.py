@@ -71,7 +71,7 @@ REFUSED = [  # with every reason, each of which holds on a node with GPUs
 CODE = """
 import io, json, sys
 from rich.console import Console
-from sglang_indexcache.serving.doctor import examine
+from sglang_indexcache.serving.preflight.doctor import examine
 
 found = []
 for arguments in json.load(sys.stdin):

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.serving.traffic import MOST_APART, Traffic, length_bin, served_in
+from sglang_indexcache.serving.monitor.traffic import MOST_APART, Traffic, length_bin, served_in
 
 torch = pytest.importorskip("torch")
 LAYERS, TOPK = 4, 8

@@ -1,0 +1,5 @@
+"""The kernels' random inputs."""
+
+from tests.kernels.conftest import generator
+
+__all__ = ["generator"]
