@@ -1,8 +1,4 @@
-"""What holds for all tests: where their random numbers come from, what they see, what they need.
-
-Which tests need what a small installation lacks is said here alone; there they are skipped.
-Whoever is not listed must pass without it: ``make test-fast`` shows an import that fails.
-"""
+"""What holds for all tests: where their random numbers come from, and what they see."""
 
 from __future__ import annotations
 
@@ -10,47 +6,13 @@ import os
 import re
 import sys
 from collections.abc import Iterator
-from importlib.util import find_spec
-from pathlib import Path
-from typing import Any
 
 import hypothesis
 import pytest
 
 from tests.seeds import FIXED, SEED, VARIABLE, seed_all
 
-pytest_plugins = ("tests.unchanged",)
-TESTS = Path(__file__).parent
-NEEDS = {
-    "sglang": (
-        "e2e",
-        "rehearsal/test_server.py",
-        "kernels/test_references.py",
-        "serving/cpu/test_fp8.py",
-        "serving/cpu/test_indexer.py",
-        "serving/cpu/test_window.py",
-        "serving/cuda/test_backend.py",
-        "serving/cuda/test_capture.py",
-        "serving/cuda/test_kernels.py",
-        "serving/preflight/test_config_check.py",
-        "serving/preflight/test_refusals.py",
-        "serving/test_adapter.py",
-        "serving/test_agreement.py",
-        "serving/test_handshake.py",
-        "serving/test_hooks.py",
-        "serving/test_live.py",
-        "serving/test_plugin.py",
-        "serving/test_requests.py",
-        "serving/test_seams.py",
-        "serving/test_settings.py",
-    ),
-    # It is for Linux only.
-    "triton": (
-        "kernels/test_triton.py",
-        "kernels/test_triton_compiles.py",
-    ),
-}
-
+pytest_plugins = ("tests.unchanged", "tests.without_sglang")
 
 # Hypothesis follows each test's own source, or in a soak the seed of --hypothesis-seed.
 hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None)
@@ -100,26 +62,3 @@ def no_card_left_behind() -> Iterator[None]:
 def seed() -> int:
     """The run's seed; whoever takes it is repeated by ``make soak`` with others."""
     return SEED
-
-
-class SkippedModule(pytest.Module):
-    """A test file that is not even imported."""
-
-    missing = ""
-
-    def collect(self) -> Iterator[pytest.Item]:
-        raise pytest.skip.Exception(
-            f"{self.missing} is missing: pip install 'sglang-indexcache[serve]'",
-            allow_module_level=True,
-        )
-
-
-def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> Any:
-    """Stand in for a module that needs a package which is not there."""
-    for package, places in NEEDS.items():
-        needed = any(module_path.is_relative_to(TESTS / place) for place in places)
-        if needed and find_spec(package) is None:
-            module = SkippedModule.from_parent(parent, path=module_path)
-            module.missing = package
-            return module
-    return None

@@ -123,6 +123,7 @@ bootstrap.init_parallel_runtime(server_args=by_name, device="cpu", dist_port=por
 def test_a_launch_path_that_resolved_without_the_plugin(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    pytest.importorskip("sglang")
     config = {**BASE, "architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     monkeypatch.delenv("SGLANG_INDEXCACHE_PATTERN", raising=False)

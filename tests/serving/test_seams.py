@@ -12,6 +12,8 @@ import pytest
 from sglang_indexcache.serving import engine_version
 from sglang_indexcache.serving.engine_version import SUPPORTED_VERSION, EngineSource, seams
 
+pytest.importorskip("sglang")
+
 SERVING = Path(engine_version.__file__).parent
 FILES = sorted(SERVING.rglob("*.py"))
 

@@ -17,6 +17,8 @@ from transformers import AutoConfig
 
 from sglang_indexcache.models import BY_NAME
 
+pytest.importorskip("sglang")
+
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
 PUBLISHED = {
     "dtype": "bfloat16",

@@ -16,6 +16,8 @@ from sglang_indexcache.models import BY_NAME, Family
 from sglang_indexcache.serving.engine_version import EngineSource
 from sglang_indexcache.serving.preflight.config_check import check_config
 
+pytest.importorskip("sglang")
+
 FAMILIES = list(BY_NAME.values())
 READERS = ("models/deepseek_v2.py", "models/deepseek_common/deepseek_weight_loader.py")
 SGLANG = Path(str(EngineSource.installed().root))

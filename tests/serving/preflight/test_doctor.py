@@ -21,6 +21,8 @@ from sglang_indexcache.study.provenance import checkpoint_digest
 from sglang_indexcache.support.files import shipped
 from tests.fakes import glm5
 
+pytest.importorskip("sglang")
+
 CONFIG = {
     **glm5.CONFIG,
     "model_type": "glm_moe_dsa",
