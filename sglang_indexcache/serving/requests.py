@@ -31,6 +31,7 @@ from sglang_indexcache.serving.settings import MODE, Plan
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.session.session_controller import Session
 
@@ -38,12 +39,13 @@ _LONGEST_NAME = 1000
 _STREAMER = "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
 
 _admitted: WeakSet[Req] = WeakSet()
-"""The requests of this process that somebody still holds."""
+"""The requests of this process that somebody still holds, without those that were given up."""
 
 
 def install(plan: Plan) -> None:
     """Hook the scheduler of this process as ``plan`` needs it; safe to call again."""
     hooks.after("sglang.srt.managers.schedule_batch.Req.__init__", _admit)
+    hooks.after("sglang.srt.managers.scheduler.Scheduler._release_aborted_request", _give_up)
     hooks.around(f"{_STREAMER}.is_request_level_customized_info_key", _is_told_once)
     if plan.mode == "live":
         hooks.after(
@@ -128,12 +130,13 @@ def _begun(session: Session | None) -> Pattern | None:
     """The pattern of the turns that a session goes on from; None before there is one.
 
     SGLang keeps a streaming session's last finished turn only, and with it the KV; and every turn
-    of a plain session, also one that it refused and one whose client went away.
+    of a plain session, also one that it refused, gave up, or whose client went away.
     """
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
     for node in session.req_nodes.values() if session is not None else ():
-        if not isinstance(node.req.finished_reason or node.req.to_finish, FINISH_ABORT):
+        reason = node.req.finished_reason or node.req.to_finish
+        if node.req in _admitted and not isinstance(reason, FINISH_ABORT):
             return node.req.indexcache_pattern
     return None
 
@@ -156,6 +159,11 @@ def _admit(_result: None, request: Req, *_args: Any, **_kwargs: Any) -> None:
     if (namespace := active.plan.kv_namespace(pattern)) is not None:
         request.extra_key = within(namespace, request.extra_key)
     _admitted.add(request)
+
+
+def _give_up(_result: None, _scheduler: Scheduler, request: Req) -> None:
+    """Forget a request that is aborted in a queue, which SGLang never marks as finished."""
+    _admitted.discard(request)
 
 
 def within(namespace: str, extra_key: str | None) -> str:

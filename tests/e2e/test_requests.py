@@ -167,6 +167,83 @@ def test_many_patterns_at_once_under_dp_attention(glm: Path, serve: Serve, oracl
         stress(client, oracle, patterns[:10], defaults)
 
 
+# -- sessions whose turns are given up ---------------------------------------------------------
+
+
+@dataclass
+class Conversation:
+    """A session of two turns that name different patterns; some give up the first.
+
+    Only few can be streaming: such a session keeps its place among the running requests.
+    """
+
+    client: Client
+    number: int
+    patterns: tuple[str, str]
+    gives_up: bool
+    is_streaming: bool
+
+    def hold(self) -> str:
+        """How the first turn ended, when the second was answered under the right pattern."""
+        opened = {"capacity_of_str_len": 1000, "streaming": self.is_streaming}
+        session = self.client._request("POST", "/open_session", opened)
+        first, second = self.patterns
+        if self.gives_up:
+            threading.Timer(0.3, self._abort).start()
+        ended = self._turn(session, first, rid=f"turn-{self.number}-")
+        for _ in range(300):
+            if (answer := self._turn(session, second)) != "full":
+                break
+            threading.Event().wait(0.2)
+        assert answer == ("refused" if ended == "served" else "served"), (ended, self)
+        return ended
+
+    def _abort(self) -> None:
+        httpx.post(f"{self.client.url}/abort_request", json={"rid": f"turn-{self.number}-"})
+
+    def _turn(self, session: str, name: str, **more: Any) -> str:
+        """Whether a turn was ``served``, ``aborted``, ``refused`` or found the queue ``full``."""
+        reply = httpx.post(
+            f"{self.client.url}/generate",
+            json={
+                "input_ids": prompt(60, self.number),
+                "session_params": {"id": session},
+                "sampling_params": under(name, max_new_tokens=12),
+                **more,
+            },
+            timeout=300,
+        )
+        if reply.status_code == 503:
+            return "full"
+        if reply.status_code == 400:
+            assert "begun under pattern" in reply.text
+            return "refused"
+        if reply.json()["meta_info"]["finish_reason"]["type"] == "abort":
+            return "aborted"
+        assert served_under(reply.json()) == name
+        return "served"
+
+
+def test_a_turn_that_is_given_up_in_the_queue_decides_nothing(glm: Path, serve: Serve) -> None:
+    """It was aborted there, or the queue was full; and nobody waits for it for ever."""
+    generator = random.Random(SEED)
+    patterns = ["FFFFFF", "FSFSFS", "FSSSSS", "FFSSFS"]
+    arguments = ["--dtype", "float32", "--indexcache-mode", "live", "--max-total-tokens", "16384"]
+    arguments += ["--max-running-requests", "6", "--max-queued-requests", "8"]
+    with (
+        serve(glm, *arguments, "--enable-streaming-session") as client,
+        ThreadPoolExecutor(24) as p,
+    ):
+        conversations = [
+            Conversation(client, n, (*generator.sample(patterns, 2),), n % 3 == 0, n % 16 == 0)
+            for n in range(48)
+        ]
+        tally = Counter(p.map(Conversation.hold, conversations))
+        assert min(tally["served"], tally["aborted"], tally["full"]) > 0, tally
+        wait_until_idle(client)  # while the sessions are open
+    print(dict(tally))
+
+
 # -- one server of one rank --------------------------------------------------------------------
 
 POLICY = "full < 100 <= FSFSFS < 200 <= FSSSSS"

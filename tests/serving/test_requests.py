@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from sglang.srt.managers.io_struct import SessionParams
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
+from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -39,6 +40,7 @@ def as_it_was(monkeypatch: pytest.MonkeyPatch, own_hooks: None) -> None:
         (Req, "__init__"),
         (ForwardBatch, "init_new"),
         (streamer, "is_request_level_customized_info_key"),
+        (Scheduler, "_release_aborted_request"),
     ):
         monkeypatch.setattr(owner, name, owner.__dict__[name])
     bag = SimpleNamespace(pp_size=1, tp_rank=0)
@@ -211,6 +213,26 @@ def test_a_first_turn_that_is_refused_decides_nothing(session: Session, ours: bo
         first.set_finish_with_abort("too long")
     finish(session, first)
     assert turn(session, "FFSS").to_finish is None
+
+
+def give_up(request: Req) -> None:
+    """What the scheduler does with a turn that is aborted, or finds no room, in its queue."""
+    scheduler = SimpleNamespace(tree_cache=SimpleNamespace(finish=lambda *_: None))
+    Scheduler._release_aborted_request(scheduler, request)  # type: ignore[arg-type]
+    assert not request.finished()
+
+
+def test_a_first_turn_that_is_aborted_in_the_queue_decides_nothing(session: Session) -> None:
+    serve()
+    first = turn(session, "FSFS")
+    assert requests.in_hand() == {"FSFS": 1}
+    give_up(first)
+    assert requests.in_hand() == {}
+    again = turn(session, "FFSS")
+    assert (again.indexcache_pattern, again.to_finish) == (Pattern("FFSS"), None)
+    finish(session, again)
+    give_up(turn(session))
+    assert turn(session).indexcache_pattern == Pattern("FFSS")
 
 
 # -- what hangs on it --------------------------------------------------------------------------
