@@ -104,12 +104,15 @@ class RankState(BaseModel):
         requests: unfinished requests, running or queued, by pattern.
         stage: the pattern positions whose layers are counted, from and to below: those of the first
             pipeline stage, the only one that reports. None, of an older server, is all.
-        forwards: begun so far.
+        forwards: begun so far, of requests.
         mixed_forwards: those of them with requests of several patterns.
+        idle_forwards: those without, of a rank that keeps step with others under dp_attention. What
+            layers do in them is not counted.
         indexer_selections: how often each layer's indexer scored keys and selected.
         index_reuses: how often each layer took another layer's indices.
         index_key_writes: how often each layer stored index keys without scoring.
-        graph_replays: replays of decode graphs, by the graph's label.
+        graph_replays: replays of decode graphs, by the graph's label; "decode" where SGLang has one
+            of each batch size.
         tokens: rows forwarded, by phase and pattern, as "prefill FSSS".
         pairs: query-key pairs that indexers scored, or did not because a layer shared, by phase and
             the longest length of the bin of requests, as "decode 32Ki skipped".
@@ -138,6 +141,7 @@ class RankState(BaseModel):
     stage: tuple[int, int] | None = None
     forwards: int = 0
     mixed_forwards: int = 0
+    idle_forwards: int = 0
     indexer_selections: list[int]
     index_reuses: list[int]
     index_key_writes: list[int]

@@ -14,7 +14,7 @@ from typing import Any
 from sglang_indexcache import __version__
 from sglang_indexcache.ask.protocol import Overlaps, RankState
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.serving.monitor.traffic import Served, Traffic, phase_of, served_in
+from sglang_indexcache.serving.monitor.traffic import Served, Traffic, is_idle, phase_of, served_in
 from sglang_indexcache.serving.policy import Policy
 from sglang_indexcache.serving.settings import Plan
 
@@ -23,7 +23,7 @@ class Counters:
     """What ``count`` pattern positions did so far, under the names of :class:`RankState`."""
 
     def __init__(self, count: int) -> None:
-        self.forwards = self.mixed_forwards = 0
+        self.forwards = self.mixed_forwards = self.idle_forwards = 0
         self.indexer_selections, self.index_reuses = [0] * count, [0] * count
         self.index_key_writes = [0] * count
         self.graph_replays: Counter[str] = Counter()
@@ -45,6 +45,7 @@ class ActivePattern:
         self.policy = plan.policy
         self.source = plan.source
         self.is_counting = True
+        self._is_idle = False
         self.switches = 0
         self.last_rejection = ""
         self.counters = Counters(len(plan.pattern))
@@ -76,17 +77,28 @@ class ActivePattern:
         """Pattern position of the model's layer ``layer``."""
         return self._positions[layer]
 
+    @property
+    def _counts_layers(self) -> bool:
+        return self.is_counting and not self._is_idle
+
     def count_batch(self, batch: Any) -> None:
         """A forward of SGLang's ``batch``, which is whole, has begun."""
         live = self.plan.mode == "live" and batch.rids
         served = served_in(batch, batch.rids.patterns if live else (), self.pattern)
-        self.count_forward(phase_of(batch), served)
+        self.count_forward(phase_of(batch), served, idle=is_idle(batch))
         is_plain = self.is_counting and getattr(batch, "spec_info", None) is None
         self.shadow.begin(served if is_plain else (), self.policy.patterns, self.traffic.topk)
 
-    def count_forward(self, phase: str, served: Sequence[Served]) -> None:
-        """A forward of these requests has begun, in ``phase``; an idle rank has none."""
+    def count_forward(self, phase: str, served: Sequence[Served], *, idle: bool = False) -> None:
+        """A forward of these requests has begun, in ``phase``.
+
+        In that of an ``idle`` rank, which has none, what the layers do to keep step is not counted.
+        """
+        self._is_idle = idle
         if not self.is_counting:
+            return
+        if idle:
+            self.counters.idle_forwards += 1
             return
         self.counters.forwards += 1
         self.counters.mixed_forwards += len({pattern for pattern, *_ in served}) > 1
@@ -94,19 +106,20 @@ class ActivePattern:
 
     def count_selection(self, layer: int) -> None:
         """The indexer of ``layer`` scored keys and selected."""
-        self.counters.indexer_selections[self.position(layer)] += self.is_counting
+        self.counters.indexer_selections[self.position(layer)] += self._counts_layers
 
     def count_reuse(self, layer: int) -> None:
         """``layer`` attended to another layer's indices."""
-        self.counters.index_reuses[self.position(layer)] += self.is_counting
+        self.counters.index_reuses[self.position(layer)] += self._counts_layers
 
     def count_key_write(self, layer: int) -> None:
         """``layer`` stored index keys without scoring any."""
-        self.counters.index_key_writes[self.position(layer)] += self.is_counting
+        self.counters.index_key_writes[self.position(layer)] += self._counts_layers
 
     def count_graph(self, label: str) -> None:
-        """A batch replays the decode graph ``label``."""
-        self.counters.graph_replays[label] += 1
+        """The forward that has begun is a replay of the decode graph ``label``."""
+        if self._counts_layers:
+            self.counters.graph_replays[label] += 1
 
     def count_indexer_time(self, phase: str, wall: float, processor: float) -> None:
         """An indexer took so many seconds in ``phase`` (prefill or decode), whatever it did."""

@@ -137,9 +137,16 @@ def test_counters_rise_through_a_switch(serving: active.ActivePattern) -> None:
 
 
 def test_an_idle_rank_serves_no_pattern(serving: active.ActivePattern) -> None:
-    serving.count_forward("decode", [])
+    """It keeps step with ranks that have requests, and what its layers do there is no sharing."""
+    serving.count_forward("decode", [], idle=True)
+    serving.count_selection(0)
+    serving.count_reuse(1)
+    serving.count_key_write(1)
+    serving.count_graph("decode")
     told = report(scheduler())
-    assert (told["forwards"], told["mixed_forwards"], told["tokens"]) == (1, 0, {})
+    assert (told["idle_forwards"], told["forwards"], told["mixed_forwards"]) == (1, 0, 0)
+    assert told["tokens"] == told["graph_replays"] == {}
+    assert sum(told["indexer_selections"] + told["index_reuses"] + told["index_key_writes"]) == 0
 
 
 def test_a_switch_may_be_by_prompt_length(serving: active.ActivePattern) -> None:

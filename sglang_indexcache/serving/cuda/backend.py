@@ -32,6 +32,7 @@ from sglang_indexcache.serving.cuda.graph_variants import GraphVariants
 from sglang_indexcache.serving.cuda.kernels import EngineKernels, KeptLists, attend
 from sglang_indexcache.serving.hooks import around
 from sglang_indexcache.serving.index_buffer import IndexBuffer
+from sglang_indexcache.serving.monitor.traffic import phase_of
 from sglang_indexcache.serving.preflight.refusals import stage_starts_here
 from sglang_indexcache.serving.rows import patterns_of_rows
 
@@ -45,6 +46,9 @@ if TYPE_CHECKING:
     from sglang_indexcache.serving.monitor.shadow import Part
 
 logger = logging.getLogger(__name__)
+
+DECODE_GRAPH = "decode"
+"""The label of SGLang's only decode graph of a batch size, without ``--indexcache-graphs``."""
 
 
 def create_cuda_backend(runner: ModelRunner, active: ActivePattern) -> IndexCacheBackend:
@@ -106,16 +110,17 @@ class IndexCacheBackend(DeepseekSparseAttnBackend):
         """Begin a forward that is captured or replayed; a capture runs the layers three times."""
         self.active.is_counting = not in_capture
         label = get_capture_attention_variant() if in_capture else None
-        if self.graphs is not None and not in_capture:
-            self.active.count_graph(self.graphs.label)
         if self.graphs is not None and label is not None:
             count, device = forward_batch.batch_size, forward_batch.seq_lens.device
             self.index_buffer.begin(self.graphs.rows(label, count, device))
         elif self.graphs is not None and self.active.plan.mode == "live":
             # A replay, which runs no layer's Python.
-            self.active.count_forward("decode", self.graphs.served)
+            served = self.graphs.served
+            self.active.count_forward("decode", served, idle=not served)
         else:
             self._begin(forward_batch)
+        if self._of_whole_batch() is self and phase_of(forward_batch) == "decode":
+            self.active.count_graph(DECODE_GRAPH if self.graphs is None else self.graphs.label)
         self.active.shadow.skip()
         super().init_forward_metadata_out_graph(forward_batch, in_capture)
 

@@ -34,6 +34,7 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "pairs": ("Query-key pairs, scored or skipped by sharing.", ("phase", "length", "kind")),
     "flops_saved": ("Operations of indexers that sharing saved, on each GPU.", ()),
     "forwards": ("Forwards, by whether requests of several patterns were in them.", ("mixed",)),
+    "idle_forwards": ("Forwards without a request of the rank's own, in dp_attention.", ()),
     "layer_runs": ("Indexers that ran, and reuses of another's indices.", ("layer", "did")),
     "overlap_forwards": ("Forwards sampled.", ()),
     "overlap_rows": ("Rows of the sampled forwards.", ("layer",)),
@@ -147,6 +148,7 @@ def _counted(active: ActivePattern) -> dict[str, Values]:
             ("1",): counters.mixed_forwards,
             ("0",): counters.forwards - counters.mixed_forwards,
         },
+        "idle_forwards": {(): counters.idle_forwards},
         "layer_runs": {
             (str(layers[position]), what): times[position]
             for what, times in did.items()

@@ -74,11 +74,14 @@ def _full_layers(state: RankState) -> set[int]:
 def _uncounted(state: RankState, counted: int) -> str:
     if len(state.counted_layers) < len(Pattern(state.pattern)):
         return "the other layers are in pipeline stages that do not report"
-    if counted < state.forwards:
-        return (
-            f"{state.forwards - counted:,} of {state.forwards:,} forwards replayed CUDA graphs, in "
-            "which layers cannot be counted"
-        )
+    if missing := max(0, state.forwards - counted):
+        replayed = min(missing, sum(state.graph_replays.values()))
+        why = {
+            "replayed CUDA graphs": replayed,
+            "attended densely, as short prompts do on GPUs": missing - replayed,
+        }
+        text = " and ".join(f"{times:,} {what}" for what, times in why.items() if times)
+        return f"of {state.forwards:,} forwards {text}, in which layers cannot be counted"
     if counted > state.forwards:
         return (
             "more than the forwards were counted: captures of prefill graphs and the halves of an "

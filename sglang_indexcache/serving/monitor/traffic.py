@@ -135,6 +135,17 @@ def served_in(batch: ForwardBatch, patterns: Sequence[Pattern], default: Pattern
     return [(pattern, int(new), int(length)) for pattern, new, length in each]
 
 
+def is_idle(batch: ForwardBatch) -> bool:
+    """Whether a rank runs a forward without a request of its own, as dp_attention wants it.
+
+    SGLang may pad it to look like a request's; of a replayed graph it may be a view.
+    """
+    if (rids := getattr(batch, "rids", None)) is not None:
+        return not rids
+    mode = getattr(batch, "actual_forward_mode", batch.forward_mode)
+    return mode.is_idle() or batch.batch_size <= getattr(batch, "num_padding", 0)
+
+
 def phase_of(batch: ForwardBatch) -> str:
     """Whether a forward fills a cache or continues one."""
     mode = batch.forward_mode

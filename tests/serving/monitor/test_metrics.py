@@ -72,6 +72,7 @@ def work(served: active.ActivePattern) -> None:
     for layer in range(4):
         (served.count_selection if layer < 2 else served.count_reuse)(layer)
     served.count_forward("decode", [(Pattern("FSSS"), 1, 11)])
+    served.count_forward("decode", [], idle=True)
 
 
 def test_sums_are_what_was_counted(
@@ -93,6 +94,7 @@ def test_sums_are_what_was_counted(
         assert told("flops_saved_total") == 100 * (2 * pairs + 3 * 11) * times
         assert told("forwards_total", mixed="1") == times
         assert told("forwards_total", mixed="0") == times
+        assert told("idle_forwards_total") == times
         assert told("layer_runs_total", layer="1", did="ran") == times
         assert told("layer_runs_total", layer="3", did="reused") == times
     assert told("index_k_bytes") == 528

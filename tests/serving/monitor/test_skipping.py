@@ -49,9 +49,16 @@ def test_nothing_was_counted() -> None:
 
 
 def test_what_graphs_hide_is_said() -> None:
-    said = judge(counted(forwards=16).model_copy(update={"forwards": 100}))
-    assert said.proven
-    assert "84 of 100 forwards replayed CUDA graphs" in said.uncounted
+    prefilled = counted(forwards=16).model_copy(update={"forwards": 100})
+    for replays, text in (
+        ({"decode": 84}, "of 100 forwards 84 replayed CUDA graphs, in which"),
+        ({"mixed": 4, "short": 80}, "of 100 forwards 84 replayed CUDA graphs, in which"),
+        ({"decode": 80}, "80 replayed CUDA graphs and 4 attended densely, as short prompts do on"),
+        ({}, "of 100 forwards 84 attended densely, as short prompts do on GPUs, in which"),
+    ):
+        said = judge(prefilled.model_copy(update={"graph_replays": replays}))
+        assert said.proven
+        assert text in said.uncounted
     halves = judge(counted(forwards=16).model_copy(update={"forwards": 8}))
     assert "halves of an overlapped batch" in halves.uncounted
 

@@ -10,7 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.serving.monitor.traffic import MOST_APART, Traffic, length_bin, served_in
+from sglang_indexcache.serving.monitor.traffic import (
+    MOST_APART,
+    Traffic,
+    is_idle,
+    length_bin,
+    served_in,
+)
 
 torch = pytest.importorskip("torch")
 LAYERS, TOPK = 4, 8
@@ -103,6 +109,22 @@ A, B = Pattern("FSSS"), Pattern("FFSS")
 )  # fmt: skip
 def test_what_a_batch_says_on_the_host(given: Any, patterns: Any, served: Any) -> None:
     assert served_in(given, patterns, B) == served
+
+
+@pytest.mark.parametrize(
+    ("given", "idle"),
+    [
+        (batch("decode", [5], rids=["1"]), False),
+        (batch("idle", [], rids=[]), True),
+        (batch("extend", [8], rids=[], extend_seq_lens_cpu=[8]), True),  # padded to a request's
+        (batch("decode", [5, 9, 1], num_padding=1), False),
+        (batch("decode", [1, 1], num_padding=2), True),
+        (batch("decode", [1], actual_forward_mode=SimpleNamespace(is_idle=lambda: True)), True),
+        (batch("extend", [5]), False),  # a warm-up
+    ],
+)
+def test_a_forward_without_requests(given: Any, idle: bool) -> None:
+    assert is_idle(given) is idle
 
 
 def test_without_lengths_nothing_is_counted() -> None:
