@@ -7,21 +7,103 @@ transformers nor SGLang.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import reprlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_indexcache.errors import CheckpointError, PatternError
+from sglang_indexcache.errors import CheckpointError, IndexCacheError, PatternError
 from sglang_indexcache.models import BY_ARCHITECTURE, LAYER_COUNTS, SHAPE_FIELDS, Family
 from sglang_indexcache.models import read_field as _get
 from sglang_indexcache.pattern import Pattern
+
+CONFIG_FILE = "config.json"
 
 SHARING_KEYS = ("indexer_types", "index_topk_pattern", "index_topk_freq", "index_skip_topk_offset")
 """Config keys by which upstream describes cross-layer sharing, strongest first."""
 
 INDEX_K_BYTES_PER_KEY = 128 + 4
 """GPU index-K cache: 128 e4m3 bytes and one float32 scale per token and layer."""
+
+MOST_LAYERS = 4096
+"""Of a model. A pattern has a character for each layer, and a config can say any number."""
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is int  # True and False are not
+
+
+def _is_count(value: Any) -> bool:
+    return _is_number(value) and value >= 1
+
+
+def _are_words(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(isinstance(word, str) for word in value)
+
+
+def _are_numbers(value: Any) -> bool:
+    return value is None or (isinstance(value, (list, tuple)) and all(map(_is_number, value)))
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, Mapping) or hasattr(value, "to_dict")
+
+
+_Form = tuple[Callable[[Any], bool], str]
+_COUNT: _Form = (_is_count, "a whole number of at least 1")
+_NUMBER: _Form = (_is_number, "a whole number")
+_WORDS: _Form = (_are_words, "a list of words")
+_WORD: _Form = (lambda value: isinstance(value, str), "a word")
+_DTYPE: _Form = (  # torch's own in a config object
+    lambda value: not isinstance(value, (bool, int, float, list, Mapping)),
+    "a word",
+)
+_LAYERS: _Form = (
+    lambda value: _is_count(value) and value <= MOST_LAYERS,
+    f"a whole number from 1 to {MOST_LAYERS}",
+)
+
+FORMS: Mapping[str, _Form] = {
+    "architectures": _WORDS,
+    "model_type": _WORD,
+    "dtype": _DTYPE,
+    "torch_dtype": _DTYPE,
+    "text_config": (_is_object, "an object with fields of its own"),
+    "quantization_config": (
+        lambda value: _is_object(value) and _are_numbers(_get(value, "weight_block_size")),
+        "an object, whose weight_block_size are whole numbers",
+    ),
+    **dict.fromkeys(LAYER_COUNTS, _LAYERS),
+    "indexer_types": _WORDS,
+    "index_topk_pattern": (
+        lambda value: isinstance(value, str) or _are_words(value),
+        "a word, or a list of words",
+    ),
+    "index_topk_freq": _NUMBER,
+    "index_skip_topk_offset": _NUMBER,
+    "cli_factor": _NUMBER,
+    "linear_attn_config": (
+        lambda value: _is_object(value) and _are_numbers(_get(value, "kda_layers")),
+        "an object, whose kda_layers are whole numbers",
+    ),
+    "layer_types": _WORDS,
+    "mlp_layer_types": _WORDS,
+    "first_k_dense_replace": _NUMBER,
+    "n_routed_experts": _NUMBER,
+    "n_group": _NUMBER,
+    "q_lora_rank": _NUMBER,
+    "kv_lora_rank": _COUNT,
+    "hidden_size": _COUNT,
+    "num_attention_heads": _COUNT,
+    "index_topk": _COUNT,
+    "index_n_heads": _COUNT,
+    "index_head_dim": _COUNT,
+    "vocab_size": _COUNT,
+    "max_position_embeddings": _COUNT,
+}
+"""What a field of a config must be wherever this package reads it, unless it is absent or null."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +142,7 @@ class Checkpoint:
             CheckpointError: if it is not a DSA model that can share indices; whether SGLang can
                 serve it so says :meth:`check_served`.
         """
+        check_fields(config, f"the config of {where}")
         text = text_config(config)
         architecture = _architecture(config, where)
         family = _family(architecture, text, where)
@@ -69,6 +152,8 @@ class Checkpoint:
                 "the config.json that belongs to the weights."
             )
         layer_ids = family.layer_ids(text)
+        if not layer_ids:
+            raise CheckpointError(f"by its config no layer of {where} has an indexer to share.")
         return cls(
             architecture=architecture,
             layer_ids=layer_ids,
@@ -111,7 +196,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: unreadable.
     """
-    path = folder / "config.json"
+    path = folder / CONFIG_FILE
     if not folder.is_dir():
         raise CheckpointError(
             f"{folder} is no folder of this machine, and a checkpoint's folder is wanted here. "
@@ -119,13 +204,56 @@ def read_config(folder: Path) -> dict[str, Any]:
             f"{folder.name}"
         )
     try:
-        return dict(json.loads(path.read_text()))
+        config = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise CheckpointError(
             f"{folder} is not a checkpoint: cannot read {path} ({error.strerror})"
         ) from error
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, or brackets without end
         raise CheckpointError(f"{path} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path} is not a model's config, which is an object of JSON.")
+    check_fields(config, str(path))
+    return config
+
+
+def check_fields(config: Any, where: str) -> None:
+    """Refuse fields of other types than models have them in.
+
+    Args:
+        config: a transformers config object, or a dict.
+        where: what the sentence calls it.
+
+    Raises:
+        CheckpointError: naming every such field.
+    """
+    problems = [
+        f"{name} is {reprlib.repr(value)} and must be {what}"
+        for name, (holds, what) in FORMS.items()
+        if (value := _get(config, name)) is not None and not holds(value)
+    ]
+    if problems:
+        raise CheckpointError(
+            f"{where} is malformed: {'; '.join(problems)}. Write what the model was published with."
+        )
+    if (text := text_config(config)) is not config:
+        check_fields(text, f"text_config in {where}")
+
+
+@contextmanager
+def reading(what: str) -> Iterator[None]:
+    """Turn whatever transformers raises at a config that it cannot read into one sentence.
+
+    Raises:
+        CheckpointError: naming ``what``, and what transformers said.
+    """
+    try:
+        yield
+    except (IndexCacheError, ImportError):
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"cannot read {what}: {reason or type(error).__name__}") from error
 
 
 def pattern_from_sharing_keys(

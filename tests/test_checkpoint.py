@@ -1,12 +1,17 @@
 """What is read from a model's config, for every DSA architecture that SGLang 0.5.23 knows."""
 
+from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from sglang_indexcache.checkpoint import Checkpoint
+from sglang_indexcache.checkpoint import FORMS, Checkpoint, read_config
 from sglang_indexcache.errors import CheckpointError
+from sglang_indexcache.models import FAMILIES
 from sglang_indexcache.pattern import Pattern
 
 
@@ -106,3 +111,98 @@ def test_own_sharing(fields: dict[str, Any], expected: str) -> None:
 def test_unusable_models_are_one_clear_error(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         Checkpoint.from_config(fields, "the model")
+
+
+# -- values that no model has ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "must"),
+    [
+        ("num_hidden_layers", "7", "is '7' and must be a whole number from 1 to 4096"),
+        ("num_hidden_layers", 1e30, "a whole number"),
+        ("num_hidden_layers", 10**10, "a whole number from 1 to 4096"),
+        ("num_layers", True, "a whole number"),
+        ("index_topk", "2048", "a whole number of at least 1"),
+        ("index_topk_freq", "2", "a whole number"),
+        ("index_skip_topk_offset", [1], "a whole number"),
+        ("indexer_types", 0, "a list of words"),
+        ("indexer_types", [None] * 6, "a list of words"),
+        ("index_topk_pattern", 5, "a word, or a list of words"),
+        ("architectures", 5, "a list of words"),
+        ("cli_factor", 2.5, "a whole number"),
+        ("linear_attn_config", {"kda_layers": 5}, "whose kda_layers are whole numbers"),
+        ("layer_types", {}, "a list of words"),
+        ("text_config", "x", "an object"),
+        ("quantization_config", {"weight_block_size": 128}, "whose weight_block_size are whole"),
+    ],
+)
+def test_a_field_of_another_type_is_named(name: str, value: Any, must: str) -> None:
+    fields = {**config(), name: value}
+    for made in (fields, SimpleNamespace(**fields)):
+        with pytest.raises(CheckpointError) as raised:
+            Checkpoint.from_config(made, "the model")
+        assert f"the config of the model is malformed: {name} is " in str(raised.value)
+        assert must in str(raised.value)
+
+
+def test_every_field_of_another_type_is_named() -> None:
+    """The language model's part too."""
+    fields = config(index_topk=None, text_config=config(index_topk="x", hidden_size=[]))
+    with pytest.raises(CheckpointError, match=r"text_config .*hidden_size is .*; index_topk is"):
+        Checkpoint.from_config(fields)
+
+
+def test_a_model_without_any_indexer_layer() -> None:
+    fields = config("Glm5NextForConditionalGeneration", layer_types=["linear_attention"] * 6)
+    with pytest.raises(CheckpointError, match="no layer of this model has an indexer"):
+        Checkpoint.from_config(fields)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=7) | st.dictionaries(st.text(max_size=8), inner),
+    max_leaves=8,
+)
+"""What a file of JSON can hold; Python's reader takes NaN and the infinities too."""
+LIKELY = st.sampled_from(
+    (0, 1, 2, 7, 4096, 4097, "F", "FSSFSS", ["F"] * 6, ["full"] * 6, ["shared"] * 6, ["full"] * 99,
+     {"kda_layers": list(range(9))}, {"index_topk": 4, "num_hidden_layers": 3})
+)  # fmt: skip
+
+
+@given(
+    architecture=st.sampled_from(("Unknown", *(family.architecture for family in FAMILIES))),
+    fields=st.dictionaries(st.sampled_from((*FORMS, "index_x")), JSON | LIKELY, max_size=4),
+)
+def test_any_config_is_read_or_refused(architecture: str, fields: dict[str, Any]) -> None:
+    for made in (config(architecture) | fields, SimpleNamespace(**config(architecture) | fields)):
+        with suppress(CheckpointError):
+            checkpoint = Checkpoint.from_config(made)
+            assert len(checkpoint.own) == checkpoint.num_layers > 0
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        (b"null", "is not a model's config"),
+        (b"[]", "is not a model's config"),
+        (b"{", "is not JSON"),
+        (b"\xff\xfe", "is not JSON"),
+        (b"[" * 10**5, "is not JSON"),
+        (b'{"num_layers": ' + b"9" * 5000 + b"}", "is not JSON"),
+        (b'{"architectures": 5}', "config.json is malformed: architectures is 5"),
+    ],
+)
+def test_a_file_that_is_no_config(tmp_path: Path, written: bytes, message: str) -> None:
+    (tmp_path / "config.json").write_bytes(written)
+    with pytest.raises(CheckpointError, match=message):
+        read_config(tmp_path)
+
+
+@given(written=st.binary(max_size=64))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_file_is_read_or_refused(tmp_path: Path, written: bytes) -> None:
+    (tmp_path / "config.json").write_bytes(written)
+    with suppress(CheckpointError):
+        read_config(tmp_path)

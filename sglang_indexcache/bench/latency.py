@@ -40,7 +40,7 @@ from sglang_indexcache.bench.servers import (
     indexer_seconds,
     server_facts,
 )
-from sglang_indexcache.checkpoint import Checkpoint, read_config
+from sglang_indexcache.checkpoint import Checkpoint, read_config, text_config
 from sglang_indexcache.errors import BenchError, CheckpointError
 from sglang_indexcache.study.provenance import busy_cores, checkpoint_digest, machine
 from sglang_indexcache.support.files import write_whole
@@ -123,8 +123,8 @@ def read_target(folder: Path) -> TargetModel:
         digest=digest,
         shape=shape,
     )
-    text = config.get("text_config") or config
-    if "vocab_size" not in text:
+    text = text_config(config)
+    if text.get("vocab_size") is None:
         raise CheckpointError(
             f"{folder / 'config.json'} has no vocab_size, which a DSA model's config has"
         )

@@ -88,7 +88,7 @@ def run_command(
     """
     from transformers import AutoTokenizer
 
-    from sglang_indexcache.checkpoint import Checkpoint, read_config, text_config
+    from sglang_indexcache.checkpoint import Checkpoint, read_config, reading, text_config
     from sglang_indexcache.evaluate.corpus import Corpus, select_rows
     from sglang_indexcache.evaluate.plan import (
         EvaluationPlan,
@@ -111,7 +111,8 @@ def run_command(
     longest = text_config(read_config(model)).get("max_position_embeddings")
     lengths = tuple(sorted({parse_length(one) for one in length or ()}))
     lengths = lengths or default_lengths(longest)
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    with reading(f"the tokenizer of {model}"):
+        tokenizer = AutoTokenizer.from_pretrained(model)
     files = _files(rows)
     tasks = tuple(task or (() if files else DEFAULT))
     if contexts is None:

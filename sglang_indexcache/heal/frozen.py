@@ -16,6 +16,7 @@ from torch.func import functional_call
 from torch.nn.functional import embedding
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from sglang_indexcache.checkpoint import reading
 from sglang_indexcache.heal.model import (
     LightningIndexer,
     Rotation,
@@ -75,7 +76,8 @@ class FrozenBody:
         devices: Sequence[torch.device],
         from_disk: bool = False,
     ) -> None:
-        config = AutoConfig.from_pretrained(folder)
+        with reading(f"the config of {folder}"):
+            config = AutoConfig.from_pretrained(folder)
         quantised = getattr(config, "quantization_config", None) or {}
         blocks = quantised.get("weight_block_size") or (BLOCKS if quantised else None)
         if hasattr(config, "quantization_config"):

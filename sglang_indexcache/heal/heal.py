@@ -21,7 +21,7 @@ from torch import nn
 from transformers import AutoTokenizer
 
 from sglang_indexcache.adapter import Adapter, write_adapter
-from sglang_indexcache.checkpoint import Checkpoint
+from sglang_indexcache.checkpoint import Checkpoint, reading
 from sglang_indexcache.data.marking import Marker
 from sglang_indexcache.data.packed import FileRows, PackedRow
 from sglang_indexcache.errors import TrainingError
@@ -264,7 +264,8 @@ class _Healing:
     def _read(self, length: int) -> FileRows:
         """Rows of this length, for the stages that want such."""
         options = self.options
-        tokenizer = AutoTokenizer.from_pretrained(options.checkpoint)
+        with reading(f"the tokenizer of {options.checkpoint}"):
+            tokenizer = AutoTokenizer.from_pretrained(options.checkpoint)
         end = tokenizer.eos_token_id
         self.padding = next(i for i in (tokenizer.pad_token_id, end, 0) if i is not None)
         marker = Marker(tokenizer, options.checkpoint.name)

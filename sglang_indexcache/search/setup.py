@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sglang_indexcache.checkpoint import Checkpoint
+from sglang_indexcache.checkpoint import Checkpoint, reading
 from sglang_indexcache.data.documents import MACHINE
 from sglang_indexcache.data.marking import Marker
 from sglang_indexcache.errors import SearchError
@@ -76,9 +76,11 @@ class Setup:
             )
         from transformers import AutoTokenizer
 
+        with reading(f"the tokenizer of {model}"):
+            tokenizer = AutoTokenizer.from_pretrained(model)
         calibration = prepare(
             data,
-            Marker(AutoTokenizer.from_pretrained(model), str(model)),
+            Marker(tokenizer, str(model)),
             context=context,
             batches=batches,
             per_batch=per_batch,

@@ -21,7 +21,14 @@ from sglang.srt.arg_groups.choices import add_attention_backend_choices
 from sglang.srt.arg_groups.overrides import declare_resolution, model_config_of, resolving_view
 from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 
-from sglang_indexcache.checkpoint import SHARING_KEYS, Checkpoint
+from sglang_indexcache.checkpoint import (
+    CONFIG_FILE,
+    SHARING_KEYS,
+    Checkpoint,
+    check_fields,
+    read_config,
+    reading,
+)
 from sglang_indexcache.errors import CheckpointError, Findings, IndexCacheError, SettingsError
 from sglang_indexcache.kernels.dispatch import Machine
 from sglang_indexcache.serving import (
@@ -353,7 +360,10 @@ def _checkpoint_config(cfg: Any, overrides: Mapping[str, Any]) -> Any:
     path = Path(cfg.model_path)
     if path.is_absolute() and not path.exists():
         raise CheckpointError(f"there is no model at {path}")
-    try:
+    check_fields(overrides, "--json-model-override-args")
+    if (path / CONFIG_FILE).is_file():  # it may be a hub's name, or one file of all weights
+        read_config(path)
+    with reading(f"the model config of {cfg.model_path}"):
         config = get_config(
             cfg.model_path,
             trust_remote_code=cfg.trust_remote_code,
@@ -361,10 +371,6 @@ def _checkpoint_config(cfg: Any, overrides: Mapping[str, Any]) -> Any:
             model_override_args=without_sharing(overrides),
             model_config_parser=cfg.model_config_parser,
         )
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"cannot read the model config of {cfg.model_path}: {' '.join(str(error).split())}"
-        ) from error
     return deepcopy(config)
 
 

@@ -152,6 +152,23 @@ def test_mla_without_an_indexer(
     assert_one_error(launch(model, cwd=folder), "without a lightning indexer")
 
 
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [({"num_hidden_layers": "6"}, "num_hidden_layers is '6'"), ({"attention_bias": "no"}, "'no'")],
+)
+def test_a_field_of_another_type(
+    launch: Launch,
+    config_only: Path,
+    folder: Path,
+    tmp_path: Path,
+    fields: dict[str, Any],
+    reason: str,
+) -> None:
+    """Ours are named before transformers reads them; of the others transformers names them."""
+    model = edited(config_only, tmp_path / "model", **fields)
+    assert_one_error(launch(model, cwd=folder), reason)
+
+
 def test_full_where_the_checkpoint_shares(
     launch: Launch, config_only: Path, folder: Path, tmp_path: Path
 ) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from sglang_indexcache.checkpoint import Checkpoint
+from sglang_indexcache.checkpoint import Checkpoint, reading
 from sglang_indexcache.errors import SearchError
 from sglang_indexcache.hf import SharedForward, share
 from sglang_indexcache.pattern import Pattern
@@ -68,7 +68,8 @@ class TransformersEvaluator(TokenEvaluator):
 
         super().__init__(calibration)
         self.kind = f"transformers {dtype}"
-        config = AutoConfig.from_pretrained(folder)
+        with reading(f"the config of {folder}"):
+            config = AutoConfig.from_pretrained(folder)
         checkpoint = Checkpoint.from_config(config, str(folder))
         self.own = checkpoint.own
         self.num_layers = checkpoint.num_layers

@@ -22,8 +22,11 @@ LIMITS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
         f"must be {INDEX_HEAD_DIM}, the width of SGLang's index-K pages: the indexers have to be "
         "made and trained with it",
     ),
-    "index_topk": (lambda value, _: value >= 1, "must be at least 1"),
     "hidden_act": (lambda value, _: value == "silu", "must be silu, the one that is built"),
+    "moe_layer_freq": (
+        lambda value, _: type(value) is int and value >= 1,
+        "must be a whole number of at least 1",
+    ),
     "n_group": (
         lambda value, config: (read_field(config, "n_routed_experts") or 0) % (value or 1) == 0,
         "must divide n_routed_experts, whose groups are of equal size",
@@ -69,6 +72,6 @@ def check_config(config: Any, where: str) -> None:
 def _mlps_that_sglang_builds(config: Any, count: int) -> list[str] | None:
     """``mlp_layer_types`` as SGLang has it; None where it goes by other fields."""
     first, step = read_field(config, "first_k_dense_replace"), read_field(config, "moe_layer_freq")
-    if first is None or step is None:
+    if first is None or type(step) is not int or step < 1:
         return None
     return ["sparse" if i >= first and i % step == 0 else "dense" for i in range(count)]

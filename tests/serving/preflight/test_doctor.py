@@ -113,6 +113,28 @@ def test_what_is_wrong_is_one_line(folder: Path, arguments: list[str], message: 
     assert said.count("\n") == 2  # after what it looks at
 
 
+@pytest.mark.parametrize(
+    ("fields", "overrides", "message"),
+    [
+        ({"num_hidden_layers": "78"}, {}, "config.json is malformed: num_hidden_layers is '78'"),
+        ({"attention_bias": "no"}, {}, "field 'attention_bias'"),  # transformers' own words
+        ({"moe_layer_freq": [1]}, {}, "moe_layer_freq must be a whole number"),
+        ({}, {"index_topk_freq": "2"}, "model-override-args is malformed: index_topk_freq is '2'"),
+        ({}, {"text_config": {"indexer_types": 0}}, "indexer_types is 0"),
+        ({}, {"attention_bias": "no"}, "field 'attention_bias'"),
+    ],
+)
+def test_a_field_of_another_type_is_named(
+    folder: Path, fields: dict[str, object], overrides: dict[str, object], message: str
+) -> None:
+    (folder / "config.json").write_text(json.dumps(CONFIG | fields))
+    given = ("--json-model-override-args", json.dumps(overrides))
+    fine, said = examine("--model-path", folder, *given)
+    assert not fine
+    assert message in said
+    assert said.count("problem") == 1
+
+
 def test_without_arguments_it_says_how_it_is_used() -> None:
     fine, said = examine()
     assert not fine
