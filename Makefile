@@ -23,7 +23,7 @@ demo: $(FULL)
 	$(BIN)/indexcache demo run
 
 test: $(FULL)
-	$(BIN)/python -m pytest -m gpu tests/gpu tests/kernels/test_triton.py
+	$(BIN)/python -m pytest -m gpu tests/gpu
 	$(BIN)/python -m pytest -m 'not e2e and not gpu' -n 2 --dist loadfile --durations 15
 	$(BIN)/python -m pytest -m 'e2e and not matrix' -n 2 --dist loadfile --durations 15
 

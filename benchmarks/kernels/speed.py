@@ -118,10 +118,10 @@ def beats(work: Workload, times: dict[str, dict[str, float]], ours: str) -> bool
 
 
 def conclude(timed: Mapping[str, dict[str, Any]], card: str) -> list[dict[str, Any]]:
-    """The rows that :data:`~sglang_indexcache.kernels.dispatch.MEASURED` may hold after this.
+    """Return the operations, phases and shapes in which our CUDA kernels may become a default.
 
-    One for each operation, phase and shape in which our CUDA kernels won wherever they were to be
-    timed: at every length and number of rows, and over either cache.
+    There they won wherever they were to be timed: at every length and number of rows, and over
+    either cache.
 
     Args:
         timed: what :func:`measure` found, by the workload's name; one that is missing is not won.

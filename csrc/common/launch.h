@@ -89,7 +89,7 @@ void allow_shared(void (*kernel)(Params...), size_t shared) {
       kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
   TVM_FFI_CHECK(granted == cudaSuccess, RuntimeError)
       << "this GPU or driver does not give a block " << shared << " bytes of dynamic shared memory ("
-      << cudaGetErrorString(granted) << "); use the triton implementation";
+      << cudaGetErrorString(granted) << "); serve with --indexcache-kernels engine";
 }
 
 inline cudaLaunchAttribute cluster_attribute(int cluster) {

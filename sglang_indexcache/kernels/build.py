@@ -43,20 +43,12 @@ CACHE_VARIABLE = "INDEXCACHE_KERNEL_CACHE"
 Version: TypeAlias = tuple[int, ...]
 """Of nvcc or ptxas, for example ``(13, 0, 88)``."""
 
-KNOWN_BAD: dict[Version, str] = {
-    (12, 8, 93): "its ptxas gave wrong sums and wrote outside of shared memory (fla-org/"
-    "flash-linear-attention #1262)",
-    (13, 0, 88): "its ptxas wrote outside of shared memory (fla-org/flash-linear-attention #1262)",
+MISCOMPILES: dict[Version, str] = {
+    (12, 8, 93): "gave wrong sums and wrote outside of shared memory",
+    (13, 0, 88): "wrote outside of shared memory",
 }
-"""For sm_90a: version -> what it did to whom. The same source can be right from one build of ptxas
-and silently wrong from the next."""
-
-GOOD: dict[Version, str] = {
-    (13, 1, 80): "made right code of the PTX that 13.0.88 got wrong (the same report), and of "
-    "these kernels code without spills that passes tests/kernels/test_cuda_build.py",
-}
-"""For sm_90a: version -> the evidence. No card has run what any of them compiled. What others made
-can be asked for by name; ``--indexcache-kernels auto`` never takes it."""
+"""Builds of ptxas that somebody saw make wrong code for Hopper, and what that did
+(fla-org/flash-linear-attention #1262). The same source can be right from the next build."""
 
 
 @dataclass(frozen=True)
@@ -94,28 +86,18 @@ def version_said(words: str) -> Version | None:
 
 
 def dotted(version: Version) -> str:
-    """As people write it."""
+    """Return the version as text, ``13.0.88``."""
     return ".".join(map(str, version))
 
 
-def doubt_of(version: Version) -> str | None:
-    """Why ``auto`` takes nothing that nvcc of this version compiled, or None."""
-    if version in GOOD:
+def warning_about(version: Version) -> str | None:
+    """Return what is known against the code that nvcc of this version makes, or None."""
+    if version not in MISCOMPILES:
         return None
-    why = KNOWN_BAD.get(version)
-    found = f"miscompiles for Hopper: {why}" if why else "is not among those that were checked"
-    good = " or ".join(map(dotted, GOOD))
-    return f"nvcc {dotted(version)} {found} (set CUDA_HOME to a toolkit with nvcc {good})"
-
-
-def doubt() -> str | None:
-    """Why ``auto`` takes none of the kernels, though they can be built or loaded here; or None."""
-    try:
-        built = [cached(folder) for folder in FOLDERS]
-        versions = {one.compiler if one else nvcc_version() for one in built}
-    except KernelError:
-        return None  # they cannot be built: ``cuda.unavailable`` says why
-    return next(filter(None, map(doubt_of, sorted(versions))), None)
+    return (
+        f"nvcc {dotted(version)} has miscompiled kernels for Hopper: it {MISCOMPILES[version]} "
+        "(fla-org/flash-linear-attention #1262); set CUDA_HOME to another toolkit"
+    )
 
 
 @cache
@@ -201,11 +183,11 @@ def build(folder: str, *, say: Callable[[str], None] | None = None) -> BuiltKern
 
 
 def cached(folder: str) -> BuiltKernels | None:
-    """What the cache holds for these sources, or None.
+    """Return what the cache holds for these sources, or None.
 
-    Best is what a compiler that is known to be good made elsewhere (an archive, a container's build
-    stage), of this machine's major version; then the build of this machine's nvcc. Without a usable
-    nvcc it is the newest there is.
+    Best is the build of this machine's nvcc, then the newest of its major version that came from
+    elsewhere (an archive, a container's build stage); one that may be miscompiled comes last, and
+    only from this machine's nvcc. Without a usable nvcc it is the newest there is.
     """
     try:
         own = nvcc_version()
@@ -213,12 +195,18 @@ def cached(folder: str) -> BuiltKernels | None:
         own = None
 
     def fits(version: Version) -> bool:
-        return own is None or version == own or (version in GOOD and version[0] == own[0])
+        is_like_own = own is not None and version[0] == own[0] and version not in MISCOMPILES
+        return own is None or version == own or is_like_own
 
     builds = cache_folder().glob(f"{_stem(folder)}*")
     there = (_library(path, folder, fresh=False) for path in builds)
-    libraries = (one for one in there if fits(one.compiler) and one.path.is_file())
-    return max(libraries, key=lambda one: (one.compiler in GOOD, one.compiler), default=None)
+    libraries = [one for one in there if fits(one.compiler) and one.path.is_file()]
+
+    def rank(library: BuiltKernels) -> tuple[bool, bool, Version]:
+        version = library.compiler
+        return version not in MISCOMPILES, version == own, version
+
+    return max(libraries, key=rank, default=None)
 
 
 def pack(archive: Path, libraries: Sequence[BuiltKernels]) -> None:

@@ -1,8 +1,8 @@
 """What every implementation of an op must do: signatures, layouts, order of arithmetic, ties.
 
-There are four ops: ``logits``, ``select``, ``topk`` and ``sparse_mla``. The reference, the Triton
-and the CUDA implementation of an op are functions of its name with one signature, the ``__call__``
-of a protocol below, and pass one test grid. Nothing here runs on a device.
+There are four ops: ``logits``, ``select``, ``topk`` and ``sparse_mla``. The reference and the CUDA
+implementation of an op are functions of its name with one signature, the ``__call__`` of a protocol
+below, and pass one test grid. Nothing here runs on a device.
 
 **Names.** T query rows, B requests, H indexer heads, D = 128 their width, Hq MLA heads, k top-k.
 
@@ -35,9 +35,9 @@ Scratch memory is bounded independently of T x L (:data:`WORKSPACE_BYTES`).
     logit   = ((part[0] + part[1]) + (part[2] + part[3])) * scale
 
 The order of ``part`` is how a Hopper accumulator lies in a warp (thread ``l`` of a quad holds the
-columns ``8j + 2l`` and ``8j + 2l + 1``). An implementation that cannot promise it (Triton reduces
-in an order of its compiler's choosing) states its own; whatever it is, one row's logits must depend
-on nothing but that row's inputs: not on T, the other requests, its place in a tile, or the run.
+columns ``8j + 2l`` and ``8j + 2l + 1``). An implementation that cannot promise it (a compiler may
+choose its own) states its own; whatever it is, one row's logits must depend on nothing but that
+row's inputs: not on T, the other requests, its place in a tile, or the run.
 Against float64 every logit is within :func:`logits_tolerance`.
 
 **Selection.** Of the first ``visible[row]`` logits the ``min(k, visible[row])`` largest, equal

@@ -4,13 +4,16 @@ Nothing here has run on a GPU yet: the kernels are compiled, their layout and se
 tested on the host, and they were reviewed by hand (csrc/README.md).
 """
 
+import logging
 from functools import cache
 from typing import Any
 
 import torch
 
 from sglang_indexcache.errors import KernelError
-from sglang_indexcache.kernels.build import FOLDERS, cached, nvcc_version
+from sglang_indexcache.kernels.build import FOLDERS, cached, nvcc_version, warning_about
+
+logger = logging.getLogger(__name__)
 
 
 def unavailable() -> str | None:
@@ -39,7 +42,10 @@ def library(folder: str) -> Any:
 
     from sglang_indexcache.kernels.build import build  # here, so as not to hide the module
 
-    path = build(folder).path
+    built = build(folder)
+    if warning := warning_about(built.compiler):
+        logger.warning("IndexCache kernels, %s: %s", folder, warning)
+    path = built.path
     try:
         return tvm_ffi.load_module(str(path))
     except (OSError, RuntimeError) as error:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Awaitable, Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from typing import Any
 
 from sglang_indexcache.ask.protocol import CUSTOM
@@ -79,12 +79,11 @@ class Front:
         """Serve one HTTP request."""
         wrong, plan = "", published_plan()
         if plan is not None and scope["type"] == "http" and scope["method"] in ("POST", "PUT"):
-            headers = {key.decode("latin-1"): value for key, value in scope["headers"]}
-            wrong = wrong_header(headers)
-            if not headers.get("content-type", b"").startswith(b"multipart/"):
+            content_type = dict(scope["headers"]).get(b"content-type", b"")
+            if not content_type.startswith(b"multipart/"):
                 receive, body = await _whole(receive)
                 route = scope["path"].removeprefix(scope.get("root_path", ""))
-                wrong = wrong or wrong_body(plan, route, body)
+                wrong = wrong_body(plan, route, body)
         if wrong:
             await _refuse(send, wrong)
         else:
@@ -111,12 +110,6 @@ async def _refuse(send: Send, reason: str) -> None:
     headers = [(b"content-type", b"application/json")]
     await send({"type": "http.response.start", "status": 400, "headers": headers})
     await send({"type": "http.response.body", "body": json.dumps({"error": said}).encode()})
-
-
-def wrong_header(headers: Iterable[str]) -> str:
-    """Why a header that means IndexCache, as early versions read one, is refused; or ""."""
-    found = [name for name in headers if names_ours(name)]
-    return f"the header {found[0]} is read by nobody. {_where(None)}" if found else ""
 
 
 def wrong_body(plan: Plan, route: str, body: bytes) -> str:

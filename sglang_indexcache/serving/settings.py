@@ -77,11 +77,9 @@ INDEX_K_DTYPE = Option(
 KERNELS = Option(
     "indexcache_kernels",
     "GPU kernels of the indexer (logits, top-k and page lookup in one) and of sparse attention. "
-    "engine (default): SGLang's. auto: ours for an operation where a committed measurement on this "
-    "card shows it to be faster for this model, else SGLang's; none is measured yet, so auto is "
-    "engine today. cuda (Hopper), triton, reference: that implementation of ours for all "
+    "engine (default): SGLang's. cuda (Hopper), reference: that implementation of ours for all "
     "operations, or an error (see: indexcache kernels list).",
-    choices=("engine", "auto", *NAMES),
+    choices=("engine", *NAMES),
 )
 ADAPTER = Option(
     "indexcache_adapter",

@@ -101,6 +101,6 @@ def test_contenders_name_ours() -> None:
     machine = dispatch.Machine("NVIDIA H100", (9, 0))
     for work in workloads.tiny_workloads():
         names = speed.contenders(work, machine, CPU)
-        assert {"cuda", "triton"} <= set(names)
+        assert "cuda" in names
         assert "reference" not in names
-        assert len(names) > 2
+        assert len(names) > 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import shutil
 import subprocess
 import sys
@@ -22,12 +23,11 @@ from sglang_indexcache.kernels.contract import (
     IndexerBatch,
 )
 from sglang_indexcache.kernels.dispatch import Machine, named
-from sglang_indexcache.kernels.grid import cases
-from sglang_indexcache.kernels.grid.suite import GROUPS, run
 from sglang_indexcache.kernels.indexer.quantization import quantize_e4m3, write_pages
 from tests.gpu.test_served import TOKENS, Prompts, Request, answer, serving
+from tests.kernels.grid import cases
+from tests.kernels.grid.suite import GROUPS, run
 
-GRID = "sglang_indexcache.kernels.grid.suite"
 SANITIZER = ("memcheck", "racecheck", "synccheck")
 INDEXER = (
     cases.IndexerCase("ragged", 32, ((1, 3000), (1, 0), (1, 700), (1, 65)), topk=512, decode=True),
@@ -42,7 +42,7 @@ ATTENTION = tuple(
     for heads in (8, 20, 64)
     for fp8 in (False, True)
 )
-ours = pytest.mark.parametrize("name", [pytest.param("cuda", marks=pytest.mark.hopper), "triton"])
+OURS = named("cuda")
 Tensors = tuple[torch.Tensor, ...]
 
 
@@ -67,14 +67,14 @@ def test_sglang_s_key_store_writes_the_pages_that_we_read() -> None:
     assert torch.equal(stored.cpu(), pages)
 
 
-@ours
+@pytest.mark.hopper
 @pytest.mark.parametrize("group", GROUPS)
-def test_the_grid(group: str, name: str, reported: dict[str, Any]) -> None:
+def test_the_grid(group: str, reported: dict[str, Any]) -> None:
     """Every case, up to a million tokens."""
     machine = Machine.here()
-    outcomes = list(run(named(name).check(machine), group, "large", machine))
+    outcomes = list(run(OURS.check(machine), group, "large", machine))
     wrong = {one.case: one.complaints for one in outcomes if one.complaints}
-    correct = reported.setdefault("correct", {}).setdefault(name, {})
+    correct = reported.setdefault("correct", {}).setdefault(OURS.name, {})
     for op in GROUPS[group].ops:
         correct[op] = not wrong and correct.get(op, True)
     assert not wrong
@@ -184,10 +184,10 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(torch.uint8).clone()
 
 
-@ours
-def test_replays_give_what_calls_give(name: str) -> None:
+@pytest.mark.hopper
+def test_replays_give_what_calls_give() -> None:
     machine = Machine.here()
-    for job in jobs(named(name).check(machine).load, machine.device):
+    for job in jobs(OURS.check(machine).load, machine.device):
         check_replays(job)
 
 
@@ -204,20 +204,23 @@ def test_compute_sanitizer_finds_nothing(tool: str, group: str, evidence: dict[s
     if shutil.which(sanitizer) is None:
         pytest.skip("compute-sanitizer is not installed")
     command = [sanitizer, "--tool", tool, "--kernel-name", "kns=indexcache", "--error-exitcode=9"]
-    grid = ["-m", GRID, "cuda", group, "wide"]
+    grid = ["-m", "tests.kernels.grid", "--implementation", OURS.name, "--group", group]
     done = subprocess.run(
-        [*command, sys.executable, *grid], capture_output=True, text=True, timeout=170, check=False
+        [*command, sys.executable, *grid, "--sizes", "wide"],
+        capture_output=True,
+        text=True,
+        timeout=170,
+        check=False,
     )
-    evidence["cases"] = sum(line.startswith("CaseOutcome") for line in done.stdout.splitlines())
+    evidence["cases"] = sum(map(int, re.findall(r"(\d+) passed, 0 failed", done.stdout)))
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     assert evidence["cases"]
 
 
-@ours
+@pytest.mark.hopper
 @pytest.mark.sglang
 @pytest.mark.limit(420)
 def test_a_server_with_them_answers_like_stock(
-    name: str,
     model: Path,
     prompts: Prompts,
     tmp_path: Path,
@@ -229,7 +232,7 @@ def test_a_server_with_them_answers_like_stock(
     There our scores differ from the engine's in rounding, so that a near tie may be selected
     otherwise.
     """
-    flags = ("--indexcache-kernels", name)
+    flags = ("--indexcache-kernels", OURS.name)
     with serving(model, tmp_path, reported, {"static": flags, "stock": ()}) as clients:
         wanted, found = (
             [answer(clients[kind], Request(prompt)) for prompt in prompts]

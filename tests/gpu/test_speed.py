@@ -1,7 +1,7 @@
 """Ours beside what SGLang runs by default, in the same seconds, with the card's clocks.
 
-The last test writes what may be concluded: rows for ``dispatch.MEASURED``. Speed is no reason for a
-test to fail; that nothing was timed is.
+The last test writes what may be concluded: where ours beat all that the engine can run. Speed is no
+reason for a test to fail; that nothing was timed is.
 """
 
 from __future__ import annotations

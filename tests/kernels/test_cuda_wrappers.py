@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from sglang_indexcache.kernels.contract import IndexerBatch
-from sglang_indexcache.kernels.grid import cases, suite
 from sglang_indexcache.kernels.indexer import cuda as indexer
 from sglang_indexcache.kernels.sparse_mla import cuda as sparse_mla
 from sglang_indexcache.kernels.sparse_mla import reference as mla_reference
 from sglang_indexcache.kernels.topk import cuda as topk
+from tests.kernels.grid import cases, suite
 from tests.kernels.test_cuda_emulated import Batch, IndexerCall, attention, run
 
 pytestmark = pytest.mark.csrc

@@ -1,9 +1,6 @@
-"""The dispatch table: what runs where, why, and that no default is without evidence."""
+"""Which implementations run where, why the others do not, and the grid's command line."""
 
-import json
-from dataclasses import asdict, fields, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,10 +10,9 @@ from sglang_indexcache.cli import app
 from sglang_indexcache.errors import KernelError
 from sglang_indexcache.kernels import dispatch
 from sglang_indexcache.kernels.contract import OPS, OpName
-from sglang_indexcache.kernels.dispatch import KernelMeasurement
-from sglang_indexcache.kernels.grid import cases, suite
+from tests.kernels.grid import __main__ as grid
+from tests.kernels.grid import cases, suite
 
-ROOT = Path(__file__).parent.parent.parent
 CPU = dispatch.Machine("CPU", None)
 AMPERE = dispatch.Machine("NVIDIA A100", (8, 0))
 HOPPER = dispatch.Machine("NVIDIA H100", (9, 0))
@@ -27,10 +23,7 @@ BLACKWELL = dispatch.Machine("NVIDIA B200", (10, 0))
 @pytest.fixture(autouse=True)
 def everything_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """What can be imported and compiled here is another test's business."""
-    there = tuple(
-        replace(one, missing=lambda: None, distrust=lambda: None)
-        for one in dispatch.IMPLEMENTATIONS
-    )
+    there = tuple(replace(one, missing=lambda: None) for one in dispatch.IMPLEMENTATIONS)
     monkeypatch.setattr(dispatch, "IMPLEMENTATIONS", there)
 
 
@@ -42,11 +35,10 @@ def names(machine: dispatch.Machine) -> list[str]:
     ("machine", "expected"),
     [
         (CPU, ["reference"]),
-        (dispatch.Machine("CPU", None, interpreted=True), ["triton", "reference"]),
         (VOLTA, ["reference"]),
-        (AMPERE, ["triton", "reference"]),
-        (HOPPER, ["cuda", "triton", "reference"]),
-        (BLACKWELL, ["triton", "reference"]),
+        (AMPERE, ["reference"]),
+        (HOPPER, ["cuda", "reference"]),
+        (BLACKWELL, ["reference"]),
     ],
     ids=lambda value: getattr(value, "name", None),
 )
@@ -59,51 +51,10 @@ def test_what_cannot_be_imported_is_an_error() -> None:
         dispatch.Implementation("rocm").load("topk")
 
 
-ROW = KernelMeasurement("select", "prefill", HOPPER.name, 32, 2048, "cuda", "gpu/h100.json")
-
-
-def shown(row: KernelMeasurement, report: dict[str, Any]) -> bool:
-    """Whether a report of the GPU tests says all that the row claims."""
-    claims = {f.name: getattr(row, f.name) for f in fields(row) if f.name != "record"}
-    right = report["correct"].get(row.implementation, {}).get(row.op)
-    return right is True and claims in report["faster"] and report["machine"]["name"] == row.card
-
-
-def test_every_default_has_its_evidence() -> None:
-    """A row names a committed report, of that card, in which ours was right and faster."""
-    for row in dispatch.MEASURED:
-        assert shown(row, json.loads((ROOT / "benchmarks" / "results" / row.record).read_text()))
-        assert row.implementation == "cuda", "others are to be asked for by name"
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"heads": 64},
-        {"card": "NVIDIA H20"},
-        {"topk": 1024},
-        {"phase": "decode"},
-        {"op": "sparse_mla"},
-    ],
-)
-def test_evidence_for_another_case_is_none(wrong: dict[str, Any]) -> None:
-    claims = {name: value for name, value in asdict(ROW).items() if name != "record"}
-    report = {
-        "correct": {"cuda": {"select": True}},
-        "faster": [claims],
-        "machine": {"name": HOPPER.name},
-    }
-    assert shown(ROW, report)
-    assert not shown(replace(ROW, **wrong), report)
-    assert not shown(ROW, report | {"correct": {"cuda": {"select": False}}})
-    assert not shown(ROW, report | {"machine": {"name": "NVIDIA H200"}})
-
-
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("name", ["triton", "reference"])
-def test_load(op: OpName, name: str) -> None:
-    function = dispatch.named(name).load(op)
-    assert function.__module__.endswith(name)
+def test_load(op: OpName) -> None:
+    function = dispatch.named("reference").load(op)
+    assert function.__module__.endswith("reference")
     assert function.__name__ == op
 
 
@@ -139,42 +90,24 @@ def test_list_names_everything(monkeypatch: pytest.MonkeyPatch) -> None:
             assert word in result.output
 
 
-@pytest.mark.parametrize(
-    ("doubt", "says"),
-    [("it miscompiles", "auto would not take what is built here: it miscompiles"), (None, "")],
-)
-def test_build_says_first_whom_not_to_trust(
-    doubt: str | None, says: str, monkeypatch: pytest.MonkeyPatch
+def test_the_grid_s_command(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sglang_indexcache.kernels import build as building
-
-    cuda = replace(dispatch.named("cuda"), distrust=lambda: doubt)
-    monkeypatch.setattr(dispatch, "IMPLEMENTATIONS", (cuda,))
-
-    def compile_nothing(folder: str, **_: object) -> None:
-        raise KernelError("compiling begins")
-
-    monkeypatch.setattr(building, "build", compile_nothing)
-    result = CliRunner().invoke(app, ["kernels", "build"], env={"COLUMNS": "400"})
-    before, begins, _ = result.output.partition("compiling begins")
-    assert begins
-    assert says in before
-    assert ("auto would not" in before) == bool(doubt)
-
-
-def test_check_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch.Machine, "here", lambda: AMPERE)
     monkeypatch.setattr(dispatch.Machine, "device", torch.device("cpu"))
-    arguments = ["kernels", "check", "--implementation", "reference", "--sizes", "small"]
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 0, result.output
+    grid.main(["--implementation", "reference", "--sizes", "small"])
+    printed = capsys.readouterr().out
     parts = (cases.PREFILL, cases.DECODE, cases.ATTENTION, cases.TOPK)
-    assert f"reference, indexer_prefill: {len(cases.PREFILL)} passed, 0 failed" in result.output
-    assert f"reference, indexer_decode: {len(cases.DECODE)} passed, 0 failed" in result.output
-    assert f"all {sum(map(len, parts))} cases passed" in result.output
+    assert f"reference, indexer_prefill: {len(cases.PREFILL)} passed, 0 failed" in printed
+    assert f"reference, indexer_decode: {len(cases.DECODE)} passed, 0 failed" in printed
+    assert f"all {sum(map(len, parts))} cases passed" in printed
+    grid.main(["--implementation", "reference", "--group", "topk", "--sizes", "small"])
+    assert f"all {len(cases.TOPK)} cases passed" in capsys.readouterr().out
 
 
-def test_check_command_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_grid_s_command_says_what_is_wrong(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from sglang_indexcache.kernels.topk import reference
 
     right = reference.topk
@@ -184,25 +117,20 @@ def test_check_command_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> No
         return found.copy_(found.flip(1))
 
     monkeypatch.setattr(dispatch.Machine, "here", lambda: CPU)
-    crash = replace(dispatch.named("reference"), name="wrong")
-    monkeypatch.setattr(dispatch, "IMPLEMENTATIONS", (crash,))
-    monkeypatch.setattr(dispatch, "NAMES", ("wrong",))
     monkeypatch.setattr(dispatch.Implementation, "load", lambda *_: descending)
-    result = CliRunner().invoke(app, ["kernels", "check"])
-    assert result.exit_code == 1
-    assert "64-of-700: topk: rows" in result.output
-    assert "cases failed" in result.output
+    with pytest.raises(KernelError, match="cases failed"):
+        grid.main([])
+    assert "64-of-700: topk: rows" in capsys.readouterr().out
 
 
-def test_check_command_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_grid_s_command_without_a_gpu(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nothing was checked: that is no success."""
     monkeypatch.setattr(dispatch.Machine, "here", lambda: CPU)
-    result = CliRunner().invoke(app, ["kernels", "check", "--implementation", "cuda"])
-    assert result.exit_code == 1
-    assert "cuda: not run: needs an NVIDIA GPU" in result.output
-    assert "nothing was checked" in result.output
-    result = CliRunner().invoke(app, ["kernels", "check", "--implementation", "fast"])
-    assert "may be cuda, triton, reference, got 'fast'" in result.output
+    with pytest.raises(KernelError, match="nothing was checked"):
+        grid.main(["--implementation", "cuda"])
+    assert "cuda: not run: needs an NVIDIA GPU" in capsys.readouterr().out
 
 
 def test_a_crash_is_a_complaint_of_each_case(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,6 +139,6 @@ def test_a_crash_is_a_complaint_of_each_case(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(dispatch.Implementation, "load", lambda *_: crash)
     for name, group in suite.GROUPS.items():
-        outcomes = list(suite.run(dispatch.named("triton"), name, "small", CPU))
+        outcomes = list(suite.run(dispatch.named("cuda"), name, "small", CPU))
         assert [one.case for one in outcomes] == [str(case) for case in group.cases[0]]
         assert all("illegal memory access" in one.complaints[0] for one in outcomes)

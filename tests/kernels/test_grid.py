@@ -1,7 +1,6 @@
 """Every implementation of every op on the shared grid, and on what hypothesis makes up.
 
-The reference always runs, Triton under its interpreter (``TRITON_INTERPRET=1``; see
-``test_triton_interpreted.py``). On a card ``tests/gpu/test_kernels.py`` runs it, all sizes.
+Here that is the reference. On a card ``tests/gpu/test_kernels.py`` runs it, all sizes.
 """
 
 import pytest
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 
 from sglang_indexcache.kernels import dispatch
 from sglang_indexcache.kernels.contract import FLOAT32_BITS
-from sglang_indexcache.kernels.grid import cases, suite
+from tests.kernels.grid import cases, suite
 
 MACHINE = dispatch.Machine.here()
 RUNNING = dispatch.running(MACHINE)

@@ -9,11 +9,11 @@ import torch
 
 from benchmarks.kernels import yardstick
 from sglang_indexcache.kernels.contract import FLOAT32_BITS, IndexerBatch
-from sglang_indexcache.kernels.grid import cases, suite
 from sglang_indexcache.kernels.indexer import reference as indexer
 from sglang_indexcache.kernels.sparse_mla import cuda
 from sglang_indexcache.kernels.sparse_mla import reference as sparse_mla
 from sglang_indexcache.kernels.topk import reference as topk
+from tests.kernels.grid import cases, suite
 
 CPU = torch.device("cpu")
 

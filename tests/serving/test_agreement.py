@@ -88,7 +88,7 @@ def test_a_rank_without_the_plugin_is_an_error_and_no_hang() -> None:
 
 
 def test_modes_and_kernels_must_agree_too() -> None:
-    for change in ({"mode": "live"}, {"kernels": "triton"}, {"index_k_dtype": "float32"}):
+    for change in ({"mode": "live"}, {"kernels": "cuda"}, {"index_k_dtype": "float32"}):
         assert replace(PLAN, **change).terms != PLAN.terms  # type: ignore[arg-type]
 
 

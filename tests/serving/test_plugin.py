@@ -330,7 +330,7 @@ def test_default_follows_a_checkpoint_that_shares(model: Callable[..., Path]) ->
         (["--kv-cache-dtype", "fp8_e4m3"], "needs a GPU"),
         (["--speculative-algorithm", "EAGLE"], "needs a GPU"),
         (["--enable-two-batch-overlap"], "needs a GPU"),
-        (["--indexcache-kernels", "auto"], "auto chooses GPU kernels, and the CPU platform has"),
+        (["--indexcache-kernels", "cuda"], "cuda chooses GPU kernels, and the CPU platform has"),
         (["--indexcache-kernels", "reference"], "reference chooses GPU kernels"),
         (["--device", "cuda"], "no accelerator is visible"),
         (["--use-ray"], "does not work with --use-ray"),
@@ -362,54 +362,32 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
     card = dispatch.Machine("NVIDIA H100", (9, 0))
     monkeypatch.setattr(dispatch.Machine, "here", classmethod(lambda cls: card))
-    there = tuple(
-        replace(one, missing=lambda: None, distrust=lambda: None)
-        for one in dispatch.IMPLEMENTATIONS
-    )
+    there = tuple(replace(one, missing=lambda: None) for one in dispatch.IMPLEMENTATIONS)
     monkeypatch.setattr(dispatch, "IMPLEMENTATIONS", there)
     monkeypatch.setattr(platform_cpu, "check_plan", lambda *_: None)
 
 
 def test_kernels_are_checked_on_what_sglang_resolved(
-    hopper: None,
-    model: Callable[..., Path],
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    hopper: None, model: Callable[..., Path], capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Every field that the choice reads is where SGLang keeps it, here and in a worker."""
     from sglang.srt.configs.model_config import ModelConfig
 
-    from sglang_indexcache.kernels import dispatch
     from sglang_indexcache.kernels.dispatch import Machine
     from sglang_indexcache.serving.cuda.choice import choose
     from sglang_indexcache.serving.plugin import resolving_view
     from sglang_indexcache.serving.preflight import doctor
 
-    heads = KERNEL_SHAPE["index_n_heads"], BASE["num_attention_heads"]
-    rows_measured = tuple(
-        dispatch.KernelMeasurement(
-            op,
-            phase,
-            Machine.here().name,
-            count,
-            BASE["index_topk"],
-            "cuda",
-            "gpu/h100.json",
-        )
-        for op, count in zip(("select", "sparse_mla"), heads, strict=True)
-        for phase in ("prefill", "decode")
-    )
-    monkeypatch.setattr(dispatch, "MEASURED", rows_measured)
-    server_args = resolve(model(**KERNEL_SHAPE), "--indexcache-kernels", "auto")
+    server_args = resolve(model(**KERNEL_SHAPE), "--indexcache-kernels", "cuda")
     plan = Plan.from_hf_config(hf_config(server_args))
     assert plan is not None
-    assert plan.kernels == "auto"
+    assert plan.kernels == "cuda"
     said = capfd.readouterr().err
     for op in ("select in prefill", "select in decode", "sparse_mla in decode"):
-        assert said.count(f"IndexCache kernels: {op}: cuda (measured: ") == 1
+        assert said.count(f"IndexCache kernels: {op}: cuda (asked for)") == 1
     worker = pickle.loads(pickle.dumps(server_args))
     shape = ModelConfig.from_server_args(worker)
-    routes = choose("auto", resolving_view(worker), shape, Machine.here())
+    routes = choose("cuda", resolving_view(worker), shape, Machine.here())
     assert [route.implementation.name for route in routes if route.implementation] == ["cuda"] * 4
     rows = doctor._kernels(plan, resolving_view(worker), shape)
     assert rows == [("kernel", str(route)) for route in routes]

@@ -64,12 +64,11 @@ def test_flag_and_environment_must_agree(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_kernels_are_sglangs_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plan().kernels == "engine"
     assert plan(flags(kernels="cuda")).kernels == "cuda"
-    monkeypatch.setenv("SGLANG_INDEXCACHE_KERNELS", "triton")
-    assert plan().kernels == "triton"
+    monkeypatch.setenv("SGLANG_INDEXCACHE_KERNELS", "cuda")
+    assert plan().kernels == "cuda"
     monkeypatch.setenv("SGLANG_INDEXCACHE_KERNELS", "fastest")
-    with pytest.raises(
-        SettingsError, match="SGLANG_INDEXCACHE_KERNELS is 'fastest'; it may be engine, auto, cuda"
-    ):
+    choices = "it may be engine, cuda, reference"
+    with pytest.raises(SettingsError, match=f"SGLANG_INDEXCACHE_KERNELS is 'fastest'; {choices}"):
         flags()
 
 
@@ -153,7 +152,7 @@ def test_live_plan_builds_every_indexer_the_checkpoint_has() -> None:
 
 
 def test_plan_travels_in_the_config() -> None:
-    original = plan(flags(pattern="FSSFSS", mode="live", index_k_dtype="fp8_e4m3", kernels="auto"))
+    original = plan(flags(pattern="FSSFSS", mode="live", index_k_dtype="fp8_e4m3", kernels="cuda"))
     config = SimpleNamespace(**original.hf_overrides())
     assert Plan.from_hf_config(config) == original
     assert Plan.from_hf_config(SimpleNamespace()) is None

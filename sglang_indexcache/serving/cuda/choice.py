@@ -35,8 +35,6 @@ ROUTED: tuple[tuple[OpName, Phase], ...] = (
 )
 REPLACED_ATTENTION = ("fa3", "flashmla_auto", "flashmla_kv", "flashmla_sparse")
 """SGLang's sparse attention kernels in whose place ours can be called."""
-UNMEASURED = "no card has measured ours to be faster for this model and card"
-"""Why ``auto`` leaves an operation to SGLang."""
 ENGINE_TOPK = {2048}
 """What SGLang's own selection of a prefill takes (``sgl_kernel.fast_topk_transform_fused``)."""
 RAW_FP8 = {"tilelang", "trtllm"}
@@ -65,8 +63,6 @@ def choose(asked: str, cfg: Any, model: Any, machine: dispatch.Machine) -> tuple
     """
     if asked == "engine":
         return tuple(Route(op, phase, None, "the default") for op, phase in ROUTED)
-    if asked == "auto":
-        return tuple(_automatic(op, phase, cfg, model, machine) for op, phase in ROUTED)
     try:
         ours = dispatch.named(asked).check(machine)
         for op, phase in ROUTED:
@@ -78,26 +74,6 @@ def choose(asked: str, cfg: Any, model: Any, machine: dispatch.Machine) -> tuple
             "every operation to SGLang's kernels."
         ) from None
     return tuple(Route(op, phase, ours, "asked for") for op, phase in ROUTED)
-
-
-def _automatic(op: OpName, phase: Phase, cfg: Any, model: Any, machine: dispatch.Machine) -> Route:
-    """Ours where a measurement of just this says so, and nothing speaks against it."""
-    if obstacles := _obstacles(op, phase, cfg, model):
-        return Route(op, phase, None, obstacles[0])
-    shape = _heads_on_one_gpu(op, cfg, model), int(model.hf_config.index_topk)
-    row = dispatch.measured(op, phase, machine, *shape)
-    if row is None:
-        return Route(op, phase, None, UNMEASURED)
-    ours = dispatch.named(row.implementation)
-    if obstacle := ours.obstacle(machine) or ours.distrust():
-        return Route(op, phase, None, f"{ours.name}: {obstacle}")
-    return Route(op, phase, ours, f"measured: benchmarks/results/{row.record}")
-
-
-def _heads_on_one_gpu(op: OpName, cfg: Any, model: Any) -> int:
-    if op == "select":
-        return int(model.hf_config.index_n_heads)
-    return int(model.num_attention_heads * cfg.attn_dp_size * cfg.attn_cp_size // cfg.tp_size)
 
 
 def _obstacles(op: OpName, phase: Phase, cfg: Any, model: Any) -> list[str]:

@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -25,13 +25,12 @@ class Card:
     name: str
     capability: tuple[int, int]
     memory: int
-    processors: int
 
 
 CARDS = {
-    "h100": Card("NVIDIA H100 80GB HBM3", (9, 0), 81559 << 20, 132),
-    "h200": Card("NVIDIA H200", (9, 0), 143771 << 20, 132),
-    "b200": Card("NVIDIA B200", (10, 0), 183359 << 20, 148),
+    "h100": Card("NVIDIA H100 80GB HBM3", (9, 0), 81559 << 20),
+    "h200": Card("NVIDIA H200", (9, 0), 143771 << 20),
+    "b200": Card("NVIDIA B200", (10, 0), 183359 << 20),
 }
 
 
@@ -40,23 +39,11 @@ def stand_in(card: Card) -> None:
 
     ``sgl_kernel`` cannot be imported without a driver, so its names are there and do nothing.
     """
-    major, minor = card.capability
-    properties = SimpleNamespace(
-        name=card.name,
-        major=major,
-        minor=minor,
-        total_memory=card.memory,
-        multi_processor_count=card.processors,
-        gcnArchName="",
-        uuid="",
-    )
     answers: dict[str, Any] = {
         "is_available": True,
         "device_count": GPUS,
-        "current_device": 0,
         "get_device_capability": card.capability,
         "get_device_name": card.name,
-        "get_device_properties": properties,
         "mem_get_info": (card.memory, card.memory),
     }
     for name, answer in answers.items():

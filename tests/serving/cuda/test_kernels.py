@@ -697,7 +697,7 @@ def test_attention_that_is_not_routed_stays_sglangs(
 
 def test_a_worker_loads_what_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang_indexcache.kernels.indexer import cuda as indexer
-    from sglang_indexcache.kernels.indexer import triton as indexer_triton
+    from sglang_indexcache.kernels.indexer import reference as indexer_reference
     from sglang_indexcache.kernels.sparse_mla import cuda as sparse_mla
 
     built: list[str] = []
@@ -705,14 +705,14 @@ def test_a_worker_loads_what_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setattr(module, "library", built.append)
     routes = (
         Route("select", "prefill", named("cuda"), "opted in"),
-        Route("select", "decode", named("triton"), "measured"),
+        Route("select", "decode", named("reference"), "opted in"),
         Route("sparse_mla", "prefill", None, "it stands in for others"),
         Route("sparse_mla", "decode", named("cuda"), "opted in"),
     )
     kernels = EngineKernels.load(routes)
     assert built == ["indexer", "topk", "sparse_mla"]
     assert kernels.select_prefill is indexer.select
-    assert kernels.select_decode is indexer_triton.select
+    assert kernels.select_decode is indexer_reference.select
     assert kernels.sparse_mla_prefill is None
     assert kernels.sparse_mla_decode is sparse_mla.sparse_mla
     assert kernels.selects

@@ -172,5 +172,5 @@ def test_what_can_is_not() -> None:
 def test_our_sparse_attention_takes_wider_lists() -> None:
     """In the place of a kernel of SGLang's that does not."""
     cfg = SimpleNamespace(**FINE | {"dsa_decode_backend": "flashmla_kv"})
-    ours = Route("sparse_mla", "decode", SimpleNamespace(name="triton"), "asked for")  # type: ignore[arg-type]
+    ours = Route("sparse_mla", "decode", SimpleNamespace(name="cuda"), "asked for")  # type: ignore[arg-type]
     window.check(cfg, plan("FSSS+w8"), (ours,), 1)

@@ -68,7 +68,7 @@ def platform(monkeypatch: pytest.MonkeyPatch) -> Any:
         (LIVE, {"enable_lmcache": True}),
         ({}, {"enable_lmcache": True}),
         ({"own": Pattern("FSFS")}, {"enable_flexkv": True}),
-        ({"kernels": "triton"}, {}),
+        ({"kernels": "cuda"}, {}),
         ({}, {"pp_size": 4}),
         ({}, RETURN | {"tp_size": 4, "attn_dp_size": 4}),
         ({"graphs": ("short",)}, {"pp_size": 4}),
@@ -121,7 +121,7 @@ def test_what_is_refused(fields: dict[str, Any], given: dict[str, Any], message:
     ("device", "fields", "message"),
     [
         (PlatformEnum.ROCM, LIVE, "live mode does not work on AMD GPUs"),
-        (PlatformEnum.ROCM, {"kernels": "auto"}, "auto does not work on AMD GPUs"),
+        (PlatformEnum.ROCM, {"kernels": "cuda"}, "cuda does not work on AMD GPUs"),
         (PlatformEnum.ROCM, {"graphs": ("short",)}, "where SGLang captures a short graph itself"),
         (PlatformEnum.NPU, {}, r"does not serve on this platform \(npu\)"),
         (PlatformEnum.XPU, {}, "SGLang has another attention backend for it"),

@@ -3,13 +3,9 @@
 Every result goes to memory that was poisoned and lies between guards, every call is repeated and
 must give the same bits. A check returns its complaints, so that one run can report them all.
 
-A person has ``indexcache kernels check``. A kernel that faults takes its process's GPU context with
-it, so there is also a process for one group of ops, which needs torch only::
-
-    python -m sglang_indexcache.kernels.grid.suite cuda topk small
+``python -m tests.kernels.grid`` runs it from the command line.
 """
 
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -29,13 +25,13 @@ from sglang_indexcache.kernels.contract import (
     logits_tolerance,
     mla_tolerance,
 )
-from sglang_indexcache.kernels.dispatch import Implementation, Machine, named
-from sglang_indexcache.kernels.grid import cases
-from sglang_indexcache.kernels.grid.cases import IndexerCase, SparseMlaInputs
+from sglang_indexcache.kernels.dispatch import Implementation, Machine
 from sglang_indexcache.kernels.indexer import reference as indexer_reference
 from sglang_indexcache.kernels.sparse_mla import reference as mla_reference
 from sglang_indexcache.kernels.sparse_mla.layout import dequantize_latent
 from sglang_indexcache.kernels.topk import reference as topk_reference
+from tests.kernels.grid import cases
+from tests.kernels.grid.cases import IndexerCase, SparseMlaInputs
 
 Op = Callable[..., Any]
 _GUARD = 256
@@ -311,10 +307,3 @@ def _mapped(positions: torch.Tensor, batch: IndexerBatch) -> torch.Tensor:
         block_row = batch.block_table[request]
         slots[rows] = indexer_reference.slots_of(positions[rows], block_row).int()
     return slots
-
-
-if __name__ == "__main__":
-    name, group, sizes = sys.argv[1:]
-    here = Machine.here()
-    for outcome in run(named(name).check(here), group, sizes, here):  # type: ignore[arg-type]
-        print(outcome, flush=True)
