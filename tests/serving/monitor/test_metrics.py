@@ -280,7 +280,7 @@ def test_every_query_asks_for_metrics_and_labels_that_there_are() -> None:
 
 @needs_promtool
 def test_rules_fire_where_they_should(tmp_path: Path) -> None:
-    """Two servers under one pattern, then one of them under another that nobody asked for.
+    """Servers under one pattern, then one under another: a canary, and one of a disaggregated pair.
 
     Of overlaps: tests/e2e/test_shadow.py has a real server's.
     """
@@ -293,20 +293,23 @@ def test_rules_fire_where_they_should(tmp_path: Path) -> None:
         of = f'{{model_name="m", instance="{instance}"}}'
         return {f"sglang_indexcache_{name}{of}": each for name, each in values.items()}
 
-    info = 'sglang_indexcache_info{model_name="m", pattern="%s", instance="%s"}'
+    info = 'sglang_indexcache_info{model_name="%s", pattern="%s", engine_type="%s"}'
     pairs = 'sglang_indexcache_pairs_total{model_name="m", kind="%s"}'
-    critical = {"model_name": "m", "severity": "critical"}
+    critical = {"model_name": "pair", "severity": "critical"}
     warning = {"model_name": "m", "severity": "warning"}
     switched = warning | {"instance": "switched"}
     check_rules(
         tmp_path,
         {
-            info % ("FSSS", "a"): "1x120",
-            info % ("FSSS", "b"): "1x30 0x90",
-            info % ("FFSS", "b"): "0x30 1x90",
+            info % ("m", "FSSS", "unified"): "1x120",
+            info % ("m", "FFSS", "unified"): "0x30 1x90",
+            info % ("pair", "FSSS", "prefill"): "1x120",
+            info % ("pair", "FSSS", "decode"): "1x30 0x90",
+            info % ("pair", "FFSS", "decode"): "0x30 1x90",
             pairs % "scored": "0+1000x60 60000+10x60",
             pairs % "skipped": "0+10x60 600+1000x60",
             'sglang_indexcache_rejections_total{model_name="m", by="request"}': "0x20 1x100",
+            'sglang_indexcache_refused_total{model_name="m", engine_type="unified"}': "0x70 6x50",
             **overlap("steady"),
             **overlap("longer", overlap_total="0+30x240", overlap_chance_total="0+6x240"),
             **overlap("drifts", overlap_total="0+40x100 4000+33x140"),
@@ -322,6 +325,7 @@ def test_rules_fire_where_they_should(tmp_path: Path) -> None:
             alert("IndexCacheRefusesPatterns", 19),
             alert("IndexCacheRefusesPatterns", 25, warning | {"by": "request"}),
             alert("IndexCacheRefusesPatterns", 60),
+            alert("IndexCacheRefusesPatterns", 75, warning | {"by": "client"}),
             alert("IndexCacheOverlapDrifts", 70, switched),
             alert("IndexCacheOverlapDrifts", 100, switched),
             alert("IndexCacheOverlapDrifts", 230, warning | {"instance": "drifts"}),
