@@ -122,3 +122,8 @@ def test_pages_stay_short(page: Path, most: int) -> None:
 def test_every_guide_is_found_from_the_readme() -> None:
     text = (ROOT / "README.md").read_text()
     assert {guide.name for guide in GUIDES} == set(re.findall(r"docs/([\w-]+\.md)", text))
+
+
+@pytest.mark.parametrize("guide", GUIDES, ids=lambda guide: guide.name)
+def test_a_server_is_started_one_way(guide: Path) -> None:
+    assert "python -m sglang.launch_server" not in guide.read_text()

@@ -182,7 +182,7 @@ def compare_command(
     again: str | None = None,
     bad: str | None = None,
 ) -> None:
-    """Pair two runs of another harness and give the verdict, sentence and pictures of ours.
+    """Pair two runs of another harness and give its verdict, sentence and report.
 
     REFERENCE ran with every indexer, CANDIDATE with the pattern, both on the same questions.
 
