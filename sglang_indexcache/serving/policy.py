@@ -17,6 +17,9 @@ from sglang_indexcache.errors import SettingsError, quoted
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.support.lengths import format_length, parse_length
 
+_LONGEST = 10_000
+"""Characters of what is read: it comes over HTTP, and the scheduler reads it between forwards."""
+
 _FORM = "PATTERN < LENGTH <= PATTERN, for example: full < 32K <= 1/2 < 128K <= 1/4"
 
 
@@ -39,7 +42,9 @@ class Policy:
         Raises:
             SettingsError: it has another form, or its lengths do not grow.
         """
-        words = re.split(r"\s*(<=?)\s*", text)
+        if len(text) > _LONGEST:
+            raise SettingsError(f"{quoted(text)} is no choice by prompt length. Write {_FORM}.")
+        words = [word.strip() for word in re.split("(<=?)", text)]
         if len(words) == 1:
             return cls.of(resolve(text))
         signs = [words[i : i + 3 : 2] for i in range(1, len(words), 4)]

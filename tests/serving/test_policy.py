@@ -54,6 +54,10 @@ def test_a_pattern_alone_is_for_every_length() -> None:
         ("full < -1 <= 1/2", "a length is a number of tokens"),
         ("full < many <= 1/2", "a length is a number of tokens"),
         ("full < 32K <= nobody", "no pattern is called 'nobody'"),
+        (" " * 9_000 + "full", "no pattern is called"),
+        ("full" + " < 1 <= 1/2" * 2_000, r"21,904 characters more is no choice by prompt length"),
+        (" " * 300_000, r"characters more is no choice by prompt length"),
+        ("<" * 300_000, r"characters more is no choice by prompt length"),
     ],
 )
 def test_gaps_overlaps_and_nonsense_are_refused(text: str, reason: str) -> None:
