@@ -35,6 +35,7 @@ from sglang_indexcache.serving.index_buffer import IndexBuffer
 from sglang_indexcache.serving.monitor.traffic import phase_of
 from sglang_indexcache.serving.preflight.refusals import stage_starts_here
 from sglang_indexcache.serving.rows import patterns_of_rows
+from sglang_indexcache.serving.settings import MODE
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.dsa.dsa_indexer import Indexer
@@ -321,21 +322,37 @@ def _load_kernels(runner: ModelRunner, active: ActivePattern) -> EngineKernels:
 
 
 def _check_overlap(backend: IndexCacheBackend) -> None:
-    """Offsets into a flattened batch (RAGGED) mean something else in a sub-batch than in it."""
-    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+    """Offsets into a flattened batch (RAGGED) mean something else in a sub-batch than in it.
 
+    In live mode a request may name any pattern, so the first of these layers may be S.
+    """
     first = backend.first_overlapped_layer
     plan = backend.active.plan
     positions = [i for i, layer in enumerate(plan.layer_ids) if layer >= first]
-    if not positions or plan.pattern.is_full(positions[0]):
+    if not positions or (plan.pattern.is_full(positions[0]) and plan.mode == "static"):
         return
+    if positions[0] == 0 or not _may_flatten(backend):  # the first layer is F in every pattern
+        return
+    way = "Make that layer F" if plan.mode == "static" else f"Use {MODE.flag} static"
+    raise SettingsError(
+        f"under --enable-two-batch-overlap layer {first} is the first to run on sub-batches, and "
+        f"with this prefill kernel indices cannot be cut in two. {way}, or choose "
+        "--dsa-prefill-backend flashmla_kv."
+    )
+
+
+def _may_flatten(backend: IndexCacheBackend) -> bool:
+    """Whether some prefill's indices are offsets into a flattened batch.
+
+    SGLang decides it for each batch (``set_dsa_prefill_impl``) under ``flashmla_auto`` over FP8 on
+    Blackwell; elsewhere it is decided by now.
+    """
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    if backend.enable_auto_select_prefill_impl and backend.dsa_kv_cache_store_fp8:
+        return bool(backend._is_blackwell())
     method = backend.get_topk_transform_method(ForwardMode.EXTEND)
-    if method == TopkTransformMethod.RAGGED:
-        raise SettingsError(
-            f"under --enable-two-batch-overlap layer {first} is the first to run on sub-batches, "
-            "and with this prefill kernel indices cannot be cut in two. Make that layer F, or "
-            "choose --dsa-prefill-backend flashmla_kv."
-        )
+    return bool(method == TopkTransformMethod.RAGGED)
 
 
 def index_queries(

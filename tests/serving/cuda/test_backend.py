@@ -172,25 +172,49 @@ def test_sub_batch_whose_first_layer_is_full_needs_no_parent(
     assert seen[-1][1] is mine
 
 
+@pytest.mark.parametrize(
+    ("text", "mode", "kernel", "fp8", "blackwell", "fits"),
+    [
+        ("FSF", "static", "flashmla_sparse", True, False, False),
+        ("FSF", "static", "flashmla_sparse", False, False, True),
+        ("FSF", "static", "flashmla_kv", True, True, True),
+        ("FFS", "static", "flashmla_sparse", True, True, True),
+        ("FSF", "static", "flashmla_auto", True, True, False),
+        ("FSF", "static", "flashmla_auto", True, False, True),
+        ("FSF", "static", "flashmla_auto", False, True, True),
+        ("FFF", "live", "flashmla_auto", True, True, False),  # a request may name FSF
+        ("FFF", "live", "flashmla_kv", True, True, True),
+    ],
+)
 def test_overlap_refuses_offsets_that_cannot_be_cut(
-    seen: list[tuple[int, torch.Tensor | None]], monkeypatch: pytest.MonkeyPatch
+    seen: list[tuple[int, torch.Tensor | None]],
+    text: str,
+    mode: str,
+    kernel: str,
+    fp8: bool,
+    blackwell: bool,
+    fits: bool,
 ) -> None:
-    methods = {"ragged": TopkTransformMethod.RAGGED, "paged": TopkTransformMethod.PAGED}
-    for text, method, fits in (
-        ("FSF", "ragged", False),
-        ("FFS", "ragged", True),
-        ("FSF", "paged", True),
-    ):
-        monkeypatch.setattr(
-            DeepseekSparseAttnBackend,
-            "get_topk_transform_method",
-            lambda self, mode, method=method: methods[method],
-        )
-        if fits:
-            backend_cuda._check_overlap(backend(text))
-        else:
-            with pytest.raises(SettingsError, match="layer 1 is the first to run on sub-batches"):
-                backend_cuda._check_overlap(backend(text))
+    """SGLang's own choice for a batch of few cached tokens agrees."""
+    made = backend(text, mode)
+    made.dsa_prefill_impl, made.dsa_kv_cache_store_fp8 = kernel, fp8
+    made.enable_auto_select_prefill_impl = kernel == "flashmla_auto"
+    made._is_blackwell = lambda: blackwell
+    if fits:
+        backend_cuda._check_overlap(made)
+    else:
+        with pytest.raises(SettingsError, match="layer 1 is the first to run on sub-batches"):
+            backend_cuda._check_overlap(made)
+    made._is_in_breakable_cuda_graph = made._is_in_tc_piecewise_cuda_graph = lambda: False
+    made._get_device_sm = lambda: 100 if blackwell else 90
+    made.supports_mha_one_shot = False
+    few = batch()
+    few.seq_lens_cpu, few.seq_lens_sum, few.extend_num_tokens = torch.tensor([300]), 300, 300
+    few.forward_mode = ForwardMode.EXTEND
+    made.set_dsa_prefill_impl(few)
+    is_ragged = made.get_topk_transform_method(ForwardMode.EXTEND) == TopkTransformMethod.RAGGED
+    may_be_cut = text.startswith("FF") and mode == "static"
+    assert fits is (may_be_cut or not is_ragged)
 
 
 class FakeIndexer:
