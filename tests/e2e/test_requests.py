@@ -19,6 +19,7 @@ from openai import BadRequestError, OpenAI
 from sglang_indexcache.ask.client import Client
 from sglang_indexcache.errors import ServerError
 from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.serving.monitor.skipping import judge
 from tests.e2e.conftest import ROUNDING, Serve, decided_prompt, prompt
 from tests.oracle import Oracle
 
@@ -139,8 +140,11 @@ def stress(client: Client, oracle: Oracle, patterns: list[str], defaults: list[s
     assert tally["told apart from another pattern"] > 0.5 * finished
     assert tally["retracted"] > 0
     assert len([key for key in tally if key.startswith("under")]) >= 8
-    assert all(state.mixed_forwards for state in client.states())
     wait_until_idle(client)
+    states = client.states()
+    assert all(state.mixed_forwards for state in states)
+    assert sum(state.idle_forwards for state in states) > 0
+    assert {judge(state).uncounted for state in states} == {""}  # no forward without layers
 
 
 def wait_until_idle(client: Client) -> None:
