@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
@@ -27,9 +28,11 @@ from sglang_indexcache.support.lengths import format_length, points
 LIBRARY_VARIABLE = "SGLANG_INDEXCACHE_LIBRARY"
 """Environment variable: more folders of pattern files, separated like PATH."""
 
-_RATIO = re.compile(r"(\d+)/(\d+)")
+_RATIO = re.compile("([0-9]+)/([0-9]+)")
 _LONGEST_RATIO = 12
 """Characters; Python does not read numbers of thousands of digits."""
+_LONGEST_GUESSED = 100
+"""Characters of a name that is compared with the known ones, in time that grows by their square."""
 
 
 class Strict(BaseModel):
@@ -177,7 +180,7 @@ class Entry(Strict):
     model: ModelInfo
     pattern: str
     full_layers: int
-    retention: str = Field(pattern=r"^\d+/\d+$")
+    retention: str = Field(pattern="^[0-9]+/[0-9]+$")
     method: MethodRecord
     source: Citation
     quality: tuple[Quality | Evaluated, ...] = ()
@@ -352,10 +355,12 @@ class Library:
                 f"one pattern is wanted here, got a choice by prompt length: {quoted(name)}. Only "
                 "the pattern of a server may depend on it."
             )
-        known = ", ".join(self.entries) or "none"
         meant = " Every indexer on is called full." if name.lower() in _OFF else ""
+        near = get_close_matches(name, self.entries) if len(name) <= _LONGEST_GUESSED else ()
+        nearest = f" Near it: {', '.join(near)}." if near else ""
         raise LibraryError(
-            f"no pattern is called {quoted(name)}.{meant} Known names: {known}. {_FORMS}"
+            f"no pattern is called {quoted(name)}.{meant}{nearest} {_FORMS} `indexcache patterns "
+            "list` has the names."
         )
 
     def for_checkpoint(self, checkpoint: Checkpoint) -> list[Entry]:
@@ -366,17 +371,23 @@ class Library:
             if entry.model.matches(checkpoint) and _fits(entry.parsed, checkpoint)
         ]
 
-    def resolve(self, value: str, checkpoint: Checkpoint | None = None) -> Resolved:
+    def resolve(
+        self, value: str, checkpoint: Checkpoint | None = None, *, files: bool = True
+    ) -> Resolved:
         """Turn what a user wrote into a pattern; nothing else knows the forms of one.
 
         Without a checkpoint, which the pattern must fit, only the forms that name every layer can
         be resolved.
 
+        Args:
+            files: whether it may be the path of a file, which is read here: not for whoever can
+                only reach a server.
+
         Raises:
             PatternError, LibraryError: naming what is wrong with ``value``.
         """
         name, window = split_window(value)
-        found = self._resolve(name, checkpoint)
+        found = self._resolve(name, checkpoint, files)
         if not window:
             return found
         if found.pattern.window:
@@ -388,10 +399,10 @@ class Library:
         # The entry's evidence is about the pattern without the window.
         return Resolved(found.pattern.with_window(window), said)
 
-    def _resolve(self, value: str, checkpoint: Checkpoint | None) -> Resolved:
+    def _resolve(self, value: str, checkpoint: Checkpoint | None, files: bool) -> Resolved:
         ratio = _RATIO.fullmatch(value)
         if value != "full" and not value.startswith("uniform:") and not ratio:
-            resolved = self._spelled_out(value)
+            resolved = self._spelled_out(value, files)
         elif checkpoint is None:
             raise PatternError(
                 f"which layers {value!r} keeps depends on the model. Say which one (--model), or "
@@ -411,8 +422,14 @@ class Library:
             resolved.pattern.check_checkpoint(checkpoint.own)
         return resolved
 
-    def _spelled_out(self, value: str) -> Resolved:
+    def _spelled_out(self, value: str, files: bool) -> Resolved:
         if names_a_file(value):
+            if not files:
+                raise PatternError(
+                    f"{value!r} is a file, and a server reads none for whoever can reach it. Send "
+                    f"its F/S string, or start the server with {LIBRARY_VARIABLE} and send the "
+                    "name."
+                )
             return _from_entry(load_entry(Path(value)), f"file {value}")
         if value and value not in self.entries and _looks_literal(value):
             return Resolved(Pattern(value), "given literally")

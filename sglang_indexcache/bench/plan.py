@@ -374,7 +374,7 @@ def choose_patterns(values: Sequence[str], shape: str) -> tuple[Patterns, tuple[
         try:
             pattern = Library.default().resolve(value, checkpoint).pattern
         except LibraryError:
-            if re.fullmatch(r"1/\d+", value) is None:
+            if re.fullmatch("1/[0-9]+", value) is None:
                 raise
             pattern = Library.default().resolve(f"uniform:{value}", checkpoint).pattern
             said.append(

@@ -227,7 +227,7 @@ def counted_gpus(text: str) -> tuple[int, str]:
         TrainingError: written in another way.
     """
     count, times, name = text.partition("x")
-    if not times or not count.isdigit() or not int(count):
+    if not times or not (count.isascii() and count.isdigit()) or not int(count):
         raise TrainingError(f"GPUs are written as 8xh200, got {text!r}")
     return int(count), name
 

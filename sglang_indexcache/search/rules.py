@@ -11,7 +11,8 @@ from fractions import Fraction
 from sglang_indexcache.errors import SearchError
 from sglang_indexcache.pattern import Pattern, split_window
 
-_RATIO = re.compile(r"(\d+)/(\d+)")
+_RATIO = re.compile("([0-9]+)/([0-9]+)")
+_LAYERS = re.compile("([0-9]+)(?:-([0-9]+))?")
 _DEFAULT = ("1/2", "1/4", "1/8")
 
 
@@ -98,10 +99,10 @@ def parse_layers(text: str) -> list[int]:
     """
     found: list[int] = []
     for part in filter(None, text.split(",")):
-        first, _, last = part.strip().partition("-")
-        if not first.isdigit() or (last and not last.isdigit()):
+        match = _LAYERS.fullmatch(part.strip())
+        if match is None:
             raise SearchError(f"{text!r} is not a list of layers such as 3,5,10-12")
-        found += range(int(first), int(last or first) + 1)
+        found += range(int(match[1]), int(match[2] or match[1]) + 1)
     return found
 
 
@@ -177,6 +178,6 @@ def _mark(value: str, total: int) -> Mark:
         if not 0 < above <= below:
             raise SearchError(f"target {value} is not a ratio between 0 and 1")
         return Mark(math.ceil(Fraction(above, below) * total), value)
-    if value.isdigit() and int(value) > 0:
+    if value.isascii() and value.isdigit() and int(value) > 0:
         return Mark(int(value), f"{value}/{total}")
     raise SearchError(f"target {value!r} is neither a ratio (1/4) nor a count of F layers (12)")

@@ -7,6 +7,7 @@ and they never see what a route of SGLang's drops.
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from typing import Any
@@ -16,7 +17,7 @@ from sglang_indexcache.ask.protocol import PATTERN_OF_REQUEST as NAME
 from sglang_indexcache.errors import IndexCacheError
 from sglang_indexcache.serving import hooks
 from sglang_indexcache.serving.active import published_plan
-from sglang_indexcache.serving.requests import names_ours, resolve
+from sglang_indexcache.serving.requests import names_ours, names_pattern, resolve
 from sglang_indexcache.serving.settings import Plan
 
 Scope = MutableMapping[str, Any]
@@ -35,6 +36,13 @@ _CARRIERS = {
 
 _LOOKED_INTO = {"sampling_params", CUSTOM, "parameters", "extra_body", "options"}
 """Keys under which people put a pattern; what they hold is looked at, not texts and messages."""
+
+_LABELS = {"metadata", "chat_template_kwargs"}
+"""Keys that hold what a client likes, where only the pattern's own key is looked for."""
+
+_MAY_HIDE = re.compile(rb"\\u00[4-7]|\x00")
+"""What keeps a word from being found in a body's bytes: an escaped letter, which no writer of JSON
+needs, and UTF-16, which SGLang reads too."""
 
 on_refusal: list[Callable[[], object]] = []
 """Called at each refusal; where metrics are on, ``monitor/metrics.py`` adds itself."""
@@ -117,13 +125,14 @@ def wrong_body(plan: Plan, route: str, body: bytes) -> str:
 
     A server would answer it under its default, and nobody would see.
     """
-    if b"indexcache" not in body.lower().translate(None, b"-_ "):
+    plain = body.lower().translate(None, b"-_ ")
+    if b"indexcache" not in plain and not _MAY_HIDE.search(body):
         return ""  # without parsing a long prompt
     try:
         found = [*_ours(json.loads(body))]
     except (ValueError, RecursionError):
         return ""  # SGLang says so
-    carrier = _CARRIERS.get(route)
+    carrier = _CARRIERS.get(route.rstrip("/"))  # with a slash behind, SGLang redirects there
     for path, name in found:
         if path != carrier:
             return f"{'.'.join(path)} is read by nobody at {route}. {_where(carrier)}"
@@ -153,3 +162,7 @@ def _ours(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, .
                 yield (*path, key), inside
             elif key in _LOOKED_INTO:
                 yield from _ours(inside, (*path, key))
+            elif key in _LABELS and isinstance(inside, dict):
+                yield from (
+                    ((*path, key, own), inside[own]) for own in inside if names_pattern(own)
+                )

@@ -21,7 +21,7 @@ from weakref import WeakSet
 from sglang_indexcache.ask.protocol import CUSTOM
 from sglang_indexcache.ask.protocol import PATTERN_OF_REQUEST as NAME
 from sglang_indexcache.errors import IndexCacheError, PatternError, SettingsError
-from sglang_indexcache.library import Library, names_a_file
+from sglang_indexcache.library import Library
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving import hooks
 from sglang_indexcache.serving.active import ActivePattern, current
@@ -76,7 +76,16 @@ def named_by(sampling_params: Any) -> Any:
 
 def names_ours(key: object) -> bool:
     """Whether somebody who writes ``key`` means this plugin, however it is spelt."""
-    return isinstance(key, str) and "indexcache" in re.sub(r"[\W_]", "", key.lower())
+    return isinstance(key, str) and "indexcache" in _letters(key)
+
+
+def names_pattern(key: object) -> bool:
+    """Whether ``key`` is the one under which a request names its pattern, however it is spelt."""
+    return isinstance(key, str) and _letters(key) == _letters(NAME)
+
+
+def _letters(key: str) -> str:
+    return re.sub(r"[\W_]", "", key.lower())
 
 
 def resolve(plan: Plan, value: Any) -> Pattern:
@@ -96,12 +105,7 @@ def resolve(plan: Plan, value: Any) -> Pattern:
 
 @lru_cache(maxsize=256)
 def _resolve(plan: Plan, value: str) -> Pattern:
-    if names_a_file(value):
-        raise SettingsError(
-            f"{value!r} is a file, and a server reads none for whoever can reach it. Send its F/S "
-            "string, or start the server with SGLANG_INDEXCACHE_LIBRARY and send the name."
-        )
-    pattern = Library.default().resolve(value, plan.checkpoint()).pattern
+    pattern = Library.default().resolve(value, plan.checkpoint(), files=False).pattern
     if plan.mode == "static":
         if pattern != plan.pattern:
             raise SettingsError(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -436,12 +437,12 @@ def _shadow(said: Said) -> int:
         return 0
     if choice.value == "on":
         return _SHADOW_ON
-    if not choice.value.isdecimal() or not 0 < (number := int(choice.value)) < 10**9:
+    if not re.fullmatch("[1-9][0-9]{0,8}", choice.value):
         raise SettingsError(
             f"{choice.origin} is {choice.value!r}; give the number of forwards of which one is "
             f"sampled, or on for {_SHADOW_ON}"
         )
-    return number
+    return int(choice.value)
 
 
 def _known_quality(entries: Iterable[Entry], model: str) -> str:

@@ -6,7 +6,7 @@ import re
 
 from sglang_indexcache.errors import SettingsError, quoted
 
-_FORM = re.compile(r"0*([1-9]\d{0,11})(K|Ki)?")
+_FORM = re.compile("0*([1-9][0-9]{0,11})(K|Ki)?")
 
 
 def parse_length(text: str) -> int:

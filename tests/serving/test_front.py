@@ -40,7 +40,7 @@ async def route(request: Request) -> Any:
     return JSONResponse(await request.json())
 
 
-def post(body: Any, path: str = "/generate") -> httpx.Response:
+def post(body: Any, path: str = "/generate", asked: str = "") -> httpx.Response:
     app = Starlette(
         routes=[Route(path, route, methods=["POST"])], middleware=[Middleware(front.Front)]
     )
@@ -48,7 +48,7 @@ def post(body: Any, path: str = "/generate") -> httpx.Response:
     async def send() -> httpx.Response:
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
-            return await client.post(path, json=body)
+            return await client.post(asked or path, json=body)
 
     return asyncio.run(send())
 
@@ -64,6 +64,11 @@ def post(body: Any, path: str = "/generate") -> httpx.Response:
         ("/v1/chat/completions", named("FSSSFSSS") | {"stream": True}),
         ("/v1/chat/completions", {"messages": [{"indexcache": "said by a user"}]}),
         ("/v1/messages", {"custom_params": {"another's": 1}}),
+        ("/v1/chat/completions", {"metadata": {"indexcache_trial": "3"}}),
+        (
+            "/v1/chat/completions",
+            {"metadata": "indexcache_pattern", "tools": [{"name": "indexcache"}]},
+        ),
     ],
 )
 def test_what_is_named_well_or_said_to_others_reaches_the_route(path: str, body: Any) -> None:
@@ -86,6 +91,16 @@ def test_what_is_named_well_or_said_to_others_reaches_the_route(path: str, body:
         ("/v1/completions", {"extra_body": named("full")}, "in custom_params.indexcache"),
         ("/v1/messages", named("full"), "custom_params.indexcache_pattern of /v1/chat/comp"),
         ("/api/generate", {"options": {"indexcache_pattern": "full"}}, "named in the body: in"),
+        (
+            "/v1/chat/completions",
+            {"metadata": {"indexcache_pattern": "full"}},
+            "metadata.indexcache_pattern is read by nobody at /v1/chat/completions. Name",
+        ),
+        (
+            "/v1/chat/completions",
+            {"chat_template_kwargs": {"IndexCache-Pattern": "full"}},
+            "chat_template_kwargs.IndexCache-Pattern is read by nobody",
+        ),
         ("/predict", {"parameters": {"sampling_params": named("full")}}, "nobody at /predict"),
     ],
 )
@@ -93,6 +108,29 @@ def test_a_name_that_is_none_or_that_nobody_would_read(path: str, body: Any, rea
     response = post(body, path)
     assert response.status_code == 400
     assert reason in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"index\\u0063ache_pattern": "full"}',
+        b'{"\\u0049ndexcache_pattern": "full"}',
+        '{"indexcache_pattern": "full"}'.encode("utf-16"),
+    ],
+    ids=["a small letter", "a capital", "UTF-16"],
+)
+def test_a_spelling_that_bytes_do_not_show(body: bytes) -> None:
+    assert "_pattern is read by nobody at /v1/messages" in front.wrong_body(
+        LIVE, "/v1/messages", body
+    )
+
+
+def test_a_slash_behind_a_route_redirects_as_without_a_name() -> None:
+    for body in ({}, {"sampling_params": named("full")}):
+        response = post(body, asked="/generate/")
+        assert response.status_code == 307
+        assert response.headers["location"] == "http://server/generate"
+    assert "no pattern is called" in post({"sampling_params": named("x")}, asked="/generate/").text
 
 
 def test_static_mode_takes_its_own_only(served: list[Plan | None]) -> None:

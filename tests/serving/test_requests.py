@@ -7,6 +7,7 @@ import itertools
 import json
 from array import array
 from collections import defaultdict
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -102,6 +103,18 @@ def test_what_is_no_pattern_ends_the_request_alone(name: Any) -> None:
     assert request.indexcache_pattern == Pattern("FFFF")
     assert len(str(refusal.value)) < 500
     assert admit().to_finish is None
+
+
+@pytest.mark.parametrize("windows", ["", "+w8", "+w8+w8", "+w8+w8+w8"])
+def test_no_file_is_opened_for_a_request(windows: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many windows stand behind it."""
+    opened: list[Path] = []
+    monkeypatch.setattr("sglang_indexcache.library.load_entry", opened.append)
+    monkeypatch.setattr("sglang_indexcache.library._read_folder", lambda _folder: {})
+    reason = "no pattern is called" if windows.count("+") > 2 else "is a file, and a server reads"
+    with pytest.raises(IndexCacheError, match=reason):
+        requests.resolve(plan("FFFF", mode="live"), f"x.yaml{windows}")
+    assert opened == []
 
 
 def test_a_ratio_is_looked_up_for_the_model_that_is_served() -> None:

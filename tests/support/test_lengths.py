@@ -11,7 +11,7 @@ def test_lengths_are_read_and_written(text: str) -> None:
     assert parse_length(format_length(parse_length(text))) == parse_length(text)
 
 
-@pytest.mark.parametrize("text", ["", "0", "-1", "4k", "1.5K", "Ki"])
+@pytest.mark.parametrize("text", ["", "0", "-1", "4k", "1.5K", "Ki", "\u0664", "\uff14K"])
 def test_a_bad_length(text: str) -> None:
     with pytest.raises(SettingsError, match="a length is a number"):
         parse_length(text)

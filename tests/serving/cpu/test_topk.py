@@ -24,6 +24,7 @@ def test_random_rows(generator: torch.Generator, width: int, topk: int) -> None:
     logits = torch.randn(9, width, generator=generator)
     logits[3] = 0.0  # all equal
     logits[4] = logits[4].relu()  # many zeros
+    logits[5] = -logits[5].relu() + 0.0 * logits[5].sign()  # at the top, of both signs
     visible = torch.randint(0, width + 1, (9,), generator=generator)
     expected = reference(logits, visible, topk)
     got = topk_overwriting(logits.clone(), visible, topk)
