@@ -9,6 +9,12 @@ from sglang_indexcache.errors import SettingsError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.support.files import replacing
 
+FORMATS: dict[str, dict[str, None]] = {
+    ".png": {},
+    ".pdf": {"CreationDate": None},
+    ".svg": {"Date": None},
+}
+"""How pictures are written, by suffix, and what is left out: else no two files were alike."""
 FULL = "#8a8a8a"
 _SEARCHED = ((0.4, "#1f5fa8"), (0.2, "#c0392b"), (0.0, "#2e8b57"))
 _UNIFORM = ((0.4, "#8db8e0"), (0.2, "#e8a79f"), (0.0, "#9ccfb2"))
@@ -42,15 +48,17 @@ def make_figure(
 
 
 def save_figure(figure: Any, path: Path) -> None:
-    """Write a PNG; a viewer that watches the file never sees half of it.
+    """Write a picture as its suffix says; a viewer that watches the file never sees half of it.
 
     Raises:
-        SettingsError: the name of another kind of file.
+        SettingsError: the suffix is none of :data:`FORMATS`.
     """
-    if path.suffix != ".png":
-        raise SettingsError(f"pictures are written as PNG; give {path} the suffix .png")
-    with replacing(path) as part:
-        figure.savefig(part, dpi=150, format="png")
+    if path.suffix not in FORMATS:
+        raise SettingsError(f"pictures are written as {', '.join(FORMATS)}, got {path}")
+    from matplotlib import rc_context
+
+    with replacing(path) as part, rc_context({"svg.hashsalt": "indexcache"}):
+        figure.savefig(part, dpi=150, format=path.suffix[1:], metadata=FORMATS[path.suffix])
 
 
 def check_installed() -> None:

@@ -18,6 +18,8 @@ import pytest
 
 from tests.preloaded import Template
 
+pytest.importorskip("sglang")
+
 GLM_CASES = [
     # (arguments, what the one error says)
     (["--indexcache-pattern", "no-such-name"], "no-such-name"),

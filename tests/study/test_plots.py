@@ -1,4 +1,4 @@
-"""Pictures: one format, written whole."""
+"""Pictures: written whole, in the format of their suffix."""
 
 from pathlib import Path
 
@@ -21,10 +21,26 @@ def test_axes_come_in_reading_order(tmp_path: Path) -> None:
     assert [file.name for file in path.parent.iterdir()] == ["figure.png"]
 
 
+@pytest.mark.parametrize(
+    ("suffix", "begins"), [(".png", b"\x89PNG"), (".pdf", b"%PDF"), (".svg", b"<?xml")]
+)
+def test_the_suffix_decides_and_the_bytes_are_the_same_again(
+    suffix: str, begins: bytes, tmp_path: Path
+) -> None:
+    written = []
+    for name in ("once", "again"):
+        figure, [axis] = make_figure(2, 2)
+        axis.plot([0, 1], [1, 0])
+        save_figure(figure, tmp_path / f"{name}{suffix}")
+        written.append((tmp_path / f"{name}{suffix}").read_bytes())
+    assert written[0].startswith(begins)
+    assert written[0] == written[1]
+
+
 def test_another_format_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     figure, _ = make_figure(2, 2)
-    with pytest.raises(SettingsError, match="written as PNG"):
-        save_figure(figure, tmp_path / "figure.svg")
+    with pytest.raises(SettingsError, match=r"written as \.png, \.pdf, \.svg"):
+        save_figure(figure, tmp_path / "figure.jpg")
     assert not list(tmp_path.iterdir())
 
 
