@@ -42,7 +42,7 @@ _FIELDS: Mapping[str, Any] = {
     "qk_nope_head_dim": 64,
     "qk_rope_head_dim": 64,
     "v_head_dim": 64,
-    "index_head_dim": 128,  # SGLang's index-K pages allow no other width
+    "index_head_dim": 128,  # a GPU's index-K pages hold no other width; the CPU platform does
     "n_routed_experts": 8,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 128,

@@ -61,6 +61,15 @@ def glm(checkpoints: dict[str, Path]) -> Path:
     return checkpoints["glm-5"]
 
 
+@pytest.fixture(scope="session")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with index keys of 192 entries, all of them rotated, which no GPU's pages hold."""
+    folder = tmp_path_factory.mktemp("wide")
+    fields = {"index_head_dim": 192, "qk_rope_head_dim": 192}
+    make_model(folder, size="tiny", vocab_size=VOCAB, dtype="float32", fields=fields)
+    return folder
+
+
 Serve = Callable[..., Any]
 
 

@@ -235,10 +235,13 @@ class TestAttentionInParallel:
         ] * 2
 
 
-def test_tensor_parallel(glm: Path, serve: Serve, oracle: Oracle) -> None:
+def test_tensor_parallel(wide: Path, serve: Serve) -> None:
+    """In static mode, with index keys of 192 entries."""
     arguments = ["--tp", "2", "--indexcache-pattern", str(PATTERN)]
-    with serve(glm, *SMALL_POOL, *arguments, **TWO_RANKS) as client:
-        check(client, oracle, PATTERN, (1, 300, 66))
+    with serve(wide, *SMALL_POOL, *arguments, **TWO_RANKS) as client:
+        check(client, Oracle(wide, torch.float32), PATTERN, (1, 300, 66))
+        [state] = client.states()
+        assert state.index_k_bytes_per_token == 3 * 192 * 4
 
 
 def test_pipeline_whose_second_stage_starts_on_a_shared_layer(

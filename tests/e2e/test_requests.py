@@ -1,4 +1,7 @@
-"""Each request under its own pattern: many at once, none mixed, none in another's way."""
+"""Each request under its own pattern: many at once, none mixed, none in another's way.
+
+Asked of a model with index keys of 192 entries, so that these pass through everything here.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +33,8 @@ LOGIT_TIE = 1e-4
 
 
 @pytest.fixture(scope="module")
-def oracle(glm: Path) -> Oracle:
-    return Oracle(glm, torch.float32)
+def oracle(wide: Path) -> Oracle:
+    return Oracle(wide, torch.float32)
 
 
 def under(pattern: object, **sampling: Any) -> dict[str, Any]:
@@ -156,7 +159,7 @@ def wait_until_idle(client: Client) -> None:
     raise AssertionError(f"requests are left: {client.states()}")
 
 
-def test_many_patterns_at_once_under_dp_attention(glm: Path, serve: Serve, oracle: Oracle) -> None:
+def test_many_patterns_at_once_under_dp_attention(wide: Path, serve: Serve, oracle: Oracle) -> None:
     """Chunks, retractions, aborts, idle ranks; every rank decides alike."""
     generator = random.Random(SEED)
     legal = [f"F{number:05b}".replace("0", "S").replace("1", "F") for number in range(32)]
@@ -167,7 +170,7 @@ def test_many_patterns_at_once_under_dp_attention(glm: Path, serve: Serve, oracl
     arguments += ["--max-total-tokens", "8192", "--chunked-prefill-size", "128"]
     environment = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", "SGLANG_TEST_RETRACT": "1",
                    "SGLANG_TEST_RETRACT_INTERVAL": "23"}  # fmt: skip
-    with serve(glm, *arguments, **environment) as client:
+    with serve(wide, *arguments, **environment) as client:
         stress(client, oracle, patterns[:10], defaults)
 
 
@@ -255,11 +258,11 @@ BY_LENGTH = {60: "FFFFFF", 99: "FFFFFF", 100: "FSFSFS", 199: "FSFSFS", 200: "FSS
 
 
 @pytest.fixture(scope="module")
-def client(glm: Path, serve: Serve) -> Iterator[Client]:
+def client(wide: Path, serve: Serve) -> Iterator[Client]:
     arguments = ["--dtype", "float32", "--indexcache-mode", "live", "--max-total-tokens", "16384"]
     arguments += ["--indexcache-pattern", POLICY, "--enable-mixed-chunk"]
     arguments += ["--chunked-prefill-size", "128", "--enable-streaming-session"]
-    with serve(glm, *arguments) as client:
+    with serve(wide, *arguments) as client:
         yield client
 
 
@@ -410,11 +413,11 @@ def test_a_session_keeps_its_pattern(client: Client, oracle: Oracle, streaming: 
     ],
 )
 def test_no_route_answers_a_name_that_it_does_not_read(
-    client: Client, glm: Path, route: str, body: dict[str, Any], stream: bool
+    client: Client, wide: Path, route: str, body: dict[str, Any], stream: bool
 ) -> None:
     said = {"model": "m", "max_tokens": 2, "stream": stream} | body
     if said["model"] == "MODEL":
-        said["model"] = str(glm)
+        said["model"] = str(wide)
 
     def ask(**more: Any) -> int:
         return httpx.post(f"{client.url}{route}", json=said | more, timeout=60).status_code
@@ -498,10 +501,10 @@ def test_default_by_length_can_be_set_while_it_runs(client: Client) -> None:
         client.switch_pattern("FFFFFF < 90 < FSSFSS")
 
 
-def test_names_are_checked_in_every_tokenizer_process(glm: Path, serve: Serve) -> None:
+def test_names_are_checked_in_every_tokenizer_process(wide: Path, serve: Serve) -> None:
     """They load no plugins; a stream used to get HTTP 200 and the error as its first event."""
     arguments = ["--tokenizer-worker-num", "2", "--indexcache-mode", "live"]
-    with serve(glm, "--max-total-tokens", "8192", *arguments) as client:
+    with serve(wide, "--max-total-tokens", "8192", *arguments) as client:
         for _ in range(8):  # connections go to either process
             for stream in (False, True):
                 body = {"input_ids": [20], "stream": stream, "sampling_params": under("nobody")}

@@ -350,6 +350,17 @@ def test_bad_combination(model: Callable[..., Path], arguments: list[str], messa
         resolve(model(), *arguments)
 
 
+def test_wide_index_keys_have_no_fp8_pages(model: Callable[..., Path]) -> None:
+    """On the CPU platform; a GPU has no other pages (``test_absent_gpu.py``)."""
+    folder = model(index_head_dim=192, qk_rope_head_dim=192)
+    for mode in ("static", "live"):
+        for dtype in ("auto", "bfloat16", "float32"):
+            way = ["--indexcache-mode", mode, "--indexcache-index-k-dtype", dtype]
+            assert hf_config(resolve(folder, *way)).index_head_dim == 192
+        with pytest.raises(IndexCacheError, match="128 entries a key, and this model's keys have"):
+            resolve(folder, *way[:3], "fp8_e4m3")
+
+
 KERNEL_SHAPE = {"kv_lora_rank": 512, "index_n_heads": 32}
 """What our kernels need besides :data:`BASE`."""
 

@@ -8,7 +8,7 @@ transformers. The KV pool below is SGLang's, with torch in place of its Triton w
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.mem_cache.index_key_cache import IndexKeyCache
@@ -21,6 +21,7 @@ from sglang_indexcache.kernels.indexer import quantization
 from sglang_indexcache.kernels.indexer.quantization import hadamard, quantize_e4m3
 from sglang_indexcache.serving.active import published_plan
 from sglang_indexcache.serving.cpu.select import every_visible, select_topk
+from sglang_indexcache.serving.preflight.config_check import INDEX_HEAD_DIM
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.dsa.dsa_indexer import Indexer
@@ -201,9 +202,16 @@ class CpuIndexKeyCache(IndexKeyCache):
 
 
 class CpuDSATokenToKVPool(DSATokenToKVPool):
-    """Latent rows ``[slots, 1, kv_lora_rank + rope]`` and index keys, on a CPU."""
+    """Latent rows ``[slots, 1, kv_lora_rank + rope]`` and index keys of any width, on a CPU."""
+
+    def __init__(self, *args: Any, index_head_dim: int, **kwargs: Any) -> None:
+        self._index_key_width = index_head_dim
+        # SGLang's class asserts the one width that its kernels can read, and allocates no keys
+        # before the hook below gives the pool the model's own.
+        super().__init__(*args, index_head_dim=INDEX_HEAD_DIM, **kwargs)
 
     def _create_index_key_cache(self) -> CpuIndexKeyCache:
+        self.index_head_dim = self._index_key_width
         self.index_k_with_scale_buffer_dtype = self._index_k_dtype()
         return CpuIndexKeyCache(self, self.index_buf_size)
 

@@ -19,7 +19,8 @@ import torch
 from sglang_indexcache.errors import Findings, SettingsError
 from sglang_indexcache.serving.cpu.fp8 import read_plain
 from sglang_indexcache.serving.hooks import after, around
-from sglang_indexcache.serving.settings import KERNELS, Plan
+from sglang_indexcache.serving.preflight.config_check import INDEX_HEAD_DIM
+from sglang_indexcache.serving.settings import INDEX_K_DTYPE, KERNELS, Plan
 
 if TYPE_CHECKING:
     from sglang.srt.platforms.interface import KVPoolKind
@@ -188,6 +189,7 @@ def check_plan(server_args: Any, plan: Plan) -> None:
     from sglang.srt.arg_groups.overrides import resolving_view
 
     cfg = resolving_view(server_args)
+    width = dict(plan.shape).get("index_head_dim", INDEX_HEAD_DIM)
     reasons = {
         f"--device {cfg.device} was given, but no accelerator is visible here. Drop the flag to "
         "serve on the CPU, or check the driver.": cfg.device not in (None, "cpu"),
@@ -195,6 +197,9 @@ def check_plan(server_args: Any, plan: Plan) -> None:
         "the model's dtype. Drop the flag (index keys: --indexcache-index-k-dtype).": (
             cfg.kv_cache_dtype not in ("auto", "bfloat16", "bf16")
         ),
+        f"{INDEX_K_DTYPE.flag} fp8_e4m3 stores index keys in a GPU's pages, which hold "
+        f"{INDEX_HEAD_DIM} entries a key, and this model's keys have {width}. Drop the flag, or "
+        "take bfloat16 or float32.": plan.index_k_dtype == "fp8_e4m3" and width != INDEX_HEAD_DIM,
         f"{KERNELS.flag} {plan.kernels} chooses GPU kernels, and the CPU platform has kernels of "
         "its own. Drop the flag.": plan.kernels != "engine",
         f"--speculative-algorithm {cfg.speculative_algorithm} needs a GPU. Drop the flag.": (

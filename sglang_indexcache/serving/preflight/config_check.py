@@ -16,11 +16,24 @@ from sglang_indexcache.models import BY_ARCHITECTURE, read_field
 
 INDEX_HEAD_DIM = 128
 
+
+def _is_width_stored(width: int, _: Any) -> bool:
+    """Whether index keys of ``width`` have a place: on a GPU in pages, on the CPU in plain rows."""
+    # Imported here, for the platform imports the settings, which import this module.
+    from sglang_indexcache.serving.cpu.platform import is_active
+
+    return width == INDEX_HEAD_DIM or is_active()
+
+
 LIMITS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
     "index_head_dim": (
-        lambda value, _: value == INDEX_HEAD_DIM,
-        f"must be {INDEX_HEAD_DIM}, the width of SGLang's index-K pages: the indexers have to be "
-        "made and trained with it",
+        _is_width_stored,
+        f"must be {INDEX_HEAD_DIM}, the width of SGLang's index-K pages on GPUs: the indexers have "
+        "to be made and trained with it (only the CPU platform stores other widths)",
+    ),
+    "qk_rope_head_dim": (
+        lambda value, config: value <= (read_field(config, "index_head_dim") or value),
+        "must be at most index_head_dim: an indexer rotates as many entries of its keys",
     ),
     "hidden_act": (lambda value, _: value == "silu", "must be silu, the one that is built"),
     "moe_layer_freq": (

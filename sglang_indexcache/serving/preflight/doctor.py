@@ -30,6 +30,7 @@ from sglang_indexcache.checkpoint import INDEX_K_BYTES_PER_KEY
 from sglang_indexcache.errors import Findings, IndexCacheError, ServerError, SettingsError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.engine_version import EngineSource
+from sglang_indexcache.serving.preflight.config_check import INDEX_HEAD_DIM
 from sglang_indexcache.serving.preflight.refusals import CONTRACT, FEATURES, REHEARSED, TESTED
 from sglang_indexcache.serving.settings import BACKEND_NAME, CONFIG_KEY, Plan
 from sglang_indexcache.support.drawing import to_terminal
@@ -244,6 +245,8 @@ def _saved(plan: Plan, context: int) -> str:
         return "nothing: live mode keeps every layer's index keys"
     if not plan.pattern.shared_layers:
         return "nothing: every layer is F"
+    if dict(plan.shape).get("index_head_dim", INDEX_HEAD_DIM) != INDEX_HEAD_DIM:
+        return f"that of {len(plan.pattern.shared_layers)} of {len(plan.layer_ids)} layers"
     saved = len(plan.pattern.shared_layers) * INDEX_K_BYTES_PER_KEY
     return (
         f"{saved} of {len(plan.layer_ids) * INDEX_K_BYTES_PER_KEY} bytes per token on GPUs, "

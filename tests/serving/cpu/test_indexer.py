@@ -58,3 +58,43 @@ def test_fp8_is_rounded_as_on_a_gpu(
             exact = 2.0 ** math.ceil(math.log2(exact))
         assert float(scales[row, 0]) == pytest.approx(exact)
         assert float(values[row, 0].abs().max()) == pytest.approx(largest / exact, rel=2**-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("width", [64, 128, 192])
+def test_keys_of_any_width_come_back_from_the_pool(
+    width: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Each token has its own row, whatever lies around it; S layers have no memory at all."""
+    plan = SimpleNamespace(index_k_dtype=str(dtype).removeprefix("torch."))
+    monkeypatch.setattr(indexer_cpu, "published_plan", lambda: plan)
+    pool = make_pool(width)
+    assert pool.index_head_dim == width
+    cache = pool.index_key_cache
+    assert [buffer.numel() for buffer in cache.buffer] == [3 * 64 * width, 0]
+    cache.buffer[0].fill_(math.nan)
+    slots = torch.randperm(150, generator=torch.Generator().manual_seed(seed))[:100]
+    keys = torch.randn(100, width, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    cache.store(0, slots[:50], keys[:50])
+    cache.store(0, slots[50:], keys[50:])
+    assert torch.equal(cache.load(0, slots), keys)
+    others = sorted(set(range(3 * 64)) - set(slots.tolist()))
+    assert cache.load(0, torch.tensor(others)).isnan().all()
+
+
+def make_pool(width: int) -> indexer_cpu.CpuDSATokenToKVPool:
+    """128 tokens in pages of 64 and SGLang's spare one, for an F and an S layer."""
+    return indexer_cpu.CpuDSATokenToKVPool(
+        128,
+        64,
+        kv_lora_rank=8,
+        dtype=torch.float32,
+        qk_rope_head_dim=4,
+        layer_num=2,
+        device="cpu",
+        index_head_dim=width,
+        enable_memory_saver=False,
+        kv_cache_dim=12,
+        index_buf_size=128,
+        skip_topk_layers=[False, True],
+    )

@@ -67,6 +67,10 @@ REFUSED = [  # with every reason, each of which holds on a node with GPUs
     ),
     ("--tp 8 --json-model-override-args {index", ["--json-model-override-args is not JSON"]),
     ('--tp 8 --json-model-override-args {"index_topk":512}', ["--dsa-topk-backend torch"]),
+    (
+        '--tp 8 --json-model-override-args {"index_head_dim":192}',
+        ["index_head_dim is 192 and must be 128"],
+    ),
     ("--tp 8 --dtype float16", ["Add --dtype bfloat16"]),
 ]
 

@@ -63,6 +63,15 @@ def test_findings_come_first_and_the_layers_last(folder: Path) -> None:
     assert lines[:2] == ["checked for  the CPU reference platform", "no problem found"]
 
 
+def test_wider_index_keys_are_served_here_and_no_gpu_memory_is_told(folder: Path) -> None:
+    """What a node with GPUs says of them is in ``test_absent_gpu.py``."""
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "index_head_dim": 192}))
+    fine, said = examine("--model-path", folder, "--indexcache-pattern", "1/4")
+    assert fine, said
+    assert "index-K saved  that of 56 of 78 layers" in said
+    assert "GPU" not in said.partition("index-K saved")[2].partition("\n")[0]
+
+
 def test_nothing_shared(folder: Path) -> None:
     _, said = examine("--model-path", folder)
     lines = [line.rstrip() for line in said.splitlines() if line.strip()]
