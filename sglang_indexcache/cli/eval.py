@@ -124,6 +124,8 @@ def run_command(
     for path in files.values():  # long ones take a while
         out.print(f"counting the tokens of {path}", highlight=False, soft_wrap=True, markup=False)
     plan, items, told = select_rows(plan, files, tokenizer, int(longest or lengths[-1]))
+    corpus = Corpus(tokenizer, QUESTIONS, items)
+    plan = corpus.fit(plan)
     flags = [
         f"--contexts {plan.contexts} --looks {plan.looks} --seed {plan.seed}",
         *(f"--rows {name}={path.name}" for name, path in files.items()),
@@ -132,7 +134,7 @@ def run_command(
         model,
         arms,
         plan,
-        Corpus(tokenizer, QUESTIONS, items),
+        corpus,
         " ".join(flags),
         None if rate is None else Rate(rate, "given by --rate"),
         told,

@@ -8,15 +8,22 @@ from __future__ import annotations
 import hashlib
 import random
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rich.console import Console
 
 from sglang_indexcache.errors import QualityError
-from sglang_indexcache.evaluate.plan import CONTROL_LOOK, EvaluationPlan, Planned, SelectedRows
-from sglang_indexcache.evaluate.tasks import TASKS
+from sglang_indexcache.evaluate.plan import (
+    CONTROL_CONTEXTS,
+    CONTROL_LOOK,
+    EvaluationPlan,
+    Planned,
+    SelectedRows,
+    context_name,
+)
+from sglang_indexcache.evaluate.tasks import CONTROL, TASKS
 from sglang_indexcache.evaluate.tasks.context import (
     Context,
     Question,
@@ -53,6 +60,41 @@ class Corpus:
     def make(self, planned: Planned) -> Context:
         """A planned context, or a QualityError if none of its task has this length."""
         return self._made(planned)[0]
+
+    def fit(self, plan: EvaluationPlan) -> EvaluationPlan:
+        """Make sure that every task fits, and choose for the control what fits its few tokens.
+
+        Up to ``index_topk`` tokens no pattern matters in any task. So where not even one question
+        of a task fits the control, :data:`CONTROL` stands in for it.
+
+        Raises:
+            QualityError: names every task that does not fit the plan's shortest contexts, with
+                those that do; or says that nothing fits the control.
+        """
+        asked = [(task, min(plan.lengths), 1, (plan.seed,)) for task in plan.tasks]
+        if problems := [problem for one in asked if (problem := self._problem(*one))]:
+            fits = [task for task in TASKS if not self._problem(task, *asked[0][1:])]
+            other = f", or what fits: --task {' --task '.join(fits)}" if fits else ""
+            raise QualityError(f"{'; '.join(problems)}. Ask longer contexts (--length){other}.")
+        control = plan.control_length, CONTROL_LOOK, range(CONTROL_CONTEXTS)
+        controls = [
+            CONTROL if self._problem(task, *control) else task for task in plan.tasks or (CONTROL,)
+        ]
+        if CONTROL in controls and (problem := self._problem(CONTROL, *control)):
+            raise QualityError(
+                f"{problem}. An evaluation begins with contexts in which all patterns must agree, "
+                f"and this model's index_topk, {plan.selects_all}, leaves no room for one."
+            )
+        return replace(plan, controls=tuple(dict.fromkeys(controls)))
+
+    def _problem(self, task: str, length: int, look: int, seeds: Iterable[int]) -> str:
+        """Why one of these contexts cannot be made; empty if all can."""
+        try:
+            for seed in seeds:
+                self.make(Planned(context_name(task, length, seed), task, length, look, False))
+        except QualityError as error:
+            return f"{task}: {error}"
+        return ""
 
     def check(self, planned: Sequence[Planned], console: Console) -> None:
         """Make every context once, so that none is found impossible in the middle of a run.
@@ -96,10 +138,7 @@ class Corpus:
                 return self._generated(planned, seed, questions)
             except QualityError:
                 questions //= 2
-        raise QualityError(
-            f"{planned.task} has no control: not even one question fits {planned.length} tokens, "
-            "where every pattern must agree. Leave it out (--task)."
-        )
+        raise QualityError(f"not even one question fits the {planned.length} tokens of a control")
 
     def _generated(self, planned: Planned, seed: int, questions: int) -> Context:
         task, length = planned.task, planned.length

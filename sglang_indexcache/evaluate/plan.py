@@ -174,6 +174,7 @@ class EvaluationPlan:
         contexts: of each task at each length; ``questions`` are behind one.
         selects_all: ``index_topk``.
         seed: of the first context of each cell; the others count from there.
+        controls: tasks that the control asks, if not those of the plan (``Corpus.fit``).
 
     Raises:
         QualityError: what cannot be asked, or could show nothing.
@@ -188,6 +189,7 @@ class EvaluationPlan:
     looks: int = 4
     seed: int = 0
     taken: tuple[SelectedRows, ...] = ()
+    controls: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for task in self.tasks:
@@ -269,7 +271,7 @@ class EvaluationPlan:
         control = [
             Planned(context_name(task, self.control_length, n), task, self.control_length, 0, False)
             for n in range(CONTROL_CONTEXTS)
-            for task in self.tasks or (CONTROL,)
+            for task in self.controls or self.tasks or (CONTROL,)
         ]
         rounds = [
             (
@@ -297,6 +299,8 @@ class EvaluationPlan:
             f"{counted(len(self.cells), 'cell')}, {counted(pairs, 'paired question')}; control at "
             f"{self.control_length} tokens"
         )
+        if too_long := [task for task in self.tasks if self.controls and task not in self.controls]:
+            asked += f", where {CONTROL} stand in for {', '.join(too_long)} (too long for it)"
         design = self.design
         rows = [
             ("contexts", made * bool(self.tasks) + asked),

@@ -360,8 +360,8 @@ def check_floor(evaluation: Evaluation) -> None:
         )
         raise QualityError(
             f"the reference answers {said} right, hardly more than guessing, so "
-            "no loss could be seen. Ask shorter contexts (--length) or other tasks (--task), or "
-            "look whether the checkpoint and its tokenizer belong together."
+            "no loss could be seen. Ask shorter contexts (--length) or other tasks (--task notes "
+            "for a small model), or look whether the checkpoint and its tokenizer belong together."
         )
 
 

@@ -121,12 +121,14 @@ def test_more_than_an_hour_is_asked_for(tmp_path: Path) -> None:
         (("full",), "full and full are the same pattern"),
         (("uniform:1/4", "--control", "FSSSFSSSFSSS"), "are the same pattern, FSSSFSSSFSSS"),
         (("1/4", "--length", "64"), "64 tokens can show nothing"),
+        (("1/4", "--task", "needles", "--task", "tracking"), "tracking: with 8 questions it"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(arguments: tuple[str, ...], said: str) -> None:
     result = call("eval", "run", "--dry-run", *SMALL, *arguments)
     assert result.exit_code == 1
     assert said in words(result)
+    assert "contexts" not in words(result).partition("error: ")[0]  # before the plan is printed
 
 
 def test_a_context_that_the_server_does_not_take_is_refused(tmp_path: Path) -> None:

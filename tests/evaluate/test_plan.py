@@ -90,10 +90,40 @@ def test_the_cost_is_what_would_be_computed() -> None:
     assert found == pytest.approx(counted, rel=0.1)
 
 
-def test_a_task_without_a_control_is_refused() -> None:
-    [*_, planned] = [p for p in PLAN.planned if p.look == CONTROL_LOOK and p.task == "tracking"]
-    with pytest.raises(QualityError, match=r"tracking has no control: .* fits 48 tokens.*--task"):
-        CORPUS.make(planned)
+@pytest.mark.parametrize("topk", [64, 128, 256, 512])
+def test_every_task_has_a_control_at_any_topk(topk: int) -> None:
+    """Which pattern selects everything hangs on length alone, so notes stand in for long tasks."""
+    tasks = tuple(task for task in TASKS if task != "notes")
+    plan = CORPUS.fit(EvaluationPlan(tasks, (8 * max(topk, 256),), 4, 4, topk))
+    control = [p for p in plan.planned if p.look == CONTROL_LOOK]
+    assert len({p.context for p in control}) == len(control) == 2 * len(plan.controls)
+    assert all(p.length == 0.75 * topk for p in control)
+    for planned in control:
+        assert CORPUS.make(planned).length == planned.length
+    said = dict(plan.in_words())["contexts"]
+    for task in tasks:
+        stand_in = task not in plan.controls
+        assert (task in said.partition("notes stand in for ")[2]) == stand_in
+    assert ("needles" in plan.controls) == (topk >= 256)
+    assert ("notes" in plan.controls) == (topk < 512)
+
+
+def test_every_task_that_does_not_fit_is_named_with_those_that_do() -> None:
+    plan = EvaluationPlan(("needles", "notes", "rounds", "parents"), (128, 4096), 4, 4, 64)
+    with pytest.raises(QualityError) as raised:
+        Corpus(Words(), 8).fit(plan)
+    said = str(raised.value)
+    for task in ("needles", "rounds"):
+        assert f"{task}: with 8 questions it does not fit 128 tokens, it is " in said
+    assert "parents: a graph of 128 tokens has " in said
+    assert "notes:" not in said
+    assert said.endswith("Ask longer contexts (--length), or what fits: --task notes.")
+
+
+def test_a_model_with_no_room_for_a_control_is_refused() -> None:
+    plan = EvaluationPlan(("tracking",), (1024,), 4, 4, 12)
+    with pytest.raises(QualityError, match="notes: not even one question fits the 9 tokens"):
+        CORPUS.fit(plan)
 
 
 def test_more_contexts_show_smaller_losses() -> None:

@@ -17,6 +17,7 @@ from itertools import accumulate, chain, islice, pairwise
 from typing import Any, Protocol
 
 from sglang_indexcache.errors import QualityError
+from sglang_indexcache.support.lengths import counted
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 """Text that says nothing, as in RULER."""
@@ -213,8 +214,8 @@ def make_context(
             return Context(f"{name}-{length}-{seed}", name, length, ids, asked)
         reserve = max(reserve + over, len(before) + tail)
     raise QualityError(
-        f"{name} with {questions} questions does not fit {length} tokens: it is {over} too long. "
-        "Ask for longer contexts, or for fewer questions."
+        f"with {counted(questions, 'question')} it does not fit {length} tokens, it is {over} too "
+        "long"
     )
 
 

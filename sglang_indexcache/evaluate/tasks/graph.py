@@ -114,8 +114,8 @@ def _reached(
 def _check(nodes: int, room: Room) -> None:
     if nodes < room.questions:
         raise QualityError(
-            f"a graph for {room.questions} questions has room for {nodes} nodes to ask for, too "
-            "few; ask for longer contexts"
+            f"a graph of {room.tokens} tokens has {nodes} nodes to ask for, too few for "
+            f"{room.questions} questions"
         )
 
 

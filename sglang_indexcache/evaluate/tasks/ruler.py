@@ -150,6 +150,6 @@ def _sample(draw: random.Random, words: list[str], count: int) -> list[str]:
     if len(words) < count:
         raise QualityError(
             f"notes with {count} questions needs as many one-token words for names and values, and "
-            f"the tokenizer has {len(words)}; ask for fewer questions, or for another task"
+            f"the tokenizer has {len(words)}"
         )
     return draw.sample(words, count)
