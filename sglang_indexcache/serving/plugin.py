@@ -242,7 +242,8 @@ def _resolve(server_args: Any) -> None:
     overrides = read_overrides(cfg.json_model_override_args)
     config = _checkpoint_config(cfg, overrides)
     found = Findings()
-    plan = plan_server(said, config, overrides, cfg.model_path, found)
+    on_cpu = platform_cpu.is_active()
+    plan = plan_server(said, config, overrides, cfg.model_path, found, on_cpu=on_cpu)
     with found:
         num_layers = dict(plan.shape).get("num_hidden_layers", len(plan.layer_ids))
         refusals.check(cfg, plan, num_layers)

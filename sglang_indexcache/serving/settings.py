@@ -322,7 +322,13 @@ class Plan:
 
 
 def plan_server(
-    said: Said, config: Any, overrides: Mapping[str, Any], model: str, found: Findings
+    said: Said,
+    config: Any,
+    overrides: Mapping[str, Any],
+    model: str,
+    found: Findings,
+    *,
+    on_cpu: bool,
 ) -> Plan:
     """Decide the plan of a server, by its checkpoint alone.
 
@@ -330,6 +336,7 @@ def plan_server(
         config: the model's, with the overrides that say nothing of sharing.
         overrides: the user's ``--json-model-override-args``.
         model: what the user calls the checkpoint; mostly its folder.
+        on_cpu: whether the CPU platform serves it.
 
     Raises:
         IndexCacheError: the problems, which go to ``found``, leave no plan.
@@ -338,7 +345,7 @@ def plan_server(
     checkpoint.check_served(model)
     plan = adapter = None
     with found:
-        check_config(config, model)
+        check_config(config, model, on_cpu=on_cpu)
     with found:
         if (choice := said.get(ADAPTER)) is not None:
             adapter = Adapter.read(Path(choice.value))

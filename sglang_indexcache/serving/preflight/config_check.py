@@ -16,18 +16,9 @@ from sglang_indexcache.models import BY_ARCHITECTURE, read_field
 
 INDEX_HEAD_DIM = 128
 
-
-def _is_width_stored(width: int, _: Any) -> bool:
-    """Whether index keys of ``width`` have a place: on a GPU in pages, on the CPU in plain rows."""
-    # Imported here, for the platform imports the settings, which import this module.
-    from sglang_indexcache.serving.cpu.platform import is_active
-
-    return width == INDEX_HEAD_DIM or is_active()
-
-
 LIMITS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
     "index_head_dim": (
-        _is_width_stored,
+        lambda value, _: value == INDEX_HEAD_DIM,
         f"must be {INDEX_HEAD_DIM}, the width of SGLang's index-K pages on GPUs: the indexers have "
         "to be made and trained with it (only the CPU platform stores other widths)",
     ),
@@ -54,11 +45,12 @@ LIMITS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
 A field that the config does not have is not asked about."""
 
 
-def check_config(config: Any, where: str) -> None:
+def check_config(config: Any, where: str, *, on_cpu: bool = False) -> None:
     """Refuse a config that SGLang would only fail on later.
 
     Args:
         config: a transformers config object or a ``config.json`` dict, of a known architecture.
+        on_cpu: whether the CPU platform serves it, which stores index keys of any width.
 
     Raises:
         CheckpointError: with the lines to add to ``config.json``, or with the limits exceeded.
@@ -76,7 +68,9 @@ def check_config(config: Any, where: str) -> None:
     problems = [
         f"{field}{'' if isinstance(value, list) else f' is {value!r} and'} {demand}"
         for field, (holds, demand) in LIMITS.items()
-        if (value := read_field(text, field)) is not None and not holds(value, text)
+        if not (on_cpu and field == "index_head_dim")
+        and (value := read_field(text, field)) is not None
+        and not holds(value, text)
     ]
     if problems:
         raise CheckpointError(f"SGLang cannot serve {where}: {'; '.join(problems)}.")

@@ -13,7 +13,6 @@ from transformers import AutoConfig
 from benchmarks.random_model import small_config
 from sglang_indexcache.errors import CheckpointError
 from sglang_indexcache.models import BY_NAME, Family
-from sglang_indexcache.serving.cpu import platform
 from sglang_indexcache.serving.engine_version import EngineSource
 from sglang_indexcache.serving.preflight.config_check import check_config
 
@@ -82,26 +81,21 @@ def fields_of(path: Path) -> set[str]:
     ],
 )
 def test_a_value_that_sglang_cannot_serve(
-    fresh: tuple[Family, dict[str, Any]],
-    fields: dict[str, Any],
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
+    fresh: tuple[Family, dict[str, Any]], fields: dict[str, Any], message: str
 ) -> None:
     family, config = fresh
-    monkeypatch.setattr(platform, "is_active", lambda: False)
     with pytest.raises(CheckpointError, match=f"SGLang cannot serve m: {message}"):
         check_config({**config, **family.extra_config, **fields}, "m")
 
 
 def test_the_cpu_platform_takes_index_keys_as_wide_as_their_rotated_part_or_wider(
-    fresh: tuple[Family, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    fresh: tuple[Family, dict[str, Any]],
 ) -> None:
     family, config = fresh
-    monkeypatch.setattr(platform, "is_active", lambda: True)
     config |= {**family.extra_config, "qk_rope_head_dim": 192}
-    check_config(config | {"index_head_dim": 192}, "m")
+    check_config(config | {"index_head_dim": 192}, "m", on_cpu=True)
     with pytest.raises(CheckpointError, match="qk_rope_head_dim is 192 and must be at most index"):
-        check_config(config | {"index_head_dim": 128}, "m")
+        check_config(config | {"index_head_dim": 128}, "m", on_cpu=True)
 
 
 def test_what_a_config_class_fills_in_is_not_missed() -> None:
