@@ -171,7 +171,7 @@ def test_names_are_checked_in_front_of_a_server_alone(
 def test_a_config_that_sglang_would_die_of_is_refused_at_the_start(
     model: Callable[..., Path],
 ) -> None:
-    with pytest.raises(IndexCacheError, match="index_topk is 0 and must be at least 1"):
+    with pytest.raises(IndexCacheError, match="index_topk is 0 and must be a whole number"):
         resolve(model(index_topk=0))
 
 
