@@ -37,6 +37,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "adapter": (BASE | {"study.provenance"}, SMALL | MODELS),
     "ask": (BASE, SMALL | {"httpx"}),
     "recent": (set(), {"torch"}),
+    "fold": ({"errors", "models"}, {"torch"}),
     "hf": (BASE | {"recent"}, SMALL | {"torch"}),
     "support": (BASE, TABLES | {"scipy", "tokenizers", "transformers"}),
     "study": (BASE, TABLES | {"matplotlib"}),

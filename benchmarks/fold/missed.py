@@ -1,0 +1,86 @@
+"""How many of the exact picks a folded score misses, layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from benchmarks.fold.arms import PLAIN, heaviest_exact, replaced
+from sglang_indexcache.fold import IndexRow, largest
+
+FACTORS = (1, 2, 4, 8)
+E4M3 = 448.0
+"""The largest number of float8_e4m3fn."""
+
+Score = Callable[[IndexRow, int], torch.Tensor]
+"""Of the queries of a layer: ``[B, S, T]``."""
+
+
+def rounded(x: torch.Tensor) -> torch.Tensor:
+    """To e4m3 with one scale for each vector, as index keys are stored, and back."""
+    scale = x.abs().amax(-1, keepdim=True).clamp_min(1e-12) / E4M3
+    return (x / scale).to(torch.float8_e4m3fn).float() * scale
+
+
+def in_fp8(row: IndexRow, slopes: torch.Tensor) -> torch.Tensor:
+    """The folded score with query and keys rounded to e4m3."""
+    query = torch.einsum("bshd,bsh->bsd", row.queries, row.weights * slopes)
+    scores = rounded(query) @ rounded(row.keys).transpose(1, 2)
+    return scores.masked_fill(~row.visible, -torch.inf)
+
+
+def schemes(fits: Mapping[str, torch.Tensor], main: str) -> dict[str, Score]:
+    """Every way to fold: by each fit, and by the main one with FP8 or exact heads.
+
+    Args:
+        fits: ``[layers, H]`` by name.
+        main: one of them.
+    """
+
+    def line(slopes: torch.Tensor) -> Score:
+        return lambda row, layer: row.folded(slopes[layer])
+
+    def beside(heads: int) -> Score:
+        return lambda row, layer: heaviest_exact(row, fits[main][layer], heads)
+
+    found = {name: line(slopes) for name, slopes in fits.items()}
+    found[f"{main}, e4m3"] = lambda row, layer: in_fp8(row, fits[main][layer])
+    found[f"{main}, one head exact"] = beside(1)
+    found[f"{main}, two heads exact"] = beside(2)
+    found["positive weights only"] = lambda row, layer: replace(
+        row, weights=row.weights.clamp_min(0)
+    ).folded(fits[PLAIN][layer])
+    return found
+
+
+def missed(
+    model: Any, ids: torch.Tensor, queries: slice, topk: int, ways: Mapping[str, Score]
+) -> dict[str, list[dict[str, float]]]:
+    """The share of the exact picks that are no candidates, for each way and layer.
+
+    Args:
+        ids: ``[1, T]``.
+        queries: of which rows; each should see more than ``topk`` tokens.
+
+    Returns:
+        By way, for each layer by factor; the factors are written as text.
+    """
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
+
+    def forward(layer: int, row: IndexRow) -> None:
+        asked = row.part(queries)
+        top = largest(asked.exact(), topk)
+        for name, way in ways.items():
+            scores = way(asked, layer)
+            shares = {}
+            for factor in FACTORS:
+                candidates = largest(scores, min(factor * topk, scores.shape[-1]))
+                shares[str(factor)] = 1 - float((candidates & top).sum() / top.sum())
+            found[name].append(shares)
+
+    with replaced(model, forward), torch.no_grad():
+        model.model(ids, use_cache=False)
+    return found

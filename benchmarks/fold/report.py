@@ -1,0 +1,192 @@
+"""The record, the tables and the figure of what the work folders hold."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.fold.arms import arms
+from benchmarks.records import estimate, markdown
+from sglang_indexcache.stats.bounds import half_width
+from sglang_indexcache.study.plots import make_figure, save_figure
+from sglang_indexcache.study.provenance import machine
+from sglang_indexcache.support.files import write_json, write_whole
+
+FULL, GATE, SHARING = "full", ("all L", "all F folded, c = 4"), "uniform 1/2"
+COLORS = {"sharing": "#c0392b", "folding": "#1f5fa8", "both": "#7d3c98"}
+TEXT, RIGHT, LOSS = "text loss", "recall right", "recall loss"
+UNITS = {
+    TEXT: "text loss over all F, nats (less is better)",
+    RIGHT: "recall against all F, points (more is better)",
+}
+LEAST_PAIRS = 4
+"""Rows under which an interval says nothing."""
+
+Facts = dict[str, Any]
+
+
+def paired(lines: Iterable[Facts], arm: str, other: str, measure: str) -> Facts | None:
+    """The mean over rows of one arm's measure less another's, with half of its 95 % interval."""
+    by_row: dict[int, dict[str, float]] = {}
+    for line in lines:
+        if measure in line:
+            by_row.setdefault(line["row"], {})[line["arm"]] = line[measure]
+    pairs = [row[arm] - row[other] for row in by_row.values() if {arm, other} <= row.keys()]
+    if not pairs:
+        return None
+    half = half_width(pairs) if len(pairs) >= LEAST_PAIRS else None
+    return {"mean": sum(pairs) / len(pairs), "half_width": half, "rows": len(pairs)}
+
+
+def answers(path: Path, model: Facts) -> Facts:
+    """Every configuration's losses over all F, and the gate's comparisons."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    measures = sorted({name for line in lines for name in line} - {"arm", "row"})
+    told: Facts = {"topk": int(path.stem.split("-")[1]), "rows": lines, "arms": []}
+    told["full"] = {
+        name: _mean([line[name] for line in lines if line["arm"] == FULL]) for name in measures
+    }
+    for arm in arms(model["layers"]).values():
+        found = {name: paired(lines, arm.name, FULL, name) for name in measures}
+        if all(found.values()):
+            work = arm.work(model["heads"])
+            about = {"name": arm.name, "letters": arm.letters, "decode": arm.decode}
+            told["arms"].append({**about, "kind": arm.kind, "work": work, "over_full": found})
+    told["gate"] = {
+        arm: {name: paired(lines, arm, SHARING, name) for name in measures} for arm in GATE
+    }
+    return told
+
+
+def missed_of(folder: Path) -> list[Facts]:
+    """What each asked text said, by way, layer and factor."""
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+
+
+def report(works: list[Path], output: Path, command: str) -> None:
+    """Write ``result.json``, ``README.md`` and ``loss.png`` of all the models together."""
+    models = []
+    for work in works:
+        model = json.loads((work / "model.json").read_text())
+        model["missed"] = missed_of(work / "missed")
+        model["answers"] = [answers(path, model) for path in sorted(work.glob("answers-*.jsonl"))]
+        models.append(model)
+    told = {"command": command, "machine": machine(), "models": models}
+    output.mkdir(parents=True, exist_ok=True)
+    write_json(output / "result.json", told)
+    write_whole(output / "README.md", page(told))
+    draw(told, output / "loss.png")
+
+
+def page(told: Facts) -> str:
+    """All tables."""
+    parts = [
+        "# Folding beside sharing\n\n"
+        "Written by `python -m benchmarks.fold report`. Differences to all F with 95 % intervals "
+        "over paired rows. Work: dot products of queries with keys that are left at 128Ki tokens "
+        "and lists of 2,048, counted, not timed.\n\n![loss against work](loss.png)\n"
+    ]
+    for model in told["models"]:
+        parts.append(
+            f"## {model['name']}: {model['layers']} layers, {model['heads']} index heads\n"
+        )
+        for found in model["answers"]:
+            parts.append(f"Lists of {found['topk']} tokens.\n\n{answers_table(found)}")
+        for kind, some in _by_question(model["missed"]).items():
+            parts.append(f"Share of the exact picks missed, %: {kind}\n\n{missed_table(some)}")
+    return "\n".join(parts)
+
+
+def answers_table(found: Facts) -> str:
+    """One row a configuration."""
+    names = list(found["full"])
+    rows: list[tuple[object, ...]] = [
+        ("full", "1.000", "", *(_level(name, found["full"][name]) for name in names))
+    ]
+    for arm in found["arms"]:
+        if arm["name"] != FULL:
+            cells = [_difference(name, arm["over_full"][name]) for name in names]
+            count = arm["over_full"][names[0]]["rows"]
+            rows.append((arm["name"], f"{arm['work']:.3f}", count, *cells))
+    return markdown(("configuration", "work", "rows", *names), rows)
+
+
+def missed_table(some: list[Facts]) -> str:
+    """One row a way: the mean over layers and texts, and the worst layer's mean over texts."""
+    rows = []
+    for way in some[0]["missed"]:
+        cells = []
+        for factor in ("1", "2", "4", "8"):
+            layers = [
+                _mean([one["missed"][way][layer][factor] for one in some])
+                for layer in range(len(some[0]["missed"][way]))
+            ]
+            cells.append(f"{100 * _mean(layers):.1f} ({100 * max(layers):.1f})")
+        rows.append((way, *cells))
+    return markdown(("way", *(f"c = {c}: mean (worst layer)" for c in (1, 2, 4, 8))), rows)
+
+
+def _by_question(missed: list[Facts]) -> dict[str, list[Facts]]:
+    found: dict[str, list[Facts]] = {}
+    for one in missed:
+        name = f"{one['kind']}, {one['topk']} of {one['tokens']} tokens"
+        found.setdefault(name, []).append(one)
+    return found
+
+
+def draw(told: Facts, path: Path) -> None:
+    """Text and recall of every model against the work that is left."""
+    models = [(model, found) for model in told["models"] for found in model["answers"]]
+    figure, axes = make_figure(11, 4.2 * len(models), rows=len(models), columns=2)
+    for number, (model, found) in enumerate(models):
+        for axis, measure in zip(axes[2 * number :], (TEXT, RIGHT), strict=False):
+            _panel(axis, found["arms"], measure, 100 if measure == RIGHT else 1)
+            axis.set_title(
+                f"{model['name']}, {model['heads']} index heads, lists of {found['topk']}",
+                loc="left", fontsize=9,
+            )  # fmt: skip
+            axis.set_ylabel(UNITS[measure], fontsize=8)
+            axis.set_xlabel("indexer work left: dot products at 128Ki tokens", fontsize=8)
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
+    save_figure(figure, path)
+
+
+MARKED = ("all L", "FLLL", "LSSS", "all F folded, c = 4", "uniform 1/2", "uniform 1/4")
+"""Configurations that are named in the figure; the table has all."""
+
+
+def _panel(axis: Any, found: list[Facts], measure: str, scale: float) -> None:
+    axis.axhline(0, color="black", lw=0.8)
+    for kind, color in COLORS.items():
+        some = [arm for arm in found if arm["kind"] == kind]
+        for arm in some:
+            difference = arm["over_full"][measure]
+            axis.errorbar(
+                arm["work"], scale * difference["mean"],
+                yerr=scale * (difference["half_width"] or 0.0), fmt="o", ms=4, capsize=2,
+                color=color, label=kind if arm is some[0] else None,
+            )  # fmt: skip
+            if arm["name"] in MARKED:
+                axis.annotate(
+                    arm["name"].replace("all F folded, ", ""),
+                    (arm["work"], scale * difference["mean"]),
+                    xytext=(4, -11 if kind == "folding" else 5),
+                    textcoords="offset points", fontsize=7, color=color,
+                )  # fmt: skip
+    axis.set_xlim(0, 0.8)
+    axis.grid(alpha=0.3)
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _level(name: str, value: float) -> str:
+    return f"{100 * value:.1f} %" if name.endswith("right") else f"{value:.3f}"
+
+
+def _difference(name: str, found: Facts) -> str:
+    return estimate(found["mean"], found["half_width"], 100 if name.endswith("right") else 1)
