@@ -30,6 +30,8 @@ _NO_WINDOW = "share() cannot give these layers a recent window, because {}. Name
 
 _MASK_ARGUMENT = 3
 """Where every indexer takes its ``[B, S, T]`` mask, if not by name."""
+_CACHE_ARGUMENTS = ("cache", "past_key_values")
+"""By which name an indexer takes its cache: in transformers 5.24, and in 5.19."""
 
 
 @dataclass
@@ -108,7 +110,8 @@ def _switch(indexer: Any, number: int, sharing: SharedForward) -> Callable[..., 
                 f"layer {number} needs the indices of layer {source}, but layer {sharing.layer} "
                 "chose last: the layers run out of order. Turn gradient checkpointing off."
             )
-        if (cache := kwargs.get("past_key_values")) is not None:
+        caches = (kwargs.get(name) for name in _CACHE_ARGUMENTS)
+        if (cache := next((each for each in caches if each is not None), None)) is not None:
             cache_layer = cache.layers[indexer.layer_idx]
             cache_layer.update_indexer = MethodType(_refuse_update, cache_layer)
         hidden = args[0] if args else kwargs["hidden_states"]
