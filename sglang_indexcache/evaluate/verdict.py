@@ -234,7 +234,10 @@ class Look:
                 found[cell] = Blind(reason, others[cell] < CEILING)
             else:
                 shares = f"{others[cell]:.0%} right, {self.reference} {own[cell]:.0%}"
-                found[cell] = Blind(f"{self.bad} was not seen to lose there: {shares}", True)
+                few = f"too few contexts to show that {self.bad} loses there"
+                none = f"{self.bad} was not seen to lose there"
+                reason = few if others[cell] < own[cell] else none
+                found[cell] = Blind(f"{reason}: {shares}", True)
         return found
 
     @property

@@ -125,6 +125,12 @@ def test_a_cell_in_which_a_bad_pattern_loses_nothing_leaves_the_claim() -> None:
     assert "Cannot see: tracking at 64Ki (bad was not seen to lose there: " in verdict.sentence
 
 
+def test_a_bad_pattern_that_loses_on_a_few_contexts_was_asked_too_few() -> None:
+    rows = [row for row in evaluation(same=0.0) if int(row.context.split("-")[-1]) < 4]
+    (verdict,) = verdicts(rows, "same", look=1)
+    assert "too few contexts to show that bad loses there: " in verdict.sentence
+
+
 def test_contexts_of_cells_that_cannot_see_show_nothing() -> None:
     rows = evaluation(blind=True, same=0.0)
     fine, half = replace(DESIGN, margin=0.005), replace(DESIGN, contexts=CONTEXTS, margin=0.005)
