@@ -46,7 +46,14 @@ class Cost:
         if self.rate is None or self.hours is None:
             return "hours not known yet: give --rate, the tokens computed in a second"
         speed = f"{self.rate.tokens_per_second:,.0f} tokens a second"
-        return f"{self.hours:.2g} hours at {speed} ({self.rate.source})"
+        return f"{time_in_words(self.hours)} at {speed} ({self.rate.source})"
+
+
+def time_in_words(hours: float) -> str:
+    """Say how long something takes in the unit that a person would choose."""
+    if hours >= 1:
+        return f"{hours:.2g} hours"
+    return f"{hours * 60:.0f} minutes" if hours > 1 / 40 else f"{hours * _SECONDS:.0f} seconds"
 
 
 def print_plan(console: Console, rows: Iterable[tuple[str, str]]) -> None:

@@ -253,7 +253,7 @@ def test_options_may_stand_in_a_file(tmp_path: Path) -> None:
 def test_a_plan_sends_nothing() -> None:
     result = call("eval", "run", "--dry-run", "uniform:1/4", *SMALL, "--rate", "10")
     assert result.exit_code == 0, result.output
-    assert "hours at 10 tokens a second (given by --rate)" in words(result)
+    assert "minutes at 10 tokens a second (given by --rate)" in words(result)
     assert "can show a loss of" in words(result)
 
 

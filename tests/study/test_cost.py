@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from sglang_indexcache.study.cost import Cost, Rate, confirm, print_plan
+from sglang_indexcache.study.cost import Cost, Rate, confirm, print_plan, time_in_words
 
 
 def test_hours_are_tokens_at_a_rate_whose_source_is_told() -> None:
@@ -14,6 +14,14 @@ def test_hours_are_tokens_at_a_rate_whose_source_is_told() -> None:
     assert cost.in_words() == (
         "72,000,000 tokens at most, 2 hours at 10,000 tokens a second (given by --rate)"
     )
+
+
+@pytest.mark.parametrize(
+    ("hours", "words"),
+    [(3.14, "3.1 hours"), (0.75, "45 minutes"), (0.046, "3 minutes"), (0.002, "7 seconds")],
+)
+def test_short_times_are_no_share_of_an_hour(hours: float, words: str) -> None:
+    assert time_in_words(hours) == words
 
 
 def test_without_a_rate_it_says_how_to_get_hours() -> None:
