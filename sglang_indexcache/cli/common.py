@@ -99,7 +99,7 @@ def _read_config(context: typer.Context, path: Path | None) -> Path | None:
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise IndexCacheError(f"--config {path} cannot be read: {error}") from error
     if not isinstance(found, dict):
-        raise IndexCacheError(f"--config {path} must hold options, such as 'batches: 32'")
+        raise IndexCacheError(f"--config {path} must hold options, such as 'seed: 1'")
     known = {str(one.name): one for one in context.command.params}
     defaults: dict[str, Any] = {}
     for name, value in found.items():
@@ -127,7 +127,7 @@ Options:
     model (FOLDER): The checkpoint's folder.
     output (FOLDER): A folder for everything that is written.
     seed (NUMBER): Seed of everything that is drawn at random.
-    config (FILE): A YAML file of these options, such as 'batches: 32'. The command line wins.
+    config (FILE): A YAML file of these options, such as 'seed: 1'. The command line wins.
 Servers that run:
     url (URL): Base URL of the server.
     api_key (KEY): API key of the servers at --url. Better in the variable: others on this machine

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import subprocess
 import sys
@@ -65,3 +66,11 @@ def test_help_has_an_example_that_parses(name: str) -> None:
     flags = {word for word in ours[: (*ours, "--").index("--")] if word.startswith("-")}
     if not command.context_settings.get("ignore_unknown_options"):
         assert flags <= known, f"{name} has no {flags - known}"
+
+
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
+def test_the_example_of_a_config_is_an_option_of_the_command(command: Any) -> None:
+    options = {option.name: option for option in command.params}
+    if "config" in options:
+        [example] = re.findall(r"such as '(\w+): ", options["config"].help)
+        assert example in options
