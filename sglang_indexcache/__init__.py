@@ -4,12 +4,12 @@ DeepSeek Sparse Attention runs a small indexer in every layer. A *pattern* such 
 which layers keep theirs (F) and which reuse the indices of the nearest F layer before them (S).
 
 Who skips: on a transformers model :func:`share` does. On a server SGLang itself does, because
-``serving/settings.py`` (``Plan.hf_overrides``) rewrites the model's config before it is built; this
+``serving/plan.py`` (``Plan.hf_overrides``) rewrites the model's config before it is built; this
 package decides the pattern, checks it, and carries the indices where SGLang does not
 (``serving/index_buffer.py``: live mode, hybrid models, two-batch overlap).
 
 To read the method, take this order: ``pattern.py`` (which layer reuses which), ``hf.py`` (the
-method on a model in Python), ``serving/settings.py`` (what a server is told), and
+method on a model in Python), ``serving/plan.py`` (what a server is told), and
 ``serving/cpu/backend.py`` (a whole backend).
 
 The public names are loaded when they are first used, so importing this package costs nothing:

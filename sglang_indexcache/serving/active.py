@@ -15,8 +15,8 @@ from sglang_indexcache import __version__
 from sglang_indexcache.ask.protocol import Overlaps, RankState
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.monitor.traffic import Served, Traffic, is_idle, phase_of, served_in
+from sglang_indexcache.serving.plan import Plan
 from sglang_indexcache.serving.policy import Policy
-from sglang_indexcache.serving.settings import Plan
 
 
 class Counters:

@@ -15,9 +15,11 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from sglang_indexcache.errors import SettingsError
-from sglang_indexcache.serving import adapter, hooks
+from sglang_indexcache.serving import hooks
 from sglang_indexcache.serving.active import current, published_plan
-from sglang_indexcache.serving.settings import BACKEND_NAME, Plan, collect
+from sglang_indexcache.serving.plan import BACKEND_NAME, Plan
+from sglang_indexcache.serving.preflight import adapter
+from sglang_indexcache.serving.preflight.options import collect
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -145,7 +147,7 @@ def _tag() -> str:
     if plan.mode == "live":
         return f" {_TAG} in live mode"
     adapter = f" adapter {plan.adapter_digest[:12]}" if plan.adapter else ""
-    apart = plan.kv_namespace(plan.pattern)
+    apart = plan.kv_apart
     return f" {_TAG} pattern {plan.pattern}{adapter}" if apart else ""
 
 

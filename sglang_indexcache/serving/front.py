@@ -17,8 +17,8 @@ from sglang_indexcache.ask.protocol import PATTERN_OF_REQUEST as NAME
 from sglang_indexcache.errors import IndexCacheError
 from sglang_indexcache.serving import hooks
 from sglang_indexcache.serving.active import published_plan
+from sglang_indexcache.serving.plan import Plan
 from sglang_indexcache.serving.requests import names_ours, names_pattern, resolve
-from sglang_indexcache.serving.settings import Plan
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]

@@ -32,7 +32,6 @@ from sglang_indexcache.checkpoint import (
 from sglang_indexcache.errors import CheckpointError, Findings, IndexCacheError, SettingsError
 from sglang_indexcache.kernels.dispatch import Machine
 from sglang_indexcache.serving import (
-    adapter,
     agreement,
     engine_version,
     front,
@@ -45,14 +44,10 @@ from sglang_indexcache.serving.cpu import fp8
 from sglang_indexcache.serving.cpu import platform as platform_cpu
 from sglang_indexcache.serving.cuda import window
 from sglang_indexcache.serving.cuda.choice import check_engine, check_reference, choose
-from sglang_indexcache.serving.preflight import refusals
-from sglang_indexcache.serving.settings import (
-    BACKEND_NAME,
-    GRAPHS,
-    OPTIONS,
-    Plan,
-    Said,
-    collect,
+from sglang_indexcache.serving.plan import BACKEND_FIELDS, BACKEND_NAME, Plan
+from sglang_indexcache.serving.preflight import adapter, refusals
+from sglang_indexcache.serving.preflight.options import GRAPHS, OPTIONS, collect, is_wanted
+from sglang_indexcache.serving.preflight.resolve import (
     plan_server,
     read_overrides,
     without_sharing,
@@ -60,8 +55,6 @@ from sglang_indexcache.serving.settings import (
 
 logger = logging.getLogger(__name__)
 
-_DSA_NAMES = ("dsa", "nsa")
-_BACKEND_FIELDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
 _GIVEN = "_indexcache_given"
 """Attribute of ServerArgs: the flags or keywords as given, and whether they are flags. It is
 pickled with the fields."""
@@ -233,16 +226,15 @@ def _given(server_args: Any) -> tuple[dict[str, str | None], bool]:
 def _resolve(server_args: Any) -> None:
     given, are_flags = _given(server_args)
     said = collect(given, as_keywords=not are_flags)
-    if not _is_wanted(server_args, said) and not _is_only_way(server_args):
-        _warn_about_ignored_overrides(server_args)
+    cfg, on_cpu = resolving_view(server_args), platform_cpu.is_active()
+    if not is_wanted(cfg, said, on_cpu=on_cpu) and not _is_only_way(cfg):
+        _warn_about_ignored_overrides(cfg)
         return
     engine_version.check()
     hooks.check()
-    cfg = resolving_view(server_args)
     overrides = read_overrides(cfg.json_model_override_args)
     config = _checkpoint_config(cfg, overrides)
     found = Findings()
-    on_cpu = platform_cpu.is_active()
     plan = plan_server(said, config, overrides, cfg.model_path, found, on_cpu=on_cpu)
     with found:
         num_layers = dict(plan.shape).get("num_hidden_layers", len(plan.layer_ids))
@@ -256,7 +248,15 @@ def _resolve(server_args: Any) -> None:
         vars(server_args)["get_tokenizer_worker_class"] = front.tokenizer_worker_class
     else:  # SGLang's own checks, which come next, may find more
         examined.extend(found.each)
-    _declare(server_args, plan, overrides, config)
+    fields = plan.engine_fields(cfg)
+    merged = plan.config_overrides(overrides, config) | (fp8.overrides(config) if on_cpu else {})
+    if cfg.enable_metrics:
+        from sglang_indexcache.serving.monitor.metrics import collectors
+
+        fields["stat_loggers"] = collectors(cfg.stat_loggers)
+    declare_resolution(
+        server_args, BACKEND_NAME, json_model_override_args=json.dumps(merged), **fields
+    )
     logger.info(plan.describe())
     if plan.advice:
         logger.warning("IndexCache: %s", plan.advice)
@@ -303,42 +303,9 @@ def _keep_free_for_graphs(server_args: Any, previous: Callable[[Any], None]) -> 
     logger.info("IndexCache: kept free for %s: --mem-fraction-static %s.", what, fraction)
 
 
-def _is_wanted(server_args: Any, said: Said) -> bool:
-    """Whether this server shall run IndexCache; SettingsError with another backend."""
-    cfg = resolving_view(server_args)
-    named = {field: getattr(cfg, field) for field in _BACKEND_FIELDS if getattr(cfg, field)}
-    others = {k: v for k, v in named.items() if v not in (BACKEND_NAME, *_DSA_NAMES)}
-    asked = BACKEND_NAME in named.values()
-    if not asked and cfg.speculative_draft_attention_backend == BACKEND_NAME:
-        raise SettingsError(
-            f"--speculative-draft-attention-backend {BACKEND_NAME} needs --attention-backend "
-            f"{BACKEND_NAME}: a draft's layers follow the model's."
-        )
-    settings = ", ".join(choice.origin for choice in said.values())
-    if (asked or said) and others:
-        field, value = next(iter(others.items()))
-        what = f"--attention-backend {BACKEND_NAME}" if asked else settings
-        raise SettingsError(
-            f"{what} does not go with --{field.replace('_', '-')} {value}: IndexCache shares the "
-            "indices of DSA attention in prefill and decode alike. Drop one of them."
-        )
-    if said and named and not asked:
-        raise SettingsError(
-            f"{settings} needs --attention-backend {BACKEND_NAME}, and "
-            f"--attention-backend {next(iter(named.values()))} was given."
-        )
-    if platform_cpu.is_active() and named and not asked and not others:
-        raise SettingsError(
-            "SGLang's own DSA backend needs a GPU and this machine has none. Use "
-            f"--attention-backend {BACKEND_NAME}, which has a CPU reference."
-        )
-    return asked or bool(said)
-
-
-def _is_only_way(server_args: Any) -> bool:
+def _is_only_way(cfg: Any) -> bool:
     """Whether nobody asked for IndexCache, and nothing else serves this model on this machine."""
-    cfg = resolving_view(server_args)
-    if not platform_cpu.is_active() or any(getattr(cfg, field) for field in _BACKEND_FIELDS):
+    if not platform_cpu.is_active() or any(getattr(cfg, field) for field in BACKEND_FIELDS):
         return False
     try:
         Checkpoint.from_config(
@@ -381,46 +348,8 @@ def _allow_overlap(original: Callable[..., None], server_args: Any, hf_config: A
         original(server_args, hf_config)
 
 
-def merged_overrides(plan: Plan, overrides: Mapping[str, Any], config: Any) -> dict[str, Any]:
-    """The user's config overrides with the plan's in place of any about sharing.
-
-    A multimodal model's layers may be built from its text config, so that gets them too.
-    """
-    merged = {**overrides, **plan.hf_overrides()}
-    if getattr(config, "text_config", None) is not None:
-        merged["text_config"] = {**overrides.get("text_config", {}), **plan.hf_overrides()}
-    return merged
-
-
-def _declare(server_args: Any, plan: Plan, overrides: Mapping[str, Any], config: Any) -> None:
-    merged = merged_overrides(plan, overrides, config)
-    if platform_cpu.is_active():
-        merged |= fp8.overrides(config)
-    cfg = resolving_view(server_args)
-    fields: dict[str, Any] = {name: "dsa" for name in _BACKEND_FIELDS[1:] if getattr(cfg, name)}
-    if cfg.speculative_draft_attention_backend == BACKEND_NAME:  # drafts have indexers of their own
-        fields["speculative_draft_attention_backend"] = "dsa"
-    if plan.mode == "live":
-        # A captured graph replays the pattern that it was captured with.
-        fields["cuda_graph_backend_prefill"] = "disabled"
-        if not plan.graphs:
-            fields["cuda_graph_backend_decode"] = "disabled"
-    if cfg.enable_metrics:
-        from sglang_indexcache.serving.monitor.metrics import collectors
-
-        fields["stat_loggers"] = collectors(cfg.stat_loggers)
-    declare_resolution(
-        server_args,
-        BACKEND_NAME,
-        attention_backend="dsa",
-        json_model_override_args=json.dumps(merged),
-        **fields,
-    )
-
-
-def _warn_about_ignored_overrides(server_args: Any) -> None:
+def _warn_about_ignored_overrides(cfg: Any) -> None:
     """SGLang ignores its own pattern override where the HF config fills ``indexer_types``."""
-    cfg = resolving_view(server_args)
     overrides = read_overrides(cfg.json_model_override_args)
     asked = [key for key in SHARING_KEYS[1:3] if overrides.get(key) is not None]
     if not asked or overrides.get("indexer_types") is not None:

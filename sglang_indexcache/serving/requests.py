@@ -25,9 +25,10 @@ from sglang_indexcache.library import Library
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving import hooks
 from sglang_indexcache.serving.active import ActivePattern, current
+from sglang_indexcache.serving.plan import Plan
+from sglang_indexcache.serving.preflight.options import MODE
 from sglang_indexcache.serving.preflight.refusals import check_live_window, stage_starts_here
 from sglang_indexcache.serving.rows import RequestIds
-from sglang_indexcache.serving.settings import MODE, Plan
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.serving.plan import Plan
 from sglang_indexcache.serving.rows import RequestIds
-from sglang_indexcache.serving.settings import Plan
 
 
 def plan(text: str = "FSFS", **fields: Any) -> Plan:

@@ -20,7 +20,7 @@ from sglang_indexcache.ask.launch import free_port
 from sglang_indexcache.errors import SettingsError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving import agreement
-from sglang_indexcache.serving.settings import BACKEND_NAME
+from sglang_indexcache.serving.plan import BACKEND_NAME
 from tests.serving.plans import plan
 from tests.serving.test_plugin import BASE
 

@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from sglang_indexcache.serving import front
-from sglang_indexcache.serving.settings import Plan
+from sglang_indexcache.serving.plan import Plan
 from tests.serving.plans import plan
 
 LIVE = plan("F" * 8, mode="live")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sglang_indexcache.serving import plugin
-from sglang_indexcache.serving.settings import CONFIG_KEY
+from sglang_indexcache.serving.plan import CONFIG_KEY
 from tests.serving.plans import plan
 
 H100 = 81_559

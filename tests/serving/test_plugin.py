@@ -16,7 +16,8 @@ import pytest
 from sglang_indexcache.errors import Findings, IndexCacheError, SettingsError
 from sglang_indexcache.models import FAMILIES
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.serving.settings import OPTIONS, Plan
+from sglang_indexcache.serving.plan import Plan
+from sglang_indexcache.serving.preflight.options import OPTIONS
 
 torch = pytest.importorskip("torch")
 if torch.accelerator.is_available():
@@ -191,8 +192,8 @@ def test_hybrid_model_by_its_real_config_class(tmp_path: Path) -> None:
     from sglang.srt.utils.hf_transformers.config import get_config
 
     from sglang_indexcache.checkpoint import Checkpoint
-    from sglang_indexcache.serving.plugin import merged_overrides
-    from sglang_indexcache.serving.settings import collect, make_plan
+    from sglang_indexcache.serving.preflight.options import collect
+    from sglang_indexcache.serving.preflight.resolve import make_plan
 
     architecture = "Glm5NextForConditionalGeneration"
     kda = [i for i in range(12) if i % 4 != 3]
@@ -207,11 +208,11 @@ def test_hybrid_model_by_its_real_config_class(tmp_path: Path) -> None:
     checkpoint = Checkpoint.from_config(config)
     assert checkpoint.layer_ids == (3, 7, 11)
     request = collect({"indexcache_pattern": "FSS"})
-    plan = make_plan(request, checkpoint, {})
+    plan = make_plan(request, checkpoint, {}, "", Findings())
     changed = get_config(
         str(tmp_path),
         trust_remote_code=False,
-        model_override_args=merged_overrides(plan, {}, config),
+        model_override_args=plan.config_overrides({}, config),
     )
     changed.text_config.architectures = [architecture]
     for part in (changed, changed.text_config):

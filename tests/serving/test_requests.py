@@ -23,11 +23,13 @@ from sglang.srt.session.session_controller import Session
 
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.demo import shipped_checkpoint
-from sglang_indexcache.errors import IndexCacheError, SettingsError
+from sglang_indexcache.errors import Findings, IndexCacheError, SettingsError
 from sglang_indexcache.library import Library
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving import active, requests
-from sglang_indexcache.serving.settings import CONFIG_KEY, Plan, collect, make_plan
+from sglang_indexcache.serving.plan import CONFIG_KEY, Plan
+from sglang_indexcache.serving.preflight.options import collect
+from sglang_indexcache.serving.preflight.resolve import make_plan
 from tests.serving.plans import plan
 
 
@@ -121,7 +123,7 @@ def test_a_ratio_is_looked_up_for_the_model_that_is_served() -> None:
     """As on the command line, also in a worker, which has the plan from the model's config."""
     checkpoint = Checkpoint.read(shipped_checkpoint())
     said = collect({"indexcache_mode": "live"})
-    made = make_plan(said, checkpoint, {})
+    made = make_plan(said, checkpoint, {}, "", Findings())
     worker = Plan.from_json(json.loads(json.dumps(made.hf_overrides()[CONFIG_KEY])))
     assert worker == made
     wanted = Library.default().resolve("1/2", checkpoint).pattern

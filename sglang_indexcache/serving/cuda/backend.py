@@ -33,9 +33,9 @@ from sglang_indexcache.serving.cuda.kernels import EngineKernels, KeptLists, att
 from sglang_indexcache.serving.hooks import around
 from sglang_indexcache.serving.index_buffer import IndexBuffer
 from sglang_indexcache.serving.monitor.traffic import phase_of
+from sglang_indexcache.serving.preflight.options import MODE
 from sglang_indexcache.serving.preflight.refusals import stage_starts_here
 from sglang_indexcache.serving.rows import patterns_of_rows
-from sglang_indexcache.serving.settings import MODE
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.dsa.dsa_indexer import Indexer

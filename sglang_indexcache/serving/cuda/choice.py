@@ -25,7 +25,7 @@ from sglang_indexcache.kernels.contract import (
 )
 from sglang_indexcache.kernels.dispatch import Phase
 from sglang_indexcache.models import read_field
-from sglang_indexcache.serving.settings import KERNELS
+from sglang_indexcache.serving.preflight.options import KERNELS
 
 ROUTED: tuple[tuple[OpName, Phase], ...] = (
     ("select", "prefill"),

@@ -27,13 +27,13 @@ from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.active import ActivePattern
 from sglang_indexcache.serving.hooks import around
 from sglang_indexcache.serving.monitor.traffic import Served, served_in
+from sglang_indexcache.serving.plan import SHORT
 from sglang_indexcache.serving.rows import (
     RowPatterns,
     full_layers,
     patterns_of_requests,
     to_device,
 )
-from sglang_indexcache.serving.settings import SHORT
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch

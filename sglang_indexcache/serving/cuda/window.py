@@ -15,13 +15,13 @@ import torch
 from sglang_indexcache.errors import SettingsError
 from sglang_indexcache.recent import Addresses
 from sglang_indexcache.recent import widen as widen_reference
-from sglang_indexcache.serving.settings import PATTERN
+from sglang_indexcache.serving.preflight.options import PATTERN
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
     from sglang_indexcache.serving.cuda.choice import Route
-    from sglang_indexcache.serving.settings import Plan
+    from sglang_indexcache.serving.plan import Plan
 
 TAKE_WIDER = ("fa3", "flashmla_sparse")
 """SGLang's attention that takes lists of any length with each row's count. FlashMLA's decode kernel

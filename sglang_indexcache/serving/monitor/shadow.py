@@ -21,7 +21,7 @@ from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.monitor.traffic import Served
 
 if TYPE_CHECKING:
-    from sglang_indexcache.serving.settings import Plan
+    from sglang_indexcache.serving.plan import Plan
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from sglang_indexcache.support.lengths import format_length
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
-    from sglang_indexcache.serving.settings import Plan
+    from sglang_indexcache.serving.plan import Plan
 
 BINS = (2048, 8192, 32768, 131072)
 """The last length, in tokens, of each bin but the last, which is "more"."""

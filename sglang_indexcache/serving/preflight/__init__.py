@@ -1,1 +1,1 @@
-"""Checks before a server starts: refusals, the model's config, and ``server doctor``."""
+"""Before a server serves: options become a plan or are refused, an adapter's weights come in."""

@@ -30,9 +30,9 @@ from sglang_indexcache.checkpoint import INDEX_K_BYTES_PER_KEY
 from sglang_indexcache.errors import Findings, IndexCacheError, ServerError, SettingsError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.engine_version import EngineSource
+from sglang_indexcache.serving.plan import BACKEND_NAME, CONFIG_KEY, Plan
 from sglang_indexcache.serving.preflight.config_check import INDEX_HEAD_DIM
 from sglang_indexcache.serving.preflight.refusals import CONTRACT, FEATURES, REHEARSED, TESTED
-from sglang_indexcache.serving.settings import BACKEND_NAME, CONFIG_KEY, Plan
 from sglang_indexcache.support.drawing import to_terminal
 
 USUAL_CARD = "h200"

@@ -10,7 +10,8 @@ from sglang_indexcache.errors import Findings, SettingsError
 from sglang_indexcache.models import BY_ARCHITECTURE
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.cpu import platform as platform_cpu
-from sglang_indexcache.serving.settings import ADAPTER, GRAPHS, KERNELS, MODE, PATTERN, Plan
+from sglang_indexcache.serving.plan import Plan
+from sglang_indexcache.serving.preflight.options import ADAPTER, GRAPHS, KERNELS, MODE, PATTERN
 
 TESTED = "CPU test"
 REHEARSED = "rehearsed"
@@ -236,7 +237,7 @@ def _of_caches(cfg: Any, plan: Plan) -> Iterator[str]:
         "--enable-flexkv": cfg.enable_flexkv,
         "--radix-cache-backend flexkv": cfg.radix_cache_backend == "flexkv",
     }
-    if plan.kv_namespace(plan.pattern):
+    if plan.kv_apart:
         cause = f"{MODE.flag} live" if plan.mode == "live" else PATTERN.flag
         fix = (
             "FlexKV finds KV by its tokens alone and would hand out what another pattern "

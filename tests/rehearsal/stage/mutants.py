@@ -102,6 +102,6 @@ def writes_masks_that_no_graph_reads() -> None:
 @_mutant
 def shares_the_cache_between_patterns() -> None:
     """A prefix is found by its tokens alone."""
-    from sglang_indexcache.serving.settings import Plan
+    from sglang_indexcache.serving.plan import Plan
 
     Plan.kv_namespace = lambda *_, **__: None  # type: ignore[assignment, method-assign]

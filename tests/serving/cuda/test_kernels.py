@@ -35,7 +35,7 @@ from sglang_indexcache.serving.cuda import kernels as kernels_cuda
 from sglang_indexcache.serving.cuda.backend import IndexCacheBackend
 from sglang_indexcache.serving.cuda.choice import ROUTED, Route
 from sglang_indexcache.serving.cuda.kernels import EngineKernels, KeptLists
-from sglang_indexcache.serving.settings import Plan
+from sglang_indexcache.serving.plan import Plan
 from tests.serving.cuda.test_backend import runner
 
 pytestmark = pytest.mark.usefixtures("seed")

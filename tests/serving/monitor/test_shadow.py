@@ -18,7 +18,8 @@ from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.monitor import shadow
 from sglang_indexcache.serving.monitor.shadow import ROWS, Part, Shadow, draw
 from sglang_indexcache.serving.monitor.traffic import Served
-from sglang_indexcache.serving.settings import SHADOW, Choice, _shadow
+from sglang_indexcache.serving.preflight.options import SHADOW, Choice
+from sglang_indexcache.serving.preflight.resolve import _shadow
 from tests.serving.plans import plan
 
 TOPK = 8

@@ -22,11 +22,12 @@ from torch import nn
 from sglang_indexcache.adapter import Adapter, indexer_layer, indexer_shapes, write_adapter
 from sglang_indexcache.checkpoint import read_config
 from sglang_indexcache.demo import shipped_checkpoint
-from sglang_indexcache.errors import IndexCacheError, SettingsError
+from sglang_indexcache.errors import Findings, IndexCacheError, SettingsError
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.serving import adapter as served
 from sglang_indexcache.serving.cpu import fp8
-from sglang_indexcache.serving.settings import Plan, check_adapter
+from sglang_indexcache.serving.plan import Plan
+from sglang_indexcache.serving.preflight import adapter as served
+from sglang_indexcache.serving.preflight.resolve import PatternChoice
 from sglang_indexcache.stored import SCALES, dequantised, to_block_fp8
 from tests.serving.plans import plan
 from tests.serving.test_plugin import hf_config, resolve
@@ -127,8 +128,10 @@ def test_one_clear_error(adapter: Adapter, what: str) -> None:
 
 
 def test_a_name_of_the_hub_cannot_be_compared(adapter: Adapter) -> None:
+    found = Findings()
+    PatternChoice.from_adapter(adapter.folder, Path("some-one/some-model"), None, found)
     with pytest.raises(SettingsError, match="needs --model-path to be a folder"):
-        check_adapter(adapter, Path("some-one/some-model"))
+        found.report()
 
 
 def test_other_weights_have_other_kv(adapter: Adapter) -> None:
@@ -249,7 +252,9 @@ def fp8_plan(fp8_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         tensors=weights(0, 9),
         record={},
     )
-    check_adapter(trained, fp8_base)
+    found = Findings()
+    PatternChoice.from_adapter(trained.folder, fp8_base, None, found)
+    found.report()
     made = plan("FS", adapter=str(trained.folder), adapter_digest=trained.digest)
     monkeypatch.setattr(served, "published_plan", lambda: made)
     bag = SimpleNamespace(model_path=str(fp8_base), json_model_override_args="{}")

@@ -15,7 +15,8 @@ from sglang_indexcache.adapter import Adapter, indexer_layer
 from sglang_indexcache.errors import CheckpointError, SettingsError
 from sglang_indexcache.serving import hooks
 from sglang_indexcache.serving.active import published_plan
-from sglang_indexcache.serving.settings import ADAPTER, Plan
+from sglang_indexcache.serving.plan import Plan
+from sglang_indexcache.serving.preflight.options import ADAPTER
 
 if TYPE_CHECKING:
     import torch

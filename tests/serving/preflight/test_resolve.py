@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 
 from sglang_indexcache.checkpoint import Checkpoint
-from sglang_indexcache.errors import IndexCacheError, PatternError, SettingsError
+from sglang_indexcache.errors import Findings, IndexCacheError, PatternError, SettingsError
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.serving.settings import CONFIG_KEY, Plan, Said, collect, make_plan
+from sglang_indexcache.serving.plan import CONFIG_KEY, Plan
+from sglang_indexcache.serving.preflight.options import Said, collect
+from sglang_indexcache.serving.preflight.resolve import make_plan
 from tests.fakes.glm5 import CONFIG as GLM5
 from tests.serving import plans
 
@@ -24,7 +26,10 @@ def flags(**given: str | None) -> Said:
 def plan(
     request: Said | None = None, own: str = "FFFFFF", overrides: dict[str, Any] | None = None
 ) -> Plan:
-    return make_plan(request or flags(), checkpoint(own), overrides or {})
+    found = Findings()
+    made = make_plan(request or flags(), checkpoint(own), overrides or {}, "", found)
+    found.report()
+    return made
 
 
 def test_flag() -> None:
@@ -122,7 +127,7 @@ def test_default_without_sharing_warns_and_names_the_library() -> None:
     assert result.pattern == Pattern.full(6)
     assert "every layer runs its indexer" in result.advice
     glm5 = Checkpoint.from_config(GLM5)
-    advice = make_plan(flags(), glm5, {}).advice
+    advice = make_plan(flags(), glm5, {}, "", Findings()).advice
     assert "glm-5-1of2, glm-5-1of4" in advice
 
 

@@ -1,0 +1,210 @@
+"""What a server will do: the pattern in effect and how it is carried out.
+
+The plan travels to every process inside the model's config. Nothing here imports SGLang.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from sglang_indexcache.checkpoint import SHARING_KEYS, Checkpoint
+from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.serving.policy import Policy
+
+BACKEND_NAME = "indexcache"
+"""What a user writes after --attention-backend."""
+ENGINE_NAME = "dsa"
+"""What SGLang calls the backend: it compares names with this literal in many places."""
+
+Mode = Literal["static", "live"]
+IndexKDtype = Literal["auto", "bfloat16", "float32", "fp8_e4m3"]
+
+BACKEND_FIELDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
+"""Of SGLang's arguments; the last two may be left out."""
+
+CONFIG_KEY = "indexcache"
+"""Attribute of the HF config that carries the plan."""
+
+SHORT = "short"
+"""In the list of graphs: the one of batches in which nothing is left out."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What this server will do: the pattern in effect and how it is carried out.
+
+    Attributes:
+        pattern: in effect at start; of the shortest prompts where length decides.
+        source: where it came from, in words.
+        own: the checkpoint's own sharing.
+        layer_ids: model layer of each pattern position.
+        adapter: folder of the adapter whose indexers are served, or "".
+        adapter_digest: SHA-256 of its weights, or "".
+        advice: a warning for the log, or "".
+        quality: what is known of the pattern's long-context quality on this checkpoint, or "".
+        longer: live mode: from how many prompt tokens on another pattern is in effect, and which.
+        graphs: what decode graphs are captured beside SGLang's: ``short``, or a pattern's text.
+        shadow: of how many forwards one is sampled for the overlap of lists; 0 for none.
+        overlap: beyond chance, what the pattern's file says of each layer; () if it says nothing.
+        shape: config fields by which the library knows the model.
+    """
+
+    pattern: Pattern
+    source: str
+    mode: Mode
+    own: Pattern
+    layer_ids: tuple[int, ...]
+    architecture: str
+    index_k_dtype: IndexKDtype = "auto"
+    kernels: str = "engine"
+    adapter: str = ""
+    adapter_digest: str = ""
+    advice: str = ""
+    quality: str = ""
+    longer: tuple[tuple[int, Pattern], ...] = ()
+    graphs: tuple[str, ...] = ()
+    shadow: int = 0
+    overlap: tuple[float | None, ...] = ()
+    shape: tuple[tuple[str, Any], ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse a pattern that the checkpoint has no layers or no indexers for."""
+        for pattern in self.policy.patterns:
+            pattern.check_checkpoint(self.own)
+
+    @property
+    def policy(self) -> Policy:
+        """The pattern for each prompt length."""
+        return Policy(((0, self.pattern), *self.longer))
+
+    @property
+    def graph_patterns(self) -> tuple[Pattern, ...]:
+        """Those that have a decode graph of their own."""
+        return tuple(Pattern(text) for text in self.graphs if text != SHORT)
+
+    def graph_reserve_mb(self, cfg: Any) -> int:
+        """MB to keep free on each GPU for the graphs beside SGLang's.
+
+        SGLang leaves 2 MB free for each request of its largest decode graph, however many graphs
+        it captures of a size (``reserve_for_graph_mb``), and gives the rest to the KV pool. So
+        this is an estimate by SGLang's own figure, not measured on a GPU. ``cfg`` is its resolving
+        view of the server's arguments, after ``handle_gpu_memory_settings``.
+        """
+        if not self.graphs or cfg.disaggregation_mode == "prefill":
+            return 0
+        return len(self.graphs) * 2 * (cfg.cuda_graph_config.decode.max_bs or 0)
+
+    def describe(self) -> str:
+        """The line for the log."""
+        shared = len(self.pattern.shared_layers)
+        return (
+            f"IndexCache ({self.mode}): {self.pattern.summary()}, {shared} reuse indices; "
+            f"pattern {self.policy} from {self.source}"
+            + (f"; indexers of the adapter {self.adapter}" if self.adapter else "")
+            + (f"; long-context quality: {self.quality}" if self.quality else "")
+        )
+
+    @property
+    def terms(self) -> str:
+        """What every process of a server must agree on; where it was said may differ."""
+        return (
+            f"{self.mode} mode, pattern {self.policy}, kernels {self.kernels}, index keys "
+            f"{self.index_k_dtype}"
+            + (f", adapter {self.adapter_digest[:12]}" if self.adapter else "")
+            + (f", graphs {', '.join(self.graphs)}" if self.graphs else "")
+        )
+
+    def kv_namespace(self, pattern: Pattern) -> str | None:
+        """What keeps the cached KV of a request apart from all KV that is computed otherwise.
+
+        None where there is nothing to keep apart: under the checkpoint's own sharing and with its
+        own indexers stock SGLang computes the same KV and may have it. Not so in live mode, where
+        requests of all patterns meet: none may reach another's KV by an ``extra_key`` of its own.
+        """
+        if self.mode == "live":
+            return f"indexcache-live-{pattern.digest}"
+        if pattern == self.own and not self.adapter:
+            return None
+        indexers = f"-{self.adapter_digest[:12]}" if self.adapter else ""
+        return f"indexcache-{pattern.digest}{indexers}"
+
+    @property
+    def kv_apart(self) -> str | None:
+        """:meth:`kv_namespace` of the pattern in effect at start."""
+        return self.kv_namespace(self.pattern)
+
+    def engine_fields(self, cfg: Any) -> dict[str, Any]:
+        """Return what else SGLang's arguments must say; ``cfg`` is its resolving view of them."""
+        fields: dict[str, Any] = {
+            name: ENGINE_NAME
+            for name in BACKEND_FIELDS
+            if name == BACKEND_FIELDS[0] or getattr(cfg, name)
+        }
+        if cfg.speculative_draft_attention_backend == BACKEND_NAME:
+            # Drafts have indexers of their own.
+            fields["speculative_draft_attention_backend"] = ENGINE_NAME
+        if self.mode == "live":
+            # A captured graph replays the pattern that it was captured with.
+            fields["cuda_graph_backend_prefill"] = "disabled"
+            if not self.graphs:
+                fields["cuda_graph_backend_decode"] = "disabled"
+        return fields
+
+    def config_overrides(self, users: Mapping[str, Any], config: Any) -> dict[str, Any]:
+        """Return the ``users`` overrides of a config with this plan in place of any about sharing.
+
+        A multimodal model's layers may be built from its text config, so that gets them too.
+        """
+        ours = self.hf_overrides()
+        merged = {**users, **ours}
+        if getattr(config, "text_config", None) is not None:
+            merged["text_config"] = {**users.get("text_config", {}), **ours}
+        return merged
+
+    def hf_overrides(self) -> dict[str, Any]:
+        """What to write into the HF config so that SGLang builds this plan.
+
+        ``indexer_types`` is the key that SGLang obeys first; the others are cleared. In live mode
+        every indexer of the checkpoint is built.
+        """
+        built = self.pattern if self.mode == "static" else self.own
+        overrides: dict[str, Any] = dict.fromkeys(SHARING_KEYS)
+        overrides["indexer_types"] = self._by_model_layer(built)
+        overrides[CONFIG_KEY] = json.loads(json.dumps(vars(self), default=str))
+        return overrides
+
+    def _by_model_layer(self, pattern: Pattern) -> list[str]:
+        types = ["full"] * (self.layer_ids[-1] + 1)
+        for layer, kind in zip(self.layer_ids, pattern.to_indexer_types(), strict=True):
+            types[layer] = kind
+        return types
+
+    @classmethod
+    def from_hf_config(cls, config: Any) -> Plan | None:
+        """The plan that :meth:`hf_overrides` wrote, or None if there is none."""
+        return cls.from_json(getattr(config, CONFIG_KEY, None))
+
+    @classmethod
+    def from_overrides(cls, overrides: str) -> Plan | None:
+        """The plan in resolved ``--json-model-override-args``, or None if there is none."""
+        return cls.from_json(json.loads(overrides).get(CONFIG_KEY))
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any] | None) -> Plan | None:
+        """The inverse of what :meth:`hf_overrides` stores under :data:`CONFIG_KEY`."""
+        if data is None:
+            return None
+        data = dict(data)
+        data["pattern"], data["own"] = Pattern(data["pattern"]), Pattern(data["own"])
+        data["layer_ids"] = tuple(data["layer_ids"])
+        data["longer"] = tuple((start, Pattern(text)) for start, text in data["longer"])
+        data["graphs"], data["overlap"] = tuple(data["graphs"]), tuple(data["overlap"])
+        data["shape"] = tuple((name, value) for name, value in data["shape"])
+        return cls(**data)
+
+    def checkpoint(self) -> Checkpoint:
+        """The checkpoint as the plan knows it, enough to find another pattern and to check it."""
+        return Checkpoint(self.architecture, self.layer_ids, self.own, dict(self.shape))

@@ -1,0 +1,180 @@
+"""What a user may say: flags, Engine keywords and variables; and whether that asks for IndexCache.
+
+Nothing here imports SGLang.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from sglang_indexcache.errors import SettingsError
+from sglang_indexcache.kernels.dispatch import NAMES
+from sglang_indexcache.serving.plan import (
+    BACKEND_FIELDS,
+    BACKEND_NAME,
+    ENGINE_NAME,
+    IndexKDtype,
+    Mode,
+)
+
+_DSA_NAMES = (ENGINE_NAME, "nsa")
+
+
+@dataclass(frozen=True)
+class Option:
+    """One user-facing setting: a command-line flag, an Engine keyword and a variable."""
+
+    name: str
+    help: str
+    choices: tuple[str, ...] | None = None
+    metavar: str | None = None
+
+    @property
+    def flag(self) -> str:
+        """``--indexcache-pattern``."""
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        """``SGLANG_INDEXCACHE_PATTERN``."""
+        return "SGLANG_" + self.name.upper()
+
+
+PATTERN = Option(
+    "indexcache_pattern",
+    "Which layers keep their indexer: an F/S string with one character per layer, the name of a "
+    "library pattern (see: indexcache patterns list), a YAML file, a ratio such as 1/4 (looked up "
+    "in the library for this model), uniform:1/4, or full; with +w8 behind it, shared layers "
+    "also see the last 8 tokens. In live mode also a choice by prompt length: "
+    "'full < 32K <= 1/2 < 128K <= 1/4'. Default: the checkpoint's own sharing.",
+    metavar="PATTERN",
+)
+MODE = Option(
+    "indexcache_mode",
+    "static (default): shared layers are built without indexer and without index-K cache. "
+    "live: every layer keeps both, and each request has its own pattern: the one that it names, "
+    "else the server's, which can be replaced while it runs.",
+    choices=get_args(Mode),
+)
+INDEX_K_DTYPE = Option(
+    "indexcache_index_k_dtype",
+    "How the CPU platform stores index keys: auto (the model's dtype), bfloat16, float32, or "
+    "fp8_e4m3 (the GPU's pages and quantisation). GPUs always use fp8_e4m3.",
+    choices=get_args(IndexKDtype),
+)
+KERNELS = Option(
+    "indexcache_kernels",
+    "GPU kernels of the indexer (logits, top-k and page lookup in one) and of sparse attention. "
+    "engine (default): SGLang's. cuda (Hopper), reference: that implementation of ours for all "
+    "operations, or an error (see: indexcache kernels list).",
+    choices=("engine", *NAMES),
+)
+ADAPTER = Option(
+    "indexcache_adapter",
+    "A folder that indexcache heal run wrote: its indexers take the place of the checkpoint's, "
+    "and its pattern is the pattern. Static mode only. Refused with another checkpoint than the "
+    "one it was trained on.",
+    metavar="FOLDER",
+)
+GRAPHS = Option(
+    "indexcache_graphs",
+    "Decode CUDA graphs to capture besides the one that serves every batch, as a list with commas. "
+    "short: for batches whose requests all have at most index_topk tokens, where selecting is "
+    "selecting everything and indexers need not run; exact. In live mode, which captures no graph "
+    "without this option, also up to 4 patterns: a batch of one of them replays its graph, any "
+    "other a graph that runs every indexer. Each costs memory and time at the start for every "
+    "batch size. Not measured on a GPU yet.",
+    metavar="LIST",
+)
+SHADOW = Option(
+    "indexcache_shadow",
+    "Watch the server's pattern drift: of one forward in N (on: in 1,000), compare 16 rows' lists "
+    "with what each layer would have selected itself, in live mode S layers with their own "
+    "indexer, in static mode F layers with the F layer before. For metrics, /server_info and "
+    "indexcache server watch; answers stay as they are. Off by default.",
+    metavar="N",
+)
+OPTIONS = (PATTERN, MODE, INDEX_K_DTYPE, KERNELS, ADAPTER, GRAPHS, SHADOW)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A value that the user gave, and where."""
+
+    value: str
+    origin: str
+
+    def __str__(self) -> str:
+        return f"{self.origin} {self.value}"
+
+
+Said = dict[Option, Choice]
+"""Everything the user said, before it is known whether it makes sense."""
+
+
+def collect(given: Mapping[str, str | None], *, as_keywords: bool = False) -> Said:
+    """Merge flags (or Engine keywords) with the environment.
+
+    Raises:
+        SettingsError: they disagree, or a value is out of range.
+    """
+    said: Said = {}
+    for option in OPTIONS:
+        origin = f"Engine({option.name}=...)" if as_keywords else option.flag
+        direct, variable = given.get(option.name), os.environ.get(option.variable)
+        if None not in (direct, variable) and direct != variable:
+            raise SettingsError(
+                f"{origin} is {direct!r} and {option.variable} is {variable!r}. Give only one."
+            )
+        if direct is not None:
+            said[option] = Choice(direct, origin)
+        elif variable is not None:
+            said[option] = Choice(variable, option.variable)
+    for option, choice in said.items():
+        if option.choices is not None and choice.value not in option.choices:
+            raise SettingsError(
+                f"{choice.origin} is {choice.value!r}; it may be {', '.join(option.choices)}"
+            )
+    return said
+
+
+def is_wanted(cfg: Any, said: Said, *, on_cpu: bool) -> bool:
+    """Return whether this server shall run IndexCache.
+
+    Args:
+        cfg: SGLang's view of the server's arguments.
+        on_cpu: the CPU platform is at work, where SGLang has no DSA backend of its own.
+
+    Raises:
+        SettingsError: it is asked for together with another backend.
+    """
+    named = {field: getattr(cfg, field) for field in BACKEND_FIELDS if getattr(cfg, field)}
+    others = {k: v for k, v in named.items() if v not in (BACKEND_NAME, *_DSA_NAMES)}
+    asked = BACKEND_NAME in named.values()
+    if not asked and cfg.speculative_draft_attention_backend == BACKEND_NAME:
+        raise SettingsError(
+            f"--speculative-draft-attention-backend {BACKEND_NAME} needs --attention-backend "
+            f"{BACKEND_NAME}: a draft's layers follow the model's."
+        )
+    settings = ", ".join(choice.origin for choice in said.values())
+    if (asked or said) and others:
+        field, value = next(iter(others.items()))
+        what = f"--attention-backend {BACKEND_NAME}" if asked else settings
+        raise SettingsError(
+            f"{what} does not go with --{field.replace('_', '-')} {value}: IndexCache shares the "
+            "indices of DSA attention in prefill and decode alike. Drop one of them."
+        )
+    if said and named and not asked:
+        raise SettingsError(
+            f"{settings} needs --attention-backend {BACKEND_NAME}, and "
+            f"--attention-backend {next(iter(named.values()))} was given."
+        )
+    if on_cpu and named and not asked and not others:
+        raise SettingsError(
+            "SGLang's own DSA backend needs a GPU and this machine has none. Use "
+            f"--attention-backend {BACKEND_NAME}, which has a CPU reference."
+        )
+    return asked or bool(said)

@@ -1,0 +1,314 @@
+"""From what a user said, and the model's config, to one validated :class:`Plan`.
+
+Nothing here imports SGLang.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from sglang_indexcache.adapter import Adapter
+from sglang_indexcache.checkpoint import SHARING_KEYS, Checkpoint, pattern_from_sharing_keys
+from sglang_indexcache.errors import Findings, IndexCacheError, SettingsError
+from sglang_indexcache.library import NOT_EVALUATED, Entry, Library, Resolved, names
+from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.serving.plan import CONFIG_KEY, SHORT, Mode, Plan
+from sglang_indexcache.serving.policy import Policy
+from sglang_indexcache.serving.preflight.config_check import check_config
+from sglang_indexcache.serving.preflight.options import (
+    ADAPTER,
+    GRAPHS,
+    INDEX_K_DTYPE,
+    KERNELS,
+    MODE,
+    PATTERN,
+    SHADOW,
+    Choice,
+    Option,
+    Said,
+)
+from sglang_indexcache.stored import check_form
+from sglang_indexcache.study.provenance import checkpoint_digest
+
+_SHADOW_ON = 1000
+"""Forwards of which one is sampled, if the user does not say."""
+
+MOST_GRAPHS = 4
+"""Patterns with a graph of their own."""
+
+
+def read_overrides(text: str) -> dict[str, Any]:
+    """``--json-model-override-args``: what the user changes in the model's config.
+
+    Raises:
+        SettingsError: that is no JSON object.
+    """
+    try:
+        overrides = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise SettingsError(
+            f"--json-model-override-args is not JSON ({error}): {text!r}"
+        ) from error
+    if not isinstance(overrides, dict):
+        raise SettingsError("--json-model-override-args wants an object, such as '{\"a\": 1}'")
+    return overrides
+
+
+def without_sharing(overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """The overrides that say nothing of sharing: the config with them is that of the checkpoint."""
+    return {k: v for k, v in overrides.items() if k not in (*SHARING_KEYS, CONFIG_KEY)}
+
+
+@dataclass(frozen=True)
+class PatternChoice:
+    """The pattern of a server as one of three sources chose it.
+
+    Attributes:
+        policy: the pattern of each prompt length; mostly one for all.
+        origin: the source, in words.
+        entry: the pattern's file, where the source named one file.
+        adapter: whose indexers are served under it.
+    """
+
+    policy: Policy
+    origin: str
+    entry: Entry | None = None
+    adapter: Adapter | None = None
+
+    @classmethod
+    def from_flag(cls, choice: Choice, checkpoint: Checkpoint, library: Library) -> PatternChoice:
+        """Resolve what the user wrote as the server's pattern.
+
+        Raises:
+            IndexCacheError: it names no pattern that fits the checkpoint.
+        """
+        resolved: list[Resolved] = []
+
+        def resolve(value: str) -> Pattern:
+            resolved.append(library.resolve(value, checkpoint))
+            return resolved[-1].pattern
+
+        try:
+            policy = Policy.parse(choice.value, resolve)
+        except IndexCacheError as error:
+            raise type(error)(f"{choice}: {error}") from error
+        entry = resolved[0].entry if len(resolved) == 1 else None
+        described = "; ".join(each.description for each in resolved)
+        return cls(policy, f"{choice} ({described})", entry)
+
+    @classmethod
+    def from_overrides(
+        cls, overrides: Mapping[str, Any], checkpoint: Checkpoint
+    ) -> PatternChoice | None:
+        """Read SGLang's own way of asking: sharing keys in --json-model-override-args, if any.
+
+        Raises:
+            IndexCacheError: they describe no pattern that fits the checkpoint.
+        """
+        inner = overrides.get("text_config")
+        values = {**(inner if isinstance(inner, Mapping) else {}), **overrides}
+        given = [key for key in SHARING_KEYS if values.get(key) is not None]
+        if not given:
+            return None
+        origin = f"--json-model-override-args ({', '.join(given)})"
+        try:
+            pattern = pattern_from_sharing_keys(values, checkpoint.num_layers, checkpoint.layer_ids)
+            if pattern is None:
+                raise SettingsError("an offset alone is no schedule. Give index_topk_freq too.")
+            pattern.check_checkpoint(checkpoint.own)
+        except IndexCacheError as error:
+            raise type(error)(f"{origin}: {error}") from error
+        return cls(Policy.of(pattern), origin)
+
+    @classmethod
+    def from_adapter(
+        cls, folder: Path, model: Path, asked: PatternChoice | None, found: Findings
+    ) -> PatternChoice:
+        """Take the pattern that an adapter was trained for, or ``asked``, which must be the same.
+
+        Raises:
+            IndexCacheError: no adapter, or one for another pattern. What is wrong with it for this
+                ``model`` goes to ``found``.
+        """
+        adapter = Adapter.read(folder)
+        for pattern in asked.policy.patterns if asked else ():
+            adapter.check_pattern(pattern)
+        with found:
+            if not model.is_dir():
+                raise SettingsError(
+                    f"{ADAPTER.flag} needs --model-path to be a folder, to compare the checkpoint "
+                    f"with the one that the adapter was trained on; {model} is none. Download it "
+                    "first."
+                )
+            adapter.check(model)
+            check_form(model, adapter.names())
+        if asked is not None:
+            return replace(asked, adapter=adapter)
+        return cls(Policy.of(adapter.pattern), f"the adapter {adapter.folder}", adapter=adapter)
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint: Checkpoint) -> PatternChoice:
+        """Take the checkpoint's own sharing, for nobody chose a pattern."""
+        trained = "the checkpoint, which was trained with it"
+        origin = trained if checkpoint.shares_already else "the default"
+        return cls(Policy.of(checkpoint.own), origin)
+
+
+def plan_server(
+    said: Said,
+    config: Any,
+    overrides: Mapping[str, Any],
+    model: str,
+    found: Findings,
+    *,
+    on_cpu: bool,
+) -> Plan:
+    """Decide the plan of a server, by its checkpoint alone.
+
+    Args:
+        config: the model's, with the overrides that say nothing of sharing.
+        overrides: the user's ``--json-model-override-args``.
+        model: what the user calls the checkpoint; mostly its folder.
+        on_cpu: whether the CPU platform serves it.
+
+    Raises:
+        IndexCacheError: the problems, which go to ``found``, leave no plan.
+    """
+    checkpoint = Checkpoint.from_config(config, model)
+    checkpoint.check_served(model)
+    plan = None
+    with found:
+        check_config(config, model, on_cpu=on_cpu)
+    with found:
+        plan = make_plan(said, checkpoint, overrides, model, found)
+    if plan is None:
+        found.report()
+    assert plan is not None, "making one raises, or it is there"
+    return plan
+
+
+def make_plan(
+    said: Said,
+    checkpoint: Checkpoint,
+    overrides: Mapping[str, Any],
+    model: str,
+    found: Findings,
+) -> Plan:
+    """Decide the pattern and the mode.
+
+    Args:
+        checkpoint: what the model's own config says, without the user's ``overrides``.
+        model: the checkpoint's folder, by which a verdict on the pattern is known to be about it.
+        found: gathers what is wrong and yet leaves a plan.
+
+    Raises:
+        IndexCacheError: what is wrong, and how to mend it.
+    """
+    library = Library.default()
+    values: dict[Option, Any] = {option: choice.value for option, choice in said.items()}
+    mode = values.get(MODE, "static")
+    graphs, shadow = _graphs(said, checkpoint, library, mode), _shadow(said)
+    asked = _asked_pattern(said, checkpoint, overrides, library)
+    if ADAPTER in said:
+        asked = PatternChoice.from_adapter(Path(said[ADAPTER].value), Path(model), asked, found)
+    choice = asked or PatternChoice.from_checkpoint(checkpoint)
+    if len(choice.policy.steps) > 1 and mode == "static":
+        raise SettingsError(
+            f"{choice.origin}: prompt length can decide in live mode only. Add {MODE.flag} live."
+        )
+    pattern, adapter = choice.policy.patterns[0], choice.adapter
+    quality = ""
+    overlap: tuple[float | None, ...] = ()
+    if pattern != checkpoint.own and adapter is None:  # files are about a checkpoint's indexers
+        alike = (entry for entry in library.entries.values() if entry.parsed == pattern)
+        entries = [choice.entry] if choice.entry else list(alike)
+        weights = Path(model) if model and Path(model).is_dir() else None
+        here = (each.known(lambda: checkpoint_digest(weights)) for each in entries if weights)
+        quality = next((words for words in here if words != NOT_EVALUATED), NOT_EVALUATED)
+        overlap = next((each.overlap.beyond_chance for each in entries if each.overlap), ())
+    return Plan(
+        pattern=pattern,
+        source=choice.origin,
+        mode=mode,
+        own=checkpoint.own,
+        layer_ids=checkpoint.layer_ids,
+        architecture=checkpoint.architecture,
+        index_k_dtype=values.get(INDEX_K_DTYPE, "auto"),
+        kernels=values.get(KERNELS, "engine"),
+        adapter=str(adapter.folder.resolve()) if adapter else "",
+        adapter_digest=adapter.digest if adapter else "",
+        advice="" if asked else _advice(checkpoint, library),
+        quality=quality,
+        longer=choice.policy.steps[1:],
+        graphs=graphs,
+        shadow=shadow,
+        overlap=overlap,
+        shape=tuple(checkpoint.shape.items()),
+    )
+
+
+def _asked_pattern(
+    said: Said, checkpoint: Checkpoint, overrides: Mapping[str, Any], library: Library
+) -> PatternChoice | None:
+    """Return what the user asked for, by our flag or in SGLang's own way; both must agree."""
+    flag = said.get(PATTERN)
+    ours = PatternChoice.from_flag(flag, checkpoint, library) if flag else None
+    engines = PatternChoice.from_overrides(overrides, checkpoint)
+    if ours and engines and ours.policy != engines.policy:
+        raise SettingsError(
+            f"{ours.origin} gives {ours.policy} and {engines.origin} gives {engines.policy}. "
+            "Give only one."
+        )
+    return ours or engines
+
+
+def _graphs(said: Said, checkpoint: Checkpoint, library: Library, mode: Mode) -> tuple[str, ...]:
+    choice = said.get(GRAPHS)
+    if choice is None:
+        return ()
+    listed = dict.fromkeys(name.strip() for name in choice.value.split(","))
+    names = [name for name in listed if name != SHORT]
+    if names and mode == "static":
+        raise SettingsError(
+            f"{choice}: static mode captures the graphs of its one pattern anyway. Ask for {SHORT} "
+            f"only, or add {MODE.flag} live."
+        )
+    try:
+        found = dict.fromkeys(str(library.resolve(n, checkpoint).pattern) for n in names)
+    except IndexCacheError as error:
+        raise type(error)(f"{choice}: {error}") from error
+    if len(found) > MOST_GRAPHS:
+        raise SettingsError(
+            f"{choice}: {len(found)} patterns, and each takes memory and time for every batch "
+            f"size. Name {MOST_GRAPHS} at most; batches of other patterns are served all the same."
+        )
+    return (*([SHORT] if SHORT in listed else []), *found)
+
+
+def _shadow(said: Said) -> int:
+    choice = said.get(SHADOW)
+    if choice is None:
+        return 0
+    if choice.value == "on":
+        return _SHADOW_ON
+    if not re.fullmatch("[1-9][0-9]{0,8}", choice.value):
+        raise SettingsError(
+            f"{choice.origin} is {choice.value!r}; give the number of forwards of which one is "
+            f"sampled, or on for {_SHADOW_ON}"
+        )
+    return int(choice.value)
+
+
+def _advice(checkpoint: Checkpoint, library: Library) -> str:
+    """The one warning when nobody chose a pattern and nothing is shared."""
+    if checkpoint.shares_already:
+        return ""
+    start = "no pattern was given, so every layer runs its indexer and nothing is saved"
+    if known := library.for_checkpoint(checkpoint):
+        return f"{start}. The library has {names(known)} for this model: add {PATTERN.flag} NAME."
+    return f"{start}. The library has no pattern for this model; see: indexcache patterns --help."
