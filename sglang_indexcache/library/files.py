@@ -1,17 +1,9 @@
-"""The pattern library: ``patterns/*.yaml``, each a pattern, the model it is for, and its evidence.
-
-Also resolves whatever a user may write for a pattern: an F/S string, ``full``, ``uniform:1/4``,
-a ratio, a library name or a YAML path; behind each of them a recent window, as in ``1/4+w8``.
-"""
+"""The pattern files: ``patterns/*.yaml``, each a pattern, the model it is for, and its evidence."""
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from difflib import get_close_matches
-from fractions import Fraction
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -20,19 +12,16 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from sglang_indexcache.checkpoint import Checkpoint
-from sglang_indexcache.errors import LibraryError, PatternError, quoted
-from sglang_indexcache.pattern import Pattern, split_window
-from sglang_indexcache.support.files import shipped, write_whole
+from sglang_indexcache.errors import LibraryError
+from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.support.files import write_whole
 from sglang_indexcache.support.lengths import format_length, points
 
-LIBRARY_VARIABLE = "SGLANG_INDEXCACHE_LIBRARY"
-"""Environment variable: more folders of pattern files, separated like PATH."""
-
-_RATIO = re.compile("([0-9]+)/([0-9]+)")
-_LONGEST_RATIO = 12
-"""Characters; Python does not read numbers of thousands of digits."""
-_LONGEST_GUESSED = 100
-"""Characters of a name that is compared with the known ones, in time that grows by their square."""
+FORMS = (
+    "A pattern is a name of the library, an F/S string, a ratio such as 1/4, uniform:1/4, full, "
+    "or, where files are read, the path of a YAML file."
+)
+"""What a user may write for a pattern, for a sentence."""
 
 
 class Strict(BaseModel):
@@ -229,15 +218,6 @@ class Entry(Strict):
         return f"measured here: {here[-1]}" if here else NOT_EVALUATED
 
 
-@dataclass(frozen=True)
-class Resolved:
-    """What a pattern value came to, and in words where it came from."""
-
-    pattern: Pattern
-    description: str
-    entry: Entry | None = None
-
-
 def load_entry(path: Path) -> Entry:
     """Read and validate one pattern file.
 
@@ -247,9 +227,7 @@ def load_entry(path: Path) -> Entry:
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise LibraryError(
-            f"cannot read pattern file {path}: {error.strerror}. {_FORMS}"
-        ) from error
+        raise LibraryError(f"cannot read pattern file {path}: {error.strerror}. {FORMS}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise LibraryError(f"{path} is not valid YAML: {_one_line(error)}") from error
     if not isinstance(data, dict):
@@ -258,6 +236,21 @@ def load_entry(path: Path) -> Entry:
         return Entry.model_validate(data)
     except ValidationError as error:
         raise LibraryError(f"{path} is not a valid pattern file: {_explain(error)}") from error
+
+
+def read_folder(folder: Path) -> dict[str, Entry]:
+    """Return every entry of a folder by its name.
+
+    Raises:
+        LibraryError: an invalid file, or a name that two files carry.
+    """
+    found: dict[str, Entry] = {}
+    for path in sorted(folder.glob("*.yaml")):
+        entry = load_entry(path)
+        if entry.name in found:
+            raise LibraryError(f"{path} repeats the pattern name {entry.name!r}")
+        found[entry.name] = entry
+    return found
 
 
 def add_evaluated(path: Path, row: Evaluated) -> None:
@@ -311,221 +304,6 @@ def _rewrite(path: Path, text: str, expected: Entry, what: str) -> None:
             "one below the other"
         )
     write_whole(path, text)
-
-
-_FORMS = (
-    "A pattern is a name of the library, an F/S string, a ratio such as 1/4, uniform:1/4, full, "
-    "or, where files are read, the path of a YAML file."
-)
-_OFF = ("off", "none", "no", "false", "0", "all", "disable", "disabled")
-"""What people write who want no sharing."""
-
-
-class Library:
-    """All pattern files of some folders."""
-
-    def __init__(self, folders: Sequence[Path]) -> None:
-        self.folders = tuple(folders)
-
-    @classmethod
-    def default(cls) -> Library:
-        """The patterns shipped with the package, then the folders of SGLANG_INDEXCACHE_LIBRARY."""
-        extra = [Path(p) for p in os.environ.get(LIBRARY_VARIABLE, "").split(os.pathsep) if p]
-        return cls([shipped("patterns"), *extra])
-
-    @cached_property
-    def entries(self) -> dict[str, Entry]:
-        """Every entry by name; of a name in several folders, the entry of the last.
-
-        Raises:
-            LibraryError: on an invalid file or a name that two files of a folder carry.
-        """
-        return {name: entry for entries in self._by_folder for name, entry in entries.items()}
-
-    @cached_property
-    def _by_folder(self) -> list[dict[str, Entry]]:
-        return [_read_folder(folder) for folder in self.folders]
-
-    def get(self, name: str) -> Entry:
-        """The entry called ``name``; LibraryError with the known names if there is none."""
-        if name in self.entries:
-            return self.entries[name]
-        if "<" in name:
-            raise LibraryError(
-                f"one pattern is wanted here, got a choice by prompt length: {quoted(name)}. Only "
-                "the pattern of a server may depend on it."
-            )
-        meant = " Every indexer on is called full." if name.lower() in _OFF else ""
-        near = get_close_matches(name, self.entries) if len(name) <= _LONGEST_GUESSED else ()
-        nearest = f" Near it: {', '.join(near)}." if near else ""
-        raise LibraryError(
-            f"no pattern is called {quoted(name)}.{meant}{nearest} {_FORMS} `indexcache patterns "
-            "list` has the names."
-        )
-
-    def for_checkpoint(self, checkpoint: Checkpoint) -> list[Entry]:
-        """The entries whose model is recognised in ``checkpoint`` and whose pattern fits it."""
-        return [
-            entry
-            for entry in self.entries.values()
-            if entry.model.matches(checkpoint) and _fits(entry.parsed, checkpoint)
-        ]
-
-    def resolve(
-        self, value: str, checkpoint: Checkpoint | None = None, *, files: bool = True
-    ) -> Resolved:
-        """Turn what a user wrote into a pattern; nothing else knows the forms of one.
-
-        Without a checkpoint, which the pattern must fit, only the forms that name every layer can
-        be resolved.
-
-        Args:
-            files: whether it may be the path of a file, which is read here: not for whoever can
-                only reach a server.
-
-        Raises:
-            PatternError, LibraryError: naming what is wrong with ``value``.
-        """
-        name, window = split_window(value)
-        found = self._resolve(name, checkpoint, files)
-        if not window:
-            return found
-        if found.pattern.window:
-            raise PatternError(
-                f"{quoted(value)} asks for a recent window of {window} tokens, and {name} has one "
-                f"of {found.pattern.window} already. Name it without a window."
-            )
-        said = f"{found.description}, with a recent window of {window} tokens"
-        # The entry's evidence is about the pattern without the window.
-        return Resolved(found.pattern.with_window(window), said)
-
-    def _resolve(self, value: str, checkpoint: Checkpoint | None, files: bool) -> Resolved:
-        ratio = _RATIO.fullmatch(value)
-        if value != "full" and not value.startswith("uniform:") and not ratio:
-            resolved = self._spelled_out(value, files)
-        elif checkpoint is None:
-            raise PatternError(
-                f"which layers {value!r} keeps depends on the model. Say which one (--model), or "
-                "give an F/S string, a library name or a YAML file."
-            )
-        elif ratio and len(value) > _LONGEST_RATIO:
-            raise PatternError(f"a ratio is one of small numbers such as 1/4, got {quoted(value)}")
-        elif ratio:
-            exact = Fraction(int(ratio[1]), int(ratio[2]) or 1)
-            resolved = self._by_ratio(value, exact, checkpoint)
-        elif value == "full":
-            resolved = Resolved(checkpoint.own, "every indexer that the checkpoint ships")
-        else:
-            resolved = _uniform(value.removeprefix("uniform:"), checkpoint)
-        if checkpoint is not None:
-            _check_model(resolved.entry, checkpoint)
-            resolved.pattern.check_checkpoint(checkpoint.own)
-        return resolved
-
-    def _spelled_out(self, value: str, files: bool) -> Resolved:
-        if names_a_file(value):
-            if not files:
-                raise PatternError(
-                    f"{value!r} is a file, and a server reads none for whoever can reach it. Send "
-                    f"its F/S string, or start the server with {LIBRARY_VARIABLE} and send the "
-                    "name."
-                )
-            return _from_entry(load_entry(Path(value)), f"file {value}")
-        if value and value not in self.entries and _looks_literal(value):
-            return Resolved(Pattern(value), "given literally")
-        if not value:
-            return Resolved(Pattern(value), "")  # raises: empty
-        return _from_entry(self.get(value), f"library entry {value}")
-
-    def _by_ratio(self, value: str, ratio: Fraction, checkpoint: Checkpoint) -> Resolved:
-        matching = [
-            entry for entry in self.for_checkpoint(checkpoint) if Fraction(entry.retention) == ratio
-        ]
-        if not matching:
-            raise LibraryError(
-                f"no pattern at retention {value} is known for this {checkpoint.architecture} with "
-                f"{checkpoint.num_layers} layers. Search one on your data (indexcache search run), "
-                f"or say uniform:{value} to interleave blindly, which costs quality on long "
-                "contexts."
-            )
-        if len(matching) > 1:  # the user's own folders come last
-            *_, own = (
-                found
-                for entries in self._by_folder
-                if (found := [one for one in matching if entries.get(one.name) is one])
-            )
-            matching = own
-        if len(matching) > 1:
-            names = ", ".join(entry.name for entry in matching)
-            raise LibraryError(f"several patterns at retention {value} fit: {names}. Name one.")
-        return _from_entry(matching[0], f"library entry {matching[0].name}")
-
-
-def names_a_file(value: str) -> bool:
-    """Whether what a user wrote for a pattern is the path of a YAML file, there or not.
-
-    A choice by prompt length is none, though it may hold a ratio.
-    """
-    if "<" in value or value.startswith("uniform:"):
-        return False
-    value = split_window(value)[0]
-    if _RATIO.fullmatch(value):
-        return False
-    return value.endswith((".yaml", ".yml")) or os.sep in value
-
-
-def _read_folder(folder: Path) -> dict[str, Entry]:
-    found: dict[str, Entry] = {}
-    for path in sorted(folder.glob("*.yaml")):
-        entry = load_entry(path)
-        if entry.name in found:
-            raise LibraryError(f"{path} repeats the pattern name {entry.name!r}")
-        found[entry.name] = entry
-    return found
-
-
-def _from_entry(entry: Entry, description: str) -> Resolved:
-    return Resolved(entry.parsed, description, entry)
-
-
-def _check_model(entry: Entry | None, checkpoint: Checkpoint) -> None:
-    """Say of another model's pattern whose it is, rather than how long."""
-    if entry is not None and entry.model.num_layers != checkpoint.num_layers:
-        raise PatternError(
-            f"{entry.name} is for {entry.model.name}, which has {entry.model.num_layers} indexer "
-            f"layers; this {checkpoint.architecture} has {checkpoint.num_layers}. Choose a pattern "
-            "that was made for this model (indexcache patterns list --model FOLDER)."
-        )
-
-
-def _uniform(ratio: str, checkpoint: Checkpoint) -> Resolved:
-    match = _RATIO.fullmatch(ratio)
-    short = match and len(ratio) <= _LONGEST_RATIO
-    if not match or not short or match[1] != "1" or int(match[2]) < 1:
-        raise PatternError(
-            "uniform interleaving is written uniform:1/r, for example uniform:1/4; got "
-            f"{quoted('uniform:' + ratio)}"
-        )
-    if (every := int(match[2])) > checkpoint.num_layers:
-        raise PatternError(
-            f"{quoted('uniform:' + ratio)} wants one F layer in {every}, and there are "
-            f"{checkpoint.num_layers}. One alone is uniform:1/{checkpoint.num_layers}."
-        )
-    pattern = Pattern.uniform(checkpoint.num_layers, every)
-    return Resolved(pattern, f"uniform interleaving at {ratio}")
-
-
-def _looks_literal(value: str) -> bool:
-    """Whether ``value`` was meant as an F/S string, perhaps a wrong one."""
-    return not set(value) - set("FSfs \t") or (value.isalpha() and value.isupper())
-
-
-def _fits(pattern: Pattern, checkpoint: Checkpoint) -> bool:
-    try:
-        pattern.check_checkpoint(checkpoint.own)
-    except PatternError:
-        return False
-    return True
 
 
 def _explain(error: ValidationError) -> str:
