@@ -73,8 +73,8 @@ def least_squares_from(texts: list[TextSums]) -> torch.Tensor:
     """``[layers, H]``: what fits the row-centred exact score best, with a small ridge."""
     found = []
     for layer in range(len(texts[0].products)):
-        left = sum(text.products[layer] for text in texts)
-        right = sum(text.scores[layer] for text in texts)
+        left = torch.stack([text.products[layer] for text in texts]).sum(0)
+        right = torch.stack([text.scores[layer] for text in texts]).sum(0)
         ridge = RIDGE * left.diagonal().mean() * torch.eye(len(left), dtype=torch.float64)
         found.append(torch.linalg.solve(left + ridge, right).float())
     return torch.stack(found)
