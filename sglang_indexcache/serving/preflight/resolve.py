@@ -146,7 +146,8 @@ class PatternChoice:
                     "first."
                 )
             adapter.check(model)
-            check_form(model, adapter.names())
+            tensors = adapter.names()
+            check_form(model, tensors)
         if asked is not None:
             return replace(asked, adapter=adapter)
         return cls(Policy.of(adapter.pattern), f"the adapter {adapter.folder}", adapter=adapter)
