@@ -168,6 +168,10 @@ def _between(
     return LatencyEstimate(value, max(ends[0].off, ends[1].off))
 
 
+_SPLITS = ("num_gpus", "moe_tp_size")
+"""Columns that say over how many GPUs an operation was split."""
+
+
 class Wheel:
     """The tables of one card.
 
@@ -248,7 +252,12 @@ class Wheel:
                 for (kind, size), x, why in wrong
             ]
         if not all(found):
-            raise BenchError(f"the rows of {WHEEL} have no layers of {model} with {heads} heads")
+            table = f"{folder}/dsa_context_module_perf"
+            there = {row["num_heads"] for row in self.rows(table, {"model": model})}
+            raise BenchError(
+                f"NVIDIA measured no layers of {model} with {heads} heads on a GPU, as --gpus "
+                f"and --dp make it; there are {', '.join(map(str, sorted(there))) or 'none'}"
+            )
         engine = ENGINE.replace("sglang/", "SGLang ")
         source = (
             f"NVIDIA's rows of {engine} on {self.card.upper()} ({WHEEL}): F layers of {model}, "
@@ -265,6 +274,14 @@ class Wheel:
         points: dict[float, list[float]] = defaultdict(list)
         for row in self.rows(table, wanted):
             points[row[by]].append(row["latency"])
+        split = next((name for name in _SPLITS if name in wanted), "")
+        if not points and split:
+            others = {name: value for name, value in wanted.items() if name != split}
+            most = max((row[split] for row in self.rows(table, others)), default=0)
+            if 0 < most < wanted[split]:
+                raise BenchError(
+                    f"NVIDIA measured up to {most} GPUs here, not {wanted[split]}: ask with fewer"
+                )
         if not points:
             about = ", ".join(f"{name} {value}" for name, value in wanted.items())
             raise BenchError(f"the rows of {WHEEL} have no {table.rpartition('/')[2]} with {about}")

@@ -117,7 +117,8 @@ def test_models_by_name() -> None:
         (("glm-5-fp8", "a100", 8, 1, ""), "no rates are known for 'a100'"),
         (("glm-5-fp8", "h200", 8, 3, ""), "shares the GPUs evenly"),
         (("glm-5-fp8", "h200", 8, 1, "fp4"), "the KV cache is fp8 or bf16"),
-        (("glm-5-fp8", "h200", 8, 2, ""), "have no layers of zai-org/GLM-5-FP8 with 16 heads"),
+        (("glm-5-fp8", "h200", 8, 2, ""), "no layers of zai-org/GLM-5-FP8 with 16 heads on a GPU"),
+        (("glm-5-fp8", "h200", 16, 2, ""), "measured up to 8 GPUs here, not 16: ask with fewer"),
         (("30b", "h200", 8, 1, ""), "measured layers of 30b. There are rows of GLM-5-FP8, GLM-5"),
     ],
 )
