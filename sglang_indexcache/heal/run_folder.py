@@ -15,7 +15,7 @@ from rich.console import Console
 from sglang_indexcache.adapter import ADAPTER_FILE, Adapter
 from sglang_indexcache.errors import TrainingError
 from sglang_indexcache.study.journal import claim
-from sglang_indexcache.support.files import replacing
+from sglang_indexcache.support.files import replacing, write_whole
 
 OPTIONS, STATE, METRICS = "options.json", "state.pt", "metrics.jsonl"
 COPIES_OF_STATE = 4
@@ -178,7 +178,7 @@ class RunLog:
         whole = [line for line in self.path.read_text().splitlines() if line.endswith("}")]
         lines = [json.loads(line) for line in whole]
         kept = [line for line in lines if Position(line["stage"], line["step"]) <= reached]
-        self.path.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        write_whole(self.path, "".join(json.dumps(line) + "\n" for line in kept))
 
     def record(self, **values: Any) -> None:
         """Add one line to the file; must have ``stage`` and ``step``."""
