@@ -42,11 +42,12 @@ class IndexInputs:
     """What an indexer scores with.
 
     The score of key s for query t is ``sum_h weights[t, h] * relu(queries[t, h] . keys[s])``.
+    Q is T, or the number of queries that the layout asks.
 
     Attributes:
-        queries: ``[B, T, H, D]``, rotated.
+        queries: ``[B, Q, H, D]``, rotated.
         keys: ``[B, T, D]``, rotated.
-        weights: ``[B, T, H]`` with every scale folded in.
+        weights: ``[B, Q, H]`` with every scale folded in.
     """
 
     queries: torch.Tensor
@@ -59,7 +60,7 @@ class AttentionInputs:
     """The main attention of a served layer, as far as its probabilities go.
 
     Attributes:
-        queries: ``[B, N, T, d]``.
+        queries: ``[B, N, Q, d]``; Q as in :class:`IndexInputs`.
         keys: ``[B, N, T, d]``, or fewer key heads that divide N (one: ``[B, 1, T, d]``).
         scale: multiplies the dot products.
     """
@@ -88,7 +89,7 @@ def select_top_k(
     head scores negative has score 0.
 
     Returns:
-        ``[B, T, min(topk, T)]`` int32, highest score first, -1 in the places that stay empty.
+        ``[B, Q, min(topk, T)]`` int32, highest score first, -1 in the places that stay empty.
     """
     width = min(topk, layout.length)
     found = []
@@ -135,7 +136,7 @@ def distillation_loss(
     Args:
         index: of the F layer; the only thing that receives a gradient.
         targets: one served layer for a term of L_multi (or plain DSA), several for L_avg.
-        selected: ``[B, T, k]`` top-k indices padded with -1, each at most once in a row, for the
+        selected: ``[B, Q, k]`` top-k indices padded with -1, each at most once in a row, for the
             sparse form; None for the warm-up form.
         average: makes ``[B, rows, S]`` of the p of this process's heads the mean over all
             processes, where tensor parallelism splits the heads; every process calls it equally
@@ -178,7 +179,7 @@ def captured_mass(
     Only queries that see more keys than they may select are counted: the others select all.
 
     Args:
-        selected: ``[B, T, k]`` top-k indices padded with -1.
+        selected: ``[B, Q, k]`` top-k indices padded with -1.
 
     Returns:
         The mass summed over those queries, a mean over heads, and how many they are; scalars.
@@ -219,11 +220,12 @@ class _VisibleKeys:
     """
 
     def __init__(self, layout: Layout, rows: slice, selected: torch.Tensor | None) -> None:
-        self.rows, self.allowed = rows, layout.attended(rows, selected)
+        self.rows, self.reach = rows, layout.reach(rows)
+        self.allowed = layout.attended(rows, selected)
 
     def take(self, keys: torch.Tensor) -> torch.Tensor:
         """These of ``[B, T, D]`` keys, in at least float32."""
-        return _at_least_float32(keys[:, : self.rows.stop])
+        return _at_least_float32(keys[:, : self.reach])
 
     def dots(self, queries: torch.Tensor, taken: torch.Tensor) -> torch.Tensor:
         """``[B, rows, heads, S]`` dot products of queries ``[B, rows, heads, D]``."""
@@ -237,7 +239,7 @@ class _VisibleKeys:
     def to_keys(self, pull: torch.Tensor, queries: torch.Tensor, total: torch.Tensor) -> None:
         """Add the keys' gradient for that of the dots to ``total``, ``[B, T, D]``."""
         found = pull.flatten(1, 2).transpose(-1, -2) @ queries.flatten(1, 2)
-        total[:, : self.rows.stop] += found
+        total[:, : self.reach] += found
 
     def scores(self, index: IndexInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The index scores of the block.
@@ -376,17 +378,21 @@ def _check(
 ) -> None:
     if not targets:
         raise TrainingError("distillation needs at least one served layer's attention")
-    shapes = [(f"index {name}", part.shape[:2]) for name, part in vars(index).items()]
+    shapes = [
+        ("index queries", index.queries.shape[:2], layout.asked.shape),
+        ("index keys", index.keys.shape[:2], layout.documents.shape),
+        ("index weights", index.weights.shape[:2], layout.asked.shape),
+    ]
     for target in targets:
-        shapes.append(("attention queries", target.queries.shape[0::2]))
-        shapes.append(("attention keys", target.keys.shape[0::2]))
+        shapes.append(("attention queries", target.queries.shape[0::2], layout.asked.shape))
+        shapes.append(("attention keys", target.keys.shape[0::2], layout.documents.shape))
     if selected is not None:
-        shapes.append(("selected", selected.shape[:2]))
-    for name, shape in shapes:
-        if shape != layout.documents.shape:
+        shapes.append(("selected", selected.shape[:2], layout.asked.shape))
+    for name, shape, expected in shapes:
+        if shape != expected:
             raise TrainingError(
                 f"{name} are for [batch, tokens] = {list(shape)}, the layout is for "
-                f"{list(layout.documents.shape)}"
+                f"{list(expected)}"
             )
 
 

@@ -159,7 +159,11 @@ class LightningIndexer(nn.Module):
         return self.sharing.select(self.layer, index)
 
     def inputs(
-        self, hidden: torch.Tensor, query_latent: torch.Tensor, rotation: Rotation
+        self,
+        hidden: torch.Tensor,
+        query_latent: torch.Tensor,
+        rotation: Rotation,
+        asked: torch.Tensor | None = None,
     ) -> IndexInputs:
         """Project and rotate.
 
@@ -167,13 +171,18 @@ class LightningIndexer(nn.Module):
             hidden: ``[B, T, hidden_size]``.
             query_latent: ``[B, T, q_lora_rank]``.
             rotation: cosine and sine, ``[B, T, rotated]`` each.
+            asked: ``[Q]`` places of the queries; None for all.
         """
         dtype = self.wk.weight.dtype
         hidden, query_latent = hidden.to(dtype), query_latent.to(dtype)
         cosine, sine = (table[..., : self.rotated // 2] for table in rotation)
+        keys = self._rotate(self.k_norm(self.wk(hidden)), cosine, sine)
+        if asked is not None:
+            hidden, query_latent, cosine, sine = (
+                table[:, asked] for table in (hidden, query_latent, cosine, sine)
+            )
         queries = self.wq_b(query_latent).unflatten(-1, (self.heads, self.width))
         queries = self._rotate(queries, cosine.unsqueeze(2), sine.unsqueeze(2))
-        keys = self._rotate(self.k_norm(self.wk(hidden)), cosine, sine)
         scale = self.width**-0.5 * self.heads**-0.5
         weights = self.weights_proj(hidden) * scale
         return IndexInputs(queries, keys, weights)

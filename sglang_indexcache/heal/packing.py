@@ -21,12 +21,17 @@ PADDING = -1
 class Layout:
     """Packed rows, described in O(L); masks are made for a block of queries at a time.
 
+    A loss may ask some queries of a row only: its queries are then ``queries``, Q of them, and
+    whatever is given or returned by query has Q entries where it has T otherwise. Keys are all T.
+
     Attributes:
         documents: ``[B, T]`` integers; tokens see each other only with the same number.
             :data:`PADDING` marks padding, which counts in no loss.
+        queries: ``[Q]`` places of the queries, ascending; None for every token.
     """
 
     documents: torch.Tensor
+    queries: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.documents.dim() != 2 or self.documents.is_floating_point():
@@ -41,35 +46,50 @@ class Layout:
         return self.documents.shape[1]
 
     @property
+    def asked(self) -> torch.Tensor:
+        """``[B, Q]`` integers: the document of each query."""
+        return self.documents if self.queries is None else self.documents[:, self.queries]
+
+    @property
     def counted(self) -> torch.Tensor:
-        """``[B, T]`` bool: the queries that count in a loss."""
-        return self.documents != PADDING
+        """``[B, Q]`` bool: the queries that count in a loss."""
+        return self.asked != PADDING
+
+    def places(self, rows: slice) -> torch.Tensor:
+        """``[rows]`` places of the queries ``rows`` among all tokens."""
+        if self.queries is None:
+            return torch.arange(rows.start, rows.stop, device=self.documents.device)
+        return self.queries[rows]
+
+    def reach(self, rows: slice) -> int:
+        """S, how many keys a block of queries can see: nothing after its last query is seen."""
+        return rows.stop if self.queries is None else int(self.queries[rows.stop - 1]) + 1
 
     def visible(self, rows: slice) -> torch.Tensor:
-        """``[B, rows, rows.stop]`` bool: nothing after the last of ``rows`` is seen by any.
+        """``[B, rows, S]`` bool over the S keys within :meth:`reach`.
 
         A query always sees itself, so no row is ever empty.
         """
-        keys = torch.arange(rows.stop, device=self.documents.device)
-        same = self.documents[:, rows, None] == self.documents[:, None, : rows.stop]
-        return same & (keys <= keys[rows, None])
+        reach = self.reach(rows)
+        keys = torch.arange(reach, device=self.documents.device)
+        same = self.asked[:, rows, None] == self.documents[:, None, :reach]
+        return same & (keys <= self.places(rows)[:, None])
 
     def sees(self, rows: slice, places: torch.Tensor) -> torch.Tensor:
-        """``[B, rows, S]`` bool: whether queries ``rows`` see keys ``places``, ``[B, rows, S]``."""
-        queries = torch.arange(rows.start, rows.stop, device=places.device)
+        """``[B, rows, k]`` bool: whether queries ``rows`` see keys ``places``, ``[B, rows, k]``."""
         batch = torch.arange(len(places), device=places.device)[:, None, None]
-        same = self.documents[batch, places] == self.documents[:, rows, None]
-        return same & (places <= queries[:, None])
+        same = self.documents[batch, places] == self.asked[:, rows, None]
+        return same & (places <= self.places(rows)[:, None])
 
     def attended(self, rows: slice, selected: torch.Tensor | None) -> torch.Tensor:
-        """``[B, rows, rows.stop]`` bool: the visible keys, only the ``selected`` ones if given.
+        """``[B, rows, S]`` bool: the visible keys, only the ``selected`` ones if given.
 
-        These are ``[B, T, k]`` top-k indices padded with -1.
+        These are ``[B, Q, k]`` top-k indices padded with -1.
         """
         visible = self.visible(rows)
         if selected is None:
             return visible
-        return visible & selected_mask(selected[:, rows], self.length)[..., : rows.stop]
+        return visible & selected_mask(selected[:, rows], self.length)[..., : self.reach(rows)]
 
     def blocks(self, size: int) -> Iterator[slice]:
         """Cut the queries into blocks of ``size``, the last of them first.
@@ -80,8 +100,9 @@ class Layout:
         """
         if size < 1:
             raise TrainingError(f"a block holds at least one query, got {size}")
-        for start in reversed(range(0, self.length, size)):
-            yield slice(start, min(start + size, self.length))
+        count = self.asked.shape[1]
+        for start in reversed(range(0, count, size)):
+            yield slice(start, min(start + size, count))
 
 
 @dataclass(frozen=True)

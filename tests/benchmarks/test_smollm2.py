@@ -1,0 +1,141 @@
+"""The conversion of a Llama to DSA, and the lean forward, on a random model of two layers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.random_model import make_tokenizer, save_checkpoint
+from benchmarks.smollm2.books import with_passages
+from benchmarks.smollm2.convert import Form, convert, dsa_config, original_frequencies
+from benchmarks.smollm2.indexers import Layer, Recipe, collect, copy_attention
+from benchmarks.smollm2.lean import Lean
+from sglang_indexcache.hf import share
+from sglang_indexcache.pattern import Pattern
+
+TOPK = 16
+
+
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    """Six query heads in three groups of 16; norms whose gains are not 1."""
+    config = LlamaConfig(
+        vocab_size=300,
+        hidden_size=48,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        head_dim=16,
+        rms_norm_eps=1e-12,
+        max_position_embeddings=512,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=2,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+        tie_word_embeddings=True,
+        initializer_range=0.15,
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("norm.weight"):
+                parameter.uniform_(0.5, 1.5)
+    return model
+
+
+@pytest.fixture(scope="module")
+def converted(llama: Any) -> Any:
+    torch.manual_seed(1)
+    return convert(llama, dsa_config(llama.config, index_heads=6, index_topk=TOPK))
+
+
+@pytest.fixture(scope="module")
+def folder(converted: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("converted")
+    save_checkpoint(converted, make_tokenizer(300), "float32", path)
+    return path
+
+
+@pytest.fixture
+def ids() -> torch.Tensor:
+    return torch.randint(3, 300, (96,), generator=torch.Generator().manual_seed(2))
+
+
+def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model(ids[None], use_cache=False).logits[0]
+    return found
+
+
+def test_conversion_is_exact_with_the_originals_frequencies(llama: Any, ids: torch.Tensor) -> None:
+    config = dsa_config(llama.config, index_heads=2, index_topk=len(ids))
+    model = convert(llama, config)
+    assert (logits(model, ids) - logits(llama, ids)).abs().max() > 1e-3  # RoPE is another
+    model.model.rotary_emb.inv_freq = original_frequencies(llama.config)
+    torch.testing.assert_close(logits(model, ids), logits(llama, ids), atol=2e-5, rtol=1e-5)
+
+
+def test_each_group_has_nearly_the_ladder_it_was_trained_with_scaled(llama: Any) -> None:
+    config = dsa_config(llama.config, index_heads=2, index_topk=TOPK)
+    form = Form.of(llama.config)
+    base, new = original_frequencies(llama.config), config.rope_parameters["rope_theta"]
+    ladder = new ** (-torch.arange(0, form.rope, 2) / form.rope)
+    for group in range(form.groups):
+        slots = form.places(group)[::2] // 2
+        scales = ladder[slots] / base[slots]
+        steps = scales[1:] / scales[:-1]
+        assert (steps - 1).abs().max() < 0.03
+
+
+def test_lean_forward_is_transformers_own(converted: Any, folder: Path, ids: torch.Tensor) -> None:
+    lean = Lean(folder, torch.float32)
+    for pattern in (Pattern("FF"), Pattern("FS"), Pattern("FS+w4")):
+        with share(converted, pattern):
+            expected = logits(converted, ids)
+        places = torch.arange(1, len(ids))
+        loss, right = lean.losses(lean.hidden(ids, pattern), ids, places)
+        wanted = torch.nn.functional.cross_entropy(expected[:-1], ids[1:], reduction="none")
+        torch.testing.assert_close(loss, wanted, atol=2e-5, rtol=1e-5)
+        assert right.equal(expected[:-1].argmax(-1) == ids[1:])
+
+
+def test_lean_forward_goes_on_in_the_middle(folder: Path, ids: torch.Tensor) -> None:
+    lean, pattern = Lean(folder, torch.float32), Pattern("FS")
+    states: list[Any] = []
+    whole = lean.hidden(ids, pattern, note=lambda *state: states.append(state))
+    assert lean.hidden(ids, pattern, start=states[1]).equal(whole)
+
+
+def test_copied_indexer_captures_the_attention_and_training_lowers_its_loss(
+    converted: Any, folder: Path
+) -> None:
+    lean = Lean(folder, torch.float32)
+    generator = torch.Generator().manual_seed(3)
+    rows = [torch.randint(3, 300, (128,), generator=generator) for _ in range(2)]
+    reads = collect(lean, rows)
+    attention = converted.model.layers[1].self_attn
+    copy_attention(attention.indexer, attention, lean.form, reads[0][1].float())
+    layer = Layer(lean, 1, attention.indexer, [read[1] for read in reads])
+    copied, most = layer.captured(0, TOPK)
+    assert copied > 0.8 * most
+    losses = layer.train(Recipe(steps=24, queries=48, rate=2e-3, sparse_steps=4, topk=TOPK), seed=0)
+    assert sum(losses[18:24]) < 0.9 * sum(losses[:6])
+    assert layer.captured(0, TOPK)[0] > copied
+
+
+def test_passages_come_again_where_they_are_counted() -> None:
+    text = torch.arange(5000)
+    row = with_passages(text, 2048, seed=4)
+    assert len(row.ids) == 2048
+    counted = row.ids[row.recall]
+    assert row.ids[:1536].equal(text[:1536])
+    assert set(counted.tolist()) <= set(text[:1536].tolist())
+    assert len(row.recall) == 8 * 48
+    assert row.recall.max() == 2047
+    assert (row.text.min(), row.text.max()) == (768, 1535)
