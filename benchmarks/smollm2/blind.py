@@ -20,7 +20,7 @@ from benchmarks.smollm2.measure import HEADER, Arm, Line, columns, measure, name
 from benchmarks.smollm2.workers import one_thread
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.study.provenance import checkpoint_digest, machine
-from sglang_indexcache.support.files import write_json
+from sglang_indexcache.support.files import write_json, write_whole
 
 NAMES = (
     *("1/4", "1/4 freq", "1/4+w8", "1/2", "1/2 freq", "1/8", "1/8 freq", "1/4+w64"),
@@ -81,6 +81,8 @@ def main(argv: list[str] | None = None) -> None:
         "lines": lines,
     }
     write_json(arguments.output.with_suffix(".json"), record)
+    made = f"Written by `{arguments.command}`.\n\n{table(lines)}\n"
+    write_whole(arguments.output.with_suffix(".md"), made)
     print(table(lines))
 
 
