@@ -18,18 +18,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
 from benchmarks.paper import SMALL
 from benchmarks.records import estimate, markdown, read_arguments
 from benchmarks.training.batches import TEXT
 from benchmarks.training.scores import Scorer
 from benchmarks.training.tasks import TEXT_CHARACTERS, chance
-from sglang_indexcache.hf import share
-from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.search.evaluators import Floats
-from sglang_indexcache.search.evaluators.hf import TransformersEvaluator, hold
+from sglang_indexcache.search.evaluators.hf import TransformersEvaluator
+from sglang_indexcache.search.ledger import Ledger
+from sglang_indexcache.search.methods.similarity import most_similar, similarity_matrix
 from sglang_indexcache.search.rules import Constraints, parse_targets
 from sglang_indexcache.search.setup import Setup
 from sglang_indexcache.stats.bounds import half_width
@@ -43,85 +39,15 @@ QUICK = {"rows": 2, "text_characters": 400_000, "batches": 2, "ratios": ["1/4"]}
 Line = dict[str, Any]
 
 
-# -- by similarity -----------------------------------------------------------------------------
-
-
-class Similarity(TransformersEvaluator):
-    """Compares what layers put out with their own indices and with other layers'."""
-
-    def matrix(self, batches: Sequence[int]) -> Floats:
-        """The matrix of the paper's appendix "Similarity-based Pattern Search".
-
-        Returns:
-            ``[N, N]`` float64; entry (i, j), j < i, is the mean cosine similarity between layer
-            i's core attention output (before the output projection) with its own indices and with
-            layer j's, over all queries. 1 on the diagonal, 0 above it.
-        """
-        total, queries = np.zeros((self.num_layers, self.num_layers)), 0
-        for batch in batches:
-            for ids in self.calibration.batches[batch]:
-                total += self._of(ids) * len(ids)
-                queries += len(ids)
-        return total / queries + np.eye(self.num_layers)
-
-    def _of(self, ids: tuple[int, ...]) -> Floats:
-        """Below the diagonal, of one sequence."""
-        run = self.run(self.own, ids)
-        self._learn_arguments(len(ids))
-        found = np.zeros((self.num_layers, self.num_layers))
-        barred = Pattern.from_layers(self.num_layers, [0])  # no later layer selects by itself
-        with torch.no_grad(), share(self._model, barred) as sharing:
-            for layer in range(1, self.num_layers):
-                outputs: list[torch.Tensor] = []
-                handle = self._layers[layer].self_attn.o_proj.register_forward_pre_hook(
-                    lambda _module, args, to=outputs: to.append(args[0][0].float())
-                )
-                for j in range(layer + 1):
-                    hold(sharing, 0, run.indices[j])
-                    self._layer(layer, run.hidden[layer], sharing)
-                handle.remove()
-                *others, own = outputs
-                for j, other in enumerate(others):
-                    found[layer, j] = float(torch.cosine_similarity(own, other, dim=-1).mean())
-        return found
-
-
-def most_similar(similarity: Floats, full_layers: int) -> Pattern:
-    """The pattern with the largest total similarity, exactly, by the appendix's recurrence.
-
-    ``dp[i][k] = max_{j<i} dp[j][k-1] + sum_{m=j+1}^{i-1} S[m, j]``; the sum over the last group is
-    the same with i one past the last layer.
-
-    Args:
-        similarity: ``[N, N]``; entry (i, j), j < i, is the similarity of layer i's attention
-            output with its own indices and with layer j's.
-        full_layers: the number of F layers, 1 to N.
-    """
-    count = len(similarity)
-    # [i, j]: what layers j + 1 to i - 1 gain from layer j.
-    gained = np.vstack([np.zeros(count), np.tril(similarity, -1).cumsum(axis=0)])
-    before = np.tri(count + 1, count, -1, dtype=bool)
-    best = np.where(np.arange(count) == 0, 0.0, -np.inf)  # if layer j is the last F so far
-    choices = []
-    for _ in range(full_layers):
-        totals = np.where(before, gained + best, -np.inf)
-        choices.append(totals.argmax(axis=1))
-        best = totals.max(axis=1)[:count]
-    layers = [count]
-    for chosen in reversed(choices):
-        layers.append(int(chosen[layers[-1]]))
-    return Pattern.from_layers(count, layers[1:])
-
-
 def patterns(ratios: Sequence[str], batches: int) -> dict[str, str]:
     """What is compared, by what the table calls it; all F first."""
     setup = Setup.read(SMALL, batches=batches)
     rules = Constraints.make(setup.checkpoint.own)
-    matrix = Similarity(SMALL, setup.calibration).matrix(range(batches))
+    matrix = similarity_matrix(Ledger(TransformersEvaluator(SMALL, setup.calibration)))
     found = {"all F": "full"}
     for mark in parse_targets(list(ratios), rules).marks:
         ratio = mark.label
-        similar = str(most_similar(matrix, mark.full_layers))
+        similar = str(most_similar(matrix, mark.full_layers, rules))
         found |= {f"{ratio} interleaved": f"uniform:{ratio}", f"{ratio} by similarity": similar}
         found[f"{ratio} searched"] = ratio
     return found

@@ -82,7 +82,7 @@ def run_command(
         target (TARGET): Where to leave a pattern: a ratio such as 1/4, or a count of F layers;
             1/4+w8 searches under a recent window. Repeat it. The default is 1/2, 1/4 and 1/8.
         method (METHOD): How to search: both (fast and forward, the default where the budget allows
-            it), fast, forward or greedy.
+            it), fast, forward, greedy, or similarity (of attention outputs; no --url).
         budget (SHARE): The most that the search may forward, in shares of exhaustive greedy's
             tokens. The default is 0.1 for each of fast and forward, and more for few layers.
         keep_full (LAYERS): Layers that stay F, such as 3,5,10-12.

@@ -19,7 +19,13 @@ import numpy as np
 
 from sglang_indexcache.errors import SearchError
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.search.evaluators import Evaluator, Floats, in_threads, standard_error
+from sglang_indexcache.search.evaluators import (
+    Evaluator,
+    Floats,
+    in_threads,
+    similarity_forwards,
+    standard_error,
+)
 from sglang_indexcache.study.journal import Journal
 
 CALL_TOKENS = 1 << 20
@@ -42,9 +48,22 @@ def open_journal(path: Path, identity: Mapping[str, Any]) -> Journal:
 
 
 def _losses_in(entry: Mapping[str, Any]) -> dict[Cell, float]:
+    if "similarity" in entry:
+        return {}
     pattern = Pattern(entry["pattern"])
     pairs = zip(entry["batches"], entry["losses"], strict=True)
     return {(pattern, batch): loss for batch, loss in pairs}
+
+
+def _similarity_in(entry: Mapping[str, Any]) -> dict[int, Floats]:
+    """Return the matrix of a batch, of which the part below the diagonal is kept."""
+    if "similarity" not in entry:
+        return {}
+    rows = entry["similarity"]
+    matrix = np.eye(len(rows))
+    for layer, row in enumerate(rows):
+        matrix[layer, :layer] = row
+    return {int(entry["batch"]): matrix}
 
 
 @dataclass(frozen=True)
@@ -114,13 +133,19 @@ class Ledger:
         self._journal, self._call_tokens = journal, call_tokens
         self._known: dict[Cell, float] = {}
         self._asked: set[Cell] = set()
+        self._similarities: dict[int, Floats] = {}
         for losses in journal.parsed(_losses_in) if journal else ():
             self._known |= losses
+        for matrix in journal.parsed(_similarity_in) if journal else ():
+            self._similarities |= matrix
 
     @property
     def known_tokens(self) -> int:
         """Of everything measured, by this process or an earlier one."""
-        return sum(self.batch_tokens[batch] for _, batch in self._known)
+        forwards = similarity_forwards(self.evaluator.num_layers)
+        return sum(self.batch_tokens[batch] for _, batch in self._known) + forwards * sum(
+            self.batch_tokens[batch] for batch in self._similarities
+        )
 
     @property
     def tokens_of_batches(self) -> tuple[int, ...]:
@@ -186,6 +211,23 @@ class Ledger:
         loss = self.mean(pattern) if complete else float(base.mean() + increase.mean())
         error = standard_error(increase)
         return Step(pattern, layer, loss, error, count, candidates, self.spent, decided)
+
+    def similarity(self, batch: int) -> Floats:
+        """Return the evaluator's similarity matrix on one batch, ``[N, N]`` float64.
+
+        It is counted as the forwards that it takes.
+        """
+        tokens = similarity_forwards(self.evaluator.num_layers) * self.batch_tokens[batch]
+        self.spent += tokens
+        if batch not in self._similarities:
+            matrix = self.evaluator.similarity(batch)  # type: ignore[attr-defined]
+            rows = [row[:layer].tolist() for layer, row in enumerate(matrix)]
+            entry = {"batch": batch, "similarity": rows}
+            if self._journal is not None:
+                self._journal.write(entry)
+            self._similarities |= _similarity_in(entry)
+            self.on_measured(tokens)
+        return self._similarities[batch]
 
     def cost(self, patterns: Sequence[Pattern], batches: Sequence[int]) -> int:
         """Tokens by which asking for this would raise ``spent``."""

@@ -76,7 +76,7 @@ class Options:
         """
         if method not in METHODS:
             raise SearchError(f"method {method!r} is unknown; there are {', '.join(METHODS)}")
-        return cls(METHODS[method], share, refine)
+        return cls(METHODS[method], share, refine and METHODS[method].is_refined)
 
     @classmethod
     def best(
@@ -105,6 +105,8 @@ class Options:
 
     def usual(self, targets: Targets, batch_tokens: Sequence[int]) -> int:
         """Tokens of the search where nobody gives a budget, and it needs no more."""
+        if not self.method.is_refined:
+            return self.method.least(targets, batch_tokens)
         full = sum(batch_tokens)
         exhaustive = evaluations(targets) * full
         several = DEFAULT_EVALUATIONS_PER_LAYER * len(targets.constraints.start) * full

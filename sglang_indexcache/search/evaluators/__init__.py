@@ -53,6 +53,11 @@ class Evaluator(Protocol):
         """``[batches]`` float64: mean loss per counted token, in nats, on these batches."""
 
 
+def similarity_forwards(num_layers: int) -> int:
+    """Return the forwards that a similarity matrix takes: layer i runs i + 1 times."""
+    return -(-(num_layers + 1) // 2)
+
+
 class TokenEvaluator(ABC):
     """An :class:`Evaluator` that can also say where in the context the loss arises."""
 

@@ -181,6 +181,44 @@ class TransformersEvaluator(TokenEvaluator):
         size = run.hidden[0].nbytes + run.indices[0].nbytes
         return size * (self.num_layers + 1) * _KEPT_RUNS
 
+    # -- what layers put out ------------------------------------------------------------------
+
+    def similarity(self, batch: int) -> Floats:
+        """Compare what layers put out with their own indices and with other layers'.
+
+        Returns:
+            ``[N, N]`` float64; entry (i, j), j < i, is the mean cosine similarity between layer i's
+            core attention output (before the output projection) with its own indices and with layer
+            j's, over the batch's queries. 1 on the diagonal, 0 above it.
+        """
+        total, queries = np.zeros((self.num_layers, self.num_layers)), 0
+        for ids in self.calibration.batches[batch]:
+            total += self._similarity_of(ids) * len(ids)
+            queries += len(ids)
+        found: Floats = total / queries + np.eye(self.num_layers)
+        return found
+
+    def _similarity_of(self, ids: tuple[int, ...]) -> Floats:
+        """Return the part below the diagonal, of one sequence."""
+        run = self.run(self.own, ids)
+        self._learn_arguments(len(ids))
+        found = np.zeros((self.num_layers, self.num_layers))
+        barred = Pattern.from_layers(self.num_layers, [0])  # no later layer selects by itself
+        with torch.no_grad(), share(self._model, barred) as sharing:
+            for layer in range(1, self.num_layers):
+                outputs: list[torch.Tensor] = []
+                handle = self._layers[layer].self_attn.o_proj.register_forward_pre_hook(
+                    lambda _module, args, to=outputs: to.append(args[0][0].float())
+                )
+                for j in range(layer + 1):
+                    hold(sharing, 0, run.indices[j])
+                    self._layer(layer, run.hidden[layer], sharing)
+                handle.remove()
+                *others, own = outputs
+                for j, other in enumerate(others):
+                    found[layer, j] = float(torch.cosine_similarity(own, other, dim=-1).mean())
+        return found
+
     # -- what layers attend to ----------------------------------------------------------------
 
     def selected(self, ids: tuple[int, ...], under: Pattern | None = None) -> NDArray[np.integer]:

@@ -11,6 +11,7 @@ from sglang_indexcache.search.ledger import Ledger, Step
 from sglang_indexcache.search.methods.fast import Descent
 from sglang_indexcache.search.methods.forward import Ascent
 from sglang_indexcache.search.methods.greedy import Greedy
+from sglang_indexcache.search.methods.similarity import Similarity
 from sglang_indexcache.search.rules import Targets
 
 
@@ -24,6 +25,10 @@ class Method(Protocol):
     @property
     def searches(self) -> int:
         """How many searches it makes; the default budget is for so many."""
+
+    @property
+    def is_refined(self) -> bool:
+        """Whether a refinement by loss belongs to it; if not, its cost is :meth:`least`."""
 
     def descend(self, ledger: Ledger, targets: Targets, budget: int) -> Iterator[Step | Pattern]:
         """Yield the start as a step, then what it finds on its way.
@@ -47,6 +52,7 @@ class Walks:
 
     in_words: str
     ways: tuple[type[Descent], ...]
+    is_refined: bool = True
 
     @property
     def searches(self) -> int:
@@ -74,6 +80,7 @@ METHODS: Mapping[str, Method] = {
     "fast": Walks(f"fast greedy {_HOW}", (Descent,)),
     "forward": Walks(f"forward selection {_HOW}", (Ascent,)),
     "greedy": Greedy(),
+    "similarity": Similarity(),
 }
 """By the names that a user gives.
 

@@ -1,0 +1,127 @@
+"""The similarity search: its matrix by its properties, its patterns against all patterns."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from sglang_indexcache.cli import app
+from sglang_indexcache.demo import shipped_checkpoint
+from sglang_indexcache.errors import SearchError
+from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.search.calibration import Calibration
+from sglang_indexcache.search.evaluators import Floats
+from sglang_indexcache.search.evaluators.hf import TransformersEvaluator
+from sglang_indexcache.search.ledger import Ledger
+from sglang_indexcache.search.methods import METHODS
+from sglang_indexcache.search.methods.similarity import most_similar, similarity_matrix
+from sglang_indexcache.search.options import Options
+from sglang_indexcache.search.rules import Constraints, parse_targets
+from tests.search.helpers import landscape
+from tests.search.oracle import every_pattern, source
+
+
+@settings(deadline=None, max_examples=100)
+@given(count=st.integers(1, 9), seed=st.integers(0, 10**6), data=st.data())
+def test_the_pattern_is_the_best_of_all_that_the_rules_allow(
+    count: int, seed: int, data: st.DataObject
+) -> None:
+    """Layers that must stay F, and layers that ship no indexer, included."""
+    layers = st.lists(st.integers(1, count - 1), max_size=2) if count > 1 else st.just([])
+    without = set(data.draw(layers))
+    kept = set(data.draw(layers)) - without
+    own = Pattern.from_layers(count, set(range(count)) - without)
+    rules = Constraints.make(own, kept)
+    full = data.draw(st.integers(rules.fewest, len(own.full_layers)))
+    matrix = np.random.default_rng(seed).uniform(-1, 1, (count, count))
+
+    def total(text: str) -> float:
+        shared = (i for i, c in enumerate(text) if c == "S")
+        return float(sum(matrix[layer, source(text, layer)] for layer in shared))
+
+    allowed = [
+        text
+        for text in every_pattern(count, full)
+        if all(text[i] == "F" for i in kept) and all(text[i] == "S" for i in without)
+    ]
+    found = most_similar(matrix, full, rules)
+    assert str(found) in allowed
+    assert total(str(found)) == pytest.approx(max(map(total, allowed)), abs=1e-12)
+
+
+def similarities(*lengths: int) -> Floats:
+    sequences = [tuple(np.random.default_rng(n).integers(10, 500, n).tolist()) for n in lengths]
+    data = Calibration(tuple(sequences), 1, "test")
+    return similarity_matrix(Ledger(TransformersEvaluator(Path(shipped_checkpoint()), data)))
+
+
+def test_similarity_is_the_mean_over_all_queries_and_one_where_everything_is_selected() -> None:
+    lengths = (120, 70, 60)
+    whole, alone = similarities(*lengths), [similarities(one) for one in lengths]
+    assert whole == pytest.approx(np.average(alone, axis=0, weights=lengths), abs=1e-6)
+    assert np.array_equal(whole, np.tril(whole))
+    assert np.array_equal(np.diag(whole), np.ones(12))
+    assert (whole[np.tril_indices(12, -1)] < 1).all()
+    below = alone[2][np.tril_indices(12)]  # 60 tokens, index_topk 64: each selects all of them
+    assert below == pytest.approx(1.0, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("target", "message"), [("1/2", "Leave out --url"), ("1/2+w8", "does not show")]
+)
+def test_a_served_model_is_refused_first(target: str, message: str) -> None:
+    rules = Constraints.make(Pattern.full(12), window=8 * ("w" in target))
+    ledger = landscape(12)
+    with pytest.raises(SearchError, match=message):
+        next(METHODS["similarity"].descend(ledger, parse_targets([target], rules), 10**9))
+    assert ledger.spent == 0
+
+
+def test_a_window_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger = landscape(12)
+    monkeypatch.setattr(type(ledger.evaluator), "similarity", None, raising=False)
+    goal = parse_targets(["1/2"], Constraints.make(Pattern.full(12), window=8))
+    with pytest.raises(SearchError, match="without a recent window"):
+        next(METHODS["similarity"].descend(ledger, goal, 10**9))
+
+
+def test_its_cost_is_known_before_and_it_is_not_refined() -> None:
+    goal = parse_targets(["1/2", "1/4"], Constraints.make(Pattern.full(12)))
+    options = Options.parse("similarity")
+    budget = options.budget(goal, [100, 100])
+    assert not options.refine
+    assert budget.total == budget.method == (1 + 2 + 7) * 200
+
+
+def test_a_search_writes_a_pattern_for_each_target_and_measures_nothing_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["search", "run", "--method", "similarity", "--model", str(shipped_checkpoint())]
+    arguments += ["--context", "96", "--batches", "2", "--held-out", "2", "--target", "1/2"]
+    arguments += ["--target", "1/4", "--output", str(tmp_path)]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    names = {"tiny-dsa-1of2": 6, "tiny-dsa-1of4": 3}
+    texts = {name: (tmp_path / f"{name}.yaml").read_text() for name in names}
+    for name, full in names.items():
+        entry = yaml.safe_load(texts[name])
+        assert entry["pattern"].count("F") == full
+        assert entry["method"]["name"].startswith("similarity of attention outputs")
+    entries = [json.loads(line) for line in (tmp_path / "journal.jsonl").open()][1:]
+    assert sum("similarity" in entry for entry in entries) == 2
+
+    def again(*_: object) -> None:
+        raise AssertionError("it was measured before")
+
+    monkeypatch.setattr(TransformersEvaluator, "similarity", again)
+    monkeypatch.setattr(TransformersEvaluator, "token_losses", again)
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    assert {name: (tmp_path / f"{name}.yaml").read_text() for name in names} == texts
