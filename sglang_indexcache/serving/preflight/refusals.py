@@ -18,6 +18,8 @@ REHEARSED = "rehearsed"
 """SGLang's CUDA code ran it on a CPU, references in the place of kernels (tests/rehearsal)."""
 CONTRACT = "source check"
 """Our assumptions are checked against SGLang's source; running it needs a GPU."""
+NOBODY = "not run"
+"""Nothing ran it, and nothing checks it."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,26 @@ FEATURES = (
     Feature("returned selections", "--enable-return-indexer-topk",
             "yes, S layers have their F layer's", "the same", (TESTED,),
             lambda cfg: cfg.enable_return_indexer_topk),
+    Feature("decode context parallelism", "--dcp-size", "not tried", "no", (NOBODY,),
+            lambda cfg: cfg.dcp_size > 1),
+    Feature("HiSparse", "--enable-hisparse", "not tried", "no", (NOBODY,),
+            lambda cfg: cfg.enable_hisparse),
+    Feature("KV sharding", "--enable-kv-cache-sharding", "not tried", "no", (NOBODY,),
+            lambda cfg: cfg.enable_kv_cache_sharding),
+    Feature("torch.compile", "--enable-torch-compile", "not tried", "no", (NOBODY,),
+            lambda cfg: cfg.enable_torch_compile),
+    Feature("piecewise prefill graphs", "--cuda-graph-backend-prefill tc_piecewise", "not tried",
+            "no", (NOBODY,),
+            lambda cfg: cfg.cuda_graph_backend_prefill == "tc_piecewise"),
+    Feature("LoRA", "--enable-lora", "not tried", "not tried", (NOBODY,),
+            lambda cfg: bool(cfg.enable_lora or cfg.lora_paths)),
+    Feature("FP4 KV cache", "--kv-cache-dtype nvfp4", "no", "no", (NOBODY,),
+            lambda cfg: _is_fp4(cfg.kv_cache_dtype)),
 )  # fmt: skip
+
+
+def _is_fp4(kv_cache_dtype: str | None) -> bool:
+    return "fp4" in (kv_cache_dtype or "")
 
 
 def check(cfg: Any, plan: Plan, num_layers: int) -> None:
@@ -145,6 +166,11 @@ def _reasons(cfg: Any, plan: Plan) -> Iterator[str]:
             "gathers their index keys in interleaved order only, and the first request would end "
             "the server. Use --cp-strategy interleave."
         )
+    if _is_fp4(cfg.kv_cache_dtype):
+        yield (
+            f"--kv-cache-dtype {cfg.kv_cache_dtype} is not served: the layouts of bfloat16 and FP8 "
+            "caches are the ones that IndexCache was tested with. Use auto or fp8_e4m3."
+        )
     if plan.mode == "live":
         yield from _of_live_mode(cfg, plan)
     if plan.graphs:
@@ -187,6 +213,10 @@ def _of_live_mode(cfg: Any, plan: Plan) -> Iterator[str]:
     reasons = {
         "--speculative-algorithm": cfg.speculative_algorithm is not None,
         "--enable-prefill-cp": cfg.enable_prefill_cp,
+        "--dcp-size": cfg.dcp_size > 1,
+        "--enable-hisparse": cfg.enable_hisparse,
+        "--enable-kv-cache-sharding": cfg.enable_kv_cache_sharding,
+        "--enable-torch-compile": cfg.enable_torch_compile,
         f"{ADAPTER.flag}, whose indexers are trained for one pattern": plan.adapter,
         f"a {plan.architecture}": not BY_ARCHITECTURE[plan.architecture].live,
     }
