@@ -21,6 +21,7 @@ from benchmarks import (
     small_checkpoint,
     window_search,
 )
+from benchmarks.fold import report as folding
 from benchmarks.paper import table_1, table_3
 from benchmarks.records import RESULTS, read_arguments
 from sglang_indexcache.bench import tables
@@ -40,6 +41,7 @@ def _of(draw: Callable[[dict[str, Any], Path], None]) -> Callable[[Path, Path], 
 
 FIGURES: dict[str, tuple[str, Callable[[Path, Path], None]]] = {
     "expect.png": ("expect.json", _of(expect.draw)),
+    "fold/loss.png": ("fold/result.json", _of(folding.draw)),
     "heal.png": ("heal.json", _of(heal_study.draw)),
     "heal_data.png": ("heal_data.json", _of(heal_data.draw)),
     "window/window.png": ("window/result.json", _of(recent_window.draw)),

@@ -111,8 +111,8 @@ def test_what_is_no_pattern_ends_the_request_alone(name: Any) -> None:
 def test_no_file_is_opened_for_a_request(windows: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many windows stand behind it."""
     opened: list[Path] = []
-    monkeypatch.setattr("sglang_indexcache.library.load_entry", opened.append)
-    monkeypatch.setattr("sglang_indexcache.library._read_folder", lambda _folder: {})
+    monkeypatch.setattr("sglang_indexcache.library.resolve.load_entry", opened.append)
+    monkeypatch.setattr("sglang_indexcache.library.resolve.read_folder", lambda _folder: {})
     reason = "no pattern is called" if windows.count("+") > 2 else "is a file, and a server reads"
     with pytest.raises(IndexCacheError, match=reason):
         requests.resolve(plan("FFFF", mode="live"), f"x.yaml{windows}")
