@@ -25,7 +25,7 @@ BLOCK = 256
 
 @dataclass(frozen=True)
 class IndexRow:
-    """What an indexer multiplies, for queries that see the same keys.
+    """The inputs of an indexer's score, for queries that see the same keys.
 
     Attributes:
         queries: ``[B, S, H, D]`` float32, rotated.
@@ -91,8 +91,8 @@ def select(row: IndexRow, topk: int, slopes: torch.Tensor | None, factor: int = 
             chosen = largest(part.folded(slopes), min(factor * topk, length))
             if factor > 1:
                 chosen = largest(part.exact().masked_fill_(~chosen, -torch.inf), count)
-        found.append(chosen.nonzero()[:, -1].view(*chosen.shape[:2], count))
-    return torch.cat(found, dim=1).to(torch.int32)
+        found.append(places(chosen))
+    return torch.cat(found, dim=1)
 
 
 def largest(scores: torch.Tensor, count: int) -> torch.Tensor:
@@ -101,6 +101,11 @@ def largest(scores: torch.Tensor, count: int) -> torch.Tensor:
     above, level = scores > least, scores == least
     left = count - above.sum(-1, keepdim=True)
     return above | (level & (level.cumsum(-1) <= left))
+
+
+def places(marked: torch.Tensor) -> torch.Tensor:
+    """Return the positions marked in ``[B, S, T]`` bool, as many in each row: int32, ascending."""
+    return marked.nonzero()[:, -1].view(*marked.shape[:2], -1).to(torch.int32)
 
 
 class SlopeSums:
@@ -115,7 +120,7 @@ class SlopeSums:
     def __init__(self, heads: int) -> None:
         self.pairs = 0
         self.sums = torch.zeros(4, heads, dtype=torch.float64)
-        """Of ``x``, ``x^2``, ``relu(x)`` and ``relu(x) x = relu(x)^2``, ``x = q_h . k``."""
+        """Sums of ``x``, ``x^2``, ``relu(x)`` and ``relu(x) x = relu(x)^2``, ``x = q_h . k``."""
 
     def __add__(self, other: SlopeSums) -> SlopeSums:
         both = SlopeSums(self.sums.shape[1])

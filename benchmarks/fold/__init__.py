@@ -1,1 +1,1 @@
-"""What folding an indexer loses, beside what sharing its selection loses: see ``__main__.py``."""
+"""Measure folding an indexer beside sharing its selection: see ``__main__.py``."""

@@ -1,4 +1,4 @@
-"""What a folded indexer loses, beside sharing: picks missed, text loss, recall.
+"""Measure what a folded indexer loses, beside sharing: picks missed, text loss, recall.
 
     python -m benchmarks.fold fit MODEL WORK [--texts FOLDER]
     python -m benchmarks.fold missed MODEL WORK [--texts FOLDER]
@@ -14,7 +14,6 @@ ends one early. FOLDER has a ``prose.txt`` and perhaps others; without it the te
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +28,8 @@ from benchmarks.fold.missed import missed, schemes
 from benchmarks.fold.report import report
 from benchmarks.fold.texts import Question, Texts
 from benchmarks.records import read_arguments
+from sglang_indexcache.errors import QualityError
+from sglang_indexcache.study.journal import Journal
 from sglang_indexcache.study.provenance import checkpoint_digest
 from sglang_indexcache.support.files import write_json
 
@@ -54,7 +55,7 @@ class Study:
         self.texts = Texts(AutoTokenizer.from_pretrained(model), texts)
         self.main_kind = "prose" if "prose" in self.texts.kinds else "code"
         work.mkdir(parents=True, exist_ok=True)
-        facts = {
+        self.facts = {
             "name": model.name,
             "digest": checkpoint_digest(model),
             "layers": len(indexers(self.model)),
@@ -62,7 +63,7 @@ class Study:
             "width": indexers(self.model)[0].head_dim,
             "text": self.main_kind,
         }
-        write_json(work / "model.json", facts)
+        write_json(work / "model.json", self.facts)
 
     def late(self) -> bool:
         """Whether the time is over."""
@@ -85,7 +86,7 @@ class Study:
                 print("fit", path.name, flush=True)
 
     def fitted(self, kind: str, length: int = FIT_LENGTH) -> list[TextSums]:
-        """What was read of a kind."""
+        """Load the sums of the texts of a kind that were read."""
         found = sorted((self.work / "fit").glob(f"{kind}-{length}-*.pt"))
         return [torch.load(path, weights_only=False) for path in found]
 
@@ -131,22 +132,23 @@ class Study:
         Args:
             tasks: tokens of a document of the small checkpoint's tasks; 0 asks passages instead.
         """
-        journal = self.work / f"answers-{topk}.jsonl"
-        lines = journal.read_text().splitlines() if journal.exists() else []
-        done = {(one["arm"], one["row"]) for one in map(json.loads, lines)}
         fits = fits_from(self.model, self.fitted(self.main_kind))
+        fit_texts = sorted(path.name for path in (self.work / "fit").iterdir())
+        identity = {**self.facts, "topk": topk, "tasks": tasks, "fitted to": fit_texts}
         every = list(arms(len(indexers(self.model))).values())[:first_arms]
-        for row in range(rows):
-            for arm in every:
-                if (arm.name, row) in done or self.late():
-                    continue
-                measures: dict[str, float] = {}
-                for task, question in self._questions(row, tasks):
-                    measures |= self._answer(arm, fits, topk, task, question)
-                line = {"arm": arm.name, "row": row, **measures}
-                with journal.open("a") as file:
-                    file.write(json.dumps(line) + "\n")
-                print(line, flush=True)
+        path = self.work / f"answers-{topk}.jsonl"
+        with Journal(path, identity, "study of folding", QualityError) as journal:
+            done = {(entry["arm"], entry["row"]) for entry in journal.entries}
+            for row in range(rows):
+                for arm in every:
+                    if (arm.name, row) in done or self.late():
+                        continue
+                    measures: dict[str, float] = {}
+                    for task, question in self._questions(row, tasks):
+                        measures |= self._answer(arm, fits, topk, task, question)
+                    line = {"arm": arm.name, "row": row, **measures}
+                    journal.write(line)
+                    print(line, flush=True)
 
     def _questions(self, row: int, tasks: int) -> Iterator[tuple[str, Question]]:
         if not tasks:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from sglang_indexcache.fold import IndexRow, largest, read_row, select
+from sglang_indexcache.fold import IndexRow, largest, places, read_row, select
 from sglang_indexcache.pattern import Pattern
 
 PLAIN, SLOPES, LEAST_SQUARES = "plain", "slopes", "least squares"
@@ -42,7 +42,7 @@ class Arm:
     decode: str = ""
 
     def work(self, heads: int) -> float:
-        """What is left of the dot products of all F, at 128Ki tokens and lists of 2,048.
+        """Return the share of all F's dot products that is left, at 128Ki tokens, lists of 2,048.
 
         For an indexer of so many heads; counted, not timed.
         """
@@ -90,7 +90,7 @@ def heaviest_exact(row: IndexRow, slopes: torch.Tensor, heads: int) -> torch.Ten
 
 
 def picks(row: IndexRow, topk: int, slopes: torch.Tensor, arm: Arm, letter: str) -> torch.Tensor:
-    """What a layer of this letter, not S, selects: ``[B, S, k]`` int32."""
+    """Select as a layer of this letter, not S, does: ``[B, S, k]`` int32."""
     if letter == "F":
         return select(row, topk, None)
     if letter == "G":
@@ -100,8 +100,8 @@ def picks(row: IndexRow, topk: int, slopes: torch.Tensor, arm: Arm, letter: str)
     found = []
     for part in row.blocks():
         chosen = largest(heaviest_exact(part, slopes, arm.heads), min(topk, row.keys.shape[1]))
-        found.append(chosen.nonzero()[:, -1].view(*chosen.shape[:2], -1))
-    return torch.cat(found, dim=1).to(torch.int32)
+        found.append(places(chosen))
+    return torch.cat(found, dim=1)
 
 
 def indexers(model: Any) -> list[Any]:

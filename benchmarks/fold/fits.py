@@ -11,7 +11,7 @@ from benchmarks.fold.arms import LEAST_SQUARES, PLAIN, SLOPES, indexers, replace
 from sglang_indexcache.fold import IndexRow, SlopeSums
 
 RIDGE = 1e-3
-"""Of the least squares, in units of the mean of the diagonal."""
+"""The ridge of the least squares, in units of the mean of the diagonal."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""How many of the exact picks a folded score misses, layer by layer."""
+"""Count the exact picks that a folded score misses, layer by layer."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ import torch
 
 from benchmarks.fold.arms import PLAIN, heaviest_exact, replaced
 from sglang_indexcache.fold import IndexRow, largest
+from sglang_indexcache.kernels.indexer.quantization import quantize_e4m3
 
 FACTORS = (1, 2, 4, 8)
-E4M3 = 448.0
-"""The largest number of float8_e4m3fn."""
 
 Score = Callable[[IndexRow, int], torch.Tensor]
-"""Of the queries of a layer: ``[B, S, T]``."""
+"""Scores ``[B, S, T]`` of the queries of a layer."""
 
 
 def rounded(x: torch.Tensor) -> torch.Tensor:
-    """To e4m3 with one scale for each vector, as index keys are stored, and back."""
-    scale = x.abs().amax(-1, keepdim=True).clamp_min(1e-12) / E4M3
-    return (x / scale).to(torch.float8_e4m3fn).float() * scale
+    """Round to e4m3 with one scale for each vector, as index keys are stored, and back."""
+    values, scales = quantize_e4m3(x)
+    return values.float() * scales[..., None]
 
 
 def in_fp8(row: IndexRow, slopes: torch.Tensor) -> torch.Tensor:

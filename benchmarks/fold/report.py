@@ -42,7 +42,7 @@ def paired(lines: Iterable[Facts], arm: str, other: str, measure: str) -> Facts 
 
 def answers(path: Path, model: Facts) -> Facts:
     """Every configuration's losses over all F, and the gate's comparisons."""
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = [json.loads(line) for line in path.read_text().splitlines()[1:]]  # behind the identity
     measures = sorted({name for line in lines for name in line} - {"arm", "row"})
     told: Facts = {"topk": int(path.stem.split("-")[1]), "rows": lines, "arms": []}
     told["full"] = {
@@ -61,7 +61,7 @@ def answers(path: Path, model: Facts) -> Facts:
 
 
 def missed_of(folder: Path) -> list[Facts]:
-    """What each asked text said, by way, layer and factor."""
+    """Read every asked text's misses, by way, layer and factor."""
     return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
 
 

@@ -1,4 +1,4 @@
-"""What is read and asked: text of three kinds, and a passage that comes again."""
+"""Texts of three kinds, and rows in which a passage comes again."""
 
 from __future__ import annotations
 

@@ -50,12 +50,11 @@ def measured(
     books = Books(cache, AutoTokenizer.from_pretrained(folder))
     arms = [Arm("SmolLM2", original=True), Arm("converted, dense")]
     arms += [Arm(f"DSA, index_topk {topk}", full(model), topk) for topk in topks]
-    journal = cache / "measured" / f"{checkpoint_digest(folder)[:12]}.jsonl"
+    digest = checkpoint_digest(folder)
     cells = []
     for length in lengths:
-        lines: list[Line] = measure(
-            model, arms, rows(books, HELD_OUT, count, length), journal, _say
-        )
+        chosen = rows(books, HELD_OUT, count, length)
+        lines: list[Line] = measure(model, arms, chosen, cache, digest, _say)
         cells.append({"length": length, "lines": lines})
     return cells
 

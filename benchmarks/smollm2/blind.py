@@ -66,10 +66,8 @@ def main(argv: list[str] | None = None) -> None:
     books = Books(arguments.cache, AutoTokenizer.from_pretrained(arguments.model))
     chosen = rows(books, HELD_OUT, arguments.rows, arguments.length)
     digest = checkpoint_digest(arguments.model)
-    journal = arguments.cache / "measured" / f"{digest[:12]}.jsonl"
-    lines = measure(
-        model, arms(arguments.names, arguments.topks, model.layers), chosen, journal, print
-    )
+    compared = arms(arguments.names, arguments.topks, model.layers)
+    lines = measure(model, compared, chosen, arguments.cache, digest, print)
     record = {
         "what": "text loss and recall under patterns that nobody searched",
         "command": arguments.command,

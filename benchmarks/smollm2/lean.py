@@ -2,7 +2,7 @@
 
 It reads the checkpoint and computes what transformers computes from it: queries and keys are taken
 out of the places where they lie, identity latents and zeros are left out. What every forward does
-is in :meth:`Lean.hidden`; ``build`` and the tests compare it with transformers.
+is in :meth:`Lean.hidden`; the tests compare it with transformers, on a random model.
 """
 
 from __future__ import annotations
@@ -270,7 +270,7 @@ def widened(masks: list[torch.Tensor], window: int) -> list[torch.Tensor]:
 
 
 def _last(mask: torch.Tensor, window: int) -> torch.Tensor:
-    """Which of the keys are a query's last ``window``; the last row's own key is the last one."""
+    """Mark each query's last ``window`` keys; the last row's own key is the last one."""
     rows, reach = mask.shape
     behind = torch.arange(reach - rows, reach)[:, None] - torch.arange(reach)
     return (behind >= 0) & (behind < window)

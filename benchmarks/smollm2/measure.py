@@ -7,7 +7,6 @@ over rows, which are cut evenly from whole books: they say nothing of other book
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -21,8 +20,10 @@ from benchmarks.smollm2.books import Row
 from benchmarks.smollm2.convert import STEEPNESS
 from benchmarks.smollm2.lean import Lean, State
 from benchmarks.smollm2.workers import each
+from sglang_indexcache.errors import QualityError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.stats.bounds import half_width
+from sglang_indexcache.study.journal import Journal
 
 Line = dict[str, Any]
 
@@ -45,27 +46,32 @@ class Arm:
 
 
 def measure(
-    model: Lean, arms: Sequence[Arm], rows: Sequence[Row], journal: Path, say: Callable[[str], None]
+    model: Lean,
+    arms: Sequence[Arm],
+    rows: Sequence[Row],
+    cache: Path,
+    digest: str,
+    say: Callable[[str], None],
 ) -> list[Line]:
     """Run every arm on every row; a line holds loss, recall_loss and recall (share right).
 
     Args:
-        journal: what is done is added to this file, and not done again.
+        cache: keeps what is done, so that it is not done again.
+        digest: of the checkpoint.
     """
-    done = _read(journal)
-    missing = [(number, arm) for number in range(len(rows)) for arm in arms]
-    missing = [job for job in missing if _key(rows[job[0]], job[1]) not in done]
 
     def work(job: tuple[int, Arm]) -> tuple[str, Line]:
         number, arm = job
         return _key(rows[number], arm), {"row": number, **one(model, arm, rows[number])}
 
-    journal.parent.mkdir(parents=True, exist_ok=True)
-    with journal.open("a") as file:
+    path = cache / "measured" / f"{digest[:12]}.jsonl"
+    with Journal(path, {"checkpoint": digest}, "study of this checkpoint", QualityError) as journal:
+        done = {line.pop("key"): line for line in journal.entries}
+        missing = [(number, arm) for number in range(len(rows)) for arm in arms]
+        missing = [job for job in missing if _key(rows[job[0]], job[1]) not in done]
         for count, (key, line) in enumerate(each(work, missing), 1):
             done[key] = line
-            file.write(json.dumps({"key": key, **line}) + "\n")
-            file.flush()
+            journal.write({"key": key, **line})
             say(f"{count} of {len(missing)}: {key} {line}")
     return [
         {
@@ -109,13 +115,6 @@ def _key(row: Row, arm: Arm) -> str:
     start = "-".join(map(str, row.ids[:4].tolist()))
     pattern = "original" if arm.original else arm.pattern or "dense"
     return f"{len(row.ids)}:{start} {pattern} {arm.topk}"
-
-
-def _read(journal: Path) -> dict[str, Line]:
-    if not journal.exists():
-        return {}
-    lines = [json.loads(line) for line in journal.read_text().splitlines()]
-    return {line.pop("key"): line for line in lines}
 
 
 # -- tables ------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ def each(work: Callable[[Item], Any], items: Iterable[Item]) -> Iterator[Any]:
 
 
 _WORK: list[Callable[[Any], Any]] = []
-"""What is being done: workers inherit it, since a closure cannot be pickled."""
+"""The work under way: workers inherit it, since a closure cannot be pickled."""
 
 
 def _call(item: Any) -> Any:

@@ -14,6 +14,7 @@ from benchmarks.smollm2.books import with_passages
 from benchmarks.smollm2.convert import Form, convert, dsa_config, original_frequencies
 from benchmarks.smollm2.indexers import Layer, Recipe, collect, copy_attention
 from benchmarks.smollm2.lean import Lean
+from benchmarks.smollm2.measure import Arm, measure
 from sglang_indexcache.hf import share
 from sglang_indexcache.pattern import Pattern
 
@@ -139,3 +140,23 @@ def test_passages_come_again_where_they_are_counted() -> None:
     assert len(row.recall) == 8 * 48
     assert row.recall.max() == 2047
     assert (row.text.min(), row.text.max()) == (768, 1535)
+
+
+def test_an_interrupted_measurement_goes_on_where_it_stopped(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Its workers are forked, which a process that has computed with several threads must not do.
+    monkeypatch.setattr("benchmarks.smollm2.measure.each", map)
+    lean, arms = Lean(folder, torch.float32), [Arm("all F", Pattern("FF"), TOPK), Arm("dense")]
+    row = with_passages(
+        torch.randint(3, 300, (256,), generator=torch.Generator().manual_seed(4)), 256, seed=0
+    )
+    said: list[str] = []
+    whole = measure(lean, arms, [row], tmp_path, "digest", said.append)
+    assert len(said) == len(arms)
+    (journal,) = tmp_path.rglob("*.jsonl")
+    lines = journal.read_bytes().splitlines(keepends=True)
+    journal.write_bytes(b"".join(lines[:-1]) + lines[-1][:20])  # killed within the last line
+    said.clear()
+    assert measure(lean, arms, [row], tmp_path, "digest", said.append) == whole
+    assert len(said) == 1
