@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -12,23 +14,31 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.random_model import make_tokenizer, save_checkpoint
 from benchmarks.smollm2.books import with_passages
 from benchmarks.smollm2.convert import Form, convert, dsa_config, original_frequencies
+from benchmarks.smollm2.evaluator import LeanEvaluator
 from benchmarks.smollm2.indexers import Layer, Recipe, collect, copy_attention
 from benchmarks.smollm2.lean import Lean
 from benchmarks.smollm2.measure import Arm, measure
 from sglang_indexcache.hf import share
 from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.search.calibration import Calibration
+from sglang_indexcache.search.evaluators.hf import TransformersEvaluator
+from sglang_indexcache.search.overlap import OverlapCounter
 
 TOPK = 16
 
 
 @pytest.fixture(scope="module")
 def llama() -> Any:
+    return random_llama(layers=2)
+
+
+def random_llama(layers: int) -> Any:
     """Six query heads in three groups of 16; norms whose gains are not 1."""
     config = LlamaConfig(
         vocab_size=300,
         hidden_size=48,
         intermediate_size=64,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=6,
         num_key_value_heads=3,
         head_dim=16,
@@ -160,3 +170,47 @@ def test_an_interrupted_measurement_goes_on_where_it_stopped(
     said.clear()
     assert measure(lean, arms, [row], tmp_path, "digest", said.append) == whole
     assert len(said) == 1
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A converted model of five layers with random indexers."""
+    llama = random_llama(layers=5)
+    torch.manual_seed(5)
+    model = convert(llama, dsa_config(llama.config, index_heads=6, index_topk=TOPK))
+    path = tmp_path_factory.mktemp("deep")
+    save_checkpoint(model, make_tokenizer(300), "float32", path)
+    return path
+
+
+@pytest.fixture
+def searched(deep: Path) -> LeanEvaluator:
+    generator = torch.Generator().manual_seed(6)
+    rows = [
+        with_passages(torch.randint(3, 300, (256,), generator=generator), 256, seed=seed)
+        for seed in range(2)
+    ]
+    return LeanEvaluator(Lean(deep, torch.float32), rows, "mixed")
+
+
+def test_a_searchs_evaluator_gives_what_a_fresh_forward_gives(searched: LeanEvaluator) -> None:
+    model = searched.model
+    for layers in ("FFFFF", "FFFFS", "FSFFF", "FFSFF", "FSSFF", "FFSFF+w4", "FFFFS", "FSSSS"):
+        pattern = Pattern(layers)
+        for batch, row in enumerate(searched.rows):
+            places = torch.cat([row.text, row.recall])
+            loss, _ = model.losses(model.hidden(row.ids, pattern), row.ids, places)
+            assert searched.loss(pattern, [batch])[0] == float(loss.double().mean())
+
+
+def test_similarity_and_overlap_are_those_of_transformers(
+    searched: LeanEvaluator, deep: Path
+) -> None:
+    ids = tuple(searched.rows[1].ids.tolist())
+    data = SimpleNamespace(batches=[[ids]], batch_tokens=(len(ids),))
+    other = TransformersEvaluator(deep, cast("Calibration", data))
+    # Two forwards round differently, so a few queries select another last token.
+    np.testing.assert_allclose(searched.similarity(1), other.similarity(0), atol=1e-3)
+    counter = OverlapCounter(5, TOPK)
+    counter.add(other.selected(ids))
+    np.testing.assert_allclose(searched.overlap(1), counter.matrix(), atol=2e-3)

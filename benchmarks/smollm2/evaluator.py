@@ -1,0 +1,141 @@
+"""The package's searches on SmolLM2: their evaluator, by the lean forward.
+
+A batch is one row of the books. Patterns that begin alike are run once up to the layer where they
+differ, so the candidates of one greedy step cost about half a forward each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from threading import Lock
+
+import numpy as np
+import torch
+
+from benchmarks.smollm2.books import Row
+from benchmarks.smollm2.lean import Lean, State
+from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.search.evaluators import Floats
+
+KEPT_RUNS = 3
+"""Forwards of a row whose states are kept, those used last."""
+
+SCORES: dict[str, Callable[[Row], torch.Tensor]] = {
+    "mixed": lambda row: torch.cat([row.text, row.recall]),
+    "text": lambda row: row.text,
+    "recall": lambda row: row.recall,
+}
+"""The places whose mean loss a search minimises: of the text, of repeated passages, or both."""
+
+
+@dataclass
+class _Run:
+    """A forward under a pattern; ``states[l]`` is what stands before layer l."""
+
+    pattern: Pattern
+    states: list[State] = field(default_factory=list)
+
+
+class LeanEvaluator:
+    """An :class:`~sglang_indexcache.search.evaluators.Evaluator` of rows.
+
+    Args:
+        score: one of :data:`SCORES`.
+        in_flight: patterns measured at a time, each in one thread.
+    """
+
+    def __init__(self, model: Lean, rows: Sequence[Row], score: str, in_flight: int = 1) -> None:
+        self.model, self.rows, self.in_flight = model, rows, in_flight
+        self.kind = f"lean forward, index_topk {model.topk}, loss of {score}"
+        self.num_layers = model.layers
+        self.batch_tokens = tuple(len(row.ids) for row in rows)
+        self._places = [SCORES[score](row) for row in rows]
+        self._kept: list[list[_Run]] = [[] for _ in rows]
+        self._guard = Lock()
+
+    def loss(self, pattern: Pattern, batches: Sequence[int]) -> Floats:
+        """See :class:`~sglang_indexcache.search.evaluators.Evaluator`."""
+        return np.array([self._loss(pattern, batch) for batch in batches])
+
+    def _loss(self, pattern: Pattern, batch: int) -> float:
+        row = self.rows[batch]
+        run = _Run(pattern, self._beginning(pattern, batch))
+        start = run.states[-1] if run.states else None
+
+        def note(number: int, stream: torch.Tensor, masks: list[torch.Tensor]) -> None:
+            if start is None or number > start[0]:
+                run.states.append((number, stream, masks))
+
+        stream = self.model.hidden(row.ids, pattern, note=note, start=start)
+        with self._guard:
+            self._kept[batch] = [run, *self._kept[batch]][:KEPT_RUNS]
+        return float(self.model.losses(stream, row.ids, self._places[batch])[0].double().mean())
+
+    def _beginning(self, pattern: Pattern, batch: int) -> list[State]:
+        """Return the states of the kept run that goes along with ``pattern`` the farthest."""
+        with self._guard:
+            runs = self._kept[batch]
+            if not runs:
+                return []
+            nearest = max(runs, key=lambda run: alike(run.pattern, pattern))
+            self._kept[batch] = [nearest, *(run for run in runs if run is not nearest)]
+            return nearest.states[: alike(nearest.pattern, pattern) + 1]
+
+    def similarity(self, batch: int) -> Floats:
+        """Compare layers' attention outputs under their own lists and under earlier layers'.
+
+        Returns:
+            ``[N, N]`` float64, as
+            :meth:`sglang_indexcache.search.evaluators.hf.TransformersEvaluator.similarity`.
+        """
+        model, row = self.model, self.rows[batch]
+        turned, lists = model.rotation(len(row.ids)), list[list[torch.Tensor]]()
+        matrix = np.eye(model.layers)
+
+        @torch.no_grad()
+        def note(number: int, stream: torch.Tensor, _masks: list[torch.Tensor]) -> None:
+            read = model.read(stream)
+            inputs = model.project(number, read, turned)
+            own_list = model.selected(number, read)
+            own = model.attend(inputs, own_list).float()
+            for other, inherited in enumerate(lists):
+                output = model.attend(inputs, inherited).float()
+                matrix[number, other] = torch.cosine_similarity(own, output, dim=-1).mean()
+            lists.append(own_list)
+
+        model.hidden(row.ids, Pattern.full(model.layers), note=note)
+        return matrix
+
+    def overlap(self, batch: int) -> Floats:
+        """Return the share of their selections that layers have in common under all F.
+
+        Returns:
+            ``[N, N]`` float64, the mean over queries that see more than they select.
+        """
+        model, ids = self.model, self.rows[batch].ids
+        lists = list[list[torch.Tensor]]()
+        model.hidden(
+            ids,
+            Pattern.full(model.layers),
+            keep=lambda number, read: lists.append(model.selected(number, read)),
+        )
+        total, queries = torch.zeros(model.layers, model.layers, dtype=torch.float64), 0
+        for blocks in zip(*lists, strict=True):
+            masks = torch.stack(blocks)
+            _, asked, reach = masks.shape
+            choosing = torch.arange(reach - asked, reach) >= model.topk
+            flat = masks[:, choosing].flatten(1).float()
+            total += (flat @ flat.T).double() / model.topk
+            queries += int(choosing.sum())
+        return np.asarray(total / queries)
+
+
+def alike(first: Pattern, second: Pattern) -> int:
+    """Return the number of first layers that two patterns treat the same."""
+
+    def at(pattern: Pattern, layer: int) -> tuple[bool, int]:
+        return pattern.is_full(layer), pattern.window_at(layer)
+
+    layers = range(len(first))
+    return next((n for n in layers if at(first, n) != at(second, n)), len(first))

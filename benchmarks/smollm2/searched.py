@@ -1,0 +1,197 @@
+"""Search patterns on SmolLM2 and measure them on whole books that no pattern was chosen by.
+
+    python -m benchmarks.smollm2.searched runs/smollm2/built
+    python -m benchmarks.smollm2.searched runs/smollm2/built --searches greedy:mixed fast:text
+
+The paper's Algorithm 1 (``greedy``), its similarity search and the package's own searches run on
+rows of one book, by the loss of the text, of repeated passages, or of both (``mixed``); a search
+that is interrupted goes on. Then every pattern that was found is
+measured on held-out books beside all F, the paper's uniform patterns and SGLang's frequency
+schedule. Writes smollm2/searched.json, its tables, the overlap of the layers' selections as a
+heatmap with the blocks of the searched 1/4, and the loss along Algorithm 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.records import markdown, read_arguments
+from benchmarks.smollm2 import CACHE
+from benchmarks.smollm2.books import HELD_OUT, SEARCH, Books, rows
+from benchmarks.smollm2.evaluator import SCORES, LeanEvaluator
+from benchmarks.smollm2.lean import Lean
+from benchmarks.smollm2.measure import HEADER, Arm, Line, columns, measure, named
+from benchmarks.smollm2.workers import one_thread
+from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.search.evaluators import Floats
+from sglang_indexcache.search.ledger import Ledger, Step, open_journal
+from sglang_indexcache.search.methods import METHODS
+from sglang_indexcache.search.options import Options
+from sglang_indexcache.search.overlap import draw_overlap
+from sglang_indexcache.search.rules import Constraints, parse_targets
+from sglang_indexcache.search.run import Search
+from sglang_indexcache.study.plots import make_figure, save_figure
+from sglang_indexcache.study.provenance import checkpoint_digest, machine
+from sglang_indexcache.support.files import write_json, write_whole
+
+RATIOS = ("1/2", "1/4", "1/8")
+QUICK = {"searches": ["similarity:mixed"], "batches": 1, "rows": 2, "length": 1024}
+SEARCHES = ("greedy:mixed", "both:mixed", "both:text", "similarity:mixed")
+DOWN = "greedy"
+
+
+def search(
+    evaluator: LeanEvaluator, method: str, journal: Path, digest: str, rules: Constraints
+) -> dict[str, Any]:
+    """Run one search of the package without refinement where the paper has none.
+
+    Returns:
+        The patterns by ratio, the steps, and the tokens that it asked for.
+    """
+    identity = {
+        "checkpoint": digest,
+        "evaluator": evaluator.kind,
+        "rows": [row.ids[:8].tolist() for row in evaluator.rows],
+        "length": evaluator.batch_tokens[0],
+    }
+    targets = parse_targets(list(RATIOS), rules)
+    options = Options.parse(method, refine=method != DOWN)
+    with open_journal(journal, identity) as kept:
+        ledger = Ledger(evaluator, kept)
+        run = Search(ledger, targets, options)
+        for event in run.run():
+            if isinstance(event, Step):
+                left = len(event.pattern.full_layers)
+                print(f"{method}: {left} F, {event.loss:.4f} nats, {event.pattern}", flush=True)
+    found = {mark.mark.label: str(mark.pattern) for mark in run.found.values()}
+    return {
+        "method": method,
+        "patterns": found,
+        "losses": {mark.mark.label: mark.loss for mark in run.found.values()},
+        "steps": [
+            {"pattern": str(s.pattern), "flipped": s.layer, "loss": s.loss, "batches": s.batches}
+            for s in run.path
+        ],
+        "tokens": run.search_tokens,
+        "of_greedy": run.search_tokens / run.budget.exhaustive,
+    }
+
+
+def overlap(evaluator: LeanEvaluator, batches: Sequence[int]) -> Floats:
+    """Return the mean overlap of the layers' selections, ``[N, N]``."""
+    return np.asarray(np.mean([evaluator.overlap(batch) for batch in batches], axis=0))
+
+
+def arms(searches: Sequence[dict[str, Any]], topk: int, layers: int) -> list[Arm]:
+    """All F first; at each ratio the blind patterns, then what each search found."""
+    found = [Arm("all F", Pattern.full(layers), topk)]
+    for ratio in RATIOS:
+        blind = named((ratio, f"{ratio} freq"), layers)
+        found += [Arm(f"{ratio} {kind}", pattern, topk) for kind, pattern in zip(
+            ("uniform", "freq"), blind.values(), strict=True)]  # fmt: skip
+        found += [
+            Arm(f"{ratio} {one['name']}", Pattern(one["patterns"][ratio]), topk) for one in searches
+        ]
+    return found
+
+
+def table(lines: list[Line]) -> str:
+    """Markdown; each line beside all F."""
+    rows = []
+    for line in lines:
+        count = line["pattern"].count("F")
+        rows.append((line["name"], f"`{line['pattern']}`", count, *columns(line, lines[0])))
+    return markdown(("", "pattern", "F", *HEADER), rows)
+
+
+def draw_path(record: dict[str, Any], path: Path) -> None:
+    """Draw the loss that each flip of Algorithm 1 leaves."""
+    figure, [axis] = make_figure(7.2, 4.0)
+    for one in record["searches"]:
+        steps = [step for step in one["steps"] if step["batches"] == record["batches"]]
+        if one["method"] != DOWN or not steps:
+            continue
+        base = steps[0]["loss"]
+        gone = [step["pattern"].count("S") for step in steps]
+        added = [step["loss"] - base for step in steps]
+        axis.plot(gone, added, marker="o", ms=3, lw=1.2, label=one["name"])
+    axis.axhline(0, color="black", lw=0.8, ls=":")
+    axis.set_xlabel("layers without an indexer")
+    axis.set_ylabel("loss added on the rows searched on, nats")
+    axis.set_title("Algorithm 1 on SmolLM2, each flip", fontsize=10)
+    axis.legend(frameon=False, fontsize=8)
+    save_figure(figure, path)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Search, measure, write."""
+    one_thread()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--cache", type=Path, default=CACHE)
+    known = [f"{method}:{score}" for method in METHODS for score in SCORES]
+    parser.add_argument("--searches", nargs="+", choices=known, default=list(SEARCHES))
+    parser.add_argument("--batches", type=int, default=4, help="rows that are searched on")
+    parser.add_argument("--search-length", type=int, default=1024)
+    parser.add_argument("--search-topk", type=int, default=64)
+    parser.add_argument("--rows", type=int, default=8, help="held-out rows")
+    parser.add_argument("--length", type=int, default=2048, help="of held-out rows")
+    parser.add_argument("--topk", type=int, default=128)
+    arguments = read_arguments(parser, "smollm2/searched", argv, QUICK)
+    from transformers import AutoTokenizer
+
+    model = Lean(arguments.model)
+    books = Books(arguments.cache, AutoTokenizer.from_pretrained(arguments.model))
+    digest = checkpoint_digest(arguments.model)
+    chosen = rows(books, HELD_OUT, arguments.rows, arguments.length)
+    searched_on = rows(books, SEARCH, arguments.batches, arguments.search_length)
+    rules = Constraints.make(Pattern.full(model.layers))
+    searches, matrix = [], None
+    model.topk = arguments.search_topk
+    for name in arguments.searches:
+        method, _, score = name.partition(":")
+        evaluator = LeanEvaluator(model, searched_on, score, in_flight=os.cpu_count() or 1)
+        size = f"{len(searched_on)}-{arguments.search_length}-{model.topk}"
+        journal = arguments.cache / "searches" / f"{digest[:12]}-{score}-{size}.jsonl"
+        searches.append({"name": name, **search(evaluator, method, journal, digest, rules)})
+        if matrix is None:
+            matrix = overlap(evaluator, range(min(2, len(searched_on))))
+    compared = arms(searches, arguments.topk, model.layers)
+    lines = measure(model, compared, chosen, arguments.cache, digest, print)
+    assert matrix is not None
+    record = {
+        "what": "searched and blind patterns on SmolLM2: text loss and recall on held-out books",
+        "command": arguments.command,
+        "checkpoint": digest,
+        "machine": machine(),
+        "books": {"searched on": SEARCH, "measured on": HELD_OUT},
+        "batches": arguments.batches,
+        "searched": {"length": arguments.search_length, "index_topk": arguments.search_topk},
+        "measured": {"length": arguments.length, "index_topk": arguments.topk},
+        "intervals": "t, 95 %, over rows; differences are paired by row",
+        "searches": searches,
+        "overlap": [[round(float(value), 4) for value in row] for row in matrix],
+        "lines": lines,
+    }
+    output: Path = arguments.output
+    write_json(output.with_suffix(".json"), record)
+    write_whole(output.with_suffix(".md"), f"Written by `{arguments.command}`.\n\n{table(lines)}\n")
+    draw(record, output.parent)
+    print(table(lines))
+
+
+def draw(record: dict[str, Any], folder: Path) -> None:
+    """Draw the heatmap with the blocks of the first search's 1/4, and the way of Algorithm 1."""
+    pattern = Pattern(record["searches"][0]["patterns"]["1/4"])
+    draw_overlap(np.array(record["overlap"]), folder / "overlap.png", pattern)
+    draw_path(record, folder / "algorithm_1.png")
+
+
+if __name__ == "__main__":
+    main()
