@@ -65,7 +65,7 @@ def build(
     bare = cache / f"converted-{variant.heads}"
     save_checkpoint(model, tokenizer, "bfloat16", bare)
     say(f"what every layer reads of {ROWS + 1} rows of {LENGTH} tokens")
-    lean = Lean(bare)
+    lean = Lean(bare, torch.bfloat16)
     cuts = books.cuts(TRAIN, ROWS + 1, LENGTH)
     rows = [with_passages(cut, LENGTH, seed).ids for seed, cut in enumerate(cuts)]
     reads = _reads(lean, rows, cache / "reads")

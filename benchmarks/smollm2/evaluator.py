@@ -47,7 +47,7 @@ class LeanEvaluator:
 
     def __init__(self, model: Lean, rows: Sequence[Row], score: str, in_flight: int = 1) -> None:
         self.model, self.rows, self.in_flight = model, rows, in_flight
-        self.kind = f"lean forward, index_topk {model.topk}, loss of {score}"
+        self.kind = f"lean forward, {model.dtype}, index_topk {model.topk}, loss of {score}"
         self.num_layers = model.layers
         self.batch_tokens = tuple(len(row.ids) for row in rows)
         self._places = [SCORES[score](row) for row in rows]

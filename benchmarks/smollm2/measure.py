@@ -64,8 +64,10 @@ def measure(
         number, arm = job
         return _key(rows[number], arm), {"row": number, **one(model, arm, rows[number])}
 
-    path = cache / "measured" / f"{digest[:12]}.jsonl"
-    with Journal(path, {"checkpoint": digest}, "study of this checkpoint", QualityError) as journal:
+    dtype = str(model.dtype).removeprefix("torch.")
+    path = cache / "measured" / f"{digest[:12]}-{dtype}.jsonl"
+    identity = {"checkpoint": digest, "dtype": dtype}
+    with Journal(path, identity, "study of this checkpoint", QualityError) as journal:
         done = {line.pop("key"): line for line in journal.entries}
         missing = [(number, arm) for number in range(len(rows)) for arm in arms]
         missing = [job for job in missing if _key(rows[job[0]], job[1]) not in done]

@@ -1,0 +1,150 @@
+"""Hold a server's greedy tokens against transformers': one pattern, another, and both in a batch.
+
+    python -m benchmarks.smollm2.serve_check --model FOLDER
+
+Ten pieces of real books are continued by 64 tokens in float32, by transformers under
+``indexer_types`` and by a server in live mode on this machine's CPU. Where they part, the lead says
+by how much transformers preferred its token: below float32's rounding it is a coin toss. Writes
+smollm2/serve_check.json; the exit code is 1 if tokens differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from benchmarks.paper import live_server
+from benchmarks.records import read_arguments
+from benchmarks.smollm2 import CACHE
+from benchmarks.smollm2.books import HELD_OUT, Books
+from sglang_indexcache.ask.client import Client
+from sglang_indexcache.ask.protocol import check_answered_under, named
+from sglang_indexcache.checkpoint import Checkpoint
+from sglang_indexcache.library import Library
+from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.study.provenance import checkpoint_digest, machine
+from sglang_indexcache.support.files import write_json
+
+NAME = "smollm2/serve_check.json"
+LENGTHS = range(300, 1300, 100)
+"""Tokens of the prompts; each selects, for ``index_topk`` is 256."""
+NEW_TOKENS = 64
+
+Continued = tuple[list[int], list[float]]
+"""Greedy tokens, and the lead of each over the second best in nats."""
+
+
+def by_transformers(
+    model: Path, prompts: Sequence[list[int]], pattern: Pattern, count: int
+) -> list[Continued]:
+    """Continue each prompt by ``count`` tokens in float32."""
+    config = AutoConfig.from_pretrained(model)
+    config.indexer_types = pattern.to_indexer_types()
+    made = AutoModelForCausalLM.from_pretrained(
+        model, config=config, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    return [_continue(made, prompt, count) for prompt in prompts]
+
+
+@torch.no_grad()
+def _continue(model: Any, prompt: list[int], count: int) -> Continued:
+    ids, past = torch.tensor([prompt]), None
+    tokens, leads = [], []
+    for _ in range(count):
+        output = model(ids, past_key_values=past, use_cache=True, logits_to_keep=1)
+        past = output.past_key_values
+        best, second = output.logits[0, -1].topk(2).values.tolist()
+        tokens.append(int(output.logits[0, -1].argmax()))
+        leads.append(best - second)
+        ids = torch.tensor([tokens[-1:]])
+    return tokens, leads
+
+
+def by_server(
+    client: Client, prompts: Sequence[list[int]], patterns: Sequence[Pattern], count: int
+) -> list[list[int]]:
+    """Continue all prompts in one batch, each under its own pattern; nothing comes from a cache."""
+    client.flush_cache()
+    greedily = {"max_new_tokens": count, "temperature": 0.0, "ignore_eos": True}
+    replies = client.generate(
+        input_ids=list(prompts), sampling_params=[greedily | named(str(one)) for one in patterns]
+    )
+    for reply, pattern in zip(replies, patterns, strict=True):
+        check_answered_under(reply["meta_info"], str(pattern), client.name)
+    return [reply["output_ids"] for reply in replies]
+
+
+def compare(
+    served: Sequence[list[int]], patterns: Sequence[str], truth: Mapping[str, Sequence[Continued]]
+) -> list[dict[str, Any]]:
+    """A row for each prompt: how many tokens agree, and the lead where they part."""
+    rows = []
+    for number, (tokens, pattern) in enumerate(zip(served, patterns, strict=True)):
+        expected, leads = truth[pattern][number]
+        same = next((n for n, pair in enumerate(zip(tokens, expected, strict=True))
+                     if pair[0] != pair[1]), len(expected))  # fmt: skip
+        parted = {"lead": leads[same]} if same < len(expected) else {}
+        rows.append({"prompt": number, "pattern": pattern, "equal": same, **parted})
+    return rows
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Check, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", type=Path, required=True, help="the checkpoint's folder")
+    parser.add_argument("--cache", type=Path, default=CACHE, help="where the books are kept")
+    parser.add_argument("--pattern", default="uniform:1/4", help="the one beside all F")
+    parser.add_argument("--new-tokens", type=int, default=NEW_TOKENS)
+    parser.add_argument("--prompts", type=int, default=len(LENGTHS))
+    arguments = read_arguments(parser, NAME, argv, {"prompts": 3, "new_tokens": 16})
+    model, count = arguments.model, arguments.new_tokens
+    books = Books(arguments.cache, AutoTokenizer.from_pretrained(model))
+    cuts = books.cuts(HELD_OUT, arguments.prompts, LENGTHS[-1])
+    prompts = [cut[:length].tolist() for cut, length in zip(cuts, LENGTHS, strict=False)]
+    checkpoint = Checkpoint.read(model)
+    texts = [
+        str(Library.default().resolve(name, checkpoint).pattern)
+        for name in ("full", arguments.pattern)
+    ]
+    started = time.monotonic()
+    truth = {text: by_transformers(model, prompts, Pattern(text), count) for text in texts}
+    print(f"transformers: {time.monotonic() - started:.0f} s", flush=True)
+    batches = {text: [text] * len(prompts) for text in texts}
+    batches["mixed"] = [texts[number % 2] for number in range(len(prompts))]
+    rows: dict[str, list[dict[str, Any]]] = {}
+    with live_server(model, arguments.output.with_suffix(".log")) as url:
+        client = Client(url)
+        for name, chosen in batches.items():
+            before = client.states()[0].mixed_forwards
+            served = by_server(client, prompts, [Pattern(text) for text in chosen], count)
+            mixed = client.states()[0].mixed_forwards - before
+            if bool(mixed) != (name == "mixed"):
+                sys.exit(f"{mixed} forwards of the batch {name} held requests of both patterns")
+            rows[name] = compare(served, chosen, truth)
+            whole = sum(row["equal"] == count for row in rows[name])
+            print(f"{name}: {whole} of {len(prompts)} prompts equal for {count} tokens", flush=True)
+    write_json(
+        arguments.output,
+        {
+            "command": arguments.command,
+            "environment": machine(),
+            "checkpoint": checkpoint_digest(model),
+            "index_topk": checkpoint.shape["index_topk"],
+            "tokens": [len(prompt) for prompt in prompts],
+            "new_tokens": count,
+            "batches": rows,
+        },
+    )
+    if any(row["equal"] < count for batch in rows.values() for row in batch):
+        sys.exit(f"tokens differ; {arguments.output} says where")
+
+
+if __name__ == "__main__":
+    main()
