@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
+from typing import Any
 
 from sglang_indexcache.bench.results import METRICS, Metric
 from sglang_indexcache.bench.rows import ENGINE, KINDS, LatencyEstimate, Layers, Series, Wheel
@@ -405,6 +406,33 @@ def plan_grid(forwards: Forwards, patterns: Patterns, contexts: Sequence[int]) -
             rows.append((f"{name} ({len(pattern.full_layers)} of {len(pattern)} F)", *cells))
     header = ("", *map(format_length, contexts))
     return Grid(f"expected speed-up over DSA: {forwards.deployment}", header, tuple(rows))
+
+
+def plan_to_json(forwards: Forwards, patterns: Patterns, contexts: Sequence[int]) -> dict[str, Any]:
+    """Return the same gains for programs.
+
+    ``every_indexer_ms`` is a prompt's or a step's time with every indexer; it and ``speedup`` are
+    null where nothing is known, and either may be off by ``off``, a part of it.
+    """
+    gains = []
+    for metric in METRICS:
+        for name, pattern in patterns:
+            for context in contexts:
+                gain = forwards.gain(metric, pattern, context)
+                gains.append(
+                    {
+                        "metric": metric,
+                        "name": name,
+                        "full_layers": len(pattern.full_layers),
+                        "layers": len(pattern),
+                        "context": context,
+                        "speedup": gain and gain.gain,
+                        "every_indexer_ms": gain and gain.milliseconds,
+                        "requests": gain and gain.requests,
+                        "off": gain and gain.off,
+                    }
+                )
+    return {"deployment": str(forwards.deployment), "gains": gains}
 
 
 def _base(gains: Sequence[Gain | None], metric: Metric) -> str:

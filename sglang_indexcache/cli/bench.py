@@ -8,7 +8,17 @@ from typing import Annotated
 
 import typer
 
-from sglang_indexcache.cli.common import AdminApiKey, ApiKey, Output, command, connect, group, out
+from sglang_indexcache.cli.common import (
+    AdminApiKey,
+    ApiKey,
+    Json,
+    Output,
+    command,
+    connect,
+    group,
+    out,
+    print_json,
+)
 
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": False}
 """Server flags come behind ``--``."""
@@ -88,6 +98,7 @@ def plan_command(
     gpus: Annotated[int, typer.Option("--gpus", "--tp", min=1)] = 8,
     dp: Annotated[int, typer.Option(min=1)] = 1,
     kv: str = "",
+    as_json: Json = False,
 ) -> None:
     """What a pattern should gain on a deployment, from NVIDIA's measurements of its layers.
 
@@ -100,14 +111,18 @@ def plan_command(
         dp (N): Ranks of data-parallel attention: SGLang's --dp with --enable-dp-attention.
         kv (bf16|fp8): Format of the KV cache; left out: SGLang's default on that card.
     """
-    from sglang_indexcache.bench.plan import choose_patterns, plan, plan_grid
+    from sglang_indexcache.bench.plan import choose_patterns, plan, plan_grid, plan_to_json
     from sglang_indexcache.support.lengths import parse_length
 
     contexts = [parse_length(text) for text in context or PLANNED_CONTEXTS]
     forwards = plan(model, gpu, gpus, dp, kv)
     shape = forwards.deployment.measured.shape
     patterns, said = choose_patterns(pattern or PAPERS_PATTERNS[1:], shape)
-    out.print(plan_grid(forwards, patterns, contexts).to_terminal())
     ranges = forwards.range_said([one for _, one in patterns], contexts)
-    for sentence in filter(None, [*forwards.sources, ranges, *said]):
+    notes = [*filter(None, [*forwards.sources, ranges, *said])]
+    if as_json:
+        print_json(plan_to_json(forwards, patterns, contexts) | {"notes": notes})
+        return
+    out.print(plan_grid(forwards, patterns, contexts).to_terminal())
+    for sentence in notes:
         out.print(sentence, highlight=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import inspect
+import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from copy import copy
@@ -121,6 +122,7 @@ Config = Annotated[Path | None, typer.Option(is_eager=True, callback=_read_confi
 # be sent to a server by accident.
 ApiKey = Annotated[str | None, typer.Option(envvar="SGLANG_API_KEY")]
 AdminApiKey = Annotated[str | None, typer.Option(envvar="SGLANG_ADMIN_API_KEY")]
+Json = Annotated[bool, typer.Option("--json")]
 
 SHARED = """
 Options:
@@ -128,6 +130,7 @@ Options:
     output (FOLDER): A folder for everything that is written.
     seed (NUMBER): Seed of everything that is drawn at random.
     config (FILE): A YAML file of these options, such as 'seed: 1'. The command line wins.
+    as_json: Print the same as one JSON document. The exit code stays.
 Servers that run:
     url (URL): Base URL of the server.
     api_key (KEY): API key of the servers at --url. Better in the variable: others on this machine
@@ -241,6 +244,11 @@ def _checked(url: str) -> str:
     if meant != url.rstrip("/"):
         raise SettingsError(f"--url {url} is not the base URL of a server. Did you mean {meant}?")
     return url
+
+
+def print_json(document: Mapping[str, Any]) -> None:
+    """Print a document that programs read: no colours, and no lines broken to fit a terminal."""
+    typer.echo(json.dumps(document, indent=1, ensure_ascii=False))
 
 
 def name_and_value(text: str, option: str) -> tuple[str, str]:

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, redirect_stdout, suppress
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sglang_indexcache.cli.common import AdminApiKey, ApiKey, command, connect, group, out
+from sglang_indexcache.cli.common import (
+    AdminApiKey,
+    ApiKey,
+    Json,
+    command,
+    connect,
+    group,
+    out,
+    print_json,
+)
 from sglang_indexcache.errors import SettingsError
 from sglang_indexcache.pattern import Pattern
 
 if TYPE_CHECKING:
     from sglang_indexcache.ask.protocol import RankState
+    from sglang_indexcache.serving.preflight.doctor import Examination, Fleet
 
 app = group("Ask what a server would do, look at a running one, switch its pattern.")
 
@@ -33,6 +44,7 @@ def doctor_command(
     url: list[str] | None = None,
     api_key: ApiKey = None,
     device: str | None = None,
+    as_json: Json = False,
 ) -> None:
     """Say what a server with these flags would do, without loading weights or needing a GPU.
 
@@ -50,23 +62,29 @@ def doctor_command(
             raise SettingsError(f"--url is a question of its own; leave {context.args[0]} away")
         from sglang_indexcache.serving.preflight.doctor import examine_servers
 
-        fine = examine_servers(connect(url, api_key), out)
+        found: Fleet | Examination = examine_servers(connect(url, api_key))
     else:
         from sglang_indexcache.serving.preflight.doctor import examine
 
-        fine = examine(context.args, out, device)
-    if not fine:
+        with redirect_stdout(sys.stderr) if as_json else nullcontext():
+            found = examine(context.args, device)
+    if as_json:
+        print_json(found.to_json())
+    else:
+        found.tell(out)
+    if found.problems:
         raise typer.Exit(1)
 
 
 @command(app, "show", epilog=f"Example: indexcache server show --url {HERE}")
-def live_show(url: str = HERE, api_key: ApiKey = None) -> None:
+def live_show(url: str = HERE, api_key: ApiKey = None, as_json: Json = False) -> None:
     """Show a running server's pattern, and whether its layers skip what the pattern says.
 
     The exit code is 1 if a layer runs its indexer that should not, or does not run one that should.
     """
     [client] = connect([url], api_key)
-    if not _print_states(client.states()):
+    shown = _print_states_as_json if as_json else _print_states
+    if not shown(client.states()):
         raise typer.Exit(1)
 
 
@@ -110,6 +128,31 @@ def live_set(
         pattern = str(Library.default().resolve(pattern).pattern)
     [client] = connect([url], api_key, admin_api_key)
     _print_states(client.switch_pattern(pattern))
+
+
+def _print_states_as_json(states: Sequence[RankState]) -> bool:
+    """As :func:`_print_states`, as one document."""
+    from sglang_indexcache.serving.monitor.skipping import judge, told_index_keys
+    from sglang_indexcache.serving.monitor.watch import told_overlap
+
+    verdicts = [judge(state) for state in states]
+    fine = all(verdict.proven is not False for verdict in verdicts)
+    copied = {"mode", "source", "adapter", "policy", "pattern", "requests"}
+    ranks = [
+        {
+            "rank": rank,
+            **state.model_dump(include=copied),
+            "obeyed": verdict.proven,
+            "indexers": verdict.text,
+            "uncounted": verdict.uncounted,
+            "index_k_bytes_per_token": state.index_k_bytes_per_token,
+            "index_k": told_index_keys(state),
+            "overlap": told_overlap([state]) if state.overlap.one_in else "",
+        }
+        for rank, (state, verdict) in enumerate(zip(states, verdicts, strict=True))
+    ]
+    print_json({"fine": fine, "ranks": ranks})
+    return fine
 
 
 def _print_states(states: Sequence[RankState]) -> bool:

@@ -115,3 +115,21 @@ def test_a_plan_is_arithmetic() -> None:
     pytest.importorskip("aiconfigurator_core")
     plan = ("bench", "plan", "--model", "glm-5-fp8", "--context", "32K", "--pattern", "1/4")
     assert loaded(*plan) == {"sglang_indexcache.bench.results"}
+
+
+def test_a_plan_as_json_has_the_gains_of_the_table() -> None:
+    pytest.importorskip("aiconfigurator_core")
+    arguments = ["bench", "plan", "--model", "GLM-5-FP8", "--context", "32K", "--pattern", "1/4"]
+    printed = CliRunner().invoke(app, arguments).output
+    done = CliRunner().invoke(app, [*arguments, "--json"])
+    found = json.loads(done.stdout)
+    assert done.exit_code == 0
+    assert {*found} == {"deployment", "gains", "notes"}
+    assert [gain["metric"] for gain in found["gains"]] == ["prefill", "decode", "full"]
+    for gain in found["gains"]:
+        assert (gain["name"], gain["context"]) == ("1/4", 32000)
+        assert f"({gain['full_layers']} of {gain['layers']} F)" in printed
+        assert ("no rate" if gain["speedup"] is None else f"{gain['speedup']:.2f}x") in printed
+    assert found["deployment"] in " ".join(printed.split())
+    for note in found["notes"]:
+        assert note.split()[0] in printed

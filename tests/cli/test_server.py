@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -57,6 +58,38 @@ def test_show_proves_skipping(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "switch" not in output  # in static mode there is none
     states[1] = state("FS", **counts | {"indexer_selections": [16, 16], "index_reuses": [0, 0]})
     assert "NOT OK, for layer 1" in said("show", code=1)
+
+
+def test_show_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = {"indexer_selections": [16, 0], "index_reuses": [0, 16], "forwards": 16}
+    states = [state("FS", **counts, requests={"FS": 2}), state("FS")]
+    monkeypatch.setattr(Client, "states", lambda _: states)
+    found = json.loads(said("show", "--json"))
+    assert {*found} == {"fine", "ranks"}
+    first, second = found["ranks"]
+    assert {*first} == {
+        *("rank", "mode", "source", "pattern", "policy", "adapter", "requests", "obeyed"),
+        *("indexers", "uncounted", "index_k", "index_k_bytes_per_token", "overlap"),
+    }
+    assert (first["obeyed"], second["obeyed"], found["fine"]) == (True, None, True)
+    assert (second["rank"], first["requests"]) == (1, {"FS": 2})
+    shown = said("show")
+    for name in ("source", "indexers", "index_k", "pattern"):
+        assert first[name] in shown
+    states[1] = state("FS", **counts | {"indexer_selections": [16, 16], "index_reuses": [0, 0]})
+    found = json.loads(said("show", "--json", code=1))
+    assert (found["fine"], found["ranks"][1]["obeyed"]) == (False, False)
+
+
+def test_doctor_of_running_servers_as_json() -> None:
+    with serving(FakeServer("FSFS", dp=2, plugins=(True, False))) as url:
+        found = json.loads(said("doctor", "--json", "--url", url, code=1))
+    [problem] = found["problems"]
+    assert "its worker did not load the plugin" in problem
+    names = ("name", "serves", "sglang", "version", "mode", "pattern")
+    assert [{*rank} for rank in found["ranks"]] == [{*names}] * 2
+    assert [rank["pattern"] for rank in found["ranks"]] == ["FSFS", None]
+    assert found["fine"] is False
 
 
 def test_doctor_without_arguments() -> None:

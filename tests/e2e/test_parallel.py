@@ -85,7 +85,9 @@ class TestDpAttention:
 
     def test_doctor_hears_every_rank(self, dp_attention: Client) -> None:
         said = io.StringIO()
-        assert examine_servers([dp_attention], Console(file=said, width=200)), said.getvalue()
+        fleet = examine_servers([dp_attention])
+        fleet.tell(Console(file=said, width=200))
+        assert not fleet.problems, said.getvalue()
         assert "rank 1" in said.getvalue()
 
     def test_ranks_count_their_own_work(self, dp_attention: Client) -> None:

@@ -15,7 +15,7 @@ import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -45,15 +45,69 @@ EVIDENCE = (
 )
 
 
-def examine(arguments: Sequence[str], console: Console, device: str | None = None) -> bool:
-    """Print the findings, the problems first; whether such a server would start.
+@dataclass
+class Examination:
+    """What a server with some flags would do.
+
+    Attributes:
+        problems: what its start would end with.
+        server: facts of a server that would start, by name; a list where there are several.
+        pattern: which layers would share; None if it would not start.
+    """
+
+    checked_for: str = ""
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    advice: str = ""
+    server: dict[str, str | list[str]] = field(default_factory=dict)
+    pattern: Pattern | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all of it, by names that stay; a fact's has ``_`` for its spaces."""
+        names = {name.lower().replace(" ", "_").replace("-", "_"): name for name in self.server}
+        return {
+            "fine": not self.problems,
+            "checked_for": self.checked_for,
+            "problems": self.problems,
+            "notes": self.notes,
+            "advice": self.advice,
+            "server": {key: self.server[name] for key, name in names.items()},
+            "pattern": None if self.pattern is None else str(self.pattern),
+        }
+
+    def tell(self, console: Console) -> None:
+        """Print it, the problems first and the layers last."""
+        if self.checked_for:
+            _say(console, "checked for", self.checked_for)
+        for problem in self.problems:
+            _say_problem(console, problem)
+        for note in self.notes:
+            _say(console, "note", note)
+        if self.pattern is None:
+            return
+        console.print("[green]no problem found[/green]")
+        if self.advice:
+            _say(console, "[yellow]advice[/yellow]", self.advice)
+        console.print()
+        table = Table.grid(padding=(0, 2))
+        for name, value in self.server.items():
+            for number, line in enumerate([value] if isinstance(value, str) else value):
+                table.add_row("" if number else f"[bold]{name}[/bold]", escape(line))
+        console.print(table)
+        console.print()
+        console.print(to_terminal(self.pattern))
+        console.print()
+
+
+def examine(arguments: Sequence[str], device: str | None = None) -> Examination:
+    """Find out whether a server with these flags would start, and what it would do.
 
     Args:
         arguments: flags of ``sglang serve``.
         device: "cpu", "cuda" or a name of :data:`CARDS`; by default this machine's GPU, and
             without one :data:`USUAL_CARD`.
     """
-    is_assumed = False
+    is_assumed, found = False, Examination()
     try:
         if not arguments:
             raise SettingsError(
@@ -63,19 +117,18 @@ def examine(arguments: Sequence[str], console: Console, device: str | None = Non
         EngineSource.installed()
         print("asking SGLang, which takes a while to load ...", file=sys.stderr, flush=True)
         is_assumed = device is None and not _has_gpu()
-        _say(console, "checked for", _choose_device(device))
+        found.checked_for = _choose_device(device)
         server_args, problems = _resolve(arguments, device)
     except IndexCacheError as error:
         problems = [error]
-    for problem in problems:
-        _say_problem(console, str(problem))
-    if any(str(problem).startswith("SGLang refuses") for problem in problems):
-        _say(console, "note", "SGLang stops at the first problem that it finds itself.")
+    found.problems = [str(problem) for problem in problems]
+    if any(problem.startswith("SGLang refuses") for problem in found.problems):
+        found.notes.append("SGLang stops at the first problem that it finds itself.")
     if problems and is_assumed:
-        _say(console, "note", "for a server on this machine, which has no GPU, add --device cpu")
+        found.notes.append("for a server on this machine, which has no GPU, add --device cpu")
     if not problems:
-        _print_server(server_args, console)
-    return not problems
+        _describe_server(server_args, found)
+    return found
 
 
 def _say_problem(console: Console, text: str) -> None:
@@ -184,7 +237,8 @@ def _check_loaded() -> None:
     )
 
 
-def _print_server(server_args: Any, console: Console) -> None:
+def _describe_server(server_args: Any, found: Examination) -> None:
+    """Add what a server would do that would start."""
     from sglang.srt.arg_groups.overrides import model_config_of, resolving_view
 
     cfg = resolving_view(server_args)
@@ -195,48 +249,41 @@ def _print_server(server_args: Any, console: Console) -> None:
     shape = dict(plan.shape)
     sizes = f"{shape.get('index_n_heads')} heads, top {shape.get('index_topk')}"
     sharing = f"shares already: {plan.own.summary()}"
-    console.print("[green]no problem found[/green]")
-    if plan.advice:
-        _say(console, "[yellow]advice[/yellow]", plan.advice)
-    console.print()
-    table = Table.grid(padding=(0, 2))
-    for name, value in (
-        ("model", f"{cfg.model_path} ({plan.architecture})"),
-        ("indexers", f"{len(plan.layer_ids)} layers, {sizes}"),
-        ("checkpoint", sharing if plan.own.shared_layers else "ships every indexer"),
-        ("pattern", f"from {plan.source}"),
-        *([("adapter", f"{plan.adapter} ({plan.adapter_digest[:12]})")] if plan.adapter else []),
-        ("mode", plan.mode),
-        *([("quality", plan.quality)] if plan.quality else []),
-        ("index-K saved", _saved(plan, model.context_len)),
-        *_graph_memory(plan, cfg, is_fixed=fixed),
-        *_kernels(plan, cfg, model),
-        *_features(cfg, plan),
-    ):
-        table.add_row(f"[bold]{name}[/bold]", escape(value))
-    console.print(table)
-    console.print()
-    console.print(to_terminal(plan.pattern))
-    console.print()
+    adapter = f"{plan.adapter} ({plan.adapter_digest[:12]})" if plan.adapter else ""
+    facts: dict[str, str | list[str]] = {
+        "model": f"{cfg.model_path} ({plan.architecture})",
+        "indexers": f"{len(plan.layer_ids)} layers, {sizes}",
+        "checkpoint": sharing if plan.own.shared_layers else "ships every indexer",
+        "pattern": f"from {plan.source}",
+        "adapter": adapter,
+        "mode": plan.mode,
+        "quality": plan.quality,
+        "index-K saved": _saved(plan, model.context_len),
+        "graph memory": _graph_memory(plan, cfg, is_fixed=fixed),
+        "kernel": _kernels(plan, cfg, model),
+        "uses": _features(cfg, plan),
+    }
+    found.advice, found.pattern = plan.advice, plan.pattern
+    found.server = {name: value for name, value in facts.items() if value}
 
 
-def _kernels(plan: Plan, cfg: Any, model: Any) -> list[tuple[str, str]]:
-    """A row for each operation, where the user asked for other kernels than SGLang's."""
+def _kernels(plan: Plan, cfg: Any, model: Any) -> list[str]:
+    """A line for each operation, where the user asked for other kernels than SGLang's."""
     if plan.kernels == "engine":
         return []
     from sglang_indexcache.kernels.dispatch import Machine
     from sglang_indexcache.serving.cuda.choice import choose
 
     routes = choose(plan.kernels, cfg, model, Machine.here())
-    return [("kernel", str(route)) for route in routes]
+    return [str(route) for route in routes]
 
 
-def _graph_memory(plan: Plan, cfg: Any, *, is_fixed: bool) -> list[tuple[str, str]]:
+def _graph_memory(plan: Plan, cfg: Any, *, is_fixed: bool) -> str:
     """What the graphs of --indexcache-graphs take, if there are any."""
     if not (reserve := plan.graph_reserve_mb(cfg)):
-        return []
+        return ""
     kept = "not kept free, for --mem-fraction-static is given" if is_fixed else "kept free"
-    return [("graph memory", f"about {reserve} MB on each GPU (not measured), {kept}")]
+    return f"about {reserve} MB on each GPU (not measured), {kept}"
 
 
 def _saved(plan: Plan, context: int) -> str:
@@ -254,17 +301,16 @@ def _saved(plan: Plan, context: int) -> str:
     )
 
 
-def _features(cfg: Any, plan: Plan) -> list[tuple[str, str]]:
-    """A row for each feature of SGLang that these flags use, and how it is known to work."""
-    rows, label = [], "uses"
+def _features(cfg: Any, plan: Plan) -> list[str]:
+    """A line for each feature of SGLang that these flags use, and how it is known to work."""
+    lines = []
     for feature in FEATURES:
         if feature.in_use(cfg):
             support = feature.static if plan.mode == "static" else feature.live
             condition = support.removeprefix("yes").lstrip(", ")
             said = f"{feature.name}: {condition}" if condition else feature.name
-            rows.append((label, f"{said} ({feature.evidence})"))
-            label = ""
-    return [*rows, ("", EVIDENCE)]
+            lines.append(f"{said} ({feature.evidence})")
+    return [*lines, EVIDENCE]
 
 
 # -- servers that run --------------------------------------------------------------------------
@@ -299,22 +345,47 @@ class Rank:
     sglang: str
     state: RankState | str
 
+    def to_json(self) -> dict[str, Any]:
+        """Return what it runs; null where it does not say."""
+        names = ("version", "mode", "pattern")
+        about = None if isinstance(self.state, str) else self.state
+        said = {name: getattr(about, name, None) for name in names}
+        return {"name": self.name, "serves": self.role, "sglang": self.sglang, **said}
 
-def examine_servers(clients: Sequence[Client], console: Console) -> bool:
-    """Print what servers do and where they differ; whether all ranks run the same plan."""
+
+@dataclass
+class Fleet:
+    """What servers do, and where they differ."""
+
+    ranks: list[Rank]
+    problems: list[str]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all of it, by names that stay."""
+        return {
+            "fine": not self.problems,
+            "problems": self.problems,
+            "ranks": [rank.to_json() for rank in self.ranks],
+        }
+
+    def tell(self, console: Console) -> None:
+        """Print it, the problems last."""
+        if self.ranks:
+            console.print(_table(self.ranks))
+        for problem in self.problems:
+            _say_problem(console, problem)
+        if not self.problems:
+            console.print("[green]no problem found[/green]")
+
+
+def examine_servers(clients: Sequence[Client]) -> Fleet:
+    """Ask servers whether all their ranks run the same plan."""
     try:
         ranks = [rank for client in clients for rank in _ranks(client)]
     except ServerError as error:
-        _say_problem(console, str(error))
-        return False
-    console.print(_table(ranks))
+        return Fleet([], [str(error)])
     problems = [rank.state for rank in ranks if isinstance(rank.state, str)]
-    problems += _differences(ranks)
-    for problem in problems:
-        _say_problem(console, problem)
-    if not problems:
-        console.print("[green]no problem found[/green]")
-    return not problems
+    return Fleet(ranks, problems + _differences(ranks))
 
 
 def _ranks(client: Client) -> list[Rank]:

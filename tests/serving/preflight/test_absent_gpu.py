@@ -82,7 +82,9 @@ from sglang_indexcache.serving.preflight.doctor import examine
 found = []
 for arguments in json.load(sys.stdin):
     said = io.StringIO()
-    fine = examine(arguments, Console(file=said, width=300))
+    found = examine(arguments)
+    found.tell(Console(file=said, width=300))
+    fine = not found.problems
     found.append((fine, said.getvalue()))
 print(json.dumps(found))
 """

@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
+from sglang_indexcache.cli import app
 from sglang_indexcache.errors import SettingsError
-from sglang_indexcache.library import Evaluated, add_evaluated
+from sglang_indexcache.library import Evaluated, Library, add_evaluated
 from sglang_indexcache.models import BY_ARCHITECTURE
 from sglang_indexcache.serving.preflight import doctor
 from sglang_indexcache.study.provenance import checkpoint_digest
@@ -43,8 +45,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def examine(*arguments: object) -> tuple[bool, str]:
     said, given = io.StringIO(), [str(argument) for argument in arguments]
-    fine = doctor.examine(given, Console(file=said, width=200), "cpu")
-    return fine, said.getvalue()
+    found = doctor.examine(given, "cpu")
+    found.tell(Console(file=said, width=200))
+    return not found.problems, said.getvalue()
 
 
 def test_findings_come_first_and_the_layers_last(folder: Path) -> None:
@@ -157,9 +160,8 @@ def test_without_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_unknown_device() -> None:
-    said = io.StringIO()
-    assert not doctor.examine(["--model-path", "m"], Console(file=said, width=200), "tpu")
-    assert "--device may be cpu, cuda, h100, h200, b200, got 'tpu'" in said.getvalue()
+    [problem] = doctor.examine(["--model-path", "m"], "tpu").problems
+    assert "--device may be cpu, cuda, h100, h200, b200, got 'tpu'" in problem
 
 
 def test_a_problem_is_printed_as_it_is() -> None:
@@ -167,6 +169,31 @@ def test_a_problem_is_printed_as_it_is() -> None:
     said = io.StringIO()
     doctor._say_problem(Console(file=said), "a [bold] folder")
     assert said.getvalue() == "problem  a [bold] folder\n"
+
+
+def test_json_has_what_is_printed_and_nothing_else_is_on_stdout(folder: Path) -> None:
+    arguments = ("--device", "cpu", "--model-path", str(folder), "--indexcache-pattern")
+    done = CliRunner().invoke(app, ["server", "doctor", "--json", *arguments, "1/4"])
+    found = json.loads(done.stdout)
+    assert done.exit_code == 0
+    server = found.pop("server")
+    assert found.pop("pattern") == str(Library.default().get("glm-5-1of4").pattern)
+    checked_for = "the CPU reference platform"
+    assert found == {
+        "fine": True, "checked_for": checked_for, "problems": [], "notes": [], "advice": "",
+    }  # fmt: skip
+    assert {*server} == {
+        *("model", "indexers", "checkpoint", "pattern", "mode", "quality", "index_k_saved", "uses")
+    }
+    _, printed = examine(*arguments[2:], "1/4")
+    for value in server.values():
+        for line in [value] if isinstance(value, str) else value:
+            assert line[:60] in printed
+    done = CliRunner().invoke(app, ["server", "doctor", "--json", *arguments, "FSS"])
+    found = json.loads(done.stdout)
+    assert done.exit_code == 1
+    assert (found["fine"], found["server"], found["pattern"]) == (False, {}, None)
+    assert "75 too short" in found["problems"][0]
 
 
 def test_it_says_at_once_that_it_is_at_work(

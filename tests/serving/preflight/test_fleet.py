@@ -19,8 +19,9 @@ def examine(*fakes: FakeServer) -> tuple[bool, str]:
     said = io.StringIO()
     with ExitStack() as stack:
         clients = [Client(stack.enter_context(serving(one))) for one in fakes]
-        fine = examine_servers(clients, Console(file=said, width=200))
-    return fine, said.getvalue()
+        found = examine_servers(clients)
+    found.tell(Console(file=said, width=200))
+    return not found.problems, said.getvalue()
 
 
 def test_servers_that_do_the_same() -> None:
@@ -69,15 +70,13 @@ def test_a_rank_whose_worker_did_not_load_the_plugin() -> None:
 
 def test_ranks_that_answer_out_of_turn_keep_their_numbers() -> None:
     with serving(FakeServer("FSFS", dp=3, plugins=(True, False, True))) as url:
-        client, said = Client(url), io.StringIO()
+        client = Client(url)
         info = client.server_info()
         info["internal_states"].reverse()
         client.server_info = lambda: info  # type: ignore[method-assign]
-        assert not examine_servers([client], Console(file=said, width=200))
-    assert "rank 1 was started with IndexCache" in said.getvalue()
-    assert [line.split()[2] for line in said.getvalue().splitlines() if "http" in line][:3] == [
-        *"012"
-    ]
+        found = examine_servers([client])
+    assert "rank 1 was started with IndexCache" in found.problems[0]
+    assert [rank.name.split()[-1] for rank in found.ranks] == [*"012"]
 
 
 def test_a_server_without_indexcache() -> None:
@@ -93,6 +92,5 @@ def test_a_rank_whose_report_failed() -> None:
 
 
 def test_a_server_that_does_not_answer() -> None:
-    said = io.StringIO()
-    assert not examine_servers([Client("http://127.0.0.1:9")], Console(file=said, width=200))
-    assert said.getvalue().startswith("problem  cannot reach the server at http://127.0.0.1:9")
+    [problem] = examine_servers([Client("http://127.0.0.1:9")]).problems
+    assert problem.startswith("cannot reach the server at http://127.0.0.1:9")
