@@ -25,6 +25,7 @@ from sglang_indexcache.library import Strict
 from sglang_indexcache.models import BY_ARCHITECTURE, TRAINABLE
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.study.provenance import checkpoint_digest
+from sglang_indexcache.support.files import replacing, write_whole
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -171,8 +172,10 @@ def write_adapter(
     Raises:
         CheckpointError: tensors that are missing, too many, misshapen or not finite, or a folder
             that holds something else.
+        OutputError: it cannot be written.
         PatternError: a pattern that does not fit the checkpoint.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     if folder.exists() and any(folder.iterdir()) and not (folder / ADAPTER_FILE).exists():
@@ -182,10 +185,10 @@ def write_adapter(
         raise CheckpointError(f"{broken[0]} has values that are not finite; do not serve it")
     part = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
     weights = part / WEIGHTS_FILE
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    save_file(plain, weights, metadata={"format": "pt"})
+    with replacing(weights, SafetensorError) as file:
+        save_file(plain, file, metadata={"format": "pt"})
     _check_tensors(_header(weights), pattern, base, "the new adapter")
     document = _Document(
         format=1,
@@ -195,7 +198,7 @@ def write_adapter(
         record=dict(record),
     )
     text = yaml.safe_dump(document.model_dump(), sort_keys=False, width=100)
-    (part / ADAPTER_FILE).write_text(text, encoding="utf-8")
+    write_whole(part / ADAPTER_FILE, text)
     _put_in_place(part, folder)
     return Adapter.read(folder)
 

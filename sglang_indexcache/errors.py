@@ -75,7 +75,7 @@ class SettingsError(IndexCacheError):
 
 
 class OutputError(IndexCacheError):
-    """A folder that a command cannot write its results to."""
+    """A folder or file that a command cannot write its results to."""
 
 
 class DataError(IndexCacheError):

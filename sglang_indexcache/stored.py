@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from sglang_indexcache.checkpoint import read_config
@@ -130,6 +130,6 @@ def stored(folder: Path) -> dict[str, StoredTensor]:
 
 
 def write_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    """Replace a safetensors file in one step."""
-    with replacing(path) as part:
+    """Replace a safetensors file in one step, or raise OutputError."""
+    with replacing(path, SafetensorError) as part:
         save_file(tensors, part, metadata={"format": "pt"})

@@ -12,12 +12,14 @@ alternate request by request, also where one server in live mode stands for all.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from statistics import median
-from typing import Literal
+from typing import Any, Literal
 
 from sglang_indexcache.ask.client import Client
 from sglang_indexcache.ask.protocol import check_obeyed
@@ -42,9 +44,11 @@ from sglang_indexcache.bench.servers import (
 )
 from sglang_indexcache.checkpoint import Checkpoint, read_config, text_config
 from sglang_indexcache.errors import BenchError, CheckpointError
+from sglang_indexcache.library import Strict
+from sglang_indexcache.study.journal import Journal
 from sglang_indexcache.study.provenance import busy_cores, checkpoint_digest, machine
 from sglang_indexcache.support.files import write_whole
-from sglang_indexcache.support.lengths import format_length
+from sglang_indexcache.support.lengths import counted, format_length
 
 _WARM_UP_TOKENS = 4
 _SPARE_TOKENS = 8
@@ -56,6 +60,10 @@ _UNUSED_SHARE = 0.1
 """So are those at the vocabulary's end."""
 
 Report = Callable[[str], None]
+ROUNDS = "rounds.jsonl"
+"""The journal beside the results."""
+_OF_ONE_TIME: Any = {"environment": {"date", "load_before"}, "visits": True, "samples": True}
+"""Of a result, what differs when the same command is given again."""
 Step = tuple[int, Literal["single", "full"]]
 """Prompt tokens, and what is sent at once: a request a rank, or as many as the KV cache holds."""
 IndexerTime = tuple[float | None, float | None]
@@ -139,37 +147,21 @@ def run(
     *,
     arguments: Sequence[str] = (),
     report: Report = lambda _: None,
+    output: Path | None = None,
 ) -> LatencyResult:
     """Measure everything; nothing is returned unless every server did what was asked.
 
     The first of ``served`` is the baseline; ``arguments`` are the servers' flags, for the record.
+    In the folder ``output`` every round is kept once it is whole, so that an interrupted run goes
+    on behind it. A round that was cut is taken again: its two halves would be far apart.
 
     Raises:
-        IndexCacheError: naming what a server did wrong.
+        BenchError: naming what a server did wrong, or the folder is another run's or in use.
+        OutputError: the disk is full; the same command goes on once it is not.
     """
     settings.check()
     here = Environment(**machine())
-    visits: list[Visit] = []
-    samples: list[LatencySample] = []
-    warm: set[str] = set()
-    for number, configuration, steps in _turns(settings, served, servers.started_here):
-        report(f"round {number + 1} of {settings.rounds}: {configuration.name}")
-        foreign = busy_cores(settings.watch_seconds)
-        with servers.visit(configuration) as client:
-            check_served(client, configuration, target.model)
-            facts, name = server_facts(client), configuration.name
-            visits.append(Visit(configuration=name, round=number, facts=facts, busy_cores=foreign))
-            visit = _Visit(client, target, settings, configuration, number, facts)
-            if servers.started_here or name not in warm:
-                visit.warm_up()
-                warm.add(name)
-            for sample in visit.measure(steps):
-                samples.append(sample)
-                report(
-                    f"  {format_length(sample.length)} {sample.metric}: {sample.value:.4g} "
-                    f"({sample.requests} at once)"
-                )
-    return LatencyResult(
+    about = LatencyResult(
         environment=here,
         side_by_side=not servers.started_here,
         started_here=servers.started_here,
@@ -179,20 +171,90 @@ def run(
         lengths=settings.lengths,
         new_tokens=settings.new_tokens,
         rounds=settings.rounds,
-        visits=tuple(visits),
-        samples=tuple(samples),
+        visits=(),
+        samples=(),
+    )
+    measured = _Measurement(target, servers, served, settings, report)
+    with ExitStack() as stack:
+        done: list[_Round] = []
+        journal: Journal | None = None
+        if output is not None:
+            concurrency = {"full_concurrency": settings.full_concurrency}
+            identity = json.loads(about.model_dump_json(exclude=_OF_ONE_TIME)) | concurrency
+            journal = Journal(output / ROUNDS, identity, "benchmark", BenchError)
+            stack.enter_context(journal)
+            done = list(journal.parsed(_Round.model_validate))
+        if done:
+            report(f"resuming: {counted(len(done), 'round')} in {output}")
+        for number in range(len(done), settings.rounds):
+            visits, samples = measured.round(number)
+            done.append(_Round(environment=here, visits=visits, samples=samples))
+            if journal is not None:
+                journal.write(done[-1].model_dump(mode="json"))
+    return about.model_copy(
+        update={
+            "environment": done[0].environment,
+            "visits": tuple(visit for one in done for visit in one.visits),
+            "samples": tuple(sample for one in done for sample in one.samples),
+        }
     )
 
 
-def _turns(
-    settings: Settings, served: Sequence[Configuration], started_here: bool
-) -> Iterator[tuple[int, Configuration, list[Step]]]:
-    """Round, configuration and the steps of every visit, in order."""
-    steps = settings.steps
-    for number in range(settings.rounds):
+class _Round(Strict):
+    """One round, as it is kept; ``environment`` is that of the process that measured it."""
+
+    environment: Environment
+    visits: tuple[Visit, ...]
+    samples: tuple[LatencySample, ...]
+
+
+class _Measurement:
+    """All rounds on the same servers, of which each is warmed up once."""
+
+    def __init__(
+        self,
+        target: TargetModel,
+        servers: Servers,
+        served: Sequence[Configuration],
+        settings: Settings,
+        report: Report,
+    ) -> None:
+        self._target, self._servers, self._served = target, servers, served
+        self._settings, self._report = settings, report
+        self._warm: set[str] = set()
+
+    def round(self, number: int) -> tuple[tuple[Visit, ...], tuple[LatencySample, ...]]:
+        """Every configuration in turns."""
+        steps, started_here = self._settings.steps, self._servers.started_here
+        visits: list[Visit] = []
+        samples: list[LatencySample] = []
         for turn in [steps] if started_here else [[step] for step in steps]:
-            for configuration in served:
-                yield number, configuration, turn
+            for configuration in self._served:
+                self._report(f"round {number + 1} of {self._settings.rounds}: {configuration.name}")
+                visit, found = self._visit(number, configuration, turn)
+                visits.append(visit)
+                samples += found
+        return tuple(visits), tuple(samples)
+
+    def _visit(
+        self, number: int, configuration: Configuration, steps: Sequence[Step]
+    ) -> tuple[Visit, list[LatencySample]]:
+        foreign = busy_cores(self._settings.watch_seconds)
+        with self._servers.visit(configuration) as client:
+            check_served(client, configuration, self._target.model)
+            facts, name = server_facts(client), configuration.name
+            visit = _Visit(client, self._target, self._settings, configuration, number, facts)
+            if self._servers.started_here or name not in self._warm:
+                visit.warm_up()
+                self._warm.add(name)
+            samples = []
+            for sample in visit.measure(steps):
+                samples.append(sample)
+                self._report(
+                    f"  {format_length(sample.length)} {sample.metric}: {sample.value:.4g} "
+                    f"({sample.requests} at once)"
+                )
+        return Visit(configuration=name, round=number, facts=facts, busy_cores=foreign), samples
 
 
 @dataclass(frozen=True)

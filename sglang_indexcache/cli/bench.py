@@ -66,6 +66,7 @@ def latency_command(
     from sglang_indexcache.bench import latency, tables
     from sglang_indexcache.bench.results import configurations
     from sglang_indexcache.bench.servers import TIMEOUT, open_servers
+    from sglang_indexcache.study.journal import resumable
     from sglang_indexcache.study.plots import check_installed
     from sglang_indexcache.support.lengths import parse_length
 
@@ -83,7 +84,10 @@ def latency_command(
     clients = connect(url, api_key, admin_api_key, TIMEOUT)
     servers = open_servers(model, served, clients, flags, output / "logs")
     report = partial(out.print, highlight=False)
-    result = latency.run(target, servers, served, settings, arguments=flags, report=report)
+    with resumable(out, output, "every whole round"):
+        result = latency.run(
+            target, servers, served, settings, arguments=flags, report=report, output=output
+        )
     out.print(tables.latency_grid(result).to_terminal())
     written = ", ".join(map(str, latency.write_latency(result, output)))
     out.print(f"wrote {written}", soft_wrap=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -156,9 +157,12 @@ def heal(
         PatternError, LibraryError: not a pattern, or one that needs indexers which the checkpoint
             does not have.
         DataError: files that cannot be read.
-        TrainingError: too little data, rows too short, or an output that holds something else.
+        TrainingError: too little data, rows too short, or an output that holds something else or
+            is in use.
+        OutputError: the disk is full; the same options go on once it is not.
     """
-    return _Healing(options, console or Console(), on_step).run()
+    with ExitStack() as held:
+        return _Healing(options, console or Console(), on_step, held).run()
 
 
 @dataclass(frozen=True)
@@ -220,9 +224,14 @@ class _Sums:
 
 
 class _Healing:
-    """One run. All that can be refused is refused before weights are read."""
+    """One run. All that can be refused is refused before weights are read.
 
-    def __init__(self, options: HealOptions, console: Console, on_step: OnStep | None) -> None:
+    Its folder is this process's until ``held`` ends.
+    """
+
+    def __init__(
+        self, options: HealOptions, console: Console, on_step: OnStep | None, held: ExitStack
+    ) -> None:
         from accelerate import Accelerator
 
         self.options, self.on_step = options, on_step
@@ -236,7 +245,8 @@ class _Healing:
             )
         self.base = checkpoint_digest(options.checkpoint)
         self.files = HealRun(options.output, console, self.accelerator.is_main_process)
-        self.files.claim(self._told() | {"digest of the checkpoint's files": self.base})
+        told = self._told() | {"digest of the checkpoint's files": self.base}
+        held.enter_context(self.files.claimed(told))
         self.data = {length: self._read(length) for length in set(target.lengths.values())}
 
     def run(self) -> HealResult:

@@ -15,7 +15,8 @@ from sglang_indexcache.adapter import Adapter, indexer_layer
 from sglang_indexcache.checkpoint import SHARING_KEYS, read_config
 from sglang_indexcache.errors import TrainingError
 from sglang_indexcache.stored import check_form, like_stored, write_tensors
-from sglang_indexcache.support.files import replacing, write_whole
+from sglang_indexcache.study.journal import locked
+from sglang_indexcache.support.files import replacing, write_whole, writing
 
 _INDEX = "model.safetensors.index.json"
 
@@ -30,7 +31,8 @@ def merge(folder: Path, base: Path, output: Path, say: Callable[[str], None] = p
 
     Raises:
         IndexCacheError: not an adapter of this checkpoint, or a form that cannot be written.
-        TrainingError: ``output`` holds something.
+        TrainingError: ``output`` holds something, or another command merges into it.
+        OutputError: the disk is full; the same command goes on once it is not.
     """
     if output.exists() and any(output.iterdir()):
         raise TrainingError(f"{output} is not empty; write the checkpoint to a new folder")
@@ -40,6 +42,25 @@ def merge(folder: Path, base: Path, output: Path, say: Callable[[str], None] = p
     new = like_stored(base, adapter.tensors())
     # Its name tells what is being made, so files that an interrupted run left in it are right.
     part = output.with_name(f".{output.name}.{adapter.digest[:8]}{adapter.base.digest[:8]}.part")
+    lock = part.with_name(f"{part.name}.lock")
+    with locked(lock, "merge", TrainingError):
+        _write(base, adapter, new, part, say)
+        if output.exists():
+            output.rmdir()
+        part.rename(output)
+        lock.unlink()
+    if window := adapter.pattern.window:
+        say(f"no checkpoint says its recent window: serve this one with the pattern full+w{window}")
+
+
+def _write(
+    base: Path,
+    adapter: Adapter,
+    new: dict[str, torch.Tensor],
+    part: Path,
+    say: Callable[[str], None],
+) -> None:
+    """Write every file that ``part`` lacks, ``new`` in place of the base's tensors."""
     part.mkdir(parents=True, exist_ok=True)
     shards = sorted(base.glob("*.safetensors"))
     for number, path in enumerate(shards, 1):
@@ -50,11 +71,6 @@ def merge(folder: Path, base: Path, output: Path, say: Callable[[str], None] = p
     _write_config(base, part, adapter)
     if (base / _INDEX).exists():
         _write_index(part)
-    if output.exists():
-        output.rmdir()
-    part.rename(output)
-    if window := adapter.pattern.window:
-        say(f"no checkpoint says its recent window: serve this one with the pattern full+w{window}")
 
 
 def _write_shard(path: Path, target: Path, new: dict[str, torch.Tensor], adapter: Adapter) -> None:
@@ -82,10 +98,11 @@ def _copy_others(base: Path, target: Path) -> None:
     for path in base.iterdir():
         if path.name.startswith(".") or path.suffix == ".safetensors":
             continue
-        if path.is_dir():
-            shutil.copytree(path, target / path.name, dirs_exist_ok=True)
-        else:
-            shutil.copyfile(path, target / path.name)
+        with writing(target / path.name, shutil.Error):  # of copytree
+            if path.is_dir():
+                shutil.copytree(path, target / path.name, dirs_exist_ok=True)
+            else:
+                shutil.copyfile(path, target / path.name)
 
 
 def _write_config(base: Path, target: Path, adapter: Adapter) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,10 @@ from rich.console import Console
 
 from sglang_indexcache.adapter import ADAPTER_FILE, Adapter
 from sglang_indexcache.errors import TrainingError
-from sglang_indexcache.study.journal import claim
-from sglang_indexcache.support.files import replacing, write_whole
+from sglang_indexcache.study.journal import claim, locked
+from sglang_indexcache.support.files import check_writable, replacing, write_whole, writing
 
-OPTIONS, STATE, METRICS = "options.json", "state.pt", "metrics.jsonl"
+OPTIONS, STATE, METRICS, LOCK = "options.json", "state.pt", "metrics.jsonl", "lock"
 COPIES_OF_STATE = 4
 """Of the indexers in a state: as they are, the best ones, and AdamW's two moments."""
 
@@ -94,33 +95,58 @@ class HealRun:
         self.folder = output.with_name(f"{output.name}.run")
         self.log = RunLog(self.folder, main, console)
 
-    def claim(self, options: Mapping[str, Any]) -> None:
-        """Make the folder this run's own.
+    @contextmanager
+    def claimed(self, options: Mapping[str, Any]) -> Iterator[None]:
+        """Have the folder for this run alone while the block runs.
 
         Raises:
-            TrainingError: it is another's, or the output holds something that no run made.
+            TrainingError: it is another's, in use, or without its options; or the output holds
+                something that no run made.
+            OutputError: it cannot be written.
         """
         path = self.folder / OPTIONS
         if not path.exists() and self.output.exists() and any(self.output.iterdir()):
             raise TrainingError(
                 f"{self.output} holds something else already. Give another --output."
             )
-        if self.main or path.exists():
-            claim(path, options, "healing", TrainingError)
+        if not path.exists() and (self.folder / STATE).exists():
+            raise TrainingError(
+                f"{self.folder} has a state and no {OPTIONS}, so nobody can tell what the state "
+                "is of. Give another --output."
+            )
+        with ExitStack() as stack:
+            if self.main:
+                check_writable(self.folder)
+                stack.enter_context(locked(self.folder / LOCK, "healing", TrainingError))
+            if self.main or path.exists():
+                claim(path, options, "healing", TrainingError)
+            yield
 
     def finished(self) -> Adapter | None:
         """The adapter, if it was written."""
         return Adapter.read(self.output) if (self.output / ADAPTER_FILE).exists() else None
 
     def load(self) -> State | None:
-        """The newest state; drops what was logged after it."""
+        """The newest state; drops what was logged after it.
+
+        Raises:
+            TrainingError: it cannot be read.
+        """
         path = self.folder / STATE
         if not path.exists():
             self.log.rewind(Position(-1, 0))
             return None
         # Written by ourselves, and read as nothing but tensors and plain values.
-        found = torch.load(path, map_location="cpu", weights_only=True)
-        state = State(**{**found, "position": Position(*found["position"])})
+        try:
+            found = torch.load(path, map_location="cpu", weights_only=True)
+            state = State(**{**found, "position": Position(*found["position"])})
+        except Exception as error:  # torch's readers raise what they like
+            raise TrainingError(
+                f"{path} is damaged, or another version's. Give another --output, or move it away "
+                "to begin again."
+            ) from error
+        if not self.log.path.exists():
+            self.log.say(f"{self.log.path} is gone: the adapter's record will begin here")
         self.log.rewind(state.position)
         return state
 
@@ -142,20 +168,14 @@ class HealRun:
         """Replace the state in one step.
 
         Raises:
-            TrainingError: it cannot be written; the state before it is whole.
+            OutputError: it cannot be written; the state before it is whole.
         """
         if not self.main:
             return
         values = {f.name: getattr(state, f.name) for f in fields(state)}
         values["position"] = (state.position.stage, state.position.step)
-        try:
-            with replacing(self.folder / STATE) as part:
-                torch.save(values, part)
-        except (OSError, RuntimeError) as error:  # torch's zip writer raises the latter
-            raise TrainingError(
-                f"the state cannot be written to {self.folder}: {str(error).splitlines()[0]}. The "
-                "one before it is whole: make room on the disk and give the same command."
-            ) from error
+        with replacing(self.folder / STATE, RuntimeError) as part:  # of torch's zip writer
+            torch.save(values, part)
 
     def evaluations(self) -> tuple[HeldOutEvaluation, ...]:
         """Those in the log."""
@@ -183,7 +203,7 @@ class RunLog:
     def record(self, **values: Any) -> None:
         """Add one line to the file; must have ``stage`` and ``step``."""
         if self.enabled:
-            with self.path.open("a") as file:
+            with writing(self.path), self.path.open("a") as file:
                 file.write(json.dumps(values) + "\n")
 
     def write(self, **values: Any) -> None:

@@ -16,13 +16,13 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from sglang_indexcache.errors import IndexCacheError
-from sglang_indexcache.support.files import check_writable, write_json
+from sglang_indexcache.support.files import check_writable, write_json, writing
 
 GIVEN = "given"
 """Key of an identity for the options that led to it: they explain a difference and make none."""
@@ -56,9 +56,9 @@ class Journal(AbstractContextManager["Journal"]):
         check_writable(path.parent)
         path.parent.mkdir(parents=True, exist_ok=True)
         is_new = not path.exists()
-        self._file = path.open("a+b")
+        self._file = path.open("a+b", buffering=0)  # no line waits for the one behind it
         try:
-            self._lock()
+            lock(self._file, path, kind, error)
             self.entries: list[dict[str, Any]] = list(self._load(dict(identity)))
         except BaseException:
             self._file.close()
@@ -74,11 +74,21 @@ class Journal(AbstractContextManager["Journal"]):
         self._file.close()
 
     def write(self, entry: Mapping[str, Any]) -> None:
-        """Add one line; on disk when this returns."""
-        with self._guard:
-            self._file.write(json.dumps(entry).encode() + b"\n")
-            self._file.flush()
-            os.fsync(self._file.fileno())
+        """Add one line; on disk when this returns.
+
+        Raises:
+            OutputError: the disk is full, or takes no more. The lines before are whole.
+        """
+        line = json.dumps(entry).encode() + b"\n"
+        with self._guard, writing(self.path):
+            end = self._file.seek(0, os.SEEK_END)
+            try:
+                while line:
+                    line = line[self._file.write(line) :]
+                os.fsync(self._file.fileno())
+            except BaseException:
+                self._file.truncate(end)  # another thread's line would stand behind half of one
+                raise
 
     def parsed(self, parse: Callable[[dict[str, Any]], _Entry]) -> Iterator[_Entry]:
         """Every entry as ``parse`` understands it.
@@ -91,15 +101,6 @@ class Journal(AbstractContextManager["Journal"]):
                 yield parse(entry)
             except (KeyError, TypeError, ValueError) as error:
                 raise self._damaged(number) from error
-
-    def _lock(self) -> None:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise self._error(
-                f"{self.path} is in use by another {self._kind}. Wait for it, or give another "
-                "--output."
-            ) from None
 
     def _load(self, identity: dict[str, Any]) -> Iterator[dict[str, Any]]:
         self._file.seek(0)
@@ -136,6 +137,34 @@ class Journal(AbstractContextManager["Journal"]):
                 f"{self.path} is not a journal of this version for this {self._kind}. Move it away."
             )
         check_same(header["identity"], identity, path=self.path, kind=self._kind, error=self._error)
+
+
+def lock(file: IO[bytes], path: Path, kind: str, error: type[IndexCacheError]) -> None:
+    """Have an open file for this process alone, until it is closed.
+
+    Args:
+        path: the file's, and ``kind`` what it is of, for messages.
+
+    Raises:
+        IndexCacheError: as ``error``: another process has it.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise error(
+            f"{path} is in use by another {kind}. Wait for it, or give another --output."
+        ) from None
+
+
+@contextmanager
+def locked(path: Path, kind: str, error: type[IndexCacheError]) -> Iterator[None]:
+    """Hold the lock file ``path``, made if missing, while the block runs; see :func:`lock`."""
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("ab")
+    with file:
+        lock(file, path, kind, error)
+        yield
 
 
 def _sync_folder(folder: Path) -> None:

@@ -14,16 +14,50 @@ from sglang_indexcache.errors import OutputError
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A file to write to, which takes the place of ``path`` in one step when the block ends."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+def writing(path: Path, *also: type[Exception]) -> Iterator[None]:
+    """A block that writes ``path``, so that a full disk is told in one sentence.
+
+    Args:
+        also: what a library raises besides OSError when a write fails.
+
+    Raises:
+        OutputError: it could not be written.
+    """
+    failures: tuple[type[Exception], ...] = (OSError, *also)
+    try:
+        yield
+    except failures as error:
+        why = (getattr(error, "strerror", None) or str(error)).splitlines()[0]
+        raise OutputError(
+            f"cannot write {path}: {why}. What was written before is whole: make room, or mend "
+            "what else is in the way, and give the same command again."
+        ) from error
+
+
+@contextmanager
+def replacing(path: Path, *also: type[Exception]) -> Iterator[Path]:
+    """A file to write to, which takes the place of ``path`` in one step when the block ends.
+
+    If that fails, ``path`` is as it was, and nothing of the new file stays. ``also`` is as for
+    :func:`writing`.
+
+    Raises:
+        OutputError: it could not be written.
+    """
     part = path.with_name(f".{path.name}.part")
-    yield part
-    os.replace(part, path)
+    try:
+        with writing(path, *also):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            yield part
+            os.replace(part, path)
+    except BaseException:
+        with suppress(OSError):
+            part.unlink()  # half a file takes room that the next try needs
+        raise
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replace the file at ``path`` in one step."""
+    """Replace the file at ``path`` in one step, or raise OutputError."""
     with replacing(path) as part:
         part.write_text(text, encoding="utf-8")
 

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,9 +26,10 @@ from sglang_indexcache.bench.latency import (
 from sglang_indexcache.bench.results import LatencyResult, Model, configurations, load, save
 from sglang_indexcache.bench.servers import RunningServers, StartedServers
 from sglang_indexcache.checkpoint import Checkpoint
-from sglang_indexcache.errors import BenchError, CheckpointError, ServerError
+from sglang_indexcache.errors import BenchError, CheckpointError, OutputError, ServerError
 from sglang_indexcache.pattern import Pattern
 from tests.fakes.server import Clock, FakeServer, serving
+from tests.full_disk import files_of_at_most
 
 CONFIG = {
     "architectures": ["GlmMoeDsaForCausalLM"],
@@ -52,12 +54,15 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def measure(
-    fakes: dict[str, FakeServer], settings: Settings = QUICK, values: tuple[str, ...] = ()
+    fakes: dict[str, FakeServer],
+    settings: Settings = QUICK,
+    values: tuple[str, ...] = (),
+    **more: Any,
 ) -> LatencyResult:
     served = configurations(values or ("full", "1/2=uniform:1/2"), CHECKPOINT)
     with ExitStack() as stack:
         clients = {name: Client(stack.enter_context(serving(fake))) for name, fake in fakes.items()}
-        return run(TARGET, RunningServers(clients), served, settings)
+        return run(TARGET, RunningServers(clients), served, settings, **more)
 
 
 def good(**changes: object) -> dict[str, FakeServer]:
@@ -75,6 +80,52 @@ def test_a_good_run() -> None:
         assert 0 < speed.low <= speed.median <= speed.high
         assert result.speedup("full", metric, 256).median == 1.0
         assert result.indexer_share(metric, 256) is None  # the server does not tell
+
+
+def test_an_interrupted_run_goes_on_behind_its_last_whole_round(tmp_path: Path) -> None:
+    settings = replace(QUICK, rounds=3)
+
+    def again(fakes: dict[str, FakeServer], stop: str = "") -> tuple[LatencyResult, list[str]]:
+        reports: list[str] = []
+
+        def report(line: str) -> None:
+            reports.append(line)
+            if stop and line.startswith(stop):
+                raise KeyboardInterrupt
+
+        return measure(fakes, settings, report=report, output=tmp_path), reports
+
+    with pytest.raises(KeyboardInterrupt):
+        again(good(), "round 2 of 3: 1/2")
+    with (tmp_path / latency.ROUNDS).open("a") as journal:
+        journal.write('{"environment": {"da')
+    result, reports = again(good())
+    assert reports[0].startswith("resuming: 1 round in ")
+    assert reports[1] == "round 2 of 3: full"
+    counts = Counter((s.configuration, s.round, s.length, s.metric) for s in result.samples)
+    assert set(counts.values()) == {1}
+    assert {s.round for s in result.samples} == {v.round for v in result.visits} == {0, 1, 2}
+    fakes = good()
+    assert again(fakes) == (result, [f"resuming: 3 rounds in {tmp_path}"])
+    assert not any(fake.calls for fake in fakes.values())
+    with pytest.raises(BenchError, match=r"another benchmark; different: rounds \(3 then, 2 now\)"):
+        measure(good(), QUICK, output=tmp_path)
+
+
+def test_a_full_disk_and_a_second_command(tmp_path: Path) -> None:
+    with files_of_at_most(8192), pytest.raises(OutputError, match=r"rounds.jsonl: File too large"):
+        measure(good(), replace(QUICK, rounds=99), output=tmp_path)
+
+    refused = []
+
+    def other(_: str) -> None:
+        if not refused:
+            with pytest.raises(BenchError, match="in use by another benchmark") as error:
+                measure(good(), output=tmp_path / "other")
+            refused.append(error)
+
+    measure(good(), report=other, output=tmp_path / "other")
+    assert refused
 
 
 def test_indexers_that_seem_to_outlast_their_answer_have_no_share() -> None:

@@ -15,6 +15,7 @@ from sglang_indexcache.adapter import Adapter
 from sglang_indexcache.errors import (
     CheckpointError,
     IndexCacheError,
+    OutputError,
     PatternError,
     TrainingError,
 )
@@ -23,6 +24,7 @@ from sglang_indexcache.heal.heal import HealOptions, HealResult, heal
 from sglang_indexcache.heal.run_folder import read_metrics
 from sglang_indexcache.study.provenance import checkpoint_digest
 from tests.cli.test_search import TINY
+from tests.full_disk import files_of_at_most
 from tests.heal.checkpoints import checkpoint, quantise
 
 SMALL: dict[str, Any] = {
@@ -121,6 +123,16 @@ def test_interrupted_after_any_step_it_ends_the_same(base: Path, lengths: dict[s
         assert found.evaluations == whole.evaluations
         for ours, theirs in zip(read_metrics(base / f"stopped-{step}.run"), log, strict=True):
             assert without_time(ours) == without_time(theirs)
+
+
+def test_on_a_full_disk_it_ends_in_a_sentence_and_goes_on_once_there_is_room(base: Path) -> None:
+    heal(options(base))
+    wanted = options(base, output=base / "full")
+    with files_of_at_most(4096), pytest.raises(OutputError, match=r"cannot write .*make room"):
+        heal(wanted)
+    heal(wanted)
+    for name in ("indexers.safetensors", "adapter.yaml"):
+        assert (base / "full" / name).read_bytes() == (base / "adapter" / name).read_bytes()
 
 
 def test_a_few_long_rows_follow_many_short_ones(
@@ -325,7 +337,7 @@ def test_a_disk_that_fills_up_costs_nothing(base: Path, monkeypatch: pytest.Monk
 
     with monkeypatch.context() as patch:
         patch.setattr(torch, "save", full)
-        with pytest.raises(TrainingError, match="The one before it is whole: make room"):
+        with pytest.raises(OutputError, match="What was written before is whole: make room"):
             heal(options(base))
     heal(options(base))
     assert len(saved) == 3

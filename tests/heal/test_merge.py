@@ -11,10 +11,11 @@ from safetensors.torch import load_file, save_file
 
 from sglang_indexcache.adapter import Adapter, indexer_shapes, write_adapter
 from sglang_indexcache.checkpoint import Checkpoint
-from sglang_indexcache.errors import CheckpointError, IndexCacheError, TrainingError
+from sglang_indexcache.errors import CheckpointError, IndexCacheError, OutputError, TrainingError
 from sglang_indexcache.heal.merge import merge
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.stored import SCALES, to_block_fp8
+from tests.full_disk import files_of_at_most
 from tests.test_stored import same_bits, stored
 
 PATTERN = Pattern("FSF")
@@ -139,6 +140,32 @@ def test_it_goes_on_where_it_was_stopped(
     assert once.keys() == again.keys()
     assert all(same_bits(tensor, again[name]) for name, tensor in once.items())
     assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize("size", [100, 2000, 20000])
+def test_on_a_full_disk_it_ends_in_a_sentence_and_goes_on_once_there_is_room(
+    base: Path, adapter: Adapter, tmp_path: Path, size: int
+) -> None:
+    (base / "tokenizer.json").write_bytes(bytes(3000))
+    folder = adapter_of(base, tmp_path / "of this base").folder
+    with files_of_at_most(size), pytest.raises(OutputError, match=r"cannot write .*make room"):
+        merge(folder, base, tmp_path / "merged", quiet)
+    assert not (tmp_path / "merged").exists()
+    merge(folder, base, tmp_path / "merged", quiet)
+    merge(folder, base, tmp_path / "again", quiet)
+    once, again = stored(tmp_path / "merged"), stored(tmp_path / "again")
+    assert all(same_bits(tensor, again[name]) for name, tensor in once.items())
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_two_commands_that_merge_into_one_folder(
+    base: Path, adapter: Adapter, tmp_path: Path
+) -> None:
+    def other(_: str) -> None:
+        with pytest.raises(TrainingError, match="is in use by another merge"):
+            merge(adapter.folder, base, tmp_path / "merged", quiet)
+
+    merge(adapter.folder, base, tmp_path / "merged", other)
 
 
 def test_what_is_refused(base: Path, adapter: Adapter, tmp_path: Path) -> None:

@@ -8,8 +8,16 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from sglang_indexcache.errors import SearchError
-from sglang_indexcache.study.journal import claim, differences, resumable, resuming
+from sglang_indexcache.errors import OutputError, SearchError
+from sglang_indexcache.study.journal import (
+    Journal,
+    claim,
+    differences,
+    locked,
+    resumable,
+    resuming,
+)
+from tests.full_disk import files_of_at_most
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -71,3 +79,58 @@ def test_a_folder_is_claimed_once_and_continued_with_the_same_options_alone(tmp_
         path.write_text(damaged)
         with pytest.raises(SearchError, match="damaged"):
             claim(path, options, "heal", SearchError)
+
+
+def journal(path: Path) -> Journal:
+    return Journal(path, {"of": "a test"}, "search", SearchError)
+
+
+def test_a_full_disk_leaves_whole_lines_and_what_follows_stands_behind_them(tmp_path: Path) -> None:
+    path, written = tmp_path / "journal.jsonl", []
+    with journal(path) as open_journal:
+        with files_of_at_most(1000):
+            for number in range(9):
+                open_journal.write({"number": number, "rest": "x" * 70})
+                written.append(number)
+            with pytest.raises(OutputError, match=r"journal.jsonl: File too large"):
+                open_journal.write({"number": 9, "rest": "x" * 70})
+        assert path.read_bytes().endswith(b"}\n")
+        open_journal.write({"number": 100})
+    with journal(path) as again:
+        assert [entry["number"] for entry in again.entries] == [*written, 100]
+
+
+def test_a_disk_that_is_full_from_the_start(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    with files_of_at_most(4096), pytest.raises(OutputError, match="cannot write"):
+        Journal(path, {"of": "x" * 5000}, "search", SearchError)
+    with Journal(path, {"of": "x" * 5000}, "search", SearchError) as again:
+        assert again.entries == []
+
+
+@pytest.mark.parametrize("cut", range(1, 20))
+def test_a_last_line_that_was_torn_anywhere_is_written_again(tmp_path: Path, cut: int) -> None:
+    path = tmp_path / "journal.jsonl"
+    with journal(path) as first:
+        first.write({"number": 1})
+        first.write({"number": 2})
+    text = path.read_bytes()
+    path.write_bytes(text[:-cut])
+    with journal(path) as again:
+        kept = [entry["number"] for entry in again.entries]
+        assert kept == ([1] if cut <= len(b'{"number": 2}\n') else [])
+        again.write({"number": 3})
+    with journal(path) as third:
+        assert [entry["number"] for entry in third.entries] == [*kept, 3]
+
+
+def test_a_lock_file_is_one_processs_at_a_time(tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "lock"
+    with (
+        locked(path, "healing", SearchError),
+        pytest.raises(SearchError, match=r"lock is in use by another healing\. Wait for it, or"),
+        locked(path, "healing", SearchError),
+    ):
+        pass
+    with locked(path, "healing", SearchError):
+        pass
