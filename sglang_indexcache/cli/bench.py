@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Option
 
 from sglang_indexcache.cli.common import (
     AdminApiKey,
     ApiKey,
+    Command,
     Json,
+    Model,
     Output,
-    command,
+    Urls,
     connect,
     group,
     out,
@@ -27,41 +29,49 @@ PLANNED_CONTEXTS = ("32K", "64K", "128K", "200K")
 
 app = group("Measure what sharing gains, or predict it.")
 
-BOTH = """
-Options:
-    pattern (PATTERN): A pattern in any form, or NAME=PATTERN. Repeat it.
-    context (TOKENS): Context length: tokens, such as 4096, 16Ki (1024s) or 200K (1000s). Repeat it.
-"""
-"""Options of both commands."""
+# fmt: off
+Patterns = Annotated[list[str] | None, Option("--pattern", metavar="PATTERN", help=
+    "A pattern in any form, or NAME=PATTERN. Repeat it.")]
+Contexts = Annotated[list[str] | None, Option("--context", metavar="TOKENS", help=
+    "Context length: tokens, such as 4096, 16Ki (1024s) or 200K (1000s). Repeat it.")]
+Rounds = Annotated[int, Option("--rounds", metavar="N", help=
+    "How often every pattern has its turn: A B A B.")]
+NewTokens = Annotated[int, Option("--new-tokens", metavar="N", help=
+    "Tokens that each request generates.")]
+FullConcurrency = Annotated[int, Option("--full-concurrency", metavar="N", help=
+    "Requests a rank for the full KV cache; 0 takes as many as fit, and 1 needs no request of "
+    "its own.")]
+MeasuredModel = Annotated[str, Option("--model", metavar="NAME", help=
+    "GLM-5-FP8, GLM-5 or DeepSeek-V3.2, whose layers were measured.")]
+Gpu = Annotated[str, Option("--gpu", metavar="h100|h200|b200", help="The card.")]
+Gpus = Annotated[int, Option("--gpus", "--tp", min=1, metavar="N", help=
+    "How many GPUs: SGLang's --tp.")]
+Dp = Annotated[int, Option("--dp", min=1, metavar="N", help=
+    "Ranks of data-parallel attention: SGLang's --dp with --enable-dp-attention.")]
+Kv = Annotated[str, Option("--kv", metavar="bf16|fp8", help=
+    "Format of the KV cache; left out: SGLang's default on that card.")]
+# fmt: on
 
 
-@command(app, "latency", BOTH, context_settings=PASS_ON)
+@app.command("latency", cls=Command, context_settings=PASS_ON)
 def latency_command(
     passed_on: typer.Context,
-    model: Path,
+    model: Model,
     output: Output,
-    pattern: list[str] | None = None,
-    context: list[str] | None = None,
-    url: list[str] | None = None,
+    pattern: Patterns = None,
+    context: Contexts = None,
+    url: Urls = None,
     api_key: ApiKey = None,
     admin_api_key: AdminApiKey = None,
-    rounds: int = 3,
-    new_tokens: int = 64,
-    full_concurrency: int = 0,
+    rounds: Rounds = 3,
+    new_tokens: NewTokens = 64,
+    full_concurrency: FullConcurrency = 0,
 ) -> None:
     """The paper's Table 1 and its bar figure, on your servers; the first pattern is the baseline.
 
     With --url, once for each pattern or one server in live mode for all, nothing is started.
     Without it, servers are started with the flags behind --, for example:
     indexcache bench latency --model MODEL -o out -- --tp 8 --dp 8 --enable-dp-attention
-
-    Servers that run:
-        url (URL): Base URL of a running server. Repeat it.
-    Options:
-        rounds (N): How often every pattern has its turn: A B A B.
-        new_tokens (N): Tokens that each request generates.
-        full_concurrency (N): Requests a rank for the full KV cache; 0 takes as many as fit, and 1
-            needs no request of its own.
     """
     from sglang_indexcache.bench import latency, tables
     from sglang_indexcache.bench.results import configurations
@@ -93,27 +103,20 @@ def latency_command(
     out.print(f"wrote {written}", soft_wrap=True)
 
 
-@command(app, "plan", BOTH)
+@app.command("plan", cls=Command)
 def plan_command(
-    model: str,
-    pattern: list[str] | None = None,
-    context: list[str] | None = None,
-    gpu: str = "h200",
-    gpus: Annotated[int, typer.Option("--gpus", "--tp", min=1)] = 8,
-    dp: Annotated[int, typer.Option(min=1)] = 1,
-    kv: str = "",
+    model: MeasuredModel,
+    pattern: Patterns = None,
+    context: Contexts = None,
+    gpu: Gpu = "h200",
+    gpus: Gpus = 8,
+    dp: Dp = 1,
+    kv: Kv = "",
     as_json: Json = False,
 ) -> None:
     """What a pattern should gain on a deployment, from NVIDIA's measurements of its layers.
 
     For example: indexcache bench plan --model GLM-5-FP8 --gpu h200 --gpus 8
-
-    Options:
-        model (NAME): GLM-5-FP8, GLM-5 or DeepSeek-V3.2, whose layers were measured.
-        gpu (h100|h200|b200): The card.
-        gpus (N): How many GPUs: SGLang's --tp.
-        dp (N): Ranks of data-parallel attention: SGLang's --dp with --enable-dp-attention.
-        kv (bf16|fp8): Format of the KV cache; left out: SGLang's default on that card.
     """
     from sglang_indexcache.bench.plan import choose_patterns, plan, plan_grid, plan_to_json
     from sglang_indexcache.support.lengths import parse_length

@@ -1,21 +1,18 @@
-"""What the command groups share: how errors are told, and how a docstring becomes a command."""
+"""What the command groups share: how errors are told, and options that several commands have."""
 
 from __future__ import annotations
 
 import errno
-import inspect
 import json
-import re
-from collections.abc import Callable, Iterable, Mapping
-from copy import copy
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import urlsplit
 
 import typer
 from rich.console import Console
-from typer.core import TyperGroup
+from typer import Option
+from typer.core import TyperCommand, TyperGroup
 
 from sglang_indexcache.errors import IndexCacheError, SettingsError
 from sglang_indexcache.support.files import check_writable
@@ -37,7 +34,27 @@ EXTRAS = {
 """Which extra of the package brings what a command group needs, but for SGLang itself."""
 
 
-class Reporting(TyperGroup):
+class _PlainFlags:
+    """Shows flags without a type in the help, where typer 0.29 writes ``<bool>``."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the parameters, ``--help`` among them."""
+        parameters: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for parameter in parameters:
+            if getattr(parameter, "is_flag", False):
+                parameter.metavar = ""
+        return parameters
+
+
+class Command(_PlainFlags, TyperCommand):
+    """A command of ours: ``@app.command(NAME, cls=Command)``."""
+
+
+class CommandGroup(_PlainFlags, TyperGroup):
+    """A group of commands."""
+
+
+class Reporting(CommandGroup):
     """Turns errors that a user can mend into one line and exit code 1.
 
     Those are ours, packages that are not installed, and files that cannot be read or written.
@@ -71,15 +88,17 @@ def _missing(package: str, group: str | None) -> str:
 
 
 def group(help: str) -> typer.Typer:
-    """A command group."""
-    return typer.Typer(help=help, no_args_is_help=True, pretty_exceptions_enable=False)
+    """Return a command group."""
+    return typer.Typer(
+        cls=CommandGroup, help=help, no_args_is_help=True, pretty_exceptions_enable=False
+    )
 
 
 # -- options that mean the same everywhere -----------------------------------------------------
 
 
 def writable(folder: Path | None) -> Path | None:
-    """Try the folder of ``--output`` first: the option below calls it.
+    """Try the folder of ``--output`` before anything else.
 
     Raises:
         OutputError: no file can be written there.
@@ -115,104 +134,35 @@ def _read_config(context: typer.Context, path: Path | None) -> Path | None:
     return path
 
 
-Output = Annotated[Path, typer.Option("--output", "-o", callback=writable)]
-OutputIfAny = Annotated[Path | None, typer.Option("--output", "-o", callback=writable)]
-Config = Annotated[Path | None, typer.Option(is_eager=True, callback=_read_config)]
+SERVERS = "Servers that run"
+"""The panel of the help that has the servers' addresses and keys."""
+
+# Options are declared before the commands, an entry each; the formatter would spread an entry over
+# ten lines.
+# fmt: off
+Model = Annotated[Path, Option("--model", metavar="FOLDER", help="The checkpoint's folder.")]
+Output = Annotated[Path, Option("--output", "-o", metavar="FOLDER", callback=writable, help=
+    "A folder for everything that is written.")]
+Seed = Annotated[int, Option("--seed", metavar="NUMBER", help=
+    "Seed of everything that is drawn at random.")]
+Config = Annotated[Path | None, Option(
+    "--config", metavar="FILE", is_eager=True, callback=_read_config, help=
+    "A YAML file of these options, such as 'seed: 1'. The command line wins.")]
+Urls = Annotated[list[str] | None, Option("--url", metavar="URL", rich_help_panel=SERVERS, help=
+    "Base URL of a running server. Repeat it.")]
 # Not OPENAI_API_KEY, which SGLang's benchmark reads: a key for somebody else's service should not
 # be sent to a server by accident.
-ApiKey = Annotated[str | None, typer.Option(envvar="SGLANG_API_KEY")]
-AdminApiKey = Annotated[str | None, typer.Option(envvar="SGLANG_ADMIN_API_KEY")]
-Json = Annotated[bool, typer.Option("--json")]
-
-SHARED = """
-Options:
-    model (FOLDER): The checkpoint's folder.
-    output (FOLDER): A folder for everything that is written.
-    seed (NUMBER): Seed of everything that is drawn at random.
-    config (FILE): A YAML file of these options, such as 'seed: 1'. The command line wins.
-    as_json: Print the same as one JSON document. The exit code stays.
-Servers that run:
-    url (URL): Base URL of the server.
-    api_key (KEY): API key of the servers at --url. Better in the variable: others on this machine
-        can read a command line.
-    admin_api_key (KEY): Admin API key of the servers at --url, if they have one: it is needed to
-        switch patterns and to flush caches.
-"""
-"""What they mean, where a command says nothing else."""
-
-
-# -- a command from its docstring --------------------------------------------------------------
-
-_HEADING = re.compile(r"(\w[\w ]*):")
-_ENTRY = re.compile(r" {4}(\w+)(?: \((.+?)\))?: (.+)")
-
-
-@dataclass
-class _Told:
-    """What a docstring says of a parameter: its panel in the help, its placeholder, its help."""
-
-    panel: str
-    metavar: str | None
-    help: str
-
-
-def command(
-    group: typer.Typer, name: str, shared: str = "", **settings: Any
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Add a function to a command group; its docstring says what its parameters mean.
-
-    Behind the command's help stand sections of ``name (METAVAR): sentence``. Each is a panel of the
-    help, but for "Options", which are in none, and "Arguments", which have no flag. For parameters
-    that it does not name, the sections of ``shared`` and then of :data:`SHARED` count.
-    """
-
-    def add(function: Callable[..., None]) -> Callable[..., None]:
-        help, own = _sections(inspect.getdoc(function) or "")
-        told = _sections(SHARED)[1] | _sections(shared)[1] | own
-
-        def run(**given: Any) -> None:
-            function(**given)
-
-        signature = inspect.signature(function, eval_str=True)
-        parameters = [_described(one, told) for one in signature.parameters.values()]
-        run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-        group.command(name, help=help, **settings)(run)
-        return function
-
-    return add
-
-
-def _sections(text: str) -> tuple[str, dict[str, _Told]]:
-    """What stands before the first section, and the entries of all of them."""
-    before, found, panel = [], {}, ""
-    for line in text.splitlines():
-        if heading := _HEADING.fullmatch(line):
-            panel = heading[1]
-        elif entry := _ENTRY.fullmatch(line):
-            name, metavar, help = entry.groups()
-            found[name] = _Told(panel, metavar, help)
-        elif panel:
-            found[name].help += f" {line.strip()}"
-        else:
-            before.append(line)
-    return "\n".join(before).strip(), found
-
-
-def _described(parameter: inspect.Parameter, told: Mapping[str, _Told]) -> inspect.Parameter:
-    """The parameter as typer reads it."""
-    kind = parameter.annotation
-    if kind is not typer.Context:
-        said = told[parameter.name]
-        if hasattr(kind, "__metadata__"):
-            kind, info = kind.__origin__, copy(kind.__metadata__[0])
-        elif kind is bool:  # without a --no-... of its own
-            info = typer.Option("--" + parameter.name.replace("_", "-"))
-        else:
-            info = typer.Argument() if said.panel == "Arguments" else typer.Option()
-        info.metavar, info.help = said.metavar, said.help
-        info.rich_help_panel = None if said.panel in ("Options", "Arguments") else said.panel
-        kind = Annotated[kind, info]
-    return parameter.replace(annotation=kind, kind=inspect.Parameter.KEYWORD_ONLY)
+ApiKey = Annotated[str | None, Option(
+    "--api-key", envvar="SGLANG_API_KEY", metavar="KEY", rich_help_panel=SERVERS, help=
+    "API key of the servers at --url. Better in the variable: others on this machine can read a "
+    "command line.")]
+AdminApiKey = Annotated[str | None, Option(
+    "--admin-api-key", envvar="SGLANG_ADMIN_API_KEY", metavar="KEY", rich_help_panel=SERVERS, help=
+    "Admin API key of the servers at --url, if they have one: it is needed to switch patterns "
+    "and to flush caches.")]
+Json = Annotated[bool, Option("--json", help=
+    "Print the same as one JSON document. The exit code stays.")]
+# fmt: on
 
 
 # -- values ------------------------------------------------------------------------------------

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sglang_indexcache.cli.common import Output, command, group, out
+from sglang_indexcache.cli.common import Command, Output, group, out
 
 app = group("See on this machine what sharing does.")
 
 
-@command(app, "run", epilog="Example: indexcache demo run -o demo")
+@app.command("run", cls=Command, epilog="Example: indexcache demo run -o demo")
 def demo_command(output: Output = Path(".demo")) -> None:
     """Serve a small model with every indexer and with a quarter of them, in turns. 3 to 5 minutes.
 

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
 from sglang_indexcache.cli.common import (
+    SERVERS,
     ApiKey,
+    Command,
     Config,
+    Model,
     Output,
-    OutputIfAny,
-    command,
+    Seed,
     connect,
     group,
     name_and_value,
     out,
+    writable,
 )
 from sglang_indexcache.errors import QualityError
 from sglang_indexcache.support.lengths import parse_length
@@ -27,27 +32,85 @@ if TYPE_CHECKING:
 
 app = group("Prove, or refute, that a pattern keeps long-context quality on your checkpoint.")
 
+# The panels of the help.
+InQuestions = partial(Option, rich_help_panel="What is asked")
+InJudgement = partial(Option, rich_help_panel="How it is judged")
+InServers = partial(Option, rich_help_panel=SERVERS)
 
-@command(app, "run")
+# fmt: off
+Margin = Annotated[float, InJudgement("--margin", metavar="POINTS", help=
+    "Non-inferiority margin: the loss that still counts as none, in points of right answers.")]
+Patterns = Annotated[list[str], Argument(metavar="PATTERN", help=
+    "One or more patterns to evaluate, in any form.")]
+Task = Annotated[list[str] | None, InQuestions("--task", metavar="NAME", help=
+    "A generated task. Repeat it. The default is every published form, or the rows alone.")]
+RowsOfFiles = Annotated[list[str] | None, InQuestions("--rows", metavar="KIND=FILE", help=
+    "Rows of a file (.parquet, .jsonl, .json), where KIND is mrcr (openai/mrcr), graphwalks "
+    "(openai/graphwalks), longbench-v2 (THUDM/LongBench-v2), or prompts: your own, with messages "
+    "or prompt, and answer. Repeat it.")]
+Length = Annotated[list[str] | None, InQuestions("--length", metavar="TOKENS", help=
+    "Length of a context with question and answer: tokens, such as 4096, 16Ki (1024s) or 200K "
+    "(1000s). Repeat it. The default is 32Ki, 64Ki and so on up to the model's context. A file's "
+    "row belongs to the shortest that holds it.")]
+Contexts = Annotated[int | None, InQuestions("--contexts", metavar="COUNT", help=
+    "Contexts of each task at each length; of a file, as far as it has them. The default is as "
+    "many as the margin needs.")]
+Against = Annotated[str, InJudgement("--against", metavar="PATTERN", help="Reference pattern.")]
+Looks = Annotated[int, InJudgement("--looks", metavar="COUNT", help=
+    "Planned analyses, the last at the end; the run stops early once one decides.")]
+Control = Annotated[str, InJudgement("--control", metavar="PATTERN", help=
+    "Positive control: a pattern known to lose a little. A task that does not see it lose leaves "
+    "the claim. The default is uniform:1/4.")]
+Url = Annotated[list[str] | None, InServers("--url", metavar="[NAME=]URL", help=
+    "A server in live mode, which then serves every arm; or NAME=URL for each arm, where NAME is "
+    "the pattern as given.")]
+TokensPerSecond = Annotated[float | None, InServers("--rate", metavar="TOKENS", help=
+    "Tokens that the servers prefill in a second, for the cost. Else it is measured on the first "
+    "context of each length.")]
+OutputIfAny = Annotated[Path | None, Option(
+    "--output", "-o", metavar="FOLDER", callback=writable, help=
+    "A folder for everything that is written; needed unless --dry-run.")]
+DryRun = Annotated[bool, Option("--dry-run", help=
+    "Say what the evaluation costs and what loss it can show, and make every context once; send "
+    "nothing.")]
+Yes = Annotated[bool, Option("--yes", help="Do not ask before more than one node-hour.")]
+Folder = Annotated[Path, Argument(metavar="FOLDER", help="The output folder of an evaluation.")]
+WriteQuality = Annotated[Path | None, Option("--write-quality", metavar="FILE", help=
+    "Write the verdict into the quality section of this pattern file (YAML): then patterns show, "
+    "doctor and the server say what is known of it on this checkpoint.")]
+Reference = Annotated[str, Argument(metavar="[NAME=]PATH", help=
+    "A run's folder or file: lm-eval's samples_*.jsonl, or any .jsonl with id and score a line.")]
+Candidate = Annotated[str, Argument(metavar="[NAME=]PATH", help="Likewise.")]
+Metric = Annotated[str | None, Option("--metric", metavar="NAME", help=
+    "Which score to compare, if the logs have several.")]
+Again = Annotated[str | None, Option("--again", metavar="[NAME=]PATH", help=
+    "A second run of the reference: how much the engine differs from itself.")]
+Bad = Annotated[str | None, Option("--bad", metavar="[NAME=]PATH", help=
+    "A run with a pattern that is known to be bad: without one, nothing shows that these "
+    "questions could have seen a loss.")]
+# fmt: on
+
+
+@app.command("run", cls=Command)
 def run_command(
-    patterns: list[str],
-    model: Path,
-    against: str = "full",
-    task: list[str] | None = None,
-    rows: list[str] | None = None,
-    length: list[str] | None = None,
-    contexts: int | None = None,
-    margin: float = 1.0,
-    looks: int = 4,
-    control: str = "",
-    seed: int = 0,
-    rate: float | None = None,
-    output: OutputIfAny = None,
-    url: list[str] | None = None,
+    patterns: Patterns,
+    model: Model,
+    task: Task = None,
+    rows: RowsOfFiles = None,
+    length: Length = None,
+    contexts: Contexts = None,
+    against: Against = "full",
+    margin: Margin = 1.0,
+    looks: Looks = 4,
+    control: Control = "",
+    seed: Seed = 0,
+    url: Url = None,
     api_key: ApiKey = None,
+    rate: TokensPerSecond = None,
+    output: OutputIfAny = None,
     config: Config = None,  # noqa: ARG001
-    dry_run: bool = False,
-    yes: bool = False,
+    dry_run: DryRun = False,
+    yes: Yes = False,
 ) -> None:
     """Evaluate patterns on running servers. Start it again after any stop: it resumes.
 
@@ -55,36 +118,6 @@ def run_command(
     more would decide, or that the tasks cannot see it.
 
     Example: indexcache eval run 1/2 1/4 --model MODEL --url http://127.0.0.1:30000 -o quality/
-
-    Arguments:
-        patterns (PATTERN): One or more patterns to evaluate, in any form.
-    What is asked:
-        task (NAME): A generated task. Repeat it. The default is every published form, or the rows
-            alone.
-        rows (KIND=FILE): Rows of a file (.parquet, .jsonl, .json), where KIND is mrcr
-            (openai/mrcr), graphwalks (openai/graphwalks), longbench-v2 (THUDM/LongBench-v2), or
-            prompts: your own, with messages or prompt, and answer. Repeat it.
-        length (TOKENS): Length of a context with question and answer: tokens, such as 4096, 16Ki
-            (1024s) or 200K (1000s). Repeat it. The default is 32Ki, 64Ki and so on up to the
-            model's context. A file's row belongs to the shortest that holds it.
-        contexts (COUNT): Contexts of each task at each length; of a file, as far as it has them.
-            The default is as many as the margin needs.
-    How it is judged:
-        against (PATTERN): Reference pattern.
-        margin (POINTS): Non-inferiority margin: the loss that still counts as none, in points of
-            right answers.
-        looks (COUNT): Planned analyses, the last at the end; the run stops early once one decides.
-        control (PATTERN): Positive control: a pattern known to lose a little. A task that does not
-            see it lose leaves the claim. The default is uniform:1/4.
-    Servers and files:
-        rate (TOKENS): Tokens that the servers prefill in a second, for the cost. Else it is
-            measured on the first context of each length.
-        output (FOLDER): A folder for everything that is written; needed unless --dry-run.
-        url ([NAME=]URL): A server in live mode, which then serves every arm; or NAME=URL for each
-            arm, where NAME is the pattern as given.
-        dry_run: Say what the evaluation costs and what loss it can show, and make every context
-            once; send nothing.
-        yes: Do not ask before more than one node-hour.
     """
     from transformers import AutoTokenizer
 
@@ -152,18 +185,14 @@ def run_command(
     _report(run_evaluation(request, servers, output, out, agree=agree), output)
 
 
-@command(app, "report")
-def report_command(folder: Path, write_quality: Path | None = None) -> None:
+@app.command("report", cls=Command)
+def report_command(
+    folder: Folder,
+    write_quality: WriteQuality = None,
+) -> None:
     """Write an evaluation's report again, from its journal alone; it may still be running.
 
     Example: indexcache eval report quality/ --write-quality found/MODEL-1of4.yaml
-
-    Arguments:
-        folder (FOLDER): The output folder of an evaluation.
-    Options:
-        write_quality (FILE): Write the verdict into the quality section of this pattern file
-            (YAML): then patterns show, doctor and the server say what is known of it on this
-            checkpoint.
     """
     from sglang_indexcache.evaluate.evaluation import load
     from sglang_indexcache.evaluate.report import write_quality as write
@@ -174,34 +203,21 @@ def report_command(folder: Path, write_quality: Path | None = None) -> None:
         out.print(f"{write_quality}: {write(write_quality, evaluation)}", highlight=False)
 
 
-@command(app, "compare")
+@app.command("compare", cls=Command)
 def compare_command(
-    reference: str,
-    candidate: str,
+    reference: Reference,
+    candidate: Candidate,
     output: Output,
-    margin: float = 1.0,
-    metric: str | None = None,
-    again: str | None = None,
-    bad: str | None = None,
+    margin: Margin = 1.0,
+    metric: Metric = None,
+    again: Again = None,
+    bad: Bad = None,
 ) -> None:
     """Pair two runs of another harness and give its verdict, sentence and report.
 
     REFERENCE ran with every indexer, CANDIDATE with the pattern, both on the same questions.
 
     Example: indexcache eval compare all-F=runs/full 1of4=runs/quarter -o compared/
-
-    Arguments:
-        reference ([NAME=]PATH): A run's folder or file: lm-eval's samples_*.jsonl, or any
-            .jsonl with id and score a line.
-        candidate ([NAME=]PATH): Likewise.
-    How it is judged:
-        margin (POINTS): Non-inferiority margin: the loss that still counts as none, in points of
-            right answers.
-    Options:
-        metric (NAME): Which score to compare, if the logs have several.
-        again ([NAME=]PATH): A second run of the reference: how much the engine differs from itself.
-        bad ([NAME=]PATH): A run with a pattern that is known to be bad: without one, nothing shows
-            that these questions could have seen a loss.
     """
     from sglang_indexcache.evaluate.compare import compare_logs, read_log
     from sglang_indexcache.study.provenance import commit

@@ -6,39 +6,80 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
-from sglang_indexcache.cli.common import Output, command, group, out
+from sglang_indexcache.cli.common import Command, Output, Seed, group, out, writable
 from sglang_indexcache.heal import STEPS
 
 app = group("Train the indexers that a pattern keeps, on a frozen model.")
 
-AtLeast0 = Annotated[int, typer.Option(min=0)]
-AtLeast1 = Annotated[int, typer.Option(min=1)]
+# fmt: off
+Checkpoint = Annotated[Path, Argument(metavar="FOLDER", help=
+    "The checkpoint's folder; it is only read.")]
+Pattern = Annotated[str, Option("--pattern", metavar="PATTERN", help=
+    "Which layers keep their indexer: an F/S string, full, uniform:1/4, a ratio such as 1/4 "
+    "(looked up in the library), a library pattern's name or a YAML file; with +w8 behind it, S "
+    "layers also see the last 8 tokens.")]
+Data = Annotated[list[str], Option("--data", metavar="PATH", help=
+    "What to train on: a .jsonl, .parquet or text file, a folder of them, or 'machine' for this "
+    "machine's Python sources. Repeat it. One document in four is held out.")]
+AdapterFolder = Annotated[Path, Option("--output", "-o", metavar="FOLDER", callback=writable, help=
+    "The adapter's folder. Its log and state go to a folder beside it, with .run behind its "
+    "name.")]
+Context = Annotated[str | None, Option("--context", metavar="LENGTH", help=
+    "Length of a row of packed documents: tokens, such as 4096, 16Ki (1024s) or 200K (1000s). "
+    "Eight times the model's index_topk if not given.")]
+Rows = Annotated[int, Option("--rows", min=1, metavar="N", help="Rows of each step.")]
+DenseSteps = Annotated[int, Option("--dense-steps", min=0, metavar="N", help=
+    "Steps in which layers attend to everything.")]
+SparseSteps = Annotated[int, Option("--sparse-steps", min=0, metavar="N", help=
+    "Steps after those, in which layers attend as served.")]
+SparseContext = Annotated[str | None, Option("--sparse-context", metavar="LENGTH", help=
+    "Length of a row in those, where a few long ones shall follow many short ones; as --context "
+    "if not given.")]
+Lr = Annotated[float | None, Option("--lr", metavar="RATE", help=
+    "Highest learning rate. If not given, a short trial of three decides.")]
+HeldOut = Annotated[int, Option("--held-out", min=1, metavar="N", help=
+    "Rows that are only judged by.")]
+EvaluateEvery = Annotated[int, Option("--evaluate-every", min=1, metavar="N", help=
+    "Steps between evaluations.")]
+Dtype = Annotated[str, Option("--dtype", metavar="DTYPE", help=
+    "What the frozen model computes in: bfloat16 or float32.")]
+FromDisk = Annotated[bool, Option("--from-disk", help=
+    "Read each layer when it runs: for what does not fit.")]
+DryRun = Annotated[bool, Option("--dry-run", help=
+    "Say what it would take on --gpus, GPU by GPU, and do nothing.")]
+Gpus = Annotated[str, Option("--gpus", metavar="NxNAME", help=
+    "GPUs of a dry run: how many, and h100, h200 or b200.")]
+Adapter = Annotated[Path, Argument(metavar="FOLDER", help="The folder of an adapter.")]
+AdaptedModel = Annotated[Path, Option("--model", metavar="FOLDER", help=
+    "The checkpoint that it was trained on.")]
+# fmt: on
 
 
-@command(
-    app,
+@app.command(
     "run",
+    cls=Command,
     epilog="Example: indexcache heal run MODEL --pattern uniform:1/4 --data texts.jsonl -o adapter",
 )
 def run(
-    checkpoint: Path,
-    pattern: str,
-    data: list[str],
-    output: Output,
-    context: str | None = None,
-    rows: AtLeast1 = 1,
-    dense_steps: AtLeast0 = STEPS,
-    sparse_steps: AtLeast0 = 0,
-    sparse_context: str | None = None,
-    lr: float | None = None,
-    held_out: AtLeast1 = 8,
-    evaluate_every: AtLeast1 = 40,
-    dtype: str = "bfloat16",
-    from_disk: bool = False,
-    seed: int = 0,
-    dry_run: bool = False,
-    gpus: str = "8xh200",
+    checkpoint: Checkpoint,
+    pattern: Pattern,
+    data: Data,
+    output: AdapterFolder,
+    context: Context = None,
+    rows: Rows = 1,
+    dense_steps: DenseSteps = STEPS,
+    sparse_steps: SparseSteps = 0,
+    sparse_context: SparseContext = None,
+    lr: Lr = None,
+    held_out: HeldOut = 8,
+    evaluate_every: EvaluateEvery = 40,
+    dtype: Dtype = "bfloat16",
+    from_disk: FromDisk = False,
+    seed: Seed = 0,
+    dry_run: DryRun = False,
+    gpus: Gpus = "8xh200",
 ) -> None:
     """Train the indexers that a pattern keeps, on a frozen model: hours, not weeks.
 
@@ -47,32 +88,6 @@ def run(
     interrupted goes on with the same command.
 
     Several processes: accelerate launch --num_processes N -m sglang_indexcache.cli heal run ...
-
-    Arguments:
-        checkpoint (FOLDER): The checkpoint's folder; it is only read.
-    Options:
-        pattern (PATTERN): Which layers keep their indexer: an F/S string, full, uniform:1/4, a
-            ratio such as 1/4 (looked up in the library), a library pattern's name or a YAML file;
-            with +w8 behind it, S layers also see the last 8 tokens.
-        data (PATH): What to train on: a .jsonl, .parquet or text file, a folder of them, or
-            'machine' for this machine's Python sources. Repeat it. One document in four is held
-            out.
-        output (FOLDER): The adapter's folder. Its log and state go to a folder beside it, with .run
-            behind its name.
-        context (LENGTH): Length of a row of packed documents: tokens, such as 4096, 16Ki (1024s) or
-            200K (1000s). Eight times the model's index_topk if not given.
-        rows (N): Rows of each step.
-        dense_steps (N): Steps in which layers attend to everything.
-        sparse_steps (N): Steps after those, in which layers attend as served.
-        sparse_context (LENGTH): Length of a row in those, where a few long ones shall follow many
-            short ones; as --context if not given.
-        lr (RATE): Highest learning rate. If not given, a short trial of three decides.
-        held_out (N): Rows that are only judged by.
-        evaluate_every (N): Steps between evaluations.
-        dtype (DTYPE): What the frozen model computes in: bfloat16 or float32.
-        from_disk: Read each layer when it runs: for what does not fit.
-        dry_run: Say what it would take on --gpus, GPU by GPU, and do nothing.
-        gpus (NxNAME): GPUs of a dry run: how many, and h100, h200 or b200.
     """
     from sglang_indexcache.heal.heal import HealOptions, heal
     from sglang_indexcache.study.journal import resumable
@@ -110,17 +125,18 @@ def run(
         heal(options, out)
 
 
-@command(app, "merge", epilog="Example: indexcache heal merge adapter --model MODEL -o merged")
-def merge_command(adapter: Path, model: Path, output: Output) -> None:
+@app.command(
+    "merge", cls=Command, epilog="Example: indexcache heal merge adapter --model MODEL -o merged"
+)
+def merge_command(
+    adapter: Adapter,
+    model: AdaptedModel,
+    output: Output,
+) -> None:
     """Write a standard checkpoint: the model with the adapter's indexers and pattern.
 
     Every tensor but the indexers stays as it is, bit for bit. A file without indexers becomes a
     hard link to the model's where the disk allows it, so do not edit it in place.
-
-    Arguments:
-        adapter (FOLDER): The folder of an adapter.
-    Options:
-        model (FOLDER): The checkpoint that it was trained on.
     """
     from sglang_indexcache.heal.merge import merge
 

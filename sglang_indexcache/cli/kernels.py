@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
-from sglang_indexcache.cli.common import command, group, out
+from typer import Option
+
+from sglang_indexcache.cli.common import Command, group, out
 
 app = group("List and build our GPU kernels.")
 
+# fmt: off
+Archive = Annotated[Path | None, Option("--archive", metavar="FILE", help=
+    "Also pack the libraries into this .tar.gz. Unpacked in the cache folder of a machine "
+    "without nvcc they are used there.")]
+# fmt: on
 
-@command(app, "list", epilog="Example: indexcache kernels list")
+
+@app.command("list", cls=Command, epilog="Example: indexcache kernels list")
 def list_command() -> None:
     """Say which implementation can run on this machine, and why the others cannot."""
     from sglang_indexcache.kernels.dispatch import IMPLEMENTATIONS, Machine
@@ -29,14 +38,13 @@ def list_command() -> None:
     )
 
 
-@command(app, "build", epilog="Example: indexcache kernels build --archive kernels.tar.gz")
-def build_command(archive: Path | None = None) -> None:
-    """Compile the CUDA kernels for Hopper (sm_90a) ahead of their first use; needs no GPU.
-
-    Options:
-        archive (FILE): Also pack the libraries into this .tar.gz. Unpacked in the cache folder of a
-            machine without nvcc they are used there.
-    """
+@app.command(
+    "build", cls=Command, epilog="Example: indexcache kernels build --archive kernels.tar.gz"
+)
+def build_command(
+    archive: Archive = None,
+) -> None:
+    """Compile the CUDA kernels for Hopper (sm_90a) ahead of their first use; needs no GPU."""
     from time import monotonic
 
     from sglang_indexcache.kernels.build import FOLDERS, build, pack, warning_about

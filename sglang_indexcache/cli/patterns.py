@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from rich.box import SIMPLE
 from rich.table import Table
+from typer import Argument, Option
 
 from sglang_indexcache.checkpoint import Checkpoint
-from sglang_indexcache.cli.common import command, group, out
+from sglang_indexcache.cli.common import Command, group, out
 from sglang_indexcache.errors import Findings
 from sglang_indexcache.study.provenance import checkpoint_digest
 
@@ -20,14 +21,21 @@ if TYPE_CHECKING:
 
 app = group("The pattern library.")
 
+# fmt: off
+FittedModel = Annotated[Path | None, Option("--model", metavar="FOLDER", help=
+    "Only patterns that fit this checkpoint's config.json.")]
+Patterns = Annotated[list[str], Argument(metavar="PATTERN", help=
+    "Patterns in any form: an F/S string, a name from the library, a YAML file.")]
+RatioModel = Annotated[Path | None, Option("--model", metavar="FOLDER", help=
+    "The checkpoint that full, uniform:1/4 and ratios are for.")]
+# fmt: on
 
-@command(app, "list", epilog="Example: indexcache patterns list --model MODEL")
-def list_patterns(model: Path | None = None) -> None:
-    """List the library's patterns.
 
-    Options:
-        model (FOLDER): Only patterns that fit this checkpoint's config.json.
-    """
+@app.command("list", cls=Command, epilog="Example: indexcache patterns list --model MODEL")
+def list_patterns(
+    model: FittedModel = None,
+) -> None:
+    """List the library's patterns."""
     from sglang_indexcache.library import Library
 
     library = Library.default()
@@ -47,17 +55,16 @@ def list_patterns(model: Path | None = None) -> None:
     out.print(table if entries else "no pattern in the library fits this checkpoint")
 
 
-@command(app, "show", epilog="Example: indexcache patterns show glm-5-1of4 my-pattern.yaml")
-def show_patterns(patterns: list[str], model: Path | None = None) -> None:
+@app.command(
+    "show", cls=Command, epilog="Example: indexcache patterns show glm-5-1of4 my-pattern.yaml"
+)
+def show_patterns(
+    patterns: Patterns,
+    model: RatioModel = None,
+) -> None:
     """Show which layer serves which, and where a pattern comes from and how good it is.
 
     It checks pattern files as well: each problem is told, and the exit code is then 1.
-
-    Arguments:
-        patterns (PATTERN): Patterns in any form: an F/S string, a name from the library, a YAML
-            file.
-    Options:
-        model (FOLDER): The checkpoint that full, uniform:1/4 and ratios are for.
     """
     from sglang_indexcache.library import Library
     from sglang_indexcache.support.drawing import to_terminal

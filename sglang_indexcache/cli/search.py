@@ -5,14 +5,26 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
 from rich.markup import escape
 from rich.progress import track
+from typer import Argument, Option
 
-from sglang_indexcache.cli.common import ApiKey, Config, Output, command, connect, group, out
+from sglang_indexcache.cli.common import (
+    SERVERS,
+    ApiKey,
+    Command,
+    Config,
+    Model,
+    Output,
+    Seed,
+    connect,
+    group,
+    out,
+)
 from sglang_indexcache.errors import SearchError
 from sglang_indexcache.support.lengths import parse_length
 
@@ -23,73 +35,95 @@ if TYPE_CHECKING:
 
 app = group("Find a pattern for your checkpoint, and compare patterns.")
 
-MEASURING = """
-Model:
-    url (URL): A running server in live mode. Repeat it: several share the work, and one may go and
-        come back.
-    dtype (float32|bfloat16): Without --url, transformers runs the model in this process: in
-        float32, if not said.
-    at_once (N): Calls that each server has at the same time, one by default. A server with
-        data-parallel ranks can do with as many.
-    low_priority: Let other requests of the servers go first. They must go by priorities.
-Data:
-    data (PATH): Documents to measure on: a .jsonl, .parquet or text file, a folder of them, or
-        'machine' for the Python sources of this machine.
-    context (LENGTH): Most tokens of a document: tokens, such as 4096, 16Ki (1024s) or 200K (1000s).
-        It must be longer than what a query selects; the default is 8 times that (16Ki for released
-        models).
-    score (WHICH): Which tokens' loss counts: answers, late (the later half of each document) or
-        all. The default is answers where the data marks them, else late.
-"""
-"""Options of commands that measure."""
+# The panels of the help.
+InServers = partial(Option, rich_help_panel=SERVERS)
+InData = partial(Option, rich_help_panel="Data")
+InSearch = partial(Option, rich_help_panel="Search")
+InCost = partial(Option, rich_help_panel="Cost")
 
-AtOnce = Annotated[int | None, typer.Option(min=1)]
+# fmt: off
+Urls = Annotated[list[str] | None, InServers("--url", metavar="URL", help=
+    "A running server in live mode. Repeat it: several share the work, and one may go and come "
+    "back.")]
+AtOnce = Annotated[int | None, InServers("--at-once", min=1, metavar="N", help=
+    "Calls that each server has at the same time, one by default. A server with data-parallel "
+    "ranks can do with as many.")]
+LowPriority = Annotated[bool, InServers("--low-priority", help=
+    "Let other requests of the servers go first. It needs servers with "
+    "--enable-priority-scheduling.")]
+Dtype = Annotated[str | None, Option("--dtype", metavar="float32|bfloat16", help=
+    "Without --url, transformers runs the model in this process: in float32, if not said.")]
+Data = Annotated[str, InData("--data", metavar="PATH", help=
+    "Documents to measure on: a .jsonl, .parquet or text file, a folder of them, or 'machine' "
+    "for the Python sources of this machine.")]
+Context = Annotated[str | None, InData("--context", metavar="LENGTH", help=
+    "Most tokens of a document: tokens, such as 4096, 16Ki (1024s) or 200K (1000s). It must be "
+    "longer than what a query selects; the default is 8 times that (16Ki for released models).")]
+WhichTokens = Annotated[str | None, InData("--score", metavar="WHICH", help=
+    "Which tokens' loss counts: answers, late (the later half of each document) or all. The "
+    "default is answers where the data marks them, else late.")]
+Batches = Annotated[int, InData("--batches", metavar="N", help=
+    "Documents to search on, a batch each.")]
+FurtherDocuments = Annotated[int, InData("--held-out", metavar="N", help=
+    "Further documents. Found patterns are measured on them, none is chosen by them.")]
+Target = Annotated[list[str] | None, InSearch("--target", metavar="TARGET", help=
+    "Where to leave a pattern: a ratio such as 1/4, or a count of F layers; 1/4+w8 searches "
+    "under a recent window. Repeat it. The default is 1/2, 1/4 and 1/8.")]
+Method = Annotated[str | None, InSearch("--method", metavar="METHOD", help=
+    "How to search: both (fast and forward, the default where the budget allows it), fast, "
+    "forward, greedy, or similarity (of attention outputs; no --url).")]
+Budget = Annotated[float | None, InSearch("--budget", metavar="SHARE", help=
+    "The most that the search may forward, in shares of exhaustive greedy's tokens. The default "
+    "is 0.1 for each of fast and forward, and more for few layers.")]
+KeepFull = Annotated[str, InSearch("--keep-full", metavar="LAYERS", help=
+    "Layers that stay F, such as 3,5,10-12.")]
+DryRun = Annotated[bool, InCost("--dry-run", help=
+    "Read the data, say what the search would do and cost, and end.")]
+TokensPerSecond = Annotated[float | None, InCost("--rate", min=1.0, metavar="TOKENS", help=
+    "Tokens that all servers together prefill in a second at this context, to foretell hours.")]
+Compared = Annotated[list[str], Argument(metavar="PATTERN", help=
+    "Two patterns or more, in any form. The first is the reference.")]
+ComparedDocuments = Annotated[int, InData("--held-out", metavar="N", help=
+    "Documents to compare on, of those that a search holds out; two at least.")]
+Pattern = Annotated[str, Option("--pattern", metavar="PATTERN", help=
+    "A pattern, in any form, whose blocks are drawn on the heatmap. If it is a YAML file, "
+    "transformers also runs it, and what its layers have in common is written into the file, for "
+    "servers to compare with.")]
+MeasuredDocuments = Annotated[int, InData("--batches", metavar="N", help=
+    "Documents to measure on.")]
+ReturningUrl = Annotated[str, InServers("--url", metavar="URL", help=
+    "A server that returns what layers select (--enable-return-indexer-topk). Without it, "
+    "transformers runs the model in this process. A key is read from SGLANG_API_KEY.")]
+# fmt: on
 
 
-@command(app, "run", MEASURING)
+@app.command("run", cls=Command)
 def run_command(
     output: Output,
-    model: Path,
+    model: Model,
     config: Config = None,  # noqa: ARG001
-    url: list[str] | None = None,
+    url: Urls = None,
     api_key: ApiKey = None,
-    dtype: str | None = None,
+    dtype: Dtype = None,
     at_once: AtOnce = None,
-    low_priority: bool = False,
-    data: str = "machine",
-    context: str | None = None,
-    score: str | None = None,
-    batches: int = 16,
-    held_out: int = 8,
-    seed: int = 0,
-    target: list[str] | None = None,
-    method: str | None = None,
-    budget: float | None = None,
-    keep_full: str = "",
-    dry_run: bool = False,
-    rate: Annotated[float | None, typer.Option(min=1.0)] = None,
+    low_priority: LowPriority = False,
+    data: Data = "machine",
+    context: Context = None,
+    score: WhichTokens = None,
+    batches: Batches = 16,
+    held_out: FurtherDocuments = 8,
+    seed: Seed = 0,
+    target: Target = None,
+    method: Method = None,
+    budget: Budget = None,
+    keep_full: KeepFull = "",
+    dry_run: DryRun = False,
+    rate: TokensPerSecond = None,
 ) -> None:
     """Find which layers can lose their indexer. Start it again after any stop: it resumes.
 
     Example: indexcache search run --model MODEL --url http://127.0.0.1:30000 --data chats.jsonl
     -o found/
-
-    Data:
-        batches (N): Documents to search on, a batch each.
-        held_out (N): Further documents. Found patterns are measured on them, none is chosen by
-            them.
-    Search:
-        target (TARGET): Where to leave a pattern: a ratio such as 1/4, or a count of F layers;
-            1/4+w8 searches under a recent window. Repeat it. The default is 1/2, 1/4 and 1/8.
-        method (METHOD): How to search: both (fast and forward, the default where the budget allows
-            it), fast, forward, greedy, or similarity (of attention outputs; no --url).
-        budget (SHARE): The most that the search may forward, in shares of exhaustive greedy's
-            tokens. The default is 0.1 for each of fast and forward, and more for few layers.
-        keep_full (LAYERS): Layers that stay F, such as 3,5,10-12.
-    Cost:
-        dry_run: Read the data, say what the search would do and cost, and end.
-        rate (TOKENS): Tokens that all servers together prefill in a second at this context, to
-            foretell hours.
     """
     from sglang_indexcache.search.options import Options
     from sglang_indexcache.search.rules import Constraints, parse_layers, parse_targets, window_of
@@ -123,30 +157,25 @@ def run_command(
         run_search(setup, evaluator, targets, chosen, output, out, known)
 
 
-@command(app, "compare", MEASURING)
+@app.command("compare", cls=Command)
 def compare_command(
-    patterns: list[str],
+    patterns: Compared,
     output: Output,
-    model: Path,
-    url: list[str] | None = None,
+    model: Model,
+    url: Urls = None,
     api_key: ApiKey = None,
-    dtype: str | None = None,
+    dtype: Dtype = None,
     at_once: AtOnce = None,
-    low_priority: bool = False,
-    data: str = "machine",
-    context: str | None = None,
-    score: str | None = None,
-    held_out: int = 8,
+    low_priority: LowPriority = False,
+    data: Data = "machine",
+    context: Context = None,
+    score: WhichTokens = None,
+    held_out: ComparedDocuments = 8,
 ) -> None:
     """Compare patterns on the held-out part of the data that a search would leave.
 
     Example: indexcache search compare full found/MODEL-1of4.yaml uniform:1/4 --model MODEL
     --url http://127.0.0.1:30000 --data chats.jsonl -o compared/
-
-    Arguments:
-        patterns (PATTERN): Two patterns or more, in any form. The first is the reference.
-    Data:
-        held_out (N): Documents to compare on, of those that a search holds out; two at least.
     """
     from sglang_indexcache.search.compare import compare
     from sglang_indexcache.search.setup import Setup
@@ -182,15 +211,15 @@ def compare_command(
     out.print(f"the numbers are in {output / 'compare.json'}")
 
 
-@command(app, "overlap", MEASURING)
+@app.command("overlap", cls=Command)
 def overlap_command(
     output: Output,
-    model: Path,
-    pattern: str = "",
-    data: str = "machine",
-    context: str | None = None,
-    batches: int = 4,
-    url: str = "",
+    model: Model,
+    pattern: Pattern = "",
+    data: Data = "machine",
+    context: Context = None,
+    batches: MeasuredDocuments = 4,
+    url: ReturningUrl = "",
 ) -> None:
     """Measure how much of their selection every two layers have in common.
 
@@ -198,16 +227,6 @@ def overlap_command(
     is little, a recent window (a pattern such as uniform:1/4+w8) may keep answers right.
 
     Example: indexcache search overlap --model MODEL --data chats.jsonl -o overlap/
-
-    Options:
-        pattern (PATTERN): A pattern, in any form, whose blocks are drawn on the heatmap. If it is a
-            YAML file, transformers also runs it, and what its layers have in common is written into
-            the file, for servers to compare with.
-    Data:
-        batches (N): Documents to measure on.
-    Model:
-        url (URL): A server that returns what layers select (--enable-return-indexer-topk). Without
-            it, transformers runs the model in this process. A key is read from SGLANG_API_KEY.
     """
     from sglang_indexcache.library import names_a_file, set_overlap
     from sglang_indexcache.search.calibration import Score

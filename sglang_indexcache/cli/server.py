@@ -8,12 +8,15 @@ from contextlib import nullcontext, redirect_stdout, suppress
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
 from sglang_indexcache.cli.common import (
+    SERVERS,
     AdminApiKey,
     ApiKey,
+    Command,
     Json,
-    command,
+    Urls,
     connect,
     group,
     out,
@@ -32,30 +35,35 @@ HERE = "http://127.0.0.1:30000"
 COLOURS = {True: "green", False: "red", None: "yellow"}
 """Of a line that says whether layers skip, or that nobody knows yet."""
 
+# fmt: off
+Url = Annotated[str, Option("--url", metavar="URL", rich_help_panel=SERVERS, help=
+    "Base URL of the server.")]
+Device = Annotated[str | None, Option("--device", metavar="NAME", help=
+    "What to check for: cpu, h100, h200, b200, or cuda for the GPU of this machine. The default "
+    "is this machine's GPU, and h200 without one.")]
+Every = Annotated[float, Option("--every", min=0.1, metavar="SECONDS", help=
+    "Look again after so many seconds.")]
+NewPattern = Annotated[str, Argument(metavar="PATTERN", help="As --indexcache-pattern takes it.")]
+# fmt: on
 
-@command(
-    app,
+
+@app.command(
     "doctor",
+    cls=Command,
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
     epilog="Example: indexcache server doctor --model-path MODEL --tp 8 --indexcache-pattern 1/4",
 )
 def doctor_command(
     context: typer.Context,
-    url: list[str] | None = None,
+    url: Urls = None,
     api_key: ApiKey = None,
-    device: str | None = None,
+    device: Device = None,
     as_json: Json = False,
 ) -> None:
     """Say what a server with these flags would do, without loading weights or needing a GPU.
 
     It takes every flag of `sglang serve`. With --url, repeated for every node, it asks servers that
     run instead: whether every rank has the plugin, and all of them the same plan.
-
-    Servers that run:
-        url (URL): Base URL of a running server. Repeat it.
-    Options:
-        device (NAME): What to check for: cpu, h100, h200, b200, or cuda for the GPU of this
-            machine. The default is this machine's GPU, and h200 without one.
     """
     if url:
         if context.args:
@@ -76,8 +84,8 @@ def doctor_command(
         raise typer.Exit(1)
 
 
-@command(app, "show", epilog=f"Example: indexcache server show --url {HERE}")
-def live_show(url: str = HERE, api_key: ApiKey = None, as_json: Json = False) -> None:
+@app.command("show", cls=Command, epilog=f"Example: indexcache server show --url {HERE}")
+def live_show(url: Url = HERE, api_key: ApiKey = None, as_json: Json = False) -> None:
     """Show a running server's pattern, and whether its layers skip what the pattern says.
 
     The exit code is 1 if a layer runs its indexer that should not, or does not run one that should.
@@ -88,11 +96,11 @@ def live_show(url: str = HERE, api_key: ApiKey = None, as_json: Json = False) ->
         raise typer.Exit(1)
 
 
-@command(app, "watch", epilog=f"Example: indexcache server watch --url {HERE}")
+@app.command("watch", cls=Command, epilog=f"Example: indexcache server watch --url {HERE}")
 def live_watch(
-    url: str = HERE,
+    url: Url = HERE,
     api_key: ApiKey = None,
-    every: Annotated[float, typer.Option(min=0.1)] = 2.0,
+    every: Every = 2.0,
 ) -> None:
     """Watch what sharing does on a running server, until you press Ctrl-C.
 
@@ -100,9 +108,6 @@ def live_watch(
     how often each layer ran its indexer, and with --indexcache-shadow how much of their own
     selection layers have in common with what they are given. It asks /server_info, so
     --enable-metrics, which has the same for Prometheus, is not needed.
-
-    Options:
-        every (SECONDS): Look again after so many seconds.
     """
     from sglang_indexcache.serving.monitor.watch import watch
 
@@ -111,16 +116,18 @@ def live_watch(
         watch(client, every, out)
 
 
-@command(app, "set", epilog=f"Example: indexcache server set 'full < 32K <= 1/4' --url {HERE}")
+@app.command(
+    "set", cls=Command, epilog=f"Example: indexcache server set 'full < 32K <= 1/4' --url {HERE}"
+)
 def live_set(
-    pattern: str, url: str = HERE, api_key: ApiKey = None, admin_api_key: AdminApiKey = None
+    pattern: NewPattern,
+    url: Url = HERE,
+    api_key: ApiKey = None,
+    admin_api_key: AdminApiKey = None,
 ) -> None:
     """Replace the pattern of a server in live mode, for requests to come that name none.
 
     Those that are running or queued keep theirs. The prompt's length may decide, as in the example.
-
-    Arguments:
-        pattern (PATTERN): As --indexcache-pattern takes it.
     """
     from sglang_indexcache.library import Library, names_a_file
 

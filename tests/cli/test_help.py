@@ -7,12 +7,16 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
+from sglang_indexcache import cli
 from sglang_indexcache.cli import app
+from sglang_indexcache.cli.common import SERVERS
 
 LIGHT = {"typer", "rich", "pygments", "markdown_it", "mdurl", "shellingham", "sglang_indexcache"}
 """What printing a help text may load beside the standard library."""
@@ -66,6 +70,26 @@ def test_help_has_an_example_that_parses(name: str) -> None:
     flags = {word for word in ours[: (*ours, "--").index("--")] if word.startswith("-")}
     if not command.context_settings.get("ignore_unknown_options"):
         assert flags <= known, f"{name} has no {flags - known}"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_flags_have_no_type_and_a_server_one_panel(name: str) -> None:
+    printed = CliRunner().invoke(app, [*name.split(), "--help"], env={"COLUMNS": "120"}).output
+    assert "--help" in printed
+    assert "<bool>" not in printed
+    panels = {
+        parameter.rich_help_panel
+        for parameter in COMMANDS[name].params
+        if parameter.name in ("url", "api_key", "admin_api_key")
+    }
+    assert panels in (set(), {SERVERS})
+
+
+def test_a_flag_is_found_where_it_is_declared() -> None:
+    source = "".join(path.read_text() for path in Path(cli.__file__).parent.glob("*.py"))
+    for command in COMMANDS.values():
+        for option in command.params:
+            assert all(f'"{flag}"' in source for flag in option.opts if flag.startswith("-"))
 
 
 @pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
