@@ -160,6 +160,9 @@ class FakeServer:
             "disaggregation_mode": self.role,
             "json_model_override_args": '{"indexcache": {}}' if self.launched else "{}",
             "internal_states": [self.rank(number) for number in range(self.dp)],
+            "api_key": self.api_key,  # SGLang shows both keys to whoever has the first
+            "admin_api_key": self.admin_api_key,
+            "launch_command": f"--api-key {self.api_key} --admin-api-key {self.admin_api_key}",
             **self.info,
         }
 

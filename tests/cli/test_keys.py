@@ -1,0 +1,61 @@
+"""No command prints or stores a key, which SGLang's ``/server_info`` shows to whoever has one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from sglang_indexcache.cli import app
+from sglang_indexcache.serving.monitor import watch
+from tests.cli.test_eval import SMALL
+from tests.cli.test_search import TINY, documents
+from tests.evaluate.fake_server import Fake
+from tests.fakes.server import FakeServer, serving
+
+KEYS = {"api_key": "the-first-secret", "admin_api_key": "the-second-secret"}
+
+
+@pytest.fixture(autouse=True)
+def variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, key in KEYS.items():
+        monkeypatch.setenv(f"SGLANG_{name.upper()}", key)
+
+
+def check(server: FakeServer, folder: Path, *command: str | Path) -> list[Path]:
+    """Run a command against a server, and find no key in what it prints and leaves behind."""
+    with serving(server) as url:
+        done = CliRunner().invoke(app, [*map(str, command), "--url", url])
+    assert done.exit_code == 0, done.output
+    written = [path for path in folder.rglob("*") if path.is_file()]
+    for key in KEYS.values():
+        assert key not in done.output
+        assert not [path for path in written if key.encode() in path.read_bytes()]
+    return written
+
+
+@pytest.mark.parametrize("command", ["show", "doctor", "set FSFS"])
+def test_server(tmp_path: Path, command: str) -> None:
+    check(FakeServer("FFFF", mode="live", **KEYS), tmp_path, "server", *command.split())
+
+
+def test_watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(_: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(watch.time, "sleep", interrupt)
+    check(FakeServer("FFFF", mode="live", **KEYS), tmp_path, "server", "watch")
+
+
+def test_eval(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert check(Fake(**KEYS), out, "eval", "run", "1/4", *SMALL, "-o", out)
+
+
+def test_search(tmp_path: Path) -> None:
+    data, out = documents(tmp_path / "data.jsonl"), tmp_path / "out"
+    server = FakeServer("F" * 12, "live", **KEYS)
+    command = ("--model", TINY, "--data", data, "--batches", "2", "--held-out", "2")
+    command = ("search", "run", *command, "--target", "11", "--method", "fast", "-o", out)
+    assert check(server, out, *command)
