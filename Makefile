@@ -14,7 +14,7 @@ help:
 	@echo "make test-fast  run the tests that need no SGLang, without installing it"
 	@echo "make soak       run the tests that draw again and again with fresh seeds (ROUNDS=5)"
 	@echo "make rehearse   run SGLang's CUDA code here, with references for its kernels"
-	@echo "make check      ruff and mypy, without installing SGLang"
+	@echo "make check      ruff, mypy and import contracts, without installing SGLang"
 	@echo "make size       say how many lines, modules and commands there are, and were planned"
 	@echo "make full       install everything, SGLang included"
 	@echo "make clean      remove what the above made, but the virtual environment"
@@ -47,6 +47,7 @@ check: $(SMALL)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
 
 size: $(SMALL)
 	@$(BIN)/python -m tests.size
