@@ -35,7 +35,8 @@ def test_the_contracts_of_imports_are_kept() -> None:
 def test_no_module_reaches_itself() -> None:
     """Imports under ``TYPE_CHECKING`` count here."""
     graph = grimp.build_graph(PACKAGE.name, cache_dir=None)
-    graph.remove_module(PACKAGE.name)  # its names are for others
+    for name in graph.find_modules_directly_imported_by(PACKAGE.name):  # lazily, for others
+        graph.remove_import(importer=PACKAGE.name, imported=name)
     circles = [
         (module, name)
         for module in graph.modules
