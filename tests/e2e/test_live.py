@@ -8,6 +8,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
 import pytest
 import torch
 
@@ -137,3 +138,21 @@ def test_metrics_are_what_was_counted(client: Client) -> None:
         client.switch_pattern("FFF")
     greedy(client, prompt(50, 1), 2)
     check_metrics(client)
+
+
+def test_profiles_and_releases_leave_the_server_as_it_was(client: Client, tmp_path: Path) -> None:
+    """Each of these ended it, where the platform had no answer for SGLang."""
+
+    def post(path: str, **body: object) -> None:
+        answer = httpx.post(f"{client.url}{path}", json=body, timeout=120)
+        assert answer.status_code == 200, answer.text
+
+    ids = prompt(100, 7)
+    before = greedy(client, ids, 4)
+    post("/start_profile", output_dir=str(tmp_path), activities=["CPU"])
+    during = greedy(client, ids, 4)
+    post("/stop_profile")
+    assert any(tmp_path.iterdir())
+    post("/release_memory_occupation")
+    post("/resume_memory_occupation")
+    assert before == during == greedy(client, ids, 4)

@@ -36,6 +36,9 @@ MAX_TOTAL_TOKENS = 65536
 MAX_RUNNING_REQUESTS = 64
 CHUNKED_PREFILL_SIZE = 2048
 
+PROFILED = {"CPU", "GPU"}
+"""Activities that SGLang records if none is named; torch leaves the second out on this machine."""
+
 IDLE_NAP = 0.005
 """Seconds that an idle scheduler which must stay awake rests between two looks."""
 
@@ -84,6 +87,13 @@ def _platform_class() -> type:
         def get_compile_backend(self, mode: str | None = None) -> str:
             return "eager"
 
+        def get_torch_profiler_activity_str(self) -> str:
+            # Nobody asks for an activity of this name: "CPU" would be recorded twice.
+            return PLATFORM_NAME
+
+        def get_torch_profiler_activity(self) -> torch.profiler.ProfilerActivity:
+            return torch.profiler.ProfilerActivity.CPU
+
         def apply_server_args_defaults(self, server_args: Any) -> None:
             _apply_defaults(server_args)
 
@@ -108,6 +118,10 @@ def _platform_class() -> type:
             around(f"{loader}._get_weights_iterator", read_plain)
             runner = "sglang.srt.model_executor.model_runner"
             around(f"{runner}.create_indexer_capturer", _keep_selections)
+            parts = "sglang.srt.managers.scheduler_components"
+            around(f"{parts}.profiler_manager.SchedulerProfilerManager._profile", _profile)
+            updater = "weight_updater.SchedulerWeightUpdaterManager"
+            around(f"{parts}.{updater}.release_memory_occupation", _release_memory)
 
     return CpuReferencePlatform
 
@@ -160,6 +174,26 @@ def _keep_selections(
     )
 
 
+def _profile(original: Callable[..., Any], manager: Any, request: Any) -> Any:
+    """Refuse activities of a device that is not here: starting to record them ends SGLang."""
+    from sglang.srt.managers.io_struct import ProfileReqOutput
+
+    activities = set(request.activities or PROFILED)
+    if "CPU" in activities and activities <= PROFILED:
+        return original(manager, request)
+    return ProfileReqOutput(
+        success=False,
+        message=f"activities {', '.join(sorted(activities))} were asked for, and the CPU platform "
+        "records CPU only. Name CPU, or none.",
+    )
+
+
+def _release_memory(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Let SGLang wait for this device: a CUDA build of torch names CUDA's when asked for any."""
+    with _pretended(torch, "get_device_module", lambda *_: torch.cpu):
+        return original(*args, **kwargs)
+
+
 def _nap(_result: None, scheduler: Any) -> None:
     """All ranks of dp_attention are idle together or not at all, so all nap alike."""
     if scheduler.idle_sleeper is None:
@@ -203,11 +237,20 @@ def check_plan(server_args: Any, plan: Plan) -> None:
         "take bfloat16 or float32.": plan.index_k_dtype == "fp8_e4m3" and width != INDEX_HEAD_DIM,
         f"{KERNELS.flag} {plan.kernels} chooses GPU kernels, and the CPU platform has kernels of "
         "its own. Drop the flag.": plan.kernels != "engine",
-        f"--speculative-algorithm {cfg.speculative_algorithm} needs a GPU. Drop the flag.": (
+    }
+    for_gpus = {
+        f"--speculative-algorithm {cfg.speculative_algorithm}": (
             cfg.speculative_algorithm is not None
         ),
-        "--enable-two-batch-overlap needs a GPU. Drop the flag.": cfg.enable_two_batch_overlap,
+        "--enable-two-batch-overlap": cfg.enable_two_batch_overlap,
+        "--enable-hierarchical-cache": cfg.enable_hierarchical_cache,
+        "--enable-memory-saver": cfg.enable_memory_saver,
+        "--enable-prefill-cp": cfg.enable_prefill_cp,
+        f"--dcp-size {cfg.dcp_size}": cfg.dcp_size > 1,
+        "--enable-hisparse": cfg.enable_hisparse,
+        "--enable-kv-cache-sharding": cfg.enable_kv_cache_sharding,
     }
+    reasons |= {f"{flag} needs a GPU. Drop the flag.": given for flag, given in for_gpus.items()}
     found = Findings()
     found.each += [SettingsError(reason) for reason, holds in reasons.items() if holds]
     found.report()
@@ -263,16 +306,17 @@ def _adjust_without_cuda(server_args: Any, previous: Callable[[Any], None]) -> N
     from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 
     kv_cache_dtype = resolving_view(server_args).kv_cache_dtype
-    with _pretended_capability():
+    with _pretended(torch.cuda, "get_device_capability", lambda *_: (9, 0)):
         previous(server_args)
     declare_resolution(server_args, PLATFORM_NAME, kv_cache_dtype=kv_cache_dtype)
 
 
 @contextmanager
-def _pretended_capability() -> Iterator[None]:
-    real = torch.cuda.get_device_capability
-    torch.cuda.get_device_capability = lambda *_: (9, 0)
+def _pretended(module: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Put ``function`` in the place of one of torch's while a function of SGLang's runs."""
+    real = getattr(module, name)
+    setattr(module, name, function)
     try:
         yield
     finally:
-        torch.cuda.get_device_capability = real
+        setattr(module, name, real)

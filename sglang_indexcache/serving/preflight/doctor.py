@@ -32,7 +32,7 @@ from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.engine_version import EngineSource
 from sglang_indexcache.serving.plan import BACKEND_NAME, CONFIG_KEY, Plan
 from sglang_indexcache.serving.preflight.config_check import INDEX_HEAD_DIM
-from sglang_indexcache.serving.preflight.refusals import CONTRACT, FEATURES, REHEARSED, TESTED
+from sglang_indexcache.serving.preflight.refusals import CONTRACT, FEATURES, READ, REHEARSED, TESTED
 from sglang_indexcache.support.drawing import to_terminal
 
 USUAL_CARD = "h200"
@@ -41,7 +41,7 @@ USUAL_CARD = "h200"
 EVIDENCE = (
     f"({TESTED}: the tests serve it on the CPU platform and compare with transformers; "
     f"{REHEARSED}: SGLang's CUDA code ran on a CPU, with references for its kernels; {CONTRACT}: "
-    "what is assumed of SGLang's code holds; no GPU has run any)"
+    f"what is assumed of SGLang's code holds; {READ}: its code was read; no GPU has run any)"
 )
 
 

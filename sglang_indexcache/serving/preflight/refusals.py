@@ -18,8 +18,10 @@ REHEARSED = "rehearsed"
 """SGLang's CUDA code ran it on a CPU, references in the place of kernels (tests/rehearsal)."""
 CONTRACT = "source check"
 """Our assumptions are checked against SGLang's source; running it needs a GPU."""
-NOBODY = "not run"
-"""Nothing ran it, and nothing checks it."""
+READ = "source read"
+"""SGLang's code for it was read beside ours; nothing ran it, and nothing checks it."""
+REFUSED = "refused"
+"""Neither mode serves it; a test holds the refusal."""
 
 
 @dataclass(frozen=True)
@@ -88,17 +90,17 @@ FEATURES = (
     Feature("returned selections", "--enable-return-indexer-topk",
             "yes, S layers have their F layer's", "the same", (TESTED,),
             lambda cfg: cfg.enable_return_indexer_topk),
-    Feature("decode context parallelism", "--dcp-size", "not tried", "no", (NOBODY,),
+    Feature("decode context parallelism", "--dcp-size", "not tried", "no", (READ,),
             lambda cfg: cfg.dcp_size > 1),
-    Feature("HiSparse", "--enable-hisparse", "not tried", "no", (NOBODY,),
+    Feature("HiSparse", "--enable-hisparse", "not tried", "no", (READ,),
             lambda cfg: cfg.enable_hisparse),
-    Feature("KV sharding", "--enable-kv-cache-sharding", "not tried", "no", (NOBODY,),
+    Feature("KV sharding", "--enable-kv-cache-sharding", "not tried", "no", (READ,),
             lambda cfg: cfg.enable_kv_cache_sharding),
-    Feature("torch.compile", "--enable-torch-compile", "not tried", "no", (NOBODY,),
+    Feature("torch.compile", "--enable-torch-compile", "no", "no", (REFUSED,),
             lambda cfg: cfg.enable_torch_compile),
-    Feature("LoRA", "--enable-lora", "not tried", "not tried", (NOBODY,),
+    Feature("LoRA", "--enable-lora", "not tried", "not tried", (READ,),
             lambda cfg: bool(cfg.enable_lora or cfg.lora_paths)),
-    Feature("FP4 KV cache", "--kv-cache-dtype nvfp4", "no", "no", (NOBODY,),
+    Feature("FP4 KV cache", "--kv-cache-dtype nvfp4", "no", "no", (REFUSED,),
             lambda cfg: _is_fp4(cfg.kv_cache_dtype)),
 )  # fmt: skip
 
@@ -168,6 +170,11 @@ def _reasons(cfg: Any, plan: Plan) -> Iterator[str]:
             f"--kv-cache-dtype {cfg.kv_cache_dtype} is not served: the layouts of bfloat16 and FP8 "
             "caches are the ones that IndexCache was tested with. Use auto or fp8_e4m3."
         )
+    if cfg.enable_torch_compile:
+        yield (
+            "--enable-torch-compile is not served: it compiles the layers' code in which indices "
+            "are shared, and nobody has run that. Drop the flag; CUDA graphs work without it."
+        )
     if plan.mode == "live":
         yield from _of_live_mode(cfg, plan)
     if plan.graphs:
@@ -213,7 +220,6 @@ def _of_live_mode(cfg: Any, plan: Plan) -> Iterator[str]:
         "--dcp-size": cfg.dcp_size > 1,
         "--enable-hisparse": cfg.enable_hisparse,
         "--enable-kv-cache-sharding": cfg.enable_kv_cache_sharding,
-        "--enable-torch-compile": cfg.enable_torch_compile,
         f"{ADAPTER.flag}, whose indexers are trained for one pattern": plan.adapter,
         f"a {plan.architecture}": not BY_ARCHITECTURE[plan.architecture].live,
     }

@@ -1,0 +1,117 @@
+"""The platform answers whatever SGLang may ask it, or its flags are refused by name."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_indexcache.errors import SettingsError
+from sglang_indexcache.serving.cpu import platform
+from tests.serving.plans import plan
+
+pytest.importorskip("sglang")
+
+REFUSED = {"get_default_speculative_draft_attention_backend": "--speculative-algorithm"}
+"""Methods that the platform lacks, and the flag without which SGLang does not ask."""
+
+
+def raising(method: Any) -> bool:
+    """Whether a method's own code raises NotImplementedError."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(method)))
+    raised = [node.exc for node in ast.walk(tree) if isinstance(node, ast.Raise) and node.exc]
+    return any("NotImplementedError" in ast.unparse(exc) for exc in raised)
+
+
+def test_every_method_is_there_or_refused() -> None:
+    reference = platform._platform_class()
+    methods = dict(inspect.getmembers(reference, inspect.isroutine))
+    missing = {
+        name for name, method in methods.items()
+        if "sglang" in (getattr(method, "__module__", None) or "") and raising(method)
+    }  # fmt: skip
+    assert missing == REFUSED.keys()
+
+
+ARGUMENTS = {
+    "device": "cpu",
+    "kv_cache_dtype": "auto",
+    "speculative_algorithm": None,
+    "enable_two_batch_overlap": False,
+    "enable_hierarchical_cache": False,
+    "enable_memory_saver": False,
+    "enable_prefill_cp": False,
+    "dcp_size": 1,
+    "enable_hisparse": False,
+    "enable_kv_cache_sharding": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "flag"),
+    [
+        ("speculative_algorithm", "EAGLE", "--speculative-algorithm"),
+        ("enable_two_batch_overlap", True, "--enable-two-batch-overlap"),
+        ("enable_hierarchical_cache", True, "--enable-hierarchical-cache"),
+        ("enable_memory_saver", True, "--enable-memory-saver"),
+        ("enable_prefill_cp", True, "--enable-prefill-cp"),
+        ("dcp_size", 2, "--dcp-size 2"),
+        ("enable_hisparse", True, "--enable-hisparse"),
+        ("enable_kv_cache_sharding", True, "--enable-kv-cache-sharding"),
+        ("kv_cache_dtype", "fp8_e4m3", "--kv-cache-dtype"),
+        ("device", "cuda", "--device"),
+    ],
+)
+def test_what_needs_a_gpu_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, field: str, value: Any, flag: str
+) -> None:
+    monkeypatch.setattr(platform, "is_active", lambda: True)
+    monkeypatch.setattr(
+        "sglang.srt.arg_groups.overrides.resolving_view", lambda given: SimpleNamespace(**given)
+    )
+    platform.check_plan(ARGUMENTS, plan())
+    with pytest.raises(SettingsError, match=f"^{flag}"):
+        platform.check_plan(ARGUMENTS | {field: value}, plan())
+
+
+def test_an_activity_of_ours_is_recorded_once() -> None:
+    """SGLang starts a profiler for "CPU" and one for the platform's, if a request names both."""
+    made = platform._platform_class()()
+    assert made.get_torch_profiler_activity_str() not in platform.PROFILED
+    assert str(made.get_torch_profiler_activity()).endswith("CPU")
+
+
+@pytest.mark.parametrize(
+    ("activities", "is_recorded"),
+    [
+        (None, True),
+        ([], True),
+        (["CPU"], True),
+        (["CPU", "GPU"], True),
+        (["GPU"], False),
+        (["CPU", "MEM"], False),
+        (["CUDA_PROFILER"], False),
+    ],
+)
+def test_only_what_a_cpu_has_is_recorded(activities: list[str] | None, is_recorded: bool) -> None:
+    """SGLang would end at its start of any other profiler."""
+    request = SimpleNamespace(activities=activities)
+    result = platform._profile(lambda _, given: given, None, request)
+    if is_recorded:
+        assert result is request
+    else:
+        assert not result.success
+        assert ", ".join(sorted(activities or [])) in result.message
+
+
+def test_memory_is_released_without_a_driver() -> None:
+    """Unlike CUDA's module, which a CUDA build of torch names when no device is given."""
+    before = torch.get_device_module
+    released = platform._release_memory(lambda: torch.get_device_module().synchronize() or "done")
+    assert released == "done"
+    assert torch.get_device_module is before
