@@ -1,4 +1,4 @@
-"""``indexcache kernels``: which of our GPU kernels run here, and building them."""
+"""``indexcache kernels``: build our GPU kernels ahead of their first use."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typer import Option
 
 from sglang_indexcache.cli.common import Command, group, out
 
-app = group("List and build our GPU kernels.")
+app = group("Build our GPU kernels ahead of their first use.")
 
 # fmt: off
 Archive = Annotated[Path | None, Option("--archive", metavar="FILE", help=
@@ -18,32 +18,10 @@ Archive = Annotated[Path | None, Option("--archive", metavar="FILE", help=
 # fmt: on
 
 
-@app.command("list", cls=Command, epilog="Example: indexcache kernels list")
-def list_command() -> None:
-    """Say which implementation can run on this machine, and why the others cannot."""
-    from sglang_indexcache.kernels.dispatch import IMPLEMENTATIONS, Machine
-
-    machine = Machine.here()
-    capability = machine.capability
-    card = "" if capability is None else ", compute capability {}.{}".format(*capability)
-    out.print(f"{machine.name}{card}")
-    for one in IMPLEMENTATIONS:
-        said = one.obstacle(machine) or "can run"
-        out.print(f"  {one.name}: {said}", markup=False, soft_wrap=True)
-    out.print(
-        "A server runs the engine's own kernels unless --indexcache-kernels asks for these, which "
-        "no card has run yet. Before you serve with them, check them on yours, in a checkout: "
-        "python -m tests.kernels.grid",
-        soft_wrap=True,
-    )
-
-
 @app.command(
     "build", cls=Command, epilog="Example: indexcache kernels build --archive kernels.tar.gz"
 )
-def build_command(
-    archive: Archive = None,
-) -> None:
+def build_command(archive: Archive = None) -> None:
     """Compile the CUDA kernels for Hopper (sm_90a) ahead of their first use; needs no GPU."""
     from time import monotonic
 

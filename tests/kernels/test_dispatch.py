@@ -4,9 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from sglang_indexcache.cli import app
 from sglang_indexcache.errors import KernelError
 from sglang_indexcache.kernels import dispatch
 from sglang_indexcache.kernels.contract import OPS, OpName
@@ -75,19 +73,6 @@ def test_loading_compiles(
         monkeypatch.setattr(module, "library", built.append)
     dispatch.named("cuda").load(op)
     assert built == libraries
-
-
-def test_list_names_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    for machine, says in (
-        (HOPPER, ["NVIDIA H100, compute capability 9.0", "can run"]),
-        (AMPERE, ["is for 9.0, this is 8.0"]),
-        (CPU, ["needs an NVIDIA GPU"]),
-    ):
-        monkeypatch.setattr(dispatch.Machine, "here", lambda machine=machine: machine)
-        result = CliRunner().invoke(app, ["kernels", "list"], env={"COLUMNS": "160"})
-        assert result.exit_code == 0, result.output
-        for word in (*dispatch.NAMES, "the engine's own kernels", *says):
-            assert word in result.output
 
 
 def test_the_grid_s_command(

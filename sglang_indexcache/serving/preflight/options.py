@@ -69,7 +69,7 @@ KERNELS = Option(
     "indexcache_kernels",
     "GPU kernels of the indexer (logits, top-k and page lookup in one) and of sparse attention. "
     "engine (default): SGLang's. cuda (Hopper), reference: that implementation of ours for all "
-    "operations, or an error (see: indexcache kernels list).",
+    "operations, or an error that says why not.",
     choices=("engine", *NAMES),
 )
 ADAPTER = Option(

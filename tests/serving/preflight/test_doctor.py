@@ -125,6 +125,12 @@ def test_what_is_wrong_is_one_line(folder: Path, arguments: list[str], message: 
     assert said.count("\n") == 2  # after what it looks at
 
 
+def test_it_says_why_our_kernels_cannot_run_here(folder: Path) -> None:
+    fine, said = examine("--model-path", folder, "--indexcache-kernels", "cuda")
+    assert not fine
+    assert "cuda cannot run on CPU: needs an NVIDIA GPU" in said
+
+
 @pytest.mark.parametrize(
     ("fields", "overrides", "message"),
     [
