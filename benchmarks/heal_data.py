@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.records import markdown
-from sglang_indexcache.study.plots import make_figure, save_figure
+from sglang_indexcache.study.plots import BLUE, FULL, make_figure, save_figure
 
 ALL_F = "full"
 NAMES = {ALL_F: "all F", "uniform:1/4": "uniform 1/4", "tiny-dsa-1of4": "searched 1/4"}
@@ -54,35 +54,64 @@ def _cell(row: dict[str, Any] | None) -> str:
 
 
 def draw(found: dict[str, Any], path: Path) -> None:
-    """Points over all F, one panel for each length that was asked."""
+    """Points over all F, one panel for each length that was asked; ways of one kind in a group."""
     lines = found["lines"]
     lengths = sorted({row["asked_at"] for row in lines})
     shown = [row for row in lines if row["pattern"] != ALL_F]
-    names = list(dict.fromkeys(map(name_of, shown)))
-    figure, axes = make_figure(4 + 2.6 * len(lengths), 1.4 + 0.34 * len(names), 1, len(lengths))
-    for axis, length in zip(axes, lengths, strict=True):
-        for place, name in enumerate(names):
-            found = [r for r in shown if name_of(r) == name and r["asked_at"] == length]
-            for row in found:
-                healed = "healed" if row["healed_on"] else "not healed"
-                axis.errorbar(
-                    row["over_all_f"],
-                    place,
-                    xerr=row["half_width"],
-                    fmt="o",
-                    capsize=3,
-                    color="C0" if row["healed_on"] else "C1",
-                    label=f"{healed}; bars: 95 %, over seeds and documents",
-                )
-        axis.axvline(0, color="grey", linewidth=0.8)
-        axis.set_ylim(len(names) - 0.5, -0.5)
-        axis.set_yticks(range(len(names)), names if axis is axes[0] else [""] * len(names))
-        axis.set_title(f"asked at {length} tokens", fontsize=9)
-        axis.set_xlabel("recall, points over all F")
-        axis.grid(alpha=0.3)
-    handles, texts = axes[0].get_legend_handles_labels()
-    unique = dict(zip(texts, handles, strict=True))
-    figure.legend(
-        unique.values(), unique, loc="outside lower center", ncols=2, frameon=False, fontsize=8
+    groups: dict[str, list[str]] = {}
+    for row in shown:
+        names = groups.setdefault(_group_of(row), [])
+        if _short_name(row) not in names:
+            names.append(_short_name(row))
+    places: dict[tuple[str, str], float] = {}
+    headings: dict[str, float] = {}
+    place = 0
+    for group, names in groups.items():
+        headings[group] = place
+        for number, name in enumerate(names, start=1):
+            places[group, name] = place + number
+        place += len(names) + 1
+    figure, axes = make_figure(
+        2.2 + 2.3 * len(lengths), 1.2 + 0.2 * place, 1, len(lengths), sharey=True
     )
+    for axis, length in zip(axes, lengths, strict=True):
+        for row in (row for row in shown if row["asked_at"] == length):
+            axis.errorbar(
+                row["over_all_f"],
+                places[_group_of(row), _short_name(row)],
+                xerr=row["half_width"],
+                fmt="o",
+                ms=4,
+                capsize=2,
+                color=BLUE if row["healed_on"] else FULL,
+            )
+        axis.axvline(0, color="black", linewidth=0.8)
+        axis.set_title(f"asked at {length} tokens", fontsize=9)
+        axis.set_xlabel("recall, points over all F", fontsize=8)
+        axis.tick_params(labelsize=8)
+        axis.grid(alpha=0.3)
+    ticks = {
+        **{at: name for (_, name), at in places.items()},
+        **{at: g for g, at in headings.items()},
+    }
+    axes[0].set_yticks(list(ticks), list(ticks.values()))
+    axes[0].set_ylim(place - 0.5, -0.7)
+    for label, at in zip(axes[0].get_yticklabels(), ticks, strict=True):
+        label.set_fontweight("bold" if at in headings.values() else "normal")
+    figure.supxlabel("grey: not healed; bars: 95 %, over seeds and documents", fontsize=8)
     save_figure(figure, path)
+
+
+def _group_of(row: dict[str, Any]) -> str:
+    """What many ways have in common: pattern and steps."""
+    if row["healed_on"] is None:
+        return "as it is"
+    return f"{NAMES[row['pattern']]}, {row['steps']} steps"
+
+
+def _short_name(row: dict[str, Any]) -> str:
+    """What tells a way from the others of its group."""
+    if row["healed_on"] is None:
+        return NAMES[row["pattern"]]
+    sparse = f", then sparse at {row['sparse_length']}" * bool(row["sparse_length"])
+    return f"{row['healed_on']} at {row['length']}{sparse}"

@@ -18,7 +18,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,9 +27,7 @@ from typing import Any
 import sglang_indexcache
 from benchmarks.records import markdown, read_arguments
 from sglang_indexcache.ask.launch import Server
-from sglang_indexcache.checkpoint import Checkpoint
-from sglang_indexcache.library import Library
-from sglang_indexcache.study.plots import make_figure, pattern_color, save_figure
+from sglang_indexcache.study.plots import BLUE, FULL, GREEN, RED, make_figure, save_figure
 from sglang_indexcache.study.provenance import machine
 from sglang_indexcache.support.files import write_json
 
@@ -45,7 +43,8 @@ TRAINED_FOR = 512
 COLUMNS = 4
 """Panels side by side."""
 MARKS = {0: "o", 4: "v", 8: "s", 16: "D"}
-"""Of each window, in the figure."""
+COLORS = {0: FULL, 4: GREEN, 8: BLUE, 16: RED}
+"""Both of each window, in the figure."""
 
 Cell = dict[str, Any]
 
@@ -273,54 +272,64 @@ def draw(told: dict[str, Any], path: Path) -> None:
         for pattern in dict.fromkeys(cell["pattern"] for cell in found)
         if pattern != ALL_FULL
     ]
-    checkpoint = Checkpoint.read(TINY)
-    rows = -(-len(panels) // COLUMNS)
-    columns = min(COLUMNS, len(panels))
-    figure, axes = make_figure(3.6 * columns, 3.2 * rows, rows=rows, columns=columns)
-    for axis, (unit, pattern, some) in zip(axes, panels, strict=False):
-        color = pattern_color(Library.default().resolve(pattern, checkpoint).pattern)
-        _panel(axis, some, color)
+    rows, columns = -(-len(panels) // COLUMNS), min(COLUMNS, len(panels))
+    figure, axes = make_figure(3.6 * columns, 3.2 * rows + 0.4, rows=rows, columns=columns)
+    settings = {
+        unit: list(groups([cell for other, _, some in panels if other == unit for cell in some]))
+        for unit, _, _ in panels
+    }
+    most = max(map(len, settings.values()))
+    labels: dict[str, Any] = {}
+    for number, (axis, (unit, pattern, some)) in enumerate(zip(axes, panels, strict=False)):
+        labels |= _panel(axis, some, settings[unit])
+        axis.set_ylim(most - 0.5, -0.5)  # the same height for each setting everywhere
         axis.set_title(f"{TINY.name}, {pattern}", fontsize=9, loc="left")
         axis.set_xlabel(unit, fontsize=8)
         ends = [end for other, _, found in panels if other == unit for end in _ends(found)]
         margin = 0.05 * (max(ends) - min(ends))
         axis.set_xlim(min(*ends, 0) - margin, max(*ends, 0) + margin)
+        if number % columns and panels[number - 1][0] == unit:
+            axis.tick_params(labelleft=False)
+        else:
+            axis.set_ylabel("tokens selected, of how many", fontsize=8)
     for axis in axes[len(panels) :]:
         axis.remove()
-    for axis in axes[::columns]:
-        axis.set_ylabel("tokens selected, of how many", fontsize=8)
+    figure.legend(
+        [labels[name] for name in sorted(labels, key=_window_of)],
+        sorted(labels, key=_window_of),
+        loc="outside lower center", ncols=len(labels), frameon=False, fontsize=8,
+    )  # fmt: skip
     save_figure(figure, path)
+
+
+def _window_of(label: str) -> int:
+    return int(label.rpartition(" ")[2]) if label.startswith("window of") else 0
 
 
 def _ends(found: list[Cell]) -> list[float]:
     return [end for cell in found for end in cell["interval"] or ()]
 
 
-def _panel(axis: Any, some: list[Cell], color: str) -> None:
-    """One pattern: how far it is from all F in each setting, without and with windows."""
-    by_setting = groups(some)
+def _panel(axis: Any, some: list[Cell], settings: Sequence[tuple[int, int]]) -> dict[str, Any]:
+    """One pattern: how far it is from all F in each setting, by window; the legend's entries."""
     axis.axvline(0, color="black", lw=0.8)
     windows = sorted({cell["window"] for cell in some})
-    for number, window in enumerate(windows):
-        label: str | None = f"window of {window}" if window else "no window"
-        for row, cells_there in enumerate(by_setting.values()):
-            for cell in (c for c in cells_there if c["window"] == window and c["interval"]):
-                at, (low, high) = cell["difference"], cell["interval"]
-                axis.errorbar(
-                    at,
-                    row + 0.14 * (number - (len(windows) - 1) / 2),
-                    xerr=[[at - low], [high - at]],
-                    fmt=MARKS[window],
-                    color=color,
-                    markerfacecolor=color if window else "white",
-                    markersize=5,
-                    capsize=2,
-                    label=label,
-                )
-                label = None
-    axis.set_yticks(range(len(by_setting)), [f"{topk} of {length}" for topk, length in by_setting])
-    axis.invert_yaxis()
-    axis.legend(fontsize=7, loc="best")
+    labels = {}
+    for cell in (cell for cell in some if cell["interval"]):
+        window, at, (low, high) = cell["window"], cell["difference"], cell["interval"]
+        place = windows.index(window) - (len(windows) - 1) / 2
+        label = f"window of {window}" if window else "no window"
+        labels[label] = axis.errorbar(
+            at,
+            settings.index((cell["topk"], cell["length"])) + 0.16 * place,
+            xerr=[[at - low], [high - at]],
+            fmt=MARKS[window],
+            color=COLORS[window],
+            markersize=5,
+            capsize=2,
+        )
+    axis.set_yticks(range(len(settings)), [f"{topk} of {length}" for topk, length in settings])
+    return labels
 
 
 def main() -> None:

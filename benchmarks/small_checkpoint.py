@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +105,18 @@ def curves(found: dict[str, Any], path: Path) -> None:
     accuracy_axis.set_xlabel("step; each stage is tested on documents of its own length")
     stages = load_recipe("tiny-dsa").stages
     starts = {e["stage"]: e["total_step"] - e["step"] for e in reversed(steps)}
+    needles = [e for e in tests if "held_out_needles" in e]
+    for last, first in pairwise(needles):
+        old, new = stages[last["stage"]].length, stages[first["stage"]].length
+        if old < new:
+            accuracy_axis.annotate(
+                f"needles: in {new} tokens,\nno longer in {old}",
+                (first["total_step"], 100 * first["held_out_needles"]),
+                (starts[first["stage"]] - 60, 3),
+                ha="right",
+                fontsize=8,
+                arrowprops={"arrowstyle": "->", "lw": 0.8},
+            )
     before = None
     for number, start in sorted(starts.items()):
         for axis in (loss_axis, accuracy_axis):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.recent_window import TINY, indexcache, with_lists
 from benchmarks.records import markdown, read_arguments
-from sglang_indexcache.study.plots import make_figure, save_figure
+from sglang_indexcache.study.plots import BLUE, FULL, RED, make_figure, save_figure
 from sglang_indexcache.study.provenance import machine
 from sglang_indexcache.support.files import write_json
 
@@ -33,8 +34,6 @@ BLIND = "uniform:1/4"
 HEALED = (20, 80, 320)
 """Dense steps."""
 HEALING = ("--context", "512", "--lr", "5e-3", "--held-out", "4", "--dtype", "float32")
-COLORS = {0: "#c44e52", WINDOW: "#4c72b0"}
-"""By the window that a pattern was searched or is served with."""
 
 
 def with_window(pattern: str, window: int) -> str:
@@ -136,39 +135,60 @@ def wearing(adapter: Path, folder: Path) -> Path:
 
 
 def draw(told: dict[str, Any], path: Path) -> None:
-    """Left: what patterns add, by F layers. Right: the loss by steps of healing."""
-    figure, (left, right) = make_figure(10.4, 3.8, columns=2)
-    for how, color in (
-        ("searched with w = 0", COLORS[0]),
-        (f"searched with w = {WINDOW}", COLORS[WINDOW]),
-        ("uniform", "#8c8c8c"),
-    ):
-        for window, style in ((0, "--"), (WINDOW, "-")):
+    """Left: what patterns add, by F layers. Right: what uniform 1/4 adds, by steps of healing."""
+    figure, (left, right) = make_figure(10.4, 4.6, columns=2, sharey=True)
+    counts = sorted({one["pattern"].count("F") for one in told["searches"]})
+    hows = {"searched with w = 0": RED, f"searched with w = {WINDOW}": BLUE, "uniform": FULL}
+    for place, (how, color) in enumerate(hows.items()):
+        for window in (0, WINDOW):
             line = [o for o in told["searches"] if (o["how"], o["window"]) == (how, window)]
             line.sort(key=lambda one: one["pattern"].count("F"))
-            low = [one["difference"] - one["interval"][0] for one in line]
-            left.errorbar(
-                [one["pattern"].count("F") for one in line], [one["difference"] for one in line],
-                yerr=low, ls=style, color=color, marker="o", ms=3, capsize=2, lw=1.2,
-                label=f"{how}, served with w = {window}",
-            )  # fmt: skip
-    left.axhline(0, color="black", lw=0.8, ls=":")
-    left.set_yscale("symlog", linthresh=20)
-    left.set_xticks(sorted({one["pattern"].count("F") for one in told["searches"]}))
+            places = [counts.index(one["pattern"].count("F")) + 0.08 * (place - 1) for one in line]
+            label = f"{how}, served with w = {window}"
+            _line(left, places, line, window, color, label).set_linestyle("-" if window else "--")
+    left.set_xticks(range(len(counts)), [str(count) for count in counts])
     left.set_xlabel("F layers, of 12")
-    left.set_ylabel("thousandths of a nat a token over all F", fontsize=8)
-    left.legend(fontsize=6.5, frameon=False)
-    for window, style in ((0, "--"), (WINDOW, "-")):
+    left.set_ylabel("thousandths of a nat a token over all F")
+    steps = sorted({one["steps"] for one in told["healings"]})
+    for window, color in ((0, RED), (WINDOW, BLUE)):
         line = [one for one in told["healings"] if one["window"] == window]
+        places = [steps.index(one["steps"]) for one in line]
         label = f"{BLIND}, served with w = {window}"
-        places, losses = range(len(line)), [one["loss"] for one in line]
-        right.plot(places, losses, ls=style, color=COLORS[window], marker="o", ms=4, label=label)
-    right.axhline(told["healings"][0]["all_full"], color="black", lw=0.8, ls=":", label="all F")
-    right.set_xticks(range(len(line)), [str(one["steps"]) for one in line])
-    right.set_xlabel("steps of healing")
-    right.set_ylabel("loss of held-out text, nats a token", fontsize=8)
-    right.legend(fontsize=6.5, frameon=False)
+        _line(right, places, line, window, color, label).set_linestyle("none")
+    right.set_xticks(range(len(steps)), [str(one) for one in steps])
+    right.set_xlim(-0.5, len(steps) - 0.5)
+    right.set_xlabel("steps of healing; bars: 95 %")
+    for axis in (left, right):
+        axis.axhline(0, color="black", lw=0.8, ls=":")
+        axis.legend(
+            fontsize=7, frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2
+        )
+    left.set_yscale("symlog", linthresh=20)
+    ticks = (-10, 0, 10, 20, 50, 100, 200, 500)
+    left.set_yticks(ticks, [str(tick) for tick in ticks])
+    left.minorticks_off()
+    lowest = min(one["interval"][0] for one in [*told["searches"], *told["healings"]])
+    left.set_ylim(lowest - 2, 650)
     save_figure(figure, path)
+
+
+def _line(
+    axis: Any,
+    places: Sequence[float],
+    line: Sequence[dict[str, Any]],
+    window: int,
+    color: str,
+    label: str,
+) -> Any:
+    """Draw differences with their intervals; hollow without a window. Return the line."""
+    values = [one["difference"] for one in line]
+    low = [one["difference"] - one["interval"][0] for one in line]
+    high = [one["interval"][1] - one["difference"] for one in line]
+    drawn = axis.errorbar(
+        places, values, yerr=[low, high], color=color, marker="o", ms=4, capsize=2, lw=1.2,
+        markerfacecolor=color if window else "white", label=label,
+    )  # fmt: skip
+    return drawn[0]
 
 
 def table(told: list[dict[str, Any]]) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from statistics import median
 
 from benchmarks.paper import indexcache, repeated
 from benchmarks.random_model import make_model
@@ -21,9 +22,10 @@ from benchmarks.records import RUNS, read_arguments
 from sglang_indexcache.bench.latency import write_latency
 from sglang_indexcache.bench.results import LatencyResult, load
 from sglang_indexcache.bench.tables import NAMES, describe
-from sglang_indexcache.study.plots import make_figure, save_figure
+from sglang_indexcache.study.plots import BLUE, GREEN, RED, make_figure, save_figure
 from sglang_indexcache.support.lengths import format_length
 
+COLORS = {"prefill": BLUE, "decode": RED, "full": GREEN}
 NAME = "latency/cpu"
 PATTERNS = ["full", "1/2=uniform:1/2", "1/4=uniform:1/4"]
 CONTEXTS = ["1024", "4096", "8192", "16384"]
@@ -33,17 +35,25 @@ ON_A_CPU = ["--max-total-tokens", "33536", "--disable-overlap-schedule"]
 
 
 def draw_shares(result: LatencyResult, path: Path) -> None:
-    """The baseline's shares by metric, where its server told them."""
+    """Draw the baseline's shares by metric, where its server told them: medians and all rounds."""
     figure, [axis] = make_figure(6.0, 3.6)
     for metric in result.metrics:
-        shares = [result.indexer_share(metric, length) for length in result.lengths]
-        known = [(n, 100 * share) for n, share in zip(result.lengths, shares, strict=True) if share]
-        axis.plot(*zip(*known, strict=True), marker="o", ms=4, label=NAMES[metric])
+        shares = {n: result.indexer_shares(metric, n) for n in result.lengths}
+        known = {n: [100 * share for share in found] for n, found in shares.items() if found}
+        middle = [median(found) for found in known.values()]
+        axis.errorbar(
+            list(known), middle, marker="o", ms=4, capsize=3, color=COLORS[metric],
+            yerr=[
+                [at - min(found) for at, found in zip(middle, known.values(), strict=True)],
+                [max(found) - at for at, found in zip(middle, known.values(), strict=True)],
+            ],
+            label=NAMES[metric],
+        )  # fmt: skip
     axis.set_xscale("log", base=2)
     axis.set_xticks(result.lengths, [format_length(n) for n in result.lengths])
     axis.minorticks_off()
-    axis.set_xlabel("context, tokens")
     axis.set_ylabel("indexers' share of the time, %")
+    axis.set_xlabel(f"context, tokens; bars: lowest and highest of {result.rounds} rounds")
     axis.set_ylim(0, 100)
     axis.set_title(describe(result), fontsize=9, loc="left")
     axis.grid(alpha=0.25)

@@ -214,9 +214,13 @@ class LatencyResult(Strict):
 
     def indexer_share(self, metric: Metric, length: int) -> float | None:
         """Part of the baseline's time that its indexers took, the median over the rounds."""
-        samples = self._matching(self.baseline.name, metric, length)
-        shares = [s.indexer_share for s in samples if s.indexer_share is not None]
+        shares = self.indexer_shares(metric, length)
         return median(shares) if shares else None
+
+    def indexer_shares(self, metric: Metric, length: int) -> list[float]:
+        """The same of each round that knows it."""
+        samples = self._matching(self.baseline.name, metric, length)
+        return [s.indexer_share for s in samples if s.indexer_share is not None]
 
     def speedup(self, configuration: str, metric: Metric, length: int) -> Speedup:
         """``configuration`` against the baseline of the same round.

@@ -16,7 +16,9 @@ FORMATS: dict[str, dict[str, None]] = {
 }
 """How pictures are written, by suffix, and what is left out: else no two files were alike."""
 FULL = "#8a8a8a"
-_SEARCHED = ((0.4, "#1f5fa8"), (0.2, "#c0392b"), (0.0, "#2e8b57"))
+BLUE, RED, GREEN = "#1f5fa8", "#c0392b", "#2e8b57"
+"""Colours of figures in which no colour is a pattern's."""
+_SEARCHED = ((0.4, BLUE), (0.2, RED), (0.0, GREEN))
 _UNIFORM = ((0.4, "#8db8e0"), (0.2, "#e8a79f"), (0.0, "#9ccfb2"))
 """From which share of F layers on a pattern is about 1/2, 1/4 and 1/8; paler where interleaved."""
 
