@@ -2,6 +2,7 @@
 
 python -m benchmarks.redraw
 python -m benchmarks.redraw --publish
+python -m benchmarks.redraw --figures pdf
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from benchmarks.records import RESULTS, read_arguments
 from sglang_indexcache.bench import tables
 from sglang_indexcache.bench.results import load
 from sglang_indexcache.search.output import draw_losses
+from sglang_indexcache.study.plots import FORMATS
 
 
 def _latency(record: Path, picture: Path) -> None:
@@ -63,11 +65,15 @@ FIGURES: dict[str, tuple[str, Callable[[Path, Path], None]]] = {
 def main(argv: list[str] | None = None) -> None:
     """Draw them."""
     parser = argparse.ArgumentParser(description=__doc__)
-    output = read_arguments(parser, "", argv).output
+    parser.add_argument("--figures", default="png", choices=[suffix[1:] for suffix in FORMATS])
+    arguments = read_arguments(parser, "", argv)
+    if arguments.publish and arguments.figures != "png":
+        parser.error("the committed figures are PNG, which pages show: leave --figures out")
     for picture, (record, draw) in FIGURES.items():
-        (output / picture).parent.mkdir(parents=True, exist_ok=True)
-        draw(RESULTS / record, output / picture)
-        print(output / picture)
+        path = (arguments.output / picture).with_suffix(f".{arguments.figures}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draw(RESULTS / record, path)
+        print(path)
 
 
 if __name__ == "__main__":

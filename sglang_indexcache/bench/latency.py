@@ -436,9 +436,9 @@ def random_prompts(count: int, length: int, vocab_size: int, *seed: object) -> l
     return [[first, *source.choices(drawn, k=length - 1)] for first in firsts]
 
 
-def write_latency(result: LatencyResult, folder: Path) -> list[Path]:
-    """Write ``latency.json``, ``.md`` and figures; returns the files."""
-    names = ("latency.json", "latency.md", "latency-speedup.png")
+def write_latency(result: LatencyResult, folder: Path, figures: str = "png") -> list[Path]:
+    """Write ``latency.json``, ``.md`` and a figure as ``figures`` says; return the files."""
+    names = ("latency.json", "latency.md", f"latency-speedup.{figures}")
     written = [folder / name for name in names]
     save(result, written[0])
     write_whole(written[1], tables.report(result))

@@ -12,6 +12,7 @@ from sglang_indexcache.cli.common import (
     AdminApiKey,
     ApiKey,
     Command,
+    Figures,
     Json,
     Model,
     Output,
@@ -66,6 +67,7 @@ def latency_command(
     rounds: Rounds = 3,
     new_tokens: NewTokens = 64,
     full_concurrency: FullConcurrency = 0,
+    figures: Figures = "png",
 ) -> None:
     """The paper's Table 1 and its bar figure, on your servers; the first pattern is the baseline.
 
@@ -99,7 +101,7 @@ def latency_command(
             target, servers, served, settings, arguments=flags, report=report, output=output
         )
     out.print(tables.latency_grid(result).to_terminal())
-    written = ", ".join(map(str, latency.write_latency(result, output)))
+    written = ", ".join(map(str, latency.write_latency(result, output, figures)))
     out.print(f"wrote {written}", soft_wrap=True)
 
 

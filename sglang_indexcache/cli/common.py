@@ -134,6 +134,15 @@ def _read_config(context: typer.Context, path: Path | None) -> Path | None:
     return path
 
 
+def _figure_format(value: str) -> str:
+    from sglang_indexcache.study.plots import FORMATS
+
+    known = [suffix.removeprefix(".") for suffix in FORMATS]
+    if value not in known:
+        raise SettingsError(f"--figures is {', '.join(known)}, got {value!r}")
+    return value
+
+
 SERVERS = "Servers that run"
 """The panel of the help that has the servers' addresses and keys."""
 
@@ -160,6 +169,9 @@ AdminApiKey = Annotated[str | None, Option(
     "--admin-api-key", envvar="SGLANG_ADMIN_API_KEY", metavar="KEY", rich_help_panel=SERVERS, help=
     "Admin API key of the servers at --url, if they have one: it is needed to switch patterns "
     "and to flush caches.")]
+Figures = Annotated[str, Option(
+    "--figures", metavar="png|pdf|svg", callback=_figure_format, help=
+    "Format of the figures: PDF and SVG are for papers.")]
 Json = Annotated[bool, Option("--json", help=
     "Print the same as one JSON document. The exit code stays.")]
 # fmt: on

@@ -18,6 +18,7 @@ from sglang_indexcache.cli.common import (
     ApiKey,
     Command,
     Config,
+    Figures,
     Model,
     Output,
     Seed,
@@ -119,6 +120,7 @@ def run_command(
     keep_full: KeepFull = "",
     dry_run: DryRun = False,
     rate: TokensPerSecond = None,
+    figures: Figures = "png",
 ) -> None:
     """Find which layers can lose their indexer. Start it again after any stop: it resumes.
 
@@ -154,7 +156,7 @@ def run_command(
         print_plan(out, plan(setup, targets, chosen, known))
     else:
         evaluator = measuring(setup.calibration)
-        run_search(setup, evaluator, targets, chosen, output, out, known)
+        run_search(setup, evaluator, targets, chosen, output, out, known, figures)
 
 
 @app.command("compare", cls=Command)
@@ -220,6 +222,7 @@ def overlap_command(
     context: Context = None,
     batches: MeasuredDocuments = 4,
     url: ReturningUrl = "",
+    figures: Figures = "png",
 ) -> None:
     """Measure how much of their selection every two layers have in common.
 
@@ -265,7 +268,7 @@ def overlap_command(
     identity = {"by": kind, "checkpoint": setup.digest, "data": setup.calibration.digest}
     facts = {"identity": identity, "data": setup.data}
     write_json(output / "overlap.json", {**facts, **numbers(counter)})
-    draw_overlap(counter.matrix(), output / "overlap.png", drawn)
+    draw_overlap(counter.matrix(), output / f"overlap.{figures}", drawn)
     if drawn is not None and names_a_file(pattern):
         texts = setup.calibration.sequences
         found = found_overlap(evaluator.selected, drawn, texts, topk, setup.data)

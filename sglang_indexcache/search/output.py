@@ -33,11 +33,18 @@ class OutputFolder:
 
     Args:
         identity: hashes and kind of evaluator: what its journal belongs to.
+        figures: the figure's format, in place of "png".
     """
 
     def __init__(
-        self, folder: Path, search: Search, setup: Setup, identity: Mapping[str, Any]
+        self,
+        folder: Path,
+        search: Search,
+        setup: Setup,
+        identity: Mapping[str, Any],
+        figures: str = "png",
     ) -> None:
+        self._picture = folder / f"losses.{figures}"
         self._folder, self._search, self._setup = folder, search, setup
         self._identity = dict(identity)
         self._origin = {
@@ -72,7 +79,7 @@ class OutputFolder:
             self._write(self._entry(found))
         told = self._summary()
         write_json(self._folder / "search.json", told)
-        draw_losses(told, self._folder / "losses.png")
+        draw_losses(told, self._picture)
 
     def path_of(self, found: Found) -> Path:
         """The pattern file of one mark."""

@@ -38,8 +38,11 @@ def run_search(
     output: Path,
     console: Console | None = None,
     rate: Rate | None = None,
+    figures: str = "png",
 ) -> Search:
     """Search, or go on where an interrupted search of the same folder was.
+
+    ``figures`` is the format of its figure: "png", "pdf" or "svg".
 
     Raises:
         KeyboardInterrupt: by Ctrl-C or SIGTERM; what was found until then is in ``output``.
@@ -54,7 +57,7 @@ def run_search(
     ):
         ledger = Ledger(evaluator, journal, setup.calibration.held_out)
         search = Search(ledger, targets, options)
-        folder = OutputFolder(output, search, setup, identity)
+        folder = OutputFolder(output, search, setup, identity, figures)
         print_plan(console, plan(setup, targets, options, rate))
         way = ""
         resuming(console, len(journal.entries), "evaluations", journal.path)

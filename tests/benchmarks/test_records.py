@@ -66,6 +66,8 @@ def test_every_committed_figure_can_be_drawn_from_its_record(tmp_path: Path) -> 
     assert committed == set(redraw.FIGURES)
     redraw.main(["--output", str(tmp_path)])
     assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.png")} == committed
+    with pytest.raises(SystemExit):  # pages show PNG
+        redraw.main(["--publish", "--figures", "pdf"])
 
 
 @pytest.mark.parametrize("module", WRITERS)

@@ -56,13 +56,15 @@ def test_latency_against_running_servers(tmp_path: Path) -> None:
             *("latency", "--model", model, "-o", str(out), "--url", one, "--url", other),
             *("--pattern", "full", "--pattern", "half=uniform:1/2", "--context", "256"),
             *("--rounds", "1", "--new-tokens", "6", "--full-concurrency", "1"),
+            *("--figures", "pdf"),
             code=0,
         )
     assert "+ IndexCache (half)" in text
     result = load(out / "latency.json")
     assert result.metrics == ("prefill", "decode", "full")
     assert {sample.requests for sample in result.samples} == {1}
-    assert (out / "latency-speedup.png").exists()
+    assert (out / "latency-speedup.pdf").read_bytes().startswith(b"%PDF")
+    assert not list(out.glob("*.png"))
     assert "the servers ran already" in (out / "latency.md").read_text()
 
 
@@ -100,6 +102,7 @@ def test_a_key_reaches_the_server_and_nothing_else(
         (["--", "--model-path", "x"], "leave --model-path to the benchmark"),
         (["--context", "1K", "--context", "1000"], "the same length was given twice"),
         (["--pattern", "FS"], "too short"),
+        (["--figures", "jpg"], "--figures is png, pdf, svg, got 'jpg'"),
     ],
 )
 def test_latency_that_makes_no_sense(tmp_path: Path, options: list[str], message: str) -> None:

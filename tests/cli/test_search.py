@@ -75,10 +75,11 @@ def test_says_which_tokens_count(tmp_path: Path, score: str, which: str) -> None
     data = documents(tmp_path / "data.jsonl")
     arguments = (
         *("search", "run", "--model", TINY, "--data", data, "--batches", "2", "--held-out", "2"),
-        *("--target", "11", "--method", "fast", "-o", tmp_path / "out"),
+        *("--target", "11", "--method", "fast", "-o", tmp_path / "out", "--figures", "svg"),
     )
     result = call(*arguments, *(["--score", score] if score else []))
     assert result.exit_code == 0, result.output
+    assert [path.name for path in (tmp_path / "out").glob("losses.*")] == ["losses.svg"]
     output = said(result)
     told = f"loss of {which} whose query sees more than 64 tokens"
     assert told in output
