@@ -20,9 +20,8 @@ from benchmarks import (
     heal_memory,
     heal_study,
     quality_tables,
-    recent_window,
     search_tables,
-    window_search,
+    window_tables,
 )
 from benchmarks.kernels import unions, yardstick
 from benchmarks.records import markdown
@@ -110,7 +109,7 @@ def _window_digest(record: Any) -> str:
         for cell in record["cells"]
         if cell["length"] == 512 and cell["pattern"] in patterns and cell["window"] in (0, 8)
     ]
-    return recent_window.table(shown)
+    return window_tables.table(shown)
 
 
 def _of(key: str, make: Make) -> Make:
@@ -141,11 +140,11 @@ PARTS: dict[str, tuple[Make, str]] = {
     "expect": (expect.table, "expect.json"),
     "expect-checks": (expect.checks, "expect.json"),
     "request-patterns": (_request_patterns, "request_patterns.json"),
-    "window": (_of("cells", recent_window.table), "window/result.json"),
+    "window": (_of("cells", window_tables.table), "window/result.json"),
     "window-digest": (_window_digest, "window/result.json"),
-    "window-losses": (_of("losses", recent_window.table), "window/result.json"),
-    "window-search": (_of("searches", window_search.table), "window_search/result.json"),
-    "window-heal": (_of("healings", window_search.healing_table), "window_search/result.json"),
+    "window-losses": (_of("losses", window_tables.table), "window/result.json"),
+    "window-search": (_of("searches", window_tables.searches_table), "window_search/result.json"),
+    "window-heal": (_of("healings", window_tables.healing_table), "window_search/result.json"),
     "yardstick-factors": (yardstick.factors_table, "kernels/yardstick.json"),
     "yardstick-prefill": (yardstick.prefill_table, "kernels/yardstick.json"),
     "yardstick-decode": (yardstick.decode_table, "kernels/yardstick.json"),

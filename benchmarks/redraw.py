@@ -17,10 +17,9 @@ from benchmarks import (
     expect,
     heal_data,
     heal_study,
-    recent_window,
     search_figures,
     small_checkpoint,
-    window_search,
+    window_figures,
 )
 from benchmarks.fold import report as folding
 from benchmarks.paper import table_1, table_3
@@ -46,8 +45,8 @@ FIGURES: dict[str, tuple[str, Callable[[Path, Path], None]]] = {
     "fold/loss.png": ("fold/result.json", _of(folding.draw)),
     "heal.png": ("heal.json", _of(heal_study.draw)),
     "heal_data.png": ("heal_data.json", _of(heal_data.draw)),
-    "window/window.png": ("window/result.json", _of(recent_window.draw)),
-    "window_search/found.png": ("window_search/result.json", _of(window_search.draw)),
+    "window/window.png": ("window/result.json", _of(window_figures.given_back)),
+    "window_search/found.png": ("window_search/result.json", _of(window_figures.searches)),
     "training_aware.png": ("training_aware.json", _of(table_3.draw)),
     "small_checkpoint/curves.png": ("small_checkpoint/result.json", _of(small_checkpoint.curves)),
     "small_checkpoint/starved.png": ("small_checkpoint/result.json", _of(small_checkpoint.starved)),

@@ -12,6 +12,7 @@ python -m benchmarks.kernels.unions
 from __future__ import annotations
 
 import argparse
+import json
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.recent_window import TINY, TRAINED_FOR, with_lists
+import sglang_indexcache
 from benchmarks.records import read_arguments
 from sglang_indexcache.bench.tables import Grid
 from sglang_indexcache.search.calibration import Score
@@ -29,13 +30,27 @@ from sglang_indexcache.search.setup import Setup
 from sglang_indexcache.study.provenance import machine
 from sglang_indexcache.support.files import write_json
 
+TINY = Path(sglang_indexcache.__file__).parent / "demo" / "tiny-dsa"
+TRAINED_FOR = 512
+"""Tokens: the length of the texts that the small checkpoint was trained on."""
 ROWS = range(1, 9)
 SETTINGS = (
     *((64, 512), (32, 512), (16, 512)),
     *((64, 1024), (64, 2048), (64, 4096)),
     *((256, 2048), (256, 4096), (512, 4096), (1024, 8192)),
 )
-"""Length of a list, and of the text; the model was trained for texts of 512."""
+"""Length of a list, and of the text."""
+
+
+def with_lists(folder: Path, topk: int) -> Path:
+    """The small checkpoint with lists of another length: a config beside links to its files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in TINY.iterdir():
+        if file.name != "config.json" and not (folder / file.name).exists():
+            (folder / file.name).symlink_to(file.resolve())
+    config = json.loads((TINY / "config.json").read_text())
+    write_json(folder / "config.json", config | {"index_topk": topk})
+    return folder
 
 
 def union_sizes(lists: NDArray[np.integer], rows: int, tokens: int) -> NDArray[np.floating]:
