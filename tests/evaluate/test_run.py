@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from sglang_indexcache.errors import IndexCacheError, QualityError, ServerError
+from sglang_indexcache.errors import IndexCacheError, OutputError, QualityError, ServerError
 from sglang_indexcache.evaluate import run
-from sglang_indexcache.evaluate.evaluation import NAME, Evaluation, load
+from sglang_indexcache.evaluate.evaluation import NAME, Evaluation, load, recorded
 from sglang_indexcache.evaluate.plan import CONTROL_LOOK, CORRELATION, DISCORDANCE
 from sglang_indexcache.evaluate.run import check_floor, check_noise
 from sglang_indexcache.evaluate.verdict import Kind, verdicts_of
@@ -26,6 +26,7 @@ from tests.evaluate.evaluate import ARMS, PLAN, evaluate
 from tests.evaluate.evaluations import LENGTHS, TASKS, evaluation
 from tests.evaluate.fake_server import Fake
 from tests.fakes.server import serving
+from tests.full_disk import files_of_at_most
 
 ROOT = Path(__file__).parents[2]
 
@@ -225,6 +226,30 @@ def test_twenty_kills_leave_the_same_evaluation(tmp_path: Path, seed: int) -> No
             process.communicate()
         subprocess.run(command, cwd=ROOT, check=True)
     assert timeless(replace(load(folder), tokens=0)) == timeless(replace(expected, tokens=0))
+
+
+def test_a_full_disk_ends_it_in_a_sentence_and_with_room_it_goes_on(
+    tmp_path: Path,
+) -> None:
+    with serving(Fake()) as url:
+        whole = evaluate(tmp_path / "whole", url)
+        size = (tmp_path / "whole" / NAME).stat().st_size
+        with (
+            files_of_at_most(size // 2),
+            pytest.raises(OutputError, match=r"cannot write \S*: File too large.*make room"),
+        ):
+            evaluate(tmp_path / "full", url)
+        assert timeless(evaluate(tmp_path / "full", url)) == timeless(whole)
+
+
+def test_two_commands_in_one_folder(tmp_path: Path) -> None:
+    with serving(Fake()) as url:
+        made_of = {"checkpoint": "c", "material": "m", "server": {}}
+        with (
+            recorded(tmp_path, PLAN, ARMS, **made_of),
+            pytest.raises(QualityError, match="is in use by another evaluation"),
+        ):
+            evaluate(tmp_path, url)
 
 
 def _lines(folder: Path) -> int:
