@@ -42,6 +42,9 @@ GLM_CASES = [
     ),
     (["--json-model-override-args", '{"index_topk_pattern": "FSFSF"}'], "1 too short"),
     (["--indexcache-pattern", "FSSFSS", "--prefill-attention-backend", "triton"], "triton"),
+    (["--enable-hierarchical-cache"], "--enable-hierarchical-cache needs a GPU"),
+    (["--enable-torch-compile"], "--enable-torch-compile is not served"),
+    (["--enable-lora"], "--enable-lora needs a GPU"),
 ]
 
 
