@@ -186,10 +186,7 @@ def run_command(
 
 
 @app.command("report", cls=Command)
-def report_command(
-    folder: Folder,
-    write_quality: WriteQuality = None,
-) -> None:
+def report_command(folder: Folder, write_quality: WriteQuality = None) -> None:
     """Write an evaluation's report again, from its journal alone; it may still be running.
 
     Example: indexcache eval report quality/ --write-quality found/MODEL-1of4.yaml

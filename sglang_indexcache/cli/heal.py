@@ -128,11 +128,7 @@ def run(
 @app.command(
     "merge", cls=Command, epilog="Example: indexcache heal merge adapter --model MODEL -o merged"
 )
-def merge_command(
-    adapter: Adapter,
-    model: AdaptedModel,
-    output: Output,
-) -> None:
+def merge_command(adapter: Adapter, model: AdaptedModel, output: Output) -> None:
     """Write a standard checkpoint: the model with the adapter's indexers and pattern.
 
     Every tensor but the indexers stays as it is, bit for bit. A file without indexers becomes a

@@ -32,9 +32,7 @@ RatioModel = Annotated[Path | None, Option("--model", metavar="FOLDER", help=
 
 
 @app.command("list", cls=Command, epilog="Example: indexcache patterns list --model MODEL")
-def list_patterns(
-    model: FittedModel = None,
-) -> None:
+def list_patterns(model: FittedModel = None) -> None:
     """List the library's patterns."""
     from sglang_indexcache.library import Library
 
@@ -58,10 +56,7 @@ def list_patterns(
 @app.command(
     "show", cls=Command, epilog="Example: indexcache patterns show glm-5-1of4 my-pattern.yaml"
 )
-def show_patterns(
-    patterns: Patterns,
-    model: RatioModel = None,
-) -> None:
+def show_patterns(patterns: Patterns, model: RatioModel = None) -> None:
     """Show which layer serves which, and where a pattern comes from and how good it is.
 
     It checks pattern files as well: each problem is told, and the exit code is then 1.

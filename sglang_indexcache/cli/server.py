@@ -97,11 +97,7 @@ def live_show(url: Url = HERE, api_key: ApiKey = None, as_json: Json = False) ->
 
 
 @app.command("watch", cls=Command, epilog=f"Example: indexcache server watch --url {HERE}")
-def live_watch(
-    url: Url = HERE,
-    api_key: ApiKey = None,
-    every: Every = 2.0,
-) -> None:
+def live_watch(url: Url = HERE, api_key: ApiKey = None, every: Every = 2.0) -> None:
     """Watch what sharing does on a running server, until you press Ctrl-C.
 
     It shows which share of the indexers' work is skipped, the tokens and requests of each pattern,
@@ -120,10 +116,7 @@ def live_watch(
     "set", cls=Command, epilog=f"Example: indexcache server set 'full < 32K <= 1/4' --url {HERE}"
 )
 def live_set(
-    pattern: NewPattern,
-    url: Url = HERE,
-    api_key: ApiKey = None,
-    admin_api_key: AdminApiKey = None,
+    pattern: NewPattern, url: Url = HERE, api_key: ApiKey = None, admin_api_key: AdminApiKey = None
 ) -> None:
     """Replace the pattern of a server in live mode, for requests to come that name none.
 
