@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from sglang_indexcache.errors import CheckpointError
+from sglang_indexcache.indexer import project
 from sglang_indexcache.models import TRAINABLE
 
 BLOCK = 256
@@ -175,22 +176,11 @@ def read_row(
     del position_ids  # transformers' own do not read it either
     check_can_fold(indexer)
     interleaved = TRAINABLE[indexer.config.model_type].interleaved
-    cosine, sine = (table[..., : table.shape[-1] // 2] for table in position_embeddings)
-
-    def rotate(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
-        turned, rest = x.tensor_split([indexer.qk_rope_head_dim], dim=-1)
-        pairs = (turned[..., 0::2], turned[..., 1::2]) if interleaved else turned.chunk(2, dim=-1)
-        first, second = pairs
-        # The order of the rotated dimensions does not matter: queries and keys share it.
-        both = (first * cosine - second * sine, second * cosine + first * sine, rest)
-        return torch.cat(both, dim=-1)
-
-    queries = indexer.wq_b(q_resid).unflatten(-1, (indexer.n_heads, indexer.head_dim))
-    queries = rotate(queries, cosine.unsqueeze(2), sine.unsqueeze(2))
-    keys = rotate(indexer.k_norm(indexer.wk(hidden_states)), cosine, sine)
+    queries, keys, weights = project(
+        indexer, hidden_states, q_resid, position_embeddings, interleaved=interleaved
+    )
     if past_key_values is not None:
         keys = past_key_values.update_indexer(keys, indexer.layer_idx)
-    weights = indexer.weights_proj(hidden_states.to(indexer.weights_proj.weight.dtype))
     seen = attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0
     visible = seen.expand(*queries.shape[:2], keys.shape[1])
     return IndexRow(queries.float(), keys.float(), weights.float(), visible)

@@ -20,6 +20,7 @@ from sglang_indexcache.errors import TrainingError
 from sglang_indexcache.heal.losses import AttentionInputs, IndexInputs
 from sglang_indexcache.heal.packing import Layout
 from sglang_indexcache.heal.sharing import Sharing
+from sglang_indexcache.indexer import project
 from sglang_indexcache.models import TRAINABLE
 from sglang_indexcache.pattern import Pattern
 
@@ -139,7 +140,6 @@ class LightningIndexer(nn.Module):
         self.k_norm, self.weights_proj = original.k_norm, original.weights_proj
         self.layer = int(original.layer_idx)
         self.heads, self.width = int(original.n_heads), int(original.head_dim)
-        self.rotated = int(original.qk_rope_head_dim)
         self.interleaved = interleaved
         self.sharing = sharing
 
@@ -174,32 +174,15 @@ class LightningIndexer(nn.Module):
             asked: ``[Q]`` places of the queries; None for all.
         """
         dtype = self.wk.weight.dtype
-        hidden, query_latent = hidden.to(dtype), query_latent.to(dtype)
-        cosine, sine = (table[..., : self.rotated // 2] for table in rotation)
-        keys = self._rotate(self.k_norm(self.wk(hidden)), cosine, sine)
-        if asked is not None:
-            hidden, query_latent, cosine, sine = (
-                table[:, asked] for table in (hidden, query_latent, cosine, sine)
-            )
-        queries = self.wq_b(query_latent).unflatten(-1, (self.heads, self.width))
-        queries = self._rotate(queries, cosine.unsqueeze(2), sine.unsqueeze(2))
-        scale = self.width**-0.5 * self.heads**-0.5
-        weights = self.weights_proj(hidden) * scale
-        return IndexInputs(queries, keys, weights)
-
-    def _rotate(self, x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
-        """RoPE on the first ``rotated`` of ``x``'s last dimension."""
-        half = self.rotated // 2
-        cosine, sine = cosine.to(x.dtype), sine.to(x.dtype)
-        turned, rest = x[..., : self.rotated], x[..., self.rotated :]
-        if self.interleaved:
-            first, second = turned[..., 0::2], turned[..., 1::2]
-        else:
-            first, second = turned[..., :half], turned[..., half:]
-        # The order of the rotated dimensions does not matter: queries and keys share it.
-        return torch.cat(
-            (first * cosine - second * sine, second * cosine + first * sine, rest), dim=-1
+        queries, keys, weights = project(
+            self,
+            hidden.to(dtype),
+            query_latent.to(dtype),
+            rotation,
+            interleaved=self.interleaved,
+            asked=asked,
         )
+        return IndexInputs(queries, keys, weights * (self.width**-0.5 * self.heads**-0.5))
 
 
 class BorrowedSelection(nn.Module):
