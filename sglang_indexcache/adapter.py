@@ -86,9 +86,11 @@ class Adapter:
             PatternError: its pattern is none.
         """
         document = _document(folder)
+        pattern = Pattern(document.pattern)
+        pattern.check_unfolded("an adapter")
         adapter = cls(
             folder=folder,
-            pattern=Pattern(document.pattern),
+            pattern=pattern,
             base=document.base,
             digest=document.weights,
             record=document.record,
@@ -234,6 +236,7 @@ def _base(folder: Path, pattern: Pattern) -> Base:
             f"that can be trained: {trained}"
         )
     pattern.check_checkpoint(checkpoint.own)
+    pattern.check_unfolded("an adapter")
     lacking = [name for name in _SHAPE_FIELDS if name not in checkpoint.shape]
     if lacking:
         raise CheckpointError(

@@ -275,9 +275,10 @@ def pattern_from_sharing_keys(
     if text is not None:
         pattern = Pattern(text if isinstance(text, str) else "".join(text))
         pattern.check_length(num_layers)
-        if pattern.window:
+        if pattern.window or pattern.is_folded:
+            what = "no window" if pattern.window else "no folded layers"
             raise PatternError(
-                f"index_topk_pattern is SGLang's own key and takes no window, got {pattern}. Give "
+                f"index_topk_pattern is SGLang's own key and takes {what}, got {pattern}. Give "
                 "the pattern to --indexcache-pattern."
             )
         found["index_topk_pattern"] = pattern

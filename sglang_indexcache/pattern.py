@@ -5,15 +5,20 @@ layer runs its indexer; an S (shared) layer has none and reuses the top-k indice
 earlier F layer (paper section "Method", ``f(l) = max{j < l : c_j = F}``). Layers are counted
 from 0 here, as in SGLang and transformers; the paper counts from 1.
 
-A pattern may end in a recent window, ``FSSS+w8``: its S layers see, besides what their F layer
-selected, the last 8 tokens. The window is part of the pattern wherever one is named or compared.
+A third letter, L, is a layer that selects by its own folded score (``fold.py``). It keeps its
+indexer, and S layers take from it as from an F layer: whoever does not fold takes it for an F.
+
+Behind the letters may stand, in this order, ``+c4`` (F layers choose among 4 k candidates of their
+folded score), ``+w8`` (S layers see, besides the list that they take, the last 8 tokens) and
+``@0123456789ab`` (by which slopes layers fold). They are part of the pattern wherever one is named
+or compared.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from hashlib import sha256
@@ -23,16 +28,44 @@ from sglang_indexcache.errors import PatternError, quoted
 
 FULL = "F"
 SHARED = "S"
+FOLDED = "L"
 WIDEST_WINDOW = 1024
 """Tokens; half of the list of a released model."""
+MOST_CANDIDATES = 64
+"""Of a folded F layer, in lengths of its list."""
+SLOPES_FILE = ".slopes"
+"""How the name of a file of slopes ends, which may stand in the place of their digest."""
 
 _INDEXER_TYPES = {FULL: "full", SHARED: "shared"}
-_WINDOW = re.compile(r"(.*)\+w([1-9][0-9]{0,3})", re.DOTALL)
+_NUMBERS = re.compile(r"(?:\+c([1-9][0-9]?))?(?:\+w([1-9][0-9]{0,3}))?\Z")
+_DIGEST = re.compile(r"@([0-9a-f]{12})\Z")
+_LEFT_OVER = re.compile(r"\+([cw]?)\d*\Z")
+
+
+@dataclass(frozen=True)
+class Suffix:
+    """What may stand behind the letters of a pattern, or behind any name of one.
+
+    Attributes:
+        factor: ``+cN``, how many times as many candidates an F layer folds for; 1 without.
+        window: ``+wN``, tokens; 0 without.
+        slopes: behind ``@``, the first twelve hex digits of the slopes' digest, or of a name the
+            path of their file; "" without.
+    """
+
+    factor: int = 1
+    window: int = 0
+    slopes: str = ""
+
+    def __str__(self) -> str:
+        factor = f"+c{self.factor}" if self.factor > 1 else ""
+        window = f"+w{self.window}" if self.window else ""
+        return factor + window + (f"@{self.slopes}" if self.slopes else "")
 
 
 @dataclass(frozen=True)
 class Group:
-    """An F layer and the layers that use its indices, itself included."""
+    """An F or L layer and the layers that use its indices, itself included."""
 
     source: int
     layers: range
@@ -42,7 +75,7 @@ class Group:
 class Pattern:
     """An immutable, valid pattern.
 
-    ``str(pattern)`` is the F/S string, behind it the window if there is one; ``len(pattern)`` is
+    ``str(pattern)`` is the F/S string, behind it the suffix if there is one; ``len(pattern)`` is
     the number of layers.
 
     Raises:
@@ -55,6 +88,7 @@ class Pattern:
         if not isinstance(self.text, str):
             raise PatternError(f"a pattern is a string of F and S, got {type(self.text).__name__}")
         _check_layers(self.layers)
+        _check_folding(self)
 
     # -- reading it ---------------------------------------------------------------------------
 
@@ -67,12 +101,17 @@ class Pattern:
     @cached_property
     def layers(self) -> str:
         """The F/S string alone, one character per layer."""
-        return split_window(self.text)[0]
+        return split_suffix(self.text)[0]
 
     @cached_property
+    def suffix(self) -> Suffix:
+        """What stands behind the letters."""
+        return split_suffix(self.text)[1]
+
+    @property
     def window(self) -> int:
         """How many of the last tokens, a row's own included, S layers see anyway; 0 without."""
-        return split_window(self.text)[1]
+        return self.suffix.window
 
     def window_at(self, layer: int) -> int:
         """How many of the last tokens ``layer`` sees besides what was selected for it.
@@ -84,16 +123,34 @@ class Pattern:
 
     def with_window(self, window: int) -> Pattern:
         """This pattern with a recent window of ``window`` tokens in place of its own; 0: none."""
-        return Pattern(f"{self.layers}+w{window}" if window else self.layers)
+        return self.with_suffix(replace(self.suffix, window=window))
+
+    def with_suffix(self, suffix: Suffix) -> Pattern:
+        """The same letters with another suffix in place of their own."""
+        return Pattern(f"{self.layers}{suffix}")
+
+    @cached_property
+    def is_folded(self) -> bool:
+        """Whether some layer selects by its folded score, or picks candidates by it."""
+        return FOLDED in self.layers or self.suffix.factor > 1
+
+    def fold_at(self, layer: int) -> int:
+        """How many times as many candidates as its list holds ``layer`` picks by its folded score.
+
+        1 where that is the selection (L); 0 where nothing is folded.
+        """
+        if self.layers[self._checked(layer)] == FULL:
+            return self.suffix.factor if self.suffix.factor > 1 else 0
+        return int(self.layers[layer] == FOLDED)
 
     def is_full(self, layer: int) -> bool:
-        """Whether ``layer`` runs its own indexer."""
-        return self.layers[self._checked(layer)] == FULL
+        """Whether ``layer`` runs its own indexer: it is F, or L."""
+        return self.layers[self._checked(layer)] != SHARED
 
     @cached_property
     def full_layers(self) -> tuple[int, ...]:
-        """The F layers, ascending."""
-        return tuple(i for i, c in enumerate(self.layers) if c == FULL)
+        """The layers that run their own indexer, F and L, ascending."""
+        return tuple(i for i, c in enumerate(self.layers) if c != SHARED)
 
     @cached_property
     def shared_layers(self) -> tuple[int, ...]:
@@ -102,14 +159,14 @@ class Pattern:
 
     @cached_property
     def sources(self) -> tuple[int, ...]:
-        """For every layer the F layer whose indices it uses; an F layer uses its own."""
+        """For every layer the F or L layer whose indices it uses; these use their own."""
         result: list[int] = []
         for layer, kind in enumerate(self.layers):
-            result.append(layer if kind == FULL else result[-1])
+            result.append(result[-1] if kind == SHARED else layer)
         return tuple(result)
 
     def source_of(self, layer: int) -> int:
-        """The F layer whose indices ``layer`` uses."""
+        """The F or L layer whose indices ``layer`` uses."""
         return self.sources[self._checked(layer)]
 
     @cached_property
@@ -120,7 +177,7 @@ class Pattern:
 
     @property
     def retention(self) -> Fraction:
-        """F layers over all layers, exactly."""
+        """Layers that keep their indexer over all layers, exactly."""
         return Fraction(len(self.full_layers), len(self))
 
     @property
@@ -132,6 +189,10 @@ class Pattern:
         """One phrase for logs and tables: ``12 of 47 layers keep their indexer (25.5 %)``."""
         kept, total = len(self.full_layers), len(self)
         told = f"{kept} of {total} layers keep their indexer ({100 * kept / total:.1f} %)"
+        if folded := self.layers.count(FOLDED):
+            told += f", {folded} of them folded"
+        if (factor := self.suffix.factor) > 1:
+            told += f"; F layers choose among {factor} k candidates of their folded score"
         if not self.window:
             return told
         who = "S layers" if self.shared_layers else "as a control, all of them"
@@ -154,6 +215,13 @@ class Pattern:
         return cls("".join(FULL if i % ratio == 0 else SHARED for i in range(num_layers)))
 
     @classmethod
+    def folded(cls, own: Pattern, ratio: int | None = None) -> Pattern:
+        """L wherever ``own`` has an indexer, but F in the first of every ``ratio`` of these."""
+        kept = own.full_layers[::ratio] if ratio else ()
+        folded = set(own.full_layers).difference(kept)
+        return cls("".join(FOLDED if i in folded else c for i, c in enumerate(own.layers)))
+
+    @classmethod
     def from_layers(cls, num_layers: int, full_layers: Iterable[int]) -> Pattern:
         """The pattern whose F layers are ``full_layers``."""
         kept = set(full_layers)
@@ -174,8 +242,8 @@ class Pattern:
         return cls("".join(letters[t] for t in types))
 
     def to_indexer_types(self) -> list[str]:
-        """The ``indexer_types`` list that transformers and SGLang obey first."""
-        return [_INDEXER_TYPES[c] for c in self.layers]
+        """The ``indexer_types`` list that transformers and SGLang obey first; L is "full"."""
+        return [_INDEXER_TYPES[SHARED if c == SHARED else FULL] for c in self.layers]
 
     @classmethod
     def from_freq(cls, num_layers: int, freq: int, offset: int | None = None) -> Pattern:
@@ -219,9 +287,10 @@ class Pattern:
         self.check_length(len(own))
         missing = [i for i in self.full_layers if not own.is_full(i)]
         if missing:
+            letters = " and ".join(sorted({self.layers[i] for i in missing}))
             raise PatternError(
-                f"layers {_join(missing)} are F in the pattern, but this checkpoint ships no "
-                f"indexer weights there (its own pattern is {own}). Make those layers S."
+                f"layers {_join(missing)} are {letters} in the pattern, but this checkpoint ships "
+                f"no indexer weights there (its own pattern is {own}). Make those layers S."
             )
 
     def check_stages(self, starts: Iterable[int]) -> None:
@@ -237,48 +306,88 @@ class Pattern:
                 "boundaries (SGLANG_PP_LAYER_PARTITION)."
             )
 
+    def check_unfolded(self, where: str) -> None:
+        """Raise PatternError if this pattern folds, which ``where`` cannot."""
+        if self.is_folded:
+            raise PatternError(
+                f"{self} folds indexers, which {where} cannot do yet. Name a pattern of F and S "
+                "without +cN."
+            )
+
     def _checked(self, layer: int) -> int:
         if not 0 <= layer < len(self):
             raise IndexError(f"layer {layer} of a {len(self)}-layer pattern")
         return layer
 
 
-def split_window(text: str) -> tuple[str, int]:
-    """What stands before a pattern's window, and the window; 0 if there is none.
+def split_suffix(text: str) -> tuple[str, Suffix]:
+    """What stands before a pattern's suffix, and the suffix.
 
     Args:
-        text: a pattern, or any name of one such as ``1/4+w8``.
+        text: a pattern, or any name of one such as ``1/4+w8``, ``full+c4@MODEL.slopes``.
 
     Raises:
-        PatternError: it ends in something that was meant as a window and is none.
+        PatternError: it ends in something that was meant as a suffix and is none.
     """
-    if found := _WINDOW.fullmatch(text):
-        if (window := int(found[2])) <= WIDEST_WINDOW:
-            return found[1], window
-    elif not re.search(r"\+w?\d*$", text):
-        return text, 0
-    raise PatternError(
-        f"a recent window is written +wN behind the pattern, with N from 1 to {WIDEST_WINDOW} "
-        f"tokens, for example 1/4+w8; got {quoted(text)}"
-    )
+    name, slopes = text, ""
+    if found := _DIGEST.search(text):
+        name, slopes = text[: found.start()], found[1]
+    elif text.endswith(SLOPES_FILE) and "@" in text:
+        name, _, slopes = text.partition("@")
+    numbers = _NUMBERS.search(name)
+    assert numbers is not None, "it matches nothing, too"
+    factor, window = int(numbers[1] or 1), int(numbers[2] or 0)
+    rest = name[: numbers.start()]
+    left = _LEFT_OVER.search(rest)
+    if (left and left[1] == "c") or (numbers[1] and (left or not 1 < factor <= MOST_CANDIDATES)):
+        raise PatternError(
+            f"candidates are written +cN behind the pattern and before +wN, with N from 2 to "
+            f"{MOST_CANDIDATES} lengths of a list (1 is the letter L), for example full+c4; got "
+            f"{quoted(text)}"
+        )
+    if left or window > WIDEST_WINDOW:
+        raise PatternError(
+            f"a recent window is written +wN behind the pattern, with N from 1 to {WIDEST_WINDOW} "
+            f"tokens, for example 1/4+w8; got {quoted(text)}"
+        )
+    return rest, Suffix(factor, window, slopes)
 
 
 def _check_layers(layers: str) -> None:
     """Raise the one PatternError that says what is wrong with an F/S string."""
     if not layers:
         raise PatternError("the pattern is empty. Give one F or S per layer.")
-    wrong = sorted(set(layers) - {FULL, SHARED})
+    known = {FULL, SHARED, FOLDED}
+    wrong = sorted(set(layers) - known)
     if wrong:
         at = next(i for i, c in enumerate(layers) if c in wrong)
-        hint = "Use capital letters." if set(layers.upper()) <= {FULL, SHARED} else "Only F and S."
+        hint = "Use capital letters." if set(layers.upper()) <= known else "Only F, S and L."
         if any(c.isspace() for c in wrong):
             hint = "Remove the white space."
         shown = ", ".join(repr(c) for c in wrong)
         raise PatternError(f"the pattern contains {shown} (first at character {at}). {hint}")
-    if layers[0] != FULL:
+    if layers[0] == SHARED:
         raise PatternError(
             "the pattern starts with S, but layer 0 has no earlier layer to take indices from. "
             "Make it F."
+        )
+
+
+def _check_folding(pattern: Pattern) -> None:
+    """Raise PatternError for a suffix that would change nothing, or names no slopes."""
+    suffix = pattern.suffix
+    if suffix.factor > 1 and FULL not in pattern.layers:
+        raise PatternError(
+            f"+c{suffix.factor} is about F layers, and {pattern} has none. Leave it out."
+        )
+    if suffix.slopes and not pattern.is_folded:
+        raise PatternError(
+            f"{pattern} names slopes and folds no layer: only L layers, and F layers with +cN, do. "
+            f"Leave @{suffix.slopes} out."
+        )
+    if suffix.slopes.endswith(SLOPES_FILE):
+        raise PatternError(
+            f"a pattern names slopes by their digest, not by a file: {quoted(str(pattern))}"
         )
 
 

@@ -70,7 +70,7 @@ def show_patterns(patterns: Patterns, model: RatioModel = None) -> None:
     problems = Findings()
     for value in patterns:
         with problems:
-            found[value] = library.resolve(value, checkpoint)
+            found[value] = library.resolve(value, checkpoint, folding=True)
     for value, resolved in found.items():
         entry = resolved.entry
         title = f"{entry.name}: {entry.model.name}" if entry else value

@@ -1,4 +1,4 @@
-"""The pattern library: its files, and the one parser of whatever a user writes for a pattern."""
+"""The pattern library: its files, those of slopes, and the one parser of what a user writes."""
 
 from sglang_indexcache.library.files import (
     NOT_EVALUATED,
@@ -19,6 +19,7 @@ from sglang_indexcache.library.files import (
     set_overlap,
 )
 from sglang_indexcache.library.resolve import LIBRARY_VARIABLE, Library, Resolved, names_a_file
+from sglang_indexcache.library.slopes import LayerSlopes, Slopes
 
 __all__ = [
     "LIBRARY_VARIABLE",
@@ -28,11 +29,13 @@ __all__ = [
     "Evaluated",
     "FoundOverlap",
     "Latency",
+    "LayerSlopes",
     "Library",
     "MethodRecord",
     "ModelInfo",
     "Quality",
     "Resolved",
+    "Slopes",
     "Strict",
     "add_evaluated",
     "beyond_chance",

@@ -1,7 +1,8 @@
 """The one parser of whatever a user writes for a pattern.
 
-An F/S string, ``full``, ``uniform:1/4``, a ratio, a library name or a YAML path; behind each of
-them a recent window, as in ``1/4+w8``.
+An F/S string, ``full``, ``folded``, ``uniform:1/4``, ``folded:1/4``, a ratio, a library name or a
+YAML path; behind each of them a recent window, as in ``1/4+w8``, and what folding needs, as in
+``1/4+c4@MODEL.slopes``.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fractions import Fraction
 from functools import cached_property
@@ -18,13 +19,15 @@ from pathlib import Path
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import LibraryError, PatternError, quoted
 from sglang_indexcache.library.files import FORMS, Entry, load_entry, read_folder
-from sglang_indexcache.pattern import Pattern, split_window
+from sglang_indexcache.library.slopes import Slopes, slopes_in
+from sglang_indexcache.pattern import SLOPES_FILE, Pattern, Suffix, split_suffix
 from sglang_indexcache.support.files import shipped
 
 LIBRARY_VARIABLE = "SGLANG_INDEXCACHE_LIBRARY"
 """Environment variable: more folders of pattern files, separated like PATH."""
 
 _RATIO = re.compile("([0-9]+)/([0-9]+)")
+_BY_DEPTH = re.compile("(uniform|folded):(.*)", re.DOTALL)
 _LONGEST_RATIO = 12
 """Characters; Python does not read numbers of thousands of digits."""
 _LONGEST_GUESSED = 100
@@ -36,11 +39,15 @@ _OFF = ("off", "none", "no", "false", "0", "all", "disable", "disabled")
 
 @dataclass(frozen=True)
 class Resolved:
-    """What a pattern value came to, and in words where it came from."""
+    """What a pattern value came to, and in words where it came from.
+
+    ``slopes`` are those that the pattern folds by, if it does.
+    """
 
     pattern: Pattern
     description: str
     entry: Entry | None = None
+    slopes: Slopes | None = None
 
 
 class Library:
@@ -94,7 +101,12 @@ class Library:
         ]
 
     def resolve(
-        self, value: str, checkpoint: Checkpoint | None = None, *, files: bool = True
+        self,
+        value: str,
+        checkpoint: Checkpoint | None = None,
+        *,
+        files: bool = True,
+        folding: bool = False,
     ) -> Resolved:
         """Turn what a user wrote into a pattern; nothing else knows the forms of one.
 
@@ -104,26 +116,50 @@ class Library:
         Args:
             files: whether it may be the path of a file, which is read here: not for whoever can
                 only reach a server.
+            folding: whether it may fold: whoever asks folds, or refuses by itself.
 
         Raises:
             PatternError, LibraryError: naming what is wrong with ``value``.
+            CheckpointError: slopes that are another model's.
         """
-        name, window = split_window(value)
-        found = self._resolve(name, checkpoint, files)
-        if not window:
+        name, suffix = split_suffix(value)
+        found, slopes = self._resolve(name, checkpoint, files), None
+        if suffix.slopes.endswith(SLOPES_FILE):
+            slopes = _read_slopes(suffix.slopes, files)
+            suffix = replace(suffix, slopes=slopes.digest)
+        if suffix != Suffix():
+            found = _with_suffix(value, name, found, suffix)
+        if not found.pattern.is_folded:
             return found
-        if found.pattern.window:
+        if not folding:
+            found.pattern.check_unfolded("this command")
+        if slopes is None:
+            beside = (Path(name).parent,) if names_a_file(name) else ()
+            slopes = self._slopes(value, found.pattern.suffix.slopes, beside)
+        if checkpoint is not None:
+            slopes.check_model(checkpoint)
+            slopes.check_pattern(found.pattern)
+        return replace(found, slopes=slopes)
+
+    def _slopes(self, value: str, digest: str, beside: tuple[Path, ...]) -> Slopes:
+        """The slopes of this digest, from a file in one of the library's folders or ``beside``."""
+        if not digest:
             raise PatternError(
-                f"{quoted(value)} asks for a recent window of {window} tokens, and {name} has one "
-                f"of {found.pattern.window} already. Name it without a window."
+                f"{quoted(value)} folds indexers and does not say by which slopes. Fit them to "
+                f"the checkpoint (indexcache fold calibrate), and name the file: {value}@FILE"
             )
-        said = f"{found.description}, with a recent window of {window} tokens"
-        # The entry's evidence is about the pattern without the window.
-        return Resolved(found.pattern.with_window(window), said)
+        folders = [*self.folders, *beside]
+        found = next((one for folder in folders if (one := slopes_in(folder, digest))), None)
+        if found is None:
+            raise LibraryError(
+                f"{quoted(value)} folds by the slopes {digest}, and no file in "
+                f"{', '.join(map(str, folders))} holds them. Name the file in their place: @FILE"
+            )
+        return found
 
     def _resolve(self, value: str, checkpoint: Checkpoint | None, files: bool) -> Resolved:
-        ratio = _RATIO.fullmatch(value)
-        if value != "full" and not value.startswith("uniform:") and not ratio:
+        ratio, blindly = _RATIO.fullmatch(value), _BY_DEPTH.fullmatch(value)
+        if value not in ("full", "folded") and not blindly and not ratio:
             resolved = self._spelled_out(value, files)
         elif checkpoint is None:
             raise PatternError(
@@ -137,8 +173,11 @@ class Library:
             resolved = self._by_ratio(value, exact, checkpoint)
         elif value == "full":
             resolved = Resolved(checkpoint.own, "every indexer that the checkpoint ships")
+        elif blindly is None:
+            folded = Pattern.folded(checkpoint.own)
+            resolved = Resolved(folded, "every indexer that the checkpoint ships, folded")
         else:
-            resolved = _uniform(value.removeprefix("uniform:"), checkpoint)
+            resolved = _by_depth(value, blindly[1], blindly[2], checkpoint)
         if checkpoint is not None:
             _check_model(resolved.entry, checkpoint)
             resolved.pattern.check_checkpoint(checkpoint.own)
@@ -188,12 +227,45 @@ def names_a_file(value: str) -> bool:
 
     A choice by prompt length is none, though it may hold a ratio.
     """
-    if "<" in value or value.startswith("uniform:"):
+    if "<" in value or _BY_DEPTH.fullmatch(value):
         return False
-    value = split_window(value)[0]
+    value = split_suffix(value)[0]
     if _RATIO.fullmatch(value):
         return False
     return value.endswith((".yaml", ".yml")) or os.sep in value
+
+
+def _read_slopes(path: str, files: bool) -> Slopes:
+    if not files:
+        raise PatternError(
+            f"{path!r} is a file, and a server reads none for whoever can reach it. Name the "
+            "slopes by their digest, as the server's own pattern does."
+        )
+    return Slopes.read(Path(path))
+
+
+def _with_suffix(value: str, name: str, found: Resolved, asked: Suffix) -> Resolved:
+    """What a name came to, with the suffix behind the name; the pattern may have its own."""
+    own = found.pattern.suffix
+    if asked.window and own.window:
+        raise PatternError(
+            f"{quoted(value)} asks for a recent window of {asked.window} tokens, and {name} has "
+            f"one of {own.window} already. Name it without a window."
+        )
+    if (asked.factor > 1 and own.factor > 1) or (asked.slopes and own.slopes):
+        raise PatternError(
+            f"{quoted(value)} says how to fold, and {name} says it already: {own}. Say it once."
+        )
+    factor, window = max(asked.factor, own.factor), asked.window or own.window
+    said = found.description
+    if asked.factor > 1:
+        said += f", F layers folded for {factor} k candidates"
+    if asked.window:
+        said += f", with a recent window of {window} tokens"
+    pattern = found.pattern.with_suffix(Suffix(factor, window, asked.slopes or own.slopes))
+    # The entry's evidence is about the pattern without these.
+    is_other = asked.factor > 1 or asked.window
+    return Resolved(pattern, said, None if is_other else found.entry)
 
 
 def _from_entry(entry: Entry, description: str) -> Resolved:
@@ -210,26 +282,29 @@ def _check_model(entry: Entry | None, checkpoint: Checkpoint) -> None:
         )
 
 
-def _uniform(ratio: str, checkpoint: Checkpoint) -> Resolved:
+def _by_depth(value: str, kind: str, ratio: str, checkpoint: Checkpoint) -> Resolved:
     match = _RATIO.fullmatch(ratio)
     short = match and len(ratio) <= _LONGEST_RATIO
     if not match or not short or match[1] != "1" or int(match[2]) < 1:
+        name = "uniform interleaving" if kind == "uniform" else "folding between F layers"
         raise PatternError(
-            "uniform interleaving is written uniform:1/r, for example uniform:1/4; got "
-            f"{quoted('uniform:' + ratio)}"
+            f"{name} is written {kind}:1/r, for example {kind}:1/4; got {quoted(value)}"
         )
     if (every := int(match[2])) > checkpoint.num_layers:
         raise PatternError(
-            f"{quoted('uniform:' + ratio)} wants one F layer in {every}, and there are "
-            f"{checkpoint.num_layers}. One alone is uniform:1/{checkpoint.num_layers}."
+            f"{quoted(value)} wants one F layer in {every}, and there are "
+            f"{checkpoint.num_layers}. One alone is {kind}:1/{checkpoint.num_layers}."
         )
+    if kind == "folded":
+        between = Pattern.folded(checkpoint.own, every)
+        return Resolved(between, f"F layers at {ratio}, the others folded")
     pattern = Pattern.uniform(checkpoint.num_layers, every)
     return Resolved(pattern, f"uniform interleaving at {ratio}")
 
 
 def _looks_literal(value: str) -> bool:
     """Whether ``value`` was meant as an F/S string, perhaps a wrong one."""
-    return not set(value) - set("FSfs \t") or (value.isalpha() and value.isupper())
+    return not set(value) - set("FSLfsl \t") or (value.isalpha() and value.isupper())
 
 
 def _fits(pattern: Pattern, checkpoint: Checkpoint) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from sglang_indexcache.errors import SearchError
-from sglang_indexcache.pattern import Pattern, split_window
+from sglang_indexcache.pattern import Pattern, Suffix, split_suffix
 
 _RATIO = re.compile("([0-9]+)/([0-9]+)")
 _LAYERS = re.compile("([0-9]+)(?:-([0-9]+))?")
@@ -144,7 +144,7 @@ def parse_targets(values: Sequence[str] | None, constraints: Constraints) -> Tar
     total, most = len(constraints.start), len(constraints.start.full_layers)
     marks: dict[int, Mark] = {}
     for value in _DEFAULT if values is None else values:
-        mark = _mark(split_window(value)[0], total)
+        mark = _mark(split_suffix(value)[0], total)
         if not constraints.fewest <= mark.full_layers <= most:
             raise SearchError(
                 f"target {value} keeps {mark.full_layers} of {total} indexers, but this search "
@@ -163,7 +163,10 @@ def window_of(values: Sequence[str] | None) -> int:
     Raises:
         SearchError: they name several. One search has one, or its patterns could not be compared.
     """
-    windows = {split_window(value)[1] for value in values or ()}
+    suffixes = {split_suffix(value)[1] for value in values or ()}
+    if any(suffix != Suffix(window=suffix.window) for suffix in suffixes):
+        raise SearchError("a search is over F and S layers. Give targets without +cN and slopes.")
+    windows = {suffix.window for suffix in suffixes}
     if len(windows) > 1:
         raise SearchError(
             f"the targets {', '.join(values or ())} have different recent windows, and a search "

@@ -91,6 +91,7 @@ class TransformersEvaluator(TokenEvaluator):
     def token_losses(self, pattern: Pattern, batches: Sequence[int]) -> list[list[Floats]]:
         """See :class:`~sglang_indexcache.search.evaluators.TokenEvaluator`."""
         pattern.check_checkpoint(self.own)
+        pattern.check_unfolded("a search")
         cut = self.calibration.batches
         return [[self._sequence(pattern, ids) for ids in cut[batch]] for batch in batches]
 
