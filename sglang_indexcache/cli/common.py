@@ -25,6 +25,7 @@ out = Console()
 EXTRAS = {
     "server": "serve",
     "search": "search",
+    "fold": "search",
     "eval": "eval",
     "bench": "plots",
     "heal": "heal",

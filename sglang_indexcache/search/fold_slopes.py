@@ -1,0 +1,154 @@
+"""Fit the slopes by which a checkpoint's indexers fold, and count what they miss.
+
+A forward of all F over each text, in transformers: the first texts are fitted to, the others tell
+which of the exact picks a folded score would miss. A slope is that of the line through a head's
+ReLU over each query's best tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from sglang_indexcache.fold import IndexRow, SlopeSums, check_can_fold, largest, read_row, select
+from sglang_indexcache.library import LayerSlopes, Slopes
+from sglang_indexcache.search.setup import Setup
+from sglang_indexcache.study.provenance import versions
+
+FACTORS = (1, 2, 4)
+FITTED = 4
+"""To how many lengths of a list, of a query's best tokens, slopes are fitted."""
+BADLY = 0.05
+"""A layer that misses more than this share of its picks with the most candidates stays exact."""
+DIGITS = 6
+"""Of a slope; the fit is not as good as that."""
+
+
+def calibrate(
+    model: Path, setup: Setup, path: Path, dtype: str, step: Callable[[], None]
+) -> Slopes:
+    """Fit to the calibration's texts, judge on those held out, and write the file.
+
+    Args:
+        model: the checkpoint's folder.
+        path: of the file.
+        dtype: a torch dtype's name.
+        step: called after each layer of each text.
+
+    Raises:
+        CheckpointError: indexers that cannot be folded here.
+    """
+    sequences = setup.calibration.sequences
+    texts = len(sequences) - setup.calibration.held_out
+    network = AutoModelForCausalLM.from_pretrained(
+        model, dtype=getattr(torch, dtype), attn_implementation="sdpa"
+    ).eval()
+    indexers = _indexers(network)
+    sums = {layer: SlopeSums(indexer.n_heads) for layer, indexer in indexers.items()}
+
+    def fit(layer: int, row: IndexRow) -> None:
+        for part in row.blocks():
+            sums[layer].add(best_pairs(part, FITTED * indexers[layer].index_topk))
+        step()
+
+    _run(network, indexers, sequences[:texts], fit)
+    slopes = {layer: _rounded(each.slopes()) for layer, each in sums.items()}
+    counts = {layer: torch.zeros(1 + len(FACTORS), dtype=torch.int64) for layer in indexers}
+
+    def judge(layer: int, row: IndexRow) -> None:
+        counts[layer] += picks_missed(row, slopes[layer], indexers[layer].index_topk)
+        step()
+
+    _run(network, indexers, sequences[texts:], judge)
+    found: list[LayerSlopes | None] = []
+    for layer in range(setup.checkpoint.num_layers):
+        if layer not in indexers:
+            found.append(None)
+            continue
+        picks, *missed = counts[layer].tolist()
+        shares = {str(c): round(n / picks, DIGITS) for c, n in zip(FACTORS, missed, strict=True)}
+        folds = shares[str(FACTORS[-1])] <= BADLY
+        numbers = tuple(round(float(slope), DIGITS) for slope in slopes[layer])
+        found.append(LayerSlopes(slopes=numbers, missed=shares, folds=folds))
+    result = Slopes(
+        name=setup.name,
+        architecture=setup.checkpoint.architecture,
+        checkpoint=setup.digest,
+        layers=tuple(found),
+        record={"data": setup.data, "dtype": dtype, "versions": versions()},
+        path=path,
+    )
+    result.write()
+    return result
+
+
+def best_pairs(row: IndexRow, count: int) -> IndexRow:
+    """The same queries, of which each sees only the ``count`` best of its tokens by exact score.
+
+    Slopes that are fitted to these miss fewer picks than those fitted to all: what a head does to
+    tokens that nobody would pick does not matter.
+    """
+    best = largest(row.exact(), min(count, row.keys.shape[1]))
+    return replace(row, visible=row.visible & best)
+
+
+def picks_missed(row: IndexRow, slopes: torch.Tensor, topk: int) -> torch.Tensor:
+    """Count the exact picks of the later half of the queries, and which are no candidates.
+
+    Queries that see few tokens say nothing: all that they see are candidates.
+
+    Returns:
+        ``[1 + FACTORS]`` int64: the picks, then the missed ones for each factor.
+    """
+    found = torch.zeros(1 + len(FACTORS), dtype=torch.int64)
+    for part in row.part(slice(row.queries.shape[1] // 2, None)).blocks():
+        length = part.keys.shape[1]
+        top = largest(part.exact(), min(topk, length)) & part.visible
+        folded = part.folded(slopes.to(part.keys.device))
+        found[0] += int(top.sum())
+        for place, factor in enumerate(FACTORS, start=1):
+            candidates = largest(folded, min(factor * topk, length))
+            found[place] += int((top & ~candidates).sum())
+    return found
+
+
+def _rounded(slopes: torch.Tensor) -> torch.Tensor:
+    """As they will be in the file."""
+    return torch.tensor([round(slope, DIGITS) for slope in slopes.tolist()])
+
+
+def _indexers(model: Any) -> dict[int, Any]:
+    """A transformers model's indexers by place in a pattern."""
+    attentions = [module for module in model.modules() if hasattr(module, "indexer")]
+    found = {i: each.indexer for i, each in enumerate(attentions) if each.indexer is not None}
+    for indexer in found.values():
+        check_can_fold(indexer)
+    return found
+
+
+@torch.no_grad()
+def _run(
+    model: Any,
+    indexers: Mapping[int, Any],
+    sequences: Sequence[Sequence[int]],
+    see: Callable[[int, IndexRow], None],
+) -> None:
+    """One forward over each sequence; ``see`` gets what every indexer multiplies."""
+
+    def stand_in(layer: int, indexer: Any) -> Callable[..., torch.Tensor]:
+        def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+            row = read_row(indexer, *args, **kwargs)
+            see(layer, row)
+            return select(row, indexer.index_topk, None)
+
+        return forward
+
+    for layer, indexer in indexers.items():
+        indexer.forward = stand_in(layer, indexer)
+    for ids in sequences:
+        model.base_model(torch.tensor([ids], device=model.device), use_cache=False)

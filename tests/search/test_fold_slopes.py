@@ -1,0 +1,143 @@
+"""The slopes of a checkpoint, against products that transformers' own code makes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from benchmarks.random_model import make_model
+from sglang_indexcache.cli import app
+from sglang_indexcache.library import Slopes
+from sglang_indexcache.search import fold_slopes
+from sglang_indexcache.search.calibration import Score
+from sglang_indexcache.search.setup import Setup
+from sglang_indexcache.study.provenance import checkpoint_digest
+
+CONTEXT = 160
+
+
+@pytest.fixture(scope="module", params=("glm-5", "deepseek-v3.2"))
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = tmp_path_factory.mktemp(request.param)
+    fields = {"index_topk": 16}
+    make_model(path, request.param, "tiny", vocab_size=512, dtype="float32", fields=fields)
+    return path
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path) -> Slopes:
+    steps: list[int] = []
+    path, setup = folder / "some.slopes", measured(folder)
+    slopes = fold_slopes.calibrate(folder, setup, path, "float32", lambda: steps.append(1))
+    assert len(steps) == 3 * 6
+    return slopes
+
+
+def measured(folder: Path) -> Setup:
+    return Setup.read(folder, "machine", context=CONTEXT, batches=2, held_out=1, score=Score.ALL)
+
+
+def products(folder: Path, ids: tuple[int, ...]) -> list[tuple[np.ndarray, ...]]:
+    """By layer products ``[S, H, T]``, weights ``[S, H]`` and exact scores ``[S, T]``."""
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    kept: list[Any] = []
+    relu, topk = torch.nn.functional.relu, torch.Tensor.topk
+
+    def before(x: torch.Tensor) -> torch.Tensor:
+        kept.append([x[0].double().numpy()])
+        return relu(x)
+
+    def after(x: torch.Tensor, k: int, *args: Any, **kwargs: Any) -> Any:
+        if x.dim() == 3 and x.shape[-1] == len(ids):
+            kept[-1].append(x[0].double().numpy())
+        return topk(x, k, *args, **kwargs)
+
+    for name, module in model.named_modules():
+        if name.endswith("indexer.weights_proj"):
+            module.register_forward_hook(lambda *found: kept[-1].append(found[2][0].numpy()))
+    torch.nn.functional.relu, torch.Tensor.topk = before, after  # type: ignore
+    try:
+        with torch.no_grad():
+            model(torch.tensor([ids]), use_cache=False)
+    finally:
+        torch.nn.functional.relu, torch.Tensor.topk = relu, topk  # type: ignore
+    return [(x, weights, exact) for x, weights, exact in kept]
+
+
+def test_slopes_and_what_they_miss_are_those_of_brute_force(folder: Path, found: Slopes) -> None:
+    """To the last digit in layer 0; the inputs of the others hang on how ties were broken."""
+    setup = measured(folder)
+    *texts, judged = [products(folder, ids) for ids in setup.calibration.sequences]
+    for layer, got in enumerate(found.layers):
+        assert got is not None
+        slack = 1 if layer == 0 else 100
+        for head, slope in enumerate(got.slopes):
+            pairs = []
+            for text in texts:
+                for s, (x, _, exact) in enumerate(zip(*text[layer], strict=True)):
+                    seen = exact[: s + 1]
+                    best = np.argsort(-seen, kind="stable")[: 4 * 16]
+                    pairs.append(x[head, best])
+            x = np.concatenate(pairs)
+            right = np.maximum(x, 0)
+            expected = np.cov(x, right, bias=True)
+            assert slope == pytest.approx(expected[0, 1] / expected[0, 0], abs=2e-5 * slack)
+        x, weights, exact = judged[layer]
+        missed, picks = {1: 0, 2: 0, 4: 0}, 0
+        for s in range(len(exact) // 2, len(exact)):
+            top = set(np.argsort(-exact[s, : s + 1], kind="stable")[:16])
+            order = np.argsort(-(weights[s] * got.slopes) @ x[s, :, : s + 1], kind="stable")
+            picks += len(top)
+            for factor in missed:
+                missed[factor] += len(top - set(order[: 16 * factor]))
+        for factor, count in missed.items():
+            assert got.missed[str(factor)] == pytest.approx(count / picks, abs=0.0004 * slack)
+
+
+def test_the_file_is_bound_to_the_checkpoint(folder: Path, found: Slopes) -> None:
+    again = Slopes.read(found.path)
+    assert again == found
+    assert again.checkpoint == checkpoint_digest(folder)
+    assert again.digest == found.digest
+    assert "Python standard library" in again.record["data"]
+
+
+def test_a_layer_that_folds_badly_is_named_and_kept_exact(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fold_slopes, "BADLY", -1.0)
+    path = tmp_path / "MODEL.slopes"
+    arguments = ["--model", str(folder), "--context", str(CONTEXT), "-o", str(path)]
+    arguments += ["--texts", "1", "--held-out", "1"]
+    result = CliRunner().invoke(app, ["fold", "calibrate", *arguments])
+    assert result.exit_code == 0, result.output
+    assert "fold badly and stay exact: layers 0, 1, 2, 3, 4, 5" in result.output
+    slopes = Slopes.read(path)
+    assert slopes.digest in result.output
+    assert [slopes.of(layer) for layer in range(6)] == [None] * 6
+    assert len(json.loads(path.read_text())["layers"][0]["slopes"]) == 8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["-o", "out.json"], "must end in .slopes"),
+        (["-o", "out.slopes", "--dtype", "int8"], "--dtype is float32 or bfloat16"),
+        (["-o", "out.slopes", "--context", "16"], "cannot tell patterns apart"),
+    ],
+)
+def test_what_cannot_be_done_is_said_first(
+    folder: Path, arguments: list[str], message: str
+) -> None:
+    result = CliRunner().invoke(app, ["fold", "calibrate", "--model", str(folder), *arguments])
+    assert result.exit_code == 1
+    assert message in result.output
