@@ -2,7 +2,9 @@
 
 Every attention layer of such a model asks its indexer which tokens to attend to. Under
 :func:`share` an F layer's answer is held, and the S layers after it get that answer without
-running theirs; with a recent window, also the last tokens that it lacks.
+running theirs; with a recent window, also the last tokens that it lacks. An L layer's answer, and
+that of an F layer with candidates, is by the folded score (``fold.py``): that shows quality, no
+speed.
 """
 
 from __future__ import annotations
@@ -11,12 +13,13 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
-from sglang_indexcache.checkpoint import Checkpoint
+from sglang_indexcache.checkpoint import CONFIG_FILE, Checkpoint
 from sglang_indexcache.errors import CheckpointError, PatternError, StaleIndexError
-from sglang_indexcache.library import Library
+from sglang_indexcache.library import Library, Resolved
 from sglang_indexcache.models import BY_ARCHITECTURE
 from sglang_indexcache.pattern import Pattern
 
@@ -61,12 +64,15 @@ def share(model: Any, pattern: Pattern | str) -> Iterator[SharedForward]:
     Args:
         model: a transformers model with DSA (GLM-5, DeepSeek-V3.2, A.X-K2, HY-V4, ...). One that
             this package does not know is judged by its modules, with a warning.
-        pattern: a pattern, or any form that :meth:`Library.resolve` takes, such as ``"1/4"``.
+        pattern: a pattern, or any form that :meth:`Library.resolve` takes, such as ``"1/4"``. One
+            that folds must be text, which names the file of its slopes; whose weights these are
+            for is checked where the model was loaded from a folder.
 
     Raises:
         CheckpointError: the model has no indexers, or, in its first forward, indexers that
             answer with something else than ``[batch, queries, k]`` positions; the pattern has a
-            recent window and the model's layers cannot be given one.
+            recent window and the model's layers cannot be given one; the pattern folds and the
+            model's indexers cannot be folded, or the slopes are another checkpoint's.
         PatternError, LibraryError: the pattern does not fit the model, or is unknown.
         StaleIndexError: in a forward whose layers run out of order (gradient checkpointing).
     """
@@ -79,24 +85,61 @@ def share(model: Any, pattern: Pattern | str) -> Iterator[SharedForward]:
         )
     attentions = [module for module in model.modules() if hasattr(module, "indexer")]
     checkpoint = _checkpoint(model, attentions)
-    if isinstance(pattern, str):
-        pattern = Library.default().resolve(pattern, checkpoint).pattern
+    resolved = Resolved(pattern, "") if isinstance(pattern, Pattern) else None
+    if resolved is None or resolved.pattern.is_folded:  # then its slopes are in the library
+        resolved = Library.default().resolve(str(pattern), checkpoint, folding=True)
+    pattern = resolved.pattern
     pattern.check_checkpoint(checkpoint.own)
     if pattern.window:
         _check_window(model, attentions)
+    select = _selections(model, attentions, resolved)
     sharing = SharedForward(pattern)
     with ExitStack() as stack:
         for number, attention in enumerate(attentions):
             if (indexer := attention.indexer) is not None:  # without one it shares by itself
                 stack.callback(_restore, indexer, vars(indexer).get("forward"))
-                indexer.forward = _switch(indexer, number, sharing)
+                indexer.forward = _switch(indexer, number, sharing, select.get(number))
         yield sharing
 
 
-def _switch(indexer: Any, number: int, sharing: SharedForward) -> Callable[..., torch.Tensor]:
-    """What stands in for an indexer's forward: run it, or hand on what is held."""
+def _selections(
+    model: Any, attentions: list[Any], resolved: Resolved
+) -> dict[int, Callable[..., torch.Tensor]]:
+    """By place in the pattern, what selects in the place of an indexer whose layer folds.
+
+    Raises:
+        CheckpointError: an indexer that cannot be folded, or slopes of other weights.
+    """
+    pattern, slopes = resolved.pattern, resolved.slopes
+    if slopes is None:
+        return {}
+    import torch
+
+    from sglang_indexcache.fold import check_can_fold, folded
+    from sglang_indexcache.study.provenance import checkpoint_digest
+
+    folder = Path(model.config._name_or_path or "")
+    if (folder / CONFIG_FILE).exists():
+        slopes.check_checkpoint(checkpoint_digest(folder), str(folder))
+    found = {}
+    for number, attention in enumerate(attentions):
+        numbers, factor = slopes.of(number), pattern.fold_at(number)
+        if factor and numbers is not None:
+            check_can_fold(attention.indexer)
+            found[number] = folded(attention.indexer, torch.tensor(numbers), factor)
+    return found
+
+
+def _switch(
+    indexer: Any,
+    number: int,
+    sharing: SharedForward,
+    folded: Callable[..., torch.Tensor] | None,
+) -> Callable[..., torch.Tensor]:
+    """What stands in for an indexer's forward: run it or ``folded``, or hand on what is held."""
     # Inside another share() the indexer's own forward is behind that one's switch.
-    select = getattr(indexer.forward, "select", indexer.forward)
+    own = getattr(indexer.forward, "select", indexer.forward)
+    select = folded or own
     source, window = sharing.pattern.source_of(number), sharing.pattern.window_at(number)
 
     def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -118,7 +161,7 @@ def _switch(indexer: Any, number: int, sharing: SharedForward) -> Callable[..., 
         used = _with_window(sharing, window, args, kwargs) if window else sharing.indices
         return used.to(hidden.device)  # layers may be spread over devices
 
-    forward.select = select  # type: ignore[attr-defined]
+    forward.select = own  # type: ignore[attr-defined]
     return forward
 
 

@@ -1,15 +1,18 @@
 """The independent oracle: transformers' own DSA models with the same sharing.
 
 GLM-5's modelling code shares indices by ``indexer_types``. DeepSeek-V3.2's does not, so there the
-shared layers' indexers are made to return what the full layer before them returned.
+shared layers' indexers are made to return what the full layer before them returned. A folded layer
+is their own code with a line in the place of the ReLU.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from sglang_indexcache.pattern import Pattern
+
+_FORM = re.compile(r"([FSL]+)(?:\+c(\d+))?(?:\+w(\d+))?(?:@.*)?")
+"""Letters, candidates and window of a pattern's text."""
 
 
 @dataclass
@@ -75,6 +81,8 @@ class Oracle:
         self._models: dict[str, Any] = {}
         self.prepare: Callable[[torch.nn.Module], None] = lambda _: None
         """Changes a model after it was loaded."""
+        self.slopes: list[list[float]] = []
+        """By layer, one a head: what folded layers put in the place of their ReLU."""
         self.noise = 0.0
         """Relative, put on what is quantised: what changes with it hangs on float32's last bits."""
 
@@ -135,11 +143,62 @@ class Oracle:
             model = AutoModelForCausalLM.from_pretrained(
                 self.folder, config=self.config, dtype=self._dtype, attn_implementation="eager"
             ).eval()
+            _fold(model, pattern, self.slopes)
             if not self._glm:
                 _share(model, pattern)
             self.prepare(model)
             self._models[str(pattern)] = model
         return self._models[str(pattern)]
+
+
+def _fold(model: Any, pattern: Pattern, slopes: list[list[float]]) -> None:
+    """Let layers select by their folded score, or choose among its best."""
+    form = _FORM.fullmatch(pattern.text)
+    assert form, pattern.text
+    factors = {"L": 1, "F": int(form[2] or 0), "S": 0}
+    for number, (layer, letter) in enumerate(zip(model.model.layers, form[1], strict=True)):
+        if factors[letter]:
+            line = torch.tensor(slopes[number])[:, None]
+            indexer = layer.self_attn.indexer
+            indexer.forward = _folding(indexer, line, factors[letter])
+
+
+def _folding(indexer: Any, line: torch.Tensor, factor: int) -> Callable[..., torch.Tensor]:
+    """Transformers' forward with ``[B, S, H, T]`` products times a slope a head; then a second."""
+    original, relu, topk = indexer.forward, torch.nn.functional.relu, indexer.index_topk
+
+    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+        kwargs |= dict(zip(signature(original).parameters, args, strict=False))
+        if kwargs.get("past_key_values") is not None:
+            kwargs["past_key_values"] = _Once(kwargs["past_key_values"])
+        torch.nn.functional.relu = lambda products: products * line
+        indexer.index_topk = factor * topk
+        try:
+            found: torch.Tensor = original(**kwargs)
+        finally:
+            torch.nn.functional.relu, indexer.index_topk = relu, topk
+        if factor == 1:
+            return found
+        mask = kwargs["attention_mask"]
+        others = torch.ones(*found.shape[:2], mask.shape[-1], dtype=torch.bool)
+        others.scatter_(-1, found.long(), False)
+        mask = mask.expand(*others.shape).masked_fill(others, torch.finfo(mask.dtype).min)
+        second: torch.Tensor = original(**{**kwargs, "attention_mask": mask})
+        return second
+
+    return forward
+
+
+class _Once:
+    """A cache for two passes of one forward: the second finds the keys of the first."""
+
+    def __init__(self, cache: Any) -> None:
+        self._cache, self._keys = cache, None
+
+    def update_indexer(self, keys: torch.Tensor, layer: int) -> torch.Tensor:
+        if self._keys is None:
+            self._keys = self._cache.update_indexer(keys, layer)
+        return self._keys
 
 
 def _share(model: Any, pattern: Pattern) -> None:
@@ -166,8 +225,9 @@ def _opened(model: Any, pattern: Pattern) -> Iterator[None]:
     Eager attention gets a mask ``[B, 1, S, T]`` of 0 where a query attends; the queries are the
     last S of T tokens.
     """
-    kinds = pattern.text.partition("+w")[0]
-    window = int(pattern.text.partition("+w")[2] or 0)
+    form = _FORM.fullmatch(pattern.text)
+    assert form, pattern.text
+    kinds, window = form[1], int(form[3] or 0)
     modelling = sys.modules[type(model).__module__]
     original = modelling.eager_attention_forward
 
@@ -198,10 +258,10 @@ def _recorded_margins(
     topk: int, margins: list[torch.Tensor], first_of_ties: bool
 ) -> Iterator[None]:
     """Watch the indexers' top-k calls for the gap at the boundary, and break its ties."""
-    original = torch.Tensor.topk
+    original, lists = torch.Tensor.topk, {topk, 2 * topk, 4 * topk}  # candidates, too
 
     def watched(self: torch.Tensor, k: int, *args: Any, **kwargs: Any) -> Any:
-        if k == topk and self.dim() == 3 and self.shape[-1] > k:
+        if k in lists and self.dim() == 3 and self.shape[-1] > k:
             values = original(self, k + 1, -1).values
             decided = values[..., k] > -1e30  # masked positions are not candidates
             gap = (values[..., k - 1] - values[..., k]) / values[..., 0].abs().clamp_min(1e-30)
