@@ -1,52 +1,24 @@
-"""The pattern library: shipped files, schema errors, and every way to name a pattern."""
+"""Every way to name a pattern, and what cannot be one."""
+
+from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import IndexCacheError, LibraryError, PatternError
-from sglang_indexcache.library import LIBRARY_VARIABLE, Library, load_entry, names_a_file
+from sglang_indexcache.library import LIBRARY_VARIABLE, Library, names_a_file
 from sglang_indexcache.pattern import Pattern
 from tests.fakes.glm5 import CONFIG as GLM5
-
-PAPER = {  # name: (layers, F layers) as the paper's appendix states them
-    "glm-4.7-flash-dsa-1of2": (47, 24),
-    "glm-4.7-flash-dsa-1of4": (47, 12),
-    "glm-4.7-flash-dsa-1of8": (47, 7),
-    "glm-5-1of2": (78, 40),
-    "glm-5-1of4": (78, 22),
-}
+from tests.library.entries import GOOD, write
 
 TINY = Checkpoint.read(Path("sglang_indexcache/demo/tiny-dsa"))
 
 
 def glm5(**fields: Any) -> Checkpoint:
     return Checkpoint.from_config({**GLM5, **fields})
-
-
-@pytest.fixture
-def library() -> Library:
-    return Library.default()
-
-
-def test_the_papers_patterns_are_complete(library: Library) -> None:
-    assert library.entries.keys() >= PAPER.keys()
-    for name, (layers, full) in PAPER.items():
-        entry = library.get(name)
-        assert len(entry.parsed) == layers
-        assert len(entry.parsed.full_layers) == full
-        assert entry.source.url == "https://arxiv.org/abs/2603.12201"
-        assert entry.quality
-        assert all(row.where in {"Table 2", "Table 4"} for row in entry.quality)
-        assert all(row.where == "Table 1" for row in entry.latency)
-
-
-def test_glm5_quarter_is_the_published_list(library: Library) -> None:
-    published = (0, 1, 3, 7, 10, 12, 20, 27, 31, 33, 38, 39, 40, 41, 42, 46, 47, 51, 60, 64, 71, 73)
-    assert library.get("glm-5-1of4").parsed.full_layers == published
 
 
 def test_model_is_recognised_by_shape(library: Library) -> None:
@@ -137,78 +109,10 @@ def test_pattern_that_needs_missing_indexers(library: Library) -> None:
         library.resolve("glm-5-1of4", shared)
 
 
-GOOD = {
-    "name": "mine",
-    "model": {"name": "m", "architectures": ["GlmMoeDsaForCausalLM"], "num_layers": 4},
-    "pattern": "FSFS",
-    "full_layers": 2,
-    "retention": "1/2",
-    "method": {"name": "greedy"},
-    "source": {"title": "here"},
-}
-
-
-def write(folder: Path, content: Any, name: str = "mine.yaml") -> Path:
-    path = folder / name
-    path.write_text(content if isinstance(content, str) else yaml.safe_dump(content))
-    return path
-
-
-def test_good_file(tmp_path: Path) -> None:
-    assert load_entry(write(tmp_path, GOOD)).parsed == Pattern("FSFS")
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"pattern": "FSXS"}, "pattern: the pattern contains 'X'"),
-        ({"pattern": "FSF"}, "1 too short"),
-        ({"full_layers": 3}, "full_layers says 3, the pattern has 2 F"),
-        ({"retention": "half"}, "retention: String should match"),
-        ({"name": "a b"}, "name: String should match"),
-        ({"patern": "FSFS"}, "patern: Extra inputs are not permitted"),
-        ({"model": {"name": "m", "architectures": [], "num_layers": 4}}, "model.architectures"),
-    ],
-)
-def test_schema_errors_name_the_field(tmp_path: Path, change: dict[str, Any], message: str) -> None:
-    path = write(tmp_path, {**GOOD, **change})
-    with pytest.raises(LibraryError, match=message) as caught:
-        load_entry(path)
-    assert str(path) in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("pattern: [FSFS", "not valid YAML"),
-        ("just text", "expected a mapping"),
-        ("", "expected a mapping"),
-        ("name: mine", "pattern: Field required"),
-    ],
-)
-def test_broken_files(tmp_path: Path, content: str, message: str) -> None:
-    with pytest.raises(LibraryError, match=message):
-        load_entry(write(tmp_path, content))
-
-
-def test_binary_file_is_not_yaml(tmp_path: Path) -> None:
-    path = tmp_path / "x.yaml"
-    path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(LibraryError, match="not valid YAML"):
-        load_entry(path)
-
-
 def test_own_folder_joins_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, GOOD)
     monkeypatch.setenv(LIBRARY_VARIABLE, str(tmp_path))
     assert "mine" in Library.default().entries
-
-
-def test_two_files_may_not_share_a_name(tmp_path: Path) -> None:
-    write(tmp_path, GOOD)
-    write(tmp_path, GOOD, "other.yaml")
-    with pytest.raises(LibraryError, match="repeats the pattern name 'mine'"):
-        _ = Library([tmp_path]).entries
 
 
 def test_two_entries_at_one_ratio_must_be_named(tmp_path: Path) -> None:
