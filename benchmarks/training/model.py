@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from benchmarks.training.batches import IGNORED
 from sglang_indexcache.heal.losses import DEFAULT_BLOCK, AttentionInputs
-from sglang_indexcache.heal.model import check_trainable, install, is_indexer
+from sglang_indexcache.heal.model import install, is_indexer
 from sglang_indexcache.heal.packing import Layout
 from sglang_indexcache.heal.sharing import Sharing, Stage
 from sglang_indexcache.pattern import Pattern
@@ -86,7 +86,6 @@ class DistilledModel(nn.Module):
         block: int = DEFAULT_BLOCK,
     ) -> None:
         super().__init__()
-        check_trainable(model, pattern)
         self.model = model
         self.pattern = pattern
         kind = Sharing if cross_layer else OwnLayerSharing

@@ -7,6 +7,7 @@ stay FP8 in memory; one layer of them is dequantised at a time.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from sglang_indexcache.checkpoint import reading
 from sglang_indexcache.heal.model import (
     LightningIndexer,
     Rotation,
-    check_trainable,
     install,
     is_indexer,
 )
@@ -46,6 +46,23 @@ _WORTH_A_SPLIT = 1.02
 Tensors = dict[str, torch.Tensor]
 
 
+@dataclass(frozen=True)
+class LayerSize:
+    """What a layer takes, known without its values.
+
+    Attributes:
+        kind: the shapes and forms of all its tensors; layers of the same kind cost the same.
+        quantised: whether any of its weights are stored in block FP8.
+        stored: bytes that are read of it.
+        held: bytes for good: weights, the embedding before the first layer, training state.
+    """
+
+    kind: str
+    quantised: bool
+    stored: int
+    held: int
+
+
 class FrozenBody:
     """A model without an LM head, whose indexers alone are in memory for good.
 
@@ -58,6 +75,7 @@ class FrozenBody:
         from_disk: read a layer's weights each time it runs.
 
     Attributes:
+        sizes: of each layer.
         shares: the layers of each of the devices.
         devices: of each layer.
 
@@ -84,11 +102,10 @@ class FrozenBody:
             del config.quantization_config  # weights are dequantised here
         with META:
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-        check_trainable(model, pattern)
         only_planned = set(devices) == {META} and not any(folder.glob("*.safetensors"))
         expected = expected_tensors(model, blocks) if only_planned else None
-        self._files = WeightFiles(folder, blocks, expected)
         install(model, pattern, sharing)
+        self._files = WeightFiles(folder, blocks, expected)
         model.eval().requires_grad_(False)
         self._float32 = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
         self._experts = int(getattr(config, "n_routed_experts", None) or 0)
@@ -99,8 +116,8 @@ class FrozenBody:
         self._sources = [self._layer_sources(number) for number in range(len(self._layers))]
         layers = range(len(pattern))
         self._files.check({EMBEDDING, *(name for layer in layers for name in self._names(layer))})
-        loads = [self.bytes_held(layer) for layer in layers]
-        self.shares = shared_out(pattern, loads, len(devices))
+        self.sizes = [self._size_of(layer) for layer in layers]
+        self.shares = shared_out(pattern, [size.held for size in self.sizes], len(devices))
         self.devices = [
             device for device, share in zip(devices, self.shares, strict=True) for _ in share
         ]
@@ -108,29 +125,19 @@ class FrozenBody:
         self._embedding = self._files.read(EMBEDDING, self.devices[0]).plain(dtype)
         self._rotary = type(model.model.rotary_emb)(config=config).to(self.devices[0])
 
-    def bytes_held(self, number: int) -> int:
-        """What a layer takes for good: weights, the embedding before the first, training state."""
-        held = None if self.is_quantised(number) else self._dtype
-        names = () if self.from_disk else self._names(number)
-        found = sum(self._files.bytes_of(name, held) for name in names)
+    def _size_of(self, number: int) -> LayerSize:
+        """Count a layer; before the first one stands the embedding."""
+        names, module = self._names(number), self._layers[number]
+        quantised = any(self._files.kind(name) == E4M3 for name in names)
+        stored = sum(map(self._files.bytes_of, names))
+        body = stored if quantised else sum(self._files.bytes_of(n, self._dtype) for n in names)
+        held = 0 if self.from_disk else body
         if number == 0:
-            found += self._files.bytes_of(EMBEDDING, self._dtype)
-        return found + self.bytes_of_state(number)
-
-    def bytes_of_state(self, number: int) -> int:
-        """What training the layer's indexer takes, optimiser included; 0 for an S layer."""
-        indexer: nn.Module = self._layers[number].self_attn.indexer
-        master = torch.promote_types(self._dtype, torch.float32)
-        return STATE_COPIES * sum(p.numel() for p in indexer.parameters()) * master.itemsize
-
-    def stored_bytes(self, number: int) -> int:
-        """What is read of a layer."""
-        return sum(map(self._files.bytes_of, self._names(number)))
-
-    def kind_of(self, number: int) -> str:
-        """Layers of the same kind have the same tensors: the shapes and forms of all of them."""
-        shapes = {n: tuple(t.shape) for n, t in self._layers[number].state_dict().items()}
-        return f"{self.is_quantised(number)} {shapes}"
+            held += self._files.bytes_of(EMBEDDING, self._dtype)
+        trained = sum(p.numel() for p in module.self_attn.indexer.parameters())
+        held += STATE_COPIES * trained * torch.promote_types(self._dtype, torch.float32).itemsize
+        shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+        return LayerSize(f"{quantised} {shapes}", quantised, stored, held)
 
     def start(self, ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, Rotation]:
         """What the first layer reads, on its device, for ``[B, T]`` int64.
@@ -198,10 +205,6 @@ class FrozenBody:
             ]
         return [name]
 
-    def is_quantised(self, number: int) -> bool:
-        """Whether any of a layer's weights are stored in block FP8."""
-        return any(self._files.kind(name) == E4M3 for name in self._names(number))
-
     def _names(self, number: int) -> list[str]:
         """The stored tensors of a layer, without its indexer's."""
         return [name for source in self._sources[number].values() for name in source]
@@ -212,7 +215,7 @@ class FrozenBody:
             return self._ready[number]
         device = self.devices[number]
         kept = not self.from_disk
-        if kept and self.is_quantised(number) and number not in self._stored:
+        if kept and self.sizes[number].quantised and number not in self._stored:
             names = self._names(number)
             self._stored[number] = {name: self._files.read(name, device) for name in names}
         held = self._stored.get(number)

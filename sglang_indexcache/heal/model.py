@@ -35,8 +35,13 @@ def is_indexer(name: str) -> bool:
     return ".indexer." in name
 
 
-def check_trainable(model: PreTrainedModel, pattern: Pattern) -> None:
-    """Raise unless ``model`` can be trained with ``pattern``."""
+def install(model: PreTrainedModel, pattern: Pattern, sharing: Sharing) -> None:
+    """Put our indexers and our attention in their places.
+
+    Raises:
+        TrainingError: a model of a type that is not known here.
+        PatternError: F where the model has no indexer.
+    """
     kind = model.config.model_type
     if kind not in TRAINABLE:
         raise TrainingError(
@@ -46,11 +51,7 @@ def check_trainable(model: PreTrainedModel, pattern: Pattern) -> None:
     pattern.check_unfolded("healing")
     config = {**model.config.to_dict(), "architectures": [TRAINABLE[kind].architecture]}
     pattern.check_checkpoint(Checkpoint.from_config(config).own)
-
-
-def install(model: PreTrainedModel, pattern: Pattern, sharing: Sharing) -> None:
-    """Put our indexers and our attention in their places."""
-    interleaved = TRAINABLE[model.config.model_type].interleaved
+    interleaved = TRAINABLE[kind].interleaved
     AttentionInterface.register(ATTENTION, _attention)
     model.set_attn_implementation(ATTENTION)
     model.config.indexer_types = pattern.to_indexer_types()

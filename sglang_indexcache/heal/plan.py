@@ -159,9 +159,9 @@ def plan_of(options: HealOptions, machine: GpuMachine) -> HealPlan:
         passes = stage.steps + tried * TRIAL_STEPS + judged * options.held_out / options.rows
         total += passes * seconds
         busy += passes * work
-    held = [sum(map(body.bytes_held, share)) for share in body.shares]
+    held = [sum(body.sizes[layer].held for layer in share) for share in body.shares]
     shares = tuple(map(Share, body.shares, held, working))
-    return HealPlan(shares, total / 3600, busy / total, body.is_quantised(0))
+    return HealPlan(shares, total / 3600, busy / total, body.sizes[0].quantised)
 
 
 def _step(shares: list[list[LayerCost]], rows: int, at_once: bool) -> tuple[float, float]:
@@ -184,7 +184,7 @@ def _layer_costs(
     known: dict[tuple[str, ...], list[LayerCost]] = {}
     found: list[LayerCost] = []
     for group in sharing.pattern.groups:
-        kind = tuple(map(body.kind_of, group.layers))
+        kind = tuple(body.sizes[layer].kind for layer in group.layers)
         if kind not in known:
             known[kind] = list(_group_costs(body, sharing, group.layers, stage, length, machine))
         found += known[kind]
@@ -207,7 +207,7 @@ def _group_costs(
         for number in group:
             meter.restart()
             layer = body.layer(number)
-            stored = body.stored_bytes(number) / machine.disk if body.from_disk else 0.0
+            stored = body.sizes[number].stored / machine.disk if body.from_disk else 0.0
             weights = stored + meter.moved / machine.bandwidth
             meter.restart()
             one.through(layer, META, sharing)

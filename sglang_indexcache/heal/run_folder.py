@@ -167,6 +167,9 @@ class HealRun:
     def save(self, state: State) -> None:
         """Replace the state in one step.
 
+        Not by accelerate's ``save_state``, which writes several files where the last ones stand: a
+        kill between them leaves a state that cannot be loaded.
+
         Raises:
             OutputError: it cannot be written; the state before it is whole.
         """
