@@ -6,10 +6,11 @@ BIN := $(VENV)/bin
 FULL := $(VENV)/.sglang-indexcache
 SMALL := $(VENV)/.sglang-indexcache-small
 
-.PHONY: help demo test test-fast soak rehearse check size full clean
+.PHONY: help demo quick test test-fast soak rehearse check size full clean
 
 help:
 	@echo "make demo       serve a small model with all and with a quarter of its indexers"
+	@echo "make quick      run what a change breaks most: walls, pages, the method, patterns, statistics"
 	@echo "make test       run the tests; those that need a GPU say so where there is none"
 	@echo "make test-fast  run the tests that need no SGLang, without installing it"
 	@echo "make soak       run the tests that draw again and again with fresh seeds (ROUNDS=5)"
@@ -21,6 +22,17 @@ help:
 
 demo: $(FULL)
 	$(BIN)/indexcache demo run
+
+# A pull request's first run: no server, and nothing that needs SGLang (tests/README.md has the rest).
+QUICK := tests/test_structure.py tests/test_docs.py tests/test_pattern.py tests/test_recent.py tests/test_hf.py \
+	tests/test_models.py tests/test_checkpoint.py tests/test_stored.py tests/test_adapter.py tests/library \
+	tests/ask tests/data tests/stats tests/study tests/support tests/search/test_methods.py \
+	tests/serving/test_index_buffer.py tests/serving/test_rows.py tests/serving/test_policy.py \
+	tests/serving/monitor/test_skipping.py \
+	tests/serving/preflight/test_resolve.py
+
+quick: $(SMALL)
+	$(BIN)/python -m pytest -q $(QUICK) -n 2 --dist loadfile --durations 5
 
 test: $(FULL)
 	$(BIN)/python -m pytest -m gpu tests/gpu

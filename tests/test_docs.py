@@ -23,7 +23,7 @@ PAGES = sorted(
     {
         *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")),
         *(ROOT / name for name in GENERATED),
-        *(ROOT / folder / "README.md" for folder in ("csrc", "examples", "benchmarks")),
+        *(ROOT / folder / "README.md" for folder in ("csrc", "examples", "benchmarks", "tests")),
         ROOT / "benchmarks" / "training" / "README.md",
         *GUIDES,
     }
