@@ -38,10 +38,12 @@ from sglang_indexcache.heal.run_folder import (
     Position,
     State,
     Tensors,
+    learned,
 )
 from sglang_indexcache.heal.sharing import Stage
 from sglang_indexcache.library import Library
 from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.study.cost import time_in_words
 from sglang_indexcache.study.provenance import checkpoint_digest, versions
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -375,8 +377,12 @@ class _Healing:
             left = seconds / (done - start) * (stage.steps - done)
             last = done == stage.steps
             line |= self._where(number, done, stage) | {"seconds": seconds, "seconds_left": left}
-            shown = last or done % SHOWN_EVERY == 0
-            (self.files.log.write if shown else self.files.log.record)(**line)
+            self.files.log.record(**line)
+            if last or done % SHOWN_EVERY == 0:
+                self.files.log.say(
+                    f"{stage.attention} attention, step {done} of {stage.steps}: "
+                    f"loss {line['loss']:.4g}, {time_in_words(left / 3600)} left"
+                )
             if last or done % self.options.evaluate_every == 0:
                 self._judge(number, done, stage, state)
             if last or done % self.options.save_every == 0:
@@ -482,7 +488,8 @@ class _Healing:
             held_out_loss_by_layer=loss,
             held_out_recall_by_layer=recall,
         )
-        self.files.log.write(**vars(found))
+        self.files.log.record(**vars(found))
+        self.files.log.say(str(found))
         state.judged(found.held_out_loss, self._masters)
 
     def _masters(self) -> Tensors:
@@ -530,7 +537,10 @@ class _Healing:
                 tensors=self._tensors(),
                 record=self._record(evaluations),
             )
-            self.files.log.say(f"wrote {self.options.output}")
+            for sentence in learned(evaluations):
+                self.files.log.say(sentence)
+            output = self.options.output
+            self.files.log.say(f"wrote {output}; serve it: --indexcache-adapter {output}")
         self.accelerator.wait_for_everyone()
         return HealResult(Adapter.read(self.options.output), evaluations)
 

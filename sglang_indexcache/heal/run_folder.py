@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,12 @@ class HeldOutEvaluation:
     held_out_recall: float
     held_out_loss_by_layer: list[float]
     held_out_recall_by_layer: list[float]
+
+    def __str__(self) -> str:
+        return (
+            f"{self.kind} attention, step {self.step}: held-out loss {self.held_out_loss:.4g}, "
+            f"recall {100 * self.held_out_recall:.1f} %"
+        )
 
 
 class HealRun:
@@ -209,24 +216,29 @@ class RunLog:
             with writing(self.path), self.path.open("a") as file:
                 file.write(json.dumps(values) + "\n")
 
-    def write(self, **values: Any) -> None:
-        """As :meth:`record`, and tell people; lists of numbers are for the file."""
-        if not self.enabled:
-            return
-        self.record(**values)
-        short = {name: value for name, value in values.items() if not isinstance(value, list)}
-        self.console.print("  ".join(f"{k} {_short(v)}" for k, v in short.items()), highlight=False)
-
     def say(self, text: str) -> None:
         """A line for people only."""
         if self.enabled:
             self.console.print(text, highlight=False)
 
 
+def learned(evaluations: Sequence[HeldOutEvaluation]) -> list[str]:
+    """Return a sentence for each stage: its first evaluation and its best, whose weights it keeps.
+
+    Not from the first stage to the last: dense and sparse losses are over different keys.
+    """
+    sentences = []
+    for _, group in groupby(evaluations, key=lambda evaluation: evaluation.stage):
+        judged = list(group)
+        first, best = judged[0], min(judged, key=lambda evaluation: evaluation.held_out_loss)
+        sentences.append(
+            f"{first.kind} attention: held-out loss {first.held_out_loss:.4g} -> "
+            f"{best.held_out_loss:.4g}, recall {100 * first.held_out_recall:.1f} -> "
+            f"{100 * best.held_out_recall:.1f} %"
+        )
+    return sentences
+
+
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """Every line of a run's log."""
     return [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
-
-
-def _short(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

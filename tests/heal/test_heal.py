@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file
 
 from sglang_indexcache.adapter import Adapter
@@ -68,6 +71,28 @@ def test_the_loss_falls_and_the_recall_rises(learned: tuple[HealResult, Path]) -
     assert after.held_out_loss < 0.9 * before.held_out_loss
     assert after.held_out_recall > before.held_out_recall
     assert (before.total_step, after.total_step) == (0, 8)
+
+
+def test_a_run_is_told_in_sentences(tmp_path: Path) -> None:
+    text = io.StringIO()
+    changes = {"dense_steps": 2, "evaluate_every": 2}
+    result = heal(replace(eight_steps(tmp_path), **changes), Console(file=text, width=200))
+    lines = text.getvalue().splitlines()
+    first, last = result.evaluations
+    assert "total_step" not in text.getvalue()
+    assert str(first) in lines
+    assert str(first).startswith("dense attention, step 0: held-out loss ")
+    assert any(line.startswith("dense attention, step 2 of 2: loss ") for line in lines)
+    assert lines[-2] == (
+        f"dense attention: held-out loss {first.held_out_loss:.4g} -> {last.held_out_loss:.4g}, "
+        f"recall {100 * first.held_out_recall:.1f} -> {100 * last.held_out_recall:.1f} %"
+    )
+    output = tmp_path / "adapter"
+    assert (
+        text.getvalue()
+        .replace("\n", "")
+        .endswith(f"wrote {output}; serve it: --indexcache-adapter {output}")
+    )
 
 
 def test_what_is_written(learned: tuple[HealResult, Path]) -> None:
