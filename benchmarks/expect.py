@@ -22,10 +22,10 @@ from benchmarks.records import markdown, read_arguments
 from sglang_indexcache.bench.plan import Deployment, Forwards, choose_patterns
 from sglang_indexcache.bench.results import METRICS
 from sglang_indexcache.bench.rows import CARDS, WHEEL, LatencyEstimate, Layers
-from sglang_indexcache.bench.shapes import checkpoint_of, find_gpu
 from sglang_indexcache.bench.tables import NAMES
 from sglang_indexcache.errors import BenchError
 from sglang_indexcache.library import Library
+from sglang_indexcache.shapes import checkpoint_of, find_gpu
 from sglang_indexcache.study.plots import make_figure, save_figure
 from sglang_indexcache.study.provenance import machine
 from sglang_indexcache.support.files import write_json

@@ -11,7 +11,6 @@ from typing import Literal, TypeAlias
 
 import torch
 
-from sglang_indexcache.bench.shapes import GPUS, Gpu
 from sglang_indexcache.kernels.contract import (
     FP8_ROW_BYTES,
     INDEX_DIM,
@@ -24,6 +23,7 @@ from sglang_indexcache.kernels.contract import (
 )
 from sglang_indexcache.kernels.indexer.quantization import quantize_e4m3
 from sglang_indexcache.kernels.sparse_mla.layout import quantize_latent
+from sglang_indexcache.shapes import GPUS, Gpu
 
 Family: TypeAlias = Literal["select_prefill", "select_decode", "topk", "mla_prefill", "mla_decode"]
 

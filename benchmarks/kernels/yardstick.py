@@ -31,7 +31,6 @@ import numpy as np
 
 from benchmarks.records import RESULTS, read_arguments
 from sglang_indexcache.bench.rows import ENGINE, WHEEL, Series, Wheel
-from sglang_indexcache.bench.shapes import find_gpu
 from sglang_indexcache.bench.tables import Grid
 from sglang_indexcache.kernels.contract import FP8_ROW_BYTES, INDEX_DIM, LATENT_DIM, PAGE_BYTES
 from sglang_indexcache.kernels.indexer.cuda import select_rows
@@ -42,6 +41,7 @@ from sglang_indexcache.kernels.sparse_mla.cuda import (
     head_blocks,
     rows_per_tile,
 )
+from sglang_indexcache.shapes import find_gpu
 from sglang_indexcache.support.files import write_json
 
 Range = tuple[float, float]

@@ -17,19 +17,24 @@ from typing import Any
 
 from sglang_indexcache.bench.results import METRICS, Metric
 from sglang_indexcache.bench.rows import ENGINE, KINDS, LatencyEstimate, Layers, Series, Wheel
-from sglang_indexcache.bench.shapes import PRESETS, ModelShape, checkpoint_of, find_gpu
 from sglang_indexcache.bench.tables import Grid
 from sglang_indexcache.checkpoint import INDEX_K_BYTES_PER_KEY
 from sglang_indexcache.errors import BenchError, LibraryError, PatternError
 from sglang_indexcache.library import Library
 from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.shapes import (
+    PRESETS,
+    USED_MEMORY,
+    ModelShape,
+    check_room,
+    checkpoint_of,
+    find_gpu,
+)
 from sglang_indexcache.support.lengths import format_length
 
 NO_RATE = "no rate for this"
 MOST_OFF = 0.1
 """A figure that may be off by more is not given: "no rate for this"."""
-USED_MEMORY = 0.9
-"""Of a GPU, for weights and KV cache: near what SGLang takes by default."""
 EXPERT_LOADS = "power_law_1.01"
 """How uneven the rows' tokens load the experts: what NVIDIA's own estimator takes."""
 MEMORY_PART = 0.8
@@ -125,11 +130,8 @@ class Deployment:
     @property
     def weight_bytes(self) -> float:
         """On one GPU; the attention's are repeated in each rank of data-parallel attention."""
-        shape, size = self.shape, 1 if "fp8" in self.measured.weights else 2
-        layers = shape.num_hidden_layers
-        attention = layers * (shape.attention_parameters / (self.gpus / self.dp))
-        indexers = layers * shape.indexer_parameters
-        return size * (attention + indexers + shape.mlp_parameters / self.gpus)
+        size = 1 if "fp8" in self.measured.weights else 2
+        return self.shape.weight_bytes(self.gpus, self.dp, size)
 
     @property
     def cache_tokens(self) -> int:
@@ -147,12 +149,7 @@ class Deployment:
     def check_fits(self) -> None:
         """Raise BenchError if the weights leave no room for a cache."""
         gpu = find_gpu(self.gpu)
-        if self.cache_tokens <= 0:
-            raise BenchError(
-                f"the weights do not fit: {self.model} takes {self.weight_bytes / 1e9:.0f} GB of "
-                f"each of {self.gpus} GPUs, and {gpu.name} has {gpu.memory / 1e9:.0f}. Take a GPU "
-                "with more memory (--gpu h200 or b200), or fewer ranks of attention (--dp)."
-            )
+        check_room(self.model, self.weight_bytes, self.gpus, self.dp, gpu.name, gpu.memory)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ WHEEL = "aiconfigurator-core"
 ENGINE = "sglang/0.5.14"
 """The engine of the rows; where a table also has other versions of it, they are not read."""
 CARDS = {"h100": "h100_sxm", "h200": "h200_sxm", "b200": "b200_sxm"}
-"""Folders of the wheel's data by the names of :data:`sglang_indexcache.bench.shapes.GPUS`."""
+"""Folders of the wheel's data by the names of :data:`sglang_indexcache.shapes.GPUS`."""
 TOLERANCE = 0.1
 """How much faster a longer prefix may be: repeated rows of one card differ by 1 to 3 %."""
 

@@ -111,9 +111,9 @@ def run(
         from_disk=from_disk,
     )
     if dry_run:
-        from sglang_indexcache.bench.shapes import find_gpu
         from sglang_indexcache.heal.plan import GpuMachine, counted_gpus
         from sglang_indexcache.heal.plan import dry_run as planned
+        from sglang_indexcache.shapes import find_gpu
         from sglang_indexcache.study.cost import print_plan
 
         count, name = counted_gpus(gpus)

@@ -20,8 +20,8 @@ from sglang_indexcache.bench.results import (
     ServerFacts,
     Visit,
 )
-from sglang_indexcache.bench.shapes import checkpoint_of
 from sglang_indexcache.errors import BenchError
+from sglang_indexcache.shapes import checkpoint_of
 from sglang_indexcache.study.provenance import machine
 
 LENGTHS = (10_000, 200_000)

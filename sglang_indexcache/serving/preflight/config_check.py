@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_indexcache.checkpoint import text_config
-from sglang_indexcache.errors import CheckpointError
+from sglang_indexcache.errors import CheckpointError, Findings
 from sglang_indexcache.models import BY_ARCHITECTURE, read_field
 
 INDEX_HEAD_DIM = 128
@@ -53,17 +53,19 @@ def check_config(config: Any, where: str, *, on_cpu: bool = False) -> None:
         on_cpu: whether the CPU platform serves it, which stores index keys of any width.
 
     Raises:
-        CheckpointError: with the lines to add to ``config.json``, or with the limits exceeded.
+        IndexCacheError: with the lines to add to ``config.json``, and with the limits exceeded.
     """
-    text = text_config(config)
+    found, text = Findings(), text_config(config)
     family = BY_ARCHITECTURE[str(read_field(config, "architectures")[0])]
     absent = {n: v for n, v in family.extra_config.items() if read_field(text, n) is None}
     if absent:
         lines = json.dumps(absent)
-        raise CheckpointError(
-            f"SGLang reads what the config of {where} does not have (transformers does not write "
-            f"it). Add to its config.json: {lines[1:-1]}; or start with "
-            f"--json-model-override-args '{lines}'."
+        found.each.append(
+            CheckpointError(
+                f"SGLang reads what the config of {where} does not have (transformers does not "
+                f"write it). Add to its config.json: {lines[1:-1]}; or start with "
+                f"--json-model-override-args '{lines}'."
+            )
         )
     problems = [
         f"{field}{'' if isinstance(value, list) else f' is {value!r} and'} {demand}"
@@ -73,7 +75,8 @@ def check_config(config: Any, where: str, *, on_cpu: bool = False) -> None:
         and not holds(value, text)
     ]
     if problems:
-        raise CheckpointError(f"SGLang cannot serve {where}: {'; '.join(problems)}.")
+        found.each.append(CheckpointError(f"SGLang cannot serve {where}: {'; '.join(problems)}."))
+    found.report()
 
 
 def _mlps_that_sglang_builds(config: Any, count: int) -> list[str] | None:

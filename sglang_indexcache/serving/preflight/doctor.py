@@ -13,9 +13,10 @@ import os
 import sys
 import traceback
 import warnings
+from argparse import ArgumentError, ArgumentParser
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr
-from dataclasses import dataclass, field
+from contextlib import contextmanager, redirect_stderr, suppress
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,16 @@ from rich.table import Table
 
 from sglang_indexcache.ask.client import Client
 from sglang_indexcache.ask.protocol import STATE, RankState, alike
-from sglang_indexcache.checkpoint import INDEX_K_BYTES_PER_KEY
+from sglang_indexcache.checkpoint import INDEX_K_BYTES_PER_KEY, text_config
 from sglang_indexcache.errors import Findings, IndexCacheError, ServerError, SettingsError
+from sglang_indexcache.models import read_field
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.engine_version import EngineSource
 from sglang_indexcache.serving.plan import BACKEND_NAME, CONFIG_KEY, Plan
 from sglang_indexcache.serving.preflight.config_check import INDEX_HEAD_DIM
 from sglang_indexcache.serving.preflight.refusals import CONTRACT, FEATURES, READ, REHEARSED, TESTED
+from sglang_indexcache.serving.preflight.resolve import read_overrides
+from sglang_indexcache.shapes import ModelShape, check_room
 from sglang_indexcache.support.drawing import to_terminal
 
 USUAL_CARD = "h200"
@@ -52,7 +56,7 @@ class Examination:
     Attributes:
         problems: what its start would end with.
         server: facts of a server that would start, by name; a list where there are several.
-        pattern: which layers would share; None if it would not start.
+        pattern: which layers share; None if a problem leaves it undecided.
     """
 
     checked_for: str = ""
@@ -83,18 +87,20 @@ class Examination:
             _say_problem(console, problem)
         for note in self.notes:
             _say(console, "note", note)
-        if self.pattern is None:
-            return
-        console.print("[green]no problem found[/green]")
+        if not self.problems:
+            console.print("[green]no problem found[/green]")
         if self.advice:
             _say(console, "[yellow]advice[/yellow]", self.advice)
+        if self.pattern is None:
+            return
         console.print()
         table = Table.grid(padding=(0, 2))
         for name, value in self.server.items():
             for number, line in enumerate([value] if isinstance(value, str) else value):
                 table.add_row("" if number else f"[bold]{name}[/bold]", escape(line))
-        console.print(table)
-        console.print()
+        if self.server:
+            console.print(table)
+            console.print()
         console.print(to_terminal(self.pattern))
         console.print()
 
@@ -107,7 +113,7 @@ def examine(arguments: Sequence[str], device: str | None = None) -> Examination:
         device: "cpu", "cuda" or a name of :data:`CARDS`; by default this machine's GPU, and
             without one :data:`USUAL_CARD`.
     """
-    is_assumed, found = False, Examination()
+    is_assumed, server_args, found = False, None, Examination()
     try:
         if not arguments:
             raise SettingsError(
@@ -117,6 +123,7 @@ def examine(arguments: Sequence[str], device: str | None = None) -> Examination:
         EngineSource.installed()
         print("asking SGLang, which takes a while to load ...", file=sys.stderr, flush=True)
         is_assumed = device is None and not _has_gpu()
+        _look_for_model(arguments)
         found.checked_for = _choose_device(device)
         server_args, problems = _resolve(arguments, device)
     except IndexCacheError as error:
@@ -128,7 +135,41 @@ def examine(arguments: Sequence[str], device: str | None = None) -> Examination:
         found.notes.append("for a server on this machine, which has no GPU, add --device cpu")
     if not problems:
         _describe_server(server_args, found)
+    elif plan := _planned(server_args):
+        found.pattern = plan.pattern
+        found.notes.append(f"the pattern is from {plan.source}")
     return found
+
+
+def _look_for_model(arguments: Sequence[str]) -> None:
+    """Say early that the model is no folder here: SGLang asks the hub, a minute without a network.
+
+    Raises:
+        SettingsError: it is written as a path, and there is nothing.
+    """
+    parser = ArgumentParser(add_help=False, exit_on_error=False, allow_abbrev=False)
+    parser.add_argument("--model-path", "--model", default="")
+    try:
+        name = str(parser.parse_known_args(arguments)[0].model_path)
+    except ArgumentError:  # SGLang says it, too
+        return
+    if Path(name).exists() or "://" in name:
+        return
+    if name.startswith(("/", ".", "~")):
+        raise SettingsError(f"there is no folder {name} here")
+    print(f"{name} is no folder here, so the hub is asked for it ...", file=sys.stderr, flush=True)
+
+
+def _planned(server_args: Any) -> Plan | None:
+    """Return the plan, if the resolution came so far."""
+    if server_args is None:
+        return None
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    with suppress(SettingsError):  # which is told as a problem
+        overrides = read_overrides(resolving_view(server_args).json_model_override_args)
+        return Plan.from_json(overrides.get(CONFIG_KEY))
+    return None
 
 
 def _say_problem(console: Console, text: str) -> None:
@@ -136,7 +177,7 @@ def _say_problem(console: Console, text: str) -> None:
 
 
 def _say(console: Console, what: str, text: str) -> None:
-    console.print(f"{what}  {escape(text)}", soft_wrap=True, highlight=False)
+    console.print(f"{what}: {escape(text)}", soft_wrap=True, highlight=False)
 
 
 def _has_gpu() -> bool:
@@ -196,9 +237,33 @@ def _resolve(arguments: Sequence[str], device: str | None) -> tuple[Any, list[In
                 server_args = prepare_server_args(arguments)
             setattr(server_args, FOUND, gathered)
             server_args.resolve_once()
+            _check_weights(server_args)
         return server_args, [*gathered, *found.each]
     finally:
         logging.disable(logging.NOTSET)
+
+
+def _check_weights(server_args: Any) -> None:
+    """Refuse weights that do not fit the cards, where the config tells how many bytes they are.
+
+    Raises:
+        BenchError: as ``indexcache bench plan`` says it.
+    """
+    import torch
+    from sglang.srt.arg_groups.overrides import model_config_of, resolving_view
+    from sglang.srt.utils.common import get_device_memory_capacity
+
+    cfg, model = resolving_view(server_args), model_config_of(server_args)
+    text = text_config(model.hf_config)
+    shape = {name: read_field(text, name) for name in (each.name for each in fields(ModelShape))}
+    memory = get_device_memory_capacity(cfg.device) if cfg.device == "cuda" else None
+    formats = {cfg.quantization, model.quantization} - {None}
+    if None in shape.values() or not memory or cfg.cpu_offload_gb or formats - {"fp8"}:
+        return
+    size = 1 if formats else model.dtype.itemsize
+    stage = ModelShape(**shape).weight_bytes(cfg.tp_size, cfg.attn_dp_size, size) / cfg.pp_size
+    gpus, dp, card = cfg.tp_size * cfg.pp_size, cfg.attn_dp_size, torch.cuda.get_device_name()
+    check_room(cfg.model_path, stage, gpus, dp, card, memory * 2**20)
 
 
 @contextmanager

@@ -72,6 +72,11 @@ REFUSED = [  # with every reason, each of which holds on a node with GPUs
         ["index_head_dim is 192 and must be 128"],
     ),
     ("--tp 8 --dtype float16", ["Add --dtype bfloat16"]),
+    ("--tp 4", ["takes 187 GB of each of 4 GPUs"]),
+    (
+        '--tp 4 --json-model-override-args {"index_head_dim":192}',
+        ["index_head_dim is 192 and must be 128", "takes 187 GB of each of 4 GPUs"],
+    ),
 ]
 
 CODE = """
@@ -79,14 +84,13 @@ import io, json, sys
 from rich.console import Console
 from sglang_indexcache.serving.preflight.doctor import examine
 
-found = []
+examined = []
 for arguments in json.load(sys.stdin):
     said = io.StringIO()
     found = examine(arguments)
     found.tell(Console(file=said, width=300))
-    fine = not found.problems
-    found.append((fine, said.getvalue()))
-print(json.dumps(found))
+    examined.append((not found.problems, said.getvalue()))
+print(json.dumps(examined))
 """
 
 
@@ -145,7 +149,7 @@ def test_the_first_line_says_that_this_machine_has_no_gpu(
 ) -> None:
     _, said = next(iter(examined.values()))
     assert said.startswith(
-        "checked for  a node of 8 NVIDIA H200 (this machine has no GPU; --device may also be cpu, "
+        "checked for: a node of 8 NVIDIA H200 (this machine has no GPU; --device may also be cpu, "
         "h100, b200)\n"
     )
 

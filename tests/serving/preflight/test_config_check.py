@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoConfig
 
 from benchmarks.random_model import small_config
-from sglang_indexcache.errors import CheckpointError
+from sglang_indexcache.errors import CheckpointError, CombinedError
 from sglang_indexcache.models import BY_NAME, Family
 from sglang_indexcache.serving.engine_version import EngineSource
 from sglang_indexcache.serving.preflight.config_check import check_config
@@ -86,6 +86,16 @@ def test_a_value_that_sglang_cannot_serve(
     family, config = fresh
     with pytest.raises(CheckpointError, match=f"SGLang cannot serve m: {message}"):
         check_config({**config, **family.extra_config, **fields}, "m")
+
+
+def test_missing_fields_hide_no_limit(fresh: tuple[Family, dict[str, Any]]) -> None:
+    family, config = fresh
+    config = {name: config[name] for name in config if name not in family.extra_config}
+    with pytest.raises(CombinedError) as raised:
+        check_config({**config, "hidden_act": "gelu"}, "m")
+    absent, limit = map(str, raised.value.each)
+    assert "Add to its config.json" in absent
+    assert "hidden_act is 'gelu' and must be silu" in limit
 
 
 def test_the_cpu_platform_takes_index_keys_as_wide_as_their_rotated_part_or_wider(

@@ -63,7 +63,7 @@ def test_findings_come_first_and_the_layers_last(folder: Path) -> None:
     ):
         assert text in said
     lines = [line.rstrip() for line in said.splitlines() if line.strip()]
-    assert lines[:2] == ["checked for  the CPU reference platform", "no problem found"]
+    assert lines[:2] == ["checked for: the CPU reference platform", "no problem found"]
 
 
 def test_wider_index_keys_are_served_here_and_no_gpu_memory_is_told(folder: Path) -> None:
@@ -131,6 +131,36 @@ def test_it_says_why_our_kernels_cannot_run_here(folder: Path) -> None:
     assert "cuda cannot run on CPU: needs an NVIDIA GPU" in said
 
 
+def test_problems_hide_neither_each_other_nor_the_pattern(folder: Path) -> None:
+    """A config as transformers writes it lacks fields; another is beyond what SGLang builds."""
+    extra = BY_ARCHITECTURE["GlmMoeDsaForCausalLM"].extra_config
+    config = {name: CONFIG[name] for name in CONFIG if name not in extra}
+    (folder / "config.json").write_text(json.dumps({**config, "hidden_act": "gelu"}))
+    fine, said = examine("--model-path", folder, "--indexcache-pattern", "1/4")
+    assert not fine
+    for text in ("Add to its config.json", "hidden_act is 'gelu' and must be silu"):
+        assert text in said
+    assert "22 of 78 layers keep their indexer" in said
+    assert "no problem found" not in said
+
+
+@pytest.mark.parametrize("name", ["/no/such/folder", "./models/mine", "~/model"])
+def test_a_path_that_is_not_there_is_told_before_sglang_asks_the_hub(name: str) -> None:
+    fine, said = examine("--model-path", name)
+    assert not fine
+    assert said == f"problem: there is no folder {name} here\n"
+
+
+def test_a_name_of_the_hub_is_told_to_be_no_folder(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def resolve(arguments: Sequence[str], device: str | None) -> None:
+        raise SettingsError(f"asked after: {capsys.readouterr().err}")
+
+    monkeypatch.setattr(doctor, "_resolve", resolve)
+    assert "nosuchfolder is no folder here, so the hub" in examine("--model", "nosuchfolder")[1]
+
+
 @pytest.mark.parametrize(
     ("fields", "overrides", "message"),
     [
@@ -174,7 +204,7 @@ def test_a_problem_is_printed_as_it_is() -> None:
     """Brackets are no markup."""
     said = io.StringIO()
     doctor._say_problem(Console(file=said), "a [bold] folder")
-    assert said.getvalue() == "problem  a [bold] folder\n"
+    assert said.getvalue() == "problem: a [bold] folder\n"
 
 
 def test_json_has_what_is_printed_and_nothing_else_is_on_stdout(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a prediction needs to know: the dimensions of models, and NVIDIA's data sheets."""
+"""What fits a card: the dimensions and weights of models, and NVIDIA's data sheets."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import BenchError
 from sglang_indexcache.models import FAMILIES, SHAPES, TRAINABLE
+
+USED_MEMORY = 0.9
+"""Of a GPU, for weights and KV cache: near what SGLang takes by default."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,35 @@ class ModelShape:
         dense = 3 * self.intermediate_size * self.first_k_dense_replace
         each = sparse * (experts + self.n_routed_experts) + dense + 2 * self.vocab_size
         return self.hidden_size * each
+
+    def weight_bytes(self, gpus: int, dp: int, each: int) -> float:
+        """All weights on one of ``gpus``, at ``each`` bytes a parameter.
+
+        The attention's are repeated in each of ``dp`` ranks of data-parallel attention, and the
+        indexers' on every GPU.
+        """
+        attention = self.num_hidden_layers * (self.attention_parameters / (gpus / dp))
+        indexers = self.num_hidden_layers * self.indexer_parameters
+        return each * (attention + indexers + self.mlp_parameters / gpus)
+
+
+def check_room(model: str, taken: float, gpus: int, dp: int, card: str, memory: float) -> None:
+    """Refuse weights of ``taken`` bytes a GPU that leave no room for a KV cache.
+
+    Args:
+        dp: ranks of data-parallel attention, each of which repeats the attention's weights.
+        memory: bytes of one ``card``.
+
+    Raises:
+        BenchError: they do not fit.
+    """
+    if taken < USED_MEMORY * memory:
+        return
+    fewer = ", or fewer ranks of attention (--dp)" if dp > 1 else ""
+    raise BenchError(
+        f"the weights do not fit: {model} takes {taken / 1e9:.0f} GB of each of {gpus} GPUs, and "
+        f"{card} has {memory / 1e9:.0f}. Take GPUs with more memory, or more of them{fewer}."
+    )
 
 
 PRESETS = {name: ModelShape(**fields) for name, fields in SHAPES.items()}
