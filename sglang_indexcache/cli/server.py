@@ -27,7 +27,8 @@ from sglang_indexcache.pattern import Pattern
 
 if TYPE_CHECKING:
     from sglang_indexcache.ask.protocol import RankState
-    from sglang_indexcache.serving.preflight.doctor import Examination, Fleet
+    from sglang_indexcache.serving.preflight.doctor import Examination
+    from sglang_indexcache.serving.preflight.fleet import Fleet
 
 app = group("Ask what a server would do, look at a running one, switch its pattern.")
 
@@ -68,7 +69,7 @@ def doctor_command(
     if url:
         if context.args:
             raise SettingsError(f"--url is a question of its own; leave {context.args[0]} away")
-        from sglang_indexcache.serving.preflight.doctor import examine_servers
+        from sglang_indexcache.serving.preflight.fleet import examine_servers
 
         found: Fleet | Examination = examine_servers(connect(url, api_key))
     else:

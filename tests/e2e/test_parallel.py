@@ -24,7 +24,7 @@ from sglang_indexcache.ask.protocol import OTHERS, check_obeyed
 from sglang_indexcache.errors import ServerError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.monitor.traffic import MOST_APART
-from sglang_indexcache.serving.preflight.doctor import examine_servers
+from sglang_indexcache.serving.preflight.fleet import examine_servers
 from tests.e2e.conftest import (
     Serve,
     batch_logprobs,

@@ -1,13 +1,12 @@
-"""``indexcache server doctor``: what a server would do, and whether servers that run do the same.
+"""``indexcache server doctor``: what a server would do.
 
-For the first it runs the very resolution that the server runs, without loading weights, and on a
-machine without a GPU it lets SGLang believe in one.
+It runs the very resolution that the server runs, without loading weights, and on a machine without
+a GPU it lets SGLang believe in one.
 """
 
 from __future__ import annotations
 
 import io
-import json
 import logging
 import os
 import sys
@@ -20,15 +19,12 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from sglang_indexcache.ask.client import Client
-from sglang_indexcache.ask.protocol import STATE, RankState, alike
 from sglang_indexcache.checkpoint import INDEX_K_BYTES_PER_KEY, text_config
-from sglang_indexcache.errors import Findings, IndexCacheError, ServerError, SettingsError
+from sglang_indexcache.errors import Findings, IndexCacheError, SettingsError
 from sglang_indexcache.models import read_field
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.engine_version import EngineSource
@@ -376,139 +372,3 @@ def _features(cfg: Any, plan: Plan) -> list[str]:
             said = f"{feature.name}: {condition}" if condition else feature.name
             lines.append(f"{said} ({feature.evidence})")
     return [*lines, EVIDENCE]
-
-
-# -- servers that run --------------------------------------------------------------------------
-
-ALIKE = {
-    "sglang": "SGLang's version. Install the same one everywhere.",
-    "version": "sglang-indexcache's version. Install the same one everywhere.",
-    "architecture": "the model. These servers do not belong together.",
-    "checkpoint_pattern": "the checkpoint's own sharing. These servers do not belong together.",
-    "mode": "the mode. Start all of them with the same --indexcache-mode.",
-    "policy": "the pattern. Start all of them with the same --indexcache-pattern, or in live mode "
-    "give each the same with: indexcache server set. Prefill and decode nodes that differ exchange "
-    "a KV cache that is wrong for one of them.",
-    "adapter_digest": "the adapter. Start all of them with the same --indexcache-adapter.",
-}
-"""What every rank must say alike, and what it is that differs if they do not."""
-
-
-@dataclass(frozen=True)
-class Rank:
-    """What one data-parallel rank says, for the tensor-parallel ranks and stages behind it too.
-
-    Attributes:
-        name: its server's URL, and its number where there are several.
-        role: prefill, decode or both.
-        sglang: SGLang's version.
-        state: IndexCache's report, or what is wrong where there is none.
-    """
-
-    name: str
-    role: str
-    sglang: str
-    state: RankState | str
-
-    def to_json(self) -> dict[str, Any]:
-        """Return what it runs; null where it does not say."""
-        names = ("version", "mode", "pattern")
-        about = None if isinstance(self.state, str) else self.state
-        said = {name: getattr(about, name, None) for name in names}
-        return {"name": self.name, "serves": self.role, "sglang": self.sglang, **said}
-
-
-@dataclass
-class Fleet:
-    """What servers do, and where they differ."""
-
-    ranks: list[Rank]
-    problems: list[str]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return all of it, by names that stay."""
-        return {
-            "fine": not self.problems,
-            "problems": self.problems,
-            "ranks": [rank.to_json() for rank in self.ranks],
-        }
-
-    def tell(self, console: Console) -> None:
-        """Print it, the problems last."""
-        if self.ranks:
-            console.print(_table(self.ranks))
-        for problem in self.problems:
-            _say_problem(console, problem)
-        if not self.problems:
-            console.print("[green]no problem found[/green]")
-
-
-def examine_servers(clients: Sequence[Client]) -> Fleet:
-    """Ask servers whether all their ranks run the same plan."""
-    try:
-        ranks = [rank for client in clients for rank in _ranks(client)]
-    except ServerError as error:
-        return Fleet([], [str(error)])
-    problems = [rank.state for rank in ranks if isinstance(rank.state, str)]
-    return Fleet(ranks, problems + _differences(ranks))
-
-
-def _ranks(client: Client) -> list[Rank]:
-    info = client.server_info()
-    states = info["internal_states"]
-    launched = CONFIG_KEY in json.loads(info.get("json_model_override_args") or "{}")
-    role = info.get("disaggregation_mode") or "null"
-    reports = [state.get(STATE) or {} for state in states]
-    # They answer in the order in which they come; those that do not say their number have the rest.
-    rest = iter({*range(len(states))} - {report.get("rank") for report in reports})
-    numbered = [(report["rank"] if "rank" in report else next(rest), report) for report in reports]
-    ranks = []
-    for number, ours in sorted(numbered, key=lambda rank: rank[0]):
-        name = f"{client.url} rank {number}" if len(states) > 1 else client.url
-        state: RankState | str = _missing(name, launched=launched)
-        try:
-            state = RankState.from_json(ours, name) if ours else state
-        except ServerError as error:
-            state = str(error)
-        ranks.append(Rank(name, "both" if role == "null" else role, info["version"], state))
-    return ranks
-
-
-def _table(ranks: Sequence[Rank]) -> Table:
-    table = Table("server", "serves", "SGLang", "plugin", "mode", "pattern", box=SIMPLE)
-    table.columns[0].overflow = "fold"
-    for rank in ranks:
-        if isinstance(state := rank.state, str):
-            table.add_row(rank.name, rank.role, "", "not at work", "", "")
-            continue
-        pattern = Pattern(state.pattern)
-        about = (rank.sglang, state.version, state.mode)
-        table.add_row(rank.name, rank.role, *about, f"{pattern}\n{pattern.summary()}")
-    return table
-
-
-def _missing(name: str, *, launched: bool) -> str:
-    """Why a rank reports nothing, whose launcher had the plugin and was asked for IndexCache."""
-    if not launched:
-        return f"{name} does not run IndexCache. Start it with --attention-backend {BACKEND_NAME}"
-    return (
-        f"{name} was started with IndexCache, but its worker did not load the plugin: in live "
-        "mode every layer runs its indexer there. The worker's log says why; look for an error at "
-        "its start, SGLANG_PLUGINS, or another Python environment on its node"
-    )
-
-
-def _differences(ranks: Sequence[Rank]) -> list[str]:
-    """A sentence for each of :data:`ALIKE` that is not the same everywhere."""
-    facts = {
-        rank.name: {"sglang": rank.sglang, **rank.state.model_dump(include=set(ALIKE))}
-        for rank in ranks
-        if isinstance(rank.state, RankState)
-    }
-    differing = alike(facts)
-    found = []
-    for fact in [fact for fact in ALIKE if fact in differing]:
-        said = differing[fact].items()
-        who = "; ".join(f"{value} on {', '.join(where)}" for value, where in said)
-        found.append(f"they differ in {ALIKE[fact]} ({who})")
-    return found

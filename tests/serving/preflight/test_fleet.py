@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import subprocess
+import sys
 from contextlib import ExitStack
 from typing import Any
 
@@ -11,7 +13,7 @@ from rich.console import Console
 
 from sglang_indexcache import __version__
 from sglang_indexcache.ask.client import Client
-from sglang_indexcache.serving.preflight.doctor import examine_servers
+from sglang_indexcache.serving.preflight.fleet import examine_servers
 from tests.fakes.server import FakeServer, serving
 
 
@@ -94,3 +96,16 @@ def test_a_rank_whose_report_failed() -> None:
 def test_a_server_that_does_not_answer() -> None:
     [problem] = examine_servers([Client("http://127.0.0.1:9")]).problems
     assert problem.startswith("cannot reach the server at http://127.0.0.1:9")
+
+
+def test_it_needs_no_more_than_the_base_install() -> None:
+    """A job that checks servers should not need 11 GB of SGLang and torch."""
+    code = (
+        "import sys\n"
+        "sys.modules.update(dict.fromkeys(('torch', 'sglang', 'transformers', 'numpy')))\n"
+        "from sglang_indexcache.cli import app\n"
+        "app(['server', 'doctor', '--url', 'http://127.0.0.1:9'])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "problem: cannot reach the server at http://127.0.0.1:9" in done.stdout, done.stderr
+    assert done.returncode == 1
