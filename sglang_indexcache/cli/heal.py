@@ -119,6 +119,7 @@ def run(
         count, name = counted_gpus(gpus)
         gpu = find_gpu(name)
         machine = GpuMachine(count, name, gpu.memory, gpu.bf16, gpu.float32, gpu.bandwidth)
+        typer.echo("counting layer by layer; a large model takes some minutes ...", err=True)
         print_plan(out, planned(options, machine))
         return
     with resumable(out, output.with_name(f"{output.name}.run")):

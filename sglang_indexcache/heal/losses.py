@@ -187,7 +187,7 @@ def captured_mass(
     mass = torch.zeros((), dtype=_accumulator(target.keys.dtype), device=target.keys.device)
     queries = torch.zeros((), dtype=torch.int64, device=target.keys.device)
     with _full_precision(target.keys.device):
-        for rows in layout.blocks(block):
+        for rows in layout.summed(block):
             keys = _VisibleKeys(layout, rows, None)
             chosen = layout.attended(rows, selected)
             choosing = layout.counted[:, rows] & (keys.allowed.sum(-1) > selected.shape[-1])
@@ -345,7 +345,7 @@ class _Blockwise(torch.autograd.Function):
         gradient = _no_gradient(index) if any(ctx.needs_input_grad) else None
         total = torch.zeros((), dtype=_accumulator(keys.dtype), device=keys.device)
         with _full_precision(index.keys.device):
-            for rows in job.layout.blocks(job.block):
+            for rows in job.layout.summed(job.block):
                 total += job.add(index, rows, gradient)
         if gradient is not None:
             ctx.save_for_backward(gradient.queries, gradient.keys, gradient.weights)

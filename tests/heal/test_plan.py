@@ -13,7 +13,14 @@ from sglang_indexcache.heal.frozen import FrozenBody
 from sglang_indexcache.heal.heal import HealOptions
 from sglang_indexcache.heal.local import LocalSharing, Passing
 from sglang_indexcache.heal.packing import Layout
-from sglang_indexcache.heal.plan import GpuMachine, HealPlan, counted_gpus, dry_run, plan_of
+from sglang_indexcache.heal.plan import (
+    GpuMachine,
+    HealPlan,
+    SampledLayout,
+    counted_gpus,
+    dry_run,
+    plan_of,
+)
 from sglang_indexcache.heal.sharing import Stage
 from sglang_indexcache.pattern import Pattern
 from tests.heal.checkpoints import checkpoint, quantise
@@ -101,6 +108,19 @@ def test_a_stage_is_counted_at_its_own_length(tmp_path: Path) -> None:
     long = planned(length=4 * LENGTH)
     assert short.hours < mixed.hours < long.hours
     assert short.peak < mixed.peak
+
+
+@pytest.mark.parametrize("length", [48, 50, 68])  # whole blocks, and a shorter one in the end
+def test_a_few_blocks_stand_for_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: int
+) -> None:
+    checkpoint(tmp_path)
+    asked = options(tmp_path, length=length, block=4, sparse_steps=2, pattern="FSSS")
+    sampled = plan_of(asked, MACHINE)
+    monkeypatch.setattr(SampledLayout, "summed", Layout.summed)
+    every = plan_of(asked, MACHINE)
+    assert sampled.shares == every.shares
+    assert sampled.hours == pytest.approx(every.hours, rel=1e-6)
 
 
 def test_several_rows_keep_several_gpus_busy(tmp_path: Path) -> None:
