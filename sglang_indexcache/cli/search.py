@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.markup import escape
-from rich.progress import track
 from typer import Argument, Option
 
 from sglang_indexcache.cli.common import (
@@ -245,6 +244,7 @@ def overlap_command(
         served_lists,
     )
     from sglang_indexcache.search.setup import Setup
+    from sglang_indexcache.study.journal import progress_at_most
     from sglang_indexcache.support.files import write_json
 
     if url and names_a_file(pattern):
@@ -262,8 +262,9 @@ def overlap_command(
         select, kind = evaluator.selected, evaluator.kind
     topk = int(setup.checkpoint.shape["index_topk"])
     counter = OverlapCounter(setup.checkpoint.num_layers, topk)
-    for ids in track(setup.calibration.sequences, "measuring", console=out, transient=True):
-        counter.add(select(ids))
+    with progress_at_most(out) as progress:
+        for ids in progress.track(setup.calibration.sequences, description="measuring"):
+            counter.add(select(ids))
     out.print(overlap_in_words(counter.matrix()), highlight=False)
     out.print(recent_in_words(counter.recent(), drawn), highlight=False)
     identity = {"by": kind, "checkpoint": setup.digest, "data": setup.calibration.digest}

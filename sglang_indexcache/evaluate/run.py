@@ -200,7 +200,8 @@ class Run:
         """Ask everything that is left; a QualityError says what servers do that they must not."""
         done = self._record.done
         with self._progress as progress:
-            task = progress.add_task("asking", total=len(self._start.planned))
+            total = len(self._start.planned)
+            task = progress.add_task("asking", total=total, completed=len(done))
             for look, group in groupby(self._start.planned, key=lambda one: one.look):
                 for planned in group:
                     progress.update(task, completed=len(done))

@@ -13,19 +13,32 @@ import os
 import re
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TaskID,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
 
 from sglang_indexcache.errors import IndexCacheError
+from sglang_indexcache.study.cost import time_in_words
 from sglang_indexcache.support.files import check_writable, write_json, writing
 
 GIVEN = "given"
 """Key of an identity for the options that led to it: they explain a difference and make none."""
+LINE_EVERY = 30.0
+"""Seconds between two lines of progress where there is no terminal."""
+SPEED_OVER = 600.0
+"""Seconds of work that the time left is reckoned from: one long context takes a minute."""
 _SHORT = 100
 _HASH = re.compile(r"[0-9a-f]{40,}")
 _FORMAT = 1
@@ -262,8 +275,43 @@ def resuming(console: Console, count: int, things: str, path: Path) -> None:
         console.print(f"resuming: {count:,} {things} in {path}", highlight=False)
 
 
+class _LinesWithoutTerminal(Progress):
+    """A bar that, in a file or a pod's log, is a line now and then: there nobody sees it drawn."""
+
+    _next: float | None = None
+
+    def update(self, task_id: TaskID, *args: Any, **changes: Any) -> None:
+        """As Progress has it, and tell."""
+        super().update(task_id, *args, **changes)
+        self._tell(task_id)
+
+    def advance(self, task_id: TaskID, advance: float = 1) -> None:
+        """As Progress has it, and tell."""
+        super().advance(task_id, advance)
+        self._tell(task_id)
+
+    def _tell(self, number: TaskID) -> None:
+        if self.console.is_terminal or self.console.is_jupyter:
+            return
+        now, due = time.monotonic(), self._next
+        if due is not None and now < due:
+            return
+        self._next = now + LINE_EVERY
+        if due is None:  # it has only begun
+            return
+        task = next(task for task in self.tasks if task.id == number)
+        seconds = task.time_remaining
+        left = "" if seconds is None else f", {time_in_words(seconds / 3600)} left at most"
+        self.console.print(
+            f"{task.description}: {task.percentage:.0f} %{left}", highlight=False, markup=False
+        )
+
+
 def progress_at_most(console: Console) -> Progress:
-    """A bar with the most time that may be left: the work may end earlier. It goes when done."""
+    """A bar with the most time that may be left: the work may end earlier. It goes when done.
+
+    Without a terminal it is a line now and then.
+    """
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -271,4 +319,6 @@ def progress_at_most(console: Console) -> Progress:
         TextColumn("left at most"),
         TimeRemainingColumn(),
     )
-    return Progress(*columns, console=console, transient=True)
+    return _LinesWithoutTerminal(
+        *columns, console=console, transient=True, speed_estimate_period=SPEED_OVER
+    )

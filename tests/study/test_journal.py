@@ -9,11 +9,13 @@ import pytest
 from rich.console import Console
 
 from sglang_indexcache.errors import OutputError, SearchError
+from sglang_indexcache.study import journal as journals
 from sglang_indexcache.study.journal import (
     Journal,
     claim,
     differences,
     locked,
+    progress_at_most,
     resumable,
     resuming,
 )
@@ -134,3 +136,27 @@ def test_a_lock_file_is_one_processs_at_a_time(tmp_path: Path) -> None:
         pass
     with locked(path, "healing", SearchError):
         pass
+
+
+def test_progress_is_told_in_lines_where_there_is_no_terminal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(journals, "LINE_EVERY", 0.0)
+    said = io.StringIO()
+    with progress_at_most(Console(file=said, width=80)) as progress:
+        task = progress.add_task("asking", total=4)
+        for number in range(3):
+            progress.update(task, completed=number)
+        progress.advance(task)
+    assert "asking: 25 %" in said.getvalue()
+    assert "asking: 75 %" in said.getvalue()
+    assert "left at most" in said.getvalue()
+
+
+def test_progress_that_is_drawn_is_not_told() -> None:
+    said = io.StringIO()
+    with progress_at_most(Console(file=said, width=80, force_terminal=True)) as progress:
+        task = progress.add_task("asking", total=4)
+        progress.update(task, completed=2)
+        progress.advance(task)
+    assert "asking:" not in said.getvalue()
