@@ -28,6 +28,8 @@ from sglang_indexcache.study.journal import progress_at_most, resumable, resumin
 JOURNAL = "journal.jsonl"
 OVERLAP_TEXTS = 4
 """On which the overlap of a found pattern's layers is measured, where selections can be seen."""
+NEAR_EXHAUSTIVE = 0.5
+"""Share of exhaustive greedy's tokens from which it is worth telling of that one instead."""
 
 
 def run_search(
@@ -145,7 +147,7 @@ def _show(event: Step, search: Search, console: Console, before: str) -> str:
     if way != before:
         console.print(f"{way}: each flip makes one more layer {kind}", highlight=False)
     added = 100 * (event.loss / search.start_loss - 1)
-    sure = "" if event.decided else "  (undecided: no budget left to tell the best apart)"
+    sure = "" if event.decided else "  undecided"
     full = len(event.pattern.full_layers)
     console.print(
         f"{full:>4} F  layer {event.layer:>3} -> {kind}  loss {event.loss:.5f} "
@@ -183,6 +185,7 @@ def _remarks(search: Search, objective: str) -> Iterator[str]:
             "its 95 % interval. Judge it by that: the loss it was chosen by flatters it."
         )
     flips = Counter(map(_way, search.path))
+    share = search.search_tokens / search.budget.exhaustive
     if undecided := Counter(_way(step) for step in search.path if not step.decided):
         told = " and ".join(f"{n} of {flips[w]} flips on the {w}" for w, n in undecided.items())
         yield (
@@ -190,7 +193,11 @@ def _remarks(search: Search, objective: str) -> Iterator[str]:
             "several candidates were left. More budget (--budget) or more batches (--batches) "
             "would tell. Decided is no proof either: each comparison has 95 % for itself alone."
         )
-    share = search.search_tokens / search.budget.exhaustive
+        if share > NEAR_EXHAUSTIVE:
+            yield (
+                "with so few layers --method greedy, which measures every candidate on every "
+                f"batch and decides each flip, takes {1 / share:.1f} times the tokens"
+            )
     yield (
         f"loss with every indexer: {search.start_loss:.5f} nats per token; tokens forwarded: "
         f"{search.search_tokens:,} ({100 * share:.1f} % of exhaustive greedy's)"

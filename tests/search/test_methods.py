@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
 from benchmarks.search_landscape import SyntheticEvaluator
 from sglang_indexcache.errors import SearchError
@@ -23,6 +25,7 @@ from sglang_indexcache.search.methods.forward import Ascent
 from sglang_indexcache.search.methods.greedy import evaluations
 from sglang_indexcache.search.options import Options
 from sglang_indexcache.search.rules import Constraints, parse_targets
+from sglang_indexcache.search.session import _remarks, _show
 from tests.search.helpers import finished, greedy, landscape, searched, targets
 from tests.search.oracle import algorithm_1, forward_selection
 
@@ -167,6 +170,22 @@ def test_says_where_the_budget_left_it_undecided() -> None:
     rich = descend(landscape(24, noise=1.0), 24, "1/4", PLENTY)
     assert not all(step.decided for step in poor)
     assert all(step.decided for step in rich)
+
+
+def test_a_search_of_few_layers_says_what_would_decide_its_flips() -> None:
+    """One word at each flip, and at the end what it means and what to do."""
+    search = finished(landscape(8, noise=1.0), targets(8, "1/4"), Options.parse("both"))
+    undecided = [step for step in search.path if not step.decided]
+    assert undecided
+    said = Console(file=io.StringIO(), width=200)
+    _show(undecided[0], search, said, "")
+    assert said.file.getvalue().endswith(" candidates)  undecided\n")  # type: ignore[attr-defined]
+    remarks = " ".join(_remarks(search, "loss"))
+    assert f"{len(undecided)} of " in remarks
+    share = search.search_tokens / search.budget.exhaustive
+    assert share > 0.5
+    assert "--method greedy, which measures every candidate on every batch" in remarks
+    assert f"{1 / share:.1f} times the tokens" in remarks
 
 
 @pytest.mark.parametrize(("batches", "least"), [(1, 1), (2, 2), (8, 2), (32, 2), (64, 4)])
