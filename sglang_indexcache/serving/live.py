@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+on_switch: list[Callable[[ActivePattern], None]] = []
+"""Called after each attempt to switch."""
+
 _STATE = "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController"
 
 
@@ -79,11 +82,20 @@ def _accept(original: Callable[..., Any], controller: Any, request: Any) -> Any:
         level = logging.WARNING if ours else logging.ERROR
         logger.log(level, "IndexCache: pattern not switched: %s", reason, exc_info=not ours)
     else:
+        _tell(active)
         return SetInternalStateReqOutput(updated=True)
     if active is not None:
         active.last_rejection = reason
         active.traffic.rejections["switch"] += 1
+    _tell(active)
     return SetInternalStateReqOutput(updated=False)
+
+
+def _tell(active: ActivePattern | None) -> None:
+    """Let metrics show a switch, or its refusal, at once; without traffic nothing else would."""
+    if active is not None:
+        for listener in on_switch:
+            listener(active)
 
 
 def switch(scheduler: Scheduler, active: ActivePattern, value: str) -> None:

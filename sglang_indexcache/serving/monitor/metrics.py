@@ -1,8 +1,8 @@
 """What sharing does, among SGLang's own metrics: with ``--enable-metrics``, at ``/metrics``.
 
 SGLang makes its collectors from the classes that ``ServerArgs.stat_loggers`` names. Ours are its
-own with more in them: whenever a scheduler logs its statistics, it also exports what this process
-has counted since. The labels are SGLang's.
+own with more in them: whenever a scheduler logs its statistics, or its pattern is switched, it also
+exports what this process has counted since. The labels are SGLang's.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sglang.srt.observability.metrics_collector import (
 from sglang_indexcache import __version__
 from sglang_indexcache.ask.protocol import OTHERS, RECENT
 from sglang_indexcache.library import mean_known
-from sglang_indexcache.serving import front, requests
+from sglang_indexcache.serving import front, live, requests
 from sglang_indexcache.serving.active import ActivePattern, current
 from sglang_indexcache.serving.monitor.traffic import MOST_APART, apart
 
@@ -67,11 +67,17 @@ class SchedulerCollector(SchedulerMetricsCollector):
     def __init__(self, labels: dict[str, str], **options: Any) -> None:
         super().__init__(labels=labels, **options)
         self._sharing: Exporter | None = Exporter(labels)
+        live.on_switch.append(self._export)
 
     def log_stats(self, stats: Any) -> None:
-        """Export; what goes wrong with ours is logged once and stops ours alone."""
+        """As SGLang's, and export ours."""
         super().log_stats(stats)
-        if self._sharing is None or (active := current()) is None:
+        if (active := current()) is not None:
+            self._export(active)
+
+    def _export(self, active: ActivePattern) -> None:
+        """Export; what goes wrong with ours is logged once and stops ours alone."""
+        if self._sharing is None:
             return
         try:
             self._sharing.export(active)

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock
 
@@ -15,8 +16,10 @@ import prometheus_client
 import pytest
 import yaml
 
+from sglang_indexcache import __version__
+from sglang_indexcache.ask.protocol import SWITCH
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.serving import active, front, requests
+from sglang_indexcache.serving import active, front, live, requests
 from sglang_indexcache.serving.monitor import metrics
 from sglang_indexcache.serving.monitor.metrics import (
     Exporter,
@@ -227,6 +230,28 @@ def test_a_metric_that_throws_stops_ours_alone(
     assert logged == [0, 1, 2]
     assert caplog.text.count("IndexCache: its metrics stop here") == 1
     assert list(registry.collect()) == before
+
+
+def test_a_switch_shows_without_traffic(
+    served: active.ActivePattern,
+    told: Callable[..., float | None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A roll-back at night, on a server without requests, must not look undone."""
+    monkeypatch.setattr(live, "on_switch", [])
+    monkeypatch.setattr(SchedulerCollector.__mro__[1], "__init__", lambda self, labels: None)
+    SchedulerCollector(LABELS)  # type: ignore[arg-type]
+    bag = SimpleNamespace(disaggregation_mode="null", pp_size=1)
+    for name in ("get_disagg", "get_parallel"):
+        monkeypatch.setattr(f"sglang.srt.runtime_context.{name}", lambda: bag)
+    controller = SimpleNamespace(scheduler=None)
+    for pattern in ("FFFF", "FFF"):  # the second does not fit
+        request = SimpleNamespace(server_args={f"{SWITCH}{pattern}": 1})
+        live._accept(lambda *_: None, controller, request)
+    about = {"mode": "live", "source": served.source, "version": __version__}
+    assert told("info", pattern="FFFF", **about) == 1
+    assert told("switches_total") == 1
+    assert told("rejections_total", by="switch") == 1
 
 
 def test_a_collector_of_whoever_starts_the_server_stays() -> None:
