@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 import tomllib
+from os.path import normpath
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +24,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 WHEEL = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]
 HOOK = PROJECT["tool"]["hatch"]["metadata"]["hooks"]["custom"]["path"]
 PARTS = [
-    *("pyproject.toml", "README.md", HOOK),
+    *("pyproject.toml", "README.md", HOOK, "docs"),
     *PROJECT["project"]["license-files"],
     *WHEEL["packages"],
     *(path.split("/")[0] for path in WHEEL["force-include"]),
@@ -116,8 +118,31 @@ def hook() -> Any:
     """``hatch_build.py``, without what only a build has."""
     source = (ROOT / HOOK).read_text().replace("from hatchling", "# from hatchling")
     made: dict[str, Any] = {}
-    exec(compile(source.replace("(MetadataHookInterface)", ""), HOOK, "exec"), made)
+    exec(compile(re.sub(r"\(\w+HookInterface\)", "", source), HOOK, "exec"), made)
     return made
+
+
+def test_the_guides_of_a_wheel_link_to_nothing_that_is_not_in_it() -> None:
+    """A wheel holds the guides without benchmarks, examples and docker."""
+    build_data: dict[str, dict[str, str]] = {"force_include": {}}
+    hatch = hook()["GuidesHook"]()
+    hatch.root, hatch.metadata = str(ROOT), SimpleNamespace(core=SimpleNamespace(urls={}))
+    hatch.initialize("standard", build_data)
+    inside = {
+        to.removeprefix("sglang_indexcache/"): Path(made).read_text()
+        for made, to in build_data["force_include"].items()
+    }
+    hatch.finalize("standard", build_data, "")
+    guides = [*(ROOT / "docs").glob("*.md"), ROOT / "csrc/README.md"]
+    assert {*inside} == {str(path.relative_to(ROOT)) for path in guides}
+    linked = {
+        normpath(Path(page).parent / target)
+        for page, text in inside.items()
+        for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", text)
+    }
+    assert linked
+    assert linked <= {*inside}
+    assert "(`benchmarks/results/heal.md`)" in inside["docs/heal.md"]
 
 
 def test_the_long_description_has_no_link_that_needs_a_file_beside_it() -> None:
@@ -138,7 +163,7 @@ def test_the_wheel_has_every_source_of_the_kernels_and_none_of_the_tests() -> No
     taken = [path for path in WHEEL["force-include"] if path.startswith("csrc/")]
     assert {path.name for path in (ROOT / "csrc").iterdir()} == {
         *(path.removeprefix("csrc/") for path in taken),
-        "host",
+        *("host", "README.md"),  # which the build adds
     }
 
 
@@ -152,6 +177,6 @@ def test_nothing_is_left_to_fill_in() -> None:
 
 
 def test_an_installed_copy_says_where_its_guides_are() -> None:
-    assert "docs" in WHEEL["force-include"]
+    assert WHEEL["hooks"]["custom"]["path"] == HOOK
     result = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "400"})
     assert str(ROOT / "docs") in result.output
