@@ -14,6 +14,7 @@ import typer
 
 from benchmarks.readme import PAGES as GENERATED
 from sglang_indexcache.cli import app
+from sglang_indexcache.serving.preflight.options import OPTIONS
 from tests.launch_lines import indexcache_lines, shell_in
 
 ROOT = Path(__file__).parent.parent
@@ -127,3 +128,10 @@ def test_every_guide_is_found_from_the_readme() -> None:
 @pytest.mark.parametrize("guide", GUIDES, ids=lambda guide: guide.name)
 def test_a_server_is_started_one_way(guide: Path) -> None:
     assert "python -m sglang.launch_server" not in guide.read_text()
+
+
+def test_one_table_has_every_flag_of_a_server_and_its_variable() -> None:
+    rows = re.findall(
+        r"^\| `(--indexcache-\S+)` \| `(\w+)` \|", (ROOT / "docs/patterns.md").read_text(), re.M
+    )
+    assert sorted(rows) == sorted((option.flag, option.variable) for option in OPTIONS)
