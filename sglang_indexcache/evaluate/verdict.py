@@ -438,6 +438,8 @@ def _details(verdict: Verdict, differences: Differences, look: Look) -> str:
     design = look.design
     lower, upper = map(_points, verdict.interval)
     width = f"{1 - 2 * design.alpha:.0%}{' exact' if verdict.exact else ''} interval"
+    if design.looks > 1:  # wider than the tables' intervals, which are those of a single look
+        width += " for this look"
     noise = f"; A/A: {verdict.noise}" if verdict.noise else ""
     said = [
         f"Difference {_points(verdict.difference)} points ({width} {lower} to {upper}); "

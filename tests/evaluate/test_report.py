@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 from dataclasses import replace
@@ -11,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sglang_indexcache.evaluate.evaluation import Answer
+from sglang_indexcache.evaluate.evaluation import NAME, Answer, load
 from sglang_indexcache.evaluate.report import (
     NOISE,
     ONE_LOOK,
@@ -22,6 +23,7 @@ from sglang_indexcache.evaluate.report import (
 from sglang_indexcache.evaluate.verdict import verdicts_of
 from tests.evaluate.evaluations import LENGTHS, SHORT, TASKS, evaluation
 
+ROOT = Path(__file__).parents[2]
 FILES = {"report.html", "eval.json", "samples.jsonl"}
 
 
@@ -32,6 +34,16 @@ def test_the_same_record_gives_the_same_bytes(tmp_path: Path) -> None:
     assert {path.name for path in first.iterdir()} == FILES
     for name in FILES:
         assert (first / name).read_bytes() == (second / name).read_bytes(), name
+
+
+def test_the_published_report_is_what_its_journal_gives(tmp_path: Path) -> None:
+    """It was an old version's, with a picture that nothing draws any more."""
+    published = ROOT / "benchmarks/results/quality/tiny-dsa"
+    journal = gzip.decompress((published / f"{NAME}.gz").read_bytes())
+    (tmp_path / NAME).write_bytes(journal)
+    write_report(load(tmp_path), tmp_path)
+    for name in ("report.html", "eval.json"):
+        assert (tmp_path / name).read_text() == (published / name).read_text(), name
 
 
 def test_the_page_starts_with_the_sentence_and_needs_no_other_file(tmp_path: Path) -> None:

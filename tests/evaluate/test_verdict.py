@@ -102,6 +102,7 @@ def test_an_early_look_needs_more() -> None:
     assert verdict.kind is Kind.UNDECIDED
     assert verdict.more == 300
     assert "300 more contexts" in verdict.sentence
+    assert "interval for this look" in verdict.sentence  # the tables' are of a single look
 
 
 def test_where_no_context_is_missing_a_run_of_the_same_size_is_advised() -> None:
