@@ -16,7 +16,7 @@ from sglang_indexcache.search.calibration import Calibration
 from sglang_indexcache.search.evaluators.hf import TransformersEvaluator
 from sglang_indexcache.search.overlap import OverlapCounter
 from tests.rehearsal.checkpoint import MERGED
-from tests.rehearsal.questions import LENGTHS, QUARTER, parameters, prompt
+from tests.rehearsal.questions import LENGTHS, PATTERNS, QUARTER, Judge, parameters, prompt
 
 Evidence = Callable[[Client, Path], None]
 
@@ -96,6 +96,34 @@ def idle_ranks(client: Client, _: Path) -> None:
     assert all(one == said[0] for one in said)
 
 
+def mixed_chunks(client: Client, model: Path) -> None:
+    """Steps of an answer ran in forwards that prefill other prompts, under its own pattern.
+
+    They count as prefill. SGLang mixes nothing with a request that wants log-probabilities, so the
+    tokens are judged: how far they are behind the likeliest, which other patterns would not choose.
+    """
+    steps, asked = 32, [(LENGTHS[2], QUARTER), (LENGTHS[0], PATTERNS[1]), (LENGTHS[1], PATTERNS[3])]
+
+    def decoded() -> int:
+        tokens = _states(client)[0]["tokens"]
+        return sum(count for name, count in tokens.items() if name.startswith("decode"))
+
+    client.flush_cache()
+    before = decoded()
+    with ThreadPoolExecutor(len(asked)) as meanwhile:
+        under_way = [meanwhile.submit(_ask, client, *asked[0], steps)]
+        while not any(state["requests"] for state in _states(client)):
+            assert not under_way[0].done()
+        under_way += [meanwhile.submit(_ask, client, *other, steps) for other in asked[1:]]
+        answers = [reply.result()["output_ids"] for reply in under_way]
+    assert 0 < decoded() - before < len(asked) * (steps - 1)
+    judge = Judge(model, fp8_kv=client.server_info()["kv_cache_dtype"] == "fp8_e4m3")
+    for (length, pattern), answer in zip(asked, answers, strict=True):
+        tokens = prompt(length) + answer
+        behind = {other: judge.behind(steps, tokens, other) for other in PATTERNS}
+        assert behind.pop(pattern) < min(behind.values()) / 2
+
+
 def accepted_drafts(client: Client, _: Path) -> None:
     """The target agreed with some drafts, and not with all."""
     said = [_ask(client, length, tokens=16) for length in LENGTHS]
@@ -150,8 +178,8 @@ def overlaps(client: Client, model: Path) -> None:
     }
 
     def seen() -> dict[int, tuple[float, float]]:
-        cells = _states(client)[0]["overlap"]["cells"]
-        return {layer: tuple(cells.get(f"{layer} 2Ki", (0.0, 0.0))[:2]) for layer in others}
+        layers = _states(client)[0]["overlap"]["layers"]
+        return {layer: tuple(layers.get(str(layer), (0.0, 0.0))[:2]) for layer in others}
 
     client.flush_cache()
     before = seen()

@@ -12,7 +12,7 @@ import torch
 
 from sglang_indexcache.ask.client import Client
 from sglang_indexcache.pattern import Pattern
-from tests.oracle import Oracle
+from tests.oracle import Answer, Oracle
 from tests.rehearsal.checkpoint import ADAPTED_PATTERN, IN_BFLOAT16, LAYERS, MERGED, is_quantized
 from tests.rehearsal.stage.kernels.quantized import from_groups, quantize_groups
 
@@ -69,10 +69,10 @@ def behind_another_pattern_and_first(client: Client) -> tuple[list[Any], list[An
     return behind, ask(client, (LENGTHS[0], PATTERNS[-1]))[0]
 
 
-def prompt_logprobs(client: Client, length: int, pattern: str | None) -> torch.Tensor:
-    """``[length - 1]`` log-probabilities of a prompt's tokens, the first left out."""
+def logprobs(client: Client, tokens: list[int], pattern: str | None) -> torch.Tensor:
+    """``[len(tokens) - 1]`` log-probabilities of given tokens, the first left out."""
     reply = client.generate(
-        input_ids=prompt(length),
+        input_ids=tokens,
         sampling_params=parameters(pattern),
         return_logprob=True,
         logprob_start_len=0,
@@ -81,8 +81,8 @@ def prompt_logprobs(client: Client, length: int, pattern: str | None) -> torch.T
     return torch.tensor([logprob for logprob, *_ in told])
 
 
-def _read(oracle: Oracle, tokens: tuple[int, ...], pattern: str) -> torch.Tensor:
-    return oracle.answer(list(tokens), Pattern(pattern)).logprobs
+def _read(oracle: Oracle, tokens: tuple[int, ...], pattern: str) -> Answer:
+    return oracle.answer(list(tokens), Pattern(pattern))
 
 
 def _quantize_inputs(model: torch.nn.Module, is_fp8: Callable[[str], bool]) -> None:
@@ -137,17 +137,21 @@ class Judge:
 
     def apart(self, got: torch.Tensor, tokens: list[int], pattern: str) -> float:
         """The mean difference of log-probabilities of the last tokens from float32's, in nats."""
-        exact = self._exact(tuple(tokens), pattern)[-len(got) :]
+        exact = self._exact(tuple(tokens), pattern).logprobs[-len(got) :]
         return float((got - exact).abs().mean())
 
     def bound(self, count: int, tokens: list[int], pattern: str) -> float:
         """Twice what transformers' own bfloat16 is apart: SGLang rounds at other places."""
-        rounded = self._rounded(tuple(tokens), pattern)[-count:]
+        rounded = self._rounded(tuple(tokens), pattern).logprobs[-count:]
         return 2 * self.apart(rounded, tokens, pattern)
 
     def check(self, got: torch.Tensor, tokens: list[int], pattern: str) -> None:
         """``got``: ``[n]`` log-probabilities of the last ``n`` tokens, as SGLang told them."""
         assert self.apart(got, tokens, pattern) < self.bound(len(got), tokens, pattern)
+
+    def behind(self, count: int, tokens: list[int], pattern: str) -> float:
+        """By how many nats the last ``count`` tokens are not the likeliest, in the mean."""
+        return float(self._exact(tuple(tokens), pattern).behind[-count:].mean())
 
     def answers_apart(
         self, asked: list[tuple[int, str]], answers: list[Any]

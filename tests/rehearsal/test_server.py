@@ -25,8 +25,8 @@ from tests.rehearsal.questions import (
     Judge,
     ask,
     behind_another_pattern_and_first,
+    logprobs,
     prompt,
-    prompt_logprobs,
 )
 
 
@@ -69,7 +69,7 @@ class TestLive:
         self, client: Client, judge: Judge, case: int
     ) -> None:
         length, pattern = LENGTHS[case], PATTERNS[case]
-        got = prompt_logprobs(client, length, pattern)
+        got = logprobs(client, prompt(length), pattern)
         judge.check(got, prompt(length), pattern)
         other = judge.apart(got, prompt(length), PATTERNS[case - 1])
         assert other > judge.bound(len(got), prompt(length), pattern)
@@ -89,7 +89,7 @@ class TestStatic:
 
     def test_prompts_are_read_as_by_transformers(self, client: Client, judge: Judge) -> None:
         for length in LENGTHS:
-            judge.check(prompt_logprobs(client, length, None), prompt(length), QUARTER)
+            judge.check(logprobs(client, prompt(length), None), prompt(length), QUARTER)
 
     def test_answers_are_those_of_transformers(self, judge: Judge, answers: list[Any]) -> None:
         apart, bound = judge.answers_apart([(length, QUARTER) for length in LENGTHS], answers)
@@ -124,7 +124,7 @@ class TestWindow:
     ) -> None:
         nearer = 0.0
         for length in LENGTHS:
-            got, tokens = prompt_logprobs(client, length, None), prompt(length)
+            got, tokens = logprobs(client, prompt(length), None), prompt(length)
             judge.check(got, tokens, self.WINDOW)
             nearer += judge.apart(got, tokens, QUARTER) - judge.apart(got, tokens, self.WINDOW)
         assert nearer > 0

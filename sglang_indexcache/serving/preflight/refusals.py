@@ -54,7 +54,7 @@ FEATURES = (
             lambda cfg: (cfg.chunked_prefill_size or 0) > 0),
     Feature("radix cache", "", "yes", "yes, shared within a pattern", (TESTED, REHEARSED),
             lambda cfg: not cfg.disable_radix_cache),
-    Feature("mixed batches", "--enable-mixed-chunk", "yes", "yes", (TESTED,),
+    Feature("mixed batches", "--enable-mixed-chunk", "yes", "yes", (TESTED, REHEARSED),
             lambda cfg: cfg.enable_mixed_chunk),
     Feature("overlap schedule", "", "yes", "yes", (TESTED, REHEARSED),
             lambda cfg: not cfg.disable_overlap_schedule),
