@@ -345,7 +345,7 @@ def split_suffix(text: str) -> tuple[str, Suffix]:
             f"{MOST_CANDIDATES} lengths of a list (1 is the letter L), for example full+c4; got "
             f"{quoted(text)}"
         )
-    if left or window > WIDEST_WINDOW:
+    if (left and not window) or window > WIDEST_WINDOW:
         raise PatternError(
             f"a recent window is written +wN behind the pattern, with N from 1 to {WIDEST_WINDOW} "
             f"tokens, for example 1/4+w8; got {quoted(text)}"
