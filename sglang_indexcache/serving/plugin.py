@@ -141,7 +141,7 @@ def create_backend(runner: Any, original: Callable[[Any], Any]) -> Any:
         from sglang_indexcache.serving.cpu.backend import CpuIndexCacheBackend
 
         return CpuIndexCacheBackend(runner, active)
-    from sglang_indexcache.serving.cuda.backend import create_cuda_backend
+    from sglang_indexcache.serving.cuda.start import create_cuda_backend
 
     return create_cuda_backend(runner, active)
 

@@ -7,72 +7,32 @@ and in live mode. The kernels are SGLang's unless ``--indexcache-kernels`` asks 
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.kernels.ops.attention.utils import concat_mla_absorb_q_general
-from sglang.srt.arg_groups.overrides import resolving_view
-from sglang.srt.configs.model_config import get_dsa_index_topk
-from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend, TopkTransformMethod
+from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend
 from sglang.srt.model_executor.runner_utils.capture_mode import get_capture_attention_variant
-from sglang.srt.runtime_context import get_exec
-from sglang.srt.state_capturer.indexer_topk import maybe_capture_indexer_topk
 
-from sglang_indexcache.errors import SettingsError
-from sglang_indexcache.kernels.dispatch import Machine
-from sglang_indexcache.kernels.indexer.quantization import quantize_e4m3, read_pages
 from sglang_indexcache.serving.active import ActivePattern
-from sglang_indexcache.serving.cuda import graph_variants, window
 from sglang_indexcache.serving.cuda import kernels as kernels_cuda
-from sglang_indexcache.serving.cuda.choice import choose
 from sglang_indexcache.serving.cuda.graph_variants import GraphVariants
 from sglang_indexcache.serving.cuda.kernels import EngineKernels, KeptLists, attend
-from sglang_indexcache.serving.hooks import around
+from sglang_indexcache.serving.cuda.observers import ShadowProbe, Windows
 from sglang_indexcache.serving.index_buffer import IndexBuffer
+from sglang_indexcache.serving.monitor.observer import Counting, Observer
 from sglang_indexcache.serving.monitor.traffic import phase_of
-from sglang_indexcache.serving.preflight.options import MODE
-from sglang_indexcache.serving.preflight.refusals import stage_starts_here
 from sglang_indexcache.serving.rows import patterns_of_rows
 
 if TYPE_CHECKING:
-    from sglang.srt.layers.attention.dsa.dsa_indexer import Indexer
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
     from sglang_indexcache.kernels.contract import SparseMLA
-    from sglang_indexcache.serving.monitor.shadow import Part
-
-logger = logging.getLogger(__name__)
 
 DECODE_GRAPH = "decode"
 """The label of SGLang's only decode graph of a batch size, without ``--indexcache-graphs``."""
-
-
-def create_cuda_backend(runner: ModelRunner, active: ActivePattern) -> IndexCacheBackend:
-    """Create a backend of one runner.
-
-    Raises:
-        SettingsError: a combination in which indices cannot reach a shared layer.
-    """
-    backend = IndexCacheBackend(runner, active)
-    if active.pattern.window and not backend.use_fused_topk:
-        raise SettingsError(
-            f"the recent window of {active.pattern} needs lists that attention reads as they are, "
-            "and SGLang makes no such lists here. Unset SGLANG_DSA_FUSE_TOPK, or drop the window."
-        )
-    backend.kernels = _load_kernels(runner, active)
-    if get_exec().overlap.enable_two_batch_overlap:
-        _check_overlap(backend)
-    if active.plan.graphs:
-        backend.graphs = _more_graphs(runner, active)
-    if active.plan.graphs or active.plan.mode == "live":
-        target = "sglang.srt.layers.attention.dsa.dsa_indexer.Indexer.forward_cuda"
-        around(target, _indexer_forward)
-    return backend
 
 
 class IndexCacheBackend(DeepseekSparseAttnBackend):
@@ -95,8 +55,12 @@ class IndexCacheBackend(DeepseekSparseAttnBackend):
         self._runner = runner
         self.kernels = EngineKernels()
         self._attention: SparseMLA | None = None
-        self._entries: torch.Tensor | None = None
-        """``[rows]`` int32: of the lists that a layer with a window is about to attend to."""
+        self.windows = Windows(self)
+        self.observers: tuple[Observer, ...] = (
+            Counting(active, self.index_buffer),
+            ShadowProbe(self),
+            self.windows,
+        )
         self._lists = KeptLists()
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
@@ -167,8 +131,8 @@ class IndexCacheBackend(DeepseekSparseAttnBackend):
 
     def _forward_flashmla_sparse(self, **call: Any) -> torch.Tensor:
         if self._attention is None:
-            if self._entries is not None:
-                call["topk_length"] = self._entries
+            if self.windows.entries is not None:
+                call["topk_length"] = self.windows.entries
             return super()._forward_flashmla_sparse(**call)
         return self._attend(call["q_all"], call["page_table_1"], call, call["attn_sink"])
 
@@ -179,7 +143,7 @@ class IndexCacheBackend(DeepseekSparseAttnBackend):
 
     def _forward_fa3(self, **call: Any) -> torch.Tensor:
         if self._attention is None:
-            if (entries := self._entries) is not None:
+            if (entries := self.windows.entries) is not None:
                 padding = call["cache_seqlens"][len(entries) :]
                 call["cache_seqlens"] = torch.cat([entries, padding]) if len(padding) else entries
             return super()._forward_fa3(**call)
@@ -201,67 +165,36 @@ class IndexCacheBackend(DeepseekSparseAttnBackend):
     def _indices(
         self, layer: int, forward_batch: ForwardBatch, carried: torch.Tensor | None, rows: int
     ) -> torch.Tensor:
-        """What attention takes for ``rows`` rows, where SGLang brings ``carried``."""
-        ours = self.index_buffer
+        """Return what ``layer`` attends to in ``rows`` rows, where SGLang brings ``carried``.
+
+        An F layer brings what its indexer selected, which is written to the buffer; in live mode
+        the indexer has written it itself (``cuda/indexer.py``).
+        """
+        buffer = self.index_buffer
         if carried is None:
             self.inherit(layer, forward_batch)
-        if not ours.is_full(layer):
-            self.active.count_reuse(layer)
-            ours.adopt(layer, carried)
-        else:
-            self.active.count_selection(layer)
-            if self.active.plan.mode == "static":  # in live mode _indexer_forward has written
-                before = ours.held
-                ours.select(layer, carried)
-                self.look(layer, forward_batch, before, own=carried)
-        indices, self._entries = ours.read(layer, rows), None
-        if ours.window(layer):
-            widen = partial(self._with_windows, forward_batch)
-            indices, self._entries = ours.widened(layer, indices, widen)
-        return indices
+        if not buffer.is_full(layer):
+            buffer.adopt(layer, carried)
+        elif self.active.plan.mode == "static":
+            before = buffer.held
+            buffer.select(layer, carried)
+            self.selected(layer, forward_batch, before, own=carried)
+        return self.served(layer, forward_batch, buffer.read(layer, rows))
 
-    def look(
-        self,
-        layer: int,
-        batch: ForwardBatch,
-        lists: torch.Tensor | None,
-        indexer: Indexer | None = None,
-        **own: Any,
+    def selected(
+        self, layer: int, forward_batch: ForwardBatch, lists: torch.Tensor | None, **own: Any
     ) -> None:
-        """Let the shadow compare; see :meth:`Shadow.look`. Pooled index keys are other lists."""
-        shadow = self.active.shadow
-        if not shadow.parts or batch.tbo_parent_token_range is not None:
-            return
-        if (pool := self.token_to_kv_pool).index_kpool > 1:
-            return
+        """Tell the observers that ``layer`` has an indexer's list; see :class:`Observer`."""
+        for observer in self.observers:
+            observer.selected(layer, forward_batch, lists, **own)
 
-        def slots(part: Part) -> torch.Tensor:
-            line = batch.req_pool_indices[part.request : part.request + 1]
-            return self.req_to_token[:, : max(part.sees)].index_select(0, line)[0]
-
-        def entries(part: Part) -> torch.Tensor:
-            method = self.get_topk_transform_method(batch.forward_mode)
-            if self.use_fused_topk and method != TopkTransformMethod.RAGGED:
-                return slots(part)
-            positions = torch.arange(max(part.sees), device=self.req_to_token.device)
-            if not self.use_fused_topk:
-                return positions
-            return positions + self.forward_metadata.topk_indices_offset[part.rows[0]]
-
-        def keys(part: Part, start: int, stop: int) -> torch.Tensor:
-            assert indexer is not None, "live mode"
-            pages = indexer._get_index_k_read_buffer(pool, layer)
-            values, scales = read_pages(pages, slots(part)[start:stop].long(), pool.index_head_dim)
-            return values.float() * scales[:, None]
-
-        shadow.look(self.active.position(layer), lists, entries, keys=keys, **own)
-
-    def _with_windows(
-        self, batch: ForwardBatch, lists: torch.Tensor, windows: torch.Tensor | int, width: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        ragged = self.get_topk_transform_method(batch.forward_mode) == TopkTransformMethod.RAGGED
-        offsets = self.forward_metadata.topk_indices_offset if ragged else None
-        return window.widen(lists, windows, width, batch, self.req_to_token, offsets)
+    def served(
+        self, layer: int, forward_batch: ForwardBatch, indices: torch.Tensor
+    ) -> torch.Tensor:
+        """Return what ``layer`` attends to, ``indices`` or what an observer makes of them."""
+        for observer in self.observers:
+            indices = observer.served(layer, forward_batch, indices)
+        return indices
 
     def inherit(self, layer: int, forward_batch: ForwardBatch) -> None:
         """Sub-batch: take over what the whole batch selected before it was split."""
@@ -294,120 +227,3 @@ def _rows_of_part(forward_batch: ForwardBatch) -> int:
     """SGLang pads the halves of an overlap for attention's tensor parallelism, each by itself."""
     start, stop = forward_batch.tbo_parent_token_range
     return forward_batch.tbo_padded_len or stop - start
-
-
-def _more_graphs(runner: ModelRunner, active: ActivePattern) -> GraphVariants:
-    """The decode graphs of ``--indexcache-graphs``; SGLang will ask for them before it captures."""
-    topk = get_dsa_index_topk(runner.model_config.hf_config)
-    variants = GraphVariants(active, stage_starts_here(active.plan), topk)
-    graph_variants.install(variants)
-    logger.info(
-        "IndexCache: %d decode graphs of each batch size: %s. SGLang says below what they take.",
-        len(variants.capture_labels),
-        ", ".join(variants.capture_labels),
-    )
-    return variants
-
-
-def _load_kernels(runner: ModelRunner, active: ActivePattern) -> EngineKernels:
-    """What ``--indexcache-kernels`` asks for, on the GPU of this worker."""
-    if active.plan.kernels == "engine":
-        return EngineKernels()
-    cfg = resolving_view(runner.server_args)
-    routes = choose(active.plan.kernels, cfg, runner.model_config, Machine.here())
-    kernels = EngineKernels.load(routes)
-    if kernels.selects:
-        kernels_cuda.install()
-    return kernels
-
-
-def _check_overlap(backend: IndexCacheBackend) -> None:
-    """Offsets into a flattened batch (RAGGED) mean something else in a sub-batch than in it.
-
-    In live mode a request may name any pattern, so the first of these layers may be S.
-    """
-    first = backend.first_overlapped_layer
-    plan = backend.active.plan
-    positions = [i for i, layer in enumerate(plan.layer_ids) if layer >= first]
-    if not positions or (plan.pattern.is_full(positions[0]) and plan.mode == "static"):
-        return
-    if positions[0] == 0 or not _may_flatten(backend):  # the first layer is F in every pattern
-        return
-    way = "Make that layer F" if plan.mode == "static" else f"Use {MODE.flag} static"
-    raise SettingsError(
-        f"under --enable-two-batch-overlap layer {first} is the first to run on sub-batches, and "
-        f"with this prefill kernel indices cannot be cut in two. {way}, or choose "
-        "--dsa-prefill-backend flashmla_kv."
-    )
-
-
-def _may_flatten(backend: IndexCacheBackend) -> bool:
-    """Whether some prefill's indices are offsets into a flattened batch.
-
-    SGLang decides it for each batch (``set_dsa_prefill_impl``) under ``flashmla_auto`` over FP8 on
-    Blackwell; elsewhere it is decided by now.
-    """
-    from sglang.srt.model_executor.forward_batch_info import ForwardMode
-
-    if backend.enable_auto_select_prefill_impl and backend.dsa_kv_cache_store_fp8:
-        return bool(backend._is_blackwell())
-    method = backend.get_topk_transform_method(ForwardMode.EXTEND)
-    return bool(method == TopkTransformMethod.RAGGED)
-
-
-def index_queries(
-    indexer: Indexer,
-    x: torch.Tensor,
-    q_lora: torch.Tensor,
-    positions: torch.Tensor,
-    forward_batch: ForwardBatch,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What SGLang's indexer multiplies its keys with, for some rows of a forward.
-
-    ``[R, H, D]`` float32 of what FP8 holds, and ``[R, H]`` float32 weights, all scales in them.
-    """
-    asked, _, gates = indexer._get_q_k_bf16(q_lora, x, positions, False, forward_batch)
-    gates = indexer._weights_proj_bf16_in_fp32_out(x) if gates is None else gates.float()
-    values, scales = quantize_e4m3(asked, power_of_two=not indexer.use_dsa_indexer_fusion)
-    return values.float(), gates * scales * (indexer.n_heads**-0.5 * indexer.softmax_scale)
-
-
-def _indexer_forward(
-    original: Callable[..., torch.Tensor | None],
-    indexer: Indexer,
-    x: torch.Tensor,
-    q_lora: torch.Tensor,
-    positions: torch.Tensor,
-    forward_batch: ForwardBatch,
-    layer_id: int,
-    return_indices: bool = True,
-    use_cuda_graph: bool = True,
-) -> torch.Tensor | None:
-    """A layer with an indexer that is S for all rows, in live mode or a graph, stores its key."""
-    backend = kernels_cuda.current_backend()
-    ours = getattr(backend, "index_buffer", None)
-    arguments = (x, q_lora, positions, forward_batch, layer_id, return_indices, use_cuda_graph)
-    if ours is None or forward_batch.forward_mode.is_idle() or not return_indices:
-        return original(indexer, *arguments)
-
-    def queries(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return index_queries(indexer, x[rows], q_lora[rows], positions[rows], forward_batch)
-
-    if ours.is_full(layer_id):
-        selected = original(indexer, *arguments)
-        if selected is None or backend.active.plan.mode == "static":
-            return selected
-        backend.inherit(layer_id, forward_batch)
-        used = ours.select(layer_id, selected)
-        backend.look(layer_id, forward_batch, used, indexer, queries=queries)
-        return used if used is selected else maybe_capture_indexer_topk(layer_id, used)
-    from sglang.kernels.ops.quantization.act_quant_triton import act_quant
-
-    metadata = backend.get_indexer_metadata(layer_id, forward_batch)
-    indexer._forward_cuda_k_only(
-        x, positions, forward_batch, layer_id, act_quant, metadata, return_indices=False
-    )
-    backend.active.count_key_write(layer_id)
-    backend.inherit(layer_id, forward_batch)
-    backend.look(layer_id, forward_batch, ours.shared(layer_id), indexer, queries=queries)
-    return maybe_capture_indexer_topk(layer_id, ours.shared(layer_id))

@@ -88,15 +88,15 @@ def leaves_the_drafts_backend_unnamed() -> None:
 @_mutant
 def writes_masks_that_no_graph_reads() -> None:
     """Two backends have a buffer of masks each: one is captured, the other written."""
-    from sglang_indexcache.serving.cuda import backend
+    from sglang_indexcache.serving.cuda import start
 
-    more_graphs = backend._more_graphs
+    more_graphs = start._more_graphs
 
     def mutant(*args: Any) -> Any:
         more_graphs(*args)  # is asked from now on
         return more_graphs(*args)
 
-    backend._more_graphs = mutant
+    start._more_graphs = mutant
 
 
 @_mutant

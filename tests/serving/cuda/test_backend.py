@@ -14,7 +14,8 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_indexcache.errors import SettingsError, StaleIndexError
 from sglang_indexcache.serving.active import ActivePattern
-from sglang_indexcache.serving.cuda import backend as backend_cuda
+from sglang_indexcache.serving.cuda import indexer as indexer_cuda
+from sglang_indexcache.serving.cuda import start
 from sglang_indexcache.serving.cuda.backend import IndexCacheBackend
 from tests.serving.plans import plan, requests
 
@@ -201,10 +202,10 @@ def test_overlap_refuses_offsets_that_cannot_be_cut(
     made.enable_auto_select_prefill_impl = kernel == "flashmla_auto"
     made._is_blackwell = lambda: blackwell
     if fits:
-        backend_cuda._check_overlap(made)
+        start._check_overlap(made)
     else:
         with pytest.raises(SettingsError, match="layer 1 is the first to run on sub-batches"):
-            backend_cuda._check_overlap(made)
+            start._check_overlap(made)
     made._is_in_breakable_cuda_graph = made._is_in_tc_piecewise_cuda_graph = lambda: False
     made._get_device_sm = lambda: 100 if blackwell else 90
     made.supports_mha_one_shot = False
@@ -235,8 +236,8 @@ def live(
     served = backend("FS", mode="live")
     served.get_indexer_metadata = lambda layer_id, fb: None  # type: ignore[method-assign]
     served.init_forward_metadata(batch())
-    monkeypatch.setattr(backend_cuda.kernels_cuda, "get_attn_backend", lambda: served)
-    monkeypatch.setattr(backend_cuda, "maybe_capture_indexer_topk", lambda number, indices: indices)
+    monkeypatch.setattr(indexer_cuda.kernels_cuda, "get_attn_backend", lambda: served)
+    monkeypatch.setattr(indexer_cuda, "maybe_capture_indexer_topk", lambda number, indices: indices)
     return served
 
 
@@ -247,7 +248,7 @@ def run_live(indexer: FakeIndexer, number: int, return_indices: bool = True) -> 
     def original(self: Any, *args: Any) -> torch.Tensor:
         return SELECTED
 
-    return backend_cuda._indexer_forward(
+    return indexer_cuda.indexer_forward(
         original, indexer, None, None, None, batch(), number, return_indices
     )  # type: ignore[arg-type]
 
@@ -270,7 +271,7 @@ def test_live_key_only_calls_stay_sglangs(live: IndexCacheBackend) -> None:
 def test_live_wrapper_leaves_other_backends_alone(
     live: IndexCacheBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(backend_cuda.kernels_cuda, "get_attn_backend", lambda: SimpleNamespace())
+    monkeypatch.setattr(indexer_cuda.kernels_cuda, "get_attn_backend", lambda: SimpleNamespace())
     assert run_live(FakeIndexer(), 1) is SELECTED
 
 
@@ -282,14 +283,14 @@ def test_live_rows_take_the_selection_of_their_own_f_layers(
     """Indexer and attention of each layer, as SGLang calls them."""
     told: dict[int, torch.Tensor] = {}
     monkeypatch.setattr(
-        backend_cuda, "maybe_capture_indexer_topk", lambda n, used: told.setdefault(n, used)
+        indexer_cuda, "maybe_capture_indexer_topk", lambda n, used: told.setdefault(n, used)
     )
     mixed = mixed_batch(["FS", "FF"], [2, 1])
     live.init_forward_metadata(mixed)
     indexer = FakeIndexer()
     for number in range(2):
         selected = torch.full((3, 2), number)
-        used = backend_cuda._indexer_forward(
+        used = indexer_cuda.indexer_forward(
             lambda *_, selected=selected: selected, indexer, None, None, None, mixed, number
         )  # type: ignore[arg-type]
         live.forward_extend(Q, 2, 3, layer(number), mixed, topk_indices=used)
@@ -314,7 +315,7 @@ def test_the_shadow_asks_with_what_sglang_multiplies(seed: int, is_fused: bool) 
         _weights_proj_bf16_in_fp32_out=lambda _x: gates,
     )
     rows = torch.zeros(3, 1)
-    values, weights = backend_cuda.index_queries(indexer, rows, rows, rows, batch())
+    values, weights = indexer_cuda.index_queries(indexer, rows, rows, rows, batch())
     for row in range(3):
         for head in range(2):
             scale = float(asked[row, head].abs().max()) / 448

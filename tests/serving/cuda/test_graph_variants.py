@@ -29,7 +29,7 @@ from sglang.srt.model_executor.runner_utils import capture_mode
 from sglang_indexcache.errors import StaleIndexError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.active import ActivePattern
-from sglang_indexcache.serving.cuda import backend as backend_cuda
+from sglang_indexcache.serving.cuda import indexer as indexer_cuda
 from sglang_indexcache.serving.cuda.backend import IndexCacheBackend
 from sglang_indexcache.serving.cuda.graph_variants import MIXED, GraphVariants
 from tests.serving.cuda.graphs import runner_backend, sglang_graphs
@@ -143,7 +143,7 @@ class Model:
         carried = None
         for number, has_indexer in enumerate(self.indexers):
             if has_indexer:
-                carried = backend_cuda._indexer_forward(
+                carried = indexer_cuda.indexer_forward(
                     self._select, self, None, None, None, batch(), number
                 )  # type: ignore[arg-type]
             said = SimpleNamespace(layer_id=number, attended=self.attended)
@@ -191,12 +191,12 @@ def replace_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         DeepseekSparseAttnBackend, "get_indexer_metadata", lambda self, *_: None, raising=False
     )
-    monkeypatch.setattr(backend_cuda, "maybe_capture_indexer_topk", lambda _layer, used: used)
+    monkeypatch.setattr(indexer_cuda, "maybe_capture_indexer_topk", lambda _layer, used: used)
 
 
 def captured(model: Model, monkeypatch: pytest.MonkeyPatch) -> FullCudaGraphBackend:
     """One graph under each label, in SGLang's order and with its begin and warm-ups."""
-    monkeypatch.setattr(backend_cuda.kernels_cuda, "current_backend", lambda: model.backend)
+    monkeypatch.setattr(indexer_cuda.kernels_cuda, "current_backend", lambda: model.backend)
     graphs = runner_backend(FullCudaGraphBackend, _reuse_output_buffer=False, _output_buffer=None)
     assert model.backend.graphs is not None
     for label in model.backend.graphs.capture_labels:
@@ -263,7 +263,7 @@ def test_a_graph_runs_the_indexers_of_its_pattern_and_stores_every_key(
     live = variants("FSFS", "live", "short", "FSSF")
     model = Model(live, [True] * 4)
     counters = model.active.counters
-    monkeypatch.setattr(backend_cuda.kernels_cuda, "current_backend", lambda: model.backend)
+    monkeypatch.setattr(indexer_cuda.kernels_cuda, "current_backend", lambda: model.backend)
     for label, scored in {"dense": [], "FSSF": [0, 3], MIXED: [0, 1, 2, 3]}.items():
         capture_mode._set_capture_attention_variant(label)
         model.backend.init_forward_metadata_out_graph(batch(), in_capture=True)

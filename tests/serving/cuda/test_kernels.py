@@ -30,8 +30,8 @@ from sglang_indexcache.kernels.indexer.quantization import write_pages
 from sglang_indexcache.kernels.sparse_mla.layout import dequantize_latent, quantize_latent
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.active import ActivePattern
-from sglang_indexcache.serving.cuda import backend as backend_cuda
 from sglang_indexcache.serving.cuda import kernels as kernels_cuda
+from sglang_indexcache.serving.cuda import start as start_cuda
 from sglang_indexcache.serving.cuda.backend import IndexCacheBackend
 from sglang_indexcache.serving.cuda.choice import ROUTED, Route
 from sglang_indexcache.serving.cuda.kernels import EngineKernels, KeptLists
@@ -724,10 +724,10 @@ def test_the_plan_decides_in_every_worker(monkeypatch: pytest.MonkeyPatch, asked
     monkeypatch.setattr(kernels_cuda, "install", lambda: installed.append(True))
     monkeypatch.setattr(Machine, "here", classmethod(lambda cls: cls("NVIDIA H100", (9, 0))))
     routes = tuple(Route(op, phase, named("reference"), "asked for") for op, phase in ROUTED)
-    monkeypatch.setattr(backend_cuda, "choose", lambda *args: routes)
+    monkeypatch.setattr(start_cuda, "choose", lambda *args: routes)
     plan = Plan(Pattern("F"), "test", "static", Pattern("F"), (0,), "x", kernels=asked)  # type: ignore
     runner: Any = SimpleNamespace(server_args=SimpleNamespace(), model_config=None)
-    loaded = backend_cuda._load_kernels(runner, ActivePattern(plan))
+    loaded = start_cuda._load_kernels(runner, ActivePattern(plan))
     assert loaded == (REFERENCE if asked == "reference" else EngineKernels())
     assert installed == ([True] if asked == "reference" else [])
 

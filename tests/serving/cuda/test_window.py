@@ -122,7 +122,7 @@ def test_without_a_window_attention_is_told_nothing_new(
     lists = torch.tensor([[1, 2]], dtype=torch.int32)
     for number in range(3):
         served.forward_decode(Q[:1], 2, 3, layer(number), batch, topk_indices=lists)
-        assert served._entries is None
+        assert served.windows.entries is None
     assert all(indices is lists for _, indices in seen)
 
 
