@@ -214,8 +214,7 @@ def _even(rows: int) -> int:
 def torch_stubs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The scores and the product, not what decides over rows and indices."""
     monkeypatch.setattr(indexer_cpu, "_keys", lambda *_: None)
-    monkeypatch.setattr(indexer_cpu, "_queries", lambda *_: (None, 1.0))
-    monkeypatch.setattr(indexer_cpu, "_head_gates", lambda *_: 1.0)
+    monkeypatch.setattr(indexer_cpu, "index_queries", lambda *_: (None, 1.0))
 
 
 def on_cpu(forward: Forward) -> None:
@@ -288,8 +287,8 @@ def test_on_a_cpu_what_sglang_carries_is_what_the_f_layer_selected(
 ) -> None:
     original = backend_cpu.CpuIndexCacheBackend._indices
 
-    def elsewhere(self: Any, layer: int, carried: torch.Tensor, rows: int) -> torch.Tensor:
-        return original(self, layer, carried.clone() if layer == 4 else carried, rows)
+    def elsewhere(self: Any, layer: int, batch: Any, carried: Any, rows: int) -> torch.Tensor:
+        return original(self, layer, batch, carried.clone() if layer == 4 else carried, rows)
 
     monkeypatch.setattr(backend_cpu.CpuIndexCacheBackend, "_indices", elsewhere)
     with pytest.raises(StaleIndexError, match="carried other indices to layer 4"):

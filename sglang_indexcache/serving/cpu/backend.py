@@ -7,18 +7,18 @@ attends to the selected latent rows. Everything else is SGLang's.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_indexcache.errors import StaleIndexError
-from sglang_indexcache.recent import last_tokens, union
 from sglang_indexcache.serving.active import ActivePattern
+from sglang_indexcache.serving.cpu.observers import CpuShadowProbe, CpuWindows
 from sglang_indexcache.serving.cpu.select import HostBatch
 from sglang_indexcache.serving.cpu.sparse_mla import sparse_mla
 from sglang_indexcache.serving.index_buffer import IndexBuffer
-from sglang_indexcache.serving.monitor.shadow import Part
+from sglang_indexcache.serving.monitor.observer import Counting, Observed
 from sglang_indexcache.serving.rows import patterns_of_rows
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 
-class CpuIndexCacheBackend(AttentionBackend):
+class CpuIndexCacheBackend(Observed, AttentionBackend):
     """Prefill, chunked prefill, decode and mixed batches over SGLang's paged pool."""
 
     def __init__(self, runner: ModelRunner, active: ActivePattern) -> None:
@@ -37,6 +37,11 @@ class CpuIndexCacheBackend(AttentionBackend):
         self.index_keys = runner.token_to_kv_pool.index_key_cache
         self.active = active
         self.index_buffer = IndexBuffer(active, runner.layer_info.start_layer)
+        self.observers = (
+            Counting(active, self.index_buffer),
+            CpuShadowProbe(self),
+            CpuWindows(self),
+        )
         self.batch = HostBatch((), (), torch.empty(0, 0, dtype=torch.int64))
         self._slots_of: tuple[object, torch.Tensor, torch.Tensor] | None = None
 
@@ -54,19 +59,6 @@ class CpuIndexCacheBackend(AttentionBackend):
         longest = max(key_lens, default=0)
         slots = self.req_to_token_pool.req_to_token[forward_batch.req_pool_indices, :longest]
         self.batch = HostBatch(query_lens, key_lens, slots)
-
-    def look(self, layer: int, lists: torch.Tensor | None, **own: Any) -> None:
-        """Let the shadow compare; see :meth:`Shadow.look`. Lists name positions here."""
-
-        def keys(part: Part, start: int, stop: int) -> torch.Tensor:
-            slots = self.batch.slots[part.request, start:stop]
-            return self.index_keys.load(layer, slots).float()
-
-        def positions(part: Part) -> torch.Tensor:
-            return torch.arange(max(part.sees))
-
-        place = self.active.position(layer)
-        self.active.shadow.look(place, lists, positions, keys=keys, **own)
 
     def _attend(
         self,
@@ -97,7 +89,7 @@ class CpuIndexCacheBackend(AttentionBackend):
         assert k_rope is not None, "the DSA path passes split keys"
         if save_kv_cache:
             self.token_to_kv_pool.set_mla_kv_buffer(layer, forward_batch.out_cache_loc, k, k_rope)
-        indices = self._indices(layer.layer_id, topk_indices, q.shape[0])
+        indices = self._indices(layer.layer_id, forward_batch, topk_indices, q.shape[0])
         latent = self.token_to_kv_pool.get_key_buffer(layer.layer_id).squeeze(1)
         heads = layer.tp_q_head_num
         queries = torch.cat([q.view(-1, heads, layer.v_head_dim), q_rope], dim=-1)
@@ -112,10 +104,14 @@ class CpuIndexCacheBackend(AttentionBackend):
 
     forward_extend = forward_decode = _attend
 
-    def _indices(self, layer: int, carried: torch.Tensor | None, rows: int) -> torch.Tensor:
-        """``[rows, k]``: what ``layer`` attends to; its indexer, if it has one, has written it."""
+    def _indices(
+        self, layer: int, forward_batch: ForwardBatch, carried: torch.Tensor | None, rows: int
+    ) -> torch.Tensor:
+        """Return what ``layer`` attends to in ``rows`` rows, where SGLang brings ``carried``.
+
+        An F layer's indexer has written to the buffer what it selected (``cpu/indexer.py``).
+        """
         if not self.index_buffer.is_full(layer):
-            self.active.count_reuse(layer)
             self.index_buffer.adopt(layer, carried)
         indices = self.index_buffer.read(layer, rows)
         # SGLang cuts padding off before attention, so it hands on another view of the same memory.
@@ -123,17 +119,7 @@ class CpuIndexCacheBackend(AttentionBackend):
             raise StaleIndexError(
                 f"SGLang carried other indices to layer {layer} than its F layer selected"
             )
-        if not self.index_buffer.window(layer):
-            return indices
-        return self.index_buffer.widened(layer, indices, self._with_windows)
-
-    def _with_windows(
-        self, indices: torch.Tensor, windows: torch.Tensor | int, width: int
-    ) -> torch.Tensor:
-        """``[T, k + width]``: rows behind those of requests pad the batch and get no window."""
-        visible = torch.zeros(len(indices), dtype=torch.int32)
-        visible[: self.batch.num_rows] = self.batch.visible[: len(indices)]
-        return union(indices, last_tokens(visible, windows, width))
+        return self.served(layer, forward_batch, indices)
 
     def _physical_slots(self, indices: torch.Tensor) -> torch.Tensor:
         """Pool slots of ``indices``, translated once for a whole group of layers."""

@@ -62,16 +62,16 @@ def indexer_forward(
         time.perf_counter() - wall,
         time.thread_time() - processor,
     )
-    if backend.active.shadow.parts and indices is not None:
-        if backend.active.plan.mode == "static":
-            backend.look(layer_id, before, own=indices)
-        else:
+    if indices is None:
+        return None
 
-            def queries(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-                asked, scales = _queries(indexer, q_lora[rows], positions[rows], backend)
-                return asked.float(), _head_gates(indexer, x[rows]) * scales
+    def queries(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return index_queries(indexer, x[rows], q_lora[rows], positions[rows], backend)
 
-            backend.look(layer_id, indices, queries=queries)
+    if backend.active.plan.mode == "static":
+        backend.selected(layer_id, forward_batch, before, own=indices)
+    else:
+        backend.selected(layer_id, forward_batch, indices, queries=queries)
     return maybe_capture_indexer_topk(layer_id, indices)
 
 
@@ -94,19 +94,34 @@ def _store_and_select(
         # Live mode: the key is kept for other patterns, the indices are another layer's.
         backend.active.count_key_write(layer_id)
         return backend.index_buffer.shared(layer_id)
-    backend.active.count_selection(layer_id)
     if max(backend.batch.key_lens, default=0) <= indexer.index_topk:
         everything = every_visible(backend.batch, x.shape[0], indexer.index_topk)
         return backend.index_buffer.select(layer_id, everything)
-    queries, scales = _queries(indexer, q_lora, positions, backend)
+    queries, weights = index_queries(indexer, x, q_lora, positions, backend)
     selected = select_topk(
         queries,
-        _head_gates(indexer, x) * scales,
+        weights,
         lambda slots: backend.index_keys.load(layer_id, slots),
         backend.batch,
         indexer.index_topk,
     )
     return backend.index_buffer.select(layer_id, selected)
+
+
+def index_queries(
+    indexer: Indexer,
+    x: torch.Tensor,
+    q_lora: torch.Tensor,
+    positions: torch.Tensor,
+    backend: CpuIndexCacheBackend,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what the layer's index keys are multiplied with, for some rows of a forward.
+
+    ``[R, H, D]`` in the dtype of the stored keys, and ``[R, H]`` float32 weights of the heads, all
+    scales in them.
+    """
+    queries, scales = _queries(indexer, q_lora, positions, backend)
+    return queries, _head_gates(indexer, x) * scales
 
 
 def _head_gates(indexer: Indexer, x: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ from sglang_indexcache.serving.cuda.graph_variants import GraphVariants
 from sglang_indexcache.serving.cuda.kernels import EngineKernels, KeptLists, attend
 from sglang_indexcache.serving.cuda.observers import ShadowProbe, Windows
 from sglang_indexcache.serving.index_buffer import IndexBuffer
-from sglang_indexcache.serving.monitor.observer import Counting, Observer
+from sglang_indexcache.serving.monitor.observer import Counting, Observed
 from sglang_indexcache.serving.monitor.traffic import phase_of
 from sglang_indexcache.serving.rows import patterns_of_rows
 
@@ -35,7 +35,7 @@ DECODE_GRAPH = "decode"
 """The label of SGLang's only decode graph of a batch size, without ``--indexcache-graphs``."""
 
 
-class IndexCacheBackend(DeepseekSparseAttnBackend):
+class IndexCacheBackend(Observed, DeepseekSparseAttnBackend):
     """DSA attention that knows whose indices each layer uses.
 
     Attributes:
@@ -56,11 +56,7 @@ class IndexCacheBackend(DeepseekSparseAttnBackend):
         self.kernels = EngineKernels()
         self._attention: SparseMLA | None = None
         self.windows = Windows(self)
-        self.observers: tuple[Observer, ...] = (
-            Counting(active, self.index_buffer),
-            ShadowProbe(self),
-            self.windows,
-        )
+        self.observers = (Counting(active, self.index_buffer), ShadowProbe(self), self.windows)
         self._lists = KeptLists()
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
@@ -180,21 +176,6 @@ class IndexCacheBackend(DeepseekSparseAttnBackend):
             buffer.select(layer, carried)
             self.selected(layer, forward_batch, before, own=carried)
         return self.served(layer, forward_batch, buffer.read(layer, rows))
-
-    def selected(
-        self, layer: int, forward_batch: ForwardBatch, lists: torch.Tensor | None, **own: Any
-    ) -> None:
-        """Tell the observers that ``layer`` has an indexer's list; see :class:`Observer`."""
-        for observer in self.observers:
-            observer.selected(layer, forward_batch, lists, **own)
-
-    def served(
-        self, layer: int, forward_batch: ForwardBatch, indices: torch.Tensor
-    ) -> torch.Tensor:
-        """Return what ``layer`` attends to, ``indices`` or what an observer makes of them."""
-        for observer in self.observers:
-            indices = observer.served(layer, forward_batch, indices)
-        return indices
 
     def inherit(self, layer: int, forward_batch: ForwardBatch) -> None:
         """Sub-batch: take over what the whole batch selected before it was split."""

@@ -1,6 +1,6 @@
-"""Two points of a layer in the CUDA backend, at which others than the method have a say.
+"""Two points of a layer in each backend, at which others than the method have a say.
 
-The backend's own code reads and writes the index buffer. Whoever counts, compares or widens lists
+A backend's own code reads and writes the index buffer. Whoever counts, compares or widens lists
 is an observer: it is called when a layer's indexer has run, and when attention is about to.
 """
 
@@ -32,6 +32,27 @@ class Observer:
 
     def served(self, layer: int, batch: Any, indices: Tensor) -> Tensor:
         """Return what ``layer`` attends to where the buffer has ``indices`` ``[rows, k]``."""
+        return indices
+
+
+class Observed:
+    """A backend with observers, which are called in this order.
+
+    Attributes:
+        observers: those of this backend; it sets them when it is made.
+    """
+
+    observers: tuple[Observer, ...] = ()
+
+    def selected(self, layer: int, batch: Any, lists: Tensor | None, **own: Any) -> None:
+        """Tell the observers that the indexer of ``layer`` made a list, or could make one."""
+        for observer in self.observers:
+            observer.selected(layer, batch, lists, **own)
+
+    def served(self, layer: int, batch: Any, indices: Tensor) -> Tensor:
+        """Return what ``layer`` attends to: ``indices``, or what observers make of them."""
+        for observer in self.observers:
+            indices = observer.served(layer, batch, indices)
         return indices
 
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import torch
 
-from sglang_indexcache.serving.cpu.backend import CpuIndexCacheBackend
+from sglang_indexcache.serving.cpu.observers import CpuWindows
 from sglang_indexcache.serving.cpu.select import HostBatch
 
 
 def widened(
     batch: HostBatch, lists: list[list[int]], windows: torch.Tensor | int
 ) -> list[set[int]]:
-    backend = object.__new__(CpuIndexCacheBackend)
-    backend.batch = batch
-    wide = backend._with_windows(torch.tensor(lists, dtype=torch.int32), windows, 3)
+    backend: Any = SimpleNamespace(batch=batch)
+    wide = CpuWindows(backend).widen(torch.tensor(lists, dtype=torch.int32), windows, 3)
     return [{token for token in row if token >= 0} for row in wide.tolist()]
 
 

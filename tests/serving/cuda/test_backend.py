@@ -52,11 +52,12 @@ def runner(start_layer: int = 0, **config: Any) -> Any:
     )
 
 
-def backend(text: str, mode: str = "static", first_overlapped: int = 1) -> IndexCacheBackend:
+def backend(
+    text: str, mode: str = "static", active: ActivePattern | None = None
+) -> IndexCacheBackend:
     """One for a runner of the whole model."""
-    made = IndexCacheBackend(
-        runner(first_k_dense_replace=first_overlapped), ActivePattern(plan(text, mode=mode))
-    )
+    active = active or ActivePattern(plan(text, mode=mode))
+    made = IndexCacheBackend(runner(first_k_dense_replace=1), active)
     made.use_mha = False
     return made
 
@@ -65,9 +66,9 @@ def overlapped(
     text: str, mode: str = "static"
 ) -> tuple[IndexCacheBackend, list[IndexCacheBackend]]:
     """The backends of whole batches and of their two parts."""
-    whole, *parts = (backend(text, mode) for _ in range(3))
+    active = ActivePattern(plan(text, mode=mode))
+    whole, *parts = (backend(text, mode, active) for _ in range(3))
     for each in (whole, *parts):
-        each.active = each.index_buffer._active = whole.active
         each._runner.attn_backend = SimpleNamespace(primary=whole, children=parts)
     return whole, parts
 
@@ -132,6 +133,7 @@ def test_each_forward_starts_empty(seen: list[tuple[int, torch.Tensor | None]]) 
     with pytest.raises(StaleIndexError):
         served.forward_decode(Q, 2, 3, layer(1), batch())
     assert len(seen) == 1
+    assert served.active.counters.index_reuses == [0, 0]  # the layer attended to nothing
 
 
 def test_sub_batches_split_what_the_whole_batch_selected(
@@ -150,6 +152,7 @@ def test_sub_batches_split_what_the_whole_batch_selected(
             assert seen[-1][1] is not None
             assert torch.equal(seen[-1][1], selected[slice(*rows)])
     assert whole.active.counters.forwards == 1
+    assert whole.active.counters.index_reuses == [0, 2, 2, 0]  # each part for itself
     own = [torch.tensor([[8]]), torch.tensor([[9]])]
     for part, rows, indices in zip(parts, ranges, own, strict=True):
         part.forward_extend(Q, 2, 3, layer(3), batch(rows), topk_indices=indices)
