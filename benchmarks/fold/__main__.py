@@ -1,14 +1,15 @@
 """Measure what a folded indexer loses, beside sharing: picks missed, text loss, recall.
 
-    python -m benchmarks.fold fit MODEL WORK [--texts FOLDER]
-    python -m benchmarks.fold missed MODEL WORK [--texts FOLDER]
-    python -m benchmarks.fold ask MODEL WORK [--texts FOLDER] [--rows 16] [--arms 17]
+    python -m benchmarks.fold fit MODEL WORK [--books CACHE]
+    python -m benchmarks.fold missed MODEL WORK [--books CACHE]
+    python -m benchmarks.fold ask MODEL WORK [--books CACHE] [--rows 8] [--arms 5]
     python -m benchmarks.fold report - WORK [WORK ...] [--publish]
 
-``fit`` reads text once and keeps the sums that slopes follow from; ``missed`` asks other text how
-many of the exact picks are missed; ``ask`` runs the model under every configuration, row by row.
-All in transformers, float32, on a CPU. Started again, each goes on where it was; ``--minutes``
-ends one early. FOLDER has a ``prose.txt`` and perhaps others; without it the text is Python code.
+``fit`` keeps what every indexer multiplies on some text, and fits slopes to it; ``missed`` asks
+other text how many of the exact picks are missed; ``ask`` runs the model under every configuration,
+row by row. With ``--books`` MODEL is SmolLM2 as ``benchmarks.smollm2`` builds it, run and asked by
+that package's fast forward and held-out books; without it, a checkpoint in transformers with the
+small checkpoint's tasks. Float32, one thread, on a CPU; started again, each goes on where it was.
 """
 
 from __future__ import annotations
@@ -20,190 +21,185 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
-from benchmarks.fold.arms import Arm, arms, indexers, under
-from benchmarks.fold.fits import TextSums, fits_from, least_squares_from, slopes_from, sums_of
-from benchmarks.fold.missed import missed, schemes
+from benchmarks.fold.arms import PLAIN, SLOPES, Arm, arms, selecting
+from benchmarks.fold.fits import FITS
+from benchmarks.fold.missed import missed, ways
+from benchmarks.fold.models import InLean, InTransformers, Model
 from benchmarks.fold.report import report
-from benchmarks.fold.texts import Question, Texts
+from benchmarks.fold.texts import BooksAndCode, Code, Question, Texts
 from benchmarks.records import read_arguments
+from benchmarks.smollm2.workers import one_thread
 from sglang_indexcache.errors import QualityError
+from sglang_indexcache.fold import IndexRow
 from sglang_indexcache.study.journal import Journal
 from sglang_indexcache.study.provenance import checkpoint_digest
-from sglang_indexcache.support.files import write_json
+from sglang_indexcache.support.files import replacing, write_json
 
-FIT_LENGTH, FIT_SHORT = 1024, 256
-LONG = 4096
+SAMPLED = 112
+"""Queries of a text that are looked at, spread over its last seven eighths."""
+FITTED = 2
+"""Texts that a fit reads unless its name says otherwise."""
 
 
 class Study:
     """One model's work folder.
 
     Args:
-        model: the folder of the checkpoint.
+        folder: of the checkpoint.
+        books: the cache of SmolLM2's books; None where the model is another.
         work: everything is kept here.
-        texts: a folder of text files, or None.
-        minutes: after which no forward begins.
+        topk: tokens that a query attends to.
+        length: of every text, in tokens.
     """
 
-    def __init__(self, model: Path, work: Path, texts: Path | None, minutes: float) -> None:
-        self.work, self.until = work, time.monotonic() + 60 * minutes
-        self.model = AutoModelForCausalLM.from_pretrained(
-            model, dtype=torch.float32, attn_implementation="sdpa"
-        ).eval()
-        self.texts = Texts(AutoTokenizer.from_pretrained(model), texts)
-        self.main_kind = "prose" if "prose" in self.texts.kinds else "code"
-        work.mkdir(parents=True, exist_ok=True)
+    def __init__(self, folder: Path, books: Path | None, work: Path, topk: int, length: int):
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.model: Model = InLean(folder) if books else InTransformers(folder)
+        self.texts: Texts = BooksAndCode(books, tokenizer) if books else Code(tokenizer)
+        self.kind = self.texts.kinds[0]
+        self.work, self.topk, self.length = work, topk, length
         self.facts = {
-            "name": model.name,
-            "digest": checkpoint_digest(model),
-            "layers": len(indexers(self.model)),
-            "heads": indexers(self.model)[0].n_heads,
-            "width": indexers(self.model)[0].head_dim,
-            "text": self.main_kind,
+            "name": folder.name,
+            "digest": checkpoint_digest(folder),
+            "layers": self.model.layers,
+            "heads": self.model.heads,
+            "width": self.model.width,
+            "text": self.kind,
         }
+        work.mkdir(parents=True, exist_ok=True)
         write_json(work / "model.json", self.facts)
 
-    def late(self) -> bool:
-        """Whether the time is over."""
-        return time.monotonic() > self.until
+    # -- what the indexers multiply ---------------------------------------------------------------
 
-    # -- fits ---------------------------------------------------------------------------------
+    def inputs(self, part: str, kind: str, number: int) -> list[IndexRow]:
+        """Every layer's inputs on a text, ``part`` "fitting" or "asked"; computed once."""
+        path = self.work / "inputs" / f"{part}-{kind}-{self.length}-{number:02}.pt"
+        if not path.exists():
+            text = self.texts.fitting if part == "fitting" else self.texts.asked
+            queries = slice(self.length // 8, None, self.length * 7 // 8 // SAMPLED)
+            found = self.model.inputs(text(kind, number, self.length), self.topk, queries)
+            path.parent.mkdir(exist_ok=True)
+            with replacing(path) as part_of:
+                torch.save([_cast(row, torch.bfloat16) for row in found], part_of)
+            print(path.name, flush=True)
+        return [_cast(row, torch.float32) for row in torch.load(path, weights_only=False)]
 
-    def fit(self, main_texts: int, other_texts: int) -> None:
-        """Read texts for fitting, those that are not yet read."""
-        jobs = [(self.main_kind, number, FIT_LENGTH) for number in range(main_texts)]
-        jobs.insert(1, (self.main_kind, 0, FIT_SHORT))
-        others = [kind for kind in self.texts.kinds if kind != self.main_kind]
-        jobs += [(kind, n, FIT_LENGTH) for kind in others for n in range(other_texts)]
-        for kind, number, length in jobs:
-            path = self._fit_path(kind, number, length)
-            if not path.exists() and not self.late():
-                ids = self.texts.fitting(kind, number, length)[None]
-                path.parent.mkdir(exist_ok=True)
-                torch.save(sums_of(self.model, ids), path)
-                print("fit", path.name, flush=True)
+    def slopes(self, fit: str, kind: str, texts: int = FITTED) -> torch.Tensor:
+        """``[layers, H]`` of one fit over the first so many texts of a kind; computed once."""
+        if fit == PLAIN:
+            return torch.ones(self.model.layers, self.model.heads)
+        name = f"{fit}, {kind}, {texts} x {self.length}, k {self.topk}"
+        path = self.work / "fits" / f"{name.replace(' ', '-')}.pt"
+        if not path.exists():
+            rows = [self.inputs("fitting", kind, number) for number in range(texts)]
+            layers = zip(*rows, strict=True)
+            found = torch.stack([FITS[fit](layer, self.topk) for layer in layers])
+            path.parent.mkdir(exist_ok=True)
+            with replacing(path) as part:
+                torch.save(found, part)
+            print(path.name, flush=True)
+        return torch.load(path)
 
-    def fitted(self, kind: str, length: int = FIT_LENGTH) -> list[TextSums]:
-        """Load the sums of the texts of a kind that were read."""
-        found = sorted((self.work / "fit").glob(f"{kind}-{length}-*.pt"))
-        return [torch.load(path, weights_only=False) for path in found]
+    def fit(self) -> None:
+        """Fit slopes in every way."""
+        for name in FITS:
+            self.slopes(name, self.kind)
 
-    def _fit_path(self, kind: str, number: int, length: int) -> Path:
-        return self.work / "fit" / f"{kind}-{length}-{number:02}.pt"
+    # -- picks ------------------------------------------------------------------------------------
 
-    # -- picks --------------------------------------------------------------------------------
-
-    def missed(self, topk: int, length: int, rows: int, long_rows: int) -> None:
-        """Ask other text what is missed: by way, layer and factor."""
-        main = self.fitted(self.main_kind)
-        name = f"slopes, {self.main_kind}"
-        fits = {"plain": fits_from(self.model, main)["plain"]}
-        fits["slopes, 256 tokens"] = slopes_from(self.fitted(self.main_kind, FIT_SHORT))
-        for count in (1, 4, 16):
-            if count <= len(main):
-                fits[f"slopes, {count * FIT_LENGTH} tokens"] = slopes_from(main[:count])
-        fits[name] = slopes_from(main)
-        fits["least squares, 1024 tokens"] = least_squares_from(main[:1])
-        fits["least squares"] = least_squares_from(main)
-        for kind in self.texts.kinds:
-            if kind != self.main_kind and (texts := self.fitted(kind)):
-                fits[f"slopes, {kind}"] = slopes_from(texts)
-        ways = schemes(fits, name)
-        jobs = [(k, n, length) for n in range(rows) for k in self.texts.kinds]
-        jobs += [(self.main_kind, number, LONG) for number in range(long_rows)]
-        for kind, number, tokens in jobs:
-            path = self.work / "missed" / f"{kind}-{tokens}-{topk}-{number}.json"
-            if not path.exists() and not self.late():
-                queries = slice(tokens // 2, None, 4) if tokens < LONG else slice(3072, None, 16)
-                ids = self.texts.asked(kind, number, tokens)[None]
-                found = missed(self.model, ids, queries, topk, ways)
-                path.parent.mkdir(exist_ok=True)
-                about = {"kind": kind, "tokens": tokens, "topk": topk, "row": number}
-                write_json(path, {**about, "fit_tokens": len(main) * FIT_LENGTH, "missed": found})
-                print("missed", path.name, flush=True)
-
-    # -- the model's answers ------------------------------------------------------------------
-
-    def ask(self, topk: int, rows: int, first_arms: int, tasks: int) -> None:
-        """Run every configuration on every row, row by row.
+    def missed(self, rows: int, others: bool) -> None:
+        """Ask other text what is missed: by way, layer and factor.
 
         Args:
-            tasks: tokens of a document of the small checkpoint's tasks; 0 asks passages instead.
+            others: ask other kinds of text too, and fit to them.
         """
-        fits = fits_from(self.model, self.fitted(self.main_kind))
-        fit_texts = sorted(path.name for path in (self.work / "fit").iterdir())
-        identity = {**self.facts, "topk": topk, "tasks": tasks, "fitted to": fit_texts}
-        every = list(arms(len(indexers(self.model))).values())[:first_arms]
-        path = self.work / f"answers-{topk}.jsonl"
+        kinds = self.texts.kinds if others else (self.kind,)
+        fits = {name: self.slopes(name, self.kind) for name in (PLAIN, *FITS)}
+        fits[f"{SLOPES}, half of the text"] = self.slopes(SLOPES, self.kind, FITTED // 2)
+        for kind in kinds[1:]:
+            fits[f"{SLOPES} of {kind}"] = self.slopes(SLOPES, kind)
+        scores = ways(fits, SLOPES)
+        for number, kind in ((n, kind) for n in range(rows) for kind in kinds):
+            path = self.work / "missed" / f"{kind}-{self.length}-{self.topk}-{number}.json"
+            if not path.exists():
+                found: dict[str, list[dict[str, float]]] = {name: [] for name in scores}
+                for layer, row in enumerate(self.inputs("asked", kind, number)):
+                    for name, shares in missed(row, layer, self.topk, scores).items():
+                        found[name].append(shares)
+                path.parent.mkdir(exist_ok=True)
+                about = {"kind": kind, "tokens": self.length, "topk": self.topk, "row": number}
+                write_json(path, {**about, "fit_tokens": FITTED * self.length, "missed": found})
+                print("missed", path.name, flush=True)
+
+    # -- the model's answers ----------------------------------------------------------------------
+
+    def ask(self, rows: int, first: int, names: list[str]) -> None:
+        """Run the first so many configurations, or those that are named, row by row."""
+        every = arms(self.model.layers)
+        chosen = [every[name] for name in names] or list(every.values())[:first]
+        path = self.work / f"answers-{self.topk}-{self.length}.jsonl"
+        identity = {**self.facts, "topk": self.topk, "length": self.length, "rows": rows}
         with Journal(path, identity, "study of folding", QualityError) as journal:
             done = {(entry["arm"], entry["row"]) for entry in journal.entries}
             for row in range(rows):
-                for arm in every:
-                    if (arm.name, row) in done or self.late():
-                        continue
-                    measures: dict[str, float] = {}
-                    for task, question in self._questions(row, tasks):
-                        measures |= self._answer(arm, fits, topk, task, question)
-                    line = {"arm": arm.name, "row": row, **measures}
-                    journal.write(line)
-                    print(line, flush=True)
+                for arm in chosen:
+                    if (arm.name, row) not in done:
+                        started = time.monotonic()
+                        line = {"arm": arm.name, "row": row, **self._answers(arm, row, rows)}
+                        journal.write(line)
+                        print(f"{time.monotonic() - started:4.0f} s", line, flush=True)
 
-    def _questions(self, row: int, tasks: int) -> Iterator[tuple[str, Question]]:
-        if not tasks:
-            yield "recall", self.texts.passage(self.main_kind, row)
-            return
-        yield "recall", self.texts.task("recall", row, tasks)
-        yield "needles", self.texts.task("needles", row, tasks)
-        yield "", self.texts.plain(self.main_kind, row, tasks)
+    def _answers(self, arm: Arm, row: int, rows: int) -> dict[str, float]:
+        measures: dict[str, float] = {}
+        slopes = self.slopes(arm.fit if arm.folds else PLAIN, self.kind)
+        for question in self.texts.questions(row, rows, self.length):
+            select = selecting(arm, slopes, self.topk, question.boundary)
+            measures |= dict(self._answer(question, self.model.states(question.ids, select)))
+        return measures
 
-    @torch.no_grad()
-    def _answer(
-        self, arm: Arm, fits: dict[str, torch.Tensor], topk: int, task: str, question: Question
-    ) -> dict[str, float]:
+    def _answer(self, question: Question, states: torch.Tensor) -> Iterator[tuple[str, float]]:
         """Nats a token, and shares of answers that are the greedy choice, by measure."""
-        with under(self.model, arm, fits, topk, question.boundary):
-            hidden = self.model.model(question.ids[None], use_cache=False).last_hidden_state[0]
-        found: dict[str, float] = {}
-        for name, places in ((task, question.answers), ("text", question.text)):
+        for name, places in ((question.task, question.answers), ("text", question.text)):
             if len(places):
-                logits = self.model.lm_head(hidden[places - 1]).float()
-                wanted = question.ids[places]
-                loss = torch.nn.functional.cross_entropy(logits, wanted)
-                found[f"{name} loss"] = float(loss)
+                loss, right = self.model.losses(states, question.ids, places)
+                yield f"{name} loss", float(loss.mean())
                 if name != "text":
-                    found[f"{name} right"] = float((logits.argmax(-1) == wanted).float().mean())
-        return found
+                    yield f"{name} right", float(right.float().mean())
+
+
+def _cast(row: IndexRow, dtype: torch.dtype) -> IndexRow:
+    return IndexRow(row.queries.to(dtype), row.keys.to(dtype), row.weights, row.visible)
 
 
 def main() -> None:
     """Command line."""
+    one_thread()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", choices=("fit", "missed", "ask", "report"))
     parser.add_argument("model", type=Path)
     parser.add_argument("work", type=Path, nargs="+")
-    parser.add_argument("--texts", type=Path, help="a folder of KIND.txt")
-    parser.add_argument("--topk", type=int, default=128, help="of ask")
-    parser.add_argument("--missed-topk", type=int, default=64)
-    parser.add_argument("--length", type=int, default=1024, help="of the texts of missed")
-    parser.add_argument("--rows", type=int, default=16, help="of ask")
+    parser.add_argument("--books", type=Path, help="SmolLM2's cache: MODEL is SmolLM2")
+    parser.add_argument("--topk", type=int, default=128)
+    parser.add_argument("--length", type=int, default=2048, help="tokens of every text")
+    parser.add_argument("--rows", type=int, default=8, help="of ask")
     parser.add_argument("--arms", type=int, default=99, help="only the first so many")
-    parser.add_argument("--tasks", type=int, default=0, help="tokens of the small model's tasks")
-    parser.add_argument("--fit-texts", type=int, default=16, help="of 1,024 tokens")
-    parser.add_argument("--long-rows", type=int, default=1, help="of 4,096 tokens, of missed")
-    parser.add_argument("--minutes", type=float, default=600)
-    arguments: Any = read_arguments(parser, "fold", quick={"rows": 1, "fit_texts": 1})
+    parser.add_argument("--only", nargs="+", default=[], help="these configurations")
+    parser.add_argument("--asked", type=int, default=2, help="texts of each kind, of missed")
+    parser.add_argument("--one-kind", action="store_true", help="of text, of missed")
+    arguments: Any = read_arguments(parser, "fold", quick={"rows": 1, "arms": 2, "asked": 1})
     if arguments.what == "report":
         report(arguments.work, arguments.output, arguments.command)
         return
-    study = Study(arguments.model, arguments.work[0], arguments.texts, arguments.minutes)
+    work, books = arguments.work[0], arguments.books
+    study = Study(arguments.model, books, work, arguments.topk, arguments.length)
     if arguments.what == "fit":
-        study.fit(arguments.fit_texts, min(4, arguments.fit_texts))
+        study.fit()
     elif arguments.what == "missed":
-        study.missed(arguments.missed_topk, arguments.length, 2, arguments.long_rows)
+        study.missed(arguments.asked, not arguments.one_kind)
     else:
-        study.ask(arguments.topk, arguments.rows, arguments.arms, arguments.tasks)
+        study.ask(arguments.rows, arguments.arms, arguments.only)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,18 @@
-"""The configurations that are compared, and a model whose every layer does what one says."""
+"""The configurations that are compared, and what their layers select."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
-from sglang_indexcache.fold import IndexRow, largest, places, read_row, select
+from sglang_indexcache.fold import IndexRow, largest
 from sglang_indexcache.pattern import Pattern
 
 PLAIN, SLOPES, LEAST_SQUARES = "plain", "slopes", "least squares"
+ALL_SLOPES, SECANTS = "slopes over all tokens", "secants"
+"""Ways to fit the slopes: see ``fits``. SLOPES looks at the best tokens only."""
 
 NOMINAL = 128 * 1024 / 2048
 """Tokens seen for each that is selected, at 128Ki tokens with the lists of released models."""
@@ -41,6 +41,11 @@ class Arm:
     heads: int = 0
     decode: str = ""
 
+    @property
+    def folds(self) -> bool:
+        """Whether any layer does, so that slopes are needed."""
+        return bool({"L", "G"} & set(self.letters))
+
     def work(self, heads: int) -> float:
         """Return the share of all F's dot products that is left, at 128Ki tokens, lists of 2,048.
 
@@ -66,6 +71,8 @@ def arms(layers: int) -> dict[str, Arm]:
         Arm("uniform 1/4", every("FSSS"), "sharing"),
         Arm("FLLL", every("FLLL"), "folding"),
         Arm("all L, plain", every("L"), "folding", fit=PLAIN),
+        Arm("all L, secants", every("L"), "folding", fit=SECANTS),
+        Arm("all L, slopes over all tokens", every("L"), "folding", fit=ALL_SLOPES),
         Arm("F at 0, 1, 5, 9, ...", late, "sharing"),
         Arm("FLLL in prefill, FSSS in decode", every("FLLL"), "both", decode=every("FSSS")),
         Arm("LSSS", every("LSSS"), "both"),
@@ -82,6 +89,8 @@ def arms(layers: int) -> dict[str, Arm]:
 
 def heaviest_exact(row: IndexRow, slopes: torch.Tensor, heads: int) -> torch.Tensor:
     """``[B, S, T]``: every query's heads of the largest weights exact, the others folded."""
+    if not heads:
+        return row.folded(slopes)
     heavy = row.weights.abs().topk(heads, -1).indices
     chosen = torch.zeros_like(row.weights).scatter_(-1, heavy, 1.0)
     exact = replace(row, weights=row.weights * chosen).exact()
@@ -89,77 +98,55 @@ def heaviest_exact(row: IndexRow, slopes: torch.Tensor, heads: int) -> torch.Ten
     return exact + rest
 
 
-def picks(row: IndexRow, topk: int, slopes: torch.Tensor, arm: Arm, letter: str) -> torch.Tensor:
-    """Select as a layer of this letter, not S, does: ``[B, S, k]`` int32."""
-    if letter == "F":
-        return select(row, topk, None)
-    if letter == "G":
-        return select(row, topk, slopes, arm.factor)
-    if not arm.heads:
-        return select(row, topk, slopes)
-    found = []
-    for part in row.blocks():
-        chosen = largest(heaviest_exact(part, slopes, arm.heads), min(topk, row.keys.shape[1]))
-        found.append(places(chosen))
-    return torch.cat(found, dim=1)
+def marked(row: IndexRow, topk: int, slopes: torch.Tensor, arm: Arm, letter: str) -> torch.Tensor:
+    """Mark what a layer of this letter, not S, selects: ``[B, S, T]`` bool.
+
+    Where a query sees fewer tokens than ``topk``, tokens that it does not see are marked too.
+    """
+    length = row.keys.shape[1]
+    count = min(topk, length)
+    if letter == "L":
+        return largest(heaviest_exact(row, slopes, arm.heads), count)
+    exact = row.exact()
+    if letter == "G" and arm.factor * topk < length:
+        candidates = largest(row.folded(slopes), arm.factor * topk)
+        exact.masked_fill_(~candidates, -torch.inf)
+    return largest(exact, count)
 
 
-def indexers(model: Any) -> list[Any]:
-    """A transformers model's indexers, by layer."""
-    return [module.indexer for module in model.modules() if hasattr(module, "indexer")]
+Blocks = Callable[[], Iterable[IndexRow]]
+"""A layer's queries, some at a time, computed when they are asked for."""
+Select = Callable[[int, Blocks], list[torch.Tensor]]
+"""Return what a layer selects: a mask a block."""
 
 
-@contextmanager
-def replaced(model: Any, forward: Callable[[int, IndexRow], torch.Tensor | None]) -> Iterator[None]:
-    """Let ``forward`` answer for every indexer; where it says None, the exact score selects."""
-
-    def stand_in(layer: int, indexer: Any) -> Callable[..., torch.Tensor]:
-        @torch.no_grad()
-        def run(*args: Any, **kwargs: Any) -> torch.Tensor:
-            row = read_row(indexer, *args, **kwargs)
-            answer = forward(layer, row)
-            return select(row, indexer.index_topk, None) if answer is None else answer
-
-        return run
-
-    found = indexers(model)
-    for layer, indexer in enumerate(found):
-        indexer.forward = stand_in(layer, indexer)
-    try:
-        yield
-    finally:
-        for indexer in found:
-            del indexer.forward
-
-
-@contextmanager
-def under(
-    model: Any, arm: Arm, fits: Mapping[str, torch.Tensor], topk: int, boundary: int
-) -> Iterator[None]:
-    """Run forwards without a cache as ``arm`` says.
+def selecting(arm: Arm, slopes: torch.Tensor, topk: int, boundary: int) -> Select:
+    """Select as ``arm`` says in one forward without a cache.
 
     Args:
-        fits: the slopes ``[layers, H]`` of every way to fit them.
+        slopes: ``[layers, H]``.
         boundary: the first token that is decoded.
     """
     decode = arm.decode or arm.letters
-    held: dict[str, torch.Tensor] = {}
+    held: list[torch.Tensor] = []
 
-    def forward(layer: int, row: IndexRow) -> torch.Tensor:
-        slopes = fits[arm.fit][layer]
+    def select(layer: int, blocks: Blocks) -> list[torch.Tensor]:
         letters = arm.letters[layer], decode[layer]
-        if letters[0] == letters[1]:
-            if letters[0] != "S":
-                held["all"] = picks(row, topk, slopes, arm, letters[0])
-            return held["all"]
-        parts = slice(boundary), slice(boundary, None)
-        found = []
-        for letter, part in zip(letters, parts, strict=True):
-            if letter == "S":
-                found.append(held["all"][:, part])
-            else:
-                found.append(picks(row.part(part), topk, slopes, arm, letter))
-        return torch.cat(found, dim=1)
+        if letters == ("S", "S"):
+            return held
+        masks, start = [], 0
+        for number, block in enumerate(blocks()):
+            stop = start + block.queries.shape[1]
+            cut = min(max(boundary, start), stop) - start
+            parts = []
+            for letter, rows in zip(letters, (slice(cut), slice(cut, None)), strict=True):
+                if letter == "S":
+                    parts.append(held[number][:, rows])
+                elif (part := block.part(rows)).queries.shape[1]:
+                    parts.append(marked(part, topk, slopes[layer], arm, letter))
+            masks.append(torch.cat(parts, dim=1))
+            start = stop
+        held[:] = masks
+        return masks
 
-    with replaced(model, forward):
-        yield
+    return select

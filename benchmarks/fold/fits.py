@@ -1,97 +1,99 @@
-"""Slopes and least squares from texts, kept text by text so that any of them can be added up."""
+"""Slopes of a layer's heads, fitted in several ways to what its indexer multiplied on text.
+
+A fit's candidates are the tokens that it looks at: all that a query sees, or the best of them by
+the exact score, between which the folded score has to choose.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
-from benchmarks.fold.arms import LEAST_SQUARES, PLAIN, SLOPES, indexers, replaced
-from sglang_indexcache.fold import IndexRow, SlopeSums
+from benchmarks.fold.arms import ALL_SLOPES, LEAST_SQUARES, SECANTS, SLOPES
+from sglang_indexcache.fold import IndexRow, SlopeSums, largest
 
 RIDGE = 1e-3
-"""The ridge of the least squares, in units of the mean of the diagonal."""
+"""The ridge of least squares, in units of the mean of the diagonal."""
+PART = 32
+"""Queries at a time: what bounds the memory."""
+NEAR = 4
+"""Candidates in units of topk, where a fit looks at the best alone."""
+
+Rows = Sequence[IndexRow]
+"""One layer's inputs on several texts."""
+Fit = Callable[[Rows, int], torch.Tensor]
+"""Slopes ``[H]`` from rows and topk."""
 
 
-@dataclass
-class TextSums:
-    """One text's sums, one entry a layer.
+def all_slopes(rows: Rows, _: int) -> torch.Tensor:
+    """The line through each head's ReLU, over all visible tokens."""
+    sums = SlopeSums(rows[0].weights.shape[-1])
+    for row in rows:
+        sums.add(row)
+    return sums.slopes()
 
-    Attributes:
-        slopes: those that slopes follow from.
-        products: ``[H, H]`` float64, of the heads' weighted products, centred in each row.
-        scores: ``[H]`` float64, of those with the exact score, likewise centred.
+
+def slopes(rows: Rows, topk: int) -> torch.Tensor:
+    """The line through each head's ReLU, over each query's best tokens."""
+    return all_slopes([near(row, topk) for row in rows], topk)
+
+
+def secants(rows: Rows, _: int) -> torch.Tensor:
+    """The line through each head's ReLU from its average token to those that it lets through.
+
+    The latter are weighted by what they get. Such a token so leads an average one by as much as
+    under ReLU, also where the head stops nearly all: slopes make little of a rare match.
     """
+    sums = SlopeSums(rows[0].weights.shape[-1])
+    for row in rows:
+        sums.add(row)
+    x, _, right, square = sums.sums / sums.pairs
+    passed = square / right.clamp_min(1e-30)
+    lead = passed - x
+    secant = torch.where(lead > 1e-9 * passed, (passed - right) / lead.clamp_min(1e-30), 1.0)
+    return secant.where(right > 0, 0.0).clamp(0.0, 1.0).float()
 
-    slopes: list[SlopeSums]
-    products: list[torch.Tensor]
-    scores: list[torch.Tensor]
+
+def near(row: IndexRow, topk: int) -> IndexRow:
+    """The same, each query seeing only its best tokens by the exact score."""
+    count = min(NEAR * topk, row.keys.shape[1])
+    best = [largest(part.exact(), count) & part.visible for part in row.blocks(PART)]
+    return replace(row, visible=torch.cat(best, dim=1))
+
+
+def least_squares(rows: Rows, topk: int) -> torch.Tensor:
+    """What fits the exact score best over the best tokens, but for a constant a query."""
+    heads = rows[0].weights.shape[-1]
+    left, right = torch.zeros(heads, heads).double(), torch.zeros(heads).double()
+    for lines, exact, visible in _parts([near(row, topk) for row in rows]):
+        flat = centred(lines, visible[:, None]).transpose(0, 1).flatten(1)
+        left += (flat @ flat.T).double()
+        right += (flat @ centred(exact, visible).flatten()).double()
+    ridge = RIDGE * left.diagonal().mean() * torch.eye(heads, dtype=torch.float64)
+    return torch.linalg.solve(left + ridge, right).float()
+
+
+def _parts(rows: Rows) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Weighted products ``[Q, H, T]``, exact scores and visible tokens ``[Q, T]``, in parts."""
+    for row in rows:
+        for part in row.blocks(PART):
+            products = part.products()[0]
+            exact = torch.einsum("qht,qh->qt", products.clamp_min(0), part.weights[0])
+            yield products * part.weights[0][..., None], exact, part.visible[0]
 
 
 def centred(values: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
     """``[..., T]`` less each row's mean over what it sees; 0 elsewhere."""
-    seen = values.masked_fill(~visible, 0.0)
-    mean = seen.sum(-1, keepdim=True) / visible.sum(-1, keepdim=True).clamp_min(1)
-    return (seen - mean).masked_fill(~visible, 0.0)
+    inside = values.masked_fill(~visible, 0.0)
+    mean = inside.sum(-1, keepdim=True) / visible.sum(-1, keepdim=True).clamp_min(1)
+    return (inside - mean).masked_fill(~visible, 0.0)
 
 
-def sums_of(model: Any, ids: torch.Tensor, *, least_squares: bool = True) -> TextSums:
-    """One forward of all F over ``[1, T]`` tokens."""
-    found = TextSums([], [], [])
-
-    def forward(_: int, row: IndexRow) -> None:
-        heads = row.weights.shape[-1]
-        slopes = SlopeSums(heads)
-        slopes.add(row)
-        found.slopes.append(slopes)
-        left = torch.zeros(heads, heads, dtype=torch.float64)
-        right = torch.zeros(heads, dtype=torch.float64)
-        for part in row.blocks(128) if least_squares else ():
-            seen = part.visible
-            exact = centred(part.exact(), seen)
-            weighted = part.products() * part.weights[..., None]
-            lines = centred(weighted, seen[:, :, None].expand_as(weighted))
-            flat = lines.transpose(1, 2).flatten(2)[0]
-            left += (flat @ flat.T).double()
-            right += (flat @ exact.flatten(1)[0]).double()
-        found.products.append(left)
-        found.scores.append(right)
-
-    with replaced(model, forward), torch.no_grad():
-        model.model(ids, use_cache=False)
-    return found
-
-
-def slopes_from(texts: list[TextSums]) -> torch.Tensor:
-    """``[layers, H]`` of all these texts together."""
-    layers = zip(*(text.slopes for text in texts), strict=True)
-    return torch.stack([_total(list(layer)).slopes() for layer in layers])
-
-
-def least_squares_from(texts: list[TextSums]) -> torch.Tensor:
-    """``[layers, H]``: what fits the row-centred exact score best, with a small ridge."""
-    found = []
-    for layer in range(len(texts[0].products)):
-        left = torch.stack([text.products[layer] for text in texts]).sum(0)
-        right = torch.stack([text.scores[layer] for text in texts]).sum(0)
-        ridge = RIDGE * left.diagonal().mean() * torch.eye(len(left), dtype=torch.float64)
-        found.append(torch.linalg.solve(left + ridge, right).float())
-    return torch.stack(found)
-
-
-def fits_from(model: Any, texts: list[TextSums]) -> dict[str, torch.Tensor]:
-    """``[layers, H]`` in every way."""
-    heads = indexers(model)[0].n_heads
-    return {
-        PLAIN: torch.ones(len(texts[0].slopes), heads),
-        SLOPES: slopes_from(texts),
-        LEAST_SQUARES: least_squares_from(texts),
-    }
-
-
-def _total(sums: list[SlopeSums]) -> SlopeSums:
-    total = sums[0]
-    for one in sums[1:]:
-        total = total + one
-    return total
+FITS: dict[str, Fit] = {
+    SLOPES: slopes,
+    ALL_SLOPES: all_slopes,
+    SECANTS: secants,
+    LEAST_SQUARES: least_squares,
+}

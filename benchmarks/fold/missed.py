@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 
-from benchmarks.fold.arms import PLAIN, heaviest_exact, replaced
+from benchmarks.fold.arms import PLAIN, heaviest_exact
 from sglang_indexcache.fold import IndexRow, largest
 from sglang_indexcache.kernels.indexer.quantization import quantize_e4m3
 
@@ -31,7 +30,7 @@ def in_fp8(row: IndexRow, slopes: torch.Tensor) -> torch.Tensor:
     return scores.masked_fill(~row.visible, -torch.inf)
 
 
-def schemes(fits: Mapping[str, torch.Tensor], main: str) -> dict[str, Score]:
+def ways(fits: Mapping[str, torch.Tensor], main: str) -> dict[str, Score]:
     """Every way to fold: by each fit, and by the main one with FP8 or exact heads.
 
     Args:
@@ -55,31 +54,21 @@ def schemes(fits: Mapping[str, torch.Tensor], main: str) -> dict[str, Score]:
     return found
 
 
-def missed(
-    model: Any, ids: torch.Tensor, queries: slice, topk: int, ways: Mapping[str, Score]
-) -> dict[str, list[dict[str, float]]]:
-    """The share of the exact picks that are no candidates, for each way and layer.
+def missed(row: IndexRow, layer: int, topk: int, scores: Mapping[str, Score]) -> dict[str, Shares]:
+    """The share of a layer's exact picks that are no candidates, by way and by factor.
 
     Args:
-        ids: ``[1, T]``.
-        queries: of which rows; each should see more than ``topk`` tokens.
-
-    Returns:
-        By way, for each layer by factor; the factors are written as text.
+        row: of queries that see more than ``topk`` tokens.
     """
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
-
-    def forward(layer: int, row: IndexRow) -> None:
-        asked = row.part(queries)
-        top = largest(asked.exact(), topk)
-        for name, way in ways.items():
-            scores = way(asked, layer)
-            shares = {}
-            for factor in FACTORS:
-                candidates = largest(scores, min(factor * topk, scores.shape[-1]))
-                shares[str(factor)] = 1 - float((candidates & top).sum() / top.sum())
-            found[name].append(shares)
-
-    with replaced(model, forward), torch.no_grad():
-        model.model(ids, use_cache=False)
+    top = largest(row.exact(), topk)
+    found = {}
+    for name, score in scores.items():
+        line = score(row, layer)
+        candidates = (largest(line, min(factor * topk, line.shape[-1])) for factor in FACTORS)
+        shares = [1 - float((some & top).sum() / top.sum()) for some in candidates]
+        found[name] = dict(zip(map(str, FACTORS), shares, strict=True))
     return found
+
+
+Shares = dict[str, float]
+"""By factor, which is written as text."""

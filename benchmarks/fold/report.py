@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.fold.arms import arms
-from benchmarks.records import estimate, markdown
+from benchmarks.records import RESULTS, estimate, markdown
 from sglang_indexcache.stats.bounds import half_width
 from sglang_indexcache.study.plots import make_figure, save_figure
 from sglang_indexcache.study.provenance import machine
@@ -44,7 +44,8 @@ def answers(path: Path, model: Facts) -> Facts:
     """Every configuration's losses over all F, and the gate's comparisons."""
     lines = [json.loads(line) for line in path.read_text().splitlines()[1:]]  # behind the identity
     measures = sorted({name for line in lines for name in line} - {"arm", "row"})
-    told: Facts = {"topk": int(path.stem.split("-")[1]), "rows": lines, "arms": []}
+    topk, length = map(int, path.stem.split("-")[1:])
+    told: Facts = {"topk": topk, "length": length, "rows": lines, "arms": []}
     told["full"] = {
         name: _mean([line[name] for line in lines if line["arm"] == FULL]) for name in measures
     }
@@ -66,14 +67,21 @@ def missed_of(folder: Path) -> list[Facts]:
 
 
 def report(works: list[Path], output: Path, command: str) -> None:
-    """Write ``result.json``, ``README.md`` and ``loss.png`` of all the models together."""
+    """Write ``result.json``, ``README.md`` and ``loss.png`` of all the models together.
+
+    A model of the committed record that is not among ``works`` stays as it is.
+    """
     models = []
     for work in works:
         model = json.loads((work / "model.json").read_text())
+        model |= {"command": command, "machine": machine()}
         model["missed"] = missed_of(work / "missed")
         model["answers"] = [answers(path, model) for path in sorted(work.glob("answers-*.jsonl"))]
         models.append(model)
-    told = {"command": command, "machine": machine(), "models": models}
+    names = {model["name"] for model in models}
+    kept = json.loads((RESULTS / "fold" / "result.json").read_text())["models"]
+    models += [model for model in kept if model["name"] not in names]
+    told = {"models": models}
     output.mkdir(parents=True, exist_ok=True)
     write_json(output / "result.json", told)
     write_whole(output / "README.md", page(told))
@@ -92,8 +100,11 @@ def page(told: Facts) -> str:
         parts.append(
             f"## {model['name']}: {model['layers']} layers, {model['heads']} index heads\n"
         )
+        if "note" in model:
+            parts.append(model["note"] + "\n")
         for found in model["answers"]:
-            parts.append(f"Lists of {found['topk']} tokens.\n\n{answers_table(found)}")
+            size = f"Lists of {found['topk']} of {found['length']} tokens."
+            parts.append(f"{size}\n\n{answers_table(found)}")
         for kind, some in _by_question(model["missed"]).items():
             parts.append(f"Share of the exact picks missed, %: {kind}\n\n{missed_table(some)}")
     return "\n".join(parts)
@@ -144,18 +155,31 @@ def draw(told: Facts, path: Path) -> None:
         for axis, measure in zip(axes[2 * number :], (TEXT, RIGHT), strict=False):
             _panel(axis, found["arms"], measure, 100 if measure == RIGHT else 1)
             axis.set_title(
-                f"{model['name']}, {model['heads']} index heads, lists of {found['topk']}",
+                f"{model['name']}, {model['heads']} index heads, "
+                f"lists of {found['topk']} of {found['length']}",
                 loc="left", fontsize=9,
             )  # fmt: skip
             axis.set_ylabel(UNITS[measure], fontsize=8)
             axis.set_xlabel("indexer work left: dot products at 128Ki tokens", fontsize=8)
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
+    entries = [axis.get_legend_handles_labels() for axis in axes]
+    by_kind = {kind: h for some in entries for h, kind in zip(*some, strict=True)}
+    figure.legend(
+        by_kind.values(), by_kind.keys(), loc="outside lower center", ncols=4, frameon=False
+    )
     save_figure(figure, path)
 
 
-MARKED = ("all L", "FLLL", "LSSS", "all F folded, c = 4", "uniform 1/2", "uniform 1/4")
-"""Configurations that are named in the figure; the table has all."""
+MARKED = {
+    "all L": "all L",
+    "all L, plain": "plain",
+    "all L, secants": "secants",
+    "FLLL": "FLLL",
+    "LSSS": "LSSS",
+    "all F folded, c = 4": "c = 4",
+    "uniform 1/2": "uniform 1/2",
+    "uniform 1/4": "uniform 1/4",
+}
+"""Configurations that are named in the figure, and how; the table has all."""
 
 
 def _panel(axis: Any, found: list[Facts], measure: str, scale: float) -> None:
@@ -171,7 +195,7 @@ def _panel(axis: Any, found: list[Facts], measure: str, scale: float) -> None:
             )  # fmt: skip
             if arm["name"] in MARKED:
                 axis.annotate(
-                    arm["name"].replace("all F folded, ", ""),
+                    MARKED[arm["name"]],
                     (arm["work"], scale * difference["mean"]),
                     xytext=(4, -11 if kind == "folding" else 5),
                     textcoords="offset points", fontsize=7, color=color,

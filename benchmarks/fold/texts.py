@@ -1,24 +1,20 @@
-"""Texts of three kinds, and rows in which a passage comes again."""
+"""Texts to fit slopes to, and questions: the small checkpoint's own, and SmolLM2's books."""
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
+from benchmarks.smollm2.books import CUE, HELD_OUT, TRAIN, Books, rows
 from benchmarks.training.retrieval import MachineText, TaskWords
 from benchmarks.training.tasks import TASKS
 
-PASSAGE, ANSWERED, DISTANCE = 48, 40, 700
-"""A passage's tokens, how many of its last are asked, and after how many tokens it comes again."""
-LEAD, IN_ADVANCE = 60, 256
-"""Tokens before a passage; the text loss is that of the tokens behind so many."""
-
-HELD_OUT = 0.25
-"""The last part of a text file is asked, the rest is for fitting."""
+CUTS = 16
+"""Cuts of the training books that fits read the first of."""
 
 
 @dataclass(frozen=True)
@@ -26,75 +22,110 @@ class Question:
     """A row and what is counted of it.
 
     Attributes:
+        task: names what is recalled; "" where nothing is.
         ids: ``[T]``.
         answers: positions of tokens that are recalled.
         text: positions of tokens whose loss is the text's.
         boundary: from where on tokens would be decoded.
     """
 
+    task: str
     ids: torch.Tensor
     answers: torch.Tensor
     text: torch.Tensor
     boundary: int
 
 
-class Texts:
-    """Tokens by kind: "code" is this machine's Python, others are files ``KIND.txt`` of a folder.
+class Texts(Protocol):
+    """The texts of one model.
 
-    Args:
-        tokenizer: of the model.
-        folder: with files; None where code is all there is.
+    Attributes:
+        kinds: of text; slopes are fitted to the first, and asked how they carry over to others.
     """
 
-    def __init__(self, tokenizer: Any, folder: Path | None) -> None:
-        self.tokenizer = tokenizer
-        code = MachineText.read(tokenizer, 4_000_000)
-        self._parts: dict[str, tuple[torch.Tensor, torch.Tensor]] = {
-            "code": (torch.from_numpy(code.train).long(), torch.from_numpy(code.held_out).long())
-        }
-        for path in sorted(folder.glob("*.txt")) if folder else ():
-            ids = torch.tensor(tokenizer(path.read_text()).input_ids)
-            cut = int(len(ids) * (1 - HELD_OUT))
-            self._parts[path.stem] = ids[:cut], ids[cut:]
-        self.kinds = tuple(self._parts)
+    kinds: tuple[str, ...]
 
     def fitting(self, kind: str, number: int, length: int) -> torch.Tensor:
         """``[length]`` tokens for fitting; texts of other numbers lie elsewhere."""
-        return _window(self._parts[kind][0], number, length)
 
     def asked(self, kind: str, number: int, length: int) -> torch.Tensor:
         """``[length]`` tokens that nothing is fitted to."""
-        return _window(self._parts[kind][1], number, length)
 
-    def passage(self, kind: str, number: int) -> Question:
-        """Text in which a passage comes again: 40 of its tokens are asked."""
-        length = LEAD + DISTANCE
-        text = self.asked(kind, number, length)
-        ids = torch.cat([text, text[LEAD : LEAD + PASSAGE]])
+    def questions(self, number: int, count: int, length: int) -> list[Question]:
+        """What is asked as row ``number`` of ``count``."""
+
+
+class Code:
+    """This machine's Python, whose files are divided into fitted and held-out ones.
+
+    Args:
+        tokenizer: of the model.
+    """
+
+    kinds: tuple[str, ...] = ("code",)
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.text = MachineText.read(tokenizer, 4_000_000)
+
+    def fitting(self, _: str, number: int, length: int) -> torch.Tensor:
+        """As the protocol says."""
+        return _window(torch.from_numpy(self.text.train).long(), number, length)
+
+    def asked(self, _: str, number: int, length: int) -> torch.Tensor:
+        """As the protocol says."""
+        return _window(torch.from_numpy(self.text.held_out).long(), number, length)
+
+    def questions(self, number: int, _: int, length: int) -> list[Question]:
+        """The small checkpoint's tasks, and text alone."""
+        ids, none = self.asked("code", number, length), torch.tensor([])
+        plain = Question("", ids, none, torch.arange(length // 4, length), length)
+        return [self._task(name, number, length) for name in ("recall", "needles")] + [plain]
+
+    def _task(self, name: str, number: int, length: int) -> Question:
+        words = TaskWords(self.tokenizer)
+        held_out = self.text.held_out.astype("int32")
+        document = TASKS[name](words, held_out, length, random.Random(f"fold/{name}/{number}"))
+        answers = torch.tensor(document.answer).nonzero()[:, 0]
         return Question(
-            ids,
-            torch.arange(len(ids) - ANSWERED, len(ids)),
-            torch.arange(IN_ADVANCE, length),
-            length + PASSAGE - ANSWERED,
+            name, torch.tensor(document.ids), answers, torch.tensor([]), int(answers[0])
         )
 
-    def task(self, name: str, number: int, length: int) -> Question:
-        """A document of the small checkpoint's tasks."""
-        words = TaskWords(self.tokenizer)
-        held_out = self._parts["code"][1].int().numpy()
-        draw = random.Random(f"fold/{name}/{number}")
-        document = TASKS[name](words, held_out, length, draw)
-        answers = torch.tensor(document.answer).nonzero()[:, 0]
-        return Question(torch.tensor(document.ids), answers, torch.tensor([]), int(answers[0]))
 
-    def plain(self, kind: str, number: int, length: int) -> Question:
-        """Text alone."""
-        ids = self.asked(kind, number, length)
-        return Question(ids, torch.tensor([]), torch.arange(length // 4, length), length)
+class BooksAndCode:
+    """SmolLM2's books, and this machine's Python beside them.
+
+    Args:
+        cache: of the books.
+        tokenizer: of the model.
+    """
+
+    kinds: tuple[str, ...] = ("books", "code")
+
+    def __init__(self, cache: Path, tokenizer: Any) -> None:
+        self.books, self.code = Books(cache, tokenizer), Code(tokenizer)
+
+    def fitting(self, kind: str, number: int, length: int) -> torch.Tensor:
+        """As the protocol says."""
+        if kind == "code":
+            return self.code.fitting(kind, number, length)
+        cuts = self.books.cuts(TRAIN, CUTS, length)
+        return cuts[number * 5 % CUTS]  # the first few come from all over the books
+
+    def asked(self, kind: str, number: int, length: int) -> torch.Tensor:
+        """As the protocol says."""
+        if kind == "code":
+            return self.code.asked(kind, number, length)
+        return rows(self.books, HELD_OUT, 8, length)[number].ids
+
+    def questions(self, number: int, count: int, length: int) -> list[Question]:
+        """The row of the other studies of this model: text, then passages of it again."""
+        row = rows(self.books, HELD_OUT, count, length)[number]
+        return [Question("recall", row.ids, row.recall, row.text, int(row.recall[0]) - CUE)]
 
 
 def _window(ids: torch.Tensor, number: int, length: int) -> torch.Tensor:
     """Window ``number`` from the start, going round at the end at another offset."""
-    places = (len(ids) - length) // length
-    start = (number % places) * length + (number // places) * 101
+    windows = (len(ids) - length) // length
+    start = (number % windows) * length + (number // windows) * 101
     return ids[start : start + length]

@@ -11,6 +11,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.fold import arms as fold
+from benchmarks.fold.models import InLean, InTransformers
 from benchmarks.random_model import make_tokenizer, save_checkpoint
 from benchmarks.smollm2.books import with_passages
 from benchmarks.smollm2.convert import Form, convert, dsa_config, original_frequencies
@@ -114,6 +116,24 @@ def test_lean_forward_is_transformers_own(converted: Any, folder: Path, ids: tor
         wanted = torch.nn.functional.cross_entropy(expected[:-1], ids[1:], reduction="none")
         torch.testing.assert_close(loss, wanted, atol=2e-5, rtol=1e-5)
         assert right.equal(expected[:-1].argmax(-1) == ids[1:])
+
+
+@pytest.mark.parametrize("letters", ["FF", "LL", "GG", "LS", "FL, FS"])
+def test_folded_layers_answer_as_in_transformers(
+    letters: str, folder: Path, ids: torch.Tensor
+) -> None:
+    prefill, _, decode = letters.partition(", ")
+    arm = fold.Arm("", prefill, "both", factor=2, decode=decode)
+    slopes = torch.rand(2, 6, generator=torch.Generator().manual_seed(5))
+    places = torch.arange(1, len(ids))
+
+    def losses(model: InLean | InTransformers) -> torch.Tensor:
+        states = model.states(ids, fold.selecting(arm, slopes, TOPK, 70))
+        return model.losses(states, ids, places)[0]
+
+    torch.testing.assert_close(
+        losses(InLean(folder)), losses(InTransformers(folder)), atol=2e-5, rtol=1e-5
+    )
 
 
 def test_lean_forward_goes_on_in_the_middle(folder: Path, ids: torch.Tensor) -> None:

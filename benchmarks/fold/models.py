@@ -1,0 +1,169 @@
+"""A model whose every layer selects as one says: in transformers, or by SmolLM2's fast forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from benchmarks.fold.arms import Select
+from benchmarks.smollm2 import lean
+from sglang_indexcache.fold import IndexRow, places, read_row, select
+from sglang_indexcache.pattern import Pattern
+
+
+class Model(Protocol):
+    """What a study asks of a model.
+
+    Attributes:
+        layers: how many.
+        heads: of an indexer.
+        width: of an index key.
+    """
+
+    layers: int
+    heads: int
+    width: int
+
+    def states(self, ids: torch.Tensor, select: Select) -> torch.Tensor:
+        """``[T, hidden]`` for ``[T]`` tokens, every layer selecting as ``select`` says."""
+
+    def losses(
+        self, states: torch.Tensor, ids: torch.Tensor, asked: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The loss of the tokens at ``asked`` in nats, and whether each is the greedy choice."""
+
+    def inputs(self, ids: torch.Tensor, topk: int, queries: slice) -> list[IndexRow]:
+        """What each layer's indexer multiplies for some of the queries, under all F."""
+
+
+def copied(row: IndexRow) -> IndexRow:
+    """The same in memory of its own: some of the queries must not keep all of them."""
+    return IndexRow(row.queries.clone(), row.keys, row.weights.clone(), row.visible)
+
+
+class InTransformers:
+    """A checkpoint in transformers, float32.
+
+    Args:
+        folder: of the checkpoint.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.model: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="sdpa"
+        ).eval()
+        self._indexers = [m.indexer for m in self.model.modules() if hasattr(m, "indexer")]
+        self.layers = len(self._indexers)
+        self.heads, self.width = self._indexers[0].n_heads, self._indexers[0].head_dim
+
+    def states(self, ids: torch.Tensor, select: Select) -> torch.Tensor:
+        """As the protocol says."""
+        return self._run(ids, lambda n, row: places(torch.cat(select(n, row.blocks), dim=1)))
+
+    @torch.no_grad()
+    def losses(
+        self, states: torch.Tensor, ids: torch.Tensor, asked: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As the protocol says."""
+        logits = self.model.lm_head(states[asked - 1]).float()
+        loss = torch.nn.functional.cross_entropy(logits, ids[asked], reduction="none")
+        return loss, logits.argmax(-1) == ids[asked]
+
+    def inputs(self, ids: torch.Tensor, topk: int, queries: slice) -> list[IndexRow]:
+        """As the protocol says."""
+        rows: list[IndexRow] = []
+
+        def forward(_: int, row: IndexRow) -> torch.Tensor:
+            rows.append(copied(row.part(queries)))
+            return select(row, topk, None)
+
+        self._run(ids, forward)
+        return rows
+
+    @torch.no_grad()
+    def _run(
+        self, ids: torch.Tensor, forward: Callable[[int, IndexRow], torch.Tensor]
+    ) -> torch.Tensor:
+        with self._replaced(forward):
+            states: torch.Tensor = self.model.model(ids[None], use_cache=False).last_hidden_state
+        return states[0]
+
+    @contextmanager
+    def _replaced(self, forward: Callable[[int, IndexRow], torch.Tensor]) -> Iterator[None]:
+        def stand_in(layer: int, indexer: Any) -> Callable[..., torch.Tensor]:
+            @torch.no_grad()
+            def run(*args: Any, **kwargs: Any) -> torch.Tensor:
+                return forward(layer, read_row(indexer, *args, **kwargs))
+
+            return run
+
+        for layer, indexer in enumerate(self._indexers):
+            indexer.forward = stand_in(layer, indexer)
+        try:
+            yield
+        finally:
+            for indexer in self._indexers:
+                del indexer.forward
+
+
+class InLean(lean.Lean):
+    """SmolLM2 by the fast forward.
+
+    Args:
+        folder: of the checkpoint.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.heads, self.width = self.index_heads, self.form.rope
+        self._every = Pattern.full(self.layers)
+        self._select: Select | None = None
+
+    def states(self, ids: torch.Tensor, select: Select) -> torch.Tensor:
+        """As the protocol says."""
+        self._select = select
+        try:
+            return self.hidden(ids, self._every)
+        finally:
+            self._select = None
+
+    def inputs(self, ids: torch.Tensor, topk: int, queries: slice) -> list[IndexRow]:
+        """As the protocol says, but that attention is dense: the indexers were trained so."""
+        del topk
+        rows: list[IndexRow] = []
+        seen = lean.causal(slice(0, len(ids)))
+
+        def keep(number: int, read: torch.Tensor) -> None:
+            rows.append(copied(self._row(number, read, seen).part(queries)))
+
+        self.hidden(ids, keep=keep)
+        return rows
+
+    def selected(self, number: int, read: torch.Tensor) -> list[torch.Tensor]:
+        """A mask ``[rows, S]`` for each block, as ``select`` says if there is one."""
+        if self._select is None:
+            return super().selected(number, read)
+        seen = lean.causal(slice(0, len(read)))
+
+        def blocks() -> Iterator[IndexRow]:
+            whole = self._row(number, read, seen)
+            for rows in lean.row_blocks(len(read)):
+                part = whole.part(rows)
+                visible = part.visible[..., : rows.stop]
+                yield IndexRow(part.queries, part.keys[:, : rows.stop], part.weights, visible)
+
+        masks = self._select(number, blocks)
+        both = zip(masks, lean.row_blocks(len(read)), strict=True)
+        return [mask[0] & seen[rows, : rows.stop] for mask, rows in both]
+
+    def _row(self, number: int, read: torch.Tensor, seen: torch.Tensor) -> IndexRow:
+        queries, keys, weights = self.index_inputs(number, read)
+        scale = (self.heads * self.width) ** 0.5  # which IndexRow leaves out
+        return IndexRow(
+            queries.float()[None], keys.float()[None], weights[None] * scale, seen[None]
+        )
