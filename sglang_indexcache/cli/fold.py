@@ -55,11 +55,11 @@ def calibrate_command(
 
     Example: indexcache fold calibrate --model MODEL --data chats.jsonl -o MODEL.slopes
     """
+    check_writable(output.parent)
     if output.suffix != SLOPES_FILE:
         raise SettingsError(f"--output {output} must end in {SLOPES_FILE}, by which it is known")
     if dtype not in ("float32", "bfloat16"):
         raise SettingsError(f"--dtype is float32 or bfloat16, got {dtype!r}")
-    check_writable(output.parent)
     from sglang_indexcache.search.calibration import Score
     from sglang_indexcache.search.fold_slopes import calibrate
     from sglang_indexcache.search.setup import Setup
