@@ -187,11 +187,16 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def draw(record: dict[str, Any], folder: Path) -> None:
-    """Draw the heatmap with the blocks of the first search's 1/4, and the way of Algorithm 1."""
-    pattern = Pattern(record["searches"][0]["patterns"]["1/4"])
-    draw_overlap(np.array(record["overlap"]), folder / "overlap.png", pattern)
+    """Draw the heatmap, and the way of Algorithm 1 where it was walked."""
+    draw_lists(record, folder / "overlap.png")
     if any(one["method"] == DOWN for one in record["searches"]):
         draw_path(record, folder / "algorithm_1.png")
+
+
+def draw_lists(record: dict[str, Any], path: Path) -> None:
+    """Draw the overlap of the layers' selections with the blocks of the first search's 1/4."""
+    pattern = Pattern(record["searches"][0]["patterns"]["1/4"])
+    draw_overlap(np.array(record["overlap"]), path, pattern)
 
 
 if __name__ == "__main__":

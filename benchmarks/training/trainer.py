@@ -136,7 +136,9 @@ class Trainer:
             if last or done % self.recipe.log_every == 0:
                 seconds = time.perf_counter() - began
                 where = self._where(number, done, stage)
-                self.log.write(**where, **tally.means(kind), seconds=seconds)
+                line = {**where, **tally.means(kind), "seconds": seconds}
+                self.log.record(**line)
+                self.log.say(in_words(line))
                 tally = Tally(len(self.pattern))
             if last or (self.recipe.eval_every and done % self.recipe.eval_every == 0):
                 self._evaluate(number, done, stage)
@@ -195,7 +197,9 @@ class Trainer:
         tasks, rows = list(mixture.weights), self.recipe.eval_rows
         scores = evaluate(self.model, mixture, tasks, rows, stage.length, attention)
         values = {f"held_out_{score.task}": score.value for score in scores}
-        self.log.write(**self._where(number, done, stage), **values)
+        line = {**self._where(number, done, stage), **values}
+        self.log.record(**line)
+        self.log.say(in_words(line))
 
     def _mixture(self, stage: StageRecipe, held_out: bool) -> Mixture:
         data = stage.data or self.recipe.data
@@ -248,3 +252,10 @@ def _sums(
     hits = (losses.token_hits[:, :-1] & answers).sum()
     first = torch.stack([losses.lm.detach(), hits, answers.sum(), tokens, queries])
     return torch.cat([first.double(), losses.index.detach().double()]).cpu()
+
+
+def in_words(line: dict[str, Any]) -> str:
+    """Return the values of a log's line as people read them; lists are for the file."""
+    short = {name: value for name, value in line.items() if not isinstance(value, list)}
+    shown = (f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in short.items())
+    return "  ".join(shown)

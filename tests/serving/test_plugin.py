@@ -402,7 +402,7 @@ def test_kernels_are_checked_on_what_sglang_resolved(
     routes = choose("cuda", resolving_view(worker), shape, Machine.here())
     assert [route.implementation.name for route in routes if route.implementation] == ["cuda"] * 4
     rows = doctor._kernels(plan, resolving_view(worker), shape)
-    assert rows == [("kernel", str(route)) for route in routes]
+    assert rows == [str(route) for route in routes]
 
 
 def test_kernels_that_cannot_run_stop_the_launch(hopper: None, model: Callable[..., Path]) -> None:
