@@ -10,7 +10,8 @@ selection and is left out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -202,6 +203,33 @@ def folded(indexer: Any, slopes: torch.Tensor, factor: int = 1) -> Callable[...,
         return select(row, indexer.index_topk, slopes.to(row.keys.device), factor)
 
     return forward
+
+
+@contextmanager
+def replaced(
+    indexers: Mapping[int, Any], select: Callable[[int, IndexRow], torch.Tensor]
+) -> Iterator[None]:
+    """Let ``select`` answer in the place of transformers' indexers while the block runs.
+
+    Args:
+        indexers: by layer.
+        select: given the layer and what its indexer multiplies; returns what :func:`select` does.
+    """
+
+    def stand_in(layer: int, indexer: Any) -> Callable[..., torch.Tensor]:
+        @torch.no_grad()
+        def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+            return select(layer, read_row(indexer, *args, **kwargs))
+
+        return forward
+
+    for layer, indexer in indexers.items():
+        indexer.forward = stand_in(layer, indexer)
+    try:
+        yield
+    finally:
+        for indexer in indexers.values():
+            del indexer.forward
 
 
 def check_can_fold(indexer: Any) -> None:

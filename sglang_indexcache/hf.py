@@ -105,7 +105,7 @@ def share(model: Any, pattern: Pattern | str) -> Iterator[SharedForward]:
 def _selections(
     model: Any, attentions: list[Any], resolved: Resolved
 ) -> dict[int, Callable[..., torch.Tensor]]:
-    """By place in the pattern, what selects in the place of an indexer whose layer folds.
+    """Return by place in the pattern what selects for an indexer whose layer folds.
 
     Raises:
         CheckpointError: an indexer that cannot be folded, or slopes of other weights.

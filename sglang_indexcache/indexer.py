@@ -1,4 +1,4 @@
-"""What a lightning indexer multiplies: its queries, keys and weights, projected and rotated."""
+"""The inputs of a lightning indexer's score: queries, keys and weights, projected and rotated."""
 
 from __future__ import annotations
 

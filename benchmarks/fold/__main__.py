@@ -33,7 +33,7 @@ from benchmarks.records import read_arguments
 from benchmarks.smollm2.workers import one_thread
 from sglang_indexcache.errors import QualityError
 from sglang_indexcache.fold import IndexRow
-from sglang_indexcache.study.journal import Journal
+from sglang_indexcache.study.journal import Journal, claim
 from sglang_indexcache.study.provenance import checkpoint_digest
 from sglang_indexcache.support.files import replacing, write_json
 
@@ -69,7 +69,7 @@ class Study:
             "text": self.kind,
         }
         work.mkdir(parents=True, exist_ok=True)
-        write_json(work / "model.json", self.facts)
+        claim(work / "model.json", self.facts, "study of folding", QualityError)
 
     # -- what the indexers multiply ---------------------------------------------------------------
 

@@ -12,14 +12,13 @@ from dataclasses import replace
 import torch
 
 from benchmarks.fold.arms import ALL_SLOPES, LEAST_SQUARES, SECANTS, SLOPES
-from sglang_indexcache.fold import IndexRow, SlopeSums, largest
+from sglang_indexcache.fold import IndexRow, SlopeSums
+from sglang_indexcache.search.fold_slopes import FITTED, best_pairs
 
 RIDGE = 1e-3
 """The ridge of least squares, in units of the mean of the diagonal."""
 PART = 32
 """Queries at a time: what bounds the memory."""
-NEAR = 4
-"""Candidates in units of topk, where a fit looks at the best alone."""
 
 Rows = Sequence[IndexRow]
 """One layer's inputs on several texts."""
@@ -29,10 +28,14 @@ Fit = Callable[[Rows, int], torch.Tensor]
 
 def all_slopes(rows: Rows, _: int) -> torch.Tensor:
     """The line through each head's ReLU, over all visible tokens."""
+    return _sums(rows).slopes()
+
+
+def _sums(rows: Rows) -> SlopeSums:
     sums = SlopeSums(rows[0].weights.shape[-1])
     for row in rows:
         sums.add(row)
-    return sums.slopes()
+    return sums
 
 
 def slopes(rows: Rows, topk: int) -> torch.Tensor:
@@ -46,9 +49,7 @@ def secants(rows: Rows, _: int) -> torch.Tensor:
     The latter are weighted by what they get. Such a token so leads an average one by as much as
     under ReLU, also where the head stops nearly all: slopes make little of a rare match.
     """
-    sums = SlopeSums(rows[0].weights.shape[-1])
-    for row in rows:
-        sums.add(row)
+    sums = _sums(rows)
     x, _, right, square = sums.sums / sums.pairs
     passed = square / right.clamp_min(1e-30)
     lead = passed - x
@@ -57,14 +58,13 @@ def secants(rows: Rows, _: int) -> torch.Tensor:
 
 
 def near(row: IndexRow, topk: int) -> IndexRow:
-    """The same, each query seeing only its best tokens by the exact score."""
-    count = min(NEAR * topk, row.keys.shape[1])
-    best = [largest(part.exact(), count) & part.visible for part in row.blocks(PART)]
+    """The same, each query seeing only those of its tokens that ``fold calibrate`` fits to."""
+    best = [best_pairs(part, FITTED * topk).visible for part in row.blocks(PART)]
     return replace(row, visible=torch.cat(best, dim=1))
 
 
 def least_squares(rows: Rows, topk: int) -> torch.Tensor:
-    """What fits the exact score best over the best tokens, but for a constant a query."""
+    """Return the slopes that fit the exact score best, but for a constant a query."""
     heads = rows[0].weights.shape[-1]
     left, right = torch.zeros(heads, heads).double(), torch.zeros(heads).double()
     for lines, exact, visible in _parts([near(row, topk) for row in rows]):

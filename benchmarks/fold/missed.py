@@ -71,4 +71,4 @@ def missed(row: IndexRow, layer: int, topk: int, scores: Mapping[str, Score]) ->
 
 
 Shares = dict[str, float]
-"""By factor, which is written as text."""
+"""Shares by factor; JSON has text for keys."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,12 +11,12 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.fold.arms import Select
 from benchmarks.smollm2 import lean
-from sglang_indexcache.fold import IndexRow, places, read_row, select
+from sglang_indexcache.fold import IndexRow, places, replaced, select
 from sglang_indexcache.pattern import Pattern
 
 
 class Model(Protocol):
-    """What a study asks of a model.
+    """A model as a study asks it.
 
     Attributes:
         layers: how many.
@@ -38,7 +37,7 @@ class Model(Protocol):
         """The loss of the tokens at ``asked`` in nats, and whether each is the greedy choice."""
 
     def inputs(self, ids: torch.Tensor, topk: int, queries: slice) -> list[IndexRow]:
-        """What each layer's indexer multiplies for some of the queries, under all F."""
+        """Return what each layer's indexer multiplies for some of the queries, under all F."""
 
 
 def copied(row: IndexRow) -> IndexRow:
@@ -62,20 +61,20 @@ class InTransformers:
         self.heads, self.width = self._indexers[0].n_heads, self._indexers[0].head_dim
 
     def states(self, ids: torch.Tensor, select: Select) -> torch.Tensor:
-        """As the protocol says."""
+        """See :class:`Model`."""
         return self._run(ids, lambda n, row: places(torch.cat(select(n, row.blocks), dim=1)))
 
     @torch.no_grad()
     def losses(
         self, states: torch.Tensor, ids: torch.Tensor, asked: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As the protocol says."""
+        """See :class:`Model`."""
         logits = self.model.lm_head(states[asked - 1]).float()
         loss = torch.nn.functional.cross_entropy(logits, ids[asked], reduction="none")
         return loss, logits.argmax(-1) == ids[asked]
 
     def inputs(self, ids: torch.Tensor, topk: int, queries: slice) -> list[IndexRow]:
-        """As the protocol says."""
+        """See :class:`Model`."""
         rows: list[IndexRow] = []
 
         def forward(_: int, row: IndexRow) -> torch.Tensor:
@@ -89,26 +88,9 @@ class InTransformers:
     def _run(
         self, ids: torch.Tensor, forward: Callable[[int, IndexRow], torch.Tensor]
     ) -> torch.Tensor:
-        with self._replaced(forward):
+        with replaced(dict(enumerate(self._indexers)), forward):
             states: torch.Tensor = self.model.model(ids[None], use_cache=False).last_hidden_state
         return states[0]
-
-    @contextmanager
-    def _replaced(self, forward: Callable[[int, IndexRow], torch.Tensor]) -> Iterator[None]:
-        def stand_in(layer: int, indexer: Any) -> Callable[..., torch.Tensor]:
-            @torch.no_grad()
-            def run(*args: Any, **kwargs: Any) -> torch.Tensor:
-                return forward(layer, read_row(indexer, *args, **kwargs))
-
-            return run
-
-        for layer, indexer in enumerate(self._indexers):
-            indexer.forward = stand_in(layer, indexer)
-        try:
-            yield
-        finally:
-            for indexer in self._indexers:
-                del indexer.forward
 
 
 class InLean(lean.Lean):
@@ -125,7 +107,7 @@ class InLean(lean.Lean):
         self._select: Select | None = None
 
     def states(self, ids: torch.Tensor, select: Select) -> torch.Tensor:
-        """As the protocol says."""
+        """See :class:`Model`."""
         self._select = select
         try:
             return self.hidden(ids, self._every)
@@ -133,7 +115,7 @@ class InLean(lean.Lean):
             self._select = None
 
     def inputs(self, ids: torch.Tensor, topk: int, queries: slice) -> list[IndexRow]:
-        """As the protocol says, but that attention is dense: the indexers were trained so."""
+        """See :class:`Model`; attention is dense here, for the indexers were trained so."""
         del topk
         rows: list[IndexRow] = []
         seen = lean.causal(slice(0, len(ids)))

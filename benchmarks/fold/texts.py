@@ -52,7 +52,7 @@ class Texts(Protocol):
         """``[length]`` tokens that nothing is fitted to."""
 
     def questions(self, number: int, count: int, length: int) -> list[Question]:
-        """What is asked as row ``number`` of ``count``."""
+        """Return what is counted of row ``number`` of ``count``."""
 
 
 class Code:
@@ -69,11 +69,11 @@ class Code:
         self.text = MachineText.read(tokenizer, 4_000_000)
 
     def fitting(self, _: str, number: int, length: int) -> torch.Tensor:
-        """As the protocol says."""
+        """See :class:`Texts`."""
         return _window(torch.from_numpy(self.text.train).long(), number, length)
 
     def asked(self, _: str, number: int, length: int) -> torch.Tensor:
-        """As the protocol says."""
+        """See :class:`Texts`."""
         return _window(torch.from_numpy(self.text.held_out).long(), number, length)
 
     def questions(self, number: int, _: int, length: int) -> list[Question]:
@@ -106,14 +106,14 @@ class BooksAndCode:
         self.books, self.code = Books(cache, tokenizer), Code(tokenizer)
 
     def fitting(self, kind: str, number: int, length: int) -> torch.Tensor:
-        """As the protocol says."""
+        """See :class:`Texts`."""
         if kind == "code":
             return self.code.fitting(kind, number, length)
         cuts = self.books.cuts(TRAIN, CUTS, length)
         return cuts[number * 5 % CUTS]  # the first few come from all over the books
 
     def asked(self, kind: str, number: int, length: int) -> torch.Tensor:
-        """As the protocol says."""
+        """See :class:`Texts`."""
         if kind == "code":
             return self.code.asked(kind, number, length)
         return rows(self.books, HELD_OUT, 8, length)[number].ids

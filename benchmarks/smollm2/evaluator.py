@@ -17,6 +17,7 @@ from benchmarks.smollm2.books import Row
 from benchmarks.smollm2.lean import Lean, State
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.evaluators import Floats
+from sglang_indexcache.search.evaluators.hf import common_layers
 
 KEPT_RUNS = 3
 """Forwards of a row whose states are kept, those used last."""
@@ -31,7 +32,7 @@ SCORES: dict[str, Callable[[Row], torch.Tensor]] = {
 
 @dataclass
 class _Run:
-    """A forward under a pattern; ``states[l]`` is what stands before layer l."""
+    """A forward under a pattern; ``states[l]`` stands before layer l, the last behind all."""
 
     pattern: Pattern
     states: list[State] = field(default_factory=list)
@@ -78,9 +79,9 @@ class LeanEvaluator:
             runs = self._kept[batch]
             if not runs:
                 return []
-            nearest = max(runs, key=lambda run: alike(run.pattern, pattern))
+            nearest = max(runs, key=lambda run: common_layers(run.pattern, pattern))
             self._kept[batch] = [nearest, *(run for run in runs if run is not nearest)]
-            return nearest.states[: alike(nearest.pattern, pattern) + 1]
+            return nearest.states[: common_layers(nearest.pattern, pattern) + 1]
 
     def similarity(self, batch: int) -> Floats:
         """Compare layers' attention outputs under their own lists and under earlier layers'.
@@ -91,18 +92,20 @@ class LeanEvaluator:
         """
         model, row = self.model, self.rows[batch]
         turned, lists = model.rotation(len(row.ids)), list[list[torch.Tensor]]()
-        matrix = np.eye(model.layers)
+        matrix, before = np.eye(model.layers), torch.empty(0)
 
         @torch.no_grad()
-        def note(number: int, stream: torch.Tensor, _masks: list[torch.Tensor]) -> None:
-            read = model.read(stream)
-            inputs = model.project(number, read, turned)
-            own_list = model.selected(number, read)
-            own = model.attend(inputs, own_list).float()
-            for other, inherited in enumerate(lists):
-                output = model.attend(inputs, inherited).float()
-                matrix[number, other] = torch.cosine_similarity(own, output, dim=-1).mean()
-            lists.append(own_list)
+        def note(number: int, stream: torch.Tensor, own_list: list[torch.Tensor]) -> None:
+            nonlocal before
+            if number:  # ``own_list`` is that of the layer before
+                layer = number - 1
+                inputs = model.project(layer, model.read(before), turned)
+                own = model.attend(inputs, own_list).float()
+                for other, inherited in enumerate(lists):
+                    output = model.attend(inputs, inherited).float()
+                    matrix[layer, other] = torch.cosine_similarity(own, output, dim=-1).mean()
+                lists.append(own_list)
+            before = stream
 
         model.hidden(row.ids, Pattern.full(model.layers), note=note)
         return matrix
@@ -116,12 +119,10 @@ class LeanEvaluator:
         model, ids = self.model, self.rows[batch].ids
         lists = list[list[torch.Tensor]]()
         model.hidden(
-            ids,
-            Pattern.full(model.layers),
-            keep=lambda number, read: lists.append(model.selected(number, read)),
+            ids, Pattern.full(model.layers), note=lambda _number, _stream, own: lists.append(own)
         )
         total, queries = torch.zeros(model.layers, model.layers, dtype=torch.float64), 0
-        for blocks in zip(*lists, strict=True):
+        for blocks in zip(*lists[1:], strict=True):  # there is none before the first layer
             masks = torch.stack(blocks)
             _, asked, reach = masks.shape
             choosing = torch.arange(reach - asked, reach) >= model.topk
@@ -129,13 +130,3 @@ class LeanEvaluator:
             total += (flat @ flat.T).double() / model.topk
             queries += int(choosing.sum())
         return np.asarray(total / queries)
-
-
-def alike(first: Pattern, second: Pattern) -> int:
-    """Return the number of first layers that two patterns treat the same."""
-
-    def at(pattern: Pattern, layer: int) -> tuple[bool, int]:
-        return pattern.is_full(layer), pattern.window_at(layer)
-
-    layers = range(len(first))
-    return next((n for n in layers if at(first, n) != at(second, n)), len(first))

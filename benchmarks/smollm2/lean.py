@@ -122,8 +122,8 @@ class Lean:
             ids: ``[T]`` int64.
             pattern: which layers select; None attends to every visible token.
             keep: called with each layer's number and what its attention reads, ``[T, hidden]``.
-            note: called before each layer with its number, the residual stream, and the masks of
-                the F layer before it.
+            note: called before each layer, and behind the last, with the number of the layer that
+                would come, the residual stream, and the masks of the F layer before it.
             start: what ``note`` was given: go on from there.
         """
         first, stream, masks = start or (0, self._embedding[ids].float(), [])
@@ -141,6 +141,8 @@ class Lean:
             stream = self.after(
                 number, stream, self.attend(self.project(number, read, turned), seen)
             )
+        if note is not None:
+            note(self.layers, stream, masks)
         return stream
 
     def read(self, stream: torch.Tensor) -> torch.Tensor:

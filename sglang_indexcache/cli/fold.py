@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from rich.box import SIMPLE
-from rich.progress import Progress
 from rich.table import Table
 from typer import Option
 
@@ -63,13 +62,14 @@ def calibrate_command(
     from sglang_indexcache.search.calibration import Score
     from sglang_indexcache.search.fold_slopes import calibrate
     from sglang_indexcache.search.setup import Setup
+    from sglang_indexcache.study.journal import progress_at_most
 
     length = None if context is None else parse_length(context)
     setup = Setup.read(
         model, data, context=length, batches=texts, held_out=held_out, score=Score.ALL
     )
     out.print(f"data  {setup.data}: {setup.calibration.reading}", highlight=False)
-    with Progress(console=out, transient=True) as progress:
+    with progress_at_most(out) as progress:
         layers = len(setup.checkpoint.own.full_layers) * len(setup.calibration.sequences)
         task = progress.add_task("layers of texts", total=layers)
         found = calibrate(model, setup, output, dtype, lambda: progress.advance(task))

@@ -15,7 +15,14 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from sglang_indexcache.fold import IndexRow, SlopeSums, check_can_fold, largest, read_row, select
+from sglang_indexcache.fold import (
+    IndexRow,
+    SlopeSums,
+    check_can_fold,
+    largest,
+    replaced,
+    select,
+)
 from sglang_indexcache.library import LayerSlopes, Slopes
 from sglang_indexcache.search.setup import Setup
 from sglang_indexcache.study.provenance import versions
@@ -118,7 +125,7 @@ def picks_missed(row: IndexRow, slopes: torch.Tensor, topk: int) -> torch.Tensor
 
 
 def _rounded(slopes: torch.Tensor) -> torch.Tensor:
-    """As they will be in the file."""
+    """Return the slopes as the file will have them."""
     return torch.tensor([round(slope, DIGITS) for slope in slopes.tolist()])
 
 
@@ -138,17 +145,12 @@ def _run(
     sequences: Sequence[Sequence[int]],
     see: Callable[[int, IndexRow], None],
 ) -> None:
-    """One forward over each sequence; ``see`` gets what every indexer multiplies."""
+    """Run one forward over each sequence; ``see`` gets what every indexer multiplies."""
 
-    def stand_in(layer: int, indexer: Any) -> Callable[..., torch.Tensor]:
-        def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
-            row = read_row(indexer, *args, **kwargs)
-            see(layer, row)
-            return select(row, indexer.index_topk, None)
+    def select_exactly(layer: int, row: IndexRow) -> torch.Tensor:
+        see(layer, row)
+        return select(row, indexers[layer].index_topk, None)
 
-        return forward
-
-    for layer, indexer in indexers.items():
-        indexer.forward = stand_in(layer, indexer)
-    for ids in sequences:
-        model.base_model(torch.tensor([ids], device=model.device), use_cache=False)
+    with replaced(indexers, select_exactly):
+        for ids in sequences:
+            model.base_model(torch.tensor([ids], device=model.device), use_cache=False)

@@ -281,12 +281,12 @@ class _LinesWithoutTerminal(Progress):
     _next: float | None = None
 
     def update(self, task_id: TaskID, *args: Any, **changes: Any) -> None:
-        """As Progress has it, and tell."""
+        """Do as Progress does, and tell."""
         super().update(task_id, *args, **changes)
         self._tell(task_id)
 
     def advance(self, task_id: TaskID, advance: float = 1) -> None:
-        """As Progress has it, and tell."""
+        """Do as Progress does, and tell."""
         super().advance(task_id, advance)
         self._tell(task_id)
 

@@ -109,8 +109,8 @@ class TransformersEvaluator(TokenEvaluator):
         """Every layer's input and indices under ``pattern``, for one sequence."""
         kept = self._kept.setdefault(ids, [])
         self._kept.move_to_end(ids)
-        nearest = max(kept, key=lambda run: _common(run.pattern, pattern), default=None)
-        start = 0 if nearest is None else _common(nearest.pattern, pattern)
+        nearest = max(kept, key=lambda run: common_layers(run.pattern, pattern), default=None)
+        start = 0 if nearest is None else common_layers(nearest.pattern, pattern)
         nearest = nearest if start else None  # a window can make even the first layers differ
         if nearest is not None and start == self.num_layers:
             return nearest
@@ -250,8 +250,8 @@ def hold(sharing: SharedForward, layer: int, indices: torch.Tensor) -> None:
     sharing.layer, sharing.indices, sharing.wide = layer, indices, None
 
 
-def _common(first: Pattern, second: Pattern) -> int:
-    """Layers up to which two patterns are the same."""
+def common_layers(first: Pattern, second: Pattern) -> int:
+    """Return the number of first layers that two patterns treat the same."""
 
     def at(pattern: Pattern, layer: int) -> tuple[bool, int]:
         return pattern.is_full(layer), pattern.window_at(layer)
