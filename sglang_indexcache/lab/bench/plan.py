@@ -1,0 +1,455 @@
+"""Expected gain of a pattern on a deployment, before it is rented (``indexcache bench plan``).
+
+A whole forward is composed from measured rows of its parts: a layer is its attention module
+(:mod:`.rows`: with the indexer in an F layer, without it in an S layer), two all-reduces, two norms
+and the experts, or a dense MLP in the first layers. A prompt is a sum over its chunks, as SGLang
+cuts it. Left out are what the scheduler adds between two steps, sampling, and the tokenizer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+from sglang_indexcache.checkpoint import INDEX_K_BYTES_PER_KEY
+from sglang_indexcache.errors import BenchError, LibraryError, PatternError
+from sglang_indexcache.lab.bench.results import METRICS, Metric
+from sglang_indexcache.lab.bench.rows import ENGINE, KINDS, LatencyEstimate, Layers, Series, Wheel
+from sglang_indexcache.lab.bench.tables import Grid
+from sglang_indexcache.library import Library
+from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.shapes import (
+    PRESETS,
+    USED_MEMORY,
+    ModelShape,
+    check_room,
+    checkpoint_of,
+    find_gpu,
+)
+from sglang_indexcache.support.lengths import format_length
+
+NO_RATE = "no rate for this"
+MOST_OFF = 0.1
+"""A figure that may be off by more is not given: "no rate for this"."""
+EXPERT_LOADS = "power_law_1.01"
+"""How uneven the rows' tokens load the experts: what NVIDIA's own estimator takes."""
+MEMORY_PART = 0.8
+"""Of the bandwidth that a norm reaches: an assumption."""
+KV_BYTES = {"fp8": 656, "bf16": 1152}
+"""Of a token's latent row (FlashMLA's FP8 format; 576 bfloat16)."""
+
+
+@dataclass(frozen=True)
+class MeasuredModel:
+    """A model whose layers the rows have.
+
+    Attributes:
+        shape: a name of :data:`.shapes.PRESETS`.
+        full: the model of the F layers' rows.
+        shared: that of the S layers' rows.
+        weights: format of the weights, as the rows name it.
+        note: what stands for what.
+    """
+
+    shape: str
+    full: str
+    shared: str
+    weights: str
+    note: str = ""
+
+
+_GLM = "GLM-5.2 has GLM-5's shape and was measured with and without indexers."
+MODELS = {
+    "GLM-5-FP8": MeasuredModel(
+        "glm-5", "zai-org/GLM-5-FP8", "zai-org/GLM-5.2-FP8", "fp8_block", note=_GLM
+    ),
+    "GLM-5": MeasuredModel("glm-5", "zai-org/GLM-5", "zai-org/GLM-5.2", "bfloat16", note=_GLM),
+    "DeepSeek-V3.2": MeasuredModel(
+        "deepseek-v3.2",
+        "deepseek-ai/DeepSeek-V3.2",
+        "zai-org/GLM-5.2-FP8",
+        "fp8_block",
+        note="No S layer of DeepSeek-V3.2 was measured: GLM-5.2's with as many heads on a rank "
+        "stands for it. Its projections are larger, so the gains are a lower bound.",
+    ),
+}
+"""By the name that a user gives, in any case."""
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """Deployment that serves a model.
+
+    Attributes:
+        model: a name of :data:`MODELS`.
+        gpu: a name of :data:`.shapes.GPUS`.
+        dp: ranks of data-parallel attention; 1 is tensor parallelism over all GPUs.
+        kv: of the latent cache, "fp8" or "bf16"; "" is the engine's default on that GPU.
+    """
+
+    model: str
+    gpu: str
+    gpus: int = 8
+    dp: int = 1
+    kv: str = ""
+
+    def __post_init__(self) -> None:
+        """Raise BenchError on a deployment that cannot be."""
+        if self.gpus < 1 or self.dp < 1 or self.gpus % self.dp:
+            raise BenchError(
+                f"data-parallel attention shares the GPUs evenly: {self.dp} ranks, {self.gpus} GPUs"
+            )
+        if self.cache not in KV_BYTES:
+            raise BenchError(f"the KV cache is {' or '.join(KV_BYTES)}, got {self.kv!r}")
+        find_gpu(self.gpu)
+
+    @property
+    def measured(self) -> MeasuredModel:
+        """Model whose rows are its layers'."""
+        return MODELS[self.model]
+
+    @property
+    def shape(self) -> ModelShape:
+        """Dimensions of the model."""
+        return PRESETS[self.measured.shape]
+
+    @property
+    def cache(self) -> str:
+        """The KV cache's format: SGLang takes FP8 on Blackwell and bfloat16 on Hopper."""
+        return self.kv or ("fp8" if self.gpu == "b200" else "bf16")
+
+    @property
+    def chunk(self) -> int:
+        """Tokens of a rank's prefill chunk: SGLang's default, by memory, shared by the ranks."""
+        return (16384 if find_gpu(self.gpu).memory > 160e9 else 8192) // self.dp
+
+    @property
+    def weight_bytes(self) -> float:
+        """On one GPU; the attention's are repeated in each rank of data-parallel attention."""
+        size = 1 if "fp8" in self.measured.weights else 2
+        return self.shape.weight_bytes(self.gpus, self.dp, size)
+
+    @property
+    def cache_tokens(self) -> int:
+        """Cache tokens of a rank beside the weights, every layer F; negative if they do not fit."""
+        room = USED_MEMORY * find_gpu(self.gpu).memory - self.weight_bytes
+        each = KV_BYTES[self.cache] + INDEX_K_BYTES_PER_KEY
+        return int(room / (self.shape.num_hidden_layers * each))
+
+    def __str__(self) -> str:
+        ranks = f"--tp {self.gpus}" + (
+            f" --dp {self.dp} --enable-dp-attention" if self.dp > 1 else ""
+        )
+        return f"{self.model}, {self.gpus} x {find_gpu(self.gpu).name}, {ranks}, {self.cache} cache"
+
+    def check_fits(self) -> None:
+        """Raise BenchError if the weights leave no room for a cache."""
+        gpu = find_gpu(self.gpu)
+        check_room(self.model, self.weight_bytes, self.gpus, self.dp, gpu.name, gpu.memory)
+
+
+@dataclass(frozen=True)
+class Gain:
+    """Gain of a pattern over every indexer, and what either may be off by, as a part."""
+
+    milliseconds: float
+    gain: float
+    off: float
+    requests: int = 1
+
+
+class Forwards:
+    """The time of whole forwards.
+
+    Raises:
+        BenchError: no rows of this deployment, or the wheel is not installed.
+    """
+
+    def __init__(self, deployment: Deployment, data: Path | None = None) -> None:
+        self.deployment, self._shape = deployment, deployment.shape
+        self._wheel = Wheel(deployment.gpu, data)
+        names, gpus = deployment.measured, deployment.gpus
+        kv = {"fp8": "fp8", "bf16": "bfloat16"}[deployment.cache]
+        heads = self._shape.num_attention_heads // (gpus // deployment.dp)
+        self.layers: Layers = self._wheel.layers(names.full, names.shared, heads, names.weights, kv)
+        self._experts = self._wheel.series(
+            f"moe/{ENGINE}/moe_perf",
+            "num_tokens",
+            {
+                "hidden_size": self._shape.hidden_size,
+                "inter_size": self._shape.moe_intermediate_size,
+                "topk": self._shape.num_experts_per_tok,
+                "num_experts": self._shape.n_routed_experts,
+                "moe_dtype": names.weights, "moe_tp_size": gpus, "moe_ep_size": 1,
+                "distribution": EXPERT_LOADS,
+            },
+        )  # fmt: skip
+        self._reduce = {
+            graph: self._wheel.series(
+                f"comm/{ENGINE}/custom_allreduce_perf",
+                "message_size",
+                {"num_gpus": gpus, "backend": "sglang_graph" if graph else "sglang_eager"},
+            )
+            if gpus > 1
+            else None
+            for graph in (True, False)
+        }
+        self._product = cache(self._find_product)
+        self._around = cache(self._time_around)
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Sources of all parts, in sentences."""
+        name = find_gpu(self.deployment.gpu).name
+        prompt, context = self.layers.reach(self.deployment.chunk)
+        said = [
+            f"Attention: {self.layers.source}. They reach prompts of {prompt:,} tokens in chunks "
+            f"of {self.deployment.chunk:,}, and contexts of {context:,} in decode.",
+            f"Experts, products, all-reduce: rows of the same engine and card; experts loaded by "
+            f"{EXPERT_LOADS}. Norms: bytes over {MEMORY_PART:.0%} of {name}'s bandwidth.",
+            "Not counted: the scheduler between two steps, sampling.",
+        ]
+        if self.deployment.dp > 1:
+            said.insert(2, "Gather and scatter of the ranks' tokens count as two all-reduces.")
+        said.append(self.deployment.measured.note)
+        if self.contradictions:
+            said.append(f"Rows that contradict others, left out: {'; '.join(self.contradictions)}.")
+        return tuple(said)
+
+    @property
+    def contradictions(self) -> tuple[str, ...]:
+        """Rows that were left out of what is used here: full chunks, and contexts beyond top-k."""
+        used = [
+            one
+            for one in self.layers.contradictions
+            if one.x >= self._shape.index_topk
+            and (one.phase == "generation" or one.size == self.deployment.chunk)
+        ]
+        return tuple(one.text for one in used)
+
+    def gain(self, metric: Metric, pattern: Pattern, context: int) -> Gain | None:
+        """Return a pattern's gain; None where nothing is known, or what is may be too far off."""
+        requests = self.requests(context) if metric == "full" else 1
+        full, mine = (
+            self.prefill(count, context)
+            if metric == "prefill"
+            else self.decode(count, requests, context)
+            for count in (len(pattern), len(pattern.full_layers))
+        )
+        if full is None or mine is None or max(full.off, mine.off) > MOST_OFF:
+            return None
+        return Gain(full.value, full.value / mine.value, max(full.off, mine.off), requests)
+
+    def range_said(self, patterns: Iterable[Pattern], contexts: Sequence[int]) -> str:
+        """Say how far off gains may be: the worst error of rows predicted without themselves."""
+        found = [
+            self.gain(metric, one, n) for metric in METRICS for one in patterns for n in contexts
+        ]
+        offs = [one.off for one in found if one is not None]
+        if not offs:
+            return ""
+        return (
+            f"Between rows: a time may be off by {max(offs):.0%} at worst (each row predicted from "
+            f"its neighbours); where that is over {MOST_OFF:.0%}, or no rows are, it says "
+            f"'{NO_RATE}'."
+        )
+
+    def prefill(self, full_layers: int, context: int) -> LatencyEstimate | None:
+        """Milliseconds to read a prompt, one on each rank; None where rows are missing."""
+        total = LatencyEstimate(0.0)
+        for prefix in range(0, context, self.deployment.chunk):
+            tokens = min(self.deployment.chunk, context - prefix)
+            full, shared = (self.layers.chunk(kind, tokens, prefix) for kind in KINDS)
+            around = self._around(tokens * self.deployment.dp, self.deployment.dp, False)
+            one = self._sum(full_layers, full, shared, around)
+            if one is None:
+                return None
+            total += one
+        return total
+
+    def decode(self, full_layers: int, requests: int, context: int) -> LatencyEstimate | None:
+        """Milliseconds of a step of ``requests`` requests on each rank; None as above."""
+        full, shared = (self.layers.step(kind, requests, context) for kind in KINDS)
+        tokens = requests * self.deployment.dp
+        return self._sum(full_layers, full, shared, self._around(tokens, tokens, True))
+
+    def requests(self, context: int) -> int:
+        """Return the largest batch of a rank that its cache holds and the rows know."""
+        known = self.layers.largest_batch(context)
+        room = self.deployment.cache_tokens
+        return max(1, min(known, room // context)) if room > 0 else known
+
+    def _sum(self, full_layers: int, *parts: LatencyEstimate | None) -> LatencyEstimate | None:
+        """Add an F layer, an S layer and everything else; None where one of them is not known."""
+        full, shared, around = parts
+        if full is None or shared is None or around is None:
+            return None
+        return full * full_layers + shared * (self._shape.num_hidden_layers - full_layers) + around
+
+    def _time_around(self, tokens: int, heads: int, graph: bool) -> LatencyEstimate | None:
+        """All but attention: ``tokens`` of all ranks, ``heads`` of them to the vocabulary."""
+        shape, gpus, names = self._shape, self.deployment.gpus, self.deployment.measured
+        experts = self._experts.at(tokens)
+        reduce = self._reduce[graph]
+        moved = LatencyEstimate(0.0) if reduce is None else reduce.at(tokens * shape.hidden_size)
+        if experts is None or moved is None:
+            return None
+        per_rank = tokens // self.deployment.dp
+        gpu, hidden = find_gpu(self.deployment.gpu), shape.hidden_size
+        norm = 1e3 * per_rank * hidden * 4 * 2 / (gpu.bandwidth * MEMORY_PART)
+
+        def mlp(width: int) -> float:
+            up = self._product(tokens, 2 * width // gpus, hidden, names.weights)
+            return up + self._product(tokens, hidden, width // gpus, names.weights)
+
+        layers, dense = shape.num_hidden_layers, shape.first_k_dense_replace
+        beside = mlp(shape.n_shared_experts * shape.moe_intermediate_size)
+        beside += self._product(tokens, shape.n_routed_experts, hidden, "bfloat16")
+        rest = layers * 2 * norm + (layers - dense) * beside + dense * mlp(shape.intermediate_size)
+        rest += self._product(heads, shape.vocab_size // gpus, hidden, "bfloat16")
+        return moved * (2 * layers) + experts * (layers - dense) + LatencyEstimate(rest)
+
+    def _find_product(self, rows: int, width: int, depth: int, weights: str) -> float:
+        """Return a matrix product's latency, scaled from the nearest measured one."""
+        near = min(self._sizes, key=lambda s: abs(s[0] / width - 1) + abs(s[1] / depth - 1))
+        series: Series = self._wheel.series(
+            f"gemm/{ENGINE}/gemm_perf",
+            "m",
+            {"n": near[0], "k": near[1], "gemm_dtype": weights},
+        )
+        found = series.at(rows)
+        if found is None:
+            raise BenchError(f"the rows have no product of {rows} x {depth} x {width}")
+        return found.value * (width * depth) / (near[0] * near[1])
+
+    @cached_property
+    def _sizes(self) -> tuple[tuple[int, int], ...]:
+        every = self._wheel.rows(
+            f"gemm/{ENGINE}/gemm_perf", {"m": 1, "gemm_dtype": self.deployment.measured.weights}
+        )
+        return tuple({(row["n"], row["k"]) for row in every})
+
+
+TITLES: dict[Metric, str] = {
+    "prefill": "Prefill of one prompt a rank",
+    "decode": "Decode, one request a rank",
+    "full": "Decode, as many requests as cache and rows have (their number in brackets)",
+}
+Patterns = Sequence[tuple[str, Pattern]]
+
+
+def find_model(model: str) -> str:
+    """Return the name in :data:`MODELS` of a user's, in any case and behind any organisation.
+
+    Raises:
+        BenchError: NVIDIA has measured no layers of it.
+    """
+    for name in MODELS:
+        if name.lower() == model.rpartition("/")[2].lower():
+            return name
+    raise BenchError(
+        f"nobody has published measured layers of {model}. There are rows of "
+        f"{', '.join(MODELS)}, by these names; measure others with `indexcache bench latency`."
+    )
+
+
+def choose_patterns(values: Sequence[str], shape: str) -> tuple[Patterns, tuple[str, ...]]:
+    """Patterns by the names that a user gave, and what to know about them.
+
+    A ratio takes the library's pattern for this model. Where it has none, it takes as many F layers
+    evenly spaced: time depends on their number only. ``shape`` is one of :data:`.shapes.PRESETS`.
+
+    Raises:
+        IndexCacheError: a pattern that does not fit.
+    """
+    checkpoint = checkpoint_of(shape)
+    found, said = [], []
+    for value in values:
+        try:
+            pattern = Library.default().resolve(value, checkpoint).pattern
+        except LibraryError:
+            if re.fullmatch("1/[0-9]+", value) is None:
+                raise
+            pattern = Library.default().resolve(f"uniform:{value}", checkpoint).pattern
+            said.append(
+                f"No {value} pattern of {shape} is known: evenly spaced layers stand for it. "
+                "They take as long; what they lose in quality is another question."
+            )
+        if pattern.window:
+            raise PatternError(
+                f"what a recent window costs has not been measured, so no plan can be made for "
+                f"{value}. Plan the pattern without it."
+            )
+        found.append((value, pattern))
+    return found, tuple(said)
+
+
+def plan_grid(forwards: Forwards, patterns: Patterns, contexts: Sequence[int]) -> Grid:
+    """Gains over every indexer on, laid out as the paper's Table 1."""
+    rows: list[tuple[str, ...]] = []
+    for metric, title in TITLES.items():
+        rows.append((title,))
+        found = [[forwards.gain(metric, pattern, n) for n in contexts] for _, pattern in patterns]
+        unit = "s" if metric == "prefill" else "ms a step"
+        base = [_base(gains, metric) for gains in zip(*found, strict=True)]
+        if any(base):
+            rows.append((f"every indexer, {unit}", *(text or NO_RATE for text in base)))
+        for (name, pattern), gains in zip(patterns, found, strict=True):
+            cells = [NO_RATE if one is None else f"{one.gain:.2f}x" for one in gains]
+            rows.append((f"{name} ({len(pattern.full_layers)} of {len(pattern)} F)", *cells))
+    header = ("", *map(format_length, contexts))
+    return Grid(f"expected speed-up over DSA: {forwards.deployment}", header, tuple(rows))
+
+
+def plan_to_json(forwards: Forwards, patterns: Patterns, contexts: Sequence[int]) -> dict[str, Any]:
+    """Return the same gains for programs.
+
+    ``every_indexer_ms`` is a prompt's or a step's time with every indexer; it and ``speedup`` are
+    null where nothing is known, and either may be off by ``off``, a part of it.
+    """
+    gains = []
+    for metric in METRICS:
+        for name, pattern in patterns:
+            for context in contexts:
+                gain = forwards.gain(metric, pattern, context)
+                gains.append(
+                    {
+                        "metric": metric,
+                        "name": name,
+                        "full_layers": len(pattern.full_layers),
+                        "layers": len(pattern),
+                        "context": context,
+                        "speedup": gain and gain.gain,
+                        "every_indexer_ms": gain and gain.milliseconds,
+                        "requests": gain and gain.requests,
+                        "off": gain and gain.off,
+                    }
+                )
+    return {"deployment": str(forwards.deployment), "gains": gains}
+
+
+def _base(gains: Sequence[Gain | None], metric: Metric) -> str:
+    """Say the time with every indexer, which all patterns have in common."""
+    one = next((gain for gain in gains if gain is not None), None)
+    if one is None:
+        return ""
+    if metric == "prefill":
+        return f"{one.milliseconds / 1e3:.1f}"
+    return f"{one.milliseconds:.1f}" + (f" ({one.requests})" if metric == "full" else "")
+
+
+def plan(model: str, gpu: str, gpus: int, dp: int, kv: str, data: Path | None = None) -> Forwards:
+    """Return the forwards of a deployment that can be; see :class:`Deployment`.
+
+    The wheel's ``data`` are where pip put them, if left out.
+
+    Raises:
+        BenchError: an unknown model or GPU, weights that do not fit, no rows, or no wheel.
+    """
+    deployment = Deployment(find_model(model), gpu.lower(), gpus, dp, kv)
+    deployment.check_fits()
+    return Forwards(deployment, data)

@@ -1,0 +1,373 @@
+"""Material of a plan's contexts, and each context made of it, the same on every call.
+
+Of a user's files those rows are asked that fit the lengths and could show anything.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import re
+import zlib
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from rich.console import Console
+
+from sglang_indexcache.errors import QualityError
+from sglang_indexcache.lab.evaluate.plan import (
+    CONTROL_CONTEXTS,
+    CONTROL_LOOK,
+    EvaluationPlan,
+    Planned,
+    SelectedRows,
+    context_name,
+)
+from sglang_indexcache.lab.evaluate.tasks import CONTROL, TASKS
+from sglang_indexcache.lab.evaluate.tasks.context import (
+    Context,
+    Question,
+    Task,
+    Tokenizer,
+    has_template,
+    make_context,
+)
+from sglang_indexcache.lab.evaluate.tasks.files import BESIDE, FILES, Item, pieces, read_items
+from sglang_indexcache.lab.evaluate.tasks.hotpot import HotpotQA
+from sglang_indexcache.lab.evaluate.tasks.words import haystack
+from sglang_indexcache.study.journal import progress_at_most
+from sglang_indexcache.support.lengths import counted
+
+SKIP, MOST_SKIPPED = 1_000_000, 4
+"""A seed from which no context can be made is raised by so much, so many times."""
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The model's tokenizer, questions behind one context, and the rows of files.
+
+    Those of a task by the first number of each text and their own; and tasks that files make.
+    """
+
+    tokenizer: Tokenizer
+    questions: int
+    items: Mapping[str, Mapping[int, Mapping[int, Item]]] = field(default_factory=dict)
+    made: Mapping[str, HotpotQA] = field(default_factory=dict)
+
+    @property
+    def digest(self) -> str:
+        """Digest of everything that contexts are made of, but for their tasks."""
+        pieces = sorted(self.tokenizer.get_vocab().items())
+        template = getattr(self.tokenizer, "chat_template", None)
+        items = {task: dict(items) for task, items in self.items.items()}
+        made_of = (pieces, template, haystack(), items, *(one.digest for one in self.made.values()))
+        return hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]
+
+    def make(self, planned: Planned) -> Context:
+        """Make a planned context; a QualityError if none of its task has this length."""
+        return self._made(planned)[0]
+
+    def fit(self, plan: EvaluationPlan) -> EvaluationPlan:
+        """Make sure that every task fits, and choose for the control what fits its few tokens.
+
+        Up to ``index_topk`` tokens no pattern matters in any task. So where not even one question
+        of a task fits the control, :data:`CONTROL` stands in for it.
+
+        Raises:
+            QualityError: names every task that does not fit the plan's shortest contexts, with
+                those that do; or says that nothing fits the control.
+        """
+        asked = [(task, min(plan.lengths), 1, (plan.seed,)) for task in plan.tasks]
+        if problems := [problem for one in asked if (problem := self._problem(*one))]:
+            fits = [task for task in TASKS if not self._problem(task, *asked[0][1:])]
+            other = f", or what fits: --task {' --task '.join(fits)}" if fits else ""
+            raise QualityError(f"{'; '.join(problems)}. Ask longer contexts (--length){other}.")
+        control = plan.control_length, CONTROL_LOOK, range(CONTROL_CONTEXTS)
+        controls = [
+            CONTROL if self._problem(task, *control) else task for task in plan.tasks or (CONTROL,)
+        ]
+        if CONTROL in controls and (problem := self._problem(CONTROL, *control)):
+            raise QualityError(
+                f"{problem}. An evaluation begins with contexts in which all patterns must agree, "
+                f"and this model's index_topk, {plan.selects_all}, leaves no room for one."
+            )
+        return replace(plan, controls=tuple(dict.fromkeys(controls)))
+
+    def _problem(self, task: str, length: int, look: int, seeds: Iterable[int]) -> str:
+        """Say why one of these contexts cannot be made; empty if all can."""
+        try:
+            for seed in seeds:
+                self.make(Planned(context_name(task, length, seed), task, length, look, False))
+        except QualityError as error:
+            return f"{task}: {error}"
+        return ""
+
+    def check(self, planned: Sequence[Planned], console: Console) -> None:
+        """Make every context once, so that none is found impossible in the middle of a run.
+
+        Tells which had to be made from another seed.
+        """
+        with progress_at_most(console) as progress:
+            for one in progress.track(planned, description="making every context"):
+                if said := self._made(one)[1]:
+                    line = f"{one.context} is made from {said}"
+                    console.print(line, highlight=False, soft_wrap=True, markup=False)
+
+    def _made(self, planned: Planned) -> tuple[Context, str]:
+        """Make a context; say from which other seed and why, empty if from its own."""
+        seed = int(planned.context.rpartition("-")[2])
+        if planned.task in self.items:
+            return self._row(planned, seed), ""
+        if planned.look == CONTROL_LOOK:
+            return self._control(planned, seed), ""
+        why = ""
+        for used in range(seed, seed + MOST_SKIPPED * SKIP + 1, SKIP):
+            try:
+                context = self._generated(planned, used, self.questions)
+            except QualityError as error:
+                why = why or str(error)
+            else:
+                return context, why and f"seed {used} instead: {why}"
+        raise QualityError(why)
+
+    def _row(self, planned: Planned, number: int) -> Context:
+        made = _together(self.items[planned.task][number], self.tokenizer)
+        return Context(planned.context, planned.task, planned.length, *made)
+
+    def _control(self, planned: Planned, seed: int) -> Context:
+        """So short that fewer questions may fit behind it."""
+        questions = self.questions
+        while questions:
+            try:
+                return self._generated(planned, seed, questions)
+            except QualityError:
+                questions //= 2
+        raise QualityError(f"not even one question fits the {planned.length} tokens of a control")
+
+    def _generated(self, planned: Planned, seed: int, questions: int) -> Context:
+        task, length = planned.task, planned.length
+        drafted: Task = self.made[task] if task in self.made else TASKS[task]
+        made = make_context(task, drafted, self.tokenizer, length, seed, questions)
+        return replace(made, name=planned.context)
+
+
+_CHARACTERS = 16
+"""Of a token on average, at most: what has more characters is too long without being counted."""
+_FEWEST = 2
+"""Items of a cell, whose spread is not known with fewer."""
+
+
+def select_rows(
+    plan: EvaluationPlan,
+    files: Mapping[str, Path],
+    tokenizer: Tokenizer,
+    longest: int,
+) -> tuple[EvaluationPlan, dict[str, dict[int, dict[int, Item]]], tuple[str, ...]]:
+    """Read files and choose from them; the model takes contexts of ``longest`` tokens.
+
+    Returns:
+        The plan with the rows, what they ask by task, text and number, and a sentence for each file
+        on what was left out and why.
+
+    Raises:
+        QualityError: a file that cannot be read, or nothing in one that could be asked.
+    """
+    taken: list[SelectedRows] = []
+    items: dict[str, dict[int, dict[int, Item]]] = {}
+    told = []
+    for name, path in files.items():
+        cells, items[name], said = _choose(name, path, tokenizer, plan, longest)
+        taken += cells
+        told += [said, BESIDE[name]] if name in BESIDE else [said]
+    if files and not has_template(tokenizer):
+        told.append(
+            "The tokenizer has no chat template: conversations are sent as plain turns, User: and "
+            "Assistant:."
+        )
+    return replace(plan, taken=tuple(taken)), items, tuple(told)
+
+
+def _choose(
+    name: str,
+    path: Path,
+    tokenizer: Tokenizer,
+    plan: EvaluationPlan,
+    longest: int,
+) -> tuple[list[SelectedRows], dict[int, dict[int, Item]], str]:
+    items: dict[int, Item] = {}
+    sizes: dict[int, int] = {}
+    left: dict[str, int] = defaultdict(int)
+    most, rows = min(longest, plan.lengths[-1]), 0
+    for row, item in read_items(FILES[name], path):
+        rows += 1
+        try:
+            why, size = _why_not(item, tokenizer, plan, most)
+        except QualityError as error:
+            raise QualityError(f"{row.where}: {error}") from error
+        if why:
+            left[why] += 1
+        else:
+            items[row.number], sizes[row.number] = item, size
+    cells: dict[int, dict[int, list[int]]] = defaultdict(dict)
+    for text in _texts(items):
+        parts: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for number, begun in text.items():
+            length = next(one for one in plan.lengths if sizes[number] <= one)
+            parts[length, begun].append(number)
+        places = random.Random(f"{min(text)} {plan.seed}").sample(sorted(parts), len(parts))
+        place = max(places, key=lambda one: len(parts[one]))
+        cells[place[0]][min(parts[place])] = parts[place]
+        if others := len(text) - len(parts[place]):
+            left["about the text of another row (one text, one observation)"] += others
+    taken: list[SelectedRows] = []
+    asked: dict[int, dict[int, Item]] = {}
+    for length, texts in sorted(cells.items()):
+        if len(texts) < max(plan.looks, _FEWEST):
+            left[
+                f"at {length:,} tokens, too few for {counted(plan.looks, 'look')} (take fewer "
+                "--length, or fewer --looks)"
+            ] += sum(map(len, texts.values()))
+            continue
+        order = random.Random(f"{name} {length} {plan.seed}").sample(list(texts), len(texts))
+        chosen = {lead: {row: items[row] for row in texts[lead]} for lead in order[: plan.contexts]}
+        asked |= chosen
+        taken.append(
+            SelectedRows(
+                *(name, length, tuple(chosen)),
+                tuple(_computed(one, sizes, tokenizer) for one in chosen.values()),
+                len(texts),
+                tuple(map(len, chosen.values())),
+                max(sizes[row] for one in chosen.values() for row in one),
+            )
+        )
+    said = _told(name, rows, taken, left, plan)
+    if not taken:
+        raise QualityError(f"{path} has nothing that can be asked. {said}")
+    return taken, asked, said
+
+
+_WINDOW, _SAMPLED, _ENOUGH = 16, 16, 32
+"""Words of a window of a text, one in how many words begins one that is compared, and windows that
+tell a text from another: filler, which repeats itself, has fewer."""
+_WORD = re.compile(r"[\u3040-\u9fff\uac00-\ud7af]|[^\s\u3040-\u9fff\uac00-\ud7af]+")
+"""A word, or a sign of a language that writes none apart."""
+
+
+def _texts(items: Mapping[int, Item]) -> list[dict[int, int]]:
+    """Rows by the text that they are about, each with the first row that begins as it does.
+
+    Questions about one document, or turns of one conversation, fail together, and would count as
+    independent. Two rows are about one text if they begin with the same for half of the shorter
+    one, or if half of its windows of :data:`_WINDOW` words stand in the other, wherever they do.
+    """
+    begun: dict[int, list[int]] = {}
+    before, first = "", -1
+    for text, row in sorted((item.text, row) for row, item in items.items()):
+        shared = (min(len(before), len(text)) + 1) // 2
+        if first < 0 or before[:shared] != text[:shared]:
+            first = row
+        begun.setdefault(first, []).append(row)
+        before = text
+    windows = {
+        first: {window for row in rows for window in _windows(items[row].text)}
+        for first, rows in begun.items()
+    }
+    owners: dict[int, int] = {}
+    texts: dict[int, dict[int, int]] = {}
+    for first in sorted(begun, key=lambda one: (-len(windows[one]), one)):
+        found = Counter(owners[one] for one in windows[first] if one in owners)
+        least = max(_ENOUGH, len(windows[first])) / 2
+        alike = [other for other, count in found.items() if count >= least]
+        texts[first] = dict.fromkeys(begun[first], first)
+        for other in alike:
+            texts[first] |= texts.pop(other)
+        for window, owner in owners.items() if alike else ():
+            if owner in alike:
+                owners[window] = first
+        for window in windows[first]:
+            owners.setdefault(window, first)
+    return [texts[first] for first in sorted(texts, key=lambda one: min(texts[one]))]
+
+
+def _windows(text: str) -> set[int]:
+    """Digests of a sample of windows, the same ones wherever they stand."""
+    words = _WORD.findall(text)
+    begins = {word for word in set(words) if zlib.crc32(word.encode()) % _SAMPLED == 0}
+    return {
+        zlib.crc32(" ".join(words[place : place + _WINDOW]).encode())
+        for place, word in enumerate(words)
+        if word in begins
+    }
+
+
+def _computed(rows: Mapping[int, Item], sizes: Mapping[int, int], tokenizer: Tokenizer) -> int:
+    """Tokens that are computed for rows about one text: what they begin with, and then the rest."""
+    if len(rows) == 1:
+        return sizes[next(iter(rows))]
+    ids, questions = _together(rows, tokenizer)
+    return len(ids) + sum(len(one.ids) + len(one.answer) for one in questions)
+
+
+def _together(rows: Mapping[int, Item], tokenizer: Tokenizer) -> tuple[list[int], list[Question]]:
+    """Return what rows begin with, in tokens, and the questions that are left of them."""
+    made = {number: pieces(item, tokenizer) for number, item in rows.items()}
+    prompts = [prompt for prompt, _, _ in made.values()]
+    least = min(map(len, prompts))
+    at = (n for n, ids in enumerate(zip(*prompts, strict=False)) if len(set(ids)) > 1)
+    shared = least if len(rows) == 1 else next(at, least)
+    questions = []
+    for number, (prompt, begun, answer) in made.items():
+        ids, item = prompt[shared:] + begun, rows[number]
+        asked = Question(f"row{number}", ids, answer, item.begun, item.answer, item.depth)
+        questions.append(replace(asked, by_token=item.by_token))
+    return prompts[0][:shared], questions
+
+
+def _why_not(item: Item, tokenizer: Tokenizer, plan: EvaluationPlan, most: int) -> tuple[str, int]:
+    """Say why an item is not asked, empty if it is; and count its tokens and its answer's."""
+    if not item.one_form:
+        return (
+            "with an answer that has no one order (run them with another harness, and give its "
+            "logs to `indexcache eval compare`)"
+        ), 0
+    size = most + 1
+    if len(item.text) <= _CHARACTERS * most:
+        size = sum(map(len, pieces(item, tokenizer)))
+    if size > most:
+        return f"longer than {most:,} tokens (the longest --length, or the model's context)", size
+    if size <= plan.selects_all:
+        return (
+            f"of at most {plan.selects_all:,} tokens (index_topk), where no pattern matters",
+            size,
+        )
+    return "", size
+
+
+def _told(
+    name: str,
+    rows: int,
+    taken: Sequence[SelectedRows],
+    left: Mapping[str, int],
+    plan: EvaluationPlan,
+) -> str:
+    parts = [
+        f"{len(cell.rows):,} at {cell.length:,} tokens"
+        + (
+            f" (all that it has, of {plan.contexts:,} asked for)"
+            if cell.available < plan.contexts
+            else ""
+        )
+        for cell in taken
+    ]
+    texts, asked = sum(len(cell.rows) for cell in taken), sum(sum(one.questions) for one in taken)
+    said = f"{name}: {asked:,} of {rows:,} rows are asked"
+    if texts < asked:  # rows about one text
+        said += f", about {counted(texts, 'text')}"
+    said += f": {', '.join(parts)}." if parts else "."
+    unasked = sum(cell.available - len(cell.rows) for cell in taken)
+    reasons = [f"{count:,} {why}" for why, count in left.items()]
+    if unasked:
+        reasons.append(f"{unasked:,} more than --contexts {plan.contexts:,}")
+    return said + (f" Left out: {'; '.join(reasons)}." if reasons else "")

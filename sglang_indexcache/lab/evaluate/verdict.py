@@ -1,0 +1,632 @@
+"""Verdict of an evaluation on a pattern, one of six, and the sentence to paste.
+
+The order in which a run is judged:
+
+1. below ``index_topk`` tokens, where every pattern selects everything (the control), no arm may
+   differ from the reference more often than the reference, asked twice, from itself: else the arms
+   differ in more than the pattern, and nothing is claimed;
+2. the reference asked twice (A/A) must not differ in the mean: else the order or the engine favours
+   an arm;
+3. a cell (stratum: a task at a length) cannot see, and leaves the claim, in which the reference
+   hardly does better than guessing, or a pattern known to be bad is not seen to lose;
+4. over the cells that are left, "no loss beyond the margin" (non-inferiority) and "a loss" are each
+   judged at the planned looks (interim analyses); the first claim ends the evaluation of that
+   pattern. The first of them waits until every cell was seen to show a loss, or until the end;
+5. of several patterns, one is only called safe if all with more full layers were (a fixed
+   sequence, each at the whole alpha). A loss needs no such permission.
+
+A run ends with its plan: both claims have spent their alpha then, and a new run needs a new plan.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from sglang_indexcache.errors import QualityError
+from sglang_indexcache.lab.evaluate.evaluation import Evaluation
+from sglang_indexcache.lab.evaluate.tasks import CHANCE
+from sglang_indexcache.stats.bounds import Estimate, capital
+from sglang_indexcache.stats.design import Design, boundaries
+from sglang_indexcache.stats.pairs import Cell, Differences, Flips, Outcome, paired
+from sglang_indexcache.support.lengths import counted, format_length, points
+
+LEAST_ABOVE_CHANCE = 0.10
+"""Right answers of the reference above what guessing gives, below which a cell shows nothing."""
+EASY, CEILING = 0.95, 0.99
+"""Right answers of the bad pattern from which a cell is called too easy, and not waited for."""
+SAME = 0.005
+"""One-sided error of the A/A check, of which one in a hundred sound runs is refused; and of the
+control, of which one in two hundred is at most."""
+
+
+class Kind(enum.Enum):
+    """The six verdicts."""
+
+    NO_LOSS = "no loss beyond the margin"
+    SMALL_LOSS = "a loss, but less than the margin"
+    LOSS = "loss"
+    UNDECIDED = "undecided"
+    CANNOT_SEE = "this task cannot see it"
+    INVALID = "refused"
+
+
+PROBABLE = "probability of right answers: "
+"""Stands before both levels where that is compared, whatever is pasted alone."""
+MOVE = 3
+"""Margins by which a context's mean probability falls that count as a whole bet."""
+
+SAFE = (Kind.NO_LOSS, Kind.SMALL_LOSS)
+"""Non-inferior: the pattern loses less than the margin."""
+WAITING = "not every task has been seen to show a loss yet"
+"""Why a claim of safety is put off to a later look."""
+DECIDED = (*SAFE, Kind.LOSS)
+"""What ends the evaluation of a pattern."""
+
+
+@dataclass(frozen=True)
+class Worst:
+    """The cell in which a pattern loses most, and the difference there.
+
+    No cell loses more than ``bound``, with the error of the claim for all of them together.
+    """
+
+    task: str
+    length: int
+    difference: float
+    bound: float
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Verdict of a run on one pattern.
+
+    Attributes:
+        headline: the claim, both levels and the worst cell, in one sentence.
+        details: the numbers behind it, for whoever pastes the headline.
+        difference: right(pattern) - right(reference), mean over cells; None if nothing was claimed.
+        levels: right(reference) and right(pattern), 0 to 1, of which that is the difference.
+        worst: None where there is one cell.
+        interval: one-sided bounds at the design's alpha each, valid at every look.
+        exact: whether the interval holds for any number of contexts, and so is wider.
+        detectable: smallest loss that the whole run could show, with the design's power.
+        more: contexts that are missing for a decision; None unless undecided, or if a cell has one.
+        noise: the reference against itself; None where it was not asked twice.
+        blind: cells that left the claim.
+    """
+
+    kind: Kind
+    pattern: str
+    headline: str
+    details: str = ""
+    difference: float | None = None
+    levels: tuple[float, float] | None = None
+    worst: Worst | None = None
+    interval: tuple[float, float] | None = None
+    exact: bool = False
+    detectable: float | None = None
+    more: int | None = None
+    contexts: int = 0
+    flips: Flips | None = None
+    noise: Flips | None = None
+    blind: tuple[Cell, ...] = ()
+
+    @property
+    def sentence(self) -> str:
+        """To paste."""
+        return f"{self.headline} {self.details}".strip()
+
+
+Verdicts = Mapping[str, tuple[int, Verdict]]
+"""By candidate: the look at which it was decided, or the last one, and the verdict."""
+
+
+class Blind(NamedTuple):
+    """Reason why a cell cannot see a loss; it ``waits`` where more answers may show that it can."""
+
+    reason: str
+    waits: bool
+
+
+@dataclass(frozen=True)
+class Look:
+    """All that counts at a planned look (interim analysis), and what it shows of each cell.
+
+    Looks count from 1; without a number it is all that was asked so far. Logs of another harness
+    have no control, often no A/A and no pattern known to be bad: the claim is the same, and what
+    could not be checked is said after it.
+    """
+
+    evaluation: Evaluation
+    at: int | None = None
+
+    @property
+    def number(self) -> int:
+        """Number of the look, whose share of alpha a claim may spend."""
+        return self.design.looks if self.at is None else self.at
+
+    @property
+    def design(self) -> Design:
+        """Design that was fixed before the run."""
+        return self.evaluation.design
+
+    @property
+    def reference(self) -> str:
+        """The arm that every other is compared with."""
+        return self.evaluation.reference.name
+
+    @property
+    def bad(self) -> str | None:
+        """The arm that must be seen to lose; None for logs without one."""
+        return self.evaluation.bad.name if self.evaluation.bad else None
+
+    @cached_property
+    def control(self) -> list[Outcome]:
+        """Outcomes where every pattern selects everything, and none may differ; empty for a log."""
+        most, rows = self.evaluation.selects_all, self.evaluation.outcomes(self.at)
+        return [row for row in rows if most is not None and row.length <= most]
+
+    @cached_property
+    def right(self) -> list[Outcome]:
+        """Right and wrong of every arm where a pattern can matter: all of a log, which hides it."""
+        return self._long("answers")
+
+    @cached_property
+    def probable(self) -> list[Outcome]:
+        """Likewise the probability of the right answers; empty for a log."""
+        return self._long("probability")
+
+    @property
+    def long(self) -> list[Outcome]:
+        """Outcomes to compare: one of the two kinds."""
+        return self.probable if self.evaluation.endpoint == "probability" else self.right
+
+    def _long(self, endpoint: str) -> list[Outcome]:
+        most, rows = self.evaluation.selects_all, self.evaluation.outcomes(self.at, endpoint)
+        return [row for row in rows if most is None or row.length > most]
+
+    def compared(
+        self,
+        arm: str,
+        *,
+        cells: Iterable[Cell] | None = None,
+        repeat: int = 0,
+        beside: Sequence[Outcome] = (),
+    ) -> Differences:
+        """Compare an arm with the reference's first answers; flips are right answers, always.
+
+        ``beside`` are further outcomes.
+        """
+        arms = arm, self.reference
+        kept = None if cells is None else set(cells)
+        found = paired([*self.long, *beside], *arms, cells=kept, repeat=repeat)
+        if self.long is self.right:
+            return found
+        return replace(found, flips=paired(self.right, *arms, cells=kept, repeat=repeat).flips)
+
+    def missing(self, pattern: str) -> list[Outcome]:
+        """Return what could not be answered, as if the pattern alone had lost it.
+
+        A context without any answer has as many questions as the largest of its cell.
+        """
+        questions = Counter((row.cell, row.context) for row in self.long if row.arm == pattern)
+        largest: dict[Cell, int] = {}
+        for (cell, _), count in questions.items():
+            largest[cell] = max(count, largest.get(cell, 0))
+        found = []
+        places = {one.context: one for one in self.evaluation.planned if one.look <= self.number}
+        for one in self.evaluation.missing:
+            if place := places.get(one.context):
+                cell = place.task, place.length
+                names = [one.question] if one.question else map(str, range(largest.get(cell, 0)))
+                for name in names:
+                    key = one.context, name, *cell
+                    found += [Outcome(*key, self.reference, 1.0), Outcome(*key, pattern, 0.0)]
+        return found
+
+    @property
+    def cells(self) -> set[Cell]:
+        """Those of the claim, as long as they can see."""
+        return {row.cell for row in self.long}
+
+    @cached_property
+    def noise(self) -> Differences | None:
+        """The reference against itself (A/A); None where it was not asked twice."""
+        again = any(row.arm == self.reference and row.repeat == 1 for row in self.long)
+        return self.compared(self.reference, repeat=1) if again else None
+
+    def right_share(self, arm: str) -> dict[Cell, float]:
+        """Share of an arm's first answers that are right by cell, 0 to 1."""
+        return means(self.right, arm)
+
+    def at_floor(self) -> dict[Cell, float]:
+        """Cells in which the reference hardly does better than guessing, with its right share."""
+        return {
+            cell: share
+            for cell, share in self.right_share(self.reference).items()
+            if share < CHANCE.get(cell[0], 0.0) + LEAST_ABOVE_CHANCE
+        }
+
+    def sees_loss(self, arm: str, cell: Cell) -> bool:
+        """Whether an arm was asked in a cell, and seen to lose there.
+
+        By probabilities too, but not where it is nearly always right: there nothing can be lost.
+        """
+        here = [row for row in self.right if row.cell == cell]
+        own = [row.value for row in here if (row.arm, row.repeat) == (arm, 0)]
+        # An arm that is decided is asked no more, so a cell may have none of its answers.
+        if not own:
+            return False
+        right, surer = paired(here, arm, self.reference), None
+        probable = [row for row in self.probable if row.cell == cell]
+        if probable and sum(own) / len(own) < EASY:
+            surer = paired(probable, arm, self.reference)
+        return bool(sees(right, self.design.alpha, surer, self.design.margin))
+
+    @cached_property
+    def blind(self) -> dict[Cell, Blind]:
+        """Cells that cannot see a loss.
+
+        One in which the bad pattern was not asked cannot, because nothing shows that it could.
+        """
+        found = {
+            cell: Blind(
+                f"{self.reference} gets {share:.0%} right there, hardly more than guessing", False
+            )
+            for cell, share in self.at_floor().items()
+        }
+        if self.bad is None:
+            return found
+        own, others = self.right_share(self.reference), self.right_share(self.bad)
+        for cell in own.keys() - found.keys():
+            if cell not in others:
+                found[cell] = Blind(f"{self.bad} was not asked there", False)
+            elif self.sees_loss(self.bad, cell):
+                continue
+            elif others[cell] >= EASY:
+                reason = f"too easy: even {self.bad} gets {others[cell]:.0%} right there"
+                # Short of the ceiling more contexts may yet show a loss.
+                found[cell] = Blind(reason, others[cell] < CEILING)
+            else:
+                shares = f"{others[cell]:.0%} right, {self.reference} {own[cell]:.0%}"
+                few = f"too few contexts to show that {self.bad} loses there"
+                none = f"{self.bad} was not seen to lose there"
+                reason = few if others[cell] < own[cell] else none
+                found[cell] = Blind(f"{reason}: {shares}", True)
+        return found
+
+    @property
+    def hidden(self) -> list[Cell]:
+        """Cells outside the claim in which any pattern is nevertheless seen to lose."""
+        arms = {row.arm for row in self.long} - {self.reference, self.bad}
+        return sorted(cell for cell in self.blind if any(self.sees_loss(arm, cell) for arm in arms))
+
+    @property
+    def seeing_design(self) -> Design:
+        """The design with the contexts of cells that see; every cell came equally far."""
+        cells = {row.context: row.cell for row in self.long}
+        seeing = sum(cell not in self.blind for cell in cells.values())
+        # A blind cell's contexts prove nothing, so the design must not count on them.
+        contexts = round(self.design.contexts * seeing / len(cells))
+        return replace(self.design, contexts=max(contexts, self.design.looks))
+
+    def control_differs(self, arm: str) -> str:
+        """Say why the arms differ where every pattern selects everything; empty if they do not."""
+        own, again = self._differing(arm, 0), self._differing(self.reference, 1)
+        if not exceeds_noise(len(own - again), len(again - own)):
+            return ""
+        flips = paired(self.control, arm, self.reference).flips
+        return (
+            f"below index_topk tokens, where every pattern selects everything, {arm} differs from "
+            f"{self.reference} ({flips}), which differs from itself in {len(again)}. The arms "
+            "differ in more than the pattern: compare flags and checkpoints."
+        )
+
+    def _differing(self, arm: str, repeat: int) -> set[tuple[str, str]]:
+        """Questions of the control on which an arm says other than the reference's first answer."""
+        first: dict[tuple[str, str], float] = {}
+        said: dict[tuple[str, str], float] = {}
+        for row in self.control:
+            key = row.context, row.question
+            if (row.arm, row.repeat) == (self.reference, 0):
+                first[key] = row.value
+            elif (row.arm, row.repeat) == (arm, repeat):
+                said[key] = row.value
+        # A question that the reference was not asked differs from nothing.
+        return {key for key, value in said.items() if first.get(key, value) != value}
+
+    def unsound(self, arm: str) -> str:
+        """Say why nothing may be claimed of an arm; empty if all is as it must be."""
+        if self.evaluation.selects_all is not None:
+            if not self.control:
+                raise QualityError(
+                    f"no outcome at or below {self.evaluation.selects_all} tokens; the control "
+                    "that must not differ is obligatory"
+                )
+            if differs := self.control_differs(arm):
+                return differs
+            if self.noise is None:
+                return (
+                    "the reference was not asked twice, so the engine's own noise is not known. "
+                    "Ask it again on a quarter of the contexts, in another order."
+                )
+        if self.noise and not repeats_itself(self.noise, self.design, self.number):
+            return (
+                f"the reference differs from itself by {_points(Estimate(self.noise).mean)} points "
+                f"({self.noise.flips}). The order of the arms or the state of the server favours "
+                "one: flush between blocks and alternate the arms."
+            )
+        return ""
+
+
+def means(rows: Iterable[Outcome], arm: str) -> dict[Cell, float]:
+    """Mean of an arm's first answers by cell, 0 to 1."""
+    found: dict[Cell, list[float]] = defaultdict(list)
+    for row in rows:
+        if (row.arm, row.repeat) == (arm, 0):
+            found[row.cell].append(row.value)
+    return {cell: sum(values) / len(values) for cell, values in found.items()}
+
+
+def bounds(
+    estimate: Estimate, design: Design, look: int, at_worst: Estimate | None = None
+) -> tuple[Any, Any]:
+    """One-sided bounds of the difference at a look, on which both claims rest.
+
+    ``at_worst`` has beside the estimate what is missing, as lost: a claim of no loss rests on it.
+    """
+    z = design.bounds[look - 1]
+    return (at_worst or estimate).guarded(z), estimate.upper(z)
+
+
+def sees(
+    differences: Differences,
+    alpha: float,
+    probable: Differences | None = None,
+    margin: float = 0.01,
+) -> Any:
+    """Whether a control that is known to be bad has been seen to lose.
+
+    By the bet, so that it may be asked after every context and the control ended once it has. Half
+    of it is on right answers, which show a loss of a few points in hundreds of contexts only, and
+    half on their probability, of which a context counts by at most :data:`MOVE` margins: so that it
+    tells how often answers become less sure, as often as surer where nothing is lost.
+
+    Args:
+        differences: of right answers.
+        alpha: how often a control that loses nothing may be seen to.
+        probable: of the probability of the right answers; None where it is not known.
+        margin: by how much they must be less probable on average, 0 to 1.
+    """
+    values = -differences.values
+    largest = float(abs(values).max(initial=1.0))
+    won = capital(values, largest, 0.0)
+    if probable is not None:
+        # A drop that is certain but smaller than the margin is no loss that a user would mind.
+        drops = -probable.values
+        surer = capital((drops / (MOVE * margin)).clip(-1, 1), 1.0, 0.0)
+        won = (won + np.where(drops.mean(axis=-1) >= margin, surer, 0.0)) / 2
+    return won >= 1 / alpha
+
+
+def exceeds_noise(arm_alone: Any, again_alone: Any) -> Any:
+    """Whether an arm differs more often than the reference, asked twice, from itself.
+
+    An engine that flips answers flips either as often, so of the questions on which one of the two
+    alone differs, each is the arm's with a probability of one half (a sign test).
+
+    Args:
+        arm_alone: questions, or an array of such numbers, on which the arm alone differs.
+        again_alone: likewise the second asking.
+    """
+    from scipy.special import bdtrc
+
+    return bdtrc(np.asarray(arm_alone) - 1, np.asarray(arm_alone) + again_alone, 0.5) <= SAME
+
+
+def repeats_itself(noise: Differences, design: Design, look: int) -> Any:
+    """Whether the reference, asked twice, has the same mean as far as can be seen."""
+    estimate = Estimate(noise)
+    # Asked at every look, so its error is spent over the looks as a claim's is.
+    z = boundaries(design.fractions, SAME)[min(look, design.looks) - 1]
+    return (estimate.lower(z) <= 0) & (estimate.upper(z) >= 0)
+
+
+def claimed(lower: float, upper: float, margin: float) -> Kind:
+    """Return the claim of the primary endpoint's bounds: NO_LOSS, SMALL_LOSS, LOSS or UNDECIDED."""
+    if lower > -margin:
+        return Kind.SMALL_LOSS if upper < 0 else Kind.NO_LOSS
+    return Kind.LOSS if upper < 0 else Kind.UNDECIDED
+
+
+def verdicts_of(evaluation: Evaluation) -> Verdicts:
+    """Judge each candidate: its first claim is final, later contexts do not reopen it.
+
+    Empty before the first look.
+    """
+    found: dict[str, tuple[int, Verdict]] = {}
+    for number in range(1, evaluation.look + 1):
+        # Candidates come from most to fewest F layers: in a fixed sequence each is tested at alpha.
+        look, permitted = Look(evaluation, number), True
+        for arm in evaluation.candidates:
+            if arm.name not in found or found[arm.name][1].kind not in DECIDED:
+                found[arm.name] = number, judge(look, arm.name, permitted)
+            permitted = permitted and found[arm.name][1].kind in SAFE
+    return found
+
+
+def judge(look: Look, pattern: str, permitted: bool = True) -> Verdict:
+    """Judge one pattern.
+
+    ``permitted`` says whether every pattern with more full layers was shown to be safe (the fixed
+    sequence).
+    """
+    # What makes every claim void comes first, then whether anything could be seen at all.
+    if unsound := look.unsound(pattern):
+        return Verdict(Kind.INVALID, pattern, f"{pattern}: refused: {unsound}")
+    if not look.cells - look.blind.keys():
+        return Verdict(Kind.CANNOT_SEE, pattern, f"{pattern}: {_cannot_see(look.blind)}")
+    forbidden = ""
+    if look.number < look.design.looks and any(one.waits for one in look.blind.values()):
+        forbidden = WAITING
+    # Each reason outranks those before: a wait may end at the next look, a visible loss or a broken
+    # sequence will not.
+    if hidden := look.hidden:
+        places = ", ".join(map(place, hidden))
+        forbidden = f"a pattern visibly loses at {places}, which would be left out"
+    if not permitted:
+        forbidden = "a pattern with more full layers was not shown to be safe"
+    return _claim(look, pattern, forbidden)
+
+
+def _claim(look: Look, pattern: str, forbidden: str) -> Verdict:
+    """Judge a pattern on the cells that can see a loss.
+
+    ``forbidden`` is the reason why "no loss" may not be claimed, or "".
+    """
+    cells = look.cells - look.blind.keys()
+    missing = look.missing(pattern)
+    differences = look.compared(pattern, cells=cells)
+    at_worst = look.compared(pattern, cells=cells, beside=missing)
+    design, estimate = look.seeing_design, Estimate(differences)
+    lower, upper = map(float, bounds(estimate, design, look.number, Estimate(at_worst)))
+    kind = claimed(lower, upper, design.margin)
+    # That something is lost stays proven where "safe" is forbidden; that nothing is lost does not.
+    # While cells wait neither is final.
+    if forbidden and kind in SAFE:
+        final = kind is Kind.SMALL_LOSS and forbidden != WAITING
+        kind = Kind.LOSS if final else Kind.UNDECIDED
+    more = None
+    if kind is Kind.UNDECIDED and math.isfinite(estimate.error):
+        # The planned contexts are asked in any case, however soon fewer would do.
+        more = max(design.needed(*estimate.spread), design.contexts) - len(differences)
+    mean, levels = float(estimate.mean), (estimate.level, estimate.level + float(estimate.mean))
+    worst = _worst(differences, at_worst, design, look.number)
+    claim = _claim_in_words(kind, mean, lower, more, len(differences), look, forbidden)
+    where = ""
+    if worst and worst.difference < 0:
+        where = f"; worst: {place((worst.task, worst.length))}, {_points(worst.difference)}"
+    both = f"{look.reference} {levels[0]:.1%}, {pattern} {levels[1]:.1%}{where}"
+    what = PROBABLE if look.evaluation.endpoint == "probability" else ""
+    verdict = Verdict(
+        kind,
+        pattern,
+        f"{pattern}: {claim} ({what}{both}).",
+        difference=mean,
+        levels=levels,
+        worst=worst,
+        interval=(lower, upper),
+        exact=bool(estimate.exact),
+        detectable=design.detectable(*estimate.spread),
+        more=more,
+        contexts=len(differences),
+        flips=differences.flips,
+        noise=look.noise.flips if look.noise else None,
+        blind=tuple(sorted(look.blind)),
+    )
+    # Each missing question is two outcomes there: right for the reference, wrong for the pattern.
+    return replace(verdict, details=_details(verdict, differences, len(missing) // 2, look))
+
+
+def _worst(
+    differences: Differences, at_worst: Differences, design: Design, look: int
+) -> Worst | None:
+    """Return the cell with the largest loss, and a bound that holds for all cells at once."""
+    count = len(differences.names)
+    if count == 1:
+        return None
+    # Bonferroni: the bound shall hold for all cells at once.
+    z = boundaries(design.fractions, design.alpha / count)[look - 1]
+    estimates = [Estimate(differences.of(cell)) for cell in range(count)]
+    lowest = min(range(count), key=lambda cell: estimates[cell].mean)
+    # Of all cells: a small cell can have the worst bound without the largest loss.
+    bound = max(-float(Estimate(at_worst.of(cell)).guarded(z)) for cell in range(count))
+    return Worst(*differences.names[lowest], float(estimates[lowest].mean), bound)
+
+
+def _claim_in_words(
+    kind: Kind,
+    difference: float,
+    lower: float,
+    more: int | None,
+    contexts: int,
+    look: Look,
+    forbidden: str,
+) -> str:
+    margin, within = points(look.design.margin), lower > -look.design.margin
+    if kind is Kind.NO_LOSS:
+        return f"no loss beyond {margin}"
+    if kind in (Kind.SMALL_LOSS, Kind.LOSS):
+        less = f", less than the margin of {margin}" if within else ""
+        return f"a loss of {-100 * difference:.1f} points{less}"
+    if forbidden and within:
+        return f"not claimed, because {forbidden}"
+    if more is None:
+        return "undecided: somewhere a task has a single context so far, whose spread is not known"
+    if look.number < look.design.looks:
+        return f"undecided so far; about {counted(more, 'more context')} would decide"
+    whole = counted(contexts + more, "context")
+    return (
+        f"undecided; a new run of {whole} would probably decide, but its "
+        f"{look.design.alpha:.0%} are of that run alone: both together err more often"
+    )
+
+
+def _details(verdict: Verdict, differences: Differences, missing: int, look: Look) -> str:
+    assert verdict.difference is not None
+    assert verdict.interval is not None
+    assert verdict.detectable is not None
+    design = look.design
+    lower, upper = map(_points, verdict.interval)
+    width = f"{1 - 2 * design.alpha:.0%}{' exact' if verdict.exact else ''} interval"
+    if design.looks > 1:  # wider than the tables' intervals, which are those of a single look
+        width += " for this look"
+    noise = f"; A/A: {verdict.noise}" if verdict.noise else ""
+    said = [
+        f"Difference {_points(verdict.difference)} points ({width} {lower} to {upper}); "
+        f"{differences.flips}, in {verdict.contexts:,} contexts{noise}."
+    ]
+    if missing:
+        said.append(
+            f"{counted(missing, 'question')} without an answer: counted as lost in the lower bound."
+        )
+    if verdict.worst:
+        said.append(
+            f"No cell loses more than {100 * verdict.worst.bound:.1f} points (bound for all "
+            f"{len(differences.names)} of them together)."
+        )
+    if verdict.kind is not Kind.LOSS:
+        said.append(
+            f"A loss of {100 * verdict.detectable:.1f} points would have been found with "
+            f"{design.power:.0%} probability."
+        )
+    said.append(f"One-sided {design.alpha:.0%}, look {look.number} of {design.looks}.")
+    if look.blind:
+        said.append(_cannot_see(look.blind))
+    if look.bad is None:
+        said.append("Not shown: that these questions can see a bad pattern.")
+    if not verdict.noise:
+        said.append("Not known: the engine's own noise.")
+    return " ".join(said)
+
+
+def _cannot_see(blind: Mapping[Cell, Blind]) -> str:
+    cells = (f"{place(cell)} ({one.reason})" for cell, one in sorted(blind.items()))
+    return f"Cannot see: {'; '.join(cells)}."
+
+
+def place(cell: Cell) -> str:
+    """Name a task and a length as messages do."""
+    task, length = cell
+    return f"{task} at {format_length(length)}" if length else task
+
+
+def _points(value: float) -> str:
+    return f"{100 * value:+.1f}"

@@ -1,0 +1,290 @@
+"""The body of a DSA checkpoint, forward only: a layer's weights are there while it runs.
+
+They come from memory, where the checkpoint fits, or from its files each time. Block-FP8 weights
+stay FP8 in memory; one layer of them is dequantised at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.nn.functional import embedding
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from sglang_indexcache.checkpoint import reading
+from sglang_indexcache.lab.heal.model import (
+    LightningIndexer,
+    Rotation,
+    install,
+    is_indexer,
+)
+from sglang_indexcache.lab.heal.sharing import Sharing
+from sglang_indexcache.lab.heal.weights import (
+    BLOCKS,
+    FUSED,
+    META,
+    Weight,
+    WeightFiles,
+    expected_tensors,
+)
+from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.stored import DTYPES, E4M3
+
+EMBEDDING = "model.embed_tokens.weight"
+STATE_COPIES = 4
+"""Of an indexer's parameters: the weights, their gradients, and AdamW's two moments."""
+
+_WORTH_A_SPLIT = 1.02
+"""A group of layers is split over devices if the fullest then holds less by more than this."""
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class LayerSize:
+    """Size of a layer, known without its values.
+
+    Attributes:
+        kind: the shapes and forms of all its tensors; layers of the same kind cost the same.
+        quantised: whether any of its weights are stored in block FP8.
+        stored: bytes that are read of it.
+        held: bytes for good: weights, the embedding before the first layer, training state.
+    """
+
+    kind: str
+    quantised: bool
+    stored: int
+    held: int
+
+
+class FrozenBody:
+    """A model without an LM head, whose indexers alone are in memory for good.
+
+    Args:
+        folder: a DSA checkpoint, in a plain dtype or in block FP8.
+        dtype: of the body's weights and activations; indexers are float32 at least.
+        devices: layers are spread over these by their bytes. With all of them
+            :data:`~sglang_indexcache.lab.heal.weights.META` nothing is read or computed: for plans,
+            which need no files beside ``config.json``.
+        from_disk: read a layer's weights each time it runs.
+
+    Attributes:
+        sizes: of each layer.
+        shares: the layers of each of the devices.
+        devices: of each layer.
+
+    Raises:
+        CheckpointError: weights that are missing, or quantised in another way.
+        PatternError: F where the checkpoint has no indexer.
+        TrainingError: a model of another type.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        pattern: Pattern,
+        sharing: Sharing,
+        dtype: torch.dtype,
+        devices: Sequence[torch.device],
+        from_disk: bool = False,
+    ) -> None:
+        with reading(f"the config of {folder}"):
+            config = AutoConfig.from_pretrained(folder)
+        quantised = getattr(config, "quantization_config", None) or {}
+        blocks = quantised.get("weight_block_size") or (BLOCKS if quantised else None)
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config  # weights are dequantised here
+        with META:
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        only_planned = set(devices) == {META} and not any(folder.glob("*.safetensors"))
+        expected = expected_tensors(model, blocks) if only_planned else None
+        install(model, pattern, sharing)
+        self._files = WeightFiles(folder, blocks, expected)
+        model.eval().requires_grad_(False)
+        self._float32 = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+        self._experts = int(getattr(config, "n_routed_experts", None) or 0)
+        self._layers: list[Any] = list(model.model.layers)
+        self._dtype, self.from_disk = dtype, from_disk
+        self._ready: dict[int, Tensors] = {}
+        self._stored: dict[int, dict[str, Weight]] = {}
+        self._sources = [self._layer_sources(number) for number in range(len(self._layers))]
+        layers = range(len(pattern))
+        self._files.check({EMBEDDING, *(name for layer in layers for name in self._names(layer))})
+        self.sizes = [self._size_of(layer) for layer in layers]
+        self.shares = shared_out(pattern, [size.held for size in self.sizes], len(devices))
+        self.devices = [
+            device for device, share in zip(devices, self.shares, strict=True) for _ in share
+        ]
+        self.indexers = {number: self._load_indexer(number) for number in pattern.full_layers}
+        self._embedding = self._files.read(EMBEDDING, self.devices[0]).plain(dtype)
+        self._rotary = type(model.model.rotary_emb)(config=config).to(self.devices[0])
+
+    def _size_of(self, number: int) -> LayerSize:
+        """Count a layer; before the first one stands the embedding."""
+        names, module = self._names(number), self._layers[number]
+        quantised = any(self._files.kind(name) == E4M3 for name in names)
+        stored = sum(map(self._files.bytes_of, names))
+        body = stored if quantised else sum(self._files.bytes_of(n, self._dtype) for n in names)
+        held = 0 if self.from_disk else body
+        if number == 0:
+            held += self._files.bytes_of(EMBEDDING, self._dtype)
+        trained = sum(p.numel() for p in module.self_attn.indexer.parameters())
+        held += STATE_COPIES * trained * torch.promote_types(self._dtype, torch.float32).itemsize
+        shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+        return LayerSize(f"{quantised} {shapes}", quantised, stored, held)
+
+    def start(self, ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, Rotation]:
+        """Return what the first layer reads, on its device, for ``[B, T]`` int64.
+
+        Returns:
+            ``[B, T, hidden_size]``, and the rotation for :meth:`layer`.
+        """
+        device = self.devices[0]
+        hidden = embedding(ids.to(device), self._embedding)
+        return hidden, self._rotary(hidden, position_ids=positions.to(device))
+
+    def layer(self, number: int) -> Callable[[torch.Tensor, Rotation], torch.Tensor]:
+        """Layer ``number`` with its weights; drop it to free them."""
+        weights, module = self._weights(number), self._layers[number]
+        # Never read: attention and indexers mask by the layout, block by block.
+        no_mask = torch.empty(1, 1, 1, 1, device=self.devices[number])
+
+        def run(hidden: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+            found: Any = functional_call(
+                module,
+                weights,
+                (hidden,),
+                {"attention_mask": no_mask, "position_embeddings": rotation},
+            )
+            output: torch.Tensor = found[0] if isinstance(found, tuple) else found
+            return output
+
+        return run
+
+    def indexer_tensors(self) -> dict[str, nn.Parameter]:
+        """Every parameter of the indexers by its name in the checkpoint."""
+        return {
+            f"{_indexer_prefix(number)}{name}": parameter
+            for number, indexer in self.indexers.items()
+            for name, parameter in indexer.named_parameters()
+        }
+
+    def plain_dtype(self, name: str) -> torch.dtype:
+        """Return the dtype that the checkpoint has a tensor in; bfloat16 for a quantised one."""
+        return DTYPES.get(self._files.kind(name), torch.bfloat16)
+
+    def _load_indexer(self, number: int) -> LightningIndexer:
+        indexer: Any = self._layers[number].self_attn.indexer
+        prefix, device = _indexer_prefix(number), self.devices[number]
+        names = list(indexer.state_dict())
+        self._files.check({prefix + name for name in names})
+        master = torch.promote_types(self._dtype, torch.float32)
+        found = {name: self._files.read(prefix + name, device).plain(master) for name in names}
+        indexer.load_state_dict(found, assign=True)
+        trained: LightningIndexer = indexer.requires_grad_(True)
+        return trained
+
+    def _layer_sources(self, number: int) -> dict[str, list[str]]:
+        """Return the stored tensors that each of a layer's parameters and buffers is made of."""
+        names = [name for name in self._layers[number].state_dict() if not is_indexer(f".{name}")]
+        return {name: self._source_names(f"model.layers.{number}.{name}") for name in names}
+
+    def _source_names(self, name: str) -> list[str]:
+        before, experts, part = name.rpartition("experts.")
+        if experts and part in FUSED and not self._files.has(name):
+            return [
+                f"{before}experts.{expert}.{each}.weight"
+                for expert in range(self._experts)
+                for each in FUSED[part]
+            ]
+        return [name]
+
+    def _names(self, number: int) -> list[str]:
+        """Return the stored tensors of a layer, without its indexer's."""
+        return [name for source in self._sources[number].values() for name in source]
+
+    def _weights(self, number: int) -> Tensors:
+        """Return a layer's parameters and buffers."""
+        if number in self._ready:
+            return self._ready[number]
+        device = self.devices[number]
+        kept = not self.from_disk
+        if kept and self.sizes[number].quantised and number not in self._stored:
+            names = self._names(number)
+            self._stored[number] = {name: self._files.read(name, device) for name in names}
+        held = self._stored.get(number)
+        read = held.__getitem__ if held else lambda name: self._files.read(name, device)
+        sources = self._sources[number]
+        ready = {name: self._whole(number, name, sources[name], read) for name in sources}
+        if kept and not held:
+            self._ready[number] = ready
+        return ready
+
+    def _whole(
+        self, number: int, name: str, sources: list[str], read: Callable[[str], Weight]
+    ) -> torch.Tensor:
+        """Read a parameter; one of all experts is filled one by one, so it is never held twice."""
+        float32 = any(part in name for part in self._float32)
+        dtype = torch.float32 if float32 else self._dtype
+        if sources[0].endswith(name):
+            return read(sources[0]).plain(dtype)
+        shape = self._layers[number].state_dict()[name].shape
+        whole = torch.empty(shape, dtype=dtype, device=self.devices[number])
+        for place, source in zip(_parts(whole, len(sources)), sources, strict=True):
+            place.copy_(read(source).plain(dtype))
+        return whole
+
+
+def shared_out(pattern: Pattern, loads: Sequence[int], devices: int) -> list[range]:
+    """Return the layers of each device, in order, so that the fullest holds as little as possible.
+
+    The layers that an indexer serves stay together unless splitting them makes the fullest device
+    emptier: what they share would travel. ``loads`` are bytes of each layer; some devices get no
+    layer where there are too few.
+    """
+    whole = _evenly([group.layers for group in pattern.groups], loads, devices)
+    split = _evenly([range(n, n + 1) for n in range(len(pattern))], loads, devices)
+    fullest = [max(sum(loads[n] for n in share) for share in found) for found in (whole, split)]
+    return whole if fullest[0] <= _WORTH_A_SPLIT * fullest[1] else split
+
+
+def _evenly(groups: Sequence[range], loads: Sequence[int], devices: int) -> list[range]:
+    """Neighbouring groups for each device; the most that one holds is as small as it can be."""
+    sizes = [sum(loads[number] for number in group) for group in groups]
+    low, high = max(sizes), sum(sizes)
+    while low < high:
+        middle = (low + high) // 2
+        if len(_filled(sizes, middle)) <= devices:
+            high = middle
+        else:
+            low = middle + 1
+    ends = [groups[last].stop for last in _filled(sizes, low)]
+    ends += [len(loads)] * (devices - len(ends))
+    return [range(start, stop) for start, stop in zip([0, *ends], ends, strict=False)]
+
+
+def _filled(sizes: Sequence[int], room: int) -> list[int]:
+    """Return the last group of each device, if each takes what it has room for."""
+    lasts, held = [], 0
+    for number, size in enumerate(sizes):
+        if held + size > room:
+            lasts.append(number - 1)
+            held = 0
+        held += size
+    return [*lasts, len(sizes) - 1]
+
+
+def _parts(whole: torch.Tensor, count: int) -> Iterator[torch.Tensor]:
+    """Yield the places of ``count`` tensors in ``[experts, rows, columns]``, gates before ups."""
+    for expert in whole:
+        yield from expert.chunk(count // len(whole))
+
+
+def _indexer_prefix(number: int) -> str:
+    return f"model.layers.{number}.self_attn.indexer."

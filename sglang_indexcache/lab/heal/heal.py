@@ -1,0 +1,558 @@
+"""Heal a pattern: train the indexers that stay, on a frozen model.
+
+A step runs some packed rows through the body, layer by layer; every loss is taken back in its own
+layer (:mod:`~sglang_indexcache.lab.heal.local`), so the indexers alone have gradients and optimiser
+state. In the dense warm-up layers attend to everything and an indexer learns the attention
+of all layers that it serves; in the sparse stage they attend to what it selects, and it learns
+the attention among those keys (paper section "Training-Aware IndexCache").
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import nn
+from transformers import AutoTokenizer
+
+from sglang_indexcache.adapter import Adapter, write_adapter
+from sglang_indexcache.checkpoint import Checkpoint, reading
+from sglang_indexcache.data.marking import Marker
+from sglang_indexcache.data.packed import FileRows, PackedRow
+from sglang_indexcache.errors import TrainingError
+from sglang_indexcache.lab.heal import STEPS
+from sglang_indexcache.lab.heal.frozen import FrozenBody
+from sglang_indexcache.lab.heal.local import LocalForward, LocalSharing, Passing, pass_through
+from sglang_indexcache.lab.heal.losses import DEFAULT_BLOCK
+from sglang_indexcache.lab.heal.optimizer import BETAS, adamw_groups, lr_factor, set_lr
+from sglang_indexcache.lab.heal.packing import Layout, PackedBatch
+from sglang_indexcache.lab.heal.run_folder import (
+    HealRun,
+    HeldOutEvaluation,
+    Position,
+    State,
+    Tensors,
+    learned,
+)
+from sglang_indexcache.lab.heal.sharing import Stage
+from sglang_indexcache.library import Library
+from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.study.cost import time_in_words
+from sglang_indexcache.study.provenance import checkpoint_digest, versions
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+RATES = (5e-3, 1e-3, 2e-4)
+"""Learning rates that are tried: that of the study in docs/heal.md, and lower ones, as a larger
+indexer that was trained for longer may bear less."""
+WARMUP, FINAL_LR, WEIGHT_DECAY = 0.1, 0.1, 0.01
+"""Share of a stage's steps in which the learning rate rises, share of the peak that a cosine then
+falls to, and AdamW's decay of matrices."""
+TRIAL_STEPS = 12
+"""Of each of them."""
+SHOWN_EVERY = 10
+"""Steps between lines on the console; the file has every step."""
+
+
+class NotFiniteError(TrainingError):
+    """The loss is infinite or not a number."""
+
+
+OnStep = Callable[[int, Callable[[], Tensors]], None]
+"""Called after each step with how many are done, and what gives the adapter's tensors then."""
+
+
+@dataclass(frozen=True)
+class HealOptions:
+    """Options of ``indexcache heal run``: what to heal, on what, and how.
+
+    Attributes:
+        output: folder of the adapter; beside it ``<output>.run`` holds state and log.
+        length: tokens of a row; eight times the model's index_topk if None.
+        sparse_length: the same of the sparse stage; as in the dense warm-up if None.
+        rows: of a step, over all processes.
+        lr: peak learning rate; None tries :data:`RATES` first and takes the best.
+        clip: largest gradient norm.
+        block: queries per block of chunked work.
+
+    Raises:
+        TrainingError: nothing to do, or an unknown dtype.
+    """
+
+    checkpoint: Path
+    pattern: str
+    data: tuple[str, ...]
+    output: Path
+    length: int | None = None
+    sparse_length: int | None = None
+    rows: int = 1
+    dense_steps: int = STEPS
+    sparse_steps: int = 0
+    lr: float | None = None
+    clip: float = 1.0
+    held_out: int = 8
+    evaluate_every: int = 40
+    save_every: int = 10
+    seed: int = 0
+    dtype: str = "bfloat16"
+    from_disk: bool = False
+    block: int = DEFAULT_BLOCK
+
+    def __post_init__(self) -> None:
+        if min(self.dense_steps, self.sparse_steps) < 0 or not any(s.steps for s in self.stages):
+            raise TrainingError("there is nothing to do: ask for dense or for sparse steps")
+        if self.dtype not in DTYPES:
+            raise TrainingError(f"the body's dtype is {', '.join(DTYPES)}, got {self.dtype!r}")
+        for name in ("rows", "held_out", "evaluate_every", "save_every", "block"):
+            if getattr(self, name) < 1:
+                raise TrainingError(f"{name} is {getattr(self, name)}; it must be at least 1")
+
+    @property
+    def stages(self) -> tuple[HealStage, ...]:
+        """Those that have steps, in their order."""
+        kinds = {Stage.WARMUP: self.dense_steps, Stage.SPARSE: self.sparse_steps}
+        return tuple(HealStage(kind, steps) for kind, steps in kinds.items() if steps)
+
+    @property
+    def steps(self) -> int:
+        """Steps of all stages."""
+        return self.dense_steps + self.sparse_steps
+
+
+@dataclass(frozen=True)
+class HealStage:
+    """One stage: ``WARMUP`` or ``SPARSE``, and its optimiser steps."""
+
+    kind: Stage
+    steps: int
+
+    def lr_factor(self, step: int) -> float:
+        """Share of the peak learning rate at a step."""
+        return lr_factor(step, self.steps, round(self.steps * WARMUP), FINAL_LR)
+
+    @property
+    def attention(self) -> str:
+        """Attention of the stage's layers, for people."""
+        return "dense" if self.kind is Stage.WARMUP else "sparse"
+
+
+@dataclass(frozen=True)
+class HealResult:
+    """The adapter, and the evaluations on the held-out rows: the first before any training."""
+
+    adapter: Adapter
+    evaluations: tuple[HeldOutEvaluation, ...]
+
+
+def heal(
+    options: HealOptions, console: Console | None = None, on_step: OnStep | None = None
+) -> HealResult:
+    """Train an adapter, or go on where an interrupted run with the same options stopped.
+
+    Raises:
+        CheckpointError: not a DSA checkpoint, or one whose weights are not understood.
+        PatternError, LibraryError: not a pattern, or one that needs indexers which the checkpoint
+            does not have.
+        DataError: files that cannot be read.
+        TrainingError: too little data, rows too short, or an output that holds something else or
+            is in use.
+        OutputError: the disk is full; the same options go on once it is not.
+    """
+    with ExitStack() as held:
+        return _Healing(options, console or Console(), on_step, held).run()
+
+
+@dataclass(frozen=True)
+class Target:
+    """Options as they apply to their checkpoint; ``lengths`` are tokens of a stage's rows."""
+
+    pattern: Pattern
+    topk: int
+    lengths: dict[Stage, int]
+
+    @classmethod
+    def of(cls, options: HealOptions) -> Target:
+        """Read the checkpoint's config.
+
+        Raises:
+            CheckpointError, PatternError, LibraryError, TrainingError: see :func:`heal`.
+        """
+        checkpoint = Checkpoint.read(options.checkpoint)
+        pattern = Library.default().resolve(options.pattern, checkpoint).pattern
+        pattern.check_checkpoint(checkpoint.own)
+        topk = int(checkpoint.shape["index_topk"])
+        length = options.length or 8 * topk
+        lengths = {Stage.WARMUP: length, Stage.SPARSE: options.sparse_length or length}
+        target = cls(pattern, topk, {stage.kind: lengths[stage.kind] for stage in options.stages})
+        shortest = min(target.lengths.values())
+        if shortest <= target.seen:
+            raise TrainingError(
+                f"rows of {shortest} tokens are no longer than {target.seen_in_words}: every "
+                f"query attends to all that it sees, so nothing can be learned of selecting. Give "
+                f"longer rows, for instance {8 * topk} tokens."
+            )
+        return target
+
+    @property
+    def seen(self) -> int:
+        """Most keys that a query attends to."""
+        return self.topk + self.pattern.window
+
+    @property
+    def seen_in_words(self) -> str:
+        """For messages."""
+        window = self.pattern.window
+        return f"index_topk ({self.topk})" + f" and a recent window of {window}" * bool(window)
+
+
+class _Sums:
+    """Over the rows of a step or an evaluation, of every layer; float64 on the CPU."""
+
+    def __init__(self, layers: int) -> None:
+        self.all = torch.zeros(3, layers, dtype=torch.float64)
+        self.loss, self.mass, self.choosing = self.all
+
+    def add(self, run: LocalForward) -> None:
+        for layer, loss in run.losses.items():
+            self.loss[layer] += loss.item()
+        for layer, (mass, queries) in run.captured.items():
+            self.mass[layer] += mass.item()
+            self.choosing[layer] += queries.item()
+
+
+class _Healing:
+    """One run. All that can be refused is refused before weights are read.
+
+    Its folder is this process's until ``held`` ends.
+    """
+
+    def __init__(
+        self, options: HealOptions, console: Console, on_step: OnStep | None, held: ExitStack
+    ) -> None:
+        from accelerate import Accelerator
+
+        self.options, self.on_step = options, on_step
+        self.target = target = Target.of(options)
+        self.pattern, self.topk = target.pattern, target.topk
+        self.accelerator = Accelerator()
+        if options.rows < self.accelerator.num_processes:
+            raise TrainingError(
+                f"{self.accelerator.num_processes} processes share the {options.rows} rows of a "
+                "step; give each at least one"
+            )
+        self.base = checkpoint_digest(options.checkpoint)
+        self.files = HealRun(options.output, console, self.accelerator.is_main_process)
+        told = self._told() | {"digest of the checkpoint's files": self.base}
+        held.enter_context(self.files.claimed(told))
+        self.data = {length: self._read(length) for length in set(target.lengths.values())}
+
+    def run(self) -> HealResult:
+        """To the end of the last stage."""
+        done = self.files.finished()
+        if done is not None:
+            self.files.log.say(f"{self.options.output} is finished already")
+            return HealResult(done, self.files.evaluations())
+        self._load()
+        state = self.files.load()
+        self._announce(state)
+        self.lr = self.options.lr or (self._best_rate() if state is None else state.lr)
+        for number, stage in enumerate(self.options.stages):
+            here = state if state is not None and state.position.stage == number else None
+            if state is None or number >= state.position.stage:
+                self._stage(number, stage, here)
+        return self._finish()
+
+    def _told(self) -> dict[str, Any]:
+        """Return the options that change what is learned, as JSON has them."""
+        no_difference = ("checkpoint", "output", "save_every", "from_disk")
+        told = {k: v for k, v in vars(self.options).items() if k not in no_difference}
+        return told | {"pattern": str(self.pattern), "data": list(self.options.data)}
+
+    def _read(self, length: int) -> FileRows:
+        """Rows of this length, for the stages that want such."""
+        options = self.options
+        with reading(f"the tokenizer of {options.checkpoint}"):
+            tokenizer = AutoTokenizer.from_pretrained(options.checkpoint)
+        end = tokenizer.eos_token_id
+        self.padding = next(i for i in (tokenizer.pad_token_id, end, 0) if i is not None)
+        marker = Marker(tokenizer, options.checkpoint.name)
+        wanted = self._steps_of(length) * options.rows
+        data = FileRows.read(options.data, marker, length, wanted, options.held_out, options.seed)
+        for part, rows in (("train", data.train), ("judge", data.held_out)):
+            if max(len(piece) for row in rows for piece in row) <= self.target.seen:
+                raise TrainingError(
+                    f"no document to {part} by has more tokens than {self.target.seen_in_words}, "
+                    "so no query has to choose. Give longer documents."
+                )
+        return data
+
+    def _steps_of(self, length: int, stages: int | None = None) -> int:
+        """Count steps of the first ``stages`` stages (all if None) whose rows have this length."""
+        lengths = self.target.lengths
+        first = self.options.stages[:stages]
+        return sum(stage.steps for stage in first if lengths[stage.kind] == length)
+
+    def _load(self) -> None:
+        options = self.options
+        self.sharing = LocalSharing(self.pattern, self.topk, block=options.block)
+        self.body = FrozenBody(
+            options.checkpoint,
+            self.pattern,
+            self.sharing,
+            DTYPES[options.dtype],
+            self._devices(),
+            options.from_disk,
+        )
+        self.trained = self.body.indexer_tensors()
+        size = sum(p.numel() * p.itemsize for p in self.trained.values())
+        self.files.check_room(size)
+
+    def _devices(self) -> list[torch.device]:
+        """All GPUs of the machine for one process; its own for one of several."""
+        device = self.accelerator.device
+        if device.type == "cuda" and self.accelerator.num_processes == 1:
+            return [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+        return [device]
+
+    def _announce(self, state: State | None) -> None:
+        options, say = self.options, self.files.log.say
+        say(f"pattern {self.pattern}: {self.pattern.summary()}")
+        count = sum(p.numel() for p in self.trained.values())
+        say(f"training {count:,} parameters of {len(self.body.indexers)} indexers")
+        for length, data in self.data.items():
+            seen = self._steps_of(length) * options.rows / len(data.train)
+            say(
+                f"{len(data.train)} rows of up to {length} tokens, each drawn about "
+                f"{seen:.1f} times, and {len(data.held_out)} held out"
+            )
+        if state is not None:
+            say(f"resumed after step {state.position.step} of stage {state.position.stage}")
+
+    def _best_rate(self) -> float:
+        """Return the learning rate with which a short run ends at the lowest held-out loss."""
+        first, found = self.options.stages[0], {}
+        stage = replace(first, steps=TRIAL_STEPS)
+        begin = self._masters()
+        for rate in RATES:
+            try:
+                found[rate] = self._tried(rate, stage)
+            except NotFiniteError:
+                if rate == RATES[-1] and not found:
+                    raise
+            self._set(begin)
+        told = ", ".join(f"{rate:g}: {loss:.4g}" for rate, loss in found.items())
+        best = min(found, key=lambda rate: found[rate])
+        self.files.log.say(
+            f"held-out loss after {stage.steps} steps at a learning rate of {told}; taking {best:g}"
+        )
+        return best
+
+    def _tried(self, rate: float, stage: HealStage) -> float:
+        """Return the held-out loss after a stage of its own."""
+        optimizer = self._optimizer(rate)
+        optimizer.zero_grad()  # a rate before may have ended in the middle of a step
+        for step in range(stage.steps):
+            set_lr([optimizer], stage.lr_factor(step))
+            self._step(0, step, stage, optimizer)
+        return sum(self._measure(stage.kind)[0])
+
+    def _stage(self, number: int, stage: HealStage, state: State | None) -> None:
+        optimizer = self._optimizer(self.lr)
+        if state is None:
+            state = State(Position(number, 0), lr=self.lr)
+            self._judge(number, 0, stage, state)
+        else:
+            self._restore(state, optimizer)
+        began, start = time.perf_counter(), state.position.step
+        for step in range(start, stage.steps):
+            set_lr([optimizer], stage.lr_factor(step))
+            line = self._step(number, step, stage, optimizer)
+            done = step + 1
+            seconds = time.perf_counter() - began
+            left = seconds / (done - start) * (stage.steps - done)
+            last = done == stage.steps
+            line |= self._where(number, done, stage) | {"seconds": seconds, "seconds_left": left}
+            self.files.log.record(**line)
+            if last or done % SHOWN_EVERY == 0:
+                self.files.log.say(
+                    f"{stage.attention} attention, step {done} of {stage.steps}: "
+                    f"loss {line['loss']:.4g}, {time_in_words(left / 3600)} left"
+                )
+            if last or done % self.options.evaluate_every == 0:
+                self._judge(number, done, stage, state)
+            if last or done % self.options.save_every == 0:
+                self._save(Position(number, done), state, optimizer)
+            if self.on_step is not None:
+                self.on_step(self._before(number) + done, self._tensors)
+        self._set(state.best)
+
+    def _before(self, number: int) -> int:
+        return sum(stage.steps for stage in self.options.stages[:number])
+
+    def _where(self, number: int, done: int, stage: HealStage) -> dict[str, Any]:
+        return {
+            "stage": number,
+            "step": done,
+            "kind": stage.attention,
+            "total_step": self._before(number) + done,
+        }
+
+    def _optimizer(self, lr: float) -> torch.optim.Optimizer:
+        groups = adamw_groups(list(self.trained.values()), lr, WEIGHT_DECAY)
+        return torch.optim.AdamW(groups, betas=BETAS)
+
+    def _step(
+        self, number: int, step: int, stage: HealStage, optimizer: torch.optim.Optimizer
+    ) -> dict[str, Any]:
+        length = self.target.lengths[stage.kind]
+        first = (self._steps_of(length, number) + step) * self.options.rows
+        rows = [self.data[length].drawn(first + row) for row in range(self.options.rows)]
+        sums, queries = self._forward(rows, stage.kind)
+        self._add_gradients()
+        norm = nn.utils.clip_grad_norm_(list(self.trained.values()), self.options.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        by_layer = (sums.loss / queries).tolist()
+        return {
+            "loss": sum(by_layer),
+            "indexer_norm": float(norm),
+            "lr": optimizer.param_groups[0]["lr"],
+            "loss_by_layer": by_layer,
+        }
+
+    def _forward(self, rows: list[PackedRow], kind: Stage) -> tuple[_Sums, int]:
+        """Send this process's share of the rows through all layers; sum over all processes.
+
+        With gradients enabled the indexers' are added up.
+        """
+        queries = sum(len(piece) for row in rows for piece in row)
+        sums = _Sums(len(self.pattern))
+        # Evaluations may have many rows: no more of them than a step has wait between two layers.
+        for first in range(0, len(rows), self.options.rows):
+            passing = [
+                Passing(
+                    self.sharing.begin(kind, Layout(batch.documents), queries),
+                    *self.body.start(batch.ids, batch.positions),
+                )
+                for batch in self._batches(
+                    rows[first : first + self.options.rows], self.target.lengths[kind]
+                )
+            ]
+            pass_through(self.body, self.sharing, passing)
+            for one in passing:
+                sums.add(one.run)
+        if self.accelerator.num_processes > 1:
+            sums.all.copy_(self._summed(sums.all))
+        if not sums.loss.isfinite().all():
+            raise NotFiniteError(
+                "the distillation loss is not finite any more. Lower the learning rate; if it was "
+                "so from the first step, the checkpoint's weights are damaged."
+            )
+        return sums, queries
+
+    def _batches(self, rows: list[PackedRow], length: int) -> list[PackedBatch]:
+        mine = rows[self.accelerator.process_index :: self.accelerator.num_processes]
+        return [PackedBatch.of([row], length, self.padding) for row in mine]
+
+    def _summed(self, part: torch.Tensor) -> torch.Tensor:
+        """Sum over all processes."""
+        device = self.accelerator.device
+        found: torch.Tensor = self.accelerator.reduce(part.to(device), "sum").to(part.device)
+        return found
+
+    def _add_gradients(self) -> None:
+        if self.accelerator.num_processes == 1:
+            return
+        for parameter in self.trained.values():
+            assert parameter.grad is not None
+            parameter.grad.copy_(self._summed(parameter.grad))
+
+    @torch.no_grad()
+    def _measure(self, kind: Stage) -> tuple[list[float], list[float]]:
+        """Loss and recall of every layer on the held-out rows."""
+        sums, queries = self._forward(list(self.data[self.target.lengths[kind]].held_out), kind)
+        return (sums.loss / queries).tolist(), (sums.mass / sums.choosing).tolist()
+
+    def _judge(self, number: int, done: int, stage: HealStage, state: State) -> None:
+        """Evaluate on the held-out rows, and keep these weights if they are the best so far."""
+        loss, recall = self._measure(stage.kind)
+        found = HeldOutEvaluation(
+            **self._where(number, done, stage),
+            held_out_loss=sum(loss),
+            held_out_recall=sum(recall) / len(recall),
+            held_out_loss_by_layer=loss,
+            held_out_recall_by_layer=recall,
+        )
+        self.files.log.record(**vars(found))
+        self.files.log.say(str(found))
+        state.judged(found.held_out_loss, self._masters)
+
+    def _masters(self) -> Tensors:
+        return {name: p.detach().cpu().clone() for name, p in self.trained.items()}
+
+    def _tensors(self) -> Tensors:
+        """Return the adapter's tensors: the indexers in the checkpoint's dtypes."""
+        plain = self.body.plain_dtype
+        return {name: tensor.to(plain(name)) for name, tensor in self._masters().items()}
+
+    @torch.no_grad()
+    def _set(self, masters: Mapping[str, torch.Tensor]) -> None:
+        for name, parameter in self.trained.items():
+            parameter.copy_(masters[name])
+
+    def _save(self, position: Position, state: State, optimizer: torch.optim.Optimizer) -> None:
+        self._check_base()
+        state.position = position
+        state.indexers, state.optimizer = self._masters(), optimizer.state_dict()
+        self.files.save(state)
+        self.accelerator.wait_for_everyone()
+
+    def _check_base(self) -> None:
+        """Refuse a checkpoint that changed: an adapter must name the one that it was trained on."""
+        if checkpoint_digest(self.options.checkpoint) != self.base:
+            raise TrainingError(
+                f"the files of {self.options.checkpoint} are others than when this run began, so "
+                "what was learned since belongs to none of them. Put the first ones back and give "
+                "the same command, or begin anew with another --output."
+            )
+
+    def _restore(self, state: State, optimizer: torch.optim.Optimizer) -> None:
+        self._set(state.indexers)
+        optimizer.load_state_dict(state.optimizer)
+
+    def _finish(self) -> HealResult:
+        self._check_base()
+        self.accelerator.wait_for_everyone()
+        evaluations = self.files.evaluations()
+        if self.accelerator.is_main_process:
+            write_adapter(
+                self.options.output,
+                pattern=self.pattern,
+                checkpoint=self.options.checkpoint,
+                tensors=self._tensors(),
+                record=self._record(evaluations),
+            )
+            for sentence in learned(evaluations):
+                self.files.log.say(sentence)
+            output = self.options.output
+            self.files.log.say(f"wrote {output}; serve it: --indexcache-adapter {output}")
+        self.accelerator.wait_for_everyone()
+        return HealResult(Adapter.read(self.options.output), evaluations)
+
+    def _record(self, evaluations: tuple[HeldOutEvaluation, ...]) -> dict[str, Any]:
+        lengths = self.target.lengths
+        return {
+            "made_by": "indexcache heal run",
+            "options": {**self._told(), "lr": self.lr},
+            "lengths": {one.attention: lengths[one.kind] for one in self.options.stages},
+            "data_digests": {length: data.digest for length, data in self.data.items()},
+            "evaluations": [
+                {k: v for k, v in vars(e).items() if not isinstance(v, list)} for e in evaluations
+            ],
+            "versions": versions(),
+        }

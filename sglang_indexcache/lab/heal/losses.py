@@ -1,0 +1,404 @@
+"""The distillation losses of DSA and of training-aware IndexCache.
+
+Paper section "Training-Aware IndexCache": L_multi is the mean over the served layers of
+KL(p^(l+j) || q^(l)), L_avg is KL(mean of p || q^(l)); Proposition 1 says that their gradients are
+equal. Both are sums over queries here, as in the paper; divide by the number of queries for a
+mean. The warm-up form sums over every visible key, the sparse form over the selected ones only. It
+gathers the k keys of each query and scores no others, unless k is so near to L that scoring all of
+them in one product is cheaper.
+
+Nothing of size L x L is ever held: a block of queries is scored, its loss and the gradient of
+that loss are added up, and the block's scores are dropped. Peak memory beside the inputs is
+O(block x L x heads), or O(block x k x (heads + width)) where keys are gathered.
+
+Everything is computed in float32 (float64 inputs in float64), whatever autocast says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.functional import pad, relu
+
+from sglang_indexcache.errors import TrainingError
+from sglang_indexcache.lab.heal.packing import Layout
+
+DEFAULT_BLOCK = 256
+
+GATHERED_FROM = 16
+"""Selected keys are gathered where there are at least this many times as many tokens.
+
+Measured on a CPU (``benchmarks/results/distillation_loss.json``): gathering takes 1/1.3 of the time
+of scoring and masking all keys at 16 times, and 3.4 times as long at 8. Not measured on a GPU.
+"""
+
+
+@dataclass(frozen=True)
+class IndexInputs:
+    """Inputs with which an indexer scores.
+
+    The score of key s for query t is ``sum_h weights[t, h] * relu(queries[t, h] . keys[s])``.
+    Q is T, or the number of queries that the layout asks.
+
+    Attributes:
+        queries: ``[B, Q, H, D]``, rotated.
+        keys: ``[B, T, D]``, rotated.
+        weights: ``[B, Q, H]`` with every scale folded in.
+    """
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    weights: torch.Tensor
+
+
+@dataclass(frozen=True)
+class AttentionInputs:
+    """The main attention of a served layer, as far as its probabilities go.
+
+    Attributes:
+        queries: ``[B, N, Q, d]``; Q as in :class:`IndexInputs`.
+        keys: ``[B, N, T, d]``, or fewer key heads that divide N (one: ``[B, 1, T, d]``).
+        scale: multiplies the dot products.
+    """
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    scale: float
+
+    def by_key_head(self, rows: slice) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Scaled queries ``[B, rows, heads, d]`` of each key head, and its keys ``[B, T, d]``."""
+        for queries, keys in zip(
+            self.queries[:, :, rows].chunk(self.keys.shape[1], dim=1),
+            self.keys.unbind(1),
+            strict=True,
+        ):
+            yield _at_least_float32(queries.transpose(1, 2)) * self.scale, keys
+
+
+@torch.no_grad()
+def select_top_k(
+    index: IndexInputs, layout: Layout, topk: int, block: int = DEFAULT_BLOCK
+) -> torch.Tensor:
+    """Select the ``topk`` visible keys with the highest scores, as the kernels' contract does.
+
+    Keys of equal score are taken from the smaller position on. They are common: a key that every
+    head scores negative has score 0.
+
+    Returns:
+        ``[B, Q, min(topk, T)]`` int32, highest score first, -1 in the places that stay empty.
+    """
+    width = min(topk, layout.length)
+    found = []
+    with _full_precision(index.keys.device):
+        for rows in layout.blocks(block):
+            scores = _VisibleKeys(layout, rows, None).scores(index)[0]
+            # Adding +0.0 makes -0.0 equal to it on every device.
+            best, places = _first_best(scores.add_(0.0), min(width, scores.shape[-1]))
+            places = places.masked_fill(best == float("-inf"), -1).int()
+            found.append(pad(places, (0, width - places.shape[-1]), value=-1))
+    return torch.cat(found[::-1], dim=1)
+
+
+def _first_best(scores: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the ``width`` highest of ``[..., S]``, and where; of equal ones the first, in order.
+
+    torch.topk breaks ties as it likes, and a stable sort of all of S takes many times as long. So
+    only rows are sorted where the lowest score that is taken is also one that is left out.
+    """
+    best, places = scores.topk(width, dim=-1)
+    border = best[..., -1:]
+    alike = (scores == border).sum(-1) > (best == border).sum(-1)
+    crowded = alike & (border.squeeze(-1) > float("-inf"))
+    if crowded.device.type != "meta" and crowded.any():  # a dry run has no values
+        sorted_best, sorted_places = scores[crowded].sort(dim=-1, descending=True, stable=True)
+        best[crowded], places[crowded] = sorted_best[..., :width], sorted_places[..., :width]
+    places = places.sort(dim=-1).values
+    best, order = scores.gather(-1, places).sort(dim=-1, descending=True, stable=True)
+    return best, places.gather(-1, order)
+
+
+def distillation_loss(
+    index: IndexInputs,
+    targets: Sequence[AttentionInputs],
+    layout: Layout,
+    selected: torch.Tensor | None = None,
+    block: int = DEFAULT_BLOCK,
+    average: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """Sum over queries of KL(mean of the targets' p || q): L_avg, or one term of L_multi.
+
+    A query that selected nothing, or nothing that it may see, has no loss and no gradient.
+
+    Args:
+        index: of the F layer; the only thing that receives a gradient.
+        targets: one served layer for a term of L_multi (or plain DSA), several for L_avg.
+        selected: ``[B, Q, k]`` top-k indices padded with -1, each at most once in a row, for the
+            sparse form; None for the warm-up form.
+        average: makes ``[B, rows, S]`` of the p of this process's heads the mean over all
+            processes, where tensor parallelism splits the heads; every process calls it equally
+            often. None where all heads are here.
+
+    Returns:
+        A scalar. Divide by ``layout.counted.sum()`` for the mean over queries.
+
+    Raises:
+        TrainingError: shapes that do not fit together, or no target.
+    """
+    _check(index, targets, layout, selected)
+    job = _Job(tuple(targets), layout, selected, block, average)
+    loss: torch.Tensor = _Blockwise.apply(index.queries, index.keys, index.weights, job)
+    return loss
+
+
+def multi_layer_loss(
+    index: IndexInputs,
+    targets: Sequence[AttentionInputs],
+    layout: Layout,
+    selected: torch.Tensor | None = None,
+    block: int = DEFAULT_BLOCK,
+) -> torch.Tensor:
+    """L_multi: the mean over the served layers of each layer's own KL (paper, multi-distill).
+
+    The arguments are those of :func:`distillation_loss`. A trainer need not call it: a served
+    layer can add its own term, divided by the group's size, with q alone handed down.
+    """
+    terms = [distillation_loss(index, [target], layout, selected, block) for target in targets]
+    return torch.stack(terms).mean()
+
+
+@torch.no_grad()
+def captured_mass(
+    target: AttentionInputs, layout: Layout, selected: torch.Tensor, block: int = DEFAULT_BLOCK
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Measure how much of a layer's attention to all visible keys goes to the selected ones.
+
+    Only queries that see more keys than they may select are counted: the others select all.
+
+    Args:
+        selected: ``[B, Q, k]`` top-k indices padded with -1.
+
+    Returns:
+        The mass summed over those queries, a mean over heads, and how many they are; scalars.
+    """
+    mass = torch.zeros((), dtype=_accumulator(target.keys.dtype), device=target.keys.device)
+    queries = torch.zeros((), dtype=torch.int64, device=target.keys.device)
+    with _full_precision(target.keys.device):
+        for rows in layout.summed(block):
+            keys = _VisibleKeys(layout, rows, None)
+            chosen = layout.attended(rows, selected)
+            choosing = layout.counted[:, rows] & (keys.allowed.sum(-1) > selected.shape[-1])
+            found = keys.distribution(target).masked_fill_(~chosen, 0.0).sum(-1)
+            mass += (found * choosing).sum()
+            queries += choosing.sum()
+    return mass, queries
+
+
+def _log_softmax(scores: torch.Tensor, support: torch.Tensor) -> torch.Tensor:
+    """Return the log of q over the support, -inf outside; never NaN, also on an empty support."""
+    empty = ~support.any(-1, keepdim=True)
+    inside = scores.masked_fill(~support, float("-inf")).masked_fill(empty, 0.0)
+    return inside.log_softmax(-1).masked_fill(~support, float("-inf"))
+
+
+def _divergence(p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+    """KL(p || q) per query, nats; keys outside the support add nothing, and 0 log 0 is 0."""
+    # -inf times a p of 0 would be NaN, in the value and in the gradient.
+    return (torch.xlogy(p, p) - p * log_q.masked_fill(p == 0, 0.0)).sum(-1)
+
+
+class _VisibleKeys:
+    """Every key that a block of queries sees, or masked to the selected ones of them.
+
+    What comes after the block's last query is not scored.
+
+    Attributes:
+        allowed: ``[B, rows, S]`` bool, which of the S keys each query may use.
+    """
+
+    def __init__(self, layout: Layout, rows: slice, selected: torch.Tensor | None) -> None:
+        self.rows, self.reach = rows, layout.reach(rows)
+        self.allowed = layout.attended(rows, selected)
+
+    def take(self, keys: torch.Tensor) -> torch.Tensor:
+        """Return these of ``[B, T, D]`` keys, in at least float32."""
+        return _at_least_float32(keys[:, : self.reach])
+
+    def dots(self, queries: torch.Tensor, taken: torch.Tensor) -> torch.Tensor:
+        """``[B, rows, heads, S]`` dot products of queries ``[B, rows, heads, D]``."""
+        flat = queries.flatten(1, 2) @ taken.transpose(-1, -2)
+        return flat.view(*queries.shape[:3], -1)
+
+    def to_queries(self, pull: torch.Tensor, taken: torch.Tensor) -> torch.Tensor:
+        """Return the queries' gradient ``[B, rows, heads, D]`` for that of the dots, ``pull``."""
+        return (pull.flatten(1, 2) @ taken).view(*pull.shape[:3], -1)
+
+    def to_keys(self, pull: torch.Tensor, queries: torch.Tensor, total: torch.Tensor) -> None:
+        """Add the keys' gradient for that of the dots to ``total``, ``[B, T, D]``."""
+        found = pull.flatten(1, 2).transpose(-1, -2) @ queries.flatten(1, 2)
+        total[:, : self.reach] += found
+
+    def scores(self, index: IndexInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the index scores of the block.
+
+        Returns:
+            The scores ``[B, rows, S]``, -inf where a key is not allowed; what the heads found
+            before they were weighted, ``[B, rows, heads, S]``; and the keys, as :meth:`take`.
+        """
+        taken = self.take(index.keys)
+        hits = relu(self.dots(_at_least_float32(index.queries[:, self.rows]), taken))
+        weights = _at_least_float32(index.weights[:, self.rows]).unsqueeze(2)
+        scores = (weights @ hits).squeeze(2)
+        return scores.masked_fill_(~self.allowed, float("-inf")), hits, taken
+
+    def distribution(self, target: AttentionInputs) -> torch.Tensor:
+        """p: attention over the allowed keys, averaged over the heads; ``[B, rows, S]``.
+
+        Zero in a row without any. One key head at a time, so that memory does not grow with them.
+        """
+        hidden = ~self.allowed
+        p = torch.zeros((), dtype=_accumulator(target.keys.dtype), device=hidden.device)
+        for queries, keys in target.by_key_head(self.rows):
+            scores = self.dots(queries, self.take(keys))
+            p = p + scores.masked_fill_(hidden.unsqueeze(2), float("-inf")).softmax(-1).sum(2)
+        return (p / target.queries.shape[1]).masked_fill(hidden, 0.0)
+
+
+class _SelectedKeys(_VisibleKeys):
+    """The keys that each query selected, gathered; a -1, or one it may not see, is not allowed."""
+
+    def __init__(self, layout: Layout, rows: slice, selected: torch.Tensor) -> None:
+        chosen = selected[:, rows].long()
+        self.rows, self.places = rows, chosen.clamp_min(0)
+        self.allowed = layout.sees(rows, self.places) & (chosen >= 0)
+
+    def take(self, keys: torch.Tensor) -> torch.Tensor:
+        # One index_select a row of the batch copies whole keys; keys[batch, places] takes twice
+        # the time on a CPU.
+        rows = [row.index_select(0, p.flatten()) for row, p in zip(keys, self.places, strict=True)]
+        return _at_least_float32(torch.stack(rows)).view(*self.places.shape, -1)
+
+    def dots(self, queries: torch.Tensor, taken: torch.Tensor) -> torch.Tensor:
+        return queries @ taken.transpose(-1, -2)
+
+    def to_queries(self, pull: torch.Tensor, taken: torch.Tensor) -> torch.Tensor:
+        return pull @ taken
+
+    def to_keys(self, pull: torch.Tensor, queries: torch.Tensor, total: torch.Tensor) -> None:
+        found = pull.transpose(-1, -2) @ queries
+        for row, places in enumerate(self.places):
+            total[row].index_add_(0, places.flatten(), found[row].flatten(0, 1))
+
+
+@dataclass(frozen=True)
+class _Job:
+    """The arguments of a loss that get no gradient."""
+
+    targets: tuple[AttentionInputs, ...]
+    layout: Layout
+    selected: torch.Tensor | None
+    block: int
+    average: Callable[[torch.Tensor], torch.Tensor] | None
+
+    def keys(self, rows: slice) -> _VisibleKeys:
+        """Return the keys that the queries ``rows`` are scored with."""
+        chosen = self.selected
+        if chosen is not None and GATHERED_FROM * chosen.shape[-1] <= self.layout.length:
+            return _SelectedKeys(self.layout, rows, chosen)
+        return _VisibleKeys(self.layout, rows, chosen)
+
+    def add(self, index: IndexInputs, rows: slice, gradient: IndexInputs | None) -> torch.Tensor:
+        """Return the loss of the queries ``rows``; its gradient goes into ``gradient`` if any."""
+        keys = self.keys(rows)
+        scores, hits, taken = keys.scores(index)
+        p = torch.stack([keys.distribution(target) for target in self.targets]).mean(0)
+        p = p if self.average is None else self.average(p)
+        log_q = _log_softmax(scores, keys.allowed)
+        counted = self.layout.counted[:, rows]
+        if gradient is not None:
+            pull = (log_q.exp() - p) * counted.unsqueeze(-1)  # of the loss on the scores
+            gradient.weights[:, rows] = (hits @ pull.unsqueeze(-1)).squeeze(-1)
+            weights = _at_least_float32(index.weights[:, rows])
+            on_dots = (hits > 0) * weights.unsqueeze(-1) * pull.unsqueeze(2)
+            gradient.queries[:, rows] = keys.to_queries(on_dots, taken)
+            queries = _at_least_float32(index.queries[:, rows])
+            keys.to_keys(on_dots, queries, gradient.keys)
+        return (_divergence(p, log_q) * counted).sum()
+
+
+class _Blockwise(torch.autograd.Function):
+    """Adds up the loss over blocks, and its gradient with it.
+
+    The loss is a scalar, so its gradient is known up to a factor while the block's scores are
+    still at hand: that of a score is q - p. Taking it in the forward pass costs no second
+    computation of p.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, queries: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor, job: _Job
+    ) -> torch.Tensor:
+        index = IndexInputs(queries, keys, weights)
+        gradient = _no_gradient(index) if any(ctx.needs_input_grad) else None
+        total = torch.zeros((), dtype=_accumulator(keys.dtype), device=keys.device)
+        with _full_precision(index.keys.device):
+            for rows in job.layout.summed(job.block):
+                total += job.add(index, rows, gradient)
+        if gradient is not None:
+            ctx.save_for_backward(gradient.queries, gradient.keys, gradient.weights)
+            ctx.dtype = keys.dtype
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        queries, keys, weights = (g * upstream[0] for g in ctx.saved_tensors)
+        return queries, keys.to(ctx.dtype), weights, None
+
+
+def _no_gradient(index: IndexInputs) -> IndexInputs:
+    """Zeros. A key collects terms from every block: their sum is kept in at least float32."""
+    keys = torch.zeros_like(index.keys, dtype=_accumulator(index.keys.dtype))
+    return IndexInputs(torch.zeros_like(index.queries), keys, torch.zeros_like(index.weights))
+
+
+def _full_precision(device: torch.device) -> AbstractContextManager[Any]:
+    """No autocast: it would take products of float32 tensors in bfloat16."""
+    # The meta device, on which memory is planned, computes nothing and knows no autocast.
+    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
+
+
+def _check(
+    index: IndexInputs,
+    targets: Sequence[AttentionInputs],
+    layout: Layout,
+    selected: torch.Tensor | None,
+) -> None:
+    if not targets:
+        raise TrainingError("distillation needs at least one served layer's attention")
+    shapes = [
+        ("index queries", index.queries.shape[:2], layout.asked.shape),
+        ("index keys", index.keys.shape[:2], layout.documents.shape),
+        ("index weights", index.weights.shape[:2], layout.asked.shape),
+    ]
+    for target in targets:
+        shapes.append(("attention queries", target.queries.shape[0::2], layout.asked.shape))
+        shapes.append(("attention keys", target.keys.shape[0::2], layout.documents.shape))
+    if selected is not None:
+        shapes.append(("selected", selected.shape[:2], layout.asked.shape))
+    for name, shape, expected in shapes:
+        if shape != expected:
+            raise TrainingError(
+                f"{name} are for [batch, tokens] = {list(shape)}, the layout is for "
+                f"{list(expected)}"
+            )
+
+
+def _at_least_float32(x: torch.Tensor) -> torch.Tensor:
+    return x.to(_accumulator(x.dtype))
+
+
+def _accumulator(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)

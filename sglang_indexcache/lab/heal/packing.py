@@ -1,0 +1,152 @@
+"""Visibility of keys to a query: causal, within its document, never across padding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang_indexcache.errors import TrainingError
+
+if TYPE_CHECKING:
+    from sglang_indexcache.data.packed import PackedRow
+
+PADDING = -1
+"""Document number of a token that only fills a row."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Packed rows, described in O(L); masks are made for a block of queries at a time.
+
+    A loss may ask some queries of a row only: its queries are then ``queries``, Q of them, and
+    whatever is given or returned by query has Q entries where it has T otherwise. Keys are all T.
+
+    Attributes:
+        documents: ``[B, T]`` integers; tokens see each other only with the same number.
+            :data:`PADDING` marks padding, which counts in no loss.
+        queries: ``[Q]`` places of the queries, ascending; None for every token.
+    """
+
+    documents: torch.Tensor
+    queries: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.documents.dim() != 2 or self.documents.is_floating_point():
+            raise TrainingError(
+                "documents must be an integer tensor [batch, tokens], got "
+                f"{self.documents.dtype} {list(self.documents.shape)}"
+            )
+
+    @property
+    def length(self) -> int:
+        """Tokens per row."""
+        return self.documents.shape[1]
+
+    @property
+    def asked(self) -> torch.Tensor:
+        """``[B, Q]`` integers: the document of each query."""
+        return self.documents if self.queries is None else self.documents[:, self.queries]
+
+    @property
+    def counted(self) -> torch.Tensor:
+        """``[B, Q]`` bool: the queries that count in a loss."""
+        return self.asked != PADDING
+
+    def places(self, rows: slice) -> torch.Tensor:
+        """``[rows]`` places of the queries ``rows`` among all tokens."""
+        if self.queries is None:
+            return torch.arange(rows.start, rows.stop, device=self.documents.device)
+        return self.queries[rows]
+
+    def reach(self, rows: slice) -> int:
+        """S, how many keys a block of queries can see: nothing after its last query is seen."""
+        return rows.stop if self.queries is None else int(self.queries[rows.stop - 1]) + 1
+
+    def visible(self, rows: slice) -> torch.Tensor:
+        """``[B, rows, S]`` bool over the S keys within :meth:`reach`.
+
+        A query always sees itself, so no row is ever empty.
+        """
+        reach = self.reach(rows)
+        keys = torch.arange(reach, device=self.documents.device)
+        same = self.asked[:, rows, None] == self.documents[:, None, :reach]
+        return same & (keys <= self.places(rows)[:, None])
+
+    def sees(self, rows: slice, places: torch.Tensor) -> torch.Tensor:
+        """``[B, rows, k]`` bool: whether queries ``rows`` see keys ``places``, ``[B, rows, k]``."""
+        batch = torch.arange(len(places), device=places.device)[:, None, None]
+        same = self.documents[batch, places] == self.asked[:, rows, None]
+        return same & (places <= self.places(rows)[:, None])
+
+    def attended(self, rows: slice, selected: torch.Tensor | None) -> torch.Tensor:
+        """``[B, rows, S]`` bool: the visible keys, only the ``selected`` ones if given.
+
+        These are ``[B, Q, k]`` top-k indices padded with -1.
+        """
+        visible = self.visible(rows)
+        if selected is None:
+            return visible
+        return visible & selected_mask(selected[:, rows], self.length)[..., : self.reach(rows)]
+
+    def blocks(self, size: int) -> Iterator[slice]:
+        """Cut the queries into blocks of ``size``, the last of them first.
+
+        It sees the most keys, so what it takes and frees can serve every other block. From the
+        first on, each would take a little more than any before had freed, and an allocator that
+        keeps what is freed would come to hold O(L^2).
+        """
+        if size < 1:
+            raise TrainingError(f"a block holds at least one query, got {size}")
+        count = self.asked.shape[1]
+        for start in reversed(range(0, count, size)):
+            yield slice(start, min(start + size, count))
+
+    def summed(self, size: int) -> Iterator[slice]:
+        """Yield :meth:`blocks` for what is only added up; a dry run takes some of them for all."""
+        return self.blocks(size)
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """``B`` rows of ``T`` tokens.
+
+    Attributes:
+        ids: ``[B, T]`` int64.
+        documents: ``[B, T]`` int64, the document of each token within its row;
+            :data:`PADDING` fills a row up.
+        positions: ``[B, T]`` int64, counted from 0 in each document.
+    """
+
+    ids: torch.Tensor
+    documents: torch.Tensor
+    positions: torch.Tensor
+
+    @classmethod
+    def of(cls, rows: Sequence[PackedRow], length: int, padding: int) -> PackedBatch:
+        """Pad rows to ``length`` tokens with the token id ``padding``."""
+        shape = (len(rows), length)
+        batch = cls(
+            ids=torch.full(shape, padding),
+            documents=torch.full(shape, PADDING),
+            positions=torch.zeros(shape, dtype=torch.int64),
+        )
+        for number, row in enumerate(rows):
+            at = 0
+            for document, piece in enumerate(row):
+                here = (number, slice(at, at + len(piece)))
+                batch.ids[here] = torch.from_numpy(piece).long()
+                batch.documents[here] = document
+                batch.positions[here] = torch.arange(len(piece))
+                at += len(piece)
+        return batch
+
+
+def selected_mask(indices: torch.Tensor, keys: int) -> torch.Tensor:
+    """``[B, b, keys]`` bool of ``[B, b, k]`` top-k indices, -1 where fewer than k were visible."""
+    mask = torch.zeros(*indices.shape[:2], keys + 1, dtype=torch.bool, device=indices.device)
+    # -1 goes to a spare last column, which is dropped.
+    mask.scatter_(-1, indices.long().where(indices >= 0, keys), True)
+    return mask[..., :keys]

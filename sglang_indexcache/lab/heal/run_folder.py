@@ -1,0 +1,244 @@
+"""Folder beside an adapter: the run that made it, as far as it has come."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, fields
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from sglang_indexcache.adapter import ADAPTER_FILE, Adapter
+from sglang_indexcache.errors import TrainingError
+from sglang_indexcache.study.journal import claim, locked
+from sglang_indexcache.support.files import check_writable, replacing, write_whole, writing
+
+OPTIONS, STATE, METRICS, LOCK = "options.json", "state.pt", "metrics.jsonl", "lock"
+COPIES_OF_STATE = 4
+"""Of the indexers in a state: as they are, the best ones, and AdamW's two moments."""
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, order=True)
+class Position:
+    """``step`` steps of stage number ``stage`` are done."""
+
+    stage: int
+    step: int
+
+
+@dataclass
+class State:
+    """State of a run; all that is needed to go on bit for bit.
+
+    Nothing but the order of rows is drawn at random, and that follows from the seed and the step.
+
+    Attributes:
+        indexers: float32 weights by name.
+        best: the weights with the lowest held-out loss of this stage, ``best_loss``.
+        lr: peak learning rate.
+    """
+
+    position: Position
+    indexers: Tensors = field(default_factory=dict)
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    best: Tensors = field(default_factory=dict)
+    best_loss: float = float("inf")
+    lr: float = 0.0
+
+    def judged(self, loss: float, weights: Callable[[], Tensors]) -> None:
+        """Take note of an evaluation."""
+        if loss < self.best_loss:
+            self.best_loss, self.best = loss, weights()
+
+
+@dataclass(frozen=True)
+class HeldOutEvaluation:
+    """On the held-out rows.
+
+    Attributes:
+        step: of the stage, done by then.
+        kind: "dense" or "sparse": what layers attended to, and over which keys the loss is.
+        total_step: steps done of the whole run.
+        held_out_loss: KL divergence, nats per query, summed over layers, each weighted by one
+            over the layers that its indexer serves.
+        held_out_recall: attention mass that goes to the selected keys, of queries that see
+            more; mean over layers.
+    """
+
+    stage: int
+    step: int
+    kind: str
+    total_step: int
+    held_out_loss: float
+    held_out_recall: float
+    held_out_loss_by_layer: list[float]
+    held_out_recall_by_layer: list[float]
+
+    def __str__(self) -> str:
+        return (
+            f"{self.kind} attention, step {self.step}: held-out loss {self.held_out_loss:.4g}, "
+            f"recall {100 * self.held_out_recall:.1f} %"
+        )
+
+
+class HealRun:
+    """The folder of a run, and the adapter that it ends with.
+
+    Args:
+        output: the adapter's folder; the run's is ``<output>.run``.
+        main: whether this process is the one that writes.
+    """
+
+    def __init__(self, output: Path, console: Console, main: bool) -> None:
+        self.output, self.main = output, main
+        self.folder = output.with_name(f"{output.name}.run")
+        self.log = RunLog(self.folder, main, console)
+
+    @contextmanager
+    def claimed(self, options: Mapping[str, Any]) -> Iterator[None]:
+        """Have the folder for this run alone while the block runs.
+
+        Raises:
+            TrainingError: it is another's, in use, or without its options; or the output holds
+                something that no run made.
+            OutputError: it cannot be written.
+        """
+        path = self.folder / OPTIONS
+        if not path.exists() and self.output.exists() and any(self.output.iterdir()):
+            raise TrainingError(
+                f"{self.output} holds something else already. Give another --output."
+            )
+        if not path.exists() and (self.folder / STATE).exists():
+            raise TrainingError(
+                f"{self.folder} has a state and no {OPTIONS}, so nobody can tell what the state "
+                "is of. Give another --output."
+            )
+        with ExitStack() as stack:
+            if self.main:
+                check_writable(self.folder)
+                stack.enter_context(locked(self.folder / LOCK, "healing", TrainingError))
+            if self.main or path.exists():
+                claim(path, options, "healing", TrainingError)
+            yield
+
+    def finished(self) -> Adapter | None:
+        """Return the adapter, if it was written."""
+        return Adapter.read(self.output) if (self.output / ADAPTER_FILE).exists() else None
+
+    def load(self) -> State | None:
+        """Load the newest state; drop what was logged after it.
+
+        Raises:
+            TrainingError: it cannot be read.
+        """
+        path = self.folder / STATE
+        if not path.exists():
+            self.log.rewind(Position(-1, 0))
+            return None
+        # Written by ourselves, and read as nothing but tensors and plain values.
+        try:
+            found = torch.load(path, map_location="cpu", weights_only=True)
+            state = State(**{**found, "position": Position(*found["position"])})
+        except Exception as error:  # torch's readers raise what they like
+            raise TrainingError(
+                f"{path} is damaged, or another version's. Give another --output, or move it away "
+                "to begin again."
+            ) from error
+        if not self.log.path.exists():
+            self.log.say(f"{self.log.path} is gone: the adapter's record will begin here")
+        self.log.rewind(state.position)
+        return state
+
+    def check_room(self, size: int) -> None:
+        """Refuse a disk that cannot hold what the run writes; ``size`` is the float32 indexers'.
+
+        Raises:
+            TrainingError: there is too little room.
+        """
+        needed = (2 * COPIES_OF_STATE + 1) * size  # a new state beside the old one; the adapter
+        there = sum(f.stat().st_size for f in self.folder.glob("*") if f.is_file())
+        if self.main and shutil.disk_usage(self.folder).free + there < needed:
+            raise TrainingError(
+                f"the disk of {self.folder} has too little room: states and adapter take up to "
+                f"{needed / 1e9:,.2g} GB. Make room, or give another --output."
+            )
+
+    def save(self, state: State) -> None:
+        """Replace the state in one step.
+
+        Not by accelerate's ``save_state``, which writes several files where the last ones stand: a
+        kill between them leaves a state that cannot be loaded.
+
+        Raises:
+            OutputError: it cannot be written; the state before it is whole.
+        """
+        if not self.main:
+            return
+        values = {f.name: getattr(state, f.name) for f in fields(state)}
+        values["position"] = (state.position.stage, state.position.step)
+        with replacing(self.folder / STATE, RuntimeError) as part:  # of torch's zip writer
+            torch.save(values, part)
+
+    def evaluations(self) -> tuple[HeldOutEvaluation, ...]:
+        """Those in the log."""
+        lines = read_metrics(self.folder) if (self.folder / METRICS).exists() else []
+        return tuple(HeldOutEvaluation(**line) for line in lines if "held_out_loss" in line)
+
+
+class RunLog:
+    """Writes one process's log, if it is ``enabled``: other processes write nothing."""
+
+    def __init__(self, folder: Path, enabled: bool, console: Console) -> None:
+        self.path = folder / METRICS
+        self.enabled, self.console = enabled, console
+
+    def rewind(self, reached: Position) -> None:
+        """Drop lines after a resumed position: those steps will be taken again."""
+        if not self.enabled or not self.path.exists():
+            return
+        # A killed process may have left half a line.
+        whole = [line for line in self.path.read_text().splitlines() if line.endswith("}")]
+        lines = [json.loads(line) for line in whole]
+        kept = [line for line in lines if Position(line["stage"], line["step"]) <= reached]
+        write_whole(self.path, "".join(json.dumps(line) + "\n" for line in kept))
+
+    def record(self, **values: Any) -> None:
+        """Add one line to the file; must have ``stage`` and ``step``."""
+        if self.enabled:
+            with writing(self.path), self.path.open("a") as file:
+                file.write(json.dumps(values) + "\n")
+
+    def say(self, text: str) -> None:
+        """Print a line for people only."""
+        if self.enabled:
+            self.console.print(text, highlight=False)
+
+
+def learned(evaluations: Sequence[HeldOutEvaluation]) -> list[str]:
+    """Return a sentence for each stage: its first evaluation and its best, whose weights it keeps.
+
+    Not from the first stage to the last: dense and sparse losses are over different keys.
+    """
+    sentences = []
+    for _, group in groupby(evaluations, key=lambda evaluation: evaluation.stage):
+        judged = list(group)
+        first, best = judged[0], min(judged, key=lambda evaluation: evaluation.held_out_loss)
+        sentences.append(
+            f"{first.kind} attention: held-out loss {first.held_out_loss:.4g} -> "
+            f"{best.held_out_loss:.4g}, recall {100 * first.held_out_recall:.1f} -> "
+            f"{100 * best.held_out_recall:.1f} %"
+        )
+    return sentences
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """Every line of a run's log."""
+    return [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]

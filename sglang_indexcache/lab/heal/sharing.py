@@ -1,0 +1,145 @@
+"""State that one forward pass hands from layer to layer: the F layer's selection and its q."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import torch
+
+from sglang_indexcache.errors import StaleIndexError
+from sglang_indexcache.lab.heal.losses import (
+    DEFAULT_BLOCK,
+    AttentionInputs,
+    IndexInputs,
+    distillation_loss,
+    select_top_k,
+)
+from sglang_indexcache.lab.heal.packing import Layout
+from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.recent import last_tokens, union
+
+
+class Stage(StrEnum):
+    """Stage of training, by what it trains.
+
+    ``DENSE`` trains the model with full attention and leaves the indexers alone; ``WARMUP``
+    trains the indexers against full attention and nothing else; ``SPARSE`` trains everything,
+    attention over the selected keys (paper section "Training-Aware IndexCache", Training).
+    """
+
+    DENSE = "dense"
+    WARMUP = "warmup"
+    SPARSE = "sparse"
+
+
+@dataclass
+class ForwardState:
+    """The state of one forward pass; dropped after its backward pass."""
+
+    stage: Stage
+    layout: Layout
+    index: dict[int, IndexInputs] = field(default_factory=dict)
+    selected: dict[int, torch.Tensor] = field(default_factory=dict)
+    losses: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+class Sharing:
+    """Connects a model's indexers and attentions.
+
+    Args:
+        block: queries per block of chunked work.
+    """
+
+    def __init__(self, pattern: Pattern, topk: int, block: int = DEFAULT_BLOCK) -> None:
+        self.pattern, self.topk, self.block = pattern, topk, block
+        self._underway = threading.local()  # the layers of several GPUs run at once
+
+    def start(self, stage: Stage, layout: Layout) -> ForwardState:
+        """Begin a forward pass."""
+        self.forward = found = ForwardState(stage, layout)
+        return found
+
+    @property
+    def forward(self) -> ForwardState | None:
+        """The forward pass that this thread started or resumed last."""
+        found: ForwardState | None = getattr(self._underway, "forward", None)
+        return found
+
+    @forward.setter
+    def forward(self, forward: ForwardState) -> None:
+        self._underway.forward = forward
+
+    @property
+    def layout(self) -> Layout:
+        """Who sees whom in this forward pass."""
+        return self.running().layout
+
+    @property
+    def needs_index(self) -> bool:
+        """Whether this forward pass selects or distils at all."""
+        return self.running().stage is not Stage.DENSE
+
+    def no_selection(self) -> torch.Tensor:
+        """``[B, T, 0]`` int32: what a layer hands on when nothing is selected."""
+        documents = self.layout.documents
+        return documents.new_empty((*documents.shape, 0), dtype=torch.int32)
+
+    def select(self, layer: int, index: IndexInputs) -> torch.Tensor:
+        """File an F layer's index inputs and return what it selects; nothing unless sparse."""
+        run, chosen = self.running(), self.no_selection()
+        if run.stage is Stage.SPARSE:
+            chosen = select_top_k(index, run.layout, self.topk, self.block)
+        run.index[layer], run.selected[layer] = index, chosen
+        return chosen
+
+    def selection(self, layer: int) -> torch.Tensor:
+        """Return what the F layer that serves ``layer`` selected; nothing in the dense stage."""
+        if not self.needs_index:
+            return self.no_selection()
+        source = self.pattern.source_of(layer)
+        selected = self.running().selected
+        if source not in selected:
+            raise StaleIndexError(
+                f"layer {layer} asked for the indices of layer {source} too early"
+            )
+        return selected[source]
+
+    def attended(self, layer: int) -> torch.Tensor | None:
+        """Return the keys that ``layer`` attends to; None for all visible ones."""
+        if self.running().stage is not Stage.SPARSE:
+            return None
+        return self.with_window(layer, self.selection(layer))
+
+    def with_window(self, layer: int, selected: torch.Tensor) -> torch.Tensor:
+        """``[B, T, k + w]``: ``selected`` with the recent window that ``layer`` sees, if any.
+
+        A window may reach into the document before; the layout lets nobody see that.
+        """
+        window = self.pattern.window_at(layer)
+        if not window:
+            return selected
+        rows, length = selected.shape[:2]
+        visible = torch.arange(1, length + 1, device=selected.device).expand(rows, -1)
+        return union(selected, last_tokens(visible, window, window))
+
+    def distil(self, layer: int, attention: AttentionInputs) -> None:
+        """Add the term of one served layer: KL(p^(layer) || q^(source)), weighted by 1/(m+1)."""
+        run = self.running()
+        source = self.pattern.source_of(layer)
+        if run.stage is Stage.DENSE:
+            return
+        attended = self.attended(layer)
+        loss = distillation_loss(run.index[source], [attention], run.layout, attended, self.block)
+        run.losses[layer] = loss / self.pattern.sources.count(source)
+
+    def running(self) -> ForwardState:
+        """Return the forward pass that was started last.
+
+        Raises:
+            StaleIndexError: there is none.
+        """
+        if self.forward is None:
+            raise StaleIndexError("a layer ran outside a forward pass of DistilledModel")
+        return self.forward

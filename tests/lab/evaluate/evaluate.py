@@ -1,0 +1,58 @@
+"""An evaluation on a fake server: in this process, or one to be killed.
+
+python -m tests.lab.evaluate.evaluate FOLDER URL
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO
+
+from rich.console import Console
+
+from sglang_indexcache.ask.client import Client
+from sglang_indexcache.lab.evaluate.arms import Servers
+from sglang_indexcache.lab.evaluate.corpus import Corpus
+from sglang_indexcache.lab.evaluate.evaluation import Evaluation, recorded
+from sglang_indexcache.lab.evaluate.plan import Arm, EvaluationPlan, Role
+from sglang_indexcache.lab.evaluate.run import Run
+from tests.lab.evaluate.fake_server import TOPK, Words
+
+ARMS = (
+    Arm("full", "FFFFFFFFFFFF", Role.REFERENCE),
+    Arm("half", "FFSFFSFSFSFS", Role.CANDIDATE),
+    Arm("few", "FSSSFSSSFSSS", Role.CANDIDATE),
+    Arm("worst", "FSSSSSSSSSSS", Role.BAD),
+)
+PLAN = EvaluationPlan(("notes",), (128, 160), 8, 4, TOPK, margin=0.1, looks=2)
+
+
+def corpus_of(plan: EvaluationPlan) -> Corpus:
+    return Corpus(Words(), plan.questions)
+
+
+def evaluate(
+    folder: Path,
+    urls: str | Mapping[str, str],
+    plan: EvaluationPlan = PLAN,
+    arms: tuple[Arm, ...] = ARMS,
+    corpus: Corpus | None = None,
+    told: IO[str] | None = None,
+) -> Evaluation:
+    """Everything that is left of the evaluation in ``folder``."""
+    named = {"": urls} if isinstance(urls, str) else urls
+    clients = {name: Client(url) for name, url in named.items()}
+    asking = Servers(arms, clients)
+    corpus = corpus or corpus_of(plan)
+    made_of = {"checkpoint": "c", "material": corpus.digest}
+    with recorded(folder, plan, arms, **made_of, server={}) as record:
+        if not record.facts:
+            record.add({"facts": {"started": "then", "notices": ["Told."]}})
+        return Run(asking, corpus, record, Console(file=told or io.StringIO())).run()
+
+
+if __name__ == "__main__":
+    evaluate(Path(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,113 @@
+"""What an evaluation says of itself: how far it came, what counts, and when a claim is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from sglang_indexcache.lab.evaluate.evaluation import Answer, Evaluation, Missing
+from sglang_indexcache.lab.evaluate.plan import Arm, Planned, Role
+from sglang_indexcache.lab.evaluate.verdict import Kind, verdicts_of
+from sglang_indexcache.stats.design import Design
+
+ARMS = (
+    Arm("full", "FFFF", Role.REFERENCE),
+    Arm("more", "FFFS", Role.CANDIDATE),
+    Arm("less", "FSFS", Role.CANDIDATE),
+    Arm("bad", "FSSS", Role.BAD),
+)
+CONTEXTS = 400
+PLANNED = (
+    Planned("short", "notes", 48, 0, False),
+    *(Planned(f"c{n}", "notes", 512, n * 2 // CONTEXTS + 1, n % 4 == 0) for n in range(CONTEXTS)),
+)
+Wrong = Callable[[str, int], bool]
+
+
+def evaluation(wrong: Wrong) -> Evaluation:
+    """One question a context; the bad arm is always wrong, an arm where ``wrong`` says so."""
+    answers = []
+    for place, planned in enumerate(PLANNED):
+        for arm in ARMS:
+            for repeat in range(2 if arm.role is Role.REFERENCE and planned.again else 1):
+                long = planned.look > 0
+                lost = long and (arm.role is Role.BAD or wrong(arm.name, place - 1))
+                answers.append(
+                    Answer(
+                        *(arm.name, repeat, planned.context, "q0", "notes", planned.length, 0.5),
+                        right=float(not lost),
+                        logprobs=(-float(lost),),
+                    )
+                )
+    return Evaluation({}, Design(CONTEXTS, 0.1, 2), 64, ARMS, PLANNED, tuple(answers))
+
+
+def kinds(found: Evaluation) -> dict[str, tuple[int, Kind]]:
+    return {name: (look, verdict.kind) for name, (look, verdict) in verdicts_of(found).items()}
+
+
+def upto(found: Evaluation, contexts: int) -> Evaluation:
+    """The control and so many contexts of it."""
+    kept = {planned.context for planned in PLANNED[: contexts + 1]}
+    return replace(found, answers=tuple(row for row in found.answers if row.context in kept))
+
+
+def test_the_first_claim_ends_a_patterns_evaluation() -> None:
+    """Though everything is lost from then on."""
+    found = evaluation(lambda arm, place: arm == "more" and place >= CONTEXTS // 2)
+    assert kinds(upto(found, CONTEXTS // 2))["more"] == (1, Kind.NO_LOSS)
+    assert kinds(found)["more"] == (1, Kind.NO_LOSS)
+
+
+def test_no_pattern_is_called_safe_behind_one_that_loses() -> None:
+    found = kinds(evaluation(lambda arm, place: arm == "more" and place % 2 == 0))
+    assert found["more"] == (1, Kind.LOSS)
+    assert found["less"] == (2, Kind.UNDECIDED)
+    assert kinds(evaluation(lambda *_: False))["less"] == (1, Kind.NO_LOSS)
+
+
+@pytest.mark.parametrize(("contexts", "look"), [(0, 0), (199, 0), (200, 1), (399, 1), (400, 2)])
+def test_a_look_is_reached_by_its_last_context(contexts: int, look: int) -> None:
+    found = upto(evaluation(lambda *_: False), contexts)
+    assert found.look == look
+    assert {row.context for row in found.outcomes(0)} == {"short"}
+
+
+def test_what_is_missing_counts_in_no_arm_but_as_asked() -> None:
+    found = replace(
+        upto(evaluation(lambda *_: False), 199), missing=(Missing("c199", "more", "away"),)
+    )
+    assert found.look == 1
+    lost = replace(found, missing=(*found.missing, Missing("c3", "full", "away")))
+    assert {row.context for row in found.outcomes()} - {row.context for row in lost.outcomes()} == {
+        "c3"
+    }
+
+
+def test_what_is_missing_counts_as_lost_where_no_loss_is_claimed() -> None:
+    """Left out, the contexts that a pattern broke hid its loss."""
+    whole = evaluation(lambda *_: False)
+    (_, verdict), failed = verdicts_of(whole)["more"], PLANNED[1:61]
+    gone = tuple(Missing(place.context, "more", "timed out") for place in failed)
+    names = {missing.context for missing in gone}
+    left = tuple(row for row in whole.answers if row.context not in names)
+    found = replace(whole, answers=left, missing=gone)
+    assert found.look == whole.look
+    _, other = verdicts_of(found)["more"]
+    assert (verdict.kind, other.kind) == (Kind.NO_LOSS, Kind.UNDECIDED)
+    assert other.difference == verdict.difference == 0
+    assert other.interval is not None
+    assert other.interval[0] < -len(gone) / CONTEXTS
+    assert f"{len(gone)} questions without an answer: counted as lost" in other.details
+    _, once = verdicts_of(replace(found, missing=gone[:1], answers=whole.answers))["more"]
+    assert once.kind is Kind.NO_LOSS
+
+
+def test_an_answers_numbers_are_those_of_all_its_tokens() -> None:
+    def answer(*logprobs: float) -> Answer:
+        return Answer("arm", 0, "c", "q0", "needles", 4096, 0.5, 1.0, logprobs=logprobs)
+
+    assert answer(-0.1, -2.2).nll == pytest.approx(1.15)
+    assert answer().nll is None

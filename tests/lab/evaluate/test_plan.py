@@ -1,0 +1,230 @@
+"""What is asked, in which order, and what it costs."""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from sglang_indexcache.errors import QualityError
+from sglang_indexcache.lab.evaluate import corpus
+from sglang_indexcache.lab.evaluate.corpus import Corpus
+from sglang_indexcache.lab.evaluate.plan import (
+    CONTROL_LOOK,
+    SEEING,
+    EvaluationPlan,
+    SelectedRows,
+    default_lengths,
+    enough_contexts,
+)
+from sglang_indexcache.lab.evaluate.run import EvaluationRequest
+from sglang_indexcache.lab.evaluate.tasks import TASKS
+from sglang_indexcache.lab.evaluate.tasks.context import Context, Task
+from tests.lab.evaluate.evaluate import ARMS
+from tests.lab.evaluate.fake_server import Words
+
+PLAN = EvaluationPlan(("notes", "tracking"), (256, 512), 10, 4, 64, margin=0.02, looks=4)
+CORPUS = Corpus(Words(), 4)
+
+
+@pytest.mark.parametrize(
+    ("context", "lengths"),
+    [
+        (202_752, (32768, 65536, 131072, 200_000)),  # GLM-5
+        (163_840, (32768, 65536, 131072, 160_000)),  # DeepSeek-V3.2
+        (131_072, (32768, 65536, 130_000)),
+        (133_000, (32768, 65536, 131072)),
+        (8192, (7100,)),
+        (4096, (3500,)),
+        (1024, (890,)),
+        (512, (440,)),
+        (None, (32768, 65536, 131072)),
+    ],
+)
+def test_lengths_run_up_to_the_context(context: int | None, lengths: tuple[int, ...]) -> None:
+    assert default_lengths(context) == lengths
+    assert context is None or lengths[-1] <= context - min(1024, context // 8)
+
+
+def test_every_look_has_as_many_contexts_in_every_cell() -> None:
+    seen: Counter[tuple[str, int]] = Counter()
+    for look in range(1, 5):
+        seen.update((p.task, p.length) for p in PLAN.planned if p.look == look)
+        assert len(set(seen.values())) == 1
+        assert sum(seen.values()) == pytest.approx(look / 4 * PLAN.design.contexts, abs=4)
+    assert sum(seen.values()) == PLAN.design.contexts == 40
+
+
+def test_a_quarter_is_asked_twice_and_the_control_is_short() -> None:
+    long = [p for p in PLAN.planned if p.look != CONTROL_LOOK]
+    assert sum(p.again for p in long) == 12  # 3 of 10 in each of 4 cells
+    control = [p for p in PLAN.planned if p.look == CONTROL_LOOK]
+    assert control
+    assert all(p.length == 48 <= PLAN.selects_all and p.again for p in control)
+
+
+@pytest.mark.parametrize("place", [0, 5])
+def test_contexts_are_those_of_the_plan(place: int) -> None:
+    planned = PLAN.planned[place]
+    made = CORPUS.make(planned)
+    assert (made.name, made.task, made.length) == (planned.context, planned.task, planned.length)
+    longest = max(len(q.ids) + len(q.answer) for q in made.questions)
+    assert len(made.ids) + longest == planned.length
+    assert CORPUS.make(planned) == made
+
+
+def test_the_cost_is_what_would_be_computed() -> None:
+    """Against counting every planned context, with pages of 64."""
+    plan = replace(PLAN, tasks=("notes",))
+    found = EvaluationRequest(Path(), ARMS[:3], plan, CORPUS, "").tokens()
+    counted = 0
+    for planned in plan.planned:
+        made = CORPUS.make(planned)
+        kept = len(made.ids) // 64 * 64
+        asked = sum(len(made.ids) - kept + len(q.ids) + len(q.answer) for q in made.questions)
+        counted += (3 + planned.again) * (len(made.ids) + asked)
+    assert found == pytest.approx(counted, rel=0.1)
+
+
+@pytest.mark.parametrize("topk", [64, 128, 256, 512])
+def test_every_task_has_a_control_at_any_topk(topk: int) -> None:
+    """Which pattern selects everything hangs on length alone, so notes stand in for long tasks."""
+    tasks = tuple(task for task in TASKS if task != "notes")
+    plan = CORPUS.fit(EvaluationPlan(tasks, (8 * max(topk, 256),), 4, 4, topk))
+    control = [p for p in plan.planned if p.look == CONTROL_LOOK]
+    assert len({p.context for p in control}) == len(control) == 2 * len(plan.controls)
+    assert all(p.length == 0.75 * topk for p in control)
+    for planned in control:
+        assert CORPUS.make(planned).length == planned.length
+    said = dict(plan.in_words())["contexts"]
+    for task in tasks:
+        stand_in = task not in plan.controls
+        assert (task in said.partition("notes stand in for ")[2]) == stand_in
+    assert ("needles" in plan.controls) == (topk >= 256)
+    assert ("notes" in plan.controls) == (topk < 512)
+
+
+def test_every_task_that_does_not_fit_is_named_with_those_that_do() -> None:
+    plan = EvaluationPlan(("needles", "notes", "rounds", "parents"), (128, 4096), 4, 4, 64)
+    with pytest.raises(QualityError) as raised:
+        Corpus(Words(), 8).fit(plan)
+    said = str(raised.value)
+    for task in ("needles", "rounds"):
+        assert f"{task}: with 8 questions it does not fit 128 tokens, it is " in said
+    assert "parents: a graph of 128 tokens has " in said
+    assert "notes:" not in said
+    assert said.endswith("Ask longer contexts (--length), or what fits: --task notes.")
+
+
+def test_a_model_with_no_room_for_a_control_is_refused() -> None:
+    plan = EvaluationPlan(("tracking",), (1024,), 4, 4, 12)
+    with pytest.raises(QualityError, match="notes: not even one question fits the 9 tokens"):
+        CORPUS.fit(plan)
+
+
+def test_more_contexts_show_smaller_losses() -> None:
+    plans = [replace(PLAN, contexts=count) for count in (10, 100, 1000)]
+    shown = [plan.design.detectable(*plan.assumed) for plan in plans]
+    assert shown == sorted(shown, reverse=True)
+
+
+@pytest.mark.parametrize(("lengths", "margin"), [((256,), 0.01), ((256, 512, 1024), 0.01)])
+def test_a_plan_of_default_size_can_show_its_margin(
+    lengths: tuple[int, ...], margin: float
+) -> None:
+    """The default to 128Ki asked for 576 contexts where one point needs 671."""
+    tasks = ("needles", "tracking", "rounds", "parents", "search-2", "search-3")
+    contexts = enough_contexts(len(tasks) * len(lengths), 8, margin, 4)
+    plan = EvaluationPlan(tasks, lengths, contexts, 8, 64, margin)
+    assert plan.design.needed(*plan.assumed) <= plan.design.contexts
+    fewer = replace(plan, contexts=contexts - 4)
+    seeing = SEEING["answers"]  # the other cells leave the claim
+    assert fewer.design.needed(*fewer.assumed) > seeing * fewer.design.contexts
+    assert enough_contexts(18, 8, 0.2, 4) == 32
+
+
+def test_probabilities_need_fewer_contexts() -> None:
+    assert enough_contexts(18, 8, 0.01, 4, "probability") == 28 < enough_contexts(18, 8, 0.01, 4)
+    finer = replace(PLAN, endpoint="probability")
+    shown = [plan.design.detectable(*plan.assumed) for plan in (finer, PLAN)]
+    assert shown == sorted(shown)
+    assert (
+        "probability of right answers has a standard deviation"
+        in dict(finer.in_words())["can show"]
+    )
+    with pytest.raises(QualityError, match="no endpoint is called 'nll': answers or probability"):
+        replace(PLAN, endpoint="nll")
+
+
+def test_the_longest_contexts_are_asked_first() -> None:
+    """Their rate, the slowest, tells how long everything takes at most."""
+    long = [p for p in PLAN.planned if p.look != CONTROL_LOOK]
+    assert [p.length for p in long[:4]] == [512, 512, 256, 256]
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"lengths": (64,)}, r"64 tokens can show nothing: up to 64 tokens \(index_topk\)"),
+        ({"lengths": ()}, "no tokens can show nothing"),
+        ({"tasks": ("needle",)}, "no task is called 'needle'; there are needles.*eval compare"),
+        ({"tasks": ("notes", "notes")}, "each task once"),
+        ({"margin": 1.0}, "margin of 100 points is not above 0 and below 100"),
+        ({"contexts": 3}, "3 contexts of each task and length cannot be looked at 4 times"),
+        (
+            {
+                "contexts": 3,
+                "tasks": (),
+                "taken": (SelectedRows("mrcr", 256, (1, 2, 3), (9,) * 3, 10),),
+            },
+            "cannot be looked at 4 times",
+        ),
+        ({"margin": 0.0}, "margin of 0 points is not above 0 and below 100"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused(changed: dict[str, object], said: str) -> None:
+    with pytest.raises(QualityError, match=said):
+        replace(PLAN, **changed)  # type: ignore[arg-type]
+
+
+def test_an_impossible_seed_is_skipped_by_rule_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is asked: a run ended at the first context that could not be made."""
+    made = corpus.make_context
+
+    def picky(name: str, task: Task, *of: Any, **rest: Any) -> Context:
+        if (name, *of[1:3]) == ("tracking", 512, 3):
+            raise QualityError("tracking does not fit")
+        return made(name, task, *of, **rest)
+
+    monkeypatch.setattr(corpus, "make_context", picky)
+    whole = (
+        replace(PLAN, tasks=("notes",)),
+        replace(PLAN, tasks=("tracking",), lengths=(512,), selects_all=240),
+    )
+    told = io.StringIO()
+    for plan in whole:
+        CORPUS.check(plan.planned, Console(file=told))
+    assert told.getvalue().strip() == (
+        "tracking-512-3 is made from seed 1000003 instead: tracking does not fit"
+    )
+    [planned] = [one for one in whole[1].planned if one.context == "tracking-512-3"]
+    found, other = (
+        CORPUS.make(planned),
+        made("tracking", TASKS["tracking"], Words(), 512, 1_000_003, questions=4),
+    )
+    assert (found.name, found.ids) == ("tracking-512-3", other.ids)
+    monkeypatch.setattr(corpus, "make_context", Raising())
+    with pytest.raises(QualityError, match="no task can do this"):
+        CORPUS.make(planned)
+
+
+class Raising:
+    """A task that no seed helps."""
+
+    def __call__(self, *_: object, **__: object) -> Context:
+        raise QualityError("no task can do this")

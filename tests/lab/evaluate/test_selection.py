@@ -1,0 +1,316 @@
+"""Which rows of a file are asked, what is said of the others, and what they cost and can show."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import TypeAdapter
+
+from sglang_indexcache.errors import QualityError
+from sglang_indexcache.lab.evaluate.corpus import Corpus, select_rows
+from sglang_indexcache.lab.evaluate.plan import (
+    CONTROL_LOOK,
+    CORRELATION,
+    DISCORDANCE,
+    EvaluationPlan,
+    SelectedRows,
+)
+from sglang_indexcache.lab.evaluate.run import EvaluationRequest
+from sglang_indexcache.lab.evaluate.tasks.files import Item
+from sglang_indexcache.stats.design import spread
+from tests.lab.evaluate.evaluate import ARMS
+from tests.lab.evaluate.fake_server import TOPK, Words
+from tests.lab.evaluate.tasks.published import graphwalks_row, prompt_row, write
+
+PLAN = EvaluationPlan((), (256, 512), 8, 4, TOPK, margin=0.1, looks=2)
+
+
+class Selection(NamedTuple):
+    plan: EvaluationPlan
+    items: dict[str, dict[int, dict[int, Item]]]
+    told: tuple[str, ...]
+
+    @property
+    def taken(self) -> tuple[SelectedRows, ...]:
+        return self.plan.taken
+
+
+def selection(
+    path: Path, task: str = "prompts", longest: int = 4096, **changes: object
+) -> Selection:
+    plan = replace(PLAN, **changes)  # type: ignore[arg-type]
+    return Selection(*select_rows(plan, {task: path}, Words(), longest))
+
+
+@pytest.fixture
+def mixed(tmp_path: Path) -> Path:
+    """6 rows to 256 tokens, 3 to 512, one too short and two too long."""
+    sizes = [10] + [60] * 6 + [180] * 3 + [300] * 2
+    rows = [prompt_row(n, " yes", words) for n, words in enumerate(sizes)]
+    return write(tmp_path / "mixed.jsonl", rows)
+
+
+def test_an_item_belongs_to_the_shortest_length_that_holds_it(mixed: Path) -> None:
+    found = selection(mixed)
+    cells = {(cell.task, cell.length): cell for cell in found.taken}
+    assert sorted(cells) == [("prompts", 256), ("prompts", 512)]
+    for (_, length), cell in cells.items():
+        assert all(256 * (length == 512) < size <= length for size in cell.sizes)
+    assert sorted(cells["prompts", 256].rows) == [2, 3, 4, 5, 6, 7]
+    assert sorted(cells["prompts", 512].rows) == [8, 9, 10]
+    [told] = found.told[:1]
+    assert told.startswith("prompts: 9 of 12 rows are asked: ")
+    assert "6 at 256 tokens (all that it has, of 8 asked for)" in told
+    assert "1 of at most 64 tokens (index_topk), where no pattern matters" in told
+    assert "2 longer than 512 tokens (the longest --length, or the model's context)" in told
+    assert "no chat template: conversations are sent as plain turns" in found.told[1]
+
+
+def test_the_models_context_is_a_bound_too(mixed: Path) -> None:
+    found = selection(mixed, longest=256)
+    assert {cell.length for cell in found.taken} == {256}
+    assert "longer than 256 tokens" in found.told[0]
+
+
+def test_no_more_than_was_asked_for_is_taken_in_an_order_of_the_seed(mixed: Path) -> None:
+    first, again, other = (selection(mixed, contexts=3, seed=seed) for seed in (0, 0, 5))
+    assert first == again
+    [rows, others] = [next(c.rows for c in one.taken if c.length == 256) for one in (first, other)]
+    assert len(rows) == 3
+    assert rows != others
+    assert set(first.items["prompts"]) >= set(rows)
+    assert "3 more than --contexts 3" in first.told[0]
+
+
+def test_too_few_of_one_length_are_left_out_and_named(mixed: Path) -> None:
+    found = selection(mixed, looks=4)
+    assert [(cell.task, cell.length) for cell in found.taken] == [("prompts", 256)]
+    assert (
+        "3 at 512 tokens, too few for 4 looks (take fewer --length, or fewer --looks)"
+        in found.told[0]
+    )
+
+
+def test_what_cannot_be_scored_is_left_out_with_its_mend(tmp_path: Path) -> None:
+    rows = [graphwalks_row(n, "bfs" if n < 2 else "parents") for n in range(6)]
+    path = write(tmp_path / "graphs.parquet", rows)
+    found = selection(path, "graphwalks", lengths=(4096,))
+    assert "2 with an answer that has no one order (run them with another har" in found.told[0]
+
+
+class Strict(Words):
+    """A tokenizer whose template knows no developer."""
+
+    chat_template = "one"
+
+    def apply_chat_template(self, messages: list[dict[str, str]], **_: object) -> list[int]:
+        if any(message["role"] == "developer" for message in messages):
+            raise ValueError("no developer")
+        return [1] * 100
+
+
+def test_a_row_that_the_template_refuses_is_named(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "say yes"}]
+    rows = [{"messages": turns, "answer": "yes"} for _ in range(3)]
+    rows[1]["messages"] = [{"role": "developer", "content": "be kind"}, *turns]
+    path = write(tmp_path / "own.jsonl", rows)
+    with pytest.raises(QualityError, match=r"own.jsonl, line 2: .*template refuses .*no dev"):
+        select_rows(PLAN, {"prompts": path}, Strict(), 4096)
+
+
+def test_a_file_without_anything_to_ask_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "short.jsonl", [prompt_row(n, " yes", 3) for n in range(4)])
+    said = r"short.jsonl has nothing that can be asked. prompts: 0 of 4 rows are asked. Left out: 4"
+    with pytest.raises(QualityError, match=said):
+        selection(path)
+
+
+def test_a_plan_of_files_counts_their_items(mixed: Path) -> None:
+    plan = selection(mixed).plan
+    assert plan.design.contexts == 9
+    control = [p for p in plan.planned if p.look == CONTROL_LOOK]
+    assert {p.task for p in control} == {"notes"}
+    again = json.loads(json.dumps(asdict(plan)))  # as a journal keeps it
+    assert TypeAdapter(EvaluationPlan).validate_python(again) == plan
+    both = selection(mixed, tasks=("notes",)).plan
+    assert both.design.contexts == 9 + 2 * 8
+    looks = [p.look for p in both.planned]
+    assert looks == sorted(looks)
+    for cell in both.cells:
+        seen = {p.look for p in both.planned if (p.task, p.length) == cell}
+        assert seen - {CONTROL_LOOK} == {1, 2}
+
+
+def test_contexts_are_those_of_the_rows(mixed: Path) -> None:
+    found = selection(mixed)
+    plan, corpus = found.plan, Corpus(Words(), 4, found.items)
+    rows = [json.loads(line) for line in mixed.read_text().splitlines()]
+    for planned in plan.planned:
+        if planned.look != CONTROL_LOOK:
+            made = corpus.make(planned)
+            row = rows[int(planned.context.rpartition("-")[2]) - 1]
+            assert Words().decode(made.ids) == row["prompt"]
+            assert made.name == planned.context
+            [question] = made.questions
+            assert Words().decode(question.answer) == row["answer"]
+            size = len(made.ids + question.ids + question.answer)
+            assert plan.sizes[planned.context] == size <= planned.length
+    other = replace(corpus, items={"prompts": {1: found.items["prompts"][2]}})
+    assert other.digest != corpus.digest != replace(corpus, items={}).digest
+
+
+def test_the_cost_is_that_of_the_rows(mixed: Path) -> None:
+    plan = selection(mixed).plan
+    planned = [p for p in plan.planned if p.look != CONTROL_LOOK]
+    sizes = [plan.sizes[p.context] for p in planned]
+    times = [3 + p.again for p in planned]
+    least = sum(size * count for size, count in zip(sizes, times, strict=True))
+    control = 4 * sum(  # three arms, and the reference again
+        plan.control_length + plan.control_length % 64
+        for p in plan.planned
+        if p.look == CONTROL_LOOK
+    )
+    request = EvaluationRequest(Path(), ARMS[:3], plan, Corpus(Words(), 4), "")
+    found = request.tokens()
+    pages = 64 * sum(times)  # what is left of a page is computed once more
+    assert least <= found - control <= least + pages
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(2, 400), min_size=1, max_size=5), st.integers(2, 50))
+def test_unequal_cells_show_what_their_means_can(counts: list[int], alike: int) -> None:
+    """Against the variance of a mean of means, and as before where all cells are alike.
+
+    The smallest cell is what a bet may lose at once, and t needs that much to differ.
+    """
+
+    def plan(sizes: list[int]) -> EvaluationPlan:
+        taken = tuple(
+            SelectedRows("mrcr", 100 + n, tuple(range(count)), (90,) * count, count)
+            for n, count in enumerate(sizes)
+        )
+        return EvaluationPlan((), (200,), 8, 8, TOPK, margin=0.1, looks=2, taken=taken)
+
+    deviation, differing = spread(DISCORDANCE, CORRELATION, 1)
+    variance = deviation**2 * sum(1 / count for count in counts) / len(counts) ** 2
+    found = plan(counts)
+    equivalent = (variance * sum(counts)) ** 0.5
+    weights = [sum(counts) / (len(counts) * count) for count in counts]
+    squares = [count * weight**2 for count, weight in zip(counts, weights, strict=True)]
+    fourths = [count * weight**4 for count, weight in zip(counts, weights, strict=True)]
+    equal = differing * sum(squares) ** 2 / sum(fourths) / sum(counts)
+    steps = deviation**2 * sum(squares) / max(weights) ** 2 / sum(counts)
+    expected = found.design.detectable(equivalent, min(equal, steps), max(weights))
+    assert detectable(found) == pytest.approx(expected)
+    same = plan([alike] * 3)
+    assert detectable(same) == pytest.approx(same.design.detectable(deviation, differing))
+
+
+def test_a_plan_says_that_a_small_cell_decides_and_how_to_mend_that() -> None:
+    def plan(*counts: int) -> EvaluationPlan:
+        taken = tuple(
+            SelectedRows("mrcr", 100 * n, tuple(range(count)), (90,) * count, count)
+            for n, count in enumerate(counts, 1)
+        )
+        return EvaluationPlan((), (200,), 8, 8, TOPK, margin=0.03, looks=2, taken=taken)
+
+    assert detectable(plan(400, 400)) < 0.03 < 0.1 < detectable(plan(400, 400, 8))
+    words = " ".join(text for _, text in plan(400, 400, 8).in_words())
+    assert "no loss beyond 3 points can hardly be shown" in words
+    assert (
+        "mrcr at 300 tokens has only 8 and counts as much as every other cell: give more rows of "
+        "it, or leave it out (that file, or that --length), or take a wider --margin."
+    ) in words
+    alike = plan(8, 8)
+    for equal in (alike, replace(alike, tasks=("notes",))):  # rows have one question, tasks eight
+        assert "has only" not in str(equal.in_words())
+
+
+def detectable(plan: EvaluationPlan) -> float:
+    return plan.design.detectable(*plan.assumed)
+
+
+def longbench_rows(documents: int, questions: int) -> list[dict[str, object]]:
+    return [
+        {
+            "context": " ".join(f"d{document}w{n}" for n in range(100)),
+            "question": f"which is {question}?",
+            **{f"choice_{letter}": f"{letter}{question}" for letter in "ABCD"},
+            "answer": "ABCD"[question % 4],
+        }
+        for document in range(documents)
+        for question in range(questions)
+    ]
+
+
+def test_rows_about_one_document_are_questions_behind_one_context(tmp_path: Path) -> None:
+    """One of them was asked, and the others left out."""
+    path = write(tmp_path / "lb.json", longbench_rows(6, 4))
+    found = selection(path, "longbench-v2")
+    [cell] = found.taken
+    assert sorted((row - 1) // 4 for row in cell.rows) == list(range(6))
+    assert (cell.available, cell.questions) == (6, (4,) * 6)
+    assert "longbench-v2: 24 of 24 rows are asked, about 6 texts: 6 at 256" in found.told[0]
+    assert "24 paired questions" in dict(found.plan.in_words())["contexts"]
+    assert found.plan.assumed[:2] == pytest.approx(spread(DISCORDANCE, CORRELATION, 4))
+    corpus = Corpus(Words(), 4, found.items)
+    [planned] = [p for p in found.plan.planned if p.context == "longbench-v2-256-5"]
+    made = corpus.make(planned)
+    assert [question.name for question in made.questions] == ["row5", "row6", "row7", "row8"]
+    for question in made.questions:
+        row = int(question.name[3:])
+        alone = {"longbench-v2": {5: {row: found.items["longbench-v2"][5][row]}}}
+        one = replace(corpus, items=alone).make(planned)
+        assert made.ids + question.ids == one.ids + one.questions[0].ids
+        assert question.answer == one.questions[0].answer
+    assert found.plan.longest == cell.longest < found.plan.sizes[planned.context]
+    single = selection(write(tmp_path / "one.json", longbench_rows(8, 1)), "longbench-v2")
+    assert "about" not in single.told[0]
+
+
+def words_of(name: str, count: int) -> str:
+    return " ".join(f"{name}{n}" for n in range(count))
+
+
+def test_a_text_is_recognised_behind_any_opening(tmp_path: Path) -> None:
+    """Only a common beginning was: eight questions about each text erred in half of all runs."""
+    rows = [
+        {
+            "prompt": f"{words_of(f'opening{text}x{n}w', 700)} {words_of(f'text{text}w', 800)}",
+            "answer": "yes",
+        }
+        for text in range(3)
+        for n in range(4)
+    ]
+    rows += [{"prompt": words_of(f"other{n}w", 1500), "answer": "yes"} for n in range(5)]
+    found = selection(
+        write(tmp_path / "own.jsonl", rows), lengths=(4096,), contexts=20, longest=8192
+    )
+    [cell] = found.taken
+    assert cell.questions == (1,) * 8
+    assert len({(row - 1) // 4 for row in cell.rows if row <= 12}) == 3
+    assert {row for row in cell.rows if row > 12} == set(range(13, 18))
+    assert "9 about the text of another row (one text, one observation)" in found.told[0]
+
+
+def test_turns_of_a_conversation_are_one_observation(tmp_path: Path) -> None:
+    rows: list[dict[str, object]] = []
+    for talk in range(4):
+        first = {"role": "user", "content": f"talk {talk} " * 40}
+        said = {"role": "assistant", "content": "yes " * 20}
+        rows.append({"messages": [first], "answer": "yes"})
+        rows.append(
+            {"messages": [first, said, {"role": "user", "content": "and?"}], "answer": "no"}
+        )
+    path = write(tmp_path / "talks.jsonl", rows)
+    found = selection(path)
+    assert [(len(cell.rows), sum(cell.questions)) for cell in found.taken] == [(4, 8)]
+    apart = selection(path, lengths=(100, 512))  # turns of two lengths: one of them is asked
+    assert sum(sum(cell.questions) for cell in apart.taken) <= 4
+    assert "about the text of another row" in apart.told[0]

@@ -1,0 +1,313 @@
+"""A body of one layer at a time, against the same checkpoint loaded whole by transformers."""
+
+from __future__ import annotations
+
+import weakref
+from itertools import combinations_with_replacement, pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM
+
+from benchmarks.training.model import DistilledModel
+from sglang_indexcache.errors import CheckpointError, PatternError
+from sglang_indexcache.lab.heal.frozen import FrozenBody, shared_out
+from sglang_indexcache.lab.heal.local import LocalSharing, Passing, pass_through, pipelined
+from sglang_indexcache.lab.heal.packing import Layout
+from sglang_indexcache.lab.heal.sharing import Stage
+from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.stored import dequantised
+from tests.lab.heal.checkpoints import BLOCK, checkpoint, quantise
+from tests.lab.heal.models import FAMILIES, LAYERS, TOPK, one_document, tokens
+
+CPU = [torch.device("cpu")]
+PATTERN = Pattern("FSSF")
+families = pytest.mark.parametrize("family", FAMILIES)
+where = pytest.mark.parametrize("from_disk", [False, True])
+
+
+def body_of(folder: Path, from_disk: bool = False) -> FrozenBody:
+    sharing = LocalSharing(PATTERN, TOPK, block=7)
+    return FrozenBody(folder, PATTERN, sharing, torch.float32, CPU, from_disk)
+
+
+def train(
+    body: FrozenBody, ids: torch.Tensor, stage: Stage, pieces: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients into ``body``'s indexers; the last layer's output and each layer's loss."""
+    sharing: Any = next(iter(body.indexers.values())).sharing
+    parts = ids.chunk(pieces)
+    runs = [sharing.begin(stage, Layout(torch.zeros_like(p)), float(ids.numel())) for p in parts]
+    positions = torch.arange(ids.shape[1])
+    states = [body.start(part, positions.expand_as(part)) for part in parts]
+    hidden = [state for state, _ in states]
+    for number in range(LAYERS):
+        layer = body.layer(number)
+        for place, run in enumerate(runs):
+            sharing.resume(run)
+            hidden[place] = layer(hidden[place], states[place][1])
+        assert not any(state.requires_grad for state in hidden)
+        kept = [set(run.index) | set(run.projected) | set(run.selected) for run in runs]
+        serving = {0} if number in (0, 1) else set()
+        assert kept == [serving] * pieces  # nothing outlives the layers that it is for
+    losses = torch.stack([torch.stack([run.losses[i] for i in range(LAYERS)]) for run in runs])
+    return torch.cat(hidden), losses.sum(0)
+
+
+@families
+@where
+@pytest.mark.parametrize("stage", [Stage.WARMUP, Stage.SPARSE])
+def test_gradients_equal_those_of_the_whole_model(
+    tmp_path: Path, family: str, from_disk: bool, stage: Stage
+) -> None:
+    checkpoint(tmp_path, family)
+    ids = tokens(3, 23)
+    whole = DistilledModel(
+        AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32), PATTERN, block=7
+    )
+    whole.requires_grad_(False)
+    for parameter in whole.indexer_parameters():
+        parameter.requires_grad_(True)
+    batch = one_document(ids)
+    losses = whole(**batch, stage=stage)
+    (losses.index.sum() / ids.numel()).backward()
+    del batch["labels"]
+
+    body = body_of(tmp_path, from_disk)
+    hidden, found = train(body, ids, stage, pieces=2)
+
+    torch.testing.assert_close(found, losses.index, rtol=1e-5, atol=1e-5)
+    with torch.no_grad():
+        expected = whole.hidden(**batch, stage=stage)
+        torch.testing.assert_close(whole.model.model.norm(hidden), expected, rtol=1e-5, atol=1e-5)
+    gradients = {n: p.grad for n, p in whole.model.named_parameters() if p.grad is not None}
+    mine = {name: p.grad for name, p in body.indexer_tensors().items()}
+    assert mine.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(mine[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+
+
+class Memory(TorchDispatchMode):
+    """The memory of all tensors that are made meanwhile, but of those within an operation.
+
+    Attributes:
+        largest: bytes of the largest tensor.
+        peak: most bytes that were alive at a time.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = self.peak = self._alive = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(found):
+            if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta":
+                self._see(tensor.untyped_storage())
+        return found
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._known or not size:
+            return
+        self._known.add(key)
+        self._alive += size
+        self.largest, self.peak = max(self.largest, size), max(self.peak, self._alive)
+        weakref.finalize(storage, self._drop, key, size).atexit = False
+
+    def _drop(self, key: int, size: int) -> None:
+        self._known.remove(key)
+        self._alive -= size
+
+
+@pytest.mark.parametrize("stage", [Stage.WARMUP, Stage.SPARSE])
+@pytest.mark.parametrize("training", [True, False])
+def test_memory_grows_no_faster_than_the_length(
+    tmp_path: Path, stage: Stage, training: bool
+) -> None:
+    """Of each tensor, and of all that are alive (the order of blocks: ``test_packing.py``)."""
+    checkpoint(tmp_path)
+    body = body_of(tmp_path)
+    sharing: Any = body.indexers[0].sharing
+    sharing.block = 32
+    taken = []
+    for length in (256, 512):
+        run = sharing.begin(stage, Layout(torch.zeros(1, length, dtype=torch.int64)), 1.0)
+        sharing.resume(run)
+        hidden, rotation = body.start(tokens(1, length), torch.arange(length)[None])
+        layers = [body.layer(number) for number in range(LAYERS)]
+        with Memory() as seen, torch.set_grad_enabled(training):
+            for layer in layers:
+                hidden = layer(hidden, rotation)
+        taken.append((seen.largest, seen.peak))
+        assert len(run.captured) == (0 if training else LAYERS)
+    for before, after in zip(*taken, strict=True):
+        assert after <= 2.4 * before
+    assert taken[1][0] < 512**2  # a quarter of what a float32 matrix of 512 x 512 takes
+
+
+@families
+def test_block_fp8_is_the_checkpoint_that_was_dequantised(tmp_path: Path, family: str) -> None:
+    checkpoint(tmp_path / "fp8", family)
+    (tmp_path / "plain").mkdir()
+    plain = tmp_path / "plain"
+    for path in (tmp_path / "fp8").iterdir():
+        (plain / path.name).write_bytes(path.read_bytes())
+    quantise(tmp_path / "fp8")
+    [path] = (tmp_path / "fp8").glob("*.safetensors")
+    tensors = load_file(path)
+    assert any(t.dtype == torch.float8_e4m3fn and ".experts." in n for n, t in tensors.items())
+    spread = {}
+    for name, tensor in tensors.items():
+        if not name.endswith("_scale_inv"):
+            spread[name] = tensor.float()
+            for row, scales in enumerate(tensors.get(name + "_scale_inv", torch.empty(0))):
+                for column, scale in enumerate(scales):
+                    rows = slice(row * BLOCK, (row + 1) * BLOCK)
+                    spread[name][rows, column * BLOCK : (column + 1) * BLOCK] *= scale
+    save_file(spread, plain / path.name, metadata={"format": "pt"})
+    ids = tokens(2, 19)
+    found = train(body_of(tmp_path / "fp8"), ids, Stage.SPARSE, pieces=1)
+    expected = train(body_of(plain), ids, Stage.SPARSE, pieces=1)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_scales_of_blocks_at_the_edges() -> None:
+    weight = torch.ones(5, 7).to(torch.float8_e4m3fn)
+    scales = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    found = dequantised(weight, scales, (4, 4))
+    assert found[:, 0].tolist() == [1, 1, 1, 1, 3]
+    assert found[4].tolist() == [3, 3, 3, 3, 4, 4, 4]
+
+
+@pytest.mark.parametrize("loads", [[1] * 6, [4, 1, 2, 1, 1, 1], [9, 1, 1, 1, 1, 1]])
+@pytest.mark.parametrize("devices", [1, 2, 4, 8])
+def test_the_fullest_device_holds_as_little_as_can_be(loads: list[int], devices: int) -> None:
+    shares = shared_out(Pattern("FSFSSF"), loads, devices)
+    assert [number for share in shares for number in share] == list(range(6))
+    assert len(shares) == devices
+    every = (
+        max(sum(loads[a:b]) for a, b in pairwise([0, *ends, 6]))
+        for ends in combinations_with_replacement(range(7), devices - 1)
+    )
+    assert max(sum(loads[n] for n in share) for share in shares) <= 1.02 * min(every)
+
+
+def test_no_group_is_split_without_need() -> None:
+    assert shared_out(Pattern("FSSFSS"), [1] * 6, 2) == [range(3), range(3, 6)]
+    assert shared_out(Pattern("FSSSFS"), [1] * 6, 2) == [range(3), range(3, 6)]  # with need
+
+
+@pytest.mark.parametrize("stage", [Stage.WARMUP, Stage.SPARSE])
+@pytest.mark.parametrize("quantised", [True, False])
+@pytest.mark.parametrize("training", [True, False])
+def test_rows_on_several_devices_give_the_bits_of_one(
+    tmp_path: Path, stage: Stage, quantised: bool, training: bool
+) -> None:
+    """Groups are split between them, and each works on another row."""
+    checkpoint(tmp_path, dtype=torch.bfloat16)
+    if quantised:
+        quantise(tmp_path)
+    ids, found = tokens(3, 19), []
+    for devices in (1, 4):
+        pattern = Pattern("FSSS")
+        sharing = LocalSharing(pattern, TOPK, block=5)
+        body = FrozenBody(
+            tmp_path,
+            pattern,
+            sharing,
+            torch.float32,
+            [torch.device("cpu", i) for i in range(devices)],
+        )
+        positions = torch.arange(19)[None]
+        rows = [
+            Passing(
+                sharing.begin(stage, Layout(torch.zeros_like(row[None])), ids.numel()),
+                *body.start(row[None], positions),
+            )
+            for row in ids
+        ]
+        assert pipelined(body, len(rows)) == (devices > 1)
+        with torch.set_grad_enabled(training):
+            pass_through(body, sharing, rows)
+        bits = [one.hidden for one in rows]
+        bits += [loss for one in rows for loss in one.run.losses.values()]
+        bits += [mass for one in rows for mass, _ in one.run.captured.values()]
+        bits += [p.grad for p in body.indexer_tensors().values() if p.grad is not None]
+        assert len(bits) == len(rows) * (1 + (1 if training else 2) * LAYERS) + 5 * training
+        found.append(bits)
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_an_error_on_one_device_ends_the_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint(tmp_path)
+    pattern = Pattern("FSSS")
+    sharing = LocalSharing(pattern, TOPK)
+    devices = [torch.device("cpu", i) for i in range(2)]
+    body = FrozenBody(tmp_path, pattern, sharing, torch.float32, devices)
+    ids = tokens(1, 9)
+    rows = [
+        Passing(
+            sharing.begin(Stage.WARMUP, Layout(torch.zeros_like(ids)), 1.0),
+            *body.start(ids, torch.arange(9)[None]),
+        )
+        for _ in range(3)
+    ]
+
+    def fail(_: int) -> None:
+        raise MemoryError("full")
+
+    monkeypatch.setattr(body, "layer", fail)
+    with pytest.raises(MemoryError, match="full"):
+        pass_through(body, sharing, rows)
+
+
+def test_a_layer_of_experts_is_dequantised_into_place(tmp_path: Path) -> None:
+    """Once it took 2.3 times the layer: its parts, stacks of them, and what they were joined to."""
+    checkpoint(tmp_path, dtype=torch.bfloat16)
+    quantise(tmp_path)
+    body = body_of(tmp_path)
+    body.layer(LAYERS - 1)
+    with Memory() as seen:
+        run = body.layer(LAYERS - 1)
+    weights = run.__closure__
+    assert weights is not None
+    sizes = [
+        t.nbytes
+        for cell in weights
+        if isinstance(cell.cell_contents, dict)
+        for t in cell.cell_contents.values()
+    ]
+    assert sum(sizes) > 0
+    assert seen.peak < 1.2 * sum(sizes)
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    checkpoint(tmp_path)
+    [path] = tmp_path.glob("*.safetensors")
+    tensors = load_file(path)
+    gone = "model.layers.2.mlp.experts.1.up_proj.weight"
+    save_file({n: t for n, t in tensors.items() if n != gone}, path, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=f"has no tensor {gone}"):
+        body_of(tmp_path)
+    save_file(tensors | {gone: tensors[gone].to(torch.int8)}, path, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="as I8, which is not understood"):
+        body_of(tmp_path)
+
+
+def test_an_indexer_that_the_checkpoint_lacks(tmp_path: Path) -> None:
+    model = checkpoint(tmp_path)
+    model.config.indexer_types = Pattern("FSSS").to_indexer_types()
+    model.config.save_pretrained(tmp_path)
+    with pytest.raises(PatternError):
+        body_of(tmp_path)

@@ -1,0 +1,333 @@
+"""The losses against a dense float64 computation that shares no code with them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from sglang_indexcache.errors import TrainingError
+from sglang_indexcache.kernels.topk import reference
+from sglang_indexcache.lab.heal import losses
+from sglang_indexcache.lab.heal.losses import (
+    AttentionInputs,
+    IndexInputs,
+    captured_mass,
+    distillation_loss,
+    multi_layer_loss,
+    select_top_k,
+)
+from sglang_indexcache.lab.heal.packing import Layout
+
+B, T, H, D, N, W = 2, 19, 3, 5, 4, 6
+K, FEW = 4, 2
+"""Selected keys: so many of T that all are scored and masked; so few that they are gathered."""
+BORDER = 8
+assert T // BORDER in range(FEW, K)
+
+
+@pytest.fixture(autouse=True)
+def both_forms_occur(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in rows this short, where the package would always mask."""
+    monkeypatch.setattr(losses, "GATHERED_FROM", BORDER)
+
+
+def random_index(dtype: torch.dtype = torch.float64, grad: bool = True) -> IndexInputs:
+    shapes = ((B, T, H, D), (B, T, D), (B, T, H))
+    return IndexInputs(*(torch.randn(s, dtype=dtype).requires_grad_(grad) for s in shapes))
+
+
+def random_attention(dtype: torch.dtype = torch.float64) -> AttentionInputs:
+    queries, keys = (torch.randn(B, N, T, W, dtype=dtype) for _ in range(2))
+    return AttentionInputs(queries, keys, W**-0.5)
+
+
+def packed() -> Layout:
+    """Two documents and padding in one row, one document in the other."""
+    documents = torch.zeros(B, T, dtype=torch.int64)
+    documents[0, 7:] = 1
+    documents[0, 15:] = -1
+    return Layout(documents)
+
+
+def gradients(loss: torch.Tensor, index: IndexInputs) -> list[torch.Tensor]:
+    return list(torch.autograd.grad(loss, [index.queries, index.keys, index.weights]))
+
+
+def dense_oracle(
+    index: IndexInputs,
+    targets: Sequence[AttentionInputs],
+    layout: Layout,
+    selected: torch.Tensor | None,
+) -> torch.Tensor:
+    """KL(mean of the targets' p || q) in float64, every score at once, left to autograd.
+
+    A query without any key is left out.
+    """
+    queries, keys, weights = (x.double() for x in vars(index).values())
+    rows, length = layout.documents.shape
+    allowed = torch.zeros(rows, length, length, dtype=torch.bool)
+    for b in range(rows):
+        for t in range(length):
+            places = range(length) if selected is None else selected[b, t].tolist()
+            for s in places:
+                same = layout.documents[b, max(s, 0)] == layout.documents[b, t] != -1
+                allowed[b, t, s] |= 0 <= s <= t and bool(same)
+    products = []
+    for target in targets:
+        copies = target.queries.shape[1] // target.keys.shape[1]
+        attended = target.keys.double().repeat_interleave(copies, dim=1)
+        every = torch.einsum("bntd,bnsd->bnts", target.queries.double(), attended)
+        products.append(every * target.scale)
+    found = torch.relu(torch.einsum("bthd,bsd->bths", queries, keys))
+    scores = torch.einsum("bth,bths->bts", weights, found)
+    total = torch.zeros((), dtype=torch.float64)
+    for b, t in allowed.any(-1).nonzero().tolist():
+        use = allowed[b, t]
+        p = torch.stack([each[b, :, t, use].softmax(-1).mean(0) for each in products]).mean(0)
+        total = total + (p * (p.log() - scores[b, t, use].log_softmax(-1))).sum()
+    return total
+
+
+@pytest.mark.parametrize("topk", [None, K, FEW], ids=["warmup", "masked", "gathered"])
+@pytest.mark.parametrize("block", [1, 4, 7, 100])
+def test_both_forms_equal_the_dense_oracle(topk: int | None, block: int) -> None:
+    index, targets, layout = random_index(), [random_attention() for _ in range(3)], packed()
+    selected = select_top_k(index, layout, topk, block) if topk else None
+    each = [dense_oracle(index, [target], layout, selected) for target in targets]
+    for loss, expected in (
+        (multi_layer_loss(index, targets, layout, selected, block), torch.stack(each).mean()),
+        (
+            distillation_loss(index, targets, layout, selected, block),
+            dense_oracle(index, targets, layout, selected),
+        ),
+    ):
+        torch.testing.assert_close(loss, expected)
+        for got, want in zip(gradients(loss, index), gradients(expected, index), strict=True):
+            torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("topk", [None, K, FEW], ids=["warmup", "masked", "gathered"])
+@pytest.mark.parametrize("block", [1, 4, 100])
+def test_some_queries_of_a_row_add_what_they_add_among_all(topk: int | None, block: int) -> None:
+    index, target, layout = random_index(), random_attention(), packed()
+    places = torch.tensor([0, 3, 8, 9, 16, 18])
+    few = Layout(layout.documents, places)
+    asked = IndexInputs(index.queries[:, places], index.keys, index.weights[:, places])
+    seen = AttentionInputs(target.queries[:, :, places], target.keys, target.scale)
+    selected = select_top_k(index, layout, topk, block) if topk else None
+    chosen = select_top_k(asked, few, topk, block) if topk else None
+    if selected is not None:
+        assert chosen is not None
+        assert chosen.equal(selected[:, places])
+    loss = distillation_loss(asked, [seen], few, chosen, block)
+    others = torch.ones(T, dtype=torch.bool)
+    others[places] = False
+    nobody = selected if selected is not None else every_visible(layout)
+    nobody = nobody.masked_fill(others[:, None], -1)  # the others select nothing: no loss
+    expected = dense_oracle(index, [target], layout, nobody)
+    torch.testing.assert_close(loss, expected)
+    for got, want in zip(gradients(loss, index), gradients(expected, index), strict=True):
+        torch.testing.assert_close(got, want)
+    mass, queries = captured_mass(seen, few, nobody[:, places][..., :FEW], block)
+    assert queries <= len(places) * B
+    assert mass <= queries
+
+
+def every_visible(layout: Layout) -> torch.Tensor:
+    """``[B, T, T]``: every key, as if it were selected; the oracle leaves out the unseen ones."""
+    return torch.arange(T).expand(*layout.documents.shape, T)
+
+
+SHAPES = [
+    # rows, tokens, index heads, width, heads, key heads, width, selected, block
+    (1, 1, 1, 1, 1, 1, 1, 1, 1),
+    (3, 17, 1, 7, 3, 3, 5, 2, 5),
+    (2, 33, 5, 3, 6, 2, 4, 4, 32),
+    (1, 41, 2, 9, 7, 1, 3, 5, 40),
+    (2, 26, 4, 1, 2, 1, 1, 1, 3),
+    (1, 24, 3, 8, 4, 4, 6, 24, 100),
+]
+
+
+@pytest.mark.parametrize("form", ["warmup", "sparse"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_odd_shapes_equal_the_dense_oracle(shape: tuple[int, ...], form: str) -> None:
+    rows, length, heads, width, n, key_heads, d, topk, block = shape
+    sizes = ((rows, length, heads, width), (rows, length, width), (rows, length, heads))
+    index = IndexInputs(*(torch.randn(s, dtype=torch.float64).requires_grad_() for s in sizes))
+    attention = (torch.randn(rows, h, length, d, dtype=torch.float64) for h in (n, key_heads))
+    target = AttentionInputs(*attention, 0.7)
+    layout = Layout(torch.randint(0, 3, (rows, length)).sort(-1).values - 1)  # -1 is padding
+    selected = select_top_k(index, layout, topk, block) if form == "sparse" else None
+    loss = distillation_loss(index, [target], layout, selected, block)
+    expected = dense_oracle(index, [target], layout, selected)
+    torch.testing.assert_close(loss, expected)
+    if expected.requires_grad:  # not if every row is padding
+        for got, want in zip(gradients(loss, index), gradients(expected, index), strict=True):
+            torch.testing.assert_close(got, want)
+
+
+BFLOAT16_ROUNDING = 2**-8
+"""Relative error of rounding once to 8 significant bits."""
+
+
+@pytest.mark.parametrize("topk", [None, 16], ids=["warmup", "gathered"])
+def test_key_gradients_of_512_blocks_in_bfloat16_are_rounded_once(topk: int | None) -> None:
+    """Summed in bfloat16 they were off by some 2 %; float32 leaves the rounding of the result."""
+    length = 1024
+    shapes = ((1, length, 2, 16), (1, length, 16), (1, length, 2))
+    index = IndexInputs(*(torch.randn(s).bfloat16().requires_grad_() for s in shapes))
+    target = AttentionInputs(*(torch.randn(1, 2, length, 8).bfloat16() for _ in range(2)), 0.4)
+    layout = Layout(torch.zeros(1, length, dtype=torch.int64))
+    selected = select_top_k(index, layout, topk) if topk else None
+    got = gradients(distillation_loss(index, [target], layout, selected, block=2), index)
+    wide = IndexInputs(*(x.detach().double().requires_grad_() for x in vars(index).values()))
+    precise = AttentionInputs(target.queries.double(), target.keys.double(), target.scale)
+    # One block in float64 is held against autograd by the tests above.
+    want = gradients(distillation_loss(wide, [precise], layout, selected, block=length), wide)
+    for mine, exact in zip(got, want, strict=True):
+        assert mine.dtype == torch.bfloat16
+        assert (mine.double() - exact).norm() <= BFLOAT16_ROUNDING * exact.norm()
+
+
+@pytest.mark.parametrize("topk", [K, FEW], ids=["masked", "gathered"])
+def test_queries_that_selected_nothing_have_no_loss_and_no_gradient(topk: int) -> None:
+    """All -1, as engines give for padding; and a selection of which nothing is visible."""
+    index, target, layout = random_index(), random_attention(), packed()
+    selected = select_top_k(index, layout, topk, 5)
+    selected[0, 3] = -1
+    selected[1, 5] = T - 1
+    loss = distillation_loss(index, [target], layout, selected, block=4)
+    expected = dense_oracle(index, [target], layout, selected)
+    torch.testing.assert_close(loss, expected)
+    found = gradients(loss, index)
+    for got, want in zip(found, gradients(expected, index), strict=True):
+        torch.testing.assert_close(got, want)
+    for got in (found[0], found[2]):
+        assert not got[0, 3].any()
+        assert not got[1, 5].any()
+    nothing = distillation_loss(index, [target], layout, torch.full_like(selected, -1))
+    assert nothing.item() == 0
+    assert all(not g.any() for g in gradients(nothing, index))
+
+
+@pytest.mark.parametrize("topk", [None, K, FEW], ids=["warmup", "masked", "gathered"])
+def test_autocast_changes_no_bit(topk: int | None) -> None:
+    index, target, layout = random_index(torch.float32), random_attention(torch.float32), packed()
+
+    def run() -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+        selected = select_top_k(index, layout, topk, 5) if topk else None
+        loss = distillation_loss(index, [target], layout, selected, block=5)
+        return selected, [loss, *gradients(loss, index)]
+
+    plain_selection, plain = run()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        selection, cast = run()
+    if topk:
+        assert torch.equal(selection, plain_selection)  # type: ignore[arg-type]
+    for a, b in zip(plain, cast, strict=True):
+        assert a.dtype == b.dtype == torch.float32
+        assert torch.equal(a, b)
+
+
+def test_nothing_but_the_indexer_gets_a_gradient() -> None:
+    index, layout = random_index(), packed()
+    queries, keys = (torch.randn(B, N, T, W, requires_grad=True) for _ in range(2))
+    distillation_loss(index, [AttentionInputs(queries, keys, 1.0)], layout).backward()
+    assert index.queries.grad is not None
+    assert queries.grad is None
+    assert keys.grad is None
+
+
+@pytest.mark.parametrize("topk", [1, K, T, 2 * T])
+def test_the_selection_is_that_of_the_kernels_contract(topk: int) -> None:
+    """Whole numbers tie often, and the ReLU makes many scores exactly 0, from either side."""
+    index, layout = random_index(torch.float32, grad=False), packed()
+    index = IndexInputs(*(tensor.sign() for tensor in vars(index).values()))
+    index.keys[:, 3:9] = -index.queries[:, :1, 0]
+    selected = select_top_k(index, layout, topk, block=5)
+    found = torch.relu(torch.einsum("bthd,bsd->bths", index.queries, index.keys))
+    scores = torch.einsum("bth,bths->bts", index.weights, found)
+    for b in range(B):
+        for start, end in document_bounds(layout, b):
+            rows = slice(start, end)
+            visible = torch.arange(1, end - start + 1)
+            expected = reference.topk(scores[b, rows, rows], visible, topk)
+            got = selected[b, rows].where(selected[b, rows] < 0, selected[b, rows] - start)
+            got = got.long().where(got >= 0, T).sort(-1).values  # padding last
+            got = torch.nn.functional.pad(got, (0, topk - got.shape[1]), value=T)
+            assert torch.equal(got.where(got < T, -1).int(), expected)
+
+
+def document_bounds(layout: Layout, row: int) -> list[tuple[int, int]]:
+    numbers = layout.documents[row].tolist()
+    return [(numbers.index(n), len(numbers) - numbers[::-1].index(n)) for n in set(numbers)]
+
+
+def test_fewer_than_k_keys_are_all_selected() -> None:
+    index, target, layout = random_index(), random_attention(), packed()
+    every = select_top_k(index, layout, T, 5)
+    sparse = distillation_loss(index, [target], layout, every, block=5)
+    torch.testing.assert_close(sparse, distillation_loss(index, [target], layout, block=5))
+    first = select_top_k(index, layout, K, 5)[:, :K]
+    for t in range(K):
+        assert sorted(s for s in first[1, t].tolist() if s >= 0) == list(range(t + 1))
+
+
+def test_documents_and_padding_do_not_leak() -> None:
+    """A packed row's loss is the sum of its documents' losses, whatever the padding holds."""
+    index, target, layout = random_index(grad=False), random_attention(), packed()
+
+    def part(row: int, start: int, end: int) -> torch.Tensor:
+        cut = (slice(row, row + 1), slice(start, end))
+        own = IndexInputs(index.queries[cut], index.keys[cut], index.weights[cut])
+        heads = (cut[0], slice(None), cut[1])
+        attention = AttentionInputs(target.queries[heads], target.keys[heads], target.scale)
+        alone = Layout(torch.zeros(1, end - start, dtype=torch.int64))
+        return distillation_loss(own, [attention], alone)
+
+    expected = part(0, 0, 7) + part(0, 7, 15) + part(1, 0, T)
+    torch.testing.assert_close(distillation_loss(index, [target], layout, block=4), expected)
+    index.keys[0, 15:] = 1e6
+    target.keys[0, :, 15:] = -1e6
+    torch.testing.assert_close(distillation_loss(index, [target], layout, block=4), expected)
+
+
+@pytest.mark.parametrize("scale", [1e4, 1e8])
+def test_extreme_scores_stay_finite_in_float32(scale: float) -> None:
+    index = random_index(torch.float32)
+    huge = IndexInputs(index.queries, index.keys, index.weights * scale)
+    target = random_attention(torch.float32)
+    sharp = AttentionInputs(target.queries * scale, target.keys, target.scale)
+    loss = distillation_loss(huge, [sharp], packed())
+    assert torch.isfinite(loss)
+    assert loss >= 0
+    assert all(torch.isfinite(g).all() for g in gradients(loss, index))
+
+
+def test_bfloat16_inputs_are_computed_in_float32() -> None:
+    index, target, layout = random_index(torch.bfloat16), random_attention(torch.bfloat16), packed()
+    loss = distillation_loss(index, [target], layout)
+    assert loss.dtype == torch.float32
+    wide = IndexInputs(*(x.detach().double() for x in vars(index).values()))
+    precise = AttentionInputs(target.queries.double(), target.keys.double(), target.scale)
+    expected = distillation_loss(wide, [precise], layout)
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_no_gradient_is_computed_when_none_is_wanted() -> None:
+    index = random_index(grad=False)
+    assert not distillation_loss(index, [random_attention()], packed()).requires_grad
+
+
+def test_wrong_shapes_are_one_clear_error() -> None:
+    index, target, layout = random_index(), random_attention(), packed()
+    short = IndexInputs(index.queries, index.keys[:, 1:], index.weights)
+    with pytest.raises(TrainingError, match="index keys are for"):
+        distillation_loss(short, [target], layout)
+    with pytest.raises(TrainingError, match="selected are for"):
+        distillation_loss(index, [target], layout, torch.zeros(B, T - 1, 2, dtype=torch.int32))
+    with pytest.raises(TrainingError, match="at least one served layer"):
+        distillation_loss(index, [], layout)

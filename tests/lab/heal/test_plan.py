@@ -1,0 +1,143 @@
+"""What is planned on tensors without values, against what a run holds."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from sglang_indexcache.errors import TrainingError
+from sglang_indexcache.lab.heal.frozen import FrozenBody
+from sglang_indexcache.lab.heal.heal import HealOptions
+from sglang_indexcache.lab.heal.local import LocalSharing, Passing
+from sglang_indexcache.lab.heal.packing import Layout
+from sglang_indexcache.lab.heal.plan import (
+    GpuMachine,
+    HealPlan,
+    SampledLayout,
+    counted_gpus,
+    dry_run,
+    plan_of,
+)
+from sglang_indexcache.lab.heal.sharing import Stage
+from sglang_indexcache.pattern import Pattern
+from tests.lab.heal.checkpoints import checkpoint, quantise
+from tests.lab.heal.models import LAYERS, TOPK, tokens
+from tests.lab.heal.test_frozen import Memory
+
+LENGTH = 40
+MACHINE = GpuMachine(2, "a GPU", memory=1e9, bf16=1e12, float32=1e11, bandwidth=1e12)
+
+
+def options(folder: Path, **changes: object) -> HealOptions:
+    given = {"checkpoint": folder, "pattern": "FSFS", "data": (), "output": folder / "out"}
+    return HealOptions(**{**given, "length": LENGTH, "dense_steps": 2, **changes})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.parametrize("pattern", ["FSFS", "FSSS"])
+@pytest.mark.parametrize("stage", [Stage.WARMUP, Stage.SPARSE])
+def test_the_peak_of_each_device_is_as_planned(
+    tmp_path: Path, devices: int, pattern: str, stage: Stage
+) -> None:
+    """Every tensor that a step makes is counted, and what is held is what loading added."""
+    checkpoint(tmp_path, dtype=torch.bfloat16)
+    quantise(tmp_path)
+    dense = int(stage is Stage.WARMUP)
+    steps = {"dense_steps": dense, "sparse_steps": 1 - dense, "lr": 1e-3}
+    asked = options(tmp_path, pattern=pattern, block=16, **steps)
+    planned = plan_of(asked, replace(MACHINE, gpus=devices))
+
+    ids, positions = tokens(1, LENGTH), torch.arange(LENGTH)[None]
+    with Memory() as seen:
+        sharing = LocalSharing(Pattern(pattern), TOPK, block=16)
+        cpus = [torch.device("cpu")] * devices
+        body = FrozenBody(tmp_path, Pattern(pattern), sharing, torch.bfloat16, cpus)
+        held = []
+        for number in range(LAYERS):
+            before = seen._alive
+            body.layer(number)
+            held.append(seen._alive - before)
+        one = Passing(
+            sharing.begin(stage, Layout(torch.zeros_like(ids)), LENGTH),
+            *body.start(ids, positions),
+        )
+        start = seen._alive
+        for share, found in zip(body.shares, planned.shares, strict=True):
+            assert share == found.layers
+            if not share:
+                assert found.peak == 0
+                continue
+            seen.peak = seen._alive
+            for number in share:
+                one.through(body.layer(number), body.devices[number], sharing)
+            trained = [body.indexers[n] for n in share if n in body.indexers]
+            state = sum(4 * p.nbytes for indexer in trained for p in indexer.parameters())
+            embedding = body._embedding.nbytes if 0 in share else 0
+            measured = sum(held[n] for n in share) + state + embedding + seen.peak - start
+            assert found.peak == pytest.approx(measured, rel=0.1)
+
+
+def test_a_dry_run_needs_no_weights_and_says_what_helps(tmp_path: Path) -> None:
+    checkpoint(tmp_path)
+    whole = dict(dry_run(options(tmp_path), MACHINE))
+    for path in tmp_path.glob("*.safetensors"):
+        path.unlink()
+    assert dict(dry_run(options(tmp_path), MACHINE))["GPU 0"] == whole["GPU 0"]
+    idle = r"it fits, with \d+% of the memory to spare; with --rows 2 the GPUs would work at once"
+    assert re.fullmatch(idle, whole["verdict"])
+    busy = dict(dry_run(options(tmp_path, rows=2), MACHINE))["verdict"]
+    assert re.fullmatch(r"it fits, with \d+% of the memory to spare", busy)
+    assert "2 GPUs at work" in whole["hours"]
+    small = GpuMachine(2, "a GPU", memory=1e4, bf16=1e12, float32=1e11, bandwidth=1e12)
+    advice = dict(dry_run(options(tmp_path), small))["verdict"]
+    assert advice.startswith("it does not fit. With --from-disk it does not fit either: one GPU")
+    assert "A block-FP8 checkpoint of the model takes half the memory" in advice
+    alone = dict(dry_run(options(tmp_path, from_disk=True), small))
+    assert "give a shorter --context, or fewer --rows" in alone["verdict"]
+    assert "GPU 1" not in alone
+
+
+def test_a_stage_is_counted_at_its_own_length(tmp_path: Path) -> None:
+    checkpoint(tmp_path)
+
+    def planned(**changes: object) -> HealPlan:
+        return plan_of(options(tmp_path, sparse_steps=2, lr=1e-3, **changes), MACHINE)
+
+    short, mixed = planned(), planned(sparse_length=4 * LENGTH)
+    long = planned(length=4 * LENGTH)
+    assert short.hours < mixed.hours < long.hours
+    assert short.peak < mixed.peak
+
+
+@pytest.mark.parametrize("length", [48, 50, 68])  # whole blocks, and a shorter one in the end
+def test_a_few_blocks_stand_for_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: int
+) -> None:
+    checkpoint(tmp_path)
+    asked = options(tmp_path, length=length, block=4, sparse_steps=2, pattern="FSSS")
+    sampled = plan_of(asked, MACHINE)
+    monkeypatch.setattr(SampledLayout, "summed", Layout.summed)
+    every = plan_of(asked, MACHINE)
+    assert sampled.shares == every.shares
+    assert sampled.hours == pytest.approx(every.hours, rel=1e-6)
+
+
+def test_several_rows_keep_several_gpus_busy(tmp_path: Path) -> None:
+    checkpoint(tmp_path)
+    one, eight = (
+        plan_of(options(tmp_path, rows=rows, dense_steps=8 // rows, lr=1e-3), MACHINE)
+        for rows in (1, 8)
+    )
+    assert one.busy == pytest.approx(1)
+    assert 1.2 < eight.busy < 2
+    assert eight.hours == pytest.approx(one.hours / eight.busy)
+
+
+def test_gpus_are_written_as_a_count_and_a_name() -> None:
+    assert counted_gpus("8xh200") == (8, "h200")
+    with pytest.raises(TrainingError, match="8xh200, got 'h200'"):
+        counted_gpus("h200")
