@@ -1,4 +1,4 @@
-"""How a search's patterns do on batches that it never saw, over many kinds of made-up landscape.
+"""Study of searches' patterns on batches never seen, over many kinds of made-up landscape.
 
 python -m benchmarks.search_synthetic --layers 47 --seeds 8
 python -m benchmarks.search_synthetic --layers 78 --seeds 3
@@ -44,7 +44,7 @@ def lognormal(noise: float) -> Spread:
 def pareto(
     _layers: np.random.Generator, data: np.random.Generator, shape: tuple[int, int]
 ) -> Floats:
-    """A few batches weigh a layer many times as much as most; mean 1, barely a variance."""
+    """Let a few batches weigh a layer many times as much as most; mean 1, barely a variance."""
     return 1.5 * data.pareto(2.5, shape)
 
 
@@ -57,7 +57,7 @@ def in_blocks(
 
 
 def rare(layers: np.random.Generator, data: np.random.Generator, shape: tuple[int, int]) -> Floats:
-    """A fifth of the layers matter in one batch of sixteen only, and there a lot."""
+    """Let a fifth of the layers matter in one batch of sixteen only, and there a lot."""
     is_rare = layers.random(shape[0]) < 0.2
     strikes = 16.0 * (data.random(shape) < 1 / 16)
     usual = np.exp(0.2 * data.standard_normal(shape))
@@ -152,7 +152,7 @@ def compare(name: str, layers: int, seed: int) -> dict[str, Any]:
 
 
 def summarize(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """By kind: what each search adds over what exhaustive greedy adds, summed over landscapes."""
+    """Sum what each search adds over what exhaustive greedy adds, by kind of landscape."""
     return {kind: _summarize([row for row in rows if row["kind"] == kind]) for kind in KINDS}
 
 

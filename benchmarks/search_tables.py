@@ -17,7 +17,7 @@ _METHODS = {"greedy": "greedy", "fast, refined": "fast"}
 
 
 def landscapes(found: Record) -> str:
-    """What searches on made-up landscapes add on fresh batches, relative to exhaustive greedy."""
+    """Write what searches on made-up landscapes add on fresh batches, beside exhaustive greedy."""
     names = ("fast", "forward", "fast, 10x batches", "exhaustive, 3 batches")
     rows = []
     for kind, summary in found["summary"].items():
@@ -28,7 +28,7 @@ def landscapes(found: Record) -> str:
 
 
 def races(found: Record) -> str:
-    """How often a race on made-up losses misses the best on all batches."""
+    """Write how often a race on made-up losses misses the best on all batches."""
     rows = found["rows"]
     counts = sorted({row["contenders"] for row in rows})
     wrong: dict[tuple[str, str], list[str]] = {}
@@ -39,8 +39,39 @@ def races(found: Record) -> str:
     return markdown(header, [(*k, *cells) for k, cells in wrong.items()])
 
 
+def intervals(found: Record) -> str:
+    """Tabulate how often Student's interval and ours cover a loss, by number of documents."""
+    worlds = {f"made up: {name}": row for name, row in found["made_up"].items()}
+    worlds |= {f"shipped: `{name}`": row for name, row in found["shipped"].items()}
+    worlds |= {
+        f"found on landscapes: {name}": row["documents"] for name, row in found["searched"].items()
+    }
+    counts = ("8", "16", "32", "64")
+    rows = []
+    for name, row in worlds.items():
+        cells = []
+        for count in counts:
+            student, ours = (row[count][kind]["covers"] for kind in ("student", "ours"))
+            cells.append(f"{100 * student:.0f} → {100 * ours:.0f}")
+        rows.append((name, *cells))
+    title = f"Covers, % of {found['runs']:,} runs (landscapes: a twentieth): Student's → ours"
+    return markdown(("", *(f"{count} documents" for count in counts)), rows, title)
+
+
+def unlikely(found: Record) -> str:
+    """Tabulate how often `search compare` called the true loss unlikely."""
+    shares = found["called_unlikely"]
+    rows = []
+    for share, row in shares.items():
+        cells = [f"{100 * cell['student']:.0f} → {100 * cell['ours']:.0f}" for cell in row.values()]
+        rows.append((f"true loss {100 * float(share):g} %", *cells))
+    counts = next(iter(shares.values()))
+    title = "Called unlikely and true, % of runs: before → now"
+    return markdown(("", *(f"{count} documents" for count in counts)), rows, title)
+
+
 def levels(found: Record) -> str:
-    """The study's tasks: what all F gets right, and who guesses."""
+    """Write the study's tasks: what all F gets right, and who guesses."""
     rows = []
     for setting in found["settings"]:
         length = str(setting["length"])
@@ -53,7 +84,7 @@ def levels(found: Record) -> str:
 
 
 def searched(found: Record) -> str:
-    """What the study's searches found; not at 6 F where selections are starved."""
+    """Write what the study's searches found; not at 6 F where selections are starved."""
     rows = []
     for setting in found["settings"]:
         known = {p["pattern"]: p["held_out"] for p in setting["patterns"]}
@@ -67,7 +98,7 @@ def searched(found: Record) -> str:
 
 
 def _found_by(descents: Mapping[str, Any], count: int) -> dict[str, str]:
-    """By pattern the methods and objectives that arrived at it."""
+    """Return the methods and objectives that arrived at each pattern."""
     found: dict[str, dict[str, list[str]]] = {}
     for method, name in _METHODS.items():
         for objective in _LOSSES:
@@ -80,7 +111,7 @@ def _found_by(descents: Mapping[str, Any], count: int) -> dict[str, str]:
 
 
 def ranks(found: Record) -> str:
-    """How the study's objectives rank patterns."""
+    """Write how the study's objectives rank patterns."""
     rows = []
     for setting in found["settings"]:
         for count, ranked in setting["correlation"].items():
@@ -101,7 +132,7 @@ def ranks(found: Record) -> str:
 
 
 def served(found: Record) -> str:
-    """What searches over HTTP found on each objective, and held-out answers right."""
+    """Write what searches over HTTP found on each objective, and held-out answers right."""
     full = found["full"]["tasks"]
     right = [f"{100 * full[task]['accuracy']:.0f}" for task in _TASKS]
     rows = [("12", "all F", f"`{found['full']['pattern']}`", *right)]
@@ -118,7 +149,7 @@ def served(found: Record) -> str:
 
 
 def shipped(found: Record) -> str:
-    """The shipped checkpoint's patterns: their calibration loss, and held out against all F."""
+    """Write the shipped checkpoint's patterns: calibration loss, and held out against all F."""
     compared = json.loads((RESULTS / "search/tiny-dsa/compare.json").read_text(encoding="utf-8"))
     held_out = {row["pattern"]: row["difference"] for row in compared["comparisons"]}
     rows = []

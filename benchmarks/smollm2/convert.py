@@ -81,7 +81,7 @@ class Form:
 
 
 def dsa_config(llama: Any, *, index_heads: int, index_topk: int, theta: float | None = None) -> Any:
-    """The config of the converted model.
+    """Make the config of the converted model.
 
     Args:
         llama: the Llama's config.
@@ -132,7 +132,7 @@ def dsa_config(llama: Any, *, index_heads: int, index_topk: int, theta: float | 
 
 @torch.no_grad()
 def convert(llama: Any, config: Any) -> Any:
-    """The converted model in float32; its indexers are as they were initialised.
+    """Convert the model, in float32; its indexers are as they were initialised.
 
     Args:
         llama: a ``LlamaForCausalLM`` without biases.

@@ -49,13 +49,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, help="the checkpoint; default: built below --cache")
     parser.add_argument("--cache", type=Path, default=CACHE, help="where everything is kept")
-    parser.add_argument("--pattern", type=Pattern, default=None, help="default: the searched 1/4")
+    parser.add_argument("--pattern", type=Pattern, default=None, help="default: the searched 1/8")
     arguments = parser.parse_args()
     model: Path = arguments.model or arguments.cache / "built"
     if not (model / "config.json").exists():
         one_thread()
         build(model, arguments.cache, VARIANTS["built"], None, out.print)
-    ask(model, arguments.cache, arguments.pattern or searched_pattern("1/4"))
+    ask(model, arguments.cache, arguments.pattern or searched_pattern("1/8"))
 
 
 def ask(model: Path, cache: Path, pattern: Pattern) -> None:
@@ -72,6 +72,8 @@ def ask(model: Path, cache: Path, pattern: Pattern) -> None:
         for turn in turns
     ]
     table = Table("", *(one.summary() for one in patterns), box=SIMPLE_HEAD)
+    for column in table.columns:
+        column.overflow = "fold"  # a pattern is one long word
     prefills, skipped, answers = [], [], []
     out.print(f"serving {model} on this CPU; {len(prompts[0]):,} tokens of a document to read ...")
     with (

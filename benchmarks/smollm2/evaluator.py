@@ -17,7 +17,7 @@ from benchmarks.smollm2.books import Row
 from benchmarks.smollm2.lean import Lean, State
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.evaluators import Floats
-from sglang_indexcache.search.evaluators.hf import common_layers
+from sglang_indexcache.search.evaluators.hf import common_layers, lost_by_worst_head
 
 KEPT_RUNS = 3
 """Forwards of a row whose states are kept, those used last."""
@@ -109,6 +109,37 @@ class LeanEvaluator:
 
         model.hidden(row.ids, Pattern.full(model.layers), note=note)
         return matrix
+
+    def kept_mass(self, batch: int) -> Floats:
+        """Compare how much of its attention each head finds on its own list and on other layers'.
+
+        Returns:
+            ``[N, N]`` float64, as
+            :meth:`sglang_indexcache.search.evaluators.hf.TransformersEvaluator.kept_mass`.
+        """
+        return lost_by_worst_head(self.mass(batch))
+
+    @torch.no_grad()
+    def mass(self, batch: int) -> Floats:
+        """Return ``[N, N, heads]``: the share of attention on layers' lists, at counted places."""
+        model, row = self.model, self.rows[batch]
+        turned, lists = model.rotation(len(row.ids)), list[list[torch.Tensor]]()
+        reads: list[torch.Tensor] = []
+        model.hidden(
+            row.ids,
+            Pattern.full(model.layers),
+            keep=lambda _number, read: reads.append(read),
+            note=lambda _number, _stream, own: lists.append(own),
+        )
+        asked = torch.zeros(len(row.ids), dtype=torch.bool)
+        asked[self._places[batch] - 1] = True
+        mass = np.zeros((model.layers, model.layers, model.form.heads))
+        for layer, read in enumerate(reads):
+            for number, rows, weights in model.weights(model.project(layer, read, turned)):
+                masks = torch.stack([own[number] for own in lists[1 : layer + 2]])[:, asked[rows]]
+                on_lists = torch.einsum("hrs,irs->ih", weights[:, asked[rows]], masks.float())
+                mass[layer, : layer + 1] += on_lists.double().numpy()
+        return mass / int(asked.sum())
 
     def overlap(self, batch: int) -> Floats:
         """Return the share of their selections that layers have in common under all F.

@@ -19,16 +19,16 @@ import torch
 
 from benchmarks.smollm2.convert import Form
 from benchmarks.smollm2.lean import Lean
-from sglang_indexcache.heal.losses import (
+from sglang_indexcache.lab.heal.losses import (
     AttentionInputs,
     IndexInputs,
     captured_mass,
     distillation_loss,
     select_top_k,
 )
-from sglang_indexcache.heal.model import LightningIndexer
-from sglang_indexcache.heal.packing import Layout
-from sglang_indexcache.heal.sharing import Sharing
+from sglang_indexcache.lab.heal.model import LightningIndexer
+from sglang_indexcache.lab.heal.packing import Layout
+from sglang_indexcache.lab.heal.sharing import Sharing
 from sglang_indexcache.pattern import Pattern
 
 
@@ -155,7 +155,7 @@ class Layer:
 
     @torch.no_grad()
     def captured(self, row: int, topk: int) -> tuple[float, float]:
-        """The attention mass in ``topk`` selected keys of a row, and the most there could be."""
+        """Measure attention mass in ``topk`` selected keys of a row, and the most possible."""
         places = torch.arange(len(self.reads[row]) // 2, len(self.reads[row]), 16)
         index, target, layout = self.asked(row, places)
         mass, queries = captured_mass(target, layout, select_top_k(index, layout, topk))

@@ -71,7 +71,7 @@ class Lean:
         self._layers = [self._layer(stored, number) for number in range(self.layers)]
 
     def _layer(self, stored: dict[str, torch.Tensor], number: int) -> dict[str, torch.Tensor]:
-        """A layer's weights under short names, as they are used."""
+        """Return a layer's weights under short names, as they are used."""
         prefix, form = f"model.layers.{number}.", self.form
 
         def weight(name: str) -> torch.Tensor:
@@ -116,7 +116,7 @@ class Lean:
         note: Callable[[int, torch.Tensor, list[torch.Tensor]], None] | None = None,
         start: State | None = None,
     ) -> torch.Tensor:
-        """The output of the last layer before the final norm, ``[T, hidden]`` float32.
+        """Return the output of the last layer before the final norm, ``[T, hidden]`` float32.
 
         Args:
             ids: ``[T]`` int64.
@@ -150,7 +150,7 @@ class Lean:
         return self._normed(stream).to(self.dtype)
 
     def project(self, number: int, read: torch.Tensor, turned: Tables) -> Projected:
-        """A layer's queries, keys and values; ``turned`` from :meth:`rotation`."""
+        """Return a layer's queries, keys and values; ``turned`` from :meth:`rotation`."""
         weights, form = self._layers[number], self.form
         cosine, sine = (part.to(self.dtype) for part in turned)  # [T, rope / 2]
         by_group = [
@@ -180,8 +180,16 @@ class Lean:
             blocks.append(found.reshape(self.form.heads, -1, self.form.width).transpose(0, 1))
         return torch.cat(blocks).flatten(1)
 
+    def weights(self, given: Projected) -> Iterator[tuple[int, slice, torch.Tensor]]:
+        """Yield each block's number, rows and attention to all visible keys, ``[N, rows, S]``."""
+        groups, width = self.form.groups, self.form.width
+        keys = given.keys.float().repeat_interleave(self.form.heads // groups, 0)
+        for number, rows in enumerate(row_blocks(given.queries.shape[1])):
+            scores = given.queries[:, rows].float() @ keys[:, : rows.stop].mT * width**-0.5
+            yield number, rows, scores.masked_fill_(~causal(rows), float("-inf")).softmax(-1)
+
     def after(self, number: int, stream: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """The residual stream behind a layer."""
+        """Return the residual stream behind a layer."""
         weights = self._layers[number]
         stream = stream + linear(attended, weights["o"]).float()
         read = (self._normed(stream) * weights["mlp_norm"]).to(self.dtype)
@@ -203,7 +211,7 @@ class Lean:
     # -- the indexers ---------------------------------------------------------------------------
 
     def selected(self, number: int, read: torch.Tensor) -> list[torch.Tensor]:
-        """A mask ``[rows, S]`` for each block: the ``topk`` best visible keys, all if fewer."""
+        """Return a mask ``[rows, S]`` for each block: the ``topk`` best visible keys."""
         masks = []
         for rows, scores in self.scores(number, read):
             mask = causal(rows)
@@ -227,7 +235,7 @@ class Lean:
     def index_inputs(
         self, number: int, read: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """An indexer's queries ``[T, H, D]``, keys ``[T, D]`` and weights ``[T, H]``, rotated."""
+        """Return an indexer's queries ``[T, H, D]``, keys ``[T, D]`` and weights, rotated."""
         layer, width = self._layers[number], self.form.rope
         cosine, sine = (part.to(self.dtype) for part in self.rotation(len(read)))
         queries = linear(read, layer["index_q"]).unflatten(-1, (self.index_heads, width))
@@ -265,7 +273,7 @@ def causal(rows: slice) -> torch.Tensor:
 
 
 def widened(masks: list[torch.Tensor], window: int) -> list[torch.Tensor]:
-    """The masks with the last ``window`` keys that each query sees."""
+    """Add the last ``window`` keys that each query sees to the masks."""
     if not window:
         return masks
     return [mask | _last(mask, window) for mask in masks]

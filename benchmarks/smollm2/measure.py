@@ -123,7 +123,7 @@ def _key(row: Row, arm: Arm) -> str:
 
 
 def compared(line: Line, base: Line, field: str) -> tuple[float, float | None]:
-    """The mean over rows of a number less the base's of the same row, and half its interval."""
+    """Compare a number with the base's of the same row: the mean, and half its interval."""
     pairs = zip(line["rows"], base["rows"], strict=True)
     over = [mine[field] - its[field] for mine, its in pairs]
     return sum(over) / len(over), half_width(over)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def download(requirement: str, folder: Path, *, sources: bool = False) -> Path:
-    """A package's wheel, or its sources, as pip gets it; kept in ``folder``.
+    """Get a package's wheel, or its sources, by pip; kept in ``folder``.
 
     Args:
         requirement: a name with its version, ``name==1.2``.

@@ -129,20 +129,48 @@ def draw_path(record: dict[str, Any], path: Path) -> None:
     save_figure(figure, path)
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Search, measure, write."""
-    one_thread()
-    parser = argparse.ArgumentParser(description=__doc__)
+def study_parser(description: str | None) -> argparse.ArgumentParser:
+    """Return the options of a study that searches on some rows and measures on others."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("model", type=Path)
     parser.add_argument("--cache", type=Path, default=CACHE)
-    known = [f"{method}:{score}" for method in METHODS for score in SCORES]
-    parser.add_argument("--searches", nargs="+", choices=known, default=list(SEARCHES))
     parser.add_argument("--batches", type=int, default=4, help="rows that are searched on")
     parser.add_argument("--search-length", type=int, default=1024)
     parser.add_argument("--search-topk", type=int, default=64)
     parser.add_argument("--rows", type=int, default=8, help="held-out rows")
     parser.add_argument("--length", type=int, default=2048, help="of held-out rows")
     parser.add_argument("--topk", type=int, default=128)
+    return parser
+
+
+def conditions(arguments: argparse.Namespace, digest: str) -> dict[str, Any]:
+    """Return what a record says of the options of :func:`study_parser`, and of this machine."""
+    return {
+        "command": arguments.command,
+        "checkpoint": digest,
+        "machine": machine(),
+        "books": {"searched on": SEARCH, "measured on": HELD_OUT},
+        "batches": arguments.batches,
+        "searched": {"length": arguments.search_length, "index_topk": arguments.search_topk},
+        "measured": {"length": arguments.length, "index_topk": arguments.topk},
+        "intervals": "t, 95 %, over rows; differences are paired by row",
+    }
+
+
+def write_study(record: dict[str, Any], output: Path) -> None:
+    """Write a record beside its table, and print the table."""
+    shown = table(record["lines"])
+    write_json(output.with_suffix(".json"), record)
+    write_whole(output.with_suffix(".md"), f"Written by `{record['command']}`.\n\n{shown}\n")
+    print(shown)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Search, measure, write."""
+    one_thread()
+    parser = study_parser(__doc__)
+    known = [f"{method}:{score}" for method in METHODS for score in SCORES]
+    parser.add_argument("--searches", nargs="+", choices=known, default=list(SEARCHES))
     arguments = read_arguments(parser, "smollm2/searched", argv, QUICK)
     from transformers import AutoTokenizer
 
@@ -167,23 +195,13 @@ def main(argv: list[str] | None = None) -> None:
     assert matrix is not None
     record = {
         "what": "searched and blind patterns on SmolLM2: text loss and recall on held-out books",
-        "command": arguments.command,
-        "checkpoint": digest,
-        "machine": machine(),
-        "books": {"searched on": SEARCH, "measured on": HELD_OUT},
-        "batches": arguments.batches,
-        "searched": {"length": arguments.search_length, "index_topk": arguments.search_topk},
-        "measured": {"length": arguments.length, "index_topk": arguments.topk},
-        "intervals": "t, 95 %, over rows; differences are paired by row",
+        **conditions(arguments, digest),
         "searches": searches,
         "overlap": [[round(float(value), 4) for value in row] for row in matrix],
         "lines": lines,
     }
-    output: Path = arguments.output
-    write_json(output.with_suffix(".json"), record)
-    write_whole(output.with_suffix(".md"), f"Written by `{arguments.command}`.\n\n{table(lines)}\n")
-    draw(record, output.parent)
-    print(table(lines))
+    write_study(record, arguments.output)
+    draw(record, arguments.output.parent)
 
 
 def draw(record: dict[str, Any], folder: Path) -> None:

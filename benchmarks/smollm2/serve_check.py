@@ -5,7 +5,7 @@
 Ten pieces of real books are continued by 64 tokens in float32, by transformers under
 ``indexer_types`` and by a server in live mode on this machine's CPU. Where they part, the lead says
 by how much transformers preferred its token: below float32's rounding it is a coin toss. Writes
-smollm2/serve_check.json; the exit code is 1 if tokens differ.
+smollm2/serve_check.json after each batch; the exit code is 1 if tokens differ.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def by_server(
 def compare(
     served: Sequence[list[int]], patterns: Sequence[str], truth: Mapping[str, Sequence[Continued]]
 ) -> list[dict[str, Any]]:
-    """A row for each prompt: how many tokens agree, and the lead where they part."""
+    """Compare each prompt: how many tokens agree, and the lead where they part."""
     rows = []
     for number, (tokens, pattern) in enumerate(zip(served, patterns, strict=True)):
         expected, leads = truth[pattern][number]
@@ -93,6 +93,15 @@ def compare(
         parted = {"lead": leads[same]} if same < len(expected) else {}
         rows.append({"prompt": number, "pattern": pattern, "equal": same, **parted})
     return rows
+
+
+def report(batch: str, rows: Sequence[Mapping[str, Any]], count: int) -> None:
+    """Print how many prompts of ``batch`` are equal for ``count`` tokens, and each parting."""
+    partings = [row for row in rows if row["equal"] < count]
+    print(f"{batch}: {len(rows) - len(partings)} of {len(rows)} prompts equal for {count} tokens")
+    for row in partings:
+        where = f"prompt {row['prompt']} under {row['pattern']}, token {row['equal']}"
+        print(f"  {where}: transformers leads by {row['lead']:.2g} nats", flush=True)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -118,6 +127,14 @@ def main(argv: list[str] | None = None) -> None:
     print(f"transformers: {time.monotonic() - started:.0f} s", flush=True)
     batches = {text: [text] * len(prompts) for text in texts}
     batches["mixed"] = [texts[number % 2] for number in range(len(prompts))]
+    record = {
+        "command": arguments.command,
+        "environment": machine(),
+        "checkpoint": checkpoint_digest(model),
+        "index_topk": checkpoint.shape["index_topk"],
+        "tokens": [len(prompt) for prompt in prompts],
+        "new_tokens": count,
+    }
     rows: dict[str, list[dict[str, Any]]] = {}
     with live_server(model, arguments.output.with_suffix(".log")) as url:
         client = Client(url)
@@ -128,20 +145,8 @@ def main(argv: list[str] | None = None) -> None:
             if bool(mixed) != (name == "mixed"):
                 sys.exit(f"{mixed} forwards of the batch {name} held requests of both patterns")
             rows[name] = compare(served, chosen, truth)
-            whole = sum(row["equal"] == count for row in rows[name])
-            print(f"{name}: {whole} of {len(prompts)} prompts equal for {count} tokens", flush=True)
-    write_json(
-        arguments.output,
-        {
-            "command": arguments.command,
-            "environment": machine(),
-            "checkpoint": checkpoint_digest(model),
-            "index_topk": checkpoint.shape["index_topk"],
-            "tokens": [len(prompt) for prompt in prompts],
-            "new_tokens": count,
-            "batches": rows,
-        },
-    )
+            report(name, rows[name], count)
+            write_json(arguments.output, record | {"batches": rows})
     if any(row["equal"] < count for batch in rows.values() for row in batch):
         sys.exit(f"tokens differ; {arguments.output} says where")
 

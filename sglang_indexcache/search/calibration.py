@@ -26,7 +26,7 @@ FIRST_LOOK = 100
 
 
 class Score(StrEnum):
-    """Which predictions count, of those whose query sees more than it may select."""
+    """Choice of the predictions that count, of those whose query sees more than it may select."""
 
     ANSWERS = "answers"
     LATE = "late"
@@ -49,7 +49,7 @@ _COUNTS = {
 
 @dataclass(frozen=True)
 class Objective:
-    """Which predictions a loss counts.
+    """Predictions that a loss counts.
 
     Attributes:
         topk: tokens that a query selects (``index_topk``). Until it sees more than these, no
@@ -60,7 +60,7 @@ class Objective:
     topk: int = 0
 
     def counted(self, answers: Mask) -> Mask:
-        """The predictions of one sequence that count; ``answers`` is ``[length]`` bool.
+        """Mark the predictions of one sequence that count; ``answers`` is ``[length]`` bool.
 
         Returns:
             ``[length - 1]`` bool; entry i is the prediction of token i + 1, whose query sees
@@ -75,7 +75,7 @@ class Objective:
         return counted
 
     def in_words(self) -> str:
-        """Which tokens count."""
+        """Say which tokens count."""
         counts = _COUNTS[self.score]
         return f"{counts} whose query sees more than {self.topk} tokens" if self.topk else counts
 
@@ -150,7 +150,7 @@ class Calibration:
         return f"{min(each)}" if min(each) == max(each) else f"{min(each)} to {max(each)}"
 
     def held_out_alone(self) -> Calibration:
-        """The batches that a search must not search on."""
+        """Return the batches that a search must not search on."""
         start = len(self.sequences) - self.held_out * self.per_batch
         kept, counted = self.sequences[start:], self.counted[start:]
         return replace(self, sequences=kept, counted=counted, held_out=0)
@@ -290,7 +290,7 @@ class _Reading:
             yield from ((part, piece) for piece in counting)
 
     def _shortened(self, document: Document) -> list[Marked]:
-        """A conversation cut after a response; nothing of what cannot be cut."""
+        """Cut a conversation after a response; return nothing of what cannot be cut."""
         if isinstance(document, Conversation):
             cut = self.marker.cut(document, self.context)
             if cut is not None:
@@ -300,7 +300,7 @@ class _Reading:
         return []
 
     def in_words(self, short: int, chosen: int) -> str:
-        """The account, with how many of the chosen sequences have under half of the context."""
+        """Give the account, with how many chosen sequences have under half of the context."""
         topk, context = self.objective.topk, self.context
         facts = {
             f"{self.unmarked} left out without answers": self.unmarked,
@@ -318,7 +318,7 @@ class _Reading:
         return "; ".join([read, *(fact for fact, n in facts.items() if n)])
 
     def too_little(self, wanted: dict[bool, int], got: dict[bool, int]) -> SearchError:
-        """Why there are not enough sequences."""
+        """Say why there are not enough sequences."""
         if self.objective.score is Score.ANSWERS and self.unmarked == self.documents:
             return SearchError(
                 f"no document of {self.source} marks an answer. Give chat messages, a prompt with "

@@ -10,41 +10,12 @@ from typing import Any
 import numpy as np
 
 from sglang_indexcache.data.marking import Mask
-from sglang_indexcache.errors import SearchError
 from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.search.difference import ENOUGH, Difference, unseen_in_words
 from sglang_indexcache.search.evaluators import Floats, TokenEvaluator, counted_mean, in_threads
-from sglang_indexcache.stats.bounds import half_width
 
-CONFIDENCE = 0.95
 SMALL = 0.01
 """A share of the reference's loss: words call a difference small, and an interval wide, by it."""
-
-
-@dataclass(frozen=True)
-class Difference:
-    """A paired difference (other minus reference) with its confidence interval, in nats."""
-
-    mean: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, differences: Floats) -> Difference:
-        """From ``[n]`` paired differences; Student's t at :data:`CONFIDENCE`.
-
-        Raises:
-            SearchError: fewer than two pairs, which say nothing about spread.
-        """
-        half = half_width(differences, CONFIDENCE)
-        if half is None:
-            raise SearchError("a confidence interval needs at least two batches; give more")
-        mean = float(differences.mean())
-        return cls(mean, mean - half, mean + half)
-
-    @property
-    def is_significant(self) -> bool:
-        """Whether the interval excludes zero."""
-        return self.low > 0 or self.high < 0
 
 
 @dataclass(frozen=True)
@@ -67,14 +38,19 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """The result in words: the size with its interval, what that tells, and the trend."""
-        first = f"{self._size}: {self._meaning}"
+        """The result in words: the size, what it tells, which documents lose, and the trend."""
+        found = self.difference
+        told = (self._meaning, found.documents, self._trend, unseen_in_words(len(found.each)))
+        return f"{self._size}: {'; '.join(told)}."
+
+    @property
+    def _trend(self) -> str:
         if self.trend is None:
-            return f"{first}; what counts lies too close together to show a trend."
+            return "what counts lies too close together to show a trend"
         if not self.trend.is_significant:
-            return f"{first}; no trend along the context shown."
+            return "no trend along the context shown"
         word = "more" if self.trend.mean > 0 else "less"
-        return f"{first}; sharing costs {word} late in the context ({self.trend.mean:+.5f})."
+        return f"sharing costs {word} late in the context ({self.trend.mean:+.5f})"
 
     @property
     def _size(self) -> str:
@@ -86,13 +62,16 @@ class Comparison:
     @property
     def _meaning(self) -> str:
         found, small = self.difference, SMALL * self.reference_loss
-        most = max(-found.low, found.high)
+        most, is_enough = max(-found.low, found.high), len(found.each) >= ENOUGH
         if found.is_significant:
             word = "higher" if found.mean > 0 else "lower"
-            return f"{word}, by less than {SMALL:.0%}" if most < small else word
+            return f"{word}, by less than {SMALL:.0%}" if is_enough and most < small else word
         if most > small:
             return "too few documents to tell whether the loss differs"
-        return f"no difference shown, and one above {most / self.reference_loss:.2%} is unlikely"
+        if not is_enough:
+            return f"no difference shown, and fewer than {ENOUGH} documents cannot exclude one"
+        share = f"{most / self.reference_loss:.2%}"
+        return f"no difference shown; one above {share} is unlikely unless few documents hold it"
 
     def numbers(self) -> dict[str, Any]:
         """Everything as plain data."""
@@ -123,7 +102,7 @@ def compare(
 
 
 def _losses(evaluator: TokenEvaluator, patterns: Sequence[Pattern]) -> list[list[list[Floats]]]:
-    """Of every batch under each pattern, as many at a time as the evaluator takes.
+    """Measure every batch under each pattern, as many at a time as the evaluator takes.
 
     Batches are asked one by one: what fails for a while is not asked again as a whole.
     """
@@ -171,7 +150,7 @@ def _added(
 
 
 def _trend(added: Floats) -> Difference | None:
-    """The last quarter of the positions that count minus the first."""
+    """Compare the last quarter of the positions that count with the first."""
     places = np.flatnonzero((~np.isnan(added)).any(axis=0))
     first, end = int(places[0]), int(places[-1]) + 1
     quarter = (end - first) // 4

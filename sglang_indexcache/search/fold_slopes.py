@@ -95,7 +95,7 @@ def calibrate(
 
 
 def best_pairs(row: IndexRow, count: int) -> IndexRow:
-    """The same queries, of which each sees only the ``count`` best of its tokens by exact score.
+    """Let each query see only the ``count`` best of its tokens by exact score.
 
     Slopes that are fitted to these miss fewer picks than those fitted to all: what a head does to
     tokens that nobody would pick does not matter.
@@ -114,14 +114,31 @@ def picks_missed(row: IndexRow, slopes: torch.Tensor, topk: int) -> torch.Tensor
     """
     found = torch.zeros(1 + len(FACTORS), dtype=torch.int64)
     for part in row.part(slice(row.queries.shape[1] // 2, None)).blocks():
-        length = part.keys.shape[1]
-        top = largest(part.exact(), min(topk, length)) & part.visible
         folded = part.folded(slopes.to(part.keys.device))
-        found[0] += int(top.sum())
-        for place, factor in enumerate(FACTORS, start=1):
-            candidates = largest(folded, min(factor * topk, length))
-            found[place] += int((top & ~candidates).sum())
+        found += count_missed(exact_picks(part, topk), folded, topk, FACTORS)
     return found
+
+
+def exact_picks(row: IndexRow, topk: int) -> torch.Tensor:
+    """Mark the ``topk`` visible tokens with the best exact scores, ``[B, S, T]`` bool."""
+    return largest(row.exact(), min(topk, row.keys.shape[1])) & row.visible
+
+
+def count_missed(
+    picks: torch.Tensor, scores: torch.Tensor, topk: int, factors: Sequence[int]
+) -> torch.Tensor:
+    """Count the exact picks, and those not among the ``factor * topk`` best by ``scores``.
+
+    Args:
+        picks: of :func:`exact_picks`.
+        scores: ``[B, S, T]`` that choose the candidates, -inf where a token is not visible.
+
+    Returns:
+        ``[1 + factors]`` int64: the picks, then the missed ones for each factor.
+    """
+    length = scores.shape[-1]
+    candidates = (largest(scores, min(factor * topk, length)) for factor in factors)
+    return torch.tensor([int(picks.sum()), *(int((picks & ~some).sum()) for some in candidates)])
 
 
 def _rounded(slopes: torch.Tensor) -> torch.Tensor:
@@ -130,7 +147,7 @@ def _rounded(slopes: torch.Tensor) -> torch.Tensor:
 
 
 def _indexers(model: Any) -> dict[int, Any]:
-    """A transformers model's indexers by place in a pattern."""
+    """Return a transformers model's indexers by place in a pattern."""
     attentions = [module for module in model.modules() if hasattr(module, "indexer")]
     found = {i: each.indexer for i, each in enumerate(attentions) if each.indexer is not None}
     for indexer in found.values():

@@ -20,10 +20,11 @@ import numpy as np
 from sglang_indexcache.errors import SearchError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.evaluators import (
+    PAIRS,
     Evaluator,
     Floats,
     in_threads,
-    similarity_forwards,
+    pair_forwards,
     standard_error,
 )
 from sglang_indexcache.study.journal import Journal
@@ -36,7 +37,7 @@ Cell = tuple[Pattern, int]
 
 
 def open_journal(path: Path, identity: Mapping[str, Any]) -> Journal:
-    """A search's journal, locked while it is open.
+    """Open a search's journal, locked while it is open.
 
     Each entry has the ``pattern``, its ``batches``, and their ``losses`` in nats per token (JSON
     keeps every bit of a float64).
@@ -48,22 +49,22 @@ def open_journal(path: Path, identity: Mapping[str, Any]) -> Journal:
 
 
 def _losses_in(entry: Mapping[str, Any]) -> dict[Cell, float]:
-    if "similarity" in entry:
+    if any(kind in entry for kind in PAIRS):
         return {}
     pattern = Pattern(entry["pattern"])
     pairs = zip(entry["batches"], entry["losses"], strict=True)
     return {(pattern, batch): loss for batch, loss in pairs}
 
 
-def _similarity_in(entry: Mapping[str, Any]) -> dict[int, Floats]:
-    """Return the matrix of a batch, of which the part below the diagonal is kept."""
-    if "similarity" not in entry:
-        return {}
-    rows = entry["similarity"]
-    matrix = np.eye(len(rows))
-    for layer, row in enumerate(rows):
-        matrix[layer, :layer] = row
-    return {int(entry["batch"]): matrix}
+def _pairs_in(entry: Mapping[str, Any]) -> dict[tuple[str, int], Floats]:
+    """Return the matrices of a batch, of which the part below the diagonal is kept."""
+    matrices = {}
+    for kind in (kind for kind in PAIRS if kind in entry):
+        matrix = np.eye(len(entry[kind]))
+        for layer, row in enumerate(entry[kind]):
+            matrix[layer, :layer] = row
+        matrices[kind, int(entry["batch"])] = matrix
+    return matrices
 
 
 @dataclass(frozen=True)
@@ -133,18 +134,18 @@ class Ledger:
         self._journal, self._call_tokens = journal, call_tokens
         self._known: dict[Cell, float] = {}
         self._asked: set[Cell] = set()
-        self._similarities: dict[int, Floats] = {}
+        self._pairs: dict[tuple[str, int], Floats] = {}
         for losses in journal.parsed(_losses_in) if journal else ():
             self._known |= losses
-        for matrix in journal.parsed(_similarity_in) if journal else ():
-            self._similarities |= matrix
+        for matrices in journal.parsed(_pairs_in) if journal else ():
+            self._pairs |= matrices
 
     @property
     def known_tokens(self) -> int:
-        """Of everything measured, by this process or an earlier one."""
-        forwards = similarity_forwards(self.evaluator.num_layers)
-        return sum(self.batch_tokens[batch] for _, batch in self._known) + forwards * sum(
-            self.batch_tokens[batch] for batch in self._similarities
+        """Tokens of everything measured, by this process or an earlier one."""
+        layers = self.evaluator.num_layers
+        return sum(self.batch_tokens[batch] for _, batch in self._known) + sum(
+            pair_forwards(kind, layers) * self.batch_tokens[batch] for kind, batch in self._pairs
         )
 
     @property
@@ -212,22 +213,25 @@ class Ledger:
         error = standard_error(increase)
         return Step(pattern, layer, loss, error, count, candidates, self.spent, decided)
 
-    def similarity(self, batch: int) -> Floats:
-        """Return the evaluator's similarity matrix on one batch, ``[N, N]`` float64.
+    def pairs(self, kind: str, batch: int) -> Floats:
+        """Return a matrix of layer pairs on one batch, ``[N, N]`` float64, 1 on the diagonal.
 
         It is counted as the forwards that it takes.
+
+        Args:
+            kind: one of :data:`PAIRS`, a method of the evaluator.
         """
-        tokens = similarity_forwards(self.evaluator.num_layers) * self.batch_tokens[batch]
+        tokens = pair_forwards(kind, self.evaluator.num_layers) * self.batch_tokens[batch]
         self.spent += tokens
-        if batch not in self._similarities:
-            matrix = self.evaluator.similarity(batch)  # type: ignore[attr-defined]
+        if (kind, batch) not in self._pairs:
+            matrix = getattr(self.evaluator, kind)(batch)
             rows = [row[:layer].tolist() for layer, row in enumerate(matrix)]
-            entry = {"batch": batch, "similarity": rows}
+            entry = {"batch": batch, kind: rows}
             if self._journal is not None:
                 self._journal.write(entry)
-            self._similarities |= _similarity_in(entry)
+            self._pairs |= _pairs_in(entry)
             self.on_measured(tokens)
-        return self._similarities[batch]
+        return self._pairs[kind, batch]
 
     def cost(self, patterns: Sequence[Pattern], batches: Sequence[int]) -> int:
         """Tokens by which asking for this would raise ``spent``."""

@@ -1,4 +1,4 @@
-"""How to search, and how many tokens that may take."""
+"""Options of a search, and the tokens that it may take."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ class Budget:
 
     @property
     def total(self) -> int:
-        """Of the whole search."""
+        """Tokens of the whole search."""
         return self.method + self.refinement
 
     @property
     def share(self) -> float:
-        """Of exhaustive greedy's tokens."""
+        """Share of exhaustive greedy's tokens."""
         return self.total / self.exhaustive
 
 
 @dataclass(frozen=True)
 class Options:
-    """How to search.
+    """Options of a search.
 
     Attributes:
         share: the budget in shares of what exhaustive greedy would forward. None is
@@ -85,7 +85,7 @@ class Options:
         batch_tokens: Sequence[int],
         share: float | None = None,
     ) -> tuple[Options, str]:
-        """What to search with if nobody said: both searches; else one, and why two do not fit."""
+        """Choose where nobody did: both searches; else one, and say why two do not fit."""
         one, two = cls(METHODS["fast"], share), cls(METHODS["both"], share)
         try:
             budget = two.budget(targets, batch_tokens)
@@ -114,7 +114,7 @@ class Options:
         return min(exhaustive, self.method.searches * each)
 
     def budget(self, targets: Targets, batch_tokens: Sequence[int]) -> Budget:
-        """What the search may ask for: never less than it needs, nor more than was said.
+        """Return the tokens to ask for: never less than needed, nor more than was allowed.
 
         Raises:
             SearchError: a share below what the method needs, or a method that needs more than

@@ -1,4 +1,4 @@
-"""What a search leaves in its folder: library entries, its numbers as JSON, a figure."""
+"""Files that a search leaves in its folder: library entries, its numbers as JSON, a figure."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ import yaml
 from sglang_indexcache.library import Citation, Entry, MethodRecord, Quality
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.ledger import Step
+from sglang_indexcache.search.methods.pairwise import Pairwise, pair_matrix
+from sglang_indexcache.search.overlap import draw_overlap
 from sglang_indexcache.search.rules import Mark
 from sglang_indexcache.search.run import Found, Search
 from sglang_indexcache.search.setup import Setup
@@ -29,7 +31,9 @@ _LABEL_WIDTH = 46
 
 
 class OutputFolder:
-    """``<name>-<retention>.yaml`` and ``search.json``, kept up to date; ``losses.png`` at the end.
+    """``<name>-<retention>.yaml`` and ``search.json``, kept up to date; figures at the end.
+
+    They are ``losses.png``, and ``pairs.png`` of a search by pairs of layers.
 
     Args:
         identity: hashes and kind of evaluator: what its journal belongs to.
@@ -44,7 +48,7 @@ class OutputFolder:
         identity: Mapping[str, Any],
         figures: str = "png",
     ) -> None:
-        self._picture = folder / f"losses.{figures}"
+        self._figures = figures
         self._folder, self._search, self._setup = folder, search, setup
         self._identity = dict(identity)
         self._origin = {
@@ -79,10 +83,22 @@ class OutputFolder:
             self._write(self._entry(found))
         told = self._summary()
         write_json(self._folder / "search.json", told)
-        draw_losses(told, self._picture)
+        draw_losses(told, self._folder / f"losses.{self._figures}")
+        if search.is_complete and isinstance(search.options.method, Pairwise):
+            self._draw_pairs(search.options.method)
+
+    def _draw_pairs(self, method: Pairwise) -> None:
+        """Draw the matrix that decided, with the blocks of the pattern in the middle."""
+        patterns = [found.pattern for found in self._search.found.values()]
+        draw_overlap(
+            pair_matrix(self._search.ledger, method.kind),
+            self._folder / f"pairs.{self._figures}",
+            patterns[len(patterns) // 2],
+            method.label,
+        )
 
     def path_of(self, found: Found) -> Path:
-        """The pattern file of one mark."""
+        """Return the pattern file of one mark."""
         return self._folder / f"{self._name_of(found)}.yaml"
 
     def _name_of(self, found: Found) -> str:
@@ -95,7 +111,7 @@ class OutputFolder:
         write_whole(self._folder / f"{entry.name}.yaml", text)
 
     def _entry(self, found: Found) -> Entry:
-        """The library entry of one mark. Holds no times: the same search gives the same file."""
+        """Make the library entry of one mark, without times: the same search, the same file."""
         setup, retention = self._setup, found.mark.label
         method = self._search.options.in_words(is_refined=found.is_refined)
         return Entry(
@@ -134,8 +150,11 @@ class OutputFolder:
             ],
         }
         if held := found.held_out:
-            low, high = held.added - held.half, held.added + held.half
-            details["held_out_added_loss"] = {"mean": held.added, "low": low, "high": high}
+            added = held.added
+            details["held_out_added_loss"] = {
+                **{"mean": added.mean, "low": added.low, "high": added.high},
+                **{"documents": len(added.each), "lost": added.lost, "worst": max(added.each)},
+            }
         if found.is_final:
             details["cost"] = self._cost()
         return details
@@ -151,7 +170,7 @@ class OutputFolder:
         }
 
     def _summary(self) -> dict[str, Any]:
-        """The whole search as plain data, complete or not."""
+        """Return the whole search as plain data, complete or not."""
         search = self._search
         return {
             "complete": search.is_complete,
@@ -204,7 +223,7 @@ def _number(value: float) -> float | None:
 
 
 def draw_losses(told: Mapping[str, Any], path: Path) -> None:
-    """What sharing adds to the loss of all F, along the search and at the retentions.
+    """Draw what sharing adds to the loss of all F, along the search and at the retentions.
 
     Everything is drawn as what it adds on the data that it was measured on, so that calibration
     and held-out data have one scale. A racing search measures most flips on few batches and keeps
@@ -249,7 +268,7 @@ def draw_losses(told: Mapping[str, Any], path: Path) -> None:
 
 
 def _ways(path: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
-    """The flips of each walk that ``path`` holds, most F layers first; a start begins one."""
+    """Split ``path`` into the flips of each walk, most F layers first; a start begins one."""
     ways: list[list[Mapping[str, Any]]] = []
     for step in path:
         if step["flipped"] is None:
@@ -260,7 +279,7 @@ def _ways(path: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
 
 
 def _draw_mark(axis: Any, mark: Mapping[str, Any], step: int, base: float) -> None:
-    """What a retention's pattern adds: on the batches that chose it, held out; and uniform."""
+    """Draw what a retention's pattern adds: on the batches that chose it, held out; and uniform."""
     color = pattern_color(Pattern(mark["pattern"]))
     axis.plot(step, mark["loss"] - base, color=color, marker="D", ms=5, ls="none", zorder=4)
     axis.annotate(
@@ -273,8 +292,10 @@ def _draw_mark(axis: Any, mark: Mapping[str, Any], step: int, base: float) -> No
         fontsize=9,
     )
     if held_out := mark["held_out"]:
+        added = held_out["added"]
+        bar = [[added["mean"] - added["low"]], [added["high"] - added["mean"]]]
         axis.errorbar(
-            step + 0.15, held_out["loss"] - held_out["start"], held_out["half"], color=color,
+            step + 0.15, added["mean"], bar, color=color,
             marker="o", mfc="white", ms=5, capsize=3, lw=1, ls="none", zorder=5,
         )  # fmt: skip
     if uniform := mark["baselines"].get("uniform"):

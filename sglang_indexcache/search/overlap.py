@@ -1,4 +1,4 @@
-"""How much of their selection two layers have in common (paper, appendix "Top-k Index Overlap").
+"""Overlap of the selections of two layers (paper, appendix "Top-k Index Overlap").
 
 And how much of the recent text each layer's selection holds: what it lacks of the last tokens, S
 layers that share it lack too, unless a pattern has a recent window.
@@ -100,7 +100,7 @@ class OverlapCounter:
         return self._total / self.queries
 
     def chance(self) -> float:
-        """The mean share that lists drawn blindly would have in common; see :meth:`matrix`."""
+        """Return the mean share that lists drawn blindly would share; see :meth:`matrix`."""
         self._check_queries()
         return self._blind / self.queries
 
@@ -113,7 +113,7 @@ class OverlapCounter:
 
 
 def overlap_in_words(matrix: Floats) -> str:
-    """What an ``[N, N]`` overlap matrix says, N >= 2."""
+    """Describe an ``[N, N]`` overlap matrix, N >= 2."""
     adjacent = np.diagonal(matrix, 1)
     low, worst = adjacent.min(), int(adjacent.argmin())
     return (
@@ -124,7 +124,7 @@ def overlap_in_words(matrix: Floats) -> str:
 
 
 def by_layer(matrix: Floats, pattern: Pattern) -> tuple[float | None, ...]:
-    """What the list that each layer is given or would be given holds of its own selection.
+    """Return each layer's recall: the share of its selection in the list that it is served.
 
     Of an S layer that is its F layer's, of an F layer that of the F layer before it; None of the
     first.
@@ -143,7 +143,7 @@ def found_overlap(
     topk: int,
     data: str,
 ) -> FoundOverlap:
-    """What a pattern file says of it: measured in runs of the pattern, as a server measures it.
+    """Measure the overlap for a pattern file in runs of the pattern, as a server does.
 
     Args:
         select: ``[N, length, k]``, what layers would select themselves in a run of a pattern.
@@ -161,7 +161,7 @@ def found_overlap(
 
 
 def recent_in_words(shares: Floats, pattern: Pattern | None) -> str:
-    """What :meth:`OverlapCounter.recent` says of the lists that S layers inherit.
+    """Describe :meth:`OverlapCounter.recent` for the lists that S layers inherit.
 
     ``shares`` are ``[spans, N]``; without a pattern every layer's list is meant.
     """
@@ -175,7 +175,7 @@ def recent_in_words(shares: Floats, pattern: Pattern | None) -> str:
 
 
 def served_lists(server: Client, checkpoint: Checkpoint) -> Select:
-    """What the layers of a running server select: SGLang's ``--enable-return-indexer-topk``.
+    """Ask a running server what its layers select: ``--enable-return-indexer-topk`` of SGLang.
 
     Args:
         server: without IndexCache, or with all of the checkpoint's indexers at work.
@@ -248,16 +248,27 @@ def numbers(counter: OverlapCounter) -> dict[str, Any]:
     }
 
 
-def draw_overlap(matrix: Floats, path: Path, pattern: Pattern | None = None) -> None:
-    """Heatmap of ``[N, N]`` overlap, the pattern's blocks drawn on it (paper, appendix)."""
+def draw_overlap(
+    matrix: Floats,
+    path: Path,
+    pattern: Pattern | None = None,
+    label: str = "share of the selection in common",
+) -> None:
+    """Draw a heatmap of ``[N, N]`` with the pattern's blocks on it (paper, appendix).
+
+    ``label`` says what an entry is, from 0 to 1.
+    """
     from matplotlib.patches import Rectangle
 
     count = len(matrix)
     size = min(9.0, 3.6 + 0.09 * count)
     figure, [axis] = make_figure(size, size * 0.86)
-    image = axis.imshow(matrix, cmap="viridis", vmin=0, vmax=1, origin="lower")
+    empty = np.triu(matrix == 0, 1)  # a matrix of pairs has only one half
+    image = axis.imshow(
+        np.where(empty, np.nan, matrix), cmap="viridis", vmin=0, vmax=1, origin="lower"
+    )
     bar = figure.colorbar(image, ax=axis, fraction=0.045, pad=0.03)
-    bar.set_label("share of the selection in common", fontsize=9)
+    bar.set_label(label, fontsize=9)
     for group in pattern.groups if pattern else ():
         corner = (group.layers[0] - 0.5, group.layers[0] - 0.5)
         side = len(group.layers)

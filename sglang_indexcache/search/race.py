@@ -30,7 +30,7 @@ contender say little about its spread, those of all contenders together say enou
 
 @dataclass(frozen=True)
 class Finish:
-    """How a race ended.
+    """End of a race.
 
     Attributes:
         winner: the pattern with the lowest mean on the ``batches`` that it was measured on.
@@ -75,7 +75,7 @@ def race(ledger: Ledger, contenders: Sequence[Pattern], first: int, allowance: i
 def _affordable(
     ledger: Ledger, alive: Sequence[Pattern], count: int, allowance: int
 ) -> list[Pattern]:
-    """The longest head of ``alive`` that the allowance takes to ``count`` batches."""
+    """Return the longest head of ``alive`` that the allowance takes to ``count`` batches."""
     batches = ledger.all_batches[:count]
     kept = list(alive)
     while kept and ledger.cost(kept, batches) > allowance:

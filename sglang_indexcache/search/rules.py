@@ -60,7 +60,7 @@ class Constraints:
         return [layer for layer in pattern.shared_layers if self.start.is_full(layer)]
 
     def keeping(self, full_layers: Iterable[int]) -> Pattern:
-        """The pattern with these F layers."""
+        """Return the pattern with these F layers."""
         found = Pattern.from_layers(len(self.start), full_layers)
         return found if found == self.start else found.with_window(self.window)
 
@@ -74,7 +74,7 @@ class Constraints:
 
 
 def baselines(full_layers: int, constraints: Constraints) -> dict[str, Pattern]:
-    """The blind schedules with this many F layers that the constraints allow, by name.
+    """Return the blind schedules with this many F layers that the constraints allow, by name.
 
     ``uniform`` is the paper's interleaving where a ratio 1/r gives this count, and the F layers
     spread as evenly as integers allow otherwise. ``freq`` is SGLang's ``index_topk_freq`` without
@@ -116,7 +116,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Targets:
-    """Where a search leaves patterns, most F layers first, and by which rules it gets there."""
+    """Marks where a search leaves patterns, most F layers first, and the rules that lead there."""
 
     constraints: Constraints
     marks: tuple[Mark, ...]
@@ -127,7 +127,7 @@ class Targets:
         return self.marks[-1].full_layers
 
     def mark_at(self, full_layers: int) -> Mark | None:
-        """The mark with exactly this many F layers."""
+        """Return the mark with exactly this many F layers."""
         return next((mark for mark in self.marks if mark.full_layers == full_layers), None)
 
 
@@ -158,7 +158,7 @@ def parse_targets(values: Sequence[str] | None, constraints: Constraints) -> Tar
 
 
 def window_of(values: Sequence[str] | None) -> int:
-    """The recent window that targets such as ``1/4+w8`` name; 0 if they name none.
+    """Return the recent window that targets such as ``1/4+w8`` name; 0 if they name none.
 
     Raises:
         SearchError: they name several. One search has one, or its patterns could not be compared.

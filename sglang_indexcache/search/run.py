@@ -12,13 +12,13 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.search.difference import Difference
 from sglang_indexcache.search.evaluators import Floats, standard_error
 from sglang_indexcache.search.ledger import Ledger, Step
 from sglang_indexcache.search.methods.fast import least_subset
 from sglang_indexcache.search.options import Options
 from sglang_indexcache.search.race import race
 from sglang_indexcache.search.rules import Constraints, Mark, Targets, baselines
-from sglang_indexcache.stats.bounds import half_width
 
 
 @dataclass(frozen=True)
@@ -27,19 +27,14 @@ class HeldOut:
 
     Attributes:
         start: of the start pattern.
-        half: half the 95 % interval of their difference, paired over batches (Student's t).
+        added: what sharing costs, paired over batches.
         uniform: of uniform interleaving with as many F layers, or None.
     """
 
     start: float
     loss: float
-    half: float
+    added: Difference
     uniform: float | None
-
-    @property
-    def added(self) -> float:
-        """What sharing costs."""
-        return self.loss - self.start
 
 
 @dataclass(frozen=True)
@@ -69,7 +64,7 @@ class Found:
 
 
 def check_tokens(targets: Targets, searched: Sequence[int], held_out: Sequence[int]) -> int:
-    """What measuring the found patterns against others takes at most, beyond the budget.
+    """Return the most tokens that comparing the found patterns takes, beyond the budget.
 
     ``searched`` are tokens of each batch that is searched on, ``held_out`` of each that is not.
     """
@@ -109,7 +104,7 @@ class Search:
         return self.budget.total + checks
 
     def in_words(self) -> str:
-        """What ran, for provenance."""
+        """Describe what ran, for provenance."""
         is_refined = any(found.is_refined for found in self.found.values())
         return self.options.in_words(is_refined=is_refined)
 
@@ -173,14 +168,14 @@ class Search:
         return replace(found, baselines=measured, held_out=self._held_out(found.pattern, uniform))
 
     def _held_out(self, pattern: Pattern, uniform: Pattern | None) -> HeldOut | None:
-        """The lowest of many measured losses flatters its pattern; this one does not."""
+        """Measure held-out loss: the lowest of many losses flatters its pattern, this does not."""
         batches = self.ledger.held_out_batches
-        start, losses = (self.ledger.losses(p, batches) for p in (self.constraints.start, pattern))
-        half = half_width(losses - start)
-        if half is None:
+        if len(batches) < 2:
             return None
+        start, losses = (self.ledger.losses(p, batches) for p in (self.constraints.start, pattern))
         other = float(self.ledger.losses(uniform, batches).mean()) if uniform else None
-        return HeldOut(float(start.mean()), float(losses.mean()), half, other)
+        added = Difference.of(losses - start)
+        return HeldOut(float(start.mean()), float(losses.mean()), added, other)
 
 
 SHORTLIST = 16
@@ -216,7 +211,7 @@ def refine(
 def _round(
     ledger: Ledger, pattern: Pattern, constraints: Constraints, first: int, end: int
 ) -> Pattern | None:
-    """The winner of one round that looks at ``first`` batches; None if it may spend too much."""
+    """Run a round that looks at ``first`` batches; None if it may spend too much."""
     subset = ledger.all_batches[:first]
     movable = [*constraints.candidates(pattern), *constraints.restorable(pattern)]
     screening = [constraints.flipped(pattern, layer) for layer in movable]
@@ -233,7 +228,7 @@ def _round(
 def _promising(
     ledger: Ledger, pattern: Pattern, constraints: Constraints, subset: Sequence[int]
 ) -> list[Pattern]:
-    """The exchanges with the lowest predicted loss, and every shift by one layer."""
+    """Return the exchanges with the lowest predicted loss, and every shift by one layer."""
     outs, intos = constraints.candidates(pattern), constraints.restorable(pattern)
     if not outs or not intos:
         return []

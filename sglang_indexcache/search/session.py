@@ -14,6 +14,7 @@ from rich.table import Table
 
 from sglang_indexcache.errors import SearchError
 from sglang_indexcache.library import set_overlap
+from sglang_indexcache.search.difference import unseen_in_words
 from sglang_indexcache.search.evaluators import Evaluator
 from sglang_indexcache.search.ledger import Ledger, Step, open_journal
 from sglang_indexcache.search.options import Options
@@ -105,7 +106,7 @@ def _note_overlap(search: Search, evaluator: Evaluator, setup: Setup, folder: Ou
 def plan(
     setup: Setup, targets: Targets, options: Options, rate: Rate | None
 ) -> Iterator[tuple[str, str]]:
-    """What a search will do and forward at most: a name and a sentence each.
+    """Yield what a search will do and forward at most: a name and a sentence each.
 
     Raises:
         SearchError: a budget that it cannot keep; see :meth:`Options.budget`.
@@ -134,7 +135,7 @@ def plan(
 
 
 def _way(step: Step) -> str:
-    """The walk that a flip belongs to; "" for the start."""
+    """Return the walk that a flip belongs to; "" for the start."""
     if step.layer is None:
         return ""
     return "way up" if step.pattern.is_full(step.layer) else "way down"
@@ -147,11 +148,11 @@ def _show(event: Step, search: Search, console: Console, before: str) -> str:
     if way != before:
         console.print(f"{way}: each flip makes one more layer {kind}", highlight=False)
     added = 100 * (event.loss / search.start_loss - 1)
-    sure = "" if event.decided else "  undecided"
+    sure = "" if event.decided else ", undecided"
     full = len(event.pattern.full_layers)
     console.print(
         f"{full:>4} F  layer {event.layer:>3} -> {kind}  loss {event.loss:.5f} "
-        f"({added:+.3f} %, {event.batches} batches, {event.candidates} candidates){sure}",
+        f"({added:+.3f} %, {event.batches} batches{sure})",
         highlight=False,
     )
     return way
@@ -168,7 +169,7 @@ def _show_result(search: Search, objective: str, console: Console) -> None:
             str(len(found.pattern.full_layers)),
             f"{found.loss:.5f}",
             f"{100 * (found.loss / search.start_loss - 1):+.3f} %",
-            f"{held.added:+.5f} ±{held.half:.5f}" if held else "not measured",
+            f"{held.added.mean:+.5f}" if held else "not measured",
             f"{uniform[1]:.5f}" if uniform else "",
             str(found.pattern),
         )
@@ -177,21 +178,31 @@ def _show_result(search: Search, objective: str, console: Console) -> None:
         console.print(line, highlight=False)
 
 
+def _held_out(search: Search) -> Iterator[str]:
+    """Tell what to judge the patterns by: what they add on held-out documents."""
+    added = {f.mark.label: f.held_out.added for f in search.found.values() if f.held_out}
+    for mark, one in added.items():
+        yield f"{mark} held out: 95 % interval {one.low:+.5f} to {one.high:+.5f}; {one.documents}"
+    if added:
+        documents = len(next(iter(added.values())).each)
+        yield (
+            "held out: what a pattern adds on documents that the search did not choose it by. "
+            f"Judge it by that: the loss it was chosen by flatters it; {unseen_in_words(documents)}"
+        )
+
+
 def _remarks(search: Search, objective: str) -> Iterator[str]:
     yield f"every loss is that of {objective}, in nats per token"
-    if any(found.held_out for found in search.found.values()):
-        yield (
-            "held out: what the pattern adds on batches that the search did not choose it by, with "
-            "its 95 % interval. Judge it by that: the loss it was chosen by flatters it."
-        )
+    yield from _held_out(search)
     flips = Counter(map(_way, search.path))
     share = search.search_tokens / search.budget.exhaustive
     if undecided := Counter(_way(step) for step in search.path if not step.decided):
         told = " and ".join(f"{n} of {flips[w]} flips on the {w}" for w, n in undecided.items())
         yield (
-            f"{told} are undecided: the budget ended while "
-            "several candidates were left. More budget (--budget) or more batches (--batches) "
-            "would tell. Decided is no proof either: each comparison has 95 % for itself alone."
+            f"{told} are undecided: the budget ended while several candidates were left, which "
+            "these batches could not tell apart. More of them (--batches), or more budget "
+            "(--budget), would tell. Decided is no proof either: each comparison has 95 % for "
+            "itself alone."
         )
         if share > NEAR_EXHAUSTIVE:
             yield (

@@ -1,4 +1,4 @@
-"""What patterns are measured on: a checkpoint and calibration data, checked before a model runs."""
+"""Setup of a search: a checkpoint and calibration data, checked before a model runs."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Setup:
 
     @property
     def model(self) -> ModelInfo:
-        """How the pattern library recognises the checkpoint."""
+        """Description by which the pattern library recognises the checkpoint."""
         shape = self.checkpoint.shape
         return ModelInfo(
             name=self.name,
@@ -113,7 +113,7 @@ class Setup:
 
     @property
     def objective(self) -> str:
-        """Which tokens' loss is measured, in words."""
+        """Tokens whose loss is measured, in words."""
         return self.calibration.objective.in_words()
 
     @property
@@ -122,7 +122,7 @@ class Setup:
         return f"{self.calibration.source}, {self.calibration.size}"
 
     def identity(self, evaluator: Evaluator) -> dict[str, Any]:
-        """What a journal of this evaluator's losses belongs to.
+        """Return the identity of a journal of this evaluator's losses.
 
         Raises:
             SearchError: the evaluator measures another model.
@@ -142,7 +142,7 @@ class Setup:
 
     @property
     def rows(self) -> Iterator[tuple[str, str]]:
-        """What a user should know before a model runs: a name and a sentence each."""
+        """Facts that a user should know before a model runs: a name and a sentence each."""
         yield "objective", f"loss of {self.objective} ({self.calibration.counts} in a batch)"
         yield "data", f"{self.data}: {self.calibration.reading}"
         lengths = sorted(map(len, self.calibration.sequences))
@@ -156,5 +156,5 @@ class Setup:
             )
 
     def resolve(self, value: str) -> Pattern:
-        """A pattern in any form that :meth:`Library.resolve` takes."""
+        """Resolve a pattern in any form that :meth:`Library.resolve` takes."""
         return Library.default().resolve(value, self.checkpoint).pattern

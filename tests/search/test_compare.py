@@ -3,11 +3,12 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from scipy import stats
 
 from sglang_indexcache.errors import SearchError
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.search.compare import Comparison, Difference, compare
+from sglang_indexcache.search.compare import Comparison, compare
+from sglang_indexcache.search.difference import ENOUGH, Difference
+from sglang_indexcache.stats.bounds import Estimate
 
 A, B = Pattern("FFFF"), Pattern("FSFS")
 Losses = list[list[np.ndarray]]
@@ -46,12 +47,14 @@ class Uneven(Tokens):
         return [[row[: 10 + 10 * s] for s, row in enumerate(batch)] for batch in every]
 
 
-def test_the_interval_is_the_paired_t_test() -> None:
-    evaluator = Tokens(np.full(40, 0.02))
+def test_the_interval_is_paired_and_without_skewness() -> None:
+    evaluator = Tokens(np.full(40, 0.02), ENOUGH)
     found = against(evaluator)
     first, second = (x.mean(axis=(1, 2)) for x in (evaluator.base, evaluator.other))
-    expected = stats.ttest_rel(second, first).confidence_interval(0.95)
-    assert (found.difference.low, found.difference.high) == pytest.approx(tuple(expected))
+    low, high = Estimate.of(second - first).interval(0.95)
+    assert (found.difference.low, found.difference.high) == pytest.approx((low, high))
+    assert found.difference.each == pytest.approx(tuple(second - first))
+    assert f"; {ENOUGH} of {ENOUGH} documents lose, number " in found.verdict
     assert found.loss - found.reference_loss == pytest.approx(found.difference.mean)
     assert found.verdict.startswith("+0.0")
     assert "higher, by less than 1%;" in found.verdict
@@ -59,13 +62,32 @@ def test_the_interval_is_the_paired_t_test() -> None:
 
 
 def test_no_difference_is_not_called_one() -> None:
-    evaluator = Tokens(np.zeros(40))
-    evaluator.other = evaluator.base + np.tile([[0.1, -0.1]], 20) * np.ones((6, 2, 1))
-    found = against(evaluator)
-    assert "no difference shown, and one above" in found.verdict
-    evaluator.other = evaluator.base + np.tile([1.0, -1.0], 3)[:, None, None]
-    wide = against(evaluator).verdict
+    def verdict(added: np.ndarray, documents: int) -> str:
+        evaluator = Tokens(np.zeros(40), documents)
+        evaluator.other = evaluator.base + added
+        return against(evaluator).verdict
+
+    assert "no difference shown; one above" in verdict(np.tile([0.1, -0.1], 20), ENOUGH)
+    wide = verdict(np.tile([1.0, -1.0], 3)[:, None, None], 6)
     assert "too few documents to tell whether the loss differs" in wide
+
+
+def test_few_documents_exclude_nothing() -> None:
+    """Of eight, a third may lose and none be among them; yet "unlikely" was said of such a loss."""
+    evaluator = Tokens(np.zeros(40), batches=8)
+    evaluator.other = evaluator.base + np.tile([[0.1, -0.1]], 20)
+    found = against(evaluator).verdict
+    assert "unlikely" not in found
+    assert "no difference shown, and fewer than 32 documents cannot exclude one" in found
+    assert "with 8 documents, a loss that sits in up to 31 % of documents can go unseen" in found
+    evaluator.other = evaluator.base + 0.001
+    assert "less than" not in against(evaluator).verdict
+
+
+def test_says_how_many_documents_lose_and_which_most() -> None:
+    added = np.array([0.1, -0.1, 0.2, 0.7, 0.0, -0.3])
+    found = Difference.of(added)
+    assert (found.lost, found.documents) == (3, "3 of 6 documents lose, number 4 most: +0.70000")
 
 
 def test_sees_where_in_the_context_it_hurts() -> None:

@@ -179,7 +179,7 @@ def test_a_search_of_few_layers_says_what_would_decide_its_flips() -> None:
     assert undecided
     said = Console(file=io.StringIO(), width=200)
     _show(undecided[0], search, said, "")
-    assert said.file.getvalue().endswith(" candidates)  undecided\n")  # type: ignore[attr-defined]
+    assert said.file.getvalue().endswith(" batches, undecided)\n")  # type: ignore[attr-defined]
     remarks = " ".join(_remarks(search, "loss"))
     assert f"{len(undecided)} of " in remarks
     share = search.search_tokens / search.budget.exhaustive

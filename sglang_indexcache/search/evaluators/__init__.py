@@ -1,4 +1,4 @@
-"""What every search algorithm asks: how much does the model lose under this pattern?
+"""Evaluators, which every search algorithm asks: how much is lost under this pattern?
 
 ``EvalLoss(M, D, c)`` of the paper's Algorithm 1, per calibration batch, so that two patterns can
 be compared batch by batch (paired) and a candidate can be dropped before it has seen all data.
@@ -35,7 +35,7 @@ class Evaluator(Protocol):
 
     @property
     def kind(self) -> str:
-        """What measures, for a journal's identity: numbers of two kinds are never mixed."""
+        """Kind of the measurement, for a journal's identity: two kinds are never mixed."""
 
     @property
     def num_layers(self) -> int:
@@ -47,15 +47,22 @@ class Evaluator(Protocol):
 
     @property
     def in_flight(self) -> int:
-        """How many patterns it can measure at the same time (from as many threads)."""
+        """Number of patterns that it can measure at the same time (from as many threads)."""
 
     def loss(self, pattern: Pattern, batches: Sequence[int]) -> Floats:
         """``[batches]`` float64: mean loss per counted token, in nats, on these batches."""
 
 
-def similarity_forwards(num_layers: int) -> int:
-    """Return the forwards that a similarity matrix takes: layer i runs i + 1 times."""
-    return -(-(num_layers + 1) // 2)
+PAIRS = ("similarity", "kept_mass")
+"""Methods of an evaluator that compare layers by pairs: see :mod:`.hf`."""
+
+
+def pair_forwards(kind: str, num_layers: int) -> int:
+    """Return the forwards that a matrix of :data:`PAIRS` takes.
+
+    For ``similarity`` layer i runs i + 1 times, for ``kept_mass`` each layer runs twice.
+    """
+    return 2 if kind == "kept_mass" else -(-(num_layers + 1) // 2)
 
 
 class TokenEvaluator(ABC):
@@ -95,7 +102,7 @@ def counted_mean(losses: Sequence[Floats], counted: Sequence[Mask]) -> float:
 
 
 def standard_error(values: Floats) -> float:
-    """Standard error of the mean of ``[n]`` values; NaN for fewer than two."""
+    """Return the standard error of the mean of ``[n]`` values; NaN for fewer than two."""
     if len(values) < 2:
         return float("nan")
     return float(values.std(ddof=1) / np.sqrt(len(values)))

@@ -143,7 +143,7 @@ class TransformersEvaluator(TokenEvaluator):
 
     @torch.no_grad()
     def _watch(self, inputs: torch.Tensor) -> dict[str, Any]:
-        """The keyword arguments with which transformers calls layer 0."""
+        """Return the keyword arguments with which transformers calls layer 0."""
         seen: dict[str, Any] = {}
 
         def note(_module: Any, _args: Any, kwargs: dict[str, Any]) -> None:
@@ -178,7 +178,7 @@ class TransformersEvaluator(TokenEvaluator):
             self._kept.popitem(last=False)
 
     def _bytes(self, run: _Run) -> int:
-        """What a sequence's kept runs take at most, as if they had no layers in common."""
+        """Return the most bytes of a sequence's kept runs, as if they had no layers in common."""
         size = run.hidden[0].nbytes + run.indices[0].nbytes
         return size * (self.num_layers + 1) * _KEPT_RUNS
 
@@ -220,6 +220,63 @@ class TransformersEvaluator(TokenEvaluator):
                     found[layer, j] = float(torch.cosine_similarity(own, other, dim=-1).mean())
         return found
 
+    def kept_mass(self, batch: int) -> Floats:
+        """Compare how much of its attention each head finds on its own list and on other layers'.
+
+        Attention is over all that a query sees, and its mean over the batch's counted queries.
+
+        Returns:
+            ``[N, N]`` float64; entry (i, j), j < i, is 1 less the share of its attention that one
+            head of layer i finds on its own list and not on layer j's: of the head that loses
+            most. 1 on the diagonal, 0 above it. More than 1 if every head gains.
+
+        Raises:
+            SearchError: the model's attention does not tell its weights.
+        """
+        cut, counted = self.calibration.batches, self.calibration.batch_counted
+        pairs = [*zip(cut[batch], counted[batch], strict=True)]
+        sums = [self._mass(ids, torch.from_numpy(np.flatnonzero(mask))) for ids, mask in pairs]
+        mass = np.sum(sums, axis=0) / sum(int(mask.sum()) for _, mask in pairs)
+        return lost_by_worst_head(mass)
+
+    def _mass(self, ids: tuple[int, ...], queries: torch.Tensor) -> Floats:
+        """Return ``[N, N, heads]``: a layer's attention on each list, summed over ``queries``.
+
+        Of layer 0, which has no other list, all is 0.
+        """
+        run = self.run(self.own, ids)
+        self._learn_arguments(len(ids))
+        device = self._model.device
+        lists = [indices[0, queries.to(indices.device)].long() for indices in run.indices]
+        everything = torch.arange(len(ids), device=device).expand(1, len(ids), -1)
+        heads = int(self._model.config.num_attention_heads)
+        mass = np.zeros((self.num_layers, self.num_layers, heads))
+        barred = Pattern.from_layers(self.num_layers, [0])  # no later layer selects by itself
+        with torch.no_grad(), share(self._model, barred) as sharing:
+            for layer in range(1, self.num_layers):
+                hold(sharing, 0, everything)
+                weights = self._weights(layer, run.hidden[layer], sharing)[:, queries]
+                for j in range(layer + 1):
+                    on_list = weights.gather(-1, lists[j].expand(heads, -1, -1))
+                    mass[layer, j] = on_list.double().sum((1, 2)).cpu().numpy()
+        return mass
+
+    def _weights(self, layer: int, hidden: torch.Tensor, sharing: SharedForward) -> torch.Tensor:
+        """Run ``layer`` and return its attention's weights, ``[heads, length, length]`` float32."""
+        seen: list[torch.Tensor | None] = []
+        attention = self._layers[layer].self_attn
+        handle = attention.register_forward_hook(lambda _m, _a, output: seen.append(output[1]))
+        try:
+            self._layer(layer, hidden, sharing)
+        finally:
+            handle.remove()
+        if seen[0] is None:
+            raise SearchError(
+                f"{type(attention).__name__} does not return the weights of its attention, by "
+                "which --method one-pass searches. Search with --method similarity."
+            )
+        return seen[0][0].float()
+
     # -- what layers attend to ----------------------------------------------------------------
 
     def selected(self, ids: tuple[int, ...], under: Pattern | None = None) -> NDArray[np.integer]:
@@ -243,6 +300,20 @@ class TransformersEvaluator(TokenEvaluator):
 
 class _SeenError(Exception):
     """Ends a forward whose arguments have been noted."""
+
+
+def lost_by_worst_head(mass: Floats) -> Floats:
+    """Return 1 less what the head that loses most loses under each earlier layer's list.
+
+    Args:
+        mass: ``[N, N, heads]``, the share of a head's attention in layer i on layer j's list.
+
+    Returns:
+        ``[N, N]`` float64, 1 on the diagonal and 0 above it.
+    """
+    own = np.einsum("iih->ih", mass)[:, None]
+    kept: Floats = np.tril(1 + (mass - own).min(axis=2))
+    return kept
 
 
 def hold(sharing: SharedForward, layer: int, indices: torch.Tensor) -> None:

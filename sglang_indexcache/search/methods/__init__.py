@@ -1,4 +1,4 @@
-"""How a search finds its patterns: a method is one row of :data:`METHODS`."""
+"""Methods by which a search finds its patterns: each is one row of :data:`METHODS`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sglang_indexcache.search.ledger import Ledger, Step
 from sglang_indexcache.search.methods.fast import Descent
 from sglang_indexcache.search.methods.forward import Ascent
 from sglang_indexcache.search.methods.greedy import Greedy
-from sglang_indexcache.search.methods.similarity import Similarity
+from sglang_indexcache.search.methods.pairwise import Pairwise
 from sglang_indexcache.search.rules import Targets
 
 
@@ -24,7 +24,7 @@ class Method(Protocol):
 
     @property
     def searches(self) -> int:
-        """How many searches it makes; the default budget is for so many."""
+        """Number of searches that it makes; the default budget is for so many."""
 
     @property
     def is_refined(self) -> bool:
@@ -80,7 +80,19 @@ METHODS: Mapping[str, Method] = {
     "fast": Walks(f"fast greedy {_HOW}", (Descent,)),
     "forward": Walks(f"forward selection {_HOW}", (Ascent,)),
     "greedy": Greedy(),
-    "similarity": Similarity(),
+    "one-pass": Pairwise(
+        "one-pass",
+        "kept_mass",
+        "share of its attention that the worst head keeps",
+        "attention mass that each layer's worst head keeps under other layers' lists, by dynamic "
+        "programme",
+    ),
+    "similarity": Pairwise(
+        "similarity",
+        "similarity",
+        "cosine similarity of attention outputs",
+        "similarity of attention outputs, by dynamic programme (the paper's appendix)",
+    ),
 }
 """By the names that a user gives.
 

@@ -61,7 +61,7 @@ class Descent:
 
     @property
     def constraints(self) -> Constraints:
-        """Of the targets."""
+        """Constraints of the targets."""
         return self.targets.constraints
 
     @property
@@ -117,7 +117,7 @@ class Descent:
 
 
 def least_subset(batches: int) -> int:
-    """The fewest batches of a look: a sixteenth, two at least where there are two."""
+    """Return the fewest batches of a look: a sixteenth, two at least where there are two."""
     return min(batches, max(2, batches // 16))
 
 
@@ -238,7 +238,7 @@ class FastGreedy:
             self._cost[layer], self._age[layer] = float(cost), number
 
     def _margin(self) -> float:
-        """How much cheaper than last measured a candidate may have become, in nats."""
+        """Return how many nats cheaper than last measured a candidate may have become."""
         recent = self._errors[-_MEMORY:]
         return max(0.0, float(np.quantile(recent, _QUANTILE))) if recent else 0.0
 

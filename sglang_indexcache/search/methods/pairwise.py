@@ -1,69 +1,83 @@
-"""The paper's similarity-based pattern search (its appendix of that name).
+"""Search by pairs of layers: one matrix, and the best pattern of every size by one programme.
 
-A layer's attention output with the indices of an earlier layer is compared with its output with its
-own. The pattern whose S layers keep the most similarity is then found exactly, for every target at
-once. No loss decides, and the paper found such patterns no better than uniform interleaving; a
-search by loss (``greedy``, ``fast``) is what it recommends.
+Entry (i, j) of the matrix says how well layer i does with layer j's list, without any pattern being
+run. The pattern whose S layers keep the most is then found exactly, for every target at once. No
+loss decides. Two matrices are known:
+
+- The paper's (appendix "similarity-based pattern search"): the cosine similarity of attention
+  outputs. The paper found its patterns no better than uniform interleaving.
+- What the *worst* head of a layer keeps of its attention at the tokens that count, ours. Copying
+  from far back is the work of few heads: the mean over heads does not see what they lose.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from sglang_indexcache.errors import SearchError
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.search.evaluators import Floats, similarity_forwards
+from sglang_indexcache.search.evaluators import Floats, pair_forwards
 from sglang_indexcache.search.ledger import Ledger, Step
 from sglang_indexcache.search.rules import Constraints, Targets
 
 
-class Similarity:
-    """Find the patterns by one similarity matrix and the exact dynamic programme."""
+@dataclass(frozen=True)
+class Pairwise:
+    """Find the patterns by one matrix of layer pairs and the exact dynamic programme.
 
-    in_words = "similarity of attention outputs, by dynamic programme (the paper's appendix)"
-    searches = 1
-    is_refined = False
+    Attributes:
+        name: of the method, for messages.
+        kind: of the matrix, one of :data:`~sglang_indexcache.search.evaluators.PAIRS`.
+        label: of an entry, in a figure.
+    """
+
+    name: str
+    kind: str
+    label: str
+    in_words: str
+    searches: int = 1
+    is_refined: bool = False
 
     def descend(self, ledger: Ledger, targets: Targets, budget: int) -> Iterator[Step | Pattern]:
         """See :class:`~sglang_indexcache.search.methods.Method`; it has no choice but its cost.
 
         Raises:
-            SearchError: a served model, whose layers' outputs cannot be seen; a recent window.
+            SearchError: a served model, whose layers cannot be seen; a recent window.
         """
         constraints = targets.constraints
-        if not hasattr(ledger.evaluator, "similarity"):
+        if not hasattr(ledger.evaluator, self.kind):
             raise SearchError(
-                "--method similarity looks into the model's layers, which a server does not show. "
-                "Leave out --url, so that transformers runs the model in this process."
+                f"--method {self.name} looks into the model's layers, which a server does not "
+                "show. Leave out --url, so that transformers runs the model in this process."
             )
         if constraints.window:
             raise SearchError(
-                "--method similarity compares lists without a recent window. Leave +wN out of "
+                f"--method {self.name} compares lists without a recent window. Leave +wN out of "
                 "--target, or search with another method."
             )
         yield ledger.step(constraints.start, constraints.start, None, candidates=1)
-        similarity = similarity_matrix(ledger)
+        matrix = pair_matrix(ledger, self.kind)
         for mark in targets.marks:
-            yield most_similar(similarity, mark.full_layers, constraints)
+            yield most_similar(matrix, mark.full_layers, constraints)
 
     def least(self, targets: Targets, batch_tokens: Sequence[int]) -> int:
         """See :class:`~sglang_indexcache.search.methods.Method`; this is its whole cost."""
         patterns = 1 + len(targets.marks)
-        forwards = similarity_forwards(len(targets.constraints.start))
+        forwards = pair_forwards(self.kind, len(targets.constraints.start))
         return (patterns + forwards) * sum(batch_tokens)
 
 
-def similarity_matrix(ledger: Ledger) -> Floats:
-    """Return the similarity of attention outputs over all batches that are searched on.
+def pair_matrix(ledger: Ledger, kind: str) -> Floats:
+    """Return the mean matrix of layer pairs over all batches that are searched on.
 
     Returns:
-        ``[N, N]`` float64; entry (i, j), j < i, is the mean cosine similarity over all queries
-        between layer i's output with its own indices and with layer j's. 1 on the diagonal, 0 above
-        it.
+        ``[N, N]`` float64; entry (i, j), j < i, says how well layer i does with layer j's list, as
+        the evaluator's method ``kind`` does of one batch. 1 on the diagonal, 0 above it.
     """
-    matrices = np.stack([ledger.similarity(batch) for batch in ledger.all_batches])
+    matrices = np.stack([ledger.pairs(kind, batch) for batch in ledger.all_batches])
     return np.asarray(np.average(matrices, axis=0, weights=ledger.tokens_of_batches))
 
 
@@ -75,7 +89,7 @@ def most_similar(similarity: Floats, full_layers: int, constraints: Constraints)
     layer.
 
     Args:
-        similarity: ``[N, N]``, as :func:`similarity_matrix` returns it.
+        similarity: ``[N, N]``, as :func:`pair_matrix` returns it.
         full_layers: number of F layers that ``constraints`` allow.
     """
     count, start = len(similarity), constraints.start

@@ -1,4 +1,4 @@
-"""The similarity search: its matrix by its properties, its patterns against all patterns."""
+"""Searches by pairs of layers: matrices by their properties, patterns against all patterns."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from sglang_indexcache.cli import app
@@ -18,10 +20,10 @@ from sglang_indexcache.errors import SearchError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.calibration import Calibration
 from sglang_indexcache.search.evaluators import Floats
-from sglang_indexcache.search.evaluators.hf import TransformersEvaluator
+from sglang_indexcache.search.evaluators.hf import TransformersEvaluator, lost_by_worst_head
 from sglang_indexcache.search.ledger import Ledger
 from sglang_indexcache.search.methods import METHODS
-from sglang_indexcache.search.methods.similarity import most_similar, similarity_matrix
+from sglang_indexcache.search.methods.pairwise import most_similar, pair_matrix
 from sglang_indexcache.search.options import Options
 from sglang_indexcache.search.rules import Constraints, parse_targets
 from tests.search.helpers import landscape
@@ -59,7 +61,9 @@ def test_the_pattern_is_the_best_of_all_that_the_rules_allow(
 def similarities(*lengths: int) -> Floats:
     sequences = [tuple(np.random.default_rng(n).integers(10, 500, n).tolist()) for n in lengths]
     data = Calibration(tuple(sequences), 1, "test")
-    return similarity_matrix(Ledger(TransformersEvaluator(Path(shipped_checkpoint()), data)))
+    return pair_matrix(
+        Ledger(TransformersEvaluator(Path(shipped_checkpoint()), data)), "similarity"
+    )
 
 
 def test_similarity_is_the_mean_over_all_queries_and_one_where_everything_is_selected() -> None:
@@ -73,14 +77,15 @@ def test_similarity_is_the_mean_over_all_queries_and_one_where_everything_is_sel
     assert below == pytest.approx(1.0, abs=1e-6)
 
 
+@pytest.mark.parametrize("method", ["one-pass", "similarity"])
 @pytest.mark.parametrize(
     ("target", "message"), [("1/2", "Leave out --url"), ("1/2+w8", "does not show")]
 )
-def test_a_served_model_is_refused_first(target: str, message: str) -> None:
+def test_a_served_model_is_refused_first(method: str, target: str, message: str) -> None:
     rules = Constraints.make(Pattern.full(12), window=8 * ("w" in target))
     ledger = landscape(12)
     with pytest.raises(SearchError, match=message):
-        next(METHODS["similarity"].descend(ledger, parse_targets([target], rules), 10**9))
+        next(METHODS[method].descend(ledger, parse_targets([target], rules), 10**9))
     assert ledger.spent == 0
 
 
@@ -92,18 +97,62 @@ def test_a_window_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         next(METHODS["similarity"].descend(ledger, goal, 10**9))
 
 
-def test_its_cost_is_known_before_and_it_is_not_refined() -> None:
+@pytest.mark.parametrize(("method", "forwards"), [("one-pass", 2), ("similarity", 7)])
+def test_its_cost_is_known_before_and_it_is_not_refined(method: str, forwards: int) -> None:
     goal = parse_targets(["1/2", "1/4"], Constraints.make(Pattern.full(12)))
-    options = Options.parse("similarity")
+    options = Options.parse(method)
     budget = options.budget(goal, [100, 100])
     assert not options.refine
-    assert budget.total == budget.method == (1 + 2 + 7) * 200
+    assert budget.total == budget.method == (1 + 2 + forwards) * 200
 
 
+def test_the_head_that_loses_most_decides() -> None:
+    mass = np.random.default_rng(3).uniform(0, 1, (5, 5, 4))
+    kept = lost_by_worst_head(mass)
+    for i, j in np.ndindex(5, 5):
+        losses = [mass[i, i, head] - mass[i, j, head] for head in range(4)]
+        assert kept[i, j] == pytest.approx(1 - max(losses) if j <= i else 0, abs=1e-12)
+
+
+def test_attention_on_a_list_is_the_sum_of_its_weights() -> None:
+    """Of one head by hand: what layer 5 gives to the keys that layers 2 and 5 select."""
+    ids = tuple(np.random.default_rng(9).integers(10, 500, 130).tolist())
+    model = TransformersEvaluator(Path(shipped_checkpoint()), Calibration((ids,), 1, "test"))
+    counted = np.flatnonzero(model.calibration.batch_counted[0][0])
+    mass = model._mass(ids, torch.from_numpy(counted)) / len(counted)
+    run = model.run(model.own, ids)
+    dense = AutoConfig.from_pretrained(shipped_checkpoint(), index_topk=len(ids))
+    other = AutoModelForCausalLM.from_pretrained(
+        shipped_checkpoint(), config=dense, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    with torch.no_grad():
+        read = other.model.layers[5].input_layernorm(run.hidden[5])
+        places = torch.arange(len(ids))[None]
+        mask = torch.full((len(ids), len(ids)), -torch.inf).triu(1)[None, None]
+        turned = other.model.rotary_emb(read, places)
+        weights = other.model.layers[5].self_attn(read, turned, mask, position_ids=places)[1]
+    for layer in (2, 5):
+        chosen = [set(run.indices[layer][0, query].tolist()) for query in counted]
+        for head in range(weights.shape[1]):
+            total = sum(
+                float(weights[0, head, query, key])
+                for query, keys in zip(counted, chosen, strict=True)
+                for key in keys
+            )
+            assert mass[5, layer, head] == pytest.approx(total / len(counted), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("method", "kind", "words"),
+    [
+        ("one-pass", "kept_mass", "attention mass that each layer's worst head keeps"),
+        ("similarity", "similarity", "similarity of attention outputs"),
+    ],
+)
 def test_a_search_writes_a_pattern_for_each_target_and_measures_nothing_twice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, kind: str, words: str
 ) -> None:
-    arguments = ["search", "run", "--method", "similarity", "--model", str(shipped_checkpoint())]
+    arguments = ["search", "run", "--method", method, "--model", str(shipped_checkpoint())]
     arguments += ["--context", "96", "--batches", "2", "--held-out", "2", "--target", "1/2"]
     arguments += ["--target", "1/4", "--output", str(tmp_path)]
     done = CliRunner().invoke(app, arguments)
@@ -113,14 +162,15 @@ def test_a_search_writes_a_pattern_for_each_target_and_measures_nothing_twice(
     for name, full in names.items():
         entry = yaml.safe_load(texts[name])
         assert entry["pattern"].count("F") == full
-        assert entry["method"]["name"].startswith("similarity of attention outputs")
+        assert entry["method"]["name"].startswith(words)
+    assert (tmp_path / "pairs.png").stat().st_size > 10_000
     entries = [json.loads(line) for line in (tmp_path / "journal.jsonl").open()][1:]
-    assert sum("similarity" in entry for entry in entries) == 2
+    assert sum(kind in entry for entry in entries) == 2
 
     def again(*_: object) -> None:
         raise AssertionError("it was measured before")
 
-    monkeypatch.setattr(TransformersEvaluator, "similarity", again)
+    monkeypatch.setattr(TransformersEvaluator, kind, again)
     monkeypatch.setattr(TransformersEvaluator, "token_losses", again)
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
