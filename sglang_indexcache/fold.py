@@ -42,13 +42,13 @@ class IndexRow:
     visible: torch.Tensor
 
     def part(self, rows: slice) -> IndexRow:
-        """Some of the queries, with all keys."""
+        """Return some of the queries, with all keys."""
         return IndexRow(
             self.queries[:, rows], self.keys, self.weights[:, rows], self.visible[:, rows]
         )
 
     def blocks(self, size: int = BLOCK) -> Iterator[IndexRow]:
-        """The same, ``size`` queries at a time."""
+        """Yield the same, ``size`` queries at a time."""
         for start in range(0, self.queries.shape[1], size):
             yield self.part(slice(start, start + size))
 

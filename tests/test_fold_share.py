@@ -44,7 +44,7 @@ def slopes(folder: Path) -> Slopes:
 @pytest.fixture(scope="module")
 def oracle(folder: Path, slopes: Slopes) -> Oracle:
     found = Oracle(folder, torch.float32, first_of_ties=False)
-    found.slopes = [list(layer.slopes) for layer in slopes.layers if layer]
+    found.slopes = list(slopes.by_layer)
     return found
 
 
@@ -149,3 +149,11 @@ def test_without_slopes_nothing_folds(model: Any) -> None:
     for text in ("LLLLLL", "full+c4", "folded:1/2"):
         with pytest.raises(PatternError, match="by which slopes"), share(model, text):
             raise AssertionError("it was refused")
+
+
+def test_slopes_are_compared_with_the_models_folder(
+    model: Any, slopes: Slopes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model.config, "_name_or_path", "some-one/some-model")
+    with pytest.raises(CheckpointError, match="needs a model out of a folder"):
+        share(model, f"LLLLLL@{slopes.path}").__enter__()

@@ -27,7 +27,7 @@ Fit = Callable[[Rows, int], torch.Tensor]
 
 
 def all_slopes(rows: Rows, _: int) -> torch.Tensor:
-    """The line through each head's ReLU, over all visible tokens."""
+    """Fit the line through each head's ReLU, over all visible tokens."""
     return _sums(rows).slopes()
 
 
@@ -39,12 +39,12 @@ def _sums(rows: Rows) -> SlopeSums:
 
 
 def slopes(rows: Rows, topk: int) -> torch.Tensor:
-    """The line through each head's ReLU, over each query's best tokens."""
+    """Fit the line through each head's ReLU, over each query's best tokens."""
     return all_slopes([near(row, topk) for row in rows], topk)
 
 
 def secants(rows: Rows, _: int) -> torch.Tensor:
-    """The line through each head's ReLU from its average token to those that it lets through.
+    """Fit the line through each head's ReLU from its average token to those that it lets through.
 
     The latter are weighted by what they get. Such a token so leads an average one by as much as
     under ReLU, also where the head stops nearly all: slopes make little of a rare match.
@@ -58,7 +58,7 @@ def secants(rows: Rows, _: int) -> torch.Tensor:
 
 
 def near(row: IndexRow, topk: int) -> IndexRow:
-    """The same, each query seeing only those of its tokens that ``fold calibrate`` fits to."""
+    """Let each query see only those of its tokens that ``fold calibrate`` fits to."""
     best = [best_pairs(part, FITTED * topk).visible for part in row.blocks(PART)]
     return replace(row, visible=torch.cat(best, dim=1))
 

@@ -8,8 +8,9 @@ from dataclasses import replace
 import torch
 
 from benchmarks.fold.arms import PLAIN, heaviest_exact
-from sglang_indexcache.fold import IndexRow, largest
+from sglang_indexcache.fold import IndexRow
 from sglang_indexcache.kernels.indexer.quantization import quantize_e4m3
+from sglang_indexcache.search.fold_slopes import count_missed, exact_picks
 
 FACTORS = (1, 2, 4, 8)
 
@@ -24,7 +25,7 @@ def rounded(x: torch.Tensor) -> torch.Tensor:
 
 
 def in_fp8(row: IndexRow, slopes: torch.Tensor) -> torch.Tensor:
-    """The folded score with query and keys rounded to e4m3."""
+    """Return the folded score with query and keys rounded to e4m3."""
     query = torch.einsum("bshd,bsh->bsd", row.queries, row.weights * slopes)
     scores = rounded(query) @ rounded(row.keys).transpose(1, 2)
     return scores.masked_fill(~row.visible, -torch.inf)
@@ -55,18 +56,15 @@ def ways(fits: Mapping[str, torch.Tensor], main: str) -> dict[str, Score]:
 
 
 def missed(row: IndexRow, layer: int, topk: int, scores: Mapping[str, Score]) -> dict[str, Shares]:
-    """The share of a layer's exact picks that are no candidates, by way and by factor.
+    """Return the share of a layer's exact picks that are no candidates, by way and by factor.
 
     Args:
         row: of queries that see more than ``topk`` tokens.
     """
-    top = largest(row.exact(), topk)
-    found = {}
+    picks, found = exact_picks(row, topk), {}
     for name, score in scores.items():
-        line = score(row, layer)
-        candidates = (largest(line, min(factor * topk, line.shape[-1])) for factor in FACTORS)
-        shares = [1 - float((some & top).sum() / top.sum()) for some in candidates]
-        found[name] = dict(zip(map(str, FACTORS), shares, strict=True))
+        total, *counts = count_missed(picks, score(row, layer), topk, FACTORS).tolist()
+        found[name] = {str(c): count / total for c, count in zip(FACTORS, counts, strict=True)}
     return found
 
 

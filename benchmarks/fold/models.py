@@ -34,14 +34,14 @@ class Model(Protocol):
     def losses(
         self, states: torch.Tensor, ids: torch.Tensor, asked: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The loss of the tokens at ``asked`` in nats, and whether each is the greedy choice."""
+        """Return the loss in nats of the tokens at ``asked``, and whether greedy picks each."""
 
     def inputs(self, ids: torch.Tensor, topk: int, queries: slice) -> list[IndexRow]:
         """Return what each layer's indexer multiplies for some of the queries, under all F."""
 
 
 def copied(row: IndexRow) -> IndexRow:
-    """The same in memory of its own: some of the queries must not keep all of them."""
+    """Copy to memory of its own: some of the queries must not keep all of them."""
     return IndexRow(row.queries.clone(), row.keys, row.weights.clone(), row.visible)
 
 
@@ -127,7 +127,7 @@ class InLean(lean.Lean):
         return rows
 
     def selected(self, number: int, read: torch.Tensor) -> list[torch.Tensor]:
-        """A mask ``[rows, S]`` for each block, as ``select`` says if there is one."""
+        """Return a mask ``[rows, S]`` for each block, as ``select`` says if there is one."""
         if self._select is None:
             return super().selected(number, read)
         seen = lean.causal(slice(0, len(read)))

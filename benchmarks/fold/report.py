@@ -28,7 +28,7 @@ Facts = dict[str, Any]
 
 
 def paired(lines: Iterable[Facts], arm: str, other: str, measure: str) -> Facts | None:
-    """The mean over rows of one arm's measure less another's, with half of its 95 % interval."""
+    """Compare one arm's measure with another's: the mean over rows, half of its 95 % interval."""
     by_row: dict[int, dict[str, float]] = {}
     for line in lines:
         if measure in line:

@@ -77,7 +77,7 @@ class Code:
         return _window(torch.from_numpy(self.text.held_out).long(), number, length)
 
     def questions(self, number: int, _: int, length: int) -> list[Question]:
-        """The small checkpoint's tasks, and text alone."""
+        """Ask the small checkpoint's tasks, and text alone."""
         ids, none = self.asked("code", number, length), torch.tensor([])
         plain = Question("", ids, none, torch.arange(length // 4, length), length)
         return [self._task(name, number, length) for name in ("recall", "needles")] + [plain]
@@ -119,7 +119,7 @@ class BooksAndCode:
         return rows(self.books, HELD_OUT, 8, length)[number].ids
 
     def questions(self, number: int, count: int, length: int) -> list[Question]:
-        """The row of the other studies of this model: text, then passages of it again."""
+        """Ask the row of the other studies of this model: text, then passages of it again."""
         row = rows(self.books, HELD_OUT, count, length)[number]
         return [Question("recall", row.ids, row.recall, row.text, int(row.recall[0]) - CUE)]
 

@@ -62,7 +62,7 @@ class Client:
 
     @property
     def name(self) -> str:
-        """How messages call the server."""
+        """Name of the server in messages."""
         return f"the server at {self.url}"
 
     def is_ready(self) -> bool:
@@ -118,7 +118,7 @@ class Client:
         return dict(self._request("GET", "/server_info"))
 
     def states(self) -> list[RankState]:
-        """What IndexCache reports, one entry per data-parallel rank.
+        """Return IndexCache's report, one entry per data-parallel rank.
 
         Raises:
             ServerError: the server does not run IndexCache, or cannot say what it does.
@@ -132,7 +132,7 @@ class Client:
         return states
 
     def low_priority(self) -> int:
-        """The ``priority`` of requests that shall wait for all others, as this server counts.
+        """Return the ``priority`` of requests that shall wait for all others, as it counts here.
 
         Raises:
             ServerError: the server does not go by priorities.
@@ -218,7 +218,7 @@ class Client:
         return request
 
     def _refusal(self, response: httpx.Response) -> ServerError:
-        """What an answer other than 200 means; a key is never part of it."""
+        """Return the error for an answer other than 200; a key is never part of it."""
         request, status = response.request, response.status_code
         said = f"{request.method} {request.url} answered {status}"
         with_key = "Authorization" in request.headers
@@ -239,7 +239,7 @@ class Client:
 
 
 def _lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
-    """The lines of a stream of events. They end in LF alone: a text may have other line ends."""
+    """Yield the lines of a stream of events, which end in LF alone: a text may have others."""
     rest = b""
     for piece in pieces:
         *whole, rest = (rest + piece).split(b"\n")

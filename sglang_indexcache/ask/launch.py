@@ -123,7 +123,7 @@ class Server:
         self._process.wait()
 
     def log_tail(self, lines: int = 30) -> str:
-        """The last lines of the server's log, the very long ones (its arguments) cut short."""
+        """Return the last lines of the server's log, its very long ones (arguments) cut short."""
         text = self.log.read_text(errors="replace") if self.log.exists() else ""
         return "\n".join(line[:500] for line in text.splitlines()[-lines:])
 
@@ -142,7 +142,7 @@ def die_with_parent() -> None:
 
 
 def free_port() -> int:
-    """A port that is free now and that no outgoing connection will be given until it is used."""
+    """Return a port that is free now and that no outgoing connection gets until it is used."""
     # Not from the seeded generator: processes with one seed would all try the same ports at once.
     for port in random.SystemRandom().sample(_PORTS, 100):
         with socket.socket() as probe:

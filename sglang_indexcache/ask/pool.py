@@ -35,7 +35,7 @@ class _Slot:
         return self._engine.name
 
     def meet(self) -> tuple[str, str]:
-        """What it serves, from its first answer."""
+        """Return what the engine serves, by its first answer."""
         if self.checkpoint is None:
             found = self._served()
             if self._low_priority:
@@ -129,7 +129,7 @@ class Pool:
         return self._checkpoint
 
     def ask(self, question: Callable[[Engine], _Answer]) -> _Answer:
-        """What ``question`` gets from an engine that is free, or from another if that one is away.
+        """Ask an engine that is free, or another if that one is away, and return its answer.
 
         Raises:
             ServerUnavailableError: nobody answered as long as the pool's patience lasts.
@@ -157,7 +157,7 @@ class Pool:
                 self._put_back(slot)
 
     def _take(self) -> _Slot:
-        """An engine with a call to spare; waits for one, or until one that failed may be asked."""
+        """Take an engine with a call to spare; wait for one, or until a failed one may be asked."""
         with self._changed:
             while True:
                 now = time.monotonic()

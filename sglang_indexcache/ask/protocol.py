@@ -1,4 +1,4 @@
-"""What a server reports of IndexCache, and when its answers are believed.
+"""Report of a server on IndexCache, and the rules by which its answers are believed.
 
 The server writes one :class:`RankState` for each data-parallel rank, and everybody who asks it
 reads that. The rules are here once: which servers are alike, whether the layers obeyed a pattern,
@@ -62,7 +62,7 @@ RECENT = (8, 64, 256)
 
 
 class Overlaps(BaseModel):
-    """What the shadow of a rank saw, with ``--indexcache-shadow``, since its pattern was set.
+    """Overlaps that a rank's shadow (``--indexcache-shadow``) saw since its pattern was set.
 
     Attributes:
         one_in: of so many forwards one is sampled; 0 for none, also after a failure.
@@ -84,7 +84,7 @@ class Overlaps(BaseModel):
 
 
 class RankState(BaseModel):
-    """What one data-parallel rank reports. It answers for the ranks and stages behind it.
+    """Report of one data-parallel rank, which answers for the ranks and stages behind it.
 
     Counters only rise while a server runs. They see what a layer's Python does: replays of decode
     graphs do not run it.
@@ -114,8 +114,9 @@ class RankState(BaseModel):
         graph_replays: replays of decode graphs, by the graph's label; "decode" where SGLang has one
             of each batch size.
         tokens: rows forwarded, by phase and pattern, as "prefill FSSS".
-        pairs: query-key pairs that indexers scored, or did not because a layer shared, by phase and
-            the longest length of the bin of requests, as "decode 32Ki skipped".
+        pairs: query-key pairs that indexers scored, scored by a folded query, or did not because a
+            layer shared, by phase and the longest length of the bin of requests, as "decode 32Ki
+            skipped".
         overlap: of a sample of forwards, layers' own selections beside the lists that they get.
         rejections: patterns refused so far, as "switch" of the server's or by a "request".
         indexer_seconds: in indexers, by phase and clock ("prefill", "decode", each also with
@@ -156,8 +157,8 @@ class RankState(BaseModel):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def full_layers(self) -> int:
-        """Layers that run their indexer."""
-        return self.pattern.count("F")
+        """Layers that run their indexer: F, and L, which selects by its folded score."""
+        return len(Pattern(self.pattern).full_layers)
 
     @computed_field  # type: ignore[prop-decorator]
     @property
@@ -185,7 +186,7 @@ class RankState(BaseModel):
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], server: str) -> RankState:
-        """What a rank said under :data:`STATE`, if it could and runs this version."""
+        """Read a rank's report under :data:`STATE`, if it could make one and runs this version."""
         if "error" in data:
             raise ServerError(
                 f"{server} cannot say what IndexCache does: {data['error']}. Its log has the "
@@ -207,14 +208,14 @@ class RankState(BaseModel):
 
 
 def states_of(info: Mapping[str, Any], server: str) -> list[RankState]:
-    """The report of every data-parallel rank that runs IndexCache, by their numbers."""
+    """Return the report of every data-parallel rank that runs IndexCache, by their numbers."""
     found = [rank[STATE] for rank in info.get("internal_states", []) if STATE in rank]
     states = [RankState.from_json(state, server) for state in found]
     return sorted(states, key=lambda state: state.rank)
 
 
 def named(pattern: str) -> dict[str, Any]:
-    """The sampling parameters in which a request names its pattern."""
+    """Return the sampling parameters in which a request names its pattern."""
     return {CUSTOM: {PATTERN_OF_REQUEST: pattern}}
 
 
@@ -290,7 +291,7 @@ def disobedient(
     *,
     alone: bool = True,
 ) -> list[int]:
-    """Which of the counted ``layers`` did not do what the patterns of the requests say.
+    """Return the counted ``layers`` that did not do what the patterns of the requests say.
 
     Args:
         full: layers that are F for some request; the others are S for all.
@@ -313,7 +314,7 @@ def _total(ranks: Sequence[Sequence[int]]) -> list[int]:
 
 
 def facts(info: Mapping[str, Any], server: str) -> dict[str, Any]:
-    """What a server says of itself that may not differ between servers that are compared."""
+    """Return a server's facts about itself that may not differ between servers to be compared."""
     found = {name: info[name] for name in ENGINE_FACTS if info.get(name) is not None}
     for state in states_of(info, server)[:1]:
         found |= {

@@ -30,16 +30,16 @@ class Engine(Protocol):
 
     @property
     def name(self) -> str:
-        """How messages call it."""
+        """Name of the engine in messages."""
 
     def states(self) -> list[RankState]:
-        """What IndexCache reports, one entry per data-parallel rank."""
+        """Return IndexCache's report, one entry per data-parallel rank."""
 
     def generate(self, *, timeout: float | None = None, **body: Any) -> Any:
         """SGLang's native generate, for a list of prompts; ``timeout`` in seconds."""
 
     def low_priority(self) -> int:
-        """The ``priority`` of requests that shall wait for all others."""
+        """Return the ``priority`` of requests that shall wait for all others."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class TokenScores:
-    """What came back for a prompt's scored tokens.
+    """Log-probabilities of a prompt's scored tokens.
 
     Attributes:
         logprobs: ``[scored]`` in nats.
@@ -84,7 +84,7 @@ def time_allowed(tokens: int) -> float:
 
 
 def score(engine: Engine, prompts: Sequence[Prompt], *, top: int = 0) -> list[TokenScores]:
-    """The log-probabilities of each prompt's last ``scored`` tokens, given all before them.
+    """Return the log-probabilities of each prompt's last ``scored`` tokens, given all before them.
 
     All prompts, of which at least one token is scored, go out as one request. ``top`` is how many
     of the likeliest tokens to report at each place.

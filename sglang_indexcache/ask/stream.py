@@ -19,7 +19,7 @@ from sglang_indexcache.errors import ServerError
 
 @dataclass
 class StreamedAnswer:
-    """What came back for one prompt: chunks as they arrived, SGLang's ``meta_info`` of the last.
+    """Answer to one prompt: chunks as they arrived, SGLang's ``meta_info`` of the last.
 
     ``arrivals`` are pairs of seconds since the request was sent and tokens generated so far.
     """

@@ -1,1 +1,1 @@
-"""What runs inside SGLang's processes. Only this package imports sglang."""
+"""Code that runs inside SGLang's processes. Only this package imports sglang."""

@@ -20,7 +20,7 @@ from sglang_indexcache.serving.policy import Policy
 
 
 class Counters:
-    """What ``count`` pattern positions did so far, under the names of :class:`RankState`."""
+    """Counts of ``count`` pattern positions so far, under the names of :class:`RankState`."""
 
     def __init__(self, count: int) -> None:
         self.forwards = self.mixed_forwards = self.idle_forwards = 0
@@ -55,7 +55,7 @@ class ActivePattern:
 
     @property
     def reference(self) -> tuple[float | None, ...]:
-        """By layer, the overlap beyond chance that the pattern in effect was found with, or ().
+        """Overlap beyond chance with which the pattern in effect was found, by layer, or ().
 
         Only of the layers that a shadow compares in this mode.
         """
@@ -82,7 +82,7 @@ class ActivePattern:
         return self.is_counting and not self._is_idle
 
     def count_batch(self, batch: Any) -> None:
-        """A forward of SGLang's ``batch``, which is whole, has begun."""
+        """Count the beginning of a forward of SGLang's ``batch``, which is whole."""
         live = self.plan.mode == "live" and batch.rids
         served = served_in(batch, batch.rids.patterns if live else (), self.pattern)
         self.count_forward(phase_of(batch), served, idle=is_idle(batch))
@@ -90,7 +90,7 @@ class ActivePattern:
         self.shadow.begin(served if is_plain else (), self.policy.patterns, self.traffic.topk)
 
     def count_forward(self, phase: str, served: Sequence[Served], *, idle: bool = False) -> None:
-        """A forward of these requests has begun, in ``phase``.
+        """Count the beginning of a forward of these requests, in ``phase``.
 
         In that of an ``idle`` rank, which has none, what the layers do to keep step is not counted.
         """
@@ -105,7 +105,7 @@ class ActivePattern:
         self.traffic.count(phase, served)
 
     def count_selection(self, layer: int) -> None:
-        """The indexer of ``layer`` scored keys and selected."""
+        """Count that the indexer of ``layer`` scored keys and selected."""
         self.counters.indexer_selections[self.position(layer)] += self._counts_layers
 
     def count_reuse(self, layer: int) -> None:
@@ -117,12 +117,12 @@ class ActivePattern:
         self.counters.index_key_writes[self.position(layer)] += self._counts_layers
 
     def count_graph(self, label: str) -> None:
-        """The forward that has begun is a replay of the decode graph ``label``."""
+        """Count that the forward that has begun is a replay of the decode graph ``label``."""
         if self._counts_layers:
             self.counters.graph_replays[label] += 1
 
     def count_indexer_time(self, phase: str, wall: float, processor: float) -> None:
-        """An indexer took so many seconds in ``phase`` (prefill or decode), whatever it did."""
+        """Add an indexer's seconds in ``phase`` (prefill or decode), whatever it did."""
         self.counters.indexer_seconds[phase] += wall
         self.counters.indexer_seconds[f"{phase}_processor"] += processor
 
@@ -132,7 +132,7 @@ class ActivePattern:
         self.switches += 1
 
     def overlaps(self) -> Overlaps:
-        """What the shadow saw since the policy was set."""
+        """Return the overlaps that the shadow saw since the policy was set."""
         shadow = self.shadow
         sums, _ = shadow.read()
         if shadow.patterns != self.policy.patterns:
@@ -143,7 +143,7 @@ class ActivePattern:
         )
 
     def report(self, **of_process: Any) -> RankState:
-        """What ``/server_info`` says of this rank, with the fields that are not held here."""
+        """Return this rank's report for ``/server_info``, with the fields not held here."""
         plan = self.plan
         return RankState(
             version=__version__,
@@ -176,12 +176,12 @@ def activate(plan: Plan) -> ActivePattern:
 
 
 def current() -> ActivePattern | None:
-    """This process's active pattern, or None where no backend was created."""
+    """Return this process's active pattern, or None where no backend was created."""
     return _active
 
 
 def published_plan() -> Plan | None:
-    """The plan in this process's resolved configuration, before any backend exists."""
+    """Return the plan in this process's resolved configuration, before any backend exists."""
     from sglang.srt.runtime_context import get_model
 
     return _plan(get_model().json_model_override_args)

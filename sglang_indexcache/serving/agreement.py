@@ -54,7 +54,7 @@ def _look(_result: None, *, server_args: Any, **_: Any) -> None:
 
 
 def _asked_for(server_args: Any) -> str:
-    """What asks for IndexCache in a process that has no plan, or "" if nothing does."""
+    """Return what asks for IndexCache in a process that has no plan, or "" if nothing does."""
     from sglang.srt.arg_groups.model_override_base import (
         attention_backends_of,
         resolved_view,
@@ -66,7 +66,7 @@ def _asked_for(server_args: Any) -> str:
 
 
 def unresolved(asked: str) -> SettingsError:
-    """The error for a launch path that resolved its arguments without this plugin."""
+    """Make the error for a launch path that resolved its arguments without this plugin."""
     return SettingsError(
         f"{asked} was not acted on, because the server's arguments were resolved before SGLang "
         "loaded its plugins. Call sglang.srt.plugins.load_plugins() before you make ServerArgs; "
@@ -123,7 +123,7 @@ _SGLANGS_ADVICE = "the same --kv-cache-dtype value"
 
 
 def install_handshake() -> None:
-    """Hook this process if it is one of two nodes; safe to call again."""
+    """Install hooks in this process if it is one of two nodes; safe to call again."""
     from sglang.srt.runtime_context import get_disagg
 
     if get_disagg().disaggregation_mode != "null":
@@ -140,7 +140,7 @@ def _tell_pattern(
 
 
 def _tag() -> str:
-    """What a node adds to its KV dtype; nothing where stock SGLang computes the same KV."""
+    """Return a node's addition to its KV dtype; "" where stock SGLang computes the same KV."""
     if (active := current()) is None:
         return ""
     plan = active.plan

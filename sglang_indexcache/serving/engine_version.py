@@ -57,7 +57,7 @@ class Seam:
 
 @cache
 def seams() -> tuple[Seam, ...]:
-    """What :data:`TABLE` names."""
+    """Return the seams of :data:`TABLE`."""
     parts = yaml.safe_load(TABLE.read_text(encoding="utf-8")).values()
     modules = [module for part in parts for module in part.items()]
     return tuple(
@@ -78,7 +78,7 @@ def _rows(inside: Mapping[str, str | Mapping[str, str]]) -> Iterator[tuple[str, 
 
 
 def recorded() -> tuple[str, dict[str, str]]:
-    """The tested version and its digests."""
+    """Return the tested version and its digests."""
     [(version, digests)] = json.loads(RECORDS.read_text(encoding="utf-8")).items()
     return version, digests
 
@@ -112,7 +112,7 @@ def check(source: EngineSource | None = None) -> None:
 
 
 def moved(source: EngineSource, digests: Mapping[str, str]) -> list[str]:
-    """What is wrong with each seam of ``source`` that is not as it was recorded."""
+    """Say what is wrong with each seam of ``source`` that is not as it was recorded."""
     found = []
     for seam in seams():
         digest, known = source.digest(seam), digests.get(seam.path)
@@ -151,7 +151,7 @@ class EngineSource:
 
     @classmethod
     def installed(cls) -> EngineSource:
-        """The one that this Python imports.
+        """Return the SGLang that this Python imports.
 
         Raises:
             UnsupportedEngineError: there is none.
@@ -166,7 +166,7 @@ class EngineSource:
 
     @property
     def name(self) -> str:
-        """What to call it in a sentence."""
+        """Name in a sentence."""
         return f"SGLang {self.version}" if self.version else f"the SGLang in {self.root}"
 
     def digest(self, seam: Seam) -> str | None:
@@ -181,7 +181,7 @@ class EngineSource:
         return hashlib.sha256(json.dumps(form).encode()).hexdigest()[:16]
 
     def module(self, name: str) -> ast.Module | None:
-        """The tree of a module, or None if there is none of this name."""
+        """Return the tree of a module, or None if there is none of this name."""
         if name not in self._modules:
             path = self.root.joinpath(*name.split(".")[1:])
             files = [path.with_name(f"{path.name}.py"), path / "__init__.py"]
@@ -227,7 +227,7 @@ def _defining(node: ast.AST, name: str) -> ast.stmt | None:
 
 
 def _canonical(node: object) -> object:
-    """A syntax tree as JSON: the same for every Python, layout, comment and docstring."""
+    """Return a syntax tree as JSON: the same for every Python, layout, comment and docstring."""
     if isinstance(node, ast.Constant):
         return ascii(node.value)
     if isinstance(node, ast.AST):

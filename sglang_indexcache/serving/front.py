@@ -49,7 +49,7 @@ on_refusal: list[Callable[[], object]] = []
 
 
 def install() -> None:
-    """Hook the process that takes requests; safe to call again."""
+    """Install hooks in the process that takes requests; safe to call again."""
     hooks.after("sglang.srt.managers.tokenizer_manager.TokenizerManager.__init__", _add_middleware)
 
 
@@ -99,7 +99,7 @@ class Front:
 
 
 async def _whole(receive: Receive) -> tuple[Receive, bytes]:
-    """A request's body, and a ``receive`` that gives it once more."""
+    """Read a request's body; return a ``receive`` that gives it once more, and the body."""
     messages = [await receive()]
     while messages[-1]["type"] == "http.request" and messages[-1].get("more_body"):
         messages.append(await receive())
@@ -121,7 +121,7 @@ async def _refuse(send: Send, reason: str) -> None:
 
 
 def wrong_body(plan: Plan, route: str, body: bytes) -> str:
-    """What is wrong with a pattern in a body, its place or its spelling; or "".
+    """Say what is wrong with a pattern in a body, its place or its spelling; or "".
 
     A server would answer it under its default, and nobody would see.
     """
@@ -152,7 +152,7 @@ def _where(carrier: tuple[str, ...] | None) -> str:
 
 
 def _ours(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """The places of keys that mean IndexCache, in any spelling, and what they hold."""
+    """Yield the places of keys that mean IndexCache, in any spelling, and their values."""
     if isinstance(value, list):
         for each in value:
             yield from _ours(each, path)

@@ -64,7 +64,7 @@ class IndexBuffer:
 
     @property
     def rows(self) -> RowPatterns:
-        """Of the forward in progress; a switch meanwhile does not change them."""
+        """Patterns of the rows of the forward in progress; a switch does not change them."""
         if self._rows is None:
             raise StaleIndexError("no forward has begun, so no pattern is in effect")
         return self._rows
@@ -100,7 +100,7 @@ class IndexBuffer:
         return selected
 
     def _merged(self, position: int, selected: torch.Tensor) -> torch.Tensor:
-        """``selected`` in the rows that are F at ``position``, in the others what they had."""
+        """Merge ``selected``, for the rows that are F at ``position``, into what the others had."""
         masks, kept, count = self.rows.masks, self._indices, selected.shape[0]
         assert masks is not None, "several patterns"
         assert kept is not None, "the rows that are not F here have some"
@@ -128,11 +128,11 @@ class IndexBuffer:
         return self._indices
 
     def window(self, layer: int) -> int:
-        """The widest recent window that a row sees in ``layer`` besides these indices; mostly 0."""
+        """Return the widest recent window that a row sees in ``layer`` besides these indices."""
         return self.rows.window_at(self._active.position(layer))
 
     def widened(self, layer: int, indices: torch.Tensor, widen: Callable[..., Wide]) -> Wide:
-        """``indices`` with the recent windows that rows have in ``layer``; made once for a group.
+        """Extend ``indices`` by the recent windows of rows in ``layer``; once for a group.
 
         They are made by ``widen(indices, windows, widest)``, with windows ``[T]`` int32 or one
         number for all.
@@ -175,7 +175,10 @@ class IndexBuffer:
             self.writes += 1
 
     def _check(self, layer: int, but: int | None = None) -> None:
-        """That each pattern's rows hold what its F layer wrote; that at ``but`` writes next."""
+        """Raise StaleIndexError unless each pattern's rows hold the indices of their F layer.
+
+        ``but`` is the position that is about to write.
+        """
         for expected, source in zip(self._sources_of(layer), self._sources, strict=True):
             if expected not in (source, but):
                 held = "nothing" if source is None else f"those of position {source}"

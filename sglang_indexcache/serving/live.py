@@ -31,7 +31,7 @@ _STATE = "sglang.srt.managers.scheduler_components.internal_state.SchedulerInter
 
 
 def install() -> None:
-    """Hook the scheduler of this process; safe to call again."""
+    """Install hooks in the scheduler of this process; safe to call again."""
     hooks.after(f"{_STATE}.get_internal_state", _report)
     hooks.around(f"{_STATE}.set_internal_state", _accept)
 
@@ -54,7 +54,7 @@ def _report(output: Any, _controller: Any, _request: Any) -> None:
 
 
 def _rank() -> int:
-    """This process's number among the data-parallel ranks."""
+    """Return this process's number among the data-parallel ranks."""
     from sglang.srt.runtime_context import get_parallel
 
     parallel = get_parallel()

@@ -1,4 +1,4 @@
-"""What a server will do: the pattern in effect and how it is carried out.
+"""Plan of a server: the pattern in effect and how it is carried out.
 
 The plan travels to every process inside the model's config. Nothing here imports SGLang.
 """
@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from sglang_indexcache.checkpoint import SHARING_KEYS, Checkpoint
-from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.errors import PatternError
+from sglang_indexcache.pattern import Pattern, check_foldable
 from sglang_indexcache.serving.policy import Policy
 
 BACKEND_NAME = "indexcache"
@@ -34,7 +35,7 @@ SHORT = "short"
 
 @dataclass(frozen=True)
 class Plan:
-    """What this server will do: the pattern in effect and how it is carried out.
+    """Plan of this server: the pattern in effect and how it is carried out.
 
     Attributes:
         pattern: in effect at start; of the shortest prompts where length decides.
@@ -48,6 +49,8 @@ class Plan:
         longer: live mode: from how many prompt tokens on another pattern is in effect, and which.
         graphs: what decode graphs are captured beside SGLang's: ``short``, or a pattern's text.
         shadow: of how many forwards one is sampled for the overlap of lists; 0 for none.
+        slopes: by pattern position, one a head, what layers fold by; None where the score stays
+            exact, and () where nothing folds.
         overlap: beyond chance, what the pattern's file says of each layer; () if it says nothing.
         shape: config fields by which the library knows the model.
     """
@@ -67,6 +70,7 @@ class Plan:
     longer: tuple[tuple[int, Pattern], ...] = ()
     graphs: tuple[str, ...] = ()
     shadow: int = 0
+    slopes: tuple[tuple[float, ...] | None, ...] = ()
     overlap: tuple[float | None, ...] = ()
     shape: tuple[tuple[str, Any], ...] = ()
 
@@ -79,6 +83,33 @@ class Plan:
     def policy(self) -> Policy:
         """The pattern for each prompt length."""
         return Policy(((0, self.pattern), *self.longer))
+
+    @property
+    def slopes_digest(self) -> str:
+        """The digest by which patterns name the slopes; "" where nothing folds."""
+        return next((one.suffix.slopes for one in self.policy.patterns if one.is_folded), "")
+
+    def folding(self, pattern: Pattern) -> Pattern:
+        """Return ``pattern`` by the slopes of this server, if it folds and names none.
+
+        Raises:
+            PatternError: it folds by others, or where these say that the score stays exact.
+        """
+        if not pattern.is_folded:
+            return pattern
+        ours = self.slopes_digest
+        if not ours:
+            raise PatternError(
+                f"{pattern} folds indexers, and this server was started without slopes. Start it "
+                "with a pattern that folds, such as folded@MODEL.slopes."
+            )
+        if pattern.suffix.slopes not in ("", ours):
+            raise PatternError(
+                f"{pattern} folds by other slopes than this server, which has {ours}. Leave "
+                f"@{pattern.suffix.slopes} out."
+            )
+        check_foldable(pattern, self.slopes, "of this server")
+        return pattern.with_suffix(replace(pattern.suffix, slopes=ours))
 
     @property
     def graph_patterns(self) -> tuple[Pattern, ...]:
@@ -98,7 +129,7 @@ class Plan:
         return len(self.graphs) * 2 * (cfg.cuda_graph_config.decode.max_bs or 0)
 
     def describe(self) -> str:
-        """The line for the log."""
+        """Return the line for the log."""
         shared = len(self.pattern.shared_layers)
         return (
             f"IndexCache ({self.mode}): {self.pattern.summary()}, {shared} reuse indices; "
@@ -109,7 +140,7 @@ class Plan:
 
     @property
     def terms(self) -> str:
-        """What every process of a server must agree on; where it was said may differ."""
+        """Terms that every process of a server must agree on; the source may differ."""
         return (
             f"{self.mode} mode, pattern {self.policy}, kernels {self.kernels}, index keys "
             f"{self.index_k_dtype}"
@@ -118,7 +149,7 @@ class Plan:
         )
 
     def kv_namespace(self, pattern: Pattern) -> str | None:
-        """What keeps the cached KV of a request apart from all KV that is computed otherwise.
+        """Return the name that keeps a request's cached KV apart from KV computed otherwise.
 
         None where there is nothing to keep apart: under the checkpoint's own sharing and with its
         own indexers stock SGLang computes the same KV and may have it. Not so in live mode, where
@@ -165,7 +196,7 @@ class Plan:
         return merged
 
     def hf_overrides(self) -> dict[str, Any]:
-        """What to write into the HF config so that SGLang builds this plan.
+        """Return the fields of the HF config with which SGLang builds this plan.
 
         ``indexer_types`` is the key that SGLang obeys first; the others are cleared. In live mode
         every indexer of the checkpoint is built.
@@ -184,27 +215,28 @@ class Plan:
 
     @classmethod
     def from_hf_config(cls, config: Any) -> Plan | None:
-        """The plan that :meth:`hf_overrides` wrote, or None if there is none."""
+        """Read the plan that :meth:`hf_overrides` wrote, or None if there is none."""
         return cls.from_json(getattr(config, CONFIG_KEY, None))
 
     @classmethod
     def from_overrides(cls, overrides: str) -> Plan | None:
-        """The plan in resolved ``--json-model-override-args``, or None if there is none."""
+        """Read the plan in resolved ``--json-model-override-args``, or None if there is none."""
         return cls.from_json(json.loads(overrides).get(CONFIG_KEY))
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any] | None) -> Plan | None:
-        """The inverse of what :meth:`hf_overrides` stores under :data:`CONFIG_KEY`."""
+        """Read what :meth:`hf_overrides` stores under :data:`CONFIG_KEY`."""
         if data is None:
             return None
         data = dict(data)
         data["pattern"], data["own"] = Pattern(data["pattern"]), Pattern(data["own"])
         data["layer_ids"] = tuple(data["layer_ids"])
         data["longer"] = tuple((start, Pattern(text)) for start, text in data["longer"])
+        data["slopes"] = tuple(None if each is None else tuple(each) for each in data["slopes"])
         data["graphs"], data["overlap"] = tuple(data["graphs"]), tuple(data["overlap"])
         data["shape"] = tuple((name, value) for name, value in data["shape"])
         return cls(**data)
 
     def checkpoint(self) -> Checkpoint:
-        """The checkpoint as the plan knows it, enough to find another pattern and to check it."""
+        """Return the checkpoint as the plan knows it: enough to find and check another pattern."""
         return Checkpoint(self.architecture, self.layer_ids, self.own, dict(self.shape))

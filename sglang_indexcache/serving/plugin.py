@@ -65,7 +65,7 @@ only a server needs is not loaded then."""
 
 
 def register() -> None:
-    """Called by SGLang in every process, before it parses arguments."""
+    """Install the plugin; SGLang calls this in every process, before it parses arguments."""
     _end_if_left_alone()
     add_attention_backend_choices([BACKEND_NAME])
     hooks.after("sglang.srt.server_args.ServerArgs.add_cli_args", _add_flags, at_start=True)
@@ -203,7 +203,7 @@ def _accept_engine_keywords() -> None:
 
 
 def _after_sglangs(check: Callable[[Any], None]) -> Callable[..., None]:
-    """A resolution step of SGLang's with ``check`` behind it."""
+    """Put ``check`` behind a resolution step of SGLang's."""
 
     def step(server_args: Any, previous: Callable[[Any], None]) -> None:
         previous(server_args)
@@ -275,13 +275,13 @@ def _check_kernels(server_args: Any) -> None:
         window.check(cfg, plan, routes, getattr(model.hf_config, "index_kpool", None) or 1)
     if plan.kernels == "engine":
         return
-    check_reference(plan.kernels, cfg)
+    check_reference(routes, cfg)
     for route in routes:
         logger.info("IndexCache kernels: %s", route)
 
 
 def _keep_free_for_graphs(server_args: Any, previous: Callable[[Any], None]) -> None:
-    """The resolution step that decides ``--mem-fraction-static``, unless the user fixed it."""
+    """Run the step that decides ``--mem-fraction-static``, and leave room for our graphs."""
     from sglang.srt.utils.common import get_device_memory_capacity
 
     cfg = resolving_view(server_args)
@@ -322,7 +322,7 @@ def _is_only_way(cfg: Any) -> bool:
 
 
 def _checkpoint_config(cfg: Any, overrides: Mapping[str, Any]) -> Any:
-    """The model's config as shipped, with the user's overrides except those about sharing."""
+    """Return the model's config as shipped, with the user's overrides except those on sharing."""
     from sglang.srt.utils.hf_transformers.config import get_config
 
     path = Path(cfg.model_path)

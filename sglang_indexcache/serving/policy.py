@@ -1,4 +1,4 @@
-"""Which pattern a prompt of some length gets: ``full < 32K <= 1/2 < 128K <= 1/4``.
+"""Policy that gives a prompt a pattern by its length: ``full < 32K <= 1/2 < 128K <= 1/4``.
 
 Read from left to right: prompts of fewer than 32,000 tokens are served in full, those from there to
 below 128,000 under the pattern 1/2, longer ones under 1/4. A form in which no length is left out
@@ -60,7 +60,7 @@ class Policy:
         return cls(tuple(zip(starts, map(resolve, words[::4]), strict=True)))
 
     def pattern_for(self, length: int) -> Pattern:
-        """The pattern of a prompt of ``length`` tokens."""
+        """Return the pattern of a prompt of ``length`` tokens."""
         return self.steps[bisect_right(self.steps, length, key=lambda step: step[0]) - 1][1]
 
     @property

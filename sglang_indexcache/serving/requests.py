@@ -44,7 +44,7 @@ _admitted: WeakSet[Req] = WeakSet()
 
 
 def install(plan: Plan) -> None:
-    """Hook the scheduler of this process as ``plan`` needs it; safe to call again."""
+    """Install hooks in the scheduler of this process as ``plan`` needs; safe to call again."""
     hooks.after("sglang.srt.managers.schedule_batch.Req.__init__", _admit)
     hooks.after("sglang.srt.managers.scheduler.Scheduler._release_aborted_request", _give_up)
     hooks.around(f"{_STREAMER}.is_request_level_customized_info_key", _is_told_once)
@@ -58,7 +58,7 @@ def install(plan: Plan) -> None:
 
 
 def named_by(sampling_params: Any) -> Any:
-    """What a request says of its pattern, of whatever type; None if it says nothing.
+    """Return a request's own value for its pattern, of whatever type; None if it has none.
 
     Raises:
         SettingsError: it says something, but not where or as it is read.
@@ -90,7 +90,7 @@ def _letters(key: str) -> str:
 
 
 def resolve(plan: Plan, value: Any) -> Pattern:
-    """The pattern that somebody who can only reach the server calls ``value``.
+    """Return the pattern that somebody who can only reach the server calls ``value``.
 
     It is as for ``--indexcache-pattern``, but no file, which would be read on the server.
 
@@ -106,7 +106,8 @@ def resolve(plan: Plan, value: Any) -> Pattern:
 
 @lru_cache(maxsize=256)
 def _resolve(plan: Plan, value: str) -> Pattern:
-    pattern = Library.default().resolve(value, plan.checkpoint(), files=False).pattern
+    named = Library.default().parse(value, plan.checkpoint(), files=False)
+    pattern = plan.folding(named.pattern)
     if plan.mode == "static":
         if pattern != plan.pattern:
             raise SettingsError(
@@ -120,7 +121,7 @@ def _resolve(plan: Plan, value: str) -> Pattern:
 
 
 def _decide(active: ActivePattern, request: Req) -> Pattern:
-    """The pattern of a new request; of a session's, that of the first turn that was served."""
+    """Decide a new request's pattern; in a session, that of the first turn that was served."""
     name = named_by(request.sampling_params)
     wanted = None if name is None else resolve(active.plan, name)
     begun = _begun(request.session)
@@ -132,7 +133,7 @@ def _decide(active: ActivePattern, request: Req) -> Pattern:
 
 
 def _begun(session: Session | None) -> Pattern | None:
-    """The pattern of the turns that a session goes on from; None before there is one.
+    """Return the pattern of a session's turns so far; None before there is one.
 
     SGLang keeps a streaming session's last finished turn only, and with it the KV; and every turn
     of a plain session, also one that it refused, gave up, or whose client went away.
@@ -172,7 +173,7 @@ def _give_up(_result: None, _scheduler: Scheduler, request: Req) -> None:
 
 
 def within(namespace: str, extra_key: str | None) -> str:
-    """A request's ``extra_key`` inside ``namespace``.
+    """Put a request's ``extra_key`` inside ``namespace``.
 
     One that is inside stays: a decode node sends requests back to a prefill node with their key.
     """
@@ -188,7 +189,7 @@ def _is_told_once(original: Callable[..., bool], streamer: Any, key: str) -> boo
 
 
 def in_hand() -> dict[str, int]:
-    """How many unfinished requests, running or queued, each pattern has in this process."""
+    """Count each pattern's unfinished requests, running or queued, in this process."""
     unfinished = (request for request in _admitted if not request.finished())
     return dict(Counter(str(request.indexcache_pattern) for request in unfinished))
 

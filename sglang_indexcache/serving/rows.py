@@ -1,4 +1,4 @@
-"""Which pattern each row of a forward obeys."""
+"""Patterns of the rows of a forward."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class RowPatterns:
     def of(
         cls, patterns: Sequence[Pattern], lengths: Sequence[int], like: torch.Tensor
     ) -> RowPatterns:
-        """Requests one after the other.
+        """Lay requests one after the other.
 
         What each request is goes to the device in one copy that nothing waits for, and is spread
         over the rows there: while the forward before still runs, this one can be prepared.
@@ -75,7 +75,7 @@ class RowPatterns:
         return cls(different, table[:layers].bool(), windows)
 
     def window_at(self, position: int) -> int:
-        """The widest window of any row at a pattern position; 0 where none sees any."""
+        """Return the widest window of any row at a pattern position; 0 where none sees any."""
         return max(pattern.window_at(position) for pattern in self.patterns)
 
     def windows_at(self, position: int, count: int) -> torch.Tensor | int:
@@ -106,7 +106,7 @@ def windows_by_layer(pattern: Pattern) -> torch.Tensor:
 
 
 def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy without a wait for what the device does: a GPU makes it alone from pinned memory."""
+    """Copy without a wait for what the device does: a GPU copies alone from pinned memory."""
     return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
 
 
@@ -132,7 +132,7 @@ def patterns_of_requests(batch: ForwardBatch) -> list[Pattern]:
 
 
 def patterns_of_rows(batch: ForwardBatch, active: ActivePattern) -> RowPatterns:
-    """Which pattern each row of ``batch`` obeys; without requests (idle, warm-up) the server's.
+    """Return the pattern of each row of ``batch``; without requests (idle, warm-up) the server's.
 
     Raises:
         StaleIndexError: it is not known of a batch with requests.
@@ -143,7 +143,7 @@ def patterns_of_rows(batch: ForwardBatch, active: ActivePattern) -> RowPatterns:
 
 
 def _lengths(batch: ForwardBatch) -> list[int]:
-    """The rows of each request; a graph's replay lists none, and pads their number."""
+    """Return the rows of each request; a graph's replay lists none, and pads their number."""
     rids = getattr(batch, "rids", None)
     requests = batch.batch_size if rids is None else len(rids)
     extended = getattr(batch, "extend_seq_lens_cpu", None)

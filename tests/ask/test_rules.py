@@ -14,7 +14,7 @@ PLACES = {
     "input_token_logprobs": {"ask/score.py"},
     "logprob_start_len": {"ask/score.py"},
     "top_logprobs_num": {"ask/score.py"},
-    "cached_tokens": {"ask/score.py", "ask/stream.py", "evaluate/arms.py"},
+    "cached_tokens": {"ask/score.py", "ask/stream.py", "lab/evaluate/arms.py"},
     "indexcache_pattern": {"ask/protocol.py", "serving/preflight/options.py"},
 }
 """Words of the protocol, and the only modules that may spell them."""

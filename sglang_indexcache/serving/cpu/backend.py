@@ -141,5 +141,5 @@ class CpuIndexCacheBackend(Observed, AttentionBackend):
 
 
 def _layout(indices: torch.Tensor) -> tuple[object, ...]:
-    """Where a tensor lies in memory, and how."""
+    """Return where a tensor lies in memory, and how."""
     return indices.data_ptr(), indices.shape, indices.stride(), indices.dtype

@@ -23,7 +23,7 @@ Named = tuple[str, torch.Tensor]
 
 
 def overrides(config: Any) -> dict[str, Any]:
-    """What to change in a block-FP8 checkpoint's config; nothing in another's."""
+    """Return the changes to a block-FP8 checkpoint's config; none for another's."""
     told = getattr(config, "quantization_config", None) or {}
     if told.get("quant_method") != "fp8" or not told.get("weight_block_size"):
         return {}
@@ -47,7 +47,7 @@ def read_plain(
 
 
 def plain(weights: Iterable[Named], size: Sequence[int]) -> Iterator[Named]:
-    """The same weights by name, each in block-FP8 in float32 and without its scales.
+    """Yield the weights by name, each in block-FP8 turned to float32 and without its scales.
 
     Raises:
         CheckpointError: scales without a weight, or a weight without scales.

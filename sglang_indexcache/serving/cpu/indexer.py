@@ -20,6 +20,7 @@ from sglang_indexcache.kernels.contract import PADDING, page_bytes
 from sglang_indexcache.kernels.indexer import quantization
 from sglang_indexcache.kernels.indexer.quantization import hadamard, quantize_e4m3
 from sglang_indexcache.serving.active import published_plan
+from sglang_indexcache.serving.cpu.fold import selector_of
 from sglang_indexcache.serving.cpu.select import every_visible, select_topk
 from sglang_indexcache.serving.preflight.config_check import INDEX_HEAD_DIM
 
@@ -98,7 +99,8 @@ def _store_and_select(
         everything = every_visible(backend.batch, x.shape[0], indexer.index_topk)
         return backend.index_buffer.select(layer_id, everything)
     queries, weights = index_queries(indexer, x, q_lora, positions, backend)
-    selected = select_topk(
+    select = selector_of(backend, forward_batch, layer_id) or select_topk
+    selected = select(
         queries,
         weights,
         lambda slots: backend.index_keys.load(layer_id, slots),
@@ -163,7 +165,7 @@ def _rotate(indexer: Indexer, heads: torch.Tensor, positions: torch.Tensor) -> t
 
 
 def _spread(indexer: Indexer, heads: torch.Tensor) -> torch.Tensor:
-    """The Hadamard rotation that DeepSeek-V3.2 applies before it quantises.
+    """Apply the Hadamard rotation that DeepSeek-V3.2 has before it quantises.
 
     SGLang leaves it out for the GLM models' interleaved rope (``Indexer._maybe_rotate``).
     """
@@ -188,7 +190,7 @@ class CpuIndexKeyCache(IndexKeyCache):
         return self.pool.index_k_with_scale_buffer_dtype == torch.uint8
 
     def _rows(self, layer_id: int) -> torch.Tensor:
-        """A plain buffer as ``[slots, head_dim]``."""
+        """Return a plain buffer as ``[slots, head_dim]``."""
         buffer = self.buffer[layer_id - self.pool.start_layer]
         return buffer.view(-1, self.pool.index_head_dim)
 

@@ -44,7 +44,7 @@ IDLE_NAP = 0.005
 
 
 def activate() -> str | None:
-    """The platform class to use, or None where this machine has an accelerator."""
+    """Return the platform class to use, or None where this machine has an accelerator."""
     if torch.accelerator.is_available() or os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
         return None
     return "sglang_indexcache.serving.cpu.platform:CpuReferencePlatform"
@@ -274,7 +274,7 @@ def adapt_engine() -> None:
 
 
 def _rest_in_controller() -> None:
-    """The process that deals requests to data-parallel ranks polls without a pause; so it rests."""
+    """Let the process that deals requests to data-parallel ranks rest: it polls without a pause."""
     module: Any = sys.modules.get("sglang.srt.managers.data_parallel_controller")
     if module is None:
         return

@@ -18,7 +18,7 @@ def sparse_mla(
     *,
     gather_bytes: int = GATHER_BYTES,
 ) -> torch.Tensor:
-    """The output of :func:`sglang_indexcache.kernels.sparse_mla.reference.sparse_mla`.
+    """Compute :func:`sglang_indexcache.kernels.sparse_mla.reference.sparse_mla` in less memory.
 
     Less precise: products are made and rounded in ``q``'s dtype, that of ``latent``. In bfloat16
     the scores have 8 bits, which is more than ``mla_tolerance`` allows a GPU kernel.

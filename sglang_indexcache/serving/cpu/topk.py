@@ -6,7 +6,7 @@ from sglang_indexcache.kernels.contract import PADDING
 
 
 def topk_overwriting(logits: torch.Tensor, visible: torch.Tensor, topk: int) -> torch.Tensor:
-    """What :func:`sglang_indexcache.kernels.topk.reference.topk` selects; destroys ``logits``.
+    """Select as :func:`sglang_indexcache.kernels.topk.reference.topk` does; destroy ``logits``.
 
     ``torch.topk`` breaks ties arbitrarily. Asking it for one more than k tells which rows have a
     tie at the boundary; only those take a second look. ``logits`` is overwritten with -inf

@@ -49,6 +49,7 @@ class IndexCacheBackend(Observed, DeepseekSparseAttnBackend):
         super().__init__(runner)
         self.active = active
         self.index_buffer = IndexBuffer(active, runner.layer_info.start_layer)
+        # SGLang splits a batch behind the dense layers: what these selected is the whole batch's.
         self.first_overlapped_layer = getattr(
             runner.model_config.hf_config, "first_k_dense_replace", 0
         )
@@ -61,6 +62,7 @@ class IndexCacheBackend(Observed, DeepseekSparseAttnBackend):
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Begin an eager forward."""
+        # A capture before this one may have switched it off.
         self.active.is_counting = True
         self._begin(forward_batch)
         super().init_forward_metadata(forward_batch)
@@ -73,6 +75,7 @@ class IndexCacheBackend(Observed, DeepseekSparseAttnBackend):
         label = get_capture_attention_variant() if in_capture else None
         if self.graphs is not None and label is not None:
             count, device = forward_batch.batch_size, forward_batch.seq_lens.device
+            # The graph is made for these patterns, whatever the requests of the batch stand for.
             self.index_buffer.begin(self.graphs.rows(label, count, device))
         elif self.graphs is not None and self.active.plan.mode == "live":
             # A replay, which runs no layer's Python.
@@ -80,8 +83,10 @@ class IndexCacheBackend(Observed, DeepseekSparseAttnBackend):
             self.active.count_forward("decode", served, idle=not served)
         else:
             self._begin(forward_batch)
+        # The halves of an overlap come here as well, and their replay counts once.
         if self._of_whole_batch() is self and phase_of(forward_batch) == "decode":
             self.active.count_graph(DECODE_GRAPH if self.graphs is None else self.graphs.label)
+        # A replay runs no Python that could show the shadow what was selected.
         self.active.shadow.skip()
         super().init_forward_metadata_out_graph(forward_batch, in_capture)
 
@@ -127,6 +132,7 @@ class IndexCacheBackend(Observed, DeepseekSparseAttnBackend):
 
     def _forward_flashmla_sparse(self, **call: Any) -> torch.Tensor:
         if self._attention is None:
+            # With a window rows have lists of several lengths, and their padding is no slot.
             if self.windows.entries is not None:
                 call["topk_length"] = self.windows.entries
             return super()._forward_flashmla_sparse(**call)
@@ -140,10 +146,12 @@ class IndexCacheBackend(Observed, DeepseekSparseAttnBackend):
     def _forward_fa3(self, **call: Any) -> torch.Tensor:
         if self._attention is None:
             if (entries := self.windows.entries) is not None:
+                # SGLang pads a batch behind its rows, which have no entries of ours.
                 padding = call["cache_seqlens"][len(entries) :]
                 call["cache_seqlens"] = torch.cat([entries, padding]) if len(padding) else entries
             return super()._forward_fa3(**call)
         assert not call["logit_cap"], "no DSA model caps its attention logits"
+        # Ours takes one query as FlashMLA does; FA3 takes its two parts.
         q = concat_mla_absorb_q_general(call["q_nope"], call["q_rope"])
         return self._attend(q, call["page_table"], call)
 
@@ -155,6 +163,7 @@ class IndexCacheBackend(Observed, DeepseekSparseAttnBackend):
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         assert self._attention is not None
+        # Packed lists are made once for the layers of a group, which have the same slots.
         kept = self._lists.of(slots, self.index_buffer.writes)
         return attend(self._attention, q, call["kv_cache"], slots, call["sm_scale"], sinks, kept)
 
@@ -167,11 +176,13 @@ class IndexCacheBackend(Observed, DeepseekSparseAttnBackend):
         the indexer has written it itself (``cuda/indexer.py``).
         """
         buffer = self.index_buffer
+        # SGLang carries none across the place where it splits a batch.
         if carried is None:
             self.inherit(layer, forward_batch)
         if not buffer.is_full(layer):
             buffer.adopt(layer, carried)
         elif self.active.plan.mode == "static":
+            # The write replaces it, and observers compare it with what the layer selected.
             before = buffer.held
             buffer.select(layer, carried)
             self.selected(layer, forward_batch, before, own=carried)
@@ -192,6 +203,7 @@ class IndexCacheBackend(Observed, DeepseekSparseAttnBackend):
             rows = whole.index_buffer.rows.cut(part[0], part[1], _rows_of_part(forward_batch))
         else:
             rows = patterns_of_rows(forward_batch, self.active)
+        # Each half begins, too: the batch is counted by its whole.
         if whole is self:
             self.active.count_batch(forward_batch)
         self.index_buffer.begin(rows)

@@ -1,4 +1,4 @@
-"""Which operations our kernels take over from SGLang's: ``--indexcache-kernels`` and the reasons.
+"""Choice of our kernels in place of SGLang's: ``--indexcache-kernels`` and the reasons.
 
 Decided when the command line is resolved, so that what cannot run is one clear error before weights
 are loaded, and again, from the same facts, in every worker.
@@ -23,16 +23,10 @@ from sglang_indexcache.kernels.contract import (
     VALUE_DIM,
     OpName,
 )
-from sglang_indexcache.kernels.dispatch import Phase
+from sglang_indexcache.kernels.dispatch import ROUTED, Phase
 from sglang_indexcache.models import read_field
 from sglang_indexcache.serving.preflight.options import KERNELS
 
-ROUTED: tuple[tuple[OpName, Phase], ...] = (
-    ("select", "prefill"),
-    ("select", "decode"),
-    ("sparse_mla", "prefill"),
-    ("sparse_mla", "decode"),
-)
 REPLACED_ATTENTION = ("fa3", "flashmla_auto", "flashmla_kv", "flashmla_sparse")
 """SGLang's sparse attention kernels in whose place ours can be called."""
 ENGINE_TOPK = {2048}
@@ -43,7 +37,7 @@ RAW_FP8 = {"tilelang", "trtllm"}
 
 @dataclass(frozen=True)
 class Route:
-    """What runs one operation of a server, and why: ours, or None for the engine's kernel."""
+    """Kernel of one operation of a server, and why: ours, or None for the engine's."""
 
     op: OpName
     phase: Phase
@@ -64,16 +58,23 @@ def choose(asked: str, cfg: Any, model: Any, machine: dispatch.Machine) -> tuple
     if asked == "engine":
         return tuple(Route(op, phase, None, "the default") for op, phase in ROUTED)
     try:
-        ours = dispatch.named(asked).check(machine)
-        for op, phase in ROUTED:
+        name, wanted = dispatch.chosen(asked)
+        ours = dispatch.named(name).check(machine)
+        for op, phase in wanted:
             for obstacle in _obstacles(op, phase, cfg, model):
                 raise KernelError(f"{op} in {phase}: {obstacle}")
     except KernelError as error:
         raise SettingsError(
-            f"{KERNELS.flag} {asked}: {error}. {KERNELS.flag} engine, the default, leaves "
-            "every operation to SGLang's kernels."
+            f"{KERNELS.flag} {asked}: {error}. Name the operations that shall be ours "
+            f"({KERNELS.flag} cuda:sparse_mla-prefill); {KERNELS.flag} engine, the default, leaves "
+            "every one to SGLang's kernels."
         ) from None
-    return tuple(Route(op, phase, ours, "asked for") for op, phase in ROUTED)
+    return tuple(
+        Route(op, phase, ours, "asked for")
+        if (op, phase) in wanted
+        else Route(op, phase, None, "not asked for")
+        for op, phase in ROUTED
+    )
 
 
 def _obstacles(op: OpName, phase: Phase, cfg: Any, model: Any) -> list[str]:
@@ -163,15 +164,16 @@ def check_engine(routes: tuple[Route, ...], cfg: Any, model: Any) -> None:
         )
 
 
-def check_reference(asked: str, cfg: Any) -> None:
+def check_reference(routes: tuple[Route, ...], cfg: Any) -> None:
     """Refuse references in CUDA graphs: they read lengths on the host.
 
     Raises:
-        SettingsError: graphs are on.
+        SettingsError: graphs are on in a phase that has some.
     """
-    graphs = cfg.cuda_graph_config
+    graphs, reference = cfg.cuda_graph_config, dispatch.named("reference")
+    with_some = {route.phase for route in routes if route.implementation == reference}
     on = [phase for phase in ("decode", "prefill") if graphs[phase].backend != "disabled"]
-    if asked == "reference" and on:
+    if on := [phase for phase in on if phase in with_some]:
         raise SettingsError(
             f"{KERNELS.flag} reference cannot run in CUDA graphs, which are on for "
             f"{' and '.join(on)}. Add "

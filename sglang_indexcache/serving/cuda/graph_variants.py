@@ -42,7 +42,7 @@ MIXED = "mixed"
 
 
 class GraphVariants:
-    """Which decode graphs are captured, and which of them a batch replays.
+    """Choice of the decode graphs that are captured, and of the one that a batch replays.
 
     Args:
         starts: the pattern positions at which pipeline stages start.
@@ -68,7 +68,7 @@ class GraphVariants:
         self.capture_labels = tuple(labels)
 
     def select(self, forward_batch: ForwardBatch) -> str:
-        """The label of the graph that ``forward_batch`` replays.
+        """Return the label of the graph that ``forward_batch`` replays.
 
         SGLang asks just before the replay, on the replay's stream, so this is also where a mixed
         batch's masks are written. Without padding it asks once more, and may then not replay.
@@ -93,7 +93,7 @@ class GraphVariants:
         return MIXED
 
     def rows(self, label: str, count: int, device: torch.device) -> RowPatterns:
-        """The patterns that a forward obeys while the graph ``label`` is captured.
+        """Return the patterns that a forward obeys while the graph ``label`` is captured.
 
         The graph of the most rows is captured first.
         """

@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class EngineKernels:
-    """What runs each operation of one backend; None is SGLang's own kernel."""
+    """Kernels of one backend by operation; None is SGLang's own."""
 
     select_prefill: Select | None = None
     select_decode: Select | None = None
@@ -142,7 +142,7 @@ def select(
     topk: int,
     result: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """What ``Indexer._get_topk_ragged`` (prefill) or ``_get_topk_paged`` returns, selected by ours.
+    """Select as ``Indexer._get_topk_ragged`` (prefill) or ``_get_topk_paged`` does, by our kernel.
 
     Args:
         q_fp8: ``[T, H, 128]`` float8_e4m3fn; T counts the rows that dp_attention or a graph pads.
@@ -189,7 +189,7 @@ def select(
 
 
 def mismatch(metadata: DSAIndexerMetadata, phase: Phase) -> str | None:
-    """Why SGLang's metadata is not in the form that we know, or None. Reads shapes only."""
+    """Say why SGLang's metadata is not in the form that we know, or None. Read shapes only."""
     attention = metadata.attn_metadata
     tables, lengths = len(attention.real_page_table), len(attention.dsa_seqlens_expanded)
     rows = _rows(metadata, phase)
@@ -226,7 +226,7 @@ def _rows(metadata: DSAIndexerMetadata, phase: Phase) -> int:
 
 
 def _pages(indexer: Indexer, layer_id: int) -> torch.Tensor:
-    """A layer's index keys; waits for HiCache where it is loading them."""
+    """Return a layer's index keys; wait for HiCache where it is loading them."""
     pages: torch.Tensor = indexer._get_index_k_read_buffer(
         get_attn_backend().token_to_kv_pool, layer_id
     )
@@ -234,17 +234,17 @@ def _pages(indexer: Indexer, layer_id: int) -> torch.Tensor:
 
 
 def current_backend() -> Any:
-    """The attention backend of the forward in progress."""
+    """Return the attention backend of the forward in progress."""
     return unwrapped(get_attn_backend())
 
 
 def unwrapped(backend: Any) -> Any:
-    """The backend of DSA layers; hybrid models wrap it in another."""
+    """Return the backend of DSA layers, which hybrid models wrap in another."""
     return getattr(backend, "full_attn_backend", backend)
 
 
 def current() -> EngineKernels:
-    """The kernels of the forward in progress; SGLang's where another backend runs it (drafts)."""
+    """Return the forward's kernels; SGLang's where another backend runs it (drafts)."""
     kernels = getattr(current_backend(), "kernels", None)
     return kernels if isinstance(kernels, EngineKernels) else EngineKernels()
 
@@ -253,7 +253,7 @@ def current() -> EngineKernels:
 
 
 class KeptLists:
-    """What attention derived from the last selection's slots, for the layers that share them."""
+    """Cache of what attention derived from the last selection's slots, for layers that share it."""
 
     def __init__(self) -> None:
         # Weak: a selection is the engine's to free when its forward ends.
@@ -262,7 +262,7 @@ class KeptLists:
         self._kept: Kept = {}
 
     def of(self, slots: torch.Tensor, selection: int) -> Kept:
-        """What was derived from ``slots``; empty if they are others than at the last call.
+        """Return what was derived from ``slots``; empty if they are others than at the last call.
 
         SGLang hands one tensor to the layers that share a selection. It may hold another selection
         later, which ``selection`` tells: how often indices were selected or taken over so far.

@@ -74,7 +74,7 @@ def widen(
     slots: torch.Tensor,
     offsets: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Lists of a forward with their rows' windows, and how many entries each has.
+    """Extend a forward's lists by their rows' windows; return them and their entries' numbers.
 
     Reads nothing on the host and allocates on the stream's pool, so a graph can capture it.
 

@@ -1,4 +1,4 @@
-"""What sharing does, among SGLang's own metrics: with ``--enable-metrics``, at ``/metrics``.
+"""Metrics of sharing among SGLang's own: with ``--enable-metrics``, at ``/metrics``.
 
 SGLang makes its collectors from the classes that ``ServerArgs.stat_loggers`` names. Ours are its
 own with more in them: whenever a scheduler logs its statistics, or its pattern is switched, it also
@@ -31,8 +31,11 @@ logger = logging.getLogger(__name__)
 PREFIX = "sglang_indexcache_"
 COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "tokens": ("Rows forwarded.", ("phase", "pattern")),
-    "pairs": ("Query-key pairs, scored or skipped by sharing.", ("phase", "length", "kind")),
-    "flops_saved": ("Operations of indexers that sharing saved, on each GPU.", ()),
+    "pairs": (
+        "Query-key pairs: scored, folded, or skipped by sharing.",
+        ("phase", "length", "kind"),
+    ),
+    "flops_saved": ("Operations of indexers that sharing and folding saved, on each GPU.", ()),
     "forwards": ("Forwards, by whether requests of several patterns were in them.", ("mixed",)),
     "idle_forwards": ("Forwards without a request of the rank's own, in dp_attention.", ()),
     "layer_runs": ("Indexers that ran, and reuses of another's indices.", ("layer", "did")),
@@ -70,7 +73,7 @@ class SchedulerCollector(SchedulerMetricsCollector):
         live.on_switch.append(self._export)
 
     def log_stats(self, stats: Any) -> None:
-        """As SGLang's, and export ours."""
+        """Log as SGLang does, and export our metrics."""
         super().log_stats(stats)
         if (active := current()) is not None:
             self._export(active)
@@ -147,9 +150,7 @@ def _counted(active: ActivePattern) -> dict[str, Values]:
     return {
         "tokens": {**traffic.tokens},
         "pairs": {**traffic.pairs},
-        "flops_saved": {
-            (): traffic.flops * sum(n for key, n in traffic.pairs.items() if key[-1] == "skipped")
-        },
+        "flops_saved": {(): traffic.flops_saved},
         "forwards": {
             ("1",): counters.mixed_forwards,
             ("0",): counters.forwards - counters.mixed_forwards,
@@ -177,7 +178,7 @@ def _standing(active: ActivePattern) -> dict[str, Values]:
 
 
 def _overlaps(active: ActivePattern) -> dict[str, Values]:
-    """The shadow's counters. At most 240 series together, at 78 layers."""
+    """Return the shadow's counters. At most 240 series together, at 78 layers."""
     found: dict[str, Values] = defaultdict(lambda: defaultdict(float))
     _, sums = active.shadow.read()
     for layer, (rows, overlap, chance, recall, *recent) in zip(

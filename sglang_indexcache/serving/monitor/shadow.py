@@ -78,7 +78,7 @@ class Shadow:
         self._before = torch.empty(0)
 
     def begin(self, served: Sequence[Served], patterns: tuple[Pattern, ...], topk: int) -> None:
-        """A forward of these requests has begun: draw whether it is sampled, and which rows.
+        """Begin a forward of these requests: draw whether it is sampled, and which rows.
 
         Left out are requests of other patterns than the server's, or the sums of a layer would be
         about several lists, and rows that see no more than ``topk`` tokens: they select all.
@@ -95,7 +95,7 @@ class Shadow:
         self._is_new = bool(self.parts)
 
     def skip(self) -> None:
-        """The forward that has begun is captured or replayed."""
+        """Leave out the forward that has begun, which is captured or replayed."""
         self.parts = ()
 
     def look(
@@ -146,7 +146,7 @@ class Shadow:
             self.one_in, self.parts = 0, ()
 
     def read(self) -> tuple[list[list[float]], list[list[float]]]:
-        """The sums since the server's pattern was set, and those since the start.
+        """Return the sums since the server's pattern was set, and those since the start.
 
         Both are ``[layers][SUMS]``. Waits for the device, so read it seldom.
         """

@@ -19,7 +19,7 @@ _MOST_RANGES = 6
 
 @dataclass(frozen=True)
 class Skipping:
-    """What a rank's counters prove (None while nothing was counted), and what they cannot see."""
+    """Proof from a rank's counters (None while nothing was counted), and what it cannot see."""
 
     proven: bool | None
     text: str

@@ -1,4 +1,4 @@
-"""What a process's forwards were, counted from lengths that the host knows.
+"""Counters of a process's forwards, from lengths that the host knows.
 
 So nothing waits for a GPU, and the replay of a CUDA graph counts like any other forward.
 """
@@ -49,9 +49,13 @@ class Traffic:
         own: those of them at which the checkpoint has an indexer.
         flops: of one pair: a multiplication and an addition for each head's dimension.
         index_k_bytes: of index keys a token, as allocated over these layers.
+        exact: positions at which no pattern folds, whatever it says.
+        folded_flops: of a pair that is scored by a folded query, which is as wide as one head.
         tokens: rows by phase ("prefill", "decode") and pattern.
-        pairs: by phase, bin of the request's length and "scored" or "skipped". A layer that is F
-            for one request of a forward scores the pairs of all.
+        pairs: by phase, bin of the request's length and "scored", "folded" or "skipped". A layer
+            that folds for one request of a forward selects for each by itself; any other that is F
+            for one scores the pairs of all.
+        again: of the folded pairs, those that a second stage scored again.
         rejections: of patterns, by who was refused: "switch" or "request".
     """
 
@@ -60,8 +64,11 @@ class Traffic:
     topk: int = 0
     flops: int = 0
     index_k_bytes: int = 0
+    exact: frozenset[int] = frozenset()
+    folded_flops: int = 0
     tokens: Counter[tuple[str, ...]] = field(default_factory=Counter)
     pairs: Counter[tuple[str, ...]] = field(default_factory=Counter)
+    again: int = 0
     rejections: Counter[str] = field(default_factory=Counter)
 
     def look_at(self, plan: Plan, runner: Any) -> None:
@@ -73,12 +80,14 @@ class Traffic:
         )
         self.here = range(start, stop)
         self.own = frozenset(filter(plan.own.is_full, self.here))
+        self.exact = frozenset(i for i, slopes in enumerate(plan.slopes) if slopes is None)
         self.topk = int(read_field(config, "index_topk"))
-        self.flops = 2 * read_field(config, "index_n_heads") * read_field(config, "index_head_dim")
+        self.folded_flops = 2 * int(read_field(config, "index_head_dim"))
+        self.flops = self.folded_flops * int(read_field(config, "index_n_heads"))
         self.index_k_bytes = _index_k_bytes(runner.token_to_kv_pool)
 
     def count(self, phase: str, served: Sequence[Served]) -> None:
-        """A forward of these requests, in ``phase``."""
+        """Count a forward of these requests, in ``phase``."""
         known = {key[-1] for key in self.tokens}
         for pattern, rows, _ in served:
             name = apart(str(pattern), known, MOST_APART, OTHERS)
@@ -86,11 +95,23 @@ class Traffic:
             self.tokens[phase, name] += rows
         if max((length for _, _, length in served), default=0) <= self.topk:
             return
-        full = _full(frozenset(pattern for pattern, *_ in served), self.own)
-        for _, rows, length in served:
-            visible = rows * (length - rows) + rows * (rows + 1) // 2
-            self.pairs[phase, length_bin(length), "scored"] += visible * full
-            self.pairs[phase, length_bin(length), "skipped"] += visible * (len(self.own) - full)
+        patterns = frozenset(pattern for pattern, *_ in served)
+        for pattern, rows, length in served:
+            visible = _seen(length) - _seen(length - rows)
+            kinds, twice = _kinds(pattern, patterns, self.own, self.exact)
+            for kind, layers in kinds.items():
+                self.pairs[phase, length_bin(length), kind] += visible * layers
+            most = pattern.suffix.factor * self.topk
+            # Rows that see no more than a list holds have no second stage.
+            rescored = _seen(length, most) - _seen(max(length - rows, min(length, self.topk)), most)
+            self.again += rescored * twice
+
+    @property
+    def flops_saved(self) -> int:
+        """Operations that sharing and folding saved in the pairs that were counted."""
+        saved = {"skipped": self.flops, "folded": self.flops - self.folded_flops}
+        first = sum(saved.get(kind, 0) * count for (*_, kind), count in self.pairs.items())
+        return first - self.flops * self.again
 
     def report(self) -> dict[str, dict[str, int]]:
         """For a rank's state: the counters, the parts of their keys joined by spaces."""
@@ -102,23 +123,45 @@ class Traffic:
 
 
 def apart(name: Any, known: Collection[Any], most: int, rest: Any) -> Any:
-    """As what ``name`` is counted: by itself, or after the first ``most`` as ``rest``."""
+    """Return the key to count ``name`` by: itself for the first ``most`` names, then ``rest``."""
     return name if name in known or len(known) < most else rest
 
 
 @lru_cache(maxsize=256)
-def _full(patterns: frozenset[Pattern], own: frozenset[int]) -> int:
-    """How many of the layers ``own`` are F for any of ``patterns``."""
-    return sum(any(pattern.is_full(layer) for pattern in patterns) for layer in own)
+def _kinds(
+    pattern: Pattern, patterns: frozenset[Pattern], own: frozenset[int], exact: frozenset[int]
+) -> tuple[dict[str, int], int]:
+    """Count the layers ``own`` by what becomes of a request's pairs, and those that score again.
+
+    Args:
+        pattern: the request's.
+        patterns: those of all requests of its forward.
+    """
+    kinds, twice = {"scored": 0, "skipped": 0}, 0
+    for layer in own:
+        apart_here = layer not in exact and any(one.fold_at(layer) for one in patterns)
+        deciding = (pattern,) if apart_here else patterns
+        factor = pattern.fold_at(layer) if apart_here else 0
+        is_full = any(one.is_full(layer) for one in deciding)
+        kind = "folded" if factor else "scored" if is_full else "skipped"
+        kinds[kind] = kinds.get(kind, 0) + 1
+        twice += factor > 1
+    return kinds, twice
+
+
+def _seen(rows: int, most: int | None = None) -> int:
+    """Pairs of the first ``rows`` rows of a request; of each the first ``most`` tokens only."""
+    short = rows if most is None else min(rows, most)
+    return short * (short + 1) // 2 + (rows - short) * (most or 0)
 
 
 def length_bin(length: int) -> str:
-    """The bin of a request of ``length`` tokens, named by its last: "2Ki", ..., "more"."""
+    """Return the bin of a request of ``length`` tokens, named by its last: "2Ki", ..., "more"."""
     return LENGTHS[bisect_left(BINS, length)]
 
 
 def served_in(batch: ForwardBatch, patterns: Sequence[Pattern], default: Pattern) -> list[Served]:
-    """The requests of ``batch`` by what the host knows, or [] if their lengths are not there.
+    """Return the requests of ``batch`` by what the host knows, or [] without their lengths.
 
     It may be SGLang's view of a replayed graph. Without ``patterns`` all have the default.
     """

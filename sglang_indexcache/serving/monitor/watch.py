@@ -26,6 +26,9 @@ WORST = 10
 BLOCKS = " ▁▂▃▄▅▆▇█"
 """From never to always."""
 
+MARGIN = 39
+"""Columns before those of layers."""
+
 
 def watch(client: Client, seconds: float, console: Console, times: int | None = None) -> None:
     """Show a server until the user interrupts, or ``times`` times, every so many seconds.
@@ -66,7 +69,7 @@ def frame(
 
 
 def _work(since: Counter[str], total: Counter[str]) -> Table:
-    """The share of query-key pairs that were skipped, for each phase and bin of lengths."""
+    """Show the share of query-key pairs that were skipped, for each phase and bin of lengths."""
     table = Table("indexer work skipped", "now", "since the start", box=SIMPLE)
     bins = dict.fromkeys(name.rpartition(" ")[0] for name in total)
     for name in bins:
@@ -78,8 +81,12 @@ def _work(since: Counter[str], total: Counter[str]) -> Table:
 
 
 def _skipped(pairs: Counter[str], names: Iterable[str]) -> str:
-    scored, skipped = (sum(pairs[f"{n} {kind}"] for n in names) for kind in ("scored", "skipped"))
-    return f"{skipped / (scored + skipped):.1%}" if scored + skipped else "-"
+    kinds = ("scored", "folded", "skipped")
+    scored, folded, skipped = (sum(pairs[f"{n} {kind}"] for n in names) for kind in kinds)
+    total = scored + folded + skipped
+    if not total:
+        return "-"
+    return f"{skipped / total:.1%}" + (f", {folded / total:.1%} folded" if folded else "")
 
 
 def _patterns(
@@ -93,7 +100,8 @@ def _patterns(
 
 
 def _layers(before: Sequence[RankState], after: Sequence[RankState]) -> Iterator[Text]:
-    """A block for each layer: how often its indexer ran; replayed graphs are not in it."""
+    """Show each layer's letter, and a block for how often its indexer ran but in graphs."""
+    yield Text(f"{'pattern by layer':<{MARGIN}}{after[0].pattern}")
     for name, earlier in (("now", before), ("since the start", ())):
         ran, reused = (
             _sum(dict(enumerate(getattr(rank, counter))) for rank in after)
@@ -101,17 +109,17 @@ def _layers(before: Sequence[RankState], after: Sequence[RankState]) -> Iterator
             for counter in ("indexer_selections", "index_reuses")
         )
         shares = {layer: ran[layer] / times for layer, times in (ran + reused).items()}
-        yield Text(f"indexer runs by layer, {name:<16}{_blocks(shares, after[0])}")
+        yield Text(f"{f'indexer runs by layer, {name}':<{MARGIN}}{_blocks(shares, after[0])}")
 
 
 def _blocks(shares: Mapping[int, float], state: RankState) -> str:
-    """A block for each layer, a dot where nothing is known."""
+    """Draw a block for each layer, a dot where nothing is known."""
     layers = range(len(state.index_reuses))
     return "".join(BLOCKS[ceil(8 * shares[n])] if n in shares else "\N{MIDDLE DOT}" for n in layers)
 
 
 def _overlaps(ranks: Sequence[RankState]) -> Iterator[RenderableType]:
-    """What the ranks' shadows saw since the pattern was set: all layers, and the worst ten."""
+    """Show the shadows' overlaps since the pattern was set: all layers, and the worst ten."""
     first = ranks[0]
     if not first.overlap.one_in:
         return
@@ -130,7 +138,7 @@ def _overlaps(ranks: Sequence[RankState]) -> Iterator[RenderableType]:
 
 
 def overlaps(ranks: Sequence[RankState]) -> dict[int, list[float]]:
-    """By layer, over all ranks: the mean shares; in place of that by chance, what is beyond it."""
+    """Return mean shares by layer over all ranks; in place of chance, what is beyond it."""
     every: dict[int, list[list[float]]] = {}
     for rank in ranks:
         for layer, sums in rank.overlap.layers.items():
@@ -144,7 +152,7 @@ def overlaps(ranks: Sequence[RankState]) -> dict[int, list[float]]:
 
 
 def told_overlap(ranks: Sequence[RankState]) -> str:
-    """A sentence on all layers together."""
+    """Say in a sentence how all layers together overlap."""
     found, first = overlaps(ranks), ranks[0]
     if not found:
         return "overlap: no row with more than index_topk tokens was sampled yet"
@@ -163,7 +171,10 @@ def told_overlap(ranks: Sequence[RankState]) -> str:
 
 
 def _sum(counters: Iterable[Mapping[Any, int]]) -> Counter[Any]:
-    """Of two such sums, the difference leaves out what has fallen: the server was restarted."""
+    """Add counters.
+
+    In the difference of two such sums what has fallen is left out: the server was restarted.
+    """
     found: Counter[Any] = Counter()
     for counter in counters:
         found.update(counter)

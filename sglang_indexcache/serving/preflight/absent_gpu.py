@@ -20,7 +20,7 @@ GPUS = 8
 
 @dataclass(frozen=True)
 class Card:
-    """What SGLang asks of a GPU before it loads a model; ``memory`` in bytes."""
+    """Answers to what SGLang asks of a GPU before it loads a model; ``memory`` in bytes."""
 
     name: str
     capability: tuple[int, int]

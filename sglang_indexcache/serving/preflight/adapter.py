@@ -81,7 +81,7 @@ def check_in_effect(runner: Any, plan: Plan) -> None:
 
 
 def indexers(plan: Plan) -> Mapping[str, torch.Tensor]:
-    """The adapter's weights by name, as the checkpoint stores such weights.
+    """Return the adapter's weights by name, as the checkpoint stores such weights.
 
     Where the checkpoint's are dequantised while they load (on a CPU), so are these.
 

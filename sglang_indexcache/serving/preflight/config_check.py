@@ -1,4 +1,4 @@
-"""What SGLang takes for granted in a DSA model's ``config.json``, checked before it starts.
+"""Checks of what SGLang takes for granted in a DSA model's ``config.json``, before it starts.
 
 transformers neither writes nor needs all of it, and SGLang ends in a bare AttributeError or
 AssertionError, or serves other weights than those that were saved, after it has begun to load.

@@ -47,7 +47,7 @@ EVIDENCE = (
 
 @dataclass
 class Examination:
-    """What a server with some flags would do.
+    """Result of examining flags: what a server with them would do.
 
     Attributes:
         problems: what its start would end with.
@@ -329,7 +329,7 @@ def _describe_server(server_args: Any, found: Examination) -> None:
 
 
 def _kernels(plan: Plan, cfg: Any, model: Any) -> list[str]:
-    """A line for each operation, where the user asked for other kernels than SGLang's."""
+    """Return a line for each operation, where the user asked for other kernels than SGLang's."""
     if plan.kernels == "engine":
         return []
     from sglang_indexcache.kernels.dispatch import Machine
@@ -340,7 +340,7 @@ def _kernels(plan: Plan, cfg: Any, model: Any) -> list[str]:
 
 
 def _graph_memory(plan: Plan, cfg: Any, *, is_fixed: bool) -> str:
-    """What the graphs of --indexcache-graphs take, if there are any."""
+    """Say how much the graphs of --indexcache-graphs take, if there are any."""
     if not (reserve := plan.graph_reserve_mb(cfg)):
         return ""
     kept = "not kept free, for --mem-fraction-static is given" if is_fixed else "kept free"
@@ -363,7 +363,7 @@ def _saved(plan: Plan, context: int) -> str:
 
 
 def _features(cfg: Any, plan: Plan) -> list[str]:
-    """A line for each feature of SGLang that these flags use, and how it is known to work."""
+    """Return a line for each feature of SGLang in use, and how it is known to work."""
     lines = []
     for feature in FEATURES:
         if feature.in_use(cfg):

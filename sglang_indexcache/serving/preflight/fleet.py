@@ -37,7 +37,7 @@ ALIKE = {
 
 @dataclass(frozen=True)
 class Rank:
-    """What one data-parallel rank says, for the tensor-parallel ranks and stages behind it too.
+    """Report of one data-parallel rank, for the tensor-parallel ranks and stages behind it too.
 
     Attributes:
         name: its server's URL, and its number where there are several.
@@ -61,7 +61,7 @@ class Rank:
 
 @dataclass
 class Fleet:
-    """What servers do, and where they differ."""
+    """State of several servers, and where they differ."""
 
     ranks: list[Rank]
     problems: list[str]
@@ -130,7 +130,7 @@ def _table(ranks: Sequence[Rank]) -> Table:
 
 
 def _missing(name: str, *, launched: bool) -> str:
-    """Why a rank reports nothing, whose launcher had the plugin and was asked for IndexCache."""
+    """Say why a rank reports nothing, whose launcher had the plugin and wanted IndexCache."""
     if not launched:
         return f"{name} does not run IndexCache. Start it with --attention-backend {BACKEND_NAME}"
     return (
@@ -141,7 +141,7 @@ def _missing(name: str, *, launched: bool) -> str:
 
 
 def _differences(ranks: Sequence[Rank]) -> list[str]:
-    """A sentence for each of :data:`ALIKE` that is not the same everywhere."""
+    """Return a sentence for each of :data:`ALIKE` that is not the same everywhere."""
     facts = {
         rank.name: {"sglang": rank.sglang, **rank.state.model_dump(include=set(ALIKE))}
         for rank in ranks

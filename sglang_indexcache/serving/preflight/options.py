@@ -1,4 +1,4 @@
-"""What a user may say: flags, Engine keywords and variables; and whether that asks for IndexCache.
+"""Options of a user: flags, Engine keywords and variables; and whether they ask for IndexCache.
 
 Nothing here imports SGLang.
 """
@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from sglang_indexcache.errors import SettingsError
-from sglang_indexcache.kernels.dispatch import NAMES
+from sglang_indexcache.errors import KernelError, SettingsError
+from sglang_indexcache.kernels.dispatch import chosen
 from sglang_indexcache.serving.plan import (
     BACKEND_FIELDS,
     BACKEND_NAME,
@@ -69,8 +69,9 @@ KERNELS = Option(
     "indexcache_kernels",
     "GPU kernels of the indexer (logits, top-k and page lookup in one) and of sparse attention. "
     "engine (default): SGLang's. cuda (Hopper), reference: that implementation of ours for all "
-    "operations, or an error that says why not.",
-    choices=("engine", *NAMES),
+    "operations, or an error that says why not; cuda:sparse_mla, cuda:prefill, "
+    "cuda:select-prefill,sparse_mla: for these, and SGLang's for the others.",
+    metavar="KERNELS",
 )
 ADAPTER = Option(
     "indexcache_adapter",
@@ -138,6 +139,11 @@ def collect(given: Mapping[str, str | None], *, as_keywords: bool = False) -> Sa
             raise SettingsError(
                 f"{choice.origin} is {choice.value!r}; it may be {', '.join(option.choices)}"
             )
+    if KERNELS in said and said[KERNELS].value != "engine":
+        try:
+            chosen(said[KERNELS].value)
+        except KernelError as error:
+            raise SettingsError(f"{said[KERNELS].origin}: {error}; or engine") from None
     return said
 
 

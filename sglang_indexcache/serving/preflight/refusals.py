@@ -1,4 +1,4 @@
-"""What a plan combines with, and what not: that is refused with the reason before loading."""
+"""Rules of what a plan combines with; the rest is refused with the reason before loading."""
 
 from __future__ import annotations
 
@@ -11,7 +11,14 @@ from sglang_indexcache.models import BY_ARCHITECTURE
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.cpu import platform as platform_cpu
 from sglang_indexcache.serving.plan import Plan
-from sglang_indexcache.serving.preflight.options import ADAPTER, GRAPHS, KERNELS, MODE, PATTERN
+from sglang_indexcache.serving.preflight.options import (
+    ADAPTER,
+    GRAPHS,
+    KERNELS,
+    MODE,
+    PATTERN,
+    SHADOW,
+)
 
 TESTED = "CPU test"
 REHEARSED = "rehearsed"
@@ -45,7 +52,7 @@ class Feature:
 
     @property
     def evidence(self) -> str:
-        """How we know, as text."""
+        """Evidence that we have, as text."""
         return ", ".join(self.known_by)
 
 
@@ -88,7 +95,7 @@ FEATURES = (
             "yes, stored pages are kept apart by pattern", "the same", (REHEARSED, CONTRACT),
             lambda cfg: cfg.enable_hierarchical_cache),
     Feature("returned selections", "--enable-return-indexer-topk",
-            "yes, S layers have their F layer's", "the same", (TESTED,),
+            "yes, S layers have their F layer's", "the same", (TESTED, REHEARSED),
             lambda cfg: cfg.enable_return_indexer_topk),
     Feature("decode context parallelism", "--dcp-size", "not tried", "no", (READ,),
             lambda cfg: cfg.dcp_size > 1),
@@ -175,6 +182,8 @@ def _reasons(cfg: Any, plan: Plan) -> Iterator[str]:
             "--enable-torch-compile is not served: it compiles the layers' code in which indices "
             "are shared, and nobody has run that. Drop the flag; CUDA graphs work without it."
         )
+    if plan.slopes:
+        yield from _of_folding(plan)
     if plan.mode == "live":
         yield from _of_live_mode(cfg, plan)
     if plan.graphs:
@@ -212,6 +221,19 @@ def _of_platform(plan: Plan) -> Iterator[str]:
         )
 
 
+def _of_folding(plan: Plan) -> Iterator[str]:
+    if not platform_cpu.is_active():
+        yield (
+            f"pattern {plan.policy} folds indexers, which only the CPU platform serves: there is "
+            "no GPU kernel for it yet. Name a pattern of F and S without +cN."
+        )
+    if plan.shadow:
+        yield (
+            f"{SHADOW.flag} does not work with a pattern that folds: it would compare with exact "
+            "lists that no layer makes. Drop it."
+        )
+
+
 def _of_live_mode(cfg: Any, plan: Plan) -> Iterator[str]:
     """Live mode stores keys by a path of SGLang's that knows only plain prefill and decode."""
     reasons = {
@@ -236,7 +258,7 @@ def _of_live_mode(cfg: Any, plan: Plan) -> Iterator[str]:
 
 
 def _graph_backend(cfg: Any, phase: str) -> str | None:
-    """What was asked for; SGLang turns the JSON of --cuda-graph-config into an object."""
+    """Return the backend that was asked for; SGLang makes an object of --cuda-graph-config."""
     config = cfg.cuda_graph_config or {}
     phases = config if isinstance(config, dict) else config.to_dict()
     asked: str | None = phases.get(phase, {}).get("backend")
@@ -265,7 +287,7 @@ def _of_graphs(cfg: Any, plan: Plan) -> Iterator[str]:
 
 
 def _of_caches(cfg: Any, plan: Plan) -> Iterator[str]:
-    """A cache that does not look at a request's key would hand out another pattern's KV."""
+    """Refuse a cache that ignores a request's key: it would hand out another pattern's KV."""
     by_tokens_alone = {
         "--enable-flexkv": cfg.enable_flexkv,
         "--radix-cache-backend flexkv": cfg.radix_cache_backend == "flexkv",
@@ -308,7 +330,7 @@ def stage_starts(layer_ids: Sequence[int], num_layers: int, stages: int) -> list
 
 
 def stage_starts_here(plan: Plan) -> list[int]:
-    """The same of the server that this process belongs to."""
+    """Return the same of the server that this process belongs to."""
     from sglang.srt.runtime_context import get_parallel
 
     return stage_starts(plan.layer_ids, plan.layer_ids[-1] + 1, get_parallel().pp_size)

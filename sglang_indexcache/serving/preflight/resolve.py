@@ -16,6 +16,7 @@ from sglang_indexcache.adapter import Adapter
 from sglang_indexcache.checkpoint import SHARING_KEYS, Checkpoint, pattern_from_sharing_keys
 from sglang_indexcache.errors import Findings, IndexCacheError, SettingsError
 from sglang_indexcache.library import NOT_EVALUATED, Entry, Library, Resolved, names
+from sglang_indexcache.library.slopes import Slopes
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.plan import CONFIG_KEY, SHORT, Mode, Plan
 from sglang_indexcache.serving.policy import Policy
@@ -60,7 +61,7 @@ def read_overrides(text: str) -> dict[str, Any]:
 
 
 def without_sharing(overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """The overrides that say nothing of sharing: the config with them is that of the checkpoint."""
+    """Return the overrides without sharing: the config with them is that of the checkpoint."""
     return {k: v for k, v in overrides.items() if k not in (*SHARING_KEYS, CONFIG_KEY)}
 
 
@@ -72,12 +73,14 @@ class PatternChoice:
         policy: the pattern of each prompt length; mostly one for all.
         origin: the source, in words.
         entry: the pattern's file, where the source named one file.
+        slopes: by which its patterns fold, if any does.
         adapter: whose indexers are served under it.
     """
 
     policy: Policy
     origin: str
     entry: Entry | None = None
+    slopes: Slopes | None = None
     adapter: Adapter | None = None
 
     @classmethod
@@ -90,7 +93,7 @@ class PatternChoice:
         resolved: list[Resolved] = []
 
         def resolve(value: str) -> Pattern:
-            resolved.append(library.resolve(value, checkpoint))
+            resolved.append(library.resolve(value, checkpoint, folding=True))
             return resolved[-1].pattern
 
         try:
@@ -99,7 +102,13 @@ class PatternChoice:
             raise type(error)(f"{choice}: {error}") from error
         entry = resolved[0].entry if len(resolved) == 1 else None
         described = "; ".join(each.description for each in resolved)
-        return cls(policy, f"{choice} ({described})", entry)
+        slopes = {each.slopes.digest: each.slopes for each in resolved if each.slopes}
+        if len(slopes) > 1:
+            raise SettingsError(
+                f"{choice}: its patterns fold by the slopes {' and '.join(slopes)}, and a server "
+                "has one file of them. Name the same file behind each."
+            )
+        return cls(policy, f"{choice} ({described})", entry, next(iter(slopes.values()), None))
 
     @classmethod
     def from_overrides(
@@ -139,12 +148,7 @@ class PatternChoice:
         for pattern in asked.policy.patterns if asked else ():
             adapter.check_pattern(pattern)
         with found:
-            if not model.is_dir():
-                raise SettingsError(
-                    f"{ADAPTER.flag} needs --model-path to be a folder, to compare the checkpoint "
-                    f"with the one that the adapter was trained on; {model} is none. Download it "
-                    "first."
-                )
+            _check_folder(model, f"{ADAPTER.flag} needs", "the adapter was trained on")
             adapter.check(model)
             tensors = adapter.names()
             check_form(model, tensors)
@@ -158,6 +162,15 @@ class PatternChoice:
         trained = "the checkpoint, which was trained with it"
         origin = trained if checkpoint.shares_already else "the default"
         return cls(Policy.of(checkpoint.own), origin)
+
+
+def _check_folder(model: Path, who: str, which: str) -> None:
+    """Raise SettingsError for a name of the Hub, whose files are not here to be compared."""
+    if not model.is_dir():
+        raise SettingsError(
+            f"{who} --model-path to be a folder, to compare the checkpoint with the one that "
+            f"{which}; {model} is none. Download it first."
+        )
 
 
 def plan_server(
@@ -223,6 +236,10 @@ def make_plan(
             f"{choice.origin}: prompt length can decide in live mode only. Add {MODE.flag} live."
         )
     pattern, adapter = choice.policy.patterns[0], choice.adapter
+    if choice.slopes:
+        with found:
+            _check_folder(Path(model), "a pattern that folds needs", "its slopes were fitted to")
+            choice.slopes.check_checkpoint(checkpoint_digest(Path(model)), model)
     quality = ""
     overlap: tuple[float | None, ...] = ()
     if pattern != checkpoint.own and adapter is None:  # files are about a checkpoint's indexers
@@ -248,6 +265,7 @@ def make_plan(
         longer=choice.policy.steps[1:],
         graphs=graphs,
         shadow=shadow,
+        slopes=choice.slopes.by_layer if choice.slopes else (),
         overlap=overlap,
         shape=tuple(checkpoint.shape.items()),
     )
@@ -306,7 +324,7 @@ def _shadow(said: Said) -> int:
 
 
 def _advice(checkpoint: Checkpoint, library: Library) -> str:
-    """The one warning when nobody chose a pattern and nothing is shared."""
+    """Return the one warning when nobody chose a pattern and nothing is shared."""
     if checkpoint.shares_already:
         return ""
     start = "no pattern was given, so every layer runs its indexer and nothing is saved"

@@ -16,6 +16,7 @@ from sglang_indexcache.serving.cuda.choice import (
     check_engine,
     choose,
 )
+from sglang_indexcache.serving.preflight import options
 
 CPU = Machine("CPU", None)
 VOLTA = Machine("NVIDIA V100", (7, 0))
@@ -97,6 +98,40 @@ def test_engine_is_the_engine_everywhere(machine: Machine) -> None:
 @pytest.mark.parametrize("name", ["cuda", "reference"])
 def test_a_name_is_for_everything(name: str) -> None:
     assert names(name, server(), glm5(), HOPPER) == every(name)
+
+
+@pytest.mark.parametrize(
+    ("operations", "ours"),
+    [
+        ("sparse_mla", ROUTED[2:]),
+        ("prefill", ROUTED[::2]),
+        ("select-prefill, sparse_mla", (ROUTED[0], *ROUTED[2:])),
+        ("sparse_mla-decode", ROUTED[3:]),
+    ],
+)
+def test_operations_are_chosen_each_by_itself(operations: str, ours: Any) -> None:
+    expected = every(None) | dict.fromkeys(ours, "cuda")
+    assert names(f"cuda:{operations}", server(), glm5(), HOPPER) == expected
+
+
+def test_what_is_not_asked_for_is_no_obstacle() -> None:
+    """Twelve indexer heads stop our selection only."""
+    assert names("cuda:sparse_mla", server(), glm5(index_n_heads=12), HOPPER)
+    cfg = server(dsa_decode_backend="tilelang")
+    assert names("cuda:prefill", cfg, glm5(), HOPPER)
+    with pytest.raises(SettingsError, match="Name the operations that shall be ours"):
+        choose("cuda", cfg, glm5(), HOPPER)
+
+
+@pytest.mark.parametrize("asked", ["triton", "cuda:", "cuda:topk", "cuda:select,", "engine:select"])
+def test_an_operation_that_is_none_is_an_error(asked: str) -> None:
+    with pytest.raises(SettingsError, match="is not one of cuda, reference, alone or with op"):
+        options.collect({"indexcache_kernels": asked})
+
+
+@pytest.mark.parametrize("asked", ["engine", "cuda", "reference", "cuda:prefill"])
+def test_what_may_be_asked_for(asked: str) -> None:
+    assert options.collect({"indexcache_kernels": asked})
 
 
 @pytest.mark.parametrize(

@@ -26,34 +26,45 @@ def traffic(*own: int) -> Traffic:
     return Traffic(range(LAYERS), frozenset(own or range(LAYERS)), TOPK)
 
 
-requests = st.lists(
-    st.tuples(
-        st.text("FS", min_size=LAYERS - 1, max_size=LAYERS - 1).map(
-            lambda rest: Pattern(f"F{rest}")
-        ),
-        st.integers(1, 12),
-        st.integers(0, 12),
-    ),
-    max_size=4,
+def _of_letters(letters: str, factor: int) -> Pattern:
+    return Pattern(f"F{letters}" + (f"+c{factor}" if factor > 1 else ""))
+
+
+patterns = st.builds(
+    _of_letters, st.text("FSL", min_size=LAYERS - 1, max_size=LAYERS - 1), st.integers(1, 3)
 )
+requests = st.lists(st.tuples(patterns, st.integers(1, 30), st.integers(0, 30)), max_size=4)
 
 
-@given(given=requests, own=st.sets(st.integers(0, LAYERS - 1)))
+layers = st.sets(st.integers(0, LAYERS - 1))
+
+
+@given(given=requests, own=layers, exact=layers)
 def test_pairs_are_those_of_every_row_with_every_token_that_it_sees(
-    given: list[tuple[Pattern, int, int]], own: set[int]
+    given: list[tuple[Pattern, int, int]], own: set[int], exact: set[int]
 ) -> None:
     """``given``: pattern, rows and the tokens before them."""
-    counted = Traffic(range(LAYERS), frozenset(own), TOPK)
+    counted = Traffic(
+        range(LAYERS), frozenset(own), TOPK, flops=80, exact=frozenset(exact), folded_flops=10
+    )
     counted.count("prefill", [(p, rows, rows + before) for p, rows, before in given])
-    scored = skipped = 0
-    if any(rows + before > TOPK for _, rows, before in given):
-        for layer in own:
-            runs = any(str(pattern)[layer] == "F" for pattern, *_ in given)
-            pairs = sum(before + row + 1 for _, rows, before in given for row in range(rows))
-            scored, skipped = scored + pairs * runs, skipped + pairs * (not runs)
-    assert counted.pairs[("prefill", "2Ki", "scored")] == scored
-    assert counted.pairs[("prefill", "2Ki", "skipped")] == skipped
-    assert sum(counted.tokens.values()) == sum(rows for _, rows, _ in given)
+    expected, again = dict.fromkeys(("scored", "folded", "skipped"), 0), 0
+    given = given if any(rows + before > TOPK for _, rows, before in given) else []
+    for layer in own:
+        factors = [0 if layer in exact else pattern.fold_at(layer) for pattern, *_ in given]
+        someone = any(pattern.is_full(layer) for pattern, *_ in given)
+        for (pattern, rows, before), factor in zip(given, factors, strict=True):
+            # By itself where the layer folds for somebody, else with all others.
+            runs = pattern.is_full(layer) if any(factors) else someone
+            seen = [before + row + 1 for row in range(rows)]
+            expected["folded" if factor else "scored" if runs else "skipped"] += sum(seen)
+            if factor > 1:
+                again += sum(min(one, factor * TOPK) for one in seen if one > TOPK)
+    for kind, pairs in expected.items():
+        assert sum(n for (*_, of), n in counted.pairs.items() if of == kind) == pairs
+    saved = 80 * expected["skipped"] + 70 * expected["folded"] - 80 * again
+    assert counted.flops_saved == saved
+    assert sum(counted.tokens.values()) == sum(rows for _, rows, _ in given) or not given
 
 
 def test_bins_by_the_length_of_each_request() -> None:

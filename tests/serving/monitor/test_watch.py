@@ -54,6 +54,7 @@ def test_what_changed_and_what_was_so_far() -> None:
     assert "FSSS 15 80 3" in said
     assert "FFSS 0 0 1" in said
     assert "refused 2 by switch" in said
+    assert "pattern by layer FSSS" in said
     assert "by layer, now █▂ ·" in said  # always, one of four, never, not at all
     assert "since the start █▅" in said
 

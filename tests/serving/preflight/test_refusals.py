@@ -15,6 +15,7 @@ from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang_indexcache.errors import PatternError, SettingsError
 from sglang_indexcache.models import BY_ARCHITECTURE
 from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.serving.cpu import platform as platform_cpu
 from sglang_indexcache.serving.preflight.refusals import check, stage_starts
 from tests.serving.plans import plan
 
@@ -93,6 +94,7 @@ def test_what_goes_together(fields: dict[str, Any], given: dict[str, Any]) -> No
 @pytest.mark.parametrize(
     ("fields", "given", "message"),
     [
+        ({"slopes": ((0.5,),) * 4}, {}, "folds indexers, which only the CPU platform serves"),
         ({}, {"use_ray": True}, "does not work with --use-ray"),
         ({}, {"enable_pdmux": True}, "--enable-pdmux does not work with models of"),
         ({}, {"enable_prefill_cp": True, "cp_strategy": "zigzag"}, "Use --cp-strategy interleave"),
@@ -129,6 +131,13 @@ def test_what_goes_together(fields: dict[str, Any], given: dict[str, Any]) -> No
 def test_what_is_refused(fields: dict[str, Any], given: dict[str, Any], message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         check(flags(**given), plan(**fields), 4)
+
+
+def test_a_shadow_where_layers_fold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform_cpu, "is_active", lambda: True)
+    check(flags(), plan(slopes=((0.5,),) * 4), 4)
+    with pytest.raises(SettingsError, match="--indexcache-shadow does not work with a pattern"):
+        check(flags(), plan(slopes=((0.5,),) * 4, shadow=9), 4)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Flags, environment and config come to one plan or to one clear error."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import Findings, IndexCacheError, PatternError, SettingsError
+from sglang_indexcache.library import LayerSlopes, Slopes
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.plan import CONFIG_KEY, Plan
 from sglang_indexcache.serving.preflight.options import Said, collect
@@ -72,8 +74,8 @@ def test_kernels_are_sglangs_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("SGLANG_INDEXCACHE_KERNELS", "cuda")
     assert plan().kernels == "cuda"
     monkeypatch.setenv("SGLANG_INDEXCACHE_KERNELS", "fastest")
-    choices = "it may be engine, cuda, reference"
-    with pytest.raises(SettingsError, match=f"SGLANG_INDEXCACHE_KERNELS is 'fastest'; {choices}"):
+    said = "SGLANG_INDEXCACHE_KERNELS: 'fastest' is not one of cuda, reference, .*; or engine"
+    with pytest.raises(SettingsError, match=said):
         flags()
 
 
@@ -225,3 +227,16 @@ def test_kv_under_another_window_is_kept_apart(mode: str) -> None:
     assert None not in names
     assert Plan.from_json(served.hf_overrides()[CONFIG_KEY]) == served
     assert "FSSS+w8" in served.terms
+
+
+def test_slopes_are_compared_with_a_folder(tmp_path: Path) -> None:
+    """A name of the Hub leaves nothing to compare, so it is refused."""
+    layers = (LayerSlopes(slopes=(0.5,), missed={}),) * 6
+    about = {"name": "any", "architecture": "GlmMoeDsaForCausalLM", "layers": layers}
+    slopes = Slopes(**about, checkpoint="0" * 64, path=tmp_path / "some.slopes")
+    slopes.write()
+    said = flags(pattern=f"folded@{slopes.path}")
+    found = Findings()
+    make_plan(said, checkpoint(), {}, "some-one/some-model", found)
+    with pytest.raises(SettingsError, match="needs --model-path to be a folder"):
+        found.report()
