@@ -44,6 +44,8 @@ LEGACY_TOPK = TOPKS[-2]
 """And in prefill."""
 _SGLANG_TOPK = "sglang.kernels.ops.attention.dsv4.topk"
 _OPS = "sglang.kernels.ops.attention"
+_FLASH_MLA = f"{_OPS}.flash_mla_interface"
+"""SGLang's, which takes Hopper's kernels; the package by itself takes Blackwell's."""
 _FA3 = f"{_OPS}.flash_attention"
 _TRITON_MLA = f"{_OPS}.dsa.triton_sparse_mla_prefill"
 _Q8 = f"{_OPS}.sparse_mla_q8kv8_prefill_sm90"
@@ -52,7 +54,7 @@ TRITON_HEADS, TRITON_UNION = 32, (16, 32)
 
 
 def load_module(name: str) -> Any:
-    """A package of kernels; without a GPU it is of no use, and its import slow or a failure.
+    """Import a package of kernels; without a GPU it is of no use, and its import slow or a failure.
 
     Raises:
         ImportError: not installed, or no GPU.
@@ -77,7 +79,7 @@ class DeepGemm:
         topk: TopK,
         k: int,
     ) -> torch.Tensor:
-        """The rows of one request, as many at once as :data:`SLICE_BYTES` holds logits of.
+        """Select for the rows of one request, as many at once as :data:`SLICE_BYTES` has room for.
 
         Args:
             q: ``[T, H, 128]`` e4m3.
@@ -99,7 +101,7 @@ class DeepGemm:
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def schedule(self, visible: torch.Tensor) -> torch.Tensor:
-        """What a decode step of requests that see ``visible`` tokens plans once, for all layers."""
+        """Plan a decode step of requests that see ``visible`` tokens, once for all layers."""
         sms = torch.cuda.get_device_properties(visible.device).multi_processor_count
         make = self._module.get_paged_mqa_logits_metadata
         made: torch.Tensor = make(visible.view(-1, 1), PAGE_TOKENS, sms)
@@ -174,7 +176,7 @@ def make_topk(name: str, visible: torch.Tensor, *, decode: bool) -> TopK:
     transform = load_module("flashinfer").top_k_ragged_transform
 
     def flashinfer(logits: torch.Tensor, seen: torch.Tensor, k: int) -> torch.Tensor:
-        """As SGLang calls it with ``--dsa-topk-backend flashinfer``, with its contiguous copy."""
+        """Select as SGLang does with ``--dsa-topk-backend flashinfer``: a contiguous copy."""
         rows = offsets[: len(seen)]
         found: torch.Tensor = transform(logits.contiguous(), rows, seen, k, dsa_graph_safe=True)
         return found
@@ -190,7 +192,7 @@ class FlashMla:
     """
 
     def __init__(self, *, fp8: bool) -> None:
-        self._module = load_module("flash_mla")
+        self._module = load_module(_FLASH_MLA)
         self._fp8 = fp8
         self._plans: dict[int, tuple[Any, ...]] = {}
 
@@ -387,7 +389,7 @@ def mla_anchors(work: Workload, tensors: AttentionTensors) -> dict[str, Callable
 
 
 def engine_anchors(work: Workload) -> tuple[str, ...]:
-    """What SGLang can run for a workload; torch.topk and FlashInfer on given logits are not it."""
+    """Return what SGLang can run for a workload; torch.topk and FlashInfer on logits are not it."""
     if work.family.startswith("select"):
         return tuple(f"deep_gemm + {name}" for name in TOPKS)
     if work.family == "topk":
@@ -397,7 +399,7 @@ def engine_anchors(work: Workload) -> tuple[str, ...]:
 
 
 def engine_default(work: Workload) -> str:
-    """What SGLang 0.5.23 runs on Hopper unless told otherwise: who is faster has raced this."""
+    """Return what SGLang 0.5.23 runs on Hopper unless told otherwise, the one to beat."""
     if work.family.startswith("mla"):
         return "fa3" if work.family == "mla_decode" and not work.fp8 else "flash_mla"
     topk = LEGACY_TOPK if work.family == "select_prefill" else ENGINE_TOPK

@@ -1,1 +1,1 @@
-"""What a bare machine with a card needs: ``python -m benchmarks.card.pack``."""
+"""Tools for a bare machine with a card: ``python -m benchmarks.card.pack``."""

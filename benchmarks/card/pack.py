@@ -1,11 +1,14 @@
-"""Pack what a bare machine with a card needs beside this repository, into one archive.
+"""Pack what a bare machine with a card needs, into two archives that unpack into one folder.
 
-    python -m benchmarks.card.pack [--out card.tar.xz] [--wheels FOLDER]
+    python -m benchmarks.card.pack [kit] [served] [--out FOLDER] [--wheels FOLDER] [--kernels FILE]
 
-Run it where SGLang is installed and a network is at hand. The card's machine (``machine.txt``) has
-another Python and another torch than SGLang is built for and no network: SGLang's own Python is
-copied from here, everything compiled is downloaded for that machine, and what cannot travel gets a
-stub that says so when it is called. ``card-manifest.json`` in the archive lists it all.
+``kit.tar.xz``, at most 10 MiB, is this repository without its records and its model, our kernels
+compiled (a verdict on them should not be one on that machine's compiler) and apache-tvm-ffi: with
+torch it suffices for what needs no SGLang. ``served.tar.xz`` is SGLang, its kernels and the model;
+pack it where SGLang is installed. The card's machine (``machine.txt``) has another Python and
+another torch than SGLang is built for and no network: SGLang's own Python is copied from here,
+everything compiled is downloaded for that machine, and what cannot travel gets a stub that says so
+when it is called. ``card-manifest.json`` in the kit holds the commit, in the other what it carries.
 """
 
 import argparse
@@ -20,17 +23,26 @@ import sys
 import tarfile
 import tempfile
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from sglang_indexcache.kernels import build
+from sglang_indexcache.study.provenance import commit
+
 ROOT = Path(__file__).parents[2]
 PYTHON = "3.12"
 PLATFORMS = ("2_28", "2_27", "2_24", "2_17", "2_12", "2_5", "2_31", "2_34", "2_39")
 """glibc versions of wheels that the machine can load; pip wants each by name."""
-MANIFEST = "card-manifest.json"
+MANIFEST, SERVED_MANIFEST = "card-manifest.json", "card-served-manifest.json"
+KERNELS = "indexcache-kernels.tar.gz"
+"""Name of the archive of our compiled kernels, inside of the kit."""
+KIT_BYTES = 10 << 20
+TREE = ("sglang_indexcache", "csrc", "tests", "benchmarks", "pyproject.toml")
+RECORDS, MODEL = "benchmarks/results/*", "sglang_indexcache/demo/tiny-dsa/*"
+"""Parts of :data:`TREE` that the kit leaves behind; the model travels with SGLang."""
 MACHINE = Path(__file__).parent / "machine.txt"
 
 
@@ -64,7 +76,8 @@ class Stub:
 
 
 TORCH_ABI = "the last one built for torch 2.11: newer ones miss symbols there, and TensorImpl moved"
-CARRIED = (
+KIT = (Carried("apache-tvm-ffi", "loads our CUDA kernels and SGLang's"),)
+SERVED = (
     Carried(
         "sglang",
         "the engine",
@@ -91,7 +104,6 @@ CARRIED = (
         version="0.1.5.post1",
     ),
     Carried("sgl-flash-mla", "the engine's sparse attention; Hopper's is in its _C_legacy"),
-    Carried("apache-tvm-ffi", "loads our CUDA kernels and SGLang's"),
     Carried("transformers", "SGLang and the checkpoints of hf.py are of this version"),
     *(
         Carried(name, "imported by SGLang's processes")
@@ -146,12 +158,12 @@ def on_machine() -> dict[str, str]:
 
 
 def normalised(name: str) -> str:
-    """A distribution's name as comparisons want it."""
+    """Return a distribution's name as comparisons want it."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def files_here(carried: Carried) -> Iterator[tuple[str, bytes]]:
-    """The files of an installed distribution.
+    """Yield the files of an installed distribution.
 
     Raises:
         importlib.metadata.PackageNotFoundError: it is not installed.
@@ -162,7 +174,7 @@ def files_here(carried: Carried) -> Iterator[tuple[str, bytes]]:
 
 
 def files_of_wheel(wheel: Path) -> Iterator[tuple[str, bytes]]:
-    """The files of a wheel as they lie in a site folder."""
+    """Yield the files of a wheel as they lie in a site folder."""
     with zipfile.ZipFile(wheel) as archive:
         for info in archive.infolist():
             # What a wheel installs elsewhere (scripts, headers) nobody imports.
@@ -171,7 +183,7 @@ def files_of_wheel(wheel: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def download(carried: Carried, folder: Path) -> Path:
-    """The wheel for the card's machine, by pip; one that lies in ``folder`` is taken as it is.
+    """Get the wheel for the card's machine, by pip; one that lies in ``folder`` is taken as it is.
 
     Raises:
         SystemExit: there is none.
@@ -198,7 +210,7 @@ def wanted(path: str, carried: Carried) -> bool:
 
 
 def misfit(path: str) -> str | None:
-    """Why a compiled file cannot be loaded by the card's Python, or None."""
+    """Say why a compiled file cannot be loaded by the card's Python, or None."""
     tag = re.search(r"\.(cpython-\d+)[-.]", path)
     if tag and tag[1] != "cpython-" + PYTHON.replace(".", ""):
         return f"{path} is for {tag[1]}"
@@ -206,7 +218,7 @@ def misfit(path: str) -> str | None:
 
 
 def stub_source(stub: Stub) -> str:
-    """A module whose names can be imported, and say why they are not there when they are used."""
+    """Write a module whose names can be imported, and say when used why they are missing."""
     return f'''"""Stands where {stub.module} could not travel: {stub.why}."""
 
 
@@ -223,7 +235,7 @@ def __getattr__(name):
 
 
 def own_metadata() -> dict[str, bytes]:
-    """What makes the repository an installed package: SGLang finds plugins by entry points."""
+    """Make the repository an installed package: SGLang finds plugins by entry points."""
     found = importlib.metadata.distribution("sglang-indexcache")
     folder = f"sglang_indexcache-{found.version}.dist-info"
     names = ("METADATA", "entry_points.txt")
@@ -265,9 +277,9 @@ def collect(carried: Iterable[Carried], wheels: Path) -> tuple[dict[str, bytes],
 
 
 def write_archive(files: dict[str, bytes], out: Path) -> None:
-    """The same files give the same archive, byte for byte."""
+    """Write an archive: the same files give the same bytes."""
     with (
-        lzma.open(out, "wb", preset=2) as packed,
+        lzma.open(out, "wb", preset=9) as packed,
         tarfile.open(fileobj=packed, mode="w") as archive,
     ):
         for path in sorted(files):
@@ -276,26 +288,87 @@ def write_archive(files: dict[str, bytes], out: Path) -> None:
             archive.addfile(entry, io.BytesIO(files[path]))
 
 
+def tree(wanted: Callable[[str], bool]) -> dict[str, bytes]:
+    """Return the files of :data:`TREE` that git knows and that are wanted."""
+    listed = subprocess.run(
+        ["git", "-C", str(ROOT), "ls-files", "-z", *TREE], capture_output=True, check=True
+    )
+    paths = [path for path in listed.stdout.decode().split("\0") if path and wanted(path)]
+    return {path: (ROOT / path).read_bytes() for path in paths if (ROOT / path).exists()}
+
+
+def is_of_the_kit(path: str) -> bool:
+    """Return whether a file of the repository travels in the kit."""
+    return not (fnmatch(path, RECORDS) or fnmatch(path, MODEL))
+
+
+def check_kernels(kernels: Path) -> None:
+    """Refuse an archive of our kernels that the card's machine would build again by its own nvcc.
+
+    Raises:
+        SystemExit: it is missing, or was built from other sources.
+    """
+    if not kernels.exists():
+        raise SystemExit(f"error: {kernels} is missing: run .ci/archive, or name it by --kernels")
+    with tarfile.open(kernels) as packed:
+        names = packed.getnames()
+    stems = [build.stem_of(folder) for folder in build.FOLDERS]
+    if missing := [stem for stem in stems if not any(name.startswith(stem) for name in names)]:
+        raise SystemExit(
+            f"error: {kernels} has no {', '.join(missing)}: it was built from other sources or for "
+            "another apache-tvm-ffi; run .ci/archive again"
+        )
+
+
+def kit(wheels: Path, kernels: Path) -> dict[str, bytes]:
+    """Return the files of the kit.
+
+    Raises:
+        SystemExit: our compiled kernels are not there, or are of other sources.
+    """
+    check_kernels(kernels)
+    files, rows = collect(KIT, wheels)
+    files |= tree(is_of_the_kit)
+    files |= own_metadata() | {KERNELS: kernels.read_bytes()}
+    manifest = {"python": PYTHON, "torch": on_machine()["torch"], "commit": commit()}
+    return files | {MANIFEST: _json(manifest | {"carried": rows})}
+
+
+def served(wheels: Path) -> dict[str, bytes]:
+    """Return the files that a served model needs besides."""
+    files, rows = collect(SERVED, wheels)
+    files |= {f"{s.module.replace('.', '/')}/__init__.py": stub_source(s).encode() for s in STUBS}
+    files |= tree(lambda path: fnmatch(path, MODEL))
+    stubs = {stub.module: stub.why for stub in STUBS}
+    return files | {SERVED_MANIFEST: _json({"carried": rows, "stubs": stubs})}
+
+
+def _json(content: Any) -> bytes:
+    return (json.dumps(content, indent=1) + "\n").encode()
+
+
 def main() -> None:
     """Pack, and say what weighs how much."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=ROOT / "card.tar.xz")
+    parser.add_argument("archives", nargs="*", help="kit, served; default: both")
+    parser.add_argument("--out", type=Path, default=ROOT / ".card", help="folder; default: .card")
     parser.add_argument("--wheels", type=Path, help="where wheels are kept between calls")
+    built = ROOT / "build" / "archive" / "kernels.tar.gz"
+    parser.add_argument("--kernels", type=Path, default=built, help="ours, by a good compiler")
     options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as temporary:
         wheels = options.wheels or Path(temporary)
         wheels.mkdir(parents=True, exist_ok=True)
-        files, rows = collect(CARRIED, wheels)
-    files |= own_metadata()
-    files |= {f"{s.module.replace('.', '/')}/__init__.py": stub_source(s).encode() for s in STUBS}
-    stubs = {stub.module: stub.why for stub in STUBS}
-    torch = on_machine()["torch"]
-    manifest = {"python": PYTHON, "torch": torch, "carried": rows, "stubs": stubs}
-    files[MANIFEST] = (json.dumps(manifest, indent=1) + "\n").encode()
-    write_archive(files, options.out)
-    for row in sorted(rows, key=lambda row: -row["bytes"]):
-        print(f"{row['bytes']:12,}  {row['name']} {row['version']}")
-    print(f"{options.out.stat().st_size:12,}  {options.out}")
+        makers = {"kit": lambda: kit(wheels, options.kernels), "served": lambda: served(wheels)}
+        if unknown := set(options.archives) - set(makers):
+            parser.error(f"there is no archive {', '.join(unknown)}")
+        for name in options.archives or makers:
+            out = options.out / f"{name}.tar.xz"
+            write_archive(makers[name](), out)
+            print(f"{out.stat().st_size:12,}  {out}")
+            if name == "kit" and out.stat().st_size > KIT_BYTES:
+                raise SystemExit(f"error: the kit has more than {KIT_BYTES:,} bytes")
 
 
 if __name__ == "__main__":

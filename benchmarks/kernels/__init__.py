@@ -1,1 +1,1 @@
-"""Correctness and speed of the kernels on one card; start with ``../device_check.sh``."""
+"""Correctness and speed of the kernels on one card; start with ``../card/README.md``."""

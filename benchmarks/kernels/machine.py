@@ -4,13 +4,15 @@ import json
 import platform
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 
 from benchmarks.card.pack import MANIFEST
 from sglang_indexcache import __version__
+from sglang_indexcache.kernels.dispatch import HOPPER
 from sglang_indexcache.study.provenance import commit, package_version, said
 
 PACKAGES = {
@@ -23,14 +25,29 @@ PACKAGES = {
     "sglang": ("sglang",),
 }
 """Who installs what is timed."""
+Need: TypeAlias = Literal["card", "hopper", "sglang"]
 CLOCKS = "clocks.sm,clocks.mem,power.draw,temperature.gpu"
+
+
+def lacking(*needs: Need) -> str | None:
+    """Return the first of ``needs`` that this machine lacks, in words; or None.
+
+    The card comes first: without it nothing else matters.
+    """
+    if needs and not torch.cuda.is_available():
+        return "needs an NVIDIA GPU (H100 or H200): torch sees none"
+    if "hopper" in needs and torch.cuda.get_device_capability() != HOPPER:
+        return f"needs an H100 or H200, this is a {torch.cuda.get_device_name()}"
+    if "sglang" in needs and find_spec("sglang") is None:
+        return "needs SGLang: unpack served.tar.xz of benchmarks.card.pack"
+    return None
 
 
 def facts() -> dict[str, Any]:
     """Card, driver, versions, commit."""
     found: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "commit": commit() or "unknown",
+        "commit": commit() or (packed() or {}).get("commit") or "unknown",
         "version": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -54,7 +71,7 @@ def facts() -> dict[str, Any]:
 
 
 def clocks() -> str | None:
-    """What the card runs at now: SM and memory clock, power, temperature; or None."""
+    """Read what the card runs at now: SM and memory clock, power, temperature; or None."""
     return _asked(CLOCKS)
 
 
@@ -63,10 +80,15 @@ def _asked(query: str) -> str | None:
 
 
 def packed() -> dict[str, Any] | None:
-    """The manifest of the unpacked archive (``benchmarks.card.pack``), if one is on the path."""
-    places = (Path(place) / MANIFEST for place in sys.path)
-    found = next((place for place in places if place.exists()), None)
+    """Read the unpacked archive's manifest (``benchmarks.card.pack``), if one is on the path."""
+    found = packed_file(MANIFEST)
     return json.loads(found.read_text()) if found else None
+
+
+def packed_file(name: str) -> Path | None:
+    """Return a file of the unpacked archive's root; None if none on the path has it."""
+    places = (Path(place) / name for place in sys.path)
+    return next((place for place in places if place.exists()), None)
 
 
 def preflight(here: dict[str, Any], archive: dict[str, Any] | None = None) -> str:

@@ -1,10 +1,18 @@
-"""Ours beside the engine's kernels on one workload, and what may be concluded from many.
+"""Time ours beside the engine's kernels, one workload after the other.
 
-``tests/gpu/test_speed.py`` runs it on a card. The engine's kernel and ours take turns within the
-same seconds (``timing.py``); the card's clocks are logged before and after.
+    python -m benchmarks.kernels.speed --out FILE [--seconds 240] [--among NAME ...] [WORKLOAD ...]
+
+``benchmarks/card/phases.py`` runs it on a card. The engine's kernel and ours take turns within the
+same seconds (``timing.py``); the card's clocks are logged before and after. Before ours is timed,
+some rows of what it computes on the timed inputs are compared with the reference.
 """
 
-from collections.abc import Callable, Mapping
+import argparse
+import json
+import time
+from collections.abc import Callable, Collection, Iterator
+from itertools import groupby, zip_longest
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +21,7 @@ from benchmarks import engine_kernels as anchors
 from benchmarks.kernels.machine import clocks
 from benchmarks.kernels.timing import interleaved, summary
 from benchmarks.kernels.workloads import (
+    AttentionTensors,
     Family,
     Workload,
     attention_tensors,
@@ -22,39 +31,53 @@ from benchmarks.kernels.workloads import (
     workloads,
 )
 from sglang_indexcache.kernels import dispatch
-from sglang_indexcache.kernels.contract import OpName
+from sglang_indexcache.kernels.contract import IndexerBatch, OpName, mla_tolerance
+from sglang_indexcache.kernels.sparse_mla import reference as mla_reference
+from sglang_indexcache.kernels.sparse_mla.layout import dequantize_latent
+from sglang_indexcache.kernels.topk import reference as topk_reference
+from sglang_indexcache.support.files import write_json
 
 SECONDS_EACH = 1.5
+ROWS_CHECKED = 16
 LISTS_KEPT = "cuda, lists kept"
 """Ours in an S layer, which finds what its F layer derived from the same list."""
-OPS: dict[Family, tuple[OpName, dispatch.Phase | None]] = {
-    "select_prefill": ("select", "prefill"),
-    "select_decode": ("select", "decode"),
-    "topk": ("topk", None),
-    "mla_prefill": ("sparse_mla", "prefill"),
-    "mla_decode": ("sparse_mla", "decode"),
+OPS: dict[Family, OpName] = {
+    "select_prefill": "select",
+    "select_decode": "select",
+    "topk": "topk",
+    "mla_prefill": "sparse_mla",
+    "mla_decode": "sparse_mla",
 }
-"""The op of ours that a family times, and where a server would run it."""
+"""The op of ours that a family times."""
 Maker = Callable[[], Callable[[], Any]]
 
 
-def contenders(work: Workload, machine: dispatch.Machine, device: torch.device) -> dict[str, Maker]:
-    """Makers of the calls that do ``work``, by name; ours are named by implementation."""
-    others: dict[str, Maker]
-    arguments: tuple[Any, ...]
+def drawn(work: Workload, device: torch.device) -> tuple[Any, ...]:
+    """Draw the arguments of the operation that ``work`` times."""
     if work.family.startswith("select"):
-        tensors = indexer_tensors(work, device)
-        others = dict(anchors.select_anchors(work, tensors))
-        arguments = tensors, work.topk
+        return indexer_tensors(work, device), work.topk
+    if work.family == "topk":
+        return (*logits_tensors(work, device), work.topk)
+    attention = attention_tensors(work, device)
+    return attention.q, attention.cache, attention.slots, attention.scale
+
+
+def contenders(
+    work: Workload, machine: dispatch.Machine, arguments: tuple[Any, ...]
+) -> dict[str, Maker]:
+    """Return makers of the calls that do ``work``, by name; ours are named by implementation.
+
+    Args:
+        arguments: of :func:`drawn`.
+    """
+    others: dict[str, Maker]
+    if work.family.startswith("select"):
+        others = dict(anchors.select_anchors(work, arguments[0]))
     elif work.family == "topk":
-        logits, visible = logits_tensors(work, device)
-        others = dict(anchors.topk_anchors(work, logits, visible))
-        arguments = logits, visible, work.topk
+        others = dict(anchors.topk_anchors(work, *arguments[:2]))
     else:
-        attention = attention_tensors(work, device)
-        others = dict(anchors.mla_anchors(work, attention))
-        arguments = attention.q, attention.cache, attention.slots, attention.scale
-    op, _ = OPS[work.family]
+        others = dict(anchors.mla_anchors(work, AttentionTensors(*arguments)))
+    op = OPS[work.family]
 
     def maker(implementation: dispatch.Implementation, **more: Any) -> Maker:
         def make() -> Callable[[], Any]:
@@ -72,17 +95,51 @@ def contenders(work: Workload, machine: dispatch.Machine, device: torch.device) 
     return ours | others
 
 
-def measure(work: Workload, machine: dispatch.Machine) -> dict[str, Any]:
-    """Times of every contender that runs, why the others do not, and the least that is possible.
+def measure(
+    work: Workload, machine: dispatch.Machine, among: Collection[str] = ()
+) -> dict[str, Any]:
+    """Time every contender that runs; say why others do not, and the least that is possible.
+
+    Args:
+        among: names of the contenders; empty for all.
 
     Returns:
         ``times``: name -> median, least and most microseconds, and, where the card's data sheet is
-        known, the share of its bound; ``missing``: name -> reason; ``clocks``: before and after.
+        known, the share of its bound; ``missing``: name -> reason; ``wrong``: what is wrong with
+        ours on these inputs, empty if nothing; ``clocks``: before and after.
+    """
+    device = machine.device
+    arguments = drawn(work, device)
+    ready, missing = prepared(work, machine, arguments, among)
+    wrong = complaints(work, arguments, dispatch.named("cuda").load) if "cuda" in ready else []
+    before = clocks()
+    times = {name: summary(each) for name, each in interleaved(ready, device, SECONDS_EACH).items()}
+    card = gpu_of_driver(machine.name)
+    if card is not None:
+        seconds, by = work.bound(card)
+        for one in times.values():
+            one["of_bound"] = seconds * 1e6 / one["median_us"]
+        missing["bound"] = f"{seconds * 1e6:.1f} us by {by}"
+    return {"times": times, "missing": missing, "wrong": wrong, "clocks": [before, clocks()]}
+
+
+def prepared(
+    work: Workload,
+    machine: dispatch.Machine,
+    arguments: tuple[Any, ...],
+    among: Collection[str] = (),
+) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
+    """Call every contender once, which compiles it; return those that run, and why others do not.
+
+    Raises:
+        RuntimeError: the card's context is gone.
     """
     device = machine.device
     ready: dict[str, Callable[[], Any]] = {}
     missing: dict[str, str] = {}
-    for name, make in contenders(work, machine, device).items():
+    for name, make in contenders(work, machine, arguments).items():
+        if among and name not in among:
+            continue
         try:
             call = make()
             call()
@@ -94,53 +151,104 @@ def measure(work: Workload, machine: dispatch.Machine) -> dict[str, Any]:
             missing[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:300]}"
             continue
         ready[name] = call
-    before = clocks()
-    times = {name: summary(each) for name, each in interleaved(ready, device, SECONDS_EACH).items()}
-    card = gpu_of_driver(machine.name)
-    if card is not None:
-        seconds, by = work.bound(card)
-        for one in times.values():
-            one["of_bound"] = seconds * 1e6 / one["median_us"]
-        missing["bound"] = f"{seconds * 1e6:.1f} us by {by}"
-    return {"times": times, "missing": missing, "clocks": [before, clocks()]}
+    return ready, missing
 
 
-def beats(work: Workload, times: dict[str, dict[str, float]], ours: str) -> bool | None:
-    """Whether ours took less time than all that the engine can run; None without its default.
+def complaints(
+    work: Workload, arguments: tuple[Any, ...], load: Callable[[OpName], Callable[..., Any]]
+) -> list[str]:
+    """Compare :data:`ROWS_CHECKED` rows of the timed call with the reference; say what differs.
+
+    A selection must be the top-k of the same implementation's own logits, bit for bit (what those
+    may be is the grid's to check); attention may differ from float64 by the contract's bound.
 
     Args:
-        times: of :func:`measure`.
+        arguments: of :func:`drawn`.
+        load: returns an operation of the implementation.
     """
-    default, rivals = anchors.engine_default(work), anchors.engine_anchors(work)
-    if not {ours, default} <= set(times):
-        return None
-    return times[ours]["median_us"] < min(times[a]["median_us"] for a in rivals if a in times)
+    rows = sorted({row * (work.rows - 1) // (ROWS_CHECKED - 1) for row in range(ROWS_CHECKED)})
+    if work.family == "topk":
+        logits, visible, k = arguments
+        found = load("topk")(logits, visible, k)[rows]
+        return _differing(rows, found, topk_reference.topk(logits[rows], visible[rows], k))
+    if work.family.startswith("select"):
+        batch, k = arguments
+        found = load("select")(batch, k)[rows]
+        part = _rows_of(batch, rows)
+        scores = load("logits")(part, work.context)
+        return _differing(rows, found, topk_reference.topk(scores, part.visible, k))
+    q, cache, slots, scale = arguments
+    out = load("sparse_mla")(q, cache, slots, scale)[0]
+    wrong = []
+    for row in rows:
+        chosen = cache[slots[row].long()]
+        latent = dequantize_latent(chosen) if work.fp8 else chosen
+        places = torch.arange(len(latent), device=q.device, dtype=torch.int32)[None]
+        exact = mla_reference.sparse_mla(q[row, None].double(), latent, places, scale)[0][0]
+        bound = mla_tolerance(q[row], latent, scale)[0]
+        if not ((out[row].double() - exact).abs() <= bound).all():
+            wrong.append(f"row {row} is not within the bound of float64")
+    return wrong
 
 
-def conclude(timed: Mapping[str, dict[str, Any]], card: str) -> list[dict[str, Any]]:
-    """Return the operations, phases and shapes in which our CUDA kernels may become a default.
+def _rows_of(batch: IndexerBatch, rows: list[int]) -> IndexerBatch:
+    """Return some rows of a prefill of one request, or of a decode step of a row each."""
+    decode = batch.query_starts is None
+    starts = None if decode else batch.visible.new_tensor([0, len(rows)])
+    table = batch.block_table[rows] if decode else batch.block_table
+    own = batch.q[rows], batch.weights[rows], batch.pages, table, batch.visible[rows]
+    return IndexerBatch(*own, starts)
 
-    There they won wherever they were to be timed: at every length and number of rows, and over
-    either cache.
 
-    Args:
-        timed: what :func:`measure` found, by the workload's name; one that is missing is not won.
-        card: as its driver calls it.
-    """
-    won: dict[tuple[Family, int, int], bool] = {}
-    for work in workloads():
-        shape, found = (work.family, work.heads, work.topk), timed.get(str(work))
-        is_faster = found is not None and beats(work, found["times"], "cuda") is True
-        won[shape] = won.get(shape, True) and is_faster
-    return [
-        {
-            "op": OPS[family][0],
-            "phase": OPS[family][1],
-            "card": card,
-            "heads": heads,
-            "topk": topk,
-            "implementation": "cuda",
-        }
-        for (family, heads, topk), everywhere in won.items()
-        if everywhere and OPS[family][1] is not None
-    ]
+def _differing(rows: list[int], found: torch.Tensor, expected: torch.Tensor) -> list[str]:
+    differ = (found != expected).any(-1).tolist()
+    return [f"row {row} selects otherwise" for row, one in zip(rows, differ, strict=True) if one]
+
+
+def in_turns(works: Iterator[Workload]) -> Iterator[Workload]:
+    """Yield one workload of each family, then the next of each: a run cut short has some of all."""
+    by_family = sorted(works, key=lambda work: work.family)
+    families = [list(group) for _, group in groupby(by_family, key=lambda work: work.family)]
+    for turn in zip_longest(*families):
+        yield from (work for work in turn if work is not None)
+
+
+def main() -> None:
+    """Time one workload after the other; write the file after each; leave out what is in it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="JSON to write and to add to")
+    parser.add_argument("--seconds", type=float, default=240.0, help="begin none after so many")
+    parser.add_argument("--compile-only", action="store_true", help="call each once, time nothing")
+    parser.add_argument("--among", nargs="+", default=(), help="contenders; default: all")
+    parser.add_argument("workloads", nargs="*", help="names; default: all, the families in turns")
+    options = parser.parse_args()
+    ends = time.monotonic() + options.seconds
+    known = {str(work): work for work in in_turns(workloads())}
+    machine = dispatch.Machine.here()
+    found: dict[str, Any] = json.loads(options.out.read_text()) if options.out.exists() else {}
+    for name in options.workloads or known:
+        if name in found or time.monotonic() > ends:
+            continue
+        # Whoever reads the file after a crash finds who was at work.
+        found[name] = {"times": {}, "missing": {"all": "the process ended in it"}, "wrong": []}
+        write_json(options.out, found)
+        began = time.monotonic()
+        if options.compile_only:
+            inputs = drawn(known[name], machine.device)
+            _, missing = prepared(known[name], machine, inputs, options.among)
+            found[name] = {"times": {}, "missing": missing, "wrong": []}
+        else:
+            found[name] = measure(known[name], machine, options.among)
+        found[name]["seconds"] = round(time.monotonic() - began, 1)
+        write_json(options.out, found)
+        print(name, line_of(found[name]), flush=True)
+
+
+def line_of(found: dict[str, Any]) -> str:
+    """Return what :func:`measure` found as one line: microseconds by name, and what is wrong."""
+    times = ", ".join(f"{name} {one['median_us']:.1f}" for name, one in found["times"].items())
+    return " | ".join([times, *found["wrong"][:2]])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""How many keys the lists of neighbouring rows have between them: what packed attention gathers.
+"""Unions of the lists of neighbouring rows: how many keys packed attention gathers.
 
 Runs the small trained checkpoint in transformers over the text that searches use and counts, for
 every layer, the union of 2 to 8 neighbouring rows' lists over the length of one list. Rows that see
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 import sglang_indexcache
 from benchmarks.records import read_arguments
-from sglang_indexcache.bench.tables import Grid
+from sglang_indexcache.lab.bench.tables import Grid
 from sglang_indexcache.search.calibration import Score
 from sglang_indexcache.search.evaluators.hf import TransformersEvaluator
 from sglang_indexcache.search.setup import Setup
@@ -43,7 +43,7 @@ SETTINGS = (
 
 
 def with_lists(folder: Path, topk: int) -> Path:
-    """The small checkpoint with lists of another length: a config beside links to its files."""
+    """Make the small checkpoint with other lists' length: a config beside links to its files."""
     folder.mkdir(parents=True, exist_ok=True)
     for file in TINY.iterdir():
         if file.name != "config.json" and not (folder / file.name).exists():

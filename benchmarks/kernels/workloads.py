@@ -1,4 +1,4 @@
-"""What is timed, and the least that any kernel would need for it.
+"""Workloads that are timed, and the least that any kernel would need for them.
 
 Prefill is the last chunk of a prompt (8192 query rows, as SGLang's chunked prefill sends them);
 decode is one token of every request of a batch. Values are random: what a selection costs depends
@@ -29,7 +29,7 @@ Family: TypeAlias = Literal["select_prefill", "select_decode", "topk", "mla_pref
 
 
 def gpu_of_driver(name: str) -> Gpu | None:
-    """The data sheet of the GPU that the driver calls ``name``; PCIe and NVL versions have none."""
+    """Return the data sheet of the driver's ``name``; PCIe and NVL versions have none."""
     if "PCIe" in name or "NVL" in name:
         return None
     return next((gpu for model, gpu in GPUS.items() if model.upper() in name), None)
@@ -81,7 +81,7 @@ class Workload:
         return 0
 
     def bound(self, gpu: Gpu) -> tuple[float, str]:
-        """The least seconds that a card needs for it, and what sets them."""
+        """Return the least seconds that a card needs for it, and what sets them."""
         # These cards multiply FP8 twice as fast as bfloat16.
         compute = self.flops / (gpu.bf16 * (1 if self.family.startswith("mla") else 2))
         memory = self.memory_bytes / gpu.bandwidth
@@ -89,7 +89,7 @@ class Workload:
 
     @property
     def memory_bytes(self) -> int:
-        """What has to cross the memory bus once, whatever the algorithm."""
+        """Bytes that have to cross the memory bus once, whatever the algorithm."""
         written = 4 * self.rows * self.topk
         if self.family == "topk":
             return 4 * self.pairs + written
@@ -206,7 +206,7 @@ def logits_tensors(work: Workload, device: torch.device) -> tuple[torch.Tensor, 
 
 
 def _latent_rows(count: int, fp8: bool, device: torch.device) -> torch.Tensor:
-    """A cache, drawn in parts: packing takes several times its memory."""
+    """Draw a cache in parts: packing takes several times its memory."""
     width, dtype = (FP8_ROW_BYTES, torch.uint8) if fp8 else (LATENT_DIM, torch.bfloat16)
     cache = torch.empty(count, width, dtype=dtype, device=device)
     for low in range(0, count, 1 << 20):

@@ -1,7 +1,7 @@
 """Our kernels beside the engine's by one yardstick, while no card has run ours.
 
-The engine's times are NVIDIA's measured rows (:mod:`sglang_indexcache.bench.rows`). Ours are the
-clocks that a model of Hopper gave for the compiled loops, times the factor that the same model
+The engine's times are NVIDIA's measured rows (:mod:`sglang_indexcache.lab.bench.rows`). Ours are
+the clocks that a model of Hopper gave for the compiled loops, times the factor that the same model
 needs to explain the measured engine: DeepGEMM's logits for the indexer, FlashMLA for attention. So
 the clock rate cancels, and what slows the engine and is not in the model is taken to slow ours too.
 
@@ -30,8 +30,6 @@ from typing import Any
 import numpy as np
 
 from benchmarks.records import RESULTS, read_arguments
-from sglang_indexcache.bench.rows import ENGINE, WHEEL, Series, Wheel
-from sglang_indexcache.bench.tables import Grid
 from sglang_indexcache.kernels.contract import FP8_ROW_BYTES, INDEX_DIM, LATENT_DIM, PAGE_BYTES
 from sglang_indexcache.kernels.indexer.cuda import select_rows
 from sglang_indexcache.kernels.sparse_mla.cuda import (
@@ -41,6 +39,8 @@ from sglang_indexcache.kernels.sparse_mla.cuda import (
     head_blocks,
     rows_per_tile,
 )
+from sglang_indexcache.lab.bench.rows import ENGINE, WHEEL, Series, Wheel
+from sglang_indexcache.lab.bench.tables import Grid
 from sglang_indexcache.shapes import find_gpu
 from sglang_indexcache.support.files import write_json
 
@@ -138,7 +138,7 @@ class Engine:
         return least, most
 
     def layer(self, heads: int, kv: str) -> dict[int, float]:
-        """A decode step of one S layer's attention module by requests: products included."""
+        """Return a decode step of one S layer's attention module by requests: products included."""
         layers = self._wheel.layers(
             "zai-org/GLM-5-FP8", "zai-org/GLM-5.2-FP8", heads, "fp8_block", kv
         )
@@ -146,7 +146,7 @@ class Engine:
         return {n: each.value for n, each in found.items() if each is not None}
 
     def decode_attention(self, heads: int, kv: str) -> dict[int, Range]:
-        """What of that is attention, as far as the rows tell.
+        """Return what of that is attention, as far as the rows tell.
 
         At most all of it. At least what the module takes more than with one request, and the time
         in which the memory gives the rows.
@@ -173,7 +173,7 @@ def _over(ms: float, clocks: Range) -> Range:
 
 
 def row_bytes(kv: str) -> int:
-    """Of one latent row in the cache."""
+    """Return the bytes of one latent row in the cache."""
     return FP8_ROW_BYTES if kv == "fp8" else 2 * LATENT_DIM
 
 
@@ -214,7 +214,7 @@ def attend(heads: int, union: Mapping[int, Range], factors: Range, *, kept: bool
 
 
 def clusters(size: int) -> int:
-    """Of so many blocks that run at once."""
+    """Return how many clusters of so many blocks run at once."""
     return sum(gpc // size for gpc in GPCS)
 
 
@@ -232,7 +232,7 @@ def decode(requests: int, heads: int, kv: str, factors: Range, bandwidth: float)
 
 
 def rates(factors: Mapping[str, Range]) -> dict[str, float]:
-    """What the fastest of our loops implies: TFLOPS, and TB/s that it reads from L2."""
+    """Return what the fastest of our loops implies: TFLOPS, and TB/s that it reads from L2."""
     pair = min(_ms(c) * f for c, f in zip(PAGE_PAIR, factors["indexer"], strict=True)) / 1e3
     step = min(_ms(c) * f for c, f in zip(ATTEND, factors["attention"], strict=True)) / 1e3
     columns = select_rows(INDEX_HEADS) * INDEX_HEADS
@@ -278,7 +278,7 @@ def lines(engine: Engine, union: Mapping[int, Range]) -> Iterator[dict[str, Any]
 
 
 def unions(measured: Mapping[str, Any]) -> dict[int, Range]:
-    """By rows of a tile: the settings' means over layers, the least and the most."""
+    """Return the settings' means over layers, the least and the most, by rows of a tile."""
     means = [
         {int(rows): float(np.mean(by_layer)) for rows, by_layer in each["union"].items()}
         for each in measured["rows"]
@@ -287,7 +287,7 @@ def unions(measured: Mapping[str, Any]) -> dict[int, Range]:
 
 
 def record(union: Mapping[int, Range]) -> dict[str, Any]:
-    """What is written."""
+    """Return what is written."""
     cards = {}
     for card in CARDS:
         engine = Engine(card)
@@ -322,7 +322,7 @@ def factors_table(found: Mapping[str, Any]) -> str:
 
 
 def prefill_table(found: Mapping[str, Any]) -> str:
-    """A chunk of 8,192 rows on both cards: milliseconds."""
+    """Write a chunk of 8,192 rows on both cards: milliseconds."""
     cards = [found["cards"][card]["lines"] for card in CARDS]
     header = ["8,192 rows"]
     for card in CARDS:
@@ -343,20 +343,6 @@ def _cells(one: Mapping[str, Any]) -> tuple[str, str, str]:
     return theirs, ours, f"{_span(one['faster'])}x"
 
 
-def decode_table(found: Mapping[str, Any]) -> str:
-    """One row of each request: how many times faster, by requests."""
-    cells = []
-    for card in CARDS:
-        by_shape: dict[str, list[str]] = {}
-        for one in found["cards"][card]["lines"]:
-            if one["operation"].startswith("decode"):
-                name = f"{one['operation'][8:]}, {one['shape'].split(',')[0]}"
-                by_shape.setdefault(name, []).append(_span(one["faster"]))
-        cells += [(card.upper(),), *((name, *each) for name, each in by_shape.items())]
-    header = ("decode, requests", *map(str, REQUESTS))
-    return Grid("", header, tuple(cells)).to_markdown()
-
-
 def main() -> None:
     """Compose and write."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -364,7 +350,7 @@ def main() -> None:
     measured = json.loads((RESULTS / "kernels" / "unions.json").read_text())
     found = {"command": options.command, **record(unions(measured))}
     write_json(Path(options.output), found)
-    print(prefill_table(found), decode_table(found), sep="\n")
+    print(prefill_table(found))
 
 
 if __name__ == "__main__":

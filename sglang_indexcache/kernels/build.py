@@ -71,7 +71,7 @@ def source_folder() -> Path:
 
 
 def cache_folder() -> Path:
-    """Where libraries are kept: ``$INDEXCACHE_KERNEL_CACHE``, or below the user's cache."""
+    """Return the folder of libraries: ``$INDEXCACHE_KERNEL_CACHE``, or below the user's cache."""
     chosen = os.environ.get(CACHE_VARIABLE)
     if chosen:
         return Path(chosen)
@@ -80,7 +80,7 @@ def cache_folder() -> Path:
 
 
 def version_said(words: str) -> Version | None:
-    """The version in what ``nvcc --version`` or ``ptxas --version`` prints, or None."""
+    """Read the version in what ``nvcc --version`` or ``ptxas --version`` prints, or None."""
     found = re.search(r"\bV(\d+)\.(\d+)\.(\d+)", words)
     return None if found is None else tuple(map(int, found.groups()))
 
@@ -102,7 +102,7 @@ def warning_about(version: Version) -> str | None:
 
 @cache
 def find_nvcc() -> Path:
-    """The CUDA compiler: ``$CUDA_HOME``'s, else the one on the PATH, else ``/usr/local/cuda``'s.
+    """Find nvcc: in ``$CUDA_HOME``, else on the PATH, else in ``/usr/local/cuda``.
 
     Raises:
         KernelError: there is none.
@@ -124,7 +124,7 @@ def find_nvcc() -> Path:
 
 @cache
 def nvcc_version() -> Version:
-    """The compiler's full version, for example ``(13, 0, 88)``.
+    """Return the compiler's full version, for example ``(13, 0, 88)``.
 
     Raises:
         KernelError: there is no nvcc, it does not run, or it is too old.
@@ -146,7 +146,7 @@ def nvcc_version() -> Version:
 
 
 def sources_of(folder: str) -> list[Path]:
-    """The files that nvcc compiles for one library."""
+    """Return the files that nvcc compiles for one library."""
     return sorted((source_folder() / folder).glob("*.cu"))
 
 
@@ -164,7 +164,7 @@ def build(folder: str, *, say: Callable[[str], None] | None = None) -> BuiltKern
     found = cached(folder)
     if found is not None:
         return found
-    target = cache_folder() / f"{_stem(folder)}{dotted(nvcc_version())}"
+    target = cache_folder() / f"{stem_of(folder)}{dotted(nvcc_version())}"
     _make_writable(target.parent)
     with FileLock(f"{target}.lock"):
         found = cached(folder)
@@ -198,7 +198,7 @@ def cached(folder: str) -> BuiltKernels | None:
         is_like_own = own is not None and version[0] == own[0] and version not in MISCOMPILES
         return own is None or version == own or is_like_own
 
-    builds = cache_folder().glob(f"{_stem(folder)}*")
+    builds = cache_folder().glob(f"{stem_of(folder)}*")
     there = (_library(path, folder, fresh=False) for path in builds)
     libraries = [one for one in there if fits(one.compiler) and one.path.is_file()]
 
@@ -238,7 +238,7 @@ def _library(target: Path, folder: str, *, fresh: bool) -> BuiltKernels:
     return BuiltKernels(target / f"{folder}.so", target / "build.log", fresh)
 
 
-def _stem(folder: str) -> str:
+def stem_of(folder: str) -> str:
     """Name of a build in the cache, up to the version of the nvcc that made it."""
     return f"{folder}-{_fingerprint(folder)}-cuda"
 
@@ -294,7 +294,7 @@ def _linked() -> list[str]:
 
 
 def _fingerprint(folder: str) -> str:
-    """Of everything but the compiler that the library depends on: sources, flags, ABI."""
+    """Digest everything but the compiler that the library depends on: sources, flags, ABI."""
     import tvm_ffi
 
     digest = hashlib.sha256()

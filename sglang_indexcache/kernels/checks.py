@@ -1,4 +1,4 @@
-"""What the host can see of an op's arguments, checked against the contract before a launch.
+"""Checks of an op's arguments against the contract, as far as a host sees, before a launch.
 
 Values on the device are never read: that would stop the stream and break CUDA graphs.
 """
@@ -79,7 +79,7 @@ class Arguments:
 
 
 def check_indexer(op: str, batch: IndexerBatch) -> None:
-    """A batch, as every indexer op takes it."""
+    """Check a batch, as every indexer op takes it."""
     arguments = Arguments(op, batch.q.device)
     arguments.check("q", batch.q, torch.float8_e4m3fn, ["T", "H", INDEX_DIM])
     arguments.check("weights", batch.weights, torch.float32, ["T", "H"])
@@ -107,7 +107,7 @@ def check_indexer(op: str, batch: IndexerBatch) -> None:
 
 
 def check_topk(topk: int, op: str = "topk") -> None:
-    """The k of a selection."""
+    """Check the k of a selection."""
     if not 1 <= topk <= MAX_TOPK:
         raise KernelError(f"{op}: k is {topk}; it can be 1 to {MAX_TOPK}")
 

@@ -1,4 +1,4 @@
-"""What every implementation of an op must do: signatures, layouts, order of arithmetic, ties.
+"""Contract of every implementation of an op: signatures, layouts, order of arithmetic, ties.
 
 There are four ops: ``logits``, ``select``, ``topk`` and ``sparse_mla``. The reference and the CUDA
 implementation of an op are functions of its name with one signature, the ``__call__`` of a protocol
@@ -243,7 +243,7 @@ def logits_tolerance(
     scales: torch.Tensor,
     bits: int = HOPPER_FP8_BITS,
 ) -> torch.Tensor:
-    """How far a logit may be from exact arithmetic on the same quantised inputs.
+    """Bound the distance of a logit from exact arithmetic on the same quantised inputs.
 
     A matrix unit adds 32 products and the accumulator after aligning them to the largest of the
     33, and drops what is below ``bits`` bits: each loses up to ``2^-bits`` of the largest. Hopper's
@@ -274,7 +274,7 @@ def logits_tolerance(
 def mla_tolerance(
     q: torch.Tensor, rows: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """How far one query's output and LSE may be from exact arithmetic on the same inputs.
+    """Bound the distance of one query's output and LSE from exact arithmetic on the same inputs.
 
     Scores: 576 float32 additions. Output: probabilities and result rounded to bfloat16 (2^-9
     each), the sum over k in float32.

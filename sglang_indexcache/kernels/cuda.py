@@ -1,7 +1,7 @@
 """Our kernels for Hopper (sm_90a): thin loaders of ``csrc/``.
 
-Nothing here has run on a GPU yet: the kernels are compiled, their layout and selection code is
-tested on the host, and they were reviewed by hand (csrc/README.md).
+They were right on an H100 (benchmarks/results/kernels); without a card their layout and selection
+code is tested on the host, and whole kernels on an emulated one (csrc/README.md).
 """
 
 import logging
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 def unavailable() -> str | None:
-    """Why the kernels cannot be built or loaded on this machine, or None; no GPU is needed."""
+    """Say why the kernels cannot be built or loaded on this machine, or None; needs no GPU."""
     try:
         import tvm_ffi  # noqa: F401
 
@@ -33,7 +33,7 @@ def unavailable() -> str | None:
 
 @cache
 def library(folder: str) -> Any:
-    """The loaded library of one folder of ``csrc/``; compiled first if the cache lacks it.
+    """Load the library of one folder of ``csrc/``; compile it first if the cache lacks it.
 
     Raises:
         KernelError: no nvcc, the compilation failed, or what was built cannot be loaded.

@@ -1,4 +1,4 @@
-"""Which implementations of an op there are, and which can run on a machine.
+"""Implementations of each op, and the machines on which they can run.
 
 ``cuda`` is ours for Hopper, ``reference`` readable torch. The engine's own kernels are outside of
 this package, and are what a server runs unless it is asked for ours by name.
@@ -23,9 +23,18 @@ Phase: TypeAlias = Literal["prefill", "decode"]
 HOPPER: Capability = (9, 0)
 
 
+ROUTED: tuple[tuple[OpName, Phase], ...] = (
+    ("select", "prefill"),
+    ("select", "decode"),
+    ("sparse_mla", "prefill"),
+    ("sparse_mla", "decode"),
+)
+"""Operations that a server's kernels are chosen for, each by itself."""
+
+
 @dataclass(frozen=True)
 class Machine:
-    """Where kernels would run: a card as its driver calls it, or "CPU" without a capability."""
+    """Machine where kernels would run: a card as its driver calls it, or "CPU" (no capability)."""
 
     name: str
     capability: Capability | None
@@ -124,6 +133,29 @@ NAMES = tuple(implementation.name for implementation in IMPLEMENTATIONS)
 def named(name: str) -> Implementation:
     """Return the implementation called ``name``, one of :data:`NAMES`."""
     return next(one for one in IMPLEMENTATIONS if one.name == name)
+
+
+def chosen(asked: str) -> tuple[str, tuple[tuple[OpName, Phase], ...]]:
+    """Return the implementation that was asked for by name, and for which of :data:`ROUTED`.
+
+    Args:
+        asked: ``cuda`` for all of them; ``cuda:sparse_mla``, ``cuda:prefill`` and
+            ``cuda:select-prefill`` for some; commas join such parts.
+
+    Raises:
+        KernelError: there is no such implementation or operation.
+    """
+    name, colon, listed = asked.partition(":")
+    parts = [part.strip() for part in listed.split(",")] if colon else []
+    known = {part for op, phase in ROUTED for part in (op, phase, f"{op}-{phase}")}
+    if name not in NAMES or not known.issuperset(parts):
+        raise KernelError(
+            f"{asked!r} is not one of {', '.join(NAMES)}, alone or with operations behind a colon, "
+            f"joined by commas: {', '.join(sorted(known))}"
+        )
+    return name, tuple(
+        (op, phase) for op, phase in ROUTED if not parts or {op, phase, f"{op}-{phase}"} & {*parts}
+    )
 
 
 def running(machine: Machine) -> list[Implementation]:

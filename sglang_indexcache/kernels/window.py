@@ -56,7 +56,7 @@ def widen(
 
 
 def tile(width: int) -> dict[str, int]:
-    """The constants of a kernel for windows of up to ``width``."""
+    """Return the constants of a kernel for windows of up to ``width``."""
     power = triton.next_power_of_2(width)
     return {"WIDTH": power, "BLOCK": max(16, min(256, _COMPARED // power))}
 

@@ -1,1 +1,1 @@
-"""What only a card can show: ``benchmarks/device_check.sh``, or ``pytest -m gpu``."""
+"""Tests that need a card: ``python -m benchmarks.card.phases``, or ``pytest -m gpu``."""

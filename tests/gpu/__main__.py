@@ -1,6 +1,6 @@
 """Run the GPU tests to their end, whatever they do to the process they run in.
 
-    python -m tests.gpu [--report FILE] [--seconds 570] [arguments of pytest]
+    python -m tests.gpu --report FILE [--seconds 570] [arguments of pytest]
 
 A kernel that faults or hangs takes pytest with it. It is begun again for the tests that are left,
 as long as time is left; the one that ended it is in the report as failed.
@@ -16,7 +16,6 @@ from pathlib import Path
 from benchmarks.card.pack import ROOT
 from tests.gpu.report import AGAIN
 
-REPORT = ROOT / "benchmarks" / "results" / "gpu" / "report.json"
 FOLDER = "tests/gpu"
 
 
@@ -28,7 +27,7 @@ def is_cut_off(code: int, report: Path) -> bool:
 def main() -> int:
     """0 if nothing failed."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--report", type=Path, default=REPORT, help="JSON to write and to add to")
+    parser.add_argument("--report", type=Path, required=True, help="JSON to write and to add to")
     parser.add_argument("--seconds", type=float, default=570.0, help="begin no test after so many")
     options, rest = parser.parse_known_args()
     ends = time.monotonic() + options.seconds

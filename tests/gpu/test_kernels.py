@@ -1,20 +1,14 @@
-"""Our kernels, which run only where they are asked for: built, right, in graphs, in a server."""
+"""Our kernels in CUDA graphs; the phases build them and run the grid by its own command."""
 
 from __future__ import annotations
 
 import dataclasses
-import re
-import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from sglang_indexcache.kernels.build import FOLDERS, build
 from sglang_indexcache.kernels.contract import (
     INDEX_DIM,
     PAGE_BYTES,
@@ -24,11 +18,8 @@ from sglang_indexcache.kernels.contract import (
 )
 from sglang_indexcache.kernels.dispatch import Machine, named
 from sglang_indexcache.kernels.indexer.quantization import quantize_e4m3, write_pages
-from tests.gpu.test_served import TOKENS, Prompts, Request, answer, serving
 from tests.kernels.grid import cases
-from tests.kernels.grid.suite import GROUPS, run
 
-SANITIZER = ("memcheck", "racecheck", "synccheck")
 INDEXER = (
     cases.IndexerCase("ragged", 32, ((1, 3000), (1, 0), (1, 700), (1, 65)), topk=512, decode=True),
     cases.IndexerCase("MTP", 64, ((4, 1500), (4, 66)), topk=512, decode=True),
@@ -46,13 +37,6 @@ OURS = named("cuda")
 Tensors = tuple[torch.Tensor, ...]
 
 
-@pytest.mark.hopper
-@pytest.mark.limit(240)
-@pytest.mark.parametrize("folder", FOLDERS)
-def test_the_cuda_kernels_compile(folder: str, evidence: dict[str, Any]) -> None:
-    evidence["nvcc"] = build(folder).compiler
-
-
 def test_sglang_s_key_store_writes_the_pages_that_we_read() -> None:
     """Byte for byte, keys near zero included: in live mode S layers store theirs by it alone."""
     store = pytest.importorskip("sglang.kernels.ops.kvcache.dsa_fused_store_index_cache")
@@ -65,19 +49,6 @@ def test_sglang_s_key_store_writes_the_pages_that_we_read() -> None:
     write_pages(pages, slots, *quantize_e4m3(keys))
     store.fused_store_index_k_cache(keys.cuda(), stored, slots.cuda(), PAGE_TOKENS)
     assert torch.equal(stored.cpu(), pages)
-
-
-@pytest.mark.hopper
-@pytest.mark.parametrize("group", GROUPS)
-def test_the_grid(group: str, reported: dict[str, Any]) -> None:
-    """Every case, up to a million tokens."""
-    machine = Machine.here()
-    outcomes = list(run(OURS.check(machine), group, "large", machine))
-    wrong = {one.case: one.complaints for one in outcomes if one.complaints}
-    correct = reported.setdefault("correct", {}).setdefault(OURS.name, {})
-    for op in GROUPS[group].ops:
-        correct[op] = not wrong and correct.get(op, True)
-    assert not wrong
 
 
 # -- in a graph ----------------------------------------------------------------------------------
@@ -189,60 +160,6 @@ def test_replays_give_what_calls_give() -> None:
     machine = Machine.here()
     for job in jobs(OURS.check(machine).load, machine.device):
         check_replays(job)
-
-
-# -- under a sanitizer, and in a server ----------------------------------------------------------
-
-
-@pytest.mark.hopper
-@pytest.mark.limit(180)
-@pytest.mark.parametrize("group", GROUPS)
-@pytest.mark.parametrize("tool", SANITIZER)
-def test_compute_sanitizer_finds_nothing(tool: str, group: str, evidence: dict[str, Any]) -> None:
-    """Small cases and many short rows; only our kernels are instrumented."""
-    sanitizer = shutil.which("compute-sanitizer", path="/usr/local/cuda/bin") or "compute-sanitizer"
-    if shutil.which(sanitizer) is None:
-        pytest.skip("compute-sanitizer is not installed")
-    command = [sanitizer, "--tool", tool, "--kernel-name", "kns=indexcache", "--error-exitcode=9"]
-    grid = ["-m", "tests.kernels.grid", "--implementation", OURS.name, "--group", group]
-    done = subprocess.run(
-        [*command, sys.executable, *grid, "--sizes", "wide"],
-        capture_output=True,
-        text=True,
-        timeout=170,
-        check=False,
-    )
-    evidence["cases"] = sum(map(int, re.findall(r"(\d+) passed, 0 failed", done.stdout)))
-    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
-    assert evidence["cases"]
-
-
-@pytest.mark.hopper
-@pytest.mark.sglang
-@pytest.mark.limit(420)
-def test_a_server_with_them_answers_like_stock(
-    model: Path,
-    prompts: Prompts,
-    tmp_path: Path,
-    reported: dict[str, Any],
-    evidence: dict[str, Any],
-) -> None:
-    """A prompt that fits into k has stock's first token; of longer ones the share is written.
-
-    There our scores differ from the engine's in rounding, so that a near tie may be selected
-    otherwise.
-    """
-    flags = ("--indexcache-kernels", OURS.name)
-    with serving(model, tmp_path, reported, {"static": flags, "stock": ()}) as clients:
-        wanted, found = (
-            [answer(clients[kind], Request(prompt)) for prompt in prompts]
-            for kind in ("stock", "static")
-        )
-        evidence["share of stock's tokens"] = [
-            sum(a == b for a, b in zip(one, other, strict=True)) / TOKENS
-            for one, other in zip(wanted, found, strict=True)
-        ]
-        assert found[-1][0] == wanted[-1][0]
 
 
 # -- the recent window ----------------------------------------------------------------------------

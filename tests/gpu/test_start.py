@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import time
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.card.pack import ROOT
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.study.provenance import package_version
 
@@ -47,7 +47,9 @@ def test_it_can_be_imported(name: str, evidence: dict[str, Any]) -> None:
 
 
 @pytest.mark.sglang
-def test_sglang_resolves_indexcache_to_dsa_with_the_pattern(evidence: dict[str, Any]) -> None:
+def test_sglang_resolves_indexcache_to_dsa_with_the_pattern(
+    model: Path, evidence: dict[str, Any]
+) -> None:
     from sglang.srt.arg_groups.overrides import resolving_view
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args
@@ -56,7 +58,7 @@ def test_sglang_resolves_indexcache_to_dsa_with_the_pattern(evidence: dict[str, 
     load_plugins()
     arguments = prepare_server_args(
         [
-            *("--model-path", str(ROOT / "sglang_indexcache" / "demo" / "tiny-dsa")),
+            *("--model-path", str(model)),
             *("--attention-backend", "indexcache", "--indexcache-pattern", str(pattern)),
         ]
     )

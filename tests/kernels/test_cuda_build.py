@@ -531,7 +531,7 @@ def test_a_cache_that_cannot_be_written(small: Path, monkeypatch: pytest.MonkeyP
 
 def keep(folder: str, release: str, source: Path) -> Path:
     """Put a library into the cache as another machine's nvcc would have."""
-    target = building.cache_folder() / f"{building._stem(folder)}{release}" / f"{folder}.so"
+    target = building.cache_folder() / f"{building.stem_of(folder)}{release}" / f"{folder}.so"
     target.parent.mkdir(parents=True)
     target.write_bytes(source.read_bytes())
     return target

@@ -1,6 +1,6 @@
 """Every implementation of every op on the shared grid, and on what hypothesis makes up.
 
-Here that is the reference. On a card ``tests/gpu/test_kernels.py`` runs it, all sizes.
+Here that is the reference. On a card ``benchmarks/card/phases.py`` runs it, all sizes.
 """
 
 import pytest

@@ -86,7 +86,7 @@ def _fused(batch: IndexerBatch, as_slots: bool, out: torch.Tensor) -> None:
 
 
 def _in_parts(batch: IndexerBatch, width: int, as_slots: bool, out: torch.Tensor) -> None:
-    """As many rows at a time as the workspace has room for; in decode those of whole requests."""
+    """Select for as many rows at a time as the workspace holds; in decode for whole requests."""
     rows, each = len(out), _rows_per_request(batch)
     at_once = each * max(1, WORKSPACE_BYTES // max(1, each * width * 4))
     shape = (min(rows, at_once), width)
@@ -127,5 +127,5 @@ def _rows_per_request(batch: IndexerBatch) -> int:
 
 
 def _bytes(q: torch.Tensor) -> torch.Tensor:
-    """As uint8: not every DLPack exchange knows float8."""
+    """View as uint8: not every DLPack exchange knows float8."""
     return q.view(torch.uint8)

@@ -81,7 +81,7 @@ def read_pages(
 
 
 def _views(pages: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A page buffer as ``[P, 64, D]`` key bytes and ``[P, 64]`` float32 scales."""
+    """View a page buffer as ``[P, 64, D]`` key bytes and ``[P, 64]`` float32 scales."""
     key_bytes = PAGE_TOKENS * head_dim
     keys = pages[:, :key_bytes].unflatten(1, (PAGE_TOKENS, head_dim))
     scales = pages[:, key_bytes:].view(torch.float32)

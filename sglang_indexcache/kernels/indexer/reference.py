@@ -39,7 +39,7 @@ def logits_in_order(
 def request_keys(
     pages: torch.Tensor, block_row: torch.Tensor, tokens: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first ``tokens`` keys ``[tokens, 128]`` e4m3 and scales of one request."""
+    """Return the first ``tokens`` keys ``[tokens, 128]`` e4m3 and scales of one request."""
     return read_pages(pages, slots_of(torch.arange(tokens), block_row), INDEX_DIM)
 
 
@@ -77,7 +77,7 @@ def select(
 
 
 def requests(batch: IndexerBatch) -> Iterator[tuple[int, slice]]:
-    """Number and rows of every request that has rows; reads lengths, as no kernel may."""
+    """Yield number and rows of every request that has rows; read lengths, as no kernel may."""
     if batch.query_starts is not None:
         starts = batch.query_starts.tolist()
     else:

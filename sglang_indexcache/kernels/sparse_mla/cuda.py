@@ -82,7 +82,7 @@ def sparse_mla(
 def pack(
     slots: torch.Tensor, rows_per_tile: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The union of each ``rows_per_tile`` neighbouring lists (csrc/sparse_mla/pack.h).
+    """Unite each ``rows_per_tile`` neighbouring lists (csrc/sparse_mla/pack.h).
 
     Args:
         slots: ``[T, k]`` int32.
@@ -121,7 +121,7 @@ def cluster_size(rows: int, heads: int, k: int, at_once: Callable[[int], int]) -
 
 @cache_results
 def clusters_at_once(device: torch.device, fp8: bool, size: int) -> int:
-    """What the driver says of the kernel for a cache's rows.
+    """Ask the driver how many clusters of the kernel for a cache's rows run at once.
 
     Not SMs over ``size``: a cluster needs its SMs in one GPC, and GPCs have different numbers.
     """

@@ -1,4 +1,4 @@
 """One grid of inputs (``cases``), one set of checks (``suite``) for every implementation of an op.
 
-The tests, ``benchmarks/device_check.sh`` and anyone with another card run the same.
+The tests, ``benchmarks/card/phases.py`` and anyone with another card run the same.
 """

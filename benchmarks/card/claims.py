@@ -1,0 +1,168 @@
+"""Say what a card's record shows, measured kernel by kernel, and what it refutes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from benchmarks import engine_kernels
+from benchmarks.card import record as records
+from benchmarks.card.phases import is_shown
+from benchmarks.kernels.speed import LISTS_KEPT
+from benchmarks.kernels.workloads import Family, Workload
+from benchmarks.records import RESULTS, markdown
+from sglang_indexcache.lab.bench.tables import NOT_MEASURED
+
+OURS = records.OURS
+SHOWN_HEADS = (8, 32)
+"""Heads that README shows: GLM-5's indexer, and its attention on a GPU of eight and of two."""
+NAMES: dict[Family, str] = {
+    "select_prefill": "selection in prefill",
+    "select_decode": "selection in decode",
+    "mla_prefill": "attention in prefill",
+    "mla_decode": "attention in decode",
+}
+SAID_OF_COUNTERS = {
+    "tensor cores": ("sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active", 87, 91),
+    "issue slots": ("smsp__issue_active.avg.pct_of_peak_sustained_active", 84, 84),
+}
+"""Percent that the model of the chip gave for the selection of 32 heads, least and most."""
+
+
+Kind: TypeAlias = tuple[Family, int, bool]
+"""An operation in a phase, its heads, and whether the cache is FP8."""
+
+
+def ratios(found: Mapping[str, Any]) -> dict[Kind, list[float | None]]:
+    """Return for each length and number of rows the time of SGLang's fastest over ours.
+
+    Each run that timed ours with any rival gives one; the least counts. It is None where ours or
+    SGLang's default was never timed: who beat only the others has not won.
+    """
+    raced: dict[str, list[float]] = {}
+    with_default: set[str] = set()
+    for row in found["speed"]:
+        work, times = records.WORKLOADS[row["workload"]], row["times"]
+        rival = records.fastest(row, work)
+        if OURS in times and rival is not None:
+            ours, theirs = (records.microseconds(row, name)[0] for name in (OURS, rival))
+            raced.setdefault(row["workload"], []).append(theirs / ours)
+            with_default |= {str(work)} if engine_kernels.engine_default(work) in times else set()
+    kinds: dict[Kind, list[float | None]] = {}
+    for name, work in records.WORKLOADS.items():
+        if work.family in NAMES:
+            ratio = min(raced[name]) if name in with_default else None
+            kinds.setdefault((work.family, work.heads, work.fp8), []).append(ratio)
+    return kinds
+
+
+def may_be_default(found: Mapping[str, Any]) -> set[tuple[Family, int]]:
+    """Return the operations and heads in which ours won everywhere, over either cache."""
+    won: dict[tuple[Family, int], bool] = {}
+    for (family, heads, _), every in ratios(found).items():
+        is_won = all(ratio is not None and ratio > 1 for ratio in every)
+        won[family, heads] = won.get((family, heads), True) and is_won
+    return {kind for kind, everywhere in won.items() if everywhere}
+
+
+def _span(ratios: Sequence[float]) -> str:
+    least, most = f"{min(ratios):.2f}", f"{max(ratios):.2f}"
+    return f"{least}x" if least == most else f"{least} to {most}x"
+
+
+def measured_table(found: Mapping[str, Any]) -> str:
+    """Return in how many shapes of each kind ours won, and whether it may become a default."""
+    defaults, rows = may_be_default(found), []
+    for (family, heads, is_fp8), every in ratios(found).items():
+        known = [ratio for ratio in every if ratio is not None]
+        rows.append(
+            (
+                NAMES[family],
+                heads,
+                ("FP8" if is_fp8 else "bfloat16") if family.startswith("mla") else "",
+                f"{sum(ratio > 1 for ratio in known)} of {len(every)}" if known else "",
+                _span(known) if known else NOT_MEASURED,
+                "yes" if (family, heads) in defaults else "no",
+            )
+        )
+    header = ("", "heads", "cache", "ours faster", "over SGLang's fastest", "may be a default")
+    return markdown(header, rows)
+
+
+def line(found: Mapping[str, Any]) -> str:
+    """Return what README says of the card: right or not, how fast, and what was not measured."""
+    steps = records.last_steps(found)
+    grids = [step["said"] for name, step in steps.items() if name.startswith("grid ")]
+    right, wrong = (sum(one[key] for one in grids) for key in ("passed", "failed"))
+    cases = f"{right} of {right + wrong} cases right" if grids else f"cases **{NOT_MEASURED}**"
+    spans = [
+        f"{NAMES[family]}, {heads} heads{', FP8' * is_fp8}, {_span(known)}"
+        for (family, heads, is_fp8), every in ratios(found).items()
+        if heads in SHOWN_HEADS and (known := [ratio for ratio in every if ratio is not None])
+    ]
+    speed = "; ".join(spans) or f"**{NOT_MEASURED}**"
+    shown = [name for name, step in steps.items() if name.startswith("served ") and is_shown(step)]
+    served = ", ".join(name.removeprefix("served ") for name in shown) or f"**{NOT_MEASURED}**"
+    return (
+        f"Our kernels on {found['machine']['name']}: {cases}. Time of SGLang's fastest over ours, "
+        f"least to most over lengths and rows: {speed}. Servers that gave stock SGLang's greedy "
+        f"tokens: {served}.\n"
+    )
+
+
+def refuted_table(found: Mapping[str, Any]) -> str:
+    """Return what the model of the chip had said, beside what was measured."""
+    cards = json.loads((RESULTS / "kernels" / "yardstick.json").read_text())["cards"]
+    said = {(one["operation"], one["shape"]): one["ours_us"] for one in cards["h100"]["lines"]}
+    groups: dict[str, list[tuple[Sequence[float], float]]] = {}
+    for work, row in (pair for family in NAMES for pair in records.timed(found, family)):
+        for name, kept in ((OURS, ""), (LISTS_KEPT, ", lists kept")):
+            if name in row["times"] and (span := _modelled(work, kept, said)):
+                chunks = 2 if work.family == "mla_prefill" else 1
+                pair = span, chunks * records.microseconds(row, name)[0]
+                groups.setdefault(NAMES[work.family] + kept, []).append(pair)
+    cells = []
+    for group, pairs in groups.items():
+        faster, slower = (
+            sum(sign * us > sign * span[end] for span, us in pairs)
+            for sign, end in ((-1, 0), (1, 1))
+        )
+        measured = f"{len(pairs) - faster - slower} inside, {faster} faster, {slower} slower"
+        is_right = faster + slower == 0
+        cells.append((group, f"{len(pairs)} ranges of times", measured, _verdict(is_right)))
+    for name, (metric, least, most) in SAID_OF_COUNTERS.items():
+        if value := found["counters"].get("select_kernel", {}).get(metric):
+            percent = f"{least} to {most} %" if least < most else f"{least} %"
+            is_right = least <= float(value.split()[0]) <= most
+            cells.append((f"selection's {name}", percent, value, _verdict(is_right)))
+    return markdown(("of", "said", "measured", ""), cells)
+
+
+def _verdict(holds: bool) -> str:
+    return "holds" if holds else "**refuted**"
+
+
+def _modelled(
+    work: Workload, kept: str, said: Mapping[tuple[str, str], Sequence[float]]
+) -> Sequence[float] | None:
+    """Return the range of microseconds that was said of a workload; between lengths on a line."""
+    if work.family == "select_prefill" and work.rows == records.ROWS and work.heads == 32:
+        known = {
+            int(shape.split()[1].replace(",", "")): span
+            for (operation, shape), span in said.items()
+            if operation == "select"
+        }
+        prefix = work.context - work.rows
+        if prefix < min(known):
+            return None
+        ends = ([span[end] for span in known.values()] for end in (0, 1))
+        return [float(np.interp(prefix, list(known), end)) for end in ends]
+    if work.family == "mla_prefill" and 2 * work.rows == records.ROWS:
+        return said.get(("attention", f"{work.heads} heads{kept}"))
+    if work.family == "mla_decode" and work.context == records.CONTEXT:
+        kv = "fp8" if work.fp8 else "bfloat16"
+        return said.get((f"decode, {kv}", f"{work.heads} heads, {work.rows}"))
+    return None

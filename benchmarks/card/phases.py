@@ -1,0 +1,447 @@
+"""Run what only a card can show in the minutes that one is there.
+
+    python -m benchmarks.card.phases OUT [--phase served exact speed tools] [--seconds 560]
+
+A step is a process with a limit of its own, so a kernel that faults or hangs costs that step. The
+steps that time nothing run side by side; those that do have the card to themselves. OUT holds
+``report.json``, written after every step and every test, ``log.txt``, ``speed.json`` and
+``servers.txt``, the ends of the servers' logs. Called again with the same OUT it runs what has not
+passed; a step that lacks the card, or SGLang, is skipped and says so. The summary comes last, what
+failed in front, and fits 12,000 characters.
+
+==========  ========================================================================================
+served      SGLang's own kernels compiled, then servers whose greedy tokens are to be stock
+            SGLang's: eager, graphs, live, our kernels
+exact       our kernels on the conformance grid up to a million tokens, as they were carried; in
+            graphs; under memcheck; built and loaded by this nvcc; the backend in SGLang's
+            graphs
+speed       ours beside SGLang's, each checked on the timed inputs before it is timed
+tools       ncu's counters of four kernels; synccheck and racecheck
+==========  ========================================================================================
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, get_args
+
+from benchmarks.card.pack import KERNELS, ROOT
+from benchmarks.kernels.machine import Need, facts, lacking, packed_file, preflight
+from benchmarks.kernels.workloads import Family, Workload, workloads
+from sglang_indexcache.support.files import write_json
+from tests.kernels.grid.suite import GROUPS
+
+UNTIMED, TIMED = ("served", "exact"), ("speed", "tools")
+PHASES = UNTIMED + TIMED
+SUMMARY_CHARACTERS = 11_000
+LOG_CHARACTERS = 40_000
+"""The log keeps the last so many of each step."""
+SKIPPED, ENDED, NO_TOOL = 77, 124, 127
+"""Codes of steps that lack something, were ended at their limit, or lack their command."""
+PYTHON = sys.executable
+CUDA = Path("/usr/local/cuda")
+NCU = {
+    "select_kernel": "select_prefill-rows8192-context122880-heads32",
+    "mqa_logits": "select_prefill-rows8192-context122880-heads32",
+    "attend_kernel": "mla_prefill-rows4096-context122880-heads8",
+    "topk_kernel": "select_decode-rows8-context204800-heads32",
+}
+"""Kernels whose counters are read, and the workload in which each runs."""
+ENGINE_KERNELS = {
+    "activation": "activation.activation activation_module bf16",
+    "indexer's keys": "attention.dsa.indexer_k _jit_k_indexer_norm_rope_store_module bf16, 64",
+    "a gemm": "gemm.dsv3_fused_a_gemm dsv3_fused_a_gemm_module 512, 960, pdl",
+    "rope": "attention.rope _jit_fused_rope_module False, 64, bf16, bf16",
+    "rope, neox": "attention.rope _jit_fused_rope_module True, 64, bf16, bf16",
+    "store of keys": (
+        "kvcache.dsa_fused_store_index_cache _jit_dsa_fused_store_module bf16, torch.int64, 64"
+    ),
+    "store of latents": "kvcache.set_mla_kv_buffer set_mla_kv_buffer_module 528, 128, pdl",
+    "topk": "attention.dsv4.topk _jit_topk_v2_module",
+}
+"""Kernels that SGLang compiles to serve the small model: module, function and its arguments."""
+COUNTERS = (
+    "gpu__time_duration.sum",
+    "sm__throughput.avg.pct_of_peak_sustained_elapsed",
+    "smsp__issue_active.avg.pct_of_peak_sustained_active",
+    "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active",
+    "sm__inst_executed_pipe_alu.avg.pct_of_peak_sustained_active",
+    "sm__inst_executed_pipe_fma.avg.pct_of_peak_sustained_active",
+    "l1tex__data_pipe_lsu_wavefronts_mem_shared.avg.pct_of_peak_sustained_active",
+    "lts__t_sectors_op_read.sum",
+    "dram__bytes_read.sum",
+    "smsp__average_warps_issue_stalled_barrier_per_issue_active.ratio",
+    "smsp__average_warps_issue_stalled_gmma_per_issue_active.ratio",
+    "smsp__average_warps_issue_stalled_math_pipe_throttle_per_issue_active.ratio",
+    "smsp__average_warps_issue_stalled_long_scoreboard_per_issue_active.ratio",
+    "smsp__average_warps_issue_stalled_short_scoreboard_per_issue_active.ratio",
+)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One process.
+
+    Attributes:
+        name: unique; its first word says the kind.
+        seconds: after which it is ended.
+        command: with ``{json}`` for a file that it writes, whose content goes into the report, and
+            ``{out}`` for the folder of the report.
+        read: makes of its output what the report says of it; by default its last error, or line.
+        environment: on top of ours.
+        needs: what it is skipped without.
+    """
+
+    name: str
+    seconds: float
+    command: tuple[str, ...]
+    read: Callable[[str], Any] = field(default=lambda words: last(words))
+    environment: Mapping[str, str] = field(default_factory=dict)
+    needs: tuple[Need, ...] = ("card",)
+
+
+def last(words: str) -> list[str]:
+    """Return the last line that names an error, else the last."""
+    lines = [line[:400] for line in words.splitlines() if line.strip()]
+    return [line for line in lines if re.search(r"\w(Error|Exception)\b.*:", line)][-1:] or lines[
+        -1:
+    ]
+
+
+def cases(words: str) -> dict[str, Any]:
+    """Return how many cases of the grid passed, and what was wrong with the others."""
+    counts = re.findall(r"(\d+) passed, (\d+) failed", words)
+    passed, failed = (sum(int(pair[place]) for pair in counts) for place in (0, 1))
+    lines = words.splitlines()
+    wrong = [line.strip()[:300] for line in lines if line.startswith(("  ", "error:"))]
+    return {"passed": passed, "failed": failed, "wrong": wrong[:12]}
+
+
+def errors(words: str) -> dict[str, Any]:
+    """Return what compute-sanitizer said at its end, beside :func:`cases`."""
+    said = [line for line in words.splitlines() if line.startswith("=========")]
+    return {**cases(words), "said": said[:12] + said[-2:]}
+
+
+def outcomes(words: str) -> list[str]:
+    """Return pytest's count of outcomes, and what failed."""
+    lines = words.splitlines()
+    failed = [line[:400] for line in lines if re.match(r"(FAILED|ERROR|E  )", line)]
+    return (
+        failed[:8]
+        + [line for line in lines if re.search(r"\d+ (passed|failed|skipped)", line)][-1:]
+    )
+
+
+def timed(words: str) -> list[str]:
+    """Return the lines of workloads that were timed, or the end of what was said without any."""
+    lines = words.splitlines()
+    return [line for line in lines if re.match(r"(select|topk|mla)_?\w*-rows", line)] or lines[-12:]
+
+
+def counters(words: str) -> list[str]:
+    """Return ncu's lines of counters."""
+    return [" ".join(line.split()) for line in words.splitlines() if "__" in line][:40]
+
+
+def grid(group: str, sizes: str) -> tuple[str, ...]:
+    """Return the command that runs our kernels on a group of the grid."""
+    command = (PYTHON, "-m", "tests.kernels.grid", "--implementation", "cuda")
+    return (*command, "--group", group, "--sizes", sizes)
+
+
+def tests(*arguments: str) -> tuple[str, ...]:
+    """Return the command that runs GPU tests, with their evidence in the step's file."""
+    return (PYTHON, "-m", "tests.gpu", "--report", "{json}", "--basetemp", "{logs}", *arguments)
+
+
+def compiled() -> Iterator[tuple[str, list[str]]]:
+    """Yield each family and its smallest workloads of every head count.
+
+    What they run is compiled side by side here, and the phase "speed" finds it.
+    """
+    for family in get_args(Family):
+        works = [work for work in workloads() if work.family == family]
+        smallest: dict[tuple[int, bool], Workload] = {}
+        for work in sorted(works, key=lambda work: work.pairs):
+            smallest.setdefault((work.heads, work.fp8), work)
+        yield family, [str(work) for work in smallest.values()]
+
+
+def sanitized(tool: str, group: str) -> Step:
+    """Return the step that runs a group under compute-sanitizer, our kernels instrumented."""
+    run = ("compute-sanitizer", "--tool", tool, "--kernel-name", "kns=indexcache")
+    sizes = "wide" if tool == "memcheck" else "small"
+    return Step(f"{tool} {group}", 200, (*run, "--error-exitcode=9", *grid(group, sizes)), errors)
+
+
+def engine_kernel(name: str) -> Step:
+    """Return the step that compiles one of :data:`ENGINE_KERNELS`."""
+    module, function, *arguments = ENGINE_KERNELS[name].split(" ", 2)
+    code = "import torch\nfrom sglang.kernels.jit.utils import is_arch_support_pdl\n"
+    code += f"from sglang.kernels.ops.{module} import {function}\n"
+    code += f"bf16, pdl = torch.bfloat16, is_arch_support_pdl()\n{function}({''.join(arguments)})"
+    return Step(f"compile SGLang's {name}", 200, (PYTHON, "-c", code), needs=("card", "sglang"))
+
+
+def served(name: str, chosen: str) -> Step:
+    """Return the step of one test of servers."""
+    limit = ("--seconds", "250")
+    command = tests(*limit, "tests/gpu/test_served.py", "-k", chosen)
+    return Step(f"served {name}", 260, command, outcomes, needs=("card", "sglang"))
+
+
+def exact() -> list[Step]:
+    """Return the steps of the phase "exact"."""
+    # A folder of its own, or what was carried would be taken.
+    own = {"INDEXCACHE_KERNEL_CACHE": "/tmp/indexcache-own-nvcc"}
+    load = "from sglang_indexcache.kernels import build, cuda\n"
+    load += "for folder in build.FOLDERS: cuda.library(folder); print(build.build(folder).path)"
+    warm = (PYTHON, "-m", "benchmarks.kernels.speed", "--compile-only", "--out", "{json}")
+    replays = ("tests/gpu/test_kernels.py", "-k", "replays or windows or key_store")
+    collect = (PYTHON, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider")
+    start, capture = (
+        tests("--seconds", "140", f"tests/gpu/test_{name}.py") for name in ("start", "capture")
+    )
+    engine: tuple[Need, ...] = ("card", "sglang")
+    return [
+        Step("collect", 60, (*collect, "tests/gpu"), needs=()),
+        *(Step(f"grid {group}", 240, grid(group, "large"), cases) for group in GROUPS),
+        Step("load", 60, (PYTHON, "-c", load)),
+        Step("own nvcc, load", 200, (PYTHON, "-c", load), environment=own),
+        Step("graphs", 150, tests("--seconds", "140", *replays), outcomes),
+        Step("start", 150, start, outcomes, needs=engine),
+        Step("capture", 150, capture, outcomes, needs=engine),
+        *(
+            Step(f"compile {family}", 200, (*warm, *names), needs=engine)
+            for family, names in compiled()
+        ),
+        *(sanitized("memcheck", group) for group in GROUPS),
+    ]
+
+
+def tools() -> list[Step]:
+    """Return the steps of the phase "tools"."""
+    ncu = ("ncu", "--clock-control", "none", "--launch-count", "1")
+    speed = (PYTHON, "-m", "benchmarks.kernels.speed", "--compile-only", "--out", "{json}")
+    among = ("--among", "cuda", "deep_gemm + torch.topk")
+    counted = (*ncu, "--metrics", ",".join(COUNTERS))
+    return [
+        *(
+            Step(
+                f"ncu {name}", 90, (*counted, "-k", f"regex:{name}", *speed, work, *among), counters
+            )
+            for name, work in NCU.items()
+        ),
+        *(sanitized("synccheck", group) for group in GROUPS),
+        *(sanitized("racecheck", group) for group in ("topk", "sparse_mla")),
+    ]
+
+
+def stages(phase: str) -> list[list[Step]]:
+    """Return a phase's steps; those of a stage may run side by side, and wait for earlier ones."""
+    if phase == "exact":
+        return [exact()]
+    if phase == "speed":
+        command = (PYTHON, "-m", "benchmarks.kernels.speed", "--out", "{out}/speed.json")
+        # Again for what is left, should a kernel end the process.
+        return [[Step(f"speed {number}", 560, command, timed)] for number in (1, 2, 3)]
+    if phase == "tools":
+        return [[step] for step in tools()]
+    engine = find_spec("sglang")
+    site = str(Path(engine.origin).parents[1]) if engine and engine.origin else "."
+    code = "import compileall, sys; compileall.compile_dir(sys.argv[1], quiet=2, workers=0)"
+    compile_site = Step(
+        "compile the site", 120, (PYTHON, "-W", "ignore", "-c", code, site), needs=("sglang",)
+    )
+    return [
+        [compile_site],
+        [engine_kernel(name) for name in ENGINE_KERNELS],
+        [
+            served("eager", "eager_tokens"),
+            served("our kernels", "with_our_kernels"),
+            served("graphs", "tokens_in_graphs"),
+            served("live", "several_patterns"),
+        ],
+    ]
+
+
+def in_order(phases: Collection[str]) -> list[list[Step]]:
+    """Return the stages of phases: those of untimed ones together, those of the others after."""
+    untimed = [stages(phase) for phase in UNTIMED if phase in phases]
+    together = [
+        [step for each in level for step in each] for level in zip_longest(*untimed, fillvalue=[])
+    ]
+    return together + [stage for phase in TIMED if phase in phases for stage in stages(phase)]
+
+
+def is_shown(found: Mapping[str, Any]) -> bool:
+    """Return whether a step passed, and nothing in it was skipped."""
+    return bool(found["code"] == 0 and "skipped" not in json.dumps(found["said"]))
+
+
+class Report:
+    """Keep what came of each step in OUT, and write it after each."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path, self.log = folder / "report.json", folder / "log.txt"
+        machine = facts()
+        fresh = {"machine": machine, "preflight": preflight(machine), "steps": {}}
+        self.content: dict[str, Any] = (
+            json.loads(self.path.read_text()) if self.path.exists() else fresh
+        )
+        self.content["running"] = {}
+        self._lock = threading.Lock()
+
+    def has_passed(self, name: str) -> bool:
+        """Return whether a step need not run again."""
+        return name in self.content["steps"] and is_shown(self.content["steps"][name])
+
+    def add(self, name: str, found: dict[str, Any], words: str = "") -> None:
+        """Write what came of a step, and say it."""
+        with self._lock:
+            self.content["steps"][name] = found
+            self.content["running"].pop(name, None)
+            write_json(self.path, self.content)
+            with self.log.open("a") as log:
+                log.write(f"\n=== {name}: {found['code']}\n{words[-LOG_CHARACTERS:]}\n")
+        if found["code"] != SKIPPED:
+            print(f"{name}: {found['code']} after {found['seconds']} s", flush=True)
+
+    def note(self, name: str, file: Path) -> None:
+        """Keep what a step that still runs has found so far: the call may be cut off."""
+        with self._lock:
+            found = json.loads(file.read_text()) if file.exists() else None
+            if self.content["running"].get(name) != found:
+                self.content["running"][name] = found
+                write_json(self.path, self.content)
+
+    def keep_logs(self, name: str, folder: Path) -> None:
+        """Append the ends of the servers' logs below a folder to ``servers.txt``."""
+        for log in sorted(folder.rglob("*.log")):
+            words = log.read_text(errors="replace")[-LOG_CHARACTERS:]
+            with self._lock, self.path.with_name("servers.txt").open("a") as kept:
+                kept.write(f"\n=== {name}: {log.relative_to(folder)}\n{words}\n")
+
+    def summary(self) -> str:
+        """Return the report for a person: what failed, what was found, what was not run and why."""
+        machine, steps = self.content["machine"], self.content["steps"]
+        said = [", ".join(f"{key} {machine[key]}" for key in ("name", "torch", "commit"))]
+        said.append(self.content["preflight"])
+        ran = {name: one for name, one in steps.items() if one["code"] != SKIPPED}
+        ordered = sorted(ran.items(), key=lambda one: one[1]["code"] == 0)
+        said += [_line(name, one) for name, one in ordered]
+        skipped = {name: one["said"] for name, one in steps.items() if name not in ran}
+        for why in dict.fromkeys(skipped.values()):
+            names = [name for name, other in skipped.items() if other == why]
+            said.append(f"skipped, {why}: {len(names)} steps ({', '.join(names)[:500]})")
+        return "\n".join(said)[:SUMMARY_CHARACTERS]
+
+
+def _line(name: str, found: Mapping[str, Any]) -> str:
+    words = json.dumps(found["said"])[: 6000 if name.startswith("speed") else 400]
+    return f"{'ok ' if found['code'] == 0 else 'BAD'} {found['seconds']:>5} s {name}: {words}"
+
+
+def run(step: Step, report: Report, scratch: Path, ends: float) -> None:
+    """Run one step to its end or its limit, its whole process group; what it wrote is reported."""
+    left = min(step.seconds, ends - time.monotonic())
+    if left < 5 or report.has_passed(step.name):
+        return
+    if why := lacking(*step.needs):
+        report.add(step.name, {"code": SKIPPED, "seconds": 0, "said": why})
+        return
+    logs = scratch / re.sub(r"\W+", "-", step.name)
+    file = logs.with_suffix(".json")
+    places = {"{json}": str(file), "{logs}": str(logs), "{out}": str(report.path.parent.resolve())}
+    command = list(step.command)
+    for word, place in places.items():
+        command = [part.replace(word, place) for part in command]
+    if shutil.which(command[0]) is None:
+        found = {"code": NO_TOOL, "seconds": 0, "said": f"no {command[0]} here"}
+        report.add(step.name, found)
+        return
+    began = time.monotonic()
+    with tempfile.TemporaryFile("w+", errors="replace") as words:
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            stdout=words,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**os.environ, "PYTHONUNBUFFERED": "1", **step.environment},
+        )
+        code = None
+        while code is None:
+            try:
+                code = process.wait(min(5, max(began + left - time.monotonic(), 0)))
+            except subprocess.TimeoutExpired:
+                report.note(step.name, file)
+                if time.monotonic() - began >= left:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+                    code = ENDED
+        words.seek(0)
+        output = words.read()
+    found = {"code": code, "seconds": round(time.monotonic() - began, 1), "said": step.read(output)}
+    if file.exists():
+        found["evidence"] = json.loads(file.read_text())
+    report.keep_logs(step.name, logs)
+    report.add(step.name, found, output)
+
+
+def prepare() -> None:
+    """Put CUDA's tools on the path, and the kernels that were carried where they are looked for.
+
+    Every process looks for packages where this one does, whatever folder it runs in.
+    """
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    if CUDA.exists():
+        os.environ.setdefault("CUDA_HOME", str(CUDA))
+        os.environ["PATH"] += f":{CUDA / 'bin'}"
+    carried = packed_file(KERNELS)
+    folder = Path(os.environ.setdefault("INDEXCACHE_KERNEL_CACHE", "/tmp/indexcache-kernels"))
+    if carried is not None and not folder.exists():
+        with tarfile.open(carried) as archive:
+            archive.extractall(folder, filter="data")
+
+
+def main() -> int:
+    """Run the phases; return 1 if a step failed; one that lacks something did not."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--phase", nargs="+", choices=PHASES, default=PHASES)
+    parser.add_argument("--seconds", type=float, default=560.0, help="for all of them")
+    parser.add_argument("--only", default="", help="steps whose name holds this")
+    parser.add_argument("--workers", type=int, default=10, help="steps side by side")
+    options = parser.parse_args()
+    ends = time.monotonic() + options.seconds
+    prepare()
+    report = Report(options.out)
+    with tempfile.TemporaryDirectory() as scratch:
+        for stage in in_order(options.phase):
+            todo = [step for step in stage if options.only in step.name]
+            with ThreadPoolExecutor(options.workers) as pool:
+                list(pool.map(lambda step: run(step, report, Path(scratch), ends), todo))
+    print(report.summary())
+    return int(any(one["code"] not in (0, SKIPPED) for one in report.content["steps"].values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,324 @@
+"""Make the committed record of what a card showed, and the tables of its page.
+
+    python -m benchmarks.card.record FOLDER [FOLDER ...] [--publish]
+
+Each FOLDER is what one call of :mod:`benchmarks.card.phases` left: ``report.json``, and
+``speed.json`` if something was timed. They are added to the committed record; what was run again
+counts by its last run. With ``--publish`` the record is written there and the pages are filled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import engine_kernels
+from benchmarks.card.phases import SKIPPED
+from benchmarks.kernels.speed import LISTS_KEPT
+from benchmarks.kernels.workloads import Workload, workloads
+from benchmarks.records import RESULTS, markdown, read_arguments
+from sglang_indexcache.lab.bench.tables import NOT_MEASURED
+from sglang_indexcache.support.files import write_json
+
+OURS = "cuda"
+RECORD = "kernels/h100.json"
+LATE_FACTOR, LATE = 1.2, "\\*"
+LAYERS, FULL_LAYERS, ROWS, CONTEXT = 78, 20, 8192, 122_880
+"""The composed sum is of GLM-5, which keeps a quarter of its indexers."""
+NOT_OF_THE_MACHINE = ("date", "commit", "version")
+WORKLOADS = {str(work): work for work in workloads()}
+COUNTER_NAMES = {
+    "gpu__time_duration.sum": "time",
+    "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active": "tensor cores, %",
+    "smsp__issue_active.avg.pct_of_peak_sustained_active": "issue slots, %",
+    "sm__inst_executed_pipe_alu.avg.pct_of_peak_sustained_active": "ALU, %",
+    "l1tex__data_pipe_lsu_wavefronts_mem_shared.avg.pct_of_peak_sustained_active": "shared, %",
+    "dram__bytes_read.sum": "read from DRAM",
+}
+"""Counters that the page shows, and what it calls them."""
+COUNTED = {
+    "select_kernel": "ours: logits and selection, 32 heads",
+    "mqa_logits": "DeepGEMM: logits alone, 32 heads",
+    "attend_kernel": "ours: attention, 8 heads",
+    "topk_kernel": "ours: top-k of a decode step of 8 requests",
+}
+
+
+def record(
+    folders: Sequence[Path], busy: Collection[int] = (), before: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return what the calls of one kind of machine found.
+
+    Args:
+        folders: what each call left.
+        busy: numbers of folders in whose calls the host compiled while calls were timed.
+        before: the record to which they are added.
+
+    Raises:
+        ValueError: the calls ran on machines that differ in card or software.
+    """
+    empty: dict[str, Any] = {"machine": {}, "runs": [], "speed": [], "counters": {}}
+    found: dict[str, Any] = json.loads(json.dumps(before or empty))
+    for place, folder in enumerate(folders):
+        report = json.loads((folder / "report.json").read_text())
+        number, machine = len(found["runs"]), report["machine"]
+        found["machine"] = _same_machine(found["machine"], machine)
+        steps = {
+            name: {key: step[key] for key in ("code", "seconds", "said")}
+            for name, step in report["steps"].items()
+            if not name.startswith("speed") and step["code"] != SKIPPED
+        }
+        run = {"date": machine["date"], "commit": machine["commit"], "steps": steps}
+        found["runs"].append(run)
+        for name, step in steps.items():
+            if name.startswith("ncu ") and step["code"] == 0:
+                counted = dict(counter(line) for line in step["said"])
+                found["counters"][name.removeprefix("ncu ")] = counted
+        times = folder / "speed.json"
+        for name, one in (json.loads(times.read_text()) if times.exists() else {}).items():
+            marks = {"workload": name, "run": number, "host_busy": place in busy}
+            found["speed"].append({**marks, **_rounded(one)})
+    return found
+
+
+def _same_machine(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the facts of both; what only one of them had, as a package, is no difference.
+
+    Raises:
+        ValueError: they differ.
+    """
+    new = {key: value for key, value in other.items() if key not in NOT_OF_THE_MACHINE}
+    differ = [key for key in new if None not in (one.get(key), new[key]) and one[key] != new[key]]
+    if differ:
+        raise ValueError(
+            f"the calls ran on machines that differ in {', '.join(differ)}: make a record of each "
+            "kind (--fresh --output FILE)"
+        )
+    return {**new, **{key: value for key, value in one.items() if value is not None}}
+
+
+def last_steps(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return every step with what its last run came to."""
+    return {name: step for run in found["runs"] for name, step in run["steps"].items()}
+
+
+def counter(line: str) -> tuple[str, str]:
+    """Split ncu's line of a metric into its name and its value with the unit."""
+    name, *unit, value = line.split()
+    return name, " ".join([value, *unit])
+
+
+def _rounded(found: Mapping[str, Any]) -> dict[str, Any]:
+    times = {
+        name: {key: round(value, 2 if key.endswith("us") else 4) for key, value in one.items()}
+        for name, one in found["times"].items()
+    }
+    rest = {key: found.get(key, []) for key in ("missing", "wrong", "clocks")}
+    return {"times": times, **rest}
+
+
+def exact_table(found: Mapping[str, Any]) -> str:
+    """Return what each check that times nothing came to, in its last run."""
+    rows = []
+    for name, step in last_steps(found).items():
+        if name.startswith(("compile", "collect", "ncu")):
+            continue
+        outcome = "passed" if step["code"] == 0 else f"not passed ({step['code']})"
+        rows.append((name, outcome, _said(step["said"]), f"{step['seconds']:.0f}"))
+    return markdown(("step", "outcome", "what it says", "seconds"), rows)
+
+
+def _said(words: Any) -> str:
+    if isinstance(words, Mapping):
+        errors = [line for line in words.get("said", ()) if "ERROR SUMMARY" in line]
+        cases = f"{words['passed']} cases right, {words['failed']} wrong"
+        return "; ".join([cases, *(line.strip("= ").lower() for line in errors[-1:])])
+    last = str(words[-1]) if words else "nothing: it was ended at its limit"
+    return last.strip("= ").partition("/")[0] if last.startswith("/") else last.strip("= ")[:90]
+
+
+def timed(found: Mapping[str, Any], family: str) -> Iterator[tuple[Workload, Mapping[str, Any]]]:
+    """Yield the workloads of a family, and what was timed of each in its last run with a rival."""
+    last: dict[str, Mapping[str, Any]] = {}
+    for row in found["speed"]:
+        work = WORKLOADS[row["workload"]]
+        default = engine_kernels.engine_default(work)
+        if default in row["times"] or row["workload"] not in last:
+            last[row["workload"]] = row
+    for name, row in last.items():
+        if WORKLOADS[name].family == family:
+            yield WORKLOADS[name], row
+
+
+def microseconds(row: Mapping[str, Any], name: str) -> tuple[float, str]:
+    """Return the time of a call, and the mark behind it.
+
+    It is the median. Where the host compiled meanwhile it is the least if the median is far above
+    that: the host then launched too late, and the card waited.
+    """
+    median, least = (row["times"][name][key] for key in ("median_us", "min_us"))
+    is_late = row["host_busy"] and median > LATE_FACTOR * least
+    return (least, LATE) if is_late else (median, "")
+
+
+def _cell(row: Mapping[str, Any], name: str | None) -> str:
+    if name not in row["times"]:
+        return NOT_MEASURED
+    time, mark = microseconds(row, str(name))
+    return f"{time:,.0f}{mark}"
+
+
+def _ratio(row: Mapping[str, Any], rival: str | None, ours: str = OURS) -> str:
+    if rival not in row["times"] or ours not in row["times"]:
+        return ""
+    return f"{microseconds(row, str(rival))[0] / microseconds(row, ours)[0]:.2f}x"
+
+
+def fastest(row: Mapping[str, Any], work: Workload) -> str | None:
+    """Return the fastest that SGLang can run of what was timed."""
+    there = [name for name in engine_kernels.engine_anchors(work) if name in row["times"]]
+    return min(there, key=lambda name: microseconds(row, name)[0], default=None)
+
+
+def composed(found: Mapping[str, Any]) -> str:
+    """Return what the rows add up to: indexers and attention of GLM-5's chunk at tp 8 and 1/4."""
+    select = _times_of(found, Workload("select_prefill", ROWS, CONTEXT, 32))
+    attend = _times_of(found, Workload("mla_prefill", ROWS // 2, CONTEXT, 8))
+    default = engine_kernels.engine_default(Workload("select_prefill", ROWS, CONTEXT, 32))
+    if not ({default, OURS} <= {*select} and {"flash_mla", OURS, LISTS_KEPT} <= {*attend}):
+        return f"{NOT_MEASURED}\n"
+    shared = LAYERS - FULL_LAYERS
+    theirs = FULL_LAYERS * select[default] + LAYERS * 2 * attend["flash_mla"]
+    ours = FULL_LAYERS * (select[OURS] + 2 * attend[OURS]) + shared * 2 * attend[LISTS_KEPT]
+    return (
+        f"**Composed** from the rows, for GLM-5 at tp 8 (8 heads a rank, {LAYERS} layers) with "
+        f"{FULL_LAYERS} indexers left: indexers and attention of a chunk of {ROWS:,} rows behind "
+        f"{CONTEXT // 1024}K tokens take {theirs / 1000:.0f} ms by SGLang's default kernels and "
+        f"{ours / 1000:.0f} ms by ours, {theirs / ours:.2f}x. No model was timed as a whole.\n"
+    )
+
+
+def _times_of(found: Mapping[str, Any], wanted: Workload) -> dict[str, float]:
+    row = dict(timed(found, wanted.family)).get(wanted, {"times": {}})
+    return {name: microseconds(row, name)[0] for name in row["times"]}
+
+
+def select_table(found: Mapping[str, Any]) -> str:
+    """Return logits and selection, ours beside SGLang's default and the fastest it can run."""
+    rows = []
+    for family in ("select_prefill", "select_decode"):
+        for work, row in sorted(timed(found, family), key=lambda one: _shape(one[0])):
+            default, best = engine_kernels.engine_default(work), fastest(row, work)
+            rows.append(
+                (
+                    "prefill" if work.is_prefill else "decode",
+                    work.heads,
+                    f"{work.rows:,}",
+                    f"{work.context // 1024}K",
+                    _cell(row, default),
+                    _cell(row, best),
+                    _cell(row, OURS),
+                    _ratio(row, default),
+                    _ratio(row, best),
+                )
+            )
+    header = ("", "heads", "rows", "tokens", "SGLang's default", "its fastest", "ours")
+    return markdown((*header, "over the default", "over the fastest"), rows)
+
+
+def attention_table(found: Mapping[str, Any]) -> str:
+    """Return sparse MLA, ours beside SGLang's default and what else was timed."""
+    rows = []
+    for family in ("mla_prefill", "mla_decode"):
+        for work, row in sorted(timed(found, family), key=lambda one: _shape(one[0])):
+            default = engine_kernels.engine_default(work)
+            if default not in row["times"]:
+                continue  # FlashAttention 3 did not travel: nothing to hold ours beside
+            rows.append(
+                (
+                    "prefill" if work.is_prefill else "decode",
+                    "FP8" if work.fp8 else "bfloat16",
+                    work.heads,
+                    f"{work.rows:,}",
+                    _cell(row, default),
+                    _cell(row, OURS),
+                    _ratio(row, default),
+                    _ratio(row, default, LISTS_KEPT),
+                )
+            )
+    header = ("", "cache", "heads", "rows", "FlashMLA", "ours", "faster")
+    return markdown((*header, "lists kept"), rows)
+
+
+def others_table(found: Mapping[str, Any]) -> str:
+    """Return prefill attention beside what SGLang offers besides its default, and the top-k."""
+    rows = []
+    for row in found["speed"]:
+        work = WORKLOADS[row["workload"]]
+        rivals = [name for name in row["times"] if not name.startswith(OURS)]
+        if work.family not in ("mla_prefill", "topk") or rivals in ([], ["flash_mla"]):
+            continue
+        best = fastest(row, work)
+        rows.append(
+            (
+                work.family.replace("_", " "),
+                work.heads or "",
+                f"{work.rows:,}",
+                f"{best}: {_cell(row, best)}",
+                _cell(row, OURS),
+                _ratio(row, best),
+            )
+        )
+    return markdown(
+        ("", "heads", "rows", "fastest of SGLang's", "ours", "faster"), sorted(rows, key=str)
+    )
+
+
+def counters_table(found: Mapping[str, Any]) -> str:
+    """Return ncu's counters of four kernels."""
+    rows = [
+        (name, *(found["counters"][kernel].get(metric, "") for metric in COUNTER_NAMES))
+        for kernel, name in COUNTED.items()
+        if kernel in found["counters"]
+    ]
+    return markdown(("kernel", *COUNTER_NAMES.values()), rows)
+
+
+def _shape(work: Workload) -> tuple[bool, int, int, int]:
+    return work.fp8, work.heads, work.rows, work.context
+
+
+def main() -> None:
+    """Write the record; when it is published fill the pages, too."""
+    from benchmarks import readme  # it fills pages from this module
+
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER")
+    parser.add_argument(
+        "--busy",
+        nargs="+",
+        type=int,
+        default=(),
+        help="folders (0, 1, ...) while it compiled",
+    )
+    parser.add_argument("--fresh", action="store_true", help="add to nothing")
+    options = read_arguments(parser, RECORD)
+    committed = RESULTS / RECORD
+    before = None if options.fresh or not committed.exists() else json.loads(committed.read_text())
+    try:
+        made = record(options.folders, options.busy, before)
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from None
+    made["command"] = "python -m benchmarks.card.phases OUT; python -m benchmarks.card.record OUT"
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    write_json(options.output, made)
+    print(f"wrote {options.output}")
+    if options.publish:
+        readme.write()
+
+
+if __name__ == "__main__":
+    main()

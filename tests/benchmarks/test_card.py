@@ -1,0 +1,294 @@
+"""Without a card: the phases' steps, and the way from a report to the page's tables."""
+
+from __future__ import annotations
+
+import ast
+import json
+import shutil
+import sys
+import tarfile
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import readme
+from benchmarks.card import claims, pack, phases, record
+from benchmarks.engine_kernels import engine_anchors, engine_default
+from benchmarks.kernels.speed import OPS
+from benchmarks.kernels.workloads import Workload, workloads
+from benchmarks.records import RESULTS
+from sglang_indexcache.kernels import build
+
+COMMITTED = json.loads((RESULTS / "kernels" / "h100.json").read_text())
+
+
+def step(name: str, code: str, seconds: float = 30) -> phases.Step:
+    command = (sys.executable, "-c", code, "{json}", "{logs}")
+    return phases.Step(name, seconds, command, needs=())
+
+
+def run(report: phases.Report, folder: Path, *steps: phases.Step) -> dict[str, Any]:
+    for one in steps:
+        phases.run(one, report, folder, time.monotonic() + 60)
+    content: dict[str, Any] = json.loads(report.path.read_text())
+    return dict(content["steps"])
+
+
+def test_every_way_in_which_a_step_ends_is_reported(tmp_path: Path) -> None:
+    writes = "import sys; open(sys.argv[1], 'w').write('[1]'); print('last')"
+    found = run(
+        phases.Report(tmp_path / "out"),
+        tmp_path,
+        step("writes", writes),
+        step("fails", "print('why'); raise SystemExit(3)"),
+        step("hangs", "import time; time.sleep(60)", seconds=5),
+        phases.Step("lacks its tool", 5, ("no-such-tool",), needs=()),
+        phases.Step("lacks the card", 5, ("no-such-tool",)),
+    )
+    assert {name: one["code"] for name, one in found.items()} == {
+        "writes": 0,
+        "fails": 3,
+        "hangs": phases.ENDED,
+        "lacks its tool": phases.NO_TOOL,
+        "lacks the card": phases.SKIPPED,
+    }
+    assert "needs an NVIDIA GPU" in found["lacks the card"]["said"]
+    assert found["writes"]["evidence"] == [1]
+    assert found["writes"]["said"] == ["last"]
+    assert "why" in (tmp_path / "out" / "log.txt").read_text()
+
+
+def test_what_a_step_that_hangs_had_found_and_its_servers_logs_come_back(tmp_path: Path) -> None:
+    code = (
+        "import os, sys, time; os.mkdir(sys.argv[2]); open(sys.argv[1], 'w').write('[1]');"
+        "open(sys.argv[2] + '/static.log', 'w').write('why it hangs'); time.sleep(60)"
+    )
+    report = phases.Report(tmp_path / "out")
+    noted: list[Any] = []
+    report.note = lambda name, file: noted.append(json.loads(file.read_text()))  # type: ignore[method-assign]
+    found = run(report, tmp_path, step("hangs", code, seconds=6))
+    assert found["hangs"]["evidence"] == [1]
+    assert noted[0] == [1], "it is in the report before the step ends"
+    assert "why it hangs" in (tmp_path / "out" / "servers.txt").read_text()
+
+
+def test_the_summary_fits_and_begins_with_what_failed(tmp_path: Path) -> None:
+    report = phases.Report(tmp_path)
+    for number, code in enumerate((0, phases.SKIPPED, 1)):
+        report.add(str(number), {"code": code, "seconds": 1.0, "said": "x" * 9000})
+    summary = report.summary()
+    assert [line[:3] for line in summary.splitlines()[2:]] == ["BAD", "ok ", "ski"]
+    for number in range(99):
+        report.add(f"more {number}", {"code": 1, "seconds": 1.0, "said": "x" * 9000})
+    assert len(report.summary()) < 12_000
+
+
+def test_a_second_call_runs_what_has_not_passed(tmp_path: Path) -> None:
+    counts = "import pathlib; p = pathlib.Path('{}'); p.open('a').write('x')"
+    good, bad = tmp_path / "good", tmp_path / "bad"
+    steps = (
+        step("good", counts.format(good)),
+        step("bad", counts.format(bad) + "; raise SystemExit(1)"),
+    )
+    for _ in range(2):
+        report = phases.Report(tmp_path / "out")
+        run(report, tmp_path, *steps)
+    assert (good.read_text(), bad.read_text()) == ("x", "xx")
+
+
+def test_the_grid_s_words_are_counted() -> None:
+    words = "  ties: rows differ\ncuda, topk: 3 passed, 1 failed\ncuda, mla: 2 passed, 0 failed\n"
+    assert phases.cases(words) == {"passed": 5, "failed": 1, "wrong": ["ties: rows differ"]}
+    assert phases.cases("error: nothing was checked")["wrong"] == ["error: nothing was checked"]
+
+
+def test_what_a_step_says_is_its_last_error_or_line() -> None:
+    assert phases.last("loading\nRuntimeError: no nvcc\nstderr:\n") == ["RuntimeError: no nvcc"]
+    assert phases.last("one\ntwo\n\n") == ["two"]
+
+
+def test_every_phase_has_steps_of_its_own_and_all_families_are_compiled() -> None:
+    stages = phases.in_order(phases.PHASES)
+    names = [one.name for stage in stages for one in stage]
+    assert len(set(names)) == len(names)
+    place = {one.name: number for number, stage in enumerate(stages) for one in stage}
+    assert place["compile the site"] < place["compile SGLang's rope"] < place["served eager"]
+    assert {family for family, _ in phases.compiled()} == set(OPS)
+
+
+def test_sglang_still_compiles_what_is_compiled_ahead() -> None:
+    """Read in its source: importing it wants a card."""
+    engine = find_spec("sglang")
+    if engine is None or engine.origin is None:
+        pytest.skip("needs SGLang")
+    for line in phases.ENGINE_KERNELS.values():
+        module, function, *arguments = line.split(" ", 2)
+        path = Path(engine.origin).parent.joinpath("kernels", "ops", *module.split("."))
+        tree = ast.parse(path.with_suffix(".py").read_text())
+        (made,) = (
+            one
+            for one in ast.walk(tree)
+            if isinstance(one, ast.FunctionDef) and one.name == function
+        )
+        given = len(arguments[0].split(", ")) if arguments else 0
+        assert len(made.args.args) == given, line
+
+
+def test_kernels_of_other_sources_do_not_travel(tmp_path: Path) -> None:
+    """There they would be built again, by an nvcc that makes wrong code."""
+    pytest.importorskip("tvm_ffi")
+    built = tmp_path / "kernels.tar.gz"
+    with pytest.raises(SystemExit, match=r"is missing: run \.ci/archive"):
+        pack.check_kernels(built)
+    for stems in ([build.stem_of(folder) for folder in build.FOLDERS], ["topk-0-cuda"]):
+        with tarfile.open(built, "w:gz") as packed:
+            for stem in stems:
+                packed.addfile(tarfile.TarInfo(f"{stem}13.1.80/build.log"))
+        if len(stems) > 1:
+            pack.check_kernels(built)
+    with pytest.raises(SystemExit, match="other sources"):
+        pack.check_kernels(built)
+
+
+def test_the_kit_holds_what_its_phases_run_and_neither_records_nor_the_model() -> None:
+    files = pack.tree(pack.is_of_the_kit)
+    for wanted in ("benchmarks/card/phases.py", "tests/gpu/conftest.py", "csrc/topk/topk.cu"):
+        assert wanted in files
+    assert not [path for path in files if path.endswith((".safetensors", ".png"))]
+    assert sum(map(len, files.values())) < pack.KIT_BYTES // 2
+
+
+# -- from a report to claims ---------------------------------------------------------------------
+
+STEPS: dict[str, tuple[int, Any]] = {
+    "grid topk": (0, {"passed": 3, "failed": 0}),
+    "served eager": (0, ["1 passed, 4 deselected in 9.00s"]),
+    "served live": (0, ["2 skipped in 9.00s"]),
+    "start": (phases.SKIPPED, "needs SGLang"),
+    "ncu select_kernel": (0, ["gpu__time_duration.sum ms 8.5"]),
+    "ncu topk_kernel": (1, ["==ERROR== no permission"]),
+}
+DECODE = Workload("mla_decode", 1, 122_880, 8, fp8=True)
+
+
+def took(median: float, least: float | None = None) -> dict[str, float]:
+    return {"median_us": median, "min_us": least or median, "max_us": 40.0, "repetitions": 20}
+
+
+def report(
+    folder: Path, timed: dict[Workload, dict[str, dict[str, float]]] | None = None, **machine: Any
+) -> Path:
+    """Write a folder as a call of the phases leaves it."""
+    made = phases.Report(folder)
+    facts = {"date": "2026-01-01", "commit": "1234567"}
+    made.content["machine"] = COMMITTED["machine"] | facts | machine
+    for name, (code, said) in STEPS.items():
+        made.add(name, {"code": code, "seconds": 2.0, "said": said})
+    timed = timed or {DECODE: {"flash_mla": took(30.0, 10.0), "cuda": took(10.0, 9.0)}}
+    rest: dict[str, Any] = {"missing": {}, "wrong": [], "clocks": []}
+    speed = {str(work): {"times": times, **rest} for work, times in timed.items()}
+    (folder / "speed.json").write_text(json.dumps(speed))
+    return folder
+
+
+def everywhere(ours: float) -> dict[Workload, dict[str, dict[str, float]]]:
+    """Make times of SGLang's default, its fastest and ours, for every workload."""
+    return {
+        work: {engine_default(work): took(30.0), name: took(20.0), "cuda": took(ours)}
+        for work in workloads()
+        for name in list(engine_anchors(work))[-1:]
+    }
+
+
+def test_a_report_goes_all_the_way_to_the_tables(tmp_path: Path) -> None:
+    quiet = record.record([report(tmp_path / "a")])
+    assert quiet["runs"][0]["commit"] == "1234567"
+    assert quiet["counters"] == {"select_kernel": {"gpu__time_duration.sum": "8.5 ms"}}
+    assert "| decode | FP8 | 8 | 1 | 30 | 10 | 3.00x |" in record.attention_table(quiet)
+    assert "3 cases right, 0 wrong" in record.exact_table(quiet)
+    assert "start" not in record.exact_table(quiet), "what was skipped was not found out"
+    assert "8.5 ms" in record.counters_table(quiet)
+    assert record.composed(quiet) == "not measured\n"
+
+
+def test_a_made_up_report_goes_to_the_pages_and_out_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = tmp_path / "results"
+    shutil.copytree(RESULTS / "kernels", results / "kernels")
+    shutil.copy(RESULTS / "expect.json", results)
+    written = results / record.RECORD
+    shown = [page for page in readme.PAGES if "generated:card-" in (readme.ROOT / page).read_text()]
+    before = {page: (readme.ROOT / page).read_text() for page in shown}
+    assert Path("README.md") in shown
+    folder = report(tmp_path / "out", everywhere(10.0))
+    line = ["record", str(folder), "--fresh", "--output", str(written)]
+    monkeypatch.setattr(sys, "argv", line)
+    record.main()
+    found = {page: readme.fill(text, results) for page, text in before.items()}
+    assert "3 of 3 cases right" in found[Path("README.md")]
+    assert "attention in decode, 8 heads, FP8, 2.00x" in found[Path("README.md")]
+    assert "greedy tokens: eager.<!--" in found[Path("README.md")], "skipped is not shown"
+    kernels = found[Path("benchmarks/results/kernels/README.md")]
+    assert "| attention in decode | 8 | bfloat16 | 8 of 8 | 2.00x | yes |" in kernels
+    assert "| attention in prefill | 5 ranges of times | 0 inside, 5 faster, 0 slower |" in kernels
+    written.unlink()
+    gone = {page: readme.fill(text, results) for page, text in found.items()}
+    assert "| NVIDIA GPUs | <!-- generated:card-line -->not measured<!--" in gone[Path("README.md")]
+    shutil.copy(RESULTS / record.RECORD, written)
+    assert {page: readme.fill(text, results) for page, text in gone.items()} == before
+
+
+def test_a_report_is_added_to_the_record_and_its_last_runs_count(tmp_path: Path) -> None:
+    kit_alone = {"sglang": None, "deep_gemm": None, "version": "another"}
+    both = record.record([report(tmp_path / "a", **kit_alone)], before=COMMITTED)
+    assert both["machine"]["sglang"] == COMMITTED["machine"]["sglang"]
+    assert len(both["runs"]) == len(COMMITTED["runs"]) + 1
+    assert both["speed"][-1]["run"] == len(COMMITTED["runs"])
+    assert "| served eager | passed |" in record.exact_table(both)
+    assert record.exact_table(both).count("served eager") == 1
+
+
+def test_launches_that_came_too_late_are_marked_and_only_where_the_host_was_busy(
+    tmp_path: Path,
+) -> None:
+    busy = record.record([report(tmp_path / "a")], busy=[0])
+    assert "| decode | FP8 | 8 | 1 | 10\\* | 10 | 1.00x |" in record.attention_table(busy)
+
+
+def test_calls_on_different_machines_make_no_record(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="machines that differ in torch"):
+        record.record([report(tmp_path / "a", torch="2.12")], before=COMMITTED)
+
+
+def test_a_default_needs_every_shape_against_all_that_sglang_can_run(tmp_path: Path) -> None:
+    def found(name: str, timed: dict[Workload, dict[str, dict[str, float]]]) -> Any:
+        return claims.may_be_default(record.record([report(tmp_path / name, timed)]))
+
+    won = found("all", everywhere(10.0))
+    assert {("select_prefill", 32), ("mla_decode", 8), ("mla_decode", 16)} <= won
+    slow, decode = everywhere(10.0), Workload("mla_decode", 8, 122_880, 8)
+    slow[Workload("select_prefill", 256, 204_800, 32)]["cuda"] = took(21.0)
+    assert won - found("slower than the fastest once", slow) == {("select_prefill", 32)}
+    lacking = everywhere(10.0)
+    del lacking[Workload("mla_decode", 16, 122_880, 8)]
+    assert won - found("not timed once", lacking) == {("mla_decode", 8)}
+    lacking = everywhere(10.0)
+    del lacking[decode]["fa3"]
+    assert won - found("the default did not run", lacking) == {("mla_decode", 8)}
+
+
+def test_the_committed_record_has_every_workload_and_none_was_wrong() -> None:
+    timed = {row["workload"] for row in COMMITTED["speed"]}
+    assert timed == {str(work) for work in workloads()}
+    assert not [row["workload"] for row in COMMITTED["speed"] if row["wrong"]]
+    grids = [
+        found["said"]
+        for name, found in COMMITTED["runs"][0]["steps"].items()
+        if name.startswith("grid")
+    ]
+    assert sum(said["passed"] for said in grids) == 102
+    assert sum(said["failed"] for said in grids) == 0
