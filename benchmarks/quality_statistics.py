@@ -14,6 +14,8 @@ contexts, one cell, unequal clusters, fine scores that collapse. The first two b
 version of the bounds (an audit found them); the others were invented before any result was seen,
 six in a first round and six in a second.
 
+What stands in front of the bounds and beside them is in `benchmarks/quality_gates.py`.
+
 Many evaluations are drawn and judged at once, with the very bounds that judge one
 (`evaluate.verdict.bounds`). Both verdicts that say "less than the margin" count as such, whether
 or not a smaller loss was shown beside.
@@ -38,8 +40,8 @@ import numpy.typing as npt
 from scipy.stats import binom
 
 from benchmarks.records import read_arguments
-from sglang_indexcache.evaluate.tasks.context import QUESTIONS
-from sglang_indexcache.evaluate.verdict import SAME, bounds, repeats_itself, sees
+from sglang_indexcache.lab.evaluate.tasks.context import QUESTIONS
+from sglang_indexcache.lab.evaluate.verdict import SAME, bounds, repeats_itself, sees
 from sglang_indexcache.stats.bounds import Estimate
 from sglang_indexcache.stats.design import Design, spread, spread_over_cells
 from sglang_indexcache.stats.pairs import Differences, Flips, Floats
@@ -59,7 +61,7 @@ LOSSES = (0, 1, 3)
 
 @dataclass(frozen=True)
 class World:
-    """What an evaluation meets.
+    """Conditions that an evaluation meets.
 
     Attributes:
         margin: of the claim.
@@ -105,7 +107,7 @@ class World:
 
     @cached_property
     def cells(self) -> npt.NDArray[np.int64]:
-        """Of each context in the order of asking: round by round, as in `evaluate.plan`."""
+        """Cell of each context in the order of asking: round by round, as in `evaluate.plan`."""
         return np.array([cell for _, cell in self._rounds])
 
     def asked(self, look: int) -> int:
@@ -125,7 +127,7 @@ class World:
 
     @cached_property
     def _rounds(self) -> list[tuple[Fraction, int]]:
-        """What share of a context's cell comes before it, and the cell."""
+        """Share of a context's cell that comes before it, and the cell."""
         made = self.made or self.design.contexts // CELLS
         sizes = [made] * (CELLS - 1) + [self.rows or made]
         return sorted(
@@ -173,18 +175,18 @@ Pairing = Callable[[npt.NDArray[np.int8], npt.NDArray[np.int8]], Floats]
 
 
 def by_context(reference: npt.NDArray[np.int8], arm: npt.NDArray[np.int8]) -> Floats:
-    """As it should be."""
+    """Pair as it should be."""
     found: Floats = (arm - reference).mean(axis=-1)
     return found
 
 
 def by_question(reference: npt.NDArray[np.int8], arm: npt.NDArray[np.int8]) -> Floats:
-    """The mistake of taking the questions of a context for independent."""
+    """Make the mistake of taking the questions of a context for independent."""
     return (arm - reference).astype(np.float64).reshape(len(arm), -1)
 
 
 def unpaired(reference: npt.NDArray[np.int8], arm: npt.NDArray[np.int8]) -> Floats:
-    """The mistake of comparing an arm's answers with those to other questions."""
+    """Make the mistake of comparing an arm's answers with those to other questions."""
     return by_context(np.roll(reference, CELLS, axis=1), arm)
 
 
@@ -196,7 +198,7 @@ PAIRINGS: dict[str, Pairing] = {
 
 
 def differences(world: World, values: Floats) -> Differences:
-    """Of all contexts, each of which has as many values as the pairing makes of it."""
+    """Return all contexts' differences, with as many values each as the pairing makes of it."""
     units = values.shape[-1] // world.design.contexts
     cells = np.repeat(world.cells, units)
     names = tuple((f"task-{cell}", 1) for cell in range(CELLS))
@@ -206,7 +208,7 @@ def differences(world: World, values: Floats) -> Differences:
 
 @dataclass(frozen=True)
 class Judged:
-    """How some evaluations ended, each an array of them.
+    """Ends of some evaluations, each an array of them.
 
     Attributes:
         safe: "less than the margin" was claimed.
@@ -250,13 +252,13 @@ def judged(whole: Differences, design: Design, asked: Callable[[int], int]) -> J
 
 
 def batches(evaluations: int) -> Iterator[int]:
-    """How many are drawn at once."""
+    """Yield how many are drawn at once."""
     for begin in range(0, evaluations, BATCH):
         yield min(BATCH, evaluations - begin)
 
 
 def rates(world: World, evaluations: int, seed: int, pairing: str = "by context") -> dict[str, Any]:
-    """How often each thing happened among the simulated evaluations of one world."""
+    """Return how often each thing happened among the simulated evaluations of one world."""
     draw = np.random.default_rng(seed)
     counts: Counter[str] = Counter()
     design = world.design
@@ -288,7 +290,7 @@ def rates(world: World, evaluations: int, seed: int, pairing: str = "by context"
 
 
 def broken(row: dict[str, Any], evaluations: int, doubt: float = 1e-4) -> list[str]:
-    """Which promises a world's rates break, beyond what chance does with probability ``doubt``.
+    """List the promises that a world's rates break, beyond chance of probability ``doubt``.
 
     Args:
         row: from :func:`rates`.
@@ -359,12 +361,12 @@ class HeldBack:
 
     @property
     def design(self) -> Design:
-        """As a user would plan it."""
+        """Design as a user would plan it."""
         return Design(sum(self.sizes), self.margin, self.looks)
 
     @cached_property
     def cells(self) -> npt.NDArray[np.int64]:
-        """Of each context, in the order of asking."""
+        """Cell of each context, in the order of asking."""
         rounds = ((n / size, cell) for cell, size in enumerate(self.sizes) for n in range(size))
         return np.array([cell for _, cell in sorted(rounds)])
 
@@ -424,7 +426,7 @@ def whole_contexts(
 
 
 def uneven(chance: np.random.Generator, world: HeldBack, count: int, times: float) -> Floats:
-    """A few contexts lose much, most lose nothing: a context's rate of loss has a beta law."""
+    """Let a few contexts lose much and most nothing: a context's rate of loss has a beta law."""
     values = flipped(chance, world, count, 0.01)
     mean = times * world.margin
     if mean:
@@ -434,14 +436,14 @@ def uneven(chance: np.random.Generator, world: HeldBack, count: int, times: floa
 
 
 def lottery(chance: np.random.Generator, world: HeldBack, count: int, times: float) -> Floats:
-    """A tenth of the contexts win a question; a few pay for all of it, and for the loss, whole."""
+    """Let a tenth of the contexts win a question, and a few pay for it, and for the loss, whole."""
     fate = chance.random((count, len(world.cells)))
     paid = 0.1 / QUESTIONS + times * world.margin
     return np.where(fate < paid, -1.0, np.where(fate > 0.9, 1 / QUESTIONS, 0.0))
 
 
 def probabilities(chance: np.random.Generator, world: HeldBack, count: int, times: float) -> Floats:
-    """Of right answers: all move a little, and in a few contexts all of them collapse."""
+    """Draw right answers' probabilities: all move a little, and in a few contexts all collapse."""
     shape = (count, len(world.cells), QUESTIONS)
     sure = chance.beta(3, 1, shape)  # 0.75 on average
     moved = 0.3 * chance.uniform(-1, 1, shape) * np.minimum(sure, 1 - sure)
@@ -514,7 +516,7 @@ def held_back(name: str, evaluations: int, seed: int) -> dict[str, Any]:
 
 
 def first(whole: Differences, count: int) -> Differences:
-    """Of the contexts in the order of asking."""
+    """Return the first ``count`` contexts in the order of asking."""
     return replace(
         whole,
         values=whole.values[..., :count],

@@ -15,7 +15,7 @@ MEASURES = {"right": "right answers", "answers": "answer NLL", "tokens": "loss o
 
 
 def errors(found: Mapping[str, Any]) -> str:
-    """How often simulated evaluations said what is not so, and what is."""
+    """Write how often simulated evaluations said what is not so, and what is."""
     rows = []
     for row in found["rows"]:
         world, loses = row["world"], row["world"]["loss"] > 0
@@ -31,7 +31,7 @@ def errors(found: Mapping[str, Any]) -> str:
 
 
 def worlds(found: Mapping[str, Any]) -> str:
-    """How often rare, whole losses were called none."""
+    """Write how often rare, whole losses were called none."""
     header = (
         *("what is lost", "contexts", "loses the margin: no loss (wrong)", "a loss"),
         *("loses nothing: no loss", "a loss (wrong)"),
@@ -44,8 +44,81 @@ def worlds(found: Mapping[str, Any]) -> str:
     return markdown(header, rows, f"{found['evaluations']:,} simulated evaluations a row")
 
 
+def control(found: Mapping[str, Any]) -> str:
+    """Tabulate how often the control below index_topk refuses sound runs and differing arms."""
+    rows = []
+    for row in found["control"]:
+        arm = f"changes {100 * row['fault']:g} % of answers" if row["fault"] else "sound"
+        shares = (row["refused_by_one_difference"], row["refused"])
+        rows.append((f"{100 * row['flips']:g} %", arm, *(f"{100 * one:.1f} %" for one in shares)))
+    header = ("the engine flips", "the arm", "refused before: one difference", "refused now")
+    title = f"{found['evaluations']:,} simulated controls of {found['control'][0]['pairs']} pairs"
+    return markdown(header, rows, title)
+
+
+def bad_pattern(found: Mapping[str, Any]) -> str:
+    """Tabulate how many cells see the bad pattern lose, and how often a harmless one is shown."""
+    rows = [
+        (
+            row["endpoint"],
+            f"{row['planned']} a cell",
+            "probabilities, too" if row["sure"] else "right answers",
+            f"{row['cells']:.1f} of {row['of_cells']}",
+            f"{row['contexts']:.0f} of {row['of_contexts']}",
+            f"{100 * row['no_loss']:.0f} %",
+        )
+        for row in found["bad_pattern"]
+    ]
+    header = (
+        *("compared", "plan", "bad pattern seen by", "cells in the claim", "contexts"),
+        "harmless: no loss",
+    )
+    return markdown(header, rows, f"{found['evaluations'] // 10:,} simulated evaluations")
+
+
+def missing(found: Mapping[str, Any]) -> str:
+    """Tabulate how often a loss is called none where what is lost fails and is missing."""
+    rows = [
+        (
+            f"{row['loss_in_margins']:g} points",
+            *(f"{100 * row['no_loss'][rule]:.1f} %" for rule in ("left_out", "counted_as_lost")),
+        )
+        for row in found["missing"]
+    ]
+    first = found["missing"][0]
+    title = (
+        f"{found['evaluations'] // 5:,} simulated evaluations of {first['contexts']} contexts, of "
+        f"which at most {first['most_missing']} fail"
+    )
+    header = ("the pattern loses", "no loss, before: left out", "no loss, now: counted as lost")
+    return markdown(header, rows, title)
+
+
+def endpoints(found: Mapping[str, Any]) -> str:
+    """Tabulate how often each endpoint is right and wrong, and with how many contexts."""
+    kinds = ("whole contexts", "half contexts", "a little everywhere")
+    rows = []
+    for row in found["rows"]:
+        first = row[kinds[0]]
+        wrong = max(row[kind]["loss"] for kind in kinds)
+        shown = (first["no_loss"], wrong, *(row[kind]["wrong"] for kind in kinds))
+        rows.append(
+            (
+                f"{row['pattern']}, the engine flips {100 * row['flips']:g} %",
+                *(row["endpoint"], f"{first['used']:.0f} of {first['contexts']}"),
+                *(f"{100 * one:.1f} %" for one in shown),
+            )
+        )
+    header = (
+        *("what differs", "compared", "contexts"),
+        *("harmless: no loss", "harmless: a loss (wrong, the worst)"),
+        *(f"1 point lost, {kind}: no loss (wrong)" for kind in kinds),
+    )
+    return markdown(header, rows, f"{found['evaluations']:,} simulated evaluations a row and kind")
+
+
 def measures(found: Mapping[str, Any]) -> str:
-    """What three measures say of each pattern, and how far they agree on the patterns' order."""
+    """Write what three measures say of each pattern, and how far they agree on the order."""
     rows = [
         (f"{row['name']} `{row['pattern']}`", *(_measured(row, measure) for measure in MEASURES))
         for row in sorted(found["patterns"], key=lambda row: row["answers"]["difference"])

@@ -24,6 +24,7 @@ from benchmarks.kernels.workloads import Workload
 CPU = torch.device("cpu")
 SGLANG = "sglang.kernels.ops.attention.dsv4.topk"
 OPS = "sglang.kernels.ops.attention"
+FLASH_MLA = f"{OPS}.flash_mla_interface"
 FA3 = f"{OPS}.flash_attention"
 TRITON_MLA = f"{OPS}.dsa.triton_sparse_mla_prefill"
 Q8 = f"{OPS}.sparse_mla_q8kv8_prefill_sm90"
@@ -33,10 +34,9 @@ SOURCES = {
     "flashinfer": ("flashinfer", "topk.py"),
     "sgl_kernel": ("sgl_kernel", "top_k.py"),
     SGLANG: ("sglang", "kernels/ops/attention/dsv4/topk.py"),
-    "flash_mla": ("flash_mla", "flash_mla_interface.py"),
     **{
         module: ("sglang", module.removeprefix("sglang.").replace(".", "/") + ".py")
-        for module in (FA3, TRITON_MLA, Q8, CAST_Q, CAST_KV)
+        for module in (FLASH_MLA, FA3, TRITON_MLA, Q8, CAST_Q, CAST_KV)
     },
 }
 """Where the functions of a module are written: to import them takes a GPU's driver."""
@@ -116,14 +116,14 @@ ANSWERS: dict[str, tuple[str, Callable[..., Any]]] = {
     "plan_topk_v2": (SGLANG, lambda lens: torch.zeros(len(lens) + 1, 2, dtype=torch.int32)),
     "topk_transform_ragged_v2": (SGLANG, lambda *_: None),
     "topk_transform_paged_v2": (SGLANG, lambda *_: None),
-    "flash_mla_sparse_fwd": ("flash_mla", lambda q, *_: (q[..., :512], None, None)),
-    "flash_mla_with_kvcache": ("flash_mla", lambda q, *_: (q[..., :512], None)),
+    "flash_mla_sparse_fwd": (FLASH_MLA, lambda q, *_: (q[..., :512], None, None)),
+    "flash_mla_with_kvcache": (FLASH_MLA, lambda q, *_: (q[..., :512], None)),
     "flash_attn_with_kvcache": (FA3, lambda **given: given["qv"]),
     "sparse_mla_prefill": (TRITON_MLA, lambda q, *_: q[..., :512]),
     "sparse_mla_q8kv8_prefill_fwd": (Q8, lambda q, *_: (torch.zeros(*q.shape[:2], 512), 0, 0)),
     "concat_and_cast_q_fp8_pad": (CAST_Q, lambda *_: None),
     "gather_cast_kv_fp8_pad_paged": (CAST_KV, lambda out, *_: out),
-    "get_mla_metadata": ("flash_mla", lambda: ("plan", None)),
+    "get_mla_metadata": (FLASH_MLA, lambda: ("plan", None)),
 }
 
 

@@ -25,7 +25,7 @@ from benchmarks.quality_statistics import (
     worlds,
 )
 from benchmarks.records import RESULTS
-from sglang_indexcache.evaluate.verdict import SAFE, Kind, bounds, claimed
+from sglang_indexcache.lab.evaluate.verdict import SAFE, Kind, bounds, claimed
 from sglang_indexcache.stats.bounds import Estimate
 
 EVALUATIONS, DOUBT = 300, 1e-6

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.training.retrieval import MachineText, TaskWords
 from benchmarks.training.tasks import TASKS, chance
-from tests.heal.tokenizers import tokenizer
+from tests.lab.heal.tokenizers import tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -223,14 +223,16 @@ def test_a_searchs_evaluator_gives_what_a_fresh_forward_gives(searched: LeanEval
             assert searched.loss(pattern, [batch])[0] == float(loss.double().mean())
 
 
-def test_similarity_and_overlap_are_those_of_transformers(
-    searched: LeanEvaluator, deep: Path
-) -> None:
+def test_pairs_of_layers_compare_as_in_transformers(searched: LeanEvaluator, deep: Path) -> None:
     ids = tuple(searched.rows[1].ids.tolist())
     data = SimpleNamespace(batches=[[ids]], batch_tokens=(len(ids),))
     other = TransformersEvaluator(deep, cast("Calibration", data))
     # Two forwards round differently, so a few queries select another last token.
     np.testing.assert_allclose(searched.similarity(1), other.similarity(0), atol=1e-3)
+    counted = np.zeros(len(ids) - 1, dtype=bool)
+    counted[torch.cat([searched.rows[1].text, searched.rows[1].recall]) - 1] = True
+    data.batch_counted = [[counted]]
+    np.testing.assert_allclose(searched.kept_mass(1), other.kept_mass(0), atol=1e-3)
     counter = OverlapCounter(5, TOPK)
     counter.add(other.selected(ids))
     np.testing.assert_allclose(searched.overlap(1), counter.matrix(), atol=2e-3)

@@ -24,9 +24,9 @@ from benchmarks.training.scores import unigram_loss
 from benchmarks.training.trainer import Trainer
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import TrainingError
-from sglang_indexcache.heal.run_folder import read_metrics
-from tests.heal.models import FIELDS
-from tests.heal.tokenizers import tokenizer
+from sglang_indexcache.lab.heal.run_folder import read_metrics
+from tests.lab.heal.models import FIELDS
+from tests.lab.heal.tokenizers import tokenizer
 
 
 def tiny(**changes: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.kernels import unions, yardstick
 from benchmarks.records import RESULTS
-from sglang_indexcache.bench.rows import ENGINE, Wheel
+from sglang_indexcache.lab.bench.rows import ENGINE, Wheel
 
 PAGE = RESULTS / "kernels" / "README.md"
 COMMITTED = json.loads((RESULTS / "kernels" / "yardstick.json").read_text())
