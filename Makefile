@@ -6,10 +6,11 @@ BIN := $(VENV)/bin
 FULL := $(VENV)/.sglang-indexcache
 SMALL := $(VENV)/.sglang-indexcache-small
 
-.PHONY: help demo quick test test-fast soak rehearse check size full clean
+.PHONY: help demo demo-real quick test test-fast soak rehearse check size site full clean
 
 help:
 	@echo "make demo       serve a small model with all and with a quarter of its indexers"
+	@echo "make demo-real  build a real language model once, and ask it about a document with and without sharing"
 	@echo "make quick      run what a change breaks most: walls, pages, the method, patterns, statistics"
 	@echo "make test       run the tests; those that need a GPU say so where there is none"
 	@echo "make test-fast  run the tests that need no SGLang, without installing it"
@@ -17,11 +18,15 @@ help:
 	@echo "make rehearse   run SGLang's CUDA code here, with references for its kernels"
 	@echo "make check      ruff, mypy and import contracts, without installing SGLang"
 	@echo "make size       say how many lines, modules and commands there are, and were planned"
+	@echo "make site       build the pages and the public names as a site in build/site-html, links held to account"
 	@echo "make full       install everything, SGLang included"
 	@echo "make clean      remove what the above made, but the virtual environment"
 
 demo: $(FULL)
 	$(BIN)/indexcache demo run
+
+demo-real: $(FULL)
+	$(BIN)/python -m benchmarks.smollm2.demo
 
 # A pull request's first run: no server, and nothing that needs SGLang (tests/README.md has the rest).
 QUICK := tests/test_structure.py tests/test_docs.py tests/test_pattern.py tests/test_recent.py tests/test_hf.py \
@@ -64,6 +69,16 @@ check: $(SMALL)
 size: $(SMALL)
 	@$(BIN)/python -m tests.size
 
+# In a virtual environment of its own: nothing else needs these packages.
+SITE := build/site
+site: $(SITE)/bin/mkdocs
+	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build --strict
+
+$(SITE)/bin/mkdocs: pyproject.toml
+	$(PYTHON) -m venv $(SITE)
+	$(SITE)/bin/python -m pip install --quiet --editable '.[docs]'
+	touch $@
+
 full: $(FULL)
 
 define install
@@ -71,15 +86,15 @@ define install
 	{ echo "error: Python 3.11 or later is needed; say which with: make PYTHON=python3.11"; exit 1; }
 test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 $(BIN)/python -m pip install --quiet --upgrade pip
-$(BIN)/python -m pip install --quiet --editable
+$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable
 endef
 
-$(FULL): pyproject.toml
+$(FULL): pyproject.toml constraints.txt
 	@echo "installing SGLang and its dependencies: about 11 GB and a few minutes, once"
 	$(install) '.[dev]'
 	touch $@ $(SMALL)
 
-$(SMALL): pyproject.toml
+$(SMALL): pyproject.toml constraints.txt
 	$(install) '.[search,heal,test]'
 	touch $@
 
