@@ -48,7 +48,7 @@ def portable(
 
 
 class ReadmeHook(MetadataHookInterface):
-    """What hatchling asks for the metadata that ``pyproject.toml`` calls dynamic."""
+    """Hook that hatchling asks for the metadata that ``pyproject.toml`` calls dynamic."""
 
     PLUGIN_NAME = "custom"
 
@@ -63,7 +63,7 @@ class ReadmeHook(MetadataHookInterface):
 
 
 class GuidesHook(BuildHookInterface):
-    """What hatchling asks before it builds a wheel."""
+    """Hook that hatchling asks before it builds a wheel."""
 
     PLUGIN_NAME = "custom"
 

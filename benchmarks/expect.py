@@ -1,4 +1,4 @@
-"""What sharing should gain, by model, card and context, and how far that can be trusted.
+"""Expected gain of sharing, by model, card and context, and how far it can be trusted.
 
 Composes whole forwards from NVIDIA's measured layers (``indexcache bench plan``) at the contexts of
 the paper's Table 1, predicts every row from its neighbours, holds the sums against NVIDIA's own
@@ -19,11 +19,11 @@ from statistics import median
 from typing import Any
 
 from benchmarks.records import markdown, read_arguments
-from sglang_indexcache.bench.plan import Deployment, Forwards, choose_patterns
-from sglang_indexcache.bench.results import METRICS
-from sglang_indexcache.bench.rows import CARDS, WHEEL, LatencyEstimate, Layers
-from sglang_indexcache.bench.tables import NAMES
 from sglang_indexcache.errors import BenchError
+from sglang_indexcache.lab.bench.plan import Deployment, Forwards, choose_patterns
+from sglang_indexcache.lab.bench.results import METRICS
+from sglang_indexcache.lab.bench.rows import CARDS, WHEEL, LatencyEstimate, Layers
+from sglang_indexcache.lab.bench.tables import NAMES
 from sglang_indexcache.library import Library
 from sglang_indexcache.shapes import checkpoint_of, find_gpu
 from sglang_indexcache.study.plots import make_figure, save_figure
@@ -98,7 +98,7 @@ def gains(deployment: Deployment) -> dict[str, Any]:
 
 
 def held_out(card: str) -> Iterator[dict[str, Any]]:
-    """How far each row of a card was from what its neighbours say, by phase and kind."""
+    """Yield how far each row of a card was from what its neighbours say, by phase and kind."""
     every = [Forwards(one) for one in DEPLOYMENTS if one.gpu == card]
     for phase in SHOWN:
         for kind in ("F", "S"):
@@ -122,7 +122,7 @@ def held_out(card: str) -> Iterator[dict[str, Any]]:
 
 
 def table_1() -> list[dict[str, Any]]:
-    """What a skipped indexer saves: by the paper's Table 1, and by the rows of the same indexer.
+    """Compare what a skipped indexer saves by the paper's Table 1 and by the same indexer's rows.
 
     GLM-5's indexer has the heads and the width of the paper's 30B model's. With dp_attention each
     H100 has prompts of its own, cut in eighths of the engine's chunk, unless it is raised: the
@@ -236,7 +236,7 @@ def measure() -> dict[str, Any]:
 
 
 def papers_gain(metric: str, ratio: str, context: int) -> float:
-    """The paper's own, of its 30B model on eight H100 with dp_attention."""
+    """Return the paper's own gain, of its 30B model on eight H100 with dp_attention."""
     name = {"prefill": "prefill time", "decode": "decode, one request", "full": "decode, full"}
     entry = Library.default().resolve(ratio, checkpoint_of("30b")).entry
     assert entry is not None
@@ -250,13 +250,13 @@ def papers_gain(metric: str, ratio: str, context: int) -> float:
 
 
 def label(one: dict[str, Any]) -> str:
-    """A deployment, in few words."""
+    """Name a deployment in few words."""
     ranks = f"dp {one['dp']}" if one["dp"] > 1 else "tp 8"
     return f"{one['model']}, 8 x {find_gpu(one['gpu']).name.removesuffix(' SXM')}, {ranks}"
 
 
 def table(found: dict[str, Any]) -> str:
-    """What to expect at 1/4 by context, in Markdown: a row a deployment, the paper's last."""
+    """Write what to expect at 1/4 by context, in Markdown: a row a deployment, the paper's last."""
     contexts = found["contexts"]
     rows = []
     for one in found["deployments"]:
@@ -276,7 +276,7 @@ def _cell(both: list[dict[str, Any] | None]) -> str:
 
 
 def checks(found: dict[str, Any]) -> str:
-    """How far held-out rows, NVIDIA's estimator and the paper are from ours, in Markdown."""
+    """Write how far held-out rows, NVIDIA's estimator and the paper are from ours, in Markdown."""
     first = markdown(
         ("", "rows", "median error", "worst", "over 10 %"),
         [

@@ -1,4 +1,4 @@
-"""What healing gives back, by the data it is healed on and the length at which it is asked.
+"""Recovery by healing, by the data it is healed on and the length at which it is asked.
 
 The table and the figure of a settled study, from its record. ``benchmarks/heal_data.py`` of commit
 f5319e1 healed uniform 1/4 of the shipped small checkpoint on sources of the Python library, on
@@ -23,7 +23,7 @@ NAMES = {ALL_F: "all F", "uniform:1/4": "uniform 1/4", "tiny-dsa-1of4": "searche
 
 
 def name_of(row: dict[str, Any]) -> str:
-    """A line of the table in words."""
+    """Name a line of the table in words."""
     plain = NAMES[row["pattern"]]
     if row["healed_on"] is None:
         return f"{plain}, as it is"
@@ -103,14 +103,14 @@ def draw(found: dict[str, Any], path: Path) -> None:
 
 
 def _group_of(row: dict[str, Any]) -> str:
-    """What many ways have in common: pattern and steps."""
+    """Return what many ways have in common: pattern and steps."""
     if row["healed_on"] is None:
         return "as it is"
     return f"{NAMES[row['pattern']]}, {row['steps']} steps"
 
 
 def _short_name(row: dict[str, Any]) -> str:
-    """What tells a way from the others of its group."""
+    """Return what tells a way from the others of its group."""
     if row["healed_on"] is None:
         return NAMES[row["pattern"]]
     sparse = f", then sparse at {row['sparse_length']}" * bool(row["sparse_length"])

@@ -25,10 +25,10 @@ import torch
 from transformers import GlmMoeDsaConfig, GlmMoeDsaForCausalLM
 
 from benchmarks.records import markdown, read_arguments
-from sglang_indexcache.heal.frozen import FrozenBody
-from sglang_indexcache.heal.local import LocalSharing
-from sglang_indexcache.heal.packing import Layout
-from sglang_indexcache.heal.sharing import Stage
+from sglang_indexcache.lab.heal.frozen import FrozenBody
+from sglang_indexcache.lab.heal.local import LocalSharing
+from sglang_indexcache.lab.heal.packing import Layout
+from sglang_indexcache.lab.heal.sharing import Stage
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.study.provenance import machine
 from sglang_indexcache.support.files import write_json
@@ -76,7 +76,7 @@ def step(folder: Path, length: int, stage: Stage) -> float:
 
 
 def peak_mib() -> float:
-    """The process's peak memory so far."""
+    """Return the process's peak memory so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 

@@ -1,4 +1,4 @@
-"""What healing gives back, beside serving untrained and training everything.
+"""Recovery by healing, beside serving untrained and training everything.
 
 The tables and the figure of a settled study, from its record. ``benchmarks/heal_study.py`` of
 commit f5319e1 measured the shipped small checkpoint under patterns that it was not trained for:

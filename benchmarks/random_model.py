@@ -90,7 +90,7 @@ SIZES: Mapping[str, Mapping[str, Any]] = {
 def small_config(
     family: Family, size: str, vocab_size: int, overrides: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The HF config of a small model.
+    """Return the HF config of a small model.
 
     Args:
         family: a trainable one.
@@ -158,7 +158,7 @@ def make_model(
 
 
 def random_model(family: Family, config: Mapping[str, Any], tokenizer: Any, seed: int) -> Any:
-    """A transformers model in float32 with random weights.
+    """Make a transformers model in float32 with random weights.
 
     Args:
         family: a trainable one.

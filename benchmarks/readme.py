@@ -23,12 +23,14 @@ from benchmarks import (
     search_tables,
     window_tables,
 )
+from benchmarks.card import claims
+from benchmarks.card import record as card
 from benchmarks.kernels import unions, yardstick
 from benchmarks.records import markdown
-from sglang_indexcache.bench import tables
-from sglang_indexcache.bench.results import LatencyResult
-from sglang_indexcache.bench.tables import NOT_MEASURED
 from sglang_indexcache.errors import BenchError
+from sglang_indexcache.lab.bench import tables
+from sglang_indexcache.lab.bench.results import LatencyResult
+from sglang_indexcache.lab.bench.tables import NOT_MEASURED
 from sglang_indexcache.serving.preflight.refusals import FEATURES
 
 ROOT = Path(__file__).parents[1]
@@ -45,13 +47,14 @@ PAGES = tuple(
         "docs/patterns.md",
         "benchmarks/results/window/README.md",
         "benchmarks/results/kernels/README.md",
+        "benchmarks/results/kernels/h100.md",
     )
 )
 RESULTS = Path("benchmarks/results")
 
 _RENAMED = "indexcache demo model", "python -m benchmarks.random_model"
 """A command in the notes of records, which keep what was typed, and what it is called now."""
-_MARKED = re.compile(r"(<!-- generated:([\w-]+) -->\n).*?(<!-- /generated:\2 -->)", re.DOTALL)
+_MARKED = re.compile(r"(<!-- generated:([\w-]+) -->(\n?)).*?(<!-- /generated:\2 -->)", re.DOTALL)
 
 Make = Callable[[Any], str]
 """From a record to Markdown."""
@@ -68,7 +71,7 @@ def _memory(record: Any) -> str:
 
 
 def _features(_: Any) -> str:
-    """What combines with what, as ``serving/preflight/refusals.py`` has it."""
+    """Write what combines with what, as ``serving/preflight/refusals.py`` has it."""
     rows = [
         (f"{f.name} (`{f.flag}`)" if f.flag else f.name, f.static, f.live, f.evidence)
         for f in FEATURES
@@ -77,7 +80,7 @@ def _features(_: Any) -> str:
 
 
 def _request_patterns(record: Any) -> str:
-    """What it costs that a request may have a pattern of its own.
+    """Write what it costs that a request may have a pattern of its own.
 
     The record was written by ``benchmarks/request_patterns.py`` of commit deaf833: two servers of
     the shipped checkpoint in turns, timed by the processor clock of a CPU.
@@ -102,7 +105,7 @@ def _request_patterns(record: Any) -> str:
 
 
 def _window_digest(record: Any) -> str:
-    """The rows that a first reader needs."""
+    """Write the rows that a first reader needs."""
     patterns = ("uniform:1/4", "1/4", "uniform:1/6")
     shown = [
         cell
@@ -113,7 +116,7 @@ def _window_digest(record: Any) -> str:
 
 
 def _of(key: str, make: Make) -> Make:
-    """What makes a part from one field of its record."""
+    """Make a part from one field of its record."""
     return lambda record: make(record[key])
 
 
@@ -124,6 +127,8 @@ PARTS: dict[str, tuple[Make, str]] = {
     "latency-cpu-dp-attention": (_latency, "latency/cpu-dp-attention/latency.json"),
     "search-47": (search_tables.landscapes, "search/synthetic-47.json"),
     "search-78": (search_tables.landscapes, "search/synthetic-78.json"),
+    "search-interval": (search_tables.intervals, "search/interval.json"),
+    "search-unlikely": (search_tables.unlikely, "search/interval.json"),
     "search-races": (search_tables.races, "search/races.json"),
     "search-levels": (search_tables.levels, "search/objectives.json"),
     "search-searched": (search_tables.searched, "search/objectives.json"),
@@ -132,6 +137,10 @@ PARTS: dict[str, tuple[Make, str]] = {
     "search-shipped": (search_tables.shipped, "search/tiny-dsa/answers/search.json"),
     "quality-errors": (quality_tables.errors, "quality/statistics.json"),
     "quality-worlds": (quality_tables.worlds, "quality/statistics.json"),
+    "quality-control": (quality_tables.control, "quality/gates.json"),
+    "quality-bad-pattern": (quality_tables.bad_pattern, "quality/gates.json"),
+    "quality-missing": (quality_tables.missing, "quality/gates.json"),
+    "quality-endpoints": (quality_tables.endpoints, "quality/endpoints.json"),
     "quality-measures": (quality_tables.measures, "quality/measures.json"),
     "healing": (_of("lines", heal_study.table), "heal.json"),
     "healing-grid": (_of("grid", heal_study.grid_table), "heal.json"),
@@ -145,9 +154,17 @@ PARTS: dict[str, tuple[Make, str]] = {
     "window-losses": (_of("losses", window_tables.table), "window/result.json"),
     "window-search": (_of("searches", window_tables.searches_table), "window_search/result.json"),
     "window-heal": (_of("healings", window_tables.healing_table), "window_search/result.json"),
+    "card-line": (claims.line, "kernels/h100.json"),
+    "card-measured": (claims.measured_table, "kernels/h100.json"),
+    "card-refuted": (claims.refuted_table, "kernels/h100.json"),
+    "card-exact": (card.exact_table, "kernels/h100.json"),
+    "card-select": (card.select_table, "kernels/h100.json"),
+    "card-attention": (card.attention_table, "kernels/h100.json"),
+    "card-others": (card.others_table, "kernels/h100.json"),
+    "card-counters": (card.counters_table, "kernels/h100.json"),
+    "card-composed": (card.composed, "kernels/h100.json"),
     "yardstick-factors": (yardstick.factors_table, "kernels/yardstick.json"),
     "yardstick-prefill": (yardstick.prefill_table, "kernels/yardstick.json"),
-    "yardstick-decode": (yardstick.decode_table, "kernels/yardstick.json"),
     "unions": (unions.table, "kernels/unions.json"),
 }
 """Generated parts: what makes them, and from which record below benchmarks/results."""
@@ -168,23 +185,36 @@ def render(name: str, results: Path) -> str:
 
 
 def fill(text: str, results: Path) -> str:
-    """``text`` with every marked part made anew."""
-    return _MARKED.sub(lambda found: found[1] + render(found[2], results) + found[3], text)
+    """``text`` with every marked part made anew; a mark within a line, as a table's, holds one."""
+
+    def made(found: re.Match[str]) -> str:
+        part = render(found[2], results)
+        return found[1] + (part if found[3] else part.strip()) + found[4]
+
+    return _MARKED.sub(made, text)
 
 
-def main() -> None:
-    """Write the pages, or check them."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true")
-    only_check = parser.parse_args().check
+def write(*, only_check: bool = False) -> None:
+    """Fill the pages.
+
+    Raises:
+        SystemExit: with ``only_check``, a page would change; none is then written.
+    """
     for page in PAGES:
         path = ROOT / page
         before = path.read_text(encoding="utf-8")
         after = fill(before, ROOT / RESULTS)
         if after != before:
             if only_check:
-                raise SystemExit(f"{page} is out of date: python -m {__spec__.name}")
+                raise SystemExit(f"{page} is out of date: python -m benchmarks.readme")
             path.write_text(after, encoding="utf-8")
+
+
+def main() -> None:
+    """Write the pages, or check them."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true")
+    write(only_check=parser.parse_args().check)
 
 
 if __name__ == "__main__":

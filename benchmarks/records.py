@@ -1,4 +1,4 @@
-"""Where a benchmark writes, the command that its record keeps, and how pages show its numbers.
+"""Records: where a benchmark writes, the command that one keeps, how pages show its numbers.
 
 Committed results are replaced only by a run that is told to with ``--publish``.
 """
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from sglang_indexcache.bench.tables import Grid
+from sglang_indexcache.lab.bench.tables import Grid
 
 RESULTS = Path(__file__).parent / "results"
 RUNS = Path("runs/benchmarks")
@@ -25,7 +25,7 @@ def read_arguments(
     argv: Sequence[str] | None = None,
     quick: dict[str, Any] | None = None,
 ) -> argparse.Namespace:
-    """The command line, with ``--output``, ``--publish`` and ``--quick`` added.
+    """Read the command line, with ``--output``, ``--publish`` and ``--quick`` added.
 
     Args:
         parser: with the benchmark's own options.
@@ -59,20 +59,20 @@ def read_arguments(
 
 
 def command(program: str, given: Sequence[str]) -> str:
-    """What a reader types to run this again."""
+    """Return what a reader types to run this again."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     module = f"python -m {spec.name}" if spec is not None else program
     return shlex.join([*module.split(), *given])
 
 
 def markdown(header: Iterable[str], rows: Iterable[Iterable[object]], title: str = "") -> str:
-    """A table for a page."""
+    """Write a table for a page."""
     cells = tuple(tuple(map(str, row)) for row in rows)
     return Grid(title, tuple(header), cells).to_markdown()
 
 
 def estimate(mean: float, half_width: float | None, scale: float = 1, *, sign: str = "+") -> str:
-    """A mean with half of its interval: three digits behind the point, or one of points (x 100).
+    """Write a mean with half of its interval: three digits behind the point, or one (x 100).
 
     Args:
         mean: in the unit of the record.

@@ -24,9 +24,9 @@ from benchmarks import (
 from benchmarks.fold import report as folding
 from benchmarks.paper import table_1, table_3
 from benchmarks.records import RESULTS, read_arguments
-from benchmarks.smollm2 import searched
-from sglang_indexcache.bench import tables
-from sglang_indexcache.bench.results import load
+from benchmarks.smollm2 import one_pass, searched
+from sglang_indexcache.lab.bench import tables
+from sglang_indexcache.lab.bench.results import load
 from sglang_indexcache.search.output import draw_losses
 from sglang_indexcache.study.plots import FORMATS
 
@@ -48,6 +48,7 @@ FIGURES: dict[str, tuple[str, Callable[[Path, Path], None]]] = {
     "heal_data.png": ("heal_data.json", _of(heal_data.draw)),
     "window/window.png": ("window/result.json", _of(window_figures.given_back)),
     "window_search/found.png": ("window_search/result.json", _of(window_figures.searches)),
+    "smollm2/one_pass.png": ("smollm2/one_pass.json", _of(one_pass.draw)),
     "smollm2/overlap.png": ("smollm2/searched.json", _of(searched.draw_lists)),
     "training_aware.png": ("training_aware.json", _of(table_3.draw)),
     "small_checkpoint/curves.png": ("small_checkpoint/result.json", _of(small_checkpoint.curves)),

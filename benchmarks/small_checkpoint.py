@@ -1,4 +1,4 @@
-"""What the small trained checkpoint can do, and how it was trained.
+"""Abilities of the small trained checkpoint, and how it was trained.
 
     python -m benchmarks.small_checkpoint RUN_FOLDER [--rows 64] [--lengths 128 256 512]
 
@@ -139,7 +139,7 @@ def _get(entries: list[dict[str, Any]], key: str) -> list[float]:
 
 
 def starved(result: dict[str, Any], path: Path) -> None:
-    """Retrieval accuracy against the number of selected tokens, a panel for each task."""
+    """Draw retrieval accuracy against the number of selected tokens, a panel for each task."""
     found, rows = result["cells"], result["documents_per_task"]
     figure, axes = make_figure(11, 3.8, columns=len(RETRIEVAL), sharey=True)
     lengths = sorted({cell["length"] for cell in found})

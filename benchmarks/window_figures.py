@@ -23,7 +23,7 @@ BLIND = "uniform:1/4"
 
 
 def given_back(told: dict[str, Any], path: Path) -> None:
-    """A panel for each pattern and measure, a line for each setting, a mark for each window.
+    """Draw a panel for each pattern and measure, a line for each setting, a mark for each window.
 
     Of the losses only those of texts as long as the model was trained for: beyond, all F itself
     goes wrong, and every other pattern looks better than it is.

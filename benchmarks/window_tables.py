@@ -14,7 +14,7 @@ Cell = dict[str, Any]
 
 
 def groups(found: list[Cell]) -> dict[tuple[int, int], list[Cell]]:
-    """The cells of each setting, the shortest texts and lists first."""
+    """Group the cells by setting, the shortest texts and lists first."""
     by: dict[tuple[int, int], list[Cell]] = {}
     for cell in sorted(found, key=lambda cell: (cell["length"], cell["topk"])):
         by.setdefault((cell["topk"], cell["length"]), []).append(cell)

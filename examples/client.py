@@ -11,7 +11,7 @@ import httpx
 
 
 def ask(url: str, pattern: str | None) -> tuple[str, str]:
-    """The answer and the pattern under which it was computed."""
+    """Return the answer and the pattern under which it was computed."""
     reply = httpx.post(
         f"{url}/v1/chat/completions",
         json={

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import torch
 
-from sglang_indexcache.heal.losses import (
+from sglang_indexcache.lab.heal.losses import (
     AttentionInputs,
     IndexInputs,
     multi_layer_loss,
     select_top_k,
 )
-from sglang_indexcache.heal.packing import Layout
+from sglang_indexcache.lab.heal.packing import Layout
 
 ROWS, LENGTH, WIDTH, SERVED = 2, 128, 32, 3
 INDEX_HEADS, INDEX_WIDTH, TOPK = 4, 16, 16

@@ -35,13 +35,13 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
-from sglang_indexcache.heal.losses import (
+from sglang_indexcache.lab.heal.losses import (
     AttentionInputs,
     IndexInputs,
     distillation_loss,
     select_top_k,
 )
-from sglang_indexcache.heal.packing import Layout
+from sglang_indexcache.lab.heal.packing import Layout
 
 PATTERN = "FS"
 VOCABULARY, HIDDEN, HEADS, TOPK = 64, 32, 4, 8
@@ -80,7 +80,7 @@ class Indexer(nn.Module):
     def forward(
         self, hidden: torch.Tensor, latent: torch.Tensor, positions: torch.Tensor
     ) -> IndexInputs:
-        """What it scores with; ``[B, T, HIDDEN]``, ``[B, T, QUERY_RANK]``, ``[B, T]``."""
+        """Return what it scores with; ``[B, T, HIDDEN]``, ``[B, T, QUERY_RANK]``, ``[B, T]``."""
         queries = self.wq(latent).unflatten(-1, (INDEX_HEADS, INDEX_WIDTH))
         keys = self.norm(self.wk(hidden)).unsqueeze(2)
         weights = self.weights(hidden) * (INDEX_HEADS * INDEX_WIDTH) ** -0.5
@@ -105,7 +105,7 @@ class Attention(nn.Module):
     def forward(
         self, hidden: torch.Tensor, index: Index | None, layout: Layout, positions: torch.Tensor
     ) -> tuple[torch.Tensor, Index, torch.Tensor]:
-        """The layer's output, what it hands down, and its term of the loss.
+        """Return the layer's output, what it hands down, and its term of the loss.
 
         Args:
             hidden: ``[B, T, HIDDEN]``, all tokens.
@@ -138,7 +138,7 @@ class Attention(nn.Module):
         return self.o(output.transpose(1, 2).flatten(2)), index, term / self.served
 
     def _average(self, p: torch.Tensor) -> torch.Tensor:
-        """The mean over the heads of all processes."""
+        """Return the mean over the heads of all processes."""
         if self.mesh is None:
             return p
         total = p.clone()
@@ -146,7 +146,7 @@ class Attention(nn.Module):
         return total / self.mesh.size()
 
     def _for_own_heads(self, x: torch.Tensor) -> torch.Tensor:
-        """A key that all heads share: its gradient is the sum over the processes."""
+        """Return a key that all heads share: its gradient is the sum over the processes."""
         if self.mesh is None:
             return x
         return DTensor.from_local(x, self.mesh, [Replicate()]).to_local(grad_placements=[Partial()])
@@ -168,7 +168,7 @@ class Layer(nn.Module):
     def forward(
         self, hidden: torch.Tensor, index: Index | None, layout: Layout, positions: torch.Tensor
     ) -> tuple[torch.Tensor, Index, torch.Tensor]:
-        """As :meth:`Attention.forward`, but ``hidden`` holds this process's tokens."""
+        """Run :meth:`Attention.forward`, where ``hidden`` holds this process's tokens."""
         found, index, term = self.attention(self.norm_1(hidden), index, layout, positions)
         hidden = hidden + found
         return hidden + self.mlp(self.norm_2(hidden)), index, term

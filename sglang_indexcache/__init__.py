@@ -34,7 +34,7 @@ _MODULES = {
     "IndexCacheError": "errors",
     "Library": "library",
     "Pattern": "pattern",
-    "distillation_loss": "heal.losses",
+    "distillation_loss": "lab.heal.losses",
     "share": "hf",
 }
 """The public names, and where they live; below, the same for type checkers."""
@@ -45,8 +45,8 @@ if TYPE_CHECKING:
     from sglang_indexcache.ask.client import Client as Client
     from sglang_indexcache.checkpoint import Checkpoint as Checkpoint
     from sglang_indexcache.errors import IndexCacheError as IndexCacheError
-    from sglang_indexcache.heal.losses import distillation_loss as distillation_loss
     from sglang_indexcache.hf import share as share
+    from sglang_indexcache.lab.heal.losses import distillation_loss as distillation_loss
     from sglang_indexcache.library import Library as Library
     from sglang_indexcache.pattern import Pattern as Pattern
 else:

@@ -112,7 +112,7 @@ class Adapter:
         return self.folder / WEIGHTS_FILE
 
     def names(self) -> list[str]:
-        """The names of its tensors."""
+        """Return the names of its tensors."""
         return list(_shapes(self.pattern, self.base))
 
     def tensors(self) -> dict[str, Tensor]:
@@ -206,7 +206,7 @@ def write_adapter(
 
 
 def indexer_shapes(shape: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
-    """The tensors of one indexer by their names in it, from :data:`Base.shape`'s fields.
+    """Return one indexer's tensor shapes by name, from :data:`Base.shape`'s fields.
 
     Source: ``GlmMoeDsaIndexer`` of transformers and ``Indexer`` of SGLang, which agree.
     """
@@ -222,7 +222,7 @@ def indexer_shapes(shape: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
 
 
 def indexer_layer(name: str) -> int | None:
-    """The layer of an indexer's tensor by its name in a checkpoint; None if it is another's."""
+    """Return the layer of an indexer's tensor by its checkpoint name; None if another's."""
     found = _NAME.fullmatch(name)
     return int(found[1]) if found else None
 

@@ -1,4 +1,4 @@
-"""What IndexCache needs to know about a model, read from its HF config alone.
+"""Facts about a model that IndexCache needs, read from its HF config alone.
 
 Works on a transformers config object and on the dict of a ``config.json``; imports neither
 transformers nor SGLang.
@@ -191,7 +191,7 @@ class Checkpoint:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The ``config.json`` of a checkpoint folder.
+    """Return the ``config.json`` of a checkpoint folder.
 
     Raises:
         CheckpointError: unreadable.
@@ -259,7 +259,7 @@ def reading(what: str) -> Iterator[None]:
 def pattern_from_sharing_keys(
     values: Mapping[str, Any], num_layers: int, layer_ids: tuple[int, ...]
 ) -> Pattern | None:
-    """The pattern that upstream's config keys describe, or None if they describe none.
+    """Return the pattern that upstream's config keys describe, or None if they describe none.
 
     Of ``values``, by :data:`SHARING_KEYS`, None counts as absent; ``layer_ids``, the model layer of
     each pattern position, pick from an ``indexer_types`` that is longer than the pattern.
@@ -327,7 +327,7 @@ def _own_pattern(text: Any, layer_ids: tuple[int, ...], where: str) -> Pattern:
 
 
 def _family(architecture: str, text: Any, where: str) -> Family:
-    """The row of a model that may share indices; one made up for a model that has no row."""
+    """Return the row of a model that may share indices; one made up for a model that has no row."""
     family = BY_ARCHITECTURE.get(architecture, Family(architecture))
     if family.unshareable:
         raise CheckpointError(
@@ -357,6 +357,6 @@ def _architecture(config: Any, where: str) -> str:
 
 
 def text_config(config: Any) -> Any:
-    """The language model's part of a multimodal config, or the config itself."""
+    """Return the language model's part of a multimodal config, or the config itself."""
     text = _get(config, "text_config")
     return config if text is None else text

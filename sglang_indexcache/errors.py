@@ -8,7 +8,7 @@ _MOST_QUOTED = 100
 
 
 def quoted(text: str) -> str:
-    """What a user wrote, in quotes, and cut where it would drown the sentence around it."""
+    """Quote a user's text, cut where it would drown the sentence around it."""
     if len(text) <= _MOST_QUOTED:
         return repr(text)
     return f"{text[:_MOST_QUOTED]!r} and {len(text) - _MOST_QUOTED:,} characters more"

@@ -39,7 +39,7 @@ _CACHE_ARGUMENTS = ("cache", "past_key_values")
 
 @dataclass
 class SharedForward:
-    """What a model under :func:`share` does.
+    """State of a model under :func:`share`.
 
     Attributes:
         layer: the F layer that chose ``indices``, by its place in the pattern; None before any.
@@ -118,9 +118,13 @@ def _selections(
     from sglang_indexcache.fold import check_can_fold, folded
     from sglang_indexcache.study.provenance import checkpoint_digest
 
-    folder = Path(model.config._name_or_path or "")
-    if (folder / CONFIG_FILE).exists():
-        slopes.check_checkpoint(checkpoint_digest(folder), str(folder))
+    if name := model.config._name_or_path:  # one that was made here has none
+        if not (Path(name) / CONFIG_FILE).exists():
+            raise CheckpointError(
+                f"a pattern that folds needs a model out of a folder, to compare it with the one "
+                f"that its slopes were fitted to; {name} is none. Download it, and load the folder."
+            )
+        slopes.check_checkpoint(checkpoint_digest(Path(name)), name)
     found = {}
     for number, attention in enumerate(attentions):
         numbers, factor = slopes.of(number), pattern.fold_at(number)
@@ -136,7 +140,7 @@ def _switch(
     sharing: SharedForward,
     folded: Callable[..., torch.Tensor] | None,
 ) -> Callable[..., torch.Tensor]:
-    """What stands in for an indexer's forward: run it or ``folded``, or hand on what is held."""
+    """Return an indexer's replacement: it runs the original or ``folded``, or shares indices."""
     # Inside another share() the indexer's own forward is behind that one's switch.
     own = getattr(indexer.forward, "select", indexer.forward)
     select = folded or own
@@ -166,7 +170,7 @@ def _switch(
 
 
 def _check_window(model: Any, attentions: list[Any]) -> None:
-    """That every S layer's list passes through this module, into attention that masks by it."""
+    """Refuse a window unless each S layer's list passes here, into attention that masks by it."""
     if any(attention.indexer is None for attention in attentions):
         raise CheckpointError(_NO_WINDOW.format("some of its layers have no indexer"))
     if (kind := model.config._attn_implementation) not in _MASKED:
@@ -179,7 +183,7 @@ def _check_window(model: Any, attentions: list[Any]) -> None:
 def _with_window(
     sharing: SharedForward, window: int, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> torch.Tensor:
-    """What is held, and of the last ``window`` tokens that each query sees those that it lacks.
+    """Return the shared indices, extended by those of the last ``window`` visible tokens they lack.
 
     Which tokens a query sees is told by the mask: caches may be padded and of a fixed size. The
     model turns the list into a mask of its own, so an entry may stand there twice: rows that need
@@ -204,7 +208,7 @@ def _with_window(
 
 
 def _check_indices(found: Any, indexer: Any) -> None:
-    """That an indexer answers as DSA's do: one list of positions for each query."""
+    """Refuse an indexer that does not answer as DSA's do: one list of positions for each query."""
     if getattr(found, "ndim", 0) != 3 or found.is_floating_point():
         raise CheckpointError(
             f"{type(indexer).__name__} does not answer with one list of positions for each query "

@@ -32,7 +32,7 @@ RECOGNISED_BY = ("hidden_size", "num_attention_heads", "n_routed_experts")
 
 
 def read_field(config: Any, name: str) -> Any:
-    """A field of a HF config, an object or the dict of a ``config.json``; None if absent."""
+    """Return a field of a HF config, an object or the dict of a ``config.json``; None if absent."""
     return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
 
 
@@ -47,7 +47,7 @@ def _two_a_block(text: Any) -> tuple[int, ...]:
 
 
 def _without_linear_attention(text: Any) -> tuple[int, ...]:
-    """The linear (KDA) attentions of GLM-5-Next have no indexer."""
+    """Return the layers without linear (KDA) attention, which has no indexer in GLM-5-Next."""
     layers = _every_layer(text)
     if (linear := read_field(text, "linear_attn_config")) is not None:
         without = set(read_field(linear, "kda_layers") or ())

@@ -44,7 +44,7 @@ _LEFT_OVER = re.compile(r"\+([cw]?)\d*\Z")
 
 @dataclass(frozen=True)
 class Suffix:
-    """What may stand behind the letters of a pattern, or behind any name of one.
+    """Suffix behind the letters of a pattern, or behind any name of one.
 
     Attributes:
         factor: ``+cN``, how many times as many candidates an F layer folds for; 1 without.
@@ -105,16 +105,16 @@ class Pattern:
 
     @cached_property
     def suffix(self) -> Suffix:
-        """What stands behind the letters."""
+        """The suffix behind the letters."""
         return split_suffix(self.text)[1]
 
     @property
     def window(self) -> int:
-        """How many of the last tokens, a row's own included, S layers see anyway; 0 without."""
+        """Number of the last tokens, a row's own included, that S layers see anyway; 0 without."""
         return self.suffix.window
 
     def window_at(self, layer: int) -> int:
-        """How many of the last tokens ``layer`` sees besides what was selected for it.
+        """Return how many of the last tokens ``layer`` sees besides what was selected for it.
 
         F layers see their own selection. Only where no layer is S do all of them see the window:
         such a pattern is the control that shows what the window does by itself.
@@ -122,11 +122,11 @@ class Pattern:
         return 0 if self.shared_layers and self.is_full(layer) else self.window
 
     def with_window(self, window: int) -> Pattern:
-        """This pattern with a recent window of ``window`` tokens in place of its own; 0: none."""
+        """Return this pattern with a window of ``window`` tokens in place of its own; 0: none."""
         return self.with_suffix(replace(self.suffix, window=window))
 
     def with_suffix(self, suffix: Suffix) -> Pattern:
-        """The same letters with another suffix in place of their own."""
+        """Return the same letters with another suffix in place of their own."""
         return Pattern(f"{self.layers}{suffix}")
 
     @cached_property
@@ -135,7 +135,7 @@ class Pattern:
         return FOLDED in self.layers or self.suffix.factor > 1
 
     def fold_at(self, layer: int) -> int:
-        """How many times as many candidates as its list holds ``layer`` picks by its folded score.
+        """Return how many times its list's length ``layer`` picks as candidates by folded score.
 
         1 where that is the selection (L); 0 where nothing is folded.
         """
@@ -166,7 +166,7 @@ class Pattern:
         return tuple(result)
 
     def source_of(self, layer: int) -> int:
-        """The F or L layer whose indices ``layer`` uses."""
+        """Return the F or L layer whose indices ``layer`` uses."""
         return self.sources[self._checked(layer)]
 
     @cached_property
@@ -207,7 +207,7 @@ class Pattern:
 
     @classmethod
     def uniform(cls, num_layers: int, ratio: int) -> Pattern:
-        """The paper's uniform interleaving at retention 1/``ratio``: F, then ratio-1 times S."""
+        """Make the paper's uniform interleaving at retention 1/``ratio``: F, then ratio-1 S."""
         if ratio < 1:
             raise PatternError(
                 f"uniform interleaving keeps 1/r of the indexers, r >= 1; got {ratio}"
@@ -223,7 +223,7 @@ class Pattern:
 
     @classmethod
     def from_layers(cls, num_layers: int, full_layers: Iterable[int]) -> Pattern:
-        """The pattern whose F layers are ``full_layers``."""
+        """Make the pattern whose F layers are ``full_layers``."""
         kept = set(full_layers)
         if outside := sorted(kept - set(range(num_layers))):
             raise PatternError(
@@ -242,7 +242,7 @@ class Pattern:
         return cls("".join(letters[t] for t in types))
 
     def to_indexer_types(self) -> list[str]:
-        """The ``indexer_types`` list that transformers and SGLang obey first; L is "full"."""
+        """Return the ``indexer_types`` that transformers and SGLang obey first; L is "full"."""
         return [_INDEXER_TYPES[SHARED if c == SHARED else FULL] for c in self.layers]
 
     @classmethod
@@ -321,7 +321,7 @@ class Pattern:
 
 
 def split_suffix(text: str) -> tuple[str, Suffix]:
-    """What stands before a pattern's suffix, and the suffix.
+    """Split a pattern's suffix from the text before it.
 
     Args:
         text: a pattern, or any name of one such as ``1/4+w8``, ``full+c4@MODEL.slopes``.
@@ -388,6 +388,16 @@ def _check_folding(pattern: Pattern) -> None:
     if suffix.slopes.endswith(SLOPES_FILE):
         raise PatternError(
             f"a pattern names slopes by their digest, not by a file: {quoted(str(pattern))}"
+        )
+
+
+def check_foldable(pattern: Pattern, slopes: Sequence[object], whose: str) -> None:
+    """Raise PatternError where a layer is L and the slopes, one a layer, are None."""
+    letters = enumerate(pattern.layers)
+    if exact := [i for i, kind in letters if kind == FOLDED and slopes[i] is None]:
+        raise PatternError(
+            f"layer {exact[0]} folds badly by the slopes {whose} and stays exact, and is L in the "
+            "pattern. Make it F."
         )
 
 

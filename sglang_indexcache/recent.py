@@ -16,7 +16,7 @@ NOTHING = -1
 
 
 def last_tokens(visible: torch.Tensor, windows: torch.Tensor | int, width: int) -> torch.Tensor:
-    """The last tokens that each row may see, the newest first.
+    """Return the last tokens that each row may see, the newest first.
 
     Args:
         visible: ``[...]`` integers: how many tokens of its request each row sees, its own included.
@@ -54,7 +54,7 @@ def union(lists: torch.Tensor, recent: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Addresses:
-    """How the entries of lists name a row's tokens; positions in its request if neither is given.
+    """Naming of a row's tokens in lists; positions in its request if neither form is given.
 
     Attributes:
         table: ``[R, L]`` int32, the pool slot of every token, with ``owners``.
@@ -85,7 +85,7 @@ def widen(
     addresses: Addresses,
     multiple: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Lists with their rows' recent windows, as attention kernels take them.
+    """Extend lists by their rows' recent windows, in the form that attention kernels take.
 
     Args:
         lists: ``[T, k]`` int32 entries as ``addresses`` has them; -1 for nothing.

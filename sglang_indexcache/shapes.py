@@ -1,4 +1,4 @@
-"""What fits a card: the dimensions and weights of models, and NVIDIA's data sheets."""
+"""Sizes that tell what fits a card: dimensions and weights of models, NVIDIA's data sheets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ USED_MEMORY = 0.9
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What decides the cost of a DSA model's layer: fields of the HF config, by their names."""
+    """Dimensions that decide a DSA layer's cost: fields of the HF config, by their names."""
 
     num_hidden_layers: int
     hidden_size: int
@@ -37,7 +37,7 @@ class ModelShape:
 
     @property
     def attention_parameters(self) -> int:
-        """Of one layer's MLA: its five projections."""
+        """Parameters of one layer's MLA: its five projections."""
         heads, rope = self.num_attention_heads, self.qk_rope_head_dim
         return (
             self.hidden_size * self.q_lora_rank
@@ -49,13 +49,13 @@ class ModelShape:
 
     @property
     def indexer_parameters(self) -> int:
-        """Of one layer's indexer."""
+        """Parameters of one layer's indexer."""
         heads, width = self.index_n_heads, self.index_head_dim
         return self.q_lora_rank * heads * width + self.hidden_size * (width + heads)
 
     @property
     def mlp_parameters(self) -> int:
-        """Of all layers' experts and dense MLPs, and of embedding and output projection."""
+        """Parameters of all experts and dense MLPs, and of embedding and output projection."""
         experts = 3 * self.moe_intermediate_size * (self.n_routed_experts + self.n_shared_experts)
         sparse = self.num_hidden_layers - self.first_k_dense_replace
         dense = 3 * self.intermediate_size * self.first_k_dense_replace
@@ -96,7 +96,7 @@ PRESETS = {name: ModelShape(**fields) for name, fields in SHAPES.items()}
 
 
 def checkpoint_of(name: str) -> Checkpoint:
-    """A checkpoint of the preset ``name`` with every indexer, for the pattern library."""
+    """Make a checkpoint of the preset ``name`` with every indexer, for the pattern library."""
     family = next((f for f in FAMILIES if name in f.shapes), TRAINABLE["glm_moe_dsa"])
     return Checkpoint.from_config({**SHAPES[name], "architectures": [family.architecture]})
 
@@ -124,7 +124,7 @@ GPUS = {
 
 
 def find_gpu(name: str) -> Gpu:
-    """A data sheet by name.
+    """Return a data sheet by name.
 
     Raises:
         BenchError: there is none.

@@ -73,7 +73,7 @@ def like_stored(folder: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, 
 def to_block_fp8(
     weight: torch.Tensor, block: tuple[int, int] = (128, 128), *, power_of_two: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A weight as released FP8 checkpoints store it; ``weight = e4m3 * scale`` in each block.
+    """Store a weight as released FP8 checkpoints do; ``weight = e4m3 * scale`` in each block.
 
     Source: ``weight_quant`` beside DeepSeek-V3's weights, and ``per_block_cast_to_fp8`` of SGLang.
 
@@ -97,7 +97,7 @@ def to_block_fp8(
 
 
 def dequantised(weight: torch.Tensor, scales: torch.Tensor, blocks: Sequence[int]) -> torch.Tensor:
-    """A block-FP8 weight in float32.
+    """Return a block-FP8 weight in float32.
 
     Source: ``weight_dequant`` of DeepSeek-V3's released inference code.
 
@@ -111,7 +111,7 @@ def dequantised(weight: torch.Tensor, scales: torch.Tensor, blocks: Sequence[int
 
 
 class StoredTensor(NamedTuple):
-    """Where a tensor lies, and in which form; ``kind`` is its dtype as safetensors writes it."""
+    """Place of a tensor in a file, and its form; ``kind`` is its dtype as safetensors writes it."""
 
     path: Path
     kind: str

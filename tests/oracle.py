@@ -81,8 +81,8 @@ class Oracle:
         self._models: dict[str, Any] = {}
         self.prepare: Callable[[torch.nn.Module], None] = lambda _: None
         """Changes a model after it was loaded."""
-        self.slopes: list[list[float]] = []
-        """By layer, one a head: what folded layers put in the place of their ReLU."""
+        self.slopes: list[tuple[float, ...] | None] = []
+        """By layer, one a head, what folded layers put in the place of their ReLU; None: exact."""
         self.noise = 0.0
         """Relative, put on what is quantised: what changes with it hangs on float32's last bits."""
 
@@ -151,14 +151,14 @@ class Oracle:
         return self._models[str(pattern)]
 
 
-def _fold(model: Any, pattern: Pattern, slopes: list[list[float]]) -> None:
+def _fold(model: Any, pattern: Pattern, slopes: list[tuple[float, ...] | None]) -> None:
     """Let layers select by their folded score, or choose among its best."""
     form = _FORM.fullmatch(pattern.text)
     assert form, pattern.text
     factors = {"L": 1, "F": int(form[2] or 0), "S": 0}
     for number, (layer, letter) in enumerate(zip(model.model.layers, form[1], strict=True)):
-        if factors[letter]:
-            line = torch.tensor(slopes[number])[:, None]
+        if factors[letter] and (numbers := slopes[number]) is not None:
+            line = torch.tensor(numbers)[:, None]
             indexer = layer.self_attn.indexer
             indexer.forward = _folding(indexer, line, factors[letter])
 

@@ -20,6 +20,7 @@ from sglang_indexcache.adapter import (
 from sglang_indexcache.demo import shipped_checkpoint
 from sglang_indexcache.errors import CheckpointError, IndexCacheError, PatternError
 from sglang_indexcache.pattern import Pattern
+from tests.kills import kill_at_each_touch
 
 CHECKPOINT = shipped_checkpoint()
 PATTERN = Pattern.uniform(12, 4)
@@ -68,6 +69,32 @@ def test_it_takes_the_place_of_another(adapter: Adapter) -> None:
     )
     assert again.digest != adapter.digest
     assert sorted(path.name for path in adapter.folder.parent.iterdir()) == ["adapter"]
+
+
+def test_a_kill_at_any_moment_leaves_a_whole_adapter_or_none(
+    adapter: Adapter, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """The same command then writes it, whatever was left behind."""
+    tensors = perturbed(1)
+
+    def replace() -> Adapter:
+        return write_adapter(
+            adapter.folder, pattern=PATTERN, checkpoint=CHECKPOINT, tensors=tensors, record={}
+        )
+
+    def put_back() -> None:
+        shutil.rmtree(adapter.folder, ignore_errors=True)
+        shutil.copytree(before, adapter.folder)
+
+    before = tmp_path_factory.mktemp("before") / "adapter"
+    shutil.copytree(adapter.folder, before)
+    seen = set()
+    for _ in kill_at_each_touch(replace):
+        seen.add(Adapter.read(adapter.folder).digest if adapter.folder.exists() else None)
+        put_back()
+    again = replace()
+    assert seen == {adapter.digest, None, again.digest}
+    assert [path.name for path in adapter.folder.parent.iterdir()] == ["adapter"]
 
 
 def _no_yaml(folder: Path) -> None:

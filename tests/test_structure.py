@@ -55,6 +55,22 @@ def test_a_class_name_stands_for_one_thing() -> None:
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
 
 
+CLIPPED = {"As", "By", "How", "Of", "That", "What", "Where", "Which", "Whose", "Why"}
+"""Words with which a docstring would begin that says neither what it names nor what it does."""
+
+
+def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
+    """Ruff's D401 reads functions alone, and not what a property says."""
+    clipped = []
+    for module, path in PATHS.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                words = (ast.get_docstring(node) or "-").split(maxsplit=1)
+                if words[0] in CLIPPED:
+                    clipped.append(f"{module}: {' '.join(words)[:60]}")
+    assert clipped == []
+
+
 RULES = {
     "ask.protocol": ("alike", "check_answered_under", "check_obeyed", "disobedient"),
     "ask.score": ("time_allowed", "_LEAST_SECONDS", "_LEAST_RATE"),

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from benchmarks.training.retrieval import MachineText, TaskDocument, TaskWords, window
 from benchmarks.training.tasks import TASKS
 from sglang_indexcache.errors import TrainingError
-from sglang_indexcache.heal.packing import PackedBatch
+from sglang_indexcache.lab.heal.packing import PackedBatch
 
 TEXT = "text"
 
@@ -37,13 +37,13 @@ class LabelledBatch(PackedBatch):
     answers: torch.Tensor
 
     def to(self, device: torch.device) -> LabelledBatch:
-        """The same batch on ``device``."""
+        """Return the same batch on ``device``."""
         return LabelledBatch(**{name: t.to(device) for name, t in vars(self).items()})
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """What a batch is made of.
+    """Mixture that a batch is made of.
 
     Attributes:
         tokenizer: with end-of-sequence and padding tokens.
@@ -64,17 +64,17 @@ class Mixture:
     held_out: bool = False
 
     def batch(self, step: int, rows: Sequence[int], length: int) -> LabelledBatch:
-        """The given rows of a step's batch, ``length`` tokens each."""
+        """Return the given rows of a step's batch, ``length`` tokens each."""
         return self.collate([self.row(step, row, length) for row in rows], length)
 
     def row(self, step: int, row: int, length: int) -> list[TaskDocument]:
-        """The documents of one row."""
+        """Return the documents of one row."""
         draw = random.Random(f"{self.seed}/{self.held_out}/{step}/{row}")
         names, weights = zip(*self.weights.items(), strict=True)
         return self.documents(draw.choices(names, weights)[0], length, draw)
 
     def documents(self, task: str, length: int, draw: random.Random) -> list[TaskDocument]:
-        """As many documents of one task as fill ``length`` tokens."""
+        """Draw as many documents of one task as fill ``length`` tokens."""
         source = self.text.part(self.held_out)
         if task == TEXT:
             ids = window(source, length, draw)

@@ -15,10 +15,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from benchmarks.training.batches import IGNORED
-from sglang_indexcache.heal.losses import DEFAULT_BLOCK, AttentionInputs
-from sglang_indexcache.heal.model import install, is_indexer
-from sglang_indexcache.heal.packing import Layout
-from sglang_indexcache.heal.sharing import Sharing, Stage
+from sglang_indexcache.lab.heal.losses import DEFAULT_BLOCK, AttentionInputs
+from sglang_indexcache.lab.heal.model import install, is_indexer
+from sglang_indexcache.lab.heal.packing import Layout
+from sglang_indexcache.lab.heal.sharing import Sharing, Stage
 from sglang_indexcache.pattern import Pattern
 
 CHUNK = 1024
@@ -55,7 +55,7 @@ class OwnLayerSharing(Sharing):
     """Distils each indexer for its own layer alone, at full weight: the paper's ablation."""
 
     def distil(self, layer: int, attention: AttentionInputs) -> None:
-        """As :meth:`Sharing.distil`, of F layers."""
+        """Distil as :meth:`Sharing.distil`, in F layers."""
         run = self.running()
         if self.pattern.is_full(layer) and run.stage is not Stage.DENSE and layer not in run.losses:
             super().distil(layer, attention)
@@ -142,15 +142,15 @@ class DistilledModel(nn.Module):
         return hidden
 
     def indexer_parameters(self) -> list[nn.Parameter]:
-        """The parameters that distillation trains."""
+        """Return the parameters that distillation trains."""
         return [p for name, p in self.named_parameters() if is_indexer(name)]
 
     def body_parameters(self) -> list[nn.Parameter]:
-        """The parameters that the LM loss trains."""
+        """Return the parameters that the LM loss trains."""
         return [p for _, p in self.named_body_parameters()]
 
     def named_body_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """The same with their names."""
+        """Return the same with their names."""
         return [(name, p) for name, p in self.named_parameters() if not is_indexer(name)]
 
     def prepare_stage(self, stage: Stage) -> None:

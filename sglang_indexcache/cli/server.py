@@ -123,16 +123,14 @@ def live_set(
 
     Those that are running or queued keep theirs. The prompt's length may decide, as in the example.
     """
-    from sglang_indexcache.library import Library, names_a_file
+    from sglang_indexcache.library import Library
 
-    if names_a_file(pattern):  # this machine's: a server reads none
-        pattern = str(Library.default().resolve(pattern).pattern)
     [client] = connect([url], api_key, admin_api_key)
-    _print_states(client.switch_pattern(pattern))
+    _print_states(client.switch_pattern(Library.default().to_send(pattern)))
 
 
 def _print_states_as_json(states: Sequence[RankState]) -> bool:
-    """As :func:`_print_states`, as one document."""
+    """Print what :func:`_print_states` does, as one document."""
     from sglang_indexcache.serving.monitor.skipping import judge, told_index_keys
     from sglang_indexcache.serving.monitor.watch import told_overlap
 

@@ -40,7 +40,7 @@ class Text:
 
     @property
     def characters(self) -> int:
-        """How long it is."""
+        """Length of the text."""
         return len(self.text)
 
 
@@ -59,7 +59,7 @@ class Conversation:
 
     @property
     def responses(self) -> tuple[int, ...]:
-        """Which messages are the assistant's."""
+        """Numbers of the assistant's messages."""
         return tuple(i for i, m in enumerate(self.messages) if m["role"] == "assistant")
 
     @property
@@ -69,7 +69,7 @@ class Conversation:
 
     @property
     def characters(self) -> int:
-        """How long it is, about: what is said, before any template."""
+        """Length of the messages' content, before any template: an estimate."""
         return sum(len(str(message.get("content", ""))) for message in self.messages)
 
 

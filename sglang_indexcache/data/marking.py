@@ -76,7 +76,7 @@ class Marker:
         return self._conversation(document, max(document.responses, default=None))
 
     def cut(self, conversation: Conversation, length: int) -> Marked | None:
-        """A conversation up to the last response with which it has at most ``length`` tokens.
+        """Cut a conversation behind the last response with which it has at most ``length`` tokens.
 
         None if it is longer than that with its first response already.
         """
@@ -109,7 +109,7 @@ class Marker:
         return Marked(tuple(found["input_ids"]), answered[end] > answered[first])
 
     def _conversation(self, conversation: Conversation, last: int | None) -> Marked:
-        """The messages up to the response ``last``; all of them if there is none."""
+        """Encode the messages up to the response ``last``; all of them if there is none."""
         if last is None:
             return self._encode(self._render(conversation, len(conversation.messages)), ())
         text = self._render(conversation, last + 1)
@@ -130,7 +130,7 @@ class Marker:
         return self._encode(text, [*spans, *said_last])
 
     def _span(self, conversation: Conversation, text: str, response: int) -> list[Span]:
-        """Where a response lies in the rendered ``text``, its end-of-turn token included.
+        """Find a response in the rendered ``text``, its end-of-turn token included.
 
         Nowhere if ``text`` does not hold it as the assistant wrote it then: some templates strip
         the thinking of earlier turns.
@@ -156,7 +156,7 @@ class Marker:
         return [(start, len(said) if said.endswith(self._special) else len(through))]
 
     def _render(self, conversation: Conversation, count: int, *, ask: bool = False) -> str:
-        """The first ``count`` messages by the template; ``ask`` adds what makes a model answer."""
+        """Render the first ``count`` messages; ``ask`` adds what makes a model answer."""
         if not self._tokenizer.chat_template:
             raise DataError(
                 f"{conversation.where} has chat messages, and the tokenizer of {self._name} has no "

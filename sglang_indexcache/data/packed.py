@@ -105,7 +105,7 @@ class FileRows:
         return found
 
     def drawn(self, number: int) -> PackedRow:
-        """The training row of this number: every row once, in an order of its own, then again."""
+        """Return training row ``number``: each epoch has every row once, in an order of its own."""
         epoch, place = divmod(number, len(self.train))
         order = list(range(len(self.train)))
         random.Random(f"{self.seed}/{epoch}").shuffle(order)

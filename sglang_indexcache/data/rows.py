@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +29,8 @@ class FileRow(NamedTuple):
 def read_rows(path: Path) -> Iterator[FileRow]:
     """Every row of a file that is not blank, in its order.
 
-    ``.parquet`` has rows, ``.json`` holds one list, anything else has a JSON value a line.
+    ``.parquet`` and ``.csv`` (with a head) have rows, ``.json`` holds one list, anything else has a
+    JSON value a line.
 
     Raises:
         DataError: the file cannot be read, or a row is damaged; names the file, and the row.
@@ -35,6 +38,8 @@ def read_rows(path: Path) -> Iterator[FileRow]:
     try:
         if path.suffix == ".parquet":
             yield from _parquet(path)
+        elif path.suffix == ".csv":
+            yield from _csv(path)
         elif path.suffix == ".json":
             yield from _list(path)
         else:
@@ -44,7 +49,7 @@ def read_rows(path: Path) -> Iterator[FileRow]:
 
 
 def not_utf8(where: str, error: UnicodeDecodeError) -> DataError:
-    """What to say of bytes that are no text."""
+    """Make the error for bytes that are no text."""
     return DataError(
         f"{where} is not UTF-8 (it holds the byte {error.object[error.start]:#04x}). Convert it "
         "first, for example with iconv."
@@ -65,6 +70,18 @@ def _list(path: Path) -> Iterator[FileRow]:
         raise DataError(f"{path} does not hold a list of rows")
     for number, value in enumerate(whole, start=1):
         yield FileRow(number, f"{path}, row {number}", value)
+
+
+def _csv(path: Path) -> Iterator[FileRow]:
+    csv.field_size_limit(sys.maxsize)  # a field may hold a book
+    with path.open(encoding="utf-8", newline="") as file:
+        try:
+            for number, value in enumerate(csv.DictReader(file, strict=True), start=1):
+                yield FileRow(number, f"{path}, row {number}", value)
+        except UnicodeDecodeError as error:
+            raise not_utf8(str(path), error) from error
+        except csv.Error as error:
+            raise DataError(f"{path} is not CSV: {error}. Fetch it again.") from error
 
 
 def _parsed(content: bytes, where: str) -> Any:

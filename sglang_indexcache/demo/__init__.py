@@ -6,5 +6,5 @@ from pathlib import Path
 
 
 def shipped_checkpoint() -> Path:
-    """The folder of a DSA model: 12 layers in GLM-5's shape, all F, made by recipe ``tiny-dsa``."""
+    """Return the folder of a DSA model: 12 layers in GLM-5's shape, all F (recipe ``tiny-dsa``)."""
     return Path(__file__).parent / "tiny-dsa"

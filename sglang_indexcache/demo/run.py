@@ -241,7 +241,7 @@ UNSHOWN = "no difference shown"
 
 
 def times_faster(base: Sequence[float], other: Sequence[float]) -> str:
-    """How many times as fast ``other`` was: median and range, or that the rounds disagree.
+    """Say how many times as fast ``other`` was: median and range, or that the rounds disagree.
 
     Both are seconds of each round, above zero.
     """

@@ -49,7 +49,7 @@ class ModelInfo(Strict):
 
 
 class MethodRecord(Strict):
-    """How the pattern was found."""
+    """Method by which the pattern was found."""
 
     name: str
     objective: str = ""
@@ -58,7 +58,7 @@ class MethodRecord(Strict):
 
 
 class Citation(Strict):
-    """Where the pattern comes from."""
+    """Source of the pattern."""
 
     title: str
     url: str = ""
@@ -76,7 +76,7 @@ class Quality(Strict):
 
 
 class Evaluated(Strict):
-    """What ``indexcache eval`` found for the pattern, on one checkpoint.
+    """Verdict of ``indexcache eval`` on the pattern, on one checkpoint.
 
     ``verdict`` is one of "no loss", "small loss" (proven, and less than the margin), "loss",
     "undecided", "cannot see" and "invalid"; ``margin``, ``difference`` and ``interval`` are shares
@@ -118,7 +118,7 @@ NOT_EVALUATED = "not evaluated on this checkpoint"
 
 
 class FoundOverlap(Strict):
-    """What layers' own selections had in common, on the text that a pattern was found with.
+    """Overlap of layers' own selections on the text that a pattern was found with.
 
     ``layers`` has for each layer the mean share of its selection that the layer whose list stands
     there had too: for an S layer the F layer that serves it, for an F layer the F layer before it.
@@ -132,12 +132,12 @@ class FoundOverlap(Strict):
 
     @property
     def beyond_chance(self) -> tuple[float | None, ...]:
-        """By layer; see :func:`beyond_chance`."""
+        """Overlap of each layer by :func:`beyond_chance`."""
         return tuple(None if s is None else beyond_chance(s, self.chance) for s in self.layers)
 
 
 def beyond_chance(overlap: float, chance: float) -> float:
-    """An overlap from 0, for lists drawn blindly, to 1, for equal ones (Cohen's kappa).
+    """Scale an overlap to 0 for lists drawn blindly and 1 for equal ones (Cohen's kappa).
 
     Of 100 tokens two blind lists of 50 have half in common, of 1,000 a twentieth: only so are
     overlaps at several lengths comparable.
@@ -146,7 +146,7 @@ def beyond_chance(overlap: float, chance: float) -> float:
 
 
 def mean_known(shares: Iterable[float | None]) -> float | None:
-    """The mean over the layers of which something is known; None if nothing is."""
+    """Return the mean over the layers of which something is known; None if nothing is."""
     known = [share for share in shares if share is not None]
     return sum(known) / len(known) if known else None
 
@@ -207,7 +207,7 @@ class Entry(Strict):
         return tuple(row for row in self.quality if isinstance(row, Evaluated))
 
     def known(self, digest: Callable[[], str]) -> str:
-        """What is known of the pattern's quality on a checkpoint, in words; the last one counts.
+        """Say what is known of the pattern's quality on a checkpoint; the last evaluation counts.
 
         ``digest``, of the checkpoint's weights, is called only if there is anything to compare.
         """
@@ -320,5 +320,5 @@ def _one_line(error: Exception) -> str:
 
 
 def names(entries: Iterable[Entry]) -> str:
-    """The names of ``entries`` for a sentence."""
+    """Return the names of ``entries`` for a sentence."""
     return ", ".join(entry.name for entry in entries)

@@ -39,7 +39,7 @@ _OFF = ("off", "none", "no", "false", "0", "all", "disable", "disabled")
 
 @dataclass(frozen=True)
 class Resolved:
-    """What a pattern value came to, and in words where it came from.
+    """Pattern that a value stands for, and in words where it came from.
 
     ``slopes`` are those that the pattern folds by, if it does.
     """
@@ -58,7 +58,7 @@ class Library:
 
     @classmethod
     def default(cls) -> Library:
-        """The patterns shipped with the package, then the folders of SGLANG_INDEXCACHE_LIBRARY."""
+        """Open the patterns of the package, then the folders of SGLANG_INDEXCACHE_LIBRARY."""
         extra = [Path(p) for p in os.environ.get(LIBRARY_VARIABLE, "").split(os.pathsep) if p]
         return cls([shipped("patterns"), *extra])
 
@@ -76,7 +76,7 @@ class Library:
         return [read_folder(folder) for folder in self.folders]
 
     def get(self, name: str) -> Entry:
-        """The entry called ``name``; LibraryError with the known names if there is none."""
+        """Return the entry called ``name``; a LibraryError has the known names."""
         if name in self.entries:
             return self.entries[name]
         if "<" in name:
@@ -93,7 +93,7 @@ class Library:
         )
 
     def for_checkpoint(self, checkpoint: Checkpoint) -> list[Entry]:
-        """The entries whose model is recognised in ``checkpoint`` and whose pattern fits it."""
+        """Return the entries whose model is ``checkpoint``'s and whose pattern fits it."""
         return [
             entry
             for entry in self.entries.values()
@@ -122,6 +122,40 @@ class Library:
             PatternError, LibraryError: naming what is wrong with ``value``.
             CheckpointError: slopes that are another model's.
         """
+        found = self.parse(value, checkpoint, files=files)
+        if not found.pattern.is_folded:
+            return found
+        if not folding:
+            found.pattern.check_unfolded("this command")
+        if (slopes := found.slopes) is None:
+            beside = (Path(split_suffix(value)[0]).parent,) if names_a_file(value) else ()
+            slopes = self._slopes(value, found.pattern.suffix.slopes, beside)
+        if checkpoint is not None:
+            slopes.check_model(checkpoint)
+            slopes.check_pattern(found.pattern)
+        return replace(found, slopes=slopes)
+
+    def to_send(self, value: str) -> str:
+        """Return what to tell a server in place of ``value``: it reads no file of this machine.
+
+        Raises:
+            PatternError, LibraryError: a file that is none, or cannot be read.
+        """
+        if names_a_file(value):
+            return str(self.parse(value).pattern)
+        if "<" in value or not value.endswith(SLOPES_FILE):
+            return value
+        name, suffix = split_suffix(value)
+        return f"{name}{replace(suffix, slopes=_read_slopes(suffix.slopes, files=True).digest)}"
+
+    def parse(
+        self, value: str, checkpoint: Checkpoint | None = None, *, files: bool = True
+    ) -> Resolved:
+        """Do as :meth:`resolve`, without looking for slopes that are named by their digest.
+
+        Raises:
+            PatternError, LibraryError: naming what is wrong with ``value``.
+        """
         name, suffix = split_suffix(value)
         found, slopes = self._resolve(name, checkpoint, files), None
         if suffix.slopes.endswith(SLOPES_FILE):
@@ -129,20 +163,10 @@ class Library:
             suffix = replace(suffix, slopes=slopes.digest)
         if suffix != Suffix():
             found = _with_suffix(value, name, found, suffix)
-        if not found.pattern.is_folded:
-            return found
-        if not folding:
-            found.pattern.check_unfolded("this command")
-        if slopes is None:
-            beside = (Path(name).parent,) if names_a_file(name) else ()
-            slopes = self._slopes(value, found.pattern.suffix.slopes, beside)
-        if checkpoint is not None:
-            slopes.check_model(checkpoint)
-            slopes.check_pattern(found.pattern)
         return replace(found, slopes=slopes)
 
     def _slopes(self, value: str, digest: str, beside: tuple[Path, ...]) -> Slopes:
-        """The slopes of this digest, from a file in one of the library's folders or ``beside``."""
+        """Return the slopes of this digest, from a file in a library folder or ``beside``."""
         if not digest:
             raise PatternError(
                 f"{quoted(value)} folds indexers and does not say by which slopes. Fit them to "
@@ -238,14 +262,14 @@ def names_a_file(value: str) -> bool:
 def _read_slopes(path: str, files: bool) -> Slopes:
     if not files:
         raise PatternError(
-            f"{path!r} is a file, and a server reads none for whoever can reach it. Name the "
-            "slopes by their digest, as the server's own pattern does."
+            f"{path!r} is a file, and a server reads none for whoever can reach it. Leave it out: "
+            "a server folds by the slopes that it was started with."
         )
     return Slopes.read(Path(path))
 
 
 def _with_suffix(value: str, name: str, found: Resolved, asked: Suffix) -> Resolved:
-    """What a name came to, with the suffix behind the name; the pattern may have its own."""
+    """Add a suffix to the pattern of a name, which may have its own."""
     own = found.pattern.suffix
     if asked.window and own.window:
         raise PatternError(

@@ -15,9 +15,9 @@ from typing import Any, Literal
 from pydantic import Field
 
 from sglang_indexcache.checkpoint import Checkpoint
-from sglang_indexcache.errors import CheckpointError, LibraryError, PatternError
+from sglang_indexcache.errors import CheckpointError, LibraryError
 from sglang_indexcache.library.files import Strict
-from sglang_indexcache.pattern import FOLDED, SLOPES_FILE, Pattern
+from sglang_indexcache.pattern import SLOPES_FILE, Pattern, check_foldable
 from sglang_indexcache.support.files import write_whole
 
 
@@ -80,11 +80,15 @@ class Slopes(Strict):
     @cached_property
     def digest(self) -> str:
         """Twelve hex digits of the slopes and the checkpoint that they are for."""
-        numbers = [self.of(layer) for layer in range(len(self.layers))]
-        return sha256(json.dumps([self.checkpoint, numbers]).encode()).hexdigest()[:12]
+        return sha256(json.dumps([self.checkpoint, self.by_layer]).encode()).hexdigest()[:12]
+
+    @property
+    def by_layer(self) -> tuple[tuple[float, ...] | None, ...]:
+        """:meth:`of` of every layer."""
+        return tuple(self.of(layer) for layer in range(len(self.layers)))
 
     def of(self, layer: int) -> tuple[float, ...] | None:
-        """The slopes of a layer, one a head; None where the score stays exact."""
+        """Return the slopes of a layer, one a head; None where the score stays exact."""
         found = self.layers[layer]
         return found.slopes if found is not None and found.folds else None
 
@@ -114,12 +118,7 @@ class Slopes(Strict):
 
     def check_pattern(self, pattern: Pattern) -> None:
         """Raise PatternError where an L layer stays exact by these slopes."""
-        letters = enumerate(pattern.layers)
-        if exact := [i for i, kind in letters if kind == FOLDED and self.of(i) is None]:
-            raise PatternError(
-                f"layer {exact[0]} folds badly by the slopes {self.path} and stays exact, and is L "
-                "in the pattern. Make it F."
-            )
+        check_foldable(pattern, self.by_layer, str(self.path))
 
 
 _FIT = "Fit slopes to this one: indexcache fold calibrate."

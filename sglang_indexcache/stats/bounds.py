@@ -38,7 +38,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sglang_indexcache.stats.pairs import Differences, Floats
+from sglang_indexcache.stats.pairs import Differences, Flips, Floats
 
 FEW = 24
 """Contexts that differ below which the bet replaces t.
@@ -67,6 +67,13 @@ class Estimate:
 
     differences: Differences
 
+    @classmethod
+    def of(cls, values: Floats) -> Estimate:
+        """Take ``[..., n]`` independent values for contexts of one cell with a question each."""
+        count = values.shape[-1]
+        cells, questions = np.zeros(count, dtype=np.int64), np.ones(count, dtype=np.int64)
+        return cls(Differences(values, cells, (("", 0),), Flips(0, 0, count), questions))
+
     @cached_property
     def scaled(self) -> Floats:
         """[..., contexts]: differences weighted so that their plain mean is the estimate."""
@@ -86,12 +93,12 @@ class Estimate:
 
     @property
     def heaviest(self) -> float:
-        """By how much a context moves the mean at most, beside an average one's 1."""
+        """Most that a context moves the mean, where an average one counts 1."""
         return float(self._weights.max())
 
     @cached_property
     def differing(self) -> Any:
-        """How many contexts differ, as if all that do differed by the same.
+        """Number of contexts that differ, as if all that do differed by the same.
 
         ``(sum x^2)^2 / sum x^4``: a context that lost all answers outweighs many that lost one, and
         the standard error rests on it alone. Nor more than ``sum x^2`` holds squares of the largest
@@ -101,6 +108,7 @@ class Estimate:
         """
         squares = self.scaled**2
         total = squares.sum(axis=-1)
+        # Where nothing differs this is 0 / 0, and 0 is returned.
         with np.errstate(divide="ignore", invalid="ignore"):
             alike, steps = total**2 / (squares**2).sum(axis=-1), total / self._step**2
         return np.where(total > 0, np.minimum(alike, steps), 0.0)[()]
@@ -117,12 +125,12 @@ class Estimate:
 
     @property
     def spread(self) -> tuple[float, float, float]:
-        """As `power.Design` takes it: a context's deviation, share that differ, heaviest."""
+        """Arguments for ``Design.needed``: a context's deviation, share that differ, heaviest."""
         count = len(self.differences)
         return float(self.error) * count**0.5, float(self.differing) / count, self.heaviest
 
     def lower(self, z: float) -> Any:
-        """What the mean is above, except with the one-sided error of the look's boundary ``z``.
+        """Return the one-sided lower confidence bound of the mean at the look's boundary ``z``.
 
         The bet too is held to the error of this look. At the whole alpha it would be valid by
         itself, but a run whose early looks are judged by it and its later ones by t would spend
@@ -131,8 +139,20 @@ class Estimate:
         return self._bound(1.0, z)
 
     def upper(self, z: float) -> Any:
-        """What the mean is below; see :meth:`lower`."""
+        """Return the upper confidence bound of the mean; see :meth:`lower`."""
         return -self._bound(-1.0, z)
+
+    def interval(self, confidence: float = 0.95) -> tuple[Any, Any]:
+        """Return the two-sided interval of the mean, by t without its skewness alone.
+
+        Unlike :meth:`lower` it takes values of any size (losses in nats), for it never bets; so
+        what no value shows it does not know: see :func:`unseen`. Infinite if a cell has one value.
+        """
+        z = float(-_normal_quantile((1 - confidence) / 2))
+        # Equal values have no error, and `_half` gives no finite bound for that.
+        alike = self.error == 0
+        low, high = (self.mean - np.where(alike, 0.0, self._half(side)) for side in (z, -z))
+        return low[()], high[()]
 
     def guarded(self, z: float) -> Any:
         """:meth:`lower`, and low enough for losses of whole contexts of which none was seen.
@@ -143,10 +163,11 @@ class Estimate:
         return np.minimum(self.lower(z), -rare)
 
     def _bound(self, sign: float, z: float) -> Any:
-        """What ``sign`` times the mean is above."""
+        """Return the lower bound of ``sign`` times the mean."""
         found = np.array(sign * (self.mean - self._half(sign * z)))
         if np.any(self.exact):
             rows = sign * self.scaled[self.exact]
+            # A study's rows are mixed: t holds for some, the bet for others.
             found[self.exact] = _bet(rows, self.heaviest, error_above(z))
         return found[()]
 
@@ -154,6 +175,8 @@ class Estimate:
     def _weights(self) -> Floats:
         cells, questions = self.differences.cells, self.differences.questions
         asked = np.bincount(cells, questions)
+        # A cell counts 1 / cells and a context its share of the cell's questions; all times the
+        # number of contexts, so that their plain mean is the estimate.
         weights: Floats = len(cells) * questions / (asked.size * asked[cells])
         return weights
 
@@ -164,12 +187,13 @@ class Estimate:
 
     def _by_cell(self, values: npt.NDArray[Any]) -> Floats:
         """[..., contexts] to their sums [..., cells]."""
+        # A product with 0 and 1, for np.bincount takes no leading dimensions.
         found: Floats = values @ np.eye(self._counts.size)[self.differences.cells]
         return found
 
     @property
     def _step(self) -> Any:
-        """By how much one lost question moves the mean at most, as differences are scaled.
+        """Most that one lost question moves the mean, as differences are scaled.
 
         Of right and wrong answers behind a context; where scores are finer, what they typically
         differ by in that cell, but no less than over all.
@@ -180,6 +204,7 @@ class Estimate:
         with np.errstate(divide="ignore", invalid="ignore"):
             typical = np.sqrt(squares / differ)
             overall = np.sqrt(squares.sum(axis=-1) / differ.sum(axis=-1))[..., None]
+        # Where nothing differs yet a step is taken to be a whole question.
         finer = np.where(differ > 0, np.maximum(typical, overall), np.inf)
         return (len(self.differences) / (counts.size * counts) * np.minimum(whole, finer)).max(-1)
 
@@ -195,12 +220,13 @@ class Estimate:
         """[..., cells]: what each adds to the variance of the mean."""
         counts, squares = self._counts, self._by_cell(self._residuals**2)
         with np.errstate(divide="ignore", invalid="ignore"):
+            # One context tells no variance: infinite, so that nothing is claimed of its cell.
             found: Floats = counts / (counts - 1) * squares / len(self.differences) ** 2
         return np.where(counts > 1, found, np.inf)
 
     @cached_property
     def _freedom(self) -> Any:
-        """Of Student's t, at least 1.
+        """Degrees of freedom of Student's t, at least 1.
 
         By Welch and Satterthwaite, and never more than the contexts that differ have: the others
         add nothing to the standard error, and nothing to what is known of it. Without that cap,
@@ -210,21 +236,24 @@ class Estimate:
         parts = self._variances
         with np.errstate(divide="ignore", invalid="ignore"):
             welch = parts.sum(axis=-1) ** 2 / (parts**2 / (self._counts - 1)).sum(axis=-1)
+        # fmax, for Welch's is nan where no cell has a variance.
         return np.fmax(1.0, np.minimum(welch, self.differing - 1))
 
     def _half(self, z: float) -> Any:
         """Distance from the mean to its bound at ``z``, negative for negative ``z``."""
         known = (self.error > 0) & (self.error < np.inf)
+        # By the small tail, where 1 - error would round to 1.
         t = -student_quantile(error_above(abs(z)), self._freedom) * np.sign(z)  # accurate tail
         with np.errstate(divide="ignore", invalid="ignore"):
             skew = (self._residuals**3).sum(axis=-1) / len(self.differences) ** 3 / self.error**3
+            # Hall's inverse has t as its limit, but divides by the skewness.
             hall = 3 / skew * (np.cbrt(1 + skew * (t - skew / 6)) - 1)
             half = np.where(np.abs(skew) > 1e-6, hall, t) * self.error
         return np.where(known, half, np.inf * np.sign(z))
 
 
 def unseen(contexts: int, alpha: float, heaviest: float = 1.0) -> float:
-    """The largest mean loss of which a run sees nothing with a probability of ``alpha``.
+    """Return the largest mean loss of which a run sees nothing with probability ``alpha``.
 
     By losing a few contexts whole: the exact form of the rule of three. Of the losses of mean
     ``m`` among independent contexts that move the mean by ``heaviest`` at most, none is seen with
@@ -234,7 +263,7 @@ def unseen(contexts: int, alpha: float, heaviest: float = 1.0) -> float:
 
 
 def capital(values: Floats, largest: float, null: Any) -> Any:
-    """What a bet that the mean is above ``null`` has made of one unit.
+    """Return the wealth of a betting martingale (start 1) against H0: the mean is ``null`` or less.
 
     Its mean is at most 1 if the mean of the independent ``values`` is at most ``null``: the product
     of their means is largest if they are equal, and then every factor's mean is at most 1.
@@ -247,20 +276,30 @@ def capital(values: Floats, largest: float, null: Any) -> Any:
     null = np.asarray(null)[..., None]
     gains = (values - null) / (largest + null)
     with np.errstate(divide="ignore"):
+        # The worst value loses the whole stake; rounding must not make it lose more.
         logs = np.array([np.log1p((stake * gains).clip(-1.0)).sum(axis=-1) for stake in STAKES])
+    # exp overflows above 709, and a wealth of e^700 decides as well.
     return np.exp(np.minimum(logs, 700.0)).mean(axis=0)
 
 
 def error_above(z: float) -> float:
-    """The normal probability above ``z``."""
+    """Return the normal probability above ``z``."""
     from scipy.special import ndtr
 
     return float(ndtr(-z))
 
 
+def _normal_quantile(probability: float) -> float:
+    """Return the value that a standard normal one stays below so often."""
+    from scipy.special import ndtri
+
+    return float(ndtri(probability))
+
+
 def _bet(values: Floats, largest: float, alpha: float) -> Floats:
-    """The largest means [rows] that the bet rules out from below; ``-largest`` if none."""
+    """Return the largest means [rows] that the bet rules out from below; ``-largest`` if none."""
     low, high = np.full(len(values), -largest), np.full(len(values), largest)
+    # Wealth falls as the null rises, so there is one place where it crosses 1 / alpha.
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         won = capital(values, largest, middle) * alpha > 1
@@ -269,7 +308,7 @@ def _bet(values: Floats, largest: float, alpha: float) -> Floats:
 
 
 def student_quantile(probability: float, freedom: Any) -> Any:
-    """The value that Student's t stays below so often; 0.975 bounds a two-sided interval of 95 %.
+    """Return Student's quantile; that of 0.975 bounds a two-sided interval of 95 %.
 
     Args:
         freedom: degrees of freedom, above 0; a number, or an array of them.

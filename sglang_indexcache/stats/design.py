@@ -66,7 +66,7 @@ class Design:
 
     @property
     def fractions(self) -> tuple[float, ...]:
-        """Of the contexts, at each look.
+        """Shares of the contexts at each look.
 
         A plan rounds up to whole rounds over its cells, so looks come a little later than here.
         That costs nothing: with these boundaries it only lowers the error, to 0.047 at most.
@@ -108,7 +108,7 @@ class Design:
         return high
 
     def _needed(self, margin: float, deviation: float, differing: float, heaviest: float) -> float:
-        """By the bet, or by t as soon as enough contexts differ for it.
+        """Return the contexts for the bet, or for t as soon as enough contexts differ for it.
 
         For t the normal size, and half a squared boundary for not knowing the deviation (Guenther
         1981, American Statistician 35:243), which the contexts that differ alone can tell. The bet
@@ -203,7 +203,7 @@ def spent(fraction: float, alpha: float) -> float:
 
 @cache
 def boundaries(fractions: tuple[float, ...], alpha: float) -> tuple[float, ...]:
-    """What a standard normal statistic must reach at each look, one-sided.
+    """Return the boundary of a standard normal statistic at each look, one-sided.
 
     Args:
         fractions: of the planned contexts at each look, rising, at most 1.
@@ -222,7 +222,7 @@ def boundaries(fractions: tuple[float, ...], alpha: float) -> tuple[float, ...]:
 def crossing_probability(
     fractions: Sequence[float], bounds: Sequence[float], drift: float = 0.0
 ) -> float:
-    """How often a statistic reaches one of its bounds, z at each look.
+    """Return the probability that a statistic reaches one of its bounds, z at each look.
 
     Args:
         fractions: of the planned contexts at each look.
@@ -276,5 +276,5 @@ def _crossing(
 
 @cache
 def _nodes() -> tuple[Floats, Floats]:
-    """Of Gauss and Legendre on -1 to 1, with their weights: an eigenvalue problem to solve once."""
+    """Return Gauss-Legendre nodes on -1 to 1, and weights: an eigenvalue problem to solve once."""
     return np.polynomial.legendre.leggauss(NODES)

@@ -51,7 +51,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Flips:
-    """How many of the ``pairs`` of questions the second arm lost and won against the first."""
+    """Numbers of the ``pairs`` of questions that the second arm lost and won against the first."""
 
     lost: int
     won: int

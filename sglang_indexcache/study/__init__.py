@@ -1,1 +1,1 @@
-"""What every run of hours needs: identity, resume, interruption, cost, provenance and figures."""
+"""Needs of every run of hours: identity, resume, interruption, cost, provenance and figures."""

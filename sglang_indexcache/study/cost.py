@@ -1,4 +1,4 @@
-"""What a long run costs, told before it begins: tokens, hours, and where the rate comes from."""
+"""Cost of a long run, told before it begins: tokens, hours, and where the rate comes from."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SECONDS = 3600.0
 
 @dataclass(frozen=True)
 class Rate:
-    """How fast tokens are computed.
+    """Rate at which tokens are computed.
 
     Attributes:
         tokens_per_second: of everything that works at the same time, taken to be always busy.

@@ -190,7 +190,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def differences(then: Mapping[str, Any], now: Mapping[str, Any], of: str = "") -> Iterator[str]:
-    """What differs between two identities, by name; no long values and no hashes."""
+    """Yield what differs between two identities, by name; no long values and no hashes."""
     for name in sorted({*then, *now}):
         old, new = then.get(name), now.get(name)
         if old == new:
@@ -250,7 +250,7 @@ def claim(path: Path, identity: Mapping[str, Any], kind: str, error: type[IndexC
 
 @contextmanager
 def resumable(console: Console, output: Path, what: str = "what was done") -> Iterator[None]:
-    """A block that Ctrl-C or SIGTERM may end; says that the same command continues it.
+    """Let Ctrl-C or SIGTERM end the block, and say that the same command continues it.
 
     A batch system ends a job with SIGTERM: the same as Ctrl-C here. ``what`` is in the folder then.
 
@@ -308,7 +308,7 @@ class _LinesWithoutTerminal(Progress):
 
 
 def progress_at_most(console: Console) -> Progress:
-    """A bar with the most time that may be left: the work may end earlier. It goes when done.
+    """Make a bar with the most time that may be left: work may end earlier. It goes when done.
 
     Without a terminal it is a line now and then.
     """

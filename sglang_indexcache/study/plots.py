@@ -24,7 +24,7 @@ _UNIFORM = ((0.4, "#8db8e0"), (0.2, "#e8a79f"), (0.0, "#9ccfb2"))
 
 
 def pattern_color(pattern: Pattern) -> str:
-    """The colour that a pattern has in every figure, by its retention and kind."""
+    """Return the colour that a pattern has in every figure, by its retention and kind."""
     if not pattern.shared_layers:
         return FULL
     first, second, *_ = (*pattern.full_layers, len(pattern))
@@ -36,7 +36,7 @@ def pattern_color(pattern: Pattern) -> str:
 def make_figure(
     width: float, height: float, rows: int = 1, columns: int = 1, **shared: Any
 ) -> tuple[Any, list[Any]]:
-    """A matplotlib figure of so many inches without a window, and its axes in reading order.
+    """Make a matplotlib figure of so many inches without a window, and axes in reading order.
 
     ``shared`` is ``sharex`` and ``sharey`` as for ``Figure.subplots``.
     """

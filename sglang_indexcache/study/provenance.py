@@ -1,4 +1,4 @@
-"""Where numbers come from: which weights, which machine, which software. Standard library only."""
+"""Provenance of numbers: weights, machine, software. Standard library only."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _blocks(path: Path, size: int) -> Iterable[bytes]:
 
 
 def _tensor_bytes(path: Path, header: bytes) -> list[tuple[int, int]]:
-    """Where each tensor starts and ends behind a safetensors header, in that order."""
+    """Return where each tensor starts and ends behind a safetensors header, in that order."""
     try:
         tensors = json.loads(header)
         tensors.pop("__metadata__", None)
@@ -90,7 +90,7 @@ def package_version(*names: str) -> str | None:
 
 
 def machine() -> dict[str, Any]:
-    """This machine and its software, now.
+    """Describe this machine and its software, now.
 
     ``date`` (UTC, to the second), ``cpu`` (model name), ``cores`` (logical CPUs), ``gpus`` (name
     and driver of each, empty without), ``versions``, ``commit`` and ``load_before`` (the 1-minute
@@ -109,7 +109,7 @@ def machine() -> dict[str, Any]:
 
 
 def busy_cores(seconds: float = 1.0) -> float | None:
-    """How many cores' worth of work the machine does right now; None where Linux cannot tell."""
+    """Measure how many cores' worth of work the machine does now; None where Linux cannot tell."""
     before = _ticks()
     time.sleep(seconds)
     after = _ticks()
@@ -128,7 +128,7 @@ def _ticks() -> tuple[int, int] | None:
 
 
 def commit() -> str:
-    """This checkout's commit, with "+" if files were changed.
+    """Return this checkout's commit, with "+" if files were changed.
 
     Outside a checkout the value of ``INDEXCACHE_COMMIT``, or nothing.
     """
@@ -141,7 +141,7 @@ def commit() -> str:
 
 
 def said(command: list[str]) -> list[str]:
-    """The lines that a command prints; none if it fails or is not there."""
+    """Return the lines that a command prints; none if it fails or is not there."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):

@@ -15,7 +15,7 @@ from sglang_indexcache.errors import OutputError
 
 @contextmanager
 def writing(path: Path, *also: type[Exception]) -> Iterator[None]:
-    """A block that writes ``path``, so that a full disk is told in one sentence.
+    """Run a block that writes ``path``, so that a full disk is told in one sentence.
 
     Args:
         also: what a library raises besides OSError when a write fails.
@@ -36,7 +36,7 @@ def writing(path: Path, *also: type[Exception]) -> Iterator[None]:
 
 @contextmanager
 def replacing(path: Path, *also: type[Exception]) -> Iterator[Path]:
-    """A file to write to, which takes the place of ``path`` in one step when the block ends.
+    """Give a file to write to, which takes ``path``'s place in one step when the block ends.
 
     If that fails, ``path`` is as it was, and nothing of the new file stays. ``also`` is as for
     :func:`writing`.

@@ -26,7 +26,7 @@ def parse_length(text: str) -> int:
 
 
 def format_length(length: int) -> str:
-    """The shortest of the forms that :func:`parse_length` reads."""
+    """Return the shortest of the forms that :func:`parse_length` reads."""
     if length >= 1000 and length % 1000 == 0:
         return f"{length // 1000}K"
     if length >= 1024 and length % 1024 == 0:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def machine_text(limit: int) -> Iterator[str]:
-    """The standard library's sources, file by file in name order, at most ``limit`` characters."""
+    """Yield the standard library's sources by file name, at most ``limit`` characters."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     left = limit
     for path in sorted(folder.glob("*.py")):

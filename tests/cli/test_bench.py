@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from sglang_indexcache.bench.results import load
 from sglang_indexcache.cli import app
-from tests.bench.test_latency import CONFIG, HALF
+from sglang_indexcache.lab.bench.results import load
 from tests.fakes.server import FakeServer, serving
+from tests.lab.bench.test_latency import CONFIG, HALF
 
 HEAVY = {
     *("torch", "scipy", "matplotlib", "transformers", "sglang", "httpx"),
-    "sglang_indexcache.bench.results",
+    "sglang_indexcache.lab.bench.results",
 }
 
 
@@ -117,7 +117,7 @@ def test_a_plan_is_arithmetic() -> None:
     """No torch, and nothing that draws or talks to servers."""
     pytest.importorskip("aiconfigurator_core")
     plan = ("bench", "plan", "--model", "glm-5-fp8", "--context", "32K", "--pattern", "1/4")
-    assert loaded(*plan) == {"sglang_indexcache.bench.results"}
+    assert loaded(*plan) == {"sglang_indexcache.lab.bench.results"}
 
 
 def test_a_plan_as_json_has_the_gains_of_the_table() -> None:

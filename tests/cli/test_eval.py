@@ -10,13 +10,13 @@ from typer.testing import CliRunner, Result
 
 import sglang_indexcache
 from sglang_indexcache.cli import app
-from sglang_indexcache.evaluate.evaluation import load
+from sglang_indexcache.lab.evaluate.evaluation import load
 from sglang_indexcache.support.files import shipped
-from tests.evaluate.evaluate import evaluate
-from tests.evaluate.fake_server import Fake
-from tests.evaluate.harness_logs import lm_eval, plain
-from tests.evaluate.tasks.published import mrcr_row, prompt_row, write
 from tests.fakes.server import serving
+from tests.lab.evaluate.evaluate import evaluate
+from tests.lab.evaluate.fake_server import Fake
+from tests.lab.evaluate.harness_logs import lm_eval, plain
+from tests.lab.evaluate.tasks.published import mrcr_row, prompt_row, write
 
 TINY = Path(sglang_indexcache.__file__).parent / "demo" / "tiny-dsa"
 HALF, QUARTER = (shipped("patterns") / f"tiny-dsa-{name}.yaml" for name in ("1of2", "1of4"))
@@ -268,4 +268,7 @@ def test_a_damaged_file_ends_with_one_line(tmp_path: Path) -> None:
 def test_unknown_rows_are_refused() -> None:
     result = call("eval", "run", "--dry-run", "1/4", *FILES, "--rows", "sums=a.jsonl")
     assert result.exit_code == 1
-    assert "--rows sums=... is none of mrcr, graphwalks, longbench-v2, prompts" in words(result)
+    assert (
+        "--rows sums=... is none of mrcr, graphwalks, longbench-v2, aa-lcr, prompts, hotpotqa"
+        in words(result)
+    )

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from sglang_indexcache.adapter import Adapter
 from sglang_indexcache.cli import app
-from tests.heal.checkpoints import checkpoint
+from tests.lab.heal.checkpoints import checkpoint
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def test_an_interrupted_run_says_how_it_goes_on(
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("sglang_indexcache.heal.heal.heal", interrupted)
+    monkeypatch.setattr("sglang_indexcache.lab.heal.heal.heal", interrupted)
     heal = ["heal", "run", str(tmp_path), "--data", "machine", "-o", str(tmp_path / "adapter")]
     ended = runner.invoke(app, [*heal, "--pattern", "FS"])
     assert ended.exit_code != 0

@@ -11,8 +11,8 @@ from sglang_indexcache.cli import app
 from sglang_indexcache.serving.monitor import watch
 from tests.cli.test_eval import SMALL
 from tests.cli.test_search import TINY, documents
-from tests.evaluate.fake_server import Fake
 from tests.fakes.server import FakeServer, serving
+from tests.lab.evaluate.fake_server import Fake
 
 KEYS = {"api_key": "the-first-secret", "admin_api_key": "the-second-secret"}
 

@@ -3,7 +3,6 @@ import re
 from pathlib import Path
 
 import pytest
-from scipy import stats
 from typer.testing import CliRunner, Result
 
 import sglang_indexcache
@@ -11,6 +10,7 @@ from benchmarks.search_landscape import SyntheticEvaluator
 from sglang_indexcache.cli import app
 from sglang_indexcache.library import load_entry
 from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.stats.bounds import Estimate
 from tests.search.helpers import searched
 
 TINY = Path(sglang_indexcache.__file__).parent / "demo" / "tiny-dsa"
@@ -41,9 +41,11 @@ def test_every_method_leaves_valid_entries(tmp_path: Path, method: str, refine: 
         fresh = [
             evaluator.loss(p, range(4, 12)) for p in (Pattern(entry.pattern), Pattern.full(12))
         ]
-        interval = stats.ttest_rel(fresh[0], fresh[1]).confidence_interval(0.95)
+        interval = Estimate.of(fresh[0] - fresh[1]).interval(0.95)
         told = entry.method.details["held_out_added_loss"]
-        assert (told["low"], told["high"]) == pytest.approx(tuple(interval))
+        assert (told["low"], told["high"]) == pytest.approx(interval)
+        assert (told["documents"], told["lost"]) == (8, (fresh[0] > fresh[1]).sum())
+        assert told["worst"] == pytest.approx((fresh[0] - fresh[1]).max())
         assert entry.quality[1].score == pytest.approx(fresh[0].mean())
         before = entry.method.details["before_refinement"]["loss"]
         assert entry.quality[0].score <= before
@@ -105,6 +107,9 @@ def test_a_pattern_is_judged_by_data_that_did_not_choose_it(tmp_path: Path) -> N
     assert len(load_entry(tmp_path / "x-1of4.yaml").quality) == 1
     _, output = searched(tmp_path / "more", SyntheticEvaluator(12, 12), "1/4", held_out=8)
     assert "Judge it by that" in output
+    assert "1/4 held out: 95 % interval +" in output
+    assert "of 8 documents lose, number " in output
+    assert "with 8 documents, a loss that sits in up to 31 % of documents can go unseen" in output
 
 
 def test_says_the_budget_first_and_what_ran_last(tmp_path: Path) -> None:

@@ -47,6 +47,8 @@ def test_no_more_is_read_than_is_wanted(tmp_path: Path) -> None:
         ("a.jsonl", b'"caf\xe9"', r"line 1 is not UTF-8 .it holds the byte 0xe9"),
         ("a.json", b'{"a": 1}', r"a\.json does not hold a list of rows"),
         ("a.json", b'[{"a": 1}', r"a\.json is not JSON"),
+        ("a.csv", b'a,b\n1,"2', r"a\.csv is not CSV: unexpected end of data"),
+        ("a.csv", b"a,b\n1,caf\xe9\n", r"a\.csv is not UTF-8 .it holds the byte 0xe9"),
         ("a.parquet", b"PAR1 not", r"a\.parquet cannot be read as parquet after row 0"),
     ],
 )

@@ -125,6 +125,42 @@ def decided_prompt(oracle: Oracle, length: int, *patterns: Pattern, seed: int = 
     raise AssertionError(f"every prompt of {length} tokens has a near-tie")
 
 
+FLOAT32_ROUNDING = 1e-6
+"""Relative, of what is quantised: sums in another order differ by as much."""
+
+
+def steady_prompt(oracle: Oracle, length: int, pattern: Pattern) -> tuple[list[int], torch.Tensor]:
+    """A decided prompt in which no selection hangs on a step of e4m3 either, and its answer."""
+    for seed in range(0, 600, 20):
+        ids = decided_prompt(oracle, length, pattern, seed=seed)
+        expected = oracle.answer(ids, pattern).logprobs
+        with _noise(oracle):
+            nudged = [oracle.answer(ids, pattern).logprobs for _ in range(6)]
+        if all(torch.allclose(one, expected, rtol=0, atol=1e-4) for one in nudged):
+            return ids, expected
+    raise AssertionError(f"every prompt of {length} tokens hangs on a step of e4m3")
+
+
+@contextmanager
+def _noise(oracle: Oracle) -> Iterator[None]:
+    oracle.noise = FLOAT32_ROUNDING
+    torch.manual_seed(0)
+    yield
+    oracle.noise = 0.0
+
+
+def decided_answer(
+    oracle: Oracle, length: int, count: int, pattern: Pattern, seed: int = 0
+) -> tuple[list[int], list[int]]:
+    """Return a prompt and its ``count`` greedy tokens, of which none hangs on rounding."""
+    for candidate in range(seed, seed + 60):
+        ids = prompt(length, candidate)
+        tokens, gap = oracle.greedy(ids, count, pattern)
+        if gap > ROUNDING:
+            return ids, tokens
+    raise AssertionError(f"every answer to {length} tokens under {pattern} has a near-tie")
+
+
 def logprobs(client: Client, ids: list[int]) -> torch.Tensor:
     """Teacher-forced log-probabilities of every token but the first."""
     return batch_logprobs(client, [ids])[0]

@@ -18,13 +18,13 @@ from safetensors.torch import load_file, save_file
 
 from sglang_indexcache.adapter import Adapter, indexer_layer, write_adapter
 from sglang_indexcache.ask.client import Client
-from sglang_indexcache.heal.heal import HealOptions, heal
-from sglang_indexcache.heal.merge import merge
+from sglang_indexcache.lab.heal.heal import HealOptions, heal
+from sglang_indexcache.lab.heal.merge import merge
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.stored import SCALES, dequantised
 from tests.e2e.conftest import Serve, batch_logprobs, decided_prompt, logprobs
 from tests.e2e.test_parallel import SMALL_POOL, TWO_RANKS, check
-from tests.heal.checkpoints import quantise
+from tests.lab.heal.checkpoints import quantise
 from tests.oracle import Oracle
 
 PATTERN = Pattern("FFSFSS")  # a pipeline's second stage, which has three layers too, starts on F

@@ -15,12 +15,13 @@ import pytest
 from sglang_indexcache.ask.client import Client
 from sglang_indexcache.ask.launch import Server
 from sglang_indexcache.ask.stream import stream
-from sglang_indexcache.bench import latency
-from sglang_indexcache.bench.latency import Settings, TargetModel
-from sglang_indexcache.bench.results import Configuration, configurations, load
-from sglang_indexcache.bench.servers import RunningServers, StartedServers
 from sglang_indexcache.errors import BenchError, ServerError
+from sglang_indexcache.lab.bench import latency
+from sglang_indexcache.lab.bench.latency import Settings, TargetModel
+from sglang_indexcache.lab.bench.results import Configuration, configurations, load
+from sglang_indexcache.lab.bench.servers import RunningServers, StartedServers
 from tests.e2e.conftest import Serve, prompt
+from tests.preloaded import PreloadedServer
 
 SHARED = "FSFSFS"
 SETTINGS = Settings(lengths=(100, 260), rounds=1, new_tokens=6, watch_seconds=0.0)
@@ -38,8 +39,13 @@ def served(target: TargetModel) -> tuple[Configuration, ...]:
 
 
 def test_servers_one_at_a_time(
-    glm: Path, target: TargetModel, served: tuple[Configuration, ...], tmp_path: Path
+    glm: Path,
+    target: TargetModel,
+    served: tuple[Configuration, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("sglang_indexcache.lab.bench.servers.Server", PreloadedServer)
     servers = StartedServers(str(glm), POOL, tmp_path / "logs")
     result = latency.run(target, servers, served, SETTINGS, arguments=POOL)
     written = latency.write_latency(result, tmp_path)
@@ -82,7 +88,7 @@ def test_one_live_server_stands_for_all_patterns(
 def server(glm: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """An all-F server, for what it must refuse."""
     flags = ["--model-path", str(glm), "--attention-backend", "indexcache", *POOL]
-    with Server(flags, tmp_path_factory.mktemp("log") / "server.log") as started:
+    with PreloadedServer(flags, tmp_path_factory.mktemp("log") / "server.log") as started:
         started.wait_until_ready()
         yield started
 

@@ -13,9 +13,9 @@ from transformers import AutoTokenizer
 
 import sglang_indexcache
 from sglang_indexcache.ask.client import Client
-from sglang_indexcache.evaluate.corpus import Corpus
-from sglang_indexcache.evaluate.plan import EvaluationPlan, arms_of
-from sglang_indexcache.evaluate.run import EvaluationRequest, run_evaluation
+from sglang_indexcache.lab.evaluate.corpus import Corpus
+from sglang_indexcache.lab.evaluate.plan import EvaluationPlan, arms_of
+from sglang_indexcache.lab.evaluate.run import EvaluationRequest, run_evaluation
 from sglang_indexcache.pattern import Pattern
 from tests.e2e.conftest import ROUNDING, Serve
 from tests.oracle import Oracle

@@ -12,8 +12,10 @@ import pytest
 from openai import OpenAI
 
 from sglang_indexcache.ask.client import Client
+from sglang_indexcache.serving.cpu.platform import MAX_TOTAL_TOKENS
 from tests.e2e.conftest import Serve
 
+ROOT = Path(__file__).parents[2]
 TEXT = "def mean(values):\n    return sum(values) / len(values)\n" * 8
 
 
@@ -35,6 +37,14 @@ def test_upstream_override_really_skips(client: Client) -> None:
     [state] = client.states()
     assert state.pattern == "FSSFSS"
     assert "index_topk_freq" in state.source
+
+
+def test_the_platforms_defaults_are_those_of_the_page(client: Client) -> None:
+    page = " ".join((ROOT / "docs/serving.md").read_text().split())
+    info = client.server_info()
+    running, chunk = info["max_running_requests"], info["chunked_prefill_size"]
+    assert f"with a KV pool of {MAX_TOTAL_TOKENS:,} tokens, {running} running requests" in page
+    assert f"prefill chunks of {chunk:,} tokens" in page
 
 
 def test_chat(openai: OpenAI) -> None:

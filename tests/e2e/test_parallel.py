@@ -78,10 +78,15 @@ class TestDpAttention:
 
     @pytest.mark.parametrize("text", ["FFFFFF", "FFSSFS", "FSSSFS"])
     def test_agrees_with_the_oracle(self, dp_attention: Client, oracle: Oracle, text: str) -> None:
-        """One prompt leaves the other rank idle; four of unequal lengths give unequal batches."""
+        """One prompt leaves the other rank idle; four of unequal lengths give unequal batches.
+
+        An idle rank is padded only while the other decodes; of a prefill its layers see nothing.
+        """
         for state in dp_attention.switch_pattern(text):
             assert state.pattern == text
         check(dp_attention, oracle, Pattern(text), (1, 300, 66, 129))
+        greedy(dp_attention, prompt(20, 701), 4)
+        assert sum(state.idle_forwards for state in dp_attention.states()) > 0
 
     def test_doctor_hears_every_rank(self, dp_attention: Client) -> None:
         said = io.StringIO()

@@ -8,7 +8,6 @@ float32 prompts are ones for which the oracle itself sees no such tie.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -26,6 +25,7 @@ from tests.e2e.conftest import (
     greedy,
     logprobs,
     prompt,
+    steady_prompt,
 )
 from tests.oracle import Oracle
 
@@ -161,31 +161,7 @@ def test_fp8_index_keys(served_fp8: tuple[Client, Oracle]) -> None:
     assert client.states()[0].index_k_bytes_per_token == 3 * (128 + 4)
     unquantised = Oracle(oracle.folder, torch.float32)
     for length in (1, 64, 65, 130, 160):
-        ids, expected = _steady(oracle, length, pattern)
+        ids, expected = steady_prompt(oracle, length, pattern)
         answer = logprobs(client, ids)
         torch.testing.assert_close(answer, expected, rtol=0, atol=1e-3)
     assert (answer - unquantised.answer(ids, pattern).logprobs).abs().max() > 1e-3
-
-
-FLOAT32_ROUNDING = 1e-6
-"""Relative, of what is quantised: sums in another order differ by as much."""
-
-
-def _steady(oracle: Oracle, length: int, pattern: Pattern) -> tuple[list[int], torch.Tensor]:
-    """A decided prompt in which no selection hangs on a step of e4m3 either, and its answer."""
-    for seed in range(0, 600, 20):
-        ids = decided_prompt(oracle, length, pattern, seed=seed)
-        expected = oracle.answer(ids, pattern).logprobs
-        with _noise(oracle):
-            nudged = [oracle.answer(ids, pattern).logprobs for _ in range(6)]
-        if all(torch.allclose(one, expected, rtol=0, atol=1e-4) for one in nudged):
-            return ids, expected
-    raise AssertionError(f"every prompt of {length} tokens hangs on a step of e4m3")
-
-
-@contextmanager
-def _noise(oracle: Oracle) -> Iterator[None]:
-    oracle.noise = FLOAT32_ROUNDING
-    torch.manual_seed(0)
-    yield
-    oracle.noise = 0.0

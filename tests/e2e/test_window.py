@@ -12,7 +12,14 @@ from sglang_indexcache.ask.client import Client
 from sglang_indexcache.ask.protocol import named
 from sglang_indexcache.errors import ServerError
 from sglang_indexcache.pattern import Pattern
-from tests.e2e.conftest import ROUNDING, Serve, decided_prompt, greedy, logprobs, prompt
+from tests.e2e.conftest import (
+    ROUNDING,
+    Serve,
+    decided_answer,
+    decided_prompt,
+    greedy,
+    logprobs,
+)
 from tests.oracle import Oracle
 
 PATTERNS = [Pattern(text) for text in ("FSSSFS", "FSSSFS+w8", "FFSSSS+w20", "FFFFFF+w8", "FFFFFF")]
@@ -52,22 +59,15 @@ def test_requests_of_one_batch_have_windows_of_their_own(client: Client, oracle:
     """Sent as one request: they are prefilled and decoded together."""
     client.flush_cache()
     before = client.states()[0].mixed_forwards
-    asked = []
-    for pattern in PATTERNS:
-        for seed in range(60):
-            ids = prompt(150, 2000 + seed)
-            expected, gap = oracle.greedy(ids, 24, pattern)
-            if gap > ROUNDING:
-                asked.append((ids, pattern, expected))
-                break
+    asked = [(pattern, *decided_answer(oracle, 150, 24, pattern, 2000)) for pattern in PATTERNS]
     replies = client.generate(
-        input_ids=[ids for ids, _, _ in asked],
+        input_ids=[ids for _, ids, _ in asked],
         sampling_params=[
             {"max_new_tokens": 24, "temperature": 0.0, "ignore_eos": True} | named(str(pattern))
-            for _, pattern, _ in asked
+            for pattern, _, _ in asked
         ],
     )
-    for reply, (_, pattern, expected) in zip(replies, asked, strict=True):
+    for reply, (pattern, _, expected) in zip(replies, asked, strict=True):
         assert reply["output_ids"] == expected, pattern
         assert reply["meta_info"]["indexcache_pattern"] == [str(pattern)]
     assert client.states()[0].mixed_forwards > before

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -105,6 +105,7 @@ def rehearse(driver: Path, models: Models, tmp_path_factory: pytest.TempPathFact
         backend: str = "indexcache",
         family: str = "glm-5",
         mutant: str = "",
+        variables: Sequence[tuple[str, str]] = (),
     ) -> Iterator[Any]:
         command = [
             *("--model-path", str(models(family))),
@@ -115,7 +116,7 @@ def rehearse(driver: Path, models: Models, tmp_path_factory: pytest.TempPathFact
         ]
         log = logs / f"{len(list(logs.iterdir()))}.log"
         with PreloadedServer(
-            command, log, env=environment, late={mutants.VARIABLE: mutant}
+            command, log, env=environment, late={mutants.VARIABLE: mutant, **dict(variables)}
         ) as server:
             try:
                 client = server.wait_until_ready()

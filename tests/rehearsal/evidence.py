@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from base64 import b64decode
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 
 from sglang_indexcache.ask.client import Client
 from sglang_indexcache.pattern import Pattern
@@ -197,6 +199,28 @@ def overlaps(client: Client, model: Path) -> None:
     for layer, (rows, shared) in seen().items():
         rows, shared = rows - before[layer][0], shared - before[layer][1]
         assert abs(shared / rows - float(matrix[others[layer], layer])) < 0.05
+
+
+def returned_selections(client: Client, model: Path) -> None:
+    """Decode steps tell what each layer used: S layers their F layer's list, F layers their own.
+
+    The lists of F layers are those of transformers but for bfloat16's near-ties.
+    """
+    pattern, length, steps = Pattern(QUARTER), LENGTHS[0], 12
+    client.flush_cache()
+    reply = _ask(client, length, tokens=steps, return_indexer_topk=True)
+    ids = prompt(length) + reply["output_ids"][:-1]
+    evaluator = TransformersEvaluator(model, Calibration((tuple(ids),), 1, "rehearsal"))
+    told = np.frombuffer(b64decode(reply["meta_info"]["indexer_topk"]), dtype=np.int32)
+    lists = told.reshape(len(ids), len(pattern), -1)[:, :, : evaluator.topk]
+    expected = evaluator.selected(tuple(ids), pattern)
+    for layer, source in enumerate(pattern.sources):
+        assert (lists[:, layer] == lists[:, source]).all()
+    for layer in pattern.full_layers:
+        for query in range(length, len(ids)):
+            chosen = set(lists[query, layer].tolist())
+            assert len(chosen) == evaluator.topk
+            assert len(chosen & set(expected[layer][query].tolist())) > 0.9 * evaluator.topk
 
 
 def _states(client: Client) -> list[dict[str, Any]]:

@@ -75,6 +75,7 @@ class Case:
         is_pair: whether it is two servers, of which one prefills and one decodes.
         family: of its checkpoint.
         rehearses: features of SGLang, by their names in ``preflight.refusals.FEATURES``.
+        variables: of the environment.
         shows: what tells that the feature was at work.
         same_chunks: whether a prompt is cut alike alone and in a batch. Where a chunk ends decides
             which of SGLang's two ways through attention its rows take, and they round differently.
@@ -92,6 +93,7 @@ class Case:
     is_pair: bool = False
     family: str = "glm-5"
     rehearses: tuple[str, ...] = ()
+    variables: tuple[tuple[str, str], ...] = ()
     same_chunks: bool = True
     same_tokens: bool = True
     answers_judged: bool = True
@@ -166,6 +168,21 @@ CASES = [
         same_chunks=False,
         same_tokens=False,
         shows=(evidence.mixed_forwards, evidence.mixed_chunks),
+    ),
+    Case(
+        "mixed batches over FP8",
+        (*LIVE, *EAGER, *FP8_KV, "--enable-mixed-chunk", "--chunked-prefill-size", "128"),
+        rehearses=("mixed batches", "FP8 KV cache"),
+        same_chunks=False,
+        same_tokens=False,
+        shows=(evidence.mixed_forwards, evidence.mixed_chunks),
+    ),
+    Case(
+        "returned selections",
+        (*DECODE_GRAPHS, "--enable-metrics", "--enable-return-indexer-topk"),
+        variables=(("SGLANG_DSA_FUSE_TOPK", "0"),),
+        rehearses=("returned selections", "CUDA graphs"),
+        shows=(evidence.replays("decode_cuda_graph"), evidence.returned_selections),
     ),
     Case(
         "two-batch overlap",
@@ -261,7 +278,7 @@ def served(case: Case, rehearse: Rehearse, models: Models, mutant: str = "") -> 
     named = ["--indexcache-adapter", str(adapter)] if adapter.exists() else []
     flags = ["--indexcache-pattern", QUARTER, *case.flags, *named]
     start = partial(disaggregated, rehearse) if case.is_pair else rehearse
-    with start(*flags, family=case.family, mutant=mutant) as client:
+    with start(*flags, family=case.family, mutant=mutant, variables=case.variables) as client:
         yield client
 
 

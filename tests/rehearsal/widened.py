@@ -246,5 +246,14 @@ def _held_out() -> list[int]:
 
 
 def real_text(start: int, length: int) -> list[int]:
-    """Tokens of source files of Python's library that training never saw."""
-    return _held_out()[start : start + length]
+    """Return tokens of source files of Python's library that training never saw.
+
+    Raises:
+        ValueError: this Python's library has fewer.
+    """
+    tokens = _held_out()[start : start + length]
+    if len(tokens) < length:
+        raise ValueError(
+            f"{start + length} held-out tokens are wanted, {len(_held_out())} are there"
+        )
+    return tokens
