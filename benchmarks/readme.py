@@ -21,7 +21,6 @@ from benchmarks import (
     heal_study,
     quality_tables,
     search_tables,
-    window_tables,
 )
 from benchmarks.card import claims
 from benchmarks.card import record as card
@@ -45,7 +44,6 @@ PAGES = tuple(
         "docs/serving.md",
         "benchmarks/results/heal.md",
         "docs/patterns.md",
-        "benchmarks/results/window/README.md",
         "benchmarks/results/kernels/README.md",
         "benchmarks/results/kernels/h100.md",
     )
@@ -104,17 +102,6 @@ def _request_patterns(record: Any) -> str:
     return f"{markdown(header, rows, title)}\n{said}\n"
 
 
-def _window_digest(record: Any) -> str:
-    """Write the rows that a first reader needs."""
-    patterns = ("uniform:1/4", "1/4", "uniform:1/6")
-    shown = [
-        cell
-        for cell in record["cells"]
-        if cell["length"] == 512 and cell["pattern"] in patterns and cell["window"] in (0, 8)
-    ]
-    return window_tables.table(shown)
-
-
 def _of(key: str, make: Make) -> Make:
     """Make a part from one field of its record."""
     return lambda record: make(record[key])
@@ -149,11 +136,6 @@ PARTS: dict[str, tuple[Make, str]] = {
     "expect": (expect.table, "expect.json"),
     "expect-checks": (expect.checks, "expect.json"),
     "request-patterns": (_request_patterns, "request_patterns.json"),
-    "window": (_of("cells", window_tables.table), "window/result.json"),
-    "window-digest": (_window_digest, "window/result.json"),
-    "window-losses": (_of("losses", window_tables.table), "window/result.json"),
-    "window-search": (_of("searches", window_tables.searches_table), "window_search/result.json"),
-    "window-heal": (_of("healings", window_tables.healing_table), "window_search/result.json"),
     "card-line": (claims.line, "kernels/h100.json"),
     "card-measured": (claims.measured_table, "kernels/h100.json"),
     "card-refuted": (claims.refuted_table, "kernels/h100.json"),

@@ -19,7 +19,6 @@ from benchmarks import (
     heal_study,
     search_figures,
     small_checkpoint,
-    window_figures,
 )
 from benchmarks.fold import report as folding
 from benchmarks.paper import table_1, table_3
@@ -46,8 +45,6 @@ FIGURES: dict[str, tuple[str, Callable[[Path, Path], None]]] = {
     "fold/loss.png": ("fold/result.json", _of(folding.draw)),
     "heal.png": ("heal.json", _of(heal_study.draw)),
     "heal_data.png": ("heal_data.json", _of(heal_data.draw)),
-    "window/window.png": ("window/result.json", _of(window_figures.given_back)),
-    "window_search/found.png": ("window_search/result.json", _of(window_figures.searches)),
     "smollm2/one_pass.png": ("smollm2/one_pass.json", _of(one_pass.draw)),
     "smollm2/overlap.png": ("smollm2/searched.json", _of(searched.draw_lists)),
     "training_aware.png": ("training_aware.json", _of(table_3.draw)),

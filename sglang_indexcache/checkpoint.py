@@ -275,11 +275,10 @@ def pattern_from_sharing_keys(
     if text is not None:
         pattern = Pattern(text if isinstance(text, str) else "".join(text))
         pattern.check_length(num_layers)
-        if pattern.window or pattern.is_folded:
-            what = "no window" if pattern.window else "no folded layers"
+        if pattern.is_folded:
             raise PatternError(
-                f"index_topk_pattern is SGLang's own key and takes {what}, got {pattern}. Give "
-                "the pattern to --indexcache-pattern."
+                f"index_topk_pattern is SGLang's own key and takes no folded layers, got {pattern}."
+                " Give the pattern to --indexcache-pattern."
             )
         found["index_topk_pattern"] = pattern
     freq = values.get("index_topk_freq")

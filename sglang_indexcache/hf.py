@@ -2,9 +2,8 @@
 
 Every attention layer of such a model asks its indexer which tokens to attend to. Under
 :func:`share` an F layer's answer is held, and the S layers after it get that answer without
-running theirs; with a recent window, also the last tokens that it lacks. An L layer's answer, and
-that of an F layer with candidates, is by the folded score (``fold.py``): that shows quality, no
-speed.
+running theirs. An L layer's answer, and that of an F layer with candidates, is by the folded score
+(``fold.py``): that shows quality, no speed.
 """
 
 from __future__ import annotations
@@ -26,13 +25,6 @@ from sglang_indexcache.pattern import Pattern
 if TYPE_CHECKING:
     import torch
 
-_MASKED = ("eager", "sdpa")
-"""Attention of transformers that makes a mask of the selected positions."""
-
-_NO_WINDOW = "share() cannot give these layers a recent window, because {}. Name a pattern without."
-
-_MASK_ARGUMENT = 3
-"""Where every indexer takes its ``[B, S, T]`` mask, if not by name."""
 _CACHE_ARGUMENTS = ("cache", "past_key_values")
 """By which name an indexer takes its cache: in transformers 5.24, and in 5.19."""
 
@@ -44,13 +36,11 @@ class SharedForward:
     Attributes:
         layer: the F layer that chose ``indices``, by its place in the pattern; None before any.
         indices: ``[batch, queries, k]`` int32, the positions that it selected for each query.
-        wide: those with the pattern's recent window, once a layer has asked for them.
     """
 
     pattern: Pattern
     layer: int | None = None
     indices: torch.Tensor | None = None
-    wide: torch.Tensor | None = None
 
 
 @contextmanager
@@ -70,9 +60,8 @@ def share(model: Any, pattern: Pattern | str) -> Iterator[SharedForward]:
 
     Raises:
         CheckpointError: the model has no indexers, or, in its first forward, indexers that
-            answer with something else than ``[batch, queries, k]`` positions; the pattern has a
-            recent window and the model's layers cannot be given one; the pattern folds and the
-            model's indexers cannot be folded, or the slopes are another checkpoint's.
+            answer with something else than ``[batch, queries, k]`` positions; the pattern folds
+            and the model's indexers cannot be folded, or the slopes are another checkpoint's.
         PatternError, LibraryError: the pattern does not fit the model, or is unknown.
         StaleIndexError: in a forward whose layers run out of order (gradient checkpointing).
     """
@@ -90,8 +79,6 @@ def share(model: Any, pattern: Pattern | str) -> Iterator[SharedForward]:
         resolved = Library.default().resolve(str(pattern), checkpoint, folding=True)
     pattern = resolved.pattern
     pattern.check_checkpoint(checkpoint.own)
-    if pattern.window:
-        _check_window(model, attentions)
     select = _selections(model, attentions, resolved)
     sharing = SharedForward(pattern)
     with ExitStack() as stack:
@@ -144,14 +131,14 @@ def _switch(
     # Inside another share() the indexer's own forward is behind that one's switch.
     own = getattr(indexer.forward, "select", indexer.forward)
     select = folded or own
-    source, window = sharing.pattern.source_of(number), sharing.pattern.window_at(number)
+    source = sharing.pattern.source_of(number)
 
     def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
         if source == number:
             found: torch.Tensor = select(*args, **kwargs)
             _check_indices(found, indexer)
-            sharing.indices, sharing.layer, sharing.wide = found, number, None
-            return _with_window(sharing, window, args, kwargs) if window else found
+            sharing.indices, sharing.layer = found, number
+            return found
         if sharing.indices is None or sharing.layer != source:
             raise StaleIndexError(
                 f"layer {number} needs the indices of layer {source}, but layer {sharing.layer} "
@@ -162,49 +149,10 @@ def _switch(
             cache_layer = cache.layers[indexer.layer_idx]
             cache_layer.update_indexer = MethodType(_refuse_update, cache_layer)
         hidden = args[0] if args else kwargs["hidden_states"]
-        used = _with_window(sharing, window, args, kwargs) if window else sharing.indices
-        return used.to(hidden.device)  # layers may be spread over devices
+        return sharing.indices.to(hidden.device)  # layers may be spread over devices
 
     forward.select = own  # type: ignore[attr-defined]
     return forward
-
-
-def _check_window(model: Any, attentions: list[Any]) -> None:
-    """Refuse a window unless each S layer's list passes here, into attention that masks by it."""
-    if any(attention.indexer is None for attention in attentions):
-        raise CheckpointError(_NO_WINDOW.format("some of its layers have no indexer"))
-    if (kind := model.config._attn_implementation) not in _MASKED:
-        raise CheckpointError(
-            f"a recent window needs attention with a mask ({' or '.join(_MASKED)}), and this model "
-            f"was loaded with {kind}. Load it with attn_implementation='sdpa'."
-        )
-
-
-def _with_window(
-    sharing: SharedForward, window: int, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> torch.Tensor:
-    """Return the shared indices, extended by those of the last ``window`` visible tokens they lack.
-
-    Which tokens a query sees is told by the mask: caches may be padded and of a fixed size. The
-    model turns the list into a mask of its own, so an entry may stand there twice: rows that need
-    fewer entries than others repeat their first.
-    """
-    import torch
-
-    from sglang_indexcache.recent import last_tokens, union
-
-    assert sharing.indices is not None, "somebody selected"
-    if sharing.wide is None:
-        lists = sharing.indices
-        mask = kwargs["attention_mask"] if "attention_mask" in kwargs else args[_MASK_ARGUMENT]
-        if mask is None or mask.ndim != lists.ndim:
-            raise CheckpointError(_NO_WINDOW.format("its indexers get no mask by query and key"))
-        mask = mask.to(lists.device).expand(*lists.shape[:2], -1)
-        seen = mask if mask.dtype == torch.bool else mask == 0
-        numbers = torch.arange(1, seen.shape[-1] + 1, device=seen.device, dtype=lists.dtype)
-        wide = union(lists, last_tokens((seen * numbers).amax(-1), window, window))
-        sharing.wide = torch.where(wide < 0, lists[..., :1], wide)
-    return sharing.wide
 
 
 def _check_indices(found: Any, indexer: Any) -> None:

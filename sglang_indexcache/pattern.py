@@ -9,16 +9,15 @@ A third letter, L, is a layer that selects by its own folded score (``fold.py``)
 indexer, and S layers take from it as from an F layer: whoever does not fold takes it for an F.
 
 Behind the letters may stand, in this order, ``+c4`` (F layers choose among 4 k candidates of their
-folded score), ``+w8`` (S layers see, besides the list that they take, the last 8 tokens) and
-``@0123456789ab`` (by which slopes layers fold). They are part of the pattern wherever one is named
-or compared.
+folded score) and ``@0123456789ab`` (by which slopes layers fold). They are part of the pattern
+wherever one is named or compared.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from hashlib import sha256
@@ -29,17 +28,15 @@ from sglang_indexcache.errors import PatternError, quoted
 FULL = "F"
 SHARED = "S"
 FOLDED = "L"
-WIDEST_WINDOW = 1024
-"""Tokens; half of the list of a released model."""
 MOST_CANDIDATES = 64
 """Of a folded F layer, in lengths of its list."""
 SLOPES_FILE = ".slopes"
 """How the name of a file of slopes ends, which may stand in the place of their digest."""
 
 _INDEXER_TYPES = {FULL: "full", SHARED: "shared"}
-_NUMBERS = re.compile(r"(?:\+c([1-9][0-9]?))?(?:\+w([1-9][0-9]{0,3}))?\Z")
+_FACTOR = re.compile(r"\+c([1-9][0-9]?)\Z")
 _DIGEST = re.compile(r"@([0-9a-f]{12})\Z")
-_LEFT_OVER = re.compile(r"\+([cw]?)\d*\Z")
+_LEFT_OVER = re.compile(r"\+c?\d*\Z")
 
 
 @dataclass(frozen=True)
@@ -48,19 +45,16 @@ class Suffix:
 
     Attributes:
         factor: ``+cN``, how many times as many candidates an F layer folds for; 1 without.
-        window: ``+wN``, tokens; 0 without.
         slopes: behind ``@``, the first twelve hex digits of the slopes' digest, or of a name the
             path of their file; "" without.
     """
 
     factor: int = 1
-    window: int = 0
     slopes: str = ""
 
     def __str__(self) -> str:
         factor = f"+c{self.factor}" if self.factor > 1 else ""
-        window = f"+w{self.window}" if self.window else ""
-        return factor + window + (f"@{self.slopes}" if self.slopes else "")
+        return factor + (f"@{self.slopes}" if self.slopes else "")
 
 
 @dataclass(frozen=True)
@@ -107,23 +101,6 @@ class Pattern:
     def suffix(self) -> Suffix:
         """The suffix behind the letters."""
         return split_suffix(self.text)[1]
-
-    @property
-    def window(self) -> int:
-        """Number of the last tokens, a row's own included, that S layers see anyway; 0 without."""
-        return self.suffix.window
-
-    def window_at(self, layer: int) -> int:
-        """Return how many of the last tokens ``layer`` sees besides what was selected for it.
-
-        F layers see their own selection. Only where no layer is S do all of them see the window:
-        such a pattern is the control that shows what the window does by itself.
-        """
-        return 0 if self.shared_layers and self.is_full(layer) else self.window
-
-    def with_window(self, window: int) -> Pattern:
-        """Return this pattern with a window of ``window`` tokens in place of its own; 0: none."""
-        return self.with_suffix(replace(self.suffix, window=window))
 
     def with_suffix(self, suffix: Suffix) -> Pattern:
         """Return the same letters with another suffix in place of their own."""
@@ -193,10 +170,7 @@ class Pattern:
             told += f", {folded} of them folded"
         if (factor := self.suffix.factor) > 1:
             told += f"; F layers choose among {factor} k candidates of their folded score"
-        if not self.window:
-            return told
-        who = "S layers" if self.shared_layers else "as a control, all of them"
-        return f"{told}; {who} also see the last {self.window} tokens"
+        return told
 
     # -- making it ----------------------------------------------------------------------------
 
@@ -324,7 +298,7 @@ def split_suffix(text: str) -> tuple[str, Suffix]:
     """Split a pattern's suffix from the text before it.
 
     Args:
-        text: a pattern, or any name of one such as ``1/4+w8``, ``full+c4@MODEL.slopes``.
+        text: a pattern, or any name of one such as ``1/4``, ``full+c4@MODEL.slopes``.
 
     Raises:
         PatternError: it ends in something that was meant as a suffix and is none.
@@ -334,23 +308,15 @@ def split_suffix(text: str) -> tuple[str, Suffix]:
         name, slopes = text[: found.start()], found[1]
     elif text.endswith(SLOPES_FILE) and "@" in text:
         name, _, slopes = text.partition("@")
-    numbers = _NUMBERS.search(name)
-    assert numbers is not None, "it matches nothing, too"
-    factor, window = int(numbers[1] or 1), int(numbers[2] or 0)
-    rest = name[: numbers.start()]
-    left = _LEFT_OVER.search(rest)
-    if (left and left[1] == "c") or (numbers[1] and (left or not 1 < factor <= MOST_CANDIDATES)):
+    number = _FACTOR.search(name)
+    factor = int(number[1]) if number else 1
+    rest = name[: number.start()] if number else name
+    if _LEFT_OVER.search(rest) or (number and not 1 < factor <= MOST_CANDIDATES):
         raise PatternError(
-            f"candidates are written +cN behind the pattern and before +wN, with N from 2 to "
-            f"{MOST_CANDIDATES} lengths of a list (1 is the letter L), for example full+c4; got "
-            f"{quoted(text)}"
+            f"candidates are written +cN behind the pattern, with N from 2 to {MOST_CANDIDATES} "
+            f"lengths of a list (1 is the letter L), for example full+c4; got {quoted(text)}"
         )
-    if (left and not window) or window > WIDEST_WINDOW:
-        raise PatternError(
-            f"a recent window is written +wN behind the pattern, with N from 1 to {WIDEST_WINDOW} "
-            f"tokens, for example 1/4+w8; got {quoted(text)}"
-        )
-    return rest, Suffix(factor, window, slopes)
+    return rest, Suffix(factor, slopes)
 
 
 def _check_layers(layers: str) -> None:

@@ -8,7 +8,6 @@ is their own code with a line in the place of the ReLU.
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -21,8 +20,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from sglang_indexcache.pattern import Pattern
 
-_FORM = re.compile(r"([FSL]+)(?:\+c(\d+))?(?:\+w(\d+))?(?:@.*)?")
-"""Letters, candidates and window of a pattern's text."""
+_FORM = re.compile(r"([FSL]+)(?:\+c(\d+))?(?:@.*)?")
+"""Letters and candidates of a pattern's text."""
 
 
 @dataclass
@@ -90,7 +89,7 @@ class Oracle:
         """Run one sequence."""
         model = self._model(pattern)
         margins = [torch.full((len(ids),), torch.inf)]
-        with torch.no_grad(), self._watched(margins), _opened(model, pattern):
+        with torch.no_grad(), self._watched(margins):
             logits = model(torch.tensor([ids]), use_cache=False).logits[0].float()
         logprobs = logits.log_softmax(-1)[:-1]
         targets = torch.tensor(ids[1:], dtype=torch.int64)[:, None]
@@ -109,7 +108,7 @@ class Oracle:
         """
         margins: list[torch.Tensor] = []
         model = self._model(pattern)
-        with torch.no_grad(), self._watched(margins), _opened(model, pattern):
+        with torch.no_grad(), self._watched(margins):
             output = model.generate(
                 torch.tensor([ids]),
                 attention_mask=torch.ones(1, len(ids), dtype=torch.int64),
@@ -216,41 +215,6 @@ def _share(model: Any, pattern: Pattern) -> None:
             return held[0]
 
         indexer.forward = full if pattern.is_full(number) else shared
-
-
-@contextmanager
-def _opened(model: Any, pattern: Pattern) -> Iterator[None]:
-    """Let the layers that see the pattern's window attend to the last tokens, whatever was listed.
-
-    Eager attention gets a mask ``[B, 1, S, T]`` of 0 where a query attends; the queries are the
-    last S of T tokens.
-    """
-    form = _FORM.fullmatch(pattern.text)
-    assert form, pattern.text
-    kinds, window = form[1], int(form[3] or 0)
-    modelling = sys.modules[type(model).__module__]
-    original = modelling.eager_attention_forward
-
-    def attend(
-        module: Any,
-        query: Any,
-        key: Any,
-        value: Any,
-        attention_mask: torch.Tensor,
-        *args: Any,
-        **kw: Any,
-    ) -> Any:
-        if kinds[module.layer_idx] == "S" or "S" not in kinds:
-            queries, keys = query.shape[2], key.shape[2]
-            places = torch.arange(keys - queries, keys)[:, None] - torch.arange(keys)
-            attention_mask = attention_mask.masked_fill((places >= 0) & (places < window), 0.0)
-        return original(module, query, key, value, attention_mask, *args, **kw)
-
-    modelling.eager_attention_forward = attend
-    try:
-        yield
-    finally:
-        modelling.eager_attention_forward = original
 
 
 @contextmanager

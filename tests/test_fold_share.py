@@ -19,7 +19,7 @@ from tests.slopes import random_slopes
 
 LENGTH = 150
 """Tokens. Lists hold 64, so candidates of factor 2 leave something out too."""
-FORMS = ("LLLLLL", "FLLLFL", "LSSLSS", "FFFFFF+c2", "FSLFSS+c2+w5")
+FORMS = ("LLLLLL", "FLLLFL", "LSSLSS", "FFFFFF+c2", "FSLFSS+c2")
 
 
 @pytest.fixture(scope="module", params=("glm-5", "deepseek-v3.2"))

@@ -35,7 +35,6 @@ from tests.oracle import Oracle
 
 PRESETS = ("glm-5", "deepseek-v3.2")
 PATTERNS = ("FFFFFF", "FSFSFS", "FFSSSF", "FSSSSS")
-WINDOWS = ("FSFSFS+w1", "FFSSSF+w4", "FSSSSS+w40", "FFFFFF+w4")
 IDS = torch.randint(10, 512, (1, 100), generator=torch.Generator().manual_seed(0))
 
 
@@ -86,7 +85,7 @@ def is_untouched(model: Any) -> bool:
 def test_a_prefill_is_the_oracles_and_shared_indexers_do_not_run(folder: Path, model: Any) -> None:
     oracle = Oracle(folder, torch.float32, first_of_ties=False)
     ids = IDS[0].tolist()
-    for text in PATTERNS + WINDOWS:
+    for text in PATTERNS:
         counts: Counter[int] = Counter()
         hooks = runs(model, counts)
         with share(model, Pattern(text)) as sharing:
@@ -98,9 +97,6 @@ def test_a_prefill_is_the_oracles_and_shared_indexers_do_not_run(folder: Path, m
         picked = found.gather(1, IDS[0, 1:, None]).squeeze(1)
         expected = oracle.answer(ids, Pattern(text)).logprobs
         torch.testing.assert_close(picked, expected, rtol=0, atol=1e-5)
-        if text in WINDOWS:
-            plain = oracle.answer(ids, Pattern(text.partition("+")[0])).logprobs
-            assert not torch.allclose(expected, plain, atol=1e-3), text
 
 
 def eight_greedy_tokens(model: Any) -> torch.Tensor:
@@ -118,7 +114,7 @@ def eight_greedy_tokens(model: Any) -> torch.Tensor:
 
 def test_greedy_generation_with_a_cache_is_the_oracles(folder: Path, model: Any) -> None:
     oracle = Oracle(folder, torch.float32, first_of_ties=False)
-    for text in PATTERNS[1:] + WINDOWS[1:3]:
+    for text in PATTERNS[1:]:
         counts: Counter[int] = Counter()
         hooks = runs(model, counts)
         with share(model, text):
@@ -370,38 +366,6 @@ def test_indexers_of_another_kind_are_named_at_their_first_answer(
     with pytest.raises(CheckpointError, match=rf"{kind.__name__} does not answer with one list"):  # noqa: SIM117
         with share(model, "FSFSFS"):
             logits(model)
-
-
-# -- a recent window ------------------------------------------------------------------------------
-
-
-def test_a_window_ends_at_each_rows_own_newest_token(model: Any) -> None:
-    """Whatever lies around a row: padding before it, or the free places of a fixed cache."""
-    with share(model, "FSSSSS+w4"):
-        alone = logits(model)[0]
-        padded = torch.cat([torch.full((1, 7), 3), IDS], dim=1)
-        mask = torch.ones_like(padded)
-        mask[:, :7] = 0
-        left = logits(model, padded, attention_mask=mask)[0, 7:]
-        fixed = logits(
-            model,
-            past_key_values=StaticCache(config=model.config, max_cache_len=140),
-            use_cache=True,
-        )[0]
-    torch.testing.assert_close(left, alone, rtol=0, atol=1e-4)
-    torch.testing.assert_close(fixed, alone, rtol=0, atol=1e-4)
-
-
-def test_a_window_that_no_layer_can_be_given_is_refused(folder: Path, model: Any) -> None:
-    model.config._attn_implementation = "flash-mla"
-    try:
-        with (
-            pytest.raises(CheckpointError, match=r"attn_implementation='sdpa'"),
-            share(model, "FSSSSS+w4"),
-        ):
-            pass
-    finally:
-        model.config._attn_implementation = "eager"
 
 
 @pytest.mark.parametrize("wrong", [0.25, list("FSSS"), None])

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from sglang_indexcache.errors import PatternError
 from sglang_indexcache.pattern import (
     MOST_CANDIDATES,
-    WIDEST_WINDOW,
     Pattern,
     Suffix,
     split_suffix,
@@ -168,56 +167,12 @@ def test_a_digest_stands_for_one_pattern() -> None:
     assert all(re.fullmatch("[0-9a-f]{12}", digest) for digest in digests.values())
 
 
-# -- a recent window ------------------------------------------------------------------------------
-
-
-def test_a_window_is_part_of_a_pattern() -> None:
-    pattern = Pattern("FSSS+w8")
-    assert str(pattern) == "FSSS+w8"
-    assert (len(pattern), pattern.layers, pattern.window) == (4, "FSSS", 8)
-    assert pattern.full_layers == (0,)
-    assert pattern.sources == (0, 0, 0, 0)
-    assert pattern == Pattern("FSSS").with_window(8)
-    assert pattern.with_window(0) == Pattern("FSSS")
-    assert "the last 8 tokens" in pattern.summary()
-    pattern.check_checkpoint(Pattern("FFFF"))
-
-
-def test_patterns_that_differ_in_the_window_alone_are_two() -> None:
-    digests = {Pattern(text).digest for text in ("FSSS", "FSSS+w8", "FSSS+w16", "FFFF+w8", "FFFF")}
-    assert len(digests) == 5
-    assert Pattern("FSSS+w8") != Pattern("FSSS")
-    # What earlier versions wrote into keys and files still means the same.
-    assert Pattern("FSSS").digest == "b71d68e72c17"
-
-
-def test_s_layers_see_the_window_and_all_layers_where_none_is_s() -> None:
-    assert [Pattern("FSFS+w8").window_at(layer) for layer in range(4)] == [0, 8, 0, 8]
-    assert [Pattern("FFF+w8").window_at(layer) for layer in range(3)] == [8, 8, 8]
-    assert [Pattern("FSF").window_at(layer) for layer in range(3)] == [0, 0, 0]
-
-
-@pytest.mark.parametrize(
-    "text", ["FSSS+w0", "FSSS+w08", "FSSS+w1025", "FSSS+w99999", "FSSS+8", "FSSS+w", "FSSS+"]
-)
-def test_a_bad_window_is_one_clear_error(text: str) -> None:
-    with pytest.raises(PatternError, match=r"from 1 to 1024 tokens, for example 1/4\+w8"):
-        Pattern(text)
-
-
-@pytest.mark.parametrize("text", ["+w8", "FSSS+w8+w8", "FSSS +w8", "FSSS+W8"])
-def test_what_stands_before_a_window_is_checked_too(text: str) -> None:
-    with pytest.raises(PatternError):
-        Pattern(text)
-
-
 # -- folding --------------------------------------------------------------------------------------
 
 letters = st.tuples(st.sampled_from("FL"), st.text("FSL", max_size=90)).map("".join)
 suffixes = st.builds(
     Suffix,
     st.integers(1, MOST_CANDIDATES),
-    st.integers(0, WIDEST_WINDOW),
     st.just("") | st.text("0123456789abcdef", min_size=12, max_size=12),
 )
 
@@ -231,7 +186,7 @@ def test_letters_and_suffix_come_back_as_they_were_written(text: str, suffix: Su
             Pattern(f"{text}{suffix}")
         return
     pattern = Pattern(f"{text}{suffix}")
-    assert (pattern.layers, pattern.suffix, pattern.window) == (text, suffix, suffix.window)
+    assert (pattern.layers, pattern.suffix) == (text, suffix)
     assert str(pattern.with_suffix(suffix)) == str(pattern) == f"{text}{suffix}"
     assert pattern.is_folded is folds
 
@@ -263,29 +218,29 @@ def test_any_text_is_a_pattern_that_is_written_so_or_one_clear_error(text: str) 
     assert str(pattern) == text == f"{pattern.layers}{pattern.suffix}"
 
 
-@given(patterns, st.integers(0, WIDEST_WINDOW))
-def test_a_pattern_that_does_not_fold_is_what_it_always_was(pattern: Pattern, window: int) -> None:
+@given(patterns)
+def test_a_pattern_that_does_not_fold_is_what_it_always_was(pattern: Pattern) -> None:
     """Its text, and with that its digest, every key and every file."""
-    text = f"{pattern}+w{window}" if window else str(pattern)
-    again = pattern.with_window(window)
-    assert str(again) == text
-    assert again.digest == sha256(text.encode()).hexdigest()[:12]
-    assert not again.is_folded
-    again.check_unfolded("nobody")
+    assert str(pattern) == pattern.layers
+    assert pattern.digest == sha256(pattern.layers.encode()).hexdigest()[:12]
+    assert not pattern.is_folded
+    pattern.check_unfolded("nobody")
 
 
 def test_patterns_that_fold_otherwise_are_others() -> None:
     slopes = "@0123456789ab"
-    texts = ("FFFF", "LFFF", "FLLL", f"FLLL{slopes}", "FFFF+c4", "FFFF+c8", "FFFF+c4+w8")
+    texts = ("FFFF", "LFFF", "FLLL", f"FLLL{slopes}", "FFFF+c4", "FFFF+c8")
     texts += (f"FFFF+c4{slopes}", "FFFF+c4@0123456789ac")
     assert len({Pattern(text).digest for text in texts}) == len(texts)
 
 
 @pytest.mark.parametrize(
-    "text", ["FF+c", "FF+c0", "FF+c1", "FF+c04", "FF+c65", "FF+c999", "FF+c4+c4", "FS+w8+c4"]
+    "text", ["FF+c", "FF+c0", "FF+c1", "FF+c04", "FF+c65", "FF+c999", "FF+c4+c4", "FF+8", "FF+"]
 )
 def test_bad_candidates_are_one_clear_error(text: str) -> None:
-    with pytest.raises(PatternError, match=r"before \+wN, with N from 2 to 64 .* full\+c4"):
+    with pytest.raises(
+        PatternError, match=r"\+cN behind the pattern, with N from 2 to 64 .* full\+c4"
+    ):
         Pattern(text)
 
 
@@ -296,7 +251,7 @@ def test_bad_candidates_are_one_clear_error(text: str) -> None:
         ("FS@0123456789ab", "folds no layer"),
         ("FL@0123456789a", "contains '0'"),
         ("FL@0123456789AB", "contains '0'"),
-        ("FL@0123456789ab+w8", "contains '0'"),
+        ("FS+w8", r"contains '\+'"),
         ("FL@MODEL.slopes", "by their digest, not by a file"),
     ],
 )
@@ -306,8 +261,8 @@ def test_a_suffix_that_says_nothing_is_refused(text: str, message: str) -> None:
 
 
 def test_a_name_may_name_a_file_of_slopes() -> None:
-    assert split_suffix("1/4+c4@my/MODEL.slopes") == ("1/4", Suffix(4, 0, "my/MODEL.slopes"))
-    assert split_suffix("dir@v2/own.yaml+w8") == ("dir@v2/own.yaml", Suffix(1, 8))
+    assert split_suffix("1/4+c4@my/MODEL.slopes") == ("1/4", Suffix(4, "my/MODEL.slopes"))
+    assert split_suffix("dir@v2/own.yaml+c8") == ("dir@v2/own.yaml", Suffix(8))
 
 
 def test_folding_is_told_and_can_be_refused() -> None:

@@ -13,7 +13,7 @@ from sglang_indexcache.checkpoint import Checkpoint, pattern_from_sharing_keys
 from sglang_indexcache.errors import CheckpointError, LibraryError, PatternError, SearchError
 from sglang_indexcache.library import Library, Slopes, names_a_file
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.search.rules import window_of
+from sglang_indexcache.search.rules import Constraints, parse_targets
 from tests.slopes import random_slopes
 
 
@@ -41,7 +41,7 @@ def slopes(folder: Path, tmp_path: Path) -> Slopes:
         ("full+c4", "FFFFFF+c4"),
         ("folded", "LLLLLL"),
         ("folded:1/4", "FLLLFL"),
-        ("uniform:1/2+c2+w8", "FSFSFS+c2+w8"),
+        ("uniform:1/2+c2", "FSFSFS+c2"),
     ],
 )
 def test_any_form_of_a_pattern_may_name_them(
@@ -160,7 +160,7 @@ def test_sglangs_own_key_a_search_and_an_adapter_do_not_fold(tmp_path: Path) -> 
         pattern_from_sharing_keys({"index_topk_pattern": "FLLL"}, 4, tuple(range(4)))
     for target in ("1/2+c4", "1/2@0123456789ab"):
         with pytest.raises(SearchError, match="over F and S layers"):
-            window_of([target])
+            parse_targets([target], Constraints.make(Pattern.full(12)))
     digest = "0" * 64
     (tmp_path / "adapter.yaml").write_text(
         json.dumps(

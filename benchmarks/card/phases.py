@@ -213,7 +213,7 @@ def exact() -> list[Step]:
     load = "from sglang_indexcache.kernels import build, cuda\n"
     load += "for folder in build.FOLDERS: cuda.library(folder); print(build.build(folder).path)"
     warm = (PYTHON, "-m", "benchmarks.kernels.speed", "--compile-only", "--out", "{json}")
-    replays = ("tests/gpu/test_kernels.py", "-k", "replays or windows or key_store")
+    replays = ("tests/gpu/test_kernels.py", "-k", "replays or key_store")
     collect = (PYTHON, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider")
     start, capture = (
         tests("--seconds", "140", f"tests/gpu/test_{name}.py") for name in ("start", "capture")

@@ -1,10 +1,9 @@
-"""Measure patterns that nobody searched: Table 2's uniform rows, and the recent window.
+"""Measure patterns that nobody searched: Table 2's uniform rows, and SGLang's.
 
     python -m benchmarks.smollm2.blind runs/smollm2/dsa
 
-Rows of 4Ki of held-out books under all F, the paper's uniform patterns, SGLang's frequency
-schedule, and either with a recent window, each at two values of ``index_topk``. Writes
-smollm2/blind.json.
+Rows of 4Ki of held-out books under all F, the paper's uniform patterns and SGLang's frequency
+schedule, each at two values of ``index_topk``. Writes smollm2/blind.json.
 """
 
 from __future__ import annotations
@@ -22,11 +21,8 @@ from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.study.provenance import checkpoint_digest, machine
 from sglang_indexcache.support.files import write_json, write_whole
 
-NAMES = (
-    *("1/4", "1/4 freq", "1/4+w8", "1/2", "1/2 freq", "1/8", "1/8 freq", "1/4+w64"),
-    *("1/4 freq+w8", "1/2+w8", "1/8+w8"),
-)
-QUICK = {"rows": 2, "length": 1024, "names": ["1/4", "1/4+w8"], "topks": [128]}
+NAMES = ("1/4", "1/4 freq", "1/2", "1/2 freq", "1/8", "1/8 freq")
+QUICK = {"rows": 2, "length": 1024, "names": ["1/4", "1/4 freq"], "topks": [128]}
 
 
 def arms(names: list[str], topks: list[int], layers: int) -> list[Arm]:

@@ -136,8 +136,7 @@ class Lean:
                 keep(number, read)
             if pattern is not None and pattern.is_full(number):
                 masks = self.selected(number, read)
-            window = 0 if pattern is None else pattern.window_at(number)
-            seen = None if pattern is None else widened(masks, window)
+            seen = None if pattern is None else masks
             stream = self.after(
                 number, stream, self.attend(self.project(number, read, turned), seen)
             )
@@ -270,17 +269,3 @@ def row_blocks(length: int) -> Iterator[slice]:
 def causal(rows: slice) -> torch.Tensor:
     """``[rows, S]`` bool: what these queries see of the S keys up to the last of them."""
     return torch.arange(rows.stop) <= torch.arange(rows.start, rows.stop)[:, None]
-
-
-def widened(masks: list[torch.Tensor], window: int) -> list[torch.Tensor]:
-    """Add the last ``window`` keys that each query sees to the masks."""
-    if not window:
-        return masks
-    return [mask | _last(mask, window) for mask in masks]
-
-
-def _last(mask: torch.Tensor, window: int) -> torch.Tensor:
-    """Mark each query's last ``window`` keys; the last row's own key is the last one."""
-    rows, reach = mask.shape
-    behind = torch.arange(reach - rows, reach)[:, None] - torch.arange(reach)
-    return (behind >= 0) & (behind < window)

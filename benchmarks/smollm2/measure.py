@@ -160,15 +160,11 @@ def named(names: Iterable[str], layers: int) -> dict[str, Pattern]:
     """Blind patterns by the names that tables give them.
 
     ``1/4`` is the paper's uniform one, ``1/4 freq`` SGLang's frequency schedule, which keeps
-    layers 0 and 1; either with ``+w8`` behind it.
+    layers 0 and 1.
     """
     found = {}
     for name in names:
-        ratio, _, window = name.partition("+w")
-        step = int(ratio.removesuffix(" freq").split("/")[1])
-        if ratio.endswith(" freq"):
-            pattern = Pattern.from_freq(layers, step)
-        else:
-            pattern = Pattern.uniform(layers, step)
-        found[name] = pattern.with_window(int(window)) if window else pattern
+        step = int(name.removesuffix(" freq").split("/")[1])
+        make = Pattern.from_freq if name.endswith(" freq") else Pattern.uniform
+        found[name] = make(layers, step)
     return found

@@ -57,10 +57,6 @@ ENGINE_FACTS = (
 """What of SGLang's ``/server_info`` can change answers: alike on servers that are compared."""
 
 
-RECENT = (8, 64, 256)
-"""Last tokens, a row's own included, of which it is counted how many a list holds."""
-
-
 class Overlaps(BaseModel):
     """Overlaps that a rank's shadow (``--indexcache-shadow``) saw since its pattern was set.
 
@@ -69,9 +65,8 @@ class Overlaps(BaseModel):
         forwards: sampled since the server's start.
         layers: by layer, the rows that the compared ones stand for; the sums over them of the share
             of the layer's own selection that it was given, of what a list drawn blindly would have
-            of it, of the first by score mass, and of the shares of the last 8, 64 and 256 tokens
-            that the list holds. In static mode an F layer is compared with the F layer before it,
-            and there is no score mass.
+            of it, and of the first by score mass. In static mode an F layer is compared with the F
+            layer before it, and there is no score mass.
         reference: by layer, the overlap beyond chance that the pattern's file says, or nothing.
     """
 

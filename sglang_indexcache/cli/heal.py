@@ -18,8 +18,7 @@ Checkpoint = Annotated[Path, Argument(metavar="FOLDER", help=
     "The checkpoint's folder; it is only read.")]
 Pattern = Annotated[str, Option("--pattern", metavar="PATTERN", help=
     "Which layers keep their indexer: an F/S string, full, uniform:1/4, a ratio such as 1/4 "
-    "(looked up in the library), a library pattern's name or a YAML file; with +w8 behind it, S "
-    "layers also see the last 8 tokens.")]
+    "(looked up in the library), a library pattern's name or a YAML file.")]
 Data = Annotated[list[str], Option("--data", metavar="PATH", help=
     "What to train on: a .jsonl, .parquet or text file, a folder of them, or 'machine' for this "
     "machine's Python sources. Repeat it. One document in four is held out.")]

@@ -68,8 +68,8 @@ FurtherDocuments = Annotated[int, InData("--held-out", metavar="N", help=
     "Further documents. Found patterns are measured on them, none is chosen by them. With fewer "
     "than 32, a loss that few documents show goes unseen.")]
 Target = Annotated[list[str] | None, InSearch("--target", metavar="TARGET", help=
-    "Where to leave a pattern: a ratio such as 1/4, or a count of F layers; 1/4+w8 searches "
-    "under a recent window. Repeat it. The default is 1/2, 1/4 and 1/8.")]
+    "Where to leave a pattern: a ratio such as 1/4, or a count of F layers. Repeat it. "
+    "The default is 1/2, 1/4 and 1/8.")]
 Method = Annotated[str | None, InSearch("--method", metavar="METHOD", help=
     "How to search: both (fast and forward, the default where the budget allows it), fast, "
     "forward, greedy; or without --url one-pass (by attention mass) or similarity (of outputs).")]
@@ -129,7 +129,7 @@ def run_command(
     -o found/
     """
     from sglang_indexcache.search.options import Options
-    from sglang_indexcache.search.rules import Constraints, parse_layers, parse_targets, window_of
+    from sglang_indexcache.search.rules import Constraints, parse_layers, parse_targets
     from sglang_indexcache.search.session import plan, run_search
     from sglang_indexcache.search.setup import Setup
     from sglang_indexcache.study.cost import Rate, print_plan
@@ -145,7 +145,7 @@ def run_command(
         seed=seed,
         score=_score(score),
     )
-    constraints = Constraints.make(setup.checkpoint.own, parse_layers(keep_full), window_of(target))
+    constraints = Constraints.make(setup.checkpoint.own, parse_layers(keep_full))
     targets = parse_targets(target, constraints)
     tokens = setup.calibration.batch_tokens
     if chosen is None:
@@ -227,10 +227,6 @@ def overlap_command(
 ) -> None:
     """Measure how much of their selection every two layers have in common.
 
-    It also tells how much of the last 8, 64 and 256 tokens each layer's selection holds. Where that
-    is little, try a recent window (uniform:1/4+w8): it helped the small model that was made here,
-    and gave nothing back on the one real model that was tried.
-
     Example: indexcache search overlap --model MODEL --data chats.jsonl -o overlap/
     """
     from sglang_indexcache.library import names_a_file, set_overlap
@@ -242,7 +238,6 @@ def overlap_command(
         found_overlap,
         numbers,
         overlap_in_words,
-        recent_in_words,
         served_lists,
     )
     from sglang_indexcache.search.setup import Setup
@@ -268,7 +263,6 @@ def overlap_command(
         for ids in progress.track(setup.calibration.sequences, description="measuring"):
             counter.add(select(ids))
     out.print(overlap_in_words(counter.matrix()), highlight=False)
-    out.print(recent_in_words(counter.recent(), drawn), highlight=False)
     identity = {"by": kind, "checkpoint": setup.digest, "data": setup.calibration.digest}
     facts = {"identity": identity, "data": setup.data}
     write_json(output / "overlap.json", {**facts, **numbers(counter)})

@@ -1,8 +1,7 @@
 """The one parser of whatever a user writes for a pattern.
 
 An F/S string, ``full``, ``folded``, ``uniform:1/4``, ``folded:1/4``, a ratio, a library name or a
-YAML path; behind each of them a recent window, as in ``1/4+w8``, and what folding needs, as in
-``1/4+c4@MODEL.slopes``.
+YAML path; behind each of them what folding needs, as in ``1/4+c4@MODEL.slopes``.
 """
 
 from __future__ import annotations
@@ -271,25 +270,17 @@ def _read_slopes(path: str, files: bool) -> Slopes:
 def _with_suffix(value: str, name: str, found: Resolved, asked: Suffix) -> Resolved:
     """Add a suffix to the pattern of a name, which may have its own."""
     own = found.pattern.suffix
-    if asked.window and own.window:
-        raise PatternError(
-            f"{quoted(value)} asks for a recent window of {asked.window} tokens, and {name} has "
-            f"one of {own.window} already. Name it without a window."
-        )
     if (asked.factor > 1 and own.factor > 1) or (asked.slopes and own.slopes):
         raise PatternError(
             f"{quoted(value)} says how to fold, and {name} says it already: {own}. Say it once."
         )
-    factor, window = max(asked.factor, own.factor), asked.window or own.window
     said = found.description
     if asked.factor > 1:
-        said += f", F layers folded for {factor} k candidates"
-    if asked.window:
-        said += f", with a recent window of {window} tokens"
-    pattern = found.pattern.with_suffix(Suffix(factor, window, asked.slopes or own.slopes))
-    # The entry's evidence is about the pattern without these.
-    is_other = asked.factor > 1 or asked.window
-    return Resolved(pattern, said, None if is_other else found.entry)
+        said += f", F layers folded for {asked.factor} k candidates"
+    suffix = Suffix(max(asked.factor, own.factor), asked.slopes or own.slopes)
+    # The entry's evidence is about the pattern without candidates.
+    entry = None if asked.factor > 1 else found.entry
+    return Resolved(found.pattern.with_suffix(suffix), said, entry)
 
 
 def _from_entry(entry: Entry, description: str) -> Resolved:

@@ -102,8 +102,7 @@ class OutputFolder:
         return self._folder / f"{self._name_of(found)}.yaml"
 
     def _name_of(self, found: Found) -> str:
-        window = f"-w{found.pattern.window}" if found.pattern.window else ""
-        return f"{self._setup.name}-{found.mark.label.replace('/', 'of')}{window}"
+        return f"{self._setup.name}-{found.mark.label.replace('/', 'of')}"
 
     def _write(self, entry: Entry) -> None:
         data = entry.model_dump(mode="json", exclude_defaults=True)

@@ -1,8 +1,4 @@
-"""Overlap of the selections of two layers (paper, appendix "Top-k Index Overlap").
-
-And how much of the recent text each layer's selection holds: what it lacks of the last tokens, S
-layers that share it lack too, unless a pattern has a recent window.
-"""
+"""Overlap of the selections of two layers (paper, appendix "Top-k Index Overlap")."""
 
 from __future__ import annotations
 
@@ -15,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sglang_indexcache.ask.client import Client
-from sglang_indexcache.ask.protocol import RECENT, states_of
+from sglang_indexcache.ask.protocol import states_of
 from sglang_indexcache.ask.score import Prompt, ask
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import SearchError, ServerError
@@ -40,10 +36,8 @@ class OverlapCounter:
 
     def __init__(self, num_layers: int, topk: int) -> None:
         self._total = np.zeros((num_layers, num_layers))
-        self._held = np.zeros((len(RECENT), num_layers))
         self._topk = topk
         self._blind = 0.0
-        self._longest = 0
         self.queries = 0
 
     def add(self, selected: NDArray[np.integer]) -> None:
@@ -52,13 +46,10 @@ class OverlapCounter:
         They come in any order, and entries below 0 are padding.
         """
         layers, length, _ = selected.shape
-        self._longest = max(self._longest, length)
         self._blind += float((self._topk / np.arange(self._topk + 1, length + 1)).sum())
         step = max(1, _MASK_BYTES // (4 * layers * length))
         for start in range(self._topk, length, step):
-            some = selected[:, start : start + step]
-            self._add_queries(some, length)
-            self._add_recent(some, start)
+            self._add_queries(selected[:, start : start + step], length)
 
     def _add_queries(self, selected: NDArray[np.integer], length: int) -> None:
         layers, queries, _ = selected.shape
@@ -69,26 +60,6 @@ class OverlapCounter:
         common = np.matmul(mask, mask.transpose(0, 2, 1))
         self._total += common.sum(axis=0, dtype=np.float64) / self._topk
         self.queries += queries
-
-    def _add_recent(self, selected: NDArray[np.integer], first: int) -> None:
-        sees = np.arange(first, first + selected.shape[1]) + 1
-        back = sees[:, None] - 1 - selected
-        known = selected >= 0
-        for place, window in enumerate(RECENT):
-            held = (known & (back >= 0) & (back < window)).sum(axis=2)
-            self._held[place] += (held / np.minimum(sees, window)).sum(axis=1)
-
-    def recent(self) -> Floats:
-        """``[spans, N]`` float64: the share of the last tokens that each layer selects.
-
-        The spans are the first of :data:`RECENT`; none is longer than the longest sample, but 8.
-
-        Raises:
-            SearchError: no query saw more than k tokens.
-        """
-        self._check_queries()
-        spans = max(1, sum(span <= self._longest for span in RECENT))
-        return self._held[:spans] / self.queries
 
     def matrix(self) -> Floats:
         """``[N, N]`` float64: the mean over all queries counted.
@@ -160,20 +131,6 @@ def found_overlap(
     return FoundOverlap(layers=rounded, chance=chance, queries=counter.queries, data=data)
 
 
-def recent_in_words(shares: Floats, pattern: Pattern | None) -> str:
-    """Describe :meth:`OverlapCounter.recent` for the lists that S layers inherit.
-
-    ``shares`` are ``[spans, N]``; without a pattern every layer's list is meant.
-    """
-    layers = range(shares.shape[1])
-    shown = [n for n in layers if pattern is None or n in pattern.full_layers]
-    who = "every layer's list holds" if pattern is None else "the lists of the F layers hold"
-    told = [f"Of the last {', '.join(map(str, RECENT[: len(shares)]))} tokens {who}, on average:"]
-    for layer in shown:
-        told.append(f"  layer {layer:>3}  " + "  ".join(f"{one:4.0%}" for one in shares[:, layer]))
-    return "\n".join(told)
-
-
 def served_lists(server: Client, checkpoint: Checkpoint) -> Select:
     """Ask a running server what its layers select: ``--enable-return-indexer-topk`` of SGLang.
 
@@ -240,10 +197,6 @@ def numbers(counter: OverlapCounter) -> dict[str, Any]:
         "queries": counter.queries,
         "chance": round(counter.chance(), 6),
         "summary": overlap_in_words(matrix),
-        "recent": {
-            str(window): [round(float(share), 6) for share in by_layer]
-            for window, by_layer in zip(RECENT, counter.recent(), strict=False)
-        },
         "matrix": [[round(float(v), 6) for v in row] for row in matrix],
     }
 

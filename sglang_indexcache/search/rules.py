@@ -23,15 +23,13 @@ class Constraints:
     Attributes:
         start: where it begins: the checkpoint's own sharing.
         fixed: F layers that may not be flipped: layer 0 and those that a user keeps.
-        window: recent window of every pattern but the start, which is the model as it is.
     """
 
     start: Pattern
     fixed: frozenset[int]
-    window: int = 0
 
     @classmethod
-    def make(cls, own: Pattern, keep_full: Iterable[int] = (), window: int = 0) -> Constraints:
+    def make(cls, own: Pattern, keep_full: Iterable[int] = ()) -> Constraints:
         """Combine the rules; S layers of the checkpoint's ``own`` have no indexer and stay S.
 
         Raises:
@@ -44,7 +42,7 @@ class Constraints:
             raise SearchError(
                 f"layers {missing} are to stay F, but the checkpoint ships no indexer there"
             )
-        return cls(own, frozenset(kept), window)
+        return cls(own, frozenset(kept))
 
     @property
     def fewest(self) -> int:
@@ -61,8 +59,7 @@ class Constraints:
 
     def keeping(self, full_layers: Iterable[int]) -> Pattern:
         """Return the pattern with these F layers."""
-        found = Pattern.from_layers(len(self.start), full_layers)
-        return found if found == self.start else found.with_window(self.window)
+        return Pattern.from_layers(len(self.start), full_layers)
 
     def flipped(self, pattern: Pattern, layer: int) -> Pattern:
         """``pattern`` with F and S exchanged at ``layer`` (the paper's ``c|_{c_l -> S}``)."""
@@ -136,7 +133,7 @@ def parse_targets(values: Sequence[str] | None, constraints: Constraints) -> Tar
 
     Args:
         values: each a ratio (``1/4``: a quarter of the layers, rounded up) or a count of F layers
-            (``12``), with or without a window behind it. None is 1/2, 1/4 and 1/8.
+            (``12``). None is 1/2, 1/4 and 1/8.
 
     Raises:
         SearchError: a value that cannot be read or reached.
@@ -144,7 +141,12 @@ def parse_targets(values: Sequence[str] | None, constraints: Constraints) -> Tar
     total, most = len(constraints.start), len(constraints.start.full_layers)
     marks: dict[int, Mark] = {}
     for value in _DEFAULT if values is None else values:
-        mark = _mark(split_suffix(value)[0], total)
+        name, suffix = split_suffix(value)
+        if suffix != Suffix():
+            raise SearchError(
+                "a search is over F and S layers. Give targets without +cN and slopes."
+            )
+        mark = _mark(name, total)
         if not constraints.fewest <= mark.full_layers <= most:
             raise SearchError(
                 f"target {value} keeps {mark.full_layers} of {total} indexers, but this search "
@@ -155,24 +157,6 @@ def parse_targets(values: Sequence[str] | None, constraints: Constraints) -> Tar
     if not marks:
         raise SearchError("give at least one target, such as 1/4 or 12")
     return Targets(constraints, tuple(sorted(marks.values(), key=lambda m: -m.full_layers)))
-
-
-def window_of(values: Sequence[str] | None) -> int:
-    """Return the recent window that targets such as ``1/4+w8`` name; 0 if they name none.
-
-    Raises:
-        SearchError: they name several. One search has one, or its patterns could not be compared.
-    """
-    suffixes = {split_suffix(value)[1] for value in values or ()}
-    if any(suffix != Suffix(window=suffix.window) for suffix in suffixes):
-        raise SearchError("a search is over F and S layers. Give targets without +cN and slopes.")
-    windows = {suffix.window for suffix in suffixes}
-    if len(windows) > 1:
-        raise SearchError(
-            f"the targets {', '.join(values or ())} have different recent windows, and a search "
-            "has one for all. Write the same +wN behind each, or search once for each window."
-        )
-    return max(windows, default=0)
 
 
 def _mark(value: str, total: int) -> Mark:

@@ -52,8 +52,6 @@ def run_search(
         SearchError: the folder's journal is another search's, or an evaluation failed.
     """
     console, identity = console or Console(), setup.identity(evaluator)
-    if window := targets.constraints.window:
-        identity["window"] = str(window)
     with (
         resumable(console, output, "what was found"),
         open_journal(output / JOURNAL, identity) as journal,
@@ -118,12 +116,6 @@ def plan(
     yield from setup.rows
     yield "method", options.in_words()
     yield "targets", ", ".join(mark.label for mark in targets.marks)
-    if window := targets.constraints.window:
-        yield (
-            "window",
-            f"S layers also see the last {window} tokens; the start, which every "
-            "pattern is compared with, has no window",
-        )
     checks, full = check_tokens(targets, searched, held_out), sum(searched)
     yield (
         "budget",

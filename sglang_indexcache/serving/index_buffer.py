@@ -8,9 +8,6 @@ several, a layer that is F for some makes a new tensor; what a layer was given i
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
-
 import torch
 from torch.nn.functional import pad
 
@@ -18,8 +15,6 @@ from sglang_indexcache.errors import StaleIndexError
 from sglang_indexcache.kernels.contract import PADDING
 from sglang_indexcache.serving.active import ActivePattern
 from sglang_indexcache.serving.rows import RowPatterns
-
-Wide = TypeVar("Wide")
 
 
 class IndexBuffer:
@@ -48,13 +43,12 @@ class IndexBuffer:
         self._rows: RowPatterns | None = None
         self._sources: tuple[int | None, ...] = ()
         self._indices: torch.Tensor | None = None
-        self._wide: tuple[tuple[object, ...], Any] | None = None
 
     def begin(self, rows: RowPatterns | None = None) -> None:
         """Start a forward: forget the last one's indices, obey the same patterns to the end."""
         self._rows = rows or RowPatterns((self._active.pattern,))
         self._sources = (None,) * len(self._rows.patterns)
-        self._indices = self._wide = None
+        self._indices = None
         self.writes += 1
 
     @property
@@ -112,7 +106,7 @@ class IndexBuffer:
         return torch.where(masks[position, :count, None], selected, kept[:count])
 
     def read(self, layer: int, rows: int) -> torch.Tensor:
-        """:meth:`shared` without what pads the forward: ``[rows, k]`` or fewer, no window yet."""
+        """:meth:`shared` without what pads the forward: ``[rows, k]`` or fewer."""
         indices = self.shared(layer)
         return indices if indices.shape[0] <= rows else indices[:rows]
 
@@ -126,25 +120,6 @@ class IndexBuffer:
         self._check(layer)
         assert self._indices is not None, "some layer wrote them"
         return self._indices
-
-    def window(self, layer: int) -> int:
-        """Return the widest recent window that a row sees in ``layer`` besides these indices."""
-        return self.rows.window_at(self._active.position(layer))
-
-    def widened(self, layer: int, indices: torch.Tensor, widen: Callable[..., Wide]) -> Wide:
-        """Extend ``indices`` by the recent windows of rows in ``layer``; once for a group.
-
-        They are made by ``widen(indices, windows, widest)``, with windows ``[T]`` int32 or one
-        number for all.
-        """
-        # In a mixed batch a layer that is F for some rows has windows of its own.
-        own = layer if self.is_full(layer) and self.rows.masks is not None else None
-        group = (self.writes, own, indices.shape[0])
-        if self._wide is None or self._wide[0] != group:
-            windows = self.rows.windows_at(self._active.position(layer), indices.shape[0])
-            self._wide = (group, widen(indices, windows, self.window(layer)))
-        wide: Wide = self._wide[1]
-        return wide
 
     def adopt(self, layer: int, carried: torch.Tensor | None) -> None:
         """Take over what an earlier pipeline stage selected, if that is what ``layer`` shares.

@@ -42,7 +42,6 @@ from sglang_indexcache.serving import (
 from sglang_indexcache.serving.active import activate
 from sglang_indexcache.serving.cpu import fp8
 from sglang_indexcache.serving.cpu import platform as platform_cpu
-from sglang_indexcache.serving.cuda import window
 from sglang_indexcache.serving.cuda.choice import check_engine, check_reference, choose
 from sglang_indexcache.serving.plan import BACKEND_FIELDS, BACKEND_NAME, Plan
 from sglang_indexcache.serving.preflight import adapter, refusals
@@ -271,8 +270,6 @@ def _check_kernels(server_args: Any) -> None:
     model = model_config_of(server_args)
     routes = choose(plan.kernels, cfg, model, Machine.here())
     check_engine(routes, cfg, model)
-    if not platform_cpu.is_active():
-        window.check(cfg, plan, routes, getattr(model.hf_config, "index_kpool", None) or 1)
     if plan.kernels == "engine":
         return
     check_reference(routes, cfg)

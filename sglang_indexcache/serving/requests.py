@@ -27,7 +27,7 @@ from sglang_indexcache.serving import hooks
 from sglang_indexcache.serving.active import ActivePattern, current
 from sglang_indexcache.serving.plan import Plan
 from sglang_indexcache.serving.preflight.options import MODE
-from sglang_indexcache.serving.preflight.refusals import check_live_window, stage_starts_here
+from sglang_indexcache.serving.preflight.refusals import stage_starts_here
 from sglang_indexcache.serving.rows import RequestIds
 
 if TYPE_CHECKING:
@@ -115,7 +115,6 @@ def _resolve(plan: Plan, value: str) -> Pattern:
                 f"it serves {plan.pattern} only. Start it with {MODE.flag} live."
             )
         return pattern
-    check_live_window(pattern)
     pattern.check_stages(stage_starts_here(plan))
     return pattern
 

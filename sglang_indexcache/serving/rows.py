@@ -26,13 +26,10 @@ class RowPatterns:
     Attributes:
         masks: ``[layers, T]`` bool, on the device of the forward: which rows are F at each pattern
             position. None where all rows obey the only pattern.
-        windows: ``[layers, T]`` int32, there too: how many of the last tokens each row sees besides
-            its list. None where no row sees any, and where there is one pattern.
     """
 
     patterns: tuple[Pattern, ...]
     masks: torch.Tensor | None = None
-    windows: torch.Tensor | None = None
 
     @classmethod
     def of(
@@ -64,45 +61,24 @@ class RowPatterns:
         layers = len(different[0])
         everyone = [*patterns, Pattern.full(layers)]
         masks = torch.stack([full_layers(pattern) for pattern in everyone], dim=1)
-        parts = [torch.tensor([lengths], device="cpu"), masks]
-        if has_windows := any(pattern.window for pattern in different):
-            parts.append(torch.stack([windows_by_layer(pattern) for pattern in everyone], dim=1))
-        table = to_device(torch.cat([part.long() for part in parts]), device)
+        lengths_of_all = torch.tensor([lengths], device="cpu")
+        table = to_device(torch.cat([lengths_of_all, masks.long()]), device)
         requests = torch.arange(len(lengths), device=device)
         owners = requests.repeat_interleave(table[0], output_size=count)
-        table = table[1:, owners]
-        windows = table[layers:].int() if has_windows else None
-        return cls(different, table[:layers].bool(), windows)
-
-    def window_at(self, position: int) -> int:
-        """Return the widest window of any row at a pattern position; 0 where none sees any."""
-        return max(pattern.window_at(position) for pattern in self.patterns)
-
-    def windows_at(self, position: int, count: int) -> torch.Tensor | int:
-        """``[count]`` int32, the windows at a position; where rows do not differ, one number."""
-        return self.window_at(position) if self.windows is None else self.windows[position, :count]
+        return cls(different, table[1:, owners].bool())
 
     def cut(self, start: int, stop: int, count: int) -> RowPatterns:
         """Rows ``start`` to ``stop`` as a batch of their own, padded to ``count`` rows."""
         if self.masks is None:
             return self
-        missing, windows = (0, count - (stop - start)), self.windows
-        masks = pad(self.masks[:, start:stop], missing, value=True)
-        if windows is not None:
-            windows = pad(windows[:, start:stop], missing)
-        return RowPatterns(self.patterns, masks, windows)
+        masks = pad(self.masks[:, start:stop], (0, count - (stop - start)), value=True)
+        return RowPatterns(self.patterns, masks)
 
 
 @lru_cache(maxsize=256)
 def full_layers(pattern: Pattern) -> torch.Tensor:
     """``[layers]`` bool, on the host: which positions of ``pattern`` are F."""
     return torch.tensor([pattern.is_full(n) for n in range(len(pattern))], device="cpu")
-
-
-@lru_cache(maxsize=256)
-def windows_by_layer(pattern: Pattern) -> torch.Tensor:
-    """``[layers]`` int64, on the host: the window that each position of ``pattern`` sees."""
-    return torch.tensor([pattern.window_at(n) for n in range(len(pattern))], device="cpu")
 
 
 def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:

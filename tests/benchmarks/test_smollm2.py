@@ -108,7 +108,7 @@ def test_each_group_has_nearly_the_ladder_it_was_trained_with_scaled(llama: Any)
 
 def test_lean_forward_is_transformers_own(converted: Any, folder: Path, ids: torch.Tensor) -> None:
     lean = Lean(folder, torch.float32)
-    for pattern in (Pattern("FF"), Pattern("FS"), Pattern("FS+w4")):
+    for pattern in (Pattern("FF"), Pattern("FS")):
         with share(converted, pattern):
             expected = logits(converted, ids)
         places = torch.arange(1, len(ids))
@@ -215,7 +215,7 @@ def searched(deep: Path) -> LeanEvaluator:
 
 def test_a_searchs_evaluator_gives_what_a_fresh_forward_gives(searched: LeanEvaluator) -> None:
     model = searched.model
-    for layers in ("FFFFF", "FFFFS", "FSFFF", "FFSFF", "FSSFF", "FFSFF+w4", "FFFFS", "FSSSS"):
+    for layers in ("FFFFF", "FFFFS", "FSFFF", "FFSFF", "FSSFF", "FFFFS", "FSSSS"):
         pattern = Pattern(layers)
         for batch, row in enumerate(searched.rows):
             places = torch.cat([row.text, row.recall])

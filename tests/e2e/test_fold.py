@@ -26,7 +26,7 @@ from tests.e2e.conftest import (
 from tests.oracle import Oracle
 from tests.slopes import random_slopes
 
-LETTERS = ("LLLLLL", "FLSLLS", "FFSSFS+c2", "FFFFFF+c4", "LSSFLS+w8", "FSSSFS", "FFFFFF")
+LETTERS = ("LLLLLL", "FLSLLS", "FFSSFS+c2", "FFFFFF+c4", "LSSFLS", "FSSSFS", "FFFFFF")
 CHUNK = ("--chunked-prefill-size", "128")
 SERVER = ("--dtype", "float32", "--max-total-tokens", "16384")
 

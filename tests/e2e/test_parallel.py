@@ -20,10 +20,9 @@ from rich.console import Console
 
 from sglang_indexcache.ask.client import Client
 from sglang_indexcache.ask.launch import Server
-from sglang_indexcache.ask.protocol import OTHERS, check_obeyed
+from sglang_indexcache.ask.protocol import check_obeyed
 from sglang_indexcache.errors import ServerError
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.serving.monitor.traffic import MOST_APART
 from sglang_indexcache.serving.preflight.fleet import examine_servers
 from tests.e2e.conftest import (
     Serve,
@@ -148,21 +147,6 @@ class TestDpAttention:
         with urlopen(f"{dp_attention.url}/metrics") as answer:
             info = re.findall(r'_info\{.*pattern="(\w+)".* 1\.0$', answer.read().decode(), re.M)
         assert set(info) == {"FSFSFS"}
-
-    def test_more_patterns_than_are_counted_apart(self, dp_attention: Client) -> None:
-        """The sums stay right, and the series so many."""
-        for first in range(1, 2 * MOST_APART + 64, 32):  # a request may name 32, half go to a rank
-            sampling = [
-                {"max_new_tokens": 1, "custom_params": {"indexcache_pattern": f"FFSSFS+w{window}"}}
-                for window in range(first, first + 32)
-            ]
-            ids = [prompt(4, window) for window in range(first, first + 32)]
-            dp_attention.generate(input_ids=ids, sampling_params=sampling)
-        check_metrics(dp_attention)
-        for state in dp_attention.states():
-            patterns = {name.partition(" ")[2] for name in state.tokens}
-            assert OTHERS in patterns
-            assert len(patterns) == MOST_APART + 1
 
     def test_switches_all_ranks_or_none(self, dp_attention: Client) -> None:
         dp_attention.switch_pattern("FSFSFS")

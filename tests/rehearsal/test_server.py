@@ -107,31 +107,3 @@ class TestStatic:
         override = ("--json-model-override-args", json.dumps({"indexer_types": kinds}))
         with rehearse(*DECODE_GRAPHS, *override, backend="dsa") as stock:
             assert ask(stock, *((length, None) for length in LENGTHS)) == answers
-
-
-class TestWindow:
-    """S layers see the last 8 tokens besides their list, in prefill and in decode graphs."""
-
-    WINDOW = f"{QUARTER}+w8"
-
-    @pytest.fixture(scope="class")
-    def client(self, rehearse: Rehearse) -> Iterator[Client]:
-        with rehearse(*DECODE_GRAPHS, "--indexcache-pattern", self.WINDOW) as client:
-            yield client
-
-    def test_prompts_are_read_as_by_transformers_and_not_as_without(
-        self, client: Client, judge: Judge
-    ) -> None:
-        nearer = 0.0
-        for length in LENGTHS:
-            got, tokens = logprobs(client, prompt(length), None), prompt(length)
-            judge.check(got, tokens, self.WINDOW)
-            nearer += judge.apart(got, tokens, QUARTER) - judge.apart(got, tokens, self.WINDOW)
-        assert nearer > 0
-
-    def test_answers_from_graphs_are_those_of_transformers(
-        self, client: Client, judge: Judge
-    ) -> None:
-        answers = ask(client, *((length, None) for length in LENGTHS), tokens=12)
-        apart, bound = judge.answers_apart([(length, self.WINDOW) for length in LENGTHS], answers)
-        assert apart < bound

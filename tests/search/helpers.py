@@ -16,7 +16,7 @@ from sglang_indexcache.search.evaluators import Evaluator
 from sglang_indexcache.search.ledger import Ledger, Step
 from sglang_indexcache.search.methods.greedy import Greedy
 from sglang_indexcache.search.options import Options
-from sglang_indexcache.search.rules import Constraints, Targets, parse_targets, window_of
+from sglang_indexcache.search.rules import Constraints, Targets, parse_targets
 from sglang_indexcache.search.run import Search
 from sglang_indexcache.search.session import run_search
 from sglang_indexcache.search.setup import Setup
@@ -68,7 +68,7 @@ def searched(
 ) -> tuple[Search, str]:
     """A search as a user runs it, on a landscape; and what it said."""
     setup = made_up(evaluator, held_out)
-    rules = Constraints.make(setup.checkpoint.own, keep_full, window_of(goals))
+    rules = Constraints.make(setup.checkpoint.own, keep_full)
     console = Console(file=io.StringIO(), width=400)
     marks, how = parse_targets(goals or None, rules), Options.parse(method, **options)
     search = run_search(setup, evaluator, marks, how, output, console)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_indexcache.ask.protocol import RECENT, STATE
+from sglang_indexcache.ask.protocol import STATE
 from sglang_indexcache.errors import LibraryError, SearchError, ServerError
 from sglang_indexcache.library import FoundOverlap, load_entry, set_overlap
 from sglang_indexcache.pattern import Pattern
@@ -19,7 +19,6 @@ from sglang_indexcache.search.overlap import (
     OverlapCounter,
     by_layer,
     overlap_in_words,
-    recent_in_words,
     served_lists,
 )
 
@@ -125,33 +124,6 @@ def test_a_file_says_what_a_run_of_its_own_pattern_shows(tmp_path: Path) -> None
     assert "# a comment at the end" in written.read_text()
     with pytest.raises(LibraryError, match="place for an overlap"):
         set_overlap(written, FoundOverlap(layers=(None,), chance=0.25, queries=1))
-
-
-@pytest.mark.parametrize("k", [1, 5])
-def test_what_a_selection_holds_of_the_last_tokens(k: int) -> None:
-    draw = np.random.default_rng(k)
-    length, layers = 70, 3
-    selected = np.full((layers, length, k), -1)
-    for layer in range(layers):
-        for query in range(length):
-            chosen = draw.permutation(query + 1)[:k]
-            selected[layer, query, : len(chosen)] = chosen
-    counter = OverlapCounter(layers, k)
-    counter.add(selected)
-    found = counter.recent()
-    assert found.shape == (2, layers)  # no sample has 256 tokens
-    for place, window in enumerate(RECENT[:2]):
-        for layer in range(layers):
-            shares = []
-            for query in range(k, length):
-                near = set(range(max(0, query + 1 - window), query + 1))
-                shares.append(len(near & set(selected[layer, query].tolist())) / len(near))
-            assert found[place, layer] == pytest.approx(np.mean(shares))
-    told = recent_in_words(found, Pattern("FSF"))
-    assert "Of the last 8, 64 tokens" in told
-    assert "layer   0" in told
-    assert "layer   1" not in told
-    assert f"{found[0, 2]:.0%}" in told
 
 
 # -- from a server ---------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from sglang_indexcache.errors import StaleIndexError
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.recent import last_tokens, union
 from sglang_indexcache.serving.active import ActivePattern
 from sglang_indexcache.serving.index_buffer import IndexBuffer
 from sglang_indexcache.serving.policy import Policy
@@ -277,58 +276,3 @@ def test_a_stage_of_a_hybrid_model_adopts_by_the_models_layers() -> None:
     own, carried = torch.tensor([1]), torch.tensor([2])
     resolve(buffer, 7, own)
     assert resolve(buffer, 11, carried) is own
-
-
-# -- recent windows -------------------------------------------------------------------------------
-
-window_texts = st.tuples(st.text("FS", min_size=4, max_size=4), st.integers(0, 5)).map(
-    lambda drawn: str(Pattern("F" + drawn[0]).with_window(drawn[1]))
-)
-
-
-@given(st.lists(window_texts, min_size=1, max_size=4), st.integers(0, 2))
-def test_each_row_sees_its_own_window_in_its_own_layers(texts: list[str], padding: int) -> None:
-    """Whatever mixes: a row's list is its F layer's, with the window where its pattern has one."""
-    patterns = [Pattern(text) for text in texts]
-    lengths = [2] * len(patterns)
-    count = sum(lengths) + padding
-    buffer = IndexBuffer(active(patterns[0].layers))
-    buffer.begin(RowPatterns.of(patterns, lengths, torch.empty(count)))
-    asked: list[int] = []
-
-    def widen(lists: torch.Tensor, windows: torch.Tensor | int, width: int) -> torch.Tensor:
-        asked.append(width)
-        visible = torch.full((len(lists),), 1000)
-        return union(lists, last_tokens(visible, windows, width))
-
-    for layer in range(5):
-        if buffer.is_full(layer):
-            buffer.select(layer, torch.full((count, 1), layer))
-        found = buffer.read(layer, count)
-        if buffer.window(layer):
-            found = buffer.widened(layer, found, widen)
-        for row, got in enumerate(found.tolist()[: sum(lengths)]):
-            pattern = patterns[row // 2]
-            wanted = [pattern.source_of(layer)]
-            if pattern.window and ("S" not in pattern.layers or pattern.layers[layer] == "S"):
-                wanted += [1000 - 1 - back for back in range(pattern.window)]
-            assert [token for token in got if token >= 0] == wanted
-    assert all(asked)
-
-
-def test_a_group_of_layers_is_widened_once() -> None:
-    buffer = IndexBuffer(active("FSSFS"))
-    buffer.begin(RowPatterns((Pattern("FSSFS+w3"),)))
-    calls = []
-
-    def widen(lists: torch.Tensor, *_: object) -> torch.Tensor:
-        calls.append(lists)
-        return lists
-
-    for layer in range(5):
-        if buffer.is_full(layer):
-            buffer.select(layer, torch.tensor([[layer]]))
-            assert not buffer.window(layer)
-        else:
-            buffer.widened(layer, buffer.read(layer, 1), widen)
-    assert len(calls) == 2

@@ -138,22 +138,3 @@ def test_requests_whose_patterns_nobody_told_are_noticed() -> None:
     unknown.rids = ["1"]
     with pytest.raises(StaleIndexError, match="without the patterns of its requests"):
         patterns_of_rows(unknown, serving())
-
-
-def test_rows_know_their_windows_by_layer() -> None:
-    near, control = Pattern("FSF+w4"), Pattern("FFF+w2")
-    rows = RowPatterns.of([near, FIRST, control], [2, 1, 1], torch.empty(5))
-    assert rows.masks is not None
-    assert rows.masks.T.tolist()[:2] == [[True, False, True]] * 2
-    found = [rows.windows_at(position, 5).tolist() for position in range(3)]  # type: ignore[union-attr]
-    assert found == [[0, 0, 0, 2, 0], [4, 4, 0, 2, 0], [0, 0, 0, 2, 0]]
-    assert [rows.window_at(position) for position in range(3)] == [2, 4, 2]
-    part = rows.cut(1, 4, 4)
-    assert part.windows_at(1, 3).tolist() == [4, 0, 2]  # type: ignore[union-attr]
-    assert part.windows_at(1, 4).tolist() == [4, 0, 2, 0]  # type: ignore[union-attr]
-
-
-def test_one_window_for_all_rows_is_a_number() -> None:
-    rows = RowPatterns((Pattern("FSS+w8"),))
-    assert [rows.windows_at(position, 3) for position in range(3)] == [0, 8, 8]
-    assert RowPatterns.of([FIRST, SECOND], [1, 1], torch.empty(2)).windows is None

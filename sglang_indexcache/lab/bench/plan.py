@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_indexcache.checkpoint import INDEX_K_BYTES_PER_KEY
-from sglang_indexcache.errors import BenchError, LibraryError, PatternError
+from sglang_indexcache.errors import BenchError, LibraryError
 from sglang_indexcache.lab.bench.results import METRICS, Metric
 from sglang_indexcache.lab.bench.rows import ENGINE, KINDS, LatencyEstimate, Layers, Series, Wheel
 from sglang_indexcache.lab.bench.tables import Grid
@@ -378,11 +378,6 @@ def choose_patterns(values: Sequence[str], shape: str) -> tuple[Patterns, tuple[
             said.append(
                 f"No {value} pattern of {shape} is known: evenly spaced layers stand for it. "
                 "They take as long; what they lose in quality is another question."
-            )
-        if pattern.window:
-            raise PatternError(
-                f"what a recent window costs has not been measured, so no plan can be made for "
-                f"{value}. Plan the pattern without it."
             )
         found.append((value, pattern))
     return found, tuple(said)

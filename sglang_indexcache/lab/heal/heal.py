@@ -201,13 +201,12 @@ class Target:
     @property
     def seen(self) -> int:
         """Most keys that a query attends to."""
-        return self.topk + self.pattern.window
+        return self.topk
 
     @property
     def seen_in_words(self) -> str:
         """For messages."""
-        window = self.pattern.window
-        return f"index_topk ({self.topk})" + f" and a recent window of {window}" * bool(window)
+        return f"index_topk ({self.topk})"
 
 
 class _Sums:

@@ -96,7 +96,7 @@ class LocalSharing(Sharing):
             (run.losses[layer] / run.queries).backward()  # type: ignore[no-untyped-call]
             run.losses[layer] = run.losses[layer].detach()
         else:
-            chosen = self.with_window(layer, run.chosen[source])
+            chosen = run.chosen[source]
             run.captured[layer] = captured_mass(attention, run.layout, chosen, self.block)
         if layer + 1 == len(self.pattern) or self.pattern.is_full(layer + 1):
             self._end(run, source)

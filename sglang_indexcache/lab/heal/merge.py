@@ -49,8 +49,6 @@ def merge(folder: Path, base: Path, output: Path, say: Callable[[str], None] = p
             output.rmdir()
         part.rename(output)
         lock.unlink()
-    if window := adapter.pattern.window:
-        say(f"no checkpoint says its recent window: serve this one with the pattern full+w{window}")
 
 
 def _write(

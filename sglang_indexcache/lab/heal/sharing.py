@@ -18,7 +18,6 @@ from sglang_indexcache.lab.heal.losses import (
 )
 from sglang_indexcache.lab.heal.packing import Layout
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.recent import last_tokens, union
 
 
 class Stage(StrEnum):
@@ -110,19 +109,7 @@ class Sharing:
         """Return the keys that ``layer`` attends to; None for all visible ones."""
         if self.running().stage is not Stage.SPARSE:
             return None
-        return self.with_window(layer, self.selection(layer))
-
-    def with_window(self, layer: int, selected: torch.Tensor) -> torch.Tensor:
-        """``[B, T, k + w]``: ``selected`` with the recent window that ``layer`` sees, if any.
-
-        A window may reach into the document before; the layout lets nobody see that.
-        """
-        window = self.pattern.window_at(layer)
-        if not window:
-            return selected
-        rows, length = selected.shape[:2]
-        visible = torch.arange(1, length + 1, device=selected.device).expand(rows, -1)
-        return union(selected, last_tokens(visible, window, window))
+        return self.selection(layer)
 
     def distil(self, layer: int, attention: AttentionInputs) -> None:
         """Add the term of one served layer: KL(p^(layer) || q^(source)), weighted by 1/(m+1)."""

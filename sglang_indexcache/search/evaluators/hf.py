@@ -111,7 +111,6 @@ class TransformersEvaluator(TokenEvaluator):
         self._kept.move_to_end(ids)
         nearest = max(kept, key=lambda run: common_layers(run.pattern, pattern), default=None)
         start = 0 if nearest is None else common_layers(nearest.pattern, pattern)
-        nearest = nearest if start else None  # a window can make even the first layers differ
         if nearest is not None and start == self.num_layers:
             return nearest
         self._learn_arguments(len(ids))
@@ -292,10 +291,7 @@ class TransformersEvaluator(TokenEvaluator):
     def _also_full(self, pattern: Pattern, layer: int) -> Pattern:
         if pattern.is_full(layer) or not self.own.is_full(layer):
             return pattern
-        flipped = Pattern.from_layers(self.num_layers, {*pattern.full_layers, layer})
-        # Without any S layer a window would mean something else: all layers would see it.
-        widened = pattern.window and flipped.shared_layers
-        return flipped.with_window(pattern.window) if widened else flipped
+        return Pattern.from_layers(self.num_layers, {*pattern.full_layers, layer})
 
 
 class _SeenError(Exception):
@@ -318,14 +314,10 @@ def lost_by_worst_head(mass: Floats) -> Floats:
 
 def hold(sharing: SharedForward, layer: int, indices: torch.Tensor) -> None:
     """Make ``indices`` those that ``layer`` chose, though it did not run."""
-    sharing.layer, sharing.indices, sharing.wide = layer, indices, None
+    sharing.layer, sharing.indices = layer, indices
 
 
 def common_layers(first: Pattern, second: Pattern) -> int:
     """Return the number of first layers that two patterns treat the same."""
-
-    def at(pattern: Pattern, layer: int) -> tuple[bool, int]:
-        return pattern.is_full(layer), pattern.window_at(layer)
-
     layers = range(len(first))
-    return next((i for i in layers if at(first, i) != at(second, i)), len(first))
+    return next((i for i in layers if first.is_full(i) != second.is_full(i)), len(first))

@@ -45,18 +45,13 @@ class Pairwise:
         """See :class:`~sglang_indexcache.search.methods.Method`; it has no choice but its cost.
 
         Raises:
-            SearchError: a served model, whose layers cannot be seen; a recent window.
+            SearchError: a served model, whose layers cannot be seen.
         """
         constraints = targets.constraints
         if not hasattr(ledger.evaluator, self.kind):
             raise SearchError(
                 f"--method {self.name} looks into the model's layers, which a server does not "
                 "show. Leave out --url, so that transformers runs the model in this process."
-            )
-        if constraints.window:
-            raise SearchError(
-                f"--method {self.name} compares lists without a recent window. Leave +wN out of "
-                "--target, or search with another method."
             )
         yield ledger.step(constraints.start, constraints.start, None, candidates=1)
         matrix = pair_matrix(ledger, self.kind)

@@ -14,7 +14,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_indexcache.errors import StaleIndexError
 from sglang_indexcache.serving.active import ActivePattern
-from sglang_indexcache.serving.cpu.observers import CpuShadowProbe, CpuWindows
+from sglang_indexcache.serving.cpu.observers import CpuShadowProbe
 from sglang_indexcache.serving.cpu.select import HostBatch
 from sglang_indexcache.serving.cpu.sparse_mla import sparse_mla
 from sglang_indexcache.serving.index_buffer import IndexBuffer
@@ -37,11 +37,7 @@ class CpuIndexCacheBackend(Observed, AttentionBackend):
         self.index_keys = runner.token_to_kv_pool.index_key_cache
         self.active = active
         self.index_buffer = IndexBuffer(active, runner.layer_info.start_layer)
-        self.observers = (
-            Counting(active, self.index_buffer),
-            CpuShadowProbe(self),
-            CpuWindows(self),
-        )
+        self.observers = (Counting(active, self.index_buffer), CpuShadowProbe(self))
         self.batch = HostBatch((), (), torch.empty(0, 0, dtype=torch.int64))
         self._slots_of: tuple[object, torch.Tensor, torch.Tensor] | None = None
 
@@ -119,7 +115,8 @@ class CpuIndexCacheBackend(Observed, AttentionBackend):
             raise StaleIndexError(
                 f"SGLang carried other indices to layer {layer} than its F layer selected"
             )
-        return self.served(layer, forward_batch, indices)
+        self.served(layer)
+        return indices
 
     def _physical_slots(self, indices: torch.Tensor) -> torch.Tensor:
         """Pool slots of ``indices``, translated once for a whole group of layers."""

@@ -1,4 +1,4 @@
-"""The observers of the CPU backend (``cpu/backend.py``): the drift shadow, and recent windows.
+"""The observers of the CPU backend (``cpu/backend.py``): the drift shadow.
 
 Lists name the positions of a request's tokens here.
 """
@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_indexcache.recent import last_tokens, union
 from sglang_indexcache.serving.monitor.observer import Observer
 
 if TYPE_CHECKING:
@@ -39,24 +38,3 @@ class CpuShadowProbe(Observer):
 
         place = backend.active.position(layer)
         backend.active.shadow.look(place, lists, positions, keys=keys, **own)
-
-
-class CpuWindows(Observer):
-    """Recent windows: the last tokens, which attention sees besides the lists that it is given."""
-
-    def __init__(self, backend: Any) -> None:
-        self._backend = backend
-
-    def served(self, layer: int, batch: ForwardBatch, indices: torch.Tensor) -> torch.Tensor:
-        """Return ``indices`` with the windows that rows have in ``layer``."""
-        buffer = self._backend.index_buffer
-        if not buffer.window(layer):
-            return indices
-        return buffer.widened(layer, indices, self.widen)
-
-    def widen(self, indices: torch.Tensor, windows: torch.Tensor | int, width: int) -> torch.Tensor:
-        """Return ``[T, k + width]``; rows behind those of requests pad the batch and get none."""
-        batch = self._backend.batch
-        visible = torch.zeros(len(indices), dtype=torch.int32)
-        visible[: batch.num_rows] = batch.visible[: len(indices)]
-        return union(indices, last_tokens(visible, windows, width))

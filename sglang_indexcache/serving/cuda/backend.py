@@ -18,7 +18,7 @@ from sglang_indexcache.serving.active import ActivePattern
 from sglang_indexcache.serving.cuda import kernels as kernels_cuda
 from sglang_indexcache.serving.cuda.graph_variants import GraphVariants
 from sglang_indexcache.serving.cuda.kernels import EngineKernels, KeptLists, attend
-from sglang_indexcache.serving.cuda.observers import ShadowProbe, Windows
+from sglang_indexcache.serving.cuda.observers import ShadowProbe
 from sglang_indexcache.serving.index_buffer import IndexBuffer
 from sglang_indexcache.serving.monitor.observer import Counting, Observed
 from sglang_indexcache.serving.monitor.traffic import phase_of
@@ -56,8 +56,7 @@ class IndexCacheBackend(Observed, DeepseekSparseAttnBackend):
         self._runner = runner
         self.kernels = EngineKernels()
         self._attention: SparseMLA | None = None
-        self.windows = Windows(self)
-        self.observers = (Counting(active, self.index_buffer), ShadowProbe(self), self.windows)
+        self.observers = (Counting(active, self.index_buffer), ShadowProbe(self))
         self._lists = KeptLists()
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
@@ -132,9 +131,6 @@ class IndexCacheBackend(Observed, DeepseekSparseAttnBackend):
 
     def _forward_flashmla_sparse(self, **call: Any) -> torch.Tensor:
         if self._attention is None:
-            # With a window rows have lists of several lengths, and their padding is no slot.
-            if self.windows.entries is not None:
-                call["topk_length"] = self.windows.entries
             return super()._forward_flashmla_sparse(**call)
         return self._attend(call["q_all"], call["page_table_1"], call, call["attn_sink"])
 
@@ -145,10 +141,6 @@ class IndexCacheBackend(Observed, DeepseekSparseAttnBackend):
 
     def _forward_fa3(self, **call: Any) -> torch.Tensor:
         if self._attention is None:
-            if (entries := self.windows.entries) is not None:
-                # SGLang pads a batch behind its rows, which have no entries of ours.
-                padding = call["cache_seqlens"][len(entries) :]
-                call["cache_seqlens"] = torch.cat([entries, padding]) if len(padding) else entries
             return super()._forward_fa3(**call)
         assert not call["logit_cap"], "no DSA model caps its attention logits"
         # Ours takes one query as FlashMLA does; FA3 takes its two parts.
@@ -186,7 +178,8 @@ class IndexCacheBackend(Observed, DeepseekSparseAttnBackend):
             before = buffer.held
             buffer.select(layer, carried)
             self.selected(layer, forward_batch, before, own=carried)
-        return self.served(layer, forward_batch, buffer.read(layer, rows))
+        self.served(layer)
+        return buffer.read(layer, rows)
 
     def inherit(self, layer: int, forward_batch: ForwardBatch) -> None:
         """Sub-batch: take over what the whole batch selected before it was split."""

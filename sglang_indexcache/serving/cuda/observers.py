@@ -1,18 +1,13 @@
-"""The observers of the CUDA backend (``cuda/backend.py``): the drift shadow, and recent windows.
-
-Both read lists as SGLang's attention does; ``cuda/window.py`` says what their entries mean.
-"""
+"""The observers of the CUDA backend (``cuda/backend.py``): the drift shadow."""
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.layers.attention.dsa_backend import TopkTransformMethod
 
 from sglang_indexcache.kernels.indexer.quantization import read_pages
-from sglang_indexcache.serving.cuda import window
 from sglang_indexcache.serving.monitor.observer import Observer
 
 if TYPE_CHECKING:
@@ -64,34 +59,3 @@ class ShadowProbe(Observer):
             return values.float() * scales[:, None]
 
         shadow.look(backend.active.position(layer), lists, entries, keys=keys, **own)
-
-
-class Windows(Observer):
-    """Recent windows: the last tokens, which attention sees besides the lists that it is given.
-
-    Attributes:
-        entries: ``[rows]`` int32, of the lists that a layer with a window is about to attend to;
-            None in other layers.
-    """
-
-    def __init__(self, backend: Any) -> None:
-        self._backend = backend
-        self.entries: torch.Tensor | None = None
-
-    def served(self, layer: int, batch: ForwardBatch, indices: torch.Tensor) -> torch.Tensor:
-        """Return ``indices`` with the windows that rows have in ``layer``."""
-        buffer, self.entries = self._backend.index_buffer, None
-        if not buffer.window(layer):
-            return indices
-        indices, self.entries = buffer.widened(layer, indices, partial(self._widen, batch))
-        return indices
-
-    def _widen(
-        self, batch: ForwardBatch, lists: torch.Tensor, windows: torch.Tensor | int, width: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        ragged = (
-            self._backend.get_topk_transform_method(batch.forward_mode)
-            == TopkTransformMethod.RAGGED
-        )
-        offsets = self._backend.forward_metadata.topk_indices_offset if ragged else None
-        return window.widen(lists, windows, width, batch, self._backend.req_to_token, offsets)

@@ -37,11 +37,6 @@ def create_cuda_backend(runner: ModelRunner, active: ActivePattern) -> IndexCach
         SettingsError: a combination in which indices cannot reach a shared layer.
     """
     backend = IndexCacheBackend(runner, active)
-    if active.pattern.window and not backend.use_fused_topk:
-        raise SettingsError(
-            f"the recent window of {active.pattern} needs lists that attention reads as they are, "
-            "and SGLang makes no such lists here. Unset SGLANG_DSA_FUSE_TOPK, or drop the window."
-        )
     backend.kernels = _load_kernels(runner, active)
     if get_exec().overlap.enable_two_batch_overlap:
         _check_overlap(backend)

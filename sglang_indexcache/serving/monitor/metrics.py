@@ -20,7 +20,7 @@ from sglang.srt.observability.metrics_collector import (
 )
 
 from sglang_indexcache import __version__
-from sglang_indexcache.ask.protocol import OTHERS, RECENT
+from sglang_indexcache.ask.protocol import OTHERS
 from sglang_indexcache.library import mean_known
 from sglang_indexcache.serving import front, live, requests
 from sglang_indexcache.serving.active import ActivePattern, current
@@ -44,7 +44,6 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "overlap": ("Sum over them: share of a layer's own selection that it was given.", ("layer",)),
     "overlap_chance": ("The same of lists drawn blindly, over all layers.", ()),
     "recall": ("The same, by the selection's score mass; live mode.", ("layer",)),
-    "recent": ("Sum of the shares of the last tokens that a given list holds.", ("window",)),
     "switches": ("Replacements of the server's pattern.", ()),
     "rejections": ("Patterns refused.", ("by",)),
 }
@@ -178,10 +177,10 @@ def _standing(active: ActivePattern) -> dict[str, Values]:
 
 
 def _overlaps(active: ActivePattern) -> dict[str, Values]:
-    """Return the shadow's counters. At most 240 series together, at 78 layers."""
+    """Return the shadow's counters. At most 237 series together, at 78 layers."""
     found: dict[str, Values] = defaultdict(lambda: defaultdict(float))
     _, sums = active.shadow.read()
-    for layer, (rows, overlap, chance, recall, *recent) in zip(
+    for layer, (rows, overlap, chance, recall) in zip(
         map(str, active.plan.layer_ids), sums, strict=False
     ):
         if not rows:
@@ -190,8 +189,6 @@ def _overlaps(active: ActivePattern) -> dict[str, Values]:
         found["overlap"][layer,] = overlap
         found["recall"][layer,] = recall
         found["overlap_chance"][()] += chance
-        for window, value in zip(RECENT, recent, strict=True):
-            found["recent"][str(window),] += value
     return dict(found)
 
 

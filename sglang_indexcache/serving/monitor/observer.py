@@ -1,6 +1,6 @@
 """Two points of a layer in each backend, at which others than the method have a say.
 
-A backend's own code reads and writes the index buffer. Whoever counts, compares or widens lists
+A backend's own code reads and writes the index buffer. Whoever counts or compares lists
 is an observer: it is called when a layer's indexer has run, and when attention is about to.
 """
 
@@ -30,9 +30,8 @@ class Observer:
             own: as :meth:`Shadow.look` takes it, to know the layer's own list.
         """
 
-    def served(self, layer: int, batch: Any, indices: Tensor) -> Tensor:
-        """Return what ``layer`` attends to where the buffer has ``indices`` ``[rows, k]``."""
-        return indices
+    def served(self, layer: int) -> None:
+        """Follow ``layer``, which is about to attend to what the buffer holds."""
 
 
 class Observed:
@@ -49,11 +48,10 @@ class Observed:
         for observer in self.observers:
             observer.selected(layer, batch, lists, **own)
 
-    def served(self, layer: int, batch: Any, indices: Tensor) -> Tensor:
-        """Return what ``layer`` attends to: ``indices``, or what observers make of them."""
+    def served(self, layer: int) -> None:
+        """Tell the observers that ``layer`` is about to attend to what the buffer holds."""
         for observer in self.observers:
-            indices = observer.served(layer, batch, indices)
-        return indices
+            observer.served(layer)
 
 
 class Counting(Observer):
@@ -62,10 +60,9 @@ class Counting(Observer):
     def __init__(self, active: ActivePattern, index_buffer: IndexBuffer) -> None:
         self._active, self._index_buffer = active, index_buffer
 
-    def served(self, layer: int, batch: Any, indices: Tensor) -> Tensor:
-        """Count the layer, and return ``indices`` as they are."""
+    def served(self, layer: int) -> None:
+        """Count the layer."""
         if self._index_buffer.is_full(layer):
             self._active.count_selection(layer)
         else:
             self._active.count_reuse(layer)
-        return indices

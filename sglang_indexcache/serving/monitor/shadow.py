@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang_indexcache.ask.protocol import RECENT
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.monitor.traffic import Served
 
@@ -27,10 +26,10 @@ logger = logging.getLogger(__name__)
 
 ROWS = 16
 """Sampled of a forward, at most."""
-SUMS = 4 + len(RECENT)
+SUMS = 4
 """Added up by layer: the rows that the sampled ones stand for, and over them, from 0 to 1, the
-overlap, that by chance, the recall and what is held of the last tokens. Without weights a decode's
-row, which sees most and is never left out, would count more than a long prefill's."""
+overlap, that by chance and the recall. Without weights a decode's row, which sees most and is never
+left out, would count more than a long prefill's."""
 _KEY_BLOCK = 8192
 """Keys scored at a time: with 64 heads and all rows that is 32 MB."""
 
@@ -139,8 +138,7 @@ class Shadow:
                     assert own is not None, "either an indexer or its list is there"
                     chosen = holds(own[rows[mine]], named, sees)
                 held = holds(lists[rows[mine]], named, sees)
-                window = part.pattern.window_at(layer)
-                self._add(layer, part, compare(held, chosen, sees, scores, window))
+                self._add(layer, part, compare(held, chosen, sees, scores))
         except Exception:  # inside a forward: it would end the server
             logger.exception("IndexCache: --indexcache-shadow stops here")
             self.one_in, self.parts = 0, ()
@@ -219,27 +217,22 @@ def compare(
     chosen: torch.Tensor,
     sees: torch.Tensor,
     scores: torch.Tensor | None,
-    window: int = 0,
 ) -> torch.Tensor:
     """``[R, SUMS]`` float64: 1 for the row, and its shares.
 
     The overlap is the share of ``chosen`` ``[R, n]``, the layer's own selection, that ``held``
     ``[R, n]``, the list that it is given, has; chance that of as many tokens drawn blindly. The
     recall, 0 without scores ``[R, n]``, weights the overlap by the softmax of each row's scores,
-    which indexers are trained to make that of attention, and adds the window that attention reads.
+    which indexers are trained to make that of attention.
     """
-    positions = torch.arange(held.shape[1], device=held.device)
-    visible, back = positions < sees[:, None], sees[:, None] - positions
     shares = [torch.ones(len(held), device=held.device), (held & chosen).sum(1) / chosen.sum(1)]
     shares.append(held.sum(1) / sees)
     if scores is None:
         shares.append(torch.zeros_like(shares[0]))
     else:
+        visible = _visible(sees, held.shape[1])
         mass = scores.masked_fill(~visible, -torch.inf).softmax(1) * chosen
-        shares.append((mass * (held | (back <= window))).sum(1) / mass.sum(1))
-    for recent in RECENT:
-        near = visible & (back <= recent)
-        shares.append((held & near).sum(1) / near.sum(1))
+        shares.append((mass * held).sum(1) / mass.sum(1))
     return torch.stack(shares, dim=1).double()
 
 

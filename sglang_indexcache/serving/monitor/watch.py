@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sglang_indexcache.ask.client import Client
-from sglang_indexcache.ask.protocol import RECENT, RankState
+from sglang_indexcache.ask.protocol import RankState
 from sglang_indexcache.library import beyond_chance, mean_known
 
 WORST = 10
@@ -156,17 +156,15 @@ def told_overlap(ranks: Sequence[RankState]) -> str:
     found, first = overlaps(ranks), ranks[0]
     if not found:
         return "overlap: no row with more than index_topk tokens was sampled yet"
-    overlap, beyond, _, *recent = (fmean(each) for each in zip(*found.values(), strict=True))
-    held = ", ".join(f"{share:.0%}" for share in recent)
+    overlap, beyond, _ = (fmean(each) for each in zip(*found.values(), strict=True))
     who, given = "S", "the list they are given"
     if first.mode == "static":
         who, given = "F", "the list of the F layer before"
     known = mean_known(first.overlap.reference)
     return (
         f"overlap: {who} layers have {overlap:.0%} of their own selection in common with {given}, "
-        f"{beyond:.0%} beyond chance{'' if known is None else f' (found with {known:.0%})'}; it "
-        f"holds {held} of the last {', '.join(map(str, RECENT))} tokens "
-        f"({sum(rank.overlap.forwards for rank in ranks):,} forwards sampled)"
+        f"{beyond:.0%} beyond chance{'' if known is None else f' (found with {known:.0%})'}; "
+        f"{sum(rank.overlap.forwards for rank in ranks):,} forwards were sampled"
     )
 
 

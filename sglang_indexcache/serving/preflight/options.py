@@ -47,8 +47,8 @@ PATTERN = Option(
     "indexcache_pattern",
     "Which layers keep their indexer: an F/S string with one character per layer, the name of a "
     "library pattern (see: indexcache patterns list), a YAML file, a ratio such as 1/4 (looked up "
-    "in the library for this model), uniform:1/4, or full; with +w8 behind it, shared layers "
-    "also see the last 8 tokens. In live mode also a choice by prompt length: "
+    "in the library for this model), uniform:1/4, or full. "
+    "In live mode also a choice by prompt length: "
     "'full < 32K <= 1/2 < 128K <= 1/4'. Default: the checkpoint's own sharing.",
     metavar="PATTERN",
 )

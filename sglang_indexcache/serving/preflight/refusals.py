@@ -8,7 +8,6 @@ from typing import Any
 
 from sglang_indexcache.errors import Findings, SettingsError
 from sglang_indexcache.models import BY_ARCHITECTURE
-from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.cpu import platform as platform_cpu
 from sglang_indexcache.serving.plan import Plan
 from sglang_indexcache.serving.preflight.options import (
@@ -128,30 +127,15 @@ def check(cfg: Any, plan: Plan, num_layers: int) -> None:
     """
     found = Findings()
     found.each += [SettingsError(reason) for reason in _reasons(cfg, plan)]
-    patterns = (*plan.policy.patterns, *plan.graph_patterns)
-    if plan.mode == "live":
-        for pattern in patterns:
-            with found:
-                check_live_window(pattern)
     # In live mode and between the halves of an overlap SGLang carries no indices, so it has none
     # to hand to the next stage.
     carries = BY_ARCHITECTURE[plan.architecture].hands_on and plan.mode == "static"
     if not carries or cfg.enable_two_batch_overlap:
         starts = stage_starts(plan.layer_ids, num_layers, cfg.pp_size)
         with found:
-            for pattern in patterns:
+            for pattern in (*plan.policy.patterns, *plan.graph_patterns):
                 pattern.check_stages(starts)
     found.report()
-
-
-def check_live_window(pattern: Pattern) -> None:
-    """Raise SettingsError for a window in live mode on a GPU."""
-    if pattern.window and not platform_cpu.is_active():
-        raise SettingsError(
-            f"{pattern} has a recent window, which GPUs serve in static mode only: decode graphs "
-            f"and attention kernels are chosen for one pattern there. Use {MODE.flag} static, or "
-            "name the pattern without its window."
-        )
 
 
 def _reasons(cfg: Any, plan: Plan) -> Iterator[str]:

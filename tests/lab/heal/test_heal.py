@@ -190,25 +190,6 @@ def test_a_few_long_rows_follow_many_short_ones(
         assert torch.equal(tensor, same.adapter.tensors()[name])
 
 
-def test_a_window_is_for_layers_that_attend_as_served(base: Path) -> None:
-    """In the dense warm-up they attend to everything, so it changes nothing there, bit for bit."""
-    plain = heal(options(base, sparse_steps=0, output=base / "dense"))
-    dense = heal(options(base, sparse_steps=0, output=base / "dense-w", pattern="FSSF+w3"))
-    assert dense.adapter.tensors().keys() == plain.adapter.tensors().keys()
-    for name, tensor in dense.adapter.tensors().items():
-        assert torch.equal(tensor, plain.adapter.tensors()[name])
-    assert str(dense.adapter.pattern) == "FSSF+w3"
-    [*_, without], [*_, near] = plain.evaluations, dense.evaluations
-    assert near.held_out_loss == without.held_out_loss
-    assert near.held_out_recall > without.held_out_recall  # of what S layers then attend to
-    sparse = heal(options(base, output=base / "sparse"))
-    windowed = heal(options(base, output=base / "sparse-w", pattern="FSSF+w3"))
-    assert any(
-        not torch.equal(tensor, sparse.adapter.tensors()[name])
-        for name, tensor in windowed.adapter.tensors().items()
-    )
-
-
 def without_time(line: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in line.items() if not name.startswith("seconds")}
 
@@ -283,7 +264,6 @@ def test_rows_hold_several_documents_and_conversations(base: Path) -> None:
     ("changes", "error", "says"),
     [
         ({"length": 6}, TrainingError, "no longer than index_topk"),
-        ({"length": 9, "pattern": "FSSF+w3"}, TrainingError, "and a recent window of 3"),
         ({"sparse_length": 6}, TrainingError, "rows of 6 tokens are no longer than index_topk"),
         ({"pattern": "FSS"}, IndexCacheError, "3"),
         ({"data": ("nowhere",)}, IndexCacheError, "there is no data at nowhere"),

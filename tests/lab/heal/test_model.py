@@ -15,10 +15,10 @@ from sglang_indexcache.lab.heal.packing import Layout
 from sglang_indexcache.lab.heal.sharing import Stage
 from sglang_indexcache.pattern import Pattern
 from tests.lab.heal.models import FAMILIES, LAYERS, TOPK, logits, make, one_document, tokens
-from tests.oracle import _opened, _recorded_margins, _share
+from tests.oracle import _recorded_margins, _share
 
 LENGTH = 23
-PATTERNS = ["FFFF", "FSFS", "FSSS", "FSSF", "FSSF+w2", "FSSS+w9", "FFFF+w4"]
+PATTERNS = ["FFFF", "FSFS", "FSSS", "FSSF"]
 families = pytest.mark.parametrize("family", FAMILIES)
 
 
@@ -27,7 +27,7 @@ def transformers_logits(model: Any, pattern: Pattern, ids: torch.Tensor) -> torc
     if model.config.model_type == "deepseek_v32":
         _share(model, pattern)
     watched = _recorded_margins(TOPK, [], first_of_ties=True)
-    with torch.no_grad(), watched, _opened(model, pattern):
+    with torch.no_grad(), watched:
         return model(ids, use_cache=False).logits
 
 
@@ -126,9 +126,8 @@ def test_without_cross_layer_loss_an_indexer_serves_itself_only() -> None:
 
 
 @families
-@pytest.mark.parametrize("text", ["FSFS", "FSFS+w4"])
-def test_packed_documents_equal_documents_alone(family: str, text: str) -> None:
-    model = DistilledModel(make(family), Pattern(text), block=5)
+def test_packed_documents_equal_documents_alone(family: str) -> None:
+    model = DistilledModel(make(family), Pattern("FSFS"), block=5)
     first, second = tokens(1, 9), tokens(1, 12)
     packed = torch.cat([first, second, tokens(1, 3)], dim=1)
     documents = torch.tensor([[0] * 9 + [1] * 12 + [-1] * 3])

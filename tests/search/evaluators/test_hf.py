@@ -126,15 +126,3 @@ def test_a_checkpoint_that_shares_already(tmp_path: Path, data: Calibration) -> 
         assert -found == pytest.approx(truth(oracle, data, text), abs=1e-6)
     with pytest.raises(PatternError, match="ships no indexer weights"):
         evaluator.loss(Pattern("FFFFFF"), [0])
-
-
-def test_windows_are_never_reused_for_another(folder: Path, data: Calibration) -> None:
-    """Layers are the same up to the first that differs in its letter or in what it sees."""
-    reused, plain = (TransformersEvaluator(folder, data, reuse_bytes=n) for n in (4 << 30, 0))
-    texts = ("FFFFFF", "FFSSFS+w8", "FFSSFS", "FFSSFS+w2", "FFFFFF+w8", "FFSSFS+w8")
-    for text in texts:
-        expected = plain.loss(Pattern(text), [0])
-        assert reused.loss(Pattern(text), [0]) == pytest.approx(expected, abs=1e-6), text
-    before = reused.layer_tokens
-    reused.loss(Pattern("FFSSFS+w4"), [0])
-    assert reused.layer_tokens - before == 2 * LENGTH * 4

@@ -12,7 +12,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_indexcache.ask.protocol import RECENT
 from sglang_indexcache.errors import SettingsError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.monitor import shadow
@@ -23,7 +22,7 @@ from sglang_indexcache.serving.preflight.resolve import _shadow
 from tests.serving.plans import plan
 
 TOPK = 8
-A, B = Pattern("FSSS"), Pattern("FFSS+w2")
+A, B = Pattern("FSSS"), Pattern("FFSS")
 
 
 def made(text: str = "FSSS", mode: Any = "live", one_in: int = 1) -> Shadow:
@@ -142,7 +141,7 @@ class Scene:
         place = {int(slot): n for n, slot in enumerate(self.slots[self.owner[row]])}
         return {place[int(slot)] for slot in lists[row] if slot >= 0}
 
-    def expected(self, row: int, own: torch.Tensor | None = None, window: int = 0) -> list[float]:
+    def expected(self, row: int, own: torch.Tensor | None = None) -> list[float]:
         """The sums of one row, by sets and torch.topk: so many heads give no equal scores."""
         sees, held = self.sees[row], self.tokens(self.lists, row)
         recall = 0.0
@@ -152,17 +151,12 @@ class Scene:
             dots = self.queries[row] @ self.keys[self.owner[row], :sees].T
             scores = (self.weights[row][:, None] * dots.relu()).sum(0)
             chosen, mass = set(scores.topk(TOPK).indices.tolist()), scores.softmax(0)
-            read = held | set(range(sees - window, sees))
-            recall = float(sum(mass[n] for n in chosen & read) / sum(mass[n] for n in chosen))
-        recents = [
-            len(held & set(range(max(0, sees - recent), sees))) / min(sees, recent)
-            for recent in RECENT
-        ]
+            recall = float(sum(mass[n] for n in chosen & held) / sum(mass[n] for n in chosen))
         # Of tokens drawn blindly each is chosen as likely as any other that the row sees.
-        return [1.0, len(held & chosen) / len(chosen), len(held) / sees, recall, *recents]
+        return [1.0, len(held & chosen) / len(chosen), len(held) / sees, recall]
 
-    def check(self, layer: int, own: torch.Tensor | None = None, window: int = 0) -> None:
-        rows = [self.expected(row, own, window) for row in self.rows]
+    def check(self, layer: int, own: torch.Tensor | None = None) -> None:
+        rows = [self.expected(row, own) for row in self.rows]
         sums, whole = self.shadow.read()
         assert sums == whole
         stands_for = sum(sees > TOPK for sees in self.sees) / len(rows)
@@ -182,12 +176,6 @@ def test_an_inherited_list_beside_the_layers_own_selection(
     assert scene.shadow.read() == ([], [])
     scene.live(2)
     scene.check(2)
-
-
-def test_a_recent_window_is_read_beside_the_list() -> None:
-    scene = Scene(B)
-    scene.live(3)
-    scene.check(3, window=2)
 
 
 def test_static_mode_holds_f_layers_against_the_one_before() -> None:

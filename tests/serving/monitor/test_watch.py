@@ -91,10 +91,10 @@ def test_interrupted_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
 OVERLAP = {
     "one_in": 1000,
     "forwards": 3,
-    # rows; overlap, chance, by score mass, of the last 8, 64, 256
+    # rows; overlap, chance, by score mass
     "layers": {
-        2: [40.0, 26.0, 12.0, 32.0, 8.0, 16.0, 24.0],
-        3: [10.0, 9.0, 5.0, 9.5, 2.0, 4.0, 6.0],
+        2: [40.0, 26.0, 12.0, 32.0],
+        3: [10.0, 9.0, 5.0, 9.5],
     },
     "reference": (None, None, 0.75, None),
 }
@@ -105,7 +105,7 @@ def test_overlap_by_layer_and_the_worst() -> None:
     said = drawn([state_now], [state_now, state_now], 1.0)
     assert "S layers have 78% of their own selection in common with the list they" in said
     assert "65% beyond chance (found with 75%)" in said  # of layer 2 it is half, of 3 four fifths
-    assert "20%, 40%, 60% of the last 8, 64, 256 tokens (6 forwards sampled)" in said
+    assert "(found with 75%); 6 forwards were sampled" in said
     assert "overlap by layer: ··▆█" in said
     assert "2 65.0% 50.0% 75.0% 80.0% 3 90.0% 80.0% - 95.0%" in said
     static = state_now.model_copy(update={"mode": "static"})

@@ -14,7 +14,6 @@ from sglang_indexcache.serving.plan import CONFIG_KEY, Plan
 from sglang_indexcache.serving.preflight.options import Said, collect
 from sglang_indexcache.serving.preflight.resolve import make_plan
 from tests.fakes.glm5 import CONFIG as GLM5
-from tests.serving import plans
 
 
 def checkpoint(own: str = "FFFFFF", architecture: str = "GlmMoeDsaForCausalLM") -> Checkpoint:
@@ -217,16 +216,6 @@ def test_graphs_are_named_like_patterns() -> None:
 def test_graphs_that_cannot_be(mode: str, graphs: str, message: str) -> None:
     with pytest.raises(IndexCacheError, match=message):
         plan(flags(pattern="full", mode=mode, graphs=graphs))
-
-
-@pytest.mark.parametrize("mode", ["static", "live"])
-def test_kv_under_another_window_is_kept_apart(mode: str) -> None:
-    served = plans.plan("FSSS+w8", mode=mode)
-    names = {served.kv_namespace(Pattern(text)) for text in ("FSSS", "FSSS+w8", "FSSS+w9")}
-    assert len(names) == 3
-    assert None not in names
-    assert Plan.from_json(served.hf_overrides()[CONFIG_KEY]) == served
-    assert "FSSS+w8" in served.terms
 
 
 def test_slopes_are_compared_with_a_folder(tmp_path: Path) -> None:
