@@ -270,6 +270,16 @@ def table(found: dict[str, Any]) -> str:
     return markdown(("", *map(format_length, contexts)), rows)
 
 
+def line(found: dict[str, Any]) -> str:
+    """Write the gains of the first deployment at the longest context, in words."""
+    first, longest = found["deployments"][0], found["contexts"][-1]
+    prefill, decode = (first["gains"][metric]["1/4"][str(longest)]["gain"] for metric in SHOWN)
+    return (
+        f"{prefill:.2f}x in prefill and {decode:.2f}x in decode at 1/4 and "
+        f"{format_length(longest)} tokens ({label(first)})\n"
+    )
+
+
 def _cell(both: list[dict[str, Any] | None]) -> str:
     known = [one for one in both if one is not None]
     return " / ".join(f"{one['gain']:.2f}x" for one in known) if len(known) == 2 else "no rate"

@@ -134,6 +134,7 @@ PARTS: dict[str, tuple[Make, str]] = {
     "healing-data": (_of("lines", heal_data.table), "heal_data.json"),
     "healing-memory": (_of("rows", heal_memory.table), "heal_memory.json"),
     "expect": (expect.table, "expect.json"),
+    "expect-line": (expect.line, "expect.json"),
     "expect-checks": (expect.checks, "expect.json"),
     "request-patterns": (_request_patterns, "request_patterns.json"),
     "card-line": (claims.line, "kernels/h100.json"),

@@ -46,6 +46,7 @@ FIGURES: dict[str, tuple[str, Callable[[Path, Path], None]]] = {
     "heal.png": ("heal.json", _of(heal_study.draw)),
     "heal_data.png": ("heal_data.json", _of(heal_data.draw)),
     "smollm2/one_pass.png": ("smollm2/one_pass.json", _of(one_pass.draw)),
+    "smollm2/recall.png": ("smollm2/searched.json", _of(searched.draw_recall)),
     "smollm2/overlap.png": ("smollm2/searched.json", _of(searched.draw_lists)),
     "training_aware.png": ("training_aware.json", _of(table_3.draw)),
     "small_checkpoint/curves.png": ("small_checkpoint/result.json", _of(small_checkpoint.curves)),

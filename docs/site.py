@@ -18,7 +18,7 @@ from hatch_build import portable  # noqa: E402
 from sglang_indexcache import __all__ as public_names  # noqa: E402
 
 API = "docs/api.md"
-PUBLISHED = {".md", ".png", ".json", ".yaml", ".ipynb"}
+PUBLISHED = {".md", ".png", ".svg", ".json", ".yaml", ".ipynb"}
 _ROLE = re.compile(r":(?:class|func|meth|data|mod|attr|exc):(?=<code>|`)")
 
 

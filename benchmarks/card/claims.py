@@ -107,9 +107,8 @@ def line(found: Mapping[str, Any]) -> str:
     shown = [name for name, step in steps.items() if name.startswith("served ") and is_shown(step)]
     served = ", ".join(name.removeprefix("served ") for name in shown) or f"**{NOT_MEASURED}**"
     return (
-        f"Our kernels on {found['machine']['name']}: {cases}. Time of SGLang's fastest over ours, "
-        f"least to most over lengths and rows: {speed}. Servers that gave stock SGLang's greedy "
-        f"tokens: {served}.\n"
+        f"Our kernels on {found['machine']['name']}: {cases}. SGLang's fastest over ours: {speed}. "
+        f"Servers that gave stock SGLang's greedy tokens: {served}.\n"
     )
 
 

@@ -7,8 +7,9 @@ The paper's Algorithm 1 (``greedy``), its similarity search and the package's ow
 rows of one book, by the loss of the text, of repeated passages, or of both (``mixed``); a search
 that is interrupted goes on. Then every pattern that was found is
 measured on held-out books beside all F, the paper's uniform patterns and SGLang's frequency
-schedule. Writes smollm2/searched.json, its tables, the overlap of the layers' selections as a
-heatmap with the blocks of the first search's 1/4, and the loss along Algorithm 1.
+schedule. Writes smollm2/searched.json, its tables, what each pattern loses of recall as a figure,
+the overlap of the layers' selections as a heatmap with the blocks of the first search's 1/4, and
+the loss along Algorithm 1.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from benchmarks.smollm2 import CACHE
 from benchmarks.smollm2.books import HELD_OUT, SEARCH, Books, rows
 from benchmarks.smollm2.evaluator import SCORES, LeanEvaluator
 from benchmarks.smollm2.lean import Lean
-from benchmarks.smollm2.measure import HEADER, Arm, Line, columns, measure, named
+from benchmarks.smollm2.measure import HEADER, Arm, Line, columns, compared, measure, named
 from benchmarks.smollm2.workers import one_thread
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.evaluators import Floats
@@ -44,6 +45,15 @@ RATIOS = ("1/2", "1/4", "1/8")
 QUICK = {"searches": ["similarity:mixed"], "batches": 1, "rows": 2, "length": 1024}
 SEARCHES = ("similarity:mixed", "both:mixed", "both:text", "greedy:mixed")
 DOWN = "greedy"
+SHOWN = {
+    "uniform": "evenly spaced",
+    "freq": "SGLang's frequency",
+    "greedy": "Algorithm 1",
+    "similarity": "similarity",
+    "both": "both ends, by loss",
+    "one-pass": "one pass, worst head",
+}
+"""Ways to choose F layers, in the order and words of the figure."""
 
 
 def search(
@@ -129,6 +139,35 @@ def draw_path(record: dict[str, Any], path: Path) -> None:
     save_figure(figure, path)
 
 
+def draw_recall(record: dict[str, Any], path: Path) -> None:
+    """Draw what each pattern changes of recall, by how many layers keep their indexer."""
+    base, *lines = record["lines"]
+    changes: dict[str, list[tuple[float, float, float]]] = {}
+    for line in lines:
+        ratio, _, way = line["name"].partition(" ")
+        change, margin = compared(line, base, "recall")
+        place = RATIOS.index(ratio), 100 * change, 100 * (margin or 0.0)
+        changes.setdefault(way.partition(":")[0], []).append(place)
+    figure, [axis] = make_figure(7.2, 3.6)
+    ways = [way for way in SHOWN if way in changes]
+    for number, way in enumerate(ways):
+        ratio_numbers, values, margins = zip(*changes[way], strict=True)
+        aside = 0.11 * (number - (len(ways) - 1) / 2)
+        places = [ratio_number + aside for ratio_number in ratio_numbers]
+        axis.errorbar(places, values, margins, fmt="o", ms=5, capsize=2, label=SHOWN[way])
+    axis.axhline(0, color="black", lw=0.8)
+    counts = {line["name"].split()[0]: line["pattern"].count("F") for line in lines}
+    layers = base["pattern"].count("F")
+    axis.set_xticks(
+        range(len(RATIOS)), [f"{ratio}: {counts[ratio]} of {layers} indexers" for ratio in RATIOS]
+    )
+    axis.set_ylabel("recall against all indexers, points")
+    title = f"SmolLM2-135M as a DSA model, {len(base['rows'])} held-out rows of"
+    axis.set_title(f"{title} {record['measured']['length']:,} tokens", fontsize=10, loc="left")
+    axis.legend(frameon=False, fontsize=8, ncols=2, loc="lower left")
+    save_figure(figure, path)
+
+
 def study_parser(description: str | None) -> argparse.ArgumentParser:
     """Return the options of a study that searches on some rows and measures on others."""
     parser = argparse.ArgumentParser(description=description)
@@ -205,7 +244,8 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def draw(record: dict[str, Any], folder: Path) -> None:
-    """Draw the heatmap, and the way of Algorithm 1 where it was walked."""
+    """Draw recall, the heatmap, and the way of Algorithm 1 where it was walked."""
+    draw_recall(record, folder / "recall.png")
     draw_lists(record, folder / "overlap.png")
     if any(one["method"] == DOWN for one in record["searches"]):
         draw_path(record, folder / "algorithm_1.png")
