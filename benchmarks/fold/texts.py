@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from benchmarks.smollm2.books import CUE, HELD_OUT, TRAIN, Books, rows
+from benchmarks.smollm2.books import HELD_OUT, TRAIN, Books, rows
 from benchmarks.training.retrieval import MachineText, TaskWords
 from benchmarks.training.tasks import TASKS
 
@@ -121,7 +121,7 @@ class BooksAndCode:
     def questions(self, number: int, count: int, length: int) -> list[Question]:
         """Ask the row of the other studies of this model: text, then passages of it again."""
         row = rows(self.books, HELD_OUT, count, length)[number]
-        return [Question("recall", row.ids, row.recall, row.text, int(row.recall[0]) - CUE)]
+        return [Question("recall", row.ids, row.recall, row.text, int(row.text[-1]) + 1)]
 
 
 def _window(ids: torch.Tensor, number: int, length: int) -> torch.Tensor:

@@ -7,7 +7,6 @@ measured on :data:`HELD_OUT`, whole books that nothing was trained or chosen on.
 
 from __future__ import annotations
 
-import random
 import re
 import tarfile
 from collections.abc import Iterable
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks.smollm2.packages import download
+from sglang_indexcache.search.passages import Passages
 
 
 @dataclass(frozen=True)
@@ -95,10 +95,6 @@ class Books:
         return pieces
 
 
-CUE, COUNTED = 16, 48
-"""Tokens of a passage that come again: the first tell which passage it is, the others count."""
-
-
 @dataclass(frozen=True)
 class Row:
     """Text, and then passages of that text again.
@@ -119,14 +115,10 @@ def with_passages(text: torch.Tensor, length: int, seed: int) -> Row:
 
     4 passages of 64 tokens at 1Ki, 8 from 2Ki on.
     """
-    passages = min(8, length // 256)
-    size = CUE + COUNTED
-    kept = length - passages * size
-    order = random.Random(seed).sample(range(passages), passages)
-    starts = [(kept - size) * (2 * place + 1) // (2 * passages) for place in order]
-    ids = torch.cat([text[:kept], *(text[start : start + size] for start in starts)])
-    counted = torch.arange(passages)[:, None] * size + torch.arange(CUE, size)
-    return Row(ids, torch.arange(kept // 2, kept), kept + counted.flatten())
+    passages = Passages.of(length, seed)
+    kept, starts = passages.kept, passages.starts
+    ids = torch.cat([text[:kept], *(text[start : start + passages.length] for start in starts)])
+    return Row(ids, torch.arange(kept // 2, kept), torch.from_numpy(passages.counted))
 
 
 def rows(books: Books, names: Iterable[str], count: int, length: int) -> list[Row]:

@@ -60,8 +60,9 @@ Context = Annotated[str | None, InData("--context", metavar="LENGTH", help=
     "Most tokens of a document: tokens, such as 4096, 16Ki (1024s) or 200K (1000s). It must be "
     "longer than what a query selects; the default is 8 times that (16Ki for released models).")]
 WhichTokens = Annotated[str | None, InData("--score", metavar="WHICH", help=
-    "Which tokens' loss counts: answers, late (the later half of each document) or all. The "
-    "default is answers where the data marks them, else late.")]
+    "Which tokens' loss counts: answers; late (the later half of each document); recall (late, and "
+    "passages of the document that come again at its end); or all. The default is answers where "
+    "the data marks them, else recall.")]
 Batches = Annotated[int, InData("--batches", metavar="N", help=
     "Documents to search on, a batch each.")]
 FurtherDocuments = Annotated[int, InData("--held-out", metavar="N", help=

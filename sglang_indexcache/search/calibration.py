@@ -20,6 +20,7 @@ import numpy as np
 from sglang_indexcache.data.documents import MACHINE, Conversation, Document, read_documents
 from sglang_indexcache.data.marking import Marked, Marker, Mask, is_held_out
 from sglang_indexcache.errors import SearchError
+from sglang_indexcache.search.passages import with_passages
 
 FIRST_LOOK = 100
 """Documents that are looked at to see whether the data marks answers."""
@@ -29,12 +30,13 @@ class Score(StrEnum):
     """Choice of the predictions that count, of those whose query sees more than it may select."""
 
     ANSWERS = "answers"
+    RECALL = "recall"
     LATE = "late"
     ALL = "all"
 
     @classmethod
     def parse(cls, text: str) -> Score:
-        """From what a user writes; SearchError if it is none of the three."""
+        """From what a user writes; SearchError if it is none of these."""
         if text not in list(cls):
             raise SearchError(f"the score is {', '.join(cls)}, got {text!r}")
         return cls(text)
@@ -42,6 +44,7 @@ class Score(StrEnum):
 
 _COUNTS = {
     Score.ANSWERS: "answer tokens",
+    Score.RECALL: "tokens in the later half of each text, and in its passages that come again,",
     Score.LATE: "tokens in the later half of each sequence",
     Score.ALL: "all tokens",
 }
@@ -62,13 +65,15 @@ class Objective:
     def counted(self, answers: Mask) -> Mask:
         """Mark the predictions of one sequence that count; ``answers`` is ``[length]`` bool.
 
+        By :attr:`Score.RECALL` they are what :func:`with_passages` marked.
+
         Returns:
             ``[length - 1]`` bool; entry i is the prediction of token i + 1, whose query sees
             i + 1 tokens.
         """
         query = np.arange(len(answers) - 1)
         counted: Mask = query >= self.topk
-        if self.score is Score.ANSWERS:
+        if self.score in (Score.ANSWERS, Score.RECALL):
             return counted & answers[1:]
         if self.score is Score.LATE:
             return counted & (query >= len(query) // 2)
@@ -180,7 +185,8 @@ def prepare(
     out says a digest of its tokens (:func:`~sglang_indexcache.data.marking.is_held_out`), so all
     windows of a text are on one side. Of each part the first that have at least half of ``context``
     are taken, the longest of the others only if the source ends before there are enough, and
-    shuffled. So neither part changes between runs or machines.
+    shuffled. So neither part changes between runs or machines. By :attr:`Score.RECALL` the end of
+    each sequence is replaced by passages of it.
 
     Args:
         source: as for :func:`~sglang_indexcache.data.documents.read_documents`.
@@ -188,7 +194,7 @@ def prepare(
         held_out: batches of the held-out part.
         topk: tokens that a query selects.
         score: which predictions count; None for the answers if one of the first
-            :data:`FIRST_LOOK` documents has some, else the later half.
+            :data:`FIRST_LOOK` documents has some, else the later half, with passages.
 
     Raises:
         SearchError: nothing to read, too little of it, or nothing in it that counts.
@@ -221,7 +227,7 @@ def prepare(
 
 def _default_score(source: str) -> Score:
     first = islice(read_documents(source), FIRST_LOOK)
-    return Score.ANSWERS if any(document.has_answers for document in first) else Score.LATE
+    return Score.ANSWERS if any(document.has_answers for document in first) else Score.RECALL
 
 
 def _choose(reading: _Reading, wanted: dict[bool, int]) -> dict[bool, list[Marked]]:
@@ -284,6 +290,8 @@ class _Reading:
                 pieces = [marked.piece(start, self.context) for start in starts]
             else:
                 pieces = self._shortened(document)
+            if self.objective.score is Score.RECALL:
+                pieces = [with_passages(piece) for piece in pieces]
             counting = [p for p in pieces if self.objective.counted(p.answers).any()]
             self.blind += bool(pieces) and not counting
             part = is_held_out(marked.ids)

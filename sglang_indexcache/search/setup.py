@@ -145,6 +145,12 @@ class Setup:
         """Facts that a user should know before a model runs: a name and a sentence each."""
         yield "objective", f"loss of {self.objective} ({self.calibration.counts} in a batch)"
         yield "data", f"{self.data}: {self.calibration.reading}"
+        if self.calibration.objective.score in (Score.LATE, Score.ALL):
+            yield (
+                "recall",
+                "this loss hardly sees whether a pattern keeps what looks up something far back. "
+                "Count passages that come again, too (--score recall).",
+            )
         lengths = sorted(map(len, self.calibration.sequences))
         half, topk = lengths[len(lengths) // 2], self.calibration.objective.topk
         if half < ADVISED_CONTEXT * topk:

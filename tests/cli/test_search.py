@@ -181,7 +181,7 @@ def test_a_config_file_gives_options_and_the_command_line_wins(tmp_path: Path) -
         (["--model", "missing"], "missing is no folder of this machine"),
         (["--at-once", "2"], "--at-once is for the servers of --url"),
         (["--low-priority"], "--low-priority is for the servers of --url"),
-        (["--score", "early"], "the score is answers, late, all, got 'early'"),
+        (["--score", "early"], "the score is answers, recall, late, all, got 'early'"),
         (["--score", "answers"], "no document of machine marks an answer"),
         # It selects 64 tokens: all patterns would tie, and the lowest layers be flipped first.
         (["--context", "64"], "cannot tell patterns apart: this model's"),

@@ -190,9 +190,20 @@ def test_only_answers_count_where_the_data_marks_them(tmp_path: Path) -> None:
     assert calibration.counts == "6"
 
 
-def test_the_later_half_counts_where_nothing_is_marked(lines: Path) -> None:
-    calibration = made(lines)
-    assert calibration.objective.score is Score.LATE
+def test_passages_come_again_where_nothing_is_marked(tmp_path: Path) -> None:
+    """In place of each text's end: what is held out and how long texts are does not change."""
+    path = write(tmp_path / "a.jsonl", [{"text": f"{n:04}" * 16} for n in range(40)])
+    plain, found = made(path, context=64, score=Score.LATE), made(path, context=64)
+    assert found.objective.score is Score.RECALL
+    assert found.batch_tokens == plain.batch_tokens
+    for text, sequence in zip(plain.sequences, found.sequences, strict=True):
+        assert sequence[:48] == text[:48]
+        assert text_of(sequence[48:]) in text_of(sequence[:48])
+    assert found.counted[0].tolist() == [False] * 23 + [True] * 24 + [False] * 4 + [True] * 12
+
+
+def test_the_later_half_counts_alone_if_it_is_asked_for(lines: Path) -> None:
+    calibration = made(lines, score=Score.LATE)
     assert calibration.counted[0].tolist() == [False] * 3 + [True] * 4
     assert made(lines, score=Score.ALL).counted[0].all()
 
@@ -201,7 +212,7 @@ def test_what_the_data_marks_is_seen_in_its_first_hundred_documents(tmp_path: Pa
     plain = [{"text": f"line{i:04}"} for i in range(100)]
     marked = [{"prompt": "k", "response": f"{i:04}"} for i in range(40)]
     path = write(tmp_path / "a.jsonl", plain + marked)
-    assert made(path).objective.score is Score.LATE
+    assert made(path).objective.score is Score.RECALL
     assert made(path, score=Score.ANSWERS).objective.score is Score.ANSWERS
     path = write(tmp_path / "b.jsonl", plain[1:] + marked)
     assert made(path).objective.score is Score.ANSWERS

@@ -18,7 +18,7 @@ def test_counts_what_it_says(answers: list[bool], topk: int, score: Score) -> No
     assert len(counted) == len(answers) - 1
     for token in range(1, len(answers)):
         expected = token > topk
-        if score is Score.ANSWERS:
+        if score in (Score.ANSWERS, Score.RECALL):
             expected &= answers[token]
         if score is Score.LATE:
             later = range(1, len(answers))[-((len(answers)) // 2) :]
@@ -31,5 +31,5 @@ def test_words() -> None:
     words = Objective(Score.ANSWERS, 2048).in_words()
     assert words == "answer tokens whose query sees more than 2048 tokens"
     assert Score.parse("late") is Score.LATE
-    with pytest.raises(SearchError, match="the score is answers, late, all, got 'early'"):
+    with pytest.raises(SearchError, match="the score is answers, recall, late, all, got 'early'"):
         Score.parse("early")
