@@ -328,9 +328,10 @@ def _own_pattern(text: Any, layer_ids: tuple[int, ...], where: str) -> Pattern:
 def _family(architecture: str, text: Any, where: str) -> Family:
     """Return the row of a model that may share indices; one made up for a model that has no row."""
     family = BY_ARCHITECTURE.get(architecture, Family(architecture))
-    if family.unshareable:
+    if family.unsupported:
         raise CheckpointError(
-            f"{where} is a {architecture}, whose layers cannot share indices: {family.unshareable}."
+            f"{where} is a {architecture}, whose indices IndexCache does not share: "
+            f"{family.unsupported}."
         )
     if _get(text, "index_topk") is not None:
         return family

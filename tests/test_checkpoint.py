@@ -95,7 +95,7 @@ def test_own_sharing(fields: dict[str, Any], expected: str) -> None:
             {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 6},
             "LlamaForCausalLM without a lightning indexer.* Give the folder of such a model",
         ),
-        (config("DeepseekV4ForCausalLM"), "blocks of a compressed context"),
+        (config("DeepseekV4ForCausalLM"), "select compressed entries of several tokens"),
         ({"num_hidden_layers": 3}, "names no architecture"),
         (config(num_hidden_layers=None), "the config of the model has no num_hidden_layers"),
         (
