@@ -72,12 +72,12 @@ class Objective:
             i + 1 tokens.
         """
         query = np.arange(len(answers) - 1)
-        counted: Mask = query >= self.topk
+        mask: Mask = query >= self.topk
         if self.score in (Score.ANSWERS, Score.RECALL):
-            return counted & answers[1:]
+            return mask & answers[1:]
         if self.score is Score.LATE:
-            return counted & (query >= len(query) // 2)
-        return counted
+            return mask & (query >= len(query) // 2)
+        return mask
 
     def in_words(self) -> str:
         """Say which tokens count."""
@@ -110,8 +110,8 @@ class Calibration:
 
     def __post_init__(self) -> None:
         if not self.counted:
-            everything = tuple(np.ones(len(ids) - 1, dtype=bool) for ids in self.sequences)
-            object.__setattr__(self, "counted", everything)
+            all_predictions = tuple(np.ones(len(ids) - 1, dtype=bool) for ids in self.sequences)
+            object.__setattr__(self, "counted", all_predictions)
         for number, masks in enumerate(self.batch_counted):
             if not any(mask.any() for mask in masks):
                 raise SearchError(f"no prediction of calibration batch {number} counts")
@@ -151,14 +151,14 @@ class Calibration:
     @property
     def counts(self) -> str:
         """Counted predictions of a batch, in words."""
-        each = [sum(int(mask.sum()) for mask in masks) for masks in self.batch_counted]
-        return f"{min(each)}" if min(each) == max(each) else f"{min(each)} to {max(each)}"
+        totals = [sum(int(mask.sum()) for mask in masks) for masks in self.batch_counted]
+        return f"{min(totals)}" if min(totals) == max(totals) else f"{min(totals)} to {max(totals)}"
 
     def held_out_alone(self) -> Calibration:
         """Return the batches that a search must not search on."""
         start = len(self.sequences) - self.held_out * self.per_batch
-        kept, counted = self.sequences[start:], self.counted[start:]
-        return replace(self, sequences=kept, counted=counted, held_out=0)
+        sequences, masks = self.sequences[start:], self.counted[start:]
+        return replace(self, sequences=sequences, counted=masks, held_out=0)
 
     @property
     def _starts(self) -> range:
@@ -205,11 +205,11 @@ def prepare(
             f"least one batch; got context {context}, {batches} batches of {per_batch}"
         )
     objective = Objective(score or _default_score(source), topk)
-    wanted = {False: batches * per_batch, True: held_out * per_batch}
+    quota = {False: batches * per_batch, True: held_out * per_batch}
     reading = _Reading(source, marker, context, objective)
-    parts = _choose(reading, wanted)
-    if any(len(parts[part]) < wanted[part] for part in parts):
-        raise reading.too_little(wanted, {part: len(parts[part]) for part in parts})
+    parts = _choose(reading, quota)
+    if any(len(parts[part]) < quota[part] for part in parts):
+        raise reading.too_little(quota, {part: len(parts[part]) for part in parts})
     short = sum(2 * len(piece) < context for part in parts.values() for piece in part)
     for part in (False, True):
         random.Random(seed).shuffle(parts[part])
@@ -230,24 +230,24 @@ def _default_score(source: str) -> Score:
     return Score.ANSWERS if any(document.has_answers for document in first) else Score.RECALL
 
 
-def _choose(reading: _Reading, wanted: dict[bool, int]) -> dict[bool, list[Marked]]:
+def _choose(reading: _Reading, quota: dict[bool, int]) -> dict[bool, list[Marked]]:
     """At most as many sequences of each part as are wanted; reads no further than needed."""
-    chosen: dict[bool, list[Marked]] = {part: [] for part in wanted}
-    shorter: dict[bool, list[tuple[int, int, Marked]]] = {part: [] for part in wanted}
+    parts: dict[bool, list[Marked]] = {part: [] for part in quota}
+    shorter: dict[bool, list[tuple[int, int, Marked]]] = {part: [] for part in quota}
     for order, (part, piece) in enumerate(reading.pieces()):
         if 2 * len(piece) < reading.context:
             heapq.heappush(shorter[part], (len(piece), -order, piece))
-            if len(shorter[part]) > wanted[part]:
+            if len(shorter[part]) > quota[part]:
                 heapq.heappop(shorter[part])  # the shortest, of equal ones the last
-        elif len(chosen[part]) < wanted[part]:
-            chosen[part].append(piece)
-        if all(len(chosen[part]) == wanted[part] for part in chosen):
+        elif len(parts[part]) < quota[part]:
+            parts[part].append(piece)
+        if all(len(parts[part]) == quota[part] for part in parts):
             reading.is_enough = True
-            return chosen
-    for part, pieces in chosen.items():
+            return parts
+    for part, pieces in parts.items():
         longest = sorted(shorter[part], reverse=True)
-        pieces += [piece for _, _, piece in longest[: wanted[part] - len(pieces)]]
-    return chosen
+        pieces += [piece for _, _, piece in longest[: quota[part] - len(pieces)]]
+    return parts
 
 
 @dataclass
@@ -307,7 +307,7 @@ class _Reading:
         self.too_long += 1
         return []
 
-    def in_words(self, short: int, chosen: int) -> str:
+    def in_words(self, short: int, total: int) -> str:
         """Give the account, with how many chosen sequences have under half of the context."""
         topk, context = self.objective.topk, self.context
         facts = {
@@ -318,14 +318,14 @@ class _Reading:
             f"{self.too_long} left out with answers and more than {context} tokens": self.too_long,
             f"{self.shortened} conversations cut after a response": self.shortened,
             f"{self.windowed} texts cut into windows": self.windowed,
-            f"{short} of {chosen} sequences under half of {context} tokens": short,
+            f"{short} of {total} sequences under half of {context} tokens": short,
         }
         read = f"{self.documents} documents read"
         if self.is_enough:
             read += " (reading stopped there: these give enough)"
         return "; ".join([read, *(fact for fact, n in facts.items() if n)])
 
-    def too_little(self, wanted: dict[bool, int], got: dict[bool, int]) -> SearchError:
+    def too_little(self, quota: dict[bool, int], taken: dict[bool, int]) -> SearchError:
         """Say why there are not enough sequences."""
         if self.objective.score is Score.ANSWERS and self.unmarked == self.documents:
             return SearchError(
@@ -334,15 +334,15 @@ class _Reading:
             )
         length = "longer" if self.too_long else "shorter"
         advice = f"Give more text, or ask for fewer batches or a {length} context."
-        if self.windowed and any(wanted[part] and not got[part] for part in got):
+        if self.windowed and any(quota[part] and not taken[part] for part in taken):
             advice = (
                 "All windows of one text are on one side, so that nothing is searched on that "
                 "checks the search. Give several files or documents."
             )
-            if got[False] == wanted[False]:
+            if taken[False] == quota[False]:
                 advice += " A search can also do without the check: --held-out 0."
         return SearchError(
-            f"{self.source} gives too little: of {wanted[False]} sequences of up to {self.context} "
-            f"tokens to search on there are {got[False]}, and of {wanted[True]} to hold out "
-            f"{got[True]} ({self.in_words(0, 0)}). {advice}"
+            f"{self.source} gives too little: of {quota[False]} sequences of up to {self.context} "
+            f"tokens to search on there are {taken[False]}, and of {quota[True]} to hold out "
+            f"{taken[True]} ({self.in_words(0, 0)}). {advice}"
         )

@@ -39,9 +39,10 @@ class Comparison:
     @property
     def verdict(self) -> str:
         """The result in words: the size, what it tells, which documents lose, and the trend."""
-        found = self.difference
-        told = (self._meaning, found.documents, self._trend, unseen_in_words(len(found.each)))
-        return f"{self._size}: {'; '.join(told)}."
+        difference = self.difference
+        unseen = unseen_in_words(len(difference.each))
+        clauses = (self._meaning, difference.documents, self._trend, unseen)
+        return f"{self._size}: {'; '.join(clauses)}."
 
     @property
     def _trend(self) -> str:
@@ -54,23 +55,23 @@ class Comparison:
 
     @property
     def _size(self) -> str:
-        found = self.difference
-        relative = 100 * found.mean / self.reference_loss
-        interval = f"95 % interval {found.low:+.5f} to {found.high:+.5f}"
-        return f"{found.mean:+.5f} nats per token, {relative:+.2f} % ({interval})"
+        difference = self.difference
+        relative = 100 * difference.mean / self.reference_loss
+        interval = f"95 % interval {difference.low:+.5f} to {difference.high:+.5f}"
+        return f"{difference.mean:+.5f} nats per token, {relative:+.2f} % ({interval})"
 
     @property
     def _meaning(self) -> str:
-        found, small = self.difference, SMALL * self.reference_loss
-        most, is_enough = max(-found.low, found.high), len(found.each) >= ENOUGH
-        if found.is_significant:
-            word = "higher" if found.mean > 0 else "lower"
-            return f"{word}, by less than {SMALL:.0%}" if is_enough and most < small else word
-        if most > small:
+        difference, small = self.difference, SMALL * self.reference_loss
+        largest, is_enough = max(-difference.low, difference.high), len(difference.each) >= ENOUGH
+        if difference.is_significant:
+            word = "higher" if difference.mean > 0 else "lower"
+            return f"{word}, by less than {SMALL:.0%}" if is_enough and largest < small else word
+        if largest > small:
             return "too few documents to tell whether the loss differs"
         if not is_enough:
             return f"no difference shown, and fewer than {ENOUGH} documents cannot exclude one"
-        share = f"{most / self.reference_loss:.2%}"
+        share = f"{largest / self.reference_loss:.2%}"
         return f"no difference shown; one above {share} is unlikely unless few documents hold it"
 
     def numbers(self) -> dict[str, Any]:
@@ -82,22 +83,22 @@ class Comparison:
 def compare(
     evaluator: TokenEvaluator,
     reference: Pattern,
-    others: Sequence[Pattern],
-    counted: Sequence[Sequence[Mask]],
+    patterns: Sequence[Pattern],
+    masks: Sequence[Sequence[Mask]],
 ) -> list[Comparison]:
-    """Measure ``others`` against ``reference`` on every batch of ``evaluator``.
+    """Measure ``patterns`` against ``reference`` on every batch of ``evaluator``.
 
     Args:
-        counted: for each batch the masks of its sequences
+        masks: for each batch the masks of its sequences
             (:attr:`~sglang_indexcache.search.calibration.Calibration.batch_counted`).
 
     Raises:
         SearchError: fewer than two batches.
     """
-    base, *found = _losses(evaluator, [reference, *others])
+    base, *measured = _losses(evaluator, [reference, *patterns])
     return [
-        _compare(reference, base, pattern, mine, counted)
-        for pattern, mine in zip(others, found, strict=True)
+        _compare(reference, base, pattern, losses, masks)
+        for pattern, losses in zip(patterns, measured, strict=True)
     ]
 
 
@@ -108,28 +109,28 @@ def _losses(evaluator: TokenEvaluator, patterns: Sequence[Pattern]) -> list[list
     """
     batches = range(len(evaluator.batch_tokens))
     cells = [(pattern, batch) for pattern in dict.fromkeys(patterns) for batch in batches]
-    known: dict[tuple[Pattern, int], list[Floats]] = {}
+    losses: dict[tuple[Pattern, int], list[Floats]] = {}
 
     def measure(cell: tuple[Pattern, int]) -> None:
-        [known[cell]] = evaluator.token_losses(cell[0], [cell[1]])
+        [losses[cell]] = evaluator.token_losses(cell[0], [cell[1]])
 
     in_threads(measure, cells, evaluator.in_flight)
-    return [[known[pattern, batch] for batch in batches] for pattern in patterns]
+    return [[losses[pattern, batch] for batch in batches] for pattern in patterns]
 
 
 def _compare(
     reference: Pattern,
     base: Sequence[Sequence[Floats]],
     pattern: Pattern,
-    mine: Sequence[Sequence[Floats]],
-    counted: Sequence[Sequence[Mask]],
+    other: Sequence[Sequence[Floats]],
+    masks: Sequence[Sequence[Mask]],
 ) -> Comparison:
     before, after = (
-        np.array([counted_mean(*pair) for pair in zip(losses, counted, strict=True)])
-        for losses in (base, mine)
+        np.array([counted_mean(*pair) for pair in zip(losses, masks, strict=True)])
+        for losses in (base, other)
     )
     difference = Difference.of(after - before)
-    trend = _trend(_added(base, mine, counted))
+    trend = _trend(_added(base, other, masks))
     return Comparison(
         reference, pattern, float(before.mean()), float(after.mean()), difference, trend
     )
@@ -137,13 +138,13 @@ def _compare(
 
 def _added(
     base: Sequence[Sequence[Floats]],
-    mine: Sequence[Sequence[Floats]],
+    other: Sequence[Sequence[Floats]],
     counted: Sequence[Sequence[Mask]],
 ) -> Floats:
     """``[sequences, positions]`` float64, what the other pattern adds; NaN where nothing counts."""
     masks = list(chain.from_iterable(counted))
     added = np.full((len(masks), max(map(len, masks))), np.nan)
-    losses = zip(chain.from_iterable(base), chain.from_iterable(mine), masks, strict=True)
+    losses = zip(chain.from_iterable(base), chain.from_iterable(other), masks, strict=True)
     for row, (before, after, mask) in zip(added, losses, strict=True):
         row[: len(mask)][mask] = (after - before)[mask]
     return added
@@ -155,13 +156,13 @@ def _trend(added: Floats) -> Difference | None:
     first, end = int(places[0]), int(places[-1]) + 1
     quarter = (end - first) // 4
     change = _means(added[:, end - quarter : end]) - _means(added[:, first : first + quarter])
-    known = change[~np.isnan(change)]
-    return Difference.of(known) if len(known) > 1 else None
+    measured = change[~np.isnan(change)]
+    return Difference.of(measured) if len(measured) > 1 else None
 
 
 def _means(part: Floats) -> Floats:
     """``[sequences]`` means of ``[sequences, positions]``; NaN where nothing counts."""
-    known = ~np.isnan(part)
-    totals, numbers = np.where(known, part, 0.0).sum(axis=1), known.sum(axis=1)
+    is_counted = ~np.isnan(part)
+    totals, numbers = np.where(is_counted, part, 0.0).sum(axis=1), is_counted.sum(axis=1)
     means: Floats = np.divide(totals, numbers, out=np.full(len(part), np.nan), where=numbers > 0)
     return means

@@ -45,8 +45,8 @@ class Difference:
             raise SearchError("a confidence interval needs at least two batches; give more")
         estimate = Estimate.of(differences)
         low, high = estimate.interval(CONFIDENCE)
-        each = tuple(float(one) for one in differences)
-        return cls(float(estimate.mean), float(low), float(high), each)
+        values = tuple(float(value) for value in differences)
+        return cls(float(estimate.mean), float(low), float(high), values)
 
     @property
     def is_significant(self) -> bool:
@@ -56,14 +56,14 @@ class Difference:
     @property
     def lost(self) -> int:
         """Number of documents that have a higher loss."""
-        return sum(one > 0 for one in self.each)
+        return sum(value > 0 for value in self.each)
 
     @property
     def documents(self) -> str:
         """Number of documents that lose, and the worst of them, in words."""
         worst = max(self.each)
-        told = f"{self.lost} of {len(self.each)} documents lose"
-        return f"{told}, number {self.each.index(worst) + 1} most: {worst:+.5f}"
+        phrase = f"{self.lost} of {len(self.each)} documents lose"
+        return f"{phrase}, number {self.each.index(worst) + 1} most: {worst:+.5f}"
 
 
 def unseen_in_words(documents: int) -> str:

@@ -64,7 +64,7 @@ def calibrate(
         step()
 
     _run(network, indexers, sequences[:texts], fit)
-    slopes = {layer: _rounded(each.slopes()) for layer, each in sums.items()}
+    slopes = {layer: _rounded(layer_sums.slopes()) for layer, layer_sums in sums.items()}
     counts = {layer: torch.zeros(1 + len(FACTORS), dtype=torch.int64) for layer in indexers}
 
     def judge(layer: int, row: IndexRow) -> None:
@@ -72,21 +72,21 @@ def calibrate(
         step()
 
     _run(network, indexers, sequences[texts:], judge)
-    found: list[LayerSlopes | None] = []
+    layers: list[LayerSlopes | None] = []
     for layer in range(setup.checkpoint.num_layers):
         if layer not in indexers:
-            found.append(None)
+            layers.append(None)
             continue
         picks, *missed = counts[layer].tolist()
         shares = {str(c): round(n / picks, DIGITS) for c, n in zip(FACTORS, missed, strict=True)}
         folds = shares[str(FACTORS[-1])] <= BADLY
         numbers = tuple(round(float(slope), DIGITS) for slope in slopes[layer])
-        found.append(LayerSlopes(slopes=numbers, missed=shares, folds=folds))
+        layers.append(LayerSlopes(slopes=numbers, missed=shares, folds=folds))
     result = Slopes(
         name=setup.name,
         architecture=setup.checkpoint.architecture,
         checkpoint=setup.digest,
-        layers=tuple(found),
+        layers=tuple(layers),
         record={"data": setup.data, "dtype": dtype, "versions": versions()},
         path=path,
     )
@@ -112,11 +112,11 @@ def picks_missed(row: IndexRow, slopes: torch.Tensor, topk: int) -> torch.Tensor
     Returns:
         ``[1 + FACTORS]`` int64: the picks, then the missed ones for each factor.
     """
-    found = torch.zeros(1 + len(FACTORS), dtype=torch.int64)
+    counts = torch.zeros(1 + len(FACTORS), dtype=torch.int64)
     for part in row.part(slice(row.queries.shape[1] // 2, None)).blocks():
         folded = part.folded(slopes.to(part.keys.device))
-        found += count_missed(exact_picks(part, topk), folded, topk, FACTORS)
-    return found
+        counts += count_missed(exact_picks(part, topk), folded, topk, FACTORS)
+    return counts
 
 
 def exact_picks(row: IndexRow, topk: int) -> torch.Tensor:
@@ -138,7 +138,8 @@ def count_missed(
     """
     length = scores.shape[-1]
     candidates = (largest(scores, min(factor * topk, length)) for factor in factors)
-    return torch.tensor([int(picks.sum()), *(int((picks & ~some).sum()) for some in candidates)])
+    missed = (int((picks & ~marked).sum()) for marked in candidates)
+    return torch.tensor([int(picks.sum()), *missed])
 
 
 def _rounded(slopes: torch.Tensor) -> torch.Tensor:
@@ -148,11 +149,11 @@ def _rounded(slopes: torch.Tensor) -> torch.Tensor:
 
 def _indexers(model: Any) -> dict[int, Any]:
     """Return a transformers model's indexers by place in a pattern."""
-    attentions = [module for module in model.modules() if hasattr(module, "indexer")]
-    found = {i: each.indexer for i, each in enumerate(attentions) if each.indexer is not None}
-    for indexer in found.values():
+    modules = [module.indexer for module in model.modules() if hasattr(module, "indexer")]
+    indexers = {i: indexer for i, indexer in enumerate(modules) if indexer is not None}
+    for indexer in indexers.values():
         check_can_fold(indexer)
-    return found
+    return indexers
 
 
 @torch.no_grad()

@@ -132,11 +132,11 @@ class Ledger:
         self.spent = 0
         self.on_measured: Callable[[int], None] = lambda _: None
         self._journal, self._call_tokens = journal, call_tokens
-        self._known: dict[Cell, float] = {}
-        self._asked: set[Cell] = set()
+        self._losses: dict[Cell, float] = {}
+        self._requested: set[Cell] = set()
         self._pairs: dict[tuple[str, int], Floats] = {}
         for losses in journal.parsed(_losses_in) if journal else ():
-            self._known |= losses
+            self._losses |= losses
         for matrices in journal.parsed(_pairs_in) if journal else ():
             self._pairs |= matrices
 
@@ -144,7 +144,7 @@ class Ledger:
     def known_tokens(self) -> int:
         """Tokens of everything measured, by this process or an earlier one."""
         layers = self.evaluator.num_layers
-        return sum(self.batch_tokens[batch] for _, batch in self._known) + sum(
+        return sum(self.batch_tokens[batch] for _, batch in self._losses) + sum(
             pair_forwards(kind, layers) * self.batch_tokens[batch] for kind, batch in self._pairs
         )
 
@@ -168,13 +168,13 @@ class Ledger:
 
     def many(self, patterns: Sequence[Pattern], batches: Sequence[int] | None = None) -> Floats:
         """``[patterns, batches]`` float64 losses, as many calls at a time as possible."""
-        wanted = self.all_batches if batches is None else tuple(batches)
-        self.spent += self.cost(patterns, wanted)
-        cells = [(pattern, batch) for pattern in dict.fromkeys(patterns) for batch in wanted]
-        self._asked.update(cells)
-        calls = self._calls([cell for cell in cells if cell not in self._known])
+        columns = self.all_batches if batches is None else tuple(batches)
+        self.spent += self.cost(patterns, columns)
+        cells = [(pattern, batch) for pattern in dict.fromkeys(patterns) for batch in columns]
+        self._requested.update(cells)
+        calls = self._calls([cell for cell in cells if cell not in self._losses])
         in_threads(self._measure, calls, self.evaluator.in_flight)
-        return np.array([[self._known[p, b] for b in wanted] for p in patterns])
+        return np.array([[self._losses[p, b] for b in columns] for p in patterns])
 
     def candidates(
         self, pattern: Pattern, candidates: Sequence[Pattern], batches: Sequence[int] | None = None
@@ -239,21 +239,21 @@ class Ledger:
             self.batch_tokens[batch]
             for pattern in dict.fromkeys(patterns)
             for batch in batches
-            if (pattern, batch) not in self._asked
+            if (pattern, batch) not in self._requested
         )
 
     def _calls(self, cells: Sequence[Cell]) -> Iterator[tuple[Pattern, tuple[int, ...]]]:
         """Cut into calls within the limit, and into enough of them for every engine to get one."""
-        most = -(-len(cells) // self.evaluator.in_flight)
+        limit = -(-len(cells) // self.evaluator.in_flight)
         for pattern, group in groupby(cells, key=lambda cell: cell[0]):
             batches: tuple[int, ...] = ()
             tokens = 0
             for _, batch in group:
-                more = self.batch_tokens[batch]
-                if batches and (len(batches) == most or tokens + more > self._call_tokens):
+                size = self.batch_tokens[batch]
+                if batches and (len(batches) == limit or tokens + size > self._call_tokens):
                     yield pattern, batches
                     batches, tokens = (), 0
-                batches, tokens = (*batches, batch), tokens + more
+                batches, tokens = (*batches, batch), tokens + size
             yield pattern, batches
 
     def _measure(self, call: tuple[Pattern, tuple[int, ...]]) -> None:
@@ -269,5 +269,5 @@ class Ledger:
         entry = {"pattern": str(pattern), "batches": batches, "losses": losses}
         if self._journal is not None:
             self._journal.write(entry)
-        self._known |= _losses_in(entry)
+        self._losses |= _losses_in(entry)
         self.on_measured(sum(self.batch_tokens[batch] for batch in batches))

@@ -86,14 +86,14 @@ class Options:
         share: float | None = None,
     ) -> tuple[Options, str]:
         """Choose where nobody did: both searches; else one, and say why two do not fit."""
-        one, two = cls(METHODS["fast"], share), cls(METHODS["both"], share)
+        single, double = cls(METHODS["fast"], share), cls(METHODS["both"], share)
         try:
-            budget = two.budget(targets, batch_tokens)
+            budget = double.budget(targets, batch_tokens)
         except SearchError:
-            return one, "method: fast alone, because the budget is too little for both searches"
-        if share is None or budget.total >= two.usual(targets, batch_tokens):
-            return two, ""
-        return one, (
+            return single, "method: fast alone, because the budget is too little for both searches"
+        if share is None or budget.total >= double.usual(targets, batch_tokens):
+            return double, ""
+        return single, (
             f"method: fast alone, because --budget {share:g} leaves each of two searches less than "
             "it usually has; --method both makes them all the same"
         )
@@ -110,8 +110,8 @@ class Options:
         full = sum(batch_tokens)
         exhaustive = evaluations(targets) * full
         several = DEFAULT_EVALUATIONS_PER_LAYER * len(targets.constraints.start) * full
-        each = max(round(DEFAULT_SHARE * exhaustive), several)
-        return min(exhaustive, self.method.searches * each)
+        per_search = max(round(DEFAULT_SHARE * exhaustive), several)
+        return min(exhaustive, self.method.searches * per_search)
 
     def budget(self, targets: Targets, batch_tokens: Sequence[int]) -> Budget:
         """Return the tokens to ask for: never less than needed, nor more than was allowed.

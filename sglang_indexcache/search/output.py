@@ -79,17 +79,17 @@ class OutputFolder:
                 mark, step.pattern, step.loss, step.standard_error, step.pattern, step.loss
             )
             self._write(self._entry(last).model_copy(update={"name": name}))
-        for found in search.found.values():
-            self._write(self._entry(found))
-        told = self._summary()
-        write_json(self._folder / "search.json", told)
-        draw_losses(told, self._folder / f"losses.{self._figures}")
+        for result in search.found.values():
+            self._write(self._entry(result))
+        summary = self._summary()
+        write_json(self._folder / "search.json", summary)
+        draw_losses(summary, self._folder / f"losses.{self._figures}")
         if search.is_complete and isinstance(search.options.method, Pairwise):
             self._draw_pairs(search.options.method)
 
     def _draw_pairs(self, method: Pairwise) -> None:
         """Draw the matrix that decided, with the blocks of the pattern in the middle."""
-        patterns = [found.pattern for found in self._search.found.values()]
+        patterns = [result.pattern for result in self._search.found.values()]
         draw_overlap(
             pair_matrix(self._search.ledger, method.kind),
             self._folder / f"pairs.{self._figures}",
@@ -97,64 +97,64 @@ class OutputFolder:
             method.label,
         )
 
-    def path_of(self, found: Found) -> Path:
+    def path_of(self, result: Found) -> Path:
         """Return the pattern file of one mark."""
-        return self._folder / f"{self._name_of(found)}.yaml"
+        return self._folder / f"{self._name_of(result)}.yaml"
 
-    def _name_of(self, found: Found) -> str:
-        return f"{self._setup.name}-{found.mark.label.replace('/', 'of')}"
+    def _name_of(self, result: Found) -> str:
+        return f"{self._setup.name}-{result.mark.label.replace('/', 'of')}"
 
     def _write(self, entry: Entry) -> None:
         data = entry.model_dump(mode="json", exclude_defaults=True)
         text = yaml.safe_dump(data, sort_keys=False, width=100, allow_unicode=True)
         write_whole(self._folder / f"{entry.name}.yaml", text)
 
-    def _entry(self, found: Found) -> Entry:
+    def _entry(self, result: Found) -> Entry:
         """Make the library entry of one mark, without times: the same search, the same file."""
-        setup, retention = self._setup, found.mark.label
-        method = self._search.options.in_words(is_refined=found.is_refined)
+        setup, retention = self._setup, result.mark.label
+        method = self._search.options.in_words(is_refined=result.is_refined)
         return Entry(
-            name=self._name_of(found),
+            name=self._name_of(result),
             model=setup.model,
-            pattern=str(found.pattern),
-            full_layers=len(found.pattern.full_layers),
+            pattern=str(result.pattern),
+            full_layers=len(result.pattern.full_layers),
             retention=retention,
             method=MethodRecord(
-                name=method if found.is_final else "unfinished search",
+                name=method if result.is_final else "unfinished search",
                 objective=f"language-modelling loss of {setup.objective}",
                 data=setup.data,
-                details=self._details(found),
+                details=self._details(result),
             ),
             source=Citation(title=_HERE, where="this file's method.details"),
-            quality=tuple(self._quality(found)),
+            quality=tuple(self._quality(result)),
         )
 
-    def _quality(self, found: Found) -> Iterator[Quality]:
-        uniform = found.baselines.get("uniform")
-        rows = [(_LOSS, found.loss, self._search.start_loss, uniform[1] if uniform else None)]
-        if held := found.held_out:
-            rows.append((_HELD_OUT, held.loss, held.start, held.uniform))
+    def _quality(self, result: Found) -> Iterator[Quality]:
+        uniform = result.baselines.get("uniform")
+        rows = [(_LOSS, result.loss, self._search.start_loss, uniform[1] if uniform else None)]
+        if held_out := result.held_out:
+            rows.append((_HELD_OUT, held_out.loss, held_out.start, held_out.uniform))
         for name, loss, full, blind in rows:
             yield Quality(benchmark=name, score=loss, all_full=full, uniform=blind, where=_HERE)
 
-    def _details(self, found: Found) -> dict[str, Any]:
+    def _details(self, result: Found) -> dict[str, Any]:
         details: dict[str, Any] = {
             **self._identity,
             **self._origin,
-            "added_loss_standard_error": _number(found.standard_error),
-            "before_refinement": {"pattern": str(found.searched), "loss": found.searched_loss},
+            "added_loss_standard_error": _number(result.standard_error),
+            "before_refinement": {"pattern": str(result.searched), "loss": result.searched_loss},
             "loss_curve": [
                 {"flipped": step.layer, "loss": step.loss, "batches": step.batches}
                 for step in self._search.path
             ],
         }
-        if held := found.held_out:
-            added = held.added
+        if held_out := result.held_out:
+            added = held_out.added
             details["held_out_added_loss"] = {
                 **{"mean": added.mean, "low": added.low, "high": added.high},
                 **{"documents": len(added.each), "lost": added.lost, "worst": max(added.each)},
             }
-        if found.is_final:
+        if result.is_final:
             details["cost"] = self._cost()
         return details
 
@@ -182,7 +182,7 @@ class OutputFolder:
             "start": {"pattern": str(search.constraints.start), "loss": _number(search.start_loss)},
             "cost": self._cost() if search.is_complete else None,
             "steps": [_step(step) for step in search.path],
-            "marks": [_mark(found) for found in search.found.values()],
+            "marks": [_mark(result) for result in search.found.values()],
         }
 
 
@@ -199,20 +199,20 @@ def _step(step: Step) -> dict[str, Any]:
     }
 
 
-def _mark(found: Found) -> dict[str, Any]:
+def _mark(result: Found) -> dict[str, Any]:
     def measured(pattern: Pattern, loss: float) -> dict[str, Any]:
         return {"pattern": str(pattern), "loss": loss}
 
     return {
-        "retention": found.mark.label,
-        "full_layers": found.mark.full_layers,
-        "final": found.is_final,
-        **measured(found.pattern, found.loss),
-        "standard_error": _number(found.standard_error),
-        "before_refinement": measured(found.searched, found.searched_loss),
-        "exchanges": found.exchanges,
-        "baselines": {name: measured(*pair) for name, pair in found.baselines.items()},
-        "held_out": asdict(found.held_out) if found.held_out else None,
+        "retention": result.mark.label,
+        "full_layers": result.mark.full_layers,
+        "final": result.is_final,
+        **measured(result.pattern, result.loss),
+        "standard_error": _number(result.standard_error),
+        "before_refinement": measured(result.searched, result.searched_loss),
+        "exchanges": result.exchanges,
+        "baselines": {name: measured(*pair) for name, pair in result.baselines.items()},
+        "held_out": asdict(result.held_out) if result.held_out else None,
     }
 
 
@@ -221,43 +221,43 @@ def _number(value: float) -> float | None:
     return None if math.isnan(value) else value
 
 
-def draw_losses(told: Mapping[str, Any], path: Path) -> None:
+def draw_losses(summary: Mapping[str, Any], path: Path) -> None:
     """Draw what sharing adds to the loss of all F, along the search and at the retentions.
 
     Everything is drawn as what it adds on the data that it was measured on, so that calibration
     and held-out data have one scale. A racing search measures most flips on few batches and keeps
     the lowest, so these run low; the patterns found are measured on all batches, and once more on
-    held-out documents. The way up from all S has a dashed line. ``told`` is what search.json holds.
+    held-out documents. The way up from all S is dashed. ``summary`` is what search.json holds.
     """
     figure, [axis] = make_figure(8.6, 4.6)
-    pattern, base = told["start"]["pattern"], told["start"]["loss"] or 0.0
+    pattern, base = summary["start"]["pattern"], summary["start"]["loss"] or 0.0
     layers, start = len(pattern), pattern.count("F")
-    every = told["steps"][0]["batches"]  # the start's, which is measured on all
+    total = summary["steps"][0]["batches"]  # the start's, which is measured on all
     axis.axhline(0, color="black", lw=0.8, ls=":", label=f"as it is: {start} of {layers} layers F")
-    for way in _ways(told["steps"]):
-        used = sorted({step["batches"] for step in way})
-        some = f"{used[0]} to {used[-1]}" if used[1:] else f"{used[0]}"
-        up = way[0]["pattern"][way[0]["flipped"]] == "F"
+    for walk in _walks(summary["steps"]):
+        used = sorted({step["batches"] for step in walk})
+        subset = f"{used[0]} to {used[-1]}" if used[1:] else f"{used[0]}"
+        up = walk[0]["pattern"][walk[0]["flipped"]] == "F"
         axis.plot(
-            [start - step["pattern"].count("F") for step in way],
-            [step["loss"] - base for step in way],
+            [start - step["pattern"].count("F") for step in walk],
+            [step["loss"] - base for step in walk],
             color=FULL, ls="--" if up else "-", lw=1.0, marker="o", ms=2.5,
-            label=f"each flip on the way {'up' if up else 'down'}, on {some} of {every} batches",
+            label=f"each flip on the way {'up' if up else 'down'}, on {subset} of {total} batches",
         )  # fmt: skip
-    for mark in told["marks"]:
+    for mark in summary["marks"]:
         _draw_mark(axis, mark, start - mark["full_layers"], base)
-    if told["marks"]:
+    if summary["marks"]:
         for marker, color, label in (
-            ("D", "black", f"pattern found, on the {every} batches that chose it"),
+            ("D", "black", f"pattern found, on the {total} batches that chose it"),
             ("o", "white", "pattern found, on held-out documents (bar: 95 % interval)"),
-            ("s", "silver", f"uniform interleaving, on the {every} batches"),
+            ("s", "silver", f"uniform interleaving, on the {total} batches"),
         ):
             edge = "silver" if color == "silver" else "black"
             axis.plot([], [], mec=edge, mfc=color, marker=marker, ls="none", ms=5, label=label)
     axis.set_xlabel(f"layers that lost their indexer, of {layers}")
-    label = fill(f"added loss of {told['objective']}, nats per token", _LABEL_WIDTH)
+    label = fill(f"added loss of {summary['objective']}, nats per token", _LABEL_WIDTH)
     axis.set_ylabel(label, fontsize=8)
-    axis.set_title(f"{told['name']}: {told['data']}", fontsize=9, loc="left")
+    axis.set_title(f"{summary['name']}: {summary['data']}", fontsize=9, loc="left")
     figure.legend(fontsize=8, frameon=False, loc="outside lower center", ncols=2)
     axis.ticklabel_format(axis="y", useOffset=False)
     axis.xaxis.get_major_locator().set_params(integer=True)
@@ -266,15 +266,15 @@ def draw_losses(told: Mapping[str, Any], path: Path) -> None:
     save_figure(figure, path)
 
 
-def _ways(path: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
+def _walks(path: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
     """Split ``path`` into the flips of each walk, most F layers first; a start begins one."""
-    ways: list[list[Mapping[str, Any]]] = []
+    walks: list[list[Mapping[str, Any]]] = []
     for step in path:
         if step["flipped"] is None:
-            ways.append([])
+            walks.append([])
         else:
-            ways[-1].append(step)
-    return [sorted(way, key=lambda step: -step["pattern"].count("F")) for way in ways if way]
+            walks[-1].append(step)
+    return [sorted(walk, key=lambda step: -step["pattern"].count("F")) for walk in walks if walk]
 
 
 def _draw_mark(axis: Any, mark: Mapping[str, Any], step: int, base: float) -> None:

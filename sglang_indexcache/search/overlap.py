@@ -101,9 +101,10 @@ def by_layer(matrix: Floats, pattern: Pattern) -> tuple[float | None, ...]:
     first.
     """
     before = (None, *pattern.sources[:-1])
-    others = [before[n] if pattern.is_full(n) else pattern.sources[n] for n in range(len(pattern))]
+    served = [before[n] if pattern.is_full(n) else pattern.sources[n] for n in range(len(pattern))]
     return tuple(
-        None if other is None else float(matrix[layer, other]) for layer, other in enumerate(others)
+        None if source is None else float(matrix[layer, source])
+        for layer, source in enumerate(served)
     )
 
 
@@ -141,36 +142,36 @@ def served_lists(server: Client, checkpoint: Checkpoint) -> Select:
         ServerError: it serves another checkpoint, or shares indices; later, in an answer: it
             returns no selections, or something else than positions.
     """
-    own, pattern = str(checkpoint.own), ""
+    checkpoint_pattern, pattern = str(checkpoint.own), ""
     for state in states_of(server.server_info(), server.name)[:1]:
-        if state.checkpoint_pattern != own:
+        if state.checkpoint_pattern != checkpoint_pattern:
             raise ServerError(
                 f"{server.name} serves a checkpoint with indexers in {state.checkpoint_pattern}, "
-                f"the one in --model has them in {own}: these are two"
+                f"the one in --model has them in {checkpoint_pattern}: these are two"
             )
-        if state.mode == "static" and state.pattern != own:
+        if state.mode == "static" and state.pattern != checkpoint_pattern:
             raise ServerError(
                 f"{server.name} shares indices ({state.pattern}), so its S layers select nothing. "
                 "Start it with --indexcache-mode live, or with --indexcache-pattern full."
             )
-        pattern = own
+        pattern = checkpoint_pattern
     topk = int(checkpoint.shape["index_topk"])
 
     def select(ids: tuple[int, ...]) -> NDArray[np.integer]:
         [reply] = ask(server, [Prompt(ids, pattern)], new_tokens=1, return_indexer_topk=True)
-        if (told := reply["meta_info"].get("indexer_topk")) is None:
+        if (encoded := reply["meta_info"].get("indexer_topk")) is None:
             raise ServerError(
                 f"{server.name} does not return what layers select. Start it with "
                 "--enable-return-indexer-topk."
             )
-        found = np.frombuffer(b64decode(told), dtype=np.int32)
-        layers, rest = divmod(found.size, len(ids) * topk)
-        if rest or layers <= checkpoint.layer_ids[-1]:
+        entries = np.frombuffer(b64decode(encoded), dtype=np.int32)
+        layers, remainder = divmod(entries.size, len(ids) * topk)
+        if remainder or layers <= checkpoint.layer_ids[-1]:
             raise ServerError(
-                f"{server.name} returned {found.size:,} entries, which are no lists of {topk} "
+                f"{server.name} returned {entries.size:,} entries, which are no lists of {topk} "
                 f"(index_topk) for {len(ids):,} tokens. Is --model what it serves?"
             )
-        lists = found.reshape(len(ids), layers, topk)[:, list(checkpoint.layer_ids)]
+        lists = entries.reshape(len(ids), layers, topk)[:, list(checkpoint.layer_ids)]
         if not _are_positions(lists[topk:]):
             raise ServerError(
                 f"{server.name} returned something else than positions in the prompt: its top-k "
@@ -227,9 +228,9 @@ def draw_overlap(
         side = len(group.layers)
         box = Rectangle(corner, side, side, fill=False, edgecolor="#ff4d3d", lw=1.6, clip_on=False)
         axis.add_patch(box)
-    every = 1 if count <= 16 else 5
-    axis.set_xticks(range(0, count, every))
-    axis.set_yticks(range(0, count, every))
+    interval = 1 if count <= 16 else 5
+    axis.set_xticks(range(0, count, interval))
+    axis.set_yticks(range(0, count, interval))
     axis.tick_params(labelsize=8)
     axis.set_xlabel("layer")
     axis.set_ylabel("layer")

@@ -46,10 +46,10 @@ class Passages:
         if size < SHORTEST:
             return cls(length, (), 0, 0)
         count = min(MOST, length // (4 * size))
-        kept = length - count * size
+        prefix = length - count * size
         order = random.Random(seed).sample(range(count), count)
-        starts = [(kept - size) * (2 * place + 1) // (2 * count) for place in order]
-        return cls(kept, tuple(starts), size, size * CUE // LENGTH)
+        starts = [(prefix - size) * (2 * place + 1) // (2 * count) for place in order]
+        return cls(prefix, tuple(starts), size, size * CUE // LENGTH)
 
     @property
     def counted(self) -> np.ndarray:

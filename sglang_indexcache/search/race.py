@@ -77,10 +77,10 @@ def _affordable(
 ) -> list[Pattern]:
     """Return the longest head of ``alive`` that the allowance takes to ``count`` batches."""
     batches = ledger.all_batches[:count]
-    kept = list(alive)
-    while kept and ledger.cost(kept, batches) > allowance:
-        kept.pop()
-    return kept
+    contenders = list(alive)
+    while contenders and ledger.cost(contenders, batches) > allowance:
+        contenders.pop()
+    return contenders
 
 
 def _not_worse(losses: Floats) -> list[int]:
@@ -90,10 +90,10 @@ def _not_worse(losses: Floats) -> list[int]:
     difference = losses[order] - losses[order[0]]
     if count < 2:
         return [int(i) for i in order]
-    own = difference.var(axis=1, ddof=1)
-    pooled = own[1:].mean() if len(order) > 1 else 0.0
+    variances = difference.var(axis=1, ddof=1)
+    pooled = variances[1:].mean() if len(order) > 1 else 0.0
     freedom = count - 1 + _PRIOR_FREEDOM
-    variance = ((count - 1) * own + _PRIOR_FREEDOM * pooled) / freedom
+    variance = ((count - 1) * variances + _PRIOR_FREEDOM * pooled) / freedom
     bound = student_quantile(CONFIDENCE, freedom) * np.sqrt(variance / count)
     keep = difference.mean(axis=1) <= bound
     keep[0] = True

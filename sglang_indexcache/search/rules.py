@@ -29,20 +29,20 @@ class Constraints:
     fixed: frozenset[int]
 
     @classmethod
-    def make(cls, own: Pattern, keep_full: Iterable[int] = ()) -> Constraints:
-        """Combine the rules; S layers of the checkpoint's ``own`` have no indexer and stay S.
+    def make(cls, shipped: Pattern, keep_full: Iterable[int] = ()) -> Constraints:
+        """Combine the rules; S layers of the checkpoint (``shipped``) have no indexer and stay S.
 
         Raises:
             SearchError: a layer that does not exist, or that has no indexer to keep.
         """
-        kept = {0, *keep_full}
-        if outside := sorted(layer for layer in kept if not 0 <= layer < len(own)):
-            raise SearchError(f"layers {outside} do not exist in a {len(own)}-layer model")
-        if missing := sorted(layer for layer in kept if not own.is_full(layer)):
+        full_layers = {0, *keep_full}
+        if outside := sorted(layer for layer in full_layers if not 0 <= layer < len(shipped)):
+            raise SearchError(f"layers {outside} do not exist in a {len(shipped)}-layer model")
+        if missing := sorted(layer for layer in full_layers if not shipped.is_full(layer)):
             raise SearchError(
                 f"layers {missing} are to stay F, but the checkpoint ships no indexer there"
             )
-        return cls(own, frozenset(kept))
+        return cls(shipped, frozenset(full_layers))
 
     @property
     def fewest(self) -> int:
@@ -77,15 +77,19 @@ def baselines(full_layers: int, constraints: Constraints) -> dict[str, Pattern]:
     spread as evenly as integers allow otherwise. ``freq`` is SGLang's ``index_topk_freq`` without
     an offset, where some frequency gives this count.
     """
-    count, most = len(constraints.start), set(constraints.start.full_layers)
+    count, available = len(constraints.start), set(constraints.start.full_layers)
     spread = Pattern.from_layers(count, (i * count // full_layers for i in range(full_layers)))
-    found = {"uniform": spread}
+    schedules = {"uniform": spread}
     for name, schedule in (("uniform", Pattern.uniform), ("freq", Pattern.from_freq)):
-        every = (schedule(count, freq) for freq in range(1, count + 1))
-        if fitting := next((p for p in every if len(p.full_layers) == full_layers), None):
-            found[name] = fitting
-    kept = {name: set(pattern.full_layers) for name, pattern in found.items()}
-    return {n: constraints.keeping(f) for n, f in kept.items() if constraints.fixed <= f <= most}
+        candidates = (schedule(count, freq) for freq in range(1, count + 1))
+        if match := next((p for p in candidates if len(p.full_layers) == full_layers), None):
+            schedules[name] = match
+    layers = {name: set(pattern.full_layers) for name, pattern in schedules.items()}
+    return {
+        name: constraints.keeping(full)
+        for name, full in layers.items()
+        if constraints.fixed <= full <= available
+    }
 
 
 def parse_layers(text: str) -> list[int]:
@@ -94,13 +98,13 @@ def parse_layers(text: str) -> list[int]:
     Raises:
         SearchError: anything else.
     """
-    found: list[int] = []
+    layers: list[int] = []
     for part in filter(None, text.split(",")):
         match = _LAYERS.fullmatch(part.strip())
         if match is None:
             raise SearchError(f"{text!r} is not a list of layers such as 3,5,10-12")
-        found += range(int(match[1]), int(match[2] or match[1]) + 1)
-    return found
+        layers += range(int(match[1]), int(match[2] or match[1]) + 1)
+    return layers
 
 
 @dataclass(frozen=True)
@@ -138,7 +142,7 @@ def parse_targets(values: Sequence[str] | None, constraints: Constraints) -> Tar
     Raises:
         SearchError: a value that cannot be read or reached.
     """
-    total, most = len(constraints.start), len(constraints.start.full_layers)
+    total, available = len(constraints.start), len(constraints.start.full_layers)
     marks: dict[int, Mark] = {}
     for value in _DEFAULT if values is None else values:
         name, suffix = split_suffix(value)
@@ -147,10 +151,10 @@ def parse_targets(values: Sequence[str] | None, constraints: Constraints) -> Tar
                 "a search is over F and S layers. Give targets without +cN and slopes."
             )
         mark = _mark(name, total)
-        if not constraints.fewest <= mark.full_layers <= most:
+        if not constraints.fewest <= mark.full_layers <= available:
             raise SearchError(
                 f"target {value} keeps {mark.full_layers} of {total} indexers, but this search "
-                f"can only reach {constraints.fewest} to {most} (layer 0 and the layers of "
+                f"can only reach {constraints.fewest} to {available} (layer 0 and the layers of "
                 "--keep-full stay F; layers without an indexer in the checkpoint stay S)"
             )
         marks.setdefault(mark.full_layers, mark)

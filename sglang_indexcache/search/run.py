@@ -105,7 +105,7 @@ class Search:
 
     def in_words(self) -> str:
         """Describe what ran, for provenance."""
-        is_refined = any(found.is_refined for found in self.found.values())
+        is_refined = any(result.is_refined for result in self.found.values())
         return self.options.in_words(is_refined=is_refined)
 
     def run(self) -> Iterator[Step | Found]:
@@ -122,8 +122,8 @@ class Search:
                 yield self._pass(mark, pattern)
         end = begun + self.budget.total  # what the method left over is refinement's, too
         for place, passed in enumerate(list(self.found.values())):
-            left = (end - self.ledger.spent) // (len(self.found) - place)
-            yield self._keep(self._refined(passed, left))
+            allowance = (end - self.ledger.spent) // (len(self.found) - place)
+            yield self._keep(self._refined(passed, allowance))
         self.search_tokens = self.ledger.spent - begun
         for passed in list(self.found.values()):
             yield self._keep(self._compared(passed))
@@ -132,27 +132,27 @@ class Search:
     def _pass(self, mark: Mark, pattern: Pattern) -> Found:
         losses = self.ledger.losses(pattern)
         mean = float(losses.mean())
-        known = self.found.get(mark.full_layers)
-        if known is not None and known.loss <= mean:
-            return known
+        previous = self.found.get(mark.full_layers)
+        if previous is not None and previous.loss <= mean:
+            return previous
         return self._keep(Found(mark, pattern, mean, self._error(losses), pattern, mean))
 
     def _error(self, losses: Floats) -> float:
         return standard_error(losses - self.ledger.losses(self.constraints.start))
 
-    def _keep(self, found: Found) -> Found:
-        known = self.found | {found.mark.full_layers: found}
-        self.found = dict(sorted(known.items(), reverse=True))
-        return found
+    def _keep(self, result: Found) -> Found:
+        results = self.found | {result.mark.full_layers: result}
+        self.found = dict(sorted(results.items(), reverse=True))
+        return result
 
-    def _refined(self, found: Found, budget: int) -> Found:
+    def _refined(self, result: Found, budget: int) -> Found:
         if not self.options.refine:
-            return replace(found, is_final=True)
+            return replace(result, is_final=True)
         before = self.ledger.spent
-        pattern, exchanges = refine(self.ledger, self.constraints, found.pattern, budget)
+        pattern, exchanges = refine(self.ledger, self.constraints, result.pattern, budget)
         losses = self.ledger.losses(pattern)
         return replace(
-            found,
+            result,
             pattern=pattern,
             loss=float(losses.mean()),
             standard_error=self._error(losses),
@@ -161,11 +161,11 @@ class Search:
             is_final=True,
         )
 
-    def _compared(self, found: Found) -> Found:
-        others = baselines(found.mark.full_layers, self.constraints)
-        measured = {n: (p, self.ledger.mean(p)) for n, p in others.items()}
-        uniform = others.get("uniform")
-        return replace(found, baselines=measured, held_out=self._held_out(found.pattern, uniform))
+    def _compared(self, result: Found) -> Found:
+        schedules = baselines(result.mark.full_layers, self.constraints)
+        measured = {n: (p, self.ledger.mean(p)) for n, p in schedules.items()}
+        uniform = schedules.get("uniform")
+        return replace(result, baselines=measured, held_out=self._held_out(result.pattern, uniform))
 
     def _held_out(self, pattern: Pattern, uniform: Pattern | None) -> HeldOut | None:
         """Measure held-out loss: the lowest of many losses flatters its pattern, this does not."""
@@ -173,9 +173,9 @@ class Search:
         if len(batches) < 2:
             return None
         start, losses = (self.ledger.losses(p, batches) for p in (self.constraints.start, pattern))
-        other = float(self.ledger.losses(uniform, batches).mean()) if uniform else None
+        uniform_loss = float(self.ledger.losses(uniform, batches).mean()) if uniform else None
         added = Difference.of(losses - start)
-        return HeldOut(float(start.mean()), float(losses.mean()), added, other)
+        return HeldOut(float(start.mean()), float(losses.mean()), added, uniform_loss)
 
 
 SHORTLIST = 16
@@ -215,14 +215,14 @@ def _round(
     subset = ledger.all_batches[:first]
     movable = [*constraints.candidates(pattern), *constraints.restorable(pattern)]
     screening = [constraints.flipped(pattern, layer) for layer in movable]
-    needed = ledger.cost(screening, subset)
-    if not screening or ledger.spent + needed + ledger.full_evaluation > end:
+    cost = ledger.cost(screening, subset)
+    if not screening or ledger.spent + cost + ledger.full_evaluation > end:
         return None
     contenders = [pattern, *_promising(ledger, pattern, constraints, subset)]
-    needed = ledger.cost(contenders, subset) + ledger.full_evaluation
-    if ledger.spent + needed > end:
+    cost = ledger.cost(contenders, subset) + ledger.full_evaluation
+    if ledger.spent + cost > end:
         return None
-    return race(ledger, contenders, first, end - ledger.spent - needed).winner
+    return race(ledger, contenders, first, end - ledger.spent - cost).winner
 
 
 def _promising(
@@ -233,8 +233,8 @@ def _promising(
     if not outs or not intos:
         return []
     without, restored = (
-        ledger.many([constraints.flipped(pattern, layer) for layer in some], subset).mean(axis=1)
-        for some in (outs, intos)
+        ledger.many([constraints.flipped(pattern, layer) for layer in flips], subset).mean(axis=1)
+        for flips in (outs, intos)
     )
     predicted = without[:, None] + restored[None, :]
     best = np.argsort(predicted, axis=None, kind="stable")[:SHORTLIST]

@@ -60,7 +60,7 @@ def run_search(
         search = Search(ledger, targets, options)
         folder = OutputFolder(output, search, setup, identity, figures)
         print_plan(console, plan(setup, targets, options, rate))
-        way = ""
+        walk = ""
         resuming(console, len(journal.entries), "evaluations", journal.path)
         try:
             with progress_at_most(console) as progress:
@@ -72,7 +72,7 @@ def run_search(
                 ledger.on_measured = partial(progress.advance, task)
                 for event in search.run():
                     if isinstance(event, Step) and event.layer is not None:
-                        way = _show(event, search, console, way)
+                        walk = _show(event, search, console, walk)
                     shared = len(event.pattern.shared_layers)
                     progress.update(task, description=f"{shared} layers shared")
                     folder.update(event)
@@ -95,10 +95,10 @@ def _note_overlap(search: Search, evaluator: Evaluator, setup: Setup, folder: Ou
     if select is None:  # a served model's cannot be seen
         return
     texts, topk = setup.calibration.sequences[:OVERLAP_TEXTS], setup.checkpoint.shape["index_topk"]
-    for found in search.found.values():
+    for result in search.found.values():
         with suppress(SearchError):
-            overlap = found_overlap(select, found.pattern, texts, topk, setup.data)
-            set_overlap(folder.path_of(found), overlap)
+            overlap = found_overlap(select, result.pattern, texts, topk, setup.data)
+            set_overlap(folder.path_of(result), overlap)
 
 
 def plan(
@@ -126,7 +126,7 @@ def plan(
     yield "cost", Cost(budget.total + checks, rate).in_words()
 
 
-def _way(step: Step) -> str:
+def _walk(step: Step) -> str:
     """Return the walk that a flip belongs to; "" for the start."""
     if step.layer is None:
         return ""
@@ -135,10 +135,10 @@ def _way(step: Step) -> str:
 
 def _show(event: Step, search: Search, console: Console, before: str) -> str:
     """Print a flip, and first the walk if it begins; the walk before was ``before``."""
-    way = _way(event)
-    kind = "F" if way == "way up" else "S"
-    if way != before:
-        console.print(f"{way}: each flip makes one more layer {kind}", highlight=False)
+    walk = _walk(event)
+    kind = "F" if walk == "way up" else "S"
+    if walk != before:
+        console.print(f"{walk}: each flip makes one more layer {kind}", highlight=False)
     added = 100 * (event.loss / search.start_loss - 1)
     sure = "" if event.decided else ", undecided"
     full = len(event.pattern.full_layers)
@@ -147,23 +147,23 @@ def _show(event: Step, search: Search, console: Console, before: str) -> str:
         f"({added:+.3f} %, {event.batches} batches{sure})",
         highlight=False,
     )
-    return way
+    return walk
 
 
 def _show_result(search: Search, objective: str, console: Console) -> None:
     names = ("retention", "F", "loss", "over start", "held out", "uniform", "pattern")
     table = Table(*names, box=SIMPLE)
     table.columns[-1].overflow = "fold"
-    for found in search.found.values():
-        uniform, held = found.baselines.get("uniform"), found.held_out
+    for result in search.found.values():
+        uniform, held_out = result.baselines.get("uniform"), result.held_out
         table.add_row(
-            found.mark.label,
-            str(len(found.pattern.full_layers)),
-            f"{found.loss:.5f}",
-            f"{100 * (found.loss / search.start_loss - 1):+.3f} %",
-            f"{held.added.mean:+.5f}" if held else "not measured",
+            result.mark.label,
+            str(len(result.pattern.full_layers)),
+            f"{result.loss:.5f}",
+            f"{100 * (result.loss / search.start_loss - 1):+.3f} %",
+            f"{held_out.added.mean:+.5f}" if held_out else "not measured",
             f"{uniform[1]:.5f}" if uniform else "",
-            str(found.pattern),
+            str(result.pattern),
         )
     console.print(table)
     for line in _remarks(search, objective):
@@ -173,8 +173,9 @@ def _show_result(search: Search, objective: str, console: Console) -> None:
 def _held_out(search: Search) -> Iterator[str]:
     """Tell what to judge the patterns by: what they add on held-out documents."""
     added = {f.mark.label: f.held_out.added for f in search.found.values() if f.held_out}
-    for mark, one in added.items():
-        yield f"{mark} held out: 95 % interval {one.low:+.5f} to {one.high:+.5f}; {one.documents}"
+    for mark, difference in added.items():
+        interval = f"95 % interval {difference.low:+.5f} to {difference.high:+.5f}"
+        yield f"{mark} held out: {interval}; {difference.documents}"
     if added:
         documents = len(next(iter(added.values())).each)
         yield (
@@ -186,12 +187,12 @@ def _held_out(search: Search) -> Iterator[str]:
 def _remarks(search: Search, objective: str) -> Iterator[str]:
     yield f"every loss is that of {objective}, in nats per token"
     yield from _held_out(search)
-    flips = Counter(map(_way, search.path))
+    flips = Counter(map(_walk, search.path))
     share = search.search_tokens / search.budget.exhaustive
-    if undecided := Counter(_way(step) for step in search.path if not step.decided):
-        told = " and ".join(f"{n} of {flips[w]} flips on the {w}" for w, n in undecided.items())
+    if undecided := Counter(_walk(step) for step in search.path if not step.decided):
+        counts = " and ".join(f"{n} of {flips[w]} flips on the {w}" for w, n in undecided.items())
         yield (
-            f"{told} are undecided: the budget ended while several candidates were left, which "
+            f"{counts} are undecided: the budget ended while several candidates were left, which "
             "these batches could not tell apart. More of them (--batches), or more budget "
             "(--budget), would tell. Decided is no proof either: each comparison has 95 % for "
             "itself alone."

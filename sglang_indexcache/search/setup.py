@@ -32,7 +32,7 @@ class Setup:
     Attributes:
         digest: tells checkpoints apart.
         name: of the model, and prefix of the names of the patterns that are found.
-        given: the options that chose the data, to name the one that changed.
+        settings: the options that chose the data, to name the one that changed.
     """
 
     checkpoint: Checkpoint
@@ -40,7 +40,7 @@ class Setup:
     digest: str
     name: str
     seed: int = 0
-    given: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def read(
@@ -89,14 +89,14 @@ class Setup:
             topk=topk,
             score=score,
         )
-        given = {
+        settings = {
             "--data": calibration.source,
             "--context": context,
             "--batches": batches,
             "--held-out": held_out,
             "--seed": seed,
         }
-        return cls(checkpoint, calibration, digest, model.resolve().name, seed, given)
+        return cls(checkpoint, calibration, digest, model.resolve().name, seed, settings)
 
     @property
     def model(self) -> ModelInfo:
@@ -137,7 +137,7 @@ class Setup:
             "checkpoint": self.digest,
             "data": self.calibration.digest,
             "counted": self.objective,
-            **({GIVEN: dict(self.given)} if self.given else {}),
+            **({GIVEN: dict(self.settings)} if self.settings else {}),
         }
 
     @property

@@ -90,15 +90,15 @@ class TokenEvaluator(ABC):
         compared batch by batch.
         """
         losses = self.token_losses(pattern, batches)
-        counted = self.calibration.batch_counted
-        pairs = zip(losses, (counted[batch] for batch in batches), strict=True)
+        masks = self.calibration.batch_counted
+        pairs = zip(losses, (masks[batch] for batch in batches), strict=True)
         return np.array([counted_mean(*pair) for pair in pairs])
 
 
-def counted_mean(losses: Sequence[Floats], counted: Sequence[Mask]) -> float:
+def counted_mean(losses: Sequence[Floats], masks: Sequence[Mask]) -> float:
     """Mean over the counted predictions of a batch's sequences, each ``[length - 1]``."""
-    kept = [each[mask] for each, mask in zip(losses, counted, strict=True)]
-    return float(np.concatenate(kept).mean())
+    counted = [row[mask] for row, mask in zip(losses, masks, strict=True)]
+    return float(np.concatenate(counted).mean())
 
 
 def standard_error(values: Floats) -> float:
@@ -108,15 +108,15 @@ def standard_error(values: Floats) -> float:
     return float(values.std(ddof=1) / np.sqrt(len(values)))
 
 
-def in_threads(do: Callable[[_Job], None], jobs: Iterable[_Job], most: int) -> None:
-    """Do every job, at most ``most`` of them at a time; the first error ends it.
+def in_threads(do: Callable[[_Job], None], jobs: Iterable[_Job], at_once: int) -> None:
+    """Do every job, at most ``at_once`` of them at a time; the first error ends it.
 
     The threads are daemons: whoever interrupts a search does not wait for the answer of a server.
     One at a time is done here, without a thread.
     """
-    left, ended = deque(jobs), SimpleQueue[BaseException | None]()
-    if most == 1:
-        for job in left:
+    pending, ended = deque(jobs), SimpleQueue[BaseException | None]()
+    if at_once == 1:
+        for job in pending:
             do(job)
         return
 
@@ -124,7 +124,7 @@ def in_threads(do: Callable[[_Job], None], jobs: Iterable[_Job], most: int) -> N
         error: BaseException | None = None
         while error is None:
             try:
-                job = left.popleft()
+                job = pending.popleft()
             except IndexError:
                 break
             try:
@@ -134,14 +134,14 @@ def in_threads(do: Callable[[_Job], None], jobs: Iterable[_Job], most: int) -> N
         ended.put(error)
 
     try:
-        threads = [Thread(target=work, daemon=True) for _ in range(min(most, len(left)))]
+        threads = [Thread(target=work, daemon=True) for _ in range(min(at_once, len(pending)))]
         for thread in threads:
             thread.start()
         for _ in threads:
             if (error := ended.get()) is not None:
                 raise error
     finally:  # after an error, or Ctrl-C, nobody waits for the rest
-        left.clear()
+        pending.clear()
 
 
 class ServedEvaluator(TokenEvaluator):

@@ -82,7 +82,7 @@ class TransformersEvaluator(TokenEvaluator):
             raise SearchError(f"{folder} has layers without DSA, which this evaluator cannot run")
         self._reuse_bytes = reuse_bytes
         self.layer_tokens = 0
-        self._kept: OrderedDict[tuple[int, ...], list[_Run]] = OrderedDict()
+        self._runs: OrderedDict[tuple[int, ...], list[_Run]] = OrderedDict()
         self._length = 0
         self._arguments: dict[str, Any] = {}
 
@@ -107,9 +107,9 @@ class TransformersEvaluator(TokenEvaluator):
 
     def run(self, pattern: Pattern, ids: tuple[int, ...]) -> _Run:
         """Every layer's input and indices under ``pattern``, for one sequence."""
-        kept = self._kept.setdefault(ids, [])
-        self._kept.move_to_end(ids)
-        nearest = max(kept, key=lambda run: common_layers(run.pattern, pattern), default=None)
+        runs = self._runs.setdefault(ids, [])
+        self._runs.move_to_end(ids)
+        nearest = max(runs, key=lambda run: common_layers(run.pattern, pattern), default=None)
         start = 0 if nearest is None else common_layers(nearest.pattern, pattern)
         if nearest is not None and start == self.num_layers:
             return nearest
@@ -129,7 +129,7 @@ class TransformersEvaluator(TokenEvaluator):
                 run.indices.append(sharing.indices)
             run.hidden.append(hidden)
         self.layer_tokens += len(ids) * (self.num_layers - start)
-        self._keep(kept, run)
+        self._keep(runs, run)
         return run
 
     def _tensor(self, ids: tuple[int, ...]) -> torch.Tensor:
@@ -143,10 +143,10 @@ class TransformersEvaluator(TokenEvaluator):
     @torch.no_grad()
     def _watch(self, inputs: torch.Tensor) -> dict[str, Any]:
         """Return the keyword arguments with which transformers calls layer 0."""
-        seen: dict[str, Any] = {}
+        captured: dict[str, Any] = {}
 
         def note(_module: Any, _args: Any, kwargs: dict[str, Any]) -> None:
-            seen.update(kwargs)
+            captured.update(kwargs)
             raise _SeenError
 
         handle = self._layers[0].register_forward_pre_hook(note, with_kwargs=True)
@@ -156,8 +156,8 @@ class TransformersEvaluator(TokenEvaluator):
             pass
         finally:
             handle.remove()
-        seen.pop("prev_topk_indices", None)
-        return seen
+        captured.pop("prev_topk_indices", None)
+        return captured
 
     def _layer(self, number: int, hidden: torch.Tensor, sharing: SharedForward) -> torch.Tensor:
         arguments = dict(self._arguments)
@@ -167,14 +167,14 @@ class TransformersEvaluator(TokenEvaluator):
         result: torch.Tensor = output[0] if isinstance(output, tuple) else output
         return result
 
-    def _keep(self, kept: list[_Run], run: _Run) -> None:
+    def _keep(self, runs: list[_Run], run: _Run) -> None:
         """Keep the newest runs of the most recently used sequences, within the memory."""
         if self._reuse_bytes < self._bytes(run) * (_KEPT_RUNS + 1) / _KEPT_RUNS:
             return
-        kept.insert(0, run)
-        del kept[_KEPT_RUNS:]
-        while sum(self._bytes(runs[0]) for runs in self._kept.values() if runs) > self._reuse_bytes:
-            self._kept.popitem(last=False)
+        runs.insert(0, run)
+        del runs[_KEPT_RUNS:]
+        while sum(self._bytes(kept[0]) for kept in self._runs.values() if kept) > self._reuse_bytes:
+            self._runs.popitem(last=False)
 
     def _bytes(self, run: _Run) -> int:
         """Return the most bytes of a sequence's kept runs, as if they had no layers in common."""
@@ -195,14 +195,14 @@ class TransformersEvaluator(TokenEvaluator):
         for ids in self.calibration.batches[batch]:
             total += self._similarity_of(ids) * len(ids)
             queries += len(ids)
-        found: Floats = total / queries + np.eye(self.num_layers)
-        return found
+        matrix: Floats = total / queries + np.eye(self.num_layers)
+        return matrix
 
     def _similarity_of(self, ids: tuple[int, ...]) -> Floats:
         """Return the part below the diagonal, of one sequence."""
         run = self.run(self.own, ids)
         self._learn_arguments(len(ids))
-        found = np.zeros((self.num_layers, self.num_layers))
+        matrix = np.zeros((self.num_layers, self.num_layers))
         barred = Pattern.from_layers(self.num_layers, [0])  # no later layer selects by itself
         with torch.no_grad(), share(self._model, barred) as sharing:
             for layer in range(1, self.num_layers):
@@ -214,10 +214,11 @@ class TransformersEvaluator(TokenEvaluator):
                     hold(sharing, 0, run.indices[j])
                     self._layer(layer, run.hidden[layer], sharing)
                 handle.remove()
-                *others, own = outputs
-                for j, other in enumerate(others):
-                    found[layer, j] = float(torch.cosine_similarity(own, other, dim=-1).mean())
-        return found
+                *shared_outputs, own_output = outputs
+                for j, output in enumerate(shared_outputs):
+                    similarity = torch.cosine_similarity(own_output, output, dim=-1)
+                    matrix[layer, j] = float(similarity.mean())
+        return matrix
 
     def kept_mass(self, batch: int) -> Floats:
         """Compare how much of its attention each head finds on its own list and on other layers'.
@@ -232,8 +233,8 @@ class TransformersEvaluator(TokenEvaluator):
         Raises:
             SearchError: the model's attention does not tell its weights.
         """
-        cut, counted = self.calibration.batches, self.calibration.batch_counted
-        pairs = [*zip(cut[batch], counted[batch], strict=True)]
+        cut, masks = self.calibration.batches, self.calibration.batch_counted
+        pairs = [*zip(cut[batch], masks[batch], strict=True)]
         sums = [self._mass(ids, torch.from_numpy(np.flatnonzero(mask))) for ids, mask in pairs]
         mass = np.sum(sums, axis=0) / sum(int(mask.sum()) for _, mask in pairs)
         return lost_by_worst_head(mass)
@@ -247,13 +248,13 @@ class TransformersEvaluator(TokenEvaluator):
         self._learn_arguments(len(ids))
         device = self._model.device
         lists = [indices[0, queries.to(indices.device)].long() for indices in run.indices]
-        everything = torch.arange(len(ids), device=device).expand(1, len(ids), -1)
+        all_positions = torch.arange(len(ids), device=device).expand(1, len(ids), -1)
         heads = int(self._model.config.num_attention_heads)
         mass = np.zeros((self.num_layers, self.num_layers, heads))
         barred = Pattern.from_layers(self.num_layers, [0])  # no later layer selects by itself
         with torch.no_grad(), share(self._model, barred) as sharing:
             for layer in range(1, self.num_layers):
-                hold(sharing, 0, everything)
+                hold(sharing, 0, all_positions)
                 weights = self._weights(layer, run.hidden[layer], sharing)[:, queries]
                 for j in range(layer + 1):
                     on_list = weights.gather(-1, lists[j].expand(heads, -1, -1))
@@ -262,19 +263,19 @@ class TransformersEvaluator(TokenEvaluator):
 
     def _weights(self, layer: int, hidden: torch.Tensor, sharing: SharedForward) -> torch.Tensor:
         """Run ``layer`` and return its attention's weights, ``[heads, length, length]`` float32."""
-        seen: list[torch.Tensor | None] = []
+        weights: list[torch.Tensor | None] = []
         attention = self._layers[layer].self_attn
-        handle = attention.register_forward_hook(lambda _m, _a, output: seen.append(output[1]))
+        handle = attention.register_forward_hook(lambda _m, _a, output: weights.append(output[1]))
         try:
             self._layer(layer, hidden, sharing)
         finally:
             handle.remove()
-        if seen[0] is None:
+        if weights[0] is None:
             raise SearchError(
                 f"{type(attention).__name__} does not return the weights of its attention, by "
                 "which --method one-pass searches. Search with --method similarity."
             )
-        return seen[0][0].float()
+        return weights[0][0].float()
 
     # -- what layers attend to ----------------------------------------------------------------
 
@@ -307,9 +308,9 @@ def lost_by_worst_head(mass: Floats) -> Floats:
     Returns:
         ``[N, N]`` float64, 1 on the diagonal and 0 above it.
     """
-    own = np.einsum("iih->ih", mass)[:, None]
-    kept: Floats = np.tril(1 + (mass - own).min(axis=2))
-    return kept
+    own_mass = np.einsum("iih->ih", mass)[:, None]
+    matrix: Floats = np.tril(1 + (mass - own_mass).min(axis=2))
+    return matrix
 
 
 def hold(sharing: SharedForward, layer: int, indices: torch.Tensor) -> None:

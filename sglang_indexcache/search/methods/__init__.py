@@ -62,16 +62,16 @@ class Walks:
     def descend(self, ledger: Ledger, targets: Targets, budget: int) -> Iterator[Step | Pattern]:
         """See :class:`Method`; the start comes once for each way."""
         end = ledger.spent + budget
-        ways = [way(targets) for way in self.ways]
-        needs = [way.least(ledger.tokens_of_batches) for way in ways]
-        for place, way in enumerate(ways):
-            left = end - ledger.spent
-            share = min(left // (len(ways) - place), left - sum(needs[place + 1 :]))
-            yield from way.walk(ledger, max(needs[place], share))
+        ways = [descent(targets) for descent in self.ways]
+        needs = [descent.least(ledger.tokens_of_batches) for descent in ways]
+        for place, descent in enumerate(ways):
+            remaining = end - ledger.spent
+            share = min(remaining // (len(ways) - place), remaining - sum(needs[place + 1 :]))
+            yield from descent.walk(ledger, max(needs[place], share))
 
     def least(self, targets: Targets, batch_tokens: Sequence[int]) -> int:
         """See :class:`Method`."""
-        return sum(way(targets).least(batch_tokens) for way in self.ways)
+        return sum(descent(targets).least(batch_tokens) for descent in self.ways)
 
 
 _HOW = "(lazy re-evaluation, paired racing)"

@@ -86,15 +86,15 @@ class Descent:
 
     def ahead(self, count: int) -> list[int]:
         """F layers of the marks that steps from ``count`` F layers on will arrive at."""
-        way = self.counts.step
+        direction = self.counts.step
         marks = (mark.full_layers for mark in self.targets.marks)
-        return [mark for mark in marks if (mark - count) * way > 0]
+        return [mark for mark in marks if (mark - count) * direction > 0]
 
     def looks(self, count: int) -> int:
         """Candidates that the step from ``count`` F layers on has to look at."""
         begin = len(self.begin.full_layers)
-        left = len(self.candidates(self.begin)) - abs(count - begin)
-        return left if count == begin else min(_LEAST_LOOKS, left)
+        remaining = len(self.candidates(self.begin)) - abs(count - begin)
+        return remaining if count == begin else min(_LEAST_LOOKS, remaining)
 
     def fixed(self, count: int, subset: int, full: int) -> int:
         """Tokens that the marks take on all batches, from ``count`` F layers on.
@@ -123,10 +123,10 @@ def least_subset(batches: int) -> int:
 
 def first_subset(batch_tokens: Sequence[int], looks: int, tokens: int) -> int:
     """Batches of a candidate's first look, of which ``looks`` may take ``tokens`` together."""
-    found = least_subset(len(batch_tokens))
-    while found < len(batch_tokens) and looks * sum(batch_tokens[: found + 1]) <= tokens:
-        found += 1
-    return found
+    count = least_subset(len(batch_tokens))
+    while count < len(batch_tokens) and looks * sum(batch_tokens[: count + 1]) <= tokens:
+        count += 1
+    return count
 
 
 class FastGreedy:
@@ -137,10 +137,12 @@ class FastGreedy:
         exact: measure every candidate on every batch in every step, whatever the budget.
     """
 
-    def __init__(self, ledger: Ledger, way: Descent, budget: int, *, exact: bool = False) -> None:
-        self._ledger, self._way, self._exact = ledger, way, exact
+    def __init__(
+        self, ledger: Ledger, descent: Descent, budget: int, *, exact: bool = False
+    ) -> None:
+        self._ledger, self._descent, self._exact = ledger, descent, exact
         self._end = ledger.spent + budget
-        self._pattern = way.begin
+        self._pattern = descent.begin
         self._first = len(ledger.all_batches)
         if not exact:
             self._first = self._affordable_subset(budget)
@@ -152,9 +154,9 @@ class FastGreedy:
 
     def steps(self) -> Iterator[Step]:
         """Yield the start, then every committed flip."""
-        origin = self._way.constraints.start
+        origin = self._descent.constraints.start
         yield self._ledger.step(origin, origin, None, candidates=1)
-        for number in range(len(self._way.counts)):
+        for number in range(len(self._descent.counts)):
             fresh = self._refresh(number)
             allowance = self._allowance()
             contenders = [self._flipped(self._pattern, layer) for layer in fresh]
@@ -172,41 +174,42 @@ class FastGreedy:
 
     def _affordable_subset(self, budget: int) -> int:
         """Batches of a first look."""
-        ledger, way = self._ledger, self._way
-        set_aside = ledger.cost([way.constraints.start], ledger.all_batches)
-        set_aside += way.fixed(len(way.begin.full_layers), 0, ledger.full_evaluation)
-        looks = len(way.candidates(way.begin)) + way.looks_per_step * len(way.counts)
+        ledger, descent = self._ledger, self._descent
+        set_aside = ledger.cost([descent.constraints.start], ledger.all_batches)
+        set_aside += descent.fixed(len(descent.begin.full_layers), 0, ledger.full_evaluation)
+        looks = len(descent.candidates(descent.begin))
+        looks += descent.looks_per_step * len(descent.counts)
         tokens = int(_LOOKING_SHARE * (budget - set_aside))
         return first_subset(ledger.tokens_of_batches, looks, tokens)
 
-    def _left(self) -> int:
+    def _spare_tokens(self) -> int:
         """Tokens that no later step needs and no mark, once this step's least looks were made."""
         count, full = len(self._pattern.full_layers), self._ledger.full_evaluation
-        needs = self._way.needs(count, self._subset_tokens, full)
-        own = self._way.looks(count) * self._subset_tokens
-        return self._end - self._ledger.spent - needs + own
+        needs = self._descent.needs(count, self._subset_tokens, full)
+        this_step = self._descent.looks(count) * self._subset_tokens
+        return self._end - self._ledger.spent - needs + this_step
 
     def _affords(self, layers: Sequence[int]) -> bool:
         """Whether first looks at these would leave enough for what later steps need."""
         patterns = [self._flipped(self._pattern, layer) for layer in layers]
-        return self._exact or self._ledger.cost(patterns, self._subset) <= self._left()
+        return self._exact or self._ledger.cost(patterns, self._subset) <= self._spare_tokens()
 
     def _allowance(self) -> int:
         """Tokens for this step's race: the nearer a mark, the more.
 
         A layer flipped too early is flipped later anyway; only what a mark leaves out counts.
         """
-        counts = self._way.counts
+        counts = self._descent.counts
         place = counts.index(len(self._pattern.full_layers))
         weights = [
-            1 / min(abs(count - mark) for mark in self._way.ahead(count))
+            1 / min(abs(count - mark) for mark in self._descent.ahead(count))
             for count in counts[place:]
         ]
-        return int(max(0, self._left()) * weights[0] / sum(weights))
+        return int(max(0, self._spare_tokens()) * weights[0] / sum(weights))
 
     def _refresh(self, number: int) -> list[int]:
         """Measure on the first subset until no old measurement could be the best."""
-        candidates = self._way.candidates(self._pattern)
+        candidates = self._descent.candidates(self._pattern)
         fresh = [c for c in candidates if c not in self._cost or self._exact]
         stale = [c for c in candidates if c not in fresh]
         if stale:  # one that has waited longest, so that the margin stays honest
@@ -243,9 +246,9 @@ class FastGreedy:
         return max(0.0, float(np.quantile(recent, _QUANTILE))) if recent else 0.0
 
     def _flipped(self, pattern: Pattern, layer: int) -> Pattern:
-        return self._way.constraints.flipped(pattern, layer)
+        return self._descent.constraints.flipped(pattern, layer)
 
     def _commit(self, layer: int) -> None:
-        for other in (layer, *self._way.outdated(self._pattern, layer)):
-            self._cost.pop(other, None)
+        for outdated in (layer, *self._descent.outdated(self._pattern, layer)):
+            self._cost.pop(outdated, None)
         self._pattern = self._flipped(self._pattern, layer)

@@ -102,6 +102,6 @@ def most_similar(similarity: Floats, full_layers: int, constraints: Constraints)
         choices.append(totals.argmax(axis=1))
         best = np.where(may_be_full, totals.max(axis=1)[:count], -np.inf)
     layers = [count]
-    for chosen in reversed(choices):
-        layers.append(int(chosen[layers[-1]]))
+    for sources in reversed(choices):
+        layers.append(int(sources[layers[-1]]))
     return constraints.keeping(layers[1:])
