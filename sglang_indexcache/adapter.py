@@ -133,8 +133,8 @@ class Adapter:
             PatternError: another pattern.
         """
         self.check_pattern(pattern)
-        here = Checkpoint.read(checkpoint)
-        if (here.architecture, checkpoint_digest(checkpoint)) != (
+        actual = Checkpoint.read(checkpoint)
+        if (actual.architecture, checkpoint_digest(checkpoint)) != (
             self.base.architecture,
             self.base.digest,
         ):
@@ -223,8 +223,8 @@ def indexer_shapes(shape: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
 
 def indexer_layer(name: str) -> int | None:
     """Return the layer of an indexer's tensor by its checkpoint name; None if another's."""
-    found = _NAME.fullmatch(name)
-    return int(found[1]) if found else None
+    match = _NAME.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 def _base(folder: Path, pattern: Pattern) -> Base:
@@ -237,10 +237,10 @@ def _base(folder: Path, pattern: Pattern) -> Base:
         )
     pattern.check_checkpoint(checkpoint.own)
     pattern.check_unfolded("an adapter")
-    lacking = [name for name in _SHAPE_FIELDS if name not in checkpoint.shape]
-    if lacking:
+    missing = [name for name in _SHAPE_FIELDS if name not in checkpoint.shape]
+    if missing:
         raise CheckpointError(
-            f"the config.json of {folder} has no {lacking[0]}, from which an indexer's shapes "
+            f"the config.json of {folder} has no {missing[0]}, from which an indexer's shapes "
             "follow. Give the config.json that belongs to the weights."
         )
     return Base(

@@ -228,9 +228,9 @@ def check_fields(config: Any, where: str) -> None:
         CheckpointError: naming every such field.
     """
     problems = [
-        f"{name} is {reprlib.repr(value)} and must be {what}"
-        for name, (holds, what) in FORMS.items()
-        if (value := _get(config, name)) is not None and not holds(value)
+        f"{name} is {reprlib.repr(value)} and must be {form}"
+        for name, (is_valid, form) in FORMS.items()
+        if (value := _get(config, name)) is not None and not is_valid(value)
     ]
     if problems:
         raise CheckpointError(
@@ -267,10 +267,10 @@ def pattern_from_sharing_keys(
     Raises:
         PatternError: malformed values, or two keys that disagree.
     """
-    found: dict[str, Pattern] = {}
+    patterns: dict[str, Pattern] = {}
     types = values.get("indexer_types")
     if types is not None:
-        found["indexer_types"] = Pattern.from_indexer_types(_pick(types, layer_ids))
+        patterns["indexer_types"] = Pattern.from_indexer_types(_pick(types, layer_ids))
     text = values.get("index_topk_pattern")
     if text is not None:
         pattern = Pattern(text if isinstance(text, str) else "".join(text))
@@ -280,18 +280,19 @@ def pattern_from_sharing_keys(
                 f"index_topk_pattern is SGLang's own key and takes no folded layers, got {pattern}."
                 " Give the pattern to --indexcache-pattern."
             )
-        found["index_topk_pattern"] = pattern
+        patterns["index_topk_pattern"] = pattern
     freq = values.get("index_topk_freq")
     if freq is not None:
         offset = values.get("index_skip_topk_offset")
-        found["index_topk_freq"] = Pattern.from_freq(num_layers, freq, offset)
-    names = list(found)
+        patterns["index_topk_freq"] = Pattern.from_freq(num_layers, freq, offset)
+    names = list(patterns)
     for name in names[1:]:
-        if found[name] != found[names[0]]:
+        if patterns[name] != patterns[names[0]]:
             raise PatternError(
-                f"{names[0]} says {found[names[0]]} and {name} says {found[name]}. Give only one."
+                f"{names[0]} says {patterns[names[0]]} and {name} says {patterns[name]}. Give only "
+                "one."
             )
-    return found[names[0]] if names else None
+    return patterns[names[0]] if names else None
 
 
 def _pick(types: Any, layer_ids: tuple[int, ...]) -> list[str]:

@@ -85,24 +85,24 @@ def select(row: IndexRow, topk: int, slopes: torch.Tensor | None, factor: int = 
     """
     length = row.keys.shape[1]
     count = min(topk, length)
-    found = []
+    positions = []
     for part in row.blocks():
         if slopes is None:
-            chosen = largest(part.exact(), count)
+            marked = largest(part.exact(), count)
         else:
-            chosen = largest(part.folded(slopes), min(factor * topk, length))
+            marked = largest(part.folded(slopes), min(factor * topk, length))
             if factor > 1:
-                chosen = largest(part.exact().masked_fill_(~chosen, -torch.inf), count)
-        found.append(places(chosen))
-    return torch.cat(found, dim=1)
+                marked = largest(part.exact().masked_fill_(~marked, -torch.inf), count)
+        positions.append(places(marked))
+    return torch.cat(positions, dim=1)
 
 
 def largest(scores: torch.Tensor, count: int) -> torch.Tensor:
     """Mark the ``count`` largest of each row (bool), of equal ones those that come first."""
     least = scores.topk(count, dim=-1).values[..., -1:]
     above, level = scores > least, scores == least
-    left = count - above.sum(-1, keepdim=True)
-    return above | (level & (level.cumsum(-1) <= left))
+    remaining = count - above.sum(-1, keepdim=True)
+    return above | (level & (level.cumsum(-1) <= remaining))
 
 
 def places(marked: torch.Tensor) -> torch.Tensor:
@@ -125,17 +125,17 @@ class SlopeSums:
         """Sums of ``x``, ``x^2``, ``relu(x)`` and ``relu(x) x = relu(x)^2``, ``x = q_h . k``."""
 
     def __add__(self, other: SlopeSums) -> SlopeSums:
-        both = SlopeSums(self.sums.shape[1])
-        both.pairs, both.sums = self.pairs + other.pairs, self.sums + other.sums
-        return both
+        total = SlopeSums(self.sums.shape[1])
+        total.pairs, total.sums = self.pairs + other.pairs, self.sums + other.sums
+        return total
 
     def add(self, row: IndexRow) -> None:
         """Count the pairs of one text in."""
         for part in row.blocks():
             x = part.products().masked_fill_(~part.visible[:, :, None], 0.0)
             right = x.clamp_min(0.0)
-            each = (x, x * x, right, right * right)
-            terms = [values.sum((0, 1, 3), dtype=torch.float64) for values in each]
+            moments = (x, x * x, right, right * right)
+            terms = [values.sum((0, 1, 3), dtype=torch.float64) for values in moments]
             self.sums += torch.stack(terms).cpu()
             self.pairs += int(part.visible.sum())
 
@@ -150,8 +150,8 @@ class SlopeSums:
         """
         if not self.pairs:
             raise CheckpointError("slopes are fitted to text, and no text was read. Give some.")
-        x, square, right, both = self.sums / self.pairs
-        variance, covariance = square - x * x, both - right * x
+        x, square, right, product = self.sums / self.pairs
+        variance, covariance = square - x * x, product - right * x
         flat = variance <= 1e-12 * square
         slope = torch.where(flat, (x > 0).double(), covariance / variance.where(~flat, 1.0))
         return slope.clamp(0.0, 1.0).float()
@@ -182,8 +182,8 @@ def read_row(
     )
     if past_key_values is not None:
         keys = past_key_values.update_indexer(keys, indexer.layer_idx)
-    seen = attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0
-    visible = seen.expand(*queries.shape[:2], keys.shape[1])
+    allowed = attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0
+    visible = allowed.expand(*queries.shape[:2], keys.shape[1])
     return IndexRow(queries.float(), keys.float(), weights.float(), visible)
 
 

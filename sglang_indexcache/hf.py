@@ -112,13 +112,13 @@ def _selections(
                 f"that its slopes were fitted to; {name} is none. Download it, and load the folder."
             )
         slopes.check_checkpoint(checkpoint_digest(Path(name)), name)
-    found = {}
+    selections = {}
     for number, attention in enumerate(attentions):
         numbers, factor = slopes.of(number), pattern.fold_at(number)
         if factor and numbers is not None:
             check_can_fold(attention.indexer)
-            found[number] = folded(attention.indexer, torch.tensor(numbers), factor)
-    return found
+            selections[number] = folded(attention.indexer, torch.tensor(numbers), factor)
+    return selections
 
 
 def _switch(
@@ -129,35 +129,35 @@ def _switch(
 ) -> Callable[..., torch.Tensor]:
     """Return an indexer's replacement: it runs the original or ``folded``, or shares indices."""
     # Inside another share() the indexer's own forward is behind that one's switch.
-    own = getattr(indexer.forward, "select", indexer.forward)
-    select = folded or own
+    original = getattr(indexer.forward, "select", indexer.forward)
+    select = folded or original
     source = sharing.pattern.source_of(number)
 
     def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
         if source == number:
-            found: torch.Tensor = select(*args, **kwargs)
-            _check_indices(found, indexer)
-            sharing.indices, sharing.layer = found, number
-            return found
+            indices: torch.Tensor = select(*args, **kwargs)
+            _check_indices(indices, indexer)
+            sharing.indices, sharing.layer = indices, number
+            return indices
         if sharing.indices is None or sharing.layer != source:
             raise StaleIndexError(
                 f"layer {number} needs the indices of layer {source}, but layer {sharing.layer} "
                 "chose last: the layers run out of order. Turn gradient checkpointing off."
             )
         caches = (kwargs.get(name) for name in _CACHE_ARGUMENTS)
-        if (cache := next((each for each in caches if each is not None), None)) is not None:
+        if (cache := next((value for value in caches if value is not None), None)) is not None:
             cache_layer = cache.layers[indexer.layer_idx]
             cache_layer.update_indexer = MethodType(_refuse_update, cache_layer)
         hidden = args[0] if args else kwargs["hidden_states"]
         return sharing.indices.to(hidden.device)  # layers may be spread over devices
 
-    forward.select = own  # type: ignore[attr-defined]
+    forward.select = original  # type: ignore[attr-defined]
     return forward
 
 
-def _check_indices(found: Any, indexer: Any) -> None:
+def _check_indices(indices: Any, indexer: Any) -> None:
     """Refuse an indexer that does not answer as DSA's do: one list of positions for each query."""
-    if getattr(found, "ndim", 0) != 3 or found.is_floating_point():
+    if getattr(indices, "ndim", 0) != 3 or indices.is_floating_point():
         raise CheckpointError(
             f"{type(indexer).__name__} does not answer with one list of positions for each query "
             "([batch, queries, k] integers), so its answer cannot be handed to other layers. Only "
@@ -199,10 +199,12 @@ def _checkpoint(model: Any, attentions: list[Any]) -> Checkpoint:
             "that can have an indexer are taken for the layers of a pattern, in their order",
             stacklevel=4,
         )
-        types = ["shared" if each.indexer is None else "full" for each in attentions]
-        own, layers = Pattern.from_indexer_types(types), tuple(range(len(attentions)))
-        checkpoint = replace(checkpoint, own=own, layer_ids=layers)
-    own = checkpoint.own
-    if len(attentions) != len(own) or any(attentions[i].indexer is None for i in own.full_layers):
+        types = ["shared" if module.indexer is None else "full" for module in attentions]
+        pattern, layers = Pattern.from_indexer_types(types), tuple(range(len(attentions)))
+        checkpoint = replace(checkpoint, own=pattern, layer_ids=layers)
+    pattern = checkpoint.own
+    if len(attentions) != len(pattern) or any(
+        attentions[i].indexer is None for i in pattern.full_layers
+    ):
         raise CheckpointError(f"this {name} lacks indexers that its config names")
     return checkpoint

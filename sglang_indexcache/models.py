@@ -150,8 +150,8 @@ FAMILIES = (
         hands_on=False,
     ),
     *(
-        Family(one, refused="SGLang loads no indexer weights for it, so it would select at random")
-        for one in ("MistralLarge3ForCausalLM", "PixtralForConditionalGeneration")
+        Family(name, refused="SGLang loads no indexer weights for it, so it would select at random")
+        for name in ("MistralLarge3ForCausalLM", "PixtralForConditionalGeneration")
     ),
     Family(
         "Dots3NoteForCausalLM",

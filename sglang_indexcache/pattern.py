@@ -164,13 +164,13 @@ class Pattern:
 
     def summary(self) -> str:
         """One phrase for logs and tables: ``12 of 47 layers keep their indexer (25.5 %)``."""
-        kept, total = len(self.full_layers), len(self)
-        told = f"{kept} of {total} layers keep their indexer ({100 * kept / total:.1f} %)"
+        full, total = len(self.full_layers), len(self)
+        phrase = f"{full} of {total} layers keep their indexer ({100 * full / total:.1f} %)"
         if folded := self.layers.count(FOLDED):
-            told += f", {folded} of them folded"
+            phrase += f", {folded} of them folded"
         if (factor := self.suffix.factor) > 1:
-            told += f"; F layers choose among {factor} k candidates of their folded score"
-        return told
+            phrase += f"; F layers choose among {factor} k candidates of their folded score"
+        return phrase
 
     # -- making it ----------------------------------------------------------------------------
 
@@ -189,21 +189,21 @@ class Pattern:
         return cls("".join(FULL if i % ratio == 0 else SHARED for i in range(num_layers)))
 
     @classmethod
-    def folded(cls, own: Pattern, ratio: int | None = None) -> Pattern:
-        """L wherever ``own`` has an indexer, but F in the first of every ``ratio`` of these."""
-        kept = own.full_layers[::ratio] if ratio else ()
-        folded = set(own.full_layers).difference(kept)
-        return cls("".join(FOLDED if i in folded else c for i, c in enumerate(own.layers)))
+    def folded(cls, base: Pattern, ratio: int | None = None) -> Pattern:
+        """Make ``base`` with L for each of its indexers, but F for the first of every ``ratio``."""
+        exact = base.full_layers[::ratio] if ratio else ()
+        folded = set(base.full_layers).difference(exact)
+        return cls("".join(FOLDED if i in folded else c for i, c in enumerate(base.layers)))
 
     @classmethod
     def from_layers(cls, num_layers: int, full_layers: Iterable[int]) -> Pattern:
         """Make the pattern whose F layers are ``full_layers``."""
-        kept = set(full_layers)
-        if outside := sorted(kept - set(range(num_layers))):
+        full = set(full_layers)
+        if outside := sorted(full - set(range(num_layers))):
             raise PatternError(
                 f"layers {_join(outside)} do not exist in a {num_layers}-layer model"
             )
-        return cls("".join(FULL if i in kept else SHARED for i in range(num_layers)))
+        return cls("".join(FULL if i in full else SHARED for i in range(num_layers)))
 
     @classmethod
     def from_indexer_types(cls, types: Sequence[str]) -> Pattern:
@@ -252,19 +252,19 @@ class Pattern:
                 "Give one F or S per layer."
             )
 
-    def check_checkpoint(self, own: Pattern) -> None:
+    def check_checkpoint(self, shipped: Pattern) -> None:
         """Raise PatternError where this pattern needs an indexer that the checkpoint lacks.
 
-        ``own`` is the checkpoint's own sharing. Its S layers ship no indexer weights, so they
+        ``shipped`` is the checkpoint's own sharing. Its S layers ship no indexer weights, so they
         must stay S; its F layers may become S.
         """
-        self.check_length(len(own))
-        missing = [i for i in self.full_layers if not own.is_full(i)]
+        self.check_length(len(shipped))
+        missing = [i for i in self.full_layers if not shipped.is_full(i)]
         if missing:
             letters = " and ".join(sorted({self.layers[i] for i in missing}))
             raise PatternError(
                 f"layers {_join(missing)} are {letters} in the pattern, but this checkpoint ships "
-                f"no indexer weights there (its own pattern is {own}). Make those layers S."
+                f"no indexer weights there (its own pattern is {shipped}). Make those layers S."
             )
 
     def check_stages(self, starts: Iterable[int]) -> None:
@@ -304,34 +304,34 @@ def split_suffix(text: str) -> tuple[str, Suffix]:
         PatternError: it ends in something that was meant as a suffix and is none.
     """
     name, slopes = text, ""
-    if found := _DIGEST.search(text):
-        name, slopes = text[: found.start()], found[1]
+    if digest := _DIGEST.search(text):
+        name, slopes = text[: digest.start()], digest[1]
     elif text.endswith(SLOPES_FILE) and "@" in text:
         name, _, slopes = text.partition("@")
     number = _FACTOR.search(name)
     factor = int(number[1]) if number else 1
-    rest = name[: number.start()] if number else name
-    if _LEFT_OVER.search(rest) or (number and not 1 < factor <= MOST_CANDIDATES):
+    letters = name[: number.start()] if number else name
+    if _LEFT_OVER.search(letters) or (number and not 1 < factor <= MOST_CANDIDATES):
         raise PatternError(
             f"candidates are written +cN behind the pattern, with N from 2 to {MOST_CANDIDATES} "
             f"lengths of a list (1 is the letter L), for example full+c4; got {quoted(text)}"
         )
-    return rest, Suffix(factor, slopes)
+    return letters, Suffix(factor, slopes)
 
 
 def _check_layers(layers: str) -> None:
     """Raise the one PatternError that says what is wrong with an F/S string."""
     if not layers:
         raise PatternError("the pattern is empty. Give one F or S per layer.")
-    known = {FULL, SHARED, FOLDED}
-    wrong = sorted(set(layers) - known)
+    valid = {FULL, SHARED, FOLDED}
+    wrong = sorted(set(layers) - valid)
     if wrong:
         at = next(i for i, c in enumerate(layers) if c in wrong)
-        hint = "Use capital letters." if set(layers.upper()) <= known else "Only F, S and L."
+        hint = "Use capital letters." if set(layers.upper()) <= valid else "Only F, S and L."
         if any(c.isspace() for c in wrong):
             hint = "Remove the white space."
-        shown = ", ".join(repr(c) for c in wrong)
-        raise PatternError(f"the pattern contains {shown} (first at character {at}). {hint}")
+        characters = ", ".join(repr(c) for c in wrong)
+        raise PatternError(f"the pattern contains {characters} (first at character {at}). {hint}")
     if layers[0] == SHARED:
         raise PatternError(
             "the pattern starts with S, but layer 0 has no earlier layer to take indices from. "

@@ -36,12 +36,12 @@ def check_form(folder: Path, names: Iterable[str]) -> None:
     Raises:
         CheckpointError: one is missing, or stored in a form that cannot be made here.
     """
-    there = stored(folder)
+    tensors = stored(folder)
     for name in names:
-        if name not in there:
+        if name not in tensors:
             raise CheckpointError(f"{folder} has no {name}, so nothing can take its place")
-        kind = there[name][1]
-        scales = there.get(name + SCALES)
+        kind = tensors[name][1]
+        scales = tensors.get(name + SCALES)
         if kind not in DTYPES and not (kind == E4M3 and scales and scales[1] in DTYPES):
             raise CheckpointError(
                 f"{folder} holds {name} as {kind}; other weights can take the place only of plain "
@@ -56,18 +56,18 @@ def like_stored(folder: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, 
     Each in the checkpoint's dtype; a block-FP8 one as e4m3 and, under its name and :data:`SCALES`,
     the scales. The checkpoint passes :func:`check_form`.
     """
-    there, config = stored(folder), read_config(folder).get("quantization_config") or {}
+    originals, config = stored(folder), read_config(folder).get("quantization_config") or {}
     block = tuple(config.get("weight_block_size") or (128, 128))
-    found: dict[str, torch.Tensor] = {}
+    converted: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
-        kind = there[name][1]
+        kind = originals[name][1]
         if kind != E4M3:
-            found[name] = tensor.to(DTYPES[kind])
+            converted[name] = tensor.to(DTYPES[kind])
             continue
         power_of_two = config.get("scale_fmt") == "ue8m0"
-        found[name], scales = to_block_fp8(tensor, block, power_of_two=power_of_two)
-        found[name + SCALES] = scales.to(DTYPES[there[name + SCALES][1]])
-    return found
+        converted[name], scales = to_block_fp8(tensor, block, power_of_two=power_of_two)
+        converted[name + SCALES] = scales.to(DTYPES[originals[name + SCALES][1]])
+    return converted
 
 
 def to_block_fp8(
@@ -120,13 +120,13 @@ class StoredTensor(NamedTuple):
 
 def stored(folder: Path) -> dict[str, StoredTensor]:
     """Every tensor of a checkpoint by name; no tensor is read."""
-    found = {}
+    tensors = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118
                 part = file.get_slice(name)
-                found[name] = StoredTensor(path, part.get_dtype(), tuple(part.get_shape()))
-    return found
+                tensors[name] = StoredTensor(path, part.get_dtype(), tuple(part.get_shape()))
+    return tensors
 
 
 def write_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:

@@ -220,31 +220,31 @@ class Client:
     def _refusal(self, response: httpx.Response) -> ServerError:
         """Return the error for an answer other than 200; a key is never part of it."""
         request, status = response.request, response.status_code
-        said = f"{request.method} {request.url} answered {status}"
+        reply = f"{request.method} {request.url} answered {status}"
         with_key = "Authorization" in request.headers
         if status == httpx.codes.UNAUTHORIZED:
             cause = "does not accept the API key that was sent" if with_key else "wants an API key"
             fix = "Give it with --api-key or in SGLANG_API_KEY"
             if request.url.path.endswith(_ADMIN_PATHS):
                 fix += ", or with --admin-api-key or in SGLANG_ADMIN_API_KEY if it has such a key"
-            return ServerError(f"the server {cause} ({said}). {fix}.")
+            return ServerError(f"the server {cause} ({reply}). {fix}.")
         if status == httpx.codes.FORBIDDEN:
             sender = "the API key that was sent" if with_key else "a request without an API key"
             return ServerError(
-                f"the server forbids this to {sender} ({said}). Ask whoever runs it, or the proxy "
+                f"the server forbids this to {sender} ({reply}). Ask whoever runs it, or the proxy "
                 "in front of it, for a key that may."
             )
         kind = ServerUnavailableError if status >= 500 or status == _BUSY else ServerError
-        return kind(f"{said}: {response.text[:500]}")
+        return kind(f"{reply}: {response.text[:500]}")
 
 
 def _lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
     """Yield the lines of a stream of events, which end in LF alone: a text may have others."""
-    rest = b""
+    pending = b""
     for piece in pieces:
-        *whole, rest = (rest + piece).split(b"\n")
-        yield from whole
-    yield rest
+        *complete, pending = (pending + piece).split(b"\n")
+        yield from complete
+    yield pending
 
 
 def _patience(seconds: float) -> httpx.Timeout:

@@ -37,10 +37,10 @@ class _Slot:
     def meet(self) -> tuple[str, str]:
         """Return what the engine serves, by its first answer."""
         if self.checkpoint is None:
-            found = self._served()
+            checkpoint = self._read_checkpoint()
             if self._low_priority:
                 self._urgency = {"priority": self._engine.low_priority()}
-            self.checkpoint = found
+            self.checkpoint = checkpoint
         return self.checkpoint
 
     def states(self) -> list[RankState]:
@@ -53,21 +53,21 @@ class _Slot:
         self._check()
         if timeout is not None:  # it may wait for the others
             timeout *= self._at_once
-        found = self._engine.generate(timeout=timeout, **body, **self._urgency)
+        replies = self._engine.generate(timeout=timeout, **body, **self._urgency)
         self._check()
-        return found
+        return replies
 
     def _check(self) -> None:
-        before, found = self.meet(), self._served()
-        if found != before:
+        before, current = self.meet(), self._read_checkpoint()
+        if current != before:
             raise ServerError(
-                f"{self.name} was restarted with another checkpoint: {' '.join(found)}, before it "
-                f"was {' '.join(before)}. Restart it with the one of --model; the same command "
+                f"{self.name} was restarted with another checkpoint: {' '.join(current)}, before "
+                f"it was {' '.join(before)}. Restart it with the one of --model; the same command "
                 "then goes on."
             )
 
-    def _served(self) -> tuple[str, str]:
-        """Architecture, and which layers have an indexer."""
+    def _read_checkpoint(self) -> tuple[str, str]:
+        """Return the engine's architecture, and which layers have an indexer."""
         [state, *_] = self._engine.states()
         if state.mode != "live":
             raise ServerError(
@@ -191,11 +191,11 @@ class Pool:
 
     def _meet(self, slot: _Slot) -> None:
         """Make sure that an engine serves what the others do."""
-        found = slot.meet()
+        checkpoint = slot.meet()
         with self._changed:
-            expected = self._checkpoint = self._checkpoint or found
-        if found != expected:
+            expected = self._checkpoint = self._checkpoint or checkpoint
+        if checkpoint != expected:
             raise ServerError(
                 "the servers must serve the same checkpoint; one has "
-                f"{' '.join(expected)}, {slot.name} {' '.join(found)}"
+                f"{' '.join(expected)}, {slot.name} {' '.join(checkpoint)}"
             )

@@ -164,10 +164,10 @@ class RankState(BaseModel):
     @property
     def rows(self) -> dict[str, int]:
         """Rows (tokens) forwarded so far, by pattern."""
-        found: Counter[str] = Counter()
+        counts: Counter[str] = Counter()
         for name, count in self.tokens.items():
-            found[name.partition(" ")[2]] += count
-        return dict(found)
+            counts[name.partition(" ")[2]] += count
+        return dict(counts)
 
     @property
     def counted_layers(self) -> range:
@@ -190,7 +190,7 @@ class RankState(BaseModel):
         try:
             return cls.model_validate(data)
         except ValidationError as error:
-            fields = ", ".join(".".join(map(str, one["loc"])) for one in error.errors())
+            fields = ", ".join(".".join(map(str, problem["loc"])) for problem in error.errors())
             raise ServerError(
                 f"{server} reports a state that this version cannot read ({fields}): it runs "
                 f"sglang-indexcache {data.get('version', 'of unknown version')}, this is "
@@ -204,8 +204,8 @@ class RankState(BaseModel):
 
 def states_of(info: Mapping[str, Any], server: str) -> list[RankState]:
     """Return the report of every data-parallel rank that runs IndexCache, by their numbers."""
-    found = [rank[STATE] for rank in info.get("internal_states", []) if STATE in rank]
-    states = [RankState.from_json(state, server) for state in found]
+    reports = [rank[STATE] for rank in info.get("internal_states", []) if STATE in rank]
+    states = [RankState.from_json(state, server) for state in reports]
     return sorted(states, key=lambda state: state.rank)
 
 
@@ -221,11 +221,11 @@ def check_answered_under(info: Mapping[str, Any], pattern: str, server: str) -> 
         info: the answer's ``meta_info``.
         pattern: F/S, as the request named it.
     """
-    if (told := info.get(PATTERN_OF_REQUEST)) == [pattern]:
+    if (reported := info.get(PATTERN_OF_REQUEST)) == [pattern]:
         return
-    said = f"under {told[0]}" if told else "without saying under which pattern"
+    claim = f"under {reported[0]}" if reported else "without saying under which pattern"
     raise ServerError(
-        f"{server} was asked for pattern {pattern} and answered {said}. Does it run another "
+        f"{server} was asked for pattern {pattern} and answered {claim}. Does it run another "
         "version of sglang-indexcache? Install the same on both sides; `indexcache server doctor "
         "--url` says what is wrong with its plugin."
     )
@@ -255,8 +255,8 @@ def check_obeyed(
         ServerUnavailableError: it was restarted in between; ask again.
         ServerError: naming the layers.
     """
-    asked = sorted(set(patterns))
-    full = {layer for one in asked for layer in Pattern(one).full_layers}
+    names = sorted(set(patterns))
+    full = {layer for name in names for layer in Pattern(name).full_layers}
     then = {state.rank: state for state in before}
     if then.keys() != {state.rank for state in after} or any(
         state.forwards < then[state.rank].forwards for state in after
@@ -269,11 +269,11 @@ def check_obeyed(
         ran, reused = [_total(ran)], [_total(reused)]
     for runs, reuses in zip(ran, reused, strict=True):
         if wrong := disobedient(full, runs, reuses, after[0].counted_layers, alone=alone):
-            others = ", or others use the server" if alone else ""
+            hint = ", or others use the server" if alone else ""
             raise ServerError(
-                f"{server} ignores the pattern: asked for {' and '.join(asked)}, its layers "
+                f"{server} ignores the pattern: asked for {' and '.join(names)}, its layers "
                 f"{', '.join(map(str, wrong))} did not do what that says (indexer runs by layer: "
-                f"{runs}; reuses: {reuses}){others}. Ask `indexcache server doctor --url` what is "
+                f"{runs}; reuses: {reuses}){hint}. Ask `indexcache server doctor --url` what is "
                 "wrong with its plugin."
             )
 
@@ -310,22 +310,22 @@ def _total(ranks: Sequence[Sequence[int]]) -> list[int]:
 
 def facts(info: Mapping[str, Any], server: str) -> dict[str, Any]:
     """Return a server's facts about itself that may not differ between servers to be compared."""
-    found = {name: info[name] for name in ENGINE_FACTS if info.get(name) is not None}
+    values = {name: info[name] for name in ENGINE_FACTS if info.get(name) is not None}
     for state in states_of(info, server)[:1]:
-        found |= {
+        values |= {
             name: getattr(state, name) for name in ("architecture", "checkpoint_pattern", "mode")
         }
-        found["indexcache"] = state.version
-    return found
+        values["indexcache"] = state.version
+    return values
 
 
 def alike(servers: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, list[str]]]:
     """For each fact that differs between servers, their names by what they say of it."""
     differing: dict[str, dict[str, list[str]]] = {}
-    for fact in sorted({fact for said in servers.values() for fact in said}):
+    for fact in sorted({fact for reported in servers.values() for fact in reported}):
         names: dict[str, list[str]] = {}
-        for name, said in servers.items():
-            names.setdefault(str(said.get(fact, "")), []).append(name)
+        for name, reported in servers.items():
+            names.setdefault(str(reported.get(fact, "")), []).append(name)
         if len(names) > 1:
             differing[fact] = names
     return differing

@@ -180,15 +180,15 @@ def _read(info: Mapping[str, Any], prompt: Prompt, top: int, server: str) -> Tok
                 f"{server} scored other tokens than those that were asked for. Is there something "
                 "between it and this command that changes prompts?"
             )
-    likely = [one for row in rows for one in row]
-    if not all(rows) or not all(_is_logprob(one[0]) for one in (*entries, *likely)):
+    likely = [pair for row in rows for pair in row]
+    if not all(rows) or not all(_is_logprob(pair[0]) for pair in (*entries, *likely)):
         raise ServerError(
             f"{server} answered with a log-probability that is none. Look at its log for NaN; a "
             "wrong --kv-cache-dtype or a broken checkpoint gives such answers."
         )
     return TokenScores(
         [float(entry[0]) for entry in entries],
-        [sorted(((int(i), float(p)) for p, i, *_ in row), key=lambda one: -one[1]) for row in rows],
+        [sorted(((int(i), float(p)) for p, i, *_ in row), key=lambda x: -x[1]) for row in rows],
         int(info["prompt_tokens"]) - cached,
     )
 

@@ -85,12 +85,12 @@ def read_documents(source: str) -> Iterator[Document]:
     Raises:
         DataError: nothing to read, or a row that nobody understands.
     """
-    found = False
+    has_text = False
     for document in _read_source(source):
         if isinstance(document, Conversation) or document.text.strip():
-            found = True
+            has_text = True
             yield document
-    if not found:
+    if not has_text:
         raise DataError(f"{source} contains no text")
 
 
@@ -159,8 +159,8 @@ def _conversation(fields: Mapping[str, Any], where: str) -> Conversation:
     ):
         raise DataError(f"{where} has messages that are not a list of objects with a role")
     # Parquet writes what a message lacks as null, which is not what templates expect.
-    said = tuple({k: v for k, v in m.items() if v is not None} for m in messages)
-    return Conversation(said, where, fields.get("tools"))
+    cleaned = tuple({k: v for k, v in m.items() if v is not None} for m in messages)
+    return Conversation(cleaned, where, fields.get("tools"))
 
 
 def _answers(fields: Mapping[str, Any], text: str, where: str) -> tuple[Span, ...]:

@@ -82,10 +82,10 @@ class Marker:
         """
         ends = conversation.responses
         # The more responses, the longer.
-        fitting = bisect_left(
+        count = bisect_left(
             ends, length + 1, key=lambda end: len(self._conversation(conversation, end))
         )
-        return self._conversation(conversation, ends[fitting - 1]) if fitting else None
+        return self._conversation(conversation, ends[count - 1]) if count else None
 
     def _encode(self, text: str, answers: Sequence[Span]) -> Marked:
         options = {"add_special_tokens": False, "verbose": False}
@@ -98,15 +98,15 @@ class Marker:
                 "answers cannot be found: it needs a tokenizer.json. Or count other tokens "
                 "(--score late)."
             )
-        found = self._tokenizer(text, return_offsets_mapping=True, **options)
+        encoding = self._tokenizer(text, return_offsets_mapping=True, **options)
         inside = np.zeros(len(text) + 1, dtype=np.int64)
         for start, stop in answers:
             inside[start + 1 : stop + 1] = 1
         answered = inside.cumsum()  # entry i: characters of answers before character i
-        first, end = np.array(found["offset_mapping"], dtype=np.int64).reshape(-1, 2).T
+        first, end = np.array(encoding["offset_mapping"], dtype=np.int64).reshape(-1, 2).T
         # Some tokenizers leave blanks out of the offsets; a token that is only blanks has none.
         first = np.maximum(np.minimum(first, end - 1), 0)
-        return Marked(tuple(found["input_ids"]), answered[end] > answered[first])
+        return Marked(tuple(encoding["input_ids"]), answered[end] > answered[first])
 
     def _conversation(self, conversation: Conversation, last: int | None) -> Marked:
         """Encode the messages up to the response ``last``; all of them if there is none."""
@@ -138,22 +138,22 @@ class Marker:
         through = self._render(conversation, response + 1)
         if not text.startswith(through):
             return []
-        before, asked = "", ""
+        before, prompt = "", ""
         if response:
             before = self._render(conversation, response)
-            asked = self._render(conversation, response, ask=True)
-        start = len(asked)
-        if not text.startswith(asked):
+            prompt = self._render(conversation, response, ask=True)
+        start = len(prompt)
+        if not text.startswith(prompt):
             # A template may ask for thinking, and then write a response without any otherwise.
             if not text.startswith(before):
                 return []
             start = len(before)
-            for expected, there in zip(asked[start:], text[start:], strict=False):
-                if expected != there:
+            for expected, actual in zip(prompt[start:], text[start:], strict=False):
+                if expected != actual:
                     break
                 start += 1
-        said = through.rstrip()
-        return [(start, len(said) if said.endswith(self._special) else len(through))]
+        trimmed = through.rstrip()
+        return [(start, len(trimmed) if trimmed.endswith(self._special) else len(through))]
 
     def _render(self, conversation: Conversation, count: int, *, ask: bool = False) -> str:
         """Render the first ``count`` messages; ``ask`` adds what makes a model answer."""

@@ -32,13 +32,13 @@ class _Packer:
     """Puts pieces into rows in their order; a piece that does not fit any more starts a new one."""
 
     length: int
-    wanted: int
+    limit: int
     rows: list[PackedRow] = field(default_factory=list)
     begun: list[Piece] = field(default_factory=list)
 
     @property
     def full(self) -> bool:
-        return len(self.rows) >= self.wanted
+        return len(self.rows) >= self.limit
 
     def add(self, piece: Piece) -> None:
         if sum(map(len, self.begun)) + len(piece) > self.length:
@@ -95,14 +95,14 @@ class FileRows:
                 break
         for part in parts.values():
             part.close()
-        found = cls(tuple(parts[False].rows), tuple(parts[True].rows), seed)
-        if not found.train or (held_out and not found.held_out):
+        packed = cls(tuple(parts[False].rows), tuple(parts[True].rows), seed)
+        if not packed.train or (held_out and not packed.held_out):
             raise TrainingError(
-                f"{', '.join(sources)} gives {len(found.train)} rows of {length} tokens to train "
-                f"on and {len(found.held_out)} to hold out (one document in four is held out, "
+                f"{', '.join(sources)} gives {len(packed.train)} rows of {length} tokens to train "
+                f"on and {len(packed.held_out)} to hold out (one document in four is held out, "
                 "whole, so it takes several). Give more documents, or split a long text into some."
             )
-        return found
+        return packed
 
     def drawn(self, number: int) -> PackedRow:
         """Return training row ``number``: each epoch has every row once, in an order of its own."""
@@ -133,15 +133,15 @@ def drawn_documents(sources: Sequence[str], characters: int, seed: int) -> list[
     Raises:
         DataError: nothing to read, or a row that nobody understands.
     """
-    draw, held = random.Random(seed), 0
-    kept: list[tuple[float, int, Document]] = []  # a heap; on top what comes last in the order
-    found = (document for source in sources for document in read_documents(source))
-    for number, document in enumerate(found):
-        heappush(kept, (-draw.random(), number, document))
-        held += document.characters
-        while len(kept) > LEAST and held - kept[0][2].characters >= characters:
-            held -= heappop(kept)[2].characters
-    return [document for _, _, document in sorted(kept, reverse=True)]
+    draw, total = random.Random(seed), 0
+    heap: list[tuple[float, int, Document]] = []  # a heap; on top what comes last in the order
+    documents = (document for source in sources for document in read_documents(source))
+    for number, document in enumerate(documents):
+        heappush(heap, (-draw.random(), number, document))
+        total += document.characters
+        while len(heap) > LEAST and total - heap[0][2].characters >= characters:
+            total -= heappop(heap)[2].characters
+    return [document for _, _, document in sorted(heap, reverse=True)]
 
 
 def _pieces(

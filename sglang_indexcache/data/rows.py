@@ -65,10 +65,10 @@ def _lines(path: Path) -> Iterator[FileRow]:
 
 
 def _list(path: Path) -> Iterator[FileRow]:
-    whole = _parsed(path.read_bytes(), str(path))
-    if not isinstance(whole, list):
+    values = _parsed(path.read_bytes(), str(path))
+    if not isinstance(values, list):
         raise DataError(f"{path} does not hold a list of rows")
-    for number, value in enumerate(whole, start=1):
+    for number, value in enumerate(values, start=1):
         yield FileRow(number, f"{path}, row {number}", value)
 
 

@@ -105,9 +105,9 @@ class Evaluated(Strict):
         if self.verdict == "no loss":
             return f"no loss beyond {points(self.margin)} {reach}"
         if self.verdict in ("small loss", "loss") and self.difference is not None:
-            less = f" less than the margin of {100 * self.margin:g},"
-            said = less if self.verdict == "small loss" else ""
-            return f"it loses {-100 * self.difference:.1f} points of right answers,{said} {reach}"
+            below = f" less than the margin of {100 * self.margin:g},"
+            bound = below if self.verdict == "small loss" else ""
+            return f"it loses {-100 * self.difference:.1f} points of right answers,{bound} {reach}"
         return {
             "cannot see": f"the tasks could not see a loss {reach}",
             "invalid": "the evaluation was refused",
@@ -147,8 +147,8 @@ def beyond_chance(overlap: float, chance: float) -> float:
 
 def mean_known(shares: Iterable[float | None]) -> float | None:
     """Return the mean over the layers of which something is known; None if nothing is."""
-    known = [share for share in shares if share is not None]
-    return sum(known) / len(known) if known else None
+    values = [share for share in shares if share is not None]
+    return sum(values) / len(values) if values else None
 
 
 class Latency(Strict):
@@ -184,9 +184,9 @@ class Entry(Strict):
     @model_validator(mode="after")
     def _consistent(self) -> Entry:
         self.parsed.check_length(self.model.num_layers)
-        found = len(self.parsed.full_layers)
-        if found != self.full_layers:
-            raise ValueError(f"full_layers says {self.full_layers}, the pattern has {found} F")
+        count = len(self.parsed.full_layers)
+        if count != self.full_layers:
+            raise ValueError(f"full_layers says {self.full_layers}, the pattern has {count} F")
         if self.overlap and len(self.overlap.layers) != self.model.num_layers:
             raise ValueError(f"overlap has {len(self.overlap.layers)} layers")
         return self
@@ -213,9 +213,9 @@ class Entry(Strict):
         """
         if not self.evaluated:
             return NOT_EVALUATED
-        mine = digest()
-        here = [row for row in self.evaluated if mine.startswith(row.checkpoint)]
-        return f"measured here: {here[-1]}" if here else NOT_EVALUATED
+        checkpoint = digest()
+        rows = [row for row in self.evaluated if checkpoint.startswith(row.checkpoint)]
+        return f"measured here: {rows[-1]}" if rows else NOT_EVALUATED
 
 
 def load_entry(path: Path) -> Entry:
@@ -244,13 +244,13 @@ def read_folder(folder: Path) -> dict[str, Entry]:
     Raises:
         LibraryError: an invalid file, or a name that two files carry.
     """
-    found: dict[str, Entry] = {}
+    entries: dict[str, Entry] = {}
     for path in sorted(folder.glob("*.yaml")):
         entry = load_entry(path)
-        if entry.name in found:
+        if entry.name in entries:
             raise LibraryError(f"{path} repeats the pattern name {entry.name!r}")
-        found[entry.name] = entry
-    return found
+        entries[entry.name] = entry
+    return entries
 
 
 def add_evaluated(path: Path, row: Evaluated) -> None:
@@ -265,8 +265,8 @@ def add_evaluated(path: Path, row: Evaluated) -> None:
     listed = re.search(r"^quality:[^\n\[]*\n(?:[ ]*#[^\n]*\n)*([ ]*)- ", text, re.MULTILINE)
     if listed:
         # After the last item: the first line that is neither further in nor a comment or item.
-        rest = re.compile(rf"^(?!{listed[1]}(?:-|[ ])|[ ]*#)", re.MULTILINE)
-        end = rest.search(text, listed.end())
+        beyond = re.compile(rf"^(?!{listed[1]}(?:-|[ ])|[ ]*#)", re.MULTILINE)
+        end = beyond.search(text, listed.end())
         place = end.start() if end else len(text)
         head = text[:place] if text[:place].endswith("\n") else f"{text[:place]}\n"
         text = f"{head}{listed[1]}- {flow}\n{text[place:]}"
@@ -275,24 +275,24 @@ def add_evaluated(path: Path, row: Evaluated) -> None:
     _rewrite(path, text, before.model_copy(update={"quality": (*before.quality, row)}), "a verdict")
 
 
-def set_overlap(path: Path, found: FoundOverlap) -> None:
+def set_overlap(path: Path, overlap: FoundOverlap) -> None:
     """Write an overlap into a pattern file, in place of one that is there.
 
     Raises:
         LibraryError: the file is no pattern file, or is written in a way that has no place for it.
     """
     before = load_entry(path)
-    flow = _in_one_line(found.model_dump(mode="json"))
-    rest = re.sub(r"^overlap:.*\n(?:[ ].*\n)*", "", path.read_text("utf-8"), flags=re.MULTILINE)
-    text = f"{rest.rstrip()}\noverlap: {flow}\n"
-    _rewrite(path, text, before.model_copy(update={"overlap": found}), "an overlap")
+    flow = _in_one_line(overlap.model_dump(mode="json"))
+    body = re.sub(r"^overlap:.*\n(?:[ ].*\n)*", "", path.read_text("utf-8"), flags=re.MULTILINE)
+    text = f"{body.rstrip()}\noverlap: {flow}\n"
+    _rewrite(path, text, before.model_copy(update={"overlap": overlap}), "an overlap")
 
 
 def _in_one_line(data: Mapping[str, Any]) -> str:
     return yaml.safe_dump(data, default_flow_style=True, sort_keys=False, width=10**6).strip()
 
 
-def _rewrite(path: Path, text: str, expected: Entry, what: str) -> None:
+def _rewrite(path: Path, text: str, expected: Entry, addition: str) -> None:
     """Write ``text``, if it says what is expected and nothing else."""
     try:
         is_right = Entry.model_validate(yaml.safe_load(text)) == expected
@@ -300,19 +300,19 @@ def _rewrite(path: Path, text: str, expected: Entry, what: str) -> None:
         is_right = False
     if not is_right:
         raise LibraryError(
-            f"{path} has no place for {what}; write its lists one item a line, and its sections "
-            "one below the other"
+            f"{path} has no place for {addition}; write its lists one item a line, and its "
+            "sections one below the other"
         )
     write_whole(path, text)
 
 
 def _explain(error: ValidationError) -> str:
-    def one(item: Any) -> str:
+    def describe(item: Any) -> str:
         where = ".".join(str(part) for part in item["loc"])
         message = item["msg"].removeprefix("Value error, ")
         return f"{where}: {message}" if where else message
 
-    return "; ".join(one(item) for item in error.errors())
+    return "; ".join(describe(item) for item in error.errors())
 
 
 def _one_line(error: Exception) -> str:

@@ -83,11 +83,11 @@ class Library:
                 f"one pattern is wanted here, got a choice by prompt length: {quoted(name)}. Only "
                 "the pattern of a server may depend on it."
             )
-        meant = " Every indexer on is called full." if name.lower() in _OFF else ""
+        hint = " Every indexer on is called full." if name.lower() in _OFF else ""
         near = get_close_matches(name, self.entries) if len(name) <= _LONGEST_GUESSED else ()
         nearest = f" Near it: {', '.join(near)}." if near else ""
         raise LibraryError(
-            f"no pattern is called {quoted(name)}.{meant}{nearest} {FORMS} `indexcache patterns "
+            f"no pattern is called {quoted(name)}.{hint}{nearest} {FORMS} `indexcache patterns "
             "list` has the names."
         )
 
@@ -121,18 +121,18 @@ class Library:
             PatternError, LibraryError: naming what is wrong with ``value``.
             CheckpointError: slopes that are another model's.
         """
-        found = self.parse(value, checkpoint, files=files)
-        if not found.pattern.is_folded:
-            return found
+        resolved = self.parse(value, checkpoint, files=files)
+        if not resolved.pattern.is_folded:
+            return resolved
         if not folding:
-            found.pattern.check_unfolded("this command")
-        if (slopes := found.slopes) is None:
+            resolved.pattern.check_unfolded("this command")
+        if (slopes := resolved.slopes) is None:
             beside = (Path(split_suffix(value)[0]).parent,) if names_a_file(value) else ()
-            slopes = self._slopes(value, found.pattern.suffix.slopes, beside)
+            slopes = self._slopes(value, resolved.pattern.suffix.slopes, beside)
         if checkpoint is not None:
             slopes.check_model(checkpoint)
-            slopes.check_pattern(found.pattern)
-        return replace(found, slopes=slopes)
+            slopes.check_pattern(resolved.pattern)
+        return replace(resolved, slopes=slopes)
 
     def to_send(self, value: str) -> str:
         """Return what to tell a server in place of ``value``: it reads no file of this machine.
@@ -156,13 +156,13 @@ class Library:
             PatternError, LibraryError: naming what is wrong with ``value``.
         """
         name, suffix = split_suffix(value)
-        found, slopes = self._resolve(name, checkpoint, files), None
+        resolved, slopes = self._resolve(name, checkpoint, files), None
         if suffix.slopes.endswith(SLOPES_FILE):
             slopes = _read_slopes(suffix.slopes, files)
             suffix = replace(suffix, slopes=slopes.digest)
         if suffix != Suffix():
-            found = _with_suffix(value, name, found, suffix)
-        return replace(found, slopes=slopes)
+            resolved = _with_suffix(value, name, resolved, suffix)
+        return replace(resolved, slopes=slopes)
 
     def _slopes(self, value: str, digest: str, beside: tuple[Path, ...]) -> Slopes:
         """Return the slopes of this digest, from a file in a library folder or ``beside``."""
@@ -172,13 +172,15 @@ class Library:
                 f"the checkpoint (indexcache fold calibrate), and name the file: {value}@FILE"
             )
         folders = [*self.folders, *beside]
-        found = next((one for folder in folders if (one := slopes_in(folder, digest))), None)
-        if found is None:
+        slopes = next(
+            (candidate for folder in folders if (candidate := slopes_in(folder, digest))), None
+        )
+        if slopes is None:
             raise LibraryError(
                 f"{quoted(value)} folds by the slopes {digest}, and no file in "
                 f"{', '.join(map(str, folders))} holds them. Name the file in their place: @FILE"
             )
-        return found
+        return slopes
 
     def _resolve(self, value: str, checkpoint: Checkpoint | None, files: bool) -> Resolved:
         ratio, blindly = _RATIO.fullmatch(value), _BY_DEPTH.fullmatch(value)
@@ -233,12 +235,12 @@ class Library:
                 "contexts."
             )
         if len(matching) > 1:  # the user's own folders come last
-            *_, own = (
-                found
+            *_, user_entries = (
+                matches
                 for entries in self._by_folder
-                if (found := [one for one in matching if entries.get(one.name) is one])
+                if (matches := [row for row in matching if entries.get(row.name) is row])
             )
-            matching = own
+            matching = user_entries
         if len(matching) > 1:
             names = ", ".join(entry.name for entry in matching)
             raise LibraryError(f"several patterns at retention {value} fit: {names}. Name one.")
@@ -267,20 +269,21 @@ def _read_slopes(path: str, files: bool) -> Slopes:
     return Slopes.read(Path(path))
 
 
-def _with_suffix(value: str, name: str, found: Resolved, asked: Suffix) -> Resolved:
+def _with_suffix(value: str, name: str, base: Resolved, added: Suffix) -> Resolved:
     """Add a suffix to the pattern of a name, which may have its own."""
-    own = found.pattern.suffix
-    if (asked.factor > 1 and own.factor > 1) or (asked.slopes and own.slopes):
+    existing = base.pattern.suffix
+    if (added.factor > 1 and existing.factor > 1) or (added.slopes and existing.slopes):
         raise PatternError(
-            f"{quoted(value)} says how to fold, and {name} says it already: {own}. Say it once."
+            f"{quoted(value)} says how to fold, and {name} says it already: {existing}. Say it "
+            "once."
         )
-    said = found.description
-    if asked.factor > 1:
-        said += f", F layers folded for {asked.factor} k candidates"
-    suffix = Suffix(max(asked.factor, own.factor), asked.slopes or own.slopes)
+    description = base.description
+    if added.factor > 1:
+        description += f", F layers folded for {added.factor} k candidates"
+    suffix = Suffix(max(added.factor, existing.factor), added.slopes or existing.slopes)
     # The entry's evidence is about the pattern without candidates.
-    entry = None if asked.factor > 1 else found.entry
-    return Resolved(found.pattern.with_suffix(suffix), said, entry)
+    entry = None if added.factor > 1 else base.entry
+    return Resolved(base.pattern.with_suffix(suffix), description, entry)
 
 
 def _from_entry(entry: Entry, description: str) -> Resolved:
@@ -305,15 +308,15 @@ def _by_depth(value: str, kind: str, ratio: str, checkpoint: Checkpoint) -> Reso
         raise PatternError(
             f"{name} is written {kind}:1/r, for example {kind}:1/4; got {quoted(value)}"
         )
-    if (every := int(match[2])) > checkpoint.num_layers:
+    if (interval := int(match[2])) > checkpoint.num_layers:
         raise PatternError(
-            f"{quoted(value)} wants one F layer in {every}, and there are "
+            f"{quoted(value)} wants one F layer in {interval}, and there are "
             f"{checkpoint.num_layers}. One alone is {kind}:1/{checkpoint.num_layers}."
         )
     if kind == "folded":
-        between = Pattern.folded(checkpoint.own, every)
+        between = Pattern.folded(checkpoint.own, interval)
         return Resolved(between, f"F layers at {ratio}, the others folded")
-    pattern = Pattern.uniform(checkpoint.num_layers, every)
+    pattern = Pattern.uniform(checkpoint.num_layers, interval)
     return Resolved(pattern, f"uniform interleaving at {ratio}")
 
 

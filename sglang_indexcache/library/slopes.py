@@ -89,17 +89,18 @@ class Slopes(Strict):
 
     def of(self, layer: int) -> tuple[float, ...] | None:
         """Return the slopes of a layer, one a head; None where the score stays exact."""
-        found = self.layers[layer]
-        return found.slopes if found is not None and found.folds else None
+        entry = self.layers[layer]
+        return entry.slopes if entry is not None and entry.folds else None
 
     def check_model(self, model: Checkpoint) -> None:
         """Raise CheckpointError for another model, as far as its config tells."""
         heads = {len(layer.slopes) for layer in self.layers if layer is not None}
-        here = {int(model.shape["index_n_heads"])} if "index_n_heads" in model.shape else heads
+        head_count = model.shape.get("index_n_heads")
+        expected = heads if head_count is None else {int(head_count)}
         if (self.architecture, len(self.layers), heads) != (
             model.architecture,
             model.num_layers,
-            here,
+            expected,
         ):
             raise CheckpointError(
                 f"the slopes {self.path} were fitted to {self.name}, a {self.architecture} with "

@@ -164,20 +164,20 @@ class Estimate:
 
     def _bound(self, sign: float, z: float) -> Any:
         """Return the lower bound of ``sign`` times the mean."""
-        found = np.array(sign * (self.mean - self._half(sign * z)))
+        bounds = np.array(sign * (self.mean - self._half(sign * z)))
         if np.any(self.exact):
             rows = sign * self.scaled[self.exact]
             # A study's rows are mixed: t holds for some, the bet for others.
-            found[self.exact] = _bet(rows, self.heaviest, error_above(z))
-        return found[()]
+            bounds[self.exact] = _bet(rows, self.heaviest, error_above(z))
+        return bounds[()]
 
     @cached_property
     def _weights(self) -> Floats:
         cells, questions = self.differences.cells, self.differences.questions
-        asked = np.bincount(cells, questions)
+        per_cell = np.bincount(cells, questions)
         # A cell counts 1 / cells and a context its share of the cell's questions; all times the
         # number of contexts, so that their plain mean is the estimate.
-        weights: Floats = len(cells) * questions / (asked.size * asked[cells])
+        weights: Floats = len(cells) * questions / (per_cell.size * per_cell[cells])
         return weights
 
     @cached_property
@@ -188,8 +188,8 @@ class Estimate:
     def _by_cell(self, values: npt.NDArray[Any]) -> Floats:
         """[..., contexts] to their sums [..., cells]."""
         # A product with 0 and 1, for np.bincount takes no leading dimensions.
-        found: Floats = values @ np.eye(self._counts.size)[self.differences.cells]
-        return found
+        sums: Floats = values @ np.eye(self._counts.size)[self.differences.cells]
+        return sums
 
     @property
     def _step(self) -> Any:
@@ -200,20 +200,20 @@ class Estimate:
         """
         values, counts = self.differences.values, self._counts
         differ, squares = self._by_cell(values != 0), self._by_cell(values**2)
-        whole = counts / self._by_cell(self.differences.questions)
+        answer = counts / self._by_cell(self.differences.questions)
         with np.errstate(divide="ignore", invalid="ignore"):
             typical = np.sqrt(squares / differ)
             overall = np.sqrt(squares.sum(axis=-1) / differ.sum(axis=-1))[..., None]
         # Where nothing differs yet a step is taken to be a whole question.
         finer = np.where(differ > 0, np.maximum(typical, overall), np.inf)
-        return (len(self.differences) / (counts.size * counts) * np.minimum(whole, finer)).max(-1)
+        return (len(self.differences) / (counts.size * counts) * np.minimum(answer, finer)).max(-1)
 
     @cached_property
     def _residuals(self) -> Floats:
         values, questions = self.differences.values, self.differences.questions
         means = self._by_cell(questions * values) / self._by_cell(questions)
-        found: Floats = self._weights * (values - means[..., self.differences.cells])
-        return found
+        residuals: Floats = self._weights * (values - means[..., self.differences.cells])
+        return residuals
 
     @cached_property
     def _variances(self) -> Floats:
@@ -221,8 +221,8 @@ class Estimate:
         counts, squares = self._counts, self._by_cell(self._residuals**2)
         with np.errstate(divide="ignore", invalid="ignore"):
             # One context tells no variance: infinite, so that nothing is claimed of its cell.
-            found: Floats = counts / (counts - 1) * squares / len(self.differences) ** 2
-        return np.where(counts > 1, found, np.inf)
+            variances: Floats = counts / (counts - 1) * squares / len(self.differences) ** 2
+        return np.where(counts > 1, variances, np.inf)
 
     @cached_property
     def _freedom(self) -> Any:
@@ -241,7 +241,7 @@ class Estimate:
 
     def _half(self, z: float) -> Any:
         """Distance from the mean to its bound at ``z``, negative for negative ``z``."""
-        known = (self.error > 0) & (self.error < np.inf)
+        is_bounded = (self.error > 0) & (self.error < np.inf)
         # By the small tail, where 1 - error would round to 1.
         t = -student_quantile(error_above(abs(z)), self._freedom) * np.sign(z)  # accurate tail
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -249,7 +249,7 @@ class Estimate:
             # Hall's inverse has t as its limit, but divides by the skewness.
             hall = 3 / skew * (np.cbrt(1 + skew * (t - skew / 6)) - 1)
             half = np.where(np.abs(skew) > 1e-6, hall, t) * self.error
-        return np.where(known, half, np.inf * np.sign(z))
+        return np.where(is_bounded, half, np.inf * np.sign(z))
 
 
 def unseen(contexts: int, alpha: float, heaviest: float = 1.0) -> float:
@@ -323,8 +323,8 @@ def half_width(values: Iterable[float], confidence: float = 0.95) -> float | Non
 
     None for fewer than two.
     """
-    found = [float(value) for value in values]
-    if len(found) < 2:
+    numbers = [float(value) for value in values]
+    if len(numbers) < 2:
         return None
-    error: float = statistics.stdev(found) / len(found) ** 0.5
-    return float(student_quantile((1 + confidence) / 2, len(found) - 1)) * error
+    error: float = statistics.stdev(numbers) / len(numbers) ** 0.5
+    return float(student_quantile((1 + confidence) / 2, len(numbers) - 1)) * error

@@ -118,13 +118,13 @@ class Design:
         from scipy.special import ndtr
 
         rare: float = math.log(ndtr(-self.bounds[-1])) / math.log1p(-margin / heaviest)
-        known: float = (self.drift * deviation / margin) ** 2
+        by_spread: float = (self.drift * deviation / margin) ** 2
         step = math.sqrt(deviation**2 / differing) / heaviest if differing else 0.0
-        by_bet = max(known, self._bet_needs(margin / heaviest, deviation / heaviest, step))
+        by_bet = max(by_spread, self._bet_needs(margin / heaviest, deviation / heaviest, step))
         if not differing:
             return max(by_bet, rare)
         unknown: float = self.bounds[-1] ** 2 / 2
-        by_t = max(known + unknown / differing, _SURELY_NOT_FEW / differing)
+        by_t = max(by_spread + unknown / differing, _SURELY_NOT_FEW / differing)
         return max(min(by_bet, by_t), rare)
 
     def _bet_needs(self, margin: float, deviation: float, step: float) -> float:
@@ -211,12 +211,12 @@ def boundaries(fractions: tuple[float, ...], alpha: float) -> tuple[float, ...]:
     """
     from scipy.optimize import brentq
 
-    found: list[float] = []
+    bounds: list[float] = []
     for look, fraction in enumerate(fractions):
         due = spent(fraction, alpha) - spent(fractions[look - 1] if look else 0.0, alpha)
-        crossing = _crossing(fractions[: look + 1], found, drift=0.0)
-        found.append(brentq(lambda z, at=crossing, due=due: at(z) - due, -_FAR, _FAR, xtol=1e-10))
-    return tuple(found)
+        crossing = _crossing(fractions[: look + 1], bounds, drift=0.0)
+        bounds.append(brentq(lambda z, at=crossing, due=due: at(z) - due, -_FAR, _FAR, xtol=1e-10))
+    return tuple(bounds)
 
 
 def crossing_probability(

@@ -85,13 +85,13 @@ class Differences:
 
     def of(self, cell: int) -> Differences:
         """Those of one cell; their flips are not counted anew."""
-        here = self.cells == cell
+        in_cell = self.cells == cell
         return Differences(
-            self.values[..., here],
-            np.zeros(int(here.sum()), dtype=np.int64),
+            self.values[..., in_cell],
+            np.zeros(int(in_cell.sum()), dtype=np.int64),
             (self.names[cell],),
             self.flips,
-            self.questions[here],
+            self.questions[in_cell],
         )
 
 
@@ -112,31 +112,31 @@ def paired(
     Raises:
         QualityError: no pair at all.
     """
-    kept = None if cells is None else set(cells)
+    selected = None if cells is None else set(cells)
     first: dict[tuple[str, str], Outcome] = {}
     second: dict[tuple[str, str], Outcome] = {}
     for row in outcomes:
-        if kept is None or row.cell in kept:
+        if selected is None or row.cell in selected:
             if (row.arm, row.repeat) == (reference, 0):
                 first[row.context, row.question] = row
             if (row.arm, row.repeat) == (arm, repeat):
                 second[row.context, row.question] = row
     groups: dict[str, list[tuple[Outcome, Outcome]]] = defaultdict(list)
-    for key, one in first.items():
+    for key, before in first.items():
         if key in second:
-            groups[key[0]].append((one, second[key]))
+            groups[key[0]].append((before, second[key]))
     if not groups:
         raise QualityError(
             f"{arm!r} and {reference!r} have no question in common; ask both the same contexts"
         )
     places = [pairs[0][0].cell for pairs in groups.values()]
     names = tuple(sorted(set(places)))
-    changes = [after.value - one.value for pairs in groups.values() for one, after in pairs]
+    changes = [after.value - before.value for pairs in groups.values() for before, after in pairs]
     return Differences(
         np.array([np.mean([b.value - a.value for a, b in pairs]) for pairs in groups.values()]),
         np.array([names.index(cell) for cell in places], dtype=np.int64),
         names,
-        Flips(sum(one < 0 for one in changes), sum(one > 0 for one in changes), len(changes)),
+        Flips(sum(c < 0 for c in changes), sum(c > 0 for c in changes), len(changes)),
         np.array([len(pairs) for pairs in groups.values()], dtype=np.int64),
         reference=np.array([np.mean([a.value for a, _ in pairs]) for pairs in groups.values()]),
     )

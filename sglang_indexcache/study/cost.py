@@ -58,9 +58,9 @@ def time_in_words(hours: float) -> str:
 
 def print_plan(console: Console, rows: Iterable[tuple[str, str]]) -> None:
     """Write what a run will do: a name and a sentence in each row, the names in one column."""
-    known = list(rows)
-    width = max((len(name) for name, _ in known), default=0) + 2
-    for name, text in known:
+    lines = list(rows)
+    width = max((len(name) for name, _ in lines), default=0) + 2
+    for name, text in lines:
         console.print(f"{name:<{width}}{text}", highlight=False, soft_wrap=True, markup=False)
 
 

@@ -118,10 +118,10 @@ class Journal(AbstractContextManager["Journal"]):
     def _load(self, identity: dict[str, Any]) -> Iterator[dict[str, Any]]:
         self._file.seek(0)
         text = self._file.read()
-        whole, _, torn = text.rpartition(b"\n")
+        complete, _, torn = text.rpartition(b"\n")
         if torn:  # killed in the middle of a line: that entry never finished
-            self._file.truncate(len(whole) + 1 if whole else 0)
-        lines = whole.split(b"\n") if whole else []
+            self._file.truncate(len(complete) + 1 if complete else 0)
+        lines = complete.split(b"\n") if complete else []
         if not lines:
             self.write({"format": _FORMAT, "identity": identity})
             return
@@ -301,9 +301,9 @@ class _LinesWithoutTerminal(Progress):
             return
         task = next(task for task in self.tasks if task.id == number)
         seconds = task.time_remaining
-        left = "" if seconds is None else f", {time_in_words(seconds / 3600)} left at most"
+        remaining = "" if seconds is None else f", {time_in_words(seconds / 3600)} left at most"
         self.console.print(
-            f"{task.description}: {task.percentage:.0f} %{left}", highlight=False, markup=False
+            f"{task.description}: {task.percentage:.0f} %{remaining}", highlight=False, markup=False
         )
 
 

@@ -74,9 +74,9 @@ def _tensor_bytes(path: Path, header: bytes) -> list[tuple[int, int]]:
 
 def versions() -> dict[str, str]:
     """Versions of everything that can change a loss or a speed."""
-    found = {"sglang-indexcache": __version__, "python": platform.python_version()}
-    known = {name: package_version(name) for name in _PACKAGES}
-    return found | {name: number for name, number in known.items() if number is not None}
+    software = {"sglang-indexcache": __version__, "python": platform.python_version()}
+    packages = {name: package_version(name) for name in _PACKAGES}
+    return software | {name: number for name, number in packages.items() if number is not None}
 
 
 def package_version(*names: str) -> str | None:
@@ -143,10 +143,10 @@ def commit() -> str:
 def said(command: list[str]) -> list[str]:
     """Return the lines that a command prints; none if it fails or is not there."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+        process = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
         return []
-    return done.stdout.strip().splitlines()
+    return process.stdout.strip().splitlines()
 
 
 def _cpu() -> str:

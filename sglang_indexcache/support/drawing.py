@@ -63,9 +63,9 @@ def _run_line(pattern: Pattern, numbers: Sequence[int]) -> Text:
     sources = f"{first.source:>3}" if alone else f"{first.source:>3} to {last.source}"
     text = Text("  ")
     text.append(f"{pattern.layers[first.source]} {sources}", style=f"bold {_color(numbers[0])}")
-    each = "" if alone else "each "
+    prefix = "" if alone else "each "
     if followers := len(first.layers) - 1:
-        text.append(f"  {each}also serves the {counted(followers, 'layer')} behind it")
+        text.append(f"  {prefix}also serves the {counted(followers, 'layer')} behind it")
     else:
-        text.append(f"  {each}serves itself only", style="dim")
+        text.append(f"  {prefix}serves itself only", style="dim")
     return text

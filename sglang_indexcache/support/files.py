@@ -27,9 +27,9 @@ def writing(path: Path, *also: type[Exception]) -> Iterator[None]:
     try:
         yield
     except failures as error:
-        why = (getattr(error, "strerror", None) or str(error)).splitlines()[0]
+        reason = (getattr(error, "strerror", None) or str(error)).splitlines()[0]
         raise OutputError(
-            f"cannot write {path}: {why}. What was written before is whole: make room, or mend "
+            f"cannot write {path}: {reason}. What was written before is whole: make room, or mend "
             "what else is in the way, and give the same command again."
         ) from error
 
@@ -68,7 +68,7 @@ def check_writable(folder: Path) -> None:
     Raises:
         OutputError: no file can be written there.
     """
-    made = [path for path in (folder, *folder.parents) if not os.path.exists(path)]
+    created = [path for path in (folder, *folder.parents) if not os.path.exists(path)]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with NamedTemporaryFile(dir=folder, prefix=".indexcache-") as probe:
@@ -79,7 +79,7 @@ def check_writable(folder: Path) -> None:
             f"cannot write to the folder {folder} (--output): {error.strerror}. Give another one."
         ) from error
     finally:
-        for path in made:
+        for path in created:
             with suppress(OSError):
                 path.rmdir()
 

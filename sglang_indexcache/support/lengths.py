@@ -17,8 +17,8 @@ def parse_length(text: str) -> int:
     """
     match = _FORM.fullmatch(text)
     if match is None:
-        meant = text.replace("k", "K").replace("I", "i")
-        hint = f". Did you mean {meant}?" if _FORM.fullmatch(meant) and meant != text else ""
+        guess = text.replace("k", "K").replace("I", "i")
+        hint = f". Did you mean {guess}?" if _FORM.fullmatch(guess) and guess != text else ""
         raise SettingsError(
             f"a length is a number of tokens like 4096, 200K or 16Ki, got {quoted(text)}{hint}"
         )

@@ -10,10 +10,10 @@ from pathlib import Path
 def machine_text(limit: int) -> Iterator[str]:
     """Yield the standard library's sources by file name, at most ``limit`` characters."""
     folder = Path(sysconfig.get_paths()["stdlib"])
-    left = limit
+    remaining = limit
     for path in sorted(folder.glob("*.py")):
-        text = path.read_text(encoding="utf-8", errors="ignore")[:left]
-        left -= len(text)
+        text = path.read_text(encoding="utf-8", errors="ignore")[:remaining]
+        remaining -= len(text)
         yield text
-        if left <= 0:
+        if remaining <= 0:
             return
