@@ -22,8 +22,8 @@ for _group in (patterns, server, search, fold, eval, bench, heal, kernels, demo)
     app.add_typer(_group.app, name=_group.__name__.rpartition(".")[2])
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+def _show_version(show: bool) -> None:
+    if show:
         typer.echo(f"sglang-indexcache {__version__}")
         raise typer.Exit
 

@@ -101,8 +101,8 @@ def latency_command(
             target, servers, served, settings, arguments=flags, report=report, output=output
         )
     out.print(tables.latency_grid(result).to_terminal())
-    written = ", ".join(map(str, latency.write_latency(result, output, figures)))
-    out.print(f"wrote {written}", soft_wrap=True)
+    files = ", ".join(map(str, latency.write_latency(result, output, figures)))
+    out.print(f"wrote {files}", soft_wrap=True)
 
 
 @app.command("plan", cls=Command)
@@ -126,9 +126,9 @@ def plan_command(
     contexts = [parse_length(text) for text in context or PLANNED_CONTEXTS]
     forwards = plan(model, gpu, gpus, dp, kv)
     shape = forwards.deployment.measured.shape
-    patterns, said = choose_patterns(pattern or PAPERS_PATTERNS[1:], shape)
-    ranges = forwards.range_said([one for _, one in patterns], contexts)
-    notes = [*filter(None, [*forwards.sources, ranges, *said])]
+    patterns, remarks = choose_patterns(pattern or PAPERS_PATTERNS[1:], shape)
+    ranges = forwards.range_said([parsed for _, parsed in patterns], contexts)
+    notes = [*filter(None, [*forwards.sources, ranges, *remarks])]
     if as_json:
         print_json(plan_to_json(forwards, patterns, contexts) | {"notes": notes})
         return

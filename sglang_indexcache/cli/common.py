@@ -116,15 +116,15 @@ def _read_config(context: typer.Context, path: Path | None) -> Path | None:
     import yaml
 
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        options = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise IndexCacheError(f"--config {path} cannot be read: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(options, dict):
         raise IndexCacheError(f"--config {path} must hold options, such as 'seed: 1'")
-    known = {str(one.name): one for one in context.command.params}
+    parameters = {str(parameter.name): parameter for parameter in context.command.params}
     defaults: dict[str, Any] = {}
-    for name, value in found.items():
-        option = known.get(str(name).removeprefix("--").replace("-", "_"))
+    for name, value in options.items():
+        option = parameters.get(str(name).removeprefix("--").replace("-", "_"))
         if option is None or option.name in (None, "config", "help"):
             raise IndexCacheError(
                 f"--config {path}: {name!r} is no option of `{context.command_path}`"
@@ -138,9 +138,9 @@ def _read_config(context: typer.Context, path: Path | None) -> Path | None:
 def _figure_format(value: str) -> str:
     from sglang_indexcache.study.plots import FORMATS
 
-    known = [suffix.removeprefix(".") for suffix in FORMATS]
-    if value not in known:
-        raise SettingsError(f"--figures is {', '.join(known)}, got {value!r}")
+    formats = [suffix.removeprefix(".") for suffix in FORMATS]
+    if value not in formats:
+        raise SettingsError(f"--figures is {', '.join(formats)}, got {value!r}")
     return value
 
 
@@ -200,12 +200,12 @@ def connect(
 
 def _checked(url: str) -> str:
     parts = urlsplit(url if "://" in url else f"http://{url}")
-    where = parts.path.rstrip("/").removesuffix("/v1")
-    meant = f"{parts.scheme}://{parts.netloc}{where}"
+    path = parts.path.rstrip("/").removesuffix("/v1")
+    base = f"{parts.scheme}://{parts.netloc}{path}"
     if not parts.hostname or parts.scheme not in ("http", "https"):
         raise SettingsError(f"--url wants the address of a server, http://HOST:PORT, got {url!r}")
-    if meant != url.rstrip("/"):
-        raise SettingsError(f"--url {url} is not the base URL of a server. Did you mean {meant}?")
+    if base != url.rstrip("/"):
+        raise SettingsError(f"--url {url} is not the base URL of a server. Did you mean {base}?")
     return url
 
 

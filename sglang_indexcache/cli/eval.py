@@ -147,14 +147,14 @@ def run_command(
     arms = arms_of(model, against, patterns, control)
     selects_all = int(Checkpoint.read(model).shape["index_topk"])
     longest = text_config(read_config(model)).get("max_position_embeddings")
-    lengths = tuple(sorted({parse_length(one) for one in length or ()}))
+    lengths = tuple(sorted({parse_length(text) for text in length or ()}))
     lengths = lengths or default_lengths(longest)
     with reading(f"the tokenizer of {model}"):
         tokenizer = AutoTokenizer.from_pretrained(model)
     files = _files(rows)
-    given = dict(files)
-    made = {name: MADE_OF_FILES[name](files.pop(name)) for name in MADE_OF_FILES if name in files}
-    tasks = (*(task or (() if rows else DEFAULT)), *made)
+    all_files = dict(files)
+    sources = {name: make(files.pop(name)) for name, make in MADE_OF_FILES.items() if name in files}
+    tasks = (*(task or (() if rows else DEFAULT)), *sources)
     if contexts is None:
         cells, behind = max(len(tasks), 1) * len(lengths), QUESTIONS if tasks else 1
         contexts = enough_contexts(cells, behind, margin / 100, looks, endpoint)
@@ -171,13 +171,13 @@ def run_command(
     )
     for path in files.values():  # long ones take a while
         out.print(f"counting the tokens of {path}", highlight=False, soft_wrap=True, markup=False)
-    plan, items, told = select_rows(plan, files, tokenizer, int(longest or lengths[-1]))
-    corpus = Corpus(tokenizer, QUESTIONS, items, made)
+    plan, items, remarks = select_rows(plan, files, tokenizer, int(longest or lengths[-1]))
+    corpus = Corpus(tokenizer, QUESTIONS, items, sources)
     plan = corpus.fit(plan)
     flags = [
         f"--contexts {plan.contexts} --looks {plan.looks} --seed {plan.seed}",
         f"--endpoint {plan.endpoint}",
-        *(f"--rows {name}={path.name}" for name, path in given.items()),
+        *(f"--rows {name}={path.name}" for name, path in all_files.items()),
     ]
     request = EvaluationRequest(
         model,
@@ -186,7 +186,7 @@ def run_command(
         corpus,
         " ".join(flags),
         None if rate is None else Rate(rate, "given by --rate"),
-        told,
+        remarks,
     )
     if dry_run:
         request.tell(out)
@@ -235,8 +235,8 @@ def compare_command(
     from sglang_indexcache.lab.evaluate.compare import compare_logs, read_log
     from sglang_indexcache.study.provenance import commit
 
-    given = {"reference": reference, "candidate": candidate, "again": again, "bad": bad}
-    places = {role: _named(place, role) for role, place in given.items() if place}
+    inputs = {"reference": reference, "candidate": candidate, "again": again, "bad": bad}
+    places = {role: _named(place, role) for role, place in inputs.items() if place}
     logs = {role: read_log(*named, metric) for role, named in places.items()}
     flags = [f"{role} {Path(place).name}" for role, (_, place) in places.items()]
     evaluation = compare_logs(
@@ -251,16 +251,16 @@ def compare_command(
 
 
 def _named(place: str, name: str) -> tuple[str, str]:
-    """``NAME=PATH``, or a path and the name that it gets."""
-    before, equals, after = place.partition("=")
-    return (before, after) if equals and not Path(place).exists() else (name, place)
+    """Split ``NAME=PATH`` into both; a path alone gets ``name``."""
+    label, equals, path = place.partition("=")
+    return (label, path) if equals and not Path(place).exists() else (name, place)
 
 
 def _report(evaluation: Evaluation, folder: Path) -> None:
     from sglang_indexcache.lab.evaluate.report import write_report
 
-    said = write_report(evaluation, folder)
-    out.print(said, highlight=False, soft_wrap=True, markup=False)
+    summary = write_report(evaluation, folder)
+    out.print(summary, highlight=False, soft_wrap=True, markup=False)
     out.print(f"everything is in {folder}; look at {folder / 'report.html'}")
 
 
@@ -269,16 +269,16 @@ def _files(rows: list[str] | None) -> dict[str, Path]:
     from sglang_indexcache.lab.evaluate.tasks import MADE_OF_FILES
     from sglang_indexcache.lab.evaluate.tasks.files import FILES
 
-    known = (*FILES, *MADE_OF_FILES)
-    given: dict[str, Path] = {}
+    kinds = (*FILES, *MADE_OF_FILES)
+    paths: dict[str, Path] = {}
     for text in rows or ():
         kind, place = name_and_value(text, "--rows")
-        if kind not in known:
-            raise QualityError(f"--rows {kind}=... is none of {', '.join(known)}")
-        if kind in given:
+        if kind not in kinds:
+            raise QualityError(f"--rows {kind}=... is none of {', '.join(kinds)}")
+        if kind in paths:
             raise QualityError(f"--rows {kind}=... is given twice; join the files")
-        given[kind] = Path(place)
-    return given
+        paths[kind] = Path(place)
+    return paths
 
 
 def _servers(urls: list[str] | None, api_key: str | None) -> dict[str, Client]:
@@ -288,14 +288,14 @@ def _servers(urls: list[str] | None, api_key: str | None) -> dict[str, Client]:
             "this asks servers: give --url URL of one in live mode, or --url NAME=URL of one for "
             "each arm. --dry-run needs none."
         )
-    found: dict[str, Client] = {}
+    clients: dict[str, Client] = {}
     for text in urls:
         name, equals, url = text.partition("=")
         if "://" in name or not equals:
             name, url = "", text
-        if name in found:
+        if name in clients:
             raise QualityError(
                 f"two servers are given for {name or 'all arms'}; write NAME=URL for each arm"
             )
-        [found[name]] = connect([url], api_key)
-    return found
+        [clients[name]] = connect([url], api_key)
+    return clients

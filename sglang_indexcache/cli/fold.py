@@ -72,15 +72,15 @@ def calibrate_command(
     with progress_at_most(out) as progress:
         layers = len(setup.checkpoint.own.full_layers) * len(setup.calibration.sequences)
         task = progress.add_task("layers of texts", total=layers)
-        found = calibrate(model, setup, output, dtype, lambda: progress.advance(task))
-    _tell(found)
+        slopes = calibrate(model, setup, output, dtype, lambda: progress.advance(task))
+    _print_slopes(slopes)
 
 
-def _tell(found: Slopes) -> None:
+def _print_slopes(slopes: Slopes) -> None:
     """Print what each layer misses, and which stay exact."""
     columns = ("c = 1 (L)", "c = 2", "c = 4")
     table = Table("layer", *columns, box=SIMPLE, title="exact picks missed, %")
-    layers = {n: layer for n, layer in enumerate(found.layers) if layer is not None}
+    layers = {n: layer for n, layer in enumerate(slopes.layers) if layer is not None}
     for number, layer in layers.items():
         table.add_row(str(number), *(f"{100 * share:.1f}" for share in layer.missed.values()))
     out.print(table)
@@ -92,7 +92,7 @@ def _tell(found: Slopes) -> None:
             highlight=False,
         )
     out.print(
-        f"wrote {found.path} ({found.digest}), for patterns such as full+c4@{found.path}",
+        f"wrote {slopes.path} ({slopes.digest}), for patterns such as full+c4@{slopes.path}",
         soft_wrap=True,
         highlight=False,
     )

@@ -33,7 +33,7 @@ def build_command(archive: Archive = None) -> None:
         libraries.append(library := build(folder, say=out.print))
         took = f"built in {monotonic() - started:.0f} s" if library.fresh else "in the cache"
         out.print(f"{folder}: {took}, {library.path}", soft_wrap=True)
-    for warning in sorted({warning_about(one.compiler) or "" for one in libraries} - {""}):
+    for warning in sorted({warning_about(library.compiler) or "" for library in libraries} - {""}):
         out.print(f"Warning: {warning}.", markup=False, soft_wrap=True)
     if archive is not None:
         pack(archive, libraries)

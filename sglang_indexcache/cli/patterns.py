@@ -66,12 +66,12 @@ def show_patterns(patterns: Patterns, model: RatioModel = None) -> None:
 
     checkpoint = None if model is None else Checkpoint.read(model)
     library = Library.default()
-    found: dict[str, Resolved] = {}
+    resolutions: dict[str, Resolved] = {}
     problems = Findings()
     for value in patterns:
         with problems:
-            found[value] = library.resolve(value, checkpoint, folding=True)
-    for value, resolved in found.items():
+            resolutions[value] = library.resolve(value, checkpoint, folding=True)
+    for value, resolved in resolutions.items():
         entry = resolved.entry
         title = f"{entry.name}: {entry.model.name}" if entry else value
         out.print(to_terminal(resolved.pattern, title))
@@ -103,21 +103,22 @@ def _show_provenance(entry: Entry) -> None:
         table = Table("benchmark", "this pattern", "all F", "uniform", "source", title="quality")
         for row in entry.scores:
             scores = (row.score, row.all_full, row.uniform)
-            shown = ["" if score is None else f"{score:g}" for score in scores]
-            table.add_row(row.benchmark, *shown, row.where)
+            cells = ["" if score is None else f"{score:g}" for score in scores]
+            table.add_row(row.benchmark, *cells, row.where)
         out.print(table)
     if entry.evaluated:
         table = Table(
             "verdict", "contexts", "pairs", "checkpoint", "commit", "date", title="evaluated"
         )
-        for found in entry.evaluated:
-            counts = (f"{found.contexts:,}", f"{found.pairs:,}")
-            table.add_row(str(found), *counts, found.checkpoint[:12], found.commit, found.date)
+        for evaluation in entry.evaluated:
+            counts = (f"{evaluation.contexts:,}", f"{evaluation.pairs:,}")
+            source = (evaluation.checkpoint[:12], evaluation.commit, evaluation.date)
+            table.add_row(str(evaluation), *counts, *source)
         out.print(table)
     if entry.latency:
         table = Table("metric", "context", "this pattern", "all F", "source", title="latency")
         for speed in entry.latency:
             speeds = (speed.value, speed.all_full)
-            shown = ["" if value is None else f"{value:g} {speed.unit}" for value in speeds]
-            table.add_row(speed.metric, speed.context, *shown, speed.where)
+            cells = ["" if value is None else f"{value:g} {speed.unit}" for value in speeds]
+            table.add_row(speed.metric, speed.context, *cells, speed.where)
         out.print(table)

@@ -153,12 +153,12 @@ def run_command(
         chosen, why = Options.best(targets, tokens[:batches], budget)
         if why:
             out.print(why, highlight=False)
-    known = Rate(rate, "given by --rate") if rate else None
+    prefill_rate = Rate(rate, "given by --rate") if rate else None
     if dry_run:
-        print_plan(out, plan(setup, targets, chosen, known))
+        print_plan(out, plan(setup, targets, chosen, prefill_rate))
     else:
         evaluator = measuring(setup.calibration)
-        run_search(setup, evaluator, targets, chosen, output, out, known, figures)
+        run_search(setup, evaluator, targets, chosen, output, out, prefill_rate, figures)
 
 
 @app.command("compare", cls=Command)
@@ -195,21 +195,22 @@ def compare_command(
         model, data, context=_length(context), batches=1, held_out=held_out, score=_score(score)
     )
     setup = replace(read, calibration=read.calibration.held_out_alone())
-    first, *others = [setup.resolve(value) for value in patterns]
+    reference, *candidates = [setup.resolve(value) for value in patterns]
     print_plan(out, setup.rows)
     evaluator = measuring(setup.calibration)
     identity = setup.identity(evaluator)
     with out.status("measuring ..."):
-        found = compare(evaluator, first, others, setup.calibration.batch_counted)
-    reference, *titles = [_label(value) for value in patterns]
-    named = list(zip(titles, found, strict=True))
-    print_plan(out, [(f"{title} against {reference}", one.verdict) for title, one in named])
+        comparisons = compare(evaluator, reference, candidates, setup.calibration.batch_counted)
+    reference_title, *titles = [_label(value) for value in patterns]
+    named = list(zip(titles, comparisons, strict=True))
+    verdicts = [(f"{title} against {reference_title}", result.verdict) for title, result in named]
+    print_plan(out, verdicts)
     facts = {
-        "reference": reference,
+        "reference": reference_title,
         "identity": identity,
         "data": setup.data,
         "documents": setup.calibration.reading,
-        "comparisons": [{"name": title, **one.numbers()} for title, one in named],
+        "comparisons": [{"name": title, **result.numbers()} for title, result in named],
     }
     write_json(output / "compare.json", facts)
     out.print(f"the numbers are in {output / 'compare.json'}")
@@ -270,8 +271,8 @@ def overlap_command(
     draw_overlap(counter.matrix(), output / f"overlap.{figures}", drawn)
     if drawn is not None and names_a_file(pattern):
         texts = setup.calibration.sequences
-        found = found_overlap(evaluator.selected, drawn, texts, topk, setup.data)
-        set_overlap(Path(pattern), found)
+        overlap = found_overlap(evaluator.selected, drawn, texts, topk, setup.data)
+        set_overlap(Path(pattern), overlap)
         out.print(f"{pattern} has the overlap of its layers now", highlight=False)
     out.print(f"numbers and figure are in {output}")
 
@@ -287,13 +288,13 @@ def _measuring(
     from sglang_indexcache.ask.pool import Pool
     from sglang_indexcache.search.evaluators import ServedEvaluator
 
-    asked = {"--at-once": at_once, "--low-priority": low_priority}
+    server_options = {"--at-once": at_once, "--low-priority": low_priority}
     if servers:
         if dtype:
             raise SearchError("--dtype is for transformers; a server has its own")
         load: dict[str, Any] = {"at_once": at_once or 1, "low_priority": low_priority}
         return lambda data: ServedEvaluator(Pool(servers, tell=_tell, **load), data)
-    if flag := next((flag for flag, value in asked.items() if value), None):
+    if flag := next((flag for flag, value in server_options.items() if value), None):
         raise SearchError(f"{flag} is for the servers of --url")
     if dtype not in (None, "float32", "bfloat16"):
         raise SearchError(f"--dtype is float32 or bfloat16, got {dtype!r}")

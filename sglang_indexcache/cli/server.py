@@ -34,7 +34,7 @@ app = group("Ask what a server would do, look at a running one, switch its patte
 
 HERE = "http://127.0.0.1:30000"
 COLOURS = {True: "green", False: "red", None: "yellow"}
-"""Of a line that says whether layers skip, or that nobody knows yet."""
+"""Colours of a line that says whether layers skip; None: nobody knows yet."""
 
 # fmt: off
 Url = Annotated[str, Option("--url", metavar="URL", rich_help_panel=SERVERS, help=
@@ -71,17 +71,17 @@ def doctor_command(
             raise SettingsError(f"--url is a question of its own; leave {context.args[0]} away")
         from sglang_indexcache.serving.preflight.fleet import examine_servers
 
-        found: Fleet | Examination = examine_servers(connect(url, api_key))
+        examination: Fleet | Examination = examine_servers(connect(url, api_key))
     else:
         from sglang_indexcache.serving.preflight.doctor import examine
 
         with redirect_stdout(sys.stderr) if as_json else nullcontext():
-            found = examine(context.args, device)
+            examination = examine(context.args, device)
     if as_json:
-        print_json(found.to_json())
+        print_json(examination.to_json())
     else:
-        found.tell(out)
-    if found.problems:
+        examination.tell(out)
+    if examination.problems:
         raise typer.Exit(1)
 
 
@@ -92,8 +92,8 @@ def live_show(url: Url = HERE, api_key: ApiKey = None, as_json: Json = False) ->
     The exit code is 1 if a layer runs its indexer that should not, or does not run one that should.
     """
     [client] = connect([url], api_key)
-    shown = _print_states_as_json if as_json else _print_states
-    if not shown(client.states()):
+    print_states = _print_states_as_json if as_json else _print_states
+    if not print_states(client.states()):
         raise typer.Exit(1)
 
 
@@ -155,31 +155,31 @@ def _print_states_as_json(states: Sequence[RankState]) -> bool:
 
 
 def _print_states(states: Sequence[RankState]) -> bool:
-    """Print what each rank says; whether none of them fails to skip what it should."""
+    """Print each rank's state; return whether none of them fails to skip what it should."""
     from sglang_indexcache.serving.monitor.skipping import judge, told_index_keys
     from sglang_indexcache.serving.monitor.watch import told_overlap
     from sglang_indexcache.support.drawing import to_terminal
 
-    def tell(line: str, style: str | None = None) -> None:
+    def show(line: str, style: str | None = None) -> None:
         out.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
 
     verdicts = [judge(state) for state in states]
     for rank, (state, verdict) in enumerate(zip(states, verdicts, strict=True)):
         if len(states) > 1:
-            tell(f"data-parallel rank {rank}", "bold")
-        tell(f"{state.mode} mode, {state.source}", "bold")
-        tell(verdict.text, COLOURS[verdict.proven])
+            show(f"data-parallel rank {rank}", "bold")
+        show(f"{state.mode} mode, {state.source}", "bold")
+        show(verdict.text, COLOURS[verdict.proven])
         if verdict.uncounted:
-            tell(verdict.uncounted)
-        tell(f"index-K: {told_index_keys(state)}")
+            show(verdict.uncounted)
+        show(f"index-K: {told_index_keys(state)}")
         if state.overlap.one_in:
-            tell(told_overlap([state]))
+            show(told_overlap([state]))
         if state.adapter:
-            tell(f"adapter: {state.adapter}")
+            show(f"adapter: {state.adapter}")
         if state.policy != state.pattern:
-            tell(f"by prompt length: {state.policy}; below, the layers of the shortest prompts")
+            show(f"by prompt length: {state.policy}; below, the layers of the shortest prompts")
         for pattern, count in sorted(state.requests.items()):
-            tell(f"unfinished requests under {pattern}: {count}")
-        tell("")
+            show(f"unfinished requests under {pattern}: {count}")
+        show("")
         out.print(to_terminal(Pattern(state.pattern)))
     return all(verdict.proven is not False for verdict in verdicts)

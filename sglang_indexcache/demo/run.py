@@ -41,7 +41,7 @@ ROUNDS = 6
 PROMPT_TOKENS = 4096
 NEW_TOKENS = 32
 QUESTION_TOKENS = 256
-"""Of each question's document: four times what a layer selects."""
+"""Length of each question's document: four times what a layer selects."""
 FACTS = 6
 """Notes in a document, of which one is asked for."""
 TEXT_CHARACTERS = 1_000_000
@@ -70,7 +70,7 @@ def run(folder: Path, console: Console) -> None:
             read.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    where = machine()
+    environment = machine()
     console.print(INTRODUCTION, highlight=False)
     with ExitStack() as stack:
         servers = _start(folder, stack)
@@ -81,29 +81,31 @@ def run(folder: Path, console: Console) -> None:
         with step(console, "starting both servers"):
             material = Material(shipped_checkpoint())
             clients = [server.wait_until_ready() for server in servers]
-        base, other = (Contender(*pair) for pair in zip(PATTERNS, clients, strict=True))
-        asked = material.questions(QUESTIONS)
-        ask([base, other], asked, console)
-        busy = race([base, other], material.prompts(1 + ROUNDS, PROMPT_TOKENS), console)
-        for one in (base, other):
-            one.state = one.client.states()[0]
-    findings = DemoFindings(base, other, asked, PROMPT_TOKENS, busy)
+        base, sharing = (Contender(*pair) for pair in zip(PATTERNS, clients, strict=True))
+        questions = material.questions(QUESTIONS)
+        ask([base, sharing], questions, console)
+        busy = race([base, sharing], material.prompts(1 + ROUNDS, PROMPT_TOKENS), console)
+        for contender in (base, sharing):
+            contender.state = contender.client.states()[0]
+    findings = DemoFindings(base, sharing, questions, PROMPT_TOKENS, busy)
     record = folder / "demo.json"
-    write_json(record, {"environment": where, **findings.record()})
+    write_json(record, {"environment": environment, **findings.record()})
     findings.tell(console)
     console.print(f"\nEvery sample is in {record}, the servers' logs beside it.", highlight=False)
 
 
-def ask(contenders: Sequence[Contender], asked: Sequence[DemoQuestion], console: Console) -> None:
+def ask(
+    contenders: Sequence[Contender], questions: Sequence[DemoQuestion], console: Console
+) -> None:
     """Let every server answer every question, each with one token."""
-    with step(console, f"asking {len(asked)} questions") as say:
-        for one in contenders:
-            say(one.name)
-            replies = one.client.generate(
-                input_ids=[question.prompt for question in asked],
+    with step(console, f"asking {len(questions)} questions") as say:
+        for contender in contenders:
+            say(contender.name)
+            replies = contender.client.generate(
+                input_ids=[question.prompt for question in questions],
                 sampling_params={"max_new_tokens": 1, "temperature": 0.0},
             )
-            one.said = [reply["text"] for reply in replies]
+            contender.answers = [reply["text"] for reply in replies]
         say("both answered")
 
 
@@ -120,20 +122,20 @@ def race(
     """
     warm_up, *timed = prompts
     with step(console, "warming up") as say:
-        for one in contenders:
-            say(one.name)
-            stream(one.client, [warm_up], NEW_TOKENS)
+        for contender in contenders:
+            say(contender.name)
+            stream(contender.client, [warm_up], NEW_TOKENS)
         say("both done")
     busy = []
     for number, prompt in enumerate(timed):
         with step(console, f"round {number + 1} of {len(timed)}") as say:
             busy.append(busy_cores())
-            for one in contenders if number % 2 == 0 else reversed(contenders):
-                say(f"{one.name} reads {len(prompt)} tokens and writes {NEW_TOKENS}")
-                [answer] = stream(one.client, [prompt], NEW_TOKENS)
-                one.prefill.append(answer.first_token)
-                one.per_token.append(1 / answer.decode_rate)
-            say(", ".join(f"{one.name} {_times(one)}" for one in contenders))
+            for contender in contenders if number % 2 == 0 else reversed(contenders):
+                say(f"{contender.name} reads {len(prompt)} tokens and writes {NEW_TOKENS}")
+                [answer] = stream(contender.client, [prompt], NEW_TOKENS)
+                contender.prefill.append(answer.first_token)
+                contender.per_token.append(1 / answer.decode_rate)
+            say(", ".join(f"{contender.name} {_times(contender)}" for contender in contenders))
     return busy
 
 
@@ -159,12 +161,12 @@ def step(console: Console, text: str) -> Iterator[Callable[[str], None]]:
     console.print(f"{time.monotonic() - started:5.0f} s  {text}", markup=False, highlight=False)
 
 
-def _times(one: Contender) -> str:
-    return f"{one.prefill[-1]:.2f} s + {1000 * one.per_token[-1]:.0f} ms a token"
+def _times(contender: Contender) -> str:
+    return f"{contender.prefill[-1]:.2f} s + {1000 * contender.per_token[-1]:.0f} ms a token"
 
 
 def _start(folder: Path, stack: ExitStack) -> list[Server]:
-    """Start all at once, so that it costs one wait; ``stack`` stops them, whatever happens."""
+    """Start all servers at once, to wait only once; ``stack`` stops them, whatever happens."""
     sockets = stack.enter_context(TemporaryDirectory())  # SGLang leaves its own where they are
     environment = {
         "TMPDIR": sockets,
@@ -210,29 +212,29 @@ class Material:
         self._note, self._ask, self._be, self._end = parts
 
     def questions(self, count: int, length: int = QUESTION_TOKENS) -> list[DemoQuestion]:
-        """``count`` different ones, of files that training never saw; the same on every call."""
+        """Make ``count`` different questions about files that training never saw; fixed seeds."""
         return [self._question(random.Random(f"demo/{n}"), length) for n in range(count)]
 
     def prompts(self, count: int, length: int) -> list[list[int]]:
-        """``count`` prompts of ``length`` tokens, none of which begins like another."""
+        """Make ``count`` prompts of ``length`` tokens, none of which begins like another."""
         step = (len(self._text) - length) // count
         return [self._text[n * step : n * step + length] for n in range(count)]
 
-    def _question(self, draw: random.Random, length: int) -> DemoQuestion:
-        names, values = draw.sample(self._names, FACTS), draw.sample(self._values, FACTS)
+    def _question(self, rng: random.Random, length: int) -> DemoQuestion:
+        names, values = rng.sample(self._names, FACTS), rng.sample(self._values, FACTS)
         notes = [
             [*self._note, name, *self._be, value, *self._end]
             for name, value in zip(names, values, strict=True)
         ]
-        asked = draw.randrange(FACTS)
-        ending = [*self._ask, names[asked], *self._be]
+        target = rng.randrange(FACTS)
+        ending = [*self._ask, names[target], *self._be]
         room = length - len(ending) - sum(map(len, notes))
-        begin = draw.randrange(len(self._held_out) - room)
-        prompt = self._held_out[begin : begin + room]
-        places = sorted(draw.randrange(room) for _ in notes)
+        start = rng.randrange(len(self._held_out) - room)
+        prompt = self._held_out[start : start + room]
+        places = sorted(rng.randrange(room) for _ in notes)
         for place, note in reversed(list(zip(places, notes, strict=True))):
             prompt[place:place] = note
-        return DemoQuestion(prompt + ending, self._tokenizer.decode(values[asked]))
+        return DemoQuestion(prompt + ending, self._tokenizer.decode(values[target]))
 
 
 QUIET_CORES = 0.3
@@ -255,10 +257,10 @@ def times_faster(base: Sequence[float], other: Sequence[float]) -> str:
 
 @dataclass
 class Contender:
-    """One server and what it did.
+    """One server, its answers and its times.
 
     Attributes:
-        said: its answer to each question.
+        answers: its answer to each question.
         prefill: seconds from the prompt to the first token, one a round.
         per_token: seconds for each token after the first, one a round.
         state: what IndexCache on the server reports.
@@ -266,7 +268,7 @@ class Contender:
 
     name: str
     client: Client
-    said: list[str] = field(default_factory=list)
+    answers: list[str] = field(default_factory=list)
     prefill: list[float] = field(default_factory=list)
     per_token: list[float] = field(default_factory=list)
     state: RankState | None = None
@@ -281,30 +283,30 @@ class DemoFindings:
 
     base: Contender
     other: Contender
-    asked: Sequence[DemoQuestion]
+    questions: Sequence[DemoQuestion]
     prompt_tokens: int
     busy: list[float | None]
 
     def __post_init__(self) -> None:
-        self.both = base, other = self.base, self.other
+        self.contenders = base, other = self.base, self.other
         self.prefill = times_faster(base.prefill, other.prefill)
         self.decode = times_faster(base.per_token, other.per_token)
 
     def record(self) -> dict[str, Any]:
-        """Every sample, for a file."""
+        """Return every sample as JSON, for ``demo.json``."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "servers": [
                 {
-                    "name": one.name,
-                    "said": one.said,
-                    "prefill": one.prefill,
-                    "per_token": one.per_token,
-                    "state": one.state and one.state.to_json(),
+                    "name": contender.name,
+                    "said": contender.answers,
+                    "prefill": contender.prefill,
+                    "per_token": contender.per_token,
+                    "state": contender.state and contender.state.to_json(),
                 }
-                for one in self.both
+                for contender in self.contenders
             ],
-            "answers": [question.answer for question in self.asked],
+            "answers": [question.answer for question in self.questions],
             "busy_cores": self.busy,
             "prefill": self.prefill,
             "decode": self.decode,
@@ -312,52 +314,54 @@ class DemoFindings:
 
     def tell(self, console: Console) -> None:
         """Print the figures, and what they mean."""
-        for told in (self._table(), self._summary()):
-            console.print(told, highlight=False)
+        for block in (self._table(), self._summary()):
+            console.print(block, highlight=False)
 
     def _table(self) -> Table:
         title = f"\nPrompts of {self.prompt_tokens} tokens on this machine's CPU"
         table = Table(title=title, box=SIMPLE_HEAD)
         table.add_column("median and range")
-        for one in self.both:
-            table.add_column(one.name, justify="right")
+        for contender in self.contenders:
+            table.add_column(contender.name, justify="right")
         table.add_column("times as fast")
-        states = [one.state for one in self.both if one.state is not None]
+        states = [contender.state for contender in self.contenders if contender.state is not None]
         table.add_row("pattern", *(state.pattern for state in states))
         table.add_row("layers with indexer", *(str(state.full_layers) for state in states))
         table.add_row("layers that reuse", *(str(state.shared_layers) for state in states))
         per_token = (str(state.index_k_bytes_per_token) for state in states)
         table.add_row("index-K bytes/token", *per_token)
-        prefills = (_spread(one.prefill, 1, ".2f") for one in self.both)
+        prefills = (_spread(contender.prefill, 1, ".2f") for contender in self.contenders)
         table.add_row("prefill, s", *prefills, self.prefill)
-        decodes = (_spread(one.per_token, 1000, ".1f") for one in self.both)
+        decodes = (_spread(contender.per_token, 1000, ".1f") for contender in self.contenders)
         table.add_row("decode, ms/token", *decodes, self.decode)
         return table
 
     def _summary(self) -> str:
-        answers = [question.answer for question in self.asked]
+        answers = [question.answer for question in self.questions]
         base, other = (
-            [a == b for a, b in zip(one.said, answers, strict=True)] for one in self.both
+            [a == b for a, b in zip(server.answers, answers, strict=True)]
+            for server in self.contenders
         )
-        same = sum(one == two for one, two in zip(self.base.said, self.other.said, strict=True))
-        told = (
-            f"Both gave the same answer to {same} of {len(self.asked)} questions; {self.base.name} "
-            f"was right {sum(base)} times, {self.other.name} {sum(other)} times. So few can only "
-            "show a large difference: `indexcache eval run` asks as many as it takes. "
+        same = sum(a == b for a, b in zip(self.base.answers, self.other.answers, strict=True))
+        summary = (
+            f"Both gave the same answer to {same} of {len(self.questions)} questions; "
+            f"{self.base.name} was right {sum(base)} times, {self.other.name} {sum(other)} times. "
+            "So few can only show a large difference: `indexcache eval run` asks as many as it "
+            "takes. "
             f"{self.other.name} against {self.base.name}, median of {len(self.busy)} rounds: "
             f"prefill {self.prefill}, decode {self.decode}."
         )
         if (busiest := max((cores or 0.0 for cores in self.busy), default=0.0)) > QUIET_CORES:
-            told += (
+            summary += (
                 f" Other programs kept up to {busiest:.1f} of {os.cpu_count()} cores busy, so "
                 "try again when the machine is quiet."
             )
-        return told + (
+        return summary + (
             " A small model on a CPU says nothing about a GPU's speed.\n\nNext, for your own "
             "model: indexcache server doctor --model-path MODEL --indexcache-pattern 1/4"
         )
 
 
 def _spread(values: Sequence[float], unit: float, form: str) -> str:
-    each = [unit * value for value in values]
-    return f"{median(each):{form}}\n{min(each):{form}} to {max(each):{form}}"
+    amounts = [unit * value for value in values]
+    return f"{median(amounts):{form}}\n{min(amounts):{form}} to {max(amounts):{form}}"

@@ -63,7 +63,7 @@ Report = Callable[[str], None]
 ROUNDS = "rounds.jsonl"
 """The journal beside the results."""
 _OF_ONE_TIME: Any = {"environment": {"date", "load_before"}, "visits": True, "samples": True}
-"""Of a result, what differs when the same command is given again."""
+"""Fields of a result that differ when the same command is given again."""
 Step = tuple[int, Literal["single", "full"]]
 """Prompt tokens, and what is sent at once: a request a rank, or as many as the KV cache holds."""
 IndexerTime = tuple[float | None, float | None]
@@ -160,9 +160,9 @@ def run(
         OutputError: the disk is full; the same command goes on once it is not.
     """
     settings.check()
-    here = Environment(**machine())
+    environment = Environment(**machine())
     about = LatencyResult(
-        environment=here,
+        environment=environment,
         side_by_side=not servers.started_here,
         started_here=servers.started_here,
         model=target.model,
@@ -176,26 +176,26 @@ def run(
     )
     measured = _Measurement(target, servers, served, settings, report)
     with ExitStack() as stack:
-        done: list[_Round] = []
+        rounds: list[_Round] = []
         journal: Journal | None = None
         if output is not None:
             concurrency = {"full_concurrency": settings.full_concurrency}
             identity = json.loads(about.model_dump_json(exclude=_OF_ONE_TIME)) | concurrency
             journal = Journal(output / ROUNDS, identity, "benchmark", BenchError)
             stack.enter_context(journal)
-            done = list(journal.parsed(_Round.model_validate))
-        if done:
-            report(f"resuming: {counted(len(done), 'round')} in {output}")
-        for number in range(len(done), settings.rounds):
+            rounds = list(journal.parsed(_Round.model_validate))
+        if rounds:
+            report(f"resuming: {counted(len(rounds), 'round')} in {output}")
+        for number in range(len(rounds), settings.rounds):
             visits, samples = measured.round(number)
-            done.append(_Round(environment=here, visits=visits, samples=samples))
+            rounds.append(_Round(environment=environment, visits=visits, samples=samples))
             if journal is not None:
-                journal.write(done[-1].model_dump(mode="json"))
+                journal.write(rounds[-1].model_dump(mode="json"))
     return about.model_copy(
         update={
-            "environment": done[0].environment,
-            "visits": tuple(visit for one in done for visit in one.visits),
-            "samples": tuple(sample for one in done for sample in one.samples),
+            "environment": rounds[0].environment,
+            "visits": tuple(visit for record in rounds for visit in record.visits),
+            "samples": tuple(sample for record in rounds for sample in record.samples),
         }
     )
 
@@ -224,16 +224,16 @@ class _Measurement:
         self._warm: set[str] = set()
 
     def round(self, number: int) -> tuple[tuple[Visit, ...], tuple[LatencySample, ...]]:
-        """Every configuration in turns."""
+        """Measure every configuration once, in turns."""
         steps, started_here = self._settings.steps, self._servers.started_here
         visits: list[Visit] = []
         samples: list[LatencySample] = []
         for turn in [steps] if started_here else [[step] for step in steps]:
             for configuration in self._served:
                 self._report(f"round {number + 1} of {self._settings.rounds}: {configuration.name}")
-                visit, found = self._visit(number, configuration, turn)
+                visit, visit_samples = self._visit(number, configuration, turn)
                 visits.append(visit)
-                samples += found
+                samples += visit_samples
         return tuple(visits), tuple(samples)
 
     def _visit(
@@ -270,18 +270,18 @@ class _Visit:
 
     def measure(self, steps: Sequence[Step]) -> Iterator[LatencySample]:
         """Take some steps, then check that the pattern was obeyed."""
-        needed = [(n, kind) for n, kind in steps if kind == "single" or not self._one_fills(n)]
-        if not needed:
+        remaining = [(n, kind) for n, kind in steps if kind == "single" or not self._one_fills(n)]
+        if not remaining:
             return
         before = self.client.states()
-        for length, kind in needed:
+        for length, kind in remaining:
             if kind == "single":
                 yield from self._single(length)
             else:
                 yield self._full(length)
         check_served(self.client, self.configuration, self.target.model)
-        said, pattern = self.client.states(), self.configuration.pattern
-        check_obeyed(before, said, [pattern], self.client.name, alone=True)
+        after, pattern = self.client.states(), self.configuration.pattern
+        check_obeyed(before, after, [pattern], self.client.name, alone=True)
 
     def concurrency(self, length: int) -> int:
         """Count the requests at once on all ranks for the full KV cache."""
@@ -298,13 +298,13 @@ class _Visit:
         return self.concurrency(length) == self.server.dp
 
     def _check_room(self, length: int) -> None:
-        wanted = max(1, self.settings.full_concurrency)
-        if self._room(length) < wanted:
-            what = "a prompt" if wanted == 1 else f"{wanted} prompts"
+        requests = max(1, self.settings.full_concurrency)
+        if self._room(length) < requests:
+            prompts = "a prompt" if requests == 1 else f"{requests} prompts"
             raise BenchError(
-                f"the KV cache holds {self.server.capacity} tokens a rank, too few for {what} of "
-                f"{length} and {self.settings.new_tokens} new tokens each. Give the servers more "
-                "--max-total-tokens, lower --full-concurrency or leave the length out."
+                f"the KV cache holds {self.server.capacity} tokens a rank, too few for {prompts} "
+                f"of {length} and {self.settings.new_tokens} new tokens each. Give the servers "
+                "more --max-total-tokens, lower --full-concurrency or leave the length out."
             )
 
     def warm_up(self) -> None:
@@ -333,7 +333,7 @@ class _Visit:
     def _timed(
         self, length: int, count: int, *seed: object
     ) -> tuple[list[StreamedAnswer], IndexerTime]:
-        """Answers, and the seconds that the indexers took for them."""
+        """Send a batch; return its answers, and the seconds that the indexers took for them."""
         before = indexer_seconds(self.client)
         answers = self._send(length, count, self.settings.new_tokens, *seed)
         after = indexer_seconds(self.client)
@@ -342,7 +342,7 @@ class _Visit:
         return answers, (after[0] - before[0], after[1] - before[1])
 
     def _single(self, length: int) -> Iterator[LatencySample]:
-        """One request a rank: TTFT and decode rate."""
+        """Send one request a rank: yield its TTFT and decode rate."""
         count = self.server.dp
         answers, (prefill, decode) = self._timed(length, count, "single")
         first = median(answer.first_token for answer in answers)
@@ -409,7 +409,7 @@ def steady_rate(answers: Sequence[StreamedAnswer]) -> tuple[float, float]:
 
 
 def _tokens_at(answer: StreamedAnswer, when: float) -> float:
-    """Tokens generated at ``when``, interpolated between two chunks."""
+    """Count the tokens generated at ``when``, interpolated between two chunks."""
     before = (0.0, 0)
     for time, tokens in answer.arrivals:
         if time >= when:
@@ -420,7 +420,7 @@ def _tokens_at(answer: StreamedAnswer, when: float) -> float:
 
 
 def random_prompts(count: int, length: int, vocab_size: int, *seed: object) -> list[list[int]]:
-    """``count`` prompts of ``length`` random token ids; the same seed gives the same prompts.
+    """Draw ``count`` prompts of ``length`` random token ids; the same seed gives the same prompts.
 
     They are sent as ids, so no tokenizer can change their length, and differ from the first token
     on, so that not even a page of two of them is the same.
@@ -439,8 +439,8 @@ def random_prompts(count: int, length: int, vocab_size: int, *seed: object) -> l
 def write_latency(result: LatencyResult, folder: Path, figures: str = "png") -> list[Path]:
     """Write ``latency.json``, ``.md`` and a figure as ``figures`` says; return the files."""
     names = ("latency.json", "latency.md", f"latency-speedup.{figures}")
-    written = [folder / name for name in names]
-    save(result, written[0])
-    write_whole(written[1], tables.report(result))
-    tables.draw_speedups(result, written[2])
-    return written
+    paths = [folder / name for name in names]
+    save(result, paths[0])
+    write_whole(paths[1], tables.report(result))
+    tables.draw_speedups(result, paths[2])
+    return paths

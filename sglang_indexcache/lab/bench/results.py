@@ -62,15 +62,15 @@ def configurations(values: Sequence[str], checkpoint: Checkpoint) -> tuple[Confi
     Raises:
         IndexCacheError: a pattern that does not fit, or one name twice.
     """
-    found = []
+    resolved = []
     for text in values:
         name, _, value = text.rpartition("=")
         pattern = Library.default().resolve(value, checkpoint).pattern
-        found.append(Configuration(name=name or value, value=value, pattern=str(pattern)))
-    names = [configuration.name for configuration in found]
+        resolved.append(Configuration(name=name or value, value=value, pattern=str(pattern)))
+    names = [configuration.name for configuration in resolved]
     if len(set(names)) != len(names):
         raise BenchError(f"configurations must have different names, got {', '.join(names)}")
-    return tuple(found)
+    return tuple(resolved)
 
 
 class Model(Strict):
@@ -228,23 +228,21 @@ class LatencyResult(Strict):
         Raises:
             BenchError: one of the two was not measured there.
         """
-        mine = self.values(configuration, metric, length)
-        base = self.values(self.baseline.name, metric, length)
-        if not mine or mine.keys() != base.keys():
+        values = self.values(configuration, metric, length)
+        base_values = self.values(self.baseline.name, metric, length)
+        if not values or values.keys() != base_values.keys():
             raise BenchError(f"{configuration} has no {metric} at {length} tokens in every round")
-        ratios = [
-            base[number] / mine[number] if metric == "prefill" else mine[number] / base[number]
-            for number in mine
-        ]
+        pairs = [(values[number], base_values[number]) for number in values]
+        ratios = [base / ours if metric == "prefill" else ours / base for ours, base in pairs]
         share = self.indexer_share(metric, length)
-        mine_of = next(c for c in self.configurations if c.name == configuration).parsed
-        removed = 1 - len(mine_of.full_layers) / len(self.baseline.parsed.full_layers)
+        pattern = next(c for c in self.configurations if c.name == configuration).parsed
+        removed = 1 - len(pattern.full_layers) / len(self.baseline.parsed.full_layers)
         ideal = None if share is None else 1 / (1 - share * removed)
         return Speedup(median(ratios), min(ratios), max(ratios), ideal)
 
     def _matching(self, configuration: str, metric: Metric, length: int) -> list[LatencySample]:
-        wanted = (configuration, metric, length)
-        return [s for s in self.samples if (s.configuration, s.metric, s.length) == wanted]
+        key = (configuration, metric, length)
+        return [s for s in self.samples if (s.configuration, s.metric, s.length) == key]
 
 
 def save(result: LatencyResult, path: Path) -> None:

@@ -12,7 +12,7 @@ from sglang_indexcache.errors import BenchError, ServerError
 from sglang_indexcache.lab.bench.results import Configuration, Model, ServerFacts
 
 TIMEOUT = 3600.0
-"""Seconds: a prefill of a full KV cache says nothing for long."""
+"""Seconds: a prefill of a full KV cache gives no answer for long."""
 
 _OUR_FLAGS = ("--model-path", "--model", "--attention-backend", "--indexcache-pattern", "--port")
 _KEY_FLAGS = ("--api", "--admin")  # argparse takes beginnings, too
@@ -149,12 +149,12 @@ def server_facts(client: Client) -> ServerFacts:
 
 
 def indexer_seconds(client: Client) -> tuple[float, float]:
-    """Seconds spent in indexers since the default was set, ``(prefill, decode)``, a rank's mean.
+    """Ask for a rank's mean seconds in indexers since the default was set: (prefill, decode).
 
     Zeros where the server does not count them: on a GPU, kernels run behind the clock.
     """
-    spent = [state.indexer_seconds for state in client.states()]
+    ranks = [state.indexer_seconds for state in client.states()]
     return (
-        sum(one["prefill"] for one in spent) / len(spent),
-        sum(one["decode"] for one in spent) / len(spent),
+        sum(seconds["prefill"] for seconds in ranks) / len(ranks),
+        sum(seconds["decode"] for seconds in ranks) / len(ranks),
     )

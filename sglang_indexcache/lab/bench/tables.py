@@ -16,7 +16,7 @@ from sglang_indexcache.support.lengths import format_length
 
 NOT_MEASURED = "not measured"
 NAMES = {metric: text.rpartition(" (")[0] for metric, text in METRICS.items()}
-"""Without their unit."""
+"""The metrics' names without their unit."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Grid:
     rows: tuple[tuple[str, ...], ...]
 
     def to_markdown(self) -> str:
-        """GitHub's table syntax, the title, if there is one, as a bold line above."""
+        """Write GitHub's table syntax, the title, if there is one, as a bold line above."""
         lines = [f"**{self.title}**", ""] if self.title else []
         lines += [_line(self.header), _line(["---"] * len(self.header))]
         blank = [""] * (len(self.header) - 1)
@@ -36,7 +36,7 @@ class Grid:
         return "\n".join(lines) + "\n"
 
     def to_terminal(self) -> Table:
-        """For rich."""
+        """Make a table for rich."""
         table = Table(title=self.title, box=SIMPLE, title_justify="left")
         for number, name in enumerate(self.header):
             table.add_column(name, justify="right" if number else "left")
@@ -66,15 +66,15 @@ def latency_grid(result: LatencyResult) -> Grid:
 def _title(result: LatencyResult) -> str:
     facts = result.visits[0].facts
     ranks = f", dp_attention with {facts.dp} ranks" if facts.dp_attention else ""
-    where = _gpus(result) if result.on_gpu else "CPU"
-    what = "" if result.on_gpu else f", median of {result.rounds} rounds (lowest to highest)"
-    return f"{result.model.name}{ranks}, {where}{what}"
+    device = _gpus(result) if result.on_gpu else "CPU"
+    medians = "" if result.on_gpu else f", median of {result.rounds} rounds (lowest to highest)"
+    return f"{result.model.name}{ranks}, {device}{medians}"
 
 
 def _gpus(result: LatencyResult) -> str:
-    """Names and drivers; those of the client say nothing about servers that it did not start."""
-    known = result.environment.gpus if result.started_here else ()
-    return " and ".join(sorted(set(known))) or "GPUs that the client did not see"
+    """Name the GPUs and drivers; the client's say nothing about servers that it did not start."""
+    gpus = result.environment.gpus if result.started_here else ()
+    return " and ".join(sorted(set(gpus))) or "GPUs that the client did not see"
 
 
 def label(result: LatencyResult, configuration: Configuration) -> str:
@@ -103,12 +103,12 @@ def _row(result: LatencyResult, metric: Metric, configuration: Configuration) ->
 
 
 def _number(value: float) -> str:
-    """Three digits, and never an exponent."""
+    """Format with three digits, and never an exponent."""
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def memory_grid(result: LatencyResult) -> Grid:
-    """Index-K bytes per token and the KV tokens of a rank, as each server reported them."""
+    """Tabulate index-K bytes per token and KV tokens of a rank, as each server reported them."""
     rows = []
     for configuration in result.configurations:
         facts = next(v.facts for v in result.visits if v.configuration == configuration.name)
@@ -120,17 +120,17 @@ def memory_grid(result: LatencyResult) -> Grid:
 
 
 def report(result: LatencyResult) -> str:
-    """Everything about a latency result in Markdown."""
+    """Write everything about a latency result in Markdown."""
     grids = (latency_grid(result), memory_grid(result))
     return "\n".join([*(grid.to_markdown() for grid in grids), conditions(result)])
 
 
 def conditions(result: LatencyResult) -> str:
     """Say how it was measured, in a few sentences."""
-    where, facts = result.environment, [visit.facts for visit in result.visits]
-    versions = ", ".join(f"{name} {number}" for name, number in where.versions.items())
-    lines = [f"{where.date}, commit {where.commit or 'unknown'}, {versions}."]
-    name = ", ".join(where.gpus) or f"{where.cores} cores of {where.cpu}"
+    environment, facts = result.environment, [visit.facts for visit in result.visits]
+    versions = ", ".join(f"{name} {number}" for name, number in environment.versions.items())
+    lines = [f"{environment.date}, commit {environment.commit or 'unknown'}, {versions}."]
+    name = ", ".join(environment.gpus) or f"{environment.cores} cores of {environment.cpu}"
     if result.started_here:
         lines.append(f"Machine: {name}.")
     else:
@@ -145,12 +145,12 @@ def conditions(result: LatencyResult) -> str:
         lines.append(f"Full KV cache, requests a rank and the part of the pool they fill: {full}.")
     if busy := [visit.busy_cores for visit in result.visits if visit.busy_cores is not None]:
         lines.append(
-            f"Load average before: {where.load_before:g}; foreign work before a visit: "
-            f"at most {max(busy):g} of {where.cores} cores."
+            f"Load average before: {environment.load_before:g}; foreign work before a visit: "
+            f"at most {max(busy):g} of {environment.cores} cores."
         )
     if result.arguments:
         lines.append(f"Server flags: `{' '.join(result.arguments)}`.")
-    if any(one.mode == "live" for one in facts):
+    if any(server.mode == "live" for server in facts):
         lines.append(
             "Servers in live mode: S layers go on writing index keys, which static mode saves too."
         )
@@ -169,15 +169,15 @@ def _turns(result: LatencyResult) -> str:
 def _fullness(result: LatencyResult, length: int) -> str:
     """Say how full the baseline's pool was, which is the smallest."""
     facts = next(v.facts for v in result.visits if v.configuration == result.baseline.name)
-    wanted = (result.baseline.name, "full", length)
-    sample = next(s for s in result.samples if (s.configuration, s.metric, s.length) == wanted)
+    key = (result.baseline.name, "full", length)
+    sample = next(s for s in result.samples if (s.configuration, s.metric, s.length) == key)
     a_rank = sample.requests // facts.dp
     part = a_rank * (length + result.new_tokens) / facts.capacity
     return f"{a_rank} of {format_length(length)} ({part:.0%})"
 
 
 def draw_speedups(result: LatencyResult, path: Path) -> None:
-    """Bars of relative speed-up, every indexer = 1 (paper, figure "Relative speedup").
+    """Draw bars of relative speed-up, every indexer = 1 (paper, figure "Relative speedup").
 
     The whisker spans the rounds; the short black line is what Amdahl's law makes of the indexers'
     measured share, which is noisy too, so a bar may pass it.
