@@ -13,7 +13,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping, Sequence
 
-from sglang_indexcache.ask import score as asking
+from sglang_indexcache.ask import score as scoring
 from sglang_indexcache.ask.client import Client
 from sglang_indexcache.ask.protocol import RankState, alike, check_obeyed, facts
 from sglang_indexcache.ask.score import Prompt, TokenScores
@@ -23,7 +23,7 @@ from sglang_indexcache.lab.evaluate.plan import Arm
 from sglang_indexcache.lab.evaluate.tasks.context import Context, Question
 
 TOP = 20
-"""Likeliest tokens that are asked for at each token of an answer: arms are told apart by them."""
+"""Likeliest tokens requested at each token of an answer: arms are told apart by them."""
 _DIGITS = 6
 """Decimals of log-probabilities, so that a journal gives back what was compared."""
 Asking = tuple[Arm, int]
@@ -57,7 +57,7 @@ class Servers:
 
     @property
     def all(self) -> list[Client]:
-        """Each once."""
+        """Every server, once."""
         return list({id(server): server for server in self._of.values()}.values())
 
     def check_fits(self, longest: int) -> None:
@@ -75,8 +75,8 @@ class Servers:
     def batches(self, askings: Sequence[Asking]) -> list[list[Asking]]:
         """Group arms that are asked together: all of a server, but A/A in another batch."""
         if not self._shared:
-            return [[one] for one in askings]
-        parts = ([one for one in askings if one[1] == repeat] for repeat in (0, 1))
+            return [[asking] for asking in askings]
+        parts = ([asking for asking in askings if asking[1] == repeat] for repeat in (0, 1))
         return [part for part in parts if part]
 
     def ask(
@@ -91,17 +91,17 @@ class Servers:
         server = self._of[askings[0][0].name]
         before = self._states(askings[0][0])
         nonce = uuid.uuid4().hex[:8]  # nobody has cached anything under these keys before
-        named = [(arm.pattern, f"{nonce}/{arm.pattern}/{repeat}") for arm, repeat in askings]
-        warmed = asking.ask(server, [Prompt(context.ids, *one) for one in named])
+        keys = [(arm.pattern, f"{nonce}/{arm.pattern}/{repeat}") for arm, repeat in askings]
+        warmed = scoring.ask(server, [Prompt(context.ids, *key) for key in keys])
         prompts = [
-            Prompt(context.ids + question.ids + question.answer, *one, len(question.answer))
-            for one in named
+            Prompt(context.ids + question.ids + question.answer, *key, len(question.answer))
+            for key in keys
             for question in context.questions
         ]
-        scores = asking.score(server, prompts, top=TOP)
+        scores = scoring.score(server, prompts, top=TOP)
         patterns = [arm.pattern for arm, _ in askings]
         check_obeyed(before, self._states(askings[0][0]), patterns, server.name)
-        found, count = [], len(context.questions)
+        results, count = [], len(context.questions)
         for place, (arm, repeat) in enumerate(askings):
             info = warmed[place]["meta_info"]
             if info["cached_tokens"]:
@@ -113,9 +113,11 @@ class Servers:
                 )
             part = scores[place * count : (place + 1) * count]
             pairs = zip(part, context.questions, strict=True)
-            answers = tuple(_answer(one, arm, repeat, context, question) for one, question in pairs)
-            found.append((answers, info["prompt_tokens"] + sum(one.computed for one in part)))
-        return found
+            answers = tuple(_answer(*pair, arm, repeat, context) for pair in pairs)
+            results.append(
+                (answers, info["prompt_tokens"] + sum(scored.computed for scored in part))
+            )
+        return results
 
     def _states(self, arm: Arm) -> list[RankState]:
         """Return the states of the arm's server, which must be able to answer for it."""
@@ -137,33 +139,33 @@ class Servers:
 
 
 def right_share(scores: TokenScores, *, by_token: bool) -> float:
-    """1 if each token of an answer is the likeliest, else 0; or the share of them that is."""
+    """Return 1 if each token of an answer is the likeliest, else 0; or the share that is."""
     pairs = zip(scores.logprobs, scores.tops, strict=True)
-    likeliest = [own >= top[0][1] for own, top in pairs]
+    likeliest = [logprob >= top[0][1] for logprob, top in pairs]
     return sum(likeliest) / len(likeliest) if by_token else float(all(likeliest))
 
 
 def _answer(
-    scores: TokenScores, arm: Arm, repeat: int, context: Context, question: Question
+    scores: TokenScores, question: Question, arm: Arm, repeat: int, context: Context
 ) -> Answer:
     return Answer(
         *(arm.name, repeat, context.name, question.name, context.task, context.length),
         None if question.depth is None else round(question.depth, _DIGITS),
         right=right_share(scores, by_token=question.by_token),
         tokens=len(question.answer),
-        logprobs=tuple(round(own, _DIGITS) for own in scores.logprobs),
+        logprobs=tuple(round(logprob, _DIGITS) for logprob in scores.logprobs),
         trace=round(sum(p for top in scores.tops for _, p in top), _DIGITS),
     )
 
 
 def _check_alike(servers: Mapping[str, Client]) -> None:
-    """They may differ in the pattern alone."""
-    found = {name: facts(one.server_info(), one.name) for name, one in servers.items()}
-    (first, known), *others = found.items()
-    for name, other in others:
+    """Refuse servers that differ in more than the pattern."""
+    facts_of = {name: facts(client.server_info(), client.name) for name, client in servers.items()}
+    (first, first_facts), *rest = facts_of.items()
+    for name, other_facts in rest:
         differing = [
-            f"{fact} ({' and '.join(repr(value) for value in said)})"
-            for fact, said in alike({first: known, name: other}).items()
+            f"{fact} ({' and '.join(repr(value) for value in values)})"
+            for fact, values in alike({first: first_facts, name: other_facts}).items()
         ]
         if differing:
             raise QualityError(

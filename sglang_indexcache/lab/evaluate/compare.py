@@ -77,7 +77,7 @@ class Log:
 
 
 Questions = Mapping[Key, Sample]
-"""Of one run, each once, its askings averaged."""
+"""The questions of one run, each once, its askings averaged."""
 
 
 def read_log(name: str, place: str, metric: str | None = None) -> Log:
@@ -92,14 +92,14 @@ def read_log(name: str, place: str, metric: str | None = None) -> Log:
     kind, files = _recognise(path)
     samples: list[Sample] = []
     for file in files:
-        found = list((_plain if kind == PLAIN else _lm_eval)(file, metric))
+        new_samples = list((_plain if kind == PLAIN else _lm_eval)(file, metric))
         # A folder often holds several runs, and their samples must not be mixed.
-        if {one.task for one in found} & {one.task for one in samples}:
+        if {sample.task for sample in new_samples} & {sample.task for sample in samples}:
             raise QualityError(
                 f"{path} holds several runs ({files[0].name}, {files[-1].name}, ...): give the "
                 "file or the folder of one"
             )
-        samples += found
+        samples += new_samples
     if not samples:
         raise QualityError(f"{place} has no sample")
     return Log(name, kind, tuple(samples))
@@ -111,8 +111,8 @@ def _recognise(path: Path) -> tuple[str, list[Path]]:
     if path.is_dir():
         files = sorted(path.glob("*.jsonl")) or sorted(path.rglob("*.jsonl"))
     for kind, fields in FIELDS.items():
-        if found := [file for file in files if fields <= _first_row(file).keys()]:
-            return kind, found
+        if matching := [file for file in files if fields <= _first_row(file).keys()]:
+            return kind, matching
     raise QualityError(
         f"{path} holds no per-sample log that is known. Let lm-eval write its samples "
         "(--log_samples), or write another harness's as .jsonl with an object of id and score a "
@@ -121,7 +121,7 @@ def _recognise(path: Path) -> tuple[str, list[Path]]:
 
 
 def _first_row(path: Path) -> Row:
-    """Empty if the file has none."""
+    """Return the first object of a file; empty if the file has none."""
     try:
         return next(_rows(path), {})
     except QualityError:
@@ -161,7 +161,7 @@ def _plain(path: Path, metric: str | None) -> Iterator[Sample]:
 
 def _lm_eval(path: Path, metric: str | None) -> Iterator[Sample]:
     """Yield the samples of one task."""
-    named = _NAME.match(path.stem)
+    match = _NAME.match(path.stem)
     rows = list(_rows(path))
     chosen = _pick(sorted({name for row in rows for name in _metrics(row)}), metric, path)
     for row in rows:
@@ -175,7 +175,7 @@ def _lm_eval(path: Path, metric: str | None) -> Iterator[Sample]:
             )
         question = str(row["doc_id"])
         yield Sample(
-            named[1] if named else path.stem,
+            match[1] if match else path.stem,
             question,
             _text_of(row.get("doc") or {}, question),
             _digest(row["doc_hash"], row["prompt_hash"], row["target_hash"]),
@@ -189,8 +189,8 @@ def _metrics(row: Row) -> dict[str, tuple[int, str]]:
     """Return metrics by name, with their filter: the length if it is named, and the field."""
     suffix = "" if row.get("filter", "none") == "none" else f",{row['filter']}"
     if row["metrics"] and all(name.isdigit() for name in row["metrics"]):
-        asked = [name for name in row["metrics"] if row.get(name) != -1]
-        return {f"score{suffix}": (int(name), name) for name in asked}
+        lengths = [name for name in row["metrics"] if row.get(name) != -1]
+        return {f"score{suffix}": (int(name), name) for name in lengths}
     return {f"{name}{suffix}": (0, name) for name in row["metrics"]}
 
 
@@ -209,16 +209,16 @@ def _digest(*parts: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _pick(names: Sequence[str], wanted: str | None, where: Path) -> str:
+def _pick(names: Sequence[str], metric: str | None, where: Path) -> str:
     """Choose the metric to compare: the one that was named, or the only one."""
-    if wanted is None and len(names) == 1:
+    if metric is None and len(names) == 1:
         return names[0]
-    if wanted in names:
-        return str(wanted)
-    said = ", ".join(repr(name) for name in names) or "no metric"
-    if wanted is None:
-        raise QualityError(f"{where} has {said}: say which to compare (--metric)")
-    raise QualityError(f"{where} has no metric {wanted!r}, but {said}")
+    if metric in names:
+        return str(metric)
+    listing = ", ".join(repr(name) for name in names) or "no metric"
+    if metric is None:
+        raise QualityError(f"{where} has {listing}: say which to compare (--metric)")
+    raise QualityError(f"{where} has no metric {metric!r}, but {listing}")
 
 
 def _share(value: Any, where: Path) -> float | None:
@@ -257,40 +257,40 @@ def compare_logs(
     base = _questions(reference)
     runs = {(reference.name, 0): base}
     arms = [Arm(reference.name, "", Role.REFERENCE), Arm(candidate.name, "", Role.CANDIDATE)]
-    others = [(candidate, candidate.name, 0)]
+    further = [(candidate, candidate.name, 0)]
     if again:  # the reference's second answer
-        others.append((again, reference.name, 1))
+        further.append((again, reference.name, 1))
     if bad:
-        others.append((bad, bad.name, 0))
+        further.append((bad, bad.name, 0))
         arms.append(Arm(bad.name, "", Role.BAD))
-    for log, arm, repeat in others:
+    for log, arm, repeat in further:
         runs[arm, repeat] = _questions(log)
         _check_same(reference, log, base, runs[arm, repeat])
-    mine = runs[candidate.name, 0]
-    unscored = {key for run in runs.values() for key, one in run.items() if one.value is None}
+    candidate_run = runs[candidate.name, 0]
+    unscored = {key for run in runs.values() for key, sample in run.items() if sample.value is None}
     if len(unscored) > MOST_UNSCORED * len(base):
         raise QualityError(
             f"{len(unscored):,} of {len(base):,} questions have no score in one of the runs, more "
             f"than {MOST_UNSCORED:.0%}: they may be the hard ones. Run those again"
         )
     planned = {
-        _context(one): Planned(_context(one), one.task, one.length, 1, again is not None)
-        for one in base.values()
+        (name := _context(sample)): Planned(name, sample.task, sample.length, 1, again is not None)
+        for sample in base.values()
     }
     answers = tuple(
         Answer(
             *(arm, repeat, _context(base[key]), key[1], key[0], base[key].length, None),
-            right=one.value,
+            right=sample.value,
         )
         for (arm, repeat), run in runs.items()
-        for key, one in run.items()
-        if key not in unscored and one.value is not None
+        for key, sample in run.items()
+        if key not in unscored and sample.value is not None
     )
-    left = {answer.context for answer in answers}
-    metrics = ", ".join(sorted({one.metric for one in base.values()}))
+    answered = {answer.context for answer in answers}
+    metrics = ", ".join(sorted({sample.metric for sample in base.values()}))
     return Evaluation(
         {"logs": reference.kind, "metric": metrics, **(facts or {})},
-        design=Design(contexts=max(len(left), 1), margin=margin, looks=1),
+        design=Design(contexts=max(len(answered), 1), margin=margin, looks=1),
         selects_all=None,
         arms=tuple(arms),
         planned=tuple(planned.values()),
@@ -299,12 +299,13 @@ def compare_logs(
             *(
                 Missing(context, "", "no question of it has a score in every run")
                 for context in planned
-                if context not in left
+                if context not in answered
             ),
             *(
                 Missing(_context(base[key]), "", "no score in every run", key[1])
                 for key in sorted(unscored)
-                if _context(base[key]) in left and None in (base[key].value, mine[key].value)
+                if _context(base[key]) in answered
+                and None in (base[key].value, candidate_run[key].value)
             ),
         ),
         finished=True,
@@ -320,7 +321,7 @@ def _questions(log: Log) -> dict[Key, Sample]:
     groups: dict[Key, list[Sample]] = defaultdict(list)
     for sample in log.samples:
         groups[sample.task, sample.question].append(sample)
-    found = {}
+    questions = {}
     for key, samples in groups.items():
         if len({sample.prompt for sample in samples}) > 1:
             raise QualityError(
@@ -328,8 +329,8 @@ def _questions(log: Log) -> dict[Key, Sample]:
                 "one run"
             )
         values = [sample.value for sample in samples if sample.value is not None]
-        found[key] = replace(samples[0], value=fmean(values) if values else None)
-    return found
+        questions[key] = replace(samples[0], value=fmean(values) if values else None)
+    return questions
 
 
 def _check_same(reference: Log, other: Log, base: Questions, run: Questions) -> None:
@@ -338,19 +339,19 @@ def _check_same(reference: Log, other: Log, base: Questions, run: Questions) -> 
             f"{reference.name} is a log of {reference.kind} and {other.name} one of {other.kind}, "
             "which ask in other words; compare runs of one harness"
         )
-    tasks, others = ({task for task, _ in keys} for keys in (base, run))
-    if tasks != others:
+    tasks, other_tasks = ({task for task, _ in keys} for keys in (base, run))
+    if tasks != other_tasks:
         raise QualityError(
             f"{reference.name} has the tasks {', '.join(sorted(tasks))} and {other.name} has "
-            f"{', '.join(sorted(others))}; run the same tasks"
+            f"{', '.join(sorted(other_tasks))}; run the same tasks"
         )
-    if lost := sorted(base.keys() ^ run.keys()):
-        task, question = lost[0]
+    if unpaired := sorted(base.keys() ^ run.keys()):
+        task, question = unpaired[0]
         raise QualityError(
-            f"{len(lost):,} questions are in only one of {reference.name} and {other.name}, the "
-            f"first is {question} of {task}; run both to the end, with the same limit and seed"
+            f"{len(unpaired):,} questions are in only one of {reference.name} and {other.name}, "
+            f"the first is {question} of {task}; run both to the end, with the same limit and seed"
         )
-    changed = [key for key, one in base.items() if one.prompt != run[key].prompt]
+    changed = [key for key, sample in base.items() if sample.prompt != run[key].prompt]
     if changed:
         task, question = changed[0]
         raise QualityError(
@@ -358,23 +359,23 @@ def _check_same(reference: Log, other: Log, base: Questions, run: Questions) -> 
             f"answer in {other.name} than in {reference.name}, the first is {question} of {task}; "
             "run both with the same chat template, few-shot examples and data"
         )
-    if {one.metric for one in base.values()} != {one.metric for one in run.values()}:
+    if {sample.metric for sample in base.values()} != {sample.metric for sample in run.values()}:
         raise QualityError(f"{reference.name} and {other.name} have other metrics; say --metric")
 
 
 def _notices(samples: Iterable[Sample], unscored: int) -> tuple[str, ...]:
-    said = [
+    notices = [
         "The answers and their scores are another harness's: which pattern they were made with, "
         "and whether both runs had the same server, is not known here."
     ]
-    if all(one.context == one.question for one in samples):
-        said.append(
+    if all(sample.context == sample.question for sample in samples):
+        notices.append(
             "Each question counts as a text of its own, because the log names none: if several are "
             "about one text, they fail together, and the interval is too narrow."
         )
     if unscored:
-        said.append(
+        notices.append(
             f"{unscored} questions have no score in one of the runs: they count in no mean, and as "
             "lost where no loss is claimed."
         )
-    return tuple(said)
+    return tuple(notices)

@@ -46,15 +46,18 @@ SKIP, MOST_SKIPPED = 1_000_000, 4
 
 @dataclass(frozen=True)
 class Corpus:
-    """The model's tokenizer, questions behind one context, and the rows of files.
+    """Everything that contexts are made of: tokenizer, rows of files, tasks.
 
-    Those of a task by the first number of each text and their own; and tasks that files make.
+    Attributes:
+        questions: how many stand behind one generated context.
+        items: rows by task, by the first row number of their text, and by their own number.
+        file_tasks: tasks that generate contexts from a user's file.
     """
 
     tokenizer: Tokenizer
     questions: int
     items: Mapping[str, Mapping[int, Mapping[int, Item]]] = field(default_factory=dict)
-    made: Mapping[str, HotpotQA] = field(default_factory=dict)
+    file_tasks: Mapping[str, HotpotQA] = field(default_factory=dict)
 
     @property
     def digest(self) -> str:
@@ -62,12 +65,13 @@ class Corpus:
         pieces = sorted(self.tokenizer.get_vocab().items())
         template = getattr(self.tokenizer, "chat_template", None)
         items = {task: dict(items) for task, items in self.items.items()}
-        made_of = (pieces, template, haystack(), items, *(one.digest for one in self.made.values()))
-        return hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]
+        digests = (task.digest for task in self.file_tasks.values())
+        parts = (pieces, template, haystack(), items, *digests)
+        return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
     def make(self, planned: Planned) -> Context:
         """Make a planned context; a QualityError if none of its task has this length."""
-        return self._made(planned)[0]
+        return self._make_with_reason(planned)[0]
 
     def fit(self, plan: EvaluationPlan) -> EvaluationPlan:
         """Make sure that every task fits, and choose for the control what fits its few tokens.
@@ -79,11 +83,11 @@ class Corpus:
             QualityError: names every task that does not fit the plan's shortest contexts, with
                 those that do; or says that nothing fits the control.
         """
-        asked = [(task, min(plan.lengths), 1, (plan.seed,)) for task in plan.tasks]
-        if problems := [problem for one in asked if (problem := self._problem(*one))]:
-            fits = [task for task in TASKS if not self._problem(task, *asked[0][1:])]
-            other = f", or what fits: --task {' --task '.join(fits)}" if fits else ""
-            raise QualityError(f"{'; '.join(problems)}. Ask longer contexts (--length){other}.")
+        cases = [(task, min(plan.lengths), 1, (plan.seed,)) for task in plan.tasks]
+        if problems := [problem for case in cases if (problem := self._problem(*case))]:
+            fits = [task for task in TASKS if not self._problem(task, *cases[0][1:])]
+            hint = f", or what fits: --task {' --task '.join(fits)}" if fits else ""
+            raise QualityError(f"{'; '.join(problems)}. Ask longer contexts (--length){hint}.")
         control = plan.control_length, CONTROL_LOOK, range(CONTROL_CONTEXTS)
         controls = [
             CONTROL if self._problem(task, *control) else task for task in plan.tasks or (CONTROL,)
@@ -110,12 +114,12 @@ class Corpus:
         Tells which had to be made from another seed.
         """
         with progress_at_most(console) as progress:
-            for one in progress.track(planned, description="making every context"):
-                if said := self._made(one)[1]:
-                    line = f"{one.context} is made from {said}"
+            for context in progress.track(planned, description="making every context"):
+                if reason := self._make_with_reason(context)[1]:
+                    line = f"{context.context} is made from {reason}"
                     console.print(line, highlight=False, soft_wrap=True, markup=False)
 
-    def _made(self, planned: Planned) -> tuple[Context, str]:
+    def _make_with_reason(self, planned: Planned) -> tuple[Context, str]:
         """Make a context; say from which other seed and why, empty if from its own."""
         seed = int(planned.context.rpartition("-")[2])
         if planned.task in self.items:
@@ -133,11 +137,11 @@ class Corpus:
         raise QualityError(why)
 
     def _row(self, planned: Planned, number: int) -> Context:
-        made = _together(self.items[planned.task][number], self.tokenizer)
-        return Context(planned.context, planned.task, planned.length, *made)
+        prompt_and_questions = _together(self.items[planned.task][number], self.tokenizer)
+        return Context(planned.context, planned.task, planned.length, *prompt_and_questions)
 
     def _control(self, planned: Planned, seed: int) -> Context:
-        """So short that fewer questions may fit behind it."""
+        """Make a context of the control, so short that fewer questions may fit behind it."""
         questions = self.questions
         while questions:
             try:
@@ -148,15 +152,15 @@ class Corpus:
 
     def _generated(self, planned: Planned, seed: int, questions: int) -> Context:
         task, length = planned.task, planned.length
-        drafted: Task = self.made[task] if task in self.made else TASKS[task]
-        made = make_context(task, drafted, self.tokenizer, length, seed, questions)
-        return replace(made, name=planned.context)
+        draft: Task = self.file_tasks[task] if task in self.file_tasks else TASKS[task]
+        context = make_context(task, draft, self.tokenizer, length, seed, questions)
+        return replace(context, name=planned.context)
 
 
 _CHARACTERS = 16
-"""Of a token on average, at most: what has more characters is too long without being counted."""
+"""Characters of a token on average, at most: a longer text is too long without counting."""
 _FEWEST = 2
-"""Items of a cell, whose spread is not known with fewer."""
+"""Least items of a cell: with fewer its spread is not known."""
 
 
 def select_rows(
@@ -174,19 +178,19 @@ def select_rows(
     Raises:
         QualityError: a file that cannot be read, or nothing in one that could be asked.
     """
-    taken: list[SelectedRows] = []
+    selected: list[SelectedRows] = []
     items: dict[str, dict[int, dict[int, Item]]] = {}
-    told = []
+    remarks = []
     for name, path in files.items():
-        cells, items[name], said = _choose(name, path, tokenizer, plan, longest)
-        taken += cells
-        told += [said, BESIDE[name]] if name in BESIDE else [said]
+        cells, items[name], summary = _choose(name, path, tokenizer, plan, longest)
+        selected += cells
+        remarks += [summary, BESIDE[name]] if name in BESIDE else [summary]
     if files and not has_template(tokenizer):
-        told.append(
+        remarks.append(
             "The tokenizer has no chat template: conversations are sent as plain turns, User: and "
             "Assistant:."
         )
-    return replace(plan, taken=tuple(taken)), items, tuple(told)
+    return replace(plan, taken=tuple(selected)), items, tuple(remarks)
 
 
 def _choose(
@@ -198,7 +202,7 @@ def _choose(
 ) -> tuple[list[SelectedRows], dict[int, dict[int, Item]], str]:
     items: dict[int, Item] = {}
     sizes: dict[int, int] = {}
-    left: dict[str, int] = defaultdict(int)
+    left_out: dict[str, int] = defaultdict(int)
     most, rows = min(longest, plan.lengths[-1]), 0
     for row, item in read_items(FILES[name], path):
         rows += 1
@@ -207,45 +211,45 @@ def _choose(
         except QualityError as error:
             raise QualityError(f"{row.where}: {error}") from error
         if why:
-            left[why] += 1
+            left_out[why] += 1
         else:
             items[row.number], sizes[row.number] = item, size
     cells: dict[int, dict[int, list[int]]] = defaultdict(dict)
     for text in _texts(items):
         parts: dict[tuple[int, int], list[int]] = defaultdict(list)
-        for number, begun in text.items():
-            length = next(one for one in plan.lengths if sizes[number] <= one)
-            parts[length, begun].append(number)
+        for number, beginning in text.items():
+            length = next(limit for limit in plan.lengths if sizes[number] <= limit)
+            parts[length, beginning].append(number)
         places = random.Random(f"{min(text)} {plan.seed}").sample(sorted(parts), len(parts))
-        place = max(places, key=lambda one: len(parts[one]))
+        place = max(places, key=lambda group: len(parts[group]))
         cells[place[0]][min(parts[place])] = parts[place]
-        if others := len(text) - len(parts[place]):
-            left["about the text of another row (one text, one observation)"] += others
-    taken: list[SelectedRows] = []
-    asked: dict[int, dict[int, Item]] = {}
+        if other_rows := len(text) - len(parts[place]):
+            left_out["about the text of another row (one text, one observation)"] += other_rows
+    selected: list[SelectedRows] = []
+    items_asked: dict[int, dict[int, Item]] = {}
     for length, texts in sorted(cells.items()):
         if len(texts) < max(plan.looks, _FEWEST):
-            left[
+            left_out[
                 f"at {length:,} tokens, too few for {counted(plan.looks, 'look')} (take fewer "
                 "--length, or fewer --looks)"
             ] += sum(map(len, texts.values()))
             continue
         order = random.Random(f"{name} {length} {plan.seed}").sample(list(texts), len(texts))
         chosen = {lead: {row: items[row] for row in texts[lead]} for lead in order[: plan.contexts]}
-        asked |= chosen
-        taken.append(
+        items_asked |= chosen
+        selected.append(
             SelectedRows(
                 *(name, length, tuple(chosen)),
-                tuple(_computed(one, sizes, tokenizer) for one in chosen.values()),
+                tuple(_computed(group, sizes, tokenizer) for group in chosen.values()),
                 len(texts),
                 tuple(map(len, chosen.values())),
-                max(sizes[row] for one in chosen.values() for row in one),
+                max(sizes[row] for group in chosen.values() for row in group),
             )
         )
-    said = _told(name, rows, taken, left, plan)
-    if not taken:
-        raise QualityError(f"{path} has nothing that can be asked. {said}")
-    return taken, asked, said
+    summary = _summary(name, rows, selected, left_out, plan)
+    if not selected:
+        raise QualityError(f"{path} has nothing that can be asked. {summary}")
+    return selected, items_asked, summary
 
 
 _WINDOW, _SAMPLED, _ENOUGH = 16, 16, 32
@@ -256,43 +260,43 @@ _WORD = re.compile(r"[\u3040-\u9fff\uac00-\ud7af]|[^\s\u3040-\u9fff\uac00-\ud7af
 
 
 def _texts(items: Mapping[int, Item]) -> list[dict[int, int]]:
-    """Rows by the text that they are about, each with the first row that begins as it does.
+    """Group rows by the text that they are about, each with the first row that begins alike.
 
     Questions about one document, or turns of one conversation, fail together, and would count as
     independent. Two rows are about one text if they begin with the same for half of the shorter
     one, or if half of its windows of :data:`_WINDOW` words stand in the other, wherever they do.
     """
-    begun: dict[int, list[int]] = {}
+    groups: dict[int, list[int]] = {}
     before, first = "", -1
     for text, row in sorted((item.text, row) for row, item in items.items()):
         shared = (min(len(before), len(text)) + 1) // 2
         if first < 0 or before[:shared] != text[:shared]:
             first = row
-        begun.setdefault(first, []).append(row)
+        groups.setdefault(first, []).append(row)
         before = text
     windows = {
         first: {window for row in rows for window in _windows(items[row].text)}
-        for first, rows in begun.items()
+        for first, rows in groups.items()
     }
     owners: dict[int, int] = {}
     texts: dict[int, dict[int, int]] = {}
-    for first in sorted(begun, key=lambda one: (-len(windows[one]), one)):
-        found = Counter(owners[one] for one in windows[first] if one in owners)
+    for first in sorted(groups, key=lambda row: (-len(windows[row]), row)):
+        overlaps = Counter(owners[window] for window in windows[first] if window in owners)
         least = max(_ENOUGH, len(windows[first])) / 2
-        alike = [other for other, count in found.items() if count >= least]
-        texts[first] = dict.fromkeys(begun[first], first)
-        for other in alike:
-            texts[first] |= texts.pop(other)
-        for window, owner in owners.items() if alike else ():
-            if owner in alike:
+        same_text = [owner for owner, count in overlaps.items() if count >= least]
+        texts[first] = dict.fromkeys(groups[first], first)
+        for owner in same_text:
+            texts[first] |= texts.pop(owner)
+        for window, owner in owners.items() if same_text else ():
+            if owner in same_text:
                 owners[window] = first
         for window in windows[first]:
             owners.setdefault(window, first)
-    return [texts[first] for first in sorted(texts, key=lambda one: min(texts[one]))]
+    return [texts[first] for first in sorted(texts, key=lambda row: min(texts[row]))]
 
 
 def _windows(text: str) -> set[int]:
-    """Digests of a sample of windows, the same ones wherever they stand."""
+    """Return digests of a sample of windows, the same ones wherever they stand."""
     words = _WORD.findall(text)
     begins = {word for word in set(words) if zlib.crc32(word.encode()) % _SAMPLED == 0}
     return {
@@ -303,25 +307,25 @@ def _windows(text: str) -> set[int]:
 
 
 def _computed(rows: Mapping[int, Item], sizes: Mapping[int, int], tokenizer: Tokenizer) -> int:
-    """Tokens that are computed for rows about one text: what they begin with, and then the rest."""
+    """Count the tokens computed for rows about one text: the common beginning, then the rest."""
     if len(rows) == 1:
         return sizes[next(iter(rows))]
     ids, questions = _together(rows, tokenizer)
-    return len(ids) + sum(len(one.ids) + len(one.answer) for one in questions)
+    return len(ids) + sum(len(question.ids) + len(question.answer) for question in questions)
 
 
 def _together(rows: Mapping[int, Item], tokenizer: Tokenizer) -> tuple[list[int], list[Question]]:
     """Return what rows begin with, in tokens, and the questions that are left of them."""
-    made = {number: pieces(item, tokenizer) for number, item in rows.items()}
-    prompts = [prompt for prompt, _, _ in made.values()]
+    parts = {number: pieces(item, tokenizer) for number, item in rows.items()}
+    prompts = [prompt for prompt, _, _ in parts.values()]
     least = min(map(len, prompts))
-    at = (n for n, ids in enumerate(zip(*prompts, strict=False)) if len(set(ids)) > 1)
-    shared = least if len(rows) == 1 else next(at, least)
+    differing = (n for n, ids in enumerate(zip(*prompts, strict=False)) if len(set(ids)) > 1)
+    shared = least if len(rows) == 1 else next(differing, least)
     questions = []
-    for number, (prompt, begun, answer) in made.items():
-        ids, item = prompt[shared:] + begun, rows[number]
-        asked = Question(f"row{number}", ids, answer, item.begun, item.answer, item.depth)
-        questions.append(replace(asked, by_token=item.by_token))
+    for number, (prompt, beginning, answer) in parts.items():
+        ids, item = prompt[shared:] + beginning, rows[number]
+        question = Question(f"row{number}", ids, answer, item.begun, item.answer, item.depth)
+        questions.append(replace(question, by_token=item.by_token))
     return prompts[0][:shared], questions
 
 
@@ -345,11 +349,11 @@ def _why_not(item: Item, tokenizer: Tokenizer, plan: EvaluationPlan, most: int) 
     return "", size
 
 
-def _told(
+def _summary(
     name: str,
     rows: int,
-    taken: Sequence[SelectedRows],
-    left: Mapping[str, int],
+    selected: Sequence[SelectedRows],
+    left_out: Mapping[str, int],
     plan: EvaluationPlan,
 ) -> str:
     parts = [
@@ -359,15 +363,16 @@ def _told(
             if cell.available < plan.contexts
             else ""
         )
-        for cell in taken
+        for cell in selected
     ]
-    texts, asked = sum(len(cell.rows) for cell in taken), sum(sum(one.questions) for one in taken)
-    said = f"{name}: {asked:,} of {rows:,} rows are asked"
-    if texts < asked:  # rows about one text
-        said += f", about {counted(texts, 'text')}"
-    said += f": {', '.join(parts)}." if parts else "."
-    unasked = sum(cell.available - len(cell.rows) for cell in taken)
-    reasons = [f"{count:,} {why}" for why, count in left.items()]
+    text_count = sum(len(cell.rows) for cell in selected)
+    row_count = sum(sum(cell.questions) for cell in selected)
+    sentence = f"{name}: {row_count:,} of {rows:,} rows are asked"
+    if text_count < row_count:  # rows about one text
+        sentence += f", about {counted(text_count, 'text')}"
+    sentence += f": {', '.join(parts)}." if parts else "."
+    unasked = sum(cell.available - len(cell.rows) for cell in selected)
+    reasons = [f"{count:,} {why}" for why, count in left_out.items()]
     if unasked:
         reasons.append(f"{unasked:,} more than --contexts {plan.contexts:,}")
-    return said + (f" Left out: {'; '.join(reasons)}." if reasons else "")
+    return sentence + (f" Left out: {'; '.join(reasons)}." if reasons else "")

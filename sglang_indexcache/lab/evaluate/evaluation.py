@@ -27,7 +27,7 @@ from sglang_indexcache.study.journal import Journal
 
 NAME = "journal.jsonl"
 MEASURED = ("question", "depth", "right", "tokens", "logprobs", "trace")
-"""Of an answer, what a line keeps; the rest follows from its arm, its context and the plan."""
+"""Fields of an answer that a line keeps; the rest follows from arm, context and plan."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Missing:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """All that a report may say something about.
+    """State of an evaluation, the only input of verdicts and reports.
 
     Attributes:
         facts: what was evaluated, to print beside a verdict: ``model`` (name), ``checkpoint``
@@ -125,12 +125,12 @@ class Evaluation:
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """In the order of the plan, without what only the control asks."""
+        """Tasks in the order of the plan, without those that only the control asks."""
         return tuple(dict.fromkeys(planned.task for planned in self.long))
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Rising, those of the control left out."""
+        """Lengths in tokens, rising, without those of the control."""
         return tuple(sorted({planned.length for planned in self.long}))
 
     @property
@@ -150,12 +150,12 @@ class Evaluation:
 
     @property
     def candidates(self) -> tuple[Arm, ...]:
-        """From most to fewest full layers."""
+        """Candidates from most to fewest full layers."""
         return tuple(arm for arm in self.arms if arm.role is Role.CANDIDATE)
 
     @property
-    def others(self) -> list[Arm]:
-        """All that are compared with the reference."""
+    def compared_arms(self) -> list[Arm]:
+        """Arms that are compared with the reference."""
         return [arm for arm in self.arms if arm.role is not Role.REFERENCE]
 
     @cached_property
@@ -167,9 +167,10 @@ class Evaluation:
     def look(self) -> int:
         """The last planned look all of whose contexts were asked; 0 before the first."""
         name = self.reference.name
-        asked = {row.context for row in self.answers if row.arm == name} | self.lost
-        left = [max(planned.look, 1) for planned in self.planned if planned.context not in asked]
-        return min(left) - 1 if left else self.design.looks
+        answered = {row.context for row in self.answers if row.arm == name} | self.lost
+        unanswered = (row for row in self.planned if row.context not in answered)
+        first = min((max(row.look, 1) for row in unanswered), default=self.design.looks + 1)
+        return first - 1
 
     def outcomes(self, look: int | None = None, endpoint: str = "answers") -> list[Outcome]:
         """Return the outcomes for the statistics: at a look, or all that were asked.
@@ -199,7 +200,7 @@ class Record:
     def __init__(self, identity: Mapping[str, Any], journal: Journal | None = None) -> None:
         self._identity, self._journal = identity, journal
         self._plan = TypeAdapter(EvaluationPlan).validate_python(identity["plan"])
-        self._planned = {one.context: one for one in self._plan.planned}
+        self._planned = {context.context: context for context in self._plan.planned}
         self._arms = tuple(
             Arm(name, pattern, Role(role)) for name, pattern, role in identity["arms"]
         )
@@ -213,16 +214,17 @@ class Record:
                 pass
 
     def take(self, line: Mapping[str, Any]) -> None:
-        """One line of the journal."""
+        """Take in one line of the journal."""
         if "said" in line:
             key = line["arm"], line["repeat"], line["context"]
-            of = self._planned[line["context"]]
+            planned = self._planned[line["context"]]
             answers = tuple(
                 Answer(
-                    *(*key, one["question"], of.task, of.length, one["depth"], one["right"]),
-                    *(one["tokens"], tuple(one["logprobs"]), one["trace"]),
+                    *(*key, row["question"], planned.task, planned.length),
+                    *(row["depth"], row["right"], row["tokens"]),
+                    *(tuple(row["logprobs"]), row["trace"]),
                 )
-                for one in line["said"]
+                for row in line["said"]
             )
             self.answers[key] = answers, line["computed"], line["seconds"]
         elif "missing" in line:
@@ -237,20 +239,20 @@ class Record:
             raise KeyError("nothing that a journal of an evaluation has")
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """One more line; on disk when this returns."""
+        """Add a line; it is on disk when this returns."""
         assert self._journal is not None
         self._journal.write(line)
         self.take(line)
 
     def append(self, answers: Sequence[Answer], computed: int, seconds: float) -> None:
-        """One arm's answers behind one context."""
+        """Add one arm's answers behind one context."""
         first = answers[0]
-        said = [{name: getattr(answer, name) for name in MEASURED} for answer in answers]
-        where = {"arm": first.arm, "repeat": first.repeat, "context": first.context}
-        self.add({**where, "said": said, "computed": computed, "seconds": round(seconds, 3)})
+        rows = [{name: getattr(answer, name) for name in MEASURED} for answer in answers]
+        key = {"arm": first.arm, "repeat": first.repeat, "context": first.context}
+        self.add({**key, "said": rows, "computed": computed, "seconds": round(seconds, 3)})
 
     def evaluation(self) -> Evaluation:
-        """All that counts so far."""
+        """Return all that counts so far."""
         order = {arm.name: place for place, arm in enumerate(self._arms)}
         place = {name: number for number, name in enumerate(self._planned)}
         keys = sorted(
@@ -267,7 +269,7 @@ class Record:
             self._arms,
             self._plan.planned,
             tuple(answer for answers, _, _ in counted for answer in answers),
-            tuple(one for one in self.missing.values() if one.context in self.done),
+            tuple(missing for missing in self.missing.values() if missing.context in self.done),
             sum(computed for _, computed, _ in counted),
             sum(seconds for _, _, seconds in counted),
             self.finished,

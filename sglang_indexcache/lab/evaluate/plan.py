@@ -25,7 +25,7 @@ CONTROLS = ("uniform:1/4", "uniform:1/8")
 A control that breaks everything would be seen to lose by a task that no real loss shows in.
 """
 LAST_CONTROL = "first-layer-only"
-"""Where none of them is left, or allowed: F, then S."""
+"""Control where none of them is left, or allowed: F, then S."""
 DISCORDANCE, CORRELATION = 0.02, 0.1
 """Assumed before anything is measured: paired questions that differ, and how they do together."""
 DEVIATION = 0.05
@@ -38,7 +38,7 @@ Right and wrong, as greedy decoding has it; or the probability with which the mo
 answer at temperature 1: finer, so it needs fewer contexts, but another question.
 """
 LEAST_CONTEXTS = dict(zip(ENDPOINTS, (32, 24), strict=True))
-"""Of each task and length, if the user does not say how many."""
+"""Contexts of each task and length, if the user does not say how many."""
 SEEING = dict(zip(ENDPOINTS, (0.85, 0.7), strict=True))
 """Share of the cells that see a control lose what the paper says; the others leave the claim.
 
@@ -47,13 +47,13 @@ By `benchmarks/quality_gates.py`, of as many contexts as are planned with it.
 AGAIN_EVERY = 4
 """The reference is asked twice (A/A) on every 4th context of a cell, and on all of the control."""
 CONTROL_SHARE = 0.75
-"""Of ``index_topk``: the length of the contexts in which every pattern selects everything."""
+"""Length of the control's contexts, as a share of ``index_topk``."""
 CONTROL_CONTEXTS = 2
-"""Of each task."""
+"""Contexts of each task in the control."""
 SHORTEST, LEFT_FREE = 32 * 1024, 1024
 """Tokens: the first length where none is given, and what of a model's context stays free."""
 CONTROL_LOOK = 0
-"""Of contexts of at most ``index_topk`` tokens: they are asked before the first look."""
+"""Look of the control's contexts: they are asked before the first."""
 
 
 class Role(enum.Enum):
@@ -88,51 +88,52 @@ def arms_of(model: Path, against: str, patterns: Sequence[str], control: str) ->
     """
     checkpoint, library = Checkpoint.read(model), Library.default()
 
-    def arm(value: str, role: Role) -> Arm:
+    def make_arm(value: str, role: Role) -> Arm:
         name = Path(value).stem if value.endswith((".yaml", ".yml")) else value
         return Arm(name, str(library.resolve(value, checkpoint).pattern), role)
 
-    candidates = [arm(value, Role.CANDIDATE) for value in patterns]
-    candidates.sort(key=lambda one: -one.pattern.count("F"))
-    arms = [arm(against, Role.REFERENCE), *candidates]
+    candidates = [make_arm(value, Role.CANDIDATE) for value in patterns]
+    candidates.sort(key=lambda arm: -arm.pattern.count("F"))
+    arms = [make_arm(against, Role.REFERENCE), *candidates]
     if control:
-        arms.append(arm(control, Role.BAD))
+        arms.append(make_arm(control, Role.BAD))
     else:
         controls = []
         for value in CONTROLS:
             with suppress(PatternError):  # this checkpoint has no such indexers
-                controls.append(arm(value, Role.BAD))
+                controls.append(make_arm(value, Role.BAD))
         first = str(Pattern("F" + "S" * (checkpoint.num_layers - 1)))
         controls.append(Arm(LAST_CONTROL, first, Role.BAD))
-        taken = {one.pattern for one in arms}
-        arms.append(next((one for one in controls if one.pattern not in taken), controls[0]))
-    for place, one in enumerate(arms):
-        for other in arms[:place]:
-            if one.pattern == other.pattern:
+        used = {arm.pattern for arm in arms}
+        unused = [arm for arm in controls if arm.pattern not in used]
+        arms.append((unused or controls)[0])
+    for place, arm in enumerate(arms):
+        for earlier in arms[:place]:
+            if arm.pattern == earlier.pattern:
                 raise QualityError(
-                    f"{one.name} and {other.name} are the same pattern, {one.pattern}; an arm "
+                    f"{arm.name} and {earlier.name} are the same pattern, {arm.pattern}; an arm "
                     "compared with itself says nothing. Give another (--against, --control)."
                 )
-            if one.name == other.name:
-                raise QualityError(f"two patterns are called {one.name}; give each once")
+            if arm.name == earlier.name:
+                raise QualityError(f"two patterns are called {arm.name}; give each once")
     return tuple(arms)
 
 
 def default_lengths(context: int | None) -> tuple[int, ...]:
-    """Lengths to ask where none is given: from 32Ki, doubled, up to the model's context.
+    """Return the lengths to ask where none is given: from 32Ki, doubled, up to the model's context.
 
     The last is that context to two digits: 200,000 for 202,752; 128Ki if its config does not say
     (None). What stays free is an eighth of a small one.
     """
     room = 4 * SHORTEST if context is None else context - min(LEFT_FREE, context // 8)
-    found = [SHORTEST << n for n in range(32) if SHORTEST << n <= room]
+    lengths = [SHORTEST << n for n in range(32) if SHORTEST << n <= room]
     step: int = 10 ** max(len(str(room)) - 2, 0)
     last = room // step * step
-    return (*found, last) if not found or last > found[-1] else tuple(found)
+    return (*lengths, last) if not lengths or last > lengths[-1] else tuple(lengths)
 
 
 def assumed_spread(cells: Sequence[tuple[int, int]], endpoint: str) -> tuple[float, float, float]:
-    """Spread of a context's difference before anything is measured, as `Design` takes it.
+    """Return a context's spread before anything is measured, as `Design` takes it.
 
     A cell is its contexts and the questions behind one of them.
 
@@ -145,14 +146,14 @@ def assumed_spread(cells: Sequence[tuple[int, int]], endpoint: str) -> tuple[flo
         return spread_over_cells(cells, DISCORDANCE, CORRELATION)
     total = sum(count for count, _ in cells)
     weights = [total / (len(cells) * count) for count, _ in cells]
-    squares = (count / total * one**2 for (count, _), one in zip(cells, weights, strict=True))
+    squares = (count / total * weight**2 for (count, _), weight in zip(cells, weights, strict=True))
     return DEVIATION * math.sqrt(sum(squares)), 1.0, max(weights)
 
 
 def enough_contexts(
     cells: int, questions: int, margin: float, looks: int, endpoint: str = "answers"
 ) -> int:
-    """Contexts of each cell with which a plan can show its margin, under what is assumed here.
+    """Count the contexts of each cell with which a plan can show its margin, as assumed here.
 
     A multiple of the looks, and at least :data:`LEAST_CONTEXTS`. As many as needed are left where
     only the cells of :data:`SEEING` see the control lose.
@@ -266,18 +267,18 @@ class EvaluationPlan:
     @property
     def assumed(self) -> tuple[float, float, float]:
         """Spread of a context's difference before anything is measured, as ``design`` takes it."""
-        asked = [(len(rows), self.pairs[cell] // len(rows)) for cell, rows in self.cells.items()]
-        return assumed_spread(asked, self.endpoint)
+        sizes = [(len(rows), self.pairs[cell] // len(rows)) for cell, rows in self.cells.items()]
+        return assumed_spread(sizes, self.endpoint)
 
     @cached_property
     def cells(self) -> dict[Cell, Sequence[int]]:
-        """Numbers of their contexts in the order of asking: seeds, or rows of a file."""
+        """Numbers of each cell's contexts in the order of asking: seeds, or rows of a file."""
         seeds = range(self.seed, self.seed + self.contexts)
-        found: dict[Cell, Sequence[int]] = {
+        numbers: dict[Cell, Sequence[int]] = {
             (task, length): seeds for length in self.lengths for task in self.tasks
         }
-        found |= {(cell.task, cell.length): cell.rows for cell in self.taken}
-        return dict(sorted(found.items(), key=lambda one: -one[0][1]))
+        numbers |= {(cell.task, cell.length): cell.rows for cell in self.taken}
+        return dict(sorted(numbers.items(), key=lambda item: -item[0][1]))
 
     @cached_property
     def sizes(self) -> dict[str, int]:
@@ -298,13 +299,13 @@ class EvaluationPlan:
     @property
     def pairs(self) -> dict[Cell, int]:
         """Number of questions that are paired in each cell."""
-        found = {cell: len(rows) * self.questions_of(cell[0]) for cell, rows in self.cells.items()}
-        return found | {
-            (one.task, one.length): sum(one.questions) for one in self.taken if one.questions
+        counts = {cell: len(rows) * self.questions_of(cell[0]) for cell, rows in self.cells.items()}
+        return counts | {
+            (cell.task, cell.length): sum(cell.questions) for cell in self.taken if cell.questions
         }
 
     def questions_of(self, task: str) -> int:
-        """Behind one of its contexts; one behind a file's that says no other number."""
+        """Return the number of questions behind a context of a task; 1 for a file's."""
         return self.questions if task in self.tasks else 1
 
     @property
@@ -338,36 +339,36 @@ class EvaluationPlan:
             for (task, length), rows in self.cells.items()
             for n, row in enumerate(rows)
         ]
-        rounds.sort(key=lambda one: one[0])  # cells stay in their order
+        rounds.sort(key=lambda entry: entry[0])  # cells stay in their order
         return (*control, *(planned for _, planned in rounds))
 
     def in_words(self) -> list[tuple[str, str]]:
         """Say what is asked and what loss it can show; and warn if that is not the margin."""
         lengths = ", ".join(format_length(length) for length in self.lengths)
         pairs = sum(self.pairs.values())
-        made = f"{self.contexts} of each of {', '.join(self.tasks)} at {lengths}; "
-        asked = (
+        generated = f"{self.contexts} of each of {', '.join(self.tasks)} at {lengths}; "
+        counts = (
             f"{counted(len(self.cells), 'cell')}, {counted(pairs, 'paired question')}; control at "
             f"{self.control_length} tokens"
         )
         if too_long := [task for task in self.tasks if self.controls and task not in self.controls]:
-            asked += f", where {CONTROL} stand in for {', '.join(too_long)} (too long for it)"
+            counts += f", where {CONTROL} stand in for {', '.join(too_long)} (too long for it)"
         design = self.design
-        assumed = (
+        assumption = (
             f"{DISCORDANCE:.0%} of the pairs differ, with a correlation of {CORRELATION:g} within "
             "a context"
         )
         if self.endpoint == "probability":
-            assumed = (
+            assumption = (
                 "a context's difference in the probability of right answers has a standard "
                 f"deviation of {100 * DEVIATION:g} points"
             )
         rows = [
-            ("contexts", made * bool(self.tasks) + asked),
+            ("contexts", generated * bool(self.tasks) + counts),
             (
                 "can show",
                 f"a loss of {100 * design.detectable(*self.assumed):.1f} points, with "
-                f"{design.power:.0%} probability, if {assumed} (assumed here, measured in the "
+                f"{design.power:.0%} probability, if {assumption} (assumed here, measured in the "
                 f"report); {100 * self._half_blind:.1f} points if half of the cells leave the "
                 "claim, because the pattern known to be bad is not seen to lose there",
             ),
@@ -407,9 +408,9 @@ class EvaluationPlan:
         """Whether the plan would show a smaller loss without its smallest cell."""
         if len(light.rows) == max(map(len, self.cells.values())):
             return False
-        others = replace(self, taken=tuple(cell for cell in self.taken if cell != light))
-        shown, whole = (one.design.detectable(*one.assumed) for one in (others, self))
-        return shown < whole
+        without_light = replace(self, taken=tuple(cell for cell in self.taken if cell != light))
+        smaller, whole = (p.design.detectable(*p.assumed) for p in (without_light, self))
+        return smaller < whole
 
 
 def context_name(task: str, length: int, seed: int) -> str:

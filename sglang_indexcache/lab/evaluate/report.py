@@ -30,7 +30,7 @@ SAMPLE = (
     *("arm", "repeat", "context", "question", "task", "length", "depth", "right"),
     *("nll", "tokens"),
 )
-"""Of an answer, what is written into ``samples.jsonl``."""
+"""Fields of an answer that are written into ``samples.jsonl``."""
 NOISE = "A/A"
 """How the reference asked twice is called where it stands beside the arms."""
 ONE_LOOK = 1.6448536269514722
@@ -68,14 +68,14 @@ def write_report(evaluation: Evaluation, folder: Path) -> str:
     verdicts, cells = verdicts_of(evaluation), cell_differences(evaluation)
     write_json(folder / "eval.json", record(evaluation, verdicts, cells))
     samples = ({name: getattr(row, name) for name in SAMPLE} for row in evaluation.answers)
-    lines = (json.dumps(one, ensure_ascii=False) for one in samples)
+    lines = (json.dumps(sample, ensure_ascii=False) for sample in samples)
     write_whole(folder / "samples.jsonl", "".join(f"{line}\n" for line in lines))
     write_whole(folder / "report.html", page(evaluation, verdicts, cells))
     return "\n".join([*sentences(verdicts), provenance(evaluation)])
 
 
 def sentences(verdicts: Verdicts) -> list[str]:
-    """To paste, one for each pattern."""
+    """Return the sentences to paste, one for each pattern."""
     if not verdicts:
         return ["No verdict yet: the first look has not been reached."]
     return [verdict.sentence for _, verdict in verdicts.values()]
@@ -96,51 +96,52 @@ def provenance(evaluation: Evaluation) -> str:
         f"flags {flags if isinstance(flags, str) else ' '.join(flags)}" if flags else "",
         str(facts["started"])[:10] if facts.get("started") else "",
     ]
-    said = "; ".join(part for part in parts if part)
+    text = "; ".join(part for part in parts if part)
     if not evaluation.verified:
-        return f"{said}. Answers and scores of another harness. Pattern not verified by a server."
+        return f"{text}. Answers and scores of another harness. Pattern not verified by a server."
     probable = evaluation.endpoint == "probability"
-    how = "the probability of the right answer" if probable else "right to the letter"
-    return f"{said}. Endpoint: {how}, teacher-forced."
+    endpoint = "the probability of the right answer" if probable else "right to the letter"
+    return f"{text}. Endpoint: {endpoint}, teacher-forced."
 
 
 def cell_differences(evaluation: Evaluation) -> list[CellDifference]:
-    """Every arm in every task at every length, A/A first."""
+    """Compare every arm with the reference in every cell, A/A first."""
     look = Look(evaluation)
-    own = means(look.long, look.reference)
-    arms = [(arm.name, arm.name, 0) for arm in evaluation.others]
-    found = []
+    reference_means = means(look.long, look.reference)
+    arms = [(arm.name, arm.name, 0) for arm in evaluation.compared_arms]
+    differences = []
     for name, arm, repeat in [(NOISE, look.reference, 1), *arms]:
-        for cell in sorted(own):
-            here = [row for row in look.long if row.cell == cell]
-            if not any((row.arm, row.repeat) == (arm, repeat) for row in here):
+        for cell in sorted(reference_means):
+            rows = [row for row in look.long if row.cell == cell]
+            if not any((row.arm, row.repeat) == (arm, repeat) for row in rows):
                 continue
             pairs = look.compared(arm, cells=[cell], repeat=repeat)
             estimate = Estimate(pairs)
             low, high = estimate.guarded(ONE_LOOK), estimate.upper(ONE_LOOK)
             mean, level = float(estimate.mean), estimate.level
-            numbers = own[cell], level + mean, mean, float(low), float(high)
+            numbers = reference_means[cell], level + mean, mean, float(low), float(high)
             reason = look.blind[cell].reason if cell in look.blind else ""
-            found.append(CellDifference(name, *cell, *numbers, len(pairs), pairs.flips, reason))
-    return found
+            counts = len(pairs), pairs.flips
+            differences.append(CellDifference(name, *cell, *numbers, *counts, reason))
+    return differences
 
 
 def control(evaluation: Evaluation) -> dict[str, Flips]:
     """Count what differs where every pattern selects everything; and the reference asked twice."""
     rows, reference = Look(evaluation).control, evaluation.reference.name
-    asked = {(row.arm, row.repeat) for row in rows}
-    arms = [(arm.name, 0, arm.name) for arm in evaluation.others]
+    answered = {(row.arm, row.repeat) for row in rows}
+    arms = [(arm.name, 0, arm.name) for arm in evaluation.compared_arms]
     return {
         title: paired(rows, name, reference, repeat=repeat).flips
         for name, repeat, title in [*arms, (reference, 1, f"{reference} again")]
-        if (name, repeat) in asked
+        if (name, repeat) in answered
     }
 
 
 def record(
     evaluation: Evaluation, verdicts: Verdicts, cells: list[CellDifference]
 ) -> dict[str, Any]:
-    """``eval.json``: the sentences first, then the plan, then every number of the report."""
+    """Make ``eval.json``: sentences first, then the plan, then every number of the report."""
     data = {
         "sentences": sentences(verdicts),
         "provenance": provenance(evaluation),
@@ -165,12 +166,12 @@ def record(
         "control": {name: asdict(flips) for name, flips in control(evaluation).items()},
         "cells": [asdict(cell) for cell in cells],
     }
-    found: dict[str, Any] = _finite(data)
-    return found
+    finite: dict[str, Any] = _finite(data)
+    return finite
 
 
 def _finite(value: Any) -> Any:
-    """JSON values; infinite bounds become null."""
+    """Convert to JSON values; infinite bounds become null."""
     if isinstance(value, Mapping):
         return {name: _finite(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -179,7 +180,7 @@ def _finite(value: Any) -> Any:
 
 
 def page(evaluation: Evaluation, verdicts: Verdicts, cells: list[CellDifference]) -> str:
-    """``report.html``."""
+    """Render ``report.html``."""
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(
@@ -195,7 +196,7 @@ def page(evaluation: Evaluation, verdicts: Verdicts, cells: list[CellDifference]
         evaluation=evaluation,
         verdicts=verdicts,
         cells=cells,
-        blind={(one.task, one.length): one.blind for one in cells if one.blind},
+        blind={(cell.task, cell.length): cell.blind for cell in cells if cell.blind},
         control=control(evaluation),
         margin=points(evaluation.design.margin),
         provenance=provenance(evaluation),
@@ -227,14 +228,14 @@ def write_quality(path: Path, evaluation: Evaluation) -> str:
             "file keeps verdicts on right answers; evaluate with --endpoint answers"
         )
     entry = load_entry(path)
-    mine = [arm for arm in evaluation.candidates if Pattern(arm.pattern) == entry.parsed]
-    if not mine:
+    matching = [arm for arm in evaluation.candidates if Pattern(arm.pattern) == entry.parsed]
+    if not matching:
         names = ", ".join(arm.name for arm in evaluation.candidates)
         raise QualityError(f"{path} has another pattern than those evaluated ({names})")
-    found = verdicts_of(evaluation).get(mine[0].name)
-    if found is None:
+    verdict = verdicts_of(evaluation).get(matching[0].name)
+    if verdict is None:
         raise QualityError("the first look has not been reached; let the evaluation go on")
-    row = evaluated(evaluation, *found)
+    row = evaluated(evaluation, *verdict)
     add_evaluated(path, row)
     return str(row)
 
@@ -242,8 +243,8 @@ def write_quality(path: Path, evaluation: Evaluation) -> str:
 def evaluated(evaluation: Evaluation, look: int, verdict: Verdict) -> Evaluated:
     """Record a verdict, reached at a look, for the lengths and tasks of the claim."""
     rows = Look(evaluation, look).long
-    asked = {row.cell for row in rows}
-    cells = asked - set(verdict.blind) or asked
+    all_cells = {row.cell for row in rows}
+    cells = all_cells - set(verdict.blind) or all_cells
     contexts = {row.context for row in rows if row.cell in cells}
     return Evaluated(
         verdict=cast(Any, verdict.kind.name.lower().replace("_", " ")),
@@ -254,7 +255,7 @@ def evaluated(evaluation: Evaluation, look: int, verdict: Verdict) -> Evaluated:
         pairs=verdict.flips.pairs if verdict.flips else 0,
         tasks=tuple(sorted({task for task, _ in cells})),
         lengths=tuple(sorted({length for _, length in cells})),
-        blind=tuple(f"{task} at {length}" for task, length in sorted(asked - cells)),
+        blind=tuple(f"{task} at {length}" for task, length in sorted(all_cells - cells)),
         checkpoint=str(evaluation.facts["checkpoint"]),
         commit=str(evaluation.facts.get("commit", "")),
         date=str(evaluation.facts.get("started", ""))[:10],

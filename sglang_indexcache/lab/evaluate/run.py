@@ -75,25 +75,25 @@ class EvaluationRequest:
         for planned in self.plan.planned:
             size = self.plan.sizes.get(planned.context, planned.length)
             tail = tails.get(planned.task, 0)
-            one = size + self.plan.questions_of(planned.task) * (tail + (size - tail) % PAGE)
-            tokens += one * (len(self.arms) + planned.again)
+            per_arm = size + self.plan.questions_of(planned.task) * (tail + (size - tail) % PAGE)
+            tokens += per_arm * (len(self.arms) + planned.again)
         return tokens
 
     def _tails(self) -> dict[str, int]:
-        """Tokens of a question with its answer, on average, from a short context of each task."""
-        found, length = {}, min(self.plan.lengths)
+        """Measure a question with its answer, in mean tokens, on a short context of each task."""
+        tails, length = {}, min(self.plan.lengths)
         for task in self.plan.tasks:
             name = context_name(task, length, self.plan.seed)
             context = self.corpus.make(Planned(name, task, length, 1, False))
-            asked = [len(question.ids) + len(question.answer) for question in context.questions]
-            found[task] = round(sum(asked) / len(asked))
-        return found
+            sizes = [len(question.ids) + len(question.answer) for question in context.questions]
+            tails[task] = round(sum(sizes) / len(sizes))
+        return tails
 
     def tell(self, console: Console) -> Cost:
         """Print what will be asked, what it costs, and what it can show; the cost is returned."""
         cost = Cost(self.tokens(), self.rate)
         arms = ", ".join(f"{arm.name} ({arm.role.value})" for arm in self.arms)
-        contexts, *shown = self.plan.in_words()
+        contexts, *expectations = self.plan.in_words()
         rows = [
             ("arms", f"{arms}; the reference again on every {AGAIN_EVERY}th context (A/A)"),
             *(("file", notice) for notice in self.notices),
@@ -103,7 +103,7 @@ class EvaluationRequest:
                 f"{cost.in_words()}; looks: {self.plan.looks}, the evaluation ends at the one that "
                 "decides",
             ),
-            *shown,
+            *expectations,
         ]
         print_plan(console, rows)
         return cost
@@ -128,9 +128,9 @@ def run_evaluation(
         KeyboardInterrupt: by Ctrl-C or SIGTERM; the same command goes on.
         QualityError: what may not be evaluated, or not go on.
     """
-    cost, asking = request.tell(console), Servers(request.arms, servers)
-    asking.check_fits(request.plan.longest)
-    server = facts(asking.all[0].server_info(), asking.all[0].name)
+    cost, arm_servers = request.tell(console), Servers(request.arms, servers)
+    arm_servers.check_fits(request.plan.longest)
+    server = facts(arm_servers.all[0].server_info(), arm_servers.all[0].name)
     if "model_path" in server:  # its digest tells what the checkpoint is, wherever it lies
         server["model_path"] = Path(server["model_path"]).name
     with recorded(
@@ -161,12 +161,12 @@ def run_evaluation(
 
         def on_rate(rate: float) -> None:
             longest = max(length for _, length in request.plan.cells)
-            known = Rate(rate, f"measured at {format_length(longest)}, the longest")
-            whole = Cost(cost.tokens, known)
-            console.print(f"the plan takes at most {whole.hours_in_words()}", highlight=False)
-            confirm(whole, agree)
+            measured = Rate(rate, f"measured at {format_length(longest)}, the longest")
+            total = Cost(cost.tokens, measured)
+            console.print(f"the plan takes at most {total.hours_in_words()}", highlight=False)
+            confirm(total, agree)
 
-        run = Run(asking, request.corpus, record, console, None if cost.rate else on_rate)
+        run = Run(arm_servers, request.corpus, record, console, None if cost.rate else on_rate)
         with resumable(console, output, "what was asked"):
             return run.run()
 
@@ -192,7 +192,7 @@ class Run:
         self._start = record.evaluation()
         self._progress = progress_at_most(console)
         self._decided: set[str] = set()
-        self._seen: set[Cell] = set()
+        self._loss_seen: set[Cell] = set()
 
     def run(self) -> Evaluation:
         """Ask everything that is left; a QualityError says what servers do that they must not."""
@@ -200,7 +200,7 @@ class Run:
         with self._progress as progress:
             total = len(self._start.planned)
             task = progress.add_task("asking", total=total, completed=len(done))
-            for look, group in groupby(self._start.planned, key=lambda one: one.look):
+            for look, group in groupby(self._start.planned, key=lambda context: context.look):
                 for planned in group:
                     progress.update(task, completed=len(done))
                     if planned.context not in done:
@@ -219,13 +219,13 @@ class Run:
         self._look_for_loss((planned.task, planned.length))
         context = self._corpus.make(planned)
         for batch in self._servers.batches(self._askings(planned)):
-            left = [
+            unanswered = [
                 (arm, repeat)
                 for arm, repeat in batch
                 if (arm.name, repeat, planned.context) not in self._record.answers
             ]
-            if left and planned.context not in self._record.missing:
-                self._ask(context, left)
+            if unanswered and planned.context not in self._record.missing:
+                self._ask(context, unanswered)
         self._record.add({"done": [planned.context]})
         check_context(self._record.evaluation())
 
@@ -233,23 +233,23 @@ class Run:
         """Return the undecided arms, and the bad pattern until it was seen to lose."""
         reference, bad = self._start.reference, self._start.bad
         arms = [arm for arm in self._start.candidates if arm.name not in self._decided]
-        found = [(arm, 0) for arm in (reference, *arms)]
-        if bad and (planned.task, planned.length) not in self._seen:
-            found.append((bad, 0))
-        return found + [(reference, 1)] * planned.again
+        askings = [(arm, 0) for arm in (reference, *arms)]
+        if bad and (planned.task, planned.length) not in self._loss_seen:
+            askings.append((bad, 0))
+        return askings + [(reference, 1)] * planned.again
 
     def _look_for_loss(self, cell: Cell) -> None:
         """Note whether the bad pattern was seen to lose in this cell; it is asked there no more."""
         bad, look = self._start.bad, Look(self._record.evaluation())
-        if bad and cell not in self._seen and look.sees_loss(bad.name, cell):
-            self._seen.add(cell)
+        if bad and cell not in self._loss_seen and look.sees_loss(bad.name, cell):
+            self._loss_seen.add(cell)
 
     def _ask(self, context: Context, askings: Sequence[Asking]) -> None:
         started = time.monotonic()
-        found = self._patiently(context, askings)
+        results = self._ask_with_retries(context, askings)
         seconds = time.monotonic() - started
-        computed = sum(tokens for _, tokens in found)
-        for answers, tokens in found:
+        computed = sum(tokens for _, tokens in results)
+        for answers, tokens in results:
             self._record.append(answers, tokens, seconds * tokens / computed)
         if self._on_rate and computed and context.length == max(self._start.lengths):
             tell, self._on_rate = self._on_rate, None
@@ -257,7 +257,7 @@ class Run:
             tell(computed / seconds)
             self._progress.start()
 
-    def _patiently(
+    def _ask_with_retries(
         self, context: Context, askings: Sequence[Asking]
     ) -> list[tuple[tuple[Answer, ...], int]]:
         """Ask with retries. If all fail, record the context as missing and return []."""
@@ -281,7 +281,7 @@ class Run:
         return []
 
     def _judge(self, look: int) -> bool:
-        """Whether every pattern is decided, after all contexts of a look."""
+        """Judge after all contexts of a look; return whether every pattern is decided."""
         evaluation = self._record.evaluation()
         if look == CONTROL_LOOK:
             check_control(evaluation)
@@ -296,7 +296,7 @@ class Run:
                 self._tell(
                     f"look {look} of {evaluation.design.looks}  {name}: {verdict.kind.value}"
                 )
-        self._decided = {name for name, (_, found) in verdicts.items() if found.kind in DECIDED}
+        self._decided = {name for name, (_, verdict) in verdicts.items() if verdict.kind in DECIDED}
         return len(self._decided) == len(verdicts)
 
 
@@ -309,8 +309,8 @@ ENOUGH_ALIKE = 3
 def check_control(evaluation: Evaluation) -> None:
     """Refuse arms that differ, beyond the engine's noise, where every pattern selects all."""
     look = Look(evaluation, CONTROL_LOOK)
-    asked = {row.arm for row in look.control}
-    for name in (arm.name for arm in evaluation.others if arm.name in asked):
+    arms = {row.arm for row in look.control}
+    for name in (arm.name for arm in evaluation.compared_arms if arm.name in arms):
         if differs := look.control_differs(name):
             shortest = min(row.length for row in look.control)
             raise QualityError(f"the control failed at {shortest} tokens: {differs}")
@@ -337,9 +337,9 @@ def check_context(evaluation: Evaluation) -> None:
         if row.context in long and not row.repeat:
             traces[row.arm][row.context].append(row.trace)
     reference = traces[evaluation.reference.name]
-    for arm in evaluation.others:
+    for arm in evaluation.compared_arms:
         last = list(traces[arm.name].items())[-ENOUGH_ALIKE:]
-        if len(last) == ENOUGH_ALIKE and all(reference.get(name) == own for name, own in last):
+        if len(last) == ENOUGH_ALIKE and all(reference.get(name) == trace for name, trace in last):
             raise QualityError(
                 f"the server ignores the pattern, or answers from another arm's cache: behind the "
                 f"last {ENOUGH_ALIKE} contexts of more than {evaluation.selects_all} tokens, "
@@ -354,11 +354,11 @@ def check_floor(evaluation: Evaluation) -> None:
     look = Look(evaluation)
     low = look.at_floor()
     if low and low.keys() == look.cells:
-        said = ", ".join(
+        shares = ", ".join(
             f"{share:.0%} of {task} at {length:,}" for (task, length), share in low.items()
         )
         raise QualityError(
-            f"the reference answers {said} right, hardly more than guessing, so "
+            f"the reference answers {shares} right, hardly more than guessing, so "
             "no loss could be seen. Ask shorter contexts (--length) or other tasks (--task notes "
             "for a small model), or look whether the checkpoint and its tokenizer belong together."
         )
@@ -374,12 +374,12 @@ def check_noise(evaluation: Evaluation) -> None:
     if noise is None:
         return
     estimate = Estimate(noise)
-    planned = Counter((one.task, one.length) for one in evaluation.planned)
-    asked = [
+    planned = Counter((context.task, context.length) for context in evaluation.planned)
+    cells = [
         (planned[cell], round(float(noise.questions[noise.cells == number].mean())))
         for number, cell in enumerate(noise.names)
     ]
-    assumed = design.needed(*assumed_spread(asked, evaluation.endpoint))
+    assumed = design.needed(*assumed_spread(cells, evaluation.endpoint))
     if not estimate.error or not math.isfinite(estimate.error) or design.contexts < assumed:
         return
     needed = design.needed(*estimate.spread)

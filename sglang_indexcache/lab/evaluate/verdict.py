@@ -68,7 +68,7 @@ SAFE = (Kind.NO_LOSS, Kind.SMALL_LOSS)
 WAITING = "not every task has been seen to show a loss yet"
 """Why a claim of safety is put off to a later look."""
 DECIDED = (*SAFE, Kind.LOSS)
-"""What ends the evaluation of a pattern."""
+"""Verdicts that end the evaluation of a pattern."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class Verdict:
 
     @property
     def sentence(self) -> str:
-        """To paste."""
+        """Sentence to paste: the headline and its details."""
         return f"{self.headline} {self.details}".strip()
 
 
@@ -176,19 +176,19 @@ class Look:
     @cached_property
     def right(self) -> list[Outcome]:
         """Right and wrong of every arm where a pattern can matter: all of a log, which hides it."""
-        return self._long("answers")
+        return self._above_topk("answers")
 
     @cached_property
     def probable(self) -> list[Outcome]:
-        """Likewise the probability of the right answers; empty for a log."""
-        return self._long("probability")
+        """Probability of the right answers, where a pattern can matter; empty for a log."""
+        return self._above_topk("probability")
 
     @property
     def long(self) -> list[Outcome]:
         """Outcomes to compare: one of the two kinds."""
         return self.probable if self.evaluation.endpoint == "probability" else self.right
 
-    def _long(self, endpoint: str) -> list[Outcome]:
+    def _above_topk(self, endpoint: str) -> list[Outcome]:
         most, rows = self.evaluation.selects_all, self.evaluation.outcomes(self.at, endpoint)
         return [row for row in rows if most is None or row.length > most]
 
@@ -206,10 +206,11 @@ class Look:
         """
         arms = arm, self.reference
         kept = None if cells is None else set(cells)
-        found = paired([*self.long, *beside], *arms, cells=kept, repeat=repeat)
+        differences = paired([*self.long, *beside], *arms, cells=kept, repeat=repeat)
         if self.long is self.right:
-            return found
-        return replace(found, flips=paired(self.right, *arms, cells=kept, repeat=repeat).flips)
+            return differences
+        right = paired(self.right, *arms, cells=kept, repeat=repeat)
+        return replace(differences, flips=right.flips)
 
     def missing(self, pattern: str) -> list[Outcome]:
         """Return what could not be answered, as if the pattern alone had lost it.
@@ -220,34 +221,42 @@ class Look:
         largest: dict[Cell, int] = {}
         for (cell, _), count in questions.items():
             largest[cell] = max(count, largest.get(cell, 0))
-        found = []
-        places = {one.context: one for one in self.evaluation.planned if one.look <= self.number}
-        for one in self.evaluation.missing:
-            if place := places.get(one.context):
+        outcomes = []
+        places = {
+            planned.context: planned
+            for planned in self.evaluation.planned
+            if planned.look <= self.number
+        }
+        for failure in self.evaluation.missing:
+            if place := places.get(failure.context):
                 cell = place.task, place.length
-                names = [one.question] if one.question else map(str, range(largest.get(cell, 0)))
+                names = (
+                    [failure.question]
+                    if failure.question
+                    else map(str, range(largest.get(cell, 0)))
+                )
                 for name in names:
-                    key = one.context, name, *cell
-                    found += [Outcome(*key, self.reference, 1.0), Outcome(*key, pattern, 0.0)]
-        return found
+                    key = failure.context, name, *cell
+                    outcomes += [Outcome(*key, self.reference, 1.0), Outcome(*key, pattern, 0.0)]
+        return outcomes
 
     @property
     def cells(self) -> set[Cell]:
-        """Those of the claim, as long as they can see."""
+        """Cells of the claim, as long as they can see."""
         return {row.cell for row in self.long}
 
     @cached_property
     def noise(self) -> Differences | None:
         """The reference against itself (A/A); None where it was not asked twice."""
-        again = any(row.arm == self.reference and row.repeat == 1 for row in self.long)
-        return self.compared(self.reference, repeat=1) if again else None
+        asked_twice = any(row.arm == self.reference and row.repeat == 1 for row in self.long)
+        return self.compared(self.reference, repeat=1) if asked_twice else None
 
     def right_share(self, arm: str) -> dict[Cell, float]:
-        """Share of an arm's first answers that are right by cell, 0 to 1."""
+        """Return the share of an arm's first answers that are right, by cell, 0 to 1."""
         return means(self.right, arm)
 
     def at_floor(self) -> dict[Cell, float]:
-        """Cells in which the reference hardly does better than guessing, with its right share."""
+        """Find cells where the reference hardly beats guessing; return its right share there."""
         return {
             cell: share
             for cell, share in self.right_share(self.reference).items()
@@ -259,16 +268,16 @@ class Look:
 
         By probabilities too, but not where it is nearly always right: there nothing can be lost.
         """
-        here = [row for row in self.right if row.cell == cell]
-        own = [row.value for row in here if (row.arm, row.repeat) == (arm, 0)]
+        rows = [row for row in self.right if row.cell == cell]
+        values = [row.value for row in rows if (row.arm, row.repeat) == (arm, 0)]
         # An arm that is decided is asked no more, so a cell may have none of its answers.
-        if not own:
+        if not values:
             return False
-        right, surer = paired(here, arm, self.reference), None
+        answers, probabilities = paired(rows, arm, self.reference), None
         probable = [row for row in self.probable if row.cell == cell]
-        if probable and sum(own) / len(own) < EASY:
-            surer = paired(probable, arm, self.reference)
-        return bool(sees(right, self.design.alpha, surer, self.design.margin))
+        if probable and sum(values) / len(values) < EASY:
+            probabilities = paired(probable, arm, self.reference)
+        return bool(sees(answers, self.design.alpha, probabilities, self.design.margin))
 
     @cached_property
     def blind(self) -> dict[Cell, Blind]:
@@ -276,31 +285,31 @@ class Look:
 
         One in which the bad pattern was not asked cannot, because nothing shows that it could.
         """
-        found = {
+        blind = {
             cell: Blind(
                 f"{self.reference} gets {share:.0%} right there, hardly more than guessing", False
             )
             for cell, share in self.at_floor().items()
         }
         if self.bad is None:
-            return found
-        own, others = self.right_share(self.reference), self.right_share(self.bad)
-        for cell in own.keys() - found.keys():
-            if cell not in others:
-                found[cell] = Blind(f"{self.bad} was not asked there", False)
+            return blind
+        reference, bad = self.right_share(self.reference), self.right_share(self.bad)
+        for cell in reference.keys() - blind.keys():
+            if cell not in bad:
+                blind[cell] = Blind(f"{self.bad} was not asked there", False)
             elif self.sees_loss(self.bad, cell):
                 continue
-            elif others[cell] >= EASY:
-                reason = f"too easy: even {self.bad} gets {others[cell]:.0%} right there"
+            elif bad[cell] >= EASY:
+                reason = f"too easy: even {self.bad} gets {bad[cell]:.0%} right there"
                 # Short of the ceiling more contexts may yet show a loss.
-                found[cell] = Blind(reason, others[cell] < CEILING)
+                blind[cell] = Blind(reason, bad[cell] < CEILING)
             else:
-                shares = f"{others[cell]:.0%} right, {self.reference} {own[cell]:.0%}"
+                shares = f"{bad[cell]:.0%} right, {self.reference} {reference[cell]:.0%}"
                 few = f"too few contexts to show that {self.bad} loses there"
                 none = f"{self.bad} was not seen to lose there"
-                reason = few if others[cell] < own[cell] else none
-                found[cell] = Blind(f"{reason}: {shares}", True)
-        return found
+                reason = few if bad[cell] < reference[cell] else none
+                blind[cell] = Blind(f"{reason}: {shares}", True)
+        return blind
 
     @property
     def hidden(self) -> list[Cell]:
@@ -319,28 +328,28 @@ class Look:
 
     def control_differs(self, arm: str) -> str:
         """Say why the arms differ where every pattern selects everything; empty if they do not."""
-        own, again = self._differing(arm, 0), self._differing(self.reference, 1)
-        if not exceeds_noise(len(own - again), len(again - own)):
+        by_arm, by_reference = self._differing(arm, 0), self._differing(self.reference, 1)
+        if not exceeds_noise(len(by_arm - by_reference), len(by_reference - by_arm)):
             return ""
         flips = paired(self.control, arm, self.reference).flips
         return (
             f"below index_topk tokens, where every pattern selects everything, {arm} differs from "
-            f"{self.reference} ({flips}), which differs from itself in {len(again)}. The arms "
-            "differ in more than the pattern: compare flags and checkpoints."
+            f"{self.reference} ({flips}), which differs from itself in {len(by_reference)}. "
+            "The arms differ in more than the pattern: compare flags and checkpoints."
         )
 
     def _differing(self, arm: str, repeat: int) -> set[tuple[str, str]]:
-        """Questions of the control on which an arm says other than the reference's first answer."""
+        """Find the control's questions that an arm answers unlike the reference's first time."""
         first: dict[tuple[str, str], float] = {}
-        said: dict[tuple[str, str], float] = {}
+        answers: dict[tuple[str, str], float] = {}
         for row in self.control:
             key = row.context, row.question
             if (row.arm, row.repeat) == (self.reference, 0):
                 first[key] = row.value
             elif (row.arm, row.repeat) == (arm, repeat):
-                said[key] = row.value
+                answers[key] = row.value
         # A question that the reference was not asked differs from nothing.
-        return {key for key, value in said.items() if first.get(key, value) != value}
+        return {key for key, value in answers.items() if first.get(key, value) != value}
 
     def unsound(self, arm: str) -> str:
         """Say why nothing may be claimed of an arm; empty if all is as it must be."""
@@ -367,18 +376,18 @@ class Look:
 
 
 def means(rows: Iterable[Outcome], arm: str) -> dict[Cell, float]:
-    """Mean of an arm's first answers by cell, 0 to 1."""
-    found: dict[Cell, list[float]] = defaultdict(list)
+    """Average an arm's first answers by cell, 0 to 1."""
+    by_cell: dict[Cell, list[float]] = defaultdict(list)
     for row in rows:
         if (row.arm, row.repeat) == (arm, 0):
-            found[row.cell].append(row.value)
-    return {cell: sum(values) / len(values) for cell, values in found.items()}
+            by_cell[row.cell].append(row.value)
+    return {cell: sum(values) / len(values) for cell, values in by_cell.items()}
 
 
 def bounds(
     estimate: Estimate, design: Design, look: int, at_worst: Estimate | None = None
 ) -> tuple[Any, Any]:
-    """One-sided bounds of the difference at a look, on which both claims rest.
+    """Return one-sided bounds of the difference at a look, on which both claims rest.
 
     ``at_worst`` has beside the estimate what is missing, as lost: a claim of no loss rests on it.
     """
@@ -407,13 +416,13 @@ def sees(
     """
     values = -differences.values
     largest = float(abs(values).max(initial=1.0))
-    won = capital(values, largest, 0.0)
+    wealth = capital(values, largest, 0.0)
     if probable is not None:
         # A drop that is certain but smaller than the margin is no loss that a user would mind.
         drops = -probable.values
-        surer = capital((drops / (MOVE * margin)).clip(-1, 1), 1.0, 0.0)
-        won = (won + np.where(drops.mean(axis=-1) >= margin, surer, 0.0)) / 2
-    return won >= 1 / alpha
+        probable_wealth = capital((drops / (MOVE * margin)).clip(-1, 1), 1.0, 0.0)
+        wealth = (wealth + np.where(drops.mean(axis=-1) >= margin, probable_wealth, 0.0)) / 2
+    return wealth >= 1 / alpha
 
 
 def exceeds_noise(arm_alone: Any, again_alone: Any) -> Any:
@@ -451,15 +460,15 @@ def verdicts_of(evaluation: Evaluation) -> Verdicts:
 
     Empty before the first look.
     """
-    found: dict[str, tuple[int, Verdict]] = {}
+    verdicts: dict[str, tuple[int, Verdict]] = {}
     for number in range(1, evaluation.look + 1):
         # Candidates come from most to fewest F layers: in a fixed sequence each is tested at alpha.
         look, permitted = Look(evaluation, number), True
         for arm in evaluation.candidates:
-            if arm.name not in found or found[arm.name][1].kind not in DECIDED:
-                found[arm.name] = number, judge(look, arm.name, permitted)
-            permitted = permitted and found[arm.name][1].kind in SAFE
-    return found
+            if arm.name not in verdicts or verdicts[arm.name][1].kind not in DECIDED:
+                verdicts[arm.name] = number, judge(look, arm.name, permitted)
+            permitted = permitted and verdicts[arm.name][1].kind in SAFE
+    return verdicts
 
 
 def judge(look: Look, pattern: str, permitted: bool = True) -> Verdict:
@@ -474,7 +483,7 @@ def judge(look: Look, pattern: str, permitted: bool = True) -> Verdict:
     if not look.cells - look.blind.keys():
         return Verdict(Kind.CANNOT_SEE, pattern, f"{pattern}: {_cannot_see(look.blind)}")
     forbidden = ""
-    if look.number < look.design.looks and any(one.waits for one in look.blind.values()):
+    if look.number < look.design.looks and any(blind.waits for blind in look.blind.values()):
         forbidden = WAITING
     # Each reason outranks those before: a wait may end at the next look, a visible loss or a broken
     # sequence will not.
@@ -510,15 +519,15 @@ def _claim(look: Look, pattern: str, forbidden: str) -> Verdict:
     mean, levels = float(estimate.mean), (estimate.level, estimate.level + float(estimate.mean))
     worst = _worst(differences, at_worst, design, look.number)
     claim = _claim_in_words(kind, mean, lower, more, len(differences), look, forbidden)
-    where = ""
+    worst_text = ""
     if worst and worst.difference < 0:
-        where = f"; worst: {place((worst.task, worst.length))}, {_points(worst.difference)}"
-    both = f"{look.reference} {levels[0]:.1%}, {pattern} {levels[1]:.1%}{where}"
-    what = PROBABLE if look.evaluation.endpoint == "probability" else ""
+        worst_text = f"; worst: {place((worst.task, worst.length))}, {_points(worst.difference)}"
+    levels_text = f"{look.reference} {levels[0]:.1%}, {pattern} {levels[1]:.1%}{worst_text}"
+    prefix = PROBABLE if look.evaluation.endpoint == "probability" else ""
     verdict = Verdict(
         kind,
         pattern,
-        f"{pattern}: {claim} ({what}{both}).",
+        f"{pattern}: {claim} ({prefix}{levels_text}).",
         difference=mean,
         levels=levels,
         worst=worst,
@@ -589,36 +598,36 @@ def _details(verdict: Verdict, differences: Differences, missing: int, look: Loo
     if design.looks > 1:  # wider than the tables' intervals, which are those of a single look
         width += " for this look"
     noise = f"; A/A: {verdict.noise}" if verdict.noise else ""
-    said = [
+    sentences = [
         f"Difference {_points(verdict.difference)} points ({width} {lower} to {upper}); "
         f"{differences.flips}, in {verdict.contexts:,} contexts{noise}."
     ]
     if missing:
-        said.append(
+        sentences.append(
             f"{counted(missing, 'question')} without an answer: counted as lost in the lower bound."
         )
     if verdict.worst:
-        said.append(
+        sentences.append(
             f"No cell loses more than {100 * verdict.worst.bound:.1f} points (bound for all "
             f"{len(differences.names)} of them together)."
         )
     if verdict.kind is not Kind.LOSS:
-        said.append(
+        sentences.append(
             f"A loss of {100 * verdict.detectable:.1f} points would have been found with "
             f"{design.power:.0%} probability."
         )
-    said.append(f"One-sided {design.alpha:.0%}, look {look.number} of {design.looks}.")
+    sentences.append(f"One-sided {design.alpha:.0%}, look {look.number} of {design.looks}.")
     if look.blind:
-        said.append(_cannot_see(look.blind))
+        sentences.append(_cannot_see(look.blind))
     if look.bad is None:
-        said.append("Not shown: that these questions can see a bad pattern.")
+        sentences.append("Not shown: that these questions can see a bad pattern.")
     if not verdict.noise:
-        said.append("Not known: the engine's own noise.")
-    return " ".join(said)
+        sentences.append("Not known: the engine's own noise.")
+    return " ".join(sentences)
 
 
 def _cannot_see(blind: Mapping[Cell, Blind]) -> str:
-    cells = (f"{place(cell)} ({one.reason})" for cell, one in sorted(blind.items()))
+    cells = (f"{place(cell)} ({why.reason})" for cell, why in sorted(blind.items()))
     return f"Cannot see: {'; '.join(cells)}."
 
 

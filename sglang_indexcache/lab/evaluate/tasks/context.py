@@ -22,10 +22,10 @@ from sglang_indexcache.support.lengths import counted
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 """Text that says nothing, as in RULER."""
 QUESTIONS = 8
-"""Behind one generated context, if nothing else is asked for."""
+"""Questions behind one generated context, if nothing else is asked for."""
 _BATCH = 512
 _DRAFTS = 3
-"""After which a draft that is too long loses lines."""
+"""Drafts after which one that is too long loses lines."""
 Message = Mapping[str, str]
 _MARK = "What is asked stands here."
 
@@ -67,14 +67,14 @@ class Draft:
 
     Attributes:
         opening: what is to be done with the lines.
-        asked: in the order of asking, which says nothing of where the answers lie.
+        questions: in the order of asking, which says nothing of where the answers lie.
         kept: lines besides the evidence that must stay, or an answer would be another one.
         chat: whether it is written with the model's chat template, where it has one.
     """
 
     opening: str
     lines: list[str]
-    asked: list[Asked]
+    questions: list[Asked]
     kept: frozenset[int] = frozenset()
     chat: bool = True
 
@@ -120,44 +120,44 @@ class Context:
 class Room:
     """Room for a task to fill: tokens of opening and lines together, and questions.
 
-    ``known`` are pieces of text that were tokenized before, with their ids.
+    ``cache`` has the ids of pieces of text that were tokenized before.
     """
 
     tokens: int
     questions: int
     tokenizer: Tokenizer
-    known: dict[str, list[int]] = field(default_factory=dict)
+    cache: dict[str, list[int]] = field(default_factory=dict)
 
     def encode(self, pieces: Iterable[str]) -> list[list[int]]:
         """Return the ids of each piece."""
         pieces = list(pieces)
-        new = list({piece: None for piece in pieces if piece not in self.known})
+        new = list({piece: None for piece in pieces if piece not in self.cache})
         if new:
             ids = self.tokenizer(new, add_special_tokens=False)["input_ids"]
-            self.known.update(zip(new, ids, strict=True))
-        return [self.known[piece] for piece in pieces]
+            self.cache.update(zip(new, ids, strict=True))
+        return [self.cache[piece] for piece in pieces]
 
     def words(self) -> list[str]:
         """Return the words that are one token behind a space, in the order of their ids."""
         pieces = sorted(self.tokenizer.get_vocab().items(), key=lambda item: item[1])
-        found = (re.fullmatch("[\u0120\u2581]([A-Za-z]+)", piece) for piece, _ in pieces)
-        return [match[1] for match in found if match]
+        matches = (re.fullmatch("[\u0120\u2581]([A-Za-z]+)", piece) for piece, _ in pieces)
+        return [match[1] for match in matches if match]
 
     def cost(self, pieces: Iterable[str]) -> int:
-        """Tokens of lines."""
+        """Count the tokens of lines."""
         return sum(len(ids) for ids in self.encode(f"\n{piece}" for piece in pieces))
 
     def fill(self, lines: Iterator[str], *, beside: Sequence[str], least: int = 0) -> list[str]:
         """Take as many of ``lines`` as fit together with ``beside``, but at least ``least``."""
-        left = self.tokens - self.cost(beside)
-        taken: list[str] = []
+        budget = self.tokens - self.cost(beside)
+        chosen: list[str] = []
         while batch := list(islice(lines, _BATCH)):
-            for line, ids in zip(batch, self.encode(f"\n{one}" for one in batch), strict=True):
-                left -= len(ids)
-                if left < 0 and len(taken) >= least:
-                    return taken
-                taken.append(line)
-        return taken
+            for line, ids in zip(batch, self.encode(f"\n{piece}" for piece in batch), strict=True):
+                budget -= len(ids)
+                if budget < 0 and len(chosen) >= least:
+                    return chosen
+                chosen.append(line)
+        return chosen
 
 
 Task = Callable[[random.Random, Room], Draft]
@@ -165,7 +165,7 @@ Task = Callable[[random.Random, Room], Draft]
 
 
 def strata(draw: random.Random, count: int, total: int) -> list[int]:
-    """``count`` different places among ``total``, one in each of as many equal parts, rising.
+    """Draw ``count`` different places among ``total``, one in each of as many equal parts, rising.
 
     Parts are whole, so that no two neighbours round to one place and ask the same question twice.
     """
@@ -173,9 +173,9 @@ def strata(draw: random.Random, count: int, total: int) -> list[int]:
     return [low + int(draw.random() * (high - low)) for low, high in pairwise(ends)]
 
 
-def shuffled(draw: random.Random, asked: list[Asked]) -> list[Asked]:
-    """In an order that does not give the depths away."""
-    return draw.sample(asked, len(asked))
+def shuffled(draw: random.Random, questions: list[Asked]) -> list[Asked]:
+    """Return the questions in an order that does not give their depths away."""
+    return draw.sample(questions, len(questions))
 
 
 def make_context(
@@ -199,9 +199,11 @@ def make_context(
         draw = random.Random(f"{name} {length} {seed}")
         draft = task(draw, replace(room, tokens=length - reserve))
         before, behind = around(tokenizer) if draft.chat else (beginning(tokenizer), [])
-        asked = [_question(n, one, room, behind) for n, one in enumerate(draft.asked)]
+        tokenized = [
+            _question(n, drafted, room, behind) for n, drafted in enumerate(draft.questions)
+        ]
         pieces = room.encode(f"\n{piece}" for piece in (draft.opening, *draft.lines))
-        tail = max(len(one.ids) + len(one.answer) for one in asked)
+        tail = max(len(question.ids) + len(question.answer) for question in tokenized)
         over = len(before) + sum(map(len, pieces)) + tail - length
         if over > 0 and last:
             draft, over = _shortened(draft, [len(piece) for piece in pieces[1:]], over, draw)
@@ -211,9 +213,9 @@ def make_context(
             ids = [*before, *(noise * (-over // len(noise) + 1))[:-over]]
             starts = list(accumulate(map(len, pieces), initial=len(ids)))
             ids += chain.from_iterable(pieces)
-            for question, one in zip(asked, draft.asked, strict=True):
-                question.depth = starts[1 + one.evidence[0]] / len(ids)  # 0 is the opening
-            return Context(f"{name}-{length}-{seed}", name, length, ids, asked)
+            for question, drafted in zip(tokenized, draft.questions, strict=True):
+                question.depth = starts[1 + drafted.evidence[0]] / len(ids)  # 0 is the opening
+            return Context(f"{name}-{length}-{seed}", name, length, ids, tokenized)
         reserve = max(reserve + over, len(before) + tail)
     raise QualityError(
         f"with {counted(questions, 'question')} it does not fit {length} tokens, it is {over} too "
@@ -221,45 +223,46 @@ def make_context(
     )
 
 
-def _question(number: int, asked: Asked, room: Room, behind: list[int]) -> Question:
+def _question(number: int, drafted: Asked, room: Room, behind: list[int]) -> Question:
     """Make a question in tokens, its depth not known yet.
 
     ``behind`` are ids between a user's turn and the answer; none without a chat template.
     """
-    begun, answer = "", asked.answer
+    beginning, answer = "", drafted.answer
     if behind:
-        text, begun = f"\n{asked.text}", asked.begun.lstrip()
-        answer = answer if begun else answer.lstrip()
+        text, beginning = f"\n{drafted.text}", drafted.begun.lstrip()
+        answer = answer if beginning else answer.lstrip()
     else:
-        text = f"\n{asked.text}{asked.cue}{asked.begun}"
-    first, then, last = room.encode([text, begun, answer])
-    said = f"{asked.text}{asked.begun}"
-    return Question(f"q{number}", [*first, *behind, *then], last, said, asked.answer, None)
+        text = f"\n{drafted.text}{drafted.cue}{drafted.begun}"
+    first, start, last = room.encode([text, beginning, answer])
+    whole = f"{drafted.text}{drafted.begun}"
+    return Question(f"q{number}", [*first, *behind, *start], last, whole, drafted.answer, None)
 
 
 def _shortened(
     draft: Draft, sizes: Sequence[int], over: int, draw: random.Random
 ) -> tuple[Draft, int]:
-    """Without lines that no answer rests on, drawn until ``over`` tokens less are left.
+    """Remove lines that no answer rests on, drawn until ``over`` tokens less are left.
 
     Returns:
         The draft, and the tokens that are still too many.
     """
-    needed = draft.kept.union(*(asked.evidence for asked in draft.asked))
-    spare = [number for number in range(len(draft.lines)) if number not in needed]
-    gone: set[int] = set()
+    required = draft.kept.union(*(question.evidence for question in draft.questions))
+    spare = [number for number in range(len(draft.lines)) if number not in required]
+    removed: set[int] = set()
     for number in draw.sample(spare, len(spare)):
         if over <= 0:
             break
-        gone.add(number)
+        removed.add(number)
         over -= sizes[number]
-    left = [number for number in range(len(draft.lines)) if number not in gone]
-    place = {number: new for new, number in enumerate(left)}
-    asked = [
-        replace(one, evidence=tuple(place[number] for number in one.evidence))
-        for one in draft.asked
+    remaining = [number for number in range(len(draft.lines)) if number not in removed]
+    place = {number: new for new, number in enumerate(remaining)}
+    questions = [
+        replace(question, evidence=tuple(place[number] for number in question.evidence))
+        for question in draft.questions
     ]
-    return replace(draft, lines=[draft.lines[number] for number in left], asked=asked), over
+    lines = [draft.lines[number] for number in remaining]
+    return replace(draft, lines=lines, questions=questions), over
 
 
 def has_template(tokenizer: Tokenizer) -> bool:
@@ -268,7 +271,7 @@ def has_template(tokenizer: Tokenizer) -> bool:
 
 
 def around(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """Ids before and behind what a user says; the answer begins where the second ones end.
+    """Return the ids before and behind a user's words; the answer begins where the second end.
 
     By the chat template, without thinking if it has a switch for that: a teacher-forced
     answer follows at once. Without a template, what the tokenizer begins a text with.
@@ -289,30 +292,30 @@ def around(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
 
 def beginning(tokenizer: Tokenizer) -> list[int]:
     """Return the ids with which the tokenizer begins a text; mostly one or none."""
-    [own], [whole] = (
+    [plain], [whole] = (
         tokenizer(["a"], add_special_tokens=special)["input_ids"] for special in (False, True)
     )
-    starts = (n for n in range(len(whole)) if list(whole[n : n + len(own)]) == list(own))
+    starts = (n for n in range(len(whole)) if list(whole[n : n + len(plain)]) == list(plain))
     return list(whole[: next(starts, 0)])
 
 
 def rendered(messages: tuple[Message, ...], tokenizer: Tokenizer) -> list[int]:
     """Render a conversation by the tokenizer's chat template; as plain turns if it has none."""
     if not has_template(tokenizer):
-        turns = [f"{one['role'].capitalize()}: {one['content']}" for one in messages]
+        turns = [f"{message['role'].capitalize()}: {message['content']}" for message in messages]
         text = "\n".join([*turns, "Assistant:"])
         return list(tokenizer([text], add_special_tokens=True)["input_ids"][0])
     return list(_applied(messages, tokenizer, tokenize=True, return_dict=False))
 
 
-def _applied(messages: tuple[Message, ...], tokenizer: Tokenizer, **how: bool) -> Any:
+def _applied(messages: tuple[Message, ...], tokenizer: Tokenizer, **options: bool) -> Any:
     try:
         return tokenizer.apply_chat_template(  # type: ignore[attr-defined]
             [dict(message) for message in messages],
             add_generation_prompt=True,
             enable_thinking=False,
             thinking=False,
-            **how,
+            **options,
         )
     except Exception as error:  # a template is a program, and raises what it likes
         raise QualityError(f"the model's chat template refuses a conversation: {error}") from error

@@ -88,7 +88,7 @@ class Item:
         """Everything that is sent, to see how far two items begin alike."""
         if isinstance(self.prompt, str):
             return self.prompt
-        return "".join(f"\0{one['role']}\0{one['content']}" for one in self.prompt)
+        return "".join(f"\0{message['role']}\0{message['content']}" for message in self.prompt)
 
 
 Reader = Callable[[Row], Item]
@@ -109,35 +109,37 @@ def mrcr(row: Row) -> Item:
         )
     sizes = [len(message["content"]) for message in messages]
     place = row.get("desired_msg_index")
-    told = isinstance(place, int) and 0 <= place < len(sizes)
-    return Item(messages, answer, depth=sum(sizes[:place]) / max(sum(sizes), 1) if told else None)
+    place_known = isinstance(place, int) and 0 <= place < len(sizes)
+    return Item(
+        messages, answer, depth=sum(sizes[:place]) / max(sum(sizes), 1) if place_known else None
+    )
 
 
 def graphwalks(row: Row) -> Item:
     """Read a graph with its question."""
-    begun = "Final Answer: ["
+    prefix = "Final Answer: ["
     prompt, kind = text_of(row, "prompt"), text_of(row, "problem_type")
     messages = ({"role": "user", "content": prompt},)
     nodes = _nodes(row)
     if kind.lower() != "parents":
-        return Item(messages, ", ".join(nodes) + "]", begun, one_form=False)
-    asked = re.findall(r"parents of node (\w+)", prompt)
-    nodes = [node for node in nodes if node not in asked[-1:]]
+        return Item(messages, ", ".join(nodes) + "]", prefix, one_form=False)
+    targets = re.findall(r"parents of node (\w+)", prompt)
+    nodes = [node for node in nodes if node not in targets[-1:]]
     starts: dict[str, int] = {}
     for edge in re.finditer(r"^(\w+) -> (\w+)\s*$", prompt, re.MULTILINE):
-        if asked and edge[2] == asked[-1] and edge[1] in nodes:
+        if targets and edge[2] == targets[-1] and edge[1] in nodes:
             starts.setdefault(edge[1], edge.start())
     if not nodes or set(starts) != set(nodes):
-        return Item(messages, ", ".join(nodes) + "]", begun, one_form=not nodes)
+        return Item(messages, ", ".join(nodes) + "]", prefix, one_form=not nodes)
     ordered = sorted(starts, key=lambda node: starts[node])
-    return Item(messages, ", ".join(ordered) + "]", begun, starts[ordered[0]] / len(prompt))
+    return Item(messages, ", ".join(ordered) + "]", prefix, starts[ordered[0]] / len(prompt))
 
 
 def _nodes(row: Row) -> list[str]:
-    """Each once."""
+    """Return the nodes of the answer, each once."""
     value = row.get("answer_nodes")
     value = row.get("answer") if value is None else value
-    if not isinstance(value, list) or not all(isinstance(one, str) and one for one in value):
+    if not isinstance(value, list) or not all(isinstance(node, str) and node for node in value):
         raise QualityError("its answer (answer_nodes) is no list of nodes")
     return list(dict.fromkeys(value))
 
@@ -157,7 +159,7 @@ def longbench(row: Row) -> Item:
 
 
 def aa_lcr(row: Row) -> Item:
-    """Documents, a question about them, and the answer that a judge would compare with."""
+    """Read documents, a question about them, and the answer that a judge would compare with."""
     prompt = _AA_LCR.format(
         documents=text_of(row, "context").strip(), question=text_of(row, "question").strip()
     )
@@ -201,7 +203,7 @@ BESIDE = {
 
 
 def read_items(reader: Reader, path: Path) -> Iterator[tuple[FileRow, Item]]:
-    """Every row of a file, as it lies there and as it is asked.
+    """Yield every row of a file, as it lies there and as it is asked.
 
     Raises:
         DataError: naming the line or row that cannot be read.
@@ -218,17 +220,17 @@ def read_items(reader: Reader, path: Path) -> Iterator[tuple[FileRow, Item]]:
 
 
 def pieces(item: Item, tokenizer: Tokenizer) -> tuple[list[int], list[int], list[int]]:
-    """Ids of the prompt as the model reads it, of the answer's beginning, and of the answer."""
-    begun, answer = tokenizer([item.begun, item.answer], add_special_tokens=False)["input_ids"]
+    """Return the ids of the prompt as the model reads it, the answer's beginning, the answer."""
+    beginning, answer = tokenizer([item.begun, item.answer], add_special_tokens=False)["input_ids"]
     if isinstance(item.prompt, str):
         prompt = tokenizer([item.prompt], add_special_tokens=True)["input_ids"][0]
     else:
         prompt = rendered(item.prompt, tokenizer)
-    return list(prompt), list(begun), list(answer)
+    return list(prompt), list(beginning), list(answer)
 
 
 def conversation(value: Any, name: str) -> tuple[Message, ...]:
-    """Chat messages, as a list or as JSON text of one; the last turn is to be answered."""
+    """Read chat messages, a list or its JSON text; the last turn is to be answered."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -251,7 +253,7 @@ def conversation(value: Any, name: str) -> tuple[Message, ...]:
             )
     if value[-1]["role"] == "assistant":
         raise QualityError(f"{name} ends with the assistant's turn, so nothing is asked")
-    return tuple({"role": one["role"], "content": one["content"]} for one in value)
+    return tuple({"role": message["role"], "content": message["content"]} for message in value)
 
 
 def text_of(row: Row, *names: str) -> str:
@@ -261,5 +263,5 @@ def text_of(row: Row, *names: str) -> str:
             if not isinstance(row[name], str) or not row[name].strip():
                 raise QualityError(f"{name} is empty, or no text")
             return str(row[name])
-    known = ", ".join(sorted(map(str, row))) or "none"
-    raise QualityError(f"{' or '.join(names)} is missing; its fields are {known}")
+    fields = ", ".join(sorted(map(str, row))) or "none"
+    raise QualityError(f"{' or '.join(names)} is missing; its fields are {fields}")

@@ -48,16 +48,17 @@ _BEGUN = "\nFinal Answer: ["
 def parents(draw: random.Random, room: Room) -> Draft:
     """Draft a random graph, and ask who leads to a node."""
     graph = _edges(draw, room, _PARENTS, DEGREE)
-    found: dict[int, dict[int, int]] = defaultdict(dict)
+    parents_of: dict[int, dict[int, int]] = defaultdict(dict)
     for line, (source, target) in enumerate(graph):
         if source != target:
-            found[target].setdefault(source, line)
-    _check(len(found), room)
-    asked = [
-        _asked(f"Find the parents of node {_name(node)}.", found[node], tuple(found[node].values()))
-        for node in _chosen(draw, found, room.questions, len(graph))
+            parents_of[target].setdefault(source, line)
+    _check(len(parents_of), room)
+    questions = [
+        _make_question(f"Find the parents of node {_name(node)}.", ends, tuple(ends.values()))
+        for node in _chosen(draw, parents_of, room.questions, len(graph))
+        for ends in [parents_of[node]]
     ]
-    return Draft(_PARENTS, [_line(edge) for edge in graph], shuffled(draw, asked))
+    return Draft(_PARENTS, [_line(edge) for edge in graph], shuffled(draw, questions))
 
 
 def search(depth: int) -> Task:
@@ -71,15 +72,15 @@ def search(depth: int) -> Task:
         reached = {start: _reached(graph, leaving, start, depth) for start in leaving}
         starts = [start for start, (ends, _) in reached.items() if ends]
         _check(len(starts), room)
-        asked = [
-            _asked(
+        questions = [
+            _make_question(
                 f"Perform a breadth-first search from node {_name(starts[place])}. Find the nodes "
                 f"that it reaches at depth {depth}.",
                 *reached[starts[place]],
             )
             for place in strata(draw, room.questions, len(starts))
         ]
-        return Draft(_SEARCH, [_line(edge) for edge in graph], shuffled(draw, asked))
+        return Draft(_SEARCH, [_line(edge) for edge in graph], shuffled(draw, questions))
 
     return task
 
@@ -96,19 +97,19 @@ def _edges(draw: random.Random, room: Room, opening: str, most: int) -> list[Edg
 def _reached(
     graph: list[Edge], leaving: dict[int, list[int]], start: int, depth: int
 ) -> tuple[dict[int, int], tuple[int, ...]]:
-    """Nodes at exactly this distance with the line that leads there, and all lines that decide."""
-    seen, here, used = {start}, [start], list[int]()
-    found: dict[int, int] = {}
+    """Return nodes at exactly this distance by the line that leads there; and deciding lines."""
+    visited, frontier, deciding = {start}, [start], list[int]()
+    reached: dict[int, int] = {}
     for _ in range(depth):
-        lines = sorted(line for node in here for line in leaving[node])
-        used += lines
-        found = {}
+        lines = sorted(line for node in frontier for line in leaving[node])
+        deciding += lines
+        reached = {}
         for line in lines:
-            if graph[line][1] not in seen:
-                found.setdefault(graph[line][1], line)
-        seen |= found.keys()
-        here = list(found)
-    return found, tuple(used)
+            if graph[line][1] not in visited:
+                reached.setdefault(graph[line][1], line)
+        visited |= reached.keys()
+        frontier = list(reached)
+    return reached, tuple(deciding)
 
 
 def _check(nodes: int, room: Room) -> None:
@@ -120,22 +121,22 @@ def _check(nodes: int, room: Room) -> None:
 
 
 def _chosen(
-    draw: random.Random, found: dict[int, dict[int, int]], count: int, edges: int
+    draw: random.Random, parents_of: dict[int, dict[int, int]], count: int, edges: int
 ) -> list[int]:
-    """Nodes whose first parents lie at stratified depths, of the fewest parents that there are."""
+    """Choose nodes whose first parents lie at stratified depths, with few parents."""
     chosen: list[int] = []
     for part in range(count):
         target = (part + draw.random()) * edges / count
 
         def badness(node: int, target: float = target) -> tuple[float, int]:
-            first = min(found[node].values())
-            return abs(first - target) + edges / 40 * len(found[node]), node
+            first = min(parents_of[node].values())
+            return abs(first - target) + edges / 40 * len(parents_of[node]), node
 
-        chosen.append(min((node for node in found if node not in chosen), key=badness))
+        chosen.append(min((node for node in parents_of if node not in chosen), key=badness))
     return chosen
 
 
-def _asked(operation: str, ends: dict[int, int], lines: tuple[int, ...]) -> Asked:
+def _make_question(operation: str, ends: dict[int, int], lines: tuple[int, ...]) -> Asked:
     answer = ", ".join(map(_name, ends)) + "]"
     return Asked(f"Operation:\n{operation}", answer, lines, begun=_BEGUN)
 

@@ -59,7 +59,8 @@ class HotpotQA:
         hops, paragraphs = [], dict[str, None]()
         for row in read_rows(path):
             try:
-                texts = {title: f"{title}\n{''.join(said)}" for title, said in row.value["context"]}
+                context = row.value["context"]
+                texts = {title: f"{title}\n{''.join(lines)}" for title, lines in context}
                 needs = dict.fromkeys(texts[title] for title, _ in row.value["supporting_facts"])
                 hop = Hop(row.value["question"].strip(), row.value["answer"].strip(), tuple(needs))
             except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -83,20 +84,20 @@ class HotpotQA:
         if len(self.hops) < room.questions:
             raise QualityError(f"the file has {len(self.hops)} questions that can be scored")
         chosen = draw.sample(self.hops, room.questions)
-        needed = list(dict.fromkeys(text for hop in chosen for text in hop.needs))
-        others = draw.sample(self.paragraphs, len(self.paragraphs))
+        evidence = list(dict.fromkeys(text for hop in chosen for text in hop.needs))
+        candidates = draw.sample(self.paragraphs, len(self.paragraphs))
         most = len(self.paragraphs)
-        filled = room.fill(
-            (_document(most, text) for text in others if text not in needed),
-            beside=[_OPENING, *(_document(most, text) for text in needed)],
+        documents = room.fill(
+            (_document(most, text) for text in candidates if text not in evidence),
+            beside=[_OPENING, *(_document(most, text) for text in evidence)],
         )
-        places = sorted(draw.sample(range(len(filled) + len(needed)), len(needed)))
-        for place, text in zip(places, draw.sample(needed, len(needed)), strict=True):
-            filled.insert(place, _document(most, text))
-        texts = [line.partition("\n")[2].removesuffix("\n") for line in filled]
+        places = sorted(draw.sample(range(len(documents) + len(evidence)), len(evidence)))
+        for place, text in zip(places, draw.sample(evidence, len(evidence)), strict=True):
+            documents.insert(place, _document(most, text))
+        texts = [line.partition("\n")[2].removesuffix("\n") for line in documents]
         place_of = {text: place for place, text in enumerate(texts)}
         lines = [_document(number, text) for number, text in enumerate(texts, 1)]
-        asked = [
+        questions = [
             Asked(
                 _QUESTION.format(question=hop.question),
                 f" {hop.answer}",
@@ -105,7 +106,7 @@ class HotpotQA:
             )
             for hop in chosen
         ]
-        return Draft(_OPENING, lines, shuffled(draw, asked))
+        return Draft(_OPENING, lines, shuffled(draw, questions))
 
 
 def _document(number: int, text: str) -> str:

@@ -41,43 +41,43 @@ def rounds(draw: random.Random, room: Room) -> Draft:
     kinds = _kinds(draw, len(turns))
     passages = [turn.partition("Assistant: ")[2] for turn in turns]
     places = _places(kinds)
-    asked = []
+    questions = []
     for turn in strata(draw, room.questions, len(turns)):
         mark = "".join(draw.choices(string.ascii_letters + string.digits, k=10))
         form, topic = kinds[turn]
         text = _QUESTION.format(mark=mark, place=_ORDINALS[places[turn]], form=form, topic=topic)
-        asked.append(Asked(text, f" {mark}{passages[turn]}", (turn,), cue="\nAssistant:"))
+        questions.append(Asked(text, f" {mark}{passages[turn]}", (turn,), cue="\nAssistant:"))
     lines = [
         _TURN.format(form=form, topic=topic, passage=passage)
         for (form, topic), passage in zip(kinds, passages, strict=True)
     ]
-    alike = {kinds[turn] for one in asked for turn in one.evidence}
-    kept = frozenset(turn for turn, kind in enumerate(kinds) if kind in alike)
-    return Draft(_OPENING, lines, shuffled(draw, asked), kept)
+    alike = {kinds[turn] for question in questions for turn in question.evidence}
+    fixed = frozenset(turn for turn, kind in enumerate(kinds) if kind in alike)
+    return Draft(_OPENING, lines, shuffled(draw, questions), fixed)
 
 
 def _kinds(draw: random.Random, turns: int) -> list[tuple[str, str]]:
     """Draw each turn's request: every one comes eight times (the last at least twice)."""
-    left = [(form, topic) for form in FORMATS for topic in NOUNS]
-    draw.shuffle(left)
-    found: list[tuple[str, str]] = []
-    while missing := turns - len(found):
-        if not left:
+    remaining = [(form, topic) for form in FORMATS for topic in NOUNS]
+    draw.shuffle(remaining)
+    kinds: list[tuple[str, str]] = []
+    while missing := turns - len(kinds):
+        if not remaining:
             raise QualityError(
                 f"rounds has {len(FORMATS) * len(NOUNS)} different requests, too few for "
                 f"{turns} turns; ask for shorter contexts"
             )
         size = missing if missing == LOOK_ALIKES + 1 else min(LOOK_ALIKES, missing)
-        found += [left.pop()] * size
-    draw.shuffle(found)
-    return found
+        kinds += [remaining.pop()] * size
+    draw.shuffle(kinds)
+    return kinds
 
 
 def _places(kinds: list[tuple[str, str]]) -> list[int]:
     """Return each turn's place among those with the same request, from 0."""
-    seen: Counter[tuple[str, str]] = Counter()
-    found = []
+    counts: Counter[tuple[str, str]] = Counter()
+    places = []
     for kind in kinds:
-        found.append(seen[kind])
-        seen[kind] += 1
-    return found
+        places.append(counts[kind])
+        counts[kind] += 1
+    return places

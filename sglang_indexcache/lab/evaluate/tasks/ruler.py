@@ -58,13 +58,13 @@ def needles(draw: random.Random, room: Room) -> Draft:
             pairs.append((_uuid(draw), _uuid(draw)))
             yield _NEEDLE.format(key=pairs[-1][0], value=pairs[-1][1])
 
-    taken = room.fill(lines(), beside=[_UUID_OPENING], least=room.questions)
-    asked = []
-    for place in strata(draw, room.questions, len(taken)):
+    haystack_lines = room.fill(lines(), beside=[_UUID_OPENING], least=room.questions)
+    questions = []
+    for place in strata(draw, room.questions, len(haystack_lines)):
         key, value = pairs[place]
-        question, begun = _UUID_QUESTION.format(key=key), _UUID_BEGUN.format(key=key)
-        asked.append(Asked(question, f" {value}", (place,), begun))
-    return Draft(_UUID_OPENING, taken, shuffled(draw, asked))
+        question, prefix = _UUID_QUESTION.format(key=key), _UUID_BEGUN.format(key=key)
+        questions.append(Asked(question, f" {value}", (place,), prefix))
+    return Draft(_UUID_OPENING, haystack_lines, shuffled(draw, questions))
 
 
 def _uuid(draw: random.Random) -> str:
@@ -72,31 +72,31 @@ def _uuid(draw: random.Random) -> str:
 
 
 def tracking(draw: random.Random, room: Room) -> Draft:
-    """Chains of assignments in noise."""
+    """Draft chains of assignments in noise."""
     count = HOPS + 1
     variables = _variables(draw, count * room.questions)
     values = draw.sample(range(10_000, 100_000), room.questions)
     chains = [variables[count * n : count * (n + 1)] for n in range(room.questions)]
-    written = [_statements(chain, value) for chain, value in zip(chains, values, strict=True)]
-    every = [line for lines in written for line in lines]
-    noise = room.fill(repeat(NOISE), beside=[_CHAIN_OPENING, *every])
+    statements = [_statements(chain, value) for chain, value in zip(chains, values, strict=True)]
+    all_statements = [line for lines in statements for line in lines]
+    noise = room.fill(repeat(NOISE), beside=[_CHAIN_OPENING, *all_statements])
     # Each statement has a depth; a chain begins in its own part and goes on anywhere behind.
-    placed: list[tuple[float, int, int]] = []
+    places: list[tuple[float, int, int]] = []
     for number in range(room.questions):
         first = (number + draw.random()) / room.questions
         later = sorted(draw.uniform(first, 1.0) for _ in range(HOPS))
-        placed += [(depth, number, hop) for hop, depth in enumerate([first, *later])]
+        places += [(depth, number, hop) for hop, depth in enumerate([first, *later])]
     lines: list[str] = []
     evidence: dict[int, list[int]] = {number: [] for number in range(room.questions)}
     used = 0
-    for depth, number, hop in sorted(placed):
+    for depth, number, hop in sorted(places):
         until = int(depth * len(noise))
         lines += noise[used:until]
         used = max(used, until)
         evidence[number].append(len(lines))
-        lines.append(written[number][hop])
+        lines.append(statements[number][hop])
     lines += noise[used:]
-    asked = [
+    questions = [
         Asked(
             _CHAIN_QUESTION.format(value=values[number]),
             " " + ", ".join(chains[number]),
@@ -105,14 +105,14 @@ def tracking(draw: random.Random, room: Room) -> Draft:
         )
         for number in range(room.questions)
     ]
-    return Draft(_CHAIN_OPENING, lines, shuffled(draw, asked))
+    return Draft(_CHAIN_OPENING, lines, shuffled(draw, questions))
 
 
 def _variables(draw: random.Random, count: int) -> list[str]:
-    found: dict[str, None] = {}
-    while len(found) < count:
-        found["".join(draw.choices(string.ascii_uppercase, k=5))] = None
-    return list(found)
+    names: dict[str, None] = {}
+    while len(names) < count:
+        names["".join(draw.choices(string.ascii_uppercase, k=5))] = None
+    return list(names)
 
 
 def _statements(chain: list[str], value: int) -> list[str]:
@@ -123,16 +123,16 @@ def _statements(chain: list[str], value: int) -> list[str]:
 def notes(draw: random.Random, room: Room) -> Draft:
     """Draft notes between the lines of a text, which is repeated if it is too short."""
     text = haystack().splitlines()
-    begin = draw.randrange(len(text))
+    start = draw.randrange(len(text))
     pairs = _pairs(draw, room)
     hidden = [f"# {name} is {value}" for name, value in pairs]
-    lines = room.fill(islice(cycle(text), begin, None), beside=[_NOTES_OPENING, *hidden])
-    asked = []
+    lines = room.fill(islice(cycle(text), start, None), beside=[_NOTES_OPENING, *hidden])
+    questions = []
     for number, place in enumerate(strata(draw, room.questions, len(lines) + 1)):
         lines.insert(place + number, hidden[number])
         name, value = pairs[number]
-        asked.append(Asked(f"? {name} is", f" {value}", (place + number,)))
-    return Draft(_NOTES_OPENING, lines, shuffled(draw, asked), chat=False)
+        questions.append(Asked(f"? {name} is", f" {value}", (place + number,)))
+    return Draft(_NOTES_OPENING, lines, shuffled(draw, questions), chat=False)
 
 
 def _pairs(draw: random.Random, room: Room) -> list[tuple[str, str]]:
@@ -142,8 +142,8 @@ def _pairs(draw: random.Random, room: Room) -> list[tuple[str, str]]:
         [word for word in half if len(word) >= SHORTEST] for half in (words[0::2], words[1::2])
     )
     chosen = _sample(draw, names, room.questions)
-    others = [word for word in values if not any(word in name for name in chosen)]
-    return list(zip(chosen, _sample(draw, others, room.questions), strict=True))
+    usable = [word for word in values if not any(word in name for name in chosen)]
+    return list(zip(chosen, _sample(draw, usable, room.questions), strict=True))
 
 
 def _sample(draw: random.Random, words: list[str], count: int) -> list[str]:

@@ -63,22 +63,22 @@ def _sentence(draw: random.Random, pattern: str) -> str:
         words[part][draw.randrange(len(words[part]))] if part in words else part
         for part in pattern.split()
     )
-    said = " ".join(parts).replace(" ,", ",")
-    return f"{said[0].upper()}{said[1:]}."
+    sentence = " ".join(parts).replace(" ,", ",")
+    return f"{sentence[0].upper()}{sentence[1:]}."
 
 
 def windows(draw: random.Random, words: int) -> Iterator[str]:
-    """Pieces of the haystack of ``words`` words each, in random order, none alike."""
-    found = _split()
-    seen: set[str] = set()
-    for place in draw.sample(range(len(found) // words), len(found) // words):
-        piece = " ".join(found[place * words : (place + 1) * words])
-        if piece not in seen:
-            seen.add(piece)
+    """Yield pieces of the haystack of ``words`` words each, in random order, none alike."""
+    all_words = _split()
+    drawn: set[str] = set()
+    for place in draw.sample(range(len(all_words) // words), len(all_words) // words):
+        piece = " ".join(all_words[place * words : (place + 1) * words])
+        if piece not in drawn:
+            drawn.add(piece)
             yield piece
 
 
 @cache
 def _split() -> list[str]:
-    """Its words, found once for all contexts: that took most of the time that `rounds` needs."""
+    """Split the haystack once for all contexts: that took most of the time of `rounds`."""
     return haystack().split()

@@ -41,7 +41,7 @@ def test_answers_that_no_paragraph_holds_are_left_out(hotpot: HotpotQA) -> None:
 
 @pytest.mark.parametrize("length", [1024, 4096])
 def test_every_question_has_its_paragraphs_in_the_context(hotpot: HotpotQA, length: int) -> None:
-    corpus = Corpus(Words(), 8, made={"hotpotqa": hotpot})
+    corpus = Corpus(Words(), 8, file_tasks={"hotpotqa": hotpot})
     planned = Planned(f"hotpotqa-{length}-3", "hotpotqa", length, 1, False)
     made = corpus.make(planned)
     assert made == corpus.make(planned)
@@ -64,4 +64,4 @@ def test_what_is_no_hotpotqa_is_refused_by_row(tmp_path: Path) -> None:
     few = HotpotQA.read(write(tmp_path / "few.json", [row(1)]))
     planned = Planned("hotpotqa-1024-3", "hotpotqa", 1024, 1, False)
     with pytest.raises(QualityError, match="the file has 1 questions that can be scored"):
-        Corpus(Words(), 8, made={"hotpotqa": few}).make(planned)
+        Corpus(Words(), 8, file_tasks={"hotpotqa": few}).make(planned)

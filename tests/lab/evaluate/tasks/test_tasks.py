@@ -267,10 +267,10 @@ def test_lines_that_an_answer_rests_on_are_kept() -> None:
     shorter, over = _shortened(draft, sizes, sum(sizes) // 10, random.Random(2))
     assert over <= 0
     assert len(shorter.lines) < len(draft.lines)
-    for before, after in zip(draft.asked, shorter.asked, strict=True):
+    for before, after in zip(draft.questions, shorter.questions, strict=True):
         [old], [new] = before.evidence, after.evidence
         assert shorter.lines[new] == draft.lines[old]
-    for one in draft.asked:
+    for one in draft.questions:
         kind = draft.lines[one.evidence[0]].partition("\n")[0]
         alike = [line for line in draft.lines if line.startswith(kind)]
         assert alike == [line for line in shorter.lines if line.startswith(kind)]
