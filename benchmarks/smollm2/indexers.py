@@ -145,7 +145,9 @@ class Layer:
             index, target, layout = self.asked(row, places.unique())
             sparse = step >= recipe.steps
             selected = select_top_k(index, layout, recipe.topk) if sparse else None
-            loss = distillation_loss(index, [target], layout, selected) / len(layout.asked[0])
+            loss = distillation_loss(index, [target], layout, selected) / len(
+                layout.query_documents[0]
+            )
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             torch.nn.utils.clip_grad_norm_(self.indexer.parameters(), 1.0)

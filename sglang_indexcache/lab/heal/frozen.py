@@ -38,7 +38,7 @@ from sglang_indexcache.stored import DTYPES, E4M3
 
 EMBEDDING = "model.embed_tokens.weight"
 STATE_COPIES = 4
-"""Of an indexer's parameters: the weights, their gradients, and AdamW's two moments."""
+"""Copies of an indexer's parameters: weights, gradients, and AdamW's two moments."""
 
 _WORTH_A_SPLIT = 1.02
 """A group of layers is split over devices if the fullest then holds less by more than this."""
@@ -54,13 +54,13 @@ class LayerSize:
         kind: the shapes and forms of all its tensors; layers of the same kind cost the same.
         quantised: whether any of its weights are stored in block FP8.
         stored: bytes that are read of it.
-        held: bytes for good: weights, the embedding before the first layer, training state.
+        resident: bytes for good: weights, the embedding before the first layer, training state.
     """
 
     kind: str
     quantised: bool
     stored: int
-    held: int
+    resident: int
 
 
 class FrozenBody:
@@ -117,7 +117,7 @@ class FrozenBody:
         layers = range(len(pattern))
         self._files.check({EMBEDDING, *(name for layer in layers for name in self._names(layer))})
         self.sizes = [self._size_of(layer) for layer in layers]
-        self.shares = shared_out(pattern, [size.held for size in self.sizes], len(devices))
+        self.shares = shared_out(pattern, [size.resident for size in self.sizes], len(devices))
         self.devices = [
             device for device, share in zip(devices, self.shares, strict=True) for _ in share
         ]
@@ -131,13 +131,14 @@ class FrozenBody:
         quantised = any(self._files.kind(name) == E4M3 for name in names)
         stored = sum(map(self._files.bytes_of, names))
         body = stored if quantised else sum(self._files.bytes_of(n, self._dtype) for n in names)
-        held = 0 if self.from_disk else body
+        resident = 0 if self.from_disk else body
         if number == 0:
-            held += self._files.bytes_of(EMBEDDING, self._dtype)
+            resident += self._files.bytes_of(EMBEDDING, self._dtype)
         trained = sum(p.numel() for p in module.self_attn.indexer.parameters())
-        held += STATE_COPIES * trained * torch.promote_types(self._dtype, torch.float32).itemsize
+        master = torch.promote_types(self._dtype, torch.float32)
+        resident += STATE_COPIES * trained * master.itemsize
         shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
-        return LayerSize(f"{quantised} {shapes}", quantised, stored, held)
+        return LayerSize(f"{quantised} {shapes}", quantised, stored, resident)
 
     def start(self, ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, Rotation]:
         """Return what the first layer reads, on its device, for ``[B, T]`` int64.
@@ -150,25 +151,25 @@ class FrozenBody:
         return hidden, self._rotary(hidden, position_ids=positions.to(device))
 
     def layer(self, number: int) -> Callable[[torch.Tensor, Rotation], torch.Tensor]:
-        """Layer ``number`` with its weights; drop it to free them."""
+        """Return layer ``number`` with its weights; drop it to free them."""
         weights, module = self._weights(number), self._layers[number]
         # Never read: attention and indexers mask by the layout, block by block.
         no_mask = torch.empty(1, 1, 1, 1, device=self.devices[number])
 
         def run(hidden: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-            found: Any = functional_call(
+            result: Any = functional_call(
                 module,
                 weights,
                 (hidden,),
                 {"attention_mask": no_mask, "position_embeddings": rotation},
             )
-            output: torch.Tensor = found[0] if isinstance(found, tuple) else found
+            output: torch.Tensor = result[0] if isinstance(result, tuple) else result
             return output
 
         return run
 
     def indexer_tensors(self) -> dict[str, nn.Parameter]:
-        """Every parameter of the indexers by its name in the checkpoint."""
+        """Return every parameter of the indexers by its name in the checkpoint."""
         return {
             f"{_indexer_prefix(number)}{name}": parameter
             for number, indexer in self.indexers.items()
@@ -185,8 +186,8 @@ class FrozenBody:
         names = list(indexer.state_dict())
         self._files.check({prefix + name for name in names})
         master = torch.promote_types(self._dtype, torch.float32)
-        found = {name: self._files.read(prefix + name, device).plain(master) for name in names}
-        indexer.load_state_dict(found, assign=True)
+        tensors = {name: self._files.read(prefix + name, device).plain(master) for name in names}
+        indexer.load_state_dict(tensors, assign=True)
         trained: LightningIndexer = indexer.requires_grad_(True)
         return trained
 
@@ -196,12 +197,12 @@ class FrozenBody:
         return {name: self._source_names(f"model.layers.{number}.{name}") for name in names}
 
     def _source_names(self, name: str) -> list[str]:
-        before, experts, part = name.rpartition("experts.")
+        prefix, experts, part = name.rpartition("experts.")
         if experts and part in FUSED and not self._files.has(name):
             return [
-                f"{before}experts.{expert}.{each}.weight"
+                f"{prefix}experts.{expert}.{projection}.weight"
                 for expert in range(self._experts)
-                for each in FUSED[part]
+                for projection in FUSED[part]
             ]
         return [name]
 
@@ -214,15 +215,15 @@ class FrozenBody:
         if number in self._ready:
             return self._ready[number]
         device = self.devices[number]
-        kept = not self.from_disk
-        if kept and self.sizes[number].quantised and number not in self._stored:
+        stays = not self.from_disk
+        if stays and self.sizes[number].quantised and number not in self._stored:
             names = self._names(number)
             self._stored[number] = {name: self._files.read(name, device) for name in names}
-        held = self._stored.get(number)
-        read = held.__getitem__ if held else lambda name: self._files.read(name, device)
+        weights = self._stored.get(number)
+        read = weights.__getitem__ if weights else lambda name: self._files.read(name, device)
         sources = self._sources[number]
         ready = {name: self._whole(number, name, sources[name], read) for name in sources}
-        if kept and not held:
+        if stays and not weights:
             self._ready[number] = ready
         return ready
 
@@ -250,12 +251,12 @@ def shared_out(pattern: Pattern, loads: Sequence[int], devices: int) -> list[ran
     """
     whole = _evenly([group.layers for group in pattern.groups], loads, devices)
     split = _evenly([range(n, n + 1) for n in range(len(pattern))], loads, devices)
-    fullest = [max(sum(loads[n] for n in share) for share in found) for found in (whole, split)]
+    fullest = [max(sum(loads[n] for n in share) for share in shares) for shares in (whole, split)]
     return whole if fullest[0] <= _WORTH_A_SPLIT * fullest[1] else split
 
 
 def _evenly(groups: Sequence[range], loads: Sequence[int], devices: int) -> list[range]:
-    """Neighbouring groups for each device; the most that one holds is as small as it can be."""
+    """Give each device neighbouring groups; the most that one holds is as small as it can be."""
     sizes = [sum(loads[number] for number in group) for group in groups]
     low, high = max(sizes), sum(sizes)
     while low < high:
@@ -271,12 +272,12 @@ def _evenly(groups: Sequence[range], loads: Sequence[int], devices: int) -> list
 
 def _filled(sizes: Sequence[int], room: int) -> list[int]:
     """Return the last group of each device, if each takes what it has room for."""
-    lasts, held = [], 0
+    lasts, load = [], 0
     for number, size in enumerate(sizes):
-        if held + size > room:
+        if load + size > room:
             lasts.append(number - 1)
-            held = 0
-        held += size
+            load = 0
+        load += size
     return [*lasts, len(sizes) - 1]
 
 

@@ -114,7 +114,7 @@ class HealOptions:
 
     @property
     def stages(self) -> tuple[HealStage, ...]:
-        """Those that have steps, in their order."""
+        """Stages that have steps, in their order."""
         kinds = {Stage.WARMUP: self.dense_steps, Stage.SPARSE: self.sparse_steps}
         return tuple(HealStage(kind, steps) for kind, steps in kinds.items() if steps)
 
@@ -132,7 +132,7 @@ class HealStage:
     steps: int
 
     def lr_factor(self, step: int) -> float:
-        """Share of the peak learning rate at a step."""
+        """Return the share of the peak learning rate at a step."""
         return lr_factor(step, self.steps, round(self.steps * WARMUP), FINAL_LR)
 
     @property
@@ -163,8 +163,8 @@ def heal(
             is in use.
         OutputError: the disk is full; the same options go on once it is not.
     """
-    with ExitStack() as held:
-        return _Healing(options, console or Console(), on_step, held).run()
+    with ExitStack() as stack:
+        return _Healing(options, console or Console(), on_step, stack).run()
 
 
 @dataclass(frozen=True)
@@ -205,12 +205,12 @@ class Target:
 
     @property
     def seen_in_words(self) -> str:
-        """For messages."""
+        """The same, for messages."""
         return f"index_topk ({self.topk})"
 
 
 class _Sums:
-    """Over the rows of a step or an evaluation, of every layer; float64 on the CPU."""
+    """Sums over the rows of a step or an evaluation, by layer; float64 on the CPU."""
 
     def __init__(self, layers: int) -> None:
         self.all = torch.zeros(3, layers, dtype=torch.float64)
@@ -227,11 +227,11 @@ class _Sums:
 class _Healing:
     """One run. All that can be refused is refused before weights are read.
 
-    Its folder is this process's until ``held`` ends.
+    Its folder is this process's until ``stack`` ends.
     """
 
     def __init__(
-        self, options: HealOptions, console: Console, on_step: OnStep | None, held: ExitStack
+        self, options: HealOptions, console: Console, on_step: OnStep | None, stack: ExitStack
     ) -> None:
         from accelerate import Accelerator
 
@@ -246,42 +246,42 @@ class _Healing:
             )
         self.base = checkpoint_digest(options.checkpoint)
         self.files = HealRun(options.output, console, self.accelerator.is_main_process)
-        told = self._told() | {"digest of the checkpoint's files": self.base}
-        held.enter_context(self.files.claimed(told))
+        identity = self._identity_options() | {"digest of the checkpoint's files": self.base}
+        stack.enter_context(self.files.claimed(identity))
         self.data = {length: self._read(length) for length in set(target.lengths.values())}
 
     def run(self) -> HealResult:
-        """To the end of the last stage."""
-        done = self.files.finished()
-        if done is not None:
+        """Train to the end of the last stage."""
+        adapter = self.files.finished()
+        if adapter is not None:
             self.files.log.say(f"{self.options.output} is finished already")
-            return HealResult(done, self.files.evaluations())
+            return HealResult(adapter, self.files.evaluations())
         self._load()
         state = self.files.load()
         self._announce(state)
         self.lr = self.options.lr or (self._best_rate() if state is None else state.lr)
         for number, stage in enumerate(self.options.stages):
-            here = state if state is not None and state.position.stage == number else None
+            resumed = state if state is not None and state.position.stage == number else None
             if state is None or number >= state.position.stage:
-                self._stage(number, stage, here)
+                self._stage(number, stage, resumed)
         return self._finish()
 
-    def _told(self) -> dict[str, Any]:
+    def _identity_options(self) -> dict[str, Any]:
         """Return the options that change what is learned, as JSON has them."""
         no_difference = ("checkpoint", "output", "save_every", "from_disk")
-        told = {k: v for k, v in vars(self.options).items() if k not in no_difference}
-        return told | {"pattern": str(self.pattern), "data": list(self.options.data)}
+        changing = {k: v for k, v in vars(self.options).items() if k not in no_difference}
+        return changing | {"pattern": str(self.pattern), "data": list(self.options.data)}
 
     def _read(self, length: int) -> FileRows:
-        """Rows of this length, for the stages that want such."""
+        """Read rows of this length, for the stages that want such."""
         options = self.options
         with reading(f"the tokenizer of {options.checkpoint}"):
             tokenizer = AutoTokenizer.from_pretrained(options.checkpoint)
         end = tokenizer.eos_token_id
         self.padding = next(i for i in (tokenizer.pad_token_id, end, 0) if i is not None)
         marker = Marker(tokenizer, options.checkpoint.name)
-        wanted = self._steps_of(length) * options.rows
-        data = FileRows.read(options.data, marker, length, wanted, options.held_out, options.seed)
+        count = self._steps_of(length) * options.rows
+        data = FileRows.read(options.data, marker, length, count, options.held_out, options.seed)
         for part, rows in (("train", data.train), ("judge", data.held_out)):
             if max(len(piece) for row in rows for piece in row) <= self.target.seen:
                 raise TrainingError(
@@ -312,7 +312,7 @@ class _Healing:
         self.files.check_room(size)
 
     def _devices(self) -> list[torch.device]:
-        """All GPUs of the machine for one process; its own for one of several."""
+        """Return all GPUs of the machine for one process; its own for one of several."""
         device = self.accelerator.device
         if device.type == "cuda" and self.accelerator.num_processes == 1:
             return [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
@@ -324,30 +324,30 @@ class _Healing:
         count = sum(p.numel() for p in self.trained.values())
         say(f"training {count:,} parameters of {len(self.body.indexers)} indexers")
         for length, data in self.data.items():
-            seen = self._steps_of(length) * options.rows / len(data.train)
+            draws = self._steps_of(length) * options.rows / len(data.train)
             say(
                 f"{len(data.train)} rows of up to {length} tokens, each drawn about "
-                f"{seen:.1f} times, and {len(data.held_out)} held out"
+                f"{draws:.1f} times, and {len(data.held_out)} held out"
             )
         if state is not None:
             say(f"resumed after step {state.position.step} of stage {state.position.stage}")
 
     def _best_rate(self) -> float:
         """Return the learning rate with which a short run ends at the lowest held-out loss."""
-        first, found = self.options.stages[0], {}
+        first, losses = self.options.stages[0], {}
         stage = replace(first, steps=TRIAL_STEPS)
-        begin = self._masters()
+        initial = self._masters()
         for rate in RATES:
             try:
-                found[rate] = self._tried(rate, stage)
+                losses[rate] = self._tried(rate, stage)
             except NotFiniteError:
-                if rate == RATES[-1] and not found:
+                if rate == RATES[-1] and not losses:
                     raise
-            self._set(begin)
-        told = ", ".join(f"{rate:g}: {loss:.4g}" for rate, loss in found.items())
-        best = min(found, key=lambda rate: found[rate])
+            self._set(initial)
+        text = ", ".join(f"{rate:g}: {loss:.4g}" for rate, loss in losses.items())
+        best = min(losses, key=lambda rate: losses[rate])
         self.files.log.say(
-            f"held-out loss after {stage.steps} steps at a learning rate of {told}; taking {best:g}"
+            f"held-out loss after {stage.steps} steps at a learning rate of {text}; taking {best:g}"
         )
         return best
 
@@ -373,14 +373,15 @@ class _Healing:
             line = self._step(number, step, stage, optimizer)
             done = step + 1
             seconds = time.perf_counter() - began
-            left = seconds / (done - start) * (stage.steps - done)
+            remaining = seconds / (done - start) * (stage.steps - done)
             last = done == stage.steps
-            line |= self._where(number, done, stage) | {"seconds": seconds, "seconds_left": left}
+            times = {"seconds": seconds, "seconds_left": remaining}
+            line |= self._where(number, done, stage) | times
             self.files.log.record(**line)
             if last or done % SHOWN_EVERY == 0:
                 self.files.log.say(
                     f"{stage.attention} attention, step {done} of {stage.steps}: "
-                    f"loss {line['loss']:.4g}, {time_in_words(left / 3600)} left"
+                    f"loss {line['loss']:.4g}, {time_in_words(remaining / 3600)} left"
                 )
             if last or done % self.options.evaluate_every == 0:
                 self._judge(number, done, stage, state)
@@ -443,8 +444,8 @@ class _Healing:
                 )
             ]
             pass_through(self.body, self.sharing, passing)
-            for one in passing:
-                sums.add(one.run)
+            for part in passing:
+                sums.add(part.run)
         if self.accelerator.num_processes > 1:
             sums.all.copy_(self._summed(sums.all))
         if not sums.loss.isfinite().all():
@@ -455,14 +456,14 @@ class _Healing:
         return sums, queries
 
     def _batches(self, rows: list[PackedRow], length: int) -> list[PackedBatch]:
-        mine = rows[self.accelerator.process_index :: self.accelerator.num_processes]
-        return [PackedBatch.of([row], length, self.padding) for row in mine]
+        rows_here = rows[self.accelerator.process_index :: self.accelerator.num_processes]
+        return [PackedBatch.of([row], length, self.padding) for row in rows_here]
 
     def _summed(self, part: torch.Tensor) -> torch.Tensor:
         """Sum over all processes."""
         device = self.accelerator.device
-        found: torch.Tensor = self.accelerator.reduce(part.to(device), "sum").to(part.device)
-        return found
+        total: torch.Tensor = self.accelerator.reduce(part.to(device), "sum").to(part.device)
+        return total
 
     def _add_gradients(self) -> None:
         if self.accelerator.num_processes == 1:
@@ -473,23 +474,23 @@ class _Healing:
 
     @torch.no_grad()
     def _measure(self, kind: Stage) -> tuple[list[float], list[float]]:
-        """Loss and recall of every layer on the held-out rows."""
+        """Measure loss and recall of every layer on the held-out rows."""
         sums, queries = self._forward(list(self.data[self.target.lengths[kind]].held_out), kind)
         return (sums.loss / queries).tolist(), (sums.mass / sums.choosing).tolist()
 
     def _judge(self, number: int, done: int, stage: HealStage, state: State) -> None:
         """Evaluate on the held-out rows, and keep these weights if they are the best so far."""
         loss, recall = self._measure(stage.kind)
-        found = HeldOutEvaluation(
+        evaluation = HeldOutEvaluation(
             **self._where(number, done, stage),
             held_out_loss=sum(loss),
             held_out_recall=sum(recall) / len(recall),
             held_out_loss_by_layer=loss,
             held_out_recall_by_layer=recall,
         )
-        self.files.log.record(**vars(found))
-        self.files.log.say(str(found))
-        state.judged(found.held_out_loss, self._masters)
+        self.files.log.record(**vars(evaluation))
+        self.files.log.say(str(evaluation))
+        state.judged(evaluation.held_out_loss, self._masters)
 
     def _masters(self) -> Tensors:
         return {name: p.detach().cpu().clone() for name, p in self.trained.items()}
@@ -547,8 +548,8 @@ class _Healing:
         lengths = self.target.lengths
         return {
             "made_by": "indexcache heal run",
-            "options": {**self._told(), "lr": self.lr},
-            "lengths": {one.attention: lengths[one.kind] for one in self.options.stages},
+            "options": {**self._identity_options(), "lr": self.lr},
+            "lengths": {stage.attention: lengths[stage.kind] for stage in self.options.stages},
             "data_digests": {length: data.digest for length, data in self.data.items()},
             "evaluations": [
                 {k: v for k, v in vars(e).items() if not isinstance(v, list)} for e in evaluations

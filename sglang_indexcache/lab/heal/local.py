@@ -51,8 +51,8 @@ class LocalForward(ForwardState):
         if self.layout.documents.device == device:
             return
         self.layout = Layout(self.layout.documents.to(device))
-        for held in (self.selected, self.chosen):
-            held.update({layer: selected.to(device) for layer, selected in held.items()})
+        for indices in (self.selected, self.chosen):
+            indices.update({layer: selected.to(device) for layer, selected in indices.items()})
         for layer, index in self.index.items():
             parts = (index.queries, index.keys, index.weights)
             self.index[layer] = IndexInputs(*(_moved(part, device) for part in parts))
@@ -108,8 +108,8 @@ class LocalSharing(Sharing):
         if projected is not None:
             outputs = [projected.queries, projected.keys, projected.weights]
             grads = [part.grad for part in (scored.queries, scored.keys, scored.weights)]
-            there = projected.keys.device
-            torch.autograd.backward(outputs, [None if g is None else g.to(there) for g in grads])
+            device = projected.keys.device
+            torch.autograd.backward(outputs, [None if g is None else g.to(device) for g in grads])
         run.selected.pop(source)
         run.chosen.pop(source, None)
 
@@ -162,8 +162,8 @@ def pass_through(body: FrozenBody, sharing: LocalSharing, rows: Sequence[Passing
         return
     for number, device in enumerate(body.devices):
         layer = body.layer(number)
-        for one in rows:
-            one.through(layer, device, sharing)
+        for row in rows:
+            row.through(layer, device, sharing)
 
 
 def pipelined(body: FrozenBody, rows: int) -> bool:
@@ -177,23 +177,25 @@ def _as_a_pipeline(body: FrozenBody, sharing: LocalSharing, rows: Sequence[Passi
     queues: list[SimpleQueue[Passing | None]] = [SimpleQueue() for _ in (*shares, None)]
     training, threads = torch.is_grad_enabled(), torch.get_num_threads()
 
-    def work(share: range, come: Iterable[Passing], gone: SimpleQueue[Passing | None]) -> None:
+    def work(
+        share: range, incoming: Iterable[Passing], outgoing: SimpleQueue[Passing | None]
+    ) -> None:
         torch.set_num_threads(threads)  # a new thread has its own
         try:
             with torch.set_grad_enabled(training):
-                for one in come:
+                for row in incoming:
                     for number in share:
-                        one.through(body.layer(number), body.devices[number], sharing)
-                    gone.put(one)
+                        row.through(body.layer(number), body.devices[number], sharing)
+                    outgoing.put(row)
         finally:
-            gone.put(None)
+            outgoing.put(None)
 
-    for one in (*rows, None):
-        queues[0].put(one)
+    for row in (*rows, None):
+        queues[0].put(row)
     with ThreadPoolExecutor(len(shares)) as pool:
-        done = [
-            pool.submit(work, share, iter(come.get, None), gone)
-            for share, come, gone in zip(shares, queues[:-1], queues[1:], strict=True)
+        futures = [
+            pool.submit(work, share, iter(incoming.get, None), outgoing)
+            for share, incoming, outgoing in zip(shares, queues[:-1], queues[1:], strict=True)
         ]
-    for one_device in done:
-        one_device.result()
+    for future in futures:
+        future.result()

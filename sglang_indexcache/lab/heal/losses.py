@@ -70,7 +70,7 @@ class AttentionInputs:
     scale: float
 
     def by_key_head(self, rows: slice) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Scaled queries ``[B, rows, heads, d]`` of each key head, and its keys ``[B, T, d]``."""
+        """Yield each key head's scaled queries ``[B, rows, heads, d]`` and keys ``[B, T, d]``."""
         for queries, keys in zip(
             self.queries[:, :, rows].chunk(self.keys.shape[1], dim=1),
             self.keys.unbind(1),
@@ -92,15 +92,15 @@ def select_top_k(
         ``[B, Q, min(topk, T)]`` int32, highest score first, -1 in the places that stay empty.
     """
     width = min(topk, layout.length)
-    found = []
+    blocks = []
     with _full_precision(index.keys.device):
         for rows in layout.blocks(block):
             scores = _VisibleKeys(layout, rows, None).scores(index)[0]
             # Adding +0.0 makes -0.0 equal to it on every device.
             best, places = _first_best(scores.add_(0.0), min(width, scores.shape[-1]))
             places = places.masked_fill(best == float("-inf"), -1).int()
-            found.append(pad(places, (0, width - places.shape[-1]), value=-1))
-    return torch.cat(found[::-1], dim=1)
+            blocks.append(pad(places, (0, width - places.shape[-1]), value=-1))
+    return torch.cat(blocks[::-1], dim=1)
 
 
 def _first_best(scores: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -191,8 +191,8 @@ def captured_mass(
             keys = _VisibleKeys(layout, rows, None)
             chosen = layout.attended(rows, selected)
             choosing = layout.counted[:, rows] & (keys.allowed.sum(-1) > selected.shape[-1])
-            found = keys.distribution(target).masked_fill_(~chosen, 0.0).sum(-1)
-            mass += (found * choosing).sum()
+            captured = keys.distribution(target).masked_fill_(~chosen, 0.0).sum(-1)
+            mass += (captured * choosing).sum()
             queries += choosing.sum()
     return mass, queries
 
@@ -238,8 +238,8 @@ class _VisibleKeys:
 
     def to_keys(self, pull: torch.Tensor, queries: torch.Tensor, total: torch.Tensor) -> None:
         """Add the keys' gradient for that of the dots to ``total``, ``[B, T, D]``."""
-        found = pull.flatten(1, 2).transpose(-1, -2) @ queries.flatten(1, 2)
-        total[:, : self.reach] += found
+        gradient = pull.flatten(1, 2).transpose(-1, -2) @ queries.flatten(1, 2)
+        total[:, : self.reach] += gradient
 
     def scores(self, index: IndexInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the index scores of the block.
@@ -288,9 +288,9 @@ class _SelectedKeys(_VisibleKeys):
         return pull @ taken
 
     def to_keys(self, pull: torch.Tensor, queries: torch.Tensor, total: torch.Tensor) -> None:
-        found = pull.transpose(-1, -2) @ queries
+        gradient = pull.transpose(-1, -2) @ queries
         for row, places in enumerate(self.places):
-            total[row].index_add_(0, places.flatten(), found[row].flatten(0, 1))
+            total[row].index_add_(0, places.flatten(), gradient[row].flatten(0, 1))
 
 
 @dataclass(frozen=True)
@@ -379,15 +379,17 @@ def _check(
     if not targets:
         raise TrainingError("distillation needs at least one served layer's attention")
     shapes = [
-        ("index queries", index.queries.shape[:2], layout.asked.shape),
+        ("index queries", index.queries.shape[:2], layout.query_documents.shape),
         ("index keys", index.keys.shape[:2], layout.documents.shape),
-        ("index weights", index.weights.shape[:2], layout.asked.shape),
+        ("index weights", index.weights.shape[:2], layout.query_documents.shape),
     ]
     for target in targets:
-        shapes.append(("attention queries", target.queries.shape[0::2], layout.asked.shape))
+        shapes.append(
+            ("attention queries", target.queries.shape[0::2], layout.query_documents.shape)
+        )
         shapes.append(("attention keys", target.keys.shape[0::2], layout.documents.shape))
     if selected is not None:
-        shapes.append(("selected", selected.shape[:2], layout.asked.shape))
+        shapes.append(("selected", selected.shape[:2], layout.query_documents.shape))
     for name, shape, expected in shapes:
         if shape != expected:
             raise TrainingError(

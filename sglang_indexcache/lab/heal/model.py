@@ -165,7 +165,7 @@ class LightningIndexer(nn.Module):
         hidden: torch.Tensor,
         query_latent: torch.Tensor,
         rotation: Rotation,
-        asked: torch.Tensor | None = None,
+        places: torch.Tensor | None = None,
     ) -> IndexInputs:
         """Project and rotate.
 
@@ -173,7 +173,7 @@ class LightningIndexer(nn.Module):
             hidden: ``[B, T, hidden_size]``.
             query_latent: ``[B, T, q_lora_rank]``.
             rotation: cosine and sine, ``[B, T, rotated]`` each.
-            asked: ``[Q]`` places of the queries; None for all.
+            places: ``[Q]`` of the queries; None for all.
         """
         dtype = self.wk.weight.dtype
         queries, keys, weights = project(
@@ -182,7 +182,7 @@ class LightningIndexer(nn.Module):
             query_latent.to(dtype),
             rotation,
             interleaved=self.interleaved,
-            asked=asked,
+            asked=places,
         )
         return IndexInputs(queries, keys, weights * (self.width**-0.5 * self.heads**-0.5))
 

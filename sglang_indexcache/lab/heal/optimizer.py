@@ -17,9 +17,9 @@ def adamw_groups(
     matrices = [p for p in parameters if p.dim() > 1]
     vectors = [p for p in parameters if p.dim() <= 1]
     return [
-        {"params": some, "lr": lr, "peak_lr": lr, "weight_decay": decay}
-        for some, decay in ((matrices, weight_decay), (vectors, 0.0))
-        if some
+        {"params": group, "lr": lr, "peak_lr": lr, "weight_decay": decay}
+        for group, decay in ((matrices, weight_decay), (vectors, 0.0))
+        if group
     ]
 
 

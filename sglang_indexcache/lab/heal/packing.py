@@ -46,14 +46,14 @@ class Layout:
         return self.documents.shape[1]
 
     @property
-    def asked(self) -> torch.Tensor:
+    def query_documents(self) -> torch.Tensor:
         """``[B, Q]`` integers: the document of each query."""
         return self.documents if self.queries is None else self.documents[:, self.queries]
 
     @property
     def counted(self) -> torch.Tensor:
         """``[B, Q]`` bool: the queries that count in a loss."""
-        return self.asked != PADDING
+        return self.query_documents != PADDING
 
     def places(self, rows: slice) -> torch.Tensor:
         """``[rows]`` places of the queries ``rows`` among all tokens."""
@@ -72,13 +72,13 @@ class Layout:
         """
         reach = self.reach(rows)
         keys = torch.arange(reach, device=self.documents.device)
-        same = self.asked[:, rows, None] == self.documents[:, None, :reach]
+        same = self.query_documents[:, rows, None] == self.documents[:, None, :reach]
         return same & (keys <= self.places(rows)[:, None])
 
     def sees(self, rows: slice, places: torch.Tensor) -> torch.Tensor:
         """``[B, rows, k]`` bool: whether queries ``rows`` see keys ``places``, ``[B, rows, k]``."""
         batch = torch.arange(len(places), device=places.device)[:, None, None]
-        same = self.documents[batch, places] == self.asked[:, rows, None]
+        same = self.documents[batch, places] == self.query_documents[:, rows, None]
         return same & (places <= self.places(rows)[:, None])
 
     def attended(self, rows: slice, selected: torch.Tensor | None) -> torch.Tensor:
@@ -100,7 +100,7 @@ class Layout:
         """
         if size < 1:
             raise TrainingError(f"a block holds at least one query, got {size}")
-        count = self.asked.shape[1]
+        count = self.query_documents.shape[1]
         for start in reversed(range(0, count, size)):
             yield slice(start, min(start + size, count))
 
@@ -134,13 +134,13 @@ class PackedBatch:
             positions=torch.zeros(shape, dtype=torch.int64),
         )
         for number, row in enumerate(rows):
-            at = 0
+            start = 0
             for document, piece in enumerate(row):
-                here = (number, slice(at, at + len(piece)))
-                batch.ids[here] = torch.from_numpy(piece).long()
-                batch.documents[here] = document
-                batch.positions[here] = torch.arange(len(piece))
-                at += len(piece)
+                place = (number, slice(start, start + len(piece)))
+                batch.ids[place] = torch.from_numpy(piece).long()
+                batch.documents[place] = document
+                batch.positions[place] = torch.arange(len(piece))
+                start += len(piece)
         return batch
 
 

@@ -81,18 +81,18 @@ class Share:
     """Work of one GPU.
 
     Attributes:
-        held: bytes of the layers' weights, indexers and optimiser state.
+        resident: bytes of the layers' weights, indexers and optimiser state.
         working: most bytes beside them, at any moment of a step.
     """
 
     layers: range
-    held: int
+    resident: int
     working: int
 
     @property
     def peak(self) -> int:
         """Bytes at the fullest moment."""
-        return self.held + self.working
+        return self.resident + self.working
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class HealPlan:
 
 
 Track = Callable[[Sequence[Group]], Iterable[Group]]
-"""What shows how far the groups of layers are that are handed through it."""
+"""Progress bar: hands the groups of layers through and shows how far they are."""
 
 
 def dry_run(
@@ -124,12 +124,12 @@ def dry_run(
     Raises:
         CheckpointError, PatternError, LibraryError, TrainingError: as :func:`heal` would.
     """
-    found = plan_of(options, machine, track)
-    rows = describe(found, machine)
-    if found.peak <= machine.memory:
+    bill = plan_of(options, machine, track)
+    rows = describe(bill, machine)
+    if bill.peak <= machine.memory:
         idle = not options.from_disk and options.rows < machine.gpus
         more = f"; with --rows {machine.gpus} the GPUs would work at once"
-        spare = 1 - found.peak / machine.memory
+        spare = 1 - bill.peak / machine.memory
         return [
             *rows,
             ("verdict", f"it fits, with {spare:.0%} of the memory to spare{more * idle}"),
@@ -144,7 +144,7 @@ def dry_run(
         f"{disk.peak / GB:,.0f} GB, and it takes {disk.hours:,.2g} hours, where "
         f"{machine.disk / GB:g} GB are read a second"
     )
-    if not found.quantised:
+    if not bill.quantised:
         advice += ". A block-FP8 checkpoint of the model takes half the memory"
     return [*rows, ("verdict", advice)]
 
@@ -164,27 +164,27 @@ def plan_of(options: HealOptions, machine: GpuMachine, track: Track = iter) -> H
         apart = [costs[share.start : share.stop] for share in body.shares]
         for place, share in enumerate(apart):
             # The other rows of the step wait: between two layers, or for their turn.
-            others = (options.rows - 1) * max((c.waiting for c in share), default=0)
+            waiting = (options.rows - 1) * max((c.waiting for c in share), default=0)
             peaks = max((c.peak for c in share), default=0)
-            working[place] = max(working[place], others + peaks)
+            working[place] = max(working[place], waiting + peaks)
         seconds, work = _step(apart, options.rows, at_once)
         tried = 0 if options.lr or number else len(RATES)  # first some learning rates
         judged = 1 + math.ceil(stage.steps / options.evaluate_every) + tried
         passes = stage.steps + tried * TRIAL_STEPS + judged * options.held_out / options.rows
         total += passes * seconds
         busy += passes * work
-    held = [sum(body.sizes[layer].held for layer in share) for share in body.shares]
-    shares = tuple(map(Share, body.shares, held, working))
+    resident = [sum(body.sizes[layer].resident for layer in share) for share in body.shares]
+    shares = tuple(map(Share, body.shares, resident, working))
     return HealPlan(shares, total / 3600, busy / total, body.sizes[0].quantised)
 
 
 def _step(shares: list[list[LayerCost]], rows: int, at_once: bool) -> tuple[float, float]:
-    """Seconds of a step, and of work on all GPUs in it."""
+    """Return the seconds of a step, and of work on all GPUs in it."""
     if not at_once:
         seconds = sum(c.weights + rows * c.row for share in shares for c in share)
         return seconds, seconds
-    each = [sum(c.weights + c.row for c in share) for share in shares]
-    return sum(each) + (rows - 1) * max(each), rows * sum(each)
+    seconds_of = [sum(c.weights + c.row for c in share) for share in shares]
+    return sum(seconds_of) + (rows - 1) * max(seconds_of), rows * sum(seconds_of)
 
 
 def _layer_costs(
@@ -196,14 +196,14 @@ def _layer_costs(
     track: Track,
 ) -> list[LayerCost]:
     """Cost every layer for a row of this length; run groups of the same layers once."""
-    known: dict[tuple[str, ...], list[LayerCost]] = {}
-    found: list[LayerCost] = []
+    costs_of: dict[tuple[str, ...], list[LayerCost]] = {}
+    costs: list[LayerCost] = []
     for group in track(sharing.pattern.groups):
         kind = tuple(body.sizes[layer].kind for layer in group.layers)
-        if kind not in known:
-            known[kind] = list(_group_costs(body, sharing, group.layers, stage, length, machine))
-        found += known[kind]
-    return found
+        if kind not in costs_of:
+            costs_of[kind] = list(_group_costs(body, sharing, group.layers, stage, length, machine))
+        costs += costs_of[kind]
+    return costs
 
 
 def _group_costs(
@@ -219,14 +219,14 @@ def _group_costs(
     with Meter() as meter:
         ids = torch.zeros((1, length), dtype=torch.int64, device=META)
         layout = SampledLayout(ids, meter=meter)
-        one = Passing(sharing.begin(stage.kind, layout, 1.0), *body.start(ids, ids))
+        row = Passing(sharing.begin(stage.kind, layout, 1.0), *body.start(ids, ids))
         for number in group:
             meter.restart()
             layer = body.layer(number)
             stored = body.sizes[number].stored / machine.disk if body.from_disk else 0.0
             weights = stored + meter.moved / machine.bandwidth
             meter.restart()
-            one.through(layer, META, sharing)
+            row.through(layer, META, sharing)
             del layer
             rates = {torch.float32: machine.float32}
             seconds = sum(
@@ -248,23 +248,23 @@ def counted_gpus(text: str) -> tuple[int, str]:
     return int(count), name
 
 
-def describe(found: HealPlan, machine: GpuMachine) -> list[tuple[str, str]]:
-    """Rows to print: each GPU, the verdict's numbers, the hours and what they rest on."""
+def describe(bill: HealPlan, machine: GpuMachine) -> list[tuple[str, str]]:
+    """Make rows to print: each GPU, the hours, and what these rest on."""
     rows = []
-    for number, share in enumerate(found.shares):
+    for number, share in enumerate(bill.shares):
         layers = f"layers {share.layers.start} to {share.layers.stop - 1}" if share.layers else "-"
         rows.append(
             (
                 f"GPU {number}",
                 f"{share.peak / GB:,.1f} of {machine.memory / GB:,.0f} GB: {layers}, "
-                f"{share.held / GB:,.1f} GB of weights and training state, "
+                f"{share.resident / GB:,.1f} GB of weights and training state, "
                 f"{share.working / GB:,.1f} GB of one layer at work and of rows",
             )
         )
     rows.append(
         (
             "hours",
-            f"{found.hours:,.2g}, arithmetic and not measured: {found.busy:.1f} of {machine.gpus} "
+            f"{bill.hours:,.2g}, arithmetic and not measured: {bill.busy:.1f} of {machine.gpus} "
             f"GPUs at work, at {100 * machine.reached:.0f} % of the rates in {machine.name}'s data "
             f"sheet; without copies between GPUs, the optimiser's steps and reading data",
         )
@@ -291,12 +291,12 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def repeat(self, times: float, moved: int, flops: Mapping[torch.dtype, float]) -> None:
         """Count again, ``times`` over, what came since ``moved`` and ``flops`` were read."""
         self.moved += round(times * (self.moved - moved))
-        for dtype, now in self.flops.items():
-            self.flops[dtype] += times * (now - flops.get(dtype, 0.0))
+        for dtype, total in self.flops.items():
+            self.flops[dtype] += times * (total - flops.get(dtype, 0.0))
 
     def __post_init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._known: set[int] = set()
+        self._storages: set[int] = set()
 
     def restart(self) -> None:
         """Count anew; the peak begins at what is alive."""
@@ -305,33 +305,34 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation and take note of it."""
-        found = func(*args, **(kwargs or {}))
-        tensors = [t for t in tree_leaves(found) if isinstance(t, torch.Tensor)]
-        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        self.moved += sum(t.numel() * t.itemsize for t in (*given, *tensors))
+        result = func(*args, **(kwargs or {}))
+        outputs = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
+        inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        self.moved += sum(t.numel() * t.itemsize for t in (*inputs, *outputs))
         packet = func.overloadpacket
         if packet in flop_registry:
-            counted = flop_registry[packet](*args, **(kwargs or {}), out_val=found)
-            self.flops[tensors[0].dtype] += counted
+            flops = flop_registry[packet](*args, **(kwargs or {}), out_val=result)
+            self.flops[outputs[0].dtype] += flops
         elif "grouped_mm" in str(packet):  # each row meets the matrix of one expert
-            self.flops[tensors[0].dtype] += 2 * given[0].numel() * tensors[0].shape[-1]
-        theirs = {tensor.untyped_storage()._cdata for tensor in given}
-        for tensor in tensors:
-            if tensor.untyped_storage()._cdata not in theirs:  # else a view, or written in place
-                self._see(tensor.untyped_storage())
-        return found
+            self.flops[outputs[0].dtype] += 2 * inputs[0].numel() * outputs[0].shape[-1]
+        input_storages = {tensor.untyped_storage()._cdata for tensor in inputs}
+        for tensor in outputs:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in input_storages:  # else a view, or written in place
+                self._add(storage)
+        return result
 
-    def _see(self, storage: torch.UntypedStorage) -> None:
+    def _add(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()
-        if key in self._known or not size:
+        if key in self._storages or not size:
             return
-        self._known.add(key)
+        self._storages.add(key)
         self.alive += size
         self.peak = max(self.peak, self.alive)
         weakref.finalize(storage, self._drop, key, size).atexit = False
 
     def _drop(self, key: int, size: int) -> None:
-        self._known.remove(key)
+        self._storages.remove(key)
         self.alive -= size
 
 

@@ -21,7 +21,7 @@ from sglang_indexcache.support.files import check_writable, replacing, write_who
 
 OPTIONS, STATE, METRICS, LOCK = "options.json", "state.pt", "metrics.jsonl", "lock"
 COPIES_OF_STATE = 4
-"""Of the indexers in a state: as they are, the best ones, and AdamW's two moments."""
+"""Copies of the indexers in a state: the newest, the best, and AdamW's two moments."""
 
 Tensors = dict[str, torch.Tensor]
 
@@ -61,7 +61,7 @@ class State:
 
 @dataclass(frozen=True)
 class HeldOutEvaluation:
-    """On the held-out rows.
+    """Evaluation on the held-out rows.
 
     Attributes:
         step: of the stage, done by then.
@@ -145,8 +145,8 @@ class HealRun:
             return None
         # Written by ourselves, and read as nothing but tensors and plain values.
         try:
-            found = torch.load(path, map_location="cpu", weights_only=True)
-            state = State(**{**found, "position": Position(*found["position"])})
+            values = torch.load(path, map_location="cpu", weights_only=True)
+            state = State(**{**values, "position": Position(*values["position"])})
         except Exception as error:  # torch's readers raise what they like
             raise TrainingError(
                 f"{path} is damaged, or another version's. Give another --output, or move it away "
@@ -164,8 +164,8 @@ class HealRun:
             TrainingError: there is too little room.
         """
         needed = (2 * COPIES_OF_STATE + 1) * size  # a new state beside the old one; the adapter
-        there = sum(f.stat().st_size for f in self.folder.glob("*") if f.is_file())
-        if self.main and shutil.disk_usage(self.folder).free + there < needed:
+        present = sum(f.stat().st_size for f in self.folder.glob("*") if f.is_file())
+        if self.main and shutil.disk_usage(self.folder).free + present < needed:
             raise TrainingError(
                 f"the disk of {self.folder} has too little room: states and adapter take up to "
                 f"{needed / 1e9:,.2g} GB. Make room, or give another --output."
@@ -188,7 +188,7 @@ class HealRun:
             torch.save(values, part)
 
     def evaluations(self) -> tuple[HeldOutEvaluation, ...]:
-        """Those in the log."""
+        """Return the evaluations in the log."""
         lines = read_metrics(self.folder) if (self.folder / METRICS).exists() else []
         return tuple(HeldOutEvaluation(**line) for line in lines if "held_out_loss" in line)
 
@@ -240,5 +240,5 @@ def learned(evaluations: Sequence[HeldOutEvaluation]) -> list[str]:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """Every line of a run's log."""
+    """Read every line of a run's log."""
     return [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]

@@ -57,14 +57,14 @@ class Sharing:
 
     def start(self, stage: Stage, layout: Layout) -> ForwardState:
         """Begin a forward pass."""
-        self.forward = found = ForwardState(stage, layout)
-        return found
+        self.forward = state = ForwardState(stage, layout)
+        return state
 
     @property
     def forward(self) -> ForwardState | None:
         """The forward pass that this thread started or resumed last."""
-        found: ForwardState | None = getattr(self._underway, "forward", None)
-        return found
+        state: ForwardState | None = getattr(self._underway, "forward", None)
+        return state
 
     @forward.setter
     def forward(self, forward: ForwardState) -> None:
@@ -72,7 +72,7 @@ class Sharing:
 
     @property
     def layout(self) -> Layout:
-        """Who sees whom in this forward pass."""
+        """Visibility of keys in this forward pass."""
         return self.running().layout
 
     @property

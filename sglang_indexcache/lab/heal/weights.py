@@ -21,7 +21,7 @@ BLOCKS = (128, 128)
 """Rows and columns that share a scale in an FP8 weight, if config.json does not say."""
 
 META = torch.device("meta")
-"""Where tensors have a shape and no values."""
+"""Device on which tensors have a shape and no values."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Weight:
     blocks: Sequence[int]
 
     def plain(self, dtype: torch.dtype) -> torch.Tensor:
-        """Dequantised, in ``dtype``."""
+        """Return the tensor dequantised, in ``dtype``."""
         if self.scales is None:
             return self.values.to(dtype)
         return dequantised(self.values, self.scales, self.blocks).to(dtype)
@@ -69,7 +69,7 @@ class WeightFiles:
         return name in self._stored
 
     def kind(self, name: str) -> str:
-        """Its dtype as safetensors writes it."""
+        """Return a tensor's dtype as safetensors writes it."""
         return self._stored[name].kind
 
     def check(self, names: Iterable[str]) -> None:
@@ -89,7 +89,7 @@ class WeightFiles:
                 )
 
     def bytes_of(self, name: str, dtype: torch.dtype | None = None) -> int:
-        """Bytes of a tensor in ``dtype``, or as it is stored with its scales."""
+        """Count the bytes of a tensor in ``dtype``, or as it is stored with its scales."""
         if dtype is not None:
             return math.prod(self._stored[name].shape) * dtype.itemsize
         size = math.prod(self._stored[name].shape) * _dtype(self.kind(name)).itemsize
@@ -119,30 +119,30 @@ def expected_tensors(model: nn.Module, blocks: Sequence[int] | None) -> dict[str
         blocks: of block FP8, in which all projections but the indexers' head weights are then;
             None for a plain checkpoint.
     """
-    nowhere, found = Path(), {}
+    nowhere, tensors = Path(), {}
     linear = {f"{name}.weight" for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     plain = {str(dtype): kind for kind, dtype in DTYPES.items()}
 
     def add(name: str, shape: Sequence[int], dtype: torch.dtype, projection: bool) -> None:
-        kept = ("lm_head.", "weights_proj.")
-        if blocks is None or not projection or any(part in name for part in kept):
-            found[name] = StoredTensor(nowhere, plain[str(dtype)], tuple(shape))
+        unquantised = ("lm_head.", "weights_proj.")
+        if blocks is None or not projection or any(part in name for part in unquantised):
+            tensors[name] = StoredTensor(nowhere, plain[str(dtype)], tuple(shape))
             return
         scales = tuple(-(-size // block) for size, block in zip(shape, blocks, strict=True))
-        found[name] = StoredTensor(nowhere, E4M3, tuple(shape))
-        found[name + SCALES] = StoredTensor(nowhere, "F32", scales)
+        tensors[name] = StoredTensor(nowhere, E4M3, tuple(shape))
+        tensors[name + SCALES] = StoredTensor(nowhere, "F32", scales)
 
     for name, tensor in model.state_dict().items():
-        before, experts, part = name.rpartition("experts.")
+        prefix, experts, part = name.rpartition("experts.")
         if not experts or part not in FUSED:
             add(name, tensor.shape, tensor.dtype, name in linear)
             continue
         rows = tensor.shape[1] // len(FUSED[part])
         for expert in range(tensor.shape[0]):
-            for each in FUSED[part]:
-                full = f"{before}experts.{expert}.{each}.weight"
+            for projection_name in FUSED[part]:
+                full = f"{prefix}experts.{expert}.{projection_name}.weight"
                 add(full, (rows, tensor.shape[2]), tensor.dtype, True)
-    return found
+    return tensors
 
 
 FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
