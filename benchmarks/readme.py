@@ -43,7 +43,6 @@ PAGES = tuple(
         "benchmarks/results/latency/README.md",
         "docs/serving.md",
         "benchmarks/results/heal.md",
-        "docs/patterns.md",
         "benchmarks/results/kernels/README.md",
         "benchmarks/results/kernels/h100.md",
     )
