@@ -178,8 +178,9 @@ class IndexCacheBackend(Observed, DeepseekSparseAttnBackend):
             before = buffer.held
             buffer.select(layer, carried)
             self.selected(layer, forward_batch, before, own=carried)
+        indices = buffer.read(layer, rows)
         self.served(layer)
-        return buffer.read(layer, rows)
+        return indices
 
     def inherit(self, layer: int, forward_batch: ForwardBatch) -> None:
         """Sub-batch: take over what the whole batch selected before it was split."""
