@@ -169,7 +169,11 @@ class Forwards:
         BenchError: no rows of this deployment, or the wheel is not installed.
     """
 
+    base = "DSA"
+    title: str
+
     def __init__(self, deployment: Deployment, data: Path | None = None) -> None:
+        self.title = str(deployment)
         self.deployment, self._shape = deployment, deployment.shape
         self._wheel = Wheel(deployment.gpu, data)
         names, gpus = deployment.measured, deployment.gpus
@@ -397,7 +401,7 @@ def plan_grid(forwards: Forwards, patterns: Patterns, contexts: Sequence[int]) -
             cells = [NO_RATE if one is None else f"{one.gain:.2f}x" for one in gains]
             rows.append((f"{name} ({len(pattern.full_layers)} of {len(pattern)} F)", *cells))
     header = ("", *map(format_length, contexts))
-    return Grid(f"expected speed-up over DSA: {forwards.deployment}", header, tuple(rows))
+    return Grid(f"expected speed-up over {forwards.base}: {forwards.title}", header, tuple(rows))
 
 
 def plan_to_json(forwards: Forwards, patterns: Patterns, contexts: Sequence[int]) -> dict[str, Any]:
@@ -424,7 +428,7 @@ def plan_to_json(forwards: Forwards, patterns: Patterns, contexts: Sequence[int]
                         "off": gain and gain.off,
                     }
                 )
-    return {"deployment": str(forwards.deployment), "gains": gains}
+    return {"deployment": forwards.title, "gains": gains}
 
 
 def _base(gains: Sequence[Gain | None], metric: Metric) -> str:
