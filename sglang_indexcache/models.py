@@ -167,10 +167,16 @@ FAMILIES = (
         "DeepseekV41ForCausalLM",
         unsupported="it shares selections as it was trained to, and SGLang serves it so",
     ),
-    Family(
-        "MiniMaxM3SparseForConditionalGeneration",
-        unsupported="its indexers select blocks of tokens for each group of heads; SGLang shares "
-        "them on AMD's gfx95 (SGLANG_MINIMAX_M3_INDEX_TOPK_FREQ), no engine on NVIDIA",
+    *(
+        Family(
+            architecture,
+            unsupported="its indexers select blocks of tokens for each group of heads; SGLang "
+            "shares them on AMD's gfx95 (SGLANG_MINIMAX_M3_INDEX_TOPK_FREQ), no engine on NVIDIA",
+        )
+        for architecture in (
+            "MiniMaxM3SparseForCausalLM",
+            "MiniMaxM3SparseForConditionalGeneration",
+        )
     ),
     # By vLLM's issue 54890: 16.9 us a layer of 10.2 ms (batch 16, 64K tokens, GB300), 12 layers.
     Family(
