@@ -1,12 +1,27 @@
-"""Work that is killed at a chosen change of the disk."""
+"""Work that is killed, at a chosen change of the disk or from outside."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
+
+PROCESSES: Any = multiprocessing.get_context("forkserver")
+"""Its processes start at once: they are forks of one that has imported what they need.
+
+It reads its list once, so the modules of every file of tests that uses it stand here.
+"""
+PROCESSES.set_forkserver_preload(
+    [
+        "accelerate",
+        "tests.lab.evaluate.evaluate",
+        "tests.lab.heal.test_heal_processes",
+        "tests.search.slow_search",
+    ]
+)
 
 TOUCHES = {
     *("open", "os.link", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.truncate"),

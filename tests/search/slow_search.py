@@ -1,6 +1,6 @@
 """A search of a made-up landscape that leaves time to interrupt it.
 
-``python -m tests.search.slow_search OUTPUT METHOD CALLS``: so many calls at the same time.
+``python -m tests.search.slow_search OUTPUT``: as a command that a signal interrupts.
 """
 
 from __future__ import annotations
@@ -26,11 +26,15 @@ class Slow(SyntheticEvaluator):
         return super().loss(pattern, batches)
 
 
-if __name__ == "__main__":
-    output, method, calls = sys.argv[1:]
+def search(output: Path, method: str, calls: int) -> None:
+    """Search with so many calls at the same time."""
     evaluator = Slow(12, 16)
-    evaluator.in_flight = int(calls)
+    evaluator.in_flight = calls
+    searched(output, evaluator, held_out=8, method=method)
+
+
+if __name__ == "__main__":
     try:
-        searched(Path(output), evaluator, held_out=8, method=method)
+        search(Path(sys.argv[1]), "fast", 1)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -3,35 +3,31 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from sglang_indexcache.library import load_entry
+from tests.kills import PROCESSES
+from tests.search.slow_search import search
 from tests.signals import hears_sigint
 
 
-def start(output: Path, method: str = "fast", servers: int = 1) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "tests.search.slow_search", str(output), method, str(servers)]
-    return subprocess.Popen(
-        command,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-        preexec_fn=hears_sigint,
-        cwd=Path(__file__).parents[2],
-    )
+def start(output: Path, method: str = "fast", servers: int = 1) -> Any:
+    process = PROCESSES.Process(target=search, args=(output, method, servers))
+    process.start()
+    return process
 
 
-def finish(process: subprocess.Popen[bytes]) -> None:
-    _, errors = process.communicate(timeout=300)
-    assert process.returncode == 0, errors.decode()
+def finish(process: Any) -> None:
+    process.join(300)
+    assert process.exitcode == 0
 
 
 def results(folder: Path) -> dict[str, bytes]:
@@ -65,13 +61,13 @@ def test_kill_9_at_random_moments(tmp_path: Path, method: str, servers: int, goa
         process = start(killed, method, servers)
         # Each life gets a random share of the work, so that the kills spread over all of it.
         enough = size(journal) + moments.uniform(0.0, 1.6 / goal) * whole
-        while process.poll() is None and size(journal) < min(enough, 0.97 * whole):
+        while process.is_alive() and size(journal) < min(enough, 0.97 * whole):
             time.sleep(0.002)
         time.sleep(moments.uniform(0.0, 0.03))
-        if process.poll() is not None:
+        if not process.is_alive():
             break
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+        process.kill()
+        process.join()
         kills += 1
     assert kills == goal
     finish(start(killed, method, servers))
@@ -82,7 +78,13 @@ def test_kill_9_at_random_moments(tmp_path: Path, method: str, servers: int, goa
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_search_leaves_a_usable_result(tmp_path: Path, number: int) -> None:
-    process = start(tmp_path)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.search.slow_search", str(tmp_path)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        preexec_fn=hears_sigint,
+        cwd=Path(__file__).parents[2],
+    )
     while size(tmp_path / "journal.jsonl") < 4000 and process.poll() is None:
         time.sleep(0.01)
     process.send_signal(number)

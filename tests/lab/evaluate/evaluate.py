@@ -1,12 +1,8 @@
-"""An evaluation on a fake server: in this process, or one to be killed.
-
-python -m tests.lab.evaluate.evaluate FOLDER URL
-"""
+"""An evaluation on a fake server: in this process, or one to be killed."""
 
 from __future__ import annotations
 
 import io
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
@@ -52,7 +48,3 @@ def evaluate(
         if not record.facts:
             record.add({"facts": {"started": "then", "notices": ["Told."]}})
         return Run(asking, corpus, record, Console(file=told or io.StringIO())).run()
-
-
-if __name__ == "__main__":
-    evaluate(Path(sys.argv[1]), sys.argv[2])

@@ -5,8 +5,6 @@ from __future__ import annotations
 import io
 import json
 import random
-import subprocess
-import sys
 import time
 from contextlib import ExitStack
 from dataclasses import replace
@@ -24,11 +22,10 @@ from sglang_indexcache.stats.design import Design, spread
 from sglang_indexcache.stats.pairs import paired
 from tests.fakes.server import serving
 from tests.full_disk import files_of_at_most
+from tests.kills import PROCESSES
 from tests.lab.evaluate.evaluate import ARMS, PLAN, evaluate
 from tests.lab.evaluate.evaluations import LENGTHS, TASKS, evaluation
 from tests.lab.evaluate.fake_server import Fake
-
-ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(autouse=True)
@@ -213,16 +210,19 @@ def test_twenty_kills_leave_the_same_evaluation(tmp_path: Path, seed: int) -> No
         lines = (tmp_path / "whole" / NAME).read_bytes().count(b"\n")
         draw = random.Random(seed)
         folder = tmp_path / "killed"
-        command = [sys.executable, "-m", "tests.lab.evaluate.evaluate", str(folder), url]
         for kill in range(20):
-            process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE)
+            process = PROCESSES.Process(target=evaluate, args=(folder, url))
+            process.start()
             # At a random moment between two lines, or in the middle of one.
             target = (kill + draw.random()) * lines / 20
-            while process.poll() is None and _lines(folder) < target:
+            while process.is_alive() and _lines(folder) < target:
                 time.sleep(0.002)
             process.kill()
-            process.communicate()
-        subprocess.run(command, cwd=ROOT, check=True)
+            process.join()
+        last = PROCESSES.Process(target=evaluate, args=(folder, url))
+        last.start()
+        last.join()
+    assert last.exitcode == 0
     assert timeless(replace(load(folder), tokens=0)) == timeless(replace(expected, tokens=0))
 
 

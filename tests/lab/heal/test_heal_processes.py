@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import socket
@@ -15,12 +14,11 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from sglang_indexcache.lab.heal.heal import HealOptions, heal
+from tests.kills import PROCESSES
 from tests.lab.heal.checkpoints import checkpoint
 from tests.lab.heal.test_heal import options, same_first_step
 
 KILLS = int(os.environ.get("HEAL_KILLS", "3"))
-RUNS: Any = multiprocessing.get_context("forkserver")  # what is imported once is there at once
-RUNS.set_forkserver_preload(["tests.lab.heal.test_heal_processes", "accelerate"])
 
 
 def work(wanted: HealOptions, environment: dict[str, str]) -> None:
@@ -30,7 +28,7 @@ def work(wanted: HealOptions, environment: dict[str, str]) -> None:
 
 
 def started(wanted: HealOptions, **environment: str) -> Any:
-    process = RUNS.Process(target=work, args=(wanted, environment))
+    process = PROCESSES.Process(target=work, args=(wanted, environment))
     process.start()
     return process
 
