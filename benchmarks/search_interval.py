@@ -83,7 +83,7 @@ MADE_UP: dict[str, tuple[Draw, float]] = {
     "one document in 16": (one_in(16), 1.5 / 16),
     "one document in 24": (one_in(24), 1.5 / 24),
 }
-"""How differences are drawn, and their mean."""
+"""Ways to draw differences, and the mean of each."""
 
 
 def student(values: Floats) -> Intervals:

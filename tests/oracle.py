@@ -81,7 +81,7 @@ class Oracle:
         self.prepare: Callable[[torch.nn.Module], None] = lambda _: None
         """Changes a model after it was loaded."""
         self.slopes: list[tuple[float, ...] | None] = []
-        """By layer, one a head, what folded layers put in the place of their ReLU; None: exact."""
+        """Slopes by layer, one a head, that folding puts in place of the ReLU; None: exact."""
         self.noise = 0.0
         """Relative, put on what is quantised: what changes with it hangs on float32's last bits."""
 

@@ -136,10 +136,9 @@ class Lean:
                 keep(number, read)
             if pattern is not None and pattern.is_full(number):
                 masks = self.selected(number, read)
+            projected = self.project(number, read, turned)
             seen = None if pattern is None else masks
-            stream = self.after(
-                number, stream, self.attend(self.project(number, read, turned), seen)
-            )
+            stream = self.after(number, stream, self.attend(projected, seen))
         if note is not None:
             note(self.layers, stream, masks)
         return stream

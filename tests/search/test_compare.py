@@ -73,7 +73,7 @@ def test_no_difference_is_not_called_one() -> None:
 
 
 def test_few_documents_exclude_nothing() -> None:
-    """Of eight, a third may lose and none be among them; yet "unlikely" was said of such a loss."""
+    """A third may lose and none be among eight; yet "unlikely" was said of such a loss."""
     evaluator = Tokens(np.zeros(40), batches=8)
     evaluator.other = evaluator.base + np.tile([[0.1, -0.1]], 20)
     found = against(evaluator).verdict

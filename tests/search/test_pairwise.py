@@ -103,7 +103,7 @@ def test_the_head_that_loses_most_decides() -> None:
 
 
 def test_attention_on_a_list_is_the_sum_of_its_weights() -> None:
-    """Of one head by hand: what layer 5 gives to the keys that layers 2 and 5 select."""
+    """One head is summed by hand: what layer 5 gives to the keys that layers 2 and 5 select."""
     ids = tuple(np.random.default_rng(9).integers(10, 500, 130).tolist())
     model = TransformersEvaluator(Path(shipped_checkpoint()), Calibration((ids,), 1, "test"))
     counted = np.flatnonzero(model.calibration.batch_counted[0][0])

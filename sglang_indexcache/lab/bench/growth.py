@@ -78,7 +78,7 @@ MODELS = {
         "DeepSeek-V4 is not served with shared selections here.",
     ),
 }
-"""By the name that a user gives, in any case."""
+"""Models by the name that a user gives, in any case."""
 
 Whole = Callable[[str, int, int], float]
 """Milliseconds of a forward by phase, requests (a step) or tokens (a chunk), and context."""

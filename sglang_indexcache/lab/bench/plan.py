@@ -77,7 +77,7 @@ MODELS = {
         "stands for it. Its projections are larger, so the gains are a lower bound.",
     ),
 }
-"""By the name that a user gives, in any case."""
+"""Models by the name that a user gives, in any case."""
 
 
 @dataclass(frozen=True)

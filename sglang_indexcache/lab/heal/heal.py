@@ -190,23 +190,13 @@ class Target:
         lengths = {Stage.WARMUP: length, Stage.SPARSE: options.sparse_length or length}
         target = cls(pattern, topk, {stage.kind: lengths[stage.kind] for stage in options.stages})
         shortest = min(target.lengths.values())
-        if shortest <= target.seen:
+        if shortest <= topk:
             raise TrainingError(
-                f"rows of {shortest} tokens are no longer than {target.seen_in_words}: every "
+                f"rows of {shortest} tokens are no longer than index_topk ({topk}): every "
                 f"query attends to all that it sees, so nothing can be learned of selecting. Give "
                 f"longer rows, for instance {8 * topk} tokens."
             )
         return target
-
-    @property
-    def seen(self) -> int:
-        """Most keys that a query attends to."""
-        return self.topk
-
-    @property
-    def seen_in_words(self) -> str:
-        """The same, for messages."""
-        return f"index_topk ({self.topk})"
 
 
 class _Sums:
@@ -283,10 +273,10 @@ class _Healing:
         count = self._steps_of(length) * options.rows
         data = FileRows.read(options.data, marker, length, count, options.held_out, options.seed)
         for part, rows in (("train", data.train), ("judge", data.held_out)):
-            if max(len(piece) for row in rows for piece in row) <= self.target.seen:
+            if max(len(piece) for row in rows for piece in row) <= self.target.topk:
                 raise TrainingError(
-                    f"no document to {part} by has more tokens than {self.target.seen_in_words}, "
-                    "so no query has to choose. Give longer documents."
+                    f"no document to {part} by has more tokens than index_topk "
+                    f"({self.target.topk}), so no query has to choose. Give longer documents."
                 )
         return data
 

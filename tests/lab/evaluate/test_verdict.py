@@ -224,7 +224,7 @@ def test_gains_and_losses_that_cancel_differ_too() -> None:
 
 
 def test_of_sound_runs_the_control_refuses_hardly_any() -> None:
-    """By the binomial sums, for every number of questions on which one of the two differs."""
+    """Sum binomials for every number of questions on which one of the two differs."""
     for count in range(60):
         alone = np.arange(count + 1)
         refused = exceeds_noise(alone, count - alone)

@@ -102,7 +102,7 @@ def prompt_row(number: int, answer: str | None = None, words: int = 70) -> Row:
 
 
 def write(path: Path, rows: Sequence[Any]) -> Path:
-    """As .parquet, .csv, .json or .jsonl."""
+    """Write rows as .parquet, .csv, .json or .jsonl."""
     if path.suffix == ".parquet":
         import pyarrow
         import pyarrow.parquet
