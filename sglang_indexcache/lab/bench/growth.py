@@ -195,7 +195,10 @@ def _ratio(value: str) -> int:
     if text == "full":
         return 1
     if not text.startswith("1/") or not text[2:].isdecimal() or int(text[2:]) < 1:
-        raise BenchError(f"{value!r}: no pattern of this model is known; give 1/4, or F and S")
+        raise BenchError(
+            f"{value!r}: no pattern of this model is known; give 1/4, or F and S "
+            "(folding is composed for GLM-5 only)"
+        )
     return int(text[2:])
 
 

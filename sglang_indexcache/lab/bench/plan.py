@@ -17,11 +17,12 @@ from typing import Any
 
 from sglang_indexcache.checkpoint import INDEX_K_BYTES_PER_KEY
 from sglang_indexcache.errors import BenchError, LibraryError
+from sglang_indexcache.lab.bench.folding import explain, fold
 from sglang_indexcache.lab.bench.results import METRICS, Metric
 from sglang_indexcache.lab.bench.rows import ENGINE, KINDS, LatencyEstimate, Layers, Series, Wheel
 from sglang_indexcache.lab.bench.tables import Grid
 from sglang_indexcache.library import Library
-from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.pattern import FOLDED, Pattern
 from sglang_indexcache.shapes import (
     PRESETS,
     USED_MEMORY,
@@ -154,12 +155,16 @@ class Deployment:
 
 @dataclass(frozen=True)
 class Gain:
-    """Gain of a pattern over every indexer, and what either may be off by, as a part."""
+    """Gain of a pattern over every indexer, and what either may be off by, as a part.
+
+    ``at_most`` is true where a part of the pattern's own time is not known, and left out.
+    """
 
     milliseconds: float
     gain: float
     off: float
     requests: int = 1
+    at_most: bool = False
 
 
 class Forwards:
@@ -204,6 +209,7 @@ class Forwards:
         }
         self._product = cache(self._find_product)
         self._around = cache(self._time_around)
+        self._folding = cache(self._fold)
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -238,15 +244,20 @@ class Forwards:
     def gain(self, metric: Metric, pattern: Pattern, context: int) -> Gain | None:
         """Return a pattern's gain; None where nothing is known, or what is may be too far off."""
         requests = self.requests(context) if metric == "full" else 1
-        full, mine = (
-            self.prefill(count, context)
-            if metric == "prefill"
-            else self.decode(count, requests, context)
-            for count in (len(pattern), len(pattern.full_layers))
-        )
+        indexed, at_most = len(pattern.full_layers), False
+        if metric == "prefill":
+            folded, factor = pattern.layers.count(FOLDED), pattern.suffix.factor
+            full = self.prefill(len(pattern), context)
+            mine = self.prefill(indexed - folded, context, folded, factor)
+            at_most = factor > 1
+        else:
+            full, mine = (
+                self.decode(count, requests, context) for count in (len(pattern), indexed)
+            )
         if full is None or mine is None or max(full.off, mine.off) > MOST_OFF:
             return None
-        return Gain(full.value, full.value / mine.value, max(full.off, mine.off), requests)
+        off = max(full.off, mine.off)
+        return Gain(full.value, full.value / mine.value, off, requests, at_most)
 
     def range_said(self, patterns: Iterable[Pattern], contexts: Sequence[int]) -> str:
         """Say how far off gains may be: the worst error of rows predicted without themselves."""
@@ -262,14 +273,26 @@ class Forwards:
             f"'{NO_RATE}'."
         )
 
-    def prefill(self, full_layers: int, context: int) -> LatencyEstimate | None:
-        """Milliseconds to read a prompt, one on each rank; None where rows are missing."""
+    def prefill(
+        self, full_layers: int, context: int, folded_layers: int = 0, factor: int = 1
+    ) -> LatencyEstimate | None:
+        """Milliseconds to read a prompt, one on each rank; None where rows are missing.
+
+        L layers are ``folded_layers``, and ``factor`` is the ``N`` of ``+cN`` for F layers.
+        """
         total = LatencyEstimate(0.0)
+        full = self._folding(factor) if factor > 1 else self.layers
+        shared_layers = self._shape.num_hidden_layers - full_layers - folded_layers
         for prefix in range(0, context, self.deployment.chunk):
             tokens = min(self.deployment.chunk, context - prefix)
-            full, shared = (self.layers.chunk(kind, tokens, prefix) for kind in KINDS)
-            around = self._around(tokens * self.deployment.dp, self.deployment.dp, False)
-            one = self._sum(full_layers, full, shared, around)
+            parts = [
+                (full_layers, full.chunk("F", tokens, prefix)),
+                (shared_layers, self.layers.chunk("S", tokens, prefix)),
+                (1, self._around(tokens * self.deployment.dp, self.deployment.dp, False)),
+            ]
+            if folded_layers:
+                parts.append((folded_layers, self._folding(1).chunk("F", tokens, prefix)))
+            one = _sum(parts)
             if one is None:
                 return None
             total += one
@@ -279,7 +302,9 @@ class Forwards:
         """Milliseconds of a step of ``requests`` requests on each rank; None as above."""
         full, shared = (self.layers.step(kind, requests, context) for kind in KINDS)
         tokens = requests * self.deployment.dp
-        return self._sum(full_layers, full, shared, self._around(tokens, tokens, True))
+        shared_layers = self._shape.num_hidden_layers - full_layers
+        around = self._around(tokens, tokens, True)
+        return _sum([(full_layers, full), (shared_layers, shared), (1, around)])
 
     def requests(self, context: int) -> int:
         """Return the largest batch of a rank that its cache holds and the rows know."""
@@ -287,12 +312,11 @@ class Forwards:
         room = self.deployment.cache_tokens
         return max(1, min(known, room // context)) if room > 0 else known
 
-    def _sum(self, full_layers: int, *parts: LatencyEstimate | None) -> LatencyEstimate | None:
-        """Add an F layer, an S layer and everything else; None where one of them is not known."""
-        full, shared, around = parts
-        if full is None or shared is None or around is None:
-            return None
-        return full * full_layers + shared * (self._shape.num_hidden_layers - full_layers) + around
+    def _fold(self, factor: int) -> Layers:
+        """Return layers whose F ones fold in prefill; see :func:`.folding.fold`."""
+        bandwidth = MEMORY_PART * find_gpu(self.deployment.gpu).bandwidth
+        weights = self.deployment.measured.weights
+        return fold(self.layers, self._wheel, self._shape, weights, bandwidth, factor)
 
     def _time_around(self, tokens: int, heads: int, graph: bool) -> LatencyEstimate | None:
         """All but attention: ``tokens`` of all ranks, ``heads`` of them to the vocabulary."""
@@ -338,6 +362,16 @@ class Forwards:
         return tuple({(row["n"], row["k"]) for row in every})
 
 
+def _sum(parts: Iterable[tuple[int, LatencyEstimate | None]]) -> LatencyEstimate | None:
+    """Add as many of each part; None where one of them is not known."""
+    total = LatencyEstimate(0.0)
+    for count, part in parts:
+        if part is None:
+            return None
+        total += part * count
+    return total
+
+
 TITLES: dict[Metric, str] = {
     "prefill": "Prefill of one prompt a rank",
     "decode": "Decode, one request a rank",
@@ -365,7 +399,8 @@ def choose_patterns(values: Sequence[str], shape: str) -> tuple[Patterns, tuple[
     """Patterns by the names that a user gave, and what to know about them.
 
     A ratio takes the library's pattern for this model. Where it has none, it takes as many F layers
-    evenly spaced: time depends on their number only. ``shape`` is one of :data:`.shapes.PRESETS`.
+    evenly spaced: time depends on their number only. Patterns that fold need no slopes here.
+    ``shape`` is one of :data:`.shapes.PRESETS`.
 
     Raises:
         IndexCacheError: a pattern that does not fit.
@@ -374,17 +409,22 @@ def choose_patterns(values: Sequence[str], shape: str) -> tuple[Patterns, tuple[
     found, said = [], []
     for value in values:
         try:
-            pattern = Library.default().resolve(value, checkpoint).pattern
+            pattern = Library.default().parse(value, checkpoint).pattern
         except LibraryError:
-            if re.fullmatch("1/[0-9]+", value) is None:
+            if re.fullmatch(r"1/[0-9]+(\+c[0-9]+)?", value) is None:
                 raise
-            pattern = Library.default().resolve(f"uniform:{value}", checkpoint).pattern
+            pattern = Library.default().parse(f"uniform:{value}", checkpoint).pattern
             said.append(
                 f"No {value} pattern of {shape} is known: evenly spaced layers stand for it. "
                 "They take as long; what they lose in quality is another question."
             )
+        if slopes := pattern.suffix.slopes:
+            raise BenchError(
+                f"slopes are not read for a plan, which takes no layer that they keep exact for "
+                f"one. Leave @{slopes} out of {value!r}."
+            )
         found.append((value, pattern))
-    return found, tuple(said)
+    return found, (*said, *explain(pattern for _, pattern in found))
 
 
 def plan_grid(forwards: Forwards, patterns: Patterns, contexts: Sequence[int]) -> Grid:
@@ -398,8 +438,7 @@ def plan_grid(forwards: Forwards, patterns: Patterns, contexts: Sequence[int]) -
         if any(base):
             rows.append((f"every indexer, {unit}", *(text or NO_RATE for text in base)))
         for (name, pattern), gains in zip(patterns, found, strict=True):
-            cells = [NO_RATE if one is None else f"{one.gain:.2f}x" for one in gains]
-            rows.append((f"{name} ({len(pattern.full_layers)} of {len(pattern)} F)", *cells))
+            rows.append((f"{name} ({_kinds(pattern)})", *map(_cell, gains)))
     header = ("", *map(format_length, contexts))
     return Grid(f"expected speed-up over {forwards.base}: {forwards.title}", header, tuple(rows))
 
@@ -408,7 +447,8 @@ def plan_to_json(forwards: Forwards, patterns: Patterns, contexts: Sequence[int]
     """Return the same gains for programs.
 
     ``every_indexer_ms`` is a prompt's or a step's time with every indexer; it and ``speedup`` are
-    null where nothing is known, and either may be off by ``off``, a part of it.
+    null where nothing is known, and either may be off by ``off``, a part of it. What ``folded`` is
+    composed, measured nowhere; with ``at_most`` a speed-up is an upper bound.
     """
     gains = []
     for metric in METRICS:
@@ -421,14 +461,31 @@ def plan_to_json(forwards: Forwards, patterns: Patterns, contexts: Sequence[int]
                         "name": name,
                         "full_layers": len(pattern.full_layers),
                         "layers": len(pattern),
+                        "folded": pattern.is_folded,
                         "context": context,
                         "speedup": gain and gain.gain,
                         "every_indexer_ms": gain and gain.milliseconds,
                         "requests": gain and gain.requests,
                         "off": gain and gain.off,
+                        "at_most": gain and gain.at_most,
                     }
                 )
     return {"deployment": forwards.title, "gains": gains}
+
+
+def _kinds(pattern: Pattern) -> str:
+    """Count its F layers, and say that a pattern with folded ones is composed."""
+    if not pattern.is_folded:
+        return f"{len(pattern.full_layers)} of {len(pattern)} F"
+    folded = pattern.layers.count(FOLDED)
+    exact = len(pattern.full_layers) - folded
+    return f"{exact} F, {folded} L of {len(pattern)}, composed"
+
+
+def _cell(gain: Gain | None) -> str:
+    if gain is None:
+        return NO_RATE
+    return f"{'at most ' * gain.at_most}{gain.gain:.2f}x"
 
 
 def _base(gains: Sequence[Gain | None], metric: Metric) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from sglang_indexcache.errors import BenchError, LibraryError
+from sglang_indexcache.lab.bench.folding import fold
 from sglang_indexcache.lab.bench.plan import (
     MODELS,
     NO_RATE,
@@ -16,8 +17,11 @@ from sglang_indexcache.lab.bench.plan import (
     find_model,
     plan,
     plan_grid,
+    plan_to_json,
 )
+from sglang_indexcache.lab.bench.rows import Wheel
 from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.shapes import PRESETS
 from tests.lab.bench.made_up import write_rows
 
 FP8 = Deployment("GLM-5-FP8", "h200")
@@ -38,6 +42,86 @@ def test_a_prompt_is_the_sum_of_its_chunks(tmp_path: Path) -> None:
     # Products are scaled from the nearest that was measured, which here has another size.
     assert found.value == pytest.approx(layers + 3 * (around + norms), rel=0.02)
     assert found.off == pytest.approx(0, abs=1e-9)
+
+
+def folded_chunk(prefix: int, factor: int = 1) -> float:
+    """Milliseconds of a folded layer's 8,192 tokens, by the formulas of the made-up rows."""
+    full, logits = 2 + 1e-3 * prefix, 0.1 + 0.8e-3 * prefix
+    keys = prefix + 8192
+    if keys <= factor * 2048:
+        return full  # the exact score ranks all
+    product = 0.5 * keys / 65_536 + 1e3 * 8192 * keys * 2 / (4.8e12 * 0.8)
+    chunk = max(2.0, full - logits + product)  # 2 ms is the fastest chunk of an F layer
+    if factor > 1:
+        candidates = factor * 2048
+        chunk += logits * min(1, candidates / (prefix + 4096)) + 0.2
+        chunk += 0.1e-3 * max(0, candidates - 8192)
+    return chunk
+
+
+@pytest.mark.parametrize(
+    ("pattern", "folded"),
+    [
+        (Pattern("L" * 78), {1: 78}),
+        (Pattern("FLS" * 26), {0: 26, 1: 26}),
+        (Pattern("F" * 78 + "+c4"), {4: 78}),
+        (Pattern("FLS" * 26 + "+c8"), {8: 26, 1: 26}),
+    ],
+)
+def test_folding_a_prompt_saves_logits_and_pays_for_what_stands_in_their_place(
+    tmp_path: Path, pattern: Pattern, folded: dict[int, int]
+) -> None:
+    source = Forwards(FP8, write_rows(tmp_path))
+    prefixes = (0, 8192, 16_384)
+    gain = source.gain("prefill", pattern, 3 * 8192)
+    full = source.prefill(78, 3 * 8192)
+    assert gain is not None
+    assert full is not None
+    saved = sum(
+        count
+        * sum(2 + 1e-3 * x - (folded_chunk(x, fold) if fold else 2 + 1e-3 * x) for x in prefixes)
+        for fold, count in folded.items()
+    ) + sum(1e-3 * x for x in prefixes) * pattern.layers.count("S")
+    assert saved > 0
+    assert gain.gain == pytest.approx(full.value / (full.value - saved))
+    assert gain.at_most == (pattern.suffix.factor > 1)
+
+
+def test_folding_saves_nothing_in_decode(tmp_path: Path) -> None:
+    source = Forwards(FP8, write_rows(tmp_path))
+    shared = source.gain("decode", Pattern("FSS" * 26), 32_768)
+    assert shared == source.gain("decode", Pattern("LSS" * 26), 32_768)
+    assert shared == source.gain("decode", Pattern("FSS" * 26 + "+c4"), 32_768)
+
+
+def test_folded_patterns_are_called_composed(tmp_path: Path) -> None:
+    patterns, said = choose_patterns(["full", "folded", "1/4+c4"], "glm-5")
+    assert "arithmetic" in said[0]
+    assert "DeepGEMM" in said[0]
+    assert "gathering their keys" in said[1]
+    assert not choose_patterns(["full", "1/4"], "glm-5")[1]
+    source = Forwards(FP8, write_rows(tmp_path))
+    rows = plan_grid(source, patterns, [32_768]).rows
+    assert [row[0] for row in rows[2:5]] == [
+        "full (78 of 78 F)", "folded (0 F, 78 L of 78, composed)",
+        "1/4+c4 (22 F, 0 L of 78, composed)",
+    ]  # fmt: skip
+    assert [row[1].startswith("at most ") for row in rows[2:5]] == [False, False, True]
+    found = plan_to_json(source, patterns, [32_768])["gains"]
+    assert [one["at_most"] for one in found[:3]] == [False, False, True]
+    assert [one["folded"] for one in found[:3]] == [False, True, True]
+
+
+def test_folding_is_refused_where_rows_cannot_say(tmp_path: Path) -> None:
+    source = Forwards(FP8, write_rows(tmp_path))
+    folded = Pattern("L" * 78)
+    assert source.gain("prefill", folded, 131_072 + 8192) is not None
+    assert source.gain("prefill", folded, 131_072 + 3 * 8192) is None
+    with pytest.raises(BenchError, match=r"slopes are not read .*Leave @0123456789ab out"):
+        choose_patterns(["folded@0123456789ab"], "glm-5")
+    wheel, shape = Wheel("h200", tmp_path), PRESETS["deepseek-v3.2"]
+    with pytest.raises(BenchError, match=r"of 32 heads.* alone, not of 64"):
+        fold(source.layers, wheel, shape, "fp8_block", 1e12, 1)
 
 
 def test_a_step_between_rows(tmp_path: Path) -> None:
