@@ -420,8 +420,8 @@ def choose_patterns(values: Sequence[str], shape: str) -> tuple[Patterns, tuple[
             )
         if slopes := pattern.suffix.slopes:
             raise BenchError(
-                f"slopes are not read for a plan, which takes no layer that they keep exact for "
-                f"one. Leave @{slopes} out of {value!r}."
+                "a plan reads no slopes, and would count layers that they keep exact as folded. "
+                f"Leave @{slopes} out of {value!r}."
             )
         found.append((value, pattern))
     return found, (*said, *explain(pattern for _, pattern in found))
