@@ -143,7 +143,7 @@ def plan_command(
     else:
         forwards = plan(model, gpu, gpus, dp, kv)
         patterns, remarks = choose_patterns(wanted, forwards.deployment.measured.shape)
-    ranges = forwards.range_said([parsed for _, parsed in patterns], contexts)
+    ranges = forwards.describe_range([parsed for _, parsed in patterns], contexts)
     notes = [*filter(None, [*forwards.sources, ranges, *remarks])]
     if as_json:
         print_json(plan_to_json(forwards, patterns, contexts) | {"notes": notes})

@@ -131,8 +131,8 @@ def live_set(
 
 def _print_states_as_json(states: Sequence[RankState]) -> bool:
     """Print what :func:`_print_states` does, as one document."""
-    from sglang_indexcache.serving.monitor.skipping import judge, told_index_keys
-    from sglang_indexcache.serving.monitor.watch import told_overlap
+    from sglang_indexcache.serving.monitor.skipping import describe_index_keys, judge
+    from sglang_indexcache.serving.monitor.watch import describe_overlap
 
     verdicts = [judge(state) for state in states]
     fine = all(verdict.proven is not False for verdict in verdicts)
@@ -145,8 +145,8 @@ def _print_states_as_json(states: Sequence[RankState]) -> bool:
             "indexers": verdict.text,
             "uncounted": verdict.uncounted,
             "index_k_bytes_per_token": state.index_k_bytes_per_token,
-            "index_k": told_index_keys(state),
-            "overlap": told_overlap([state]) if state.overlap.one_in else "",
+            "index_k": describe_index_keys(state),
+            "overlap": describe_overlap([state]) if state.overlap.one_in else "",
         }
         for rank, (state, verdict) in enumerate(zip(states, verdicts, strict=True))
     ]
@@ -156,8 +156,8 @@ def _print_states_as_json(states: Sequence[RankState]) -> bool:
 
 def _print_states(states: Sequence[RankState]) -> bool:
     """Print each rank's state; return whether none of them fails to skip what it should."""
-    from sglang_indexcache.serving.monitor.skipping import judge, told_index_keys
-    from sglang_indexcache.serving.monitor.watch import told_overlap
+    from sglang_indexcache.serving.monitor.skipping import describe_index_keys, judge
+    from sglang_indexcache.serving.monitor.watch import describe_overlap
     from sglang_indexcache.support.drawing import to_terminal
 
     def show(line: str, style: str | None = None) -> None:
@@ -171,9 +171,9 @@ def _print_states(states: Sequence[RankState]) -> bool:
         show(verdict.text, COLOURS[verdict.proven])
         if verdict.uncounted:
             show(verdict.uncounted)
-        show(f"index-K: {told_index_keys(state)}")
+        show(f"index-K: {describe_index_keys(state)}")
         if state.overlap.one_in:
-            show(told_overlap([state]))
+            show(describe_overlap([state]))
         if state.adapter:
             show(f"adapter: {state.adapter}")
         if state.policy != state.pattern:

@@ -66,23 +66,23 @@ class BuiltKernels:
 
 
 def source_folder() -> Path:
-    """``csrc/``."""
+    """Return ``csrc/``, of the checkout or of the wheel."""
     return shipped("csrc")
 
 
 def cache_folder() -> Path:
     """Return the folder of libraries: ``$INDEXCACHE_KERNEL_CACHE``, or below the user's cache."""
-    chosen = os.environ.get(CACHE_VARIABLE)
-    if chosen:
-        return Path(chosen)
+    folder = os.environ.get(CACHE_VARIABLE)
+    if folder:
+        return Path(folder)
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "sglang-indexcache" / "kernels"
 
 
-def version_said(words: str) -> Version | None:
+def read_version(words: str) -> Version | None:
     """Read the version in what ``nvcc --version`` or ``ptxas --version`` prints, or None."""
-    found = re.search(r"\bV(\d+)\.(\d+)\.(\d+)", words)
-    return None if found is None else tuple(map(int, found.groups()))
+    match = re.search(r"\bV(\d+)\.(\d+)\.(\d+)", words)
+    return None if match is None else tuple(map(int, match.groups()))
 
 
 def dotted(version: Version) -> str:
@@ -134,7 +134,7 @@ def nvcc_version() -> Version:
         words = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError) as error:
         raise KernelError(f"{nvcc} does not run: {error}") from error
-    version = version_said(words.stdout)
+    version = read_version(words.stdout)
     if version is None:
         raise KernelError(f"{nvcc} --version names no release: {words.stdout.strip()!r}")
     if version < OLDEST_NVCC:
@@ -161,15 +161,15 @@ def build(folder: str, *, say: Callable[[str], None] | None = None) -> BuiltKern
     """
     from filelock import FileLock
 
-    found = cached(folder)
-    if found is not None:
-        return found
+    library = cached(folder)
+    if library is not None:
+        return library
     target = cache_folder() / f"{stem_of(folder)}{dotted(nvcc_version())}"
     _make_writable(target.parent)
     with FileLock(f"{target}.lock"):
-        found = cached(folder)
-        if found is not None:
-            return found
+        library = cached(folder)
+        if library is not None:
+            return library
         if say:
             say(f"compiling csrc/{folder} for {ARCHITECTURE}")
         with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
@@ -190,21 +190,21 @@ def cached(folder: str) -> BuiltKernels | None:
     only from this machine's nvcc. Without a usable nvcc it is the newest there is.
     """
     try:
-        own = nvcc_version()
+        local = nvcc_version()
     except KernelError:
-        own = None
+        local = None
 
     def fits(version: Version) -> bool:
-        is_like_own = own is not None and version[0] == own[0] and version not in MISCOMPILES
-        return own is None or version == own or is_like_own
+        is_like_local = local is not None and version[0] == local[0] and version not in MISCOMPILES
+        return local is None or version == local or is_like_local
 
-    builds = cache_folder().glob(f"{stem_of(folder)}*")
-    there = (_library(path, folder, fresh=False) for path in builds)
-    libraries = [one for one in there if fits(one.compiler) and one.path.is_file()]
+    paths = cache_folder().glob(f"{stem_of(folder)}*")
+    builds = (_library(path, folder, fresh=False) for path in paths)
+    libraries = [library for library in builds if fits(library.compiler) and library.path.is_file()]
 
     def rank(library: BuiltKernels) -> tuple[bool, bool, Version]:
         version = library.compiler
-        return version not in MISCOMPILES, version == own, version
+        return version not in MISCOMPILES, version == local, version
 
     return max(libraries, key=rank, default=None)
 
@@ -239,7 +239,7 @@ def _library(target: Path, folder: str, *, fresh: bool) -> BuiltKernels:
 
 
 def stem_of(folder: str) -> str:
-    """Name of a build in the cache, up to the version of the nvcc that made it."""
+    """Return a build's name in the cache, up to the version of the nvcc that made it."""
     return f"{folder}-{_fingerprint(folder)}-cuda"
 
 
@@ -248,7 +248,7 @@ def _version_in_name(path: Path) -> Version:
 
 
 def _compile(folder: str, scratch: Path) -> None:
-    """Objects side by side, then the library and the log in ``scratch``."""
+    """Compile objects side by side, then link the library, into ``scratch`` beside the log."""
     sources = sources_of(folder)
     objects = [scratch / f"{source.stem}.o" for source in sources]
     commands = [
@@ -265,12 +265,12 @@ def _compile(folder: str, scratch: Path) -> None:
 
 
 def _run(command: list[str]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    words = done.stdout + done.stderr
-    if done.returncode != 0:
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    words = process.stdout + process.stderr
+    if process.returncode != 0:
         errors = [line for line in words.splitlines() if re.search(r"error|fatal|\bld: ", line)]
-        shown = "\n".join(errors[:20] or words.splitlines()[-20:])
-        raise KernelError(f"`{' '.join(command)}` failed:\n{shown}")
+        message = "\n".join(errors[:20] or words.splitlines()[-20:])
+        raise KernelError(f"`{' '.join(command)}` failed:\n{message}")
     return words
 
 
@@ -288,8 +288,8 @@ def _linked() -> list[str]:
     ours = Path(find_libtvm_ffi())
     # By its path: what pip installs has no lib64, and its library ends in a number.
     toolkit = find_nvcc().resolve().parent.parent
-    found = sorted(toolkit.glob("lib*/libcudart.so*"))
-    runtime = ["-cudart=none", "-Xlinker", str(found[0])] if found else ["-cudart=shared"]
+    runtimes = sorted(toolkit.glob("lib*/libcudart.so*"))
+    runtime = ["-cudart=none", "-Xlinker", str(runtimes[0])] if runtimes else ["-cudart=shared"]
     return [f"-L{ours.parent}", "-ltvm_ffi", *runtime]
 
 

@@ -46,16 +46,16 @@ class Arguments:
         """
         if tensor is None:
             return
-        wanted = f"[{', '.join(map(str, dims))}] {_short(dtype)} on {self._device}"
+        contract = f"[{', '.join(map(str, dims))}] {_short(dtype)} on {self._device}"
         if (
             tensor.dtype != dtype
             or tensor.device != self._device
             or not self._matches(tensor.shape, dims)
         ):
             sizes = ", ".join(f"{letter} = {size}" for letter, size in self.sizes.items())
-            known = f" ({sizes})" if sizes else ""
-            found = f"{list(tensor.shape)} {_short(tensor.dtype)} on {tensor.device}"
-            self._fail(f"{name} must be {wanted}, not {found}{known}")
+            letters = f" ({sizes})" if sizes else ""
+            actual = f"{list(tensor.shape)} {_short(tensor.dtype)} on {tensor.device}"
+            self._fail(f"{name} must be {contract}, not {actual}{letters}")
         contiguous = tensor.stride(-1) == 1 or tensor.shape[-1] <= 1
         if not (contiguous if strided_rows else tensor.is_contiguous()):
             self._fail(f"{name} must be contiguous, its strides are {tensor.stride()}")
@@ -113,7 +113,7 @@ def check_topk(topk: int, op: str = "topk") -> None:
 
 
 def check_logits(logits: torch.Tensor, visible: torch.Tensor, topk: int) -> None:
-    """Arguments of the top-k op."""
+    """Check the arguments of the top-k op."""
     arguments = Arguments("topk", logits.device)
     arguments.check("logits", logits, torch.float32, ["T", "S"], strided_rows=True)
     arguments.check("visible", visible, torch.int32, ["T"])
@@ -123,7 +123,7 @@ def check_logits(logits: torch.Tensor, visible: torch.Tensor, topk: int) -> None
 def check_sparse_mla(
     q: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, sinks: torch.Tensor | None
 ) -> None:
-    """Arguments of sparse MLA."""
+    """Check the arguments of sparse MLA."""
     arguments = Arguments("sparse_mla", q.device)
     arguments.check("q", q, torch.bfloat16, ["T", "Hq", LATENT_DIM])
     if cache.dtype == torch.uint8:
@@ -147,7 +147,7 @@ def output(
     *,
     strided_rows: bool = False,
 ) -> torch.Tensor:
-    """``out`` if it is as a kernel writes it, or a new tensor.
+    """Return ``out`` if it is as a kernel writes it, or a new tensor.
 
     Raises:
         KernelError: another shape, dtype, device or layout.

@@ -81,7 +81,7 @@ SCALE_BYTES = 4
 
 
 def page_bytes(head_dim: int) -> int:
-    """Bytes of one page of index keys that are ``head_dim`` wide."""
+    """Return the bytes of one page of index keys that are ``head_dim`` wide."""
     return PAGE_TOKENS * (head_dim + SCALE_BYTES)
 
 
@@ -137,7 +137,7 @@ class IndexerBatch:
         return len(self.visible) // requests if requests else 1
 
     def part(self, low: int, high: int) -> IndexerBatch:
-        """Rows ``low`` up to ``high``; without ``query_starts`` those of whole requests."""
+        """Return rows ``low`` up to ``high``; without ``query_starts`` those of whole requests."""
         table, starts = self.block_table, self.query_starts
         if starts is None:
             requests = slice(low // self.rows_per_request, high // self.rows_per_request)
@@ -156,7 +156,7 @@ class Logits(Protocol):
     def __call__(
         self, batch: IndexerBatch, width: int, *, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """``[T, width]`` float32, in ``out`` if it is given, whose rows may be any stride apart.
+        """Return ``[T, width]`` float32, in ``out`` if given; its rows may be any stride apart.
 
         ``width`` is at least ``max(visible)``. Columns from ``visible[t]`` on, and rows of padding,
         hold anything (DeepGEMM's ``clean_logits=False``); nothing beyond ``width`` is touched.
@@ -175,7 +175,7 @@ class Select(Protocol):
         as_slots: bool = False,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """``[T, topk]`` int32, contiguous, every element written."""
+        """Return ``[T, topk]`` int32, contiguous, every element written."""
         ...
 
 
@@ -190,7 +190,7 @@ class TopK(Protocol):
         *,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """``[T, topk]`` int32 positions, contiguous, every element written.
+        """Return ``[T, topk]`` int32 positions, contiguous, every element written.
 
         Args:
             logits: ``[T, S]`` float32, unit stride in a row, rows any stride apart; not changed.
@@ -217,7 +217,7 @@ class SparseMLA(Protocol):
         lse: torch.Tensor | None = None,
         kept: Kept | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``[T, Hq, 512]`` bfloat16 output and ``[T, Hq]`` float32 LSE in nats.
+        """Return ``[T, Hq, 512]`` bfloat16 output and ``[T, Hq]`` float32 LSE in nats.
 
         Args:
             q: ``[T, Hq, 576]`` bfloat16, contiguous, any ``Hq`` from 1 to 128.

@@ -68,5 +68,5 @@ def require_aligned(op: str, **tensors: torch.Tensor) -> None:
 
 @cache
 def multiprocessors(device: torch.device) -> int:
-    """SMs of a GPU."""
+    """Return the number of SMs of a GPU."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -132,26 +132,26 @@ NAMES = tuple(implementation.name for implementation in IMPLEMENTATIONS)
 
 def named(name: str) -> Implementation:
     """Return the implementation called ``name``, one of :data:`NAMES`."""
-    return next(one for one in IMPLEMENTATIONS if one.name == name)
+    return next(implementation for implementation in IMPLEMENTATIONS if implementation.name == name)
 
 
-def chosen(asked: str) -> tuple[str, tuple[tuple[OpName, Phase], ...]]:
+def chosen(request: str) -> tuple[str, tuple[tuple[OpName, Phase], ...]]:
     """Return the implementation that was asked for by name, and for which of :data:`ROUTED`.
 
     Args:
-        asked: ``cuda`` for all of them; ``cuda:sparse_mla``, ``cuda:prefill`` and
+        request: ``cuda`` for all of them; ``cuda:sparse_mla``, ``cuda:prefill`` and
             ``cuda:select-prefill`` for some; commas join such parts.
 
     Raises:
         KernelError: there is no such implementation or operation.
     """
-    name, colon, listed = asked.partition(":")
+    name, colon, listed = request.partition(":")
     parts = [part.strip() for part in listed.split(",")] if colon else []
-    known = {part for op, phase in ROUTED for part in (op, phase, f"{op}-{phase}")}
-    if name not in NAMES or not known.issuperset(parts):
+    operations = {part for op, phase in ROUTED for part in (op, phase, f"{op}-{phase}")}
+    if name not in NAMES or not operations.issuperset(parts):
         raise KernelError(
-            f"{asked!r} is not one of {', '.join(NAMES)}, alone or with operations behind a colon, "
-            f"joined by commas: {', '.join(sorted(known))}"
+            f"{request!r} is not one of {', '.join(NAMES)}, alone or with operations behind a "
+            f"colon, joined by commas: {', '.join(sorted(operations))}"
         )
     return name, tuple(
         (op, phase) for op, phase in ROUTED if not parts or {op, phase, f"{op}-{phase}"} & {*parts}
@@ -160,4 +160,8 @@ def chosen(asked: str) -> tuple[str, tuple[tuple[OpName, Phase], ...]]:
 
 def running(machine: Machine) -> list[Implementation]:
     """Return every implementation that can run on ``machine``, best first."""
-    return [one for one in IMPLEMENTATIONS if one.obstacle(machine) is None]
+    return [
+        implementation
+        for implementation in IMPLEMENTATIONS
+        if implementation.obstacle(machine) is None
+    ]

@@ -697,5 +697,5 @@ Build cuda_12.8.r12.8/compiler.35583870_0
 
 
 def test_the_full_version_is_read() -> None:
-    assert building.version_said(PTXAS) == (12, 8, 93)
-    assert building.version_said("release 13.0") is None, "a release says too little"
+    assert building.read_version(PTXAS) == (12, 8, 93)
+    assert building.read_version("release 13.0") is None, "a release says too little"

@@ -18,7 +18,7 @@ LIST_CAPACITY = 16384
 
 
 def select_rows(heads: int) -> int:
-    """Query rows of one tile of the fused kernel (``select_rows`` of csrc/indexer/run.h)."""
+    """Return the rows of a tile of the fused kernel (``select_rows`` of csrc/indexer/run.h)."""
     return 8 if heads <= 32 else 4
 
 
@@ -55,7 +55,7 @@ def select(
 
 
 def is_fused(batch: IndexerBatch) -> bool:
-    """Whether ``select`` takes one launch."""
+    """Return whether ``select`` takes one launch."""
     tiles, sms = _tiles_and_sms(batch)
     return batch.query_starts is not None and tiles >= sms
 
@@ -102,7 +102,7 @@ def _in_parts(batch: IndexerBatch, width: int, as_slots: bool, out: torch.Tensor
 
 
 def _logits(batch: IndexerBatch, out: torch.Tensor) -> None:
-    """Rows of ``out`` may be any stride apart."""
+    """Write logits into ``out``, whose rows may be any stride apart."""
     if out.numel():
         library("indexer").indexer_logits(
             _bytes(batch.q),
@@ -122,10 +122,10 @@ def _check(op: str, batch: IndexerBatch) -> None:
 
 
 def _rows_per_request(batch: IndexerBatch) -> int:
-    """For the kernels, which do not read it beside ``query_starts``."""
+    """Return the rows of each request; 1 with ``query_starts``, beside which no kernel reads it."""
     return batch.rows_per_request if batch.query_starts is None else 1
 
 
 def _bytes(q: torch.Tensor) -> torch.Tensor:
-    """View as uint8: not every DLPack exchange knows float8."""
+    """View ``q`` as uint8: not every DLPack exchange knows float8."""
     return q.view(torch.uint8)

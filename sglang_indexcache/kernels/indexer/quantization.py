@@ -39,7 +39,7 @@ def quantize_e4m3(
 
 
 def hadamard(x: torch.Tensor) -> torch.Tensor:
-    """Orthonormal Walsh-Hadamard transform of the last dimension (a power of two).
+    """Return the orthonormal Walsh-Hadamard transform of the last dimension (a power of two).
 
     DeepSeek-V3.2 rotates queries and keys with it before quantisation, which spreads outliers
     and leaves every dot product as it was.

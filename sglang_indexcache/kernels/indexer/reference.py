@@ -13,7 +13,7 @@ from sglang_indexcache.kernels.topk import reference as topk_reference
 def logits_in_order(
     q: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor, scales: torch.Tensor
 ) -> torch.Tensor:
-    """Logits of one request, in the order of float32 arithmetic that ``contract.py`` states.
+    """Compute one request's logits in the order of float32 arithmetic that ``contract.py`` states.
 
     A dot product of e4m3 vectors is a sum of 128 integers times ``2^-18`` below ``2^44``: exact in
     float64 in any order, so every bit of the result is a function of its row and its key alone.
@@ -44,7 +44,7 @@ def request_keys(
 
 
 def slots_of(positions: torch.Tensor, block_row: torch.Tensor) -> torch.Tensor:
-    """Physical token slots of ``positions`` of one request; -1 stays -1."""
+    """Return the physical token slots of ``positions`` of one request; -1 stays -1."""
     positions = positions.to(block_row.device).long()
     page = block_row[positions.clamp_min(0) // PAGE_TOKENS].long()
     return torch.where(positions < 0, PADDING, page * PAGE_TOKENS + positions % PAGE_TOKENS)
@@ -69,10 +69,10 @@ def select(
     out.fill_(PADDING)
     for request, rows in requests(batch):
         scores = _scores(batch, request, rows)
-        chosen = topk_reference.topk(scores, batch.visible[rows], topk)
+        selection = topk_reference.topk(scores, batch.visible[rows], topk)
         if as_slots:
-            chosen = slots_of(chosen, batch.block_table[request]).to(torch.int32)
-        out[rows] = chosen
+            selection = slots_of(selection, batch.block_table[request]).to(torch.int32)
+        out[rows] = selection
     return out
 
 
@@ -88,7 +88,7 @@ def requests(batch: IndexerBatch) -> Iterator[tuple[int, slice]]:
 
 
 def _scores(batch: IndexerBatch, request: int, rows: slice) -> torch.Tensor:
-    """``[rows, the most that one of them sees]`` logits."""
+    """Return logits ``[rows, the most that one of them sees]``."""
     longest = int(batch.visible[rows].max())
     keys, scales = request_keys(batch.pages, batch.block_table[request], longest)
     return logits_in_order(batch.q[rows], keys, batch.weights[rows], scales)

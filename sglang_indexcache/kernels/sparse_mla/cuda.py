@@ -101,14 +101,14 @@ def pack(
 
 
 def rows_per_tile(rows: int, heads: int, k: int, sms: int) -> int:
-    """Query rows that share a tile: as many as fit, where that leaves every SM two tiles."""
+    """Count query rows that share a tile: as many as fit, where that leaves every SM two tiles."""
     fitting = min(TILE_ROWS // heads_per_block(heads), MAX_PACKED_ROWS, MAX_PACKED_SLOTS // k)
     enough = rows * head_blocks(heads) // (2 * sms)
     return max(1, min(fitting, enough))
 
 
 def cluster_size(rows: int, heads: int, k: int, at_once: Callable[[int], int]) -> int:
-    """Blocks that share a list: so many that its longest part is as short as can be.
+    """Count blocks that share a list: so many that its longest part is as short as can be.
 
     Args:
         at_once: clusters of so many blocks that the GPU runs at once.
@@ -130,10 +130,10 @@ def clusters_at_once(device: torch.device, fp8: bool, size: int) -> int:
 
 
 def head_blocks(heads: int) -> int:
-    """Tiles that the heads of one query row take (``head_blocks`` of config.h)."""
+    """Return the tiles that the heads of one query row take (``head_blocks`` of config.h)."""
     return -(-heads // TILE_ROWS)
 
 
 def heads_per_block(heads: int) -> int:
-    """Heads of one tile (``heads_per_block`` of config.h)."""
+    """Return the heads of one tile (``heads_per_block`` of config.h)."""
     return -(-heads // head_blocks(heads))

@@ -18,7 +18,7 @@ def sparse_mla(
     lse: torch.Tensor | None = None,
     kept: Kept | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of every query over its selected latent rows (absorbed MLA), in float64.
+    """Attend from every query to its selected latent rows (absorbed MLA), in float64.
 
     :class:`~sglang_indexcache.kernels.contract.SparseMLA` for any widths and dtypes.
 
@@ -39,11 +39,11 @@ def sparse_mla(
     if lse is None:
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     for t, listed in enumerate(slots):
-        chosen = listed[listed >= 0].long()
-        if len(chosen) == 0:
+        valid = listed[listed >= 0].long()
+        if len(valid) == 0:
             out[t], lse[t] = 0.0, float("-inf")
             continue
-        rows = _rows(latent[chosen]).double()
+        rows = _rows(latent[valid]).double()
         scores = q[t].double() @ rows.T * scale
         peak = scores.logsumexp(-1)
         values = scores.softmax(-1) @ rows[:, :value_dim]

@@ -13,8 +13,8 @@ def topk(
     Ties (``-0.0`` is ``+0.0``) go to the smaller position, so the result is a function of the
     values alone: the same on every rank, in every run, for every implementation.
     """
-    chosen = torch.full((len(logits), topk), PADDING, dtype=torch.int32, device=logits.device)
-    for row, limit, kept in zip(logits, visible.tolist(), chosen, strict=True):
+    selection = torch.full((len(logits), topk), PADDING, dtype=torch.int32, device=logits.device)
+    for row, limit, indices in zip(logits, visible.tolist(), selection, strict=True):
         order = torch.sort(row[:limit] + 0.0, descending=True, stable=True).indices[:topk]
-        kept[: len(order)] = torch.sort(order).values
-    return chosen if out is None else out.copy_(chosen)
+        indices[: len(order)] = torch.sort(order).values
+    return selection if out is None else out.copy_(selection)

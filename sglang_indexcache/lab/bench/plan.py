@@ -39,9 +39,9 @@ MOST_OFF = 0.1
 EXPERT_LOADS = "power_law_1.01"
 """How uneven the rows' tokens load the experts: what NVIDIA's own estimator takes."""
 MEMORY_PART = 0.8
-"""Of the bandwidth that a norm reaches: an assumption."""
+"""Share of the bandwidth that a norm reaches: an assumption."""
 KV_BYTES = {"fp8": 656, "bf16": 1152}
-"""Of a token's latent row (FlashMLA's FP8 format; 576 bfloat16)."""
+"""Bytes of a token's latent row (FlashMLA's FP8 format; 576 bfloat16)."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class Deployment:
 
     @property
     def weight_bytes(self) -> float:
-        """On one GPU; the attention's are repeated in each rank of data-parallel attention."""
+        """Weights on one GPU; attention's are repeated in each rank of data-parallel attention."""
         size = 1 if "fp8" in self.measured.weights else 2
         return self.shape.weight_bytes(self.gpus, self.dp, size)
 
@@ -216,7 +216,7 @@ class Forwards:
         """Sources of all parts, in sentences."""
         name = find_gpu(self.deployment.gpu).name
         prompt, context = self.layers.reach(self.deployment.chunk)
-        said = [
+        sentences = [
             f"Attention: {self.layers.source}. They reach prompts of {prompt:,} tokens in chunks "
             f"of {self.deployment.chunk:,}, and contexts of {context:,} in decode.",
             f"Experts, products, all-reduce: rows of the same engine and card; experts loaded by "
@@ -224,22 +224,24 @@ class Forwards:
             "Not counted: the scheduler between two steps, sampling.",
         ]
         if self.deployment.dp > 1:
-            said.insert(2, "Gather and scatter of the ranks' tokens count as two all-reduces.")
-        said.append(self.deployment.measured.note)
+            sentences.insert(2, "Gather and scatter of the ranks' tokens count as two all-reduces.")
+        sentences.append(self.deployment.measured.note)
         if self.contradictions:
-            said.append(f"Rows that contradict others, left out: {'; '.join(self.contradictions)}.")
-        return tuple(said)
+            sentences.append(
+                f"Rows that contradict others, left out: {'; '.join(self.contradictions)}."
+            )
+        return tuple(sentences)
 
     @property
     def contradictions(self) -> tuple[str, ...]:
         """Rows that were left out of what is used here: full chunks, and contexts beyond top-k."""
-        used = [
-            one
-            for one in self.layers.contradictions
-            if one.x >= self._shape.index_topk
-            and (one.phase == "generation" or one.size == self.deployment.chunk)
+        rows = [
+            row
+            for row in self.layers.contradictions
+            if row.x >= self._shape.index_topk
+            and (row.phase == "generation" or row.size == self.deployment.chunk)
         ]
-        return tuple(one.text for one in used)
+        return tuple(row.text for row in rows)
 
     def gain(self, metric: Metric, pattern: Pattern, context: int) -> Gain | None:
         """Return a pattern's gain; None where nothing is known, or what is may be too far off."""
@@ -259,12 +261,12 @@ class Forwards:
         off = max(full.off, mine.off)
         return Gain(full.value, full.value / mine.value, off, requests, at_most)
 
-    def range_said(self, patterns: Iterable[Pattern], contexts: Sequence[int]) -> str:
+    def describe_range(self, patterns: Iterable[Pattern], contexts: Sequence[int]) -> str:
         """Say how far off gains may be: the worst error of rows predicted without themselves."""
-        found = [
+        gains = [
             self.gain(metric, one, n) for metric in METRICS for one in patterns for n in contexts
         ]
-        offs = [one.off for one in found if one is not None]
+        offs = [one.off for one in gains if one is not None]
         if not offs:
             return ""
         return (
@@ -276,7 +278,7 @@ class Forwards:
     def prefill(
         self, full_layers: int, context: int, folded_layers: int = 0, factor: int = 1
     ) -> LatencyEstimate | None:
-        """Milliseconds to read a prompt, one on each rank; None where rows are missing.
+        """Return milliseconds to read a prompt, one on each rank; None where rows are missing.
 
         L layers are ``folded_layers``, and ``factor`` is the ``N`` of ``+cN`` for F layers.
         """
@@ -292,14 +294,14 @@ class Forwards:
             ]
             if folded_layers:
                 parts.append((folded_layers, self._folding(1).chunk("F", tokens, prefix)))
-            one = _sum(parts)
-            if one is None:
+            chunk = _sum(parts)
+            if chunk is None:
                 return None
-            total += one
+            total += chunk
         return total
 
     def decode(self, full_layers: int, requests: int, context: int) -> LatencyEstimate | None:
-        """Milliseconds of a step of ``requests`` requests on each rank; None as above."""
+        """Return milliseconds of a step of ``requests`` requests on each rank; None as above."""
         full, shared = (self.layers.step(kind, requests, context) for kind in KINDS)
         tokens = requests * self.deployment.dp
         shared_layers = self._shape.num_hidden_layers - full_layers
@@ -308,9 +310,9 @@ class Forwards:
 
     def requests(self, context: int) -> int:
         """Return the largest batch of a rank that its cache holds and the rows know."""
-        known = self.layers.largest_batch(context)
+        largest = self.layers.largest_batch(context)
         room = self.deployment.cache_tokens
-        return max(1, min(known, room // context)) if room > 0 else known
+        return max(1, min(largest, room // context)) if room > 0 else largest
 
     def _fold(self, factor: int) -> Layers:
         """Return layers whose F ones fold in prefill; see :func:`.folding.fold`."""
@@ -319,7 +321,7 @@ class Forwards:
         return fold(self.layers, self._wheel, self._shape, weights, bandwidth, factor)
 
     def _time_around(self, tokens: int, heads: int, graph: bool) -> LatencyEstimate | None:
-        """All but attention: ``tokens`` of all ranks, ``heads`` of them to the vocabulary."""
+        """Time all but attention: ``tokens`` of all ranks, ``heads`` of them to the vocabulary."""
         shape, gpus, names = self._shape, self.deployment.gpus, self.deployment.measured
         experts = self._experts.at(tokens)
         reduce = self._reduce[graph]
@@ -349,10 +351,10 @@ class Forwards:
             "m",
             {"n": near[0], "k": near[1], "gemm_dtype": weights},
         )
-        found = series.at(rows)
-        if found is None:
+        latency = series.at(rows)
+        if latency is None:
             raise BenchError(f"the rows have no product of {rows} x {depth} x {width}")
-        return found.value * (width * depth) / (near[0] * near[1])
+        return latency.value * (width * depth) / (near[0] * near[1])
 
     @cached_property
     def _sizes(self) -> tuple[tuple[int, int], ...]:
@@ -396,7 +398,7 @@ def find_model(model: str) -> str:
 
 
 def choose_patterns(values: Sequence[str], shape: str) -> tuple[Patterns, tuple[str, ...]]:
-    """Patterns by the names that a user gave, and what to know about them.
+    """Return patterns by the names that a user gave, and notes on them.
 
     A ratio takes the library's pattern for this model. Where it has none, it takes as many F layers
     evenly spaced: time depends on their number only. Patterns that fold need no slopes here.
@@ -406,7 +408,7 @@ def choose_patterns(values: Sequence[str], shape: str) -> tuple[Patterns, tuple[
         IndexCacheError: a pattern that does not fit.
     """
     checkpoint = checkpoint_of(shape)
-    found, said = [], []
+    patterns, notes = [], []
     for value in values:
         try:
             pattern = Library.default().parse(value, checkpoint).pattern
@@ -414,7 +416,7 @@ def choose_patterns(values: Sequence[str], shape: str) -> tuple[Patterns, tuple[
             if re.fullmatch(r"1/[0-9]+(\+c[0-9]+)?", value) is None:
                 raise
             pattern = Library.default().parse(f"uniform:{value}", checkpoint).pattern
-            said.append(
+            notes.append(
                 f"No {value} pattern of {shape} is known: evenly spaced layers stand for it. "
                 "They take as long; what they lose in quality is another question."
             )
@@ -423,21 +425,23 @@ def choose_patterns(values: Sequence[str], shape: str) -> tuple[Patterns, tuple[
                 "a plan reads no slopes, and would count layers that they keep exact as folded. "
                 f"Leave @{slopes} out of {value!r}."
             )
-        found.append((value, pattern))
-    return found, (*said, *explain(pattern for _, pattern in found))
+        patterns.append((value, pattern))
+    return patterns, (*notes, *explain(pattern for _, pattern in patterns))
 
 
 def plan_grid(forwards: Forwards, patterns: Patterns, contexts: Sequence[int]) -> Grid:
-    """Gains over every indexer on, laid out as the paper's Table 1."""
+    """Return the gains over every indexer on, laid out as the paper's Table 1."""
     rows: list[tuple[str, ...]] = []
     for metric, title in TITLES.items():
         rows.append((title,))
-        found = [[forwards.gain(metric, pattern, n) for n in contexts] for _, pattern in patterns]
+        by_pattern = [
+            [forwards.gain(metric, pattern, n) for n in contexts] for _, pattern in patterns
+        ]
         unit = "s" if metric == "prefill" else "ms a step"
-        base = [_base(gains, metric) for gains in zip(*found, strict=True)]
+        base = [_base(gains, metric) for gains in zip(*by_pattern, strict=True)]
         if any(base):
             rows.append((f"every indexer, {unit}", *(text or NO_RATE for text in base)))
-        for (name, pattern), gains in zip(patterns, found, strict=True):
+        for (name, pattern), gains in zip(patterns, by_pattern, strict=True):
             rows.append((f"{name} ({_kinds(pattern)})", *map(_cell, gains)))
     header = ("", *map(format_length, contexts))
     return Grid(f"expected speed-up over {forwards.base}: {forwards.title}", header, tuple(rows))
@@ -490,12 +494,12 @@ def _cell(gain: Gain | None) -> str:
 
 def _base(gains: Sequence[Gain | None], metric: Metric) -> str:
     """Say the time with every indexer, which all patterns have in common."""
-    one = next((gain for gain in gains if gain is not None), None)
-    if one is None:
+    gain = next((each for each in gains if each is not None), None)
+    if gain is None:
         return ""
     if metric == "prefill":
-        return f"{one.milliseconds / 1e3:.1f}"
-    return f"{one.milliseconds:.1f}" + (f" ({one.requests})" if metric == "full" else "")
+        return f"{gain.milliseconds / 1e3:.1f}"
+    return f"{gain.milliseconds:.1f}" + (f" ({gain.requests})" if metric == "full" else "")
 
 
 def plan(model: str, gpu: str, gpus: int, dp: int, kv: str, data: Path | None = None) -> Forwards:

@@ -79,7 +79,7 @@ class Series:
         return LatencyEstimate(_line(self.points, below, above, x), off)
 
     def held_out(self, x: float) -> float | None:
-        """Relative error of predicting the row at ``x`` from its neighbours; None at an end."""
+        """Return the relative error of the row at ``x``, predicted from its neighbours, or None."""
         place = self._keys.index(x)
         if not 0 < place < len(self._keys) - 1:
             return None
@@ -87,7 +87,7 @@ class Series:
         return _line(self.points, *ends, x) / self.points[x] - 1
 
     def errors(self) -> Iterator[tuple[float, float]]:
-        """Each inner row and its :meth:`held_out` error."""
+        """Yield each inner row and its :meth:`held_out` error."""
         for x in self._keys[1:-1]:
             yield x, self.held_out(x) or 0.0
 
@@ -129,11 +129,11 @@ class Layers:
     contradictions: tuple[Contradiction, ...] = ()
 
     def chunk(self, kind: Kind, tokens: int, prefix: int) -> LatencyEstimate | None:
-        """Milliseconds of one layer for a chunk behind a prefix; None where no rows are."""
+        """Return milliseconds of one layer for a chunk behind a prefix; None where no rows are."""
         return _between(self.prefill, kind, tokens, prefix)
 
     def step(self, kind: Kind, requests: int, context: int) -> LatencyEstimate | None:
-        """Milliseconds of one layer for one decode step; None where no rows are."""
+        """Return milliseconds of one layer for one decode step; None where no rows are."""
         return _between(self.decode, kind, requests, context)
 
     def reach(self, chunk: int) -> tuple[int, int]:
@@ -146,14 +146,14 @@ class Layers:
 
     def largest_batch(self, context: int) -> int:
         """Return the most requests that rows know at this context, at least 1."""
-        known = [n for kind, n in self.decode if kind == "S" and self.step("F", n, context)]
-        return max((n for n in known if self.step("S", n, context)), default=1)
+        batches = [n for kind, n in self.decode if kind == "S" and self.step("F", n, context)]
+        return max((n for n in batches if self.step("S", n, context)), default=1)
 
 
 def _between(
     series: Mapping[tuple[Kind, int], Series], kind: Kind, size: int, x: float
 ) -> LatencyEstimate | None:
-    """First along each series, then between the series of the two nearest sizes."""
+    """Interpolate along each series, then between the series of the two nearest sizes."""
     sizes = sorted(n for k, n in series if k == kind)
     if size in sizes:
         return series[kind, size].at(x)
@@ -187,8 +187,8 @@ class Wheel:
         self._folder = (data or _installed()) / CARDS[card]
         self.card = card
 
-    def rows(self, table: str, wanted: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Rows of a table whose columns have the values of ``wanted`` (a list: any of them).
+    def rows(self, table: str, columns: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Read a table's rows whose columns have the values of ``columns`` (a list: any of them).
 
         Raises:
             BenchError: the wheel has no such table, or in another form.
@@ -197,20 +197,20 @@ class Wheel:
 
         tests = [
             (name, "in" if isinstance(value, list) else "=", value)
-            for name, value in wanted.items()
+            for name, value in columns.items()
         ]
         path = self._folder / f"{table}.parquet"
         try:
-            found: list[dict[str, Any]] = parquet.read_table(path, filters=tests).to_pylist()
+            rows: list[dict[str, Any]] = parquet.read_table(path, filters=tests).to_pylist()
         except (OSError, KeyError, ValueError) as error:
             raise BenchError(
                 f"cannot read {path}: {error}. This version reads the tables of {WHEEL} 0.12.0: "
                 f"pip install '{WHEEL}==0.12.0'"
             ) from error
-        return found
+        return rows
 
     def layers(self, model: str, bare: str, heads: int, gemm: str, kv: str) -> Layers:
-        """Attention layers: F ones of ``model``, S ones of ``bare``, by the rows' names.
+        """Read attention layers: F ones of ``model``, S ones of ``bare``, by the rows' names.
 
         ``heads`` are MLA's on one rank; ``gemm`` and ``kv`` are formats of the weights and the
         cache, as the rows name them.
@@ -220,13 +220,13 @@ class Wheel:
         """
         about = {"num_heads": heads, "gemm_type": gemm, "kv_cache_dtype": kv}
         folder = f"sparse_attention/{ENGINE}"
-        found: list[dict[tuple[Kind, int], Series]] = []
+        by_phase: list[dict[tuple[Kind, int], Series]] = []
         contradictions: list[Contradiction] = []
         for phase, by, more in (
             ("context", "isl", {"batch_size": 1}),
             ("generation", "batch_size", {}),
         ):
-            measured: Measured = defaultdict(lambda: defaultdict(list))
+            latencies: Measured = defaultdict(lambda: defaultdict(list))
             dense: Measured = defaultdict(lambda: defaultdict(list))  # contexts within top-k
             every = self.rows(
                 f"{folder}/dsa_{phase}_module_perf", {**about, **more, "model": [model, bare]}
@@ -237,21 +237,21 @@ class Wheel:
                     continue
                 # A prompt's rows count what is before the chunk, a step's the token itself too.
                 x = row["step"] + (row["isl"] if phase == "generation" else 0)
-                where = dense if "dense" in row["kernel_source"] else measured
+                where = dense if "dense" in row["kernel_source"] else latencies
                 where[kind, row[by]][x].append(row["latency"])
-            series, wrong = consistent(measured)
+            series, wrong = consistent(latencies)
             for key, points in dense.items():  # other kernels: they contradict nothing
                 series[key] = Series(
                     {x: mean(ys) for x, ys in points.items()}
                     | (series[key].points if key in series else {})
                 )
-            found.append(series)
+            by_phase.append(series)
             words = "tokens behind" if phase == "context" else "requests at"
             contradictions += [
                 Contradiction(phase, size, x, f"{kind}, {size:,} {words} {x:,.0f}: {why}")
                 for (kind, size), x, why in wrong
             ]
-        if not all(found):
+        if not all(by_phase):
             table = f"{folder}/dsa_context_module_perf"
             there = {row["num_heads"] for row in self.rows(table, {"model": model})}
             raise BenchError(
@@ -263,41 +263,41 @@ class Wheel:
             f"NVIDIA's rows of {engine} on {self.card.upper()} ({WHEEL}): F layers of {model}, "
             f"S layers of {bare}"
         )
-        return Layers(source, found[0], found[1], tuple(contradictions))
+        return Layers(source, by_phase[0], by_phase[1], tuple(contradictions))
 
-    def series(self, table: str, by: str, wanted: Mapping[str, Any]) -> Series:
-        """Rows of one operation by one column; repeated rows count as their mean.
+    def series(self, table: str, by: str, columns: Mapping[str, Any]) -> Series:
+        """Read one operation's rows by one column; repeated rows count as their mean.
 
         Raises:
             BenchError: there are none.
         """
         points: dict[float, list[float]] = defaultdict(list)
-        for row in self.rows(table, wanted):
+        for row in self.rows(table, columns):
             points[row[by]].append(row["latency"])
-        split = next((name for name in _SPLITS if name in wanted), "")
+        split = next((name for name in _SPLITS if name in columns), "")
         if not points and split:
-            others = {name: value for name, value in wanted.items() if name != split}
+            others = {name: value for name, value in columns.items() if name != split}
             most = max((row[split] for row in self.rows(table, others)), default=0)
-            if 0 < most < wanted[split]:
+            if 0 < most < columns[split]:
                 raise BenchError(
-                    f"NVIDIA measured up to {most} GPUs here, not {wanted[split]}: ask with fewer"
+                    f"NVIDIA measured up to {most} GPUs here, not {columns[split]}: ask with fewer"
                 )
         if not points:
-            about = ", ".join(f"{name} {value}" for name, value in wanted.items())
+            about = ", ".join(f"{name} {value}" for name, value in columns.items())
             raise BenchError(f"the rows of {WHEEL} have no {table.rpartition('/')[2]} with {about}")
         return Series({x: mean(values) for x, values in points.items()})
 
 
 def consistent(
-    measured: Mapping[tuple[Kind, int], Mapping[float, Iterable[float]]],
+    latencies: Mapping[tuple[Kind, int], Mapping[float, Iterable[float]]],
 ) -> tuple[dict[tuple[Kind, int], Series], list[tuple[tuple[Kind, int], float, str]]]:
-    """Series without the rows that contradict others, and those rows with the reason."""
-    means = {key: {x: mean(ys) for x, ys in rows.items()} for key, rows in measured.items()}
-    kept: dict[tuple[Kind, int], Series] = {}
+    """Return series without the rows that contradict others, and those rows with the reason."""
+    means = {key: {x: mean(ys) for x, ys in rows.items()} for key, rows in latencies.items()}
+    series: dict[tuple[Kind, int], Series] = {}
     wrong = []
     for key, rows in sorted(means.items()):
         with_indexer = means.get(("F", key[1]), {})
-        good = {}
+        points = {}
         least = float("inf")
         for x in sorted(rows, reverse=True):
             if rows[x] > least * (1 + TOLERANCE):
@@ -306,19 +306,19 @@ def consistent(
                 indexed = with_indexer[x]
                 wrong.append((key, x, f"{rows[x]:.3g} ms, but {indexed:.3g} with its indexer"))
             else:
-                good[x] = rows[x]
+                points[x] = rows[x]
                 least = min(least, rows[x])
-        if good:
-            kept[key] = Series(good)
-    return kept, wrong
+        if points:
+            series[key] = Series(points)
+    return series, wrong
 
 
 def _installed() -> Path:
     """Find the wheel's data; importing it would load its compiled estimators."""
-    found = find_spec("aiconfigurator_core")
-    if found is None or not found.submodule_search_locations:
+    spec = find_spec("aiconfigurator_core")
+    if spec is None or not spec.submodule_search_locations:
         raise BenchError(
             f"measured rows are in the wheel {WHEEL}, which is not installed: "
             "pip install 'sglang-indexcache[plan]'"
         )
-    return Path(found.submodule_search_locations[0]) / "systems" / "data"
+    return Path(spec.submodule_search_locations[0]) / "systems" / "data"

@@ -24,7 +24,7 @@ from sglang_indexcache.ask.protocol import OTHERS
 from sglang_indexcache.library import mean_known
 from sglang_indexcache.serving import front, live, requests
 from sglang_indexcache.serving.active import ActivePattern, current
-from sglang_indexcache.serving.monitor.traffic import MOST_APART, apart
+from sglang_indexcache.serving.monitor.traffic import MAX_LABELS, label_for
 
 logger = logging.getLogger(__name__)
 
@@ -122,16 +122,16 @@ class Exporter:
 
     def export(self, active: ActivePattern) -> None:
         """Write what changed since the last time."""
-        for name, values in (_counted(active) | _overlaps(active)).items():
+        for name, values in (_counter_values(active) | _shadow_values(active)).items():
             for key, value in values.items():
                 self._child(name, key).inc(value - self._told[name].get(key, 0))
             self._told[name] = values
-        for name, values in _standing(active).items():
+        for name, values in _gauge_values(active).items():
             # What is no more is 0: between processes no series can be taken back.
             now: Values = dict.fromkeys(self._told[name], 0)
             for key, value in values.items():
-                shown = apart(key, self._told[name], MOST_APART, (OTHERS,) * len(key))
-                now[shown] = now.get(shown, 0) + value
+                label = label_for(key, self._told[name], MAX_LABELS, (OTHERS,) * len(key))
+                now[label] = now.get(label, 0) + value
             for key, value in now.items():
                 self._child(name, key).set(value)
             self._told[name] = now
@@ -141,8 +141,8 @@ class Exporter:
         return self._metrics[name].labels(**self._labels, **dict(zip(more, key, strict=True)))
 
 
-def _counted(active: ActivePattern) -> dict[str, Values]:
-    """Every counter's value now, by its own labels."""
+def _counter_values(active: ActivePattern) -> dict[str, Values]:
+    """Return every counter's value now, by its own labels."""
     counters, traffic = active.counters, active.traffic
     layers = active.plan.layer_ids
     did = {"ran": counters.indexer_selections, "reused": counters.index_reuses}
@@ -166,8 +166,8 @@ def _counted(active: ActivePattern) -> dict[str, Values]:
     }
 
 
-def _standing(active: ActivePattern) -> dict[str, Values]:
-    """Every gauge's value now."""
+def _gauge_values(active: ActivePattern) -> dict[str, Values]:
+    """Return every gauge's value now."""
     return {
         "overlap_found": {(): mean_known(active.reference) or 0},
         "info": {(str(active.policy), active.plan.mode, active.source, __version__): 1},
@@ -176,31 +176,31 @@ def _standing(active: ActivePattern) -> dict[str, Values]:
     }
 
 
-def _overlaps(active: ActivePattern) -> dict[str, Values]:
+def _shadow_values(active: ActivePattern) -> dict[str, Values]:
     """Return the shadow's counters. At most 237 series together, at 78 layers."""
-    found: dict[str, Values] = defaultdict(lambda: defaultdict(float))
+    values: dict[str, Values] = defaultdict(lambda: defaultdict(float))
     _, sums = active.shadow.read()
     for layer, (rows, overlap, chance, recall) in zip(
         map(str, active.plan.layer_ids), sums, strict=False
     ):
         if not rows:
             continue
-        found["overlap_rows"][layer,] = rows
-        found["overlap"][layer,] = overlap
-        found["recall"][layer,] = recall
-        found["overlap_chance"][()] += chance
-    return dict(found)
+        values["overlap_rows"][layer,] = rows
+        values["overlap"][layer,] = overlap
+        values["recall"][layer,] = recall
+        values["overlap_chance"][()] += chance
+    return dict(values)
 
 
-def collectors(given: Mapping[str, type] | None) -> dict[str, type]:
-    """``ServerArgs.stat_loggers`` with ours in it; those ``given`` stay."""
+def collectors(others: Mapping[str, type] | None) -> dict[str, type]:
+    """Return ``ServerArgs.stat_loggers`` with ours in it; ``others`` keep their roles."""
     ours: dict[str, type] = {
         STAT_LOGGER_ROLE_SCHEDULER: SchedulerCollector,
         STAT_LOGGER_ROLE_TOKENIZER: TokenizerCollector,
     }
-    if taken := ours.keys() & (given or {}):
+    if roles := ours.keys() & (others or {}):
         logger.warning(
             "IndexCache: metrics of the %s are left out, for stat_loggers has a collector there.",
-            " and the ".join(sorted(taken)),
+            " and the ".join(sorted(roles)),
         )
-    return ours | dict(given or {})
+    return ours | dict(others or {})

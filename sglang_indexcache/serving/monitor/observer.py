@@ -21,13 +21,13 @@ class Observer:
     ``layer`` is the model's layer number, ``batch`` SGLang's forward batch.
     """
 
-    def selected(self, layer: int, batch: Any, lists: Tensor | None, **own: Any) -> None:
+    def selected(self, layer: int, batch: Any, lists: Tensor | None, **evidence: Any) -> None:
         """Follow a list that the indexer of ``layer`` made, or could make, in this forward.
 
         Args:
             lists: ``[T, k]``: what the layer is given by sharing; in static mode, where its own
-                list is ``own``, what it would be given.
-            own: as :meth:`Shadow.look` takes it, to know the layer's own list.
+                list is in ``evidence``, what it would be given.
+            evidence: as :meth:`Shadow.look` takes it, to know the layer's own list.
         """
 
     def served(self, layer: int) -> None:
@@ -43,10 +43,10 @@ class Observed:
 
     observers: tuple[Observer, ...] = ()
 
-    def selected(self, layer: int, batch: Any, lists: Tensor | None, **own: Any) -> None:
+    def selected(self, layer: int, batch: Any, lists: Tensor | None, **evidence: Any) -> None:
         """Tell the observers that the indexer of ``layer`` made a list, or could make one."""
         for observer in self.observers:
-            observer.selected(layer, batch, lists, **own)
+            observer.selected(layer, batch, lists, **evidence)
 
     def served(self, layer: int) -> None:
         """Tell the observers that ``layer`` is about to attend to what the buffer holds."""

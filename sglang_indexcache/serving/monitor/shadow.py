@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ROWS = 16
-"""Sampled of a forward, at most."""
+"""Rows sampled of a forward, at most."""
 SUMS = 4
 """Added up by layer: the rows that the sampled ones stand for, and over them, from 0 to 1, the
 overlap, that by chance and the recall. Without weights a decode's row, which sees most and is never
@@ -124,21 +124,21 @@ class Shadow:
             return
         try:
             rows = torch.tensor([row for part in parts for row in part.rows], device=lists.device)
-            asked = queries(rows) if queries else None
+            scoring = queries(rows) if queries else None
             start = 0
             for part in parts:
-                mine, start = slice(start, start + len(part.rows)), start + len(part.rows)
+                span, start = slice(start, start + len(part.rows)), start + len(part.rows)
                 sees = torch.tensor(part.sees, device=lists.device)
-                named = entries(part)
+                tokens = entries(part)
                 scores = None
-                if asked is not None and keys is not None:
-                    scores = score(asked[0][mine], asked[1][mine], part, keys)
-                    chosen = best(scores, sees, self._topk)
+                if scoring is not None and keys is not None:
+                    scores = score(scoring[0][span], scoring[1][span], part, keys)
+                    selection = best(scores, sees, self._topk)
                 else:
                     assert own is not None, "either an indexer or its list is there"
-                    chosen = holds(own[rows[mine]], named, sees)
-                held = holds(lists[rows[mine]], named, sees)
-                self._add(layer, part, compare(held, chosen, sees, scores))
+                    selection = holds(own[rows[span]], tokens, sees)
+                shared = holds(lists[rows[span]], tokens, sees)
+                self._add(layer, part, compare(shared, selection, sees, scores))
         except Exception:  # inside a forward: it would end the server
             logger.exception("IndexCache: --indexcache-shadow stops here")
             self.one_in, self.parts = 0, ()
@@ -154,20 +154,20 @@ class Shadow:
             torch.cuda.synchronize()  # forwards add to them on a stream of their own
         return (self._sums - self._before).tolist(), self._sums.tolist()
 
-    def _add(self, layer: int, part: Part, found: torch.Tensor) -> None:
-        """``found``: ``[R, SUMS]``."""
+    def _add(self, layer: int, part: Part, shares: torch.Tensor) -> None:
+        """Add the ``shares`` ``[R, SUMS]`` of a part's rows to the layer's sums."""
         if self._sums is None:
-            self._sums = found.new_zeros(self._layers, SUMS)
+            self._sums = shares.new_zeros(self._layers, SUMS)
             self._before = self._sums.clone()
         self.forwards += self._is_new
         self._is_new = False
-        self._sums[layer] += part.weight * found.sum(0)
+        self._sums[layer] += part.weight * shares.sum(0)
 
 
 def draw(
     served: Sequence[Served], patterns: Sequence[Pattern], topk: int, lots: random.Random
 ) -> Iterator[Part]:
-    """At most :data:`ROWS` of the rows that see more than ``topk`` tokens, each as likely."""
+    """Draw at most :data:`ROWS` of the rows that see more than ``topk`` tokens, each as likely."""
     spans: list[tuple[int, int, int, int]] = []  # request, first row, rows, what the first sees
     first = 0
     for request, (pattern, rows, length) in enumerate(served):
@@ -177,18 +177,18 @@ def draw(
             spans.append((request, first + short, rows - short, sees + short))
         first += rows
     total = sum(count for _, _, count, _ in spans)
-    chosen = sorted(lots.sample(range(total), min(ROWS, total)))
+    samples = sorted(lots.sample(range(total), min(ROWS, total)))
     before = 0
     for request, first, count, sees in spans:
-        mine = [n - before for n in chosen if before <= n < before + count]
+        offsets = [n - before for n in samples if before <= n < before + count]
         before += count
-        if mine:
-            rows_of, sees_of = (tuple(start + n for n in mine) for start in (first, sees))
-            yield Part(request, rows_of, sees_of, served[request][0], total / len(chosen))
+        if offsets:
+            rows_of, sees_of = (tuple(start + n for n in offsets) for start in (first, sees))
+            yield Part(request, rows_of, sees_of, served[request][0], total / len(samples))
 
 
 def score(queries: torch.Tensor, weights: torch.Tensor, part: Part, keys: Keys) -> torch.Tensor:
-    """``[R, n]`` float32 index scores of a request's rows, n what the last of them sees."""
+    """Return ``[R, n]`` float32 index scores of a request's rows, n what the last of them sees."""
     total = max(part.sees)
     blocks = []
     for low in range(0, total, _KEY_BLOCK):
@@ -198,44 +198,47 @@ def score(queries: torch.Tensor, weights: torch.Tensor, part: Part, keys: Keys) 
 
 
 def best(scores: torch.Tensor, sees: torch.Tensor, topk: int) -> torch.Tensor:
-    """``[R, n]`` bool: the k best of what each row sees, the first of equals."""
+    """Return ``[R, n]`` bool: the k best of what each row sees, the first of equals."""
     hidden = scores.masked_fill(~_visible(sees, scores.shape[1]), -torch.inf)
     order = hidden.sort(dim=1, descending=True, stable=True).indices[:, :topk]
     return torch.zeros_like(scores, dtype=torch.bool).scatter_(1, order, value=True)
 
 
-def holds(lists: torch.Tensor, named: torch.Tensor, sees: torch.Tensor) -> torch.Tensor:
-    """``[R, n]`` bool: which of the tokens ``named`` ``[n]`` each of ``lists`` ``[R, k]`` has."""
+def holds(lists: torch.Tensor, tokens: torch.Tensor, sees: torch.Tensor) -> torch.Tensor:
+    """Return ``[R, n]`` bool: which of ``tokens`` ``[n]`` each of ``lists`` ``[R, k]`` has."""
     ordered = lists.sort(dim=1).values
-    asked = named.to(ordered.dtype).expand(len(lists), -1).contiguous()
-    places = torch.searchsorted(ordered, asked).clamp_max(ordered.shape[1] - 1)
-    return (ordered.gather(1, places) == asked) & _visible(sees, len(named))
+    targets = tokens.to(ordered.dtype).expand(len(lists), -1).contiguous()
+    places = torch.searchsorted(ordered, targets).clamp_max(ordered.shape[1] - 1)
+    return (ordered.gather(1, places) == targets) & _visible(sees, len(tokens))
 
 
 def compare(
-    held: torch.Tensor,
-    chosen: torch.Tensor,
+    shared: torch.Tensor,
+    selection: torch.Tensor,
     sees: torch.Tensor,
     scores: torch.Tensor | None,
 ) -> torch.Tensor:
-    """``[R, SUMS]`` float64: 1 for the row, and its shares.
+    """Return ``[R, SUMS]`` float64: 1 for the row, and its shares.
 
-    The overlap is the share of ``chosen`` ``[R, n]``, the layer's own selection, that ``held``
+    The overlap is the share of ``selection`` ``[R, n]``, the layer's own selection, that ``shared``
     ``[R, n]``, the list that it is given, has; chance that of as many tokens drawn blindly. The
     recall, 0 without scores ``[R, n]``, weights the overlap by the softmax of each row's scores,
     which indexers are trained to make that of attention.
     """
-    shares = [torch.ones(len(held), device=held.device), (held & chosen).sum(1) / chosen.sum(1)]
-    shares.append(held.sum(1) / sees)
+    shares = [
+        torch.ones(len(shared), device=shared.device),
+        (shared & selection).sum(1) / selection.sum(1),
+    ]
+    shares.append(shared.sum(1) / sees)
     if scores is None:
         shares.append(torch.zeros_like(shares[0]))
     else:
-        visible = _visible(sees, held.shape[1])
-        mass = scores.masked_fill(~visible, -torch.inf).softmax(1) * chosen
-        shares.append((mass * held).sum(1) / mass.sum(1))
+        visible = _visible(sees, shared.shape[1])
+        mass = scores.masked_fill(~visible, -torch.inf).softmax(1) * selection
+        shares.append((mass * shared).sum(1) / mass.sum(1))
     return torch.stack(shares, dim=1).double()
 
 
 def _visible(sees: torch.Tensor, count: int) -> torch.Tensor:
-    """``[R, count]`` bool: which tokens each row may attend to."""
+    """Return ``[R, count]`` bool: which tokens each row may attend to."""
     return torch.arange(count, device=sees.device) < sees[:, None]

@@ -27,7 +27,7 @@ class Skipping:
 
 
 def judge(state: RankState) -> Skipping:
-    """Whether a rank's layers did what the patterns that it served say."""
+    """Judge whether a rank's layers did what the patterns that it served say."""
     runs, reuses, layers = state.indexer_selections, state.index_reuses, state.counted_layers
     counted = max((runs[layer] + reuses[layer] for layer in layers), default=0)
     if not counted:
@@ -51,22 +51,22 @@ def judge(state: RankState) -> Skipping:
     return Skipping(not wrong, text, _uncounted(state, counted))
 
 
-def told_index_keys(state: RankState) -> str:
-    """Index-K memory beside that of plain DSA, which keeps keys in every layer with an indexer."""
-    kept, plain = Pattern(state.pattern), Pattern(state.checkpoint_pattern)
+def describe_index_keys(state: RankState) -> str:
+    """Say the index-K memory beside that of plain DSA, which keeps keys of every indexer."""
+    pattern, plain = Pattern(state.pattern), Pattern(state.checkpoint_pattern)
     if state.mode == "live":
-        kept = plain
+        pattern = plain
     here = state.counted_layers
-    layers, all_layers = (sum(map(each.is_full, here)) for each in (kept, plain))
+    layers, all_layers = (sum(map(each.is_full, here)) for each in (pattern, plain))
     stored = state.index_k_bytes_per_token
-    said = f"{stored:,} bytes per token"
+    text = f"{stored:,} bytes per token"
     if layers:
-        said += f"; plain DSA: {stored * all_layers // layers:,}"
-    return said + (" (in the layers of one pipeline stage)" if len(here) < len(plain) else "")
+        text += f"; plain DSA: {stored * all_layers // layers:,}"
+    return text + (" (in the layers of one pipeline stage)" if len(here) < len(plain) else "")
 
 
 def _full_layers(state: RankState) -> set[int]:
-    """Layers that are F in any pattern that was served; in static mode there is but one."""
+    """Find the layers that are F in any pattern that was served; static mode has but one."""
     every = state.rows or {state.pattern}
     return {layer for pattern in every for layer in Pattern(pattern).full_layers}
 
@@ -91,7 +91,7 @@ def _uncounted(state: RankState, counted: int) -> str:
 
 
 def _layers(layers: Iterable[int]) -> str:
-    """``layers 0-2 and 5``, or a count where there are many pieces."""
+    """Say ``layers 0-2 and 5``, or a count where there are many pieces."""
     numbers: Sequence[int] = sorted(layers)
     pieces = [
         [number for _, number in run]
@@ -99,6 +99,6 @@ def _layers(layers: Iterable[int]) -> str:
     ]
     if len(pieces) > _MOST_RANGES:
         return f"{len(numbers)} layers"
-    named = [f"{piece[0]}-{piece[-1]}" if len(piece) > 1 else str(piece[0]) for piece in pieces]
-    text = " and ".join([", ".join(named[:-1]), named[-1]] if len(named) > 1 else named)
+    ranges = [f"{piece[0]}-{piece[-1]}" if len(piece) > 1 else str(piece[0]) for piece in pieces]
+    text = " and ".join([", ".join(ranges[:-1]), ranges[-1]] if len(ranges) > 1 else ranges)
     return f"layer {text}" if len(numbers) == 1 else f"layers {text}"

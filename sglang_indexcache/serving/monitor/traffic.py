@@ -29,8 +29,8 @@ BINS = (2048, 8192, 32768, 131072)
 LENGTHS = (*map(format_length, BINS), "more")
 """The bins' names."""
 
-MOST_APART = 100
-"""Patterns that are counted each by itself; those that come after them are counted together."""
+MAX_LABELS = 100
+"""Patterns that have a label of their own; those that come after them share one."""
 
 Served = tuple[Pattern, int, int]
 """A request's part of a forward: its pattern, its rows, and its length with them."""
@@ -88,22 +88,24 @@ class Traffic:
 
     def count(self, phase: str, served: Sequence[Served]) -> None:
         """Count a forward of these requests, in ``phase``."""
-        known = {key[-1] for key in self.tokens}
+        labels = {key[-1] for key in self.tokens}
         for pattern, rows, _ in served:
-            name = apart(str(pattern), known, MOST_APART, OTHERS)
-            known.add(name)
+            name = label_for(str(pattern), labels, MAX_LABELS, OTHERS)
+            labels.add(name)
             self.tokens[phase, name] += rows
         if max((length for _, _, length in served), default=0) <= self.topk:
             return
         patterns = frozenset(pattern for pattern, *_ in served)
         for pattern, rows, length in served:
-            visible = _seen(length) - _seen(length - rows)
+            visible = _pairs_of(length) - _pairs_of(length - rows)
             kinds, twice = _kinds(pattern, patterns, self.own, self.exact)
             for kind, layers in kinds.items():
                 self.pairs[phase, length_bin(length), kind] += visible * layers
             most = pattern.suffix.factor * self.topk
             # Rows that see no more than a list holds have no second stage.
-            rescored = _seen(length, most) - _seen(max(length - rows, min(length, self.topk)), most)
+            rescored = _pairs_of(length, most) - _pairs_of(
+                max(length - rows, min(length, self.topk)), most
+            )
             self.again += rescored * twice
 
     @property
@@ -114,7 +116,7 @@ class Traffic:
         return first - self.flops * self.again
 
     def report(self) -> dict[str, dict[str, int]]:
-        """For a rank's state: the counters, the parts of their keys joined by spaces."""
+        """Return the counters for a rank's state, the parts of their keys joined by spaces."""
         return {
             "tokens": {" ".join(key): count for key, count in self.tokens.items()},
             "pairs": {" ".join(key): count for key, count in self.pairs.items()},
@@ -122,35 +124,35 @@ class Traffic:
         }
 
 
-def apart(name: Any, known: Collection[Any], most: int, rest: Any) -> Any:
+def label_for(name: Any, labels: Collection[Any], most: int, rest: Any) -> Any:
     """Return the key to count ``name`` by: itself for the first ``most`` names, then ``rest``."""
-    return name if name in known or len(known) < most else rest
+    return name if name in labels or len(labels) < most else rest
 
 
 @lru_cache(maxsize=256)
 def _kinds(
-    pattern: Pattern, patterns: frozenset[Pattern], own: frozenset[int], exact: frozenset[int]
+    pattern: Pattern, patterns: frozenset[Pattern], layers: frozenset[int], exact: frozenset[int]
 ) -> tuple[dict[str, int], int]:
-    """Count the layers ``own`` by what becomes of a request's pairs, and those that score again.
+    """Count ``layers`` by what becomes of a request's pairs, and those that score again.
 
     Args:
         pattern: the request's.
         patterns: those of all requests of its forward.
     """
     kinds, twice = {"scored": 0, "skipped": 0}, 0
-    for layer in own:
-        apart_here = layer not in exact and any(one.fold_at(layer) for one in patterns)
+    for layer in layers:
+        apart_here = layer not in exact and any(each.fold_at(layer) for each in patterns)
         deciding = (pattern,) if apart_here else patterns
         factor = pattern.fold_at(layer) if apart_here else 0
-        is_full = any(one.is_full(layer) for one in deciding)
+        is_full = any(each.is_full(layer) for each in deciding)
         kind = "folded" if factor else "scored" if is_full else "skipped"
         kinds[kind] = kinds.get(kind, 0) + 1
         twice += factor > 1
     return kinds, twice
 
 
-def _seen(rows: int, most: int | None = None) -> int:
-    """Pairs of the first ``rows`` rows of a request; of each the first ``most`` tokens only."""
+def _pairs_of(rows: int, most: int | None = None) -> int:
+    """Count the pairs of a request's first ``rows`` rows, each with at most ``most`` tokens."""
     short = rows if most is None else min(rows, most)
     return short * (short + 1) // 2 + (rows - short) * (most or 0)
 
@@ -190,13 +192,13 @@ def is_idle(batch: ForwardBatch) -> bool:
 
 
 def phase_of(batch: ForwardBatch) -> str:
-    """Whether a forward fills a cache or continues one."""
+    """Return "prefill" for a forward that fills a cache, "decode" for one that continues one."""
     mode = batch.forward_mode
     return "decode" if mode.is_decode() or mode.is_target_verify() else "prefill"
 
 
 def _index_k_bytes(pool: Any) -> int:
-    """Bytes of index keys per token over this process's layers, from a pool's own buffers."""
+    """Return bytes of index keys per token over this process's layers, from a pool's buffers."""
     pool = getattr(pool, "full_kv_pool", pool)
     slots = pool.index_buf_size + pool.page_size
     return round(sum(buffer.nbytes for buffer in pool.index_key_cache.buffer) / slots)

@@ -48,7 +48,7 @@ def watch(client: Client, seconds: float, console: Console, times: int | None = 
 def frame(
     before: Sequence[RankState], after: Sequence[RankState], seconds: float
 ) -> RenderableType:
-    """One picture of all ranks together, from their states now and so many seconds before."""
+    """Draw all ranks together, from their states now and so many seconds before."""
     state = after[0]
     pairs, rows = _sum(rank.pairs for rank in after), _sum(rank.rows for rank in after)
     new_pairs, new_rows = pairs - _sum(r.pairs for r in before), rows - _sum(r.rows for r in before)
@@ -123,17 +123,19 @@ def _overlaps(ranks: Sequence[RankState]) -> Iterator[RenderableType]:
     first = ranks[0]
     if not first.overlap.one_in:
         return
-    found = overlaps(ranks)
-    blocks = _blocks({layer: shares[0] for layer, shares in found.items()}, first)
-    yield Text(f"{told_overlap(ranks)}\noverlap by layer: {blocks}")
+    by_layer = overlaps(ranks)
+    blocks = _blocks({layer: shares[0] for layer, shares in by_layer.items()}, first)
+    yield Text(f"{describe_overlap(ranks)}\noverlap by layer: {blocks}")
     titles = ("overlap", "beyond chance", "found with", "by score mass")
     table = Table("worst layers", *titles, box=SIMPLE)
-    known = dict(enumerate(first.overlap.reference))
-    for layer, shares in sorted(found.items(), key=lambda pair: pair[1][0])[:WORST]:
+    reference = dict(enumerate(first.overlap.reference))
+    for layer, shares in sorted(by_layer.items(), key=lambda pair: pair[1][0])[:WORST]:
         share, beyond, recall, *_ = shares
-        told = (share, beyond, known.get(layer), recall if first.mode == "live" else None)
-        table.add_row(str(layer), *("-" if one is None else f"{one:.1%}" for one in told))
-    if found:
+        numbers = (share, beyond, reference.get(layer), recall if first.mode == "live" else None)
+        table.add_row(
+            str(layer), *("-" if number is None else f"{number:.1%}" for number in numbers)
+        )
+    if by_layer:
         yield table
 
 
@@ -143,27 +145,28 @@ def overlaps(ranks: Sequence[RankState]) -> dict[int, list[float]]:
     for rank in ranks:
         for layer, sums in rank.overlap.layers.items():
             every.setdefault(layer, []).append(sums)
-    found = {}
+    means = {}
     for layer in sorted(every):
         rows, *shares = map(sum, zip(*every[layer], strict=True))
         overlap, chance, *others = (each / rows for each in shares)
-        found[layer] = [overlap, beyond_chance(overlap, chance), *others]
-    return found
+        means[layer] = [overlap, beyond_chance(overlap, chance), *others]
+    return means
 
 
-def told_overlap(ranks: Sequence[RankState]) -> str:
+def describe_overlap(ranks: Sequence[RankState]) -> str:
     """Say in a sentence how all layers together overlap."""
-    found, first = overlaps(ranks), ranks[0]
-    if not found:
+    by_layer, first = overlaps(ranks), ranks[0]
+    if not by_layer:
         return "overlap: no row with more than index_topk tokens was sampled yet"
-    overlap, beyond, _ = (fmean(each) for each in zip(*found.values(), strict=True))
-    who, given = "S", "the list they are given"
+    overlap, beyond, _ = (fmean(each) for each in zip(*by_layer.values(), strict=True))
+    who, compared_to = "S", "the list they are given"
     if first.mode == "static":
-        who, given = "F", "the list of the F layer before"
-    known = mean_known(first.overlap.reference)
+        who, compared_to = "F", "the list of the F layer before"
+    reference = mean_known(first.overlap.reference)
+    search = "" if reference is None else f" (found with {reference:.0%})"
     return (
-        f"overlap: {who} layers have {overlap:.0%} of their own selection in common with {given}, "
-        f"{beyond:.0%} beyond chance{'' if known is None else f' (found with {known:.0%})'}; "
+        f"overlap: {who} layers have {overlap:.0%} of their own selection in common with "
+        f"{compared_to}, {beyond:.0%} beyond chance{search}; "
         f"{sum(rank.overlap.forwards for rank in ranks):,} forwards were sampled"
     )
 
@@ -173,7 +176,7 @@ def _sum(counters: Iterable[Mapping[Any, int]]) -> Counter[Any]:
 
     In the difference of two such sums what has fallen is left out: the server was restarted.
     """
-    found: Counter[Any] = Counter()
+    total: Counter[Any] = Counter()
     for counter in counters:
-        found.update(counter)
-    return found
+        total.update(counter)
+    return total

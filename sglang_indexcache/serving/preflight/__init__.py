@@ -1,1 +1,1 @@
-"""Before a server serves: options become a plan or are refused, an adapter's weights come in."""
+"""Steps before a server serves: options become a plan or a refusal, an adapter's weights load."""

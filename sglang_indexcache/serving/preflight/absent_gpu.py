@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 GPUS = 8
-"""Of a node."""
+"""GPUs of a node."""
 
 
 @dataclass(frozen=True)
@@ -83,4 +83,4 @@ class _Names(MetaPathFinder, Loader):
         return _Name(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """There is nothing to run."""
+        """Do nothing: there is no code to run."""

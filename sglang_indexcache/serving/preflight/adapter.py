@@ -99,6 +99,6 @@ def indexers(plan: Plan) -> Mapping[str, torch.Tensor]:
             f"the adapter {plan.adapter} was replaced since this server was started. Start the "
             "server again, or put the adapter that it was started with back."
         )
-    found = like_stored(base, adapter.tensors())
+    tensors = like_stored(base, adapter.tensors())
     size = fp8.blocks()
-    return found if size is None else dict(fp8.plain(found.items(), size))
+    return tensors if size is None else dict(fp8.plain(tensors.items(), size))

@@ -55,12 +55,12 @@ def check_config(config: Any, where: str, *, on_cpu: bool = False) -> None:
     Raises:
         IndexCacheError: with the lines to add to ``config.json``, and with the limits exceeded.
     """
-    found, text = Findings(), text_config(config)
+    findings, text = Findings(), text_config(config)
     family = BY_ARCHITECTURE[str(read_field(config, "architectures")[0])]
     absent = {n: v for n, v in family.extra_config.items() if read_field(text, n) is None}
     if absent:
         lines = json.dumps(absent)
-        found.each.append(
+        findings.each.append(
             CheckpointError(
                 f"SGLang reads what the config of {where} does not have (transformers does not "
                 f"write it). Add to its config.json: {lines[1:-1]}; or start with "
@@ -75,12 +75,14 @@ def check_config(config: Any, where: str, *, on_cpu: bool = False) -> None:
         and not holds(value, text)
     ]
     if problems:
-        found.each.append(CheckpointError(f"SGLang cannot serve {where}: {'; '.join(problems)}."))
-    found.report()
+        findings.each.append(
+            CheckpointError(f"SGLang cannot serve {where}: {'; '.join(problems)}.")
+        )
+    findings.report()
 
 
 def _mlps_that_sglang_builds(config: Any, count: int) -> list[str] | None:
-    """``mlp_layer_types`` as SGLang has it; None where it goes by other fields."""
+    """Return ``mlp_layer_types`` as SGLang builds it; None where it goes by other fields."""
     first, step = read_field(config, "first_k_dense_replace"), read_field(config, "moe_layer_freq")
     if first is None or type(step) is not int or step < 1:
         return None

@@ -109,7 +109,7 @@ def examine(arguments: Sequence[str], device: str | None = None) -> Examination:
         device: "cpu", "cuda" or a name of :data:`CARDS`; by default this machine's GPU, and
             without one :data:`USUAL_CARD`.
     """
-    is_assumed, server_args, found = False, None, Examination()
+    is_assumed, server_args, examination = False, None, Examination()
     try:
         if not arguments:
             raise SettingsError(
@@ -120,21 +120,21 @@ def examine(arguments: Sequence[str], device: str | None = None) -> Examination:
         print("asking SGLang, which takes a while to load ...", file=sys.stderr, flush=True)
         is_assumed = device is None and not _has_gpu()
         _look_for_model(arguments)
-        found.checked_for = _choose_device(device)
+        examination.checked_for = _choose_device(device)
         server_args, problems = _resolve(arguments, device)
     except IndexCacheError as error:
         problems = [error]
-    found.problems = [str(problem) for problem in problems]
-    if any(problem.startswith("SGLang refuses") for problem in found.problems):
-        found.notes.append("SGLang stops at the first problem that it finds itself.")
+    examination.problems = [str(problem) for problem in problems]
+    if any(problem.startswith("SGLang refuses") for problem in examination.problems):
+        examination.notes.append("SGLang stops at the first problem that it finds itself.")
     if problems and is_assumed:
-        found.notes.append("for a server on this machine, which has no GPU, add --device cpu")
+        examination.notes.append("for a server on this machine, which has no GPU, add --device cpu")
     if not problems:
-        _describe_server(server_args, found)
+        _describe_server(server_args, examination)
     elif plan := _planned(server_args):
-        found.pattern = plan.pattern
-        found.notes.append(f"the pattern is from {plan.source}")
-    return found
+        examination.pattern = plan.pattern
+        examination.notes.append(f"the pattern is from {plan.source}")
+    return examination
 
 
 def _look_for_model(arguments: Sequence[str]) -> None:
@@ -188,9 +188,9 @@ def _choose_device(device: str | None) -> str:
 
     from sglang_indexcache.serving.preflight.absent_gpu import CARDS, GPUS, stand_in
 
-    known = ("cpu", "cuda", *CARDS)
-    if device not in (None, *known):
-        raise SettingsError(f"--device may be {', '.join(known)}, got {device!r}")
+    names = ("cpu", "cuda", *CARDS)
+    if device not in (None, *names):
+        raise SettingsError(f"--device may be {', '.join(names)}, got {device!r}")
     if device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # as a server on the CPU needs it, too
         return "the CPU reference platform"
@@ -199,7 +199,7 @@ def _choose_device(device: str | None) -> str:
         return f"this machine's {torch.cuda.get_device_name()}"
     card = CARDS[device if device in CARDS else USUAL_CARD]
     stand_in(card)
-    others = ", ".join(name for name in known if name != "cuda" and CARDS.get(name) is not card)
+    others = ", ".join(name for name in names if name != "cuda" and CARDS.get(name) is not card)
     missing = "" if here else "this machine has no GPU; "
     return f"a node of {GPUS} {card.name} ({missing}--device may also be {others})"
 
@@ -217,9 +217,9 @@ def _resolve(arguments: Sequence[str], device: str | None) -> tuple[Any, list[In
         arguments += ["--device", "cpu"]
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
-    said, server_args = io.StringIO(), None
-    gathered: list[IndexCacheError] = []
-    found = Findings()
+    printed, server_args = io.StringIO(), None
+    problems: list[IndexCacheError] = []
+    findings = Findings()
     try:
         from sglang.srt.plugins import load_plugins
         from sglang.srt.server_args import prepare_server_args
@@ -228,13 +228,13 @@ def _resolve(arguments: Sequence[str], device: str | None) -> tuple[Any, list[In
         _check_loaded()
         from sglang_indexcache.serving.plugin import FOUND
 
-        with found, _said_by_sglang(said):
-            with redirect_stderr(said):
+        with findings, _as_settings_errors(printed):
+            with redirect_stderr(printed):
                 server_args = prepare_server_args(arguments)
-            setattr(server_args, FOUND, gathered)
+            setattr(server_args, FOUND, problems)
             server_args.resolve_once()
             _check_weights(server_args)
-        return server_args, [*gathered, *found.each]
+        return server_args, [*problems, *findings.each]
     finally:
         logging.disable(logging.NOTSET)
 
@@ -263,7 +263,7 @@ def _check_weights(server_args: Any) -> None:
 
 
 @contextmanager
-def _said_by_sglang(printed: io.StringIO) -> Iterator[None]:
+def _as_settings_errors(printed: io.StringIO) -> Iterator[None]:
     """Turn what SGLang ends with into a problem; our own mistakes stay what they are."""
     try:
         yield
@@ -281,24 +281,24 @@ def _said_by_sglang(printed: io.StringIO) -> Iterator[None]:
 
 
 def _check_loaded() -> None:
-    """SGLang would only call our backend an invalid choice."""
+    """Refuse by name what kept the plugin out: SGLang only calls our backend an invalid choice."""
     from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES
 
     if BACKEND_NAME in ATTENTION_BACKEND_CHOICES:
         return
-    given = {name: os.environ.get(name) for name in ("SGLANG_PLATFORM", "SGLANG_PLUGINS")}
-    said = ", ".join(f"{name}={value}" for name, value in given.items() if value)
+    variables = {name: os.environ.get(name) for name in ("SGLANG_PLATFORM", "SGLANG_PLUGINS")}
+    settings = ", ".join(f"{name}={value}" for name, value in variables.items() if value)
     raise SettingsError(
-        f"SGLang did not load this plugin because of {said}. SGLANG_PLATFORM shuts out every "
+        f"SGLang did not load this plugin because of {settings}. SGLANG_PLATFORM shuts out every "
         "package that has another platform, as this one has for CPUs, and SGLANG_PLUGINS every "
         "plugin that it does not name. Unset them, or name indexcache (on a CPU indexcache_cpu "
         "too) in SGLANG_PLUGINS."
-        if said
+        if settings
         else "SGLang could not load this plugin; its log says why."
     )
 
 
-def _describe_server(server_args: Any, found: Examination) -> None:
+def _describe_server(server_args: Any, examination: Examination) -> None:
     """Add what a server would do that would start."""
     from sglang.srt.arg_groups.overrides import model_config_of, resolving_view
 
@@ -324,8 +324,8 @@ def _describe_server(server_args: Any, found: Examination) -> None:
         "kernel": _kernels(plan, cfg, model),
         "uses": _features(cfg, plan),
     }
-    found.advice, found.pattern = plan.advice, plan.pattern
-    found.server = {name: value for name, value in facts.items() if value}
+    examination.advice, examination.pattern = plan.advice, plan.pattern
+    examination.server = {name: value for name, value in facts.items() if value}
 
 
 def _kernels(plan: Plan, cfg: Any, model: Any) -> list[str]:
@@ -343,12 +343,12 @@ def _graph_memory(plan: Plan, cfg: Any, *, is_fixed: bool) -> str:
     """Say how much the graphs of --indexcache-graphs take, if there are any."""
     if not (reserve := plan.graph_reserve_mb(cfg)):
         return ""
-    kept = "not kept free, for --mem-fraction-static is given" if is_fixed else "kept free"
-    return f"about {reserve} MB on each GPU (not measured), {kept}"
+    condition = "not kept free, for --mem-fraction-static is given" if is_fixed else "kept free"
+    return f"about {reserve} MB on each GPU (not measured), {condition}"
 
 
 def _saved(plan: Plan, context: int) -> str:
-    """Memory on GPUs for index keys that S layers do not need; ``context`` in tokens."""
+    """Say the memory on GPUs for index keys that S layers do not need; ``context`` in tokens."""
     if plan.mode == "live":
         return "nothing: live mode keeps every layer's index keys"
     if not plan.pattern.shared_layers:
@@ -369,6 +369,6 @@ def _features(cfg: Any, plan: Plan) -> list[str]:
         if feature.in_use(cfg):
             support = feature.static if plan.mode == "static" else feature.live
             condition = support.removeprefix("yes").lstrip(", ")
-            said = f"{feature.name}: {condition}" if condition else feature.name
-            lines.append(f"{said} ({feature.evidence})")
+            line = f"{feature.name}: {condition}" if condition else feature.name
+            lines.append(f"{line} ({feature.evidence})")
     return [*lines, EVIDENCE]

@@ -55,8 +55,8 @@ class Rank:
         """Return what it runs; null where it does not say."""
         names = ("version", "mode", "pattern")
         about = None if isinstance(self.state, str) else self.state
-        said = {name: getattr(about, name, None) for name in names}
-        return {"name": self.name, "serves": self.role, "sglang": self.sglang, **said}
+        fields = {name: getattr(about, name, None) for name in names}
+        return {"name": self.name, "serves": self.role, "sglang": self.sglang, **fields}
 
 
 @dataclass
@@ -148,9 +148,9 @@ def _differences(ranks: Sequence[Rank]) -> list[str]:
         if isinstance(rank.state, RankState)
     }
     differing = alike(facts)
-    found = []
+    sentences = []
     for fact in [fact for fact in ALIKE if fact in differing]:
-        said = differing[fact].items()
-        who = "; ".join(f"{value} on {', '.join(where)}" for value, where in said)
-        found.append(f"they differ in {ALIKE[fact]} ({who})")
-    return found
+        values = differing[fact].items()
+        who = "; ".join(f"{value} on {', '.join(where)}" for value, where in values)
+        sentences.append(f"they differ in {ALIKE[fact]} ({who})")
+    return sentences

@@ -112,42 +112,42 @@ class Choice:
         return f"{self.origin} {self.value}"
 
 
-Said = dict[Option, Choice]
-"""Everything the user said, before it is known whether it makes sense."""
+Choices = dict[Option, Choice]
+"""Everything that the user chose, before it is known whether it makes sense."""
 
 
-def collect(given: Mapping[str, str | None], *, as_keywords: bool = False) -> Said:
+def collect(values: Mapping[str, str | None], *, as_keywords: bool = False) -> Choices:
     """Merge flags (or Engine keywords) with the environment.
 
     Raises:
         SettingsError: they disagree, or a value is out of range.
     """
-    said: Said = {}
+    choices: Choices = {}
     for option in OPTIONS:
         origin = f"Engine({option.name}=...)" if as_keywords else option.flag
-        direct, variable = given.get(option.name), os.environ.get(option.variable)
+        direct, variable = values.get(option.name), os.environ.get(option.variable)
         if None not in (direct, variable) and direct != variable:
             raise SettingsError(
                 f"{origin} is {direct!r} and {option.variable} is {variable!r}. Give only one."
             )
         if direct is not None:
-            said[option] = Choice(direct, origin)
+            choices[option] = Choice(direct, origin)
         elif variable is not None:
-            said[option] = Choice(variable, option.variable)
-    for option, choice in said.items():
+            choices[option] = Choice(variable, option.variable)
+    for option, choice in choices.items():
         if option.choices is not None and choice.value not in option.choices:
             raise SettingsError(
                 f"{choice.origin} is {choice.value!r}; it may be {', '.join(option.choices)}"
             )
-    if KERNELS in said and said[KERNELS].value != "engine":
+    if KERNELS in choices and choices[KERNELS].value != "engine":
         try:
-            chosen(said[KERNELS].value)
+            chosen(choices[KERNELS].value)
         except KernelError as error:
-            raise SettingsError(f"{said[KERNELS].origin}: {error}; or engine") from None
-    return said
+            raise SettingsError(f"{choices[KERNELS].origin}: {error}; or engine") from None
+    return choices
 
 
-def is_wanted(cfg: Any, said: Said, *, on_cpu: bool) -> bool:
+def is_wanted(cfg: Any, choices: Choices, *, on_cpu: bool) -> bool:
     """Return whether this server shall run IndexCache.
 
     Args:
@@ -157,30 +157,30 @@ def is_wanted(cfg: Any, said: Said, *, on_cpu: bool) -> bool:
     Raises:
         SettingsError: it is asked for together with another backend.
     """
-    named = {field: getattr(cfg, field) for field in BACKEND_FIELDS if getattr(cfg, field)}
-    others = {k: v for k, v in named.items() if v not in (BACKEND_NAME, *_DSA_NAMES)}
-    asked = BACKEND_NAME in named.values()
-    if not asked and cfg.speculative_draft_attention_backend == BACKEND_NAME:
+    backends = {field: getattr(cfg, field) for field in BACKEND_FIELDS if getattr(cfg, field)}
+    others = {k: v for k, v in backends.items() if v not in (BACKEND_NAME, *_DSA_NAMES)}
+    is_named = BACKEND_NAME in backends.values()
+    if not is_named and cfg.speculative_draft_attention_backend == BACKEND_NAME:
         raise SettingsError(
             f"--speculative-draft-attention-backend {BACKEND_NAME} needs --attention-backend "
             f"{BACKEND_NAME}: a draft's layers follow the model's."
         )
-    settings = ", ".join(choice.origin for choice in said.values())
-    if (asked or said) and others:
+    settings = ", ".join(choice.origin for choice in choices.values())
+    if (is_named or choices) and others:
         field, value = next(iter(others.items()))
-        what = f"--attention-backend {BACKEND_NAME}" if asked else settings
+        what = f"--attention-backend {BACKEND_NAME}" if is_named else settings
         raise SettingsError(
             f"{what} does not go with --{field.replace('_', '-')} {value}: IndexCache shares the "
             "indices of DSA attention in prefill and decode alike. Drop one of them."
         )
-    if said and named and not asked:
+    if choices and backends and not is_named:
         raise SettingsError(
             f"{settings} needs --attention-backend {BACKEND_NAME}, and "
-            f"--attention-backend {next(iter(named.values()))} was given."
+            f"--attention-backend {next(iter(backends.values()))} was given."
         )
-    if on_cpu and named and not asked and not others:
+    if on_cpu and backends and not is_named and not others:
         raise SettingsError(
             "SGLang's own DSA backend needs a GPU and this machine has none. Use "
             f"--attention-backend {BACKEND_NAME}, which has a CPU reference."
         )
-    return asked or bool(said)
+    return is_named or bool(choices)

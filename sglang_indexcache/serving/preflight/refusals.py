@@ -125,17 +125,17 @@ def check(cfg: Any, plan: Plan, num_layers: int) -> None:
     Raises:
         IndexCacheError: every reason, and what to do.
     """
-    found = Findings()
-    found.each += [SettingsError(reason) for reason in _reasons(cfg, plan)]
+    findings = Findings()
+    findings.each += [SettingsError(reason) for reason in _reasons(cfg, plan)]
     # In live mode and between the halves of an overlap SGLang carries no indices, so it has none
     # to hand to the next stage.
     carries = BY_ARCHITECTURE[plan.architecture].hands_on and plan.mode == "static"
     if not carries or cfg.enable_two_batch_overlap:
         starts = stage_starts(plan.layer_ids, num_layers, cfg.pp_size)
-        with found:
+        with findings:
             for pattern in (*plan.policy.patterns, *plan.graph_patterns):
                 pattern.check_stages(starts)
-    found.report()
+    findings.report()
 
 
 def _reasons(cfg: Any, plan: Plan) -> Iterator[str]:
@@ -178,9 +178,9 @@ def _reasons(cfg: Any, plan: Plan) -> Iterator[str]:
 
 
 def _clash(what: str, reasons: Mapping[str, Any], fix: str) -> Iterator[str]:
-    """One sentence for those of ``reasons`` that are true, if any."""
-    if found := [name for name, present in reasons.items() if present]:
-        yield f"{what} does not work with {'; '.join(found)}. {fix}"
+    """Yield one sentence for those of ``reasons`` that are true, if any."""
+    if causes := [name for name, present in reasons.items() if present]:
+        yield f"{what} does not work with {'; '.join(causes)}. {fix}"
 
 
 def _of_platform(plan: Plan) -> Iterator[str]:
@@ -219,7 +219,7 @@ def _of_folding(plan: Plan) -> Iterator[str]:
 
 
 def _of_live_mode(cfg: Any, plan: Plan) -> Iterator[str]:
-    """Live mode stores keys by a path of SGLang's that knows only plain prefill and decode."""
+    """Refuse all but plain prefill and decode: SGLang stores live keys on no other path."""
     reasons = {
         "--speculative-algorithm": cfg.speculative_algorithm is not None,
         "--enable-prefill-cp": cfg.enable_prefill_cp,
@@ -245,12 +245,12 @@ def _graph_backend(cfg: Any, phase: str) -> str | None:
     """Return the backend that was asked for; SGLang makes an object of --cuda-graph-config."""
     config = cfg.cuda_graph_config or {}
     phases = config if isinstance(config, dict) else config.to_dict()
-    asked: str | None = phases.get(phase, {}).get("backend")
-    return asked or getattr(cfg, f"cuda_graph_backend_{phase}")
+    backend: str | None = phases.get(phase, {}).get("backend")
+    return backend or getattr(cfg, f"cuda_graph_backend_{phase}")
 
 
 def _of_graphs(cfg: Any, plan: Plan) -> Iterator[str]:
-    """Graphs beside SGLang's are for plain decode of whole batches on NVIDIA GPUs."""
+    """Refuse our graphs for all but plain decode of whole batches on NVIDIA GPUs."""
     from sglang.srt.platforms import current_platform
 
     reasons = {
@@ -286,7 +286,7 @@ def _of_caches(cfg: Any, plan: Plan) -> Iterator[str]:
 
 
 def _of_returned_selections(cfg: Any) -> Iterator[str]:
-    """SGLang returns selections as one worker recorded them, whatever others did."""
+    """Refuse where one worker's record is not all: SGLang returns what one of them recorded."""
     reasons = {
         "--enable-two-batch-overlap, where both halves of a batch are recorded in the same rows": (
             cfg.enable_two_batch_overlap
@@ -305,7 +305,7 @@ def _of_returned_selections(cfg: Any) -> Iterator[str]:
 
 
 def stage_starts(layer_ids: Sequence[int], num_layers: int, stages: int) -> list[int]:
-    """Pattern positions of the first indexer layers of the pipeline stages after the first."""
+    """Return pattern positions of the first indexer layers of all pipeline stages but the first."""
     from sglang.srt.distributed.utils import get_pp_indices
 
     starts = [get_pp_indices(num_layers, rank, stages)[0] for rank in range(1, stages)]

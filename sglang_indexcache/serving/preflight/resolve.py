@@ -1,4 +1,4 @@
-"""From what a user said, and the model's config, to one validated :class:`Plan`.
+"""Resolution of a user's choices and the model's config into one validated :class:`Plan`.
 
 Nothing here imports SGLang.
 """
@@ -30,8 +30,8 @@ from sglang_indexcache.serving.preflight.options import (
     PATTERN,
     SHADOW,
     Choice,
+    Choices,
     Option,
-    Said,
 )
 from sglang_indexcache.stored import check_form
 from sglang_indexcache.study.provenance import checkpoint_digest
@@ -44,7 +44,7 @@ MOST_GRAPHS = 4
 
 
 def read_overrides(text: str) -> dict[str, Any]:
-    """``--json-model-override-args``: what the user changes in the model's config.
+    """Read ``--json-model-override-args``: what the user changes in the model's config.
 
     Raises:
         SettingsError: that is no JSON object.
@@ -121,10 +121,10 @@ class PatternChoice:
         """
         inner = overrides.get("text_config")
         values = {**(inner if isinstance(inner, Mapping) else {}), **overrides}
-        given = [key for key in SHARING_KEYS if values.get(key) is not None]
-        if not given:
+        keys = [key for key in SHARING_KEYS if values.get(key) is not None]
+        if not keys:
             return None
-        origin = f"--json-model-override-args ({', '.join(given)})"
+        origin = f"--json-model-override-args ({', '.join(keys)})"
         try:
             pattern = pattern_from_sharing_keys(values, checkpoint.num_layers, checkpoint.layer_ids)
             if pattern is None:
@@ -136,24 +136,24 @@ class PatternChoice:
 
     @classmethod
     def from_adapter(
-        cls, folder: Path, model: Path, asked: PatternChoice | None, found: Findings
+        cls, folder: Path, model: Path, requested: PatternChoice | None, findings: Findings
     ) -> PatternChoice:
-        """Take the pattern that an adapter was trained for, or ``asked``, which must be the same.
+        """Take the pattern that an adapter was trained for; ``requested`` must be the same, if any.
 
         Raises:
             IndexCacheError: no adapter, or one for another pattern. What is wrong with it for this
-                ``model`` goes to ``found``.
+                ``model`` goes to ``findings``.
         """
         adapter = Adapter.read(folder)
-        for pattern in asked.policy.patterns if asked else ():
+        for pattern in requested.policy.patterns if requested else ():
             adapter.check_pattern(pattern)
-        with found:
+        with findings:
             _check_folder(model, f"{ADAPTER.flag} needs", "the adapter was trained on")
             adapter.check(model)
             tensors = adapter.names()
             check_form(model, tensors)
-        if asked is not None:
-            return replace(asked, adapter=adapter)
+        if requested is not None:
+            return replace(requested, adapter=adapter)
         return cls(Policy.of(adapter.pattern), f"the adapter {adapter.folder}", adapter=adapter)
 
     @classmethod
@@ -174,11 +174,11 @@ def _check_folder(model: Path, who: str, which: str) -> None:
 
 
 def plan_server(
-    said: Said,
+    choices: Choices,
     config: Any,
     overrides: Mapping[str, Any],
     model: str,
-    found: Findings,
+    findings: Findings,
     *,
     on_cpu: bool,
 ) -> Plan:
@@ -191,53 +191,55 @@ def plan_server(
         on_cpu: whether the CPU platform serves it.
 
     Raises:
-        IndexCacheError: the problems, which go to ``found``, leave no plan.
+        IndexCacheError: the problems, which go to ``findings``, leave no plan.
     """
     checkpoint = Checkpoint.from_config(config, model)
     checkpoint.check_served(model)
     plan = None
-    with found:
+    with findings:
         check_config(config, model, on_cpu=on_cpu)
-    with found:
-        plan = make_plan(said, checkpoint, overrides, model, found)
+    with findings:
+        plan = make_plan(choices, checkpoint, overrides, model, findings)
     if plan is None:
-        found.report()
+        findings.report()
     assert plan is not None, "making one raises, or it is there"
     return plan
 
 
 def make_plan(
-    said: Said,
+    choices: Choices,
     checkpoint: Checkpoint,
     overrides: Mapping[str, Any],
     model: str,
-    found: Findings,
+    findings: Findings,
 ) -> Plan:
     """Decide the pattern and the mode.
 
     Args:
         checkpoint: what the model's own config says, without the user's ``overrides``.
         model: the checkpoint's folder, by which a verdict on the pattern is known to be about it.
-        found: gathers what is wrong and yet leaves a plan.
+        findings: gathers what is wrong and yet leaves a plan.
 
     Raises:
         IndexCacheError: what is wrong, and how to mend it.
     """
     library = Library.default()
-    values: dict[Option, Any] = {option: choice.value for option, choice in said.items()}
+    values: dict[Option, Any] = {option: choice.value for option, choice in choices.items()}
     mode = values.get(MODE, "static")
-    graphs, shadow = _graphs(said, checkpoint, library, mode), _shadow(said)
-    asked = _asked_pattern(said, checkpoint, overrides, library)
-    if ADAPTER in said:
-        asked = PatternChoice.from_adapter(Path(said[ADAPTER].value), Path(model), asked, found)
-    choice = asked or PatternChoice.from_checkpoint(checkpoint)
+    graphs, shadow = _graphs(choices, checkpoint, library, mode), _shadow(choices)
+    requested = _requested_pattern(choices, checkpoint, overrides, library)
+    if ADAPTER in choices:
+        requested = PatternChoice.from_adapter(
+            Path(choices[ADAPTER].value), Path(model), requested, findings
+        )
+    choice = requested or PatternChoice.from_checkpoint(checkpoint)
     if len(choice.policy.steps) > 1 and mode == "static":
         raise SettingsError(
             f"{choice.origin}: prompt length can decide in live mode only. Add {MODE.flag} live."
         )
     pattern, adapter = choice.policy.patterns[0], choice.adapter
     if choice.slopes:
-        with found:
+        with findings:
             _check_folder(Path(model), "a pattern that folds needs", "its slopes were fitted to")
             choice.slopes.check_checkpoint(checkpoint_digest(Path(model)), model)
     quality = ""
@@ -260,7 +262,7 @@ def make_plan(
         kernels=values.get(KERNELS, "engine"),
         adapter=str(adapter.folder.resolve()) if adapter else "",
         adapter_digest=adapter.digest if adapter else "",
-        advice="" if asked else _advice(checkpoint, library),
+        advice="" if requested else _advice(checkpoint, library),
         quality=quality,
         longer=choice.policy.steps[1:],
         graphs=graphs,
@@ -271,11 +273,11 @@ def make_plan(
     )
 
 
-def _asked_pattern(
-    said: Said, checkpoint: Checkpoint, overrides: Mapping[str, Any], library: Library
+def _requested_pattern(
+    choices: Choices, checkpoint: Checkpoint, overrides: Mapping[str, Any], library: Library
 ) -> PatternChoice | None:
     """Return what the user asked for, by our flag or in SGLang's own way; both must agree."""
-    flag = said.get(PATTERN)
+    flag = choices.get(PATTERN)
     ours = PatternChoice.from_flag(flag, checkpoint, library) if flag else None
     engines = PatternChoice.from_overrides(overrides, checkpoint)
     if ours and engines and ours.policy != engines.policy:
@@ -286,8 +288,10 @@ def _asked_pattern(
     return ours or engines
 
 
-def _graphs(said: Said, checkpoint: Checkpoint, library: Library, mode: Mode) -> tuple[str, ...]:
-    choice = said.get(GRAPHS)
+def _graphs(
+    choices: Choices, checkpoint: Checkpoint, library: Library, mode: Mode
+) -> tuple[str, ...]:
+    choice = choices.get(GRAPHS)
     if choice is None:
         return ()
     listed = dict.fromkeys(name.strip() for name in choice.value.split(","))
@@ -298,19 +302,19 @@ def _graphs(said: Said, checkpoint: Checkpoint, library: Library, mode: Mode) ->
             f"only, or add {MODE.flag} live."
         )
     try:
-        found = dict.fromkeys(str(library.resolve(n, checkpoint).pattern) for n in names)
+        patterns = dict.fromkeys(str(library.resolve(n, checkpoint).pattern) for n in names)
     except IndexCacheError as error:
         raise type(error)(f"{choice}: {error}") from error
-    if len(found) > MOST_GRAPHS:
+    if len(patterns) > MOST_GRAPHS:
         raise SettingsError(
-            f"{choice}: {len(found)} patterns, and each takes memory and time for every batch "
+            f"{choice}: {len(patterns)} patterns, and each takes memory and time for every batch "
             f"size. Name {MOST_GRAPHS} at most; batches of other patterns are served all the same."
         )
-    return (*([SHORT] if SHORT in listed else []), *found)
+    return (*([SHORT] if SHORT in listed else []), *patterns)
 
 
-def _shadow(said: Said) -> int:
-    choice = said.get(SHADOW)
+def _shadow(choices: Choices) -> int:
+    choice = choices.get(SHADOW)
     if choice is None:
         return 0
     if choice.value == "on":
@@ -328,6 +332,6 @@ def _advice(checkpoint: Checkpoint, library: Library) -> str:
     if checkpoint.shares_already:
         return ""
     start = "no pattern was given, so every layer runs its indexer and nothing is saved"
-    if known := library.for_checkpoint(checkpoint):
-        return f"{start}. The library has {names(known)} for this model: add {PATTERN.flag} NAME."
+    if entries := library.for_checkpoint(checkpoint):
+        return f"{start}. The library has {names(entries)} for this model: add {PATTERN.flag} NAME."
     return f"{start}. The library has no pattern for this model; see: indexcache patterns --help."

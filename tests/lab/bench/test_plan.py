@@ -171,7 +171,7 @@ def test_what_the_reader_is_told(tmp_path: Path) -> None:
     sources = " ".join(source.sources)
     assert "NVIDIA's rows of SGLang 0.5.14 on H200" in sources
     assert "S layers of zai-org/GLM-5.2-FP8" in sources
-    said_of_range = source.range_said([pattern for _, pattern in patterns], [32_768])
+    said_of_range = source.describe_range([pattern for _, pattern in patterns], [32_768])
     assert "off by 0% at worst" in said_of_range
 
 

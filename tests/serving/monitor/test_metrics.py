@@ -27,7 +27,7 @@ from sglang_indexcache.serving.monitor.metrics import (
     TokenizerCollector,
     collectors,
 )
-from sglang_indexcache.serving.monitor.traffic import MOST_APART
+from sglang_indexcache.serving.monitor.traffic import MAX_LABELS
 from sglang_indexcache.serving.policy import Policy
 from tests.promtool import RULES, alert, check_rules, needs_promtool
 from tests.serving.plans import plan
@@ -132,12 +132,12 @@ def test_no_more_series_than_so_many(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     exporter = Exporter(LABELS)
-    for number in range(MOST_APART + 3):
+    for number in range(MAX_LABELS + 3):
         monkeypatch.setattr(requests, "in_hand", lambda n=number: {f"a{n}": 1, f"b{n}": 1})
         exporter.export(served)
     found = {s.labels["pattern"]: s.value for m in registry.collect() for s in m.samples
              if s.name.endswith("_requests")}  # fmt: skip
-    assert len(found) == MOST_APART + 1
+    assert len(found) == MAX_LABELS + 1
     assert found["others"] == 2
 
 

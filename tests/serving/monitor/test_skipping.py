@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sglang_indexcache.serving.monitor.skipping import judge, told_index_keys
+from sglang_indexcache.serving.monitor.skipping import describe_index_keys, judge
 from tests.fakes import state
 
 
@@ -111,4 +111,4 @@ def test_many_pieces_are_counted() -> None:
     ids=str,
 )
 def test_index_keys_beside_those_of_plain_dsa(fields: Any, said: str) -> None:
-    assert told_index_keys(counted(index_k_bytes_per_token=264, **fields)) == said
+    assert describe_index_keys(counted(index_k_bytes_per_token=264, **fields)) == said

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.monitor.traffic import (
-    MOST_APART,
+    MAX_LABELS,
     Traffic,
     is_idle,
     length_bin,
@@ -81,10 +81,10 @@ def test_bins_by_the_length_of_each_request() -> None:
 
 def test_so_many_patterns_are_counted_apart() -> None:
     counted = traffic()
-    names = [f"F{n:07b}".replace("0", "S").replace("1", "F") for n in range(MOST_APART + 5)]
+    names = [f"F{n:07b}".replace("0", "S").replace("1", "F") for n in range(MAX_LABELS + 5)]
     for name in names:
         counted.count("prefill", [(Pattern(name), 2, 2)])
-    assert len(counted.tokens) == MOST_APART + 1
+    assert len(counted.tokens) == MAX_LABELS + 1
     assert counted.tokens["prefill", "others"] == 10
     assert counted.tokens["prefill", names[0]] == 2
 

@@ -11,7 +11,7 @@ from sglang_indexcache.errors import Findings, IndexCacheError, PatternError, Se
 from sglang_indexcache.library import LayerSlopes, Slopes
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.plan import CONFIG_KEY, Plan
-from sglang_indexcache.serving.preflight.options import Said, collect
+from sglang_indexcache.serving.preflight.options import Choices, collect
 from sglang_indexcache.serving.preflight.resolve import make_plan
 from tests.fakes.glm5 import CONFIG as GLM5
 
@@ -20,12 +20,12 @@ def checkpoint(own: str = "FFFFFF", architecture: str = "GlmMoeDsaForCausalLM") 
     return Checkpoint(architecture, tuple(range(len(own))), Pattern(own), {})
 
 
-def flags(**given: str | None) -> Said:
+def flags(**given: str | None) -> Choices:
     return collect({f"indexcache_{name}": value for name, value in given.items()})
 
 
 def plan(
-    request: Said | None = None, own: str = "FFFFFF", overrides: dict[str, Any] | None = None
+    request: Choices | None = None, own: str = "FFFFFF", overrides: dict[str, Any] | None = None
 ) -> Plan:
     found = Findings()
     made = make_plan(request or flags(), checkpoint(own), overrides or {}, "", found)
