@@ -264,9 +264,9 @@ class Forwards:
     def describe_range(self, patterns: Iterable[Pattern], contexts: Sequence[int]) -> str:
         """Say how far off gains may be: the worst error of rows predicted without themselves."""
         gains = [
-            self.gain(metric, one, n) for metric in METRICS for one in patterns for n in contexts
+            self.gain(metric, each, n) for metric in METRICS for each in patterns for n in contexts
         ]
-        offs = [one.off for one in gains if one is not None]
+        offs = [gain.off for gain in gains if gain is not None]
         if not offs:
             return ""
         return (

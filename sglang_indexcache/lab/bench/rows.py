@@ -219,40 +219,10 @@ class Wheel:
             BenchError: see :meth:`rows`; or there are no rows of these.
         """
         about = {"num_heads": heads, "gemm_type": gemm, "kv_cache_dtype": kv}
-        folder = f"sparse_attention/{ENGINE}"
-        by_phase: list[dict[tuple[Kind, int], Series]] = []
-        contradictions: list[Contradiction] = []
-        for phase, by, more in (
-            ("context", "isl", {"batch_size": 1}),
-            ("generation", "batch_size", {}),
-        ):
-            latencies: Measured = defaultdict(lambda: defaultdict(list))
-            dense: Measured = defaultdict(lambda: defaultdict(list))  # contexts within top-k
-            every = self.rows(
-                f"{folder}/dsa_{phase}_module_perf", {**about, **more, "model": [model, bare]}
-            )
-            for row in every:
-                kind: Kind = "S" if row["op_name"].endswith("skip_indexer") else "F"
-                if row["model"] != {"F": model, "S": bare}[kind]:
-                    continue
-                # A prompt's rows count what is before the chunk, a step's the token itself too.
-                x = row["step"] + (row["isl"] if phase == "generation" else 0)
-                where = dense if "dense" in row["kernel_source"] else latencies
-                where[kind, row[by]][x].append(row["latency"])
-            series, wrong = consistent(latencies)
-            for key, points in dense.items():  # other kernels: they contradict nothing
-                series[key] = Series(
-                    {x: mean(ys) for x, ys in points.items()}
-                    | (series[key].points if key in series else {})
-                )
-            by_phase.append(series)
-            words = "tokens behind" if phase == "context" else "requests at"
-            contradictions += [
-                Contradiction(phase, size, x, f"{kind}, {size:,} {words} {x:,.0f}: {why}")
-                for (kind, size), x, why in wrong
-            ]
-        if not all(by_phase):
-            table = f"{folder}/dsa_context_module_perf"
+        prefill, contradictions = self._phase("context", {**about, "batch_size": 1}, model, bare)
+        decode, more = self._phase("generation", about, model, bare)
+        if not (prefill and decode):
+            table = f"sparse_attention/{ENGINE}/dsa_context_module_perf"
             there = {row["num_heads"] for row in self.rows(table, {"model": model})}
             raise BenchError(
                 f"NVIDIA measured no layers of {model} with {heads} heads on a GPU, as --gpus "
@@ -263,7 +233,35 @@ class Wheel:
             f"NVIDIA's rows of {engine} on {self.card.upper()} ({WHEEL}): F layers of {model}, "
             f"S layers of {bare}"
         )
-        return Layers(source, by_phase[0], by_phase[1], tuple(contradictions))
+        return Layers(source, prefill, decode, (*contradictions, *more))
+
+    def _phase(
+        self, phase: str, about: Mapping[str, Any], model: str, bare: str
+    ) -> tuple[dict[tuple[Kind, int], Series], list[Contradiction]]:
+        """Return the series of one phase by kind and size, and what was left out of them."""
+        latencies: Measured = defaultdict(lambda: defaultdict(list))
+        dense: Measured = defaultdict(lambda: defaultdict(list))  # contexts within top-k
+        table = f"sparse_attention/{ENGINE}/dsa_{phase}_module_perf"
+        for row in self.rows(table, {**about, "model": [model, bare]}):
+            kind: Kind = "S" if row["op_name"].endswith("skip_indexer") else "F"
+            if row["model"] != {"F": model, "S": bare}[kind]:
+                continue
+            # A prompt's rows count what is before the chunk, a step's the token itself too.
+            x = row["step"] + (row["isl"] if phase == "generation" else 0)
+            size = row["isl" if phase == "context" else "batch_size"]
+            points = dense if "dense" in row["kernel_source"] else latencies
+            points[kind, size][x].append(row["latency"])
+        series, wrong = consistent(latencies)
+        for key, rows in dense.items():  # other kernels: they contradict nothing
+            series[key] = Series(
+                {x: mean(ys) for x, ys in rows.items()}
+                | (series[key].points if key in series else {})
+            )
+        words = "tokens behind" if phase == "context" else "requests at"
+        return series, [
+            Contradiction(phase, size, x, f"{kind}, {size:,} {words} {x:,.0f}: {why}")
+            for (kind, size), x, why in wrong
+        ]
 
     def series(self, table: str, by: str, columns: Mapping[str, Any]) -> Series:
         """Read one operation's rows by one column; repeated rows count as their mean.

@@ -242,15 +242,9 @@ def make_plan(
         with findings:
             _check_folder(Path(model), "a pattern that folds needs", "its slopes were fitted to")
             choice.slopes.check_checkpoint(checkpoint_digest(Path(model)), model)
-    quality = ""
-    overlap: tuple[float | None, ...] = ()
-    if pattern != checkpoint.own and adapter is None:  # files are about a checkpoint's indexers
-        alike = (entry for entry in library.entries.values() if entry.parsed == pattern)
-        entries = [choice.entry] if choice.entry else list(alike)
-        weights = Path(model) if model and Path(model).is_dir() else None
-        here = (each.known(lambda: checkpoint_digest(weights)) for each in entries if weights)
-        quality = next((words for words in here if words != NOT_EVALUATED), NOT_EVALUATED)
-        overlap = next((each.overlap.beyond_chance for each in entries if each.overlap), ())
+    # Files are about a checkpoint's own indexers, and say nothing of an adapter's.
+    is_in_files = pattern != checkpoint.own and adapter is None
+    quality, overlap = _evidence(choice, library, model) if is_in_files else ("", ())
     return Plan(
         pattern=pattern,
         source=choice.origin,
@@ -271,6 +265,22 @@ def make_plan(
         overlap=overlap,
         shape=tuple(checkpoint.shape.items()),
     )
+
+
+def _evidence(
+    choice: PatternChoice, library: Library, model: str
+) -> tuple[str, tuple[float | None, ...]]:
+    """Return what the library knows of a pattern: its verdict on these weights, its overlaps.
+
+    Without the weights in a folder, which alone identify them, no verdict is about them.
+    """
+    pattern = choice.policy.patterns[0]
+    alike = (entry for entry in library.entries.values() if entry.parsed == pattern)
+    entries = [choice.entry] if choice.entry else list(alike)
+    weights = Path(model) if model and Path(model).is_dir() else None
+    verdicts = (each.known(lambda: checkpoint_digest(weights)) for each in entries if weights)
+    quality = next((words for words in verdicts if words != NOT_EVALUATED), NOT_EVALUATED)
+    return quality, next((each.overlap.beyond_chance for each in entries if each.overlap), ())
 
 
 def _requested_pattern(
