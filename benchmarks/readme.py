@@ -144,7 +144,7 @@ PARTS: dict[str, tuple[Make, str]] = {
     "card-attention": (card.attention_table, "kernels/h100.json"),
     "card-others": (card.others_table, "kernels/h100.json"),
     "card-counters": (card.counters_table, "kernels/h100.json"),
-    "card-composed": (card.composed, "kernels/h100.json"),
+    "card-composed": (card.composed_sum, "kernels/h100.json"),
     "yardstick-factors": (yardstick.factors_table, "kernels/yardstick.json"),
     "yardstick-prefill": (yardstick.prefill_table, "kernels/yardstick.json"),
     "unions": (unions.table, "kernels/unions.json"),

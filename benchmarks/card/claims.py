@@ -25,7 +25,7 @@ NAMES: dict[Family, str] = {
     "mla_prefill": "attention in prefill",
     "mla_decode": "attention in decode",
 }
-SAID_OF_COUNTERS = {
+MODELLED_COUNTERS = {
     "tensor cores": ("sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active", 87, 91),
     "issue slots": ("smsp__issue_active.avg.pct_of_peak_sustained_active", 84, 84),
 }
@@ -36,36 +36,36 @@ Kind: TypeAlias = tuple[Family, int, bool]
 """An operation in a phase, its heads, and whether the cache is FP8."""
 
 
-def ratios(found: Mapping[str, Any]) -> dict[Kind, list[float | None]]:
-    """Return for each length and number of rows the time of SGLang's fastest over ours.
+def ratios(record: Mapping[str, Any]) -> dict[Kind, list[float | None]]:
+    """Return the time of SGLang's fastest over ours, for each length and number of rows.
 
     Each run that timed ours with any rival gives one; the least counts. It is None where ours or
     SGLang's default was never timed: who beat only the others has not won.
     """
-    raced: dict[str, list[float]] = {}
+    by_workload: dict[str, list[float]] = {}
     with_default: set[str] = set()
-    for row in found["speed"]:
+    for row in record["speed"]:
         work, times = records.WORKLOADS[row["workload"]], row["times"]
         rival = records.fastest(row, work)
         if OURS in times and rival is not None:
             ours, theirs = (records.microseconds(row, name)[0] for name in (OURS, rival))
-            raced.setdefault(row["workload"], []).append(theirs / ours)
+            by_workload.setdefault(row["workload"], []).append(theirs / ours)
             with_default |= {str(work)} if engine_kernels.engine_default(work) in times else set()
     kinds: dict[Kind, list[float | None]] = {}
     for name, work in records.WORKLOADS.items():
         if work.family in NAMES:
-            ratio = min(raced[name]) if name in with_default else None
+            ratio = min(by_workload[name]) if name in with_default else None
             kinds.setdefault((work.family, work.heads, work.fp8), []).append(ratio)
     return kinds
 
 
-def may_be_default(found: Mapping[str, Any]) -> set[tuple[Family, int]]:
+def may_be_default(record: Mapping[str, Any]) -> set[tuple[Family, int]]:
     """Return the operations and heads in which ours won everywhere, over either cache."""
-    won: dict[tuple[Family, int], bool] = {}
-    for (family, heads, _), every in ratios(found).items():
-        is_won = all(ratio is not None and ratio > 1 for ratio in every)
-        won[family, heads] = won.get((family, heads), True) and is_won
-    return {kind for kind, everywhere in won.items() if everywhere}
+    wins: dict[tuple[Family, int], bool] = {}
+    for (family, heads, _), every in ratios(record).items():
+        wins_all = all(ratio is not None and ratio > 1 for ratio in every)
+        wins[family, heads] = wins.get((family, heads), True) and wins_all
+    return {kind for kind, everywhere in wins.items() if everywhere}
 
 
 def _span(ratios: Sequence[float]) -> str:
@@ -73,18 +73,18 @@ def _span(ratios: Sequence[float]) -> str:
     return f"{least}x" if least == most else f"{least} to {most}x"
 
 
-def measured_table(found: Mapping[str, Any]) -> str:
+def measured_table(record: Mapping[str, Any]) -> str:
     """Return in how many shapes of each kind ours won, and whether it may become a default."""
-    defaults, rows = may_be_default(found), []
-    for (family, heads, is_fp8), every in ratios(found).items():
-        known = [ratio for ratio in every if ratio is not None]
+    defaults, rows = may_be_default(record), []
+    for (family, heads, is_fp8), every in ratios(record).items():
+        measured = [ratio for ratio in every if ratio is not None]
         rows.append(
             (
                 NAMES[family],
                 heads,
                 ("FP8" if is_fp8 else "bfloat16") if family.startswith("mla") else "",
-                f"{sum(ratio > 1 for ratio in known)} of {len(every)}" if known else "",
-                _span(known) if known else NOT_MEASURED,
+                f"{sum(ratio > 1 for ratio in measured)} of {len(every)}" if measured else "",
+                _span(measured) if measured else NOT_MEASURED,
                 "yes" if (family, heads) in defaults else "no",
             )
         )
@@ -92,37 +92,40 @@ def measured_table(found: Mapping[str, Any]) -> str:
     return markdown(header, rows)
 
 
-def line(found: Mapping[str, Any]) -> str:
+def line(record: Mapping[str, Any]) -> str:
     """Return what README says of the card: right or not, how fast, and what was not measured."""
-    steps = records.last_steps(found)
+    steps = records.last_steps(record)
     grids = [step["said"] for name, step in steps.items() if name.startswith("grid ")]
-    right, wrong = (sum(one[key] for one in grids) for key in ("passed", "failed"))
+    right, wrong = (sum(grid[key] for grid in grids) for key in ("passed", "failed"))
     cases = f"{right} of {right + wrong} cases right" if grids else f"cases **{NOT_MEASURED}**"
     spans = [
-        f"{NAMES[family]}, {heads} heads{', FP8' * is_fp8}, {_span(known)}"
-        for (family, heads, is_fp8), every in ratios(found).items()
-        if heads in SHOWN_HEADS and (known := [ratio for ratio in every if ratio is not None])
+        f"{NAMES[family]}, {heads} heads{', FP8' * is_fp8}, {_span(measured)}"
+        for (family, heads, is_fp8), every in ratios(record).items()
+        if heads in SHOWN_HEADS and (measured := [ratio for ratio in every if ratio is not None])
     ]
     speed = "; ".join(spans) or f"**{NOT_MEASURED}**"
-    shown = [name for name, step in steps.items() if name.startswith("served ") and is_shown(step)]
-    served = ", ".join(name.removeprefix("served ") for name in shown) or f"**{NOT_MEASURED}**"
+    servers = [
+        name for name, step in steps.items() if name.startswith("served ") and is_shown(step)
+    ]
+    served = ", ".join(name.removeprefix("served ") for name in servers) or f"**{NOT_MEASURED}**"
     return (
-        f"Our kernels on {found['machine']['name']}: {cases}. SGLang's fastest over ours: {speed}. "
+        f"Our kernels on {record['machine']['name']}: {cases}. "
+        f"SGLang's fastest over ours: {speed}. "
         f"Servers that gave stock SGLang's greedy tokens: {served}.\n"
     )
 
 
-def refuted_table(found: Mapping[str, Any]) -> str:
+def refuted_table(record: Mapping[str, Any]) -> str:
     """Return what the model of the chip had said, beside what was measured."""
     cards = json.loads((RESULTS / "kernels" / "yardstick.json").read_text())["cards"]
-    said = {(one["operation"], one["shape"]): one["ours_us"] for one in cards["h100"]["lines"]}
+    modelled = {(row["operation"], row["shape"]): row["ours_us"] for row in cards["h100"]["lines"]}
     groups: dict[str, list[tuple[Sequence[float], float]]] = {}
-    for work, row in (pair for family in NAMES for pair in records.timed(found, family)):
-        for name, kept in ((OURS, ""), (LISTS_KEPT, ", lists kept")):
-            if name in row["times"] and (span := _modelled(work, kept, said)):
+    for work, row in (pair for family in NAMES for pair in records.timed(record, family)):
+        for name, suffix in ((OURS, ""), (LISTS_KEPT, ", lists kept")):
+            if name in row["times"] and (span := _modelled(work, suffix, modelled)):
                 chunks = 2 if work.family == "mla_prefill" else 1
                 pair = span, chunks * records.microseconds(row, name)[0]
-                groups.setdefault(NAMES[work.family] + kept, []).append(pair)
+                groups.setdefault(NAMES[work.family] + suffix, []).append(pair)
     cells = []
     for group, pairs in groups.items():
         faster, slower = (
@@ -132,8 +135,8 @@ def refuted_table(found: Mapping[str, Any]) -> str:
         measured = f"{len(pairs) - faster - slower} inside, {faster} faster, {slower} slower"
         is_right = faster + slower == 0
         cells.append((group, f"{len(pairs)} ranges of times", measured, _verdict(is_right)))
-    for name, (metric, least, most) in SAID_OF_COUNTERS.items():
-        if value := found["counters"].get("select_kernel", {}).get(metric):
+    for name, (metric, least, most) in MODELLED_COUNTERS.items():
+        if value := record["counters"].get("select_kernel", {}).get(metric):
             percent = f"{least} to {most} %" if least < most else f"{least} %"
             is_right = least <= float(value.split()[0]) <= most
             cells.append((f"selection's {name}", percent, value, _verdict(is_right)))
@@ -145,23 +148,23 @@ def _verdict(holds: bool) -> str:
 
 
 def _modelled(
-    work: Workload, kept: str, said: Mapping[tuple[str, str], Sequence[float]]
+    work: Workload, suffix: str, modelled: Mapping[tuple[str, str], Sequence[float]]
 ) -> Sequence[float] | None:
     """Return the range of microseconds that was said of a workload; between lengths on a line."""
     if work.family == "select_prefill" and work.rows == records.ROWS and work.heads == 32:
-        known = {
+        spans = {
             int(shape.split()[1].replace(",", "")): span
-            for (operation, shape), span in said.items()
+            for (operation, shape), span in modelled.items()
             if operation == "select"
         }
         prefix = work.context - work.rows
-        if prefix < min(known):
+        if prefix < min(spans):
             return None
-        ends = ([span[end] for span in known.values()] for end in (0, 1))
-        return [float(np.interp(prefix, list(known), end)) for end in ends]
+        ends = ([span[end] for span in spans.values()] for end in (0, 1))
+        return [float(np.interp(prefix, list(spans), end)) for end in ends]
     if work.family == "mla_prefill" and 2 * work.rows == records.ROWS:
-        return said.get(("attention", f"{work.heads} heads{kept}"))
+        return modelled.get(("attention", f"{work.heads} heads{suffix}"))
     if work.family == "mla_decode" and work.context == records.CONTEXT:
         kv = "fp8" if work.fp8 else "bfloat16"
-        return said.get((f"decode, {kv}", f"{work.heads} heads, {work.rows}"))
+        return modelled.get((f"decode, {kv}", f"{work.heads} heads, {work.rows}"))
     return None

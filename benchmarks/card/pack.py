@@ -47,7 +47,7 @@ MACHINE = Path(__file__).parent / "machine.txt"
 
 
 @dataclass(frozen=True)
-class Carried:
+class Distribution:
     """One distribution of the archive.
 
     Attributes:
@@ -76,9 +76,9 @@ class Stub:
 
 
 TORCH_ABI = "the last one built for torch 2.11: newer ones miss symbols there, and TensorImpl moved"
-KIT = (Carried("apache-tvm-ffi", "loads our CUDA kernels and SGLang's"),)
+KIT = (Distribution("apache-tvm-ffi", "loads our CUDA kernels and SGLang's"),)
 SERVED = (
-    Carried(
+    Distribution(
         "sglang",
         "the engine",
         here=True,
@@ -92,21 +92,21 @@ SERVED = (
             "sglang/kernels/jit/benchmark/*",
         ),
     ),
-    Carried(
+    Distribution(
         "sglang-kernel",
         f"sgl_kernel, which models import; {TORCH_ABI}",
         version="0.4.5",
         keep=("sgl_kernel/*.py", "sgl_kernel/*/*.py", "sgl_kernel/sm90/*", "*.dist-info/*"),
     ),
-    Carried(
+    Distribution(
         "sgl-deep-gemm",
         f"the engine's index logits; {TORCH_ABI}",
         version="0.1.5.post1",
     ),
-    Carried("sgl-flash-mla", "the engine's sparse attention; Hopper's is in its _C_legacy"),
-    Carried("transformers", "SGLang and the checkpoints of hf.py are of this version"),
+    Distribution("sgl-flash-mla", "the engine's sparse attention; Hopper's is in its _C_legacy"),
+    Distribution("transformers", "SGLang and the checkpoints of hf.py are of this version"),
     *(
-        Carried(name, "imported by SGLang's processes")
+        Distribution(name, "imported by SGLang's processes")
         for name in (
             "annotated-types",
             "compressed-tensors",
@@ -151,7 +151,7 @@ STUBS = (
 
 
 def on_machine() -> dict[str, str]:
-    """Normalised names of the distributions that the card's machine has, and known versions."""
+    """Return normalised names of the card's machine's distributions, and versions if known."""
     lines = (line.partition("#")[0].strip() for line in MACHINE.read_text().splitlines())
     pairs = (line.partition("==") for line in lines if line)
     return {normalised(name): version for name, _, version in pairs}
@@ -162,13 +162,13 @@ def normalised(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def files_here(carried: Carried) -> Iterator[tuple[str, bytes]]:
+def files_here(distribution: Distribution) -> Iterator[tuple[str, bytes]]:
     """Yield the files of an installed distribution.
 
     Raises:
         importlib.metadata.PackageNotFoundError: it is not installed.
     """
-    for file in importlib.metadata.distribution(carried.name).files or []:
+    for file in importlib.metadata.distribution(distribution.name).files or []:
         if file.suffix != ".pyc" and ".." not in file.parts:
             yield file.as_posix(), Path(str(file.locate())).read_bytes()
 
@@ -182,31 +182,33 @@ def files_of_wheel(wheel: Path) -> Iterator[tuple[str, bytes]]:
                 yield info.filename, archive.read(info)
 
 
-def download(carried: Carried, folder: Path) -> Path:
+def download(distribution: Distribution, folder: Path) -> Path:
     """Get the wheel for the card's machine, by pip; one that lies in ``folder`` is taken as it is.
 
     Raises:
         SystemExit: there is none.
     """
-    version = carried.version or importlib.metadata.version(carried.name)
-    name = carried.name.replace("-", "_")
-    found = sorted(folder.glob(f"{name}-{version}-*.whl"))
-    if not found:
+    version = distribution.version or importlib.metadata.version(distribution.name)
+    name = distribution.name.replace("-", "_")
+    wheels = sorted(folder.glob(f"{name}-{version}-*.whl"))
+    if not wheels:
         platforms = [f"--platform=manylinux_{p}_x86_64" for p in PLATFORMS]
         platforms += ["--platform=manylinux2014_x86_64", "--platform=manylinux1_x86_64"]
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
         command += ["--only-binary=:all:", f"--python-version={PYTHON}", *platforms]
-        command += ["--dest", str(folder), f"{carried.name}=={version}"]
+        command += ["--dest", str(folder), f"{distribution.name}=={version}"]
         if subprocess.run(command, check=False).returncode:
-            raise SystemExit(f"error: no wheel of {carried.name} {version} fits the card's machine")
-        found = sorted(folder.glob(f"{name}-{version}-*.whl"))
-    return found[0]
+            raise SystemExit(
+                f"error: no wheel of {distribution.name} {version} fits the card's machine"
+            )
+        wheels = sorted(folder.glob(f"{name}-{version}-*.whl"))
+    return wheels[0]
 
 
-def wanted(path: str, carried: Carried) -> bool:
-    """Whether a distribution's file travels."""
-    kept = not carried.keep or any(fnmatch(path, pattern) for pattern in carried.keep)
-    return kept and not any(fnmatch(path, pattern) for pattern in carried.drop)
+def is_included(path: str, distribution: Distribution) -> bool:
+    """Return whether a distribution's file travels."""
+    is_kept = not distribution.keep or any(fnmatch(path, pattern) for pattern in distribution.keep)
+    return is_kept and not any(fnmatch(path, pattern) for pattern in distribution.drop)
 
 
 def misfit(path: str) -> str | None:
@@ -236,40 +238,47 @@ def __getattr__(name):
 
 def own_metadata() -> dict[str, bytes]:
     """Make the repository an installed package: SGLang finds plugins by entry points."""
-    found = importlib.metadata.distribution("sglang-indexcache")
-    folder = f"sglang_indexcache-{found.version}.dist-info"
+    installed = importlib.metadata.distribution("sglang-indexcache")
+    folder = f"sglang_indexcache-{installed.version}.dist-info"
     names = ("METADATA", "entry_points.txt")
-    return {f"{folder}/{name}": (found.read_text(name) or "").encode() for name in names}
+    return {f"{folder}/{name}": (installed.read_text(name) or "").encode() for name in names}
 
 
-def collect(carried: Iterable[Carried], wheels: Path) -> tuple[dict[str, bytes], list[Any]]:
-    """Every file of the archive, and the manifest's rows.
+def collect(
+    distributions: Iterable[Distribution], wheels: Path
+) -> tuple[dict[str, bytes], list[Any]]:
+    """Return every file of the archive, and the manifest's rows.
 
     Raises:
         SystemExit: a distribution that the machine has, or a compiled file that does not fit it.
     """
     files: dict[str, bytes] = {}
     rows: list[Any] = []
-    there = on_machine()
-    for one in carried:
-        version = one.version or importlib.metadata.version(one.name)
-        if there.get(normalised(one.name)) in ("", version):
-            raise SystemExit(f"error: the card's machine has {one.name} already")
-        source = files_here(one) if one.here else files_of_wheel(download(one, wheels))
-        taken = {path: data for path, data in source if wanted(path, one)}
-        if misfits := [why for why in map(misfit, taken) if why]:
-            raise SystemExit(f"error: {one.name}: {misfits[0]}, the machine has Python {PYTHON}")
-        files |= taken
+    on_card = on_machine()
+    for distribution in distributions:
+        version = distribution.version or importlib.metadata.version(distribution.name)
+        if on_card.get(normalised(distribution.name)) in ("", version):
+            raise SystemExit(f"error: the card's machine has {distribution.name} already")
+        if distribution.here:
+            source = files_here(distribution)
+        else:
+            source = files_of_wheel(download(distribution, wheels))
+        included = {path: data for path, data in source if is_included(path, distribution)}
+        if misfits := [why for why in map(misfit, included) if why]:
+            raise SystemExit(
+                f"error: {distribution.name}: {misfits[0]}, the machine has Python {PYTHON}"
+            )
+        files |= included
         digest = hashlib.sha256()
-        for path in sorted(taken):
-            digest.update(path.encode() + b"\0" + taken[path])
+        for path in sorted(included):
+            digest.update(path.encode() + b"\0" + included[path])
         rows.append(
             {
-                "name": one.name,
+                "name": distribution.name,
                 "version": version,
-                "why": one.why,
-                "files": len(taken),
-                "bytes": sum(map(len, taken.values())),
+                "why": distribution.why,
+                "files": len(included),
+                "bytes": sum(map(len, included.values())),
                 "sha256": digest.hexdigest(),
             }
         )
@@ -288,12 +297,12 @@ def write_archive(files: dict[str, bytes], out: Path) -> None:
             archive.addfile(entry, io.BytesIO(files[path]))
 
 
-def tree(wanted: Callable[[str], bool]) -> dict[str, bytes]:
+def tree(is_in_archive: Callable[[str], bool]) -> dict[str, bytes]:
     """Return the files of :data:`TREE` that git knows and that are wanted."""
     listed = subprocess.run(
         ["git", "-C", str(ROOT), "ls-files", "-z", *TREE], capture_output=True, check=True
     )
-    paths = [path for path in listed.stdout.decode().split("\0") if path and wanted(path)]
+    paths = [path for path in listed.stdout.decode().split("\0") if path and is_in_archive(path)]
     return {path: (ROOT / path).read_bytes() for path in paths if (ROOT / path).exists()}
 
 

@@ -134,8 +134,8 @@ def cases(words: str) -> dict[str, Any]:
 
 def errors(words: str) -> dict[str, Any]:
     """Return what compute-sanitizer said at its end, beside :func:`cases`."""
-    said = [line for line in words.splitlines() if line.startswith("=========")]
-    return {**cases(words), "said": said[:12] + said[-2:]}
+    lines = [line for line in words.splitlines() if line.startswith("=========")]
+    return {**cases(words), "said": lines[:12] + lines[-2:]}
 
 
 def outcomes(words: str) -> list[str]:
@@ -170,7 +170,7 @@ def tests(*arguments: str) -> tuple[str, ...]:
     return (PYTHON, "-m", "tests.gpu", "--report", "{json}", "--basetemp", "{logs}", *arguments)
 
 
-def compiled() -> Iterator[tuple[str, list[str]]]:
+def smallest_workloads() -> Iterator[tuple[str, list[str]]]:
     """Yield each family and its smallest workloads of every head count.
 
     What they run is compiled side by side here, and the phase "speed" finds it.
@@ -183,14 +183,14 @@ def compiled() -> Iterator[tuple[str, list[str]]]:
         yield family, [str(work) for work in smallest.values()]
 
 
-def sanitized(tool: str, group: str) -> Step:
+def sanitizer_step(tool: str, group: str) -> Step:
     """Return the step that runs a group under compute-sanitizer, our kernels instrumented."""
     run = ("compute-sanitizer", "--tool", tool, "--kernel-name", "kns=indexcache")
     sizes = "wide" if tool == "memcheck" else "small"
     return Step(f"{tool} {group}", 200, (*run, "--error-exitcode=9", *grid(group, sizes)), errors)
 
 
-def engine_kernel(name: str) -> Step:
+def engine_kernel_step(name: str) -> Step:
     """Return the step that compiles one of :data:`ENGINE_KERNELS`."""
     module, function, *arguments = ENGINE_KERNELS[name].split(" ", 2)
     code = "import torch\nfrom sglang.kernels.jit.utils import is_arch_support_pdl\n"
@@ -199,17 +199,17 @@ def engine_kernel(name: str) -> Step:
     return Step(f"compile SGLang's {name}", 200, (PYTHON, "-c", code), needs=("card", "sglang"))
 
 
-def served(name: str, chosen: str) -> Step:
+def server_step(name: str, selector: str) -> Step:
     """Return the step of one test of servers."""
     limit = ("--seconds", "250")
-    command = tests(*limit, "tests/gpu/test_served.py", "-k", chosen)
+    command = tests(*limit, "tests/gpu/test_served.py", "-k", selector)
     return Step(f"served {name}", 260, command, outcomes, needs=("card", "sglang"))
 
 
 def exact() -> list[Step]:
     """Return the steps of the phase "exact"."""
     # A folder of its own, or what was carried would be taken.
-    own = {"INDEXCACHE_KERNEL_CACHE": "/tmp/indexcache-own-nvcc"}
+    fresh_cache = {"INDEXCACHE_KERNEL_CACHE": "/tmp/indexcache-own-nvcc"}
     load = "from sglang_indexcache.kernels import build, cuda\n"
     load += "for folder in build.FOLDERS: cuda.library(folder); print(build.build(folder).path)"
     warm = (PYTHON, "-m", "benchmarks.kernels.speed", "--compile-only", "--out", "{json}")
@@ -223,15 +223,15 @@ def exact() -> list[Step]:
         Step("collect", 60, (*collect, "tests/gpu"), needs=()),
         *(Step(f"grid {group}", 240, grid(group, "large"), cases) for group in GROUPS),
         Step("load", 60, (PYTHON, "-c", load)),
-        Step("own nvcc, load", 200, (PYTHON, "-c", load), environment=own),
+        Step("own nvcc, load", 200, (PYTHON, "-c", load), environment=fresh_cache),
         Step("graphs", 150, tests("--seconds", "140", *replays), outcomes),
         Step("start", 150, start, outcomes, needs=engine),
         Step("capture", 150, capture, outcomes, needs=engine),
         *(
             Step(f"compile {family}", 200, (*warm, *names), needs=engine)
-            for family, names in compiled()
+            for family, names in smallest_workloads()
         ),
-        *(sanitized("memcheck", group) for group in GROUPS),
+        *(sanitizer_step("memcheck", group) for group in GROUPS),
     ]
 
 
@@ -248,8 +248,8 @@ def tools() -> list[Step]:
             )
             for name, work in NCU.items()
         ),
-        *(sanitized("synccheck", group) for group in GROUPS),
-        *(sanitized("racecheck", group) for group in ("topk", "sparse_mla")),
+        *(sanitizer_step("synccheck", group) for group in GROUPS),
+        *(sanitizer_step("racecheck", group) for group in ("topk", "sparse_mla")),
     ]
 
 
@@ -271,12 +271,12 @@ def stages(phase: str) -> list[list[Step]]:
     )
     return [
         [compile_site],
-        [engine_kernel(name) for name in ENGINE_KERNELS],
+        [engine_kernel_step(name) for name in ENGINE_KERNELS],
         [
-            served("eager", "eager_tokens"),
-            served("our kernels", "with_our_kernels"),
-            served("graphs", "tokens_in_graphs"),
-            served("live", "several_patterns"),
+            server_step("eager", "eager_tokens"),
+            server_step("our kernels", "with_our_kernels"),
+            server_step("graphs", "tokens_in_graphs"),
+            server_step("live", "several_patterns"),
         ],
     ]
 
@@ -290,9 +290,9 @@ def in_order(phases: Collection[str]) -> list[list[Step]]:
     return together + [stage for phase in TIMED if phase in phases for stage in stages(phase)]
 
 
-def is_shown(found: Mapping[str, Any]) -> bool:
+def is_shown(outcome: Mapping[str, Any]) -> bool:
     """Return whether a step passed, and nothing in it was skipped."""
-    return bool(found["code"] == 0 and "skipped" not in json.dumps(found["said"]))
+    return bool(outcome["code"] == 0 and "skipped" not in json.dumps(outcome["said"]))
 
 
 class Report:
@@ -313,56 +313,56 @@ class Report:
         """Return whether a step need not run again."""
         return name in self.content["steps"] and is_shown(self.content["steps"][name])
 
-    def add(self, name: str, found: dict[str, Any], words: str = "") -> None:
+    def add(self, name: str, outcome: dict[str, Any], words: str = "") -> None:
         """Write what came of a step, and say it."""
         with self._lock:
-            self.content["steps"][name] = found
+            self.content["steps"][name] = outcome
             self.content["running"].pop(name, None)
             write_json(self.path, self.content)
             with self.log.open("a") as log:
-                log.write(f"\n=== {name}: {found['code']}\n{words[-LOG_CHARACTERS:]}\n")
-        if found["code"] != SKIPPED:
-            print(f"{name}: {found['code']} after {found['seconds']} s", flush=True)
+                log.write(f"\n=== {name}: {outcome['code']}\n{words[-LOG_CHARACTERS:]}\n")
+        if outcome["code"] != SKIPPED:
+            print(f"{name}: {outcome['code']} after {outcome['seconds']} s", flush=True)
 
     def note(self, name: str, file: Path) -> None:
         """Keep what a step that still runs has found so far: the call may be cut off."""
         with self._lock:
-            found = json.loads(file.read_text()) if file.exists() else None
-            if self.content["running"].get(name) != found:
-                self.content["running"][name] = found
+            evidence = json.loads(file.read_text()) if file.exists() else None
+            if self.content["running"].get(name) != evidence:
+                self.content["running"][name] = evidence
                 write_json(self.path, self.content)
 
     def keep_logs(self, name: str, folder: Path) -> None:
         """Append the ends of the servers' logs below a folder to ``servers.txt``."""
         for log in sorted(folder.rglob("*.log")):
             words = log.read_text(errors="replace")[-LOG_CHARACTERS:]
-            with self._lock, self.path.with_name("servers.txt").open("a") as kept:
-                kept.write(f"\n=== {name}: {log.relative_to(folder)}\n{words}\n")
+            with self._lock, self.path.with_name("servers.txt").open("a") as ends:
+                ends.write(f"\n=== {name}: {log.relative_to(folder)}\n{words}\n")
 
     def summary(self) -> str:
         """Return the report for a person: what failed, what was found, what was not run and why."""
         machine, steps = self.content["machine"], self.content["steps"]
-        said = [", ".join(f"{key} {machine[key]}" for key in ("name", "torch", "commit"))]
-        said.append(self.content["preflight"])
-        ran = {name: one for name, one in steps.items() if one["code"] != SKIPPED}
-        ordered = sorted(ran.items(), key=lambda one: one[1]["code"] == 0)
-        said += [_line(name, one) for name, one in ordered]
-        skipped = {name: one["said"] for name, one in steps.items() if name not in ran}
+        lines = [", ".join(f"{key} {machine[key]}" for key in ("name", "torch", "commit"))]
+        lines.append(self.content["preflight"])
+        ran = {name: outcome for name, outcome in steps.items() if outcome["code"] != SKIPPED}
+        failures_first = sorted(ran.items(), key=lambda pair: pair[1]["code"] == 0)
+        lines += [_line(name, outcome) for name, outcome in failures_first]
+        skipped = {name: outcome["said"] for name, outcome in steps.items() if name not in ran}
         for why in dict.fromkeys(skipped.values()):
             names = [name for name, other in skipped.items() if other == why]
-            said.append(f"skipped, {why}: {len(names)} steps ({', '.join(names)[:500]})")
-        return "\n".join(said)[:SUMMARY_CHARACTERS]
+            lines.append(f"skipped, {why}: {len(names)} steps ({', '.join(names)[:500]})")
+        return "\n".join(lines)[:SUMMARY_CHARACTERS]
 
 
-def _line(name: str, found: Mapping[str, Any]) -> str:
-    words = json.dumps(found["said"])[: 6000 if name.startswith("speed") else 400]
-    return f"{'ok ' if found['code'] == 0 else 'BAD'} {found['seconds']:>5} s {name}: {words}"
+def _line(name: str, outcome: Mapping[str, Any]) -> str:
+    words = json.dumps(outcome["said"])[: 6000 if name.startswith("speed") else 400]
+    return f"{'ok ' if outcome['code'] == 0 else 'BAD'} {outcome['seconds']:>5} s {name}: {words}"
 
 
 def run(step: Step, report: Report, scratch: Path, ends: float) -> None:
     """Run one step to its end or its limit, its whole process group; what it wrote is reported."""
-    left = min(step.seconds, ends - time.monotonic())
-    if left < 5 or report.has_passed(step.name):
+    limit = min(step.seconds, ends - time.monotonic())
+    if limit < 5 or report.has_passed(step.name):
         return
     if why := lacking(*step.needs):
         report.add(step.name, {"code": SKIPPED, "seconds": 0, "said": why})
@@ -374,10 +374,32 @@ def run(step: Step, report: Report, scratch: Path, ends: float) -> None:
     for word, place in places.items():
         command = [part.replace(word, place) for part in command]
     if shutil.which(command[0]) is None:
-        found = {"code": NO_TOOL, "seconds": 0, "said": f"no {command[0]} here"}
-        report.add(step.name, found)
+        outcome = {"code": NO_TOOL, "seconds": 0, "said": f"no {command[0]} here"}
+        report.add(step.name, outcome)
         return
     began = time.monotonic()
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", **step.environment}
+    code, output = _execute(
+        command, environment, began + limit, lambda: report.note(step.name, file)
+    )
+    outcome = {
+        "code": code,
+        "seconds": round(time.monotonic() - began, 1),
+        "said": step.read(output),
+    }
+    if file.exists():
+        outcome["evidence"] = json.loads(file.read_text())
+    report.keep_logs(step.name, logs)
+    report.add(step.name, outcome, output)
+
+
+def _execute(
+    command: list[str], environment: Mapping[str, str], ends: float, note: Callable[[], None]
+) -> tuple[int, str]:
+    """Run a command until ``ends`` at most; return its code (or ENDED) and what it printed.
+
+    ``note`` is called every few seconds while it runs.
+    """
     with tempfile.TemporaryFile("w+", errors="replace") as words:
         process = subprocess.Popen(
             command,
@@ -385,25 +407,20 @@ def run(step: Step, report: Report, scratch: Path, ends: float) -> None:
             stdout=words,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", **step.environment},
+            env=environment,
         )
         code = None
         while code is None:
             try:
-                code = process.wait(min(5, max(began + left - time.monotonic(), 0)))
+                code = process.wait(min(5, max(ends - time.monotonic(), 0)))
             except subprocess.TimeoutExpired:
-                report.note(step.name, file)
-                if time.monotonic() - began >= left:
+                note()
+                if time.monotonic() >= ends:
                     os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
                     code = ENDED
         words.seek(0)
-        output = words.read()
-    found = {"code": code, "seconds": round(time.monotonic() - began, 1), "said": step.read(output)}
-    if file.exists():
-        found["evidence"] = json.loads(file.read_text())
-    report.keep_logs(step.name, logs)
-    report.add(step.name, found, output)
+        return code, words.read()
 
 
 def prepare() -> None:
@@ -436,11 +453,13 @@ def main() -> int:
     report = Report(options.out)
     with tempfile.TemporaryDirectory() as scratch:
         for stage in in_order(options.phase):
-            todo = [step for step in stage if options.only in step.name]
+            steps = [step for step in stage if options.only in step.name]
             with ThreadPoolExecutor(options.workers) as pool:
-                list(pool.map(lambda step: run(step, report, Path(scratch), ends), todo))
+                list(pool.map(lambda step: run(step, report, Path(scratch), ends), steps))
     print(report.summary())
-    return int(any(one["code"] not in (0, SKIPPED) for one in report.content["steps"].values()))
+    return int(
+        any(outcome["code"] not in (0, SKIPPED) for outcome in report.content["steps"].values())
+    )
 
 
 if __name__ == "__main__":

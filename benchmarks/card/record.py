@@ -47,10 +47,10 @@ COUNTED = {
 }
 
 
-def record(
+def make_record(
     folders: Sequence[Path], busy: Collection[int] = (), before: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return what the calls of one kind of machine found.
+    """Return the record of calls on one kind of machine.
 
     Args:
         folders: what each call left.
@@ -61,48 +61,50 @@ def record(
         ValueError: the calls ran on machines that differ in card or software.
     """
     empty: dict[str, Any] = {"machine": {}, "runs": [], "speed": [], "counters": {}}
-    found: dict[str, Any] = json.loads(json.dumps(before or empty))
+    content: dict[str, Any] = json.loads(json.dumps(before or empty))
     for place, folder in enumerate(folders):
         report = json.loads((folder / "report.json").read_text())
-        number, machine = len(found["runs"]), report["machine"]
-        found["machine"] = _same_machine(found["machine"], machine)
+        number, machine = len(content["runs"]), report["machine"]
+        content["machine"] = _same_machine(content["machine"], machine)
         steps = {
             name: {key: step[key] for key in ("code", "seconds", "said")}
             for name, step in report["steps"].items()
             if not name.startswith("speed") and step["code"] != SKIPPED
         }
         run = {"date": machine["date"], "commit": machine["commit"], "steps": steps}
-        found["runs"].append(run)
+        content["runs"].append(run)
         for name, step in steps.items():
             if name.startswith("ncu ") and step["code"] == 0:
-                counted = dict(counter(line) for line in step["said"])
-                found["counters"][name.removeprefix("ncu ")] = counted
+                values = dict(counter(line) for line in step["said"])
+                content["counters"][name.removeprefix("ncu ")] = values
         times = folder / "speed.json"
-        for name, one in (json.loads(times.read_text()) if times.exists() else {}).items():
+        for name, timing in (json.loads(times.read_text()) if times.exists() else {}).items():
             marks = {"workload": name, "run": number, "host_busy": place in busy}
-            found["speed"].append({**marks, **_rounded(one)})
-    return found
+            content["speed"].append({**marks, **_rounded(timing)})
+    return content
 
 
-def _same_machine(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+def _same_machine(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
     """Return the facts of both; what only one of them had, as a package, is no difference.
 
     Raises:
         ValueError: they differ.
     """
-    new = {key: value for key, value in other.items() if key not in NOT_OF_THE_MACHINE}
-    differ = [key for key in new if None not in (one.get(key), new[key]) and one[key] != new[key]]
+    new = {key: value for key, value in now.items() if key not in NOT_OF_THE_MACHINE}
+    differ = [
+        key for key in new if None not in (before.get(key), new[key]) and before[key] != new[key]
+    ]
     if differ:
         raise ValueError(
             f"the calls ran on machines that differ in {', '.join(differ)}: make a record of each "
             "kind (--fresh --output FILE)"
         )
-    return {**new, **{key: value for key, value in one.items() if value is not None}}
+    return {**new, **{key: value for key, value in before.items() if value is not None}}
 
 
-def last_steps(found: Mapping[str, Any]) -> dict[str, Any]:
+def last_steps(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return every step with what its last run came to."""
-    return {name: step for run in found["runs"] for name, step in run["steps"].items()}
+    return {name: step for run in record["runs"] for name, step in run["steps"].items()}
 
 
 def counter(line: str) -> tuple[str, str]:
@@ -111,27 +113,27 @@ def counter(line: str) -> tuple[str, str]:
     return name, " ".join([value, *unit])
 
 
-def _rounded(found: Mapping[str, Any]) -> dict[str, Any]:
+def _rounded(timing: Mapping[str, Any]) -> dict[str, Any]:
     times = {
-        name: {key: round(value, 2 if key.endswith("us") else 4) for key, value in one.items()}
-        for name, one in found["times"].items()
+        name: {key: round(value, 2 if key.endswith("us") else 4) for key, value in values.items()}
+        for name, values in timing["times"].items()
     }
-    rest = {key: found.get(key, []) for key in ("missing", "wrong", "clocks")}
+    rest = {key: timing.get(key, []) for key in ("missing", "wrong", "clocks")}
     return {"times": times, **rest}
 
 
-def exact_table(found: Mapping[str, Any]) -> str:
+def exact_table(record: Mapping[str, Any]) -> str:
     """Return what each check that times nothing came to, in its last run."""
     rows = []
-    for name, step in last_steps(found).items():
+    for name, step in last_steps(record).items():
         if name.startswith(("compile", "collect", "ncu")):
             continue
         outcome = "passed" if step["code"] == 0 else f"not passed ({step['code']})"
-        rows.append((name, outcome, _said(step["said"]), f"{step['seconds']:.0f}"))
+        rows.append((name, outcome, _summarize(step["said"]), f"{step['seconds']:.0f}"))
     return markdown(("step", "outcome", "what it says", "seconds"), rows)
 
 
-def _said(words: Any) -> str:
+def _summarize(words: Any) -> str:
     if isinstance(words, Mapping):
         errors = [line for line in words.get("said", ()) if "ERROR SUMMARY" in line]
         cases = f"{words['passed']} cases right, {words['failed']} wrong"
@@ -140,10 +142,10 @@ def _said(words: Any) -> str:
     return last.strip("= ").partition("/")[0] if last.startswith("/") else last.strip("= ")[:90]
 
 
-def timed(found: Mapping[str, Any], family: str) -> Iterator[tuple[Workload, Mapping[str, Any]]]:
+def timed(record: Mapping[str, Any], family: str) -> Iterator[tuple[Workload, Mapping[str, Any]]]:
     """Yield the workloads of a family, and what was timed of each in its last run with a rival."""
     last: dict[str, Mapping[str, Any]] = {}
-    for row in found["speed"]:
+    for row in record["speed"]:
         work = WORKLOADS[row["workload"]]
         default = engine_kernels.engine_default(work)
         if default in row["times"] or row["workload"] not in last:
@@ -183,10 +185,10 @@ def fastest(row: Mapping[str, Any], work: Workload) -> str | None:
     return min(there, key=lambda name: microseconds(row, name)[0], default=None)
 
 
-def composed(found: Mapping[str, Any]) -> str:
+def composed_sum(record: Mapping[str, Any]) -> str:
     """Return what the rows add up to: indexers and attention of GLM-5's chunk at tp 8 and 1/4."""
-    select = _times_of(found, Workload("select_prefill", ROWS, CONTEXT, 32))
-    attend = _times_of(found, Workload("mla_prefill", ROWS // 2, CONTEXT, 8))
+    select = _times_of(record, Workload("select_prefill", ROWS, CONTEXT, 32))
+    attend = _times_of(record, Workload("mla_prefill", ROWS // 2, CONTEXT, 8))
     default = engine_kernels.engine_default(Workload("select_prefill", ROWS, CONTEXT, 32))
     if not ({default, OURS} <= {*select} and {"flash_mla", OURS, LISTS_KEPT} <= {*attend}):
         return f"{NOT_MEASURED}\n"
@@ -201,16 +203,16 @@ def composed(found: Mapping[str, Any]) -> str:
     )
 
 
-def _times_of(found: Mapping[str, Any], wanted: Workload) -> dict[str, float]:
-    row = dict(timed(found, wanted.family)).get(wanted, {"times": {}})
+def _times_of(record: Mapping[str, Any], work: Workload) -> dict[str, float]:
+    row = dict(timed(record, work.family)).get(work, {"times": {}})
     return {name: microseconds(row, name)[0] for name in row["times"]}
 
 
-def select_table(found: Mapping[str, Any]) -> str:
+def select_table(record: Mapping[str, Any]) -> str:
     """Return logits and selection, ours beside SGLang's default and the fastest it can run."""
     rows = []
     for family in ("select_prefill", "select_decode"):
-        for work, row in sorted(timed(found, family), key=lambda one: _shape(one[0])):
+        for work, row in sorted(timed(record, family), key=lambda pair: _shape(pair[0])):
             default, best = engine_kernels.engine_default(work), fastest(row, work)
             rows.append(
                 (
@@ -229,11 +231,11 @@ def select_table(found: Mapping[str, Any]) -> str:
     return markdown((*header, "over the default", "over the fastest"), rows)
 
 
-def attention_table(found: Mapping[str, Any]) -> str:
+def attention_table(record: Mapping[str, Any]) -> str:
     """Return sparse MLA, ours beside SGLang's default and what else was timed."""
     rows = []
     for family in ("mla_prefill", "mla_decode"):
-        for work, row in sorted(timed(found, family), key=lambda one: _shape(one[0])):
+        for work, row in sorted(timed(record, family), key=lambda pair: _shape(pair[0])):
             default = engine_kernels.engine_default(work)
             if default not in row["times"]:
                 continue  # FlashAttention 3 did not travel: nothing to hold ours beside
@@ -253,10 +255,10 @@ def attention_table(found: Mapping[str, Any]) -> str:
     return markdown((*header, "lists kept"), rows)
 
 
-def others_table(found: Mapping[str, Any]) -> str:
+def others_table(record: Mapping[str, Any]) -> str:
     """Return prefill attention beside what SGLang offers besides its default, and the top-k."""
     rows = []
-    for row in found["speed"]:
+    for row in record["speed"]:
         work = WORKLOADS[row["workload"]]
         rivals = [name for name in row["times"] if not name.startswith(OURS)]
         if work.family not in ("mla_prefill", "topk") or rivals in ([], ["flash_mla"]):
@@ -277,12 +279,12 @@ def others_table(found: Mapping[str, Any]) -> str:
     )
 
 
-def counters_table(found: Mapping[str, Any]) -> str:
+def counters_table(record: Mapping[str, Any]) -> str:
     """Return ncu's counters of four kernels."""
     rows = [
-        (name, *(found["counters"][kernel].get(metric, "") for metric in COUNTER_NAMES))
+        (name, *(record["counters"][kernel].get(metric, "") for metric in COUNTER_NAMES))
         for kernel, name in COUNTED.items()
-        if kernel in found["counters"]
+        if kernel in record["counters"]
     ]
     return markdown(("kernel", *COUNTER_NAMES.values()), rows)
 
@@ -309,12 +311,14 @@ def main() -> None:
     committed = RESULTS / RECORD
     before = None if options.fresh or not committed.exists() else json.loads(committed.read_text())
     try:
-        made = record(options.folders, options.busy, before)
+        content = make_record(options.folders, options.busy, before)
     except ValueError as error:
         raise SystemExit(f"error: {error}") from None
-    made["command"] = "python -m benchmarks.card.phases OUT; python -m benchmarks.card.record OUT"
+    content["command"] = (
+        "python -m benchmarks.card.phases OUT; python -m benchmarks.card.record OUT"
+    )
     options.output.parent.mkdir(parents=True, exist_ok=True)
-    write_json(options.output, made)
+    write_json(options.output, content)
     print(f"wrote {options.output}")
     if options.publish:
         readme.write()

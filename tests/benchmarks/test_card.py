@@ -116,7 +116,7 @@ def test_every_phase_has_steps_of_its_own_and_all_families_are_compiled() -> Non
     assert len(set(names)) == len(names)
     place = {one.name: number for number, stage in enumerate(stages) for one in stage}
     assert place["compile the site"] < place["compile SGLang's rope"] < place["served eager"]
-    assert {family for family, _ in phases.compiled()} == set(OPS)
+    assert {family for family, _ in phases.smallest_workloads()} == set(OPS)
 
 
 def test_sglang_still_compiles_what_is_compiled_ahead() -> None:
@@ -204,14 +204,14 @@ def everywhere(ours: float) -> dict[Workload, dict[str, dict[str, float]]]:
 
 
 def test_a_report_goes_all_the_way_to_the_tables(tmp_path: Path) -> None:
-    quiet = record.record([report(tmp_path / "a")])
+    quiet = record.make_record([report(tmp_path / "a")])
     assert quiet["runs"][0]["commit"] == "1234567"
     assert quiet["counters"] == {"select_kernel": {"gpu__time_duration.sum": "8.5 ms"}}
     assert "| decode | FP8 | 8 | 1 | 30 | 10 | 3.00x |" in record.attention_table(quiet)
     assert "3 cases right, 0 wrong" in record.exact_table(quiet)
     assert "start" not in record.exact_table(quiet), "what was skipped was not found out"
     assert "8.5 ms" in record.counters_table(quiet)
-    assert record.composed(quiet) == "not measured\n"
+    assert record.composed_sum(quiet) == "not measured\n"
 
 
 def test_a_made_up_report_goes_to_the_pages_and_out_again(
@@ -244,7 +244,7 @@ def test_a_made_up_report_goes_to_the_pages_and_out_again(
 
 def test_a_report_is_added_to_the_record_and_its_last_runs_count(tmp_path: Path) -> None:
     kit_alone = {"sglang": None, "deep_gemm": None, "version": "another"}
-    both = record.record([report(tmp_path / "a", **kit_alone)], before=COMMITTED)
+    both = record.make_record([report(tmp_path / "a", **kit_alone)], before=COMMITTED)
     assert both["machine"]["sglang"] == COMMITTED["machine"]["sglang"]
     assert len(both["runs"]) == len(COMMITTED["runs"]) + 1
     assert both["speed"][-1]["run"] == len(COMMITTED["runs"])
@@ -255,18 +255,18 @@ def test_a_report_is_added_to_the_record_and_its_last_runs_count(tmp_path: Path)
 def test_launches_that_came_too_late_are_marked_and_only_where_the_host_was_busy(
     tmp_path: Path,
 ) -> None:
-    busy = record.record([report(tmp_path / "a")], busy=[0])
+    busy = record.make_record([report(tmp_path / "a")], busy=[0])
     assert "| decode | FP8 | 8 | 1 | 10\\* | 10 | 1.00x |" in record.attention_table(busy)
 
 
 def test_calls_on_different_machines_make_no_record(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="machines that differ in torch"):
-        record.record([report(tmp_path / "a", torch="2.12")], before=COMMITTED)
+        record.make_record([report(tmp_path / "a", torch="2.12")], before=COMMITTED)
 
 
 def test_a_default_needs_every_shape_against_all_that_sglang_can_run(tmp_path: Path) -> None:
     def found(name: str, timed: dict[Workload, dict[str, dict[str, float]]]) -> Any:
-        return claims.may_be_default(record.record([report(tmp_path / name, timed)]))
+        return claims.may_be_default(record.make_record([report(tmp_path / name, timed)]))
 
     won = found("all", everywhere(10.0))
     assert {("select_prefill", 32), ("mla_decode", 8), ("mla_decode", 16)} <= won
