@@ -209,6 +209,7 @@ class Look:
         differences = paired([*self.long, *beside], *arms, cells=kept, repeat=repeat)
         if self.long is self.right:
             return differences
+        # Probabilities hardly ever tie, so as flips they would count nearly every question.
         right = paired(self.right, *arms, cells=kept, repeat=repeat)
         return replace(differences, flips=right.flips)
 
@@ -222,6 +223,7 @@ class Look:
         for (cell, _), count in questions.items():
             largest[cell] = max(count, largest.get(cell, 0))
         outcomes = []
+        # What is planned for a later look is not missing yet.
         places = {
             planned.context: planned
             for planned in self.evaluation.planned
@@ -332,6 +334,7 @@ class Look:
         if not exceeds_noise(len(by_arm - by_reference), len(by_reference - by_arm)):
             return ""
         flips = paired(self.control, arm, self.reference).flips
+        # The flips are all of the arm's, with those that the engine makes of itself: hence both.
         return (
             f"below index_topk tokens, where every pattern selects everything, {arm} differs from "
             f"{self.reference} ({flips}), which differs from itself in {len(by_reference)}. "
@@ -353,6 +356,7 @@ class Look:
 
     def unsound(self, arm: str) -> str:
         """Say why nothing may be claimed of an arm; empty if all is as it must be."""
+        # A log has neither control nor, mostly, a second answer: its details say so instead.
         if self.evaluation.selects_all is not None:
             if not self.control:
                 raise QualityError(
@@ -437,6 +441,7 @@ def exceeds_noise(arm_alone: Any, again_alone: Any) -> Any:
     """
     from scipy.special import bdtrc
 
+    # bdtrc(k, n, p) sums from k + 1 on: the chance of as many questions or more.
     return bdtrc(np.asarray(arm_alone) - 1, np.asarray(arm_alone) + again_alone, 0.5) <= SAME
 
 
@@ -450,6 +455,7 @@ def repeats_itself(noise: Differences, design: Design, look: int) -> Any:
 
 def claimed(lower: float, upper: float, margin: float) -> Kind:
     """Return the claim of the primary endpoint's bounds: NO_LOSS, SMALL_LOSS, LOSS or UNDECIDED."""
+    # Both bounds hold at once, so a loss can be proven, and proven to be smaller than the margin.
     if lower > -margin:
         return Kind.SMALL_LOSS if upper < 0 else Kind.NO_LOSS
     return Kind.LOSS if upper < 0 else Kind.UNDECIDED
@@ -611,6 +617,7 @@ def _details(verdict: Verdict, differences: Differences, missing: int, look: Loo
             f"No cell loses more than {100 * verdict.worst.bound:.1f} points (bound for all "
             f"{len(differences.names)} of them together)."
         )
+    # Once a loss is proven nobody asks how small a one would have been seen.
     if verdict.kind is not Kind.LOSS:
         sentences.append(
             f"A loss of {100 * verdict.detectable:.1f} points would have been found with "
