@@ -89,7 +89,7 @@ class World:
 
     @cached_property
     def design(self) -> Design:
-        """With the contexts that promise the design's power, as many in each cell."""
+        """Design with the contexts that promise its power, as many in each cell."""
         plan = Design(contexts=CELLS, margin=self.margin)
         if self.rows:
             return replace(plan, contexts=(CELLS - 1) * self.made + self.rows)
@@ -372,12 +372,12 @@ class HeldBack:
 
     @cached_property
     def questions(self) -> npt.NDArray[np.int64]:
-        """Behind each context."""
+        """Number of questions behind each context."""
         low, high = self.behind
         return np.random.default_rng(7).integers(low, high + 1, len(self.cells))
 
     def evaluations(self, chance: np.random.Generator, count: int, times: float) -> Differences:
-        """So many evaluations of a pattern that loses so many times the margin."""
+        """Draw so many evaluations of a pattern that loses so many times the margin."""
         values = self.drawn(chance, self, count, times).clip(-1, 1)
         names = tuple((f"task-{cell}", 1) for cell in range(len(self.sizes)))
         return Differences(values, self.cells, names, Flips(0, 0, values.size), self.questions)

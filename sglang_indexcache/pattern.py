@@ -136,7 +136,7 @@ class Pattern:
 
     @cached_property
     def sources(self) -> tuple[int, ...]:
-        """For every layer the F or L layer whose indices it uses; these use their own."""
+        """Layer whose indices each layer uses: the F or L layer before it, or itself if one."""
         result: list[int] = []
         for layer, kind in enumerate(self.layers):
             result.append(result[-1] if kind == SHARED else layer)

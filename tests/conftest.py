@@ -1,4 +1,4 @@
-"""What holds for all tests: where their random numbers come from, and what they see."""
+"""Rules for all tests: the source of their random numbers, and what of the machine they see."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def shell_in(page: str) -> str:
 
 
 def server_lines(text: str) -> list[str]:
-    """Those that start SGLang."""
+    """Return the lines that start SGLang."""
     starts = ("sglang serve", "python -m sglang.launch_server")
     return [line for line in lines_of(text) if line.startswith(starts)]
 
@@ -61,7 +61,7 @@ class CommandLine:
 
 
 def indexcache_lines(text: str) -> list[CommandLine]:
-    """Every call of ``indexcache``."""
+    """Return every call of ``indexcache``."""
     return [
         CommandLine(tuple(shlex.split(line)))
         for line in lines_of(text)
@@ -71,7 +71,7 @@ def indexcache_lines(text: str) -> list[CommandLine]:
 
 @cache
 def engine_flags() -> frozenset[str]:
-    """Every flag of ``sglang serve`` with the plugin; the test is skipped without SGLang."""
+    """Return the flags of ``sglang serve`` with the plugin; without SGLang the test is skipped."""
     pytest.importorskip("sglang")
     from sglang.srt.server_args import ServerArgs
 

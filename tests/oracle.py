@@ -26,7 +26,7 @@ _FORM = re.compile(r"([FSL]+)(?:\+c(\d+))?(?:@.*)?")
 
 @dataclass
 class Answer:
-    """What the oracle says about one sequence.
+    """Answer of the oracle about one sequence.
 
     Attributes:
         logprobs: ``[n - 1]`` log-probability of every token but the first.
@@ -45,7 +45,7 @@ class Answer:
 
     @property
     def margin(self) -> float:
-        """The smallest margin of any row."""
+        """Smallest margin of any row."""
         return float(self.margins.min())
 
 

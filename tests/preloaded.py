@@ -71,7 +71,7 @@ class PreloadedServer(Server):
         self._process = cast("subprocess.Popen[bytes]", forked)
 
     def wait_until_ready(self, timeout: float = 600.0) -> Client:
-        """As the parent's, and elsewhere once more if another server has a port that it derived.
+        """Wait as the parent does; start elsewhere once more if a port that it derived is taken.
 
         SGLang looks for free ports, or adds to the one it is given, long before it listens there.
         """
@@ -146,7 +146,7 @@ def _template(environment: tuple[tuple[str, str], ...]) -> Template:
 
 
 class Forked:
-    """What ``subprocess.Popen`` offers, of a process that is a template's child."""
+    """The part of ``subprocess.Popen`` that is used, for a process that is a template's child."""
 
     def __init__(self, template: Template, pid: int) -> None:
         self.template = template
@@ -263,7 +263,7 @@ class _Companion:
         self._requests = socket.socket(fileno=_moved_up(ours.detach()))
 
     def spawn(self, path: bytes, arguments: Sequence[str], descriptors: Sequence[int]) -> int:
-        """In place of ``multiprocessing.util.spawnv_passfds``; returns the process id."""
+        """Replace ``multiprocessing.util.spawnv_passfds``: fork, and return the process id."""
         at = list(arguments).index("-c")
         wanted = [0, 1, 2, *descriptors]
         job = {
@@ -278,7 +278,7 @@ class _Companion:
 
 
 def main() -> None:
-    """Of the template: import, then fork."""
+    """Run the template: import, then fork."""
     # What imports leave open must not have the numbers under which a fork is handed its files.
     low = [os.open(os.devnull, os.O_RDONLY) for _ in range(_ABOVE_ALL // 2)]
     for module in PRELOADED:

@@ -37,6 +37,6 @@ def check_rules(folder: Path, series: dict[str, str], alerts: list[dict[str, Any
 
 
 def alert(name: str, minute: int, *fires: dict[str, str]) -> dict[str, Any]:
-    """That ``name`` fires at ``minute`` for the series with these labels, and for no others."""
+    """Demand that ``name`` fires at ``minute`` for series with these labels, and for no others."""
     expected = [{"exp_labels": labels} for labels in fires]
     return {"eval_time": f"{minute}m", "alertname": name, "exp_alerts": expected}

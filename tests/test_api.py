@@ -1,4 +1,4 @@
-"""What a stranger imports: lazy, typed, complete."""
+"""Names that a stranger imports: lazy, typed, complete."""
 
 from __future__ import annotations
 

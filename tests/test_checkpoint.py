@@ -1,4 +1,4 @@
-"""What is read from a model's config, for every DSA architecture that SGLang 0.5.23 knows."""
+"""Reading of a model's config, for every DSA architecture that SGLang 0.5.23 knows."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -147,7 +147,7 @@ def test_a_field_of_another_type_is_named(name: str, value: Any, must: str) -> N
 
 
 def test_every_field_of_another_type_is_named() -> None:
-    """The language model's part too."""
+    """The fields of the language model's part are named, too."""
     fields = config(index_topk=None, text_config=config(index_topk="x", hidden_size=[]))
     with pytest.raises(CheckpointError, match=r"text_config .*hidden_size is .*; index_topk is"):
         Checkpoint.from_config(fields)

@@ -1,4 +1,4 @@
-"""What the pages say is there: files, commands, options; and the pages stay short."""
+"""Files, commands and options that the pages name are there; and the pages stay short."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """What a link into the page may name, as forges make it of a heading."""
+    """Return what a link into the page may name, as forges make it of a heading."""
     headings = re.findall(r"^#+ (.*)", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

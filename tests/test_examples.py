@@ -1,4 +1,4 @@
-"""What the examples say is there, and what needs no GPU runs."""
+"""Examples: what they name is there, and those that need no GPU run."""
 
 from __future__ import annotations
 

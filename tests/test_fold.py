@@ -44,7 +44,7 @@ def random_row(size: tuple[int, ...], seed: int, *, padded: bool = False) -> Ind
 
 
 def brute_scores(row: IndexRow, slopes: torch.Tensor | None) -> torch.Tensor:
-    """``[B, S, T]`` float64, one pair and one head at a time; -inf where nothing is seen."""
+    """Return ``[B, S, T]`` float64, one pair and one head at a time; -inf where nothing is seen."""
     batch, queries, heads, _ = row.queries.shape
     scores = torch.full(row.visible.shape, -torch.inf, dtype=torch.float64)
     for b in range(batch):
@@ -222,7 +222,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def picks_by_layer(model: Any, forwards: dict[Any, Any], **inputs: Any) -> list[list[set[int]]]:
-    """What every layer's indexer answers, or whatever stands in for its forward."""
+    """Return what every layer's indexer answers, or whatever stands in for its forward."""
     answers: dict[int, torch.Tensor] = {}
     indexers = [m.indexer for m in model.modules() if hasattr(m, "indexer")]
     for indexer in indexers:

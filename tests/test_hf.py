@@ -100,7 +100,7 @@ def test_a_prefill_is_the_oracles_and_shared_indexers_do_not_run(folder: Path, m
 
 
 def eight_greedy_tokens(model: Any) -> torch.Tensor:
-    """``[1, T + 8]``: ``IDS`` and what the model says behind it, with a cache."""
+    """Return ``[1, T + 8]``: ``IDS`` and what the model says behind it, with a cache."""
     found: torch.Tensor = model.generate(
         IDS,
         attention_mask=torch.ones_like(IDS),
@@ -260,7 +260,7 @@ def go_on(model: Any, cache: Any, count: int = 1) -> torch.Tensor:
 
 
 def test_a_cache_without_index_keys_is_refused(model: Any, cache: Any) -> None:
-    """Also where one key would pass for all of them: the first token after a prefill."""
+    """It is refused also where one key would pass for all: the first token after a prefill."""
     with share(model, "FSSFSS"):
         go_on(model, cache, 100)
     with pytest.raises(PatternError, match="lacks its keys"):

@@ -1,4 +1,4 @@
-"""What the wheel needs is there wherever it is built, and an extra brings what it is for."""
+"""Contents of the wheel, wherever it is built, and of its extras."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def test_other(): Path("other").touch()
 
 
 def run(folder: Path, *options: str) -> list[str]:
-    """Which tests run; a digest of the folder's ``source`` stands for that of the repository."""
+    """Return the tests that run; the folder's ``source`` stands for the repository's sources."""
     (folder / "test_made.py").write_text(MADE)
     (folder / "conftest.py").write_text(
         "from tests import unchanged\n"
@@ -81,7 +81,7 @@ def test_the_settings_of_all_tests_count(tmp_path: Path, settings: str) -> None:
 
 
 def test_the_compiler_that_is_used_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA_HOME's: what passed with one nvcc says nothing of another."""
+    """CUDA_HOME's compiler counts: what passed with one nvcc says nothing of another."""
     nvcc = tmp_path / "bin" / "nvcc"
     nvcc.parent.mkdir()
     nvcc.write_text("#!/bin/sh\necho another\n")

@@ -1,4 +1,4 @@
-"""What is skipped in an installation without SGLang, and what fails there."""
+"""Tests that are skipped in an installation without SGLang, and those that fail there."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def failed(text: str, place: str) -> ModuleNotFoundError:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An installation without SGLang."""
+    """Make this an installation without SGLang."""
     monkeypatch.setattr(
         without_sglang, "find_spec", lambda name: None if name in ABSENT else find_spec(name)
     )

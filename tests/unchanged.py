@@ -34,7 +34,7 @@ PASSED = "csrc/passed"
 
 
 def digest(root: Path = ROOT, sources: Iterable[str] = SOURCES) -> str:
-    """Of everything that the tests depend on: sources, compilers, packages, the seed."""
+    """Digest everything that the tests depend on: sources, compilers, packages, the seed."""
     content = hashlib.sha256(str(SEED).encode())
     for source in sources:
         path = root / source
@@ -93,7 +93,7 @@ class Unchanged:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """One flag."""
+    """Add one flag."""
     parser.addoption(
         "--csrc", action="store_true", help="run the tests of compiled code, changed or not"
     )

@@ -67,7 +67,7 @@ def queue_ahead(cycles: int) -> None:
 
 
 def event() -> torch.cuda.Event:
-    """For times on the current stream."""
+    """Make an event for times on the current stream."""
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 

@@ -43,7 +43,7 @@ def table(cells: list[dict[str, Any]]) -> str:
 def measured(
     folder: Path, cache: Path, lengths: list[int], topks: list[int], count: int
 ) -> list[dict[str, Any]]:
-    """For each length its lines, SmolLM2 itself first."""
+    """Return for each length its lines, SmolLM2 itself first."""
     from transformers import AutoTokenizer
 
     model = Lean(folder)

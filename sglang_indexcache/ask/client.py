@@ -248,7 +248,7 @@ def _lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def _patience(seconds: float) -> httpx.Timeout:
-    """To wait ``seconds`` for an answer, but for a connection only as long as those take."""
+    """Return a timeout of ``seconds`` for an answer, at most the usual one for connecting."""
     return httpx.Timeout(seconds, connect=min(seconds, _CONNECT_SECONDS))
 
 

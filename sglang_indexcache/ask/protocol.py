@@ -320,7 +320,7 @@ def facts(info: Mapping[str, Any], server: str) -> dict[str, Any]:
 
 
 def alike(servers: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, list[str]]]:
-    """For each fact that differs between servers, their names by what they say of it."""
+    """Return for each fact that differs between servers their names by what they say of it."""
     differing: dict[str, dict[str, list[str]]] = {}
     for fact in sorted({fact for reported in servers.values() for fact in reported}):
         names: dict[str, list[str]] = {}

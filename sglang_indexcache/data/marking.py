@@ -36,7 +36,7 @@ class Marked:
         return len(self.ids)
 
     def piece(self, start: int, length: int) -> Marked:
-        """At most ``length`` tokens from ``start`` on."""
+        """Cut at most ``length`` tokens from ``start`` on."""
         end = start + length
         return Marked(self.ids[start:end], self.answers[start:end])
 

@@ -1,4 +1,4 @@
-"""Who works together runs the same plan: the ranks of a server, and prefill and decode nodes.
+"""Agreement on one plan of all that work together: ranks of a server, prefill and decode nodes.
 
 Every node resolves its own settings. Before ranks load weights they tell each other through the
 store in which they met: a rank without the plugin would never take part in a collective.

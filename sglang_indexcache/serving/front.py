@@ -54,7 +54,7 @@ def install() -> None:
 
 
 def tokenizer_worker_class() -> type:
-    """In place of ``ServerArgs.get_tokenizer_worker_class``, which each tokenizer process calls.
+    """Replace ``ServerArgs.get_tokenizer_worker_class``, which each tokenizer process calls.
 
     With ``--tokenizer-worker-num`` these load no plugins and resolve nothing. The arguments that
     they are sent carry this function by its name, and so bring the hooks along.

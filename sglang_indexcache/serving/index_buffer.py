@@ -163,7 +163,7 @@ class IndexBuffer:
                 )
 
     def _sources_of(self, layer: int) -> tuple[int, ...]:
-        """For each pattern the position whose indices ``layer`` uses."""
+        """Return for each pattern the position whose indices ``layer`` uses."""
         position = self._active.position(layer)
         return tuple(pattern.source_of(position) for pattern in self.rows.patterns)
 

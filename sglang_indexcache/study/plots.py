@@ -64,7 +64,7 @@ def save_figure(figure: Any, path: Path) -> None:
 
 
 def check_installed() -> None:
-    """Before long work whose figures come last.
+    """Refuse a missing plot library before long work whose figures come last.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.

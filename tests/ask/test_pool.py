@@ -188,7 +188,7 @@ def test_a_retried_call_is_in_the_journal_once(
 
 
 def test_a_server_has_as_many_calls_at_once_as_it_may(stack: ExitStack) -> None:
-    """Of several patterns; each gets what it gets alone."""
+    """The calls are of several patterns, and each gets what it gets alone."""
     engines = [live(gathers=3) for _ in range(2)]
     pool = pool_of(stack, *engines, at_once=3)
     patterns = [Pattern(text) for text in ("FFFF", "FSFF", "FSSF")]
@@ -230,7 +230,7 @@ def test_low_priority_is_far_below_the_servers_usual_one(
 def test_low_priority_is_refused_where_there_is_none(
     stack: ExitStack, facts: dict[str, object]
 ) -> None:
-    """Without a usual priority, SGLang gives requests that name none the lowest there is."""
+    """SGLang gives requests that name none the lowest priority there is, if no usual one is set."""
     engine = live(info=facts)
     with pytest.raises(ServerError, match="--enable-priority-scheduling --default-priority-value"):
         pool_of(stack, engine, low_priority=True)

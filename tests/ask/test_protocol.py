@@ -1,4 +1,4 @@
-"""What is believed of a server: its state, its layers and its answers."""
+"""Checks of what a server says: its state, its layers and its answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What servers and the package say to each other is written down once."""
+"""The protocol between servers and the package is written down once."""
 
 from __future__ import annotations
 

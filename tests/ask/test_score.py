@@ -1,4 +1,4 @@
-"""What is believed of an engine's log-probabilities, with an engine of cardboard."""
+"""Checks of an engine's log-probabilities, with an engine of cardboard."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Without a card: the phases' steps, and the way from a report to the page's tables."""
+"""Steps of the phases, and the way from a report to the page's tables, without a card."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ TOPK = Workload("topk", 5, 512, 0, topk=64)
 
 
 def signature(module: str, name: str) -> inspect.Signature | None:
-    """Of an installed function, from its source; None if its package is not installed."""
+    """Read an installed function's signature from its source; None without its package."""
     package, file = SOURCES[module]
     spec = find_spec(package)
     if spec is None or spec.origin is None:
@@ -68,7 +68,7 @@ def signature(module: str, name: str) -> inspect.Signature | None:
 
 
 class Installed:
-    """In place of load_module: modules whose functions record and answer."""
+    """Replacement for load_module, with modules whose functions record and answer."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
@@ -137,7 +137,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Installed:
 
 
 def test_signatures_are_read() -> None:
-    """A check of the check: what is installed is looked into."""
+    """The check is checked: it reads what is installed."""
     for name, (module, _) in ANSWERS.items():
         own = signature(module, name)
         assert own is None or len(own.parameters) > 0
@@ -255,7 +255,7 @@ def test_decode_over_bfloat16_is_fa3_s(installed: Installed) -> None:
 def test_what_sglang_offers_besides_for_a_bfloat16_prefill(
     heads: int, rivals: list[str], installed: Installed
 ) -> None:
-    """What its start-up checks let through for so many heads; "faster" means than these, too."""
+    """Start-up checks let these through for so many heads; "faster" means than these, too."""
     work = Workload("mla_prefill", 3, 256, heads, topk=128)
     tensors = workloads.attention_tensors(work, CPU)
     makers = anchors.mla_anchors(work, tensors)

@@ -1,4 +1,4 @@
-"""Without a GPU: the report of the GPU tests, and that their checks can fail."""
+"""Report of the GPU tests, and proof that their checks can fail, without a GPU."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_last(): again("last")
 
 
 def run(folder: Path, *options: str) -> tuple[int, dict[str, Any], list[str]]:
-    """One pytest with the report: its exit code, the JSON, and which tests have run so far."""
+    """Run pytest with the report; return its code, the JSON, and the tests that have run so far."""
     (folder / "test_made.py").write_text(TESTS)
     (folder / "pytest.ini").write_text("[pytest]\nmarkers = limit(seconds): ends the process\n")
     report = folder / "report.json"
@@ -239,7 +239,7 @@ def test_a_kernel_that_reads_its_inputs_anew_passes(small: list[kernels.Job]) ->
 
 
 def test_a_kernel_that_keeps_what_it_saw_at_capture_fails(small: list[kernels.Job]) -> None:
-    """As one that read lengths on the host, or copied its inputs, would."""
+    """A kernel does so that reads lengths on the host, or copies its inputs."""
     for job in small:
 
         def frozen(body: Callable[[], Any], job: kernels.Job = job) -> Callable[[], Any]:

@@ -1,4 +1,4 @@
-"""Both endpoints keep their promise in the committed study, which loses what it says."""
+"""Promises of both endpoints, held to the committed study, which loses what it says."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FOUND = json.loads((RESULTS / f"{study.NAME}.json").read_text())
 
 
 def test_wrong_claims_stay_within_the_promise() -> None:
-    """At 5 %, in 48 places, 5.9 % of 4,000 runs are wrong by chance one time in a hundred."""
+    """One of 48 places has 5.9 % of 4,000 runs wrong by chance one time in a hundred, at 5 %."""
     for row in FOUND["rows"]:
         for kind in study.KINDS:
             assert row[kind]["wrong"] < 0.065

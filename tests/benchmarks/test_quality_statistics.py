@@ -92,7 +92,7 @@ def test_the_committed_study_is_whole_and_kept_its_promises() -> None:
 
 
 def test_many_evaluations_are_judged_as_each_alone() -> None:
-    """Against the reading of one evaluation at a time, look by look."""
+    """The oracle reads one evaluation at a time, look by look."""
     for name, world in HELD_BACK.items():
         whole = world.evaluations(np.random.default_rng(3), 12, 1.0)
         design = world.design

@@ -48,7 +48,7 @@ def test_the_command_can_be_typed_again() -> None:
 
 
 def test_every_benchmark_that_writes_asks_where() -> None:
-    """But those whose output is required, and what is packed for a card or comes from one."""
+    """Exempt are those whose output is required, that pack for a card or that read from one."""
     required = {"benchmarks.random_model"}
     required |= {"benchmarks.training.__main__", "benchmarks.training.trainer"}
     required |= {"benchmarks.fold.report"}  # its command asks

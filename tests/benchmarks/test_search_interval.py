@@ -21,7 +21,7 @@ def test_a_made_up_world_has_the_mean_that_it_names(name: str) -> None:
 
 
 def test_32_documents_cover_wherever_they_can_see() -> None:
-    """Ninety percent; Student's on 8 documents was short of it by far.
+    """They cover ninety percent; Student's on 8 documents was short of it by far.
 
     The shipped 1/4 loses on 2 of 96 documents alone, and 32 often hold neither.
     """

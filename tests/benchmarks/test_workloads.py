@@ -1,4 +1,4 @@
-"""What the speed tests time: shapes, inputs, and the least that any kernel would need."""
+"""Workloads of the speed tests: shapes, inputs, and the least that any kernel would need."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,7 +27,7 @@ def test_the_engine_s_default_is_an_anchor() -> None:
 
 
 def test_a_workload_is_measured() -> None:
-    """On a CPU the reference runs, and every other contender says why it does not."""
+    """The reference runs on a CPU, and every other contender says why it does not."""
     for work in workloads.tiny_workloads():
         found = speed.measure(work, dispatch.Machine("CPU", None))
         assert found["times"]["reference"]["median_us"] > 0
@@ -64,7 +64,7 @@ def test_every_workload_is_one_of_its_family() -> None:
 
 
 def test_both_ways_of_our_kernels_are_timed_before_one_becomes_a_default() -> None:
-    """Of few rows in a prefill ours makes no tile for each SM, and takes two launches."""
+    """Ours takes two launches for a prefill of few rows, which make no tile for each SM."""
     for work in workloads.workloads():
         if work.family == "select_prefill":
             tiles = work.rows / select_rows(work.heads)

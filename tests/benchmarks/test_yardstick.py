@@ -62,7 +62,7 @@ def test_the_record_is_what_the_rows_give() -> None:
 @needs_rows
 @pytest.mark.parametrize("card", yardstick.CARDS)
 def test_what_the_page_says_that_the_rows_do_not_hold(card: str) -> None:
-    """Else a table of the page could have a line more."""
+    """The page's tables have no line that the rows do not hold."""
     import pyarrow.parquet as parquet
 
     folder = Wheel(card)._folder / "sparse_attention" / ENGINE

@@ -22,7 +22,7 @@ HEAVY = {
 
 
 def loaded(*arguments: str) -> set[str]:
-    """What a process of its own has imported, of :data:`HEAVY`, when a command has ended."""
+    """Run a command in a process; return those of :data:`HEAVY` that it has imported at its end."""
     code = (
         "import sys\n"
         "from sglang_indexcache.cli import app\n"

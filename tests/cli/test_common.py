@@ -1,4 +1,4 @@
-"""What all commands do alike: output folders are tried first, and no error is a stack of frames."""
+"""Rules of all commands: output folders are tried first, and no error is a stack of frames."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_file_that_cannot_be_read_is_one_sentence(error: OSError, said: str) -
 
     @failing.callback()
     def group() -> None:
-        """A group with one command."""
+        """Stand for a group with one command."""
 
     @failing.command("fail")
     def fail() -> None:

@@ -45,7 +45,7 @@ def test_list_shows_every_pattern() -> None:
 
 
 def test_list_fits_80_columns() -> None:
-    """In a process of its own: the width is read once."""
+    """The command runs in a process of its own, for the width is read once."""
     listed = subprocess.run(
         [sys.executable, "-m", "sglang_indexcache.cli", "patterns", "list"],
         capture_output=True,

@@ -73,7 +73,7 @@ def documents(path: Path, count: int = 24) -> Path:
     ],
 )
 def test_says_which_tokens_count(tmp_path: Path, score: str, which: str) -> None:
-    """Before the search, below the table, in the entry, the numbers and the journal."""
+    """They stand before the search, below the table, in the entry, numbers and journal."""
     data = documents(tmp_path / "data.jsonl")
     arguments = (
         *("search", "run", "--model", TINY, "--data", data, "--batches", "2", "--held-out", "2"),

@@ -126,7 +126,7 @@ def test_a_file_is_read_here(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_file_of_slopes_is_sent_as_its_digest(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """So that the server can say whether it folds by these."""
+    """The server compares it with its own, and says whether it folds by these."""
     sent: list[Any] = []
     monkeypatch.setattr(Client, "switch_pattern", lambda _, value: sent.append(value) or [])
     layers = (LayerSlopes(slopes=(0.5,), missed={}),) * 2

@@ -8,7 +8,7 @@ from sglang_indexcache.data.marking import Marker
 
 
 class Letters:
-    """What a marker needs of a tokenizer."""
+    """The part of a tokenizer that a marker needs."""
 
     is_fast, chat_template = True, None
 
@@ -27,10 +27,10 @@ class Letters:
 
 
 def letters() -> Marker:
-    """One token a character."""
+    """Return a marker whose tokenizer makes one token of each character."""
     return Marker(Letters(), "letters")
 
 
 def text_of(ids: tuple[int, ...]) -> str:
-    """What such tokens were."""
+    """Return the text of such tokens."""
     return "".join(map(chr, ids))

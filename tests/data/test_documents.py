@@ -40,7 +40,7 @@ def test_records(tmp_path: Path, row: Any, text: str, answers: tuple[Any, ...]) 
 
 
 def test_messages_keep_their_roles(tmp_path: Path) -> None:
-    """Once their contents were joined by newlines."""
+    """Their contents were once joined by newlines."""
     document = one(tmp_path, {"messages": CHAT, "text": "rendered", "tools": [{"name": "f"}]})
     assert isinstance(document, Conversation)
     assert [m["role"] for m in document.messages] == ["user", "assistant"]

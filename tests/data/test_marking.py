@@ -1,4 +1,4 @@
-"""Which tokens are answers, against oracles that know nothing of offsets."""
+"""Tokens of answers, against oracles that know nothing of offsets."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ STRIPPING = (  # as GLM's and Qwen's: the thinking of turns before the last ques
 
 @cache
 def tokenizer(kind: str) -> Any:
-    """The demo's; one of little more than bytes; one that leaves blanks out of its offsets."""
+    """Return the demo's, one of little more than bytes, or one whose offsets leave out blanks."""
     if kind == "demo":
         return AutoTokenizer.from_pretrained(TINY)
     made = make_tokenizer(261 if kind == "bytes" else 700)
@@ -52,7 +52,7 @@ def marker(kind: str = "trimming", template: str | None = CHATML) -> Marker:
 
 
 def slowly(kind: str, text: str, spans: list[tuple[int, int]]) -> list[bool]:
-    """Byte by byte: a token is an answer's if one of its bytes is of a character that is."""
+    """Mark byte by byte: a token is an answer's if one of its bytes is of a character that is."""
     made = tokenizer(kind)
     answers = [any(start <= i < stop for start, stop in spans) for i in range(len(text))]
     of_bytes = [a for c, a in zip(text, answers, strict=True) for _ in c.encode()]
@@ -99,7 +99,7 @@ def test_blanks_that_offsets_leave_out_are_marked() -> None:
 
 
 def chat(*turns: str, system: str = "") -> Conversation:
-    """User and assistant in turn; "a|b" is a thinking and what it led to."""
+    """Make user and assistant speak in turn; "a|b" is a thinking and what it led to."""
     messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
     for number, turn in enumerate(turns):
         thinking, _, content = turn.rpartition("|")
@@ -126,7 +126,7 @@ TURNS = st.text(st.characters(codec="utf-8", exclude_characters="<|[>"), min_siz
 @settings(deadline=None)
 @given(turns=st.lists(TURNS.filter(lambda t: "|" not in t), min_size=2, max_size=6))
 def test_responses_and_their_end_of_turn_are_the_answers(turns: list[str]) -> None:
-    """Once the template and the roles were lost, and every token counted."""
+    """The template and the roles were once lost, and every token counted."""
     conversation = chat(*turns, system="Be brief.")
     marked = marker().marked(conversation)
     said = [turn + "<|im_end|>" for turn in turns[1::2]]

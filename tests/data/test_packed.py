@@ -42,7 +42,7 @@ def test_every_document_is_there_once_and_whole_unless_it_is_longer_than_a_row(s
 
 
 def test_all_windows_of_a_document_are_on_one_side(tmp_path: Path) -> None:
-    """Once each window's own tokens said it, so a text was judged by that was trained on."""
+    """Each window's own tokens once decided, so a text that was trained on judged, too."""
     path = tmp_path / "long.jsonl"
     texts = [chr(ord("A") + i) * (3 * LENGTH + i) for i in range(26)]
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -56,7 +56,7 @@ def test_all_windows_of_a_document_are_on_one_side(tmp_path: Path) -> None:
 
 
 def test_rows_come_from_all_of_the_files(tmp_path: Path) -> None:
-    """Once the first files of a folder gave them all."""
+    """The first files of a folder once gave them all."""
     for number in range(26):
         (tmp_path / f"{number:02d}.txt").write_text(chr(ord("A") + number) * LENGTH)
     found = [read(str(tmp_path), train=8, held_out=2, seed=seed) for seed in (0, 0, 1)]

@@ -45,7 +45,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A tiny checkpoint of each shape: 6 layers, top 64 of the visible tokens.
+    """Save a tiny checkpoint of each shape: 6 layers, top 64 of the visible tokens.
 
     Stored in float32, so that a weight which the engine rounds on its way shows.
     """

@@ -123,7 +123,7 @@ def test_a_server_that_ignores_the_pattern_is_refused(
 def test_a_server_that_dies_in_the_middle_of_a_request_is_refused(
     server: Server, full: Client
 ) -> None:
-    """The last test: nothing can be asked of that server any more."""
+    """This test is the last: nothing can be asked of that server any more."""
     killer = threading.Thread(target=lambda: (time.sleep(1.0), server.stop(grace=0)))
     killer.start()
     with pytest.raises((BenchError, ServerError)):

@@ -37,7 +37,7 @@ def doctor(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str
 
 @pytest.fixture
 def fresh(tmp_path: Path) -> Path:
-    """As ``save_pretrained`` leaves it."""
+    """Return a folder as ``save_pretrained`` leaves it."""
     family = BY_NAME["glm-5"]
     config = AutoConfig.for_model(family.model_type, **small_config(family, "tiny", VOCAB, {}))
     torch.manual_seed(0)

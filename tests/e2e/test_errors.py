@@ -79,7 +79,7 @@ def launch_alone(
 
 
 def command(model: Path, *arguments: str) -> list[str]:
-    """Of a server with IndexCache."""
+    """Return the command of a server with IndexCache."""
     start = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
     return [*start, "--attention-backend", "indexcache", *arguments]
 
@@ -210,7 +210,7 @@ hashlib.sha256 = lambda data=b"", **options: digest(data + b"moved", **options)
 def test_another_version_of_sglang(
     config_only: Path, folder: Path, tmp_path: Path, change: str, error: str, log: str
 ) -> None:
-    """After an upgrade behind our back: judged before anything else is."""
+    """An upgrade behind our back is judged before anything else is."""
     (tmp_path / "sitecustomize.py").write_text(change)
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     result = launch_alone(config_only, "--indexcache-pattern", "FSSFS", cwd=folder, PYTHONPATH=path)

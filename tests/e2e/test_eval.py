@@ -39,7 +39,7 @@ def corpus() -> Corpus:
 def test_answers_have_the_loss_that_transformers_gives_them(
     client: Client, corpus: Corpus, tmp_path: Path
 ) -> None:
-    """Of every arm, though each context was computed once and its questions came from the cache."""
+    """So have every arm's, though a context was computed once and its questions were cached."""
     arms = arms_of(TINY, "full", ("uniform:1/4",), "")
     request = EvaluationRequest(TINY, arms, PLAN, corpus, "")
     console = Console(file=io.StringIO())

@@ -133,7 +133,7 @@ def test_a_bad_pattern_is_refused_and_nothing_changes(
 
 
 def test_metrics_are_what_was_counted(client: Client) -> None:
-    """The module's last: after all its traffic, switches and refusals."""
+    """This test is the module's last: it comes after all its traffic, switches and refusals."""
     with pytest.raises(ServerError):
         client.switch_pattern("FFF")
     greedy(client, prompt(50, 1), 2)

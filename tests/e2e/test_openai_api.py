@@ -1,4 +1,4 @@
-"""What clients use: the OpenAI-compatible API, and the Engine in one's own process."""
+"""Interfaces of clients: the OpenAI-compatible API, and the Engine in one's own process."""
 
 from __future__ import annotations
 

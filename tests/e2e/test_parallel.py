@@ -73,7 +73,7 @@ def dp_attention(glm: Path, serve: Serve) -> Iterator[Client]:
 
 
 class TestDpAttention:
-    """In a class, so that its server ends before others start: idle ranks keep each other busy."""
+    """Class of tests whose server ends before others start: idle ranks keep each other busy."""
 
     @pytest.mark.parametrize("text", ["FFFFFF", "FFSSFS", "FSSSFS"])
     def test_agrees_with_the_oracle(self, dp_attention: Client, oracle: Oracle, text: str) -> None:
@@ -105,7 +105,7 @@ class TestDpAttention:
         assert all(new > old for old, new in zip(*rows, strict=True))
 
     def test_ranks_look_at_their_own_rows(self, dp_attention: Client) -> None:
-        """In each S layer, at all rows that see more than 64 tokens, whoever forwards them."""
+        """S layers are compared at all rows that see over 64 tokens, whoever forwards them."""
         pattern = Pattern("FFFSSS")  # of no other test here, so nothing was looked at before
         dp_attention.switch_pattern(str(pattern))
         check_metrics(dp_attention)  # what other tests asked is exported
@@ -157,7 +157,7 @@ class TestDpAttention:
         check_metrics(dp_attention)
 
     def test_a_killed_rank_ends_the_server(self, dp_attention: Client) -> None:
-        """While both decode. The class's last: nothing can be asked of that server any more."""
+        """It is killed while both decode. This test is the class's last: the server is gone."""
         server: Server = dp_attention.server  # type: ignore[attr-defined]
         chunks = dp_attention.stream(
             input_ids=[prompt(100, seed) for seed in range(2)],  # one a rank
@@ -227,7 +227,7 @@ class TestAttentionInParallel:
 
 
 def test_tensor_parallel(wide: Path, serve: Serve) -> None:
-    """In static mode, with index keys of 192 entries."""
+    """The server is in static mode, and has index keys of 192 entries."""
     arguments = ["--tp", "2", "--indexcache-pattern", str(PATTERN)]
     with serve(wide, *SMALL_POOL, *arguments, **TWO_RANKS) as client:
         check(client, Oracle(wide, torch.float32), PATTERN, (1, 300, 66))

@@ -89,7 +89,7 @@ def test_float32_greedy_tokens(served: tuple[Client, Oracle], text: str) -> None
 
 
 def test_bfloat16_logprobs_on_average(glm: Path, serve: Serve) -> None:
-    """With experts, whose router has near-ties of its own."""
+    """The model has experts, whose router has near-ties of its own."""
     oracle = Oracle(glm, torch.bfloat16)
     with serve(glm, "--dtype", "bfloat16", "--indexcache-mode", "live") as client:
         for text in ("FFFFFF", "FSSSFS"):
@@ -131,7 +131,7 @@ def test_bfloat16_logprobs(bfloat16_server: Client, dense: Path, text: str) -> N
 
 
 def test_bfloat16_logprobs_where_nothing_is_left_out(dense: Path, serve: Serve) -> None:
-    """Without selection there are no near-ties to blame: every single token must agree."""
+    """There are no near-ties to blame where nothing is selected: every single token must agree."""
     oracle = Oracle(dense, torch.bfloat16, index_topk=512)
     override = ["--json-model-override-args", '{"index_topk": 512}']
     with serve(dense, "--dtype", "bfloat16", "--indexcache-pattern", "FSSSFS", *override) as client:

@@ -193,7 +193,7 @@ class Conversation:
     is_streaming: bool
 
     def hold(self) -> str:
-        """How the first turn ended, when the second was answered under the right pattern."""
+        """Return how the first turn ended, when the second was answered under the right pattern."""
         opened = {"capacity_of_str_len": 1000, "streaming": self.is_streaming}
         session = self.client._request("POST", "/open_session", opened)
         first, second = self.patterns
@@ -370,7 +370,7 @@ def test_a_switch_leaves_running_requests_alone(client: Client, oracle: Oracle) 
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_session_keeps_its_pattern(client: Client, oracle: Oracle, streaming: bool) -> None:
-    """Also after a turn that is refused: its answers are those of its pattern on the whole text."""
+    """Its answers are those of its pattern on the whole text, also after a turn that is refused."""
     client.switch_pattern("FSSSSS")
     opened = {"capacity_of_str_len": 1000, "streaming": streaming}
     session = client._request("POST", "/open_session", opened)

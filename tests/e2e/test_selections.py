@@ -55,7 +55,7 @@ def tiny(serve: Serve) -> Iterator[Client]:
 
 
 def test_requests_return_what_their_own_pattern_used(tiny: Client) -> None:
-    """Over chunks, decode steps and a prefix that comes from the cache."""
+    """They do over chunks, decode steps and a prefix that comes from the cache."""
     ids = prompt(300, 7)
     for text in ("F" * 12, "FSSFSSFSSFSS"):
         first = used(tiny, ids, 6, text)

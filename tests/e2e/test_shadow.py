@@ -1,4 +1,4 @@
-"""What a server's shadow says of the small checkpoint: transformers' overlap; no answer moves.
+"""Shadow of a server of the small checkpoint: it says transformers' overlap, and moves no answer.
 
 And the alert that is built on it: traffic of another kind than the pattern file's text fires it.
 """
@@ -49,7 +49,7 @@ def prompts(model: Path) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def measured(model: Path, prompts: list[list[int]]) -> OverlapCounter:
-    """What ``search overlap`` measures on these prompts, in runs of the pattern."""
+    """Measure these prompts as ``search overlap`` does, in runs of the pattern."""
     sequences = tuple(map(tuple, prompts))
     evaluator = TransformersEvaluator(model, Calibration(sequences, 1, "test"))
     counter = OverlapCounter(len(PATTERN), evaluator.topk)
@@ -59,7 +59,7 @@ def measured(model: Path, prompts: list[list[int]]) -> OverlapCounter:
 
 
 def answers(client: Client, prompts: list[list[int]]) -> list[Any]:
-    """Of every prompt each token's log-probability, and 12 greedy tokens with theirs."""
+    """Ask for each token's log-probability of every prompt, and 12 greedy tokens with theirs."""
     sampling = {"max_new_tokens": 12, "temperature": 0.0, "ignore_eos": True}
     replies = [
         client.generate(input_ids=ids, sampling_params=sampling, return_logprob=True)
@@ -81,7 +81,7 @@ def plain(model: Path, serve: Serve, prompts: list[list[int]]) -> list[Any]:
 
 
 class Texts:
-    """Of two kinds: tables of numbers, and prose.
+    """Texts of two kinds: tables of numbers, and prose.
 
     Args:
         model: whose tokens.
@@ -97,7 +97,7 @@ class Texts:
         return self._cut("\n".join(rows), count, length)
 
     def prose(self, count: int, length: int) -> list[list[int]]:
-        """Of this project's licence, pieces that overlap."""
+        """Cut this project's licence into pieces that overlap."""
         return self._cut((REPOSITORY / "LICENSE").read_text(), count, length)
 
     def _cut(self, text: str, count: int, length: int) -> list[list[int]]:
@@ -113,7 +113,7 @@ def texts(model: Path) -> Texts:
 
 @pytest.fixture(scope="module")
 def pattern_file(model: Path, texts: Texts, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of somebody who searched on tables: it has their overlap, as ``search overlap`` writes it."""
+    """Write the file of a search on tables, with their overlap as ``search overlap`` adds it."""
     shipped = (REPOSITORY / "patterns" / "tiny-dsa-1of4.yaml").read_text()
     path = tmp_path_factory.mktemp("patterns") / "on-tables.yaml"
     path.write_text(shipped.replace("\npattern: FFFSSSSSSSSS\n", f"\npattern: {PATTERN}\n"))
@@ -170,7 +170,7 @@ def test_overlap_is_that_of_transformers_and_answers_keep_their_bits(
 def test_traffic_of_another_kind_fires_the_rule(
     watched: Client, texts: Texts, tmp_path: Path
 ) -> None:
-    """Not traffic of the same kind, be it twice as long, when lists have much less in common.
+    """Traffic of the same kind does not, be it twice as long, when lists have much less in common.
 
     What the server counted between two scrapes is told to Prometheus' own unit test as an hour's.
     """
@@ -208,7 +208,7 @@ NAMES = ("overlap_rows", "overlap", "overlap_chance", "overlap_forwards", "switc
 
 
 def exported(client: Client) -> dict[str, float]:
-    """What ``/metrics`` has, once all that was counted is there."""
+    """Read ``/metrics`` once all that was counted is there."""
     check_metrics(client)
     found = scraped(client)
     return {name: found[name] for name in NAMES}

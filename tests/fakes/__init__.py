@@ -1,4 +1,4 @@
-"""What stands in tests for a running model."""
+"""Stand-ins of tests for a running model."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ from tests.serving.plans import plan
 
 
 def state(pattern: str = "FSFS", mode: str = "static", **fields: Any) -> RankState:
-    """What the serving code itself reports of a rank under ``pattern``; ``fields`` differ."""
+    """Return what the serving code reports of a rank under ``pattern``, but for ``fields``."""
     return ActivePattern(plan(pattern, mode=mode)).report().model_copy(update=fields)

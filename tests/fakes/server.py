@@ -56,13 +56,13 @@ class Clock:
         self.now, self.sent = 0.0, deque[float]()
 
     def __call__(self) -> float:
-        """When the next chunk was sent; now, if none is under way."""
+        """Return when the next chunk was sent; now, if none is under way."""
         return self.sent.popleft() if self.sent else self.now
 
 
 @dataclass
 class FakeServer:
-    """What the server is, and what it does wrong.
+    """State of a fake server, and what it does wrong.
 
     Attributes:
         pattern: of requests that name none.
@@ -169,7 +169,7 @@ class FakeServer:
     # -- what its layers do --------------------------------------------------------------------
 
     def count(self, pattern: str = "") -> None:
-        """A forward under ``pattern``; the default's if none is given."""
+        """Count a forward under ``pattern``, or under the default."""
         self.active.counters.forwards += 1
         for layer, kind in enumerate(self.really or pattern or self.pattern):
             (self.active.count_selection if kind == "F" else self.active.count_reuse)(layer)
@@ -182,7 +182,7 @@ class FakeServer:
     # -- what it answers -----------------------------------------------------------------------
 
     def next_fault(self) -> str:
-        """What goes wrong with the call that begins now."""
+        """Return what goes wrong with the call that begins now."""
         self.calls += 1
         if self.faults:
             return self.faults.pop(0)
@@ -244,7 +244,7 @@ class FakeServer:
         return entries, rows
 
     def _take_cached(self, key: str, ids: list[int]) -> int:
-        """How many of a prompt's first tokens were asked under this key before."""
+        """Count the first tokens of a prompt that were asked under this key before, and keep it."""
         kept = self.cached.setdefault(key, [])
         pairs = [zip(other, ids, strict=False) for other in kept]
         same = [sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], one)) for one in pairs]
@@ -407,7 +407,7 @@ def http_server(fake: FakeServer, port: int = 0) -> ThreadingHTTPServer:
 
 @contextmanager
 def serving(fake: FakeServer) -> Iterator[str]:
-    """The server's URL."""
+    """Serve until the block ends; yield the URL."""
     server = http_server(fake)
     threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     try:

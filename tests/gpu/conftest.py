@@ -30,7 +30,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def evidence(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """What a test found, beside its outcome; written into the report if there is one."""
+    """Yield a place for what a test measures; it is written into the report if there is one."""
     found: dict[str, Any] = {}
     request.node.gpu_evidence = found
     return found
@@ -53,7 +53,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def prompts() -> list[tuple[int, ...]]:
-    """Source code that training never saw: two on which selection matters, one that fits into k."""
+    """Cut source code that training never saw: selection matters on two, one fits into k."""
     from tests.rehearsal.widened import real_text
 
     # They overlap: some Pythons' libraries leave few held-out tokens, and prefixes are not cached.

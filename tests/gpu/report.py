@@ -53,7 +53,7 @@ class Report:
             self.decide(ended, "failed", "the process ended in it, or it took too long")
 
     def decide(self, name: str, outcome: str, why: str = "", **more: Any) -> None:
-        """Write what came of a test."""
+        """Record the outcome of a test, and write the report."""
         self.content.pop("running", None)
         self.content["tests"][name] = {"outcome": outcome, "why": why, **more}
         self.write()
@@ -64,12 +64,12 @@ class Report:
         self.write()
 
     def write(self) -> None:
-        """All of it, in one step."""
+        """Write all of it, in one step."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         write_json(self.path, self.content)
 
     def lines(self) -> Iterator[str]:
-        """For a person."""
+        """Yield a line on each test, for a person."""
         machine = self.content["machine"]
         yield f"{machine['name']}, torch {machine['torch']}, commit {machine['commit']}"
         yield self.content["preflight"]
@@ -82,7 +82,7 @@ REPORT = pytest.StashKey[Report]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The file and the time."""
+    """Add options for the file and the time."""
     group = parser.getgroup("gpu")
     group.addoption("--gpu-report", type=Path, required=True, help="JSON to write and to add to")
     group.addoption("--gpu-seconds", type=float, default=1e9, help="begin no test after so many")
@@ -95,7 +95,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    """Before anything runs: is this the machine that was packed for."""
+    """Say before anything runs whether this is the machine that was packed for."""
     return f"preflight: {config.stash[REPORT].content['preflight']}"
 
 

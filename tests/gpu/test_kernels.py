@@ -107,7 +107,7 @@ def jobs(load: Callable[[Any], Callable[..., Any]], device: torch.device) -> Ite
 
 
 def fields(batch: IndexerBatch) -> Tensors:
-    """Without those that are left out."""
+    """Return the batch's tensors, without those that are left out."""
     found = (getattr(batch, field.name) for field in dataclasses.fields(batch))
     return tuple(field for field in found if field is not None)
 

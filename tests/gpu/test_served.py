@@ -53,7 +53,7 @@ Prompts: TypeAlias = Sequence[tuple[int, ...]]
 
 
 class Asked(Protocol):
-    """What is used of a client."""
+    """The part of a client that is used here."""
 
     def generate(self, **body: Any) -> Any: ...
 

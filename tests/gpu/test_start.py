@@ -1,4 +1,4 @@
-"""What was carried loads on this machine, and SGLang resolves our command line there."""
+"""Start on the card's machine: what was carried loads, and SGLang resolves our command line."""
 
 from __future__ import annotations
 

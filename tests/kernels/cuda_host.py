@@ -43,7 +43,7 @@ def pointer(array: NDArray) -> ctypes.c_void_p:
 
 
 def gate(row: NDArray, k: int, seed: int, order: NDArray | None = None) -> tuple[NDArray, int, int]:
-    """Selection through the streaming gate; also the fullest list and all entries ever listed.
+    """Select through the streaming gate; return the fullest list and all entries ever listed, too.
 
     ``order`` is that of the row's pages, int32.
     """

@@ -1,4 +1,4 @@
-"""What the compiler made of the kernels: registers and spills (its log), instructions (SASS)."""
+"""The compiler's output for the kernels: registers and spills (its log), instructions (SASS)."""
 
 import hashlib
 import re
@@ -27,7 +27,7 @@ _NAME_OF_INSTRUCTION = re.compile(r"(?:@!?U?P\w+\s+)?([A-Z][\w.]*)")
 
 @dataclass(frozen=True)
 class Usage:
-    """What one kernel takes of a thread's resources.
+    """Resources of a thread that one kernel takes.
 
     Attributes:
         kernel: name and template arguments, for example ``select_kernel<32, 8>``.
@@ -74,7 +74,7 @@ def complaints(log: str) -> list[str]:
 
 
 def find_cuobjdump() -> Path | None:
-    """The disassembler: the toolkit's, one on the PATH, or the one that Triton ships."""
+    """Find a disassembler: the toolkit's, one on the PATH, or the one that Triton ships."""
     candidates = [find_nvcc().parent / "cuobjdump"]
     on_path = shutil.which("cuobjdump")
     candidates += [Path(on_path)] if on_path else []
@@ -85,7 +85,7 @@ def find_cuobjdump() -> Path | None:
 
 
 def listing(library: Path) -> str:
-    """Cuobjdump's text of a built library or a cubin: instructions and their encodings.
+    """Return cuobjdump's text of a built library or a cubin: instructions and their encodings.
 
     Raises:
         KernelError: no cuobjdump, or it fails.
@@ -106,7 +106,7 @@ def functions(text: str) -> dict[str, str]:
 
 
 def disassemble(library: Path) -> dict[str, list[tuple[int, str]]]:
-    """The SASS of each kernel of a built library: addresses and instructions, in order.
+    """Return the SASS of each kernel of a built library: addresses and instructions, in order.
 
     Raises:
         KernelError: no cuobjdump, or it fails.
@@ -118,7 +118,7 @@ def disassemble(library: Path) -> dict[str, list[tuple[int, str]]]:
 
 
 def instructions(code: list[tuple[int, str]]) -> Counter[str]:
-    """How often each instruction stands in a kernel, without its predicate and operands."""
+    """Count each instruction of a kernel, without its predicate and operands."""
     return Counter(name for name in _names(code) if name)
 
 
@@ -157,7 +157,7 @@ def innermost(code: list[tuple[int, str]], holds: Mapping[str, int]) -> list[tup
 
 
 def fingerprint(code: list[tuple[int, str]], *, values: bool = False) -> str:
-    """How many instructions there are, and a digest of which, in their order.
+    """Return the number of instructions and a digest of them, in their order.
 
     What registers are called and where the code lies does not show, so that a change elsewhere in
     the kernel leaves it as it is, if the compiler does.

@@ -81,7 +81,7 @@ def test_indexer(changes: dict[str, Any], says: str) -> None:
 
 @pytest.mark.parametrize("rows", [3, 10])
 def test_decode_rows(rows: int) -> None:
-    """More than four of each request; or one request has more than another."""
+    """There are more than four of each request; or one request has more than another."""
     with pytest.raises(
         KernelError, match=f"{rows} rows of 2 requests; .* each has as many, 1 to 4"
     ):

@@ -180,7 +180,7 @@ def accumulators(line: str) -> set[int]:
 
 
 def flow(code: Code) -> list[list[int]]:
-    """For each instruction the indices of those that may run right after it."""
+    """Return for each instruction the indices of those that may run right after it."""
     at = {address: index for index, (address, _) in enumerate(code)}
     found: list[list[int]] = []
     for index, (_, line) in enumerate(code):
@@ -207,7 +207,7 @@ def reachable(code: Code, start: int) -> set[int]:
 @needs_nvcc
 @pytest.mark.parametrize("kernel", [*INDEXER, "attend_kernel<0>", "attend_kernel<1>"])
 def test_accumulators_rest_while_wgmma_is_in_flight(kernel: str, code: dict[str, Code]) -> None:
-    """Between a fence and the wait no other instruction names them, and all lanes go together."""
+    """No other instruction names them between a fence and the wait, and all lanes go together."""
     lines = [line for _, line in code[kernel]]
     fences = [index for index, line in enumerate(lines) if "WARPGROUP.ARRIVE" in line]
     assert len(fences) == (2 if kernel.startswith("attend") else 1)
@@ -283,12 +283,12 @@ def test_a_warp_that_was_not_synchronised_is_noticed() -> None:
 def test_roles_stay_within_their_registers(
     kernel: str, limits: tuple[int, int], code: dict[str, Code]
 ) -> None:
-    """Also where those of attention meet again, to combine: there the fewer are the limit."""
+    """The fewer are the limit where attention's roles meet again, to combine."""
     assert most_registers(code[kernel]) == dict.fromkeys(limits, True)
 
 
 def most_registers(code: Code) -> dict[int, bool]:
-    """For every setmaxnreg, whether all that can run after it uses no register beyond."""
+    """Return for every setmaxnreg whether all that can run after it uses no register beyond."""
     found = {}
     for index, (_, line) in enumerate(code):
         limit = re.search(r"USETMAXREG.* (0x[0-9a-f]+)$", line)
@@ -313,7 +313,7 @@ LOOPS = {
 
 
 def counted(code: Code, part: str) -> str:
-    """The fingerprint of a loop; of "upkeep", of all that the page loop and the gate's are not."""
+    """Return the fingerprint of a loop; for "upkeep" of all but the page loop and the gate's."""
     if part != "upkeep":
         return report.fingerprint(report.innermost(code, LOOPS[part]))
     hot = {line for loop in ("page", "gate") for line in report.innermost(code, LOOPS[loop])}
@@ -485,7 +485,7 @@ def test_a_library_appears_whole_and_for_every_user(
 
 @pytest.fixture
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A machine without CUDA; the folder stands for CUDA_HOME."""
+    """Make this a machine without CUDA; the folder stands for CUDA_HOME."""
     for name in ("CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", "/nonexistent")
@@ -581,7 +581,7 @@ def test_a_compiler_that_miscompiled_is_named(
     fresh_libraries: None,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """By the command that builds, and in the log of who loads the library."""
+    """The command that builds names it, and so does the log of who loads the library."""
     for folder in FOLDERS:
         keep(folder, release, empty_library)
     done = CliRunner().invoke(app, ["kernels", "build"], env={"COLUMNS": "400"})
@@ -613,7 +613,7 @@ def test_what_came_from_elsewhere_is_used_and_what_may_be_wrong_comes_last(
     elsewhere: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Else an archive would be of no use on a machine that happens to have an nvcc."""
+    """An archive would otherwise be of no use on a machine that happens to have an nvcc."""
     if own is not None:
         monkeypatch.setattr(building, "nvcc_version", lambda: own)
     kept = {release: keep("topk", release, empty_library) for release in there}

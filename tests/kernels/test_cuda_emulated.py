@@ -34,7 +34,7 @@ pytestmark = pytest.mark.csrc
 
 
 def emulator_command(source: Path, target: Path) -> list[str]:
-    """What compiles ``source`` for the emulated GPU."""
+    """Return the command that compiles ``source`` for the emulated GPU."""
     try:
         toolkit = build.find_nvcc().resolve().parent.parent
     except KernelError:
@@ -168,7 +168,7 @@ SELECT_TILES = [(8, 8), (32, 8), (64, 4)]
 
 
 def new_counter() -> NDArray:
-    """Of the tiles that blocks have taken: what each launch expects and leaves."""
+    """Return a counter of tiles that blocks have taken, as each launch expects and leaves it."""
     return np.zeros(1, dtype=np.uint32)
 
 
@@ -430,7 +430,7 @@ def test_topk_needs_each_of_its_barriers() -> None:
     assert len(barriers) > 20
 
     def passes_without(barrier: int) -> bool:
-        """In a process of its own, which it may well crash."""
+        """Run a fork without ``barrier``, which may well crash; return whether it passes."""
         child = os.fork()
         if child == 0:
             faulthandler.disable()  # a crash here is a mutant caught
@@ -449,7 +449,7 @@ def test_topk_needs_each_of_its_barriers() -> None:
 
 
 def listed_rightly(row: NDArray, k: int, seed: int, cluster: int) -> int | None:
-    """What was listed, if what was selected is right."""
+    """Return the number of entries listed if the selection is right, else None."""
     try:
         right = bool((topk_row(row, k, seed, cluster) == oracle(row, k)).all())
     except AssertionError:
@@ -482,7 +482,7 @@ def neighbouring_lists(random: np.random.Generator, rows: int, k: int, pool: int
 def attention(
     q: torch.Tensor, latent: torch.Tensor, slots: NDArray, scale: float, sinks: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """In float64, a row at a time."""
+    """Attend in float64, a row at a time."""
     rows, heads, _ = q.shape
     out = torch.zeros(rows, heads, 512, dtype=torch.float64)
     lse = torch.full((rows, heads), float("-inf"), dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Where bytes lie (csrc/common/layout.h, indexer/reduce.h, indexer/schedule.h), on the host.
+"""Places of bytes (csrc/common/layout.h, indexer/reduce.h, indexer/schedule.h), on the host.
 
 A model of TMA's swizzle and of how WGMMA addresses its operands, written from the PTX ISA and from
 nothing in ``csrc/``, multiplies whole tiles from the descriptors that the kernels build.
@@ -29,7 +29,7 @@ def swizzled(address: int) -> int:
 
 
 def store_tile(memory: NDArray, base: int, tile: NDArray) -> None:
-    """What TMA writes for a box of rows of 128 bytes."""
+    """Write a box of rows of 128 bytes as TMA does."""
     assert base % 1024 == 0
     assert tile.shape[1] == 128
     for row, content in enumerate(tile):
@@ -93,7 +93,7 @@ def test_swizzle_is_tmas() -> None:
 
 
 def test_accumulators_cover_the_tile_as_the_isa_draws_it() -> None:
-    """PTX ISA "D of wgmma m64nNk": row 16w + l/4 (+8), columns 8j + 2(l%4) (+1)."""
+    """PTX ISA, "D of wgmma m64nNk", has row 16w + l/4 (+8) and columns 8j + 2(l%4) (+1)."""
     seen = np.zeros((64, 256), dtype=int)
     for thread in range(128):
         for i in range(128):
@@ -237,7 +237,7 @@ def test_pages_of_a_segment(visible: list[int], trivial: int) -> None:
 
 
 def test_the_host_lets_through_what_the_order_of_pages_can_count() -> None:
-    """From 65 537 pages on their product wraps, and pages were visited twice or never."""
+    """Their product wraps from 65 537 pages on, and pages were visited twice or never."""
     assert cuda_host.constant("indexer.max_pages") == MAX_PAGES
     assert (MAX_PAGES - 1) ** 2 < 1 << 32
 

@@ -153,7 +153,7 @@ class Problem:
         self.want, self.want_lse = attention(self.q, latent, self.slots, self.scale, None)
 
     def complaint(self, mutant: str, seed: int) -> str:
-        """What the emulator says, or that the result is wrong; nothing if it is right."""
+        """Return what the emulator says, or that the result is wrong; nothing if it is right."""
         self.out.fill_(float("nan"))
         self.lse.fill_(float("nan"))
         said = mutants().attend_mutant(

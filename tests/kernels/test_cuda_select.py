@@ -156,7 +156,7 @@ def test_nan_ends_in_bounds() -> None:
 @settings(deadline=None)
 @given(st.integers(1, 2000), st.integers(1, 16_384), st.sampled_from([132, 264, 396]))
 def test_keys_are_split_so_that_rounds_are_full(tiles: int, pages: int, resident: int) -> None:
-    """Of the splits that leave a block eight pages and are at most four rounds, none is better."""
+    """No split is better that leaves a block eight pages and takes at most four rounds."""
 
     def full(splits: int) -> float:
         return tiles * splits / (-(-tiles * splits // resident) * resident)
@@ -183,7 +183,7 @@ def lane_sees(rows: int, lane: int) -> list[tuple[int, int, int]]:
 
 @pytest.mark.parametrize("rows", [4, 8])
 def test_every_logit_of_a_page_reaches_one_gate_lane(rows: int) -> None:
-    """From where the math warps put it; a lane's are of one row, in quads that lie together."""
+    """The math warps put it there; a lane's are of one row, in quads that lie together."""
     seen = [lane_sees(rows, lane) for lane in range(32)]
     assert sorted((row, key) for lane in seen for row, key, _ in lane) == [
         (row, key) for row in range(rows) for key in range(64)

@@ -1,4 +1,4 @@
-"""How sparse MLA divides its work (csrc/sparse_mla/pack.h, config.h), on the host."""
+"""Division of sparse MLA's work (csrc/sparse_mla/pack.h, config.h), on the host."""
 
 import ctypes
 from ctypes import c_int, c_uint64
@@ -174,7 +174,7 @@ def test_decode_splits_and_prefill_packs() -> None:
     ],
 )
 def test_a_cluster_is_as_large_as_the_driver_has_room_for(rows: int, splits: int) -> None:
-    """H100: 132 SMs, of which clusters of 8 take 120, since they must lie in one GPC."""
+    """An H100 has 132 SMs, of which clusters of 8 take 120, since they must lie in one GPC."""
     gpcs = (18, 18, 18, 16, 16, 16, 16, 14)
     assert sparse_mla.cluster_size(rows, 20, 2048, lambda n: sum(g // n for g in gpcs)) == splits
     assert sparse_mla.cluster_size(rows, 20, 2048, lambda n: 0) == 1, "no clusters at all"

@@ -49,7 +49,7 @@ def call_of(q, weights, pages, table, starts, per_request, visible) -> IndexerCa
 
 
 def run_topk(logits, visible, starts, per_request, table, out) -> None:
-    """On clusters of two blocks, each of which gets a share of rows of 200 logits already."""
+    """Run on clusters of two blocks, each of which gets a share of rows of 200 logits already."""
     rows = at(logits), c_int64(logits.stride(0)), at(visible), len(out), out.shape[1]
     count = 0 if starts is None else len(starts) - 1
     stride = 0 if table is None else table.stride(0)
@@ -304,7 +304,7 @@ def test_suite_prefill(
     generator: torch.Generator,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With one multiprocessor there is always a tile for each."""
+    """There is always a tile for each multiprocessor if there is one."""
     monkeypatch.setattr(indexer, "multiprocessors", lambda device: sms)
     batch = cases.indexer_inputs(case, generator, CPU)
     assert suite.check_indexer(indexer.logits, indexer.select, case, batch) == []

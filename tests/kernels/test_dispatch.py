@@ -1,4 +1,4 @@
-"""Which implementations run where, why the others do not, and the grid's command line."""
+"""Implementations that run, why the others do not, and the grid's command line."""
 
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ BLACKWELL = dispatch.Machine("NVIDIA B200", (10, 0))
 
 @pytest.fixture(autouse=True)
 def everything_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What can be imported and compiled here is another test's business."""
+    """Make everything installed: what can be compiled here is another test's business."""
     there = tuple(replace(one, missing=lambda: None) for one in dispatch.IMPLEMENTATIONS)
     monkeypatch.setattr(dispatch, "IMPLEMENTATIONS", there)
 

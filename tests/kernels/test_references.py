@@ -109,7 +109,7 @@ def logits_of(weights: list[float], value: float) -> float:
 
 
 def test_heads_are_summed_in_four_parts() -> None:
-    """In float32 2^24 + 1 + 1 depends on the order."""
+    """The sum 2^24 + 1 + 1 depends on the order in float32."""
     big = 2.0**24
     zeros = [0.0] * 4
     assert logits_of([big, 1.0, 0.0, 0.0, *zeros], 1.0) == big  # one part
@@ -121,7 +121,7 @@ def test_heads_are_summed_in_four_parts() -> None:
 
 
 def test_heads_are_added_by_fused_multiply_add() -> None:
-    """-1.125 + (1 + 2^-23) * 1.125: rounded before the addition it would be 2^-23."""
+    """-1.125 + (1 + 2^-23) * 1.125 would be 2^-23 if it were rounded before the addition."""
     assert logits_of([-1.0, 1 + 2.0**-23, 0, 0, 0, 0, 0, 0], 1.125) == 1.125 * 2.0**-23
 
 

@@ -41,13 +41,13 @@ def descending(logits: torch.Tensor, visible: torch.Tensor, k: int) -> torch.Ten
 
 
 def reads_on(logits: torch.Tensor, visible: torch.Tensor, k: int) -> torch.Tensor:
-    """One column too many."""
+    """Select from one column too many."""
     wider = logits.as_strided((len(logits), logits.shape[1] + 1), logits.stride())
     return topk.topk(wider, (visible + 1).clamp_max(wider.shape[1]), k)
 
 
 def drops_overflow(logits: torch.Tensor, visible: torch.Tensor, k: int) -> torch.Tensor:
-    """Only so many candidates of the threshold's bin are looked at (SGLang's legacy top-k)."""
+    """Look at only so many candidates of the threshold's bin (SGLang's legacy top-k)."""
     return topk.topk(logits, visible.clamp_max(400), k)
 
 
@@ -110,7 +110,7 @@ def see_one_more(batch: IndexerBatch) -> None:
 @pytest.mark.parametrize("number", [1, 7])
 @pytest.mark.parametrize("change", [drop_a_head, forget_a_scale])
 def test_wrong_logits(change: Any, number: int, generator: torch.Generator) -> None:
-    """Wrong consistently: the selection is the top-k of the wrong logits, only they betray it."""
+    """The selection is the top-k of the wrong logits, so only they betray it."""
     case = cases.PREFILL[number]
     inputs = cases.indexer_inputs(case, generator, CPU)
     logits = mutated(change, indexer.logits)
@@ -132,7 +132,7 @@ def test_wrong_selection(change: Any, number: int, generator: torch.Generator) -
 
 
 def test_a_rounded_logit_is_too_far(generator: torch.Generator) -> None:
-    """What bfloat16 logits would be is beyond the tolerance even of Hopper's FP8 unit."""
+    """Rounding logits to bfloat16 is beyond the tolerance even of Hopper's FP8 unit."""
 
     def rounded(*arguments: Any, **options: Any) -> torch.Tensor:
         made = indexer.logits(*arguments, **options)

@@ -124,7 +124,7 @@ def test_two_entries_at_one_ratio_must_be_named(tmp_path: Path) -> None:
 
 
 def test_the_users_own_folder_comes_first(tmp_path: Path) -> None:
-    """What `search run` writes may bear the name and ratio of a pattern that is shipped."""
+    """A pattern that `search run` writes may bear the name and ratio of one that is shipped."""
     shipped, own, other = (tmp_path / name for name in ("shipped", "own", "other"))
     for folder in (shipped, own, other):
         folder.mkdir()

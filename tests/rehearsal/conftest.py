@@ -31,7 +31,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 class OneWorkerAServer(LoadScopeScheduling):
-    """With ``--dist loadscope``, one worker runs the tests of one server.
+    """Scheduler for ``--dist loadscope``: one worker runs the tests of one server.
 
     Not by ``loadgroup``, which xdist 3.8 ignores under pytest 9.2.
     """
@@ -66,7 +66,7 @@ Rehearse = Callable[..., Any]
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    """The small checkpoint of a family, made once."""
+    """Return a function that makes the small checkpoint of a family, once."""
 
     @cache
     def of(family: str) -> Path:
@@ -77,7 +77,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 @pytest.fixture(scope="session")
 def judges(models: Models) -> Judges:
-    """Who judges the answers of a family's checkpoint; what it has read it keeps."""
+    """Return a function that gives the judge of a family's answers; it keeps what it has read."""
     return cache(lambda family, fp8_kv=False: Judge(models(family), fp8_kv))
 
 

@@ -1,4 +1,4 @@
-"""What shows that a server was at the feature that it rehearses, and not only had its flag."""
+"""Evidence that a server was at the feature that it rehearses, and not only had its flag."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def accepted_drafts(client: Client, _: Path) -> None:
 
 
 def kernels_of_ours(client: Client, _: Path) -> None:
-    """Of SGLang's kernels those were never launched that ours stand for."""
+    """The kernels of SGLang that ours stand for were never launched."""
     launched = re.findall(r"the stage's first (\S+)", client.log.read_text())  # type: ignore[attr-defined]
     replaced = (
         *("fp8_mqa_logits", "fp8_paged_mqa_logits", "fast_topk", "topk_transform"),
@@ -151,7 +151,7 @@ def pages_from_the_host(client: Client, _: Path) -> None:
     """The card's pool cannot hold all prompts: what was evicted came back, the same to the bit."""
 
     def again(length: int) -> tuple[dict[str, int], Any]:
-        """Where the prefix was found, and the answer."""
+        """Ask again; return where the prefix lay, and the answer."""
         told = _ask(client, length, return_logprob=True)["meta_info"]
         return told["cached_tokens_details"], told["output_token_logprobs"]
 
@@ -224,7 +224,7 @@ def returned_selections(client: Client, model: Path) -> None:
 
 
 def _states(client: Client) -> list[dict[str, Any]]:
-    """What IndexCache tells of each rank."""
+    """Return what IndexCache tells of each rank."""
     return [state["indexcache"] for state in client.server_info()["internal_states"]]
 
 
@@ -235,7 +235,7 @@ def _tokens(client: Client, length: int, pattern: str | None, tokens: int = 6, *
 
 
 def _selections(client: Client) -> list[int]:
-    """How many indexers each data-parallel rank has run."""
+    """Count the indexers that each data-parallel rank has run."""
     by_rank = sorted(_states(client), key=lambda state: state["rank"])
     return [sum(state["indexer_selections"]) for state in by_rank]
 

@@ -1,4 +1,4 @@
-"""What each layer of a rehearsed server makes of its input, beside what transformers makes of it.
+"""Outputs of each layer of a rehearsed server, beside transformers' on the same input.
 
 SGLang tells both by itself: ``--debug-tensor-dump-output-folder`` writes the residual stream, and
 ``--enable-return-indexer-topk`` returns what each layer selected. Every layer is given the server's
@@ -175,7 +175,7 @@ def _selecting(indexer: Any, taken: torch.Tensor) -> Iterator[list[torch.Tensor]
 
 
 def _regret(scores: torch.Tensor, taken: torch.Tensor) -> float:
-    """By how much ``taken`` ``[T, k]`` scores less than the best k of ``[T, S]``."""
+    """Return by how much ``taken`` ``[T, k]`` scores less than the best k of ``[T, S]``."""
     best = scores.topk(taken.shape[-1]).values
     lost = best.sum(-1) - scores.gather(1, taken).sum(-1)
     return float((lost / best[:, 0].abs()).mean())

@@ -28,7 +28,7 @@ def disaggregated(rehearse: Rehearse, *flags: str, **options: Any) -> Iterator[P
 
 
 class Pair(Client):
-    """Both servers get each request, and find each other's part of it by the number of a room."""
+    """Two servers that both get each request, and meet over it by the number of a room."""
 
     def __init__(self, prefill: Client, decode: Client, port: int) -> None:
         super().__init__(decode.url)
@@ -36,7 +36,7 @@ class Pair(Client):
         self._rooms = itertools.count(1, 100)  # 0 stands for none
 
     def generate(self, *, timeout: float | None = None, **body: Any) -> Any:
-        """The decoder's answer, with what the other said of the prompt."""
+        """Return the decoder's answer, with what the other said of the prompt."""
         meeting = {"bootstrap_host": _HERE, "bootstrap_port": self._port}
         body = {**body, **meeting, "bootstrap_room": next(self._rooms)}
         with ThreadPoolExecutor() as other:

@@ -1,4 +1,4 @@
-"""What rehearsed servers are asked, and how what they say is judged."""
+"""Questions for rehearsed servers, and judges of their answers."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def alone_and_together(
 
 
 def behind_another_pattern_and_first(client: Client) -> tuple[list[Any], list[Any]]:
-    """What a prompt is answered under a pattern when another's prefix is cached, and when none."""
+    """Ask under a pattern when another's prefix is cached, and when none is."""
     client.flush_cache()
     ask(client, (LENGTHS[0], PATTERNS[0]))
     behind = ask(client, (LENGTHS[0], PATTERNS[-1]))[0]
@@ -146,17 +146,17 @@ class Judge:
         return 2 * self.apart(rounded, tokens, pattern)
 
     def check(self, got: torch.Tensor, tokens: list[int], pattern: str) -> None:
-        """``got``: ``[n]`` log-probabilities of the last ``n`` tokens, as SGLang told them."""
+        """Judge ``got`` ``[n]``, log-probabilities of the last ``n`` tokens as SGLang told them."""
         assert self.apart(got, tokens, pattern) < self.bound(len(got), tokens, pattern)
 
     def behind(self, count: int, tokens: list[int], pattern: str) -> float:
-        """By how many nats the last ``count`` tokens are not the likeliest, in the mean."""
+        """Return by how many nats the last ``count`` tokens are not the likeliest, in the mean."""
         return float(self._exact(tuple(tokens), pattern).behind[-count:].mean())
 
     def answers_apart(
         self, asked: list[tuple[int, str]], answers: list[Any]
     ) -> tuple[float, float]:
-        """How far answers are from one forward over prompt and answer, and the bound of that.
+        """Return how far answers are from one forward over prompt and answer, and the bound.
 
         One answer is a few tokens, so they are judged together.
         """

@@ -1,4 +1,4 @@
-"""What the docs call rehearsed is what a rehearsed server is started with."""
+"""Claims of the docs: each feature called rehearsed is one that a rehearsed server has."""
 
 from __future__ import annotations
 

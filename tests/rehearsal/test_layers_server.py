@@ -30,7 +30,7 @@ FLAGS = (
 
 @dataclass(frozen=True)
 class Seen:
-    """What a server told of its layers, and who knows what they should have done."""
+    """Report of a server on its layers, and the model that knows what they should have done."""
 
     streams: torch.Tensor
     selections: torch.Tensor

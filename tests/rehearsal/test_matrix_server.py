@@ -106,7 +106,7 @@ class Case:
 
     @property
     def patterns(self) -> list[str]:
-        """Under which the requests are answered."""
+        """Patterns under which the requests are answered."""
         return list(PATTERNS) if self.is_live else [QUARTER] * len(LENGTHS)
 
     @property
@@ -315,7 +315,7 @@ def tokens(answers: list[Any]) -> list[list[int]]:
 def test_an_answer_alone_is_the_same(
     case: Case, client: Client, judges: Judges, answers: tuple[list[Any], list[Any]]
 ) -> None:
-    """To the bit, or to rounding where a batch decides which way through attention rows take."""
+    """It is to the bit, or to rounding where a batch decides the way of rows through attention."""
     alone, together = answers
     if case.same_tokens:
         assert alone == together if case.same_chunks else tokens(alone) == tokens(together)

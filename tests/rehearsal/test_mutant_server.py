@@ -21,7 +21,7 @@ OTHER_ANSWERS = "other answers"
 
 @dataclass(frozen=True)
 class Caught:
-    """By which server of the matrix a defect is caught, and what is seen there.
+    """The server of the matrix that catches a defect, and what is seen there.
 
     Attributes:
         case: the server's name.
@@ -47,7 +47,7 @@ def test_each_defect_is_caught_somewhere() -> None:
 
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_an_old_defect_is_seen(mutant: str, rehearse: Rehearse, models: Models) -> None:
-    """What the matrix asks of this server unbroken, it does not answer broken."""
+    """A broken server does not answer what the matrix asks of it unbroken."""
     caught = CAUGHT[mutant]
     case = next(case for case in CASES if case.name == caught.case)
     try:

@@ -1,4 +1,4 @@
-"""What stands for kernels on the stage, each against a slow form of its own in float64."""
+"""Stand-ins for kernels on the stage, each against a slow form of its own in float64."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_an_undefined_logit_may_not_be_read() -> None:
 
 
 def attended(q: torch.Tensor, rows: torch.Tensor, scale: float, d_v: int) -> torch.Tensor:
-    """One head's attention, number by number."""
+    """Compute one head's attention, number by number."""
     weights = [math.exp(float(q.double() @ row.double()) * scale) for row in rows]
     return sum(
         (w * row[:d_v].double() for w, row in zip(weights, rows, strict=True)),

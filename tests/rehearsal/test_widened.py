@@ -21,7 +21,7 @@ def wide(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def logprobs(model: Path, ids: list[int], topk: int) -> torch.Tensor:
-    """``[n - 1, vocab]`` of all but the last token, in float32."""
+    """Return ``[n - 1, vocab]`` of all but the last token, in float32."""
     config = AutoConfig.from_pretrained(model)
     config.index_topk = topk
     read = AutoModelForCausalLM.from_pretrained(
@@ -38,7 +38,7 @@ def test_it_says_what_the_narrow_one_says_where_everything_is_selected(wide: Pat
 
 
 def test_it_selects_almost_what_the_narrow_one_selects(wide: Path) -> None:
-    """What was not rotated turns by a tenth of a milliradian a token now, and less."""
+    """A part that was not rotated now turns by a tenth of a milliradian a token, or less."""
     ids = real_text(0, 300)
     narrow, all_ = (logprobs(shipped_checkpoint(), ids, topk) for topk in (64, TOPK))
     apart = (logprobs(wide, ids, 64) - narrow).abs().mean()

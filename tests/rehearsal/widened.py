@@ -50,7 +50,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 class _Width:
-    """How a vector of ``narrow`` values is written into ``wide`` ones, and read from them.
+    """Maps of a vector of ``narrow`` values into ``wide`` ones, and back.
 
     Attributes:
         write: ``[wide, narrow]``, of each copy a row with its sign.
@@ -79,7 +79,7 @@ def _shares(copies: int) -> list[float]:
 
 
 def _pad(narrow: int, wide: int) -> torch.Tensor:
-    """``[wide, narrow]``: the values, then zeros."""
+    """Return ``[wide, narrow]``: the values, then zeros."""
     return torch.eye(wide, narrow, dtype=torch.float64)
 
 
@@ -143,7 +143,7 @@ def _widened(
 
 
 class _Weights:
-    """What becomes of each weight by its place in the model."""
+    """Wider forms of weights by their place in the model."""
 
     def __init__(
         self, narrow: Mapping[str, Any], wide: Mapping[str, Any], interleaved: bool
@@ -165,7 +165,7 @@ class _Weights:
         self._query_scale = (now / was) ** 0.5  # softmax divides by the root of the width
 
     def of(self, name: str, weight: torch.Tensor) -> torch.Tensor:
-        """The wider form of a weight."""
+        """Return the wider form of a weight."""
         kind = name.removesuffix(".weight").rpartition(".")[2]
         norms = {"q_a_layernorm": self._query, "kv_a_layernorm": self._latent}
         reads_hidden = {
@@ -228,7 +228,7 @@ class _Weights:
         return wide.flatten(0, 1)
 
     def _index_order(self) -> torch.Tensor:
-        """``[D, D]``: where an index key's dimensions go; pairs of neighbours, or of two halves."""
+        """Return ``[D, D]``: places of an index key's dimensions, by neighbours or halves."""
         width = self._narrow["index_head_dim"]
         order = torch.arange(width)
         if not self._interleaved:

@@ -23,7 +23,7 @@ from sglang_indexcache.search.setup import Setup
 
 
 def free(count: int) -> Constraints:
-    """No rule but layer 0."""
+    """Return constraints without a rule but that for layer 0."""
     return Constraints.make(Pattern.full(count))
 
 
@@ -44,12 +44,12 @@ def finished(ledger: Ledger, goal: Targets, options: Options | None = None) -> S
 
 
 def greedy(ledger: Ledger, goal: Targets) -> list[Step]:
-    """Every step of the paper's algorithm, the start first."""
+    """Take every step of the paper's algorithm, the start first."""
     return list(Greedy().descend(ledger, goal, 0))
 
 
 def made_up(evaluator: Evaluator, held_out: int = 0, name: str = "x") -> Setup:
-    """What a search of a landscape measures."""
+    """Return the setup of a search of a landscape."""
     count = evaluator.num_layers
     checkpoint = Checkpoint("Synthetic", tuple(range(count)), Pattern.full(count), {})
     sequences = tuple((0,) * tokens for tokens in evaluator.batch_tokens)

@@ -29,7 +29,7 @@ def algorithm_1(count: int, loss: Loss, flips: int) -> list[str]:
 
 
 def forward_selection(count: int, loss: Loss, steps: int) -> list[str]:
-    """From layer 0 alone upwards: the pattern after every step."""
+    """Add layers to layer 0 alone; return the pattern after every step."""
     kept, trace = {0}, []
     for _ in range(steps):
         tried = {
@@ -53,7 +53,7 @@ def every_pattern(count: int, full: int) -> list[str]:
 
 
 def source(pattern: str, layer: int) -> int:
-    """``max{j < l : c_j = F}``, or the layer itself where it is F."""
+    """Return ``max{j < l : c_j = F}``, or the layer itself where it is F."""
     while pattern[layer] == "S":
         layer -= 1
     return layer

@@ -97,7 +97,7 @@ def test_every_batch_counts_something() -> None:
 
 
 def test_two_documents_are_never_glued(tmp_path: Path) -> None:
-    """Once they were joined by an end token and cut anywhere."""
+    """They were once joined by an end token and cut anywhere."""
     rows = [{"text": chr(97 + i % 26) * (5 + i % 4)} for i in range(60)]
     data = made(write(tmp_path / "a.jsonl", rows))
     texts = {row["text"] for row in rows}
@@ -178,7 +178,7 @@ def test_what_sees_no_more_than_is_selected_is_left_out(tmp_path: Path) -> None:
 
 
 def test_only_answers_count_where_the_data_marks_them(tmp_path: Path) -> None:
-    """Once every token did."""
+    """Every token once did."""
     rows = [{"text": f"no{i:04}"} for i in range(5)]
     rows += [{"text": f"k {i:04} ", "answers": [[2, 4], [5, 6]]} for i in range(40)]
     calibration = made(write(tmp_path / "a.jsonl", rows))
@@ -191,7 +191,7 @@ def test_only_answers_count_where_the_data_marks_them(tmp_path: Path) -> None:
 
 
 def test_passages_come_again_where_nothing_is_marked(tmp_path: Path) -> None:
-    """In place of each text's end: what is held out and how long texts are does not change."""
+    """They replace each text's end; what is held out and how long texts are does not change."""
     path = write(tmp_path / "a.jsonl", [{"text": f"{n:04}" * 16} for n in range(40)])
     plain, found = made(path, context=64, score=Score.LATE), made(path, context=64)
     assert found.objective.score is Score.RECALL

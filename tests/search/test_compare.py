@@ -32,7 +32,7 @@ class Tokens:
 
 
 def against(evaluator: Tokens, start: int = 0) -> Comparison:
-    """B against A, every prediction from ``start`` on."""
+    """Compare B with A, on every prediction from ``start`` on."""
     losses = evaluator.token_losses(A, range(len(evaluator.batch_tokens)))
     counted = [[np.arange(len(each)) >= start for each in batch] for batch in losses]
     [found] = compare(evaluator, A, [B], counted)  # type: ignore[arg-type]
@@ -108,7 +108,7 @@ def test_what_no_pattern_can_change_is_left_out() -> None:
 
 
 def test_sequences_count_as_far_as_they_reach() -> None:
-    """By an oracle of plain loops; the last quarter's mean is over those that reach it."""
+    """The oracle is plain loops; the last quarter's mean is over those that reach it."""
     evaluator = Uneven(np.linspace(0, 0.4, 40), per_batch=4)
     found = against(evaluator)
     base, other = (evaluator.token_losses(p, range(6)) for p in (A, B))

@@ -45,7 +45,7 @@ def measured(folder: Path) -> Setup:
 
 
 def products(folder: Path, ids: tuple[int, ...]) -> list[tuple[np.ndarray, ...]]:
-    """By layer products ``[S, H, T]``, weights ``[S, H]`` and exact scores ``[S, T]``."""
+    """Return by layer products ``[S, H, T]``, weights ``[S, H]`` and exact scores ``[S, T]``."""
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     ).eval()
@@ -74,7 +74,7 @@ def products(folder: Path, ids: tuple[int, ...]) -> list[tuple[np.ndarray, ...]]
 
 
 def test_slopes_and_what_they_miss_are_those_of_brute_force(folder: Path, found: Slopes) -> None:
-    """To the last digit in layer 0; the inputs of the others hang on how ties were broken."""
+    """They are to the last digit in layer 0; other layers' inputs hang on how ties were broken."""
     setup = measured(folder)
     *texts, judged = [products(folder, ids) for ids in setup.calibration.sequences]
     for layer, got in enumerate(found.layers):

@@ -1,4 +1,4 @@
-"""What each method finds, against plain loops, and what all of them keep to."""
+"""Patterns that each method finds, against plain loops, and rules that all of them keep."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_greedy_is_algorithm_1_flip_by_flip(count: int, seed: int, data: st.Data
 @pytest.mark.parametrize("seed", range(100, 112))
 @pytest.mark.parametrize("noise", [0.1, 0.2])
 def test_fast_is_never_worse_than_exhaustive_for_a_tenth(seed: int, noise: float) -> None:
-    """On landscapes that it has not been tuned on."""
+    """The landscapes are ones that it has not been tuned on."""
     evaluator = SyntheticEvaluator(LAYERS, 32, seed, noise=noise)
     goal = targets(LAYERS, *MARKS)
     exhaustive = Ledger(evaluator)
@@ -141,7 +141,7 @@ def test_exact_is_exhaustive_flip_by_flip(count: int, seed: int, data: st.DataOb
 
 
 def descend(ledger: Ledger, count: int, goal: str, budget: int | None = None) -> list[Step]:
-    """With the least budget, or this one."""
+    """Descend with the least budget, or this one."""
     way = Descent(targets(count, goal))
     least = way.least(ledger.tokens_of_batches)
     return list(FastGreedy(ledger, way, least if budget is None else budget).steps())
@@ -210,7 +210,7 @@ def walked(events: Sequence[Step | Pattern]) -> list[str]:
 def test_forward_is_forward_selection(
     lazy: bool, count: int, seed: int, data: st.DataObject
 ) -> None:
-    """With every measurement; and with lazy looks where gains only shrink: without coupling."""
+    """It is so with every measurement, and with lazy looks where gains only shrink: no coupling."""
     goal = targets(count, str(full := data.draw(st.integers(1, count))))
     ledger, other = (landscape(count, seed, coupling=0.0 if lazy else 4.0) for _ in range(2))
     if lazy:

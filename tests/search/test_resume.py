@@ -49,7 +49,7 @@ def size(path: Path) -> int:
     [("fast", 1, 20), ("fast", 3, 20), ("both", 1, 3), ("forward", 3, 3)],
 )
 def test_kill_9_at_random_moments(tmp_path: Path, method: str, servers: int, goal: int) -> None:
-    """Also where several calls are in flight."""
+    """It goes on also where several calls are in flight."""
     undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
     finish(start(undisturbed, method))
     expected = results(undisturbed)

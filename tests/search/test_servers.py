@@ -72,7 +72,7 @@ def search(ports: Sequence[int], output: Path, told: list[str], at_once: int = 1
 
 
 def test_several_calls_at_once_find_the_same(tmp_path: Path) -> None:
-    """The YAML byte for byte, whatever the number."""
+    """The YAML is the same byte for byte, whatever the number."""
     for at_once in (1, 3):
         engine = FakeServer("F" * LAYERS, "live", gathers=at_once)
         with serving(engine) as url:

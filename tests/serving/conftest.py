@@ -1,4 +1,4 @@
-"""What several of the plugin's tests need of the process that they run in."""
+"""Needs of several of the plugin's tests in the process that they run in."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def plan(text: str = "FSFS", **fields: Any) -> Plan:
 
 
 def requests(patterns: Iterable[str | Pattern]) -> RequestIds:
-    """A batch's, one a pattern."""
+    """Return a batch's requests, one a pattern."""
     named = [Pattern(p) if isinstance(p, str) else p for p in patterns]
     each = [SimpleNamespace(rid=str(n), indexcache_pattern=p) for n, p in enumerate(named)]
     return RequestIds(each)  # type: ignore[arg-type]

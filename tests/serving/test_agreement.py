@@ -1,4 +1,4 @@
-"""What a worker checks before it loads weights: between real processes, on real launch paths."""
+"""Checks of a worker before it loads weights, between real processes, on real launch paths."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ABSENT = "a rank on a node without the plugin"
 
 
 def rank_main(rank: int, plans: Sequence[Any], meeting: str, answers: Any) -> None:
-    """One rank: meet the others as SGLang does, compare, tell the test what came of it."""
+    """Be one rank: meet the others as SGLang does, compare, tell the test what came of it."""
     agreement.PATIENCE = timedelta(seconds=5)
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=len(plans))
     store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""Which SGLang will do: judged by digests of its source, told in one line or one error."""
+"""Versions of SGLang that will do: judged by digests of its source, told in a line or an error."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def test_by_signature_only_the_parameters_count(digest: Digest) -> None:
 
 
 def test_a_digest_is_the_same_in_every_python(digest: Digest) -> None:
-    """What one Python recorded, another checks; so the value itself is held here."""
+    """One Python checks what another recorded, so the value itself is held here."""
     assert digest(FUNCTION, "f") == "1d9f124faa8f7550"
     assert digest(CLASS, "C") == "27f5fa3991381149"
 

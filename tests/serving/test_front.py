@@ -36,7 +36,7 @@ def named(name: Any) -> dict[str, Any]:
 
 
 async def route(request: Request) -> Any:
-    """As SGLang's: it reads the body again."""
+    """Answer as SGLang's route, which reads the body again."""
     return JSONResponse(await request.json())
 
 

@@ -1,4 +1,4 @@
-"""What is kept free of a GPU for the graphs of --indexcache-graphs."""
+"""Memory of a GPU that is kept free for the graphs of --indexcache-graphs."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from sglang_indexcache.serving import hooks
 
 @pytest.fixture(autouse=True)
 def engine(monkeypatch: pytest.MonkeyPatch, own_hooks: None) -> ModuleType:
-    """What is wrapped: the registry also replaces a function wherever it was imported to."""
+    """Return what is wrapped: the registry also replaces a function wherever it was imported to."""
     module = ModuleType("engine")
     module.dumps, module.loads = lambda value: json.dumps(value), lambda text: json.loads(text)
     monkeypatch.setitem(sys.modules, "engine", module)

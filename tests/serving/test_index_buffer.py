@@ -19,13 +19,13 @@ def active(text: str, layer_ids: tuple[int, ...] | None = None) -> ActivePattern
 
 
 def resolve(
-    buffer: IndexBuffer, layer: int, given: torch.Tensor | None, rows: int = 100
+    buffer: IndexBuffer, layer: int, carried: torch.Tensor | None, rows: int = 100
 ) -> torch.Tensor:
-    """A layer's turn in static mode: SGLang brings what it carries, attention has ``rows`` rows."""
+    """Take a layer's turn in static mode: SGLang brings ``carried``, attention has ``rows``."""
     if buffer.is_full(layer):
-        buffer.select(layer, given)
+        buffer.select(layer, carried)
     else:
-        buffer.adopt(layer, given)
+        buffer.adopt(layer, carried)
     return buffer.read(layer, rows)
 
 

@@ -43,7 +43,7 @@ def report(engine: SimpleNamespace) -> Any:
 
 
 def ask(engine: SimpleNamespace, *keys: str) -> bool:
-    """What ``/set_internal_state`` answers."""
+    """Return what ``/set_internal_state`` answers."""
     request = SimpleNamespace(server_args=dict.fromkeys(keys, 1))
     controller = SimpleNamespace(scheduler=engine)
     return bool(live._accept(lambda *_: None, controller, request).updated)
@@ -117,7 +117,7 @@ def test_a_switch_with_another_value_is_none(serving: active.ActivePattern) -> N
 
 
 def test_counters_rise_through_a_switch(serving: active.ActivePattern) -> None:
-    """What was served under a pattern can be told afterwards."""
+    """The counters tell afterwards what was served under each pattern."""
     first, second = Pattern("FSFS"), Pattern("FFSS")
     for rows in ({first: 3}, {second: 1, first: 2}, {first: 1}):
         serving.count_forward("prefill", [(one, count, count) for one, count in rows.items()])

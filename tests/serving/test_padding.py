@@ -61,7 +61,7 @@ class Forward:
 
     @property
     def owners(self) -> list[Pattern]:
-        """The pattern of each real row."""
+        """Pattern of each real row."""
         pairs = zip(self.patterns, self.lengths, strict=True)
         return [pattern for pattern, length in pairs for _ in range(length)]
 
@@ -88,7 +88,7 @@ class Forward:
         return self.mode == "live" or self.patterns[0].is_full(layer)
 
     def expected(self) -> dict[int, list[int]]:
-        """What every row must attend to: what its own F layer selected for it."""
+        """Return what every row must attend to: what its own F layer selected for it."""
         return {
             layer: [p.source_of(layer) * 10 + row for row, p in enumerate(self.owners)]
             for layer in range(LAYERS)
@@ -105,7 +105,7 @@ def radix_attention(layer: int) -> RadixAttention:
 
 
 def attend(layer: int, batch: Any, padded: int, carried: torch.Tensor | None) -> None:
-    """As a model's layer calls it, with all rows of the forward."""
+    """Attend as a model's layer does, with all rows of the forward."""
     radix_attention(layer)(
         torch.zeros(padded, 1, WIDTH),
         torch.zeros(padded, 1, WIDTH),

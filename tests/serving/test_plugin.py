@@ -80,7 +80,7 @@ def plugins() -> None:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Callable[..., Path]:
-    """A folder with nothing but a config.json."""
+    """Return a maker of folders with nothing but a config.json."""
 
     def make(architecture: str = "GlmMoeDsaForCausalLM", **fields: Any) -> Path:
         config = {**BASE, "architectures": [architecture], **MODELS.get(architecture, {}), **fields}
@@ -119,7 +119,7 @@ def hf_config(server_args: Any) -> Any:
 
 
 def built_pattern(server_args: Any, layers: int = 8) -> str:
-    """What SGLang's own policy function makes of the config."""
+    """Return what SGLang's own policy function makes of the config."""
     from sglang.srt.configs.model_config import dsa_layer_skips_topk
 
     config = hf_config(server_args)
@@ -177,7 +177,7 @@ def test_a_config_that_sglang_would_die_of_is_refused_at_the_start(
 
 
 def test_upstream_still_has_the_bug_that_this_mends(model: Callable[..., Path]) -> None:
-    """When this fails, upstream honours the override and our warning can go."""
+    """Upstream honours the override, and our warning can go, once this fails."""
     from sglang.srt.configs.model_config import ModelConfig, dsa_layer_skips_topk
 
     config = ModelConfig(
@@ -228,7 +228,7 @@ def test_every_supported_architecture_is_tested_or_has_a_reason() -> None:
 
 
 def test_sglang_still_loads_no_indexer_for_mistral() -> None:
-    """Where this fails, ``models.py`` can take the two families in."""
+    """The two families can come into ``models.py`` once this fails."""
     from sglang.srt.models.mistral_large_3 import MistralLarge3ForCausalLM
 
     assert not any("indexer" in target for target in MistralLarge3ForCausalLM.remapping.values())
@@ -353,7 +353,7 @@ def test_bad_combination(model: Callable[..., Path], arguments: list[str], messa
 
 
 def test_wide_index_keys_have_no_fp8_pages(model: Callable[..., Path]) -> None:
-    """On the CPU platform; a GPU has no other pages (``test_absent_gpu.py``)."""
+    """They have none on the CPU platform; a GPU has no other pages (``test_absent_gpu.py``)."""
     folder = model(index_head_dim=192, qk_rope_head_dim=192)
     for mode in ("static", "live"):
         for dtype in ("auto", "bfloat16", "float32"):
@@ -413,7 +413,7 @@ def test_kernels_that_cannot_run_stop_the_launch(hopper: None, model: Callable[.
 
 
 def test_reference_kernels_need_eager_forwards(hopper: None, model: Callable[..., Path]) -> None:
-    """What the message says to add is what mends it."""
+    """Adding what the message says mends it."""
     from sglang_indexcache.serving import plugin
 
     server_args = resolve(
@@ -428,7 +428,7 @@ def test_reference_kernels_need_eager_forwards(hopper: None, model: Callable[...
 
 
 def test_two_batch_overlap_is_allowed_with_a_plan_only() -> None:
-    """With a plan, our buffer carries the indices that SGLang's check knows to be dropped."""
+    """A plan's buffer carries the indices that SGLang's check knows to be dropped."""
     from sglang.srt.arg_groups import model_hook, overrides
 
     def check(**config: Any) -> None:
@@ -472,7 +472,7 @@ def test_plain_dsa_on_a_cpu_says_what_to_use(model: Callable[..., Path]) -> None
 def test_a_dsa_model_without_any_flag_is_served_on_a_cpu(
     model: Callable[..., Path], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """So it is after "turn it off" on a laptop, where SGLang's own backend cannot run."""
+    """It must be after "turn it off" on a laptop, where SGLang's own backend cannot run."""
     server_args = resolve(model(), backend=None)
     assert Plan.from_hf_config(hf_config(server_args)) is not None
     assert built_pattern(server_args) == "F" * 8
@@ -505,7 +505,7 @@ def test_the_drafts_backend_is_resolved_like_the_others(model: Callable[..., Pat
 
 
 def test_a_process_does_not_outlive_a_server_that_was_killed_at_its_start(tmp_path: Path) -> None:
-    """While the child loads modules, before SGLang asks for a signal at its parent's death."""
+    """The child still loads modules then, before SGLang asks for a signal at its parent's death."""
     code = """
 import multiprocessing, os, signal, sys, time
 

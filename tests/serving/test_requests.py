@@ -119,7 +119,7 @@ def test_no_file_is_opened_for_a_request(suffix: str, monkeypatch: pytest.Monkey
 
 
 def test_a_ratio_is_looked_up_for_the_model_that_is_served() -> None:
-    """As on the command line, also in a worker, which has the plan from the model's config."""
+    """It is as on the command line, also in a worker, which has the plan from the config."""
     checkpoint = Checkpoint.read(shipped_checkpoint())
     said = collect({"indexcache_mode": "live"})
     made = make_plan(said, checkpoint, {}, "", Findings())
@@ -176,7 +176,7 @@ NUMBERS = itertools.count()
 
 
 def finish(session: Session, request: Req) -> None:
-    """What the scheduler does with a turn that has run, also one that was refused."""
+    """Do what the scheduler does with a turn that has run, also one that was refused."""
     request.finished_reason = request.to_finish or FINISH_LENGTH(1)
     if not session.streaming:
         return
@@ -220,7 +220,7 @@ def test_the_turn_after_a_refused_one_goes_on_as_before(session: Session) -> Non
 
 @pytest.mark.parametrize("ours", [True, False])
 def test_a_first_turn_that_is_refused_decides_nothing(session: Session, ours: bool) -> None:
-    """By us, or by SGLang: it is too long, or names a turn that there is none of."""
+    """We refuse it, or SGLang does: it is too long, or names a turn that there is none of."""
     serve()
     first = turn(session, "nobody" if ours else "FSFS")
     if not ours:
@@ -230,7 +230,7 @@ def test_a_first_turn_that_is_refused_decides_nothing(session: Session, ours: bo
 
 
 def give_up(request: Req) -> None:
-    """What the scheduler does with a turn that is aborted, or finds no room, in its queue."""
+    """Do what the scheduler does with a turn that is aborted, or finds no room, in its queue."""
     scheduler = SimpleNamespace(tree_cache=SimpleNamespace(finish=lambda *_: None))
     Scheduler._release_aborted_request(scheduler, request)  # type: ignore[arg-type]
     assert not request.finished()

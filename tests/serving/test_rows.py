@@ -1,4 +1,4 @@
-"""Which pattern each row of a forward obeys: the rows that a plain reading gives."""
+"""Patterns that the rows of a forward obey, against a plain reading."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class CopiesToDevice(TorchDispatchMode):
 
 
 def test_a_mixed_forward_copies_once_and_waits_for_nothing() -> None:
-    """On torch's device without memory: whatever wanted a value from it would raise."""
+    """The device is torch's without memory: whatever wanted a value from it would raise."""
     like = torch.empty(9, device="meta")
     with CopiesToDevice() as copies:
         rows = RowPatterns.of([FIRST, SECOND, FIRST], [2, 3, 1], like)

@@ -28,7 +28,7 @@ def test_the_installed_version_will_do() -> None:
 
 
 def test_the_record_is_fresh() -> None:
-    """After a change of the table: python -m sglang_indexcache.serving.engine_version."""
+    """A change of the table needs: python -m sglang_indexcache.serving.engine_version."""
     digests = {seam.path: installed().digest(seam) for seam in seams()}
     assert engine_version.recorded() == (SUPPORTED_VERSION, digests)
 
@@ -41,7 +41,7 @@ def test_a_seam_is_named_once() -> None:
 
 
 def running(tree: ast.AST) -> Iterator[ast.AST]:
-    """Every node below ``tree`` but those under ``TYPE_CHECKING``, which never run."""
+    """Yield every node below ``tree`` but those under ``TYPE_CHECKING``, which never run."""
     for node in ast.iter_child_nodes(tree):
         if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)):
             yield node

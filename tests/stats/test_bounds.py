@@ -158,7 +158,7 @@ def test_a_plan_promises_no_margin_that_a_rare_loss_could_hide_in() -> None:
 
 
 def test_a_cells_mean_is_that_of_its_questions() -> None:
-    """As a harness prints it: four single questions do not outweigh one context of sixteen."""
+    """A harness prints it so: four single questions do not outweigh one context of sixteen."""
     values, questions = [-0.25, 0.5, 0.0, 1.0], [16, 4, 2, 1]
     estimate = Estimate(differences(values, [0] * 4, questions))
     every = np.repeat(values, questions)

@@ -96,7 +96,7 @@ def test_single_questions_of_which_many_differ_show_a_large_loss() -> None:
 
 @pytest.mark.parametrize("sizes", [(128,), (400, 400, 40), (300, 20)])
 def test_rows_of_a_file_show_what_their_plan_says(sizes: tuple[int, ...]) -> None:
-    """One question each: one that is lost takes a full stake whole."""
+    """Each context has one question, and one that is lost takes a full stake whole."""
     total = sum(sizes)
     found = Design(total).detectable(*spread_over_cells([(n, 1) for n in sizes], 0.02, 0.1))
     cells = np.repeat(np.arange(len(sizes)), sizes)

@@ -13,7 +13,7 @@ from sglang_indexcache.stats.pairs import Outcome, paired
 
 
 def table(arms: dict[str, list[list[float]]], length: int = 4096) -> list[Outcome]:
-    """One task; a list a context."""
+    """Make the outcomes of one task; a list is a context."""
     return [
         Outcome(f"c{number}", f"q{place}", "needles", length, arm, value)
         for arm, contexts in arms.items()

@@ -1,4 +1,4 @@
-"""What identifies a checkpoint, a machine and its software."""
+"""Marks that identify a checkpoint, a machine and its software."""
 
 import sys
 from pathlib import Path

@@ -158,7 +158,7 @@ def conditions(result: LatencyResult) -> str:
 
 
 def _turns(result: LatencyResult) -> str:
-    """Who took turns, and for what; before turns were requests, a visit was a length."""
+    """Say who took turns, and for what; before turns were requests, a visit was a length."""
     if not result.side_by_side:
         return "one server at a time, started anew for every visit"
     if len(result.visits) == result.rounds * len(result.configurations) * len(result.lengths):

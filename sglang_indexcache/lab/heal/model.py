@@ -188,7 +188,7 @@ class LightningIndexer(nn.Module):
 
 
 class BorrowedSelection(nn.Module):
-    """In the place of an S layer's indexer: no parameters, the F layer's selection."""
+    """Stand-in for an S layer's indexer, without parameters: it gives the F layer's selection."""
 
     def __init__(self, layer: int, sharing: Sharing) -> None:
         super().__init__()

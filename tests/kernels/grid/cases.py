@@ -148,7 +148,7 @@ def indexer_inputs(
 
 
 def _visible(case: IndexerCase) -> torch.Tensor:
-    """Causal: the last row of a request sees all of it. Rows of padding claim to see 7 tokens."""
+    """Let a request's last row see all of it, and rows of padding claim to see 7 tokens."""
     spans = [torch.arange(keys - queries, keys) + 1 for queries, keys in case.lens]
     visible = torch.cat([*spans, torch.full((case.padding,), 7)])
     return visible.clamp_min(0).to(torch.int32)

@@ -68,7 +68,7 @@ GROUPS: dict[str, OpGroup] = {
 
 @dataclass(frozen=True)
 class CaseOutcome:
-    """What an implementation did on one case; no complaint if the contract holds."""
+    """Outcome of an implementation on one case; no complaint if the contract holds."""
 
     case: str
     complaints: tuple[str, ...]
@@ -176,7 +176,7 @@ def check_indexer(
 def _close_logits(
     case: IndexerCase, batch: IndexerBatch, scores: torch.Tensor, bits: int
 ) -> list[str]:
-    """Every visible logit against exact arithmetic; bit for bit where all arithmetic is exact."""
+    """Compare visible logits with exact arithmetic; bit for bit where all arithmetic is exact."""
     complaints = []
     for request, rows_of in indexer_reference.requests(batch):
         for low in range(rows_of.start, rows_of.stop, _ROWS_AT_ONCE):
@@ -198,7 +198,7 @@ def _wrong_logits(
     rows: slice,
     bits: int,
 ) -> int:
-    """How many visible logits of ``rows`` of one request are wrong."""
+    """Count the visible logits of ``rows`` of one request that are wrong."""
     longest = int(batch.visible[rows].max())
     keys, scales = indexer_reference.request_keys(batch.pages, batch.block_table[request], longest)
     q, weights = batch.q[rows], batch.weights[rows]

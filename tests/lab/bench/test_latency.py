@@ -181,7 +181,7 @@ def test_the_kv_cache_is_filled() -> None:
 
 
 def test_what_is_reported_of_known_arrivals(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On two ranks: every first token after 2 s, then a token every 0.5 s."""
+    """Two ranks send every first token after 2 s, then a token every 0.5 s."""
 
     def known(
         _: object, prompts: list[list[int]], count: int, pattern: object = None

@@ -230,7 +230,7 @@ def test_a_missing_wheel_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("gpu", ["h100", "h200", "b200"])
 @pytest.mark.parametrize("model", ["GLM-5-FP8", "DeepSeek-V3.2"])
 def test_measured_rows_give_the_papers_gains(model: str, gpu: str) -> None:
-    """At 1/4 from 100K on at least 1.3x, in prefill and decode, as the paper says of GLM-5."""
+    """They are at least 1.3x at 1/4 from 100K on, in either phase, as the paper says of GLM-5."""
     pytest.importorskip("aiconfigurator_core")
     source = Forwards(Deployment(model, gpu))
     patterns, _ = choose_patterns(["1/2", "1/4"], source.deployment.measured.shape)

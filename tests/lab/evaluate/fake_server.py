@@ -1,4 +1,4 @@
-"""What an evaluation asks the fake server with: a tokenizer of words, and text."""
+"""Material to ask the fake server with: a tokenizer of words, and text."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def hashed(text: str) -> str:
 def lm_eval(
     folder: Path, score: Score, *, metrics: tuple[str, ...] = ("acc",), **changes: Any
 ) -> Path:
-    """LongBench-like: four questions a document, or as many as ``groups`` says of each."""
+    """Write logs like LongBench's: four questions a document, or as many as ``groups`` has."""
     count = changes.get("count", COUNT)
     groups = changes.get("groups", [4] * -(-count // 4))
     texts = [text for text, questions in enumerate(groups) for _ in range(questions)]
@@ -53,7 +53,7 @@ def lm_eval(
 
 
 def ruler(folder: Path, score: Score) -> Path:
-    """As lm-eval's RULER writes it: the length is the metric, other lengths are -1."""
+    """Write logs as lm-eval's RULER does: the length is the metric, other lengths are -1."""
     rows = []
     for number in range(COUNT):
         length = (4096, 8192)[number % 2]

@@ -1,4 +1,4 @@
-"""What an evaluation says of itself: how far it came, what counts, and when a claim is made."""
+"""State of an evaluation: how far it came, what counts, and when a claim is made."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Wrong = Callable[[str, int], bool]
 
 
 def evaluation(wrong: Wrong) -> Evaluation:
-    """One question a context; the bad arm is always wrong, an arm where ``wrong`` says so."""
+    """Make one question a context; the bad arm is always wrong, others where ``wrong`` says."""
     answers = []
     for place, planned in enumerate(PLANNED):
         for arm in ARMS:

@@ -215,7 +215,7 @@ def test_bytes_that_are_no_text_are_named(tmp_path: Path) -> None:
 
 
 def test_the_difference_is_that_of_what_the_harness_printed(tmp_path: Path) -> None:
-    """With clusters of unequal size, one of which is called 0."""
+    """The clusters have unequal sizes, and one of them is called 0."""
     groups = [16, 8, 4, 4, 2, 2, 1, 1, 1, 1]
     lost, won = (17, 25, 33, 34), (0, 1, 2, 3, 4, 5)
     runs = []

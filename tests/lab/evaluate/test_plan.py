@@ -1,4 +1,4 @@
-"""What is asked, in which order, and what it costs."""
+"""Plan of an evaluation: its questions, their order, and what they cost."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_the_cost_is_what_would_be_computed() -> None:
 
 @pytest.mark.parametrize("topk", [64, 128, 256, 512])
 def test_every_task_has_a_control_at_any_topk(topk: int) -> None:
-    """Which pattern selects everything hangs on length alone, so notes stand in for long tasks."""
+    """Notes stand in for long tasks, for a pattern selects everything by length alone."""
     tasks = tuple(task for task in TASKS if task != "notes")
     plan = CORPUS.fit(EvaluationPlan(tasks, (8 * max(topk, 256),), 4, 4, topk))
     control = [p for p in plan.planned if p.look == CONTROL_LOOK]
@@ -193,7 +193,7 @@ def test_what_cannot_be_asked_is_refused(changed: dict[str, object], said: str) 
 
 
 def test_an_impossible_seed_is_skipped_by_rule_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before anything is asked: a run ended at the first context that could not be made."""
+    """It is told before anything is asked: a run once ended at a context that could not be made."""
     made = corpus.make_context
 
     def picky(name: str, task: Task, *of: Any, **rest: Any) -> Context:

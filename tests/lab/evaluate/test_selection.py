@@ -1,4 +1,4 @@
-"""Which rows of a file are asked, what is said of the others, and what they cost and can show."""
+"""Selection of a file's rows: what is said of the others, and what those asked cost and show."""
 
 from __future__ import annotations
 
@@ -279,7 +279,7 @@ def words_of(name: str, count: int) -> str:
 
 
 def test_a_text_is_recognised_behind_any_opening(tmp_path: Path) -> None:
-    """Only a common beginning was: eight questions about each text erred in half of all runs."""
+    """Once only a common beginning was: eight questions about a text erred in half of all runs."""
     rows = [
         {
             "prompt": f"{words_of(f'opening{text}x{n}w', 700)} {words_of(f'text{text}w', 800)}",

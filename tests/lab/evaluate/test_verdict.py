@@ -157,7 +157,7 @@ def test_contexts_of_cells_that_cannot_see_show_nothing() -> None:
 
 
 def with_right(rows: list[Outcome], task: str, chance: float, bad: float) -> list[Outcome]:
-    """So many of a task's long questions right, the same in every arm but the bad one."""
+    """Make so many of a task's long questions right, the same in every arm but the bad one."""
 
     def value(row: Outcome) -> float:
         if row.task != task or row.length == SHORT:

@@ -47,7 +47,7 @@ FIELDS = {
 
 
 def make(family: str, dtype: torch.dtype = torch.float64, **fields: Any) -> Any:
-    """A fresh random model."""
+    """Make a fresh random model."""
     config, model = FAMILIES[family]
     return model(config(**{**FIELDS, **fields})).to(dtype)
 
@@ -67,7 +67,7 @@ def one_document(ids: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def logits(model: DistilledModel, ids: torch.Tensor, stage: Stage) -> torch.Tensor:
-    """Of every token."""
+    """Return the logits of every token."""
     batch = one_document(ids)
     del batch["labels"]
     return model.model.lm_head(model.hidden(**batch, stage=stage))

@@ -12,7 +12,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "heal.md"
 
 
 def blocks() -> list[str]:
-    """The page's Python code."""
+    """Return the page's Python code."""
     return re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
 
 

@@ -131,7 +131,7 @@ class Memory(TorchDispatchMode):
 def test_memory_grows_no_faster_than_the_length(
     tmp_path: Path, stage: Stage, training: bool
 ) -> None:
-    """Of each tensor, and of all that are alive (the order of blocks: ``test_packing.py``)."""
+    """Each tensor's does, and that of all alive (blocks' order is in ``test_packing.py``)."""
     checkpoint(tmp_path)
     body = body_of(tmp_path)
     sharing: Any = body.indexers[0].sharing
@@ -273,7 +273,7 @@ def test_an_error_on_one_device_ends_the_pass(
 
 
 def test_a_layer_of_experts_is_dequantised_into_place(tmp_path: Path) -> None:
-    """Once it took 2.3 times the layer: its parts, stacks of them, and what they were joined to."""
+    """It once took 2.3 times the layer: its parts, stacks of them, and what they were joined to."""
     checkpoint(tmp_path, dtype=torch.bfloat16)
     quantise(tmp_path)
     body = body_of(tmp_path)

@@ -46,7 +46,7 @@ SMALL: dict[str, Any] = {
 
 
 def options(folder: Path, **changes: Any) -> HealOptions:
-    """For the checkpoint under ``folder``."""
+    """Return options for the checkpoint under ``folder``."""
     return HealOptions(
         **{"checkpoint": folder / "base", "output": folder / "adapter", **SMALL, **changes}
     )
@@ -60,7 +60,7 @@ def learned(tmp_path_factory: pytest.TempPathFactory) -> tuple[HealResult, Path]
 
 
 def eight_steps(folder: Path) -> HealOptions:
-    """Of the shipped checkpoint."""
+    """Return options for eight steps on the shipped checkpoint."""
     sizes = {"rows": 2, "dense_steps": 8, "evaluate_every": 8, "held_out": 4}
     output = folder / "adapter"
     return HealOptions(TINY, "uniform:1/2", ("machine",), output, lr=5e-3, dtype="float32", **sizes)
@@ -115,13 +115,13 @@ def test_a_finished_run_is_left_as_it_is(learned: tuple[HealResult, Path]) -> No
 
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
-    """A folder with a small random checkpoint in it."""
+    """Return a folder with a small random checkpoint in it."""
     checkpoint(tmp_path / "base")
     return tmp_path
 
 
 class StoppedError(Exception):
-    """In the place of whatever ends a process."""
+    """Stand-in for whatever ends a process."""
 
 
 def interrupted(wanted: HealOptions, after: int) -> HealResult:
@@ -218,7 +218,7 @@ def test_from_disk_it_ends_the_same(base: Path) -> None:
 
 
 def same_first_step(one: Path, other: Path, rel: float) -> None:
-    """Of two runs. After it, AdamW makes whole steps of what two sums differ by."""
+    """Compare two runs' first steps: then AdamW makes whole steps of what two sums differ by."""
     logs = (read_metrics(output.with_name(f"{output.name}.run")) for output in (one, other))
     first, second = (next(line for line in log if "loss_by_layer" in line) for log in logs)
     for name in ("loss_by_layer", "indexer_norm"):
@@ -313,7 +313,7 @@ def test_the_folder_of_another_run(base: Path) -> None:
 
 
 def test_a_checkpoint_that_changes_meanwhile_is_told(base: Path) -> None:
-    """Once the adapter named the new files, on which it was not trained."""
+    """The adapter once named the new files, on which it was not trained."""
 
     def replace(step: int, _: Any) -> None:
         if step == 2:

@@ -29,7 +29,7 @@ assert T // BORDER in range(FEW, K)
 
 @pytest.fixture(autouse=True)
 def both_forms_occur(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also in rows this short, where the package would always mask."""
+    """Let both forms occur in rows this short, where the package would always mask."""
     monkeypatch.setattr(losses, "GATHERED_FROM", BORDER)
 
 
@@ -136,7 +136,7 @@ def test_some_queries_of_a_row_add_what_they_add_among_all(topk: int | None, blo
 
 
 def every_visible(layout: Layout) -> torch.Tensor:
-    """``[B, T, T]``: every key, as if it were selected; the oracle leaves out the unseen ones."""
+    """Return ``[B, T, T]``: every key, as if selected; the oracle leaves out the unseen ones."""
     return torch.arange(T).expand(*layout.documents.shape, T)
 
 

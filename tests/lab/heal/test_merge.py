@@ -32,7 +32,7 @@ CONFIG = {
 
 
 def indexer(layer: int, *, fp8: bool) -> dict[str, torch.Tensor]:
-    """As released models store one: the two large projections in block-FP8, the norm in float32."""
+    """Make one as released models store it: two large projections in block-FP8, a float32 norm."""
     found = {}
     for name, shape in indexer_shapes(SHAPE).items():
         full = f"model.layers.{layer}.self_attn.indexer.{name}"

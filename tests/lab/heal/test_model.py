@@ -23,7 +23,7 @@ families = pytest.mark.parametrize("family", FAMILIES)
 
 
 def transformers_logits(model: Any, pattern: Pattern, ids: torch.Tensor) -> torch.Tensor:
-    """What plain transformers says with the same sharing, its ties broken by the contract."""
+    """Run plain transformers with the same sharing, its ties broken by the contract."""
     if model.config.model_type == "deepseek_v32":
         _share(model, pattern)
     watched = _recorded_margins(TOPK, [], first_of_ties=True)

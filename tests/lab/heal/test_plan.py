@@ -1,4 +1,4 @@
-"""What is planned on tensors without values, against what a run holds."""
+"""Plan on tensors without values, beside what a run holds."""
 
 from __future__ import annotations
 

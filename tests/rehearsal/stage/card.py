@@ -37,7 +37,7 @@ _thread = threading.local()
 
 
 class _Properties:
-    """Of an H100 with 80 GB; what nobody asked for so far is 0."""
+    """Properties of an H100 with 80 GB; what nobody asked for so far is 0."""
 
     name = "NVIDIA H100 80GB HBM3"
     total_memory = 80 << 30
@@ -243,7 +243,7 @@ def _without_places(function: Any, args: Any, kwargs: Any) -> tuple[Any, Any, st
 def _refuse_in_capture(
     function: Any, place: str | None, has_tensors: bool, was_there: bool
 ) -> None:
-    """What ends a capture on a card: the host reads, or copies to the card from its own memory."""
+    """Refuse what ends a capture on a card: host reads, and copies to it from the host's memory."""
     if not graphs.is_capturing():
         return
     if function in _READS and was_there:

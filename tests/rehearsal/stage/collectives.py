@@ -20,7 +20,7 @@ T = torch.Tensor
 
 
 def everybodys(tensor: T, group: Any) -> list[T]:
-    """What each rank of ``group`` brings, moved as bytes: gloo does not know every dtype."""
+    """Gather each rank's tensor in ``group``, moved as bytes: gloo does not know every dtype."""
     mine = tensor.contiguous()
     flat = mine.reshape(-1).view(torch.uint8)
     all_bytes = [torch.empty_like(flat) for _ in range(dist.get_world_size(group))]

@@ -19,7 +19,7 @@ _found: set[str] = set()
 
 
 def find(name: str, arguments: tuple[Any, ...] = ()) -> Reference:
-    """What stands for the kernel ``name``, to be launched; sizes in a module's name do not matter.
+    """Return what stands for the kernel ``name``, to be launched, whatever sizes the name has.
 
     The log names each kernel once.
 
@@ -46,7 +46,7 @@ def find(name: str, arguments: tuple[Any, ...] = ()) -> Reference:
 
 
 class _Compiled:
-    """What ``load_jit`` hands back: a module whose functions are references."""
+    """Return value of ``load_jit``: a module whose functions are references."""
 
     def __init__(self, *arguments: Any) -> None:
         self._arguments = arguments
@@ -106,7 +106,7 @@ def _let_triton_launch() -> None:
 
 
 def _replace_everywhere(old: Any, new: Any) -> None:
-    """In every module that has imported ``old`` by name."""
+    """Replace it in every module that has imported ``old`` by name."""
     for module in list(sys.modules.values()):
         names = getattr(module, "__dict__", None) or {}
         for name in [name for name, value in names.items() if value is old]:

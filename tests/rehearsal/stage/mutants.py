@@ -37,7 +37,7 @@ def await_plugin() -> None:
 
 @_mutant
 def adopts_only_once() -> None:
-    """What an earlier stage selected is taken into an empty buffer only.
+    """Adopt an earlier stage's selection into an empty buffer only.
 
     A capture runs the layers three times, and finds it full from the second on.
     """

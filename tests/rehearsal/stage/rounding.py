@@ -1,4 +1,4 @@
-"""How Triton's interpreter rounds on the stage.
+"""Rounding of Triton's interpreter on the stage.
 
 A module of its own, for importing `launches` makes the whole process believe in a GPU.
 """

@@ -1,4 +1,4 @@
-"""What the evaluator does with an engine's answers, with an engine of cardboard."""
+"""The evaluator's reading of an engine's answers, with an engine of cardboard."""
 
 from __future__ import annotations
 

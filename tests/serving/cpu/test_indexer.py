@@ -1,4 +1,4 @@
-"""What of the CPU indexer the server tests cannot force to happen."""
+"""Cases of the CPU indexer that the server tests cannot force to happen."""
 
 import math
 from types import SimpleNamespace

@@ -12,7 +12,7 @@ SLOTS = 4096
 
 
 def indexer_logits(q: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """``[T, S]``: ``sum_h weights[t, h] * relu(q[t, h] . keys[s])``."""
+    """Return ``[T, S]``: ``sum_h weights[t, h] * relu(q[t, h] . keys[s])``."""
     return torch.einsum("th,ths->ts", weights, torch.einsum("thd,sd->ths", q, keys).relu())
 
 

@@ -47,12 +47,12 @@ class CpuGraph:
     """Stands for ``torch.cuda.CUDAGraph``."""
 
     def capture_begin(self, **_options: Any) -> None:
-        """Record from here on."""
+        """Begin to record."""
         self._recording = Recording()
         self._recording.__enter__()
 
     def capture_end(self) -> None:
-        """Stop."""
+        """Stop recording."""
         self._recording.__exit__(None, None, None)
 
     def replay(self) -> None:

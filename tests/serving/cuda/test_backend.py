@@ -44,7 +44,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, torch.Tensor | None
 
 
 def runner(start_layer: int = 0, **config: Any) -> Any:
-    """What a backend reads of SGLang's ModelRunner."""
+    """Return what a backend reads of SGLang's ModelRunner."""
     return SimpleNamespace(
         layer_info=SimpleNamespace(start_layer=start_layer),
         model_config=SimpleNamespace(hf_config=SimpleNamespace(**config)),
@@ -55,7 +55,7 @@ def runner(start_layer: int = 0, **config: Any) -> Any:
 def backend(
     text: str, mode: str = "static", active: ActivePattern | None = None
 ) -> IndexCacheBackend:
-    """One for a runner of the whole model."""
+    """Make a backend for a runner of the whole model."""
     active = active or ActivePattern(plan(text, mode=mode))
     made = IndexCacheBackend(runner(first_k_dense_replace=1), active)
     made.use_mha = False
@@ -139,7 +139,7 @@ def test_each_forward_starts_empty(seen: list[tuple[int, torch.Tensor | None]]) 
 def test_sub_batches_split_what_the_whole_batch_selected(
     seen: list[tuple[int, torch.Tensor | None]],
 ) -> None:
-    """Two-batch overlap: dense layers run on the whole batch, the others on its two parts."""
+    """Dense layers run on the whole batch in two-batch overlap, the others on its two parts."""
     whole, parts = overlapped("FSSF")
     for each in (whole, *parts):
         each.init_forward_metadata(batch())

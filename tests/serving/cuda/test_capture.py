@@ -76,11 +76,11 @@ class Model:
         stand_in.attn_backend = self.backend
 
     def selected(self, layer: int, rows: slice = slice(None)) -> torch.Tensor:
-        """What ``layer``'s indexer selects for the batch as it is."""
+        """Return what ``layer``'s indexer selects for the batch as it is."""
         return self.batch[rows] * 1000 + layer
 
     def forward(self, parts: tuple[Any, ...] = ()) -> torch.Tensor:
-        """``DeepseekV2Model.forward``: without ``parts`` every layer sees the whole batch."""
+        """Run as ``DeepseekV2Model.forward``; without ``parts`` each layer sees the whole batch."""
         carried = torch.empty_like(self.carried)
         carried.copy_(self.carried)
         previous = carried if self.start else None
@@ -104,7 +104,7 @@ class Model:
         return previous
 
     def expected(self) -> torch.Tensor:
-        """What every layer of the stage must have attended to."""
+        """Return what every layer of the stage must have attended to."""
         found = torch.full_like(self.attended, -1)
         for layer in range(self.start, self.end):
             found[layer] = self.selected(self.pattern.source_of(layer)).flatten()
@@ -188,7 +188,7 @@ def replay_stage(
 def test_adopting_only_into_an_empty_buffer_would_be_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Once the buffer did, and every pass but the first read what the first had left."""
+    """The buffer once did, and every pass but the first read what the first had left."""
     replay_stage(Pattern("FSSFS"), 2, 5)
 
     def adopt(self: IndexBuffer, layer: int, indices: torch.Tensor | None) -> None:
@@ -242,7 +242,7 @@ def selection(layer: int, rows: int, mark: int) -> torch.Tensor:
 
 @eager_on_graph
 def select_into(layer: int, result: torch.Tensor) -> None:
-    """An indexer's top-k of a prefill: eager as well, into a buffer of the graph."""
+    """Select for a prefill as an indexer does: eager as well, into a buffer of the graph."""
     live = get_forward_batch()
     rows = live.global_num_token_non_padded_cpu
     result[:rows] = selection(layer, rows, live.mark)
@@ -306,7 +306,7 @@ def replay_prefill(monkeypatch: pytest.MonkeyPatch, pattern: Pattern, start: int
 
 @contextmanager
 def prefill(model: PrefillModel, live: Any) -> Iterator[None]:
-    """What SGLang's prefill runner publishes around a capture or a replay."""
+    """Publish what SGLang's prefill runner does around a capture or a replay."""
     rows = live.global_num_token_non_padded_cpu
     with (
         prefill_graph_scope(full_graph=False, raw_num_tokens=rows),

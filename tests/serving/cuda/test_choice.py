@@ -1,4 +1,4 @@
-"""Which operations become ours: by flag, card, model and SGLang's own configuration."""
+"""Choice of operations that become ours: by flag, card, model and SGLang's own configuration."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -32,7 +32,7 @@ def everything_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def server(**fields: Any) -> Any:
-    """What SGLang decides for a bfloat16 cache on Hopper."""
+    """Return what SGLang decides for a bfloat16 cache on Hopper."""
     return SimpleNamespace(
         **{
             "device": "cuda",

@@ -162,7 +162,7 @@ class Model:
         self.stored.append(call[3])
 
     def expected(self, patterns: Sequence[str]) -> torch.Tensor:
-        """By the definition of a pattern, for the rows of the batch as it is."""
+        """Select by the definition of a pattern, for the rows of the batch as it is."""
         sources = [
             [Pattern(p).source_of(layer) for p in patterns] for layer in range(len(patterns[0]))
         ]
@@ -208,7 +208,7 @@ def captured(model: Model, monkeypatch: pytest.MonkeyPatch) -> FullCudaGraphBack
 
 
 def replay(model: Model, graphs: FullCudaGraphBackend, now: Any, number: int) -> str:
-    """As ``DecodeCudaGraphRunner.load_batch`` does; returns the label."""
+    """Replay as ``DecodeCudaGraphRunner.load_batch`` does; return the label."""
     assert model.backend.graphs is not None
     for _ in range(number % 2 + 1):  # twice with --disable-cuda-graph-padding
         label = model.backend.graphs.select(now)
@@ -222,7 +222,7 @@ def replay(model: Model, graphs: FullCudaGraphBackend, now: Any, number: int) ->
 
 
 def view() -> Any:
-    """What SGLang hands to the backend at a replay: few fields, and no requests."""
+    """Return what SGLang hands to the backend at a replay: few fields, and no requests."""
     return SimpleNamespace(batch_size=ROWS, forward_mode=ForwardMode.DECODE)
 
 

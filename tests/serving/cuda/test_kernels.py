@@ -51,7 +51,7 @@ REFERENCE = EngineKernels(SELECT, SELECT, ATTEND, ATTEND)
 
 @pytest.fixture(autouse=True)
 def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What SGLang asks of its process: no parallelism. And the one Triton kernel, in torch."""
+    """Answer what SGLang asks of its process: no parallelism. Put its Triton kernel in torch."""
     alone = SimpleNamespace(attn_cp_size=1, attn_tp_size=1, cp_strategy="none")
     monkeypatch.setattr(utils, "get_parallel", lambda: alone)
 
@@ -66,7 +66,7 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass
 class Pool:
-    """As much of DSATokenToKVPool as a forward reads."""
+    """The part of DSATokenToKVPool that a forward reads."""
 
     pages: torch.Tensor
     latent: torch.Tensor
@@ -204,7 +204,7 @@ def make_indexer() -> Any:
 
 
 def page_table_of(backend: IndexCacheBackend, metadata: Any, rows: int) -> torch.Tensor:
-    """SGLang's page-size-1 table, a row for every query row."""
+    """Return SGLang's page-size-1 table, a row for every query row."""
     table = metadata.attn_metadata.page_table_1
     if len(table) == rows:
         return table
@@ -212,7 +212,7 @@ def page_table_of(backend: IndexCacheBackend, metadata: Any, rows: int) -> torch
 
 
 def to_slots(positions: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """``topk_transform``'s meaning of PAGED: through the page-size-1 table, -1 stays -1."""
+    """Map as ``topk_transform`` means PAGED: through the page-size-1 table, -1 stays -1."""
     found = table.gather(1, positions.clamp_min(0).long())
     return torch.where(positions < 0, positions, found)
 
@@ -240,7 +240,7 @@ def positions_by_sglang(
     q: torch.Tensor,
     weights: torch.Tensor,
 ) -> torch.Tensor:
-    """What SGLang's indexer selects before the page-table transform, ``[rows, TOPK]``."""
+    """Return SGLang's selection before the page-table transform, ``[rows, TOPK]``."""
     metadata = replace(backend.get_indexer_metadata(0, batch), force_unfused_topk=True)
     if kernels_cuda.is_decode(batch.forward_mode):
         monkeypatch.setattr(dsa_indexer, "get_token_to_kv_pool", lambda: backend.token_to_kv_pool)
@@ -275,7 +275,7 @@ def select_with_ours(
     q: torch.Tensor,
     weights: torch.Tensor,
 ) -> torch.Tensor:
-    """Through the hooks, as SGLang's indexer calls them."""
+    """Select through the hooks, as SGLang's indexer calls them."""
 
     def original(*_args: Any) -> torch.Tensor:
         raise AssertionError("SGLang's kernel would run")
@@ -306,7 +306,7 @@ FORWARDS: dict[str, tuple[ForwardMode, list[int], list[int], int]] = {
 def test_selection_is_what_sglangs_indexer_means(
     monkeypatch: pytest.MonkeyPatch, torch_logits: None, forward: str, form: str, padding: int
 ) -> None:
-    """Prefill, decode and MTP; with the rows that dp_attention adds; in each form of indices."""
+    """It is in prefill, decode and MTP, with dp_attention's added rows, in each form of indices."""
     mode, lengths, extend, drafted = FORWARDS[forward]
     backend = make_backend(
         monkeypatch, draft_tokens=drafted, fp8=form == "offsets", fused=form != "positions"
@@ -350,7 +350,7 @@ def test_selection_is_what_sglangs_indexer_means(
 def test_offsets_point_at_the_gathered_rows(
     monkeypatch: pytest.MonkeyPatch, torch_logits: None
 ) -> None:
-    """RAGGED: through SGLang's flattened table the offsets are the slots of PAGED."""
+    """The offsets of RAGGED are the slots of PAGED through SGLang's flattened table."""
     backend = make_backend(monkeypatch, fp8=True)
     batch = make_batch(backend, ForwardMode.EXTEND, [400, 97, 201], [30, 97, 1])
     backend.init_forward_metadata(batch)
@@ -600,7 +600,7 @@ def test_attention_over_the_pool(
 
 @pytest.mark.parametrize("prefix", [True, False])
 def test_attention_over_gathered_rows(monkeypatch: pytest.MonkeyPatch, prefix: bool) -> None:
-    """RAGGED: SGLang hands over bfloat16 rows of this batch only, and offsets into them."""
+    """SGLang hands over bfloat16 rows of this batch only for RAGGED, and offsets into them."""
     backend = attending_backend(monkeypatch, fp8=True)
     batch = make_batch(backend, ForwardMode.EXTEND, [130, 90], [2, 1] if prefix else [130, 90])
     tokens = sum(batch.extend_seq_lens_cpu)
@@ -651,7 +651,7 @@ def test_layers_that_share_a_selection_share_what_attention_derives_from_it(
 
 
 def test_kept_lists_do_not_keep_the_selection() -> None:
-    """That is 64 MB of a chunk on a GPU, and the engine's to free."""
+    """A chunk's selection is 64 MB on a GPU, and the engine's to free."""
     lists, slots = KeptLists(), random_slots(4)
     freed = weakref.ref(slots)
     lists.of(slots, 1)["packed"] = 1
@@ -675,7 +675,7 @@ def test_attention_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_attention_that_is_not_routed_stays_sglangs(
     monkeypatch: pytest.MonkeyPatch, impl: str
 ) -> None:
-    """Each phase for itself: here prefill and verification are ours and SGLang's in turn."""
+    """Each phase is routed by itself: prefill and verification are ours and SGLang's in turn."""
     backend = attending_backend(monkeypatch, prefill=impl, decode=impl, draft_tokens=2)
     monkeypatch.setattr(DeepseekSparseAttnBackend, f"_forward_{impl}", lambda self, **_: "SGLang's")
     ours: Callable[..., Any] = lambda *_args, **_kw: ("ours", None)  # noqa: E731
@@ -751,7 +751,7 @@ def test_hooks_take_what_sglang_passes(ours: Any, theirs: Any) -> None:
 
 
 def test_a_real_hook_reaches_ours(monkeypatch: pytest.MonkeyPatch, own_hooks: None) -> None:
-    """Through SGLang's own registry, on SGLang's own class; another call wraps nothing again."""
+    """It does through SGLang's own registry, on its own class; another call wraps nothing again."""
     theirs = {name: getattr(Indexer, name) for name in ("_get_topk_ragged", "_get_topk_paged")}
     for name, method in theirs.items():
         monkeypatch.setattr(Indexer, name, method)  # restored afterwards

@@ -47,7 +47,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> active.ActivePattern:
 
 @pytest.fixture
 def registry(monkeypatch: pytest.MonkeyPatch) -> prometheus_client.CollectorRegistry:
-    """In place of the process' own."""
+    """Return a registry in place of the process' own."""
     made = prometheus_client.CollectorRegistry()
     for name in ("Counter", "Gauge"):
         kind = getattr(prometheus_client, name)
@@ -142,7 +142,7 @@ def test_no_more_series_than_so_many(
 
 
 class Seen:
-    """In place of a shadow: one that saw rows in every S layer."""
+    """Stand-in for a shadow that saw rows in every S layer."""
 
     one_in, forwards = 1, 5
 
@@ -188,7 +188,7 @@ def test_overlap_by_layer(served: active.ActivePattern, told: Callable[..., floa
 def test_a_shadow_adds_237_series_at_most(
     registry: prometheus_client.CollectorRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At the depth of the deepest released model, all layers but the first S."""
+    """The model is as deep as the deepest released one, and all layers but the first are S."""
     monkeypatch.setattr(active, "_active", None)
     deep = active.activate(plan("F" + "S" * 77, mode="live"))
     exporter = Exporter(LABELS)

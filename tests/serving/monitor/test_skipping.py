@@ -1,4 +1,4 @@
-"""What ``server show`` tells of a rank's counters, and that it sees layers that do not skip."""
+"""Reading of a rank's counters for ``server show``, which sees layers that do not skip."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What forwards were: rows by phase and pattern, and pairs of queries and keys, one by one."""
+"""Counters of forwards: rows by phase and pattern, and pairs of queries and keys, one by one."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ layers = st.sets(st.integers(0, LAYERS - 1))
 def test_pairs_are_those_of_every_row_with_every_token_that_it_sees(
     given: list[tuple[Pattern, int, int]], own: set[int], exact: set[int]
 ) -> None:
-    """``given``: pattern, rows and the tokens before them."""
+    """Each request is a pattern, rows, and the tokens before them."""
     counted = Traffic(
         range(LAYERS), frozenset(own), TOPK, flops=80, exact=frozenset(exact), folded_flops=10
     )

@@ -96,7 +96,7 @@ print(json.dumps(examined))
 
 @pytest.fixture(scope="module")
 def examined(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[bool, str]]:
-    """What the doctor said, by family and command line."""
+    """Run the doctor; return its answers by family and command line."""
     commands = [(name, line) for name, lines in PASS.items() for line in lines]
     commands += [("glm-5", line) for line, _ in REFUSED]
     folders = {name: config_only(name, tmp_path_factory.mktemp(name)) for name in PASS}

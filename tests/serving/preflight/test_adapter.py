@@ -1,4 +1,4 @@
-"""How an adapter comes into SGLang: refused before weights load, or loaded as weights are there.
+"""Way of an adapter into SGLang: refused before weights load, or loaded as weights are there.
 
 SGLang multiplies no block-FP8 weights without a GPU or AMX, so what becomes of a quantised indexer
 there is tested up to SGLang's own loading of it. That servers answer with the adapter, over a
@@ -263,7 +263,7 @@ def fp8_plan(fp8_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def load(into: nn.Module, base: Path) -> None:
-    """As SGLang does, with the hook of a server that has an adapter."""
+    """Load as SGLang does, with the hook of a server that has an adapter."""
     from sglang.srt.model_loader.loader import DefaultModelLoader
 
     stored = load_file(base / "model.safetensors")

@@ -1,4 +1,4 @@
-"""What SGLang takes for granted in a config: told before it starts, and all of it."""
+"""Checks of what SGLang takes for granted in a config: told before it starts, and all of it."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_no_field_that_sglang_reads_is_forgotten(
 
 
 def fields_of(path: Path) -> set[str]:
-    """What is read of ``config`` and ``self.config`` without a default."""
+    """Return what is read of ``config`` and ``self.config`` without a default."""
     return {
         node.attr
         for node in ast.walk(ast.parse(path.read_text()))

@@ -67,7 +67,7 @@ def test_findings_come_first_and_the_layers_last(folder: Path) -> None:
 
 
 def test_wider_index_keys_are_served_here_and_no_gpu_memory_is_told(folder: Path) -> None:
-    """What a node with GPUs says of them is in ``test_absent_gpu.py``."""
+    """The advice of a node with GPUs is in ``test_absent_gpu.py``."""
     (folder / "config.json").write_text(json.dumps({**CONFIG, "index_head_dim": 192}))
     fine, said = examine("--model-path", folder, "--indexcache-pattern", "1/4")
     assert fine, said
@@ -235,7 +235,7 @@ def test_json_has_what_is_printed_and_nothing_else_is_on_stdout(folder: Path) ->
 def test_it_says_at_once_that_it_is_at_work(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Before SGLang is imported, which takes long; and not among its findings."""
+    """It says so before SGLang is imported, which takes long, and not among its findings."""
 
     def resolve(arguments: Sequence[str], device: str | None) -> None:
         raise SettingsError(f"asked after: {capsys.readouterr().err}")

@@ -1,4 +1,4 @@
-"""What a plan is not combined with; real command lines are in ``test_plugin.py``."""
+"""Refusals of what a plan does not combine with; ``test_plugin.py`` has real command lines."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RETURN = {"enable_return_indexer_topk": True}
 
 
 def flags(**given: Any) -> SimpleNamespace:
-    """What a plain command line resolves to, and what was ``given``."""
+    """Return what a plain command line resolves to, and what was ``given``."""
     plain = {
         "use_ray": False,
         "enable_pdmux": False,
@@ -58,7 +58,7 @@ def flags(**given: Any) -> SimpleNamespace:
 
 @pytest.fixture(autouse=True)
 def platform(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """An NVIDIA GPU; a test may make it another device."""
+    """Return an NVIDIA GPU, which a test may make another device."""
     made = type("Platform", (platforms.CudaSRTPlatform,), {})()
     monkeypatch.setattr(platforms, "current_platform", made)
     return made

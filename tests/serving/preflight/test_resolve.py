@@ -165,7 +165,7 @@ def test_plan_travels_in_the_config() -> None:
 
 
 def test_only_a_pattern_of_its_own_keeps_kv_apart() -> None:
-    """What stock SGLang computes too, it may have; not where requests of all patterns meet."""
+    """Stock SGLang may have what it computes too, but not where requests of all patterns meet."""
     first, second = Pattern("FSSFSS"), Pattern("FSFSFS")
     static = plan(flags(pattern="FSSFSS"))
     apart = static.kv_namespace(first)

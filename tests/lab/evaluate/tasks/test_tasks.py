@@ -233,7 +233,7 @@ def test_no_place_is_drawn_twice(count: int, total: int) -> None:
 
 
 def stubborn(draw: random.Random, room: Room) -> Draft:
-    """As many lines whatever room there is; every third must stay, and an answer is in the last."""
+    """Make as many lines whatever room there is; every third must stay, the last has an answer."""
     del draw
     lines = [f"line {number} says something" for number in range(60)]
     asked = [Asked(f"What says line {number}?", " something", (number,)) for number in (0, 59)]

@@ -120,7 +120,7 @@ def flash_attn_with_kvcache(  # type: ignore[no-untyped-def]
     q, k_cache, v_cache, qv=None, page_table=None, cache_seqlens=None, cu_seqlens_q=None,
     softmax_scale=None, causal=False, **rest,
 ):  # fmt: skip
-    """MLA over a page table: ``q`` is the rotary part, ``qv`` the latent part, one slot a page.
+    """Attend over a page table: ``q`` is the rotary part, ``qv`` the latent part, one slot a page.
 
     For DSA the table is the list of selected slots, and ``cache_seqlens`` says how many count.
     """
@@ -178,7 +178,7 @@ def fits_device(device: int) -> bool:
 
 @reference("sgl_kernel.get_device_accessible_ptr")
 def get_device_accessible_ptr(tensor: torch.Tensor, device: int) -> int:
-    """Where a card finds memory of the host."""
+    """Return where a card finds memory of the host."""
     return tensor.data_ptr()
 
 
@@ -195,7 +195,7 @@ def transfer_kv_direct(src_layers, dst_layers, src_indices, dst_indices, page_si
 
 @reference("jit:concat_mla_absorb_q.concat_mla_absorb_q")
 def concat_mla_absorb_q(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-    """Latent and rotary part of a query side by side."""
+    """Write latent and rotary part of a query side by side."""
     out.copy_(torch.cat((a, b), -1))
 
 

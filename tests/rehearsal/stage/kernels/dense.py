@@ -8,14 +8,14 @@ from tests.rehearsal.stage.registry import reference
 
 
 def rms(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Root mean square norm of the last dimension, in float64."""
+    """Norm the last dimension by its root mean square, in float64."""
     x = x.double()
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight.double()
 
 
 @reference("flashinfer.norm:rmsnorm")
 def rmsnorm(input, weight, eps=1e-6, out=None, enable_pdl=None):  # type: ignore[no-untyped-def]
-    """Root mean square norm of the last dimension."""
+    """Norm the last dimension by its root mean square."""
     normed = rms(input, weight, eps).to(input.dtype)
     return normed if out is None else out.copy_(normed)
 
@@ -74,7 +74,7 @@ def tiny_gemm(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
 
 @reference("jit:clamp_position.clamp_position")
 def clamp_position(out: torch.Tensor, seq_lens: torch.Tensor) -> None:
-    """The newest token's position of each sequence."""
+    """Write the newest token's position of each sequence."""
     out.copy_((seq_lens - 1).clamp_min(0))
 
 

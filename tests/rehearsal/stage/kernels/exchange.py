@@ -18,11 +18,11 @@ class Group(Protocol):
     size: int
 
     def rows(self, mine: T) -> list[T]:
-        """What each rank brings, of any number of rows."""
+        """Gather each rank's rows, of any number."""
 
 
 class Routes(NamedTuple):
-    """Which rank's tokens go where, what DeepEP calls a handle.
+    """Destinations of each rank's tokens, DeepEP's handle.
 
     ``goes[s]``: ``[tokens of s, ranks]``, whether rank ``s`` sends a token to a rank. A rank has
     what it received in the order of senders, and of tokens within a sender's.
@@ -31,7 +31,7 @@ class Routes(NamedTuple):
     goes: list[T]
 
     def start(self, sender: int, receiver: int) -> int:
-        """Where the rows of ``sender`` begin among those that ``receiver`` has."""
+        """Return where the rows of ``sender`` begin among those that ``receiver`` has."""
         return sum(int(goes[:, receiver].sum()) for goes in self.goes[:sender])
 
 
@@ -76,7 +76,7 @@ def dispatch(
 
 @reference("deep_ep.combine")
 def combine(x: T, routes: Routes, group: Group) -> T:
-    """``[T, D]``: for each of this rank's tokens, the sum of what all ranks made of it."""
+    """Return ``[T, D]``: for each of this rank's tokens, the sum of what all ranks made of it."""
     assert x.dtype == torch.bfloat16
     mine = routes.goes[group.rank]
     total = torch.zeros(len(mine), x.shape[1], dtype=torch.float64)

@@ -81,7 +81,7 @@ def q_rope_quant(q, q_fp8, weight, weights_out, weight_scale, cos_sin, positions
 def scores(
     q: torch.Tensor, keys: torch.Tensor, scales: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """``sum_h w[t, h] * relu(q[t, h] . k[s]) * scale[s]`` as float32 ``[T, S]``."""
+    """Return ``sum_h w[t, h] * relu(q[t, h] . k[s]) * scale[s]`` as float32 ``[T, S]``."""
     assert q.dtype == keys.dtype == E4M3
     assert q.shape[-1] == WIDTH
     dots = torch.einsum("thd,sd->ths", q.double(), keys.double()).relu_()

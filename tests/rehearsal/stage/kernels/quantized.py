@@ -32,7 +32,7 @@ def quantize_groups(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def from_groups(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """What ``quantize_groups`` made, in float64."""
+    """Return in float64 what ``quantize_groups`` made."""
     return (values.double().unflatten(-1, (-1, GROUP)) * scales.double()[..., None]).flatten(-2)
 
 
