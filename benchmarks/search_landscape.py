@@ -81,3 +81,24 @@ class SyntheticEvaluator:
             own = self._weight[layer, chosen] * (1.0 - np.exp(-distance))
             total = total + own * (1.0 + self._coupling * total)
         return total
+
+
+class SeenEvaluator(SyntheticEvaluator):
+    """A landscape whose layers can be seen, as those of a model in this process."""
+
+    is_blind = False
+    """Whether what is seen says nothing: random numbers, the same for every batch."""
+
+    def kept_mass(self, batch: int) -> Floats:
+        """Say how near layer i is to j, and not how much layer i matters: attention does not.
+
+        Returns:
+            ``[N, N]`` float64, see :class:`~sglang_indexcache.search.evaluators.hf`.
+        """
+        distance = self._position[:, None] - self._position[None, :]
+        if self.is_blind:
+            kept = np.random.default_rng(0).random(distance.shape)
+        else:
+            kept = np.exp(-np.maximum(distance, 0.0))
+        matrix: Floats = np.tril(kept, -1) + np.eye(self.num_layers)
+        return matrix

@@ -10,19 +10,20 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from benchmarks.records import read_arguments
-from benchmarks.search_landscape import SyntheticEvaluator
+from benchmarks.search_landscape import SeenEvaluator
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.evaluators import Floats
 from sglang_indexcache.search.ledger import Ledger
+from sglang_indexcache.search.methods import METHODS, METHODS_IN_PROCESS, Method
 from sglang_indexcache.search.options import Options
-from sglang_indexcache.search.rules import Constraints, baselines, parse_targets
+from sglang_indexcache.search.rules import Constraints, Targets, baselines, parse_targets
 from sglang_indexcache.search.run import Search
 from sglang_indexcache.support.files import write_json
 
@@ -70,7 +71,7 @@ class Kind:
 
     Attributes:
         spread: how batches weigh layers.
-        coupling: see :class:`SyntheticEvaluator`.
+        coupling: see :class:`SeenEvaluator`.
         own_noise: nats (standard deviation) that each pattern has for itself on each batch.
     """
 
@@ -89,17 +90,47 @@ KINDS = {
     "noise per pattern": Kind(lognormal(0.2), own_noise=0.02),
 }
 
+
+@dataclass(frozen=True)
+class Trial:
+    """One way to search.
+
+    Attributes:
+        half: with half of the budget that nobody gave.
+        is_blind: see :class:`SeenEvaluator`.
+    """
+
+    method: str
+    refine: bool = True
+    batches: int = BATCHES
+    methods: Mapping[str, Method] = field(default_factory=lambda: METHODS)
+    half: bool = False
+    is_blind: bool = False
+
+    def options(self, targets: Targets) -> Options:
+        """Return the options; half of a budget is half of a server's, which has no start."""
+        share = None
+        if self.half:
+            share = Options.parse(self.method).budget(targets, [1000] * self.batches).share / 2
+        return Options.parse(self.method, share, refine=self.refine, methods=self.methods)
+
+
 SEARCHES = {
-    "exhaustive": ("greedy", False, BATCHES),
-    "fast": ("fast", True, BATCHES),
-    "forward": ("forward", True, BATCHES),
-    "fast, 10x batches": ("fast", True, 10 * BATCHES),
-    "exhaustive, 3 batches": ("greedy", False, 3),
+    "exhaustive": Trial("greedy", refine=False),
+    "fast": Trial("fast"),
+    "forward": Trial("forward"),
+    "fast, 10x batches": Trial("fast", batches=10 * BATCHES),
+    "exhaustive, 3 batches": Trial("greedy", refine=False, batches=3),
+    "both": Trial("both"),
+    "both, half": Trial("both", half=True),
+    "both from one pass": Trial("both", methods=METHODS_IN_PROCESS),
+    "both from one pass, half": Trial("both", methods=METHODS_IN_PROCESS, half=True),
+    "both from a blind pass": Trial("both", methods=METHODS_IN_PROCESS, is_blind=True),
 }
-"""Method, whether refined, batches. All but first and fourth take a tenth of the first's tokens."""
+"""``fast``, ``forward``, 3 batches and half of ``both`` take a tenth of the first one's tokens."""
 
 
-class Landscape(SyntheticEvaluator):
+class Landscape(SeenEvaluator):
     """A landscape of one kind."""
 
     def __init__(
@@ -134,9 +165,10 @@ def compare(name: str, layers: int, seed: int) -> dict[str, Any]:
         return round(float(found.mean()), 8)
 
     rows: dict[str, Any] = {}
-    for title, (method, refine, batches) in SEARCHES.items():
-        ledger = Ledger(Landscape(KINDS[name], layers, batches, seed))
-        search = Search(ledger, goal, Options.parse(method, refine=refine))
+    for title, trial in SEARCHES.items():
+        landscape = Landscape(KINDS[name], layers, trial.batches, seed)
+        landscape.is_blind = trial.is_blind
+        search = Search(Ledger(landscape), goal, trial.options(goal))
         for _ in search.run():
             pass
         assert search.search_tokens <= search.budget.total

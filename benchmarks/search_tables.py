@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.records import RESULTS, markdown
@@ -18,13 +18,22 @@ _METHODS = {"greedy": "greedy", "fast, refined": "fast"}
 
 def landscapes(found: Record) -> str:
     """Write what searches on made-up landscapes add on fresh batches, beside exhaustive greedy."""
-    names = ("fast", "forward", "fast, 10x batches", "exhaustive, 3 batches")
+    return _landscapes(found, ("fast", "forward", "fast, 10x batches", "exhaustive, 3 batches"))
+
+
+def _landscapes(found: Record, names: Sequence[str]) -> str:
     rows = []
     for kind, summary in found["summary"].items():
         cells = [summary["searches"][name]["over_exhaustive"] for name in names]
         rows.append((kind, *(" ".join(f"{v:.2f}" for v in cell.values()) for cell in cells)))
     title = f"{found['layers']} layers, {len(found['seeds'])} landscapes of each kind"
     return markdown(("", *names), rows, title)
+
+
+def starts(found: Record) -> str:
+    """Write the same of ``both`` with and without a first pattern from one pass."""
+    names = [name for name in found["rows"][0]["searches"] if name.startswith("both")]
+    return _landscapes(found, names)
 
 
 def races(found: Record) -> str:

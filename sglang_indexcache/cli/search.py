@@ -72,8 +72,9 @@ Target = Annotated[list[str] | None, InSearch("--target", metavar="TARGET", help
     "Where to leave a pattern: a ratio such as 1/4, or a count of F layers. Repeat it. "
     "The default is 1/2, 1/4 and 1/8.")]
 Method = Annotated[str | None, InSearch("--method", metavar="METHOD", help=
-    "How to search: both (fast and forward, the default where the budget allows it), fast, "
-    "forward, greedy; or without --url one-pass (by attention mass) or similarity (of outputs).")]
+    "How to search: both (fast and forward, without --url after one-pass; the default where the "
+    "budget allows it), fast, forward, greedy; or without --url one-pass (by attention mass) or "
+    "similarity (of outputs).")]
 Budget = Annotated[float | None, InSearch("--budget", metavar="SHARE", help=
     "The most that the search may forward, in shares of exhaustive greedy's tokens. The default "
     "is 0.1 for each of fast and forward, and more for few layers.")]
@@ -129,13 +130,15 @@ def run_command(
     Example: indexcache search run --model MODEL --url http://127.0.0.1:30000 --data chats.jsonl
     -o found/
     """
+    from sglang_indexcache.search.methods import METHODS, METHODS_IN_PROCESS
     from sglang_indexcache.search.options import Options
     from sglang_indexcache.search.rules import Constraints, parse_layers, parse_targets
     from sglang_indexcache.search.session import plan, run_search
     from sglang_indexcache.search.setup import Setup
     from sglang_indexcache.study.cost import Rate, print_plan
 
-    chosen = Options.parse(method, budget) if method else None
+    methods = METHODS if url else METHODS_IN_PROCESS
+    chosen = Options.parse(method, budget, methods=methods) if method else None
     measuring = _measuring(model, connect(url, api_key), dtype, at_once, low_priority)
     setup = Setup.read(
         model,
@@ -150,7 +153,7 @@ def run_command(
     targets = parse_targets(target, constraints)
     tokens = setup.calibration.batch_tokens
     if chosen is None:
-        chosen, why = Options.best(targets, tokens[:batches], budget)
+        chosen, why = Options.best(targets, tokens[:batches], budget, methods)
         if why:
             out.print(why, highlight=False)
     prefill_rate = Rate(rate, "given by --rate") if rate else None

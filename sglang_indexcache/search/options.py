@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from sglang_indexcache.errors import SearchError
@@ -68,15 +68,22 @@ class Options:
             raise SearchError(f"the budget's share must be above 0 and at most 1, got {self.share}")
 
     @classmethod
-    def parse(cls, method: str, share: float | None = None, *, refine: bool = True) -> Options:
+    def parse(
+        cls,
+        method: str,
+        share: float | None = None,
+        *,
+        refine: bool = True,
+        methods: Mapping[str, Method] = METHODS,
+    ) -> Options:
         """From a method's name.
 
         Raises:
             SearchError: there is none of that name.
         """
-        if method not in METHODS:
-            raise SearchError(f"method {method!r} is unknown; there are {', '.join(METHODS)}")
-        return cls(METHODS[method], share, refine and METHODS[method].is_refined)
+        if method not in methods:
+            raise SearchError(f"method {method!r} is unknown; there are {', '.join(methods)}")
+        return cls(methods[method], share, refine and methods[method].is_refined)
 
     @classmethod
     def best(
@@ -84,9 +91,10 @@ class Options:
         targets: Targets,
         batch_tokens: Sequence[int],
         share: float | None = None,
+        methods: Mapping[str, Method] = METHODS,
     ) -> tuple[Options, str]:
         """Choose where nobody did: both searches; else one, and say why two do not fit."""
-        single, double = cls(METHODS["fast"], share), cls(METHODS["both"], share)
+        single, double = cls(methods["fast"], share), cls(methods["both"], share)
         try:
             budget = double.budget(targets, batch_tokens)
         except SearchError:

@@ -17,6 +17,7 @@ from sglang_indexcache.library import set_overlap
 from sglang_indexcache.search.difference import unseen_in_words
 from sglang_indexcache.search.evaluators import Evaluator
 from sglang_indexcache.search.ledger import Ledger, Step, open_journal
+from sglang_indexcache.search.methods import Walks
 from sglang_indexcache.search.options import Options
 from sglang_indexcache.search.output import OutputFolder
 from sglang_indexcache.search.overlap import found_overlap
@@ -115,6 +116,9 @@ def plan(
     budget = options.budget(targets, searched)
     yield from setup.rows
     yield "method", options.in_words()
+    if isinstance(options.method, Walks) and (start := options.method.start):
+        tokens_of_start = start.least(targets, searched)
+        yield "start", f"{start.in_words}: {tokens_of_start:,} tokens of the budget"
     yield "targets", ", ".join(mark.label for mark in targets.marks)
     checks, full = check_tokens(targets, searched, held_out), sum(searched)
     yield (

@@ -10,6 +10,7 @@ from benchmarks.search_landscape import SyntheticEvaluator
 from sglang_indexcache.cli import app
 from sglang_indexcache.library import load_entry
 from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.search.evaluators.hf import TransformersEvaluator
 from sglang_indexcache.stats.bounds import Estimate
 from tests.search.helpers import searched
 
@@ -145,6 +146,51 @@ def test_a_dry_run_tells_tokens_hours_and_the_rates_source(tmp_path: Path) -> No
     assert "given by --rate" in told
     assert "give --rate" in said(call(*arguments, "--method", "greedy"))
     assert not output.exists()
+
+
+def test_a_dry_run_tells_what_the_start_costs_and_a_server_has_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = documents(tmp_path / "data.jsonl")
+    arguments = (
+        *("search", "run", "--model", TINY, "--data", data, "--batches", "2", "--held-out", "2"),
+        *("--dry-run", "-o", tmp_path),
+    )
+    here = said(call(*arguments))
+    [tokens] = re.findall(r"dynamic programme: ([\d,]+) tokens of the budget", here)
+    [full] = re.findall(r"patterns on all ([\d,]+) tokens", here)
+    # The start pattern, two forwards for the matrix, and three patterns.
+    assert int(tokens.replace(",", "")) == 6 * int(full.replace(",", ""))
+    monkeypatch.setattr("sglang_indexcache.cli.search.connect", lambda *_: [object()])
+    served = said(call(*arguments, "--url", "http://h"))
+    assert "the better of fast greedy and forward selection" in served
+    assert "dynamic programme" not in served
+    assert re.findall(r"budget ([\d,]+) tokens", served) == re.findall(r"budget ([\d,]+) to", here)
+
+
+def test_the_default_begins_from_one_pass_and_measures_nothing_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = (
+        *("search", "run", "--model", TINY, "--context", "96", "--batches", "2"),
+        *("--held-out", "2", "--target", "3", "-o", tmp_path),
+    )
+    result = call(*arguments)
+    assert result.exit_code == 0, result.output
+    text = (tmp_path / "tiny-dsa-3of12.yaml").read_text()
+    assert "name: the best of one pass, fast greedy and forward selection" in text
+    entries = [json.loads(line) for line in (tmp_path / "journal.jsonl").open()][1:]
+    passes = [entry["batch"] for entry in entries if "kept_mass" in entry]
+    assert passes == [0, 1]
+
+    def again(*_: object) -> None:
+        raise AssertionError("it was measured before")
+
+    monkeypatch.setattr(TransformersEvaluator, "kept_mass", again)
+    monkeypatch.setattr(TransformersEvaluator, "token_losses", again)
+    result = call(*arguments)
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "tiny-dsa-3of12.yaml").read_text() == text
 
 
 def test_a_config_file_gives_options_and_the_command_line_wins(tmp_path: Path) -> None:

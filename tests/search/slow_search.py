@@ -10,27 +10,32 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.search_landscape import SyntheticEvaluator
+from benchmarks.search_landscape import SeenEvaluator
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.evaluators import Floats
+from sglang_indexcache.search.methods import METHODS_IN_PROCESS
 from tests.search.helpers import searched
 
 SECONDS = 0.02
 
 
-class Slow(SyntheticEvaluator):
+class Slow(SeenEvaluator):
     """Takes its time for every call."""
 
     def loss(self, pattern: Pattern, batches: Sequence[int]) -> Floats:
         time.sleep(SECONDS)
         return super().loss(pattern, batches)
 
+    def kept_mass(self, batch: int) -> Floats:
+        time.sleep(SECONDS)
+        return super().kept_mass(batch)
+
 
 def search(output: Path, method: str, calls: int) -> None:
-    """Search with so many calls at the same time."""
+    """Search with so many calls at the same time; "both" begins from one pass."""
     evaluator = Slow(12, 16)
     evaluator.in_flight = calls
-    searched(output, evaluator, held_out=8, method=method)
+    searched(output, evaluator, held_out=8, method=method, methods=METHODS_IN_PROCESS)
 
 
 if __name__ == "__main__":

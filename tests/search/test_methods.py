@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from benchmarks.search_landscape import SyntheticEvaluator
+from benchmarks.search_landscape import SeenEvaluator, SyntheticEvaluator
 from sglang_indexcache.errors import SearchError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.evaluators import Floats
 from sglang_indexcache.search.ledger import Ledger, Step
-from sglang_indexcache.search.methods import METHODS, Method
+from sglang_indexcache.search.methods import METHODS, METHODS_IN_PROCESS, Method
 from sglang_indexcache.search.methods.fast import Descent, FastGreedy, first_subset, least_subset
 from sglang_indexcache.search.methods.forward import Ascent
 from sglang_indexcache.search.methods.greedy import evaluations
@@ -31,6 +31,7 @@ from tests.search.oracle import algorithm_1, forward_selection
 
 BY_LOSS = ("both", "fast", "forward", "greedy")
 BOTH, FAST, FORWARD, GREEDY = (METHODS[name] for name in BY_LOSS)
+STARTED = METHODS_IN_PROCESS["both"]
 LAYERS, PLENTY = 47, 10**9
 MARKS = ("1/2", "1/4", "1/8")
 
@@ -49,10 +50,10 @@ def test_obeys_every_constraint(name: str) -> None:
     assert len(events) == {"greedy": 7, "fast": 7, "forward": 6, "both": 13}[name]
 
 
-@pytest.mark.parametrize("method", [FAST, FORWARD, BOTH])
+@pytest.mark.parametrize("method", [FAST, FORWARD, BOTH, STARTED])
 @pytest.mark.parametrize("batches", [1, 2, 8, 33])
 def test_the_least_budget_is_enough(method: Method, batches: int) -> None:
-    goal, ledger = targets(24, "1", "1/2"), landscape(24, 2, batches=batches)
+    goal, ledger = targets(24, "1", "1/2"), Ledger(SeenEvaluator(24, batches, 2))
     least = method.least(goal, ledger.tokens_of_batches)
     seen = set()
     for event in method.descend(ledger, goal, least):
@@ -286,6 +287,52 @@ def test_both_is_as_good_as_the_better_of_the_two(seed: int) -> None:
     for count, pattern in both.found.items():
         assert pattern.loss <= min(search.found[count].loss for search in alone) + 1e-12
     assert both.search_tokens <= both.budget.total == 2 * alone[0].budget.total
+
+
+class Hidden(SeenEvaluator):
+    """At every size one pattern loses nothing, which the one pass sees and no walk comes by."""
+
+    num_hidden = 10
+
+    def kept_mass(self, batch: int) -> Floats:
+        """Layers 1 to 10 keep little under another layer's list; the others all, or nearly."""
+        kept = super().kept_mass(batch) * 1e-3 + 1.0
+        kept[1 : self.num_hidden + 1] = 0.5
+        return np.tril(kept)
+
+    def _damage(self, pattern: Pattern, chosen: np.ndarray) -> Floats:
+        damage = super()._damage(pattern, chosen)
+        is_hidden = pattern.full_layers == (*range(self.num_hidden + 1),)
+        return 0 * damage if is_hidden else 1 + damage * (1 + pattern.is_full(1))
+
+
+@pytest.mark.parametrize("refine", [False, True])
+def test_both_begins_from_one_pass_where_layers_can_be_seen(refine: bool) -> None:
+    goal, searches = targets(FEW, "11", "3"), {}
+    for method in (BOTH, STARTED):
+        ledger = Ledger(Hidden(FEW, 32, 1))
+        searches[method.in_words] = finished(ledger, goal, Options(method, refine=refine))
+    without, started = searches.values()
+    assert started.found[11].pattern.full_layers == tuple(range(11))
+    assert started.found[11].searched == started.found[11].pattern
+    assert without.found[11].pattern != started.found[11].pattern
+    assert started.budget == without.budget
+    assert started.search_tokens <= started.budget.total
+    assert [step.layer for step in started.path].count(None) == 3
+
+
+def test_a_start_that_misleads_is_not_kept() -> None:
+    """Random numbers for the one pass: the walks' patterns are better, so they are the answer."""
+    goal, evaluator = targets(FEW, *MARKS), SeenEvaluator(FEW, 32, 3)
+    evaluator.is_blind = True
+    without, started = (
+        finished(Ledger(evaluator), goal, Options(method, refine=False))
+        for method in (BOTH, STARTED)
+    )
+    blind = finished(Ledger(evaluator), goal, Options(METHODS["one-pass"], refine=False))
+    for count, found in started.found.items():
+        assert found.loss == pytest.approx(without.found[count].loss, rel=0.02)
+        assert found.loss < blind.found[count].loss
 
 
 def test_the_path_and_the_log_hold_both_ways(tmp_path: Path) -> None:

@@ -7,10 +7,11 @@ import pytest
 from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 
-from benchmarks.search_landscape import SyntheticEvaluator
+from benchmarks.search_landscape import SeenEvaluator
 from sglang_indexcache.errors import SearchError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.ledger import Ledger
+from sglang_indexcache.search.methods import METHODS, METHODS_IN_PROCESS
 from sglang_indexcache.search.methods.greedy import Greedy
 from sglang_indexcache.search.options import Options
 from sglang_indexcache.search.rules import Constraints, Targets, parse_targets
@@ -55,7 +56,7 @@ def searches(draw: st.DrawFn) -> tuple[Ledger, Targets, Options]:
     keep = draw(st.sampled_from([[], [], [2], [1, 3]]))
     rules = Constraints.make(Pattern.full(layers), keep_full=keep)
     seed, noise = draw(st.integers(0, 10**6)), draw(st.sampled_from([0.1, 1.0]))
-    evaluator = SyntheticEvaluator(layers, batches, seed, noise=noise)
+    evaluator = SeenEvaluator(layers, batches, seed, noise=noise)
     if draw(st.booleans()):  # documents are whole, so batches differ in length
         lengths = np.random.default_rng(seed).integers(1, 2000, batches)
         evaluator.batch_tokens = tuple(int(length) for length in lengths)
@@ -63,7 +64,8 @@ def searches(draw: st.DrawFn) -> tuple[Ledger, Targets, Options]:
     share = draw(st.sampled_from([None, None, 0.05, 0.1, 0.3, 1.0]))
     with reject_on(SearchError):
         goal = parse_targets(marks, rules)
-        options = Options.parse(method, share, refine=refine)
+        methods = draw(st.sampled_from([METHODS, METHODS_IN_PROCESS]))
+        options = Options.parse(method, share, refine=refine, methods=methods)
         options.budget(goal, evaluator.batch_tokens)
     return Ledger(evaluator), goal, options
 

@@ -37,7 +37,9 @@ def results(folder: Path) -> dict[str, bytes]:
 def evaluations(folder: Path) -> list[tuple[str, int]]:
     lines = (folder / "journal.jsonl").read_text().splitlines()[1:]
     entries = [json.loads(line) for line in lines]
-    return [(entry["pattern"], batch) for entry in entries for batch in entry["batches"]]
+    passes = [("one pass", entry["batch"]) for entry in entries if "kept_mass" in entry]
+    losses = [entry for entry in entries if "pattern" in entry]
+    return passes + [(entry["pattern"], batch) for entry in losses for batch in entry["batches"]]
 
 
 def size(path: Path) -> int:
@@ -74,6 +76,7 @@ def test_kill_9_at_random_moments(tmp_path: Path, method: str, servers: int, goa
     assert results(killed) == expected
     found = evaluations(killed)
     assert sorted(found) == sorted(evaluations(undisturbed))
+    assert sum(what == "one pass" for what, _ in found) == (8 if method == "both" else 0)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

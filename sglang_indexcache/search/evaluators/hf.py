@@ -273,7 +273,7 @@ class TransformersEvaluator(TokenEvaluator):
         if weights[0] is None:
             raise SearchError(
                 f"{type(attention).__name__} does not return the weights of its attention, by "
-                "which --method one-pass searches. Search with --method similarity."
+                "which one-pass and, without --url, both search. Search with --method fast."
             )
         return weights[0][0].float()
 
