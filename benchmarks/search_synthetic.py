@@ -196,8 +196,9 @@ def _summarize(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         found = [row["searches"] for row in rows]
         return max(s[title]["added"][mark] / s["exhaustive"]["added"][mark] for s in found)
 
+    titles = rows[0]["searches"]
     paid = {title: [row["searches"][title]["evaluations_of_32_batches"] for row in rows]
-            for title in SEARCHES}  # fmt: skip
+            for title in titles}  # fmt: skip
     return {
         "exhaustive_added": {m: total("exhaustive", m) / len(rows) for m in MARKS},
         "uniform_added": {m: float(np.mean([row["uniform"][m] for row in rows])) for m in MARKS},
@@ -210,7 +211,7 @@ def _summarize(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
                     a / b for a, b in zip(paid[title], paid["exhaustive"], strict=True)
                 ),
             }
-            for title in SEARCHES
+            for title in titles
         },
     }
 
