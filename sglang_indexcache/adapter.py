@@ -22,7 +22,6 @@ from pydantic import Field, ValidationError
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import CheckpointError, PatternError
 from sglang_indexcache.library import Strict
-from sglang_indexcache.models import BY_ARCHITECTURE, TRAINABLE
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.study.provenance import checkpoint_digest
 from sglang_indexcache.support.files import replacing, write_whole
@@ -229,12 +228,7 @@ def indexer_layer(name: str) -> int | None:
 
 def _base(folder: Path, pattern: Pattern) -> Base:
     checkpoint = Checkpoint.read(folder)
-    if not BY_ARCHITECTURE[checkpoint.architecture].model_type:
-        trained = ", ".join(family.architecture for family in TRAINABLE.values())
-        raise CheckpointError(
-            f"{folder} is a {checkpoint.architecture}, and there are adapters for those models "
-            f"that can be trained: {trained}"
-        )
+    checkpoint.check_trained(str(folder))
     pattern.check_checkpoint(checkpoint.own)
     pattern.check_unfolded("an adapter")
     missing = [name for name in _SHAPE_FIELDS if name not in checkpoint.shape]

@@ -15,7 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from sglang_indexcache.errors import CheckpointError, IndexCacheError, PatternError
-from sglang_indexcache.models import BY_ARCHITECTURE, LAYER_COUNTS, SHAPE_FIELDS, Family
+from sglang_indexcache.models import (
+    BY_ARCHITECTURE,
+    LAYER_COUNTS,
+    SHAPE_FIELDS,
+    TRAINABLE,
+    Family,
+    family_of,
+)
 from sglang_indexcache.models import read_field as _get
 from sglang_indexcache.pattern import Pattern
 
@@ -89,6 +96,16 @@ FORMS: Mapping[str, _Form] = {
         "an object, whose kda_layers are whole numbers",
     ),
     "layer_types": _WORDS,
+    "sparse_attention_config": (
+        lambda value: (
+            _is_object(value)
+            and _are_numbers(_get(value, "sparse_attention_freq"))
+            and _are_numbers(
+                [_get(value, f"sparse_{n}") or 0 for n in ("topk_blocks", "block_size")]
+            )
+        ),
+        "an object, whose frequency, topk_blocks and block_size are whole numbers",
+    ),
     "mlp_layer_types": _WORDS,
     "first_k_dense_replace": _NUMBER,
     "n_routed_experts": _NUMBER,
@@ -98,6 +115,8 @@ FORMS: Mapping[str, _Form] = {
     "hidden_size": _COUNT,
     "num_attention_heads": _COUNT,
     "index_topk": _COUNT,
+    "index_topk_blocks": _COUNT,
+    "index_block_size": _COUNT,
     "index_n_heads": _COUNT,
     "index_head_dim": _COUNT,
     "vocab_size": _COUNT,
@@ -116,7 +135,8 @@ class Checkpoint:
             pattern is layer ``layer_ids[i]``. The identity for all but hybrid models.
         own: the sharing that the checkpoint was trained with; all F if none. Its S layers ship
             no indexer weights.
-        shape: config fields that tell models apart (used by the pattern library).
+        shape: config fields that tell models apart (used by the pattern library). ``index_topk`` is
+            how many tokens a query selects, by whatever name.
     """
 
     architecture: str
@@ -154,11 +174,12 @@ class Checkpoint:
         layer_ids = family.layer_ids(text)
         if not layer_ids:
             raise CheckpointError(f"by its config no layer of {where} has an indexer to share.")
+        shape = {name: value for name in SHAPE_FIELDS if (value := _get(text, name)) is not None}
         return cls(
             architecture=architecture,
             layer_ids=layer_ids,
             own=_own_pattern(text, layer_ids, where),
-            shape={name: value for name in SHAPE_FIELDS if (value := _get(text, name)) is not None},
+            shape={**shape, "index_topk": family.topk(text)},
         )
 
     def check_served(self, where: str) -> None:
@@ -178,6 +199,19 @@ class Checkpoint:
             raise CheckpointError(
                 f"{where} is a {self.architecture}, which cannot share indices in SGLang: "
                 f"{family.refused}. Serve it without IndexCache."
+            )
+
+    def check_trained(self, where: str) -> None:
+        """Refuse what healing, adapters and the fitting of slopes do not know.
+
+        Raises:
+            CheckpointError: naming those that they know.
+        """
+        if not family_of(self.architecture).model_type:
+            trained = " and ".join(family.architecture for family in TRAINABLE.values())
+            raise CheckpointError(
+                f"{where} is a {self.architecture}, whose indexers are neither trained nor folded "
+                f"here. Those of {trained} are."
             )
 
     @classmethod
@@ -328,13 +362,13 @@ def _own_pattern(text: Any, layer_ids: tuple[int, ...], where: str) -> Pattern:
 
 def _family(architecture: str, text: Any, where: str) -> Family:
     """Return the row of a model that may share indices; one made up for a model that has no row."""
-    family = BY_ARCHITECTURE.get(architecture, Family(architecture))
+    family = family_of(architecture)
     if family.unsupported:
         raise CheckpointError(
             f"{where} is a {architecture}, whose indices IndexCache does not share: "
             f"{family.unsupported}."
         )
-    if _get(text, "index_topk") is not None:
+    if family.topk(text) is not None:
         return family
     fields = text if isinstance(text, Mapping) else vars(text)
     if any(str(name).startswith("index_") and value for name, value in fields.items()):

@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Any
 from sglang_indexcache.checkpoint import CONFIG_FILE, Checkpoint
 from sglang_indexcache.errors import CheckpointError, PatternError, StaleIndexError
 from sglang_indexcache.library import Library, Resolved
-from sglang_indexcache.models import BY_ARCHITECTURE
+from sglang_indexcache.models import BY_ARCHITECTURE, family_of
 from sglang_indexcache.pattern import Pattern
 
 if TYPE_CHECKING:
     import torch
 
-_CACHE_ARGUMENTS = ("cache", "past_key_values")
-"""By which name an indexer takes its cache: in transformers 5.24, and in 5.19."""
+_KEY_UPDATES = ("update_indexer", "update_index")
+"""By which name a layer of a cache takes index keys: DSA's, and MiniMax-M3's."""
 
 
 @dataclass
@@ -35,7 +35,9 @@ class SharedForward:
 
     Attributes:
         layer: the F layer that chose ``indices``, by its place in the pattern; None before any.
-        indices: ``[batch, queries, k]`` int32, the positions that it selected for each query.
+        indices: what it selected for each query: ``[batch, queries, k]`` int32 positions, or
+            ``[batch, groups, queries, k]`` int64 blocks for each group of heads, -1 where fewer
+            are (MiniMax-M3).
     """
 
     pattern: Pattern
@@ -52,15 +54,16 @@ def share(model: Any, pattern: Pattern | str) -> Iterator[SharedForward]:
     indexers on it, also after the context has ended, raises :class:`PatternError`.
 
     Args:
-        model: a transformers model with DSA (GLM-5, DeepSeek-V3.2, A.X-K2, HY-V4, ...). One that
-            this package does not know is judged by its modules, with a warning.
+        model: a transformers model with DSA (GLM-5, DeepSeek-V3.2, A.X-K2, HY-V4, ...), or
+            MiniMax-M3, whose pattern has a letter for each sparse layer. One that this package
+            does not know is judged by its modules, with a warning.
         pattern: a pattern, or any form that :meth:`Library.resolve` takes, such as ``"1/4"``. One
             that folds must be text, which names the file of its slopes; whose weights these are
             for is checked where the model was loaded from a folder.
 
     Raises:
         CheckpointError: the model has no indexers, or, in its first forward, indexers that
-            answer with something else than ``[batch, queries, k]`` positions; the pattern folds
+            answer with something else than :class:`SharedForward` has; the pattern folds
             and the model's indexers cannot be folded, or the slopes are another checkpoint's.
         PatternError, LibraryError: the pattern does not fit the model, or is unknown.
         StaleIndexError: in a forward whose layers run out of order (gradient checkpointing).
@@ -72,20 +75,20 @@ def share(model: Any, pattern: Pattern | str) -> Iterator[SharedForward]:
             f"a model is wanted that transformers has loaded, got {model!r}. Load it first: "
             "AutoModelForCausalLM.from_pretrained(...)"
         )
-    attentions = [module for module in model.modules() if hasattr(module, "indexer")]
-    checkpoint = _checkpoint(model, attentions)
+    checkpoint, attentions = _checkpoint(model)
     resolved = Resolved(pattern, "") if isinstance(pattern, Pattern) else None
     if resolved is None or resolved.pattern.is_folded:  # then its slopes are in the library
         resolved = Library.default().resolve(str(pattern), checkpoint, folding=True)
     pattern = resolved.pattern
     pattern.check_checkpoint(checkpoint.own)
     select = _selections(model, attentions, resolved)
+    grouped = family_of(checkpoint.architecture).grouped
     sharing = SharedForward(pattern)
     with ExitStack() as stack:
         for number, attention in enumerate(attentions):
             if (indexer := attention.indexer) is not None:  # without one it shares by itself
                 stack.callback(_restore, indexer, vars(indexer).get("forward"))
-                indexer.forward = _switch(indexer, number, sharing, select.get(number))
+                indexer.forward = _switch(indexer, number, sharing, select.get(number), grouped)
         yield sharing
 
 
@@ -126,6 +129,7 @@ def _switch(
     number: int,
     sharing: SharedForward,
     folded: Callable[..., torch.Tensor] | None,
+    grouped: bool,
 ) -> Callable[..., torch.Tensor]:
     """Return an indexer's replacement: it runs the original or ``folded``, or shares indices."""
     # Inside another share() the indexer's own forward is behind that one's switch.
@@ -136,7 +140,7 @@ def _switch(
     def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
         if source == number:
             indices: torch.Tensor = select(*args, **kwargs)
-            _check_indices(indices, indexer)
+            _check_indices(indices, indexer, grouped)
             sharing.indices, sharing.layer = indices, number
             return indices
         if sharing.indices is None or sharing.layer != source:
@@ -144,10 +148,12 @@ def _switch(
                 f"layer {number} needs the indices of layer {source}, but layer {sharing.layer} "
                 "chose last: the layers run out of order. Turn gradient checkpointing off."
             )
-        caches = (kwargs.get(name) for name in _CACHE_ARGUMENTS)
-        if (cache := next((value for value in caches if value is not None), None)) is not None:
+        caches = (value for value in (*args, *kwargs.values()) if hasattr(value, "layers"))
+        if (cache := next(caches, None)) is not None:
             cache_layer = cache.layers[indexer.layer_idx]
-            cache_layer.update_indexer = MethodType(_refuse_update, cache_layer)
+            for name in _KEY_UPDATES:
+                if hasattr(cache_layer, name):
+                    setattr(cache_layer, name, MethodType(_refuse_update, cache_layer))
         hidden = args[0] if args else kwargs["hidden_states"]
         return sharing.indices.to(hidden.device)  # layers may be spread over devices
 
@@ -155,13 +161,13 @@ def _switch(
     return forward
 
 
-def _check_indices(indices: Any, indexer: Any) -> None:
-    """Refuse an indexer that does not answer as DSA's do: one list of positions for each query."""
-    if getattr(indices, "ndim", 0) != 3 or indices.is_floating_point():
+def _check_indices(indices: Any, indexer: Any, grouped: bool) -> None:
+    """Refuse an indexer that does not answer as its family's do: one list for each query."""
+    if getattr(indices, "ndim", 0) != 3 + grouped or indices.is_floating_point():
         raise CheckpointError(
             f"{type(indexer).__name__} does not answer with one list of positions for each query "
             "([batch, queries, k] integers), so its answer cannot be handed to other layers. Only "
-            "indexers of DeepSeek Sparse Attention can be shared."
+            "indexers of DeepSeek Sparse Attention, and MiniMax-M3's, can be shared."
         )
 
 
@@ -173,17 +179,20 @@ def _restore(indexer: Any, forward: Any) -> None:
 
 
 def _refuse_update(cache_layer: Any, keys: torch.Tensor) -> Any:
-    """``update_indexer`` where keys are missing: transformers would take the others for all."""
-    if cache_layer.get_seq_length() > keys.shape[1]:
+    """Stand for an update where keys are missing: transformers would take the others for all."""
+    if cache_layer.get_seq_length() > keys.shape[-2]:
         raise PatternError(
             "an indexer runs on a cache that lacks its keys: its layer was S while the cache was "
             "filled. Start with an empty cache, or keep one pattern until the generation ends."
         )
-    del cache_layer.update_indexer  # the cache has been emptied since
-    return cache_layer.update_indexer(keys)
+    name = next(name for name in _KEY_UPDATES if name in vars(cache_layer))
+    delattr(cache_layer, name)  # the cache has been emptied since
+    return getattr(cache_layer, name)(keys)
 
 
-def _checkpoint(model: Any, attentions: list[Any]) -> Checkpoint:
+def _checkpoint(model: Any) -> tuple[Checkpoint, list[Any]]:
+    """Return what the config says, and the attentions that a pattern's letters are for."""
+    attentions = [module for module in model.modules() if hasattr(module, "indexer")]
     name = type(model).__name__
     config = model.config.to_dict()
     config["architectures"] = config.get("architectures") or [name]  # None if not yet saved
@@ -202,9 +211,11 @@ def _checkpoint(model: Any, attentions: list[Any]) -> Checkpoint:
         types = ["shared" if module.indexer is None else "full" for module in attentions]
         pattern, layers = Pattern.from_indexer_types(types), tuple(range(len(attentions)))
         checkpoint = replace(checkpoint, own=pattern, layer_ids=layers)
+    elif len(attentions) > checkpoint.num_layers:  # some layers attend to everything
+        attentions = [each for each in attentions if each.layer_idx in checkpoint.layer_ids]
     pattern = checkpoint.own
     if len(attentions) != len(pattern) or any(
         attentions[i].indexer is None for i in pattern.full_layers
     ):
         raise CheckpointError(f"this {name} lacks indexers that its config names")
-    return checkpoint
+    return checkpoint, attentions

@@ -58,6 +58,34 @@ def _without_linear_attention(text: Any) -> tuple[int, ...]:
     return tuple(i for i in layers if i not in without)
 
 
+def _with_blocks(text: Any) -> tuple[int, ...]:
+    """Return MiniMax-M3's sparse layers: as transformers names them, else as it was published."""
+    if (types := read_field(text, "layer_types")) is not None:
+        sparse = [kind == "minimax_m3_sparse" for kind in types]
+    else:
+        published = read_field(text, "sparse_attention_config") or {}
+        sparse = read_field(published, "sparse_attention_freq") or []
+    return tuple(i for i, on in enumerate(sparse) if on)
+
+
+def _tokens(text: Any) -> int | None:
+    tokens: int | None = read_field(text, "index_topk")
+    return tokens
+
+
+def _blocks(text: Any) -> int | None:
+    """Return the tokens of MiniMax-M3's blocks; transformers, too, obeys the published form."""
+    sparse = read_field(text, "sparse_attention_config") or {}
+    blocks, size = (
+        read_field(sparse, published) or read_field(text, name)
+        for published, name in (
+            ("sparse_topk_blocks", "index_topk_blocks"),
+            ("sparse_block_size", "index_block_size"),
+        )
+    )
+    return blocks * size if blocks and size else None
+
+
 @dataclass(frozen=True)
 class Family:
     """A sparse-attention architecture.
@@ -66,6 +94,8 @@ class Family:
         refused: why SGLang 0.5.23 cannot serve it with shared indices; empty if it can.
         unsupported: why nothing here can share its indices, and who does; empty if we can.
         layer_ids: from the language model's config, the layers with an indexer, in order.
+        topk: from it, how many tokens a query selects; None if it does not say.
+        grouped: whether indexers select blocks of tokens, for each group of heads by itself.
         hands_on: whether SGLang hands indices from one pipeline stage to the next.
         name: what our own recipes call it.
         model_type: its transformers model type, if it can be trained.
@@ -79,6 +109,8 @@ class Family:
     refused: str = ""
     unsupported: str = ""
     layer_ids: Callable[[Any], tuple[int, ...]] = _every_layer
+    topk: Callable[[Any], int | None] = _tokens
+    grouped: bool = False
     live: bool = True
     hands_on: bool = True
     name: str = ""
@@ -170,12 +202,16 @@ FAMILIES = (
     *(
         Family(
             architecture,
-            unsupported="its indexers select blocks of tokens for each group of heads; SGLang "
-            "shares them on AMD's gfx95 (SGLANG_MINIMAX_M3_INDEX_TOPK_FREQ), no engine on NVIDIA",
+            refused="SGLang shares its blocks on AMD's gfx95 alone, and by a setting of its own "
+            "(SGLANG_MINIMAX_M3_INDEX_TOPK_FREQ)",
+            layer_ids=_with_blocks,
+            topk=_blocks,
+            grouped=True,
         )
         for architecture in (
             "MiniMaxM3SparseForCausalLM",
             "MiniMaxM3SparseForConditionalGeneration",
+            "MiniMaxM3VLForCausalLM",  # the language model alone, in transformers
         )
     ),
     # By vLLM's issue 54890: 16.9 us a layer of 10.2 ms (batch 16, 64K tokens, GB300), 12 layers.
@@ -196,3 +232,8 @@ TRAINABLE = {family.model_type: family for family in FAMILIES if family.model_ty
 BY_NAME = {family.name: family for family in TRAINABLE.values()}
 SHAPES = {name: shape for family in FAMILIES for name, shape in family.shapes.items()}
 """Every published shape by name."""
+
+
+def family_of(architecture: str) -> Family:
+    """Return the row of an architecture; one made up for what has none."""
+    return BY_ARCHITECTURE.get(architecture, Family(architecture))

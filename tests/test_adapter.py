@@ -187,7 +187,10 @@ def test_a_folder_that_holds_something_else_is_left_alone(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"architectures": ["LongcatFlashForCausalLM"], "num_layers": 6}, "those models that can"),
+        (
+            {"architectures": ["LongcatFlashForCausalLM"], "num_layers": 6},
+            "neither trained nor folded here. Those of",
+        ),
         ({"q_lora_rank": None}, "has no q_lora_rank"),
     ],
 )

@@ -71,6 +71,48 @@ def test_glm5_next_counts_only_its_attention_layers() -> None:
     assert Checkpoint.from_config(fields).own == Pattern("FS")
 
 
+M3 = "MiniMaxM3SparseForConditionalGeneration"
+PUBLISHED_M3 = {
+    "num_hidden_layers": 6,
+    "sparse_attention_config": {
+        "sparse_attention_freq": [0, 0, 1, 1, 1, 1],
+        "sparse_topk_blocks": 16,
+        "sparse_block_size": 128,
+    },
+}
+
+
+def test_minimax_m3_as_it_was_published_and_as_transformers_writes_it() -> None:
+    """A config object of transformers, too, which has turned one into the other."""
+    from transformers import MiniMaxM3VLConfig
+
+    published = {"architectures": [M3], "text_config": PUBLISHED_M3}
+    read = MiniMaxM3VLConfig(**published)
+    for form in (published, read, read.to_dict()):
+        checkpoint = Checkpoint.from_config(form)
+        assert checkpoint.layer_ids == (2, 3, 4, 5)
+        assert checkpoint.own == Pattern("FFFF")
+        assert checkpoint.shape["index_topk"] == 2048
+        with pytest.raises(CheckpointError, match="on AMD's gfx95 alone"):
+            checkpoint.check_served("this model")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"sparse_attention_config": None}, "without a lightning indexer"),
+        ({"sparse_attention_config": 5}, "must be an object, whose frequency"),
+        ({"sparse_attention_config": {"sparse_block_size": "128"}}, "are whole numbers"),
+        ({"sparse_attention_config": {"sparse_attention_freq": 1}}, "are whole numbers"),
+        ({"layer_types": ["full_attention"] * 6}, "no layer of this model has an indexer"),
+        ({"index_topk_blocks": 0}, "index_topk_blocks is 0 and must be a whole number"),
+    ],
+)
+def test_minimax_m3_without_blocks(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        Checkpoint.from_config({"architectures": [M3], **PUBLISHED_M3, **fields})
+
+
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [

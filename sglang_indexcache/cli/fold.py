@@ -9,6 +9,7 @@ from rich.box import SIMPLE
 from rich.table import Table
 from typer import Option
 
+from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.cli.common import Command, Model, group, out
 from sglang_indexcache.errors import SettingsError
 from sglang_indexcache.pattern import SLOPES_FILE
@@ -64,6 +65,7 @@ def calibrate_command(
     from sglang_indexcache.search.setup import Setup
     from sglang_indexcache.study.journal import progress_at_most
 
+    Checkpoint.read(model).check_trained(str(model))
     length = None if context is None else parse_length(context)
     setup = Setup.read(
         model, data, context=length, batches=texts, held_out=held_out, score=Score.ALL

@@ -239,6 +239,7 @@ def overlap_command(
     from sglang_indexcache.search.evaluators.hf import TransformersEvaluator
     from sglang_indexcache.search.overlap import (
         OverlapCounter,
+        check_one_list,
         draw_overlap,
         found_overlap,
         numbers,
@@ -255,6 +256,7 @@ def overlap_command(
             f"{pattern}. Leave --url out, or give --pattern as an F/S string, which is only drawn."
         )
     setup = Setup.read(model, data, context=_length(context), batches=batches, score=Score.ALL)
+    check_one_list(setup.checkpoint)
     drawn = setup.resolve(pattern) if pattern else None
     if url:
         [server] = connect([url], os.environ.get("SGLANG_API_KEY"))

@@ -16,6 +16,7 @@ from sglang_indexcache.ask.score import Prompt, ask
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import SearchError, ServerError
 from sglang_indexcache.library import FoundOverlap
+from sglang_indexcache.models import family_of
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.evaluators import Floats
 from sglang_indexcache.study.plots import make_figure, save_figure
@@ -81,6 +82,19 @@ class OverlapCounter:
                 f"no query saw more than {self._topk} tokens (index_topk), so every layer selects "
                 "everything. Use a longer context."
             )
+
+
+def check_one_list(checkpoint: Checkpoint) -> None:
+    """Refuse models whose layers have a list for each group of heads.
+
+    Raises:
+        SearchError: it is one.
+    """
+    if family_of(checkpoint.architecture).grouped:
+        raise SearchError(
+            f"in a {checkpoint.architecture} each group of heads selects by itself, and overlap is "
+            "counted for layers with one list. Compare patterns by their loss instead (search)."
+        )
 
 
 def overlap_in_words(matrix: Floats) -> str:

@@ -20,7 +20,7 @@ from sglang_indexcache.search.ledger import Ledger, Step, open_journal
 from sglang_indexcache.search.methods import Walks
 from sglang_indexcache.search.options import Options
 from sglang_indexcache.search.output import OutputFolder
-from sglang_indexcache.search.overlap import found_overlap
+from sglang_indexcache.search.overlap import check_one_list, found_overlap
 from sglang_indexcache.search.rules import Targets
 from sglang_indexcache.search.run import Search, check_tokens
 from sglang_indexcache.search.setup import Setup
@@ -91,6 +91,7 @@ def _note_overlap(search: Search, evaluator: Evaluator, setup: Setup, folder: Ou
     """Let the files say what their layers' selections have in common, where they can be seen.
 
     On documents of at most k tokens everything is selected, so there is nothing to say.
+    Nor is there on models whose layers have several lists.
     """
     select = getattr(evaluator, "selected", None)
     if select is None:  # a served model's cannot be seen
@@ -98,6 +99,7 @@ def _note_overlap(search: Search, evaluator: Evaluator, setup: Setup, folder: Ou
     texts, topk = setup.calibration.sequences[:OVERLAP_TEXTS], setup.checkpoint.shape["index_topk"]
     for result in search.found.values():
         with suppress(SearchError):
+            check_one_list(setup.checkpoint)
             overlap = found_overlap(select, result.pattern, texts, topk, setup.data)
             set_overlap(folder.path_of(result), overlap)
 

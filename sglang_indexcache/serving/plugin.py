@@ -307,8 +307,8 @@ def _is_only_way(cfg: Any) -> bool:
     try:
         Checkpoint.from_config(
             _checkpoint_config(cfg, read_overrides(cfg.json_model_override_args)), cfg.model_path
-        )
-    except CheckpointError:  # no DSA model
+        ).check_served(cfg.model_path)
+    except CheckpointError:  # no DSA model, or one that this cannot serve
         return False
     logger.info(
         "IndexCache: SGLang's own DSA backend needs a GPU and this machine has none, so this "

@@ -18,6 +18,7 @@ from sglang_indexcache.search import overlap
 from sglang_indexcache.search.overlap import (
     OverlapCounter,
     by_layer,
+    check_one_list,
     overlap_in_words,
     served_lists,
 )
@@ -59,6 +60,14 @@ def test_counting_in_pieces_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(overlap, "_MASK_BYTES", 1)
     pieces.add(sample)
     assert whole.matrix() == pytest.approx(pieces.matrix(), abs=1e-12)
+
+
+def test_lists_of_several_groups_are_not_counted_as_one() -> None:
+    served: Any = SimpleNamespace(architecture="GlmMoeDsaForCausalLM")
+    check_one_list(served)
+    grouped: Any = SimpleNamespace(architecture="MiniMaxM3SparseForCausalLM")
+    with pytest.raises(SearchError, match="each group of heads selects by itself"):
+        check_one_list(grouped)
 
 
 def test_nothing_to_count() -> None:

@@ -183,6 +183,7 @@ class Target:
             CheckpointError, PatternError, LibraryError, TrainingError: see :func:`heal`.
         """
         checkpoint = Checkpoint.read(options.checkpoint)
+        checkpoint.check_trained(str(options.checkpoint))
         pattern = Library.default().resolve(options.pattern, checkpoint).pattern
         pattern.check_checkpoint(checkpoint.own)
         topk = int(checkpoint.shape["index_topk"])

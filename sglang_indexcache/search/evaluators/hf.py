@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ class _Run:
 
     Attributes:
         hidden: entry l is the input of layer l, ``[1, length, hidden]``; the last is the output.
-        indices: entry l is what layer l attended to, ``[1, length, k]`` int.
+        indices: entry l is what layer l attended to, in the form of :class:`SharedForward`.
     """
 
     pattern: Pattern
@@ -49,10 +50,10 @@ class TransformersEvaluator(TokenEvaluator):
         reuse_bytes: memory for kept layer outputs; 0 runs every layer every time.
 
     Attributes:
-        layer_tokens: tokens forwarded until now times the layers they went through.
+        layer_tokens: tokens forwarded until now times the layers of a pattern they went through.
 
     Raises:
-        SearchError: transformers cannot load it as a DSA model with one indexer a layer.
+        SearchError: transformers' layers are called in more ways than one, or hold two attentions.
     """
 
     in_flight = 1
@@ -64,7 +65,12 @@ class TransformersEvaluator(TokenEvaluator):
         dtype: str = "float32",
         reuse_bytes: int = 4 << 30,
     ) -> None:
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import (
+            MODEL_FOR_CAUSAL_LM_MAPPING,
+            AutoConfig,
+            AutoModelForCausalLM,
+            AutoModelForImageTextToText,
+        )
 
         super().__init__(calibration)
         self.kind = f"transformers {dtype}"
@@ -73,13 +79,21 @@ class TransformersEvaluator(TokenEvaluator):
         checkpoint = Checkpoint.from_config(config, str(folder))
         self.own = checkpoint.own
         self.num_layers = checkpoint.num_layers
-        self.topk = int(config.index_topk)
-        self._model = AutoModelForCausalLM.from_pretrained(
+        self.topk = int(checkpoint.shape["index_topk"])
+        of_text = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+        kind = AutoModelForCausalLM if of_text else AutoModelForImageTextToText
+        self._model = kind.from_pretrained(
             folder, config=config, dtype=getattr(torch, dtype), attn_implementation="eager"
         ).eval()
-        self._layers = self._model.model.layers
-        if checkpoint.layer_ids != tuple(range(len(self._layers))):
+        self._decoder = self._model.get_decoder()
+        layers = self._decoder.layers
+        if not all(hasattr(layer.self_attn, "indexer") for layer in layers):
             raise SearchError(f"{folder} has layers without DSA, which this evaluator cannot run")
+        starts = (*checkpoint.layer_ids, len(layers))
+        self._first = list(layers[: starts[0]])
+        """Layers before the first one that has an indexer."""
+        self._layers = [list(layers[i:end]) for i, end in pairwise(starts)]
+        """Each layer with an indexer, and those without one that follow it."""
         self._reuse_bytes = reuse_bytes
         self.layer_tokens = 0
         self._runs: OrderedDict[tuple[int, ...], list[_Run]] = OrderedDict()
@@ -98,7 +112,7 @@ class TransformersEvaluator(TokenEvaluator):
     def _sequence(self, pattern: Pattern, ids: tuple[int, ...]) -> Floats:
         hidden = self.run(pattern, ids).hidden[-1]
         with torch.no_grad():
-            logits = self._model.lm_head(self._model.model.norm(hidden))[0, :-1].float()
+            logits = self._model.lm_head(self._decoder.norm(hidden))[0, :-1].float()
             targets = torch.tensor(ids[1:], device=logits.device)
             losses = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
         return losses.double().cpu().numpy()
@@ -117,7 +131,8 @@ class TransformersEvaluator(TokenEvaluator):
         run = _Run(pattern)
         with torch.no_grad(), share(self._model, pattern) as sharing:
             if nearest is None:
-                hidden = self._model.model.embed_tokens(self._tensor(ids))
+                embedded = self._decoder.embed_tokens(self._tensor(ids))
+                hidden = _through(self._first, embedded, self._arguments)
             else:
                 run.hidden, run.indices = nearest.hidden[:start], nearest.indices[:start]
                 hidden = nearest.hidden[start]
@@ -142,14 +157,14 @@ class TransformersEvaluator(TokenEvaluator):
 
     @torch.no_grad()
     def _watch(self, inputs: torch.Tensor) -> dict[str, Any]:
-        """Return the keyword arguments with which transformers calls layer 0."""
+        """Return the keyword arguments with which transformers calls every layer."""
         captured: dict[str, Any] = {}
 
         def note(_module: Any, _args: Any, kwargs: dict[str, Any]) -> None:
             captured.update(kwargs)
             raise _SeenError
 
-        handle = self._layers[0].register_forward_pre_hook(note, with_kwargs=True)
+        handle = self._decoder.layers[0].register_forward_pre_hook(note, with_kwargs=True)
         try:
             self._model(inputs, use_cache=False)
         except _SeenError:
@@ -161,11 +176,12 @@ class TransformersEvaluator(TokenEvaluator):
 
     def _layer(self, number: int, hidden: torch.Tensor, sharing: SharedForward) -> torch.Tensor:
         arguments = dict(self._arguments)
-        if self._layers[number].self_attn.indexer is None:
+        if self._attention(number).indexer is None:
             arguments["prev_topk_indices"] = sharing.indices
-        output = self._layers[number](hidden, **arguments)
-        result: torch.Tensor = output[0] if isinstance(output, tuple) else output
-        return result
+        return _through(self._layers[number], hidden, arguments)
+
+    def _attention(self, number: int) -> Any:
+        return self._layers[number][0].self_attn
 
     def _keep(self, runs: list[_Run], run: _Run) -> None:
         """Keep the newest runs of the most recently used sequences, within the memory."""
@@ -207,7 +223,7 @@ class TransformersEvaluator(TokenEvaluator):
         with torch.no_grad(), share(self._model, barred) as sharing:
             for layer in range(1, self.num_layers):
                 outputs: list[torch.Tensor] = []
-                handle = self._layers[layer].self_attn.o_proj.register_forward_pre_hook(
+                handle = self._attention(layer).o_proj.register_forward_pre_hook(
                     lambda _module, args, to=outputs: to.append(args[0][0].float())
                 )
                 for j in range(layer + 1):
@@ -247,15 +263,21 @@ class TransformersEvaluator(TokenEvaluator):
         run = self.run(self.own, ids)
         self._learn_arguments(len(ids))
         device = self._model.device
-        lists = [indices[0, queries.to(indices.device)].long() for indices in run.indices]
-        all_positions = torch.arange(len(ids), device=device).expand(1, len(ids), -1)
-        heads = int(self._model.config.num_attention_heads)
+        lists = [indices[0, ..., queries.to(indices.device), :].long() for indices in run.indices]
+        heads = int(self._decoder.config.num_attention_heads)
+        block = getattr(self._attention(0).indexer, "block_size", 1)  # of tokens, in MiniMax-M3
+        entries = -(-len(ids) // block)
+        everything = torch.arange(entries, device=device).expand(*run.indices[0].shape[:-1], -1)
+        if block > 1:
+            lists = [by_head(each, heads, end=entries) for each in lists]
         mass = np.zeros((self.num_layers, self.num_layers, heads))
         barred = Pattern.from_layers(self.num_layers, [0])  # no later layer selects by itself
         with torch.no_grad(), share(self._model, barred) as sharing:
             for layer in range(1, self.num_layers):
-                hold(sharing, 0, all_positions)
+                hold(sharing, 0, everything)
                 weights = self._weights(layer, run.hidden[layer], sharing)[:, queries]
+                if block > 1:
+                    weights = by_block(weights, block)
                 for j in range(layer + 1):
                     on_list = weights.gather(-1, lists[j].expand(heads, -1, -1))
                     mass[layer, j] = on_list.double().sum((1, 2)).cpu().numpy()
@@ -264,7 +286,7 @@ class TransformersEvaluator(TokenEvaluator):
     def _weights(self, layer: int, hidden: torch.Tensor, sharing: SharedForward) -> torch.Tensor:
         """Run ``layer`` and return its attention's weights, ``[heads, length, length]`` float32."""
         weights: list[torch.Tensor | None] = []
-        attention = self._layers[layer].self_attn
+        attention = self._attention(layer)
         handle = attention.register_forward_hook(lambda _m, _a, output: weights.append(output[1]))
         try:
             self._layer(layer, hidden, sharing)
@@ -283,7 +305,7 @@ class TransformersEvaluator(TokenEvaluator):
         """``[N, length, k]``: what each layer selects for one sequence.
 
         By default all indexers run. What an S layer of ``under`` would select itself is what it
-        attends to where it is F besides.
+        attends to where it is F besides. Of a model whose layers have one list for all heads.
         """
         pattern = under or self.own
         runs = [self.run(self._also_full(pattern, layer), ids) for layer in range(self.num_layers)]
@@ -297,6 +319,26 @@ class TransformersEvaluator(TokenEvaluator):
 
 class _SeenError(Exception):
     """Ends a forward whose arguments have been noted."""
+
+
+def _through(
+    layers: Sequence[Any], hidden: torch.Tensor, arguments: dict[str, Any]
+) -> torch.Tensor:
+    for layer in layers:
+        output = layer(hidden, **arguments)
+        hidden = output[0] if isinstance(output, tuple) else output
+    return hidden
+
+
+def by_head(lists: torch.Tensor, heads: int, end: int) -> torch.Tensor:
+    """Give each head its group's list: ``[groups, Q, k]`` to ``[heads, Q, k]``, ``end`` for -1."""
+    return lists.where(lists >= 0, end).repeat_interleave(heads // len(lists), dim=0)
+
+
+def by_block(weights: torch.Tensor, size: int) -> torch.Tensor:
+    """Sum ``[heads, Q, T]`` over blocks of ``size`` tokens; one more block, the last, is empty."""
+    padded = torch.nn.functional.pad(weights, (0, -weights.shape[-1] % size + size))
+    return padded.view(*weights.shape[:-1], -1, size).sum(-1)
 
 
 def lost_by_worst_head(mass: Floats) -> Floats:

@@ -272,6 +272,7 @@ def test_rows_hold_several_documents_and_conversations(base: Path) -> None:
         ({"checkpoint": Path("nowhere")}, CheckpointError, "is no folder of this machine"),
         ({"checkpoint": Path("dense")}, CheckpointError, "without a lightning indexer"),
         ({"checkpoint": Path("shared")}, PatternError, "indexer"),
+        ({"checkpoint": Path("other")}, CheckpointError, "neither trained nor folded here"),
         ({"output": Path("full")}, TrainingError, "holds something else"),
     ],
 )
@@ -291,6 +292,7 @@ def test_what_is_refused_before_weights_are_read(
     for name, told in (
         ("dense", dense | {"architectures": ["LlamaForCausalLM"]}),
         ("shared", config | {"indexer_types": ["full", "shared", "shared", "shared"]}),
+        ("other", config | {"architectures": ["HYV4ForCausalLM"]}),
     ):
         Path(name).mkdir()
         Path(name, "config.json").write_text(json.dumps(told))
