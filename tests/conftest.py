@@ -50,8 +50,8 @@ def pytest_runtest_setup() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what ``make soak`` repeats: tests of hypothesis, and those that take a seed."""
     for item in items:
-        drawn = hypothesis.is_hypothesis_test(getattr(item, "obj", None))
-        if drawn or "seed" in getattr(item, "fixturenames", ()):
+        is_drawn = hypothesis.is_hypothesis_test(getattr(item, "obj", None))
+        if is_drawn or "seed" in getattr(item, "fixturenames", ()):
             item.add_marker("draws")
 
 
@@ -65,5 +65,5 @@ def no_card_left_behind() -> Iterator[None]:
 
 @pytest.fixture
 def seed() -> int:
-    """The run's seed; whoever takes it is repeated by ``make soak`` with others."""
+    """Return the run's seed; whoever takes it is repeated by ``make soak`` with others."""
     return SEED

@@ -59,13 +59,13 @@ def _is_killed(work: Callable[[], object], touches: int) -> bool:
 
 
 def _end_after(touches: int) -> None:
-    left = touches
+    remaining = touches
 
     def count(event: str, _arguments: tuple[Any, ...]) -> None:
-        nonlocal left
+        nonlocal remaining
         if event in TOUCHES:
-            if not left:
+            if not remaining:
                 os._exit(KILLED)
-            left -= 1
+            remaining -= 1
 
     sys.addaudithook(count)

@@ -52,12 +52,12 @@ class CommandLine:
             command = command.commands[rest.pop(0)]
         if "--" in rest:
             rest = rest[: rest.index("--")]
-        known = {name for parameter in command.params for name in parameter.opts} | {"--help"}
-        known |= {name for parameter in command.params for name in parameter.secondary_opts}
+        options = {name for parameter in command.params for name in parameter.opts} | {"--help"}
+        options |= {name for parameter in command.params for name in parameter.secondary_opts}
         if command.context_settings.get("ignore_unknown_options"):
             return []
         flags = (word.split("=")[0] for word in rest if re.match(r"--?[a-z]", word))
-        return [flag for flag in flags if flag not in known]
+        return [flag for flag in flags if flag not in options]
 
 
 def indexcache_lines(text: str) -> list[CommandLine]:
@@ -88,5 +88,5 @@ def unknown_flags(line: str) -> list[str]:
     return [
         flag
         for flag in FLAG.findall(line)
-        if flag not in flags and sum(known.startswith(flag) for known in flags) != 1
+        if flag not in flags and sum(each.startswith(flag) for each in flags) != 1
     ]

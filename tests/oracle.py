@@ -93,16 +93,16 @@ class Oracle:
             logits = model(torch.tensor([ids]), use_cache=False).logits[0].float()
         logprobs = logits.log_softmax(-1)[:-1]
         targets = torch.tensor(ids[1:], dtype=torch.int64)[:, None]
-        taken = logprobs.gather(1, targets).squeeze(1)
+        logprobs_of_ids = logprobs.gather(1, targets).squeeze(1)
         return Answer(
-            logprobs=taken,
-            behind=logprobs.amax(-1) - taken,
+            logprobs=logprobs_of_ids,
+            behind=logprobs.amax(-1) - logprobs_of_ids,
             next_logits=logits[-1],
             margins=torch.stack(margins).amin(0),
         )
 
     def greedy(self, ids: list[int], count: int, pattern: Pattern) -> tuple[list[int], float]:
-        """``count`` greedy tokens, and the smallest gap that decided any of them.
+        """Return ``count`` greedy tokens, and the smallest gap that decided any of them.
 
         The gap is the index margin or the relative lead of the best over the second-best token.
         """
@@ -173,14 +173,14 @@ def _folding(indexer: Any, line: torch.Tensor, factor: int) -> Callable[..., tor
         torch.nn.functional.relu = lambda products: products * line
         indexer.index_topk = factor * topk
         try:
-            found: torch.Tensor = original(**kwargs)
+            selection: torch.Tensor = original(**kwargs)
         finally:
             torch.nn.functional.relu, indexer.index_topk = relu, topk
         if factor == 1:
-            return found
+            return selection
         mask = kwargs["attention_mask"]
-        others = torch.ones(*found.shape[:2], mask.shape[-1], dtype=torch.bool)
-        others.scatter_(-1, found.long(), False)
+        others = torch.ones(*selection.shape[:2], mask.shape[-1], dtype=torch.bool)
+        others.scatter_(-1, selection.long(), False)
         mask = mask.expand(*others.shape).masked_fill(others, torch.finfo(mask.dtype).min)
         second: torch.Tensor = original(**{**kwargs, "attention_mask": mask})
         return second
@@ -202,17 +202,17 @@ class _Once:
 
 def _share(model: Any, pattern: Pattern) -> None:
     """Give DeepSeek-V3.2's layers the sharing that its modelling code lacks."""
-    held: list[torch.Tensor] = [torch.empty(0)]
+    indices: list[torch.Tensor] = [torch.empty(0)]
     for number, layer in enumerate(model.model.layers):
         indexer = layer.self_attn.indexer
         select = indexer.forward
 
         def full(*args: Any, select: Any = select, **kwargs: Any) -> torch.Tensor:
-            held[0] = select(*args, **kwargs)
-            return held[0]
+            indices[0] = select(*args, **kwargs)
+            return indices[0]
 
         def shared(*args: Any, **kwargs: Any) -> torch.Tensor:
-            return held[0]
+            return indices[0]
 
         indexer.forward = full if pattern.is_full(number) else shared
 
@@ -268,7 +268,7 @@ def fp8_scores(noise: float, *, is_glm: bool) -> Iterator[None]:
 
 
 def _as_e4m3(x: torch.Tensor, *, rotated: bool, power_of_two: bool) -> torch.Tensor:
-    """``x`` ``[..., D]`` as it comes back from e4m3 storage, float32."""
+    """Return ``x`` ``[..., D]`` as it comes back from e4m3 storage, float32."""
     if rotated:
         order = torch.arange(x.shape[-1])
         # Sylvester's Hadamard matrix: the sign is the parity of the common bits of i and j.

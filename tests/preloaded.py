@@ -105,7 +105,7 @@ class Template:
 
     @staticmethod
     def of(environment: Mapping[str, str]) -> Template:
-        """The template of this environment, made when first asked for."""
+        """Return the template of this environment, made when first asked for."""
         lasting = sorted({*environment} - {"PYTEST_CURRENT_TEST"})
         return _template(tuple((key, environment[key]) for key in lasting))
 
@@ -186,8 +186,8 @@ def _wait_for_a_job(requests: socket.socket, *, adopted: bool) -> tuple[Job, lis
             os._exit(0)
         job = json.loads(message)
         if "wait" in job:
-            found, status = os.waitpid(job["wait"], os.WNOHANG)
-            code = os.waitstatus_to_exitcode(status) if found else None
+            pid, status = os.waitpid(job["wait"], os.WNOHANG)
+            code = os.waitstatus_to_exitcode(status) if pid else None
             requests.send(json.dumps({"status": code}).encode())
             continue
         if child := _fork(requests, adopted=adopted):
@@ -219,13 +219,13 @@ def _fork(requests: socket.socket, *, adopted: bool) -> int:
 
 
 def _put_in_place(descriptors: Sequence[int], numbers: Sequence[int]) -> None:
-    for one, number in zip([*map(_moved_up, descriptors)], numbers, strict=True):
-        os.dup2(one, number)
-        os.close(one)
+    for moved, number in zip([*map(_moved_up, descriptors)], numbers, strict=True):
+        os.dup2(moved, number)
+        os.close(moved)
 
 
 def _moved_up(descriptor: int) -> int:
-    """The same file, out of the way of the numbers that a job wants."""
+    """Return the same file, out of the way of the numbers that a job wants."""
     moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _ABOVE_ALL)
     os.close(descriptor)
     return moved
@@ -255,8 +255,8 @@ class _Companion:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         if not os.fork():
             ours.close()
-            for one in descriptors:  # who waits for the end of a pipe must not wait for us
-                os.close(one)
+            for descriptor in descriptors:  # who waits for the end of a pipe must not wait for us
+                os.close(descriptor)
             _run(*_wait_for_a_job(theirs, adopted=True))
             sys.exit()
         theirs.close()
@@ -265,15 +265,15 @@ class _Companion:
     def spawn(self, path: bytes, arguments: Sequence[str], descriptors: Sequence[int]) -> int:
         """Replace ``multiprocessing.util.spawnv_passfds``: fork, and return the process id."""
         at = list(arguments).index("-c")
-        wanted = [0, 1, 2, *descriptors]
+        files = [0, 1, 2, *descriptors]
         job = {
             "code": arguments[at + 1],
             "argv": ["-c", *arguments[at + 2 :]],
             "cwd": os.getcwd(),
             "environment": dict(os.environ),
-            "fds": wanted,
+            "fds": files,
         }
-        socket.send_fds(self._requests, [json.dumps(job).encode()], wanted)
+        socket.send_fds(self._requests, [json.dumps(job).encode()], files)
         return int(json.loads(self._requests.recv(_LONGEST_MESSAGE))["pid"])
 
 
@@ -283,8 +283,8 @@ def main() -> None:
     low = [os.open(os.devnull, os.O_RDONLY) for _ in range(_ABOVE_ALL // 2)]
     for module in PRELOADED:
         import_module(module)
-    for one in low:
-        os.close(one)
+    for descriptor in low:
+        os.close(descriptor)
     # It looks for its memory once, and finds none after anything has set a variable.
     import_module("setproctitle").getproctitle()
     gc.collect()

@@ -32,8 +32,10 @@ def check_rules(folder: Path, series: dict[str, str], alerts: list[dict[str, Any
         yaml.safe_dump({"rule_files": ["rules.yaml"], "tests": [case]})
     )
     for command in (["check", "rules", str(RULES)], ["test", "rules", str(folder / "test.yaml")]):
-        done = subprocess.run(["promtool", *command], capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
+        process = subprocess.run(
+            ["promtool", *command], capture_output=True, text=True, check=False
+        )
+        assert process.returncode == 0, process.stdout + process.stderr
 
 
 def alert(name: str, minute: int, *fires: dict[str, str]) -> dict[str, Any]:

@@ -19,17 +19,17 @@ def random_slopes(
     checkpoint = Checkpoint.read(folder)
     heads = int(checkpoint.shape["index_n_heads"])
     draw = torch.Generator().manual_seed(seed)
-    drawn = torch.rand(checkpoint.num_layers, heads, generator=draw).tolist()
+    rows = torch.rand(checkpoint.num_layers, heads, generator=draw).tolist()
     layers = tuple(
         LayerSlopes(slopes=tuple(round(x, 6) for x in row), missed={}, folds=number not in exact)
-        for number, row in enumerate(drawn)
+        for number, row in enumerate(rows)
     )
-    found = Slopes(
+    slopes = Slopes(
         name=folder.name,
         architecture=checkpoint.architecture,
         checkpoint=checkpoint_digest(folder),
         layers=layers,
         path=path,
     )
-    found.write()
+    slopes.write()
     return Slopes.read(path)

@@ -27,7 +27,7 @@ PATTERN = Pattern.uniform(12, 4)
 
 
 def perturbed(seed: int = 0) -> dict[str, torch.Tensor]:
-    """The F layers' indexers of the shipped checkpoint, changed."""
+    """Return the F layers' indexers of the shipped checkpoint, changed."""
     generator = torch.Generator().manual_seed(seed)
     weights = load_file(CHECKPOINT / "model.safetensors")
     return {

@@ -42,7 +42,7 @@ MODULE = re.compile(r"python -m ((?:benchmarks|sglang_indexcache)(?:\.[a-z]\w*)+
 
 @cache
 def tracked() -> tuple[set[str], set[str]]:
-    """Every file and folder of the repository as ``/path``, and the names of the folders."""
+    """Return every file and folder of the repository as ``/path``, and the names of the folders."""
     listed = subprocess.run(
         ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
     )

@@ -65,7 +65,7 @@ def best(scores: torch.Tensor, count: int) -> set[int]:
 
 
 def seen(picks: torch.Tensor, visible: torch.Tensor) -> set[int]:
-    """A query's picks that it sees; a pick must not stand there twice."""
+    """Return a query's picks that it sees; a pick must not stand there twice."""
     places = picks.tolist()
     assert len(set(places)) == len(places)
     assert places == sorted(places)
@@ -138,7 +138,7 @@ def test_heads_that_cancel_leave_the_order_of_the_others() -> None:
 
 
 def brute_slopes(row: IndexRow) -> list[float]:
-    """``cov(relu(x), x) / var(x)`` by two passes over a list of each head's products."""
+    """Return ``cov(relu(x), x) / var(x)`` by two passes over a list of each head's products."""
     batch, queries, heads, _ = row.queries.shape
     found = []
     for h in range(heads):

@@ -43,7 +43,7 @@ def packages(requirements: list[str]) -> set[str]:
 
 
 def steps(image: Path) -> list[tuple[str, str]]:
-    """Each instruction of a recipe and what follows it."""
+    """Return each instruction of a recipe and what follows it."""
     lines = [line for line in image.read_text().splitlines() if not line.startswith("#")]
     joined = re.sub(r"\\\n *", "", "\n".join(lines))
     return [(line.split()[0], line.partition(" ")[2]) for line in joined.splitlines()]
@@ -115,7 +115,7 @@ def test_the_version_is_the_engines_with_a_number_of_our_own() -> None:
 
 
 def hook() -> Any:
-    """``hatch_build.py``, without what only a build has."""
+    """Return ``hatch_build.py``, without what only a build has."""
     source = (ROOT / HOOK).read_text().replace("from hatchling", "# from hatchling")
     made: dict[str, Any] = {}
     exec(compile(re.sub(r"\(\w+HookInterface\)", "", source), HOOK, "exec"), made)

@@ -50,7 +50,7 @@ def test_every_notation_comes_back(pattern: Pattern) -> None:
 
 
 def upstream_skips(layer: int, freq: int, offset: int | None) -> bool:
-    """The schedule as SGLang 0.5.23 writes it (``dsa_layer_skips_topk``)."""
+    """Return the schedule as SGLang 0.5.23 writes it (``dsa_layer_skips_topk``)."""
     if offset is not None:
         return max(layer - offset + 1, 0) % freq != 0
     return max(layer - 1, 0) % freq != 0

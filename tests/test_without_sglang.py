@@ -13,7 +13,7 @@ ABSENT = {"sglang", "nosuchpackage"}
 
 
 def failed(text: str, place: str) -> ModuleNotFoundError:
-    """The error of importing what is not there, in a file of this repository."""
+    """Return the error of importing what is not there, in a file of this repository."""
     with pytest.raises(ModuleNotFoundError) as caught:
         exec(compile(text, str(ROOT / place), "exec"), {})
     return caught.value

@@ -44,10 +44,12 @@ def digest(root: Path = ROOT, sources: Iterable[str] = SOURCES) -> str:
     homes = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]
     places = [*(f"{home}/bin" for home in homes if home), None, "/usr/local/cuda/bin"]
     for compiler in COMPILERS:
-        path_of_it = next(filter(None, (shutil.which(compiler, path=one) for one in places)), None)
+        path_of_it = next(
+            filter(None, (shutil.which(compiler, path=folder) for folder in places)), None
+        )
         if path_of_it:
-            done = subprocess.run([path_of_it, "--version"], capture_output=True, check=False)
-            content.update(done.stdout)
+            process = subprocess.run([path_of_it, "--version"], capture_output=True, check=False)
+            content.update(process.stdout)
     for package in PACKAGES:
         try:
             content.update(version(package).encode())
@@ -72,10 +74,10 @@ class Unchanged:
         self, config: pytest.Config, items: list[pytest.Item]
     ) -> None:
         """Deselect what cannot do otherwise than pass."""
-        known = () if self._always else self.passed
-        same = [one for one in items if one.get_closest_marker("csrc") and one.nodeid in known]
+        passed = () if self._always else self.passed
+        same = [item for item in items if item.get_closest_marker("csrc") and item.nodeid in passed]
         config.hook.pytest_deselected(items=same)
-        items[:] = [one for one in items if one not in same]
+        items[:] = [item for item in items if item not in same]
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Note one phase of a test."""

@@ -20,7 +20,7 @@ SCRIPTS = {
 
 
 def parsed(words: list[str]) -> str:
-    """The command's name, after its options were held against the command line."""
+    """Return the command's name, after its options were held against the command line."""
     group, name, *rest = words
     command = typer.main.get_command(app).commands[group].commands[name]  # type: ignore[attr-defined]
     command.make_context(name, list(rest), resilient_parsing=False).close()

@@ -24,7 +24,7 @@ def text() -> MachineText:
 
 
 def solve(task: str, before: str) -> str:
-    """The answer to the last question in ``before``, from the facts in it alone."""
+    """Return the answer to the last question in ``before``, from the facts in it alone."""
     if task == "recall":
         facts, asked = before.split("\n?")
         table = dict(pair.split(" ")[1:] for pair in facts.split(",") if pair)

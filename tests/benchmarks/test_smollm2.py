@@ -194,7 +194,7 @@ def test_an_interrupted_measurement_goes_on_where_it_stopped(
 
 @pytest.fixture(scope="module")
 def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A converted model of five layers with random indexers."""
+    """Return a converted model of five layers with random indexers."""
     llama = random_llama(layers=5)
     torch.manual_seed(5)
     model = convert(llama, dsa_config(llama.config, index_heads=6, index_topk=TOPK))

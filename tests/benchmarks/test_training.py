@@ -30,7 +30,7 @@ from tests.lab.heal.tokenizers import tokenizer
 
 
 def tiny(**changes: Any) -> dict[str, Any]:
-    """All three stages, 4 layers, half of them F."""
+    """Return all three stages, 4 layers, half of them F."""
     fields = {k: v for k, v in FIELDS.items() if k not in ("vocab_size", "num_key_value_heads")}
     stage = {"rows": 4, "length": 48, "warmup_steps": 2, "steps": 2}
     mixture = {"text": 1.0, "recall": 1.0, "needles": 1.0, "tracking": 1.0}
@@ -58,7 +58,7 @@ def train(folder: Path, **changes: Any) -> Trainer:
 
 
 def curve(folder: Path) -> list[dict[str, Any]]:
-    """The log without what differs between equal runs."""
+    """Return the log without what differs between equal runs."""
     return [{k: v for k, v in line.items() if k != "seconds"} for line in read_metrics(folder)]
 
 

@@ -24,7 +24,7 @@ WITH_OUTPUT = [
 
 
 def unwritable(tmp_path: Path, kind: str) -> Path:
-    """A place where no folder can be made, also for root."""
+    """Return a place where no folder can be made, also for root."""
     file = tmp_path / "file"
     file.write_text("")
     return {"a file": file, "below a file": file / "sub", "no place": Path("/proc/nope")}[kind]

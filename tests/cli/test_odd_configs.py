@@ -32,7 +32,7 @@ WITH_TRANSFORMERS = [name for name in READING if name.split()[0] in ("eval", "se
 
 
 def edited(folder: Path, fields: dict[str, Any]) -> Path:
-    """The shipped checkpoint with these fields."""
+    """Return the shipped checkpoint with these fields."""
     model = folder / "model"
     shutil.copytree(shipped_checkpoint(), model)
     path = model / "config.json"

@@ -109,7 +109,7 @@ def chat(*turns: str, system: str = "") -> Conversation:
 
 
 def runs(marked: Marked) -> list[str]:
-    """The answers, as text."""
+    """Return the answers, as text."""
     made, found, before = tokenizer("trimming"), [], False
     for token, answer in zip(marked.ids, marked.answers, strict=True):
         if answer and not before:

@@ -107,7 +107,7 @@ def live(glm: Path, serve: Serve) -> Iterator[Client]:
 
 
 def prompt(length: int, seed: int) -> list[int]:
-    """A reproducible random prompt of token ids, without the special tokens."""
+    """Return a reproducible random prompt of token ids, without the special tokens."""
     generator = random.Random(f"{length}/{seed}")
     return [generator.randrange(10, VOCAB) for _ in range(length)]
 
@@ -117,7 +117,7 @@ ROUNDING = 1e-6
 
 
 def decided_prompt(oracle: Oracle, length: int, *patterns: Pattern, seed: int = 0) -> list[int]:
-    """A prompt in which no selection hangs on rounding, under any of ``patterns``."""
+    """Return a prompt in which no selection hangs on rounding, under any of ``patterns``."""
     for candidate in range(seed, seed + 60):
         ids = prompt(length, candidate)
         if all(oracle.answer(ids, pattern).margin > ROUNDING for pattern in patterns):
@@ -136,7 +136,7 @@ def steady_prompt(oracle: Oracle, length: int, pattern: Pattern) -> tuple[list[i
         expected = oracle.answer(ids, pattern).logprobs
         with _noise(oracle):
             nudged = [oracle.answer(ids, pattern).logprobs for _ in range(6)]
-        if all(torch.allclose(one, expected, rtol=0, atol=1e-4) for one in nudged):
+        if all(torch.allclose(logprobs, expected, rtol=0, atol=1e-4) for logprobs in nudged):
             return ids, expected
     raise AssertionError(f"every prompt of {length} tokens hangs on a step of e4m3")
 
@@ -167,7 +167,7 @@ def logprobs(client: Client, ids: list[int]) -> torch.Tensor:
 
 
 def batch_logprobs(client: Client, prompts: list[list[int]], start: int = 0) -> list[torch.Tensor]:
-    """The same for several prompts sent as one request, for the tokens behind ``start``."""
+    """Return the same for several prompts sent as one request, for the tokens behind ``start``."""
     replies = client.generate(
         input_ids=prompts,
         sampling_params={"max_new_tokens": 1, "temperature": 0.0},
@@ -181,7 +181,7 @@ def batch_logprobs(client: Client, prompts: list[list[int]], start: int = 0) -> 
 
 
 def greedy(client: Client, ids: list[int], count: int, **sampling: Any) -> list[int]:
-    """``count`` greedy tokens."""
+    """Return ``count`` greedy tokens."""
     greedily = {"max_new_tokens": count, "temperature": 0.0, "ignore_eos": True}
     reply = client.generate(input_ids=ids, sampling_params=greedily | sampling)
     return list(reply["output_ids"])
@@ -205,20 +205,22 @@ def check_metrics(client: Client) -> None:
         looked_at = (sums[0] for state in states for sums in state.overlap.layers.values())
         counted["overlap_rows"] = sum(looked_at)
     deadline = time.monotonic() + 60
-    while (told := _of(counted, scraped(client))) != counted and time.monotonic() < deadline:
+    while (
+        exported := _choose(counted, scraped(client))
+    ) != counted and time.monotonic() < deadline:
         time.sleep(1)
-    assert told == counted
+    assert exported == counted
 
 
-def _of(names: Iterable[str], found: dict[str, float]) -> dict[str, float]:
-    return {name: found[name] for name in names}
+def _choose(names: Iterable[str], values: dict[str, float]) -> dict[str, float]:
+    return {name: values[name] for name in names}
 
 
 def scraped(client: Client) -> dict[str, float]:
-    """The sum of each of our counters over its series."""
+    """Return the sum of each of our counters over its series."""
     with urlopen(f"{client.url}/metrics") as answer:
         text = answer.read().decode()
-    found: dict[str, float] = defaultdict(float)
+    sums: dict[str, float] = defaultdict(float)
     for name, value in re.findall(r"^sglang_indexcache_(\w+)_total\{.*\} (\S+)$", text, re.M):
-        found[name] += float(value)
-    return found
+        sums[name] += float(value)
+    return sums

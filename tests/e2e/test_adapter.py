@@ -107,7 +107,7 @@ def dequantised_oracle(folder: Path, to: Path) -> Oracle:
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    """All of a checkpoint, as bytes."""
+    """Return all of a checkpoint, as bytes."""
     found = [load_file(path) for path in sorted(folder.glob("*.safetensors"))]
     return {n: t.flatten().view(torch.uint8) for file in found for n, t in file.items()}
 

@@ -86,7 +86,7 @@ def test_one_live_server_stands_for_all_patterns(
 
 @pytest.fixture(scope="module")
 def server(glm: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """An all-F server, for what it must refuse."""
+    """Yield an all-F server, for what it must refuse."""
     flags = ["--model-path", str(glm), "--attention-backend", "indexcache", *POOL]
     with PreloadedServer(flags, tmp_path_factory.mktemp("log") / "server.log") as started:
         started.wait_until_ready()

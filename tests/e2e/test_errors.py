@@ -67,7 +67,7 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
 def launch_alone(
     model: Path, *arguments: str, cwd: Path, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """The same in a process of its own, as a user starts it."""
+    """Return the same in a process of its own, as a user starts it."""
     return subprocess.run(
         command(model, *arguments),
         cwd=cwd,
@@ -103,7 +103,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def config_only(glm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkpoint without its weights: an error that needed them would come too late."""
+    """Return the checkpoint without its weights: an error that needed them would come too late."""
     target = tmp_path_factory.mktemp("config-only")
     for path in glm.iterdir():
         if path.suffix != ".safetensors":

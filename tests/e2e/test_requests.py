@@ -44,7 +44,7 @@ def under(pattern: object, **sampling: Any) -> dict[str, Any]:
 
 
 def served_under(reply: Any) -> str:
-    """The pattern that an answer tells."""
+    """Return the pattern that an answer tells."""
     [text] = reply["meta_info"]["indexcache_pattern"]
     return str(text)
 

@@ -34,7 +34,7 @@ PATTERNS = ["FFFFFF", "FSFSFS", "FSSSFS", "FFSSFS"]
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The user's own pattern folder, as the server knows it."""
+    """Return the user's own pattern folder, as the server knows it."""
     return tmp_path_factory.mktemp("library")
 
 
@@ -81,7 +81,7 @@ def search_into(folder: Path, glm: Path, live: Client, **load: Any) -> Search:
 
 @pytest.fixture(scope="module")
 def searched(live: Client, glm: Path, library: Path) -> Search:
-    """A search on the server while nobody else asked it; its patterns are in the library."""
+    """Return a search on the server while nobody else asked it; its patterns are in the library."""
     return search_into(library, glm, live)
 
 

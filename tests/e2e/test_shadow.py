@@ -73,7 +73,7 @@ def answers(client: Client, prompts: list[list[int]]) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def plain(model: Path, serve: Serve, prompts: list[list[int]]) -> list[Any]:
-    """The answers of a server without a shadow."""
+    """Return the answers of a server without a shadow."""
     with serve(model, *FLAGS, str(PATTERN), *CHUNKS, *LIVE) as client:
         said = answers(client, prompts)
         assert client.states()[0].overlap == Overlaps()

@@ -35,7 +35,7 @@ def oracle(glm: Path) -> Oracle:
 
 @pytest.fixture(scope="module")
 def crowded(glm: Path, serve: Serve) -> Iterator[Client]:
-    """Two ranks whose pool holds a third of what is asked of them at once.
+    """Yield two ranks whose pool holds a third of what is asked of them at once.
 
     SGLang admits a request if its prompt and this many new tokens fit, so that it has to take
     memory back from requests which go on for longer.

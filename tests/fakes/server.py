@@ -84,7 +84,7 @@ class FakeServer:
         role: its side of a disaggregated service.
         plugins: whether each rank has loaded the plugin; () if all have.
         launched: whether its launcher has.
-        said: what its state says instead of what is so.
+        overrides: what its state says instead of what is so.
         info: what ``/server_info`` says besides.
         calls: of ``/generate`` so far; ``bodies`` are what they asked.
         most_at_once: calls that were under way together.
@@ -115,7 +115,7 @@ class FakeServer:
     role: str = "null"
     plugins: tuple[bool, ...] = ()
     launched: bool = True
-    said: dict[str, Any] = field(default_factory=dict)
+    overrides: dict[str, Any] = field(default_factory=dict)
     info: dict[str, Any] = field(default_factory=dict)
     calls: int = 0
     most_at_once: int = 0
@@ -137,10 +137,10 @@ class FakeServer:
     def rank(self, number: int) -> dict[str, Any]:
         about: dict[str, Any] = {"memory_usage": {"token_capacity": self.capacity}}
         if not self.plugins or self.plugins[number]:
-            own = {"pattern": self.pattern, "policy": self.pattern, "mode": self.mode}
+            settings = {"pattern": self.pattern, "policy": self.pattern, "mode": self.mode}
             full = self.pattern.count("F")
             state = self.active.report(rank=number, index_k_bytes_per_token=132 * full)
-            about[STATE] = state.model_copy(update=own | self.said).to_json()
+            about[STATE] = state.model_copy(update=settings | self.overrides).to_json()
         if self.fault == "no report":
             about[STATE] = {"error": "KeyError: 'x'"}
         return about
@@ -189,8 +189,8 @@ class FakeServer:
         return self.fault if self.calls > self.after else ""
 
     def reply(self, body: dict[str, Any], place: int, fault: str) -> dict[str, Any]:
-        """The answer to one of a call's prompts."""
-        ids, pattern = body["input_ids"][place], self.asked(body, place, fault)
+        """Return the answer to one of a call's prompts."""
+        ids, pattern = body["input_ids"][place], self.pattern_of(body, place, fault)
         if fault != "idle layers":
             self.count(pattern)
         start = body["logprob_start_len"][place] if "logprob_start_len" in body else len(ids)
@@ -199,22 +199,22 @@ class FakeServer:
             "prompt_tokens": len(ids) - (fault == "truncation"),
             "cached_tokens": min(self._take_cached(key, ids), start) // PAGE * PAGE,
         }
-        info |= self.told(pattern, fault)
+        info |= self.answer_fields(pattern, fault)
         if "logprob_start_len" in body:
-            shown = self.pattern if fault == "ignores" else pattern
-            entries, rows = self.score(ids, start, shown, fault)
+            obeyed = self.pattern if fault == "ignores" else pattern
+            entries, rows = self.score(ids, start, obeyed, fault)
             info["input_token_logprobs"] = [[None, ids[start], None], *entries]
             info["input_top_logprobs"] = [None, *rows]
         return {"meta_info": info | OF_AN_ANSWER.get(fault, {}), "text": "", "output_ids": []}
 
-    def asked(self, body: dict[str, Any], place: int, fault: str) -> str:
-        """The pattern under which it answers a prompt."""
+    def pattern_of(self, body: dict[str, Any], place: int, fault: str) -> str:
+        """Return the pattern under which it answers a prompt."""
         sampling = body["sampling_params"]
-        one = sampling[place] if isinstance(sampling, list) else sampling
-        named = (one.get("custom_params") or {}).get(PATTERN_OF_REQUEST)
-        return str(named) if named and fault != "deaf to names" else self.pattern
+        parameters = sampling[place] if isinstance(sampling, list) else sampling
+        name = (parameters.get("custom_params") or {}).get(PATTERN_OF_REQUEST)
+        return str(name) if name and fault != "deaf to names" else self.pattern
 
-    def told(self, pattern: str, fault: str) -> dict[str, Any]:
+    def answer_fields(self, pattern: str, fault: str) -> dict[str, Any]:
         return {} if fault == "names no pattern" else {PATTERN_OF_REQUEST: [pattern]}
 
     def score(self, ids: list[int], start: int, pattern: str, fault: str) -> tuple[list[Any], ...]:
@@ -238,18 +238,20 @@ class FakeServer:
         shift = -0.001 * long * pattern.count("S") * random.Random(f"{ids[:9]}{ids[-9:]}").random()
         entries, rows = [], []
         for token in ids[start + 1 :]:
-            own, other = (-0.2 + shift, -2.5) if right else (-2.5, -0.2 + shift)
-            entries.append([own, token, None])
-            rows.append(sorted([[own, token, None], [other, 7, None], [-6.0, 9, None]])[::-1])
+            sampled, other = (-0.2 + shift, -2.5) if right else (-2.5, -0.2 + shift)
+            entries.append([sampled, token, None])
+            rows.append(sorted([[sampled, token, None], [other, 7, None], [-6.0, 9, None]])[::-1])
         return entries, rows
 
     def _take_cached(self, key: str, ids: list[int]) -> int:
         """Count the first tokens of a prompt that were asked under this key before, and keep it."""
-        kept = self.cached.setdefault(key, [])
-        pairs = [zip(other, ids, strict=False) for other in kept]
-        same = [sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], one)) for one in pairs]
-        kept.append(tuple(ids))
-        del kept[:-64]
+        cached = self.cached.setdefault(key, [])
+        pairs = [zip(other, ids, strict=False) for other in cached]
+        same = [
+            sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zipped)) for zipped in pairs
+        ]
+        cached.append(tuple(ids))
+        del cached[:-64]
         return max(same, default=0)
 
     def gather(self, more: int) -> None:
@@ -298,16 +300,16 @@ class Handler(BaseHTTPRequestHandler):
             self._generate(body)
 
     def _may(self) -> bool:
-        """The rules of ``sglang.srt.utils.auth``, and of a proxy that forbids everything."""
-        wanted = self.fake.api_key
+        """Check by the rules of ``sglang.srt.utils.auth``, and of a proxy that forbids everything."""
+        key = self.fake.api_key
         if self.path.startswith(("/set_internal_state", "/flush_cache")):
-            wanted = self.fake.admin_api_key or wanted
+            key = self.fake.admin_api_key or key
         if self.fake.fault == "forbidden":
             self._answer({"error": "Forbidden"}, 403)
         elif (
-            wanted
+            key
             and not self.path.startswith("/health")
-            and self.headers["Authorization"] != f"Bearer {wanted}"
+            and self.headers["Authorization"] != f"Bearer {key}"
         ):
             self._answer({"error": "Unauthorized"}, 401)
         else:
@@ -324,7 +326,7 @@ class Handler(BaseHTTPRequestHandler):
                 fake.fault = ""
                 fake.restart()
             if fault == "another checkpoint":
-                fake.said["checkpoint_pattern"] = "F" + "S" * (len(fake.pattern) - 1)
+                fake.overrides["checkpoint_pattern"] = "F" + "S" * (len(fake.pattern) - 1)
             time.sleep(fake.seconds)
             replies = [fake.reply(body, n, fault) for n in range(len(body["input_ids"]))]
             fake.gather(-1)  # before the answer, which may be followed by a call
@@ -341,7 +343,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def _stream(self, body: dict[str, Any], fault: str) -> None:
         fake = self.fake
-        pattern = fake.asked(body, 0, fault)
+        pattern = fake.pattern_of(body, 0, fault)
         fake.count(pattern)
         if fault in REFUSALS:
             self._answer(*REFUSALS[fault])
@@ -363,7 +365,7 @@ class Handler(BaseHTTPRequestHandler):
                     "cached_tokens": 0,
                     "completion_tokens": token,
                     "finish_reason": reason,
-                    **fake.told(pattern, fault),
+                    **fake.answer_fields(pattern, fault),
                     **(OF_AN_ANSWER.get(fault, {}) if reason else {}),
                 }
                 chunk = {"index": index, "meta_info": meta}
@@ -419,5 +421,5 @@ def serving(fake: FakeServer) -> Iterator[str]:
 
 if __name__ == "__main__":
     given_port, layers, given_seconds = sys.argv[1:]
-    made = FakeServer("F" * int(layers), "live", seconds=float(given_seconds))
-    http_server(made, int(given_port)).serve_forever()
+    fake = FakeServer("F" * int(layers), "live", seconds=float(given_seconds))
+    http_server(fake, int(given_port)).serve_forever()

@@ -32,9 +32,9 @@ def main() -> int:
     options, rest = parser.parse_known_args()
     ends = time.monotonic() + options.seconds
     while True:
-        left = ends - time.monotonic()
+        seconds = ends - time.monotonic()
         command = [sys.executable, "-m", "pytest", "-p", "tests.gpu.report", "-m", "gpu"]
-        command += ["--gpu-report", str(options.report), "--gpu-seconds", f"{left:.0f}"]
+        command += ["--gpu-report", str(options.report), "--gpu-seconds", f"{seconds:.0f}"]
         code = subprocess.run([*command, *(rest or [FOLDER])], cwd=ROOT, check=False).returncode
         if not is_cut_off(code, options.report) or time.monotonic() > ends:
             return code

@@ -17,35 +17,35 @@ ORDER = ("start", "served", "capture", "kernels")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark, sort and skip what is in this folder, but for the tests of the tests themselves."""
     ours = {f"test_{name}.py": place for place, name in enumerate(ORDER)}
-    here = [one for one in items if one.path.parent == Path(__file__).parent]
-    here = [one for one in here if one.path.name in ours]
+    here = [item for item in items if item.path.parent == Path(__file__).parent]
+    here = [item for item in here if item.path.name in ours]
     for item in here:
         item.add_marker("gpu")
         needs = [need for need in get_args(Need) if need == "card" or item.get_closest_marker(need)]
         if why := lacking(*needs):
             item.add_marker(pytest.mark.skip(reason=why))
-    ranked = iter(sorted(here, key=lambda one: ours[one.path.name]))
-    items[:] = [next(ranked) if one in here else one for one in items]
+    ranked = iter(sorted(here, key=lambda item: ours[item.path.name]))
+    items[:] = [next(ranked) if item in here else item for item in items]
 
 
 @pytest.fixture
 def evidence(request: pytest.FixtureRequest) -> dict[str, Any]:
     """Yield a place for what a test measures; it is written into the report if there is one."""
-    found: dict[str, Any] = {}
-    request.node.gpu_evidence = found
-    return found
+    measured: dict[str, Any] = {}
+    request.node.gpu_evidence = measured
+    return measured
 
 
 @pytest.fixture
 def reported(pytestconfig: pytest.Config) -> dict[str, Any]:
-    """The report so far, earlier runs included; what is put in it is kept."""
+    """Return the report so far, earlier runs included; what is put in it is kept."""
     report = pytestconfig.stash.get(REPORT, None)
     return report.content if report else {"tests": {}, "remembered": {}}
 
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The shipped checkpoint in the widths that DSA's CUDA kernels are compiled for."""
+    """Return the shipped checkpoint in the widths that DSA's CUDA kernels are compiled for."""
     from tests.rehearsal.widened import widen
 
     return widen(tmp_path_factory.mktemp("served") / "model", heads=64, index_heads=32)

@@ -73,9 +73,9 @@ class Report:
         machine = self.content["machine"]
         yield f"{machine['name']}, torch {machine['torch']}, commit {machine['commit']}"
         yield self.content["preflight"]
-        for name, found in self.content["tests"].items():
-            why = f": {' '.join(found['why'].split())[-300:]}" if found["why"] else ""
-            yield f"{found['outcome']:>12}  {name.partition('tests/gpu/')[2] or name}{why}"
+        for name, record in self.content["tests"].items():
+            why = f": {' '.join(record['why'].split())[-300:]}" if record["why"] else ""
+            yield f"{record['outcome']:>12}  {name.partition('tests/gpu/')[2] or name}{why}"
 
 
 REPORT = pytest.StashKey[Report]()
@@ -102,10 +102,10 @@ def pytest_report_header(config: pytest.Config) -> str:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what is decided; what was skipped is tried again."""
-    known = config.stash[REPORT].content["tests"]
-    decided = [one for one in items if known.get(one.nodeid, {}).get("outcome") in _DECIDED]
+    records = config.stash[REPORT].content["tests"]
+    decided = [item for item in items if records.get(item.nodeid, {}).get("outcome") in _DECIDED]
     config.hook.pytest_deselected(items=decided)
-    items[:] = [one for one in items if one not in decided]
+    items[:] = [item for item in items if item not in decided]
 
 
 _DECIDED = ("passed", "failed")
@@ -115,14 +115,14 @@ _DECIDED = ("passed", "failed")
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """Name the test before it can end the process."""
     report, limit = item.config.stash[REPORT], item.get_closest_marker("limit")
-    left = report.ends - time.monotonic()
-    if left <= 0:
+    seconds_left = report.ends - time.monotonic()
+    if seconds_left <= 0:
         report.decide(item.nodeid, "not reached", "no time was left")
         item.add_marker(pytest.mark.skip(reason="no time was left"))
         return (yield)
     report.begin(item.nodeid)
     seconds = limit.args[0] if limit else LONGEST_SECONDS
-    faulthandler.dump_traceback_later(min(seconds, max(left, 1)), exit=True)
+    faulthandler.dump_traceback_later(min(seconds, max(seconds_left, 1)), exit=True)
     try:
         return (yield)
     finally:
@@ -132,19 +132,23 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
     """Note the outcome; stop where the card cannot be used any more."""
-    made = yield
+    outcome = yield
     report = item.config.stash[REPORT]
-    if made.when == "call" or not made.passed:
-        why = made.longreprtext[-2000:] if made.failed else ""
-        why = str(made.longrepr[2]) if made.skipped else why  # type: ignore[index]
+    if outcome.when == "call" or not outcome.passed:
+        why = outcome.longreprtext[-2000:] if outcome.failed else ""
+        why = str(outcome.longrepr[2]) if outcome.skipped else why  # type: ignore[index]
         evidence = getattr(item, "gpu_evidence", {})
         if why != "Skipped: no time was left":
             report.decide(
-                item.nodeid, made.outcome, why, seconds=round(made.duration, 2), evidence=evidence
+                item.nodeid,
+                outcome.outcome,
+                why,
+                seconds=round(outcome.duration, 2),
+                evidence=evidence,
             )
-        if made.failed and any(words in why for words in LOST_CONTEXT):
+        if outcome.failed and any(words in why for words in LOST_CONTEXT):
             pytest.exit("the card's context is lost", returncode=AGAIN)
-    return made
+    return outcome
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

@@ -70,7 +70,7 @@ class Job:
 
 
 def seeded(seed: int) -> torch.Generator:
-    """A generator on the CPU, so that every device draws the same."""
+    """Return a generator on the CPU, so that every device draws the same."""
     return torch.Generator().manual_seed(seed)
 
 
@@ -151,7 +151,7 @@ def check_replays(
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in which NaNs equal themselves."""
+    """Return a copy in which NaNs equal themselves."""
     return tensor.contiguous().view(torch.uint8).clone()
 
 

@@ -83,7 +83,7 @@ def answer(client: Asked, request: Request) -> list[int]:
 
 
 def together(client: Asked, requests: Sequence[Request]) -> list[list[int]]:
-    """All at once, so that they share batches."""
+    """Ask all at once, so that they share batches."""
     with ThreadPoolExecutor(len(requests)) as pool:
         return list(pool.map(lambda request: answer(client, request), requests))
 
@@ -138,7 +138,7 @@ def compare_mixed(live: Asked, prompts: Prompts) -> dict[str, Any]:
 
 
 def arguments(model: Path, kind: str) -> list[str]:
-    """The command line of stock SGLang, or of ours in a mode."""
+    """Return the command line of stock SGLang, or of ours in a mode."""
     types = json.dumps({"indexer_types": PATTERN.to_indexer_types()})
     backend = "dsa" if kind == "stock" else "indexcache"
     ours = ("--indexcache-pattern", str(PATTERN), "--indexcache-mode", kind)

@@ -17,7 +17,7 @@ from sglang_indexcache.kernels.build import source_folder
 
 @cache
 def host() -> ctypes.CDLL:
-    """``csrc/host/checks.cpp`` as a library; built once a process."""
+    """Return ``csrc/host/checks.cpp`` as a library; built once a process."""
     compiler = shutil.which("g++") or shutil.which("c++")
     if compiler is None:
         pytest.fail("these tests need a C++ compiler")
@@ -25,8 +25,8 @@ def host() -> ctypes.CDLL:
     target = Path(mkdtemp(prefix="indexcache-host-")) / "checks.so"
     flags = ["-std=c++17", "-O2", "-shared", "-fPIC", "-ffp-contract=off"]
     command = [compiler, *flags, f"-I{root}", str(root / "host/checks.cpp"), "-o", str(target)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
     library = ctypes.CDLL(str(target))
     library.check_swizzle128.restype = c_uint32
     library.check_order_key.restype = c_uint32

@@ -45,17 +45,17 @@ class Usage:
 
 
 def readable(symbol: str) -> str:
-    """``select_kernel<32, 8>`` from its mangled name."""
-    found = _NAME.search(symbol)
-    if found is None:
+    """Return ``select_kernel<32, 8>`` from its mangled name."""
+    match = _NAME.search(symbol)
+    if match is None:
         return symbol
-    arguments = re.findall(r"L[ib](\d+)E", found[2] or "")
-    return f"{found[1]}<{', '.join(arguments)}>" if arguments else found[1]
+    arguments = re.findall(r"L[ib](\d+)E", match[2] or "")
+    return f"{match[1]}<{', '.join(arguments)}>" if arguments else match[1]
 
 
 def usage(log: str) -> list[Usage]:
-    """Every kernel that a build log (``ptxas -v``) tells of."""
-    found = []
+    """Return every kernel that a build log (``ptxas -v``) tells of."""
+    kernels = []
     for part in log.split("Compiling entry function ")[1:]:
         symbol = re.match(r"'(\w+)'", part)
         stack, registers = _STACK.search(part), _REGISTERS.search(part)
@@ -64,8 +64,8 @@ def usage(log: str) -> list[Usage]:
         spills = int(stack[2]) + int(stack[3])
         shared = _SHARED.search(part)
         sizes = int(registers[1]), int(stack[1]), spills, int(shared[1]) if shared else 0
-        found.append(Usage(readable(symbol[1]), *sizes))
-    return found
+        kernels.append(Usage(readable(symbol[1]), *sizes))
+    return kernels
 
 
 def complaints(log: str) -> list[str]:
@@ -93,14 +93,14 @@ def listing(library: Path) -> str:
     tool = find_cuobjdump()
     if tool is None:
         raise KernelError("no cuobjdump: install the CUDA toolkit's or Triton")
-    done = subprocess.run([tool, "-sass", library], capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise KernelError(f"{tool} -sass {library} failed: {done.stderr.strip()}")
-    return done.stdout
+    process = subprocess.run([tool, "-sass", library], capture_output=True, text=True, check=False)
+    if process.returncode != 0:
+        raise KernelError(f"{tool} -sass {library} failed: {process.stderr.strip()}")
+    return process.stdout
 
 
 def functions(text: str) -> dict[str, str]:
-    """The part of a listing that belongs to each kernel, by its readable name."""
+    """Return the part of a listing that belongs to each kernel, by its readable name."""
     parts = _FUNCTION.split(text)[1:]
     return {readable(symbol): body for symbol, body in zip(parts[::2], parts[1::2], strict=True)}
 
@@ -123,12 +123,12 @@ def instructions(code: list[tuple[int, str]]) -> Counter[str]:
 
 
 def _names(code: list[tuple[int, str]]) -> list[str]:
-    found = (_NAME_OF_INSTRUCTION.match(line) for _, line in code)
-    return [match[1] if match else "" for match in found]
+    matches = (_NAME_OF_INSTRUCTION.match(line) for _, line in code)
+    return [match[1] if match else "" for match in matches]
 
 
 def innermost(code: list[tuple[int, str]], holds: Mapping[str, int]) -> list[tuple[int, str]]:
-    """The shortest loop that holds what it must.
+    """Return the shortest loop that holds what it must.
 
     Args:
         code: of one kernel.
@@ -150,10 +150,10 @@ def innermost(code: list[tuple[int, str]], holds: Mapping[str, int]) -> list[tup
         for at, address, jump in jumps
         if jump and int(jump[1], 16) < address
     )
-    found = min(filter(fits, loops), key=lambda loop: loop.stop - loop.start, default=None)
-    if found is None:
+    loop = min(filter(fits, loops), key=lambda loop: loop.stop - loop.start, default=None)
+    if loop is None:
         raise KernelError(f"no loop holds {holds}")
-    return code[found]
+    return code[loop]
 
 
 def fingerprint(code: list[tuple[int, str]], *, values: bool = False) -> str:

@@ -174,7 +174,7 @@ def registers(line: str) -> set[int]:
 
 
 def accumulators(line: str) -> set[int]:
-    """Those that a WGMMA writes: N / 2 from the first on."""
+    """Return those that a WGMMA writes: N / 2 from the first on."""
     found = re.search(r"GMMA\.64x(\d+)x\d+\S*\s+R(\d+)", line)
     return set(range(int(found[2]), int(found[2]) + int(found[1]) // 2)) if found else set()
 
@@ -418,7 +418,7 @@ TRIVIAL = "__global__ void some_kernel(int* out) { *out = 1; }\n"
 
 @pytest.fixture
 def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A csrc/ of one trivial file, and a cache of its own."""
+    """Return a csrc/ of one trivial file, and a cache of its own."""
     source = tmp_path / "csrc" / "topk" / "small.cu"
     source.parent.mkdir(parents=True)
     source.write_text(TRIVIAL)
@@ -539,7 +539,7 @@ def keep(folder: str, release: str, source: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def empty_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A shared library that loads anywhere."""
+    """Return a shared library that loads anywhere."""
     source = tmp_path_factory.mktemp("empty") / "empty.cpp"
     source.write_text('extern "C" int nothing() { return 0; }\n')
     target = source.with_suffix(".so")

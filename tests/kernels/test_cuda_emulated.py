@@ -182,7 +182,7 @@ def select(
     as_slots: bool = False,
     counter: NDArray | None = None,
 ) -> NDArray:
-    """The fused kernel over a batch; raises AssertionError with what went wrong.
+    """Run the fused kernel over a batch; raise AssertionError with what went wrong.
 
     Args:
         slow: a block that gets to run only while the others wait or have ended; -1: none.
@@ -325,7 +325,7 @@ def topk_rows(
     per_request: int = 1,
     table: NDArray | None = None,
 ) -> NDArray:
-    """The top-k kernel over rows of float32; raises AssertionError with what went wrong."""
+    """Run the top-k kernel over rows of float32; raise AssertionError with what went wrong."""
     assert logits.strides[1] == 4
     out = np.full((len(logits), k), 7777777, dtype=np.int32)
     rows = (
@@ -498,7 +498,7 @@ def attention(
 
 
 def fp8_cache(latent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The 656-byte rows, and the bfloat16 rows that they mean."""
+    """Return the 656-byte rows, and the bfloat16 rows that they mean."""
     groups = latent[:, :512].float().unflatten(1, (4, 128))
     scales = groups.abs().amax(-1) / 448
     values = (groups / scales[..., None]).to(torch.float8_e4m3fn)

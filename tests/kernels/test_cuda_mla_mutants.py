@@ -85,7 +85,7 @@ CLUSTER = 3
 
 @cache
 def mutants() -> ctypes.CDLL:
-    """Every mutant's kernels, in one library."""
+    """Return every mutant's kernels, in one library."""
     files = (source_folder() / f"sparse_mla/{part}.cuh" for part in PARTS)
     source = "\n".join(file.read_text() for file in files)
     folder = Path(mkdtemp(prefix="indexcache-mutants-"))

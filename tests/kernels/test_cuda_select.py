@@ -20,7 +20,7 @@ seeds = st.integers(0, 2**31)
 
 
 def oracle(row: NDArray, k: int) -> NDArray:
-    """The k largest, ties to the smaller position, ascending, padded with -1."""
+    """Return the k largest, ties to the smaller position, ascending, padded with -1."""
     order = np.argsort(-row.astype(np.float64), kind="stable")[:k]
     return np.pad(np.sort(order), (0, k - len(order)), constant_values=-1).astype(np.int32)
 

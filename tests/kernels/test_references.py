@@ -96,7 +96,7 @@ def test_the_whole_indexer_is_transformers(
 
 
 def logits_of(weights: list[float], value: float) -> float:
-    """One logit where every head's dot product is ``value``."""
+    """Return one logit where every head's dot product is ``value``."""
     heads = len(weights)
     q = torch.zeros(1, heads, 128)
     q[:, :, 5] = value

@@ -85,7 +85,7 @@ def test_what_is_not_written_is_seen(generator: torch.Generator) -> None:
 
 
 def mutated(change: Callable[[IndexerBatch], None], function: Any) -> Any:
-    """``function`` on a changed batch."""
+    """Return ``function`` on a changed batch."""
 
     def wrapped(batch: IndexerBatch, *arguments: Any, **options: Any) -> Any:
         changed = deepcopy(batch)

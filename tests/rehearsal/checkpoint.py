@@ -118,9 +118,9 @@ def _add_draft(folder: Path) -> Path:
         if name.startswith(last := f"model.layers.{LAYERS - 1}."):
             adds = name.endswith(("o_proj.weight", "down_proj.weight"))
             stored[name.replace(last, draft)] = tensor * (1 / 8 if adds else 1)
-    one = torch.ones(width, dtype=torch.bfloat16)
-    stored |= {draft + name: one.clone() for name in ("enorm.weight", "hnorm.weight")}
-    stored[draft + "shared_head.norm.weight"] = one.clone()
+    ones = torch.ones(width, dtype=torch.bfloat16)
+    stored |= {draft + name: ones.clone() for name in ("enorm.weight", "hnorm.weight")}
+    stored[draft + "shared_head.norm.weight"] = ones.clone()
     stored[draft + "eh_proj.weight"] = torch.cat(
         (torch.eye(width), torch.zeros(width, width)), 1
     ).bfloat16()
@@ -159,13 +159,15 @@ def _quantize(exact: Path, folder: Path) -> Path:
     """
     path = next(exact.glob("*.safetensors"))
     stored: dict[str, torch.Tensor] = {}
-    held: dict[str, torch.Tensor] = {}
+    dequantised: dict[str, torch.Tensor] = {}
     for name, tensor in load_file(path).items():
-        stored[name] = held[name] = tensor
+        stored[name] = dequantised[name] = tensor
         if is_quantized(name):
             stored[name], stored[name + "_scale_inv"] = _by_blocks(tensor)
-            held[name] = from_blocks(stored[name], stored[name + "_scale_inv"]).to(tensor.dtype)
-    save_file(held, path, {"format": "pt"})
+            dequantised[name] = from_blocks(stored[name], stored[name + "_scale_inv"]).to(
+                tensor.dtype
+            )
+    save_file(dequantised, path, {"format": "pt"})
     for file in exact.iterdir():
         if file != path:
             shutil.copy(file, folder)
@@ -182,7 +184,7 @@ def _quantize(exact: Path, folder: Path) -> Path:
 
 
 def _by_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """``[N, K]`` as e4m3, and scales for 128 times 128 values."""
+    """Return ``[N, K]`` as e4m3, and scales for 128 times 128 values."""
     n, k = weight.shape
     padded = torch.nn.functional.pad(weight.double(), (0, -k % GROUP, 0, -n % GROUP))
     blocks = padded.unflatten(1, (-1, GROUP)).unflatten(0, (-1, GROUP))

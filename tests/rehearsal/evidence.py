@@ -56,10 +56,10 @@ def switches(client: Client, _: Path) -> None:
             assert not under_way.done(), "answered before the switch"
         client.switch_pattern(f"{low} < {(short + long) // 2} <= {high}")
         assert not under_way.done(), "answered before the switch"
-        chosen = [_tokens(client, length, None) for length in (short, long)]
+        selection = [_tokens(client, length, None) for length in (short, long)]
         assert under_way.result() == _tokens(client, LENGTHS[2], QUARTER, 32)
     client.switch_pattern(QUARTER)
-    assert chosen == [_tokens(client, short, low), _tokens(client, long, high)]
+    assert selection == [_tokens(client, short, low), _tokens(client, long, high)]
 
 
 def replays(mode: str) -> Evidence:
@@ -76,8 +76,8 @@ def replays(mode: str) -> Evidence:
 def halves(client: Client, _: Path) -> None:
     """Some forward was split within a prompt, and some step of decoding between requests."""
     extend, decode = "1", "2"  # of SGLang's ForwardMode
-    told = r"two_chunk=(\w+) tbo_split_seq_index=(\d+) .* forward_mode=(\d)"
-    split = set(re.findall(told, client.log.read_text()))  # type: ignore[attr-defined]
+    line = r"two_chunk=(\w+) tbo_split_seq_index=(\d+) .* forward_mode=(\d)"
+    split = set(re.findall(line, client.log.read_text()))  # type: ignore[attr-defined]
     assert ("True", "0", extend) in split
     assert ("False", "1", decode) in split
 
@@ -86,16 +86,16 @@ def idle_ranks(client: Client, _: Path) -> None:
     """Each data-parallel rank answers alone, the others without a request, and all say the same."""
     client.flush_cache()
     before = _selections(client)
-    said = []
+    answers = []
     for rank in range(len(before)):
-        said.append(_tokens(client, LENGTHS[0], None, routed_dp_rank=rank))
+        answers.append(_tokens(client, LENGTHS[0], None, routed_dp_rank=rank))
         after = _selections(client)
         assert [new > old for new, old in zip(after, before, strict=True)] == [
             other == rank for other in range(len(before))
         ]
         before = after
-    assert len(said) > 1
-    assert all(one == said[0] for one in said)
+    assert len(answers) > 1
+    assert all(answer == answers[0] for answer in answers)
 
 
 def mixed_chunks(client: Client, model: Path) -> None:
@@ -104,7 +104,8 @@ def mixed_chunks(client: Client, model: Path) -> None:
     They count as prefill. SGLang mixes nothing with a request that wants log-probabilities, so the
     tokens are judged: how far they are behind the likeliest, which other patterns would not choose.
     """
-    steps, asked = 32, [(LENGTHS[2], QUARTER), (LENGTHS[0], PATTERNS[1]), (LENGTHS[1], PATTERNS[3])]
+    steps = 32
+    prompts = [(LENGTHS[2], QUARTER), (LENGTHS[0], PATTERNS[1]), (LENGTHS[1], PATTERNS[3])]
 
     def decoded() -> int:
         tokens = _states(client)[0]["tokens"]
@@ -112,15 +113,15 @@ def mixed_chunks(client: Client, model: Path) -> None:
 
     client.flush_cache()
     before = decoded()
-    with ThreadPoolExecutor(len(asked)) as meanwhile:
-        under_way = [meanwhile.submit(_ask, client, *asked[0], steps)]
+    with ThreadPoolExecutor(len(prompts)) as meanwhile:
+        under_way = [meanwhile.submit(_ask, client, *prompts[0], steps)]
         while not any(state["requests"] for state in _states(client)):
             assert not under_way[0].done()
-        under_way += [meanwhile.submit(_ask, client, *other, steps) for other in asked[1:]]
+        under_way += [meanwhile.submit(_ask, client, *other, steps) for other in prompts[1:]]
         answers = [reply.result()["output_ids"] for reply in under_way]
-    assert 0 < decoded() - before < len(asked) * (steps - 1)
+    assert 0 < decoded() - before < len(prompts) * (steps - 1)
     judge = Judge(model, fp8_kv=client.server_info()["kv_cache_dtype"] == "fp8_e4m3")
-    for (length, pattern), answer in zip(asked, answers, strict=True):
+    for (length, pattern), answer in zip(prompts, answers, strict=True):
         tokens = prompt(length) + answer
         behind = {other: judge.behind(steps, tokens, other) for other in PATTERNS}
         assert behind.pop(pattern) < min(behind.values()) / 2
@@ -128,9 +129,9 @@ def mixed_chunks(client: Client, model: Path) -> None:
 
 def accepted_drafts(client: Client, _: Path) -> None:
     """The target agreed with some drafts, and not with all."""
-    said = [_ask(client, length, tokens=16) for length in LENGTHS]
+    replies = [_ask(client, length, tokens=16) for length in LENGTHS]
     right, all_ = (
-        sum(one["meta_info"][f"spec_num_{name}_drafts"] for one in said)
+        sum(reply["meta_info"][f"spec_num_{name}_drafts"] for reply in replies)
         for name in ("correct", "proposed")
     )
     assert 0 < right < all_
@@ -144,7 +145,7 @@ def kernels_of_ours(client: Client, _: Path) -> None:
         *("flash_mla_sparse_fwd", "with_kvcache"),
     )
     assert launched
-    assert not [name for name in launched if any(one in name for one in replaced)]
+    assert not [name for name in launched if any(kernel in name for kernel in replaced)]
 
 
 def pages_from_the_host(client: Client, _: Path) -> None:
@@ -152,17 +153,17 @@ def pages_from_the_host(client: Client, _: Path) -> None:
 
     def again(length: int) -> tuple[dict[str, int], Any]:
         """Ask again; return where the prefix lay, and the answer."""
-        told = _ask(client, length, return_logprob=True)["meta_info"]
-        return told["cached_tokens_details"], told["output_token_logprobs"]
+        info = _ask(client, length, return_logprob=True)["meta_info"]
+        return info["cached_tokens_details"], info["output_token_logprobs"]
 
     client.flush_cache()
     _ask(client, LENGTHS[0])
-    before, kept = again(LENGTHS[0])
+    before, expected = again(LENGTHS[0])
     for length in LENGTHS[1:]:
         _ask(client, length)
     after, returned = again(LENGTHS[0])
     assert (before["host"], after["host"]) == (0, before["device"])
-    assert kept == returned
+    assert expected == returned
 
 
 def overlaps(client: Client, model: Path) -> None:
@@ -211,16 +212,16 @@ def returned_selections(client: Client, model: Path) -> None:
     reply = _ask(client, length, tokens=steps, return_indexer_topk=True)
     ids = prompt(length) + reply["output_ids"][:-1]
     evaluator = TransformersEvaluator(model, Calibration((tuple(ids),), 1, "rehearsal"))
-    told = np.frombuffer(b64decode(reply["meta_info"]["indexer_topk"]), dtype=np.int32)
-    lists = told.reshape(len(ids), len(pattern), -1)[:, :, : evaluator.topk]
+    buffer = np.frombuffer(b64decode(reply["meta_info"]["indexer_topk"]), dtype=np.int32)
+    lists = buffer.reshape(len(ids), len(pattern), -1)[:, :, : evaluator.topk]
     expected = evaluator.selected(tuple(ids), pattern)
     for layer, source in enumerate(pattern.sources):
         assert (lists[:, layer] == lists[:, source]).all()
     for layer in pattern.full_layers:
         for query in range(length, len(ids)):
-            chosen = set(lists[query, layer].tolist())
-            assert len(chosen) == evaluator.topk
-            assert len(chosen & set(expected[layer][query].tolist())) > 0.9 * evaluator.topk
+            selection = set(lists[query, layer].tolist())
+            assert len(selection) == evaluator.topk
+            assert len(selection & set(expected[layer][query].tolist())) > 0.9 * evaluator.topk
 
 
 def _states(client: Client) -> list[dict[str, Any]]:
@@ -229,7 +230,7 @@ def _states(client: Client) -> list[dict[str, Any]]:
 
 
 def _tokens(client: Client, length: int, pattern: str | None, tokens: int = 6, **body: Any) -> Any:
-    """The tokens of an answer and their log-probabilities."""
+    """Return the tokens of an answer and their log-probabilities."""
     answer = _ask(client, length, pattern, tokens, return_logprob=True, **body)
     return answer["meta_info"]["output_token_logprobs"]
 

@@ -55,14 +55,14 @@ def streams(folder: Path, ids: list[int]) -> torch.Tensor:
     """``[layers + 1, T, D]``: each layer's input in the server, and the last one's output."""
     parts: list[list[torch.Tensor]] = []
     for path in sorted(folder.glob("*/Pass*.pt")):
-        seen = torch.load(path)
-        start = int(seen["model.forward_batch_info.positions"][0])
-        read = seen["model.forward_batch_info.input_ids"].tolist()
+        dump = torch.load(path)
+        start = int(dump["model.forward_batch_info.positions"][0])
+        read = dump["model.forward_batch_info.input_ids"].tolist()
         if start < len(ids) and read == ids[start : start + len(read)]:
-            layers = sum(name.endswith(".input_layernorm") for name in seen)
+            layers = sum(name.endswith(".input_layernorm") for name in dump)
             norms = [f"model.layers.{layer}.input_layernorm" for layer in range(1, layers)]
-            sums = [seen[name][1] for name in (*norms, "model.norm")]
-            parts.append([seen["model.embed_tokens"], *sums])
+            sums = [dump[name][1] for name in (*norms, "model.norm")]
+            parts.append([dump["model.embed_tokens"], *sums])
     return torch.stack([torch.cat(chunks) for chunks in zip(*parts, strict=True)])
 
 
@@ -71,8 +71,8 @@ def selections(reply: Any, count: int, layers: int, topk: int) -> torch.Tensor:
 
     SGLang hands out the places of its cache in order, so the first position has the lowest.
     """
-    found = extract_indexer_topk_from_meta_info(reply).reshape(-1, layers, topk)
-    slots = torch.from_numpy(np.array(found)).transpose(0, 1)
+    indices = extract_indexer_topk_from_meta_info(reply).reshape(-1, layers, topk)
+    slots = torch.from_numpy(np.array(indices)).transpose(0, 1)
     places = slots - slots[:, topk:].min()
     places[:, :topk] = torch.arange(topk)  # they see no more than that
     return places[:, :count]
@@ -94,40 +94,45 @@ class Layers:
         )
 
     def compare(
-        self, seen: torch.Tensor, selected: torch.Tensor, pattern: Pattern, rows: slice
+        self, streams: torch.Tensor, selected: torch.Tensor, pattern: Pattern, rows: slice
     ) -> Iterator[Layer]:
-        """Every layer beside transformers, which reads in each what ``pattern`` says.
+        """Yield every layer beside transformers, which reads in each what ``pattern`` says.
 
         Args:
-            seen: ``[layers + 1, T, D]``, of :func:`streams`.
+            streams: ``[layers + 1, T, D]``, of :func:`streams`.
             selected: ``[layers, T, k]``, of :func:`selections`.
             rows: that are compared.
         """
         for layer in range(len(pattern)):
-            yield self._one(layer, pattern, seen, selected[pattern.source_of(layer)], rows)
+            yield self._one(layer, pattern, streams, selected[pattern.source_of(layer)], rows)
 
     def _one(
-        self, layer: int, pattern: Pattern, seen: torch.Tensor, taken: torch.Tensor, rows: slice
+        self,
+        layer: int,
+        pattern: Pattern,
+        streams: torch.Tensor,
+        selection: torch.Tensor,
+        rows: slice,
     ) -> Layer:
-        before, after = seen[layer].double(), seen[layer + 1].double()
+        before, after = streams[layer].double(), streams[layer + 1].double()
         (exact, scores), (rounded, rough) = (
-            _run(model, layer, seen[layer], taken) for model in (self._exact, self._rounded)
+            _run(model, layer, streams[layer], selection) for model in (self._exact, self._rounded)
         )
         adds = (exact - before)[rows]
         apart, rounding = (
-            float((one[rows] - exact[rows]).norm() / adds.norm()) for one in (after, rounded)
+            float((output[rows] - exact[rows]).norm() / adds.norm()) for output in (after, rounded)
         )
         if not pattern.is_full(layer):
             return Layer(apart, rounding)
         regrets = (
-            _regret(scores[rows], one.long())
-            for one in (taken[rows], rough[rows].topk(taken.shape[-1]).indices)
+            _regret(scores[rows], indices.long())
+            for indices in (selection[rows], rough[rows].topk(selection.shape[-1]).indices)
         )
         return Layer(apart, rounding, *regrets)
 
 
 def _run(
-    model: Any, layer: int, hidden: torch.Tensor, taken: torch.Tensor
+    model: Any, layer: int, hidden: torch.Tensor, selection: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A decoder layer's output ``[T, D]`` on a selection that is given, and its index scores."""
     decoder, glm = model.model.layers[layer], model.config.model_type == "glm_moe_dsa"
@@ -138,7 +143,7 @@ def _run(
     mask.masked_fill_(places > places[:, None], torch.finfo(model.dtype).min)
     with (
         torch.no_grad(),
-        _selecting(decoder.self_attn.indexer, taken) as scores,
+        _selecting(decoder.self_attn.indexer, selection) as scores,
         fp8_scores(0.0, is_glm=glm),
     ):
         out = decoder(
@@ -150,8 +155,8 @@ def _run(
 
 
 @contextmanager
-def _selecting(indexer: Any, taken: torch.Tensor) -> Iterator[list[torch.Tensor]]:
-    """Let an indexer tell its scores and return ``taken``."""
+def _selecting(indexer: Any, selection: torch.Tensor) -> Iterator[list[torch.Tensor]]:
+    """Let an indexer tell its scores and return ``selection``."""
     select, topk = indexer.forward, torch.Tensor.topk
     scores: list[torch.Tensor] = []
 
@@ -165,7 +170,7 @@ def _selecting(indexer: Any, taken: torch.Tensor) -> Iterator[list[torch.Tensor]
             select(*args, **kwargs)
         finally:
             torch.Tensor.topk = topk  # type: ignore[method-assign]
-        return taken[None]
+        return selection[None]
 
     indexer.forward = forward
     try:
@@ -174,8 +179,8 @@ def _selecting(indexer: Any, taken: torch.Tensor) -> Iterator[list[torch.Tensor]
         indexer.forward = select
 
 
-def _regret(scores: torch.Tensor, taken: torch.Tensor) -> float:
-    """Return by how much ``taken`` ``[T, k]`` scores less than the best k of ``[T, S]``."""
-    best = scores.topk(taken.shape[-1]).values
-    lost = best.sum(-1) - scores.gather(1, taken).sum(-1)
-    return float((lost / best[:, 0].abs()).mean())
+def _regret(scores: torch.Tensor, selection: torch.Tensor) -> float:
+    """Return by how much ``selection`` ``[T, k]`` scores less than the best k of ``[T, S]``."""
+    best = scores.topk(selection.shape[-1]).values
+    shortfall = best.sum(-1) - scores.gather(1, selection).sum(-1)
+    return float((shortfall / best[:, 0].abs()).mean())

@@ -17,7 +17,7 @@ _HERE = "127.0.0.1"
 
 @contextmanager
 def disaggregated(rehearse: Rehearse, *flags: str, **options: Any) -> Iterator[Pair]:
-    """Two servers of the same flags, and what stands between them and a user."""
+    """Yield two servers of the same flags, and what stands between them and a user."""
     port = free_port()
     prefill, decode = (
         (*flags, "--disaggregation-mode", role, "--disaggregation-bootstrap-port", str(port))
@@ -48,7 +48,7 @@ class Pair(Client):
         return answer
 
     def server_info(self) -> dict[str, Any]:
-        """The decoder's, with the states of both."""
+        """Return the decoder's, with the states of both."""
         first, second = self._prefill.server_info(), super().server_info()
         return second | {"internal_states": first["internal_states"] + second["internal_states"]}
 

@@ -36,28 +36,28 @@ def parameters(pattern: str | None, tokens: int = ANSWER) -> dict[str, Any]:
 
 
 def ask(
-    client: Client, *asked: tuple[int, str | None], tokens: int = ANSWER
+    client: Client, *prompts: tuple[int, str | None], tokens: int = ANSWER
 ) -> list[list[tuple[float, int]]]:
-    """The greedy answers to prompts of given lengths and patterns, as one request."""
+    """Return the greedy answers to prompts of given lengths and patterns, as one request."""
     replies = client.generate(
-        input_ids=[prompt(length) for length, _ in asked],
-        sampling_params=[parameters(pattern, tokens) for _, pattern in asked],
+        input_ids=[prompt(length) for length, _ in prompts],
+        sampling_params=[parameters(pattern, tokens) for _, pattern in prompts],
         return_logprob=True,
     )
     return [
-        [(logprob, token) for logprob, token, *_ in one["meta_info"]["output_token_logprobs"]]
-        for one in replies
+        [(logprob, token) for logprob, token, *_ in reply["meta_info"]["output_token_logprobs"]]
+        for reply in replies
     ]
 
 
 def alone_and_together(
-    client: Client, asked: Sequence[tuple[int, str | None]]
+    client: Client, prompts: Sequence[tuple[int, str | None]]
 ) -> tuple[list[Any], list[Any]]:
     """The answers to requests one by one, and in a batch; neither finds the other's prefixes."""
     client.flush_cache()
-    together = ask(client, *asked)
+    together = ask(client, *prompts)
     client.flush_cache()
-    return [ask(client, one)[0] for one in asked], together
+    return [ask(client, each)[0] for each in prompts], together
 
 
 def behind_another_pattern_and_first(client: Client) -> tuple[list[Any], list[Any]]:
@@ -70,15 +70,15 @@ def behind_another_pattern_and_first(client: Client) -> tuple[list[Any], list[An
 
 
 def logprobs(client: Client, tokens: list[int], pattern: str | None) -> torch.Tensor:
-    """``[len(tokens) - 1]`` log-probabilities of given tokens, the first left out."""
+    """Return ``[len(tokens) - 1]`` log-probabilities of given tokens, the first left out."""
     reply = client.generate(
         input_ids=tokens,
         sampling_params=parameters(pattern),
         return_logprob=True,
         logprob_start_len=0,
     )
-    told = reply["meta_info"]["input_token_logprobs"][1:]
-    return torch.tensor([logprob for logprob, *_ in told])
+    pairs = reply["meta_info"]["input_token_logprobs"][1:]
+    return torch.tensor([logprob for logprob, *_ in pairs])
 
 
 def _read(oracle: Oracle, tokens: tuple[int, ...], pattern: str) -> Answer:
@@ -123,17 +123,17 @@ class Judge:
             (model / name for name in (IN_BFLOAT16, MERGED) if (model / name).exists()), model
         )
 
-        def prepare(made: torch.nn.Module) -> None:
+        def prepare(module: torch.nn.Module) -> None:
             if has_fp8:
-                _quantize_inputs(made, _multiplies_fp8)
+                _quantize_inputs(module, _multiplies_fp8)
             if fp8_kv:
-                _quantize_inputs(made, _reads_latents)
+                _quantize_inputs(module, _reads_latents)
 
         exact, rounded = (
             Oracle(model, dtype, fp8_indexer=True) for dtype in (torch.float32, torch.bfloat16)
         )
         exact.prepare = rounded.prepare = prepare
-        self._exact, self._rounded = (cache(partial(_read, one)) for one in (exact, rounded))
+        self._exact, self._rounded = (cache(partial(_read, oracle)) for oracle in (exact, rounded))
 
     def apart(self, got: torch.Tensor, tokens: list[int], pattern: str) -> float:
         """The mean difference of log-probabilities of the last tokens from float32's, in nats."""
@@ -154,14 +154,14 @@ class Judge:
         return float(self._exact(tuple(tokens), pattern).behind[-count:].mean())
 
     def answers_apart(
-        self, asked: list[tuple[int, str]], answers: list[Any]
+        self, prompts: list[tuple[int, str]], answers: list[Any]
     ) -> tuple[float, float]:
         """Return how far answers are from one forward over prompt and answer, and the bound.
 
         One answer is a few tokens, so they are judged together.
         """
         apart = bound = 0.0
-        for (length, pattern), answer in zip(asked, answers, strict=True):
+        for (length, pattern), answer in zip(prompts, answers, strict=True):
             tokens = prompt(length) + [token for _, token in answer]
             got = torch.tensor([logprob for logprob, _ in answer])
             apart += self.apart(got, tokens, pattern)

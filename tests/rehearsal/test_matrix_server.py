@@ -273,7 +273,7 @@ IN_TEST_SERVER = {"radix cache", "overlap schedule"}
 
 @contextmanager
 def served(case: Case, rehearse: Rehearse, models: Models, mutant: str = "") -> Iterator[Client]:
-    """The server of a case, or the pair of servers."""
+    """Yield the server of a case, or the pair of servers."""
     adapter = models(case.family) / ADAPTER
     named = ["--indexcache-adapter", str(adapter)] if adapter.exists() else []
     flags = ["--indexcache-pattern", QUARTER, *case.flags, *named]

@@ -91,7 +91,7 @@ def test_an_index_key_is_stored_and_read_again() -> None:
 
 
 def paged(lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    """``(pages, table, keys)``: keys as stored, in pages that do not lie in order."""
+    """Return ``(pages, table, keys)``: keys as stored, in pages that do not lie in order."""
     each = max(-(-n // PAGE) for n in lengths)
     pages = torch.zeros(len(lengths) * each, PAGE * (WIDTH + 4), dtype=torch.uint8)
     table = torch.randperm(len(pages)).view(len(lengths), each).int()

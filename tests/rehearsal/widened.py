@@ -63,14 +63,14 @@ class _Width:
         signs = torch.randint(0, 2, (len(shares), narrow), generator=draw).double() * 2 - 1
         if not signed:
             signs.fill_(1)
-        self.write = torch.cat([torch.diag(one) for one in signs])
+        self.write = torch.cat([torch.diag(row) for row in signs])
         self.read = torch.cat(
-            [share * torch.diag(one) for share, one in zip(shares, signs, strict=True)]
+            [share * torch.diag(row) for share, row in zip(shares, signs, strict=True)]
         )
 
 
 def _shares(copies: int) -> list[float]:
-    """``copies`` powers of two that sum to 1."""
+    """Return ``copies`` powers of two that sum to 1."""
     shares = [1.0]
     while len(shares) < copies:
         largest = shares.pop(0)
@@ -120,8 +120,8 @@ def widen(
     with torch.device("meta"):
         model = random_model(BY_NAME[family], config, tokenizer, seed=0)
     stored = load_file(source / "model.safetensors")
-    made = _widened(stored, narrow, fields, interleaved=BY_NAME[family].interleaved)
-    model.load_state_dict(made, assign=True)
+    weights = _widened(stored, narrow, fields, interleaved=BY_NAME[family].interleaved)
+    model.load_state_dict(weights, assign=True)
     save_checkpoint(model, tokenizer, "bfloat16", folder)
     return folder
 
@@ -129,17 +129,17 @@ def widen(
 def _widened(
     stored: Tensors, narrow: Mapping[str, Any], wide: Mapping[str, Any], *, interleaved: bool
 ) -> Tensors:
-    """Every weight of the checkpoint, widened, in float32 that bfloat16 holds.
+    """Return every weight of the checkpoint, widened, in float32 that bfloat16 holds.
 
     Raises:
         ValueError: a value that bfloat16 does not hold.
     """
     weights = _Weights(narrow, wide, interleaved)
-    made = {name: weights.of(name, tensor.double()) for name, tensor in stored.items()}
-    for name, tensor in made.items():
+    tensors = {name: weights.of(name, tensor.double()) for name, tensor in stored.items()}
+    for name, tensor in tensors.items():
         if not torch.equal(tensor.bfloat16().double(), tensor):
             raise ValueError(f"{name} is not exact in bfloat16")
-    return {name: tensor.float() for name, tensor in made.items()}
+    return {name: tensor.float() for name, tensor in tensors.items()}
 
 
 class _Weights:

@@ -36,7 +36,7 @@ def landscape(count: int, seed: int = 0, batches: int = 8, **arguments: float) -
 
 
 def finished(ledger: Ledger, goal: Targets, options: Options | None = None) -> Search:
-    """A search that has run to its end."""
+    """Return a search that has run to its end."""
     search = Search(ledger, goal, options or Options())
     for _ in search.run():
         pass
@@ -66,7 +66,7 @@ def searched(
     keep_full: tuple[int, ...] = (),
     **options: Any,
 ) -> tuple[Search, str]:
-    """A search as a user runs it, on a landscape; and what it said."""
+    """Return a search as a user runs it, on a landscape; and what it said."""
     setup = made_up(evaluator, held_out)
     rules = Constraints.make(setup.checkpoint.own, keep_full)
     console = Console(file=io.StringIO(), width=400)

@@ -30,26 +30,26 @@ def algorithm_1(count: int, loss: Loss, flips: int) -> list[str]:
 
 def forward_selection(count: int, loss: Loss, steps: int) -> list[str]:
     """Add layers to layer 0 alone; return the pattern after every step."""
-    kept, trace = {0}, []
+    full, trace = {0}, []
     for _ in range(steps):
         tried = {
-            layer: "".join("F" if i in kept or i == layer else "S" for i in range(count))
+            layer: "".join("F" if i in full or i == layer else "S" for i in range(count))
             for layer in range(count)
-            if layer not in kept
+            if layer not in full
         }
         best = min(tried, key=lambda layer: loss(tried[layer]))
-        kept.add(best)
+        full.add(best)
         trace.append(tried[best])
     return trace
 
 
 def every_pattern(count: int, full: int) -> list[str]:
-    """All patterns of ``count`` layers with ``full`` F, layer 0 among them."""
-    found = []
+    """Return all patterns of ``count`` layers with ``full`` F, layer 0 among them."""
+    patterns = []
     for others in combinations(range(1, count), full - 1):
-        kept = {0, *others}
-        found.append("".join("F" if i in kept else "S" for i in range(count)))
-    return found
+        positions = {0, *others}
+        patterns.append("".join("F" if i in positions else "S" for i in range(count)))
+    return patterns
 
 
 def source(pattern: str, layer: int) -> int:

@@ -170,7 +170,7 @@ CHECKPOINT: Any = SimpleNamespace(
 
 
 def returned(drawn: np.ndarray) -> np.ndarray:
-    """``[tokens, 4, k]``: as SGLang returns them, with layers that have no indexer."""
+    """Return ``[tokens, 4, k]``: as SGLang returns them, with layers that have no indexer."""
     whole = np.zeros((len(IDS), 4, TOPK), dtype=np.int32)
     whole[:, [0, 2]] = drawn.transpose(1, 0, 2)
     return whole

@@ -15,12 +15,12 @@ from sglang_indexcache.serving.rows import RequestIds
 def plan(text: str = "FSFS", **fields: Any) -> Plan:
     """A static plan of pattern ``text`` for a GLM-5 that ships every indexer; ``fields`` differ."""
     pattern, layers = Pattern(text), tuple(range(len(Pattern(text))))
-    own = Pattern.full(len(Pattern(text)))
-    return replace(Plan(pattern, "test", "static", own, layers, "GlmMoeDsaForCausalLM"), **fields)
+    full = Pattern.full(len(Pattern(text)))
+    return replace(Plan(pattern, "test", "static", full, layers, "GlmMoeDsaForCausalLM"), **fields)
 
 
 def requests(patterns: Iterable[str | Pattern]) -> RequestIds:
     """Return a batch's requests, one a pattern."""
-    named = [Pattern(p) if isinstance(p, str) else p for p in patterns]
-    each = [SimpleNamespace(rid=str(n), indexcache_pattern=p) for n, p in enumerate(named)]
+    parsed = [Pattern(p) if isinstance(p, str) else p for p in patterns]
+    each = [SimpleNamespace(rid=str(n), indexcache_pattern=p) for n, p in enumerate(parsed)]
     return RequestIds(each)  # type: ignore[arg-type]

@@ -45,7 +45,7 @@ def rank_main(rank: int, plans: Sequence[Any], meeting: str, answers: Any) -> No
 
 
 def meet(plans: Sequence[Any]) -> dict[int, str]:
-    """Each rank's error, or "" where it had none."""
+    """Return each rank's error, or "" where it had none."""
     context = mp.get_context("spawn")
     with context.Manager() as manager:
         answers = manager.dict()

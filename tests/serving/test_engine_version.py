@@ -16,7 +16,7 @@ MODULE = "sglang.srt.thing"
 
 
 def source(folder: Path, code: str, version: str | None = None) -> EngineSource:
-    """An SGLang below ``folder`` whose module ``srt/thing.py`` is ``code``."""
+    """Return an SGLang below ``folder`` whose module ``srt/thing.py`` is ``code``."""
     srt = folder / "sglang" / "srt"
     srt.mkdir(parents=True)
     (srt / "thing.py").write_text(code)

@@ -23,7 +23,7 @@ LIVE = plan("F" * 8, mode="live")
 
 @pytest.fixture(autouse=True)
 def served(monkeypatch: pytest.MonkeyPatch) -> list[Plan | None]:
-    """The plan of this process, which a test may replace."""
+    """Return the plan of this process, which a test may replace."""
     plans: list[Plan | None] = [LIVE]
     one_stage = SimpleNamespace(pp_size=1)
     monkeypatch.setattr("sglang.srt.runtime_context.get_parallel", lambda: one_stage)

@@ -17,7 +17,7 @@ H100 = 81_559
 
 
 def arguments(*graphs: str, mode: str = "live", fraction: float | None = None) -> Any:
-    """A server's, which SGLang would give 0.8 of an H100; graphs of up to 512 requests."""
+    """Return a server's, which SGLang would give 0.8 of an H100; graphs of up to 512 requests."""
     made = plan("FSFS", mode=mode, graphs=graphs)
     return SimpleNamespace(
         json_model_override_args=json.dumps({CONFIG_KEY: made.hf_overrides()[CONFIG_KEY]}),

@@ -96,7 +96,7 @@ class Forward:
 
 
 def selection(layer: int, rows: slice, padded: int) -> torch.Tensor:
-    """``[padded, 1]`` int32: what tells the layer and the row of the whole batch."""
+    """Return ``[padded, 1]`` int32: what tells the layer and the row of the whole batch."""
     return (layer * 10 + torch.arange(rows.start, rows.start + padded, dtype=torch.int32))[:, None]
 
 
@@ -137,7 +137,7 @@ def stubs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def cuda_backends(forward: Forward) -> list[Any]:
-    """One for whole batches, two for the halves of an overlap, as SGLang makes them."""
+    """Return one for whole batches, two for the halves of an overlap, as SGLang makes them."""
     stand_in, active = runner(first_k_dense_replace=1), forward.active()
     made = [backend_cuda.IndexCacheBackend(stand_in, active) for _ in range(3)]
     for backend in made:

@@ -112,7 +112,7 @@ def resolve(folder: Path, *arguments: str, backend: str | None = "indexcache") -
 
 
 def hf_config(server_args: Any) -> Any:
-    """The HF config that a worker builds its model from."""
+    """Return the HF config that a worker builds its model from."""
     from sglang.srt.configs.model_config import ModelConfig
 
     return ModelConfig.from_server_args(server_args).hf_config

@@ -66,7 +66,7 @@ def admit(name: Any = None, length: int = 8, **fields: Any) -> Req:
 
 
 def stored_under(*args: Any, **fields: Any) -> Any:
-    """The keys under which a request's pages go to HiCache's storage."""
+    """Return the keys under which a request's pages go to HiCache's storage."""
     request = admit(*args, **fields)
     return get_storage_hash_str(RadixKey(request.origin_input_ids, request.extra_key), page_size=4)
 
@@ -149,7 +149,7 @@ def test_stages_want_full_layers_at_their_starts(monkeypatch: pytest.MonkeyPatch
 
 
 def turn(session: Session, name: str | None = None, **said: Any) -> Req:
-    """A turn of a session, as its scheduler makes it."""
+    """Return a turn of a session, as its scheduler makes it."""
     custom = None if name is None else {requests.NAME: name}
     known = {
         "rid": str(next(NUMBERS)),

@@ -20,7 +20,7 @@ FIRST, SECOND, THIRD = Pattern("FSS"), Pattern("FFS"), Pattern("FFF")
 
 
 def of_each(rows: RowPatterns) -> list[Pattern]:
-    """The pattern of each row, of which there are several."""
+    """Return the pattern of each row, of which there are several."""
     assert rows.masks is not None
     return [Pattern("".join("FS"[not full] for full in row)) for row in rows.masks.T.tolist()]
 

@@ -53,7 +53,7 @@ def is_module(name: str) -> bool:
 
 
 def imported(path: Path) -> set[str]:
-    """Every name that a file imports from SGLang, or takes from a module of it."""
+    """Return every name that a file imports from SGLang, or takes from a module of it."""
     nodes = list(running(ast.parse(path.read_text())))
     names: dict[str, str] = {}
     for node in nodes:
@@ -73,7 +73,7 @@ def imported(path: Path) -> set[str]:
 
 
 def hooked(path: Path) -> set[str]:
-    """Every function that a file wraps."""
+    """Return every function that a file wraps."""
     nodes = list(ast.walk(ast.parse(path.read_text())))
     texts = {
         target.id: node.value.value
@@ -106,7 +106,7 @@ def test_what_is_wrapped_is_in_the_table() -> None:
 
 
 def named(path: Path) -> set[str]:
-    """Every string in a file that names something in SGLang by its dotted path."""
+    """Return every string in a file that names something in SGLang by its dotted path."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):

@@ -127,12 +127,12 @@ def indexer_inputs(
     pages.view(torch.float32)[:, -PAGE_TOKENS:] = float("nan")
     # One column more than any request has: rows are not packed the way a kernel may guess.
     table = torch.full((len(case.lens), max(pages_of, default=0) + 1), UNMAPPED, dtype=torch.int32)
-    taken = 0
+    start = 0
     for request, ((_, keys), count) in enumerate(zip(case.lens, pages_of, strict=True)):
-        own = order[taken : taken + count]
-        taken += count
-        table[request, :count] = own.to(torch.int32)
-        slots = own.repeat_interleave(PAGE_TOKENS)[:keys] * PAGE_TOKENS
+        mine = order[start : start + count]
+        start += count
+        table[request, :count] = mine.to(torch.int32)
+        slots = mine.repeat_interleave(PAGE_TOKENS)[:keys] * PAGE_TOKENS
         write_pages(
             pages,
             slots + torch.arange(keys) % PAGE_TOKENS,
@@ -141,10 +141,10 @@ def indexer_inputs(
     rows = sum(queries for queries, _ in case.lens) + case.padding
     q, weights = _queries(case.fill, rows, case.heads, generator)
     starts = torch.tensor([0, *(queries for queries, _ in case.lens)]).cumsum(0)
-    drawn = [q, weights, pages, table, _visible(case)] + [starts.to(torch.int32)] * (
+    tensors = [q, weights, pages, table, _visible(case)] + [starts.to(torch.int32)] * (
         not case.decode
     )
-    return IndexerBatch(*(tensor.to(device) for tensor in drawn))
+    return IndexerBatch(*(tensor.to(device) for tensor in tensors))
 
 
 def _visible(case: IndexerCase) -> torch.Tensor:
@@ -155,7 +155,7 @@ def _visible(case: IndexerCase) -> torch.Tensor:
 
 
 def _keys(fill: Fill, count: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """``[count, 128]`` e4m3 and ``[count]`` scales.
+    """Return ``[count, 128]`` e4m3 and ``[count]`` scales.
 
     random      normal, quantised
     integers    small integers and three scales: every implementation is exact, and ties abound
@@ -170,8 +170,8 @@ def _keys(fill: Fill, count: int, generator: torch.Generator) -> tuple[torch.Ten
         values = torch.randint(low, 5, (count, INDEX_DIM), generator=generator).float()
         scales = 2.0 ** torch.randint(-1, 2, (count,), generator=generator)
         return values.to(torch.float8_e4m3fn), scales
-    drawn = torch.randn(1 if fill == "equal" else count, INDEX_DIM, generator=generator)
-    values, scales = quantize_e4m3(drawn.expand(count, INDEX_DIM))
+    normal = torch.randn(1 if fill == "equal" else count, INDEX_DIM, generator=generator)
+    values, scales = quantize_e4m3(normal.expand(count, INDEX_DIM))
     if fill == "huge":
         scales = 2.0 ** torch.randint(-60, 61, (count,), generator=generator).float()
     if fill == "infinite":
@@ -183,7 +183,7 @@ def _keys(fill: Fill, count: int, generator: torch.Generator) -> tuple[torch.Ten
 def _queries(
     fill: Fill, rows: int, heads: int, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``[rows, heads, 128]`` e4m3 and ``[rows, heads]`` weights."""
+    """Return ``[rows, heads, 128]`` e4m3 and ``[rows, heads]`` weights."""
     shape = (rows, heads, INDEX_DIM)
     weights = torch.randn(rows, heads, generator=generator)
     if fill in ("integers", "zeros"):
@@ -353,11 +353,11 @@ def attention_inputs(
     slots = torch.full((len(case.counts), case.topk), PADDING, dtype=torch.int32)
     for row, count in zip(slots, case.counts, strict=True):
         if case.repeats:
-            drawn = torch.randint(0, pool // 4, (count,), generator=generator)
+            selection = torch.randint(0, pool // 4, (count,), generator=generator)
         else:
-            drawn = torch.randperm(pool, generator=generator)[:count]
-            drawn = drawn.sort().values if case.rising else drawn
-        row[:count] = drawn.to(torch.int32)
+            selection = torch.randperm(pool, generator=generator)[:count]
+            selection = selection.sort().values if case.rising else selection
+        row[:count] = selection.to(torch.int32)
         if case.holes:
             row[:] = row[torch.randperm(case.topk, generator=generator)]
     listed = torch.zeros(pool, dtype=torch.bool)

@@ -138,10 +138,12 @@ def check_topk(topk: Op, logits: torch.Tensor, visible: torch.Tensor, k: int) ->
         complaints.append("topk: changed its input")
     expected = topk_reference.topk(logits, visible, k)
     complaints += _same_rows("topk", out, expected)
-    for number, (row, limit, chosen) in enumerate(zip(logits, visible.tolist(), out, strict=True)):
-        kept = chosen[chosen >= 0].long().clamp_max(max(row.numel() - 1, 0))
+    for number, (row, limit, selection) in enumerate(
+        zip(logits, visible.tolist(), out, strict=True)
+    ):
+        valid = selection[selection >= 0].long().clamp_max(max(row.numel() - 1, 0))
         best = row[:limit].topk(min(k, limit)).values
-        if len(kept) == len(best) and not torch.equal(row[kept].sort(descending=True)[0], best):
+        if len(valid) == len(best) and not torch.equal(row[valid].sort(descending=True)[0], best):
             complaints.append(f"topk: row {number} has other values than torch.topk")
     return complaints
 
@@ -160,16 +162,20 @@ def check_indexer(
     width = (int(batch.visible.max()) if len(visible) else 0) + 3
     shape = (len(visible), width)
     scores, complaints = _twice("logits", logits, batch, width, shape=shape, compare=False)
-    shown = torch.arange(width, device=scores.device) < visible[:, None]
-    if not torch.equal(scores[shown], logits(batch, width)[shown]):
+    visible_at = torch.arange(width, device=scores.device) < visible[:, None]
+    if not torch.equal(scores[visible_at], logits(batch, width)[visible_at]):
         complaints.append("logits: another run gave other bits")
     complaints += _close_logits(case, batch, scores, bits)
-    own = topk_reference.topk(scores.masked_fill(~shown, float("nan")), visible, case.topk)
+    expected = topk_reference.topk(
+        scores.masked_fill(~visible_at, float("nan")), visible, case.topk
+    )
     for as_slots in (False, True):
         name = f"select{' as slots' * as_slots}"
         run = partial(select, as_slots=as_slots)
-        found, more = _twice(name, run, batch, case.topk, shape=(len(visible), case.topk))
-        complaints += more + _same_rows(name, found, _mapped(own, batch) if as_slots else own)
+        selection, more = _twice(name, run, batch, case.topk, shape=(len(visible), case.topk))
+        complaints += more + _same_rows(
+            name, selection, _mapped(expected, batch) if as_slots else expected
+        )
     return complaints + _alone(select, case, batch)
 
 
@@ -202,16 +208,16 @@ def _wrong_logits(
     longest = int(batch.visible[rows].max())
     keys, scales = indexer_reference.request_keys(batch.pages, batch.block_table[request], longest)
     q, weights = batch.q[rows], batch.weights[rows]
-    shown = torch.arange(longest, device=q.device) < batch.visible[rows, None]
-    got = scores[rows, :longest][shown].double()
+    seen = torch.arange(longest, device=q.device) < batch.visible[rows, None]
+    got = scores[rows, :longest][seen].double()
     per_head = torch.einsum("thd,sd->ths", q.double(), keys.double()).relu_()
-    wanted = (torch.einsum("th,ths->ts", weights.double(), per_head) * scales.double())[shown]
+    exact = (torch.einsum("th,ths->ts", weights.double(), per_head) * scales.double())[seen]
     if case.fill in _EXACT_FILLS:
-        return int((got != wanted).sum())
-    bound = logits_tolerance(q, keys, weights, scales, bits)[shown]
-    overflowed = got.isinf() & (got.sign() == wanted.sign())
-    overflowed &= wanted.abs() + bound >= _FLOAT32_MAX
-    return int((~(((got - wanted).abs() <= bound) | overflowed)).sum())
+        return int((got != exact).sum())
+    bound = logits_tolerance(q, keys, weights, scales, bits)[seen]
+    overflowed = got.isinf() & (got.sign() == exact.sign())
+    overflowed &= exact.abs() + bound >= _FLOAT32_MAX
+    return int((~(((got - exact).abs() <= bound) | overflowed)).sum())
 
 
 def _alone(select: Op, case: IndexerCase, batch: IndexerBatch) -> list[str]:
@@ -242,32 +248,32 @@ def check_sparse_mla(attend: Op, inputs: SparseMlaInputs) -> list[str]:
     arguments = (inputs.q, inputs.cache, inputs.slots, inputs.scale)
     results = []
     complaints: list[str] = []
-    kept: Kept = {}  # the second run finds what the first derived from the slots
+    derived: Kept = {}  # the second run finds what the first derived from the slots
     for _ in range(2):
         out = Guarded((tokens, heads, VALUE_DIM), torch.bfloat16, device)
         lse = Guarded((tokens, heads), torch.float32, device)
-        attend(*arguments, sinks=inputs.sinks, out=out.tensor, lse=lse.tensor, kept=kept)
+        attend(*arguments, sinks=inputs.sinks, out=out.tensor, lse=lse.tensor, kept=derived)
         complaints += out.complaints("sparse MLA output") + lse.complaints("sparse MLA LSE")
         results.append((out.tensor, lse.tensor))
     if not all(torch.equal(a, b) for a, b in zip(*results, strict=True)):
         complaints.append("sparse MLA: another run gave other bits")
     got_out, got_lse = results[0]
-    wanted_out, wanted_lse = mla_reference.sparse_mla(
+    exact_out, exact_lse = mla_reference.sparse_mla(
         inputs.q.double(), *arguments[1:], sinks=inputs.sinks
     )
     for row, listed in enumerate(inputs.slots):
-        chosen = inputs.cache[listed[listed >= 0].long()]
-        if len(chosen) == 0:
+        latents = inputs.cache[listed[listed >= 0].long()]
+        if len(latents) == 0:
             if (got_out[row] != 0).any() or (got_lse[row] != float("-inf")).any():
                 complaints.append(f"sparse MLA: row {row} selects nothing, but is not 0 and -inf")
             continue
-        rows = dequantize_latent(chosen) if chosen.dtype == torch.uint8 else chosen
+        rows = dequantize_latent(latents) if latents.dtype == torch.uint8 else latents
         bounds = mla_tolerance(inputs.q[row], rows, inputs.scale)
-        for name, got, wanted, bound in (
-            ("output", got_out[row], wanted_out[row], bounds[0]),
-            ("LSE", got_lse[row], wanted_lse[row], bounds[1]),
+        for name, got, exact, bound in (
+            ("output", got_out[row], exact_out[row], bounds[0]),
+            ("LSE", got_lse[row], exact_lse[row], bounds[1]),
         ):
-            error = (got.double() - wanted.double()).abs()
+            error = (got.double() - exact.double()).abs()
             if not (error <= bound).all():
                 worst = float((error / bound).nan_to_num(float("inf")).max())
                 complaints.append(f"sparse MLA: {name} of row {row} errs {worst:.2g}x the bound")

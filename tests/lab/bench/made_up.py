@@ -33,7 +33,7 @@ def write_rows(
         ("F", "", "zai-org/GLM-5-FP8"),
         ("S", "_skip_indexer", "zai-org/GLM-5.2-FP8"),
     ):
-        one = {
+        columns = {
             "model": model, "kernel_source": f"sglang_dsa{suffix}_flashmla_sparse",
             "num_heads": 8, "gemm_type": "fp8_block", "kv_cache_dtype": "bfloat16",
         }  # fmt: skip
@@ -42,12 +42,12 @@ def write_rows(
                 latency = 2 + 1e-3 * prefix * (kind == "F")
                 latency = changed.get((kind, isl, prefix), latency)
                 about = {"op_name": f"dsa_context_module{suffix}", "batch_size": 1, "isl": isl}
-                every.append({**one, **about, "step": prefix, "latency": latency})
+                every.append({**columns, **about, "step": prefix, "latency": latency})
         for requests in (1, 4):
             for step in STEPS:
                 latency = 0.05 + (0.05 + 1e-6 * (step + 1)) * (kind == "F")
                 about = {"op_name": f"dsa_generation_module{suffix}", "batch_size": requests}
-                every.append({**one, **about, "isl": 1, "step": step, "latency": latency})
+                every.append({**columns, **about, "isl": 1, "step": step, "latency": latency})
     data = folder / card
     sparse = data / "sparse_attention" / "sglang" / "0.5.14"
     for phase in ("context", "generation"):

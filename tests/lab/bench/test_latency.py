@@ -66,7 +66,7 @@ def measure(
 
 
 def good(**changes: object) -> dict[str, FakeServer]:
-    """Two servers; ``changes`` befall the second."""
+    """Return two servers; ``changes`` befall the second."""
     return {"full": FakeServer("F" * 8), "1/2": FakeServer(HALF, **changes)}  # type: ignore[arg-type]
 
 
@@ -223,7 +223,7 @@ def test_a_bad_answer_gives_no_result(fault: str, message: str) -> None:
 
 def test_a_server_with_another_model() -> None:
     with pytest.raises(BenchError, match="serves a DeepseekV32ForCausalLM, but m is a GlmMoeDsa"):
-        measure(good(said={"architecture": "DeepseekV32ForCausalLM"}))
+        measure(good(overrides={"architecture": "DeepseekV32ForCausalLM"}))
 
 
 @pytest.mark.parametrize("flag", ["--model-path", "--indexcache-pattern=full", "--model=x"])
@@ -262,7 +262,7 @@ def test_a_steady_window_counts_only_what_lies_inside() -> None:
 
 
 def measure_live(fake: FakeServer) -> LatencyResult:
-    """One server for two patterns."""
+    """Measure one server for two patterns."""
     served = configurations(("full", "uniform:1/4"), CHECKPOINT)
     with serving(fake) as url:
         return run(TARGET, RunningServers({c.name: Client(url) for c in served}), served, QUICK)

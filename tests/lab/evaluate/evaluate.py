@@ -36,7 +36,7 @@ def evaluate(
     plan: EvaluationPlan = PLAN,
     arms: tuple[Arm, ...] = ARMS,
     corpus: Corpus | None = None,
-    told: IO[str] | None = None,
+    output: IO[str] | None = None,
 ) -> Evaluation:
     """Everything that is left of the evaluation in ``folder``."""
     named = {"": urls} if isinstance(urls, str) else urls
@@ -47,4 +47,4 @@ def evaluate(
     with recorded(folder, plan, arms, **made_of, server={}) as record:
         if not record.facts:
             record.add({"facts": {"started": "then", "notices": ["Told."]}})
-        return Run(asking, corpus, record, Console(file=told or io.StringIO())).run()
+        return Run(asking, corpus, record, Console(file=output or io.StringIO())).run()

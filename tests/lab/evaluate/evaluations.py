@@ -45,7 +45,7 @@ def evaluation(
     for place in planned:
         for question in range(4):
             answers += _question(draw, place, question)
-    lost = tuple(
+    failures = tuple(
         Missing(place.context, "half", "the server said 500")
         for place in planned[len(planned) - missing :]
     )
@@ -58,7 +58,7 @@ def evaluation(
         ),
         "planned": tuple(planned),
         "answers": tuple(answers),
-        "missing": lost,
+        "missing": failures,
         "tokens": 1_234_567,
         "seconds": 60.0,
         "finished": True,
@@ -69,13 +69,13 @@ def evaluation(
 def _question(draw: random.Random, place: Planned, question: int) -> list[Answer]:
     control = place.look == CONTROL_LOOK
     right, depth = control or draw.random() < 0.9, draw.random()
-    found = []
+    answers = []
     for arm, loss in LOSSES.items():
-        kept = control or draw.random() >= loss
+        is_kept = control or draw.random() >= loss
         for repeat in range(2 if arm == "full" and place.again else 1):
             same = control or repeat == 0 or draw.random() < 0.99
-            told = right if same else not right
-            found.append(
+            answer = right if same else not right
+            answers.append(
                 Answer(
                     arm,
                     repeat,
@@ -84,9 +84,9 @@ def _question(draw: random.Random, place: Planned, question: int) -> list[Answer
                     place.task,
                     place.length,
                     depth,
-                    float(told and kept),
+                    float(answer and is_kept),
                     logprobs=(-(0.1 + (2 * loss * depth) + 0.05 * draw.random()),),
                     tokens=7,
                 )
             )
-    return found
+    return answers

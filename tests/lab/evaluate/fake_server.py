@@ -20,7 +20,7 @@ class Words:
 
     def __call__(self, text: list[str], *, add_special_tokens: bool) -> dict[str, Any]:
         del add_special_tokens  # it has none
-        return {"input_ids": [[_id(piece) for piece in _pieces(one)] for one in text]}
+        return {"input_ids": [[_id(piece) for piece in _pieces(line)] for line in text]}
 
     def decode(self, ids: list[int]) -> str:
         return "".join(_SEEN[i] for i in ids)

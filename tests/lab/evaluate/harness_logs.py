@@ -74,7 +74,7 @@ def ruler(folder: Path, score: Score) -> Path:
 
 
 def plain(folder: Path, score: Callable[[int], float | None], count: int = COUNT) -> Path:
-    """Two questions a text."""
+    """Write logs of two questions a text."""
     rows = [
         {"id": number, "context": number // 2, "prompt": f"p{number}", "score": score(number)}
         for number in range(count)

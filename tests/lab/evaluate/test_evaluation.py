@@ -49,7 +49,7 @@ def kinds(found: Evaluation) -> dict[str, tuple[int, Kind]]:
 
 
 def upto(found: Evaluation, contexts: int) -> Evaluation:
-    """The control and so many contexts of it."""
+    """Return the control and so many contexts of it."""
     kept = {planned.context for planned in PLANNED[: contexts + 1]}
     return replace(found, answers=tuple(row for row in found.answers if row.context in kept))
 

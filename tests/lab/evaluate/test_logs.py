@@ -25,7 +25,7 @@ def worse(number: int) -> float:
 
 
 def two_logs(kind: str, folder: Path) -> tuple[Log, Log]:
-    """A run by its folder, and a worse one of the same questions by its file."""
+    """Return a run by its folder, and a worse one of the same questions by its file."""
     write = lm_eval if kind == LM_EVAL else plain
     first, second = write(folder / "a", same), write(folder / "b", worse)
     return read_log("full", str(first.parent)), read_log("quarter", str(second))

@@ -162,7 +162,7 @@ def test_a_restart_in_the_middle_is_survived(tmp_path: Path) -> None:
         expected = evaluate(tmp_path / "a", url)
     told = io.StringIO()
     with serving(Fake(fault="restart", after=20)) as url:
-        found = evaluate(tmp_path / "b", url, told=told)
+        found = evaluate(tmp_path / "b", url, output=told)
     assert timeless(replace(found, tokens=0)) == timeless(replace(expected, tokens=0))
     assert "restarted meanwhile: it counts anew" in told.getvalue()
 

@@ -73,7 +73,7 @@ def judged(
 
 
 def look_at(rows: list[Outcome], design: Design, number: int, topk: int | None = 2048) -> Look:
-    """All rows, of an evaluation whose arms are those that they name."""
+    """Return all rows, of an evaluation whose arms are those that they name."""
     roles = {"full": Role.REFERENCE, "bad": Role.BAD}
     names = dict.fromkeys(row.arm for row in rows)
     arms = tuple(Arm(name, "", roles.get(name, Role.CANDIDATE)) for name in names | {"bad": None})

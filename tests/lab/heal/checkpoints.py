@@ -17,7 +17,7 @@ BLOCK = 16
 
 
 def checkpoint(folder: Path, family: str = "glm-5", dtype: torch.dtype = torch.float32) -> Any:
-    """A random model, half of its layers MoE, with its tokenizer; returns the model."""
+    """Return a random model, half of its layers MoE, with its tokenizer; returns the model."""
     words = tokenizer()
     model = make(family, dtype, vocab_size=len(words), first_k_dense_replace=LAYERS // 2)
     for module in model.modules():
@@ -39,12 +39,12 @@ def quantise(folder: Path) -> None:
     save_file(tensors, path, metadata={"format": "pt"})
     config = folder / "config.json"
     method = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK], "fmt": "e4m3"}
-    told = {**json.loads(config.read_text()), "quantization_config": method}
-    config.write_text(json.dumps(told))
+    quantised_config = {**json.loads(config.read_text()), "quantization_config": method}
+    config.write_text(json.dumps(quantised_config))
 
 
 def _blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each block divided by its own scale, which takes its largest value to e4m3's."""
+    """Return each block divided by its own scale, which takes its largest value to e4m3's."""
     rows, columns = (-(-size // BLOCK) for size in weight.shape)
     quantised = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
     scales = torch.empty(rows, columns)

@@ -57,7 +57,7 @@ def tokens(rows: int, length: int) -> torch.Tensor:
 
 
 def one_document(ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The arguments of a DistilledModel for rows that hold one document each."""
+    """Return the arguments of a DistilledModel for rows that hold one document each."""
     return {
         "ids": ids,
         "labels": ids,

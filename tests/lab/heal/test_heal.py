@@ -54,7 +54,7 @@ def options(folder: Path, **changes: Any) -> HealOptions:
 
 @pytest.fixture(scope="module")
 def learned(tmp_path_factory: pytest.TempPathFactory) -> tuple[HealResult, Path]:
-    """The shipped checkpoint, healed for a few steps."""
+    """Return the shipped checkpoint, healed for a few steps."""
     folder = tmp_path_factory.mktemp("learned")
     return heal(eight_steps(folder)), folder
 

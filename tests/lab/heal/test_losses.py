@@ -44,7 +44,7 @@ def random_attention(dtype: torch.dtype = torch.float64) -> AttentionInputs:
 
 
 def packed() -> Layout:
-    """Two documents and padding in one row, one document in the other."""
+    """Return two documents and padding in one row, one document in the other."""
     documents = torch.zeros(B, T, dtype=torch.int64)
     documents[0, 7:] = 1
     documents[0, 15:] = -1

@@ -32,7 +32,7 @@ def transformers_logits(model: Any, pattern: Pattern, ids: torch.Tensor) -> torc
 
 
 def twin(family: str, pattern: Pattern) -> tuple[Any, DistilledModel]:
-    """A plain transformers model with this sharing, and ours with the same weights."""
+    """Return a plain transformers model with this sharing, and ours with the same weights."""
     shared = {"indexer_types": pattern.to_indexer_types()} if family == "glm-5" else {}
     plain = make(family, **shared).eval()
     plain.set_attn_implementation("eager")

@@ -127,7 +127,7 @@ class _Generator(torch.Generator):
 
 
 def device() -> torch.device:
-    """The card that this process works on; each rank of a server is a process of its own."""
+    """Return the card that this process works on; each rank of a server is a process of its own."""
     return torch.device("cuda", _current["device"])
 
 
@@ -145,13 +145,13 @@ def mark(result: Any) -> Any:
         with suppress(NotImplementedError, RuntimeError):
             result.untyped_storage().is_on_card = True  # type: ignore[attr-defined]
     elif isinstance(result, (tuple, list)):
-        for one in result:
-            mark(one)
+        for each in result:
+            mark(each)
     return result
 
 
 def _kind(place: Any) -> str | None:
-    """``cuda`` or ``cpu`` if ``place`` names a device, else nothing."""
+    """Return ``cuda`` or ``cpu`` if ``place`` names a device, else nothing."""
     if isinstance(place, torch.device):
         return place.type if place.type in ("cuda", "cpu") else None
     if isinstance(place, str):
@@ -269,7 +269,7 @@ def _set_device(index: Any) -> None:
 
 
 def _gloo(function: Callable[..., Any], positional: int) -> Callable[..., Any]:
-    """A process group over gloo where NCCL was asked for."""
+    """Return a process group over gloo where NCCL was asked for."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         args = args[:positional]

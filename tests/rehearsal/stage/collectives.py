@@ -25,7 +25,7 @@ def everybodys(tensor: T, group: Any) -> list[T]:
     flat = mine.reshape(-1).view(torch.uint8)
     all_bytes = [torch.empty_like(flat) for _ in range(dist.get_world_size(group))]
     _ORIGINAL["all_gather"](all_bytes, flat, group=group)
-    return [one.view(mine.dtype).view(mine.shape) for one in all_bytes]
+    return [each.view(mine.dtype).view(mine.shape) for each in all_bytes]
 
 
 def _total(parts: list[T], op: Any = dist.ReduceOp.SUM) -> T:

@@ -25,7 +25,7 @@ class _Group:
         padded = mine.new_zeros(max(*counts, 1), *mine.shape[1:])
         padded[: len(mine)] = mine
         parts = collectives.everybodys(padded, self._group)
-        return [one[:count] for one, count in zip(parts, counts, strict=True)]
+        return [part[:count] for part, count in zip(parts, counts, strict=True)]
 
 
 class _Event:

@@ -156,8 +156,8 @@ def _write(out: Any, again: Any) -> None:
         if out.numel() and out.data_ptr() != again.data_ptr():
             out.copy_(again)
     elif isinstance(out, (tuple, list)):
-        for one, other in zip(out, again, strict=True):
-            _write(one, other)
+        for first, second in zip(out, again, strict=True):
+            _write(first, second)
 
 
 class capture:  # noqa: N801  (as torch names it)

@@ -112,7 +112,7 @@ def sglang_graphs() -> Iterator[None]:
 
 
 def runner_backend(cls: type, **fields: Any) -> Any:
-    """One of SGLang's graph backends without the runner that would build it."""
+    """Return one of SGLang's graph backends without the runner that would build it."""
     made: Any = cls.__new__(cls)
     runner = SimpleNamespace(
         cuda_graph_output_capacity_rows=lambda _: None,

@@ -65,7 +65,7 @@ def backend(
 def overlapped(
     text: str, mode: str = "static"
 ) -> tuple[IndexCacheBackend, list[IndexCacheBackend]]:
-    """The backends of whole batches and of their two parts."""
+    """Return the backends of whole batches and of their two parts."""
     active = ActivePattern(plan(text, mode=mode))
     whole, *parts = (backend(text, mode, active) for _ in range(3))
     for each in (whole, *parts):
@@ -79,7 +79,7 @@ def batch(rows: tuple[int, int] | None = None, **fields: Any) -> Any:
 
 
 def mixed_batch(patterns: list[str], lengths: list[int]) -> Any:
-    """A prefill of requests under several patterns."""
+    """Return a prefill of requests under several patterns."""
     return batch(
         rids=requests(patterns),
         extend_seq_lens_cpu=lengths,

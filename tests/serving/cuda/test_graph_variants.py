@@ -40,7 +40,7 @@ TOPK, ROWS, EVERYTHING = 8, 4, -100
 
 
 def batch(patterns: Sequence[str] = (), longest: int | None = TOPK + 1) -> Any:
-    """A decode batch as the scheduler hands it on."""
+    """Return a decode batch as the scheduler hands it on."""
     lengths = None if longest is None else torch.full((len(patterns) or 1,), longest)
     return SimpleNamespace(
         rids=requests(patterns),
@@ -179,7 +179,7 @@ def stubs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def replace_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An attention that notes the indices it reads."""
+    """Put in an attention that notes the indices it reads."""
 
     def attend(self: Any, q: Any, k: Any, v: Any, layer: Any, *_: Any, **call: Any) -> None:
         layer.attended[layer.layer_id].copy_(call["topk_indices"].flatten())
@@ -195,7 +195,7 @@ def replace_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def captured(model: Model, monkeypatch: pytest.MonkeyPatch) -> FullCudaGraphBackend:
-    """One graph under each label, in SGLang's order and with its begin and warm-ups."""
+    """Return one graph under each label, in SGLang's order and with its begin and warm-ups."""
     monkeypatch.setattr(indexer_cuda.kernels_cuda, "current_backend", lambda: model.backend)
     graphs = runner_backend(FullCudaGraphBackend, _reuse_output_buffer=False, _output_buffer=None)
     assert model.backend.graphs is not None

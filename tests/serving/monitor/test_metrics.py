@@ -59,7 +59,7 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> prometheus_client.CollectorRegi
 
 @pytest.fixture
 def told(registry: prometheus_client.CollectorRegistry) -> Callable[..., float | None]:
-    """The value of one of our metrics, of the process with :data:`LABELS`."""
+    """Return the value of one of our metrics, of the process with :data:`LABELS`."""
 
     def value(name: str, **labels: str) -> float | None:
         every = {k: str(v) for k, v in LABELS.items()} | labels
@@ -69,7 +69,7 @@ def told(registry: prometheus_client.CollectorRegistry) -> Callable[..., float |
 
 
 def work(served: active.ActivePattern) -> None:
-    """A prefill of two patterns, and a decode."""
+    """Count a prefill of two patterns, and a decode."""
     both = [(Pattern("FSSS"), 10, 10), (Pattern("FFSS"), 4, 20)]
     served.count_forward("prefill", both)
     for layer in range(4):
@@ -309,7 +309,7 @@ def test_rules_fire_where_they_should(tmp_path: Path) -> None:
     """
 
     def overlap(instance: str, **differ: str) -> dict[str, str]:
-        """A minute between two values; without differences 0.45 beyond chance."""
+        """Return a minute between two values; without differences 0.45 beyond chance."""
         values = {"overlap_total": "0+40x240", "overlap_chance_total": "0+20x240"}
         values |= {"overlap_rows_total": "0+64x240", "overlap_forwards_total": "0+1x240"}
         values |= {"overlap_found": "0.5x240", "switches_total": "0x240"} | differ

@@ -117,7 +117,7 @@ class Scene:
         assert {self.owner[row] for row in self.rows} == {0, 1}
 
     def some_lists(self) -> torch.Tensor:
-        """``[T, k]`` slots of tokens that each row sees, in no order, one entry twice."""
+        """Return ``[T, k]`` slots of tokens that each row sees, in no order, one entry twice."""
         lists = torch.full((len(self.sees), TOPK), -1, dtype=torch.int32)
         for row, sees in enumerate(self.sees):
             drawn = torch.randperm(sees)[: TOPK - 1]

@@ -11,7 +11,7 @@ from tests.fakes import state
 
 
 def counted(pattern: str = "FFSS", forwards: int = 16, **fields: Any) -> Any:
-    """A rank whose layers did what ``pattern`` says in every forward, but for ``fields``."""
+    """Return a rank whose layers did what ``pattern`` says in every forward, but for ``fields``."""
     obeyed = {
         "indexer_selections": [forwards * (kind == "F") for kind in pattern],
         "index_reuses": [forwards * (kind == "S") for kind in pattern],

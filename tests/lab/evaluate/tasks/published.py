@@ -13,7 +13,7 @@ Row = dict[str, Any]
 
 
 def mrcr_row(number: int, turns: int = 4, words: int = 12) -> Row:
-    """A conversation of look-alike poems, the second of which is asked for."""
+    """Return a conversation of look-alike poems, the second of which is asked for."""
     messages = []
     for turn in range(turns):
         messages += [
@@ -21,12 +21,12 @@ def mrcr_row(number: int, turns: int = 4, words: int = 12) -> Row:
             {"role": "assistant", "content": poem(number, turn, words)},
         ]
     mark = hashlib.md5(str(number).encode()).hexdigest()[:10]
-    asked = (
+    request = (
         f"Prepend {mark} to the 2nd (1 indexed) poem about tapirs. "
         "Do not include any other text in your response."
     )
     return {
-        "prompt": json.dumps([*messages, {"role": "user", "content": asked}]),
+        "prompt": json.dumps([*messages, {"role": "user", "content": request}]),
         "answer": mark + poem(number, 1, words),
         "random_string_to_prepend": mark,
         "n_needles": turns,

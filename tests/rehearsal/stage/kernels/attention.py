@@ -57,7 +57,7 @@ _ROW_BYTES = 656
 
 @reference(_FLASH_MLA + ":get_mla_metadata")
 def get_mla_metadata(cache_seqlens=None, num_heads_q=None, topk=None, **rest):  # type: ignore[no-untyped-def]
-    """A schedule, which a reference has no use for: work parts and splits by request."""
+    """Return a schedule, which a reference has no use for: work parts and splits by request."""
     assert cache_seqlens.dtype == torch.int32
     assert num_heads_q in (64, 128), f"the kernel takes 64 or 128 heads, not {num_heads_q}"
     assert topk % 64 == 0, f"the kernel takes lists by 64, not {topk}"
@@ -98,19 +98,19 @@ def flash_mla_with_kvcache(  # type: ignore[no-untyped-def]
 
 
 def _from_fp8(rows: torch.Tensor) -> torch.Tensor:
-    """``[n, 656]`` bytes as latents ``[n, 576]``."""
+    """Return ``[n, 656]`` bytes as latents ``[n, 576]``."""
     latents = from_groups(rows[:, :512].view(E4M3), rows[:, 512:528].view(torch.float32))
     return torch.cat((latents, rows[:, 528:].view(torch.bfloat16).double()), 1)
 
 
 def _heads_in_use(q: torch.Tensor) -> int:
-    """The number of heads without the padding behind them, whose queries are zero."""
+    """Return the number of heads without the padding behind them, whose queries are zero."""
     used = (q != 0).any(-1).any(0).nonzero()
     return int(used.max()) + 1 if len(used) else 0
 
 
 def _attend(q: torch.Tensor, latents: torch.Tensor, scale: float, d_v: int) -> torch.Tensor:
-    """``[H, D]`` queries over ``[n, D]`` latents, in float64."""
+    """Attend with ``[H, D]`` queries over ``[n, D]`` latents, in float64."""
     logits = q.double() @ latents.double().T * scale
     return logits.softmax(-1) @ latents[:, :d_v].double()
 
@@ -166,8 +166,8 @@ def flash_attn_varlen_func(  # type: ignore[no-untyped-def]
 @reference("jit:set_mla_kv_buffer.set_mla_kv_buffer")
 def set_mla_kv_buffer(buf: Any, loc: Any, nope: Any, rope: Any, num_warps: Any, skip: Any) -> None:
     """Write latents and rotary keys to their slots, but those whose slot is ``skip``."""
-    kept = loc != skip
-    buf[loc[kept].long()] = torch.cat((nope, rope), -1)[kept].to(buf.dtype)
+    is_written = loc != skip
+    buf[loc[is_written].long()] = torch.cat((nope, rope), -1)[is_written].to(buf.dtype)
 
 
 @reference("jit:hicache_tma.fits_device")
@@ -201,5 +201,5 @@ def concat_mla_absorb_q(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> 
 
 @reference("jit:concat_mla_k.concat_mla_k")
 def concat_mla_k(k: torch.Tensor, nope: torch.Tensor, rope: torch.Tensor) -> None:
-    """A key's own part and the rotary part that all heads share."""
+    """Write a key's own part beside the rotary part that all heads share."""
     k.copy_(torch.cat((nope, rope.expand(*nope.shape[:2], -1)), -1))

@@ -41,7 +41,7 @@ def layernorm(input, gemma, beta, eps=1e-6):  # type: ignore[no-untyped-def]
 
 @reference("jit:hadamard_transform.run", "jit:hadamard.hadamard_transform")
 def hadamard(x: torch.Tensor, out: torch.Tensor, scale: float) -> None:
-    """The Walsh-Hadamard transform of the last dimension, times ``scale``."""
+    """Write the Walsh-Hadamard transform of the last dimension, times ``scale``."""
     width, step = x.shape[-1], 1
     assert width & (width - 1) == 0, "the transform takes powers of two"
     y = x.double()
@@ -54,7 +54,7 @@ def hadamard(x: torch.Tensor, out: torch.Tensor, scale: float) -> None:
 
 @reference("jit:activation.run_activation")
 def run_activation(x: torch.Tensor, out: torch.Tensor, name: str) -> None:
-    """``silu(a) * b`` of the two halves of the last dimension."""
+    """Write ``silu(a) * b`` of the two halves of the last dimension."""
     gate, up = x.double().chunk(2, -1)
     act = {"silu": torch.nn.functional.silu, "gelu": torch.nn.functional.gelu}[name.split("_")[0]]
     out.copy_(act(gate) * up)
@@ -62,13 +62,13 @@ def run_activation(x: torch.Tensor, out: torch.Tensor, name: str) -> None:
 
 @reference("jit:dsv3_fused_a_gemm.dsv3_fused_a_gemm")
 def fused_a_gemm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-    """``a @ b`` for few rows."""
+    """Write ``a @ b`` for few rows."""
     out.copy_(a.double() @ b.double())
 
 
 @reference("jit:tiny_n_gemm.run", "jit:tiny_gemm.run")
 def tiny_gemm(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-    """``x @ weight.T`` for few rows."""
+    """Write ``x @ weight.T`` for few rows."""
     out.copy_(x.double() @ weight.double().T)
 
 
@@ -80,5 +80,5 @@ def clamp_position(out: torch.Tensor, seq_lens: torch.Tensor) -> None:
 
 @reference("sgl_kernel:weak_ref_tensor")
 def weak_ref_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor whose memory is a graph's; here it is kept by whoever has it."""
+    """Return a tensor whose memory is a graph's; here it is kept by whoever has it."""
     return tensor

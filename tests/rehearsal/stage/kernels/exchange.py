@@ -63,7 +63,7 @@ def dispatch(
     assert topk_weights.dtype == torch.float32
     routes = Routes(group.rows(goes))
     rows, ids, weights = (
-        torch.cat([one[to[:, group.rank]] for one, to in zip(parts, routes.goes, strict=True)])
+        torch.cat([part[to[:, group.rank]] for part, to in zip(parts, routes.goes, strict=True)])
         for parts in map(group.rows, (x, topk_idx, topk_weights))
     )
     local = num_experts // group.size
@@ -80,10 +80,10 @@ def combine(x: T, routes: Routes, group: Group) -> T:
     assert x.dtype == torch.bfloat16
     mine = routes.goes[group.rank]
     total = torch.zeros(len(mine), x.shape[1], dtype=torch.float64)
-    for other, made in enumerate(group.rows(x)):
+    for other, outputs in enumerate(group.rows(x)):
         tokens = mine[:, other].nonzero()[:, 0]
         start = routes.start(group.rank, other)
-        total.index_add_(0, tokens, made[start : start + len(tokens)].double())
+        total.index_add_(0, tokens, outputs[start : start + len(tokens)].double())
     return total.to(x.dtype)
 
 

@@ -18,12 +18,12 @@ def fused_topk_deepseek(  # type: ignore[no-untyped-def]
     if groups > 1:
         by_group = biased.unflatten(-1, (groups, -1))
         kept_groups = by_group.topk(2, -1)[0].sum(-1).topk(topk_group, -1)[1]
-        kept = torch.zeros_like(by_group[..., 0]).scatter_(-1, kept_groups, 1).bool()
-        biased = by_group.masked_fill(~kept[..., None], float("-inf")).flatten(-2)
-    chosen = biased.topk(topk, -1)[1]
-    picked = scores.gather(-1, chosen)
+        in_groups = torch.zeros_like(by_group[..., 0]).scatter_(-1, kept_groups, 1).bool()
+        biased = by_group.masked_fill(~in_groups[..., None], float("-inf")).flatten(-2)
+    experts = biased.topk(topk, -1)[1]
+    picked = scores.gather(-1, experts)
     weights.copy_(picked / picked.sum(-1, keepdim=True) * scaling)
-    ids.copy_(chosen)
+    ids.copy_(experts)
 
 
 @reference("jit:dpsk_v4_mask_topk.run")
@@ -117,6 +117,6 @@ def ep_gather(  # type: ignore[no-untyped-def]
     """Each row's weighted sum of what its experts made of it, from the places of ``ep_scatter``."""
     total = torch.zeros(output_tensor.shape, dtype=torch.float64)
     rows, which = (recv_topk_ids >= 0).nonzero(as_tuple=True)
-    made = input_tensor[input_index[rows, which].long()].double()
-    total.index_add_(0, rows, made * recv_topk_weight[rows, which, None].double())
+    outputs = input_tensor[input_index[rows, which].long()].double()
+    total.index_add_(0, rows, outputs * recv_topk_weight[rows, which, None].double())
     output_tensor.copy_(total)

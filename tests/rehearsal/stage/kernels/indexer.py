@@ -60,13 +60,13 @@ def _key(
 
 @reference("jit:dpsk_v32_k_indexer_norm_rope.forward")
 def k_norm_rope(k, out, weight, bias, cos_sin, positions, eps):  # type: ignore[no-untyped-def]
-    """An index key, not stored yet."""
+    """Norm and rotate an index key, not stored yet."""
     out.copy_(_key(k, weight, bias, cos_sin, positions, eps))
 
 
 @reference("jit:dpsk_v32_k_indexer_norm_rope_store.forward")
 def k_norm_rope_store(k, pages, slots, weight, bias, cos_sin, positions, eps):  # type: ignore[no-untyped-def]
-    """An index key on its way into the cache."""
+    """Norm and rotate an index key on its way into the cache."""
     store(pages, slots, _key(k, weight, bias, cos_sin, positions, eps))
 
 
@@ -101,7 +101,7 @@ def fp8_mqa_logits(q, kv, weights, ks, ke, clean_logits=False, max_seqlen_k=0, *
 
 @reference("deep_gemm:get_paged_mqa_logits_metadata")
 def get_paged_mqa_logits_metadata(context_lens, block_kv, num_sms, indices=None):  # type: ignore[no-untyped-def]
-    """A schedule, which a reference has no use for."""
+    """Return a schedule, which a reference has no use for."""
     return torch.zeros(num_sms + 1, 2, dtype=torch.int32)
 
 
@@ -153,8 +153,8 @@ def _lists(
     out.fill_(-1)
     for row in range(len(logits)):
         start = 0 if starts is None else int(starts[row])
-        found = best(logits[row, start:], int(lengths[row]), out.shape[1])
-        out[row, : len(found)] = place(row, found).to(out.dtype)
+        places = best(logits[row, start:], int(lengths[row]), out.shape[1])
+        out[row, : len(places)] = place(row, places).to(out.dtype)
     return out
 
 
@@ -167,17 +167,17 @@ def topk_plan(lengths: torch.Tensor, plan: torch.Tensor, threshold: Any) -> None
 @reference("jit:dpsk_v4_topk_v2.topk_transform_ragged")
 def topk_ragged(logits, lengths, starts, offsets, out):  # type: ignore[no-untyped-def]
     """Indices into the batch's keys, one request after the other."""
-    _lists(logits, lengths, out, starts, lambda row, found: found + offsets[row])
+    _lists(logits, lengths, out, starts, lambda row, places: places + offsets[row])
 
 
 @reference("jit:dpsk_v4_topk_v2.topk_transform_paged")
 def topk_paged(logits, lengths, table, out, page, plan, raw=None):  # type: ignore[no-untyped-def]
     """Slots of the KV pool; in ``raw`` the places within the sequence."""
     if raw is not None:
-        _lists(logits, lengths, raw, None, lambda _, found: found)
+        _lists(logits, lengths, raw, None, lambda _, places: places)
 
-    def slot(row: int, found: torch.Tensor) -> torch.Tensor:
-        return found if table is None else table[row].long()[found // page] * page + found % page
+    def slot(row: int, places: torch.Tensor) -> torch.Tensor:
+        return places if table is None else table[row].long()[places // page] * page + places % page
 
     _lists(logits, lengths, out, None, slot)
 
@@ -189,7 +189,7 @@ def _new(logits: torch.Tensor, k: int) -> torch.Tensor:
 @reference("sgl_kernel:fast_topk_v2")
 def fast_topk(score, lengths, topk, row_starts=None):  # type: ignore[no-untyped-def]
     """Places within each row."""
-    return _lists(score, lengths, _new(score, topk), row_starts, lambda _, found: found)
+    return _lists(score, lengths, _new(score, topk), row_starts, lambda _, places: places)
 
 
 @reference("sgl_kernel:fast_topk_transform_fused")
@@ -198,7 +198,7 @@ def fast_topk_transform(score, lengths, page_table_size_1, cu_seqlens_q, topk, r
     request = torch.bucketize(torch.arange(len(score)), cu_seqlens_q.long()[1:], right=True)
     return _lists(
         score, lengths, _new(score, topk), row_starts,
-        lambda row, found: page_table_size_1[request[row]][found],
+        lambda row, places: page_table_size_1[request[row]][places],
     )  # fmt: skip
 
 
@@ -207,5 +207,5 @@ def fast_topk_ragged(score, lengths, topk_indices_offset, topk, row_starts=None)
     """Indices into the batch's keys, one request after the other."""
     return _lists(
         score, lengths, _new(score, topk), row_starts,
-        lambda row, found: found + topk_indices_offset[row],
+        lambda row, places: places + topk_indices_offset[row],
     )  # fmt: skip

@@ -15,7 +15,7 @@ LARGEST = 448.0
 
 
 def quantize(x: torch.Tensor, least: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """``[..., K]`` as e4m3, and a float32 scale for each row ``[...]``.
+    """Return ``[..., K]`` as e4m3, and a float32 scale for each row ``[...]``.
 
     Args:
         least: what the largest value of a row is taken for where it is smaller.
@@ -26,7 +26,7 @@ def quantize(x: torch.Tensor, least: float) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def quantize_groups(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """``[..., K]`` as e4m3, and a float32 scale for each 128 values ``[..., K / 128]``."""
+    """Return ``[..., K]`` as e4m3, and a float32 scale for each 128 values ``[..., K / 128]``."""
     values, scales = quantize(x.unflatten(-1, (-1, GROUP)), 1e-10)
     return values.flatten(-2), scales
 
@@ -51,14 +51,14 @@ def per_token_group_quant(x: torch.Tensor, out: torch.Tensor, scales: torch.Tens
     """Quantise the inputs of a product."""
     assert x.is_contiguous()
     assert out.dtype == E4M3
-    values, found = quantize_groups(x)
+    values, group_scales = quantize_groups(x)
     out.copy_(values)
-    scales.copy_(found)
+    scales.copy_(group_scales)
 
 
 @reference("deep_gemm:fp8_gemm_nt")
 def fp8_gemm_nt(a: Any, b: Any, d: torch.Tensor, **rest: Any) -> None:
-    """``a @ b.T`` of FP8 values with their scales, bfloat16; by 64 columns and 128 in depth."""
+    """Write ``a @ b.T`` of FP8 values with their scales, bfloat16; by 64 columns, 128 in depth."""
     n, k = b[0].shape
     assert n % 64 == 0
     assert k % 128 == 0

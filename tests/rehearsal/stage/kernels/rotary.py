@@ -11,7 +11,7 @@ from tests.rehearsal.stage.registry import reference
 def rotate(
     x: torch.Tensor, cos_sin: torch.Tensor, positions: torch.Tensor, *, neox: bool
 ) -> torch.Tensor:
-    """``x`` ``[T, H, D]`` with its first dimensions rotated, in float64.
+    """Return ``x`` ``[T, H, D]`` with its first dimensions rotated, in float64.
 
     Args:
         cos_sin: ``[positions, R]``, cosines in the first half and sines in the second.
@@ -20,14 +20,14 @@ def rotate(
     half = cos_sin.shape[-1] // 2
     table = cos_sin[positions.long()].double()[:, None]
     cos, sin = table[..., :half], table[..., half:]
-    turned, kept = x[..., : 2 * half].double(), x[..., 2 * half :].double()
+    turned, rest = x[..., : 2 * half].double(), x[..., 2 * half :].double()
     if neox:
         a, b = turned[..., :half], turned[..., half:]
         turned = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
     else:
         a, b = turned[..., ::2], turned[..., 1::2]
         turned = torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
-    return torch.cat((turned, kept), -1)
+    return torch.cat((turned, rest), -1)
 
 
 @reference("jit:fused_rope.run_rope")

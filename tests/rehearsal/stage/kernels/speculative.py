@@ -10,7 +10,7 @@ from tests.rehearsal.stage.registry import reference
 
 @reference("jit:fused_eh_norm.fused_eh_norm")
 def fused_eh_norm(embedding, hidden, weight_e, weight_h, out, eps):  # type: ignore[no-untyped-def]
-    """The norms of a token's embedding and of the hidden states before it, side by side."""
+    """Write the norms of a token's embedding and of the hidden states before it, side by side."""
     out.copy_(torch.cat((rms(embedding, weight_e, eps), rms(hidden, weight_h, eps)), -1))
 
 
@@ -47,16 +47,16 @@ def verify_greedy(  # type: ignore[no-untyped-def]
     ``predicts`` gets the target's choice behind each accepted token, ``accepted`` their places in
     the batch, the first one's too, and ``count`` how many came after that.
     """
-    chosen = target.flatten()
+    choices = target.flatten()
     for b in range(len(candidates)):
-        at, found = 0, [int(index[b, 0])]
-        while len(found) < accepted.shape[1]:
+        at, path = 0, [int(index[b, 0])]
+        while len(path) < accepted.shape[1]:
             at = int(next_token[b, at])
-            while at >= 0 and candidates[b, at] != chosen[found[-1]]:
+            while at >= 0 and candidates[b, at] != choices[path[-1]]:
                 at = int(next_sibling[b, at])
             if at < 0:
                 break
-            found.append(int(index[b, at]))
-        accepted[b, : len(found)] = torch.tensor(found, dtype=accepted.dtype)
-        predicts[found] = chosen[found].to(predicts.dtype)
-        count[b] = len(found) - 1
+            path.append(int(index[b, at]))
+        accepted[b, : len(path)] = torch.tensor(path, dtype=accepted.dtype)
+        predicts[path] = choices[path].to(predicts.dtype)
+        count[b] = len(path) - 1
