@@ -67,7 +67,7 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
 def launch_alone(
     model: Path, *arguments: str, cwd: Path, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Return the same in a process of its own, as a user starts it."""
+    """Launch in a process of its own, as a user does."""
     return subprocess.run(
         command(model, *arguments),
         cwd=cwd,

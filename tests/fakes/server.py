@@ -300,7 +300,7 @@ class Handler(BaseHTTPRequestHandler):
             self._generate(body)
 
     def _may(self) -> bool:
-        """Check by the rules of ``sglang.srt.utils.auth``, and of a proxy that forbids everything."""
+        """Apply the rules of ``sglang.srt.utils.auth``, or of a proxy that forbids everything."""
         key = self.fake.api_key
         if self.path.startswith(("/set_internal_state", "/flush_cache")):
             key = self.fake.admin_api_key or key

@@ -17,7 +17,7 @@ BLOCK = 16
 
 
 def checkpoint(folder: Path, family: str = "glm-5", dtype: torch.dtype = torch.float32) -> Any:
-    """Return a random model, half of its layers MoE, with its tokenizer; returns the model."""
+    """Write a random model, half of its layers MoE, with its tokenizer; return the model."""
     words = tokenizer()
     model = make(family, dtype, vocab_size=len(words), first_k_dense_replace=LAYERS // 2)
     for module in model.modules():
