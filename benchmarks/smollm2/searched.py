@@ -32,7 +32,7 @@ from benchmarks.smollm2.workers import one_thread
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.evaluators import Floats
 from sglang_indexcache.search.ledger import Ledger, Step, open_journal
-from sglang_indexcache.search.methods import METHODS
+from sglang_indexcache.search.methods import METHODS, METHODS_IN_PROCESS
 from sglang_indexcache.search.options import Options
 from sglang_indexcache.search.overlap import draw_overlap
 from sglang_indexcache.search.rules import Constraints, parse_targets
@@ -71,7 +71,7 @@ def search(
         "length": evaluator.batch_tokens[0],
     }
     targets = parse_targets(list(RATIOS), rules)
-    options = Options.parse(method, refine=method != DOWN)
+    options = Options.parse(method, refine=method != DOWN, methods=METHODS_IN_PROCESS)
     with open_journal(journal, identity) as kept:
         ledger = Ledger(evaluator, kept)
         run = Search(ledger, targets, options)
