@@ -133,16 +133,16 @@ def plan_command(
     from sglang_indexcache.support.lengths import parse_length
 
     contexts = [parse_length(text) for text in context or PLANNED_CONTEXTS]
-    wanted, remarks = pattern or PAPERS_PATTERNS[1:], tuple[str, ...]()
+    values, remarks = pattern or PAPERS_PATTERNS[1:], tuple[str, ...]()
     forwards: Forwards
     if (growing := growth.find(model)) is not None:
         if dp > 1:
             raise BenchError(f"the rows of {growing.name} are of --dp 1 only")
         forwards = composed = growth.GrowthForwards(growing, gpu.lower(), gpus, kv)
-        patterns = composed.patterns(wanted)
+        patterns = composed.patterns(values)
     else:
         forwards = plan(model, gpu, gpus, dp, kv)
-        patterns, remarks = choose_patterns(wanted, forwards.deployment.measured.shape)
+        patterns, remarks = choose_patterns(values, forwards.deployment.measured.shape)
     ranges = forwards.describe_range([parsed for _, parsed in patterns], contexts)
     notes = [*filter(None, [*forwards.sources, ranges, *remarks])]
     if as_json:

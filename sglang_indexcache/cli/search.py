@@ -138,7 +138,7 @@ def run_command(
     from sglang_indexcache.study.cost import Rate, print_plan
 
     methods = METHODS if url else METHODS_IN_PROCESS
-    chosen = Options.parse(method, budget, methods=methods) if method else None
+    options = Options.parse(method, budget, methods=methods) if method else None
     measuring = _measuring(model, connect(url, api_key), dtype, at_once, low_priority)
     setup = Setup.read(
         model,
@@ -152,16 +152,16 @@ def run_command(
     constraints = Constraints.make(setup.checkpoint.own, parse_layers(keep_full))
     targets = parse_targets(target, constraints)
     tokens = setup.calibration.batch_tokens
-    if chosen is None:
-        chosen, why = Options.best(targets, tokens[:batches], budget, methods)
+    if options is None:
+        options, why = Options.best(targets, tokens[:batches], budget, methods)
         if why:
             out.print(why, highlight=False)
     prefill_rate = Rate(rate, "given by --rate") if rate else None
     if dry_run:
-        print_plan(out, plan(setup, targets, chosen, prefill_rate))
+        print_plan(out, plan(setup, targets, options, prefill_rate))
     else:
         evaluator = measuring(setup.calibration)
-        run_search(setup, evaluator, targets, chosen, output, out, prefill_rate, figures)
+        run_search(setup, evaluator, targets, options, output, out, prefill_rate, figures)
 
 
 @app.command("compare", cls=Command)

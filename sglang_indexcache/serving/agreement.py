@@ -43,8 +43,8 @@ def _look(_result: None, *, server_args: Any, **_: Any) -> None:
     import torch.distributed as dist
 
     plan = published_plan()
-    if plan is None and (asked := _asked_for(server_args)):
-        raise unresolved(asked)
+    if plan is None and (request := _asked_for(server_args)):
+        raise unresolved(request)
     world = dist.group.WORLD
     assert world is not None, "the function that has just returned makes it"
     if world.size() > 1:
@@ -65,10 +65,10 @@ def _asked_for(server_args: Any) -> str:
     return ", ".join(choice.origin for choice in collect({}).values())
 
 
-def unresolved(asked: str) -> SettingsError:
+def unresolved(request: str) -> SettingsError:
     """Make the error for a launch path that resolved its arguments without this plugin."""
     return SettingsError(
-        f"{asked} was not acted on, because the server's arguments were resolved before SGLang "
+        f"{request} was not acted on, because the server's arguments were resolved before SGLang "
         "loaded its plugins. Call sglang.srt.plugins.load_plugins() before you make ServerArgs; "
         "sglang.Engine and the command line do it themselves."
     )
@@ -89,9 +89,9 @@ def agree(plan: Plan | None, rank: int, ranks: int, store: Store) -> None:
         node, terms = json.loads(store.get(_key(other)))
         holders.setdefault(terms, f"rank {other} on {node}")
     if len(holders) > 1:
-        said = "; ".join(f"{holder} has {terms}" for terms, holder in holders.items())
+        holdings = "; ".join(f"{holder} has {terms}" for terms, holder in holders.items())
         raise SettingsError(
-            f"the ranks of this server disagree: {said}. Every node resolves its own settings: "
+            f"the ranks of this server disagree: {holdings}. Every node resolves its own settings: "
             "give all of them the same flags and the same SGLANG_INDEXCACHE_* variables."
         )
 

@@ -70,11 +70,11 @@ def seams() -> tuple[Seam, ...]:
 
 def _rows(inside: Mapping[str, str | Mapping[str, str]]) -> Iterator[tuple[str, str, str]]:
     """Owner with a dot, names, and what for: of a module's own names and of its classes'."""
-    for name, said in inside.items():
-        if isinstance(said, str):
-            yield "", name, said
+    for name, reasons in inside.items():
+        if isinstance(reasons, str):
+            yield "", name, reasons
         else:
-            yield from ((f"{name}.", member, why) for member, why in said.items())
+            yield from ((f"{name}.", member, why) for member, why in reasons.items())
 
 
 def recorded() -> tuple[str, dict[str, str]]:
@@ -91,17 +91,17 @@ def check(source: EngineSource | None = None) -> None:
     """
     source = source or EngineSource.installed()
     tested, digests = recorded()
-    if found := moved(source, digests):
-        named = found[:_NAMED]
-        if more := len(found) - len(named):
-            named.append(f"and {more} more")
+    if problems := moved(source, digests):
+        listed = problems[:_NAMED]
+        if more := len(problems) - len(listed):
+            listed.append(f"and {more} more")
         verdict, force = f"this {source.name} is not the one that was tested", "--force-reinstall "
         if source.version != tested:
             verdict, force = f"{source.name} was not tested", ""
         raise UnsupportedEngineError(
             f"{verdict}, and of the {len(seams())} places in it that IndexCache relies on "
-            f"{len(found)} differ from {tested}: {'; '.join(named)}. Install the tested one: pip "
-            f"install {force}'sglang=={tested}'."
+            f"{len(problems)} differ from {tested}: {'; '.join(listed)}. Install the tested one: "
+            f"pip install {force}'sglang=={tested}'."
         )
     if source.version != tested:
         logger.warning(
@@ -113,16 +113,16 @@ def check(source: EngineSource | None = None) -> None:
 
 def moved(source: EngineSource, digests: Mapping[str, str]) -> list[str]:
     """Say what is wrong with each seam of ``source`` that is not as it was recorded."""
-    found = []
+    problems = []
     for seam in seams():
-        digest, known = source.digest(seam), digests.get(seam.path)
+        digest, recorded_digest = source.digest(seam), digests.get(seam.path)
         if digest is None:
-            found.append(f"{seam.path} is gone")
-        elif known is None:
-            found.append(f"{seam.path} is not recorded (python -m {__package__}.engine_version)")
-        elif digest != known:
-            found.append(f"{seam.path} has changed")
-    return found
+            problems.append(f"{seam.path} is gone")
+        elif recorded_digest is None:
+            problems.append(f"{seam.path} is not recorded (python -m {__package__}.engine_version)")
+        elif digest != recorded_digest:
+            problems.append(f"{seam.path} has changed")
+    return problems
 
 
 def record(source: EngineSource) -> None:

@@ -114,10 +114,10 @@ async def _whole(receive: Receive) -> tuple[Receive, bytes]:
 async def _refuse(send: Send, reason: str) -> None:
     for listener in on_refusal:
         listener()
-    said = {"message": reason, "type": "BadRequest", "code": 400}
+    error = {"message": reason, "type": "BadRequest", "code": 400}
     headers = [(b"content-type", b"application/json")]
     await send({"type": "http.response.start", "status": 400, "headers": headers})
-    await send({"type": "http.response.body", "body": json.dumps({"error": said}).encode()})
+    await send({"type": "http.response.body", "body": json.dumps({"error": error}).encode()})
 
 
 def wrong_body(plan: Plan, route: str, body: bytes) -> str:
@@ -129,11 +129,11 @@ def wrong_body(plan: Plan, route: str, body: bytes) -> str:
     if b"indexcache" not in plain and not _MAY_HIDE.search(body):
         return ""  # without parsing a long prompt
     try:
-        found = [*_ours(json.loads(body))]
+        fields = [*_ours(json.loads(body))]
     except (ValueError, RecursionError):
         return ""  # SGLang says so
     carrier = _CARRIERS.get(route.rstrip("/"))  # with a slash behind, SGLang redirects there
-    for path, name in found:
+    for path, name in fields:
         if path != carrier:
             return f"{'.'.join(path)} is read by nobody at {route}. {_where(carrier)}"
         try:
@@ -164,5 +164,5 @@ def _ours(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, .
                 yield from _ours(inside, (*path, key))
             elif key in _LABELS and isinstance(inside, dict):
                 yield from (
-                    ((*path, key, own), inside[own]) for own in inside if names_pattern(own)
+                    ((*path, key, label), inside[label]) for label in inside if names_pattern(label)
                 )

@@ -38,8 +38,8 @@ def check(targets: Collection[str] | None = None) -> None:
     """
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    wanted = _ours if targets is None else set(targets)
-    if missing := sorted(wanted - HookRegistry._patched):
+    expected = _ours if targets is None else set(targets)
+    if missing := sorted(expected - HookRegistry._patched):
         raise UnsupportedEngineError(
             f"SGLang did not wrap {', '.join(missing)}; its log says why. Is another plugin in the "
             "way?"

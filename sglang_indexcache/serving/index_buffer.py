@@ -95,15 +95,15 @@ class IndexBuffer:
 
     def _merged(self, position: int, selected: torch.Tensor) -> torch.Tensor:
         """Merge ``selected``, for the rows that are F at ``position``, into what the others had."""
-        masks, kept, count = self.rows.masks, self._indices, selected.shape[0]
+        masks, indices, count = self.rows.masks, self._indices, selected.shape[0]
         assert masks is not None, "several patterns"
-        assert kept is not None, "the rows that are not F here have some"
-        if min(masks.shape[1], kept.shape[0]) < count:
+        assert indices is not None, "the rows that are not F here have some"
+        if min(masks.shape[1], indices.shape[0]) < count:
             raise StaleIndexError(
                 f"position {position} selected for {count} rows, of a forward that had "
-                f"{min(masks.shape[1], kept.shape[0])} before"
+                f"{min(masks.shape[1], indices.shape[0])} before"
             )
-        return torch.where(masks[position, :count, None], selected, kept[:count])
+        return torch.where(masks[position, :count, None], selected, indices[:count])
 
     def read(self, layer: int, rows: int) -> torch.Tensor:
         """:meth:`shared` without what pads the forward: ``[rows, k]`` or fewer."""
@@ -156,10 +156,10 @@ class IndexBuffer:
         """
         for expected, source in zip(self._sources_of(layer), self._sources, strict=True):
             if expected not in (source, but):
-                held = "nothing" if source is None else f"those of position {source}"
+                content = "nothing" if source is None else f"those of position {source}"
                 raise StaleIndexError(
                     f"layer {layer} shares the indices of pattern position {expected}, but the "
-                    f"buffer holds {held}"
+                    f"buffer holds {content}"
                 )
 
     def _sources_of(self, layer: int) -> tuple[int, ...]:

@@ -87,7 +87,7 @@ class Plan:
     @property
     def slopes_digest(self) -> str:
         """The digest by which patterns name the slopes; "" where nothing folds."""
-        return next((one.suffix.slopes for one in self.policy.patterns if one.is_folded), "")
+        return next((each.suffix.slopes for each in self.policy.patterns if each.is_folded), "")
 
     def folding(self, pattern: Pattern) -> Pattern:
         """Return ``pattern`` by the slopes of this server, if it folds and names none.

@@ -174,8 +174,8 @@ class _Once(Action):
 
 def _keep_flags(original: Callable[..., Any], cls: type, args: Namespace) -> Any:
     server_args = original(cls, args)
-    given = {option.name: getattr(args, option.name, None) for option in OPTIONS}
-    setattr(server_args, _GIVEN, (given, True))
+    values = {option.name: getattr(args, option.name, None) for option in OPTIONS}
+    setattr(server_args, _GIVEN, (values, True))
     return server_args
 
 
@@ -190,9 +190,9 @@ def _accept_engine_keywords() -> None:
     original = module.Engine.server_args_class
 
     def build(**kwargs: Any) -> Any:
-        given = {option.name: kwargs.pop(option.name, None) for option in OPTIONS}
+        values = {option.name: kwargs.pop(option.name, None) for option in OPTIONS}
         server_args = original(**kwargs)
-        setattr(server_args, _GIVEN, (given, False))
+        setattr(server_args, _GIVEN, (values, False))
         return server_args
 
     module.Engine.server_args_class = staticmethod(build)
@@ -209,7 +209,7 @@ def _after_sglangs(check: Callable[[Any], None]) -> Callable[..., None]:
         try:
             check(server_args)
         except IndexCacheError as error:
-            _, are_flags = _given(server_args)
+            _, are_flags = _values_of(server_args)
             if are_flags and not hasattr(server_args, FOUND):  # a sentence, not a stack of frames
                 raise SystemExit(f"indexcache: error: {error}") from None
             raise
@@ -217,36 +217,36 @@ def _after_sglangs(check: Callable[[Any], None]) -> Callable[..., None]:
     return step
 
 
-def _given(server_args: Any) -> tuple[dict[str, str | None], bool]:
-    found: tuple[dict[str, str | None], bool] = getattr(server_args, _GIVEN, ({}, False))
-    return found
+def _values_of(server_args: Any) -> tuple[dict[str, str | None], bool]:
+    values: tuple[dict[str, str | None], bool] = getattr(server_args, _GIVEN, ({}, False))
+    return values
 
 
 def _resolve(server_args: Any) -> None:
-    given, are_flags = _given(server_args)
-    said = collect(given, as_keywords=not are_flags)
+    values, are_flags = _values_of(server_args)
+    choices = collect(values, as_keywords=not are_flags)
     cfg, on_cpu = resolving_view(server_args), platform_cpu.is_active()
-    if not is_wanted(cfg, said, on_cpu=on_cpu) and not _is_only_way(cfg):
+    if not is_wanted(cfg, choices, on_cpu=on_cpu) and not _is_only_way(cfg):
         _warn_about_ignored_overrides(cfg)
         return
     engine_version.check()
     hooks.check()
     overrides = read_overrides(cfg.json_model_override_args)
     config = _checkpoint_config(cfg, overrides)
-    found = Findings()
-    plan = plan_server(said, config, overrides, cfg.model_path, found, on_cpu=on_cpu)
-    with found:
+    findings = Findings()
+    plan = plan_server(choices, config, overrides, cfg.model_path, findings, on_cpu=on_cpu)
+    with findings:
         num_layers = dict(plan.shape).get("num_hidden_layers", len(plan.layer_ids))
         refusals.check(cfg, plan, num_layers)
-    with found:
+    with findings:
         platform_cpu.check_plan(server_args, plan)
     examined = getattr(server_args, FOUND, None)
     if examined is None:
-        found.report()
+        findings.report()
         front.install()
         vars(server_args)["get_tokenizer_worker_class"] = front.tokenizer_worker_class
     else:  # SGLang's own checks, which come next, may find more
-        examined.extend(found.each)
+        examined.extend(findings.each)
     fields = plan.engine_fields(cfg)
     merged = plan.config_overrides(overrides, config) | (fp8.overrides(config) if on_cpu else {})
     if cfg.enable_metrics:
@@ -348,14 +348,14 @@ def _allow_overlap(original: Callable[..., None], server_args: Any, hf_config: A
 def _warn_about_ignored_overrides(cfg: Any) -> None:
     """SGLang ignores its own pattern override where the HF config fills ``indexer_types``."""
     overrides = read_overrides(cfg.json_model_override_args)
-    asked = [key for key in SHARING_KEYS[1:3] if overrides.get(key) is not None]
-    if not asked or overrides.get("indexer_types") is not None:
+    keys = [key for key in SHARING_KEYS[1:3] if overrides.get(key) is not None]
+    if not keys or overrides.get("indexer_types") is not None:
         return
     config = _checkpoint_config(cfg, overrides)
     if getattr(config, "indexer_types", None) is not None:
         logger.warning(
             "SGLang ignores %s for this model, because its config also says indexer_types: no "
             "layer will share. Add --attention-backend %s to make the override work.",
-            ", ".join(asked),
+            ", ".join(keys),
             BACKEND_NAME,
         )

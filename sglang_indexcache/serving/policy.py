@@ -70,5 +70,5 @@ class Policy:
 
     def __str__(self) -> str:
         first, *longer = self.steps
-        said = [f" < {format_length(start)} <= {pattern}" for start, pattern in longer]
-        return "".join([str(first[1]), *said])
+        ranges = [f" < {format_length(start)} <= {pattern}" for start, pattern in longer]
+        return "".join([str(first[1]), *ranges])

@@ -122,13 +122,13 @@ def _resolve(plan: Plan, value: str) -> Pattern:
 def _decide(active: ActivePattern, request: Req) -> Pattern:
     """Decide a new request's pattern; in a session, that of the first turn that was served."""
     name = named_by(request.sampling_params)
-    wanted = None if name is None else resolve(active.plan, name)
-    begun = _begun(request.session)
-    if wanted is not None and begun is not None and wanted != begun:
+    named = None if name is None else resolve(active.plan, name)
+    of_session = _begun(request.session)
+    if named is not None and of_session is not None and named != of_session:
         raise SettingsError(
-            f"the session was begun under pattern {begun} and cannot go on under {wanted}"
+            f"the session was begun under pattern {of_session} and cannot go on under {named}"
         )
-    return begun or wanted or active.policy.pattern_for(len(request.origin_input_ids))
+    return of_session or named or active.policy.pattern_for(len(request.origin_input_ids))
 
 
 def _begun(session: Session | None) -> Pattern | None:

@@ -89,7 +89,7 @@ def fold(
                 matrix = scores.value * keys / KEYS + 1e3 * tokens * keys * WIDTH_BYTES / bandwidth
                 points[prefix] = max(latency - exact + matrix, min(indexed))
                 if second is not None:
-                    seen = prefix + tokens / 2
-                    points[prefix] += exact * min(1, candidates / seen) + second.value
+                    visible = prefix + tokens / 2
+                    points[prefix] += exact * min(1, candidates / visible) + second.value
         folded["F", tokens] = Series(points)
     return replace(layers, prefill=folded)

@@ -86,8 +86,8 @@ Whole = Callable[[str, int, int], float]
 
 def find(model: str) -> GrowingModel | None:
     """Return the model by a user's name for it, behind any organisation; None for others."""
-    wanted = model.rpartition("/")[2].lower().removesuffix("-fp8")
-    return next((row for name, row in MODELS.items() if name.lower() == wanted), None)
+    key = model.rpartition("/")[2].lower().removesuffix("-fp8")
+    return next((row for name, row in MODELS.items() if name.lower() == key), None)
 
 
 class GrowthForwards(Forwards):
@@ -115,24 +115,24 @@ class GrowthForwards(Forwards):
         self.model, self.gpus, self.card = model, gpus, find_gpu(gpu).name
         self.title = f"{model.name}, {gpus} x {self.card}, --tp {gpus}, {kv} cache"
         wheel = Wheel(gpu, data)
-        wanted = {
+        columns = {
             **dict(model.wanted), "model": model.name, "tp_size": gpus,
             "kv_cache_dtype": caches[kv],
         }  # fmt: skip
-        self._chunks = self._read(wheel, "context", {**wanted, "batch_size": 1, "isl": CHUNK})
-        self._steps = self._read(wheel, "generation", {**wanted, "batch_size": 1})
+        self._chunks = self._read(wheel, "context", {**columns, "batch_size": 1, "isl": CHUNK})
+        self._steps = self._read(wheel, "generation", {**columns, "batch_size": 1})
         self._whole = cache(whole or _estimator(model, CARDS[gpu], gpus, kv))
 
-    def _read(self, wheel: Wheel, phase: str, wanted: dict[str, Any]) -> Series:
+    def _read(self, wheel: Wheel, phase: str, columns: dict[str, Any]) -> Series:
         """Return the layer's time by tokens before it, without rows that contradict longer ones."""
-        measured: Measured = defaultdict(lambda: defaultdict(list))
-        for row in wheel.rows(f"{self.model.table}_{phase}_module_perf", wanted):
+        latencies: Measured = defaultdict(lambda: defaultdict(list))
+        for row in wheel.rows(f"{self.model.table}_{phase}_module_perf", columns):
             if row["step"] >= STEADY:
-                measured["F", 1][row["step"]].append(row["latency"])
-        kept, _ = consistent(measured)
-        if not kept or STEADY not in kept["F", 1].points:
+                latencies["F", 1][row["step"]].append(row["latency"])
+        series, _ = consistent(latencies)
+        if not series or STEADY not in series["F", 1].points:
             raise BenchError(f"NVIDIA measured no layers of {self.title}")
-        return kept["F", 1]
+        return series["F", 1]
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -180,14 +180,14 @@ class GrowthForwards(Forwards):
     def patterns(self, values: Sequence[str]) -> Patterns:
         """Patterns over the layers with an indexer: a ratio, evenly spaced, or letters."""
         count = self.model.layers
-        chosen: list[tuple[str, Pattern]] = []
+        patterns: list[tuple[str, Pattern]] = []
         for value in values:
             letters = set(value) <= {"F", "S"}
             pattern = Pattern(value) if letters else Pattern.uniform(count, _ratio(value))
             if len(pattern) != count:
                 raise BenchError(f"{self.model.name} has {count} indexers, not {len(pattern)}")
-            chosen.append((value, pattern))
-        return chosen
+            patterns.append((value, pattern))
+        return patterns
 
 
 def _ratio(value: str) -> int:
@@ -220,10 +220,10 @@ def _estimator(model: GrowingModel, card: str, gpus: int, kv: str) -> Whole:
 
     def whole(phase: str, count: int, context: int) -> float:
         if phase == "chunk":
-            asked = RuntimeConfig(batch_size=1, isl=context, osl=1, prefix=context - count)
+            settings = RuntimeConfig(batch_size=1, isl=context, osl=1, prefix=context - count)
         else:
-            asked = RuntimeConfig(batch_size=count, isl=context, osl=2)
+            settings = RuntimeConfig(batch_size=count, isl=context, osl=2)
         mode = "static_ctx" if phase == "chunk" else "static_gen"
-        return float(backend.run_static_latency_only(built, database, asked, mode))
+        return float(backend.run_static_latency_only(built, database, settings, mode))
 
     return whole

@@ -428,12 +428,12 @@ def random_prompts(count: int, length: int, vocab_size: int, *seed: object) -> l
     Raises:
         BenchError: no tokens to draw, or more prompts than first tokens.
     """
-    drawn = range(_SPECIAL_TOKENS, int(vocab_size * (1 - _UNUSED_SHARE)))
-    if length < 1 or count > len(drawn):
+    words = range(_SPECIAL_TOKENS, int(vocab_size * (1 - _UNUSED_SHARE)))
+    if length < 1 or count > len(words):
         raise BenchError(f"cannot make {count} different prompts of {length} tokens")
     source = Random("/".join(map(str, seed)))
-    firsts = source.sample(drawn, count)
-    return [[first, *source.choices(drawn, k=length - 1)] for first in firsts]
+    firsts = source.sample(words, count)
+    return [[first, *source.choices(words, k=length - 1)] for first in firsts]
 
 
 def write_latency(result: LatencyResult, folder: Path, figures: str = "png") -> list[Path]:

@@ -144,7 +144,7 @@ def _rows(path: Path) -> Iterator[Row]:
 
 def _plain(path: Path, metric: str | None) -> Iterator[Sample]:
     """Yield the samples of one plain file; a score of null was not given."""
-    chosen = _pick(["score"], metric, path)
+    metric_name = _pick(["score"], metric, path)
     for number, row in enumerate(_rows(path), 1):
         if not row.keys() >= FIELDS[PLAIN]:
             raise QualityError(f"sample {number} of {path} has no id or no score")
@@ -154,7 +154,7 @@ def _plain(path: Path, metric: str | None) -> Iterator[Sample]:
             question,
             question if context is None else str(context),
             _digest(row.get("prompt")),
-            chosen,
+            metric_name,
             _share(row["score"], path),
         )
 
@@ -163,11 +163,11 @@ def _lm_eval(path: Path, metric: str | None) -> Iterator[Sample]:
     """Yield the samples of one task."""
     match = _NAME.match(path.stem)
     rows = list(_rows(path))
-    chosen = _pick(sorted({name for row in rows for name in _metrics(row)}), metric, path)
+    metric_name = _pick(sorted({name for row in rows for name in _metrics(row)}), metric, path)
     for row in rows:
-        if chosen not in _metrics(row):
+        if metric_name not in _metrics(row):
             continue  # under another filter
-        length, name = _metrics(row)[chosen]
+        length, name = _metrics(row)[metric_name]
         if name not in row:
             raise QualityError(
                 f"{path} names the metric {name!r} and document {row['doc_id']} has none; run the "
@@ -179,7 +179,7 @@ def _lm_eval(path: Path, metric: str | None) -> Iterator[Sample]:
             question,
             _text_of(row.get("doc") or {}, question),
             _digest(row["doc_hash"], row["prompt_hash"], row["target_hash"]),
-            chosen,
+            metric_name,
             _share(row[name], path),
             length,
         )

@@ -235,15 +235,15 @@ def _choose(
             ] += sum(map(len, texts.values()))
             continue
         order = random.Random(f"{name} {length} {plan.seed}").sample(list(texts), len(texts))
-        chosen = {lead: {row: items[row] for row in texts[lead]} for lead in order[: plan.contexts]}
-        items_asked |= chosen
+        groups = {lead: {row: items[row] for row in texts[lead]} for lead in order[: plan.contexts]}
+        items_asked |= groups
         selected.append(
             SelectedRows(
-                *(name, length, tuple(chosen)),
-                tuple(_computed(group, sizes, tokenizer) for group in chosen.values()),
+                *(name, length, tuple(groups)),
+                tuple(_computed(group, sizes, tokenizer) for group in groups.values()),
                 len(texts),
-                tuple(map(len, chosen.values())),
-                max(sizes[row] for group in chosen.values() for row in group),
+                tuple(map(len, groups.values())),
+                max(sizes[row] for group in groups.values() for row in group),
             )
         )
     summary = _summary(name, rows, selected, left_out, plan)

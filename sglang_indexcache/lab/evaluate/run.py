@@ -196,14 +196,14 @@ class Run:
 
     def run(self) -> Evaluation:
         """Ask everything that is left; a QualityError says what servers do that they must not."""
-        done = self._record.done
+        contexts = self._record.done
         with self._progress as progress:
             total = len(self._start.planned)
-            task = progress.add_task("asking", total=total, completed=len(done))
+            task = progress.add_task("asking", total=total, completed=len(contexts))
             for look, group in groupby(self._start.planned, key=lambda context: context.look):
                 for planned in group:
-                    progress.update(task, completed=len(done))
-                    if planned.context not in done:
+                    progress.update(task, completed=len(contexts))
+                    if planned.context not in contexts:
                         self._ask_context(planned)
                 if self._judge(look):
                     break

@@ -189,9 +189,9 @@ def captured_mass(
     with _full_precision(target.keys.device):
         for rows in layout.summed(block):
             keys = _VisibleKeys(layout, rows, None)
-            chosen = layout.attended(rows, selected)
+            is_attended = layout.attended(rows, selected)
             choosing = layout.counted[:, rows] & (keys.allowed.sum(-1) > selected.shape[-1])
-            captured = keys.distribution(target).masked_fill_(~chosen, 0.0).sum(-1)
+            captured = keys.distribution(target).masked_fill_(~is_attended, 0.0).sum(-1)
             mass += (captured * choosing).sum()
             queries += choosing.sum()
     return mass, queries
@@ -227,14 +227,14 @@ class _VisibleKeys:
         """Return these of ``[B, T, D]`` keys, in at least float32."""
         return _at_least_float32(keys[:, : self.reach])
 
-    def dots(self, queries: torch.Tensor, taken: torch.Tensor) -> torch.Tensor:
+    def dots(self, queries: torch.Tensor, gathered: torch.Tensor) -> torch.Tensor:
         """``[B, rows, heads, S]`` dot products of queries ``[B, rows, heads, D]``."""
-        flat = queries.flatten(1, 2) @ taken.transpose(-1, -2)
+        flat = queries.flatten(1, 2) @ gathered.transpose(-1, -2)
         return flat.view(*queries.shape[:3], -1)
 
-    def to_queries(self, pull: torch.Tensor, taken: torch.Tensor) -> torch.Tensor:
+    def to_queries(self, pull: torch.Tensor, gathered: torch.Tensor) -> torch.Tensor:
         """Return the queries' gradient ``[B, rows, heads, D]`` for that of the dots, ``pull``."""
-        return (pull.flatten(1, 2) @ taken).view(*pull.shape[:3], -1)
+        return (pull.flatten(1, 2) @ gathered).view(*pull.shape[:3], -1)
 
     def to_keys(self, pull: torch.Tensor, queries: torch.Tensor, total: torch.Tensor) -> None:
         """Add the keys' gradient for that of the dots to ``total``, ``[B, T, D]``."""
@@ -248,11 +248,11 @@ class _VisibleKeys:
             The scores ``[B, rows, S]``, -inf where a key is not allowed; what the heads found
             before they were weighted, ``[B, rows, heads, S]``; and the keys, as :meth:`take`.
         """
-        taken = self.take(index.keys)
-        hits = relu(self.dots(_at_least_float32(index.queries[:, self.rows]), taken))
+        gathered = self.take(index.keys)
+        hits = relu(self.dots(_at_least_float32(index.queries[:, self.rows]), gathered))
         weights = _at_least_float32(index.weights[:, self.rows]).unsqueeze(2)
         scores = (weights @ hits).squeeze(2)
-        return scores.masked_fill_(~self.allowed, float("-inf")), hits, taken
+        return scores.masked_fill_(~self.allowed, float("-inf")), hits, gathered
 
     def distribution(self, target: AttentionInputs) -> torch.Tensor:
         """p: attention over the allowed keys, averaged over the heads; ``[B, rows, S]``.
@@ -271,9 +271,9 @@ class _SelectedKeys(_VisibleKeys):
     """The keys that each query selected, gathered; a -1, or one it may not see, is not allowed."""
 
     def __init__(self, layout: Layout, rows: slice, selected: torch.Tensor) -> None:
-        chosen = selected[:, rows].long()
-        self.rows, self.places = rows, chosen.clamp_min(0)
-        self.allowed = layout.sees(rows, self.places) & (chosen >= 0)
+        selection = selected[:, rows].long()
+        self.rows, self.places = rows, selection.clamp_min(0)
+        self.allowed = layout.sees(rows, self.places) & (selection >= 0)
 
     def take(self, keys: torch.Tensor) -> torch.Tensor:
         # One index_select a row of the batch copies whole keys; keys[batch, places] takes twice
@@ -281,11 +281,11 @@ class _SelectedKeys(_VisibleKeys):
         rows = [row.index_select(0, p.flatten()) for row, p in zip(keys, self.places, strict=True)]
         return _at_least_float32(torch.stack(rows)).view(*self.places.shape, -1)
 
-    def dots(self, queries: torch.Tensor, taken: torch.Tensor) -> torch.Tensor:
-        return queries @ taken.transpose(-1, -2)
+    def dots(self, queries: torch.Tensor, gathered: torch.Tensor) -> torch.Tensor:
+        return queries @ gathered.transpose(-1, -2)
 
-    def to_queries(self, pull: torch.Tensor, taken: torch.Tensor) -> torch.Tensor:
-        return pull @ taken
+    def to_queries(self, pull: torch.Tensor, gathered: torch.Tensor) -> torch.Tensor:
+        return pull @ gathered
 
     def to_keys(self, pull: torch.Tensor, queries: torch.Tensor, total: torch.Tensor) -> None:
         gradient = pull.transpose(-1, -2) @ queries
@@ -313,7 +313,7 @@ class _Job:
     def add(self, index: IndexInputs, rows: slice, gradient: IndexInputs | None) -> torch.Tensor:
         """Return the loss of the queries ``rows``; its gradient goes into ``gradient`` if any."""
         keys = self.keys(rows)
-        scores, hits, taken = keys.scores(index)
+        scores, hits, gathered = keys.scores(index)
         p = torch.stack([keys.distribution(target) for target in self.targets]).mean(0)
         p = p if self.average is None else self.average(p)
         log_q = _log_softmax(scores, keys.allowed)
@@ -323,7 +323,7 @@ class _Job:
             gradient.weights[:, rows] = (hits @ pull.unsqueeze(-1)).squeeze(-1)
             weights = _at_least_float32(index.weights[:, rows])
             on_dots = (hits > 0) * weights.unsqueeze(-1) * pull.unsqueeze(2)
-            gradient.queries[:, rows] = keys.to_queries(on_dots, taken)
+            gradient.queries[:, rows] = keys.to_queries(on_dots, gathered)
             queries = _at_least_float32(index.queries[:, rows])
             keys.to_keys(on_dots, queries, gradient.keys)
         return (_divergence(p, log_q) * counted).sum()

@@ -74,11 +74,15 @@ def _write(
 def _write_shard(path: Path, target: Path, new: dict[str, torch.Tensor], adapter: Adapter) -> None:
     with safe_open(path, "pt") as file:
         names = list(file.keys())
-        kept = [name for name in names if indexer_layer(name) not in adapter.pattern.shared_layers]
-        if kept == names and new.keys().isdisjoint(names):
+        names_to_write = [
+            name for name in names if indexer_layer(name) not in adapter.pattern.shared_layers
+        ]
+        if names_to_write == names and new.keys().isdisjoint(names):
             _link(path, target)
-        elif kept:
-            tensors = {name: new[name] if name in new else file.get_tensor(name) for name in kept}
+        elif names_to_write:
+            tensors = {
+                name: new[name] if name in new else file.get_tensor(name) for name in names_to_write
+            }
             write_tensors(tensors, target)
 
 

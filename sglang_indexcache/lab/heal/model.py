@@ -105,11 +105,11 @@ def attend(
     """
 
     def attend_block(rows: slice) -> torch.Tensor:
-        seen = slice(rows.stop)
+        visible = slice(rows.stop)
         return scaled_dot_product_attention(
             queries[:, :, rows],
-            keys[:, :, seen],
-            values[:, :, seen],
+            keys[:, :, visible],
+            values[:, :, visible],
             attn_mask=layout.attended(rows, selected).unsqueeze(1),
             scale=scale,
         )

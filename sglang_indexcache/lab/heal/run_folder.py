@@ -207,8 +207,8 @@ class RunLog:
         # A killed process may have left half a line.
         whole = [line for line in self.path.read_text().splitlines() if line.endswith("}")]
         lines = [json.loads(line) for line in whole]
-        kept = [line for line in lines if Position(line["stage"], line["step"]) <= reached]
-        write_whole(self.path, "".join(json.dumps(line) + "\n" for line in kept))
+        valid = [line for line in lines if Position(line["stage"], line["step"]) <= reached]
+        write_whole(self.path, "".join(json.dumps(line) + "\n" for line in valid))
 
     def record(self, **values: Any) -> None:
         """Add one line to the file; must have ``stage`` and ``step``."""

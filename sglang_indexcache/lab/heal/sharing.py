@@ -87,11 +87,11 @@ class Sharing:
 
     def select(self, layer: int, index: IndexInputs) -> torch.Tensor:
         """File an F layer's index inputs and return what it selects; nothing unless sparse."""
-        run, chosen = self.running(), self.no_selection()
+        run, selection = self.running(), self.no_selection()
         if run.stage is Stage.SPARSE:
-            chosen = select_top_k(index, run.layout, self.topk, self.block)
-        run.index[layer], run.selected[layer] = index, chosen
-        return chosen
+            selection = select_top_k(index, run.layout, self.topk, self.block)
+        run.index[layer], run.selected[layer] = index, selection
+        return selection
 
     def selection(self, layer: int) -> torch.Tensor:
         """Return what the F layer that serves ``layer`` selected; nothing in the dense stage."""
