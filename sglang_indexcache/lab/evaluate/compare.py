@@ -19,7 +19,7 @@ import hashlib
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -254,19 +254,11 @@ def compare_logs(
     Raises:
         QualityError: the runs are not of the same questions, or too many have no score.
     """
-    base = _questions(reference)
-    runs = {(reference.name, 0): base}
+    runs = _runs(reference, candidate, again, bad)
+    base = runs[reference.name, 0]
     arms = [Arm(reference.name, "", Role.REFERENCE), Arm(candidate.name, "", Role.CANDIDATE)]
-    further = [(candidate, candidate.name, 0)]
-    if again:  # the reference's second answer
-        further.append((again, reference.name, 1))
     if bad:
-        further.append((bad, bad.name, 0))
         arms.append(Arm(bad.name, "", Role.BAD))
-    for log, arm, repeat in further:
-        runs[arm, repeat] = _questions(log)
-        _check_same(reference, log, base, runs[arm, repeat])
-    candidate_run = runs[candidate.name, 0]
     unscored = {key for run in runs.values() for key, sample in run.items() if sample.value is None}
     if len(unscored) > MOST_UNSCORED * len(base):
         raise QualityError(
@@ -301,16 +293,45 @@ def compare_logs(
                 for context in planned
                 if context not in answered
             ),
-            *(
-                Missing(_context(base[key]), "", "no score in every run", key[1])
-                for key in sorted(unscored)
-                if _context(base[key]) in answered
-                and None in (base[key].value, candidate_run[key].value)
-            ),
+            *_missing_questions(base, runs[candidate.name, 0], unscored, answered),
         ),
         finished=True,
         notices=_notices(base.values(), len(unscored)),
     )
+
+
+def _runs(
+    reference: Log, candidate: Log, again: Log | None, bad: Log | None
+) -> dict[tuple[str, int], Questions]:
+    """Return the samples of each run by arm and repeat; all are of the reference's questions.
+
+    Raises:
+        QualityError: another run asked others.
+    """
+    base = _questions(reference)
+    runs: dict[tuple[str, int], Questions] = {(reference.name, 0): base}
+    further = [(candidate, candidate.name, 0)]
+    if again:  # the reference's second answer
+        further.append((again, reference.name, 1))
+    if bad:
+        further.append((bad, bad.name, 0))
+    for log, arm, repeat in further:
+        runs[arm, repeat] = _questions(log)
+        _check_same(reference, log, base, runs[arm, repeat])
+    return runs
+
+
+def _missing_questions(
+    base: Questions, candidate: Questions, unscored: Iterable[Key], answered: Collection[str]
+) -> Iterator[Missing]:
+    """Yield the questions of contexts with an answer that have no score in one of the two runs.
+
+    Those that a second run or the bad pattern lacks are left out, but nobody counts them as lost.
+    """
+    for key in sorted(unscored):
+        context = _context(base[key])
+        if context in answered and None in (base[key].value, candidate[key].value):
+            yield Missing(context, "", "no score in every run", key[1])
 
 
 def _context(sample: Sample) -> str:

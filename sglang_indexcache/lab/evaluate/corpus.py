@@ -214,17 +214,7 @@ def _choose(
             left_out[why] += 1
         else:
             items[row.number], sizes[row.number] = item, size
-    cells: dict[int, dict[int, list[int]]] = defaultdict(dict)
-    for text in _texts(items):
-        parts: dict[tuple[int, int], list[int]] = defaultdict(list)
-        for number, beginning in text.items():
-            length = next(limit for limit in plan.lengths if sizes[number] <= limit)
-            parts[length, beginning].append(number)
-        places = random.Random(f"{min(text)} {plan.seed}").sample(sorted(parts), len(parts))
-        place = max(places, key=lambda group: len(parts[group]))
-        cells[place[0]][min(parts[place])] = parts[place]
-        if other_rows := len(text) - len(parts[place]):
-            left_out["about the text of another row (one text, one observation)"] += other_rows
+    cells = _cells(items, sizes, plan, left_out)
     selected: list[SelectedRows] = []
     items_asked: dict[int, dict[int, Item]] = {}
     for length, texts in sorted(cells.items()):
@@ -257,6 +247,33 @@ _WINDOW, _SAMPLED, _ENOUGH = 16, 16, 32
 tell a text from another: filler, which repeats itself, has fewer."""
 _WORD = re.compile(r"[\u3040-\u9fff\uac00-\ud7af]|[^\s\u3040-\u9fff\uac00-\ud7af]+")
 """A word, or a sign of a language that writes none apart."""
+
+
+def _cells(
+    items: Mapping[int, Item],
+    sizes: Mapping[int, int],
+    plan: EvaluationPlan,
+    left_out: dict[str, int],
+) -> dict[int, dict[int, list[int]]]:
+    """Return rows by length and by the first of them, a text's one place; count those left out.
+
+    Args:
+        sizes: tokens of each row.
+        left_out: rows by the reason why they are not asked; added to.
+    """
+    cells: dict[int, dict[int, list[int]]] = defaultdict(dict)
+    for text in _texts(items):
+        parts: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for number, beginning in text.items():
+            length = next(limit for limit in plan.lengths if sizes[number] <= limit)
+            parts[length, beginning].append(number)
+        # Shuffled first: of parts with as many rows the lot decides, not the length.
+        places = random.Random(f"{min(text)} {plan.seed}").sample(sorted(parts), len(parts))
+        place = max(places, key=lambda group: len(parts[group]))
+        cells[place[0]][min(parts[place])] = parts[place]
+        if other_rows := len(text) - len(parts[place]):
+            left_out["about the text of another row (one text, one observation)"] += other_rows
+    return cells
 
 
 def _texts(items: Mapping[int, Item]) -> list[dict[int, int]]:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -142,18 +143,7 @@ def run_evaluation(
         server=server,
     ) as record:
         if not record.facts:
-            record.add(
-                {
-                    "facts": {
-                        "model": request.model.resolve().name,
-                        "versions": versions(),
-                        "commit": commit(),
-                        "flags": request.flags,
-                        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-                        "notices": list(request.notices),
-                    }
-                }
-            )
+            record.add({"facts": _facts_of(request)})
         if not record.done:
             request.corpus.check(request.plan.planned, console)
         confirm(cost, agree)
@@ -169,6 +159,18 @@ def run_evaluation(
         run = Run(arm_servers, request.corpus, record, console, None if cost.rate else on_rate)
         with resumable(console, output, "what was asked"):
             return run.run()
+
+
+def _facts_of(request: EvaluationRequest) -> dict[str, Any]:
+    """Return what the record keeps of a request, and of this process, at its first start."""
+    return {
+        "model": request.model.resolve().name,
+        "versions": versions(),
+        "commit": commit(),
+        "flags": request.flags,
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "notices": list(request.notices),
+    }
 
 
 class Run:
