@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang_indexcache.kernels.contract import PAGE_BYTES, PAGE_TOKENS, VALUE_DIM
+from sglang_indexcache.kernels.indexer.fold import folded_heads, product
 
 if TYPE_CHECKING:
     from benchmarks.kernels.workloads import AttentionTensors, IndexerTensors, Workload
@@ -64,6 +65,33 @@ def load_module(name: str) -> Any:
     return importlib.import_module(name)
 
 
+def select_in_slices(
+    logits: Callable[..., torch.Tensor],
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    keys: tuple[torch.Tensor, torch.Tensor],
+    visible: torch.Tensor,
+    topk: TopK,
+    k: int,
+) -> torch.Tensor:
+    """Select by a kernel of DeepGEMM's signature, for as many rows at once as there is room for.
+
+    Args:
+        logits: ``fp8_mqa_logits``, or what stands in its place; the others are those of
+            :meth:`DeepGemm.select_prefill`.
+    """
+    starts = torch.zeros_like(visible)
+    at_once = max(1, SLICE_BYTES // (4 * len(keys[0])))
+    lists = []
+    for low in range(0, len(q), at_once):
+        rows = slice(low, low + at_once)
+        scores = logits(
+            q[rows], keys, weights[rows], starts[rows], visible[rows], clean_logits=False
+        )
+        lists.append(topk(scores, visible[rows], k))
+    return lists[0] if len(lists) == 1 else torch.cat(lists)
+
+
 class DeepGemm:
     """FP8 indexer logits, and a selection from them."""
 
@@ -89,16 +117,7 @@ class DeepGemm:
             topk: selects.
             k: tokens to select.
         """
-        starts = torch.zeros_like(visible)
-        at_once = max(1, SLICE_BYTES // (4 * len(keys[0])))
-        found = []
-        for low in range(0, len(q), at_once):
-            rows = slice(low, low + at_once)
-            logits = self._module.fp8_mqa_logits(
-                q[rows], keys, weights[rows], starts[rows], visible[rows], clean_logits=False
-            )
-            found.append(topk(logits, visible[rows], k))
-        return found[0] if len(found) == 1 else torch.cat(found)
+        return select_in_slices(self._module.fp8_mqa_logits, q, weights, keys, visible, topk, k)
 
     def schedule(self, visible: torch.Tensor) -> torch.Tensor:
         """Plan a decode step of requests that see ``visible`` tokens, once for all layers."""
@@ -336,6 +355,36 @@ def _select(work: Workload, tensors: IndexerTensors, name: str) -> Call:
     )
 
 
+def fold_anchors(work: Workload, tensors: IndexerTensors) -> dict[str, Callable[[], Call]]:
+    """Makers of calls that select a folded layer without our CUDA kernels, and exact ones.
+
+    Folding is inside the time. With DeepGEMM, which pads to 32 heads, it can save nothing; the
+    product stands in its place.
+    """
+    keys, visible = (tensors.keys, tensors.scales), tensors.visible
+
+    def maker(name: str) -> Callable[[], Call]:
+        def make() -> Call:
+            topk = make_topk(name, visible, decode=False)
+
+            def call() -> torch.Tensor:
+                q, weights = folded_heads(tensors.q, tensors.weights, fold_slopes(tensors))
+                return select_in_slices(product, q, weights, keys, visible, topk, work.topk)
+
+            return call
+
+        return make
+
+    exact = select_anchors(work, tensors)
+    makers = {name: exact[name] for name in engine_anchors(work)}
+    return makers | {f"product + {name}": maker(name) for name in (LEGACY_TOPK, ENGINE_TOPK)}
+
+
+def fold_slopes(tensors: IndexerTensors) -> torch.Tensor:
+    """Return slopes for the heads of a batch, between those of heads that rarely and often fire."""
+    return torch.linspace(0.2, 1.0, tensors.q.shape[1], device=tensors.q.device)
+
+
 def topk_anchors(
     work: Workload, logits: torch.Tensor, visible: torch.Tensor
 ) -> dict[str, Callable[[], Call]]:
@@ -392,6 +441,8 @@ def engine_anchors(work: Workload) -> tuple[str, ...]:
     """Return what SGLang can run for a workload; torch.topk and FlashInfer on logits are not it."""
     if work.family.startswith("select"):
         return tuple(f"deep_gemm + {name}" for name in TOPKS)
+    if work.family == "fold_prefill":
+        return tuple(f"deep_gemm + {name}" for name in (LEGACY_TOPK, ENGINE_TOPK))
     if work.family == "topk":
         return LEGACY_TOPK, ENGINE_TOPK
     triton = ("triton_sparse_mla", *(f"triton_sparse_mla, union {n}" for n in (2, 4)))
@@ -402,5 +453,5 @@ def engine_default(work: Workload) -> str:
     """Return what SGLang 0.5.23 runs on Hopper unless told otherwise, the one to beat."""
     if work.family.startswith("mla"):
         return "fa3" if work.family == "mla_decode" and not work.fp8 else "flash_mla"
-    topk = LEGACY_TOPK if work.family == "select_prefill" else ENGINE_TOPK
+    topk = LEGACY_TOPK if work.is_prefill else ENGINE_TOPK
     return topk if work.family == "topk" else f"deep_gemm + {topk}"
