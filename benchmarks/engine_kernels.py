@@ -43,6 +43,8 @@ ENGINE_TOPK = TOPKS[-1]
 """What SGLang runs in decode unless told otherwise."""
 LEGACY_TOPK = TOPKS[-2]
 """And in prefill."""
+PRODUCT = "product"
+"""A folded layer's logits by one matrix product, in DeepGEMM's place."""
 _SGLANG_TOPK = "sglang.kernels.ops.attention.dsv4.topk"
 _OPS = "sglang.kernels.ops.attention"
 _FLASH_MLA = f"{_OPS}.flash_mla_interface"
@@ -377,7 +379,7 @@ def fold_anchors(work: Workload, tensors: IndexerTensors) -> dict[str, Callable[
 
     exact = select_anchors(work, tensors)
     makers = {name: exact[name] for name in engine_anchors(work)}
-    return makers | {f"product + {name}": maker(name) for name in (LEGACY_TOPK, ENGINE_TOPK)}
+    return makers | {f"{PRODUCT} + {name}": maker(name) for name in (LEGACY_TOPK, ENGINE_TOPK)}
 
 
 def fold_slopes(tensors: IndexerTensors) -> torch.Tensor:

@@ -105,14 +105,22 @@ def line(record: Mapping[str, Any]) -> str:
     ]
     speed = "; ".join(spans) or f"**{NOT_MEASURED}**"
     servers = [
-        name for name, step in steps.items() if name.startswith("served ") and is_shown(step)
+        f"{name.removeprefix('served ')} {test['prompts compared']} of {_prompts(test)} prompts"
+        for name, step in steps.items()
+        for test in step.get("tests", {}).values()
+        if is_shown(step) and "prompts compared" in test
     ]
-    served = ", ".join(name.removeprefix("served ") for name in servers) or f"**{NOT_MEASURED}**"
+    served = ", ".join(servers) or f"**{NOT_MEASURED}**"
     return (
         f"Our kernels on {record['machine']['name']}: {cases}. "
         f"SGLang's fastest over ours: {speed}. "
-        f"Servers that gave stock SGLang's greedy tokens: {served}.\n"
+        f"Greedy tokens of a server as stock SGLang's, where stock repeats its own: {served}.\n"
     )
+
+
+def _prompts(test: Mapping[str, Any]) -> int:
+    """Return how many prompts a test asked: those that stock answers twice alike, and the rest."""
+    return int(test["prompts compared"] + test["left out"])
 
 
 def refuted_table(record: Mapping[str, Any]) -> str:

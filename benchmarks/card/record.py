@@ -67,7 +67,7 @@ def make_record(
         number, machine = len(content["runs"]), report["machine"]
         content["machine"] = _same_machine(content["machine"], machine)
         steps = {
-            name: {key: step[key] for key in ("code", "seconds", "said")}
+            name: {key: step[key] for key in ("code", "seconds", "said")} | _tested(step)
             for name, step in report["steps"].items()
             if not name.startswith("speed") and step["code"] != SKIPPED
         }
@@ -82,6 +82,16 @@ def make_record(
             marks = {"workload": name, "run": number, "host_busy": place in busy}
             content["speed"].append({**marks, **_rounded(timing)})
     return content
+
+
+def _tested(step: Mapping[str, Any]) -> dict[str, Any]:
+    """Return how each test of a step that serves ended, and what it wrote down."""
+    tests = step.get("evidence", {}).get("tests", {})
+    told = {
+        name.rpartition("::")[2]: {"outcome": test["outcome"], **test.get("evidence", {})}
+        for name, test in tests.items()
+    }
+    return {"tests": told} if told else {}
 
 
 def _same_machine(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
@@ -129,8 +139,17 @@ def exact_table(record: Mapping[str, Any]) -> str:
         if name.startswith(("compile", "collect", "ncu")):
             continue
         outcome = "passed" if step["code"] == 0 else f"not passed ({step['code']})"
-        rows.append((name, outcome, _summarize(step["said"]), f"{step['seconds']:.0f}"))
+        words = "; ".join(_test_lines(step)) or _summarize(step["said"])
+        rows.append((name, outcome, words, f"{step['seconds']:.0f}"))
     return markdown(("step", "outcome", "what it says", "seconds"), rows)
+
+
+def _test_lines(step: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what a step's tests wrote down, for those that wrote something or did not pass."""
+    for name, test in step.get("tests", {}).items():
+        facts = [f"{key} {value}" for key, value in test.items() if key != "outcome"]
+        if facts or test["outcome"] != "passed":
+            yield f"{name.removeprefix('test_')}: {', '.join([test['outcome'], *facts])}"
 
 
 def _summarize(words: Any) -> str:
@@ -229,6 +248,48 @@ def select_table(record: Mapping[str, Any]) -> str:
             )
     header = ("", "heads", "rows", "tokens", "SGLang's default", "its fastest", "ours")
     return markdown((*header, "over the default", "over the fastest"), rows)
+
+
+def fold_table(record: Mapping[str, Any]) -> str:
+    """Return a folded layer's selection in prefill beside an F layer's, each by either top-k."""
+    rows = []
+    topks = engine_kernels.LEGACY_TOPK, engine_kernels.ENGINE_TOPK
+    for work, row in sorted(timed(record, "fold_prefill"), key=lambda pair: _shape(pair[0])):
+        cells = [work.heads, f"{work.rows:,}", f"{work.context // 1024}K"]
+        for topk in topks:
+            exact, folded = f"deep_gemm + {topk}", f"{engine_kernels.PRODUCT} + {topk}"
+            cells += [_cell(row, exact), _cell(row, folded), _ratio(row, exact, folded)]
+        rows.append((*cells, _cell(row, OURS)))
+    header = ("heads", "rows", "tokens", "F, default top-k", "L", "faster")
+    return markdown((*header, "F, top-k v2", "L", "faster", "L by our fused kernel"), rows)
+
+
+def fold_line(record: Mapping[str, Any]) -> str:
+    """Return in a sentence what a folded layer's selection takes of an F layer's, the top-k alike.
+
+    It is of whole chunks; of a few rows the launches are most of the time.
+    """
+    spans = {}
+    for work, row in timed(record, "fold_prefill"):
+        for topk in (engine_kernels.LEGACY_TOPK, engine_kernels.ENGINE_TOPK):
+            names = f"deep_gemm + {topk}", f"{engine_kernels.PRODUCT} + {topk}"
+            if work.rows == ROWS and {*names} <= {*row["times"]}:
+                exact, folded = (microseconds(row, name)[0] for name in names)
+                spans.setdefault(work.heads, []).append((exact / folded, work.context))
+    if not spans:
+        return f"{NOT_MEASURED}\n"
+    said = []
+    for heads, ratios in sorted(spans.items()):
+        contexts = sorted({context // 1024 for _, context in ratios})
+        behind = f"{contexts[0]}K" + (f" to {contexts[-1]}K" if len(contexts) > 1 else "")
+        least, most = min(ratios)[0], max(ratios)[0]
+        said.append(
+            f"{least:.2f} to {most:.2f} times as fast with {heads} heads at {behind} tokens"
+        )
+    return (
+        f"On {record['machine']['name']}, folding included, a folded layer selects for a chunk of "
+        f"{ROWS:,} rows {' and '.join(said)} as an F layer by SGLang's kernels.\n"
+    )
 
 
 def attention_table(record: Mapping[str, Any]) -> str:

@@ -126,6 +126,7 @@ def workloads() -> Iterator[Workload]:
             yield Workload("select_prefill", 8192, context, heads)
             yield Workload("select_prefill", MANY, context, heads)
         yield Workload("fold_prefill", 8192, context, 32)
+    for context in (122_880, 204_800, SHORT):
         yield Workload("fold_prefill", MANY, context, 32)
     yield Workload("fold_prefill", 8192, 122_880, 64)
     for heads in (8, 16, 32, 64, 128):

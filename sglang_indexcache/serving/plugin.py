@@ -42,7 +42,12 @@ from sglang_indexcache.serving import (
 from sglang_indexcache.serving.active import activate
 from sglang_indexcache.serving.cpu import fp8
 from sglang_indexcache.serving.cpu import platform as platform_cpu
-from sglang_indexcache.serving.cuda.choice import check_engine, check_reference, choose
+from sglang_indexcache.serving.cuda.choice import (
+    check_engine,
+    check_folding,
+    check_reference,
+    choose,
+)
 from sglang_indexcache.serving.plan import BACKEND_FIELDS, BACKEND_NAME, Plan
 from sglang_indexcache.serving.preflight import adapter, refusals
 from sglang_indexcache.serving.preflight.options import GRAPHS, OPTIONS, collect, is_wanted
@@ -270,6 +275,8 @@ def _check_kernels(server_args: Any) -> None:
     model = model_config_of(server_args)
     routes = choose(plan.kernels, cfg, model, Machine.here())
     check_engine(routes, cfg, model)
+    if plan.slopes and cfg.device == "cuda":
+        check_folding(model)
     if plan.kernels == "engine":
         return
     check_reference(routes, cfg)

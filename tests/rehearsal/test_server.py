@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from sglang_indexcache.ask.client import Client
-from tests.rehearsal.conftest import Judges, Rehearse
+from sglang_indexcache.library import Slopes
+from tests.rehearsal.conftest import Judges, Models, Rehearse
 from tests.rehearsal.questions import (
     DECODE_GRAPHS,
     EAGER,
@@ -28,6 +29,7 @@ from tests.rehearsal.questions import (
     logprobs,
     prompt,
 )
+from tests.slopes import random_slopes
 
 
 @pytest.fixture
@@ -107,3 +109,49 @@ class TestStatic:
         override = ("--json-model-override-args", json.dumps({"indexer_types": kinds}))
         with rehearse(*DECODE_GRAPHS, *override, backend="dsa") as stock:
             assert ask(stock, *((length, None) for length in LENGTHS)) == answers
+
+
+class TestFolded:
+    """L layers select by one folded query, in prefill, decode graphs and beside F and S layers."""
+
+    LETTERS = "FLSLLS"
+
+    @pytest.fixture(scope="class")
+    def slopes(self, models: Models, tmp_path_factory: pytest.TempPathFactory) -> Slopes:
+        return random_slopes(models("glm-5"), tmp_path_factory.mktemp("slopes") / "any.slopes")
+
+    @pytest.fixture(scope="class")
+    def pattern(self, slopes: Slopes) -> str:
+        return f"{self.LETTERS}@{slopes.digest}"
+
+    @pytest.fixture(scope="class")
+    def client(self, rehearse: Rehearse, slopes: Slopes) -> Iterator[Client]:
+        folds = f"{self.LETTERS}@{slopes.path}"
+        with rehearse(*DECODE_GRAPHS, "--indexcache-pattern", folds) as client:
+            yield client
+
+    def test_prompts_and_answers_are_those_of_transformers_folded(
+        self, client: Client, models: Models, slopes: Slopes, pattern: str
+    ) -> None:
+        judge = Judge(models("glm-5"), slopes=slopes.by_layer)
+        asked = [(length, None) for length in LENGTHS]
+        answers = ask(client, *asked)
+        assert [ask(client, one)[0] for one in asked] == answers
+        for length in LENGTHS:
+            got = logprobs(client, prompt(length), None)
+            judge.check(got, prompt(length), pattern)
+            unfolded = pattern.replace("L", "F").partition("@")[0]
+            assert judge.apart(got, prompt(length), unfolded) > judge.bound(
+                len(got), prompt(length), pattern
+            )
+        apart, bound = judge.answers_apart([(length, pattern) for length in LENGTHS], answers)
+        assert apart < bound
+
+    def test_every_prefill_of_an_l_layer_was_scored_by_the_product(
+        self, client: Client, pattern: str
+    ) -> None:
+        """DeepGEMM's logits are those of the F layer; the server counts the pairs of the others."""
+        state = client.server_info()["internal_states"][0]["indexcache"]
+        ran = [runs > 0 for runs in state["indexer_selections"]]
+        assert ran == [kind != "S" for kind in self.LETTERS]
+        assert sum(count for name, count in state["pairs"].items() if "folded" in name) > 0

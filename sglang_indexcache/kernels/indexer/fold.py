@@ -27,6 +27,9 @@ BLOCK_ROWS, BLOCK_KEYS = 128, 128
 ROW_ALIGNMENT = 4
 """Float32 logits of a row begin at a multiple of so many: SGLang's top-k loads four at once."""
 
+INTERPRETED = triton.knobs.runtime.interpret
+"""Whether Triton runs kernels on a CPU; where it does not, torch does their work there."""
+
 KeysAndScales = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -46,6 +49,8 @@ def folded_heads(
         folded query's product with a key, up to a positive factor of the row; each component of
         the query is right to 2^-8 of itself, or to 2^-17 of the row's largest.
     """
+    if q.device.type == "cpu" and not INTERPRETED:
+        return _folded_by_torch(q, weights, slopes, heads)
     rows = len(q)
     made = torch.empty(rows, heads, INDEX_DIM, dtype=torch.uint8, device=q.device)
     signs = torch.empty(rows, heads, dtype=torch.float32, device=q.device)
@@ -53,6 +58,20 @@ def folded_heads(
         shape = q.shape[1], heads, INDEX_DIM
         _fold[(rows,)](q, weights, slopes, made.view(q.dtype), signs, E4M3_MAX, REST, *shape)
     return made.view(q.dtype), signs
+
+
+def _folded_by_torch(
+    q: torch.Tensor, weights: torch.Tensor, slopes: torch.Tensor, heads: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    query = torch.einsum("thd,th->td", q.float(), weights * slopes)
+    query *= E4M3_MAX / query.abs().amax(-1, keepdim=True).clamp_min(1e-30)
+    high = query.clamp(-E4M3_MAX, E4M3_MAX).to(q.dtype).float()
+    low = ((query - high) * REST).to(q.dtype).float()
+    made = torch.zeros(len(q), heads, INDEX_DIM)
+    made[:, :4] = torch.stack([high, -high, low, -low], dim=1)
+    signs = torch.zeros(len(q), heads)
+    signs[:, :4] = torch.tensor([1.0, -1.0, 1 / REST, -1 / REST])
+    return made.to(q.dtype), signs
 
 
 @triton.jit
@@ -128,6 +147,9 @@ def product(
         raise ValueError("the folded product leaves logits that no row sees as they are")
     del weights
     values, scales = keys
+    if q.device.type == "cpu" and not INTERPRETED:
+        query = q[:, 0].float() + q[:, 2].float() / REST
+        return query @ values.float().T * scales
     rows, count = len(q), len(values)
     stride = -(-count // ROW_ALIGNMENT) * ROW_ALIGNMENT
     logits = torch.empty(rows, stride, dtype=torch.float32, device=q.device)

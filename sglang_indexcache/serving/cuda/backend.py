@@ -16,6 +16,7 @@ from sglang.srt.model_executor.runner_utils.capture_mode import get_capture_atte
 
 from sglang_indexcache.serving.active import ActivePattern
 from sglang_indexcache.serving.cuda import kernels as kernels_cuda
+from sglang_indexcache.serving.cuda.fold import FoldedLayers
 from sglang_indexcache.serving.cuda.graph_variants import GraphVariants
 from sglang_indexcache.serving.cuda.kernels import EngineKernels, KeptLists, attend
 from sglang_indexcache.serving.cuda.observers import ShadowProbe
@@ -41,9 +42,11 @@ class IndexCacheBackend(Observed, DeepseekSparseAttnBackend):
     Attributes:
         first_overlapped_layer: under two-batch overlap, the first layer that runs on sub-batches.
         graphs: the decode graphs, where there are several of a batch size.
+        folded: the layers that fold, where some do.
     """
 
     graphs: GraphVariants | None = None
+    folded: FoldedLayers | None = None
 
     def __init__(self, runner: ModelRunner, active: ActivePattern) -> None:
         super().__init__(runner)

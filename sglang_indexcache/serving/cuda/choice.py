@@ -95,19 +95,40 @@ def _obstacles(op: OpName, phase: Phase, cfg: Any, model: Any) -> list[str]:
 
 def _against_selection(model: Any) -> dict[str, bool]:
     config, context = model.hf_config, model.context_len
-    heads, width, topk = config.index_n_heads, config.index_head_dim, config.index_topk
+    topk = config.index_topk
     fixed = [getattr(config, name, None) for name in ("index_init_tokens", "index_local_tokens")]
-    known = ", ".join(map(str, INDEXER_HEADS))
-    return {
-        f"the indexer has {heads} heads, ours {known}": heads not in INDEXER_HEADS,
-        f"index keys are {width} wide, ours {INDEX_DIM}": width != INDEX_DIM,
+    return _against_queries(config) | {
         f"the model selects {topk}, ours up to {MAX_TOPK}": not 1 <= topk <= MAX_TOPK,
-        "the model pools its index keys": (getattr(config, "index_kpool", None) or 1) > 1,
         "the model always selects some first or last tokens": any(fixed),
         f"a context of {context} tokens, ours takes {MAX_TOKENS} (--context-length)": (
             context > MAX_TOKENS
         ),
     }
+
+
+def _against_queries(config: Any) -> dict[str, bool]:
+    heads, width = config.index_n_heads, config.index_head_dim
+    return {
+        f"the indexer has {heads} heads, ours {', '.join(map(str, INDEXER_HEADS))}": (
+            heads not in INDEXER_HEADS
+        ),
+        f"index keys are {width} wide, ours {INDEX_DIM}": width != INDEX_DIM,
+        "the model pools its index keys": (getattr(config, "index_kpool", None) or 1) > 1,
+    }
+
+
+def check_folding(model: Any) -> None:
+    """Refuse to fold on a GPU what our kernel for queries does not take.
+
+    Raises:
+        SettingsError: every reason.
+    """
+    config = text_config(model.hf_config)
+    if reasons := [reason for reason, holds in _against_queries(config).items() if holds]:
+        raise SettingsError(
+            f"the pattern folds indexers, which cannot be on a GPU: {'; '.join(reasons)}. Name a "
+            "pattern of F and S."
+        )
 
 
 def _against_attention(cfg: Any, model: Any, backend: str) -> dict[str, bool]:

@@ -12,6 +12,7 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,10 @@ from sglang_indexcache.kernels.contract import (
     SparseMLA,
 )
 from sglang_indexcache.kernels.dispatch import Phase
+from sglang_indexcache.kernels.indexer.fold import FOLDED_HEADS
+from sglang_indexcache.serving.cuda import fold
 from sglang_indexcache.serving.cuda.choice import Route
+from sglang_indexcache.serving.cuda.fold import FoldedLayers
 from sglang_indexcache.serving.hooks import around
 
 if TYPE_CHECKING:
@@ -84,7 +88,7 @@ def is_decode(mode: ForwardMode) -> bool:
 
 
 def install() -> None:
-    """Wrap the two methods of SGLang's indexer; safe to call again.
+    """Wrap the two methods of SGLang's indexer, and its prefill's logits; safe to call again.
 
     Raises:
         UnsupportedEngineError: SGLang could not.
@@ -92,6 +96,7 @@ def install() -> None:
     indexer = "sglang.srt.layers.attention.dsa.dsa_indexer.Indexer"
     around(f"{indexer}._get_topk_ragged", _ragged)
     around(f"{indexer}._get_topk_paged", _paged)
+    fold.install(folded_layers)
 
 
 def _ragged(
@@ -106,10 +111,14 @@ def _ragged(
     topk_result: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``Indexer._get_topk_ragged``."""
-    kernel = current().select_prefill
+    kernel, layers = current().select_prefill, folded_layers()
+    if layers is not None:
+        # DeepGEMM's heads are padded behind this; the product takes as few as ours.
+        q_fp8, weights = layers.heads(layer_id, q_fp8, weights, FOLDED_HEADS)
     if kernel is None or _is_unknown(metadata, "prefill"):
         call = (enable_dual_stream, forward_batch, layer_id, q_fp8, weights, metadata, topk_result)
-        return original(indexer, *call)
+        with nullcontext() if layers is None else layers.scoring(layer_id):
+            return original(indexer, *call)
     pages = _pages(indexer, layer_id)
     topk = indexer.index_topk
     return select(kernel, "prefill", q_fp8, weights, pages, metadata, topk, topk_result)
@@ -125,8 +134,13 @@ def _paged(
     metadata: DSAIndexerMetadata,
 ) -> torch.Tensor:
     """``Indexer._get_topk_paged``."""
-    kernel = current().select_decode
-    if kernel is None or _is_unknown(metadata, "decode"):
+    kernel, layers = current().select_decode, folded_layers()
+    is_ours = kernel is not None and not _is_unknown(metadata, "decode")
+    if layers is not None:
+        # SGLang's own wants the heads that its schedule was made for.
+        count = FOLDED_HEADS if is_ours else q_fp8.shape[1]
+        q_fp8, weights = layers.heads(layer_id, q_fp8, weights, count)
+    if kernel is None or not is_ours:
         return original(indexer, forward_batch, layer_id, q_fp8, weights, metadata)
     pages = _pages(indexer, layer_id)
     return select(kernel, "decode", q_fp8, weights, pages, metadata, indexer.index_topk)
@@ -241,6 +255,11 @@ def current_backend() -> Any:
 def unwrapped(backend: Any) -> Any:
     """Return the backend of DSA layers, which hybrid models wrap in another."""
     return getattr(backend, "full_attn_backend", backend)
+
+
+def folded_layers() -> FoldedLayers | None:
+    """Return the layers that fold in the forward in progress; None where no layer may."""
+    return getattr(current_backend(), "folded", None)
 
 
 def current() -> EngineKernels:

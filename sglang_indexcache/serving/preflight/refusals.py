@@ -206,11 +206,16 @@ def _of_platform(plan: Plan) -> Iterator[str]:
 
 
 def _of_folding(plan: Plan) -> Iterator[str]:
+    from sglang.srt.platforms import current_platform
+
     if not platform_cpu.is_active():
-        yield (
-            f"pattern {plan.policy} folds indexers, which only the CPU platform serves: there is "
-            "no GPU kernel for it yet. Name a pattern of F and S without +cN."
-        )
+        reasons = {
+            "live mode": plan.mode == "live",
+            "+cN, a second stage": any(p.suffix.factor > 1 for p in plan.policy.patterns),
+            "an AMD GPU": current_platform.is_rocm(),
+        }
+        fix = f"Name a pattern of F, L and S under {MODE.flag} static; the CPU platform serves all."
+        yield from _clash(f"pattern {plan.policy}, which folds indexers,", reasons, fix)
     if plan.shadow:
         yield (
             f"{SHADOW.flag} does not work with a pattern that folds: it would compare with exact "

@@ -1,0 +1,177 @@
+"""L layers through SGLang's indexer, without a GPU: what is selected, and who scores it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.layers.attention.dsa import dsa_indexer
+
+from sglang_indexcache.errors import SettingsError
+from sglang_indexcache.kernels.indexer.fold import product
+from sglang_indexcache.kernels.indexer.quantization import quantize_e4m3, read_pages, write_pages
+from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.serving.cuda import fold
+from sglang_indexcache.serving.cuda import kernels as kernels_cuda
+from sglang_indexcache.serving.cuda.backend import IndexCacheBackend
+from sglang_indexcache.serving.cuda.choice import check_folding
+from sglang_indexcache.serving.cuda.fold import FoldedLayers
+from sglang_indexcache.serving.cuda.kernels import EngineKernels
+from sglang_indexcache.serving.plan import Plan
+from tests.serving.cuda.test_choice import glm5
+from tests.serving.cuda.test_kernels import (
+    FORWARDS,
+    HEADS,
+    SLOTS,
+    TOPK,
+    make_backend,
+    make_batch,
+    make_indexer,
+    one_gpu,  # noqa: F401
+    page_table_of,
+    select_with_ours,
+)
+
+pytestmark = pytest.mark.usefixtures("seed")
+SLOPES = tuple(round(0.1 + 0.1 * head, 6) for head in range(HEADS))
+BOUND = 2.0**-8
+
+
+def folding(backend: IndexCacheBackend, letters: str = "L") -> FoldedLayers:
+    """Give a backend a plan in which layers fold."""
+    own = Pattern("F" * len(letters))
+    layers = tuple(range(len(letters)))
+    slopes = (SLOPES,) * len(letters)
+    pattern = Pattern(f"{letters}@0123456789ab")
+    plan = Plan(pattern, "test", "static", own, layers, "GlmMoeDsaForCausalLM", slopes=slopes)
+    backend.folded = FoldedLayers(plan, torch.device("cpu"))
+    return backend.folded
+
+
+def drawn(backend: IndexCacheBackend, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw queries, weights of both signs ``[rows, H, 1]``, and keys in the pool's pages."""
+    write_pages(
+        backend.token_to_kv_pool.pages, torch.arange(SLOTS), *quantize_e4m3(torch.randn(SLOTS, 128))
+    )
+    return quantize_e4m3(torch.randn(rows, HEADS, 128))[0], torch.randn(rows, HEADS, 1)
+
+
+def scores_of(
+    backend: IndexCacheBackend, table: torch.Tensor, q: torch.Tensor, weights: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return folded scores of what every row's table names, in float64, and what rounding moves."""
+    values, scales = read_pages(backend.token_to_kv_pool.pages, table.flatten().long(), 128)
+    keys = (values.double() * scales.double()[:, None]).view(*table.shape, 128)
+    gates = weights.squeeze(-1).double() * torch.tensor(SLOPES).double()
+    query = torch.einsum("thd,th->td", q.double(), gates)
+    moved = torch.einsum("td,tsd->ts", query.abs(), keys.abs()) * BOUND
+    return torch.einsum("td,tsd->ts", query, keys), moved
+
+
+@pytest.mark.parametrize("forward", FORWARDS)
+def test_our_kernel_selects_an_l_layer_by_its_folded_score(
+    monkeypatch: pytest.MonkeyPatch, forward: str
+) -> None:
+    mode, lengths, extend, drafted = FORWARDS[forward]
+    backend = make_backend(monkeypatch, draft_tokens=drafted, fused=False)
+    batch = make_batch(backend, mode, lengths, extend)
+    backend.init_forward_metadata(batch)
+    rows = sum(extend)
+    q, weights = drawn(backend, rows + 3)
+    exact = select_with_ours(monkeypatch, backend, batch, q, weights)
+    folding(backend)
+    got = select_with_ours(monkeypatch, backend, batch, q, weights)
+    assert got.shape == (rows + 3, TOPK)
+    assert (got[rows:] == -1).all()
+    metadata = backend.get_indexer_metadata(0, batch)
+    visible = metadata.get_seqlens_expanded()
+    table = page_table_of(backend, metadata, rows).clamp(0, SLOTS - 1)
+    scores, moved = scores_of(backend, table, q[:rows], weights[:rows])
+    for row in range(rows):
+        count = int(visible[row])
+        chosen = got[row][got[row] >= 0].long()
+        assert len(chosen) == min(TOPK, count)
+        kept = torch.zeros(count, dtype=torch.bool)
+        kept[chosen] = True
+        if not kept.all():
+            least = (scores[row, :count] + moved[row, :count])[kept].min()
+            assert (scores[row, :count] - moved[row, :count])[~kept].max() <= least
+    assert not torch.equal(got, exact) or max(lengths) <= TOPK
+
+
+def test_only_an_l_layer_is_given_folded_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = folding(make_backend(monkeypatch), "LSF")
+    q, weights = quantize_e4m3(torch.randn(4, HEADS, 128))[0], torch.randn(6, HEADS, 1)
+    assert [layer in layers for layer in range(3)] == [True, False, False]
+    for layer in (1, 2):
+        same, gates = layers.heads(layer, q, weights, 8)
+        assert same is q
+        assert gates is weights
+    folded, signs = layers.heads(0, q, weights, 32)
+    assert folded.shape == (4, 32, 128)
+    assert signs.shape == (4, 32, 1)
+    assert layers.heads(0, q, weights[:2], 8)[0][2:].float().abs().max() == 0
+
+
+@pytest.mark.parametrize(("layer", "is_product"), [(0, True), (1, False)])
+def test_the_product_scores_a_prefill_of_l_layers_alone(
+    monkeypatch: pytest.MonkeyPatch, layer: int, is_product: bool
+) -> None:
+    """SGLang asks for its logits inside of what is wrapped; DeepGEMM's come everywhere else."""
+    backend = make_backend(monkeypatch)
+    backend.kernels = EngineKernels()
+    folding(backend, "LF")
+    wrapped: dict[str, Any] = {}
+    monkeypatch.setattr(fold, "around", wrapped.setdefault)
+    fold.install(kernels_cuda.folded_layers)
+    (logits,) = wrapped.values()
+    monkeypatch.setattr(kernels_cuda, "get_attn_backend", lambda: backend)
+    asked = []
+
+    def original(_indexer: Any, *call: Any) -> str:
+        asked.append((call[3].shape, call[4].shape, logits(lambda: "DeepGEMM's")))
+        return "selected"
+
+    q, weights = drawn(backend, 5)
+    call = (False, None, layer, q, weights, None)
+    assert kernels_cuda._ragged(original, make_indexer(), *call) == "selected"
+    ((queries, gates, function),) = asked
+    assert queries == (5, HEADS, 128)
+    assert gates == (5, HEADS, 1)
+    assert (function is product) == is_product
+    assert logits(lambda: "DeepGEMM's") == "DeepGEMM's", "outside"
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        kernels_cuda._ragged(fails, make_indexer(), *call)
+    assert logits(lambda: "DeepGEMM's") == "DeepGEMM's", "behind a failure"
+
+
+def test_sglang_asks_for_its_logits_where_we_wrap_it() -> None:
+    path, _, name = fold._LOGITS.rpartition(".")
+    assert path == dsa_indexer.__name__
+    assert callable(getattr(dsa_indexer, name))
+
+
+def test_a_backend_of_sglangs_own_folds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft model's, whose layers have the same numbers."""
+    monkeypatch.setattr(kernels_cuda, "get_attn_backend", SimpleNamespace)
+    assert kernels_cuda.folded_layers() is None
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ({"index_n_heads": 48}, "has 48 heads"),
+        ({"index_head_dim": 64}, "64 wide"),
+        ({"index_kpool": 4}, "pools its index keys"),
+    ],
+)
+def test_what_cannot_fold_on_a_gpu(shape: dict[str, Any], message: str) -> None:
+    check_folding(glm5())
+    with pytest.raises(SettingsError, match=message):
+        check_folding(glm5(**shape))
