@@ -38,6 +38,7 @@ PAGES = tuple(
     for page in (
         "README.md",
         "docs/benchmarks.md",
+        "docs/fold.md",
         "benchmarks/results/quality/README.md",
         "benchmarks/results/search/README.md",
         "benchmarks/results/latency/README.md",

@@ -16,7 +16,7 @@ import pytest
 
 from benchmarks import readme
 from benchmarks.card import claims, pack, phases, record
-from benchmarks.engine_kernels import engine_anchors, engine_default
+from benchmarks.engine_kernels import ENGINE_TOPK, LEGACY_TOPK, engine_anchors, engine_default
 from benchmarks.kernels.speed import OPS
 from benchmarks.kernels.workloads import Workload, workloads
 from benchmarks.records import RESULTS
@@ -186,7 +186,10 @@ def report(
     facts = {"date": "2026-01-01", "commit": "1234567"}
     made.content["machine"] = COMMITTED["machine"] | facts | machine
     for name, (code, said) in STEPS.items():
-        made.add(name, {"code": code, "seconds": 2.0, "said": said})
+        outcome = {"outcome": "passed", "evidence": {"prompts compared": 2, "left out": 1}}
+        evidence = {"tests": {"tests/gpu/test_served.py::test_eager": outcome}}
+        more = {"evidence": evidence} if name == "served eager" else {}
+        made.add(name, {"code": code, "seconds": 2.0, "said": said} | more)
     timed = timed or {DECODE: {"flash_mla": took(30.0, 10.0), "cuda": took(10.0, 9.0)}}
     rest: dict[str, Any] = {"missing": {}, "wrong": [], "clocks": []}
     speed = {str(work): {"times": times, **rest} for work, times in timed.items()}
@@ -212,6 +215,35 @@ def test_a_report_goes_all_the_way_to_the_tables(tmp_path: Path) -> None:
     assert "start" not in record.exact_table(quiet), "what was skipped was not found out"
     assert "8.5 ms" in record.counters_table(quiet)
     assert record.composed_sum(quiet) == "not measured\n"
+    assert "| eager: passed, prompts compared 2, left out 1 |" in record.exact_table(quiet)
+    assert record.fold_line(quiet) == "not measured\n"
+
+
+def test_what_folding_gains_is_said_with_the_top_k_alike(tmp_path: Path) -> None:
+    works = {
+        (rows, n): Workload("fold_prefill", rows, n, 32)
+        for rows in (256, 8192)
+        for n in (122_880, 204_800)
+    }
+    legacy, v2 = (f"{{}} + {name}" for name in (LEGACY_TOPK, ENGINE_TOPK))
+    timed = {
+        work: {
+            legacy.format("deep_gemm"): took(60.0 if rows == 8192 else 600.0),
+            legacy.format("product"): took(30.0),
+            v2.format("deep_gemm"): took(50.0),
+            v2.format("product"): took(20.0 if context == 122_880 else 10.0),
+            "cuda": took(40.0),
+        }
+        for (rows, context), work in works.items()
+    }
+    made = record.make_record([report(tmp_path / "a", timed)])
+    assert (
+        "8,192 rows 2.00 to 5.00 times as fast with 32 heads at 120K to 200K"
+        in record.fold_line(made)
+    )
+    assert "| 32 | 256 | 120K | 600 | 30 | 20.00x | 50 | 20 | 2.50x | 40 |" in record.fold_table(
+        made
+    )
 
 
 def test_a_made_up_report_goes_to_the_pages_and_out_again(
@@ -231,7 +263,7 @@ def test_a_made_up_report_goes_to_the_pages_and_out_again(
     found = {page: readme.fill(text, results) for page, text in before.items()}
     assert "3 of 3 cases right" in found[Path("README.md")]
     assert "attention in decode, 8 heads, FP8, 2.00x" in found[Path("README.md")]
-    assert "greedy tokens: eager.<!--" in found[Path("README.md")], "skipped is not shown"
+    assert "repeats its own: eager 2 of 3 prompts.<!--" in found[Path("README.md")]
     kernels = found[Path("benchmarks/results/kernels/README.md")]
     assert "| attention in decode | 8 | bfloat16 | 8 of 8 | 2.00x | yes |" in kernels
     assert "| attention in prefill | 5 ranges of times | 0 inside, 5 faster, 0 slower |" in kernels

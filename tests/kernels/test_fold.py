@@ -77,7 +77,7 @@ def test_what_deep_gemm_would_clean_is_refused() -> None:
 
 
 def test_a_kernel_for_heads_selects_as_transformers_reference_folds() -> None:
-    """Where scores lie further apart than the query's rounding."""
+    """Compare the rows whose scores lie further apart than the query's rounding."""
     rows, topk, count = 6, 16, 128
     q, weights, slopes, keys, scales = drawn(rows, 32, count)
     visible = torch.arange(count - rows + 1, count + 1, dtype=torch.int32)
