@@ -11,7 +11,7 @@ failed in front, and fits 12,000 characters.
 
 ==========  ========================================================================================
 served      SGLang's own kernels compiled, then servers whose greedy tokens are to be stock
-            SGLang's: eager, graphs, live, our kernels
+            SGLang's: eager, graphs, live, our kernels; and one with L layers
 exact       our kernels on the conformance grid up to a million tokens, as they were carried; in
             graphs; under memcheck; built and loaded by this nvcc; the backend in SGLang's
             graphs

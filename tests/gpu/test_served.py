@@ -42,10 +42,14 @@ ENVIRONMENT = {
     "SGLANG_JIT_DEEPGEMM_PRECOMPILE": "0",
 }
 BFLOAT16 = ("--kv-cache-dtype", "bfloat16", "--dsa-decode-backend", "flashmla_sparse")
+FP8 = ("--kv-cache-dtype", "fp8_e4m3")
+TORCH_TOPK = ("--dsa-topk-backend", "torch")
+"""The default is not deterministic in a prefill: on an H100 stock repeated one of three answers."""
 WAYS: dict[str, tuple[str, ...]] = {
-    "FP8 cache, flashmla_kv": ("--kv-cache-dtype", "fp8_e4m3"),
+    "FP8 cache, top-k in torch": (*FP8, *TORCH_TOPK),
+    "FP8 cache, flashmla_kv": FP8,
+    "bfloat16 cache, top-k in torch": (*BFLOAT16, *TORCH_TOPK),
     "bfloat16 cache, flashmla_sparse": BFLOAT16,
-    "bfloat16 cache, top-k in torch": (*BFLOAT16, "--dsa-topk-backend", "torch"),
 }
 
 
@@ -219,6 +223,31 @@ def test_live_requests_of_several_patterns_share_batches(
     flags = ("--indexcache-graphs", graphs) if graphs else ()
     with serving(model, tmp_path, reported, {"live": flags}) as clients:
         evidence |= compare_mixed(clients["live"], prompts)
+
+
+def test_l_layers_read_prompts_as_transformers_folded(
+    model: Path,
+    prompts: Prompts,
+    tmp_path: Path,
+    reported: dict[str, Any],
+    evidence: dict[str, Any],
+) -> None:
+    """Log-probabilities of given tokens, within twice what transformers' own bfloat16 is apart."""
+    from tests.rehearsal.questions import Judge, logprobs
+    from tests.slopes import random_slopes
+
+    slopes = random_slopes(model, tmp_path / "any.slopes")
+    letters = "FLLS" * 3
+    flags = ("--indexcache-pattern", f"{letters}@{slopes.path}")
+    with serving(model, tmp_path, reported, {"static": flags}) as clients:
+        fp8 = reported["remembered"]["way"].startswith("FP8")
+        judge = Judge(model, fp8_kv=fp8, slopes=slopes.by_layer)
+        # Beyond a list of 2,048, and short enough for transformers on the host.
+        pattern, prompt = f"{letters}@{slopes.digest}", list(prompts[1][:2304])
+        told = logprobs(clients["static"], prompt, None)[-256:]
+        evidence["nats apart"] = apart = judge.apart(told, prompt, pattern)
+        evidence["bound"] = bound = judge.bound(len(told), prompt, pattern)
+        assert apart < bound
 
 
 @pytest.mark.hopper
