@@ -34,7 +34,14 @@ from sglang_indexcache.lab.evaluate.tasks.context import (
     has_template,
     make_context,
 )
-from sglang_indexcache.lab.evaluate.tasks.files import BESIDE, FILES, Item, pieces, read_items
+from sglang_indexcache.lab.evaluate.tasks.files import (
+    BESIDE,
+    FILES,
+    Item,
+    pieces,
+    read_items,
+    tokenized,
+)
 from sglang_indexcache.lab.evaluate.tasks.hotpot import HotpotQA
 from sglang_indexcache.lab.evaluate.tasks.words import haystack
 from sglang_indexcache.study.journal import progress_at_most
@@ -201,19 +208,19 @@ def _choose(
     longest: int,
 ) -> tuple[list[SelectedRows], dict[int, dict[int, Item]], str]:
     items: dict[int, Item] = {}
-    sizes: dict[int, int] = {}
     left_out: dict[str, int] = defaultdict(int)
     most, rows = min(longest, plan.lengths[-1]), 0
     for row, item in read_items(FILES[name], path):
         rows += 1
         try:
-            why, size = _why_not(item, tokenizer, plan, most)
+            why, item = _why_not(item, tokenizer, plan, most)
         except QualityError as error:
             raise QualityError(f"{row.where}: {error}") from error
         if why:
             left_out[why] += 1
         else:
-            items[row.number], sizes[row.number] = item, size
+            items[row.number] = item
+    sizes = {number: _size(item) for number, item in items.items()}
     cells = _cells(items, sizes, plan, left_out)
     selected: list[SelectedRows] = []
     items_asked: dict[int, dict[int, Item]] = {}
@@ -346,24 +353,28 @@ def _together(rows: Mapping[int, Item], tokenizer: Tokenizer) -> tuple[list[int]
     return prompts[0][:shared], questions
 
 
-def _why_not(item: Item, tokenizer: Tokenizer, plan: EvaluationPlan, most: int) -> tuple[str, int]:
-    """Say why an item is not asked, empty if it is; and count its tokens and its answer's."""
+def _why_not(item: Item, tokenizer: Tokenizer, plan: EvaluationPlan, most: int) -> tuple[str, Item]:
+    """Say why an item is not asked, empty if it is; and tokenize it if it is."""
     if not item.one_form:
         return (
             "with an answer that has no one order (run them with another harness, and give its "
             "logs to `indexcache eval compare`)"
-        ), 0
-    size = most + 1
-    if len(item.text) <= _CHARACTERS * most:
-        size = sum(map(len, pieces(item, tokenizer)))
-    if size > most:
-        return f"longer than {most:,} tokens (the longest --length, or the model's context)", size
-    if size <= plan.selects_all:
+        ), item
+    if is_short := len(item.text) <= _CHARACTERS * most:
+        item = tokenized(item, tokenizer)
+    if not is_short or _size(item) > most:
+        return f"longer than {most:,} tokens (the longest --length, or the model's context)", item
+    if _size(item) <= plan.selects_all:
         return (
             f"of at most {plan.selects_all:,} tokens (index_topk), where no pattern matters",
-            size,
+            item,
         )
-    return "", size
+    return "", item
+
+
+def _size(item: Item) -> int:
+    """Count the tokens of a tokenized item, with its answer's."""
+    return sum(map(len, item.ids))
 
 
 def _summary(

@@ -274,6 +274,28 @@ def test_rows_about_one_document_are_questions_behind_one_context(tmp_path: Path
     assert "about" not in single.told[0]
 
 
+class Counting(Words):
+    """A tokenizer that keeps the texts that it was given."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def __call__(self, text: list[str], *, add_special_tokens: bool) -> dict[str, object]:
+        self.texts += text
+        return super().__call__(text, add_special_tokens=add_special_tokens)
+
+
+def test_a_row_is_tokenized_once_for_the_plan_and_for_asking(tmp_path: Path) -> None:
+    path, tokenizer = write(tmp_path / "lb.json", longbench_rows(6, 4)), Counting()
+    plan, items, _ = select_rows(PLAN, {"longbench-v2": path}, tokenizer, 4096)
+    corpus = Corpus(tokenizer, 4, items)
+    for planned in plan.planned:
+        if planned.look != CONTROL_LOOK:
+            corpus.make(planned)
+    prompts = [text for text in tokenizer.texts if "which is" in text]
+    assert len(prompts) == len(set(prompts)) == 24
+
+
 def words_of(name: str, count: int) -> str:
     return " ".join(f"{name}{n}" for n in range(count))
 

@@ -24,8 +24,9 @@ from __future__ import annotations
 
 import json
 import re
+from array import array
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,7 @@ class Item:
         depth: where in the prompt the answer lies, 0 to 1; None where the file does not tell.
         one_form: whether the answer can be written in one way alone, and so be scored.
         by_token: whether each of its tokens counts, for a judge would read it whole.
+        ids: what :func:`pieces` returns, once :func:`tokenized` was called; in four bytes a token.
     """
 
     prompt: tuple[Message, ...] | str
@@ -82,6 +84,7 @@ class Item:
     depth: float | None = None
     one_form: bool = True
     by_token: bool = False
+    ids: tuple[array[int], ...] = field(default=(), repr=False, compare=False)
 
     @property
     def text(self) -> str:
@@ -221,12 +224,20 @@ def read_items(reader: Reader, path: Path) -> Iterator[tuple[FileRow, Item]]:
 
 def pieces(item: Item, tokenizer: Tokenizer) -> tuple[list[int], list[int], list[int]]:
     """Return the ids of the prompt as the model reads it, the answer's beginning, the answer."""
+    if item.ids:
+        prompt, beginning, answer = map(list, item.ids)
+        return prompt, beginning, answer
     beginning, answer = tokenizer([item.begun, item.answer], add_special_tokens=False)["input_ids"]
     if isinstance(item.prompt, str):
         prompt = tokenizer([item.prompt], add_special_tokens=True)["input_ids"][0]
     else:
         prompt = rendered(item.prompt, tokenizer)
     return list(prompt), list(beginning), list(answer)
+
+
+def tokenized(item: Item, tokenizer: Tokenizer) -> Item:
+    """Return the item with its ids, which take long to make of a long text."""
+    return replace(item, ids=tuple(array("i", ids) for ids in pieces(item, tokenizer)))
 
 
 def conversation(value: Any, name: str) -> tuple[Message, ...]:
