@@ -117,6 +117,7 @@ PARTS: dict[str, tuple[Make, str]] = {
     "search-starts-47": (search_tables.starts, "search/synthetic-47.json"),
     "search-starts-78": (search_tables.starts, "search/synthetic-78.json"),
     "search-interval": (search_tables.intervals, "search/interval.json"),
+    "search-worst": (search_tables.worst, "search/interval.json"),
     "search-unlikely": (search_tables.unlikely, "search/interval.json"),
     "search-races": (search_tables.races, "search/races.json"),
     "search-levels": (search_tables.levels, "search/objectives.json"),

@@ -8,7 +8,9 @@ interval of their mean covers the mean of all. Three kinds of truth:
 
 * made-up losses whose mean is known, of documents that are alike up to one in 24 that loses;
 * the patterns that ship for the small checkpoint, on recall and needles of 256 tokens: the answers'
-  loss of 96 documents is measured once, and runs draw from these;
+  loss of 96 documents is measured once, and runs draw from these.
+  It also says what the interval covers of those runs that hold one of the two documents that lose
+  most, and of those that hold neither;
 * patterns that `both` found on 16 documents of made-up landscapes, on 3,000 others.
 
 It also counts how often `search compare` called a larger difference than its bound "unlikely" and
@@ -50,7 +52,9 @@ from sglang_indexcache.support.files import write_json
 
 NAME = "search/interval"
 QUICK = {"runs": 500, "landscapes": 1, "rows": 4}
-DOCUMENTS = (8, 16, 32, 64)
+DOCUMENTS = (8, 16, 32, 64, 128)
+WORST = 2
+"""Documents that lose most, which runs hold or not."""
 LENGTH = 256
 SHIPPED = ("tiny-dsa-1of2", "tiny-dsa-1of4", "tiny-dsa-1of8")
 LAYERS, SEARCHED_ON, FIRST_SEED = 30, 16, 3000
@@ -126,6 +130,23 @@ def by_documents(
 def of_these(values: Floats) -> tuple[Draw, float]:
     """Take a population's documents at random, with replacement; and its mean."""
     return lambda chance, shape: chance.choice(values, shape), float(values.mean())
+
+
+def with_the_worst(
+    values: Floats, runs: int, chance: np.random.Generator
+) -> dict[str, dict[str, float]]:
+    """Return how often runs hold none of the worst documents, and what our interval covers then."""
+    truth, worst, found = values.mean(), np.argsort(values)[-WORST:], {}
+    for count in DOCUMENTS:
+        places = chance.integers(len(values), size=(runs, count))
+        low, high = ours(values[places])
+        covers, holds = (low <= truth) & (truth <= high), np.isin(places, worst).any(axis=-1)
+        found[str(count)] = {
+            "hold_none": float((~holds).mean()),
+            "covers_without": float(covers[~holds].mean()),
+            "covers_with": float(covers[holds].mean()),
+        }
+    return found
 
 
 def shipped_losses(rows: int) -> dict[str, list[float]]:
@@ -235,6 +256,9 @@ def main() -> None:
         "made_up": made_up,
         "shipped_losses": losses,
         "shipped": shipped,
+        "shipped_worst": {
+            name: with_the_worst(np.array(each), runs, chance) for name, each in losses.items()
+        },
         "searched": by_kind,
         "called_unlikely": {
             str(share): called_unlikely(share, runs, chance) for share in (0.01, 0.025)

@@ -55,7 +55,7 @@ def intervals(found: Record) -> str:
     worlds |= {
         f"found on landscapes: {name}": row["documents"] for name, row in found["searched"].items()
     }
-    counts = ("8", "16", "32", "64")
+    counts = list(found["unseen_share"])
     rows = []
     for name, row in worlds.items():
         cells = []
@@ -64,6 +64,21 @@ def intervals(found: Record) -> str:
             cells.append(f"{100 * student:.0f} → {100 * ours:.0f}")
         rows.append((name, *cells))
     title = f"Covers, % of {found['runs']:,} runs (landscapes: a twentieth): Student's → ours"
+    return markdown(("", *(f"{count} documents" for count in counts)), rows, title)
+
+
+def worst(found: Record) -> str:
+    """Tabulate what our interval covers with and without the two documents that lose most."""
+    rows = []
+    for name, row in found["shipped_worst"].items():
+        cells = [
+            f"{100 * cell['hold_none']:.0f} %: {100 * cell['covers_without']:.0f}; "
+            f"{100 * cell['covers_with']:.0f}"
+            for cell in row.values()
+        ]
+        rows.append((f"`{name}`", *cells))
+    counts = next(iter(found["shipped_worst"].values()))
+    title = "Runs without the two worst documents: covers, % of these; of the others"
     return markdown(("", *(f"{count} documents" for count in counts)), rows, title)
 
 

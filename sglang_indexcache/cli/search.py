@@ -65,9 +65,10 @@ WhichTokens = Annotated[str | None, InData("--score", metavar="WHICH", help=
     "the data marks them, else recall.")]
 Batches = Annotated[int, InData("--batches", metavar="N", help=
     "Documents to search on, a batch each.")]
-FurtherDocuments = Annotated[int, InData("--held-out", metavar="N", help=
-    "Further documents. Found patterns are measured on them, none is chosen by them. With fewer "
-    "than 32, a loss that few documents show goes unseen.")]
+FurtherDocuments = Annotated[int | None, InData("--held-out", metavar="N", help=
+    "Further documents. Found patterns are measured on them, none is chosen by them. The default "
+    "is 128, or as many as the data has from 32 on. With few, a loss that few documents show goes "
+    "unseen.")]
 Target = Annotated[list[str] | None, InSearch("--target", metavar="TARGET", help=
     "Where to leave a pattern: a ratio such as 1/4, or a count of F layers. Repeat it. "
     "The default is 1/2, 1/4 and 1/8.")]
@@ -86,9 +87,9 @@ TokensPerSecond = Annotated[float | None, InCost("--rate", min=1.0, metavar="TOK
     "Tokens that all servers together prefill in a second at this context, to foretell hours.")]
 Compared = Annotated[list[str], Argument(metavar="PATTERN", help=
     "Two patterns or more, in any form. The first is the reference.")]
-ComparedDocuments = Annotated[int, InData("--held-out", metavar="N", help=
-    "Documents to compare on, of those that a search holds out; two at least. Fewer than 32 "
-    "exclude no loss.")]
+ComparedDocuments = Annotated[int | None, InData("--held-out", metavar="N", help=
+    "Documents to compare on, of those that a search holds out; two at least. The default is 128, "
+    "or as many as the data has from 32 on. Fewer than 32 exclude no loss.")]
 Pattern = Annotated[str, Option("--pattern", metavar="PATTERN", help=
     "A pattern, in any form, whose blocks are drawn on the heatmap. If it is a YAML file, "
     "transformers also runs it, and what its layers have in common is written into the file, for "
@@ -115,7 +116,7 @@ def run_command(
     context: Context = None,
     score: WhichTokens = None,
     batches: Batches = 16,
-    held_out: FurtherDocuments = 32,
+    held_out: FurtherDocuments = None,
     seed: Seed = 0,
     target: Target = None,
     method: Method = None,
@@ -177,7 +178,7 @@ def compare_command(
     data: Data = "machine",
     context: Context = None,
     score: WhichTokens = None,
-    held_out: ComparedDocuments = 32,
+    held_out: ComparedDocuments = None,
 ) -> None:
     """Compare patterns on the held-out part of the data that a search would leave.
 
@@ -191,7 +192,7 @@ def compare_command(
 
     if len(patterns) < 2:
         raise SearchError("give at least two patterns; the first is the reference")
-    if held_out < 2:
+    if held_out is not None and held_out < 2:
         raise SearchError("a comparison needs at least two held-out documents (--held-out)")
     measuring = _measuring(model, connect(url, api_key), dtype, at_once, low_priority)
     read = Setup.read(

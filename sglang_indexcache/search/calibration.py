@@ -20,10 +20,17 @@ import numpy as np
 from sglang_indexcache.data.documents import MACHINE, Conversation, Document, read_documents
 from sglang_indexcache.data.marking import Marked, Marker, Mask, is_held_out
 from sglang_indexcache.errors import SearchError
+from sglang_indexcache.search.difference import ENOUGH
 from sglang_indexcache.search.passages import with_passages
 
 FIRST_LOOK = 100
 """Documents that are looked at to see whether the data marks answers."""
+HELD_OUT = 128
+"""Documents that check a pattern, where the data holds out so many.
+
+Of the shipped checkpoint's 1/4, 2 documents of 96 carry what it loses. 32 documents hold neither in
+half of all checks, 128 in 7 % (``benchmarks/search_interval.py``).
+"""
 
 
 class Score(StrEnum):
@@ -172,7 +179,7 @@ def prepare(
     context: int,
     batches: int,
     per_batch: int = 1,
-    held_out: int = 0,
+    held_out: int | None = 0,
     seed: int = 0,
     topk: int = 0,
     score: Score | None = None,
@@ -191,7 +198,8 @@ def prepare(
     Args:
         source: as for :func:`~sglang_indexcache.data.documents.read_documents`.
         context: most tokens of a sequence, at least 2.
-        held_out: batches of the held-out part.
+        held_out: batches of the held-out part; None for :data:`HELD_OUT`, or as many as there are
+            from :data:`~sglang_indexcache.search.difference.ENOUGH` on.
         topk: tokens that a query selects.
         score: which predictions count; None for the answers if one of the first
             :data:`FIRST_LOOK` documents has some, else the later half, with passages.
@@ -199,15 +207,20 @@ def prepare(
     Raises:
         SearchError: nothing to read, too little of it, or nothing in it that counts.
     """
-    if context < 2 or batches < 1 or per_batch < 1 or held_out < 0:
+    most_held_out = HELD_OUT if held_out is None else held_out
+    if context < 2 or batches < 1 or per_batch < 1 or most_held_out < 0:
         raise SearchError(
             "calibration needs a context of at least 2 tokens and at least one sequence in at "
             f"least one batch; got context {context}, {batches} batches of {per_batch}"
         )
     objective = Objective(score or _default_score(source), topk)
-    quota = {False: batches * per_batch, True: held_out * per_batch}
+    quota = {False: batches * per_batch, True: most_held_out * per_batch}
     reading = _Reading(source, marker, context, objective)
     parts = _choose(reading, quota)
+    if held_out is None:
+        held_out = max(ENOUGH, len(parts[True]) // per_batch)
+        quota[True] = held_out * per_batch
+        del parts[True][quota[True] :]
     if any(len(parts[part]) < quota[part] for part in parts):
         raise reading.too_little(quota, {part: len(parts[part]) for part in parts})
     short = sum(2 * len(piece) < context for part in parts.values() for piece in part)

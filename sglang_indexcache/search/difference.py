@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sglang_indexcache.errors import SearchError
-from sglang_indexcache.search.evaluators import Floats
 from sglang_indexcache.stats.bounds import Estimate, unseen
+from sglang_indexcache.stats.pairs import Floats
 
 CONFIDENCE = 0.95
 ENOUGH = 32

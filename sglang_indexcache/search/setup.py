@@ -51,7 +51,7 @@ class Setup:
         context: int | None = None,
         batches: int = 16,
         per_batch: int = 1,
-        held_out: int = 0,
+        held_out: int | None = 0,
         seed: int = 0,
         score: Score | None = None,
     ) -> Setup:
@@ -93,7 +93,7 @@ class Setup:
             "--data": calibration.source,
             "--context": context,
             "--batches": batches,
-            "--held-out": held_out,
+            "--held-out": calibration.held_out,
             "--seed": seed,
         }
         return cls(checkpoint, calibration, digest, model.resolve().name, seed, settings)

@@ -143,6 +143,20 @@ def test_all_windows_of_a_text_are_on_one_side(tmp_path: Path) -> None:
         made(write(tmp_path / "held.jsonl", [{"text": f"{other:02}" * 99}]), held_out=0)
 
 
+def test_as_many_are_held_out_as_there_are_if_none_is_said(tmp_path: Path) -> None:
+    """Up to 128; and data that has fewer than 32 are refused, as they were."""
+    rows = [{"text": f"text{n:04}"} for n in range(900)]
+    there = [sum(is_held_out(tuple(map(ord, row["text"]))) for row in rows[:n]) for n in range(901)]
+
+    def held_out(rows_with: int) -> int:
+        path = write(tmp_path / "a.jsonl", rows[: there.index(rows_with)])
+        return made(path, batches=4, per_batch=1, held_out=None).held_out
+
+    assert [held_out(count) for count in (32, 50, 128, 200)] == [32, 50, 128, 128]
+    with pytest.raises(SearchError, match="of 32 to hold out 31"):
+        held_out(31)
+
+
 def test_long_documents_come_first_and_then_the_longest_of_the_short(tmp_path: Path) -> None:
     short = [{"text": f"{i % 10}" * (1 + i % 3)} for i in range(30)]
     long = [{"text": f"{i:06}"} for i in range(3)]
