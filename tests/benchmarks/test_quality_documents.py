@@ -1,0 +1,36 @@
+"""The study of shared documents: its files are what they are called, and what it found."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from benchmarks import quality_documents as study
+
+
+@pytest.mark.parametrize(("kind", "least"), [(study.KINDS[0], 1.0), (study.KINDS[2], 0.3)])
+def test_as_much_is_shared_as_is_said(kind: str, least: float) -> None:
+    first, second, other = (text.split() for text in study.contexts(kind, 2, 3, seed=0))
+    shared = study.words_of(kind, 2) if kind == study.KINDS[0] else study.THIRD
+    assert longest_run(first, second) == shared
+    assert longest_run(first, other) < shared / 4
+    assert shared >= least * study.words_of(kind, 2)
+
+
+def longest_run(first: list[str], second: list[str]) -> int:
+    """Return the words of the longest stretch that both have, by brute force."""
+    best, before = 0, [0] * (len(second) + 1)
+    for word in first:
+        now = [0] * (len(second) + 1)
+        for place, other in enumerate(second, 1):
+            now[place] = before[place - 1] + 1 if word == other else 0
+        best, before = max(best, *now), now
+    return best
+
+
+def test_the_simulated_loss_is_that_of_documents() -> None:
+    """Forty contexts each of ten documents: no document is lost in 0.99^10 of evaluations."""
+    alone = study.claims(np.arange(400), 400, seed=1)
+    tied = study.claims(np.arange(400) // 40, 400, seed=1)
+    assert alone["no_loss_at_margin"] <= 0.05
+    assert tied["no_loss_at_margin"] > 0.7 * 0.99**10
