@@ -144,6 +144,12 @@ def _figure_format(value: str) -> str:
     return value
 
 
+DOCUMENTS = (
+    "a .jsonl, .parquet or text file, a folder of them, or 'machine' for the Python sources of "
+    "this machine."
+)
+LENGTH = "tokens, such as 4096, 16Ki (1024s) or 200K (1000s)."
+"""What ``--data`` and ``--context`` take, in their help."""
 SERVERS = "Servers that run"
 """The panel of the help that has the servers' addresses and keys."""
 

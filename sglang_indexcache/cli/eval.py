@@ -10,6 +10,7 @@ import typer
 from typer import Argument, Option
 
 from sglang_indexcache.cli.common import (
+    LENGTH,
     SERVERS,
     ApiKey,
     Command,
@@ -50,9 +51,8 @@ RowsOfFiles = Annotated[list[str] | None, InQuestions("--rows", metavar="KIND=FI
     "hotpotqa (contexts are generated of its paragraphs, as RULER does), or prompts: your own, "
     "with messages or prompt, and answer. Repeat it.")]
 Length = Annotated[list[str] | None, InQuestions("--length", metavar="TOKENS", help=
-    "Length of a context with question and answer: tokens, such as 4096, 16Ki (1024s) or 200K "
-    "(1000s). Repeat it. The default is 32Ki, 64Ki and so on up to the model's context. A file's "
-    "row belongs to the shortest that holds it.")]
+    f"Length of a context with question and answer: {LENGTH} Repeat it. The default is 32Ki, 64Ki "
+    "and so on up to the model's context. A file's row belongs to the shortest that holds it.")]
 Contexts = Annotated[int | None, InQuestions("--contexts", metavar="COUNT", help=
     "Contexts of each task at each length; of a file, as far as it has them. The default is as "
     "many as the margin needs.")]

@@ -10,7 +10,7 @@ from rich.table import Table
 from typer import Option
 
 from sglang_indexcache.checkpoint import Checkpoint
-from sglang_indexcache.cli.common import Command, Model, group, out
+from sglang_indexcache.cli.common import DOCUMENTS, Command, Model, group, out
 from sglang_indexcache.errors import SettingsError
 from sglang_indexcache.pattern import SLOPES_FILE
 from sglang_indexcache.support.files import check_writable
@@ -25,8 +25,7 @@ app = group("Fold indexers: one dot product in place of all heads (experimental)
 SlopesFile = Annotated[Path, Option("--output", "-o", metavar="FILE.slopes", help=
     "The file that is written.")]
 Data = Annotated[str, Option("--data", metavar="PATH", help=
-    "Documents to fit to: a .jsonl, .parquet or text file, a folder of them, or 'machine' for the "
-    "Python sources of this machine.")]
+    f"Documents to fit to: {DOCUMENTS}")]
 Context = Annotated[str | None, Option("--context", metavar="LENGTH", help=
     "Most tokens of a document; the default is 8 times what a query selects.")]
 Texts = Annotated[int, Option("--texts", min=1, metavar="N", help=

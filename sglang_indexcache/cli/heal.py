@@ -8,7 +8,16 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
-from sglang_indexcache.cli.common import Command, Output, Seed, group, out, writable
+from sglang_indexcache.cli.common import (
+    DOCUMENTS,
+    LENGTH,
+    Command,
+    Output,
+    Seed,
+    group,
+    out,
+    writable,
+)
 from sglang_indexcache.lab.heal import STEPS
 
 app = group("Train the indexers that a pattern keeps, on a frozen model.")
@@ -20,14 +29,13 @@ Pattern = Annotated[str, Option("--pattern", metavar="PATTERN", help=
     "Which layers keep their indexer: an F/S string, full, uniform:1/4, a ratio such as 1/4 "
     "(looked up in the library), a library pattern's name or a YAML file.")]
 Data = Annotated[list[str], Option("--data", metavar="PATH", help=
-    "What to train on: a .jsonl, .parquet or text file, a folder of them, or 'machine' for this "
-    "machine's Python sources. Repeat it. One document in four is held out.")]
+    f"What to train on: {DOCUMENTS} Repeat it. One document in four is held out.")]
 AdapterFolder = Annotated[Path, Option("--output", "-o", metavar="FOLDER", callback=writable, help=
     "The adapter's folder. Its log and state go to a folder beside it, with .run behind its "
     "name.")]
 Context = Annotated[str | None, Option("--context", metavar="LENGTH", help=
-    "Length of a row of packed documents: tokens, such as 4096, 16Ki (1024s) or 200K (1000s). "
-    "Eight times the model's index_topk if not given.")]
+    f"Length of a row of packed documents: {LENGTH} Eight times the model's index_topk if not "
+    "given.")]
 Rows = Annotated[int, Option("--rows", min=1, metavar="N", help="Rows of each step.")]
 DenseSteps = Annotated[int, Option("--dense-steps", min=0, metavar="N", help=
     "Steps in which layers attend to everything.")]

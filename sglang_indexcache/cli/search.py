@@ -13,6 +13,8 @@ from rich.markup import escape
 from typer import Argument, Option
 
 from sglang_indexcache.cli.common import (
+    DOCUMENTS,
+    LENGTH,
     SERVERS,
     ApiKey,
     Command,
@@ -54,11 +56,10 @@ LowPriority = Annotated[bool, InServers("--low-priority", help=
 Dtype = Annotated[str | None, Option("--dtype", metavar="float32|bfloat16", help=
     "Without --url, transformers runs the model in this process: in float32, if not said.")]
 Data = Annotated[str, InData("--data", metavar="PATH", help=
-    "Documents to measure on: a .jsonl, .parquet or text file, a folder of them, or 'machine' "
-    "for the Python sources of this machine.")]
+    f"Documents to measure on: {DOCUMENTS}")]
 Context = Annotated[str | None, InData("--context", metavar="LENGTH", help=
-    "Most tokens of a document: tokens, such as 4096, 16Ki (1024s) or 200K (1000s). It must be "
-    "longer than what a query selects; the default is 8 times that (16Ki for released models).")]
+    f"Most tokens of a document: {LENGTH} It must be longer than what a query selects; the default "
+    "is 8 times that (16Ki for released models).")]
 WhichTokens = Annotated[str | None, InData("--score", metavar="WHICH", help=
     "Which tokens' loss counts: answers; late (the later half of each document); recall (late, and "
     "passages of the document that come again at its end); or all. The default is answers where "
