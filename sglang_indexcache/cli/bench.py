@@ -9,6 +9,7 @@ import typer
 from typer import Option
 
 from sglang_indexcache.cli.common import (
+    LENGTH,
     AdminApiKey,
     ApiKey,
     Command,
@@ -34,7 +35,7 @@ app = group("Measure what sharing gains, or predict it.")
 Patterns = Annotated[list[str] | None, Option("--pattern", metavar="PATTERN", help=
     "A pattern in any form, or NAME=PATTERN. Repeat it.")]
 Contexts = Annotated[list[str] | None, Option("--context", metavar="TOKENS", help=
-    "Context length: tokens, such as 4096, 16Ki (1024s) or 200K (1000s). Repeat it.")]
+    f"Context length: {LENGTH} Repeat it.")]
 Rounds = Annotated[int, Option("--rounds", metavar="N", help=
     "How often every pattern has its turn: A B A B.")]
 NewTokens = Annotated[int, Option("--new-tokens", metavar="N", help=
@@ -124,7 +125,7 @@ def plan_command(
     from sglang_indexcache.errors import BenchError
     from sglang_indexcache.lab.bench import growth
     from sglang_indexcache.lab.bench.plan import (
-        Forwards,
+        Forecast,
         choose_patterns,
         plan,
         plan_grid,
@@ -134,11 +135,11 @@ def plan_command(
 
     contexts = [parse_length(text) for text in context or PLANNED_CONTEXTS]
     values, remarks = pattern or PAPERS_PATTERNS[1:], tuple[str, ...]()
-    forwards: Forwards
+    forwards: Forecast
     if (growing := growth.find(model)) is not None:
         if dp > 1:
             raise BenchError(f"the rows of {growing.name} are of --dp 1 only")
-        forwards = composed = growth.GrowthForwards(growing, gpu.lower(), gpus, kv)
+        forwards = composed = growth.GrowthForecast(growing, gpu.lower(), gpus, kv)
         patterns = composed.patterns(values)
     else:
         forwards = plan(model, gpu, gpus, dp, kv)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_indexcache.errors import BenchError
-from sglang_indexcache.lab.bench.plan import MOST_OFF, Forwards, Gain, Patterns
+from sglang_indexcache.lab.bench.plan import MOST_OFF, Forecast, Gain, Patterns
 from sglang_indexcache.lab.bench.results import Metric
 from sglang_indexcache.lab.bench.rows import (
     CARDS,
@@ -90,7 +90,7 @@ def find(model: str) -> GrowingModel | None:
     return next((row for name, row in MODELS.items() if name.lower() == key), None)
 
 
-class GrowthForwards(Forwards):
+class GrowthForecast(Forecast):
     """The gain of sharing over every indexer, composed: a lower bound by the rows' growth.
 
     Raises:

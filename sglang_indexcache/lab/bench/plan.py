@@ -9,6 +9,7 @@ cuts it. Left out are what the scheduler adds between two steps, sampling, and t
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -167,15 +168,47 @@ class Gain:
     at_most: bool = False
 
 
-class Forwards:
+class Forecast(ABC):
+    """The gains of patterns on a deployment.
+
+    Attributes:
+        base: what they are over.
+        title: the deployment.
+    """
+
+    base = "DSA"
+    title: str
+
+    @property
+    @abstractmethod
+    def sources(self) -> tuple[str, ...]:
+        """Sources of all parts, in sentences."""
+
+    @abstractmethod
+    def gain(self, metric: Metric, pattern: Pattern, context: int) -> Gain | None:
+        """Return a pattern's gain; None where nothing is known, or what is may be too far off."""
+
+    def describe_range(self, patterns: Iterable[Pattern], contexts: Sequence[int]) -> str:
+        """Say how far off gains may be: the worst error of rows predicted without themselves."""
+        gains = [
+            self.gain(metric, each, n) for metric in METRICS for each in patterns for n in contexts
+        ]
+        offs = [gain.off for gain in gains if gain is not None]
+        if not offs:
+            return ""
+        return (
+            f"Between rows: a time may be off by {max(offs):.0%} at worst (each row predicted from "
+            f"its neighbours); where that is over {MOST_OFF:.0%}, or no rows are, it says "
+            f"'{NO_RATE}'."
+        )
+
+
+class Forwards(Forecast):
     """The time of whole forwards.
 
     Raises:
         BenchError: no rows of this deployment, or the wheel is not installed.
     """
-
-    base = "DSA"
-    title: str
 
     def __init__(self, deployment: Deployment, data: Path | None = None) -> None:
         self.title = str(deployment)
@@ -260,20 +293,6 @@ class Forwards:
             return None
         off = max(full.off, mine.off)
         return Gain(full.value, full.value / mine.value, off, requests, at_most)
-
-    def describe_range(self, patterns: Iterable[Pattern], contexts: Sequence[int]) -> str:
-        """Say how far off gains may be: the worst error of rows predicted without themselves."""
-        gains = [
-            self.gain(metric, each, n) for metric in METRICS for each in patterns for n in contexts
-        ]
-        offs = [gain.off for gain in gains if gain is not None]
-        if not offs:
-            return ""
-        return (
-            f"Between rows: a time may be off by {max(offs):.0%} at worst (each row predicted from "
-            f"its neighbours); where that is over {MOST_OFF:.0%}, or no rows are, it says "
-            f"'{NO_RATE}'."
-        )
 
     def prefill(
         self, full_layers: int, context: int, folded_layers: int = 0, factor: int = 1
@@ -429,7 +448,7 @@ def choose_patterns(values: Sequence[str], shape: str) -> tuple[Patterns, tuple[
     return patterns, (*notes, *explain(pattern for _, pattern in patterns))
 
 
-def plan_grid(forwards: Forwards, patterns: Patterns, contexts: Sequence[int]) -> Grid:
+def plan_grid(forwards: Forecast, patterns: Patterns, contexts: Sequence[int]) -> Grid:
     """Return the gains over every indexer on, laid out as the paper's Table 1."""
     rows: list[tuple[str, ...]] = []
     for metric, title in TITLES.items():
@@ -447,7 +466,7 @@ def plan_grid(forwards: Forwards, patterns: Patterns, contexts: Sequence[int]) -
     return Grid(f"expected speed-up over {forwards.base}: {forwards.title}", header, tuple(rows))
 
 
-def plan_to_json(forwards: Forwards, patterns: Patterns, contexts: Sequence[int]) -> dict[str, Any]:
+def plan_to_json(forwards: Forecast, patterns: Patterns, contexts: Sequence[int]) -> dict[str, Any]:
     """Return the same gains for programs.
 
     ``every_indexer_ms`` is a prompt's or a step's time with every indexer; it and ``speedup`` are

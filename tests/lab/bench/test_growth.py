@@ -10,7 +10,7 @@ import pyarrow.parquet
 import pytest
 
 from sglang_indexcache.errors import BenchError
-from sglang_indexcache.lab.bench.growth import MODELS, GrowthForwards, find
+from sglang_indexcache.lab.bench.growth import MODELS, GrowthForecast, find
 from sglang_indexcache.lab.bench.plan import plan_grid
 
 M3 = MODELS["MiniMax-M3"]
@@ -18,7 +18,7 @@ M3 = MODELS["MiniMax-M3"]
 
 def forwards(
     folder: Path, changed: Mapping[int, float] = {}, kv: str = "", gpus: int = 8
-) -> GrowthForwards:
+) -> GrowthForecast:
     """A chunk takes 2 ms and 1 us a token of prefix; a step 1 ms and 10 ns, or ``changed``."""
     for phase, first, each in (("context", 2.0, 1e-3), ("generation", 1.0, 1e-5)):
         changes = changed if phase == "generation" else {}
@@ -33,7 +33,7 @@ def forwards(
         path = folder / f"h200_sxm/{M3.table}_{phase}_module_perf.parquet"
         path.parent.mkdir(parents=True, exist_ok=True)
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    return GrowthForwards(M3, "h200", gpus, kv, folder, lambda *_: 1000.0)
+    return GrowthForecast(M3, "h200", gpus, kv, folder, lambda *_: 1000.0)
 
 
 def test_s_layers_save_what_rows_grow_by(tmp_path: Path) -> None:
