@@ -46,7 +46,7 @@ from sglang_indexcache.search.ledger import Ledger
 from sglang_indexcache.search.options import Options
 from sglang_indexcache.search.rules import Constraints, parse_targets
 from sglang_indexcache.search.run import Search
-from sglang_indexcache.stats.bounds import Estimate, student_quantile, unseen
+from sglang_indexcache.stats.bounds import Estimate, student_half_width, unseen
 from sglang_indexcache.study.provenance import machine
 from sglang_indexcache.support.files import write_json
 
@@ -92,10 +92,7 @@ MADE_UP: dict[str, tuple[Draw, float]] = {
 
 def student(values: Floats) -> Intervals:
     """Return Student's t intervals of ``[runs, n]`` values, which were told before."""
-    count = values.shape[-1]
-    error = values.std(axis=-1, ddof=1) / count**0.5
-    half = student_quantile((1 + CONFIDENCE) / 2, count - 1) * error
-    mean = values.mean(axis=-1)
+    half, mean = student_half_width(values, CONFIDENCE), values.mean(axis=-1)
     return mean - half, mean + half
 
 

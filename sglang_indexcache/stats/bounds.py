@@ -29,7 +29,6 @@ things decide how it is bounded.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -323,8 +322,12 @@ def half_width(values: Iterable[float], confidence: float = 0.95) -> float | Non
 
     None for fewer than two.
     """
-    numbers = [float(value) for value in values]
-    if len(numbers) < 2:
-        return None
-    error: float = statistics.stdev(numbers) / len(numbers) ** 0.5
-    return float(student_quantile((1 + confidence) / 2, len(numbers) - 1)) * error
+    numbers = np.array([float(value) for value in values])
+    return float(student_half_width(numbers, confidence)) if len(numbers) > 1 else None
+
+
+def student_half_width(values: Any, confidence: float) -> Any:
+    """Return it of each ``n`` values in an array ``[..., n]``, with ``n`` above 1."""
+    count = values.shape[-1]
+    error = values.std(axis=-1, ddof=1) / count**0.5
+    return student_quantile((1 + confidence) / 2, count - 1) * error
