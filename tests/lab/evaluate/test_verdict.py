@@ -54,6 +54,18 @@ def evaluation(seed: int = 0, blind: bool = False, **losses: float) -> list[Outc
     return rows
 
 
+def losing_in_tracking(rows: list[Outcome], share: float, seed: int) -> list[Outcome]:
+    """Return rows in which "same" loses this share of one cell of two."""
+    draw = random.Random(seed)
+    cell = ("same", "tracking", LONG)
+    return [
+        replace(row, value=0.0)
+        if (row.arm, row.task, row.length) == cell and draw.random() < share
+        else row
+        for row in rows
+    ]
+
+
 def verdicts(rows: list[Outcome], *patterns: str, look: int = 4) -> list[Verdict]:
     found: list[Verdict] = []
     for pattern in patterns:
@@ -293,14 +305,7 @@ def test_a_proven_loss_within_the_margin_is_said() -> None:
 
 def test_the_sentence_names_the_worst_cell_with_a_bound_for_all() -> None:
     """Nine points lost in one cell cannot hide in a mean."""
-    draw = random.Random(8)
-    rows = [
-        replace(row, value=0.0)
-        if row.arm == "same" and row.task == "tracking" and row.length == LONG
-        and draw.random() < 0.12
-        else row
-        for row in evaluation(same=0.0)
-    ]  # fmt: skip
+    rows = losing_in_tracking(evaluation(same=0.0), 0.12, seed=8)
     verdict = judged(rows, "same", replace(DESIGN, margin=0.2), 4)
     assert verdict.worst is not None
     assert verdict.worst.task == "tracking"
@@ -312,14 +317,7 @@ def test_the_sentence_names_the_worst_cell_with_a_bound_for_all() -> None:
 
 def test_nothing_is_claimed_while_a_visible_loss_is_left_out() -> None:
     """The control loses nothing in a cell where the pattern does, which would leave the claim."""
-    draw = random.Random(9)
-    rows = [
-        replace(row, value=0.0)
-        if row.arm == "same" and row.task == "tracking" and row.length == LONG
-        and draw.random() < 0.5
-        else row
-        for row in evaluation(blind=True, same=0.0)
-    ]  # fmt: skip
+    rows = losing_in_tracking(evaluation(blind=True, same=0.0), 0.5, seed=9)
     (verdict,) = verdicts(rows, "same")
     assert verdict.blind == (("tracking", LONG),)
     assert verdict.kind is Kind.UNDECIDED
