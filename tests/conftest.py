@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -61,6 +62,21 @@ def no_card_left_behind() -> Iterator[None]:
     yield
     if torch := sys.modules.get("torch"):
         assert torch.cuda.is_available.__module__ == torch.cuda.__name__
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Save a tiny checkpoint of each shape: 6 layers, top 64 of the visible tokens; only read it.
+
+    Stored in float32, so that a weight which an engine rounds on its way shows.
+    """
+    from benchmarks.random_model import make_model
+
+    base = tmp_path_factory.mktemp("checkpoints")
+    folders = {preset: base / preset for preset in ("glm-5", "deepseek-v3.2")}
+    for preset, folder in folders.items():
+        make_model(folder, preset, "tiny", vocab_size=512, dtype="float32")
+    return folders
 
 
 @pytest.fixture

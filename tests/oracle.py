@@ -49,6 +49,13 @@ class Answer:
         return float(self.margins.min())
 
 
+def load_eager(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    """Load a checkpoint with transformers' plain attention."""
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, attn_implementation="eager", **options
+    ).eval()
+
+
 class Oracle:
     """One checkpoint in transformers, eager attention, any pattern.
 
@@ -139,9 +146,7 @@ class Oracle:
         if str(pattern) not in self._models:
             if self._glm:
                 self.config.indexer_types = pattern.to_indexer_types()
-            model = AutoModelForCausalLM.from_pretrained(
-                self.folder, config=self.config, dtype=self._dtype, attn_implementation="eager"
-            ).eval()
+            model = load_eager(self.folder, config=self.config, dtype=self._dtype)
             _fold(model, pattern, self.slopes)
             if not self._glm:
                 _share(model, pattern)

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import DynamicCache
 
-from benchmarks.random_model import make_model
 from sglang_indexcache.errors import CheckpointError
 from sglang_indexcache.fold import (
     IndexRow,
@@ -21,6 +20,7 @@ from sglang_indexcache.fold import (
     read_row,
     select,
 )
+from tests.oracle import load_eager
 
 SIZES = ((1, 1, 1, 3, 1), (2, 7, 13, 5, 3), (1, 300, 300, 9, 8), (3, 1, 41, 32, 16))
 """Batch, queries, keys, heads, width."""
@@ -213,12 +213,8 @@ def test_slopes_of_no_text_are_refused() -> None:
 
 
 @pytest.fixture(scope="module", params=("glm-5", "deepseek-v3.2"))
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder: Path = tmp_path_factory.mktemp(request.param)
-    make_model(folder, request.param, "tiny", vocab_size=512, dtype="float32")
-    return AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+def model(request: pytest.FixtureRequest, checkpoints: dict[str, Path]) -> Any:
+    return load_eager(checkpoints[request.param])
 
 
 def picks_by_layer(model: Any, forwards: dict[Any, Any], **inputs: Any) -> list[list[set[int]]]:

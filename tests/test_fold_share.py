@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from benchmarks.random_model import make_model
 from sglang_indexcache import share
 from sglang_indexcache.errors import CheckpointError, LibraryError, PatternError
 from sglang_indexcache.library import LIBRARY_VARIABLE, Slopes
 from sglang_indexcache.pattern import Pattern
-from tests.oracle import Oracle
+from tests.oracle import Oracle, load_eager
 from tests.slopes import random_slopes
 
 LENGTH = 150
@@ -23,22 +22,18 @@ FORMS = ("LLLLLL", "FLLLFL", "LSSLSS", "FFFFFF+c2", "FSLFSS+c2")
 
 
 @pytest.fixture(scope="module", params=("glm-5", "deepseek-v3.2"))
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path: Path = tmp_path_factory.mktemp(request.param)
-    make_model(path, request.param, "tiny", vocab_size=512, dtype="float32")
-    return path
+def folder(request: pytest.FixtureRequest, checkpoints: dict[str, Path]) -> Path:
+    return checkpoints[request.param]
 
 
 @pytest.fixture(scope="module")
 def model(folder: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+    return load_eager(folder)
 
 
 @pytest.fixture(scope="module")
-def slopes(folder: Path) -> Slopes:
-    return random_slopes(folder, folder / "some.slopes")
+def slopes(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Slopes:
+    return random_slopes(folder, tmp_path_factory.mktemp("slopes") / "some.slopes")
 
 
 @pytest.fixture(scope="module")

@@ -33,29 +33,21 @@ from sglang_indexcache.errors import (
 )
 from sglang_indexcache.pattern import Pattern
 from tests.minimax_m3 import SPARSE, by_hand, make_m3
-from tests.oracle import Oracle
+from tests.oracle import Oracle, load_eager
 
 PRESETS = ("glm-5", "deepseek-v3.2")
 PATTERNS = ("FFFFFF", "FSFSFS", "FFSSSF", "FSSSSS")
 IDS = torch.randint(10, 512, (1, 100), generator=torch.Generator().manual_seed(0))
 
 
-def load(folder: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
-
-
 @pytest.fixture(scope="module", params=PRESETS)
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path: Path = tmp_path_factory.mktemp(request.param)
-    make_model(path, request.param, "tiny", vocab_size=512, dtype="float32")
-    return path
+def folder(request: pytest.FixtureRequest, checkpoints: dict[str, Path]) -> Path:
+    return checkpoints[request.param]
 
 
 @pytest.fixture(scope="module")
 def model(folder: Path) -> Any:
-    return load(folder)
+    return load_eager(folder)
 
 
 def indexers(model: Any) -> list[Any]:
@@ -212,7 +204,7 @@ def test_a_checkpoint_that_shares_already(tmp_path: Path) -> None:
     types = Pattern("FFSFFS").to_indexer_types()
     fields = {"indexer_types": types}
     make_model(tmp_path, size="tiny", vocab_size=512, dtype="float32", fields=fields)
-    model, oracle = load(tmp_path), Oracle(tmp_path, torch.float32, first_of_ties=False)
+    model, oracle = load_eager(tmp_path), Oracle(tmp_path, torch.float32, first_of_ties=False)
     for text in ("FFSFFS", "FFSFSS", "FSSSFS"):
         with share(model, text):
             found = logits(model)[0, -1]
@@ -293,7 +285,7 @@ def test_an_emptied_cache_serves_again(model: Any, cache: Any) -> None:
 
 def test_layers_out_of_order_are_refused(folder: Path) -> None:
     """Gradient checkpointing runs layers again, from the last to the first."""
-    model = load(folder).train()
+    model = load_eager(folder).train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     with share(model, "FSFSFS"):
         loss = model(IDS, labels=IDS, use_cache=False).loss
@@ -301,9 +293,9 @@ def test_layers_out_of_order_are_refused(folder: Path) -> None:
             loss.backward()
 
 
-def test_gradients_are_those_of_native_sharing(tmp_path: Path) -> None:
-    make_model(tmp_path, size="tiny", vocab_size=512, dtype="float32")
-    model, oracle = load(tmp_path), Oracle(tmp_path, torch.float32)._model(Pattern("FSSFSS"))
+def test_gradients_are_those_of_native_sharing(checkpoints: dict[str, Path]) -> None:
+    glm = checkpoints["glm-5"]
+    model, oracle = load_eager(glm), Oracle(glm, torch.float32)._model(Pattern("FSSFSS"))
     with share(model, "FSSFSS"):
         model(IDS, labels=IDS, use_cache=False).loss.backward()
     oracle(IDS, labels=IDS, use_cache=False).loss.backward()

@@ -23,6 +23,7 @@ from tests.oracle import Oracle
 from tests.preloaded import PreloadedServer
 
 VOCAB = 512
+"""Of the small checkpoints (``tests/conftest.py``)."""
 
 torch.set_num_threads(1)  # the oracle is small; the cores are the servers'
 
@@ -41,19 +42,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             # What a refused start prints needs no machine of its own, as a server does.
             if item.path.name != "test_errors.py":
                 item.add_marker(pytest.mark.e2e)
-
-
-@pytest.fixture(scope="session")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Save a tiny checkpoint of each shape: 6 layers, top 64 of the visible tokens.
-
-    Stored in float32, so that a weight which the engine rounds on its way shows.
-    """
-    base = tmp_path_factory.mktemp("checkpoints")
-    folders = {preset: base / preset for preset in ("glm-5", "deepseek-v3.2")}
-    for preset, folder in folders.items():
-        make_model(folder, preset, "tiny", vocab_size=VOCAB, dtype="float32")
-    return folders
 
 
 @pytest.fixture(scope="session")

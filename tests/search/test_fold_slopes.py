@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from benchmarks.random_model import make_model
@@ -20,6 +19,7 @@ from sglang_indexcache.search.calibration import Score
 from sglang_indexcache.search.setup import Setup
 from sglang_indexcache.study.provenance import checkpoint_digest
 from tests.minimax_m3 import make_m3
+from tests.oracle import load_eager
 
 CONTEXT = 160
 
@@ -47,9 +47,7 @@ def measured(folder: Path) -> Setup:
 
 def products(folder: Path, ids: tuple[int, ...]) -> list[tuple[np.ndarray, ...]]:
     """Return by layer products ``[S, H, T]``, weights ``[S, H]`` and exact scores ``[S, T]``."""
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+    model = load_eager(folder)
     kept: list[Any] = []
     relu, topk = torch.nn.functional.relu, torch.Tensor.topk
 

@@ -23,10 +23,8 @@ ORDER = ["FFFFFF", "FSFSFS", "FSFFFS", "FSSSFS", "FFFFFF", "FSSSSS", "FSFSFS"]
 
 
 @pytest.fixture(scope="module", params=["glm-5", "deepseek-v3.2"])
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path: Path = tmp_path_factory.mktemp(request.param)
-    make_model(path, request.param, "tiny", vocab_size=512, dtype="float32")
-    return path
+def folder(request: pytest.FixtureRequest, checkpoints: dict[str, Path]) -> Path:
+    return checkpoints[request.param]
 
 
 @pytest.fixture(scope="module")
