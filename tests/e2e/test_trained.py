@@ -1,4 +1,4 @@
-"""Checkpoints that the trainer wrote, served unchanged: transformers' answers, the demo's."""
+"""A checkpoint that the trainer wrote, served unchanged."""
 
 from __future__ import annotations
 
@@ -10,17 +10,7 @@ from rich.console import Console
 
 from benchmarks.training.recipe import RECIPES, Recipe
 from benchmarks.training.trainer import Trainer
-from sglang_indexcache.demo import shipped_checkpoint
-from sglang_indexcache.demo.run import Material
-from sglang_indexcache.pattern import Pattern
-from tests.e2e.conftest import (
-    ROUNDING,
-    Serve,
-    batch_logprobs,
-    decided_prompt,
-    greedy,
-    logprobs,
-)
+from tests.e2e.conftest import Serve, decided_prompt, logprobs
 from tests.oracle import Oracle
 
 RECIPE = RECIPES / "tiny-dsa.yaml"
@@ -41,18 +31,3 @@ def test_trained_checkpoint_is_served(tmp_path: Path, serve: Serve) -> None:
         assert client.states()[0].pattern == str(trainer.pattern)
         expected = oracle.answer(ids, trainer.pattern).logprobs
         torch.testing.assert_close(logprobs(client, ids), expected, rtol=0, atol=1e-3)
-
-
-def test_shipped_checkpoint_is_served_like_transformers(serve: Serve) -> None:
-    """Trained weights, and documents several times as long as what is selected."""
-    checkpoint = shipped_checkpoint()
-    oracle = Oracle(checkpoint, torch.float32)
-    prompts = [question.prompt for question in Material(checkpoint).questions(4, length=480)]
-    with serve(checkpoint, "--dtype", "float32", "--indexcache-mode", "live") as client:
-        for pattern in (Pattern.full(12), Pattern("FSSSFSSSFSSS")):
-            client.switch_pattern(str(pattern))
-            for ids, got in zip(prompts, batch_logprobs(client, prompts), strict=True):
-                expected = oracle.answer(ids, pattern).logprobs
-                torch.testing.assert_close(got, expected, rtol=0, atol=1e-3)
-                tokens, gap = oracle.greedy(ids, 8, pattern)
-                assert gap < ROUNDING or greedy(client, ids, 8) == tokens

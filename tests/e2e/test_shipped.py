@@ -1,7 +1,12 @@
-"""``--enable-return-indexer-topk``: answers carry what layers used, S layers their F layer's."""
+"""The shipped checkpoint on one server in live mode: answers, selections and an evaluation.
+
+All are transformers'. Answers carry what layers used with ``--enable-return-indexer-topk``, of S
+layers their F layer's; so they do in static mode, on ranks.
+"""
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from base64 import b64decode
@@ -10,16 +15,24 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from rich.console import Console
+from transformers import AutoTokenizer
 
 from sglang_indexcache.ask.client import Client
 from sglang_indexcache.ask.protocol import named
+from sglang_indexcache.demo.run import Material
+from sglang_indexcache.lab.evaluate.corpus import Corpus
+from sglang_indexcache.lab.evaluate.plan import EvaluationPlan, arms_of
+from sglang_indexcache.lab.evaluate.run import EvaluationRequest, run_evaluation
 from sglang_indexcache.pattern import Pattern
 from tests.cli.test_search import TINY, call, said
-from tests.e2e.conftest import Serve, prompt
-from tests.oracle import _recorded_margins
+from tests.e2e.conftest import ROUNDING, Serve, batch_logprobs, greedy, prompt
+from tests.oracle import Oracle, _recorded_margins
 
 TOPK = 64
-ARGUMENTS = ("--dtype", "float32", "--max-total-tokens", "8192", "--enable-return-indexer-topk")
+PLAN = EvaluationPlan(("notes",), (256,), 2, 4, 64, margin=0.2, looks=1)
+ARGUMENTS = ("--dtype", "float32", "--max-total-tokens", "16384", "--enable-return-indexer-topk")
 CHUNK = ("--chunked-prefill-size", "128")
 
 
@@ -49,9 +62,26 @@ def check(found: np.ndarray, pattern: Pattern) -> None:
 
 
 @pytest.fixture(scope="module")
+def oracle() -> Oracle:
+    return Oracle(TINY, torch.float32)
+
+
+@pytest.fixture(scope="module")
 def tiny(serve: Serve) -> Iterator[Client]:
     with serve(TINY, *ARGUMENTS, *CHUNK, "--indexcache-mode", "live") as client:
         yield client
+
+
+def test_answers_are_those_of_transformers(tiny: Client, oracle: Oracle) -> None:
+    """Trained weights, and documents several times as long as what is selected."""
+    prompts = [question.prompt for question in Material(TINY).questions(4, length=480)]
+    for pattern in (Pattern.full(12), Pattern("FSSSFSSSFSSS")):
+        tiny.switch_pattern(str(pattern))
+        for ids, got in zip(prompts, batch_logprobs(tiny, prompts), strict=True):
+            expected = oracle.answer(ids, pattern).logprobs
+            torch.testing.assert_close(got, expected, rtol=0, atol=1e-3)
+            tokens, gap = oracle.greedy(ids, 8, pattern)
+            assert gap < ROUNDING or greedy(tiny, ids, 8) == tokens
 
 
 def test_requests_return_what_their_own_pattern_used(tiny: Client) -> None:
@@ -75,6 +105,36 @@ def test_overlap_from_a_server_is_that_of_transformers(tiny: Client, tmp_path: P
     assert served["queries"] == local["queries"] == 2 * (256 - TOPK)
     # A near-tie that rounding decides moves one entry of one list.
     assert np.abs(np.array(served["matrix"]) - local["matrix"]).max() < 1e-4
+
+
+def test_an_evaluation_has_the_losses_that_transformers_has(
+    tiny: Client, oracle: Oracle, tmp_path: Path
+) -> None:
+    """So have every arm's, though a context was computed once and its questions were cached."""
+    corpus = Corpus(AutoTokenizer.from_pretrained(TINY), PLAN.questions)
+    arms = arms_of(TINY, "full", ("uniform:1/4",), "")
+    request = EvaluationRequest(TINY, arms, PLAN, corpus, "")
+    console = Console(file=io.StringIO())
+    found = run_evaluation(request, {"": tiny}, tmp_path, console, agree=lambda _: None)
+    assert found.finished
+    assert found.verified
+    planned = {one.context: corpus.make(one) for one in found.planned}
+    patterns = {arm.name: Pattern(arm.pattern) for arm in found.arms}
+    decided = 0
+    for row in found.answers:
+        context = planned[row.context]
+        [question] = [one for one in context.questions if one.name == row.question]
+        ids = context.ids + question.ids + question.answer
+        told = oracle.answer(ids, patterns[row.arm])
+        if told.margin > ROUNDING:
+            expected = -told.logprobs[-len(question.answer) :].mean().item()
+            assert row.nll == pytest.approx(expected, abs=1e-3)
+            decided += 1
+    assert decided > len(found.answers) // 4
+    losses = {(row.arm, row.repeat, row.context, row.question): row.nll for row in found.answers}
+    for (arm, repeat, context, question), loss in losses.items():
+        if repeat or (arm != "full" and planned[context].length <= PLAN.selects_all):
+            assert loss == losses["full", 0, context, question]
 
 
 def test_static_mode(glm: Path, serve: Serve, tmp_path: Path) -> None:
