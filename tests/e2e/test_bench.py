@@ -1,6 +1,7 @@
 """The benchmarks on real servers: a run from end to end, and the refusals that need one.
 
-A run starts two static servers, one after the other; live mode has a third, the refusals a fourth.
+A run starts two static servers, one after the other; a third, in live mode, stands for both of
+them and then has to be refused. Who serves another pattern: ``test_static.py``.
 """
 
 from __future__ import annotations
@@ -67,13 +68,18 @@ def test_servers_one_at_a_time(
                 assert 0 < share < 1 < speed.ideal < 2
 
 
+@pytest.fixture(scope="module")
+def live(glm: Path, serve: Serve) -> Iterator[Client]:
+    with serve(glm, "--indexcache-mode", "live", *POOL) as client:
+        yield client
+
+
 def test_one_live_server_stands_for_all_patterns(
-    glm: Path, serve: Serve, target: TargetModel, served: tuple[Configuration, ...]
+    live: Client, target: TargetModel, served: tuple[Configuration, ...]
 ) -> None:
-    with serve(glm, "--indexcache-mode", "live", *POOL) as live:
-        running = RunningServers({c.name: live for c in served})
-        result = latency.run(target, running, served, SETTINGS)
-        [state] = live.states()
+    running = RunningServers({c.name: live for c in served})
+    result = latency.run(target, running, served, SETTINGS)
+    [state] = live.states()
     assert (state.pattern, state.switches) == ("FFFFFF", 0)
     assert [(v.configuration, v.facts.mode) for v in result.visits] == [
         ("full", "live"), ("half", "live"),
@@ -84,48 +90,25 @@ def test_one_live_server_stands_for_all_patterns(
     assert all(shares)
 
 
-@pytest.fixture(scope="module")
-def server(glm: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Yield an all-F server, for what it must refuse."""
-    flags = ["--model-path", str(glm), "--attention-backend", "indexcache", *POOL]
-    with PreloadedServer(flags, tmp_path_factory.mktemp("log") / "server.log") as started:
-        started.wait_until_ready()
-        yield started
-
-
-@pytest.fixture
-def full(server: Server) -> Client:
-    return server.client
-
-
-def test_a_cached_prompt_is_refused(full: Client) -> None:
+def test_a_cached_prompt_is_refused(live: Client) -> None:
     ids = prompt(150, 77)
-    full.flush_cache()
-    [answer] = stream(full, [ids], 3)
+    live.flush_cache()
+    [answer] = stream(live, [ids], 3)
     assert answer.meta["cached_tokens"] == 0
     with pytest.raises(ServerError, match="took 128 of 150 prompt tokens from its cache"):
-        stream(full, [ids], 3)
+        stream(live, [ids], 3)
 
 
-def test_a_prompt_longer_than_the_pool_is_refused(full: Client) -> None:
+def test_a_prompt_longer_than_the_pool_is_refused(live: Client) -> None:
     with pytest.raises(ServerError, match=r"refused a request: .*2000 tokens"):
-        stream(full, [prompt(2000, 1)], 3)
+        stream(live, [prompt(2000, 1)], 3)
 
 
-def test_a_server_that_ignores_the_pattern_is_refused(
-    full: Client, target: TargetModel, served: tuple[Configuration, ...]
-) -> None:
-    running = RunningServers({c.name: full for c in served})
-    with pytest.raises(BenchError, match="serves FFFFFF on rank 0, not the FSFSFS of half"):
-        latency.run(target, running, served, SETTINGS)
-
-
-def test_a_server_that_dies_in_the_middle_of_a_request_is_refused(
-    server: Server, full: Client
-) -> None:
+def test_a_server_that_dies_in_the_middle_of_a_request_is_refused(live: Client) -> None:
     """This test is the last: nothing can be asked of that server any more."""
+    server: Server = live.server  # type: ignore[attr-defined]
     killer = threading.Thread(target=lambda: (time.sleep(1.0), server.stop(grace=0)))
     killer.start()
     with pytest.raises((BenchError, ServerError)):
-        stream(full, [prompt(100, 3)], 800)
+        stream(live, [prompt(100, 3)], 800)
     killer.join()

@@ -11,14 +11,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.preloaded import ROOT
 from tests.signals import hears_sigint
 
 OWNER = """
 import sys, time
+from importlib import import_module
 from pathlib import Path
-from sglang_indexcache.ask.launch import Server
 
-model, log = sys.argv[1], Path(sys.argv[2])
+module, name, model, log = *sys.argv[1:4], Path(sys.argv[4])
+Server = getattr(import_module(module), name)
 arguments = ["--model-path", model, "--attention-backend", "indexcache",
              "--max-total-tokens", "4096"]
 with Server(arguments, log) as server:
@@ -43,15 +45,24 @@ def group_members(group: int) -> list[int]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal is Linux's")
-# A process of Python's ends by SIGTERM as by SIGKILL, without cleaning up.
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_no_process_outlives_its_parent(tmp_path: Path, glm: Path, number: signal.Signals) -> None:
-    script = tmp_path / "owner.py"
-    script.write_text(OWNER)
+# A process of Python's ends by SIGTERM as by SIGKILL, without cleaning up: the kernel has to tell
+# a server, and SGLang its processes, so these are started as users start them. By SIGINT the owner
+# stops the server itself, and a fork stops like any other.
+@pytest.mark.parametrize(
+    ("number", "server"),
+    [
+        (signal.SIGKILL, ("sglang_indexcache.ask.launch", "Server")),
+        (signal.SIGINT, ("tests.preloaded", "PreloadedServer")),
+    ],
+)
+def test_no_process_outlives_its_parent(
+    tmp_path: Path, glm: Path, number: signal.Signals, server: tuple[str, str]
+) -> None:
     owner = subprocess.Popen(
-        [sys.executable, str(script), str(glm), str(tmp_path / "log")],
+        [sys.executable, "-c", OWNER, *server, str(glm), str(tmp_path / "log")],
         stdout=subprocess.PIPE,
         text=True,
+        cwd=ROOT,
         preexec_fn=hears_sigint,
     )
     assert owner.stdout is not None

@@ -18,7 +18,11 @@ import pytest
 import torch
 
 from sglang_indexcache.ask.client import Client
-from sglang_indexcache.errors import ServerError
+from sglang_indexcache.errors import BenchError, ServerError
+from sglang_indexcache.lab.bench import latency
+from sglang_indexcache.lab.bench.latency import Settings
+from sglang_indexcache.lab.bench.results import configurations
+from sglang_indexcache.lab.bench.servers import RunningServers
 from sglang_indexcache.pattern import Pattern
 from tests.e2e.conftest import Serve, batch_logprobs, decided_prompt, greedy, logprobs, prompt
 from tests.oracle import Oracle
@@ -114,15 +118,15 @@ def test_shared_prefix_of_different_prompts(client: Client, oracle: Oracle) -> N
 def test_retraction_recovers(client: Client, oracle: Oracle) -> None:
     """More tokens than the pool holds: running requests are retracted and come back unharmed."""
     fresh(client)
-    prompts = [prompt(130, 100 + i) for i in range(10)]
+    prompts, count = [prompt(130, 100 + i) for i in range(10)], 130  # of five pages each, of 32
     with ThreadPoolExecutor(len(prompts)) as pool:
-        replies = list(pool.map(lambda ids: _generate(client, ids, 320), prompts))
-    assert all(len(reply["output_ids"]) == 320 for reply in replies)
+        replies = list(pool.map(lambda ids: _generate(client, ids, count), prompts))
+    assert all(len(reply["output_ids"]) == count for reply in replies)
     retracted = [i for i, r in enumerate(replies) if r["meta_info"]["num_retractions"] > 0]
     assert retracted
     compared = 0
     for i in [*retracted, *sorted({*range(len(prompts))} - {*retracted})]:
-        tokens, gap = oracle.greedy(prompts[i], 320, PATTERN)  # seconds each: a few are enough
+        tokens, gap = oracle.greedy(prompts[i], count, PATTERN)  # seconds each: a few are enough
         if gap > 1e-6:
             assert replies[i]["output_ids"] == tokens
             compared += 1
@@ -207,6 +211,15 @@ def test_static_and_live_agree_exactly(client: Client, live: Client) -> None:
     # Live mode keeps the keys for other patterns.
     assert state.index_key_writes[1] > before.index_key_writes[1]
     assert state.index_k_bytes_per_token == 6 * 128 * 4
+
+
+def test_a_benchmark_of_another_pattern_is_refused(client: Client, glm: Path) -> None:
+    """A static server serves its own, whatever a request names."""
+    target = latency.read_target(glm)
+    served = configurations(("full", f"own={PATTERN}"), target.checkpoint)
+    running = RunningServers({one.name: client for one in served})
+    with pytest.raises(BenchError, match="serves FSSFSS on rank 0, not the FFFFFF of full"):
+        latency.run(target, running, served, Settings((100,)))
 
 
 def test_readers_do_not_disturb(client: Client) -> None:
