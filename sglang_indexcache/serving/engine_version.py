@@ -2,8 +2,9 @@
 
 ``seams.yaml`` names every internal of SGLang that we rely on, and ``seams.json`` holds a digest of
 each in the version that was tested. Another version whose digests agree will do. Its source is
-read and never imported. ``python -m sglang_indexcache.serving.engine_version`` records the
-installed version.
+read and never imported; a file that is the tested one, byte for byte, is not even parsed, as all
+of them would take two seconds of every start. ``python -m sglang_indexcache.serving.engine_version``
+records the installed version.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ SUPPORTED_VERSION = __version__.partition(".post")[0]
 
 TABLE = Path(__file__).with_name("seams.yaml")
 RECORDS = Path(__file__).with_name("seams.json")
-"""``{version: {seam: digest}}`` of the one version that was tested."""
+"""``{version: {seam or file: digest}}`` of the one version that was tested."""
 
 _NAMED = 5
 """How many moved seams an error names."""
@@ -115,7 +116,9 @@ def moved(source: EngineSource, digests: Mapping[str, str]) -> list[str]:
     """Say what is wrong with each seam of ``source`` that is not as it was recorded."""
     problems = []
     for seam in seams():
-        digest, recorded_digest = source.digest(seam), digests.get(seam.path)
+        recorded_digest = digests.get(seam.path)
+        is_tested = recorded_digest and source.has_file(seam.module, digests)
+        digest = recorded_digest if is_tested else source.digest(seam)
         if digest is None:
             problems.append(f"{seam.path} is gone")
         elif recorded_digest is None:
@@ -125,14 +128,20 @@ def moved(source: EngineSource, digests: Mapping[str, str]) -> list[str]:
     return problems
 
 
+def digests_of(source: EngineSource) -> dict[str, str]:
+    """Return the digest of each seam, empty if it is gone, and of each file that has seams."""
+    files = dict(filter(None, (source.file(module) for module in {s.module for s in seams()})))
+    return {seam.path: source.digest(seam) or "" for seam in seams()} | files
+
+
 def record(source: EngineSource) -> None:
     """Write down ``source`` as the tested version.
 
     Raises:
         UnsupportedEngineError: the table names what is not there.
     """
-    digests = {seam.path: source.digest(seam) or "" for seam in seams()}
-    if wrong := "; ".join(moved(source, digests)):
+    digests = digests_of(source)
+    if wrong := "; ".join(f"{seam.path} is gone" for seam in seams() if not digests[seam.path]):
         raise UnsupportedEngineError(f"{source.name} cannot be recorded: {wrong}")
     record = {source.version or source.name: dict(sorted(digests.items()))}
     RECORDS.write_text(f"{json.dumps(record, indent=1)}\n", encoding="utf-8")
@@ -148,6 +157,7 @@ class EngineSource:
         self.root = root
         self.version = version
         self._modules: dict[str, ast.Module | None] = {}
+        self.file = cache(self._file)
 
     @classmethod
     def installed(cls) -> EngineSource:
@@ -183,11 +193,26 @@ class EngineSource:
     def module(self, name: str) -> ast.Module | None:
         """Return the tree of a module, or None if there is none of this name."""
         if name not in self._modules:
-            path = self.root.joinpath(*name.split(".")[1:])
-            files = [path.with_name(f"{path.name}.py"), path / "__init__.py"]
-            found = next((file for file in files if file.is_file()), None)
+            found = self._find_file(name)
             self._modules[name] = ast.parse(found.read_text(encoding="utf-8")) if found else None
         return self._modules[name]
+
+    def has_file(self, module: str, digests: Mapping[str, str]) -> bool:
+        """Whether the module's file is, byte for byte, the one of ``digests``."""
+        file = self.file(module)
+        return file is not None and digests.get(file[0]) == file[1]
+
+    def _file(self, module: str) -> tuple[str, str] | None:
+        """Return the path of a module's file below ``root`` and its digest; None if it is gone."""
+        if (found := self._find_file(module)) is None:
+            return None
+        digest = hashlib.sha256(found.read_bytes()).hexdigest()[:16]
+        return found.relative_to(self.root).as_posix(), digest
+
+    def _find_file(self, module: str) -> Path | None:
+        path = self.root.joinpath(*module.split(".")[1:])
+        files = [path.with_name(f"{path.name}.py"), path / "__init__.py"]
+        return next((file for file in files if file.is_file()), None)
 
 
 def _find(tree: ast.AST, names: list[str]) -> list[ast.stmt]:

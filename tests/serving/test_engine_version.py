@@ -66,6 +66,19 @@ def test_the_tested_version_starts_without_a_word(
     assert caplog.records == []
 
 
+def test_a_file_that_is_the_tested_one_is_not_parsed(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All files take two seconds of every start; the record alone says that this one is right."""
+    digests = engine_version.recorded()[1]
+    assert moved(make("1.0", CODE + "# more\n"), digests | {f"{MODULE}.a": "other"}) == [
+        f"{MODULE}.a has changed"
+    ]
+    monkeypatch.setattr(EngineSource, "digest", lambda *_: None)
+    assert moved(make("1.1"), digests) == []
+    assert len(moved(make("1.1", CODE + "# more\n"), digests)) == len(SEAMS)
+
+
 def test_another_version_starts_with_one_line_if_nothing_moved(
     make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
