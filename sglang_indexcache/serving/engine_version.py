@@ -3,8 +3,8 @@
 ``seams.yaml`` names every internal of SGLang that we rely on, and ``seams.json`` holds a digest of
 each in the version that was tested. Another version whose digests agree will do. Its source is
 read and never imported; a file that is the tested one, byte for byte, is not even parsed, as all
-of them would take two seconds of every start. ``python -m sglang_indexcache.serving.engine_version``
-records the installed version.
+of them would take two seconds of every start.
+``python -m sglang_indexcache.serving.engine_version`` records the installed version.
 """
 
 from __future__ import annotations

@@ -88,39 +88,39 @@ def test_completions_of_several_prompts(openai: OpenAI) -> None:
 ENGINE = """
 import json, sys
 import sglang
+from sglang_indexcache.errors import PatternError
 
-if __name__ == "__main__":
-    engine = sglang.Engine(
-        model_path=sys.argv[1], attention_backend="indexcache", indexcache_pattern=sys.argv[2],
+def start(pattern):
+    return sglang.Engine(
+        model_path=sys.argv[1], attention_backend="indexcache", indexcache_pattern=pattern,
         max_total_tokens=4096, dtype="float32", log_level="error",
     )
+
+if __name__ == "__main__":
+    try:
+        start("FSS")
+    except PatternError as error:
+        refused = str(error)
+    engine = start("FSSFSS")
     state = engine.get_server_info()["internal_states"][0]["indexcache"]
     out = engine.generate(input_ids=list(range(20, 120)),
                           sampling_params={"max_new_tokens": 4, "temperature": 0.0})
-    print("RESULT", json.dumps([state["pattern"], state["source"], out["output_ids"]]))
+    print("RESULT", json.dumps([refused, state["pattern"], state["source"], out["output_ids"]]))
     engine.shutdown()
 """
 
 
-def run_engine(tmp_path: Path, model: Path, pattern: str) -> subprocess.CompletedProcess[str]:
+def test_engine_keyword(tmp_path: Path, glm: Path) -> None:
+    """A bad pattern raises to its caller, who may give another one."""
     script = tmp_path / "engine.py"
     script.write_text(ENGINE)
-    command = [sys.executable, str(script), str(model), pattern]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
-
-
-def test_engine_keyword(tmp_path: Path, glm: Path) -> None:
-    result = run_engine(tmp_path, glm, "FSSFSS")
+    command = [sys.executable, str(script), str(glm)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
     lines = [line for line in result.stdout.splitlines() if line.startswith("RESULT")]
     assert lines, result.stdout + result.stderr
-    pattern, source, tokens = json.loads(lines[0].removeprefix("RESULT"))
+    refused, pattern, source, tokens = json.loads(lines[0].removeprefix("RESULT"))
+    assert refused.startswith("Engine(indexcache_pattern=...) FSS")
+    assert "3 too short" in refused
     assert pattern == "FSSFSS"
     assert source == "Engine(indexcache_pattern=...) FSSFSS (given literally)"
     assert len(tokens) == 4
-
-
-def test_engine_raises_to_its_caller(tmp_path: Path, glm: Path) -> None:
-    result = run_engine(tmp_path, glm, "FSS")
-    assert result.returncode != 0
-    assert "PatternError: Engine(indexcache_pattern=...) FSS" in result.stderr
-    assert "3 too short" in result.stderr

@@ -52,12 +52,15 @@ PASS = {
 }
 REFUSED = [  # with every reason, each of which holds on a node with GPUs
     (
-        f"--tp 8 --indexcache-mode live {EAGLE} --use-ray",
-        ["does not work with --use-ray", "live mode does not work with --speculative-algorithm"],
-    ),
-    (
-        "--tp 8 --indexcache-mode live --pp-size 4 --indexcache-pattern 1/4 --enable-flexkv",
-        ["FlexKV finds KV by its tokens alone", "stage"],
+        f"--tp 8 --indexcache-mode live {EAGLE} --use-ray --pp-size 4 --indexcache-pattern 1/4 "
+        '--enable-flexkv --json-model-override-args {"index_topk":512}',
+        [
+            "does not work with --use-ray",
+            "live mode does not work with --speculative-algorithm",
+            "FlexKV finds KV by its tokens alone",
+            "stage",
+            "--dsa-topk-backend torch",
+        ],
     ),
     ("--tp 8 --indexcache-pattern 1/4 --no-such-flag", ["unrecognized arguments: --no-such-flag"]),
     (
@@ -66,13 +69,10 @@ REFUSED = [  # with every reason, each of which holds on a node with GPUs
         ["does not work with --use-ray", "SGLang refuses"],
     ),
     ("--tp 8 --json-model-override-args {index", ["--json-model-override-args is not JSON"]),
-    ('--tp 8 --json-model-override-args {"index_topk":512}', ["--dsa-topk-backend torch"]),
     (
-        '--tp 8 --json-model-override-args {"index_head_dim":192}',
-        ["index_head_dim is 192 and must be 128"],
+        '--tp 8 --dtype float16 --json-model-override-args {"index_head_dim":192}',
+        ["index_head_dim is 192 and must be 128", "Add --dtype bfloat16"],
     ),
-    ("--tp 8 --dtype float16", ["Add --dtype bfloat16"]),
-    ("--tp 4", ["takes 187 GB of each of 4 GPUs"]),
     (
         '--tp 4 --json-model-override-args {"index_head_dim":192}',
         ["index_head_dim is 192 and must be 128", "takes 187 GB of each of 4 GPUs"],

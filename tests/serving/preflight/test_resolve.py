@@ -101,6 +101,26 @@ def test_upstreams_freq_is_upstreams_schedule() -> None:
 
 
 @pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("FsSFSS", "Use capital letters"),
+        ("FSS FSS", "Remove the white space"),
+        ("", "empty"),
+        ("FSSFS", "1 too short"),
+        ("FSSFSSS", "1 too long"),
+        ("SFSFSF", "starts with S"),
+        ("FSXFSS", "'X'"),
+        ("1/4", "uniform:1/4"),
+        ("uniform:1/0", "uniform"),
+    ],
+)
+def test_bad_flag(pattern: str, message: str) -> None:
+    with pytest.raises(IndexCacheError, match=message) as caught:
+        plan(flags(pattern=pattern))
+    assert "--indexcache-pattern" in str(caught.value)
+
+
+@pytest.mark.parametrize(
     ("overrides", "message"),
     [
         ({"index_topk_pattern": "FSS"}, "3 too short"),
