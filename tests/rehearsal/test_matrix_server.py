@@ -34,6 +34,7 @@ from tests.rehearsal.questions import (
     prompt,
 )
 
+pytestmark = pytest.mark.matrix
 LIVE = ("--indexcache-mode", "live")
 TP_2 = ("--tp", "2")
 FP8_KV = ("--kv-cache-dtype", "fp8_e4m3")
@@ -84,7 +85,6 @@ class Case:
         answers_judged: whether answers are held to the bound, not only prompts. DeepSeek-V3.2's
             noise is far from tame: transformers' own bfloat16 is 0.2 nats from float32, and six
             tokens an answer do not average that.
-        in_every_run: whether ``make test`` runs it too, not only ``make rehearse``.
     """
 
     name: str
@@ -97,7 +97,6 @@ class Case:
     same_chunks: bool = True
     same_tokens: bool = True
     answers_judged: bool = True
-    in_every_run: bool = False
 
     @property
     def is_live(self) -> bool:
@@ -117,13 +116,6 @@ class Case:
 
 
 CASES = [
-    Case(
-        "tensor parallelism",
-        (*TP_2, *DECODE_GRAPHS, "--enable-metrics"),
-        rehearses=("tensor parallelism", "CUDA graphs"),
-        shows=(evidence.replays("decode_cuda_graph"),),
-        in_every_run=True,
-    ),
     Case(
         "attention tensor parallelism",
         (*LIVE, *EAGER, *TP_2, "--moe-dense-tp-size", "1"),
@@ -267,8 +259,8 @@ CASES = [
         answers_judged=False,
     ),
 ]
-IN_TEST_SERVER = {"radix cache", "overlap schedule"}
-"""Rehearsed by ``test_server.py``: prefixes there, and the schedule that SGLang has by default."""
+IN_TEST_SERVER = {"radix cache", "overlap schedule", "tensor parallelism", "CUDA graphs"}
+"""Rehearsed by ``test_server.py``: prefixes, SGLang's default schedule, and graphs of two ranks."""
 
 
 @contextmanager
@@ -282,12 +274,7 @@ def served(case: Case, rehearse: Rehearse, models: Models, mutant: str = "") -> 
         yield client
 
 
-def _parameter(case: Case) -> Any:
-    marks = () if case.in_every_run else (pytest.mark.matrix,)
-    return pytest.param(case, marks=marks, id=case.name.replace(" ", "_"))
-
-
-@pytest.fixture(scope="module", params=map(_parameter, CASES))
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: case.name.replace(" ", "_"))
 def case(request: pytest.FixtureRequest) -> Case:
     chosen: Case = request.param
     return chosen

@@ -16,6 +16,7 @@ import pytest
 
 from sglang_indexcache.ask.client import Client
 from sglang_indexcache.library import Slopes
+from tests.rehearsal import evidence
 from tests.rehearsal.conftest import Judges, Models, Rehearse
 from tests.rehearsal.questions import (
     DECODE_GRAPHS,
@@ -24,12 +25,15 @@ from tests.rehearsal.questions import (
     PATTERNS,
     QUARTER,
     Judge,
+    alone_and_together,
     ask,
     behind_another_pattern_and_first,
     logprobs,
     prompt,
 )
 from tests.slopes import random_slopes
+
+TP_2 = ("--tp", "2")
 
 
 @pytest.fixture
@@ -78,16 +82,22 @@ class TestLive:
 
 
 class TestStatic:
-    """SGLang builds no indexer on S layers, and decodes from CUDA graphs."""
+    """SGLang builds no indexer on S layers, and two ranks decode from CUDA graphs."""
+
+    ASKED = tuple((length, None) for length in LENGTHS)
 
     @pytest.fixture(scope="class")
     def client(self, rehearse: Rehearse) -> Iterator[Client]:
-        with rehearse(*DECODE_GRAPHS, "--indexcache-pattern", QUARTER) as client:
+        flags = (*TP_2, *DECODE_GRAPHS, "--enable-metrics", "--indexcache-pattern", QUARTER)
+        with rehearse(*flags) as client:
             yield client
 
     @pytest.fixture(scope="class")
     def answers(self, client: Client) -> list[Any]:
-        return ask(client, *((length, None) for length in LENGTHS))
+        """Answers of one batch, which are the same bits alone."""
+        alone, together = alone_and_together(client, self.ASKED)
+        assert alone == together
+        return together
 
     def test_prompts_are_read_as_by_transformers(self, client: Client, judge: Judge) -> None:
         for length in LENGTHS:
@@ -97,8 +107,11 @@ class TestStatic:
         apart, bound = judge.answers_apart([(length, QUARTER) for length in LENGTHS], answers)
         assert apart < bound
 
+    def test_graphs_were_replayed(self, client: Client, models: Models, answers: list[Any]) -> None:
+        evidence.replays("decode_cuda_graph")(client, models("glm-5"))
+
     def test_shared_layers_ran_no_indexer(self, client: Client, answers: list[Any]) -> None:
-        state = client.server_info()["internal_states"][0]["indexcache"]
+        [state] = [one["indexcache"] for one in client.server_info()["internal_states"]]
         ran = [runs > 0 for runs in state["indexer_selections"]]
         assert ran == [kind == "F" for kind in QUARTER]
 
@@ -107,8 +120,8 @@ class TestStatic:
     ) -> None:
         kinds = ["full" if kind == "F" else "shared" for kind in QUARTER]
         override = ("--json-model-override-args", json.dumps({"indexer_types": kinds}))
-        with rehearse(*DECODE_GRAPHS, *override, backend="dsa") as stock:
-            assert ask(stock, *((length, None) for length in LENGTHS)) == answers
+        with rehearse(*TP_2, *DECODE_GRAPHS, *override, backend="dsa") as stock:
+            assert ask(stock, *self.ASKED) == answers
 
 
 class TestFolded:
