@@ -18,20 +18,20 @@ from tests.fakes.server import FakeServer, serving
 
 
 def examine(*fakes: FakeServer) -> tuple[bool, str]:
-    said = io.StringIO()
+    output = io.StringIO()
     with ExitStack() as stack:
-        clients = [Client(stack.enter_context(serving(one))) for one in fakes]
-        found = examine_servers(clients)
-    found.tell(Console(file=said, width=200))
-    return not found.problems, said.getvalue()
+        clients = [Client(stack.enter_context(serving(fake))) for fake in fakes]
+        fleet = examine_servers(clients)
+    fleet.tell(Console(file=output, width=200))
+    return not fleet.problems, output.getvalue()
 
 
 def test_servers_that_do_the_same() -> None:
-    fine, said = examine(
+    fine, answer = examine(
         FakeServer("FSFS", role="prefill", dp=2), FakeServer("FSFS", role="decode", mode="static")
     )
     assert fine
-    assert said.count("FSFS") == 3  # one for each rank
+    assert answer.count("FSFS") == 3  # one for each rank
     for text in (
         "rank 0",
         "rank 1",
@@ -41,7 +41,7 @@ def test_servers_that_do_the_same() -> None:
         __version__,
         "no problem found",
     ):
-        assert text in said
+        assert text in answer
 
 
 @pytest.mark.parametrize(
@@ -49,25 +49,25 @@ def test_servers_that_do_the_same() -> None:
     [
         ({"pattern": "FSSS"}, "they differ in the pattern."),
         ({"mode": "live"}, "they differ in the mode."),
-        ({"said": {"version": "0.0.9"}}, "they differ in sglang-indexcache's version."),
-        ({"said": {"architecture": "DeepseekV32ForCausalLM"}}, "they differ in the model."),
+        ({"overrides": {"version": "0.0.9"}}, "they differ in sglang-indexcache's version."),
+        ({"overrides": {"architecture": "DeepseekV32ForCausalLM"}}, "they differ in the model."),
     ],
 )
 def test_servers_that_differ(change: dict[str, Any], message: str) -> None:
-    fine, said = examine(FakeServer("FSFS"), FakeServer(**{"pattern": "FSFS", **change}))
+    fine, text = examine(FakeServer("FSFS"), FakeServer(**{"pattern": "FSFS", **change}))
     assert not fine
-    assert message in said
-    assert said.count("problem") == 1
-    value = next(iter(change.get("said", change).values()))
-    assert value in said.partition(message)[2]
+    assert message in text
+    assert text.count("problem") == 1
+    value = next(iter(change.get("overrides", change).values()))
+    assert value in text.partition(message)[2]
 
 
 def test_a_rank_whose_worker_did_not_load_the_plugin() -> None:
     """SGLang logs a plugin that raises, and goes on without it."""
-    fine, said = examine(FakeServer("FSFS", dp=2, plugins=(True, False)))
+    fine, text = examine(FakeServer("FSFS", dp=2, plugins=(True, False)))
     assert not fine
-    assert "rank 1 was started with IndexCache, but its worker did not load the plugin" in said
-    assert "rank 0 was started" not in said
+    assert "rank 1 was started with IndexCache, but its worker did not load the plugin" in text
+    assert "rank 0 was started" not in text
 
 
 def test_ranks_that_answer_out_of_turn_keep_their_numbers() -> None:
@@ -76,21 +76,21 @@ def test_ranks_that_answer_out_of_turn_keep_their_numbers() -> None:
         info = client.server_info()
         info["internal_states"].reverse()
         client.server_info = lambda: info  # type: ignore[method-assign]
-        found = examine_servers([client])
-    assert "rank 1 was started with IndexCache" in found.problems[0]
-    assert [rank.name.split()[-1] for rank in found.ranks] == [*"012"]
+        fleet = examine_servers([client])
+    assert "rank 1 was started with IndexCache" in fleet.problems[0]
+    assert [rank.name.split()[-1] for rank in fleet.ranks] == [*"012"]
 
 
 def test_a_server_without_indexcache() -> None:
-    fine, said = examine(FakeServer("FSFS"), FakeServer("FSFS", plugins=(False,), launched=False))
+    fine, text = examine(FakeServer("FSFS"), FakeServer("FSFS", plugins=(False,), launched=False))
     assert not fine
-    assert "does not run IndexCache. Start it with --attention-backend indexcache" in said
+    assert "does not run IndexCache. Start it with --attention-backend indexcache" in text
 
 
 def test_a_rank_whose_report_failed() -> None:
-    fine, said = examine(FakeServer("FSFS"), FakeServer("FSFS", fault="no report"))
+    fine, text = examine(FakeServer("FSFS"), FakeServer("FSFS", fault="no report"))
     assert not fine
-    assert "cannot say what IndexCache does: KeyError: 'x'. Its log has the details" in said
+    assert "cannot say what IndexCache does: KeyError: 'x'. Its log has the details" in text
 
 
 def test_a_server_that_does_not_answer() -> None:
@@ -106,6 +106,10 @@ def test_it_needs_no_more_than_the_base_install() -> None:
         "from sglang_indexcache.cli import app\n"
         "app(['server', 'doctor', '--url', 'http://127.0.0.1:9'])\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert "problem: cannot reach the server at http://127.0.0.1:9" in done.stdout, done.stderr
-    assert done.returncode == 1
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert "problem: cannot reach the server at http://127.0.0.1:9" in process.stdout, (
+        process.stderr
+    )
+    assert process.returncode == 1
