@@ -60,10 +60,10 @@ def libraries() -> dict[str, BuiltKernels]:
 
 @pytest.fixture(scope="module")
 def code(libraries: dict[str, BuiltKernels]) -> dict[str, Code]:
-    found: dict[str, Code] = {}
+    kernels: dict[str, Code] = {}
     for library in libraries.values():
-        found |= report.disassemble(library.path)
-    return found
+        kernels |= report.disassemble(library.path)
+    return kernels
 
 
 @pytest.fixture(scope="module")
@@ -144,9 +144,9 @@ def test_topk_begins_while_the_logits_are_made(code: dict[str, Code]) -> None:
 
 @needs_nvcc
 def test_topk_keeps_a_chunk_of_the_row_in_flight(sass: dict[str, Counter[str]]) -> None:
-    found = sass["topk_kernel"]
-    assert count(found, "LDG.E.128") >= 2 * 7, "seven vectors a thread, now and for the next chunk"
-    assert count(found, "UCGABAR_WAIT") == 3, "bound, digits, end"
+    counts = sass["topk_kernel"]
+    assert count(counts, "LDG.E.128") >= 2 * 7, "seven vectors a thread, now and for the next chunk"
+    assert count(counts, "UCGABAR_WAIT") == 3, "bound, digits, end"
 
 
 @needs_nvcc
@@ -175,33 +175,33 @@ def registers(line: str) -> set[int]:
 
 def accumulators(line: str) -> set[int]:
     """Return those that a WGMMA writes: N / 2 from the first on."""
-    found = re.search(r"GMMA\.64x(\d+)x\d+\S*\s+R(\d+)", line)
-    return set(range(int(found[2]), int(found[2]) + int(found[1]) // 2)) if found else set()
+    match = re.search(r"GMMA\.64x(\d+)x\d+\S*\s+R(\d+)", line)
+    return set(range(int(match[2]), int(match[2]) + int(match[1]) // 2)) if match else set()
 
 
 def flow(code: Code) -> list[list[int]]:
     """Return for each instruction the indices of those that may run right after it."""
     at = {address: index for index, (address, _) in enumerate(code)}
-    found: list[list[int]] = []
+    successors: list[list[int]] = []
     for index, (_, line) in enumerate(code):
         jump = re.search(r"\b(?:BRA|CALL|BSSY)\S*\s.*?(0x[0-9a-f]+)$", line)
         goes = [] if jump is None else [at[int(jump[1], 16)]]
         ends = re.match(r"BRA 0x|EXIT|RET", line) or index + 1 == len(code)
-        found.append(goes if ends else [*goes, index + 1])
-    return found
+        successors.append(goes if ends else [*goes, index + 1])
+    return successors
 
 
 def reachable(code: Code, start: int) -> set[int]:
     """Indices of the instructions that can run after the one at index ``start``."""
     following = flow(code)
-    seen: set[int] = set()
+    visited: set[int] = set()
     todo = list(following[start])
     while todo:
         here = todo.pop()
-        if here not in seen:
-            seen.add(here)
+        if here not in visited:
+            visited.add(here)
             todo += following[here]
-    return seen
+    return visited
 
 
 @needs_nvcc
@@ -227,14 +227,14 @@ def before(code: Code, fence: int) -> set[int]:
     for index, following in enumerate(flow(code)):
         for each in following:
             comes_from[each].add(index)
-    found: set[int] = set()
+    sources: set[int] = set()
     todo = list(comes_from[fence])
     while todo:
         here = todo.pop()
-        if here not in found and not re.search(r"WARPSYNC\.ALL|BAR\.SYNC", code[here][1]):
-            found.add(here)
+        if here not in sources and not re.search(r"WARPSYNC\.ALL|BAR\.SYNC", code[here][1]):
+            sources.add(here)
             todo += comes_from[here]
-    return found
+    return sources
 
 
 def lanes_are_together(code: Code, fence: int) -> bool:
@@ -251,7 +251,7 @@ def lanes_are_together(code: Code, fence: int) -> bool:
     branches = [index for index, line in lines.items() if "BRA" in line]
     opened = [re.search(r"BSSY (B\d+)", lines[i]) for i in region if any(b > i for b in branches)]
     closed = [re.search(r"BSYNC (B\d+)", line) for line in lines.values()]
-    return {found[1] for found in opened if found} <= {found[1] for found in closed if found}
+    return {match[1] for match in opened if match} <= {match[1] for match in closed if match}
 
 
 def test_a_warp_that_was_not_synchronised_is_noticed() -> None:
@@ -289,7 +289,7 @@ def test_roles_stay_within_their_registers(
 
 def most_registers(code: Code) -> dict[int, bool]:
     """Return for every setmaxnreg whether all that can run after it uses no register beyond."""
-    found = {}
+    fits = {}
     for index, (_, line) in enumerate(code):
         limit = re.search(r"USETMAXREG.* (0x[0-9a-f]+)$", line)
         if limit:
@@ -298,8 +298,8 @@ def most_registers(code: Code) -> dict[int, bool]:
                 for i in reachable(code, index)
             ]
             assert len(used) > 500, "the walk ended early"
-            found[int(limit[1], 16)] = max(used) < int(limit[1], 16)
-    return found
+            fits[int(limit[1], 16)] = max(used) < int(limit[1], 16)
+    return fits
 
 
 LOOPS = {
@@ -360,7 +360,7 @@ def test_arguments_reach_the_libraries(libraries: dict[str, BuiltKernels]) -> No
     ints, floats, data = torch.int32, torch.float32, torch.uint8
     rows, table = torch.zeros(4, dtype=ints), torch.zeros(2, 8, dtype=ints)
     starts, logits = torch.zeros(3, dtype=ints), torch.zeros(4, 64, dtype=floats)
-    chosen = torch.zeros(4, 16, dtype=ints)
+    selection = torch.zeros(4, 16, dtype=ints)
     q, pages = torch.zeros(4, 32, 128, dtype=data), torch.zeros(3, 8448, dtype=data)
     weights = torch.zeros(4, 32, dtype=floats)
     lists = torch.zeros(1, 8, 16384, dtype=torch.int64)
@@ -372,12 +372,12 @@ def test_arguments_reach_the_libraries(libraries: dict[str, BuiltKernels]) -> No
     lse = torch.zeros(4, 20)
     batch = q, weights, pages, table, starts, rows
     calls = [
-        lambda: topk.topk(logits, rows, chosen),
-        lambda: topk.topk_of_requests(logits, rows, starts, 1, table, chosen),
-        lambda: topk.topk_of_requests(logits, rows, None, 2, None, chosen),
+        lambda: topk.topk(logits, rows, selection),
+        lambda: topk.topk_of_requests(logits, rows, starts, 1, table, selection),
+        lambda: topk.topk_of_requests(logits, rows, None, 2, None, selection),
         lambda: indexer.indexer_logits(q, weights, pages, table, starts, 1, rows, logits),
         lambda: indexer.indexer_logits(q, weights, pages, table, None, 2, rows, logits),
-        lambda: indexer.indexer_select(*batch, True, lists, rows[:1], chosen),
+        lambda: indexer.indexer_select(*batch, True, lists, rows[:1], selection),
         lambda: mla.sparse_mla_pack(slots, 2, *packed),
         lambda: mla.sparse_mla_clusters(cache, 8),
         lambda: mla.sparse_mla_attend(queries, cache, *packed, 2, 0.1, sinks, 1, out, lse),
@@ -405,10 +405,10 @@ def test_launches_that_the_kernels_cannot_do_are_refused(
 
 @needs_nvcc
 def test_build_kernels_command(libraries: dict[str, BuiltKernels]) -> None:
-    done = CliRunner().invoke(app, ["kernels", "build"])
-    assert done.exit_code == 0, done.output
+    result = CliRunner().invoke(app, ["kernels", "build"])
+    assert result.exit_code == 0, result.output
     for folder in FOLDERS:
-        assert f"{folder}: in the cache" in done.output
+        assert f"{folder}: in the cache" in result.output
 
 
 # -- the cache -----------------------------------------------------------------------------------
@@ -491,11 +491,11 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PATH", "/nonexistent")
     monkeypatch.setenv(building.CACHE_VARIABLE, str(tmp_path / "cache"))
     monkeypatch.setattr(building, "DEFAULT_HOME", tmp_path)
-    kept = building.find_nvcc, building.nvcc_version
-    for function in kept:
+    functions = building.find_nvcc, building.nvcc_version
+    for function in functions:
         function.cache_clear()
     yield tmp_path
-    for function in kept:
+    for function in functions:
         function.cache_clear()
 
 
@@ -557,19 +557,19 @@ def fresh_libraries() -> None:
 def test_what_was_packed_is_found_on_a_machine_without_nvcc(
     empty_library: Path, elsewhere: Path, fresh_libraries: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept = {folder: keep(folder, "13.1.80", empty_library) for folder in FOLDERS}
-    made = [BuiltKernels(path, path.parent / "build.log", fresh=True) for path in kept.values()]
-    building.pack(elsewhere / "kernels.tar.gz", made)
+    paths = {folder: keep(folder, "13.1.80", empty_library) for folder in FOLDERS}
+    built = [BuiltKernels(path, path.parent / "build.log", fresh=True) for path in paths.values()]
+    building.pack(elsewhere / "kernels.tar.gz", built)
     node = elsewhere / "node"
     monkeypatch.setenv(building.CACHE_VARIABLE, str(node))
     assert building.cached("topk") is None
     shutil.unpack_archive(elsewhere / "kernels.tar.gz", node)
-    for folder, path in kept.items():
-        found = building.cached(folder)
-        assert found is not None
-        assert found.path.is_relative_to(node)
-        assert found.path.read_bytes() == path.read_bytes()
-        assert found.compiler == (13, 1, 80)
+    for folder, path in paths.items():
+        library = building.cached(folder)
+        assert library is not None
+        assert library.path.is_relative_to(node)
+        assert library.path.read_bytes() == path.read_bytes()
+        assert library.compiler == (13, 1, 80)
     assert cuda.library("topk")
 
 
@@ -584,12 +584,12 @@ def test_a_compiler_that_miscompiled_is_named(
     """The command that builds names it, and so does the log of who loads the library."""
     for folder in FOLDERS:
         keep(folder, release, empty_library)
-    done = CliRunner().invoke(app, ["kernels", "build"], env={"COLUMNS": "400"})
-    assert done.exit_code == 0, done.output
+    result = CliRunner().invoke(app, ["kernels", "build"], env={"COLUMNS": "400"})
+    assert result.exit_code == 0, result.output
     assert cuda.library("topk")
-    for said in (done.output, caplog.text):
-        assert (f"nvcc {release} has miscompiled" in said) == (release == "13.0.88")
-        assert said.count("#1262") == (release == "13.0.88"), "where it was seen, once"
+    for words in (result.output, caplog.text):
+        assert (f"nvcc {release} has miscompiled" in words) == (release == "13.0.88")
+        assert words.count("#1262") == (release == "13.0.88"), "where it was seen, once"
 
 
 @pytest.mark.parametrize(

@@ -50,8 +50,8 @@ def emulator_command(source: Path, target: Path) -> list[str]:
 def emulator() -> ctypes.CDLL:
     target = Path(mkdtemp(prefix="indexcache-emulated-")) / "kernels.so"
     command = emulator_command(build.source_folder() / "host/emulated/kernels.cpp", target)
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr[-3000:]
     library = ctypes.CDLL(str(target))
     for name in ("logits", "select", "topk", "pack", "attend"):
         getattr(library, f"emulate_{name}").restype = c_char_p
@@ -109,10 +109,10 @@ class Batch:
         self.slots: list[NDArray] = []
         first = 0
         for b, (queries, keys) in enumerate(zip(query_lens, key_lens, strict=True)):
-            own = order[first : first + counts[b]]
+            mine = order[first : first + counts[b]]
             first += counts[b]
-            self.table[b, : counts[b]] = own
-            slots = own.repeat(64)[:keys] * 64 + np.arange(keys) % 64
+            self.table[b, : counts[b]] = mine
+            slots = mine.repeat(64)[:keys] * 64 + np.arange(keys) % 64
             key = self.integers(random, keys, 128)
             scale = 2.0 ** random.integers(-2, 3, keys).astype(np.float32)
             for s, slot in enumerate(slots):
@@ -121,10 +121,10 @@ class Batch:
                 at = 8192 + offset * 4
                 raw[page, at : at + 4] = np.frombuffer(scale[s].tobytes(), dtype=np.uint8)
             for row in range(int(self.starts[b]), int(self.starts[b + 1])):
-                seen = keys - queries + 1 + row - int(self.starts[b])
-                self.visible[row] = seen
-                dots = np.maximum(self.q[row] @ key[:seen].T, 0)
-                self.logits.append((self.weights[row] @ dots) * scale[:seen])
+                visible = keys - queries + 1 + row - int(self.starts[b])
+                self.visible[row] = visible
+                dots = np.maximum(self.q[row] @ key[:visible].T, 0)
+                self.logits.append((self.weights[row] @ dots) * scale[:visible])
                 self.slots.append(slots)
         self.pages = raw
         self.q_bytes = self.bytes(self.q)
@@ -155,13 +155,13 @@ class Batch:
         return np.ascontiguousarray(e4m3.view(torch.uint8).numpy())
 
     def selected(self, k: int, *, as_slots: bool) -> NDArray:
-        chosen = np.full((self.rows, k), -1, dtype=np.int32)
+        selection = np.full((self.rows, k), -1, dtype=np.int32)
         for row, logits in enumerate(self.logits):
             positions = oracle(logits, k)
-            found = positions >= 0
+            valid = positions >= 0
             slots = self.slots[row]
-            chosen[row, found] = slots[positions[found]] if as_slots else positions[found]
-        return chosen
+            selection[row, valid] = slots[positions[valid]] if as_slots else positions[valid]
+        return selection
 
 
 SELECT_TILES = [(8, 8), (32, 8), (64, 4)]
@@ -217,9 +217,9 @@ def test_tiles_go_to_whoever_asks(blocks: int, slow: int, random: np.random.Gene
         out = select(batch, 8, 40, blocks, slow=slow, as_slots=True, counter=counter)
         np.testing.assert_array_equal(out, expected)
         assert counter[0] == 0, "no question too many, none too few"
-        asked = [emulator().emulated_questions(block) for block in range(blocks)]
-        assert sum(asked) == tiles + blocks, "every tile is taken once, and all hear of the end"
-        assert min(asked) == 1 if blocks == 7 else slow < 0 or asked[slow] == 1
+        questions = [emulator().emulated_questions(block) for block in range(blocks)]
+        assert sum(questions) == tiles + blocks, "every tile is taken once, and all hear of the end"
+        assert min(questions) == 1 if blocks == 7 else slow < 0 or questions[slow] == 1
 
 
 def test_select_through_many_checks(random: np.random.Generator) -> None:
@@ -487,13 +487,13 @@ def attention(
     out = torch.zeros(rows, heads, 512, dtype=torch.float64)
     lse = torch.full((rows, heads), float("-inf"), dtype=torch.float64)
     for row in range(rows):
-        chosen = latent[slots[row][slots[row] >= 0]].double()
-        if len(chosen) == 0:
+        rows_of = latent[slots[row][slots[row] >= 0]].double()
+        if len(rows_of) == 0:
             continue
-        scores = q[row].double() @ chosen.T * scale
+        scores = q[row].double() @ rows_of.T * scale
         lse[row] = scores.logsumexp(-1)
         total = lse[row] if sinks is None else torch.logaddexp(lse[row], sinks.double())
-        out[row] = (scores - total[:, None]).exp() @ chosen[:, :512]
+        out[row] = (scores - total[:, None]).exp() @ rows_of[:, :512]
     return out, lse
 
 
@@ -502,11 +502,11 @@ def fp8_cache(latent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     groups = latent[:, :512].float().unflatten(1, (4, 128))
     scales = groups.abs().amax(-1) / 448
     values = (groups / scales[..., None]).to(torch.float8_e4m3fn)
-    meant = (values.float() * scales[..., None]).bfloat16().flatten(1)
+    exact = (values.float() * scales[..., None]).bfloat16().flatten(1)
     rotary = latent[:, 512:].contiguous()
     parts = [values.flatten(1), scales.contiguous(), rotary]
     rows = torch.cat([part.view(torch.uint8) for part in parts], 1)
-    return rows.contiguous(), torch.cat([meant, rotary], 1)
+    return rows.contiguous(), torch.cat([exact, rotary], 1)
 
 
 MLA_CASES = [
@@ -596,9 +596,9 @@ def test_attend(
     assert (~finite).any(), "one list is empty"
     torch.testing.assert_close(got_lse[finite].double(), want_lse[finite], rtol=0, atol=1e-4)
     for row in range(rows):
-        chosen = latent[slots[row][slots[row] >= 0]]
-        if len(chosen):  # the contract's own bound; a sink only shrinks the output
-            bound, _ = mla_tolerance(q[row], chosen, scale)
+        rows_of = latent[slots[row][slots[row] >= 0]]
+        if len(rows_of):  # the contract's own bound; a sink only shrinks the output
+            bound, _ = mla_tolerance(q[row], rows_of, scale)
             assert ((got_out[row].double() - want_out[row]).abs() <= bound).all()
     again = run_once()
     assert torch.equal(again[0], got_out), "the same bits in every order of execution"

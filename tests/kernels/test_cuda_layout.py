@@ -52,24 +52,24 @@ class Descriptor:
 
     def k_major(self, memory: NDArray, rows: int, k_bytes: int) -> NDArray:
         """Core matrices of 8 rows x 16 bytes, rows 128 bytes apart; groups of 8 rows a stride."""
-        found = np.empty((rows, k_bytes), dtype=np.uint8)
+        tile = np.empty((rows, k_bytes), dtype=np.uint8)
         for row in range(rows):
             for byte in range(0, k_bytes, 16):
                 at = self.start + row // 8 * self.stride + row % 8 * 128 + byte
                 at = swizzled(at)
-                found[row, byte : byte + 16] = memory[at : at + 16]
-        return found
+                tile[row, byte : byte + 16] = memory[at : at + 16]
+        return tile
 
     def mn_major_bf16(self, memory: NDArray, columns: int, k: int) -> NDArray:
         """``[k, columns]`` of 2-byte elements; 64 columns contiguous, then a leading offset."""
-        found = np.empty((k, columns), dtype=np.uint16)
+        tile = np.empty((k, columns), dtype=np.uint16)
         for row in range(k):
             for column in range(0, columns, 8):
                 at = self.start + column // 64 * self.leading
                 at += row // 8 * self.stride + row % 8 * 128 + column % 64 * 2
                 at = swizzled(at)
-                found[row, column : column + 8] = memory[at : at + 16].view(np.uint16)
-        return found
+                tile[row, column : column + 8] = memory[at : at + 16].view(np.uint16)
+        return tile
 
 
 def bf16(bits: NDArray) -> NDArray:
@@ -94,7 +94,7 @@ def test_swizzle_is_tmas() -> None:
 
 def test_accumulators_cover_the_tile_as_the_isa_draws_it() -> None:
     """PTX ISA, "D of wgmma m64nNk", has row 16w + l/4 (+8) and columns 8j + 2(l%4) (+1)."""
-    seen = np.zeros((64, 256), dtype=int)
+    counts = np.zeros((64, 256), dtype=int)
     for thread in range(128):
         for i in range(128):
             row = host().check_accumulator_row(c_int(thread), c_int(i))
@@ -102,8 +102,8 @@ def test_accumulators_cover_the_tile_as_the_isa_draws_it() -> None:
             warp, lane = divmod(thread, 32)
             assert row == 16 * warp + lane // 4 + 8 * (i % 4 // 2)
             assert column == 8 * (i // 4) + 2 * (lane % 4) + i % 2
-            seen[row, column] += 1
-    assert (seen == 1).all()
+            counts[row, column] += 1
+    assert (counts == 1).all()
 
 
 @pytest.mark.parametrize("columns", [32, 64, 128, 256])
@@ -182,7 +182,7 @@ def test_sums_are_in_the_contracts_order(
     gates = random.standard_normal(rows * heads).astype(np.float32)
     sums = np.full((64, rows), np.nan, dtype=np.float32)
     writers = np.zeros((64, rows), dtype=np.int32)
-    known = host().check_sum_heads(
+    flags = host().check_sum_heads(
         c_int(heads),
         c_int(rows),
         pointer(products),
@@ -190,7 +190,7 @@ def test_sums_are_in_the_contracts_order(
         pointer(sums),
         pointer(writers),
     )
-    assert known & 0xFF
+    assert flags & 0xFF
     assert (writers == 1).all()
     for row in range(rows):
         part = [np.zeros(64, dtype=np.float32) for _ in range(4)]
@@ -219,12 +219,12 @@ def test_segments_cover_every_row_once(lens: list[int], padding: int, tile_rows:
         pointer(request_of),
         pointer(end_of),
     )
-    wanted = np.concatenate([np.repeat(np.arange(len(lens)), lens), np.full(padding, -1)])
-    np.testing.assert_array_equal(request_of[:rows], wanted)
+    expected = np.concatenate([np.repeat(np.arange(len(lens)), lens), np.full(padding, -1)])
+    np.testing.assert_array_equal(request_of[:rows], expected)
     for row in range(rows):
         end = int(end_of[row])
         assert row < end <= min(rows, (row // tile_rows + 1) * tile_rows)
-        assert (wanted[row:end] == wanted[row]).all()
+        assert (expected[row:end] == expected[row]).all()
 
 
 @settings(deadline=None)
@@ -232,8 +232,8 @@ def test_segments_cover_every_row_once(lens: list[int], padding: int, tile_rows:
 def test_pages_of_a_segment(visible: list[int], trivial: int) -> None:
     array = np.array(visible, dtype=np.int32)
     most = max((v for v in visible if v > trivial), default=0)
-    found = host().check_pages_of(pointer(array), c_int(len(visible)), c_int(trivial))
-    assert found == -(-most // 64)
+    answer = host().check_pages_of(pointer(array), c_int(len(visible)), c_int(trivial))
+    assert answer == -(-most // 64)
 
 
 def test_the_host_lets_through_what_the_order_of_pages_can_count() -> None:
@@ -259,6 +259,8 @@ def test_slots(requests: int, width: int, gap: int, data: st.DataObject) -> None
     table = np.arange(requests * (width + gap), dtype=np.int32)[::-1].copy()
     request = data.draw(st.integers(0, requests - 1))
     position = data.draw(st.integers(0, width * 64 - 1))
-    found = host().check_slot(pointer(table), c_int64(width + gap), c_int(request), c_int(position))
+    answer = host().check_slot(
+        pointer(table), c_int64(width + gap), c_int(request), c_int(position)
+    )
     page = table[request * (width + gap) + position // 64]
-    assert found == page * 64 + position % 64
+    assert answer == page * 64 + position % 64

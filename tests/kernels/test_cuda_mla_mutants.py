@@ -125,10 +125,10 @@ extern "C" const char* attend_mutant(int mutant, const __nv_bfloat16* q, const u
 """)
     path, target = folder / "mutants.cpp", folder / "mutants.so"
     path.write_text("\n".join(parts))
-    done = subprocess.run(
+    process = subprocess.run(
         emulator_command(path, target), capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert process.returncode == 0, process.stderr[-3000:]
     library = ctypes.CDLL(str(target))
     library.attend_mutant.restype = c_char_p
     return library
@@ -156,14 +156,14 @@ class Problem:
         """Return what the emulator says, or that the result is wrong; nothing if it is right."""
         self.out.fill_(float("nan"))
         self.lse.fill_(float("nan"))
-        said = mutants().attend_mutant(
+        message = mutants().attend_mutant(
             NUMBERS[mutant], address(self.q.data_ptr()), address(self.cache.data_ptr()),
             c_bool(self.fp8), address(self.out.data_ptr()), address(self.lse.data_ptr()),
             c_int(self.heads), c_float(self.scale), pointer(self.slots), c_int(self.k),
             c_uint64(seed),
         ).decode()  # fmt: skip
-        if said:
-            return str(said)
+        if message:
+            return str(message)
         right = torch.allclose(self.lse.double(), self.want_lse, rtol=0, atol=1e-3)
         right = right and torch.allclose(self.out.double(), self.want, rtol=0.03, atol=0.03)
         return "" if right else "another result"
@@ -182,5 +182,5 @@ def test_what_is_missing_is_noticed(name: str, fp8: bool, random: np.random.Gene
     problem = Problem(random, fp8)
     tries = 2 if name == "nothing" else TRIES
     complaints = (problem.complaint(name, int(random.integers(1 << 40))) for _ in range(tries))
-    found = next((each for each in complaints if each), "")
-    assert bool(found) == (name != "nothing"), found
+    complaint = next((each for each in complaints if each), "")
+    assert bool(complaint) == (name != "nothing"), complaint

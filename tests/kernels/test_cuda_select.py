@@ -82,25 +82,25 @@ def test_keys_order_as_the_floats_do(values: list[float]) -> None:
 @given(st.sampled_from(KINDS), st.integers(1, 30000), st.integers(1, 2048), seeds)
 def test_gate(kind: str, n: int, k: int, seed: int) -> None:
     row = make_row(kind, n, np.random.default_rng(seed))
-    chosen, fullest, _ = cuda_host.gate(row, k, seed)
+    selection, fullest, _ = cuda_host.gate(row, k, seed)
     assert 0 <= fullest <= cuda_host.constant("gate.list_capacity")
-    np.testing.assert_array_equal(chosen, oracle(row, k))
+    np.testing.assert_array_equal(selection, oracle(row, k))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("n", [2047, 2048, 2049, 8191, 8192, 8193, 131072, 131073, 300_001])
 def test_long_rows(kind: str, n: int, seed: int) -> None:
     row = make_row(kind, n, np.random.default_rng(seed))
-    wanted = oracle(row, 2048)
-    chosen, fullest, _ = cuda_host.gate(row, 2048, seed)
+    expected = oracle(row, 2048)
+    selection, fullest, _ = cuda_host.gate(row, 2048, seed)
     assert fullest >= 0
-    np.testing.assert_array_equal(chosen, wanted)
+    np.testing.assert_array_equal(selection, expected)
 
 
 def test_a_million_tokens(seed: int) -> None:
     row = make_row("normal", 1 << 20, np.random.default_rng(seed))
-    wanted = oracle(row, 2048)
-    np.testing.assert_array_equal(cuda_host.gate(row, 2048, seed)[0], wanted)
+    expected = oracle(row, 2048)
+    np.testing.assert_array_equal(cuda_host.gate(row, 2048, seed)[0], expected)
 
 
 def test_the_gate_lists_few_entries_even_of_a_sorted_row() -> None:
@@ -122,9 +122,9 @@ def test_the_certificate_holds_in_any_order_of_pages() -> None:
     listed = {}
     orders = {"good": good, "bad": good[::-1].copy(), "random": random.permutation(good)}
     for name, order in orders.items():
-        chosen, fullest, listed[name] = cuda_host.gate(row, k, 1, order)
+        selection, fullest, listed[name] = cuda_host.gate(row, k, 1, order)
         assert 0 <= fullest <= cuda_host.constant("gate.list_capacity")
-        np.testing.assert_array_equal(chosen, best)
+        np.testing.assert_array_equal(selection, best)
     assert listed["good"] < 0.8 * listed["random"] < listed["bad"]
     assert listed["good"] < 4096 + 2 * k
 
@@ -149,8 +149,8 @@ def test_bins_order_as_the_floats_do() -> None:
 def test_nan_ends_in_bounds() -> None:
     row = make_row("normal", 20000, np.random.default_rng(2))
     row[::7] = np.nan
-    chosen = cuda_host.gate(row, 2048, 3)[0]
-    assert ((chosen >= -1) & (chosen < len(row))).all()
+    selection = cuda_host.gate(row, 2048, 3)[0]
+    assert ((selection >= -1) & (selection < len(row))).all()
 
 
 @settings(deadline=None)
@@ -174,21 +174,21 @@ def lane_sees(rows: int, lane: int) -> list[tuple[int, int, int]]:
     """(row, key, place) of each of a page's logits that a gate lane looks at."""
     row, key, place = c_int(), c_int(), c_int()
     where = byref(row), byref(key), byref(place)
-    found, i = [], 0
+    entries, i = [], 0
     while i < cuda_host.host().check_gate_share(rows, lane, i, *where):
-        found.append((row.value, key.value, place.value))
+        entries.append((row.value, key.value, place.value))
         i += 1
-    return found
+    return entries
 
 
 @pytest.mark.parametrize("rows", [4, 8])
 def test_every_logit_of_a_page_reaches_one_gate_lane(rows: int) -> None:
     """The math warps put it there; a lane's are of one row, in quads that lie together."""
-    seen = [lane_sees(rows, lane) for lane in range(32)]
-    assert sorted((row, key) for lane in seen for row, key, _ in lane) == [
+    lanes = [lane_sees(rows, lane) for lane in range(32)]
+    assert sorted((row, key) for lane in lanes for row, key, _ in lane) == [
         (row, key) for row in range(rows) for key in range(64)
     ]
-    for lane in seen:
+    for lane in lanes:
         assert len({row for row, _, _ in lane}) == 1
         assert all(
             place == cuda_host.host().check_score_place(rows, row, key) for row, key, place in lane

@@ -44,8 +44,8 @@ def test_every_row_finds_its_list_in_the_union(rows: int, k: int, base: int, see
     assert len(np.unique(packed)) == len(packed), "no slot is gathered twice"
     assert ((masks >= 1) & (masks < 1 << rows)).all()
     for row in range(rows):
-        own = packed[masks >> row & 1 == 1]
-        np.testing.assert_array_equal(np.sort(own), np.sort(slots[row][slots[row] >= 0]))
+        slots_of_row = packed[masks >> row & 1 == 1]
+        np.testing.assert_array_equal(np.sort(slots_of_row), np.sort(slots[row][slots[row] >= 0]))
 
 
 @settings(max_examples=30, deadline=None)
@@ -56,8 +56,8 @@ def test_repeated_slots_count_as_often_as_they_occur(rows: int, k: int, seed: in
     slots[0, 1] = slots[0, 0]
     packed, masks = pack(slots, seed)
     for row in range(rows):
-        own = packed[masks >> row & 1 == 1]
-        np.testing.assert_array_equal(np.sort(own), np.sort(slots[row]))
+        slots_of_row = packed[masks >> row & 1 == 1]
+        np.testing.assert_array_equal(np.sort(slots_of_row), np.sort(slots[row]))
 
 
 def test_the_union_does_not_depend_on_the_order_of_execution(
@@ -88,7 +88,7 @@ def test_every_head_of_every_row_has_one_place(heads: int) -> None:
     assert blocks == sparse_mla.head_blocks(heads)
     rows = 11
     for packed in range(1, min(64 // per_block, sparse_mla.MAX_PACKED_ROWS) + 1):
-        seen = set()
+        places = set()
         for first in range(0, rows, packed):
             for block in range(blocks):
                 in_tile, first_head = min(packed, rows - first), block * per_block
@@ -108,9 +108,9 @@ def test_every_head_of_every_row_has_one_place(heads: int) -> None:
                         assert bit == 8, "a row without a head must never be selected"
                         continue
                     assert bit == query.value - first
-                    assert (query.value, head.value) not in seen
-                    seen.add((query.value, head.value))
-        assert seen == {(query, head) for query in range(rows) for head in range(heads)}
+                    assert (query.value, head.value) not in places
+                    places.add((query.value, head.value))
+        assert places == {(query, head) for query in range(rows) for head in range(heads)}
 
 
 @settings(deadline=None)

@@ -92,12 +92,12 @@ class Emulated:
     def sparse_mla_pack(self, slots, per_tile, packed, masks, counts) -> None:
         self.calls.append("sparse_mla_pack")
         for tile in range(len(counts)):
-            own = slots[tile * per_tile : (tile + 1) * per_tile]
-            assert own.is_contiguous()
+            slots_of_tile = slots[tile * per_tile : (tile + 1) * per_tile]
+            assert slots_of_tile.is_contiguous()
             count = counts[tile : tile + 1]
-            rows, k = own.shape
+            rows, k = slots_of_tile.shape
             targets = at(packed[tile]), at(masks[tile]), at(count)
-            run("pack", at(own), rows, k, c_uint64(tile), *targets)
+            run("pack", at(slots_of_tile), rows, k, c_uint64(tile), *targets)
 
     def sparse_mla_attend(
         self, q, cache, slots, masks, counts, per_tile, scale, sinks, cluster, out, lse
@@ -153,9 +153,9 @@ def test_select_prefill(
 ) -> None:
     """Fused where every multiprocessor gets a tile, in two launches below that."""
     batch = Batch(random, 32, lens, [130, 9, 200, 70], padding=2)
-    chosen = indexer.select(on_torch(batch), 40, as_slots=as_slots)
+    selection = indexer.select(on_torch(batch), 40, as_slots=as_slots)
     assert emulated.calls == launches
-    np.testing.assert_array_equal(chosen.numpy(), batch.selected(40, as_slots=as_slots))
+    np.testing.assert_array_equal(selection.numpy(), batch.selected(40, as_slots=as_slots))
 
 
 @pytest.mark.parametrize("as_slots", [False, True])
@@ -170,10 +170,10 @@ def test_select_decode_in_parts(
     batch = Batch(random, 32, [next_n] * 5, [next_n, 65, 190, 64, 128], decode=next_n)
     width = batch.table.shape[1] * 64
     monkeypatch.setattr(indexer, "WORKSPACE_BYTES", 2 * next_n * width * 4 + 3)
-    chosen = indexer.select(on_torch(batch, decode=True), 30, as_slots=as_slots)
+    selection = indexer.select(on_torch(batch, decode=True), 30, as_slots=as_slots)
     assert emulated.calls == ["indexer_logits", "topk_of_requests"] * 3
-    wanted = batch.selected(30, as_slots=as_slots)
-    np.testing.assert_array_equal(chosen.numpy(), wanted)
+    expected = batch.selected(30, as_slots=as_slots)
+    np.testing.assert_array_equal(selection.numpy(), expected)
 
 
 @pytest.mark.parametrize("as_slots", [False, True])
@@ -188,9 +188,9 @@ def test_few_long_rows_do_not_leave_multiprocessors_idle(
     batch = Batch(random, 32, [3, 0, 4], [130, 9, 200], padding=1)
     width = batch.table.shape[1] * 64
     monkeypatch.setattr(indexer, "WORKSPACE_BYTES", 2 * width * 4 + 3)
-    chosen = indexer.select(on_torch(batch), 40, as_slots=as_slots)
+    selection = indexer.select(on_torch(batch), 40, as_slots=as_slots)
     assert emulated.calls == ["indexer_logits", "topk_of_requests"] * 4
-    np.testing.assert_array_equal(chosen.numpy(), batch.selected(40, as_slots=as_slots))
+    np.testing.assert_array_equal(selection.numpy(), batch.selected(40, as_slots=as_slots))
 
 
 @pytest.mark.parametrize("gap", [0, 8])

@@ -21,12 +21,12 @@ BLACKWELL = dispatch.Machine("NVIDIA B200", (10, 0))
 @pytest.fixture(autouse=True)
 def everything_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make everything installed: what can be compiled here is another test's business."""
-    there = tuple(replace(one, missing=lambda: None) for one in dispatch.IMPLEMENTATIONS)
+    there = tuple(replace(each, missing=lambda: None) for each in dispatch.IMPLEMENTATIONS)
     monkeypatch.setattr(dispatch, "IMPLEMENTATIONS", there)
 
 
 def names(machine: dispatch.Machine) -> list[str]:
-    return [one.name for one in dispatch.running(machine)]
+    return [each.name for each in dispatch.running(machine)]
 
 
 @pytest.mark.parametrize(
@@ -98,8 +98,8 @@ def test_the_grid_s_command_says_what_is_wrong(
     right = reference.topk
 
     def descending(*arguments: object, **options: object) -> torch.Tensor:
-        found = right(*arguments, **options)  # type: ignore[arg-type]
-        return found.copy_(found.flip(1))
+        rows = right(*arguments, **options)  # type: ignore[arg-type]
+        return rows.copy_(rows.flip(1))
 
     monkeypatch.setattr(dispatch.Machine, "here", lambda: CPU)
     monkeypatch.setattr(dispatch.Implementation, "load", lambda *_: descending)
@@ -125,5 +125,5 @@ def test_a_crash_is_a_complaint_of_each_case(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(dispatch.Implementation, "load", lambda *_: crash)
     for name, group in suite.GROUPS.items():
         outcomes = list(suite.run(dispatch.named("cuda"), name, "small", CPU))
-        assert [one.case for one in outcomes] == [str(case) for case in group.cases[0]]
-        assert all("illegal memory access" in one.complaints[0] for one in outcomes)
+        assert [outcome.case for outcome in outcomes] == [str(case) for case in group.cases[0]]
+        assert all("illegal memory access" in outcome.complaints[0] for outcome in outcomes)

@@ -79,16 +79,16 @@ def test_the_whole_indexer_is_transformers(
     visible = torch.arange(1, TOKENS + 1, dtype=torch.int32)
     batch = IndexerBatch(q, weights, pages, table, visible, starts)
     logits = indexer.logits(batch, TOKENS)
-    seen = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
-    magnitude = float(theirs.scores[seen].abs().max())
-    error = (logits.double() - theirs.scores)[seen].abs().max()
+    sees = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
+    magnitude = float(theirs.scores[sees].abs().max())
+    error = (logits.double() - theirs.scores)[sees].abs().max()
     assert float(error) <= magnitude * 2.0**-20
-    chosen = indexer.select(batch, TOPK)
+    selection = indexer.select(batch, TOPK)
     for row in range(TOKENS):
-        kept = chosen[row][chosen[row] >= 0].long()
+        valid = selection[row][selection[row] >= 0].long()
         best = theirs.scores[row].topk(min(TOPK, row + 1)).values
         torch.testing.assert_close(
-            theirs.scores[row][kept].sort(descending=True).values,
+            theirs.scores[row][valid].sort(descending=True).values,
             best,
             rtol=0,
             atol=magnitude * 2.0**-19,

@@ -36,8 +36,8 @@ def signed_zeros(logits: torch.Tensor, visible: torch.Tensor, k: int) -> torch.T
 
 
 def descending(logits: torch.Tensor, visible: torch.Tensor, k: int) -> torch.Tensor:
-    found = topk.topk(logits, visible, k)
-    return found.flip(1)
+    rows = topk.topk(logits, visible, k)
+    return rows.flip(1)
 
 
 def reads_on(logits: torch.Tensor, visible: torch.Tensor, k: int) -> torch.Tensor:
@@ -135,8 +135,8 @@ def test_a_rounded_logit_is_too_far(generator: torch.Generator) -> None:
     """Rounding logits to bfloat16 is beyond the tolerance even of Hopper's FP8 unit."""
 
     def rounded(*arguments: Any, **options: Any) -> torch.Tensor:
-        made = indexer.logits(*arguments, **options)
-        return made.copy_(made.bfloat16())
+        logits = indexer.logits(*arguments, **options)
+        return logits.copy_(logits.bfloat16())
 
     case = cases.PREFILL[10]
     inputs = cases.indexer_inputs(case, generator, CPU)

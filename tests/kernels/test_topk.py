@@ -23,14 +23,16 @@ def test_reference_selects_torchs_values(
     problem: tuple[torch.Tensor, torch.Tensor, int],
 ) -> None:
     logits, visible, topk = problem
-    for row, limit, chosen in zip(logits, visible, reference(logits, visible, topk), strict=True):
-        kept = chosen[chosen >= 0].long()
+    for row, limit, selection in zip(
+        logits, visible, reference(logits, visible, topk), strict=True
+    ):
+        valid = selection[selection >= 0].long()
         count = min(topk, int(limit))
-        assert len(kept) == count
-        assert torch.equal(kept, kept.unique(sorted=True))
+        assert len(valid) == count
+        assert torch.equal(valid, valid.unique(sorted=True))
         expected = row[:limit].topk(count).values
-        assert torch.equal(row[kept].sort(descending=True).values, expected)
+        assert torch.equal(row[valid].sort(descending=True).values, expected)
         if count:  # of equal values at the threshold the first positions are taken
             ties = (row[:limit] == expected[-1]).nonzero().squeeze(-1)
-            taken = kept[row[kept] == expected[-1]]
-            assert torch.equal(taken, ties[: len(taken)])
+            selected_ties = valid[row[valid] == expected[-1]]
+            assert torch.equal(selected_ties, ties[: len(selected_ties)])

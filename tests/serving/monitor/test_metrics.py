@@ -39,22 +39,22 @@ LABELS = {"model_name": "m", "engine_type": "unified", "tp_rank": 0, "pp_rank": 
 def served(monkeypatch: pytest.MonkeyPatch) -> active.ActivePattern:
     monkeypatch.setattr(active, "_active", None)
     monkeypatch.setattr(requests, "in_hand", lambda: {"FSSS": 2})
-    made = active.activate(plan("FSSS", mode="live"))
-    made.traffic.here, made.traffic.own = range(4), frozenset(range(4))
-    made.traffic.topk, made.traffic.flops, made.traffic.index_k_bytes = 8, 100, 528
-    return made
+    state = active.activate(plan("FSSS", mode="live"))
+    state.traffic.here, state.traffic.own = range(4), frozenset(range(4))
+    state.traffic.topk, state.traffic.flops, state.traffic.index_k_bytes = 8, 100, 528
+    return state
 
 
 @pytest.fixture
 def registry(monkeypatch: pytest.MonkeyPatch) -> prometheus_client.CollectorRegistry:
     """Return a registry in place of the process' own."""
-    made = prometheus_client.CollectorRegistry()
+    fresh = prometheus_client.CollectorRegistry()
     for name in ("Counter", "Gauge"):
         kind = getattr(prometheus_client, name)
         monkeypatch.setattr(
-            prometheus_client, name, lambda *a, kind=kind, **k: kind(*a, registry=made, **k)
+            prometheus_client, name, lambda *a, kind=kind, **k: kind(*a, registry=fresh, **k)
         )
-    return made
+    return fresh
 
 
 @pytest.fixture
@@ -135,10 +135,10 @@ def test_no_more_series_than_so_many(
     for number in range(MAX_LABELS + 3):
         monkeypatch.setattr(requests, "in_hand", lambda n=number: {f"a{n}": 1, f"b{n}": 1})
         exporter.export(served)
-    found = {s.labels["pattern"]: s.value for m in registry.collect() for s in m.samples
+    counts = {s.labels["pattern"]: s.value for m in registry.collect() for s in m.samples
              if s.name.endswith("_requests")}  # fmt: skip
-    assert len(found) == MAX_LABELS + 1
-    assert found["others"] == 2
+    assert len(counts) == MAX_LABELS + 1
+    assert counts["others"] == 2
 
 
 class Seen:
@@ -163,7 +163,7 @@ class Seen:
 def test_overlap_by_layer(served: active.ActivePattern, told: Callable[..., float | None]) -> None:
     exporter = Exporter(LABELS)
     served.plan = replace(served.plan, overlap=(None, 0.5, 0.7, 0.9))
-    served.shadow = seen = Seen(served, 4)  # type: ignore[assignment]
+    served.shadow = shadow = Seen(served, 4)  # type: ignore[assignment]
 
     for times in (1, 2):
         for _ in range(2):
@@ -175,7 +175,7 @@ def test_overlap_by_layer(served: active.ActivePattern, told: Callable[..., floa
         assert told("overlap_forwards_total") == 5
         assert told("recall_total", layer="3") == pytest.approx(0.6 * 3 * times)
         assert told("overlap_found") == pytest.approx(0.7)
-        seen.see(served)
+        shadow.see(served)
     state_now = served.report().overlap
     assert state_now.layers[3] == pytest.approx([12, 4.5, 1.2, 5.4])
     assert state_now.reference == (None, 0.5, 0.7, 0.9)
@@ -287,18 +287,18 @@ def test_every_query_asks_for_metrics_and_labels_that_there_are() -> None:
     counters = metrics.COUNTERS | {"refused": metrics.REFUSED}
     kinds = {f"{name}_total": more for name, (_, more) in counters.items()}
     kinds |= {name: more for name, (_, more) in metrics.GAUGES.items()}
-    asked = set()
+    queried = set()
     for query in queries():
         names = re.findall(r"sglang_indexcache_(\w+)", query)
         assert names, query
-        asked |= set(names)
+        queried |= set(names)
         allowed = {label for name in names for label in kinds[name]} | set(LABELS) | {"instance"}
         within = re.findall(r"(\w+)=~?\"", query)
         grouped = [
-            one.strip() for by in re.findall(r"by \(([^)]*)\)", query) for one in by.split(",")
+            label.strip() for by in re.findall(r"by \(([^)]*)\)", query) for label in by.split(",")
         ]
         assert set(within) | set(grouped) <= allowed, query
-    assert asked == set(kinds)
+    assert queried == set(kinds)
 
 
 @needs_promtool
@@ -362,16 +362,16 @@ def test_the_rule_on_what_a_server_exported(tmp_path: Path) -> None:
 
     It got tables for two minutes, then prose. For comparison its first minute, again and again.
     """
-    told = json.loads((Path(__file__).parent / "drift_recorded.json").read_text())
-    found, series = told.pop("overlap_found"), {}
+    recorded = json.loads((Path(__file__).parent / "drift_recorded.json").read_text())
+    search, series = recorded.pop("overlap_found"), {}
     for kind in ("prose", "tables"):
         of = f'{{model_name="m", instance="{kind}"}}'
-        series[f"sglang_indexcache_overlap_found{of}"] = f"{found}x90"
-        for name, values in told.items():
+        series[f"sglang_indexcache_overlap_found{of}"] = f"{search}x90"
+        for name, values in recorded.items():
             first, step = values[0], values[1] - values[0]
-            recorded = " ".join(map(str, values)) + f" {values[-1]}x50"
+            once = " ".join(map(str, values)) + f" {values[-1]}x50"
             again = f"{first}+{step}x90"
-            series[f"sglang_indexcache_{name}{of}"] = recorded if kind == "prose" else again
+            series[f"sglang_indexcache_{name}{of}"] = once if kind == "prose" else again
     fires = {"model_name": "m", "instance": "prose", "severity": "warning"}
     alerts = [alert("IndexCacheOverlapDrifts", minute) for minute in (5, 20, 30)]
     check_rules(tmp_path, series, [*alerts, alert("IndexCacheOverlapDrifts", 55, fires)])

@@ -22,8 +22,8 @@ class Noting(Observer):
     def __init__(self) -> None:
         self.noted: list[tuple[Any, ...]] = []
 
-    def selected(self, layer: int, batch: Any, lists: Tensor | None, **own: Any) -> None:
-        self.noted.append((layer, batch, lists, own))
+    def selected(self, layer: int, batch: Any, lists: Tensor | None, **evidence: Any) -> None:
+        self.noted.append((layer, batch, lists, evidence))
 
     def served(self, layer: int) -> None:
         self.noted.append((layer,))

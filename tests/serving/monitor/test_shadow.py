@@ -50,36 +50,36 @@ def test_rows_that_select_are_drawn_each_once(
                 may[row] = (number, before + place + 1)
             row += 1
     parts = list(draw(served, (A,), TOPK, random.Random(seed)))
-    drawn = [
+    sampled = [
         (row, (part.request, sees))
         for part in parts
         for row, sees in zip(part.rows, part.sees, strict=True)
     ]
-    assert len(drawn) == len(dict(drawn)) == min(ROWS, len(may))
-    assert dict(drawn).items() <= may.items()
+    assert len(sampled) == len(dict(sampled)) == min(ROWS, len(may))
+    assert dict(sampled).items() <= may.items()
     assert sum(part.weight * len(part.rows) for part in parts) == pytest.approx(len(may))
     assert all(part.pattern == A for part in parts)
 
 
 def test_every_row_is_drawn_as_often() -> None:
-    lots, seen = random.Random(1), Counter[int]()
+    lots, counts = random.Random(1), Counter[int]()
     for _ in range(2000):
         for part in draw([(A, 20, 20), (A, 1, 90), (A, 39, 50)], (A,), TOPK, lots):
-            seen.update(part.rows)
-    assert set(seen) == {*range(8, 20), 20, *range(21, 60)}
-    expected = 2000 * ROWS / len(seen)
-    assert all(abs(count - expected) < 5 * math.sqrt(expected) for count in seen.values())
+            counts.update(part.rows)
+    assert set(counts) == {*range(8, 20), 20, *range(21, 60)}
+    expected = 2000 * ROWS / len(counts)
+    assert all(abs(count - expected) < 5 * math.sqrt(expected) for count in counts.values())
 
 
 def test_one_forward_in_so_many() -> None:
     rare, off = made(one_in=10), made(one_in=0)
-    taken = 0
+    samples = 0
     for _ in range(3000):
         for each in (rare, off):
             each.begin([(A, 1, 20)], (A,), TOPK)
-        taken += bool(rare.parts)
+        samples += bool(rare.parts)
         assert not off.parts
-    assert abs(taken - 300) < 5 * math.sqrt(300)
+    assert abs(samples - 300) < 5 * math.sqrt(300)
 
 
 def test_the_flag() -> None:
@@ -120,8 +120,8 @@ class Scene:
         """Return ``[T, k]`` slots of tokens that each row sees, in no order, one entry twice."""
         lists = torch.full((len(self.sees), TOPK), -1, dtype=torch.int32)
         for row, sees in enumerate(self.sees):
-            drawn = torch.randperm(sees)[: TOPK - 1]
-            lists[row, : len(drawn)] = self.slots[self.owner[row], drawn]
+            picks = torch.randperm(sees)[: TOPK - 1]
+            lists[row, : len(picks)] = self.slots[self.owner[row], picks]
             lists[row, -1] = lists[row, 0]
         return lists
 
@@ -143,17 +143,19 @@ class Scene:
 
     def expected(self, row: int, own: torch.Tensor | None = None) -> list[float]:
         """The sums of one row, by sets and torch.topk: so many heads give no equal scores."""
-        sees, held = self.sees[row], self.tokens(self.lists, row)
+        sees, shared = self.sees[row], self.tokens(self.lists, row)
         recall = 0.0
         if own is not None:
-            chosen = self.tokens(own, row)
+            selection = self.tokens(own, row)
         else:
             dots = self.queries[row] @ self.keys[self.owner[row], :sees].T
             scores = (self.weights[row][:, None] * dots.relu()).sum(0)
-            chosen, mass = set(scores.topk(TOPK).indices.tolist()), scores.softmax(0)
-            recall = float(sum(mass[n] for n in chosen & held) / sum(mass[n] for n in chosen))
+            selection, mass = set(scores.topk(TOPK).indices.tolist()), scores.softmax(0)
+            recall = float(
+                sum(mass[n] for n in selection & shared) / sum(mass[n] for n in selection)
+            )
         # Of tokens drawn blindly each is chosen as likely as any other that the row sees.
-        return [1.0, len(held & chosen) / len(chosen), len(held) / sees, recall]
+        return [1.0, len(shared & selection) / len(selection), len(shared) / sees, recall]
 
     def check(self, layer: int, own: torch.Tensor | None = None) -> None:
         rows = [self.expected(row, own) for row in self.rows]
@@ -188,8 +190,8 @@ def test_static_mode_holds_f_layers_against_the_one_before() -> None:
 
 def test_equal_scores_go_to_the_first() -> None:
     scores = torch.tensor([[0.0, 2.0, 0.0, 0.0, 9.0]])
-    found = shadow.best(scores, torch.tensor([4]), 3)
-    assert found.tolist() == [[True, True, True, False, False]]
+    mask = shadow.best(scores, torch.tensor([4]), 3)
+    assert mask.tolist() == [[True, True, True, False, False]]
 
 
 # -- what becomes of it ------------------------------------------------------------------------

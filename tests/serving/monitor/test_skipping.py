@@ -20,10 +20,10 @@ def counted(pattern: str = "FFSS", forwards: int = 16, **fields: Any) -> Any:
 
 
 def test_layers_that_skip() -> None:
-    said = judge(counted("FFFSSSSSSSSS"))
-    assert said.proven
-    assert said.text == "indexer ran 16 of 16 forwards in layers 0-2, 0 of 16 in layers 3-11: OK"
-    assert said.uncounted == ""
+    verdict = judge(counted("FFFSSSSSSSSS"))
+    assert verdict.proven
+    assert verdict.text == "indexer ran 16 of 16 forwards in layers 0-2, 0 of 16 in layers 3-11: OK"
+    assert verdict.uncounted == ""
 
 
 @pytest.mark.parametrize(
@@ -37,15 +37,15 @@ def test_layers_that_skip() -> None:
     ids=["an S layer ran", "an F layer did not", "an S layer did nothing", "nothing skips"],
 )
 def test_layers_that_do_not(fields: dict[str, list[int]], wrong: str) -> None:
-    said = judge(counted(**fields))
-    assert said.proven is False
-    assert f"NOT OK, for {wrong} did not do what the pattern says" in said.text
+    verdict = judge(counted(**fields))
+    assert verdict.proven is False
+    assert f"NOT OK, for {wrong} did not do what the pattern says" in verdict.text
 
 
 def test_nothing_was_counted() -> None:
-    said = judge(counted(forwards=0))
-    assert said.proven is None
-    assert "Send a request" in said.text
+    verdict = judge(counted(forwards=0))
+    assert verdict.proven is None
+    assert "Send a request" in verdict.text
 
 
 def test_what_graphs_hide_is_said() -> None:
@@ -56,9 +56,9 @@ def test_what_graphs_hide_is_said() -> None:
         ({"decode": 80}, "80 replayed CUDA graphs and 4 attended densely, as short prompts do on"),
         ({}, "of 100 forwards 84 attended densely, as short prompts do on GPUs, in which"),
     ):
-        said = judge(prefilled.model_copy(update={"graph_replays": replays}))
-        assert said.proven
-        assert text in said.uncounted
+        verdict = judge(prefilled.model_copy(update={"graph_replays": replays}))
+        assert verdict.proven
+        assert text in verdict.uncounted
     halves = judge(counted(forwards=16).model_copy(update={"forwards": 8}))
     assert "halves of an overlapped batch" in halves.uncounted
 
@@ -66,9 +66,9 @@ def test_what_graphs_hide_is_said() -> None:
 def test_requests_of_several_patterns() -> None:
     """A layer is F for some: it ran in their forwards alone."""
     fields = {"indexer_selections": [16, 12, 0, 0], "index_reuses": [0, 4, 16, 16]}
-    said = judge(counted(mode="live", tokens={"prefill FFSS": 100, "decode FSSS": 40}, **fields))
-    assert said.proven
-    assert "12 of 16 in layer 1, 0 of 16 in layers 2-3" in said.text
+    verdict = judge(counted(mode="live", tokens={"prefill FFSS": 100, "decode FSSS": 40}, **fields))
+    assert verdict.proven
+    assert "12 of 16 in layer 1, 0 of 16 in layers 2-3" in verdict.text
     alone = judge(counted(mode="live", tokens={"prefill FSSS": 160}, **fields))
     assert "NOT OK, for layer 1 did not" in alone.text
     assert alone.proven is False
@@ -77,17 +77,17 @@ def test_requests_of_several_patterns() -> None:
 @pytest.mark.parametrize("rows", [{}, {"FSSS": 10, "others": 3}], ids=["an older server", "many"])
 def test_what_was_served_is_not_known(rows: dict[str, int]) -> None:
     fields = {"indexer_selections": [16, 12, 0, 0], "index_reuses": [0, 4, 16, 16]}
-    said = judge(counted("FSSS", mode="live", rows=rows, **fields))
-    assert said.proven is None
-    assert "does not name every pattern" in said.text
+    verdict = judge(counted("FSSS", mode="live", rows=rows, **fields))
+    assert verdict.proven is None
+    assert "does not name every pattern" in verdict.text
 
 
 def test_a_pipeline_stage_is_judged_by_its_own_layers() -> None:
     fields = {"indexer_selections": [16, 0, 0, 0], "index_reuses": [0, 16, 0, 0]}
-    said = judge(counted("FSFS", stage=(0, 2), **fields))
-    assert said.proven
-    assert said.text == "indexer ran 16 of 16 forwards in layer 0, 0 of 16 in layer 1: OK"
-    assert "pipeline stages that do not report" in said.uncounted
+    verdict = judge(counted("FSFS", stage=(0, 2), **fields))
+    assert verdict.proven
+    assert verdict.text == "indexer ran 16 of 16 forwards in layer 0, 0 of 16 in layer 1: OK"
+    assert "pipeline stages that do not report" in verdict.uncounted
     assert judge(counted("FFFS", stage=(0, 2), **fields)).proven is False
 
 

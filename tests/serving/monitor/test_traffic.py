@@ -56,10 +56,10 @@ def test_pairs_are_those_of_every_row_with_every_token_that_it_sees(
         for (pattern, rows, before), factor in zip(given, factors, strict=True):
             # By itself where the layer folds for somebody, else with all others.
             runs = pattern.is_full(layer) if any(factors) else someone
-            seen = [before + row + 1 for row in range(rows)]
-            expected["folded" if factor else "scored" if runs else "skipped"] += sum(seen)
+            lengths = [before + row + 1 for row in range(rows)]
+            expected["folded" if factor else "scored" if runs else "skipped"] += sum(lengths)
             if factor > 1:
-                again += sum(min(one, factor * TOPK) for one in seen if one > TOPK)
+                again += sum(min(each, factor * TOPK) for each in lengths if each > TOPK)
     for kind, pairs in expected.items():
         assert sum(n for (*_, of), n in counted.pairs.items() if of == kind) == pairs
     saved = 80 * expected["skipped"] + 70 * expected["folded"] - 80 * again

@@ -47,24 +47,24 @@ AFTER = BEFORE.model_copy(
 
 
 def test_what_changed_and_what_was_so_far() -> None:
-    said = drawn([BEFORE], [AFTER], 2.0)
-    assert "prefill, up to 2Ki tokens 75.0% 54.2%" in said
-    assert "decode, longer 75.0% 75.0%" in said
-    assert "all 75.0% 59.4%" in said
-    assert "FSSS 15 80 3" in said
-    assert "FFSS 0 0 1" in said
-    assert "refused 2 by switch" in said
-    assert "pattern by layer FSSS" in said
-    assert "by layer, now █▂ ·" in said  # always, one of four, never, not at all
-    assert "since the start █▅" in said
+    output = drawn([BEFORE], [AFTER], 2.0)
+    assert "prefill, up to 2Ki tokens 75.0% 54.2%" in output
+    assert "decode, longer 75.0% 75.0%" in output
+    assert "all 75.0% 59.4%" in output
+    assert "FSSS 15 80 3" in output
+    assert "FFSS 0 0 1" in output
+    assert "refused 2 by switch" in output
+    assert "pattern by layer FSSS" in output
+    assert "by layer, now █▂ ·" in output  # always, one of four, never, not at all
+    assert "since the start █▅" in output
 
 
 def test_ranks_are_added_up() -> None:
     ranks = [AFTER, BEFORE.model_copy(update={"rank": 1})]
-    said = drawn(ranks, ranks, 1.0)
-    assert "2 ranks" in said
-    assert "all - 55.8%" in said
-    assert "FSSS 0 130 3" in said
+    output = drawn(ranks, ranks, 1.0)
+    assert "2 ranks" in output
+    assert "all - 55.8%" in output
+    assert "FSSS 0 130 3" in output
 
 
 def test_a_restarted_server_begins_anew() -> None:
@@ -74,9 +74,9 @@ def test_a_restarted_server_begins_anew() -> None:
 def test_it_looks_again_and_again_until_interrupted() -> None:
     fake = FakeServer("FSFS", mode="live")
     with serving(fake) as url:
-        said = io.StringIO()
-        watch(Client(url), 0.01, Console(file=said, width=100), times=2)
-        assert "live mode, 1 rank: FSFS" in said.getvalue()
+        output = io.StringIO()
+        watch(Client(url), 0.01, Console(file=output, width=100), times=2)
+        assert "live mode, 1 rank: FSFS" in output.getvalue()
 
 
 def test_interrupted_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,12 +102,12 @@ OVERLAP = {
 
 def test_overlap_by_layer_and_the_worst() -> None:
     state_now = AFTER.model_copy(update={"mode": "live", "overlap": Overlaps(**OVERLAP)})
-    said = drawn([state_now], [state_now, state_now], 1.0)
-    assert "S layers have 78% of their own selection in common with the list they" in said
-    assert "65% beyond chance (found with 75%)" in said  # of layer 2 it is half, of 3 four fifths
-    assert "(found with 75%); 6 forwards were sampled" in said
-    assert "overlap by layer: ··▆█" in said
-    assert "2 65.0% 50.0% 75.0% 80.0% 3 90.0% 80.0% - 95.0%" in said
+    output = drawn([state_now], [state_now, state_now], 1.0)
+    assert "S layers have 78% of their own selection in common with the list they" in output
+    assert "65% beyond chance (found with 75%)" in output  # of layer 2 it is half, of 3 four fifths
+    assert "(found with 75%); 6 forwards were sampled" in output
+    assert "overlap by layer: ··▆█" in output
+    assert "2 65.0% 50.0% 75.0% 80.0% 3 90.0% 80.0% - 95.0%" in output
     static = state_now.model_copy(update={"mode": "static"})
     assert "F layers" in drawn([static], [static], 1.0)
     assert "2 65.0% 50.0% 75.0% - 3" in drawn([static], [static], 1.0)

@@ -101,7 +101,7 @@ def examined(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[bool, 
     commands += [("glm-5", line) for line, _ in REFUSED]
     folders = {name: config_only(name, tmp_path_factory.mktemp(name)) for name in PASS}
     arguments = [["--model-path", str(folders[name]), *line.split()] for name, line in commands]
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", CODE],
         input=json.dumps(arguments),
         env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
@@ -109,9 +109,11 @@ def examined(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[bool, 
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout.splitlines()[-1])
-    return {f"{name} {line}": found for (name, line), found in zip(commands, said, strict=True)}
+    assert process.returncode == 0, process.stderr
+    answers = json.loads(process.stdout.splitlines()[-1])
+    return {
+        f"{name} {line}": answer for (name, line), answer in zip(commands, answers, strict=True)
+    }
 
 
 def config_only(name: str, folder: Path) -> Path:
@@ -130,25 +132,25 @@ def config_only(name: str, folder: Path) -> Path:
 def test_usual_command_lines_of_a_gpu_node_pass(
     examined: dict[str, tuple[bool, str]], command: str
 ) -> None:
-    fine, said = examined[command]
-    assert fine, said
-    first, second, *_ = said.splitlines()
+    fine, text = examined[command]
+    assert fine, text
+    first, second, *_ = text.splitlines()
     assert first.startswith("checked for")
     assert "NVIDIA H200" in first
     assert second == "no problem found"
     if "graphs" in command:
-        assert "MB on each GPU (not measured), kept free" in said
+        assert "MB on each GPU (not measured), kept free" in text
     if "live" not in command:
         shared = {"1/4": 56, "1/2": 38} if command.startswith("glm-5") else {"uniform:1/4": 45}
         saved = 132 * shared[command.partition("--indexcache-pattern ")[2].split()[0]]
-        assert f"{saved} of {132 * (78 if 'glm-5' in command else 61)} bytes per token" in said
+        assert f"{saved} of {132 * (78 if 'glm-5' in command else 61)} bytes per token" in text
 
 
 def test_the_first_line_says_that_this_machine_has_no_gpu(
     examined: dict[str, tuple[bool, str]],
 ) -> None:
-    _, said = next(iter(examined.values()))
-    assert said.startswith(
+    _, text = next(iter(examined.values()))
+    assert text.startswith(
         "checked for: a node of 8 NVIDIA H200 (this machine has no GPU; --device may also be cpu, "
         "h100, b200)\n"
     )
@@ -158,10 +160,10 @@ def test_the_first_line_says_that_this_machine_has_no_gpu(
 def test_every_reason_is_told_in_one_run_and_holds_on_a_gpu_node(
     examined: dict[str, tuple[bool, str]], line: str, reasons: list[str]
 ) -> None:
-    fine, said = examined[f"glm-5 {line}"]
+    fine, text = examined[f"glm-5 {line}"]
     assert not fine
-    problems = [one for one in said.splitlines() if one.startswith("problem")]
-    assert len(problems) == len(reasons), said
+    problems = [line for line in text.splitlines() if line.startswith("problem")]
+    assert len(problems) == len(reasons), text
     for problem, reason in zip(problems, reasons, strict=True):
         assert reason in problem
-    assert "needs a GPU" not in said
+    assert "needs a GPU" not in text

@@ -60,17 +60,17 @@ def adapter(tmp_path: Path) -> Adapter:
 
 
 def planned(*arguments: str, model: Path = CHECKPOINT) -> Plan:
-    found = Plan.from_hf_config(hf_config(resolve(model, *arguments)))
-    assert found is not None
-    return found
+    resolved = Plan.from_hf_config(hf_config(resolve(model, *arguments)))
+    assert resolved is not None
+    return resolved
 
 
 @pytest.mark.parametrize("more", [[], ["--indexcache-pattern", "uniform:1/4"]])
 def test_the_pattern_is_the_adapters(adapter: Adapter, more: list[str]) -> None:
-    made = planned("--indexcache-adapter", str(adapter.folder), *more)
-    assert made.pattern == PATTERN
-    assert (made.adapter, made.adapter_digest) == (str(adapter.folder), adapter.digest)
-    assert f"indexers of the adapter {adapter.folder}" in made.describe()
+    resolved = planned("--indexcache-adapter", str(adapter.folder), *more)
+    assert resolved.pattern == PATTERN
+    assert (resolved.adapter, resolved.adapter_digest) == (str(adapter.folder), adapter.digest)
+    assert f"indexers of the adapter {adapter.folder}" in resolved.describe()
 
 
 def _change_base(folder: Path) -> list[str]:
@@ -128,10 +128,10 @@ def test_one_clear_error(adapter: Adapter, what: str) -> None:
 
 
 def test_a_name_of_the_hub_cannot_be_compared(adapter: Adapter) -> None:
-    found = Findings()
-    PatternChoice.from_adapter(adapter.folder, Path("some-one/some-model"), None, found)
+    findings = Findings()
+    PatternChoice.from_adapter(adapter.folder, Path("some-one/some-model"), None, findings)
     with pytest.raises(SettingsError, match="needs --model-path to be a folder"):
-        found.report()
+        findings.report()
 
 
 def test_other_weights_have_other_kv(adapter: Adapter) -> None:
@@ -184,26 +184,26 @@ def model(*, fused: bool) -> nn.Module:
             self.do_load_weights(weights)
 
     def indexer() -> nn.Module:
-        found = nn.Module()
-        found.wq_b = linear(SHAPE["q_lora_rank"], HEADS * WIDTH, quantised)
+        module = nn.Module()
+        module.wq_b = linear(SHAPE["q_lora_rank"], HEADS * WIDTH, quantised)
         if fused:  # as on NVIDIA GPUs for GLM-5
-            found.wk_weights_proj = linear(SHAPE["hidden_size"], WIDTH + HEADS)
+            module.wk_weights_proj = linear(SHAPE["hidden_size"], WIDTH + HEADS)
         else:
-            found.wk = linear(SHAPE["hidden_size"], WIDTH, quantised)
-            found.weights_proj = linear(SHAPE["hidden_size"], HEADS)
-        found.k_norm = nn.LayerNorm(WIDTH)
-        return found
+            module.wk = linear(SHAPE["hidden_size"], WIDTH, quantised)
+            module.weights_proj = linear(SHAPE["hidden_size"], HEADS)
+        module.k_norm = nn.LayerNorm(WIDTH)
+        return module
 
-    made, inner = Model(), nn.Module()
+    outer, inner = Model(), nn.Module()
     layers = [nn.Module() for _ in range(2)]
     for layer in layers:
         layer.self_attn = nn.Module()
         layer.self_attn.indexer = indexer()
     inner.layers, inner.start_layer, inner.end_layer = nn.ModuleList(layers), 0, 2
-    made.model = inner
-    for parameter in made.parameters():
+    outer.model = inner
+    for parameter in outer.parameters():
         parameter.data = parameter.data.float().fill_(-1).to(parameter.dtype)
-    return made
+    return outer
 
 
 def weights(layer: int, seed: int) -> dict[str, torch.Tensor]:
@@ -215,13 +215,13 @@ def weights(layer: int, seed: int) -> dict[str, torch.Tensor]:
 
 
 def as_released(plain: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    found = {}
+    tensors = {}
     for name, tensor in plain.items():
         if name.endswith(("wq_b.weight", "wk.weight")):
-            found[name], found[name + SCALES] = to_block_fp8(tensor)
+            tensors[name], tensors[name + SCALES] = to_block_fp8(tensor)
         else:
-            found[name] = tensor if "norm" in name else tensor.bfloat16()
-    return found
+            tensors[name] = tensor if "norm" in name else tensor.bfloat16()
+    return tensors
 
 
 @pytest.fixture
@@ -252,14 +252,14 @@ def fp8_plan(fp8_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         tensors=weights(0, 9),
         record={},
     )
-    found = Findings()
-    PatternChoice.from_adapter(trained.folder, fp8_base, None, found)
-    found.report()
-    made = plan("FS", adapter=str(trained.folder), adapter_digest=trained.digest)
-    monkeypatch.setattr(served, "published_plan", lambda: made)
+    findings = Findings()
+    PatternChoice.from_adapter(trained.folder, fp8_base, None, findings)
+    findings.report()
+    result = plan("FS", adapter=str(trained.folder), adapter_digest=trained.digest)
+    monkeypatch.setattr(served, "published_plan", lambda: result)
     bag = SimpleNamespace(model_path=str(fp8_base), json_model_override_args="{}")
     monkeypatch.setattr("sglang.srt.runtime_context.get_model", lambda: bag)
-    return made
+    return result
 
 
 def load(into: nn.Module, base: Path) -> None:
@@ -271,11 +271,11 @@ def load(into: nn.Module, base: Path) -> None:
     DefaultModelLoader.postprocess_weights(into, torch.device("cpu"))
 
 
-def same(one: nn.Module, other: nn.Module) -> bool:
-    theirs = dict(other.named_parameters())
+def same(first: nn.Module, second: nn.Module) -> bool:
+    theirs = dict(second.named_parameters())
     return all(
         torch.equal(p.view(torch.uint8), theirs[name].view(torch.uint8))
-        for name, p in one.named_parameters()
+        for name, p in first.named_parameters()
     )
 
 
@@ -288,15 +288,15 @@ def test_it_is_quantised_on_loading_like_the_checkpoint(
     shutil.copytree(fp8_base, merged)
     content = as_released(weights(0, 9) | weights(1, 2))
     save_file(content, merged / "model.safetensors", metadata={"format": "pt"})
-    plain, wanted, got = model(fused=fused), model(fused=fused), model(fused=fused)
+    plain, expected, got = model(fused=fused), model(fused=fused), model(fused=fused)
     with monkeypatch.context() as without:  # the hook of the test before stays
         without.setattr(served, "published_plan", lambda: None)
         load(plain, fp8_base)
-        load(wanted, merged)
+        load(expected, merged)
     served.install(fp8_plan)
     load(got, fp8_base)
     assert got.model.layers[0].self_attn.indexer.wq_b.weight.dtype == torch.float8_e4m3fn
-    assert same(got, wanted)
+    assert same(got, expected)
     assert not same(got, plain)
     served.check_in_effect(SimpleNamespace(model=got), fp8_plan)
 
@@ -311,8 +311,8 @@ def test_where_weights_are_dequantised_its_are_too(
     assert plain.keys() == {name for name in stored if not name.endswith(SCALES)}
     for name, tensor in plain.items():
         scales = stored.get(name + SCALES)
-        wanted = stored[name] if scales is None else dequantised(stored[name], scales, blocks)
-        assert torch.equal(tensor, wanted)
+        expected = stored[name] if scales is None else dequantised(stored[name], scales, blocks)
+        assert torch.equal(tensor, expected)
 
 
 def test_weights_that_came_another_way(fp8_plan: Plan) -> None:

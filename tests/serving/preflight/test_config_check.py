@@ -26,8 +26,8 @@ ASKED_FIRST = {"quantization_config", "rope_theta", "num_nextn_predict_layers"}
 
 
 def saved_by_transformers(family: Family, folder: Path, **fields: Any) -> dict[str, Any]:
-    made = AutoConfig.for_model(family.model_type, **small_config(family, "tiny", 512, fields))
-    made.save_pretrained(folder)
+    config = AutoConfig.for_model(family.model_type, **small_config(family, "tiny", 512, fields))
+    config.save_pretrained(folder)
     return dict(json.loads((folder / "config.json").read_text()))
 
 

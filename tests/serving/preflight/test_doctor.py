@@ -44,10 +44,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def examine(*arguments: object) -> tuple[bool, str]:
-    said, given = io.StringIO(), [str(argument) for argument in arguments]
-    found = doctor.examine(given, "cpu")
-    found.tell(Console(file=said, width=200))
-    return not found.problems, said.getvalue()
+    output, words = io.StringIO(), [str(argument) for argument in arguments]
+    examination = doctor.examine(words, "cpu")
+    examination.tell(Console(file=output, width=200))
+    return not examination.problems, output.getvalue()
 
 
 def test_findings_come_first_and_the_layers_last(folder: Path) -> None:
@@ -69,26 +69,26 @@ def test_findings_come_first_and_the_layers_last(folder: Path) -> None:
 def test_wider_index_keys_are_served_here_and_no_gpu_memory_is_told(folder: Path) -> None:
     """The advice of a node with GPUs is in ``test_absent_gpu.py``."""
     (folder / "config.json").write_text(json.dumps({**CONFIG, "index_head_dim": 192}))
-    fine, said = examine("--model-path", folder, "--indexcache-pattern", "1/4")
-    assert fine, said
-    assert "index-K saved  that of 56 of 78 layers" in said
-    assert "GPU" not in said.partition("index-K saved")[2].partition("\n")[0]
+    fine, text = examine("--model-path", folder, "--indexcache-pattern", "1/4")
+    assert fine, text
+    assert "index-K saved  that of 56 of 78 layers" in text
+    assert "GPU" not in text.partition("index-K saved")[2].partition("\n")[0]
 
 
 def test_nothing_shared(folder: Path) -> None:
-    _, said = examine("--model-path", folder)
-    lines = [line.rstrip() for line in said.splitlines() if line.strip()]
+    _, text = examine("--model-path", folder)
+    lines = [line.rstrip() for line in text.splitlines() if line.strip()]
     assert lines[2].startswith("advice")
     assert lines[-1] == "  F   0 to 77  each serves itself only"
-    assert "nothing: every layer is F" in said
+    assert "nothing: every layer is F" in text
 
 
 def test_it_knows_the_checkpoints_own_sharing(folder: Path) -> None:
     types = (["full"] + ["shared"] * 2) * 26
     (folder / "config.json").write_text(json.dumps({**CONFIG, "indexer_types": types}))
-    fine, said = examine("--model-path", folder)
+    fine, text = examine("--model-path", folder)
     assert fine
-    assert "shares already: 26 of 78" in said
+    assert "shares already: 26 of 78" in text
 
 
 def test_it_says_what_is_known_of_the_patterns_quality_on_these_weights(
@@ -118,17 +118,17 @@ def test_it_says_what_is_known_of_the_patterns_quality_on_these_weights(
     ],
 )
 def test_what_is_wrong_is_one_line(folder: Path, arguments: list[str], message: str) -> None:
-    fine, said = examine("--model-path", folder, *arguments)
+    fine, text = examine("--model-path", folder, *arguments)
     assert not fine
-    assert message in said
-    assert said.count("problem") == 1
-    assert said.count("\n") == 2  # after what it looks at
+    assert message in text
+    assert text.count("problem") == 1
+    assert text.count("\n") == 2  # after what it looks at
 
 
 def test_it_says_why_our_kernels_cannot_run_here(folder: Path) -> None:
-    fine, said = examine("--model-path", folder, "--indexcache-kernels", "cuda")
+    fine, text = examine("--model-path", folder, "--indexcache-kernels", "cuda")
     assert not fine
-    assert "cuda cannot run on CPU: needs an NVIDIA GPU" in said
+    assert "cuda cannot run on CPU: needs an NVIDIA GPU" in text
 
 
 def test_problems_hide_neither_each_other_nor_the_pattern(folder: Path) -> None:
@@ -136,19 +136,19 @@ def test_problems_hide_neither_each_other_nor_the_pattern(folder: Path) -> None:
     extra = BY_ARCHITECTURE["GlmMoeDsaForCausalLM"].extra_config
     config = {name: CONFIG[name] for name in CONFIG if name not in extra}
     (folder / "config.json").write_text(json.dumps({**config, "hidden_act": "gelu"}))
-    fine, said = examine("--model-path", folder, "--indexcache-pattern", "1/4")
+    fine, answer = examine("--model-path", folder, "--indexcache-pattern", "1/4")
     assert not fine
     for text in ("Add to its config.json", "hidden_act is 'gelu' and must be silu"):
-        assert text in said
-    assert "22 of 78 layers keep their indexer" in said
-    assert "no problem found" not in said
+        assert text in answer
+    assert "22 of 78 layers keep their indexer" in answer
+    assert "no problem found" not in answer
 
 
 @pytest.mark.parametrize("name", ["/no/such/folder", "./models/mine", "~/model"])
 def test_a_path_that_is_not_there_is_told_before_sglang_asks_the_hub(name: str) -> None:
-    fine, said = examine("--model-path", name)
+    fine, text = examine("--model-path", name)
     assert not fine
-    assert said == f"problem: there is no folder {name} here\n"
+    assert text == f"problem: there is no folder {name} here\n"
 
 
 def test_a_name_of_the_hub_is_told_to_be_no_folder(
@@ -176,18 +176,18 @@ def test_a_field_of_another_type_is_named(
     folder: Path, fields: dict[str, object], overrides: dict[str, object], message: str
 ) -> None:
     (folder / "config.json").write_text(json.dumps(CONFIG | fields))
-    given = ("--json-model-override-args", json.dumps(overrides))
-    fine, said = examine("--model-path", folder, *given)
+    overriding = ("--json-model-override-args", json.dumps(overrides))
+    fine, text = examine("--model-path", folder, *overriding)
     assert not fine
-    assert message in said
-    assert said.count("problem") == 1
+    assert message in text
+    assert text.count("problem") == 1
 
 
 def test_without_arguments_it_says_how_it_is_used() -> None:
-    fine, said = examine()
+    fine, text = examine()
     assert not fine
-    assert "--model-path MODEL" in said
-    assert "--url URL" in said
+    assert "--model-path MODEL" in text
+    assert "--url URL" in text
 
 
 def test_without_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,20 +202,20 @@ def test_an_unknown_device() -> None:
 
 def test_a_problem_is_printed_as_it_is() -> None:
     """Brackets are no markup."""
-    said = io.StringIO()
-    doctor._say_problem(Console(file=said), "a [bold] folder")
-    assert said.getvalue() == "problem: a [bold] folder\n"
+    output = io.StringIO()
+    doctor._say_problem(Console(file=output), "a [bold] folder")
+    assert output.getvalue() == "problem: a [bold] folder\n"
 
 
 def test_json_has_what_is_printed_and_nothing_else_is_on_stdout(folder: Path) -> None:
     arguments = ("--device", "cpu", "--model-path", str(folder), "--indexcache-pattern")
-    done = CliRunner().invoke(app, ["server", "doctor", "--json", *arguments, "1/4"])
-    found = json.loads(done.stdout)
-    assert done.exit_code == 0
-    server = found.pop("server")
-    assert found.pop("pattern") == str(Library.default().get("glm-5-1of4").pattern)
+    result = CliRunner().invoke(app, ["server", "doctor", "--json", *arguments, "1/4"])
+    answer = json.loads(result.stdout)
+    assert result.exit_code == 0
+    server = answer.pop("server")
+    assert answer.pop("pattern") == str(Library.default().get("glm-5-1of4").pattern)
     checked_for = "the CPU reference platform"
-    assert found == {
+    assert answer == {
         "fine": True, "checked_for": checked_for, "problems": [], "notes": [], "advice": "",
     }  # fmt: skip
     assert {*server} == {
@@ -225,11 +225,11 @@ def test_json_has_what_is_printed_and_nothing_else_is_on_stdout(folder: Path) ->
     for value in server.values():
         for line in [value] if isinstance(value, str) else value:
             assert line[:60] in printed
-    done = CliRunner().invoke(app, ["server", "doctor", "--json", *arguments, "FSS"])
-    found = json.loads(done.stdout)
-    assert done.exit_code == 1
-    assert (found["fine"], found["server"], found["pattern"]) == (False, {}, None)
-    assert "75 too short" in found["problems"][0]
+    result = CliRunner().invoke(app, ["server", "doctor", "--json", *arguments, "FSS"])
+    answer = json.loads(result.stdout)
+    assert result.exit_code == 1
+    assert (answer["fine"], answer["server"], answer["pattern"]) == (False, {}, None)
+    assert "75 too short" in answer["problems"][0]
 
 
 def test_it_says_at_once_that_it_is_at_work(

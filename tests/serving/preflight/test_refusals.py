@@ -60,9 +60,9 @@ def flags(**given: Any) -> SimpleNamespace:
 @pytest.fixture(autouse=True)
 def platform(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return an NVIDIA GPU, which a test may make another device."""
-    made = type("Platform", (platforms.CudaSRTPlatform,), {})()
-    monkeypatch.setattr(platforms, "current_platform", made)
-    return made
+    device = type("Platform", (platforms.CudaSRTPlatform,), {})()
+    monkeypatch.setattr(platforms, "current_platform", device)
+    return device
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ def test_stage_starts_in_pattern_positions() -> None:
 def test_graphs_that_nothing_would_replay(
     fields: dict[str, Any], given: dict[str, Any], reason: str
 ) -> None:
-    asked = plan(graphs=("short",), **fields)
+    refused_plan = plan(graphs=("short",), **fields)
     with pytest.raises(SettingsError, match=f"--indexcache-graphs does not work with .*{reason}"):
-        check(flags(**given), asked, 4)
+        check(flags(**given), refused_plan, 4)
     check(flags(), plan(graphs=("short",)), 4)

@@ -27,10 +27,10 @@ def flags(**given: str | None) -> Choices:
 def plan(
     request: Choices | None = None, own: str = "FFFFFF", overrides: dict[str, Any] | None = None
 ) -> Plan:
-    found = Findings()
-    made = make_plan(request or flags(), checkpoint(own), overrides or {}, "", found)
-    found.report()
-    return made
+    findings = Findings()
+    result = make_plan(request or flags(), checkpoint(own), overrides or {}, "", findings)
+    findings.report()
+    return result
 
 
 def test_flag() -> None:
@@ -73,8 +73,8 @@ def test_kernels_are_sglangs_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("SGLANG_INDEXCACHE_KERNELS", "cuda")
     assert plan().kernels == "cuda"
     monkeypatch.setenv("SGLANG_INDEXCACHE_KERNELS", "fastest")
-    said = "SGLANG_INDEXCACHE_KERNELS: 'fastest' is not one of cuda, reference, .*; or engine"
-    with pytest.raises(SettingsError, match=said):
+    message = "SGLANG_INDEXCACHE_KERNELS: 'fastest' is not one of cuda, reference, .*; or engine"
+    with pytest.raises(SettingsError, match=message):
         flags()
 
 
@@ -244,8 +244,8 @@ def test_slopes_are_compared_with_a_folder(tmp_path: Path) -> None:
     about = {"name": "any", "architecture": "GlmMoeDsaForCausalLM", "layers": layers}
     slopes = Slopes(**about, checkpoint="0" * 64, path=tmp_path / "some.slopes")
     slopes.write()
-    said = flags(pattern=f"folded@{slopes.path}")
-    found = Findings()
-    make_plan(said, checkpoint(), {}, "some-one/some-model", found)
+    choices = flags(pattern=f"folded@{slopes.path}")
+    findings = Findings()
+    make_plan(choices, checkpoint(), {}, "some-one/some-model", findings)
     with pytest.raises(SettingsError, match="needs --model-path to be a folder"):
-        found.report()
+        findings.report()
