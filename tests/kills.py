@@ -20,6 +20,7 @@ PROCESSES.set_forkserver_preload(
         "tests.lab.evaluate.evaluate",
         "tests.lab.heal.test_heal_processes",
         "tests.search.slow_search",
+        "tests.serving.test_agreement",
     ]
 )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing as mp
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from sglang_indexcache.errors import SettingsError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving import agreement
 from sglang_indexcache.serving.plan import BACKEND_NAME
+from tests.kills import PROCESSES
 from tests.serving.plans import plan
 from tests.serving.test_plugin import BASE
 
@@ -46,12 +46,11 @@ def rank_main(rank: int, plans: Sequence[Any], meeting: str, answers: Any) -> No
 
 def meet(plans: Sequence[Any]) -> dict[int, str]:
     """Return each rank's error, or "" where it had none."""
-    context = mp.get_context("spawn")
-    with context.Manager() as manager:
+    with PROCESSES.Manager() as manager:
         answers = manager.dict()
         meeting = f"tcp://127.0.0.1:{free_port()}"
         workers = [
-            context.Process(target=rank_main, args=(rank, plans, meeting, answers))
+            PROCESSES.Process(target=rank_main, args=(rank, plans, meeting, answers))
             for rank in range(len(plans))
         ]
         for worker in workers:
