@@ -117,6 +117,30 @@ def endpoints(found: Mapping[str, Any]) -> str:
     return markdown(header, rows, f"{found['evaluations']:,} simulated evaluations a row and kind")
 
 
+def documents(found: Mapping[str, Any]) -> str:
+    """Tabulate wrong claims where contexts share documents, each counted alone and recognised."""
+    rows = []
+    for row in found["rows"]:
+        before, now = row["before"], row["now"]
+        at_margin, at_none = "no_loss_at_margin", "no_loss_at_none"
+        claims = (before[at_margin], now[at_margin], before[at_none], now[at_none])
+        kind = row["kind"] if row["shared_by"] > 1 else "nothing"
+        rows.append(
+            (
+                *(kind, row["shared_by"], row["documents"], f"{row['texts_recognised']:,}"),
+                *(f"{100 * claim:.1f} %" for claim in claims),
+            )
+        )
+    header = (
+        *("what is shared", "contexts a document", "documents", "texts recognised"),
+        *("loses the margin: no loss (wrong), before", "now"),
+        *("loses nothing: no loss, before", "now"),
+    )
+    count = found["rows"][0]["contexts"]
+    title = f"{found['evaluations']:,} simulated evaluations a row, of {count} contexts"
+    return markdown(header, rows, title)
+
+
 def measures(found: Mapping[str, Any]) -> str:
     """Write what three measures say of each pattern, and how far they agree on the order."""
     rows = [

@@ -130,6 +130,7 @@ PARTS: dict[str, tuple[Make, str]] = {
     "quality-control": (quality_tables.control, "quality/gates.json"),
     "quality-bad-pattern": (quality_tables.bad_pattern, "quality/gates.json"),
     "quality-missing": (quality_tables.missing, "quality/gates.json"),
+    "quality-documents": (quality_tables.documents, "quality/documents.json"),
     "quality-endpoints": (quality_tables.endpoints, "quality/endpoints.json"),
     "quality-measures": (quality_tables.measures, "quality/measures.json"),
     "healing": (_of("lines", heal_study.table), "heal.json"),

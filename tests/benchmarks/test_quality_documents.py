@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
 from benchmarks import quality_documents as study
+from benchmarks.records import RESULTS
+
+FOUND = json.loads((RESULTS / f"{study.NAME}.json").read_text())
+
+
+def test_what_is_recognised_makes_no_claim_wrong_and_what_is_not_does() -> None:
+    for row in FOUND["rows"]:
+        wrong = {when: row[when]["no_loss_at_margin"] for when in ("before", "now")}
+        if row["kind"] == study.KINDS[2]:
+            assert abs(wrong["now"] - wrong["before"]) < 0.1
+        else:
+            assert wrong["now"] <= 0.05
+        # Documents of which none is lost make every claim wrong that few others contradict.
+        assert wrong["before"] <= 1.1 * 0.99 ** row["documents"] + 0.05
+        assert (wrong["before"] > 0.1) == (row["shared_by"] >= 4)
 
 
 @pytest.mark.parametrize(("kind", "least"), [(study.KINDS[0], 1.0), (study.KINDS[2], 0.3)])
