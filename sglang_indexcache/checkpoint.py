@@ -16,6 +16,8 @@ from typing import Any
 
 from sglang_indexcache.errors import CheckpointError, IndexCacheError, PatternError
 from sglang_indexcache.models import (
+    BLOCK_LISTS,
+    BLOCK_SIZES,
     BY_ARCHITECTURE,
     LAYER_COUNTS,
     SHAPE_FIELDS,
@@ -99,12 +101,10 @@ FORMS: Mapping[str, _Form] = {
     "sparse_attention_config": (
         lambda value: (
             _is_object(value)
-            and _are_numbers(_get(value, "sparse_attention_freq"))
-            and _are_numbers(
-                [_get(value, f"sparse_{n}") or 0 for n in ("topk_blocks", "block_size")]
-            )
+            and all(map(_are_numbers, (_get(value, name) for name in BLOCK_LISTS)))
+            and _are_numbers([_get(value, name) or 0 for name in BLOCK_SIZES])
         ),
-        "an object, whose frequency, topk_blocks and block_size are whole numbers",
+        "an object, whose frequency, sizes and numbers of blocks and heads are whole numbers",
     ),
     "mlp_layer_types": _WORDS,
     "first_k_dense_replace": _NUMBER,
@@ -179,7 +179,7 @@ class Checkpoint:
             architecture=architecture,
             layer_ids=layer_ids,
             own=_own_pattern(text, layer_ids, where),
-            shape={**shape, "index_topk": family.topk(text)},
+            shape={**shape, **family.sizes(text), "index_topk": family.topk(text)},
         )
 
     def check_served(self, where: str) -> None:

@@ -27,6 +27,15 @@ SHAPE_FIELDS = (
 LAYER_COUNTS = ("num_hidden_layers", "num_layers")
 """Config fields that say how many layers there are; LongCat has the second."""
 
+BLOCK_LISTS = ("sparse_attention_freq", "sparse_disable_index_value")
+BLOCK_SIZES = (
+    "sparse_block_size",
+    "sparse_topk_blocks",
+    "sparse_num_index_heads",
+    "sparse_index_dim",
+)
+"""What SGLang reads in MiniMax-M3's ``sparse_attention_config``: by layer, and of every indexer."""
+
 RECOGNISED_BY = ("hidden_size", "num_attention_heads", "n_routed_experts")
 """Those that a searched pattern names its model by."""
 
@@ -86,6 +95,14 @@ def _blocks(text: Any) -> int | None:
     return blocks * size if blocks and size else None
 
 
+def _block_indexer(text: Any) -> dict[str, Any]:
+    """Return MiniMax-M3's indexer as it was published, by the names of a DSA model's."""
+    sparse = read_field(text, "sparse_attention_config") or {}
+    published = {"index_n_heads": "sparse_num_index_heads", "index_head_dim": "sparse_index_dim"}
+    sizes = {name: read_field(sparse, theirs) for name, theirs in published.items()}
+    return {name: size for name, size in sizes.items() if size is not None}
+
+
 @dataclass(frozen=True)
 class Family:
     """A sparse-attention architecture.
@@ -95,7 +112,9 @@ class Family:
         unsupported: why nothing here can share its indices, and who does; empty if we can.
         layer_ids: from the language model's config, the layers with an indexer, in order.
         topk: from it, how many tokens a query selects; None if it does not say.
-        grouped: whether indexers select blocks of tokens, for each group of heads by itself.
+        sizes: from it, those of :data:`SHAPE_FIELDS` that it has under other names.
+        grouped: whether indexers select blocks of tokens, for each group of heads by itself. A
+            server shares them in the model's own attention backend; all others are DSA's.
         hands_on: whether SGLang hands indices from one pipeline stage to the next.
         name: what our own recipes call it.
         model_type: its transformers model type, if it can be trained.
@@ -110,6 +129,7 @@ class Family:
     unsupported: str = ""
     layer_ids: Callable[[Any], tuple[int, ...]] = _every_layer
     topk: Callable[[Any], int | None] = _tokens
+    sizes: Callable[[Any], dict[str, Any]] = lambda _: {}
     grouped: bool = False
     live: bool = True
     hands_on: bool = True
@@ -202,16 +222,18 @@ FAMILIES = (
     *(
         Family(
             architecture,
-            refused="SGLang shares its blocks on AMD's gfx95 alone, and by a setting of its own "
-            "(SGLANG_MINIMAX_M3_INDEX_TOPK_FREQ)",
+            refused=refused,
             layer_ids=_with_blocks,
             topk=_blocks,
+            sizes=_block_indexer,
             grouped=True,
+            live=False,
+            hands_on=False,
         )
-        for architecture in (
-            "MiniMaxM3SparseForCausalLM",
-            "MiniMaxM3SparseForConditionalGeneration",
-            "MiniMaxM3VLForCausalLM",  # the language model alone, in transformers
+        for architecture, refused in (
+            ("MiniMaxM3SparseForCausalLM", ""),
+            ("MiniMaxM3SparseForConditionalGeneration", ""),
+            ("MiniMaxM3VLForCausalLM", "it is transformers' name for the language model alone"),
         )
     ),
     # By vLLM's issue 54890: 16.9 us a layer of 10.2 ms (batch 16, 64K tokens, GB300), 12 layers.

@@ -45,7 +45,7 @@ FullConcurrency = Annotated[int, Option("--full-concurrency", metavar="N", help=
     "its own.")]
 MeasuredModel = Annotated[str, Option("--model", metavar="NAME", help=
     "GLM-5-FP8, GLM-5 or DeepSeek-V3.2, whose layers were measured; MiniMax-M3 or "
-    "DeepSeek-V4-Flash, composed, which are not served.")]
+    "DeepSeek-V4-Flash, composed, whose sharing nobody has timed.")]
 Gpu = Annotated[str, Option("--gpu", metavar="h100|h200|b200", help="The card.")]
 Gpus = Annotated[int, Option("--gpus", "--tp", min=1, metavar="N", help=
     "How many GPUs: SGLang's --tp.")]

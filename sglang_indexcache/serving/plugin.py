@@ -31,6 +31,7 @@ from sglang_indexcache.checkpoint import (
 )
 from sglang_indexcache.errors import CheckpointError, Findings, IndexCacheError, SettingsError
 from sglang_indexcache.kernels.dispatch import Machine
+from sglang_indexcache.models import family_of
 from sglang_indexcache.serving import (
     agreement,
     engine_version,
@@ -39,7 +40,7 @@ from sglang_indexcache.serving import (
     live,
     requests,
 )
-from sglang_indexcache.serving.active import activate
+from sglang_indexcache.serving.active import ActivePattern, activate
 from sglang_indexcache.serving.cpu import fp8
 from sglang_indexcache.serving.cpu import platform as platform_cpu
 from sglang_indexcache.serving.cuda.choice import (
@@ -120,6 +121,12 @@ def _register_backend() -> None:
     # Resolution turns our name into "dsa". Whoever still has it was never resolved with us, and
     # SGLang would dispatch the model's layers for a backend that it does not know.
     attention_registry.register_attention_backend(BACKEND_NAME)(refuse)
+    # MiniMax-M3 has a backend of its own, which SGLang puts around that of its dense layers.
+    hooks.around(
+        "sglang.srt.layers.attention.attention_registry.attn_backend_wrapper",
+        _share_blocks,
+        at_start=True,
+    )
 
 
 def create_backend(runner: Any, original: Callable[[Any], Any]) -> Any:
@@ -136,11 +143,7 @@ def create_backend(runner: Any, original: Callable[[Any], Any]) -> Any:
             )
         return original(runner)
     adapter.check_in_effect(runner, plan)
-    active = activate(plan)
-    active.traffic.look_at(plan, runner)
-    live.install()
-    requests.install(plan)
-    agreement.install_handshake()
+    active = _activate(runner, plan)
     if platform_cpu.is_active():
         from sglang_indexcache.serving.cpu.backend import CpuIndexCacheBackend
 
@@ -148,6 +151,26 @@ def create_backend(runner: Any, original: Callable[[Any], Any]) -> Any:
     from sglang_indexcache.serving.cuda.start import create_cuda_backend
 
     return create_cuda_backend(runner, active)
+
+
+def _share_blocks(original: Callable[[Any, Any], Any], runner: Any, dense: Any) -> Any:
+    """Create the backend of a model that shares blocks; SGLang's function serves all others."""
+    plan = Plan.from_hf_config(runner.model_config.hf_config)
+    if plan is None or not plan.shares_blocks or runner.is_draft_worker:
+        return original(runner, dense)
+    from sglang_indexcache.serving.cuda.blocks import create_blocks_backend
+
+    return create_blocks_backend(runner, dense, _activate(runner, plan))
+
+
+def _activate(runner: Any, plan: Plan) -> ActivePattern:
+    """Make ``plan`` that of this process, where ``runner`` has its layers."""
+    active = activate(plan)
+    active.traffic.look_at(plan, runner)
+    live.install()
+    requests.install(plan)
+    agreement.install_handshake()
+    return active
 
 
 # -- what the user says ------------------------------------------------------------------------
@@ -272,6 +295,9 @@ def _check_kernels(server_args: Any) -> None:
     plan = Plan.from_overrides(cfg.json_model_override_args)
     if plan is None:
         return
+    if plan.shares_blocks:
+        refusals.check_quantization(plan, cfg.quantization)
+        return
     model = model_config_of(server_args)
     routes = choose(plan.kernels, cfg, model, Machine.here())
     check_engine(routes, cfg, model)
@@ -312,9 +338,12 @@ def _is_only_way(cfg: Any) -> bool:
     if not platform_cpu.is_active() or any(getattr(cfg, field) for field in BACKEND_FIELDS):
         return False
     try:
-        Checkpoint.from_config(
+        checkpoint = Checkpoint.from_config(
             _checkpoint_config(cfg, read_overrides(cfg.json_model_override_args)), cfg.model_path
-        ).check_served(cfg.model_path)
+        )
+        checkpoint.check_served(cfg.model_path)
+        if family_of(checkpoint.architecture).grouped:  # the CPU platform has DSA attention alone
+            return False
     except CheckpointError:  # no DSA model, or one that this cannot serve
         return False
     logger.info(

@@ -1,4 +1,4 @@
-"""Expected gain for models that nobody serves with shared selections here: MiniMax-M3, DeepSeek-V4.
+"""Expected gain for models that nobody has timed with shared selections: MiniMax-M3, DeepSeek-V4.
 
 NVIDIA timed their sparse attention with its indexer only. From 2,048 tokens on attention reads as
 many keys whatever the context, so what a layer takes more at a longer one is its indexer's. The
@@ -46,7 +46,7 @@ class GrowingModel:
         layers: those with an indexer.
         wanted: columns of the rows.
         caches: formats of the KV cache, by --kv, the default first.
-        served: what is not served, in words.
+        served: what is not served, or was not run, in words.
     """
 
     name: str
@@ -66,7 +66,7 @@ MODELS = {
         57,
         (),
         (("bf16", "bfloat16"), ("fp8", "fp8")),
-        "MiniMax-M3 is not served with shared selections here.",
+        "MiniMax-M3 has run on no GPU with shared blocks.",
     ),
     "DeepSeek-V4-Flash": GrowingModel(
         "sgl-project/DeepSeek-V4-Flash-FP8",

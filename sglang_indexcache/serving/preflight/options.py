@@ -20,7 +20,7 @@ from sglang_indexcache.serving.plan import (
     Mode,
 )
 
-_DSA_NAMES = (ENGINE_NAME, "nsa")
+DSA_NAMES = (ENGINE_NAME, "nsa")
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ def is_wanted(cfg: Any, choices: Choices, *, on_cpu: bool) -> bool:
         SettingsError: it is asked for together with another backend.
     """
     backends = {field: getattr(cfg, field) for field in BACKEND_FIELDS if getattr(cfg, field)}
-    others = {k: v for k, v in backends.items() if v not in (BACKEND_NAME, *_DSA_NAMES)}
+    others = {k: v for k, v in backends.items() if v not in (BACKEND_NAME, *DSA_NAMES)}
     is_named = BACKEND_NAME in backends.values()
     if not is_named and cfg.speculative_draft_attention_backend == BACKEND_NAME:
         raise SettingsError(

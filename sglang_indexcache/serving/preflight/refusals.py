@@ -9,10 +9,12 @@ from typing import Any
 from sglang_indexcache.errors import Findings, SettingsError
 from sglang_indexcache.models import BY_ARCHITECTURE
 from sglang_indexcache.serving.cpu import platform as platform_cpu
-from sglang_indexcache.serving.plan import Plan
+from sglang_indexcache.serving.plan import BACKEND_FIELDS, Plan
 from sglang_indexcache.serving.preflight.options import (
     ADAPTER,
+    DSA_NAMES,
     GRAPHS,
+    INDEX_K_DTYPE,
     KERNELS,
     MODE,
     PATTERN,
@@ -147,7 +149,7 @@ def _reasons(cfg: Any, plan: Plan) -> Iterator[str]:
         )
     if cfg.enable_pdmux:  # it calls a method that only dense and Qwen models have
         yield (
-            "--enable-pdmux does not work with models of DeepSeek Sparse Attention: SGLang cannot "
+            "--enable-pdmux does not work with models of sparse attention: SGLang cannot "
             "run their prefill in pieces, and the first request would end the server. Drop it."
         )
     if cfg.enable_prefill_cp and cfg.cp_strategy == "zigzag":
@@ -168,6 +170,8 @@ def _reasons(cfg: Any, plan: Plan) -> Iterator[str]:
         )
     if plan.slopes:
         yield from _of_folding(plan)
+    if plan.shares_blocks:
+        yield from _of_blocks(cfg, plan)
     if plan.mode == "live":
         yield from _of_live_mode(cfg, plan)
     if plan.graphs:
@@ -186,7 +190,13 @@ def _clash(what: str, reasons: Mapping[str, Any], fix: str) -> Iterator[str]:
 def _of_platform(plan: Plan) -> Iterator[str]:
     from sglang.srt.platforms import current_platform
 
-    if current_platform.is_rocm():
+    if plan.shares_blocks and not current_platform.is_cuda():
+        yield (
+            f"a {plan.architecture} shares blocks on NVIDIA GPUs alone (on AMD's gfx95 SGLang "
+            "shares them itself, by SGLANG_MINIMAX_M3_INDEX_TOPK_FREQ). Serve it without "
+            "IndexCache, or on such a GPU."
+        )
+    elif current_platform.is_rocm():
         if plan.mode == "live":
             yield (
                 "live mode does not work on AMD GPUs: SGLang writes the index keys of F and S "
@@ -220,6 +230,56 @@ def _of_folding(plan: Plan) -> Iterator[str]:
         yield (
             f"{SHADOW.flag} does not work with a pattern that folds: it would compare with exact "
             "lists that no layer makes. Drop it."
+        )
+
+
+def _of_blocks(cfg: Any, plan: Plan) -> Iterator[str]:
+    """Refuse for MiniMax-M3 what would share nothing or the wrong blocks, and what was not read."""
+    from sglang.srt.environ import envs
+
+    reasons = {
+        **{
+            f"--{name.replace('_', '-')} {backend}": backend in DSA_NAMES
+            for name in BACKEND_FIELDS
+            if (backend := getattr(cfg, name))
+        },
+        f"{KERNELS.flag} {plan.kernels}": plan.kernels != "engine",
+        INDEX_K_DTYPE.flag: plan.index_k_dtype != "auto",
+        SHADOW.flag: plan.shadow,
+        ADAPTER.flag: plan.adapter,
+        "a pattern that folds": plan.slopes,
+        "--enable-two-batch-overlap, where one half would read the other's blocks": (
+            cfg.enable_two_batch_overlap
+        ),
+        "--speculative-algorithm": cfg.speculative_algorithm is not None,
+        "--enable-prefill-cp": cfg.enable_prefill_cp,
+        "--dcp-size": cfg.dcp_size > 1,
+        "--enable-hisparse": cfg.enable_hisparse,
+        "--enable-kv-cache-sharding": cfg.enable_kv_cache_sharding,
+        "--enable-return-indexer-topk": cfg.enable_return_indexer_topk,
+        "SGLANG_OPT_USE_MINIMAX_DENSE_SPARSE_DECODE, whose decode shares nothing": (
+            envs.SGLANG_OPT_USE_MINIMAX_DENSE_SPARSE_DECODE.get()
+        ),
+        "SGLANG_MINIMAX_M3_INDEX_TOPK_FREQ, which is for AMD GPUs": (
+            envs.SGLANG_MINIMAX_M3_INDEX_TOPK_FREQ.get() > 1
+        ),
+    }
+    yield from _clash(f"sharing the blocks of a {plan.architecture}", reasons, "Drop it.")
+
+
+def check_quantization(plan: Plan, quantization: str | None) -> None:
+    """Refuse a backend that computes blocks anew in each layer; called when SGLang has chosen it.
+
+    Raises:
+        SettingsError: it is the one for NVFP4 weights on Blackwell.
+    """
+    from sglang.srt.configs.model_config import uses_minimax_m3_nvfp4_native_stack
+
+    if uses_minimax_m3_nvfp4_native_stack(quantization):
+        raise SettingsError(
+            f"sharing the blocks of a {plan.architecture} does not work with NVFP4 weights on "
+            "Blackwell, for which SGLang has an attention backend that shares nothing. Serve the "
+            "checkpoint in another format."
         )
 
 

@@ -82,13 +82,13 @@ def test_what_a_gain_may_be_off_by_is_a_part_of_the_time_that_is_left(tmp_path: 
     assert gain.off == pytest.approx(42 * wrong / (1000 - 42 * (late - 1.02048)))
 
 
-def test_the_reader_is_told_that_it_is_composed_and_not_served(tmp_path: Path) -> None:
+def test_the_reader_is_told_that_it_is_composed_and_was_not_run(tmp_path: Path) -> None:
     source = forwards(tmp_path)
     patterns = source.patterns(["1/2", "1/4", "F" + 56 * "S"])
     assert [len(pattern.full_layers) for _, pattern in patterns] == [29, 15, 1]
     assert "over every indexer, composed: Mini" in plan_grid(source, patterns, [8192]).title
     text = " ".join(source.sources)
-    for words in ("not served", "sums, measured nowhere", "SGLang 0.5.16", "a lower bound"):
+    for words in ("has run on no GPU", "sums, measured nowhere", "SGLang 0.5.16", "a lower bound"):
         assert words in text
 
 
