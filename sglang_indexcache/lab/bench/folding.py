@@ -1,7 +1,8 @@
 """Prefill time of folded layers, composed: arithmetic on NVIDIA's rows of single kernels.
 
-No kernel that folds has been timed. The rows have what it would replace, GLM-5's logits, and what
-would stand in their place: a product with one query a token, and top-k.
+NVIDIA's rows have no kernel that folds. They have what it replaces, GLM-5's logits, and what stands
+in their place: a product with one query a token, and top-k. Ours was timed on an H100 alone
+(``benchmarks/results/kernels``), beside SGLang's logits and top-k and no other part of a layer.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ WIDTH_BYTES = 2
 """Of a float32 score, which top-k reads, beyond the bfloat16 that the product's rows write."""
 
 _ARITHMETIC = (
-    "Folding is arithmetic, measured nowhere: an L layer's chunk takes an F layer's, less its "
-    f"logits, plus one product of the rows that writes float32. That needs a kernel of its own: "
-    f"SGLang pads DeepGEMM's logits to {HEADS} heads, which would save nothing. No chunk is faster "
-    "than the fastest of an F layer, where launches bind. In decode the same bytes are read, so a "
-    "folded layer's step counts as an F layer's."
+    "Folding is arithmetic, for these rows have no kernel that folds: an L layer's chunk takes an F "
+    "layer's, less its logits, plus one product of the rows that writes float32, as the kernel does "
+    "that IndexCache serves L layers with. No chunk is faster than the fastest of an F layer, where "
+    "launches bind. In decode the same bytes are read, so a folded layer's step counts as an F "
+    "layer's."
 )
 _CANDIDATES = (
     "+cN adds its candidates' exact scores at the rate of those logits, and a second top-k. No row "
