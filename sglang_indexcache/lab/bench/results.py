@@ -44,7 +44,7 @@ class Environment(Strict):
 
 
 class Configuration(Strict):
-    """One way to serve: ``value`` is a pattern as the user wrote it, ``pattern`` its F/S string."""
+    """One way to serve: ``value`` is a pattern as the user wrote it, ``pattern`` as a server says."""
 
     name: str
     value: str
@@ -65,7 +65,7 @@ def configurations(values: Sequence[str], checkpoint: Checkpoint) -> tuple[Confi
     resolved = []
     for text in values:
         name, _, value = text.rpartition("=")
-        pattern = Library.default().resolve(value, checkpoint).pattern
+        pattern = Library.default().resolve(value, checkpoint, folding=True).pattern
         resolved.append(Configuration(name=name or value, value=value, pattern=str(pattern)))
     names = [configuration.name for configuration in resolved]
     if len(set(names)) != len(names):
