@@ -148,6 +148,7 @@ PARTS: dict[str, tuple[Make, str]] = {
     "card-select": (card.select_table, "kernels/h100.json"),
     "card-fold": (card.fold_table, "kernels/h100.json"),
     "card-fold-line": (card.fold_line, "kernels/h100.json"),
+    "card-fold-composed": (card.composed_folding, "kernels/h100.json"),
     "card-attention": (card.attention_table, "kernels/h100.json"),
     "card-others": (card.others_table, "kernels/h100.json"),
     "card-counters": (card.counters_table, "kernels/h100.json"),

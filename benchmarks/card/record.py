@@ -222,6 +222,33 @@ def composed_sum(record: Mapping[str, Any]) -> str:
     )
 
 
+def composed_folding(record: Mapping[str, Any]) -> str:
+    """Return the same sum for patterns that fold, by SGLang's default kernels and the product."""
+    times = _times_of(record, Workload("fold_prefill", ROWS, CONTEXT, 32))
+    attend = _times_of(record, Workload("mla_prefill", ROWS // 2, CONTEXT, 8))
+    exact, folded = (
+        f"{name} + {engine_kernels.LEGACY_TOPK}" for name in ("deep_gemm", engine_kernels.PRODUCT)
+    )
+    if not ({exact, folded} <= {*times} and "flash_mla" in attend):
+        return f"{NOT_MEASURED}\n"
+    patterns = {
+        "all F": (LAYERS, 0),
+        "all L": (0, LAYERS),
+        f"{FULL_LAYERS} F, the others S": (FULL_LAYERS, 0),
+        f"{FULL_LAYERS} L, the others S": (0, FULL_LAYERS),
+    }
+    attention = LAYERS * 2 * attend["flash_mla"]
+    sums = {
+        name: full * times[exact] + light * times[folded] + attention
+        for name, (full, light) in patterns.items()
+    }
+    cells = [
+        (name, f"{total / 1000:,.0f}", f"{sums['all F'] / total:.2f}x")
+        for name, total in sums.items()
+    ]
+    return markdown(("pattern", "ms", "over all F"), cells)
+
+
 def _times_of(record: Mapping[str, Any], work: Workload) -> dict[str, float]:
     row = dict(timed(record, work.family)).get(work, {"times": {}})
     return {name: microseconds(row, name)[0] for name in row["times"]}

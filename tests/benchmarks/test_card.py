@@ -217,6 +217,7 @@ def test_a_report_goes_all_the_way_to_the_tables(tmp_path: Path) -> None:
     assert record.composed_sum(quiet) == "not measured\n"
     assert "| eager: passed, prompts compared 2, left out 1 |" in record.exact_table(quiet)
     assert record.fold_line(quiet) == "not measured\n"
+    assert record.composed_folding(quiet) == "not measured\n"
 
 
 def test_what_folding_gains_is_said_with_the_top_k_alike(tmp_path: Path) -> None:
@@ -236,7 +237,11 @@ def test_what_folding_gains_is_said_with_the_top_k_alike(tmp_path: Path) -> None
         }
         for (rows, context), work in works.items()
     }
+    timed[Workload("mla_prefill", 4096, 122_880, 8)] = {"flash_mla": took(10.0)}
     made = record.make_record([report(tmp_path / "a", timed)])
+    composed = record.composed_folding(made)  # 78 layers of two chunks of 10 us attend
+    assert "| all L | 4 | 1.60x |" in composed
+    assert "| 20 L, the others S | 2 | 2.89x |" in composed
     assert (
         "8,192 rows 2.00 to 5.00 times as fast with 32 heads at 120K to 200K"
         in record.fold_line(made)
