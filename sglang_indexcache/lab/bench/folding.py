@@ -23,11 +23,11 @@ WIDTH_BYTES = 2
 """Of a float32 score, which top-k reads, beyond the bfloat16 that the product's rows write."""
 
 _ARITHMETIC = (
-    "Folding is arithmetic, for these rows have no kernel that folds: an L layer's chunk takes an F "
-    "layer's, less its logits, plus one product of the rows that writes float32, as the kernel does "
-    "that IndexCache serves L layers with. No chunk is faster than the fastest of an F layer, where "
-    "launches bind. In decode the same bytes are read, so a folded layer's step counts as an F "
-    "layer's."
+    "Folding is arithmetic, for these rows have no kernel that folds: an L layer's chunk takes an "
+    "F layer's, less its logits, plus one product of the rows that writes float32, as the kernel "
+    "does that IndexCache serves L layers with. No chunk is faster than the fastest of an F layer, "
+    "where launches bind. In decode the same bytes are read, so a folded layer's step counts as an "
+    "F layer's."
 )
 _CANDIDATES = (
     "+cN adds its candidates' exact scores at the rate of those logits, and a second top-k. No row "

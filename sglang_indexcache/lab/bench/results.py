@@ -44,7 +44,7 @@ class Environment(Strict):
 
 
 class Configuration(Strict):
-    """One way to serve: ``value`` is a pattern as the user wrote it, ``pattern`` as a server says."""
+    """One way to serve: ``value`` is a pattern as the user wrote it, ``pattern`` as servers say."""
 
     name: str
     value: str
