@@ -1,4 +1,4 @@
-"""A small MiniMax-M3 with random weights, and its forward under a pattern, by hand.
+"""A small MiniMax-M3 with random weights, its forward under a pattern by hand, and one to serve.
 
 What each query may see is written anew, with loops over queries and blocks: neither our sharing nor
 transformers' indexer, block mask or cache has a part in it.
@@ -6,9 +6,13 @@ transformers' indexer, block mask or cache has a part in it.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from transformers import (
     MiniMaxM3SparseForConditionalGeneration,
     MiniMaxM3VLConfig,
@@ -42,6 +46,73 @@ VISION = {
     **{"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1},
     **{"num_attention_heads": 2, "image_size": 28},
 }
+
+HEAD, HIDDEN, HEADS, GROUPS, INNER, VOCABULARY = 128, 512, 32, 2, 512, 1024
+_ON_CARD = [0, *[1] * 12]
+"""By layer, whether its attention is sparse."""
+ON_CARD: dict[str, Any] = {
+    **{"architectures": ["MiniMaxM3SparseForCausalLM"], "model_type": "minimax_m2"},
+    **{"dtype": "bfloat16", "num_hidden_layers": 13, "hidden_size": HIDDEN, "head_dim": HEAD},
+    **{"num_attention_heads": HEADS, "num_key_value_heads": GROUPS, "vocab_size": VOCABULARY},
+    **{"intermediate_size": INNER, "dense_intermediate_size": INNER, "hidden_act": "silu"},
+    **{"num_local_experts": 8, "num_experts_per_tok": 2, "moe_layer_freq": [0] * 13},
+    **{"max_position_embeddings": 8192, "rope_theta": 5_000_000, "rotary_dim": 64},
+    **{"use_qk_norm": True, "qk_norm_type": "per_head", "use_gemma_norm": True},
+    **{"tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 0},
+    "sparse_attention_config": {
+        **{"sparse_attention_freq": _ON_CARD, "sparse_disable_index_value": _ON_CARD},
+        **{"sparse_index_dim": HEAD, "sparse_num_index_heads": GROUPS, "sparse_block_size": 128},
+        **{"sparse_topk_blocks": 16, "sparse_init_block": 0, "sparse_local_block": 1},
+    },
+}
+"""In the widths that SGLang's CUDA kernels are compiled for, as M3 was published; no experts."""
+
+
+def write_m3(folder: Path) -> Path:
+    """Write the checkpoint of :data:`ON_CARD`: 72 million random weights from a fixed seed.
+
+    SGLang's dummy weights would not do: of the same number are the same values, so that every layer
+    selects alike and the head, which is the embedding, repeats the last token whatever was read.
+    """
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(ON_CARD))
+    draw = torch.Generator().manual_seed(0)
+    tensors = {
+        name: torch.randn(shape, generator=draw).mul_(shape[-1] ** -0.5)
+        if len(shape) == 2
+        else torch.full(shape, float(name.endswith(".q_norm.weight")))  # sharper attention
+        for name, shape in _shapes()
+    }
+    tensors["model.embed_tokens.weight"] *= HIDDEN**0.5
+    save_file({n: each.bfloat16() for n, each in tensors.items()}, folder / "model.safetensors")
+    return folder
+
+
+def _shapes() -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield each weight's published name and its shape; a norm's is what it adds to one."""
+    yield from (
+        (f"{name}.weight", (VOCABULARY, HIDDEN)) for name in ("model.embed_tokens", "lm_head")
+    )
+    yield "model.norm.weight", (HIDDEN,)
+    for layer, is_sparse in enumerate(_ON_CARD):
+        shapes: dict[str, tuple[int, ...]] = {
+            "input_layernorm": (HIDDEN,),
+            "post_attention_layernorm": (HIDDEN,),
+            **{f"mlp.{name}_proj": (INNER, HIDDEN) for name in ("gate", "up")},
+            "mlp.down_proj": (HIDDEN, INNER),
+            "self_attn.q_proj": (HEADS * HEAD, HIDDEN),
+            **{f"self_attn.{name}_proj": (GROUPS * HEAD, HIDDEN) for name in "kv"},
+            "self_attn.o_proj": (HIDDEN, HEADS * HEAD),
+            **{f"self_attn.{name}_norm": (HEAD,) for name in "qk"},
+        }
+        if is_sparse:
+            shapes |= {
+                "self_attn.index_q_proj": (GROUPS * HEAD, HIDDEN),
+                "self_attn.index_k_proj": (HEAD, HIDDEN),
+                **{f"self_attn.index_{name}_norm": (HEAD,) for name in "qk"},
+            }
+        for name, shape in shapes.items():
+            yield f"model.layers.{layer}.{name}.weight", shape
 
 
 def make_m3(*, multimodal: bool = False) -> Any:

@@ -11,7 +11,7 @@ failed in front, and fits 12,000 characters.
 
 ==========  ========================================================================================
 served      SGLang's own kernels compiled, then servers whose greedy tokens are to be stock
-            SGLang's: eager, graphs, live, our kernels; and one with L layers
+            SGLang's: eager, graphs, live, our kernels; one with L layers; and MiniMax-M3
 exact       our kernels on the conformance grid up to a million tokens, as they were carried; in
             graphs; under memcheck; built and loaded by this nvcc; the backend in SGLang's
             graphs
@@ -73,8 +73,11 @@ ENGINE_KERNELS = {
     ),
     "store of latents": "kvcache.set_mla_kv_buffer set_mla_kv_buffer_module 528, 128, pdl",
     "topk": "attention.dsv4.topk _jit_topk_v2_module",
+    "MiniMax-M3's norm and rope": "attention.minimax_qknorm_rope _jit_module torch.int64, 128, 64",
+    "MiniMax-M3's store": "kvcache.minimax_store_kv_index _jit_module 256, False",
+    "MiniMax-M3's topk": "attention.minimax_decode_topk _jit_module torch.int64",
 }
-"""Kernels that SGLang compiles to serve the small model: module, function and its arguments."""
+"""Kernels that SGLang compiles to serve the small models: module, function and its arguments."""
 COUNTERS = (
     "gpu__time_duration.sum",
     "sm__throughput.avg.pct_of_peak_sustained_elapsed",
@@ -278,6 +281,7 @@ def stages(phase: str) -> list[list[Step]]:
             server_step("graphs", "tokens_in_graphs"),
             server_step("live", "several_patterns"),
         ],
+        [server_step("MiniMax-M3", "minimax_m3")],  # three servers: not beside the other eight
     ]
 
 

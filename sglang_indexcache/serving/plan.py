@@ -175,7 +175,7 @@ class Plan:
 
     def engine_fields(self, cfg: Any) -> dict[str, Any]:
         """Return what else SGLang's arguments must say; ``cfg`` is its resolving view of them."""
-        if self.shares_blocks:  # SGLang chooses the backend of the other layers by the card
+        if self.shares_blocks:  # SGLang or the user chooses the other layers' backend
             return {name: None for name in BACKEND_FIELDS if getattr(cfg, name) == BACKEND_NAME}
         fields: dict[str, Any] = {
             name: ENGINE_NAME

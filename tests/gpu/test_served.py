@@ -4,7 +4,7 @@ Eager first, which is the least that must work, then CUDA graphs, then live mode
 several patterns in a batch. The shipped checkpoint is widened to what DSA's kernels are compiled
 for, and reads source code. What SGLang's start needs may be missing on a bare machine, so there are
 several ways to serve; the first that works is kept. None uses FlashAttention 3, which cannot be
-carried.
+carried. A MiniMax-M3 of random weights comes last.
 """
 
 from __future__ import annotations
@@ -51,6 +51,11 @@ WAYS: dict[str, tuple[str, ...]] = {
     "bfloat16 cache, top-k in torch": (*BFLOAT16, *TORCH_TOPK),
     "bfloat16 cache, flashmla_sparse": BFLOAT16,
 }
+BLOCKS = (
+    *("--page-size", "128", "--prefill-attention-backend", "triton"),
+    *("--decode-attention-backend", "triton"),
+)
+"""MiniMax-M3's page on a Hopper card, and what serves its dense layers without FlashAttention 3."""
 
 
 Prompts: TypeAlias = Sequence[tuple[int, ...]]
@@ -92,7 +97,7 @@ def together(client: Asked, requests: Sequence[Request]) -> list[list[int]]:
         return list(pool.map(lambda request: answer(client, request), requests))
 
 
-def compare_with_stock(ours: Asked, stock: Asked, prompts: Prompts) -> dict[str, Any]:
+def same_tokens(ours: Asked, stock: Asked, prompts: Prompts) -> dict[str, Any]:
     """The same tokens as stock SGLang's wherever that agrees with itself."""
     wanted, again, found = ([answer(c, Request(p)) for p in prompts] for c in (stock, stock, ours))
     stable = [n for n, (one, other) in enumerate(zip(wanted, again, strict=True)) if one == other]
@@ -101,16 +106,40 @@ def compare_with_stock(ours: Asked, stock: Asked, prompts: Prompts) -> dict[str,
     for number in stable:
         same = sum(a == b for a, b in zip(wanted[number], found[number], strict=True))
         assert same == TOKENS, f"prompt {number}: {same} of {TOKENS} tokens are stock's"
+    return {"prompts compared": len(stable), "left out": len(wanted) - len(stable)}
+
+
+def compare_with_stock(ours: Asked, stock: Asked, prompts: Prompts) -> dict[str, Any]:
+    """:func:`same_tokens`, from a server that keeps the index keys of F layers alone."""
+    compared = same_tokens(ours, stock, prompts)
     (state, *_) = ours.states()
     assert state.pattern == str(PATTERN)
     assert state.index_k_bytes_per_token == INDEX_K_BYTES * len(PATTERN.full_layers)
-    return {"prompts compared": len(stable), "left out": len(wanted) - len(stable)}
+    return compared
 
 
 def ran_where_full(state: RankState, pattern: Pattern) -> None:
     """Indexers ran on F layers, and nowhere else; replays of graphs are not counted."""
     ran = [position for position, count in enumerate(state.indexer_selections) if count]
     assert ran == list(pattern.full_layers)
+
+
+def compare_shared(shared: Asked, full: Asked, prompts: Prompts) -> dict[str, Any]:
+    """S layers took their F layer's blocks, also in graphs, and an answer changed by it."""
+    found, wanted = ([answer(c, Request(p)) for p in prompts] for c in (shared, full))
+    (state, *_) = shared.states()
+    assert state.pattern == str(PATTERN)
+    ran_where_full(state, PATTERN)
+    reused = [position for position, count in enumerate(state.index_reuses) if count]
+    assert reused == list(PATTERN.shared_layers)
+    assert state.graph_replays.get("decode"), "no decode graph was replayed"
+    assert found != wanted, "all F answers the same, so nothing could be seen"
+    return {
+        "share of all F's tokens": [
+            sum(a == b for a, b in zip(one, other, strict=True)) / TOKENS
+            for one, other in zip(found, wanted, strict=True)
+        ]
+    }
 
 
 def compare_mixed(live: Asked, prompts: Prompts) -> dict[str, Any]:
@@ -160,31 +189,43 @@ def serving(
 
     That stock starts and ours does not is a failure; that neither does, the machine's.
     """
-    from sglang_indexcache.ask.launch import Server
-
     known = reported["remembered"].get("way")
     problems = {}
     for way in [known] if known else WAYS:
-        with ExitStack() as stack:
-            servers = {}
-            for kind, flags in kinds.items():
-                line = [*arguments(model, kind.partition(" ")[0]), *WAYS[way], *flags]
-                log = folder / f"{kind}.log".replace(" ", "-")
-                servers[kind] = stack.enter_context(Server(line, log, env=ENVIRONMENT))
-            clients, failed = {}, {}
-            for kind, server in servers.items():
-                try:
-                    clients[kind] = server.wait_until_ready(START_SECONDS)
-                except ServerError as error:
-                    failed[kind] = str(error)[-1500:]
+        lines = {
+            kind: [*arguments(model, kind.partition(" ")[0]), *WAYS[way], *flags]
+            for kind, flags in kinds.items()
+        }
+        with started(lines, folder) as (clients, failed):
             if not failed:
                 reported["remembered"]["way"] = way
                 yield clients
                 return
             problems[way] = failed
-            ours = [kind for kind in failed if kind != "stock"]
-            assert "stock" in failed or "stock" not in kinds or not ours, failed
     pytest.skip(f"no server of any kind starts here: {problems}")
+
+
+@contextmanager
+def started(
+    lines: dict[str, list[str]], folder: Path
+) -> Iterator[tuple[dict[str, Client], dict[str, str]]]:
+    """Servers side by side, by kind: those that start, and why the others do not."""
+    from sglang_indexcache.ask.launch import Server
+
+    with ExitStack() as stack:
+        servers = {}
+        for kind, line in lines.items():
+            log = folder / f"{kind}.log".replace(" ", "-")
+            servers[kind] = stack.enter_context(Server(line, log, env=ENVIRONMENT))
+        clients, failed = {}, {}
+        for kind, server in servers.items():
+            try:
+                clients[kind] = server.wait_until_ready(START_SECONDS)
+            except ServerError as error:
+                failed[kind] = str(error)[-1500:]
+        ours = [kind for kind in failed if kind != "stock"]
+        assert "stock" in failed or "stock" not in lines or not ours, failed
+        yield clients, failed
 
 
 def test_eager_tokens_are_stocks(
@@ -274,3 +315,17 @@ def test_a_server_with_our_kernels_answers_like_stock(
             for one, other in zip(wanted, found, strict=True)
         ]
         assert found[-1][0] == wanted[-1][0]
+
+
+def test_minimax_m3_shares_blocks(
+    blocks_model: Path, prompts: Prompts, tmp_path: Path, evidence: dict[str, Any]
+) -> None:
+    """All F gives stock's tokens; S layers take their F layer's blocks, in decode graphs."""
+    common = ["--model-path", str(blocks_model), *COMMON, *BLOCKS]
+    ours = [*common, "--attention-backend", "indexcache", "--indexcache-pattern"]
+    lines = {"stock": common, "full": [*ours, str(FULL)], "shared": [*ours, str(PATTERN)]}
+    with started(lines, tmp_path) as (clients, failed):
+        if failed:
+            pytest.skip(f"stock SGLang does not start here with a small MiniMax-M3: {failed}")
+        evidence |= same_tokens(clients["full"], clients["stock"], prompts)
+        evidence |= compare_shared(clients["shared"], clients["full"], prompts)

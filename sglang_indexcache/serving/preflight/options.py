@@ -158,7 +158,7 @@ def is_wanted(cfg: Any, choices: Choices, *, on_cpu: bool) -> bool:
         SettingsError: it is asked for together with another backend.
     """
     backends = {field: getattr(cfg, field) for field in BACKEND_FIELDS if getattr(cfg, field)}
-    others = {k: v for k, v in backends.items() if v not in (BACKEND_NAME, *DSA_NAMES)}
+    others = other_backends(cfg)
     is_named = BACKEND_NAME in backends.values()
     if not is_named and cfg.speculative_draft_attention_backend == BACKEND_NAME:
         raise SettingsError(
@@ -166,12 +166,10 @@ def is_wanted(cfg: Any, choices: Choices, *, on_cpu: bool) -> bool:
             f"{BACKEND_NAME}: a draft's layers follow the model's."
         )
     settings = ", ".join(choice.origin for choice in choices.values())
-    if (is_named or choices) and others:
-        field, value = next(iter(others.items()))
-        what = f"--attention-backend {BACKEND_NAME}" if is_named else settings
+    # Beside our name, the others may be of layers without indexers, which the plan knows.
+    if (is_named or choices) and others and cfg.attention_backend != BACKEND_NAME:
         raise SettingsError(
-            f"{what} does not go with --{field.replace('_', '-')} {value}: IndexCache shares the "
-            "indices of DSA attention in prefill and decode alike. Drop one of them."
+            not_together(f"--attention-backend {BACKEND_NAME}" if is_named else settings, others)
         )
     if choices and backends and not is_named:
         raise SettingsError(
@@ -184,3 +182,18 @@ def is_wanted(cfg: Any, choices: Choices, *, on_cpu: bool) -> bool:
             f"--attention-backend {BACKEND_NAME}, which has a CPU reference."
         )
     return is_named or bool(choices)
+
+
+def other_backends(cfg: Any) -> dict[str, str]:
+    """Return by field the attention backends that share nothing."""
+    given = {field: getattr(cfg, field) for field in BACKEND_FIELDS if getattr(cfg, field)}
+    return {k: v for k, v in given.items() if v not in (BACKEND_NAME, *DSA_NAMES)}
+
+
+def not_together(what: str, others: Mapping[str, str]) -> str:
+    """Say why ``what`` does not go with the first of :func:`other_backends`."""
+    field, value = next(iter(others.items()))
+    return (
+        f"{what} does not go with --{field.replace('_', '-')} {value}: IndexCache shares the "
+        "indices of DSA attention in prefill and decode alike. Drop one of them."
+    )

@@ -9,7 +9,7 @@ from typing import Any
 from sglang_indexcache.errors import Findings, SettingsError
 from sglang_indexcache.models import BY_ARCHITECTURE
 from sglang_indexcache.serving.cpu import platform as platform_cpu
-from sglang_indexcache.serving.plan import BACKEND_FIELDS, Plan
+from sglang_indexcache.serving.plan import BACKEND_FIELDS, BACKEND_NAME, Plan
 from sglang_indexcache.serving.preflight.options import (
     ADAPTER,
     DSA_NAMES,
@@ -19,6 +19,8 @@ from sglang_indexcache.serving.preflight.options import (
     MODE,
     PATTERN,
     SHADOW,
+    not_together,
+    other_backends,
 )
 
 TESTED = "CPU test"
@@ -142,6 +144,8 @@ def check(cfg: Any, plan: Plan, num_layers: int) -> None:
 
 def _reasons(cfg: Any, plan: Plan) -> Iterator[str]:
     yield from _of_platform(plan)
+    if not plan.shares_blocks and (others := other_backends(cfg)):
+        yield not_together(f"--attention-backend {BACKEND_NAME}", others)
     if cfg.use_ray:
         yield (
             "IndexCache does not work with --use-ray: SGLang loads no plugins in Ray's scheduler "

@@ -46,6 +46,8 @@ PASS = [
     f"{UNIFORM} --disaggregation-mode prefill",
     f"--tp 8 --pp-size 3 --indexcache-pattern {'FSSSS' + 'FSSS' * 13}",  # 17, 20 and 20 of them
 ]
+TRITON = "--prefill-attention-backend triton --decode-attention-backend triton"
+CHOSEN = f"{UNIFORM} --attention-backend indexcache {TRITON}"
 EAGLE = (
     "--speculative-algorithm EAGLE3 --speculative-draft-model-path x --speculative-num-steps 3 "
     "--speculative-eagle-topk 1 --speculative-num-draft-tokens 4"
@@ -120,7 +122,7 @@ def resolved(
 ) -> dict[str, tuple[list[str], Any, list[str]]]:
     """Resolve every command line on a node with H200s: problems, pattern, backends."""
     folder = write(tmp_path_factory.mktemp("m3"), BLOCKS)
-    lines = {line: (folder, line, {}) for line in (*PASS, *REFUSED)}
+    lines = {line: (folder, line, {}) for line in (*PASS, CHOSEN, *REFUSED)}
     lines |= {name: (folder, UNIFORM, variables) for name, variables in VARIABLES.items()}
     for name, blocks in CONFIGS.items():
         lines[name] = (write(tmp_path_factory.mktemp(name), blocks), UNIFORM, {})
@@ -146,6 +148,11 @@ def test_the_plan_reaches_the_models_config_and_sglang_chooses_the_dense_backend
     assert pattern.startswith("FSSS")
     assert len(pattern) == 57
     assert backends == ["fa3", "fa3"]
+
+
+def test_a_user_may_choose_the_dense_backend(resolved: dict[str, Any]) -> None:
+    problems, pattern, backends = resolved[CHOSEN]
+    assert (problems, len(pattern), backends) == ([], 57, ["triton", "triton"])
 
 
 @pytest.mark.parametrize("line", REFUSED)
