@@ -279,9 +279,11 @@ def stages(phase: str) -> list[list[Step]]:
             server_step("eager", "eager_tokens"),
             server_step("our kernels", "with_our_kernels"),
             server_step("graphs", "tokens_in_graphs"),
-            server_step("live", "several_patterns"),
+            server_step("live", "several_patterns and eager"),
+            server_step("live, graphs", "several_patterns and graphs"),
+            server_step("folded", "transformers_folded"),
         ],
-        [server_step("MiniMax-M3", "minimax_m3")],  # three servers: not beside the other eight
+        [server_step("MiniMax-M3", "minimax_m3")],  # three servers: not beside the other nine
     ]
 
 

@@ -21,6 +21,7 @@ from benchmarks.kernels.speed import OPS
 from benchmarks.kernels.workloads import Workload, workloads
 from benchmarks.records import RESULTS
 from sglang_indexcache.kernels import build
+from tests.gpu import test_served
 
 COMMITTED = json.loads((RESULTS / "kernels" / "h100.json").read_text())
 
@@ -117,6 +118,15 @@ def test_every_phase_has_steps_of_its_own_and_all_families_are_compiled() -> Non
     place = {one.name: number for number, stage in enumerate(stages) for one in stage}
     assert place["compile the site"] < place["compile SGLang's rope"] < place["served eager"]
     assert {family for family, _ in phases.smallest_workloads()} == set(OPS)
+
+
+def test_every_test_of_servers_has_a_step() -> None:
+    steps = [step for stage in phases.stages("served") for step in stage]
+    asked = {step.command[-1].split(" and ")[0] for step in steps if "-k" in step.command}
+    tests = [name for name in vars(test_served) if name.startswith("test_")]
+    assert len(tests) == len(asked)
+    for name in tests:
+        assert sum(selector in name for selector in asked) == 1, name
 
 
 def test_sglang_still_compiles_what_is_compiled_ahead() -> None:
