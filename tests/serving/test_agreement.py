@@ -40,8 +40,9 @@ def rank_main(rank: int, plans: Sequence[Any], meeting: str, answers: Any) -> No
         answers[rank] = ""
     except SettingsError as error:
         answers[rank] = str(error)
-    store.set(f"done/{rank}", "")  # rank 0 holds the store until all are through
-    store.wait([f"done/{other}" for other in range(len(plans))], timedelta(seconds=60))
+    store.set(f"done/{rank}", "")
+    if rank == 0:  # it holds the store until all are through; nobody asks it behind that
+        store.wait([f"done/{other}" for other in range(len(plans))], timedelta(seconds=60))
 
 
 def meet(plans: Sequence[Any]) -> dict[int, str]:

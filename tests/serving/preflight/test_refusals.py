@@ -28,6 +28,9 @@ RETURN = {"enable_return_indexer_topk": True}
 def flags(**given: Any) -> SimpleNamespace:
     """Return what a plain command line resolves to, and what was ``given``."""
     plain = {
+        "attention_backend": "indexcache",
+        "prefill_attention_backend": None,
+        "decode_attention_backend": None,
         "use_ray": False,
         "enable_pdmux": False,
         "enable_two_batch_overlap": False,
