@@ -42,11 +42,10 @@ class IndexCacheBackend(Observed, DeepseekSparseAttnBackend):
     Attributes:
         first_overlapped_layer: under two-batch overlap, the first layer that runs on sub-batches.
         graphs: the decode graphs, where there are several of a batch size.
-        folded: the layers that fold, where some do.
+        folded: the layers that fold.
     """
 
     graphs: GraphVariants | None = None
-    folded: FoldedLayers | None = None
 
     def __init__(self, runner: ModelRunner, active: ActivePattern) -> None:
         super().__init__(runner)
@@ -58,6 +57,7 @@ class IndexCacheBackend(Observed, DeepseekSparseAttnBackend):
         )
         self._runner = runner
         self.kernels = EngineKernels()
+        self.folded = FoldedLayers()
         self._attention: SparseMLA | None = None
         self.observers = (Counting(active, self.index_buffer), ShadowProbe(self))
         self._lists = KeptLists()

@@ -8,18 +8,14 @@ SGLang's own. In a prefill one product takes the place of DeepGEMM, which pads t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch.nn.functional import pad
 
-from sglang_indexcache.kernels.indexer.fold import folded_heads, product
-from sglang_indexcache.serving.hooks import around
+from sglang_indexcache.kernels.indexer.fold import folded_heads
 from sglang_indexcache.serving.plan import Plan
-
-_LOGITS = "sglang.srt.layers.attention.dsa.dsa_indexer.resolve_fp8_mqa_logits_fn"
 
 
 class FoldedLayers:
@@ -29,35 +25,43 @@ class FoldedLayers:
         is_scoring: whether one of them is selecting now.
     """
 
-    def __init__(self, plan: Plan, device: torch.device) -> None:
-        """Put the slopes of the layers that fold where the queries are."""
-        self._slopes = {
-            layer: torch.tensor(slopes, device=device)
-            for position, (layer, slopes) in enumerate(
-                zip(plan.layer_ids, plan.slopes or [None] * len(plan.layer_ids), strict=True)
-            )
-            if slopes is not None and plan.pattern.fold_at(position)
-        }
+    def __init__(self, slopes: Mapping[int, torch.Tensor] | None = None) -> None:
+        """Take the ``[H]`` float32 slopes of the layers that fold, by layer; None folds none."""
+        self._slopes = slopes or {}
         self.is_scoring = False
+
+    @classmethod
+    def of(cls, plan: Plan, device: torch.device) -> FoldedLayers:
+        """Put the slopes of a plan's L layers where the queries are."""
+        return cls(
+            {
+                plan.layer_ids[position]: torch.tensor(slopes, device=device)
+                for position, slopes in enumerate(plan.slopes)
+                if slopes is not None and plan.pattern.fold_at(position)
+            }
+        )
 
     def __contains__(self, layer: int) -> bool:
         return layer in self._slopes
 
     def heads(
-        self, layer: int, q: torch.Tensor, weights: torch.Tensor, count: int
+        self, layer: int, q: torch.Tensor, weights: torch.Tensor, count: int | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what a layer's logits are made of: its own heads, or ``count`` folded ones.
 
         Args:
             q: ``[T, H, 128]`` float8_e4m3fn.
             weights: ``[T, H, 1]`` float32, with the scales of ``q``.
+            count: None for as many as ``q`` has.
         """
         if layer not in self:
             return q, weights
         gates = weights.squeeze(-1)[: len(q)].float().contiguous()
         if missing := len(q) - len(gates):  # rows that pad the batch
             gates = pad(gates, (0, 0, 0, missing))
-        folded, signs = folded_heads(q.contiguous(), gates, self._slopes[layer], count)
+        folded, signs = folded_heads(
+            q.contiguous(), gates, self._slopes[layer], count or q.shape[1]
+        )
         return folded, signs.unsqueeze(-1)
 
     @contextmanager
@@ -68,20 +72,3 @@ class FoldedLayers:
             yield
         finally:
             self.is_scoring = False
-
-
-def install(current: Callable[[], FoldedLayers | None]) -> None:
-    """Let SGLang's prefill score by the product while a folded layer selects.
-
-    Args:
-        current: returns the folded layers of the forward in progress.
-
-    Raises:
-        UnsupportedEngineError: SGLang could not be wrapped.
-    """
-
-    def logits(original: Callable[[], Any]) -> Any:
-        layers = current()
-        return product if layers is not None and layers.is_scoring else original()
-
-    around(_LOGITS, logits)

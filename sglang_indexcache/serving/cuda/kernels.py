@@ -12,7 +12,6 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -31,8 +30,7 @@ from sglang_indexcache.kernels.contract import (
     SparseMLA,
 )
 from sglang_indexcache.kernels.dispatch import Phase
-from sglang_indexcache.kernels.indexer.fold import FOLDED_HEADS
-from sglang_indexcache.serving.cuda import fold
+from sglang_indexcache.kernels.indexer.fold import FOLDED_HEADS, product
 from sglang_indexcache.serving.cuda.choice import Route
 from sglang_indexcache.serving.cuda.fold import FoldedLayers
 from sglang_indexcache.serving.hooks import around
@@ -86,6 +84,8 @@ def is_decode(mode: ForwardMode) -> bool:
 
 # -- selection ---------------------------------------------------------------------------------
 
+_INDEXER = "sglang.srt.layers.attention.dsa.dsa_indexer"
+
 
 def install() -> None:
     """Wrap the two methods of SGLang's indexer, and its prefill's logits; safe to call again.
@@ -93,10 +93,9 @@ def install() -> None:
     Raises:
         UnsupportedEngineError: SGLang could not.
     """
-    indexer = "sglang.srt.layers.attention.dsa.dsa_indexer.Indexer"
-    around(f"{indexer}._get_topk_ragged", _ragged)
-    around(f"{indexer}._get_topk_paged", _paged)
-    fold.install(folded_layers)
+    around(f"{_INDEXER}.Indexer._get_topk_ragged", _ragged)
+    around(f"{_INDEXER}.Indexer._get_topk_paged", _paged)
+    around(f"{_INDEXER}.resolve_fp8_mqa_logits_fn", _logits_function)
 
 
 def _ragged(
@@ -112,12 +111,11 @@ def _ragged(
 ) -> torch.Tensor:
     """``Indexer._get_topk_ragged``."""
     kernel, layers = current().select_prefill, folded_layers()
-    if layers is not None:
-        # DeepGEMM's heads are padded behind this; the product takes as few as ours.
-        q_fp8, weights = layers.heads(layer_id, q_fp8, weights, FOLDED_HEADS)
+    # DeepGEMM's heads are padded behind this; the product takes as few as ours.
+    q_fp8, weights = layers.heads(layer_id, q_fp8, weights, FOLDED_HEADS)
     if kernel is None or _is_unknown(metadata, "prefill"):
         call = (enable_dual_stream, forward_batch, layer_id, q_fp8, weights, metadata, topk_result)
-        with nullcontext() if layers is None else layers.scoring(layer_id):
+        with layers.scoring(layer_id):
             return original(indexer, *call)
     pages = _pages(indexer, layer_id)
     topk = indexer.index_topk
@@ -136,14 +134,18 @@ def _paged(
     """``Indexer._get_topk_paged``."""
     kernel, layers = current().select_decode, folded_layers()
     is_ours = kernel is not None and not _is_unknown(metadata, "decode")
-    if layers is not None:
-        # SGLang's own wants the heads that its schedule was made for.
-        count = FOLDED_HEADS if is_ours else q_fp8.shape[1]
-        q_fp8, weights = layers.heads(layer_id, q_fp8, weights, count)
+    # SGLang's own wants the heads that its schedule was made for.
+    count = FOLDED_HEADS if is_ours else None
+    q_fp8, weights = layers.heads(layer_id, q_fp8, weights, count)
     if kernel is None or not is_ours:
         return original(indexer, forward_batch, layer_id, q_fp8, weights, metadata)
     pages = _pages(indexer, layer_id)
     return select(kernel, "decode", q_fp8, weights, pages, metadata, indexer.index_topk)
+
+
+def _logits_function(original: Callable[[], Any]) -> Any:
+    """``resolve_fp8_mqa_logits_fn``: DeepGEMM's, or the product while a folded layer selects."""
+    return product if folded_layers().is_scoring else original()
 
 
 def select(
@@ -257,9 +259,10 @@ def unwrapped(backend: Any) -> Any:
     return getattr(backend, "full_attn_backend", backend)
 
 
-def folded_layers() -> FoldedLayers | None:
-    """Return the layers that fold in the forward in progress; None where no layer may."""
-    return getattr(current_backend(), "folded", None)
+def folded_layers() -> FoldedLayers:
+    """Return the layers that fold in the forward in progress; none under another backend."""
+    layers = getattr(current_backend(), "folded", None)
+    return layers if isinstance(layers, FoldedLayers) else FoldedLayers()
 
 
 def current() -> EngineKernels:

@@ -40,7 +40,7 @@ def create_cuda_backend(runner: ModelRunner, active: ActivePattern) -> IndexCach
     backend = IndexCacheBackend(runner, active)
     backend.kernels = _load_kernels(runner, active)
     if active.plan.slopes:
-        backend.folded = FoldedLayers(active.plan, backend.device)
+        backend.folded = FoldedLayers.of(active.plan, backend.device)
         kernels_cuda.install()
     if get_exec().overlap.enable_two_batch_overlap:
         _check_overlap(backend)

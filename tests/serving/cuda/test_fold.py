@@ -13,7 +13,6 @@ from sglang_indexcache.errors import SettingsError
 from sglang_indexcache.kernels.indexer.fold import product
 from sglang_indexcache.kernels.indexer.quantization import quantize_e4m3, read_pages, write_pages
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.serving.cuda import fold
 from sglang_indexcache.serving.cuda import kernels as kernels_cuda
 from sglang_indexcache.serving.cuda.backend import IndexCacheBackend
 from sglang_indexcache.serving.cuda.choice import check_folding
@@ -37,6 +36,7 @@ from tests.serving.cuda.test_kernels import (
 pytestmark = pytest.mark.usefixtures("seed")
 SLOPES = tuple(round(0.1 + 0.1 * head, 6) for head in range(HEADS))
 BOUND = 2.0**-8
+LOGITS = "sglang.srt.layers.attention.dsa.dsa_indexer.resolve_fp8_mqa_logits_fn"
 
 
 def folding(backend: IndexCacheBackend, letters: str = "L") -> FoldedLayers:
@@ -46,7 +46,7 @@ def folding(backend: IndexCacheBackend, letters: str = "L") -> FoldedLayers:
     slopes = (SLOPES,) * len(letters)
     pattern = Pattern(f"{letters}@0123456789ab")
     plan = Plan(pattern, "test", "static", own, layers, "GlmMoeDsaForCausalLM", slopes=slopes)
-    backend.folded = FoldedLayers(plan, torch.device("cpu"))
+    backend.folded = FoldedLayers.of(plan, torch.device("cpu"))
     return backend.folded
 
 
@@ -124,9 +124,9 @@ def test_the_product_scores_a_prefill_of_l_layers_alone(
     backend.kernels = EngineKernels()
     folding(backend, "LF")
     wrapped: dict[str, Any] = {}
-    monkeypatch.setattr(fold, "around", wrapped.setdefault)
-    fold.install(kernels_cuda.folded_layers)
-    (logits,) = wrapped.values()
+    monkeypatch.setattr(kernels_cuda, "around", wrapped.setdefault)
+    kernels_cuda.install()
+    logits = wrapped[LOGITS]
     monkeypatch.setattr(kernels_cuda, "get_attn_backend", lambda: backend)
     asked = []
 
@@ -152,7 +152,7 @@ def test_the_product_scores_a_prefill_of_l_layers_alone(
 
 
 def test_sglang_asks_for_its_logits_where_we_wrap_it() -> None:
-    path, _, name = fold._LOGITS.rpartition(".")
+    path, _, name = LOGITS.rpartition(".")
     assert path == dsa_indexer.__name__
     assert callable(getattr(dsa_indexer, name))
 
@@ -160,7 +160,9 @@ def test_sglang_asks_for_its_logits_where_we_wrap_it() -> None:
 def test_a_backend_of_sglangs_own_folds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A draft model's, whose layers have the same numbers."""
     monkeypatch.setattr(kernels_cuda, "get_attn_backend", SimpleNamespace)
-    assert kernels_cuda.folded_layers() is None
+    layers = kernels_cuda.folded_layers()
+    assert not any(layer in layers for layer in range(100))
+    assert kernels_cuda._logits_function(lambda: "DeepGEMM's") == "DeepGEMM's"
 
 
 @pytest.mark.parametrize(
