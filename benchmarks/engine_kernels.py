@@ -76,11 +76,16 @@ def select_in_slices(
     topk: TopK,
     k: int,
 ) -> torch.Tensor:
-    """Select by a kernel of DeepGEMM's signature, for as many rows at once as there is room for.
+    """Select for one request's rows, as many at once as :data:`SLICE_BYTES` has room for.
 
     Args:
-        logits: ``fp8_mqa_logits``, or what stands in its place; the others are those of
-            :meth:`DeepGemm.select_prefill`.
+        logits: DeepGEMM's ``fp8_mqa_logits``, or what stands in its place.
+        q: ``[T, H, 128]`` e4m3.
+        weights: ``[T, H]`` float32, the scales of ``q`` in them.
+        keys: ``[S, 128]`` e4m3 and their ``[S]`` float32 scales.
+        visible: ``[T]`` int32, the tokens that each row sees.
+        topk: selects.
+        k: tokens to select.
     """
     starts = torch.zeros_like(visible)
     at_once = max(1, SLICE_BYTES // (4 * len(keys[0])))
@@ -95,31 +100,15 @@ def select_in_slices(
 
 
 class DeepGemm:
-    """FP8 indexer logits, and a selection from them."""
+    """FP8 indexer logits, and a selection from them.
+
+    Attributes:
+        prefill_logits: the kernel of a prefill.
+    """
 
     def __init__(self) -> None:
         self._module = load_module("deep_gemm")
-
-    def select_prefill(
-        self,
-        q: torch.Tensor,
-        weights: torch.Tensor,
-        keys: tuple[torch.Tensor, torch.Tensor],
-        visible: torch.Tensor,
-        topk: TopK,
-        k: int,
-    ) -> torch.Tensor:
-        """Select for the rows of one request, as many at once as :data:`SLICE_BYTES` has room for.
-
-        Args:
-            q: ``[T, H, 128]`` e4m3.
-            weights: ``[T, H]`` float32, the scales of ``q`` in them.
-            keys: ``[S, 128]`` e4m3 and their ``[S]`` float32 scales.
-            visible: ``[T]`` int32, the tokens that each row sees.
-            topk: selects.
-            k: tokens to select.
-        """
-        return select_in_slices(self._module.fp8_mqa_logits, q, weights, keys, visible, topk, k)
+        self.prefill_logits: Callable[..., torch.Tensor] = self._module.fp8_mqa_logits
 
     def schedule(self, visible: torch.Tensor) -> torch.Tensor:
         """Plan a decode step of requests that see ``visible`` tokens, once for all layers."""
@@ -349,8 +338,8 @@ def _select(work: Workload, tensors: IndexerTensors, name: str) -> Call:
     q, weights, visible = tensors.q, tensors.weights, tensors.visible
     topk = make_topk(name, visible, decode=not work.is_prefill)
     if work.is_prefill:
-        keys = (tensors.keys, tensors.scales)
-        return lambda: deep_gemm.select_prefill(q, weights, keys, visible, topk, work.topk)
+        keys, logits = (tensors.keys, tensors.scales), deep_gemm.prefill_logits
+        return lambda: select_in_slices(logits, q, weights, keys, visible, topk, work.topk)
     pages, table, schedule = tensors.pages, tensors.block_table, deep_gemm.schedule(visible)
     return lambda: deep_gemm.select_decode(
         q, weights, pages, table, visible, schedule, work.context, topk, work.topk

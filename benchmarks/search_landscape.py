@@ -87,7 +87,7 @@ class SeenEvaluator(SyntheticEvaluator):
     """A landscape whose layers can be seen, as those of a model in this process."""
 
     is_blind = False
-    """Whether what is seen says nothing: random numbers, the same for every batch."""
+    """True if the matrix says nothing: random numbers, the same for every batch."""
 
     def kept_mass(self, batch: int) -> Floats:
         """Say how near layer i is to j, and not how much layer i matters: attention does not.

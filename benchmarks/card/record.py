@@ -87,11 +87,11 @@ def make_record(
 def _tested(step: Mapping[str, Any]) -> dict[str, Any]:
     """Return how each test of a step that serves ended, and what it wrote down."""
     tests = step.get("evidence", {}).get("tests", {})
-    told = {
+    outcomes = {
         name.rpartition("::")[2]: {"outcome": test["outcome"], **test.get("evidence", {})}
         for name, test in tests.items()
     }
-    return {"tests": told} if told else {}
+    return {"tests": outcomes} if outcomes else {}
 
 
 def _same_machine(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
@@ -226,9 +226,7 @@ def composed_folding(record: Mapping[str, Any]) -> str:
     """Return the same sum for patterns that fold, by SGLang's default kernels and the product."""
     times = _times_of(record, Workload("fold_prefill", ROWS, CONTEXT, 32))
     attend = _times_of(record, Workload("mla_prefill", ROWS // 2, CONTEXT, 8))
-    exact, folded = (
-        f"{name} + {engine_kernels.LEGACY_TOPK}" for name in ("deep_gemm", engine_kernels.PRODUCT)
-    )
+    exact, folded = _exact_and_folded(engine_kernels.LEGACY_TOPK)
     if not ({exact, folded} <= {*times} and "flash_mla" in attend):
         return f"{NOT_MEASURED}\n"
     patterns = {
@@ -284,11 +282,16 @@ def fold_table(record: Mapping[str, Any]) -> str:
     for work, row in sorted(timed(record, "fold_prefill"), key=lambda pair: _shape(pair[0])):
         cells = [work.heads, f"{work.rows:,}", f"{work.context // 1024}K"]
         for topk in topks:
-            exact, folded = f"deep_gemm + {topk}", f"{engine_kernels.PRODUCT} + {topk}"
+            exact, folded = _exact_and_folded(topk)
             cells += [_cell(row, exact), _cell(row, folded), _ratio(row, exact, folded)]
         rows.append((*cells, _cell(row, OURS)))
     header = ("heads", "rows", "tokens", "F, default top-k", "L", "faster")
     return markdown((*header, "F, top-k v2", "L", "faster", "L by our fused kernel"), rows)
+
+
+def _exact_and_folded(topk: str) -> tuple[str, str]:
+    """Return the names of an F layer's selection and of an L layer's, with the same top-k."""
+    return f"deep_gemm + {topk}", f"{engine_kernels.PRODUCT} + {topk}"
 
 
 def fold_line(record: Mapping[str, Any]) -> str:
@@ -299,23 +302,23 @@ def fold_line(record: Mapping[str, Any]) -> str:
     spans = {}
     for work, row in timed(record, "fold_prefill"):
         for topk in (engine_kernels.LEGACY_TOPK, engine_kernels.ENGINE_TOPK):
-            names = f"deep_gemm + {topk}", f"{engine_kernels.PRODUCT} + {topk}"
+            names = _exact_and_folded(topk)
             if work.rows == ROWS and {*names} <= {*row["times"]}:
                 exact, folded = (microseconds(row, name)[0] for name in names)
                 spans.setdefault(work.heads, []).append((exact / folded, work.context))
     if not spans:
         return f"{NOT_MEASURED}\n"
-    said = []
+    gains = []
     for heads, ratios in sorted(spans.items()):
         contexts = sorted({context // 1024 for _, context in ratios})
         behind = f"{contexts[0]}K" + (f" to {contexts[-1]}K" if len(contexts) > 1 else "")
         least, most = min(ratios)[0], max(ratios)[0]
-        said.append(
+        gains.append(
             f"{least:.2f} to {most:.2f} times as fast with {heads} heads at {behind} tokens"
         )
     return (
         f"On {record['machine']['name']}, folding included, a folded layer selects for a chunk of "
-        f"{ROWS:,} rows {' and '.join(said)} as an F layer by SGLang's kernels.\n"
+        f"{ROWS:,} rows {' and '.join(gains)} as an F layer by SGLang's kernels.\n"
     )
 
 
