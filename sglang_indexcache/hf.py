@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch
 
 _KEY_UPDATES = ("update_indexer", "update_index")
-"""By which name a layer of a cache takes index keys: DSA's, and MiniMax-M3's."""
+"""Names of the method by which a cache's layer takes index keys: DSA's, and MiniMax-M3's."""
 
 
 @dataclass

@@ -34,7 +34,7 @@ BLOCK_SIZES = (
     "sparse_num_index_heads",
     "sparse_index_dim",
 )
-"""What SGLang reads in MiniMax-M3's ``sparse_attention_config``: by layer, and of every indexer."""
+"""Fields of MiniMax-M3's ``sparse_attention_config`` that SGLang reads: lists by layer, sizes."""
 
 RECOGNISED_BY = ("hidden_size", "num_attention_heads", "n_routed_experts")
 """Those that a searched pattern names its model by."""

@@ -22,7 +22,7 @@ from transformers import (
 from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import apply_rotary_pos_emb
 
 SPARSE = (1, 2, 4, 5, 6)
-"""Of seven layers."""
+"""Layers with sparse attention, of seven."""
 BLOCK, BLOCKS = 8, 3
 TEXT: dict[str, Any] = {
     **{"num_hidden_layers": 7, "hidden_size": 64, "vocab_size": 512, "head_dim": 16},
@@ -49,7 +49,7 @@ VISION = {
 
 HEAD, HIDDEN, HEADS, GROUPS, INNER, VOCABULARY = 128, 512, 32, 2, 512, 1024
 _ON_CARD = [0, *[1] * 12]
-"""By layer, whether its attention is sparse."""
+"""1 for each layer whose attention is sparse, 0 for the others."""
 ON_CARD: dict[str, Any] = {
     **{"architectures": ["MiniMaxM3SparseForCausalLM"], "model_type": "minimax_m2"},
     **{"dtype": "bfloat16", "num_hidden_layers": 13, "hidden_size": HIDDEN, "head_dim": HEAD},

@@ -149,7 +149,7 @@ DOCUMENTS = (
     "this machine."
 )
 LENGTH = "tokens, such as 4096, 16Ki (1024s) or 200K (1000s)."
-"""What ``--data`` and ``--context`` take, in their help."""
+"""Help texts of ``--data`` and ``--context``: what they take."""
 SERVERS = "Servers that run"
 """The panel of the help that has the servers' addresses and keys."""
 

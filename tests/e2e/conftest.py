@@ -23,7 +23,7 @@ from tests.oracle import Oracle
 from tests.preloaded import PreloadedServer
 
 VOCAB = 512
-"""Of the small checkpoints (``tests/conftest.py``)."""
+"""Tokens that the small checkpoints know (``tests/conftest.py``)."""
 
 torch.set_num_threads(1)  # the oracle is small; the cores are the servers'
 

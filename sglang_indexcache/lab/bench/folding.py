@@ -18,9 +18,9 @@ from sglang_indexcache.shapes import ModelShape
 HEADS = 32
 """Index heads of the model whose logits were timed alone."""
 KEYS = 65_536
-"""Of the rows' widest product; one with more keys or fewer takes as much a key."""
+"""Keys of the rows' widest product; one with more keys or fewer takes as much a key."""
 WIDTH_BYTES = 2
-"""Of a float32 score, which top-k reads, beyond the bfloat16 that the product's rows write."""
+"""Bytes of a float32 score, which top-k reads, beyond bfloat16, which the rows' product writes."""
 
 _ARITHMETIC = (
     "Folding is arithmetic, for these rows have no kernel that folds: an L layer's chunk takes an "

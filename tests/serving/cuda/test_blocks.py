@@ -29,7 +29,7 @@ from sglang_indexcache.serving.plan import Plan
 from tests.serving.plans import plan
 
 LAYERS = (1, 2, 4, 5, 6)
-"""Of seven; the others are dense."""
+"""Layers with sparse attention, of seven; the others are dense."""
 PATTERN = "FSSFS"
 BLOCK, BLOCKS, WIDTH = 8, 4, 8
 PREFILL, DECODE = ForwardMode.EXTEND, ForwardMode.DECODE
