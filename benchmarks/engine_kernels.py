@@ -114,8 +114,8 @@ class DeepGemm:
         """Plan a decode step of requests that see ``visible`` tokens, once for all layers."""
         sms = torch.cuda.get_device_properties(visible.device).multi_processor_count
         make = self._module.get_paged_mqa_logits_metadata
-        made: torch.Tensor = make(visible.view(-1, 1), PAGE_TOKENS, sms)
-        return made
+        schedule: torch.Tensor = make(visible.view(-1, 1), PAGE_TOKENS, sms)
+        return schedule
 
     def select_decode(
         self,
@@ -167,29 +167,31 @@ def make_topk(name: str, visible: torch.Tensor, *, decode: bool) -> TopK:
         return lambda logits, _seen, k: logits.topk(k).indices
     if name == LEGACY_TOPK:
         fast_topk: TopK = load_module("sgl_kernel").fast_topk_v2  # k is 2048 only
-        return lambda logits, seen, k: fast_topk(logits, seen, k)
+        return lambda logits, visible, k: fast_topk(logits, visible, k)
     offsets = torch.zeros_like(visible)
     if name == ENGINE_TOPK:
         v2 = load_module(_SGLANG_TOPK)
         plan = v2.plan_topk_v2(visible) if decode else None
 
-        def engine(logits: torch.Tensor, seen: torch.Tensor, k: int) -> torch.Tensor:
-            out = seen.new_empty(len(seen), k)
+        def engine(logits: torch.Tensor, visible: torch.Tensor, k: int) -> torch.Tensor:
+            out = visible.new_empty(len(visible), k)
             if decode:
-                v2.topk_transform_paged_v2(logits, seen, None, out, PAGE_TOKENS, plan)
+                v2.topk_transform_paged_v2(logits, visible, None, out, PAGE_TOKENS, plan)
             else:
-                rows = offsets[: len(seen)]
-                v2.topk_transform_ragged_v2(logits, seen, out_offsets=rows, out_indices=out)
+                rows = offsets[: len(visible)]
+                v2.topk_transform_ragged_v2(logits, visible, out_offsets=rows, out_indices=out)
             return out
 
         return engine
     transform = load_module("flashinfer").top_k_ragged_transform
 
-    def flashinfer(logits: torch.Tensor, seen: torch.Tensor, k: int) -> torch.Tensor:
+    def flashinfer(logits: torch.Tensor, visible: torch.Tensor, k: int) -> torch.Tensor:
         """Select as SGLang does with ``--dsa-topk-backend flashinfer``: a contiguous copy."""
-        rows = offsets[: len(seen)]
-        found: torch.Tensor = transform(logits.contiguous(), rows, seen, k, dsa_graph_safe=True)
-        return found
+        rows = offsets[: len(visible)]
+        indices: torch.Tensor = transform(
+            logits.contiguous(), rows, visible, k, dsa_graph_safe=True
+        )
+        return indices
 
     return flashinfer
 
@@ -232,10 +234,10 @@ class FlashMla:
             table = torch.empty(rows, 0, dtype=torch.int32, device=q.device)
             lens = torch.full((rows,), slots.shape[1], dtype=torch.int32, device=q.device)
             self._plans[rows] = (table, lens, VALUE_DIM, *self._module.get_mla_metadata())
-        whole = cache[: pages * PAGE_TOKENS].view(torch.float8_e4m3fn)
+        pool = cache[: pages * PAGE_TOKENS].view(torch.float8_e4m3fn)
         out: torch.Tensor = self._module.flash_mla_with_kvcache(
             q.unsqueeze(1),
-            whole.view(pages, PAGE_TOKENS, 1, cache.shape[1]),
+            pool.view(pages, PAGE_TOKENS, 1, cache.shape[1]),
             *self._plans[rows],
             softmax_scale=scale,
             is_fp8_kvcache=True,
@@ -396,22 +398,24 @@ def mla_anchors(work: Workload, tensors: AttentionTensors) -> dict[str, Callable
     arguments = tensors.q, tensors.cache, tensors.slots, tensors.scale
 
     def flash_mla() -> Call:
-        made = FlashMla(fp8=work.fp8)
-        return lambda: made.attend(*arguments)
+        anchor = FlashMla(fp8=work.fp8)
+        return lambda: anchor.attend(*arguments)
 
     def fa3() -> Call:
-        made = FlashAttention3(work.rows, work.topk, tensors.q.device)
-        return lambda: made.attend(*arguments)
+        anchor = FlashAttention3(work.rows, work.topk, tensors.q.device)
+        return lambda: anchor.attend(*arguments)
 
     def q8() -> Call:
-        made = FlashMlaQ8(work.heads, work.rows, work.topk, tensors.cache)
-        return lambda: made.attend(*arguments)
+        anchor = FlashMlaQ8(work.heads, work.rows, work.topk, tensors.cache)
+        return lambda: anchor.attend(*arguments)
 
     def triton(union: int) -> Callable[[], Call]:
         def make() -> Call:
             attend = load_module(_TRITON_MLA).sparse_mla_prefill
-            seen = torch.full((work.rows,), work.topk, dtype=torch.int32, device=tensors.q.device)
-            return lambda: attend(*arguments, VALUE_DIM, topk_length=seen, union=union)
+            lengths = torch.full(
+                (work.rows,), work.topk, dtype=torch.int32, device=tensors.q.device
+            )
+            return lambda: attend(*arguments, VALUE_DIM, topk_length=lengths, union=union)
 
         return make
 

@@ -68,13 +68,13 @@ PAPERS_SKIPPED = 47 - 12
 def gains(deployment: Deployment) -> dict[str, Any]:
     """Gains of one deployment, and what they rest on."""
     source = Forwards(deployment)
-    patterns, said = choose_patterns(RATIOS, deployment.measured.shape)
-    found: dict[str, Any] = {}
+    patterns, sources = choose_patterns(RATIOS, deployment.measured.shape)
+    by_metric: dict[str, Any] = {}
     for metric in METRICS:
-        found[metric] = {}
+        by_metric[metric] = {}
         for name, pattern in patterns:
             cells = {n: source.gain(metric, pattern, n) for n in CONTEXTS}
-            found[metric][name] = {
+            by_metric[metric][name] = {
                 str(n): None
                 if cell is None
                 else {
@@ -92,22 +92,22 @@ def gains(deployment: Deployment) -> dict[str, Any]:
         "dp": deployment.dp,
         "weights_fit": deployment.cache_tokens > 0,
         "full_layers": {name: len(pattern.full_layers) for name, pattern in patterns},
-        "sources": [*source.sources, *said],
-        "gains": found,
+        "sources": [*source.sources, *sources],
+        "gains": by_metric,
     }
 
 
 def held_out(card: str) -> Iterator[dict[str, Any]]:
     """Yield how far each row of a card was from what its neighbours say, by phase and kind."""
-    every = [Forwards(one) for one in DEPLOYMENTS if one.gpu == card]
+    on_card = [Forwards(deployment) for deployment in DEPLOYMENTS if deployment.gpu == card]
     for phase in SHOWN:
         for kind in ("F", "S"):
             errors = [
                 abs(error)
-                for forwards in every
-                for (k, size), one in getattr(forwards.layers, phase).items()
+                for forwards in on_card
+                for (k, size), estimate in getattr(forwards.layers, phase).items()
                 if k == kind and (phase == "decode" or size >= SHORTEST)
-                for x, error in one.errors()
+                for x, error in estimate.errors()
                 if x >= forwards.deployment.shape.index_topk
             ]
             yield {
@@ -135,12 +135,12 @@ def table_1() -> list[dict[str, Any]]:
             [PAPERS[metric][name][place] for name in ("full", "1/4")] for metric in SHOWN
         )
         prefill, decode = seconds[0] - seconds[1], 1 / rates[0] - 1 / rates[1]
-        for phase, saved, row in (
+        for phase, skipped, row in (
             ("prefill, chunks of 1,024", prefill, saved_by_chunks(layers, 1024, context)),
             ("prefill, chunks of 8,192", prefill, saved_by_chunks(layers, 8192, context)),
             ("decode", decode, apart(layers.step("F", 1, context), layers.step("S", 1, context))),
         ):
-            paper = 1e3 * saved / PAPERS_SKIPPED
+            paper = 1e3 * skipped / PAPERS_SKIPPED
             rows.append(
                 {
                     "phase": phase,
@@ -163,7 +163,7 @@ def apart(full: LatencyEstimate | None, shared: LatencyEstimate | None) -> float
 def saved_by_chunks(layers: Layers, chunk: int, context: int) -> float:
     """Milliseconds that one layer's indexer takes for a prompt."""
     cut = [(min(chunk, context - prefix), prefix) for prefix in range(0, context, chunk)]
-    return sum(apart(layers.chunk("F", *one), layers.chunk("S", *one)) for one in cut)
+    return sum(apart(layers.chunk("F", *piece), layers.chunk("S", *piece)) for piece in cut)
 
 
 def nvidias_estimate(deployment: Deployment) -> list[dict[str, Any]]:
@@ -226,11 +226,14 @@ def measure() -> dict[str, Any]:
         "wheel": f"{WHEEL} {version(WHEEL)}",
         "engine": "SGLang 0.5.14",
         "contexts": CONTEXTS,
-        "deployments": [gains(one) for one in DEPLOYMENTS],
+        "deployments": [gains(deployment) for deployment in DEPLOYMENTS],
         "held_out": [row for card in CARDS for row in held_out(card)],
         "table_1": table_1(),
         "nvidias_estimate": [
-            row for one in DEPLOYMENTS if one.dp == 1 for row in nvidias_estimate(one)
+            row
+            for deployment in DEPLOYMENTS
+            if deployment.dp == 1
+            for row in nvidias_estimate(deployment)
         ],
     }
 
@@ -249,20 +252,21 @@ def papers_gain(metric: str, ratio: str, context: int) -> float:
     return row.all_full / row.value if metric == "prefill" else row.value / row.all_full
 
 
-def label(one: dict[str, Any]) -> str:
+def label(deployment: dict[str, Any]) -> str:
     """Name a deployment in few words."""
-    ranks = f"dp {one['dp']}" if one["dp"] > 1 else "tp 8"
-    return f"{one['model']}, 8 x {find_gpu(one['gpu']).name.removesuffix(' SXM')}, {ranks}"
+    ranks = f"dp {deployment['dp']}" if deployment["dp"] > 1 else "tp 8"
+    card = find_gpu(deployment["gpu"]).name.removesuffix(" SXM")
+    return f"{deployment['model']}, 8 x {card}, {ranks}"
 
 
-def table(found: dict[str, Any]) -> str:
+def table(record: dict[str, Any]) -> str:
     """Write what to expect at 1/4 by context, in Markdown: a row a deployment, the paper's last."""
-    contexts = found["contexts"]
+    contexts = record["contexts"]
     rows = []
-    for one in found["deployments"]:
-        if one["weights_fit"]:
-            gains = [one["gains"][metric]["1/4"] for metric in SHOWN]
-            rows.append((label(one), *(_cell([g[str(n)] for g in gains]) for n in contexts)))
+    for deployment in record["deployments"]:
+        if deployment["weights_fit"]:
+            gains = [deployment["gains"][metric]["1/4"] for metric in SHOWN]
+            rows.append((label(deployment), *(_cell([g[str(n)] for g in gains]) for n in contexts)))
     paper = [
         " / ".join(f"{papers_gain(metric, '1/4', n):.2f}x" for metric in SHOWN) for n in contexts
     ]
@@ -270,9 +274,9 @@ def table(found: dict[str, Any]) -> str:
     return markdown(("", *map(format_length, contexts)), rows)
 
 
-def line(found: dict[str, Any]) -> str:
+def line(record: dict[str, Any]) -> str:
     """Write the gains of the first deployment at the longest context, in words."""
-    first, longest = found["deployments"][0], found["contexts"][-1]
+    first, longest = record["deployments"][0], record["contexts"][-1]
     prefill, decode = (first["gains"][metric]["1/4"][str(longest)]["gain"] for metric in SHOWN)
     return (
         f"{prefill:.2f}x in prefill and {decode:.2f}x in decode at 1/4 and "
@@ -280,12 +284,12 @@ def line(found: dict[str, Any]) -> str:
     )
 
 
-def _cell(both: list[dict[str, Any] | None]) -> str:
-    known = [one for one in both if one is not None]
-    return " / ".join(f"{one['gain']:.2f}x" for one in known) if len(known) == 2 else "no rate"
+def _cell(cells: list[dict[str, Any] | None]) -> str:
+    rates = [cell for cell in cells if cell is not None]
+    return " / ".join(f"{rate['gain']:.2f}x" for rate in rates) if len(rates) == 2 else "no rate"
 
 
-def checks(found: dict[str, Any]) -> str:
+def checks(record: dict[str, Any]) -> str:
     """Write how far held-out rows, NVIDIA's estimator and the paper are from ours, in Markdown."""
     first = markdown(
         ("", "rows", "median error", "worst", "over 10 %"),
@@ -294,45 +298,45 @@ def checks(found: dict[str, Any]) -> str:
                 f"{find_gpu(row['card']).name}, {row['phase']}, {row['kind']} layers",
                 *(row["rows"], f"{row['median']:.1%}", f"{row['worst']:.0%}", row["over_a_tenth"]),
             )
-            for row in found["held_out"]
+            for row in record["held_out"]
         ],
         "each row predicted from its neighbours, from top-k on",
     )
     lines: dict[str, list[str]] = {}
-    for row in found["table_1"]:
-        saved = f"{row['paper_ms']:.3g} and {row['rows_ms']:.3g} ({row['difference']:+.0%})"
-        lines.setdefault(row["phase"], []).append(saved)
+    for row in record["table_1"]:
+        difference = f"{row['paper_ms']:.3g} and {row['rows_ms']:.3g} ({row['difference']:+.0%})"
+        lines.setdefault(row["phase"], []).append(difference)
     second = markdown(
-        ("", *map(format_length, found["contexts"])),
-        [(phase, *saved) for phase, saved in lines.items()],
+        ("", *map(format_length, record["contexts"])),
+        [(phase, *cells) for phase, cells in lines.items()],
         "what a skipped indexer saves at 1/4, ms a layer: by the paper's Table 1, and by the rows "
         "of an indexer of the same size",
     )
-    away = [abs(row["difference"]) for row in found["nvidias_estimate"]]
-    said = (
+    away = [abs(row["difference"]) for row in record["nvidias_estimate"]]
+    sentence = (
         f"With every indexer our sums are {median(away):.1%} (at worst {max(away):.0%}) from those "
         f"of NVIDIA's own estimator in the same wheel, over {len(away)} sums."
     )
-    return f"{first}\n{second}\n{said}\n"
+    return f"{first}\n{second}\n{sentence}\n"
 
 
-def draw(found: dict[str, Any], path: Path) -> None:
+def draw(record: dict[str, Any], path: Path) -> None:
     """Gains at 1/4 against the context, prefill and decode, with the paper's as diamonds."""
     figure, axes = make_figure(11.5, 3.8, columns=2, sharey=True)
-    contexts = [n / 1e3 for n in found["contexts"]]
+    contexts = [n / 1e3 for n in record["contexts"]]
     for axis, metric in zip(axes, SHOWN, strict=True):
-        for one in found["deployments"]:
-            if not one["weights_fit"]:
+        for deployment in record["deployments"]:
+            if not deployment["weights_fit"]:
                 continue
-            cells = one["gains"][metric]["1/4"]
+            cells = deployment["gains"][metric]["1/4"]
             points = {int(n): cell["gain"] for n, cell in cells.items() if cell}
             axis.plot(
                 [n / 1e3 for n in points], list(points.values()),
-                ls="--" if one["dp"] > 1 else "-", marker="o", ms=3.5,
-                color=COLORS[one["model"], one["gpu"]], label=label(one),
+                ls="--" if deployment["dp"] > 1 else "-", marker="o", ms=3.5,
+                color=COLORS[deployment["model"], deployment["gpu"]], label=label(deployment),
             )  # fmt: skip
         axis.plot(
-            contexts, [papers_gain(metric, "1/4", n) for n in found["contexts"]],
+            contexts, [papers_gain(metric, "1/4", n) for n in record["contexts"]],
             ls="none", marker="D", ms=5, color="black", label=f"{PAPER} (measured)",
         )  # fmt: skip
         axis.set_title(NAMES[metric], fontsize=10, loc="left")  # type: ignore[index]
@@ -352,10 +356,10 @@ def main() -> None:
     arguments = read_arguments(parser, "expect.json")
     output = arguments.output
     write_json(output, {"command": arguments.command, **measure()})
-    found = json.loads(output.read_text())
-    draw(found, output.with_suffix(".png"))
-    print(table(found))
-    print(checks(found))
+    record = json.loads(output.read_text())
+    draw(record, output.with_suffix(".png"))
+    print(table(record))
+    print(checks(record))
 
 
 if __name__ == "__main__":

@@ -27,8 +27,8 @@ def name_of(row: dict[str, Any]) -> str:
     plain = NAMES[row["pattern"]]
     if row["healed_on"] is None:
         return f"{plain}, as it is"
-    told = f"{plain}, {row['steps']} steps on {row['healed_on']} at {row['length']}"
-    return told + f", the last quarter sparse at {row['sparse_length']}" * bool(
+    label = f"{plain}, {row['steps']} steps on {row['healed_on']} at {row['length']}"
+    return label + f", the last quarter sparse at {row['sparse_length']}" * bool(
         row["sparse_length"]
     )
 
@@ -53,13 +53,13 @@ def _cell(row: dict[str, Any] | None) -> str:
     return f"{row['over_all_f']:+.1f} ± {row['half_width'] or 0.0:.1f}"
 
 
-def draw(found: dict[str, Any], path: Path) -> None:
+def draw(record: dict[str, Any], path: Path) -> None:
     """Points over all F, one panel for each length that was asked; ways of one kind in a group."""
-    lines = found["lines"]
+    lines = record["lines"]
     lengths = sorted({row["asked_at"] for row in lines})
-    shown = [row for row in lines if row["pattern"] != ALL_F]
+    sharing = [row for row in lines if row["pattern"] != ALL_F]
     groups: dict[str, list[str]] = {}
-    for row in shown:
+    for row in sharing:
         names = groups.setdefault(_group_of(row), [])
         if _short_name(row) not in names:
             names.append(_short_name(row))
@@ -75,7 +75,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
         2.2 + 2.3 * len(lengths), 1.2 + 0.2 * place, 1, len(lengths), sharey=True
     )
     for axis, length in zip(axes, lengths, strict=True):
-        for row in (row for row in shown if row["asked_at"] == length):
+        for row in (row for row in sharing if row["asked_at"] == length):
             axis.errorbar(
                 row["over_all_f"],
                 places[_group_of(row), _short_name(row)],

@@ -99,8 +99,8 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 32768, 131072])
     arguments = read_arguments(parser, "heal_memory.json", quick=QUICK)
     rows: list[dict[str, Any]] = []
-    with TemporaryDirectory() as made:
-        folder = Path(made)
+    with TemporaryDirectory() as directory:
+        folder = Path(directory)
         torch.manual_seed(0)
         GlmMoeDsaForCausalLM(GlmMoeDsaConfig(**FIELDS)).save_pretrained(folder)
         for length in arguments.lengths:

@@ -82,13 +82,13 @@ _LABELS = tuple(metric.label for metric in METRICS.values())
 
 def _cells(line: dict[str, Any]) -> Iterator[str]:
     for name, metric in METRICS.items():
-        found = line[name]
-        yield estimate(found["over_all_f"] or 0.0, found["half_width"], metric.scale)
+        change = line[name]
+        yield estimate(change["over_all_f"] or 0.0, change["half_width"], metric.scale)
 
 
-def draw(found: dict[str, Any], path: Path) -> None:
+def draw(record: dict[str, Any], path: Path) -> None:
     """Each measure from no healing to the most steps, and beside it training everything."""
-    lines = found["lines"]
+    lines = record["lines"]
     steps = sorted({line["steps"] for line in lines if line["way"] == HEALED})
     places = {(FREE, 0): 0, **{(HEALED, count): 1 + at for at, count in enumerate(steps)}}
     trained = {line["steps"] for line in lines if line["way"] == TRAINED}
@@ -99,14 +99,14 @@ def draw(found: dict[str, Any], path: Path) -> None:
     for axis, (name, metric) in zip(axes, METRICS.items(), strict=True):
         axis.axhline(0, color="black", linewidth=0.8, ls=":")
         for number, (pattern, color) in enumerate(_colors().items()):
-            some = [x for x in lines if x["name"] == pattern and (x["way"], x["steps"]) in places]
-            some = [x for x in some if pattern != ALL_F or x["way"] == TRAINED]
+            cells = [x for x in lines if x["name"] == pattern and (x["way"], x["steps"]) in places]
+            cells = [x for x in cells if pattern != ALL_F or x["way"] == TRAINED]
             for way, style in (((FREE, HEALED), "o-"), ((TRAINED,), "D")):
-                shown = [line for line in some if line["way"] in way]
+                points = [line for line in cells if line["way"] in way]
                 axis.errorbar(
-                    [places[x["way"], x["steps"]] + 0.1 * (number - 1.5) for x in shown],
-                    [metric.scale * line[name]["over_all_f"] for line in shown],
-                    yerr=[metric.scale * (line[name]["half_width"] or 0.0) for line in shown],
+                    [places[x["way"], x["steps"]] + 0.1 * (number - 1.5) for x in points],
+                    [metric.scale * line[name]["over_all_f"] for line in points],
+                    yerr=[metric.scale * (line[name]["half_width"] or 0.0) for line in points],
                     fmt=style, color=color, ms=4.5, capsize=2, lw=1.2,
                     label=pattern if way != (TRAINED,) or pattern == ALL_F else None,
                 )  # fmt: skip
@@ -119,7 +119,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
     seeds = max(len(line["seeds"]) for line in lines)
     figure.legend(
         unique.values(), unique.keys(), loc="outside lower center", ncols=4, frameon=False,
-        title=f"{found['documents_per_task']} documents of each task, {seeds} seeds; "
+        title=f"{record['documents_per_task']} documents of each task, {seeds} seeds; "
         "bars: 95 % intervals; diamonds: the whole model trained",
         title_fontsize=8, fontsize=9,
     )  # fmt: skip

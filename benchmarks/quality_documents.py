@@ -33,7 +33,7 @@ import numpy as np
 import numpy.typing as npt
 from transformers import AutoTokenizer
 
-from benchmarks.quality_statistics import HeldBack, batches, flipped, judged
+from benchmarks.quality_statistics import HeldBack, batches, flipped, judge
 from benchmarks.records import read_arguments
 from sglang_indexcache.data.documents import MACHINE, Text, read_documents
 from sglang_indexcache.demo import shipped_checkpoint
@@ -73,7 +73,7 @@ def words_of(kind: str, shared_by: int) -> int:
 
 def contexts(kind: str, shared_by: int, count: int, seed: int) -> list[str]:
     """Make contexts of which each document is in ``shared_by``, one after another."""
-    chance, found, length = random.Random(seed), [], words_of(kind, shared_by)
+    chance, texts, length = random.Random(seed), [], words_of(kind, shared_by)
     source = documents(length - THIRD if kind == KINDS[2] else length)
     for number in range(count):
         if number % shared_by == 0:
@@ -84,15 +84,15 @@ def contexts(kind: str, shared_by: int, count: int, seed: int) -> list[str]:
             parts = [shared[start : start + size] for start in range(0, length, size)]
             words = [word for part in chance.sample(parts, PARTS) for word in part]
         elif kind == KINDS[2]:
-            own = next(source)
-            place = chance.randrange(len(own))
-            words = own[:place] + shared[:THIRD] + own[place:]
+            filler = next(source)
+            place = chance.randrange(len(filler))
+            words = filler[:place] + shared[:THIRD] + filler[place:]
         opening = " ".join(str(chance.randrange(10**6)) for _ in range(20))
-        found.append(f"Request {number:04}, reference {opening}.\n{' '.join(words)}")
-    return found
+        texts.append(f"Request {number:04}, reference {opening}.\n{' '.join(words)}")
+    return texts
 
 
-def asked(texts: list[str], shared_by: int) -> tuple[int, Places]:
+def recognise(texts: list[str], shared_by: int) -> tuple[int, Places]:
     """Return the number of texts that are recognised, and the document of each that is asked."""
     plan = EvaluationPlan((), (LENGTH,), len(texts), QUESTIONS, SELECTS_ALL, MARGIN)
     tokenizer = AutoTokenizer.from_pretrained(shipped_checkpoint())
@@ -103,8 +103,8 @@ def asked(texts: list[str], shared_by: int) -> tuple[int, Places]:
                 for question in range(QUESTIONS):
                     row = {"prompt": f"{text}\nQuestion {question}?", "answer": " yes"}
                     file.write(json.dumps(row) + "\n")
-        found, _, _ = select_rows(plan, {"prompts": path}, tokenizer, LENGTH)
-    [cell] = found.taken
+        selection, _, _ = select_rows(plan, {"prompts": path}, tokenizer, LENGTH)
+    [cell] = selection.taken
     assert set(cell.questions or (1,)) == {QUESTIONS}
     rows = np.array(cell.rows, dtype=np.int64) - 1
     return cell.available, rows // QUESTIONS // shared_by
@@ -120,24 +120,24 @@ def claims(places: Places, evaluations: int, seed: int) -> dict[str, float]:
     """
 
     def drawn(chance: np.random.Generator, world: HeldBack, count: int, times: float) -> Floats:
-        lost = chance.random((count, places.max() + 1)) < times * world.margin
-        return np.where(lost[:, places], -1.0, flipped(chance, world, count, FLIPS))
+        collapsed = chance.random((count, places.max() + 1)) < times * world.margin
+        return np.where(collapsed[:, places], -1.0, flipped(chance, world, count, FLIPS))
 
     world = HeldBack((len(places),), MARGIN, drawn)
-    chance, design, found = np.random.default_rng(seed), world.design, {}
+    chance, design, shares = np.random.default_rng(seed), world.design, {}
     for times, label in ((1.0, "no_loss_at_margin"), (0.0, "no_loss_at_none")):
         safe = 0
         for size in batches(evaluations):
-            whole = world.evaluations(chance, size, times)
-            rows = judged(whole, design, lambda look: design.contexts * look // design.looks)
+            differences = world.evaluations(chance, size, times)
+            rows = judge(differences, design, lambda look: design.contexts * look // design.looks)
             safe += int(rows.safe.sum())
-        found[label] = safe / evaluations
-    return found
+        shares[label] = safe / evaluations
+    return shares
 
 
 def world(kind: str, shared_by: int, count: int, evaluations: int, seed: int) -> dict[str, Any]:
     """Return what is recognised in one kind of file, and the claims before and now."""
-    recognised, places = asked(contexts(kind, shared_by, count, seed), shared_by)
+    recognised, places = recognise(contexts(kind, shared_by, count, seed), shared_by)
     alone = np.random.default_rng(seed).permutation(np.arange(count) // shared_by)
     return {
         "kind": kind,

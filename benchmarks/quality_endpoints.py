@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.quality_statistics import CELLS, HeldBack, batches, flipped, judged
+from benchmarks.quality_statistics import CELLS, HeldBack, batches, flipped, judge
 from benchmarks.records import RESULTS, read_arguments
 from sglang_indexcache.lab.evaluate.evaluation import NAME as JOURNAL
 from sglang_indexcache.lab.evaluate.evaluation import Evaluation, load
@@ -67,8 +67,8 @@ class Contexts:
     ) -> Floats:
         """Draw ``[count, contexts]`` differences at so many margins of loss."""
         shape = count, len(world.cells)
-        drawn = chance.integers(len(self.changes), size=shape)
-        values = self.changes[drawn] * chance.choice((-1.0, 1.0), shape)
+        places = chance.integers(len(self.changes), size=shape)
+        values = self.changes[places] * chance.choice((-1.0, 1.0), shape)
         if self.endpoint == "probability":
             values = values + (self.flips > 0) * ENGINE * chance.standard_normal(shape)
         else:
@@ -80,8 +80,10 @@ class Contexts:
         part = 0.5 if self.kind == KINDS[1] else 1.0
         lost = chance.random(shape) < loss / (part * self.levels.mean())
         # What is lost is lost whole, but for what else moves half of a context's answers.
-        found: Floats = np.where(lost, -part * self.levels[drawn] + (1 - part) * values, values)
-        return found
+        differences: Floats = np.where(
+            lost, -part * self.levels[places] + (1 - part) * values, values
+        )
+        return differences
 
     def _a_little(self, chance: np.random.Generator, shape: tuple[int, int], loss: float) -> Any:
         if self.endpoint == "probability":
@@ -92,11 +94,11 @@ class Contexts:
 def pool(evaluation: Evaluation, arm: str, endpoint: str) -> tuple[Floats, Floats]:
     """Return an arm's changes in each context of a record, and the reference's mean there."""
     look = Look(replace(evaluation, endpoint=endpoint))
-    found = look.compared(arm)
-    return found.values, found.reference
+    differences = look.compared(arm)
+    return differences.values, differences.reference
 
 
-def compared(contexts: Contexts, evaluations: int, seed: int) -> dict[str, float]:
+def compare(contexts: Contexts, evaluations: int, seed: int) -> dict[str, float]:
     """Count claims of a pattern that loses nothing, and of one that loses the margin."""
     cells = CELLS * LENGTHS
     size = enough_contexts(cells, QUESTIONS, MARGIN, 4, contexts.endpoint)
@@ -105,14 +107,16 @@ def compared(contexts: Contexts, evaluations: int, seed: int) -> dict[str, float
     counts: Counter[str] = Counter()
     for count in batches(evaluations):
         for times in (0.0, 1.0):
-            whole = world.evaluations(chance, count, times)
-            found = judged(whole, design, lambda look: design.contexts * look // design.looks)
+            differences = world.evaluations(chance, count, times)
+            verdicts = judge(
+                differences, design, lambda look: design.contexts * look // design.looks
+            )
             if times:
-                counts["wrong"] += int(found.safe.sum())
+                counts["wrong"] += int(verdicts.safe.sum())
             else:
-                counts["no_loss"] += int(found.safe.sum())
-                counts["loss"] += int(found.lost.sum())
-                counts["used"] += int(found.used.sum())
+                counts["no_loss"] += int(verdicts.safe.sum())
+                counts["loss"] += int(verdicts.lost.sum())
+                counts["used"] += int(verdicts.used.sum())
     return {name: counts[name] / evaluations for name in ("no_loss", "loss", "used", "wrong")} | {
         "contexts": design.contexts
     }
@@ -140,9 +144,9 @@ def main() -> None:
                 row: dict[str, Any] = {"pattern": arm.name, "flips": flips, "endpoint": endpoint}
                 row["deviation"] = float(changes.std())
                 for number, kind in enumerate(KINDS):
-                    drawn = Contexts(changes, levels, endpoint, flips, kind)
+                    contexts = Contexts(changes, levels, endpoint, flips, kind)
                     seed = arguments.seed + 10 * len(rows) + number
-                    row[kind] = compared(drawn, arguments.evaluations, seed)
+                    row[kind] = compare(contexts, arguments.evaluations, seed)
                 rows.append(row)
                 print(row, flush=True)
     facts = {name: getattr(arguments, name) for name in ("command", "evaluations", "seed")}

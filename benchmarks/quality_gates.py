@@ -64,14 +64,16 @@ def control(flips: float, fault: float, evaluations: int, seed: int) -> dict[str
     chance = np.random.default_rng(seed)
     shape = evaluations, CELLS * CONTROL_CONTEXTS * QUESTIONS
     first, again, arm = (chance.random(shape) < flips for _ in range(3))
-    own, other = first != (arm ^ (chance.random(shape) < fault)), first != again
-    refused = exceeds_noise((own & ~other).sum(axis=-1), (other & ~own).sum(axis=-1))
+    arm_differs, repeat_differs = first != (arm ^ (chance.random(shape) < fault)), first != again
+    refused = exceeds_noise(
+        (arm_differs & ~repeat_differs).sum(axis=-1), (repeat_differs & ~arm_differs).sum(axis=-1)
+    )
     return {
         "flips": flips,
         "fault": fault,
         "pairs": shape[1],
         "refused": float(refused.mean()),
-        "refused_by_one_difference": float(own.any(axis=-1).mean()),
+        "refused_by_one_difference": float(arm_differs.any(axis=-1).mean()),
     }
 
 
@@ -113,9 +115,9 @@ def bad_pattern(
         lost = chance.binomial(QUESTIONS, np.repeat(losses, contexts)) / QUESTIONS
         engine = flipped(chance, world, 1, ENGINE)[0]
         moved = -np.repeat(losses, contexts) + MOVES * chance.standard_normal(cells.size)
-        whole = _harmless(chance, cells.size)
+        differences = _harmless(chance, cells.size)
         if endpoint == "probability":
-            whole = DEVIATION * chance.standard_normal(cells.size)
+            differences = DEVIATION * chance.standard_normal(cells.size)
         bad, probable = (
             _of_cells(values, cells, names) for values in ((engine - lost).clip(-1), moved)
         )
@@ -124,19 +126,19 @@ def bad_pattern(
             for cell in range(losses.size)
             if sees(bad.of(cell), design.alpha, probable.of(cell) if sure else None, design.margin)
         ]
-        kept = np.isin(cells, seeing)
+        counted = np.isin(cells, seeing)
         counts["cells"] += len(seeing)
-        counts["contexts"] += int(kept.sum())
+        counts["contexts"] += int(counted.sum())
         if seeing:
             part = _of_cells(
-                whole[kept],
-                np.unique(cells[kept], return_inverse=True)[1],
+                differences[counted],
+                np.unique(cells[counted], return_inverse=True)[1],
                 tuple(names[cell] for cell in seeing),
             )
-            seen = replace(design, contexts=int(kept.sum()))
-            lower, _ = bounds(Estimate(part), seen, seen.looks)
+            remaining = replace(design, contexts=int(counted.sum()))
+            lower, _ = bounds(Estimate(part), remaining, remaining.looks)
             counts["no_loss"] += bool(lower > -design.margin)
-    means = {what: count / evaluations for what, count in counts.items()}
+    means = {kind: count / evaluations for kind, count in counts.items()}
     plan = {"planned": contexts, "sure": sure, "endpoint": endpoint}
     return plan | {"of_cells": losses.size, "of_contexts": cells.size} | means
 
@@ -147,8 +149,8 @@ def _harmless(chance: np.random.Generator, contexts: int) -> Floats:
     tied = chance.random(shape) < CORRELATION**0.5
     level = np.where(tied, chance.random((contexts, 1)), chance.random(shape))
     lost, won = level < DISCORDANCE / 2, level > 1 - DISCORDANCE / 2
-    found: Floats = won.mean(axis=-1) - lost.mean(axis=-1)
-    return found
+    differences: Floats = won.mean(axis=-1) - lost.mean(axis=-1)
+    return differences
 
 
 def _of_cells(values: Any, cells: Any, names: tuple[Cell, ...]) -> Differences:
@@ -167,14 +169,14 @@ def missing(times: float, evaluations: int, seed: int) -> dict[str, Any]:
     most = int(MOST_MISSING * design.contexts)
     claimed = {"left_out": 0, "counted_as_lost": 0}
     for size in batches(evaluations):
-        whole = DEFAULT.evaluations(chance, size, times)
-        for values in whole.values:
+        sample = DEFAULT.evaluations(chance, size, times)
+        for values in sample.values:
             failed = np.flatnonzero(values == -1)[:most]
-            every = replace(whole, values=values)
-            kept = Estimate(_without(every, failed))
-            lower, _ = bounds(kept, design, design.looks)
+            complete = replace(sample, values=values)
+            answered = Estimate(_without(complete, failed))
+            lower, _ = bounds(answered, design, design.looks)
             claimed["left_out"] += bool(lower > -design.margin)
-            lower, _ = bounds(kept, design, design.looks, Estimate(every))
+            lower, _ = bounds(answered, design, design.looks, Estimate(complete))
             claimed["counted_as_lost"] += bool(lower > -design.margin)
     return {
         "loss_in_margins": times,
@@ -184,12 +186,12 @@ def missing(times: float, evaluations: int, seed: int) -> dict[str, Any]:
     }
 
 
-def _without(whole: Differences, places: Any) -> Differences:
+def _without(sample: Differences, places: Any) -> Differences:
     return replace(
-        whole,
-        values=np.delete(whole.values, places),
-        cells=np.delete(whole.cells, places),
-        questions=np.delete(whole.questions, places),
+        sample,
+        values=np.delete(sample.values, places),
+        cells=np.delete(sample.cells, places),
+        questions=np.delete(sample.questions, places),
     )
 
 
@@ -202,7 +204,9 @@ def main() -> None:
     evaluations, seed = arguments.evaluations, arguments.seed
     arms = [(flips, 0.0) for flips in FLIPS] + [(ENGINE, fault) for fault in FAULTS]
     cells, before = LENGTHS * len(TASKS), (40, "answers")
-    now = [(enough_contexts(cells, QUESTIONS, 0.01, 4, one), one) for one in ENDPOINTS]
+    now = [
+        (enough_contexts(cells, QUESTIONS, 0.01, 4, endpoint), endpoint) for endpoint in ENDPOINTS
+    ]
     plans = [(*before, False), *((*plan, True) for plan in (before, *now))]
     facts = {
         "command": arguments.command,

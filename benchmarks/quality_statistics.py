@@ -102,8 +102,8 @@ class World:
         if not self.rows:
             return True
         cells = [(self.made, QUESTIONS)] * (CELLS - 1) + [(self.rows, 1)]
-        needed = self.design.needed(*spread_over_cells(cells, *self._differing))
-        return needed <= self.design.contexts
+        contexts = self.design.needed(*spread_over_cells(cells, *self._differing))
+        return contexts <= self.design.contexts
 
     @cached_property
     def cells(self) -> npt.NDArray[np.int64]:
@@ -116,20 +116,20 @@ class World:
 
     @cached_property
     def _look(self) -> npt.NDArray[np.int64]:
-        return np.array([int(done * self.design.looks) + 1 for done, _ in self._rounds])
+        return np.array([int(share * self.design.looks) + 1 for share, _ in self._rounds])
 
     @property
     def _differing(self) -> tuple[float, float]:
         """Discordance with the engine's flips, and its correlation."""
-        kept = (1 - 2 * self.noise) ** 2 * self.discordance
-        total = kept + 2 * self.noise * (1 - self.noise)
-        return total, self.correlation * kept / total
+        discordance = (1 - 2 * self.noise) ** 2 * self.discordance
+        total = discordance + 2 * self.noise * (1 - self.noise)
+        return total, self.correlation * discordance / total
 
     @cached_property
     def _rounds(self) -> list[tuple[Fraction, int]]:
         """Share of a context's cell that comes before it, and the cell."""
-        made = self.made or self.design.contexts // CELLS
-        sizes = [made] * (CELLS - 1) + [self.rows or made]
+        contexts = self.made or self.design.contexts // CELLS
+        sizes = [contexts] * (CELLS - 1) + [self.rows or contexts]
         return sorted(
             (Fraction(n, size), cell) for cell, size in enumerate(sizes) for n in range(size)
         )
@@ -152,22 +152,22 @@ def simulate(world: World, draw: np.random.Generator, evaluations: int = 1) -> A
     """
     contexts = evaluations, world.design.contexts, 1
     shape = evaluations, world.design.contexts, QUESTIONS
-    own, shared = draw.random(shape), draw.random(contexts)
-    level = np.where(draw.random(shape) < world.correlation**0.5, shared, own)
+    fresh, shared = draw.random(shape), draw.random(contexts)
+    level = np.where(draw.random(shape) < world.correlation**0.5, shared, fresh)
     won = world.discordance / 2
     losing = np.eye(CELLS)[-1] * CELLS if world.rows else np.linspace(0, 2, CELLS)
-    lost = won + world.loss * losing[world.cells, None]
-    difference = np.where(level < lost, -1, np.where(level > 1 - won, 1, 0))
+    threshold = won + world.loss * losing[world.cells, None]
+    difference = np.where(level < threshold, -1, np.where(level > 1 - won, 1, 0))
     ease = draw.beta(10 * EASE, 10 * (1 - EASE), contexts)
     right = np.where(difference == 0, draw.random(shape) < ease, difference < 0)
 
-    def asked(answers: npt.NDArray[Any]) -> npt.NDArray[np.int8]:
-        found = (answers.astype(bool) ^ (draw.random(shape) < world.noise)).astype(np.int8)
+    def measured(answers: npt.NDArray[Any]) -> npt.NDArray[np.int8]:
+        flips = (answers.astype(bool) ^ (draw.random(shape) < world.noise)).astype(np.int8)
         if world.rows:  # they have one question: all others are it again
-            found = np.where(world.cells[:, None] == CELLS - 1, found[..., :1], found)
-        return found
+            flips = np.where(world.cells[:, None] == CELLS - 1, flips[..., :1], flips)
+        return flips
 
-    return Answers(asked(right), asked(right), asked(right + difference))
+    return Answers(measured(right), measured(right), measured(right + difference))
 
 
 Pairing = Callable[[npt.NDArray[np.int8], npt.NDArray[np.int8]], Floats]
@@ -176,8 +176,8 @@ Pairing = Callable[[npt.NDArray[np.int8], npt.NDArray[np.int8]], Floats]
 
 def by_context(reference: npt.NDArray[np.int8], arm: npt.NDArray[np.int8]) -> Floats:
     """Pair as it should be."""
-    found: Floats = (arm - reference).mean(axis=-1)
-    return found
+    values: Floats = (arm - reference).mean(axis=-1)
+    return values
 
 
 def by_question(reference: npt.NDArray[np.int8], arm: npt.NDArray[np.int8]) -> Floats:
@@ -225,30 +225,30 @@ class Judged:
     used: npt.NDArray[np.int64]
 
 
-def judged(whole: Differences, design: Design, asked: Callable[[int], int]) -> Judged:
+def judge(sample: Differences, design: Design, count_at: Callable[[int], int]) -> Judged:
     """Judge many evaluations at each planned look until a claim is made.
 
     Args:
-        whole: all that each would ask.
+        sample: all that each would ask.
         design: of each.
-        asked: how many values count at a look.
+        count_at: how many values count at a look.
     """
-    count = len(whole.values)
-    found = Judged(
+    count = len(sample.values)
+    verdicts = Judged(
         *(np.zeros(count, dtype=bool) for _ in range(2)),
         *(np.zeros(count) for _ in range(2)),
         np.zeros(count, dtype=np.int64),
     )
     open_ = np.arange(count)
     for look in range(1, design.looks + 1):
-        part = first(whole, asked(look))
+        part = first(sample, count_at(look))
         lower, upper = bounds(Estimate(replace(part, values=part.values[open_])), design, look)
-        found.lower[open_], found.upper[open_], found.used[open_] = lower, upper, len(part)
-        found.safe[open_], found.lost[open_] = lower > -design.margin, upper < 0
+        verdicts.lower[open_], verdicts.upper[open_], verdicts.used[open_] = lower, upper, len(part)
+        verdicts.safe[open_], verdicts.lost[open_] = lower > -design.margin, upper < 0
         open_ = open_[(lower <= -design.margin) & (upper >= 0)]
         if not open_.size:
             break
-    return found
+    return verdicts
 
 
 def batches(evaluations: int) -> Iterator[int]:
@@ -266,21 +266,21 @@ def rates(world: World, evaluations: int, seed: int, pairing: str = "by context"
         answers = simulate(world, draw, size)
         values = PAIRINGS[pairing](answers.reference, answers.pattern)
         units = values.shape[-1] // design.contexts
-        whole = differences(world, values)
-        found = judged(whole, design, lambda look, units=units: units * world.asked(look))
-        counts["no_loss"] += int(found.safe.sum())
-        counts["loss"] += int((found.lost & ~found.safe).sum())
-        counts["any_loss"] += int(found.lost.sum())
-        counts["misses_below"] += int((world.truth < found.lower).sum())
-        counts["misses_above"] += int((world.truth > found.upper).sum())
-        counts["contexts_used"] += int(found.used.sum()) // units
-        same = differences(world, by_context(answers.reference, answers.again))
-        quarter = first(same, design.contexts // 4)
+        sample = differences(world, values)
+        verdicts = judge(sample, design, lambda look, units=units: units * world.asked(look))
+        counts["no_loss"] += int(verdicts.safe.sum())
+        counts["loss"] += int((verdicts.lost & ~verdicts.safe).sum())
+        counts["any_loss"] += int(verdicts.lost.sum())
+        counts["misses_below"] += int((world.truth < verdicts.lower).sum())
+        counts["misses_above"] += int((world.truth > verdicts.upper).sum())
+        counts["contexts_used"] += int(verdicts.used.sum()) // units
+        repeats = differences(world, by_context(answers.reference, answers.again))
+        quarter = first(repeats, design.contexts // 4)
         counts["refused"] += int((~repeats_itself(quarter, design, design.looks)).sum())
-        seen = sees(
+        control = sees(
             differences(world, by_context(answers.reference, answers.pattern)), design.alpha
         )
-        counts["control_seen"] += int(seen.sum())
+        counts["control_seen"] += int(control.sum())
     return {
         "pairing": pairing,
         "world": asdict(world),
@@ -306,16 +306,16 @@ def broken(row: dict[str, Any], evaluations: int, doubt: float = 1e-4) -> list[s
     def rarely(name: str, promised: float) -> bool:
         return bool(row[name] * evaluations < binom.ppf(doubt, evaluations, promised))
 
-    found = [name for name in ("misses_below", "misses_above") if often(name, design.alpha)]
+    promises = [name for name in ("misses_below", "misses_above") if often(name, design.alpha)]
     if often("refused", 2 * SAME):
-        found.append("refused")
+        promises.append("refused")
     if world.loss == 0:
-        found += ["loss"] if often("any_loss", design.alpha) else []
-        found += ["control_seen"] if often("control_seen", design.alpha) else []
-        found += ["power"] if world.promised and rarely("no_loss", design.power) else []
+        promises += ["loss"] if often("any_loss", design.alpha) else []
+        promises += ["control_seen"] if often("control_seen", design.alpha) else []
+        promises += ["power"] if world.promised and rarely("no_loss", design.power) else []
     elif -world.truth > world.margin * (1 - 1e-9):
-        found += ["no_loss"] if often("no_loss", design.alpha) else []
-    return found
+        promises += ["no_loss"] if often("no_loss", design.alpha) else []
+    return promises
 
 
 def worlds() -> Iterator[World]:
@@ -331,9 +331,9 @@ def worlds() -> Iterator[World]:
             margin, noise = 0.03, 0.005
             loss = times * margin / (1 - 2 * noise)
             yield World(margin, discordance, correlation, noise, loss)
-    for margin, made, few in ((0.02, 96, 8), (0.05, 64, 64)):
+    for margin, contexts, few in ((0.02, 96, 8), (0.05, 64, 64)):
         for times in LOSSES:
-            yield World(margin, 0.1, 0.3, 0.005, times * margin / (1 - 2 * 0.005), made, few)
+            yield World(margin, 0.1, 0.3, 0.005, times * margin / (1 - 2 * 0.005), contexts, few)
 
 
 Draw = Callable[[np.random.Generator, "HeldBack", int, float], Floats]
@@ -387,8 +387,8 @@ def flipped(chance: np.random.Generator, world: HeldBack, count: int, flips: Any
     """Answers that are right in both arms, each flipped so often in one: lost or won alike."""
     changed = 2 * np.asarray(flips) * (1 - np.asarray(flips))  # one number, or one a context
     differ = chance.binomial(world.questions, changed, (count, len(world.cells)))
-    found: Floats = (2 * chance.binomial(differ, 0.5) - differ) / world.questions
-    return found
+    values: Floats = (2 * chance.binomial(differ, 0.5) - differ) / world.questions
+    return values
 
 
 def whole_contexts(
@@ -448,8 +448,8 @@ def probabilities(chance: np.random.Generator, world: HeldBack, count: int, time
     sure = chance.beta(3, 1, shape)  # 0.75 on average
     moved = 0.3 * chance.uniform(-1, 1, shape) * np.minimum(sure, 1 - sure)
     collapsed = chance.random((*shape[:2], 1)) < times * world.margin / 0.75
-    found: Floats = np.where(collapsed, -sure, moved).mean(axis=-1)
-    return found
+    values: Floats = np.where(collapsed, -sure, moved).mean(axis=-1)
+    return values
 
 
 HELD_BACK = {
@@ -501,10 +501,12 @@ def held_back(name: str, evaluations: int, seed: int) -> dict[str, Any]:
     for times, label in ((1.0, "at_margin"), (0.0, "at_none")):
         counts: Counter[str] = Counter()
         for size in batches(evaluations):
-            whole = world.evaluations(chance, size, times)
-            found = judged(whole, design, lambda look: design.contexts * look // design.looks)
-            counts["no_loss"] += int(found.safe.sum())
-            counts["loss"] += int((found.lost if times == 0 else found.lost & ~found.safe).sum())
+            sample = world.evaluations(chance, size, times)
+            verdicts = judge(sample, design, lambda look: design.contexts * look // design.looks)
+            counts["no_loss"] += int(verdicts.safe.sum())
+            counts["loss"] += int(
+                (verdicts.lost if times == 0 else verdicts.lost & ~verdicts.safe).sum()
+            )
         row[label] = {claim: counts[claim] / evaluations for claim in ("no_loss", "loss")}
     most = binom.ppf(1 - 1e-4, evaluations, design.alpha) / evaluations
     row["broken"] = [
@@ -515,13 +517,13 @@ def held_back(name: str, evaluations: int, seed: int) -> dict[str, Any]:
     return row
 
 
-def first(whole: Differences, count: int) -> Differences:
+def first(sample: Differences, count: int) -> Differences:
     """Return the first ``count`` contexts in the order of asking."""
     return replace(
-        whole,
-        values=whole.values[..., :count],
-        cells=whole.cells[:count],
-        questions=whole.questions[:count],
+        sample,
+        values=sample.values[..., :count],
+        cells=sample.cells[:count],
+        questions=sample.questions[:count],
     )
 
 

@@ -172,8 +172,8 @@ def random_model(family: Family, config: Mapping[str, Any], tokenizer: Any, seed
         "pad_token_id": tokenizer.pad_token_id,
     }
     torch.manual_seed(seed)
-    made = AutoConfig.for_model(family.model_type, **{**config, **ends})
-    return AutoModelForCausalLM.from_config(made, dtype=torch.float32)
+    model_config = AutoConfig.for_model(family.model_type, **{**config, **ends})
+    return AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)
 
 
 def save_checkpoint(model: Any, tokenizer: Any, dtype: str, folder: Path) -> None:

@@ -93,13 +93,13 @@ def _request_patterns(record: Any) -> str:
     )
     header = ("", "prefill of 512 tokens", "decode of 64 requests")
     rows = [(arm, cells[arm, "prefill"], cells[arm, "decode"]) for arm in record["arms"]]
-    said = (
+    sentence = (
         "The first row compares the server with itself: what a machine that others use cannot tell "
         "apart. The row code alone, timed on 64 requests of one pattern, is "
         f"{record['row_code_share']:.2%} of their decode on this CPU, where the model has 12 "
         "layers."
     )
-    return f"{markdown(header, rows, title)}\n{said}\n"
+    return f"{markdown(header, rows, title)}\n{sentence}\n"
 
 
 def _of(key: str, make: Make) -> Make:
@@ -177,11 +177,11 @@ def render(name: str, results: Path) -> str:
 def fill(text: str, results: Path) -> str:
     """``text`` with every marked part made anew; a mark within a line, as a table's, holds one."""
 
-    def made(found: re.Match[str]) -> str:
-        part = render(found[2], results)
-        return found[1] + (part if found[3] else part.strip()) + found[4]
+    def block(match: re.Match[str]) -> str:
+        part = render(match[2], results)
+        return match[1] + (part if match[3] else part.strip()) + match[4]
 
-    return _MARKED.sub(made, text)
+    return _MARKED.sub(block, text)
 
 
 def write(*, only_check: bool = False) -> None:

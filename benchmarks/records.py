@@ -38,31 +38,31 @@ def read_arguments(
         The arguments. ``output`` is decided; ``command`` is the line that was called, with its
         module's name of today.
     """
-    given = list(sys.argv[1:] if argv is None else argv)
+    words = list(sys.argv[1:] if argv is None else argv)
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--output", type=Path, help=f"default: {RUNS / name}")
     where.add_argument("--publish", action="store_true", help="replace the committed results")
     if quick is not None:
-        shown = ", ".join(f"{key} {value}" for key, value in quick.items())
-        parser.add_argument("--quick", action="store_true", help=f"a small run: {shown}")
-        if "--quick" in given:
+        settings = ", ".join(f"{key} {value}" for key, value in quick.items())
+        parser.add_argument("--quick", action="store_true", help=f"a small run: {settings}")
+        if "--quick" in words:
             parser.set_defaults(**quick)
-            if "--publish" in given:
+            if "--publish" in words:
                 parser.error("--quick is for looking: what is published is run whole")
-    arguments = parser.parse_args(given)
+    arguments = parser.parse_args(words)
     if arguments.publish:
         arguments.output = RESULTS / name
     elif arguments.output is None:
         arguments.output = RUNS / name
-    arguments.command = command(parser.prog, given)
+    arguments.command = command(parser.prog, words)
     return arguments
 
 
-def command(program: str, given: Sequence[str]) -> str:
+def command(program: str, words: Sequence[str]) -> str:
     """Return what a reader types to run this again."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     module = f"python -m {spec.name}" if spec is not None else program
-    return shlex.join([*module.split(), *given])
+    return shlex.join([*module.split(), *words])
 
 
 def markdown(header: Iterable[str], rows: Iterable[Iterable[object]], title: str = "") -> str:

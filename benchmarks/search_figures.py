@@ -17,16 +17,16 @@ SHAPES = {"answers": "o", "late": "s", "all": "^", "uniform": "x"}
 COLORS = {"answers": "#1f5fa8", "late": "#8e6bb0", "all": "#d98c21", "uniform": "#555555"}
 
 
-def served(found: dict[str, Any], path: Path) -> None:
+def served(record: dict[str, Any], path: Path) -> None:
     """Held-out answers right by retention: searched on three objectives, and interleaved."""
-    tasks = list(found["full"]["tasks"])
-    kinds = {**found["found"], "uniform": found.get("uniform", found["found"].get("uniform"))}
+    tasks = list(record["full"]["tasks"])
+    kinds = {**record["found"], "uniform": record.get("uniform", record["found"].get("uniform"))}
     kinds = {kind: rows for kind, rows in kinds.items() if rows}
     counts = sorted({int(count) for rows in kinds.values() for count in rows}, reverse=True)
-    layers = len(found["full"]["pattern"])
+    layers = len(record["full"]["pattern"])
     figure, axes = make_figure(13, 3.5, columns=len(tasks), sharey=True)
     for axis, task in zip(axes, tasks, strict=True):
-        full = found["full"]["tasks"][task]
+        full = record["full"]["tasks"][task]
         axis.axhline(100 * full["accuracy"], color="black", ls=":", label=f"all {layers} layers F")
         for shift, (kind, rows) in enumerate(kinds.items()):
             values = [rows[str(count)]["tasks"][task] for count in counts]

@@ -106,15 +106,15 @@ KINDS_OF_INTERVAL = {"student": student, "ours": ours}
 
 def covered(values: Floats, truth: float) -> dict[str, dict[str, float]]:
     """Return the shares of ``[runs, n]`` in which the truth is inside, or above what is told."""
-    found = {}
+    rates = {}
     for name, interval in KINDS_OF_INTERVAL.items():
         low, high = interval(values)
-        found[name] = {
+        rates[name] = {
             "covers": float(((low <= truth) & (truth <= high)).mean()),
             "tells_too_little": float((high < truth).mean()),
             "median_width_over_truth": float(np.median(high - low) / abs(truth)),
         }
-    return found
+    return rates
 
 
 def by_documents(
@@ -133,17 +133,17 @@ def with_the_worst(
     values: Floats, runs: int, chance: np.random.Generator
 ) -> dict[str, dict[str, float]]:
     """Return how often runs hold none of the worst documents, and what our interval covers then."""
-    truth, worst, found = values.mean(), np.argsort(values)[-WORST:], {}
+    truth, worst, rates = values.mean(), np.argsort(values)[-WORST:], {}
     for count in DOCUMENTS:
         places = chance.integers(len(values), size=(runs, count))
         low, high = ours(values[places])
         covers, holds = (low <= truth) & (truth <= high), np.isin(places, worst).any(axis=-1)
-        found[str(count)] = {
+        rates[str(count)] = {
             "hold_none": float((~holds).mean()),
             "covers_without": float(covers[~holds].mean()),
             "covers_with": float(covers[holds].mean()),
         }
-    return found
+    return rates
 
 
 def shipped_losses(rows: int) -> dict[str, list[float]]:
@@ -166,11 +166,11 @@ def shipped_losses(rows: int) -> dict[str, list[float]]:
         counted=tuple(objective.counted(np.array(document.answer)) for document in documents),
         objective=objective,
     )
-    evaluator, every = TransformersEvaluator(folder, data), range(len(documents))
-    start = evaluator.loss(Pattern.full(checkpoint.num_layers), every)
+    evaluator, places = TransformersEvaluator(folder, data), range(len(documents))
+    start = evaluator.loss(Pattern.full(checkpoint.num_layers), places)
     library = Library.default()
     return {
-        name: (evaluator.loss(library.resolve(name, checkpoint).pattern, every) - start).tolist()
+        name: (evaluator.loss(library.resolve(name, checkpoint).pattern, places) - start).tolist()
         for name in SHIPPED
     }
 
@@ -184,8 +184,8 @@ def searched_losses(kind: str, seed: int) -> Iterable[Floats]:
         pass
     fresh = Landscape(KINDS[kind], LAYERS, FRESH, seed, FRESH_SEED)
     start = fresh.loss(rules.start, range(FRESH))
-    for found in search.found.values():
-        yield fresh.loss(found.pattern, range(FRESH)) - start
+    for choice in search.found.values():
+        yield fresh.loss(choice.pattern, range(FRESH)) - start
 
 
 def searched(kind: str, landscapes: int, runs: int, chance: np.random.Generator) -> dict[str, Any]:
@@ -198,7 +198,7 @@ def searched(kind: str, landscapes: int, runs: int, chance: np.random.Generator)
     means = {
         count: {
             name: {
-                what: float(np.mean([row[count][name][what] for row in rows])) for what in shares
+                kind: float(np.mean([row[count][name][kind] for row in rows])) for kind in shares
             }
             for name, shares in intervals.items()
         }
@@ -213,18 +213,18 @@ def called_unlikely(share: float, runs: int, chance: np.random.Generator) -> dic
     One document in 16 loses; ``share`` is the true loss over the reference's.
     """
     truth = share * REFERENCE_LOSS
-    draw, found = one_in(16, 16 * truth), {}
+    draw, rates = one_in(16, 16 * truth), {}
     for count in DOCUMENTS:
         values = draw(chance, (runs, count))
         row = {}
         for name, interval in KINDS_OF_INTERVAL.items():
             low, high = interval(values)
             most = np.maximum(-low, high)
-            said = (low <= 0) & (high >= 0) & (most <= SMALL * REFERENCE_LOSS)
-            said &= (name == "student") | (count >= ENOUGH)
-            row[name] = float((said & (most < truth)).mean())
-        found[str(count)] = row
-    return found
+            unlikely = (low <= 0) & (high >= 0) & (most <= SMALL * REFERENCE_LOSS)
+            unlikely &= (name == "student") | (count >= ENOUGH)
+            row[name] = float((unlikely & (most < truth)).mean())
+        rates[str(count)] = row
+    return rates
 
 
 def main() -> None:
@@ -239,7 +239,8 @@ def main() -> None:
     made_up = {name: by_documents(*world, runs, chance) for name, world in MADE_UP.items()}
     losses = shipped_losses(arguments.rows)
     shipped = {
-        name: by_documents(*of_these(np.array(each)), runs, chance) for name, each in losses.items()
+        name: by_documents(*of_these(np.array(values)), runs, chance)
+        for name, values in losses.items()
     }
     by_kind = {
         kind: searched(kind, arguments.landscapes, runs // 20, chance) for kind in SEARCHED_KINDS
@@ -254,7 +255,7 @@ def main() -> None:
         "shipped_losses": losses,
         "shipped": shipped,
         "shipped_worst": {
-            name: with_the_worst(np.array(each), runs, chance) for name, each in losses.items()
+            name: with_the_worst(np.array(values), runs, chance) for name, values in losses.items()
         },
         "searched": by_kind,
         "called_unlikely": {

@@ -70,16 +70,16 @@ class SyntheticEvaluator:
     def loss(self, pattern: Pattern, batches: Sequence[int]) -> Floats:
         """See :class:`~sglang_indexcache.search.evaluators.Evaluator`."""
         pattern.check_length(self.num_layers)
-        chosen = np.asarray(batches, dtype=np.int64)
-        return self._level[chosen] + self._damage(pattern, chosen)
+        places = np.asarray(batches, dtype=np.int64)
+        return self._level[places] + self._damage(pattern, places)
 
-    def _damage(self, pattern: Pattern, chosen: np.ndarray) -> Floats:
+    def _damage(self, pattern: Pattern, places: np.ndarray) -> Floats:
         """``[batches]`` nats added by sharing."""
-        total = np.zeros(len(chosen))
+        total = np.zeros(len(places))
         for layer in pattern.shared_layers:
             distance = self._position[layer] - self._position[pattern.sources[layer]]
-            own = self._weight[layer, chosen] * (1.0 - np.exp(-distance))
-            total = total + own * (1.0 + self._coupling * total)
+            alone = self._weight[layer, places] * (1.0 - np.exp(-distance))
+            total = total + alone * (1.0 + self._coupling * total)
         return total
 
 
@@ -97,8 +97,8 @@ class SeenEvaluator(SyntheticEvaluator):
         """
         distance = self._position[:, None] - self._position[None, :]
         if self.is_blind:
-            kept = np.random.default_rng(0).random(distance.shape)
+            mass = np.random.default_rng(0).random(distance.shape)
         else:
-            kept = np.exp(-np.maximum(distance, 0.0))
-        matrix: Floats = np.tril(kept, -1) + np.eye(self.num_layers)
+            mass = np.exp(-np.maximum(distance, 0.0))
+        matrix: Floats = np.tril(mass, -1) + np.eye(self.num_layers)
         return matrix

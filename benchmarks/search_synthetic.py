@@ -143,13 +143,13 @@ class Landscape(SeenEvaluator):
         layers = np.random.default_rng([self._seeds[0], 3])
         return self._kind.spread(layers, data, (self.num_layers, len(self.batch_tokens)))
 
-    def _damage(self, pattern: Pattern, chosen: np.ndarray) -> Floats:
-        damage = super()._damage(pattern, chosen)
+    def _damage(self, pattern: Pattern, places: np.ndarray) -> Floats:
+        damage = super()._damage(pattern, places)
         if not self._kind.own_noise or not pattern.shared_layers:
             return damage
         digest = hashlib.sha256(str(pattern).encode()).digest()
-        own = np.random.default_rng([*self._seeds, int.from_bytes(digest[:8], "big")])
-        noise: Floats = own.standard_normal(len(self.batch_tokens))[chosen]
+        draw = np.random.default_rng([*self._seeds, int.from_bytes(digest[:8], "big")])
+        noise: Floats = draw.standard_normal(len(self.batch_tokens))[places]
         return damage + self._kind.own_noise * noise
 
 
@@ -160,9 +160,9 @@ def compare(name: str, layers: int, seed: int) -> dict[str, Any]:
     fresh = Landscape(KINDS[name], layers, FRESH, seed, FRESH_SEED)
 
     def added(pattern: Pattern) -> float:
-        every = range(FRESH)
-        found: Floats = fresh.loss(pattern, every) - fresh.loss(rules.start, every)
-        return round(float(found.mean()), 8)
+        places = range(FRESH)
+        differences: Floats = fresh.loss(pattern, places) - fresh.loss(rules.start, places)
+        return round(float(differences.mean()), 8)
 
     rows: dict[str, Any] = {}
     for title, trial in SEARCHES.items():
@@ -189,12 +189,12 @@ def summarize(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _summarize(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    def total(title: str, mark: str, what: str = "added") -> float:
-        return float(sum(row["searches"][title][what][mark] for row in rows))
+    def total(title: str, mark: str, field: str = "added") -> float:
+        return float(sum(row["searches"][title][field][mark] for row in rows))
 
     def worst(title: str, mark: str) -> float:
-        found = [row["searches"] for row in rows]
-        return max(s[title]["added"][mark] / s["exhaustive"]["added"][mark] for s in found)
+        searches = [row["searches"] for row in rows]
+        return max(s[title]["added"][mark] / s["exhaustive"]["added"][mark] for s in searches)
 
     titles = rows[0]["searches"]
     paid = {title: [row["searches"][title]["evaluations_of_32_batches"] for row in rows]
@@ -224,14 +224,14 @@ def main() -> None:
     parser.add_argument("--first-seed", type=int, default=FIRST_SEED)
     arguments = read_arguments(parser, "search", quick=QUICK)
     output = arguments.output
-    told = {"command": arguments.command, "batches": BATCHES}
+    settings = {"command": arguments.command, "batches": BATCHES}
     seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
     rows = []
     for kind in KINDS:
         rows += [compare(kind, arguments.layers, seed) for seed in seeds]
         for title, values in _summarize(rows[-len(seeds) :])["searches"].items():
             print(kind, title, values, flush=True)
-    facts = {**told, "layers": arguments.layers, "fresh_batches": FRESH}
+    facts = {**settings, "layers": arguments.layers, "fresh_batches": FRESH}
     path = output / f"synthetic-{arguments.layers}.json"
     write_json(path, {**facts, "seeds": list(seeds), "summary": summarize(rows), "rows": rows})
 

@@ -16,29 +16,29 @@ _RANKED = (*_LOSSES, "kl")
 _METHODS = {"greedy": "greedy", "fast, refined": "fast"}
 
 
-def landscapes(found: Record) -> str:
+def landscapes(record: Record) -> str:
     """Write what searches on made-up landscapes add on fresh batches, beside exhaustive greedy."""
-    return _landscapes(found, ("fast", "forward", "fast, 10x batches", "exhaustive, 3 batches"))
+    return _landscapes(record, ("fast", "forward", "fast, 10x batches", "exhaustive, 3 batches"))
 
 
-def _landscapes(found: Record, names: Sequence[str]) -> str:
+def _landscapes(record: Record, names: Sequence[str]) -> str:
     rows = []
-    for kind, summary in found["summary"].items():
+    for kind, summary in record["summary"].items():
         cells = [summary["searches"][name]["over_exhaustive"] for name in names]
         rows.append((kind, *(" ".join(f"{v:.2f}" for v in cell.values()) for cell in cells)))
-    title = f"{found['layers']} layers, {len(found['seeds'])} landscapes of each kind"
+    title = f"{record['layers']} layers, {len(record['seeds'])} landscapes of each kind"
     return markdown(("", *names), rows, title)
 
 
-def starts(found: Record) -> str:
+def starts(record: Record) -> str:
     """Write the same of ``both`` with and without a first pattern from one pass."""
-    names = [name for name in found["rows"][0]["searches"] if name.startswith("both")]
-    return _landscapes(found, names)
+    names = [name for name in record["rows"][0]["searches"] if name.startswith("both")]
+    return _landscapes(record, names)
 
 
-def races(found: Record) -> str:
+def races(record: Record) -> str:
     """Write how often a race on made-up losses misses the best on all batches."""
-    rows = found["rows"]
+    rows = record["rows"]
     counts = sorted({row["contenders"] for row in rows})
     wrong: dict[tuple[str, str], list[str]] = {}
     for row in sorted(rows, key=lambda row: row["contenders"]):
@@ -48,14 +48,14 @@ def races(found: Record) -> str:
     return markdown(header, [(*k, *cells) for k, cells in wrong.items()])
 
 
-def intervals(found: Record) -> str:
+def intervals(record: Record) -> str:
     """Tabulate how often Student's interval and ours cover a loss, by number of documents."""
-    worlds = {f"made up: {name}": row for name, row in found["made_up"].items()}
-    worlds |= {f"shipped: `{name}`": row for name, row in found["shipped"].items()}
+    worlds = {f"made up: {name}": row for name, row in record["made_up"].items()}
+    worlds |= {f"shipped: `{name}`": row for name, row in record["shipped"].items()}
     worlds |= {
-        f"found on landscapes: {name}": row["documents"] for name, row in found["searched"].items()
+        f"found on landscapes: {name}": row["documents"] for name, row in record["searched"].items()
     }
-    counts = list(found["unseen_share"])
+    counts = list(record["unseen_share"])
     rows = []
     for name, row in worlds.items():
         cells = []
@@ -63,28 +63,28 @@ def intervals(found: Record) -> str:
             student, ours = (row[count][kind]["covers"] for kind in ("student", "ours"))
             cells.append(f"{100 * student:.0f} → {100 * ours:.0f}")
         rows.append((name, *cells))
-    title = f"Covers, % of {found['runs']:,} runs (landscapes: a twentieth): Student's → ours"
+    title = f"Covers, % of {record['runs']:,} runs (landscapes: a twentieth): Student's → ours"
     return markdown(("", *(f"{count} documents" for count in counts)), rows, title)
 
 
-def worst(found: Record) -> str:
+def worst(record: Record) -> str:
     """Tabulate what our interval covers with and without the two documents that lose most."""
     rows = []
-    for name, row in found["shipped_worst"].items():
+    for name, row in record["shipped_worst"].items():
         cells = [
             f"{100 * cell['hold_none']:.0f} %: {100 * cell['covers_without']:.0f}; "
             f"{100 * cell['covers_with']:.0f}"
             for cell in row.values()
         ]
         rows.append((f"`{name}`", *cells))
-    counts = next(iter(found["shipped_worst"].values()))
+    counts = next(iter(record["shipped_worst"].values()))
     title = "Runs without the two worst documents: covers, % of these; of the others"
     return markdown(("", *(f"{count} documents" for count in counts)), rows, title)
 
 
-def unlikely(found: Record) -> str:
+def unlikely(record: Record) -> str:
     """Tabulate how often `search compare` called the true loss unlikely."""
-    shares = found["called_unlikely"]
+    shares = record["called_unlikely"]
     rows = []
     for share, row in shares.items():
         cells = [f"{100 * cell['student']:.0f} → {100 * cell['ours']:.0f}" for cell in row.values()]
@@ -94,10 +94,10 @@ def unlikely(found: Record) -> str:
     return markdown(("", *(f"{count} documents" for count in counts)), rows, title)
 
 
-def levels(found: Record) -> str:
+def levels(record: Record) -> str:
     """Write the study's tasks: what all F gets right, and who guesses."""
     rows = []
-    for setting in found["settings"]:
+    for setting in record["settings"]:
         length = str(setting["length"])
         full = next(p for p in setting["patterns"] if p["because"] == "all F")["held_out"]
         right = [f"{100 * full[task]['accuracy']:.0f}" for task in _TASKS]
@@ -107,15 +107,15 @@ def levels(found: Record) -> str:
     return markdown(("tokens", "", *_TASKS), rows)
 
 
-def searched(found: Record) -> str:
+def searched(record: Record) -> str:
     """Write what the study's searches found; not at 6 F where selections are starved."""
     rows = []
-    for setting in found["settings"]:
-        known = {p["pattern"]: p["held_out"] for p in setting["patterns"]}
+    for setting in record["settings"]:
+        held_out = {p["pattern"]: p["held_out"] for p in setting["patterns"]}
         counts = (3, 2) if setting["name"] == "starved" else (6, 3, 2)
         for count in counts:
             for pattern, by in _found_by(setting["descents"], count).items():
-                cells = [_points(known[pattern][task]) for task in _TASKS]
+                cells = [_points(held_out[pattern][task]) for task in _TASKS]
                 rows.append((str(setting["length"]), str(count), by, f"`{pattern}`", *cells))
     header = ("tokens", "F", "found by", "pattern", *_TASKS)
     return markdown(header, rows)
@@ -123,21 +123,21 @@ def searched(found: Record) -> str:
 
 def _found_by(descents: Mapping[str, Any], count: int) -> dict[str, str]:
     """Return the methods and objectives that arrived at each pattern."""
-    found: dict[str, dict[str, list[str]]] = {}
+    objectives: dict[str, dict[str, list[str]]] = {}
     for method, name in _METHODS.items():
         for objective in _LOSSES:
             pattern = descents[method][objective][str(count)]
-            found.setdefault(pattern, {}).setdefault(name, []).append(objective)
+            objectives.setdefault(pattern, {}).setdefault(name, []).append(objective)
     return {
         pattern: "; ".join(f"{name} on {', '.join(on)}" for name, on in by.items())
-        for pattern, by in found.items()
+        for pattern, by in objectives.items()
     }
 
 
-def ranks(found: Record) -> str:
+def ranks(record: Record) -> str:
     """Write how the study's objectives rank patterns."""
     rows = []
-    for setting in found["settings"]:
+    for setting in record["settings"]:
         for count, ranked in setting["correlation"].items():
             for objective in _RANKED:
                 by_task = ranked[objective]
@@ -155,35 +155,35 @@ def ranks(found: Record) -> str:
     return markdown(header, rows)
 
 
-def served(found: Record) -> str:
+def served(record: Record) -> str:
     """Write what searches over HTTP found on each objective, and held-out answers right."""
-    full = found["full"]["tasks"]
+    full = record["full"]["tasks"]
     right = [f"{100 * full[task]['accuracy']:.0f}" for task in _TASKS]
-    rows = [("12", "all F", f"`{found['full']['pattern']}`", *right)]
-    counts = list(next(iter(found["found"].values())))
+    rows = [("12", "all F", f"`{record['full']['pattern']}`", *right)]
+    counts = list(next(iter(record["found"].values())))
     for count in counts:
         by: dict[str, list[str]] = {}
-        for name, marks in found["found"].items():
+        for name, marks in record["found"].items():
             by.setdefault(marks[count]["pattern"], []).append(name)
         for pattern, names in by.items():
-            tasks = found["found"][names[0]][count]["tasks"]
+            tasks = record["found"][names[0]][count]["tasks"]
             cells = [_points(tasks[task]) for task in _TASKS]
             rows.append((count, ", ".join(names), f"`{pattern}`", *cells))
     return markdown(("F", "found by", "pattern", *_TASKS), rows)
 
 
-def shipped(found: Record) -> str:
+def shipped(record: Record) -> str:
     """Write the shipped checkpoint's patterns: calibration loss, and held out against all F."""
-    compared = json.loads((RESULTS / "search/tiny-dsa/compare.json").read_text(encoding="utf-8"))
-    held_out = {row["pattern"]: row["difference"] for row in compared["comparisons"]}
+    comparison = json.loads((RESULTS / "search/tiny-dsa/compare.json").read_text(encoding="utf-8"))
+    held_out = {row["pattern"]: row["difference"] for row in comparison["comparisons"]}
     rows = []
-    for mark in found["marks"]:
+    for mark in record["marks"]:
         blind = mark["baselines"]["uniform"]
         rows.append(
             (
                 mark["retention"],
                 f"`{mark['pattern']}`",
-                f"{mark['loss'] - found['start']['loss']:+.3f}",
+                f"{mark['loss'] - record['start']['loss']:+.3f}",
                 _interval(held_out[mark["pattern"]]),
                 _interval(held_out[blind["pattern"]]),
             )
@@ -192,11 +192,11 @@ def shipped(found: Record) -> str:
     return markdown(header, rows)
 
 
-def _points(found: Mapping[str, float]) -> str:
+def _points(score: Mapping[str, float]) -> str:
     """Percent right, and the difference from all F in points."""
-    half = f" ± {100 * found['half_width']:.1f}" if found["half_width"] is not None else ""
-    return f"{100 * found['accuracy']:.0f} ({100 * found['over_full']:+.1f}{half})"
+    half = f" ± {100 * score['half_width']:.1f}" if score["half_width"] is not None else ""
+    return f"{100 * score['accuracy']:.0f} ({100 * score['over_full']:+.1f}{half})"
 
 
-def _interval(found: Mapping[str, float]) -> str:
-    return f"{found['mean']:+.3f} ({found['low']:+.3f} to {found['high']:+.3f})"
+def _interval(estimate: Mapping[str, float]) -> str:
+    return f"{estimate['mean']:+.3f} ({estimate['low']:+.3f} to {estimate['high']:+.3f})"

@@ -35,31 +35,31 @@ Cell = dict[str, Any]
 
 def cells(checkpoint: Path, lengths: list[int], topks: list[int], rows: int) -> list[Cell]:
     """One evaluation for each length and selection; dense first."""
-    found = []
+    lines = []
     scorer = Scorer(checkpoint)
     for length in lengths:
         for topk in (None, *topks):
             scores = scorer.scores(length, rows, topk, dense=topk is None)
-            found.append({"length": length, "topk": topk or DENSE, **summary(scores)})
-            print(found[-1], flush=True)
-    return found
+            lines.append({"length": length, "topk": topk or DENSE, **summary(scores)})
+            print(lines[-1], flush=True)
+    return lines
 
 
 def summary(scores: dict[str, Any]) -> Cell:
     """Text loss, unigram loss, and accuracies with the half width of their 95 % intervals."""
     tasks = scores["tasks"]
-    found: Cell = {"text_loss": tasks["text"]["loss"], "unigram_loss": scores["unigram_loss"]}
+    cell: Cell = {"text_loss": tasks["text"]["loss"], "unigram_loss": scores["unigram_loss"]}
     for task in RETRIEVAL:
         around = tasks[task]["per_document_95"]
         half = None if around is None else (around[1] - around[0]) / 2
-        found[task] = {"accuracy": tasks[task]["accuracy"], "half_width": half}
-    return found
+        cell[task] = {"accuracy": tasks[task]["accuracy"], "half_width": half}
+    return cell
 
 
-def table(found: list[Cell]) -> str:
+def table(lines: list[Cell]) -> str:
     """Markdown; each length ends with what guessing among a document's values gives."""
     rows = []
-    for length, cells_there in groupby(found, key=lambda cell: cell["length"]):
+    for length, cells_there in groupby(lines, key=lambda cell: cell["length"]):
         for cell in cells_there:
             right = [estimate(*cell[task].values(), 100, sign="") for task in RETRIEVAL]
             rows.append((length, cell["topk"], f"{cell['text_loss']:.3f}", *right))
@@ -69,9 +69,9 @@ def table(found: list[Cell]) -> str:
     return markdown(header, rows)
 
 
-def curves(found: dict[str, Any], path: Path) -> None:
+def curves(record: dict[str, Any], path: Path) -> None:
     """LM and distillation loss of every logged step, held-out values, and the stages' borders."""
-    log, unigram = found["training"], found["cells"][0]["unigram_loss"]
+    log, unigram = record["training"], record["cells"][0]["unigram_loss"]
     figure, (loss_axis, accuracy_axis) = make_figure(10, 6.2, rows=2, sharex=True)
     steps = [e for e in log if "index" in e]
     with_lm = [e for e in steps if "lm" in e]  # the warm-up stage makes no logits
@@ -97,9 +97,9 @@ def curves(found: dict[str, Any], path: Path) -> None:
     )
     loss_axis.minorticks_off()
     for task, color in COLORS.items():
-        some = [e for e in tests if f"held_out_{task}" in e]
-        values = [100 * value for value in _get(some, f"held_out_{task}")]
-        accuracy_axis.plot(_get(some, "total_step"), values, color=color, label=task)
+        evaluated = [e for e in tests if f"held_out_{task}" in e]
+        values = [100 * value for value in _get(evaluated, f"held_out_{task}")]
+        accuracy_axis.plot(_get(evaluated, "total_step"), values, color=color, label=task)
     accuracy_axis.set_ylabel("held-out answers right, %")
     accuracy_axis.set_ylim(-3, 103)
     accuracy_axis.set_xlabel("step; each stage is tested on documents of its own length")
@@ -123,9 +123,9 @@ def curves(found: dict[str, Any], path: Path) -> None:
             axis.axvline(start, color="black", lw=0.5)
         length = stages[number].length
         under = "" if length == before else f"\n {length} tokens"
-        told = "\n" * (number % 2 == 0 and not under) + f" {stages[number].kind}{under}"
+        caption = "\n" * (number % 2 == 0 and not under) + f" {stages[number].kind}{under}"
         loss_axis.annotate(
-            told, (start, 1.12), fontsize=8, xycoords=("data", "axes fraction"), va="top"
+            caption, (start, 1.12), fontsize=8, xycoords=("data", "axes fraction"), va="top"
         )
         before = length
     for axis in (loss_axis, accuracy_axis):
@@ -140,14 +140,14 @@ def _get(entries: list[dict[str, Any]], key: str) -> list[float]:
 
 def starved(result: dict[str, Any], path: Path) -> None:
     """Draw retrieval accuracy against the number of selected tokens, a panel for each task."""
-    found, rows = result["cells"], result["documents_per_task"]
+    lines, rows = result["cells"], result["documents_per_task"]
     figure, axes = make_figure(11, 3.8, columns=len(RETRIEVAL), sharey=True)
-    lengths = sorted({cell["length"] for cell in found})
-    counts = sorted({cell["topk"] for cell in found if cell["topk"] != DENSE})
+    lengths = sorted({cell["length"] for cell in lines})
+    counts = sorted({cell["topk"] for cell in lines if cell["topk"] != DENSE})
     for axis, task in zip(axes, RETRIEVAL, strict=True):
         for length, color in zip(lengths, ("#9ccfb2", "#2e8b57", "#123b6b"), strict=False):
-            mine = [c for c in found if c["length"] == length and c["topk"] != DENSE]
-            dense = next(c for c in found if c["length"] == length and c["topk"] == DENSE)
+            mine = [c for c in lines if c["length"] == length and c["topk"] != DENSE]
+            dense = next(c for c in lines if c["length"] == length and c["topk"] == DENSE)
             axis.errorbar(
                 [c["topk"] for c in mine], [100 * c[task]["accuracy"] for c in mine],
                 yerr=[100 * (c[task]["half_width"] or 0.0) for c in mine],
@@ -177,7 +177,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--topks", type=int, nargs="+", default=list(TOPKS))
     parser.add_argument("--rows", type=int, default=64)
     arguments = read_arguments(parser, "small_checkpoint", argv, QUICK)
-    found = cells(arguments.run / "checkpoint", arguments.lengths, arguments.topks, arguments.rows)
+    lines = cells(arguments.run / "checkpoint", arguments.lengths, arguments.topks, arguments.rows)
     log = [json.loads(line) for line in (arguments.run / "metrics.jsonl").open()]
     output: Path = arguments.output
     result = {
@@ -185,14 +185,14 @@ def main(argv: list[str] | None = None) -> None:
         "what": "held-out text loss and retrieval accuracy of the small trained checkpoint",
         "documents_per_task": arguments.rows,
         "machine": machine(),
-        "cells": found,
+        "cells": lines,
         "training": log,
     }
     write_json(output / "result.json", result)
-    write_whole(output / "table.md", table(found))
+    write_whole(output / "table.md", table(lines))
     curves(result, output / "curves.png")
     starved(result, output / "starved.png")
-    print(table(found))
+    print(table(lines))
 
 
 if __name__ == "__main__":

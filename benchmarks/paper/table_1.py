@@ -39,13 +39,13 @@ def draw_shares(result: LatencyResult, path: Path) -> None:
     figure, [axis] = make_figure(6.0, 3.6)
     for metric in result.metrics:
         shares = {n: result.indexer_shares(metric, n) for n in result.lengths}
-        known = {n: [100 * share for share in found] for n, found in shares.items() if found}
-        middle = [median(found) for found in known.values()]
+        percents = {n: [100 * share for share in values] for n, values in shares.items() if values}
+        middle = [median(values) for values in percents.values()]
         axis.errorbar(
-            list(known), middle, marker="o", ms=4, capsize=3, color=COLORS[metric],
+            list(percents), middle, marker="o", ms=4, capsize=3, color=COLORS[metric],
             yerr=[
-                [at - min(found) for at, found in zip(middle, known.values(), strict=True)],
-                [max(found) - at for at, found in zip(middle, known.values(), strict=True)],
+                [at - min(values) for at, values in zip(middle, percents.values(), strict=True)],
+                [max(values) - at for at, values in zip(middle, percents.values(), strict=True)],
             ],
             label=NAMES[metric],
         )  # fmt: skip

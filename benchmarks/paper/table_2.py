@@ -44,26 +44,28 @@ def patterns(ratios: Sequence[str], batches: int) -> dict[str, str]:
     setup = Setup.read(SMALL, batches=batches)
     rules = Constraints.make(setup.checkpoint.own)
     matrix = pair_matrix(Ledger(TransformersEvaluator(SMALL, setup.calibration)), "similarity")
-    found = {"all F": "full"}
+    named = {"all F": "full"}
     for mark in parse_targets(list(ratios), rules).marks:
         ratio = mark.label
         similar = str(most_similar(matrix, mark.full_layers, rules))
-        found |= {f"{ratio} interleaved": f"uniform:{ratio}", f"{ratio} by similarity": similar}
-        found[f"{ratio} searched"] = ratio
-    return found
+        named |= {f"{ratio} interleaved": f"uniform:{ratio}", f"{ratio} by similarity": similar}
+        named[f"{ratio} searched"] = ratio
+    return named
 
 
 # -- scored ------------------------------------------------------------------------------------
 
 
-def scored(compared: dict[str, str], rows: int, length: int, text_characters: int) -> list[Line]:
+def score_patterns(
+    arms: dict[str, str], rows: int, length: int, text_characters: int
+) -> list[Line]:
     """Score each pattern; the first is what the others are compared with, by document."""
-    found: list[Line] = []
-    for name, pattern in compared.items():
+    lines: list[Line] = []
+    for name, pattern in arms.items():
         scorer = Scorer(SMALL, pattern, text_characters)
         tasks = scorer.scores(length, rows, tasks=TASKS)["tasks"]
         values = {task: tasks[task]["per_row"] for task in TASKS}
-        base = found[0]["documents"] if found else values
+        base = lines[0]["documents"] if lines else values
         line: Line = {"name": name, "pattern": str(scorer.pattern), "documents": values}
         for task in TASKS:
             over = [mine - its for mine, its in zip(values[task], base[task], strict=True)]
@@ -72,22 +74,22 @@ def scored(compared: dict[str, str], rows: int, length: int, text_characters: in
                 "over_first": sum(over) / rows,
                 "half_width": half_width(over),
             }
-        found.append(line)
+        lines.append(line)
         print(name, {task: round(line[task]["mean"], 3) for task in TASKS}, flush=True)
-    return found
+    return lines
 
 
-def table(found: list[Line], length: int) -> str:
+def table(lines: list[Line], length: int) -> str:
     """Markdown: each task and what the pattern adds to it; intervals of 95 % over documents."""
     header = ("text loss, nats", "added", "recall, %", "added", "needles, %", "added")
     rows = []
-    for line in found:
+    for line in lines:
         cells = []
         for task in TASKS:
             scale, value = 1 if task == TEXT else 100, line[task]
             over = estimate(value["over_first"], value["half_width"], scale)
             cells += [estimate(value["mean"], None, scale, sign="")]
-            cells += ["" if line is found[0] else over]
+            cells += ["" if line is lines[0] else over]
         rows.append((f"{line['name']} `{line['pattern']}`", *cells))
     recall, needles = (f"{100 * chance(task, length):.1f}" for task in TASKS[1:])
     rows.append(("chance", "", "", recall, "", needles, ""))
@@ -104,8 +106,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--text-characters", type=int, default=TEXT_CHARACTERS)
     arguments = read_arguments(parser, "training_free", argv, QUICK)
     output: Path = arguments.output
-    compared = patterns(arguments.ratios, arguments.batches)
-    found = scored(compared, arguments.rows, arguments.length, arguments.text_characters)
+    arms = patterns(arguments.ratios, arguments.batches)
+    lines = score_patterns(arms, arguments.rows, arguments.length, arguments.text_characters)
     record = {
         "what": "the paper's Table 2 and similarity search in small: patterns without training",
         "command": arguments.command,
@@ -113,11 +115,11 @@ def main(argv: list[str] | None = None) -> None:
         "machine": machine(),
         "length": arguments.length,
         "documents_per_task": arguments.rows,
-        "rows": found,
+        "rows": lines,
     }
     write_json(output.with_suffix(".json"), record)
-    write_whole(output.with_suffix(".md"), table(found, arguments.length))
-    print(table(found, arguments.length))
+    write_whole(output.with_suffix(".md"), table(lines, arguments.length))
+    print(table(lines, arguments.length))
     print(f"written to {output.with_suffix('.json')} and .md")
 
 

@@ -105,8 +105,8 @@ def run_row(row: Row, seed: int, arguments: argparse.Namespace) -> Documents:
                 stage.model_copy(update={"steps": arguments.steps}) for stage in stages
             ]
         Trainer(load_recipe(arguments.recipe, changes), folder).run()
-    found = evaluated(folder, row.served, arguments)["tasks"]
-    return {task: found[task]["per_row"] for task in (TEXT, *RETRIEVAL)}
+    tasks = evaluated(folder, row.served, arguments)["tasks"]
+    return {task: tasks[task]["per_row"] for task in (TEXT, *RETRIEVAL)}
 
 
 def scores_of(documents: Documents) -> dict[str, float]:
@@ -120,18 +120,22 @@ def with_mean(scores: dict[str, float]) -> dict[str, float]:
     return {**scores, "retrieval": statistics.mean(scores[task] for task in RETRIEVAL)}
 
 
-def evaluated(folder: Path, served: str, arguments: argparse.Namespace) -> dict[str, Any]:
+def evaluated(folder: Path, pattern: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the report of a run served with a pattern: the one beside it, or a new one."""
-    given = {"length": arguments.length, "rows": arguments.rows, "text": arguments.text_characters}
-    path = folder / f"report-{file_name(served)}.json"
+    settings = {
+        "length": arguments.length,
+        "rows": arguments.rows,
+        "text": arguments.text_characters,
+    }
+    path = folder / f"report-{file_name(pattern)}.json"
     if path.exists():
-        kept: dict[str, Any] = json.loads(path.read_text())
-        if kept["given"] == given:
-            return kept
-    scorer = Scorer(folder / "checkpoint", served, arguments.text_characters)
-    found = scorer.scores(arguments.length, arguments.rows)
-    write_json(path, {"given": given, **found})
-    return found
+        stored: dict[str, Any] = json.loads(path.read_text())
+        if stored["given"] == settings:
+            return stored
+    scorer = Scorer(folder / "checkpoint", pattern, arguments.text_characters)
+    scores = scorer.scores(arguments.length, arguments.rows)
+    write_json(path, {"given": settings, **scores})
+    return scores
 
 
 def mean_and_interval(values: list[float]) -> dict[str, float | None]:
@@ -164,10 +168,10 @@ def summarise(runs: dict[str, list[dict[str, float]]]) -> list[dict[str, Any]]:
 
 def table(lines: list[dict[str, Any]], length: int) -> str:
     """Write the table in Markdown; its last line is guessing among a document's values."""
-    own, over = ("text_loss", *RETRIEVAL), ("text_loss", "retrieval", *RETRIEVAL)
+    losses, over = ("text_loss", *RETRIEVAL), ("text_loss", "retrieval", *RETRIEVAL)
     rows = []
     for line in lines:
-        cells = [_cell(line[key], key, sign="") for key in own]
+        cells = [_cell(line[key], key, sign="") for key in losses]
         cells += [_cell(line["over_dsa"][key], key) for key in over]
         rows.append((line["name"], *cells))
     guessed = (f"{100 * chance(task, length):.1f}" for task in RETRIEVAL)
@@ -182,9 +186,9 @@ def _cell(value: dict[str, float | None], key: str, sign: str = "+") -> str:
     return estimate(value["mean"] or 0.0, value["half_width"], scale, sign=sign)
 
 
-def draw(found: dict[str, Any], path: Path) -> None:
+def draw(record: dict[str, Any], path: Path) -> None:
     """Draw what every line costs over all F of the same seed, with intervals."""
-    lines = found["rows"]
+    lines = record["rows"]
     figure, axes = make_figure(9.5, 0.4 * len(lines) + 1.6, columns=2, sharey=True)
     panels = (
         ("text_loss", 1, "text loss over all F, nats per token (lower is better)"),
@@ -210,7 +214,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
     figure.legend(
         unique.values(), unique.keys(), loc="outside lower center", ncols=2, frameon=False,
         title="small model, trained once for every line and seed; "
-        f"{found['documents_per_task']} documents of each task; bars: 95 % intervals of the mean "
+        f"{record['documents_per_task']} documents of each task; bars: 95 % intervals of the mean "
         f"over {seeds} seeds, the documents taken as they are", title_fontsize=8, fontsize=8,
     )  # fmt: skip
     save_figure(figure, path)
@@ -243,8 +247,10 @@ def main(argv: list[str] | None = None) -> None:
     output: Path = arguments.output
     if arguments.redraw:
         result = json.loads(output.with_suffix(".json").read_text())
-        kept = {row["name"]: [with_mean(seed) for seed in row["seeds"]] for row in result["rows"]}
-        lines = summarise(kept)
+        seeds_of = {
+            row["name"]: [with_mean(seed) for seed in row["seeds"]] for row in result["rows"]
+        }
+        lines = summarise(seeds_of)
     else:
         documents = {
             row.name: [run_row(row, seed, arguments) for seed in arguments.seeds]

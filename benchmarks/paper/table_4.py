@@ -34,15 +34,15 @@ def main(argv: list[str] | None = None) -> None:
     if (arguments.model is None) != (not arguments.url):
         parser.error("--model and --url go together")
     with ExitStack() as stack:
-        urls, asked = arguments.url, []
+        urls, options = arguments.url, []
         if not urls:
             log = arguments.output / "server.log"
-            urls, asked = [stack.enter_context(live_server(SMALL, log))], SMALLS
+            urls, options = [stack.enter_context(live_server(SMALL, log))], SMALLS
         indexcache(
             *("eval", "run", *arguments.pattern, "--model", arguments.model or SMALL),
             *("--output", arguments.output, "--contexts", str(arguments.contexts), "--yes"),
             *repeated("--url", urls),
-            *asked,
+            *options,
         )
 
 

@@ -20,10 +20,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, required=True, help="the folder of the run")
     parser.add_argument("--pattern", help="in place of the recipe's")
     parser.add_argument("--stages", type=int, help="stop after so many of the recipe's stages")
-    given = parser.parse_args(argv)
-    recipe = load_recipe(given.recipe, {} if given.pattern is None else {"pattern": given.pattern})
-    stages = recipe.stages[: given.stages]
-    Trainer(recipe.model_copy(update={"stages": stages}), given.output).run()
+    arguments = parser.parse_args(argv)
+    recipe = load_recipe(
+        arguments.recipe, {} if arguments.pattern is None else {"pattern": arguments.pattern}
+    )
+    stages = recipe.stages[: arguments.stages]
+    Trainer(recipe.model_copy(update={"stages": stages}), arguments.output).run()
 
 
 if __name__ == "__main__":

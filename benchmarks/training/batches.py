@@ -84,8 +84,8 @@ class Mixture:
             raise TrainingError(
                 f"no entry of data.lengths fits a row of {length} tokens; give one that does"
             )
-        each = draw.choice(fitting)
-        return [TASKS[task](self.words, source, each, draw) for _ in range(length // each)]
+        size = draw.choice(fitting)
+        return [TASKS[task](self.words, source, size, draw) for _ in range(length // size)]
 
     def collate(self, rows: Sequence[Sequence[TaskDocument]], length: int) -> LabelledBatch:
         """Pad packed rows to ``length`` tokens."""
@@ -96,10 +96,10 @@ class Mixture:
         for row, documents in enumerate(rows):
             at = 0
             for document in documents:
-                here = (row, slice(at, at + len(document)))
+                place = (row, slice(at, at + len(document)))
                 learn = torch.tensor(document.learn)
                 learn[0] = False  # nothing comes before it
-                labels[here] = packed.ids[here].where(learn, torch.tensor(IGNORED))
-                answers[here] = torch.tensor(document.answer)
+                labels[place] = packed.ids[place].where(learn, torch.tensor(IGNORED))
+                answers[place] = torch.tensor(document.answer)
                 at += len(document)
         return LabelledBatch(**vars(packed), labels=labels, answers=answers)

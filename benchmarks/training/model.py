@@ -164,8 +164,8 @@ class DistilledModel(nn.Module):
 def next_tokens(labels: torch.Tensor, documents: torch.Tensor) -> torch.Tensor:
     """Labels shifted by one; the last token of a document predicts nothing."""
     targets = torch.full_like(labels, IGNORED)
-    same = documents[:, 1:] == documents[:, :-1]
-    targets[:, :-1] = labels[:, 1:].where(same, IGNORED)
+    within = documents[:, 1:] == documents[:, :-1]
+    targets[:, :-1] = labels[:, 1:].where(within, IGNORED)
     return targets
 
 

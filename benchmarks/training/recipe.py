@@ -166,11 +166,11 @@ def load_recipe(name: str | Path, overrides: dict[str, Any] | None = None) -> Re
     Raises:
         TrainingError: no such file, or a field that is wrong; names the field.
     """
-    named = RECIPES / f"{name}.yaml"
-    path = named if named.exists() else Path(name)
+    shipped = RECIPES / f"{name}.yaml"
+    path = shipped if shipped.exists() else Path(name)
     if not path.exists():
-        known = ", ".join(sorted(recipe.stem for recipe in RECIPES.glob("*.yaml")))
-        raise TrainingError(f"there is no recipe {name}: give a YAML file, or one of {known}")
+        names = ", ".join(sorted(recipe.stem for recipe in RECIPES.glob("*.yaml")))
+        raise TrainingError(f"there is no recipe {name}: give a YAML file, or one of {names}")
     try:
         return Recipe.model_validate({**yaml.safe_load(path.read_text()), **(overrides or {})})
     except ValidationError as error:

@@ -100,16 +100,16 @@ def needles(
     facts: list[list[tuple[list[int], bool]]] = []
     questions: list[tuple[int, int]] = []
     for number, chain in enumerate(chains):
-        own = names[number * hops : (number + 1) * hops]
+        links = names[number * hops : (number + 1) * hops]
         value = chain[0][1]
-        lines = [(_fact(words, hops, own[0], value), False)]
-        for previous, name in pairwise(own):
+        lines = [(_fact(words, hops, links[0], value), False)]
+        for previous, name in pairwise(links):
             lines.append((_fact(words, hops, name, previous), False))
         facts.append(lines)
-        questions.append((own[-1], value))
-    asked = [draw.choice(questions) for _ in range(ANSWERS)]
+        questions.append((links[-1], value))
+    drawn = [draw.choice(questions) for _ in range(ANSWERS)]
     tail = TaskDocument()
-    for name, value in asked:
+    for name, value in drawn:
         tail.add([*words.ask, name, *words.be])
         tail.add([value], learn=True, answer=True)
     return _scattered(facts, tail, text, length, draw)
@@ -134,8 +134,8 @@ def _scattered(
     draw: random.Random,
 ) -> TaskDocument:
     """Scatter facts over a text, each chain in its order, then ask the questions."""
-    used = len(tail) + sum(len(ids) for chain in facts for ids, _ in chain)
-    filler = window(text, max(length - used, 1), draw)
+    spent = len(tail) + sum(len(ids) for chain in facts for ids, _ in chain)
+    filler = window(text, max(length - spent, 1), draw)
     places = sorted(
         (place, number, order)
         for number, chain in enumerate(facts)
@@ -194,8 +194,8 @@ class MachineText:
 def window(tokens: Tokens, length: int, draw: random.Random) -> list[int]:
     """``length`` consecutive tokens from a random place."""
     start = draw.randrange(len(tokens) - length)
-    found: list[int] = tokens[start : start + length].tolist()
-    return found
+    ids: list[int] = tokens[start : start + length].tolist()
+    return ids
 
 
 def _join(rows: list[list[int]]) -> Tokens:

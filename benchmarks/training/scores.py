@@ -106,12 +106,12 @@ def _score(
     losses: list[torch.Tensor] = []
     hits: list[torch.Tensor] = []
     for batch in batches:
-        here = batch.to(device)
-        found: Losses = model(here.ids, here.labels, here.documents, here.positions, stage)
-        scored = here.labels[:, 1:] >= 0 if task == TEXT else here.answers[:, 1:]
-        for row, wanted in enumerate(scored):
-            losses.append(found.token_nats[row, :-1][wanted])
-            hits.append(found.token_hits[row, :-1][wanted].float())
+        moved = batch.to(device)
+        outcome: Losses = model(moved.ids, moved.labels, moved.documents, moved.positions, stage)
+        masks = moved.labels[:, 1:] >= 0 if task == TEXT else moved.answers[:, 1:]
+        for row, mask in enumerate(masks):
+            losses.append(outcome.token_nats[row, :-1][mask])
+            hits.append(outcome.token_hits[row, :-1][mask].float())
     rows = losses if task == TEXT else hits
     return Score(
         task=task,

@@ -51,14 +51,14 @@ class Tally:
         indexers.
         """
         lm, hits, answers, tokens, queries, *index = self.sums.tolist()
-        found: dict[str, Any] = {}
+        means: dict[str, Any] = {}
         if stage is not Stage.WARMUP:
-            found["lm"] = lm / max(tokens, 1.0)
-            found["accuracy"] = hits / max(answers, 1.0)
+            means["lm"] = lm / max(tokens, 1.0)
+            means["accuracy"] = hits / max(answers, 1.0)
         by_layer = [layer / max(queries, 1.0) for layer in index]
         body, indexer = (sum(norms) / len(norms) for norms in zip(*self.norms, strict=True))
         norms = {"body_norm": body, "indexer_norm": indexer}
-        return found | {"index": sum(by_layer)} | norms | {"index_by_layer": by_layer}
+        return means | {"index": sum(by_layer)} | norms | {"index_by_layer": by_layer}
 
 
 class Trainer:
@@ -93,8 +93,8 @@ class Trainer:
         self.log.say(f"pattern {self.pattern}: {self.pattern.summary()}")
         for number, stage in enumerate(self.recipe.stages):
             if state is None or number >= state["stage"]:
-                here = state if state is not None and number == state["stage"] else None
-                self._stage(number, stage, here)
+                resumed = state if state is not None and number == state["stage"] else None
+                self._stage(number, stage, resumed)
         target = self.folder / "checkpoint"
         save_checkpoint(self.model.model, self.tokenizer, self.recipe.dtype, target)
         self.log.say(f"wrote {target}")
@@ -131,29 +131,31 @@ class Trainer:
             factor = lr_factor(step, stage.steps, stage.warmup_steps, stage.final_lr)
             set_lr(optimizers, factor)
             self._step(optimizers, mixture, number, step, stage, tally)
-            done = step + 1
-            last = done == stage.steps
-            if last or done % self.recipe.log_every == 0:
+            finished = step + 1
+            last = finished == stage.steps
+            if last or finished % self.recipe.log_every == 0:
                 seconds = time.perf_counter() - began
-                where = self._where(number, done, stage)
+                where = self._where(number, finished, stage)
                 line = {**where, **tally.means(kind), "seconds": seconds}
                 self.log.record(**line)
                 self.log.say(in_words(line))
                 tally = Tally(len(self.pattern))
-            if last or (self.recipe.eval_every and done % self.recipe.eval_every == 0):
-                self._evaluate(number, done, stage)
-            if last or done % self.recipe.save_every == 0:
-                self._save(number, done, optimizers)
+            if last or (self.recipe.eval_every and finished % self.recipe.eval_every == 0):
+                self._evaluate(number, finished, stage)
+            if last or finished % self.recipe.save_every == 0:
+                self._save(number, finished, optimizers)
                 tally = Tally(len(self.pattern))  # a resumed run starts with none either
 
-    def _where(self, number: int, done: int, stage: StageRecipe) -> dict[str, Any]:
+    def _where(self, number: int, step: int, stage: StageRecipe) -> dict[str, Any]:
         before = sum(s.steps for s in self.recipe.stages[:number])
-        return {"stage": number, "step": done, "kind": stage.kind, "total_step": before + done}
+        return {"stage": number, "step": step, "kind": stage.kind, "total_step": before + step}
 
-    def _save(self, number: int, done: int, optimizers: list[torch.optim.Optimizer]) -> None:
+    def _save(self, number: int, step: int, optimizers: list[torch.optim.Optimizer]) -> None:
         with replacing(self.folder / STATE) as part:
-            state = {"stage": number, "step": done, "model": self.model.state_dict()}
-            torch.save(state | {"optimizers": [one.state_dict() for one in optimizers]}, part)
+            state = {"stage": number, "step": step, "model": self.model.state_dict()}
+            torch.save(
+                state | {"optimizers": [optimizer.state_dict() for optimizer in optimizers]}, part
+            )
 
     def _step(
         self,
@@ -191,13 +193,13 @@ class Trainer:
             norms.append(float(norm))
         return norms[0], norms[1]
 
-    def _evaluate(self, number: int, done: int, stage: StageRecipe) -> None:
+    def _evaluate(self, number: int, step: int, stage: StageRecipe) -> None:
         mixture = self._mixture(stage, held_out=True)
         attention = Stage.SPARSE if stage.kind == Stage.SPARSE else Stage.DENSE
         tasks, rows = list(mixture.weights), self.recipe.eval_rows
         scores = evaluate(self.model, mixture, tasks, rows, stage.length, attention)
         values = {f"held_out_{score.task}": score.value for score in scores}
-        line = {**self._where(number, done, stage), **values}
+        line = {**self._where(number, step, stage), **values}
         self.log.record(**line)
         self.log.say(in_words(line))
 
@@ -224,8 +226,8 @@ def make_optimizers(
     indexer = [p for p in model.indexer_parameters() if p.requires_grad]
     body = [(n, p) for n, p in model.named_body_parameters() if p.requires_grad]
     muon = [p for n, p in body if stage.optimizer == "muon" and _hidden_matrix(n, p)]
-    chosen = {id(p) for p in muon}
-    groups = adamw_groups([p for _, p in body if id(p) not in chosen], stage.lr, weight_decay)
+    muon_ids = {id(p) for p in muon}
+    groups = adamw_groups([p for _, p in body if id(p) not in muon_ids], stage.lr, weight_decay)
     groups += adamw_groups(indexer, stage.indexer_lr, weight_decay)
     optimizers: list[torch.optim.Optimizer] = []
     if groups:
@@ -257,5 +259,5 @@ def _sums(
 def in_words(line: dict[str, Any]) -> str:
     """Return the values of a log's line as people read them; lists are for the file."""
     short = {name: value for name, value in line.items() if not isinstance(value, list)}
-    shown = (f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in short.items())
-    return "  ".join(shown)
+    parts = (f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in short.items())
+    return "  ".join(parts)

@@ -19,7 +19,7 @@ from benchmarks.quality_statistics import (
     broken,
     first,
     held_back,
-    judged,
+    judge,
     rates,
     simulate,
     worlds,
@@ -96,7 +96,7 @@ def test_many_evaluations_are_judged_as_each_alone() -> None:
     for name, world in HELD_BACK.items():
         whole = world.evaluations(np.random.default_rng(3), 12, 1.0)
         design = world.design
-        found = judged(whole, design, lambda look, d=design: d.contexts * look // d.looks)
+        found = judge(whole, design, lambda look, d=design: d.contexts * look // d.looks)
         for number, values in enumerate(whole.values):
             alone = replace(whole, values=values)
             for look in range(1, design.looks + 1):
