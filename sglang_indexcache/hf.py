@@ -46,7 +46,7 @@ class SharedForward:
 
 
 @contextmanager
-def share(model: Any, pattern: Pattern | str) -> Iterator[SharedForward]:
+def share(model: Any, pattern: Pattern | str | Resolved) -> Iterator[SharedForward]:
     """Run ``model`` under ``pattern`` inside this context; afterwards it is as it was before.
 
     Inside another ``share`` of the same model, the inner pattern is the one in effect. A cache
@@ -59,7 +59,8 @@ def share(model: Any, pattern: Pattern | str) -> Iterator[SharedForward]:
             does not know is judged by its modules, with a warning.
         pattern: a pattern, or any form that :meth:`Library.resolve` takes, such as ``"1/4"``. One
             that folds must be text, which names the file of its slopes; whose weights these are
-            for is checked where the model was loaded from a folder.
+            for is checked where the model was loaded from a folder. Whoever has resolved it may
+            give that, and has compared its slopes with the model's weights.
 
     Raises:
         CheckpointError: the model has no indexers, or, in its first forward, indexers that
@@ -68,7 +69,7 @@ def share(model: Any, pattern: Pattern | str) -> Iterator[SharedForward]:
         PatternError, LibraryError: the pattern does not fit the model, or is unknown.
         StaleIndexError: in a forward whose layers run out of order (gradient checkpointing).
     """
-    if not isinstance(pattern, (Pattern, str)):
+    if not isinstance(pattern, (Pattern, str, Resolved)):
         raise PatternError(f"a pattern is text such as '1/4' or 'FSSS', got {pattern!r}")
     if not hasattr(model, "modules"):
         raise CheckpointError(
@@ -76,12 +77,10 @@ def share(model: Any, pattern: Pattern | str) -> Iterator[SharedForward]:
             "AutoModelForCausalLM.from_pretrained(...)"
         )
     checkpoint, attentions = _checkpoint(model)
-    resolved = Resolved(pattern, "") if isinstance(pattern, Pattern) else None
-    if resolved is None or resolved.pattern.is_folded:  # then its slopes are in the library
-        resolved = Library.default().resolve(str(pattern), checkpoint, folding=True)
+    resolved = pattern if isinstance(pattern, Resolved) else _resolve(model, checkpoint, pattern)
     pattern = resolved.pattern
     pattern.check_checkpoint(checkpoint.own)
-    select = _selections(model, attentions, resolved)
+    select = _selections(attentions, resolved)
     grouped = family_of(checkpoint.architecture).grouped
     sharing = SharedForward(pattern)
     with ExitStack() as stack:
@@ -92,13 +91,35 @@ def share(model: Any, pattern: Pattern | str) -> Iterator[SharedForward]:
         yield sharing
 
 
+def _resolve(model: Any, checkpoint: Checkpoint, pattern: Pattern | str) -> Resolved:
+    """Resolve a pattern, and its slopes if it folds.
+
+    Raises:
+        CheckpointError: slopes of other weights.
+    """
+    if isinstance(pattern, Pattern) and not pattern.is_folded:
+        return Resolved(pattern, "")
+    resolved = Library.default().resolve(str(pattern), checkpoint, folding=True)
+    name = model.config._name_or_path  # one that was made here has none
+    if (slopes := resolved.slopes) is not None and name:
+        from sglang_indexcache.study.provenance import checkpoint_digest
+
+        if not (Path(name) / CONFIG_FILE).exists():
+            raise CheckpointError(
+                f"a pattern that folds needs a model out of a folder, to compare it with the one "
+                f"that its slopes were fitted to; {name} is none. Download it, and load the folder."
+            )
+        slopes.check_checkpoint(checkpoint_digest(Path(name)), name)
+    return resolved
+
+
 def _selections(
-    model: Any, attentions: list[Any], resolved: Resolved
+    attentions: list[Any], resolved: Resolved
 ) -> dict[int, Callable[..., torch.Tensor]]:
     """Return by place in the pattern what selects for an indexer whose layer folds.
 
     Raises:
-        CheckpointError: an indexer that cannot be folded, or slopes of other weights.
+        CheckpointError: an indexer that cannot be folded.
     """
     pattern, slopes = resolved.pattern, resolved.slopes
     if slopes is None:
@@ -106,15 +127,7 @@ def _selections(
     import torch
 
     from sglang_indexcache.fold import check_can_fold, folded
-    from sglang_indexcache.study.provenance import checkpoint_digest
 
-    if name := model.config._name_or_path:  # one that was made here has none
-        if not (Path(name) / CONFIG_FILE).exists():
-            raise CheckpointError(
-                f"a pattern that folds needs a model out of a folder, to compare it with the one "
-                f"that its slopes were fitted to; {name} is none. Download it, and load the folder."
-            )
-        slopes.check_checkpoint(checkpoint_digest(Path(name)), name)
     selections = {}
     for number, attention in enumerate(attentions):
         numbers, factor = slopes.of(number), pattern.fold_at(number)

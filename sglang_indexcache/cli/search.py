@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -32,6 +33,7 @@ from sglang_indexcache.support.lengths import parse_length
 
 if TYPE_CHECKING:
     from sglang_indexcache.ask.score import Engine
+    from sglang_indexcache.library import Slopes
     from sglang_indexcache.search.calibration import Calibration, Score
     from sglang_indexcache.search.evaluators import TokenEvaluator
 
@@ -82,6 +84,12 @@ Budget = Annotated[float | None, InSearch("--budget", metavar="SHARE", help=
     "is 0.1 for each of fast and forward, and more for few layers.")]
 KeepFull = Annotated[str, InSearch("--keep-full", metavar="LAYERS", help=
     "Layers that stay F, such as 3,5,10-12.")]
+SlopesFile = Annotated[Path | None, InSearch("--slopes", metavar="FILE", help=
+    "Let layers be L, too, which fold by these slopes (`indexcache fold calibrate`). A target is "
+    "then a budget: 1/4 of what all F cost. By one-pass alone, without --url.")]
+FoldPrice = Annotated[float | None, InSearch("--fold-price", metavar="PRICE", help=
+    "What an L layer costs, where F costs 1 and S nothing. `indexcache bench plan --pattern "
+    "folded` tells it of some hardware.")]
 DryRun = Annotated[bool, InCost("--dry-run", help=
     "Read the data, say what the search would do and cost, and end.")]
 TokensPerSecond = Annotated[float | None, InCost("--rate", min=1.0, metavar="TOKENS", help=
@@ -123,6 +131,8 @@ def run_command(
     method: Method = None,
     budget: Budget = None,
     keep_full: KeepFull = "",
+    slopes: SlopesFile = None,
+    fold_price: FoldPrice = None,
     dry_run: DryRun = False,
     rate: TokensPerSecond = None,
     figures: Figures = "png",
@@ -134,14 +144,16 @@ def run_command(
     """
     from sglang_indexcache.search.methods import METHODS, METHODS_IN_PROCESS
     from sglang_indexcache.search.options import Options
-    from sglang_indexcache.search.rules import Constraints, parse_layers, parse_targets
+    from sglang_indexcache.search.rules import Constraints, Folding, parse_layers, parse_targets
     from sglang_indexcache.search.session import plan, run_search
     from sglang_indexcache.search.setup import Setup
     from sglang_indexcache.study.cost import Rate, print_plan
 
     methods = METHODS if url else METHODS_IN_PROCESS
+    folding, method = _folding(model, slopes, fold_price, url, method)
     options = Options.parse(method, budget, methods=methods) if method else None
-    measuring = _measuring(model, connect(url, api_key), dtype, at_once, low_priority)
+    servers = connect(url, api_key)
+    measuring = _measuring(model, servers, dtype, at_once, low_priority, folding)
     setup = Setup.read(
         model,
         data,
@@ -152,6 +164,10 @@ def run_command(
         score=_score(score),
     )
     constraints = Constraints.make(setup.checkpoint.own, parse_layers(keep_full))
+    if folding is not None and fold_price is not None:
+        layers = frozenset(i for i, numbers in enumerate(folding.by_layer) if numbers is not None)
+        price = Fraction(str(fold_price))
+        constraints = replace(constraints, folding=Folding(price, layers, folding.digest))
     targets = parse_targets(target, constraints)
     tokens = setup.calibration.batch_tokens
     if options is None:
@@ -163,6 +179,8 @@ def run_command(
         print_plan(out, plan(setup, targets, options, prefill_rate))
     else:
         evaluator = measuring(setup.calibration)
+        if folding is not None:  # a pattern names it by its digest, and it is looked for beside it
+            folding.model_copy(update={"path": output / folding.path.name}).write()
         run_search(setup, evaluator, targets, options, output, out, prefill_rate, figures)
 
 
@@ -290,6 +308,7 @@ def _measuring(
     dtype: str | None,
     at_once: int | None,
     low_priority: bool,
+    slopes: Slopes | None = None,
 ) -> Callable[[Calibration], TokenEvaluator]:
     """Choose the evaluator by a command's options; nothing is loaded or asked yet."""
     from sglang_indexcache.ask.pool import Pool
@@ -309,9 +328,35 @@ def _measuring(
     def local(data: Calibration) -> TokenEvaluator:
         from sglang_indexcache.search.evaluators.hf import TransformersEvaluator
 
-        return TransformersEvaluator(model, data, dtype or "float32")
+        return TransformersEvaluator(model, data, dtype or "float32", slopes=slopes)
 
     return local
+
+
+def _folding(
+    model: Path, path: Path | None, price: float | None, url: list[str] | None, method: str | None
+) -> tuple[Slopes | None, str | None]:
+    """Return the slopes of a search that may fold, and its method."""
+    if path is None and price is None:
+        return None, method
+    if path is None or price is None:
+        raise SearchError(
+            "L layers need both their slopes (--slopes FILE, of `indexcache fold calibrate`) and "
+            "their price (--fold-price). Give both, or neither for a search over F and S."
+        )
+    if url:
+        raise SearchError(
+            "a search over L layers looks into the model's layers, which a server does not show. "
+            "Leave out --url, so that transformers runs the model in this process."
+        )
+    if method not in (None, "one-pass"):
+        raise SearchError(f"--method {method} knows F and S alone; with --slopes say one-pass")
+    from sglang_indexcache.library import Slopes
+    from sglang_indexcache.study.provenance import checkpoint_digest
+
+    slopes = Slopes.read(path)
+    slopes.check_checkpoint(checkpoint_digest(model), str(model))
+    return slopes, "one-pass"
 
 
 def _tell(line: str) -> None:

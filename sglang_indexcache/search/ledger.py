@@ -57,12 +57,13 @@ def _losses_in(entry: Mapping[str, Any]) -> dict[Cell, float]:
 
 
 def _pairs_in(entry: Mapping[str, Any]) -> dict[tuple[str, int], Floats]:
-    """Return the matrices of a batch, of which the part below the diagonal is kept."""
+    """Return the matrices of a batch, of which all before the last diagonal is kept."""
     matrices = {}
     for kind in (kind for kind in PAIRS if kind in entry):
-        matrix = np.eye(len(entry[kind]))
+        count, before = len(entry[kind]), len(entry[kind][0])
+        matrix = np.eye(count, before + count, before)
         for layer, row in enumerate(entry[kind]):
-            matrix[layer, :layer] = row
+            matrix[layer, : before + layer] = row
         matrices[kind, int(entry["batch"])] = matrix
     return matrices
 
@@ -214,9 +215,10 @@ class Ledger:
         return Step(pattern, layer, loss, error, count, candidates, self.spent, decided)
 
     def pairs(self, kind: str, batch: int) -> Floats:
-        """Return a matrix of layer pairs on one batch, ``[N, N]`` float64, 1 on the diagonal.
+        """Return a matrix of layer pairs on one batch, float64, as :data:`PAIRS` have it.
 
-        It is counted as the forwards that it takes.
+        Its last N columns have 1 on their diagonal and 0 above. It is counted as the forwards that
+        it takes.
 
         Args:
             kind: one of :data:`PAIRS`, a method of the evaluator.
@@ -225,7 +227,8 @@ class Ledger:
         self.spent += tokens
         if (kind, batch) not in self._pairs:
             matrix = getattr(self.evaluator, kind)(batch)
-            rows = [row[:layer].tolist() for layer, row in enumerate(matrix)]
+            before = matrix.shape[1] - len(matrix)
+            rows = [row[: before + layer].tolist() for layer, row in enumerate(matrix)]
             entry = {"batch": batch, kind: rows}
             if self._journal is not None:
                 self._journal.write(entry)

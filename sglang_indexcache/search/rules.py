@@ -17,19 +17,48 @@ _DEFAULT = ("1/2", "1/4", "1/8")
 
 
 @dataclass(frozen=True)
+class Folding:
+    """The L layers that a search may make; a target is then a budget of cost, in F layers.
+
+    Attributes:
+        price: of an L layer, where an F layer costs 1 and an S layer nothing.
+        layers: that fold well enough to be L.
+        slopes: digest of those by which they fold, behind the pattern's ``@``; "" names none.
+
+    Raises:
+        SearchError: a price at which nobody would search.
+    """
+
+    price: Fraction
+    layers: frozenset[int]
+    slopes: str = ""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.price <= 1:
+            raise SearchError(
+                f"an L layer's price must be above 0 and at most 1, which an F layer costs; got "
+                f"{float(self.price):g}"
+            )
+
+
+@dataclass(frozen=True)
 class Constraints:
     """The rules of one search.
 
     Attributes:
         start: where it begins: the checkpoint's own sharing.
         fixed: F layers that may not be flipped: layer 0 and those that a user keeps.
+        folding: None searches over F and S alone.
     """
 
     start: Pattern
     fixed: frozenset[int]
+    folding: Folding | None = None
 
     @classmethod
-    def make(cls, shipped: Pattern, keep_full: Iterable[int] = ()) -> Constraints:
+    def make(
+        cls, shipped: Pattern, keep_full: Iterable[int] = (), folding: Folding | None = None
+    ) -> Constraints:
         """Combine the rules; S layers of the checkpoint (``shipped``) have no indexer and stay S.
 
         Raises:
@@ -42,7 +71,7 @@ class Constraints:
             raise SearchError(
                 f"layers {missing} are to stay F, but the checkpoint ships no indexer there"
             )
-        return cls(shipped, frozenset(full_layers))
+        return cls(shipped, frozenset(full_layers), folding)
 
     @property
     def fewest(self) -> int:
@@ -113,6 +142,14 @@ class Mark:
 
     full_layers: int
     label: str
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A pattern that was found for a mark, without a step that arrives there."""
+
+    mark: Mark
+    pattern: Pattern
 
 
 @dataclass(frozen=True)

@@ -116,10 +116,11 @@ class Search:
                 self.path.append(event)
                 self.start_loss = self.start_loss if self.path[1:] else event.loss
                 yield event
-            pattern = event.pattern if isinstance(event, Step) else event
-            mark = self.targets.mark_at(len(pattern.full_layers))
+                mark = self.targets.mark_at(len(event.pattern.full_layers))
+            else:
+                mark = event.mark
             if mark is not None:
-                yield self._pass(mark, pattern)
+                yield self._pass(mark, event.pattern)
         end = begun + self.budget.total  # what the method left over is refinement's, too
         for place, passed in enumerate(list(self.found.values())):
             allowance = (end - self.ledger.spent) // (len(self.found) - place)

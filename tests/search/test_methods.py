@@ -24,7 +24,7 @@ from sglang_indexcache.search.methods.fast import Descent, FastGreedy, first_sub
 from sglang_indexcache.search.methods.forward import Ascent
 from sglang_indexcache.search.methods.greedy import evaluations
 from sglang_indexcache.search.options import Options
-from sglang_indexcache.search.rules import Constraints, parse_targets
+from sglang_indexcache.search.rules import Constraints, Proposal, parse_targets
 from sglang_indexcache.search.session import _remarks, _show
 from tests.search.helpers import finished, greedy, landscape, searched, targets
 from tests.search.oracle import algorithm_1, forward_selection
@@ -44,7 +44,7 @@ def test_obeys_every_constraint(name: str) -> None:
     rules = Constraints.make(own, keep_full=[4, 6])
     goal = parse_targets(["7", "3"], rules)
     events = [*METHODS[name].descend(landscape(12), goal, PLENTY)]
-    for text in (str(event.pattern if isinstance(event, Step) else event) for event in events):
+    for text in (str(event.pattern) for event in events):
         assert text[0] == text[4] == text[6] == "F"
         assert text[2] == text[5] == text[7] == "S"
     assert len(events) == {"greedy": 7, "fast": 7, "forward": 6, "both": 13}[name]
@@ -57,10 +57,9 @@ def test_the_least_budget_is_enough(method: Method, batches: int) -> None:
     least = method.least(goal, ledger.tokens_of_batches)
     seen = set()
     for event in method.descend(ledger, goal, least):
-        pattern = event.pattern if isinstance(event, Step) else event
-        seen.add(len(pattern.full_layers))
-        if goal.mark_at(len(pattern.full_layers)):
-            ledger.losses(pattern)
+        seen.add(len(event.pattern.full_layers))
+        if goal.mark_at(len(event.pattern.full_layers)):
+            ledger.losses(event.pattern)
     assert ledger.spent <= least
     assert {1, 12} < seen
 
@@ -201,7 +200,7 @@ def test_first_subset(batches: int, least: int) -> None:
 # -- forward -----------------------------------------------------------------------------------
 
 
-def walked(events: Sequence[Step | Pattern]) -> list[str]:
+def walked(events: Sequence[Step | Proposal]) -> list[str]:
     return [str(event.pattern) for event in events[1:] if isinstance(event, Step)]
 
 

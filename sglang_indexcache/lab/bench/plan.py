@@ -23,7 +23,7 @@ from sglang_indexcache.lab.bench.results import METRICS, Metric
 from sglang_indexcache.lab.bench.rows import ENGINE, KINDS, LatencyEstimate, Layers, Series, Wheel
 from sglang_indexcache.lab.bench.tables import Grid
 from sglang_indexcache.library import Library
-from sglang_indexcache.pattern import FOLDED, Pattern
+from sglang_indexcache.pattern import FOLDED, FULL, SHARED, Pattern
 from sglang_indexcache.shapes import (
     PRESETS,
     USED_MEMORY,
@@ -462,8 +462,28 @@ def plan_grid(forwards: Forecast, patterns: Patterns, contexts: Sequence[int]) -
             rows.append((f"every indexer, {unit}", *(text or NO_RATE for text in base)))
         for (name, pattern), gains in zip(patterns, by_pattern, strict=True):
             rows.append((f"{name} ({_kinds(pattern)})", *map(_cell, gains)))
+        folding = next((pattern for _, pattern in patterns if FOLDED in pattern.layers), None)
+        if folding is not None and metric == "prefill":
+            prices = (fold_price(forwards, len(folding), context) for context in contexts)
+            cells = (NO_RATE if price is None else f"{price:.2f}" for price in prices)
+            rows.append(("price of an L layer (F 1, S 0), for search --fold-price", *cells))
     header = ("", *map(format_length, contexts))
     return Grid(f"expected speed-up over {forwards.base}: {forwards.title}", header, tuple(rows))
+
+
+def fold_price(forwards: Forecast, layers: int, context: int) -> float | None:
+    """Return what an L layer takes in prefill, beyond an S layer's time, in shares of an F layer's.
+
+    None where a part is not known.
+    """
+    times = []
+    for letter in (FULL, FOLDED, SHARED):
+        pattern = Pattern(FULL + letter * (layers - 1))
+        if (gain := forwards.gain("prefill", pattern, context)) is None:
+            return None
+        times.append(gain.milliseconds / gain.gain)
+    full, folded, shared = times
+    return (folded - shared) / (full - shared)
 
 
 def plan_to_json(forwards: Forecast, patterns: Patterns, contexts: Sequence[int]) -> dict[str, Any]:

@@ -53,16 +53,17 @@ class Evaluator(Protocol):
         """``[batches]`` float64: mean loss per counted token, in nats, on these batches."""
 
 
-PAIRS = ("similarity", "kept_mass")
+PAIRS = ("similarity", "kept_mass", "folded_mass")
 """Methods of an evaluator that compare layers by pairs: see :mod:`.hf`."""
 
 
 def pair_forwards(kind: str, num_layers: int) -> int:
     """Return the forwards that a matrix of :data:`PAIRS` takes.
 
-    For ``similarity`` layer i runs i + 1 times, for ``kept_mass`` each layer runs twice.
+    For ``similarity`` layer i runs i + 1 times, for ``kept_mass`` each layer runs twice, and for
+    ``folded_mass`` once more.
     """
-    return 2 if kind == "kept_mass" else -(-(num_layers + 1) // 2)
+    return {"kept_mass": 2, "folded_mass": 3}.get(kind, -(-(num_layers + 1) // 2))
 
 
 class TokenEvaluator(ABC):

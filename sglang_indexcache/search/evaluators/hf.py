@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -20,7 +21,8 @@ from numpy.typing import NDArray
 from sglang_indexcache.checkpoint import Checkpoint, reading
 from sglang_indexcache.errors import SearchError
 from sglang_indexcache.hf import SharedForward, share
-from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.library import Resolved, Slopes
+from sglang_indexcache.pattern import FOLDED, SHARED, Pattern
 from sglang_indexcache.search.calibration import Calibration
 from sglang_indexcache.search.evaluators import Floats, TokenEvaluator
 
@@ -48,12 +50,14 @@ class TransformersEvaluator(TokenEvaluator):
     Args:
         dtype: a torch dtype's name.
         reuse_bytes: memory for kept layer outputs; 0 runs every layer every time.
+        slopes: by which layers of patterns fold, this checkpoint's; without, none may.
 
     Attributes:
         layer_tokens: tokens forwarded until now times the layers of a pattern they went through.
 
     Raises:
         SearchError: transformers' layers are called in more ways than one, or hold two attentions.
+        CheckpointError: slopes of another model.
     """
 
     in_flight = 1
@@ -64,6 +68,7 @@ class TransformersEvaluator(TokenEvaluator):
         calibration: Calibration,
         dtype: str = "float32",
         reuse_bytes: int = 4 << 30,
+        slopes: Slopes | None = None,
     ) -> None:
         from transformers import (
             MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -73,10 +78,13 @@ class TransformersEvaluator(TokenEvaluator):
         )
 
         super().__init__(calibration)
-        self.kind = f"transformers {dtype}"
+        self.kind = f"transformers {dtype}" + (f", folded by {slopes.digest}" if slopes else "")
+        self._slopes = slopes
         with reading(f"the config of {folder}"):
             config = AutoConfig.from_pretrained(folder)
         checkpoint = Checkpoint.from_config(config, str(folder))
+        if slopes is not None:
+            slopes.check_model(checkpoint)
         self.own = checkpoint.own
         self.num_layers = checkpoint.num_layers
         self.topk = int(checkpoint.shape["index_topk"])
@@ -105,7 +113,8 @@ class TransformersEvaluator(TokenEvaluator):
     def token_losses(self, pattern: Pattern, batches: Sequence[int]) -> list[list[Floats]]:
         """See :class:`~sglang_indexcache.search.evaluators.TokenEvaluator`."""
         pattern.check_checkpoint(self.own)
-        pattern.check_unfolded("a search")
+        if self._slopes is None or pattern.suffix.slopes not in ("", self._slopes.digest):
+            pattern.check_unfolded("a search without its slopes")
         cut = self.calibration.batches
         return [[self._sequence(pattern, ids) for ids in cut[batch]] for batch in batches]
 
@@ -129,7 +138,7 @@ class TransformersEvaluator(TokenEvaluator):
             return nearest
         self._learn_arguments(len(ids))
         run = _Run(pattern)
-        with torch.no_grad(), share(self._model, pattern) as sharing:
+        with torch.no_grad(), self._share(pattern) as sharing:
             if nearest is None:
                 embedded = self._decoder.embed_tokens(self._tensor(ids))
                 hidden = _through(self._first, embedded, self._arguments)
@@ -146,6 +155,9 @@ class TransformersEvaluator(TokenEvaluator):
         self.layer_tokens += len(ids) * (self.num_layers - start)
         self._keep(runs, run)
         return run
+
+    def _share(self, pattern: Pattern) -> AbstractContextManager[SharedForward]:
+        return share(self._model, Resolved(pattern, "", slopes=self._slopes))
 
     def _tensor(self, ids: tuple[int, ...]) -> torch.Tensor:
         return torch.tensor([ids], device=self._model.device)
@@ -249,28 +261,46 @@ class TransformersEvaluator(TokenEvaluator):
         Raises:
             SearchError: the model's attention does not tell its weights.
         """
+        return self._kept(batch, folded=False)
+
+    def folded_mass(self, batch: int) -> Floats:
+        """Compare the same, and how much each head finds on folded lists.
+
+        Returns:
+            ``[N, 2 N]`` float64; the last N columns are :meth:`kept_mass`, and (i, j), j <= i, of
+            the first is the same on layer j's folded list. Of a layer that does not fold, that is
+            the list which it has.
+        """
+        return self._kept(batch, folded=True)
+
+    def _kept(self, batch: int, *, folded: bool) -> Floats:
         cut, masks = self.calibration.batches, self.calibration.batch_counted
         pairs = [*zip(cut[batch], masks[batch], strict=True)]
-        sums = [self._mass(ids, torch.from_numpy(np.flatnonzero(mask))) for ids, mask in pairs]
+        sums = [
+            self._mass(ids, torch.from_numpy(np.flatnonzero(mask)), folded=folded)
+            for ids, mask in pairs
+        ]
         mass = np.sum(sums, axis=0) / sum(int(mask.sum()) for _, mask in pairs)
         return lost_by_worst_head(mass)
 
-    def _mass(self, ids: tuple[int, ...], queries: torch.Tensor) -> Floats:
+    def _mass(self, ids: tuple[int, ...], queries: torch.Tensor, *, folded: bool = False) -> Floats:
         """Return ``[N, N, heads]``: a layer's attention on each list, summed over ``queries``.
 
-        Of layer 0, which has no other list, all is 0.
+        With the folded lists before them ``[N, 2 N, heads]``. Of layer 0, which has no other list,
+        all is 0.
         """
         run = self.run(self.own, ids)
         self._learn_arguments(len(ids))
         device = self._model.device
-        lists = [indices[0, ..., queries.to(indices.device), :].long() for indices in run.indices]
+        whole = [*(self._folded_lists(run) if folded else ()), *run.indices]
+        lists = [indices[0, ..., queries.to(indices.device), :].long() for indices in whole]
         heads = int(self._decoder.config.num_attention_heads)
         block = getattr(self._attention(0).indexer, "block_size", 1)  # of tokens, in MiniMax-M3
         entries = -(-len(ids) // block)
         everything = torch.arange(entries, device=device).expand(*run.indices[0].shape[:-1], -1)
         if block > 1:
             lists = [by_head(each, heads, end=entries) for each in lists]
-        mass = np.zeros((self.num_layers, self.num_layers, heads))
+        mass = np.zeros((self.num_layers, len(lists), heads))
         barred = Pattern.from_layers(self.num_layers, [0])  # no later layer selects by itself
         with torch.no_grad(), share(self._model, barred) as sharing:
             for layer in range(1, self.num_layers):
@@ -278,10 +308,24 @@ class TransformersEvaluator(TokenEvaluator):
                 weights = self._weights(layer, run.hidden[layer], sharing)[:, queries]
                 if block > 1:
                     weights = by_block(weights, block)
-                for j in range(layer + 1):
-                    on_list = weights.gather(-1, lists[j].expand(heads, -1, -1))
-                    mass[layer, j] = on_list.double().sum((1, 2)).cpu().numpy()
+                for column, indices in enumerate(lists):
+                    if column % self.num_layers <= layer:
+                        on_list = weights.gather(-1, indices.expand(heads, -1, -1))
+                        mass[layer, column] = on_list.double().sum((1, 2)).cpu().numpy()
         return mass
+
+    def _folded_lists(self, run: _Run) -> list[torch.Tensor]:
+        """Return what each layer that folds selects by its folded score, others by their own."""
+        assert self._slopes is not None
+        by_layer = zip(self.own.layers, self._slopes.by_layer, strict=True)
+        letters = "".join(c if c == SHARED or n is None else FOLDED for c, n in by_layer)
+        lists: list[torch.Tensor] = []
+        with torch.no_grad(), self._share(Pattern(letters)) as sharing:
+            for layer in range(self.num_layers):
+                self._layer(layer, run.hidden[layer], sharing)
+                assert sharing.indices is not None
+                lists.append(sharing.indices)
+        return lists
 
     def _weights(self, layer: int, hidden: torch.Tensor, sharing: SharedForward) -> torch.Tensor:
         """Run ``layer`` and return its attention's weights, ``[heads, length, length]`` float32."""
@@ -345,13 +389,17 @@ def lost_by_worst_head(mass: Floats) -> Floats:
     """Return 1 less what the head that loses most loses under each earlier layer's list.
 
     Args:
-        mass: ``[N, N, heads]``, the share of a head's attention in layer i on layer j's list.
+        mass: ``[N, N, heads]``, the share of a head's attention in layer i on layer j's list; or
+            ``[N, 2 N, heads]`` with the folded lists before them.
 
     Returns:
-        ``[N, N]`` float64, 1 on the diagonal and 0 above it.
+        The same without heads, float64; of the last N columns 1 on the diagonal, and 0 above it as
+        of the first.
     """
-    own_mass = np.einsum("iih->ih", mass)[:, None]
-    matrix: Floats = np.tril(1 + (mass - own_mass).min(axis=2))
+    count = len(mass)
+    own_mass = np.einsum("iih->ih", mass[:, -count:])[:, None]
+    kept = 1 + (mass - own_mass).min(axis=2)
+    matrix: Floats = kept * np.tile(np.tri(count), kept.shape[1] // count)
     return matrix
 
 
@@ -362,5 +410,8 @@ def hold(sharing: SharedForward, layer: int, indices: torch.Tensor) -> None:
 
 def common_layers(first: Pattern, second: Pattern) -> int:
     """Return the number of first layers that two patterns treat the same."""
-    layers = range(len(first))
-    return next((i for i in layers if first.is_full(i) != second.is_full(i)), len(first))
+
+    def how(pattern: Pattern, layer: int) -> tuple[str, int]:
+        return pattern.layers[layer], pattern.fold_at(layer)
+
+    return next((i for i in range(len(first)) if how(first, i) != how(second, i)), len(first))

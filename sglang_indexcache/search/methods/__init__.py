@@ -6,13 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.ledger import Ledger, Step
 from sglang_indexcache.search.methods.fast import Descent
 from sglang_indexcache.search.methods.forward import Ascent
 from sglang_indexcache.search.methods.greedy import Greedy
 from sglang_indexcache.search.methods.pairwise import Pairwise
-from sglang_indexcache.search.rules import Targets
+from sglang_indexcache.search.rules import Proposal, Targets
 
 
 class Method(Protocol):
@@ -30,11 +29,11 @@ class Method(Protocol):
     def is_refined(self) -> bool:
         """Whether a refinement by loss belongs to it; if not, its cost is :meth:`least`."""
 
-    def descend(self, ledger: Ledger, targets: Targets, budget: int) -> Iterator[Step | Pattern]:
+    def descend(self, ledger: Ledger, targets: Targets, budget: int) -> Iterator[Step | Proposal]:
         """Yield the start as a step, then what it finds on its way.
 
-        A step that arrives at a mark, and a pattern with as many F layers as a mark, is an answer
-        for that mark; whoever takes it measures it on all batches, and keeps the best of several.
+        A step that arrives at a mark is an answer for it, too; whoever takes an answer measures it
+        on all batches, and keeps the best of several.
         ``budget`` is in tokens, is :meth:`least` or more, and pays for everything that is asked
         for until the last mark's answer is measured.
         """
@@ -64,7 +63,7 @@ class Walks:
         """See :class:`Method`."""
         return len(self.ways)
 
-    def descend(self, ledger: Ledger, targets: Targets, budget: int) -> Iterator[Step | Pattern]:
+    def descend(self, ledger: Ledger, targets: Targets, budget: int) -> Iterator[Step | Proposal]:
         """See :class:`Method`; the start comes once for each way."""
         end = ledger.spent + budget
         if self.start is not None:

@@ -31,7 +31,7 @@ from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.ledger import Ledger, Step
 from sglang_indexcache.search.methods.greedy import evaluations
 from sglang_indexcache.search.race import race
-from sglang_indexcache.search.rules import Constraints, Targets
+from sglang_indexcache.search.rules import Constraints, Proposal, Targets
 
 _MEMORY = 64
 """Re-measurements from which the margin is taken."""
@@ -51,7 +51,7 @@ class Descent:
     looks_per_step = 4
     """Candidates that a step is expected to look at: two neighbours, the oldest, one more."""
 
-    def walk(self, ledger: Ledger, budget: int) -> Iterator[Step | Pattern]:
+    def walk(self, ledger: Ledger, budget: int) -> Iterator[Step | Proposal]:
         """Search along it, as :class:`~sglang_indexcache.search.methods.Method` says.
 
         A budget that pays for exhaustive greedy is spent on exactly that.

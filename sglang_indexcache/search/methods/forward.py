@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.ledger import Ledger, Step
 from sglang_indexcache.search.methods.fast import Descent, FastGreedy, least_subset
+from sglang_indexcache.search.rules import Proposal
 
 
 @dataclass(frozen=True)
@@ -22,12 +23,12 @@ class Ascent(Descent):
     looks_per_step = 6
     """The best of old measurements, and those behind it that turn out to be too good."""
 
-    def walk(self, ledger: Ledger, budget: int) -> Iterator[Step | Pattern]:
+    def walk(self, ledger: Ledger, budget: int) -> Iterator[Step | Proposal]:
         """See :class:`Descent`; the fewest F layers come first."""
         start, end = self.constraints.start, ledger.spent + budget
         yield ledger.step(start, start, None, candidates=1)
-        if self.targets.mark_at(self.constraints.fewest):
-            yield self.begin
+        if mark := self.targets.mark_at(self.constraints.fewest):
+            yield Proposal(mark, self.begin)
         steps = FastGreedy(ledger, self, end - ledger.spent).steps()
         next(steps)  # the start again
         yield from steps

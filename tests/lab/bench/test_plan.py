@@ -107,6 +107,9 @@ def test_folded_patterns_are_called_composed(tmp_path: Path) -> None:
         "1/4+c4 (22 F, 0 L of 78, composed)",
     ]  # fmt: skip
     assert [row[1].startswith("at most ") for row in rows[2:5]] == [False, False, True]
+    prefixes = range(0, 32_768, 8192)
+    price = sum(folded_chunk(x) - 2 for x in prefixes) / sum(1e-3 * x for x in prefixes)
+    assert rows[5] == ("price of an L layer (F 1, S 0), for search --fold-price", f"{price:.2f}")
     found = plan_to_json(source, patterns, [32_768])["gains"]
     assert [one["at_most"] for one in found[:3]] == [False, False, True]
     assert [one["folded"] for one in found[:3]] == [False, True, True]
