@@ -9,7 +9,8 @@
 other text how many of the exact picks are missed; ``ask`` runs the model under every configuration,
 row by row. With ``--books`` MODEL is SmolLM2 as ``benchmarks.smollm2`` builds it, run and asked by
 that package's fast forward and held-out books; without it, a checkpoint in transformers with the
-small checkpoint's tasks. Float32, one thread, on a CPU; started again, each goes on where it was.
+small checkpoint's tasks. Float32, on a CPU with one thread; started again, each goes on where it
+was.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from benchmarks.smollm2.workers import one_thread
 from sglang_indexcache.errors import QualityError
 from sglang_indexcache.fold import IndexRow
 from sglang_indexcache.study.journal import Journal, claim
-from sglang_indexcache.study.provenance import checkpoint_digest
+from sglang_indexcache.study.provenance import checkpoint_digest, machine
 from sglang_indexcache.support.files import replacing, write_json
 
 SAMPLED = 112
@@ -52,11 +53,15 @@ class Study:
         work: everything is kept here.
         topk: tokens that a query attends to.
         length: of every text, in tokens.
+        device: that SmolLM2 runs on.
     """
 
-    def __init__(self, folder: Path, books: Path | None, work: Path, topk: int, length: int):
+    def __init__(
+        self, folder: Path, books: Path | None, work: Path, topk: int, length: int, device: str
+    ):
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        self.model: Model = InLean(folder) if books else InTransformers(folder)
+        self.model: Model = InLean(folder, device) if books else InTransformers(folder)
+        self.device = device if books else "cpu"
         self.texts: Texts = BooksAndCode(books, tokenizer) if books else Code(tokenizer)
         self.kind = self.texts.kinds[0]
         self.work, self.topk, self.length = work, topk, length
@@ -70,6 +75,8 @@ class Study:
         }
         work.mkdir(parents=True, exist_ok=True)
         claim(work / "model.json", self.facts, "study of folding", QualityError)
+        if not (work / "machine.json").exists():  # the report may be written on another
+            write_json(work / "machine.json", machine())
 
     # -- what the indexers multiply ---------------------------------------------------------------
 
@@ -82,14 +89,15 @@ class Study:
             found = self.model.inputs(text(kind, number, self.length), self.topk, queries)
             path.parent.mkdir(exist_ok=True)
             with replacing(path) as part_of:
-                torch.save([_cast(row, torch.bfloat16) for row in found], part_of)
+                torch.save([_cast(row, torch.bfloat16, "cpu") for row in found], part_of)
             print(path.name, flush=True)
-        return [_cast(row, torch.float32) for row in torch.load(path, weights_only=False)]
+        rows = torch.load(path, weights_only=False)
+        return [_cast(row, torch.float32, self.device) for row in rows]
 
     def slopes(self, fit: str, kind: str, texts: int = FITTED) -> torch.Tensor:
         """``[layers, H]`` of one fit over the first so many texts of a kind; computed once."""
         if fit == PLAIN:
-            return torch.ones(self.model.layers, self.model.heads)
+            return torch.ones(self.model.layers, self.model.heads, device=self.device)
         name = f"{fit}, {kind}, {texts} x {self.length}, k {self.topk}"
         path = self.work / "fits" / f"{name.replace(' ', '-')}.pt"
         if not path.exists():
@@ -100,7 +108,7 @@ class Study:
             with replacing(path) as part:
                 torch.save(found, part)
             print(path.name, flush=True)
-        return torch.load(path)
+        return torch.load(path).to(self.device)
 
     def fit(self) -> None:
         """Fit slopes in every way."""
@@ -169,8 +177,9 @@ class Study:
                     yield f"{name} right", float(right.float().mean())
 
 
-def _cast(row: IndexRow, dtype: torch.dtype) -> IndexRow:
-    return IndexRow(row.queries.to(dtype), row.keys.to(dtype), row.weights, row.visible)
+def _cast(row: IndexRow, dtype: torch.dtype, device: str) -> IndexRow:
+    queries, keys = row.queries.to(device, dtype), row.keys.to(device, dtype)
+    return IndexRow(queries, keys, row.weights.to(device), row.visible.to(device))
 
 
 def main() -> None:
@@ -181,6 +190,7 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("work", type=Path, nargs="+")
     parser.add_argument("--books", type=Path, help="SmolLM2's cache: MODEL is SmolLM2")
+    parser.add_argument("--device", default="cpu", help="with --books: cpu or cuda")
     parser.add_argument("--topk", type=int, default=128)
     parser.add_argument("--length", type=int, default=2048, help="tokens of every text")
     parser.add_argument("--rows", type=int, default=8, help="of ask")
@@ -193,7 +203,8 @@ def main() -> None:
         report(arguments.work, arguments.output, arguments.command)
         return
     work, books = arguments.work[0], arguments.books
-    study = Study(arguments.model, books, work, arguments.topk, arguments.length)
+    sizes = arguments.topk, arguments.length
+    study = Study(arguments.model, books, work, *sizes, arguments.device)
     if arguments.what == "fit":
         study.fit()
     elif arguments.what == "missed":

@@ -69,8 +69,8 @@ def least_squares(rows: Rows, topk: int) -> torch.Tensor:
     left, right = torch.zeros(heads, heads).double(), torch.zeros(heads).double()
     for lines, exact, visible in _parts([near(row, topk) for row in rows]):
         flat = centred(lines, visible[:, None]).transpose(0, 1).flatten(1)
-        left += (flat @ flat.T).double()
-        right += (flat @ centred(exact, visible).flatten()).double()
+        left += (flat @ flat.T).double().cpu()
+        right += (flat @ centred(exact, visible).flatten()).double().cpu()
     ridge = RIDGE * left.diagonal().mean() * torch.eye(heads, dtype=torch.float64)
     return torch.linalg.solve(left + ridge, right).float()
 

@@ -98,10 +98,11 @@ class InLean(lean.Lean):
 
     Args:
         folder: of the checkpoint.
+        device: a torch device's name.
     """
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
+    def __init__(self, folder: Path, device: str = "cpu") -> None:
+        super().__init__(folder, device=device)
         self.heads, self.width = self.index_heads, self.form.rope
         self._every = Pattern.full(self.layers)
         self._select: Select | None = None
@@ -118,7 +119,7 @@ class InLean(lean.Lean):
         """See :class:`Model`; attention is dense here, for the indexers were trained so."""
         del topk
         rows: list[IndexRow] = []
-        seen = lean.causal(slice(0, len(ids)))
+        seen = self.causal(slice(0, len(ids)))
 
         def keep(number: int, read: torch.Tensor) -> None:
             rows.append(copied(self._row(number, read, seen).part(queries)))
@@ -130,17 +131,17 @@ class InLean(lean.Lean):
         """Return a mask ``[rows, S]`` for each block, as ``select`` says if there is one."""
         if self._select is None:
             return super().selected(number, read)
-        seen = lean.causal(slice(0, len(read)))
+        seen = self.causal(slice(0, len(read)))
 
         def blocks() -> Iterator[IndexRow]:
             whole = self._row(number, read, seen)
-            for rows in lean.row_blocks(len(read)):
+            for rows in self.row_blocks(len(read)):
                 part = whole.part(rows)
                 visible = part.visible[..., : rows.stop]
                 yield IndexRow(part.queries, part.keys[:, : rows.stop], part.weights, visible)
 
         masks = self._select(number, blocks)
-        both = zip(masks, lean.row_blocks(len(read)), strict=True)
+        both = zip(masks, self.row_blocks(len(read)), strict=True)
         return [mask[0] & seen[rows, : rows.stop] for mask, rows in both]
 
     def _row(self, number: int, read: torch.Tensor, seen: torch.Tensor) -> IndexRow:

@@ -74,7 +74,9 @@ def report(works: list[Path], output: Path, command: str) -> None:
     models = []
     for work in works:
         model = json.loads((work / "model.json").read_text())
-        model |= {"command": command, "machine": machine()}
+        asked_on = work / "machine.json"
+        asked = json.loads(asked_on.read_text()) if asked_on.exists() else machine()
+        model |= {"command": command, "machine": asked}
         model["missed"] = missed_of(work / "missed")
         model["answers"] = [answers(path, model) for path in sorted(work.glob("answers-*.jsonl"))]
         models.append(model)

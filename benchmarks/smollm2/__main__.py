@@ -41,12 +41,12 @@ def table(cells: list[dict[str, Any]]) -> str:
 
 
 def measured(
-    folder: Path, cache: Path, lengths: list[int], topks: list[int], count: int
+    folder: Path, cache: Path, lengths: list[int], topks: list[int], count: int, device: str
 ) -> list[dict[str, Any]]:
     """Return for each length its lines, SmolLM2 itself first."""
     from transformers import AutoTokenizer
 
-    model = Lean(folder)
+    model = Lean(folder, device=device)
     books = Books(cache, AutoTokenizer.from_pretrained(folder))
     arms = [Arm("SmolLM2", original=True), Arm("converted, dense")]
     arms += [Arm(f"DSA, index_topk {topk}", full(model), topk) for topk in topks]
@@ -71,6 +71,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("action", choices=("build", "measure"))
     parser.add_argument("folder", nargs="?", type=Path, help="default: below the cache")
     parser.add_argument("--cache", type=Path, default=CACHE)
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--base", type=Path, help="the wheel or the GGUF file, or their folder")
     parser.add_argument("--variant", choices=VARIANTS, default="built")
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096, 8192])
@@ -81,9 +82,12 @@ def main(argv: list[str] | None = None) -> None:
     report: list[dict[str, Any]] = []
     if arguments.action == "build":
         variant = VARIANTS[arguments.variant]
-        report = build(folder, arguments.cache, variant, arguments.base, _say)
+        report = build(
+            folder, arguments.cache, variant, arguments.base, _say, device=arguments.device
+        )
         arguments.lengths, arguments.topks, arguments.rows = [1024], [128], 2
-    cells = measured(folder, arguments.cache, arguments.lengths, arguments.topks, arguments.rows)
+    sizes = arguments.lengths, arguments.topks, arguments.rows
+    cells = measured(folder, arguments.cache, *sizes, arguments.device)
     record = {
         "what": "text loss and recall of SmolLM2, its converted form, and its DSA form",
         "command": arguments.command,

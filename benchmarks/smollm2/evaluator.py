@@ -103,7 +103,8 @@ class LeanEvaluator:
                 own = model.attend(inputs, own_list).float()
                 for other, inherited in enumerate(lists):
                     output = model.attend(inputs, inherited).float()
-                    matrix[layer, other] = torch.cosine_similarity(own, output, dim=-1).mean()
+                    alike = torch.cosine_similarity(own, output, dim=-1)
+                    matrix[layer, other] = float(alike.mean())
                 lists.append(own_list)
             before = stream
 
@@ -133,12 +134,13 @@ class LeanEvaluator:
         )
         asked = torch.zeros(len(row.ids), dtype=torch.bool)
         asked[self._places[batch] - 1] = True
+        asked = asked.to(model.device)
         mass = np.zeros((model.layers, model.layers, model.form.heads))
         for layer, read in enumerate(reads):
             for number, rows, weights in model.weights(model.project(layer, read, turned)):
                 masks = torch.stack([own[number] for own in lists[1 : layer + 2]])[:, asked[rows]]
                 on_lists = torch.einsum("hrs,irs->ih", weights[:, asked[rows]], masks.float())
-                mass[layer, : layer + 1] += on_lists.double().numpy()
+                mass[layer, : layer + 1] += on_lists.double().cpu().numpy()
         return mass / int(asked.sum())
 
     def overlap(self, batch: int) -> Floats:
@@ -152,12 +154,12 @@ class LeanEvaluator:
         model.hidden(
             ids, Pattern.full(model.layers), note=lambda _number, _stream, own: lists.append(own)
         )
-        total, queries = torch.zeros(model.layers, model.layers, dtype=torch.float64), 0
+        total, queries = np.zeros((model.layers, model.layers)), 0
         for blocks in zip(*lists[1:], strict=True):  # there is none before the first layer
             masks = torch.stack(blocks)
             _, asked, reach = masks.shape
-            choosing = torch.arange(reach - asked, reach) >= model.topk
+            choosing = torch.arange(reach - asked, reach, device=model.device) >= model.topk
             flat = masks[:, choosing].flatten(1).float()
-            total += (flat @ flat.T).double() / model.topk
+            total += (flat @ flat.T).double().cpu().numpy() / model.topk
             queries += int(choosing.sum())
-        return np.asarray(total / queries)
+        return total / queries

@@ -103,33 +103,46 @@ class Layer:
         number: the layer.
         indexer: transformers' indexer of it, trained in place.
         reads: of each row what the layer reads, ``[T, hidden]``.
+        device: that the indexer is trained on, and moved to.
     """
 
     def __init__(
-        self, model: Lean, number: int, indexer: Any, reads: Sequence[torch.Tensor]
+        self,
+        model: Lean,
+        number: int,
+        indexer: Any,
+        reads: Sequence[torch.Tensor],
+        device: str = "cpu",
     ) -> None:
         full = Pattern.from_layers(model.layers, range(model.layers))
-        self.indexer = LightningIndexer(indexer, True, Sharing(full, model.topk))
-        self.reads, self.model = reads, model
+        self.indexer = LightningIndexer(indexer.to(device), True, Sharing(full, model.topk))
+        self.reads, self.model = [read.to(device) for read in reads], model
         turned = [model.rotation(len(read)) for read in reads]
-        self._rotation = [tuple(part[None] for part in both) for both in turned]
+        self._rotation = [tuple(part[None].to(device) for part in both) for both in turned]
         with torch.no_grad():
             self._attention = [
-                model.project(number, read, both) for read, both in zip(reads, turned, strict=True)
+                model.project(number, read, both).to(device)
+                for read, both in zip(reads, turned, strict=True)
             ]
 
     def asked(self, row: int, places: torch.Tensor) -> tuple[IndexInputs, AttentionInputs, Layout]:
         """Return the inputs of the losses for the queries at ``places`` of a row."""
         read, attention = self.reads[row][None], self._attention[row]
+        places = places.to(read.device)
         index = self.indexer.inputs(read, read, self._rotation[row], places)
         target = AttentionInputs(
             attention.queries[None, :, places], attention.keys[None], self.model.form.width**-0.5
         )
-        documents = torch.zeros(1, read.shape[1], dtype=torch.int64)
+        documents = torch.zeros(1, read.shape[1], dtype=torch.int64, device=read.device)
         return index, target, Layout(documents, places)
 
-    def train(self, recipe: Recipe, seed: int) -> list[float]:
-        """Take the steps of a recipe; returns the mean loss of a query in each, in nats."""
+    def train(self, recipe: Recipe, seed: int, rows: int | None = None) -> list[float]:
+        """Take the steps of a recipe; returns the mean loss of a query in each, in nats.
+
+        Args:
+            rows: only the first so many.
+        """
+        rows = rows or len(self.reads)
         generator = torch.Generator().manual_seed(seed)
         optimizer = torch.optim.AdamW(
             self.indexer.parameters(), lr=recipe.rate, betas=(0.9, 0.95), weight_decay=0.0
@@ -140,7 +153,7 @@ class Layer:
             falling = 0.1 + 0.45 * (1 + math.cos(math.pi * step / total))
             for group in optimizer.param_groups:
                 group["lr"] = recipe.rate * warm * falling
-            row = step % len(self.reads)
+            row = step % rows
             places = torch.randint(64, len(self.reads[row]), (recipe.queries,), generator=generator)
             index, target, layout = self.asked(row, places.unique())
             sparse = step >= recipe.steps

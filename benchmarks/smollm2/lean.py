@@ -20,8 +20,8 @@ from torch.nn.functional import cross_entropy, layer_norm, linear, silu
 from benchmarks.smollm2.convert import Form
 from sglang_indexcache.pattern import Pattern
 
-BLOCK = 256
-"""Queries that are scored and attend at a time."""
+BLOCK, BLOCK_ON_GPU = 256, 1024
+"""Queries that are scored and attend at a time: larger blocks keep a GPU busy."""
 
 Tables = tuple[torch.Tensor, torch.Tensor]
 State = tuple[int, torch.Tensor, list[torch.Tensor]]
@@ -42,6 +42,10 @@ class Projected:
     keys: torch.Tensor
     values: torch.Tensor
 
+    def to(self, device: str) -> Projected:
+        """Return the same on a device."""
+        return Projected(*(part.to(device) for part in (self.queries, self.keys, self.values)))
+
 
 class Lean:
     """A converted checkpoint, frozen.
@@ -49,14 +53,18 @@ class Lean:
     Args:
         folder: written by ``build``.
         dtype: of matrix products; the rest is float32. Without AMX bfloat16 takes longer.
+        device: a torch device's name; what comes back lies there.
 
     Attributes:
         topk: tokens that a query attends to; set it to what is asked.
     """
 
-    def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, folder: Path, dtype: torch.dtype = torch.float32, device: str = "cpu"
+    ) -> None:
         config = json.loads((folder / "config.json").read_text())
-        stored = load_file(folder / "model.safetensors")
+        stored = load_file(folder / "model.safetensors", device=device)
+        self.device = torch.device(device)
         self.dtype, self.layers = dtype, int(config["num_hidden_layers"])
         self.topk = int(config["index_topk"])
         self.epsilon = float(config["rms_norm_eps"])
@@ -65,7 +73,7 @@ class Lean:
             int(config["num_attention_heads"]), int(config["qk_rope_head_dim"]) // width, width
         )
         self.index_heads = int(config["index_n_heads"])
-        self.frequencies = frequencies(config)
+        self.frequencies = frequencies(config).to(self.device)
         self._embedding = stored["model.embed_tokens.weight"]
         self._head, self._norm = stored["lm_head.weight"].to(dtype), stored["model.norm.weight"]
         self._layers = [self._layer(stored, number) for number in range(self.layers)]
@@ -126,7 +134,7 @@ class Lean:
                 would come, the residual stream, and the masks of the F layer before it.
             start: what ``note`` was given: go on from there.
         """
-        first, stream, masks = start or (0, self._embedding[ids].float(), [])
+        first, stream, masks = start or (0, self._embedding[ids.to(self.device)].float(), [])
         turned = self.rotation(len(ids))
         for number in range(first, self.layers):
             if note is not None:
@@ -165,9 +173,9 @@ class Lean:
         """``[T, N * d]``; ``seen`` holds a mask ``[rows, S]`` for each block, None for causal."""
         groups = self.form.groups
         length, blocks = given.queries.shape[1], []
-        for number, rows in enumerate(row_blocks(length)):
+        for number, rows in enumerate(self.row_blocks(length)):
             reach = rows.stop
-            mask = causal(rows) if seen is None else seen[number]
+            mask = self.causal(rows) if seen is None else seen[number]
             folded = given.queries[:, rows].reshape(groups, -1, self.form.width)
             found = torch.nn.functional.scaled_dot_product_attention(
                 folded[None],
@@ -182,9 +190,9 @@ class Lean:
         """Yield each block's number, rows and attention to all visible keys, ``[N, rows, S]``."""
         groups, width = self.form.groups, self.form.width
         keys = given.keys.float().repeat_interleave(self.form.heads // groups, 0)
-        for number, rows in enumerate(row_blocks(given.queries.shape[1])):
+        for number, rows in enumerate(self.row_blocks(given.queries.shape[1])):
             scores = given.queries[:, rows].float() @ keys[:, : rows.stop].mT * width**-0.5
-            yield number, rows, scores.masked_fill_(~causal(rows), float("-inf")).softmax(-1)
+            yield number, rows, scores.masked_fill_(~self.causal(rows), float("-inf")).softmax(-1)
 
     def after(self, number: int, stream: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """Return the residual stream behind a layer."""
@@ -196,6 +204,7 @@ class Lean:
 
     def losses(self, stream: torch.Tensor, ids: torch.Tensor, places: torch.Tensor) -> Any:
         """Return the cross entropy of tokens at ``places`` in nats, and whether greedy is right."""
+        ids, places = ids.to(self.device), places.to(self.device)
         read = (self._normed(stream[places - 1]) * self._norm.float()).to(self.dtype)
         logits = [linear(part, self._head).float() for part in read.split(512)]
         wanted = ids[places].split(512)
@@ -212,7 +221,7 @@ class Lean:
         """Return a mask ``[rows, S]`` for each block: the ``topk`` best visible keys."""
         masks = []
         for rows, scores in self.scores(number, read):
-            mask = causal(rows)
+            mask = self.causal(rows)
             if rows.stop > self.topk:
                 best = scores.masked_fill_(~mask, float("-inf")).topk(self.topk).indices
                 mask = torch.zeros_like(mask).scatter_(-1, best, True) & mask
@@ -222,7 +231,7 @@ class Lean:
     def scores(self, number: int, read: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
         """Each block's rows and scores ``[rows, S]`` float32, those of unseen keys among them."""
         queries, keys, weights = self.index_inputs(number, read)
-        for rows in row_blocks(len(read)):
+        for rows in self.row_blocks(len(read)):
             if rows.stop <= self.topk:  # all are selected, whatever their scores
                 yield rows, torch.empty(0)
                 continue
@@ -244,8 +253,20 @@ class Lean:
 
     def rotation(self, length: int) -> Tables:
         """Cosine and sine by position and slot, ``[T, rope / 2]`` float32."""
-        angles = torch.arange(length)[:, None].float() * self.frequencies
+        angles = torch.arange(length, device=self.device)[:, None].float() * self.frequencies
         return angles.cos(), angles.sin()
+
+    # -- blocks of queries ----------------------------------------------------------------------
+
+    def row_blocks(self, length: int) -> Iterator[slice]:
+        """Yield blocks of queries, the first of them first."""
+        size = BLOCK if self.device.type == "cpu" else BLOCK_ON_GPU
+        return (slice(start, min(start + size, length)) for start in range(0, length, size))
+
+    def causal(self, rows: slice) -> torch.Tensor:
+        """``[rows, S]`` bool: what these queries see of the S keys up to the last of them."""
+        positions = torch.arange(rows.stop, device=self.device)
+        return positions <= positions[rows, None]
 
 
 def frequencies(config: dict[str, Any]) -> torch.Tensor:
@@ -258,13 +279,3 @@ def rotate(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.T
     """RoPE on neighbouring dimensions; the result has the first of each pair before the second."""
     first, second = x[..., 0::2], x[..., 1::2]
     return torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)
-
-
-def row_blocks(length: int) -> Iterator[slice]:
-    """Blocks of queries, the first of them first."""
-    return (slice(start, min(start + BLOCK, length)) for start in range(0, length, BLOCK))
-
-
-def causal(rows: slice) -> torch.Tensor:
-    """``[rows, S]`` bool: what these queries see of the S keys up to the last of them."""
-    return torch.arange(rows.stop) <= torch.arange(rows.start, rows.stop)[:, None]

@@ -71,7 +71,9 @@ def measure(
         done = {line.pop("key"): line for line in journal.entries}
         missing = [(number, arm) for number in range(len(rows)) for arm in arms]
         missing = [job for job in missing if _key(rows[job[0]], job[1]) not in done]
-        for count, (key, line) in enumerate(each(work, missing), 1):
+        # A GPU is busy with one, and cannot be used by forked workers.
+        measured = each(work, missing) if model.device.type == "cpu" else map(work, missing)
+        for count, (key, line) in enumerate(measured, 1):
             done[key] = line
             journal.write({"key": key, **line})
             say(f"{count} of {len(missing)}: {key} {line}")
@@ -109,7 +111,8 @@ def original_ladder(model: Lean) -> torch.Tensor:
     """``[rope / 2]``: the frequencies by slot that SmolLM2 was trained with."""
     base = float(1.0 / model.frequencies[1]) ** (len(model.frequencies) / STEEPNESS)
     steps = torch.arange(0, model.form.width, 2, dtype=torch.float64) / model.form.width
-    return (round(base) ** -steps).repeat_interleave(model.form.groups).float()
+    ladder = (round(base) ** -steps).repeat_interleave(model.form.groups).float()
+    return ladder.to(model.device)
 
 
 def _key(row: Row, arm: Arm) -> str:

@@ -173,6 +173,7 @@ def study_parser(description: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("model", type=Path)
     parser.add_argument("--cache", type=Path, default=CACHE)
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--batches", type=int, default=4, help="rows that are searched on")
     parser.add_argument("--search-length", type=int, default=1024)
     parser.add_argument("--search-topk", type=int, default=64)
@@ -213,17 +214,18 @@ def main(argv: list[str] | None = None) -> None:
     arguments = read_arguments(parser, "smollm2/searched", argv, QUICK)
     from transformers import AutoTokenizer
 
-    model = Lean(arguments.model)
+    model = Lean(arguments.model, device=arguments.device)
     books = Books(arguments.cache, AutoTokenizer.from_pretrained(arguments.model))
     digest = checkpoint_digest(arguments.model)
     chosen = rows(books, HELD_OUT, arguments.rows, arguments.length)
     searched_on = rows(books, SEARCH, arguments.batches, arguments.search_length)
     rules = Constraints.make(Pattern.full(model.layers))
     searches, matrix = [], None
+    in_flight = (os.cpu_count() or 1) if arguments.device == "cpu" else 1
     model.topk = arguments.search_topk
     for name in arguments.searches:
         method, _, score = name.partition(":")
-        evaluator = LeanEvaluator(model, searched_on, score, in_flight=os.cpu_count() or 1)
+        evaluator = LeanEvaluator(model, searched_on, score, in_flight)
         size = f"{len(searched_on)}-{arguments.search_length}-{model.topk}"
         journal = arguments.cache / "searches" / f"{digest[:12]}-{score}-{size}.jsonl"
         searches.append({"name": name, **search(evaluator, method, journal, digest, rules)})

@@ -1,4 +1,4 @@
-"""Work on two cores: a process each, with one thread, so that no bit depends on how many run."""
+"""Work on several cores: a process each, with one thread; no bit depends on how many run."""
 
 from __future__ import annotations
 
