@@ -115,8 +115,8 @@ class Attention(nn.Module):
         """
         latent = self.q_a(hidden)
         if self.indexer is not None:  # detached: the distillation must not train the model
-            own = self.indexer(hidden.detach(), latent.detach(), positions)
-            index = own, select_top_k(own, layout, TOPK)
+            index_inputs = self.indexer(hidden.detach(), latent.detach(), positions)
+            index = index_inputs, select_top_k(index_inputs, layout, TOPK)
         assert index is not None
         scored, selected = index
         compressed, turned = self.kv_a(hidden).split((KV_RANK, ROTATED), -1)
@@ -169,8 +169,8 @@ class Layer(nn.Module):
         self, hidden: torch.Tensor, index: Index | None, layout: Layout, positions: torch.Tensor
     ) -> tuple[torch.Tensor, Index, torch.Tensor]:
         """Run :meth:`Attention.forward`, where ``hidden`` holds this process's tokens."""
-        found, index, term = self.attention(self.norm_1(hidden), index, layout, positions)
-        hidden = hidden + found
+        attended, index, term = self.attention(self.norm_1(hidden), index, layout, positions)
+        hidden = hidden + attended
         return hidden + self.mlp(self.norm_2(hidden)), index, term
 
 
@@ -235,16 +235,16 @@ def train_step(
     """
     tokens = sum(ids[:, 1:].numel() for ids in batches)
     queries = sum(ids.numel() for ids in batches)
-    told = torch.zeros(2, dtype=torch.float64)
+    sums = torch.zeros(2, dtype=torch.float64)
     optimizer.zero_grad()
     for ids in batches:
         layout = Layout(torch.zeros_like(ids))
         logits, distilled = model(ids, layout)
         text = cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
         (text / tokens + distilled / queries).backward()
-        told += torch.stack((text.detach() / tokens, distilled.detach() / queries)).double()
+        sums += torch.stack((text.detach() / tokens, distilled.detach() / queries)).double()
     optimizer.step()
-    return float(told[0]), float(told[1])
+    return float(sums[0]), float(sums[1])
 
 
 def main() -> None:

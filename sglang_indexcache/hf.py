@@ -225,7 +225,9 @@ def _checkpoint(model: Any) -> tuple[Checkpoint, list[Any]]:
         pattern, layers = Pattern.from_indexer_types(types), tuple(range(len(attentions)))
         checkpoint = replace(checkpoint, own=pattern, layer_ids=layers)
     elif len(attentions) > checkpoint.num_layers:  # some layers attend to everything
-        attentions = [each for each in attentions if each.layer_idx in checkpoint.layer_ids]
+        attentions = [
+            attention for attention in attentions if attention.layer_idx in checkpoint.layer_ids
+        ]
     pattern = checkpoint.own
     if len(attentions) != len(pattern) or any(
         attentions[i].indexer is None for i in pattern.full_layers

@@ -40,8 +40,8 @@ def project(
         pairs = (turned[..., 0::2], turned[..., 1::2]) if interleaved else turned.chunk(2, dim=-1)
         first, second = pairs
         # The order of the rotated dimensions does not matter: queries and keys share it.
-        both = (first * cosine - second * sine, second * cosine + first * sine, rest)
-        return torch.cat(both, dim=-1)
+        parts = (first * cosine - second * sine, second * cosine + first * sine, rest)
+        return torch.cat(parts, dim=-1)
 
     cosine, sine = (table[..., :half] for table in rotation)
     keys = rotate(indexer.k_norm(indexer.wk(hidden)), cosine, sine)

@@ -59,8 +59,8 @@ class ModelShape:
         experts = 3 * self.moe_intermediate_size * (self.n_routed_experts + self.n_shared_experts)
         sparse = self.num_hidden_layers - self.first_k_dense_replace
         dense = 3 * self.intermediate_size * self.first_k_dense_replace
-        each = sparse * (experts + self.n_routed_experts) + dense + 2 * self.vocab_size
-        return self.hidden_size * each
+        parameters = sparse * (experts + self.n_routed_experts) + dense + 2 * self.vocab_size
+        return self.hidden_size * parameters
 
     def weight_bytes(self, gpus: int, dp: int, each: int) -> float:
         """All weights on one of ``gpus``, at ``each`` bytes a parameter.

@@ -43,20 +43,20 @@ class CommandLine:
 
     def unknown(self, app: Any) -> list[str]:
         """Words and flags that the command does not have; SGLang's own flags of doctor pass."""
-        command, rest = app, list(self.words[1:])
+        command, words = app, list(self.words[1:])
         while isinstance(command, click.Group) or hasattr(command, "commands"):
-            if not rest or rest[0].startswith("-"):
+            if not words or words[0].startswith("-"):
                 break
-            if rest[0] not in command.commands:
+            if words[0] not in command.commands:
                 return [" ".join(self.words[:3])]
-            command = command.commands[rest.pop(0)]
-        if "--" in rest:
-            rest = rest[: rest.index("--")]
+            command = command.commands[words.pop(0)]
+        if "--" in words:
+            words = words[: words.index("--")]
         options = {name for parameter in command.params for name in parameter.opts} | {"--help"}
         options |= {name for parameter in command.params for name in parameter.secondary_opts}
         if command.context_settings.get("ignore_unknown_options"):
             return []
-        flags = (word.split("=")[0] for word in rest if re.match(r"--?[a-z]", word))
+        flags = (word.split("=")[0] for word in words if re.match(r"--?[a-z]", word))
         return [flag for flag in flags if flag not in options]
 
 
@@ -88,5 +88,5 @@ def unknown_flags(line: str) -> list[str]:
     return [
         flag
         for flag in FLAG.findall(line)
-        if flag not in flags and sum(each.startswith(flag) for each in flags) != 1
+        if flag not in flags and sum(known_flag.startswith(flag) for known_flag in flags) != 1
     ]

@@ -84,7 +84,7 @@ def write_m3(folder: Path) -> Path:
         for name, shape in _shapes()
     }
     tensors["model.embed_tokens.weight"] *= HIDDEN**0.5
-    save_file({n: each.bfloat16() for n, each in tensors.items()}, folder / "model.safetensors")
+    save_file({n: tensor.bfloat16() for n, tensor in tensors.items()}, folder / "model.safetensors")
     return folder
 
 
@@ -135,25 +135,25 @@ def by_hand(model: Any, ids: torch.Tensor, pattern: str) -> torch.Tensor:
     hidden = decoder.embed_tokens(ids[None])
     turn = decoder.rotary_emb(hidden, position_ids=torch.arange(len(ids))[None])
     causal = torch.ones(len(ids), len(ids), dtype=torch.bool).tril()
-    seen = causal
+    selection = causal
     for layer in decoder.layers:
-        attention, read = layer.self_attn, layer.input_layernorm(hidden)
+        attention, inputs = layer.self_attn, layer.input_layernorm(hidden)
         visible = causal
         if attention.indexer is not None:
             if next(letters) == "F":
-                seen = chosen(attention.indexer, read, turn) & causal
-            visible = seen  # [groups, T, T]
-        hidden = hidden + attention.o_proj(_attend(attention, read, turn, visible))
+                selection = selected_blocks(attention.indexer, inputs, turn) & causal
+            visible = selection  # [groups, T, T]
+        hidden = hidden + attention.o_proj(_attend(attention, inputs, turn, visible))
         hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
     logits: torch.Tensor = model.lm_head(decoder.norm(hidden))[0]
     return logits
 
 
-def chosen(indexer: Any, read: torch.Tensor, turn: Any) -> torch.Tensor:
+def selected_blocks(indexer: Any, inputs: torch.Tensor, turn: Any) -> torch.Tensor:
     """``[groups, T, T]``: which keys are in the blocks that each query of a group chooses."""
-    length = read.shape[1]
-    queries = indexer.q_norm(indexer.q_proj(read).view(1, length, -1, 16)).transpose(1, 2)
-    keys = indexer.k_norm(indexer.k_proj(read).view(1, length, 1, 16)).transpose(1, 2)
+    length = inputs.shape[1]
+    queries = indexer.q_norm(indexer.q_proj(inputs).view(1, length, -1, 16)).transpose(1, 2)
+    keys = indexer.k_norm(indexer.k_proj(inputs).view(1, length, 1, 16)).transpose(1, 2)
     queries, keys = apply_rotary_pos_emb(queries, keys, *turn)
     scores = (queries @ keys.transpose(-1, -2))[0]
     result = torch.zeros(scores.shape, dtype=torch.bool)
@@ -168,12 +168,12 @@ def chosen(indexer: Any, read: torch.Tensor, turn: Any) -> torch.Tensor:
     return result
 
 
-def _attend(attention: Any, read: torch.Tensor, turn: Any, visible: torch.Tensor) -> torch.Tensor:
+def _attend(attention: Any, inputs: torch.Tensor, turn: Any, visible: torch.Tensor) -> torch.Tensor:
     """``[1, T, heads * 16]``: attention to what is ``visible``, by head or by group."""
-    length = read.shape[1]
-    q = attention.q_norm(attention.q_proj(read).view(1, length, 4, 16)).transpose(1, 2)
-    k = attention.k_norm(attention.k_proj(read).view(1, length, 2, 16)).transpose(1, 2)
-    values = attention.v_proj(read).view(length, 2, 16)
+    length = inputs.shape[1]
+    q = attention.q_norm(attention.q_proj(inputs).view(1, length, 4, 16)).transpose(1, 2)
+    k = attention.k_norm(attention.k_proj(inputs).view(1, length, 2, 16)).transpose(1, 2)
+    values = attention.v_proj(inputs).view(length, 2, 16)
     q, k = apply_rotary_pos_emb(q, k, *turn)
     heads = []
     for head in range(4):

@@ -184,9 +184,9 @@ def _folding(indexer: Any, line: torch.Tensor, factor: int) -> Callable[..., tor
         if factor == 1:
             return selection
         mask = kwargs["attention_mask"]
-        others = torch.ones(*selection.shape[:2], mask.shape[-1], dtype=torch.bool)
-        others.scatter_(-1, selection.long(), False)
-        mask = mask.expand(*others.shape).masked_fill(others, torch.finfo(mask.dtype).min)
+        unselected = torch.ones(*selection.shape[:2], mask.shape[-1], dtype=torch.bool)
+        unselected.scatter_(-1, selection.long(), False)
+        mask = mask.expand(*unselected.shape).masked_fill(unselected, torch.finfo(mask.dtype).min)
         second: torch.Tensor = original(**{**kwargs, "attention_mask": mask})
         return second
 

@@ -22,13 +22,13 @@ def sizes() -> list[tuple[str, int, int | None]]:
     """Return what is counted, how many there are, and how many were planned."""
     rows: list[tuple[str, int, int | None]] = []
     for folder, planned in PLANNED_LINES.items():
-        paths = [each for each in (ROOT / folder).rglob("*.py") if REHEARSAL not in each.parents]
+        paths = [path for path in (ROOT / folder).rglob("*.py") if REHEARSAL not in path.parents]
         rows.append((f"lines of {folder}/", _lines(paths), planned))
     rows.append(("lines of tests/rehearsal/", _lines(list(REHEARSAL.rglob("*.py"))), None))
     modules = list((ROOT / "sglang_indexcache").rglob("*.py"))
     rows.append(("modules of sglang_indexcache/", len(modules), PLANNED_MODULES))
     rows.append(("commands", len(COMMANDS), PLANNED_COMMANDS))
-    parameters = [each.name for command in COMMANDS.values() for each in command.params]
+    parameters = [parameter.name for command in COMMANDS.values() for parameter in command.params]
     options = [name for name in parameters if name not in OF_EVERY_COMMAND]
     rows.append(("options and arguments", len(options), None))
     return rows

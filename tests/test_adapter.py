@@ -88,12 +88,12 @@ def test_a_kill_at_any_moment_leaves_a_whole_adapter_or_none(
 
     before = tmp_path_factory.mktemp("before") / "adapter"
     shutil.copytree(adapter.folder, before)
-    seen = set()
+    digests = set()
     for _ in kill_at_each_touch(replace):
-        seen.add(Adapter.read(adapter.folder).digest if adapter.folder.exists() else None)
+        digests.add(Adapter.read(adapter.folder).digest if adapter.folder.exists() else None)
         put_back()
     again = replace()
-    assert seen == {adapter.digest, None, again.digest}
+    assert digests == {adapter.digest, None, again.digest}
     assert [path.name for path in adapter.folder.parent.iterdir()] == ["adapter"]
 
 
@@ -144,13 +144,13 @@ def test_another_pattern(adapter: Adapter) -> None:
 
 
 def test_another_base(adapter: Adapter, tmp_path: Path) -> None:
-    other = tmp_path / "other"
-    shutil.copytree(CHECKPOINT, other)
-    weights = load_file(other / "model.safetensors")
+    changed = tmp_path / "other"
+    shutil.copytree(CHECKPOINT, changed)
+    weights = load_file(changed / "model.safetensors")
     weights["model.norm.weight"] = weights["model.norm.weight"] * 2
-    save_file(weights, other / "model.safetensors")
+    save_file(weights, changed / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"trained on tiny-dsa .* is another checkpoint"):
-        adapter.check(other, PATTERN)
+        adapter.check(changed, PATTERN)
 
 
 @pytest.mark.parametrize(

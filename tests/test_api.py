@@ -19,14 +19,14 @@ def loaded_by(code: str) -> set[str]:
     """Modules that a fresh interpreter has after ``code`` and had not before it."""
     program = f"import json, sys; before = set(sys.modules)\n{code}\n"
     program += "print(json.dumps(sorted(set(sys.modules) - before)))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return set(json.loads(done.stdout))
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    return set(json.loads(process.stdout))
 
 
 def test_the_import_loads_nothing_else() -> None:
-    found = {name.split(".")[0] for name in loaded_by("import sglang_indexcache")}
-    assert found - set(sys.stdlib_module_names) == {"sglang_indexcache"}
+    packages = {name.split(".")[0] for name in loaded_by("import sglang_indexcache")}
+    assert packages - set(sys.stdlib_module_names) == {"sglang_indexcache"}
     assert "sglang_indexcache.pattern" not in loaded_by("import sglang_indexcache")
 
 
@@ -42,14 +42,14 @@ def test_every_public_name_is_there(name: str) -> None:
 def test_the_types_are_those_of_the_table() -> None:
     """Type checkers read imports, not the table."""
     [block] = [node for node in ast.parse(SOURCE.read_text()).body if isinstance(node, ast.If)]
-    said = {
+    public = {
         alias.name: node.module
         for node in block.body
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
         if alias.name == alias.asname  # the form that says: this is public
     }
-    assert said == {n: f"sglang_indexcache.{m}" for n, m in sglang_indexcache._MODULES.items()}
+    assert public == {n: f"sglang_indexcache.{m}" for n, m in sglang_indexcache._MODULES.items()}
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
@@ -61,8 +61,8 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 @pytest.mark.parametrize("name", ["Checkpoint", "Client", "Library", "Pattern", "share"])
 def test_light_names_load_neither_torch_nor_sglang(name: str) -> None:
-    loaded = loaded_by(f"from sglang_indexcache import {name}")
-    assert not loaded & {"torch", "numpy", "transformers", "sglang"}
+    modules = loaded_by(f"from sglang_indexcache import {name}")
+    assert not modules & {"torch", "numpy", "transformers", "sglang"}
 
 
 def test_the_package_says_that_it_is_typed() -> None:

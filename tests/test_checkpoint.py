@@ -89,8 +89,8 @@ def test_minimax_m3_as_it_was_published_and_as_transformers_writes_it() -> None:
     from transformers import MiniMaxM3VLConfig
 
     published = {"architectures": [M3], "text_config": PUBLISHED_M3}
-    read = MiniMaxM3VLConfig(**published)
-    for form in (published, read, read.to_dict()):
+    parsed = MiniMaxM3VLConfig(**published)
+    for form in (published, parsed, parsed.to_dict()):
         checkpoint = Checkpoint.from_config(form)
         assert checkpoint.layer_ids == (2, 3, 4, 5)
         assert checkpoint.own == Pattern("FFFF")
@@ -184,11 +184,11 @@ def test_unusable_models_are_one_clear_error(fields: dict[str, Any], message: st
 )
 def test_a_field_of_another_type_is_named(name: str, value: Any, must: str) -> None:
     fields = {**config(), name: value}
-    for made in (fields, SimpleNamespace(**fields)):
-        with pytest.raises(CheckpointError) as raised:
-            Checkpoint.from_config(made, "the model")
-        assert f"the config of the model is malformed: {name} is " in str(raised.value)
-        assert must in str(raised.value)
+    for form in (fields, SimpleNamespace(**fields)):
+        with pytest.raises(CheckpointError) as error:
+            Checkpoint.from_config(form, "the model")
+        assert f"the config of the model is malformed: {name} is " in str(error.value)
+        assert must in str(error.value)
 
 
 def test_every_field_of_another_type_is_named() -> None:
@@ -221,14 +221,14 @@ LIKELY = st.sampled_from(
     fields=st.dictionaries(st.sampled_from((*FORMS, "index_x")), JSON | LIKELY, max_size=4),
 )
 def test_any_config_is_read_or_refused(architecture: str, fields: dict[str, Any]) -> None:
-    for made in (config(architecture) | fields, SimpleNamespace(**config(architecture) | fields)):
+    for form in (config(architecture) | fields, SimpleNamespace(**config(architecture) | fields)):
         with suppress(CheckpointError):
-            checkpoint = Checkpoint.from_config(made)
+            checkpoint = Checkpoint.from_config(form)
             assert len(checkpoint.own) == checkpoint.num_layers > 0
 
 
 @pytest.mark.parametrize(
-    ("written", "message"),
+    ("content", "message"),
     [
         (b"null", "is not a model's config"),
         (b"[]", "is not a model's config"),
@@ -239,15 +239,15 @@ def test_any_config_is_read_or_refused(architecture: str, fields: dict[str, Any]
         (b'{"architectures": 5}', "config.json is malformed: architectures is 5"),
     ],
 )
-def test_a_file_that_is_no_config(tmp_path: Path, written: bytes, message: str) -> None:
-    (tmp_path / "config.json").write_bytes(written)
+def test_a_file_that_is_no_config(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(CheckpointError, match=message):
         read_config(tmp_path)
 
 
-@given(written=st.binary(max_size=64))
+@given(content=st.binary(max_size=64))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_file_is_read_or_refused(tmp_path: Path, written: bytes) -> None:
-    (tmp_path / "config.json").write_bytes(written)
+def test_any_file_is_read_or_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "config.json").write_bytes(content)
     with suppress(CheckpointError):
         read_config(tmp_path)

@@ -43,10 +43,10 @@ MODULE = re.compile(r"python -m ((?:benchmarks|sglang_indexcache)(?:\.[a-z]\w*)+
 @cache
 def tracked() -> tuple[set[str], set[str]]:
     """Return every file and folder of the repository as ``/path``, and the names of the folders."""
-    listed = subprocess.run(
+    process = subprocess.run(
         ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    files = [Path("/") / name for name in listed.stdout.splitlines()]
+    files = [Path("/") / name for name in process.stdout.splitlines()]
     folders = {parent for file in files for parent in file.parents}
     return {str(f) for f in files} | {f"{f}/" for f in folders}, {f.name for f in folders}
 
@@ -54,9 +54,9 @@ def tracked() -> tuple[set[str], set[str]]:
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
 def test_the_files_that_a_page_names_exist(page: Path) -> None:
     paths, folders = tracked()
-    named = set(FILE.findall(page.read_text()))
+    names = set(FILE.findall(page.read_text()))
     # Folders that the repository has nowhere are a user's, or SGLang's.
-    ours = [name for name in named if "/" not in name or name.split("/")[0] in folders]
+    ours = [name for name in names if "/" not in name or name.split("/")[0] in folders]
     assert [name for name in ours if not any(path.endswith(f"/{name}") for path in paths)] == []
 
 
@@ -69,9 +69,9 @@ def commands(group: Any, path: tuple[str, ...] = ()) -> Iterator[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
 def test_the_commands_that_a_page_names_exist(page: Path) -> None:
-    known = set(commands(typer.main.get_command(app)))
-    for named in COMMAND.findall(page.read_text().replace("\n", " ")):
-        assert named in known, f"{page.name} names `indexcache {named}`"
+    names = set(commands(typer.main.get_command(app)))
+    for name in COMMAND.findall(page.read_text().replace("\n", " ")):
+        assert name in names, f"{page.name} names `indexcache {name}`"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
@@ -91,10 +91,10 @@ def test_the_modules_that_a_page_runs_exist(page: Path) -> None:
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
         if "://" not in target:
-            there = page.parent / target
+            file = page.parent / target
             # A study's picture appears with its record; until then its table says "not measured".
-            is_due = there.suffix == ".png" and not there.with_suffix(".json").exists()
-            assert there.exists() or is_due, f"{page.name} links to {target}"
+            is_due = file.suffix == ".png" and not file.with_suffix(".json").exists()
+            assert file.exists() or is_due, f"{page.name} links to {target}"
 
 
 def anchors(page: Path) -> set[str]:
@@ -107,8 +107,8 @@ def anchors(page: Path) -> set[str]:
 def test_links_into_a_page_lead_to_a_heading(page: Path) -> None:
     for target, anchor in re.findall(r"\]\(([^)#\s]*)#([^)]+)\)", page.read_text()):
         if "://" not in target:
-            there = page.parent / target if target else page
-            assert anchor in anchors(there), f"{page.name} links to {target}#{anchor}"
+            file = page.parent / target if target else page
+            assert anchor in anchors(file), f"{page.name} links to {target}#{anchor}"
 
 
 @pytest.mark.parametrize(

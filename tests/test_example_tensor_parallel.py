@@ -44,8 +44,10 @@ def trained(mesh: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     losses = torch.tensor(
         [module.train_step(model, optimizer, list(step)) for step in batches], dtype=torch.float64
     )
-    whole = {n: getattr(p, "full_tensor", lambda p=p: p)() for n, p in model.named_parameters()}
-    return losses, {name: tensor.detach().clone() for name, tensor in whole.items()}
+    parameters = {
+        n: getattr(p, "full_tensor", lambda p=p: p)() for n, p in model.named_parameters()
+    }
+    return losses, {name: tensor.detach().clone() for name, tensor in parameters.items()}
 
 
 def one_of_two(rank: int, port: int, folder: str) -> None:
@@ -53,8 +55,8 @@ def one_of_two(rank: int, port: int, folder: str) -> None:
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    found = trained(init_device_mesh("cpu", (2,)))
-    torch.save(found, Path(folder) / f"{rank}.pt")
+    outcome = trained(init_device_mesh("cpu", (2,)))
+    torch.save(outcome, Path(folder) / f"{rank}.pt")
     dist.destroy_process_group()
 
 

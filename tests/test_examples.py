@@ -28,8 +28,8 @@ SCRIPTS = sorted(EXAMPLES.glob("*.sh"))
 
 
 def test_the_page_names_every_example_and_no_other() -> None:
-    named = set(re.findall(r"\]\(([\w.]+)\)", (EXAMPLES / "README.md").read_text()))
-    assert named == {path.name for path in EXAMPLES.iterdir() if path.name != "README.md"} - {
+    names = set(re.findall(r"\]\(([\w.]+)\)", (EXAMPLES / "README.md").read_text()))
+    assert names == {path.name for path in EXAMPLES.iterdir() if path.name != "README.md"} - {
         "__pycache__"
     }
 
@@ -42,9 +42,9 @@ def test_a_script_is_bash(script: Path) -> None:
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_a_script_names_flags_of_the_command(script: Path) -> None:
-    known = typer.main.get_command(app)
+    command = typer.main.get_command(app)
     for line in indexcache_lines(script.read_text()):
-        assert line.unknown(known) == []
+        assert line.unknown(command) == []
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
@@ -73,10 +73,10 @@ def test_the_client_reads_the_pattern_of_each_answer(monkeypatch: pytest.MonkeyP
 
     def post(url: str, **request: Any) -> httpx.Response:
         assert request["json"]["return_meta_info"]
-        named = request["json"]["custom_params"].get("indexcache_pattern", "FSSS")
+        pattern = request["json"]["custom_params"].get("indexcache_pattern", "FSSS")
         choice = {
             "message": {"content": "It picks tokens."},
-            "meta_info": {"indexcache_pattern": [named]},
+            "meta_info": {"indexcache_pattern": [pattern]},
         }
         return httpx.Response(200, json={"choices": [choice]}, request=httpx.Request("POST", url))
 
@@ -101,9 +101,9 @@ def test_the_notebook_runs(
             assert cell["outputs"] == []  # none is committed: nobody could tell whether it is true
             exec(compile("".join(cell["source"]), f"cell {number}", "exec"), names)
     assert (tmp_path / "overlap.png").stat().st_size > 1000
-    losses = [float(found) for found in re.findall(r"loss ([\d.]+)", capsys.readouterr().out)]
-    full, searched, uniform = losses
-    assert abs(searched - full) < abs(uniform - full)
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", capsys.readouterr().out)]
+    full, best, uniform = losses
+    assert abs(best - full) < abs(uniform - full)
 
 
 def test_lines_are_joined_and_read() -> None:

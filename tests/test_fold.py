@@ -64,7 +64,7 @@ def best(scores: torch.Tensor, count: int) -> set[int]:
     return {place for value, place in ranked[:count] if value < float("inf")}
 
 
-def seen(picks: torch.Tensor, visible: torch.Tensor) -> set[int]:
+def selected(picks: torch.Tensor, visible: torch.Tensor) -> set[int]:
     """Return a query's picks that it sees; a pick must not stand there twice."""
     places = picks.tolist()
     assert len(set(places)) == len(places)
@@ -87,13 +87,13 @@ def test_selections_are_those_of_brute_force(size: tuple[int, ...], padded: bool
             for b in range(size[0]):
                 for s in range(size[1]):
                     visible = row.visible[b, s]
-                    assert seen(alone[b, s], visible) == best(line[b, s], topk)
-                    assert seen(plain[b, s], visible) == best(exact[b, s], topk)
+                    assert selected(alone[b, s], visible) == best(line[b, s], topk)
+                    assert selected(plain[b, s], visible) == best(exact[b, s], topk)
                     if factor > 1:
                         candidates = best(line[b, s], factor * topk)
-                        left = torch.full_like(exact[b, s], -torch.inf)
-                        left[list(candidates)] = exact[b, s, list(candidates)]
-                        assert seen(twice[b, s], visible) == best(left, topk)
+                        candidates_alone = torch.full_like(exact[b, s], -torch.inf)
+                        candidates_alone[list(candidates)] = exact[b, s, list(candidates)]
+                        assert selected(twice[b, s], visible) == best(candidates_alone, topk)
 
 
 def test_blocks_change_nothing() -> None:
@@ -102,9 +102,9 @@ def test_blocks_change_nothing() -> None:
     parts = list(row.blocks(7))
     assert sum(part.queries.shape[1] for part in parts) == 300
     for factor in (1, 2):
-        whole = select(row, 5, slopes, factor)
+        at_once = select(row, 5, slopes, factor)
         by_parts = torch.cat([select(part, 5, slopes, factor) for part in parts], dim=1)
-        assert torch.equal(whole, by_parts)
+        assert torch.equal(at_once, by_parts)
 
 
 def test_two_stages_are_exact_where_a_query_sees_no_more_than_the_candidates() -> None:
@@ -129,7 +129,7 @@ def test_heads_that_cancel_leave_the_order_of_the_others() -> None:
     picks = select(row, 4, torch.tensor([0.5, 0.5, 0.5]))
     alone = IndexRow(row.queries[:, :, 2:], row.keys, row.weights[:, :, 2:], row.visible)
     for s in range(20):
-        assert seen(picks[0, s], row.visible[0, s]) == best(
+        assert selected(picks[0, s], row.visible[0, s]) == best(
             brute_scores(alone, torch.ones(1))[0, s], 4
         )
 
@@ -140,7 +140,7 @@ def test_heads_that_cancel_leave_the_order_of_the_others() -> None:
 def brute_slopes(row: IndexRow) -> list[float]:
     """Return ``cov(relu(x), x) / var(x)`` by two passes over a list of each head's products."""
     batch, queries, heads, _ = row.queries.shape
-    found = []
+    slopes = []
     for h in range(heads):
         xs = [
             float((row.queries[b, s, h].double() * row.keys[b, t].double()).sum())
@@ -151,8 +151,8 @@ def brute_slopes(row: IndexRow) -> list[float]:
         mean = sum(xs) / len(xs)
         right = sum(max(x, 0.0) for x in xs) / len(xs)
         covariance = sum((max(x, 0.0) - right) * (x - mean) for x in xs)
-        found.append(covariance / sum((x - mean) ** 2 for x in xs))
-    return found
+        slopes.append(covariance / sum((x - mean) ** 2 for x in xs))
+    return slopes
 
 
 def test_slopes_are_those_of_two_passes_over_all_visible_pairs() -> None:
@@ -165,11 +165,11 @@ def test_slopes_are_those_of_two_passes_over_all_visible_pairs() -> None:
 
 def test_sums_of_texts_add_up() -> None:
     first, second = random_row(SIZES[1], seed=8), random_row((1, 11, 11, 5, 3), seed=9)
-    both, one, other = SlopeSums(5), SlopeSums(5), SlopeSums(5)
-    both.add(first), both.add(second), one.add(first), other.add(second)
-    together = one + other
-    assert together.pairs == both.pairs
-    torch.testing.assert_close(together.sums, both.sums, rtol=1e-12, atol=0)
+    all_pairs, left, right = SlopeSums(5), SlopeSums(5), SlopeSums(5)
+    all_pairs.add(first), all_pairs.add(second), left.add(first), right.add(second)
+    together = left + right
+    assert together.pairs == all_pairs.pairs
+    torch.testing.assert_close(together.sums, all_pairs.sums, rtol=1e-12, atol=0)
 
 
 def test_a_head_that_relu_passes_has_slope_one_and_one_that_it_stops_zero() -> None:
@@ -195,13 +195,13 @@ def test_slopes_mend_heads_of_both_signs() -> None:
     sums.add(row)
     exact = select(row, 16, None)[0, 100:]
 
-    def kept(slopes: torch.Tensor) -> float:
+    def recall(slopes: torch.Tensor) -> float:
         picks = select(row, 16, slopes)[0, 100:]
         shared = (picks[:, :, None] == exact[:, None]).sum((1, 2)) / 16
         return float(shared.mean())
 
-    assert kept(sums.slopes()) == 1.0
-    assert kept(torch.ones(6)) < 0.5
+    assert recall(sums.slopes()) == 1.0
+    assert recall(torch.ones(6)) < 0.5
 
 
 def test_slopes_of_no_text_are_refused() -> None:
@@ -253,13 +253,13 @@ def test_the_exact_score_selects_as_the_indexer_does(model: Any, padded: bool) -
         return forward
 
     inputs = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
-    own = picks_by_layer(model, {}, **inputs)
+    theirs_by_layer = picks_by_layer(model, {}, **inputs)
     ours = picks_by_layer(model, {indexer: exact(indexer) for indexer in indexers}, **inputs)
     topk = model.config.index_topk
     full = [number for number in range(180) if number % 90 >= topk + 17 * (number >= 90)]
     pairs = [
         (mine[number], theirs[number])
-        for mine, theirs in zip(ours, own, strict=True)
+        for mine, theirs in zip(ours, theirs_by_layer, strict=True)
         for number in full
     ]
     # Scores that lie within rounding of each other may change places, and no others do.
@@ -272,15 +272,15 @@ def test_decoding_with_a_cache_selects_as_one_forward_does(model: Any) -> None:
     slopes = torch.rand(indexers[0].n_heads, generator=torch.Generator().manual_seed(14))
     for factor in (1, 2):
         forwards = {indexer: folded(indexer, slopes, factor) for indexer in indexers}
-        whole = picks_by_layer(model, forwards, input_ids=ids, use_cache=False)
+        at_once = picks_by_layer(model, forwards, input_ids=ids, use_cache=False)
         cache = DynamicCache(config=model.config)
         picks_by_layer(model, forwards, input_ids=ids[:, :69], past_key_values=cache)
         last = picks_by_layer(model, forwards, input_ids=ids[:, 69:], past_key_values=cache)
-        differing = sum(len(a[-1] ^ b[-1]) for a, b in zip(whole, last, strict=True))
+        differing = sum(len(a[-1] ^ b[-1]) for a, b in zip(at_once, last, strict=True))
         assert differing <= 2
 
 
 def test_another_models_indexer_is_refused() -> None:
-    other = SimpleNamespace(config=SimpleNamespace(model_type="hy_v4"))
+    stranger = SimpleNamespace(config=SimpleNamespace(model_type="hy_v4"))
     with pytest.raises(CheckpointError, match="folding knows the indexers of"):
-        check_can_fold(other)
+        check_can_fold(stranger)

@@ -38,9 +38,9 @@ def slopes(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Slopes:
 
 @pytest.fixture(scope="module")
 def oracle(folder: Path, slopes: Slopes) -> Oracle:
-    found = Oracle(folder, torch.float32, first_of_ties=False)
-    found.slopes = list(slopes.by_layer)
-    return found
+    model = Oracle(folder, torch.float32, first_of_ties=False)
+    model.slopes = list(slopes.by_layer)
+    return model
 
 
 def decided(oracle: Oracle, text: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -54,24 +54,24 @@ def decided(oracle: Oracle, text: str) -> tuple[torch.Tensor, torch.Tensor]:
     raise AssertionError("every text has a near-tie")
 
 
-def picked(model: Any, ids: torch.Tensor) -> torch.Tensor:
+def token_logprobs(model: Any, ids: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
-        found = model(ids, use_cache=False).logits[0].log_softmax(-1)[:-1]
-    return found.gather(1, ids[0, 1:, None]).squeeze(1)
+        logprobs = model(ids, use_cache=False).logits[0].log_softmax(-1)[:-1]
+    return logprobs.gather(1, ids[0, 1:, None]).squeeze(1)
 
 
 @pytest.mark.parametrize("text", FORMS)
 def test_a_prefill_is_the_oracles(model: Any, slopes: Slopes, oracle: Oracle, text: str) -> None:
     ids, expected = decided(oracle, text)
-    exact = picked(model, ids)
+    exact = token_logprobs(model, ids)
     with share(model, f"{text}@{slopes.path}") as sharing:
-        found = picked(model, ids)
+        logprobs = token_logprobs(model, ids)
     assert str(sharing.pattern) == f"{text}@{slopes.digest}"
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
-    assert not torch.allclose(found, exact, atol=1e-3)
+    torch.testing.assert_close(logprobs, expected, rtol=0, atol=1e-5)
+    assert not torch.allclose(logprobs, exact, atol=1e-3)
     sees_all = (128 if text == "FFFFFF+c2" else 64) - 1
-    torch.testing.assert_close(found[:sees_all], exact[:sees_all], rtol=0, atol=1e-5)
-    assert torch.equal(picked(model, ids), exact)  # afterwards the model is as it was
+    torch.testing.assert_close(logprobs[:sees_all], exact[:sees_all], rtol=0, atol=1e-5)
+    assert torch.equal(token_logprobs(model, ids), exact)  # afterwards the model is as it was
 
 
 def test_greedy_generation_with_a_cache_is_the_oracles(
@@ -82,7 +82,7 @@ def test_greedy_generation_with_a_cache_is_the_oracles(
         expected, gap = oracle.greedy(ids[0].tolist(), 6, Pattern(text))
         assert gap > 1e-7
         with share(model, f"{text}@{slopes.path}"):
-            found = model.generate(
+            tokens = model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
                 do_sample=False,
@@ -90,25 +90,25 @@ def test_greedy_generation_with_a_cache_is_the_oracles(
                 max_new_tokens=6,
                 eos_token_id=None,
             )
-        assert found[0, LENGTH:].tolist() == expected
+        assert tokens[0, LENGTH:].tolist() == expected
 
 
 def test_a_layer_without_slopes_stays_exact(
     model: Any, folder: Path, tmp_path: Path, oracle: Oracle
 ) -> None:
     """Folded alone, in an F layer; an L layer is refused."""
-    some = random_slopes(folder, tmp_path / "some.slopes", exact=range(1, 6))
-    assert some.digest != random_slopes(folder, tmp_path / "all.slopes").digest
+    partly = random_slopes(folder, tmp_path / "some.slopes", exact=range(1, 6))
+    assert partly.digest != random_slopes(folder, tmp_path / "all.slopes").digest
     ids, expected = decided(oracle, "LFFFFF")
-    with share(model, f"LFFFFF@{some.path}"):
-        torch.testing.assert_close(picked(model, ids), expected, rtol=0, atol=1e-5)
+    with share(model, f"LFFFFF@{partly.path}"):
+        torch.testing.assert_close(token_logprobs(model, ids), expected, rtol=0, atol=1e-5)
     none = random_slopes(folder, tmp_path / "none.slopes", exact=range(6))
-    exact = picked(model, ids)
+    exact = token_logprobs(model, ids)
     with share(model, f"FFFFFF+c2@{none.path}"):
-        assert torch.equal(picked(model, ids), exact)
+        assert torch.equal(token_logprobs(model, ids), exact)
     with (
         pytest.raises(PatternError, match=r"layer 1 folds badly .* Make it F"),
-        share(model, f"FLFFFF@{some.path}"),
+        share(model, f"FLFFFF@{partly.path}"),
     ):
         raise AssertionError("it was refused")
 
@@ -116,7 +116,7 @@ def test_a_layer_without_slopes_stays_exact(
 def test_an_inner_pattern_is_in_effect_alone(model: Any, slopes: Slopes, oracle: Oracle) -> None:
     ids, plain = decided(oracle, "FSSSSS")
     with share(model, f"LLLLLL@{slopes.path}"), share(model, "FSSSSS"):
-        torch.testing.assert_close(picked(model, ids), plain, rtol=0, atol=1e-5)
+        torch.testing.assert_close(token_logprobs(model, ids), plain, rtol=0, atol=1e-5)
 
 
 def test_a_pattern_is_known_by_the_digest_in_the_librarys_folders(
@@ -132,10 +132,10 @@ def test_a_pattern_is_known_by_the_digest_in_the_librarys_folders(
 
 def test_slopes_of_other_weights_are_refused(model: Any, tmp_path: Path) -> None:
     make_model(tmp_path, "glm-5", "tiny", vocab_size=512, seed=9)
-    others = random_slopes(tmp_path, tmp_path / "others.slopes")
+    strangers = random_slopes(tmp_path, tmp_path / "others.slopes")
     with (
         pytest.raises(CheckpointError, match=r"is another (checkpoint|model)"),
-        share(model, f"LLLLLL@{others.path}"),
+        share(model, f"LLLLLL@{strangers.path}"),
     ):
         raise AssertionError("it was refused")
 

@@ -83,19 +83,19 @@ def test_a_prefill_is_the_oracles_and_shared_indexers_do_not_run(folder: Path, m
         counts: Counter[int] = Counter()
         hooks = runs(model, counts)
         with share(model, Pattern(text)) as sharing:
-            found = logits(model)[0].log_softmax(-1)[:-1]
+            logprobs = logits(model)[0].log_softmax(-1)[:-1]
         for hook in hooks:
             hook.remove()
         assert counts == Counter(Pattern(text).full_layers)
         assert sharing.layer == Pattern(text).full_layers[-1]
-        picked = found.gather(1, IDS[0, 1:, None]).squeeze(1)
+        of_tokens = logprobs.gather(1, IDS[0, 1:, None]).squeeze(1)
         expected = oracle.answer(ids, Pattern(text)).logprobs
-        torch.testing.assert_close(picked, expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(of_tokens, expected, rtol=0, atol=1e-5)
 
 
 def eight_greedy_tokens(model: Any) -> torch.Tensor:
     """Return ``[1, T + 8]``: ``IDS`` and what the model says behind it, with a cache."""
-    found: torch.Tensor = model.generate(
+    tokens: torch.Tensor = model.generate(
         IDS,
         attention_mask=torch.ones_like(IDS),
         do_sample=False,
@@ -103,7 +103,7 @@ def eight_greedy_tokens(model: Any) -> torch.Tensor:
         max_new_tokens=8,
         eos_token_id=None,
     )
-    return found
+    return tokens
 
 
 def test_greedy_generation_with_a_cache_is_the_oracles(folder: Path, model: Any) -> None:
@@ -112,20 +112,20 @@ def test_greedy_generation_with_a_cache_is_the_oracles(folder: Path, model: Any)
         counts: Counter[int] = Counter()
         hooks = runs(model, counts)
         with share(model, text):
-            found = eight_greedy_tokens(model)
+            tokens = eight_greedy_tokens(model)
         for hook in hooks:
             hook.remove()
         assert counts == Counter(dict.fromkeys(Pattern(text).full_layers, 8))
         expected, gap = oracle.greedy(IDS[0].tolist(), 8, Pattern(text))
         assert gap > 1e-6
-        assert found[0, 100:].tolist() == expected
+        assert tokens[0, 100:].tolist() == expected
 
 
 def test_a_batch_is_its_rows(model: Any) -> None:
     batch = torch.cat([IDS, IDS.flip(1)])
     with share(model, "FSFSFS"):
-        both = logits(model, batch)
-        assert torch.allclose(both[1:], logits(model, IDS.flip(1)), atol=1e-4)
+        batched = logits(model, batch)
+        assert torch.allclose(batched[1:], logits(model, IDS.flip(1)), atol=1e-4)
 
 
 # -- the model afterwards -------------------------------------------------------------------------
@@ -158,15 +158,15 @@ def test_a_forward_that_was_put_there_by_others_stays(model: Any) -> None:
     indexer = indexers(model)[0]
     calls: list[int] = []
 
-    def others(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def foreign(*args: Any, **kwargs: Any) -> torch.Tensor:
         calls.append(1)
         return type(indexer).forward(indexer, *args, **kwargs)
 
-    indexer.forward = others
+    indexer.forward = foreign
     try:
         with share(model, "FSSSSS"):
             logits(model)
-        assert indexer.forward is others
+        assert indexer.forward is foreign
     finally:
         del indexer.forward
     assert calls == [1]
@@ -207,9 +207,9 @@ def test_a_checkpoint_that_shares_already(tmp_path: Path) -> None:
     model, oracle = load_eager(tmp_path), Oracle(tmp_path, torch.float32, first_of_ties=False)
     for text in ("FFSFFS", "FFSFSS", "FSSSFS"):
         with share(model, text):
-            found = logits(model)[0, -1]
+            last = logits(model)[0, -1]
         expected = oracle.answer(IDS[0].tolist(), Pattern(text)).next_logits
-        assert torch.allclose(found, expected, atol=1e-4)
+        assert torch.allclose(last, expected, atol=1e-4)
     with share(model, "full") as sharing:
         assert sharing.pattern == Pattern("FFSFFS")
     with pytest.raises(PatternError, match=r"layers 2 are F.*ships no indexer weights"):  # noqa: SIM117
@@ -299,8 +299,8 @@ def test_gradients_are_those_of_native_sharing(checkpoints: dict[str, Path]) -> 
     with share(model, "FSSFSS"):
         model(IDS, labels=IDS, use_cache=False).loss.backward()
     oracle(IDS, labels=IDS, use_cache=False).loss.backward()
-    mine, other = model.model.layers[1].self_attn, oracle.model.layers[1].self_attn
-    assert torch.allclose(mine.o_proj.weight.grad, other.o_proj.weight.grad, atol=1e-6)
+    mine, expected = model.model.layers[1].self_attn, oracle.model.layers[1].self_attn
+    assert torch.allclose(mine.o_proj.weight.grad, expected.o_proj.weight.grad, atol=1e-6)
     assert mine.o_proj.weight.grad.abs().sum() > 0
 
 
@@ -332,10 +332,10 @@ def test_other_families_share_as_their_own_config_would(make: Any, text: str) ->
     native.load_state_dict(model.state_dict(), strict=False)
     model.config.architectures = ["HYV4ForCausalLM"]  # Glm5Next's text model has none of its own
     with torch.no_grad(), share(model, text):
-        found = model(IDS, use_cache=False)[0]
+        answer = model(IDS, use_cache=False)[0]
     with torch.no_grad():
-        assert torch.equal(found, native(IDS, use_cache=False)[0])
-        assert not torch.equal(found, model(IDS, use_cache=False)[0])
+        assert torch.equal(answer, native(IDS, use_cache=False)[0])
+        assert not torch.equal(answer, model(IDS, use_cache=False)[0])
 
 
 # -- which models ---------------------------------------------------------------------------------
@@ -356,7 +356,7 @@ def test_indexers_of_another_kind_are_named_at_their_first_answer(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kind = type(indexers(model)[0])
-    monkeypatch.setattr(kind, "forward", lambda _self, hidden, *_a, **_k: hidden)
+    monkeypatch.setattr(kind, "forward", lambda _self, states, *_a, **_k: states)
     with pytest.raises(CheckpointError, match=rf"{kind.__name__} does not answer with one list"):  # noqa: SIM117
         with share(model, "FSFSFS"):
             logits(model)
@@ -432,36 +432,36 @@ def test_m3_all_full_is_the_unmodified_model(m3: Any) -> None:
 
 @pytest.mark.parametrize("text", M3_PATTERNS)
 def test_m3_shares_blocks_as_by_hand(m3: Any, text: str) -> None:
-    plain, ran = logits(m3), []
+    plain, layers = logits(m3), []
     hooks = [
-        indexer.q_proj.register_forward_hook(lambda *_, i=indexer.layer_idx: ran.append(i))
+        indexer.q_proj.register_forward_hook(lambda *_, i=indexer.layer_idx: layers.append(i))
         for indexer in indexers(m3)
     ]
     with share(m3, text) as sharing:
-        found = logits(m3)
+        shared = logits(m3)
     for hook in hooks:
         hook.remove()
-    assert ran == [SPARSE[place] for place in Pattern(text).full_layers]
+    assert layers == [SPARSE[place] for place in Pattern(text).full_layers]
     assert sharing.layer == Pattern(text).full_layers[-1]
     assert sharing.indices is not None
     assert sharing.indices.shape == (1, 2, 100, 3)
-    torch.testing.assert_close(found[0], by_hand(m3, IDS[0], text), rtol=0, atol=1e-5)
-    assert not torch.allclose(found, plain, atol=1e-2)
+    torch.testing.assert_close(shared[0], by_hand(m3, IDS[0], text), rtol=0, atol=1e-5)
+    assert not torch.allclose(shared, plain, atol=1e-2)
 
 
 def test_m3_sdpa_shares_as_eager(m3: Any) -> None:
     m3.set_attn_implementation("sdpa")
     with share(m3, "FSSFS"):
-        found = logits(m3)
+        shared = logits(m3)
     m3.set_attn_implementation("eager")
-    torch.testing.assert_close(found[0], by_hand(m3, IDS[0], "FSSFS"), rtol=0, atol=1e-4)
+    torch.testing.assert_close(shared[0], by_hand(m3, IDS[0], "FSSFS"), rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 def test_m3_generates_as_by_hand_and_keeps_its_cache(m3: Any, kind: str) -> None:
     options = {} if kind == "dynamic" else {"cache_implementation": "static"}
     with share(m3, "FSFSS"):
-        found = m3.generate(
+        tokens = m3.generate(
             IDS,
             attention_mask=torch.ones_like(IDS),
             do_sample=False,
@@ -472,7 +472,7 @@ def test_m3_generates_as_by_hand_and_keeps_its_cache(m3: Any, kind: str) -> None
             **options,
         )
     for end in range(100, 108):
-        assert found[0, end] == by_hand(m3, found[0, :end], "FSFSS")[-1].argmax()
+        assert tokens[0, end] == by_hand(m3, tokens[0, :end], "FSFSS")[-1].argmax()
 
 
 @pytest.mark.parametrize("kind", [DynamicCache, partial(StaticCache, max_cache_len=110)])

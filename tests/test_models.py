@@ -72,8 +72,8 @@ def test_a_small_model_is_one_of_its_family(family: Family, size: str) -> None:
 def test_transformers_has_the_family(family: Family) -> None:
     transformers = pytest.importorskip("transformers")
     assert hasattr(transformers, family.architecture)
-    made = transformers.AutoConfig.for_model(family.model_type)
-    assert made.model_type == family.model_type
+    config = transformers.AutoConfig.for_model(family.model_type)
+    assert config.model_type == family.model_type
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -38,8 +38,8 @@ OPTIONAL = PROJECT["project"]["optional-dependencies"]
 
 
 def packages(requirements: list[str]) -> set[str]:
-    found = (re.match(r"[\w-]+", requirement) for requirement in requirements)
-    return {match[0] for match in found if match}
+    matches = (re.match(r"[\w-]+", requirement) for requirement in requirements)
+    return {match[0] for match in matches if match}
 
 
 def steps(image: Path) -> list[tuple[str, str]]:
@@ -58,22 +58,22 @@ def test_images_are_recipes(image: Path) -> None:
 
 @pytest.mark.parametrize("image", IMAGES, ids=lambda image: image.name)
 def test_images_run_as_a_user_and_listen_where_they_say(image: Path) -> None:
-    found = dict(steps(image))
-    assert int(found["USER"]) > 0  # what Kubernetes' runAsNonRoot wants: a number
-    assert f"--uid {found['USER']} " in image.read_text()
-    started = json.loads(found.get("ENTRYPOINT", found.get("CMD", "")))
-    assert started[started.index("--port") + 1] == found["EXPOSE"]
-    assert started[started.index("--host") + 1] == "0.0.0.0"
-    assert f":{found['EXPOSE']}/health" in found["HEALTHCHECK"]
+    instructions = dict(steps(image))
+    assert int(instructions["USER"]) > 0  # what Kubernetes' runAsNonRoot wants: a number
+    assert f"--uid {instructions['USER']} " in image.read_text()
+    command = json.loads(instructions.get("ENTRYPOINT", instructions.get("CMD", "")))
+    assert command[command.index("--port") + 1] == instructions["EXPOSE"]
+    assert command[command.index("--host") + 1] == "0.0.0.0"
+    assert f":{instructions['EXPOSE']}/health" in instructions["HEALTHCHECK"]
 
 
 @pytest.mark.parametrize("image", IMAGES, ids=lambda image: image.name)
 def test_images_get_every_part_of_the_wheel(image: Path) -> None:
     copied = {
         source
-        for instruction, rest in steps(image)
+        for instruction, words in steps(image)
         if instruction == "COPY"
-        for source in rest.split()[:-1]
+        for source in words.split()[:-1]
     }
     assert {*PARTS} <= copied
     assert {source for source in copied if not (ROOT / source).exists()} == set()
@@ -81,8 +81,8 @@ def test_images_get_every_part_of_the_wheel(image: Path) -> None:
 
 def test_images_hold_the_supported_version() -> None:
     version = re.compile(r"(?<![\d.])\d+\.\d+\.\d+(?![\d.])")  # and not an address
-    found = {image.name: set(version.findall(image.read_text())) for image in IMAGES}
-    assert found == {"Dockerfile": {SUPPORTED_VERSION}, "Dockerfile.cpu": set()}
+    versions = {image.name: set(version.findall(image.read_text())) for image in IMAGES}
+    assert versions == {"Dockerfile": {SUPPORTED_VERSION}, "Dockerfile.cpu": set()}
 
 
 @pytest.mark.parametrize("image", IMAGES, ids=lambda image: image.name)
@@ -117,9 +117,9 @@ def test_the_version_is_the_engines_with_a_number_of_our_own() -> None:
 def hook() -> Any:
     """Return ``hatch_build.py``, without what only a build has."""
     source = (ROOT / HOOK).read_text().replace("from hatchling", "# from hatchling")
-    made: dict[str, Any] = {}
-    exec(compile(re.sub(r"\(\w+HookInterface\)", "", source), HOOK, "exec"), made)
-    return made
+    namespace: dict[str, Any] = {}
+    exec(compile(re.sub(r"\(\w+HookInterface\)", "", source), HOOK, "exec"), namespace)
+    return namespace
 
 
 def test_the_guides_of_a_wheel_link_to_nothing_that_is_not_in_it() -> None:
@@ -129,8 +129,8 @@ def test_the_guides_of_a_wheel_link_to_nothing_that_is_not_in_it() -> None:
     hatch.root, hatch.metadata = str(ROOT), SimpleNamespace(core=SimpleNamespace(urls={}))
     hatch.initialize("standard", build_data)
     inside = {
-        to.removeprefix("sglang_indexcache/"): Path(made).read_text()
-        for made, to in build_data["force_include"].items()
+        to.removeprefix("sglang_indexcache/"): Path(file).read_text()
+        for file, to in build_data["force_include"].items()
     }
     hatch.finalize("standard", build_data, "")
     guides = [*(ROOT / "docs").glob("*.md"), ROOT / "csrc/README.md"]
@@ -160,9 +160,9 @@ def test_the_long_description_has_no_link_that_needs_a_file_beside_it() -> None:
 
 
 def test_the_wheel_has_every_source_of_the_kernels_and_none_of_the_tests() -> None:
-    taken = [path for path in WHEEL["force-include"] if path.startswith("csrc/")]
+    sources = [path for path in WHEEL["force-include"] if path.startswith("csrc/")]
     assert {path.name for path in (ROOT / "csrc").iterdir()} == {
-        *(path.removeprefix("csrc/") for path in taken),
+        *(path.removeprefix("csrc/") for path in sources),
         *("host", "README.md"),  # which the build adds
     }
 

@@ -16,7 +16,7 @@ from sglang_indexcache.pattern import (
     split_suffix,
 )
 
-patterns = st.text("FS", max_size=90).map(lambda rest: Pattern("F" + rest))
+patterns = st.text("FS", max_size=90).map(lambda letters: Pattern("F" + letters))
 
 
 @given(patterns)
@@ -115,21 +115,23 @@ def test_length_error_counts() -> None:
 
 
 def test_checkpoint_may_lose_indexers_but_not_gain_them() -> None:
-    own = Pattern("FFSFS")
-    Pattern("FSSFS").check_checkpoint(own)
+    shipped = Pattern("FFSFS")
+    Pattern("FSSFS").check_checkpoint(shipped)
     with pytest.raises(PatternError, match="layers 2, 4 are F"):
-        Pattern("FFFFF").check_checkpoint(own)
+        Pattern("FFFFF").check_checkpoint(shipped)
 
 
 @given(patterns, st.data())
-def test_checkpoint_compatibility_is_set_inclusion(own: Pattern, data: st.DataObject) -> None:
-    other = Pattern("F" + data.draw(st.text("FS", min_size=len(own) - 1, max_size=len(own) - 1)))
-    fits = set(other.full_layers) <= set(own.full_layers)
+def test_checkpoint_compatibility_is_set_inclusion(shipped: Pattern, data: st.DataObject) -> None:
+    asked_pattern = Pattern(
+        "F" + data.draw(st.text("FS", min_size=len(shipped) - 1, max_size=len(shipped) - 1))
+    )
+    fits = set(asked_pattern.full_layers) <= set(shipped.full_layers)
     if fits:
-        other.check_checkpoint(own)
+        asked_pattern.check_checkpoint(shipped)
     else:
         with pytest.raises(PatternError):
-            other.check_checkpoint(own)
+            asked_pattern.check_checkpoint(shipped)
 
 
 def test_pipeline_stage_must_start_full() -> None:
@@ -280,7 +282,7 @@ def test_checkpoints_that_lack_an_indexer_cannot_fold_there() -> None:
 
 
 def test_folded_and_folded_between_f_layers() -> None:
-    own = Pattern("FFSFSFF")
-    assert str(Pattern.folded(own)) == "LLSLSLL"
-    assert str(Pattern.folded(own, 2)) == "FLSFSLF"
+    shipped = Pattern("FFSFSFF")
+    assert str(Pattern.folded(shipped)) == "LLSLSLL"
+    assert str(Pattern.folded(shipped, 2)) == "FLSFSLF"
     assert str(Pattern.folded(Pattern.full(6), 4)) == "FLLLFL"

@@ -20,15 +20,15 @@ ALWAYS_FRESH = {"urandom", "SystemRandom", "token_bytes", "token_hex", "randbits
 def fresh(source: str) -> list[int]:
     """Lines on which a generator is made, or seeded, from the clock or the system."""
     calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
-    found = []
+    lines = []
     for call in calls:
         name = call.func.attr if isinstance(call.func, ast.Attribute) else ""
         name = call.func.id if isinstance(call.func, ast.Name) else name
         bare = not call.args and not call.keywords
         # torch.Generator() starts from a constant, until it is told to seed itself.
         if name in ALWAYS_FRESH or (bare and name in FRESH_WITHOUT_ARGUMENTS):
-            found.append(call.lineno)
-    return found
+            lines.append(call.lineno)
+    return lines
 
 
 @pytest.mark.parametrize("line", ["np.random.default_rng()", "Random()", "os.urandom(4)"])
@@ -37,12 +37,12 @@ def test_a_fresh_draw_is_found(line: str) -> None:
 
 
 def test_no_test_makes_a_generator_of_its_own_accord() -> None:
-    found = {
+    places = {
         f"{path.name}:{line}"
         for path in Path(__file__).parent.rglob("*.py")
         for line in fresh(path.read_text())
     }
-    assert not found
+    assert not places
 
 
 def test_every_test_starts_from_the_seed() -> None:

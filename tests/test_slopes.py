@@ -96,9 +96,9 @@ def test_a_pattern_file_names_slopes_beside_it(
         "source": {"title": "a test"},
     }
     path.write_text(json.dumps(entry))
-    found = Library([]).resolve(str(path), checkpoint, folding=True)
-    assert (found.pattern, found.slopes) == (Pattern(f"FLLSSS@{slopes.digest}"), slopes)
-    assert found.entry is not None
+    choice = Library([]).resolve(str(path), checkpoint, folding=True)
+    assert (choice.pattern, choice.slopes) == (Pattern(f"FLLSSS@{slopes.digest}"), slopes)
+    assert choice.entry is not None
     slopes.path.rename(tmp_path / "moved")
     with pytest.raises(LibraryError, match=f"folds by the slopes {slopes.digest}, and no file in"):
         Library([]).resolve(str(path), checkpoint, folding=True)
@@ -114,10 +114,10 @@ def test_a_server_reads_no_file_for_others(checkpoint: Checkpoint, slopes: Slope
 
 def test_slopes_of_another_shape_are_refused(slopes: Slopes, tmp_path: Path) -> None:
     for number, fields in enumerate(({"index_n_heads": 4}, {"num_hidden_layers": 5})):
-        other = tmp_path / str(number)
-        make_model(other, "glm-5", "tiny", vocab_size=512, fields=fields)
+        folder = tmp_path / str(number)
+        make_model(folder, "glm-5", "tiny", vocab_size=512, fields=fields)
         with pytest.raises(CheckpointError, match="is another model"):
-            Library([]).resolve(f"folded@{slopes.path}", Checkpoint.read(other), folding=True)
+            Library([]).resolve(f"folded@{slopes.path}", Checkpoint.read(folder), folding=True)
 
 
 def test_slopes_of_other_weights_are_refused(slopes: Slopes) -> None:
@@ -130,16 +130,16 @@ def test_the_digest_is_of_slopes_checkpoint_and_what_stays_exact(
     folder: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "a.slopes"
-    found = [
+    digests = [
         random_slopes(folder, path).digest,
         random_slopes(folder, path, seed=2).digest,
         random_slopes(folder, path, exact=[3]).digest,
     ]
-    assert len(set(found)) == 3
+    assert len(set(digests)) == 3
     content = json.loads(path.read_text())
     content["checkpoint"] = "0" * 64
     path.write_text(json.dumps(content))
-    assert Slopes.read(path).digest not in found
+    assert Slopes.read(path).digest not in digests
     content["record"] = {"anything": 1}
     path.write_text(json.dumps(content))
     assert Slopes.read(path).digest == Slopes.read(path).digest

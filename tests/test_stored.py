@@ -14,16 +14,16 @@ from safetensors.torch import load_file
 from sglang_indexcache.stored import to_block_fp8
 
 
-def stored(folder: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
+def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = {}
     for path in folder.glob("*.safetensors"):
-        found |= load_file(path)
-    return found
+        tensors |= load_file(path)
+    return tensors
 
 
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.dtype == other.dtype and torch.equal(
-        one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8)
+def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
+    return first.dtype == second.dtype and torch.equal(
+        first.contiguous().view(torch.uint8), second.contiguous().view(torch.uint8)
     )
 
 
@@ -46,8 +46,8 @@ def test_block_fp8_keeps_what_its_format_can(
         for j in range(0, shape[1], block[1]):
             part = np.s_[i : i + block[0], j : j + block[1]]
             scale = float(scales[i // block[0], j // block[1]])
-            wanted = weight[part].double()
-            largest = float(wanted.abs().max())
+            exact = weight[part].double()
+            largest = float(exact.abs().max())
             assert scale > 0
             assert largest <= 448 * scale * (1 + 1e-6)
             if largest:
@@ -55,8 +55,8 @@ def test_block_fp8_keeps_what_its_format_can(
             if power_of_two:
                 assert math.frexp(scale)[0] == 0.5
             # Half a step: 3 bits behind the leading one, and steps of 2^-9 below 2^-6.
-            error = (values[part].double() * scale - wanted).abs()
-            assert (error <= (wanted.abs() * 2**-4).clamp_min(scale * 2**-10) * (1 + 1e-6)).all()
+            error = (values[part].double() * scale - exact).abs()
+            assert (error <= (exact.abs() * 2**-4).clamp_min(scale * 2**-10) * (1 + 1e-6)).all()
 
 
 def test_what_is_block_fp8_already_stays_bit_for_bit() -> None:
@@ -66,6 +66,6 @@ def test_what_is_block_fp8_already_stays_bit_for_bit() -> None:
     values = values.to(torch.float8_e4m3fn)
     scales = torch.exp2(torch.randint(-9, 3, (2, 3), generator=generator).float())
     blocks = torch.ones(128, 128)
-    again, same = to_block_fp8(values.float() * torch.kron(scales, blocks))
+    again, scales_again = to_block_fp8(values.float() * torch.kron(scales, blocks))
     assert same_bits(again, values)
-    assert torch.equal(same, scales)
+    assert torch.equal(scales_again, scales)

@@ -12,6 +12,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import grimp
+import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "sglang_indexcache"
@@ -28,8 +29,8 @@ PATHS = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 def test_the_contracts_of_imports_are_kept() -> None:
     command = [Path(sys.executable).with_name("lint-imports"), "--no-cache"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode == 0, process.stdout + process.stderr
 
 
 def test_no_module_reaches_itself() -> None:
@@ -52,7 +53,7 @@ def test_a_class_name_stands_for_one_thing() -> None:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef):
                 places[node.name].append(module)
-    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+    assert {name: modules for name, modules in places.items() if len(modules) > 1} == {}
 
 
 VOICED = ("sglang_indexcache", "benchmarks", "examples", "tests")
@@ -71,6 +72,43 @@ def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
                 if words[0] in CLIPPED:
                     clipped.append(f"{path.relative_to(ROOT)}: {' '.join(words)[:60]}")
     assert clipped == []
+
+
+VAGUE = {"asked", "done", "found", "given", "got", "kept", "known", "made", "said", "seen", "shown"}
+VAGUE |= {
+    "taken",
+    "told",
+    "wanted",
+    "both",
+    "each",
+    "here",
+    "one",
+    "other",
+    "others",
+    "own",
+    "same",
+}
+VAGUE |= {"there", "way", "whole"}
+"""Names that say how a value came about or which one it is, and not what it holds."""
+
+
+@pytest.mark.parametrize("folder", ["sglang_indexcache", "examples", "tests"])
+def test_names_say_what_they_hold(folder: str) -> None:
+    """Three in a thousand lines may be a participle or a pronoun, as ``other`` beside ``self``."""
+    lines, vague = 0, []
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        text = path.read_text()
+        lines += text.count("\n")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.arg):
+                name = node.arg
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                name = node.id
+            else:
+                continue
+            if name in VAGUE:
+                vague.append(f"{path.relative_to(ROOT)}:{node.lineno} {name}")
+    assert len(vague) <= 0.003 * lines, "\n".join(vague)
 
 
 RULES = {
@@ -94,8 +132,8 @@ def test_a_shared_rule_is_defined_once() -> None:
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.FunctionDef):
                 places[node.name].append(module)
-            for one in ast.walk(node) if isinstance(node, ast.Assign) else ():
-                if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store):
-                    places[one.id].append(module)
-    wanted = {name: [module] for module, names in RULES.items() for name in names}
-    assert {name: places[name] for name in wanted} == wanted
+            for name_node in ast.walk(node) if isinstance(node, ast.Assign) else ():
+                if isinstance(name_node, ast.Name) and isinstance(name_node.ctx, ast.Store):
+                    places[name_node.id].append(module)
+    expected = {name: [module] for module, names in RULES.items() for name in names}
+    assert {name: places[name] for name in expected} == expected

@@ -75,9 +75,11 @@ class Unchanged:
     ) -> None:
         """Deselect what cannot do otherwise than pass."""
         passed = () if self._always else self.passed
-        same = [item for item in items if item.get_closest_marker("csrc") and item.nodeid in passed]
-        config.hook.pytest_deselected(items=same)
-        items[:] = [item for item in items if item not in same]
+        unchanged = [
+            item for item in items if item.get_closest_marker("csrc") and item.nodeid in passed
+        ]
+        config.hook.pytest_deselected(items=unchanged)
+        items[:] = [item for item in items if item not in unchanged]
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Note one phase of a test."""

@@ -342,9 +342,9 @@ class DemoFindings:
             [a == b for a, b in zip(server.answers, answers, strict=True)]
             for server in self.contenders
         )
-        same = sum(a == b for a, b in zip(self.base.answers, self.other.answers, strict=True))
+        agreeing = sum(a == b for a, b in zip(self.base.answers, self.other.answers, strict=True))
         summary = (
-            f"Both gave the same answer to {same} of {len(self.questions)} questions; "
+            f"Both gave the same answer to {agreeing} of {len(self.questions)} questions; "
             f"{self.base.name} was right {sum(base)} times, {self.other.name} {sum(other)} times. "
             "So few can only show a large difference: `indexcache eval run` asks as many as it "
             "takes. "

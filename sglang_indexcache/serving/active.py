@@ -137,7 +137,7 @@ class ActivePattern:
         sums, _ = shadow.read()
         if shadow.patterns != self.policy.patterns:
             sums = []
-        layers = {layer: each for layer, each in enumerate(sums) if each[0]}
+        layers = {layer: sums_there for layer, sums_there in enumerate(sums) if sums_there[0]}
         return Overlaps(
             one_in=shadow.one_in, forwards=shadow.forwards, layers=layers, reference=self.reference
         )

@@ -85,9 +85,9 @@ def agree(plan: Plan | None, rank: int, ranks: int, store: Store) -> None:
         return
     _wait(ranks, store)
     holders: dict[str, str] = {}
-    for other in range(ranks):
-        node, terms = json.loads(store.get(_key(other)))
-        holders.setdefault(terms, f"rank {other} on {node}")
+    for member in range(ranks):
+        node, terms = json.loads(store.get(_key(member)))
+        holders.setdefault(terms, f"rank {member} on {node}")
     if len(holders) > 1:
         holdings = "; ".join(f"{holder} has {terms}" for terms, holder in holders.items())
         raise SettingsError(

@@ -171,8 +171,11 @@ class EngineSource:
             raise UnsupportedEngineError(
                 f"SGLang is not installed. Install it: pip install 'sglang=={SUPPORTED_VERSION}'."
             )
-        found = importlib.metadata.distributions(name="sglang")
-        return cls(Path(spec.origin).parent, next((each.version for each in found), None))
+        distributions = importlib.metadata.distributions(name="sglang")
+        return cls(
+            Path(spec.origin).parent,
+            next((distribution.version for distribution in distributions), None),
+        )
 
     @property
     def name(self) -> str:
@@ -193,8 +196,8 @@ class EngineSource:
     def module(self, name: str) -> ast.Module | None:
         """Return the tree of a module, or None if there is none of this name."""
         if name not in self._modules:
-            found = self._find_file(name)
-            self._modules[name] = ast.parse(found.read_text(encoding="utf-8")) if found else None
+            path = self._find_file(name)
+            self._modules[name] = ast.parse(path.read_text(encoding="utf-8")) if path else None
         return self._modules[name]
 
     def has_file(self, module: str, digests: Mapping[str, str]) -> bool:
@@ -204,10 +207,10 @@ class EngineSource:
 
     def _file(self, module: str) -> tuple[str, str] | None:
         """Return the path of a module's file below ``root`` and its digest; None if it is gone."""
-        if (found := self._find_file(module)) is None:
+        if (path := self._find_file(module)) is None:
             return None
-        digest = hashlib.sha256(found.read_bytes()).hexdigest()[:16]
-        return found.relative_to(self.root).as_posix(), digest
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+        return path.relative_to(self.root).as_posix(), digest
 
     def _find_file(self, module: str) -> Path | None:
         path = self.root.joinpath(*module.split(".")[1:])
@@ -220,10 +223,10 @@ def _find(tree: ast.AST, names: list[str]) -> list[ast.stmt]:
 
     Two branches may define the same name.
     """
-    found = [defined for node in _statements(tree) if (defined := _defining(node, names[0]))]
+    definitions = [defined for node in _statements(tree) if (defined := _defining(node, names[0]))]
     if len(names) == 1:
-        return found
-    return [inner for node in found for inner in _find(node, names[1:])]
+        return definitions
+    return [inner for node in definitions for inner in _find(node, names[1:])]
 
 
 def _statements(tree: ast.AST) -> Iterator[ast.AST]:

@@ -70,7 +70,7 @@ def _add_middleware(_result: None, _manager: Any, *_: Any, **__: Any) -> None:
     from starlette.middleware import Middleware
 
     module = sys.modules.get(_APP)
-    if module is None or any(each.cls is Front for each in module.app.user_middleware):
+    if module is None or any(layer.cls is Front for layer in module.app.user_middleware):
         return
     module.app.user_middleware.append(Middleware(Front))
     if module.app.middleware_stack is not None:  # a tokenizer process makes its manager late
@@ -154,8 +154,8 @@ def _where(carrier: tuple[str, ...] | None) -> str:
 def _ours(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yield the places of keys that mean IndexCache, in any spelling, and their values."""
     if isinstance(value, list):
-        for each in value:
-            yield from _ours(each, path)
+        for item in value:
+            yield from _ours(item, path)
     elif isinstance(value, dict):
         for key, inside in value.items():
             if names_ours(key):

@@ -93,7 +93,9 @@ class Plan:
     @property
     def slopes_digest(self) -> str:
         """The digest by which patterns name the slopes; "" where nothing folds."""
-        return next((each.suffix.slopes for each in self.policy.patterns if each.is_folded), "")
+        return next(
+            (pattern.suffix.slopes for pattern in self.policy.patterns if pattern.is_folded), ""
+        )
 
     def folding(self, pattern: Pattern) -> Pattern:
         """Return ``pattern`` by the slopes of this server, if it folds and names none.
@@ -241,7 +243,9 @@ class Plan:
         data["pattern"], data["own"] = Pattern(data["pattern"]), Pattern(data["own"])
         data["layer_ids"] = tuple(data["layer_ids"])
         data["longer"] = tuple((start, Pattern(text)) for start, text in data["longer"])
-        data["slopes"] = tuple(None if each is None else tuple(each) for each in data["slopes"])
+        data["slopes"] = tuple(
+            None if slopes is None else tuple(slopes) for slopes in data["slopes"]
+        )
         data["graphs"], data["overlap"] = tuple(data["graphs"]), tuple(data["overlap"])
         data["shape"] = tuple((name, value) for name, value in data["shape"])
         return cls(**data)

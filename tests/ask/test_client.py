@@ -33,10 +33,10 @@ def test_a_free_port_is_below_those_of_outgoing_connections() -> None:
 
 
 def test_a_port_in_use_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
         monkeypatch.setattr(launch, "_PORTS", range(port, port + 100))
         assert free_port() != port
     monkeypatch.setattr(launch.random.SystemRandom, "sample", lambda *_: [])
@@ -47,11 +47,11 @@ def test_a_port_in_use_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_server_whose_port_was_taken_is_given_up_at_once(tmp_path: Path) -> None:
     """SGLang's process stays when its HTTP server cannot listen."""
     server = Server([], tmp_path / "log", port=29999)
-    said = "ERROR: [Errno 98] error while attempting to bind: address already in use"
+    message = "ERROR: [Errno 98] error while attempting to bind: address already in use"
     server.command = [
         sys.executable,
         "-c",
-        f"import time; print({said!r}, flush=True); time.sleep(60)",
+        f"import time; print({message!r}, flush=True); time.sleep(60)",
     ]
     with server, pytest.raises(ServerError, match="port 29999 is in use"):
         server.wait_until_ready()
@@ -90,9 +90,9 @@ def test_without_sglang_no_server_is_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch, "find_spec", lambda name: None)
-    with pytest.raises(ModuleNotFoundError) as raised:
+    with pytest.raises(ModuleNotFoundError) as error:
         Server([], tmp_path / "log").start()
-    assert raised.value.name == "sglang"  # from which the command line says what to install
+    assert error.value.name == "sglang"  # from which the command line says what to install
     assert not (tmp_path / "log").exists()
 
 
@@ -109,27 +109,27 @@ def test_a_client_sends_its_keys() -> None:
         assert len(chunks) == 2
 
 
-@pytest.mark.parametrize("wanted", [{"api_key": "k"}, {"admin_api_key": "k"}])
-def test_one_key_is_enough_for_a_server_with_one(wanted: dict[str, str]) -> None:
-    with serving(FakeServer("FFFF", mode="live", **wanted)) as url:
+@pytest.mark.parametrize("keys", [{"api_key": "k"}, {"admin_api_key": "k"}])
+def test_one_key_is_enough_for_a_server_with_one(keys: dict[str, str]) -> None:
+    with serving(FakeServer("FFFF", mode="live", **keys)) as url:
         assert Client(url, api_key=" k\n").switch_pattern("FSFS")[0].pattern == "FSFS"
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("keys", "message"),
     [
         ({}, "wants an API key .*GET .*/server_info answered 401.* in SGLANG_API_KEY"),
         ({"api_key": "wrong"}, "does not accept the API key that was sent .* 401"),
         ({"api_key": "the-key"}, "/set_internal_state answered 401.* SGLANG_ADMIN_API_KEY"),
     ],
 )
-def test_a_missing_key_is_told_as_that(given: dict[str, str], message: str) -> None:
+def test_a_missing_key_is_told_as_that(keys: dict[str, str], message: str) -> None:
     with (
         serving(FakeServer("FFFF", mode="live", **KEYS)) as url,
-        pytest.raises(ServerError, match=message) as raised,
+        pytest.raises(ServerError, match=message) as error,
     ):
-        Client(url, **given).switch_pattern("FSFS")
-    assert not [key for key in ("wrong", *KEYS.values()) if key in str(raised.value)]
+        Client(url, **keys).switch_pattern("FSFS")
+    assert not [key for key in ("wrong", *KEYS.values()) if key in str(error.value)]
 
 
 class Pieces:
@@ -191,9 +191,9 @@ def test_what_is_forbidden_is_told_as_that(key: str | None, sender: str) -> None
 
 @pytest.mark.parametrize("key", ["schlüssel", "two\nkeys"])
 def test_a_key_that_no_header_can_carry_is_not_repeated(key: str) -> None:
-    with pytest.raises(ServerError, match="no HTTP header can carry") as raised:
+    with pytest.raises(ServerError, match="no HTTP header can carry") as error:
         Client("http://127.0.0.1:9", api_key=key)
-    assert key not in str(raised.value)
+    assert key not in str(error.value)
 
 
 def test_a_server_that_cannot_say_what_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,6 +211,6 @@ def test_a_server_that_is_away_is_told_from_a_url_that_is_wrong() -> None:
     """The first may be asked again; the second never answers."""
     with pytest.raises(ServerUnavailableError, match="cannot reach the server at http"):
         Client(f"http://127.0.0.1:{free_port()}").states()
-    with pytest.raises(ServerError, match="cannot reach the server at localhost:1") as raised:
+    with pytest.raises(ServerError, match="cannot reach the server at localhost:1") as error:
         Client("localhost:1").states()
-    assert not isinstance(raised.value, ServerUnavailableError)
+    assert not isinstance(error.value, ServerUnavailableError)

@@ -67,30 +67,30 @@ def pool_of(stack: ExitStack, *engines: FakeServer, **arguments: Any) -> ServedE
 def test_what_may_get_better_is_tried_again_and_told(
     stack: ExitStack, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
-    engine, told = live(), list[str]()
+    engine, lines = live(), list[str]()
     if fault == "slow":
         monkeypatch.setattr(score_module, "_LEAST_SECONDS", 0.3)
-    pool = pool_of(stack, engine, tell=told.append)
+    pool = pool_of(stack, engine, tell=lines.append)
     engine.faults = [fault, fault]
     assert list(pool.loss(PATTERN, range(4))) == expected()
     assert engine.calls == 3
-    again, once_more, back = told
+    again, once_more, back = lines
     assert "is asked again in 0 s: " in again
     assert "is asked again in 0 s: " in once_more
     assert back.endswith("answers again")
     assert pool.loss(PATTERN, [0])[0] == expected()[0]
-    assert len(told) == 3
+    assert len(lines) == 3
 
 
 def test_a_slow_answer_names_the_time_that_it_had(
     stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(score_module, "_LEAST_SECONDS", 0.3)
-    engine, told = live(), list[str]()
-    pool = pool_of(stack, engine, tell=told.append)
+    engine, lines = live(), list[str]()
+    pool = pool_of(stack, engine, tell=lines.append)
     engine.faults = ["slow"]
     pool.loss(PATTERN, [0])
-    assert "did not answer /generate within 0.30" in told[0]
+    assert "did not answer /generate within 0.30" in lines[0]
 
 
 def test_a_server_that_still_loads_is_waited_for(stack: ExitStack) -> None:
@@ -111,12 +111,12 @@ def test_a_server_that_still_loads_is_waited_for(stack: ExitStack) -> None:
     ],
 )
 def test_what_will_not_get_better_ends_at_once(stack: ExitStack, fault: str, message: str) -> None:
-    engine, told = live(), list[str]()
-    pool = pool_of(stack, engine, tell=told.append)
+    engine, lines = live(), list[str]()
+    pool = pool_of(stack, engine, tell=lines.append)
     engine.faults = [fault]
     with pytest.raises(IndexCacheError, match=message):
         pool.loss(PATTERN, [0])
-    assert (engine.calls, told) == (1, [])
+    assert (engine.calls, lines) == (1, [])
 
 
 def test_a_server_restarted_between_two_calls_is_checked(stack: ExitStack) -> None:
@@ -131,13 +131,13 @@ def test_a_server_restarted_between_two_calls_is_checked(stack: ExitStack) -> No
 
 
 def test_a_call_goes_to_another_server(stack: ExitStack) -> None:
-    engines, told = [live(), live(), live()], list[str]()
-    pool = pool_of(stack, *engines, tell=told.append)
+    engines, lines = [live(), live(), live()], list[str]()
+    pool = pool_of(stack, *engines, tell=lines.append)
     engines[0].faults = ["reset"] * 1000
     for _ in range(5):
         assert list(pool.loss(PATTERN, range(4))) == expected()
     assert engines[1].calls + engines[2].calls == 5
-    assert all(line.startswith("the server at http://127.0.0.1:") for line in told)
+    assert all(line.startswith("the server at http://127.0.0.1:") for line in lines)
 
 
 def test_the_search_ends_when_all_stay_away(stack: ExitStack) -> None:
@@ -151,19 +151,19 @@ def test_the_search_ends_when_all_stay_away(stack: ExitStack) -> None:
 
 
 def test_one_of_several_may_be_away_at_the_start_but_not_all(stack: ExitStack) -> None:
-    nobody, told = f"http://127.0.0.1:{free_port()}", list[str]()
+    nobody, lines = f"http://127.0.0.1:{free_port()}", list[str]()
     url = stack.enter_context(serving(live()))
-    pool = ServedEvaluator(Pool([Client(nobody), Client(url)], tell=told.append), DATA)
+    pool = ServedEvaluator(Pool([Client(nobody), Client(url)], tell=lines.append), DATA)
     assert pool.num_layers == LAYERS
     assert list(pool.loss(PATTERN, range(4))) == expected()
-    assert nobody in told[0]
+    assert nobody in lines[0]
     with pytest.raises(ServerUnavailableError, match="cannot reach the server"):
         Pool([Client(nobody)])
 
 
 def test_servers_that_do_not_belong_together(stack: ExitStack) -> None:
-    said = r"the same checkpoint; one has .* FFFF, the server at http\S* .*FFFFF"
-    with pytest.raises(ServerError, match=said):
+    message = r"the same checkpoint; one has .* FFFF, the server at http\S* .*FFFFF"
+    with pytest.raises(ServerError, match=message):
         pool_of(stack, live(), live(LAYERS + 1))
     with pytest.raises(ServerError, match="--indexcache-mode live"):
         pool_of(stack, live(), live(mode="static"))
@@ -179,9 +179,9 @@ def test_a_retried_call_is_in_the_journal_once(
         engine.faults = ["", fault, "cut"]
     patterns = [Pattern(text) for text in ("FFFF", "FSFF", "FSSF", "FSSS", "FFSS", "FFFS")]
     with open_journal(tmp_path / "j", {}) as journal:
-        found = Ledger(pool, journal, call_tokens=1).many(patterns)
-    assert found.shape == (6, 4)
-    assert np.array_equal(found, [expected(pattern) for pattern in patterns])
+        losses = Ledger(pool, journal, call_tokens=1).many(patterns)
+    assert losses.shape == (6, 4)
+    assert np.array_equal(losses, [expected(pattern) for pattern in patterns])
     with open_journal(tmp_path / "j", {}) as journal:
         cells = [(e["pattern"], batch) for e in journal.entries for batch in e["batches"]]
     assert len(cells) == len(set(cells)) == 24
@@ -192,8 +192,8 @@ def test_a_server_has_as_many_calls_at_once_as_it_may(stack: ExitStack) -> None:
     engines = [live(gathers=3) for _ in range(2)]
     pool = pool_of(stack, *engines, at_once=3)
     patterns = [Pattern(text) for text in ("FFFF", "FSFF", "FSSF")]
-    found = Ledger(pool, call_tokens=1).many(patterns)
-    assert np.array_equal(found, [expected(pattern) for pattern in patterns])
+    losses = Ledger(pool, call_tokens=1).many(patterns)
+    assert np.array_equal(losses, [expected(pattern) for pattern in patterns])
     assert [engine.most_at_once for engine in engines] == [3, 3]
     assert sum(engine.calls for engine in engines) == 12
 
@@ -203,12 +203,12 @@ def test_calls_that_fail_together_are_told_once(
 ) -> None:
     monkeypatch.setattr(pool_module, "FIRST_PAUSE", 0.5)
     monkeypatch.setattr(pool_module, "LONGEST_PAUSE", 0.5)
-    engine, told = live(gathers=4), list[str]()
-    pool = pool_of(stack, engine, at_once=4, tell=told.append)
+    engine, lines = live(gathers=4), list[str]()
+    pool = pool_of(stack, engine, at_once=4, tell=lines.append)
     engine.faults = ["503"] * 4
     assert list(Ledger(pool, call_tokens=1).losses(PATTERN)) == expected()
     assert engine.calls == 8
-    assert ["is asked again in" in line for line in told] == [True, False]
+    assert ["is asked again in" in line for line in lines] == [True, False]
 
 
 @pytest.mark.parametrize(("is_smaller_first", "priority"), [(False, -999_995), (True, 1_000_005)])
@@ -253,16 +253,16 @@ def test_ctrl_c_ends_a_pause_at_once(
     signal.signal(signal.SIGINT, signal.default_int_handler)
     main = threading.main_thread().ident
     assert main is not None
-    left = threading.Semaphore(0)
+    pauses = threading.Semaphore(0)
 
     def interrupt() -> None:
         for _ in range(count):
-            left.acquire()
+            pauses.acquire()
         time.sleep(0.3)  # until the pause has begun
         signal.pthread_kill(main, signal.SIGINT)
 
     engines = [live() for _ in range(count)]
-    pool = pool_of(stack, *engines, tell=lambda line: left.release())
+    pool = pool_of(stack, *engines, tell=lambda line: pauses.release())
     for engine in engines:
         engine.faults = ["503"]
     threading.Thread(target=interrupt).start()

@@ -22,10 +22,10 @@ PLACES = {
 
 @pytest.mark.parametrize("word", PLACES)
 def test_a_word_of_the_protocol_is_spelt_where_its_rule_is(word: str) -> None:
-    found = set()
+    places = set()
     for path in (ROOT / "sglang_indexcache").rglob("*.py"):
         nodes = list(ast.walk(ast.parse(path.read_text())))
         strings = [node.value for node in nodes if isinstance(node, ast.Constant)]
         if word in strings or word in [n.arg for n in nodes if isinstance(n, ast.keyword)]:
-            found.add(path.relative_to(ROOT / "sglang_indexcache").as_posix())
-    assert found == PLACES[word]
+            places.add(path.relative_to(ROOT / "sglang_indexcache").as_posix())
+    assert places == PLACES[word]

@@ -37,11 +37,13 @@ class Cardboard:
         if "custom_params" in sampling:
             info[PATTERN_OF_REQUEST] = [sampling["custom_params"][PATTERN_OF_REQUEST]]
         if "logprob_start_len" in body:
-            seen = ids[body["logprob_start_len"][place] :]
-            info["input_token_logprobs"] = [[None, seen[0], None]]
-            info["input_token_logprobs"] += [[-t / 10, t, None] for t in seen[1:]]
+            scored = ids[body["logprob_start_len"][place] :]
+            info["input_token_logprobs"] = [[None, scored[0], None]]
+            info["input_token_logprobs"] += [[-t / 10, t, None] for t in scored[1:]]
             info["input_top_logprobs"] = [None]
-            info["input_top_logprobs"] += [[[-9.0, 1, None], [-t / 10, t, None]] for t in seen[1:]]
+            info["input_top_logprobs"] += [
+                [[-9.0, 1, None], [-t / 10, t, None]] for t in scored[1:]
+            ]
         self.change(info)
         return {"meta_info": info}
 
@@ -51,8 +53,8 @@ PROMPT = Prompt((1, 2, 3, 4), "FSFS", "mine", scored=2)
 
 def test_the_last_tokens_are_scored_under_the_prompts_own_pattern_and_key() -> None:
     engine = Cardboard()
-    whole = Prompt((7, 8, 9), "FFFF", "other", scored=2)
-    assert score(engine, [PROMPT, whole], top=2) == [
+    full_scored = Prompt((7, 8, 9), "FFFF", "other", scored=2)
+    assert score(engine, [PROMPT, full_scored], top=2) == [
         TokenScores([-0.3, -0.4], [[(3, -0.3), (1, -9.0)], [(4, -0.4), (1, -9.0)]], 4),
         TokenScores([-0.8, -0.9], [[(8, -0.8), (1, -9.0)], [(9, -0.9), (1, -9.0)]], 3),
     ]
@@ -60,7 +62,7 @@ def test_the_last_tokens_are_scored_under_the_prompts_own_pattern_and_key() -> N
     assert body["logprob_start_len"] == [1, 0]
     assert body["extra_key"] == ["mine", "other"]
     assert body["timeout"] == time_allowed(7) == 600.007
-    assert [one["max_new_tokens"] for one in body["sampling_params"]] == [0, 0]
+    assert [params["max_new_tokens"] for params in body["sampling_params"]] == [0, 0]
 
 
 def test_what_is_not_asked_for_is_not_named() -> None:
@@ -75,8 +77,8 @@ def test_the_last_token_of_the_vocabulary_is_reported_as_0() -> None:
     def clip(info: dict[str, Any]) -> None:
         info["input_token_logprobs"][-1][1] = 0
 
-    [found] = score(Cardboard(clip), [PROMPT])
-    assert found.logprobs == [-0.3, -0.4]
+    [scores] = score(Cardboard(clip), [PROMPT])
+    assert scores.logprobs == [-0.3, -0.4]
 
 
 def entry(place: int, value: Any) -> Any:
@@ -117,10 +119,10 @@ WRONG: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("fault", WRONG)
 def test_a_wrong_answer_is_refused_by_name(fault: str) -> None:
-    change, said = WRONG[fault]
-    with pytest.raises(ServerError, match=said) as raised:
+    change, message = WRONG[fault]
+    with pytest.raises(ServerError, match=message) as error:
         score(Cardboard(change), [PROMPT], top=2)
-    assert not isinstance(raised.value, ServerUnavailableError)
+    assert not isinstance(error.value, ServerUnavailableError)
 
 
 def test_a_request_that_was_given_up_may_be_asked_again() -> None:
@@ -129,8 +131,8 @@ def test_a_request_that_was_given_up_may_be_asked_again() -> None:
         score(Cardboard(lambda info: info.update(finish_reason=reason)), [PROMPT])
 
 
-@pytest.mark.parametrize("said", [{"hello": "world"}, [], [{"hello": "world"}]])
-def test_something_that_is_no_answer(monkeypatch: pytest.MonkeyPatch, said: Any) -> None:
-    monkeypatch.setattr(Cardboard, "generate", lambda self, **_: said)
+@pytest.mark.parametrize("answer", [{"hello": "world"}, [], [{"hello": "world"}]])
+def test_something_that_is_no_answer(monkeypatch: pytest.MonkeyPatch, answer: Any) -> None:
+    monkeypatch.setattr(Cardboard, "generate", lambda self, **_: answer)
     with pytest.raises(ServerError, match=r"with something else|no reply of SGLang's /generate"):
         score(Cardboard(), [PROMPT])

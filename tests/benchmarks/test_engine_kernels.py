@@ -53,16 +53,16 @@ def signature(module: str, name: str) -> inspect.Signature | None:
     if spec is None or spec.origin is None:
         return None
     tree = ast.parse((Path(spec.origin).parent / file).read_text())
-    found = next(n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == name)
-    for argument in ast.walk(found.args):
+    function = next(n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == name)
+    for argument in ast.walk(function.args):
         if isinstance(argument, ast.arg):
             argument.annotation = None
     nothing = ast.Constant(None)
-    found.args.defaults = [nothing for _ in found.args.defaults]
-    found.args.kw_defaults = [d and nothing for d in found.args.kw_defaults]
-    found.body, found.decorator_list, found.returns = [ast.Pass()], [], None
+    function.args.defaults = [nothing for _ in function.args.defaults]
+    function.args.kw_defaults = [d and nothing for d in function.args.kw_defaults]
+    function.body, function.decorator_list, function.returns = [ast.Pass()], [], None
     scope: dict[str, Any] = {}
-    module_of_one = ast.fix_missing_locations(ast.Module([found], []))
+    module_of_one = ast.fix_missing_locations(ast.Module([function], []))
     exec(compile(module_of_one, file, "exec"), scope)
     return inspect.signature(scope[name])
 
@@ -82,9 +82,9 @@ class Installed:
 
     def function(self, module: str, name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            own = signature(module, name)
-            if own is not None:
-                own.bind(*args, **kwargs)
+            parameters = signature(module, name)
+            if parameters is not None:
+                parameters.bind(*args, **kwargs)
             self.calls.append((name, args, kwargs))
             answer = ANSWERS[name][1]
             return answer(*args) if args else answer(**kwargs)
@@ -92,7 +92,7 @@ class Installed:
         return call
 
     def count(self, name: str) -> int:
-        return sum(called == name for called, _, _ in self.calls)
+        return sum(callee == name for callee, _, _ in self.calls)
 
 
 def columns(q: torch.Tensor, kv: Any, *_: Any) -> torch.Tensor:
@@ -103,7 +103,7 @@ def paged(q: torch.Tensor, pages: Any, w: Any, lens: Any, table: Any, plan: Any,
     return torch.zeros(len(q), width)
 
 
-def chosen(logits: torch.Tensor, k: int) -> torch.Tensor:
+def sorted_topk(logits: torch.Tensor, k: int) -> torch.Tensor:
     return torch.zeros(len(logits), k, dtype=torch.int32)
 
 
@@ -111,14 +111,14 @@ ANSWERS: dict[str, tuple[str, Callable[..., Any]]] = {
     "fp8_mqa_logits": ("deep_gemm", columns),
     "fp8_paged_mqa_logits": ("deep_gemm", paged),
     "get_paged_mqa_logits_metadata": ("deep_gemm", lambda *_: None),
-    "top_k_ragged_transform": ("flashinfer", lambda logits, _, seen, k: chosen(logits, k)),
-    "fast_topk_v2": ("sgl_kernel", lambda logits, seen, k: chosen(logits, k)),
+    "top_k_ragged_transform": ("flashinfer", lambda logits, _, visible, k: sorted_topk(logits, k)),
+    "fast_topk_v2": ("sgl_kernel", lambda logits, visible, k: sorted_topk(logits, k)),
     "plan_topk_v2": (SGLANG, lambda lens: torch.zeros(len(lens) + 1, 2, dtype=torch.int32)),
     "topk_transform_ragged_v2": (SGLANG, lambda *_: None),
     "topk_transform_paged_v2": (SGLANG, lambda *_: None),
     "flash_mla_sparse_fwd": (FLASH_MLA, lambda q, *_: (q[..., :512], None, None)),
     "flash_mla_with_kvcache": (FLASH_MLA, lambda q, *_: (q[..., :512], None)),
-    "flash_attn_with_kvcache": (FA3, lambda **given: given["qv"]),
+    "flash_attn_with_kvcache": (FA3, lambda **arguments: arguments["qv"]),
     "sparse_mla_prefill": (TRITON_MLA, lambda q, *_: q[..., :512]),
     "sparse_mla_q8kv8_prefill_fwd": (Q8, lambda q, *_: (torch.zeros(*q.shape[:2], 512), 0, 0)),
     "concat_and_cast_q_fp8_pad": (CAST_Q, lambda *_: None),
@@ -129,22 +129,22 @@ ANSWERS: dict[str, tuple[str, Callable[..., Any]]] = {
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> Installed:
-    found = Installed()
-    monkeypatch.setattr(anchors, "load_module", found)
+    engine = Installed()
+    monkeypatch.setattr(anchors, "load_module", engine)
     properties = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    return found
+    return engine
 
 
 def test_signatures_are_read() -> None:
     """The check is checked: it reads what is installed."""
     for name, (module, _) in ANSWERS.items():
-        own = signature(module, name)
-        assert own is None or len(own.parameters) > 0
-    own = signature(SGLANG, "topk_transform_ragged_v2")
-    if own is not None:
+        parameters = signature(module, name)
+        assert parameters is None or len(parameters.parameters) > 0
+    parameters = signature(SGLANG, "topk_transform_ragged_v2")
+    if parameters is not None:
         with pytest.raises(TypeError, match="out_indices"):
-            own.bind(1, 2, out_offsets=3)
+            parameters.bind(1, 2, out_offsets=3)
 
 
 @pytest.mark.parametrize("work", [PREFILL, DECODE], ids=str)
@@ -166,16 +166,16 @@ def test_indexers(work: Workload, installed: Installed, monkeypatch: pytest.Monk
         "topk_transform_paged_v2": lambda args, kwargs: (*args[:2], args[3]),
     }
     for name, per_row in selects.items():
-        own = [call for call in installed.calls if call[0] == name]
+        calls = [call for call in installed.calls if call[0] == name]
         unused = "topk_transform_paged_v2" if work.is_prefill else "topk_transform_ragged_v2"
-        assert len(own) == (0 if name == unused else slices), name
-        seen = []
-        for _, args, kwargs in own:
+        assert len(calls) == (0 if name == unused else slices), name
+        visible = []
+        for _, args, kwargs in calls:
             tensors_of_rows = per_row(args, kwargs)
             assert len({len(tensor) for tensor in tensors_of_rows}) == 1, name
-            seen.append(args[2] if name == "top_k_ragged_transform" else args[1])
-        if seen:
-            assert torch.equal(torch.cat(seen), tensors.visible)
+            visible.append(args[2] if name == "top_k_ragged_transform" else args[1])
+        if visible:
+            assert torch.equal(torch.cat(visible), tensors.visible)
 
 
 def test_plans_are_made_once(installed: Installed) -> None:
@@ -195,8 +195,8 @@ def test_topks(installed: Installed) -> None:
     results = {name: make()() for name, make in makers.items()}
     assert results["torch.topk"].shape == (TOPK.rows, TOPK.topk)
     assert results["sglang v2"].shape == (TOPK.rows, TOPK.topk)
-    called = [name for name, _, _ in installed.calls]
-    assert called == ["top_k_ragged_transform", "fast_topk_v2", "topk_transform_ragged_v2"]
+    names = [name for name, _, _ in installed.calls]
+    assert names == ["top_k_ragged_transform", "fast_topk_v2", "topk_transform_ragged_v2"]
 
 
 @pytest.mark.parametrize("fp8", [False, True])
@@ -229,15 +229,15 @@ def test_decode_over_bfloat16_is_fa3_s(installed: Installed) -> None:
     work = Workload("mla_decode", 3, 128, 8, topk=64)
     tensors = workloads.attention_tensors(work, CPU)
     anchors.mla_anchors(work, tensors)["fa3"]()()
-    name, _, given = installed.calls[-1]
+    name, _, arguments = installed.calls[-1]
     assert name == "flash_attn_with_kvcache"
-    assert given["q"].shape == (3, 8, 64)
-    assert given["qv"].shape == (3, 8, 512)
-    assert given["k_cache"].shape == (len(tensors.cache), 1, 1, 64)
-    assert given["v_cache"].shape == (len(tensors.cache), 1, 1, 512)
-    assert torch.equal(given["page_table"], tensors.slots)
-    assert given["cache_seqlens"].tolist() == [64] * 3
-    assert given["cu_seqlens_k_new"].tolist() == [0, 64, 128, 192]
+    assert arguments["q"].shape == (3, 8, 64)
+    assert arguments["qv"].shape == (3, 8, 512)
+    assert arguments["k_cache"].shape == (len(tensors.cache), 1, 1, 64)
+    assert arguments["v_cache"].shape == (len(tensors.cache), 1, 1, 512)
+    assert torch.equal(arguments["page_table"], tensors.slots)
+    assert arguments["cache_seqlens"].tolist() == [64] * 3
+    assert arguments["cu_seqlens_k_new"].tolist() == [0, 64, 128, 192]
     assert "fa3" not in anchors.mla_anchors(Workload("mla_prefill", 3, 128, 8), tensors)
 
 
@@ -263,7 +263,9 @@ def test_what_sglang_offers_besides_for_a_bfloat16_prefill(
     assert set(makers) <= set(anchors.engine_anchors(work))
     for make in makers.values():
         assert make()().shape == (3, heads, 512)
-    unions = [given["union"] for name, _, given in installed.calls if name == "sparse_mla_prefill"]
+    unions = [
+        arguments["union"] for name, _, arguments in installed.calls if name == "sparse_mla_prefill"
+    ]
     assert unions == [int(name[-1]) if "union" in name else 0 for name in rivals if name != Q8_NAME]
     assert list(anchors.mla_anchors(replace(work, fp8=True), tensors)) == ["flash_mla"]
 
@@ -300,7 +302,7 @@ def test_what_cannot_be_loaded_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> N
     makers = anchors.topk_anchors(TOPK, logits, visible)
     assert makers["torch.topk"]()().shape == (TOPK.rows, TOPK.topk)
     monkeypatch.setitem(sys.modules, "flashinfer", None)
-    for here, reason in ((False, "needs a GPU"), (True, "import of flashinfer halted")):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda here=here: here)
+    for has_gpu, reason in ((False, "needs a GPU"), (True, "import of flashinfer halted")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda value=has_gpu: value)
         with pytest.raises(ImportError, match=reason):
             makers["flashinfer.top_k_ragged_transform"]()

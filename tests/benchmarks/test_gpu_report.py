@@ -55,22 +55,22 @@ def run(folder: Path, *options: str) -> tuple[int, dict[str, Any], list[str]]:
     report = folder / "report.json"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.gpu.report", *options]
     command += ["-p", "no:cacheprovider", "--gpu-report", str(report), "test_made.py"]
-    done = subprocess.run(
+    process = subprocess.run(
         command, cwd=folder, env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}, check=False
     )
-    ran = (folder / "ran").read_text().split() if (folder / "ran").exists() else []
-    return done.returncode, json.loads(report.read_text()), ran
+    names = (folder / "ran").read_text().split() if (folder / "ran").exists() else []
+    return process.returncode, json.loads(report.read_text()), names
 
 
 def test_every_way_to_end_is_reported_and_the_rest_still_runs(tmp_path: Path) -> None:
     codes = []
     while True:
-        code, report, ran = run(tmp_path)
+        code, report, names = run(tmp_path)
         codes.append(code)
         if not is_cut_off(code, tmp_path / "report.json"):
             break
-    found = {name.partition("::test_")[2]: each for name, each in report["tests"].items()}
-    outcomes = {name: each["outcome"] for name, each in found.items()}
+    results = {name.partition("::test_")[2]: result for name, result in report["tests"].items()}
+    outcomes = {name: result["outcome"] for name, result in results.items()}
     assert outcomes == {
         "passes": "passed",
         "fails": "failed",
@@ -81,29 +81,29 @@ def test_every_way_to_end_is_reported_and_the_rest_still_runs(tmp_path: Path) ->
         "last": "passed",
     }
     assert len(codes) == 4, "it was begun again after each of the three that end the process"
-    assert found["passes"]["evidence"] == {"us": 7}
-    assert "one is not two" in found["fails"]["why"]
-    assert "needs a card" in found["skips"]["why"]
-    assert "the process ended in it" in found["ends_the_process"]["why"]
-    assert [name for name in ran if name != "skips"] == [
+    assert results["passes"]["evidence"] == {"us": 7}
+    assert "one is not two" in results["fails"]["why"]
+    assert "needs a card" in results["skips"]["why"]
+    assert "the process ended in it" in results["ends_the_process"]["why"]
+    assert [name for name in names if name != "skips"] == [
         *("passes", "fails", "ends", "hangs", "loses", "last")
     ], "what is decided is not run again"
 
 
 def test_without_a_card_nor_packages_everything_is_collected_and_skipped_for_one_reason() -> None:
     """Collect as a bare machine with the kit alone does: torch and pytest, nothing of SGLang's."""
-    hidden = ("pydantic", "sglang", "tvm_ffi", "transformers", "safetensors", "msgspec")
+    blocked = ("pydantic", "sglang", "tvm_ffi", "transformers", "safetensors", "msgspec")
     code = (
-        f"import sys; sys.modules |= dict.fromkeys({hidden}); import pytest; "
+        f"import sys; sys.modules |= dict.fromkeys({blocked}); import pytest; "
         "sys.exit(pytest.main(['-q', '-rs', '-m', 'gpu', 'tests/gpu', '-p', 'no:cacheprovider']))"
     )
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
     )
-    reasons = set(re.findall(r"^SKIPPED .*?: ((?:needs|could).*)$", done.stdout, re.MULTILINE))
-    assert reasons == {"needs an NVIDIA GPU (H100 or H200): torch sees none"}, done.stdout
-    assert re.search(r"^\d+ skipped", done.stdout, re.MULTILINE), "none failed, none passed"
-    assert done.returncode == 0, done.stdout
+    reasons = set(re.findall(r"^SKIPPED .*?: ((?:needs|could).*)$", process.stdout, re.MULTILINE))
+    assert reasons == {"needs an NVIDIA GPU (H100 or H200): torch sees none"}, process.stdout
+    assert re.search(r"^\d+ skipped", process.stdout, re.MULTILINE), "none failed, none passed"
+    assert process.returncode == 0, process.stdout
 
 
 @pytest.mark.parametrize("marks", ["gpu", "gpu and not slow", "e2e or gpu"])
@@ -119,16 +119,16 @@ def test_all_other_tests_do_not_see_a_card() -> None:
 
 
 @pytest.mark.parametrize(
-    ("here", "says"),
+    ("machine", "says"),
     [
         ({"python": "3.12.4", "torch": "2.11.0+cu130"}, "is the machine that the archive was"),
         ({"python": "3.11.9", "torch": "2.11.0"}, "is for python 3.12, here is python 3.11"),
         ({"python": "3.12.4", "torch": "2.13.0"}, "is for torch 2.11.0, here is"),
     ],
 )
-def test_preflight(here: dict[str, str], says: str) -> None:
-    assert says in preflight(here, {"python": "3.12", "torch": "2.11.0"})
-    assert "no archive" in preflight(here)
+def test_preflight(machine: dict[str, str], says: str) -> None:
+    assert says in preflight(machine, {"python": "3.12", "torch": "2.11.0"})
+    assert "no archive" in preflight(machine)
 
 
 # -- the checks of a server ----------------------------------------------------------------------
@@ -143,9 +143,9 @@ class FakeServer:
 
     def generate(self, input_ids: list[int], sampling_params: dict[str, Any]) -> dict[str, Any]:
         self.asked += 1
-        named = sampling_params.get("custom_params", {}).get(PATTERN_OF_REQUEST)
+        pattern = sampling_params.get("custom_params", {}).get(PATTERN_OF_REQUEST)
         under = (
-            str(served.FULL) if self.fault == "ignores patterns" else named or str(served.PATTERN)
+            str(served.FULL) if self.fault == "ignores patterns" else pattern or str(served.PATTERN)
         )
         if self.fault == "mixes patterns" and self.asked > 18:
             under = "FSSSSS"
@@ -154,8 +154,11 @@ class FakeServer:
             tokens[-1] += 1
         if self.fault == "never the same":
             tokens[0] += self.asked
-        said = [str(served.FULL)] if self.fault == "says another pattern" else [named]
-        return {"output_ids": tokens, "meta_info": {PATTERN_OF_REQUEST: said} if named else {}}
+        answered = [str(served.FULL)] if self.fault == "says another pattern" else [pattern]
+        return {
+            "output_ids": tokens,
+            "meta_info": {PATTERN_OF_REQUEST: answered} if pattern else {},
+        }
 
     def states(self) -> list[RankState]:
         pattern = (
@@ -252,24 +255,24 @@ def test_a_kernel_that_keeps_what_it_saw_at_capture_fails(small: list[kernels.Jo
 
         def frozen(body: Callable[[], Any], job: kernels.Job = job) -> Callable[[], Any]:
             body()
-            kept = [one.clone() for one in job.outputs]
-            return lambda: [out.copy_(old) for out, old in zip(job.outputs, kept, strict=True)]
+            copies = [output.clone() for output in job.outputs]
+            return lambda: [out.copy_(old) for out, old in zip(job.outputs, copies, strict=True)]
 
         with pytest.raises(AssertionError, match="a replay differs"):
             kernels.check_replays(job, capture=frozen)
 
 
 def test_no_time_left_is_no_outcome(tmp_path: Path) -> None:
-    _, report, ran = run(tmp_path, "--gpu-seconds", "0")
-    assert not ran
-    assert {each["outcome"] for each in report["tests"].values()} == {"not reached"}
+    _, report, names = run(tmp_path, "--gpu-seconds", "0")
+    assert not names
+    assert {result["outcome"] for result in report["tests"].values()} == {"not reached"}
 
 
 def test_another_commit_s_report_is_not_added_to(tmp_path: Path) -> None:
     _, report, _ = run(tmp_path, "--gpu-seconds", "0")
     report["machine"]["commit"] = "another"
     (tmp_path / "report.json").write_text(json.dumps(report))
-    code, after, ran = run(tmp_path)
+    code, after, names = run(tmp_path)
     assert code == 4
-    assert not ran
+    assert not names
     assert after["machine"]["commit"] == "another"

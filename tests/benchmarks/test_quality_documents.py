@@ -27,10 +27,10 @@ def test_what_is_recognised_makes_no_claim_wrong_and_what_is_not_does() -> None:
 
 @pytest.mark.parametrize(("kind", "least"), [(study.KINDS[0], 1.0), (study.KINDS[2], 0.3)])
 def test_as_much_is_shared_as_is_said(kind: str, least: float) -> None:
-    first, second, other = (text.split() for text in study.contexts(kind, 2, 3, seed=0))
+    first, second, third = (text.split() for text in study.contexts(kind, 2, 3, seed=0))
     shared = study.words_of(kind, 2) if kind == study.KINDS[0] else study.THIRD
     assert longest_run(first, second) == shared
-    assert longest_run(first, other) < shared / 4
+    assert longest_run(first, third) < shared / 4
     assert shared >= least * study.words_of(kind, 2)
 
 
@@ -39,8 +39,8 @@ def longest_run(first: list[str], second: list[str]) -> int:
     best, before = 0, [0] * (len(second) + 1)
     for word in first:
         now = [0] * (len(second) + 1)
-        for place, other in enumerate(second, 1):
-            now[place] = before[place - 1] + 1 if word == other else 0
+        for place, second_word in enumerate(second, 1):
+            now[place] = before[place - 1] + 1 if word == second_word else 0
         best, before = max(best, *now), now
     return best
 

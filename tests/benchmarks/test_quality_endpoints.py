@@ -33,7 +33,7 @@ def test_probabilities_show_as_much_with_fewer_contexts() -> None:
 @pytest.mark.parametrize("kind", study.KINDS)
 def test_a_loss_of_the_margin_is_one(endpoint: str, kind: str) -> None:
     levels = np.linspace(0.6, 1.0, 50)
-    drawn = study.Contexts(np.zeros(50), levels, endpoint, 0.0, kind)
-    world = HeldBack((500,) * 4, 0.03, drawn)
-    values = drawn(np.random.default_rng(1), world, 50, 1.0)
+    contexts = study.Contexts(np.zeros(50), levels, endpoint, 0.0, kind)
+    world = HeldBack((500,) * 4, 0.03, contexts)
+    values = contexts(np.random.default_rng(1), world, 50, 1.0)
     assert values.mean() == pytest.approx(-0.03, abs=0.002)

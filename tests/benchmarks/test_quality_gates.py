@@ -18,8 +18,8 @@ def test_sound_runs_pass_the_control_whatever_the_engine_flips() -> None:
     sound = [row for row in FOUND["control"] if not row["fault"]]
     assert max(row["refused"] for row in sound) <= SAME
     [usual] = [row for row in sound if row["flips"] == study.ENGINE]
-    kept = 1 - 2 * study.ENGINE * (1 - study.ENGINE)
-    assert usual["refused_by_one_difference"] == pytest.approx(1 - kept**96, abs=0.02)
+    agreement = 1 - 2 * study.ENGINE * (1 - study.ENGINE)
+    assert usual["refused_by_one_difference"] == pytest.approx(1 - agreement**96, abs=0.02)
     worst = max(FOUND["control"], key=lambda row: row["fault"])
     assert worst["refused"] > 0.99
 

@@ -37,15 +37,15 @@ EDGE = World(margin=0.03, discordance=0.1, correlation=0.5, noise=0.005, loss=0.
 def test_answers_are_those_of_the_world() -> None:
     world = World(margin=0.01, discordance=0.1, correlation=0.3, noise=0.01, loss=0.05)
     draw = np.random.default_rng(5)
-    found = simulate(world, draw, 40)
-    difference = np.concatenate(found.pattern - found.reference)
-    again = np.concatenate(found.again - found.reference)
+    answers = simulate(world, draw, 40)
+    difference = np.concatenate(answers.pattern - answers.reference)
+    again = np.concatenate(answers.again - answers.reference)
     contexts = len(difference)
     error = difference.mean(axis=1).std() / contexts**0.5
     assert difference.mean() == pytest.approx(world.truth, abs=6 * error)
     assert (again != 0).mean() == pytest.approx(2 * 0.01 * 0.99, rel=0.1)
-    own = difference.var() * (1 + 7 * 0.3 * 0.9) / 8  # flips of the engine are not correlated
-    assert difference.mean(axis=1).var() == pytest.approx(own, rel=0.1)
+    variance = difference.var() * (1 + 7 * 0.3 * 0.9) / 8  # flips of the engine are not correlated
+    assert difference.mean(axis=1).var() == pytest.approx(variance, rel=0.1)
 
 
 FEW_ROWS = World(0.02, 0.1, 0.3, 0.005, loss=0.02 / 0.99, made=96, rows=8)
@@ -82,9 +82,9 @@ def test_a_mistake_is_caught(world: World, seed: int, mistake: str, breaks: str)
 def test_the_committed_study_is_whole_and_kept_its_promises() -> None:
     study = json.loads((RESULTS / f"{NAME}.json").read_text())
     assert study["evaluations"] >= 2000
-    own = [row for row in study["rows"] if row["pairing"] == "by context"]
-    assert [World(**row["world"]) for row in own] == list(worlds())
-    assert [row["broken"] for row in own if row["broken"]] == []
+    paired = [row for row in study["rows"] if row["pairing"] == "by context"]
+    assert [World(**row["world"]) for row in paired] == list(worlds())
+    assert [row["broken"] for row in paired if row["broken"]] == []
     assert [row["world"] for row in study["held_back"]] == list(HELD_BACK)
     assert [row["broken"] for row in study["held_back"] if row["broken"]] == []
     for mistake in ("by question", "unpaired"):
@@ -94,20 +94,20 @@ def test_the_committed_study_is_whole_and_kept_its_promises() -> None:
 def test_many_evaluations_are_judged_as_each_alone() -> None:
     """The oracle reads one evaluation at a time, look by look."""
     for name, world in HELD_BACK.items():
-        whole = world.evaluations(np.random.default_rng(3), 12, 1.0)
+        sample = world.evaluations(np.random.default_rng(3), 12, 1.0)
         design = world.design
-        found = judge(whole, design, lambda look, d=design: d.contexts * look // d.looks)
-        for number, values in enumerate(whole.values):
-            alone = replace(whole, values=values)
+        verdicts = judge(sample, design, lambda look, d=design: d.contexts * look // d.looks)
+        for number, values in enumerate(sample.values):
+            alone = replace(sample, values=values)
             for look in range(1, design.looks + 1):
                 part = first(alone, design.contexts * look // design.looks)
                 lower, upper = bounds(Estimate(part), design, look)
                 kind = claimed(lower, upper, design.margin)
                 if kind is not Kind.UNDECIDED:
                     break
-            assert lower == pytest.approx(found.lower[number], abs=1e-8), name
-            assert upper == pytest.approx(found.upper[number], abs=1e-8), name
-            assert (kind in SAFE) == found.safe[number]
+            assert lower == pytest.approx(verdicts.lower[number], abs=1e-8), name
+            assert upper == pytest.approx(verdicts.upper[number], abs=1e-8), name
+            assert (kind in SAFE) == verdicts.safe[number]
 
 
 @pytest.mark.parametrize("name", HELD_BACK)
@@ -115,6 +115,6 @@ def test_held_back_worlds_lose_what_they_say(name: str) -> None:
     """The mean over cells of the mean over questions, times the margin."""
     world = HELD_BACK[name]
     for times in (0.0, 1.0):
-        found = Estimate(world.evaluations(np.random.default_rng(11), 400, times)).mean
-        error = found.std() / len(found) ** 0.5
-        assert found.mean() == pytest.approx(-times * world.margin, abs=5 * error)
+        means = Estimate(world.evaluations(np.random.default_rng(11), 400, times)).mean
+        error = means.std() / len(means) ** 0.5
+        assert means.mean() == pytest.approx(-times * world.margin, abs=5 * error)

@@ -23,9 +23,9 @@ WRITERS = sorted(
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="x.py")
-    made.add_argument("--rows", type=int, default=64)
-    return made
+    arguments = argparse.ArgumentParser(prog="x.py")
+    arguments.add_argument("--rows", type=int, default=64)
+    return arguments
 
 
 def test_the_committed_results_are_left_alone_unless_told() -> None:
@@ -43,8 +43,8 @@ def test_a_quick_run_is_small_and_never_published(capsys: pytest.CaptureFixture[
 
 
 def test_the_command_can_be_typed_again() -> None:
-    found = read_arguments(parser(), "a", ["--output", "a b", "--rows", "3"])
-    assert found.command.endswith("--output 'a b' --rows 3")
+    arguments = read_arguments(parser(), "a", ["--output", "a b", "--rows", "3"])
+    assert arguments.command.endswith("--output 'a b' --rows 3")
 
 
 def test_every_benchmark_that_writes_asks_where() -> None:
@@ -80,9 +80,9 @@ def test_every_benchmark_tells_its_options(
     with pytest.raises(SystemExit) as end:
         runpy.run_module(module, run_name="__main__")
     assert end.value.code == 0
-    told = capsys.readouterr().out
-    assert "--publish" in told
-    assert "--quick" in told or module in (
+    help_text = capsys.readouterr().out
+    assert "--publish" in help_text
+    assert "--quick" in help_text or module in (
         "benchmarks.expect",
         "benchmarks.redraw",
         "benchmarks.kernels.yardstick",

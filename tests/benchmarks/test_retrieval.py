@@ -26,9 +26,9 @@ def text() -> MachineText:
 def solve(task: str, before: str) -> str:
     """Return the answer to the last question in ``before``, from the facts in it alone."""
     if task == "recall":
-        facts, asked = before.split("\n?")
+        facts, question = before.split("\n?")
         table = dict(pair.split(" ")[1:] for pair in facts.split(",") if pair)
-        return table[asked.split(" ")[-1]]
+        return table[question.split(" ")[-1]]
     name = re.findall(r"\n\? ([A-Za-z]+) is", before)[-1]
     if task == "needles":
         return re.findall(rf"\n# {name} is ([A-Za-z]+)\n", before)[-1]
@@ -36,8 +36,8 @@ def solve(task: str, before: str) -> str:
 
 
 def follow(before: str, name: str) -> str:
-    while found := re.findall(rf"\nlet {name} = ([A-Za-z]+)\n", before):
-        name = found[-1]
+    while values := re.findall(rf"\nlet {name} = ([A-Za-z]+)\n", before):
+        name = values[-1]
     return name
 
 
@@ -71,11 +71,11 @@ def test_chance_is_what_guessing_a_value_of_the_document_gives(
     draw, rates = random.Random(seed), []
     for _ in range(200):
         document = TASKS[task](words, text.train, length, draw)
-        listed = decode_apart(document.ids)
+        decoded = decode_apart(document.ids)
         if task == "recall":
-            rates.append(1 / listed.split("\n?")[0].count(","))
+            rates.append(1 / decoded.split("\n?")[0].count(","))
         else:
             mark = r"\n# [A-Za-z]+ is [A-Za-z]+\n" if task == "needles" else r"\nlet "
-            facts = len(re.findall(mark, listed)) // (1 if task == "needles" else 2)
+            facts = len(re.findall(mark, decoded)) // (1 if task == "needles" else 2)
             rates.append(1 / facts)
     assert statistics.mean(rates) == pytest.approx(chance(task, length, len(words.names)), rel=0.1)

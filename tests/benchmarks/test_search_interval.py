@@ -61,8 +61,8 @@ def test_few_documents_are_never_enough_to_call_a_loss_unlikely() -> None:
 
 def test_the_interval_of_runs_without_the_worst_documents() -> None:
     values = np.array([3.0, 3.0] + [0.0] * 94)
-    found = study.with_the_worst(values, 2000, np.random.default_rng(0))
-    for count, row in found.items():
+    rates = study.with_the_worst(values, 2000, np.random.default_rng(0))
+    for count, row in rates.items():
         expected = (94 / 96) ** int(count)
         assert abs(row["hold_none"] - expected) < 5 * (expected * (1 - expected) / 2000) ** 0.5
         assert row["covers_without"] == 0  # all that they show is zero

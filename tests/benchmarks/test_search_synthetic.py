@@ -12,10 +12,10 @@ from sglang_indexcache.pattern import Pattern
 
 @pytest.mark.parametrize("layers", [47, 78])
 def test_the_committed_summary_is_of_the_committed_rows(layers: int) -> None:
-    found = json.loads((RESULTS / "search" / f"synthetic-{layers}.json").read_text())
-    assert found["layers"] == layers
-    assert json.loads(json.dumps(simulation.summarize(found["rows"]))) == found["summary"]
-    for row in found["rows"]:
+    record = json.loads((RESULTS / "search" / f"synthetic-{layers}.json").read_text())
+    assert record["layers"] == layers
+    assert json.loads(json.dumps(simulation.summarize(record["rows"]))) == record["summary"]
+    for row in record["rows"]:
         paid = {name: s["evaluations_of_32_batches"] for name, s in row["searches"].items()}
         exhaustive = paid.pop("exhaustive")
         assert paid.pop("fast, 10x batches") <= exhaustive
@@ -29,16 +29,16 @@ def test_a_landscape_is_the_same_again_and_other_data_is_of_the_same_model(kind:
     pattern = Pattern.uniform(20, 4)
 
     def added(data_seed: int, batches: int = 2000) -> np.ndarray:
-        made = simulation.Landscape(simulation.KINDS[kind], 20, batches, 7, data_seed)
-        every = range(batches)
-        found = made.loss(pattern, every) - made.loss(Pattern.full(20), every)
-        return np.asarray(found)
+        landscape = simulation.Landscape(simulation.KINDS[kind], 20, batches, 7, data_seed)
+        places = range(batches)
+        losses = landscape.loss(pattern, places) - landscape.loss(Pattern.full(20), places)
+        return np.asarray(losses)
 
     assert (added(0) == added(0)).all()
-    first, other = added(0), added(1)
-    assert (first != other).any()
-    error = np.hypot(first.std(), other.std()) / np.sqrt(len(first))
-    assert abs(first.mean() - other.mean()) < 5 * error
+    first, second = added(0), added(1)
+    assert (first != second).any()
+    error = np.hypot(first.std(), second.std()) / np.sqrt(len(first))
+    assert abs(first.mean() - second.mean()) < 5 * error
 
 
 def test_every_search_is_compared_within_its_tokens() -> None:

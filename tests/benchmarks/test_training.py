@@ -84,13 +84,13 @@ def test_every_stage_is_logged_and_trains_what_it_says(finished: Path) -> None:
 def test_a_stopped_run_goes_on_as_if_nothing_had_happened(
     finished: Path, tmp_path: Path, stopped_after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step, taken = Trainer._step, []
+    step, steps = Trainer._step, []
 
-    def stop(*given: Any) -> None:
-        if len(taken) == stopped_after:
+    def stop(*arguments: Any) -> None:
+        if len(steps) == stopped_after:
             raise KeyboardInterrupt
-        taken.append(given)
-        step(*given)
+        steps.append(arguments)
+        step(*arguments)
 
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "_step", stop)
@@ -107,14 +107,14 @@ def test_table_3_trains_and_serves_every_line_as_it_says(finished: Path, tmp_pat
     stages = [{**stage, "steps": 1} for stage in tiny()["stages"][1:]]
     recipe.write_text(yaml.safe_dump(tiny(stages=stages)))
     train(tmp_path / "dense", pattern="full", stages=tiny()["stages"][:1])
-    given = ["--checkpoint", str(tmp_path / "dense" / "checkpoint"), "--searched", "FFSS", "FSSS"]
-    given += ["--recipe", str(recipe), "--work", str(tmp_path / "work"), "--seeds", "0", "1"]
-    given += ["--length", "48", "--rows", "2", "--text-characters", "400000"]
-    table_3.main([*given, "--output", str(tmp_path / "out")])
-    found = json.loads((tmp_path / "out.json").read_text())
+    options = ["--checkpoint", str(tmp_path / "dense" / "checkpoint"), "--searched", "FFSS", "FSSS"]
+    options += ["--recipe", str(recipe), "--work", str(tmp_path / "work"), "--seeds", "0", "1"]
+    options += ["--length", "48", "--rows", "2", "--text-characters", "400000"]
+    table_3.main([*options, "--output", str(tmp_path / "out")])
+    record = json.loads((tmp_path / "out.json").read_text())
     rows = table_3.rows("FFSS", "FSSS")
-    assert [line["name"] for line in found["rows"]] == [row.name for row in rows]
-    assert found["rows"][0]["over_dsa"]["text_loss"] == {"mean": 0.0, "half_width": 0.0}
+    assert [line["name"] for line in record["rows"]] == [row.name for row in rows]
+    assert record["rows"][0]["over_dsa"]["text_loss"] == {"mean": 0.0, "half_width": 0.0}
     assert (tmp_path / "out.md").read_text().count("\n") == 2 + 9 + 1
     folders = (tmp_path / "work" / "seed1").iterdir()
     trained = {path.name: str(Checkpoint.read(path / "checkpoint").own) for path in folders}
@@ -128,8 +128,8 @@ def test_table_3_trains_and_serves_every_line_as_it_says(finished: Path, tmp_pat
 
 
 def test_the_report_of_a_run(finished: Path, tmp_path: Path) -> None:
-    given = [str(finished), "--lengths", "48", "--topks", "6", "1", "--rows", "2"]
-    small_checkpoint.main([*given, "--output", str(tmp_path)])
+    options = [str(finished), "--lengths", "48", "--topks", "6", "1", "--rows", "2"]
+    small_checkpoint.main([*options, "--output", str(tmp_path)])
     cells = json.loads((tmp_path / "result.json").read_text())["cells"]
     assert [cell["topk"] for cell in cells] == ["dense", 6, 1]
     assert cells[0]["text_loss"] != cells[2]["text_loss"]
@@ -145,20 +145,20 @@ def test_recipes_are_valid(name: str) -> None:
 
 @pytest.mark.parametrize("chunk", [1, 7, 1000])
 def test_the_lm_loss_in_chunks_equals_the_whole(chunk: int) -> None:
-    hidden = torch.randn(2, 23, 8, dtype=torch.float64, requires_grad=True)
+    states = torch.randn(2, 23, 8, dtype=torch.float64, requires_grad=True)
     head = torch.nn.Linear(8, 31, bias=False, dtype=torch.float64)
     targets = torch.randint(0, 31, (2, 23))
     targets[0, 5:9] = targets[1, -1] = IGNORED
-    nats, hits = next_token_losses(hidden, head, targets, chunk)
-    logits = head(hidden)
+    nats, hits = next_token_losses(states, head, targets, chunk)
+    logits = head(states)
     want = cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
     torch.testing.assert_close(nats.flatten(), want)
     assert torch.equal(hits, logits.argmax(-1) == targets)
-    mine = torch.autograd.grad(nats.sum(), [hidden, head.weight])
-    for got, expected in zip(
-        mine, torch.autograd.grad(want.sum(), [hidden, head.weight]), strict=True
+    mine = torch.autograd.grad(nats.sum(), [states, head.weight])
+    for gradient, expected in zip(
+        mine, torch.autograd.grad(want.sum(), [states, head.weight]), strict=True
     ):
-        torch.testing.assert_close(got, expected)
+        torch.testing.assert_close(gradient, expected)
 
 
 @pytest.mark.parametrize(
@@ -182,17 +182,17 @@ def test_rows_are_a_function_of_seed_step_and_number() -> None:
     def batch(step: int, rows: list[int], seed: int = 0) -> Any:
         return Mixture(tokenizer(), text, words, weights, [32, 48], seed).batch(step, rows, 100)
 
-    whole, part = batch(3, list(range(16))), batch(3, [1, 4])
-    for name, tensor in vars(whole).items():
+    full, part = batch(3, list(range(16))), batch(3, [1, 4])
+    for name, tensor in vars(full).items():
         assert torch.equal(tensor[[1, 4]], getattr(part, name))
-    assert not torch.equal(whole.ids, batch(4, list(range(16))).ids)
-    assert not torch.equal(whole.ids, batch(3, list(range(16)), seed=1).ids)
-    labelled = whole.labels != IGNORED
-    assert torch.equal(whole.labels[labelled], whole.ids[labelled])
-    assert (labelled | ~whole.answers).all()
-    assert whole.answers.any()
-    assert not labelled[whole.documents == -1].any()
-    assert not labelled[whole.positions == 0].any()
+    assert not torch.equal(full.ids, batch(4, list(range(16))).ids)
+    assert not torch.equal(full.ids, batch(3, list(range(16)), seed=1).ids)
+    labelled = full.labels != IGNORED
+    assert torch.equal(full.labels[labelled], full.ids[labelled])
+    assert (labelled | ~full.answers).all()
+    assert full.answers.any()
+    assert not labelled[full.documents == -1].any()
+    assert not labelled[full.positions == 0].any()
 
 
 def test_unigram_loss_of_equal_frequencies_is_the_entropy() -> None:

@@ -29,10 +29,10 @@ def test_the_engine_s_default_is_an_anchor() -> None:
 def test_a_workload_is_measured() -> None:
     """The reference runs on a CPU, and every other contender says why it does not."""
     for work in workloads.tiny_workloads():
-        found = speed.measure(work, dispatch.Machine("CPU", None))
-        assert found["times"]["reference"]["median_us"] > 0
-        assert "needs" in found["missing"]["cuda"]
-        assert "cuda" not in found["times"]
+        row = speed.measure(work, dispatch.Machine("CPU", None))
+        assert row["times"]["reference"]["median_us"] > 0
+        assert "needs" in row["missing"]["cuda"]
+        assert "cuda" not in row["times"]
 
 
 def test_the_least_that_a_card_needs() -> None:

@@ -55,8 +55,8 @@ def test_a_kernel_with_the_engine_s_clocks_is_as_fast_as_the_engine(
 
 @needs_rows
 def test_the_record_is_what_the_rows_give() -> None:
-    made = json.loads(json.dumps(yardstick.record(UNION)))
-    assert made == {name: COMMITTED[name] for name in made}
+    record = json.loads(json.dumps(yardstick.record(UNION)))
+    assert record == {name: COMMITTED[name] for name in record}
 
 
 @needs_rows
@@ -78,19 +78,19 @@ def test_what_the_page_says_that_the_rows_do_not_hold(card: str) -> None:
     assert not [kernel for kernel in modules if re.search("triton|q8", kernel)]
     bare = [row for row in ours if row["op_name"].endswith("skip_indexer")]
     assert {row["num_heads"] for row in bare} == {8, 16, 32, 64}
-    others = {row["kernel_source"]: row["model"] for row in rows if row not in ours}
+    models = {row["kernel_source"]: row["model"] for row in rows if row not in ours}
     for kernel in ("deep_gemm.fp8_paged_mqa_logits", "topk_transform_v2"):
-        assert "DeepSeek-V4" in others[kernel]
+        assert "DeepSeek-V4" in models[kernel]
 
 
 def test_the_union_of_lists_is_that_of_sets() -> None:
     draw = np.random.default_rng(3)
     lists = np.stack([draw.permutation(40)[:8] for _ in range(30)])
     for rows in (1, 3, 8):
-        found = unions.union_sizes(lists, rows, 40)
+        sizes = unions.union_sizes(lists, rows, 40)
         starts = range(8, 30 - rows + 1, rows)
         want = [len({int(x) for row in lists[at : at + rows] for x in row}) / 8 for at in starts]
-        np.testing.assert_allclose(found, want)
+        np.testing.assert_allclose(sizes, want)
 
 
 def test_the_page_is_short_and_calls_a_model_a_model() -> None:

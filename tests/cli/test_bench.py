@@ -21,7 +21,7 @@ HEAVY = {
 }
 
 
-def loaded(*arguments: str) -> set[str]:
+def modules_of(*arguments: str) -> set[str]:
     """Run a command in a process; return those of :data:`HEAVY` that it has imported at its end."""
     code = (
         "import sys\n"
@@ -30,11 +30,11 @@ def loaded(*arguments: str) -> set[str]:
         "except SystemExit as ended:\n    assert not ended.code, ended.code\n"
         f"print('loaded:', *(set({sorted(HEAVY)!r}) & sys.modules.keys()))"
     )
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stderr
-    return set(done.stdout.rpartition("loaded:")[2].split())
+    assert process.returncode == 0, process.stderr
+    return set(process.stdout.rpartition("loaded:")[2].split())
 
 
 def folder(path: Path, config: dict[str, object]) -> str:
@@ -43,17 +43,17 @@ def folder(path: Path, config: dict[str, object]) -> str:
     return str(path / "model")
 
 
-def said(*arguments: str, code: int) -> str:
-    done = CliRunner().invoke(app, ["bench", *arguments])
-    assert done.exit_code == code, done.output
-    return " ".join(done.output.split())
+def output_of(*arguments: str, code: int) -> str:
+    result = CliRunner().invoke(app, ["bench", *arguments])
+    assert result.exit_code == code, result.output
+    return " ".join(result.output.split())
 
 
 def test_latency_against_running_servers(tmp_path: Path) -> None:
     model, out = folder(tmp_path, CONFIG), tmp_path / "out"
-    with serving(FakeServer("F" * 8)) as one, serving(FakeServer(HALF)) as other:
-        text = said(
-            *("latency", "--model", model, "-o", str(out), "--url", one, "--url", other),
+    with serving(FakeServer("F" * 8)) as first, serving(FakeServer(HALF)) as second:
+        text = output_of(
+            *("latency", "--model", model, "-o", str(out), "--url", first, "--url", second),
             *("--pattern", "full", "--pattern", "half=uniform:1/2", "--context", "256"),
             *("--rounds", "1", "--new-tokens", "6", "--full-concurrency", "1"),
             *("--figures", "pdf"),
@@ -76,19 +76,19 @@ def test_a_key_reaches_the_server_and_nothing_else(
     model, out = folder(tmp_path, CONFIG), tmp_path / "out"
     command = ["latency", "--model", model, "-o", str(out), "--pattern", "full", "--context", "256"]
     command += ["--pattern", "half=uniform:1/2", "--rounds", "1", "--new-tokens", "6"]
-    given = []
+    options = []
     for name, key in keys.items():
         if by == "variable":
             monkeypatch.setenv(f"SGLANG_{name.upper()}", key)
         else:
-            given += [f"--{name.replace('_', '-')}", key]
+            options += [f"--{name.replace('_', '-')}", key]
     with serving(FakeServer("F" * 8, mode="live", **keys)) as url:
-        text = said(*command, "--url", url, *given, code=0)
-    written = [path for path in out.rglob("*") if path.is_file()]
-    assert written
+        text = output_of(*command, "--url", url, *options, code=0)
+    files = [path for path in out.rglob("*") if path.is_file()]
+    assert files
     for key in keys.values():
         assert key not in text
-        assert not [path for path in written if key.encode() in path.read_bytes()]
+        assert not [path for path in files if key.encode() in path.read_bytes()]
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_latency_that_makes_no_sense(tmp_path: Path, options: list[str], message
     patterns = [] if "--pattern" in options else ["--pattern", "full", "--pattern"]
     patterns += ["1/2=uniform:1/2", "--pattern", "1/4=uniform:1/4"] if patterns else []
     model = folder(tmp_path, CONFIG)
-    text = said("latency", "--model", model, "-o", str(tmp_path), *patterns, *options, code=1)
+    text = output_of("latency", "--model", model, "-o", str(tmp_path), *patterns, *options, code=1)
     assert message in text
 
 
@@ -117,22 +117,22 @@ def test_a_plan_is_arithmetic() -> None:
     """No torch, and nothing that draws or talks to servers."""
     pytest.importorskip("aiconfigurator_core")
     plan = ("bench", "plan", "--model", "glm-5-fp8", "--context", "32K", "--pattern", "1/4")
-    assert loaded(*plan) == {"sglang_indexcache.lab.bench.results"}
+    assert modules_of(*plan) == {"sglang_indexcache.lab.bench.results"}
 
 
 def test_a_plan_as_json_has_the_gains_of_the_table() -> None:
     pytest.importorskip("aiconfigurator_core")
     arguments = ["bench", "plan", "--model", "GLM-5-FP8", "--context", "32K", "--pattern", "1/4"]
-    printed = CliRunner().invoke(app, arguments).output
-    done = CliRunner().invoke(app, [*arguments, "--json"])
-    found = json.loads(done.stdout)
-    assert done.exit_code == 0
-    assert {*found} == {"deployment", "gains", "notes"}
-    assert [gain["metric"] for gain in found["gains"]] == ["prefill", "decode", "full"]
-    for gain in found["gains"]:
+    table = CliRunner().invoke(app, arguments).output
+    result = CliRunner().invoke(app, [*arguments, "--json"])
+    document = json.loads(result.stdout)
+    assert result.exit_code == 0
+    assert {*document} == {"deployment", "gains", "notes"}
+    assert [gain["metric"] for gain in document["gains"]] == ["prefill", "decode", "full"]
+    for gain in document["gains"]:
         assert (gain["name"], gain["context"]) == ("1/4", 32000)
-        assert f"({gain['full_layers']} of {gain['layers']} F)" in printed
-        assert ("no rate" if gain["speedup"] is None else f"{gain['speedup']:.2f}x") in printed
-    assert found["deployment"] in " ".join(printed.split())
-    for note in found["notes"]:
-        assert note.split()[0] in printed
+        assert f"({gain['full_layers']} of {gain['layers']} F)" in table
+        assert ("no rate" if gain["speedup"] is None else f"{gain['speedup']:.2f}x") in table
+    assert document["deployment"] in " ".join(table.split())
+    for note in document["notes"]:
+        assert note.split()[0] in table

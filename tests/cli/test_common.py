@@ -66,19 +66,19 @@ def test_every_command_tries_its_output_first(name: str, tmp_path: Path) -> None
         if parameter.required and parameter.name != "output":
             flag = [] if parameter.param_type_name == "argument" else [parameter.opts[0]]
             arguments += [*flag, "nothing"]
-    done = CliRunner().invoke(app, arguments)
-    assert done.exit_code == 1, done.output
-    assert "cannot write to the folder" in " ".join(done.output.split())
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 1, result.output
+    assert "cannot write to the folder" in " ".join(result.output.split())
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "sentence"),
     [
         (FileNotFoundError(errno.ENOENT, "No such file or directory", "rows.txt"), "rows.txt: No"),
         (OSError("a sentence of its own"), "a sentence of its own"),
     ],
 )
-def test_a_file_that_cannot_be_read_is_one_sentence(error: OSError, said: str) -> None:
+def test_a_file_that_cannot_be_read_is_one_sentence(error: OSError, sentence: str) -> None:
     failing = typer.Typer(cls=Reporting, pretty_exceptions_enable=False)
 
     @failing.callback()
@@ -89,14 +89,14 @@ def test_a_file_that_cannot_be_read_is_one_sentence(error: OSError, said: str) -
     def fail() -> None:
         raise error
 
-    done = CliRunner().invoke(failing, ["fail"])
-    assert done.exit_code == 1
-    assert done.output.startswith(f"indexcache: error: {said}")
-    assert done.output.count("\n") == 1
+    result = CliRunner().invoke(failing, ["fail"])
+    assert result.exit_code == 1
+    assert result.output.startswith(f"indexcache: error: {sentence}")
+    assert result.output.count("\n") == 1
 
 
 @pytest.mark.parametrize(
-    ("url", "said"),
+    ("url", "sentence"),
     [
         ("127.0.0.1:42003", "Did you mean http://127.0.0.1:42003?"),
         ("localhost:30000/v1", "Did you mean http://localhost:30000?"),
@@ -106,8 +106,8 @@ def test_a_file_that_cannot_be_read_is_one_sentence(error: OSError, said: str) -
         ("ftp://host", "--url wants the address of a server"),
     ],
 )
-def test_an_address_that_is_none(url: str, said: str) -> None:
-    with pytest.raises(SettingsError, match=re.escape(said)):
+def test_an_address_that_is_none(url: str, sentence: str) -> None:
+    with pytest.raises(SettingsError, match=re.escape(sentence)):
         connect([url], None)
 
 

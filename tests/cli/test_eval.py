@@ -39,19 +39,19 @@ def test_an_evaluation_tells_its_cost_first_and_then_its_verdicts(tmp_path: Path
         command = ("eval", "run", "1/4", "1/2", *SMALL, "--url", url, "-o", tmp_path / "out")
         result = call(*command)
         again = call(*command)
-        other = call(*command, "--seed", "3")
+        another = call(*command, "--seed", "3")
     assert result.exit_code == 0, result.output
-    said = words(result)
-    assert said.index("cost ") < said.index("measured at 256") < said.index("1/2: ")
-    assert "full (reference), 1/2 (candidate), 1/4 (candidate)" in said  # fewer F come later
-    assert "can show a loss of" in said
+    text = words(result)
+    assert text.index("cost ") < text.index("measured at 256") < text.index("1/2: ")
+    assert "full (reference), 1/2 (candidate), 1/4 (candidate)" in text  # fewer F come later
+    assert "can show a loss of" in text
     assert "resuming: 6 contexts" in words(again)
-    assert "belongs to another evaluation; different: plan" in words(other)
-    found = load(tmp_path / "out")
-    assert found.finished
-    assert [arm.name for arm in found.candidates] == ["1/2", "1/4"]
-    assert found.facts["server"]["dtype"] == "bfloat16"
-    assert found.facts["model"] == "tiny-dsa"
+    assert "belongs to another evaluation; different: plan" in words(another)
+    evaluation = load(tmp_path / "out")
+    assert evaluation.finished
+    assert [arm.name for arm in evaluation.candidates] == ["1/2", "1/4"]
+    assert evaluation.facts["server"]["dtype"] == "bfloat16"
+    assert evaluation.facts["model"] == "tiny-dsa"
     assert {p.name for p in (tmp_path / "out").iterdir()} >= {"eval.json", "report.html"}
 
 
@@ -64,11 +64,11 @@ def test_hours_are_told_from_the_longest_length_and_asked_about_once(
         *("-o", tmp_path / "out"),
     )
     with serving(Fake()) as url:
-        refused = call(*command, "--url", url)
+        result = call(*command, "--url", url)
         again = call(*command, "--url", url, "--yes")
-    assert refused.exit_code == 1
-    assert refused.output.count("Continue?") == 1
-    assert "(measured at 256, the longest). Continue?" in words(refused)
+    assert result.exit_code == 1
+    assert result.output.count("Continue?") == 1
+    assert "(measured at 256, the longest). Continue?" in words(result)
     assert again.exit_code == 0, again.output
 
 
@@ -96,8 +96,8 @@ def test_a_control_that_the_checkpoint_has_no_indexers_for_is_passed_over(tmp_pa
     kinds = ["full" if layer < 4 else "shared" for layer in range(config["num_hidden_layers"])]
     (model / "config.json").write_text(json.dumps(config | {"indexer_types": kinds}))
     pattern = "FFSSSSSSSSSS"
-    given = ("--against", "FFFFSSSSSSSS", *SMALL, "--model", model)
-    result = call("eval", "run", "--dry-run", pattern, *given)
+    options = ("--against", "FFFFSSSSSSSS", *SMALL, "--model", model)
+    result = call("eval", "run", "--dry-run", pattern, *options)
     assert result.exit_code == 0, result.output
     assert "first-layer-only (bad)" in words(result)
 
@@ -115,7 +115,7 @@ def test_more_than_an_hour_is_asked_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "sentence"),
     [
         (("1/4", "1/4"), "1/4 and 1/4 are the same pattern"),
         (("full",), "full and full are the same pattern"),
@@ -124,10 +124,10 @@ def test_more_than_an_hour_is_asked_for(tmp_path: Path) -> None:
         (("1/4", "--task", "needles", "--task", "tracking"), "tracking: with 8 questions it"),
     ],
 )
-def test_what_cannot_be_planned_is_refused(arguments: tuple[str, ...], said: str) -> None:
+def test_what_cannot_be_planned_is_refused(arguments: tuple[str, ...], sentence: str) -> None:
     result = call("eval", "run", "--dry-run", *SMALL, *arguments)
     assert result.exit_code == 1
-    assert said in words(result)
+    assert sentence in words(result)
     assert "contexts" not in words(result).partition("error: ")[0]  # before the plan is printed
 
 
@@ -141,18 +141,18 @@ def test_a_context_that_the_server_does_not_take_is_refused(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("urls", "said"),
+    ("urls", "sentence"),
     [
         ((), "give --url URL of one in live mode"),
         (("http://a", "http://b"), "two servers are given for all arms; write NAME=URL"),
         (("full=http://a", "full=http://b"), "two servers are given for full"),
     ],
 )
-def test_servers_are_named(tmp_path: Path, urls: tuple[str, ...], said: str) -> None:
-    given = [part for url in urls for part in ("--url", url)]
-    result = call("eval", "run", "1/4", *SMALL, "-o", tmp_path / "out", *given)
+def test_servers_are_named(tmp_path: Path, urls: tuple[str, ...], sentence: str) -> None:
+    options = [part for url in urls for part in ("--url", url)]
+    result = call("eval", "run", "1/4", *SMALL, "-o", tmp_path / "out", *options)
     assert result.exit_code == 1
-    assert said in words(result)
+    assert sentence in words(result)
 
 
 FILES = ("--model", TINY, "--length", "512", "--looks", "1", "--margin", "20")
@@ -160,24 +160,26 @@ FILES = ("--model", TINY, "--length", "512", "--looks", "1", "--margin", "20")
 
 def test_a_users_files_are_planned_and_what_is_left_out_is_told(tmp_path: Path) -> None:
     mrcr = write(tmp_path / "mrcr.parquet", [mrcr_row(n) for n in range(6)])
-    own = write(tmp_path / "own.jsonl", [prompt_row(n, "yes", 5 + 60 * (n > 0)) for n in range(4)])
+    prompts = write(
+        tmp_path / "own.jsonl", [prompt_row(n, "yes", 5 + 60 * (n > 0)) for n in range(4)]
+    )
     result = call(
         *("eval", "run", "--dry-run", "1/4", *FILES, "--rate", "10"),
-        *("--rows", f"mrcr={mrcr}", "--rows", f"prompts={own}", "--contexts", "4"),
+        *("--rows", f"mrcr={mrcr}", "--rows", f"prompts={prompts}", "--contexts", "4"),
     )
     assert result.exit_code == 0, result.output
-    said = words(result)
+    text = words(result)
     assert (
-        "mrcr: 4 of 6 rows are asked: 4 at 512 tokens. Left out: 2 more than --contexts 4" in said
+        "mrcr: 4 of 6 rows are asked: 4 at 512 tokens. Left out: 2 more than --contexts 4" in text
     )
-    assert "prompts: 3 of 4 rows are asked: 3 at 512 tokens (all that it has, of 4 asked f" in said
-    assert "1 of at most 64 tokens (index_topk)" in said
-    assert "2 cells, 7 paired questions; control at 48 tokens" in said
-    assert "Plan more (--contexts)" in said
+    assert "prompts: 3 of 4 rows are asked: 3 at 512 tokens (all that it has, of 4 asked f" in text
+    assert "1 of at most 64 tokens (index_topk)" in text
+    assert "2 cells, 7 paired questions; control at 48 tokens" in text
+    assert "Plan more (--contexts)" in text
     command = ("eval", "run", "--dry-run", "1/4", *FILES)
-    whole = words(call(*command, "--rows", f"prompts={own}"))
-    assert "1 cell, 3 paired questions" in whole
-    assert "The files have no more: ask generated tasks beside them (--task)" in whole
+    text_of_all = words(call(*command, "--rows", f"prompts={prompts}"))
+    assert "1 cell, 3 paired questions" in text_of_all
+    assert "The files have no more: ask generated tasks beside them (--task)" in text_of_all
 
 
 def compare(*arguments: object) -> tuple[int, str]:
@@ -187,10 +189,10 @@ def compare(*arguments: object) -> tuple[int, str]:
 
 def test_compare_names_the_runs_and_writes_the_report(tmp_path: Path) -> None:
     full, quarter = (plain(tmp_path / name, lambda n: n % 5 / 4) for name in "ab")
-    code, said = compare(f"all-F={full}", f"1of4={quarter}", "-o", tmp_path, "--margin", 20)
-    assert code == 0, said
-    assert said.startswith("1of4: ")
-    assert "margin 20 points" in said
+    code, text = compare(f"all-F={full}", f"1of4={quarter}", "-o", tmp_path, "--margin", 20)
+    assert code == 0, text
+    assert text.startswith("1of4: ")
+    assert "margin 20 points" in text
     data = json.loads((tmp_path / "eval.json").read_text())
     assert [arm["name"] for arm in data["arms"]] == ["all-F", "1of4"]
     assert data["facts"]["logs"] == "plain"
@@ -202,20 +204,20 @@ def test_compare_takes_a_second_run_and_a_bad_one(tmp_path: Path) -> None:
         str(lm_eval(tmp_path / name, lambda number, loss=loss: float(number % 5 >= loss)))
         for name, loss in (("full", 1), ("quarter", 1), ("again", 1), ("bad", 5))
     ]
-    code, said = compare(
+    code, text = compare(
         *runs[:2], "--again", runs[2], "--bad", runs[3], "-o", tmp_path / "out", "--margin", 40
     )
-    assert code == 0, said
-    assert "A/A: 0 lost, 0 won of 40" in said
-    assert "Not shown" not in said
+    assert code == 0, text
+    assert "A/A: 0 lost, 0 won of 40" in text
+    assert "Not shown" not in text
 
 
 def test_runs_that_cannot_be_compared_end_with_one_line(tmp_path: Path) -> None:
     place = lm_eval(tmp_path, lambda _: 1.0)
-    other = plain(tmp_path, lambda _: 1.0)
-    code, said = compare(place, other, "-o", tmp_path / "out")
+    plain_run = plain(tmp_path, lambda _: 1.0)
+    code, text = compare(place, plain_run, "-o", tmp_path / "out")
     assert code == 1
-    assert "compare runs of one harness" in said
+    assert "compare runs of one harness" in text
     assert not (tmp_path / "out").exists()
 
 
@@ -242,12 +244,12 @@ def test_the_report_is_made_again_from_the_journal_alone(tmp_path: Path) -> None
 def test_options_may_stand_in_a_file(tmp_path: Path) -> None:
     config = tmp_path / "eval.yaml"
     config.write_text("contexts: 5\nlooks: 1\ntask: notes\n")
-    given = ("--model", TINY, "--length", "256", "--dry-run", "--config", config)
-    result = call("eval", "run", "1/2", *given)
+    options = ("--model", TINY, "--length", "256", "--dry-run", "--config", config)
+    result = call("eval", "run", "1/2", *options)
     assert result.exit_code == 0, result.output
     assert "5 of each of notes at 256; 1 cell, 40 paired questions" in words(result)
     config.write_text("context: 5\n")
-    assert "'context' is no option" in words(call("eval", "run", "1/2", *given))
+    assert "'context' is no option" in words(call("eval", "run", "1/2", *options))
 
 
 def test_a_plan_sends_nothing() -> None:

@@ -21,12 +21,12 @@ def test_heal(runner: CliRunner, tmp_path: Path) -> None:
     checkpoint(tmp_path / "base")
     heal = ["heal", "run", str(tmp_path / "base"), "--data", "machine", "-o"]
     heal += [str(tmp_path / "adapter"), "--dense-steps", "1", "--held-out", "1"]
-    done = runner.invoke(app, [*heal, "--pattern", "FSSF", "--context", "24", "--rows", "1"])
-    assert done.exit_code == 0, done.output
+    result = runner.invoke(app, [*heal, "--pattern", "FSSF", "--context", "24", "--rows", "1"])
+    assert result.exit_code == 0, result.output
     assert str(Adapter.read(tmp_path / "adapter").pattern) == "FSSF"
-    refused = runner.invoke(app, [*heal, "--pattern", "FSS"])
-    assert refused.exit_code == 1
-    assert refused.output.startswith("indexcache: error: ")
+    refusal = runner.invoke(app, [*heal, "--pattern", "FSS"])
+    assert refusal.exit_code == 1
+    assert refusal.output.startswith("indexcache: error: ")
 
 
 @pytest.mark.parametrize("gpu", ["h100", "h200", "b200"])
@@ -34,13 +34,13 @@ def test_a_dry_run_knows_the_data_sheets(runner: CliRunner, tmp_path: Path, gpu:
     checkpoint(tmp_path / "base")
     heal = ["heal", "run", str(tmp_path / "base"), "--data", "machine", "--pattern", "FSSF"]
     heal += ["-o", str(tmp_path / "adapter"), "--context", "24", "--dry-run"]
-    done = runner.invoke(app, [*heal, "--gpus", f"2x{gpu}"])
-    assert done.exit_code == 0, done.output
-    assert "it fits" in done.output
-    assert f"{gpu}'s data sheet" in " ".join(done.output.split())
+    result = runner.invoke(app, [*heal, "--gpus", f"2x{gpu}"])
+    assert result.exit_code == 0, result.output
+    assert "it fits" in result.output
+    assert f"{gpu}'s data sheet" in " ".join(result.output.split())
     assert not (tmp_path / "adapter.run").exists()
-    refused = runner.invoke(app, [*heal, "--gpus", "2xa100"])
-    assert "no rates are known for 'a100'" in refused.output
+    refusal = runner.invoke(app, [*heal, "--gpus", "2xa100"])
+    assert "no rates are known for 'a100'" in refusal.output
 
 
 def test_an_interrupted_run_says_how_it_goes_on(
@@ -51,7 +51,7 @@ def test_an_interrupted_run_says_how_it_goes_on(
 
     monkeypatch.setattr("sglang_indexcache.lab.heal.heal.heal", interrupted)
     heal = ["heal", "run", str(tmp_path), "--data", "machine", "-o", str(tmp_path / "adapter")]
-    ended = runner.invoke(app, [*heal, "--pattern", "FS"])
-    assert ended.exit_code != 0
-    said = ended.output.replace("\n", "")
-    assert f"{tmp_path / 'adapter.run'}; the same command continues" in said
+    result = runner.invoke(app, [*heal, "--pattern", "FS"])
+    assert result.exit_code != 0
+    text = result.output.replace("\n", "")
+    assert f"{tmp_path / 'adapter.run'}; the same command continues" in text

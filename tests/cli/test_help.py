@@ -35,11 +35,11 @@ COMMANDS = dict(commands(typer.main.get_command(app)))
 
 def test_no_command_is_heavy_to_import() -> None:
     code = "import sys, sglang_indexcache.cli; print(*{m.split('.')[0] for m in sys.modules})"
-    printed = subprocess.check_output([sys.executable, "-c", code], text=True)
+    modules = subprocess.check_output([sys.executable, "-c", code], text=True)
     bare = subprocess.check_output(
         [sys.executable, "-c", code.replace("sglang_indexcache.cli", "os")], text=True
     )  # what an installation loads at every start
-    foreign = set(printed.split()) - set(bare.split()) - set(sys.stdlib_module_names)
+    foreign = set(modules.split()) - set(bare.split()) - set(sys.stdlib_module_names)
     assert foreign <= LIGHT | {"annotated_doc"}
 
 
@@ -62,21 +62,21 @@ def test_help_is_whole_sentences(name: str) -> None:
 def test_help_has_an_example_that_parses(name: str) -> None:
     command = COMMANDS[name]
     text = " ".join(f"{command.help or ''} {command.epilog or ''}".split())
-    before, found, example = text.partition(f"indexcache {name}")
-    assert found, f"the help of {name} has no example"
+    before, example_begins, example = text.partition(f"indexcache {name}")
+    assert example_begins, f"the help of {name} has no example"
     assert before.lower().endswith("example: ")
     ours = shlex.split(example.strip())
-    known = {flag for parameter in command.params for flag in parameter.opts}
+    options = {flag for parameter in command.params for flag in parameter.opts}
     flags = {word for word in ours[: (*ours, "--").index("--")] if word.startswith("-")}
     if not command.context_settings.get("ignore_unknown_options"):
-        assert flags <= known, f"{name} has no {flags - known}"
+        assert flags <= options, f"{name} has no {flags - options}"
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_flags_have_no_type_and_a_server_one_panel(name: str) -> None:
-    printed = CliRunner().invoke(app, [*name.split(), "--help"], env={"COLUMNS": "120"}).output
-    assert "--help" in printed
-    assert "<bool>" not in printed
+    help_text = CliRunner().invoke(app, [*name.split(), "--help"], env={"COLUMNS": "120"}).output
+    assert "--help" in help_text
+    assert "<bool>" not in help_text
     panels = {
         parameter.rich_help_panel
         for parameter in COMMANDS[name].params

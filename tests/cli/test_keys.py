@@ -26,13 +26,13 @@ def variables(monkeypatch: pytest.MonkeyPatch) -> None:
 def check(server: FakeServer, folder: Path, *command: str | Path) -> list[Path]:
     """Run a command against a server, and find no key in what it prints and leaves behind."""
     with serving(server) as url:
-        done = CliRunner().invoke(app, [*map(str, command), "--url", url])
-    assert done.exit_code == 0, done.output
-    written = [path for path in folder.rglob("*") if path.is_file()]
+        result = CliRunner().invoke(app, [*map(str, command), "--url", url])
+    assert result.exit_code == 0, result.output
+    files = [path for path in folder.rglob("*") if path.is_file()]
     for key in KEYS.values():
-        assert key not in done.output
-        assert not [path for path in written if key.encode() in path.read_bytes()]
-    return written
+        assert key not in result.output
+        assert not [path for path in files if key.encode() in path.read_bytes()]
+    return files
 
 
 @pytest.mark.parametrize("command", ["show", "doctor", "set FSFS"])

@@ -50,11 +50,11 @@ def test_one_line_names_the_field(
     monkeypatch.chdir(tmp_path)
     model = edited(tmp_path, fields)
     words = command.format(model=model).split()
-    named = () if str(model) in words else ("--model", str(model))
-    result = CliRunner().invoke(app, [*words, *named, *READING[command]])
+    model_option = () if str(model) in words else ("--model", str(model))
+    result = CliRunner().invoke(app, [*words, *model_option, *READING[command]])
     assert result.exit_code == 1, (result.output, result.exception)
     assert isinstance(result.exception, SystemExit)
     [error] = [
-        one for one in result.output.split("indexcache: error: ") if next(iter(fields)) in one
+        line for line in result.output.split("indexcache: error: ") if next(iter(fields)) in line
     ]
     assert error.count("\n") == 1

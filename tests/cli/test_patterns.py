@@ -46,7 +46,7 @@ def test_list_shows_every_pattern() -> None:
 
 def test_list_fits_80_columns() -> None:
     """The command runs in a process of its own, for the width is read once."""
-    listed = subprocess.run(
+    output = subprocess.run(
         [sys.executable, "-m", "sglang_indexcache.cli", "patterns", "list"],
         capture_output=True,
         text=True,
@@ -54,8 +54,8 @@ def test_list_fits_80_columns() -> None:
         env={**os.environ, "COLUMNS": "80"},
     ).stdout
     entries = Library.default().entries.values()
-    rows = {line.split()[0]: line for line in listed.splitlines() if line.strip()}
-    assert max(map(len, listed.splitlines())) <= 80
+    rows = {line.split()[0]: line for line in output.splitlines() if line.strip()}
+    assert max(map(len, output.splitlines())) <= 80
     for entry in entries:
         for text in (entry.model.name, f"{entry.full_layers} of", entry.retention):
             assert text in rows[entry.name]
@@ -168,7 +168,7 @@ def test_show_says_what_is_known_of_a_patterns_quality(tmp_path: Path) -> None:
         lengths=(512,), checkpoint=checkpoint_digest(model), commit="abc", date="2026-11-22",
     )  # fmt: skip
     add_evaluated(path, row)
-    shown = run(*show, "--model", str(model))
-    assert "measured here: it loses 1.9 points of right answers" in shown
-    assert checkpoint_digest(model)[:12] in shown
+    output = run(*show, "--model", str(model))
+    assert "measured here: it loses 1.9 points of right answers" in output
+    assert checkpoint_digest(model)[:12] in output
     assert "evaluated" in run(*show)

@@ -21,7 +21,7 @@ def call(*arguments: str | Path) -> Result:
     return CliRunner().invoke(app, [str(a) for a in arguments])
 
 
-def said(result: Result) -> str:
+def words_of(result: Result) -> str:
     return " ".join(result.output.split())
 
 
@@ -43,10 +43,10 @@ def test_every_method_leaves_valid_entries(tmp_path: Path, method: str, refine: 
             evaluator.loss(p, range(4, 12)) for p in (Pattern(entry.pattern), Pattern.full(12))
         ]
         interval = Estimate.of(fresh[0] - fresh[1]).interval(0.95)
-        told = entry.method.details["held_out_added_loss"]
-        assert (told["low"], told["high"]) == pytest.approx(interval)
-        assert (told["documents"], told["lost"]) == (8, (fresh[0] > fresh[1]).sum())
-        assert told["worst"] == pytest.approx((fresh[0] - fresh[1]).max())
+        fresh_loss = entry.method.details["held_out_added_loss"]
+        assert (fresh_loss["low"], fresh_loss["high"]) == pytest.approx(interval)
+        assert (fresh_loss["documents"], fresh_loss["lost"]) == (8, (fresh[0] > fresh[1]).sum())
+        assert fresh_loss["worst"] == pytest.approx((fresh[0] - fresh[1]).max())
         assert entry.quality[1].score == pytest.approx(fresh[0].mean())
         before = entry.method.details["before_refinement"]["loss"]
         assert entry.quality[0].score <= before
@@ -66,14 +66,14 @@ def documents(path: Path, count: int = 24) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("score", "which"),
+    ("score", "tokens"),
     [
         ("", "answer tokens"),
         ("late", "tokens in the later half of each sequence"),
         ("all", "all tokens"),
     ],
 )
-def test_says_which_tokens_count(tmp_path: Path, score: str, which: str) -> None:
+def test_says_which_tokens_count(tmp_path: Path, score: str, tokens: str) -> None:
     """They stand before the search, below the table, in the entry, numbers and journal."""
     data = documents(tmp_path / "data.jsonl")
     arguments = (
@@ -83,19 +83,21 @@ def test_says_which_tokens_count(tmp_path: Path, score: str, which: str) -> None
     result = call(*arguments, *(["--score", score] if score else []))
     assert result.exit_code == 0, result.output
     assert [path.name for path in (tmp_path / "out").glob("losses.*")] == ["losses.svg"]
-    output = said(result)
-    told = f"loss of {which} whose query sees more than 64 tokens"
-    assert told in output
-    assert f"every loss is that of {which}" in output
+    output = words_of(result)
+    sentence = f"loss of {tokens} whose query sees more than 64 tokens"
+    assert sentence in output
+    assert f"every loss is that of {tokens}" in output
     assert "documents read" in output
     entry = load_entry(tmp_path / "out" / "tiny-dsa-11of12.yaml")
-    assert entry.method.objective == f"language-modelling {told}"
-    assert entry.method.details["counted"].startswith(which)
+    assert entry.method.objective == f"language-modelling {sentence}"
+    assert entry.method.details["counted"].startswith(tokens)
     assert "documents read" in entry.method.details["documents"]
-    assert json.loads((tmp_path / "out" / "search.json").read_text())["objective"].startswith(which)
-    other = call(*arguments, "--score", "late" if score == "all" else "all")
-    assert "belongs to another search; different: counted" in said(other)
-    more = said(call(*arguments, "--score", score or "answers", "--batches", "3"))
+    assert json.loads((tmp_path / "out" / "search.json").read_text())["objective"].startswith(
+        tokens
+    )
+    refusal = call(*arguments, "--score", "late" if score == "all" else "all")
+    assert "belongs to another search; different: counted" in words_of(refusal)
+    more = words_of(call(*arguments, "--score", score or "answers", "--batches", "3"))
     assert "--batches (2 then, 3 now)" in more
     assert not re.search("[0-9a-f]{40}", more)
     numbers = json.loads((tmp_path / "out" / "search.json").read_text())
@@ -135,16 +137,16 @@ def test_a_dry_run_tells_tokens_hours_and_the_rates_source(tmp_path: Path) -> No
         *("search", "run", "--model", TINY, "--data", data, "--batches", "2", "--held-out", "2"),
         *("--target", "11", "--dry-run", "-o", output),
     )
-    told = said(call(*arguments, "--method", "greedy", "--rate", "1000"))
-    found = re.search(r"cost ([\d,]+) tokens at most, (\d+) seconds at 1,000 tokens a sec", told)
-    assert found is not None, told
-    tokens = int(found[1].replace(",", ""))
+    cost = words_of(call(*arguments, "--method", "greedy", "--rate", "1000"))
+    match = re.search(r"cost ([\d,]+) tokens at most, (\d+) seconds at 1,000 tokens a sec", cost)
+    assert match is not None, cost
+    tokens = int(match[1].replace(",", ""))
     # 12 evaluations and two known schedules of 2 batches, three patterns on 2 held-out ones.
-    [length] = {int(n) for n in re.findall(r"batches of 1 x (\d+) tokens", told)}
+    [length] = {int(n) for n in re.findall(r"batches of 1 x (\d+) tokens", cost)}
     assert tokens == (12 + 2 * 1) * 2 * length + 3 * 2 * length or tokens > 12 * 2 * length
-    assert float(found[2]) == pytest.approx(tokens / 1000, abs=0.6)
-    assert "given by --rate" in told
-    assert "give --rate" in said(call(*arguments, "--method", "greedy"))
+    assert float(match[2]) == pytest.approx(tokens / 1000, abs=0.6)
+    assert "given by --rate" in cost
+    assert "give --rate" in words_of(call(*arguments, "--method", "greedy"))
     assert not output.exists()
 
 
@@ -156,16 +158,18 @@ def test_a_dry_run_tells_what_the_start_costs_and_a_server_has_none(
         *("search", "run", "--model", TINY, "--data", data, "--batches", "2", "--held-out", "2"),
         *("--dry-run", "-o", tmp_path),
     )
-    here = said(call(*arguments))
-    [tokens] = re.findall(r"dynamic programme: ([\d,]+) tokens of the budget", here)
-    [full] = re.findall(r"patterns on all ([\d,]+) tokens", here)
+    in_process = words_of(call(*arguments))
+    [tokens] = re.findall(r"dynamic programme: ([\d,]+) tokens of the budget", in_process)
+    [full] = re.findall(r"patterns on all ([\d,]+) tokens", in_process)
     # The start pattern, two forwards for the matrix, and three patterns.
     assert int(tokens.replace(",", "")) == 6 * int(full.replace(",", ""))
     monkeypatch.setattr("sglang_indexcache.cli.search.connect", lambda *_: [object()])
-    served = said(call(*arguments, "--url", "http://h"))
-    assert "the better of fast greedy and forward selection" in served
-    assert "dynamic programme" not in served
-    assert re.findall(r"budget ([\d,]+) tokens", served) == re.findall(r"budget ([\d,]+) to", here)
+    on_server = words_of(call(*arguments, "--url", "http://h"))
+    assert "the better of fast greedy and forward selection" in on_server
+    assert "dynamic programme" not in on_server
+    assert re.findall(r"budget ([\d,]+) tokens", on_server) == re.findall(
+        r"budget ([\d,]+) to", in_process
+    )
 
 
 def test_the_default_begins_from_one_pass_and_measures_nothing_twice(
@@ -200,16 +204,16 @@ def test_a_config_file_gives_options_and_the_command_line_wins(tmp_path: Path) -
     arguments = ("search", "run", "--config", config, "--dry-run", "-o", tmp_path / "out")
     result = call(*arguments)
     assert result.exit_code == 0, result.output
-    assert "3 batches of 1 x" in said(result)
-    assert "targets 1/2 " in said(result)
-    assert "2 batches of 1 x" in said(call(*arguments, "--batches", "2"))
+    assert "3 batches of 1 x" in words_of(result)
+    assert "targets 1/2 " in words_of(result)
+    assert "2 batches of 1 x" in words_of(call(*arguments, "--batches", "2"))
     for text, message in (
         ("per_batch: 2", "'per_batch' is no option of"),
         ("- a", "must hold options"),
         ("a: [", "cannot be read"),
     ):
         config.write_text(text)
-        assert message in said(call(*arguments))
+        assert message in words_of(call(*arguments))
 
 
 @pytest.mark.parametrize(
@@ -237,7 +241,7 @@ def test_bad_input_is_one_line(tmp_path: Path, arguments: list[str], message: st
     model = () if "--model" in arguments else ("--model", TINY)
     result = call("search", "run", "-o", tmp_path / "out", *model, "--batches", "2", *arguments)
     assert result.exit_code == 1
-    assert message in said(result)
+    assert message in words_of(result)
     assert "indexcache: error: " in result.output
     assert not (tmp_path / "out" / "search.json").exists()
 
@@ -247,7 +251,7 @@ def test_a_server_cannot_tell_what_a_pattern_file_wants_to_know() -> None:
     arguments = ("--model", TINY, "--data", "missing", "--url", "http://h", "--pattern", "a.yaml")
     result = call("search", "overlap", "-o", "nowhere", *arguments)
     assert result.exit_code == 1
-    assert "nothing can be written into a.yaml. Leave --url out" in said(result)
+    assert "nothing can be written into a.yaml. Leave --url out" in words_of(result)
 
 
 def test_compare_needs_two() -> None:

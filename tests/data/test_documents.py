@@ -11,7 +11,7 @@ from sglang_indexcache.errors import DataError
 CHAT = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
 
 
-def one(tmp_path: Path, row: Any) -> Any:
+def only_document(tmp_path: Path, row: Any) -> Any:
     path = tmp_path / "row.jsonl"
     path.write_text(json.dumps(row))
     [document] = read_documents(str(path))
@@ -34,19 +34,21 @@ def one(tmp_path: Path, row: Any) -> Any:
     ],
 )
 def test_records(tmp_path: Path, row: Any, text: str, answers: tuple[Any, ...]) -> None:
-    document = one(tmp_path, row)
+    document = only_document(tmp_path, row)
     assert (document.text, document.answers) == (text, answers)
     assert document.has_answers == bool(answers)
 
 
 def test_messages_keep_their_roles(tmp_path: Path) -> None:
     """Their contents were once joined by newlines."""
-    document = one(tmp_path, {"messages": CHAT, "text": "rendered", "tools": [{"name": "f"}]})
+    document = only_document(
+        tmp_path, {"messages": CHAT, "text": "rendered", "tools": [{"name": "f"}]}
+    )
     assert isinstance(document, Conversation)
     assert [m["role"] for m in document.messages] == ["user", "assistant"]
     assert document.responses == (1,)
     assert document.tools == [{"name": "f"}]
-    assert not one(tmp_path, {"messages": CHAT[:1]}).has_answers
+    assert not only_document(tmp_path, {"messages": CHAT[:1]}).has_answers
 
 
 def test_reads_every_format(tmp_path: Path) -> None:
@@ -55,17 +57,17 @@ def test_reads_every_format(tmp_path: Path) -> None:
 
     (tmp_path / "a.txt").write_text("plain")
     (tmp_path / "b.jsonl").write_text('{"text": "one\\u2028line"}\n\n{"text": "two"}\n')
-    called = {"role": "assistant", "content": "5", "name": "x"}  # null in the rows without it
-    rows = [{"messages": CHAT}, {"messages": [CHAT[0], called]}]
+    tool_answer = {"role": "assistant", "content": "5", "name": "x"}  # null in the rows without it
+    rows = [{"messages": CHAT}, {"messages": [CHAT[0], tool_answer]}]
     parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "c.parquet")
-    found = list(read_documents(str(tmp_path)))
-    texts = [d.text for d in found if isinstance(d, Text)]
+    documents = list(read_documents(str(tmp_path)))
+    texts = [d.text for d in documents if isinstance(d, Text)]
     assert texts == ["plain", "one\u2028line", "two"]
-    assert [list(d.messages) for d in found if isinstance(d, Conversation)] == [
+    assert [list(d.messages) for d in documents if isinstance(d, Conversation)] == [
         CHAT,
-        [CHAT[0], called],
+        [CHAT[0], tool_answer],
     ]
-    assert found[-1].where.endswith("c.parquet, row 2")
+    assert documents[-1].where.endswith("c.parquet, row 2")
 
 
 def test_a_huge_text_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,32 +37,32 @@ def tokenizer(kind: str) -> Any:
     """Return the demo's, one of little more than bytes, or one whose offsets leave out blanks."""
     if kind == "demo":
         return AutoTokenizer.from_pretrained(TINY)
-    made = make_tokenizer(261 if kind == "bytes" else 700)
+    built = make_tokenizer(261 if kind == "bytes" else 700)
     if kind == "trimming":
-        made.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+        built.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
     special = ["<|im_start|>", "<|im_end|>", "[gMASK]", "<sop>", "<think>", "</think>"]
-    made.add_special_tokens({"additional_special_tokens": special})
-    return made
+    built.add_special_tokens({"additional_special_tokens": special})
+    return built
 
 
 def marker(kind: str = "trimming", template: str | None = CHATML) -> Marker:
-    made = tokenizer(kind)
-    made.chat_template = template
-    return Marker(made, "test")
+    of_kind = tokenizer(kind)
+    of_kind.chat_template = template
+    return Marker(of_kind, "test")
 
 
 def slowly(kind: str, text: str, spans: list[tuple[int, int]]) -> list[bool]:
     """Mark byte by byte: a token is an answer's if one of its bytes is of a character that is."""
-    made = tokenizer(kind)
+    of_kind = tokenizer(kind)
     answers = [any(start <= i < stop for start, stop in spans) for i in range(len(text))]
     of_bytes = [a for c, a in zip(text, answers, strict=True) for _ in c.encode()]
-    found, at = [], 0
-    for token in made(text, add_special_tokens=False)["input_ids"]:
-        size = len(made.convert_ids_to_tokens(token))  # a letter a byte
-        found.append(any(of_bytes[at : at + size]))
+    marks, at = [], 0
+    for token in of_kind(text, add_special_tokens=False)["input_ids"]:
+        size = len(of_kind.convert_ids_to_tokens(token))  # a letter a byte
+        marks.append(any(of_bytes[at : at + size]))
         at += size
     assert at == len(of_bytes)
-    return found
+    return marks
 
 
 WORDS = st.lists(
@@ -82,17 +82,17 @@ WORDS = st.lists(
 def test_marks_the_tokens_that_hold_an_answer(kind: str, data: st.DataObject) -> None:
     text = data.draw(WORDS.filter(bool))
     ends = st.tuples(st.integers(0, len(text)), st.integers(0, len(text)))
-    drawn = [tuple(sorted(pair)) for pair in data.draw(st.lists(ends, max_size=3))]
-    spans = [(a, b) for a, b in drawn if a < b]
-    marked = marker(kind).marked(Text(text, "here", tuple(spans)))
-    assert marked.answers.tolist() == slowly(kind, text, spans)
+    pairs = [tuple(sorted(pair)) for pair in data.draw(st.lists(ends, max_size=3))]
+    spans = [(a, b) for a, b in pairs if a < b]
+    document = marker(kind).marked(Text(text, "here", tuple(spans)))
+    assert document.answers.tolist() == slowly(kind, text, spans)
 
 
 def test_blanks_that_offsets_leave_out_are_marked() -> None:
     text = "x = 1\n\n\n    return x"
-    marked = marker().marked(Text(text, "here", ((5, 8),)))
-    made = tokenizer("trimming")
-    assert made.decode(np.array(marked.ids)[marked.answers]).strip(" ") == "\n\n\n"
+    document = marker().marked(Text(text, "here", ((5, 8),)))
+    trimming = tokenizer("trimming")
+    assert trimming.decode(np.array(document.ids)[document.answers]).strip(" ") == "\n\n\n"
 
 
 # -- conversations -----------------------------------------------------------------------------
@@ -108,16 +108,16 @@ def chat(*turns: str, system: str = "") -> Conversation:
     return Conversation(tuple(messages), "data.jsonl, line 7")
 
 
-def runs(marked: Marked) -> list[str]:
+def runs(document: Marked) -> list[str]:
     """Return the answers, as text."""
-    made, found, before = tokenizer("trimming"), [], False
-    for token, answer in zip(marked.ids, marked.answers, strict=True):
+    trimming, stretches, before = tokenizer("trimming"), [], False
+    for token, answer in zip(document.ids, document.answers, strict=True):
         if answer and not before:
-            found.append([])
+            stretches.append([])
         if answer:
-            found[-1].append(token)
+            stretches[-1].append(token)
         before = bool(answer)
-    return [made.decode(ids) for ids in found]
+    return [trimming.decode(ids) for ids in stretches]
 
 
 TURNS = st.text(st.characters(codec="utf-8", exclude_characters="<|[>"), min_size=1, max_size=12)
@@ -128,31 +128,33 @@ TURNS = st.text(st.characters(codec="utf-8", exclude_characters="<|[>"), min_siz
 def test_responses_and_their_end_of_turn_are_the_answers(turns: list[str]) -> None:
     """The template and the roles were once lost, and every token counted."""
     conversation = chat(*turns, system="Be brief.")
-    marked = marker().marked(conversation)
-    said = [turn + "<|im_end|>" for turn in turns[1::2]]
-    assert runs(marked) == said
-    told = conversation.messages[: 2 * len(said) + 1]  # a question after the last response is cut
-    expected = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in told)
-    assert tokenizer("trimming").decode(marked.ids) == expected
+    document = marker().marked(conversation)
+    responses = [turn + "<|im_end|>" for turn in turns[1::2]]
+    assert runs(document) == responses
+    messages = conversation.messages[
+        : 2 * len(responses) + 1
+    ]  # a question after the last response is cut
+    expected = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
+    assert tokenizer("trimming").decode(document.ids) == expected
 
 
 def test_a_template_that_strips_earlier_thinking_gives_the_last_response() -> None:
-    marked = marker(template=STRIPPING).marked(chat("2+2?", "hm|4", "3+3?", "well|6"))
-    assert runs(marked) == ["well</think>6"]
-    text = tokenizer("trimming").decode(marked.ids)
+    document = marker(template=STRIPPING).marked(chat("2+2?", "hm|4", "3+3?", "well|6"))
+    assert runs(document) == ["well</think>6"]
+    text = tokenizer("trimming").decode(document.ids)
     before = "[gMASK]<sop><|user|>2+2?<|assistant|></think>4<|user|>3+3?<|assistant|><think>"
     assert text == before + "well</think>6"
 
 
 def test_a_response_without_the_thinking_that_the_template_asks_for() -> None:
-    marked = marker(template=STRIPPING).marked(chat("2+2?", "4", "3+3?", "6"))
-    assert runs(marked) == ["</think>4", "</think>6"]
+    document = marker(template=STRIPPING).marked(chat("2+2?", "4", "3+3?", "6"))
+    assert runs(document) == ["</think>4", "</think>6"]
 
 
 def test_a_template_without_end_of_turn() -> None:
     template = (TINY / "chat_template.jinja").read_text()
-    marked = marker(template=template).marked(chat("2+2?", "4 \n"))
-    assert runs(marked) == ["4 \n"]
+    document = marker(template=template).marked(chat("2+2?", "4 \n"))
+    assert runs(document) == ["4 \n"]
 
 
 def test_a_template_that_refuses_a_beginning_still_gives_later_responses() -> None:
@@ -162,16 +164,18 @@ def test_a_template_that_refuses_a_beginning_still_gives_later_responses() -> No
 
 def test_is_cut_after_the_last_response_that_fits() -> None:
     conversation = chat("2+2?", "4", "3+3?", "6", "4+4?", "8")
-    made = marker()
+    of_chat = marker()
     sizes = [
-        len(made.marked(chat(*turns))) for turns in (["2+2?", "4"], ["2+2?", "4", "3+3?", "6"])
+        len(of_chat.marked(chat(*turns))) for turns in (["2+2?", "4"], ["2+2?", "4", "3+3?", "6"])
     ]
     for length in range(sizes[0], sizes[1]):
-        assert runs(made.cut(conversation, length) or made.marked(conversation)) == ["4<|im_end|>"]
-    cut = made.cut(conversation, sizes[1])
+        assert runs(of_chat.cut(conversation, length) or of_chat.marked(conversation)) == [
+            "4<|im_end|>"
+        ]
+    cut = of_chat.cut(conversation, sizes[1])
     assert cut is not None
     assert runs(cut) == ["4<|im_end|>", "6<|im_end|>"]
-    assert made.cut(conversation, sizes[0] - 1) is None
+    assert of_chat.cut(conversation, sizes[0] - 1) is None
 
 
 @pytest.mark.parametrize(

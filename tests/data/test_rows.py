@@ -26,10 +26,10 @@ def test_a_list_and_a_parquet_file_are_counted_by_rows(tmp_path: Path) -> None:
     import pyarrow as pa
     from pyarrow import parquet
 
-    listed, table = tmp_path / "a.json", tmp_path / "a.parquet"
-    listed.write_text(json.dumps(ROWS))
+    list_file, table = tmp_path / "a.json", tmp_path / "a.parquet"
+    list_file.write_text(json.dumps(ROWS))
     parquet.write_table(pa.Table.from_pylist(ROWS), table)
-    for path in (listed, table):
+    for path in (list_file, table):
         assert [row.value for row in read_rows(path)] == ROWS
         assert [row.where for row in read_rows(path)] == [f"{path}, row 1", f"{path}, row 2"]
 

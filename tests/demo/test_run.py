@@ -101,7 +101,7 @@ def screen() -> Console:
     return Console(file=io.StringIO(), width=100)
 
 
-def told(console: Console) -> str:
+def text_of(console: Console) -> str:
     assert isinstance(console.file, io.StringIO)
     return " ".join(console.file.getvalue().split())
 
@@ -124,12 +124,16 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> type[FakeServer]:
 def test_servers_take_turns_and_every_prompt_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "busy_cores", lambda: 0.0)
     calls: list[tuple[str, int]] = []
-    both = [contender("a", calls), contender("b", calls)]
-    demo.race(both, [[n, 0] for n in range(4)], screen())
+    contenders = [contender("a", calls), contender("b", calls)]
+    demo.race(contenders, [[n, 0] for n in range(4)], screen())
     warm_up, turns = calls[:2], calls[2:]
     assert warm_up == [("a", 0), ("b", 0)]
     assert turns == [("a", 1), ("b", 1), ("b", 2), ("a", 2), ("a", 3), ("b", 3)]
-    assert [len(one.prefill) for one in both] == [len(one.per_token) for one in both] == [3, 3]
+    assert (
+        [len(runner.prefill) for runner in contenders]
+        == [len(runner.per_token) for runner in contenders]
+        == [3, 3]
+    )
 
 
 def test_a_cached_prompt_is_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +153,7 @@ def test_the_whole_demo(tmp_path: Path, fakes: type[FakeServer]) -> None:
     assert record["environment"]["versions"]["python"]
     assert [server["said"] for server in record["servers"]] == [[q.answer for q in QUESTIONS]] * 2
     for words in ("3 to 5 minutes", "round 6 of 6", "same answer to 8 of 8", "demo.json"):
-        assert words in told(console)
+        assert words in text_of(console)
 
 
 @pytest.mark.parametrize("failure", [KeyboardInterrupt(), ServerError("it ended")])
@@ -164,25 +168,25 @@ def test_both_servers_are_stopped_whatever_happens(
 
 
 def findings(wrong: int, ratios: tuple[float, ...]) -> DemoFindings:
-    base, other = contender("all F", []), contender("1/4", [], wrong=wrong)
-    demo.ask([base, other], QUESTIONS, screen())
-    for one in (base, other):
-        one.state = one.client.states()[0]
-    base.prefill, other.prefill = list(ratios), [1.0] * len(ratios)
-    base.per_token = other.per_token = [0.05] * len(ratios)
-    return DemoFindings(base, other, QUESTIONS, 4096, [0.1] * len(ratios))
+    base, shared = contender("all F", []), contender("1/4", [], wrong=wrong)
+    demo.ask([base, shared], QUESTIONS, screen())
+    for runner in (base, shared):
+        runner.state = runner.client.states()[0]
+    base.prefill, shared.prefill = list(ratios), [1.0] * len(ratios)
+    base.per_token = shared.per_token = [0.05] * len(ratios)
+    return DemoFindings(base, shared, QUESTIONS, 4096, [0.1] * len(ratios))
 
 
 def words(of: DemoFindings) -> str:
     console = screen()
     of.tell(console)
-    return told(console)
+    return text_of(console)
 
 
 def test_answers_are_counted() -> None:
-    told = words(findings(3, (2.0,) * 6))
-    assert "the same answer to 5 of 8 questions" in told
-    assert "all F was right 8 times, 1/4 5 times" in told
+    sentences = words(findings(3, (2.0,) * 6))
+    assert "the same answer to 5 of 8 questions" in sentences
+    assert "all F was right 8 times, 1/4 5 times" in sentences
 
 
 def test_times_are_told_as_the_rule_allows() -> None:
@@ -202,10 +206,10 @@ def test_a_busy_machine_is_told() -> None:
 def test_questions_can_be_answered_from_their_prompt() -> None:
     material = Material(shipped_checkpoint())
     tokenizer = AutoTokenizer.from_pretrained(shipped_checkpoint())
-    found = material.questions(6)
-    assert found == material.questions(6)
-    assert len({tuple(question.prompt) for question in found}) == 6
-    for question in found:
+    questions = material.questions(6)
+    assert questions == material.questions(6)
+    assert len({tuple(question.prompt) for question in questions}) == 6
+    for question in questions:
         text = tokenizer.decode(question.prompt)
         ending = text.rpartition("\n? ")[2]
         assert ending.endswith(" is")
@@ -222,7 +226,7 @@ ROUNDS = st.lists(st.tuples(SECONDS, SECONDS), min_size=1, max_size=12)
 
 
 def speedup(rounds: list[tuple[float, float]]) -> str:
-    return times_faster([base for base, _ in rounds], [other for _, other in rounds])
+    return times_faster([base for base, _ in rounds], [time for _, time in rounds])
 
 
 def of_ratios(*ratios: float) -> str:
@@ -233,18 +237,18 @@ def of_ratios(*ratios: float) -> str:
 def test_a_difference_is_shown_only_if_every_round_shows_it(
     rounds: list[tuple[float, float]],
 ) -> None:
-    ratios = [base / other for base, other in rounds]
+    ratios = [base / time for base, time in rounds]
     one_side = max(ratios) < 1 or min(ratios) > 1
     assert (UNSHOWN in speedup(rounds)) == (len(rounds) < LEAST or not one_side)
 
 
 @given(ROUNDS)
 def test_the_median_comes_with_its_range_if_shown(rounds: list[tuple[float, float]]) -> None:
-    found, ratios = speedup(rounds), [base / other for base, other in rounds]
+    sentence, ratios = speedup(rounds), [base / time for base, time in rounds]
     median = f"{statistics.median(ratios):.2f}x ("
-    assert found.startswith(median) == (UNSHOWN not in found)
-    assert f"({min(ratios):.2f}x to {max(ratios):.2f}x)" in found
-    assert speedup(rounds[::-1]) == found
+    assert sentence.startswith(median) == (UNSHOWN not in sentence)
+    assert f"({min(ratios):.2f}x to {max(ratios):.2f}x)" in sentence
+    assert speedup(rounds[::-1]) == sentence
 
 
 def test_servers_of_equal_speed_are_told_apart_as_rarely_as_stated() -> None:

@@ -181,7 +181,7 @@ def check_metrics(client: Client) -> None:
     SGLang's schedulers export when they become idle, and every 30 seconds from then on.
     """
     states = client.states()
-    counted: dict[str, float] = {
+    counts: dict[str, float] = {
         "tokens": sum(sum(state.tokens.values()) for state in states),
         "pairs": sum(sum(state.pairs.values()) for state in states),
         "forwards": sum(state.forwards for state in states),
@@ -189,15 +189,13 @@ def check_metrics(client: Client) -> None:
         "switches": sum(state.switches for state in states),
         "rejections": sum(sum(state.rejections.values()) for state in states),
     }
-    if not counted["switches"]:  # since the pattern was set is since the start
+    if not counts["switches"]:  # since the pattern was set is since the start
         looked_at = (sums[0] for state in states for sums in state.overlap.layers.values())
-        counted["overlap_rows"] = sum(looked_at)
+        counts["overlap_rows"] = sum(looked_at)
     deadline = time.monotonic() + 60
-    while (
-        exported := _choose(counted, scraped(client))
-    ) != counted and time.monotonic() < deadline:
+    while (exported := _choose(counts, scraped(client))) != counts and time.monotonic() < deadline:
         time.sleep(1)
-    assert exported == counted
+    assert exported == counts
 
 
 def _choose(names: Iterable[str], values: dict[str, float]) -> dict[str, float]:

@@ -70,23 +70,23 @@ class Healed:
 
 @pytest.fixture(scope="module")
 def healed(glm: Path, tmp_path_factory: pytest.TempPathFactory) -> Healed:
-    made = tmp_path_factory.mktemp("fp8")
-    shutil.copytree(glm, made / "base")
-    quantise(made / "base")
+    folder = tmp_path_factory.mktemp("fp8")
+    shutil.copytree(glm, folder / "base")
+    quantise(folder / "base")
     options = HealOptions(
-        made / "base",
+        folder / "base",
         str(PATTERN),
         ("machine",),
-        made / "adapter",
+        folder / "adapter",
         dense_steps=3,
         held_out=2,
         rows=2,
         lr=0.03,
         dtype="float32",
     )
-    found = heal(options, Console(quiet=True)).adapter
-    merge(found.folder, made / "base", made / "merged", lambda _: None)
-    return Healed(made / "base", found, made / "merged")
+    adapter = heal(options, Console(quiet=True)).adapter
+    merge(adapter.folder, folder / "base", folder / "merged", lambda _: None)
+    return Healed(folder / "base", adapter, folder / "merged")
 
 
 def dequantised_oracle(folder: Path, to: Path) -> Oracle:
@@ -108,8 +108,8 @@ def dequantised_oracle(folder: Path, to: Path) -> Oracle:
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     """Return all of a checkpoint, as bytes."""
-    found = [load_file(path) for path in sorted(folder.glob("*.safetensors"))]
-    return {n: t.flatten().view(torch.uint8) for file in found for n, t in file.items()}
+    files = [load_file(path) for path in sorted(folder.glob("*.safetensors"))]
+    return {n: t.flatten().view(torch.uint8) for file in files for n, t in file.items()}
 
 
 def test_a_block_fp8_checkpoint_healed_and_served(
@@ -118,11 +118,11 @@ def test_a_block_fp8_checkpoint_healed_and_served(
     """Static, over the unchanged checkpoint; nothing but indexers differs from it by a bit."""
     before = {path.name: path.read_bytes() for path in healed.folder.iterdir()}
     untouched, merged = tensors_of(healed.folder), tensors_of(healed.merged)
-    kept = {name for name in merged if indexer_layer(name.removesuffix(SCALES)) is None}
-    assert kept == {n for n in untouched if indexer_layer(n.removesuffix(SCALES)) is None}
-    assert sum(name.endswith(SCALES) for name in kept) > 20
-    assert all(torch.equal(merged[name], untouched[name]) for name in kept)
-    wanted = dequantised_oracle(healed.merged, tmp_path / "merged")
+    body = {name for name in merged if indexer_layer(name.removesuffix(SCALES)) is None}
+    assert body == {n for n in untouched if indexer_layer(n.removesuffix(SCALES)) is None}
+    assert sum(name.endswith(SCALES) for name in body) > 20
+    assert all(torch.equal(merged[name], untouched[name]) for name in body)
+    oracle_of_merged = dequantised_oracle(healed.merged, tmp_path / "merged")
     base = dequantised_oracle(healed.folder, tmp_path / "base")
     arguments = ["--indexcache-adapter", str(healed.adapter.folder)]
     arguments += ["--indexcache-pattern", str(PATTERN), "--dtype", "float32"]
@@ -131,8 +131,8 @@ def test_a_block_fp8_checkpoint_healed_and_served(
         assert state.pattern == str(PATTERN)
         assert state.adapter == str(healed.adapter.folder)
         assert state.adapter_digest == healed.adapter.digest
-        check(client, wanted, PATTERN, LENGTHS)
-        ids = decided_prompt(wanted, 300, PATTERN)
+        check(client, oracle_of_merged, PATTERN, LENGTHS)
+        ids = decided_prompt(oracle_of_merged, 300, PATTERN)
         without = base.answer(ids, PATTERN).logprobs
         assert (logprobs(client, ids) - without).abs().max() > 1e-2
     assert {path.name: path.read_bytes() for path in healed.folder.iterdir()} == before
@@ -141,8 +141,10 @@ def test_a_block_fp8_checkpoint_healed_and_served(
 def _agrees(client: Client, oracle: Oracle, pattern: Pattern) -> None:
     """Prompts of unequal lengths in one request, which data-parallel ranks deal out."""
     prompts = [decided_prompt(oracle, length, pattern, seed=700) for length in LENGTHS]
-    for ids, got in zip(prompts, batch_logprobs(client, prompts), strict=True):
-        torch.testing.assert_close(got, oracle.answer(ids, pattern).logprobs, rtol=0, atol=1e-3)
+    for ids, measured in zip(prompts, batch_logprobs(client, prompts), strict=True):
+        torch.testing.assert_close(
+            measured, oracle.answer(ids, pattern).logprobs, rtol=0, atol=1e-3
+        )
 
 
 @pytest.mark.parametrize(

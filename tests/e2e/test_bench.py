@@ -35,22 +35,22 @@ def target(glm: Path) -> TargetModel:
 
 
 @pytest.fixture(scope="module")
-def served(target: TargetModel) -> tuple[Configuration, ...]:
+def configured(target: TargetModel) -> tuple[Configuration, ...]:
     return configurations(("full", f"half={SHARED}"), target.checkpoint)
 
 
 def test_servers_one_at_a_time(
     glm: Path,
     target: TargetModel,
-    served: tuple[Configuration, ...],
+    configured: tuple[Configuration, ...],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("sglang_indexcache.lab.bench.servers.Server", PreloadedServer)
     servers = StartedServers(str(glm), POOL, tmp_path / "logs")
-    result = latency.run(target, servers, served, SETTINGS, arguments=POOL)
-    written = latency.write_latency(result, tmp_path)
-    assert load(written[0]) == result
+    result = latency.run(target, servers, configured, SETTINGS, arguments=POOL)
+    files = latency.write_latency(result, tmp_path)
+    assert load(files[0]) == result
     assert {v.facts.mode for v in result.visits} == {"static"}
     index_k = {v.configuration: v.facts.index_k_bytes for v in result.visits}
     assert index_k["full"] == 2 * index_k["half"]  # static mode: no index-K on S layers
@@ -75,10 +75,10 @@ def live(glm: Path, serve: Serve) -> Iterator[Client]:
 
 
 def test_one_live_server_stands_for_all_patterns(
-    live: Client, target: TargetModel, served: tuple[Configuration, ...]
+    live: Client, target: TargetModel, configured: tuple[Configuration, ...]
 ) -> None:
-    running = RunningServers({c.name: live for c in served})
-    result = latency.run(target, running, served, SETTINGS)
+    running = RunningServers({c.name: live for c in configured})
+    result = latency.run(target, running, configured, SETTINGS)
     [state] = live.states()
     assert (state.pattern, state.switches) == ("FFFFFF", 0)
     assert [(v.configuration, v.facts.mode) for v in result.visits] == [

@@ -67,11 +67,13 @@ def test_doctor_makes_a_fresh_checkpoint_start(fresh: Path, serve: Serve) -> Non
         admin.flush_cache()
         assert "wants an API key" in doctor("--url", stranger.url).stdout
         running = doctor("--url", stranger.url, SGLANG_API_KEY=KEY)
-        shown = server("show", "--url", stranger.url, SGLANG_API_KEY=KEY)
+        states_shown = server("show", "--url", stranger.url, SGLANG_API_KEY=KEY)
     assert running.returncode == 0, running.stdout + running.stderr
     assert "FSSFSS" in running.stdout
     assert KEY not in running.stdout + running.stderr
-    assert shown.returncode == 0, shown.stdout + shown.stderr
-    assert "in layers 0 and 3, 0 of " in shown.stdout
-    assert "in layers 1-2 and 4-5: OK" in shown.stdout
-    assert "index-K: 512 bytes per token; plain DSA: 1,536" in shown.stdout  # SGLang takes float16
+    assert states_shown.returncode == 0, states_shown.stdout + states_shown.stderr
+    assert "in layers 0 and 3, 0 of " in states_shown.stdout
+    assert "in layers 1-2 and 4-5: OK" in states_shown.stdout
+    assert (
+        "index-K: 512 bytes per token; plain DSA: 1,536" in states_shown.stdout
+    )  # SGLang takes float16

@@ -48,9 +48,11 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
     log = tmp_path_factory.mktemp("launches") / "log"
 
     def run(model: Path, *arguments: str, cwd: Path, **environment: str) -> Any:
-        given = command(model, *arguments)[2:]
-        forked = Template.of(os.environ).fork(given, log, cwd, environment)
-        return subprocess.CompletedProcess(given, forked.wait(120), log.read_text(), "")
+        arguments_of_server = command(model, *arguments)[2:]
+        forked = Template.of(os.environ).fork(arguments_of_server, log, cwd, environment)
+        return subprocess.CompletedProcess(
+            arguments_of_server, forked.wait(120), log.read_text(), ""
+        )
 
     return run
 
@@ -118,8 +120,8 @@ def edited(source: Path, target: Path, **fields: Any) -> Path:
 
 
 def test_flag_and_environment_disagree(launch: Launch, config_only: Path, folder: Path) -> None:
-    said = {"SGLANG_INDEXCACHE_PATTERN": "FSFSFS"}
-    result = launch(config_only, "--indexcache-pattern", "FSSFSS", cwd=folder, **said)
+    variables = {"SGLANG_INDEXCACHE_PATTERN": "FSFSFS"}
+    result = launch(config_only, "--indexcache-pattern", "FSSFSS", cwd=folder, **variables)
     assert_one_error(result, "Give only one")
 
 

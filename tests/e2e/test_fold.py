@@ -38,9 +38,9 @@ def slopes(glm: Path, tmp_path_factory: pytest.TempPathFactory) -> Slopes:
 
 @pytest.fixture(scope="module")
 def oracle(glm: Path, slopes: Slopes) -> Oracle:
-    made = Oracle(glm, torch.float32)
-    made.slopes = list(slopes.by_layer)
-    return made
+    folding_oracle = Oracle(glm, torch.float32)
+    folding_oracle.slopes = list(slopes.by_layer)
+    return folding_oracle
 
 
 @pytest.fixture(scope="module")
@@ -78,13 +78,13 @@ def test_requests_of_one_batch_fold_each_in_its_way(
     """Sent as one request: they are prefilled and decoded together."""
     client.flush_cache()
     before = client.states()[0].mixed_forwards
-    asked = [(pattern, *decided_answer(oracle, 200, 16, pattern, 2000)) for pattern in patterns]
+    prompts = [(pattern, *decided_answer(oracle, 200, 16, pattern, 2000)) for pattern in patterns]
     greedily = {"max_new_tokens": 16, "temperature": 0.0, "ignore_eos": True}
     replies = client.generate(
-        input_ids=[ids for _, ids, _ in asked],
-        sampling_params=[greedily | named(str(pattern)) for pattern, _, _ in asked],
+        input_ids=[ids for _, ids, _ in prompts],
+        sampling_params=[greedily | named(str(pattern)) for pattern, _, _ in prompts],
     )
-    for reply, (pattern, _, expected) in zip(replies, asked, strict=True):
+    for reply, (pattern, _, expected) in zip(replies, prompts, strict=True):
         assert reply["output_ids"] == expected, pattern
         assert reply["meta_info"]["indexcache_pattern"] == [str(pattern)]
     [state] = client.states()
@@ -131,14 +131,16 @@ def test_static_mode(
     else:
         ids = decided_prompt(oracle, 301, pattern, seed=400)
         expected = oracle.answer(ids, pattern).logprobs
-    given: tuple[str, ...] = ("--indexcache-pattern", f"{text}@{slopes.path}")
-    given += ("--indexcache-index-k-dtype", index_k)
+    flags: tuple[str, ...] = ("--indexcache-pattern", f"{text}@{slopes.path}")
+    flags += ("--indexcache-index-k-dtype", index_k)
     ranks = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
-    with serve(folder, *SERVER, *CHUNK, *given, *arguments, **ranks) as client:
+    with serve(folder, *SERVER, *CHUNK, *flags, *arguments, **ranks) as client:
         assert {state.pattern for state in client.states()} == {str(pattern)}
         torch.testing.assert_close(logprobs(client, ids), expected, rtol=0, atol=1e-3)
         tokens, gap = oracle.greedy(ids, 16, pattern)
         for _ in range(2):  # the second time from the cache
             assert fp8 or gap < ROUNDING or greedy(client, ids, 16) == tokens
-        each = 128 + 4 if fp8 else 512
-        assert all(state.index_k_bytes_per_token == each * 3 for state in client.states())
+        bytes_per_layer = 128 + 4 if fp8 else 512
+        assert all(
+            state.index_k_bytes_per_token == bytes_per_layer * 3 for state in client.states()
+        )

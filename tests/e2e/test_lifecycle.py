@@ -73,6 +73,6 @@ def test_no_process_outlives_its_parent(
     os.kill(owner.pid, number)
     owner.wait(30)
     deadline = time.monotonic() + 30
-    while (left := group_members(group)) and time.monotonic() < deadline:
+    while (remaining := group_members(group)) and time.monotonic() < deadline:
         time.sleep(0.2)
-    assert not left
+    assert not remaining

@@ -55,25 +55,25 @@ def test_a_hundred_switches_under_load(client: Client, oracle: Oracle) -> None:
     prompts = [decided_prompt(oracle, length, *PATTERNS, seed=400) for length in (150, 220, 300)]
     references = [[oracle.answer(ids, p).logprobs for p in PATTERNS] for ids in prompts]
     for answers in references:  # the patterns can be told apart
-        for one, other in itertools.combinations(answers, 2):
-            assert (one - other).abs().max() > 5e-3
-    done = threading.Event()
-    seen: Counter[int] = Counter()
+        for first, second in itertools.combinations(answers, 2):
+            assert (first - second).abs().max() > 5e-3
+    is_over = threading.Event()
+    answers_by_pattern: Counter[int] = Counter()
 
     def prefill(worker: int) -> int:
         count = 0
-        while not done.is_set():
+        while not is_over.is_set():
             choice = (worker + count) % len(prompts)
-            got = logprobs(client, prompts[choice])
-            errors = [float((got - answer).abs().max()) for answer in references[choice]]
+            measured = logprobs(client, prompts[choice])
+            errors = [float((measured - answer).abs().max()) for answer in references[choice]]
             assert min(errors) < 1e-3, f"no pattern gives this answer: {errors}"
-            seen[errors.index(min(errors))] += 1
+            answers_by_pattern[errors.index(min(errors))] += 1
             count += 1
         return count
 
     def decode(worker: int) -> int:
         count = 0
-        while not done.is_set():
+        while not is_over.is_set():
             assert len(greedy(client, prompt(100 + 17 * worker + count % 50, worker), 24)) == 24
             count += 1
         return count
@@ -85,7 +85,7 @@ def test_a_hundred_switches_under_load(client: Client, oracle: Oracle) -> None:
                 [state] = client.switch_pattern(str(pattern))
                 assert state.pattern == str(pattern)
         finally:
-            done.set()
+            is_over.set()
 
     before = client.states()[0].switches
     with ThreadPoolExecutor(8) as pool:
@@ -94,7 +94,9 @@ def test_a_hundred_switches_under_load(client: Client, oracle: Oracle) -> None:
         pool.submit(switch).result()
         counts = [worker.result() for worker in workers]
     assert min(counts) >= 1
-    assert len(seen) == len(PATTERNS), f"only these patterns answered: {seen}"
+    assert len(answers_by_pattern) == len(PATTERNS), (
+        f"only these patterns answered: {answers_by_pattern}"
+    )
     assert client.states()[0].switches - before == SWITCHES
     # A stale read would have raised StaleIndexError and ended the server.
     test_a_switch_takes_effect_at_once(client, oracle)

@@ -70,11 +70,11 @@ def test_streamed_chat_says_the_same(openai: OpenAI) -> None:
         "temperature": 0.0,
         "extra_body": {"ignore_eos": True},
     }
-    whole = openai.chat.completions.create(**request).choices[0].message.content
+    reply = openai.chat.completions.create(**request).choices[0].message.content
     chunks = list(openai.chat.completions.create(**request, stream=True))
     pieces = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
     assert sum(map(bool, pieces)) > 1
-    assert "".join(pieces) == whole
+    assert "".join(pieces) == reply
 
 
 def test_completions_of_several_prompts(openai: OpenAI) -> None:
@@ -118,9 +118,9 @@ def test_engine_keyword(tmp_path: Path, glm: Path) -> None:
     result = subprocess.run(command, capture_output=True, text=True, timeout=300)
     lines = [line for line in result.stdout.splitlines() if line.startswith("RESULT")]
     assert lines, result.stdout + result.stderr
-    refused, pattern, source, tokens = json.loads(lines[0].removeprefix("RESULT"))
-    assert refused.startswith("Engine(indexcache_pattern=...) FSS")
-    assert "3 too short" in refused
+    refusal, pattern, source, tokens = json.loads(lines[0].removeprefix("RESULT"))
+    assert refusal.startswith("Engine(indexcache_pattern=...) FSS")
+    assert "3 too short" in refusal
     assert pattern == "FSSFSS"
     assert source == "Engine(indexcache_pattern=...) FSSFSS (given literally)"
     assert len(tokens) == 4

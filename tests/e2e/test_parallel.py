@@ -55,13 +55,13 @@ def check(client: Client, oracle: Oracle, pattern: Pattern, lengths: tuple[int, 
     for ids, answer in zip(prompts, expected, strict=True):
         torch.testing.assert_close(logprobs(client, ids), answer, rtol=0, atol=1e-3)
     client.flush_cache()
-    for got, answer in zip(batch_logprobs(client, prompts), expected, strict=True):
-        torch.testing.assert_close(got, answer, rtol=0, atol=1e-3)
+    for measured, answer in zip(batch_logprobs(client, prompts), expected, strict=True):
+        torch.testing.assert_close(measured, answer, rtol=0, atol=1e-3)
     truth = [oracle.greedy(ids, 16, pattern) for ids in prompts]
     with ThreadPoolExecutor(len(prompts)) as pool:
         replies = list(pool.map(lambda ids: greedy(client, ids, 16), prompts))
-    for tokens, (wanted, gap) in zip(replies, truth, strict=True):
-        assert gap < 1e-6 or tokens == wanted
+    for tokens, (expected_tokens, gap) in zip(replies, truth, strict=True):
+        assert gap < 1e-6 or tokens == expected_tokens
 
 
 @pytest.fixture(scope="class")
@@ -88,11 +88,11 @@ class TestDpAttention:
         assert sum(state.idle_forwards for state in dp_attention.states()) > 0
 
     def test_doctor_hears_every_rank(self, dp_attention: Client) -> None:
-        said = io.StringIO()
+        output = io.StringIO()
         fleet = examine_servers([dp_attention])
-        fleet.tell(Console(file=said, width=200))
-        assert not fleet.problems, said.getvalue()
-        assert "rank 1" in said.getvalue()
+        fleet.tell(Console(file=output, width=200))
+        assert not fleet.problems, output.getvalue()
+        assert "rank 1" in output.getvalue()
 
     def test_ranks_count_their_own_work(self, dp_attention: Client) -> None:
         before = dp_attention.switch_pattern(str(PATTERN))
@@ -109,7 +109,10 @@ class TestDpAttention:
         pattern = Pattern("FFFSSS")  # of no other test here, so nothing was looked at before
         dp_attention.switch_pattern(str(pattern))
         check_metrics(dp_attention)  # what other tests asked is exported
-        told, prompts = scraped(dp_attention), [prompt(length, 40) for length in (70, 90, 131, 250)]
+        before, prompts = (
+            scraped(dp_attention),
+            [prompt(length, 40) for length in (70, 90, 131, 250)],
+        )
         with ThreadPoolExecutor(4) as pool:
             list(pool.map(lambda ids: greedy(dp_attention, ids, 8), prompts))
         check_metrics(dp_attention)
@@ -121,27 +124,27 @@ class TestDpAttention:
             looked_at = [state.overlap.layers[layer][0] for state in after]
             assert min(looked_at) > 0
             assert sum(looked_at) == pytest.approx(selecting)
-        risen = scraped(dp_attention)["overlap_rows"] - told["overlap_rows"]
+        risen = scraped(dp_attention)["overlap_rows"] - before["overlap_rows"]
         assert risen == pytest.approx(len(pattern.shared_layers) * selecting)
 
     def test_scrapes_while_patterns_switch(self, dp_attention: Client) -> None:
         """None fails, no counter falls, and in the end one pattern is in effect."""
-        told, is_over = [scraped(dp_attention)], threading.Event()
+        scrapes, is_over = [scraped(dp_attention)], threading.Event()
 
         def scrape() -> None:
             while not is_over.is_set():
-                told.append(scraped(dp_attention))
+                scrapes.append(scraped(dp_attention))
 
         with ThreadPoolExecutor(5) as pool:
             scraping = pool.submit(scrape)
             for number in range(6):
-                asked = [pool.submit(greedy, dp_attention, prompt(80, n), 4) for n in range(4)]
+                answers = [pool.submit(greedy, dp_attention, prompt(80, n), 4) for n in range(4)]
                 dp_attention.switch_pattern(("FSSSFS", "FFFFFF", "FSFSFS")[number % 3])
-                wait(asked)
+                wait(answers)
             is_over.set()
         scraping.result()
-        assert len(told) > 6
-        for earlier, later in pairwise(told):
+        assert len(scrapes) > 6
+        for earlier, later in pairwise(scrapes):
             assert all(later[name] >= count for name, count in earlier.items())
         check_metrics(dp_attention)
         with urlopen(f"{dp_attention.url}/metrics") as answer:
@@ -163,9 +166,9 @@ class TestDpAttention:
             input_ids=[prompt(100, seed) for seed in range(2)],  # one a rank
             sampling_params={"max_new_tokens": 4000, "ignore_eos": True},
         )
-        seen = set[int]()
-        while len(seen) < 2:
-            seen.add(next(chunks)["index"])
+        indices = set[int]()
+        while len(indices) < 2:
+            indices.add(next(chunks)["index"])
         _, victim = schedulers(server.pid)
         os.kill(victim, signal.SIGKILL)
         with pytest.raises(ServerError):
@@ -197,13 +200,14 @@ class TestAttentionInParallel:
         self, glm: Path, serve: Serve, oracle: Oracle, mode: str, texts: list[str]
     ) -> None:
         """Alone and all at once, each request under its own pattern."""
-        named = [texts[number % len(texts)] for number in range(len(self.LENGTHS))]
+        patterns_of = [texts[number % len(texts)] for number in range(len(self.LENGTHS))]
         prompts = [
             decided_prompt(oracle, length, Pattern(text), seed=800)
-            for length, text in zip(self.LENGTHS, named, strict=True)
+            for length, text in zip(self.LENGTHS, patterns_of, strict=True)
         ]
         truth = [
-            oracle.greedy(ids, 4, Pattern(text)) for ids, text in zip(prompts, named, strict=True)
+            oracle.greedy(ids, 4, Pattern(text))
+            for ids, text in zip(prompts, patterns_of, strict=True)
         ]
         pattern = ["--indexcache-pattern", texts[0], "--indexcache-mode", mode]
         with serve(glm, *SMALL_POOL, *self.ARGUMENTS, *pattern, **FOUR_RANKS) as client:
@@ -211,14 +215,14 @@ class TestAttentionInParallel:
             def ask(ids: list[int], text: str) -> list[int]:
                 return greedy(client, ids, 4, custom_params={"indexcache_pattern": text})
 
-            alone = list(map(ask, prompts, named))
+            alone = list(map(ask, prompts, patterns_of))
             client.flush_cache()
             with ThreadPoolExecutor(len(prompts)) as pool:
-                together = list(pool.map(ask, prompts, named))
+                together = list(pool.map(ask, prompts, patterns_of))
             states = client.states()
         assert together == alone
-        for tokens, (wanted, gap) in zip(together, truth, strict=True):
-            assert gap < 1e-6 or tokens == wanted
+        for tokens, (expected_tokens, gap) in zip(together, truth, strict=True):
+            assert gap < 1e-6 or tokens == expected_tokens
         assert all(state.mixed_forwards > 0 for state in states) == (mode == "live")
         assert [state.rank for state in states] == [0, 1]
         assert [s.index_k_bytes_per_token for s in states] == [

@@ -36,7 +36,7 @@ BFLOAT16_ROUNDING = 2**-8
 
 
 @pytest.fixture(scope="module", params=["glm-5", "deepseek-v3.2"])
-def served(
+def client_and_oracle(
     request: pytest.FixtureRequest, checkpoints: dict[str, Path], serve: Serve
 ) -> Iterator[tuple[Client, Oracle]]:
     folder = checkpoints[request.param]
@@ -49,8 +49,8 @@ def served(
 
 
 @pytest.mark.parametrize("text", PATTERNS)
-def test_float32_logprobs(served: tuple[Client, Oracle], text: str) -> None:
-    client, oracle = served
+def test_float32_logprobs(client_and_oracle: tuple[Client, Oracle], text: str) -> None:
+    client, oracle = client_and_oracle
     pattern = Pattern(text)
     client.switch_pattern(text)
     for length in LENGTHS:
@@ -60,20 +60,22 @@ def test_float32_logprobs(served: tuple[Client, Oracle], text: str) -> None:
 
 
 @pytest.mark.parametrize("text", PATTERNS)
-def test_float32_batch_of_unequal_lengths(served: tuple[Client, Oracle], text: str) -> None:
-    client, oracle = served
+def test_float32_batch_of_unequal_lengths(
+    client_and_oracle: tuple[Client, Oracle], text: str
+) -> None:
+    client, oracle = client_and_oracle
     pattern = Pattern(text)
     client.switch_pattern(text)
     client.flush_cache()
     prompts = [decided_prompt(oracle, length, pattern) for length in (200, 3, 70, 1, 129)]
-    for ids, got in zip(prompts, batch_logprobs(client, prompts), strict=True):
+    for ids, measured in zip(prompts, batch_logprobs(client, prompts), strict=True):
         expected = oracle.answer(ids, pattern).logprobs
-        torch.testing.assert_close(got, expected, rtol=0, atol=1e-3)
+        torch.testing.assert_close(measured, expected, rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize("text", PATTERNS)
-def test_float32_greedy_tokens(served: tuple[Client, Oracle], text: str) -> None:
-    client, oracle = served
+def test_float32_greedy_tokens(client_and_oracle: tuple[Client, Oracle], text: str) -> None:
+    client, oracle = client_and_oracle
     pattern = Pattern(text)
     client.switch_pattern(text)
     checked = 0

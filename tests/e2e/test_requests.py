@@ -95,8 +95,8 @@ def check_greedy(oracle: Oracle, ask: Ask, reply: Any, tally: Counter[str]) -> N
     tokens, count = reply["output_ids"], ask.count
     assert len(tokens) == count
     answer = oracle.answer(ask.ids + tokens, Pattern(text))
-    said = torch.tensor([entry[0] for entry in reply["meta_info"]["output_token_logprobs"]])
-    apart = float((said - answer.logprobs[-count:]).abs().max())
+    measured = torch.tensor([entry[0] for entry in reply["meta_info"]["output_token_logprobs"]])
+    apart = float((measured - answer.logprobs[-count:]).abs().max())
     behind = float(answer.behind[-count:].max())
     if apart > 1e-3 or behind > LOGIT_TIE:
         how = "named" if ask.name else "was given"
@@ -107,19 +107,19 @@ def check_greedy(oracle: Oracle, ask: Ask, reply: Any, tally: Counter[str]) -> N
         tally["near-tie of a selection"] += 1
         return
     tally["near-tie of two tokens" if behind else "equal token for token"] += 1
-    others = [Pattern(p) for p in ("FFFFFF", "FSSSSS") if p != text]
-    far = [oracle.answer(ask.ids + tokens, p).logprobs[-count:] - said for p in others]
+    other_patterns = [Pattern(p) for p in ("FFFFFF", "FSSSSS") if p != text]
+    far = [oracle.answer(ask.ids + tokens, p).logprobs[-count:] - measured for p in other_patterns]
     tally["told apart from another pattern"] += max(float(d.abs().max()) for d in far) > 5e-3
 
 
 def stress(client: Client, oracle: Oracle, patterns: list[str], defaults: list[str]) -> None:
     """Every finished answer is that of its own pattern while the default is switched."""
     generator = random.Random(SEED)
-    todo, done = asks(generator, patterns), threading.Event()
+    todo, is_over = asks(generator, patterns), threading.Event()
     switched: list[str] = []
 
     def switch() -> None:
-        while not done.wait(0.1) or len(switched) < len(defaults):
+        while not is_over.wait(0.1) or len(switched) < len(defaults):
             value = defaults[len(switched) % len(defaults)]
             assert {state.pattern for state in client.switch_pattern(value)} == {value}
             switched.append(value)
@@ -129,7 +129,7 @@ def stress(client: Client, oracle: Oracle, patterns: list[str], defaults: list[s
         try:
             replies = list(pool.map(lambda ask: send(client, ask), todo))
         finally:
-            done.set()
+            is_over.set()
         switching.result()
     tally: Counter[str] = Counter()
     for ask, reply in zip(todo, replies, strict=True):
@@ -199,13 +199,13 @@ class Conversation:
         first, second = self.patterns
         if self.gives_up:
             threading.Timer(0.3, self._abort).start()
-        ended = self._turn(session, first, rid=f"turn-{self.number}-")
+        outcome = self._turn(session, first, rid=f"turn-{self.number}-")
         for _ in range(300):
             if (answer := self._turn(session, second)) != "full":
                 break
             threading.Event().wait(0.2)
-        assert answer == ("refused" if ended == "served" else "served"), (ended, self)
-        return ended
+        assert answer == ("refused" if outcome == "served" else "served"), (outcome, self)
+        return outcome
 
     def _abort(self) -> None:
         httpx.post(f"{self.client.url}/abort_request", json={"rid": f"turn-{self.number}-"})
@@ -274,10 +274,10 @@ def test_prompt_length_decides_where_nothing_is_named(client: Client) -> None:
         sampling = under(None, max_new_tokens=1)
         reply = client.generate(input_ids=prompt(length, 3), sampling_params=sampling)
         assert served_under(reply) == pattern
-    named = client.generate(
+    with_name = client.generate(
         input_ids=prompt(300, 3), sampling_params=under("uniform:1/3", max_new_tokens=1)
     )
-    assert served_under(named) == "FSSFSS"
+    assert served_under(with_name) == "FSSFSS"
 
 
 def test_prefixes_are_shared_within_a_pattern_only(client: Client, oracle: Oracle) -> None:
@@ -344,9 +344,11 @@ def test_the_mixed_batch_of_one_request_list(client: Client, oracle: Oracle) -> 
     )
     for reply, ids, pattern in zip(replies, prompts, patterns, strict=True):
         assert served_under(reply) == str(pattern)
-        got = torch.tensor([entry[0] for entry in reply["meta_info"]["input_token_logprobs"][1:]])
+        measured = torch.tensor(
+            [entry[0] for entry in reply["meta_info"]["input_token_logprobs"][1:]]
+        )
         expected = oracle.answer(ids, pattern).logprobs
-        torch.testing.assert_close(got, expected, rtol=0, atol=1e-3)
+        torch.testing.assert_close(measured, expected, rtol=0, atol=1e-3)
 
 
 def test_a_switch_leaves_running_requests_alone(client: Client, oracle: Oracle) -> None:
@@ -357,13 +359,13 @@ def test_a_switch_leaves_running_requests_alone(client: Client, oracle: Oracle) 
     next(chunks)
     assert client.states()[0].requests == {str(first): 1}
     client.switch_pattern(str(second))
-    seen = next(chunk for chunk in chunks if len(chunk["output_ids"]) >= 40)
+    first_chunk = next(chunk for chunk in chunks if len(chunk["output_ids"]) >= 40)
     chunks.close()
     wait_until_idle(client)
-    assert served_under(seen) == str(first)
-    assert seen["meta_info"]["num_retractions"] == 0
+    assert served_under(first_chunk) == str(first)
+    assert first_chunk["meta_info"]["num_retractions"] == 0
     expected, gap = oracle.greedy(ids, 40, first)
-    assert gap < ROUNDING or seen["output_ids"][:40] == expected
+    assert gap < ROUNDING or first_chunk["output_ids"][:40] == expected
     after = client.generate(input_ids=ids, sampling_params=under(None, max_new_tokens=1))
     assert served_under(after) == str(second)
 
@@ -374,22 +376,22 @@ def test_a_session_keeps_its_pattern(client: Client, oracle: Oracle, streaming: 
     client.switch_pattern("FSSSSS")
     opened = {"capacity_of_str_len": 1000, "streaming": streaming}
     session = client._request("POST", "/open_session", opened)
-    heard: list[int] = []
+    history: list[int] = []
     rid = None
 
     def turn(name: str | None) -> None:
         nonlocal rid
-        ids = prompt(90, 70 + len(heard))
+        ids = prompt(90, 70 + len(history))
         reply = client.generate(
             input_ids=ids,
             session_params={"id": session, "rid": None if streaming else rid},
             sampling_params=under(name, max_new_tokens=6),
         )
-        heard.extend(ids)
-        wanted, gap = oracle.greedy(heard, 6, Pattern("FSSSSS"))
+        history.extend(ids)
+        expected_tokens, gap = oracle.greedy(history, 6, Pattern("FSSSSS"))
         assert served_under(reply) == "FSSSSS"
-        assert gap < LOGIT_TIE or reply["output_ids"] == wanted
-        heard.extend(reply["output_ids"])
+        assert gap < LOGIT_TIE or reply["output_ids"] == expected_tokens
+        history.extend(reply["output_ids"])
         rid = reply["meta_info"]["id"]
 
     turn(None)
@@ -417,12 +419,12 @@ def test_a_session_keeps_its_pattern(client: Client, oracle: Oracle, streaming: 
 def test_no_route_answers_a_name_that_it_does_not_read(
     client: Client, wide: Path, route: str, body: dict[str, Any], stream: bool
 ) -> None:
-    said = {"model": "m", "max_tokens": 2, "stream": stream} | body
-    if said["model"] == "MODEL":
-        said["model"] = str(wide)
+    fields = {"model": "m", "max_tokens": 2, "stream": stream} | body
+    if fields["model"] == "MODEL":
+        fields["model"] = str(wide)
 
     def ask(**more: Any) -> int:
-        return httpx.post(f"{client.url}{route}", json=said | more, timeout=60).status_code
+        return httpx.post(f"{client.url}{route}", json=fields | more, timeout=60).status_code
 
     assert ask() == 200
     assert ask(indexcache_pattern="full") == 400
@@ -433,8 +435,8 @@ def test_an_unknown_session_is_one_clear_answer(client: Client) -> None:
     with pytest.raises(ServerError, match="session id nobody does not exist"):
         client.generate(**body, sampling_params=under("FSSFSS"))
     wait_until_idle(client)
-    named = client.generate(input_ids=[20, 21], sampling_params=under("FSSFSS", max_new_tokens=1))
-    assert served_under(named) == "FSSFSS"
+    reply = client.generate(input_ids=[20, 21], sampling_params=under("FSSFSS", max_new_tokens=1))
+    assert served_under(reply) == "FSSFSS"
 
 
 def test_openai_clients_name_a_pattern_too(client: Client) -> None:
@@ -470,9 +472,9 @@ def test_openai_clients_name_a_pattern_too(client: Client) -> None:
 )
 def test_a_bad_name_is_one_clear_answer(client: Client, value: object, reason: str) -> None:
     before = client.states()[0]
-    with pytest.raises(ServerError, match=f"answered 400.*{reason}") as refused:
+    with pytest.raises(ServerError, match=f"answered 400.*{reason}") as refusal:
         client.generate(input_ids=[20, 21], sampling_params=under(value))
-    assert len(str(refused.value)) < 700
+    assert len(str(refusal.value)) < 700
     after = client.states()[0]
     for field in ("pattern", "switches", "requests", "forwards"):
         assert getattr(after, field) == getattr(before, field)

@@ -52,10 +52,10 @@ def test_served_losses_are_transformers(live: Client, glm: Path) -> None:
     oracle = Oracle(glm, torch.float32, first_of_ties=False)
     ids = [decided_prompt(oracle, 200 + i, Pattern("FSSSFS"))[:200] for i in range(4)]
     data = Calibration(tuple(map(tuple, ids)), 2, "test")
-    served, local = ServedEvaluator(Pool([live]), data), TransformersEvaluator(glm, data)
-    assert served.batch_tokens == local.batch_tokens == (400, 400)
+    remote, local = ServedEvaluator(Pool([live]), data), TransformersEvaluator(glm, data)
+    assert remote.batch_tokens == local.batch_tokens == (400, 400)
     for text in PATTERNS:
-        ours = served.loss(Pattern(text), [0, 1])
+        ours = remote.loss(Pattern(text), [0, 1])
         theirs = local.loss(Pattern(text), [0, 1])
         assert ours == pytest.approx(theirs, abs=1e-3)
         assert live.states()[0].pattern == "FFFFFF"  # what others get is as it was
@@ -65,10 +65,10 @@ def test_a_repeated_evaluation_uses_no_cache(live: Client) -> None:
     """The same sequences again, and sequences that share a prefix."""
     shared = prompt(128, 1)
     data = Calibration(tuple(tuple(shared + prompt(72, i)) for i in range(3)), 1, "test")
-    served = ServedEvaluator(Pool([live]), data)
+    evaluator = ServedEvaluator(Pool([live]), data)
     pattern = Pattern("FSFSFS")
-    first = served.loss(pattern, [0, 1, 2])
-    assert served.loss(pattern, [2, 0, 1]) == pytest.approx(first[[2, 0, 1]], abs=1e-5)
+    first = evaluator.loss(pattern, [0, 1, 2])
+    assert evaluator.loss(pattern, [2, 0, 1]) == pytest.approx(first[[2, 0, 1]], abs=1e-5)
 
 
 def search_into(folder: Path, glm: Path, live: Client, **load: Any) -> Search:
@@ -80,13 +80,15 @@ def search_into(folder: Path, glm: Path, live: Client, **load: Any) -> Search:
 
 
 @pytest.fixture(scope="module")
-def searched(live: Client, glm: Path, library: Path) -> Search:
+def finished_search(live: Client, glm: Path, library: Path) -> Search:
     """Return a search on the server while nobody else asked it; its patterns are in the library."""
     return search_into(library, glm, live)
 
 
-def test_a_search_over_http(live: Client, glm: Path, library: Path, searched: Search) -> None:
-    assert searched.is_complete
+def test_a_search_over_http(
+    live: Client, glm: Path, library: Path, finished_search: Search
+) -> None:
+    assert finished_search.is_complete
     entry = load_entry(library / "e2e-1of2.yaml")
     assert entry.full_layers == 3
     # What the search reported is what the server gives when the pattern is served by name.
@@ -95,12 +97,12 @@ def test_a_search_over_http(live: Client, glm: Path, library: Path, searched: Se
     setup = Setup.read(glm, context=160, batches=4)
     assert entry.method.details["checkpoint"] == setup.digest
     evaluator = ServedEvaluator(Pool([live]), setup.calibration)
-    served = evaluator.loss(Pattern(entry.pattern), range(4))
-    assert served.mean() == pytest.approx(entry.quality[0].score, abs=1e-4)
+    losses = evaluator.loss(Pattern(entry.pattern), range(4))
+    assert losses.mean() == pytest.approx(entry.quality[0].score, abs=1e-4)
 
 
 def test_a_search_under_other_traffic(
-    live: Client, glm: Path, searched: Search, tmp_path: Path
+    live: Client, glm: Path, finished_search: Search, tmp_path: Path
 ) -> None:
     """It finds the same with several calls at once, and that traffic's answers do not change."""
     names = [None, "FFFFFF", "FSSSSS", "FSFSFS"]
@@ -115,28 +117,33 @@ def test_a_search_under_other_traffic(
         return reply["output_ids"], reply["meta_info"]["indexcache_pattern"]
 
     alone = [answer(number) for number in range(len(names))]
-    assert [told for _, told in alone] == [["FFSSFS"], ["FFFFFF"], ["FSSSSS"], ["FSFSFS"]]
-    done = threading.Event()
+    assert [patterns_told for _, patterns_told in alone] == [
+        ["FFSSFS"],
+        ["FFFFFF"],
+        ["FSSSSS"],
+        ["FSFSFS"],
+    ]
+    is_over = threading.Event()
 
     def traffic(number: int) -> int:
         count = 0
-        while not done.is_set():
+        while not is_over.is_set():
             assert answer(number) == alone[number]
             count += 1
         return count
 
     with ThreadPoolExecutor(len(names)) as pool:
-        others = [pool.submit(traffic, number) for number in range(len(names))]
+        traffic_there = [pool.submit(traffic, number) for number in range(len(names))]
         try:
             busy = search_into(tmp_path, glm, live, at_once=3, low_priority=True)
         finally:
-            done.set()
-        counts = [other.result() for other in others]
+            is_over.set()
+        counts = [task.result() for task in traffic_there]
     assert min(counts) > 0
     assert live.states()[0].mixed_forwards > 0
-    for found, before in zip(busy.found.values(), searched.found.values(), strict=True):
-        assert found.pattern == before.pattern
-        assert found.loss == pytest.approx(before.loss, abs=1e-5)
+    for choice, before in zip(busy.found.values(), finished_search.found.values(), strict=True):
+        assert choice.pattern == before.pattern
+        assert choice.loss == pytest.approx(before.loss, abs=1e-5)
 
 
 def test_a_static_server_is_refused(glm: Path, live: Client) -> None:

@@ -48,7 +48,7 @@ def prompts(model: Path) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def measured(model: Path, prompts: list[list[int]]) -> OverlapCounter:
+def expected_overlap(model: Path, prompts: list[list[int]]) -> OverlapCounter:
     """Measure these prompts as ``search overlap`` does, in runs of the pattern."""
     sequences = tuple(map(tuple, prompts))
     evaluator = TransformersEvaluator(model, Calibration(sequences, 1, "test"))
@@ -75,9 +75,9 @@ def answers(client: Client, prompts: list[list[int]]) -> list[Any]:
 def plain(model: Path, serve: Serve, prompts: list[list[int]]) -> list[Any]:
     """Return the answers of a server without a shadow."""
     with serve(model, *FLAGS, str(PATTERN), *CHUNKS, *LIVE) as client:
-        said = answers(client, prompts)
+        answered = answers(client, prompts)
         assert client.states()[0].overlap == Overlaps()
-        return said
+        return answered
 
 
 class Texts:
@@ -140,20 +140,20 @@ def watched(model: Path, serve: Serve, pattern_file: Path, mode: str) -> Iterato
 def test_overlap_is_that_of_transformers_and_answers_keep_their_bits(
     watched: Client,
     prompts: list[list[int]],
-    measured: OverlapCounter,
+    expected_overlap: OverlapCounter,
     plain: list[Any],
     mode: str,
 ) -> None:
     assert answers(watched, prompts) == plain
-    found = watched.states()[0].overlap
+    overlap_state = watched.states()[0].overlap
     check_metrics(watched)
-    expected = by_layer(measured.matrix(), PATTERN)
-    compared = [
+    expected = by_layer(expected_overlap.matrix(), PATTERN)
+    layers = [
         layer for layer in range(1, len(PATTERN)) if PATTERN.is_full(layer) == (mode == "static")
     ]
-    assert sorted(found.layers) == compared
-    for layer in compared:
-        rows, overlap, _, recall = found.layers[layer]
+    assert sorted(overlap_state.layers) == layers
+    for layer in layers:
+        rows, overlap, _, recall = overlap_state.layers[layer]
         assert rows > 1000
         share = expected[layer]
         assert share is not None
@@ -174,30 +174,30 @@ def test_traffic_of_another_kind_fires_the_rule(
 
     What the server counted between two scrapes is told to Prometheus' own unit test as an hour's.
     """
-    known = mean_known(watched.states()[0].overlap.reference)
-    assert known is not None
-    told = [exported(watched)]
+    mean_overlap = mean_known(watched.states()[0].overlap.reference)
+    assert mean_overlap is not None
+    scrapes = [exported(watched)]
     for traffic in (
         texts.tables(8, 480, "traffic"),
         texts.tables(4, 960, "longer"),
         texts.prose(8, 480),
     ):
         watched.generate(input_ids=traffic, sampling_params={"max_new_tokens": 1})
-        told.append(exported(watched))
+        scrapes.append(exported(watched))
     series, plain_overlaps, shares = {}, [], []
-    for kind, (before, after) in zip(("same", "longer", "prose"), pairwise(told), strict=True):
+    for kind, (before, after) in zip(("same", "longer", "prose"), pairwise(scrapes), strict=True):
         risen = {name: after[name] - before[name] for name in after}
         overlap, chance = (risen[name] / risen["overlap_rows"] for name in NAMES[1:3])
         plain_overlaps.append(overlap)
-        shares.append(beyond_chance(overlap, chance) / known)
+        shares.append(beyond_chance(overlap, chance) / mean_overlap)
         of = f'{{model_name="m", instance="{kind}"}}'
-        series[f"sglang_indexcache_overlap_found{of}"] = f"{known}x90"
+        series[f"sglang_indexcache_overlap_found{of}"] = f"{mean_overlap}x90"
         for name, step in risen.items():
             series[f"sglang_indexcache_{name}_total{of}"] = f"{before[name]}+{step / 60}x90"
-    print(f"of {known:.3f} beyond chance {shares}, overlaps {plain_overlaps}")
-    same, longer, prose = shares
-    assert prose < 0.8 < min(same, longer)
-    assert same == pytest.approx(1, abs=0.05)
+    print(f"of {mean_overlap:.3f} beyond chance {shares}, overlaps {plain_overlaps}")
+    unchanged, longer, prose = shares
+    assert prose < 0.8 < min(unchanged, longer)
+    assert unchanged == pytest.approx(1, abs=0.05)
     assert plain_overlaps[1] < 0.85 * plain_overlaps[0]  # which says nothing of the kind
     if shutil.which("promtool"):
         fires = {"model_name": "m", "instance": "prose", "severity": "warning"}
@@ -210,5 +210,5 @@ NAMES = ("overlap_rows", "overlap", "overlap_chance", "overlap_forwards", "switc
 def exported(client: Client) -> dict[str, float]:
     """Read ``/metrics`` once all that was counted is there."""
     check_metrics(client)
-    found = scraped(client)
-    return {name: found[name] for name in NAMES}
+    values = scraped(client)
+    return {name: values[name] for name in NAMES}

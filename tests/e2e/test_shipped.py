@@ -26,7 +26,7 @@ from sglang_indexcache.lab.evaluate.corpus import Corpus
 from sglang_indexcache.lab.evaluate.plan import EvaluationPlan, arms_of
 from sglang_indexcache.lab.evaluate.run import EvaluationRequest, run_evaluation
 from sglang_indexcache.pattern import Pattern
-from tests.cli.test_search import TINY, call, said
+from tests.cli.test_search import TINY, call, words_of
 from tests.e2e.conftest import ROUNDING, Serve, batch_logprobs, greedy, prompt
 from tests.oracle import Oracle, _recorded_margins
 
@@ -36,7 +36,7 @@ ARGUMENTS = ("--dtype", "float32", "--max-total-tokens", "16384", "--enable-retu
 CHUNK = ("--chunked-prefill-size", "128")
 
 
-def used(client: Client, ids: list[int], count: int, pattern: str = "") -> np.ndarray:
+def lists_of(client: Client, ids: list[int], count: int, pattern: str = "") -> np.ndarray:
     """``[layers, tokens, k]`` of a prompt and of what was generated behind it, but the last."""
     sampling = {"max_new_tokens": count, "temperature": 0.0, "ignore_eos": True}
     reply = client.generate(
@@ -44,21 +44,21 @@ def used(client: Client, ids: list[int], count: int, pattern: str = "") -> np.nd
         sampling_params=sampling | (named(pattern) if pattern else {}),
         return_indexer_topk=True,
     )
-    found = np.frombuffer(b64decode(reply["meta_info"]["indexer_topk"]), dtype=np.int32)
-    return found.reshape(len(ids) + count - 1, -1, TOPK).transpose(1, 0, 2)
+    lists = np.frombuffer(b64decode(reply["meta_info"]["indexer_topk"]), dtype=np.int32)
+    return lists.reshape(len(ids) + count - 1, -1, TOPK).transpose(1, 0, 2)
 
 
-def check(found: np.ndarray, pattern: Pattern) -> None:
+def check(lists: np.ndarray, pattern: Pattern) -> None:
     """Every list is of tokens that its query sees; S layers have their F layer's."""
     for layer, source in enumerate(pattern.sources):
-        assert (found[layer] == found[source]).all()
-    for query in range(found.shape[1]):
+        assert (lists[layer] == lists[source]).all()
+    for query in range(lists.shape[1]):
         for layer in pattern.full_layers:
-            chosen = [token for token in found[layer, query] if token >= 0]
-            assert len(set(chosen)) == len(chosen) == min(query + 1, TOPK)
-            assert max(chosen) <= query
+            tokens = [token for token in lists[layer, query] if token >= 0]
+            assert len(set(tokens)) == len(tokens) == min(query + 1, TOPK)
+            assert max(tokens) <= query
     pairs = zip(pattern.full_layers, pattern.full_layers[1:], strict=False)
-    assert all((found[a] != found[b]).any() for a, b in pairs)
+    assert all((lists[a] != lists[b]).any() for a, b in pairs)
 
 
 @pytest.fixture(scope="module")
@@ -77,9 +77,9 @@ def test_answers_are_those_of_transformers(tiny: Client, oracle: Oracle) -> None
     prompts = [question.prompt for question in Material(TINY).questions(4, length=480)]
     for pattern in (Pattern.full(12), Pattern("FSSSFSSSFSSS")):
         tiny.switch_pattern(str(pattern))
-        for ids, got in zip(prompts, batch_logprobs(tiny, prompts), strict=True):
+        for ids, measured in zip(prompts, batch_logprobs(tiny, prompts), strict=True):
             expected = oracle.answer(ids, pattern).logprobs
-            torch.testing.assert_close(got, expected, rtol=0, atol=1e-3)
+            torch.testing.assert_close(measured, expected, rtol=0, atol=1e-3)
             tokens, gap = oracle.greedy(ids, 8, pattern)
             assert gap < ROUNDING or greedy(tiny, ids, 8) == tokens
 
@@ -88,23 +88,23 @@ def test_requests_return_what_their_own_pattern_used(tiny: Client) -> None:
     """They do over chunks, decode steps and a prefix that comes from the cache."""
     ids = prompt(300, 7)
     for text in ("F" * 12, "FSSFSSFSSFSS"):
-        first = used(tiny, ids, 6, text)
+        first = lists_of(tiny, ids, 6, text)
         check(first, Pattern(text))
-        assert (used(tiny, ids, 6, text) == first).all()
+        assert (lists_of(tiny, ids, 6, text) == first).all()
 
 
 def test_overlap_from_a_server_is_that_of_transformers(tiny: Client, tmp_path: Path) -> None:
     arguments = ("search", "overlap", "--model", TINY, "--context", "256", "--batches", "2")
     for name, more in (("local", ()), ("served", ("--url", tiny.url))):
         with _recorded_margins(TOPK, [], first_of_ties=True):  # transformers leaves ties open
-            told = call(*arguments, *more, "-o", tmp_path / name)
-        assert told.exit_code == 0, said(told)
-    local, served = (
+            result = call(*arguments, *more, "-o", tmp_path / name)
+        assert result.exit_code == 0, words_of(result)
+    local, remote = (
         json.loads((tmp_path / name / "overlap.json").read_text()) for name in ("local", "served")
     )
-    assert served["queries"] == local["queries"] == 2 * (256 - TOPK)
+    assert remote["queries"] == local["queries"] == 2 * (256 - TOPK)
     # A near-tie that rounding decides moves one entry of one list.
-    assert np.abs(np.array(served["matrix"]) - local["matrix"]).max() < 1e-4
+    assert np.abs(np.array(remote["matrix"]) - local["matrix"]).max() < 1e-4
 
 
 def test_an_evaluation_has_the_losses_that_transformers_has(
@@ -115,23 +115,27 @@ def test_an_evaluation_has_the_losses_that_transformers_has(
     arms = arms_of(TINY, "full", ("uniform:1/4",), "")
     request = EvaluationRequest(TINY, arms, PLAN, corpus, "")
     console = Console(file=io.StringIO())
-    found = run_evaluation(request, {"": tiny}, tmp_path, console, agree=lambda _: None)
-    assert found.finished
-    assert found.verified
-    planned = {one.context: corpus.make(one) for one in found.planned}
-    patterns = {arm.name: Pattern(arm.pattern) for arm in found.arms}
+    record = run_evaluation(request, {"": tiny}, tmp_path, console, agree=lambda _: None)
+    assert record.finished
+    assert record.verified
+    planned = {place.context: corpus.make(place) for place in record.planned}
+    patterns = {arm.name: Pattern(arm.pattern) for arm in record.arms}
     decided = 0
-    for row in found.answers:
+    for row in record.answers:
         context = planned[row.context]
-        [question] = [one for one in context.questions if one.name == row.question]
+        [question] = [
+            asked_question
+            for asked_question in context.questions
+            if asked_question.name == row.question
+        ]
         ids = context.ids + question.ids + question.answer
-        told = oracle.answer(ids, patterns[row.arm])
-        if told.margin > ROUNDING:
-            expected = -told.logprobs[-len(question.answer) :].mean().item()
+        answer = oracle.answer(ids, patterns[row.arm])
+        if answer.margin > ROUNDING:
+            expected = -answer.logprobs[-len(question.answer) :].mean().item()
             assert row.nll == pytest.approx(expected, abs=1e-3)
             decided += 1
-    assert decided > len(found.answers) // 4
-    losses = {(row.arm, row.repeat, row.context, row.question): row.nll for row in found.answers}
+    assert decided > len(record.answers) // 4
+    losses = {(row.arm, row.repeat, row.context, row.question): row.nll for row in record.answers}
     for (arm, repeat, context, question), loss in losses.items():
         if repeat or (arm != "full" and planned[context].length <= PLAN.selects_all):
             assert loss == losses["full", 0, context, question]
@@ -143,6 +147,6 @@ def test_static_mode(glm: Path, serve: Serve, tmp_path: Path) -> None:
     cores = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"} if (os.cpu_count() or 1) > 1 else {}
     with serve(glm, *ARGUMENTS, *ranks, "--indexcache-pattern", pattern, **cores) as client:
         for seed in range(3):
-            check(used(client, prompt(150, seed), 4), Pattern(pattern))
-        refused = call("search", "overlap", "--model", TINY, "--url", client.url, "-o", tmp_path)
-        assert "these are two" in said(refused)
+            check(lists_of(client, prompt(150, seed), 4), Pattern(pattern))
+        refusal = call("search", "overlap", "--model", TINY, "--url", client.url, "-o", tmp_path)
+        assert "these are two" in words_of(refusal)

@@ -111,8 +111,8 @@ def test_shared_prefix_of_different_prompts(client: Client, oracle: Oracle) -> N
             break
     logprobs(client, prompts[0])
     replies = batch_logprobs(client, prompts[1:], start=200)
-    for got, answer in zip(replies, answers[1:], strict=True):
-        torch.testing.assert_close(got, answer.logprobs[-len(got) :], rtol=0, atol=1e-3)
+    for measured, answer in zip(replies, answers[1:], strict=True):
+        torch.testing.assert_close(measured, answer.logprobs[-len(measured) :], rtol=0, atol=1e-3)
 
 
 def test_retraction_recovers(client: Client, oracle: Oracle) -> None:
@@ -124,15 +124,15 @@ def test_retraction_recovers(client: Client, oracle: Oracle) -> None:
     assert all(len(reply["output_ids"]) == count for reply in replies)
     retracted = [i for i, r in enumerate(replies) if r["meta_info"]["num_retractions"] > 0]
     assert retracted
-    compared = 0
+    pairs = 0
     for i in [*retracted, *sorted({*range(len(prompts))} - {*retracted})]:
         tokens, gap = oracle.greedy(prompts[i], count, PATTERN)  # seconds each: a few are enough
         if gap > 1e-6:
             assert replies[i]["output_ids"] == tokens
-            compared += 1
-        if compared == 3:
+            pairs += 1
+        if pairs == 3:
             return
-    assert compared >= 2
+    assert pairs >= 2
 
 
 def _generate(client: Client, ids: list[int], count: int) -> Any:
@@ -216,17 +216,17 @@ def test_static_and_live_agree_exactly(client: Client, live: Client) -> None:
 def test_a_benchmark_of_another_pattern_is_refused(client: Client, glm: Path) -> None:
     """A static server serves its own, whatever a request names."""
     target = latency.read_target(glm)
-    served = configurations(("full", f"own={PATTERN}"), target.checkpoint)
-    running = RunningServers({one.name: client for one in served})
+    configured = configurations(("full", f"own={PATTERN}"), target.checkpoint)
+    running = RunningServers({configuration.name: client for configuration in configured})
     with pytest.raises(BenchError, match="serves FSSFSS on rank 0, not the FFFFFF of full"):
-        latency.run(target, running, served, Settings((100,)))
+        latency.run(target, running, configured, Settings((100,)))
 
 
 def test_readers_do_not_disturb(client: Client) -> None:
     """Reading the state while requests run."""
     stop = threading.Event()
 
-    def read() -> int:
+    def count_reads() -> int:
         count = 0
         while not stop.is_set():
             client.states()
@@ -234,7 +234,7 @@ def test_readers_do_not_disturb(client: Client) -> None:
         return count
 
     with ThreadPoolExecutor(2) as pool:
-        reads = pool.submit(read)
+        reads = pool.submit(count_reads)
         assert len(greedy(client, prompt(100, 4), 20)) == 20
         stop.set()
         assert reads.result() > 0

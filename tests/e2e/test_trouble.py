@@ -75,14 +75,14 @@ def test_a_rank_that_stood_still_goes_on(crowded: Client, oracle: Oracle) -> Non
     """Its group waits for it, and every answer is as if nothing had been."""
     server: Server = crowded.server  # type: ignore[attr-defined]
     _, victim = schedulers(server.pid)
-    stopped = threading.Event()
+    is_stopped = threading.Event()
 
     def stop() -> None:
         while not any(state.requests for state in crowded.states()):
             time.sleep(0.05)
         os.kill(victim, signal.SIGSTOP)
         time.sleep(3)
-        stopped.set()
+        is_stopped.set()
         os.kill(victim, signal.SIGCONT)
 
     asks = [Ask(prompt(150, number), name, 120, False) for number, name in enumerate(PATTERNS)]
@@ -92,7 +92,7 @@ def test_a_rank_that_stood_still_goes_on(crowded: Client, oracle: Oracle) -> Non
         tally = answer(crowded, oracle, asks)
     finally:
         stopping.join(60)
-    assert stopped.is_set()
+    assert is_stopped.is_set()
     assert tally["equal token for token"] == len(asks), tally
 
 
@@ -117,9 +117,9 @@ def check_end(client: Client, group: int, victim: int) -> None:
     with pytest.raises(ServerError):
         deque(chunks, maxlen=0)
     deadline = time.monotonic() + 60
-    while (left := group_members(group)) and time.monotonic() < deadline:
+    while (remaining := group_members(group)) and time.monotonic() < deadline:
         time.sleep(0.2)
-    assert not left
+    assert not remaining
 
 
 def detokenizer(group: int) -> int:

@@ -238,21 +238,21 @@ class FakeServer:
         shift = -0.001 * long * pattern.count("S") * random.Random(f"{ids[:9]}{ids[-9:]}").random()
         entries, rows = [], []
         for token in ids[start + 1 :]:
-            sampled, other = (-0.2 + shift, -2.5) if right else (-2.5, -0.2 + shift)
+            sampled, second = (-0.2 + shift, -2.5) if right else (-2.5, -0.2 + shift)
             entries.append([sampled, token, None])
-            rows.append(sorted([[sampled, token, None], [other, 7, None], [-6.0, 9, None]])[::-1])
+            rows.append(sorted([[sampled, token, None], [second, 7, None], [-6.0, 9, None]])[::-1])
         return entries, rows
 
     def _take_cached(self, key: str, ids: list[int]) -> int:
         """Count the first tokens of a prompt that were asked under this key before, and keep it."""
         cached = self.cached.setdefault(key, [])
-        pairs = [zip(other, ids, strict=False) for other in cached]
-        same = [
+        pairs = [zip(prefix, ids, strict=False) for prefix in cached]
+        lengths = [
             sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zipped)) for zipped in pairs
         ]
         cached.append(tuple(ids))
         del cached[:-64]
-        return max(same, default=0)
+        return max(lengths, default=0)
 
     def gather(self, more: int) -> None:
         """Count calls under way, and wait for those that shall begin together."""

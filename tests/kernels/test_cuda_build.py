@@ -197,10 +197,10 @@ def reachable(code: Code, start: int) -> set[int]:
     visited: set[int] = set()
     todo = list(following[start])
     while todo:
-        here = todo.pop()
-        if here not in visited:
-            visited.add(here)
-            todo += following[here]
+        index = todo.pop()
+        if index not in visited:
+            visited.add(index)
+            todo += following[index]
     return visited
 
 
@@ -216,8 +216,8 @@ def test_accumulators_rest_while_wgmma_is_in_flight(kernel: str, code: dict[str,
         inside = lines[fence:wait]
         busy = set().union(*map(accumulators, inside))
         assert len(busy) >= 16
-        others = [line for line in inside if "GMMA" not in line]
-        assert not [line for line in others if registers(line) & busy]
+        other_lines = [line for line in inside if "GMMA" not in line]
+        assert not [line for line in other_lines if registers(line) & busy]
         assert lanes_are_together(code[kernel], fence)
 
 
@@ -225,15 +225,15 @@ def before(code: Code, fence: int) -> set[int]:
     """Indices of what may run between a warp's last synchronisation and ``fence``, on any path."""
     comes_from = defaultdict(set)
     for index, following in enumerate(flow(code)):
-        for each in following:
-            comes_from[each].add(index)
+        for place in following:
+            comes_from[place].add(index)
     sources: set[int] = set()
     todo = list(comes_from[fence])
     while todo:
-        here = todo.pop()
-        if here not in sources and not re.search(r"WARPSYNC\.ALL|BAR\.SYNC", code[here][1]):
-            sources.add(here)
-            todo += comes_from[here]
+        line = todo.pop()
+        if line not in sources and not re.search(r"WARPSYNC\.ALL|BAR\.SYNC", code[line][1]):
+            sources.add(line)
+            todo += comes_from[line]
     return sources
 
 
@@ -312,7 +312,7 @@ LOOPS = {
 """What a hot loop must hold: so it is found, wherever it lies."""
 
 
-def counted(code: Code, part: str) -> str:
+def print_in(code: Code, part: str) -> str:
     """Return the fingerprint of a loop; for "upkeep" of all but the page loop and the gate's."""
     if part != "upkeep":
         return report.fingerprint(report.innermost(code, LOOPS[part]))
@@ -327,7 +327,7 @@ def test_the_yardstick_counts_the_loops_of_today(
 ) -> None:
     if libraries["indexer"].compiler != yardstick.COUNTED_OF:
         pytest.skip("another nvcc makes other loops")
-    assert counted(code[kernel], loop) == yardstick.COUNTED[kernel, loop], (
+    assert print_in(code[kernel], loop) == yardstick.COUNTED[kernel, loop], (
         "this code is not that whose clocks benchmarks/kernels/yardstick.py holds: count "
         "them again as is said there, and run it with --publish"
     )
@@ -343,11 +343,13 @@ def test_a_changed_loop_has_another_fingerprint() -> None:
     def print_of(code: Code) -> str:
         return report.fingerprint(report.innermost(code, {"QGMMA": 1}))
 
-    counted = print_of(loop("FADD R0, R1, R2", "QGMMA.64x8 R4", "FMUL R3, R3, R3"))
-    assert counted.startswith("4, ")
-    assert print_of(loop("FADD R7, R8, R2", "@!P1 QGMMA.64x8 R9", "FMUL R1, R1, R3")) == counted
-    assert print_of(loop("FMUL R3, R3, R3", "QGMMA.64x8 R4", "FADD R0, R1, R2")) != counted
-    assert print_of(loop("FADD R0, R1, R2", "QGMMA.64x8 R4", "NOP", "FMUL R3, R3, R3")) != counted
+    fingerprint = print_of(loop("FADD R0, R1, R2", "QGMMA.64x8 R4", "FMUL R3, R3, R3"))
+    assert fingerprint.startswith("4, ")
+    assert print_of(loop("FADD R7, R8, R2", "@!P1 QGMMA.64x8 R9", "FMUL R1, R1, R3")) == fingerprint
+    assert print_of(loop("FMUL R3, R3, R3", "QGMMA.64x8 R4", "FADD R0, R1, R2")) != fingerprint
+    assert (
+        print_of(loop("FADD R0, R1, R2", "QGMMA.64x8 R4", "NOP", "FMUL R3, R3, R3")) != fingerprint
+    )
     outer = [*loop("QGMMA.64x8 R4")[:-1], (48, "NOP"), (64, "@P1 BRA 0x0"), (80, "EXIT")]
     assert report.innermost(outer, {"QGMMA": 1}) == outer[1:3]
     with pytest.raises(KernelError, match="no loop holds"):
@@ -558,8 +560,10 @@ def test_what_was_packed_is_found_on_a_machine_without_nvcc(
     empty_library: Path, elsewhere: Path, fresh_libraries: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paths = {folder: keep(folder, "13.1.80", empty_library) for folder in FOLDERS}
-    built = [BuiltKernels(path, path.parent / "build.log", fresh=True) for path in paths.values()]
-    building.pack(elsewhere / "kernels.tar.gz", built)
+    libraries = [
+        BuiltKernels(path, path.parent / "build.log", fresh=True) for path in paths.values()
+    ]
+    building.pack(elsewhere / "kernels.tar.gz", libraries)
     node = elsewhere / "node"
     monkeypatch.setenv(building.CACHE_VARIABLE, str(node))
     assert building.cached("topk") is None
@@ -593,7 +597,7 @@ def test_a_compiler_that_miscompiled_is_named(
 
 
 @pytest.mark.parametrize(
-    ("own", "there", "taken"),
+    ("version", "releases", "expected"),
     [
         ((13, 0, 88), ["13.0.88", "13.1.80"], "13.1.80"),  # unpacked beside a bad compiler's
         ((13, 5, 37), ["13.1.80"], "13.1.80"),
@@ -606,19 +610,19 @@ def test_a_compiler_that_miscompiled_is_named(
     ],
 )
 def test_what_came_from_elsewhere_is_used_and_what_may_be_wrong_comes_last(
-    own: tuple[int, ...] | None,
-    there: list[str],
-    taken: str | None,
+    version: tuple[int, ...] | None,
+    releases: list[str],
+    expected: str | None,
     empty_library: Path,
     elsewhere: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An archive would otherwise be of no use on a machine that happens to have an nvcc."""
-    if own is not None:
-        monkeypatch.setattr(building, "nvcc_version", lambda: own)
-    kept = {release: keep("topk", release, empty_library) for release in there}
-    found = building.cached("topk")
-    assert (found and found.path) == (taken and kept[taken])
+    if version is not None:
+        monkeypatch.setattr(building, "nvcc_version", lambda: version)
+    paths = {release: keep("topk", release, empty_library) for release in releases}
+    library = building.cached("topk")
+    assert (library and library.path) == (expected and paths[expected])
 
 
 def test_what_was_built_ahead_needs_no_nvcc(

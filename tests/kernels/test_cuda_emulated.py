@@ -240,7 +240,7 @@ def test_select_where_every_logit_is_equal(random: np.random.Generator) -> None:
 
 MBARRIERS = ("full", "empty", "scored", "queries_full", "queries_empty", "known", "read")
 MUTANTS = [
-    *((what, name) for what in ("wait", "arrive") for name in MBARRIERS),
+    *((fault, name) for fault in ("wait", "arrive") for name in MBARRIERS),
     ("pass", "turn"),
     ("sync", "segment"),
     ("sync", "gate"),
@@ -249,8 +249,8 @@ MUTANTS = [
 would still be right, and slower."""
 
 
-@pytest.mark.parametrize(("what", "barrier"), MUTANTS)
-def test_a_role_that_does_not_wait_is_found(what: str, barrier: str) -> None:
+@pytest.mark.parametrize(("fault", "barrier"), MUTANTS)
+def test_a_role_that_does_not_wait_is_found(fault: str, barrier: str) -> None:
     """A deadlock, a misused barrier or a wrong selection, in one of a dozen orders of execution."""
     random = np.random.default_rng(7)
     long = Batch(random, 8, [9, 3, 8], [40, 900, 2100])
@@ -268,7 +268,7 @@ def test_a_role_that_does_not_wait_is_found(what: str, barrier: str) -> None:
             return True
 
     assert not goes_wrong(1)
-    emulator().emulate_fault(what.encode(), barrier.encode())
+    emulator().emulate_fault(fault.encode(), barrier.encode())
     try:
         assert any(goes_wrong(seed) for seed in range(1, 13))
     finally:
@@ -400,8 +400,8 @@ def test_topk_of_requests(random: np.random.Generator) -> None:
 def test_topk_of_nan_ends_in_bounds(random: np.random.Generator) -> None:
     row = make_row("normal", 20_000, random)
     row[::7] = np.nan
-    rest = np.where(np.isnan(row), -np.inf, row)
-    np.testing.assert_array_equal(topk_row(row, 2048, 3, cluster=4), oracle(rest, 2048))
+    numbers = np.where(np.isnan(row), -np.inf, row)
+    np.testing.assert_array_equal(topk_row(row, 2048, 3, cluster=4), oracle(numbers, 2048))
     row[100:] = np.nan
     few = topk_row(row, 2048, 3, cluster=4)
     assert ((few >= -1) & (few < len(row))).all()
@@ -424,8 +424,8 @@ def test_topk_needs_each_of_its_barriers() -> None:
     ascending = [make_row("ascending", n, random) for n in (9000, 4000)]
     cases = [(low, 60, 2), (ascending[0], 1600, 1), (ascending[1], 1700, 1)]
     emulator().emulate_without_barrier(-1)
-    listed = [listed_rightly(row, k, 0, cluster) for row, k, cluster in cases]
-    assert None not in listed
+    expected = [listed_rightly(row, k, 0, cluster) for row, k, cluster in cases]
+    assert None not in expected
     barriers = range(emulator().emulated_barriers())
     assert len(barriers) > 20
 
@@ -436,12 +436,12 @@ def test_topk_needs_each_of_its_barriers() -> None:
             faulthandler.disable()  # a crash here is a mutant caught
             signal.alarm(20)  # a mutant may count for ever
             emulator().emulate_without_barrier(barrier)
-            same = all(
+            equal = all(
                 listed_rightly(row, k, seed, cluster) == few
-                for (row, k, cluster), few in zip(cases, listed, strict=True)
+                for (row, k, cluster), few in zip(cases, expected, strict=True)
                 for seed in range(RUNS)
             )
-            os._exit(0 if same else 1)
+            os._exit(0 if equal else 1)
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
     # The first and the last barrier of DeviceBlock.keep are for its other user.

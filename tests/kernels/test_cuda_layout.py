@@ -88,8 +88,8 @@ def small_bf16(random: np.random.Generator, *shape: int) -> NDArray:
 def test_swizzle_is_tmas() -> None:
     for row in range(64):
         for byte in range(128):
-            got = host().check_swizzle128(c_int(row), c_int(byte))
-            assert got == swizzled(row * 128 + byte)
+            address = host().check_swizzle128(c_int(row), c_int(byte))
+            assert address == swizzled(row * 128 + byte)
 
 
 def test_accumulators_cover_the_tile_as_the_isa_draws_it() -> None:

@@ -89,8 +89,8 @@ def mutants() -> ctypes.CDLL:
     files = (source_folder() / f"sparse_mla/{part}.cuh" for part in PARTS)
     source = "\n".join(file.read_text() for file in files)
     folder = Path(mkdtemp(prefix="indexcache-mutants-"))
-    others = rf'^#include (?!"sparse_mla/(?:{"|".join(PARTS)}).cuh").*$'
-    includes = "\n".join(re.findall(others, source, re.MULTILINE))
+    includes_of_others = rf'^#include (?!"sparse_mla/(?:{"|".join(PARTS)}).cuh").*$'
+    includes = "\n".join(re.findall(includes_of_others, source, re.MULTILINE))
     parts = ['#include "simt.h"', includes, '#include "common/block.cuh"']
     body = re.sub(r"^#(include|pragma once).*$", "", source, flags=re.MULTILINE)
     opening = "namespace indexcache::sparse_mla {"
@@ -182,5 +182,5 @@ def test_what_is_missing_is_noticed(name: str, fp8: bool, random: np.random.Gene
     problem = Problem(random, fp8)
     tries = 2 if name == "nothing" else TRIES
     complaints = (problem.complaint(name, int(random.integers(1 << 40))) for _ in range(tries))
-    complaint = next((each for each in complaints if each), "")
+    complaint = next((message for message in complaints if message), "")
     assert bool(complaint) == (name != "nothing"), complaint

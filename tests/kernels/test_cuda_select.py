@@ -119,14 +119,14 @@ def test_the_certificate_holds_in_any_order_of_pages() -> None:
     row += np.repeat((random.random(pages) < 0.05).astype(np.float32) * 3, 64)
     best = oracle(row, k)
     good = np.argsort(-np.bincount(best // 64, minlength=pages), kind="stable").astype(np.int32)
-    listed = {}
+    counts = {}
     orders = {"good": good, "bad": good[::-1].copy(), "random": random.permutation(good)}
     for name, order in orders.items():
-        selection, fullest, listed[name] = cuda_host.gate(row, k, 1, order)
+        selection, fullest, counts[name] = cuda_host.gate(row, k, 1, order)
         assert 0 <= fullest <= cuda_host.constant("gate.list_capacity")
         np.testing.assert_array_equal(selection, best)
-    assert listed["good"] < 0.8 * listed["random"] < listed["bad"]
-    assert listed["good"] < 4096 + 2 * k
+    assert counts["good"] < 0.8 * counts["random"] < counts["bad"]
+    assert counts["good"] < 4096 + 2 * k
 
 
 def test_bins_order_as_the_floats_do() -> None:
@@ -136,7 +136,7 @@ def test_bins_order_as_the_floats_do() -> None:
     signed = np.float32([*edges, *(-edge for edge in edges)])
     row = np.sort(np.concatenate([*values, signed, np.nextafter(signed, np.float32(0))]) + 0.0)
     bins = np.array([cuda_host.gate_bin(float(value)) for value in row])
-    floors = np.array([cuda_host.gate_edge(int(each)) for each in bins])
+    floors = np.array([cuda_host.gate_edge(int(number)) for number in bins])
     assert (np.diff(bins) >= 0).all()
     assert (floors <= row).all()
     assert bins.min() >= 0

@@ -26,12 +26,14 @@ def pack(slots: NDArray, seed: int) -> tuple[NDArray, NDArray]:
     return packed[:count], masks[:count]
 
 
-def neighbours(random: np.random.Generator, rows: int, k: int, pool: int, chosen: int) -> NDArray:
+def neighbours(
+    random: np.random.Generator, rows: int, k: int, pool: int, first_slot: int
+) -> NDArray:
     """Lists that share most of their slots, padded at the end."""
     slots = np.full((rows, k), -1, dtype=np.int32)
     for row in range(rows):
         n = int(random.integers(0, k + 1))
-        slots[row, :n] = random.permutation(pool)[:n] + chosen
+        slots[row, :n] = random.permutation(pool)[:n] + first_slot
     return slots
 
 
@@ -39,7 +41,7 @@ def neighbours(random: np.random.Generator, rows: int, k: int, pool: int, chosen
 @given(st.integers(1, 8), st.integers(1, 300), st.integers(0, 10**6), st.integers(0, 2**31))
 def test_every_row_finds_its_list_in_the_union(rows: int, k: int, base: int, seed: int) -> None:
     random = np.random.default_rng(seed)
-    slots = neighbours(random, rows, k, pool=k + int(random.integers(0, k + 1)), chosen=base)
+    slots = neighbours(random, rows, k, pool=k + int(random.integers(0, k + 1)), first_slot=base)
     packed, masks = pack(slots, seed)
     assert len(np.unique(packed)) == len(packed), "no slot is gathered twice"
     assert ((masks >= 1) & (masks < 1 << rows)).all()
@@ -63,7 +65,7 @@ def test_repeated_slots_count_as_often_as_they_occur(rows: int, k: int, seed: in
 def test_the_union_does_not_depend_on_the_order_of_execution(
     random: np.random.Generator,
 ) -> None:
-    slots = neighbours(random, 8, 2048, pool=2600, chosen=10**7)
+    slots = neighbours(random, 8, 2048, pool=2600, first_slot=10**7)
     first = pack(slots, 1)
     for seed in range(2, 6):
         again = pack(slots, seed)

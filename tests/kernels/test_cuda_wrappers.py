@@ -263,20 +263,20 @@ def test_layers_that_share_slots_share_their_packed_lists(
     torch.manual_seed(int(random.integers(1 << 31)))
     q, latent = torch.randn(6, 20, 576).bfloat16(), torch.randn(90, 576).bfloat16()
     slots = torch.stack([torch.randperm(80)[:40] for _ in range(6)]).int()
-    kept: dict[object, object] = {}
-    first = sparse_mla.sparse_mla(q, latent, slots, 0.05, kept=kept)
-    again = sparse_mla.sparse_mla(q, latent, slots, 0.05, kept=kept)
+    packed: dict[object, object] = {}
+    first = sparse_mla.sparse_mla(q, latent, slots, 0.05, kept=packed)
+    again = sparse_mla.sparse_mla(q, latent, slots, 0.05, kept=packed)
     assert emulated.calls == ["sparse_mla_pack", "sparse_mla_attend 3 1", "sparse_mla_attend 3 1"]
     assert torch.equal(first[0], again[0])
     assert torch.equal(first[1], again[1])
     sparse_mla.sparse_mla(q, latent, slots, 0.05)
     assert emulated.calls[3:] == ["sparse_mla_pack", "sparse_mla_attend 3 1"]
     monkeypatch.setattr(sparse_mla, "WORKSPACE_BYTES", 3 * 40 * 5 + 4)
-    kept = {}
+    packed = {}
     for _ in range(2):
-        sparse_mla.sparse_mla(q, latent, slots, 0.05, kept=kept)
+        sparse_mla.sparse_mla(q, latent, slots, 0.05, kept=packed)
     assert emulated.calls[5:] == ["sparse_mla_pack", "sparse_mla_attend 3 1"] * 4
-    assert kept == {}
+    assert packed == {}
 
 
 def test_the_reference_agrees_with_the_oracle_of_these_tests(random: np.random.Generator) -> None:

@@ -21,12 +21,14 @@ BLACKWELL = dispatch.Machine("NVIDIA B200", (10, 0))
 @pytest.fixture(autouse=True)
 def everything_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make everything installed: what can be compiled here is another test's business."""
-    there = tuple(replace(each, missing=lambda: None) for each in dispatch.IMPLEMENTATIONS)
-    monkeypatch.setattr(dispatch, "IMPLEMENTATIONS", there)
+    implementations = tuple(
+        replace(implementation, missing=lambda: None) for implementation in dispatch.IMPLEMENTATIONS
+    )
+    monkeypatch.setattr(dispatch, "IMPLEMENTATIONS", implementations)
 
 
 def names(machine: dispatch.Machine) -> list[str]:
-    return [each.name for each in dispatch.running(machine)]
+    return [implementation.name for implementation in dispatch.running(machine)]
 
 
 @pytest.mark.parametrize(
@@ -68,11 +70,11 @@ def test_loading_compiles(
     from sglang_indexcache.kernels.sparse_mla import cuda as sparse_mla
     from sglang_indexcache.kernels.topk import cuda as topk
 
-    built: list[str] = []
+    loaded_names: list[str] = []
     for module in (indexer, topk, sparse_mla):
-        monkeypatch.setattr(module, "library", built.append)
+        monkeypatch.setattr(module, "library", loaded_names.append)
     dispatch.named("cuda").load(op)
-    assert built == libraries
+    assert loaded_names == libraries
 
 
 def test_the_grid_s_command(
@@ -81,11 +83,11 @@ def test_the_grid_s_command(
     monkeypatch.setattr(dispatch.Machine, "here", lambda: AMPERE)
     monkeypatch.setattr(dispatch.Machine, "device", torch.device("cpu"))
     grid.main(["--implementation", "reference", "--sizes", "small"])
-    printed = capsys.readouterr().out
+    output = capsys.readouterr().out
     parts = (cases.PREFILL, cases.DECODE, cases.ATTENTION, cases.TOPK)
-    assert f"reference, indexer_prefill: {len(cases.PREFILL)} passed, 0 failed" in printed
-    assert f"reference, indexer_decode: {len(cases.DECODE)} passed, 0 failed" in printed
-    assert f"all {sum(map(len, parts))} cases passed" in printed
+    assert f"reference, indexer_prefill: {len(cases.PREFILL)} passed, 0 failed" in output
+    assert f"reference, indexer_decode: {len(cases.DECODE)} passed, 0 failed" in output
+    assert f"all {sum(map(len, parts))} cases passed" in output
     grid.main(["--implementation", "reference", "--group", "topk", "--sizes", "small"])
     assert f"all {len(cases.TOPK)} cases passed" in capsys.readouterr().out
 

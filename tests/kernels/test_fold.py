@@ -16,7 +16,7 @@ from sglang_indexcache.kernels.indexer.quantization import quantize_e4m3, write_
 COMPONENT = 2.0**-8
 
 
-def drawn(rows: int, heads: int, count: int) -> tuple[torch.Tensor, ...]:
+def draw_inputs(rows: int, heads: int, count: int) -> tuple[torch.Tensor, ...]:
     """Draw queries, weights of both signs, slopes, keys and their scales."""
     generator = torch.Generator().manual_seed(rows * 1000 + count)
 
@@ -36,11 +36,11 @@ def exact_query(q: torch.Tensor, weights: torch.Tensor, slopes: torch.Tensor) ->
     return query * (448 / query.abs().amax(-1, keepdim=True).clamp_min(1e-30))
 
 
-@pytest.mark.parametrize(("rows", "heads", "made"), [(1, 32, 8), (5, 64, 64), (130, 8, 32)])
-def test_heads_score_as_the_folded_query_does(rows: int, heads: int, made: int) -> None:
-    q, weights, slopes, keys, scales = drawn(rows, heads, 70)
-    folded, signs = fold.folded_heads(q, weights, slopes, made)
-    assert folded.shape == (rows, made, 128)
+@pytest.mark.parametrize(("rows", "heads", "count"), [(1, 32, 8), (5, 64, 64), (130, 8, 32)])
+def test_heads_score_as_the_folded_query_does(rows: int, heads: int, count: int) -> None:
+    q, weights, slopes, keys, scales = draw_inputs(rows, heads, 70)
+    folded, signs = fold.folded_heads(q, weights, slopes, count)
+    assert folded.shape == (rows, count, 128)
     products = torch.einsum("thd,sd->ths", folded.double(), keys.double())
     scores = torch.einsum("ths,th->ts", products.relu(), signs.double()) * scales.double()
     query, wide = exact_query(q, weights, slopes), keys.double() * scales.double()[:, None]
@@ -49,7 +49,7 @@ def test_heads_score_as_the_folded_query_does(rows: int, heads: int, made: int) 
 
 @pytest.mark.parametrize(("rows", "count"), [(1, 1), (5, 130), (130, 300), (0, 64)])
 def test_the_product_is_that_of_float64(rows: int, count: int) -> None:
-    q, weights, slopes, keys, scales = drawn(rows, 32, count)
+    q, weights, slopes, keys, scales = draw_inputs(rows, 32, count)
     folded, signs = fold.folded_heads(q, weights, slopes)
     starts = torch.zeros(rows, dtype=torch.int32)
     logits = fold.product(folded, (keys, scales), signs, starts, starts + count)
@@ -60,7 +60,7 @@ def test_the_product_is_that_of_float64(rows: int, count: int) -> None:
 
 
 def test_a_row_that_folds_to_nothing_scores_zero() -> None:
-    q, weights, slopes, keys, scales = drawn(3, 32, 64)
+    q, weights, slopes, keys, scales = draw_inputs(3, 32, 64)
     weights[1] = 0
     folded, signs = fold.folded_heads(q, weights, slopes)
     starts = torch.zeros(3, dtype=torch.int32)
@@ -70,7 +70,7 @@ def test_a_row_that_folds_to_nothing_scores_zero() -> None:
 
 
 def test_what_deep_gemm_would_clean_is_refused() -> None:
-    q, weights, _, keys, scales = drawn(1, 8, 64)
+    q, weights, _, keys, scales = draw_inputs(1, 8, 64)
     ends = torch.ones(1, dtype=torch.int32)
     with pytest.raises(ValueError, match="no row sees"):
         fold.product(q, (keys, scales), weights, ends, ends, clean_logits=True)
@@ -79,7 +79,7 @@ def test_what_deep_gemm_would_clean_is_refused() -> None:
 def test_a_kernel_for_heads_selects_as_transformers_reference_folds() -> None:
     """Compare the rows whose scores lie further apart than the query's rounding."""
     rows, topk, count = 6, 16, 128
-    q, weights, slopes, keys, scales = drawn(rows, 32, count)
+    q, weights, slopes, keys, scales = draw_inputs(rows, 32, count)
     visible = torch.arange(count - rows + 1, count + 1, dtype=torch.int32)
     pages = torch.zeros(2, 64 * 132, dtype=torch.uint8)
     write_pages(pages, torch.arange(count), keys, scales)
@@ -92,13 +92,13 @@ def test_a_kernel_for_heads_selects_as_transformers_reference_folds() -> None:
         visible,
         torch.tensor([0, rows], dtype=torch.int32),
     )
-    seen = torch.arange(count) < visible[:, None]
+    is_visible = torch.arange(count) < visible[:, None]
     wide = keys.float() * scales[:, None]
-    row = IndexRow(q.float()[None], wide[None], weights[None], seen[None])
+    row = IndexRow(q.float()[None], wide[None], weights[None], is_visible[None])
     expected = select_folded(row, topk, slopes)[0]
     selected = reference.select(batch, topk)
     exact = exact_query(q, weights, slopes) @ wide.double().T
-    kth = exact.masked_fill(~seen, -torch.inf).topk(topk + 1).values
+    kth = exact.masked_fill(~is_visible, -torch.inf).topk(topk + 1).values
     apart = (kth[:, -2] - kth[:, -1]) > exact.abs().amax(-1) * COMPONENT
     assert apart.sum() >= rows // 2
     assert torch.equal(selected[apart], expected[apart])

@@ -17,7 +17,7 @@ RUNNING = dispatch.running(MACHINE)
 DEVICE = torch.device("cpu")
 
 
-running = pytest.mark.parametrize("ours", RUNNING, ids=lambda one: one.name)
+running = pytest.mark.parametrize("ours", RUNNING, ids=lambda implementation: implementation.name)
 
 
 @running

@@ -23,8 +23,8 @@ def larger_tie(logits: torch.Tensor, visible: torch.Tensor, k: int) -> torch.Ten
     rows = []
     for row, limit in zip(logits, visible.tolist(), strict=True):
         order = (row[:limit] + 0.0).flip(0).sort(descending=True, stable=True).indices[:k]
-        kept = (limit - 1 - order).sort().values
-        rows.append(torch.nn.functional.pad(kept, (0, k - len(kept)), value=-1))
+        order_kept = (limit - 1 - order).sort().values
+        rows.append(torch.nn.functional.pad(order_kept, (0, k - len(order_kept)), value=-1))
     return torch.stack(rows).int()
 
 
@@ -76,8 +76,8 @@ def test_a_write_outside_is_seen(generator: torch.Generator) -> None:
 
 
 def test_what_is_not_written_is_seen(generator: torch.Generator) -> None:
-    def forgets(logits: torch.Tensor, *rest: Any, out: torch.Tensor) -> torch.Tensor:
-        out[:-1] = topk.topk(logits, *rest)[:-1]
+    def forgets(logits: torch.Tensor, *arguments: Any, out: torch.Tensor) -> torch.Tensor:
+        out[:-1] = topk.topk(logits, *arguments)[:-1]
         return out
 
     logits, visible = cases.topk_inputs(cases.TopKCase(63, 64), generator, CPU)

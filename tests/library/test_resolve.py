@@ -125,17 +125,17 @@ def test_two_entries_at_one_ratio_must_be_named(tmp_path: Path) -> None:
 
 def test_the_users_own_folder_comes_first(tmp_path: Path) -> None:
     """A pattern that `search run` writes may bear the name and ratio of one that is shipped."""
-    shipped, own, other = (tmp_path / name for name in ("shipped", "own", "other"))
-    for folder in (shipped, own, other):
+    shipped, first, second = (tmp_path / name for name in ("shipped", "own", "other"))
+    for folder in (shipped, first, second):
         folder.mkdir()
     write(shipped, GOOD)
-    write(own, {**GOOD, "pattern": "FFSS"})
-    write(other, {**GOOD, "name": "other", "pattern": "FSSF"})
+    write(first, {**GOOD, "pattern": "FFSS"})
+    write(second, {**GOOD, "name": "other", "pattern": "FSSF"})
     checkpoint = Checkpoint("GlmMoeDsaForCausalLM", tuple(range(4)), Pattern.full(4), {})
     for value in ("mine", "1/2"):
-        assert str(Library([shipped, own]).resolve(value, checkpoint).pattern) == "FFSS"
-    assert str(Library([shipped, other]).resolve("1/2", checkpoint).pattern) == "FSSF"
-    assert str(Library([shipped, other]).resolve("mine", checkpoint).pattern) == GOOD["pattern"]
+        assert str(Library([shipped, first]).resolve(value, checkpoint).pattern) == "FFSS"
+    assert str(Library([shipped, second]).resolve("1/2", checkpoint).pattern) == "FSSF"
+    assert str(Library([shipped, second]).resolve("mine", checkpoint).pattern) == GOOD["pattern"]
 
 
 def test_another_models_pattern_is_named_as_such(library: Library) -> None:

@@ -110,21 +110,21 @@ def _add_draft(folder: Path) -> Path:
     through: it is the last layer again, with small contributions of its own.
     """
     path = next(folder.glob("*.safetensors"))
-    stored = load_file(path)
-    stored["model.embed_tokens.weight"] *= 4
-    width = stored["model.embed_tokens.weight"].shape[1]
+    tensors = load_file(path)
+    tensors["model.embed_tokens.weight"] *= 4
+    width = tensors["model.embed_tokens.weight"].shape[1]
     draft = f"model.layers.{LAYERS}."
-    for name, tensor in list(stored.items()):
+    for name, tensor in list(tensors.items()):
         if name.startswith(last := f"model.layers.{LAYERS - 1}."):
             adds = name.endswith(("o_proj.weight", "down_proj.weight"))
-            stored[name.replace(last, draft)] = tensor * (1 / 8 if adds else 1)
+            tensors[name.replace(last, draft)] = tensor * (1 / 8 if adds else 1)
     ones = torch.ones(width, dtype=torch.bfloat16)
-    stored |= {draft + name: ones.clone() for name in ("enorm.weight", "hnorm.weight")}
-    stored[draft + "shared_head.norm.weight"] = ones.clone()
-    stored[draft + "eh_proj.weight"] = torch.cat(
+    tensors |= {draft + name: ones.clone() for name in ("enorm.weight", "hnorm.weight")}
+    tensors[draft + "shared_head.norm.weight"] = ones.clone()
+    tensors[draft + "eh_proj.weight"] = torch.cat(
         (torch.eye(width), torch.zeros(width, width)), 1
     ).bfloat16()
-    save_file(stored, path, {"format": "pt"})
+    save_file(tensors, path, {"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     config["num_nextn_predict_layers"] = 1
     (folder / "config.json").write_text(json.dumps(config))
@@ -158,20 +158,20 @@ def _quantize(exact: Path, folder: Path) -> Path:
     Scales are powers of two, so that bfloat16 holds the same values.
     """
     path = next(exact.glob("*.safetensors"))
-    stored: dict[str, torch.Tensor] = {}
+    quantised: dict[str, torch.Tensor] = {}
     dequantised: dict[str, torch.Tensor] = {}
     for name, tensor in load_file(path).items():
-        stored[name] = dequantised[name] = tensor
+        quantised[name] = dequantised[name] = tensor
         if is_quantized(name):
-            stored[name], stored[name + "_scale_inv"] = _by_blocks(tensor)
-            dequantised[name] = from_blocks(stored[name], stored[name + "_scale_inv"]).to(
+            quantised[name], quantised[name + "_scale_inv"] = _by_blocks(tensor)
+            dequantised[name] = from_blocks(quantised[name], quantised[name + "_scale_inv"]).to(
                 tensor.dtype
             )
     save_file(dequantised, path, {"format": "pt"})
     for file in exact.iterdir():
         if file != path:
             shutil.copy(file, folder)
-    save_file(stored, folder / path.name, {"format": "pt"})
+    save_file(quantised, folder / path.name, {"format": "pt"})
     config = json.loads((exact / "config.json").read_text())
     config["quantization_config"] = {
         "quant_method": "fp8",

@@ -37,11 +37,11 @@ class OneWorkerAServer(LoadScopeScheduling):
     """
 
     def _split_scope(self, nodeid: str) -> str:
-        test, _, named = nodeid.partition("[")
+        test, _, parameters = nodeid.partition("[")
         file, *inside = test.split("::")
         if len(inside) > 1:
             return f"{file} {inside[0]}"
-        return f"{file} {named}" if ONE_SERVER_A_NAME.search(file) else file
+        return f"{file} {parameters}" if ONE_SERVER_A_NAME.search(file) else file
 
 
 @pytest.hookimpl(tryfirst=True)

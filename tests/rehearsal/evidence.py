@@ -67,8 +67,8 @@ def replays(mode: str) -> Evidence:
 
     def check(client: Client, _: Path) -> None:
         metrics = httpx.get(f"{client.url}/metrics").text
-        counted = re.findall(rf'cuda_graph_passes_total{{.*mode="{mode}".*}} (\S+)', metrics)
-        assert sum(map(float, counted)) > 0, metrics
+        passes = re.findall(rf'cuda_graph_passes_total{{.*mode="{mode}".*}} (\S+)', metrics)
+        assert sum(map(float, passes)) > 0, metrics
 
     return check
 
@@ -91,7 +91,7 @@ def idle_ranks(client: Client, _: Path) -> None:
         answers.append(_tokens(client, LENGTHS[0], None, routed_dp_rank=rank))
         after = _selections(client)
         assert [new > old for new, old in zip(after, before, strict=True)] == [
-            other == rank for other in range(len(before))
+            index == rank for index in range(len(before))
         ]
         before = after
     assert len(answers) > 1
@@ -117,35 +117,37 @@ def mixed_chunks(client: Client, model: Path) -> None:
         under_way = [meanwhile.submit(_ask, client, *prompts[0], steps)]
         while not any(state["requests"] for state in _states(client)):
             assert not under_way[0].done()
-        under_way += [meanwhile.submit(_ask, client, *other, steps) for other in prompts[1:]]
+        under_way += [
+            meanwhile.submit(_ask, client, *asked_prompt, steps) for asked_prompt in prompts[1:]
+        ]
         answers = [reply.result()["output_ids"] for reply in under_way]
     assert 0 < decoded() - before < len(prompts) * (steps - 1)
     judge = Judge(model, fp8_kv=client.server_info()["kv_cache_dtype"] == "fp8_e4m3")
     for (length, pattern), answer in zip(prompts, answers, strict=True):
         tokens = prompt(length) + answer
-        behind = {other: judge.behind(steps, tokens, other) for other in PATTERNS}
+        behind = {wrong: judge.behind(steps, tokens, wrong) for wrong in PATTERNS}
         assert behind.pop(pattern) < min(behind.values()) / 2
 
 
 def accepted_drafts(client: Client, _: Path) -> None:
     """The target agreed with some drafts, and not with all."""
     replies = [_ask(client, length, tokens=16) for length in LENGTHS]
-    right, all_ = (
+    right, drafted = (
         sum(reply["meta_info"][f"spec_num_{name}_drafts"] for reply in replies)
         for name in ("correct", "proposed")
     )
-    assert 0 < right < all_
+    assert 0 < right < drafted
 
 
 def kernels_of_ours(client: Client, _: Path) -> None:
     """The kernels of SGLang that ours stand for were never launched."""
     launched = re.findall(r"the stage's first (\S+)", client.log.read_text())  # type: ignore[attr-defined]
-    replaced = (
+    theirs = (
         *("fp8_mqa_logits", "fp8_paged_mqa_logits", "fast_topk", "topk_transform"),
         *("flash_mla_sparse_fwd", "with_kvcache"),
     )
     assert launched
-    assert not [name for name in launched if any(kernel in name for kernel in replaced)]
+    assert not [name for name in launched if any(kernel in name for kernel in theirs)]
 
 
 def pages_from_the_host(client: Client, _: Path) -> None:
@@ -161,9 +163,9 @@ def pages_from_the_host(client: Client, _: Path) -> None:
     before, expected = again(LENGTHS[0])
     for length in LENGTHS[1:]:
         _ask(client, length)
-    after, returned = again(LENGTHS[0])
+    after, fetched = again(LENGTHS[0])
     assert (before["host"], after["host"]) == (0, before["device"])
-    assert expected == returned
+    assert expected == fetched
 
 
 def overlaps(client: Client, model: Path) -> None:
@@ -174,18 +176,18 @@ def overlaps(client: Client, model: Path) -> None:
     """
     pattern = Pattern(QUARTER)
     is_live = _states(client)[0]["mode"] == "live"
-    others = {
+    sources = {
         layer: pattern.source_of(layer if is_live else layer - 1)
         for layer in range(1, len(pattern))
         if pattern.is_full(layer) != is_live
     }
 
-    def seen() -> dict[int, tuple[float, float]]:
+    def sums_by_layer() -> dict[int, tuple[float, float]]:
         layers = _states(client)[0]["overlap"]["layers"]
-        return {layer: tuple(layers.get(str(layer), (0.0, 0.0))[:2]) for layer in others}
+        return {layer: tuple(layers.get(str(layer), (0.0, 0.0))[:2]) for layer in sources}
 
     client.flush_cache()
-    before = seen()
+    before = sums_by_layer()
     for length in LENGTHS:
         _ask(client, length, QUARTER if is_live else None, tokens=1)
     sequences = tuple(tuple(prompt(length)) for length in LENGTHS)
@@ -197,9 +199,9 @@ def overlaps(client: Client, model: Path) -> None:
     for ids in sequences:
         counter.add(evaluator.selected(ids, pattern))
     matrix = counter.matrix()
-    for layer, (rows, shared) in seen().items():
+    for layer, (rows, shared) in sums_by_layer().items():
         rows, shared = rows - before[layer][0], shared - before[layer][1]
-        assert abs(shared / rows - float(matrix[others[layer], layer])) < 0.05
+        assert abs(shared / rows - float(matrix[sources[layer], layer])) < 0.05
 
 
 def returned_selections(client: Client, model: Path) -> None:

@@ -57,8 +57,8 @@ def streams(folder: Path, ids: list[int]) -> torch.Tensor:
     for path in sorted(folder.glob("*/Pass*.pt")):
         dump = torch.load(path)
         start = int(dump["model.forward_batch_info.positions"][0])
-        read = dump["model.forward_batch_info.input_ids"].tolist()
-        if start < len(ids) and read == ids[start : start + len(read)]:
+        ids_read = dump["model.forward_batch_info.input_ids"].tolist()
+        if start < len(ids) and ids_read == ids[start : start + len(ids_read)]:
             layers = sum(name.endswith(".input_layernorm") for name in dump)
             norms = [f"model.layers.{layer}.input_layernorm" for layer in range(1, layers)]
             sums = [dump[name][1] for name in (*norms, "model.norm")]

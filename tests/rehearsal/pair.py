@@ -39,8 +39,8 @@ class Pair(Client):
         """Return the decoder's answer, with what the other said of the prompt."""
         meeting = {"bootstrap_host": _HERE, "bootstrap_port": self._port}
         body = {**body, **meeting, "bootstrap_room": next(self._rooms)}
-        with ThreadPoolExecutor() as other:
-            prefilled = other.submit(self._prefill.generate, timeout=timeout, **body)
+        with ThreadPoolExecutor() as worker:
+            prefilled = worker.submit(self._prefill.generate, timeout=timeout, **body)
             answer = super().generate(timeout=timeout, **body)
         if body.get("logprob_start_len") is not None:
             name = "input_token_logprobs"

@@ -31,8 +31,8 @@ def prompt(length: int) -> list[int]:
 
 
 def parameters(pattern: str | None, tokens: int = ANSWER) -> dict[str, Any]:
-    named = {"custom_params": {"indexcache_pattern": pattern}} if pattern else {}
-    return {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True, **named}
+    custom = {"custom_params": {"indexcache_pattern": pattern}} if pattern else {}
+    return {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True, **custom}
 
 
 def ask(
@@ -57,7 +57,7 @@ def alone_and_together(
     client.flush_cache()
     together = ask(client, *prompts)
     client.flush_cache()
-    return [ask(client, each)[0] for each in prompts], together
+    return [ask(client, single)[0] for single in prompts], together
 
 
 def behind_another_pattern_and_first(client: Client) -> tuple[list[Any], list[Any]]:
@@ -141,19 +141,19 @@ class Judge:
         exact.slopes = rounded.slopes = list(slopes)
         self._exact, self._rounded = (cache(partial(_read, oracle)) for oracle in (exact, rounded))
 
-    def apart(self, got: torch.Tensor, tokens: list[int], pattern: str) -> float:
+    def apart(self, measured: torch.Tensor, tokens: list[int], pattern: str) -> float:
         """The mean difference of log-probabilities of the last tokens from float32's, in nats."""
-        exact = self._exact(tuple(tokens), pattern).logprobs[-len(got) :]
-        return float((got - exact).abs().mean())
+        exact = self._exact(tuple(tokens), pattern).logprobs[-len(measured) :]
+        return float((measured - exact).abs().mean())
 
     def bound(self, count: int, tokens: list[int], pattern: str) -> float:
         """Twice what transformers' own bfloat16 is apart: SGLang rounds at other places."""
         rounded = self._rounded(tuple(tokens), pattern).logprobs[-count:]
         return 2 * self.apart(rounded, tokens, pattern)
 
-    def check(self, got: torch.Tensor, tokens: list[int], pattern: str) -> None:
+    def check(self, measured: torch.Tensor, tokens: list[int], pattern: str) -> None:
         """Judge ``got`` ``[n]``, log-probabilities of the last ``n`` tokens as SGLang told them."""
-        assert self.apart(got, tokens, pattern) < self.bound(len(got), tokens, pattern)
+        assert self.apart(measured, tokens, pattern) < self.bound(len(measured), tokens, pattern)
 
     def behind(self, count: int, tokens: list[int], pattern: str) -> float:
         """Return by how many nats the last ``count`` tokens are not the likeliest, in the mean."""
@@ -169,7 +169,7 @@ class Judge:
         apart = bound = 0.0
         for (length, pattern), answer in zip(prompts, answers, strict=True):
             tokens = prompt(length) + [token for _, token in answer]
-            got = torch.tensor([logprob for logprob, _ in answer])
-            apart += self.apart(got, tokens, pattern)
-            bound += self.bound(len(got), tokens, pattern)
+            measured = torch.tensor([logprob for logprob, _ in answer])
+            apart += self.apart(measured, tokens, pattern)
+            bound += self.bound(len(measured), tokens, pattern)
         return apart, bound

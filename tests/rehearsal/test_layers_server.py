@@ -41,7 +41,7 @@ class Seen:
 
 
 @pytest.fixture(scope="module", params=["glm-5-trained"])
-def seen(
+def layer_states(
     request: pytest.FixtureRequest,
     rehearse: Rehearse,
     models: Models,
@@ -60,20 +60,22 @@ def seen(
     )
 
 
-def test_every_layer_is_as_near_to_float32_as_transformers_own_bfloat16(seen: Seen) -> None:
-    found = list(seen.under(PATTERN))
-    assert len(found) == LAYERS
-    assert all(layer.is_explained for layer in found), found
+def test_every_layer_is_as_near_to_float32_as_transformers_own_bfloat16(layer_states: Seen) -> None:
+    layers = list(layer_states.under(PATTERN))
+    assert len(layers) == LAYERS
+    assert all(layer.is_explained for layer in layers), layers
 
 
-def test_shared_layers_read_what_their_full_layer_selected(seen: Seen) -> None:
+def test_shared_layers_read_what_their_full_layer_selected(layer_states: Seen) -> None:
     of = [PATTERN.source_of(layer) for layer in range(LAYERS)]
-    assert torch.equal(seen.selections, seen.selections[of])
+    assert torch.equal(layer_states.selections, layer_states.selections[of])
 
 
 @pytest.mark.parametrize(("wrong", "first"), [("FSSSSSSSFSSS", 4), ("FFSSFSSSFSSS", 1)])
 def test_under_another_pattern_the_first_layer_that_differs_is_named(
-    seen: Seen, wrong: str, first: int
+    layer_states: Seen, wrong: str, first: int
 ) -> None:
-    named = [layer.is_explained for layer in seen.under(Pattern(wrong))].index(False)
-    assert named == first
+    first_differing = [layer.is_explained for layer in layer_states.under(Pattern(wrong))].index(
+        False
+    )
+    assert first_differing == first

@@ -111,8 +111,8 @@ class Case:
     @property
     def asked(self) -> list[tuple[int, str | None]]:
         """The requests' lengths, and the patterns that they name."""
-        named = self.patterns if self.is_live else [None] * len(LENGTHS)
-        return list(zip(LENGTHS, named, strict=True))
+        patterns = self.patterns if self.is_live else [None] * len(LENGTHS)
+        return list(zip(LENGTHS, patterns, strict=True))
 
 
 CASES = [
@@ -264,11 +264,13 @@ IN_TEST_SERVER = {"radix cache", "overlap schedule", "tensor parallelism", "CUDA
 
 
 @contextmanager
-def served(case: Case, rehearse: Rehearse, models: Models, mutant: str = "") -> Iterator[Client]:
+def serve_case(
+    case: Case, rehearse: Rehearse, models: Models, mutant: str = ""
+) -> Iterator[Client]:
     """Yield the server of a case, or the pair of servers."""
     adapter = models(case.family) / ADAPTER
-    named = ["--indexcache-adapter", str(adapter)] if adapter.exists() else []
-    flags = ["--indexcache-pattern", QUARTER, *case.flags, *named]
+    adapter_flag = ["--indexcache-adapter", str(adapter)] if adapter.exists() else []
+    flags = ["--indexcache-pattern", QUARTER, *case.flags, *adapter_flag]
     start = partial(disaggregated, rehearse) if case.is_pair else rehearse
     with start(*flags, family=case.family, mutant=mutant, variables=case.variables) as client:
         yield client
@@ -276,13 +278,13 @@ def served(case: Case, rehearse: Rehearse, models: Models, mutant: str = "") -> 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: case.name.replace(" ", "_"))
 def case(request: pytest.FixtureRequest) -> Case:
-    chosen: Case = request.param
-    return chosen
+    parameter: Case = request.param
+    return parameter
 
 
 @pytest.fixture(scope="module")
 def client(case: Case, rehearse: Rehearse, models: Models) -> Iterator[Client]:
-    with served(case, rehearse, models) as client:
+    with serve_case(case, rehearse, models) as client:
         yield client
 
 
@@ -308,10 +310,10 @@ def test_an_answer_alone_is_the_same(
         assert alone == together if case.same_chunks else tokens(alone) == tokens(together)
         return
     judge, apart = judge_of(case, judges), 0.0
-    for (length, named), answer in zip(case.asked, together, strict=True):
-        given = prompt(length) + [token for _, token in answer]
-        read = logprobs(client, given, named)[-len(answer) :]
-        apart += float((read - torch.tensor([told for told, _ in answer])).abs().mean())
+    for (length, pattern), answer in zip(case.asked, together, strict=True):
+        ids = prompt(length) + [token for _, token in answer]
+        rescored = logprobs(client, ids, pattern)[-len(answer) :]
+        apart += float((rescored - torch.tensor([logprob for logprob, _ in answer])).abs().mean())
     under = list(zip(LENGTHS, case.patterns, strict=True))
     assert apart < judge.answers_apart(under, together)[1]
 
@@ -320,8 +322,8 @@ def test_prompts_and_answers_are_those_of_transformers(
     case: Case, client: Client, judges: Judges, answers: tuple[list[Any], list[Any]]
 ) -> None:
     judge = judge_of(case, judges)
-    length, named = case.asked[-1]
-    judge.check(logprobs(client, prompt(length), named), prompt(length), case.patterns[-1])
+    length, pattern = case.asked[-1]
+    judge.check(logprobs(client, prompt(length), pattern), prompt(length), case.patterns[-1])
     if case.answers_judged:
         under = list(zip(LENGTHS, case.patterns, strict=True))
         apart, bound = judge.answers_apart(under, answers[1])
@@ -339,9 +341,9 @@ def test_layers_that_are_shared_in_every_pattern_ran_no_indexer(
     case: Case, client: Client, answers: tuple[list[Any], list[Any]]
 ) -> None:
     full = {layer for pattern in case.patterns for layer in Pattern(pattern).full_layers}
-    ran: set[int] = set()
+    indexed_layers: set[int] = set()
     for state in client.server_info()["internal_states"]:
         runs = state["indexcache"]["indexer_selections"]
-        ran |= {layer for layer, count in enumerate(runs) if count}
-    assert ran
-    assert ran <= full
+        indexed_layers |= {layer for layer, count in enumerate(runs) if count}
+    assert indexed_layers
+    assert indexed_layers <= full

@@ -13,7 +13,7 @@ from tests.rehearsal.questions import (
     behind_another_pattern_and_first,
 )
 from tests.rehearsal.stage.mutants import MUTANTS
-from tests.rehearsal.test_matrix_server import CASES, served
+from tests.rehearsal.test_matrix_server import CASES, serve_case
 
 pytestmark = pytest.mark.matrix
 OTHER_ANSWERS = "other answers"
@@ -51,11 +51,13 @@ def test_an_old_defect_is_seen(mutant: str, rehearse: Rehearse, models: Models) 
     caught = CAUGHT[mutant]
     case = next(case for case in CASES if case.name == caught.case)
     try:
-        with served(case, rehearse, models, mutant) as client:
-            compared = [alone_and_together(client, case.asked)]
+        with serve_case(case, rehearse, models, mutant) as client:
+            answers = [alone_and_together(client, case.asked)]
             if case.is_live:
-                compared.append(behind_another_pattern_and_first(client))
-            seen = OTHER_ANSWERS if any(one != other for one, other in compared) else "nothing"
+                answers.append(behind_another_pattern_and_first(client))
+            symptom = (
+                OTHER_ANSWERS if any(first != second for first, second in answers) else "nothing"
+            )
     except ServerError as error:
-        seen = "\n".join((str(error), *error.__notes__))
-    assert caught.symptom in seen
+        symptom = "\n".join((str(error), *error.__notes__))
+    assert caught.symptom in symptom

@@ -28,9 +28,9 @@ from tests.rehearsal.stage.rounding import round_like_torch
 PAGE, WIDTH = indexer.PAGE, indexer.WIDTH
 
 
-def close(got: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-2) -> None:
+def close(computed: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-2) -> None:
     """Equal but for one rounding to bfloat16, of values of a few units."""
-    torch.testing.assert_close(got.double(), expected.double(), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(computed.double(), expected.double(), rtol=tolerance, atol=tolerance)
 
 
 def bf16(*shape: int) -> torch.Tensor:
@@ -60,12 +60,12 @@ def test_norms() -> None:
 def test_rotation_is_a_product_of_complex_numbers(neox: bool) -> None:
     x, angles = torch.randn(5, 2, 10), torch.rand(7, 4)
     positions = torch.tensor([6, 0, 3, 3, 1])
-    got = rotary.rotate(x, torch.cat((angles.cos(), angles.sin()), -1), positions, neox=neox)
+    computed = rotary.rotate(x, torch.cat((angles.cos(), angles.sin()), -1), positions, neox=neox)
     pairs = (x[..., :4], x[..., 4:8]) if neox else (x[..., 0:8:2], x[..., 1:8:2])
-    turned = torch.complex(*pairs) * torch.polar(torch.ones(5, 1, 4), angles[positions][:, None])
-    expected = torch.stack((turned.real, turned.imag), -2 if neox else -1).flatten(-2)
-    torch.testing.assert_close(got[..., :8].float(), expected)
-    torch.testing.assert_close(got[..., 8:].float(), x[..., 8:])
+    rotated = torch.complex(*pairs) * torch.polar(torch.ones(5, 1, 4), angles[positions][:, None])
+    expected = torch.stack((rotated.real, rotated.imag), -2 if neox else -1).flatten(-2)
+    torch.testing.assert_close(computed[..., :8].float(), expected)
+    torch.testing.assert_close(computed[..., 8:].float(), x[..., 8:])
 
 
 def test_the_hadamard_transform_is_its_matrix() -> None:
@@ -83,18 +83,18 @@ def test_an_index_key_is_stored_and_read_again() -> None:
     indexer.store(pages, slots, key)
     for row, slot in zip(key, slots.tolist(), strict=True):
         page, place = divmod(slot, PAGE)
-        stored = pages[page, place * WIDTH : (place + 1) * WIDTH].view(quantized.E4M3).double()
+        values_read = pages[page, place * WIDTH : (place + 1) * WIDTH].view(quantized.E4M3).double()
         at = PAGE * WIDTH + 4 * place
         scale = pages[page, at : at + 4].view(torch.float32).double()
         # e4m3 has three bits behind the leading one.
-        assert ((stored * scale - row.double()).abs() <= row.abs() / 16 + scale / 512).all()
+        assert ((values_read * scale - row.double()).abs() <= row.abs() / 16 + scale / 512).all()
 
 
 def paged(lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     """Return ``(pages, table, keys)``: keys as stored, in pages that do not lie in order."""
-    each = max(-(-n // PAGE) for n in lengths)
-    pages = torch.zeros(len(lengths) * each, PAGE * (WIDTH + 4), dtype=torch.uint8)
-    table = torch.randperm(len(pages)).view(len(lengths), each).int()
+    pages_each = max(-(-n // PAGE) for n in lengths)
+    pages = torch.zeros(len(lengths) * pages_each, PAGE * (WIDTH + 4), dtype=torch.uint8)
+    table = torch.randperm(len(pages)).view(len(lengths), pages_each).int()
     keys = []
     for row, length in zip(table, lengths, strict=True):
         key = torch.randn(length, WIDTH)
@@ -110,7 +110,7 @@ def test_paged_logits_are_a_loop_over_heads_and_poison_what_is_behind_the_end() 
     pages, table, keys = paged(lengths)
     q = torch.randn(2, 1, 3, WIDTH).to(quantized.E4M3)
     weights = torch.randn(2, 3)
-    got = indexer.fp8_paged_mqa_logits(
+    computed = indexer.fp8_paged_mqa_logits(
         q, pages.view(len(pages), PAGE, 1, WIDTH + 4), weights,
         torch.tensor(lengths, dtype=torch.int32)[:, None], table, None, 128,
     )  # fmt: skip
@@ -118,16 +118,16 @@ def test_paged_logits_are_a_loop_over_heads_and_poison_what_is_behind_the_end() 
         expected = sum(
             weights[b, h].double() * (keys[b] @ q[b, 0, h].double()).relu() for h in range(3)
         )
-        torch.testing.assert_close(got[b, :length].double(), expected, rtol=1e-5, atol=1e-4)
-        assert got[b, length:].isnan().all()
+        torch.testing.assert_close(computed[b, :length].double(), expected, rtol=1e-5, atol=1e-4)
+        assert computed[b, length:].isnan().all()
 
 
 def test_contiguous_logits_are_undefined_outside_a_request() -> None:
     q = torch.randn(2, 3, WIDTH).to(quantized.E4M3)
     values, scales = quantized.quantize(torch.randn(6, WIDTH), indexer.LEAST)
     start, end = (torch.tensor(v, dtype=torch.int32) for v in ([0, 2], [2, 6]))
-    got = indexer.fp8_mqa_logits(q, (values, scales), torch.rand(2, 3), start, end)
-    assert got.isnan().tolist() == [[False] * 2 + [True] * 4, [True] * 2 + [False] * 4]
+    computed = indexer.fp8_mqa_logits(q, (values, scales), torch.rand(2, 3), start, end)
+    assert computed.isnan().tolist() == [[False] * 2 + [True] * 4, [True] * 2 + [False] * 4]
 
 
 def test_lists_hold_the_largest_logits_as_slots_and_then_nothing() -> None:
@@ -140,9 +140,9 @@ def test_lists_hold_the_largest_logits_as_slots_and_then_nothing() -> None:
     assert sorted(out[0].tolist()) == sorted(
         [*(int(table[0, 0]) * PAGE + i for i in range(3)), *[-1] * 13]
     )
-    chosen = logits[1, :150].sort(descending=True).indices[:16]
+    best = logits[1, :150].sort(descending=True).indices[:16]
     assert set(out[1].tolist()) == {
-        int(table[1, i // PAGE]) * PAGE + i % PAGE for i in chosen.tolist()
+        int(table[1, i // PAGE]) * PAGE + i % PAGE for i in best.tolist()
     }
 
 
@@ -201,8 +201,8 @@ def test_prefill_without_absorption_is_causal_and_keeps_sequences_apart() -> Non
     q, k, v = bf16(3, 2, 8), bf16(7, 2, 8), bf16(7, 2, 4)
     bounds = [torch.tensor(b, dtype=torch.int32) for b in ([0, 1, 3], [0, 3, 7])]
     out = attention.flash_attn_varlen_func(q, k, v, *bounds, softmax_scale=0.3, causal=True)
-    seen = [slice(0, 3), slice(3, 6), slice(3, 7)]
-    for row, keys in enumerate(seen):
+    visible = [slice(0, 3), slice(3, 6), slice(3, 7)]
+    for row, keys in enumerate(visible):
         for head in range(2):
             weights = (k[keys, head].double() @ q[row, head].double() * 0.3).softmax(0)
             close(out[row, head], weights @ v[keys, head].double())
@@ -213,16 +213,16 @@ def fp8_row(latent: torch.Tensor) -> tuple[bytes, torch.Tensor]:
     values, scales, stands_for = b"", b"", []
     for group in latent[:512].float().split(128):
         scale = group.abs().max() / 448
-        held = (group / scale).to(torch.float8_e4m3fn)
-        values += held.view(torch.uint8).numpy().tobytes()
+        quantised = (group / scale).to(torch.float8_e4m3fn)
+        values += quantised.view(torch.uint8).numpy().tobytes()
         scales += scale.numpy().tobytes()
-        stands_for.append(held.double() * scale.double())
+        stands_for.append(quantised.double() * scale.double())
     rotary = latent[512:].view(torch.uint8).numpy().tobytes()
     return values + scales + rotary, torch.cat((*stands_for, latent[512:].double()))
 
 
 def test_decode_attention_reads_fp8_rows() -> None:
-    rows, held = zip(*(fp8_row(latent) for latent in bf16(128, 576)), strict=True)
+    rows, latents = zip(*(fp8_row(latent) for latent in bf16(128, 576)), strict=True)
     cache = torch.frombuffer(bytearray(b"".join(rows)), dtype=torch.uint8).view(2, 64, 1, 656)
     q = torch.zeros(2, 1, 64, 576, dtype=torch.bfloat16)
     q[:, :, :3] = bf16(2, 1, 3, 576)
@@ -235,9 +235,9 @@ def test_decode_attention_reads_fp8_rows() -> None:
         q, cache.view(torch.float8_e4m3fn), 512, num_splits=splits, softmax_scale=0.02,
         indices=indices, is_fp8_kvcache=True, tile_scheduler_metadata=schedule,
     )  # fmt: skip
-    listed = torch.stack([held[slot] for slot in (7, 127, 64)])
+    latents_of_list = torch.stack([latents[slot] for slot in (7, 127, 64)])
     for head in range(3):
-        close(out[0, 0, head], attended(q[0, 0, head], listed, 0.02, 512))
+        close(out[0, 0, head], attended(q[0, 0, head], latents_of_list, 0.02, 512))
     assert not out[1].any()
     with pytest.raises(AssertionError, match="kernel takes"):
         attention.get_mla_metadata(
@@ -258,9 +258,9 @@ def test_an_fp8_product_is_a_loop_over_blocks() -> None:
         for group in range(2):
             inside = slice(128 * group, 128 * (group + 1))
             scale = x[row, inside].float().abs().max() / 448
-            held = (x[row, inside].float() / scale).to(torch.float8_e4m3fn).double()
+            quantised = (x[row, inside].float() / scale).to(torch.float8_e4m3fn).double()
             for column in range(n):
-                part = held @ weight[column, inside].double() * scale.double()
+                part = quantised @ weight[column, inside].double() * scale.double()
                 expected[column] += part * by_block[column // 128, group].double()
         close(out[row], expected)
 
@@ -270,7 +270,7 @@ def test_fp8_experts_are_bfloat16_ones_of_what_is_held() -> None:
     w1, w2 = (torch.randn(2, *s).to(torch.float8_e4m3fn) for s in ((256, 128), (128, 128)))
     s1, s2 = torch.tensor([[[0.1], [0.2]], [[0.3], [0.1]]]), torch.full((2, 1, 1), 0.1)
     weights = torch.rand(4, 2)
-    got = experts.fused_experts_impl(
+    computed = experts.fused_experts_impl(
         x, w1, w2, weights, ids, use_fp8_w8a8=True, w1_scale=s1, w2_scale=s2, block_shape=[128, 128]
     )
     plain = experts.fused_experts_impl(
@@ -281,20 +281,20 @@ def test_fp8_experts_are_bfloat16_ones_of_what_is_held() -> None:
         ids,
     )
     # The inputs of both products lose all but 4 bits.
-    assert float((got - plain).double().norm() / plain.double().norm()) < 0.06
+    assert float((computed - plain).double().norm() / plain.double().norm()) < 0.06
 
 
 def test_experts_are_a_loop_over_tokens() -> None:
     x, w1, w2 = bf16(4, 8), bf16(3, 12, 8), bf16(3, 8, 6)
     ids, weights = torch.tensor([[0, 2], [1, 0], [2, 1], [2, 0]]), torch.rand(4, 2)
-    got = experts.fused_experts_impl(x, w1, w2, weights, ids, routed_scaling_factor=2.0)
+    computed = experts.fused_experts_impl(x, w1, w2, weights, ids, routed_scaling_factor=2.0)
     for token in range(4):
         expected = torch.zeros(8, dtype=torch.float64)
         for weight, expert in zip(weights[token], ids[token].tolist(), strict=True):
             gate, up = (w1[expert].double() @ x[token].double()).chunk(2)
-            hidden = torch.nn.functional.silu(gate) * up
-            expected += 2.0 * weight.double() * (w2[expert].double() @ hidden)
-        close(got[token], expected, 5e-2)
+            activation = torch.nn.functional.silu(gate) * up
+            expected += 2.0 * weight.double() * (w2[expert].double() @ activation)
+        close(computed[token], expected, 5e-2)
 
 
 def test_routing_is_that_of_transformers() -> None:
@@ -309,8 +309,8 @@ def test_routing_is_that_of_transformers() -> None:
         allowed = [e for e in range(8) if e // 2 in groups]
         best = sorted(allowed, key=lambda e: -float(biased[e]))[:2]
         assert ids[row].tolist() == best
-        picked = scores[row, best]
-        torch.testing.assert_close(weights[row], picked / picked.sum() * 2.5)
+        weights_of_best = scores[row, best]
+        torch.testing.assert_close(weights[row], weights_of_best / weights_of_best.sum() * 2.5)
 
 
 def test_pages_are_copied_between_pools() -> None:
@@ -343,26 +343,29 @@ class _Rank:
 def test_tokens_go_to_the_ranks_of_their_experts_and_come_back_summed() -> None:
     """Four experts on two ranks, of which expert ``e`` multiplies by ``e + 1``."""
     tokens = [bf16(5, 8), bf16(2, 8)]
-    chosen = [torch.tensor([[0, 1], [0, 2], [3, 2], [-1, -1], [1, 3]]), torch.tensor([[1, 0]] * 2)]
-    weights = [torch.rand(len(one), 2) for one in chosen]
+    experts_of = [
+        torch.tensor([[0, 1], [0, 2], [3, 2], [-1, -1], [1, 3]]),
+        torch.tensor([[1, 0]] * 2),
+    ]
+    weights = [torch.rand(len(ids_there), 2) for ids_there in experts_of]
     meeting, table = Barrier(2), [torch.empty(0)] * 2
 
     def work(rank: int) -> tuple[list[int], list[list[int]], torch.Tensor]:
         group = _Rank(rank, meeting, table)
-        *_, goes = exchange.get_dispatch_layout(chosen[rank], 4, 2)
+        *_, goes = exchange.get_dispatch_layout(experts_of[rank], 4, 2)
         x, ids, shares, counts, routes = exchange.dispatch(
-            tokens[rank], chosen[rank], weights[rank], goes, 4, 128, group
+            tokens[rank], experts_of[rank], weights[rank], goes, 4, 128, group
         )
         factors = (ids + 1 + 2 * rank) * shares
-        made = (x.double() * factors.double().sum(1, keepdim=True)).to(x.dtype)
-        return counts, ids.tolist(), exchange.combine(made, routes, group)
+        output = (x.double() * factors.double().sum(1, keepdim=True)).to(x.dtype)
+        return counts, ids.tolist(), exchange.combine(output, routes, group)
 
     with ThreadPoolExecutor(2) as ranks:
         (counts, ids, first), (other_counts, other_ids, second) = ranks.map(work, range(2))
     assert counts == other_counts == [128, 128]
     assert ids == [[0, 1], [0, -1], [1, -1], [1, 0], [1, 0]]
     assert other_ids == [[-1, 0], [1, 0], [-1, 1]]
-    for x, of, shares, got in zip(tokens, chosen, weights, (first, second), strict=True):
+    for x, of, shares, got in zip(tokens, experts_of, weights, (first, second), strict=True):
         factors = ((of + 1) * shares).double().sum(1, keepdim=True)
         close(got, x.double() * factors, 3e-2)
 
@@ -384,15 +387,17 @@ def test_a_grouped_product_is_each_rows_own() -> None:
 def test_scattered_rows_are_gathered_with_their_weights() -> None:
     """Two experts, of which the first multiplies by 2 and the second by 3; -1 is elsewhere."""
     x, weights = bf16(4, 8), torch.rand(4, 2)
-    chosen = torch.tensor([[0, 1], [-1, 1], [1, 0], [-1, -1]])
-    counts, laid = torch.tensor([128, 128], dtype=torch.int32), torch.empty(256, 8).bfloat16()
-    whose, places = torch.empty(256, dtype=torch.int32), torch.empty(4, 2, dtype=torch.int64)
-    experts.ep_scatter(x, None, chosen, counts, counts, counts.clone(), laid, None, whose, places)
-    assert whose.tolist() == [0] * 128 + [1] * 128
-    assert (places >= 0).tolist() == (chosen >= 0).tolist()
+    experts_of = torch.tensor([[0, 1], [-1, 1], [1, 0], [-1, -1]])
+    counts, gathered = torch.tensor([128, 128], dtype=torch.int32), torch.empty(256, 8).bfloat16()
+    owners, places = torch.empty(256, dtype=torch.int32), torch.empty(4, 2, dtype=torch.int64)
+    experts.ep_scatter(
+        x, None, experts_of, counts, counts, counts.clone(), gathered, None, owners, places
+    )
+    assert owners.tolist() == [0] * 128 + [1] * 128
+    assert (places >= 0).tolist() == (experts_of >= 0).tolist()
     out = torch.empty_like(x)
-    experts.ep_gather(laid * (whose + 2)[:, None], chosen, weights, places, out)
-    factors = (weights * torch.tensor([0.0, 2.0, 3.0])[chosen + 1]).sum(1, keepdim=True)
+    experts.ep_gather(gathered * (owners + 2)[:, None], experts_of, weights, places, out)
+    factors = (weights * torch.tensor([0.0, 2.0, 3.0])[experts_of + 1]).sum(1, keepdim=True)
     close(out, x.double() * factors.double())
 
 
@@ -415,18 +420,18 @@ print(received.tolist())
 
 def test_one_process_writes_registered_memory_into_anothers() -> None:
     command = [sys.executable, "-c", _RECEIVER]
-    sent, engine = torch.arange(4.0), transfer.TransferEngine()
+    source, engine = torch.arange(4.0), transfer.TransferEngine()
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as other:
-        assert other.stdout is not None
-        where = int(other.stdout.readline())
-        blocks = [sent.data_ptr() + 4], [where + 8], [8]
+    ) as receiver:
+        assert receiver.stdout is not None
+        where = int(receiver.stdout.readline())
+        blocks = [source.data_ptr() + 4], [where + 8], [8]
         with pytest.raises(AssertionError, match="not registered"):
-            engine.batch_transfer_sync_write(f"here:{other.pid}", *blocks)
-        engine.batch_register_memory([sent.data_ptr()], [16])
-        assert engine.batch_transfer_sync_write(f"here:{other.pid}", *blocks) == 0
-        assert other.communicate("\n")[0].strip() == "[0.0, 0.0, 1.0, 2.0]"
+            engine.batch_transfer_sync_write(f"here:{receiver.pid}", *blocks)
+        engine.batch_register_memory([source.data_ptr()], [16])
+        assert engine.batch_transfer_sync_write(f"here:{receiver.pid}", *blocks) == 0
+        assert receiver.communicate("\n")[0].strip() == "[0.0, 0.0, 1.0, 2.0]"
 
 
 def test_a_chain_is_accepted_as_far_as_the_target_goes_along() -> None:
@@ -439,9 +444,9 @@ def test_a_chain_is_accepted_as_far_as_the_target_goes_along() -> None:
     )
     assert positions.tolist() == [5, 6, 7, 8, 3, 4, 5, 6, 9, 10, 11, 12]
     for row, request in enumerate(mask.split((drafts * (lengths + drafts)).tolist())):
-        seen = request.view(drafts, -1)
-        assert not seen[:, : lengths[row]].any()
-        assert seen.sum(1).tolist() == [1, 2, 3, 4]
+        is_visible = request.view(drafts, -1)
+        assert not is_visible[:, : lengths[row]].any()
+        assert is_visible.sum(1).tolist() == [1, 2, 3, 4]
     # Tokens to verify, and what the target says comes behind each of them.
     candidates = torch.tensor([[10, 11, 12, 13], [20, 21, 22, 23], [30, 31, 32, 33]])
     target = torch.tensor([[11, 12, 99, 14], [98, 22, 23, 24], [31, 32, 33, 34]])
@@ -457,15 +462,15 @@ def test_a_drafts_input_is_two_norms_side_by_side() -> None:
     embedding, hidden, out = bf16(3, 8), bf16(3, 8), torch.empty(3, 16, dtype=torch.bfloat16)
     weights = bf16(8), bf16(8)
     speculative.fused_eh_norm(embedding, hidden, *weights, out, 0.0)
-    for x, weight, got in zip((embedding, hidden), weights, out.chunk(2, -1), strict=True):
-        close(got, torch.nn.functional.rms_norm(x.double(), (8,), weight.double(), 0.0))
+    for x, weight, half in zip((embedding, hidden), weights, out.chunk(2, -1), strict=True):
+        close(half, torch.nn.functional.rms_norm(x.double(), (8,), weight.double(), 0.0))
 
 
 def test_every_reference_has_a_name_that_says_how_it_is_reached() -> None:
-    ways = ("jit:", "deep_gemm", "deep_ep.", "sgl_kernel", "sglang.", "flashinfer.")
+    prefixes = ("jit:", "deep_gemm", "deep_ep.", "sgl_kernel", "sglang.", "flashinfer.")
     assert len(REFERENCES) > 25
     for name in REFERENCES:
-        assert name.startswith(ways), name
+        assert name.startswith(prefixes), name
 
 
 def test_triton_kernels_round_up_to_the_next_power_of_two() -> None:
@@ -477,5 +482,5 @@ def test_triton_kernels_round_up_to_the_next_power_of_two() -> None:
     for target, dtype in ((tl.float8e4nv, torch.float8_e4m3fn), (tl.bfloat16, torch.bfloat16)):
         bits = torch.from_numpy(convert(values.numpy(), tl.float32, target, None).astype("int32"))
         width = 8 * dtype.itemsize
-        wanted = values.to(dtype).view(torch.uint8 if width == 8 else torch.int16).int()
-        assert torch.equal(bits, wanted & (2**width - 1))
+        expected = values.to(dtype).view(torch.uint8 if width == 8 else torch.int16).int()
+        assert torch.equal(bits, expected & (2**width - 1))

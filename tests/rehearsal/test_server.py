@@ -52,8 +52,8 @@ class TestLive:
 
     @pytest.fixture(scope="class")
     def alone(self, client: Client) -> list[list[tuple[float, int]]]:
-        asked = zip(LENGTHS, PATTERNS, strict=True)
-        return [ask(client, one)[0] for one in asked]
+        prompts_asked = zip(LENGTHS, PATTERNS, strict=True)
+        return [ask(client, single)[0] for single in prompts_asked]
 
     def test_patterns_mixed_in_a_batch_answer_as_alone_to_the_bit(
         self, client: Client, alone: list[Any]
@@ -65,8 +65,8 @@ class TestLive:
         self, client: Client, alone: list[Any]
     ) -> None:
         client.flush_cache()
-        same = [ask(client, (LENGTHS[0], PATTERNS[0]))[0] for _ in range(2)]
-        assert same == [alone[0]] * 2
+        answers = [ask(client, (LENGTHS[0], PATTERNS[0]))[0] for _ in range(2)]
+        assert answers == [alone[0]] * 2
         behind, first = behind_another_pattern_and_first(client)
         assert behind == first
 
@@ -75,10 +75,10 @@ class TestLive:
         self, client: Client, judge: Judge, case: int
     ) -> None:
         length, pattern = LENGTHS[case], PATTERNS[case]
-        got = logprobs(client, prompt(length), pattern)
-        judge.check(got, prompt(length), pattern)
-        other = judge.apart(got, prompt(length), PATTERNS[case - 1])
-        assert other > judge.bound(len(got), prompt(length), pattern)
+        measured = logprobs(client, prompt(length), pattern)
+        judge.check(measured, prompt(length), pattern)
+        elsewhere = judge.apart(measured, prompt(length), PATTERNS[case - 1])
+        assert elsewhere > judge.bound(len(measured), prompt(length), pattern)
 
 
 class TestStatic:
@@ -111,9 +111,9 @@ class TestStatic:
         evidence.replays("decode_cuda_graph")(client, models("glm-5"))
 
     def test_shared_layers_ran_no_indexer(self, client: Client, answers: list[Any]) -> None:
-        [state] = [one["indexcache"] for one in client.server_info()["internal_states"]]
-        ran = [runs > 0 for runs in state["indexer_selections"]]
-        assert ran == [kind == "F" for kind in QUARTER]
+        [state] = [rank["indexcache"] for rank in client.server_info()["internal_states"]]
+        has_run = [runs > 0 for runs in state["indexer_selections"]]
+        assert has_run == [kind == "F" for kind in QUARTER]
 
     def test_stock_with_the_same_sharing_answers_the_same_bits(
         self, rehearse: Rehearse, answers: list[Any]
@@ -147,15 +147,15 @@ class TestFolded:
         self, client: Client, models: Models, slopes: Slopes, pattern: str
     ) -> None:
         judge = Judge(models("glm-5"), slopes=slopes.by_layer)
-        asked = [(length, None) for length in LENGTHS]
-        answers = ask(client, *asked)
-        assert [ask(client, one)[0] for one in asked] == answers
+        prompts_asked = [(length, None) for length in LENGTHS]
+        answers = ask(client, *prompts_asked)
+        assert [ask(client, single)[0] for single in prompts_asked] == answers
         for length in LENGTHS:
-            got = logprobs(client, prompt(length), None)
-            judge.check(got, prompt(length), pattern)
+            measured = logprobs(client, prompt(length), None)
+            judge.check(measured, prompt(length), pattern)
             unfolded = pattern.replace("L", "F").partition("@")[0]
-            assert judge.apart(got, prompt(length), unfolded) > judge.bound(
-                len(got), prompt(length), pattern
+            assert judge.apart(measured, prompt(length), unfolded) > judge.bound(
+                len(measured), prompt(length), pattern
             )
         apart, bound = judge.answers_apart([(length, pattern) for length in LENGTHS], answers)
         assert apart < bound
@@ -165,6 +165,6 @@ class TestFolded:
     ) -> None:
         """DeepGEMM's logits are those of the F layer; the server counts the pairs of the others."""
         state = client.server_info()["internal_states"][0]["indexcache"]
-        ran = [runs > 0 for runs in state["indexer_selections"]]
-        assert ran == [kind != "S" for kind in self.LETTERS]
+        has_run = [runs > 0 for runs in state["indexer_selections"]]
+        assert has_run == [kind != "S" for kind in self.LETTERS]
         assert sum(count for name, count in state["pairs"].items() if "folded" in name) > 0

@@ -24,11 +24,11 @@ def logprobs(model: Path, ids: list[int], topk: int) -> torch.Tensor:
     """Return ``[n - 1, vocab]`` of all but the last token, in float32."""
     config = AutoConfig.from_pretrained(model)
     config.index_topk = topk
-    read = AutoModelForCausalLM.from_pretrained(
+    loaded_model = AutoModelForCausalLM.from_pretrained(
         model, config=config, dtype=torch.float32, attn_implementation="eager"
     ).eval()
     with torch.no_grad():
-        return read(torch.tensor([ids]), use_cache=False).logits[0].log_softmax(-1)[:-1]
+        return loaded_model(torch.tensor([ids]), use_cache=False).logits[0].log_softmax(-1)[:-1]
 
 
 def test_it_says_what_the_narrow_one_says_where_everything_is_selected(wide: Path) -> None:
@@ -40,12 +40,14 @@ def test_it_says_what_the_narrow_one_says_where_everything_is_selected(wide: Pat
 def test_it_selects_almost_what_the_narrow_one_selects(wide: Path) -> None:
     """A part that was not rotated now turns by a tenth of a milliradian a token, or less."""
     ids = real_text(0, 300)
-    narrow, all_ = (logprobs(shipped_checkpoint(), ids, topk) for topk in (64, TOPK))
+    narrow, all_selected = (logprobs(shipped_checkpoint(), ids, topk) for topk in (64, TOPK))
     apart = (logprobs(wide, ids, 64) - narrow).abs().mean()
-    assert apart < 0.1 * (all_ - narrow).abs().mean()
+    assert apart < 0.1 * (all_selected - narrow).abs().mean()
 
 
 def test_text_beyond_the_topk_is_read_far_better_than_by_frequencies(tmp_path: Path) -> None:
     ids = real_text(0, TOPK + 256)
-    taken = logprobs(widen(tmp_path), ids, TOPK).gather(1, torch.tensor(ids[1:])[:, None])
-    assert -taken[TOPK:].mean() < 4.5 < UNIGRAM
+    logprobs_of_text = logprobs(widen(tmp_path), ids, TOPK).gather(
+        1, torch.tensor(ids[1:])[:, None]
+    )
+    assert -logprobs_of_text[TOPK:].mean() < 4.5 < UNIGRAM

@@ -119,15 +119,19 @@ def widen(
     tokenizer = AutoTokenizer.from_pretrained(source)
     with torch.device("meta"):
         model = random_model(BY_NAME[family], config, tokenizer, seed=0)
-    stored = load_file(source / "model.safetensors")
-    weights = _widened(stored, narrow, fields, interleaved=BY_NAME[family].interleaved)
+    tensors_read = load_file(source / "model.safetensors")
+    weights = _widened(tensors_read, narrow, fields, interleaved=BY_NAME[family].interleaved)
     model.load_state_dict(weights, assign=True)
     save_checkpoint(model, tokenizer, "bfloat16", folder)
     return folder
 
 
 def _widened(
-    stored: Tensors, narrow: Mapping[str, Any], wide: Mapping[str, Any], *, interleaved: bool
+    narrow_tensors: Tensors,
+    narrow: Mapping[str, Any],
+    wide: Mapping[str, Any],
+    *,
+    interleaved: bool,
 ) -> Tensors:
     """Return every weight of the checkpoint, widened, in float32 that bfloat16 holds.
 
@@ -135,7 +139,7 @@ def _widened(
         ValueError: a value that bfloat16 does not hold.
     """
     weights = _Weights(narrow, wide, interleaved)
-    tensors = {name: weights.of(name, tensor.double()) for name, tensor in stored.items()}
+    tensors = {name: weights.of(name, tensor.double()) for name, tensor in narrow_tensors.items()}
     for name, tensor in tensors.items():
         if not torch.equal(tensor.bfloat16().double(), tensor):
             raise ValueError(f"{name} is not exact in bfloat16")

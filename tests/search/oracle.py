@@ -16,9 +16,9 @@ def algorithm_1(count: int, loss: Loss, flips: int) -> list[str]:
     for _ in range(flips):
         best_layer, best_loss = None, float("inf")
         for layer in sorted(r):
-            tried = c.copy()
-            tried[layer] = "S"
-            value = loss("".join(tried))
+            candidate = c.copy()
+            candidate[layer] = "S"
+            value = loss("".join(candidate))
             if value < best_loss:
                 best_layer, best_loss = layer, value
         assert best_layer is not None
@@ -32,22 +32,22 @@ def forward_selection(count: int, loss: Loss, steps: int) -> list[str]:
     """Add layers to layer 0 alone; return the pattern after every step."""
     full, trace = {0}, []
     for _ in range(steps):
-        tried = {
+        candidates = {
             layer: "".join("F" if i in full or i == layer else "S" for i in range(count))
             for layer in range(count)
             if layer not in full
         }
-        best = min(tried, key=lambda layer: loss(tried[layer]))
+        best = min(candidates, key=lambda layer: loss(candidates[layer]))
         full.add(best)
-        trace.append(tried[best])
+        trace.append(candidates[best])
     return trace
 
 
 def every_pattern(count: int, full: int) -> list[str]:
     """Return all patterns of ``count`` layers with ``full`` F, layer 0 among them."""
     patterns = []
-    for others in combinations(range(1, count), full - 1):
-        positions = {0, *others}
+    for layers in combinations(range(1, count), full - 1):
+        positions = {0, *layers}
         patterns.append("".join("F" if i in positions else "S" for i in range(count)))
     return patterns
 

@@ -17,7 +17,7 @@ from tests.data.letters import Letters, letters, text_of
 SIZES = {"context": 8, "batches": 3, "per_batch": 2, "held_out": 1}
 
 
-def made(source: Path | str, **arguments: Any) -> Calibration:
+def prepare_letters(source: Path | str, **arguments: Any) -> Calibration:
     return prepare(str(source), letters(), **(SIZES | arguments))
 
 
@@ -32,9 +32,9 @@ def lines(tmp_path: Path) -> Path:
 
 
 def test_takes_the_first_documents_of_each_part(lines: Path) -> None:
-    data = made(lines)
-    every = [tuple(map(ord, f"line{i:04}")) for i in range(40)]
-    parts = [[s for s in every if is_held_out(s) is kind] for kind in (False, True)]
+    data = prepare_letters(lines)
+    rows = [tuple(map(ord, f"line{i:04}")) for i in range(40)]
+    parts = [[s for s in rows if is_held_out(s) is kind] for kind in (False, True)]
     assert {*data.sequences[:6]} == {*parts[0][:6]}
     assert {*data.sequences[6:]} == {*parts[1][:2]}
     assert data.batch_tokens == (16, 16, 16, 16)
@@ -49,21 +49,23 @@ COUNTS = st.tuples(*[st.integers(1, 6)] * 4)
 @settings(deadline=None)
 @given(
     seed=st.integers(0, 99),
-    other=st.integers(0, 99),
+    other_seed=st.integers(0, 99),
     counts=COUNTS,
     score=st.sampled_from([None, *Score]),
 )
 def test_no_two_commands_mix_the_parts(
-    seed: int, other: int, counts: tuple[int, ...], score: Score | None
+    seed: int, other_seed: int, counts: tuple[int, ...], score: Score | None
 ) -> None:
     """Whatever their batch counts, scores and seeds; once a shuffle of what was asked cut them."""
     with TemporaryDirectory() as folder:
         rows = ({"prompt": "line", "response": f" {i:03}"} for i in range(200))
         path = write(Path(folder) / "data.jsonl", rows)
-        mine = made(path, seed=seed, batches=counts[0], held_out=counts[1])
-        later = made(path, seed=other, batches=counts[2], held_out=counts[3], score=score)
-    searched = mine.sequences[: counts[0] * SIZES["per_batch"]]
-    assert not set(searched) & set(later.held_out_alone().sequences)
+        mine = prepare_letters(path, seed=seed, batches=counts[0], held_out=counts[1])
+        later = prepare_letters(
+            path, seed=other_seed, batches=counts[2], held_out=counts[3], score=score
+        )
+    sequences = mine.sequences[: counts[0] * SIZES["per_batch"]]
+    assert not set(sequences) & set(later.held_out_alone().sequences)
 
 
 def test_one_sequence_in_four_is_held_out() -> None:
@@ -71,15 +73,15 @@ def test_one_sequence_in_four_is_held_out() -> None:
 
 
 def test_is_the_same_every_time_and_another_with_another_seed(lines: Path) -> None:
-    assert made(lines).digest == made(lines).digest
-    assert made(lines).digest != made(lines, seed=1).digest
+    assert prepare_letters(lines).digest == prepare_letters(lines).digest
+    assert prepare_letters(lines).digest != prepare_letters(lines, seed=1).digest
 
 
 def test_the_digest_sees_tokens_what_counts_and_batching() -> None:
     base = Calibration(((1, 2), (3, 4)), 1, "x")
     assert base.digest == Calibration(((1, 2), (3, 4)), 1, "y").digest
-    others = [(((1, 2), (3, 5)), 1), (((1, 2), (3, 4)), 2), (((1, 23), (4, 4)), 1)]
-    assert all(Calibration(s, n, "x").digest != base.digest for s, n in others)
+    variants = [(((1, 2), (3, 5)), 1), (((1, 2), (3, 4)), 2), (((1, 23), (4, 4)), 1)]
+    assert all(Calibration(s, n, "x").digest != base.digest for s, n in variants)
     longer = ((1, 2, 3), (4, 5, 6))
     masks = [(np.array([True, late]), np.array([True, True])) for late in (True, False)]
     digests = [Calibration(longer, 1, "x", counted=mask).digest for mask in masks]
@@ -99,7 +101,7 @@ def test_every_batch_counts_something() -> None:
 def test_two_documents_are_never_glued(tmp_path: Path) -> None:
     """They were once joined by an end token and cut anywhere."""
     rows = [{"text": chr(97 + i % 26) * (5 + i % 4)} for i in range(60)]
-    data = made(write(tmp_path / "a.jsonl", rows))
+    data = prepare_letters(write(tmp_path / "a.jsonl", rows))
     texts = {row["text"] for row in rows}
     for sequence in data.sequences:
         assert text_of(sequence) in texts
@@ -109,7 +111,7 @@ def test_an_answer_keeps_its_evidence(tmp_path: Path) -> None:
     """The key is at the start, what asks for it at the end; once a cut could part them."""
     rows = [{"prompt": f"{i:02}...", "response": f"={i:02}"} for i in range(40)]
     rows.insert(0, {"prompt": "too long for the context", "response": "=no"})
-    data = made(write(tmp_path / "a.jsonl", rows), score=Score.ANSWERS)
+    data = prepare_letters(write(tmp_path / "a.jsonl", rows), score=Score.ANSWERS)
     for sequence in data.sequences:
         text = text_of(sequence)
         assert text[:2] == text[-2:]
@@ -118,7 +120,9 @@ def test_an_answer_keeps_its_evidence(tmp_path: Path) -> None:
 
 def test_a_long_text_gives_consecutive_windows(tmp_path: Path) -> None:
     texts = ["".join(f"{i:04}" for i in range(start, start + 100)) for start in (0, 200, 400)]
-    data = made(write(tmp_path / "a.jsonl", ({"text": text} for text in texts)), held_out=0)
+    data = prepare_letters(
+        write(tmp_path / "a.jsonl", ({"text": text} for text in texts)), held_out=0
+    )
     windows = {text[i : i + 8] for text in texts for i in range(0, len(text), 8)}
     assert {text_of(s) for s in data.sequences} <= windows
     assert "texts cut into windows" in data.reading
@@ -128,7 +132,7 @@ def test_all_windows_of_a_text_are_on_one_side(tmp_path: Path) -> None:
     """Six of eight held-out windows were of documents whose other windows were searched on."""
     texts = ["".join(chr(300 + 40 * i + j) for j in range(40)) for i in range(60)]
     path = write(tmp_path / "a.jsonl", ({"text": text} for text in texts))
-    data = made(path, batches=40, held_out=20)
+    data = prepare_letters(path, batches=40, held_out=20)
     of = {character: place for place, text in enumerate(texts) for character in text}
     sides = [
         {of[chr(token)] for sequence in part for token in sequence}
@@ -137,20 +141,22 @@ def test_all_windows_of_a_text_are_on_one_side(tmp_path: Path) -> None:
     assert min(map(len, sides)) > 3
     assert not sides[0] & sides[1]
     with pytest.raises(SearchError, match=r"All windows of one text .* Give several files or doc"):
-        made(write(tmp_path / "one.jsonl", [{"text": "a long text" * 99}]))
-    other = next(n for n in range(99) if is_held_out(tuple(map(ord, f"{n:02}" * 99))))
+        prepare_letters(write(tmp_path / "one.jsonl", [{"text": "a long text" * 99}]))
+    number = next(n for n in range(99) if is_held_out(tuple(map(ord, f"{n:02}" * 99))))
     with pytest.raises(SearchError, match=r"Give several files or documents\.$"):
-        made(write(tmp_path / "held.jsonl", [{"text": f"{other:02}" * 99}]), held_out=0)
+        prepare_letters(write(tmp_path / "held.jsonl", [{"text": f"{number:02}" * 99}]), held_out=0)
 
 
 def test_as_many_are_held_out_as_there_are_if_none_is_said(tmp_path: Path) -> None:
     """Up to 128; and data that has fewer than 32 are refused, as they were."""
     rows = [{"text": f"text{n:04}"} for n in range(900)]
-    there = [sum(is_held_out(tuple(map(ord, row["text"]))) for row in rows[:n]) for n in range(901)]
+    held_out_counts = [
+        sum(is_held_out(tuple(map(ord, row["text"]))) for row in rows[:n]) for n in range(901)
+    ]
 
     def held_out(rows_with: int) -> int:
-        path = write(tmp_path / "a.jsonl", rows[: there.index(rows_with)])
-        return made(path, batches=4, per_batch=1, held_out=None).held_out
+        path = write(tmp_path / "a.jsonl", rows[: held_out_counts.index(rows_with)])
+        return prepare_letters(path, batches=4, per_batch=1, held_out=None).held_out
 
     assert [held_out(count) for count in (32, 50, 128, 200)] == [32, 50, 128, 128]
     with pytest.raises(SearchError, match="of 32 to hold out 31"):
@@ -160,7 +166,9 @@ def test_as_many_are_held_out_as_there_are_if_none_is_said(tmp_path: Path) -> No
 def test_long_documents_come_first_and_then_the_longest_of_the_short(tmp_path: Path) -> None:
     short = [{"text": f"{i % 10}" * (1 + i % 3)} for i in range(30)]
     long = [{"text": f"{i:06}"} for i in range(3)]
-    data = made(write(tmp_path / "a.jsonl", short + long), batches=4, per_batch=1, held_out=0)
+    data = prepare_letters(
+        write(tmp_path / "a.jsonl", short + long), batches=4, per_batch=1, held_out=0
+    )
     free = [row for row in long if not is_held_out(tuple(map(ord, row["text"])))]
     lengths = sorted(len(s) for s in data.sequences)
     assert lengths == [3] * (4 - len(free)) + [6] * len(free)
@@ -174,18 +182,18 @@ def test_stops_reading_when_there_is_enough(tmp_path: Path) -> None:
     with path.open("a") as file:
         file.write("not JSON\n")
     tokenizer = Letters()
-    read = prepare(str(path), Marker(tokenizer, "letters"), **SIZES).reading
-    assert "documents read (reading stopped there: these give enough)" in read
+    reading = prepare(str(path), Marker(tokenizer, "letters"), **SIZES).reading
+    assert "documents read (reading stopped there: these give enough)" in reading
     assert tokenizer.characters < 400
 
 
 def test_what_sees_no_more_than_is_selected_is_left_out(tmp_path: Path) -> None:
     rows = [{"text": f"{i:04}"} for i in range(20)] + [{"text": f"{i:07}"} for i in range(40)]
-    data = made(write(tmp_path / "a.jsonl", rows), topk=4, score=Score.ALL)
+    data = prepare_letters(write(tmp_path / "a.jsonl", rows), topk=4, score=Score.ALL)
     assert {len(s) for s in data.sequences} == {7}
     assert [mask.tolist() for mask in data.counted] == [4 * [False] + 2 * [True]] * 8
-    told = "20 left out because nothing that counts sees more than 4 tokens"
-    assert told in data.reading
+    sentence = "20 left out because nothing that counts sees more than 4 tokens"
+    assert sentence in data.reading
 
 
 # -- what counts -------------------------------------------------------------------------------
@@ -195,7 +203,7 @@ def test_only_answers_count_where_the_data_marks_them(tmp_path: Path) -> None:
     """Every token once did."""
     rows = [{"text": f"no{i:04}"} for i in range(5)]
     rows += [{"text": f"k {i:04} ", "answers": [[2, 4], [5, 6]]} for i in range(40)]
-    calibration = made(write(tmp_path / "a.jsonl", rows))
+    calibration = prepare_letters(write(tmp_path / "a.jsonl", rows))
     assert calibration.objective.score is Score.ANSWERS
     for sequence, mask in zip(calibration.sequences, calibration.counted, strict=True):
         assert np.flatnonzero(mask).tolist() == [1, 2, 4]
@@ -207,38 +215,41 @@ def test_only_answers_count_where_the_data_marks_them(tmp_path: Path) -> None:
 def test_passages_come_again_where_nothing_is_marked(tmp_path: Path) -> None:
     """They replace each text's end; what is held out and how long texts are does not change."""
     path = write(tmp_path / "a.jsonl", [{"text": f"{n:04}" * 16} for n in range(40)])
-    plain, found = made(path, context=64, score=Score.LATE), made(path, context=64)
-    assert found.objective.score is Score.RECALL
-    assert found.batch_tokens == plain.batch_tokens
-    for text, sequence in zip(plain.sequences, found.sequences, strict=True):
+    plain, by_recall = (
+        prepare_letters(path, context=64, score=Score.LATE),
+        prepare_letters(path, context=64),
+    )
+    assert by_recall.objective.score is Score.RECALL
+    assert by_recall.batch_tokens == plain.batch_tokens
+    for text, sequence in zip(plain.sequences, by_recall.sequences, strict=True):
         assert sequence[:48] == text[:48]
         assert text_of(sequence[48:]) in text_of(sequence[:48])
-    assert found.counted[0].tolist() == [False] * 23 + [True] * 24 + [False] * 4 + [True] * 12
+    assert by_recall.counted[0].tolist() == [False] * 23 + [True] * 24 + [False] * 4 + [True] * 12
 
 
 def test_the_later_half_counts_alone_if_it_is_asked_for(lines: Path) -> None:
-    calibration = made(lines, score=Score.LATE)
+    calibration = prepare_letters(lines, score=Score.LATE)
     assert calibration.counted[0].tolist() == [False] * 3 + [True] * 4
-    assert made(lines, score=Score.ALL).counted[0].all()
+    assert prepare_letters(lines, score=Score.ALL).counted[0].all()
 
 
 def test_what_the_data_marks_is_seen_in_its_first_hundred_documents(tmp_path: Path) -> None:
     plain = [{"text": f"line{i:04}"} for i in range(100)]
-    marked = [{"prompt": "k", "response": f"{i:04}"} for i in range(40)]
-    path = write(tmp_path / "a.jsonl", plain + marked)
-    assert made(path).objective.score is Score.RECALL
-    assert made(path, score=Score.ANSWERS).objective.score is Score.ANSWERS
-    path = write(tmp_path / "b.jsonl", plain[1:] + marked)
-    assert made(path).objective.score is Score.ANSWERS
+    with_responses = [{"prompt": "k", "response": f"{i:04}"} for i in range(40)]
+    path = write(tmp_path / "a.jsonl", plain + with_responses)
+    assert prepare_letters(path).objective.score is Score.RECALL
+    assert prepare_letters(path, score=Score.ANSWERS).objective.score is Score.ANSWERS
+    path = write(tmp_path / "b.jsonl", plain[1:] + with_responses)
+    assert prepare_letters(path).objective.score is Score.ANSWERS
 
 
 def test_answers_that_nobody_marked(lines: Path) -> None:
     with pytest.raises(SearchError, match=r"no document of .* marks an answer.*--score late"):
-        made(lines, score=Score.ANSWERS)
+        prepare_letters(lines, score=Score.ANSWERS)
 
 
 def test_the_machines_own_text() -> None:
-    calibration = made("machine", context=100)
+    calibration = prepare_letters("machine", context=100)
     assert {len(s) for s in calibration.sequences} == {100}
     assert calibration.size == "3 batches of 2 x 100 tokens"
 
@@ -248,9 +259,9 @@ def test_too_little(tmp_path: Path) -> None:
     with pytest.raises(
         SearchError, match=r"too little: of 6 sequences of up to 8 tokens.*shorter context"
     ):
-        made(tmp_path / "short.txt")
+        prepare_letters(tmp_path / "short.txt")
     long = write(tmp_path / "long.jsonl", [{"prompt": "key", "response": "a" * 8}] * 9)
     with pytest.raises(SearchError, match=r"9 left out with answers and.*longer context"):
-        made(long)
+        prepare_letters(long)
     with pytest.raises(SearchError, match="context of at least 2 tokens"):
-        made(tmp_path, context=1)
+        prepare_letters(tmp_path, context=1)

@@ -27,38 +27,38 @@ class Tokens:
         self.batch_tokens = (1,) * batches
 
     def token_losses(self, pattern: Pattern, batches: Sequence[int]) -> Losses:
-        chosen = self.base if pattern == A else self.other
-        return [list(chosen[batch]) for batch in batches]
+        losses = self.base if pattern == A else self.other
+        return [list(losses[batch]) for batch in batches]
 
 
 def against(evaluator: Tokens, start: int = 0) -> Comparison:
     """Compare B with A, on every prediction from ``start`` on."""
     losses = evaluator.token_losses(A, range(len(evaluator.batch_tokens)))
-    counted = [[np.arange(len(each)) >= start for each in batch] for batch in losses]
-    [found] = compare(evaluator, A, [B], counted)  # type: ignore[arg-type]
-    return found
+    masks = [[np.arange(len(row)) >= start for row in batch] for batch in losses]
+    [comparison] = compare(evaluator, A, [B], masks)  # type: ignore[arg-type]
+    return comparison
 
 
 class Uneven(Tokens):
     """The same, of which sequence s has 10 + 10 s tokens."""
 
     def token_losses(self, pattern: Pattern, batches: Sequence[int]) -> Losses:
-        every = super().token_losses(pattern, batches)
-        return [[row[: 10 + 10 * s] for s, row in enumerate(batch)] for batch in every]
+        losses = super().token_losses(pattern, batches)
+        return [[row[: 10 + 10 * s] for s, row in enumerate(batch)] for batch in losses]
 
 
 def test_the_interval_is_paired_and_without_skewness() -> None:
     evaluator = Tokens(np.full(40, 0.02), ENOUGH)
-    found = against(evaluator)
+    comparison = against(evaluator)
     first, second = (x.mean(axis=(1, 2)) for x in (evaluator.base, evaluator.other))
     low, high = Estimate.of(second - first).interval(0.95)
-    assert (found.difference.low, found.difference.high) == pytest.approx((low, high))
-    assert found.difference.each == pytest.approx(tuple(second - first))
-    assert f"; {ENOUGH} of {ENOUGH} documents lose, number " in found.verdict
-    assert found.loss - found.reference_loss == pytest.approx(found.difference.mean)
-    assert found.verdict.startswith("+0.0")
-    assert "higher, by less than 1%;" in found.verdict
-    assert "no trend" in found.verdict
+    assert (comparison.difference.low, comparison.difference.high) == pytest.approx((low, high))
+    assert comparison.difference.each == pytest.approx(tuple(second - first))
+    assert f"; {ENOUGH} of {ENOUGH} documents lose, number " in comparison.verdict
+    assert comparison.loss - comparison.reference_loss == pytest.approx(comparison.difference.mean)
+    assert comparison.verdict.startswith("+0.0")
+    assert "higher, by less than 1%;" in comparison.verdict
+    assert "no trend" in comparison.verdict
 
 
 def test_no_difference_is_not_called_one() -> None:
@@ -76,18 +76,21 @@ def test_few_documents_exclude_nothing() -> None:
     """A third may lose and none be among eight; yet "unlikely" was said of such a loss."""
     evaluator = Tokens(np.zeros(40), batches=8)
     evaluator.other = evaluator.base + np.tile([[0.1, -0.1]], 20)
-    found = against(evaluator).verdict
-    assert "unlikely" not in found
-    assert "no difference shown, and fewer than 32 documents cannot exclude one" in found
-    assert "with 8 documents, a loss that sits in up to 31 % of documents can go unseen" in found
+    verdict = against(evaluator).verdict
+    assert "unlikely" not in verdict
+    assert "no difference shown, and fewer than 32 documents cannot exclude one" in verdict
+    assert "with 8 documents, a loss that sits in up to 31 % of documents can go unseen" in verdict
     evaluator.other = evaluator.base + 0.001
     assert "less than" not in against(evaluator).verdict
 
 
 def test_says_how_many_documents_lose_and_which_most() -> None:
     added = np.array([0.1, -0.1, 0.2, 0.7, 0.0, -0.3])
-    found = Difference.of(added)
-    assert (found.lost, found.documents) == (3, "3 of 6 documents lose, number 4 most: +0.70000")
+    difference = Difference.of(added)
+    assert (difference.lost, difference.documents) == (
+        3,
+        "3 of 6 documents lose, number 4 most: +0.70000",
+    )
 
 
 def test_sees_where_in_the_context_it_hurts() -> None:
@@ -101,42 +104,42 @@ def test_sees_where_in_the_context_it_hurts() -> None:
 
 def test_what_no_pattern_can_change_is_left_out() -> None:
     added = np.concatenate([np.zeros(16), np.full(24, 0.05)])
-    found = against(Tokens(added), start=16)
-    assert found.difference.mean == pytest.approx(0.05, abs=0.003)
-    assert found.trend is not None
-    assert found.trend.mean == pytest.approx(0.0, abs=0.01)  # 0.05 if the first 16 counted
+    comparison = against(Tokens(added), start=16)
+    assert comparison.difference.mean == pytest.approx(0.05, abs=0.003)
+    assert comparison.trend is not None
+    assert comparison.trend.mean == pytest.approx(0.0, abs=0.01)  # 0.05 if the first 16 counted
 
 
 def test_sequences_count_as_far_as_they_reach() -> None:
     """The oracle is plain loops; the last quarter's mean is over those that reach it."""
     evaluator = Uneven(np.linspace(0, 0.4, 40), per_batch=4)
-    found = against(evaluator)
-    base, other = (evaluator.token_losses(p, range(6)) for p in (A, B))
+    comparison = against(evaluator)
+    base, expected_losses = (evaluator.token_losses(p, range(6)) for p in (A, B))
     by_batch = [
         float(np.mean([x for row in o for x in row]) - np.mean([x for row in b for x in row]))
-        for b, o in zip(base, other, strict=True)
+        for b, o in zip(base, expected_losses, strict=True)
     ]
-    assert found.difference.mean == pytest.approx(np.mean(by_batch))
+    assert comparison.difference.mean == pytest.approx(np.mean(by_batch))
     added = [
         row - before
-        for b, o in zip(base, other, strict=True)
+        for b, o in zip(base, expected_losses, strict=True)
         for before, row in zip(b, o, strict=True)
     ]
     longest = [row for row in added if len(row) == 40]
     assert len(longest) == 6
-    assert found.trend is not None
+    assert comparison.trend is not None
     expected = np.mean([row[30:].mean() - row[:10].mean() for row in longest])
-    assert found.trend.mean == pytest.approx(expected)
+    assert comparison.trend.mean == pytest.approx(expected)
 
 
 def test_answers_at_the_end_alone_show_no_trend() -> None:
     evaluator = Tokens(np.full(40, 0.02), batches=2)
     ends = np.zeros((2, 2, 40), dtype=bool)
     ends[0, 0, 3] = ends[0, 1, 38] = ends[1, 0, 38] = ends[1, 1, 39] = True
-    [found] = compare(evaluator, A, [B], list(map(list, ends)))  # type: ignore[arg-type]
-    assert found.trend is None
-    assert "lies too close together to show a trend" in found.verdict
-    assert found.numbers()["trend"] is None
+    [comparison] = compare(evaluator, A, [B], list(map(list, ends)))  # type: ignore[arg-type]
+    assert comparison.trend is None
+    assert "lies too close together to show a trend" in comparison.verdict
+    assert comparison.numbers()["trend"] is None
 
 
 def test_too_little_data() -> None:
@@ -147,17 +150,17 @@ def test_too_little_data() -> None:
 
 def test_batches_are_asked_one_by_one() -> None:
     """All in one call would be one long answer, and asked again as a whole when it is lost."""
-    asked = []
+    calls = []
 
     class Counted(Tokens):
         def token_losses(self, pattern: Pattern, batches: Sequence[int]) -> Losses:
-            asked.append((pattern, tuple(batches)))
+            calls.append((pattern, tuple(batches)))
             return super().token_losses(pattern, batches)
 
     evaluator = Counted(np.zeros(40))
-    counted = [[np.ones(40, dtype=bool)] * 2] * 6
-    compare(evaluator, A, [B], counted)  # type: ignore[arg-type]
-    assert asked == [(pattern, (batch,)) for pattern in (A, B) for batch in range(6)]
+    masks = [[np.ones(40, dtype=bool)] * 2] * 6
+    compare(evaluator, A, [B], masks)  # type: ignore[arg-type]
+    assert calls == [(pattern, (batch,)) for pattern in (A, B) for batch in range(6)]
 
 
 def test_several_at_a_time_give_the_same() -> None:

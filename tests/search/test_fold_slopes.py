@@ -33,80 +33,86 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture(scope="module")
-def found(folder: Path) -> Slopes:
+def calibrated(folder: Path) -> Slopes:
     steps: list[int] = []
-    path, setup = folder / "some.slopes", measured(folder)
+    path, setup = folder / "some.slopes", set_up(folder)
     slopes = fold_slopes.calibrate(folder, setup, path, "float32", lambda: steps.append(1))
     assert len(steps) == 3 * 6
     return slopes
 
 
-def measured(folder: Path) -> Setup:
+def set_up(folder: Path) -> Setup:
     return Setup.read(folder, "machine", context=CONTEXT, batches=2, held_out=1, score=Score.ALL)
 
 
 def products(folder: Path, ids: tuple[int, ...]) -> list[tuple[np.ndarray, ...]]:
     """Return by layer products ``[S, H, T]``, weights ``[S, H]`` and exact scores ``[S, T]``."""
     model = load_eager(folder)
-    kept: list[Any] = []
+    inputs: list[Any] = []
     relu, topk = torch.nn.functional.relu, torch.Tensor.topk
 
     def before(x: torch.Tensor) -> torch.Tensor:
-        kept.append([x[0].double().numpy()])
+        inputs.append([x[0].double().numpy()])
         return relu(x)
 
     def after(x: torch.Tensor, k: int, *args: Any, **kwargs: Any) -> Any:
         if x.dim() == 3 and x.shape[-1] == len(ids):
-            kept[-1].append(x[0].double().numpy())
+            inputs[-1].append(x[0].double().numpy())
         return topk(x, k, *args, **kwargs)
 
     for name, module in model.named_modules():
         if name.endswith("indexer.weights_proj"):
-            module.register_forward_hook(lambda *found: kept[-1].append(found[2][0].numpy()))
+            module.register_forward_hook(lambda *hooked: inputs[-1].append(hooked[2][0].numpy()))
     torch.nn.functional.relu, torch.Tensor.topk = before, after  # type: ignore
     try:
         with torch.no_grad():
             model(torch.tensor([ids]), use_cache=False)
     finally:
         torch.nn.functional.relu, torch.Tensor.topk = relu, topk  # type: ignore
-    return [(x, weights, exact) for x, weights, exact in kept]
+    return [(x, weights, exact) for x, weights, exact in inputs]
 
 
-def test_slopes_and_what_they_miss_are_those_of_brute_force(folder: Path, found: Slopes) -> None:
+def test_slopes_and_what_they_miss_are_those_of_brute_force(
+    folder: Path, calibrated: Slopes
+) -> None:
     """They are to the last digit in layer 0; other layers' inputs hang on how ties were broken."""
-    setup = measured(folder)
-    *texts, judged = [products(folder, ids) for ids in setup.calibration.sequences]
-    for layer, got in enumerate(found.layers):
-        assert got is not None
+    setup = set_up(folder)
+    *texts, held_out = [products(folder, ids) for ids in setup.calibration.sequences]
+    for layer, layer_slopes in enumerate(calibrated.layers):
+        assert layer_slopes is not None
         slack = 1 if layer == 0 else 100
-        for head, slope in enumerate(got.slopes):
+        for head, slope in enumerate(layer_slopes.slopes):
             pairs = []
             for text in texts:
                 for s, (x, _, exact) in enumerate(zip(*text[layer], strict=True)):
-                    seen = exact[: s + 1]
-                    best = np.argsort(-seen, kind="stable")[: 4 * 16]
+                    scores = exact[: s + 1]
+                    best = np.argsort(-scores, kind="stable")[: 4 * 16]
                     pairs.append(x[head, best])
             x = np.concatenate(pairs)
             right = np.maximum(x, 0)
             expected = np.cov(x, right, bias=True)
             assert slope == pytest.approx(expected[0, 1] / expected[0, 0], abs=2e-5 * slack)
-        x, weights, exact = judged[layer]
+        x, weights, exact = held_out[layer]
         missed, picks = {1: 0, 2: 0, 4: 0}, 0
         for s in range(len(exact) // 2, len(exact)):
             top = set(np.argsort(-exact[s, : s + 1], kind="stable")[:16])
-            order = np.argsort(-(weights[s] * got.slopes) @ x[s, :, : s + 1], kind="stable")
+            order = np.argsort(
+                -(weights[s] * layer_slopes.slopes) @ x[s, :, : s + 1], kind="stable"
+            )
             picks += len(top)
             for factor in missed:
                 missed[factor] += len(top - set(order[: 16 * factor]))
         for factor, count in missed.items():
-            assert got.missed[str(factor)] == pytest.approx(count / picks, abs=0.0004 * slack)
+            assert layer_slopes.missed[str(factor)] == pytest.approx(
+                count / picks, abs=0.0004 * slack
+            )
 
 
-def test_the_file_is_bound_to_the_checkpoint(folder: Path, found: Slopes) -> None:
-    again = Slopes.read(found.path)
-    assert again == found
+def test_the_file_is_bound_to_the_checkpoint(folder: Path, calibrated: Slopes) -> None:
+    again = Slopes.read(calibrated.path)
+    assert again == calibrated
     assert again.checkpoint == checkpoint_digest(folder)
-    assert again.digest == found.digest
+    assert again.digest == calibrated.digest
     assert "Python standard library" in again.record["data"]
 
 

@@ -93,9 +93,9 @@ def test_measures_nothing_twice_and_counts_the_same_after_a_restart(
 ) -> None:
     def ask(ledger: Ledger) -> tuple[list[float], int]:
         ledger.losses(WANTED, [1])
-        found = ledger.many([WANTED, FULL, WANTED])
+        losses = ledger.many([WANTED, FULL, WANTED])
         ledger.losses(FULL, [0, 3])
-        return [float(v) for v in found.ravel()], ledger.spent
+        return [float(v) for v in losses.ravel()], ledger.spent
 
     evaluator = Wide(servers, batches=4)
     with open_journal(tmp_path / "j", IDENTITY) as journal:

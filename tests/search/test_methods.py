@@ -40,8 +40,8 @@ MARKS = ("1/2", "1/4", "1/8")
 
 @pytest.mark.parametrize("name", BY_LOSS)
 def test_obeys_every_constraint(name: str) -> None:
-    own = Pattern("FFSFFSFSFFFF")
-    rules = Constraints.make(own, keep_full=[4, 6])
+    shipped = Pattern("FFSFFSFSFFFF")
+    rules = Constraints.make(shipped, keep_full=[4, 6])
     goal = parse_targets(["7", "3"], rules)
     events = [*METHODS[name].descend(landscape(12), goal, PLENTY)]
     for text in (str(event.pattern) for event in events):
@@ -55,13 +55,13 @@ def test_obeys_every_constraint(name: str) -> None:
 def test_the_least_budget_is_enough(method: Method, batches: int) -> None:
     goal, ledger = targets(24, "1", "1/2"), Ledger(SeenEvaluator(24, batches, 2))
     least = method.least(goal, ledger.tokens_of_batches)
-    seen = set()
+    counts = set()
     for event in method.descend(ledger, goal, least):
-        seen.add(len(event.pattern.full_layers))
+        counts.add(len(event.pattern.full_layers))
         if goal.mark_at(len(event.pattern.full_layers)):
             ledger.losses(event.pattern)
     assert ledger.spent <= least
-    assert {1, 12} < seen
+    assert {1, 12} < counts
 
 
 class Blind:
@@ -99,13 +99,13 @@ def test_a_loss_that_is_no_number_ends_the_search_and_names_the_batch() -> None:
 def test_greedy_is_algorithm_1_flip_by_flip(count: int, seed: int, data: st.DataObject) -> None:
     full = data.draw(st.integers(1, count))
     goal = targets(count, str(full))
-    ledger, other = landscape(count, seed), landscape(count, seed)
+    ledger, again = landscape(count, seed), landscape(count, seed)
     steps = greedy(ledger, goal)
-    expected = algorithm_1(count, lambda text: other.mean(Pattern(text)), count - full)
+    expected = algorithm_1(count, lambda text: again.mean(Pattern(text)), count - full)
     assert [str(step.pattern) for step in steps[1:]] == expected
     for before, step in itertools.pairwise(steps):
         assert set(before.pattern.full_layers) - set(step.pattern.full_layers) == {step.layer}
-        assert step.loss == other.mean(step.pattern)
+        assert step.loss == again.mean(step.pattern)
     assert ledger.spent == evaluations(goal) * ledger.full_evaluation
 
 
@@ -123,10 +123,10 @@ def test_fast_is_never_worse_than_exhaustive_for_a_tenth(seed: int, noise: float
     search = finished(Ledger(evaluator), goal)
     assert search.search_tokens <= exhaustive.spent / 10
     assert list(search.found) == [24, 12, 6]
-    for count, found in search.found.items():
-        assert found.loss == exhaustive.mean(found.pattern)
-        assert found.loss <= path[count].loss
-        assert found.loss <= found.searched_loss
+    for count, choice in search.found.items():
+        assert choice.loss == exhaustive.mean(choice.pattern)
+        assert choice.loss <= path[count].loss
+        assert choice.loss <= choice.searched_loss
 
 
 @settings(deadline=None, max_examples=20)
@@ -142,18 +142,18 @@ def test_exact_is_exhaustive_flip_by_flip(count: int, seed: int, data: st.DataOb
 
 def descend(ledger: Ledger, count: int, goal: str, budget: int | None = None) -> list[Step]:
     """Descend with the least budget, or this one."""
-    way = Descent(targets(count, goal))
-    least = way.least(ledger.tokens_of_batches)
-    return list(FastGreedy(ledger, way, least if budget is None else budget).steps())
+    descent = Descent(targets(count, goal))
+    least = descent.least(ledger.tokens_of_batches)
+    return list(FastGreedy(ledger, descent, least if budget is None else budget).steps())
 
 
 def test_measures_more_again_where_old_measurements_mislead() -> None:
     """Losses without any structure: what was measured before says nothing about now."""
 
     class Chaos(SyntheticEvaluator):
-        def _damage(self, pattern: Pattern, chosen: np.ndarray) -> Floats:
+        def _damage(self, pattern: Pattern, batches: np.ndarray) -> Floats:
             digest = hashlib.sha256(str(pattern).encode()).digest()
-            return np.full(len(chosen), int.from_bytes(digest[:4], "big") / 2**32)
+            return np.full(len(batches), int.from_bytes(digest[:4], "big") / 2**32)
 
     def share(ledger: Ledger) -> float:
         steps = descend(ledger, 24, "1/4", PLENTY)
@@ -177,9 +177,9 @@ def test_a_search_of_few_layers_says_what_would_decide_its_flips() -> None:
     search = finished(landscape(8, noise=1.0), targets(8, "1/4"), Options.parse("both"))
     undecided = [step for step in search.path if not step.decided]
     assert undecided
-    said = Console(file=io.StringIO(), width=200)
-    _show(undecided[0], search, said, "")
-    assert said.file.getvalue().endswith(" batches, undecided)\n")  # type: ignore[attr-defined]
+    console = Console(file=io.StringIO(), width=200)
+    _show(undecided[0], search, console, "")
+    assert console.file.getvalue().endswith(" batches, undecided)\n")  # type: ignore[attr-defined]
     remarks = " ".join(_remarks(search, "loss"))
     assert f"{len(undecided)} of " in remarks
     share = search.search_tokens / search.budget.exhaustive
@@ -212,12 +212,12 @@ def test_forward_is_forward_selection(
 ) -> None:
     """It is so with every measurement, and with lazy looks where gains only shrink: no coupling."""
     goal = targets(count, str(full := data.draw(st.integers(1, count))))
-    ledger, other = (landscape(count, seed, coupling=0.0 if lazy else 4.0) for _ in range(2))
+    ledger, again = (landscape(count, seed, coupling=0.0 if lazy else 4.0) for _ in range(2))
     if lazy:
         events = list(FORWARD.descend(ledger, goal, PLENTY))
     else:
         events = list(FastGreedy(ledger, Ascent(goal), 0, exact=True).steps())
-    expected = forward_selection(count, lambda text: other.mean(Pattern(text)), full - 1)
+    expected = forward_selection(count, lambda text: again.mean(Pattern(text)), full - 1)
     assert walked(events) == expected
 
 
@@ -232,7 +232,7 @@ def test_leaves_every_mark_and_the_marks_are_listed_from_most_f_layers() -> None
     search = finished(landscape(12), targets(12, "1", "1/4", "1/2"), Options(FORWARD))
     assert list(search.found) == [6, 3, 1]
     assert str(search.found[1].pattern) == "FSSSSSSSSSSS"
-    assert all(found.is_final for found in search.found.values())
+    assert all(choice.is_final for choice in search.found.values())
     counts = [len(step.pattern.full_layers) for step in search.path]
     assert counts == [12, *range(2, 7)]
     for before, step in itertools.pairwise(search.path[1:]):
@@ -264,28 +264,28 @@ class Pairs:
 
 @pytest.mark.parametrize("refine", [False, True])
 def test_both_finds_hidden_pairs_that_fast_misses(refine: bool) -> None:
-    fast, both = (
+    fast, combined = (
         finished(Ledger(Pairs()), targets(FEW, "12"), Options(method, refine=refine))
         for method in (FAST, BOTH)
     )
-    [one], [two] = fast.found.values(), both.found.values()
-    assert two.loss - both.start_loss == pytest.approx(4 * PLAIN)  # the optimum
+    [fast_only], [two] = fast.found.values(), combined.found.values()
+    assert two.loss - combined.start_loss == pytest.approx(4 * PLAIN)  # the optimum
     assert all(set(pair) <= set(two.pattern.shared_layers) for pair in PAIRS)
-    assert one.loss - fast.start_loss > 2 * (two.loss - both.start_loss)
+    assert fast_only.loss - fast.start_loss > 2 * (two.loss - combined.start_loss)
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_both_is_as_good_as_the_better_of_the_two(seed: int) -> None:
-    both, *alone = (
+    combined, *alone = (
         finished(
             landscape(FEW, seed, batches=32), targets(FEW, *MARKS), Options(method, refine=False)
         )
         for method in (BOTH, FAST, FORWARD)
     )
-    assert list(both.found) == list(alone[0].found)
-    for count, pattern in both.found.items():
+    assert list(combined.found) == list(alone[0].found)
+    for count, pattern in combined.found.items():
         assert pattern.loss <= min(search.found[count].loss for search in alone) + 1e-12
-    assert both.search_tokens <= both.budget.total == 2 * alone[0].budget.total
+    assert combined.search_tokens <= combined.budget.total == 2 * alone[0].budget.total
 
 
 class Hidden(SeenEvaluator):
@@ -295,12 +295,12 @@ class Hidden(SeenEvaluator):
 
     def kept_mass(self, batch: int) -> Floats:
         """Layers 1 to 10 keep little under another layer's list; the others all, or nearly."""
-        kept = super().kept_mass(batch) * 1e-3 + 1.0
-        kept[1 : self.num_hidden + 1] = 0.5
-        return np.tril(kept)
+        mass = super().kept_mass(batch) * 1e-3 + 1.0
+        mass[1 : self.num_hidden + 1] = 0.5
+        return np.tril(mass)
 
-    def _damage(self, pattern: Pattern, chosen: np.ndarray) -> Floats:
-        damage = super()._damage(pattern, chosen)
+    def _damage(self, pattern: Pattern, batches: np.ndarray) -> Floats:
+        damage = super()._damage(pattern, batches)
         is_hidden = pattern.full_layers == (*range(self.num_hidden + 1),)
         return 0 * damage if is_hidden else 1 + damage * (1 + pattern.is_full(1))
 
@@ -311,34 +311,34 @@ def test_both_begins_from_one_pass_where_layers_can_be_seen(refine: bool) -> Non
     for method in (BOTH, STARTED):
         ledger = Ledger(Hidden(FEW, 32, 1))
         searches[method.in_words] = finished(ledger, goal, Options(method, refine=refine))
-    without, started = searches.values()
-    assert started.found[11].pattern.full_layers == tuple(range(11))
-    assert started.found[11].searched == started.found[11].pattern
-    assert without.found[11].pattern != started.found[11].pattern
-    assert started.budget == without.budget
-    assert started.search_tokens <= started.budget.total
-    assert [step.layer for step in started.path].count(None) == 3
+    without, from_one_pass = searches.values()
+    assert from_one_pass.found[11].pattern.full_layers == tuple(range(11))
+    assert from_one_pass.found[11].searched == from_one_pass.found[11].pattern
+    assert without.found[11].pattern != from_one_pass.found[11].pattern
+    assert from_one_pass.budget == without.budget
+    assert from_one_pass.search_tokens <= from_one_pass.budget.total
+    assert [step.layer for step in from_one_pass.path].count(None) == 3
 
 
 def test_a_start_that_misleads_is_not_kept() -> None:
     """Random numbers for the one pass: the walks' patterns are better, so they are the answer."""
     goal, evaluator = targets(FEW, *MARKS), SeenEvaluator(FEW, 32, 3)
     evaluator.is_blind = True
-    without, started = (
+    without, from_one_pass = (
         finished(Ledger(evaluator), goal, Options(method, refine=False))
         for method in (BOTH, STARTED)
     )
     blind = finished(Ledger(evaluator), goal, Options(METHODS["one-pass"], refine=False))
-    for count, found in started.found.items():
-        assert found.loss == pytest.approx(without.found[count].loss, rel=0.02)
-        assert found.loss < blind.found[count].loss
+    for count, choice in from_one_pass.found.items():
+        assert choice.loss == pytest.approx(without.found[count].loss, rel=0.02)
+        assert choice.loss < blind.found[count].loss
 
 
 def test_the_path_and_the_log_hold_both_ways(tmp_path: Path) -> None:
-    search, told = searched(tmp_path, SyntheticEvaluator(12, 16), "1/4", method="both", share=0.6)
+    search, log = searched(tmp_path, SyntheticEvaluator(12, 16), "1/4", method="both", share=0.6)
     counts = [len(step.pattern.full_layers) for step in search.path]
     assert counts == [*range(12, 2, -1), 12, *range(2, 4)]
-    down, up = told.split("way up: each flip makes one more layer F")
+    down, up = log.split("way up: each flip makes one more layer F")
     assert "way down: each flip makes one more layer S" in down
     assert "-> F" in up.split("loss")[0]
     assert "-> F" not in down

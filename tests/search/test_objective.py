@@ -14,8 +14,8 @@ from sglang_indexcache.search.calibration import Objective, Score
 )
 def test_counts_what_it_says(answers: list[bool], topk: int, score: Score) -> None:
     """Prediction by prediction, in words: token t is predicted by query t - 1, which sees t."""
-    counted = Objective(score, topk).counted(np.array(answers))
-    assert len(counted) == len(answers) - 1
+    mask = Objective(score, topk).counted(np.array(answers))
+    assert len(mask) == len(answers) - 1
     for token in range(1, len(answers)):
         expected = token > topk
         if score in (Score.ANSWERS, Score.RECALL):
@@ -23,7 +23,7 @@ def test_counts_what_it_says(answers: list[bool], topk: int, score: Score) -> No
         if score is Score.LATE:
             later = range(1, len(answers))[-((len(answers)) // 2) :]
             expected &= token in later
-        assert counted[token - 1] == expected
+        assert mask[token - 1] == expected
 
 
 def test_words() -> None:

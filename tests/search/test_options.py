@@ -108,9 +108,9 @@ def test_two_batches(layers: int, least: float) -> None:
 @pytest.mark.parametrize("method", ["fast", "forward", "both"])
 def test_the_refusal_names_a_budget_that_is_enough(method: str) -> None:
     goal, ledger = targets(24, "1/4"), landscape(24, batches=4)
-    with pytest.raises(SearchError, match="needs at least") as refused:
+    with pytest.raises(SearchError, match="needs at least") as error:
         Search(ledger, goal, Options.parse(method, share=0.001))
-    enough = float(re.findall(r"at least ([\d.]+)", str(refused.value))[0])
+    enough = float(re.findall(r"at least ([\d.]+)", str(error.value))[0])
     assert finished(ledger, goal, Options.parse(method, share=enough)).is_complete
     with pytest.raises(SearchError):
         Search(ledger, goal, Options.parse(method, share=enough - 0.001))

@@ -26,12 +26,12 @@ from sglang_indexcache.search.overlap import (
 
 def selections(seed: int, layers: int, length: int, k: int) -> np.ndarray:
     random = np.random.default_rng(seed)
-    found = np.full((layers, length, k), -1)
+    lists = np.full((layers, length, k), -1)
     for layer in range(layers):
         for query in range(length):
             count = min(k, query + 1)
-            found[layer, query, :count] = random.permutation(query + 1)[:count]
-    return found
+            lists[layer, query, :count] = random.permutation(query + 1)[:count]
+    return lists
 
 
 @settings(deadline=None, max_examples=25)
@@ -55,16 +55,16 @@ def test_is_the_mean_share_of_common_tokens(seed: int, layers: int, k: int) -> N
 
 def test_counting_in_pieces_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     sample = selections(3, 4, 40, 6)
-    whole, pieces = OverlapCounter(4, 6), OverlapCounter(4, 6)
-    whole.add(sample)
+    at_once, pieces = OverlapCounter(4, 6), OverlapCounter(4, 6)
+    at_once.add(sample)
     monkeypatch.setattr(overlap, "_MASK_BYTES", 1)
     pieces.add(sample)
-    assert whole.matrix() == pytest.approx(pieces.matrix(), abs=1e-12)
+    assert at_once.matrix() == pytest.approx(pieces.matrix(), abs=1e-12)
 
 
 def test_lists_of_several_groups_are_not_counted_as_one() -> None:
-    served: Any = SimpleNamespace(architecture="GlmMoeDsaForCausalLM")
-    check_one_list(served)
+    checkpoint: Any = SimpleNamespace(architecture="GlmMoeDsaForCausalLM")
+    check_one_list(checkpoint)
     grouped: Any = SimpleNamespace(architecture="MiniMaxM3SparseForCausalLM")
     with pytest.raises(SearchError, match="each group of heads selects by itself"):
         check_one_list(grouped)
@@ -87,9 +87,9 @@ def blocks() -> np.ndarray:
 def test_reads_the_sharpest_boundary() -> None:
     matrix = blocks()
     matrix[1, 2] = matrix[2, 1] = 0.1
-    found = overlap_in_words(matrix)
-    assert "have 0.10 to 0.90 of their selection" in found
-    assert "The sharpest boundary is between layers 1 and 2 (0.10)." in found
+    sentences = overlap_in_words(matrix)
+    assert "have 0.10 to 0.90 of their selection" in sentences
+    assert "The sharpest boundary is between layers 1 and 2 (0.10)." in sentences
 
 
 def test_each_layer_is_compared_with_the_list_that_stands_there() -> None:
@@ -105,34 +105,38 @@ def test_a_file_says_what_a_run_of_its_own_pattern_shows(tmp_path: Path) -> None
         assert str(pattern) == "FSF"
         return selections(ids[0], 3, 6, 2)
 
-    found = overlap.found_overlap(select, Pattern("FSF"), [(4,), (5,)], 2, "two texts")
+    measured_overlap = overlap.found_overlap(select, Pattern("FSF"), [(4,), (5,)], 2, "two texts")
     samples = [selections(seed, 3, 6, 2) for seed in (4, 5)]
 
     def share(layer: int) -> Any:
         common = [
-            len({*one[0, row]} & {*one[layer, row]}) for one in samples for row in range(2, 6)
+            len({*sample[0, row]} & {*sample[layer, row]})
+            for sample in samples
+            for row in range(2, 6)
         ]
         return pytest.approx(np.mean(common) / 2, abs=1e-4)
 
-    assert found.layers == (None, share(1), share(2))
-    assert (found.queries, found.data) == (8, "two texts")
+    assert measured_overlap.layers == (None, share(1), share(2))
+    assert (measured_overlap.queries, measured_overlap.data) == (8, "two texts")
     blind = np.mean([2 / sees for sees in (3, 4, 5, 6)])
-    assert found.chance == pytest.approx(blind, abs=1e-4)
-    kept = [pytest.approx((s - blind) / (1 - blind), abs=1e-3) for s in found.layers[1:] if s]
-    assert found.beyond_chance == (None, *kept)
+    assert measured_overlap.chance == pytest.approx(blind, abs=1e-4)
+    beyond = [
+        pytest.approx((s - blind) / (1 - blind), abs=1e-3) for s in measured_overlap.layers[1:] if s
+    ]
+    assert measured_overlap.beyond_chance == (None, *beyond)
 
-    written = tmp_path / "mine.yaml"
+    file = tmp_path / "mine.yaml"
     shipped = Path(__file__).parents[2] / "patterns" / "tiny-dsa-1of2.yaml"
-    written.write_text(shipped.read_text() + "# a comment at the end\n")
-    before = load_entry(written)
+    file.write_text(shipped.read_text() + "# a comment at the end\n")
+    before = load_entry(file)
     layers = (None, *[0.5] * (before.model.num_layers - 1))
     for queries in (5, 7):  # the second replaces the first
         row = FoundOverlap(layers=layers, chance=0.25, queries=queries)
-        set_overlap(written, row)
-        assert load_entry(written) == before.model_copy(update={"overlap": row})
-    assert "# a comment at the end" in written.read_text()
+        set_overlap(file, row)
+        assert load_entry(file) == before.model_copy(update={"overlap": row})
+    assert "# a comment at the end" in file.read_text()
     with pytest.raises(LibraryError, match="place for an overlap"):
-        set_overlap(written, FoundOverlap(layers=(None,), chance=0.25, queries=1))
+        set_overlap(file, FoundOverlap(layers=(None,), chance=0.25, queries=1))
 
 
 # -- from a server ---------------------------------------------------------------------------------
@@ -152,9 +156,9 @@ class Returning:
     def server_info(self) -> dict[str, Any]:
         if not self.state:
             return {"internal_states": [{}]}
-        told = {"version": "1", "policy": "FF", "source": "", "architecture": "A"}
-        told |= {n: [] for n in ("indexer_selections", "index_reuses", "index_key_writes")}
-        return {"internal_states": [{STATE: told | self.state}]}
+        report = {"version": "1", "policy": "FF", "source": "", "architecture": "A"}
+        report |= {n: [] for n in ("indexer_selections", "index_reuses", "index_key_writes")}
+        return {"internal_states": [{STATE: report | self.state}]}
 
     def generate(self, **body: Any) -> list[dict[str, Any]]:
         assert body["return_indexer_topk"] is True
@@ -169,21 +173,21 @@ CHECKPOINT: Any = SimpleNamespace(
 )
 
 
-def returned(drawn: np.ndarray) -> np.ndarray:
+def as_returned(picks: np.ndarray) -> np.ndarray:
     """Return ``[tokens, 4, k]``: as SGLang returns them, with layers that have no indexer."""
-    whole = np.zeros((len(IDS), 4, TOPK), dtype=np.int32)
-    whole[:, [0, 2]] = drawn.transpose(1, 0, 2)
-    return whole
+    rows = np.zeros((len(IDS), 4, TOPK), dtype=np.int32)
+    rows[:, [0, 2]] = picks.transpose(1, 0, 2)
+    return rows
 
 
 def test_a_servers_lists_are_those_of_its_indexers() -> None:
-    drawn = selections(1, 2, len(IDS), TOPK)
-    server: Any = Returning(returned(drawn))
-    assert (served_lists(server, CHECKPOINT)(IDS) == drawn).all()
+    picks = selections(1, 2, len(IDS), TOPK)
+    server: Any = Returning(as_returned(picks))
+    assert (served_lists(server, CHECKPOINT)(IDS) == picks).all()
 
 
 def spoiled(change: str) -> np.ndarray | None:
-    lists = returned(selections(1, 2, len(IDS), TOPK))
+    lists = as_returned(selections(1, 2, len(IDS), TOPK))
     if change == "slots":
         lists[lists >= 0] += 64
     if change == "zeros":

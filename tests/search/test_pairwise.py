@@ -38,10 +38,10 @@ def test_the_pattern_is_the_best_of_all_that_the_rules_allow(
     """Layers that must stay F, and layers that ship no indexer, included."""
     layers = st.lists(st.integers(1, count - 1), max_size=2) if count > 1 else st.just([])
     without = set(data.draw(layers))
-    kept = set(data.draw(layers)) - without
-    own = Pattern.from_layers(count, set(range(count)) - without)
-    rules = Constraints.make(own, kept)
-    full = data.draw(st.integers(rules.fewest, len(own.full_layers)))
+    required = set(data.draw(layers)) - without
+    shipped = Pattern.from_layers(count, set(range(count)) - without)
+    rules = Constraints.make(shipped, required)
+    full = data.draw(st.integers(rules.fewest, len(shipped.full_layers)))
     matrix = np.random.default_rng(seed).uniform(-1, 1, (count, count))
 
     def total(text: str) -> float:
@@ -51,11 +51,11 @@ def test_the_pattern_is_the_best_of_all_that_the_rules_allow(
     allowed = [
         text
         for text in every_pattern(count, full)
-        if all(text[i] == "F" for i in kept) and all(text[i] == "S" for i in without)
+        if all(text[i] == "F" for i in required) and all(text[i] == "S" for i in without)
     ]
-    found = most_similar(matrix, full, rules)
-    assert str(found) in allowed
-    assert total(str(found)) == pytest.approx(max(map(total, allowed)), abs=1e-12)
+    best = most_similar(matrix, full, rules)
+    assert str(best) in allowed
+    assert total(str(best)) == pytest.approx(max(map(total, allowed)), abs=1e-12)
 
 
 def similarities(*lengths: int) -> Floats:
@@ -68,11 +68,11 @@ def similarities(*lengths: int) -> Floats:
 
 def test_similarity_is_the_mean_over_all_queries_and_one_where_everything_is_selected() -> None:
     lengths = (120, 70, 60)
-    whole, alone = similarities(*lengths), [similarities(one) for one in lengths]
-    assert whole == pytest.approx(np.average(alone, axis=0, weights=lengths), abs=1e-6)
-    assert np.array_equal(whole, np.tril(whole))
-    assert np.array_equal(np.diag(whole), np.ones(12))
-    assert (whole[np.tril_indices(12, -1)] < 1).all()
+    together, alone = similarities(*lengths), [similarities(length) for length in lengths]
+    assert together == pytest.approx(np.average(alone, axis=0, weights=lengths), abs=1e-6)
+    assert np.array_equal(together, np.tril(together))
+    assert np.array_equal(np.diag(together), np.ones(12))
+    assert (together[np.tril_indices(12, -1)] < 1).all()
     below = alone[2][np.tril_indices(12)]  # 60 tokens, index_topk 64: each selects all of them
     assert below == pytest.approx(1.0, abs=1e-6)
 
@@ -96,38 +96,38 @@ def test_its_cost_is_known_before_and_it_is_not_refined(method: str, forwards: i
 
 def test_the_head_that_loses_most_decides() -> None:
     mass = np.random.default_rng(3).uniform(0, 1, (5, 5, 4))
-    kept = lost_by_worst_head(mass)
+    shares = lost_by_worst_head(mass)
     for i, j in np.ndindex(5, 5):
         losses = [mass[i, i, head] - mass[i, j, head] for head in range(4)]
-        assert kept[i, j] == pytest.approx(1 - max(losses) if j <= i else 0, abs=1e-12)
+        assert shares[i, j] == pytest.approx(1 - max(losses) if j <= i else 0, abs=1e-12)
 
 
 def test_attention_on_a_list_is_the_sum_of_its_weights() -> None:
     """One head is summed by hand: what layer 5 gives to the keys that layers 2 and 5 select."""
     ids = tuple(np.random.default_rng(9).integers(10, 500, 130).tolist())
     model = TransformersEvaluator(Path(shipped_checkpoint()), Calibration((ids,), 1, "test"))
-    counted = np.flatnonzero(model.calibration.batch_counted[0][0])
-    mass = model._mass(ids, torch.from_numpy(counted)) / len(counted)
+    queries = np.flatnonzero(model.calibration.batch_counted[0][0])
+    mass = model._mass(ids, torch.from_numpy(queries)) / len(queries)
     run = model.run(model.own, ids)
     dense = AutoConfig.from_pretrained(shipped_checkpoint(), index_topk=len(ids))
-    other = AutoModelForCausalLM.from_pretrained(
+    reference = AutoModelForCausalLM.from_pretrained(
         shipped_checkpoint(), config=dense, dtype=torch.float32, attn_implementation="eager"
     ).eval()
     with torch.no_grad():
-        read = other.model.layers[5].input_layernorm(run.hidden[5])
+        inputs = reference.model.layers[5].input_layernorm(run.hidden[5])
         places = torch.arange(len(ids))[None]
         mask = torch.full((len(ids), len(ids)), -torch.inf).triu(1)[None, None]
-        turned = other.model.rotary_emb(read, places)
-        weights = other.model.layers[5].self_attn(read, turned, mask, position_ids=places)[1]
+        rotary = reference.model.rotary_emb(inputs, places)
+        weights = reference.model.layers[5].self_attn(inputs, rotary, mask, position_ids=places)[1]
     for layer in (2, 5):
-        chosen = [set(run.indices[layer][0, query].tolist()) for query in counted]
+        lists = [set(run.indices[layer][0, query].tolist()) for query in queries]
         for head in range(weights.shape[1]):
             total = sum(
                 float(weights[0, head, query, key])
-                for query, keys in zip(counted, chosen, strict=True)
+                for query, keys in zip(queries, lists, strict=True)
                 for key in keys
             )
-            assert mass[5, layer, head] == pytest.approx(total / len(counted), abs=1e-5)
+            assert mass[5, layer, head] == pytest.approx(total / len(queries), abs=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -143,8 +143,8 @@ def test_a_search_writes_a_pattern_for_each_target_and_measures_nothing_twice(
     arguments = ["search", "run", "--method", method, "--model", str(shipped_checkpoint())]
     arguments += ["--context", "96", "--batches", "2", "--held-out", "2", "--target", "1/2"]
     arguments += ["--target", "1/4", "--output", str(tmp_path)]
-    done = CliRunner().invoke(app, arguments)
-    assert done.exit_code == 0, done.output
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
     names = {"tiny-dsa-1of2": 6, "tiny-dsa-1of4": 3}
     texts = {name: (tmp_path / f"{name}.yaml").read_text() for name in names}
     for name, full in names.items():
@@ -160,6 +160,6 @@ def test_a_search_writes_a_pattern_for_each_target_and_measures_nothing_twice(
 
     monkeypatch.setattr(TransformersEvaluator, kind, again)
     monkeypatch.setattr(TransformersEvaluator, "token_losses", again)
-    done = CliRunner().invoke(app, arguments)
-    assert done.exit_code == 0, done.output
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
     assert {name: (tmp_path / f"{name}.yaml").read_text() for name in names} == texts

@@ -27,16 +27,16 @@ def test_a_text_keeps_its_length_and_three_quarters_of_itself(length: int, seed:
 def test_what_counts_stands_word_for_word_before() -> None:
     ids = tuple(range(1000, 1000 + 1024))
     row = with_passages(Marked(ids, np.zeros(1024, dtype=bool)))
-    kept = 1024 - 4 * LENGTH
-    assert row.ids[:kept] == ids[:kept]
+    start = 1024 - 4 * LENGTH
+    assert row.ids[:start] == ids[:start]
     for place in range(4):
-        first = kept + place * LENGTH
+        first = start + place * LENGTH
         passage = row.ids[first : first + LENGTH]
         assert passage == tuple(range(passage[0], passage[0] + LENGTH))  # as it stands in the text
-        assert passage[-1] < ids[kept]
+        assert passage[-1] < ids[start]
         marks = row.answers[first : first + LENGTH].tolist()
         assert marks == [False] * CUE + [True] * (LENGTH - CUE)
-    assert row.answers[:kept].tolist() == [False] * (kept // 2) + [True] * (kept // 2)
+    assert row.answers[:start].tolist() == [False] * (start // 2) + [True] * (start // 2)
     again = with_passages(Marked(ids, np.ones(1024, dtype=bool)))
     assert (again.ids, again.answers.tolist()) == (row.ids, row.answers.tolist())
 

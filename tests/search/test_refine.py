@@ -39,8 +39,8 @@ def test_with_plenty_it_ends_where_no_shift_by_one_layer_helps(pattern: Pattern,
     refined, _ = refine(ledger, free(len(pattern)), pattern, PLENTY)
     for out in refined.full_layers[1:]:
         for into in {out - 1, out + 1} & set(refined.shared_layers):
-            kept = set(refined.full_layers) - {out} | {into}
-            assert ledger.mean(Pattern.from_layers(len(pattern), kept)) >= ledger.mean(refined)
+            layers = set(refined.full_layers) - {out} | {into}
+            assert ledger.mean(Pattern.from_layers(len(pattern), layers)) >= ledger.mean(refined)
 
 
 def test_finds_what_greedy_misses() -> None:

@@ -56,14 +56,14 @@ def test_kill_9_at_random_moments(tmp_path: Path, method: str, servers: int, goa
     finish(start(undisturbed, method))
     expected = results(undisturbed)
     assert list(expected) == [f"x-1of{r}.yaml" for r in (2, 4, 8)]
-    whole = size(undisturbed / "journal.jsonl")
+    full_size = size(undisturbed / "journal.jsonl")
     moments = random.Random(0)
     journal, kills = killed / "journal.jsonl", 0
     while kills < goal:
         process = start(killed, method, servers)
         # Each life gets a random share of the work, so that the kills spread over all of it.
-        enough = size(journal) + moments.uniform(0.0, 1.6 / goal) * whole
-        while process.is_alive() and size(journal) < min(enough, 0.97 * whole):
+        enough = size(journal) + moments.uniform(0.0, 1.6 / goal) * full_size
+        while process.is_alive() and size(journal) < min(enough, 0.97 * full_size):
             time.sleep(0.002)
         time.sleep(moments.uniform(0.0, 0.03))
         if not process.is_alive():
@@ -74,9 +74,9 @@ def test_kill_9_at_random_moments(tmp_path: Path, method: str, servers: int, goa
     assert kills == goal
     finish(start(killed, method, servers))
     assert results(killed) == expected
-    found = evaluations(killed)
-    assert sorted(found) == sorted(evaluations(undisturbed))
-    assert sum(what == "one pass" for what, _ in found) == (8 if method == "both" else 0)
+    entries = evaluations(killed)
+    assert sorted(entries) == sorted(evaluations(undisturbed))
+    assert sum(kind == "one pass" for kind, _ in entries) == (8 if method == "both" else 0)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -60,10 +60,10 @@ class Process:
         self._process.wait()
 
 
-def search(ports: Sequence[int], output: Path, told: list[str], at_once: int = 1) -> None:
+def search(ports: Sequence[int], output: Path, lines: list[str], at_once: int = 1) -> None:
     clients = tuple(Client(f"http://127.0.0.1:{port}") for port in ports)
     setup = replace(Setup.read(TINY, str(TEXT), context=128, batches=8, held_out=2), name="x")
-    engines = Pool(clients, at_once=at_once, tell=told.append)
+    engines = Pool(clients, at_once=at_once, tell=lines.append)
     evaluator = ServedEvaluator(engines, setup.calibration)
     rules = Constraints.make(setup.checkpoint.own)
     goals = parse_targets(["1/2", "1/4"], rules)
@@ -91,8 +91,8 @@ def test_one_of_three_servers_is_killed_twice(
     monkeypatch.setattr(pool, "LONGEST_PAUSE", 0.05)
     alone, three = tmp_path / "alone", tmp_path / "three"
     servers = [Process(0.0), Process(0.05), Process(0.05), Process(0.05)]
-    victim, others = servers[2], (servers[1], servers[3])
-    told: list[str] = []
+    victim, survivors = servers[2], (servers[1], servers[3])
+    sentences: list[str] = []
     kills: list[int] = []
 
     def kill_twice() -> None:
@@ -100,20 +100,20 @@ def test_one_of_three_servers_is_killed_twice(
         for lines in (20, 60):
             while not journal.exists() or journal.read_bytes().count(b"\n") < lines:
                 time.sleep(0.01)
-            for other in others:
-                other.hold()
+            for server in survivors:
+                server.hold()
             victim.kill()
             kills.append(lines)
             victim.start()
-            for other in others:
-                other.go_on()
+            for server in survivors:
+                server.go_on()
 
     try:
-        search([servers[0].port], alone, told)
-        assert told == []
+        search([servers[0].port], alone, sentences)
+        assert sentences == []
         killer = threading.Thread(target=kill_twice, daemon=True)
         killer.start()
-        search([server.port for server in servers[1:]], three, told)
+        search([server.port for server in servers[1:]], three, sentences)
         killer.join(60)
     finally:
         for server in servers:
@@ -121,8 +121,8 @@ def test_one_of_three_servers_is_killed_twice(
     assert kills == [20, 60]
     assert list(results(three)) == ["x-1of2.yaml", "x-1of4.yaml"]
     assert results(three) == results(alone)
-    found = evaluations(three)
-    assert sorted(found) == sorted(evaluations(alone))
+    entries = evaluations(three)
+    assert sorted(entries) == sorted(evaluations(alone))
     name = f"the server at http://127.0.0.1:{victim.port}"
-    assert all(line.startswith(f"{name} ") for line in told)
-    assert f"{name} answers again" in told
+    assert all(line.startswith(f"{name} ") for line in sentences)
+    assert f"{name} answers again" in sentences

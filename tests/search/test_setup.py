@@ -42,13 +42,13 @@ def test_a_short_context_is_said_and_counted_from_where_it_matters() -> None:
     evaluator = TransformersEvaluator(TINY, setup.calibration)
     all_full, shared = Pattern.full(12), Pattern("F" + 11 * "S")
     [[mine]] = evaluator.token_losses(all_full, [0])
-    [[other]] = evaluator.token_losses(shared, [0])
-    assert np.abs(other - mine)[:64].max() < 1e-5 < np.abs(other - mine)[64:].max()
-    assert evaluator.loss(shared, [0]).mean() == pytest.approx(other[64:].mean())
+    [[theirs]] = evaluator.token_losses(shared, [0])
+    assert np.abs(theirs - mine)[:64].max() < 1e-5 < np.abs(theirs - mine)[64:].max()
+    assert evaluator.loss(shared, [0]).mean() == pytest.approx(theirs[64:].mean())
     assert "more than 64 tokens" in setup.identity(evaluator)["counted"]
     assert "(--score recall)" in dict(setup.rows)["recall"]
     setup = Setup.read(TINY, context=200, batches=1, score=Score.LATE)
     evaluator = TransformersEvaluator(TINY, setup.calibration)
-    assert evaluator.loss(shared, [0]).mean() == pytest.approx(other[99:].mean())
+    assert evaluator.loss(shared, [0]).mean() == pytest.approx(theirs[99:].mean())
     assert "later half" in setup.identity(evaluator)["counted"]
     assert not {"advice", "recall"} & dict(Setup.read(TINY, context=256, batches=1).rows).keys()

@@ -57,8 +57,8 @@ def test_layers_that_cannot_be_kept(keep_full: list[int], message: str) -> None:
 
 
 def test_baselines_are_the_known_schedules() -> None:
-    found = baselines(12, free(47))
-    assert found["uniform"] == Pattern.uniform(47, 4)
+    named = baselines(12, free(47))
+    assert named["uniform"] == Pattern.uniform(47, 4)
     assert len(baselines(24, free(47))["freq"].full_layers) == 24
     for count in range(1, 48):
         for pattern in baselines(count, free(47)).values():

@@ -22,5 +22,5 @@ def plan(text: str = "FSFS", **fields: Any) -> Plan:
 def requests(patterns: Iterable[str | Pattern]) -> RequestIds:
     """Return a batch's requests, one a pattern."""
     parsed = [Pattern(p) if isinstance(p, str) else p for p in patterns]
-    each = [SimpleNamespace(rid=str(n), indexcache_pattern=p) for n, p in enumerate(parsed)]
-    return RequestIds(each)  # type: ignore[arg-type]
+    requests_of = [SimpleNamespace(rid=str(n), indexcache_pattern=p) for n, p in enumerate(parsed)]
+    return RequestIds(requests_of)  # type: ignore[arg-type]

@@ -42,7 +42,7 @@ def rank_main(rank: int, plans: Sequence[Any], meeting: str, answers: Any) -> No
         answers[rank] = str(error)
     store.set(f"done/{rank}", "")
     if rank == 0:  # it holds the store until all are through; nobody asks it behind that
-        store.wait([f"done/{other}" for other in range(len(plans))], timedelta(seconds=60))
+        store.wait([f"done/{rank}" for rank in range(len(plans))], timedelta(seconds=60))
 
 
 def meet(plans: Sequence[Any]) -> dict[int, str]:
@@ -128,11 +128,11 @@ def test_a_launch_path_that_resolved_without_the_plugin(
     (tmp_path / "config.json").write_text(json.dumps(config))
     monkeypatch.delenv("SGLANG_INDEXCACHE_PATTERN", raising=False)
     command = [sys.executable, "-c", UNRESOLVED, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert "nothing asks: ''" in done.stdout, done.stderr
-    assert "by variable: SGLANG_INDEXCACHE_PATTERN" in done.stdout
-    assert "SettingsError: the attention backend indexcache was not acted on" in done.stderr
-    assert "load_plugins() before you make ServerArgs" in done.stderr
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert "nothing asks: ''" in process.stdout, process.stderr
+    assert "by variable: SGLANG_INDEXCACHE_PATTERN" in process.stdout
+    assert "SettingsError: the attention backend indexcache was not acted on" in process.stderr
+    assert "load_plugins() before you make ServerArgs" in process.stderr
 
 
 def test_the_backend_under_our_own_name_is_always_an_error() -> None:

@@ -45,12 +45,12 @@ def make(tmp_path: Path) -> Make:
 @pytest.fixture(autouse=True)
 def one_tested_version(tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch) -> EngineSource:
     """1.0 is recorded and installed."""
-    tested = make("1.0")
+    version = make("1.0")
     monkeypatch.setattr(engine_version, "seams", lambda: SEAMS)
     monkeypatch.setattr(engine_version, "RECORDS", tmp_path / "seams.json")
-    monkeypatch.setattr(EngineSource, "installed", classmethod(lambda cls: tested))
-    record(tested)
-    return tested
+    monkeypatch.setattr(EngineSource, "installed", classmethod(lambda cls: version))
+    record(version)
+    return version
 
 
 def changed(*names: str, code: str = CODE) -> str:
@@ -155,7 +155,7 @@ def digest(tmp_path: Path) -> Digest:
 
 
 @pytest.mark.parametrize(
-    ("name", "code", "same"),
+    ("name", "code", "equivalent"),
     [
         ("f", FUNCTION, FUNCTION.replace("a, *", "  # why\n    a,\n    *")),
         ("f", FUNCTION, FUNCTION.replace("\n   ", '\n    """What."""\n\n   ', 1)),
@@ -167,13 +167,13 @@ def digest(tmp_path: Path) -> Digest:
         ("f", FUNCTION, "if x:\n" + "".join(f"    {line}\n" for line in FUNCTION.splitlines())),
     ],
 )
-def test_a_digest_does_not_see(name: str, code: str, same: str, digest: Digest) -> None:
-    assert digest(code, name) == digest(same, name)
+def test_a_digest_does_not_see(name: str, code: str, equivalent: str, digest: Digest) -> None:
+    assert digest(code, name) == digest(equivalent, name)
     assert digest(code, name) is not None
 
 
 @pytest.mark.parametrize(
-    ("name", "code", "other"),
+    ("name", "code", "changed"),
     [
         ("f", FUNCTION, FUNCTION.replace("b=1", "b=True")),
         ("f", FUNCTION, FUNCTION.replace("b=1", "b='1'")),
@@ -191,9 +191,9 @@ def test_a_digest_does_not_see(name: str, code: str, same: str, digest: Digest) 
         ("n", "n = None", "n = 'None'"),
     ],
 )
-def test_a_digest_sees(name: str, code: str, other: str, digest: Digest) -> None:
-    assert digest(code, name) != digest(other, name)
-    assert digest(other, name) is not None
+def test_a_digest_sees(name: str, code: str, changed: str, digest: Digest) -> None:
+    assert digest(code, name) != digest(changed, name)
+    assert digest(changed, name) is not None
 
 
 def test_by_signature_only_the_parameters_count(digest: Digest) -> None:
@@ -211,6 +211,6 @@ def test_a_digest_is_the_same_in_every_python(digest: Digest) -> None:
 
 
 def test_what_is_not_there_has_no_digest(tmp_path: Path) -> None:
-    here = source(tmp_path, CLASS)
-    assert here.digest(Seam(MODULE, "C.gone", "")) is None
-    assert here.digest(Seam("sglang.srt.nowhere", "C", "")) is None
+    engine = source(tmp_path, CLASS)
+    assert engine.digest(Seam(MODULE, "C.gone", "")) is None
+    assert engine.digest(Seam("sglang.srt.nowhere", "C", "")) is None

@@ -22,7 +22,7 @@ LIVE = plan("F" * 8, mode="live")
 
 
 @pytest.fixture(autouse=True)
-def served(monkeypatch: pytest.MonkeyPatch) -> list[Plan | None]:
+def plans(monkeypatch: pytest.MonkeyPatch) -> list[Plan | None]:
     """Return the plan of this process, which a test may replace."""
     plans: list[Plan | None] = [LIVE]
     one_stage = SimpleNamespace(pp_size=1)
@@ -31,7 +31,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Plan | None]:
     return plans
 
 
-def named(name: Any) -> dict[str, Any]:
+def params_with(name: Any) -> dict[str, Any]:
     return {"custom_params": {"indexcache_pattern": name}}
 
 
@@ -40,7 +40,7 @@ async def route(request: Request) -> Any:
     return JSONResponse(await request.json())
 
 
-def post(body: Any, path: str = "/generate", asked: str = "") -> httpx.Response:
+def post(body: Any, path: str = "/generate", url: str = "") -> httpx.Response:
     app = Starlette(
         routes=[Route(path, route, methods=["POST"])], middleware=[Middleware(front.Front)]
     )
@@ -48,7 +48,7 @@ def post(body: Any, path: str = "/generate", asked: str = "") -> httpx.Response:
     async def send() -> httpx.Response:
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
-            return await client.post(asked or path, json=body)
+            return await client.post(url or path, json=body)
 
     return asyncio.run(send())
 
@@ -56,12 +56,12 @@ def post(body: Any, path: str = "/generate", asked: str = "") -> httpx.Response:
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        ("/generate", {"sampling_params": named("uniform:1/4")}),
-        ("/generate", {"sampling_params": [named("full"), named(None), {}]}),
+        ("/generate", {"sampling_params": params_with("uniform:1/4")}),
+        ("/generate", {"sampling_params": [params_with("full"), params_with(None), {}]}),
         ("/generate", {"text": "what does indexcache_pattern do?"}),
-        ("/invocations", named("full")),
-        ("/v1/completions", named("full")),
-        ("/v1/chat/completions", named("FSSSFSSS") | {"stream": True}),
+        ("/invocations", params_with("full")),
+        ("/v1/completions", params_with("full")),
+        ("/v1/chat/completions", params_with("FSSSFSSS") | {"stream": True}),
         ("/v1/chat/completions", {"messages": [{"indexcache": "said by a user"}]}),
         ("/v1/messages", {"custom_params": {"another's": 1}}),
         ("/v1/chat/completions", {"metadata": {"indexcache_trial": "3"}}),
@@ -79,17 +79,25 @@ def test_what_is_named_well_or_said_to_others_reaches_the_route(path: str, body:
 @pytest.mark.parametrize(
     ("path", "body", "reason"),
     [
-        ("/generate", {"sampling_params": named("nobody")}, "no pattern is called 'nobody'"),
-        ("/generate", {"sampling_params": [{}, named("nobody")]}, "no pattern is called 'nobody'"),
-        ("/v1/completions", named(7) | {"stream": True}, "must be a string, got int"),
+        ("/generate", {"sampling_params": params_with("nobody")}, "no pattern is called 'nobody'"),
+        (
+            "/generate",
+            {"sampling_params": [{}, params_with("nobody")]},
+            "no pattern is called 'nobody'",
+        ),
+        ("/v1/completions", params_with(7) | {"stream": True}, "must be a string, got int"),
         ("/generate", {"indexcache_pattern": "full"}, "indexcache_pattern is read by nobody"),
-        ("/generate", named("full"), "Name the pattern in sampling_params.custom_params"),
+        ("/generate", params_with("full"), "Name the pattern in sampling_params.custom_params"),
         ("/generate", {"sampling_params": {"indexcache_pattern": "full"}}, "read by nobody"),
         ("/generate", {"sampling_params": [{}, {"Index-Cache": "full"}]}, "read by nobody"),
         ("/generate", {"sampling_params": {"custom_params": {"INDEXCACHE_PATTERN": "x"}}}, "read"),
-        ("/v1/completions", {"sampling_params": named("full")}, "in custom_params.indexcache"),
-        ("/v1/completions", {"extra_body": named("full")}, "in custom_params.indexcache"),
-        ("/v1/messages", named("full"), "custom_params.indexcache_pattern of /v1/chat/comp"),
+        (
+            "/v1/completions",
+            {"sampling_params": params_with("full")},
+            "in custom_params.indexcache",
+        ),
+        ("/v1/completions", {"extra_body": params_with("full")}, "in custom_params.indexcache"),
+        ("/v1/messages", params_with("full"), "custom_params.indexcache_pattern of /v1/chat/comp"),
         ("/api/generate", {"options": {"indexcache_pattern": "full"}}, "named in the body: in"),
         (
             "/v1/chat/completions",
@@ -101,7 +109,11 @@ def test_what_is_named_well_or_said_to_others_reaches_the_route(path: str, body:
             {"chat_template_kwargs": {"IndexCache-Pattern": "full"}},
             "chat_template_kwargs.IndexCache-Pattern is read by nobody",
         ),
-        ("/predict", {"parameters": {"sampling_params": named("full")}}, "nobody at /predict"),
+        (
+            "/predict",
+            {"parameters": {"sampling_params": params_with("full")}},
+            "nobody at /predict",
+        ),
     ],
 )
 def test_a_name_that_is_none_or_that_nobody_would_read(path: str, body: Any, reason: str) -> None:
@@ -126,23 +138,25 @@ def test_a_spelling_that_bytes_do_not_show(body: bytes) -> None:
 
 
 def test_a_slash_behind_a_route_redirects_as_without_a_name() -> None:
-    for body in ({}, {"sampling_params": named("full")}):
-        response = post(body, asked="/generate/")
+    for body in ({}, {"sampling_params": params_with("full")}):
+        response = post(body, url="/generate/")
         assert response.status_code == 307
         assert response.headers["location"] == "http://server/generate"
-    assert "no pattern is called" in post({"sampling_params": named("x")}, asked="/generate/").text
+    assert (
+        "no pattern is called" in post({"sampling_params": params_with("x")}, url="/generate/").text
+    )
 
 
-def test_static_mode_takes_its_own_only(served: list[Plan | None]) -> None:
-    served[0] = plan("FSSSFSSS")
-    assert post(named("uniform:1/4"), "/v1/completions").status_code == 200
-    other = post(named("full"), "/v1/completions")
-    assert other.status_code == 400
-    assert "static mode" in other.text
+def test_static_mode_takes_its_own_only(plans: list[Plan | None]) -> None:
+    plans[0] = plan("FSSSFSSS")
+    assert post(params_with("uniform:1/4"), "/v1/completions").status_code == 200
+    refusal = post(params_with("full"), "/v1/completions")
+    assert refusal.status_code == 400
+    assert "static mode" in refusal.text
 
 
-def test_without_a_plan_nothing_is_checked(served: list[Plan | None]) -> None:
-    served[0] = None
+def test_without_a_plan_nothing_is_checked(plans: list[Plan | None]) -> None:
+    plans[0] = None
     assert post({"indexcache_pattern": "nobody"}).status_code == 200
 
 
@@ -176,10 +190,10 @@ def test_the_middleware_is_inside_sglangs_own(
     monkeypatch.setitem(front.sys.modules, front._APP, SimpleNamespace(app=app))  # type: ignore[arg-type]
     for _ in range(2):
         front._add_middleware(None, None)
-    assert [each.cls for each in app.user_middleware] == [Outer, front.Front]
+    assert [layer.cls for layer in app.user_middleware] == [Outer, front.Front]
     stack: Any = app.middleware_stack or app.build_middleware_stack()
-    found = []
+    classes = []
     while stack is not None:
-        found.append(type(stack))
+        classes.append(type(stack))
         stack = getattr(stack, "_app", None) or getattr(stack, "app", None)
-    assert found.index(Outer) < found.index(front.Front)
+    assert classes.index(Outer) < classes.index(front.Front)

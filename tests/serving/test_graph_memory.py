@@ -18,9 +18,9 @@ H100 = 81_559
 
 def arguments(*graphs: str, mode: str = "live", fraction: float | None = None) -> Any:
     """Return a server's, which SGLang would give 0.8 of an H100; graphs of up to 512 requests."""
-    made = plan("FSFS", mode=mode, graphs=graphs)
+    built_plan = plan("FSFS", mode=mode, graphs=graphs)
     return SimpleNamespace(
-        json_model_override_args=json.dumps({CONFIG_KEY: made.hf_overrides()[CONFIG_KEY]}),
+        json_model_override_args=json.dumps({CONFIG_KEY: built_plan.hf_overrides()[CONFIG_KEY]}),
         mem_fraction_static=fraction,
         disaggregation_mode="null",
         device="cuda",
@@ -51,29 +51,29 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_each_graph_of_a_size_has_what_sglang_keeps_for_one(
     graphs: tuple[str, ...], mode: str, megabytes: int
 ) -> None:
-    given = arguments(*graphs, mode=mode)
-    plugin._keep_free_for_graphs(given, previous)
-    assert given.mem_fraction_static == round(0.8 - megabytes / H100, 3)
-    assert plan("FSFS", mode=mode, graphs=graphs).graph_reserve_mb(given) == megabytes
+    server_args = arguments(*graphs, mode=mode)
+    plugin._keep_free_for_graphs(server_args, previous)
+    assert server_args.mem_fraction_static == round(0.8 - megabytes / H100, 3)
+    assert plan("FSFS", mode=mode, graphs=graphs).graph_reserve_mb(server_args) == megabytes
 
 
 def test_a_fraction_that_the_user_fixed_stays(caplog: pytest.LogCaptureFixture) -> None:
-    given = arguments("short", fraction=0.9)
-    plugin._keep_free_for_graphs(given, previous)
-    assert given.mem_fraction_static == 0.9
+    server_args = arguments("short", fraction=0.9)
+    plugin._keep_free_for_graphs(server_args, previous)
+    assert server_args.mem_fraction_static == 0.9
     assert "about 1024 MB" in caplog.text
 
 
 @pytest.mark.parametrize("fields", [{"disaggregation_mode": "prefill"}, {"device": "cpu"}])
 def test_nothing_is_kept_where_no_graph_is_captured(fields: dict[str, Any]) -> None:
-    given = arguments("short")
-    vars(given).update(fields)
-    plugin._keep_free_for_graphs(given, previous)
-    assert given.mem_fraction_static == 0.8
+    server_args = arguments("short")
+    vars(server_args).update(fields)
+    plugin._keep_free_for_graphs(server_args, previous)
+    assert server_args.mem_fraction_static == 0.8
 
 
 def test_a_server_that_did_not_ask_for_us_is_left_alone() -> None:
-    given = arguments("short")
-    given.json_model_override_args = "{}"
-    plugin._keep_free_for_graphs(given, previous)
-    assert given.mem_fraction_static == 0.8
+    server_args = arguments("short")
+    server_args.json_model_override_args = "{}"
+    plugin._keep_free_for_graphs(server_args, previous)
+    assert server_args.mem_fraction_static == 0.8

@@ -27,8 +27,8 @@ def serve(
     """Make this process a worker with pattern ``text`` of a model that ships every indexer."""
     bag = SimpleNamespace(disaggregation_mode="decode" if disaggregated else "null")
     monkeypatch.setattr("sglang.srt.runtime_context.get_disagg", lambda: bag)
-    made = plan(text, mode=mode)
-    active.activate(made)
+    served_plan = plan(text, mode=mode)
+    active.activate(served_plan)
     agreement.install_handshake()
 
 
@@ -49,11 +49,11 @@ def handshake(
     monkeypatch: pytest.MonkeyPatch, manager: Any, kv_cache_dtype: str = "bfloat16"
 ) -> bool:
     """Ask a prefill node that told its bootstrap server ``kv_cache_dtype``."""
-    said = {
+    answered = {
         "attn_tp_size": 1, "attn_cp_size": 1, "dp_size": 1, "pp_size": 1, "page_size": 64,
         "kv_cache_dtype": kv_cache_dtype, "follow_bootstrap_room": False,
     }  # fmt: skip
-    answer = SimpleNamespace(status_code=200, json=lambda: said)
+    answer = SimpleNamespace(status_code=200, json=lambda: answered)
     monkeypatch.setattr(conn.requests, "get", lambda *_, **__: answer)
     return bool(manager.try_ensure_parallel_info("prefill:8998"))
 

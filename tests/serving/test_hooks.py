@@ -24,13 +24,13 @@ def engine(monkeypatch: pytest.MonkeyPatch, own_hooks: None) -> ModuleType:
 
 
 def test_around_and_after_are_installed_once(engine: ModuleType) -> None:
-    seen = []
+    results = []
     for _ in range(2):
         hooks.around("engine.dumps", lambda original, value: original([value, value]))
-        hooks.after("engine.loads", lambda result, *_: seen.append(result))
+        hooks.after("engine.loads", lambda result, *_: results.append(result))
     assert engine.dumps(1) == "[1, 1]"
     assert engine.loads("2") == 2
-    assert seen == [2]
+    assert results == [2]
 
 
 def test_a_target_that_is_gone(caplog: pytest.LogCaptureFixture) -> None:

@@ -67,11 +67,11 @@ def test_pipeline_stage_adopts_what_the_engine_carried_in_every_pass() -> None:
     buffer = IndexBuffer(active("FSSFSS"), first_layer=1)
     buffer.begin()
     for number in range(3):
-        carried, own = torch.tensor([number]), torch.tensor([number + 10])
+        carried, selected = torch.tensor([number]), torch.tensor([number + 10])
         assert resolve(buffer, 1, carried) is carried
         assert resolve(buffer, 2, None) is carried
-        assert resolve(buffer, 3, own) is own
-        assert resolve(buffer, 4, None) is own
+        assert resolve(buffer, 3, selected) is selected
+        assert resolve(buffer, 4, None) is selected
 
 
 def test_what_the_engine_carries_within_a_stage_is_not_adopted() -> None:
@@ -102,7 +102,7 @@ def test_each_row_has_the_indices_of_its_own_f_layer(
     requests: list[tuple[str, int]], padding: int, is_live: bool
 ) -> None:
     """Against each row followed alone. In live mode the indexer asks before attention does."""
-    patterns = [Pattern("F" + rest) for rest, _ in requests]
+    patterns = [Pattern("F" + letters) for letters, _ in requests]
     lengths = [length for _, length in requests]
     owners = [p for p, length in zip(patterns, lengths, strict=True) for _ in range(length)]
     count = len(owners) + padding
@@ -116,17 +116,17 @@ def test_each_row_has_the_indices_of_its_own_f_layer(
             selected = selections(layer, count) if runs else None
             if selected is not None:
                 given_out.append((selected, selected.clone()))
-            used = resolve(buffer, layer, selected)
+            indices = resolve(buffer, layer, selected)
             if is_live:
-                assert buffer.read(layer, count) is used
+                assert buffer.read(layer, count) is indices
             for row, pattern in enumerate(owners):
-                assert used[row].tolist() == [pattern.source_of(layer), row]
+                assert indices[row].tolist() == [pattern.source_of(layer), row]
             if selected is not None and all(pattern.is_full(layer) for pattern in patterns):
-                assert used is selected  # nothing is copied
-            given_out.append((used, used.clone()))
-        for used, as_given in given_out:
+                assert indices is selected  # nothing is copied
+            given_out.append((indices, indices.clone()))
+        for indices, as_given in given_out:
             assert torch.equal(
-                used, as_given
+                indices, as_given
             )  # nothing that layers gave or were given is written to
 
 
@@ -134,7 +134,7 @@ def test_each_row_has_the_indices_of_its_own_f_layer(
 def test_an_indexer_that_did_not_run_is_noticed_for_each_pattern(
     requests: list[tuple[str, int]], data: st.DataObject
 ) -> None:
-    patterns = [Pattern("F" + rest) for rest, _ in requests]
+    patterns = [Pattern("F" + letters) for letters, _ in requests]
     full = sorted({layer for pattern in patterns for layer in pattern.full_layers})
     missing = data.draw(st.sampled_from(full))
     buffer = IndexBuffer(active(str(patterns[0])))
@@ -154,17 +154,17 @@ def test_an_indexer_that_did_not_run_is_noticed_for_each_pattern(
 
 def test_a_part_of_a_mixed_batch_inherits_its_rows() -> None:
     state = active("FSFS")
-    whole, part = IndexBuffer(state), IndexBuffer(state)
+    full, part = IndexBuffer(state), IndexBuffer(state)
     patterns = [Pattern("FSFS"), Pattern("FFSS")]
-    whole.begin(RowPatterns.of(patterns, [2, 3], torch.empty(5)))
-    part.begin(whole.rows.cut(1, 4, 3))
-    resolve(whole, 0, selections(0, 5))
-    resolve(whole, 1, selections(1, 5))
-    part.inherit(2, whole, (1, 4), 3, before=2)
-    used = resolve(part, 2, selections(2, 3))
-    assert used.tolist() == [[2, 0], [1, 2], [1, 3]]
-    part.inherit(3, whole, (1, 4), 3, before=2)  # has its own by now
-    assert resolve(part, 3, None) is used
+    full.begin(RowPatterns.of(patterns, [2, 3], torch.empty(5)))
+    part.begin(full.rows.cut(1, 4, 3))
+    resolve(full, 0, selections(0, 5))
+    resolve(full, 1, selections(1, 5))
+    part.inherit(2, full, (1, 4), 3, before=2)
+    indices = resolve(part, 2, selections(2, 3))
+    assert indices.tolist() == [[2, 0], [1, 2], [1, 3]]
+    part.inherit(3, full, (1, 4), 3, before=2)  # has its own by now
+    assert resolve(part, 3, None) is indices
 
 
 def test_attention_reads_the_rows_that_it_has() -> None:
@@ -195,18 +195,18 @@ def test_the_rows_that_pad_a_part_select_nothing_of_the_other() -> None:
     """The halves of an overlap are padded each by itself, behind their own rows."""
     state = active("FSFS")
     for patterns in (["FSFS"], ["FSFS", "FFSS"]):
-        whole, part = IndexBuffer(state), IndexBuffer(state)
-        named = [Pattern(patterns[row % len(patterns)]) for row in range(6)]
-        whole.begin(RowPatterns.of(named, [1] * 6, torch.empty(6)))
-        part.begin(whole.rows.cut(0, 3, 4))
+        full, part = IndexBuffer(state), IndexBuffer(state)
+        patterns_of = [Pattern(patterns[row % len(patterns)]) for row in range(6)]
+        full.begin(RowPatterns.of(patterns_of, [1] * 6, torch.empty(6)))
+        part.begin(full.rows.cut(0, 3, 4))
         for layer in range(2):
-            if whole.is_full(layer):
-                whole.select(layer, selections(layer, 6))
-        part.inherit(1, whole, (0, 3), 4, before=1)
+            if full.is_full(layer):
+                full.select(layer, selections(layer, 6))
+        part.inherit(1, full, (0, 3), 4, before=1)
         if part.is_full(1):
             part.select(1, selections(1, 4))
-        used = [[row % len(patterns), row] for row in range(3)]
-        assert part.shared(1)[:3].tolist() == part.read(1, 3).tolist() == used
+        expected = [[row % len(patterns), row] for row in range(3)]
+        assert part.shared(1)[:3].tolist() == part.read(1, 3).tolist() == expected
         assert part.shared(1)[3].tolist() == ([1, 3] if part.is_full(1) else [-1, -1])
 
 
@@ -220,59 +220,59 @@ def test_a_part_that_inherits_nothing_is_noticed() -> None:
 
 def test_a_part_inherits_anew_in_each_forward() -> None:
     state = active("FSFS")
-    whole, part = IndexBuffer(state), IndexBuffer(state)
+    full, part = IndexBuffer(state), IndexBuffer(state)
     patterns = [Pattern("FSFS"), Pattern("FFSS")]
     for number in (100, 200):
-        whole.begin(RowPatterns.of(patterns, [1, 1], torch.empty(2)))
-        part.begin(whole.rows.cut(0, 2, 2))
-        resolve(whole, 0, number + selections(0, 2))
-        resolve(whole, 1, number + selections(1, 2))
-        part.inherit(2, whole, (0, 2), 2, before=2)
-        used = resolve(part, 2, number + selections(2, 2))
-        assert used.tolist() == [[number + 2, number], [number + 1, number + 1]]
+        full.begin(RowPatterns.of(patterns, [1, 1], torch.empty(2)))
+        part.begin(full.rows.cut(0, 2, 2))
+        resolve(full, 0, number + selections(0, 2))
+        resolve(full, 1, number + selections(1, 2))
+        part.inherit(2, full, (0, 2), 2, before=2)
+        indices = resolve(part, 2, number + selections(2, 2))
+        assert indices.tolist() == [[number + 2, number], [number + 1, number + 1]]
 
 
 def test_a_part_of_one_pattern_inherits_in_every_pass() -> None:
     """A captured forward begins once and runs its layers three times."""
     state = active("FSFS")
-    whole, part = IndexBuffer(state), IndexBuffer(state)
-    whole.begin()
-    part.begin(whole.rows.cut(1, 3, 2))
+    full, part = IndexBuffer(state), IndexBuffer(state)
+    full.begin()
+    part.begin(full.rows.cut(1, 3, 2))
     for number in (100, 200, 300):
-        resolve(whole, 0, number + selections(0, 3))
-        part.inherit(1, whole, (1, 3), 2, before=1)
+        resolve(full, 0, number + selections(0, 3))
+        part.inherit(1, full, (1, 3), 2, before=1)
         assert resolve(part, 1, None).tolist() == [[number, number + 1], [number, number + 2]]
-        own = number + selections(2, 2)
-        resolve(part, 2, own)
-        part.inherit(3, whole, (1, 3), 2, before=1)  # its F layer is its own
-        assert resolve(part, 3, None) is own
+        selected = number + selections(2, 2)
+        resolve(part, 2, selected)
+        part.inherit(3, full, (1, 3), 2, before=1)  # its F layer is its own
+        assert resolve(part, 3, None) is selected
 
 
-@pytest.mark.parametrize(("ran", "held"), [([], "nothing"), ([0], "those of position 0")])
+@pytest.mark.parametrize(("layers", "contents"), [([], "nothing"), ([0], "those of position 0")])
 def test_what_the_whole_batch_did_not_select_is_noticed_in_its_parts(
-    ran: list[int], held: str
+    layers: list[int], contents: str
 ) -> None:
     state = active("FFSS")
-    whole, part = IndexBuffer(state), IndexBuffer(state)
-    whole.begin()
+    full, part = IndexBuffer(state), IndexBuffer(state)
+    full.begin()
     part.begin()
-    for layer in ran:
-        resolve(whole, layer, selections(layer, 1))
-    part.inherit(2, whole, (0, 1), 1, before=2)
-    with pytest.raises(StaleIndexError, match=f"position 1, but the buffer holds {held}"):
+    for layer in layers:
+        resolve(full, layer, selections(layer, 1))
+    part.inherit(2, full, (0, 1), 1, before=2)
+    with pytest.raises(StaleIndexError, match=f"position 1, but the buffer holds {contents}"):
         resolve(part, 2, None)
 
 
 def test_two_layers_may_select_into_the_same_tensor() -> None:
-    buffer, same = IndexBuffer(active("FFS")), torch.tensor([1])
+    buffer, tensor = IndexBuffer(active("FFS")), torch.tensor([1])
     buffer.begin()
-    for layer, selected in enumerate([same, same, None]):
-        assert resolve(buffer, layer, selected) is same
+    for layer, selected in enumerate([tensor, tensor, None]):
+        assert resolve(buffer, layer, selected) is tensor
 
 
 def test_a_stage_of_a_hybrid_model_adopts_by_the_models_layers() -> None:
     buffer = IndexBuffer(active("FFS", layer_ids=(3, 7, 11)), first_layer=5)
     buffer.begin()
-    own, carried = torch.tensor([1]), torch.tensor([2])
-    resolve(buffer, 7, own)
-    assert resolve(buffer, 11, carried) is own
+    selected, carried = torch.tensor([1]), torch.tensor([2])
+    resolve(buffer, 7, selected)
+    assert resolve(buffer, 11, carried) is selected

@@ -120,20 +120,22 @@ def test_counters_rise_through_a_switch(serving: active.ActivePattern) -> None:
     """The counters tell afterwards what was served under each pattern."""
     first, second = Pattern("FSFS"), Pattern("FFSS")
     for rows in ({first: 3}, {second: 1, first: 2}, {first: 1}):
-        serving.count_forward("prefill", [(one, count, count) for one, count in rows.items()])
+        serving.count_forward(
+            "prefill", [(pattern, count, count) for pattern, count in rows.items()]
+        )
         serving.count_selection(0)
         serving.count_reuse(3)
         serving.count_key_write(1)
         serving.count_graph("mixed")
         assert ask(scheduler(), f"indexcache_pattern={first if len(rows) > 1 else second}")
-    told = report(scheduler())
+    reported = report(scheduler())
     assert serving.switches == 3
-    assert (told["forwards"], told["mixed_forwards"]) == (3, 1)
-    assert told["tokens"] == {"prefill FSFS": 6, "prefill FFSS": 1}
-    assert told["indexer_selections"] == [3, 0, 0, 0]
-    assert told["index_reuses"] == [0, 0, 0, 3]
-    assert told["index_key_writes"] == [0, 3, 0, 0]
-    assert told["graph_replays"] == {"mixed": 3}
+    assert (reported["forwards"], reported["mixed_forwards"]) == (3, 1)
+    assert reported["tokens"] == {"prefill FSFS": 6, "prefill FFSS": 1}
+    assert reported["indexer_selections"] == [3, 0, 0, 0]
+    assert reported["index_reuses"] == [0, 0, 0, 3]
+    assert reported["index_key_writes"] == [0, 3, 0, 0]
+    assert reported["graph_replays"] == {"mixed": 3}
 
 
 def test_an_idle_rank_serves_no_pattern(serving: active.ActivePattern) -> None:
@@ -143,10 +145,19 @@ def test_an_idle_rank_serves_no_pattern(serving: active.ActivePattern) -> None:
     serving.count_reuse(1)
     serving.count_key_write(1)
     serving.count_graph("decode")
-    told = report(scheduler())
-    assert (told["idle_forwards"], told["forwards"], told["mixed_forwards"]) == (1, 0, 0)
-    assert told["tokens"] == told["graph_replays"] == {}
-    assert sum(told["indexer_selections"] + told["index_reuses"] + told["index_key_writes"]) == 0
+    reported = report(scheduler())
+    assert (reported["idle_forwards"], reported["forwards"], reported["mixed_forwards"]) == (
+        1,
+        0,
+        0,
+    )
+    assert reported["tokens"] == reported["graph_replays"] == {}
+    assert (
+        sum(
+            reported["indexer_selections"] + reported["index_reuses"] + reported["index_key_writes"]
+        )
+        == 0
+    )
 
 
 def test_a_switch_may_be_by_prompt_length(serving: active.ActivePattern) -> None:
@@ -179,7 +190,7 @@ def test_a_static_server_says_how_to_get_a_live_one(monkeypatch: pytest.MonkeyPa
 
 
 def test_other_settings_are_sglangs() -> None:
-    seen = []
+    requests = []
     request = SimpleNamespace(server_args={"max_running_requests": 4})
-    live._accept(lambda _, request: seen.append(request), None, request)
-    assert seen == [request]
+    live._accept(lambda _, request: requests.append(request), None, request)
+    assert requests == [request]

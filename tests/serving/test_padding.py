@@ -69,7 +69,7 @@ class Forward:
         return ActivePattern(plan(str(self.patterns[0]), mode=self.mode))
 
     def batch(self, rows: slice, padded: int, **fields: Any) -> Any:
-        known: dict[str, Any] = {
+        defaults: dict[str, Any] = {
             "rids": requests(self.patterns),
             "forward_mode": ForwardMode.EXTEND,
             "positions": torch.arange(padded),
@@ -82,7 +82,7 @@ class Forward:
             "tbo_parent_token_range": None,
             "tbo_padded_len": None,
         }
-        return SimpleNamespace(**known | fields)
+        return SimpleNamespace(**defaults | fields)
 
     def has_indexer(self, layer: int) -> bool:
         return self.mode == "live" or self.patterns[0].is_full(layer)
@@ -139,14 +139,14 @@ def stubs(monkeypatch: pytest.MonkeyPatch) -> None:
 def cuda_backends(forward: Forward) -> list[Any]:
     """Return one for whole batches, two for the halves of an overlap, as SGLang makes them."""
     stand_in, active = runner(first_k_dense_replace=1), forward.active()
-    made = [backend_cuda.IndexCacheBackend(stand_in, active) for _ in range(3)]
-    for backend in made:
+    backends = [backend_cuda.IndexCacheBackend(stand_in, active) for _ in range(3)]
+    for backend in backends:
         backend.use_mha = False
         backend.use_mha = False
         backend.seen = forward.seen  # type: ignore[attr-defined]
         backend.get_indexer_metadata = lambda *_: None  # type: ignore[method-assign, assignment]
-    stand_in.attn_backend = SimpleNamespace(primary=made[0], children=made[1:])
-    return made
+    stand_in.attn_backend = SimpleNamespace(primary=backends[0], children=backends[1:])
+    return backends
 
 
 @contextmanager
@@ -181,9 +181,9 @@ def on_cuda(forward: Forward) -> None:
 
 def in_halves(forward: Forward) -> None:
     """Layer 0 sees the whole batch; SGLang cuts, pads the halves, and carries nothing on."""
-    whole, *parts = cuda_backends(forward)
+    primary, *parts = cuda_backends(forward)
     batch = forward.batch(slice(0, forward.real), forward.padded)
-    whole.init_forward_metadata(batch)
+    primary.init_forward_metadata(batch)
     half = forward.real // 2
     halves = [slice(0, half), slice(half, forward.real)]
     cut = [
@@ -197,7 +197,7 @@ def in_halves(forward: Forward) -> None:
     ]
     for part, child in zip(parts, cut, strict=True):
         part.init_forward_metadata(child)
-    cuda_layer(forward, whole, 0, batch, forward.padded, None)
+    cuda_layer(forward, primary, 0, batch, forward.padded, None)
     for layer in range(1, LAYERS):
         for part, child in zip(parts, cut, strict=True):
             cuda_layer(forward, part, layer, child, child.tbo_padded_len, None)
@@ -239,9 +239,9 @@ def on_cpu(forward: Forward) -> None:
     carried = None
     for layer in range(LAYERS):
 
-        def note(q: Any, _latent: Any, chosen: Any, *_: Any, layer: int = layer) -> Any:
-            assert len(q) == len(chosen) == forward.real
-            forward.seen[layer] = chosen.flatten().tolist()
+        def note(q: Any, _latent: Any, indices: Any, *_: Any, layer: int = layer) -> Any:
+            assert len(q) == len(indices) == forward.real
+            forward.seen[layer] = indices.flatten().tolist()
             return torch.zeros(len(q), 1, WIDTH)
 
         monkeypatch.setattr(backend_cpu, "sparse_mla", note)
@@ -251,8 +251,8 @@ def on_cpu(forward: Forward) -> None:
         with within(backend):
             if forward.has_indexer(layer):
                 x = torch.zeros(forward.padded, 1)
-                one = SimpleNamespace(index_topk=1)
-                carried = indexer_cpu.indexer_forward(one, x, x, x, batch, layer)  # type: ignore[arg-type]
+                config = SimpleNamespace(index_topk=1)
+                carried = indexer_cpu.indexer_forward(config, x, x, x, batch, layer)  # type: ignore[arg-type]
             attend(layer, batch, forward.padded, carried)
     monkeypatch.undo()
 
@@ -267,8 +267,8 @@ KINDS: dict[str, Callable[[Forward], None]] = {
 
 
 def run(kind: str, mode: str, real: int, padded: int) -> None:
-    served, texts = MODES[mode]
-    forward = Forward(served, [Pattern(text) for text in texts], real, padded, {})
+    letters, texts = MODES[mode]
+    forward = Forward(letters, [Pattern(text) for text in texts], real, padded, {})
     KINDS[kind](forward)
     assert forward.seen == forward.expected()
 

@@ -102,12 +102,12 @@ def resolve(folder: Path, *arguments: str, backend: str | None = "indexcache") -
     if backend:
         command += ["--attention-backend", backend]
     server_args = prepare_server_args(command)
-    found = Findings()
-    setattr(server_args, FOUND, found.each)
+    findings = Findings()
+    setattr(server_args, FOUND, findings.each)
     try:
         server_args.resolve_once()
     finally:  # what SGLang itself cannot resolve is of no interest then
-        found.report()
+        findings.report()
     return server_args
 
 
@@ -137,13 +137,13 @@ WAYS = {
 WAYS["flag"] = ["--indexcache-pattern", "FSSFSFSS"]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("source", WAYS)
 @pytest.mark.parametrize("architecture", MODELS)
 def test_pattern_reaches_a_worker_of_every_architecture(
-    model: Callable[..., Path], architecture: str, way: str
+    model: Callable[..., Path], architecture: str, source: str
 ) -> None:
-    worker = pickle.loads(pickle.dumps(resolve(model(architecture), *WAYS[way])))
-    assert built_pattern(worker) == ("FFSSSFSS" if way == "index_topk_freq" else "FSSFSFSS")
+    worker = pickle.loads(pickle.dumps(resolve(model(architecture), *WAYS[source])))
+    assert built_pattern(worker) == ("FFSSSFSS" if source == "index_topk_freq" else "FSSFSFSS")
 
 
 def test_names_are_checked_in_front_of_a_server_alone(
@@ -155,18 +155,18 @@ def test_names_are_checked_in_front_of_a_server_alone(
 
     from sglang_indexcache.serving import front
 
-    asked: list[str] = []
-    monkeypatch.setattr(front, "install", lambda: asked.append("asked"))
+    installs: list[str] = []
+    monkeypatch.setattr(front, "install", lambda: installs.append("asked"))
     folder = model()
     resolve(folder)
-    assert asked == []
+    assert installs == []
     command = ["--model-path", str(folder), "--attention-backend", "indexcache"]
-    served = prepare_server_args(command)
-    served.resolve_once()
-    assert asked == ["asked"]
-    carried = pickle.loads(pickle.dumps(served))  # as tokenizer processes get it
+    server_args = prepare_server_args(command)
+    server_args.resolve_once()
+    assert installs == ["asked"]
+    carried = pickle.loads(pickle.dumps(server_args))  # as tokenizer processes get it
     assert carried.get_tokenizer_worker_class() is TokenizerWorker
-    assert asked == ["asked"] * 2
+    assert installs == ["asked"] * 2
 
 
 def test_a_config_that_sglang_would_die_of_is_refused_at_the_start(
@@ -233,8 +233,8 @@ def test_a_model_that_nobody_asked_to_share_and_nobody_can_is_left_to_sglang(
         ("GlmMoeDsaForCausalLM", True),
         ("MiniMaxM3SparseForCausalLM", False),
     ):
-        made = {**config, "architectures": [architecture]}
-        monkeypatch.setattr(plugin, "_checkpoint_config", lambda *_, made=made: made)
+        changed = {**config, "architectures": [architecture]}
+        monkeypatch.setattr(plugin, "_checkpoint_config", lambda *_, made=changed: made)
         assert plugin._is_only_way(cfg) is expected
 
 
@@ -244,8 +244,8 @@ def test_every_supported_architecture_is_tested_or_has_a_reason() -> None:
     # These are resolved for GPU nodes, in ``preflight/test_blocks.py``.
     blocks = {"MiniMaxM3SparseForCausalLM", "MiniMaxM3SparseForConditionalGeneration"}
     mine = [family for family in FAMILIES if not family.refused and not family.unsupported]
-    served = {family.architecture for family in mine}
-    assert served == set(MODELS) | multimodal | blocks
+    architectures = {family.architecture for family in mine}
+    assert architectures == set(MODELS) | multimodal | blocks
 
 
 def test_sglang_still_loads_no_indexer_for_mistral() -> None:
@@ -378,10 +378,10 @@ def test_wide_index_keys_have_no_fp8_pages(model: Callable[..., Path]) -> None:
     folder = model(index_head_dim=192, qk_rope_head_dim=192)
     for mode in ("static", "live"):
         for dtype in ("auto", "bfloat16", "float32"):
-            way = ["--indexcache-mode", mode, "--indexcache-index-k-dtype", dtype]
-            assert hf_config(resolve(folder, *way)).index_head_dim == 192
+            options = ["--indexcache-mode", mode, "--indexcache-index-k-dtype", dtype]
+            assert hf_config(resolve(folder, *options)).index_head_dim == 192
         with pytest.raises(IndexCacheError, match="128 entries a key, and this model's keys have"):
-            resolve(folder, *way[:3], "fp8_e4m3")
+            resolve(folder, *options[:3], "fp8_e4m3")
 
 
 KERNEL_SHAPE = {"kv_lora_rank": 512, "index_n_heads": 32}
@@ -396,8 +396,10 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
     card = dispatch.Machine("NVIDIA H100", (9, 0))
     monkeypatch.setattr(dispatch.Machine, "here", classmethod(lambda cls: card))
-    there = tuple(replace(one, missing=lambda: None) for one in dispatch.IMPLEMENTATIONS)
-    monkeypatch.setattr(dispatch, "IMPLEMENTATIONS", there)
+    present = tuple(
+        replace(implementation, missing=lambda: None) for implementation in dispatch.IMPLEMENTATIONS
+    )
+    monkeypatch.setattr(dispatch, "IMPLEMENTATIONS", present)
     monkeypatch.setattr(platform_cpu, "check_plan", lambda *_: None)
 
 
@@ -416,9 +418,9 @@ def test_kernels_are_checked_on_what_sglang_resolved(
     plan = Plan.from_hf_config(hf_config(server_args))
     assert plan is not None
     assert plan.kernels == "cuda"
-    said = capfd.readouterr().err
+    log = capfd.readouterr().err
     for op in ("select in prefill", "select in decode", "sparse_mla in decode"):
-        assert said.count(f"IndexCache kernels: {op}: cuda (asked for)") == 1
+        assert log.count(f"IndexCache kernels: {op}: cuda (asked for)") == 1
     worker = pickle.loads(pickle.dumps(server_args))
     shape = ModelConfig.from_server_args(worker)
     routes = choose("cuda", resolving_view(worker), shape, Machine.here())
@@ -473,9 +475,11 @@ def test_doctor_says_why_the_plugin_is_not_there(
 ) -> None:
     monkeypatch.setenv("SGLANG_PLUGINS", "another")
     command = ["-m", "sglang_indexcache.cli", "server", "doctor", "--model-path", str(model())]
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert "did not load this plugin because of SGLANG_PLUGINS=another" in done.stdout
+    process = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, check=False
+    )
+    assert process.returncode == 1
+    assert "did not load this plugin because of SGLANG_PLUGINS=another" in process.stdout
 
 
 def test_settings_with_another_backend(model: Callable[..., Path]) -> None:
@@ -513,10 +517,10 @@ def test_help_shows_the_flags(capsys: pytest.CaptureFixture[str]) -> None:
 
     with pytest.raises(SystemExit):
         prepare_server_args(["--help"])  # what launch_server makes of its arguments
-    told = capsys.readouterr().out
+    help_text = capsys.readouterr().out
     for option in OPTIONS:
-        assert option.flag in told
-    assert ",indexcache}" in told
+        assert option.flag in help_text
+    assert ",indexcache}" in help_text
 
 
 def test_the_drafts_backend_is_resolved_like_the_others(model: Callable[..., Path]) -> None:
@@ -550,12 +554,12 @@ multiprocessing.get_context("fork").Process(target=child, args=[theirs]).start()
 ours.recv()
 os.kill(parent, signal.SIGKILL)
 """
-    said = tmp_path / "said"
-    subprocess.run([sys.executable, "-c", code, str(said)], check=False)
+    words_file = tmp_path / "said"
+    subprocess.run([sys.executable, "-c", code, str(words_file)], check=False)
     deadline = time.monotonic() + 60
-    while not (said.exists() and said.read_text()) and time.monotonic() < deadline:
+    while not (words_file.exists() and words_file.read_text()) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert "the server was killed while this process of it started" in said.read_text()
+    assert "the server was killed while this process of it started" in words_file.read_text()
 
 
 # -- what is said twice, or in vain ------------------------------------------------

@@ -55,9 +55,9 @@ def as_it_was(monkeypatch: pytest.MonkeyPatch, own_hooks: None) -> None:
 
 def serve(text: str = "FFFF", mode: str = "live", **fields: Any) -> active.ActivePattern:
     """Make this process a worker whose default is ``text``."""
-    made = plan(text, mode=mode, **fields)
-    requests.install(made)
-    return active.activate(made)
+    served_plan = plan(text, mode=mode, **fields)
+    requests.install(served_plan)
+    return active.activate(served_plan)
 
 
 def admit(name: Any = None, length: int = 8, **fields: Any) -> Req:
@@ -88,9 +88,9 @@ def test_named_then_by_length_then_default() -> None:
 def test_static_mode_takes_its_own_pattern_by_any_name() -> None:
     serve("FSFS", mode="static")
     assert admit("uniform:1/2").to_finish is None
-    refused = admit("full")
-    assert "static mode" in refused.to_finish.message
-    assert "it serves FSFS only" in refused.to_finish.message
+    refusal = admit("full")
+    assert "static mode" in refusal.to_finish.message
+    assert "it serves FSFS only" in refusal.to_finish.message
 
 
 @pytest.mark.parametrize("name", ["FFF", "nobody", "ffff", "", 1, ["FFFF"], "x.yaml", "F" * 10_000])
@@ -121,23 +121,23 @@ def test_no_file_is_opened_for_a_request(suffix: str, monkeypatch: pytest.Monkey
 def test_a_ratio_is_looked_up_for_the_model_that_is_served() -> None:
     """It is as on the command line, also in a worker, which has the plan from the config."""
     checkpoint = Checkpoint.read(shipped_checkpoint())
-    said = collect({"indexcache_mode": "live"})
-    made = make_plan(said, checkpoint, {}, "", Findings())
-    worker = Plan.from_json(json.loads(json.dumps(made.hf_overrides()[CONFIG_KEY])))
-    assert worker == made
-    wanted = Library.default().resolve("1/2", checkpoint).pattern
-    assert requests.resolve(worker, "1/2") == wanted
-    assert wanted != Pattern.uniform(12, 2)
+    choices = collect({"indexcache_mode": "live"})
+    resolved_plan = make_plan(choices, checkpoint, {}, "", Findings())
+    worker = Plan.from_json(json.loads(json.dumps(resolved_plan.hf_overrides()[CONFIG_KEY])))
+    assert worker == resolved_plan
+    expected = Library.default().resolve("1/2", checkpoint).pattern
+    assert requests.resolve(worker, "1/2") == expected
+    assert expected != Pattern.uniform(12, 2)
 
 
 def test_the_sentence_is_the_command_lines() -> None:
-    made = plan("FFFF", mode="live")
+    live_plan = plan("FFFF", mode="live")
     for name in ("FFF", "nobody", "ffff", "SFFF"):
-        with pytest.raises(IndexCacheError) as there:
-            Library.default().resolve(name, made.checkpoint())
-        with pytest.raises(IndexCacheError) as here:
-            requests.resolve(made, name)
-        assert str(here.value) == str(there.value)
+        with pytest.raises(IndexCacheError) as by_command:
+            Library.default().resolve(name, live_plan.checkpoint())
+        with pytest.raises(IndexCacheError) as by_server:
+            requests.resolve(live_plan, name)
+        assert str(by_server.value) == str(by_command.value)
 
 
 def test_stages_want_full_layers_at_their_starts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,17 +148,17 @@ def test_stages_want_full_layers_at_their_starts(monkeypatch: pytest.MonkeyPatch
     assert "stages start at layers 2" in admit("FSSS").to_finish.message
 
 
-def turn(session: Session, name: str | None = None, **said: Any) -> Req:
+def turn(session: Session, name: str | None = None, **params: Any) -> Req:
     """Return a turn of a session, as its scheduler makes it."""
     custom = None if name is None else {requests.NAME: name}
-    known = {
+    required = {
         "rid": str(next(NUMBERS)),
         "input_ids": array("q", range(8)),
         "sampling_params": SamplingParams(custom_params=custom),
-        "session_params": SessionParams(id="s", rid=said.pop("rid", None), **said),
+        "session_params": SessionParams(id="s", rid=params.pop("rid", None), **params),
         "extra_key": None,
     }
-    fields = defaultdict(lambda: None, known)
+    fields = defaultdict(lambda: None, required)
     fields["stream"] = fields["return_logprob"] = fields["return_hidden_states"] = False
     fields["top_logprobs_num"] = 0
 
@@ -193,9 +193,9 @@ def session(request: pytest.FixtureRequest) -> Session:
 
 def test_a_session_keeps_the_pattern_that_it_began_with(session: Session) -> None:
     serving = serve()
-    begun = turn(session, "FSFS")
-    finish(session, begun)
-    assert begun.indexcache_pattern == Pattern("FSFS")
+    first = turn(session, "FSFS")
+    finish(session, first)
+    assert first.indexcache_pattern == Pattern("FSFS")
     serving.replace(serving.policy.of(Pattern("FFSS")), "test")
     for name in (None, "uniform:1/2", None):
         again = turn(session, name)
@@ -208,14 +208,14 @@ def test_the_turn_after_a_refused_one_goes_on_as_before(session: Session) -> Non
     serve()
     finish(session, turn(session, "FSFS"))
     for name in ("FFFF", "nobody"):
-        refused = turn(session, name)
-        assert refused.to_finish.status_code == 400
-        finish(session, refused)
+        refusal = turn(session, name)
+        assert refusal.to_finish.status_code == 400
+        finish(session, refusal)
         again = turn(session)
         assert again.indexcache_pattern == Pattern("FSFS")
         finish(session, again)
-    refused = turn(session, "FFFF")
-    assert "begun under pattern FSFS and cannot go on under FFFF" in refused.to_finish.message
+    refusal = turn(session, "FFFF")
+    assert "begun under pattern FSFS and cannot go on under FFFF" in refusal.to_finish.message
 
 
 @pytest.mark.parametrize("ours", [True, False])
@@ -255,17 +255,17 @@ def test_a_first_turn_that_is_aborted_in_the_queue_decides_nothing(session: Sess
 @pytest.mark.parametrize("extra_key", [None, "a user's"])
 @pytest.mark.parametrize("mode", ["static", "live"])
 def test_patterns_do_not_find_each_others_pages(mode: str, extra_key: str | None) -> None:
-    found = [stored_under(extra_key=extra_key)]  # stock SGLang
+    namespaces = [stored_under(extra_key=extra_key)]  # stock SGLang
     for text in ("FSFS", "FFFS"):
         if mode == "static":
             serve(text, mode)
-            found.append(stored_under(extra_key=extra_key))
+            namespaces.append(stored_under(extra_key=extra_key))
         else:
             serve("FFFF", mode)
-            found.append(stored_under(text, extra_key=extra_key))
-            assert stored_under("full", extra_key=extra_key) not in found
+            namespaces.append(stored_under(text, extra_key=extra_key))
+            assert stored_under("full", extra_key=extra_key) not in namespaces
     for page in range(2):
-        assert len({pages[page] for pages in found}) == 3
+        assert len({pages[page] for pages in namespaces}) == 3
 
 
 def test_a_static_and_a_live_server_store_other_index_keys(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,8 +279,8 @@ def test_no_key_of_a_users_reaches_another_pattern() -> None:
     serve()
     keys = {name: admit(name).extra_key for name in ("FFFF", "FSFS")}
     for name in keys:
-        for other in keys.values():
-            inside = admit(name, extra_key=other).extra_key
+        for key in keys.values():
+            inside = admit(name, extra_key=key).extra_key
             assert inside == keys[name] or inside.startswith(keys[name] + "|")
 
 
@@ -321,11 +321,11 @@ def test_a_retracted_request_keeps_its_pattern() -> None:
 
 def test_requests_are_counted_by_pattern_until_they_finish() -> None:
     serve()
-    kept = [admit("FSFS"), admit("FSFS"), admit()]
+    alive = [admit("FSFS"), admit("FSFS"), admit()]
     assert requests.in_hand() == {"FSFS": 2, "FFFF": 1}
-    kept[0].finished_reason = FINISH_LENGTH(1)
+    alive[0].finished_reason = FINISH_LENGTH(1)
     assert requests.in_hand() == {"FSFS": 1, "FFFF": 1}
-    kept.clear()
+    alive.clear()
     gc.collect()
     assert requests.in_hand() == {}
 

@@ -80,11 +80,11 @@ class CopiesToDevice(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         assert func is not torch.ops.aten._local_scalar_dense.default, "asks the device for a value"
-        tensors = [each for each in tree_leaves(args) if isinstance(each, torch.Tensor)]
-        made = func(*args, **(kwargs or {}))
-        if any(t.device.type == "cpu" for t in tensors) and made.device.type != "cpu":
+        tensors = [tensor for tensor in tree_leaves(args) if isinstance(tensor, torch.Tensor)]
+        result = func(*args, **(kwargs or {}))
+        if any(t.device.type == "cpu" for t in tensors) and result.device.type != "cpu":
             self.waits.append(not (kwargs or {}).get("non_blocking", False))
-        return made
+        return result
 
 
 def test_a_mixed_forward_copies_once_and_waits_for_nothing() -> None:
@@ -101,13 +101,13 @@ def test_a_mixed_forward_copies_once_and_waits_for_nothing() -> None:
 
 @pytest.mark.parametrize(("device", "pinned"), [("cuda", True), ("cpu", False)])
 def test_only_from_pinned_memory_does_a_gpu_copy_by_itself(device: str, pinned: bool) -> None:
-    said = []
+    calls = []
     host = SimpleNamespace(
-        pin_memory=lambda: said.append("pinned") or host,
-        to=lambda where, non_blocking: said.append((where.type, non_blocking)),
+        pin_memory=lambda: calls.append("pinned") or host,
+        to=lambda where, non_blocking: calls.append((where.type, non_blocking)),
     )
     to_device(host, torch.device(device))  # type: ignore[arg-type]
-    assert said == ["pinned"] * pinned + [(device, True)]
+    assert calls == ["pinned"] * pinned + [(device, True)]
 
 
 @pytest.mark.parametrize("padding", [0, 2])
@@ -118,8 +118,8 @@ def test_a_decode_has_a_row_a_request(padding: int) -> None:
 
 @pytest.mark.parametrize("padding", [0, 2])
 def test_a_prefill_has_a_row_a_token(padding: int) -> None:
-    one = batch(SECOND, FIRST, lengths=[2, 3], padding=padding)
-    rows = patterns_of_rows(one, serving())
+    forward = batch(SECOND, FIRST, lengths=[2, 3], padding=padding)
+    rows = patterns_of_rows(forward, serving())
     assert of_each(rows) == [SECOND] * 2 + [FIRST] * 3 + [THIRD] * padding
 
 

@@ -108,19 +108,19 @@ def test_what_is_wrapped_is_in_the_table() -> None:
     assert wrapped <= {seam.path for seam in seams()}
 
 
-def named(path: Path) -> set[str]:
+def strings_in(path: Path) -> set[str]:
     """Return every string in a file that names something in SGLang by its dotted path."""
-    found = set()
+    strings = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             parts = node.value.split(".")
             if parts[0] == "sglang" and len(parts) > 2 and all(p.isidentifier() for p in parts):
-                found.add(node.value)
-    return found
+                strings.add(node.value)
+    return strings
 
 
 def test_what_is_named_by_its_path_is_in_the_table() -> None:
-    names = {name for path in FILES for name in named(path)}
+    names = {name for path in FILES for name in strings_in(path)}
     assert {name for name in names if not is_in_table(name)} == set()
 
 

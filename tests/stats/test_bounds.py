@@ -102,12 +102,12 @@ def test_few_that_differ_are_bounded_by_the_bet_and_many_are_not() -> None:
 def test_a_small_cell_that_lost_nothing_is_not_hidden_by_what_others_differ() -> None:
     many, few = [0.0] * 226 + [-1 / 8, 1 / 8] * 15, [0.0] * 8
     alone = Estimate(differences(many))
-    both = Estimate(differences(many + few, [0] * 256 + [1] * 8, [8] * 256 + [1] * 8))
+    together = Estimate(differences(many + few, [0] * 256 + [1] * 8, [8] * 256 + [1] * 8))
     assert alone.differing == pytest.approx(30)
     assert not alone.exact
-    assert both.exact
+    assert together.exact
     # Rows of which none was lost say no more than the rule of three does, whatever is beside them.
-    assert both.lower(Z) < (0.05 ** (1 / 8) - 1) / 2
+    assert together.lower(Z) < (0.05 ** (1 / 8) - 1) / 2
     alike = Estimate(differences(many * 2, [0] * 256 + [1] * 256))
     assert alike.differing == pytest.approx(60)
 
@@ -161,14 +161,14 @@ def test_a_cells_mean_is_that_of_its_questions() -> None:
     """A harness prints it so: four single questions do not outweigh one context of sixteen."""
     values, questions = [-0.25, 0.5, 0.0, 1.0], [16, 4, 2, 1]
     estimate = Estimate(differences(values, [0] * 4, questions))
-    every = np.repeat(values, questions)
-    assert estimate.mean == pytest.approx(every.mean())
+    repeated = np.repeat(values, questions)
+    assert estimate.mean == pytest.approx(repeated.mean())
     # The linearised ratio estimator, Cochran (1977), section 6.4, without the finite correction.
     size = np.array(questions)
-    residuals = size * (np.array(values) - every.mean()) / size.mean()
+    residuals = size * (np.array(values) - repeated.mean()) / size.mean()
     assert estimate.error == pytest.approx(residuals.std(ddof=1) / 2)
-    both = Estimate(differences([*values, 0.2], [0] * 4 + [1], [*questions, 3]))
-    assert both.mean == pytest.approx((every.mean() + 0.2) / 2)
+    two_cells = Estimate(differences([*values, 0.2], [0] * 4 + [1], [*questions, 3]))
+    assert two_cells.mean == pytest.approx((repeated.mean() + 0.2) / 2)
 
 
 TEXTBOOK = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306}

@@ -63,8 +63,8 @@ def test_spread_against_drawn_contexts() -> None:
     contexts, discordance, correlation = 400_000, 0.06, 0.25
     tied = draw.random((contexts, 8)) < correlation**0.5
     chances = (discordance / 2, 1 - discordance, discordance / 2)
-    own = draw.choice((-1, 0, 1), (contexts, 8), p=chances)
-    values = np.where(tied, draw.choice((-1, 0, 1), (contexts, 1), p=chances), own).mean(axis=1)
+    alone = draw.choice((-1, 0, 1), (contexts, 8), p=chances)
+    values = np.where(tied, draw.choice((-1, 0, 1), (contexts, 1), p=chances), alone).mean(axis=1)
     deviation, differing = spread(discordance, correlation, 8)
     assert values.std() == pytest.approx(deviation, rel=0.02)
     assert (values**2).mean() ** 2 / (values**4).mean() == pytest.approx(differing, rel=0.05)
@@ -73,9 +73,11 @@ def test_spread_against_drawn_contexts() -> None:
 def test_detectable_is_the_margin_that_needs_as_many_contexts() -> None:
     for deviation, differing in (spread(0.02, 0.1, 8), spread(0.1, 0.0, 8), (0.0, 0.0)):
         design = Design(contexts=576)
-        found = design.detectable(deviation, differing)
-        again = Design(contexts=576, margin=found).needed(deviation, differing)
-        assert again <= 576 < Design(contexts=576, margin=found * 0.98).needed(deviation, differing)
+        margin = design.detectable(deviation, differing)
+        again = Design(contexts=576, margin=margin).needed(deviation, differing)
+        assert (
+            again <= 576 < Design(contexts=576, margin=margin * 0.98).needed(deviation, differing)
+        )
 
 
 def test_single_questions_of_which_many_differ_show_a_large_loss() -> None:
@@ -84,13 +86,13 @@ def test_single_questions_of_which_many_differ_show_a_large_loss() -> None:
     assert more < few < 0.45
     nothing = np.zeros(60, int)
     draw = np.random.default_rng(0)
-    design, found = Design(contexts=60), 0
+    design, wins = Design(contexts=60), 0
     for _ in range(300):
         values = draw.choice((-1.0, 0.0, 1.0), 60, p=(0.21, 0.58, 0.21))
         found_now = Differences(values, nothing, (("t", 1),), Flips(0, 0, 60), nothing + 1)
         estimate = Estimate(found_now)
-        found += estimate.lower(design.bounds[-1]) > -few
-    assert found > 0.8 * 300  # at the last look alone, so by more than planned
+        wins += estimate.lower(design.bounds[-1]) > -few
+    assert wins > 0.8 * 300  # at the last look alone, so by more than planned
     assert Design(contexts=12).detectable(0.9, 0.8) > 0.9
 
 
@@ -98,30 +100,30 @@ def test_single_questions_of_which_many_differ_show_a_large_loss() -> None:
 def test_rows_of_a_file_show_what_their_plan_says(sizes: tuple[int, ...]) -> None:
     """Each context has one question, and one that is lost takes a full stake whole."""
     total = sum(sizes)
-    found = Design(total).detectable(*spread_over_cells([(n, 1) for n in sizes], 0.02, 0.1))
+    margin = Design(total).detectable(*spread_over_cells([(n, 1) for n in sizes], 0.02, 0.1))
     cells = np.repeat(np.arange(len(sizes)), sizes)
-    names, one = tuple(("t", n) for n in range(len(sizes))), np.ones(total, int)
-    bound, shown, draw = Design(total).bounds[-1], 0, np.random.default_rng(2)
+    names, questions = tuple(("t", n) for n in range(len(sizes))), np.ones(total, int)
+    bound, wins, draw = Design(total).bounds[-1], 0, np.random.default_rng(2)
     for _ in range(200):
         values = draw.choice((-1.0, 0.0, 1.0), total, p=(0.01, 0.98, 0.01))
-        estimate = Estimate(Differences(values, cells, names, Flips(0, 0, total), one))
-        shown += estimate.lower(bound) > -found
-    assert shown > 0.6 * 200  # 80 % by plan: seven standard deviations off
+        estimate = Estimate(Differences(values, cells, names, Flips(0, 0, total), questions))
+        wins += estimate.lower(bound) > -margin
+    assert wins > 0.6 * 200  # 80 % by plan: seven standard deviations off
 
 
 def test_one_context_that_differs_hides_no_large_loss() -> None:
     design = Design(contexts=144)
-    nothing, one = design.detectable(0.0, 0.0), design.detectable(0.125 / 12, 1 / 144)
-    assert nothing <= one < 1.2 * nothing < 0.04
+    nothing, one_differs = design.detectable(0.0, 0.0), design.detectable(0.125 / 12, 1 / 144)
+    assert nothing <= one_differs < 1.2 * nothing < 0.04
 
 
 def test_where_nothing_differs_the_needed_contexts_suffice() -> None:
     design = Design(contexts=4, margin=0.01)
     for contexts, enough in ((design.needed(0.0, 0.0), True), (300, False)):
         nothing = np.zeros(contexts)
-        cells, one = nothing.astype(int), np.ones(contexts, int)
-        same = Differences(nothing, cells, (("t", 1),), Flips(0, 0, contexts), one)
-        assert (Estimate(same).lower(design.bounds[-1]) > -0.01) == enough
+        cells, questions = nothing.astype(int), np.ones(contexts, int)
+        nothing_differs = Differences(nothing, cells, (("t", 1),), Flips(0, 0, contexts), questions)
+        assert (Estimate(nothing_differs).lower(design.bounds[-1]) > -0.01) == enough
 
 
 @pytest.mark.parametrize(
@@ -176,6 +178,6 @@ def test_unequal_looks_and_power_against_a_random_walk() -> None:
     z = score / np.sqrt(fractions)
     bounds = np.array(boundaries(fractions, alpha))
     wrong = (z > bounds).any(axis=1).mean()
-    found = (z + drift * np.sqrt(fractions) > bounds).any(axis=1).mean()
+    power_there = (z + drift * np.sqrt(fractions) > bounds).any(axis=1).mean()
     assert wrong == pytest.approx(alpha, abs=6 * (alpha * (1 - alpha) / walks) ** 0.5)
-    assert found == pytest.approx(power, abs=6 * (power * (1 - power) / walks) ** 0.5)
+    assert power_there == pytest.approx(power, abs=6 * (power * (1 - power) / walks) ** 0.5)

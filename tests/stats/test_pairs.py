@@ -29,18 +29,20 @@ def test_pairs_are_those_of_a_loop(seed: int) -> None:
     rows = table(
         {arm: [[draw.randrange(2) for _ in range(4)] for _ in range(5)] for arm in ("full", "p")}
     )
-    kept = [row for row in rows if draw.random() < 0.8]
-    keys = [{(r.context, r.question): r.value for r in kept if r.arm == a} for a in ("full", "p")]
+    asked_rows = [row for row in rows if draw.random() < 0.8]
+    keys = [
+        {(r.context, r.question): r.value for r in asked_rows if r.arm == a} for a in ("full", "p")
+    ]
     expected = defaultdict(list)
     for key in keys[0].keys() & keys[1].keys():
         expected[key[0]].append(keys[1][key] - keys[0][key])
-    found = paired(kept, "p", "full")
+    differences = paired(asked_rows, "p", "full")
     means = sorted(float(np.mean(values)) for values in expected.values())
-    assert sorted(found.values) == pytest.approx(means)
-    every = [value for values in expected.values() for value in values]
-    assert found.flips.pairs == len(every)
-    assert found.flips.lost == sum(value < 0 for value in every)
-    assert found.flips.won == sum(value > 0 for value in every)
+    assert sorted(differences.values) == pytest.approx(means)
+    all_values = [value for values in expected.values() for value in values]
+    assert differences.flips.pairs == len(all_values)
+    assert differences.flips.lost == sum(value < 0 for value in all_values)
+    assert differences.flips.won == sum(value > 0 for value in all_values)
 
 
 def test_repeats_are_the_engines_own_noise() -> None:

@@ -30,11 +30,11 @@ def test_without_a_rate_it_says_how_to_get_hours() -> None:
 
 
 def test_only_a_run_known_to_be_long_asks() -> None:
-    asked: list[str] = []
+    questions: list[str] = []
     for tokens, rate in ((3_600, 1.0), (3_700, 1.0), (10**12, None)):
-        confirm(Cost(tokens, Rate(rate, "measured") if rate else None), asked.append)
-    assert len(asked) == 1
-    assert asked[0].startswith("This takes 1 hours at 1 tokens a second (measured)")
+        confirm(Cost(tokens, Rate(rate, "measured") if rate else None), questions.append)
+    assert len(questions) == 1
+    assert questions[0].startswith("This takes 1 hours at 1 tokens a second (measured)")
 
 
 def test_a_plan_is_written_in_two_columns() -> None:

@@ -36,8 +36,8 @@ def test_a_signal_ends_the_run_and_says_how_to_continue(
     finally:
         signal.signal(signal.SIGINT, inherited)
     assert signal.getsignal(signal.SIGTERM) is before
-    said = console.file.getvalue()  # type: ignore[attr-defined]
-    assert said == f"interrupted: what was found is in {tmp_path}; the same command continues\n"
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert text == f"interrupted: what was found is in {tmp_path}; the same command continues\n"
 
 
 def test_a_run_that_ends_by_itself_says_nothing(tmp_path: Path) -> None:
@@ -88,18 +88,18 @@ def journal(path: Path) -> Journal:
 
 
 def test_a_full_disk_leaves_whole_lines_and_what_follows_stands_behind_them(tmp_path: Path) -> None:
-    path, written = tmp_path / "journal.jsonl", []
+    path, numbers = tmp_path / "journal.jsonl", []
     with journal(path) as open_journal:
         with files_of_at_most(1000):
             for number in range(9):
                 open_journal.write({"number": number, "rest": "x" * 70})
-                written.append(number)
+                numbers.append(number)
             with pytest.raises(OutputError, match=r"journal.jsonl: File too large"):
                 open_journal.write({"number": 9, "rest": "x" * 70})
         assert path.read_bytes().endswith(b"}\n")
         open_journal.write({"number": 100})
     with journal(path) as again:
-        assert [entry["number"] for entry in again.entries] == [*written, 100]
+        assert [entry["number"] for entry in again.entries] == [*numbers, 100]
 
 
 def test_a_disk_that_is_full_from_the_start(tmp_path: Path) -> None:
@@ -119,11 +119,11 @@ def test_a_last_line_that_was_torn_anywhere_is_written_again(tmp_path: Path, cut
     text = path.read_bytes()
     path.write_bytes(text[:-cut])
     with journal(path) as again:
-        kept = [entry["number"] for entry in again.entries]
-        assert kept == ([1] if cut <= len(b'{"number": 2}\n') else [])
+        numbers = [entry["number"] for entry in again.entries]
+        assert numbers == ([1] if cut <= len(b'{"number": 2}\n') else [])
         again.write({"number": 3})
     with journal(path) as third:
-        assert [entry["number"] for entry in third.entries] == [*kept, 3]
+        assert [entry["number"] for entry in third.entries] == [*numbers, 3]
 
 
 def test_a_lock_file_is_one_processs_at_a_time(tmp_path: Path) -> None:
@@ -142,21 +142,21 @@ def test_progress_is_told_in_lines_where_there_is_no_terminal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(journals, "LINE_EVERY", 0.0)
-    said = io.StringIO()
-    with progress_at_most(Console(file=said, width=80)) as progress:
+    output = io.StringIO()
+    with progress_at_most(Console(file=output, width=80)) as progress:
         task = progress.add_task("asking", total=4)
         for number in range(3):
             progress.update(task, completed=number)
         progress.advance(task)
-    assert "asking: 25 %" in said.getvalue()
-    assert "asking: 75 %" in said.getvalue()
-    assert "left at most" in said.getvalue()
+    assert "asking: 25 %" in output.getvalue()
+    assert "asking: 75 %" in output.getvalue()
+    assert "left at most" in output.getvalue()
 
 
 def test_progress_that_is_drawn_is_not_told() -> None:
-    said = io.StringIO()
-    with progress_at_most(Console(file=said, width=80, force_terminal=True)) as progress:
+    output = io.StringIO()
+    with progress_at_most(Console(file=output, width=80, force_terminal=True)) as progress:
         task = progress.add_task("asking", total=4)
         progress.update(task, completed=2)
         progress.advance(task)
-    assert "asking:" not in said.getvalue()
+    assert "asking:" not in output.getvalue()

@@ -27,14 +27,14 @@ def test_axes_come_in_reading_order(tmp_path: Path) -> None:
 def test_the_suffix_decides_and_the_bytes_are_the_same_again(
     suffix: str, begins: bytes, tmp_path: Path
 ) -> None:
-    written = []
+    pictures = []
     for name in ("once", "again"):
         figure, [axis] = make_figure(2, 2)
         axis.plot([0, 1], [1, 0])
         save_figure(figure, tmp_path / f"{name}{suffix}")
-        written.append((tmp_path / f"{name}{suffix}").read_bytes())
-    assert written[0].startswith(begins)
-    assert written[0] == written[1]
+        pictures.append((tmp_path / f"{name}{suffix}").read_bytes())
+    assert pictures[0].startswith(begins)
+    assert pictures[0] == pictures[1]
 
 
 def test_another_format_is_refused_before_anything_is_written(tmp_path: Path) -> None:
@@ -49,6 +49,6 @@ def test_a_pattern_has_one_colour_whatever_its_length() -> None:
     for ratio in (2, 4, 8):
         uniform = [pattern_color(Pattern.uniform(layers, ratio)) for layers in (12, 47, 78)]
         assert len(set(uniform)) == 1
-    searched = ["FFFSFFSFSSSS", "FFFSSSSSSSSS", "FFSSSSSSSSSS"]
+    irregular = ["FFFSFFSFSSSS", "FFFSSSSSSSSS", "FFSSSSSSSSSS"]
     interleaved = ["FSFSFSFSFSFS", "FSSSFSSSFSSS", "FSSSSSFSSSSS"]
-    assert len({pattern_color(Pattern(text)) for text in (*searched, *interleaved)}) == 6
+    assert len({pattern_color(Pattern(text)) for text in (*irregular, *interleaved)}) == 6

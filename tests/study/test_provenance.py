@@ -36,14 +36,14 @@ def test_a_digest_sees_any_trained_tensor_of_a_large_file(
         name: np.asarray(generator.normal(size=shape), np.float32) for name, shape in shapes.items()
     }
     save_file(tensors, path)
-    seen = {checkpoint_digest(tmp_path)}
+    digests = {checkpoint_digest(tmp_path)}
     for name, tensor in tensors.items():
         save_file(tensors | {name: np.asarray(tensor + np.float32(0.01))}, path)
-        seen.add(checkpoint_digest(tmp_path))
+        digests.add(checkpoint_digest(tmp_path))
     edited = tensors["even"].copy()
     edited[0, 0] += 1  # what the docstring says it misses
     save_file(tensors | {"even": edited}, path)
-    assert len(seen | {checkpoint_digest(tmp_path)}) == 1 + len(tensors)
+    assert len(digests | {checkpoint_digest(tmp_path)}) == 1 + len(tensors)
 
 
 def test_a_large_file_that_is_no_safetensors_file(
@@ -57,11 +57,11 @@ def test_a_large_file_that_is_no_safetensors_file(
 
 
 def test_a_machine_says_where_and_with_what() -> None:
-    here = machine()
-    assert here["cores"] >= 1
-    assert here["cpu"]
-    assert here["versions"]["python"].startswith(f"{sys.version_info.major}.")
-    assert here["date"].endswith("Z")
+    facts = machine()
+    assert facts["cores"] >= 1
+    assert facts["cpu"]
+    assert facts["versions"]["python"].startswith(f"{sys.version_info.major}.")
+    assert facts["date"].endswith("Z")
 
 
 def test_a_commit_from_outside_a_checkout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

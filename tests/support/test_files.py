@@ -21,7 +21,7 @@ def test_on_a_full_disk_the_file_is_as_it_was_and_half_a_file_takes_no_room(tmp_
     ):
         write_whole(path, "x" * 5000)
     assert path.read_bytes() == before
-    assert [one.name for one in path.parent.iterdir()] == ["result.json"]
+    assert [file.name for file in path.parent.iterdir()] == ["result.json"]
     write_whole(path, "x" * 5000)
     assert path.stat().st_size == 5000
 

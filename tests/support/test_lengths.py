@@ -17,9 +17,9 @@ def test_a_bad_length(text: str) -> None:
         parse_length(text)
 
 
-@pytest.mark.parametrize(("text", "meant"), [("32k", "32K"), ("16ki", "16Ki"), ("4KI", "4Ki")])
-def test_a_length_that_is_nearly_one(text: str, meant: str) -> None:
-    with pytest.raises(SettingsError, match=f"Did you mean {meant}"):
+@pytest.mark.parametrize(("text", "suggestion"), [("32k", "32K"), ("16ki", "16Ki"), ("4KI", "4Ki")])
+def test_a_length_that_is_nearly_one(text: str, suggestion: str) -> None:
+    with pytest.raises(SettingsError, match=f"Did you mean {suggestion}"):
         parse_length(text)
 
 

@@ -139,8 +139,8 @@ class Deployment:
     def cache_tokens(self) -> int:
         """Cache tokens of a rank beside the weights, every layer F; negative if they do not fit."""
         room = USED_MEMORY * find_gpu(self.gpu).memory - self.weight_bytes
-        each = KV_BYTES[self.cache] + INDEX_K_BYTES_PER_KEY
-        return int(room / (self.shape.num_hidden_layers * each))
+        bytes_per_layer = KV_BYTES[self.cache] + INDEX_K_BYTES_PER_KEY
+        return int(room / (self.shape.num_hidden_layers * bytes_per_layer))
 
     def __str__(self) -> str:
         ranks = f"--tp {self.gpus}" + (
@@ -191,7 +191,10 @@ class Forecast(ABC):
     def describe_range(self, patterns: Iterable[Pattern], contexts: Sequence[int]) -> str:
         """Say how far off gains may be: the worst error of rows predicted without themselves."""
         gains = [
-            self.gain(metric, each, n) for metric in METRICS for each in patterns for n in contexts
+            self.gain(metric, pattern, n)
+            for metric in METRICS
+            for pattern in patterns
+            for n in contexts
         ]
         offs = [gain.off for gain in gains if gain is not None]
         if not offs:
@@ -533,7 +536,7 @@ def _cell(gain: Gain | None) -> str:
 
 def _base(gains: Sequence[Gain | None], metric: Metric) -> str:
     """Say the time with every indexer, which all patterns have in common."""
-    gain = next((each for each in gains if each is not None), None)
+    gain = next((value for value in gains if value is not None), None)
     if gain is None:
         return ""
     if metric == "prefill":

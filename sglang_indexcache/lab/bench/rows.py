@@ -223,10 +223,10 @@ class Wheel:
         decode, more = self._phase("generation", about, model, bare)
         if not (prefill and decode):
             table = f"sparse_attention/{ENGINE}/dsa_context_module_perf"
-            there = {row["num_heads"] for row in self.rows(table, {"model": model})}
+            counts = {row["num_heads"] for row in self.rows(table, {"model": model})}
             raise BenchError(
                 f"NVIDIA measured no layers of {model} with {heads} heads on a GPU, as --gpus "
-                f"and --dp make it; there are {', '.join(map(str, sorted(there))) or 'none'}"
+                f"and --dp make it; there are {', '.join(map(str, sorted(counts))) or 'none'}"
             )
         engine = ENGINE.replace("sglang/", "SGLang ")
         source = (
@@ -274,8 +274,8 @@ class Wheel:
             points[row[by]].append(row["latency"])
         split = next((name for name in _SPLITS if name in columns), "")
         if not points and split:
-            others = {name: value for name, value in columns.items() if name != split}
-            most = max((row[split] for row in self.rows(table, others)), default=0)
+            fixed = {name: value for name, value in columns.items() if name != split}
+            most = max((row[split] for row in self.rows(table, fixed)), default=0)
             if 0 < most < columns[split]:
                 raise BenchError(
                     f"NVIDIA measured up to {most} GPUs here, not {columns[split]}: ask with fewer"

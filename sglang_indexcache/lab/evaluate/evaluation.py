@@ -310,9 +310,9 @@ def load(folder: Path) -> Evaluation:
     path = folder / NAME
     if not path.exists():
         raise QualityError(f"{folder} has no {NAME}: it is no output of `indexcache eval run`")
-    whole = path.read_bytes().rpartition(b"\n")[0]  # the last line may be half written
+    complete = path.read_bytes().rpartition(b"\n")[0]  # the last line may be half written
     try:
-        first, *lines = map(json.loads, whole.split(b"\n"))
+        first, *lines = map(json.loads, complete.split(b"\n"))
         record = Record(first["identity"])
         for line in lines:
             record.take(line)

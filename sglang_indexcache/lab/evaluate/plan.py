@@ -409,8 +409,8 @@ class EvaluationPlan:
         if len(light.rows) == max(map(len, self.cells.values())):
             return False
         without_light = replace(self, taken=tuple(cell for cell in self.taken if cell != light))
-        smaller, whole = (p.design.detectable(*p.assumed) for p in (without_light, self))
-        return smaller < whole
+        smaller, planned = (p.design.detectable(*p.assumed) for p in (without_light, self))
+        return smaller < planned
 
 
 def context_name(task: str, length: int, seed: int) -> str:

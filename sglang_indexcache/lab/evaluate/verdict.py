@@ -205,12 +205,12 @@ class Look:
         ``beside`` are further outcomes.
         """
         arms = arm, self.reference
-        kept = None if cells is None else set(cells)
-        differences = paired([*self.long, *beside], *arms, cells=kept, repeat=repeat)
+        allowed = None if cells is None else set(cells)
+        differences = paired([*self.long, *beside], *arms, cells=allowed, repeat=repeat)
         if self.long is self.right:
             return differences
         # Probabilities hardly ever tie, so as flips they would count nearly every question.
-        right = paired(self.right, *arms, cells=kept, repeat=repeat)
+        right = paired(self.right, *arms, cells=allowed, repeat=repeat)
         return replace(differences, flips=right.flips)
 
     def missing(self, pattern: str) -> list[Outcome]:
@@ -587,9 +587,9 @@ def _claim_in_words(
         return "undecided: somewhere a task has a single context so far, whose spread is not known"
     if look.number < look.design.looks:
         return f"undecided so far; about {counted(more, 'more context')} would decide"
-    whole = counted(contexts + more, "context")
+    needed = counted(contexts + more, "context")
     return (
-        f"undecided; a new run of {whole} would probably decide, but its "
+        f"undecided; a new run of {needed} would probably decide, but its "
         f"{look.design.alpha:.0%} are of that run alone: both together err more often"
     )
 

@@ -109,10 +109,12 @@ class FoldingSelector:
 
         Rows of a request whose layer is S select nothing; the index buffer keeps what they had.
         """
-        asked = LayerSelection(*arguments)
-        result = torch.full((len(asked.q), asked.topk), PADDING, dtype=torch.int32)
+        selection = LayerSelection(*arguments)
+        result = torch.full((len(selection.q), selection.topk), PADDING, dtype=torch.int32)
         for factor in sorted({f for f in self.factors if f is not None}):
-            rows, part = asked.of([b for b, each in enumerate(self.factors) if each == factor])
+            rows, part = selection.of(
+                [b for b, value in enumerate(self.factors) if value == factor]
+            )
             result[rows] = part.folded(self.slopes, factor) if factor else part.exact()
         return result
 
@@ -133,8 +135,8 @@ def selector_of(
     if slopes is None or not any(pattern.fold_at(position) for pattern in patterns):
         return None
     requests = len(backend.batch.query_lens)
-    each: Sequence[Pattern] = patterns * requests
+    by_row: Sequence[Pattern] = patterns * requests
     if len(patterns) > 1:
-        each = patterns_of_requests(batch)
-    factors = [p.fold_at(position) if p.is_full(position) else None for p in each]
+        by_row = patterns_of_requests(batch)
+    factors = [p.fold_at(position) if p.is_full(position) else None for p in by_row]
     return FoldingSelector(_tensor(slopes), factors)

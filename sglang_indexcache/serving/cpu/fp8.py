@@ -24,18 +24,18 @@ Named = tuple[str, torch.Tensor]
 
 def overrides(config: Any) -> dict[str, Any]:
     """Return the changes to a block-FP8 checkpoint's config; none for another's."""
-    told = getattr(config, "quantization_config", None) or {}
-    if told.get("quant_method") != "fp8" or not told.get("weight_block_size"):
+    quantisation = getattr(config, "quantization_config", None) or {}
+    if quantisation.get("quant_method") != "fp8" or not quantisation.get("weight_block_size"):
         return {}
-    return {"quantization_config": None, BLOCKS: list(told["weight_block_size"])}
+    return {"quantization_config": None, BLOCKS: list(quantisation["weight_block_size"])}
 
 
 def blocks() -> Sequence[int] | None:
     """Rows and columns of a block, if this server dequantises weights."""
     from sglang.srt.runtime_context import get_model
 
-    found: Sequence[int] | None = json.loads(get_model().json_model_override_args).get(BLOCKS)
-    return found
+    block_size: Sequence[int] | None = json.loads(get_model().json_model_override_args).get(BLOCKS)
+    return block_size
 
 
 def read_plain(
@@ -56,15 +56,15 @@ def plain(weights: Iterable[Named], size: Sequence[int]) -> Iterator[Named]:
 
     waiting: dict[str, torch.Tensor] = {}
     for name, tensor in weights:
-        whole = name.removesuffix(SCALES)
-        if name == whole and tensor.dtype != torch.float8_e4m3fn:
+        weight_name = name.removesuffix(SCALES)
+        if name == weight_name and tensor.dtype != torch.float8_e4m3fn:
             yield name, tensor
-        elif whole not in waiting:
-            waiting[whole] = tensor
+        elif weight_name not in waiting:
+            waiting[weight_name] = tensor
         else:
-            other = waiting.pop(whole)
-            weight, scales = (tensor, other) if name == whole else (other, tensor)
-            yield whole, dequantised(weight, scales, size)
+            partner = waiting.pop(weight_name)
+            weight, scales = (tensor, partner) if name == weight_name else (partner, tensor)
+            yield weight_name, dequantised(weight, scales, size)
     if waiting:
         raise CheckpointError(
             f"the checkpoint has only one of {next(iter(waiting))} and its block scales. Download "

@@ -234,10 +234,10 @@ class CpuDSATokenToKVPool(DSATokenToKVPool):
 
     def _index_k_dtype(self) -> torch.dtype:
         plan = published_plan()
-        asked = plan.index_k_dtype if plan else "auto"
-        if asked == "fp8_e4m3":
+        choice = plan.index_k_dtype if plan else "auto"
+        if choice == "fp8_e4m3":
             return torch.uint8
-        return self.dtype if asked == "auto" else getattr(torch, asked)
+        return self.dtype if choice == "auto" else getattr(torch, choice)
 
     def _scatter_mla_rows(
         self,

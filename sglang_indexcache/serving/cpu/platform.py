@@ -251,10 +251,10 @@ def check_plan(server_args: Any, plan: Plan) -> None:
         "--enable-hisparse": cfg.enable_hisparse,
         "--enable-kv-cache-sharding": cfg.enable_kv_cache_sharding,
     }
-    reasons |= {f"{flag} needs a GPU. Drop the flag.": given for flag, given in for_gpus.items()}
-    found = Findings()
-    found.each += [SettingsError(reason) for reason, holds in reasons.items() if holds]
-    found.report()
+    reasons |= {f"{flag} needs a GPU. Drop the flag.": holds for flag, holds in for_gpus.items()}
+    findings = Findings()
+    findings.each += [SettingsError(reason) for reason, holds in reasons.items() if holds]
+    findings.report()
     logger.warning(
         "No accelerator found: serving on the IndexCache CPU reference platform, which is exact "
         "but slow."

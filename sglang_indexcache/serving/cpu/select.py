@@ -68,10 +68,10 @@ class HostBatch:
         Rows beyond T belong to no request: dp_attention pads batches to a common size.
         """
         result = torch.full_like(positions, PADDING, dtype=torch.int32)
-        own = positions[: self.num_rows].long()
+        places = positions[: self.num_rows].long()
         first = self.request_of_row * self.slots.shape[1]
-        found = self.slots.flatten()[own.clamp_min(0) + first[:, None]].to(torch.int32)
-        result[: self.num_rows] = found.masked_fill_(own < 0, PADDING)
+        slots = self.slots.flatten()[places.clamp_min(0) + first[:, None]].to(torch.int32)
+        result[: self.num_rows] = slots.masked_fill_(places < 0, PADDING)
         return result
 
 

@@ -31,9 +31,9 @@ def _first_ties(logits: torch.Tensor, threshold: torch.Tensor, topk: int) -> tor
     """Everything above the threshold and the first positions equal to it, ``[rows, topk]``."""
     above = logits > threshold
     ties = logits == threshold
-    wanted = topk - above.sum(-1, keepdim=True)
-    kept = above | (ties & (ties.cumsum(-1) <= wanted))
-    return kept.nonzero()[:, 1].view(-1, topk)
+    missing = topk - above.sum(-1, keepdim=True)
+    selected = above | (ties & (ties.cumsum(-1) <= missing))
+    return selected.nonzero()[:, 1].view(-1, topk)
 
 
 def _ascending(chosen: torch.Tensor, visible: torch.Tensor, topk: int) -> torch.Tensor:

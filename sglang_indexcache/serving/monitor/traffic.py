@@ -142,10 +142,10 @@ def _kinds(
     """
     kinds, twice = {"scored": 0, "skipped": 0}, 0
     for layer in layers:
-        apart_here = layer not in exact and any(each.fold_at(layer) for each in patterns)
+        apart_here = layer not in exact and any(pattern.fold_at(layer) for pattern in patterns)
         deciding = (pattern,) if apart_here else patterns
         factor = pattern.fold_at(layer) if apart_here else 0
-        is_full = any(each.is_full(layer) for each in deciding)
+        is_full = any(pattern.is_full(layer) for pattern in deciding)
         kind = "folded" if factor else "scored" if is_full else "skipped"
         kinds[kind] = kinds.get(kind, 0) + 1
         twice += factor > 1
@@ -177,8 +177,8 @@ def served_in(batch: ForwardBatch, patterns: Sequence[Pattern], default: Pattern
     if batch.forward_mode.is_decode() or rows is None:
         speculated = getattr(getattr(batch, "spec_info", None), "num_tokens_per_req", 0)
         rows = [max(1, speculated)] * count
-    each = zip(patterns or [default] * count, rows, lengths[:count].tolist(), strict=False)
-    return [(pattern, int(new), int(length)) for pattern, new, length in each]
+    requests = zip(patterns or [default] * count, rows, lengths[:count].tolist(), strict=False)
+    return [(pattern, int(new), int(length)) for pattern, new, length in requests]
 
 
 def is_idle(batch: ForwardBatch) -> bool:

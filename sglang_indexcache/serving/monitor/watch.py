@@ -148,8 +148,8 @@ def overlaps(ranks: Sequence[RankState]) -> dict[int, list[float]]:
     means = {}
     for layer in sorted(every):
         rows, *shares = map(sum, zip(*every[layer], strict=True))
-        overlap, chance, *others = (each / rows for each in shares)
-        means[layer] = [overlap, beyond_chance(overlap, chance), *others]
+        overlap, chance, *recalls = (total / rows for total in shares)
+        means[layer] = [overlap, beyond_chance(overlap, chance), *recalls]
     return means
 
 
@@ -158,7 +158,7 @@ def describe_overlap(ranks: Sequence[RankState]) -> str:
     by_layer, first = overlaps(ranks), ranks[0]
     if not by_layer:
         return "overlap: no row with more than index_topk tokens was sampled yet"
-    overlap, beyond, _ = (fmean(each) for each in zip(*by_layer.values(), strict=True))
+    overlap, beyond, _ = (fmean(column) for column in zip(*by_layer.values(), strict=True))
     who, compared_to = "S", "the list they are given"
     if first.mode == "static":
         who, compared_to = "F", "the list of the F layer before"

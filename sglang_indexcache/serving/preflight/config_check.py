@@ -94,7 +94,7 @@ def _check_blocks(config: Any, layers: tuple[int, ...], where: str) -> None:
     published = read_field(config, "sparse_attention_config") or {}
     on = read_field(published, "sparse_attention_freq") or ()
     is_whole = all(read_field(published, name) for name in BLOCK_SIZES)
-    if not is_whole or tuple(i for i, each in enumerate(on) if each) != layers:
+    if not is_whole or tuple(i for i, is_on in enumerate(on) if is_on) != layers:
         raise CheckpointError(
             f"SGLang reads the sparse layers of {where} from sparse_attention_config alone, which "
             f"names others or lacks one of {', '.join(BLOCK_SIZES)}. Serve the config that the "

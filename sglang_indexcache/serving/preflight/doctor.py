@@ -194,14 +194,14 @@ def _choose_device(device: str | None) -> str:
     if device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # as a server on the CPU needs it, too
         return "the CPU reference platform"
-    here = _has_gpu()
-    if device not in CARDS and here:
+    has_gpu = _has_gpu()
+    if device not in CARDS and has_gpu:
         return f"this machine's {torch.cuda.get_device_name()}"
     card = CARDS[device if device in CARDS else USUAL_CARD]
     stand_in(card)
-    others = ", ".join(name for name in names if name != "cuda" and CARDS.get(name) is not card)
-    missing = "" if here else "this machine has no GPU; "
-    return f"a node of {GPUS} {card.name} ({missing}--device may also be {others})"
+    devices = ", ".join(name for name in names if name != "cuda" and CARDS.get(name) is not card)
+    missing = "" if has_gpu else "this machine has no GPU; "
+    return f"a node of {GPUS} {card.name} ({missing}--device may also be {devices})"
 
 
 def _resolve(arguments: Sequence[str], device: str | None) -> tuple[Any, list[IndexCacheError]]:
@@ -251,7 +251,7 @@ def _check_weights(server_args: Any) -> None:
 
     cfg, model = resolving_view(server_args), model_config_of(server_args)
     text = text_config(model.hf_config)
-    shape = {name: read_field(text, name) for name in (each.name for each in fields(ModelShape))}
+    shape = {name: read_field(text, name) for name in (field.name for field in fields(ModelShape))}
     memory = get_device_memory_capacity(cfg.device) if cfg.device == "cuda" else None
     formats = {cfg.quantization, model.quantization} - {None}
     if None in shape.values() or not memory or cfg.cpu_offload_gb or formats - {"fp8"}:

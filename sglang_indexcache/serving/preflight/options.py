@@ -158,7 +158,7 @@ def is_wanted(cfg: Any, choices: Choices, *, on_cpu: bool) -> bool:
         SettingsError: it is asked for together with another backend.
     """
     backends = {field: getattr(cfg, field) for field in BACKEND_FIELDS if getattr(cfg, field)}
-    others = other_backends(cfg)
+    foreign = other_backends(cfg)
     is_named = BACKEND_NAME in backends.values()
     if not is_named and cfg.speculative_draft_attention_backend == BACKEND_NAME:
         raise SettingsError(
@@ -167,16 +167,16 @@ def is_wanted(cfg: Any, choices: Choices, *, on_cpu: bool) -> bool:
         )
     settings = ", ".join(choice.origin for choice in choices.values())
     # Beside our name, the others may be of layers without indexers, which the plan knows.
-    if (is_named or choices) and others and cfg.attention_backend != BACKEND_NAME:
+    if (is_named or choices) and foreign and cfg.attention_backend != BACKEND_NAME:
         raise SettingsError(
-            not_together(f"--attention-backend {BACKEND_NAME}" if is_named else settings, others)
+            not_together(f"--attention-backend {BACKEND_NAME}" if is_named else settings, foreign)
         )
     if choices and backends and not is_named:
         raise SettingsError(
             f"{settings} needs --attention-backend {BACKEND_NAME}, and "
             f"--attention-backend {next(iter(backends.values()))} was given."
         )
-    if on_cpu and backends and not is_named and not others:
+    if on_cpu and backends and not is_named and not foreign:
         raise SettingsError(
             "SGLang's own DSA backend needs a GPU and this machine has none. Use "
             f"--attention-backend {BACKEND_NAME}, which has a CPU reference."
@@ -186,8 +186,8 @@ def is_wanted(cfg: Any, choices: Choices, *, on_cpu: bool) -> bool:
 
 def other_backends(cfg: Any) -> dict[str, str]:
     """Return by field the attention backends that share nothing."""
-    given = {field: getattr(cfg, field) for field in BACKEND_FIELDS if getattr(cfg, field)}
-    return {k: v for k, v in given.items() if v not in (BACKEND_NAME, *DSA_NAMES)}
+    backends = {field: getattr(cfg, field) for field in BACKEND_FIELDS if getattr(cfg, field)}
+    return {k: v for k, v in backends.items() if v not in (BACKEND_NAME, *DSA_NAMES)}
 
 
 def not_together(what: str, others: Mapping[str, str]) -> str:

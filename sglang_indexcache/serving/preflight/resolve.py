@@ -101,8 +101,8 @@ class PatternChoice:
         except IndexCacheError as error:
             raise type(error)(f"{choice}: {error}") from error
         entry = resolved[0].entry if len(resolved) == 1 else None
-        described = "; ".join(each.description for each in resolved)
-        slopes = {each.slopes.digest: each.slopes for each in resolved if each.slopes}
+        described = "; ".join(choice.description for choice in resolved)
+        slopes = {choice.slopes.digest: choice.slopes for choice in resolved if choice.slopes}
         if len(slopes) > 1:
             raise SettingsError(
                 f"{choice}: its patterns fold by the slopes {' and '.join(slopes)}, and a server "
@@ -278,9 +278,9 @@ def _evidence(
     alike = (entry for entry in library.entries.values() if entry.parsed == pattern)
     entries = [choice.entry] if choice.entry else list(alike)
     weights = Path(model) if model and Path(model).is_dir() else None
-    verdicts = (each.known(lambda: checkpoint_digest(weights)) for each in entries if weights)
+    verdicts = (entry.known(lambda: checkpoint_digest(weights)) for entry in entries if weights)
     quality = next((words for words in verdicts if words != NOT_EVALUATED), NOT_EVALUATED)
-    return quality, next((each.overlap.beyond_chance for each in entries if each.overlap), ())
+    return quality, next((entry.overlap.beyond_chance for entry in entries if entry.overlap), ())
 
 
 def _requested_pattern(

@@ -360,9 +360,9 @@ def attention_inputs(
         row[:count] = selection.to(torch.int32)
         if case.holes:
             row[:] = row[torch.randperm(case.topk, generator=generator)]
-    listed = torch.zeros(pool, dtype=torch.bool)
-    listed[slots[slots >= 0].long()] = True
-    cache[~listed] = 0x7F if case.fp8 else float("nan")
+    is_listed = torch.zeros(pool, dtype=torch.bool)
+    is_listed[slots[slots >= 0].long()] = True
+    cache[~is_listed] = 0x7F if case.fp8 else float("nan")
     q = torch.randn(len(case.counts), case.heads, LATENT_DIM, generator=generator)
     q = (q + LATENT_DIM**0.5 * toward).bfloat16()
     # About as large as the sums that they join, or leaving them out would not show.

@@ -208,16 +208,16 @@ def _wrong_logits(
     longest = int(batch.visible[rows].max())
     keys, scales = indexer_reference.request_keys(batch.pages, batch.block_table[request], longest)
     q, weights = batch.q[rows], batch.weights[rows]
-    seen = torch.arange(longest, device=q.device) < batch.visible[rows, None]
-    got = scores[rows, :longest][seen].double()
+    visible = torch.arange(longest, device=q.device) < batch.visible[rows, None]
+    logits = scores[rows, :longest][visible].double()
     per_head = torch.einsum("thd,sd->ths", q.double(), keys.double()).relu_()
-    exact = (torch.einsum("th,ths->ts", weights.double(), per_head) * scales.double())[seen]
+    exact = (torch.einsum("th,ths->ts", weights.double(), per_head) * scales.double())[visible]
     if case.fill in _EXACT_FILLS:
-        return int((got != exact).sum())
-    bound = logits_tolerance(q, keys, weights, scales, bits)[seen]
-    overflowed = got.isinf() & (got.sign() == exact.sign())
+        return int((logits != exact).sum())
+    bound = logits_tolerance(q, keys, weights, scales, bits)[visible]
+    overflowed = logits.isinf() & (logits.sign() == exact.sign())
     overflowed &= exact.abs() + bound >= _FLOAT32_MAX
-    return int((~(((got - exact).abs() <= bound) | overflowed)).sum())
+    return int((~(((logits - exact).abs() <= bound) | overflowed)).sum())
 
 
 def _alone(select: Op, case: IndexerCase, batch: IndexerBatch) -> list[str]:
@@ -261,19 +261,19 @@ def check_sparse_mla(attend: Op, inputs: SparseMlaInputs) -> list[str]:
     exact_out, exact_lse = mla_reference.sparse_mla(
         inputs.q.double(), *arguments[1:], sinks=inputs.sinks
     )
-    for row, listed in enumerate(inputs.slots):
-        latents = inputs.cache[listed[listed >= 0].long()]
+    for row, slots in enumerate(inputs.slots):
+        latents = inputs.cache[slots[slots >= 0].long()]
         if len(latents) == 0:
             if (got_out[row] != 0).any() or (got_lse[row] != float("-inf")).any():
                 complaints.append(f"sparse MLA: row {row} selects nothing, but is not 0 and -inf")
             continue
         rows = dequantize_latent(latents) if latents.dtype == torch.uint8 else latents
         bounds = mla_tolerance(inputs.q[row], rows, inputs.scale)
-        for name, got, exact, bound in (
+        for name, output, exact, bound in (
             ("output", got_out[row], exact_out[row], bounds[0]),
             ("LSE", got_lse[row], exact_lse[row], bounds[1]),
         ):
-            error = (got.double() - exact.double()).abs()
+            error = (output.double() - exact.double()).abs()
             if not (error <= bound).all():
                 worst = float((error / bound).nan_to_num(float("inf")).max())
                 complaints.append(f"sparse MLA: {name} of row {row} errs {worst:.2g}x the bound")
@@ -291,9 +291,9 @@ def _twice(
     results = []
     for _ in range(2 if compare else 1):
         out = Guarded(shape, dtype, device)
-        returned = op(*arguments, out=out.tensor)
+        output = op(*arguments, out=out.tensor)
         complaints += out.complaints(name)
-        if returned.data_ptr() != out.tensor.data_ptr():
+        if output.data_ptr() != out.tensor.data_ptr():
             complaints.append(f"{name}: did not return its output")
         results.append(out.tensor)
     if compare and not torch.equal(*results):
@@ -301,9 +301,9 @@ def _twice(
     return results[0], complaints
 
 
-def _same_rows(name: str, got: torch.Tensor, expected: torch.Tensor) -> list[str]:
-    wrong = (got != expected).any(-1).nonzero().flatten().tolist()
-    return [f"{name}: rows {wrong[:8]} differ, {len(wrong)} of {len(got)}"] if wrong else []
+def _same_rows(name: str, output: torch.Tensor, expected: torch.Tensor) -> list[str]:
+    wrong = (output != expected).any(-1).nonzero().flatten().tolist()
+    return [f"{name}: rows {wrong[:8]} differ, {len(wrong)} of {len(output)}"] if wrong else []
 
 
 def _mapped(positions: torch.Tensor, batch: IndexerBatch) -> torch.Tensor:

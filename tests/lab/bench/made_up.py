@@ -28,7 +28,7 @@ def write_rows(
         changed: other milliseconds of a chunk, by kind, tokens and prefix.
         card: whose folder.
     """
-    every: list[dict[str, Any]] = []
+    rows_of_all: list[dict[str, Any]] = []
     for kind, suffix, model in (
         ("F", "", "zai-org/GLM-5-FP8"),
         ("S", "_skip_indexer", "zai-org/GLM-5.2-FP8"),
@@ -42,22 +42,22 @@ def write_rows(
                 latency = 2 + 1e-3 * prefix * (kind == "F")
                 latency = changed.get((kind, isl, prefix), latency)
                 about = {"op_name": f"dsa_context_module{suffix}", "batch_size": 1, "isl": isl}
-                every.append({**columns, **about, "step": prefix, "latency": latency})
+                rows_of_all.append({**columns, **about, "step": prefix, "latency": latency})
         for requests in (1, 4):
             for step in STEPS:
                 latency = 0.05 + (0.05 + 1e-6 * (step + 1)) * (kind == "F")
                 about = {"op_name": f"dsa_generation_module{suffix}", "batch_size": requests}
-                every.append({**columns, **about, "isl": 1, "step": step, "latency": latency})
+                rows_of_all.append({**columns, **about, "isl": 1, "step": step, "latency": latency})
     data = folder / card
     sparse = data / "sparse_attention" / "sglang" / "0.5.14"
     for phase in ("context", "generation"):
-        rows = [row for row in every if phase in row["op_name"]]
+        rows = [row for row in rows_of_all if phase in row["op_name"]]
         _write(sparse / f"dsa_{phase}_module_perf.parquet", rows)
-    for kernel, first, each in (("mqa_logits", 0.1, 0.8e-3), ("topk", 0.2, 0.1e-3)):
+    for kernel, first, slope in (("mqa_logits", 0.1, 0.8e-3), ("topk", 0.2, 0.1e-3)):
         rows = [
             {
                 "batch_size": 1, "isl": isl, "step": x, "score_mode": "top_last",
-                "latency": first + each * x,
+                "latency": first + slope * x,
             }
             for isl in (4096, 8192)
             for x in PREFIXES

@@ -20,13 +20,13 @@ def forwards(
     folder: Path, changed: Mapping[int, float] = {}, kv: str = "", gpus: int = 8
 ) -> GrowthForecast:
     """A chunk takes 2 ms and 1 us a token of prefix; a step 1 ms and 10 ns, or ``changed``."""
-    for phase, first, each in (("context", 2.0, 1e-3), ("generation", 1.0, 1e-5)):
+    for phase, first, slope in (("context", 2.0, 1e-3), ("generation", 1.0, 1e-5)):
         changes = changed if phase == "generation" else {}
         rows = [
             {
                 "model": M3.name, "tp_size": 8, "kv_cache_dtype": "bfloat16", "batch_size": 1,
                 "isl": 8192 if phase == "context" else 1, "step": step,
-                "latency": changes.get(step, first + each * step),
+                "latency": changes.get(step, first + slope * step),
             }
             for step in (0, 2048, 8192, 16_384, 32_768, 65_536)
         ]  # fmt: skip
@@ -64,10 +64,10 @@ def test_a_row_slower_than_longer_ones_is_left_out(tmp_path: Path) -> None:
     """DeepSeek-V4's steps below 64K tokens took twice as long as at 128K: another top-k."""
     [(_, quarter)] = (source := forwards(tmp_path, {16_384: 500.0})).patterns(["1/4"])
     right = forwards(tmp_path / "right").gain("decode", quarter, 16_384)
-    found = source.gain("decode", quarter, 16_384)
-    assert found is not None
+    gain_left = source.gain("decode", quarter, 16_384)
+    assert gain_left is not None
     assert right is not None
-    assert found.gain == pytest.approx(right.gain)
+    assert gain_left.gain == pytest.approx(right.gain)
 
 
 def test_what_a_gain_may_be_off_by_is_a_part_of_the_time_that_is_left(tmp_path: Path) -> None:

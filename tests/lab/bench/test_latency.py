@@ -61,10 +61,10 @@ def measure(
     values: tuple[str, ...] = (),
     **more: Any,
 ) -> LatencyResult:
-    served = configurations(values or ("full", "1/2=uniform:1/2"), CHECKPOINT)
+    configured = configurations(values or ("full", "1/2=uniform:1/2"), CHECKPOINT)
     with ExitStack() as stack:
         clients = {name: Client(stack.enter_context(serving(fake))) for name, fake in fakes.items()}
-        return run(TARGET, RunningServers(clients), served, settings, **more)
+        return run(TARGET, RunningServers(clients), configured, settings, **more)
 
 
 def good(**changes: object) -> dict[str, FakeServer]:
@@ -120,13 +120,13 @@ def test_a_full_disk_and_a_second_command(tmp_path: Path) -> None:
 
     refused = []
 
-    def other(_: str) -> None:
+    def second_report(_: str) -> None:
         if not refused:
             with pytest.raises(BenchError, match="in use by another benchmark") as error:
                 measure(good(), output=tmp_path / "other")
             refused.append(error)
 
-    measure(good(), report=other, output=tmp_path / "other")
+    measure(good(), report=second_report, output=tmp_path / "other")
     assert refused
 
 
@@ -145,8 +145,8 @@ def test_the_servers_own_indexer_time_gives_the_share() -> None:
         ideal = result.speedup("1/2", metric, 256).ideal
         assert ideal == pytest.approx(1 / (1 - share / 2))
     # The step behind the last token counts as the server's time and not as the client's.
-    tokens, served = QUICK.new_tokens, FakeServer("F")
-    value = {"prefill": served.prefill * 256, "decode": 1 / served.step}
+    tokens, engine = QUICK.new_tokens, FakeServer("F")
+    value = {"prefill": engine.prefill * 256, "decode": 1 / engine.step}
     expected = {"prefill": 0.5, "decode": 0.5 * tokens / (tokens - 1)}
     for sample in result.samples:
         if sample.length == 256 and sample.metric != "full":
@@ -185,7 +185,7 @@ def test_the_kv_cache_is_filled() -> None:
 def test_what_is_reported_of_known_arrivals(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks send every first token after 2 s, then a token every 0.5 s."""
 
-    def known(
+    def known_stream(
         _: object, prompts: list[list[int]], count: int, pattern: object = None
     ) -> list[StreamedAnswer]:
         for fake in fakes.values():
@@ -193,7 +193,7 @@ def test_what_is_reported_of_known_arrivals(monkeypatch: pytest.MonkeyPatch) -> 
         return [StreamedAnswer([(2 + 0.5 * n, n + 1) for n in range(count)]) for _ in prompts]
 
     fakes = {name: FakeServer(b.pattern, dp=2) for name, b in good().items()}
-    monkeypatch.setattr(latency, "stream", known)
+    monkeypatch.setattr(latency, "stream", known_stream)
     values = {(s.metric, s.length): s.value for s in measure(fakes).samples}
     assert values["prefill", 64] == values["prefill", 256] == pytest.approx(2.0)
     assert values["decode", 64] == values["decode", 256] == pytest.approx(2.0)
@@ -265,9 +265,11 @@ def test_a_steady_window_counts_only_what_lies_inside() -> None:
 
 def measure_live(fake: FakeServer) -> LatencyResult:
     """Measure one server for two patterns."""
-    served = configurations(("full", "uniform:1/4"), CHECKPOINT)
+    configured = configurations(("full", "uniform:1/4"), CHECKPOINT)
     with serving(fake) as url:
-        return run(TARGET, RunningServers({c.name: Client(url) for c in served}), served, QUICK)
+        return run(
+            TARGET, RunningServers({c.name: Client(url) for c in configured}), configured, QUICK
+        )
 
 
 def test_one_live_server_stands_for_all() -> None:
@@ -296,7 +298,7 @@ def test_a_live_server_that_names_what_it_does_not_do() -> None:
 
 def test_one_server_is_up_at_a_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     up: list[str] = []
-    seen: list[tuple[str, ...]] = []
+    up_at: list[tuple[str, ...]] = []
 
     class OurServer:
         """``serving.Server`` without a process."""
@@ -316,19 +318,19 @@ def test_one_server_is_up_at_a_time(monkeypatch: pytest.MonkeyPatch, tmp_path: P
             assert timeout > 600
 
     monkeypatch.setattr(servers, "Server", OurServer)
-    served = configurations(("full", "1/2=uniform:1/2"), CHECKPOINT)
-    started = StartedServers("m", [], tmp_path)
-    for configuration in (*served, *served):
-        with started.visit(configuration):
-            seen.append(tuple(up))
+    configured = configurations(("full", "1/2=uniform:1/2"), CHECKPOINT)
+    starter = StartedServers("m", [], tmp_path)
+    for configuration in (*configured, *configured):
+        with starter.visit(configuration):
+            up_at.append(tuple(up))
     assert up == []
-    assert seen == [("full",), ("uniform:1/2",)] * 2
+    assert up_at == [("full",), ("uniform:1/2",)] * 2
 
 
 def test_a_missing_server() -> None:
-    served = configurations(("full",), CHECKPOINT)
+    configured = configurations(("full",), CHECKPOINT)
     with pytest.raises(ServerError, match=r"cannot reach the server at http://127\.0\.0\.1:9"):
-        run(TARGET, RunningServers({"full": Client("http://127.0.0.1:9")}), served, QUICK)
+        run(TARGET, RunningServers({"full": Client("http://127.0.0.1:9")}), configured, QUICK)
 
 
 def test_a_prompt_that_does_not_fit() -> None:
@@ -378,8 +380,8 @@ def test_names_must_differ() -> None:
 def test_a_pattern_that_folds_is_served_by_its_slopes(tmp_path: Path) -> None:
     folder = shipped_checkpoint()
     slopes = random_slopes(folder, tmp_path / "any.slopes")
-    (made,) = configurations((f"L=folded@{slopes.path}",), Checkpoint.read(folder))
-    assert (made.name, made.pattern) == ("L", f"{'L' * 12}@{slopes.digest}")
+    (configuration,) = configurations((f"L=folded@{slopes.path}",), Checkpoint.read(folder))
+    assert (configuration.name, configuration.pattern) == ("L", f"{'L' * 12}@{slopes.digest}")
 
 
 def test_a_result_survives_its_file(tmp_path: Path) -> None:

@@ -32,16 +32,16 @@ FP8 = Deployment("GLM-5-FP8", "h200")
 
 def test_a_prompt_is_the_sum_of_its_chunks(tmp_path: Path) -> None:
     """Three chunks; F 2 ms + 1 us a token of prefix, S 2 ms, around a layer what its parts take."""
-    found = Forwards(FP8, write_rows(tmp_path)).prefill(20, 3 * 8192)
-    assert found is not None
+    prompt = Forwards(FP8, write_rows(tmp_path)).prefill(20, 3 * 8192)
+    assert prompt is not None
     indexed = sum(2 + 1e-3 * prefix for prefix in (0, 8192, 16384))
     layers = 20 * indexed + 58 * 3 * 2
     products = 2 * 0.01 * 78 + 0.01 * 75  # of shared experts or dense MLPs, and of routers
     around = 2 * 0.25 * 78 + 1.0 * 75 + products + 0.01
     norms = 78 * 2 * 1e3 * 8192 * 6144 * 8 / (4.8e12 * 0.8)
     # Products are scaled from the nearest that was measured, which here has another size.
-    assert found.value == pytest.approx(layers + 3 * (around + norms), rel=0.02)
-    assert found.off == pytest.approx(0, abs=1e-9)
+    assert prompt.value == pytest.approx(layers + 3 * (around + norms), rel=0.02)
+    assert prompt.off == pytest.approx(0, abs=1e-9)
 
 
 def folded_chunk(prefix: int, factor: int = 1) -> float:
@@ -95,10 +95,10 @@ def test_folding_saves_nothing_in_decode(tmp_path: Path) -> None:
 
 
 def test_folded_patterns_are_called_composed(tmp_path: Path) -> None:
-    patterns, said = choose_patterns(["full", "folded", "1/4+c4"], "glm-5")
-    assert "arithmetic" in said[0]
-    assert "no kernel that folds" in said[0]
-    assert "gathering their keys" in said[1]
+    patterns, notes = choose_patterns(["full", "folded", "1/4+c4"], "glm-5")
+    assert "arithmetic" in notes[0]
+    assert "no kernel that folds" in notes[0]
+    assert "gathering their keys" in notes[1]
     assert not choose_patterns(["full", "1/4"], "glm-5")[1]
     source = Forwards(FP8, write_rows(tmp_path))
     rows = plan_grid(source, patterns, [32_768]).rows
@@ -110,9 +110,9 @@ def test_folded_patterns_are_called_composed(tmp_path: Path) -> None:
     prefixes = range(0, 32_768, 8192)
     price = sum(folded_chunk(x) - 2 for x in prefixes) / sum(1e-3 * x for x in prefixes)
     assert rows[5] == ("price of an L layer (F 1, S 0), for search --fold-price", f"{price:.2f}")
-    found = plan_to_json(source, patterns, [32_768])["gains"]
-    assert [one["at_most"] for one in found[:3]] == [False, False, True]
-    assert [one["folded"] for one in found[:3]] == [False, True, True]
+    gains = plan_to_json(source, patterns, [32_768])["gains"]
+    assert [row["at_most"] for row in gains[:3]] == [False, False, True]
+    assert [row["folded"] for row in gains[:3]] == [False, True, True]
 
 
 def test_folding_is_refused_where_rows_cannot_say(tmp_path: Path) -> None:
@@ -130,10 +130,10 @@ def test_folding_is_refused_where_rows_cannot_say(tmp_path: Path) -> None:
 def test_a_step_between_rows(tmp_path: Path) -> None:
     """F 100 us + 1 us a thousand tokens, S 50 us: their difference is what an indexer takes."""
     forwards = Forwards(FP8, write_rows(tmp_path))
-    both = [forwards.decode(count, 1, 100_000) for count in (78, 0)]
-    assert both[0] is not None
-    assert both[1] is not None
-    assert both[0].value - both[1].value == pytest.approx(78 * (0.050 + 0.100), rel=1e-6)
+    ends = [forwards.decode(count, 1, 100_000) for count in (78, 0)]
+    assert ends[0] is not None
+    assert ends[1] is not None
+    assert ends[0].value - ends[1].value == pytest.approx(78 * (0.050 + 0.100), rel=1e-6)
 
 
 def test_nothing_is_said_beyond_the_rows(tmp_path: Path) -> None:
@@ -168,9 +168,9 @@ def test_where_held_out_rows_are_missed_by_a_tenth_there_is_no_rate(tmp_path: Pa
 
 def test_what_the_reader_is_told(tmp_path: Path) -> None:
     source = Forwards(FP8, write_rows(tmp_path))
-    patterns, said = choose_patterns(["1/2", "1/4"], "glm-5")
+    patterns, notes = choose_patterns(["1/2", "1/4"], "glm-5")
     assert [len(pattern.full_layers) for _, pattern in patterns] == [40, 22]  # the library's
-    assert not said
+    assert not notes
     sources = " ".join(source.sources)
     assert "NVIDIA's rows of SGLang 0.5.14 on H200" in sources
     assert "S layers of zai-org/GLM-5.2-FP8" in sources
@@ -185,9 +185,9 @@ def test_weights_that_do_not_fit_are_refused_before_any_row_is_read(tmp_path: Pa
 
 
 def test_a_ratio_without_a_pattern_is_evenly_spaced_and_said_so() -> None:
-    [(name, pattern)], [said] = choose_patterns(["1/4"], "deepseek-v3.2")
+    [(name, pattern)], [note] = choose_patterns(["1/4"], "deepseek-v3.2")
     assert (name, str(pattern)) == ("1/4", str(Pattern.uniform(61, 4)))
-    assert "No 1/4 pattern of deepseek-v3.2 is known" in said
+    assert "No 1/4 pattern of deepseek-v3.2 is known" in note
     with pytest.raises(LibraryError):
         choose_patterns(["glm-6-1of4"], "glm-5")
 

@@ -34,7 +34,7 @@ BASE: dict[Metric, dict[int, float]] = {
 
 def result(device: str = "cpu", share: float | None = 0.5) -> LatencyResult:
     """Three rounds in which the second configuration is 1.5, 1.6 and 1.4 times as fast."""
-    served = (
+    configured = (
         Configuration(name="full", value="full", pattern="F" * 48),
         Configuration(name="quarter", value="uniform:1/4", pattern="FSSS" * 12),
     )
@@ -44,7 +44,7 @@ def result(device: str = "cpu", share: float | None = 0.5) -> LatencyResult:
     )  # fmt: skip
     samples, visits = [], []
     for number, gain in enumerate((1.5, 1.6, 1.4)):
-        for configuration in served:
+        for configuration in configured:
             visits.append(
                 Visit(configuration=configuration.name, round=number, facts=facts, busy_cores=0.1)
             )
@@ -64,7 +64,7 @@ def result(device: str = "cpu", share: float | None = 0.5) -> LatencyResult:
         side_by_side=False,
         model=Model(name="m", architecture="a", digest="", shape=shape),
         arguments=("--tp", "8"),
-        configurations=served,
+        configurations=configured,
         lengths=LENGTHS,
         new_tokens=64,
         clock="wall",
@@ -143,18 +143,18 @@ def test_conditions_say_how_full_the_cache_was_and_which_mode() -> None:
 
 
 def test_a_missing_round_is_an_error() -> None:
-    whole = result()
-    short = whole.model_copy(update={"samples": whole.samples[:-1]})
+    complete = result()
+    short = complete.model_copy(update={"samples": complete.samples[:-1]})
     with pytest.raises(BenchError, match="full at 200000 tokens in every round"):
         short.speedup("quarter", "full", 200_000)
 
 
 def test_files_are_written(tmp_path: Path) -> None:
-    written = write_latency(result(), tmp_path)
-    assert {path.name for path in written} == {
+    files = write_latency(result(), tmp_path)
+    assert {path.name for path in files} == {
         "latency.json", "latency.md", "latency-speedup.png",
     }  # fmt: skip
-    assert all(path.stat().st_size > 500 for path in written)
+    assert all(path.stat().st_size > 500 for path in files)
 
 
 # -- the pages ---------------------------------------------------------------------------------

@@ -39,8 +39,8 @@ def evaluate(
     output: IO[str] | None = None,
 ) -> Evaluation:
     """Everything that is left of the evaluation in ``folder``."""
-    named = {"": urls} if isinstance(urls, str) else urls
-    clients = {name: Client(url) for name, url in named.items()}
+    urls_by_name = {"": urls} if isinstance(urls, str) else urls
+    clients = {name: Client(url) for name, url in urls_by_name.items()}
     asking = Servers(arms, clients)
     corpus = corpus or corpus_of(plan)
     made_of = {"checkpoint": "c", "material": corpus.digest}

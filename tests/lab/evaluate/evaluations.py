@@ -73,8 +73,8 @@ def _question(draw: random.Random, place: Planned, question: int) -> list[Answer
     for arm, loss in LOSSES.items():
         is_kept = control or draw.random() >= loss
         for repeat in range(2 if arm == "full" and place.again else 1):
-            same = control or repeat == 0 or draw.random() < 0.99
-            answer = right if same else not right
+            is_right = control or repeat == 0 or draw.random() < 0.99
+            answer = right if is_right else not right
             answers.append(
                 Answer(
                     arm,

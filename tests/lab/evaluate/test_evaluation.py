@@ -33,75 +33,75 @@ def evaluation(wrong: Wrong) -> Evaluation:
         for arm in ARMS:
             for repeat in range(2 if arm.role is Role.REFERENCE and planned.again else 1):
                 long = planned.look > 0
-                lost = long and (arm.role is Role.BAD or wrong(arm.name, place - 1))
+                is_wrong = long and (arm.role is Role.BAD or wrong(arm.name, place - 1))
                 answers.append(
                     Answer(
                         *(arm.name, repeat, planned.context, "q0", "notes", planned.length, 0.5),
-                        right=float(not lost),
-                        logprobs=(-float(lost),),
+                        right=float(not is_wrong),
+                        logprobs=(-float(is_wrong),),
                     )
                 )
     return Evaluation({}, Design(CONTEXTS, 0.1, 2), 64, ARMS, PLANNED, tuple(answers))
 
 
-def kinds(found: Evaluation) -> dict[str, tuple[int, Kind]]:
-    return {name: (look, verdict.kind) for name, (look, verdict) in verdicts_of(found).items()}
+def kinds(record: Evaluation) -> dict[str, tuple[int, Kind]]:
+    return {name: (look, verdict.kind) for name, (look, verdict) in verdicts_of(record).items()}
 
 
-def upto(found: Evaluation, contexts: int) -> Evaluation:
+def upto(record: Evaluation, contexts: int) -> Evaluation:
     """Return the control and so many contexts of it."""
-    kept = {planned.context for planned in PLANNED[: contexts + 1]}
-    return replace(found, answers=tuple(row for row in found.answers if row.context in kept))
+    names = {planned.context for planned in PLANNED[: contexts + 1]}
+    return replace(record, answers=tuple(row for row in record.answers if row.context in names))
 
 
 def test_the_first_claim_ends_a_patterns_evaluation() -> None:
     """Though everything is lost from then on."""
-    found = evaluation(lambda arm, place: arm == "more" and place >= CONTEXTS // 2)
-    assert kinds(upto(found, CONTEXTS // 2))["more"] == (1, Kind.NO_LOSS)
-    assert kinds(found)["more"] == (1, Kind.NO_LOSS)
+    record = evaluation(lambda arm, place: arm == "more" and place >= CONTEXTS // 2)
+    assert kinds(upto(record, CONTEXTS // 2))["more"] == (1, Kind.NO_LOSS)
+    assert kinds(record)["more"] == (1, Kind.NO_LOSS)
 
 
 def test_no_pattern_is_called_safe_behind_one_that_loses() -> None:
-    found = kinds(evaluation(lambda arm, place: arm == "more" and place % 2 == 0))
-    assert found["more"] == (1, Kind.LOSS)
-    assert found["less"] == (2, Kind.UNDECIDED)
+    kinds_of = kinds(evaluation(lambda arm, place: arm == "more" and place % 2 == 0))
+    assert kinds_of["more"] == (1, Kind.LOSS)
+    assert kinds_of["less"] == (2, Kind.UNDECIDED)
     assert kinds(evaluation(lambda *_: False))["less"] == (1, Kind.NO_LOSS)
 
 
 @pytest.mark.parametrize(("contexts", "look"), [(0, 0), (199, 0), (200, 1), (399, 1), (400, 2)])
 def test_a_look_is_reached_by_its_last_context(contexts: int, look: int) -> None:
-    found = upto(evaluation(lambda *_: False), contexts)
-    assert found.look == look
-    assert {row.context for row in found.outcomes(0)} == {"short"}
+    record = upto(evaluation(lambda *_: False), contexts)
+    assert record.look == look
+    assert {row.context for row in record.outcomes(0)} == {"short"}
 
 
 def test_what_is_missing_counts_in_no_arm_but_as_asked() -> None:
-    found = replace(
+    record = replace(
         upto(evaluation(lambda *_: False), 199), missing=(Missing("c199", "more", "away"),)
     )
-    assert found.look == 1
-    lost = replace(found, missing=(*found.missing, Missing("c3", "full", "away")))
-    assert {row.context for row in found.outcomes()} - {row.context for row in lost.outcomes()} == {
-        "c3"
-    }
+    assert record.look == 1
+    with_missing = replace(record, missing=(*record.missing, Missing("c3", "full", "away")))
+    assert {row.context for row in record.outcomes()} - {
+        row.context for row in with_missing.outcomes()
+    } == {"c3"}
 
 
 def test_what_is_missing_counts_as_lost_where_no_loss_is_claimed() -> None:
     """Left out, the contexts that a pattern broke hid its loss."""
-    whole = evaluation(lambda *_: False)
-    (_, verdict), failed = verdicts_of(whole)["more"], PLANNED[1:61]
-    gone = tuple(Missing(place.context, "more", "timed out") for place in failed)
-    names = {missing.context for missing in gone}
-    left = tuple(row for row in whole.answers if row.context not in names)
-    found = replace(whole, answers=left, missing=gone)
-    assert found.look == whole.look
-    _, other = verdicts_of(found)["more"]
-    assert (verdict.kind, other.kind) == (Kind.NO_LOSS, Kind.UNDECIDED)
-    assert other.difference == verdict.difference == 0
-    assert other.interval is not None
-    assert other.interval[0] < -len(gone) / CONTEXTS
-    assert f"{len(gone)} questions without an answer: counted as lost" in other.details
-    _, once = verdicts_of(replace(found, missing=gone[:1], answers=whole.answers))["more"]
+    complete = evaluation(lambda *_: False)
+    (_, verdict), failed = verdicts_of(complete)["more"], PLANNED[1:61]
+    absent = tuple(Missing(place.context, "more", "timed out") for place in failed)
+    names = {missing.context for missing in absent}
+    answers = tuple(row for row in complete.answers if row.context not in names)
+    partial = replace(complete, answers=answers, missing=absent)
+    assert partial.look == complete.look
+    _, partial_verdict = verdicts_of(partial)["more"]
+    assert (verdict.kind, partial_verdict.kind) == (Kind.NO_LOSS, Kind.UNDECIDED)
+    assert partial_verdict.difference == verdict.difference == 0
+    assert partial_verdict.interval is not None
+    assert partial_verdict.interval[0] < -len(absent) / CONTEXTS
+    assert f"{len(absent)} questions without an answer: counted as lost" in partial_verdict.details
+    _, once = verdicts_of(replace(partial, missing=absent[:1], answers=complete.answers))["more"]
     assert once.kind is Kind.NO_LOSS
 
 

@@ -16,7 +16,7 @@ from sglang_indexcache.stats.pairs import paired
 from tests.lab.evaluate.harness_logs import COUNT, lm_eval, plain, ruler
 
 
-def same(number: int) -> float:
+def right(number: int) -> float:
     return float(number % 5 != 0)
 
 
@@ -27,7 +27,7 @@ def worse(number: int) -> float:
 def two_logs(kind: str, folder: Path) -> tuple[Log, Log]:
     """Return a run by its folder, and a worse one of the same questions by its file."""
     write = lm_eval if kind == LM_EVAL else plain
-    first, second = write(folder / "a", same), write(folder / "b", worse)
+    first, second = write(folder / "a", right), write(folder / "b", worse)
     return read_log("full", str(first.parent)), read_log("quarter", str(second))
 
 
@@ -37,14 +37,14 @@ def test_each_kind_is_read_paired_and_reported(kind: str, tmp_path: Path) -> Non
     assert full.kind == quarter.kind == kind
     record = compare_logs(full, quarter, margin=0.05)
     _, verdict = verdicts_of(record)["quarter"]
-    lost = sum(same(number) - worse(number) for number in range(COUNT))
+    lost = sum(right(number) - worse(number) for number in range(COUNT))
     assert verdict.difference == pytest.approx(-lost / COUNT)
     pairs = paired(record.outcomes(), "quarter", "full")
     assert len(pairs) == len({sample.context for sample in full.samples}) < COUNT
     assert pairs.flips.pairs == COUNT
-    said = write_report(record, tmp_path / "report")
-    assert "Pattern not verified" in said
-    assert "Not shown: that these questions can see a bad pattern" in said
+    report = write_report(record, tmp_path / "report")
+    assert "Pattern not verified" in report
+    assert "Not shown: that these questions can see a bad pattern" in report
 
 
 @pytest.mark.parametrize("kind", FIELDS)
@@ -60,17 +60,17 @@ def test_a_run_compared_with_itself_loses_nothing(kind: str, tmp_path: Path) -> 
 
 
 def test_says_that_a_question_counts_as_a_text_where_the_log_names_none(tmp_path: Path) -> None:
-    named = read_log("a", str(plain(tmp_path / "a", same)))
-    alone = tuple(replace(one, context=one.question) for one in named.samples)
-    said = "Each question counts as a text of its own, because the log names none"
-    for samples, expected in ((named.samples, False), (alone, True)):
-        logs = (Log(name, named.kind, samples) for name in ("full", "quarter"))
+    log = read_log("a", str(plain(tmp_path / "a", right)))
+    alone = tuple(replace(sample, context=sample.question) for sample in log.samples)
+    notice_text = "Each question counts as a text of its own, because the log names none"
+    for samples, expected in ((log.samples, False), (alone, True)):
+        logs = (Log(name, log.kind, samples) for name in ("full", "quarter"))
         record = compare_logs(*logs)
-        assert any(said in notice for notice in record.notices) is expected
+        assert any(notice_text in notice for notice in record.notices) is expected
 
 
 def test_epochs_are_averaged(tmp_path: Path) -> None:
-    path = plain(tmp_path, same)
+    path = plain(tmp_path, right)
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     again = [row | {"score": 1 - row["score"] * (row["id"] % 2)} for row in rows]
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows + again))
@@ -82,7 +82,7 @@ def test_epochs_are_averaged(tmp_path: Path) -> None:
 
 
 def test_rulers_metric_is_its_length(tmp_path: Path) -> None:
-    log = read_log("a", str(ruler(tmp_path / "a", same)))
+    log = read_log("a", str(ruler(tmp_path / "a", right)))
     assert {sample.length for sample in log.samples} == {4096, 8192}
     assert {sample.task for sample in log.samples} == {"niah_single_1"}
     record = compare_logs(log, read_log("b", str(ruler(tmp_path / "b", worse))))
@@ -95,7 +95,7 @@ def test_a_second_run_gives_the_noise_and_a_bad_one_the_proof(tmp_path: Path) ->
 
     runs = {
         name: read_log(name, str(lm_eval(tmp_path / name, score)))
-        for name, score in (("full", same), ("again", same), ("quarter", same), ("bad", bad))
+        for name, score in (("full", right), ("again", right), ("quarter", right), ("bad", bad))
     }
     record = compare_logs(
         runs["full"], runs["quarter"], again=runs["again"], bad=runs["bad"], margin=0.3
@@ -113,14 +113,14 @@ def test_a_second_run_gives_the_noise_and_a_bad_one_the_proof(tmp_path: Path) ->
 def test_a_reference_that_is_not_itself_is_refused(tmp_path: Path) -> None:
     runs = [
         read_log(name, str(lm_eval(tmp_path / name, score, count=400)))
-        for name, score in (("full", same), ("quarter", same), ("again", lambda _: 0.0))
+        for name, score in (("full", right), ("quarter", right), ("again", lambda _: 0.0))
     ]
     record = compare_logs(runs[0], runs[1], again=runs[2])
     assert verdicts_of(record)["quarter"][1].kind is Kind.INVALID
 
 
 def test_what_a_judge_could_not_score_is_no_wrong_answer(tmp_path: Path) -> None:
-    places = plain(tmp_path / "a", lambda n: same(n) if n else None), plain(tmp_path / "b", same)
+    places = plain(tmp_path / "a", lambda n: right(n) if n else None), plain(tmp_path / "b", right)
     a, b = (read_log(name, str(place)) for name, place in zip("ab", places, strict=True))
     with pytest.raises(QualityError, match="1 of 40 questions have no score"):
         compare_logs(a, b)
@@ -128,26 +128,27 @@ def test_what_a_judge_could_not_score_is_no_wrong_answer(tmp_path: Path) -> None
 
 
 def test_a_question_without_a_score_counts_as_lost_in_the_bound(tmp_path: Path) -> None:
-    def some(number: int) -> float | None:
+    def score_or_none(number: int) -> float | None:
         return None if number in (7, 350) else 1.0
 
     count = 400
-    whole, part, both = (
+    all_scored, part, with_both = (
         plain(tmp_path / name, score, count=count)
-        for name, score in (("a", lambda _: 1.0), ("b", some), ("c", lambda _: 1.0))
+        for name, score in (("a", lambda _: 1.0), ("b", score_or_none), ("c", lambda _: 1.0))
     )
     a, b, c = (
-        read_log(name, str(place)) for name, place in zip("abc", (whole, part, both), strict=True)
+        read_log(name, str(place))
+        for name, place in zip("abc", (all_scored, part, with_both), strict=True)
     )
-    kept, lost = (verdicts_of(compare_logs(a, log))[log.name][1] for log in (c, b))
-    assert lost.difference == kept.difference == 0
+    with_scores, lost = (verdicts_of(compare_logs(a, log))[log.name][1] for log in (c, b))
+    assert lost.difference == with_scores.difference == 0
     assert lost.interval is not None
-    assert kept.interval is not None
-    assert lost.interval[0] < kept.interval[0] - 2 / count
+    assert with_scores.interval is not None
+    assert lost.interval[0] < with_scores.interval[0] - 2 / count
     assert "2 questions without an answer: counted as lost" in lost.details
     # The second run of the reference has no part in the claim.
     noise = compare_logs(a, c, again=b)
-    assert verdicts_of(noise)["c"][1].interval == pytest.approx(kept.interval, abs=1e-3)
+    assert verdicts_of(noise)["c"][1].interval == pytest.approx(with_scores.interval, abs=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -159,20 +160,20 @@ def test_a_question_without_a_score_counts_as_lost_in_the_bound(tmp_path: Path) 
     ],
 )
 def test_unequal_runs_are_refused(changes: dict[str, object], reason: str, tmp_path: Path) -> None:
-    a = read_log("a", str(lm_eval(tmp_path / "a", same)))
-    b = read_log("b", str(lm_eval(tmp_path / "b", same, **changes)))
+    a = read_log("a", str(lm_eval(tmp_path / "a", right)))
+    b = read_log("b", str(lm_eval(tmp_path / "b", right, **changes)))
     with pytest.raises(QualityError, match=reason):
         compare_logs(a, b)
 
 
 def test_runs_of_two_harnesses_are_refused(tmp_path: Path) -> None:
-    a, b = (write(tmp_path / write.__name__, same) for write in (lm_eval, plain))
+    a, b = (write(tmp_path / write.__name__, right) for write in (lm_eval, plain))
     with pytest.raises(QualityError, match="one harness"):
         compare_logs(read_log("a", str(a)), read_log("b", str(b)))
 
 
 def test_a_metric_must_be_chosen_where_there_are_several(tmp_path: Path) -> None:
-    place = str(lm_eval(tmp_path, same, metrics=("acc", "acc_norm"), filter="strict"))
+    place = str(lm_eval(tmp_path, right, metrics=("acc", "acc_norm"), filter="strict"))
     with pytest.raises(QualityError, match=r"'acc,strict', 'acc_norm,strict': say which"):
         read_log("a", place)
     assert read_log("a", place, "acc,strict").samples[0].metric == "acc,strict"
@@ -186,7 +187,7 @@ def test_a_score_that_is_no_share_is_refused(tmp_path: Path) -> None:
 
 
 def test_several_runs_in_a_folder_are_refused(tmp_path: Path) -> None:
-    path = lm_eval(tmp_path, same)
+    path = lm_eval(tmp_path, right)
     (path.parent / path.name.replace("T10", "T11")).write_bytes(path.read_bytes())
     with pytest.raises(QualityError, match="several runs"):
         read_log("a", str(tmp_path))
@@ -201,14 +202,14 @@ def test_places_without_a_log_are_named(tmp_path: Path) -> None:
 
 
 def test_a_torn_line_is_named(tmp_path: Path) -> None:
-    path = lm_eval(tmp_path, same)
+    path = lm_eval(tmp_path, right)
     path.write_text(path.read_text()[:-20])
     with pytest.raises(QualityError, match="line 40"):
         read_log("a", str(path))
 
 
 def test_bytes_that_are_no_text_are_named(tmp_path: Path) -> None:
-    path = lm_eval(tmp_path, same)
+    path = lm_eval(tmp_path, right)
     path.write_bytes(path.read_bytes().rstrip() + b'\n{"doc_id": "\xff"}\n')
     with pytest.raises(QualityError, match="line 41 is not UTF-8"):
         read_log("a", str(path))
@@ -246,7 +247,7 @@ def test_a_context_may_be_called_anything(tmp_path: Path, zero: object) -> None:
 def test_metrics_of_whole_runs_and_missing_ones_are_refused(
     tmp_path: Path, value: object, said: str
 ) -> None:
-    path = lm_eval(tmp_path, same)
+    path = lm_eval(tmp_path, right)
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     if value is None:
         del rows[3]["acc"]

@@ -41,14 +41,14 @@ def row(**changes: object) -> Evaluated:
 
 def test_the_verdict_is_written_and_read_back(tmp_path: Path) -> None:
     path = pattern_file(tmp_path)
-    said = write_quality(path, evaluation(60))
-    assert said == "no loss beyond 2 points in contexts of up to 128Ki tokens"
+    sentence = write_quality(path, evaluation(60))
+    assert sentence == "no loss beyond 2 points in contexts of up to 128Ki tokens"
     entry = load_entry(path)
-    [found] = entry.evaluated
-    assert (found.contexts, found.pairs, found.lengths) == (240, 960, LENGTHS)
-    assert (found.commit, found.date) == ("abcdef123456", "2026-11-22")
+    [row_read] = entry.evaluated
+    assert (row_read.contexts, row_read.pairs, row_read.lengths) == (240, 960, LENGTHS)
+    assert (row_read.commit, row_read.date) == ("abcdef123456", "2026-11-22")
     assert "# a comment" in path.read_text()
-    assert entry.known(lambda: DIGEST) == f"measured here: {said}"
+    assert entry.known(lambda: DIGEST) == f"measured here: {sentence}"
     assert entry.known(lambda: "f" * 64) == NOT_EVALUATED
 
 
@@ -63,11 +63,11 @@ def test_counts_are_those_of_the_look_that_decided(tmp_path: Path) -> None:
     look, verdict = verdicts_of(record)["quarter"]
     assert look < 4
     write_quality(path, record)
-    [found] = load_entry(path).evaluated
-    assert found.verdict == "loss"
-    assert found.contexts == 60 * look
+    [row_read] = load_entry(path).evaluated
+    assert row_read.verdict == "loss"
+    assert row_read.contexts == 60 * look
     assert verdict.flips is not None
-    assert found.pairs == verdict.flips.pairs
+    assert row_read.pairs == verdict.flips.pairs
 
 
 def test_the_last_verdict_on_a_checkpoint_counts(tmp_path: Path) -> None:
@@ -94,10 +94,10 @@ def test_shipped_files_keep_every_other_line(path: Path, tmp_path: Path) -> None
     copy.write_bytes(path.read_bytes())
     before = load_entry(copy)
     add_evaluated(copy, row())
-    there = path.read_text().splitlines()
+    lines = path.read_text().splitlines()
     after = copy.read_text().splitlines()
-    assert [line for line in after if line in there] == there
-    added = [line for line in after if line not in there]
+    assert [line for line in after if line in lines] == lines
+    added = [line for line in after if line not in lines]
     assert len([line for line in added if "verdict: no loss" in line]) == 1
     assert set(added[:-1]) <= {"quality:"}
     assert load_entry(copy).quality == (*before.quality, row())
@@ -130,15 +130,15 @@ def test_a_file_without_a_place_is_left_as_it_is(tmp_path: Path) -> None:
 def test_what_cannot_be_written_is_refused_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(QualityError, match=r"another pattern than those evaluated \(half, quarter"):
         write_quality(pattern_file(tmp_path, "FFSS"), evaluation(4))
-    begun = replace(evaluation(4), answers=(), finished=False)
+    unfinished = replace(evaluation(4), answers=(), finished=False)
     with pytest.raises(QualityError, match="first look"):
-        write_quality(pattern_file(tmp_path), begun)
+        write_quality(pattern_file(tmp_path), unfinished)
 
 
 def test_places_that_could_not_see_stay_named(tmp_path: Path) -> None:
-    found = row(blind=("needles at 131072",))
+    written_row = row(blind=("needles at 131072",))
     assert (
-        str(found)
+        str(written_row)
         == "no loss beyond 1 point in contexts of up to 128Ki tokens, without needles at 131072"
     )
     small = row(verdict="small loss", difference=-0.004)
@@ -146,6 +146,6 @@ def test_places_that_could_not_see_stay_named(tmp_path: Path) -> None:
         "it loses 0.4 points of right answers, less than the margin of 1, in contexts of up to "
         "128Ki tokens"
     )
-    add_evaluated(pattern_file(tmp_path), found)
+    add_evaluated(pattern_file(tmp_path), written_row)
     [again] = load_entry(tmp_path / "mine.yaml").evaluated
-    assert again == found
+    assert again == written_row

@@ -52,12 +52,12 @@ def test_lengths_run_up_to_the_context(context: int | None, lengths: tuple[int, 
 
 
 def test_every_look_has_as_many_contexts_in_every_cell() -> None:
-    seen: Counter[tuple[str, int]] = Counter()
+    counts: Counter[tuple[str, int]] = Counter()
     for look in range(1, 5):
-        seen.update((p.task, p.length) for p in PLAN.planned if p.look == look)
-        assert len(set(seen.values())) == 1
-        assert sum(seen.values()) == pytest.approx(look / 4 * PLAN.design.contexts, abs=4)
-    assert sum(seen.values()) == PLAN.design.contexts == 40
+        counts.update((p.task, p.length) for p in PLAN.planned if p.look == look)
+        assert len(set(counts.values())) == 1
+        assert sum(counts.values()) == pytest.approx(look / 4 * PLAN.design.contexts, abs=4)
+    assert sum(counts.values()) == PLAN.design.contexts == 40
 
 
 def test_a_quarter_is_asked_twice_and_the_control_is_short() -> None:
@@ -71,24 +71,26 @@ def test_a_quarter_is_asked_twice_and_the_control_is_short() -> None:
 @pytest.mark.parametrize("place", [0, 5])
 def test_contexts_are_those_of_the_plan(place: int) -> None:
     planned = PLAN.planned[place]
-    made = CORPUS.make(planned)
-    assert (made.name, made.task, made.length) == (planned.context, planned.task, planned.length)
-    longest = max(len(q.ids) + len(q.answer) for q in made.questions)
-    assert len(made.ids) + longest == planned.length
-    assert CORPUS.make(planned) == made
+    drawn = CORPUS.make(planned)
+    assert (drawn.name, drawn.task, drawn.length) == (planned.context, planned.task, planned.length)
+    longest = max(len(q.ids) + len(q.answer) for q in drawn.questions)
+    assert len(drawn.ids) + longest == planned.length
+    assert CORPUS.make(planned) == drawn
 
 
 def test_the_cost_is_what_would_be_computed() -> None:
     """Against counting every planned context, with pages of 64."""
     plan = replace(PLAN, tasks=("notes",))
-    found = EvaluationRequest(Path(), ARMS[:3], plan, CORPUS, "").tokens()
+    tokens = EvaluationRequest(Path(), ARMS[:3], plan, CORPUS, "").tokens()
     counted = 0
     for planned in plan.planned:
-        made = CORPUS.make(planned)
-        kept = len(made.ids) // 64 * 64
-        asked = sum(len(made.ids) - kept + len(q.ids) + len(q.answer) for q in made.questions)
-        counted += (3 + planned.again) * (len(made.ids) + asked)
-    assert found == pytest.approx(counted, rel=0.1)
+        drawn = CORPUS.make(planned)
+        cached = len(drawn.ids) // 64 * 64
+        question_tokens = sum(
+            len(drawn.ids) - cached + len(q.ids) + len(q.answer) for q in drawn.questions
+        )
+        counted += (3 + planned.again) * (len(drawn.ids) + question_tokens)
+    assert tokens == pytest.approx(counted, rel=0.1)
 
 
 @pytest.mark.parametrize("topk", [64, 128, 256, 512])
@@ -101,24 +103,24 @@ def test_every_task_has_a_control_at_any_topk(topk: int) -> None:
     assert all(p.length == 0.75 * topk for p in control)
     for planned in control:
         assert CORPUS.make(planned).length == planned.length
-    said = dict(plan.in_words())["contexts"]
+    sentence = dict(plan.in_words())["contexts"]
     for task in tasks:
         stand_in = task not in plan.controls
-        assert (task in said.partition("notes stand in for ")[2]) == stand_in
+        assert (task in sentence.partition("notes stand in for ")[2]) == stand_in
     assert ("needles" in plan.controls) == (topk >= 256)
     assert ("notes" in plan.controls) == (topk < 512)
 
 
 def test_every_task_that_does_not_fit_is_named_with_those_that_do() -> None:
     plan = EvaluationPlan(("needles", "notes", "rounds", "parents"), (128, 4096), 4, 4, 64)
-    with pytest.raises(QualityError) as raised:
+    with pytest.raises(QualityError) as error:
         Corpus(Words(), 8).fit(plan)
-    said = str(raised.value)
+    message = str(error.value)
     for task in ("needles", "rounds"):
-        assert f"{task}: with 8 questions it does not fit 128 tokens, it is " in said
-    assert "parents: a graph of 128 tokens has " in said
-    assert "notes:" not in said
-    assert said.endswith("Ask longer contexts (--length), or what fits: --task notes.")
+        assert f"{task}: with 8 questions it does not fit 128 tokens, it is " in message
+    assert "parents: a graph of 128 tokens has " in message
+    assert "notes:" not in message
+    assert message.endswith("Ask longer contexts (--length), or what fits: --task notes.")
 
 
 def test_a_model_with_no_room_for_a_control_is_refused() -> None:
@@ -129,8 +131,8 @@ def test_a_model_with_no_room_for_a_control_is_refused() -> None:
 
 def test_more_contexts_show_smaller_losses() -> None:
     plans = [replace(PLAN, contexts=count) for count in (10, 100, 1000)]
-    shown = [plan.design.detectable(*plan.assumed) for plan in plans]
-    assert shown == sorted(shown, reverse=True)
+    detectable = [plan.design.detectable(*plan.assumed) for plan in plans]
+    assert detectable == sorted(detectable, reverse=True)
 
 
 @pytest.mark.parametrize(("lengths", "margin"), [((256,), 0.01), ((256, 512, 1024), 0.01)])
@@ -151,8 +153,8 @@ def test_a_plan_of_default_size_can_show_its_margin(
 def test_probabilities_need_fewer_contexts() -> None:
     assert enough_contexts(18, 8, 0.01, 4, "probability") == 28 < enough_contexts(18, 8, 0.01, 4)
     finer = replace(PLAN, endpoint="probability")
-    shown = [plan.design.detectable(*plan.assumed) for plan in (finer, PLAN)]
-    assert shown == sorted(shown)
+    detectable = [plan.design.detectable(*plan.assumed) for plan in (finer, PLAN)]
+    assert detectable == sorted(detectable)
     assert (
         "probability of right answers has a standard deviation"
         in dict(finer.in_words())["can show"]
@@ -168,7 +170,7 @@ def test_the_longest_contexts_are_asked_first() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "sentence"),
     [
         ({"lengths": (64,)}, r"64 tokens can show nothing: up to 64 tokens \(index_topk\)"),
         ({"lengths": ()}, "no tokens can show nothing"),
@@ -187,37 +189,37 @@ def test_the_longest_contexts_are_asked_first() -> None:
         ({"margin": 0.0}, "margin of 0 points is not above 0 and below 100"),
     ],
 )
-def test_what_cannot_be_asked_is_refused(changed: dict[str, object], said: str) -> None:
-    with pytest.raises(QualityError, match=said):
+def test_what_cannot_be_asked_is_refused(changed: dict[str, object], sentence: str) -> None:
+    with pytest.raises(QualityError, match=sentence):
         replace(PLAN, **changed)  # type: ignore[arg-type]
 
 
 def test_an_impossible_seed_is_skipped_by_rule_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is told before anything is asked: a run once ended at a context that could not be made."""
-    made = corpus.make_context
+    make_context = corpus.make_context
 
-    def picky(name: str, task: Task, *of: Any, **rest: Any) -> Context:
+    def picky(name: str, task: Task, *of: Any, **keywords: Any) -> Context:
         if (name, *of[1:3]) == ("tracking", 512, 3):
             raise QualityError("tracking does not fit")
-        return made(name, task, *of, **rest)
+        return make_context(name, task, *of, **keywords)
 
     monkeypatch.setattr(corpus, "make_context", picky)
-    whole = (
+    plans = (
         replace(PLAN, tasks=("notes",)),
         replace(PLAN, tasks=("tracking",), lengths=(512,), selects_all=240),
     )
-    told = io.StringIO()
-    for plan in whole:
-        CORPUS.check(plan.planned, Console(file=told))
-    assert told.getvalue().strip() == (
+    output = io.StringIO()
+    for plan in plans:
+        CORPUS.check(plan.planned, Console(file=output))
+    assert output.getvalue().strip() == (
         "tracking-512-3 is made from seed 1000003 instead: tracking does not fit"
     )
-    [planned] = [one for one in whole[1].planned if one.context == "tracking-512-3"]
-    found, other = (
+    [planned] = [place for place in plans[1].planned if place.context == "tracking-512-3"]
+    first, second = (
         CORPUS.make(planned),
-        made("tracking", TASKS["tracking"], Words(), 512, 1_000_003, questions=4),
+        make_context("tracking", TASKS["tracking"], Words(), 512, 1_000_003, questions=4),
     )
-    assert (found.name, found.ids) == ("tracking-512-3", other.ids)
+    assert (first.name, first.ids) == ("tracking-512-3", second.ids)
     monkeypatch.setattr(corpus, "make_context", Raising())
     with pytest.raises(QualityError, match="no task can do this"):
         CORPUS.make(planned)

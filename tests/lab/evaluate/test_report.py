@@ -53,7 +53,7 @@ def test_the_published_report_is_what_its_journal_gives(tmp_path: Path) -> None:
 
 
 def test_the_page_starts_with_the_sentence_and_needs_no_other_file(tmp_path: Path) -> None:
-    said = write_report(evaluation(12), tmp_path)
+    sentence = write_report(evaluation(12), tmp_path)
     page = (tmp_path / "report.html").read_text()
 
     class Reader(HTMLParser):
@@ -69,7 +69,7 @@ def test_the_page_starts_with_the_sentence_and_needs_no_other_file(tmp_path: Pat
 
     reader = Reader()
     reader.feed(page[page.index("<body>") :])
-    first, second, provenance = said.split("\n")
+    first, second, provenance = sentence.split("\n")
     text = re.sub(r"\s+", " ", reader.text)
     assert text.strip().startswith("Do long-context answers of some-model stay right under half")
     for _, verdict in verdicts_of(evaluation(12)).values():
@@ -80,22 +80,22 @@ def test_the_page_starts_with_the_sentence_and_needs_no_other_file(tmp_path: Pat
 
 
 def test_the_sentence_names_all_that_a_reader_needs(tmp_path: Path) -> None:
-    said = write_report(evaluation(30), tmp_path)
+    text = write_report(evaluation(30), tmp_path)
     for part in (
         "half: ", "in 120 contexts", "margin 2 points", "lengths 32Ki, 128Ki", "0123456789ab",
         "commit abcdef123456", "flags --task needles --margin 0.02", "2026-11-22", "A/A: ",
         "Endpoint: right to the letter",
     ):  # fmt: skip
-        assert part in said
+        assert part in text
 
 
 def test_probabilities_are_named_wherever_they_are_compared(tmp_path: Path) -> None:
     """Right answers flip in it, too; but levels and differences are those of probabilities."""
     record = evaluation(60, endpoint="probability")
-    said = write_report(record, tmp_path)
-    assert said.count("(probability of right answers: full ") == 2
-    assert "half: no loss beyond 2 points" in said
-    assert "Endpoint: the probability of the right answer" in said
+    text = write_report(record, tmp_path)
+    assert text.count("(probability of right answers: full ") == 2
+    assert "half: no loss beyond 2 points" in text
+    assert "Endpoint: the probability of the right answer" in text
     assert "A point is a hundredth" in (tmp_path / "report.html").read_text()
     (_, verdict), *_ = verdicts_of(record).values()
     rows = [row for row in record.answers if row.length != SHORT and row.repeat == 0]
@@ -103,7 +103,7 @@ def test_probabilities_are_named_wherever_they_are_compared(tmp_path: Path) -> N
         np.mean([row.probability for row in rows if row.arm == arm]) for arm in ("full", "half")
     ]
     assert verdict.levels == pytest.approx(levels)
-    right = next(found for _, found in verdicts_of(evaluation(60)).values())
+    right = next(verdict for _, verdict in verdicts_of(evaluation(60)).values())
     assert (verdict.flips, verdict.noise) == (right.flips, right.noise)
     half = [row for row in cell_differences(record) if row.arm == "half"]
     assert np.mean([row.level for row in half]) == pytest.approx(levels[1])
@@ -116,9 +116,9 @@ def test_numbers_are_those_of_an_independent_count() -> None:
     base = {(r.context, r.question): r for r in rows if (r.arm, r.repeat) == ("full", 0)}
     mine = [row for row in rows if row.arm == "quarter"]
     [cell] = [
-        one
-        for one in cell_differences(record)
-        if (one.arm, one.task, one.length) == ("quarter", *place)
+        difference
+        for difference in cell_differences(record)
+        if (difference.arm, difference.task, difference.length) == ("quarter", *place)
     ]
     assert cell.level == pytest.approx(np.mean([row.right for row in mine]))
     assert cell.reference == pytest.approx(np.mean([row.right for row in base.values()]))
@@ -147,7 +147,9 @@ def test_cells_at_their_limits_are_named_with_the_reason(tmp_path: Path) -> None
     changed = replace(
         record, answers=tuple(replace(row, right=right(row)) for row in record.answers)
     )
-    blind = {(one.task, one.length): one.blind for one in cell_differences(changed) if one.blind}
+    blind = {
+        (cell.task, cell.length): cell.blind for cell in cell_differences(changed) if cell.blind
+    }
     assert blind.keys() == {easy, hard}
     assert blind[easy] == "too easy: even uniform:1/4 gets 100% right there"
     assert "hardly more than guessing" in blind[hard]
@@ -165,14 +167,14 @@ def test_secondary_intervals_are_of_one_look_and_hold_their_mean() -> None:
 
 
 def test_before_the_first_look_it_says_so(tmp_path: Path) -> None:
-    whole = evaluation(12)
-    few = {row.context for row in whole.planned[:2]}
-    begun = replace(
-        whole,
-        answers=tuple(row for row in whole.answers if row.context in few),
+    complete = evaluation(12)
+    few = {row.context for row in complete.planned[:2]}
+    partial = replace(
+        complete,
+        answers=tuple(row for row in complete.answers if row.context in few),
         finished=False,
     )
-    assert write_report(begun, tmp_path).startswith("No verdict yet")
+    assert write_report(partial, tmp_path).startswith("No verdict yet")
     assert "Not finished" in (tmp_path / "report.html").read_text()
 
 

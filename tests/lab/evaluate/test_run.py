@@ -33,30 +33,30 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "PAUSES", (0.0, 0.0, 0.0))
 
 
-def timeless(found: Evaluation) -> Evaluation:
-    return replace(found, seconds=0.0)
+def timeless(record: Evaluation) -> Evaluation:
+    return replace(record, seconds=0.0)
 
 
 def test_a_whole_evaluation(tmp_path: Path) -> None:
     with serving(Fake()) as url:
-        found = evaluate(tmp_path, url)
-    assert found.finished
-    assert found.verified
-    assert found.look <= PLAN.looks
-    rows = found.outcomes()
+        record = evaluate(tmp_path, url)
+    assert record.finished
+    assert record.verified
+    assert record.look <= PLAN.looks
+    rows = record.outcomes()
     assert not paired(rows, "full", "full", repeat=1).values.any()
-    control = [row for row in rows if row.length <= found.selects_all]
+    control = [row for row in rows if row.length <= record.selects_all]
     assert control
     for arm in ("half", "few", "worst"):
         assert not paired(control, arm, "full").values.any()
-    long = [row for row in rows if row.length > found.selects_all]
+    long = [row for row in rows if row.length > record.selects_all]
     lost = paired(long, "few", "full").flips
     assert lost.lost > lost.won
-    assert {verdict.kind for _, verdict in verdicts_of(found).values()} <= {
+    assert {verdict.kind for _, verdict in verdicts_of(record).values()} <= {
         Kind.LOSS,
         Kind.UNDECIDED,
     }
-    assert load(tmp_path) == found
+    assert load(tmp_path) == record
 
 
 def test_a_context_is_computed_once_for_its_questions(tmp_path: Path) -> None:
@@ -64,12 +64,14 @@ def test_a_context_is_computed_once_for_its_questions(tmp_path: Path) -> None:
     with serving(fake) as url:
         evaluate(tmp_path, url)
     assert all(body.get("logprob_start_len", [1])[0] > 0 for body in fake.bodies)
-    for warm, asked in zip(fake.bodies[::2], fake.bodies[1::2], strict=True):
+    for warm, questions in zip(fake.bodies[::2], fake.bodies[1::2], strict=True):
         assert "return_logprob" not in warm
-        assert asked["top_logprobs_num"] == 20
+        assert questions["top_logprobs_num"] == 20
         assert all(
             start == len(ids) - 2
-            for ids, start in zip(asked["input_ids"], asked["logprob_start_len"], strict=True)
+            for ids, start in zip(
+                questions["input_ids"], questions["logprob_start_len"], strict=True
+            )
         )
 
 
@@ -77,12 +79,12 @@ def test_decided_patterns_are_asked_no_more(tmp_path: Path) -> None:
     fake = Fake(spread=3.0)  # whatever shares loses nearly everything
     plan = replace(PLAN, contexts=32, lengths=(128,), margin=0.2)
     with serving(fake) as url:
-        found = evaluate(tmp_path, url, plan)
-    assert {verdict.kind for _, verdict in verdicts_of(found).values()} == {Kind.LOSS}
+        record = evaluate(tmp_path, url, plan)
+    assert {verdict.kind for _, verdict in verdicts_of(record).values()} == {Kind.LOSS}
     asked = dict.fromkeys(("full", "half", "few", "worst"), 0)
-    for row in found.answers:
-        asked[row.arm] += row.length > found.selects_all and not row.repeat
-    assert found.look == 1
+    for row in record.answers:
+        asked[row.arm] += row.length > record.selects_all and not row.repeat
+    assert record.look == 1
     assert asked["full"] == asked["half"] == 16 * 4
     assert asked["worst"] < asked["full"]  # seen to lose before the look
 
@@ -96,9 +98,9 @@ def test_a_server_for_each_arm(tmp_path: Path) -> None:
         serving(fakes["worst"]) as d,
     ):
         urls = dict(zip(fakes, (a, b, c, d), strict=True))
-        found = evaluate(tmp_path, urls)
-        assert found.finished
-        assert found.verified
+        record = evaluate(tmp_path, urls)
+        assert record.finished
+        assert record.verified
         with pytest.raises(QualityError, match=r"few.*is FSSS.*runs FFFF.*--indexcache-p"):
             evaluate(tmp_path / "b", {**urls, "few": a})
         with pytest.raises(QualityError, match="no server is given for few"):
@@ -152,29 +154,29 @@ def test_a_server_of_one_arm_must_name_its_pattern_too(tmp_path: Path) -> None:
 
 
 def test_one_server_in_static_mode_is_refused(tmp_path: Path) -> None:
-    said = "does not run in live mode.*--indexcache-mode live, or start one server for each"
-    with serving(Fake(mode="static")) as url, pytest.raises(QualityError, match=said):
+    message = "does not run in live mode.*--indexcache-mode live, or start one server for each"
+    with serving(Fake(mode="static")) as url, pytest.raises(QualityError, match=message):
         evaluate(tmp_path, url)
 
 
 def test_a_restart_in_the_middle_is_survived(tmp_path: Path) -> None:
     with serving(Fake()) as url:
         expected = evaluate(tmp_path / "a", url)
-    told = io.StringIO()
+    output = io.StringIO()
     with serving(Fake(fault="restart", after=20)) as url:
-        found = evaluate(tmp_path / "b", url, output=told)
-    assert timeless(replace(found, tokens=0)) == timeless(replace(expected, tokens=0))
-    assert "restarted meanwhile: it counts anew" in told.getvalue()
+        record = evaluate(tmp_path / "b", url, output=output)
+    assert timeless(replace(record, tokens=0)) == timeless(replace(expected, tokens=0))
+    assert "restarted meanwhile: it counts anew" in output.getvalue()
 
 
 def test_what_cannot_be_answered_is_missing_in_every_arm(tmp_path: Path) -> None:
     """And too much of it ends the evaluation."""
-    said = r"contexts failed, more than 1%.*too hard"
-    with serving(Fake(fault="one context")) as url, pytest.raises(QualityError, match=said):
+    message = r"contexts failed, more than 1%.*too hard"
+    with serving(Fake(fault="one context")) as url, pytest.raises(QualityError, match=message):
         evaluate(tmp_path, url)
-    found = load(tmp_path)
-    for missing in found.missing:
-        assert missing.context not in {row.context for row in found.outcomes()}
+    record = load(tmp_path)
+    for missing in record.missing:
+        assert missing.context not in {row.context for row in record.outcomes()}
 
 
 def test_a_reference_that_can_only_guess_is_refused(tmp_path: Path) -> None:
@@ -185,16 +187,16 @@ def test_a_reference_that_can_only_guess_is_refused(tmp_path: Path) -> None:
 def test_what_is_compared_belongs_to_the_plan(tmp_path: Path) -> None:
     """A journal from before there was a choice compared right answers."""
     with serving(Fake()) as url:
-        found = evaluate(tmp_path, url, replace(PLAN, endpoint="probability"))
-        assert load(tmp_path) == found
-        assert found.endpoint == "probability"
+        record = evaluate(tmp_path, url, replace(PLAN, endpoint="probability"))
+        assert load(tmp_path) == record
+        assert record.endpoint == "probability"
         with pytest.raises(QualityError, match="belongs to another evaluation; different: pl"):
             evaluate(tmp_path, url)
-    first, rest = (tmp_path / NAME).read_text().split("\n", 1)
+    first, samples = (tmp_path / NAME).read_text().split("\n", 1)
     header = json.loads(first)
     del header["identity"]["plan"]["endpoint"]
-    (tmp_path / NAME).write_text(f"{json.dumps(header)}\n{rest}")
-    assert load(tmp_path) == replace(found, endpoint="answers")
+    (tmp_path / NAME).write_text(f"{json.dumps(header)}\n{samples}")
+    assert load(tmp_path) == replace(record, endpoint="answers")
 
 
 def test_another_evaluation_is_refused(tmp_path: Path) -> None:
@@ -230,14 +232,14 @@ def test_a_full_disk_ends_it_in_a_sentence_and_with_room_it_goes_on(
     tmp_path: Path,
 ) -> None:
     with serving(Fake()) as url:
-        whole = evaluate(tmp_path / "whole", url)
+        undisturbed = evaluate(tmp_path / "whole", url)
         size = (tmp_path / "whole" / NAME).stat().st_size
         with (
             files_of_at_most(size // 2),
             pytest.raises(OutputError, match=r"cannot write \S*: File too large.*make room"),
         ):
             evaluate(tmp_path / "full", url)
-        assert timeless(evaluate(tmp_path / "full", url)) == timeless(whole)
+        assert timeless(evaluate(tmp_path / "full", url)) == timeless(undisturbed)
 
 
 def test_two_commands_in_one_folder(tmp_path: Path) -> None:
@@ -257,14 +259,14 @@ def _lines(folder: Path) -> int:
 
 def test_only_whole_contexts_count(tmp_path: Path) -> None:
     with serving(Fake()) as url:
-        whole = evaluate(tmp_path, url)
+        complete = evaluate(tmp_path, url)
     path = tmp_path / NAME
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(lines[: len(lines) // 2]) + lines[len(lines) // 2][:40])
     part = load(tmp_path)
-    assert part.answers == whole.answers[: len(part.answers)]
+    assert part.answers == complete.answers[: len(part.answers)]
     assert not part.finished
-    assert part.look <= whole.look
+    assert part.look <= complete.look
     assert {row.arm for row in part.answers if row.length > part.selects_all} in (
         set(),
         {arm.name for arm in ARMS},

@@ -57,51 +57,53 @@ def mixed(tmp_path: Path) -> Path:
 
 
 def test_an_item_belongs_to_the_shortest_length_that_holds_it(mixed: Path) -> None:
-    found = selection(mixed)
-    cells = {(cell.task, cell.length): cell for cell in found.taken}
+    selected = selection(mixed)
+    cells = {(cell.task, cell.length): cell for cell in selected.taken}
     assert sorted(cells) == [("prompts", 256), ("prompts", 512)]
     for (_, length), cell in cells.items():
         assert all(256 * (length == 512) < size <= length for size in cell.sizes)
     assert sorted(cells["prompts", 256].rows) == [2, 3, 4, 5, 6, 7]
     assert sorted(cells["prompts", 512].rows) == [8, 9, 10]
-    [told] = found.told[:1]
-    assert told.startswith("prompts: 9 of 12 rows are asked: ")
-    assert "6 at 256 tokens (all that it has, of 8 asked for)" in told
-    assert "1 of at most 64 tokens (index_topk), where no pattern matters" in told
-    assert "2 longer than 512 tokens (the longest --length, or the model's context)" in told
-    assert "no chat template: conversations are sent as plain turns" in found.told[1]
+    [sentence] = selected.told[:1]
+    assert sentence.startswith("prompts: 9 of 12 rows are asked: ")
+    assert "6 at 256 tokens (all that it has, of 8 asked for)" in sentence
+    assert "1 of at most 64 tokens (index_topk), where no pattern matters" in sentence
+    assert "2 longer than 512 tokens (the longest --length, or the model's context)" in sentence
+    assert "no chat template: conversations are sent as plain turns" in selected.told[1]
 
 
 def test_the_models_context_is_a_bound_too(mixed: Path) -> None:
-    found = selection(mixed, longest=256)
-    assert {cell.length for cell in found.taken} == {256}
-    assert "longer than 256 tokens" in found.told[0]
+    selected = selection(mixed, longest=256)
+    assert {cell.length for cell in selected.taken} == {256}
+    assert "longer than 256 tokens" in selected.told[0]
 
 
 def test_no_more_than_was_asked_for_is_taken_in_an_order_of_the_seed(mixed: Path) -> None:
-    first, again, other = (selection(mixed, contexts=3, seed=seed) for seed in (0, 0, 5))
+    first, again, reseeded = (selection(mixed, contexts=3, seed=seed) for seed in (0, 0, 5))
     assert first == again
-    [rows, others] = [next(c.rows for c in one.taken if c.length == 256) for one in (first, other)]
+    [rows, other_rows] = [
+        next(c.rows for c in selected.taken if c.length == 256) for selected in (first, reseeded)
+    ]
     assert len(rows) == 3
-    assert rows != others
+    assert rows != other_rows
     assert set(first.items["prompts"]) >= set(rows)
     assert "3 more than --contexts 3" in first.told[0]
 
 
 def test_too_few_of_one_length_are_left_out_and_named(mixed: Path) -> None:
-    found = selection(mixed, looks=4)
-    assert [(cell.task, cell.length) for cell in found.taken] == [("prompts", 256)]
+    selected = selection(mixed, looks=4)
+    assert [(cell.task, cell.length) for cell in selected.taken] == [("prompts", 256)]
     assert (
         "3 at 512 tokens, too few for 4 looks (take fewer --length, or fewer --looks)"
-        in found.told[0]
+        in selected.told[0]
     )
 
 
 def test_what_cannot_be_scored_is_left_out_with_its_mend(tmp_path: Path) -> None:
     rows = [graphwalks_row(n, "bfs" if n < 2 else "parents") for n in range(6)]
     path = write(tmp_path / "graphs.parquet", rows)
-    found = selection(path, "graphwalks", lengths=(4096,))
-    assert "2 with an answer that has no one order (run them with another har" in found.told[0]
+    selected = selection(path, "graphwalks", lengths=(4096,))
+    assert "2 with an answer that has no one order (run them with another har" in selected.told[0]
 
 
 class Strict(Words):
@@ -126,8 +128,10 @@ def test_a_row_that_the_template_refuses_is_named(tmp_path: Path) -> None:
 
 def test_a_file_without_anything_to_ask_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "short.jsonl", [prompt_row(n, " yes", 3) for n in range(4)])
-    said = r"short.jsonl has nothing that can be asked. prompts: 0 of 4 rows are asked. Left out: 4"
-    with pytest.raises(QualityError, match=said):
+    message = (
+        r"short.jsonl has nothing that can be asked. prompts: 0 of 4 rows are asked. Left out: 4"
+    )
+    with pytest.raises(QualityError, match=message):
         selection(path)
 
 
@@ -138,31 +142,31 @@ def test_a_plan_of_files_counts_their_items(mixed: Path) -> None:
     assert {p.task for p in control} == {"notes"}
     again = json.loads(json.dumps(asdict(plan)))  # as a journal keeps it
     assert TypeAdapter(EvaluationPlan).validate_python(again) == plan
-    both = selection(mixed, tasks=("notes",)).plan
-    assert both.design.contexts == 9 + 2 * 8
-    looks = [p.look for p in both.planned]
+    mixed_plan = selection(mixed, tasks=("notes",)).plan
+    assert mixed_plan.design.contexts == 9 + 2 * 8
+    looks = [p.look for p in mixed_plan.planned]
     assert looks == sorted(looks)
-    for cell in both.cells:
-        seen = {p.look for p in both.planned if (p.task, p.length) == cell}
-        assert seen - {CONTROL_LOOK} == {1, 2}
+    for cell in mixed_plan.cells:
+        looks_there = {p.look for p in mixed_plan.planned if (p.task, p.length) == cell}
+        assert looks_there - {CONTROL_LOOK} == {1, 2}
 
 
 def test_contexts_are_those_of_the_rows(mixed: Path) -> None:
-    found = selection(mixed)
-    plan, corpus = found.plan, Corpus(Words(), 4, found.items)
+    selected = selection(mixed)
+    plan, corpus = selected.plan, Corpus(Words(), 4, selected.items)
     rows = [json.loads(line) for line in mixed.read_text().splitlines()]
     for planned in plan.planned:
         if planned.look != CONTROL_LOOK:
-            made = corpus.make(planned)
+            context = corpus.make(planned)
             row = rows[int(planned.context.rpartition("-")[2]) - 1]
-            assert Words().decode(made.ids) == row["prompt"]
-            assert made.name == planned.context
-            [question] = made.questions
+            assert Words().decode(context.ids) == row["prompt"]
+            assert context.name == planned.context
+            [question] = context.questions
             assert Words().decode(question.answer) == row["answer"]
-            size = len(made.ids + question.ids + question.answer)
+            size = len(context.ids + question.ids + question.answer)
             assert plan.sizes[planned.context] == size <= planned.length
-    other = replace(corpus, items={"prompts": {1: found.items["prompts"][2]}})
-    assert other.digest != corpus.digest != replace(corpus, items={}).digest
+    changed = replace(corpus, items={"prompts": {1: selected.items["prompts"][2]}})
+    assert changed.digest != corpus.digest != replace(corpus, items={}).digest
 
 
 def test_the_cost_is_that_of_the_rows(mixed: Path) -> None:
@@ -177,9 +181,9 @@ def test_the_cost_is_that_of_the_rows(mixed: Path) -> None:
         if p.look == CONTROL_LOOK
     )
     request = EvaluationRequest(Path(), ARMS[:3], plan, Corpus(Words(), 4), "")
-    found = request.tokens()
+    tokens = request.tokens()
     pages = 64 * sum(times)  # what is left of a page is computed once more
-    assert least <= found - control <= least + pages
+    assert least <= tokens - control <= least + pages
 
 
 @settings(deadline=None)
@@ -191,34 +195,36 @@ def test_unequal_cells_show_what_their_means_can(counts: list[int], alike: int) 
     """
 
     def plan(sizes: list[int]) -> EvaluationPlan:
-        taken = tuple(
+        rows = tuple(
             SelectedRows("mrcr", 100 + n, tuple(range(count)), (90,) * count, count)
             for n, count in enumerate(sizes)
         )
-        return EvaluationPlan((), (200,), 8, 8, TOPK, margin=0.1, looks=2, taken=taken)
+        return EvaluationPlan((), (200,), 8, 8, TOPK, margin=0.1, looks=2, taken=rows)
 
     deviation, differing = spread(DISCORDANCE, CORRELATION, 1)
     variance = deviation**2 * sum(1 / count for count in counts) / len(counts) ** 2
-    found = plan(counts)
+    unequal = plan(counts)
     equivalent = (variance * sum(counts)) ** 0.5
     weights = [sum(counts) / (len(counts) * count) for count in counts]
     squares = [count * weight**2 for count, weight in zip(counts, weights, strict=True)]
     fourths = [count * weight**4 for count, weight in zip(counts, weights, strict=True)]
     equal = differing * sum(squares) ** 2 / sum(fourths) / sum(counts)
     steps = deviation**2 * sum(squares) / max(weights) ** 2 / sum(counts)
-    expected = found.design.detectable(equivalent, min(equal, steps), max(weights))
-    assert detectable(found) == pytest.approx(expected)
-    same = plan([alike] * 3)
-    assert detectable(same) == pytest.approx(same.design.detectable(deviation, differing))
+    expected = unequal.design.detectable(equivalent, min(equal, steps), max(weights))
+    assert detectable(unequal) == pytest.approx(expected)
+    equal_cells = plan([alike] * 3)
+    assert detectable(equal_cells) == pytest.approx(
+        equal_cells.design.detectable(deviation, differing)
+    )
 
 
 def test_a_plan_says_that_a_small_cell_decides_and_how_to_mend_that() -> None:
     def plan(*counts: int) -> EvaluationPlan:
-        taken = tuple(
+        rows = tuple(
             SelectedRows("mrcr", 100 * n, tuple(range(count)), (90,) * count, count)
             for n, count in enumerate(counts, 1)
         )
-        return EvaluationPlan((), (200,), 8, 8, TOPK, margin=0.03, looks=2, taken=taken)
+        return EvaluationPlan((), (200,), 8, 8, TOPK, margin=0.03, looks=2, taken=rows)
 
     assert detectable(plan(400, 400)) < 0.03 < 0.1 < detectable(plan(400, 400, 8))
     words = " ".join(text for _, text in plan(400, 400, 8).in_words())
@@ -252,24 +258,24 @@ def longbench_rows(documents: int, questions: int) -> list[dict[str, object]]:
 def test_rows_about_one_document_are_questions_behind_one_context(tmp_path: Path) -> None:
     """One of them was asked, and the others left out."""
     path = write(tmp_path / "lb.json", longbench_rows(6, 4))
-    found = selection(path, "longbench-v2")
-    [cell] = found.taken
+    selected = selection(path, "longbench-v2")
+    [cell] = selected.taken
     assert sorted((row - 1) // 4 for row in cell.rows) == list(range(6))
     assert (cell.available, cell.questions) == (6, (4,) * 6)
-    assert "longbench-v2: 24 of 24 rows are asked, about 6 texts: 6 at 256" in found.told[0]
-    assert "24 paired questions" in dict(found.plan.in_words())["contexts"]
-    assert found.plan.assumed[:2] == pytest.approx(spread(DISCORDANCE, CORRELATION, 4))
-    corpus = Corpus(Words(), 4, found.items)
-    [planned] = [p for p in found.plan.planned if p.context == "longbench-v2-256-5"]
-    made = corpus.make(planned)
-    assert [question.name for question in made.questions] == ["row5", "row6", "row7", "row8"]
-    for question in made.questions:
+    assert "longbench-v2: 24 of 24 rows are asked, about 6 texts: 6 at 256" in selected.told[0]
+    assert "24 paired questions" in dict(selected.plan.in_words())["contexts"]
+    assert selected.plan.assumed[:2] == pytest.approx(spread(DISCORDANCE, CORRELATION, 4))
+    corpus = Corpus(Words(), 4, selected.items)
+    [planned] = [p for p in selected.plan.planned if p.context == "longbench-v2-256-5"]
+    context = corpus.make(planned)
+    assert [question.name for question in context.questions] == ["row5", "row6", "row7", "row8"]
+    for question in context.questions:
         row = int(question.name[3:])
-        alone = {"longbench-v2": {5: {row: found.items["longbench-v2"][5][row]}}}
-        one = replace(corpus, items=alone).make(planned)
-        assert made.ids + question.ids == one.ids + one.questions[0].ids
-        assert question.answer == one.questions[0].answer
-    assert found.plan.longest == cell.longest < found.plan.sizes[planned.context]
+        alone = {"longbench-v2": {5: {row: selected.items["longbench-v2"][5][row]}}}
+        alone_context = replace(corpus, items=alone).make(planned)
+        assert context.ids + question.ids == alone_context.ids + alone_context.questions[0].ids
+        assert question.answer == alone_context.questions[0].answer
+    assert selected.plan.longest == cell.longest < selected.plan.sizes[planned.context]
     single = selection(write(tmp_path / "one.json", longbench_rows(8, 1)), "longbench-v2")
     assert "about" not in single.told[0]
 
@@ -311,28 +317,28 @@ def test_a_text_is_recognised_behind_any_opening(tmp_path: Path) -> None:
         for n in range(4)
     ]
     rows += [{"prompt": words_of(f"other{n}w", 1500), "answer": "yes"} for n in range(5)]
-    found = selection(
+    selected = selection(
         write(tmp_path / "own.jsonl", rows), lengths=(4096,), contexts=20, longest=8192
     )
-    [cell] = found.taken
+    [cell] = selected.taken
     assert cell.questions == (1,) * 8
     assert len({(row - 1) // 4 for row in cell.rows if row <= 12}) == 3
     assert {row for row in cell.rows if row > 12} == set(range(13, 18))
-    assert "9 about the text of another row (one text, one observation)" in found.told[0]
+    assert "9 about the text of another row (one text, one observation)" in selected.told[0]
 
 
 def test_turns_of_a_conversation_are_one_observation(tmp_path: Path) -> None:
     rows: list[dict[str, object]] = []
     for talk in range(4):
         first = {"role": "user", "content": f"talk {talk} " * 40}
-        said = {"role": "assistant", "content": "yes " * 20}
+        reply = {"role": "assistant", "content": "yes " * 20}
         rows.append({"messages": [first], "answer": "yes"})
         rows.append(
-            {"messages": [first, said, {"role": "user", "content": "and?"}], "answer": "no"}
+            {"messages": [first, reply, {"role": "user", "content": "and?"}], "answer": "no"}
         )
     path = write(tmp_path / "talks.jsonl", rows)
-    found = selection(path)
-    assert [(len(cell.rows), sum(cell.questions)) for cell in found.taken] == [(4, 8)]
+    selected = selection(path)
+    assert [(len(cell.rows), sum(cell.questions)) for cell in selected.taken] == [(4, 8)]
     apart = selection(path, lengths=(100, 512))  # turns of two lengths: one of them is asked
     assert sum(sum(cell.questions) for cell in apart.taken) <= 4
     assert "about the text of another row" in apart.told[0]

@@ -67,14 +67,14 @@ def losing_in_tracking(rows: list[Outcome], share: float, seed: int) -> list[Out
 
 
 def verdicts(rows: list[Outcome], *patterns: str, look: int = 4) -> list[Verdict]:
-    found: list[Verdict] = []
+    verdicts_so_far: list[Verdict] = []
     for pattern in patterns:
-        safe = all(verdict.kind in SAFE for verdict in found)
-        found.append(judged(rows, pattern, look=look, permitted=safe))
-    return found
+        safe = all(verdict.kind in SAFE for verdict in verdicts_so_far)
+        verdicts_so_far.append(verdict_on(rows, pattern, look=look, permitted=safe))
+    return verdicts_so_far
 
 
-def judged(
+def verdict_on(
     rows: list[Outcome],
     pattern: str,
     design: Design = DESIGN,
@@ -159,12 +159,12 @@ def test_a_bad_pattern_that_loses_on_a_few_contexts_was_asked_too_few() -> None:
 def test_contexts_of_cells_that_cannot_see_show_nothing() -> None:
     rows = evaluation(blind=True, same=0.0)
     fine, half = replace(DESIGN, margin=0.005), replace(DESIGN, contexts=CONTEXTS, margin=0.005)
-    verdict = judged(rows, "same", fine, 4)
+    verdict = verdict_on(rows, "same", fine, 4)
     assert verdict.kind is Kind.UNDECIDED
     assert verdict.detectable == pytest.approx(half.detectable(0.0, 0.0))
     assert verdict.more == half.needed(0.0, 0.0) - CONTEXTS
     early = [row for row in rows if int(row.context.split("-")[-1]) < 50]
-    verdict = judged(early, "same", DESIGN, 1)
+    verdict = verdict_on(early, "same", DESIGN, 1)
     assert verdict.more == 150
 
 
@@ -225,12 +225,12 @@ def test_a_control_that_differs_as_the_reference_from_itself_is_not() -> None:
 
 def test_gains_and_losses_that_cancel_differ_too() -> None:
     rows = evaluation(same=0.0)
-    both = [
+    cancelling = [
         Outcome("short", f"{number}", "needles", SHORT, arm, (number + (arm == "same")) % 2)
         for number in range(8)
         for arm in ("full", "same")
     ]
-    (verdict,) = verdicts(rows + both, "same")
+    (verdict,) = verdicts(rows + cancelling, "same")
     assert verdict.kind is Kind.INVALID
     assert "4 lost, 4 won" in verdict.sentence
 
@@ -239,10 +239,10 @@ def test_of_sound_runs_the_control_refuses_hardly_any() -> None:
     """Sum binomials for every number of questions on which one of the two differs."""
     for count in range(60):
         alone = np.arange(count + 1)
-        refused = exceeds_noise(alone, count - alone)
-        chances = [math.comb(count, n) / 2**count for n in alone[refused]]
+        is_refused = exceeds_noise(alone, count - alone)
+        chances = [math.comb(count, n) / 2**count for n in alone[is_refused]]
         assert sum(chances) <= SAME
-        assert refused[-1] == (count >= 8)
+        assert is_refused[-1] == (count >= 8)
 
 
 def one_cell(values: np.ndarray) -> Differences:
@@ -282,10 +282,10 @@ def test_without_a_second_asking_nothing_is_claimed() -> None:
 
 def test_patterns_are_called_safe_in_order_until_one_is_not() -> None:
     rows = evaluation(half=0.0, quarter=0.1, eighth=0.0, sixteenth=0.3)
-    found = verdicts(rows, "half", "quarter", "eighth", "sixteenth")
-    kinds = [verdict.kind for verdict in found]
+    in_order = verdicts(rows, "half", "quarter", "eighth", "sixteenth")
+    kinds = [verdict.kind for verdict in in_order]
     assert kinds == [Kind.NO_LOSS, Kind.LOSS, Kind.UNDECIDED, Kind.LOSS]
-    assert "a pattern with more full layers was not shown to be safe" in found[2].sentence
+    assert "a pattern with more full layers was not shown to be safe" in in_order[2].sentence
 
 
 def test_a_run_without_the_control_is_refused() -> None:
@@ -296,7 +296,7 @@ def test_a_run_without_the_control_is_refused() -> None:
 
 def test_a_proven_loss_within_the_margin_is_said() -> None:
     rows = evaluation(less=0.05)
-    verdict = judged(rows, "less", replace(DESIGN, margin=0.1), 4)
+    verdict = verdict_on(rows, "less", replace(DESIGN, margin=0.1), 4)
     assert verdict.kind is Kind.SMALL_LOSS
     assert verdict.interval is not None
     assert -0.1 < verdict.interval[0] < verdict.interval[1] < 0
@@ -306,7 +306,7 @@ def test_a_proven_loss_within_the_margin_is_said() -> None:
 def test_the_sentence_names_the_worst_cell_with_a_bound_for_all() -> None:
     """Nine points lost in one cell cannot hide in a mean."""
     rows = losing_in_tracking(evaluation(same=0.0), 0.12, seed=8)
-    verdict = judged(rows, "same", replace(DESIGN, margin=0.2), 4)
+    verdict = verdict_on(rows, "same", replace(DESIGN, margin=0.2), 4)
     assert verdict.worst is not None
     assert verdict.worst.task == "tracking"
     assert verdict.worst.difference == pytest.approx(-0.11, abs=0.03)
@@ -327,17 +327,17 @@ def test_nothing_is_claimed_while_a_visible_loss_is_left_out() -> None:
 def test_safety_waits_until_every_task_was_seen_to_show_a_loss() -> None:
     """The first claim is final, and a task that has shown nothing yet would be left out."""
     rows = evaluation(blind=True, same=0.0)
-    early = judged(rows, "same", replace(DESIGN, margin=0.1), 2)
+    early = verdict_on(rows, "same", replace(DESIGN, margin=0.1), 2)
     assert early.kind is Kind.UNDECIDED
     assert "not claimed, because not every task has been seen to show a loss" in early.sentence
-    last = judged(rows, "same", replace(DESIGN, margin=0.1), 4)
+    last = verdict_on(rows, "same", replace(DESIGN, margin=0.1), 4)
     assert (last.kind, last.blind) == (Kind.NO_LOSS, (("tracking", LONG),))
     easy = with_right(evaluation(same=0.0), "tracking", 1.0, bad=1)
-    found = judged(easy, "same", replace(DESIGN, margin=0.1), 2)
-    assert found.kind is Kind.NO_LOSS  # nothing more can be seen there
+    verdict = verdict_on(easy, "same", replace(DESIGN, margin=0.1), 2)
+    assert verdict.kind is Kind.NO_LOSS  # nothing more can be seen there
 
 
 def test_a_proven_loss_within_the_margin_waits_too() -> None:
     rows = with_right(evaluation(less=0.05), "tracking", 0.9, bad=0.9)
-    found = [judged(rows, "less", replace(DESIGN, margin=0.15), look).kind for look in (3, 4)]
-    assert found == [Kind.UNDECIDED, Kind.SMALL_LOSS]
+    kinds = [verdict_on(rows, "less", replace(DESIGN, margin=0.15), look).kind for look in (3, 4)]
+    assert kinds == [Kind.UNDECIDED, Kind.SMALL_LOSS]

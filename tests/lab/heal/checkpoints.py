@@ -50,10 +50,10 @@ def _blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     scales = torch.empty(rows, columns)
     for row in range(rows):
         for column in range(columns):
-            here = (
+            block = (
                 slice(row * BLOCK, (row + 1) * BLOCK),
                 slice(column * BLOCK, (column + 1) * BLOCK),
             )
-            scales[row, column] = weight[here].abs().max() / 448
-            quantised[here] = (weight[here] / scales[row, column]).to(torch.float8_e4m3fn)
+            scales[row, column] = weight[block].abs().max() / 448
+            quantised[block] = (weight[block] / scales[row, column]).to(torch.float8_e4m3fn)
     return quantised, scales

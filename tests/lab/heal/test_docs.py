@@ -23,7 +23,7 @@ def run(code: str, names: dict[str, Any]) -> dict[str, Any]:
 
 def test_a_plain_loop_trains_the_indexer() -> None:
     torch.manual_seed(0)
-    found = run(blocks()[0], {})
+    scope = run(blocks()[0], {})
     for name in ("wq", "wk", "w"):
-        assert found[name].weight.grad.abs().sum() > 0
-    assert found["losses"][-1] < 0.9 * found["losses"][0]
+        assert scope[name].weight.grad.abs().sum() > 0
+    assert scope["losses"][-1] < 0.9 * scope["losses"][0]

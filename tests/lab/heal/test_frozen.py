@@ -45,18 +45,18 @@ def train(
     runs = [sharing.begin(stage, Layout(torch.zeros_like(p)), float(ids.numel())) for p in parts]
     positions = torch.arange(ids.shape[1])
     states = [body.start(part, positions.expand_as(part)) for part in parts]
-    hidden = [state for state, _ in states]
+    activations = [state for state, _ in states]
     for number in range(LAYERS):
         layer = body.layer(number)
         for place, run in enumerate(runs):
             sharing.resume(run)
-            hidden[place] = layer(hidden[place], states[place][1])
-        assert not any(state.requires_grad for state in hidden)
-        kept = [set(run.index) | set(run.projected) | set(run.selected) for run in runs]
+            activations[place] = layer(activations[place], states[place][1])
+        assert not any(state.requires_grad for state in activations)
+        outputs = [set(run.index) | set(run.projected) | set(run.selected) for run in runs]
         serving = {0} if number in (0, 1) else set()
-        assert kept == [serving] * pieces  # nothing outlives the layers that it is for
+        assert outputs == [serving] * pieces  # nothing outlives the layers that it is for
     losses = torch.stack([torch.stack([run.losses[i] for i in range(LAYERS)]) for run in runs])
-    return torch.cat(hidden), losses.sum(0)
+    return torch.cat(activations), losses.sum(0)
 
 
 @families
@@ -67,25 +67,27 @@ def test_gradients_equal_those_of_the_whole_model(
 ) -> None:
     checkpoint(tmp_path, family)
     ids = tokens(3, 23)
-    whole = DistilledModel(
+    reference = DistilledModel(
         AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32), PATTERN, block=7
     )
-    whole.requires_grad_(False)
-    for parameter in whole.indexer_parameters():
+    reference.requires_grad_(False)
+    for parameter in reference.indexer_parameters():
         parameter.requires_grad_(True)
     batch = one_document(ids)
-    losses = whole(**batch, stage=stage)
+    losses = reference(**batch, stage=stage)
     (losses.index.sum() / ids.numel()).backward()
     del batch["labels"]
 
     body = body_of(tmp_path, from_disk)
-    hidden, found = train(body, ids, stage, pieces=2)
+    hidden, index_losses = train(body, ids, stage, pieces=2)
 
-    torch.testing.assert_close(found, losses.index, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(index_losses, losses.index, rtol=1e-5, atol=1e-5)
     with torch.no_grad():
-        expected = whole.hidden(**batch, stage=stage)
-        torch.testing.assert_close(whole.model.model.norm(hidden), expected, rtol=1e-5, atol=1e-5)
-    gradients = {n: p.grad for n, p in whole.model.named_parameters() if p.grad is not None}
+        expected = reference.hidden(**batch, stage=stage)
+        torch.testing.assert_close(
+            reference.model.model.norm(hidden), expected, rtol=1e-5, atol=1e-5
+        )
+    gradients = {n: p.grad for n, p in reference.model.named_parameters() if p.grad is not None}
     mine = {name: p.grad for name, p in body.indexer_tensors().items()}
     assert mine.keys() == gradients.keys()
     for name, gradient in gradients.items():
@@ -106,11 +108,11 @@ class Memory(TorchDispatchMode):
         self._known: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(found):
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta":
                 self._see(tensor.untyped_storage())
-        return found
+        return result
 
     def _see(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()
@@ -136,20 +138,20 @@ def test_memory_grows_no_faster_than_the_length(
     body = body_of(tmp_path)
     sharing: Any = body.indexers[0].sharing
     sharing.block = 32
-    taken = []
+    usages = []
     for length in (256, 512):
         run = sharing.begin(stage, Layout(torch.zeros(1, length, dtype=torch.int64)), 1.0)
         sharing.resume(run)
         hidden, rotation = body.start(tokens(1, length), torch.arange(length)[None])
         layers = [body.layer(number) for number in range(LAYERS)]
-        with Memory() as seen, torch.set_grad_enabled(training):
+        with Memory() as memory, torch.set_grad_enabled(training):
             for layer in layers:
                 hidden = layer(hidden, rotation)
-        taken.append((seen.largest, seen.peak))
+        usages.append((memory.largest, memory.peak))
         assert len(run.captured) == (0 if training else LAYERS)
-    for before, after in zip(*taken, strict=True):
+    for before, after in zip(*usages, strict=True):
         assert after <= 2.4 * before
-    assert taken[1][0] < 512**2  # a quarter of what a float32 matrix of 512 x 512 takes
+    assert usages[1][0] < 512**2  # a quarter of what a float32 matrix of 512 x 512 takes
 
 
 @families
@@ -173,18 +175,18 @@ def test_block_fp8_is_the_checkpoint_that_was_dequantised(tmp_path: Path, family
                     spread[name][rows, column * BLOCK : (column + 1) * BLOCK] *= scale
     save_file(spread, plain / path.name, metadata={"format": "pt"})
     ids = tokens(2, 19)
-    found = train(body_of(tmp_path / "fp8"), ids, Stage.SPARSE, pieces=1)
+    trained = train(body_of(tmp_path / "fp8"), ids, Stage.SPARSE, pieces=1)
     expected = train(body_of(plain), ids, Stage.SPARSE, pieces=1)
-    for ours, theirs in zip(found, expected, strict=True):
+    for ours, theirs in zip(trained, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
 def test_scales_of_blocks_at_the_edges() -> None:
     weight = torch.ones(5, 7).to(torch.float8_e4m3fn)
     scales = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    found = dequantised(weight, scales, (4, 4))
-    assert found[:, 0].tolist() == [1, 1, 1, 1, 3]
-    assert found[4].tolist() == [3, 3, 3, 3, 4, 4, 4]
+    weights = dequantised(weight, scales, (4, 4))
+    assert weights[:, 0].tolist() == [1, 1, 1, 1, 3]
+    assert weights[4].tolist() == [3, 3, 3, 3, 4, 4, 4]
 
 
 @pytest.mark.parametrize("loads", [[1] * 6, [4, 1, 2, 1, 1, 1], [9, 1, 1, 1, 1, 1]])
@@ -193,11 +195,11 @@ def test_the_fullest_device_holds_as_little_as_can_be(loads: list[int], devices:
     shares = shared_out(Pattern("FSFSSF"), loads, devices)
     assert [number for share in shares for number in share] == list(range(6))
     assert len(shares) == devices
-    every = (
+    load_bounds = (
         max(sum(loads[a:b]) for a, b in pairwise([0, *ends, 6]))
         for ends in combinations_with_replacement(range(7), devices - 1)
     )
-    assert max(sum(loads[n] for n in share) for share in shares) <= 1.02 * min(every)
+    assert max(sum(loads[n] for n in share) for share in shares) <= 1.02 * min(load_bounds)
 
 
 def test_no_group_is_split_without_need() -> None:
@@ -215,7 +217,7 @@ def test_rows_on_several_devices_give_the_bits_of_one(
     checkpoint(tmp_path, dtype=torch.bfloat16)
     if quantised:
         quantise(tmp_path)
-    ids, found = tokens(3, 19), []
+    ids, outcomes = tokens(3, 19), []
     for devices in (1, 4):
         pattern = Pattern("FSSS")
         sharing = LocalSharing(pattern, TOPK, block=5)
@@ -237,14 +239,14 @@ def test_rows_on_several_devices_give_the_bits_of_one(
         assert pipelined(body, len(rows)) == (devices > 1)
         with torch.set_grad_enabled(training):
             pass_through(body, sharing, rows)
-        bits = [one.hidden for one in rows]
-        bits += [loss for one in rows for loss in one.run.losses.values()]
-        bits += [mass for one in rows for mass, _ in one.run.captured.values()]
+        bits = [state.hidden for state in rows]
+        bits += [loss for state in rows for loss in state.run.losses.values()]
+        bits += [mass for state in rows for mass, _ in state.run.captured.values()]
         bits += [p.grad for p in body.indexer_tensors().values() if p.grad is not None]
         assert len(bits) == len(rows) * (1 + (1 if training else 2) * LAYERS) + 5 * training
-        found.append(bits)
-    for one, other in zip(*found, strict=True):
-        assert torch.equal(one, other)
+        outcomes.append(bits)
+    for mine, theirs in zip(*outcomes, strict=True):
+        assert torch.equal(mine, theirs)
 
 
 def test_an_error_on_one_device_ends_the_pass(
@@ -278,7 +280,7 @@ def test_a_layer_of_experts_is_dequantised_into_place(tmp_path: Path) -> None:
     quantise(tmp_path)
     body = body_of(tmp_path)
     body.layer(LAYERS - 1)
-    with Memory() as seen:
+    with Memory() as memory:
         run = body.layer(LAYERS - 1)
     weights = run.__closure__
     assert weights is not None
@@ -289,18 +291,18 @@ def test_a_layer_of_experts_is_dequantised_into_place(tmp_path: Path) -> None:
         for t in cell.cell_contents.values()
     ]
     assert sum(sizes) > 0
-    assert seen.peak < 1.2 * sum(sizes)
+    assert memory.peak < 1.2 * sum(sizes)
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
     checkpoint(tmp_path)
     [path] = tmp_path.glob("*.safetensors")
     tensors = load_file(path)
-    gone = "model.layers.2.mlp.experts.1.up_proj.weight"
-    save_file({n: t for n, t in tensors.items() if n != gone}, path, metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match=f"has no tensor {gone}"):
+    missing = "model.layers.2.mlp.experts.1.up_proj.weight"
+    save_file({n: t for n, t in tensors.items() if n != missing}, path, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=f"has no tensor {missing}"):
         body_of(tmp_path)
-    save_file(tensors | {gone: tensors[gone].to(torch.int8)}, path, metadata={"format": "pt"})
+    save_file(tensors | {missing: tensors[missing].to(torch.int8)}, path, metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match="as I8, which is not understood"):
         body_of(tmp_path)
 

@@ -53,7 +53,7 @@ def options(folder: Path, **changes: Any) -> HealOptions:
 
 
 @pytest.fixture(scope="module")
-def learned(tmp_path_factory: pytest.TempPathFactory) -> tuple[HealResult, Path]:
+def healed_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[HealResult, Path]:
     """Return the shipped checkpoint, healed for a few steps."""
     folder = tmp_path_factory.mktemp("learned")
     return heal(eight_steps(folder)), folder
@@ -66,8 +66,8 @@ def eight_steps(folder: Path) -> HealOptions:
     return HealOptions(TINY, "uniform:1/2", ("machine",), output, lr=5e-3, dtype="float32", **sizes)
 
 
-def test_the_loss_falls_and_the_recall_rises(learned: tuple[HealResult, Path]) -> None:
-    before, after = learned[0].evaluations
+def test_the_loss_falls_and_the_recall_rises(healed_run: tuple[HealResult, Path]) -> None:
+    before, after = healed_run[0].evaluations
     assert after.held_out_loss < 0.9 * before.held_out_loss
     assert after.held_out_recall > before.held_out_recall
     assert (before.total_step, after.total_step) == (0, 8)
@@ -95,8 +95,8 @@ def test_a_run_is_told_in_sentences(tmp_path: Path) -> None:
     )
 
 
-def test_what_is_written(learned: tuple[HealResult, Path]) -> None:
-    result, folder = learned
+def test_what_is_written(healed_run: tuple[HealResult, Path]) -> None:
+    result, folder = healed_run
     assert Adapter.read(folder / "adapter") == result.adapter
     result.adapter.check(TINY)
     assert {t.dtype for t in result.adapter.tensors().values()} == {torch.bfloat16}
@@ -108,8 +108,8 @@ def test_what_is_written(learned: tuple[HealResult, Path]) -> None:
     assert [line["step"] for line in lines if "loss" in line] == list(range(1, 9))
 
 
-def test_a_finished_run_is_left_as_it_is(learned: tuple[HealResult, Path]) -> None:
-    result, folder = learned
+def test_a_finished_run_is_left_as_it_is(healed_run: tuple[HealResult, Path]) -> None:
+    result, folder = healed_run
     assert heal(eight_steps(folder)) == result
 
 
@@ -124,38 +124,38 @@ class StoppedError(Exception):
     """Stand-in for whatever ends a process."""
 
 
-def interrupted(wanted: HealOptions, after: int) -> HealResult:
+def interrupted(settings: HealOptions, after: int) -> HealResult:
     """Stopped after a step, then started again."""
 
-    def stop(done: int, _: Any) -> None:
-        if done == after:
+    def stop(step: int, _: Any) -> None:
+        if step == after:
             raise StoppedError
 
     with pytest.raises(StoppedError):
-        heal(wanted, on_step=stop)
-    return heal(wanted)
+        heal(settings, on_step=stop)
+    return heal(settings)
 
 
 @pytest.mark.parametrize("lengths", [{}, {"sparse_length": 40}])
 def test_interrupted_after_any_step_it_ends_the_same(base: Path, lengths: dict[str, int]) -> None:
-    whole = heal(options(base, **lengths))
+    undisturbed = heal(options(base, **lengths))
     log = read_metrics(base / "adapter.run")
     for step in range(1, SMALL["dense_steps"] + SMALL["sparse_steps"] + 1):
         output = base / f"stopped-{step}"
-        found = interrupted(options(base, output=output, save_every=2, **lengths), step)
+        resumed = interrupted(options(base, output=output, save_every=2, **lengths), step)
         for name in ("indexers.safetensors", "adapter.yaml"):
             assert (output / name).read_bytes() == (base / "adapter" / name).read_bytes()
-        assert found.evaluations == whole.evaluations
+        assert resumed.evaluations == undisturbed.evaluations
         for ours, theirs in zip(read_metrics(base / f"stopped-{step}.run"), log, strict=True):
             assert without_time(ours) == without_time(theirs)
 
 
 def test_on_a_full_disk_it_ends_in_a_sentence_and_goes_on_once_there_is_room(base: Path) -> None:
     heal(options(base))
-    wanted = options(base, output=base / "full")
+    settings = options(base, output=base / "full")
     with files_of_at_most(4096), pytest.raises(OutputError, match=r"cannot write .*make room"):
-        heal(wanted)
-    heal(wanted)
+        heal(settings)
+    heal(settings)
     for name in ("indexers.safetensors", "adapter.yaml"):
         assert (base / "full" / name).read_bytes() == (base / "adapter" / name).read_bytes()
 
@@ -164,30 +164,30 @@ def test_a_few_long_rows_follow_many_short_ones(
     base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each stage takes, and is judged by, rows of its own length; the first one's are the same."""
-    seen: list[tuple[int, int, tuple[tuple[int, ...], ...]]] = []
+    passes: list[tuple[int, int, tuple[tuple[int, ...], ...]]] = []
     packed = heal_module.PackedBatch.of
 
     def watched(rows: Any, length: int, padding: int) -> Any:
         longest = max(len(piece) for row in rows for piece in row)
-        seen.append((length, longest, tuple(tuple(piece) for row in rows for piece in row)))
+        passes.append((length, longest, tuple(tuple(piece) for row in rows for piece in row)))
         return packed(rows, length, padding)
 
     monkeypatch.setattr(heal_module.PackedBatch, "of", watched)
     alone = heal(options(base, sparse_steps=0, output=base / "alone"))
-    first, seen[:] = list(seen), []
+    first, passes[:] = list(passes), []
     mixed = heal(options(base, sparse_length=40, output=base / "mixed"))
-    lengths = [length for length, _, _ in seen]
+    lengths = [length for length, _, _ in passes]
     assert lengths == sorted(lengths)
     assert set(lengths) == {24, 40}
-    assert max(longest for length, longest, _ in seen if length == 40) == 40
-    assert [one for one in seen if one[0] == 24] == first
+    assert max(longest for length, longest, _ in passes if length == 40) == 40
+    assert [piece for piece in passes if piece[0] == 24] == first
     assert mixed.evaluations[: len(alone.evaluations)] == alone.evaluations
     assert mixed.adapter.record["lengths"] == {"dense": 24, "sparse": 40}
     short = heal(options(base, sparse_length=24, output=base / "short"))
-    same = heal(options(base, output=base / "same"))
-    assert short.evaluations == same.evaluations
+    repeat = heal(options(base, output=base / "same"))
+    assert short.evaluations == repeat.evaluations
     for name, tensor in short.adapter.tensors().items():
-        assert torch.equal(tensor, same.adapter.tensors()[name])
+        assert torch.equal(tensor, repeat.adapter.tensors()[name])
 
 
 def without_time(line: dict[str, Any]) -> dict[str, Any]:
@@ -199,11 +199,11 @@ def test_the_best_of_some_learning_rates_is_taken(
 ) -> None:
     """The run is that of the best rate from its first step on, also when it goes on later."""
     monkeypatch.setattr(heal_module, "RATES", (1e30, 1e-7, 2e-2))
-    found = interrupted(options(base, lr=None), after=2)
-    given = heal(options(base, lr=2e-2, output=base / "given"))
-    for name, tensor in given.adapter.tensors().items():
-        assert torch.equal(found.adapter.tensors()[name], tensor)
-    assert found.adapter.record["options"]["lr"] == 2e-2
+    searched = interrupted(options(base, lr=None), after=2)
+    fixed = heal(options(base, lr=2e-2, output=base / "given"))
+    for name, tensor in fixed.adapter.tensors().items():
+        assert torch.equal(searched.adapter.tensors()[name], tensor)
+    assert searched.adapter.record["options"]["lr"] == 2e-2
     monkeypatch.setattr(heal_module, "RATES", (1e30,))
     with pytest.raises(TrainingError, match="not finite any more"):
         heal(options(base, lr=None, output=base / "none"))
@@ -212,14 +212,14 @@ def test_the_best_of_some_learning_rates_is_taken(
 def test_from_disk_it_ends_the_same(base: Path) -> None:
     heal(options(base))
     heal(options(base, output=base / "disk", from_disk=True))
-    whole = load_file(base / "adapter" / "indexers.safetensors")
+    expected = load_file(base / "adapter" / "indexers.safetensors")
     for name, tensor in load_file(base / "disk" / "indexers.safetensors").items():
-        assert torch.equal(tensor, whole[name])
+        assert torch.equal(tensor, expected[name])
 
 
-def same_first_step(one: Path, other: Path, rel: float) -> None:
+def same_first_step(left: Path, right: Path, rel: float) -> None:
     """Compare two runs' first steps: then AdamW makes whole steps of what two sums differ by."""
-    logs = (read_metrics(output.with_name(f"{output.name}.run")) for output in (one, other))
+    logs = (read_metrics(output.with_name(f"{output.name}.run")) for output in (left, right))
     first, second = (next(line for line in log if "loss_by_layer" in line) for log in logs)
     for name in ("loss_by_layer", "indexer_norm"):
         assert second[name] == pytest.approx(first[name], rel=rel)
@@ -228,10 +228,10 @@ def same_first_step(one: Path, other: Path, rel: float) -> None:
 def test_an_fp8_checkpoint_is_healed_and_left_alone(base: Path) -> None:
     quantise(base / "base")
     before = {path.name: path.read_bytes() for path in (base / "base").iterdir()}
-    found = heal(options(base, dtype="bfloat16"))
+    result = heal(options(base, dtype="bfloat16"))
     assert {path.name: path.read_bytes() for path in (base / "base").iterdir()} == before
-    found.adapter.check(base / "base")
-    kinds = {name: tensor.dtype for name, tensor in found.adapter.tensors().items()}
+    result.adapter.check(base / "base")
+    kinds = {name: tensor.dtype for name, tensor in result.adapter.tensors().items()}
     assert len(kinds) == 2 * 5  # two F layers: wq_b, wk, k_norm's two, weights_proj
     for name, kind in kinds.items():
         quantised = name.endswith(("wq_b.weight", "wk.weight"))
@@ -239,12 +239,12 @@ def test_an_fp8_checkpoint_is_healed_and_left_alone(base: Path) -> None:
 
 
 def test_it_ends_with_its_best_weights(base: Path) -> None:
-    wanted = options(base, lr=30.0, dense_steps=6, sparse_steps=0, evaluate_every=1, clip=1e9)
-    found = heal(wanted)
-    losses = [e.held_out_loss for e in found.evaluations]
+    settings = options(base, lr=30.0, dense_steps=6, sparse_steps=0, evaluate_every=1, clip=1e9)
+    result = heal(settings)
+    losses = [e.held_out_loss for e in result.evaluations]
     assert losses[-1] > min(losses)
     start = torch.load(base / "adapter.run" / "state.pt", weights_only=True)
-    for name, tensor in found.adapter.tensors().items():
+    for name, tensor in result.adapter.tensors().items():
         assert torch.equal(tensor, start["best"][name])
 
 
@@ -289,13 +289,13 @@ def test_what_is_refused_before_weights_are_read(
     Path("small.jsonl").write_text("".join(f'"{n} {n + 1}"\n' for n in range(99)))
     config = json.loads((base / "base" / "config.json").read_text())
     dense = {field: value for field, value in config.items() if not field.startswith("index")}
-    for name, told in (
+    for name, fields in (
         ("dense", dense | {"architectures": ["LlamaForCausalLM"]}),
         ("shared", config | {"indexer_types": ["full", "shared", "shared", "shared"]}),
         ("other", config | {"architectures": ["HYV4ForCausalLM"]}),
     ):
         Path(name).mkdir()
-        Path(name, "config.json").write_text(json.dumps(told))
+        Path(name, "config.json").write_text(json.dumps(fields))
     Path("full").mkdir()
     Path("full", "thesis.txt").write_text("mine")
     with pytest.raises(error, match=says):
@@ -334,11 +334,11 @@ def test_a_full_disk_is_foreseen(base: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_disk_that_fills_up_costs_nothing(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save, saved = torch.save, []
+    save, paths = torch.save, []
 
     def full(values: Any, path: Any) -> None:
-        saved.append(path)
-        if len(saved) == 3:
+        paths.append(path)
+        if len(paths) == 3:
             raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 0 vs 8")
         save(values, path)
 
@@ -347,7 +347,7 @@ def test_a_disk_that_fills_up_costs_nothing(base: Path, monkeypatch: pytest.Monk
         with pytest.raises(OutputError, match="What was written before is whole: make room"):
             heal(options(base))
     heal(options(base))
-    assert len(saved) == 3
+    assert len(paths) == 3
 
 
 @pytest.mark.parametrize(

@@ -21,14 +21,14 @@ from tests.lab.heal.test_heal import options, same_first_step
 KILLS = int(os.environ.get("HEAL_KILLS", "3"))
 
 
-def work(wanted: HealOptions, environment: dict[str, str]) -> None:
+def work(settings: HealOptions, environment: dict[str, str]) -> None:
     os.environ.update(environment)
     torch.set_num_threads(1)
-    heal(wanted, Console(quiet=True))
+    heal(settings, Console(quiet=True))
 
 
-def started(wanted: HealOptions, **environment: str) -> Any:
-    process = PROCESSES.Process(target=work, args=(wanted, environment))
+def start(settings: HealOptions, **environment: str) -> Any:
+    process = PROCESSES.Process(target=work, args=(settings, environment))
     process.start()
     return process
 
@@ -42,29 +42,29 @@ def test_killed_at_random_moments_it_ends_the_same(tmp_path: Path) -> None:
     checkpoint(tmp_path / "base")
     sizes = {"dense_steps": 10, "sparse_steps": 10, "evaluate_every": 5}
     began = time.monotonic()
-    finished(started(options(tmp_path, **sizes)))
+    finished(start(options(tmp_path, **sizes)))
     took = time.monotonic() - began
-    wanted = options(tmp_path, output=tmp_path / "killed", **sizes)
+    settings = options(tmp_path, output=tmp_path / "killed", **sizes)
     for _ in range(KILLS):
-        process = started(wanted)
+        process = start(settings)
         process.join(timeout=random.uniform(0.0, took))
         process.kill()
         process.join()
-    finished(started(wanted))
+    finished(start(settings))
     for name in ("indexers.safetensors", "adapter.yaml"):
-        found = (tmp_path / "killed" / name).read_bytes()
-        assert found == (tmp_path / "adapter" / name).read_bytes()
+        content = (tmp_path / "killed" / name).read_bytes()
+        assert content == (tmp_path / "adapter" / name).read_bytes()
 
 
 def test_two_processes_take_the_steps_of_one(tmp_path: Path) -> None:
     checkpoint(tmp_path / "base")
-    finished(started(options(tmp_path)))
+    finished(start(options(tmp_path)))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     shared = options(tmp_path, output=tmp_path / "two")
-    both = [
-        started(
+    processes = [
+        start(
             shared,
             ACCELERATE_USE_CPU="true",
             WORLD_SIZE="2",
@@ -75,8 +75,8 @@ def test_two_processes_take_the_steps_of_one(tmp_path: Path) -> None:
         )
         for rank in range(2)
     ]
-    for process in both:
+    for process in processes:
         finished(process)
     same_first_step(tmp_path / "adapter", tmp_path / "two", rel=1e-4)
-    one = load_file(tmp_path / "adapter" / "indexers.safetensors")
-    assert load_file(tmp_path / "two" / "indexers.safetensors").keys() == one.keys()
+    single = load_file(tmp_path / "adapter" / "indexers.safetensors")
+    assert load_file(tmp_path / "two" / "indexers.safetensors").keys() == single.keys()

@@ -72,20 +72,20 @@ def dense_oracle(
         for t in range(length):
             places = range(length) if selected is None else selected[b, t].tolist()
             for s in places:
-                same = layout.documents[b, max(s, 0)] == layout.documents[b, t] != -1
-                allowed[b, t, s] |= 0 <= s <= t and bool(same)
+                is_same_document = layout.documents[b, max(s, 0)] == layout.documents[b, t] != -1
+                allowed[b, t, s] |= 0 <= s <= t and bool(is_same_document)
     products = []
     for target in targets:
         copies = target.queries.shape[1] // target.keys.shape[1]
         attended = target.keys.double().repeat_interleave(copies, dim=1)
-        every = torch.einsum("bntd,bnsd->bnts", target.queries.double(), attended)
-        products.append(every * target.scale)
-    found = torch.relu(torch.einsum("bthd,bsd->bths", queries, keys))
-    scores = torch.einsum("bth,bths->bts", weights, found)
+        products_of_all = torch.einsum("bntd,bnsd->bnts", target.queries.double(), attended)
+        products.append(products_of_all * target.scale)
+    dots = torch.relu(torch.einsum("bthd,bsd->bths", queries, keys))
+    scores = torch.einsum("bth,bths->bts", weights, dots)
     total = torch.zeros((), dtype=torch.float64)
     for b, t in allowed.any(-1).nonzero().tolist():
         use = allowed[b, t]
-        p = torch.stack([each[b, :, t, use].softmax(-1).mean(0) for each in products]).mean(0)
+        p = torch.stack([product[b, :, t, use].softmax(-1).mean(0) for product in products]).mean(0)
         total = total + (p * (p.log() - scores[b, t, use].log_softmax(-1))).sum()
     return total
 
@@ -95,17 +95,17 @@ def dense_oracle(
 def test_both_forms_equal_the_dense_oracle(topk: int | None, block: int) -> None:
     index, targets, layout = random_index(), [random_attention() for _ in range(3)], packed()
     selected = select_top_k(index, layout, topk, block) if topk else None
-    each = [dense_oracle(index, [target], layout, selected) for target in targets]
+    losses = [dense_oracle(index, [target], layout, selected) for target in targets]
     for loss, expected in (
-        (multi_layer_loss(index, targets, layout, selected, block), torch.stack(each).mean()),
+        (multi_layer_loss(index, targets, layout, selected, block), torch.stack(losses).mean()),
         (
             distillation_loss(index, targets, layout, selected, block),
             dense_oracle(index, targets, layout, selected),
         ),
     ):
         torch.testing.assert_close(loss, expected)
-        for got, want in zip(gradients(loss, index), gradients(expected, index), strict=True):
-            torch.testing.assert_close(got, want)
+        for gradient, want in zip(gradients(loss, index), gradients(expected, index), strict=True):
+            torch.testing.assert_close(gradient, want)
 
 
 @pytest.mark.parametrize("topk", [None, K, FEW], ids=["warmup", "masked", "gathered"])
@@ -114,23 +114,23 @@ def test_some_queries_of_a_row_add_what_they_add_among_all(topk: int | None, blo
     index, target, layout = random_index(), random_attention(), packed()
     places = torch.tensor([0, 3, 8, 9, 16, 18])
     few = Layout(layout.documents, places)
-    asked = IndexInputs(index.queries[:, places], index.keys, index.weights[:, places])
-    seen = AttentionInputs(target.queries[:, :, places], target.keys, target.scale)
+    few_inputs = IndexInputs(index.queries[:, places], index.keys, index.weights[:, places])
+    few_targets = AttentionInputs(target.queries[:, :, places], target.keys, target.scale)
     selected = select_top_k(index, layout, topk, block) if topk else None
-    chosen = select_top_k(asked, few, topk, block) if topk else None
+    few_selected = select_top_k(few_inputs, few, topk, block) if topk else None
     if selected is not None:
-        assert chosen is not None
-        assert chosen.equal(selected[:, places])
-    loss = distillation_loss(asked, [seen], few, chosen, block)
-    others = torch.ones(T, dtype=torch.bool)
-    others[places] = False
+        assert few_selected is not None
+        assert few_selected.equal(selected[:, places])
+    loss = distillation_loss(few_inputs, [few_targets], few, few_selected, block)
+    unselected = torch.ones(T, dtype=torch.bool)
+    unselected[places] = False
     nobody = selected if selected is not None else every_visible(layout)
-    nobody = nobody.masked_fill(others[:, None], -1)  # the others select nothing: no loss
+    nobody = nobody.masked_fill(unselected[:, None], -1)  # the others select nothing: no loss
     expected = dense_oracle(index, [target], layout, nobody)
     torch.testing.assert_close(loss, expected)
-    for got, want in zip(gradients(loss, index), gradients(expected, index), strict=True):
-        torch.testing.assert_close(got, want)
-    mass, queries = captured_mass(seen, few, nobody[:, places][..., :FEW], block)
+    for gradient, want in zip(gradients(loss, index), gradients(expected, index), strict=True):
+        torch.testing.assert_close(gradient, want)
+    mass, queries = captured_mass(few_targets, few, nobody[:, places][..., :FEW], block)
     assert queries <= len(places) * B
     assert mass <= queries
 
@@ -165,8 +165,8 @@ def test_odd_shapes_equal_the_dense_oracle(shape: tuple[int, ...], form: str) ->
     expected = dense_oracle(index, [target], layout, selected)
     torch.testing.assert_close(loss, expected)
     if expected.requires_grad:  # not if every row is padding
-        for got, want in zip(gradients(loss, index), gradients(expected, index), strict=True):
-            torch.testing.assert_close(got, want)
+        for gradient, want in zip(gradients(loss, index), gradients(expected, index), strict=True):
+            torch.testing.assert_close(gradient, want)
 
 
 BFLOAT16_ROUNDING = 2**-8
@@ -182,12 +182,12 @@ def test_key_gradients_of_512_blocks_in_bfloat16_are_rounded_once(topk: int | No
     target = AttentionInputs(*(torch.randn(1, 2, length, 8).bfloat16() for _ in range(2)), 0.4)
     layout = Layout(torch.zeros(1, length, dtype=torch.int64))
     selected = select_top_k(index, layout, topk) if topk else None
-    got = gradients(distillation_loss(index, [target], layout, selected, block=2), index)
+    mine_all = gradients(distillation_loss(index, [target], layout, selected, block=2), index)
     wide = IndexInputs(*(x.detach().double().requires_grad_() for x in vars(index).values()))
     precise = AttentionInputs(target.queries.double(), target.keys.double(), target.scale)
     # One block in float64 is held against autograd by the tests above.
     want = gradients(distillation_loss(wide, [precise], layout, selected, block=length), wide)
-    for mine, exact in zip(got, want, strict=True):
+    for mine, exact in zip(mine_all, want, strict=True):
         assert mine.dtype == torch.bfloat16
         assert (mine.double() - exact).norm() <= BFLOAT16_ROUNDING * exact.norm()
 
@@ -202,12 +202,12 @@ def test_queries_that_selected_nothing_have_no_loss_and_no_gradient(topk: int) -
     loss = distillation_loss(index, [target], layout, selected, block=4)
     expected = dense_oracle(index, [target], layout, selected)
     torch.testing.assert_close(loss, expected)
-    found = gradients(loss, index)
-    for got, want in zip(found, gradients(expected, index), strict=True):
-        torch.testing.assert_close(got, want)
-    for got in (found[0], found[2]):
-        assert not got[0, 3].any()
-        assert not got[1, 5].any()
+    computed = gradients(loss, index)
+    for gradient, want in zip(computed, gradients(expected, index), strict=True):
+        torch.testing.assert_close(gradient, want)
+    for gradient in (computed[0], computed[2]):
+        assert not gradient[0, 3].any()
+        assert not gradient[1, 5].any()
     nothing = distillation_loss(index, [target], layout, torch.full_like(selected, -1))
     assert nothing.item() == 0
     assert all(not g.any() for g in gradients(nothing, index))
@@ -248,17 +248,17 @@ def test_the_selection_is_that_of_the_kernels_contract(topk: int) -> None:
     index = IndexInputs(*(tensor.sign() for tensor in vars(index).values()))
     index.keys[:, 3:9] = -index.queries[:, :1, 0]
     selected = select_top_k(index, layout, topk, block=5)
-    found = torch.relu(torch.einsum("bthd,bsd->bths", index.queries, index.keys))
-    scores = torch.einsum("bth,bths->bts", index.weights, found)
+    dots = torch.relu(torch.einsum("bthd,bsd->bths", index.queries, index.keys))
+    scores = torch.einsum("bth,bths->bts", index.weights, dots)
     for b in range(B):
         for start, end in document_bounds(layout, b):
             rows = slice(start, end)
             visible = torch.arange(1, end - start + 1)
             expected = reference.topk(scores[b, rows, rows], visible, topk)
-            got = selected[b, rows].where(selected[b, rows] < 0, selected[b, rows] - start)
-            got = got.long().where(got >= 0, T).sort(-1).values  # padding last
-            got = torch.nn.functional.pad(got, (0, topk - got.shape[1]), value=T)
-            assert torch.equal(got.where(got < T, -1).int(), expected)
+            mine = selected[b, rows].where(selected[b, rows] < 0, selected[b, rows] - start)
+            mine = mine.long().where(mine >= 0, T).sort(-1).values  # padding last
+            mine = torch.nn.functional.pad(mine, (0, topk - mine.shape[1]), value=T)
+            assert torch.equal(mine.where(mine < T, -1).int(), expected)
 
 
 def document_bounds(layout: Layout, row: int) -> list[tuple[int, int]]:
@@ -268,8 +268,8 @@ def document_bounds(layout: Layout, row: int) -> list[tuple[int, int]]:
 
 def test_fewer_than_k_keys_are_all_selected() -> None:
     index, target, layout = random_index(), random_attention(), packed()
-    every = select_top_k(index, layout, T, 5)
-    sparse = distillation_loss(index, [target], layout, every, block=5)
+    all_selected = select_top_k(index, layout, T, 5)
+    sparse = distillation_loss(index, [target], layout, all_selected, block=5)
     torch.testing.assert_close(sparse, distillation_loss(index, [target], layout, block=5))
     first = select_top_k(index, layout, K, 5)[:, :K]
     for t in range(K):
@@ -282,11 +282,11 @@ def test_documents_and_padding_do_not_leak() -> None:
 
     def part(row: int, start: int, end: int) -> torch.Tensor:
         cut = (slice(row, row + 1), slice(start, end))
-        own = IndexInputs(index.queries[cut], index.keys[cut], index.weights[cut])
+        inputs = IndexInputs(index.queries[cut], index.keys[cut], index.weights[cut])
         heads = (cut[0], slice(None), cut[1])
         attention = AttentionInputs(target.queries[heads], target.keys[heads], target.scale)
         alone = Layout(torch.zeros(1, end - start, dtype=torch.int64))
-        return distillation_loss(own, [attention], alone)
+        return distillation_loss(inputs, [attention], alone)
 
     expected = part(0, 0, 7) + part(0, 7, 15) + part(1, 0, T)
     torch.testing.assert_close(distillation_loss(index, [target], layout, block=4), expected)

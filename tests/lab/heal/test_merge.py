@@ -17,7 +17,7 @@ from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.stored import SCALES, to_block_fp8
 from tests.full_disk import files_of_at_most
 from tests.kills import kill_at_each_touch
-from tests.test_stored import same_bits, stored
+from tests.test_stored import read_tensors, same_bits
 
 PATTERN = Pattern("FSF")
 SHAPE = {"hidden_size": 160, "q_lora_rank": 96, "index_n_heads": 3, "index_head_dim": 64}
@@ -33,15 +33,15 @@ CONFIG = {
 
 def indexer(layer: int, *, fp8: bool) -> dict[str, torch.Tensor]:
     """Make one as released models store it: two large projections in block-FP8, a float32 norm."""
-    found = {}
+    tensors = {}
     for name, shape in indexer_shapes(SHAPE).items():
         full = f"model.layers.{layer}.self_attn.indexer.{name}"
         weight = torch.randn(shape)
         if fp8 and name in ("wq_b.weight", "wk.weight"):
-            found[full], found[full + SCALES] = to_block_fp8(weight)
+            tensors[full], tensors[full + SCALES] = to_block_fp8(weight)
         else:
-            found[full] = weight if "norm" in name else weight.bfloat16()
-    return found
+            tensors[full] = weight if "norm" in name else weight.bfloat16()
+    return tensors
 
 
 @pytest.fixture(params=[True, False], ids=["fp8", "bfloat16"])
@@ -90,11 +90,11 @@ def quiet(_: str) -> None:
 
 
 def test_only_the_indexers_change(base: Path, adapter: Adapter, tmp_path: Path) -> None:
-    said: list[str] = []
+    lines: list[str] = []
     output = tmp_path / "merged"
-    merge(adapter.folder, base, output, said.append)
-    assert said == [f"{n + 1} of 3: part-{n}.safetensors" for n in range(3)]
-    before, after, trained = stored(base), stored(output), adapter.tensors()
+    merge(adapter.folder, base, output, lines.append)
+    assert lines == [f"{n + 1} of 3: part-{n}.safetensors" for n in range(3)]
+    before, after, trained = read_tensors(base), read_tensors(output), adapter.tensors()
     assert after.keys() == {n for n in before if not n.startswith("model.layers.1.self_attn")}
     for name, tensor in after.items():
         weight = name.removesuffix(SCALES)
@@ -137,7 +137,7 @@ def test_it_goes_on_where_it_was_stopped(
         assert not (tmp_path / "merged").exists()
     merge(adapter.folder, base, tmp_path / "merged", quiet)
     merge(adapter.folder, base, tmp_path / "again", quiet)
-    once, again = stored(tmp_path / "merged"), stored(tmp_path / "again")
+    once, again = read_tensors(tmp_path / "merged"), read_tensors(tmp_path / "again")
     assert once.keys() == again.keys()
     assert all(same_bits(tensor, again[name]) for name, tensor in once.items())
     assert not list(tmp_path.glob(".*"))
@@ -147,9 +147,9 @@ def test_killed_at_any_moment_it_leaves_no_half_checkpoint(
     base: Path, adapter: Adapter, tmp_path: Path
 ) -> None:
     """Each run goes on from what the killed one left; in the end all is as in one run."""
-    merged, whole = tmp_path / "merged", tmp_path / "whole"
-    merge(adapter.folder, base, whole, quiet)
-    names = sorted(path.name for path in whole.iterdir())
+    merged, undisturbed = tmp_path / "merged", tmp_path / "whole"
+    merge(adapter.folder, base, undisturbed, quiet)
+    names = sorted(path.name for path in undisturbed.iterdir())
     kills = 0
     for _ in kill_at_each_touch(lambda: merge(adapter.folder, base, merged, quiet)):
         kills += 1
@@ -157,7 +157,7 @@ def test_killed_at_any_moment_it_leaves_no_half_checkpoint(
             assert sorted(path.name for path in merged.iterdir()) == names
             break
     assert kills > 20
-    once, again = stored(merged), stored(whole)
+    once, again = read_tensors(merged), read_tensors(undisturbed)
     assert once.keys() == again.keys()
     assert all(same_bits(tensor, again[name]) for name, tensor in once.items())
 
@@ -173,7 +173,7 @@ def test_on_a_full_disk_it_ends_in_a_sentence_and_goes_on_once_there_is_room(
     assert not (tmp_path / "merged").exists()
     merge(folder, base, tmp_path / "merged", quiet)
     merge(folder, base, tmp_path / "again", quiet)
-    once, again = stored(tmp_path / "merged"), stored(tmp_path / "again")
+    once, again = read_tensors(tmp_path / "merged"), read_tensors(tmp_path / "again")
     assert all(same_bits(tensor, again[name]) for name, tensor in once.items())
     assert not list(tmp_path.glob(".*"))
 
@@ -181,11 +181,11 @@ def test_on_a_full_disk_it_ends_in_a_sentence_and_goes_on_once_there_is_room(
 def test_two_commands_that_merge_into_one_folder(
     base: Path, adapter: Adapter, tmp_path: Path
 ) -> None:
-    def other(_: str) -> None:
+    def second_merge(_: str) -> None:
         with pytest.raises(TrainingError, match="is in use by another merge"):
             merge(adapter.folder, base, tmp_path / "merged", quiet)
 
-    merge(adapter.folder, base, tmp_path / "merged", other)
+    merge(adapter.folder, base, tmp_path / "merged", second_merge)
 
 
 def test_what_is_refused(base: Path, adapter: Adapter, tmp_path: Path) -> None:

@@ -36,9 +36,9 @@ def twin(family: str, pattern: Pattern) -> tuple[Any, DistilledModel]:
     shared = {"indexer_types": pattern.to_indexer_types()} if family == "glm-5" else {}
     plain = make(family, **shared).eval()
     plain.set_attn_implementation("eager")
-    other = make(family, **shared)
-    other.load_state_dict(plain.state_dict())
-    return plain, DistilledModel(other, pattern, block=7).eval()
+    copy = make(family, **shared)
+    copy.load_state_dict(plain.state_dict())
+    return plain, DistilledModel(copy, pattern, block=7).eval()
 
 
 @families
@@ -46,8 +46,8 @@ def twin(family: str, pattern: Pattern) -> tuple[Any, DistilledModel]:
 def test_sparse_logits_equal_transformers(family: str, text: str) -> None:
     pattern, ids = Pattern(text), tokens(2, LENGTH)
     plain, ours = twin(family, pattern)
-    got = logits(ours, ids, Stage.SPARSE)
-    torch.testing.assert_close(got, transformers_logits(plain, pattern, ids), rtol=1e-5, atol=1e-5)
+    mine = logits(ours, ids, Stage.SPARSE)
+    torch.testing.assert_close(mine, transformers_logits(plain, pattern, ids), rtol=1e-5, atol=1e-5)
 
 
 @families
@@ -59,8 +59,8 @@ def test_dense_stages_attend_to_everything(family: str) -> None:
     expected = transformers_logits(everything, Pattern.full(LAYERS), ids)
     ours = DistilledModel(ours, Pattern("FSSF"), block=5)
     for stage in (Stage.DENSE, Stage.WARMUP):
-        got = logits(ours, ids, stage)
-        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+        mine = logits(ours, ids, stage)
+        torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-5)
 
 
 @families
@@ -116,7 +116,7 @@ def test_proposition_1_for_real_indexer_parameters(family: str, sparse: bool) ->
 
 
 def test_without_cross_layer_loss_an_indexer_serves_itself_only() -> None:
-    models = [DistilledModel(make("glm-5"), Pattern("FSSF"), every) for every in (False, True)]
+    models = [DistilledModel(make("glm-5"), Pattern("FSSF"), across) for across in (False, True)]
     models[0].load_state_dict(models[1].state_dict())
     batch = one_document(tokens(1, LENGTH))
     alone, shared = (model(**batch, stage=Stage.SPARSE).index for model in models)
@@ -133,21 +133,21 @@ def test_packed_documents_equal_documents_alone(family: str) -> None:
     documents = torch.tensor([[0] * 9 + [1] * 12 + [-1] * 3])
     positions = torch.cat([torch.arange(9), torch.arange(12), torch.arange(3)])[None]
     labels = packed.where(documents >= 0, -100)
-    whole = model(packed, labels, documents, positions, Stage.SPARSE)
+    together = model(packed, labels, documents, positions, Stage.SPARSE)
     parts = [model(**one_document(ids), stage=Stage.SPARSE) for ids in (first, second)]
-    torch.testing.assert_close(whole.token_nats[:, :9], parts[0].token_nats)
-    torch.testing.assert_close(whole.token_nats[:, 9:21], parts[1].token_nats)
-    torch.testing.assert_close(whole.index, parts[0].index + parts[1].index)
-    torch.testing.assert_close(whole.lm, parts[0].lm + parts[1].lm)
-    assert whole.lm_tokens == 8 + 11
-    assert whole.queries == 21
+    torch.testing.assert_close(together.token_nats[:, :9], parts[0].token_nats)
+    torch.testing.assert_close(together.token_nats[:, 9:21], parts[1].token_nats)
+    torch.testing.assert_close(together.index, parts[0].index + parts[1].index)
+    torch.testing.assert_close(together.lm, parts[0].lm + parts[1].lm)
+    assert together.lm_tokens == 8 + 11
+    assert together.queries == 21
 
 
 @pytest.mark.parametrize("stage", [Stage.DENSE, Stage.SPARSE])
 def test_the_backward_pass_keeps_no_mask(stage: Stage) -> None:
     """Nothing that grows with the square of the length is kept: twice the tokens, twice as much."""
 
-    def kept(length: int) -> int:
+    def kept_bytes(length: int) -> int:
         """Values that autograd keeps of the attention of a forward pass."""
         sizes: dict[int, int] = {}
         queries, keys, values = (torch.randn(1, 2, length, 8, requires_grad=True) for _ in range(3))
@@ -164,7 +164,7 @@ def test_the_backward_pass_keeps_no_mask(stage: Stage) -> None:
         assert out.requires_grad
         return sum(sizes.values())
 
-    assert kept(512) <= 2 * kept(256) + 1024
+    assert kept_bytes(512) <= 2 * kept_bytes(256) + 1024
 
 
 def test_stages_freeze_what_they_do_not_train() -> None:
@@ -186,10 +186,10 @@ def test_wrong_models_and_patterns_are_clear_errors() -> None:
     stripped = make("deepseek-v3.2", indexer_types=["full", "shared", "full", "shared"])
     with pytest.raises(PatternError, match="layers 1, 3 are F"):
         DistilledModel(stripped, Pattern("FFFF"))
-    other = make("glm-5")
-    other.config.model_type = "llama"
+    stranger = make("glm-5")
+    stranger.config.model_type = "llama"
     with pytest.raises(TrainingError, match="cannot be healed"):
-        DistilledModel(other, Pattern("FFFF"))
+        DistilledModel(stranger, Pattern("FFFF"))
 
 
 def test_a_layer_cannot_borrow_what_is_not_there() -> None:

@@ -33,8 +33,8 @@ MACHINE = GpuMachine(2, "a GPU", memory=1e9, bf16=1e12, float32=1e11, bandwidth=
 
 
 def options(folder: Path, **changes: object) -> HealOptions:
-    given = {"checkpoint": folder, "pattern": "FSFS", "data": (), "output": folder / "out"}
-    return HealOptions(**{**given, "length": LENGTH, "dense_steps": 2, **changes})  # type: ignore[arg-type]
+    required = {"checkpoint": folder, "pattern": "FSFS", "data": (), "output": folder / "out"}
+    return HealOptions(**{**required, "length": LENGTH, "dense_steps": 2, **changes})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("devices", [2, 4])
@@ -48,50 +48,50 @@ def test_the_peak_of_each_device_is_as_planned(
     quantise(tmp_path)
     dense = int(stage is Stage.WARMUP)
     steps = {"dense_steps": dense, "sparse_steps": 1 - dense, "lr": 1e-3}
-    asked = options(tmp_path, pattern=pattern, block=16, **steps)
-    planned = plan_of(asked, replace(MACHINE, gpus=devices))
+    settings = options(tmp_path, pattern=pattern, block=16, **steps)
+    planned = plan_of(settings, replace(MACHINE, gpus=devices))
 
     ids, positions = tokens(1, LENGTH), torch.arange(LENGTH)[None]
-    with Memory() as seen:
+    with Memory() as memory:
         sharing = LocalSharing(Pattern(pattern), TOPK, block=16)
         cpus = [torch.device("cpu")] * devices
         body = FrozenBody(tmp_path, Pattern(pattern), sharing, torch.bfloat16, cpus)
-        held = []
+        resident = []
         for number in range(LAYERS):
-            before = seen._alive
+            before = memory._alive
             body.layer(number)
-            held.append(seen._alive - before)
-        one = Passing(
+            resident.append(memory._alive - before)
+        passing = Passing(
             sharing.begin(stage, Layout(torch.zeros_like(ids)), LENGTH),
             *body.start(ids, positions),
         )
-        start = seen._alive
-        for share, found in zip(body.shares, planned.shares, strict=True):
-            assert share == found.layers
+        start = memory._alive
+        for share, device_plan in zip(body.shares, planned.shares, strict=True):
+            assert share == device_plan.layers
             if not share:
-                assert found.peak == 0
+                assert device_plan.peak == 0
                 continue
-            seen.peak = seen._alive
+            memory.peak = memory._alive
             for number in share:
-                one.through(body.layer(number), body.devices[number], sharing)
+                passing.through(body.layer(number), body.devices[number], sharing)
             trained = [body.indexers[n] for n in share if n in body.indexers]
             state = sum(4 * p.nbytes for indexer in trained for p in indexer.parameters())
             embedding = body._embedding.nbytes if 0 in share else 0
-            measured = sum(held[n] for n in share) + state + embedding + seen.peak - start
-            assert found.peak == pytest.approx(measured, rel=0.1)
+            measured = sum(resident[n] for n in share) + state + embedding + memory.peak - start
+            assert device_plan.peak == pytest.approx(measured, rel=0.1)
 
 
 def test_a_dry_run_needs_no_weights_and_says_what_helps(tmp_path: Path) -> None:
     checkpoint(tmp_path)
-    whole = dict(dry_run(options(tmp_path), MACHINE))
+    planned = dict(dry_run(options(tmp_path), MACHINE))
     for path in tmp_path.glob("*.safetensors"):
         path.unlink()
-    assert dict(dry_run(options(tmp_path), MACHINE))["GPU 0"] == whole["GPU 0"]
+    assert dict(dry_run(options(tmp_path), MACHINE))["GPU 0"] == planned["GPU 0"]
     idle = r"it fits, with \d+% of the memory to spare; with --rows 2 the GPUs would work at once"
-    assert re.fullmatch(idle, whole["verdict"])
+    assert re.fullmatch(idle, planned["verdict"])
     busy = dict(dry_run(options(tmp_path, rows=2), MACHINE))["verdict"]
     assert re.fullmatch(r"it fits, with \d+% of the memory to spare", busy)
-    assert "2 GPUs at work" in whole["hours"]
+    assert "2 GPUs at work" in planned["hours"]
     small = GpuMachine(2, "a GPU", memory=1e4, bf16=1e12, float32=1e11, bandwidth=1e12)
     advice = dict(dry_run(options(tmp_path), small))["verdict"]
     assert advice.startswith("it does not fit. With --from-disk it does not fit either: one GPU")
@@ -118,23 +118,23 @@ def test_a_few_blocks_stand_for_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: int
 ) -> None:
     checkpoint(tmp_path)
-    asked = options(tmp_path, length=length, block=4, sparse_steps=2, pattern="FSSS")
-    sampled = plan_of(asked, MACHINE)
+    settings = options(tmp_path, length=length, block=4, sparse_steps=2, pattern="FSSS")
+    sampled = plan_of(settings, MACHINE)
     monkeypatch.setattr(SampledLayout, "summed", Layout.summed)
-    every = plan_of(asked, MACHINE)
-    assert sampled.shares == every.shares
-    assert sampled.hours == pytest.approx(every.hours, rel=1e-6)
+    complete = plan_of(settings, MACHINE)
+    assert sampled.shares == complete.shares
+    assert sampled.hours == pytest.approx(complete.hours, rel=1e-6)
 
 
 def test_several_rows_keep_several_gpus_busy(tmp_path: Path) -> None:
     checkpoint(tmp_path)
-    one, eight = (
+    single, eight = (
         plan_of(options(tmp_path, rows=rows, dense_steps=8 // rows, lr=1e-3), MACHINE)
         for rows in (1, 8)
     )
-    assert one.busy == pytest.approx(1)
+    assert single.busy == pytest.approx(1)
     assert 1.2 < eight.busy < 2
-    assert eight.hours == pytest.approx(one.hours / eight.busy)
+    assert eight.hours == pytest.approx(single.hours / eight.busy)
 
 
 def test_gpus_are_written_as_a_count_and_a_name() -> None:

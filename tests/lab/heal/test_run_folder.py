@@ -27,7 +27,7 @@ def run_in(folder: Path) -> HealRun:
     return HealRun(folder / "adapter", Console(file=io.StringIO(), width=500), main=True)
 
 
-def said(run: HealRun) -> str:
+def refusal(run: HealRun) -> str:
     return run.log.console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
 
 
@@ -70,7 +70,7 @@ def test_a_log_that_is_gone_is_told(tmp_path: Path) -> None:
     state = run.load()
     assert state is not None
     assert state.position == Position(0, 1)
-    assert "metrics.jsonl is gone" in said(run)
+    assert "metrics.jsonl is gone" in refusal(run)
 
 
 def test_a_full_disk_keeps_the_state_and_half_a_line_of_the_log_is_mended(tmp_path: Path) -> None:

@@ -145,8 +145,8 @@ def mark(result: Any) -> Any:
         with suppress(NotImplementedError, RuntimeError):
             result.untyped_storage().is_on_card = True  # type: ignore[attr-defined]
     elif isinstance(result, (tuple, list)):
-        for each in result:
-            mark(each)
+        for part in result:
+            mark(part)
     return result
 
 
@@ -228,9 +228,9 @@ def _without_places(function: Any, args: Any, kwargs: Any) -> tuple[Any, Any, st
     """``args`` and ``kwargs`` with the host for every device, and the place that they named."""
     place = "cuda" if function is T.cuda else "cpu" if function is T.cpu else None
     if kwargs.get("device") is not None:
-        named = "cuda" if isinstance(kwargs["device"], int) else _kind(kwargs["device"])
-        place = named or place
-        kwargs = {**kwargs, "device": CPU if named else kwargs["device"]}
+        device = "cuda" if isinstance(kwargs["device"], int) else _kind(kwargs["device"])
+        place = device or place
+        kwargs = {**kwargs, "device": CPU if device else kwargs["device"]}
     if kwargs.get("pin_memory"):
         kwargs = {**kwargs, "pin_memory": False}
     if any(isinstance(a, (torch.device, str)) for a in args):

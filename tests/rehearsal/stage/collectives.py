@@ -25,7 +25,7 @@ def everybodys(tensor: T, group: Any) -> list[T]:
     flat = mine.reshape(-1).view(torch.uint8)
     all_bytes = [torch.empty_like(flat) for _ in range(dist.get_world_size(group))]
     _ORIGINAL["all_gather"](all_bytes, flat, group=group)
-    return [each.view(mine.dtype).view(mine.shape) for each in all_bytes]
+    return [part.view(mine.dtype).view(mine.shape) for part in all_bytes]
 
 
 def _total(parts: list[T], op: Any = dist.ReduceOp.SUM) -> T:
@@ -54,8 +54,8 @@ def _gather(out: T, tensor: T, group: Any) -> None:
 
 
 def _scatter_sum(out: T, tensor: T, op: Any, group: Any) -> None:
-    whole = _total(everybodys(tensor, group), op).reshape(-1)
-    out.view(-1).copy_(whole.chunk(dist.get_world_size(group))[dist.get_rank(group)])
+    total = _total(everybodys(tensor, group), op).reshape(-1)
+    out.view(-1).copy_(total.chunk(dist.get_world_size(group))[dist.get_rank(group)])
 
 
 def _broadcast(tensor: T, source: int, group: Any) -> None:

@@ -47,8 +47,8 @@ def _record(*entry: Any) -> None:
     stream = id(torch.cuda.current_stream())
     at = places.get(stream, len(entries))
     entries.insert(at, entry)
-    for other, place in places.items():
-        places[other] = place + (place > at)
+    for storage, place in places.items():
+        places[storage] = place + (place > at)
     places[stream] = at + 1
 
 

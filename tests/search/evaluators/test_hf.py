@@ -46,8 +46,8 @@ def test_losses_are_the_oracles_with_and_without_reuse(folder: Path, data: Calib
     reusing = TransformersEvaluator(folder, data)
     plain = TransformersEvaluator(folder, data, reuse_bytes=0)
     for text in ORDER:
-        mine, other = reusing.loss(Pattern(text), [0, 1]), plain.loss(Pattern(text), [0, 1])
-        assert np.array_equal(mine, other)
+        mine, expected = reusing.loss(Pattern(text), [0, 1]), plain.loss(Pattern(text), [0, 1])
+        assert np.array_equal(mine, expected)
         assert -mine == pytest.approx(truth(oracle, data, text), abs=1e-6)
     assert reusing.layer_tokens < plain.layer_tokens == len(ORDER) * 4 * LENGTH * 6
 
@@ -62,8 +62,8 @@ def test_sequences_of_every_length(folder: Path, data: Calibration) -> None:
     evaluator = TransformersEvaluator(folder, uneven)
     assert evaluator.batch_tokens == (190, 217)
     for text in ORDER:
-        found = evaluator.loss(Pattern(text), [0, 1])
-        assert -found == pytest.approx(truth(oracle, uneven, text), abs=1e-6)
+        loss = evaluator.loss(Pattern(text), [0, 1])
+        assert -loss == pytest.approx(truth(oracle, uneven, text), abs=1e-6)
     assert evaluator.layer_tokens < len(ORDER) * 407 * 6
 
 
@@ -72,11 +72,11 @@ def test_only_what_counts_is_in_the_loss(folder: Path, data: Calibration) -> Non
     masks = tuple(random.random(LENGTH - 1) < 0.1 for _ in data.sequences)
     evaluator = TransformersEvaluator(folder, replace(data, counted=masks))
     tokens = evaluator.token_losses(Pattern("FSFSFS"), [1, 0])
-    chosen = [masks[2:], masks[:2]]
+    by_batch = [masks[2:], masks[:2]]
     expected = [
         sum(float(x) for t, m in zip(*pair, strict=True) for x, c in zip(t, m, strict=True) if c)
         / sum(int(m.sum()) for m in pair[1])
-        for pair in zip(tokens, chosen, strict=True)
+        for pair in zip(tokens, by_batch, strict=True)
     ]
     assert evaluator.loss(Pattern("FSFSFS"), [1, 0]) == pytest.approx(expected)
 
@@ -95,22 +95,22 @@ def test_reuse_runs_only_from_the_first_difference(folder: Path, data: Calibrati
 
 
 def test_indices_are_each_layers_own(folder: Path, data: Calibration) -> None:
-    found = TransformersEvaluator(folder, data).selected(data.sequences[0])
-    assert found.shape == (6, LENGTH, 64)
-    for layer in found:
+    selections = TransformersEvaluator(folder, data).selected(data.sequences[0])
+    assert selections.shape == (6, LENGTH, 64)
+    for layer in selections:
         assert len(set(layer[-1].tolist())) == 64
-    assert any((a != b).any() for a, b in itertools.pairwise(found))
+    assert any((a != b).any() for a, b in itertools.pairwise(selections))
 
 
 def test_a_layers_own_selection_in_a_run_of_a_pattern(folder: Path, data: Calibration) -> None:
     """F layers select what the pattern has them attend to; an S layer what it would if it ran."""
     ids, evaluator = data.sequences[0], TransformersEvaluator(folder, data)
-    found = evaluator.selected(ids, Pattern("FSSFSS"))
+    selections = evaluator.selected(ids, Pattern("FSSFSS"))
     for layer, text in enumerate(("FSSFSS", "FFSFSS", "FSFFSS", "FSSFSS", "FSSFFS", "FSSFSF")):
         fresh = TransformersEvaluator(folder, data)
-        assert (found[layer] == fresh.run(Pattern(text), ids).indices[layer][0].numpy()).all()
-    assert (found[1] == evaluator.selected(ids)[1]).all()  # so far nothing was shared
-    assert (found[2] != evaluator.selected(ids)[2]).any()
+        assert (selections[layer] == fresh.run(Pattern(text), ids).indices[layer][0].numpy()).all()
+    assert (selections[1] == evaluator.selected(ids)[1]).all()  # so far nothing was shared
+    assert (selections[2] != evaluator.selected(ids)[2]).any()
 
 
 def test_a_checkpoint_that_shares_already(tmp_path: Path, data: Calibration) -> None:
@@ -121,8 +121,8 @@ def test_a_checkpoint_that_shares_already(tmp_path: Path, data: Calibration) -> 
     assert evaluator.own == Pattern("FFSFFS")
     oracle = Oracle(tmp_path, torch.float32)
     for text in ("FFSFFS", "FFSFSS", "FSSFFS"):
-        found = evaluator.loss(Pattern(text), [0, 1])
-        assert -found == pytest.approx(truth(oracle, data, text), abs=1e-6)
+        loss = evaluator.loss(Pattern(text), [0, 1])
+        assert -loss == pytest.approx(truth(oracle, data, text), abs=1e-6)
     with pytest.raises(PatternError, match="ships no indexer weights"):
         evaluator.loss(Pattern("FFFFFF"), [0])
 
@@ -146,8 +146,8 @@ def test_m3_losses_are_those_by_hand(m3_folder: Path, data: Calibration) -> None
         mine = reusing.loss(Pattern(text), [0])
         assert mine == plain.loss(Pattern(text), [0])
         logprobs = [by_hand(plain._model, row, text)[:-1].log_softmax(-1) for row in ids]
-        picked = [p.gather(1, row[1:, None]) for p, row in zip(logprobs, ids, strict=True)]
-        assert mine == pytest.approx(-float(torch.cat(picked).mean()), abs=1e-5)
+        of_tokens = [p.gather(1, row[1:, None]) for p, row in zip(logprobs, ids, strict=True)]
+        assert mine == pytest.approx(-float(torch.cat(of_tokens).mean()), abs=1e-5)
     assert reusing.layer_tokens < plain.layer_tokens == 6 * 2 * LENGTH * 5
 
 
@@ -164,11 +164,11 @@ def test_m3_attention_on_blocks_is_the_sum_of_its_weights(
     indexer, attention.indexer = attention.indexer, None  # then it is dense
     try:
         with torch.no_grad():
-            read = model._decoder.layers[4].input_layernorm(run.hidden[2])
+            inputs = model._decoder.layers[4].input_layernorm(run.hidden[2])
             places = torch.arange(len(ids))[None]
             mask = torch.full((len(ids), len(ids)), -torch.inf).triu(1)[None, None]
-            turn = model._decoder.rotary_emb(read, places)
-            weights = attention(read, turn, mask, position_ids=places)[1][0]
+            turn = model._decoder.rotary_emb(inputs, places)
+            weights = attention(inputs, turn, mask, position_ids=places)[1][0]
     finally:
         attention.indexer = indexer
     for source, head in itertools.product((0, 2), range(4)):

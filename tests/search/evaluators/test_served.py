@@ -37,10 +37,10 @@ class Cardboard:
     def generate(self, *, timeout: float | None = None, **body: Any) -> Any:
         self.requests.append(body)
         self.timeouts.append(timeout)
-        named = [
+        patterns = [
             sampling["custom_params"][PATTERN_OF_REQUEST] for sampling in body["sampling_params"]
         ]
-        return [self._reply(*pair) for pair in zip(body["input_ids"], named, strict=True)]
+        return [self._reply(*pair) for pair in zip(body["input_ids"], patterns, strict=True)]
 
     def _reply(self, ids: list[int], pattern: str) -> dict[str, Any]:
         entries = [[-(t / 10 + pattern.count("S")), t, None] for t in ids]
@@ -49,15 +49,15 @@ class Cardboard:
         return {"meta_info": info | {"input_token_logprobs": entries}}
 
 
-def served(engine: Cardboard, data: Calibration = DATA, at_once: int = 1) -> ServedEvaluator:
+def evaluator_of(engine: Cardboard, data: Calibration = DATA, at_once: int = 1) -> ServedEvaluator:
     return ServedEvaluator(Pool([engine], at_once=at_once), data)
 
 
 def test_means_per_batch_in_the_order_asked() -> None:
     engine = Cardboard()
-    evaluator = served(engine)
-    found = evaluator.loss(Pattern("FSFS"), [1, 0])
-    assert found == pytest.approx([(0.8 + 0.9 + 0.2 + 0.1) / 4 + 2, (0.5 + 1.1) / 4 + 2])
+    evaluator = evaluator_of(engine)
+    losses = evaluator.loss(Pattern("FSFS"), [1, 0])
+    assert losses == pytest.approx([(0.8 + 0.9 + 0.2 + 0.1) / 4 + 2, (0.5 + 1.1) / 4 + 2])
     [request] = engine.requests
     assert request["logprob_start_len"] == [0] * 4
     assert len(request["input_ids"]) == 4  # one request, so that ranks share the work
@@ -67,7 +67,7 @@ def test_means_per_batch_in_the_order_asked() -> None:
 
 def test_what_the_engine_serves_to_others_does_not_matter() -> None:
     engine = Cardboard()
-    evaluator = served(engine)
+    evaluator = evaluator_of(engine)
     alone = evaluator.loss(Pattern("FSFS"), [0])
     engine.ranks = [state("FSSS", "live", architecture="Cardboard", checkpoint_pattern="FFFF")]
     assert list(evaluator.loss(Pattern("FSFS"), [0])) == list(alone)
@@ -75,13 +75,13 @@ def test_what_the_engine_serves_to_others_does_not_matter() -> None:
 
 def test_a_static_engine() -> None:
     with pytest.raises(ServerError, match="--indexcache-mode live"):
-        served(Cardboard(mode="static"))
+        evaluator_of(Cardboard(mode="static"))
 
 
 def test_the_time_for_a_call_grows_with_its_tokens() -> None:
     """32 batches of 8 x 200K tokens take 624 s at 82,000 a second: no fixed 600 s will do."""
     engine = Cardboard()
     long = Calibration(((1,) * 5000, (2,) * 3000), 2, "test")
-    served(engine, long).loss(Pattern("FFFF"), [0])
-    served(engine, long, at_once=2).loss(Pattern("FFFF"), [0])
+    evaluator_of(engine, long).loss(Pattern("FFFF"), [0])
+    evaluator_of(engine, long, at_once=2).loss(Pattern("FFFF"), [0])
     assert engine.timeouts == [608.0, 1216.0]

@@ -40,8 +40,8 @@ def brute(problem: Problem, factors: list[int | None]) -> list[list[int]]:
     ):
         for number in range(queries):
             row, seen = starts[b] + number, keys - queries + number + 1
-            own = problem.keys[problem.batch.slots[b, :seen]].double()
-            products = problem.q[row].double() @ own.T
+            keys_of_row = problem.keys[problem.batch.slots[b, :seen]].double()
+            products = problem.q[row].double() @ keys_of_row.T
             weights, factor = problem.weights[row].double(), factors[b]
             exact = weights @ products.clamp_min(0)
             if factor is None:
@@ -68,17 +68,17 @@ def test_each_row_selects_what_brute_force_does(
     problem = Problem(LENS, HEADS, generator)
     factors: list[int | None] = [factor] * len(LENS)
     keys = problem.keys.to(dtype)
-    got = FoldingSelector(SLOPES, factors)(
+    selected = FoldingSelector(SLOPES, factors)(
         problem.q.to(dtype), problem.weights, lambda slots: keys[slots], problem.batch, TOPK
     )
-    assert_selected(got, brute(problem, factors))
+    assert_selected(selected, brute(problem, factors))
 
 
-def assert_selected(got: torch.Tensor, expected: list[list[int]]) -> None:
-    assert got.dtype == torch.int32
+def assert_selected(selected: torch.Tensor, expected: list[list[int]]) -> None:
+    assert selected.dtype == torch.int32
     for row, places in enumerate(expected):
         padded = places + [-1] * (TOPK - len(places))
-        assert got[row].tolist() == padded, row
+        assert selected[row].tolist() == padded, row
 
 
 def test_requests_of_one_batch_fold_each_by_its_own_factor(generator: torch.Generator) -> None:
@@ -88,16 +88,16 @@ def test_requests_of_one_batch_fold_each_by_its_own_factor(generator: torch.Gene
     rows = problem.batch.num_rows
     q = torch.cat([problem.q, torch.full((3, HEADS, 128), torch.nan)])
     weights = torch.cat([problem.weights, torch.full((3, HEADS), torch.nan)])
-    got = FoldingSelector(SLOPES, factors)(
+    selected = FoldingSelector(SLOPES, factors)(
         q, weights, lambda slots: problem.keys[slots], problem.batch, TOPK
     )
-    assert_selected(got[:rows], brute(problem, factors))
-    assert (got[rows:] == -1).all()
+    assert_selected(selected[:rows], brute(problem, factors))
+    assert (selected[rows:] == -1).all()
 
 
-def served(made: Plan, patterns: list[Pattern], lens: list[tuple[int, int]]) -> Any:
+def serve(plan: Plan, patterns: list[Pattern], lens: list[tuple[int, int]]) -> Any:
     """Return a backend in a forward of requests with these patterns, and the forward's batch."""
-    active = ActivePattern(made)
+    active = ActivePattern(plan)
     buffer = IndexBuffer(active)
     lengths = [queries for queries, _ in lens]
     buffer.begin(RowPatterns.of(patterns, lengths, torch.empty(sum(lengths))))
@@ -122,36 +122,36 @@ def folding_plan(text: str, **fields: Any) -> Plan:
 
 def test_who_selects_in_a_layer_of_a_mixed_batch() -> None:
     texts = [f"FLSS@{DIGEST}", "FFSS", f"FSFS+c4@{DIGEST}"]
-    made = folding_plan(texts[0], mode="live")
+    plan = folding_plan(texts[0], mode="live")
     lens = [(2, 9), (1, 5), (4, 4)]
-    backend, batch = served(made, [Pattern(text) for text in texts], lens)
+    backend, batch = serve(plan, [Pattern(text) for text in texts], lens)
     assert factors(backend, batch, 0) == [0, 0, 4]
     assert factors(backend, batch, 1) == [1, 0, None]
     assert factors(backend, batch, 2) == [None, None, 4]
-    exact, batch = served(made, [Pattern("FFSS")] * 2, lens[:2])
+    exact, batch = serve(plan, [Pattern("FFSS")] * 2, lens[:2])
     assert selector_of(exact, batch, 0) is None
 
 
 def test_a_layer_that_stays_exact_by_the_slopes_does_not_fold() -> None:
-    made = folding_plan(f"FFFF+c2@{DIGEST}")
-    made = replace(made, slopes=(None, *made.slopes[1:]))
-    backend, batch = served(made, [made.pattern], [(3, 8)])
+    plan = folding_plan(f"FFFF+c2@{DIGEST}")
+    plan = replace(plan, slopes=(None, *plan.slopes[1:]))
+    backend, batch = serve(plan, [plan.pattern], [(3, 8)])
     assert selector_of(backend, batch, 0) is None
     assert factors(backend, batch, 1) == [2]
 
 
 def test_a_request_folds_by_the_slopes_of_the_server() -> None:
-    made = folding_plan(f"FLLL@{DIGEST}", mode="live")
-    assert Plan.from_json(made.hf_overrides()["indexcache"]) == made
-    assert made.folding(Pattern("FSSS")) == Pattern("FSSS")
-    assert made.folding(Pattern("LSLS")) == Pattern(f"LSLS@{DIGEST}")
-    assert made.folding(made.pattern) == made.pattern
-    other = replace(made, pattern=Pattern(f"FLLL@{'f' * 12}"))
-    assert made.kv_apart != other.kv_apart
+    bound = folding_plan(f"FLLL@{DIGEST}", mode="live")
+    assert Plan.from_json(bound.hf_overrides()["indexcache"]) == bound
+    assert bound.folding(Pattern("FSSS")) == Pattern("FSSS")
+    assert bound.folding(Pattern("LSLS")) == Pattern(f"LSLS@{DIGEST}")
+    assert bound.folding(bound.pattern) == bound.pattern
+    rebound = replace(bound, pattern=Pattern(f"FLLL@{'f' * 12}"))
+    assert bound.kv_apart != rebound.kv_apart
     with pytest.raises(PatternError, match="folds by other slopes than this server"):
-        made.folding(Pattern(f"LLLL@{'f' * 12}"))
+        bound.folding(Pattern(f"LLLL@{'f' * 12}"))
     with pytest.raises(PatternError, match="started without slopes"):
         plan("FFFF", mode="live").folding(Pattern("LLLL"))
-    exact = replace(made, slopes=(made.slopes[0], None, *made.slopes[2:]))
+    exact = replace(bound, slopes=(bound.slopes[0], None, *bound.slopes[2:]))
     with pytest.raises(PatternError, match="layer 1 folds badly"):
         exact.folding(Pattern("FLSS"))

@@ -19,7 +19,7 @@ def test_an_idle_rank_touches_nothing(rows: int, monkeypatch: pytest.MonkeyPatch
         raise AssertionError("an idle step asked for the backend")
 
     monkeypatch.setattr(indexer_cpu, "get_attn_backend", no_backend)
-    got = indexer_cpu.indexer_forward(
+    selected = indexer_cpu.indexer_forward(
         SimpleNamespace(index_topk=64),
         torch.zeros(rows, 16),
         torch.zeros(rows, 8),
@@ -27,7 +27,7 @@ def test_an_idle_rank_touches_nothing(rows: int, monkeypatch: pytest.MonkeyPatch
         SimpleNamespace(forward_mode=ForwardMode.IDLE),
         layer_id=3,
     )
-    assert torch.equal(got, torch.full((rows, 64), -1, dtype=torch.int32))
+    assert torch.equal(selected, torch.full((rows, 64), -1, dtype=torch.int32))
 
 
 @pytest.mark.parametrize("is_neox", [True, False])
@@ -78,8 +78,8 @@ def test_keys_of_any_width_come_back_from_the_pool(
     cache.store(0, slots[:50], keys[:50])
     cache.store(0, slots[50:], keys[50:])
     assert torch.equal(cache.load(0, slots), keys)
-    others = sorted(set(range(3 * 64)) - set(slots.tolist()))
-    assert cache.load(0, torch.tensor(others)).isnan().all()
+    unused = sorted(set(range(3 * 64)) - set(slots.tolist()))
+    assert cache.load(0, torch.tensor(unused)).isnan().all()
 
 
 def make_pool(width: int) -> indexer_cpu.CpuDSATokenToKVPool:

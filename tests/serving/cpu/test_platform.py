@@ -24,8 +24,8 @@ REFUSED = {"get_default_speculative_draft_attention_backend": "--speculative-alg
 def raising(method: Any) -> bool:
     """Whether a method's own code raises NotImplementedError."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(method)))
-    raised = [node.exc for node in ast.walk(tree) if isinstance(node, ast.Raise) and node.exc]
-    return any("NotImplementedError" in ast.unparse(exc) for exc in raised)
+    errors = [node.exc for node in ast.walk(tree) if isinstance(node, ast.Raise) and node.exc]
+    return any("NotImplementedError" in ast.unparse(exc) for exc in errors)
 
 
 def test_every_method_is_there_or_refused() -> None:
@@ -76,7 +76,8 @@ def test_what_needs_a_gpu_is_refused_by_name(
 ) -> None:
     monkeypatch.setattr(platform, "is_active", lambda: True)
     monkeypatch.setattr(
-        "sglang.srt.arg_groups.overrides.resolving_view", lambda given: SimpleNamespace(**given)
+        "sglang.srt.arg_groups.overrides.resolving_view",
+        lambda arguments: SimpleNamespace(**arguments),
     )
     platform.check_plan(ARGUMENTS, plan())
     with pytest.raises(SettingsError, match=f"^{flag}"):
@@ -85,9 +86,9 @@ def test_what_needs_a_gpu_is_refused_by_name(
 
 def test_an_activity_of_ours_is_recorded_once() -> None:
     """SGLang starts a profiler for "CPU" and one for the platform's, if a request names both."""
-    made = platform._platform_class()()
-    assert made.get_torch_profiler_activity_str() not in platform.PROFILED
-    assert str(made.get_torch_profiler_activity()).endswith("CPU")
+    built = platform._platform_class()()
+    assert built.get_torch_profiler_activity_str() not in platform.PROFILED
+    assert str(built.get_torch_profiler_activity()).endswith("CPU")
 
 
 @pytest.mark.parametrize(
@@ -105,7 +106,7 @@ def test_an_activity_of_ours_is_recorded_once() -> None:
 def test_only_what_a_cpu_has_is_recorded(activities: list[str] | None, is_recorded: bool) -> None:
     """SGLang would end at its start of any other profiler."""
     request = SimpleNamespace(activities=activities)
-    result = platform._profile(lambda _, given: given, None, request)
+    result = platform._profile(lambda _, activities: activities, None, request)
     if is_recorded:
         assert result is request
     else:

@@ -80,9 +80,9 @@ def test_blocked_selection_is_the_obvious_one(
 ) -> None:
     problem = Problem(lens, heads=4, generator=generator)
     expected = problem.expected(64)
-    got = problem.got(64, torch.float32, logits_bytes=logits_bytes)
-    assert torch.equal(got, expected)
-    assert torch.equal(problem.got(64, torch.float32, logits_bytes=logits_bytes), got)
+    selected = problem.got(64, torch.float32, logits_bytes=logits_bytes)
+    assert torch.equal(selected, expected)
+    assert torch.equal(problem.got(64, torch.float32, logits_bytes=logits_bytes), selected)
 
 
 @pytest.mark.parametrize("lens", LENS[4:], ids=str)
@@ -91,7 +91,7 @@ def test_bfloat16_keys_select_nearly_the_same(
 ) -> None:
     """Rounding may swap near-ties: what is selected instead scores within the rounding."""
     problem = Problem(lens, heads=4, generator=generator)
-    expected, got = problem.expected(64), problem.got(64, torch.bfloat16)
+    expected, selected = problem.expected(64), problem.got(64, torch.bfloat16)
     start = 0
     for request, (queries, keys) in enumerate(lens):
         end = start + queries
@@ -100,7 +100,7 @@ def test_bfloat16_keys_select_nearly_the_same(
             problem.q[start:end], problem.keys[slots], problem.weights[start:end]
         )
         for row in range(queries):
-            mine, truth = set(got[start + row].tolist()), set(expected[start + row].tolist())
+            mine, truth = set(selected[start + row].tolist()), set(expected[start + row].tolist())
             lost, won = sorted(truth - mine), sorted(mine - truth)
             assert len(lost) == len(won)
             # Every head's product is rounded to 8 bits before the weighted sum.
@@ -126,9 +126,9 @@ def test_padded_rows_select_nothing(generator: torch.Generator) -> None:
     problem = Problem([(3, 90)], heads=2, generator=generator)
     problem.q = torch.cat([problem.q, torch.full((2, 2, 128), float("nan"))])
     problem.weights = torch.cat([problem.weights, torch.full((2, 2), float("nan"))])
-    got = problem.got(64, torch.float32)
-    assert torch.equal(got[:3], problem.expected(64))
-    assert (got[3:] == -1).all()
+    selected = problem.got(64, torch.float32)
+    assert torch.equal(selected[:3], problem.expected(64))
+    assert (selected[3:] == -1).all()
 
 
 @pytest.mark.parametrize("lens", [[(1, 9), (1, 4)], [(3, 9), (0, 4), (1, 4)]])
@@ -139,8 +139,8 @@ def test_physical_slots(generator: torch.Generator, lens: list[tuple[int, int]])
     row = 0
     for queries, keys in lens:
         for _ in range(queries):
-            chosen = torch.randperm(keys, generator=generator)[:4].sort().values
-            positions[row, : len(chosen)] = chosen.to(torch.int32)
+            places = torch.randperm(keys, generator=generator)[:4].sort().values
+            positions[row, : len(places)] = places.to(torch.int32)
             row += 1
     slots = batch.physical_slots(positions)
     assert slots.dtype == torch.int32

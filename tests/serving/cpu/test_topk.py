@@ -27,9 +27,9 @@ def test_random_rows(generator: torch.Generator, width: int, topk: int) -> None:
     logits[5] = -logits[5].relu() + 0.0 * logits[5].sign()  # at the top, of both signs
     visible = torch.randint(0, width + 1, (9,), generator=generator)
     expected = reference(logits, visible, topk)
-    got = topk_overwriting(logits.clone(), visible, topk)
-    assert torch.equal(got, expected)
-    assert torch.equal(topk_overwriting(logits.clone(), visible, topk), got)
+    picks = topk_overwriting(logits.clone(), visible, topk)
+    assert torch.equal(picks, expected)
+    assert torch.equal(topk_overwriting(logits.clone(), visible, topk), picks)
 
 
 def test_no_rows() -> None:

@@ -39,8 +39,8 @@ def _write(out: Any, again: Any) -> None:
         if out.data_ptr() != again.data_ptr():  # neither a view nor written in place
             out.copy_(again)
     elif isinstance(out, (tuple, list)):
-        for one, other in zip(out, again, strict=True):
-            _write(one, other)
+        for target, source in zip(out, again, strict=True):
+            _write(target, source)
 
 
 class CpuGraph:
@@ -65,7 +65,7 @@ class CpuStream:
 
     stream_id = 0
 
-    def wait_stream(self, other: CpuStream) -> None:
+    def wait_stream(self, stream: CpuStream) -> None:
         """It is the same."""
 
 
@@ -113,13 +113,13 @@ def sglang_graphs() -> Iterator[None]:
 
 def runner_backend(cls: type, **fields: Any) -> Any:
     """Return one of SGLang's graph backends without the runner that would build it."""
-    made: Any = cls.__new__(cls)
+    built: Any = cls.__new__(cls)
     runner = SimpleNamespace(
         cuda_graph_output_capacity_rows=lambda _: None,
         cuda_graph_output_rows=lambda _: None,
     )
     device = device_module()
-    vars(made).update(
+    vars(built).update(
         _graphs={},
         _outputs={},
         _pool=device.graph_pool_handle(),
@@ -131,4 +131,4 @@ def runner_backend(cls: type, **fields: Any) -> Any:
         _memory_saver_adapter=None,
         **fields,
     )
-    return made
+    return built

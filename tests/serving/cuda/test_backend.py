@@ -21,7 +21,7 @@ from tests.serving.plans import plan, requests
 
 
 @pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, torch.Tensor | None]]:
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, torch.Tensor | None]]:
     """(layer, indices) that reach SGLang's attention, in order."""
     calls: list[tuple[int, torch.Tensor | None]] = []
 
@@ -57,9 +57,9 @@ def backend(
 ) -> IndexCacheBackend:
     """Make a backend for a runner of the whole model."""
     active = active or ActivePattern(plan(text, mode=mode))
-    made = IndexCacheBackend(runner(first_k_dense_replace=1), active)
-    made.use_mha = False
-    return made
+    built = IndexCacheBackend(runner(first_k_dense_replace=1), active)
+    built.use_mha = False
+    return built
 
 
 def overlapped(
@@ -67,10 +67,10 @@ def overlapped(
 ) -> tuple[IndexCacheBackend, list[IndexCacheBackend]]:
     """Return the backends of whole batches and of their two parts."""
     active = ActivePattern(plan(text, mode=mode))
-    whole, *parts = (backend(text, mode, active) for _ in range(3))
-    for each in (whole, *parts):
-        each._runner.attn_backend = SimpleNamespace(primary=whole, children=parts)
-    return whole, parts
+    primary, *parts = (backend(text, mode, active) for _ in range(3))
+    for part in (primary, *parts):
+        part._runner.attn_backend = SimpleNamespace(primary=primary, children=parts)
+    return primary, parts
 
 
 def batch(rows: tuple[int, int] | None = None, **fields: Any) -> Any:
@@ -97,83 +97,83 @@ def layer(number: int) -> Any:
 
 @pytest.mark.parametrize("method", ["forward_extend", "forward_decode"])
 def test_shared_layers_get_indices_that_sglang_did_not_carry(
-    seen: list[tuple[int, torch.Tensor | None]], method: str
+    reads: list[tuple[int, torch.Tensor | None]], method: str
 ) -> None:
-    served = backend("FSSF")
-    served.init_forward_metadata(batch())
-    attend = getattr(served, method)
+    shared = backend("FSSF")
+    shared.init_forward_metadata(batch())
+    attend = getattr(shared, method)
     selected = {0: torch.tensor([[1]]), 3: torch.tensor([[2]])}
     for number in range(4):
         assert (
             attend(Q, 2, 3, layer(number), batch(), topk_indices=selected.get(number)) == "output"
         )
-    assert [indices for _, indices in seen] == [
+    assert [indices for _, indices in reads] == [
         selected[0], selected[0], selected[0], selected[3]
     ]  # fmt: skip
-    assert served.active.counters.indexer_selections == [1, 0, 0, 1]
-    assert served.active.counters.index_reuses == [0, 1, 1, 0]
+    assert shared.active.counters.indexer_selections == [1, 0, 0, 1]
+    assert shared.active.counters.index_reuses == [0, 1, 1, 0]
 
 
 def test_dense_attention_of_short_prompts_selects_nothing(
-    seen: list[tuple[int, torch.Tensor | None]],
+    reads: list[tuple[int, torch.Tensor | None]],
 ) -> None:
-    served = backend("FS")
-    served.use_mha = True
-    served.init_forward_metadata(batch())
+    dense = backend("FS")
+    dense.use_mha = True
+    dense.init_forward_metadata(batch())
     for number in range(2):
-        served.forward_extend(Q, 2, 3, layer(number), batch())
-    assert seen == [(0, None), (1, None)]
+        dense.forward_extend(Q, 2, 3, layer(number), batch())
+    assert reads == [(0, None), (1, None)]
 
 
-def test_each_forward_starts_empty(seen: list[tuple[int, torch.Tensor | None]]) -> None:
-    served = backend("FS")
-    served.init_forward_metadata(batch())
-    served.forward_decode(Q, 2, 3, layer(0), batch(), topk_indices=torch.tensor([[1]]))
-    served.init_forward_metadata_out_graph(batch())
+def test_each_forward_starts_empty(reads: list[tuple[int, torch.Tensor | None]]) -> None:
+    shared = backend("FS")
+    shared.init_forward_metadata(batch())
+    shared.forward_decode(Q, 2, 3, layer(0), batch(), topk_indices=torch.tensor([[1]]))
+    shared.init_forward_metadata_out_graph(batch())
     with pytest.raises(StaleIndexError):
-        served.forward_decode(Q, 2, 3, layer(1), batch())
-    assert len(seen) == 1
-    assert served.active.counters.index_reuses == [0, 0]  # the layer attended to nothing
+        shared.forward_decode(Q, 2, 3, layer(1), batch())
+    assert len(reads) == 1
+    assert shared.active.counters.index_reuses == [0, 0]  # the layer attended to nothing
 
 
 def test_sub_batches_split_what_the_whole_batch_selected(
-    seen: list[tuple[int, torch.Tensor | None]],
+    reads: list[tuple[int, torch.Tensor | None]],
 ) -> None:
     """Dense layers run on the whole batch in two-batch overlap, the others on its two parts."""
-    whole, parts = overlapped("FSSF")
-    for each in (whole, *parts):
+    primary, parts = overlapped("FSSF")
+    for each in (primary, *parts):
         each.init_forward_metadata(batch())
     selected = torch.arange(10).view(5, 2)
-    whole.forward_extend(Q, 2, 3, layer(0), batch(), topk_indices=selected)
+    primary.forward_extend(Q, 2, 3, layer(0), batch(), topk_indices=selected)
     ranges = [(0, 2), (2, 5)]
     for number in (1, 2):
         for part, rows in zip(parts, ranges, strict=True):
             part.forward_extend(Q, 2, 3, layer(number), batch(rows))
-            assert seen[-1][1] is not None
-            assert torch.equal(seen[-1][1], selected[slice(*rows)])
-    assert whole.active.counters.forwards == 1
-    assert whole.active.counters.index_reuses == [0, 2, 2, 0]  # each part for itself
-    own = [torch.tensor([[8]]), torch.tensor([[9]])]
-    for part, rows, indices in zip(parts, ranges, own, strict=True):
+            assert reads[-1][1] is not None
+            assert torch.equal(reads[-1][1], selected[slice(*rows)])
+    assert primary.active.counters.forwards == 1
+    assert primary.active.counters.index_reuses == [0, 2, 2, 0]  # each part for itself
+    own_indices = [torch.tensor([[8]]), torch.tensor([[9]])]
+    for part, rows, indices in zip(parts, ranges, own_indices, strict=True):
         part.forward_extend(Q, 2, 3, layer(3), batch(rows), topk_indices=indices)
-        assert seen[-1][1] is indices
+        assert reads[-1][1] is indices
 
 
 def test_a_model_without_dense_layers_is_overlapped_from_the_start(
-    seen: list[tuple[int, torch.Tensor | None]],
+    reads: list[tuple[int, torch.Tensor | None]],
 ) -> None:
     assert IndexCacheBackend(runner(), ActivePattern(plan("FS"))).first_overlapped_layer == 0
 
 
 def test_sub_batch_whose_first_layer_is_full_needs_no_parent(
-    seen: list[tuple[int, torch.Tensor | None]],
+    reads: list[tuple[int, torch.Tensor | None]],
 ) -> None:
     _, (part, _) = overlapped("FFS")
     part.init_forward_metadata(batch())
     mine = torch.tensor([[4]])
     part.forward_extend(Q, 2, 3, layer(1), batch((0, 1)), topk_indices=mine)
     part.forward_extend(Q, 2, 3, layer(2), batch((0, 1)))
-    assert seen[-1][1] is mine
+    assert reads[-1][1] is mine
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_sub_batch_whose_first_layer_is_full_needs_no_parent(
     ],
 )
 def test_overlap_refuses_offsets_that_cannot_be_cut(
-    seen: list[tuple[int, torch.Tensor | None]],
+    reads: list[tuple[int, torch.Tensor | None]],
     text: str,
     mode: str,
     kernel: str,
@@ -200,23 +200,23 @@ def test_overlap_refuses_offsets_that_cannot_be_cut(
     fits: bool,
 ) -> None:
     """SGLang's own choice for a batch of few cached tokens agrees."""
-    made = backend(text, mode)
-    made.dsa_prefill_impl, made.dsa_kv_cache_store_fp8 = kernel, fp8
-    made.enable_auto_select_prefill_impl = kernel == "flashmla_auto"
-    made._is_blackwell = lambda: blackwell
+    built = backend(text, mode)
+    built.dsa_prefill_impl, built.dsa_kv_cache_store_fp8 = kernel, fp8
+    built.enable_auto_select_prefill_impl = kernel == "flashmla_auto"
+    built._is_blackwell = lambda: blackwell
     if fits:
-        start._check_overlap(made)
+        start._check_overlap(built)
     else:
         with pytest.raises(SettingsError, match="layer 1 is the first to run on sub-batches"):
-            start._check_overlap(made)
-    made._is_in_breakable_cuda_graph = made._is_in_tc_piecewise_cuda_graph = lambda: False
-    made._get_device_sm = lambda: 100 if blackwell else 90
-    made.supports_mha_one_shot = False
+            start._check_overlap(built)
+    built._is_in_breakable_cuda_graph = built._is_in_tc_piecewise_cuda_graph = lambda: False
+    built._get_device_sm = lambda: 100 if blackwell else 90
+    built.supports_mha_one_shot = False
     few = batch()
     few.seq_lens_cpu, few.seq_lens_sum, few.extend_num_tokens = torch.tensor([300]), 300, 300
     few.forward_mode = ForwardMode.EXTEND
-    made.set_dsa_prefill_impl(few)
-    is_ragged = made.get_topk_transform_method(ForwardMode.EXTEND) == TopkTransformMethod.RAGGED
+    built.set_dsa_prefill_impl(few)
+    is_ragged = built.get_topk_transform_method(ForwardMode.EXTEND) == TopkTransformMethod.RAGGED
     may_be_cut = text.startswith("FF") and mode == "static"
     assert fits is (may_be_cut or not is_ragged)
 
@@ -234,14 +234,14 @@ class FakeIndexer:
 
 @pytest.fixture
 def live(
-    seen: list[tuple[int, torch.Tensor | None]], monkeypatch: pytest.MonkeyPatch
+    reads: list[tuple[int, torch.Tensor | None]], monkeypatch: pytest.MonkeyPatch
 ) -> IndexCacheBackend:
-    served = backend("FS", mode="live")
-    served.get_indexer_metadata = lambda layer_id, fb: None  # type: ignore[method-assign]
-    served.init_forward_metadata(batch())
-    monkeypatch.setattr(indexer_cuda.kernels_cuda, "get_attn_backend", lambda: served)
+    live_backend = backend("FS", mode="live")
+    live_backend.get_indexer_metadata = lambda layer_id, fb: None  # type: ignore[method-assign]
+    live_backend.init_forward_metadata(batch())
+    monkeypatch.setattr(indexer_cuda.kernels_cuda, "get_attn_backend", lambda: live_backend)
     monkeypatch.setattr(indexer_cuda, "maybe_capture_indexer_topk", lambda number, indices: indices)
-    return served
+    return live_backend
 
 
 SELECTED = torch.tensor([[7]])
@@ -280,53 +280,55 @@ def test_live_wrapper_leaves_other_backends_alone(
 
 def test_live_rows_take_the_selection_of_their_own_f_layers(
     live: IndexCacheBackend,
-    seen: list[tuple[int, torch.Tensor | None]],
+    reads: list[tuple[int, torch.Tensor | None]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Indexer and attention of each layer, as SGLang calls them."""
-    told: dict[int, torch.Tensor] = {}
+    captured: dict[int, torch.Tensor] = {}
     monkeypatch.setattr(
-        indexer_cuda, "maybe_capture_indexer_topk", lambda n, used: told.setdefault(n, used)
+        indexer_cuda,
+        "maybe_capture_indexer_topk",
+        lambda n, indices: captured.setdefault(n, indices),
     )
     mixed = mixed_batch(["FS", "FF"], [2, 1])
     live.init_forward_metadata(mixed)
     indexer = FakeIndexer()
     for number in range(2):
         selected = torch.full((3, 2), number)
-        used = indexer_cuda.indexer_forward(
+        carried = indexer_cuda.indexer_forward(
             lambda *_, selected=selected: selected, indexer, None, None, None, mixed, number
         )  # type: ignore[arg-type]
-        live.forward_extend(Q, 2, 3, layer(number), mixed, topk_indices=used)
-        assert seen[-1][1] is used
+        live.forward_extend(Q, 2, 3, layer(number), mixed, topk_indices=carried)
+        assert reads[-1][1] is carried
     assert indexer.keys_only == 0  # some row wanted each of them
-    assert used.tolist() == [[0, 0], [0, 0], [1, 1]]
-    assert told.keys() == {1}
-    assert told[1] is used
+    assert carried.tolist() == [[0, 0], [0, 0], [1, 1]]
+    assert captured.keys() == {1}
+    assert captured[1] is carried
 
 
 @pytest.mark.parametrize("is_fused", [True, False])
 def test_the_shadow_asks_with_what_sglang_multiplies(seed: int, is_fused: bool) -> None:
     """Scales are powers of two where queries are quantised by themselves (``act_quant``) only."""
     generator = torch.Generator().manual_seed(seed)
-    asked = torch.randn(3, 2, 128, generator=generator)
+    queries = torch.randn(3, 2, 128, generator=generator)
     gates = torch.randn(3, 2, generator=generator)
     indexer: Any = SimpleNamespace(
         use_dsa_indexer_fusion=is_fused,
         n_heads=2,
         softmax_scale=0.5,
-        _get_q_k_bf16=lambda *_: (asked, None, gates if is_fused else None),
+        _get_q_k_bf16=lambda *_: (queries, None, gates if is_fused else None),
         _weights_proj_bf16_in_fp32_out=lambda _x: gates,
     )
     rows = torch.zeros(3, 1)
     values, weights = indexer_cuda.index_queries(indexer, rows, rows, rows, batch())
     for row in range(3):
         for head in range(2):
-            scale = float(asked[row, head].abs().max()) / 448
+            scale = float(queries[row, head].abs().max()) / 448
             if not is_fused:
                 scale = 2.0 ** math.ceil(math.log2(scale))
             assert float(weights[row, head]) == pytest.approx(
                 float(gates[row, head]) * scale * 2**-0.5 * 0.5
             )
-            held = values[row, head] * scale
-            step = (asked[row, head].abs() * 2**-4).clamp_min(scale * 2**-10)
-            assert ((held - asked[row, head]).abs() <= step * 1.0001).all()
+            stored = values[row, head] * scale
+            step = (queries[row, head].abs() * 2**-4).clamp_min(scale * 2**-10)
+            assert ((stored - queries[row, head]).abs() <= step * 1.0001).all()

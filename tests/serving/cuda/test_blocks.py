@@ -38,10 +38,10 @@ both_phases = pytest.mark.parametrize("phase", [PREFILL, DECODE], ids=["prefill"
 
 def sources(pattern: str) -> list[int]:
     """Return by sparse layer the layer whose blocks it reads."""
-    found: list[int] = []
+    layers: list[int] = []
     for layer, letter in zip(LAYERS, pattern, strict=True):
-        found.append(layer if letter == "F" else found[-1])
-    return found
+        layers.append(layer if letter == "F" else layers[-1])
+    return layers
 
 
 def m3(pattern: str = PATTERN, heads: int = 1) -> Plan:
@@ -87,12 +87,12 @@ def runner(**config: Any) -> Any:
 @pytest.fixture(autouse=True)
 def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Answer what the constructor asks of a server; no pool stores keys with a GPU's kernel."""
-    one, none = (
+    single_rank, none = (
         SimpleNamespace(attn_tp_size=1),
         SimpleNamespace(speculative_num_draft_tokens=None, speculative_algorithm=None),
     )
     for module in (stock, blocks):
-        monkeypatch.setattr(module, "get_parallel", lambda: one)
+        monkeypatch.setattr(module, "get_parallel", lambda: single_rank)
     monkeypatch.setattr(stock, "get_spec", lambda: none)
     monkeypatch.setattr(stock, "resolving_view", lambda args: args)
     monkeypatch.setattr(stock, "m3_fp8_attn_gemm_enabled", lambda args: False)
@@ -112,13 +112,13 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         return None, torch.full(shape, layer, dtype=torch.int32)
 
     def attend(**call: Any) -> torch.Tensor:
-        [whose] = set(call["topk_idx"].flatten().tolist())  # of one layer alone
-        calls.read.append(whose)
+        [source] = set(call["topk_idx"].flatten().tolist())  # of one layer alone
+        calls.read.append(source)
         assert call["topk_idx"].shape[:2] == (1, call["q"].shape[0])
         return call["q"]
 
-    def unite(chosen: torch.Tensor, dim: int) -> torch.Tensor:
-        return chosen.transpose(1, 2).flatten(2)  # heads that share keys: their blocks together
+    def unite(blocks: torch.Tensor, dim: int) -> torch.Tensor:
+        return blocks.transpose(1, 2).flatten(2)  # heads that share keys: their blocks together
 
     monkeypatch.setattr(ops, "flash_prefill_with_topk_index", select)
     monkeypatch.setattr(ops, "flash_decode_with_topk_idx", lambda **call: (*select(**call), None))
@@ -136,25 +136,29 @@ def make(pattern: str = PATTERN, heads: int = 1) -> BlockSharingBackend:
 
 def batch(phase: ForwardMode, rows: int = 5) -> Any:
     """Return a batch of one prompt of ``rows`` tokens, or of ``rows`` requests that decode."""
-    made = MagicMock(forward_mode=phase, actual_forward_mode=phase, rids=None)
-    made.minimax_m3_precached_sparse_layers = None
+    forward_batch = MagicMock(forward_mode=phase, actual_forward_mode=phase, rids=None)
+    forward_batch.minimax_m3_precached_sparse_layers = None
     lengths = [rows] if phase == PREFILL else [9] * rows
-    made.seq_lens = made.seq_lens_cpu = torch.tensor(lengths)
-    made.batch_size, made.num_padding, made.spec_info = len(lengths), 0, None
-    made.extend_seq_lens_cpu = lengths if phase == PREFILL else None
-    made.extend_seq_lens = torch.tensor(lengths)
-    made.extend_prefix_lens = torch.zeros(1, dtype=torch.int64)
-    return made
+    forward_batch.seq_lens = forward_batch.seq_lens_cpu = torch.tensor(lengths)
+    forward_batch.batch_size, forward_batch.num_padding, forward_batch.spec_info = (
+        len(lengths),
+        0,
+        None,
+    )
+    forward_batch.extend_seq_lens_cpu = lengths if phase == PREFILL else None
+    forward_batch.extend_seq_lens = torch.tensor(lengths)
+    forward_batch.extend_prefix_lens = torch.zeros(1, dtype=torch.int64)
+    return forward_batch
 
 
-def run(backend: Any, given: Any, layers: tuple[int, ...] = LAYERS, rows: int = 5) -> None:
+def run(backend: Any, forward_batch: Any, layers: tuple[int, ...] = LAYERS, rows: int = 5) -> None:
     """Run ``layers`` of a forward that has begun, each with ``rows`` rows."""
-    name = "forward_extend" if given.forward_mode == PREFILL else "forward_decode"
+    name = "forward_extend" if forward_batch.forward_mode == PREFILL else "forward_decode"
     for layer in layers:
         q = torch.zeros(rows, 2, WIDTH)
         idx_q = torch.full((rows, backend._idx_group_size, WIDTH), float(layer))
         getattr(backend, name)(
-            q, q, q, MagicMock(layer_id=layer), given, idx_q=idx_q, idx_k=None, idx_v=None
+            q, q, q, MagicMock(layer_id=layer), forward_batch, idx_q=idx_q, idx_k=None, idx_v=None
         )
 
 
@@ -172,9 +176,9 @@ def test_an_s_layer_reads_its_f_layers_blocks_and_runs_no_indexer(
     for _ in range(2):  # forwards
         kernels.ran.clear()
         kernels.read.clear()
-        given = batch(phase)
-        backend.init_forward_metadata(given)
-        run(backend, given)
+        forward_batch = batch(phase)
+        backend.init_forward_metadata(forward_batch)
+        run(backend, forward_batch)
         assert kernels.ran == full
         assert kernels.read == sources(pattern)
 
@@ -183,11 +187,11 @@ def test_an_s_layer_reads_its_f_layers_blocks_and_runs_no_indexer(
 def test_a_captured_forward_begins_once_and_runs_its_layers_three_times(
     kernels: SimpleNamespace, phase: ForwardMode
 ) -> None:
-    backend, given = make(), batch(phase)
-    backend.init_forward_metadata_out_graph(given, in_capture=True)
+    backend, forward_batch = make(), batch(phase)
+    backend.init_forward_metadata_out_graph(forward_batch, in_capture=True)
     addresses = set()
     for _ in range(3):
-        run(backend, given)
+        run(backend, forward_batch)
         addresses |= {buffer.data_ptr() for buffer in backend._decode_topk_buf.values()}
     assert kernels.read == sources(PATTERN) * 3
     assert len(addresses) == (phase == DECODE)
@@ -195,9 +199,9 @@ def test_a_captured_forward_begins_once_and_runs_its_layers_three_times(
 
 
 def test_rows_that_pad_a_prefill_are_no_part_of_it(kernels: SimpleNamespace) -> None:
-    backend, given = make(), batch(PREFILL)
-    backend.init_forward_metadata(given)
-    run(backend, given, rows=8)
+    backend, forward_batch = make(), batch(PREFILL)
+    backend.init_forward_metadata(forward_batch)
+    run(backend, forward_batch, rows=8)
     assert kernels.read == sources(PATTERN)
 
 
@@ -218,11 +222,11 @@ def share_nothing(backend: Any) -> None:
 def test_a_mutant_is_noticed(
     kernels: SimpleNamespace, phase: ForwardMode, mutate: Callable[[Any], None]
 ) -> None:
-    backend, given = make(), batch(phase)
+    backend, forward_batch = make(), batch(phase)
     mutate(backend)
-    backend.init_forward_metadata(given)
+    backend.init_forward_metadata(forward_batch)
     try:
-        run(backend, given)
+        run(backend, forward_batch)
     except StaleIndexError:
         return
     assert kernels.read != sources(PATTERN)
@@ -238,11 +242,11 @@ def test_a_read_before_any_f_layer_of_this_forward_raises(
     """Stock SGLang would select anew in prefill, and in decode read the last forward's blocks."""
     backend = make("FSSSS")
     for _ in range(2):
-        given = batch(phase)
-        backend.init_forward_metadata(given)
+        forward_batch = batch(phase)
+        backend.init_forward_metadata(forward_batch)
         with pytest.raises(StaleIndexError, match="layer 2 shares the blocks of layer 1"):
-            run(backend, given, layers=(2,))
-        run(backend, given)
+            run(backend, forward_batch, layers=(2,))
+        run(backend, forward_batch)
 
 
 @both_phases
@@ -250,20 +254,20 @@ def test_a_batch_does_not_read_the_blocks_of_another(
     kernels: SimpleNamespace, phase: ForwardMode
 ) -> None:
     """A batch that begins while another runs, as halves that overlap would."""
-    backend, one, two = make("FSSSS"), batch(phase), batch(phase)
-    backend.init_forward_metadata(one)
-    run(backend, one, layers=(1,))
+    backend, first, two = make("FSSSS"), batch(phase), batch(phase)
+    backend.init_forward_metadata(first)
+    run(backend, first, layers=(1,))
     backend.init_forward_metadata(two)
     with pytest.raises(StaleIndexError, match="has selected none in this forward"):
-        run(backend, two if phase == DECODE else one, layers=(2,))
+        run(backend, two if phase == DECODE else first, layers=(2,))
 
 
 def test_decode_of_other_rows_than_the_forward_began_with_raises(kernels: SimpleNamespace) -> None:
     """Stock SGLang would share nothing there, without a word."""
-    backend, given = make(), batch(DECODE)
-    backend.init_forward_metadata(given)
+    backend, forward_batch = make(), batch(DECODE)
+    backend.init_forward_metadata(forward_batch)
     with pytest.raises(StaleIndexError, match="7 rows are decoded in a forward that began with"):
-        run(backend, given, rows=7)
+        run(backend, forward_batch, rows=7)
 
 
 def test_layers_that_sglang_builds_otherwise_are_refused() -> None:
@@ -277,14 +281,14 @@ def test_layers_that_sglang_builds_otherwise_are_refused() -> None:
 
 
 def test_counters_say_what_each_layer_did(kernels: SimpleNamespace) -> None:
-    made = runner()
+    model_runner = runner()
     active_pattern = ActivePattern(m3())
-    active_pattern.traffic.look_at(active_pattern.plan, made)
-    backend = BlockSharingBackend(made, active_pattern)
+    active_pattern.traffic.look_at(active_pattern.plan, model_runner)
+    backend = BlockSharingBackend(model_runner, active_pattern)
     for phase in (PREFILL, DECODE, DECODE):
-        given = batch(phase)
-        backend.init_forward_metadata(given)
-        run(backend, given)
+        forward_batch = batch(phase)
+        backend.init_forward_metadata(forward_batch)
+        run(backend, forward_batch)
     backend.init_forward_metadata_out_graph(batch(DECODE))  # a replay, which runs no Python
     counters = active_pattern.counters
     assert counters.indexer_selections == [3, 0, 0, 3, 0]
@@ -314,31 +318,29 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return calls
 
 
-@pytest.mark.parametrize(
-    ("served", "is_draft"), [(None, False), (plan("FSFS"), False), (m3(), True)]
-)
+@pytest.mark.parametrize(("plan", "is_draft"), [(None, False), (plan("FSFS"), False), (m3(), True)])
 def test_other_models_and_drafts_get_sglangs_own(
-    installed: list[Any], served: Plan | None, is_draft: bool
+    installed: list[Any], plan: Plan | None, is_draft: bool
 ) -> None:
     """The path of a DSA model: the same call, and nothing of this plugin's begins."""
-    made = runner()
-    made.is_draft_worker = is_draft
-    if served is not None:
-        made.model_config.hf_config.indexcache = served.hf_overrides()["indexcache"]
+    model_runner = runner()
+    model_runner.is_draft_worker = is_draft
+    if plan is not None:
+        model_runner.model_config.hf_config.indexcache = plan.hf_overrides()["indexcache"]
 
-    def own(*given: Any) -> str:
-        installed.append(given)
+    def stock(*arguments: Any) -> str:
+        installed.append(arguments)
         return "stock"
 
-    assert plugin._share_blocks(own, made, "dense") == "stock"
-    assert installed == [(made, "dense")]
+    assert plugin._share_blocks(stock, model_runner, "dense") == "stock"
+    assert installed == [(model_runner, "dense")]
     assert active.current() is None
 
 
 def test_a_server_of_minimax_m3_gets_it_around_its_dense_backend(installed: list[Any]) -> None:
-    made, dense = runner(), MagicMock()
-    made.model_config.hf_config.indexcache = m3().hf_overrides()["indexcache"]
-    hybrid = plugin._share_blocks(attention_registry.attn_backend_wrapper, made, dense)
+    model_runner, dense = runner(), MagicMock()
+    model_runner.model_config.hf_config.indexcache = m3().hf_overrides()["indexcache"]
+    hybrid = plugin._share_blocks(attention_registry.attn_backend_wrapper, model_runner, dense)
     assert type(hybrid) is stock.MiniMaxHybridAttnBackend
     assert hybrid.dense is dense
     assert type(hybrid.sparse) is BlockSharingBackend
@@ -356,7 +358,7 @@ def test_a_backend_that_shares_nothing_is_refused(monkeypatch: pytest.MonkeyPatc
 
 def test_the_models_config_gets_the_plan_and_no_other_models_keys() -> None:
     users, config = {"text_config": {"a": 1}}, SimpleNamespace(text_config=SimpleNamespace())
-    written = m3().config_overrides(users, config)
-    assert written["indexer_types"] is None
-    assert written["text_config"] == {"a": 1}
-    assert Plan.from_json(written["indexcache"]) == m3()
+    overrides = m3().config_overrides(users, config)
+    assert overrides["indexer_types"] is None
+    assert overrides["text_config"] == {"a": 1}
+    assert Plan.from_json(overrides["indexcache"]) == m3()

@@ -68,11 +68,11 @@ class Model:
         self.first_overlapped = max(first_overlapped, start)
         stand_in = runner(start, first_k_dense_replace=first_overlapped)
         active = ActivePattern(plan(str(pattern)))
-        whole, *parts = (IndexCacheBackend(stand_in, active) for _ in range(3))
-        for backend in (whole, *parts):
+        primary, *parts = (IndexCacheBackend(stand_in, active) for _ in range(3))
+        for backend in (primary, *parts):
             backend.use_mha = False
         self.backend = TboAttnBackend.__new__(TboAttnBackend)
-        vars(self.backend).update(primary=whole, children=parts)
+        vars(self.backend).update(primary=primary, children=parts)
         stand_in.attn_backend = self.backend
 
     def selected(self, layer: int, rows: slice = slice(None)) -> torch.Tensor:
@@ -84,10 +84,10 @@ class Model:
         carried = torch.empty_like(self.carried)
         carried.copy_(self.carried)
         previous = carried if self.start else None
-        whole = batch(slice(0, ROWS), None)
+        all_rows = batch(slice(0, ROWS), None)
         boundary = self.first_overlapped if parts else self.end
         for layer in range(self.start, min(boundary, self.end)):
-            previous = self._layer(self.backend.primary, layer, whole, previous)
+            previous = self._layer(self.backend.primary, layer, all_rows, previous)
         for layer in range(boundary, self.end):
             for part, backend in zip(parts, self.backend.children, strict=True):
                 self._layer(backend, layer, part, None)
@@ -98,17 +98,17 @@ class Model:
     ) -> torch.Tensor | None:
         if self.pattern.is_full(layer):
             previous = self.selected(layer, part.rows)
-        said = SimpleNamespace(layer_id=layer, notes=(self.attended, part.rows))
+        noting = SimpleNamespace(layer_id=layer, notes=(self.attended, part.rows))
         q = self.batch[part.rows]
-        backend.forward_decode(q, None, None, said, part, topk_indices=previous)
+        backend.forward_decode(q, None, None, noting, part, topk_indices=previous)
         return previous
 
     def expected(self) -> torch.Tensor:
         """Return what every layer of the stage must have attended to."""
-        found = torch.full_like(self.attended, -1)
+        expected = torch.full_like(self.attended, -1)
         for layer in range(self.start, self.end):
-            found[layer] = self.selected(self.pattern.source_of(layer)).flatten()
-        return found
+            expected[layer] = self.selected(self.pattern.source_of(layer)).flatten()
+        return expected
 
 
 def batch(rows: slice, of_whole: tuple[int, int] | None) -> Any:
@@ -173,8 +173,8 @@ def replay_stage(
     model = Model(pattern, start, end, first_overlapped or 0)
     overlap = first_overlapped is not None
     parts = (batch(slice(0, 1), (0, 1)), batch(slice(1, ROWS), (1, ROWS))) if overlap else ()
-    whole = SimpleNamespace(**vars(batch(slice(0, ROWS), None)), tbo_children=parts or None)
-    model.backend.init_forward_metadata_out_graph(whole, in_capture=True)
+    all_rows = SimpleNamespace(**vars(batch(slice(0, ROWS), None)), tbo_children=parts or None)
+    model.backend.init_forward_metadata_out_graph(all_rows, in_capture=True)
     graphs = runner_backend(FullCudaGraphBackend, _reuse_output_buffer=False, _output_buffer=None)
     graphs.capture_one(KEY, lambda: model.forward(parts))
     for number in (1, 2):
@@ -299,9 +299,9 @@ def replay_prefill(monkeypatch: pytest.MonkeyPatch, pattern: Pattern, start: int
             model.attended.fill_(-1)
             graphs.replay(KEY, None)
         for layer in range(start, end):
-            wanted = torch.zeros(ROWS)
-            wanted[:rows] = selection(pattern.source_of(layer), rows, mark).flatten()
-            assert torch.equal(model.attended[layer], wanted), (layer, mark)
+            expected = torch.zeros(ROWS)
+            expected[:rows] = selection(pattern.source_of(layer), rows, mark).flatten()
+            assert torch.equal(model.attended[layer], expected), (layer, mark)
 
 
 @contextmanager

@@ -27,8 +27,10 @@ BLACKWELL = Machine("NVIDIA B200", (10, 0))
 
 @pytest.fixture(autouse=True)
 def everything_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    there = tuple(replace(one, missing=lambda: None) for one in dispatch.IMPLEMENTATIONS)
-    monkeypatch.setattr(dispatch, "IMPLEMENTATIONS", there)
+    present = tuple(
+        replace(implementation, missing=lambda: None) for implementation in dispatch.IMPLEMENTATIONS
+    )
+    monkeypatch.setattr(dispatch, "IMPLEMENTATIONS", present)
 
 
 def server(**fields: Any) -> Any:
@@ -77,8 +79,8 @@ def glm5(**fields: Any) -> Any:
 Names = dict[tuple[str, str], str | None]
 
 
-def names(asked: str, cfg: Any, model: Any, machine: Machine) -> Names:
-    routes = choose(asked, cfg, model, machine)
+def names(value: str, cfg: Any, model: Any, machine: Machine) -> Names:
+    routes = choose(value, cfg, model, machine)
     assert all(route.why for route in routes)
     return {
         (route.op, route.phase): route.implementation.name if route.implementation else None
@@ -86,18 +88,18 @@ def names(asked: str, cfg: Any, model: Any, machine: Machine) -> Names:
     }
 
 
-def every(name: str | None) -> Names:
+def all_from(name: str | None) -> Names:
     return dict.fromkeys(ROUTED, name)
 
 
 @pytest.mark.parametrize("machine", [CPU, VOLTA, HOPPER], ids=lambda m: m.name)
 def test_engine_is_the_engine_everywhere(machine: Machine) -> None:
-    assert names("engine", server(), glm5(), machine) == every(None)
+    assert names("engine", server(), glm5(), machine) == all_from(None)
 
 
 @pytest.mark.parametrize("name", ["cuda", "reference"])
 def test_a_name_is_for_everything(name: str) -> None:
-    assert names(name, server(), glm5(), HOPPER) == every(name)
+    assert names(name, server(), glm5(), HOPPER) == all_from(name)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +112,7 @@ def test_a_name_is_for_everything(name: str) -> None:
     ],
 )
 def test_operations_are_chosen_each_by_itself(operations: str, ours: Any) -> None:
-    expected = every(None) | dict.fromkeys(ours, "cuda")
+    expected = all_from(None) | dict.fromkeys(ours, "cuda")
     assert names(f"cuda:{operations}", server(), glm5(), HOPPER) == expected
 
 
@@ -123,15 +125,15 @@ def test_what_is_not_asked_for_is_no_obstacle() -> None:
         choose("cuda", cfg, glm5(), HOPPER)
 
 
-@pytest.mark.parametrize("asked", ["triton", "cuda:", "cuda:topk", "cuda:select,", "engine:select"])
-def test_an_operation_that_is_none_is_an_error(asked: str) -> None:
+@pytest.mark.parametrize("value", ["triton", "cuda:", "cuda:topk", "cuda:select,", "engine:select"])
+def test_an_operation_that_is_none_is_an_error(value: str) -> None:
     with pytest.raises(SettingsError, match="is not one of cuda, reference, alone or with op"):
-        options.collect({"indexcache_kernels": asked})
+        options.collect({"indexcache_kernels": value})
 
 
-@pytest.mark.parametrize("asked", ["engine", "cuda", "reference", "cuda:prefill"])
-def test_what_may_be_asked_for(asked: str) -> None:
-    assert options.collect({"indexcache_kernels": asked})
+@pytest.mark.parametrize("value", ["engine", "cuda", "reference", "cuda:prefill"])
+def test_what_may_be_asked_for(value: str) -> None:
+    assert options.collect({"indexcache_kernels": value})
 
 
 @pytest.mark.parametrize(
@@ -196,11 +198,11 @@ def test_what_our_attention_cannot_read(fields: Any, flags: Any, says: str) -> N
 @pytest.mark.parametrize("backend", REPLACED_ATTENTION)
 def test_each_attention_kernel_that_can_be_replaced(backend: str) -> None:
     cfg = server(dsa_prefill_backend=backend, dsa_decode_backend=backend)
-    assert names("cuda", cfg, glm5(), HOPPER) == every("cuda")
+    assert names("cuda", cfg, glm5(), HOPPER) == all_from("cuda")
 
 
 @pytest.mark.parametrize(
-    ("asked", "fields", "shape", "message"),
+    ("value", "fields", "shape", "message"),
     [
         ("engine", {}, {}, None),
         ("engine", {}, {"index_topk": 512}, "takes 2048 only: .* more than 512 tokens"),
@@ -217,10 +219,10 @@ def test_each_attention_kernel_that_can_be_replaced(backend: str) -> None:
     ids=str,
 )
 def test_a_model_that_sglangs_kernels_do_not_fit(
-    asked: str, fields: dict[str, Any], shape: dict[str, Any], message: str | None
+    value: str, fields: dict[str, Any], shape: dict[str, Any], message: str | None
 ) -> None:
     cfg, model = server(**fields), glm5(**shape)
-    routes = choose(asked, cfg, model, HOPPER)
+    routes = choose(value, cfg, model, HOPPER)
     if message is None:
         check_engine(routes, cfg, model)
     else:

@@ -41,16 +41,16 @@ LOGITS = "sglang.srt.layers.attention.dsa.dsa_indexer.resolve_fp8_mqa_logits_fn"
 
 def folding(backend: IndexCacheBackend, letters: str = "L") -> FoldedLayers:
     """Give a backend a plan in which layers fold."""
-    own = Pattern("F" * len(letters))
+    all_full = Pattern("F" * len(letters))
     layers = tuple(range(len(letters)))
     slopes = (SLOPES,) * len(letters)
     pattern = Pattern(f"{letters}@0123456789ab")
-    plan = Plan(pattern, "test", "static", own, layers, "GlmMoeDsaForCausalLM", slopes=slopes)
+    plan = Plan(pattern, "test", "static", all_full, layers, "GlmMoeDsaForCausalLM", slopes=slopes)
     backend.folded = FoldedLayers.of(plan, torch.device("cpu"))
     return backend.folded
 
 
-def drawn(backend: IndexCacheBackend, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+def draw(backend: IndexCacheBackend, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw queries, weights of both signs ``[rows, H, 1]``, and keys in the pool's pages."""
     write_pages(
         backend.token_to_kv_pool.pages, torch.arange(SLOTS), *quantize_e4m3(torch.randn(SLOTS, 128))
@@ -79,26 +79,26 @@ def test_our_kernel_selects_an_l_layer_by_its_folded_score(
     batch = make_batch(backend, mode, lengths, extend)
     backend.init_forward_metadata(batch)
     rows = sum(extend)
-    q, weights = drawn(backend, rows + 3)
+    q, weights = draw(backend, rows + 3)
     exact = select_with_ours(monkeypatch, backend, batch, q, weights)
     folding(backend)
-    got = select_with_ours(monkeypatch, backend, batch, q, weights)
-    assert got.shape == (rows + 3, TOPK)
-    assert (got[rows:] == -1).all()
+    selected = select_with_ours(monkeypatch, backend, batch, q, weights)
+    assert selected.shape == (rows + 3, TOPK)
+    assert (selected[rows:] == -1).all()
     metadata = backend.get_indexer_metadata(0, batch)
     visible = metadata.get_seqlens_expanded()
     table = page_table_of(backend, metadata, rows).clamp(0, SLOTS - 1)
     scores, moved = scores_of(backend, table, q[:rows], weights[:rows])
     for row in range(rows):
         count = int(visible[row])
-        chosen = got[row][got[row] >= 0].long()
-        assert len(chosen) == min(TOPK, count)
-        kept = torch.zeros(count, dtype=torch.bool)
-        kept[chosen] = True
-        if not kept.all():
-            least = (scores[row, :count] + moved[row, :count])[kept].min()
-            assert (scores[row, :count] - moved[row, :count])[~kept].max() <= least
-    assert not torch.equal(got, exact) or max(lengths) <= TOPK
+        picks = selected[row][selected[row] >= 0].long()
+        assert len(picks) == min(TOPK, count)
+        is_picked = torch.zeros(count, dtype=torch.bool)
+        is_picked[picks] = True
+        if not is_picked.all():
+            least = (scores[row, :count] + moved[row, :count])[is_picked].min()
+            assert (scores[row, :count] - moved[row, :count])[~is_picked].max() <= least
+    assert not torch.equal(selected, exact) or max(lengths) <= TOPK
 
 
 def test_only_an_l_layer_is_given_folded_heads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,8 +106,8 @@ def test_only_an_l_layer_is_given_folded_heads(monkeypatch: pytest.MonkeyPatch) 
     q, weights = quantize_e4m3(torch.randn(4, HEADS, 128))[0], torch.randn(6, HEADS, 1)
     assert [layer in layers for layer in range(3)] == [True, False, False]
     for layer in (1, 2):
-        same, gates = layers.heads(layer, q, weights, 8)
-        assert same is q
+        unchanged, gates = layers.heads(layer, q, weights, 8)
+        assert unchanged is q
         assert gates is weights
     folded, signs = layers.heads(0, q, weights, 32)
     assert folded.shape == (4, 32, 128)
@@ -128,16 +128,16 @@ def test_the_product_scores_a_prefill_of_l_layers_alone(
     kernels_cuda.install()
     logits = wrapped[LOGITS]
     monkeypatch.setattr(kernels_cuda, "get_attn_backend", lambda: backend)
-    asked = []
+    calls = []
 
     def original(_indexer: Any, *call: Any) -> str:
-        asked.append((call[3].shape, call[4].shape, logits(lambda: "DeepGEMM's")))
+        calls.append((call[3].shape, call[4].shape, logits(lambda: "DeepGEMM's")))
         return "selected"
 
-    q, weights = drawn(backend, 5)
+    q, weights = draw(backend, 5)
     call = (False, None, layer, q, weights, None)
     assert kernels_cuda._ragged(original, make_indexer(), *call) == "selected"
-    ((queries, gates, function),) = asked
+    ((queries, gates, function),) = calls
     assert queries == (5, HEADS, 128)
     assert gates == (5, HEADS, 1)
     assert (function is product) == is_product

@@ -146,8 +146,10 @@ class Model:
                 carried = indexer_cuda.indexer_forward(
                     self._select, self, None, None, None, batch(), number
                 )  # type: ignore[arg-type]
-            said = SimpleNamespace(layer_id=number, attended=self.attended)
-            self.backend.forward_decode(self.batch, None, None, said, batch(), topk_indices=carried)
+            noting = SimpleNamespace(layer_id=number, attended=self.attended)
+            self.backend.forward_decode(
+                self.batch, None, None, noting, batch(), topk_indices=carried
+            )
         return self.attended
 
     def _select(self, *call: Any) -> torch.Tensor:
@@ -191,7 +193,7 @@ def replace_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         DeepseekSparseAttnBackend, "get_indexer_metadata", lambda self, *_: None, raising=False
     )
-    monkeypatch.setattr(indexer_cuda, "maybe_capture_indexer_topk", lambda _layer, used: used)
+    monkeypatch.setattr(indexer_cuda, "maybe_capture_indexer_topk", lambda _layer, indices: indices)
 
 
 def captured(model: Model, monkeypatch: pytest.MonkeyPatch) -> FullCudaGraphBackend:
@@ -227,7 +229,9 @@ def view() -> Any:
 
 
 def patterns(layers: int) -> st.SearchStrategy[str]:
-    return st.text("FS", min_size=layers - 1, max_size=layers - 1).map(lambda rest: "F" + rest)
+    return st.text("FS", min_size=layers - 1, max_size=layers - 1).map(
+        lambda letters: "F" + letters
+    )
 
 
 @settings(max_examples=25, deadline=None)
@@ -264,11 +268,11 @@ def test_a_graph_runs_the_indexers_of_its_pattern_and_stores_every_key(
     model = Model(live, [True] * 4)
     counters = model.active.counters
     monkeypatch.setattr(indexer_cuda.kernels_cuda, "current_backend", lambda: model.backend)
-    for label, scored in {"dense": [], "FSSF": [0, 3], MIXED: [0, 1, 2, 3]}.items():
+    for label, scorers in {"dense": [], "FSSF": [0, 3], MIXED: [0, 1, 2, 3]}.items():
         capture_mode._set_capture_attention_variant(label)
         model.backend.init_forward_metadata_out_graph(batch(), in_capture=True)
         model.forward()
-        assert (model.scored, model.stored) == (scored, [0, 1, 2, 3]), label
+        assert (model.scored, model.stored) == (scorers, [0, 1, 2, 3]), label
     # No request had them, and `server show` compares the counters with what requests had.
     assert counters.forwards == sum(counters.indexer_selections + counters.index_reuses) == 0
     assert sum(counters.index_key_writes) == 0
@@ -293,8 +297,8 @@ def test_static_graphs(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_stage_that_starts_on_f_lists_the_tokens_itself() -> None:
     def fewest(mode: str, text: str) -> str:
-        made = variants(text, mode, "short", starts=(2, 4))
-        return str(made.rows("dense", ROWS, torch.device("cpu")).patterns[0])
+        built = variants(text, mode, "short", starts=(2, 4))
+        return str(built.rows("dense", ROWS, torch.device("cpu")).patterns[0])
 
     assert (
         fewest("static", "FSFSSF") == "FSFSSS"

@@ -99,13 +99,13 @@ def make_backend(
     """Our backend as SGLang's ``__init__`` leaves it, without what needs a GPU."""
     monkeypatch.setattr(DeepseekSparseAttnBackend, "__init__", lambda self, runner: None)
     layers = tuple(range(len(pattern)))
-    own = Pattern(pattern)
-    plan = Plan(own, "test", "static", own, layers, "GlmMoeDsaForCausalLM")
-    made = IndexCacheBackend(runner(), ActivePattern(plan))
+    exact = Pattern(pattern)
+    plan = Plan(exact, "test", "static", exact, layers, "GlmMoeDsaForCausalLM")
+    backend = IndexCacheBackend(runner(), ActivePattern(plan))
     table = torch.randint(0, SLOTS, (8, CONTEXT), dtype=torch.int32)  # unused entries: anything
     latent = torch.randn(SLOTS, 576).bfloat16()
     rows = quantize_latent(latent).view(torch.float8_e4m3fn) if fp8 else latent
-    made.__dict__.update(
+    backend.__dict__.update(
         kernels=REFERENCE,
         token_to_kv_pool=Pool(torch.randint(0, 255, (PAGES, 8448)).byte(), rows[:, None]),
         req_to_token_pool=SimpleNamespace(req_to_token=table),
@@ -130,7 +130,7 @@ def make_backend(
         _get_device_sm=lambda: 90,
         _is_blackwell=lambda: False,
     )
-    return made
+    return backend
 
 
 def make_batch(
@@ -213,8 +213,8 @@ def page_table_of(backend: IndexCacheBackend, metadata: Any, rows: int) -> torch
 
 def to_slots(positions: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     """Map as ``topk_transform`` means PAGED: through the page-size-1 table, -1 stays -1."""
-    found = table.gather(1, positions.clamp_min(0).long())
-    return torch.where(positions < 0, positions, found)
+    slots = table.gather(1, positions.clamp_min(0).long())
+    return torch.where(positions < 0, positions, slots)
 
 
 def as_sets(indices: torch.Tensor) -> list[set[int]]:
@@ -317,33 +317,36 @@ def test_selection_is_what_sglangs_indexer_means(
     rows = sum(extend)
     q, weights = make_queries(backend, rows + padding)
     expected = positions_by_sglang(monkeypatch, backend, batch, q, weights)[:rows]
-    got = select_with_ours(monkeypatch, backend, batch, q, weights)
+    selected = select_with_ours(monkeypatch, backend, batch, q, weights)
 
-    assert got.shape == (rows + padding, TOPK)
-    assert got.dtype == torch.int32
-    assert (got[rows:] == -1).all()
-    got = got[:rows]
+    assert selected.shape == (rows + padding, TOPK)
+    assert selected.dtype == torch.int32
+    assert (selected[rows:] == -1).all()
+    selected = selected[:rows]
     visible = metadata.get_seqlens_expanded()
-    assert ((got >= 0).sum(1) == visible.clamp(max=TOPK)).all()
+    assert ((selected >= 0).sum(1) == visible.clamp(max=TOPK)).all()
     ragged = form == "offsets" and mode == ForwardMode.EXTEND
     assert (metadata.topk_transform_method == TopkTransformMethod.RAGGED) == ragged
     if form == "positions":
-        assert as_sets(got) == as_sets(expected)
-        chosen = got
+        assert as_sets(selected) == as_sets(expected)
+        relative = selected
     elif ragged:
         offsets = metadata.attn_metadata.topk_indices_offset[:, None]
-        chosen = torch.where(got < 0, got, got - offsets)
-        assert as_sets(chosen) == as_sets(expected)
+        relative = torch.where(selected < 0, selected, selected - offsets)
+        assert as_sets(relative) == as_sets(expected)
     else:
         table = page_table_of(backend, metadata, rows)
-        assert as_sets(got) == as_sets(to_slots(expected, table))
+        assert as_sets(selected) == as_sets(to_slots(expected, table))
         inverse = {(r, s): p for r, row in enumerate(table.tolist()) for p, s in enumerate(row)
                    if p < visible[r]}  # fmt: skip
-        chosen = torch.tensor(
-            [[inverse[r, s] if s >= 0 else -1 for s in row] for r, row in enumerate(got.tolist())]
+        relative = torch.tensor(
+            [
+                [inverse[r, s] if s >= 0 else -1 for s in row]
+                for r, row in enumerate(selected.tolist())
+            ]
         )
     # In order of position, and padded at the end only: what SGLang's kernels rely on.
-    order = torch.where(chosen < 0, CONTEXT, chosen)
+    order = torch.where(relative < 0, CONTEXT, relative)
     assert (order.diff(dim=1) >= 0).all()
 
 
@@ -359,8 +362,8 @@ def test_offsets_point_at_the_gathered_rows(
     offsets = select_with_ours(monkeypatch, backend, batch, q, weights)
     backend.dsa_prefill_impl = "flashmla_kv"
     slots = select_with_ours(monkeypatch, backend, batch, q, weights)
-    found = flattened[offsets.clamp_min(0).long()]
-    assert torch.equal(torch.where(offsets < 0, -1, found), slots)
+    gathered = flattened[offsets.clamp_min(0).long()]
+    assert torch.equal(torch.where(offsets < 0, -1, gathered), slots)
 
 
 def test_a_piecewise_graph_keeps_its_buffer(
@@ -433,9 +436,9 @@ def test_a_replayed_graph_reads_the_new_lengths_and_pages(
     expected = positions_by_sglang(monkeypatch, backend, batch, q, weights)
     metadata = backend.get_indexer_metadata(0, batch)
     args, kwargs = captured[0]
-    got = SELECT(*args, **kwargs).view(rows, TOPK)
+    selected = SELECT(*args, **kwargs).view(rows, TOPK)
     table = page_table_of(backend, metadata, rows)
-    assert as_sets(got) == as_sets(to_slots(expected, table))
+    assert as_sets(selected) == as_sets(to_slots(expected, table))
 
 
 @pytest.mark.parametrize(("drafted", "groups"), [(1, 3), (4, 3), (5, 15)])
@@ -447,16 +450,16 @@ def test_rows_of_a_request_share_one_reading_of_its_keys(
     batch = make_batch(backend, mode, [97, 300, 66], [drafted] * 3)
     backend.init_forward_metadata(batch)
     q, weights = make_queries(backend, 3 * drafted)
-    seen: list[Any] = []
+    readings: list[Any] = []
 
     def kernel(batch: IndexerBatch, *args: Any, **kwargs: Any) -> torch.Tensor:
         assert batch.query_starts is None
-        seen.append((len(batch.q), len(batch.block_table), batch.rows_per_request))
+        readings.append((len(batch.q), len(batch.block_table), batch.rows_per_request))
         return SELECT(batch, *args, **kwargs)
 
     backend.kernels = replace(REFERENCE, select_decode=kernel)
     select_with_ours(monkeypatch, backend, batch, q, weights)
-    assert seen == [(3 * drafted, groups, 3 * drafted // groups)]
+    assert readings == [(3 * drafted, groups, 3 * drafted // groups)]
 
 
 @pytest.mark.parametrize(
@@ -523,14 +526,14 @@ def exact_attention(
 ) -> torch.Tensor:
     """Softmax attention of every query over its rows, in float64."""
     out = torch.zeros(*q.shape[:2], 512, dtype=torch.float64)
-    for t, chosen in enumerate(slots):
-        listed = rows[chosen[chosen >= 0].long()].double()
-        scores = q[t].double() @ listed.T * LAYER.scaling
+    for t, list_of_row in enumerate(slots):
+        latents = rows[list_of_row[list_of_row >= 0].long()].double()
+        scores = q[t].double() @ latents.T * LAYER.scaling
         if sinks is not None:
             scores = torch.cat([scores, sinks.double()[:, None]], dim=1)
-            listed = torch.cat([listed, torch.zeros(1, 576, dtype=torch.float64)])
+            latents = torch.cat([latents, torch.zeros(1, 576, dtype=torch.float64)])
         if scores.shape[1]:
-            out[t] = scores.softmax(-1) @ listed[:, :512]
+            out[t] = scores.softmax(-1) @ latents[:, :512]
     return out
 
 
@@ -629,10 +632,10 @@ def test_layers_that_share_a_selection_share_what_attention_derives_from_it(
 ) -> None:
     """And no other does, even where SGLang selects into the same memory, as passes of a capture."""
     backend = attending_backend(monkeypatch, prefill=impl, decode=impl, pattern="FSSFS")
-    seen: list[int] = []
+    users: list[int] = []
 
-    def kernel(*_args: Any, kept: dict[object, Any], **_kw: Any) -> Any:
-        seen.append(kept.setdefault("first used by", len(seen)))
+    def kernel(*_args: Any, shared: dict[object, Any], **_kw: Any) -> Any:
+        users.append(shared.setdefault("first used by", len(users)))
         return None, None
 
     backend.kernels = EngineKernels(sparse_mla_prefill=kernel, sparse_mla_decode=kernel)
@@ -647,7 +650,7 @@ def test_layers_that_share_a_selection_share_what_attention_derives_from_it(
             layer = SimpleNamespace(**{**vars(LAYER), "layer_id": number})
             query = q[..., :512].contiguous()
             forward(query, k, k, layer, batch, topk_indices=slots, **parts)
-    assert seen == [0, 0, 0, 3, 3, 5, 5, 5, 8, 8]
+    assert users == [0, 0, 0, 3, 3, 5, 5, 5, 8, 8]
 
 
 def test_kept_lists_do_not_keep_the_selection() -> None:
@@ -700,9 +703,9 @@ def test_a_worker_loads_what_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None
     from sglang_indexcache.kernels.indexer import reference as indexer_reference
     from sglang_indexcache.kernels.sparse_mla import cuda as sparse_mla
 
-    built: list[str] = []
+    libraries: list[str] = []
     for module in (indexer, sparse_mla):
-        monkeypatch.setattr(module, "library", built.append)
+        monkeypatch.setattr(module, "library", libraries.append)
     routes = (
         Route("select", "prefill", named("cuda"), "opted in"),
         Route("select", "decode", named("reference"), "opted in"),
@@ -710,7 +713,7 @@ def test_a_worker_loads_what_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None
         Route("sparse_mla", "decode", named("cuda"), "opted in"),
     )
     kernels = EngineKernels.load(routes)
-    assert built == ["indexer", "topk", "sparse_mla"]
+    assert libraries == ["indexer", "topk", "sparse_mla"]
     assert kernels.select_prefill is indexer.select
     assert kernels.select_decode is indexer_reference.select
     assert kernels.sparse_mla_prefill is None
@@ -718,18 +721,18 @@ def test_a_worker_loads_what_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None
     assert kernels.selects
 
 
-@pytest.mark.parametrize("asked", ["engine", "reference"])
-def test_the_plan_decides_in_every_worker(monkeypatch: pytest.MonkeyPatch, asked: str) -> None:
+@pytest.mark.parametrize("value", ["engine", "reference"])
+def test_the_plan_decides_in_every_worker(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     installed: list[bool] = []
     monkeypatch.setattr(kernels_cuda, "install", lambda: installed.append(True))
     monkeypatch.setattr(Machine, "here", classmethod(lambda cls: cls("NVIDIA H100", (9, 0))))
     routes = tuple(Route(op, phase, named("reference"), "asked for") for op, phase in ROUTED)
     monkeypatch.setattr(start_cuda, "choose", lambda *args: routes)
-    plan = Plan(Pattern("F"), "test", "static", Pattern("F"), (0,), "x", kernels=asked)  # type: ignore
+    plan = Plan(Pattern("F"), "test", "static", Pattern("F"), (0,), "x", kernels=value)  # type: ignore
     runner: Any = SimpleNamespace(server_args=SimpleNamespace(), model_config=None)
-    loaded = start_cuda._load_kernels(runner, ActivePattern(plan))
-    assert loaded == (REFERENCE if asked == "reference" else EngineKernels())
-    assert installed == ([True] if asked == "reference" else [])
+    kernels = start_cuda._load_kernels(runner, ActivePattern(plan))
+    assert kernels == (REFERENCE if value == "reference" else EngineKernels())
+    assert installed == ([True] if value == "reference" else [])
 
 
 # -- what we rely on in SGLang's source --------------------------------------------------------
@@ -766,5 +769,5 @@ def test_a_real_hook_reaches_ours(monkeypatch: pytest.MonkeyPatch, own_hooks: No
     q, weights = make_queries(backend, 2)
     expected = select_with_ours(monkeypatch, backend, batch, q, weights)
     metadata = backend.get_indexer_metadata(0, batch)
-    got = Indexer._get_topk_paged(make_indexer(), batch, 0, q, weights, metadata)
-    assert torch.equal(got, expected)
+    selected = Indexer._get_topk_paged(make_indexer(), batch, 0, q, weights, metadata)
+    assert torch.equal(selected, expected)

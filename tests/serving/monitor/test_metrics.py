@@ -36,7 +36,7 @@ LABELS = {"model_name": "m", "engine_type": "unified", "tp_rank": 0, "pp_rank": 
 
 
 @pytest.fixture
-def served(monkeypatch: pytest.MonkeyPatch) -> active.ActivePattern:
+def serving_state(monkeypatch: pytest.MonkeyPatch) -> active.ActivePattern:
     monkeypatch.setattr(active, "_active", None)
     monkeypatch.setattr(requests, "in_hand", lambda: {"FSSS": 2})
     state = active.activate(plan("FSSS", mode="live"))
@@ -58,83 +58,83 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> prometheus_client.CollectorRegi
 
 
 @pytest.fixture
-def told(registry: prometheus_client.CollectorRegistry) -> Callable[..., float | None]:
+def sample(registry: prometheus_client.CollectorRegistry) -> Callable[..., float | None]:
     """Return the value of one of our metrics, of the process with :data:`LABELS`."""
 
     def value(name: str, **labels: str) -> float | None:
-        every = {k: str(v) for k, v in LABELS.items()} | labels
-        return registry.get_sample_value(f"sglang_indexcache_{name}", every)
+        all_labels = {k: str(v) for k, v in LABELS.items()} | labels
+        return registry.get_sample_value(f"sglang_indexcache_{name}", all_labels)
 
     return value
 
 
-def work(served: active.ActivePattern) -> None:
+def work(serving_state: active.ActivePattern) -> None:
     """Count a prefill of two patterns, and a decode."""
-    both = [(Pattern("FSSS"), 10, 10), (Pattern("FFSS"), 4, 20)]
-    served.count_forward("prefill", both)
+    requests = [(Pattern("FSSS"), 10, 10), (Pattern("FFSS"), 4, 20)]
+    serving_state.count_forward("prefill", requests)
     for layer in range(4):
-        (served.count_selection if layer < 2 else served.count_reuse)(layer)
-    served.count_forward("decode", [(Pattern("FSSS"), 1, 11)])
-    served.count_forward("decode", [], idle=True)
+        (serving_state.count_selection if layer < 2 else serving_state.count_reuse)(layer)
+    serving_state.count_forward("decode", [(Pattern("FSSS"), 1, 11)])
+    serving_state.count_forward("decode", [], idle=True)
 
 
 def test_sums_are_what_was_counted(
-    served: active.ActivePattern, told: Callable[..., float | None]
+    serving_state: active.ActivePattern, sample: Callable[..., float | None]
 ) -> None:
     exporter = Exporter(LABELS)
 
     pairs = 55 + 4 * 16 + 10  # rows and the tokens that they see
     for times in (1, 2):  # nothing twice, nothing lost
-        work(served)
+        work(serving_state)
         for _ in range(2):
-            exporter.export(served)
-        assert told("tokens_total", phase="prefill", pattern="FSSS") == 10 * times
-        assert told("tokens_total", phase="prefill", pattern="FFSS") == 4 * times
-        assert told("tokens_total", phase="decode", pattern="FSSS") == times
+            exporter.export(serving_state)
+        assert sample("tokens_total", phase="prefill", pattern="FSSS") == 10 * times
+        assert sample("tokens_total", phase="prefill", pattern="FFSS") == 4 * times
+        assert sample("tokens_total", phase="decode", pattern="FSSS") == times
         in_prefill = {"phase": "prefill", "length": "2Ki"}
-        assert told("pairs_total", kind="scored", **in_prefill) == 2 * pairs * times
-        assert told("pairs_total", kind="skipped", **in_prefill) == 2 * pairs * times
-        assert told("flops_saved_total") == 100 * (2 * pairs + 3 * 11) * times
-        assert told("forwards_total", mixed="1") == times
-        assert told("forwards_total", mixed="0") == times
-        assert told("idle_forwards_total") == times
-        assert told("layer_runs_total", layer="1", did="ran") == times
-        assert told("layer_runs_total", layer="3", did="reused") == times
-    assert told("index_k_bytes") == 528
-    assert told("requests", pattern="FSSS") == 2
+        assert sample("pairs_total", kind="scored", **in_prefill) == 2 * pairs * times
+        assert sample("pairs_total", kind="skipped", **in_prefill) == 2 * pairs * times
+        assert sample("flops_saved_total") == 100 * (2 * pairs + 3 * 11) * times
+        assert sample("forwards_total", mixed="1") == times
+        assert sample("forwards_total", mixed="0") == times
+        assert sample("idle_forwards_total") == times
+        assert sample("layer_runs_total", layer="1", did="ran") == times
+        assert sample("layer_runs_total", layer="3", did="reused") == times
+    assert sample("index_k_bytes") == 528
+    assert sample("requests", pattern="FSSS") == 2
 
 
 def test_a_switch_moves_what_is_in_effect(
-    served: active.ActivePattern,
+    serving_state: active.ActivePattern,
     registry: prometheus_client.CollectorRegistry,
-    told: Callable[..., float | None],
+    sample: Callable[..., float | None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     exporter = Exporter(LABELS)
-    exporter.export(served)
+    exporter.export(serving_state)
     for by in ("request", "switch"):  # else the first would be no increase
-        assert told("rejections_total", by=by) == 0
-    served.replace(Policy.of(Pattern("FFFF")), "a test")
-    served.traffic.rejections["switch"] += 1
+        assert sample("rejections_total", by=by) == 0
+    serving_state.replace(Policy.of(Pattern("FFFF")), "a test")
+    serving_state.traffic.rejections["switch"] += 1
     monkeypatch.setattr(requests, "in_hand", lambda: {"FFFF": 1})
-    exporter.export(served)
+    exporter.export(serving_state)
     samples = [s for metric in registry.collect() for s in metric.samples]
     info = {s.labels["pattern"]: s.value for s in samples if s.name.endswith("_info")}
     assert info == {"FSSS": 0, "FFFF": 1}
     waiting = {s.labels["pattern"]: s.value for s in samples if s.name.endswith("_requests")}
     assert waiting == {"FSSS": 0, "FFFF": 1}
-    assert told("switches_total") == told("rejections_total", by="switch") == 1
+    assert sample("switches_total") == sample("rejections_total", by="switch") == 1
 
 
 def test_no_more_series_than_so_many(
-    served: active.ActivePattern,
+    serving_state: active.ActivePattern,
     registry: prometheus_client.CollectorRegistry,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     exporter = Exporter(LABELS)
     for number in range(MAX_LABELS + 3):
         monkeypatch.setattr(requests, "in_hand", lambda n=number: {f"a{n}": 1, f"b{n}": 1})
-        exporter.export(served)
+        exporter.export(serving_state)
     counts = {s.labels["pattern"]: s.value for m in registry.collect() for s in m.samples
              if s.name.endswith("_requests")}  # fmt: skip
     assert len(counts) == MAX_LABELS + 1
@@ -146,13 +146,13 @@ class Seen:
 
     one_in, forwards = 1, 5
 
-    def __init__(self, served: active.ActivePattern, layers: int) -> None:
-        self.patterns = served.policy.patterns
+    def __init__(self, serving_state: active.ActivePattern, layers: int) -> None:
+        self.patterns = serving_state.policy.patterns
         self.sums = [[0.0] * 4 for _ in range(layers)]
-        self.see(served)
+        self.see(serving_state)
 
-    def see(self, served: active.ActivePattern) -> None:
-        for layer in served.pattern.shared_layers:
+    def see(self, serving_state: active.ActivePattern) -> None:
+        for layer in serving_state.pattern.shared_layers:
             new = (4, 0.5 * layer, 0.4, 0.6 * layer)
             self.sums[layer] = [a + b for a, b in zip(self.sums[layer], new, strict=True)]
 
@@ -160,29 +160,31 @@ class Seen:
         return self.sums, self.sums
 
 
-def test_overlap_by_layer(served: active.ActivePattern, told: Callable[..., float | None]) -> None:
+def test_overlap_by_layer(
+    serving_state: active.ActivePattern, sample: Callable[..., float | None]
+) -> None:
     exporter = Exporter(LABELS)
-    served.plan = replace(served.plan, overlap=(None, 0.5, 0.7, 0.9))
-    served.shadow = shadow = Seen(served, 4)  # type: ignore[assignment]
+    serving_state.plan = replace(serving_state.plan, overlap=(None, 0.5, 0.7, 0.9))
+    serving_state.shadow = shadow = Seen(serving_state, 4)  # type: ignore[assignment]
 
     for times in (1, 2):
         for _ in range(2):
-            exporter.export(served)
-        assert told("overlap_rows_total", layer="0") is None
-        assert told("overlap_rows_total", layer="2") == 4 * times
-        assert told("overlap_total", layer="3") == pytest.approx(0.5 * 3 * times)
-        assert told("overlap_chance_total") == pytest.approx(0.4 * 3 * times)
-        assert told("overlap_forwards_total") == 5
-        assert told("recall_total", layer="3") == pytest.approx(0.6 * 3 * times)
-        assert told("overlap_found") == pytest.approx(0.7)
-        shadow.see(served)
-    state_now = served.report().overlap
+            exporter.export(serving_state)
+        assert sample("overlap_rows_total", layer="0") is None
+        assert sample("overlap_rows_total", layer="2") == 4 * times
+        assert sample("overlap_total", layer="3") == pytest.approx(0.5 * 3 * times)
+        assert sample("overlap_chance_total") == pytest.approx(0.4 * 3 * times)
+        assert sample("overlap_forwards_total") == 5
+        assert sample("recall_total", layer="3") == pytest.approx(0.6 * 3 * times)
+        assert sample("overlap_found") == pytest.approx(0.7)
+        shadow.see(serving_state)
+    state_now = serving_state.report().overlap
     assert state_now.layers[3] == pytest.approx([12, 4.5, 1.2, 5.4])
     assert state_now.reference == (None, 0.5, 0.7, 0.9)
-    served.replace(Policy.of(Pattern("FSFS")), "a test")
-    exporter.export(served)
-    assert told("overlap_found") == 0  # nobody knows what this one was found with
-    assert served.report().overlap.layers == {}
+    serving_state.replace(Policy.of(Pattern("FSFS")), "a test")
+    exporter.export(serving_state)
+    assert sample("overlap_found") == 0  # nobody knows what this one was found with
+    assert serving_state.report().overlap.layers == {}
 
 
 def test_a_shadow_adds_237_series_at_most(
@@ -208,7 +210,7 @@ def test_a_shadow_adds_237_series_at_most(
 
 
 def test_a_metric_that_throws_stops_ours_alone(
-    served: active.ActivePattern,
+    serving_state: active.ActivePattern,
     registry: prometheus_client.CollectorRegistry,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -219,10 +221,10 @@ def test_a_metric_that_throws_stops_ours_alone(
     monkeypatch.setattr(base, "__init__", lambda self, labels: None)
     monkeypatch.setattr(base, "log_stats", lambda self, stats: logged.append(stats))
     collector = SchedulerCollector(LABELS)  # type: ignore[arg-type]
-    work(served)
+    work(serving_state)
     collector.log_stats(0)
     before = list(registry.collect())
-    served.counters.forwards = 0
+    serving_state.counters.forwards = 0
     for number in (1, 2):
         collector.log_stats(number)
     assert logged == [0, 1, 2]
@@ -231,8 +233,8 @@ def test_a_metric_that_throws_stops_ours_alone(
 
 
 def test_a_switch_shows_without_traffic(
-    served: active.ActivePattern,
-    told: Callable[..., float | None],
+    serving_state: active.ActivePattern,
+    sample: Callable[..., float | None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A roll-back at night, on a server without requests, must not look undone."""
@@ -246,10 +248,10 @@ def test_a_switch_shows_without_traffic(
     for pattern in ("FFFF", "FFF"):  # the second does not fit
         request = SimpleNamespace(server_args={f"{SWITCH}{pattern}": 1})
         live._accept(lambda *_: None, controller, request)
-    about = {"mode": "live", "source": served.source, "version": __version__}
-    assert told("info", pattern="FFFF", **about) == 1
-    assert told("switches_total") == 1
-    assert told("rejections_total", by="switch") == 1
+    about = {"mode": "live", "source": serving_state.source, "version": __version__}
+    assert sample("info", pattern="FFFF", **about) == 1
+    assert sample("switches_total") == 1
+    assert sample("rejections_total", by="switch") == 1
 
 
 def test_a_collector_of_whoever_starts_the_server_stays() -> None:
@@ -314,7 +316,7 @@ def test_rules_fire_where_they_should(tmp_path: Path) -> None:
         values |= {"overlap_rows_total": "0+64x240", "overlap_forwards_total": "0+1x240"}
         values |= {"overlap_found": "0.5x240", "switches_total": "0x240"} | differ
         of = f'{{model_name="m", instance="{instance}"}}'
-        return {f"sglang_indexcache_{name}{of}": each for name, each in values.items()}
+        return {f"sglang_indexcache_{name}{of}": value for name, value in values.items()}
 
     info = 'sglang_indexcache_info{model_name="%s", pattern="%s", engine_type="%s"}'
     pairs = 'sglang_indexcache_pairs_total{model_name="m", kind="%s"}'
@@ -362,12 +364,12 @@ def test_the_rule_on_what_a_server_exported(tmp_path: Path) -> None:
 
     It got tables for two minutes, then prose. For comparison its first minute, again and again.
     """
-    recorded = json.loads((Path(__file__).parent / "drift_recorded.json").read_text())
-    search, series = recorded.pop("overlap_found"), {}
+    exported = json.loads((Path(__file__).parent / "drift_recorded.json").read_text())
+    search, series = exported.pop("overlap_found"), {}
     for kind in ("prose", "tables"):
         of = f'{{model_name="m", instance="{kind}"}}'
         series[f"sglang_indexcache_overlap_found{of}"] = f"{search}x90"
-        for name, values in recorded.items():
+        for name, values in exported.items():
             first, step = values[0], values[1] - values[0]
             once = " ".join(map(str, values)) + f" {values[-1]}x50"
             again = f"{first}+{step}x90"

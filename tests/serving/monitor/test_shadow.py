@@ -25,7 +25,7 @@ TOPK = 8
 A, B = Pattern("FSSS"), Pattern("FFSS")
 
 
-def made(text: str = "FSSS", mode: Any = "live", one_in: int = 1) -> Shadow:
+def shadow_of(text: str = "FSSS", mode: Any = "live", one_in: int = 1) -> Shadow:
     return Shadow(plan(text, mode=mode, shadow=one_in))
 
 
@@ -36,20 +36,22 @@ requests = st.lists(
 )
 
 
-@given(asked=requests, seed=st.integers(0, 99))
+@given(requests=requests, seed=st.integers(0, 99))
 def test_rows_that_select_are_drawn_each_once(
-    asked: list[tuple[Pattern, int, int]], seed: int
+    requests: list[tuple[Pattern, int, int]], seed: int
 ) -> None:
-    """``asked``: pattern, rows and the tokens before them."""
-    served: list[Served] = [(pattern, rows, rows + before) for pattern, rows, before in asked]
+    """``requests``: pattern, rows and the tokens before them."""
+    rows_served: list[Served] = [
+        (pattern, rows, rows + before) for pattern, rows, before in requests
+    ]
     may: dict[int, tuple[int, int]] = {}  # row of the forward: request and what it sees
     row = 0
-    for number, (pattern, rows, before) in enumerate(asked):
+    for number, (pattern, rows, before) in enumerate(requests):
         for place in range(rows):
             if pattern == A and before + place + 1 > TOPK:
                 may[row] = (number, before + place + 1)
             row += 1
-    parts = list(draw(served, (A,), TOPK, random.Random(seed)))
+    parts = list(draw(rows_served, (A,), TOPK, random.Random(seed)))
     sampled = [
         (row, (part.request, sees))
         for part in parts
@@ -72,24 +74,24 @@ def test_every_row_is_drawn_as_often() -> None:
 
 
 def test_one_forward_in_so_many() -> None:
-    rare, off = made(one_in=10), made(one_in=0)
+    rare, off = shadow_of(one_in=10), shadow_of(one_in=0)
     samples = 0
     for _ in range(3000):
-        for each in (rare, off):
-            each.begin([(A, 1, 20)], (A,), TOPK)
+        for drawing in (rare, off):
+            drawing.begin([(A, 1, 20)], (A,), TOPK)
         samples += bool(rare.parts)
         assert not off.parts
     assert abs(samples - 300) < 5 * math.sqrt(300)
 
 
 def test_the_flag() -> None:
-    def asked(value: str) -> int:
+    def one_in(value: str) -> int:
         return _shadow({SHADOW: Choice(value, SHADOW.flag)})
 
-    assert (asked("on"), asked("7"), _shadow({})) == (1000, 7, 0)
+    assert (one_in("on"), one_in("7"), _shadow({})) == (1000, 7, 0)
     for wrong in ("0", "off", "-3", "1/1000", ""):
         with pytest.raises(SettingsError, match="give the number of forwards"):
-            asked(wrong)
+            one_in(wrong)
 
 
 # -- what is compared --------------------------------------------------------------------------
@@ -111,7 +113,7 @@ class Scene:
         self.queries = torch.randn(count, HEADS, WIDTH)
         self.weights = torch.randn(count, HEADS)
         self.lists = self.some_lists()
-        self.shadow = made(str(pattern), mode)
+        self.shadow = shadow_of(str(pattern), mode)
         self.shadow.begin(self.served, (pattern,), TOPK)
         self.rows = [row for part in self.shadow.parts for row in part.rows]
         assert {self.owner[row] for row in self.rows} == {0, 1}
@@ -125,9 +127,9 @@ class Scene:
             lists[row, -1] = lists[row, 0]
         return lists
 
-    def look(self, layer: int, **own: Any) -> None:
+    def look(self, layer: int, **keywords: Any) -> None:
         self.shadow.look(
-            layer, self.lists, lambda part: self.slots[part.request, : max(part.sees)], **own
+            layer, self.lists, lambda part: self.slots[part.request, : max(part.sees)], **keywords
         )
 
     def live(self, layer: int) -> None:
@@ -141,12 +143,12 @@ class Scene:
         place = {int(slot): n for n, slot in enumerate(self.slots[self.owner[row]])}
         return {place[int(slot)] for slot in lists[row] if slot >= 0}
 
-    def expected(self, row: int, own: torch.Tensor | None = None) -> list[float]:
+    def expected(self, row: int, own_lists: torch.Tensor | None = None) -> list[float]:
         """The sums of one row, by sets and torch.topk: so many heads give no equal scores."""
         sees, shared = self.sees[row], self.tokens(self.lists, row)
         recall = 0.0
-        if own is not None:
-            selection = self.tokens(own, row)
+        if own_lists is not None:
+            selection = self.tokens(own_lists, row)
         else:
             dots = self.queries[row] @ self.keys[self.owner[row], :sees].T
             scores = (self.weights[row][:, None] * dots.relu()).sum(0)
@@ -157,15 +159,15 @@ class Scene:
         # Of tokens drawn blindly each is chosen as likely as any other that the row sees.
         return [1.0, len(shared & selection) / len(selection), len(shared) / sees, recall]
 
-    def check(self, layer: int, own: torch.Tensor | None = None) -> None:
-        rows = [self.expected(row, own) for row in self.rows]
-        sums, whole = self.shadow.read()
-        assert sums == whole
+    def check(self, layer: int, own_lists: torch.Tensor | None = None) -> None:
+        rows = [self.expected(row, own_lists) for row in self.rows]
+        sums, totals = self.shadow.read()
+        assert sums == totals
         stands_for = sum(sees > TOPK for sees in self.sees) / len(rows)
-        total = [stands_for * sum(each) for each in zip(*rows, strict=True)]
+        total = [stands_for * sum(column) for column in zip(*rows, strict=True)]
         assert sums[layer] == pytest.approx(total)
-        others = [sums[n] for n in range(len(sums)) if n != layer]
-        assert not any(value for other in others for value in other)
+        elsewhere = [sums[n] for n in range(len(sums)) if n != layer]
+        assert not any(value for sums_there in elsewhere for value in sums_there)
 
 
 @pytest.mark.parametrize("block", [7, 8192])
@@ -182,10 +184,10 @@ def test_an_inherited_list_beside_the_layers_own_selection(
 
 def test_static_mode_holds_f_layers_against_the_one_before() -> None:
     scene = Scene(Pattern("FSFS"), "static")
-    own = scene.some_lists()
+    own_lists = scene.some_lists()
     for layer in (1, 2):  # of which the first is S and has no list of its own
-        scene.look(layer, own=own)
-    scene.check(2, own)
+        scene.look(layer, own=own_lists)
+    scene.check(2, own_lists)
 
 
 def test_equal_scores_go_to_the_first() -> None:
@@ -203,9 +205,9 @@ def test_another_pattern_begins_anew_and_nothing_is_lost() -> None:
     before = scene.shadow.read()[0]
     scene.shadow.begin(scene.served, (B,), TOPK)
     assert scene.shadow.parts == ()  # these requests name another pattern than the server's
-    sums, whole = scene.shadow.read()
+    sums, totals = scene.shadow.read()
     assert not any(value for layer in sums for value in layer)
-    assert whole == before
+    assert totals == before
 
 
 def test_nobody_reads_what_is_not_looked_at() -> None:
@@ -215,9 +217,9 @@ def test_nobody_reads_what_is_not_looked_at() -> None:
     few = Scene(A)  # ranks that share a prompt's rows have fewer lists than rows
     few.lists = few.lists[:-1]
     few.live(2)
-    for each in (scene, few):
-        assert each.shadow.read() == ([], [])
-        assert each.shadow.forwards == 0
+    for quiet in (scene, few):
+        assert quiet.shadow.read() == ([], [])
+        assert quiet.shadow.forwards == 0
 
 
 def test_a_failure_ends_the_shadow_alone(caplog: pytest.LogCaptureFixture) -> None:

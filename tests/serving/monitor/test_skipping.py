@@ -10,7 +10,7 @@ from sglang_indexcache.serving.monitor.skipping import describe_index_keys, judg
 from tests.fakes import state
 
 
-def counted(pattern: str = "FFSS", forwards: int = 16, **fields: Any) -> Any:
+def counts(pattern: str = "FFSS", forwards: int = 16, **fields: Any) -> Any:
     """Return a rank whose layers did what ``pattern`` says in every forward, but for ``fields``."""
     obeyed = {
         "indexer_selections": [forwards * (kind == "F") for kind in pattern],
@@ -20,7 +20,7 @@ def counted(pattern: str = "FFSS", forwards: int = 16, **fields: Any) -> Any:
 
 
 def test_layers_that_skip() -> None:
-    verdict = judge(counted("FFFSSSSSSSSS"))
+    verdict = judge(counts("FFFSSSSSSSSS"))
     assert verdict.proven
     assert verdict.text == "indexer ran 16 of 16 forwards in layers 0-2, 0 of 16 in layers 3-11: OK"
     assert verdict.uncounted == ""
@@ -37,19 +37,19 @@ def test_layers_that_skip() -> None:
     ids=["an S layer ran", "an F layer did not", "an S layer did nothing", "nothing skips"],
 )
 def test_layers_that_do_not(fields: dict[str, list[int]], wrong: str) -> None:
-    verdict = judge(counted(**fields))
+    verdict = judge(counts(**fields))
     assert verdict.proven is False
     assert f"NOT OK, for {wrong} did not do what the pattern says" in verdict.text
 
 
 def test_nothing_was_counted() -> None:
-    verdict = judge(counted(forwards=0))
+    verdict = judge(counts(forwards=0))
     assert verdict.proven is None
     assert "Send a request" in verdict.text
 
 
 def test_what_graphs_hide_is_said() -> None:
-    prefilled = counted(forwards=16).model_copy(update={"forwards": 100})
+    prefilled = counts(forwards=16).model_copy(update={"forwards": 100})
     for replays, text in (
         ({"decode": 84}, "of 100 forwards 84 replayed CUDA graphs, in which"),
         ({"mixed": 4, "short": 80}, "of 100 forwards 84 replayed CUDA graphs, in which"),
@@ -59,17 +59,17 @@ def test_what_graphs_hide_is_said() -> None:
         verdict = judge(prefilled.model_copy(update={"graph_replays": replays}))
         assert verdict.proven
         assert text in verdict.uncounted
-    halves = judge(counted(forwards=16).model_copy(update={"forwards": 8}))
+    halves = judge(counts(forwards=16).model_copy(update={"forwards": 8}))
     assert "halves of an overlapped batch" in halves.uncounted
 
 
 def test_requests_of_several_patterns() -> None:
     """A layer is F for some: it ran in their forwards alone."""
     fields = {"indexer_selections": [16, 12, 0, 0], "index_reuses": [0, 4, 16, 16]}
-    verdict = judge(counted(mode="live", tokens={"prefill FFSS": 100, "decode FSSS": 40}, **fields))
+    verdict = judge(counts(mode="live", tokens={"prefill FFSS": 100, "decode FSSS": 40}, **fields))
     assert verdict.proven
     assert "12 of 16 in layer 1, 0 of 16 in layers 2-3" in verdict.text
-    alone = judge(counted(mode="live", tokens={"prefill FSSS": 160}, **fields))
+    alone = judge(counts(mode="live", tokens={"prefill FSSS": 160}, **fields))
     assert "NOT OK, for layer 1 did not" in alone.text
     assert alone.proven is False
 
@@ -77,28 +77,28 @@ def test_requests_of_several_patterns() -> None:
 @pytest.mark.parametrize("rows", [{}, {"FSSS": 10, "others": 3}], ids=["an older server", "many"])
 def test_what_was_served_is_not_known(rows: dict[str, int]) -> None:
     fields = {"indexer_selections": [16, 12, 0, 0], "index_reuses": [0, 4, 16, 16]}
-    verdict = judge(counted("FSSS", mode="live", rows=rows, **fields))
+    verdict = judge(counts("FSSS", mode="live", rows=rows, **fields))
     assert verdict.proven is None
     assert "does not name every pattern" in verdict.text
 
 
 def test_a_pipeline_stage_is_judged_by_its_own_layers() -> None:
     fields = {"indexer_selections": [16, 0, 0, 0], "index_reuses": [0, 16, 0, 0]}
-    verdict = judge(counted("FSFS", stage=(0, 2), **fields))
+    verdict = judge(counts("FSFS", stage=(0, 2), **fields))
     assert verdict.proven
     assert verdict.text == "indexer ran 16 of 16 forwards in layer 0, 0 of 16 in layer 1: OK"
     assert "pipeline stages that do not report" in verdict.uncounted
-    assert judge(counted("FFFS", stage=(0, 2), **fields)).proven is False
+    assert judge(counts("FFFS", stage=(0, 2), **fields)).proven is False
 
 
 def test_many_pieces_are_counted() -> None:
-    assert "in 8 layers, 0 of 16 in 8 layers: OK" in judge(counted("FS" * 8)).text
-    text = judge(counted("FSSFSS")).text
+    assert "in 8 layers, 0 of 16 in 8 layers: OK" in judge(counts("FS" * 8)).text
+    text = judge(counts("FSSFSS")).text
     assert "in layers 0 and 3, 0 of 16 in layers 1-2 and 4-5" in text
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "sentence"),
     [
         ({}, "264 bytes per token; plain DSA: 528"),
         ({"mode": "live"}, "264 bytes per token; plain DSA: 264"),
@@ -110,5 +110,5 @@ def test_many_pieces_are_counted() -> None:
     ],
     ids=str,
 )
-def test_index_keys_beside_those_of_plain_dsa(fields: Any, said: str) -> None:
-    assert describe_index_keys(counted(index_k_bytes_per_token=264, **fields)) == said
+def test_index_keys_beside_those_of_plain_dsa(fields: Any, sentence: str) -> None:
+    assert describe_index_keys(counts(index_k_bytes_per_token=264, **fields)) == sentence

@@ -22,8 +22,8 @@ torch = pytest.importorskip("torch")
 LAYERS, TOPK = 4, 8
 
 
-def traffic(*own: int) -> Traffic:
-    return Traffic(range(LAYERS), frozenset(own or range(LAYERS)), TOPK)
+def traffic(*indexed: int) -> Traffic:
+    return Traffic(range(LAYERS), frozenset(indexed or range(LAYERS)), TOPK)
 
 
 def _of_letters(letters: str, factor: int) -> Pattern:
@@ -39,38 +39,38 @@ requests = st.lists(st.tuples(patterns, st.integers(1, 30), st.integers(0, 30)),
 layers = st.sets(st.integers(0, LAYERS - 1))
 
 
-@given(given=requests, own=layers, exact=layers)
+@given(requests=requests, indexed=layers, exact=layers)
 def test_pairs_are_those_of_every_row_with_every_token_that_it_sees(
-    given: list[tuple[Pattern, int, int]], own: set[int], exact: set[int]
+    requests: list[tuple[Pattern, int, int]], indexed: set[int], exact: set[int]
 ) -> None:
     """Each request is a pattern, rows, and the tokens before them."""
-    counted = Traffic(
-        range(LAYERS), frozenset(own), TOPK, flops=80, exact=frozenset(exact), folded_flops=10
+    traffic_seen = Traffic(
+        range(LAYERS), frozenset(indexed), TOPK, flops=80, exact=frozenset(exact), folded_flops=10
     )
-    counted.count("prefill", [(p, rows, rows + before) for p, rows, before in given])
+    traffic_seen.count("prefill", [(p, rows, rows + before) for p, rows, before in requests])
     expected, again = dict.fromkeys(("scored", "folded", "skipped"), 0), 0
-    given = given if any(rows + before > TOPK for _, rows, before in given) else []
-    for layer in own:
-        factors = [0 if layer in exact else pattern.fold_at(layer) for pattern, *_ in given]
-        someone = any(pattern.is_full(layer) for pattern, *_ in given)
-        for (pattern, rows, before), factor in zip(given, factors, strict=True):
+    requests = requests if any(rows + before > TOPK for _, rows, before in requests) else []
+    for layer in indexed:
+        factors = [0 if layer in exact else pattern.fold_at(layer) for pattern, *_ in requests]
+        someone = any(pattern.is_full(layer) for pattern, *_ in requests)
+        for (pattern, rows, before), factor in zip(requests, factors, strict=True):
             # By itself where the layer folds for somebody, else with all others.
             runs = pattern.is_full(layer) if any(factors) else someone
             lengths = [before + row + 1 for row in range(rows)]
             expected["folded" if factor else "scored" if runs else "skipped"] += sum(lengths)
             if factor > 1:
-                again += sum(min(each, factor * TOPK) for each in lengths if each > TOPK)
+                again += sum(min(length, factor * TOPK) for length in lengths if length > TOPK)
     for kind, pairs in expected.items():
-        assert sum(n for (*_, of), n in counted.pairs.items() if of == kind) == pairs
+        assert sum(n for (*_, of), n in traffic_seen.pairs.items() if of == kind) == pairs
     saved = 80 * expected["skipped"] + 70 * expected["folded"] - 80 * again
-    assert counted.flops_saved == saved
-    assert sum(counted.tokens.values()) == sum(rows for _, rows, _ in given) or not given
+    assert traffic_seen.flops_saved == saved
+    assert sum(traffic_seen.tokens.values()) == sum(rows for _, rows, _ in requests) or not requests
 
 
 def test_bins_by_the_length_of_each_request() -> None:
-    counted = traffic()
-    counted.count("decode", [(Pattern("FSFS"), 1, 2048), (Pattern("FSFS"), 1, 200_000)])
-    assert counted.pairs == {
+    counts = traffic()
+    counts.count("decode", [(Pattern("FSFS"), 1, 2048), (Pattern("FSFS"), 1, 200_000)])
+    assert counts.pairs == {
         ("decode", "2Ki", "scored"): 4096,
         ("decode", "2Ki", "skipped"): 4096,
         ("decode", "more", "scored"): 400_000,
@@ -80,13 +80,13 @@ def test_bins_by_the_length_of_each_request() -> None:
 
 
 def test_so_many_patterns_are_counted_apart() -> None:
-    counted = traffic()
+    counts = traffic()
     names = [f"F{n:07b}".replace("0", "S").replace("1", "F") for n in range(MAX_LABELS + 5)]
     for name in names:
-        counted.count("prefill", [(Pattern(name), 2, 2)])
-    assert len(counted.tokens) == MAX_LABELS + 1
-    assert counted.tokens["prefill", "others"] == 10
-    assert counted.tokens["prefill", names[0]] == 2
+        counts.count("prefill", [(Pattern(name), 2, 2)])
+    assert len(counts.tokens) == MAX_LABELS + 1
+    assert counts.tokens["prefill", "others"] == 10
+    assert counts.tokens["prefill", names[0]] == 2
 
 
 def batch(mode: str, lengths: Any, **fields: Any) -> Any:
@@ -104,7 +104,7 @@ A, B = Pattern("FSSS"), Pattern("FFSS")
 
 
 @pytest.mark.parametrize(
-    ("given", "patterns", "served"),
+    ("batch", "patterns", "expected"),
     [
         (batch("extend", [5, 9], rids=["1", "2"], extend_seq_lens_cpu=[5, 2]), [A, B],
          [(A, 5, 5), (B, 2, 9)]),
@@ -118,12 +118,12 @@ A, B = Pattern("FSSS"), Pattern("FFSS")
         (batch("idle", [], rids=[]), [], []),
     ],
 )  # fmt: skip
-def test_what_a_batch_says_on_the_host(given: Any, patterns: Any, served: Any) -> None:
-    assert served_in(given, patterns, B) == served
+def test_what_a_batch_says_on_the_host(batch: Any, patterns: Any, expected: Any) -> None:
+    assert served_in(batch, patterns, B) == expected
 
 
 @pytest.mark.parametrize(
-    ("given", "idle"),
+    ("batch", "idle"),
     [
         (batch("decode", [5], rids=["1"]), False),
         (batch("idle", [], rids=[]), True),
@@ -134,8 +134,8 @@ def test_what_a_batch_says_on_the_host(given: Any, patterns: Any, served: Any) -
         (batch("extend", [5]), False),  # a warm-up
     ],
 )
-def test_a_forward_without_requests(given: Any, idle: bool) -> None:
-    assert is_idle(given) is idle
+def test_a_forward_without_requests(batch: Any, idle: bool) -> None:
+    assert is_idle(batch) is idle
 
 
 def test_without_lengths_nothing_is_counted() -> None:

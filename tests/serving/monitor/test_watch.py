@@ -16,7 +16,7 @@ from tests.fakes import state
 from tests.fakes.server import FakeServer, serving
 
 
-def drawn(before: list[RankState], after: list[RankState], seconds: float) -> str:
+def screen(before: list[RankState], after: list[RankState], seconds: float) -> str:
     console = Console(file=io.StringIO(), width=120, record=True)
     console.print(frame(before, after, seconds))
     return " ".join(console.export_text().split())
@@ -47,7 +47,7 @@ AFTER = BEFORE.model_copy(
 
 
 def test_what_changed_and_what_was_so_far() -> None:
-    output = drawn([BEFORE], [AFTER], 2.0)
+    output = screen([BEFORE], [AFTER], 2.0)
     assert "prefill, up to 2Ki tokens 75.0% 54.2%" in output
     assert "decode, longer 75.0% 75.0%" in output
     assert "all 75.0% 59.4%" in output
@@ -61,14 +61,14 @@ def test_what_changed_and_what_was_so_far() -> None:
 
 def test_ranks_are_added_up() -> None:
     ranks = [AFTER, BEFORE.model_copy(update={"rank": 1})]
-    output = drawn(ranks, ranks, 1.0)
+    output = screen(ranks, ranks, 1.0)
     assert "2 ranks" in output
     assert "all - 55.8%" in output
     assert "FSSS 0 130 3" in output
 
 
 def test_a_restarted_server_begins_anew() -> None:
-    assert "FSSS 0 50 0" in drawn([AFTER], [BEFORE], 1.0)
+    assert "FSSS 0 50 0" in screen([AFTER], [BEFORE], 1.0)
 
 
 def test_it_looks_again_and_again_until_interrupted() -> None:
@@ -102,20 +102,20 @@ OVERLAP = {
 
 def test_overlap_by_layer_and_the_worst() -> None:
     state_now = AFTER.model_copy(update={"mode": "live", "overlap": Overlaps(**OVERLAP)})
-    output = drawn([state_now], [state_now, state_now], 1.0)
+    output = screen([state_now], [state_now, state_now], 1.0)
     assert "S layers have 78% of their own selection in common with the list they" in output
     assert "65% beyond chance (found with 75%)" in output  # of layer 2 it is half, of 3 four fifths
     assert "(found with 75%); 6 forwards were sampled" in output
     assert "overlap by layer: ··▆█" in output
     assert "2 65.0% 50.0% 75.0% 80.0% 3 90.0% 80.0% - 95.0%" in output
     static = state_now.model_copy(update={"mode": "static"})
-    assert "F layers" in drawn([static], [static], 1.0)
-    assert "2 65.0% 50.0% 75.0% - 3" in drawn([static], [static], 1.0)
+    assert "F layers" in screen([static], [static], 1.0)
+    assert "2 65.0% 50.0% 75.0% - 3" in screen([static], [static], 1.0)
 
 
 def test_a_shadow_that_saw_nothing_or_is_off() -> None:
     waiting = AFTER.model_copy(update={"overlap": Overlaps(one_in=5)})
-    assert "no row with more than index_topk tokens was sampled yet" in drawn(
+    assert "no row with more than index_topk tokens was sampled yet" in screen(
         [waiting], [waiting], 1.0
     )
-    assert "overlap" not in drawn([AFTER], [AFTER], 1.0)
+    assert "overlap" not in screen([AFTER], [AFTER], 1.0)

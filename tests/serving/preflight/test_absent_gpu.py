@@ -142,8 +142,10 @@ def test_usual_command_lines_of_a_gpu_node_pass(
         assert "MB on each GPU (not measured), kept free" in text
     if "live" not in command:
         shared = {"1/4": 56, "1/2": 38} if command.startswith("glm-5") else {"uniform:1/4": 45}
-        saved = 132 * shared[command.partition("--indexcache-pattern ")[2].split()[0]]
-        assert f"{saved} of {132 * (78 if 'glm-5' in command else 61)} bytes per token" in text
+        bytes_saved = 132 * shared[command.partition("--indexcache-pattern ")[2].split()[0]]
+        assert (
+            f"{bytes_saved} of {132 * (78 if 'glm-5' in command else 61)} bytes per token" in text
+        )
 
 
 def test_the_first_line_says_that_this_machine_has_no_gpu(

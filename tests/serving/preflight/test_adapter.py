@@ -119,9 +119,9 @@ REFUSED: dict[str, tuple[Callable[[Path], list[str]], str]] = {
 }
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_one_clear_error(adapter: Adapter, what: str) -> None:
-    change, says = REFUSED[what]
+@pytest.mark.parametrize("fault", REFUSED)
+def test_one_clear_error(adapter: Adapter, fault: str) -> None:
+    change, says = REFUSED[fault]
     more = change(adapter.folder)
     with pytest.raises(IndexCacheError, match=says):
         planned("--indexcache-adapter", str(adapter.folder), *more)
@@ -136,9 +136,9 @@ def test_a_name_of_the_hub_cannot_be_compared(adapter: Adapter) -> None:
 
 def test_other_weights_have_other_kv(adapter: Adapter) -> None:
     plans = [plan("FFFF"), *(plan("FFFF", adapter="a", adapter_digest=d * 64) for d in "ab")]
-    full, other = Pattern("FFFF"), Pattern("FSFS")
+    full, shared = Pattern("FFFF"), Pattern("FSFS")
     assert plans[0].kv_namespace(full) is None
-    assert len({p.kv_namespace(each) for p in plans for each in (full, other)}) == 6
+    assert len({p.kv_namespace(pattern) for p in plans for pattern in (full, shared)}) == 6
     assert len({p.terms for p in plans}) == 3
 
 
@@ -266,12 +266,12 @@ def load(into: nn.Module, base: Path) -> None:
     """Load as SGLang does, with the hook of a server that has an adapter."""
     from sglang.srt.model_loader.loader import DefaultModelLoader
 
-    stored = load_file(base / "model.safetensors")
-    DefaultModelLoader.load_weights_only(into, iter(stored.items()), torch.device("cpu"))
+    tensors = load_file(base / "model.safetensors")
+    DefaultModelLoader.load_weights_only(into, iter(tensors.items()), torch.device("cpu"))
     DefaultModelLoader.postprocess_weights(into, torch.device("cpu"))
 
 
-def same(first: nn.Module, second: nn.Module) -> bool:
+def equal_weights(first: nn.Module, second: nn.Module) -> bool:
     theirs = dict(second.named_parameters())
     return all(
         torch.equal(p.view(torch.uint8), theirs[name].view(torch.uint8))
@@ -288,30 +288,30 @@ def test_it_is_quantised_on_loading_like_the_checkpoint(
     shutil.copytree(fp8_base, merged)
     content = as_released(weights(0, 9) | weights(1, 2))
     save_file(content, merged / "model.safetensors", metadata={"format": "pt"})
-    plain, expected, got = model(fused=fused), model(fused=fused), model(fused=fused)
+    plain, expected, loaded = model(fused=fused), model(fused=fused), model(fused=fused)
     with monkeypatch.context() as without:  # the hook of the test before stays
         without.setattr(served, "published_plan", lambda: None)
         load(plain, fp8_base)
         load(expected, merged)
     served.install(fp8_plan)
-    load(got, fp8_base)
-    assert got.model.layers[0].self_attn.indexer.wq_b.weight.dtype == torch.float8_e4m3fn
-    assert same(got, expected)
-    assert not same(got, plain)
-    served.check_in_effect(SimpleNamespace(model=got), fp8_plan)
+    load(loaded, fp8_base)
+    assert loaded.model.layers[0].self_attn.indexer.wq_b.weight.dtype == torch.float8_e4m3fn
+    assert equal_weights(loaded, expected)
+    assert not equal_weights(loaded, plain)
+    served.check_in_effect(SimpleNamespace(model=loaded), fp8_plan)
 
 
 def test_where_weights_are_dequantised_its_are_too(
     fp8_plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stored = served.indexers(fp8_plan)
+    tensors = served.indexers(fp8_plan)
     blocks = QUANTIZATION["weight_block_size"]
     monkeypatch.setattr(fp8, "blocks", lambda: blocks)
     plain = served.indexers(fp8_plan)
-    assert plain.keys() == {name for name in stored if not name.endswith(SCALES)}
+    assert plain.keys() == {name for name in tensors if not name.endswith(SCALES)}
     for name, tensor in plain.items():
-        scales = stored.get(name + SCALES)
-        expected = stored[name] if scales is None else dequantised(stored[name], scales, blocks)
+        scales = tensors.get(name + SCALES)
+        expected = tensors[name] if scales is None else dequantised(tensors[name], scales, blocks)
         assert torch.equal(tensor, expected)
 
 
@@ -323,14 +323,14 @@ def test_weights_that_came_another_way(fp8_plan: Plan) -> None:
         served.check_in_effect(runner, fp8_plan)
 
 
-@pytest.mark.parametrize("way", ["disk", "distributed", "tensor", "ipc"])
-def test_an_update_of_weights_is_refused(fp8_plan: Plan, way: str) -> None:
+@pytest.mark.parametrize("route", ["disk", "distributed", "tensor", "ipc"])
+def test_an_update_of_weights_is_refused(fp8_plan: Plan, route: str) -> None:
     from sglang.srt.managers.scheduler_components.weight_updater import (
         SchedulerWeightUpdaterManager,
     )
 
     served.install(fp8_plan)
-    update = getattr(SchedulerWeightUpdaterManager, f"update_weights_from_{way}")
+    update = getattr(SchedulerWeightUpdaterManager, f"update_weights_from_{route}")
     answer = update(SimpleNamespace(), SimpleNamespace())
     assert not answer.success
     assert "start one without --indexcache-adapter" in answer.message

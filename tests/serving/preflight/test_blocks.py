@@ -126,17 +126,19 @@ def resolved(
     lines |= {name: (folder, UNIFORM, variables) for name, variables in VARIABLES.items()}
     for name, blocks in CONFIGS.items():
         lines[name] = (write(tmp_path_factory.mktemp(name), blocks), UNIFORM, {})
-    asked = [(["--model-path", str(at), *line.split()], env) for at, line, env in lines.values()]
-    done = subprocess.run(
+    lines_asked = [
+        (["--model-path", str(at), *line.split()], env) for at, line, env in lines.values()
+    ]
+    process = subprocess.run(
         [sys.executable, "-c", CODE],
-        input=json.dumps(asked),
+        input=json.dumps(lines_asked),
         env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    return dict(zip(lines, json.loads(done.stdout.splitlines()[-1]), strict=True))
+    assert process.returncode == 0, process.stderr
+    return dict(zip(lines, json.loads(process.stdout.splitlines()[-1]), strict=True))
 
 
 @pytest.mark.parametrize("line", PASS)
@@ -168,12 +170,12 @@ def test_a_variable_by_which_nothing_would_be_shared_is_refused(
     resolved: dict[str, Any], name: str
 ) -> None:
     problems, *_ = resolved[name]
-    assert any(f"does not work with {name.partition('=')[0]}, w" in each for each in problems)
+    assert any(f"does not work with {name.partition('=')[0]}, w" in problem for problem in problems)
 
 
 def test_indexers_with_an_output_of_their_own_are_refused(resolved: dict[str, Any]) -> None:
     problems, *_ = resolved["values"]
-    assert any("is not set in layers 3), which an S layer would" in each for each in problems)
+    assert any("is not set in layers 3), which an S layer would" in problem for problem in problems)
 
 
 def test_a_config_that_sglang_does_not_read_is_refused(resolved: dict[str, Any]) -> None:

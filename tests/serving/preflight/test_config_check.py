@@ -38,12 +38,12 @@ def fresh(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Family, dict[
 
 def test_a_fresh_config_lacks_lines_that_are_named(fresh: tuple[Family, dict[str, Any]]) -> None:
     family, config = fresh
-    with pytest.raises(CheckpointError, match="the config of m") as raised:
+    with pytest.raises(CheckpointError, match="the config of m") as error:
         check_config(config, "m")
-    lines, override = str(raised.value).split("; or start with --json-model-override-args ")
-    named = json.loads("{" + lines.partition("config.json: ")[2] + "}")
-    assert json.loads(override.strip("'.")) == named == family.extra_config
-    check_config({**config, **named}, "m")
+    lines, override = str(error.value).split("; or start with --json-model-override-args ")
+    fields = json.loads("{" + lines.partition("config.json: ")[2] + "}")
+    assert json.loads(override.strip("'.")) == fields == family.extra_config
+    check_config({**config, **fields}, "m")
 
 
 def test_no_field_that_sglang_reads_is_forgotten(
@@ -53,10 +53,10 @@ def test_no_field_that_sglang_reads_is_forgotten(
     from sglang.srt.utils.hf_transformers.config import get_config
 
     family, _ = fresh
-    read = {name for reader in READERS for name in fields_of(SGLANG / "srt" / reader)}
-    assert {"moe_layer_freq", "kv_lora_rank", "topk_group"} <= read
+    names = {name for reader in READERS for name in fields_of(SGLANG / "srt" / reader)}
+    assert {"moe_layer_freq", "kv_lora_rank", "topk_group"} <= names
     config = get_config(str(tmp_path), trust_remote_code=False)
-    lacking = {name for name in read - ASKED_FIRST if not hasattr(config, name)}
+    lacking = {name for name in names - ASKED_FIRST if not hasattr(config, name)}
     assert lacking == family.extra_config.keys() - {"indexer_rope_interleave"}
 
 
@@ -91,9 +91,9 @@ def test_a_value_that_sglang_cannot_serve(
 def test_missing_fields_hide_no_limit(fresh: tuple[Family, dict[str, Any]]) -> None:
     family, config = fresh
     config = {name: config[name] for name in config if name not in family.extra_config}
-    with pytest.raises(CombinedError) as raised:
+    with pytest.raises(CombinedError) as error:
         check_config({**config, "hidden_act": "gelu"}, "m")
-    absent, limit = map(str, raised.value.each)
+    absent, limit = map(str, error.value.each)
     assert "Add to its config.json" in absent
     assert "hidden_act is 'gelu' and must be silu" in limit
 

@@ -51,7 +51,7 @@ def examine(*arguments: object) -> tuple[bool, str]:
 
 
 def test_findings_come_first_and_the_layers_last(folder: Path) -> None:
-    fine, said = examine("--model-path", folder, "--indexcache-pattern", "1/4")
+    fine, output = examine("--model-path", folder, "--indexcache-pattern", "1/4")
     assert fine
     for text in (
         f"{folder} (GlmMoeDsaForCausalLM)",
@@ -61,8 +61,8 @@ def test_findings_come_first_and_the_layers_last(folder: Path) -> None:
         "22 of 78 layers keep their indexer",
         "index-K saved  7392 of 10296 bytes per token on GPUs, ",  # 56 x 132
     ):
-        assert text in said
-    lines = [line.rstrip() for line in said.splitlines() if line.strip()]
+        assert text in output
+    lines = [line.rstrip() for line in output.splitlines() if line.strip()]
     assert lines[:2] == ["checked for: the CPU reference platform", "no problem found"]
 
 
@@ -221,10 +221,10 @@ def test_json_has_what_is_printed_and_nothing_else_is_on_stdout(folder: Path) ->
     assert {*server} == {
         *("model", "indexers", "checkpoint", "pattern", "mode", "quality", "index_k_saved", "uses")
     }
-    _, printed = examine(*arguments[2:], "1/4")
+    _, output = examine(*arguments[2:], "1/4")
     for value in server.values():
         for line in [value] if isinstance(value, str) else value:
-            assert line[:60] in printed
+            assert line[:60] in output
     result = CliRunner().invoke(app, ["server", "doctor", "--json", *arguments, "FSS"])
     answer = json.loads(result.stdout)
     assert result.exit_code == 1

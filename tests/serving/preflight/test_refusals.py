@@ -25,7 +25,7 @@ FOLDED = {"pattern": Pattern("LSLF@0123456789ab"), "slopes": ((0.5,),) * 4}
 RETURN = {"enable_return_indexer_topk": True}
 
 
-def flags(**given: Any) -> SimpleNamespace:
+def flags(**changes: Any) -> SimpleNamespace:
     """Return what a plain command line resolves to, and what was ``given``."""
     plain = {
         "attention_backend": "indexcache",
@@ -58,7 +58,7 @@ def flags(**given: Any) -> SimpleNamespace:
         "enable_lmcache": False,
         "enable_unified_cache_external_linker": False,
     }
-    return SimpleNamespace(**plain | given)
+    return SimpleNamespace(**plain | changes)
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +70,7 @@ def platform(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("fields", "given"),
+    ("fields", "changes"),
     [
         ({}, {}),
         (LIVE, {}),
@@ -93,12 +93,12 @@ def platform(monkeypatch: pytest.MonkeyPatch) -> Any:
     ],
     ids=str,
 )
-def test_what_goes_together(fields: dict[str, Any], given: dict[str, Any]) -> None:
-    check(flags(**given), plan(**fields), 4)
+def test_what_goes_together(fields: dict[str, Any], changes: dict[str, Any]) -> None:
+    check(flags(**changes), plan(**fields), 4)
 
 
 @pytest.mark.parametrize(
-    ("fields", "given", "message"),
+    ("fields", "changes", "message"),
     [
         (LIVE | FOLDED, {}, "which folds indexers, does not work with live mode"),
         (FOLDED | {"pattern": Pattern("FFFF+c4@0123456789ab")}, {}, r"\+cN, a second stage"),
@@ -135,9 +135,9 @@ def test_what_goes_together(fields: dict[str, Any], given: dict[str, Any]) -> No
     ],
     ids=str,
 )
-def test_what_is_refused(fields: dict[str, Any], given: dict[str, Any], message: str) -> None:
+def test_what_is_refused(fields: dict[str, Any], changes: dict[str, Any], message: str) -> None:
     with pytest.raises(SettingsError, match=message):
-        check(flags(**given), plan(**fields), 4)
+        check(flags(**changes), plan(**fields), 4)
 
 
 def test_a_shadow_where_layers_fold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +177,7 @@ NO_BACKEND = dict.fromkeys(BACKEND_FIELDS)
 
 
 @pytest.mark.parametrize(
-    ("fields", "given", "cause"),
+    ("fields", "changes", "cause"),
     [
         ({"slopes": ((0.5,),) * 4}, {}, "a pattern that folds"),
         ({"adapter": "/adapter"}, {}, "--indexcache-adapter"),
@@ -190,15 +190,15 @@ NO_BACKEND = dict.fromkeys(BACKEND_FIELDS)
     ids=str,
 )
 def test_what_minimax_m3_does_not_go_with(
-    fields: dict[str, Any], given: dict[str, Any], cause: str
+    fields: dict[str, Any], changes: dict[str, Any], cause: str
 ) -> None:
     """``test_blocks.py`` has the refusals of real command lines."""
-    served = flags(**NO_BACKEND)
-    check(served, plan(**M3), 7)
+    fine = flags(**NO_BACKEND)
+    check(fine, plan(**M3), 7)
     with pytest.raises(
         SettingsError, match=f"sharing the blocks of a .* does not work with {cause}"
     ):
-        check(flags(**NO_BACKEND | given), plan(**M3 | fields), 7)
+        check(flags(**NO_BACKEND | changes), plan(**M3 | fields), 7)
 
 
 @pytest.mark.parametrize("device", [PlatformEnum.ROCM, PlatformEnum.CPU])
@@ -214,7 +214,7 @@ OVERLAP = TWO | {"enable_two_batch_overlap": True}
 
 
 @pytest.mark.parametrize(
-    ("fine", "refused", "start", "fields", "given"),
+    ("fine", "bad", "start", "fields", "changes"),
     [
         ("FSFS", "FFSS", 2, LIVE, TWO),
         # SGLang drops the halves' indices, and would hand on an earlier layer's without a word.
@@ -224,13 +224,13 @@ OVERLAP = TWO | {"enable_two_batch_overlap": True}
     ids=["live", "overlap", "hybrid"],
 )
 def test_a_stage_that_is_handed_no_indices_starts_on_a_full_layer(
-    fine: str, refused: str, start: int, fields: dict[str, Any], given: dict[str, Any]
+    fine: str, bad: str, start: int, fields: dict[str, Any], changes: dict[str, Any]
 ) -> None:
     layers = 14 if fields is HYBRID else 4
-    check(flags(**given), plan(fine, **fields), layers)
+    check(flags(**changes), plan(fine, **fields), layers)
     with pytest.raises(PatternError, match=f"stages start at layers {start}, which are S"):
-        check(flags(**given), plan(refused, **fields), layers)
-    check(flags(), plan(refused, **fields), layers)
+        check(flags(**changes), plan(bad, **fields), layers)
+    check(flags(), plan(bad, **fields), layers)
 
 
 def test_in_static_mode_sglang_hands_the_indices_on() -> None:
@@ -244,14 +244,14 @@ def test_a_graphs_pattern_obeys_the_stages_too() -> None:
 
 def test_no_model_of_ours_has_prefill_in_pieces() -> None:
     files = (Path(sglang.__file__).parent / "srt" / "models").glob("*.py")
-    served = {
+    pieces = {
         name: "forward_split_prefill" in text
         for text in map(Path.read_text, files)
         for name in BY_ARCHITECTURE
         if f"class {name}(" in text
     }
-    assert {"GlmMoeDsaForCausalLM", "DeepseekV32ForCausalLM"} <= served.keys()
-    assert not any(served.values())
+    assert {"GlmMoeDsaForCausalLM", "DeepseekV32ForCausalLM"} <= pieces.keys()
+    assert not any(pieces.values())
 
 
 def test_stage_starts_in_pattern_positions() -> None:
@@ -262,7 +262,7 @@ def test_stage_starts_in_pattern_positions() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "given", "reason"),
+    ("fields", "changes", "reason"),
     [
         ({}, {"disable_cuda_graph": True}, "switched off"),
         ({}, {"disable_decode_cuda_graph": True}, "switched off"),
@@ -273,9 +273,9 @@ def test_stage_starts_in_pattern_positions() -> None:
     ],
 )
 def test_graphs_that_nothing_would_replay(
-    fields: dict[str, Any], given: dict[str, Any], reason: str
+    fields: dict[str, Any], changes: dict[str, Any], reason: str
 ) -> None:
     refused_plan = plan(graphs=("short",), **fields)
     with pytest.raises(SettingsError, match=f"--indexcache-graphs does not work with .*{reason}"):
-        check(flags(**given), refused_plan, 4)
+        check(flags(**changes), refused_plan, 4)
     check(flags(), plan(graphs=("short",)), 4)

@@ -16,19 +16,19 @@ from sglang_indexcache.serving.preflight.resolve import make_plan
 from tests.fakes.glm5 import CONFIG as GLM5
 
 
-def checkpoint(own: str = "FFFFFF", architecture: str = "GlmMoeDsaForCausalLM") -> Checkpoint:
-    return Checkpoint(architecture, tuple(range(len(own))), Pattern(own), {})
+def checkpoint(letters: str = "FFFFFF", architecture: str = "GlmMoeDsaForCausalLM") -> Checkpoint:
+    return Checkpoint(architecture, tuple(range(len(letters))), Pattern(letters), {})
 
 
-def flags(**given: str | None) -> Choices:
-    return collect({f"indexcache_{name}": value for name, value in given.items()})
+def flags(**values: str | None) -> Choices:
+    return collect({f"indexcache_{name}": value for name, value in values.items()})
 
 
 def plan(
-    request: Choices | None = None, own: str = "FFFFFF", overrides: dict[str, Any] | None = None
+    request: Choices | None = None, letters: str = "FFFFFF", overrides: dict[str, Any] | None = None
 ) -> Plan:
     findings = Findings()
-    result = make_plan(request or flags(), checkpoint(own), overrides or {}, "", findings)
+    result = make_plan(request or flags(), checkpoint(letters), overrides or {}, "", findings)
     findings.report()
     return result
 
@@ -137,7 +137,7 @@ def test_bad_override(overrides: dict[str, Any], message: str) -> None:
 
 
 def test_default_is_the_checkpoints_own_sharing() -> None:
-    result = plan(own="FFSFSS")
+    result = plan(letters="FFSFSS")
     assert result.pattern == Pattern("FFSFSS")
     assert "trained with it" in result.source
     assert result.advice == ""
@@ -157,11 +157,11 @@ def test_asking_for_full_does_not_warn() -> None:
 
 
 def test_pattern_may_not_need_missing_indexers() -> None:
-    assert str(plan(flags(pattern="FSSFSS"), own="FFSFSS").pattern) == "FSSFSS"
+    assert str(plan(flags(pattern="FSSFSS"), letters="FFSFSS").pattern) == "FSSFSS"
     with pytest.raises(PatternError, match="ships no indexer weights"):
-        plan(flags(pattern="FFFFFF"), own="FFSFSS")
+        plan(flags(pattern="FFFFFF"), letters="FFSFSS")
     with pytest.raises(PatternError, match="ships no indexer weights"):
-        plan(overrides={"index_topk_freq": 1}, own="FFSFSS")
+        plan(overrides={"index_topk_freq": 1}, letters="FFSFSS")
 
 
 def test_static_plan_builds_the_pattern() -> None:
@@ -173,7 +173,7 @@ def test_static_plan_builds_the_pattern() -> None:
 
 
 def test_live_plan_builds_every_indexer_the_checkpoint_has() -> None:
-    overrides = plan(flags(pattern="FSSFSS", mode="live"), own="FFSFSS").hf_overrides()
+    overrides = plan(flags(pattern="FSSFSS", mode="live"), letters="FFSFSS").hf_overrides()
     assert overrides["indexer_types"] == ["full", "full", "shared", "full", "shared", "shared"]
 
 
@@ -190,12 +190,12 @@ def test_only_a_pattern_of_its_own_keeps_kv_apart() -> None:
     static = plan(flags(pattern="FSSFSS"))
     apart = static.kv_namespace(first)
     assert apart is not None
-    assert apart == plan(flags(pattern="FSSFSS"), own="FFSFSS").kv_namespace(first)
+    assert apart == plan(flags(pattern="FSSFSS"), letters="FFSFSS").kv_namespace(first)
     assert apart != static.kv_namespace(second)
-    assert plan(own="FSSFSS").kv_namespace(first) is None
+    assert plan(letters="FSSFSS").kv_namespace(first) is None
     assert plan(flags(pattern="full")).kv_namespace(Pattern.full(6)) is None
     live = plan(flags(pattern="full", mode="live"))
-    spaces = {live.kv_namespace(each) for each in (first, second, Pattern.full(6))} | {apart}
+    spaces = {live.kv_namespace(pattern) for pattern in (first, second, Pattern.full(6))} | {apart}
     assert len(spaces) == 4
     assert None not in spaces
 

@@ -235,8 +235,8 @@ def _question(number: int, drafted: Asked, room: Room, behind: list[int]) -> Que
     else:
         text = f"\n{drafted.text}{drafted.cue}{drafted.begun}"
     first, start, last = room.encode([text, beginning, answer])
-    whole = f"{drafted.text}{drafted.begun}"
-    return Question(f"q{number}", [*first, *behind, *start], last, whole, drafted.answer, None)
+    turn_text = f"{drafted.text}{drafted.begun}"
+    return Question(f"q{number}", [*first, *behind, *start], last, turn_text, drafted.answer, None)
 
 
 def _shortened(

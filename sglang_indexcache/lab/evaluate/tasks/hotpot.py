@@ -76,8 +76,8 @@ class HotpotQA:
     @cached_property
     def digest(self) -> str:
         """Digest of all that it asks and hides."""
-        whole: Any = [vars(hop) for hop in self.hops], self.paragraphs
-        return hashlib.sha256(json.dumps(whole).encode()).hexdigest()
+        content: Any = [vars(hop) for hop in self.hops], self.paragraphs
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
     def __call__(self, draw: random.Random, room: Room) -> Draft:
         """Draft a context: the paragraphs of its questions among others."""

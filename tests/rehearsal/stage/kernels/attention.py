@@ -34,11 +34,11 @@ def flash_mla_sparse_fwd(q, kv, indices, sm_scale, d_v=512, attn_sink=None, topk
     out = q.new_zeros(*q.shape[:2], d_v)
     heads = _heads_in_use(q)
     for rows in torch.arange(len(q)).split(_ROWS_AT_ONCE):
-        listed = indices[rows, 0].long()
-        named, place = listed.unique(return_inverse=True)
-        keys = latents[named.clamp_min(0)].double()
-        times = torch.zeros(len(rows), len(named), dtype=torch.float64)
-        times = times.scatter_add_(1, place, (listed >= 0).double())[:, None]
+        slots = indices[rows, 0].long()
+        distinct, place = slots.unique(return_inverse=True)
+        keys = latents[distinct.clamp_min(0)].double()
+        times = torch.zeros(len(rows), len(distinct), dtype=torch.float64)
+        times = times.scatter_add_(1, place, (slots >= 0).double())[:, None]
         logits = q[rows, :heads].double() @ keys.T * sm_scale
         logits = logits.masked_fill(times == 0, float("-inf")) + times.clamp_min(1).log()
         weights = logits.softmax(-1).masked_fill((times == 0).all(-1, keepdim=True), 0)
@@ -88,10 +88,10 @@ def flash_mla_with_kvcache(  # type: ignore[no-untyped-def]
         assert -1 <= int(indices.amin()) <= int(indices.amax()) < len(rows), "a wild index"
     out = q.new_zeros(*q.shape[:3], head_dim_v)
     heads = _heads_in_use(q.flatten(0, 1))
-    for query, listed, at in zip(
+    for query, slots, at in zip(
         q.flatten(0, 1), indices.flatten(0, 1), out.flatten(0, 1), strict=True
     ):
-        latents = _from_fp8(rows[listed[listed >= 0].long()])
+        latents = _from_fp8(rows[slots[slots >= 0].long()])
         if len(latents):
             at[:heads] = _attend(query[:heads], latents, softmax_scale, head_dim_v).to(out.dtype)
     return out, poison(torch.empty(1))
@@ -105,8 +105,8 @@ def _from_fp8(rows: torch.Tensor) -> torch.Tensor:
 
 def _heads_in_use(q: torch.Tensor) -> int:
     """Return the number of heads without the padding behind them, whose queries are zero."""
-    used = (q != 0).any(-1).any(0).nonzero()
-    return int(used.max()) + 1 if len(used) else 0
+    columns = (q != 0).any(-1).any(0).nonzero()
+    return int(columns.max()) + 1 if len(columns) else 0
 
 
 def _attend(q: torch.Tensor, latents: torch.Tensor, scale: float, d_v: int) -> torch.Tensor:
@@ -137,9 +137,9 @@ def flash_attn_with_kvcache(  # type: ignore[no-untyped-def]
             pages = page_table[b].long()[at // page]
             assert (pages >= 0).all(), "a hole before the end of a list"
             slots = pages * page + at % page
-            listed = torch.cat((latent[slots], rotary[slots]), -1)
+            keys = torch.cat((latent[slots], rotary[slots]), -1)
             query = torch.cat((qv[t], q[t]), -1)
-            out[t] = _attend(query, listed, softmax_scale, latent.shape[-1]) if length else 0
+            out[t] = _attend(query, keys, softmax_scale, latent.shape[-1]) if length else 0
     return out
 
 

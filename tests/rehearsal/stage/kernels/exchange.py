@@ -80,9 +80,9 @@ def combine(x: T, routes: Routes, group: Group) -> T:
     assert x.dtype == torch.bfloat16
     mine = routes.goes[group.rank]
     total = torch.zeros(len(mine), x.shape[1], dtype=torch.float64)
-    for other, outputs in enumerate(group.rows(x)):
-        tokens = mine[:, other].nonzero()[:, 0]
-        start = routes.start(group.rank, other)
+    for rank, outputs in enumerate(group.rows(x)):
+        tokens = mine[:, rank].nonzero()[:, 0]
+        start = routes.start(group.rank, rank)
         total.index_add_(0, tokens, outputs[start : start + len(tokens)].double())
     return total.to(x.dtype)
 

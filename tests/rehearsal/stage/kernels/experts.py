@@ -21,8 +21,8 @@ def fused_topk_deepseek(  # type: ignore[no-untyped-def]
         in_groups = torch.zeros_like(by_group[..., 0]).scatter_(-1, kept_groups, 1).bool()
         biased = by_group.masked_fill(~in_groups[..., None], float("-inf")).flatten(-2)
     experts = biased.topk(topk, -1)[1]
-    picked = scores.gather(-1, experts)
-    weights.copy_(picked / picked.sum(-1, keepdim=True) * scaling)
+    scores_of_experts = scores.gather(-1, experts)
+    weights.copy_(scores_of_experts / scores_of_experts.sum(-1, keepdim=True) * scaling)
     ids.copy_(experts)
 
 
@@ -52,14 +52,14 @@ def fused_experts_impl(  # type: ignore[no-untyped-def]
     scales1, scales2 = (w1_scale, w2_scale) if use_fp8_w8a8 else (w1, w2)
     out = torch.zeros(hidden_states.shape, dtype=torch.float64)
     for expert in range(len(w1)):
-        rows, which = (topk_ids == expert).nonzero(as_tuple=True)
+        rows, places = (topk_ids == expert).nonzero(as_tuple=True)
         if len(rows):
             x = times(hidden_states[rows], w1[expert], scales1[expert])
             # The kernel rounds between its two products.
             gate, up = x.to(hidden_states.dtype).double().chunk(2, -1)
             hidden = (torch.nn.functional.silu(gate) * up).to(hidden_states.dtype)
             y = times(hidden, w2[expert], scales2[expert])
-            out.index_add_(0, rows, y * topk_weights[rows, which, None].double())
+            out.index_add_(0, rows, y * topk_weights[rows, places, None].double())
     result = (out * (routed_scaling_factor or 1.0)).to(hidden_states.dtype)
     return hidden_states.copy_(result) if inplace else result
 
@@ -99,11 +99,11 @@ def ep_scatter(  # type: ignore[no-untyped-def]
     counts = num_recv_tokens_per_expert.tolist()
     starts = [sum(counts[:expert]) for expert in range(len(counts))]
     for expert, (start, count) in enumerate(zip(starts, counts, strict=True)):
-        rows, which = (recv_topk == expert).nonzero(as_tuple=True)
+        rows, columns = (recv_topk == expert).nonzero(as_tuple=True)
         places = start + torch.arange(len(rows))
         assert len(rows) <= count
         output_tensor[places] = recv_x[rows]
-        output_index[rows, which] = places.to(output_index.dtype)
+        output_index[rows, columns] = places.to(output_index.dtype)
         valid = int(num_valid_tokens_per_expert[expert])
         m_indices[start : start + count] = -1
         m_indices[start : start + valid] = expert
@@ -116,7 +116,7 @@ def ep_gather(  # type: ignore[no-untyped-def]
 ):
     """Each row's weighted sum of what its experts made of it, from the places of ``ep_scatter``."""
     total = torch.zeros(output_tensor.shape, dtype=torch.float64)
-    rows, which = (recv_topk_ids >= 0).nonzero(as_tuple=True)
-    outputs = input_tensor[input_index[rows, which].long()].double()
-    total.index_add_(0, rows, outputs * recv_topk_weight[rows, which, None].double())
+    rows, columns = (recv_topk_ids >= 0).nonzero(as_tuple=True)
+    outputs = input_tensor[input_index[rows, columns].long()].double()
+    total.index_add_(0, rows, outputs * recv_topk_weight[rows, columns, None].double())
     output_tensor.copy_(total)

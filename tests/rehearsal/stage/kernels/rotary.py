@@ -20,14 +20,14 @@ def rotate(
     half = cos_sin.shape[-1] // 2
     table = cos_sin[positions.long()].double()[:, None]
     cos, sin = table[..., :half], table[..., half:]
-    turned, rest = x[..., : 2 * half].double(), x[..., 2 * half :].double()
+    rotated, rest = x[..., : 2 * half].double(), x[..., 2 * half :].double()
     if neox:
-        a, b = turned[..., :half], turned[..., half:]
-        turned = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+        a, b = rotated[..., :half], rotated[..., half:]
+        rotated = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
     else:
-        a, b = turned[..., ::2], turned[..., 1::2]
-        turned = torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
-    return torch.cat((turned, rest), -1)
+        a, b = rotated[..., ::2], rotated[..., 1::2]
+        rotated = torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
+    return torch.cat((rotated, rest), -1)
 
 
 @reference("jit:fused_rope.run_rope")
