@@ -78,6 +78,8 @@ class Log:
 
 Questions = Mapping[Key, Sample]
 """The questions of one run, each once, its askings averaged."""
+Runs = dict[tuple[str, int], Questions]
+"""Runs by arm and repeat."""
 
 
 def read_log(name: str, place: str, metric: str | None = None) -> Log:
@@ -259,26 +261,19 @@ def compare_logs(
     arms = [Arm(reference.name, "", Role.REFERENCE), Arm(candidate.name, "", Role.CANDIDATE)]
     if bad:
         arms.append(Arm(bad.name, "", Role.BAD))
-    unscored = {key for run in runs.values() for key, sample in run.items() if sample.value is None}
-    if len(unscored) > MOST_UNSCORED * len(base):
-        raise QualityError(
-            f"{len(unscored):,} of {len(base):,} questions have no score in one of the runs, more "
-            f"than {MOST_UNSCORED:.0%}: they may be the hard ones. Run those again"
-        )
+    unscored = _unscored(runs, len(base))
     planned = {
         (name := _context(sample)): Planned(name, sample.task, sample.length, 1, again is not None)
         for sample in base.values()
     }
-    answers = tuple(
-        Answer(
-            *(arm, repeat, _context(base[key]), key[1], key[0], base[key].length, None),
-            right=sample.value,
-        )
-        for (arm, repeat), run in runs.items()
-        for key, sample in run.items()
-        if key not in unscored and sample.value is not None
-    )
+    answers = tuple(_answers(runs, base, unscored))
     answered = {answer.context for answer in answers}
+    without_answer = (
+        Missing(context, "", "no question of it has a score in every run")
+        for context in planned
+        if context not in answered
+    )
+    candidates = runs[candidate.name, 0]
     metrics = ", ".join(sorted({sample.metric for sample in base.values()}))
     return Evaluation(
         {"logs": reference.kind, "metric": metrics, **(facts or {})},
@@ -287,29 +282,20 @@ def compare_logs(
         arms=tuple(arms),
         planned=tuple(planned.values()),
         answers=answers,
-        missing=(
-            *(
-                Missing(context, "", "no question of it has a score in every run")
-                for context in planned
-                if context not in answered
-            ),
-            *_missing_questions(base, runs[candidate.name, 0], unscored, answered),
-        ),
+        missing=(*without_answer, *_missing_questions(base, candidates, unscored, answered)),
         finished=True,
         notices=_notices(base.values(), len(unscored)),
     )
 
 
-def _runs(
-    reference: Log, candidate: Log, again: Log | None, bad: Log | None
-) -> dict[tuple[str, int], Questions]:
+def _runs(reference: Log, candidate: Log, again: Log | None, bad: Log | None) -> Runs:
     """Return the samples of each run by arm and repeat; all are of the reference's questions.
 
     Raises:
         QualityError: another run asked others.
     """
     base = _questions(reference)
-    runs: dict[tuple[str, int], Questions] = {(reference.name, 0): base}
+    runs: Runs = {(reference.name, 0): base}
     further = [(candidate, candidate.name, 0)]
     if again:  # the reference's second answer
         further.append((again, reference.name, 1))
@@ -319,6 +305,31 @@ def _runs(
         runs[arm, repeat] = _questions(log)
         _check_same(reference, log, base, runs[arm, repeat])
     return runs
+
+
+def _unscored(runs: Runs, questions: int) -> set[Key]:
+    """Return the questions that lack a score in some run.
+
+    Raises:
+        QualityError: too many; they may be the hard ones.
+    """
+    unscored = {key for run in runs.values() for key, sample in run.items() if sample.value is None}
+    if len(unscored) > MOST_UNSCORED * questions:
+        raise QualityError(
+            f"{len(unscored):,} of {questions:,} questions have no score in one of the runs, more "
+            f"than {MOST_UNSCORED:.0%}: they may be the hard ones. Run those again"
+        )
+    return unscored
+
+
+def _answers(runs: Runs, base: Questions, unscored: Collection[Key]) -> Iterator[Answer]:
+    """Yield every run's answers to the questions that all runs scored, run by run."""
+    for (arm, repeat), run in runs.items():
+        for key, sample in run.items():
+            if key not in unscored and sample.value is not None:
+                task, question = key
+                place = (arm, repeat, _context(base[key]), question, task, base[key].length, None)
+                yield Answer(*place, right=sample.value)
 
 
 def _missing_questions(

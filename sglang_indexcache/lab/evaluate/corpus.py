@@ -207,24 +207,17 @@ def _choose(
     plan: EvaluationPlan,
     longest: int,
 ) -> tuple[list[SelectedRows], dict[int, dict[int, Item]], str]:
-    items: dict[int, Item] = {}
+    """Choose from one file.
+
+    Returns:
+        Its rows by length; what they ask by text and number; and a sentence on what was left out.
+    """
     left_out: dict[str, int] = defaultdict(int)
-    most, rows = min(longest, plan.lengths[-1]), 0
-    for row, item in read_items(FILES[name], path):
-        rows += 1
-        try:
-            why, item = _why_not(item, tokenizer, plan, most)
-        except QualityError as error:
-            raise QualityError(f"{row.where}: {error}") from error
-        if why:
-            left_out[why] += 1
-        else:
-            items[row.number] = item
+    items, rows = _askable(name, path, tokenizer, plan, longest, left_out)
     sizes = {number: _size(item) for number, item in items.items()}
-    cells = _cells(items, sizes, plan, left_out)
     selected: list[SelectedRows] = []
     items_asked: dict[int, dict[int, Item]] = {}
-    for length, texts in sorted(cells.items()):
+    for length, texts in sorted(_cells(items, sizes, plan, left_out).items()):
         if len(texts) < max(plan.looks, _FEWEST):
             left_out[
                 f"at {length:,} tokens, too few for {counted(plan.looks, 'look')} (take fewer "
@@ -247,6 +240,33 @@ def _choose(
     if not selected:
         raise QualityError(f"{path} has nothing that can be asked. {summary}")
     return selected, items_asked, summary
+
+
+def _askable(
+    name: str,
+    path: Path,
+    tokenizer: Tokenizer,
+    plan: EvaluationPlan,
+    longest: int,
+    left_out: dict[str, int],
+) -> tuple[dict[int, Item], int]:
+    """Return a file's items that can be asked, by row, and how many rows it has.
+
+    ``left_out`` counts the others by the reason; added to.
+    """
+    items: dict[int, Item] = {}
+    most, rows = min(longest, plan.lengths[-1]), 0
+    for row, item in read_items(FILES[name], path):
+        rows += 1
+        try:
+            why, item = _why_not(item, tokenizer, plan, most)
+        except QualityError as error:
+            raise QualityError(f"{row.where}: {error}") from error
+        if why:
+            left_out[why] += 1
+        else:
+            items[row.number] = item
+    return items, rows
 
 
 _WINDOW, _SAMPLED, _ENOUGH = 16, 16, 32

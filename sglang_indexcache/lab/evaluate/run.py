@@ -131,16 +131,13 @@ def run_evaluation(
     """
     cost, arm_servers = request.tell(console), Servers(request.arms, servers)
     arm_servers.check_fits(request.plan.longest)
-    server = facts(arm_servers.all[0].server_info(), arm_servers.all[0].name)
-    if "model_path" in server:  # its digest tells what the checkpoint is, wherever it lies
-        server["model_path"] = Path(server["model_path"]).name
     with recorded(
         output,
         request.plan,
         request.arms,
+        server=_server_facts(arm_servers.all[0]),
         checkpoint=checkpoint_digest(request.model),
         material=request.corpus.digest,
-        server=server,
     ) as record:
         if not record.facts:
             record.add({"facts": _facts_of(request)})
@@ -159,6 +156,14 @@ def run_evaluation(
         run = Run(arm_servers, request.corpus, record, console, None if cost.rate else on_rate)
         with resumable(console, output, "what was asked"):
             return run.run()
+
+
+def _server_facts(client: Client) -> dict[str, Any]:
+    """Return what the record keeps of a server; a checkpoint's digest tells more than its path."""
+    server = facts(client.server_info(), client.name)
+    if "model_path" in server:
+        server["model_path"] = Path(server["model_path"]).name
+    return server
 
 
 def _facts_of(request: EvaluationRequest) -> dict[str, Any]:

@@ -512,12 +512,7 @@ def _claim(look: Look, pattern: str, forbidden: str) -> Verdict:
     at_worst = look.compared(pattern, cells=cells, beside=missing)
     design, estimate = look.seeing_design, Estimate(differences)
     lower, upper = map(float, bounds(estimate, design, look.number, Estimate(at_worst)))
-    kind = claimed(lower, upper, design.margin)
-    # That something is lost stays proven where "safe" is forbidden; that nothing is lost does not.
-    # While cells wait neither is final.
-    if forbidden and kind in SAFE:
-        final = kind is Kind.SMALL_LOSS and forbidden != WAITING
-        kind = Kind.LOSS if final else Kind.UNDECIDED
+    kind = _permitted(claimed(lower, upper, design.margin), forbidden)
     more = None
     if kind is Kind.UNDECIDED and math.isfinite(estimate.error):
         # The planned contexts are asked in any case, however soon fewer would do.
@@ -525,15 +520,10 @@ def _claim(look: Look, pattern: str, forbidden: str) -> Verdict:
     mean, levels = float(estimate.mean), (estimate.level, estimate.level + float(estimate.mean))
     worst = _worst(differences, at_worst, design, look.number)
     claim = _claim_in_words(kind, mean, lower, more, len(differences), look, forbidden)
-    worst_text = ""
-    if worst and worst.difference < 0:
-        worst_text = f"; worst: {place((worst.task, worst.length))}, {_points(worst.difference)}"
-    levels_text = f"{look.reference} {levels[0]:.1%}, {pattern} {levels[1]:.1%}{worst_text}"
-    prefix = PROBABLE if look.evaluation.endpoint == "probability" else ""
     verdict = Verdict(
         kind,
         pattern,
-        f"{pattern}: {claim} ({prefix}{levels_text}).",
+        f"{pattern}: {claim} ({_levels_in_words(look, pattern, levels, worst)}).",
         difference=mean,
         levels=levels,
         worst=worst,
@@ -548,6 +538,28 @@ def _claim(look: Look, pattern: str, forbidden: str) -> Verdict:
     )
     # Each missing question is two outcomes there: right for the reference, wrong for the pattern.
     return replace(verdict, details=_details(verdict, differences, len(missing) // 2, look))
+
+
+def _permitted(kind: Kind, forbidden: str) -> Kind:
+    """Return what may be said of a claim where ``forbidden`` says why "no loss" may not.
+
+    That something is lost stays proven then; that nothing is lost does not. While cells wait
+    neither is final.
+    """
+    if not forbidden or kind not in SAFE:
+        return kind
+    return Kind.LOSS if kind is Kind.SMALL_LOSS and forbidden != WAITING else Kind.UNDECIDED
+
+
+def _levels_in_words(
+    look: Look, pattern: str, levels: tuple[float, float], worst: Worst | None
+) -> str:
+    """Say the levels of reference and pattern, and the cell that lost most, if one lost."""
+    prefix = PROBABLE if look.evaluation.endpoint == "probability" else ""
+    text = f"{prefix}{look.reference} {levels[0]:.1%}, {pattern} {levels[1]:.1%}"
+    if worst and worst.difference < 0:
+        text += f"; worst: {place((worst.task, worst.length))}, {_points(worst.difference)}"
+    return text
 
 
 def _worst(
