@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import BenchError
-from sglang_indexcache.models import FAMILIES, SHAPES, TRAINABLE
+from sglang_indexcache.models import FAMILIES, SHAPES, TRAINABLE, read_field
 
 USED_MEMORY = 0.9
 """Of a GPU, for weights and KV cache: near what SGLang takes by default."""
@@ -35,6 +36,12 @@ class ModelShape:
     n_shared_experts: int
     first_k_dense_replace: int
 
+    @classmethod
+    def from_config(cls, config: Any) -> ModelShape | None:
+        """Read a language model's config; None where it lacks one of these fields."""
+        shape = {each.name: read_field(config, each.name) for each in fields(cls)}
+        return None if None in shape.values() else cls(**shape)
+
     @property
     def attention_parameters(self) -> int:
         """Parameters of one layer's MLA: its five projections."""
@@ -53,14 +60,18 @@ class ModelShape:
         heads, width = self.index_n_heads, self.index_head_dim
         return self.q_lora_rank * heads * width + self.hidden_size * (width + heads)
 
+    def mlp_parameters_of(self, layer: int) -> int:
+        """Parameters of a layer's dense MLP, or of its router and experts."""
+        if layer < self.first_k_dense_replace:
+            return 3 * self.hidden_size * self.intermediate_size
+        experts = self.n_routed_experts + self.n_shared_experts
+        return self.hidden_size * (3 * self.moe_intermediate_size * experts + self.n_routed_experts)
+
     @property
     def mlp_parameters(self) -> int:
         """Parameters of all experts and dense MLPs, and of embedding and output projection."""
-        experts = 3 * self.moe_intermediate_size * (self.n_routed_experts + self.n_shared_experts)
-        sparse = self.num_hidden_layers - self.first_k_dense_replace
-        dense = 3 * self.intermediate_size * self.first_k_dense_replace
-        parameters = sparse * (experts + self.n_routed_experts) + dense + 2 * self.vocab_size
-        return self.hidden_size * parameters
+        layers = sum(map(self.mlp_parameters_of, range(self.num_hidden_layers)))
+        return layers + 2 * self.vocab_size * self.hidden_size
 
     def weight_bytes(self, gpus: int, dp: int, each: int) -> float:
         """All weights on one of ``gpus``, at ``each`` bytes a parameter.

@@ -118,22 +118,15 @@ def run(
         from_disk=from_disk,
     )
     if dry_run:
-        from functools import partial
-
-        from rich.console import Console
-
         from sglang_indexcache.lab.heal.plan import GpuMachine, counted_gpus
         from sglang_indexcache.lab.heal.plan import dry_run as planned
         from sglang_indexcache.shapes import find_gpu
         from sglang_indexcache.study.cost import print_plan
-        from sglang_indexcache.study.journal import progress_at_most
 
         count, name = counted_gpus(gpus)
         gpu = find_gpu(name)
         machine = GpuMachine(count, name, gpu.memory, gpu.bf16, gpu.float32, gpu.bandwidth)
-        with progress_at_most(Console(stderr=True)) as progress:
-            bill = planned(options, machine, partial(progress.track, description="counting layers"))
-        print_plan(out, bill)
+        print_plan(out, planned(options, machine))
         return
     with resumable(out, output.with_name(f"{output.name}.run")):
         heal(options, out)

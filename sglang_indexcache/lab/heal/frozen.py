@@ -7,7 +7,6 @@ stay FP8 in memory; one layer of them is dequantised at a time.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +24,7 @@ from sglang_indexcache.lab.heal.model import (
     is_indexer,
 )
 from sglang_indexcache.lab.heal.sharing import Sharing
-from sglang_indexcache.lab.heal.weights import (
-    BLOCKS,
-    FUSED,
-    META,
-    Weight,
-    WeightFiles,
-    expected_tensors,
-)
+from sglang_indexcache.lab.heal.weights import BLOCKS, FUSED, Weight, WeightFiles
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.stored import DTYPES, E4M3
 
@@ -46,36 +38,16 @@ _WORTH_A_SPLIT = 1.02
 Tensors = dict[str, torch.Tensor]
 
 
-@dataclass(frozen=True)
-class LayerSize:
-    """Size of a layer, known without its values.
-
-    Attributes:
-        kind: the shapes and forms of all its tensors; layers of the same kind cost the same.
-        quantised: whether any of its weights are stored in block FP8.
-        stored: bytes that are read of it.
-        resident: bytes for good: weights, the embedding before the first layer, training state.
-    """
-
-    kind: str
-    quantised: bool
-    stored: int
-    resident: int
-
-
 class FrozenBody:
     """A model without an LM head, whose indexers alone are in memory for good.
 
     Args:
         folder: a DSA checkpoint, in a plain dtype or in block FP8.
         dtype: of the body's weights and activations; indexers are float32 at least.
-        devices: layers are spread over these by their bytes. With all of them
-            :data:`~sglang_indexcache.lab.heal.weights.META` nothing is read or computed: for plans,
-            which need no files beside ``config.json``.
+        devices: layers are spread over these by their bytes.
         from_disk: read a layer's weights each time it runs.
 
     Attributes:
-        sizes: of each layer.
         shares: the layers of each of the devices.
         devices: of each layer.
 
@@ -100,12 +72,10 @@ class FrozenBody:
         blocks = quantised.get("weight_block_size") or (BLOCKS if quantised else None)
         if hasattr(config, "quantization_config"):
             del config.quantization_config  # weights are dequantised here
-        with META:
+        with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-        only_planned = set(devices) == {META} and not any(folder.glob("*.safetensors"))
-        expected = expected_tensors(model, blocks) if only_planned else None
         install(model, pattern, sharing)
-        self._files = WeightFiles(folder, blocks, expected)
+        self._files = WeightFiles(folder, blocks)
         model.eval().requires_grad_(False)
         self._float32 = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
         self._experts = int(getattr(config, "n_routed_experts", None) or 0)
@@ -116,8 +86,10 @@ class FrozenBody:
         self._sources = [self._layer_sources(number) for number in range(len(self._layers))]
         layers = range(len(pattern))
         self._files.check({EMBEDDING, *(name for layer in layers for name in self._names(layer))})
-        self.sizes = [self._size_of(layer) for layer in layers]
-        self.shares = shared_out(pattern, [size.resident for size in self.sizes], len(devices))
+        self._quantised = [
+            any(self._files.kind(name) == E4M3 for name in self._names(layer)) for layer in layers
+        ]
+        self.shares = shared_out(pattern, [self._resident(n) for n in layers], len(devices))
         self.devices = [
             device for device, share in zip(devices, self.shares, strict=True) for _ in share
         ]
@@ -125,20 +97,17 @@ class FrozenBody:
         self._embedding = self._files.read(EMBEDDING, self.devices[0]).plain(dtype)
         self._rotary = type(model.model.rotary_emb)(config=config).to(self.devices[0])
 
-    def _size_of(self, number: int) -> LayerSize:
-        """Count a layer; before the first one stands the embedding."""
-        names, module = self._names(number), self._layers[number]
-        quantised = any(self._files.kind(name) == E4M3 for name in names)
-        stored = sum(map(self._files.bytes_of, names))
-        body = stored if quantised else sum(self._files.bytes_of(n, self._dtype) for n in names)
+    def _resident(self, number: int) -> int:
+        """Count a layer's bytes for good: weights, the embedding before it, training state."""
+        dtype = None if self._quantised[number] else self._dtype
+        body = sum(self._files.bytes_of(name, dtype) for name in self._names(number))
         resident = 0 if self.from_disk else body
         if number == 0:
             resident += self._files.bytes_of(EMBEDDING, self._dtype)
-        trained = sum(p.numel() for p in module.self_attn.indexer.parameters())
+        indexer: nn.Module = self._layers[number].self_attn.indexer
+        trained = sum(p.numel() for p in indexer.parameters())
         master = torch.promote_types(self._dtype, torch.float32)
-        resident += STATE_COPIES * trained * master.itemsize
-        shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
-        return LayerSize(f"{quantised} {shapes}", quantised, stored, resident)
+        return resident + STATE_COPIES * trained * master.itemsize
 
     def start(self, ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, Rotation]:
         """Return what the first layer reads, on its device, for ``[B, T]`` int64.
@@ -216,7 +185,7 @@ class FrozenBody:
             return self._ready[number]
         device = self.devices[number]
         stays = not self.from_disk
-        if stays and self.sizes[number].quantised and number not in self._stored:
+        if stays and self._quantised[number] and number not in self._stored:
             names = self._names(number)
             self._stored[number] = {name: self._files.read(name, device) for name in names}
         weights = self._stored.get(number)

@@ -157,7 +157,7 @@ def pass_through(body: FrozenBody, sharing: LocalSharing, rows: Sequence[Passing
     dequantised or read once. On several devices each takes a row through all of its layers while
     the next device has the row before: they work at once.
     """
-    if pipelined(body, len(rows)):
+    if pipelined(body.shares, len(rows), body.from_disk):
         _as_a_pipeline(body, sharing, rows)
         return
     for number, device in enumerate(body.devices):
@@ -166,9 +166,9 @@ def pass_through(body: FrozenBody, sharing: LocalSharing, rows: Sequence[Passing
             row.through(layer, device, sharing)
 
 
-def pipelined(body: FrozenBody, rows: int) -> bool:
-    """Whether the devices work on different rows at once."""
-    return rows > 1 and not body.from_disk and sum(map(bool, body.shares)) > 1
+def pipelined(shares: Sequence[range], rows: int, from_disk: bool) -> bool:
+    """Whether the devices, each with its share of the layers, work on different rows at once."""
+    return rows > 1 and not from_disk and sum(map(bool, shares)) > 1
 
 
 def _as_a_pipeline(body: FrozenBody, sharing: LocalSharing, rows: Sequence[Passing]) -> None:

@@ -17,7 +17,7 @@ Everything is computed in float32 (float64 inputs in float64), whatever autocast
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,7 +113,7 @@ def _first_best(scores: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.T
     border = best[..., -1:]
     alike = (scores == border).sum(-1) > (best == border).sum(-1)
     crowded = alike & (border.squeeze(-1) > float("-inf"))
-    if crowded.device.type != "meta" and crowded.any():  # a dry run has no values
+    if crowded.any():
         sorted_best, sorted_places = scores[crowded].sort(dim=-1, descending=True, stable=True)
         best[crowded], places[crowded] = sorted_best[..., :width], sorted_places[..., :width]
     places = places.sort(dim=-1).values
@@ -187,7 +187,7 @@ def captured_mass(
     mass = torch.zeros((), dtype=_accumulator(target.keys.dtype), device=target.keys.device)
     queries = torch.zeros((), dtype=torch.int64, device=target.keys.device)
     with _full_precision(target.keys.device):
-        for rows in layout.summed(block):
+        for rows in layout.blocks(block):
             keys = _VisibleKeys(layout, rows, None)
             is_attended = layout.attended(rows, selected)
             choosing = layout.counted[:, rows] & (keys.allowed.sum(-1) > selected.shape[-1])
@@ -345,7 +345,7 @@ class _Blockwise(torch.autograd.Function):
         gradient = _no_gradient(index) if any(ctx.needs_input_grad) else None
         total = torch.zeros((), dtype=_accumulator(keys.dtype), device=keys.device)
         with _full_precision(index.keys.device):
-            for rows in job.layout.summed(job.block):
+            for rows in job.layout.blocks(job.block):
                 total += job.add(index, rows, gradient)
         if gradient is not None:
             ctx.save_for_backward(gradient.queries, gradient.keys, gradient.weights)
@@ -366,8 +366,7 @@ def _no_gradient(index: IndexInputs) -> IndexInputs:
 
 def _full_precision(device: torch.device) -> AbstractContextManager[Any]:
     """No autocast: it would take products of float32 tensors in bfloat16."""
-    # The meta device, on which memory is planned, computes nothing and knows no autocast.
-    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
+    return torch.autocast(device.type, enabled=False)
 
 
 def _check(

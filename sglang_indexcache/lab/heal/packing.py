@@ -104,10 +104,6 @@ class Layout:
         for start in reversed(range(0, count, size)):
             yield slice(start, min(start + size, count))
 
-    def summed(self, size: int) -> Iterator[slice]:
-        """Yield :meth:`blocks` for what is only added up; a dry run takes some of them for all."""
-        return self.blocks(size)
-
 
 @dataclass(frozen=True)
 class PackedBatch:

@@ -1,39 +1,32 @@
-"""Estimate of what a healing takes, before it begins: the same code on tensors without values.
+"""Estimate of what a healing takes, before it begins: arithmetic on the fields of ``config.json``.
 
-Layers are placed, dequantised and run on torch's meta device, where a tensor has a shape and no
-memory. What they would hold at a time and multiply is counted, layers of the same kind once.
+Bytes and products are those of the code that heals, as far as they grow with a layer's weights or
+with a row's length; a test holds the bytes against a run's.
 """
 
 from __future__ import annotations
 
 import math
-import weakref
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
+from transformers import AutoConfig
 
+from sglang_indexcache.checkpoint import reading
 from sglang_indexcache.errors import TrainingError
-from sglang_indexcache.lab.heal.frozen import FrozenBody
-from sglang_indexcache.lab.heal.heal import (
-    DTYPES,
-    RATES,
-    TRIAL_STEPS,
-    HealOptions,
-    HealStage,
-    Target,
-)
-from sglang_indexcache.lab.heal.local import LocalSharing, Passing, pipelined
-from sglang_indexcache.lab.heal.packing import Layout
-from sglang_indexcache.lab.heal.weights import META
-from sglang_indexcache.pattern import Group
+from sglang_indexcache.lab.heal.frozen import STATE_COPIES, shared_out
+from sglang_indexcache.lab.heal.heal import DTYPES, RATES, TRIAL_STEPS, HealOptions, Target
+from sglang_indexcache.lab.heal.local import pipelined
+from sglang_indexcache.lab.heal.losses import GATHERED_FROM
+from sglang_indexcache.lab.heal.sharing import Stage
+from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.shapes import ModelShape
 
 GB = 1e9
+MASTER = 4
+"""Bytes of a number in indexers and losses, which compute in float32."""
+DEQUANTISED = 75
+"""Bytes that are read and written for each parameter in block FP8, until it is a plain one."""
 
 
 @dataclass(frozen=True)
@@ -57,23 +50,6 @@ class GpuMachine:
     bandwidth: float
     reached: float = 0.3
     disk: float = 5e9
-
-
-@dataclass(frozen=True)
-class LayerCost:
-    """Cost of one layer for a row.
-
-    Attributes:
-        peak: most bytes that are alive at a time, weights that stay and state apart.
-        waiting: bytes that the row keeps between two layers.
-        weights: seconds in which the layer's weights are read and dequantised.
-        row: seconds in which the row runs.
-    """
-
-    peak: int
-    waiting: int
-    weights: float
-    row: float
 
 
 @dataclass(frozen=True)
@@ -110,21 +86,13 @@ class HealPlan:
         return max(share.peak for share in self.shares)
 
 
-Track = Callable[[Sequence[Group]], Iterable[Group]]
-"""Progress bar: hands the groups of layers through and shows how far they are."""
-
-
-def dry_run(
-    options: HealOptions, machine: GpuMachine, track: Track = iter
-) -> list[tuple[str, str]]:
-    """Return what a healing would take, as rows to print, from ``config.json`` and files' heads.
-
-    A large model takes a minute or two, so ``track`` may show the progress of each stage.
+def dry_run(options: HealOptions, machine: GpuMachine) -> list[tuple[str, str]]:
+    """Return what a healing would take, as rows to print, from ``config.json`` alone.
 
     Raises:
         CheckpointError, PatternError, LibraryError, TrainingError: as :func:`heal` would.
     """
-    bill = plan_of(options, machine, track)
+    bill = plan_of(options, machine)
     rows = describe(bill, machine)
     if bill.peak <= machine.memory:
         idle = not options.from_disk and options.rows < machine.gpus
@@ -136,8 +104,7 @@ def dry_run(
         ]
     if options.from_disk:
         return [*rows, ("verdict", "it does not fit: give a shorter --context, or fewer --rows")]
-    alone = replace(machine, gpus=1)
-    disk = plan_of(replace(options, from_disk=True), alone, track)
+    disk = plan_of(replace(options, from_disk=True), replace(machine, gpus=1))
     fits = "fits" if disk.peak <= machine.memory else "does not fit either"
     advice = (
         f"it does not fit. With --from-disk it {fits}: one GPU then needs "
@@ -149,91 +116,199 @@ def dry_run(
     return [*rows, ("verdict", advice)]
 
 
-def plan_of(options: HealOptions, machine: GpuMachine, track: Track = iter) -> HealPlan:
+def plan_of(options: HealOptions, machine: GpuMachine) -> HealPlan:
     """Return the bill of a healing; see :func:`dry_run`."""
     target = Target.of(options)
-    sharing = LocalSharing(target.pattern, target.topk, block=options.block)
-    places = [META] * (1 if options.from_disk else machine.gpus)
-    dtype = DTYPES[options.dtype]
-    body = FrozenBody(options.checkpoint, target.pattern, sharing, dtype, places, options.from_disk)
-    at_once = pipelined(body, options.rows)
-    total, working, busy = 0.0, [0] * len(body.shares), 0.0
+    with reading(f"the config of {options.checkpoint}"):
+        config = AutoConfig.from_pretrained(options.checkpoint)
+    shape = ModelShape.from_config(config)
+    if shape is None:
+        raise TrainingError(
+            f"the config of {options.checkpoint} lacks dimensions that a dry run counts with; "
+            "heal without --dry-run"
+        )
+    quantised = bool(getattr(config, "quantization_config", None))
+    numbers = range(len(target.pattern))
+    layers = [_Layer(shape, target.pattern, number, options, quantised) for number in numbers]
+    gpus = 1 if options.from_disk else machine.gpus
+    shares = shared_out(target.pattern, [layer.resident for layer in layers], gpus)
+    apart = [layers[share.start : share.stop] for share in shares]
+    at_once = pipelined(shares, options.rows, options.from_disk)
+    total, working, busy = 0.0, [0] * gpus, 0.0
     for number, stage in enumerate(options.stages):
-        length = target.lengths[stage.kind]
-        costs = _layer_costs(body, sharing, stage, length, machine, track)
-        apart = [costs[share.start : share.stop] for share in body.shares]
+        length, sparse = target.lengths[stage.kind], stage.kind is Stage.SPARSE
         for place, share in enumerate(apart):
             # The other rows of the step wait: between two layers, or for their turn.
-            waiting = (options.rows - 1) * max((c.waiting for c in share), default=0)
-            peaks = max((c.peak for c in share), default=0)
-            working[place] = max(working[place], waiting + peaks)
-        seconds, work = _step(apart, options.rows, at_once)
+            waiting = max((layer.waiting(length, sparse) for layer in share), default=0)
+            peaks = max((layer.peak(length, sparse) for layer in share), default=0)
+            working[place] = max(working[place], (options.rows - 1) * waiting + peaks)
+        times = [[layer.seconds(length, sparse, machine) for layer in share] for share in apart]
+        seconds, work = _step(times, options.rows, at_once)
         tried = 0 if options.lr or number else len(RATES)  # first some learning rates
         judged = 1 + math.ceil(stage.steps / options.evaluate_every) + tried
         passes = stage.steps + tried * TRIAL_STEPS + judged * options.held_out / options.rows
         total += passes * seconds
         busy += passes * work
-    resident = [sum(body.sizes[layer].resident for layer in share) for share in body.shares]
-    shares = tuple(map(Share, body.shares, resident, working))
-    return HealPlan(shares, total / 3600, busy / total, body.sizes[0].quantised)
+    resident = [sum(layer.resident for layer in share) for share in apart]
+    return HealPlan(
+        tuple(map(Share, shares, resident, working)), total / 3600, busy / total, quantised
+    )
 
 
-def _step(shares: list[list[LayerCost]], rows: int, at_once: bool) -> tuple[float, float]:
-    """Return the seconds of a step, and of work on all GPUs in it."""
+def _step(
+    shares: Sequence[Sequence[tuple[float, float]]], rows: int, at_once: bool
+) -> tuple[float, float]:
+    """Return the seconds of a step, and of work on all GPUs in it.
+
+    Args:
+        shares: of each GPU's layers the seconds for its weights, and those for a row.
+    """
     if not at_once:
-        seconds = sum(c.weights + rows * c.row for share in shares for c in share)
+        seconds = sum(weights + rows * row for share in shares for weights, row in share)
         return seconds, seconds
-    seconds_of = [sum(c.weights + c.row for c in share) for share in shares]
+    seconds_of = [sum(weights + row for weights, row in share) for share in shares]
     return sum(seconds_of) + (rows - 1) * max(seconds_of), rows * sum(seconds_of)
 
 
-def _layer_costs(
-    body: FrozenBody,
-    sharing: LocalSharing,
-    stage: HealStage,
-    length: int,
-    machine: GpuMachine,
-    track: Track,
-) -> list[LayerCost]:
-    """Cost every layer for a row of this length; run groups of the same layers once."""
-    costs_of: dict[tuple[str, ...], list[LayerCost]] = {}
-    costs: list[LayerCost] = []
-    for group in track(sharing.pattern.groups):
-        kind = tuple(body.sizes[layer].kind for layer in group.layers)
-        if kind not in costs_of:
-            costs_of[kind] = list(_group_costs(body, sharing, group.layers, stage, length, machine))
-        costs += costs_of[kind]
-    return costs
+@dataclass(frozen=True)
+class _Layer:
+    """A layer's cost; bytes are those of the tensors that :mod:`.local` and transformers hold."""
 
+    shape: ModelShape
+    pattern: Pattern
+    number: int
+    options: HealOptions
+    quantised: bool
 
-def _group_costs(
-    body: FrozenBody,
-    sharing: LocalSharing,
-    group: Sequence[int],
-    stage: HealStage,
-    length: int,
-    machine: GpuMachine,
-) -> Iterator[LayerCost]:
-    for number in group:
-        body.layer(number)  # what stays in memory is counted as held
-    with Meter() as meter:
-        ids = torch.zeros((1, length), dtype=torch.int64, device=META)
-        layout = SampledLayout(ids, meter=meter)
-        row = Passing(sharing.begin(stage.kind, layout, 1.0), *body.start(ids, ids))
-        for number in group:
-            meter.restart()
-            layer = body.layer(number)
-            stored = body.sizes[number].stored / machine.disk if body.from_disk else 0.0
-            weights = stored + meter.moved / machine.bandwidth
-            meter.restart()
-            row.through(layer, META, sharing)
-            del layer
-            rates = {torch.float32: machine.float32}
-            seconds = sum(
-                flops / (machine.reached * rates.get(dtype, machine.bf16))
-                for dtype, flops in meter.flops.items()
-            )
-            yield LayerCost(meter.peak, meter.alive, weights, seconds)
+    @property
+    def is_full(self) -> bool:
+        return self.pattern.is_full(self.number)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether no later layer needs what its F layer's indexer computed."""
+        return self.number + 1 == len(self.pattern) or self.pattern.is_full(self.number + 1)
+
+    @property
+    def is_dense(self) -> bool:
+        return self.number < self.shape.first_k_dense_replace
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number in the body."""
+        return DTYPES[self.options.dtype].itemsize
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the body's layer."""
+        return self.shape.attention_parameters + self.shape.mlp_parameters_of(self.number)
+
+    @property
+    def resident(self) -> int:
+        """Bytes for good: weights, the embedding before the first layer, training state."""
+        size = 1 if self.quantised else self.itemsize
+        resident = 0 if self.options.from_disk else size * self.parameters
+        if self.number == 0:
+            resident += self.itemsize * self.shape.vocab_size * self.shape.hidden_size
+        return resident + STATE_COPIES * MASTER * self.shape.indexer_parameters * self.is_full
+
+    def waiting(self, length: int, sparse: bool) -> int:
+        """Bytes that a row keeps after this layer: its state, and an indexer's for later layers."""
+        return length * (self.itemsize * self.shape.hidden_size + self._kept(sparse))
+
+    def peak(self, length: int, sparse: bool) -> int:
+        """Most bytes that a row's pass makes be alive, and weights that do not stay as they are."""
+        weights = self.quantised or self.options.from_disk
+        selected = MASTER * self.shape.index_topk * sparse
+        moments = [selected + self._attention(), self._mlp(sparse)]
+        if self.is_full and sparse:
+            moments.append(self._selecting())
+        if not (sparse and self._gathers(length)):
+            moments.append(selected + self._losing())
+        if self.is_last:
+            moments.append(selected + self._learning())
+        return length * max(moments) + self.itemsize * self.parameters * weights
+
+    def _gathers(self, length: int) -> bool:
+        return GATHERED_FROM * self.shape.index_topk <= length
+
+    # Bytes of one token, by the moment at which they are alive. Attention is taken to be a fused
+    # kernel's, without a matrix of queries and keys.
+
+    def _held(self, copies: int) -> int:
+        """Count what an indexer projects, ``copies`` times (gradients too), and from what."""
+        s = self.shape
+        projected = s.index_n_heads * (s.index_head_dim + 1) + s.index_head_dim
+        inputs = s.hidden_size + s.q_lora_rank + 2 * s.qk_rope_head_dim
+        return MASTER * (copies * projected + inputs)
+
+    def _kept(self, sparse: bool) -> int:
+        """Count what later layers need beside the row's state: a rotation, an indexer's work."""
+        s = self.shape
+        if self.is_last:
+            return MASTER * s.qk_rope_head_dim
+        return self._held(2) + MASTER * s.index_topk * sparse
+
+    def _inputs(self) -> int:
+        """Count what attention and indexer compute from, and hold."""
+        s = self.shape
+        held = self._held(1 if self.is_full else 2)
+        return held + self.itemsize * (2 * s.hidden_size + s.q_lora_rank + 2 * s.kv_lora_rank)
+
+    def _heads(self, keys: int, values: int) -> int:
+        """Count copies of the main attention's queries or keys, and of its values or outputs."""
+        s = self.shape
+        width = keys * (s.qk_nope_head_dim + s.qk_rope_head_dim) + values * s.v_head_dim
+        return self.itemsize * s.num_attention_heads * width
+
+    def _selecting(self) -> int:
+        scores = 2 * MASTER * self.options.block * self.shape.index_n_heads
+        return self._inputs() + self._heads(4, 1) + scores
+
+    def _attention(self) -> int:
+        return self._inputs() + self._heads(4, 3)
+
+    def _losing(self) -> int:
+        s = self.shape
+        scores = 3 * MASTER * self.options.block * s.index_n_heads
+        gradients = MASTER * s.index_n_heads * (s.index_head_dim + 1)
+        return self._inputs() + self._heads(4, 2) + scores + gradients
+
+    def _learning(self) -> int:
+        """Count a gradient's way back through the indexer."""
+        s = self.shape
+        backward = 5 * MASTER * s.index_n_heads * s.index_head_dim
+        return self._inputs() + self._heads(4, 2) + backward
+
+    def _mlp(self, sparse: bool) -> int:
+        s = self.shape
+        hidden, inner = s.hidden_size, s.moe_intermediate_size
+        size = self.itemsize
+        summed, inside = 2 * (size + MASTER) * hidden, size * (hidden + 4 * inner)
+        experts = s.num_experts_per_tok * max(summed, inside)
+        widest = 3 * size * s.intermediate_size if self.is_dense else experts
+        return 3 * size * hidden + widest + self._kept(sparse)
+
+    def seconds(self, length: int, sparse: bool, machine: GpuMachine) -> tuple[float, float]:
+        """Return the seconds in which the weights are read and dequantised, and a row runs."""
+        s, size = self.shape, 1 if self.quantised else self.itemsize
+        weights = size * self.parameters / machine.disk if self.options.from_disk else 0.0
+        if self.quantised:
+            weights += DEQUANTISED * self.parameters / machine.bandwidth
+        experts = s.num_experts_per_tok + s.n_shared_experts
+        inner = s.intermediate_size if self.is_dense else s.moe_intermediate_size * experts
+        pairs = length * (length + self.options.block) / 2  # of queries and keys, by blocks
+        width = s.qk_nope_head_dim + s.qk_rope_head_dim
+        body: float = length * (s.attention_parameters + 3 * s.hidden_size * inner)
+        body += pairs * s.num_attention_heads * (width + s.v_head_dim)
+        scored = s.index_n_heads * (s.index_head_dim + 1)
+        indexer = 3.0 * length * s.indexer_parameters * self.is_full  # forward, and two backward
+        indexer += pairs * scored * (self.is_full and sparse)
+        learned = length * s.index_topk if sparse and self._gathers(length) else pairs
+        indexer += learned * (3 * scored + s.num_attention_heads * width)
+        rates = {2: machine.bf16, 4: machine.float32}
+        row = 2 * (body / rates[self.itemsize] + indexer / machine.float32) / machine.reached
+        return weights, row
 
 
 def counted_gpus(text: str) -> tuple[int, str]:
@@ -270,90 +345,3 @@ def describe(bill: HealPlan, machine: GpuMachine) -> list[tuple[str, str]]:
         )
     )
     return rows
-
-
-@dataclass
-class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts what a block of torch code takes; also on the meta device.
-
-    Attributes:
-        alive: bytes of all tensors that were made and are still there.
-        peak: the most of them.
-        moved: bytes that operations read and wrote.
-        flops: of products, by dtype.
-    """
-
-    alive: int = 0
-    peak: int = 0
-    moved: int = 0
-    flops: dict[torch.dtype, float] = field(default_factory=lambda: defaultdict(float))
-
-    def repeat(self, times: float, moved: int, flops: Mapping[torch.dtype, float]) -> None:
-        """Count again, ``times`` over, what came since ``moved`` and ``flops`` were read."""
-        self.moved += round(times * (self.moved - moved))
-        for dtype, total in self.flops.items():
-            self.flops[dtype] += times * (total - flops.get(dtype, 0.0))
-
-    def __post_init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._storages: set[int] = set()
-
-    def restart(self) -> None:
-        """Count anew; the peak begins at what is alive."""
-        self.peak, self.moved = self.alive, 0
-        self.flops.clear()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation and take note of it."""
-        result = func(*args, **(kwargs or {}))
-        outputs = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
-        inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        self.moved += sum(t.numel() * t.itemsize for t in (*inputs, *outputs))
-        packet = func.overloadpacket
-        if packet in flop_registry:
-            flops = flop_registry[packet](*args, **(kwargs or {}), out_val=result)
-            self.flops[outputs[0].dtype] += flops
-        elif "grouped_mm" in str(packet):  # each row meets the matrix of one expert
-            self.flops[outputs[0].dtype] += 2 * inputs[0].numel() * outputs[0].shape[-1]
-        input_storages = {tensor.untyped_storage()._cdata for tensor in inputs}
-        for tensor in outputs:
-            storage = tensor.untyped_storage()
-            if storage._cdata not in input_storages:  # else a view, or written in place
-                self._add(storage)
-        return result
-
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if key in self._storages or not size:
-            return
-        self._storages.add(key)
-        self.alive += size
-        self.peak = max(self.peak, self.alive)
-        weakref.finalize(storage, self._drop, key, size).atexit = False
-
-    def _drop(self, key: int, size: int) -> None:
-        self._storages.remove(key)
-        self.alive -= size
-
-
-@dataclass(frozen=True)
-class SampledLayout(Layout):
-    """One document, of whose sums a few blocks are run: the losses of a large model take minutes.
-
-    A block's work is affine in what it sees, so the first and the last of equally long blocks
-    stand for those between them. The one that sees most is always run: it makes the peak.
-    """
-
-    meter: Meter | None = None
-
-    def summed(self, size: int) -> Iterator[slice]:
-        """Yield the blocks to run; the meter hears of the others."""
-        blocks = list(self.blocks(size))
-        if self.meter is None or len(blocks) <= 3:
-            yield from blocks
-            return
-        yield blocks[0]  # may be shorter than the others
-        moved, flops = self.meter.moved, dict(self.meter.flops)
-        yield blocks[1]
-        yield blocks[-1]
-        self.meter.repeat((len(blocks) - 3) / 2, moved, flops)

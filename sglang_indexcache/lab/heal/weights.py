@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint, read one at a time; or their shapes alone, to plan with."""
+"""The tensors of a checkpoint, read one at a time."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import nn
 
 from sglang_indexcache.errors import CheckpointError
-from sglang_indexcache.stored import DTYPES, E4M3, SCALES, StoredTensor, dequantised, stored
+from sglang_indexcache.stored import DTYPES, E4M3, SCALES, dequantised, stored
 
 BLOCKS = (128, 128)
 """Rows and columns that share a scale in an FP8 weight, if config.json does not say."""
 
-META = torch.device("meta")
-"""Device on which tensors have a shape and no values."""
+FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+"""Transformers holds all experts in one tensor; released checkpoints have these of each."""
 
 
 @dataclass(frozen=True)
@@ -42,22 +41,14 @@ class Weight:
 class WeightFiles:
     """The tensors in a checkpoint's files.
 
-    Args:
-        tensors: what the files hold, if that is known without reading them.
-
     Raises:
         CheckpointError: no such files.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        blocks: Sequence[int] | None = None,
-        tensors: dict[str, StoredTensor] | None = None,
-    ) -> None:
+    def __init__(self, folder: Path, blocks: Sequence[int] | None = None) -> None:
         self._folder = folder
         self._blocks = tuple(blocks or BLOCKS)
-        self._stored = tensors or stored(folder)
+        self._stored = stored(folder)
         self._open: dict[Path, Any] = {}
         self._stack = ExitStack()  # files stay open
         self._lock = Lock()
@@ -96,57 +87,17 @@ class WeightFiles:
         return size + (self.bytes_of(name + SCALES) if self.kind(name) == E4M3 else 0)
 
     def read(self, name: str, device: torch.device) -> Weight:
-        """Read a tensor as it is stored; without values on the device :data:`META`."""
+        """Read a tensor as it is stored."""
         scales = self._tensor(name + SCALES, device) if self.kind(name) == E4M3 else None
         return Weight(self._tensor(name, device), scales, self._blocks)
 
     def _tensor(self, name: str, device: torch.device) -> torch.Tensor:
-        path, kind, shape = self._stored[name]
-        if device == META:
-            return torch.empty(shape, dtype=_dtype(kind), device=META)
+        path = self._stored[name].path
         with self._lock:
             if path not in self._open:
                 self._open[path] = self._stack.enter_context(safe_open(path, "pt"))
             tensor: torch.Tensor = self._open[path].get_tensor(name)
         return tensor.to(device)
-
-
-def expected_tensors(model: nn.Module, blocks: Sequence[int] | None) -> dict[str, StoredTensor]:
-    """Return what a released model's files would hold, were they here: names and shapes.
-
-    Args:
-        model: on the device :data:`META`.
-        blocks: of block FP8, in which all projections but the indexers' head weights are then;
-            None for a plain checkpoint.
-    """
-    nowhere, tensors = Path(), {}
-    linear = {f"{name}.weight" for name, m in model.named_modules() if isinstance(m, nn.Linear)}
-    plain = {str(dtype): kind for kind, dtype in DTYPES.items()}
-
-    def add(name: str, shape: Sequence[int], dtype: torch.dtype, projection: bool) -> None:
-        unquantised = ("lm_head.", "weights_proj.")
-        if blocks is None or not projection or any(part in name for part in unquantised):
-            tensors[name] = StoredTensor(nowhere, plain[str(dtype)], tuple(shape))
-            return
-        scales = tuple(-(-size // block) for size, block in zip(shape, blocks, strict=True))
-        tensors[name] = StoredTensor(nowhere, E4M3, tuple(shape))
-        tensors[name + SCALES] = StoredTensor(nowhere, "F32", scales)
-
-    for name, tensor in model.state_dict().items():
-        prefix, experts, part = name.rpartition("experts.")
-        if not experts or part not in FUSED:
-            add(name, tensor.shape, tensor.dtype, name in linear)
-            continue
-        rows = tensor.shape[1] // len(FUSED[part])
-        for expert in range(tensor.shape[0]):
-            for projection_name in FUSED[part]:
-                full = f"{prefix}experts.{expert}.{projection_name}.weight"
-                add(full, (rows, tensor.shape[2]), tensor.dtype, True)
-    return tensors
-
-
-FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-"""Transformers holds all experts in one tensor; released checkpoints have these of each."""
 
 
 def _dtype(kind: str) -> torch.dtype:

@@ -15,7 +15,7 @@ import warnings
 from argparse import ArgumentError, ArgumentParser
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ from rich.table import Table
 
 from sglang_indexcache.checkpoint import INDEX_K_BYTES_PER_KEY, text_config
 from sglang_indexcache.errors import Findings, IndexCacheError, SettingsError
-from sglang_indexcache.models import read_field
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.engine_version import EngineSource
 from sglang_indexcache.serving.plan import BACKEND_NAME, CONFIG_KEY, Plan
@@ -250,14 +249,13 @@ def _check_weights(server_args: Any) -> None:
     from sglang.srt.utils.common import get_device_memory_capacity
 
     cfg, model = resolving_view(server_args), model_config_of(server_args)
-    text = text_config(model.hf_config)
-    shape = {name: read_field(text, name) for name in (field.name for field in fields(ModelShape))}
+    shape = ModelShape.from_config(text_config(model.hf_config))
     memory = get_device_memory_capacity(cfg.device) if cfg.device == "cuda" else None
     formats = {cfg.quantization, model.quantization} - {None}
-    if None in shape.values() or not memory or cfg.cpu_offload_gb or formats - {"fp8"}:
+    if shape is None or not memory or cfg.cpu_offload_gb or formats - {"fp8"}:
         return
     size = 1 if formats else model.dtype.itemsize
-    stage = ModelShape(**shape).weight_bytes(cfg.tp_size, cfg.attn_dp_size, size) / cfg.pp_size
+    stage = shape.weight_bytes(cfg.tp_size, cfg.attn_dp_size, size) / cfg.pp_size
     gpus, dp, card = cfg.tp_size * cfg.pp_size, cfg.attn_dp_size, torch.cuda.get_device_name()
     check_room(cfg.model_path, stage, gpus, dp, card, memory * 2**20)
 

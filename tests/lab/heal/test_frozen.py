@@ -236,7 +236,7 @@ def test_rows_on_several_devices_give_the_bits_of_one(
             )
             for row in ids
         ]
-        assert pipelined(body, len(rows)) == (devices > 1)
+        assert pipelined(body.shares, len(rows), False) == (devices > 1)
         with torch.set_grad_enabled(training):
             pass_through(body, sharing, rows)
         bits = [state.hidden for state in rows]
