@@ -11,20 +11,20 @@ from sglang_indexcache.kernels.contract import PAGE_TOKENS
 
 E4M3_MAX = 448.0
 AMAX_FLOOR = 1e-4
-"""Below this a row counts as zero; SGLang's ``act_quant`` uses the same floor."""
+"""Least magnitude that a row's scale is made for, as in SGLang's ``act_quant``."""
 
 
 def quantize_e4m3(
     x: torch.Tensor, *, power_of_two: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise each row to e4m3.
+    """Quantise each row to e4m3, its largest value to 448.
 
     Args:
         x: ``[..., D]`` floating point.
-        power_of_two: round the scale up to one. SGLang does on a GPU where it quantises queries by
-            themselves (``act_quant`` with "ue8m0": DeepSeek-V3.2's), not where one kernel also
-            rotates them (``fused_q_indexer_rope_first_quant``: GLM-5's), nor where it stores keys
-            (``fused_store_index_k_cache``, ``fused_k_indexer_norm_rope_store``).
+        power_of_two: round the scale up to a power of two. SGLang does on a GPU where it quantises
+            queries by themselves (``act_quant`` with "ue8m0": DeepSeek-V3.2's), not where one
+            kernel also rotates them (``fused_q_indexer_rope_first_quant``: GLM-5's), nor where it
+            stores keys (``fused_store_index_k_cache``, ``fused_k_indexer_norm_rope_store``).
 
     Returns:
         ``[..., D]`` float8_e4m3fn and ``[...]`` float32 scales; ``x ~= values * scale``.

@@ -80,10 +80,11 @@ class Arm:
 def arms_of(model: Path, against: str, patterns: Sequence[str], control: str) -> tuple[Arm, ...]:
     """Make the reference, the candidates from most to fewest F layers, the positive control.
 
-    They are in any form of a pattern; an empty control is one of :data:`CONTROLS`.
+    They are in any form of a pattern. Without a control it is the first of :data:`CONTROLS` that
+    this checkpoint can serve and that is no other arm, else :data:`LAST_CONTROL`.
 
     Raises:
-        QualityError: two arms are the same pattern, or there is nothing to compare.
+        QualityError: two arms are the same pattern, or have the same name.
         PatternError, LibraryError: a pattern that is none, or not for this checkpoint.
     """
     checkpoint, library = Checkpoint.read(model), Library.default()
@@ -122,8 +123,8 @@ def arms_of(model: Path, against: str, patterns: Sequence[str], control: str) ->
 def default_lengths(context: int | None) -> tuple[int, ...]:
     """Return the lengths to ask where none is given: from 32Ki, doubled, up to the model's context.
 
-    The last is that context to two digits: 200,000 for 202,752; 128Ki if its config does not say
-    (None). What stays free is an eighth of a small one.
+    The last is what the context holds, rounded down to two digits: 200,000 for 202,752. Of the
+    context 1,024 tokens stay free, an eighth of one below 8Ki. 128Ki if the config names none.
     """
     room = 4 * SHORTEST if context is None else context - min(LEFT_FREE, context // 8)
     lengths = [SHORTEST << n for n in range(32) if SHORTEST << n <= room]
@@ -133,9 +134,15 @@ def default_lengths(context: int | None) -> tuple[int, ...]:
 
 
 def assumed_spread(cells: Sequence[tuple[int, int]], endpoint: str) -> tuple[float, float, float]:
-    """Return a context's spread before anything is measured, as `Design` takes it.
+    """Return a context's spread before anything is measured, the arguments of ``Design.needed``.
 
-    A cell is its contexts and the questions behind one of them.
+    Args:
+        cells: contexts of each cell, and the questions behind one of them.
+        endpoint: of :data:`ENDPOINTS`.
+
+    Returns:
+        The deviation of a context's difference, the share of contexts that differ, and the largest
+        weight of a context over the mean one.
 
     Raises:
         QualityError: no such endpoint.
@@ -155,8 +162,8 @@ def enough_contexts(
 ) -> int:
     """Count the contexts of each cell with which a plan can show its margin, as assumed here.
 
-    A multiple of the looks, and at least :data:`LEAST_CONTEXTS`. As many as needed are left where
-    only the cells of :data:`SEEING` see the control lose.
+    A multiple of the looks, and at least :data:`LEAST_CONTEXTS`. Cells that do not see the control
+    lose leave the claim: those that stay, the share :data:`SEEING`, still have as many as it needs.
     """
     assumed = assumed_spread([(1, questions)] * cells, endpoint)
     needed = Design(looks, margin, looks).needed(*assumed) / SEEING[endpoint]
@@ -187,7 +194,7 @@ class SelectedRows:
 
     Attributes:
         length: tokens that hold each of them with its answer, and the next smaller length does not.
-        rows: one number of each text that they are about, in the order of asking.
+        rows: number of the first row about each text, in the order of asking.
         sizes: tokens that are computed for each text, with questions and answers.
         available: how many texts of the file belong to this cell.
         questions: of each text; empty if each has one.
@@ -212,6 +219,9 @@ class EvaluationPlan:
         lengths: tokens of a context with its longest question and that one's answer.
         contexts: of each task at each length; ``questions`` are behind one.
         selects_all: ``index_topk``.
+        margin: loss that counts as none, a share of right answers.
+        looks: how often the evaluation may end, the last time included.
+        taken: rows of users' files, which are cells like those of the generated tasks.
         seed: of the first context of each cell; the others count from there.
         controls: tasks that the control asks, if not those of the plan (``Corpus.fit``).
         endpoint: of :data:`ENDPOINTS`.
@@ -305,12 +315,15 @@ class EvaluationPlan:
         }
 
     def questions_of(self, task: str) -> int:
-        """Return the number of questions behind a context of a task; 1 for a file's."""
+        """Return the number of questions behind a context of a task.
+
+        Of a file's rows it is 1 unless :class:`SelectedRows` counts them, as ``pairs`` does.
+        """
         return self.questions if task in self.tasks else 1
 
     @property
     def control_length(self) -> int:
-        """Tokens of the control's contexts."""
+        """Tokens of the control's contexts: :data:`CONTROL_SHARE` of ``index_topk``."""
         return int(CONTROL_SHARE * self.selects_all)
 
     @cached_property

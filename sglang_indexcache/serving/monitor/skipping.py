@@ -19,7 +19,14 @@ _MOST_RANGES = 6
 
 @dataclass(frozen=True)
 class Skipping:
-    """Proof from a rank's counters (None while nothing was counted), and what it cannot see."""
+    """Proof from a rank's counters, and what it cannot see.
+
+    Attributes:
+        proven: whether every layer did as its patterns say; None while nothing was counted, or the
+            rank does not name every pattern that it served.
+        text: the verdict, in a sentence.
+        uncounted: forwards or layers that the counters do not see; empty if they see all.
+    """
 
     proven: bool | None
     text: str
@@ -52,7 +59,10 @@ def judge(state: RankState) -> Skipping:
 
 
 def describe_index_keys(state: RankState) -> str:
-    """Say the index-K memory beside that of plain DSA, which keeps keys of every indexer."""
+    """Say the index-K bytes of a token beside those of plain DSA, which stores every indexer's.
+
+    In live mode the two are the same: every layer stores its keys.
+    """
     pattern, plain = Pattern(state.pattern), Pattern(state.checkpoint_pattern)
     if state.mode == "live":
         pattern = plain

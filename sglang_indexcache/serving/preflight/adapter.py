@@ -29,7 +29,10 @@ _ADAPTED = "_indexcache_adapted"
 
 
 def install(plan: Plan) -> None:
-    """Have this process's model loaded with the plan's adapter; safe to call again."""
+    """Have this process load its model with the plan's adapter; do nothing if it has none.
+
+    Later updates of weights are refused. Safe to call again.
+    """
     if not plan.adapter:
         return
     hooks.after(f"{_LOADER}.load_weights_only", _bring_in)

@@ -30,7 +30,13 @@ _ORDINALS = ("1st", "2nd", "3rd", "4th", "5th", "6th", "7th", "8th", "9th")
 
 
 def rounds(draw: random.Random, room: Room) -> Draft:
-    """Draft a conversation full of look-alike requests."""
+    """Draft a conversation full of look-alike requests, and ask for what some were answered.
+
+    An answer is the turn's passage to the letter, behind ten characters that the question gives.
+
+    Raises:
+        QualityError: the room takes more turns than there are requests.
+    """
     words = min(64, max(8, room.tokens // 96))
     longest = _TURN.format(form="review", topic="squirrel", passage="{}")
     turns = room.fill(
@@ -57,7 +63,7 @@ def rounds(draw: random.Random, room: Room) -> Draft:
 
 
 def _kinds(draw: random.Random, turns: int) -> list[tuple[str, str]]:
-    """Draw each turn's request: every one comes eight times (the last at least twice)."""
+    """Draw each turn's request: every one comes eight times, the last two to nine times."""
     remaining = [(form, topic) for form in FORMATS for topic in NOUNS]
     draw.shuffle(remaining)
     kinds: list[tuple[str, str]] = []
