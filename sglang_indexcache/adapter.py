@@ -115,13 +115,13 @@ class Adapter:
         return list(_shapes(self.pattern, self.base))
 
     def tensors(self) -> dict[str, Tensor]:
-        """Its weights on the CPU by name."""
+        """Load its weights on the CPU, by name."""
         from safetensors.torch import load_file
 
         return dict(load_file(self.weights_file))
 
     def summary(self) -> str:
-        """One phrase for logs: which, for what."""
+        """Return one phrase for logs: which, for what."""
         return f"adapter {self.folder} ({self.digest[:12]}) for {self.base.name}"
 
     def check(self, checkpoint: Path, pattern: Pattern | None = None) -> None:
@@ -268,7 +268,7 @@ def _document(folder: Path) -> _Document:
 
 
 def _header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Dtype and shape of every tensor in a safetensors file; no tensor is read."""
+    """Read dtype and shape of every tensor in a safetensors file; no tensor is read."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -280,7 +280,7 @@ def _header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def _shapes(pattern: Pattern, base: Base) -> dict[str, tuple[int, ...]]:
-    """Every tensor of an adapter by name."""
+    """Return the shape of every tensor of an adapter by name."""
     shapes = indexer_shapes(base.shape)
     return {
         f"model.layers.{layer}.self_attn.indexer.{name}": shape

@@ -330,7 +330,7 @@ def pattern_from_sharing_keys(
 
 
 def _pick(types: Any, layer_ids: tuple[int, ...]) -> list[str]:
-    """``indexer_types`` at the DSA layers; the list covers every model layer."""
+    """Return ``indexer_types`` at the DSA layers; the list may cover every model layer."""
     if len(types) == len(layer_ids):
         return list(types)
     if len(types) <= layer_ids[-1]:

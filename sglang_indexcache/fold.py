@@ -53,16 +53,16 @@ class IndexRow:
             yield self.part(slice(start, start + size))
 
     def products(self) -> torch.Tensor:
-        """``[B, S, H, T]``: every head's ``q_h . k``."""
+        """Return ``[B, S, H, T]``: every head's ``q_h . k``."""
         return torch.einsum("bshd,btd->bsht", self.queries, self.keys)
 
     def exact(self) -> torch.Tensor:
-        """``[B, S, T]``: the indexer's own score, -inf where a query does not see the key."""
+        """Return ``[B, S, T]``, the indexer's own score: -inf where a query sees no such key."""
         scores = torch.einsum("bsht,bsh->bst", self.products().relu_(), self.weights)
         return scores.masked_fill_(~self.visible, -torch.inf)
 
     def folded(self, slopes: torch.Tensor) -> torch.Tensor:
-        """``[B, S, T]``: the score of the folded query, -inf where a query does not see the key.
+        """Return ``[B, S, T]``, the folded score: -inf where a query sees no such key.
 
         Args:
             slopes: ``[H]``, one number a head; all the same is plain folding.
@@ -140,7 +140,7 @@ class SlopeSums:
             self.pairs += int(part.visible.sum())
 
     def slopes(self) -> torch.Tensor:
-        """``[H]`` float32: ``cov(relu(x), x) / var(x)``, from 0 (never positive) to 1 (always).
+        """Return ``[H]`` float32 ``cov(relu(x), x) / var(x)``, 0 (never positive) to 1 (always).
 
         A head whose products are all alike orders nothing: it has 1 or 0, as its ReLU lets it
         through or not.

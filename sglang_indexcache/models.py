@@ -50,7 +50,7 @@ def _every_layer(text: Any) -> tuple[int, ...]:
 
 
 def _two_a_block(text: Any) -> tuple[int, ...]:
-    """LongCat has two attentions in each block and numbers them through."""
+    """Return a number for each of LongCat's attentions, two in each block."""
     blocks = read_field(text, "num_layers") or read_field(text, "num_hidden_layers")
     return tuple(range(2 * blocks))
 

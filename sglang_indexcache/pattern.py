@@ -121,7 +121,7 @@ class Pattern:
         return int(self.layers[layer] == FOLDED)
 
     def is_full(self, layer: int) -> bool:
-        """Whether ``layer`` runs its own indexer: it is F, or L."""
+        """Return whether ``layer`` runs its own indexer: it is F, or L."""
         return self.layers[self._checked(layer)] != SHARED
 
     @cached_property
@@ -163,7 +163,7 @@ class Pattern:
         return sha256(self.text.encode()).hexdigest()[:12]
 
     def summary(self) -> str:
-        """One phrase for logs and tables: ``12 of 47 layers keep their indexer (25.5 %)``."""
+        """Return one phrase: ``12 of 47 layers keep their indexer (25.5 %)``."""
         full, total = len(self.full_layers), len(self)
         phrase = f"{full} of {total} layers keep their indexer ({100 * full / total:.1f} %)"
         if folded := self.layers.count(FOLDED):
@@ -176,7 +176,7 @@ class Pattern:
 
     @classmethod
     def full(cls, num_layers: int) -> Pattern:
-        """Every layer F: plain DSA."""
+        """Make a pattern with every layer F: plain DSA."""
         return cls(FULL * num_layers)
 
     @classmethod
@@ -221,7 +221,7 @@ class Pattern:
 
     @classmethod
     def from_freq(cls, num_layers: int, freq: int, offset: int | None = None) -> Pattern:
-        """Upstream's ``index_topk_freq`` with ``index_skip_topk_offset``.
+        """Make the pattern of upstream's ``index_topk_freq`` and ``index_skip_topk_offset``.
 
         Layer l is F where ``max(l - offset + 1, 0) % freq == 0``; without an offset SGLang uses
         ``max(l - 1, 0) % freq == 0``, so that layers 0 and 1 are both F. This is not the paper's

@@ -74,7 +74,7 @@ class ModelShape:
         return layers + 2 * self.vocab_size * self.hidden_size
 
     def weight_bytes(self, gpus: int, dp: int, each: int) -> float:
-        """All weights on one of ``gpus``, at ``each`` bytes a parameter.
+        """Return the bytes of all weights on one of ``gpus``, at ``each`` bytes a parameter.
 
         The attention's are repeated in each of ``dp`` ranks of data-parallel attention, and the
         indexers' on every GPU.

@@ -51,7 +51,7 @@ def check_form(folder: Path, names: Iterable[str]) -> None:
 
 
 def like_stored(folder: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Plain weights in the form in which a checkpoint stores its own of the same names.
+    """Bring plain weights into the form in which a checkpoint stores its own of these names.
 
     Each in the checkpoint's dtype; a block-FP8 one as e4m3 and, under its name and :data:`SCALES`,
     the scales. The checkpoint passes :func:`check_form`.
@@ -119,7 +119,7 @@ class StoredTensor(NamedTuple):
 
 
 def stored(folder: Path) -> dict[str, StoredTensor]:
-    """Every tensor of a checkpoint by name; no tensor is read."""
+    """Return every tensor of a checkpoint by name; no tensor is read."""
     tensors = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:

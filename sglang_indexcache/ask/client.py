@@ -66,14 +66,14 @@ class Client:
         return f"the server at {self.url}"
 
     def is_ready(self) -> bool:
-        """Whether the server answers requests."""
+        """Return whether the server answers requests."""
         try:
             return self._http.get("/health", timeout=5.0).status_code == 200
         except httpx.HTTPError:
             return False
 
     def generate(self, *, timeout: float | None = None, **body: Any) -> Any:
-        """SGLang's native ``/generate``; the answer may take ``timeout`` seconds.
+        """Call SGLang's native ``/generate``; the answer may take ``timeout`` seconds.
 
         Raises:
             ServerUnavailableError: no answer, or half of one: the server is away or too slow.
@@ -82,7 +82,7 @@ class Client:
         return self._request("POST", "/generate", body, timeout)
 
     def stream(self, **body: Any) -> Iterator[dict[str, Any]]:
-        """SGLang's native ``/generate``, chunk by chunk as they arrive.
+        """Call SGLang's native ``/generate``, and yield its chunks as they arrive.
 
         Raises:
             ServerError: the server refused, reported an error, or went away before the end.
@@ -114,7 +114,7 @@ class Client:
             ) from error
 
     def server_info(self) -> dict[str, Any]:
-        """SGLang's ``/server_info``."""
+        """Ask for SGLang's ``/server_info``."""
         return dict(self._request("GET", "/server_info"))
 
     def states(self) -> list[RankState]:
@@ -163,7 +163,7 @@ class Client:
         return states
 
     def flush_cache(self, timeout: float = 60.0) -> None:
-        """Empty the radix cache, once the server is idle, for which it waits ``timeout`` seconds.
+        """Flush the radix cache, once the server is idle, for which it waits ``timeout`` seconds.
 
         It may not be yet when an answer arrives: a pipeline's first stage learns later than the
         client that the last one is through.
@@ -253,7 +253,7 @@ def _patience(seconds: float) -> httpx.Timeout:
 
 
 def _clean(key: str | None) -> str:
-    """``key`` without the white space that files end in."""
+    """Return ``key`` without the white space that files end in."""
     key = (key or "").strip()
     if not key.isascii() or not key.isprintable():
         raise ServerError("an API key has a character that no HTTP header can carry")

@@ -198,7 +198,7 @@ class RankState(BaseModel):
             ) from error
 
     def to_json(self) -> dict[str, Any]:
-        """Plain numbers, strings, lists and dictionaries, as ``/server_info`` carries them."""
+        """Return numbers, strings, lists and dictionaries, as ``/server_info`` carries them."""
         return self.model_dump(mode="json")
 
 

@@ -36,7 +36,7 @@ class Engine(Protocol):
         """Return IndexCache's report, one entry per data-parallel rank."""
 
     def generate(self, *, timeout: float | None = None, **body: Any) -> Any:
-        """SGLang's native generate, for a list of prompts; ``timeout`` in seconds."""
+        """Call SGLang's native generate, for a list of prompts; ``timeout`` in seconds."""
 
     def low_priority(self) -> int:
         """Return the ``priority`` of requests that shall wait for all others."""
@@ -79,7 +79,7 @@ class TokenScores:
 
 
 def time_allowed(tokens: int) -> float:
-    """Seconds that the answer to a call with so many prompt tokens may take."""
+    """Return the seconds that the answer to a call with so many prompt tokens may take."""
     return _LEAST_SECONDS + tokens / _LEAST_RATE
 
 
@@ -106,7 +106,7 @@ def ask(
     new_tokens: int = 0,
     **body: Any,
 ) -> list[dict[str, Any]]:
-    """Each prompt's reply, once it is found to be an answer to that prompt under its pattern.
+    """Return each prompt's reply, once it is found to answer that prompt under its pattern.
 
     Args:
         new_tokens: to generate at most, greedily.

@@ -77,7 +77,7 @@ Document = Text | Conversation
 
 
 def read_documents(source: str) -> Iterator[Document]:
-    """Every document of a source that is not blank, in the order of the files and their rows.
+    """Yield every document of a source that is not blank, as files and rows are ordered.
 
     Args:
         source: a .jsonl, .parquet or text file, a folder of them, or :data:`MACHINE`.
@@ -129,7 +129,7 @@ def _read_text(path: Path) -> Iterator[Text]:
 
 
 def _document(row: Any, where: str) -> Document:
-    """One record: messages, a prompt with its response, a text with marked answers, or a text."""
+    """Read a record: messages, prompt and response, text with marked answers, or text."""
     if isinstance(row, str):
         return Text(row, where)
     fields = row if isinstance(row, dict) else {}

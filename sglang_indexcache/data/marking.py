@@ -42,7 +42,7 @@ class Marked:
 
 
 def is_held_out(sequence: Sequence[int]) -> bool:
-    """Whether this ``[length]`` sequence belongs to the held-out part: one in four does.
+    """Return whether a ``[length]`` sequence is of the held-out part: one in four is.
 
     Its own tokens say it, so no command can mix the two, whatever its batch counts and its seed.
     """
@@ -66,7 +66,7 @@ class Marker:
         self._special = tuple(token.content for token in added if token.special)
 
     def marked(self, document: Document) -> Marked:
-        """All of a document; of a conversation, up to its last response.
+        """Mark all of a document; of a conversation, up to its last response.
 
         Raises:
             DataError: a template, or a tokenizer, that cannot tell where the answers are.

@@ -121,7 +121,7 @@ class FileRows:
 
 
 def drawn_documents(sources: Sequence[str], characters: int, seed: int) -> list[Document]:
-    """Documents of all sources, in an order that the seed decides.
+    """Draw documents of all sources, in an order that the seed decides.
 
     Everything is read, so that files which are sorted by topic do not decide what is learned; no
     more is held at a time than is wanted.
@@ -147,7 +147,7 @@ def drawn_documents(sources: Sequence[str], characters: int, seed: int) -> list[
 def _pieces(
     documents: Iterable[Document], marker: Marker, length: int
 ) -> Iterator[tuple[bool, Piece]]:
-    """Whether it is held out, and a document or one of its windows."""
+    """Yield whether it is held out, and a document or one of its windows."""
     for document in documents:
         marked = marker.marked(document)
         held_back = is_held_out(marked.ids)

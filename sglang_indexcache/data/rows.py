@@ -27,7 +27,7 @@ class FileRow(NamedTuple):
 
 
 def read_rows(path: Path) -> Iterator[FileRow]:
-    """Every row of a file that is not blank, in its order.
+    """Yield every row of a file that is not blank, in its order.
 
     ``.parquet`` and ``.csv`` (with a head) have rows, ``.json`` holds one list, anything else has a
     JSON value a line.

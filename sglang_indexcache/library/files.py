@@ -40,7 +40,7 @@ class ModelInfo(Strict):
     note: str = ""
 
     def matches(self, checkpoint: Checkpoint) -> bool:
-        """Whether ``checkpoint`` has this architecture, depth and shape."""
+        """Return whether ``checkpoint`` has this architecture, depth and shape."""
         return (
             checkpoint.architecture in self.architectures
             and checkpoint.num_layers == self.num_layers

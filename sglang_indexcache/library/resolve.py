@@ -248,7 +248,7 @@ class Library:
 
 
 def names_a_file(value: str) -> bool:
-    """Whether what a user wrote for a pattern is the path of a YAML file, there or not.
+    """Return whether what a user wrote for a pattern is the path of a YAML file, there or not.
 
     A choice by prompt length is none, though it may hold a ratio.
     """
@@ -321,7 +321,7 @@ def _by_depth(value: str, kind: str, ratio: str, checkpoint: Checkpoint) -> Reso
 
 
 def _looks_literal(value: str) -> bool:
-    """Whether ``value`` was meant as an F/S string, perhaps a wrong one."""
+    """Return whether ``value`` was meant as an F/S string, perhaps a wrong one."""
     return not set(value) - set("FSLfsl \t") or (value.isalpha() and value.isupper())
 
 

@@ -74,7 +74,7 @@ class ActivePattern:
         return self.policy.patterns[0]
 
     def position(self, layer: int) -> int:
-        """Pattern position of the model's layer ``layer``."""
+        """Return the pattern position of the model's layer ``layer``."""
         return self._positions[layer]
 
     @property
@@ -109,11 +109,11 @@ class ActivePattern:
         self.counters.indexer_selections[self.position(layer)] += self._counts_layers
 
     def count_reuse(self, layer: int) -> None:
-        """``layer`` attended to another layer's indices."""
+        """Count that ``layer`` attended to another layer's indices."""
         self.counters.index_reuses[self.position(layer)] += self._counts_layers
 
     def count_key_write(self, layer: int) -> None:
-        """``layer`` stored index keys without scoring any."""
+        """Count that ``layer`` stored index keys without scoring any."""
         self.counters.index_key_writes[self.position(layer)] += self._counts_layers
 
     def count_graph(self, label: str) -> None:

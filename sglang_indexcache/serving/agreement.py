@@ -134,7 +134,7 @@ def install_handshake() -> None:
 def _tell_pattern(
     original: Callable[..., None], manager: Any, args: Any, *rest: Any, **named: Any
 ) -> None:
-    """Prefill and decode nodes compare the dtype of their KV at the handshake: add the pattern."""
+    """Add the pattern to the KV dtype that prefill and decode nodes compare at the handshake."""
     args.kv_cache_dtype_str += _tag()
     original(manager, args, *rest, **named)
 

@@ -70,7 +70,7 @@ def seams() -> tuple[Seam, ...]:
 
 
 def _rows(inside: Mapping[str, str | Mapping[str, str]]) -> Iterator[tuple[str, str, str]]:
-    """Owner with a dot, names, and what for: of a module's own names and of its classes'."""
+    """Yield owner with a dot, names, and what for: of a module's own names and its classes'."""
     for name, reasons in inside.items():
         if isinstance(reasons, str):
             yield "", name, reasons
@@ -201,7 +201,7 @@ class EngineSource:
         return self._modules[name]
 
     def has_file(self, module: str, digests: Mapping[str, str]) -> bool:
-        """Whether the module's file is, byte for byte, the one of ``digests``."""
+        """Return whether the module's file is, byte for byte, the one of ``digests``."""
         file = self.file(module)
         return file is not None and digests.get(file[0]) == file[1]
 
@@ -219,7 +219,7 @@ class EngineSource:
 
 
 def _find(tree: ast.AST, names: list[str]) -> list[ast.stmt]:
-    """Every definition, assignment or import of dotted ``names`` below ``tree``.
+    """Return every definition, assignment or import of dotted ``names`` below ``tree``.
 
     Two branches may define the same name.
     """
@@ -230,7 +230,7 @@ def _find(tree: ast.AST, names: list[str]) -> list[ast.stmt]:
 
 
 def _statements(tree: ast.AST) -> Iterator[ast.AST]:
-    """Statements of a module or class body, also those inside ``if`` and ``try``."""
+    """Yield the statements of a module or class body, also those inside ``if`` and ``try``."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.If | ast.Try | ast.ExceptHandler):
             yield from _statements(node)
@@ -239,7 +239,7 @@ def _statements(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def _defining(node: ast.AST, name: str) -> ast.stmt | None:
-    """``node`` if it defines ``name``; of an import, only what concerns ``name``."""
+    """Return ``node`` if it defines ``name``; of an import, only what concerns ``name``."""
     if isinstance(node, (*_FUNCTION, ast.ClassDef)):
         return node if node.name == name else None
     if isinstance(node, ast.Assign):

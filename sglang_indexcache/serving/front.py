@@ -66,7 +66,7 @@ def tokenizer_worker_class() -> type:
 
 
 def _add_middleware(_result: None, _manager: Any, *_: Any, **__: Any) -> None:
-    """Inside SGLang's own, which authenticate and unpack; a process without HTTP has no app."""
+    """Add ours inside SGLang's, which authenticate and unpack; without HTTP there is no app."""
     from starlette.middleware import Middleware
 
     module = sys.modules.get(_APP)

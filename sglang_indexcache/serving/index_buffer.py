@@ -64,7 +64,7 @@ class IndexBuffer:
         return self._rows
 
     def is_full(self, layer: int) -> bool:
-        """Whether ``layer`` runs its indexer in this forward: it is F for some row."""
+        """Return whether ``layer`` runs its indexer in this forward: it is F for some row."""
         position = self._active.position(layer)
         return any(pattern.is_full(position) for pattern in self.rows.patterns)
 
@@ -111,7 +111,7 @@ class IndexBuffer:
         return indices if indices.shape[0] <= rows else indices[:rows]
 
     def shared(self, layer: int) -> torch.Tensor:
-        """``[T, k]``: what ``layer`` uses, in all rows of the forward.
+        """Return ``[T, k]``: what ``layer`` uses, in all rows of the forward.
 
         Raises:
             StaleIndexError: some row lacks its own F layer's indices, written, adopted or
@@ -168,6 +168,6 @@ class IndexBuffer:
         return tuple(pattern.source_of(position) for pattern in self.rows.patterns)
 
     def _shares_from_before(self, layer: int, limit: int) -> bool:
-        """Whether ``layer`` takes some row's indices from a layer below ``limit``."""
+        """Return whether ``layer`` takes some row's indices from a layer below ``limit``."""
         layers = self._active.plan.layer_ids
         return any(layers[source] < limit for source in self._sources_of(layer))

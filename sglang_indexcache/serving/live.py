@@ -122,7 +122,7 @@ def switch(scheduler: Scheduler, active: ActivePattern, value: str) -> None:
 
 
 def _check_both_nodes_switch_alike(scheduler: Scheduler) -> None:
-    """Prefill and decode node decide on a request one after the other."""
+    """Refuse what only one node would do: they decide on a request one after the other."""
     from sglang.srt.runtime_context import get_disagg
 
     if get_disagg().disaggregation_mode != "null" and not scheduler.is_fully_idle():

@@ -125,7 +125,7 @@ class Plan:
         return tuple(Pattern(text) for text in self.graphs if text != SHORT)
 
     def graph_reserve_mb(self, cfg: Any) -> int:
-        """MB to keep free on each GPU for the graphs beside SGLang's.
+        """Return the MB to keep free on each GPU for the graphs beside SGLang's.
 
         SGLang leaves 2 MB free for each request of its largest decode graph, however many graphs
         it captures of a size (``reserve_for_graph_mb``), and gives the rest to the KV pool. So

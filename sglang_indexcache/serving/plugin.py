@@ -208,7 +208,7 @@ def _keep_flags(original: Callable[..., Any], cls: type, args: Namespace) -> Any
 
 
 def _accept_engine_keywords() -> None:
-    """``sglang.Engine(indexcache_pattern=...)``, which loads plugins before it reads keywords.
+    """Accept ``Engine(indexcache_pattern=...)``: it loads plugins before it reads keywords.
 
     Where nothing has loaded its module, importing it would slow every worker's start.
     """
@@ -334,7 +334,7 @@ def _keep_free_for_graphs(server_args: Any, previous: Callable[[Any], None]) -> 
 
 
 def _is_only_way(cfg: Any) -> bool:
-    """Whether nobody asked for IndexCache, and nothing else serves this model on this machine."""
+    """Return whether nobody asked for IndexCache, and nothing else serves this model here."""
     if not platform_cpu.is_active() or any(getattr(cfg, field) for field in BACKEND_FIELDS):
         return False
     try:
@@ -376,13 +376,13 @@ def _checkpoint_config(cfg: Any, overrides: Mapping[str, Any]) -> Any:
 
 
 def _allow_overlap(original: Callable[..., None], server_args: Any, hf_config: Any) -> None:
-    """SGLang refuses two-batch overlap with sharing; our buffer carries what it would drop."""
+    """Allow two-batch overlap with sharing, which SGLang refuses: our buffer carries indices."""
     if Plan.from_hf_config(hf_config) is None:
         original(server_args, hf_config)
 
 
 def _warn_about_ignored_overrides(cfg: Any) -> None:
-    """SGLang ignores its own pattern override where the HF config fills ``indexer_types``."""
+    """Warn of a pattern override of SGLang's where the config fills ``indexer_types``."""
     overrides = read_overrides(cfg.json_model_override_args)
     keys = [key for key in SHARING_KEYS[1:3] if overrides.get(key) is not None]
     if not keys or overrides.get("indexer_types") is not None:

@@ -32,7 +32,7 @@ class Policy:
 
     @classmethod
     def of(cls, pattern: Pattern) -> Policy:
-        """``pattern`` for every length."""
+        """Make a policy with ``pattern`` for every length."""
         return cls(((0, pattern),))
 
     @classmethod

@@ -76,12 +76,12 @@ def named_by(sampling_params: Any) -> Any:
 
 
 def names_ours(key: object) -> bool:
-    """Whether somebody who writes ``key`` means this plugin, however it is spelt."""
+    """Return whether somebody who writes ``key`` means this plugin, however it is spelt."""
     return isinstance(key, str) and "indexcache" in _letters(key)
 
 
 def names_pattern(key: object) -> bool:
-    """Whether ``key`` is the one under which a request names its pattern, however it is spelt."""
+    """Return whether ``key`` is the one that names a request's pattern, however it is spelt."""
     return isinstance(key, str) and _letters(key) == _letters(NAME)
 
 
@@ -183,7 +183,7 @@ def within(namespace: str, extra_key: str | None) -> str:
 
 
 def _is_told_once(original: Callable[..., bool], streamer: Any, key: str) -> bool:
-    """SGLang otherwise takes what a request tells of itself for one value per token."""
+    """Return whether ``key`` has one value a request; SGLang takes ours for one per token."""
     return key == NAME or original(streamer, key)
 
 

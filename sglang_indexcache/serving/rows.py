@@ -68,7 +68,7 @@ class RowPatterns:
         return cls(different, table[1:, owners].bool())
 
     def cut(self, start: int, stop: int, count: int) -> RowPatterns:
-        """Rows ``start`` to ``stop`` as a batch of their own, padded to ``count`` rows."""
+        """Return rows ``start`` to ``stop`` as a batch of their own, padded to ``count`` rows."""
         if self.masks is None:
             return self
         masks = pad(self.masks[:, start:stop], (0, count - (stop - start)), value=True)
@@ -77,7 +77,7 @@ class RowPatterns:
 
 @lru_cache(maxsize=256)
 def full_layers(pattern: Pattern) -> torch.Tensor:
-    """``[layers]`` bool, on the host: which positions of ``pattern`` are F."""
+    """Return ``[layers]`` bool, on the host: which positions of ``pattern`` are F."""
     return torch.tensor([pattern.is_full(n) for n in range(len(pattern))], device="cpu")
 
 
@@ -95,7 +95,7 @@ class RequestIds(list[str]):
 
 
 def patterns_of_requests(batch: ForwardBatch) -> list[Pattern]:
-    """Live mode: the pattern of each of the batch's requests.
+    """Return the pattern of each of the batch's requests, in live mode.
 
     Raises:
         StaleIndexError: it is not known of a batch with requests.

@@ -185,7 +185,7 @@ class Estimate:
         return np.bincount(self.differences.cells).astype(np.float64)
 
     def _by_cell(self, values: npt.NDArray[Any]) -> Floats:
-        """[..., contexts] to their sums [..., cells]."""
+        """Sum [..., contexts] by cell, [..., cells]."""
         # A product with 0 and 1, for np.bincount takes no leading dimensions.
         sums: Floats = values @ np.eye(self._counts.size)[self.differences.cells]
         return sums
@@ -239,7 +239,7 @@ class Estimate:
         return np.fmax(1.0, np.minimum(welch, self.differing - 1))
 
     def _half(self, z: float) -> Any:
-        """Distance from the mean to its bound at ``z``, negative for negative ``z``."""
+        """Return the distance from the mean to its bound at ``z``, negative for negative ``z``."""
         is_bounded = (self.error > 0) & (self.error < np.inf)
         # By the small tail, where 1 - error would round to 1.
         t = -student_quantile(error_above(abs(z)), self._freedom) * np.sign(z)  # accurate tail
@@ -318,7 +318,7 @@ def student_quantile(probability: float, freedom: Any) -> Any:
 
 
 def half_width(values: Iterable[float], confidence: float = 0.95) -> float | None:
-    """Half the width of the two-sided interval of the mean of independent, roughly normal values.
+    """Return half the two-sided interval of the mean of independent, roughly normal values.
 
     None for fewer than two.
     """

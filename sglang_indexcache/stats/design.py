@@ -84,7 +84,7 @@ class Design:
         return needed_drift(self.fractions, self.alpha, self.power)
 
     def needed(self, deviation: float, differing: float, heaviest: float = 1.0) -> int:
-        """Contexts with which "no loss beyond the margin" is shown of a pattern that loses nothing.
+        """Count the contexts that show "no loss beyond the margin" of a harmless pattern.
 
         Args:
             deviation: standard deviation of a context's difference, see :func:`spread`.
@@ -94,7 +94,7 @@ class Design:
         return math.ceil(self._needed(self.margin, deviation, differing, heaviest) - 1e-9)
 
     def detectable(self, deviation: float, differing: float, heaviest: float = 1.0) -> float:
-        """Smallest loss that is found with the design's power; also the smallest margin."""
+        """Return the smallest loss found with the design's power; also the smallest margin."""
 
         def enough(margin: float) -> bool:
             return self._needed(margin, deviation, differing, heaviest) <= self.contexts
@@ -128,7 +128,7 @@ class Design:
         return max(min(by_bet, by_t), rare)
 
     def _bet_needs(self, margin: float, deviation: float, step: float) -> float:
-        """Contexts until one of the stakes, each a part of the capital, has won by itself.
+        """Count contexts until one of the stakes, each a part of the capital, has won by itself.
 
         Its logarithm grows by what the margin wins in a context, less half the variance that it
         rides on, and spreads by the deviation. A stake of which one context that differs, which
@@ -151,7 +151,7 @@ class Design:
 
 
 def spread(discordance: float, correlation: float, questions: int) -> tuple[float, float]:
-    """Deviation of a context's mean difference, and the share of contexts that differ.
+    """Return the deviation of a context's mean difference, and the share that differs.
 
     If the arms are equally good; the share is of contexts that all differ by the same, as
     `bounds.Estimate.differing` counts them. A question takes its context's fate with probability
@@ -175,7 +175,7 @@ def spread(discordance: float, correlation: float, questions: int) -> tuple[floa
 def spread_over_cells(
     cells: Sequence[tuple[int, int]], discordance: float, correlation: float
 ) -> tuple[float, float, float]:
-    """Deviation, share of contexts that differ and weight of the heaviest, as Design takes them.
+    """Return deviation, share of contexts that differ, and the heaviest's weight, for Design.
 
     As `bounds.Estimate` will find them. The primary result is a mean over cells, so what a small
     cell adds to its error, or may hide, is not made up for by a large one. A cell is its contexts
@@ -193,7 +193,7 @@ def spread_over_cells(
 
 
 def spent(fraction: float, alpha: float) -> float:
-    """Error that may have been made by ``fraction`` (0 to 1) of the planned contexts."""
+    """Return the error that may have been made by ``fraction`` (0 to 1) of the contexts."""
     from scipy.special import ndtr, ndtri
 
     if fraction <= 0:
@@ -236,7 +236,7 @@ def crossing_probability(
 
 @cache
 def needed_drift(fractions: tuple[float, ...], alpha: float, power: float) -> float:
-    """Mean at fraction 1 with which a bound is reached with probability ``power``.
+    """Return the mean at fraction 1 with which a bound is reached with ``power``.
 
     A difference is found so often if it is this many standard errors of the whole evaluation.
     """
@@ -249,7 +249,7 @@ def needed_drift(fractions: tuple[float, ...], alpha: float, power: float) -> fl
 def _crossing(
     fractions: Sequence[float], bounds: Sequence[float], drift: float
 ) -> Callable[[float], float]:
-    """P(first crossing at the last look), as a function of the z that counts there.
+    """Return P(first crossing at the last look), as a function of the z that counts there.
 
     Carries the density of the score ``B(t) = z sqrt(t)``, a Brownian motion with drift.
     """

@@ -84,7 +84,7 @@ class Differences:
         return len(self.cells)
 
     def of(self, cell: int) -> Differences:
-        """Those of one cell; their flips are not counted anew."""
+        """Return those of one cell; their flips are not counted anew."""
         in_cell = self.cells == cell
         return Differences(
             self.values[..., in_cell],
@@ -103,7 +103,7 @@ def paired(
     cells: Iterable[Cell] | None = None,
     repeat: int = 0,
 ) -> Differences:
-    """``arm`` minus the first answers of ``reference``, by context.
+    """Return ``arm`` minus the first answers of ``reference``, by context.
 
     Args:
         cells: leave out all others.

@@ -38,11 +38,11 @@ class Cost:
         return None if self.rate is None else self.tokens / self.rate.tokens_per_second / _SECONDS
 
     def in_words(self) -> str:
-        """Tokens, hours and the rate's source in one sentence."""
+        """Say tokens, hours and the rate's source in one sentence."""
         return f"{self.tokens:,} tokens at most, {self.hours_in_words()}"
 
     def hours_in_words(self) -> str:
-        """Hours and where the rate comes from; without one, how to get it."""
+        """Say the hours and where the rate comes from; without one, how to get it."""
         if self.rate is None or self.hours is None:
             return "hours not known yet: give --rate, the tokens computed in a second"
         speed = f"{self.rate.tokens_per_second:,.0f} tokens a second"

@@ -104,7 +104,7 @@ class Journal(AbstractContextManager["Journal"]):
                 raise
 
     def parsed(self, parse: Callable[[dict[str, Any]], _Entry]) -> Iterator[_Entry]:
-        """Every entry as ``parse`` understands it.
+        """Yield every entry as ``parse`` understands it.
 
         Raises:
             IndexCacheError: as the journal's: naming the line that lacks something.

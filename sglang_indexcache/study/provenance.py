@@ -23,7 +23,7 @@ _CPUINFO, _STAT = Path("/proc/cpuinfo"), Path("/proc/stat")
 
 
 def checkpoint_digest(folder: Path) -> str:
-    """SHA-256 that tells checkpoints apart without reading hundreds of gigabytes.
+    """Compute a SHA-256 that tells checkpoints apart without reading them whole.
 
     Covers config.json and of each .safetensors file its name, its size, its header (every
     tensor's name, dtype, shape and place) and the 4 KiB in the middle of every tensor; all of a
@@ -73,14 +73,14 @@ def _tensor_bytes(path: Path, header: bytes) -> list[tuple[int, int]]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of everything that can change a loss or a speed."""
+    """Return the versions of everything that can change a loss or a speed."""
     software = {"sglang-indexcache": __version__, "python": platform.python_version()}
     packages = {name: package_version(name) for name in _PACKAGES}
     return software | {name: number for name, number in packages.items() if number is not None}
 
 
 def package_version(*names: str) -> str | None:
-    """Version of the first of these packages that is installed, without importing it."""
+    """Return the version of the first of these packages that is installed; import none."""
     for name in names:
         try:
             return version(name)
@@ -120,7 +120,7 @@ def busy_cores(seconds: float = 1.0) -> float | None:
 
 
 def _ticks() -> tuple[int, int] | None:
-    """Clock ticks of all CPUs since boot: ``(all, idle)``."""
+    """Return the clock ticks of all CPUs since boot: ``(all, idle)``."""
     if not _STAT.exists():
         return None
     fields = [int(field) for field in _STAT.read_text().splitlines()[0].split()[1:]]

@@ -90,7 +90,7 @@ def write_json(path: Path, data: Any) -> None:
 
 
 def shipped(folder: str) -> Path:
-    """``patterns``, ``csrc`` or ``docs``: in an installed package, or beside it in sources."""
+    """Return ``patterns``, ``csrc`` or ``docs``: of an installed package, or of its sources."""
     package = Path(__file__).parents[1]
     inside = package / folder
     return inside if inside.is_dir() else package.parent / folder

@@ -10,7 +10,7 @@ _FORM = re.compile("0*([1-9][0-9]{0,11})(K|Ki)?")
 
 
 def parse_length(text: str) -> int:
-    """Tokens from ``200000``, ``200K`` (1000s, as the paper counts) or ``16Ki`` (1024s).
+    """Parse ``200000``, ``200K`` (1000s, as the paper counts) or ``16Ki`` (1024s) tokens.
 
     Raises:
         SettingsError: anything else.
@@ -35,11 +35,11 @@ def format_length(length: int) -> str:
 
 
 def counted(count: int, name: str) -> str:
-    """``1 look``, ``1,200 looks``."""
+    """Return ``1 look``, ``1,200 looks``."""
     return f"{count:,} {name}{'' if count == 1 else 's'}"
 
 
 def points(value: float) -> str:
-    """``0.01`` as "1 point"."""
+    """Return ``0.01`` as "1 point"."""
     number = f"{100 * value:g}"
     return f"{number} point{'' if number == '1' else 's'}"

@@ -178,7 +178,7 @@ class GrowthForecast(Forecast):
         return LatencyEstimate(growth, late.off * late.value / growth if growth else 0.0)
 
     def patterns(self, values: Sequence[str]) -> Patterns:
-        """Patterns over the layers with an indexer: a ratio, evenly spaced, or letters."""
+        """Return patterns over the layers with an indexer: a ratio, evenly spaced, or letters."""
         count = self.model.layers
         patterns: list[tuple[str, Pattern]] = []
         for value in values:
@@ -203,7 +203,7 @@ def _ratio(value: str) -> int:
 
 
 def _estimator(model: GrowingModel, card: str, gpus: int, kv: str) -> Whole:
-    """NVIDIA's estimate of a forward with every indexer, its layers' rows in it."""
+    """Return NVIDIA's estimate of a forward with every indexer, its layers' rows in it."""
     from aiconfigurator_core.sdk import common, models, perf_database
     from aiconfigurator_core.sdk.backends.factory import get_backend
     from aiconfigurator_core.sdk.config import ModelConfig, RuntimeConfig

@@ -294,7 +294,7 @@ class _Visit:
         return (self.server.capacity - _SPARE_TOKENS) // (pages * page)
 
     def _one_fills(self, length: int) -> bool:
-        """Whether a rank's cache is full with one request: then that is measured already."""
+        """Return whether one request fills a rank's cache: then that is measured already."""
         return self.concurrency(length) == self.server.dp
 
     def _check_room(self, length: int) -> None:

@@ -213,7 +213,7 @@ class LatencyResult(Strict):
         return {number: median(values) for number, values in rounds.items()}
 
     def indexer_share(self, metric: Metric, length: int) -> float | None:
-        """Part of the baseline's time that its indexers took, the median over the rounds."""
+        """Return the share of the baseline's time that its indexers took, median over rounds."""
         shares = self.indexer_shares(metric, length)
         return median(shares) if shares else None
 

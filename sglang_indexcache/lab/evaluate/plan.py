@@ -418,7 +418,7 @@ class EvaluationPlan:
         return "The files have no more: ask generated tasks beside them (--task)"
 
     def _shows_less_with(self, light: SelectedRows) -> bool:
-        """Whether the plan would show a smaller loss without its smallest cell."""
+        """Return whether the plan would show a smaller loss without its smallest cell."""
         if len(light.rows) == max(map(len, self.cells.values())):
             return False
         without_light = replace(self, taken=tuple(cell for cell in self.taken if cell != light))

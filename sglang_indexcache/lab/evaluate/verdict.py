@@ -266,7 +266,7 @@ class Look:
         }
 
     def sees_loss(self, arm: str, cell: Cell) -> bool:
-        """Whether an arm was asked in a cell, and seen to lose there.
+        """Return whether an arm was asked in a cell, and seen to lose there.
 
         By probabilities too, but not where it is nearly always right: there nothing can be lost.
         """
@@ -405,7 +405,7 @@ def sees(
     probable: Differences | None = None,
     margin: float = 0.01,
 ) -> Any:
-    """Whether a control that is known to be bad has been seen to lose.
+    """Return whether a control that is known to be bad has been seen to lose.
 
     By the bet, so that it may be asked after every context and the control ended once it has. Half
     of it is on right answers, which show a loss of a few points in hundreds of contexts only, and
@@ -430,7 +430,7 @@ def sees(
 
 
 def exceeds_noise(arm_alone: Any, again_alone: Any) -> Any:
-    """Whether an arm differs more often than the reference, asked twice, from itself.
+    """Return whether an arm differs from the reference more often than that from itself.
 
     An engine that flips answers flips either as often, so of the questions on which one of the two
     alone differs, each is the arm's with a probability of one half (a sign test).
@@ -446,7 +446,7 @@ def exceeds_noise(arm_alone: Any, again_alone: Any) -> Any:
 
 
 def repeats_itself(noise: Differences, design: Design, look: int) -> Any:
-    """Whether the reference, asked twice, has the same mean as far as can be seen."""
+    """Return whether the reference, asked twice, has the same mean as far as can be seen."""
     estimate = Estimate(noise)
     # Asked at every look, so its error is spent over the looks as a claim's is.
     z = boundaries(design.fractions, SAME)[min(look, design.looks) - 1]

@@ -68,7 +68,7 @@ class CpuIndexCacheBackend(Observed, AttentionBackend):
         k_rope: torch.Tensor | None = None,
         topk_indices: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Absorbed MLA over the selected tokens.
+        """Attend to the selected tokens by absorbed MLA.
 
         Args:
             q: ``[T, heads, kv_lora_rank]`` absorbed queries.
@@ -127,11 +127,11 @@ class CpuIndexCacheBackend(Observed, AttentionBackend):
         return self._slots_of[2]
 
     def support_triton(self) -> bool:
-        """There is no Triton for CPUs here."""
+        """Return False: there is no Triton for CPUs here."""
         return False
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
-        """Length of the dummy requests that pad a batch under dp_attention."""
+        """Return the length of the dummy requests that pad a batch under dp_attention."""
         return 1
 
     get_cpu_graph_seq_len_fill_value = get_cuda_graph_seq_len_fill_value

@@ -121,7 +121,7 @@ class FoldingSelector:
 
 @lru_cache(maxsize=256)
 def _tensor(slopes: tuple[float, ...]) -> torch.Tensor:
-    """``[H]`` float32, made once for all forwards."""
+    """Return ``[H]`` float32, made once for all forwards."""
     return torch.tensor(slopes)
 
 

@@ -31,7 +31,7 @@ def overrides(config: Any) -> dict[str, Any]:
 
 
 def blocks() -> Sequence[int] | None:
-    """Rows and columns of a block, if this server dequantises weights."""
+    """Return rows and columns of a block, if this server dequantises weights."""
     from sglang.srt.runtime_context import get_model
 
     block_size: Sequence[int] | None = json.loads(get_model().json_model_override_args).get(BLOCKS)
@@ -41,7 +41,7 @@ def blocks() -> Sequence[int] | None:
 def read_plain(
     original: Callable[..., Iterator[Named]], *args: Any, **kwargs: Any
 ) -> Iterator[Named]:
-    """In place of SGLang's reading of a checkpoint's weights."""
+    """Read a checkpoint's weights as SGLang does, dequantised where this server does so."""
     weights, size = original(*args, **kwargs), blocks()
     return weights if size is None else plain(weights, size)
 

@@ -127,7 +127,7 @@ def index_queries(
 
 
 def _head_gates(indexer: Indexer, x: torch.Tensor) -> torch.Tensor:
-    """``[T, H]`` float32: the gate of each head times both softmax scales."""
+    """Return ``[T, H]`` float32: the gate of each head times both softmax scales."""
     gates = torch.nn.functional.linear(x.float(), indexer.weights_proj.weight.float())
     return gates * (indexer.n_heads**-0.5 * indexer.softmax_scale)
 
@@ -135,7 +135,7 @@ def _head_gates(indexer: Indexer, x: torch.Tensor) -> torch.Tensor:
 def _queries(
     indexer: Indexer, q_lora: torch.Tensor, positions: torch.Tensor, backend: CpuIndexCacheBackend
 ) -> tuple[torch.Tensor, torch.Tensor | float]:
-    """``[T, H, D]`` queries in the dtype of the stored keys, and the scale to multiply back."""
+    """Return ``[T, H, D]`` queries in the stored keys' dtype, and the scale to multiply back."""
     queries, _ = indexer.wq_b(q_lora)
     queries = queries.view(-1, indexer.n_heads, indexer.head_dim)
     queries = _rotate(indexer, queries, positions)
@@ -148,7 +148,7 @@ def _queries(
 def _keys(
     indexer: Indexer, x: torch.Tensor, positions: torch.Tensor, backend: CpuIndexCacheBackend
 ) -> torch.Tensor:
-    """``[T, D]`` index keys, ready to store."""
+    """Return ``[T, D]`` index keys, ready to store."""
     keys, _ = indexer.wk(x)
     keys = indexer.k_norm(keys).view(-1, 1, indexer.head_dim)
     keys = _rotate(indexer, keys, positions).squeeze(1)
@@ -156,7 +156,7 @@ def _keys(
 
 
 def _rotate(indexer: Indexer, heads: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding of the leading ``rope_head_dim`` entries of ``[T, H, D]``."""
+    """Rotate the leading ``rope_head_dim`` entries of ``[T, H, D]`` (RoPE)."""
     width = indexer.rope_head_dim
     # SGLang rotates a query and a key together, maybe in place: a copy, and one that nobody reads.
     rope = heads[..., :width].contiguous()
@@ -205,7 +205,7 @@ class CpuIndexKeyCache(IndexKeyCache):
             rows.index_copy_(0, slots, keys.to(rows.dtype))
 
     def load(self, layer_id: int, slots: torch.Tensor) -> torch.Tensor:
-        """Keys ``[T, head_dim]`` of token ``slots``; float32 where they are stored as fp8."""
+        """Load keys ``[T, head_dim]`` of token ``slots``; float32 where they are stored as fp8."""
         if self.stores_fp8:
             pages = self.buffer[layer_id - self.pool.start_layer]
             values, scales = quantization.read_pages(pages, slots, self.pool.index_head_dim)

@@ -51,7 +51,7 @@ def activate() -> str | None:
 
 
 def is_active() -> bool:
-    """Whether SGLang runs on this platform."""
+    """Return whether SGLang runs on this platform."""
     from sglang.srt.platforms import current_platform
 
     return current_platform.get_dispatch_key_name() == PLATFORM_NAME
@@ -146,7 +146,7 @@ def _apply_defaults(server_args: Any) -> None:
 
 
 def _keep_gate_precision(_result: None, indexer: Any, *_args: Any, **_kwargs: Any) -> None:
-    """SGLang holds the head gates' weights in bfloat16, which would round a float32 checkpoint."""
+    """Keep the head gates' weights as they are; SGLang's bfloat16 would round float32 ones."""
     gates = indexer.weights_proj.weight
     gates.data = gates.data.to(torch.get_default_dtype())
 
@@ -154,7 +154,7 @@ def _keep_gate_precision(_result: None, indexer: Any, *_args: Any, **_kwargs: An
 def _keep_selections(
     _original: Any, *, model_config: Any, num_tokens: int, max_running_requests: int, device: str
 ) -> Any:
-    """--enable-return-indexer-topk, which SGLang knows on accelerators only."""
+    """Serve --enable-return-indexer-topk, which SGLang knows on accelerators only."""
     from sglang.srt.configs.model_config import get_num_indexer_layers
     from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
     from sglang.srt.runtime_context import get_exec
@@ -195,7 +195,7 @@ def _release_memory(original: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
 
 def _nap(_result: None, scheduler: Any) -> None:
-    """All ranks of dp_attention are idle together or not at all, so all nap alike."""
+    """Sleep: dp_attention's ranks are all idle or none is, so all nap alike."""
     if scheduler.idle_sleeper is None:
         time.sleep(IDLE_NAP)
 
@@ -303,7 +303,7 @@ def _generic_rope(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
 
 
 def _adjust_without_cuda(server_args: Any, previous: Callable[[Any], None]) -> None:
-    """SGLang's DSA adjustments pick kernels by the compute capability, and a KV dtype: not here."""
+    """Make SGLang's DSA adjustments as for a Hopper GPU, but keep the KV dtype."""
     from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 
     kv_cache_dtype = resolving_view(server_args).kv_cache_dtype

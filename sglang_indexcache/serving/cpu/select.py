@@ -98,7 +98,7 @@ def select_topk(
     rectified: bool = True,
     logits_bytes: int = LOGITS_BYTES,
 ) -> torch.Tensor:
-    """Lightning indexer over a paged batch: the top-k visible positions of every query row.
+    """Select the top-k visible positions of every query row of a paged batch.
 
     Args:
         q: ``[T, H, D]`` index queries, in the dtype that ``gather_keys`` returns.
@@ -153,7 +153,7 @@ def _decode_logits(
     requests: list[int],
     rectified: bool,
 ) -> torch.Tensor:
-    """``[R, the most that one sees]`` logits of requests with one query row each."""
+    """Return ``[R, the most that one sees]`` logits of requests with one query row each."""
     longest = max(batch.key_lens[b] for b in requests)
     slots = batch.slots[requests, :longest]
     keys = gather_keys(slots.reshape(-1)).view(len(requests), longest, -1)
@@ -191,7 +191,7 @@ class _ScoreBlock:
     def logits(
         self, q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, visible: int
     ) -> torch.Tensor:
-        """``[R, visible]`` logits of ``R`` rows, none of which sees beyond ``visible``."""
+        """Return ``[R, visible]`` logits of ``R`` rows, none of which sees beyond ``visible``."""
         rows, heads, dim = q.shape
         flat = q.reshape(rows * heads, dim)
         gates = weights.unsqueeze(1)

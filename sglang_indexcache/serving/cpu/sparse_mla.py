@@ -44,7 +44,7 @@ def sparse_mla(
 
 
 def _gather(latent: torch.Tensor, slots: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
-    """``[count, width, D]`` rows of ``[count, width]`` slots; ``scratch`` receives them."""
+    """Gather ``[count, width, D]`` rows of ``[count, width]`` slots into ``scratch``."""
     # Padding repeats one of the row's choices: even with weight 0 an unchosen row must not be read.
     readable = torch.where(slots < 0, slots.amax(-1, keepdim=True), slots).clamp_min_(0)
     rows = scratch[: slots.numel()]
@@ -55,7 +55,7 @@ def _gather(latent: torch.Tensor, slots: torch.Tensor, scratch: torch.Tensor) ->
 def _attend(
     q: torch.Tensor, rows: torch.Tensor, padding: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """One block of queries over the rows gathered for each; ``padding`` marks those to ignore."""
+    """Attend with one block of queries to the rows gathered for each, but ``padding``'s."""
     scores = torch.bmm(q, rows.transpose(1, 2)).float().mul_(scale)
     scores.masked_fill_(padding.unsqueeze(1), float("-inf"))
     # A query without any row must attend nowhere: with a finite peak its weights are exp(-inf).

@@ -28,7 +28,7 @@ def topk_overwriting(logits: torch.Tensor, visible: torch.Tensor, topk: int) -> 
 
 
 def _first_ties(logits: torch.Tensor, threshold: torch.Tensor, topk: int) -> torch.Tensor:
-    """Everything above the threshold and the first positions equal to it, ``[rows, topk]``."""
+    """Return all above the threshold and the first positions equal to it, ``[rows, topk]``."""
     above = logits > threshold
     ties = logits == threshold
     missing = topk - above.sum(-1, keepdim=True)

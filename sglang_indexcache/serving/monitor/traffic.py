@@ -182,7 +182,7 @@ def served_in(batch: ForwardBatch, patterns: Sequence[Pattern], default: Pattern
 
 
 def is_idle(batch: ForwardBatch) -> bool:
-    """Whether a rank runs a forward without a request of its own, as dp_attention wants it.
+    """Return whether a rank's forward has no request of its own, as under dp_attention.
 
     SGLang may pad it to look like a request's; of a replayed graph it may be a view.
     """

@@ -34,10 +34,10 @@ class Tokenizer(Protocol):
     """Interface that we need of a transformers tokenizer."""
 
     def __call__(self, text: list[str], *, add_special_tokens: bool) -> Mapping[str, Any]:
-        """``input_ids``: a list of ids for each text."""
+        """Return ``input_ids``: a list of ids for each text."""
 
     def get_vocab(self) -> Mapping[str, int]:
-        """Every piece and its id; a leading space is U+0120 or U+2581."""
+        """Return every piece and its id; a leading space is U+0120 or U+2581."""
 
     def decode(self, ids: list[int]) -> str:
         """Return the text of these ids."""
@@ -266,7 +266,7 @@ def _shortened(
 
 
 def has_template(tokenizer: Tokenizer) -> bool:
-    """Whether conversations are written as the model knows them."""
+    """Return whether conversations are written as the model knows them."""
     return bool(getattr(tokenizer, "chat_template", None))
 
 
