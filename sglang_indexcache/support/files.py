@@ -85,7 +85,7 @@ def check_writable(folder: Path) -> None:
 
 
 def write_json(path: Path, data: Any) -> None:
-    """Write ``data`` readably; a reader never sees half a file."""
+    """Write ``data`` as indented JSON in one step, or raise OutputError."""
     write_whole(path, json.dumps(data, indent=1) + "\n")
 
 

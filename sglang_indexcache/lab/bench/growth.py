@@ -44,18 +44,18 @@ class GrowingModel:
         engine: version of SGLang.
         table: of its attention modules, but for the phase.
         layers: those with an indexer.
-        wanted: columns of the rows.
+        columns: what the rows must have, by column.
         caches: formats of the KV cache, by --kv, the default first.
-        served: what is not served, or was not run, in words.
+        caveat: what is not served, or was not run, in words.
     """
 
     name: str
     engine: str
     table: str
     layers: int
-    wanted: tuple[tuple[str, Any], ...]
+    columns: tuple[tuple[str, Any], ...]
     caches: tuple[tuple[str, str], ...]
-    served: str
+    caveat: str
 
 
 MODELS = {
@@ -93,6 +93,13 @@ def find(model: str) -> GrowingModel | None:
 class GrowthForecast(Forecast):
     """The gain of sharing over every indexer, composed: a lower bound by the rows' growth.
 
+    Args:
+        gpu: a name of :data:`~sglang_indexcache.lab.bench.rows.CARDS`.
+        gpus: of the server, all in one tensor-parallel group.
+        kv: format of the KV cache, of the model's ``caches``; its default if empty.
+        data: folder of the rows, if not the installed wheel's.
+        whole: stands for NVIDIA's estimator of whole forwards.
+
     Raises:
         BenchError: no rows of this deployment, or the wheel is not installed.
     """
@@ -116,7 +123,7 @@ class GrowthForecast(Forecast):
         self.title = f"{model.name}, {gpus} x {self.card}, --tp {gpus}, {kv} cache"
         wheel = Wheel(gpu, data)
         columns = {
-            **dict(model.wanted), "model": model.name, "tp_size": gpus,
+            **dict(model.columns), "model": model.name, "tp_size": gpus,
             "kv_cache_dtype": caches[kv],
         }  # fmt: skip
         self._chunks = self._read(wheel, "context", {**columns, "batch_size": 1, "isl": CHUNK})
@@ -138,7 +145,7 @@ class GrowthForecast(Forecast):
     def sources(self) -> tuple[str, ...]:
         """Sources of all parts, in sentences."""
         return (
-            f"{self.model.served} These are sums, measured nowhere: what sharing would gain.",
+            f"{self.model.caveat} These are sums, measured nowhere: what sharing would gain.",
             f"Indexers: what NVIDIA's rows of SGLang {self.model.engine} on {self.card} ({WHEEL}) "
             f"grow by from {STEADY:,} tokens on, in {self.model.layers} layers; what an indexer "
             "takes below counts as attention, so gains are a lower bound.",
@@ -148,7 +155,11 @@ class GrowthForecast(Forecast):
         )
 
     def gain(self, metric: Metric, pattern: Pattern, context: int) -> Gain | None:
-        """Return a pattern's gain for one request; None where nothing is known."""
+        """Return a pattern's gain for one request of ``context`` tokens.
+
+        None for "full" (the cache's requests are not known), beyond the rows, and where the rows'
+        own error is above :data:`MOST_OFF`.
+        """
         if metric == "full":
             return None
         if metric == "decode":

@@ -267,7 +267,11 @@ class Run:
     def _ask_with_retries(
         self, context: Context, askings: Sequence[Asking]
     ) -> list[tuple[tuple[Answer, ...], int]]:
-        """Ask with retries. If all fail, record the context as missing and return []."""
+        """Ask with retries. If all fail, record the context as missing and return [].
+
+        Raises:
+            QualityError: a server is away, so that the next contexts would fail too.
+        """
         for pause in (*PAUSES, None):
             try:
                 return self._servers.ask(context, askings)

@@ -1,7 +1,7 @@
 """Rows of a user's files: public data sets and own prompts, each row a prompt with its answer.
 
-A function makes an :class:`Item` of a row as it is published: a context of its own with a single
-question, so one independent observation.
+A function makes an :class:`Item` of a row as it is published: a context with a single question, and
+one independent observation unless rows are about one text, which ``evaluate.corpus`` recognises.
 
 * ``mrcr``: openai/mrcr (MIT): ``prompt`` (chat messages as JSON), ``answer``,
   ``random_string_to_prepend``. Repeat the i-th of several look-alike answers of a conversation.
