@@ -129,7 +129,7 @@ class DeepGemm:
         topk: TopK,
         k: int,
     ) -> torch.Tensor:
-        """One row of each of B requests.
+        """Select for one row of each of B requests.
 
         Args:
             q: ``[B, H, 128]`` e4m3.
@@ -156,7 +156,7 @@ class DeepGemm:
 
 
 def make_topk(name: str, visible: torch.Tensor, *, decode: bool) -> TopK:
-    """One of :data:`TOPKS`, selecting positions.
+    """Make one of :data:`TOPKS`, selecting positions.
 
     Args:
         name: which.
@@ -211,7 +211,7 @@ class FlashMla:
     def attend(
         self, q: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """``[T, Hq, 512]`` for ``[T, Hq, 576]`` queries over the ``[T, k]`` slots of the cache."""
+        """Return ``[T, Hq, 512]`` of ``[T, Hq, 576]`` queries over the cache's ``[T, k]`` slots."""
         rows, heads, width = q.shape
         padded = q
         if heads not in (64, 128):
@@ -257,7 +257,7 @@ class FlashAttention3:
     def attend(
         self, q: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """``[T, Hq, 512]``; the slots are a page table of pages of one token."""
+        """Return ``[T, Hq, 512]``; the slots are a page table of pages of one token."""
         pages = cache.view(len(cache), 1, 1, cache.shape[1])
         out: torch.Tensor = self._attend(
             q=q[..., VALUE_DIM:],
@@ -301,7 +301,7 @@ class FlashMlaQ8:
     def attend(
         self, q: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """``[T, Hq, 512]``."""
+        """Return ``[T, Hq, 512]``."""
         heads = q.shape[1]
         self._cast_q(self._q, q[..., :VALUE_DIM], q[..., VALUE_DIM:], heads)
         self._gather(self._kv, cache.unsqueeze(1), self._table, VALUE_DIM)
@@ -319,7 +319,7 @@ class FlashMlaQ8:
 
 
 def padded_heads(heads: int) -> int:
-    """Heads that FlashMLA computes for ``heads``."""
+    """Return the number of heads that FlashMLA computes for ``heads``."""
     return 64 if heads <= 64 else 128
 
 
@@ -327,7 +327,7 @@ def padded_heads(heads: int) -> int:
 
 
 def select_anchors(work: Workload, tensors: IndexerTensors) -> dict[str, Callable[[], Call]]:
-    """Makers of calls that do what the select ops do."""
+    """Return makers of calls that do what the select ops do."""
 
     def maker(name: str) -> Callable[[], Call]:
         return lambda: _select(work, tensors, name)
@@ -349,7 +349,7 @@ def _select(work: Workload, tensors: IndexerTensors, name: str) -> Call:
 
 
 def fold_anchors(work: Workload, tensors: IndexerTensors) -> dict[str, Callable[[], Call]]:
-    """Makers of calls that select a folded layer without our CUDA kernels, and exact ones.
+    """Return makers of calls that select a folded layer without our CUDA kernels, and exactly.
 
     Folding is inside the time. With DeepGEMM, which pads to 32 heads, it can save nothing; the
     product stands in its place.
@@ -381,7 +381,7 @@ def fold_slopes(tensors: IndexerTensors) -> torch.Tensor:
 def topk_anchors(
     work: Workload, logits: torch.Tensor, visible: torch.Tensor
 ) -> dict[str, Callable[[], Call]]:
-    """Makers of calls that select from given logits."""
+    """Return makers of calls that select from given logits."""
 
     def maker(name: str) -> Callable[[], Call]:
         def make() -> Call:
@@ -394,7 +394,7 @@ def topk_anchors(
 
 
 def mla_anchors(work: Workload, tensors: AttentionTensors) -> dict[str, Callable[[], Call]]:
-    """Makers of calls that attend."""
+    """Return makers of calls that attend."""
     arguments = tensors.q, tensors.cache, tensors.slots, tensors.scale
 
     def flash_mla() -> Call:

@@ -66,7 +66,7 @@ PAPERS_SKIPPED = 47 - 12
 
 
 def gains(deployment: Deployment) -> dict[str, Any]:
-    """Gains of one deployment, and what they rest on."""
+    """Compose the gains of one deployment, and say what they rest on."""
     source = Forwards(deployment)
     patterns, sources = choose_patterns(RATIOS, deployment.measured.shape)
     by_metric: dict[str, Any] = {}
@@ -154,20 +154,20 @@ def table_1() -> list[dict[str, Any]]:
 
 
 def apart(full: LatencyEstimate | None, shared: LatencyEstimate | None) -> float:
-    """Milliseconds between a layer with its indexer and one without."""
+    """Return the milliseconds between a layer with its indexer and one without."""
     if full is None or shared is None:
         raise BenchError("the rows end before the paper's contexts")
     return full.value - shared.value
 
 
 def saved_by_chunks(layers: Layers, chunk: int, context: int) -> float:
-    """Milliseconds that one layer's indexer takes for a prompt."""
+    """Return the milliseconds that one layer's indexer takes for a prompt."""
     cut = [(min(chunk, context - prefix), prefix) for prefix in range(0, context, chunk)]
     return sum(apart(layers.chunk("F", *piece), layers.chunk("S", *piece)) for piece in cut)
 
 
 def nvidias_estimate(deployment: Deployment) -> list[dict[str, Any]]:
-    """Our sums with every indexer beside those of the wheel's own estimator."""
+    """Compare our sums with every indexer with those of the wheel's own estimator."""
     import logging
     import warnings
 
@@ -220,7 +220,7 @@ def nvidias_estimate(deployment: Deployment) -> list[dict[str, Any]]:
 
 
 def measure() -> dict[str, Any]:
-    """Everything."""
+    """Compose and compare everything that the record holds."""
     return {
         "environment": machine(),
         "wheel": f"{WHEEL} {version(WHEEL)}",
@@ -321,7 +321,7 @@ def checks(record: dict[str, Any]) -> str:
 
 
 def draw(record: dict[str, Any], path: Path) -> None:
-    """Gains at 1/4 against the context, prefill and decode, with the paper's as diamonds."""
+    """Draw gains at 1/4 against the context, prefill and decode, the paper's as diamonds."""
     figure, axes = make_figure(11.5, 3.8, columns=2, sharey=True)
     contexts = [n / 1e3 for n in record["contexts"]]
     for axis, metric in zip(axes, SHOWN, strict=True):

@@ -34,7 +34,7 @@ def name_of(row: dict[str, Any]) -> str:
 
 
 def table(lines: Sequence[dict[str, Any]]) -> str:
-    """Markdown: a row for each way, a column for each length that was asked."""
+    """Tabulate, a row for each way, a column for each length that was asked."""
     lengths = sorted({row["asked_at"] for row in lines})
     rows = []
     for name in dict.fromkeys(map(name_of, lines)):
@@ -54,7 +54,7 @@ def _cell(row: dict[str, Any] | None) -> str:
 
 
 def draw(record: dict[str, Any], path: Path) -> None:
-    """Points over all F, one panel for each length that was asked; ways of one kind in a group."""
+    """Draw points over all F, a panel for each length that was asked; ways of a kind together."""
     lines = record["lines"]
     lengths = sorted({row["asked_at"] for row in lines})
     sharing = [row for row in lines if row["pattern"] != ALL_F]

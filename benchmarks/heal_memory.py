@@ -59,7 +59,7 @@ FIELDS: dict[str, Any] = {
 
 
 def step(folder: Path, length: int, stage: Stage) -> float:
-    """MiB that a step takes at its peak."""
+    """Return the MiB that a step takes at its peak."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     sharing = LocalSharing(PATTERN, TOPK, block=BLOCK)
@@ -122,7 +122,7 @@ def main() -> None:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Markdown: MiB by length."""
+    """Tabulate MiB by length."""
     header = ("tokens of a row", "dense step, MiB", "sparse step, MiB", "one L x L, MiB")
     names = ("dense_mib", "sparse_mib", "square_mib")
     return markdown(

@@ -56,7 +56,7 @@ METRICS = {
 
 
 def table(lines: Sequence[dict[str, Any]]) -> str:
-    """Markdown: differences from untouched all F, with 95 % intervals."""
+    """Tabulate differences from untouched all F, with 95 % intervals."""
     rows = [
         (
             *(line["name"], line["way"]),
@@ -69,7 +69,7 @@ def table(lines: Sequence[dict[str, Any]]) -> str:
 
 
 def grid_table(lines: Sequence[dict[str, Any]]) -> str:
-    """Markdown: the settings of healing that were tried, with one seed and pattern."""
+    """Tabulate the settings of healing that were tried, with one seed and pattern."""
     rows = [
         (f"{round(x['dense'] * x['steps'])} of {x['steps']}", f"{x['lr']:g}", *_cells(x))
         for x in lines
@@ -87,7 +87,7 @@ def _cells(line: dict[str, Any]) -> Iterator[str]:
 
 
 def draw(record: dict[str, Any], path: Path) -> None:
-    """Each measure from no healing to the most steps, and beside it training everything."""
+    """Draw each measure from no healing to the most steps, and beside it training everything."""
     lines = record["lines"]
     steps = sorted({line["steps"] for line in lines if line["way"] == HEALED})
     places = {(FREE, 0): 0, **{(HEALED, count): 1 + at for at, count in enumerate(steps)}}
@@ -127,7 +127,7 @@ def draw(record: dict[str, Any], path: Path) -> None:
 
 
 def _colors() -> dict[str, str]:
-    """Those that the patterns have in every figure."""
+    """Return the colours that the patterns have in every figure."""
     checkpoint = Checkpoint.read(shipped_checkpoint())
     resolve = Library.default().resolve
     return {

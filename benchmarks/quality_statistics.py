@@ -111,7 +111,7 @@ class World:
         return np.array([cell for _, cell in self._rounds])
 
     def asked(self, look: int) -> int:
-        """Contexts that count at a look, of every cell the same share."""
+        """Count the contexts that are asked by a look, of every cell the same share."""
         return int((self._look <= look).sum())
 
     @cached_property
@@ -145,7 +145,7 @@ class Answers:
 
 
 def simulate(world: World, draw: np.random.Generator, evaluations: int = 1) -> Answers:
-    """All answers of some evaluations.
+    """Draw all answers of some evaluations.
 
     With probability sqrt(correlation) a question takes its context's draw, else its own: then the
     differences of two questions of a context have exactly that correlation.
@@ -319,7 +319,7 @@ def broken(row: dict[str, Any], evaluations: int, doubt: float = 1e-4) -> list[s
 
 
 def worlds() -> Iterator[World]:
-    """All that are studied: rare flips and frequent ones, tied not at all, a little and much.
+    """Yield all that are studied: rare and frequent flips, tied not at all, a little and much.
 
     In the last two of equal cells the size follows from t alone, so that their power is no more
     than promised. Then a file's few rows beside generated contexts, which alone lose: too few for
@@ -384,7 +384,7 @@ class HeldBack:
 
 
 def flipped(chance: np.random.Generator, world: HeldBack, count: int, flips: Any) -> Floats:
-    """Answers that are right in both arms, each flipped so often in one: lost or won alike."""
+    """Draw right answers in both arms, each flipped so often in one: lost or won alike."""
     changed = 2 * np.asarray(flips) * (1 - np.asarray(flips))  # one number, or one a context
     differ = chance.binomial(world.questions, changed, (count, len(world.cells)))
     values: Floats = (2 * chance.binomial(differ, 0.5) - differ) / world.questions
@@ -400,7 +400,7 @@ def whole_contexts(
     wins: float = 0.0,
     only: tuple[int, ...] = (),
 ) -> Draw:
-    """Contexts that lose (or win) as one, among others that differ a little.
+    """Let contexts lose (or win) as one, among others that differ a little.
 
     Args:
         share: of the contexts that lose, at a loss of the margin; over all cells.
@@ -494,7 +494,7 @@ HELD_BACK = {
 
 
 def held_back(name: str, evaluations: int, seed: int) -> dict[str, Any]:
-    """Errors and power in one of these worlds: a loss of the margin, and none."""
+    """Count errors and power in one of these worlds: a loss of the margin, and none."""
     world = HELD_BACK[name]
     design, chance = world.design, np.random.default_rng(seed)
     row: dict[str, Any] = {"world": name, "contexts": design.contexts}

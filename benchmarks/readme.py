@@ -161,7 +161,7 @@ PARTS: dict[str, tuple[Make, str]] = {
 
 
 def render(name: str, results: Path) -> str:
-    """One generated part; "not measured" where its file is missing.
+    """Render one generated part; "not measured" where its file is missing.
 
     Raises:
         BenchError: no part has this name.
@@ -175,7 +175,7 @@ def render(name: str, results: Path) -> str:
 
 
 def fill(text: str, results: Path) -> str:
-    """``text`` with every marked part made anew; a mark within a line, as a table's, holds one."""
+    """Make every marked part of ``text`` anew; a mark within a line, as a table's, holds one."""
 
     def block(match: re.Match[str]) -> str:
         part = render(match[2], results)

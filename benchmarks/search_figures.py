@@ -18,7 +18,7 @@ COLORS = {"answers": "#1f5fa8", "late": "#8e6bb0", "all": "#d98c21", "uniform": 
 
 
 def served(record: dict[str, Any], path: Path) -> None:
-    """Held-out answers right by retention: searched on three objectives, and interleaved."""
+    """Draw held-out answers right by retention: searched on three objectives, and interleaved."""
     tasks = list(record["full"]["tasks"])
     kinds = {**record["found"], "uniform": record.get("uniform", record["found"].get("uniform"))}
     kinds = {kind: rows for kind, rows in kinds.items() if rows}

@@ -58,7 +58,7 @@ class SyntheticEvaluator:
         self._level = 2.0 + 0.3 * data.standard_normal(num_batches)
 
     def _spread(self, data: np.random.Generator) -> Floats:
-        """``[layers, batches]``: how batches weigh the layers. Other kinds of data override it."""
+        """Draw ``[layers, batches]``: how batches weigh the layers. Other data overrides it."""
         shape = (self.num_layers, len(self.batch_tokens))
         return np.exp(self._noise * data.standard_normal(shape))
 
@@ -74,7 +74,7 @@ class SyntheticEvaluator:
         return self._level[places] + self._damage(pattern, places)
 
     def _damage(self, pattern: Pattern, places: np.ndarray) -> Floats:
-        """``[batches]`` nats added by sharing."""
+        """Return ``[batches]`` nats added by sharing."""
         total = np.zeros(len(places))
         for layer in pattern.shared_layers:
             distance = self._position[layer] - self._position[pattern.sources[layer]]

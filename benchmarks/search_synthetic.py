@@ -38,7 +38,7 @@ Spread = Callable[[np.random.Generator, np.random.Generator, tuple[int, int]], F
 
 
 def lognormal(noise: float) -> Spread:
-    """Each batch weighs each layer by itself."""
+    """Return a spread in which each batch weighs each layer by itself."""
     return lambda _layers, data, shape: np.exp(noise * data.standard_normal(shape))
 
 
@@ -52,7 +52,7 @@ def pareto(
 def in_blocks(
     _layers: np.random.Generator, data: np.random.Generator, shape: tuple[int, int]
 ) -> Floats:
-    """Eight neighbouring layers share most of what a batch makes of them."""
+    """Draw weights of which eight neighbouring layers share most."""
     blocks = np.repeat(data.standard_normal((-(-shape[0] // 8), shape[1])), 8, axis=0)
     return np.exp(0.7 * blocks[: shape[0]] + 0.2 * data.standard_normal(shape))
 
@@ -154,7 +154,7 @@ class Landscape(SeenEvaluator):
 
 
 def compare(name: str, layers: int, seed: int) -> dict[str, Any]:
-    """Every search on one landscape: what its patterns add on fresh batches, nats per token."""
+    """Run every search on one landscape: what patterns add on fresh batches, nats per token."""
     rules = Constraints.make(Pattern.full(layers))
     goal = parse_targets(MARKS, rules)
     fresh = Landscape(KINDS[name], layers, FRESH, seed, FRESH_SEED)

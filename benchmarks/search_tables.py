@@ -193,7 +193,7 @@ def shipped(record: Record) -> str:
 
 
 def _points(score: Mapping[str, float]) -> str:
-    """Percent right, and the difference from all F in points."""
+    """Return percent right, and the difference from all F in points."""
     half = f" ± {100 * score['half_width']:.1f}" if score["half_width"] is not None else ""
     return f"{100 * score['accuracy']:.0f} ({100 * score['over_full']:+.1f}{half})"
 

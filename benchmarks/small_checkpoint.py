@@ -34,7 +34,7 @@ Cell = dict[str, Any]
 
 
 def cells(checkpoint: Path, lengths: list[int], topks: list[int], rows: int) -> list[Cell]:
-    """One evaluation for each length and selection; dense first."""
+    """Evaluate once for each length and selection; dense first."""
     lines = []
     scorer = Scorer(checkpoint)
     for length in lengths:
@@ -46,7 +46,7 @@ def cells(checkpoint: Path, lengths: list[int], topks: list[int], rows: int) -> 
 
 
 def summary(scores: dict[str, Any]) -> Cell:
-    """Text loss, unigram loss, and accuracies with the half width of their 95 % intervals."""
+    """Return text loss, unigram loss, and accuracies with their 95 % intervals' half widths."""
     tasks = scores["tasks"]
     cell: Cell = {"text_loss": tasks["text"]["loss"], "unigram_loss": scores["unigram_loss"]}
     for task in RETRIEVAL:
@@ -57,7 +57,7 @@ def summary(scores: dict[str, Any]) -> Cell:
 
 
 def table(lines: list[Cell]) -> str:
-    """Markdown; each length ends with what guessing among a document's values gives."""
+    """Tabulate; each length ends with what guessing among a document's values gives."""
     rows = []
     for length, cells_there in groupby(lines, key=lambda cell: cell["length"]):
         for cell in cells_there:
@@ -70,7 +70,7 @@ def table(lines: list[Cell]) -> str:
 
 
 def curves(record: dict[str, Any], path: Path) -> None:
-    """LM and distillation loss of every logged step, held-out values, and the stages' borders."""
+    """Draw both losses of every logged step, held-out values, and the stages' borders."""
     log, unigram = record["training"], record["cells"][0]["unigram_loss"]
     figure, (loss_axis, accuracy_axis) = make_figure(10, 6.2, rows=2, sharex=True)
     steps = [e for e in log if "index" in e]

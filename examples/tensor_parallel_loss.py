@@ -55,7 +55,7 @@ Index = tuple[IndexInputs, torch.Tensor]
 
 
 def rotate(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """RoPE of ``[B, T, heads, width]``, the halves of the width being the pairs."""
+    """Rotate ``[B, T, heads, width]`` (RoPE), the halves of the width being the pairs."""
     half = x.shape[-1] // 2
     speeds = 10_000.0 ** (-torch.arange(half, dtype=x.dtype) / half)
     angles = (positions[..., None].to(x.dtype) * speeds).unsqueeze(2)
@@ -184,7 +184,7 @@ class Model(nn.Module):
         self.head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
 
     def forward(self, ids: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
-        """``[B, T, VOCABULARY]`` logits, and the distillation loss summed over queries."""
+        """Return ``[B, T, VOCABULARY]`` logits, and the distillation loss summed over queries."""
         positions = torch.arange(ids.shape[1]).expand_as(ids)
         hidden, index, terms = self.embedding(ids), None, []
         for layer in self.layers:
@@ -194,7 +194,7 @@ class Model(nn.Module):
 
 
 def split(model: Model, mesh: DeviceMesh) -> None:
-    """Heads, the MLP and the head over the processes; norms and sums by tokens."""
+    """Split heads, the MLP and the head over the processes; norms and sums by tokens."""
     gathered = PrepareModuleInput(
         input_layouts=(Shard(1), None, None, None),
         desired_input_layouts=(Replicate(), None, None, None),
@@ -223,7 +223,7 @@ def split(model: Model, mesh: DeviceMesh) -> None:
 def train_step(
     model: Model, optimizer: torch.optim.Optimizer, batches: Sequence[torch.Tensor]
 ) -> tuple[float, float]:
-    """One step over several micro-batches.
+    """Take one step over several micro-batches.
 
     Args:
         model: on this process.

@@ -36,7 +36,7 @@ def indexcache(*arguments: str | Path) -> None:
 
 
 def repeated(option: str, values: list[str]) -> list[str]:
-    """``--option a --option b``."""
+    """Return ``--option a --option b``."""
     return [word for value in values for word in (option, value)]
 
 

@@ -80,7 +80,7 @@ def score_patterns(
 
 
 def table(lines: list[Line], length: int) -> str:
-    """Markdown: each task and what the pattern adds to it; intervals of 95 % over documents."""
+    """Tabulate each task and what the pattern adds to it; 95 % intervals over documents."""
     header = ("text loss, nats", "added", "recall, %", "added", "needles, %", "added")
     rows = []
     for line in lines:

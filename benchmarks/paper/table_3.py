@@ -139,12 +139,12 @@ def evaluated(folder: Path, pattern: str, arguments: argparse.Namespace) -> dict
 
 
 def mean_and_interval(values: list[float]) -> dict[str, float | None]:
-    """Mean over seeds and the half width of its 95 % interval; none for a single seed."""
+    """Return the mean over seeds and its 95 % interval's half width; none for a single seed."""
     return {"mean": statistics.mean(values), "half_width": half_width(values)}
 
 
 def summarise(runs: dict[str, list[dict[str, float]]]) -> list[dict[str, Any]]:
-    """One entry a line: every metric with its interval, and the seeds' own values.
+    """Make one entry a line: every metric with its interval, and the seeds' own values.
 
     ``over_dsa`` has each metric's difference from the first line (all F) of the same seed: what
     the seeds have in common cancels, so its interval is the one to read.

@@ -132,7 +132,7 @@ class DistilledModel(nn.Module):
         positions: torch.Tensor,
         stage: Stage,
     ) -> torch.Tensor:
-        """``[B, T, hidden_size]``: what the LM head reads; the arguments are :meth:`forward`'s."""
+        """Return ``[B, T, hidden_size]``, which the LM head reads; :meth:`forward`'s arguments."""
         self.sharing.start(stage, Layout(documents))
         # Never read: attention and indexers mask by the layout, block by block.
         no_mask = {"indexed_attention": documents.new_empty((1, 1, 1, 1))}
@@ -162,7 +162,7 @@ class DistilledModel(nn.Module):
 
 
 def next_tokens(labels: torch.Tensor, documents: torch.Tensor) -> torch.Tensor:
-    """Labels shifted by one; the last token of a document predicts nothing."""
+    """Return labels shifted by one; the last token of a document predicts nothing."""
     targets = torch.full_like(labels, IGNORED)
     within = documents[:, 1:] == documents[:, :-1]
     targets[:, :-1] = labels[:, 1:].where(within, IGNORED)
@@ -172,7 +172,7 @@ def next_tokens(labels: torch.Tensor, documents: torch.Tensor) -> torch.Tensor:
 def next_token_losses(
     hidden: torch.Tensor, head: Head, targets: torch.Tensor, chunk: int = CHUNK
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cross entropy of every labelled token, with a gradient, and whether it was predicted.
+    """Compute cross entropy of labelled tokens, with a gradient, and whether it was predicted.
 
     Logits are made for labelled tokens only, ``chunk`` of them at a time, and again in the
     backward pass; they are compared in at least float32.

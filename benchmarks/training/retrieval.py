@@ -83,7 +83,7 @@ class TaskWords:
         self.comma, self.ask, self.note, self.be, self.let, self.equals, self.end = encoded
 
     def draw(self, count: int, draw: random.Random) -> list[tuple[int, int]]:
-        """``count`` distinct names, each with a random value."""
+        """Draw ``count`` distinct names, each with a random value."""
         return [(name, draw.choice(self.values)) for name in draw.sample(self.names, count)]
 
 
@@ -116,7 +116,7 @@ def needles(
 
 
 def facts_in(length: int) -> int:
-    """Facts that a document of filler text with so many tokens hides."""
+    """Return how many facts a document of filler text with so many tokens hides."""
     return max(1, min(12, length // 40))
 
 
@@ -192,7 +192,7 @@ class MachineText:
 
 
 def window(tokens: Tokens, length: int, draw: random.Random) -> list[int]:
-    """``length`` consecutive tokens from a random place."""
+    """Return ``length`` consecutive tokens from a random place."""
     start = draw.randrange(len(tokens) - length)
     ids: list[int] = tokens[start : start + length].tolist()
     return ids

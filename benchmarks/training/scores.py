@@ -188,7 +188,7 @@ class Scorer:
 
 
 def unigram_loss(train: Tokens, test: Tokens, vocab_size: int) -> float:
-    """Nats per token of ``test`` under the add-one unigram frequencies of ``train``.
+    """Return nats per token of ``test`` under ``train``'s add-one unigram frequencies.
 
     What a model without any context reaches; a language model must be far below.
     """
@@ -208,7 +208,7 @@ def _summary(score: Score, length: int, names: int) -> dict[str, Any]:
 
 
 def _interval(values: tuple[float, ...]) -> list[float] | None:
-    """95 % confidence interval of the mean (Student); none for fewer than two values."""
+    """Return the mean's 95 % confidence interval (Student); none for fewer than two values."""
     half = half_width(values)
     mean = sum(values) / len(values)
     return None if half is None else [mean - half, mean + half]

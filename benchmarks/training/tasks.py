@@ -26,7 +26,7 @@ TOKENS_A_PAIR = 3
 
 
 def recall(words: TaskWords, text: Tokens, length: int, draw: random.Random) -> TaskDocument:
-    """Associative recall: a list of name-value pairs, then names that ask for their values."""
+    """Ask for associative recall: a list of name-value pairs, then names without their values."""
     del text
     room = length - len(words.ask)
     share = draw.uniform(*RECALL_SHARE)

@@ -222,7 +222,7 @@ class Trainer:
 def make_optimizers(
     model: DistilledModel, stage: StageRecipe, weight_decay: float
 ) -> list[torch.optim.Optimizer]:
-    """Optimisers over what the stage trains: the body's have a learning rate of their own."""
+    """Make optimisers over what the stage trains: the body's have their own learning rate."""
     indexer = [p for p in model.indexer_parameters() if p.requires_grad]
     body = [(n, p) for n, p in model.named_body_parameters() if p.requires_grad]
     muon = [p for n, p in body if stage.optimizer == "muon" and _hidden_matrix(n, p)]
