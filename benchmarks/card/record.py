@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import engine_kernels
-from benchmarks.card.phases import SKIPPED
+from benchmarks.card.phases import SKIPPED, is_shown
 from benchmarks.kernels.speed import LISTS_KEPT
 from benchmarks.kernels.workloads import Workload, workloads
 from benchmarks.records import RESULTS, markdown, read_arguments
@@ -139,6 +139,8 @@ def exact_table(record: Mapping[str, Any]) -> str:
         if name.startswith(("compile", "collect", "ncu")):
             continue
         outcome = "passed" if step["code"] == 0 else f"not passed ({step['code']})"
+        if step["code"] == 0 and not is_shown(step):
+            outcome = "skipped"
         words = "; ".join(_test_lines(step)) or _summarize(step["said"])
         rows.append((name, outcome, words, f"{step['seconds']:.0f}"))
     return markdown(("step", "outcome", "what it says", "seconds"), rows)

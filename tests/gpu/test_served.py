@@ -10,7 +10,7 @@ carried. A MiniMax-M3 of random weights comes last.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -41,21 +41,39 @@ ENVIRONMENT = {
     "SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD": "0",
     "SGLANG_JIT_DEEPGEMM_PRECOMPILE": "0",
 }
-BFLOAT16 = ("--kv-cache-dtype", "bfloat16", "--dsa-decode-backend", "flashmla_sparse")
-FP8 = ("--kv-cache-dtype", "fp8_e4m3")
-TORCH_TOPK = ("--dsa-topk-backend", "torch")
-"""The default is not deterministic in a prefill: on an H100 stock repeated one of three answers."""
-WAYS: dict[str, tuple[str, ...]] = {
-    "FP8 cache, top-k in torch": (*FP8, *TORCH_TOPK),
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to serve: flags, and variables beside :data:`ENVIRONMENT`."""
+
+    flags: tuple[str, ...]
+    variables: tuple[tuple[str, str], ...] = ()
+
+    def deterministic(self) -> Way:
+        """Return the same with the top-k in torch, which SGLang has behind unfused scores alone.
+
+        The default is not deterministic in a prefill: on an H100 stock repeated one or two of
+        three answers.
+        """
+        flags = (*self.flags, "--dsa-topk-backend", "torch")
+        return Way(flags, (*self.variables, ("SGLANG_DSA_FUSE_TOPK", "0")))
+
+
+FP8 = Way(("--kv-cache-dtype", "fp8_e4m3"))
+BFLOAT16 = Way(("--kv-cache-dtype", "bfloat16", "--dsa-decode-backend", "flashmla_sparse"))
+WAYS = {
+    "FP8 cache, top-k in torch": FP8.deterministic(),
     "FP8 cache, flashmla_kv": FP8,
-    "bfloat16 cache, top-k in torch": (*BFLOAT16, *TORCH_TOPK),
+    "bfloat16 cache, top-k in torch": BFLOAT16.deterministic(),
     "bfloat16 cache, flashmla_sparse": BFLOAT16,
 }
 BLOCKS = (
     *("--page-size", "128", "--prefill-attention-backend", "triton"),
-    *("--decode-attention-backend", "triton"),
+    *("--decode-attention-backend", "triton", "--disable-prefill-cuda-graph"),
 )
-"""MiniMax-M3's page on a Hopper card, and what serves its dense layers without FlashAttention 3."""
+"""MiniMax-M3's page on a Hopper card, what serves its dense layers without FlashAttention 3, and no
+graphs of prefills: the first took 69 s to capture."""
 
 
 Prompts: TypeAlias = Sequence[tuple[int, ...]]
@@ -145,12 +163,14 @@ def compare_shared(shared: Asked, full: Asked, prompts: Prompts) -> dict[str, An
 def compare_mixed(live: Asked, prompts: Prompts) -> dict[str, Any]:
     """Answers do not change when requests of other patterns share the batch.
 
-    Other rows in a batch change a kernel's rounding, so only what is the same alone and among
-    requests of its own pattern is compared.
+    Other rows in a batch change a kernel's rounding, so only what is the same alone, asked twice,
+    and among requests of its own pattern is compared.
     """
     kinds = (PATTERN, FULL, HALF)
     asked = [[Request(prompt, kind) for prompt in prompts] for kind in kinds]
-    alone = [[answer(live, request) for request in requests] for requests in asked]
+    alone, again = (
+        [[answer(live, request) for request in requests] for requests in asked] for _ in range(2)
+    )
     uniform = [together(live, requests) for requests in asked]
     assert alone[0] != alone[1], "all F answers the same, so nothing could be seen"
     every = [request for requests in zip(*asked, strict=True) for request in requests]
@@ -159,7 +179,7 @@ def compare_mixed(live: Asked, prompts: Prompts) -> dict[str, Any]:
     for number in range(len(prompts)):
         for kind in range(len(kinds)):
             found = next(mixed)
-            if alone[kind][number] == uniform[kind][number]:
+            if alone[kind][number] == uniform[kind][number] == again[kind][number]:
                 compared += 1
                 assert found == alone[kind][number], f"prompt {number} under {kinds[kind]}"
     if not compared:
@@ -170,11 +190,11 @@ def compare_mixed(live: Asked, prompts: Prompts) -> dict[str, Any]:
 # -- on the card ---------------------------------------------------------------------------------
 
 
-def arguments(model: Path, kind: str) -> list[str]:
+def arguments(model: Path, kind: str, pattern: str) -> list[str]:
     """Return the command line of stock SGLang, or of ours in a mode."""
     types = json.dumps({"indexer_types": PATTERN.to_indexer_types()})
     backend = "dsa" if kind == "stock" else "indexcache"
-    ours = ("--indexcache-pattern", str(PATTERN), "--indexcache-mode", kind)
+    ours = ("--indexcache-pattern", pattern, "--indexcache-mode", kind)
     return [
         *("--model-path", str(model), "--attention-backend", backend, *COMMON),
         *(("--json-model-override-args", types) if kind == "stock" else ours),
@@ -183,7 +203,11 @@ def arguments(model: Path, kind: str) -> list[str]:
 
 @contextmanager
 def serving(
-    model: Path, folder: Path, reported: dict[str, Any], kinds: dict[str, tuple[str, ...]]
+    model: Path,
+    folder: Path,
+    reported: dict[str, Any],
+    kinds: dict[str, tuple[str, ...]],
+    pattern: str = str(PATTERN),
 ) -> Iterator[dict[str, Client]]:
     """Servers side by side, by kind and with its flags, in the first way in which all start.
 
@@ -191,32 +215,34 @@ def serving(
     """
     known = reported["remembered"].get("way")
     problems = {}
-    for way in [known] if known else WAYS:
+    for name in [known] if known else WAYS:
+        way = WAYS[name]
         lines = {
-            kind: [*arguments(model, kind.partition(" ")[0]), *WAYS[way], *flags]
+            kind: [*arguments(model, kind.partition(" ")[0], pattern), *way.flags, *flags]
             for kind, flags in kinds.items()
         }
-        with started(lines, folder) as (clients, failed):
+        with started(lines, folder, way.variables) as (clients, failed):
             if not failed:
-                reported["remembered"]["way"] = way
+                reported["remembered"]["way"] = name
                 yield clients
                 return
-            problems[way] = failed
+            problems[name] = failed
     pytest.skip(f"no server of any kind starts here: {problems}")
 
 
 @contextmanager
 def started(
-    lines: dict[str, list[str]], folder: Path
+    lines: dict[str, list[str]], folder: Path, variables: Iterable[tuple[str, str]] = ()
 ) -> Iterator[tuple[dict[str, Client], dict[str, str]]]:
     """Servers side by side, by kind: those that start, and why the others do not."""
     from sglang_indexcache.ask.launch import Server
 
+    environment = ENVIRONMENT | dict(variables)
     with ExitStack() as stack:
         servers = {}
         for kind, line in lines.items():
             log = folder / f"{kind}.log".replace(" ", "-")
-            servers[kind] = stack.enter_context(Server(line, log, env=ENVIRONMENT))
+            servers[kind] = stack.enter_context(Server(line, log, env=environment))
         clients, failed = {}, {}
         for kind, server in servers.items():
             try:
@@ -279,8 +305,8 @@ def test_l_layers_read_prompts_as_transformers_folded(
 
     slopes = random_slopes(model, tmp_path / "any.slopes")
     letters = "FLLS" * 3
-    flags = ("--indexcache-pattern", f"{letters}@{slopes.path}")
-    with serving(model, tmp_path, reported, {"static": flags}) as clients:
+    folded = f"{letters}@{slopes.path}"
+    with serving(model, tmp_path, reported, {"static": ()}, folded) as clients:
         fp8 = reported["remembered"]["way"].startswith("FP8")
         judge = Judge(model, fp8_kv=fp8, slopes=slopes.by_layer)
         # Beyond a list of 2,048, and short enough for transformers on the host.
