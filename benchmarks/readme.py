@@ -24,7 +24,7 @@ from benchmarks import (
 )
 from benchmarks.card import claims
 from benchmarks.card import record as card
-from benchmarks.kernels import unions, yardstick
+from benchmarks.kernels import unions
 from benchmarks.records import markdown
 from sglang_indexcache.errors import BenchError
 from sglang_indexcache.lab.bench import tables
@@ -153,8 +153,6 @@ PARTS: dict[str, tuple[Make, str]] = {
     "card-others": (card.others_table, "kernels/h100.json"),
     "card-counters": (card.counters_table, "kernels/h100.json"),
     "card-composed": (card.composed_sum, "kernels/h100.json"),
-    "yardstick-factors": (yardstick.factors_table, "kernels/yardstick.json"),
-    "yardstick-prefill": (yardstick.prefill_table, "kernels/yardstick.json"),
     "unions": (unions.table, "kernels/unions.json"),
 }
 """Generated parts: what makes them, and from which record below benchmarks/results."""

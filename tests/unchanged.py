@@ -24,7 +24,6 @@ ROOT = Path(__file__).parent.parent
 SOURCES = (
     *("csrc", "sglang_indexcache/kernels", "sglang_indexcache/support", "sglang_indexcache/cli"),
     *("sglang_indexcache/errors.py", "tests/kernels", "tests/seeds.py", "tests/conftest.py"),
-    "benchmarks/kernels/yardstick.py",  # the loops that it counts
     "pyproject.toml",  # pytest's settings
 )
 PACKAGES = ("torch", "numpy", "triton", "apache-tvm-ffi", "hypothesis", "pytest")

@@ -10,7 +10,7 @@
 // Nobody else waits in the page loop, and the gate's upkeep costs the tensor cores nothing. At a
 // segment's end all but the loader meet, and the math warps write its rows.
 //
-// Meanwhile the tensor cores have nothing to do: by the yardstick's count for 6 % of a tile's clocks
+// Meanwhile the tensor cores have nothing to do: by the compiled loops' clocks for 6 % of a tile's clocks
 // behind 190K tokens, and for up to 26 % behind 32K. The next tile's first eight pages come then, but
 // its products do not begin, because
 //   - they would need histograms of their own, while a row's list lies where the old ones did: 65,536

@@ -85,6 +85,5 @@ def test_every_benchmark_tells_its_options(
     assert "--quick" in help_text or module in (
         "benchmarks.expect",
         "benchmarks.redraw",
-        "benchmarks.kernels.yardstick",
         "benchmarks.card.record",
     )

@@ -7,14 +7,13 @@ import os
 import re
 import shutil
 import subprocess
-from collections import Counter, defaultdict
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from benchmarks.kernels import yardstick
 from sglang_indexcache.cli import app
 from sglang_indexcache.errors import KernelError
 from sglang_indexcache.kernels import build as building
@@ -22,7 +21,6 @@ from sglang_indexcache.kernels import cuda
 from sglang_indexcache.kernels.build import FOLDERS, BuiltKernels, build
 from sglang_indexcache.kernels.contract import INDEXER_HEADS
 from sglang_indexcache.kernels.indexer.cuda import select_rows
-from tests.kernels import disassembly as report
 
 pytestmark = pytest.mark.csrc
 
@@ -37,7 +35,6 @@ KERNELS = {
     "indexer": set(INDEXER),
     "sparse_mla": {"attend_kernel<0>", "attend_kernel<1>", "pack_kernel"},
 }
-Code = list[tuple[int, str]]
 SPILL_BUDGET = 0
 """Bytes, every kernel: all of them keep their accumulators in registers."""
 
@@ -50,29 +47,61 @@ def available() -> bool:
     return True
 
 
+_STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+_REGISTERS = re.compile(r"Used (\d+) registers")
+_NAME = re.compile(r"(?<=\d)([a-z_]+_kernel)(?:I((?:L[ib]\d+E)+)E)?")
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Resources of a thread that one kernel takes.
+
+    Attributes:
+        kernel: name and template arguments, for example ``select_kernel<32, 8>``.
+        registers: at entry; roles that call for more (setmaxnreg) have more.
+        stack: bytes of local memory a thread.
+        spills: bytes of spill stores and loads.
+    """
+
+    kernel: str
+    registers: int
+    stack: int
+    spills: int
+
+
+def readable(symbol: str) -> str:
+    """Return ``select_kernel<32, 8>`` from its mangled name."""
+    match = _NAME.search(symbol)
+    if match is None:
+        return symbol
+    arguments = re.findall(r"L[ib](\d+)E", match[2] or "")
+    return f"{match[1]}<{', '.join(arguments)}>" if arguments else match[1]
+
+
+def usage(log: str) -> list[Usage]:
+    """Return every kernel that a build log (``ptxas -v``) tells of."""
+    kernels = []
+    for part in log.split("Compiling entry function ")[1:]:
+        symbol = re.match(r"'(\w+)'", part)
+        stack, registers = _STACK.search(part), _REGISTERS.search(part)
+        if symbol is None or stack is None or registers is None:
+            raise KernelError(f"ptxas says nothing known of a kernel: {part[:200]!r}")
+        spills = int(stack[2]) + int(stack[3])
+        kernels.append(Usage(readable(symbol[1]), int(registers[1]), int(stack[1]), spills))
+    return kernels
+
+
+def complaints(log: str) -> list[str]:
+    """Warnings, and ptxas's notes on lost performance (serialised wgmma, ignored setmaxnreg)."""
+    return [line for line in log.splitlines() if "warning" in line or re.search(r"\(C\d+\)", line)]
+
+
 needs_nvcc = pytest.mark.skipif(not available(), reason="no usable nvcc")
 
 
 @pytest.fixture(scope="module")
 def libraries() -> dict[str, BuiltKernels]:
     return {folder: build(folder) for folder in FOLDERS}
-
-
-@pytest.fixture(scope="module")
-def code(libraries: dict[str, BuiltKernels]) -> dict[str, Code]:
-    kernels: dict[str, Code] = {}
-    for library in libraries.values():
-        kernels |= report.disassemble(library.path)
-    return kernels
-
-
-@pytest.fixture(scope="module")
-def sass(code: dict[str, Code]) -> dict[str, Counter[str]]:
-    return {kernel: report.instructions(lines) for kernel, lines in code.items()}
-
-
-def count(counter: Counter[str], start: str) -> int:
-    return sum(number for name, number in counter.items() if name.startswith(start))
 
 
 # -- what the compiler made ----------------------------------------------------------------------
@@ -84,9 +113,9 @@ def test_every_instantiation_compiles_without_spills(
     folder: str, libraries: dict[str, BuiltKernels]
 ) -> None:
     log = libraries[folder].log.read_text()
-    kernels = report.usage(log)
+    kernels = usage(log)
     assert {kernel.kernel for kernel in kernels} == KERNELS[folder]
-    assert report.complaints(log) == []
+    assert complaints(log) == []
     for kernel in kernels:
         assert kernel.spills <= SPILL_BUDGET, kernel
         assert kernel.stack == 0, f"an array is indexed at run time: {kernel}"
@@ -95,265 +124,9 @@ def test_every_instantiation_compiles_without_spills(
 @needs_nvcc
 def test_small_tiles_leave_room_for_two_blocks(libraries: dict[str, BuiltKernels]) -> None:
     """Decode is bound by memory: 2 blocks of 384 threads share 65536 registers."""
-    for kernel in report.usage(libraries["indexer"].log.read_text()):
+    for kernel in usage(libraries["indexer"].log.read_text()):
         if kernel.kernel.startswith("logits") and INDEXER[kernel.kernel] <= 64:
             assert 2 * 384 * kernel.registers <= 65536, kernel
-
-
-@needs_nvcc
-@pytest.mark.parametrize("folder", FOLDERS)
-def test_nothing_is_in_local_memory(folder: str, sass: dict[str, Counter[str]]) -> None:
-    for kernel in KERNELS[folder]:
-        assert sum(sass[kernel].values()) > 100, "the disassembly was not understood"
-        assert count(sass[kernel], "LDL") == 0
-        assert count(sass[kernel], "STL") == 0
-
-
-@needs_nvcc
-@pytest.mark.parametrize(("kernel", "columns"), INDEXER.items())
-def test_indexer_uses_fp8_wgmma_and_tma(
-    kernel: str, columns: int, sass: dict[str, Counter[str]]
-) -> None:
-    code = sass[kernel]
-    shape = f"QGMMA.64x{columns}x32.F32.E4M3.E4M3"
-    assert count(code, shape) == count(code, "QGMMA") == 4, "four K steps of 32"
-    assert count(code, "HMMA") == count(code, "HGMMA") == 0
-    assert count(code, "UTMALDG.2D") >= 1, "queries"
-    assert count(code, "UTMALDG.3D") >= 1, "keys from their pages"
-    assert count(code, "UBLKCP") >= 1, "scales"
-    asks = kernel.startswith("select")
-    assert count(code, "ATOMG.E.INC") == count(code, "ATOMG") == asks, "for a tile"
-    # 96 or 192 registers of accumulators and weights; a thread has 96 of 640, 168 of 384.
-    wide = columns == (128 if kernel.startswith("select") else 256)
-    assert (count(code, "USETMAXREG") == 2) == wide, "registers move to the math warpgroups"
-
-
-@needs_nvcc
-def test_topk_begins_while_the_logits_are_made(code: dict[str, Code]) -> None:
-    """It waits for them whatever the row is, before it reads them or writes anything; and every
-    logits kernel lets it begin."""
-    lines = [line for _, line in code["topk_kernel"]]
-    wait = next(i for i, line in enumerate(lines) if line.startswith("ACQBULK"))
-    assert not any(
-        re.search(r"\b(LDG\.E\.128|LD\.|STG|STS|BAR|EXIT)", line) for line in lines[:wait]
-    )
-    for heads, rows in LOGITS:
-        kernel = f"logits_kernel<{heads}, {rows}>"
-        assert any("PREEXIT" in line for _, line in code[kernel]), kernel
-
-
-@needs_nvcc
-def test_topk_keeps_a_chunk_of_the_row_in_flight(sass: dict[str, Counter[str]]) -> None:
-    counts = sass["topk_kernel"]
-    assert count(counts, "LDG.E.128") >= 2 * 7, "seven vectors a thread, now and for the next chunk"
-    assert count(counts, "UCGABAR_WAIT") == 3, "bound, digits, end"
-
-
-@needs_nvcc
-@pytest.mark.parametrize("kernel", ["attend_kernel<0>", "attend_kernel<1>"])
-def test_sparse_mla_uses_wgmma(kernel: str, sass: dict[str, Counter[str]]) -> None:
-    code = sass[kernel]
-    assert count(code, "HGMMA.64x64x16.F32.BF16") == 36, "576 / 16 steps of scores"
-    assert count(code, "HGMMA.64x256x16.F32.BF16") == 4, "64 / 16 steps of output"
-    assert count(code, "HGMMA") == 40
-    assert count(code, "HMMA") == 0
-    assert count(code, "USETMAXREG") == 2
-    assert count(code, "UCGABAR") >= 4, "two barriers of the cluster"
-    fp8 = kernel == "attend_kernel<1>"
-    unpacked = sum(number for name, number in code.items() if "E4M3.UNPACK" in name)
-    assert (unpacked > 0) == fp8
-    loads = 6 * 4 if fp8 else 72
-    assert count(code, "LDGSTS") >= loads, "all of a stage's rows are under way at once"
-    assert count(code, "MUFU.EX2") >= 32, "of 32 scores each, without a case for subnormal results"
-
-
-def registers(line: str) -> set[int]:
-    """Numbers of the general registers that an instruction names; of wide ones the rest, too."""
-    wide = 4 if ".128" in line else 2 if ".64" in line or ".WIDE" in line else 1
-    return {int(r) + i for r in re.findall(r"\bR(\d+)\b", line) for i in range(wide)}
-
-
-def accumulators(line: str) -> set[int]:
-    """Return those that a WGMMA writes: N / 2 from the first on."""
-    match = re.search(r"GMMA\.64x(\d+)x\d+\S*\s+R(\d+)", line)
-    return set(range(int(match[2]), int(match[2]) + int(match[1]) // 2)) if match else set()
-
-
-def flow(code: Code) -> list[list[int]]:
-    """Return for each instruction the indices of those that may run right after it."""
-    at = {address: index for index, (address, _) in enumerate(code)}
-    successors: list[list[int]] = []
-    for index, (_, line) in enumerate(code):
-        jump = re.search(r"\b(?:BRA|CALL|BSSY)\S*\s.*?(0x[0-9a-f]+)$", line)
-        goes = [] if jump is None else [at[int(jump[1], 16)]]
-        ends = re.match(r"BRA 0x|EXIT|RET", line) or index + 1 == len(code)
-        successors.append(goes if ends else [*goes, index + 1])
-    return successors
-
-
-def reachable(code: Code, start: int) -> set[int]:
-    """Indices of the instructions that can run after the one at index ``start``."""
-    following = flow(code)
-    visited: set[int] = set()
-    todo = list(following[start])
-    while todo:
-        index = todo.pop()
-        if index not in visited:
-            visited.add(index)
-            todo += following[index]
-    return visited
-
-
-@needs_nvcc
-@pytest.mark.parametrize("kernel", [*INDEXER, "attend_kernel<0>", "attend_kernel<1>"])
-def test_accumulators_rest_while_wgmma_is_in_flight(kernel: str, code: dict[str, Code]) -> None:
-    """No other instruction names them between a fence and the wait, and all lanes go together."""
-    lines = [line for _, line in code[kernel]]
-    fences = [index for index, line in enumerate(lines) if "WARPGROUP.ARRIVE" in line]
-    assert len(fences) == (2 if kernel.startswith("attend") else 1)
-    for fence in fences:
-        wait = next(i for i in range(fence, len(lines)) if "WARPGROUP.DEPBAR" in lines[i])
-        inside = lines[fence:wait]
-        busy = set().union(*map(accumulators, inside))
-        assert len(busy) >= 16
-        other_lines = [line for line in inside if "GMMA" not in line]
-        assert not [line for line in other_lines if registers(line) & busy]
-        assert lanes_are_together(code[kernel], fence)
-
-
-def before(code: Code, fence: int) -> set[int]:
-    """Indices of what may run between a warp's last synchronisation and ``fence``, on any path."""
-    comes_from = defaultdict(set)
-    for index, following in enumerate(flow(code)):
-        for place in following:
-            comes_from[place].add(index)
-    sources: set[int] = set()
-    todo = list(comes_from[fence])
-    while todo:
-        line = todo.pop()
-        if line not in sources and not re.search(r"WARPSYNC\.ALL|BAR\.SYNC", code[line][1]):
-            sources.add(line)
-            todo += comes_from[line]
-    return sources
-
-
-def lanes_are_together(code: Code, fence: int) -> bool:
-    """Whether nothing parts a warp's lanes between their last synchronisation and ``fence``.
-
-    ptxas opens a region by BSSY before a branch that may part them and closes it by BSYNC. A branch
-    outside such a region is one that it has proved to go the same way in all lanes, and then it
-    makes nothing even of an explicit bar.warp.sync.
-    """
-    region = sorted(before(code, fence))
-    lines = {index: code[index][1] for index in region}
-    if 0 in region or any(re.search(r"BREAK|BRA\.DIV|COLLECTIVE", x) for x in lines.values()):
-        return False
-    branches = [index for index, line in lines.items() if "BRA" in line]
-    opened = [re.search(r"BSSY (B\d+)", lines[i]) for i in region if any(b > i for b in branches)]
-    closed = [re.search(r"BSYNC (B\d+)", line) for line in lines.values()]
-    return {match[1] for match in opened if match} <= {match[1] for match in closed if match}
-
-
-def test_a_warp_that_was_not_synchronised_is_noticed() -> None:
-    """A loop whose lanes may part, with and without what brings them together again."""
-
-    def loop(*body: str) -> Code:
-        lines = ["BAR.SYNC 0x0", "NOP", *body, "WARPGROUP.ARRIVE", "@P1 BRA 0x10", "EXIT"]
-        return [(16 * i, line) for i, line in enumerate(lines)]
-
-    parts = ("BSSY B0, 0x50", "@P0 BRA 0x50", "NOP")
-    assert lanes_are_together(loop(), 2)
-    assert lanes_are_together(loop(*parts, "BSYNC B0"), 6)
-    assert not lanes_are_together(loop(*parts, "NOP"), 6)
-    assert lanes_are_together(loop(*parts, "NOP", "WARPSYNC.ALL"), 7)
-    assert not lanes_are_together(loop("BRA.DIV UR5, 0x30"), 3)
-    assert not lanes_are_together([(0, "NOP"), (16, "WARPGROUP.ARRIVE"), (32, "EXIT")], 1)
-
-
-@needs_nvcc
-@pytest.mark.parametrize(
-    ("kernel", "limits"),
-    [
-        ("select_kernel<32, 8>", (0x40, 0x68)),
-        ("select_kernel<64, 4>", (0x40, 0x68)),
-        ("attend_kernel<0>", (0x58, 0xD0)),
-        ("attend_kernel<1>", (0x58, 0xD0)),
-    ],
-)
-def test_roles_stay_within_their_registers(
-    kernel: str, limits: tuple[int, int], code: dict[str, Code]
-) -> None:
-    """The fewer are the limit where attention's roles meet again, to combine."""
-    assert most_registers(code[kernel]) == dict.fromkeys(limits, True)
-
-
-def most_registers(code: Code) -> dict[int, bool]:
-    """Return for every setmaxnreg whether all that can run after it uses no register beyond."""
-    fits = {}
-    for index, (_, line) in enumerate(code):
-        limit = re.search(r"USETMAXREG.* (0x[0-9a-f]+)$", line)
-        if limit:
-            used = [
-                max(registers(code[i][1]) | accumulators(code[i][1]), default=0)
-                for i in reachable(code, index)
-            ]
-            assert len(used) > 500, "the walk ended early"
-            fits[int(limit[1], 16)] = max(used) < int(limit[1], 16)
-    return fits
-
-
-LOOPS = {
-    "page": {"QGMMA": 4},
-    "gate": {"LDS.128": 2, "ATOMS.POPC": 1},
-    "step": {"HGMMA": 40},
-    "gather": {"LDGSTS": 72},
-    "conversion": {"F2FP": 100, "LDGSTS": 16},
-}
-"""What a hot loop must hold: so it is found, wherever it lies."""
-
-
-def print_in(code: Code, part: str) -> str:
-    """Return the fingerprint of a loop; for "upkeep" of all but the page loop and the gate's."""
-    if part != "upkeep":
-        return report.fingerprint(report.innermost(code, LOOPS[part]))
-    hot = {line for loop in ("page", "gate") for line in report.innermost(code, LOOPS[loop])}
-    return report.fingerprint([line for line in code if line not in hot], values=True)
-
-
-@needs_nvcc
-@pytest.mark.parametrize(("kernel", "loop"), yardstick.COUNTED)
-def test_the_yardstick_counts_the_loops_of_today(
-    kernel: str, loop: str, libraries: dict[str, BuiltKernels], code: dict[str, Code]
-) -> None:
-    if libraries["indexer"].compiler != yardstick.COUNTED_OF:
-        pytest.skip("another nvcc makes other loops")
-    assert print_in(code[kernel], loop) == yardstick.COUNTED[kernel, loop], (
-        "this code is not that whose clocks benchmarks/kernels/yardstick.py holds: count "
-        "them again as is said there, and run it with --publish"
-    )
-
-
-def test_a_changed_loop_has_another_fingerprint() -> None:
-    """Registers and addresses may differ; an instruction, or two in another order, may not."""
-
-    def loop(*body: str, start: int = 16) -> Code:
-        lines = ["NOP", *body, f"@P0 BRA {hex(start)}", "EXIT"]
-        return [(16 * at, line) for at, line in enumerate(lines)]
-
-    def print_of(code: Code) -> str:
-        return report.fingerprint(report.innermost(code, {"QGMMA": 1}))
-
-    fingerprint = print_of(loop("FADD R0, R1, R2", "QGMMA.64x8 R4", "FMUL R3, R3, R3"))
-    assert fingerprint.startswith("4, ")
-    assert print_of(loop("FADD R7, R8, R2", "@!P1 QGMMA.64x8 R9", "FMUL R1, R1, R3")) == fingerprint
-    assert print_of(loop("FMUL R3, R3, R3", "QGMMA.64x8 R4", "FADD R0, R1, R2")) != fingerprint
-    assert (
-        print_of(loop("FADD R0, R1, R2", "QGMMA.64x8 R4", "NOP", "FMUL R3, R3, R3")) != fingerprint
-    )
-    outer = [*loop("QGMMA.64x8 R4")[:-1], (48, "NOP"), (64, "@P1 BRA 0x0"), (80, "EXIT")]
-    assert report.innermost(outer, {"QGMMA": 1}) == outer[1:3]
-    with pytest.raises(KernelError, match="no loop holds"):
-        report.innermost(outer, {"HGMMA": 1})
 
 
 @needs_nvcc
@@ -689,7 +462,7 @@ def test_names_are_readable() -> None:
         "_ZN10indexcache4topk11topk_kernelENS0_6ParamsE": "topk_kernel",
     }
     for symbol, name in names.items():
-        assert report.readable(symbol) == name
+        assert readable(symbol) == name
 
 
 # -- the compiler's version ---------------------------------------------------------------------

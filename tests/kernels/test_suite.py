@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.kernels import yardstick
 from sglang_indexcache.kernels.contract import FLOAT32_BITS, IndexerBatch
 from sglang_indexcache.kernels.indexer import reference as indexer
 from sglang_indexcache.kernels.sparse_mla import cuda
@@ -177,12 +176,23 @@ def test_attention_mutants(mutant: Any, generator: torch.Generator) -> None:
 
 def test_the_grid_takes_every_way_that_attention_has_on_an_h100() -> None:
     """Eight, four, three and two rows a tile, or one; lists split over clusters of any size."""
-    sms = yardstick.MULTIPROCESSORS
+    # Clusters lie within one of its GPCs: how many multiprocessors each has is assumed, but that 15
+    # clusters of 8 run at once is published.
+    gpcs = (18, 18, 18, 16, 16, 16, 16, 14)
+
+    def clusters(size: int) -> int:
+        return sum(gpc // size for gpc in gpcs)
+
     packed, split = set(), set()
     for case in (*cases.WIDE_ATTENTION, *cases.LARGE_ATTENTION):
         rows, shape = len(case.counts), (case.heads, case.topk)
-        packed.add((case.heads, cuda.rows_per_tile(rows, *shape, sms)))
+        packed.add((case.heads, cuda.rows_per_tile(rows, *shape, sum(gpcs))))
         if case.heads == 8:
-            split.add((rows, cuda.cluster_size(rows, *shape, yardstick.clusters)))
+            split.add(
+                (
+                    rows,
+                    cuda.cluster_size(rows, *shape, clusters),
+                )
+            )
     assert {(5, 8), (8, 8), (16, 4), (20, 3), (32, 2), (100, 1)} <= packed
     assert {(16, 7), (32, 3)} <= split, "what 16 and 32 requests take in decode"
