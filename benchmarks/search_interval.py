@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import random
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -146,9 +147,8 @@ def with_the_worst(
     return rates
 
 
-def shipped_losses(rows: int) -> dict[str, list[float]]:
-    """Measure what each shipped pattern adds to each document's loss on answers, nats per token."""
-    folder = shipped_checkpoint()
+def answered(folder: Path, rows: int) -> Calibration:
+    """Return documents of recall, then as many of needles, whose answers count; one a batch."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     words = TaskWords(tokenizer)
     text = MachineText.read(tokenizer, TEXT_CHARACTERS).held_out
@@ -159,14 +159,20 @@ def shipped_losses(rows: int) -> dict[str, list[float]]:
     ]
     checkpoint = Checkpoint.read(folder)
     objective = Objective(Score.ANSWERS, int(checkpoint.shape["index_topk"]))
-    data = Calibration(
+    return Calibration(
         tuple(tuple(map(int, document.ids)) for document in documents),
         1,
         "recall and needles",
         counted=tuple(objective.counted(np.array(document.answer)) for document in documents),
         objective=objective,
     )
-    evaluator, places = TransformersEvaluator(folder, data), range(len(documents))
+
+
+def shipped_losses(rows: int) -> dict[str, list[float]]:
+    """Measure what each shipped pattern adds to each document's loss on answers, nats per token."""
+    folder, places = shipped_checkpoint(), range(2 * rows)
+    checkpoint = Checkpoint.read(folder)
+    evaluator = TransformersEvaluator(folder, answered(folder, rows))
     start = evaluator.loss(Pattern.full(checkpoint.num_layers), places)
     library = Library.default()
     return {
