@@ -119,6 +119,7 @@ PARTS: dict[str, tuple[Make, str]] = {
     "search-interval": (search_tables.intervals, "search/interval.json"),
     "search-worst": (search_tables.worst, "search/interval.json"),
     "search-unlikely": (search_tables.unlikely, "search/interval.json"),
+    "search-segments": (search_tables.segments, "search/segments.json"),
     "search-races": (search_tables.races, "search/races.json"),
     "search-levels": (search_tables.levels, "search/objectives.json"),
     "search-searched": (search_tables.searched, "search/objectives.json"),
