@@ -120,6 +120,16 @@ def test_pages_stay_short(page: Path, most: int) -> None:
     assert len(page.read_text().splitlines()) <= most
 
 
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_a_cell_of_a_table_is_no_paragraph(page: Path) -> None:
+    """What a benchmark writes between its marks may be longer."""
+    generated = re.compile(r"<!-- generated:(.*?) -->.*?<!-- /generated:\1 -->", re.DOTALL)
+    by_hand = generated.sub("", page.read_text())
+    rows = [line for line in by_hand.splitlines() if line.startswith("|")]
+    cells = [cell for row in rows for cell in re.split(r"(?<!\\)\|", row)]
+    assert [cell for cell in cells if len(cell.split()) > 40] == []
+
+
 def test_every_guide_is_found_from_the_readme() -> None:
     text = (ROOT / "README.md").read_text()
     assert {guide.name for guide in GUIDES} == set(re.findall(r"docs/([\w-]+\.md)", text))
