@@ -122,7 +122,7 @@ def test_pages_stay_short(page: Path, most: int) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
 def test_a_cell_of_a_table_is_no_paragraph(page: Path) -> None:
-    """What a benchmark writes between its marks may be longer."""
+    """Generated parts, between their marks, may be longer."""
     generated = re.compile(r"<!-- generated:(.*?) -->.*?<!-- /generated:\1 -->", re.DOTALL)
     by_hand = generated.sub("", page.read_text())
     rows = [line for line in by_hand.splitlines() if line.startswith("|")]

@@ -63,10 +63,10 @@ class Overlaps(BaseModel):
     Attributes:
         one_in: of so many forwards one is sampled; 0 for none, also after a failure.
         forwards: sampled since the server's start.
-        layers: by layer, the rows that the compared ones stand for; the sums over them of the share
-            of the layer's own selection that it was given, of what a list drawn blindly would have
-            of it, and of the first by score mass. In static mode an F layer is compared with the F
-            layer before it, and there is no score mass.
+        layers: by layer, four numbers: the rows that the compared ones stand for, and three sums
+            over these rows, of shares of the layer's own selection: the share in the list it was
+            given, the share that a list drawn blindly would hold, and the first by score mass. In
+            static mode F layers are compared with the F layer before them, without score mass.
         reference: by layer, the overlap beyond chance that the pattern's file says, or nothing.
     """
 

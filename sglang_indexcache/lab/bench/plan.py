@@ -156,9 +156,14 @@ class Deployment:
 
 @dataclass(frozen=True)
 class Gain:
-    """Gain of a pattern over every indexer, and what either may be off by, as a part.
+    """Gain of a pattern over every indexer.
 
-    ``at_most`` is true where a part of the pattern's own time is not known, and left out.
+    Attributes:
+        milliseconds: of a prompt or a step with every indexer.
+        gain: that time over the pattern's.
+        off: share by which either may be wrong.
+        requests: of the step, on each rank.
+        at_most: whether a part of the pattern's own time is not known, and left out.
     """
 
     milliseconds: float
