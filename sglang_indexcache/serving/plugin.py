@@ -302,7 +302,7 @@ def _check_kernels(server_args: Any) -> None:
     routes = choose(plan.kernels, cfg, model, Machine.here())
     check_engine(routes, cfg, model)
     if plan.slopes and cfg.device == "cuda":
-        check_folding(model)
+        check_folding(plan, cfg, model)
     if plan.kernels == "engine":
         return
     check_reference(routes, cfg)

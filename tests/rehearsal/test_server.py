@@ -168,3 +168,39 @@ class TestFolded:
         has_run = [runs > 0 for runs in state["indexer_selections"]]
         assert has_run == [kind != "S" for kind in self.LETTERS]
         assert sum(count for name, count in state["pairs"].items() if "folded" in name) > 0
+
+
+@pytest.mark.matrix
+class TestCandidates:
+    """F layers fold, too, and score their candidates again; short prompts have as many tokens."""
+
+    LETTERS = "FSLFLS+c2"
+    PROMPTS = (205, 500)
+
+    @pytest.fixture(scope="class")
+    def slopes(self, models: Models, tmp_path_factory: pytest.TempPathFactory) -> Slopes:
+        return random_slopes(models("glm-5"), tmp_path_factory.mktemp("slopes") / "any.slopes")
+
+    @pytest.fixture(scope="class")
+    def client(self, rehearse: Rehearse, slopes: Slopes) -> Iterator[Client]:
+        folds = f"{self.LETTERS}@{slopes.path}"
+        with rehearse(*DECODE_GRAPHS, "--indexcache-pattern", folds) as client:
+            yield client
+
+    def test_prompts_and_answers_are_those_of_transformers_folded(
+        self, client: Client, models: Models, slopes: Slopes
+    ) -> None:
+        judge = Judge(models("glm-5"), slopes=slopes.by_layer)
+        pattern = f"{self.LETTERS}@{slopes.digest}"
+        alone, together = alone_and_together(client, [(length, None) for length in self.PROMPTS])
+        assert alone == together
+        apart, bound = judge.answers_apart([(length, pattern) for length in self.PROMPTS], together)
+        assert apart < bound
+        for length in self.PROMPTS:
+            measured = logprobs(client, prompt(length), None)
+            judge.check(measured, prompt(length), pattern)
+            # As if the candidates were the selection, and as if there were none.
+            others = f"LSLLLS@{slopes.digest}", f"FSLFLS@{slopes.digest}"
+            apart = [judge.apart(measured, prompt(length), each) for each in (pattern, *others)]
+            assert apart[0] == min(apart)
+            assert apart[1] > judge.bound(len(measured), prompt(length), pattern)

@@ -25,6 +25,7 @@ from sglang_indexcache.kernels.contract import (
 )
 from sglang_indexcache.kernels.dispatch import ROUTED, Phase
 from sglang_indexcache.models import read_field
+from sglang_indexcache.serving.plan import Plan
 from sglang_indexcache.serving.preflight.options import KERNELS
 
 REPLACED_ATTENTION = ("fa3", "flashmla_auto", "flashmla_kv", "flashmla_sparse")
@@ -117,17 +118,21 @@ def _against_queries(config: Any) -> dict[str, bool]:
     }
 
 
-def check_folding(model: Any) -> None:
-    """Refuse to fold on a GPU what our kernel for queries does not take.
+def check_folding(plan: Plan, cfg: Any, model: Any) -> None:
+    """Refuse to fold on a GPU what our kernels do not take.
 
     Raises:
         SettingsError: every reason.
     """
-    config = text_config(model.hf_config)
-    if reasons := [reason for reason, holds in _against_queries(config).items() if holds]:
+    against = _against_queries(text_config(model.hf_config))
+    what, fix = "folds indexers", "Name a pattern of F and S."
+    reasons = [reason for reason, holds in against.items() if holds]
+    if plan.pattern.suffix.factor > 1 and not reasons:
+        what, fix = "chooses among candidates (+cN)", "Name a pattern of F, L and S without +cN."
+        reasons = _obstacles("select", "prefill", cfg, model)
+    if reasons:
         raise SettingsError(
-            f"the pattern folds indexers, which cannot be on a GPU: {'; '.join(reasons)}. Name a "
-            "pattern of F and S."
+            f"the pattern {what}, which cannot be on a GPU: {'; '.join(reasons)}. {fix}"
         )
 
 

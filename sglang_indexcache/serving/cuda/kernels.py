@@ -110,7 +110,9 @@ def _ragged(
     topk_result: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``Indexer._get_topk_ragged``."""
-    kernel, layers = current().select_prefill, folded_layers()
+    layers = folded_layers()
+    second = layers.second_stage(layer_id, metadata, indexer.index_topk)
+    kernel = second or current().select_prefill
     # DeepGEMM's heads are padded behind this; the product takes as few as ours.
     q_fp8, weights = layers.heads(layer_id, q_fp8, weights, FOLDED_HEADS)
     if kernel is None or _is_unknown(metadata, "prefill"):
@@ -132,7 +134,9 @@ def _paged(
     metadata: DSAIndexerMetadata,
 ) -> torch.Tensor:
     """``Indexer._get_topk_paged``."""
-    kernel, layers = current().select_decode, folded_layers()
+    layers = folded_layers()
+    second = layers.second_stage(layer_id, metadata, indexer.index_topk)
+    kernel = second or current().select_decode
     is_ours = kernel is not None and not _is_unknown(metadata, "decode")
     # SGLang's own wants the heads that its schedule was made for.
     count = FOLDED_HEADS if is_ours else None

@@ -225,10 +225,9 @@ def _of_folding(plan: Plan) -> Iterator[str]:
     if not platform_cpu.is_active():
         reasons = {
             "live mode": plan.mode == "live",
-            "+cN, a second stage": any(p.suffix.factor > 1 for p in plan.policy.patterns),
             "an AMD GPU": current_platform.is_rocm(),
         }
-        fix = f"Name a pattern of F, L and S under {MODE.flag} static; the CPU platform serves all."
+        fix = f"Use {MODE.flag} static on an NVIDIA GPU; the CPU platform serves all."
         yield from _clash(f"pattern {plan.policy}, which folds indexers,", reasons, fix)
     if plan.shadow:
         yield (

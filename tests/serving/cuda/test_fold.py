@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ from sglang.srt.layers.attention.dsa import dsa_indexer
 from sglang_indexcache.errors import SettingsError
 from sglang_indexcache.kernels.indexer.fold import product
 from sglang_indexcache.kernels.indexer.quantization import quantize_e4m3, read_pages, write_pages
+from sglang_indexcache.kernels.indexer.second_stage import SecondStage
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.cuda import kernels as kernels_cuda
 from sglang_indexcache.serving.cuda.backend import IndexCacheBackend
@@ -19,7 +21,8 @@ from sglang_indexcache.serving.cuda.choice import check_folding
 from sglang_indexcache.serving.cuda.fold import FoldedLayers
 from sglang_indexcache.serving.cuda.kernels import EngineKernels
 from sglang_indexcache.serving.plan import Plan
-from tests.serving.cuda.test_choice import glm5
+from tests.kernels.test_second_stage import select_among
+from tests.serving.cuda.test_choice import glm5, server
 from tests.serving.cuda.test_kernels import (
     FORWARDS,
     HEADS,
@@ -39,14 +42,17 @@ BOUND = 2.0**-8
 LOGITS = "sglang.srt.layers.attention.dsa.dsa_indexer.resolve_fp8_mqa_logits_fn"
 
 
+def folding_plan(letters: str) -> Plan:
+    """Return a plan in which layers fold; ``letters`` may end in candidates."""
+    layers = letters.partition("+")[0]
+    all_full, numbers = Pattern("F" * len(layers)), tuple(range(len(layers)))
+    pattern, slopes = Pattern(f"{letters}@0123456789ab"), (SLOPES,) * len(layers)
+    return Plan(pattern, "test", "static", all_full, numbers, "GlmMoeDsaForCausalLM", slopes=slopes)
+
+
 def folding(backend: IndexCacheBackend, letters: str = "L") -> FoldedLayers:
     """Give a backend a plan in which layers fold."""
-    all_full = Pattern("F" * len(letters))
-    layers = tuple(range(len(letters)))
-    slopes = (SLOPES,) * len(letters)
-    pattern = Pattern(f"{letters}@0123456789ab")
-    plan = Plan(pattern, "test", "static", all_full, layers, "GlmMoeDsaForCausalLM", slopes=slopes)
-    backend.folded = FoldedLayers.of(plan, torch.device("cpu"))
+    backend.folded = FoldedLayers.of(folding_plan(letters), torch.device("cpu"))
     return backend.folded
 
 
@@ -68,6 +74,72 @@ def scores_of(
     query = torch.einsum("thd,th->td", q.double(), gates)
     moved = torch.einsum("td,tsd->ts", query.abs(), keys.abs()) * BOUND
     return torch.einsum("td,tsd->ts", query, keys), moved
+
+
+def exact_scores_of(
+    backend: IndexCacheBackend, table: torch.Tensor, q: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """Return what SGLang's indexer scores, in float64."""
+    values, scales = read_pages(backend.token_to_kv_pool.pages, table.flatten().long(), 128)
+    keys = (values.double() * scales.double()[:, None]).view(*table.shape, 128)
+    products = torch.einsum("thd,tsd->ths", q.double(), keys).relu()
+    return torch.einsum("ths,th->ts", products, weights.squeeze(-1).double())
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["positions", "slots"])
+@pytest.mark.parametrize("forward", FORWARDS)
+def test_an_f_layer_selects_among_candidates(
+    monkeypatch: pytest.MonkeyPatch, forward: str, fused: bool
+) -> None:
+    """It does where a page table holds more tokens; else SGLang selects, from its own heads."""
+    mode, lengths, extend, drafted = FORWARDS[forward]
+    backend = make_backend(monkeypatch, draft_tokens=drafted, fused=fused)
+    backend.kernels = EngineKernels()
+
+    def select(stage: SecondStage, batch: Any, topk: int, **form: Any) -> torch.Tensor:
+        return select_among(batch, topk, stage.slopes, stage.factor, **form)
+
+    monkeypatch.setattr(SecondStage, "__call__", select)  # Triton's kernels want a card
+    batch = make_batch(backend, mode, lengths, extend)
+    backend.init_forward_metadata(batch)
+    rows = sum(extend)
+    q, weights = draw(backend, rows + 3)
+    folding(backend, "F+c2")
+    metadata = backend.get_indexer_metadata(0, batch)
+    if metadata.get_page_table_64().shape[1] * 64 <= 2 * TOPK:
+        monkeypatch.setattr(kernels_cuda, "get_attn_backend", lambda: backend)
+        call = (False, batch, 0, q, weights, metadata)
+        assert kernels_cuda._ragged(lambda *given: given[4:6], make_indexer(), *call) == (
+            q,
+            weights,
+        )
+        return
+    got = select_with_ours(monkeypatch, backend, batch, q, weights)
+    assert got.shape == (rows + 3, TOPK)
+    assert (got[rows:] == -1).all()
+    visible = metadata.get_seqlens_expanded()
+    table = page_table_of(backend, metadata, rows)
+    folded, _ = scores_of(backend, table.clamp(0, SLOTS - 1), q[:rows], weights[:rows])
+    exact = exact_scores_of(backend, table.clamp(0, SLOTS - 1), q[:rows], weights[:rows])
+    for row, count in enumerate(visible.tolist()):
+        candidates = folded[row, :count].topk(min(2 * TOPK, count)).indices
+        best = exact[row, candidates].topk(min(TOPK, count)).indices
+        wanted = candidates[best].sort().values
+        wanted = table[row, wanted].long() if fused else wanted
+        assert got[row][: len(wanted)].tolist() == wanted.tolist()
+        assert (got[row][len(wanted) :] == -1).all()
+
+
+def test_only_f_layers_that_fold_have_a_second_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = folding_plan("FLSFF+c4")
+    plan = replace(plan, slopes=(*plan.slopes[:4], None))  # the last one folds badly
+    layers = FoldedLayers.of(plan, torch.device("cpu"))
+    table = SimpleNamespace(get_page_table_64=lambda: torch.zeros(1, 100))
+    stages = [layers.second_stage(layer, table, TOPK) for layer in range(6)]
+    assert [getattr(stage, "factor", None) for stage in stages] == [4, None, None, 4, None, None]
+    assert [layer in layers for layer in range(6)] == [False, True, False, False, False, False]
+    few = SimpleNamespace(get_page_table_64=lambda: torch.zeros(1, 4 * TOPK // 64))
+    assert layers.second_stage(0, few, TOPK) is None
 
 
 @pytest.mark.parametrize("forward", FORWARDS)
@@ -174,6 +246,24 @@ def test_a_backend_of_sglangs_own_folds_nothing(monkeypatch: pytest.MonkeyPatch)
     ],
 )
 def test_what_cannot_fold_on_a_gpu(shape: dict[str, Any], message: str) -> None:
-    check_folding(glm5())
-    with pytest.raises(SettingsError, match=message):
-        check_folding(glm5(**shape))
+    for letters in ("FL", "FL+c2"):
+        check_folding(folding_plan(letters), server(), glm5())
+        with pytest.raises(SettingsError, match=message):
+            check_folding(folding_plan(letters), server(), glm5(**shape))
+
+
+@pytest.mark.parametrize(
+    ("fields", "shape", "message"),
+    [
+        ({"enable_prefill_cp": True}, {}, "--enable-prefill-cp"),
+        ({"dcp_size": 2}, {}, "--dcp-size"),
+        ({"enable_kv_cache_sharding": True}, {}, "--enable-kv-cache-sharding"),
+        ({}, {"index_init_tokens": 4}, "always selects some first"),
+    ],
+)
+def test_where_candidates_cannot_be_chosen(
+    fields: dict[str, Any], shape: dict[str, Any], message: str
+) -> None:
+    check_folding(folding_plan("FL"), server(**fields), glm5(**shape))
+    with pytest.raises(SettingsError, match=rf"candidates \(\+cN\), which .*{message}"):
+        check_folding(folding_plan("FL+c2"), server(**fields), glm5(**shape))

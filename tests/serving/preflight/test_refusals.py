@@ -81,6 +81,7 @@ def platform(monkeypatch: pytest.MonkeyPatch) -> Any:
         ({"own": Pattern("FSFS")}, {"enable_flexkv": True}),
         ({"kernels": "cuda"}, {}),
         (FOLDED, {}),
+        (FOLDED | {"pattern": Pattern("FFFF+c4@0123456789ab")}, {}),
         ({}, {"pp_size": 4}),
         ({}, {"dcp_size": 2, "enable_hisparse": True}),
         (LIVE, {"kv_cache_dtype": "fp8_e4m3"}),
@@ -101,7 +102,6 @@ def test_what_goes_together(fields: dict[str, Any], changes: dict[str, Any]) -> 
     ("fields", "changes", "message"),
     [
         (LIVE | FOLDED, {}, "which folds indexers, does not work with live mode"),
-        (FOLDED | {"pattern": Pattern("FFFF+c4@0123456789ab")}, {}, r"\+cN, a second stage"),
         ({}, {"use_ray": True}, "does not work with --use-ray"),
         ({}, {"enable_pdmux": True}, "--enable-pdmux does not work with models of"),
         ({}, {"enable_prefill_cp": True, "cp_strategy": "zigzag"}, "Use --cp-strategy interleave"),
