@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from openai import OpenAI
 from sglang_indexcache.ask.client import Client
 from sglang_indexcache.serving.cpu.platform import MAX_TOTAL_TOKENS
 from tests.e2e.conftest import Serve
+from tests.preloaded import Template
 
 ROOT = Path(__file__).parents[2]
 TEXT = "def mean(values):\n    return sum(values) / len(values)\n" * 8
@@ -85,39 +85,12 @@ def test_completions_of_several_prompts(openai: OpenAI) -> None:
     assert [choice.index for choice in together.choices] == [0, 1, 2]
 
 
-ENGINE = """
-import json, sys
-import sglang
-from sglang_indexcache.errors import PatternError
-
-def start(pattern):
-    return sglang.Engine(
-        model_path=sys.argv[1], attention_backend="indexcache", indexcache_pattern=pattern,
-        max_total_tokens=4096, dtype="float32", log_level="error",
-    )
-
-if __name__ == "__main__":
-    try:
-        start("FSS")
-    except PatternError as error:
-        refused = str(error)
-    engine = start("FSSFSS")
-    state = engine.get_server_info()["internal_states"][0]["indexcache"]
-    out = engine.generate(input_ids=list(range(20, 120)),
-                          sampling_params={"max_new_tokens": 4, "temperature": 0.0})
-    print("RESULT", json.dumps([refused, state["pattern"], state["source"], out["output_ids"]]))
-    engine.shutdown()
-"""
-
-
 def test_engine_keyword(tmp_path: Path, glm: Path) -> None:
     """A bad pattern raises to its caller, who may give another one."""
-    script = tmp_path / "engine.py"
-    script.write_text(ENGINE)
-    command = [sys.executable, str(script), str(glm)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    lines = [line for line in result.stdout.splitlines() if line.startswith("RESULT")]
-    assert lines, result.stdout + result.stderr
+    log = tmp_path / "engine.log"
+    Template.of(os.environ).fork(["tests.e2e.engine_in_process", str(glm)], log).wait(300)
+    lines = [line for line in log.read_text().splitlines() if line.startswith("RESULT")]
+    assert lines, log.read_text()
     refusal, pattern, source, tokens = json.loads(lines[0].removeprefix("RESULT"))
     assert refusal.startswith("Engine(indexcache_pattern=...) FSS")
     assert "3 too short" in refusal
