@@ -79,17 +79,6 @@ void sum_heads(const float* products, const float* gates, float* sums, int* writ
 
 extern "C" {
 
-// -- layout ------------------------------------------------------------------------------------
-
-uint32_t check_swizzle128(int row, int byte) { return swizzle128(row, byte); }
-uint64_t check_k_major(uint32_t address) { return k_major_descriptor(address); }
-uint64_t check_mn_major(uint32_t address, uint32_t tile) {
-  return mn_major_descriptor(address, tile);
-}
-uint64_t check_advance(uint64_t descriptor, int bytes) { return advance(descriptor, bytes); }
-int check_accumulator_row(int thread, int i) { return accumulator_row(thread, i); }
-int check_accumulator_column(int thread, int i) { return accumulator_column(thread, i); }
-
 // -- selection ---------------------------------------------------------------------------------
 
 uint32_t check_order_key(float value) { return order_key(value); }
@@ -277,7 +266,6 @@ int check_constant(const char* name) {
   if (is("indexer.max_pages")) return indexer::kMaxPages;
   if (is("mla.rows")) return sparse_mla::kRows;
   if (is("mla.keys")) return sparse_mla::kKeys;
-  if (is("mla.tile_bytes")) return sparse_mla::kTileBytes;
   if (is("mla.max_cluster")) return sparse_mla::kMaxCluster;
   if (is("mla.max_packed_rows")) return sparse_mla::kMaxPackedRows;
   if (is("mla.max_packed_slots")) return sparse_mla::kMaxPackedSlots;

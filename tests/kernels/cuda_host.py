@@ -28,12 +28,9 @@ def host() -> ctypes.CDLL:
     process = subprocess.run(command, capture_output=True, text=True, check=False)
     assert process.returncode == 0, process.stderr
     library = ctypes.CDLL(str(target))
-    library.check_swizzle128.restype = c_uint32
     library.check_order_key.restype = c_uint32
     library.check_gate_edge.restype = c_float
     library.check_below.restype = c_uint32
-    for name in ("check_k_major", "check_mn_major", "check_advance"):
-        getattr(library, name).restype = c_uint64
     return library
 
 
@@ -75,18 +72,6 @@ def gate_bin(value: float) -> int:
 
 def gate_edge(index: int) -> float:
     return float(host().check_gate_edge(c_int(index)))
-
-
-def k_major(address: int) -> int:
-    return int(host().check_k_major(c_uint32(address)))
-
-
-def mn_major(address: int, tile_bytes: int) -> int:
-    return int(host().check_mn_major(c_uint32(address), c_uint32(tile_bytes)))
-
-
-def advance(descriptor: int, count: int) -> int:
-    return int(host().check_advance(c_uint64(descriptor), c_int(count)))
 
 
 def constant(name: str) -> int:
