@@ -3,8 +3,9 @@
     python -m benchmarks.smollm2.one_pass runs/smollm2/built
 
 Each source says of every two layers how well the later does with the earlier one's list: the cosine
-similarity of attention outputs (the paper's), the overlap of the lists, the attention mass that a
-list captures as a mean over heads or as the head that loses most, over the text or at the repeated
+similarity of attention outputs (the paper's), the overlap of the lists, the same less the places
+copied from that are lost (``lists``, all that a server shows), the attention mass that a list
+captures as a mean over heads or as the head that loses most, over the text or at the repeated
 passages only. The same dynamic programme makes a pattern of each at 1/2, 1/4 and 1/8; then text
 loss and recall are measured on books that nothing was searched on. Writes smollm2/one_pass.json,
 its table, and the first source's matrix with the blocks of its 1/4.
@@ -35,7 +36,7 @@ from sglang_indexcache.study.provenance import checkpoint_digest
 
 WORST = "worst head, passages"
 SOURCES = (WORST, "worst head, both", "worst head, text", "mean of heads, passages", "output")
-OTHERS = ("mean of heads, both", "mean of heads, text", "overlap")
+OTHERS = ("mean of heads, both", "mean of heads, text", "overlap", "lists")
 QUICK = {"batches": 1, "rows": 2, "length": 1024, "sources": [WORST, "output"]}
 SCORES = {"passages": "recall", "text": "text"}
 
@@ -48,6 +49,7 @@ def matrices(model: Lean, row: Row) -> dict[str, Floats]:
     mass["both"] = (asked * mass["text"] + repeated * mass["passages"]) / (asked + repeated)
     made = {f"worst head, {where}": lost_by_worst_head(one) for where, one in mass.items()}
     made |= {f"mean of heads, {where}": one.mean(axis=2) for where, one in mass.items()}
+    made["lists"] = LeanEvaluator(model, [row], "mixed").kept_list(0)
     anywhere = by_score["text"]
     return made | {"output": anywhere.similarity(0), "overlap": anywhere.overlap(0)}
 

@@ -77,8 +77,8 @@ Target = Annotated[list[str] | None, InSearch("--target", metavar="TARGET", help
     "The default is 1/2, 1/4 and 1/8.")]
 Method = Annotated[str | None, InSearch("--method", metavar="METHOD", help=
     "How to search: both (fast and forward, without --url after one-pass; the default where the "
-    "budget allows it), fast, forward, greedy; or without --url one-pass (by attention mass) or "
-    "similarity (of outputs).")]
+    "budget allows it), fast, forward, greedy; one-pass (by attention; with --url by lists, of "
+    "servers with --enable-return-indexer-topk); or without --url similarity (of outputs).")]
 Budget = Annotated[float | None, InSearch("--budget", metavar="SHARE", help=
     "The most that the search may forward, in shares of exhaustive greedy's tokens. The default "
     "is 0.1 for each of fast and forward, and more for few layers.")]
@@ -280,15 +280,16 @@ def overlap_command(
     drawn = setup.resolve(pattern) if pattern else None
     if url:
         [server] = connect([url], os.environ.get("SGLANG_API_KEY"))
-        select, kind = served_lists(server, setup.checkpoint), "sglang"
+        blocks, kind = served_lists(server, setup.checkpoint), "sglang"
     else:
         evaluator = TransformersEvaluator(model, setup.calibration)
-        select, kind = evaluator.selected, evaluator.kind
+        blocks, kind = lambda ids: iter([(0, evaluator.selected(ids))]), evaluator.kind
     topk = int(setup.checkpoint.shape["index_topk"])
     counter = OverlapCounter(setup.checkpoint.num_layers, topk)
     with progress_at_most(out) as progress:
         for ids in progress.track(setup.calibration.sequences, description="measuring"):
-            counter.add(select(ids))
+            for start, lists in blocks(ids):
+                counter.add(lists, start)
     out.print(overlap_in_words(counter.matrix()), highlight=False)
     identity = {"by": kind, "checkpoint": setup.digest, "data": setup.calibration.digest}
     facts = {"identity": identity, "data": setup.data}
@@ -312,14 +313,16 @@ def _measuring(
 ) -> Callable[[Calibration], TokenEvaluator]:
     """Choose the evaluator by a command's options; nothing is loaded or asked yet."""
     from sglang_indexcache.ask.pool import Pool
-    from sglang_indexcache.search.evaluators import ServedEvaluator
+    from sglang_indexcache.checkpoint import Checkpoint
+    from sglang_indexcache.search.overlap import ReturningEvaluator
 
     server_options = {"--at-once": at_once, "--low-priority": low_priority}
     if servers:
         if dtype:
             raise SearchError("--dtype is for transformers; a server has its own")
         load: dict[str, Any] = {"at_once": at_once or 1, "low_priority": low_priority}
-        return lambda data: ServedEvaluator(Pool(servers, tell=_tell, **load), data)
+        checkpoint = Checkpoint.read(model)
+        return lambda data: ReturningEvaluator(Pool(servers, tell=_tell, **load), data, checkpoint)
     if flag := next((flag for flag, value in server_options.items() if value), None):
         raise SearchError(f"{flag} is for the servers of --url")
     if dtype not in (None, "float32", "bfloat16"):

@@ -1,9 +1,14 @@
-"""Overlap of the selections of two layers (paper, appendix "Top-k Index Overlap")."""
+"""Overlap of the selections of two layers (paper, appendix "Top-k Index Overlap").
+
+And what a search by it adds: the places that text is copied from. On a real model the share that
+two lists have in common is blind to them, and lost half of all recall (docs/real-model.md).
+"""
 
 from __future__ import annotations
 
 from base64 import b64decode
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +16,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sglang_indexcache.ask.client import Client
+from sglang_indexcache.ask.pool import Pool
 from sglang_indexcache.ask.protocol import states_of
-from sglang_indexcache.ask.score import Prompt, ask
+from sglang_indexcache.ask.score import Engine, Prompt, ask
 from sglang_indexcache.checkpoint import Checkpoint
+from sglang_indexcache.data.marking import Mask
 from sglang_indexcache.errors import SearchError, ServerError
 from sglang_indexcache.library import FoundOverlap
 from sglang_indexcache.models import family_of
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.search.evaluators import Floats
+from sglang_indexcache.search.calibration import Calibration
+from sglang_indexcache.search.evaluators import Floats, ServedEvaluator
 from sglang_indexcache.study.plots import make_figure, save_figure
 
-Select = Callable[[tuple[int, ...]], NDArray[np.integer]]
-"""``[N, length, k]``, what layers select for a sequence while all indexers run; -1 is nothing."""
+Block = tuple[int, NDArray[np.integer]]
+"""A first query, and ``[N, queries, k]``, what layers select for it and those behind it; -1 is
+nothing."""
 
 _MASK_BYTES = 256 << 20
 """Memory for the selection masks of the queries that are counted at a time."""
+_BLOCK_BYTES = 64 << 20
+"""Lists of a server's reply that are decoded at a time."""
+_ALIKE = 4
+"""Tokens that come again where text is copied."""
 
 
 class OverlapCounter:
@@ -41,16 +54,25 @@ class OverlapCounter:
         self._blind = 0.0
         self.queries = 0
 
-    def add(self, selected: NDArray[np.integer]) -> None:
-        """Add one sample: ``[N, length, k]`` positions that layer n's query t selects, of 0..t.
+    def add(
+        self, selected: NDArray[np.integer], start: int = 0, counted: Mask | None = None
+    ) -> None:
+        """Add one sample, or a block of it.
 
-        They come in any order, and entries below 0 are padding.
+        Args:
+            selected: ``[N, queries, k]`` positions that layer n's query t selects, of 0..t, in any
+                order; entries below 0 are padding.
+            start: t of the block's first query.
+            counted: ``[length]``, the sample's queries that count; by default all.
         """
-        layers, length, _ = selected.shape
-        self._blind += float((self._topk / np.arange(self._topk + 1, length + 1)).sum())
+        layers, number, _ = selected.shape
+        queries = np.arange(max(self._topk, start), start + number)
+        queries = queries if counted is None else queries[counted[queries]]
+        self._blind += float((self._topk / (queries + 1)).sum())
+        length = start + number
         step = max(1, _MASK_BYTES // (4 * layers * length))
-        for start in range(self._topk, length, step):
-            self._add_queries(selected[:, start : start + step], length)
+        for first in range(0, len(queries), step):
+            self._add_queries(selected[:, queries[first : first + step] - start], length)
 
     def _add_queries(self, selected: NDArray[np.integer], length: int) -> None:
         layers, queries, _ = selected.shape
@@ -82,6 +104,73 @@ class OverlapCounter:
                 f"no query saw more than {self._topk} tokens (index_topk), so every layer selects "
                 "everything. Use a longer context."
             )
+
+
+class CopyCounter:
+    """Counts which layers' lists hold the places that text is copied from.
+
+    Where a query's last tokens stood before, heads that copy read that place or the next one.
+    """
+
+    def __init__(self, num_layers: int) -> None:
+        self._both = np.zeros((num_layers, num_layers))
+        self._places = 0
+
+    def add(self, selected: NDArray[np.integer], start: int, sources: NDArray[np.intp]) -> None:
+        """Add a block of a sample.
+
+        Args:
+            selected, start: see :meth:`OverlapCounter.add`.
+            sources: ``[length]``, where each query's last tokens stood before; -1 leaves it out.
+        """
+        block = sources[start : start + selected.shape[1]]
+        [rows] = np.nonzero(block >= 0)
+        for ahead in (0, 1):
+            held = (selected[:, rows] == block[rows, None] + ahead).any(axis=-1).astype(float)
+            self._both += held @ held.T
+        self._places += 2 * len(rows)
+
+    def lost(self) -> Floats:
+        """``[N, N]``; entry (i, j): share of the places that layer i's list holds, j's does not."""
+        lost: Floats = np.diagonal(self._both)[:, None] - self._both
+        return lost / max(self._places, 1)
+
+
+def earlier_places(ids: Sequence[int]) -> NDArray[np.intp]:
+    """``[length]``: where the last four tokens up to each stood before, the latest; -1 nowhere."""
+    places, latest = np.full(len(ids), -1), dict[tuple[int, ...], int]()
+    for place in range(_ALIKE - 1, len(ids)):
+        words = tuple(ids[place - _ALIKE + 1 : place + 1])
+        places[place] = latest.get(words, -1)
+        latest[words] = place
+    return places
+
+
+def kept_list(
+    samples: Iterable[tuple[Sequence[int], Mask, Iterable[Block]]], num_layers: int, topk: int
+) -> Floats:
+    """Compare what layers select for queries that count, as far as they see more than ``topk``.
+
+    Args:
+        samples: each one's token ids, its counted predictions (``[length - 1]``) and its lists.
+
+    Returns:
+        ``[N, N]`` float64; entry (i, j), j < i, is the share of layer i's list that layer j's
+        holds, less the share of the places that text is copied from which only i's holds. 1 on the
+        diagonal, 0 above it.
+
+    Raises:
+        SearchError: no query sees more.
+    """
+    overlaps, copies = OverlapCounter(num_layers, topk), CopyCounter(num_layers)
+    for ids, mask, blocks in samples:
+        counted = np.append(mask, False)  # the last query predicts nothing
+        counted[:topk] = False
+        sources = np.where(counted, earlier_places(ids), -1)
+        for start, lists in blocks:
+            overlaps.add(lists, start, counted)
+            copies.add(lists, start, sources)
+    return np.tril(overlaps.matrix() - copies.lost())
 
 
 def check_one_list(checkpoint: Checkpoint) -> None:
@@ -146,15 +235,19 @@ def found_overlap(
     return FoundOverlap(layers=rounded, chance=chance, queries=counter.queries, data=data)
 
 
-def served_lists(server: Client, checkpoint: Checkpoint) -> Select:
+def served_lists(
+    server: Client, checkpoint: Checkpoint
+) -> Callable[[tuple[int, ...]], Iterator[Block]]:
     """Ask a running server what its layers select: ``--enable-return-indexer-topk`` of SGLang.
 
     Args:
         server: without IndexCache, or with all of the checkpoint's indexers at work.
 
+    Returns:
+        What :func:`returned_lists` does for a prompt.
+
     Raises:
-        ServerError: it serves another checkpoint, or shares indices; later, in an answer: it
-            returns no selections, or something else than positions.
+        ServerError: it serves another checkpoint, or shares indices.
     """
     checkpoint_pattern, pattern = str(checkpoint.own), ""
     for state in states_of(server.server_info(), server.name)[:1]:
@@ -169,40 +262,96 @@ def served_lists(server: Client, checkpoint: Checkpoint) -> Select:
                 "Start it with --indexcache-mode live, or with --indexcache-pattern full."
             )
         pattern = checkpoint_pattern
-    topk = int(checkpoint.shape["index_topk"])
+    return partial(returned_lists, server, checkpoint, pattern)
 
-    def select(ids: tuple[int, ...]) -> NDArray[np.integer]:
-        [reply] = ask(server, [Prompt(ids, pattern)], new_tokens=1, return_indexer_topk=True)
-        if (encoded := reply["meta_info"].get("indexer_topk")) is None:
+
+def returned_lists(
+    engine: Engine, checkpoint: Checkpoint, pattern: str, ids: tuple[int, ...]
+) -> Iterator[Block]:
+    """Ask what layers select for a prompt while all indexers run; yield it block by block.
+
+    The reply, which SGLang cannot send in parts, has 16/3 bytes for each entry of a list.
+
+    Args:
+        pattern: that the request names; "" names none.
+
+    Raises:
+        ServerError: the server returns no selections, or what an earlier request left in its cache;
+            later, in a block: something else than positions.
+    """
+    topk, name = int(checkpoint.shape["index_topk"]), engine.name
+    # Scored from its beginning, so that nothing is read from the cache.
+    whole: dict[str, Any] = {"return_logprob": True, "logprob_start_len": [0]}
+    [reply] = ask(engine, [Prompt(ids, pattern)], 1, return_indexer_topk=True, **whole)
+    if (encoded := reply["meta_info"].get("indexer_topk")) is None:
+        raise ServerError(
+            f"{name} does not return what layers select. Start it with "
+            "--enable-return-indexer-topk."
+        )
+    if cached := int(reply["meta_info"]["cached_tokens"]):
+        raise ServerError(
+            f"{name} took {cached} tokens of a prompt from its cache, where another request's "
+            "lists may stand. Start it with --disable-radix-cache."
+        )
+    entries = (len(encoded) * 3 // 4 - encoded[-2:].count("=")) // 4
+    layers, remainder = divmod(entries, len(ids) * topk)
+    if remainder or layers <= checkpoint.layer_ids[-1]:
+        raise ServerError(
+            f"{name} returned {entries:,} entries, which are no lists of {topk} (index_topk) for "
+            f"{len(ids):,} tokens. Is --model what it serves?"
+        )
+    return _blocks(encoded, layers, topk, list(checkpoint.layer_ids), name)
+
+
+def _blocks(encoded: str, layers: int, topk: int, chosen: list[int], name: str) -> Iterator[Block]:
+    """Decode base64 of ``[length, layers, k]`` and yield the ``chosen`` layers' lists."""
+    query_bytes = 4 * layers * topk
+    number = 3 * max(1, _BLOCK_BYTES // (3 * query_bytes))  # 3 bytes are whole in 4 characters
+    characters = 4 * number * query_bytes // 3
+    for block, begin in enumerate(range(0, len(encoded), characters)):
+        decoded = np.frombuffer(b64decode(encoded[begin : begin + characters]), dtype=np.int32)
+        start, lists = block * number, decoded.reshape(-1, layers, topk)[:, chosen]
+        if not _are_positions(lists, start):
             raise ServerError(
-                f"{server.name} does not return what layers select. Start it with "
-                "--enable-return-indexer-topk."
+                f"{name} returned something else than positions in the prompt: its top-k kernel "
+                "turns them into places of its cache. Start it with SGLANG_DSA_FUSE_TOPK=0 in its "
+                "environment."
             )
-        entries = np.frombuffer(b64decode(encoded), dtype=np.int32)
-        layers, remainder = divmod(entries.size, len(ids) * topk)
-        if remainder or layers <= checkpoint.layer_ids[-1]:
-            raise ServerError(
-                f"{server.name} returned {entries.size:,} entries, which are no lists of {topk} "
-                f"(index_topk) for {len(ids):,} tokens. Is --model what it serves?"
-            )
-        lists = entries.reshape(len(ids), layers, topk)[:, list(checkpoint.layer_ids)]
-        if not _are_positions(lists[topk:]):
-            raise ServerError(
-                f"{server.name} returned something else than positions in the prompt: its top-k "
-                "kernel turns them into places of its cache. Start it with SGLANG_DSA_FUSE_TOPK=0 "
-                "in its environment."
-            )
-        return lists.transpose(1, 0, 2)
-
-    return select
+        yield start, lists.transpose(1, 0, 2)
 
 
-def _are_positions(lists: NDArray[np.integer]) -> bool:
-    """Whether ``[queries, N, k]``, from the first query with a choice on, are what each can see."""
-    ordered = np.sort(lists, axis=-1)
-    newest = lists.shape[-1] + np.arange(len(lists))[:, None]
+def _are_positions(lists: NDArray[np.integer], start: int) -> bool:
+    """Whether ``[queries, N, k]`` from query ``start`` on are, with a choice, what each can see."""
+    first = max(lists.shape[-1] - start, 0)
+    ordered = np.sort(lists[first:], axis=-1)
+    newest = start + first + np.arange(len(ordered))[:, None]
     within = (ordered[..., 0] >= 0) & (ordered[..., -1] <= newest)
     return bool(within.all() and (np.diff(ordered, axis=-1) > 0).all())
+
+
+class ReturningEvaluator(ServedEvaluator):
+    """A :class:`ServedEvaluator` that can also ask what layers select, where servers return it."""
+
+    def __init__(self, pool: Pool, calibration: Calibration, checkpoint: Checkpoint) -> None:
+        super().__init__(pool, calibration)
+        self._checkpoint = checkpoint
+
+    def kept_list(self, batch: int) -> Floats:
+        """Ask for a batch's lists and compare them by :func:`kept_list`, a prompt at a time.
+
+        Raises:
+            SearchError: layers of this model have several lists.
+            ServerError: see :func:`returned_lists`.
+        """
+        checkpoint = self._checkpoint
+        check_one_list(checkpoint)
+        cut, masks = self.calibration.batches, self.calibration.batch_counted
+        what: Any = {"checkpoint": checkpoint, "pattern": str(checkpoint.own)}
+        samples = (
+            (ids, mask, self._pool.ask(partial(returned_lists, **what, ids=ids)))
+            for ids, mask in zip(cut[batch], masks[batch], strict=True)
+        )
+        return kept_list(samples, self.num_layers, int(checkpoint.shape["index_topk"]))
 
 
 def numbers(counter: OverlapCounter) -> dict[str, Any]:

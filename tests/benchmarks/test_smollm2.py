@@ -24,7 +24,7 @@ from sglang_indexcache.hf import share
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.calibration import Calibration
 from sglang_indexcache.search.evaluators.hf import TransformersEvaluator
-from sglang_indexcache.search.overlap import OverlapCounter
+from sglang_indexcache.search.overlap import OverlapCounter, kept_list
 
 TOPK = 16
 
@@ -236,3 +236,5 @@ def test_pairs_of_layers_compare_as_in_transformers(searched: LeanEvaluator, dee
     counter = OverlapCounter(5, TOPK)
     counter.add(other.selected(ids))
     np.testing.assert_allclose(searched.overlap(1), counter.matrix(), atol=2e-3)
+    lists = kept_list([(ids, counted, [(0, other.selected(ids))])], 5, TOPK)
+    np.testing.assert_allclose(searched.kept_list(1), lists, atol=2e-3)

@@ -25,7 +25,13 @@ from sglang_indexcache.demo.run import Material
 from sglang_indexcache.lab.evaluate.corpus import Corpus
 from sglang_indexcache.lab.evaluate.plan import EvaluationPlan, arms_of
 from sglang_indexcache.lab.evaluate.run import EvaluationRequest, run_evaluation
+from sglang_indexcache.library import load_entry
 from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.search.evaluators.hf import TransformersEvaluator
+from sglang_indexcache.search.methods.pairwise import most_similar
+from sglang_indexcache.search.overlap import kept_list
+from sglang_indexcache.search.rules import Constraints
+from sglang_indexcache.search.setup import Setup
 from tests.cli.test_search import TINY, call, words_of
 from tests.e2e.conftest import ROUNDING, Serve, batch_logprobs, greedy, prompt
 from tests.oracle import Oracle, _recorded_margins
@@ -105,6 +111,33 @@ def test_overlap_from_a_server_is_that_of_transformers(tiny: Client, tmp_path: P
     assert remote["queries"] == local["queries"] == 2 * (256 - TOPK)
     # A near-tie that rounding decides moves one entry of one list.
     assert np.abs(np.array(remote["matrix"]) - local["matrix"]).max() < 1e-4
+
+
+def test_one_pass_over_http_finds_what_transformers_lists_give(
+    tiny: Client, tmp_path: Path
+) -> None:
+    marks, options = {"1/2": 6, "1/4": 3}, ("--context", "256", "--batches", "2", "--held-out", "2")
+    goals = [word for mark in marks for word in ("--target", mark)]
+    arguments = ("search", "run", "--method", "one-pass", "--model", TINY, *options, *goals)
+    result = call(*arguments, "--url", tiny.url, "-o", tmp_path)
+    assert result.exit_code == 0, words_of(result)
+    setup = Setup.read(TINY, context=256, batches=2, held_out=2)
+    data, evaluator = setup.calibration, TransformersEvaluator(TINY, setup.calibration)
+    matrices = []
+    for batch in range(2):
+        [ids], [counted] = data.batches[batch], data.batch_counted[batch]
+        with _recorded_margins(TOPK, [], first_of_ties=True):
+            matrices.append(kept_list([(ids, counted, [(0, evaluator.selected(ids))])], 12, TOPK))
+    journal = [json.loads(line) for line in (tmp_path / "journal.jsonl").open()][1:]
+    by_batch = {line["batch"]: line["kept_list"] for line in journal if "kept_list" in line}
+    assert sorted(by_batch) == [0, 1]
+    for batch, rows in by_batch.items():
+        for layer, row in enumerate(rows):
+            assert row == pytest.approx(matrices[batch][layer, :layer], abs=1e-4)
+    matrix = np.average(matrices, axis=0, weights=data.batch_tokens[:2])
+    for mark, full in marks.items():
+        pattern = load_entry(tmp_path / f"tiny-dsa-{mark.replace('/', 'of')}.yaml").pattern
+        assert pattern == str(most_similar(matrix, full, Constraints.make(Pattern.full(12))))
 
 
 def test_an_evaluation_has_the_losses_that_transformers_has(

@@ -24,7 +24,7 @@ from sglang_indexcache.search.calibration import Calibration
 from sglang_indexcache.search.evaluators import Floats
 from sglang_indexcache.search.evaluators.hf import TransformersEvaluator
 from sglang_indexcache.search.ledger import Ledger, open_journal
-from sglang_indexcache.search.methods import METHODS
+from sglang_indexcache.search.methods import METHODS_IN_PROCESS
 from sglang_indexcache.search.methods.pairwise import most_similar, pair_matrix
 from sglang_indexcache.search.options import Options
 from sglang_indexcache.search.rules import Constraints, Folding, parse_targets
@@ -222,7 +222,7 @@ def test_a_search_ends_with_letters_and_measures_nothing_twice(
 ) -> None:
     folding = Folding(Fraction("0.25"), frozenset({1, 2, 4, 5}), slopes.digest)
     goal = parse_targets(["1/2", "1/3"], Constraints.make(Pattern.full(LAYERS), [4], folding))
-    options = Options(METHODS["one-pass"], refine=False)
+    options = Options(METHODS_IN_PROCESS["one-pass"], refine=False)
     cut = Calibration(data.sequences, 1, "test")
     found = []
     for _ in range(2):

@@ -328,7 +328,7 @@ def test_a_start_that_misleads_is_not_kept() -> None:
         finished(Ledger(evaluator), goal, Options(method, refine=False))
         for method in (BOTH, STARTED)
     )
-    blind = finished(Ledger(evaluator), goal, Options(METHODS["one-pass"], refine=False))
+    blind = finished(Ledger(evaluator), goal, Options(METHODS_IN_PROCESS["one-pass"], refine=False))
     for count, choice in from_one_pass.found.items():
         assert choice.loss == pytest.approx(without.found[count].loss, rel=0.02)
         assert choice.loss < blind.found[count].loss

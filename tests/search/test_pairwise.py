@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,7 @@ from sglang_indexcache.search.calibration import Calibration
 from sglang_indexcache.search.evaluators import Floats
 from sglang_indexcache.search.evaluators.hf import TransformersEvaluator, lost_by_worst_head
 from sglang_indexcache.search.ledger import Ledger
-from sglang_indexcache.search.methods import METHODS
+from sglang_indexcache.search.methods import METHODS, METHODS_IN_PROCESS, Method
 from sglang_indexcache.search.methods.pairwise import most_similar, pair_matrix
 from sglang_indexcache.search.options import Options
 from sglang_indexcache.search.rules import Constraints, parse_targets
@@ -85,10 +86,19 @@ def test_a_served_model_is_refused_first(method: str) -> None:
     assert ledger.spent == 0
 
 
-@pytest.mark.parametrize(("method", "forwards"), [("one-pass", 2), ("similarity", 7)])
-def test_its_cost_is_known_before_and_it_is_not_refined(method: str, forwards: int) -> None:
+@pytest.mark.parametrize(
+    ("method", "methods", "forwards"),
+    [
+        ("one-pass", METHODS_IN_PROCESS, 2),
+        ("one-pass", METHODS, 1),
+        ("similarity", METHODS, 7),
+    ],
+)
+def test_its_cost_is_known_before_and_it_is_not_refined(
+    method: str, methods: Mapping[str, Method], forwards: int
+) -> None:
     goal = parse_targets(["1/2", "1/4"], Constraints.make(Pattern.full(12)))
-    options = Options.parse(method)
+    options = Options.parse(method, methods=methods)
     budget = options.budget(goal, [100, 100])
     assert not options.refine
     assert budget.total == budget.method == (1 + 2 + forwards) * 200

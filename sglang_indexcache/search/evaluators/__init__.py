@@ -53,17 +53,19 @@ class Evaluator(Protocol):
         """``[batches]`` float64: mean loss per counted token, in nats, on these batches."""
 
 
-PAIRS = ("similarity", "kept_mass", "folded_mass")
-"""Methods of an evaluator that compare layers by pairs: see :mod:`.hf`."""
+PAIRS = ("similarity", "kept_mass", "folded_mass", "kept_list")
+"""Methods of an evaluator that compare layers by pairs: see :mod:`.hf`, and of servers
+:class:`~sglang_indexcache.search.overlap.ReturningEvaluator`."""
 
 
 def pair_forwards(kind: str, num_layers: int) -> int:
     """Return the forwards that a matrix of :data:`PAIRS` takes.
 
-    For ``similarity`` layer i runs i + 1 times, for ``kept_mass`` each layer runs twice, and for
-    ``folded_mass`` once more.
+    For ``similarity`` layer i runs i + 1 times, for ``kept_mass`` each layer runs twice, for
+    ``folded_mass`` once more, for ``kept_list`` once.
     """
-    return {"kept_mass": 2, "folded_mass": 3}.get(kind, -(-(num_layers + 1) // 2))
+    known = {"kept_mass": 2, "folded_mass": 3, "kept_list": 1}
+    return known.get(kind, -(-(num_layers + 1) // 2))
 
 
 class TokenEvaluator(ABC):

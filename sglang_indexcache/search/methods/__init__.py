@@ -94,7 +94,13 @@ METHODS: Mapping[str, Method] = {
     "fast": Walks(f"fast greedy {_HOW}", (Descent,)),
     "forward": Walks(f"forward selection {_HOW}", (Ascent,)),
     "greedy": Greedy(),
-    "one-pass": _ONE_PASS,
+    "one-pass": Pairwise(
+        "one-pass",
+        "kept_list",
+        "share of its list that is kept, less the places copied from that are lost",
+        "what each layer keeps of its list, and of the places that text is copied from, under "
+        "other layers' lists, by dynamic programme",
+    ),
     "similarity": Pairwise(
         "similarity",
         "similarity",
@@ -112,6 +118,7 @@ batches is kept.
 """
 METHODS_IN_PROCESS: Mapping[str, Method] = {
     **METHODS,
+    "one-pass": _ONE_PASS,
     "both": Walks(
         f"the best of one pass, fast greedy and forward selection {_HOW}",
         (Descent, Ascent),

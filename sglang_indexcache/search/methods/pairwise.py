@@ -2,12 +2,14 @@
 
 Entry (i, j) of the matrix says how well layer i does with layer j's list, without any pattern being
 run. The pattern whose S layers keep the most is then found exactly, for every target at once. No
-loss decides. Two matrices are known:
+loss decides. Three matrices are known:
 
 - The paper's (appendix "similarity-based pattern search"): the cosine similarity of attention
   outputs. The paper found its patterns no better than uniform interleaving.
 - What the *worst* head of a layer keeps of its attention at the tokens that count, ours. Copying
   from far back is the work of few heads: the mean over heads does not see what they lose.
+- The share of a layer's list that the other one holds, less what it lacks of the places that text
+  is copied from. A server shows no more than lists, and their overlap alone is blind to recall.
 
 The second one also says what a layer keeps under folded lists, its own among them. With a price for
 an L layer the same programme then chooses among F, L and S.
@@ -57,8 +59,8 @@ class Pairwise:
                 f"--method {self.name} looks into the model's layers, which a server does not "
                 "show. Leave out --url, so that transformers runs the model in this process."
             )
+        matrix = pair_matrix(ledger, self.kind_for(constraints))  # first: a server may refuse it
         yield ledger.step(constraints.start, constraints.start, None, candidates=1)
-        matrix = pair_matrix(ledger, self.kind_for(constraints))
         for mark in targets.marks:
             yield Proposal(mark, most_similar(matrix, mark.full_layers, constraints))
 
