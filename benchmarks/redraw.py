@@ -23,7 +23,7 @@ from benchmarks import (
 from benchmarks.fold import report as folding
 from benchmarks.paper import table_1, table_3
 from benchmarks.records import RESULTS, read_arguments
-from benchmarks.smollm2 import one_pass, searched
+from benchmarks.smollm2 import long, one_pass, searched
 from sglang_indexcache.lab.bench import tables
 from sglang_indexcache.lab.bench.results import load
 from sglang_indexcache.search.output import draw_losses
@@ -46,8 +46,9 @@ FIGURES: dict[str, tuple[str, Callable[[Path, Path], None]]] = {
     "heal.png": ("heal.json", _of(heal_study.draw)),
     "heal_data.png": ("heal_data.json", _of(heal_data.draw)),
     "smollm2/one_pass.png": ("smollm2/one_pass.json", _of(one_pass.draw)),
-    "smollm2/algorithm_1.png": ("smollm2/algorithm_1.json", _of(searched.draw_path)),
-    "smollm2/recall.png": ("smollm2/algorithm_1.json", _of(searched.draw_recall)),
+    "smollm2/algorithm_1.png": ("smollm2/searched.json", _of(searched.draw_path)),
+    "smollm2/long.png": ("smollm2/long.json", _of(long.draw)),
+    "smollm2/recall.png": ("smollm2/searched.json", _of(searched.draw_recall)),
     "smollm2/overlap.png": ("smollm2/searched.json", _of(searched.draw_lists)),
     "training_aware.png": ("training_aware.json", _of(table_3.draw)),
     "small_checkpoint/curves.png": ("small_checkpoint/result.json", _of(small_checkpoint.curves)),

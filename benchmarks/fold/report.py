@@ -9,18 +9,25 @@ from typing import Any
 
 from benchmarks.fold.arms import arms
 from benchmarks.records import RESULTS, estimate, markdown
+from benchmarks.smollm2.measure import compared
 from sglang_indexcache.stats.bounds import half_width
 from sglang_indexcache.study.plots import make_figure, save_figure
 from sglang_indexcache.study.provenance import machine
 from sglang_indexcache.support.files import write_json, write_whole
 
 FULL, GATE, SHARING = "full", ("all L", "all F folded, c = 4"), "uniform 1/2"
-COLORS = {"sharing": "#c0392b", "folding": "#1f5fa8", "both": "#7d3c98"}
-TEXT, RIGHT, LOSS = "text loss", "recall right", "recall loss"
-UNITS = {
-    TEXT: "text loss over all F, nats (less is better)",
-    RIGHT: "recall against all F, points (more is better)",
+COLORS = {
+    "sharing": "#c0392b",
+    "searched sharing": "#1e8449",
+    "folding": "#1f5fa8",
+    "both": "#7d3c98",
 }
+LONG = RESULTS / "smollm2" / "long.json"
+SEARCHED_BY = "one-pass"
+"""The search whose patterns stand beside folding: the package's quickest."""
+TEXT, RIGHT, LOSS = "text loss", "recall right", "recall loss"
+FIELDS = {TEXT: "loss", RIGHT: "recall", LOSS: "recall_loss"}
+"""The measures as the records of ``benchmarks.smollm2`` name them."""
 LEAST_PAIRS = 4
 """Rows under which an interval says nothing."""
 
@@ -55,9 +62,33 @@ def answers(path: Path, model: Facts) -> Facts:
             work = arm.work(model["heads"])
             about = {"name": arm.name, "letters": arm.letters, "decode": arm.decode}
             told["arms"].append({**about, "kind": arm.kind, "work": work, "over_full": found})
+    told["arms"] += searched(model, topk, length)
     told["gate"] = {
         arm: {name: paired(lines, arm, SHARING, name) for name in measures} for arm in GATE
     }
+    return told
+
+
+def searched(model: Facts, topk: int, length: int) -> list[Facts]:
+    """Return what searched patterns lose on this checkpoint in the same cell of ``smollm2.long``.
+
+    They are asked on rows of the same books, in the same way, by the same forward.
+    """
+    record = json.loads(LONG.read_text())
+    if record["checkpoint"] != model["digest"]:
+        return []
+    cells = (cell for cell in record["cells"] if (cell["length"], cell["topk"]) == (length, topk))
+    told = []
+    for base, *lines in (cell["lines"] for cell in cells):
+        for line in (line for line in lines if SEARCHED_BY in line["name"]):
+            retention, letters = line["name"].split()[0], line["pattern"]
+            over_full = {}
+            for name, field in FIELDS.items():
+                change, half = compared(line, base, field)
+                over_full[name] = {"mean": change, "half_width": half, "rows": len(line["rows"])}
+            arm = {"name": f"searched {retention}", "letters": letters, "decode": ""}
+            work = letters.count("F") / len(letters)
+            told.append({**arm, "kind": "searched sharing", "work": work, "over_full": over_full})
     return told
 
 
@@ -96,7 +127,7 @@ def page(told: Facts) -> str:
         "# Folding beside sharing\n\n"
         "Written by `python -m benchmarks.fold report`. Differences to all F with 95 % intervals "
         "over paired rows. Work: dot products of queries with keys that are left at 128Ki tokens "
-        "and lists of 2,048, counted, not timed.\n\n![loss against work](loss.png)\n"
+        "and lists of 2,048, counted, not timed.\n\n![recall against work](loss.png)\n"
     ]
     for model in told["models"]:
         parts.append(
@@ -150,19 +181,22 @@ def _by_question(missed: list[Facts]) -> dict[str, list[Facts]]:
 
 
 def draw(told: Facts, path: Path) -> None:
-    """Text and recall of every model against the work that is left."""
-    models = [(model, found) for model in told["models"] for found in model["answers"]]
-    figure, axes = make_figure(11, 4.2 * len(models), rows=len(models), columns=2)
-    for number, (model, found) in enumerate(models):
-        for axis, measure in zip(axes[2 * number :], (TEXT, RIGHT), strict=False):
-            _panel(axis, found["arms"], measure, 100 if measure == RIGHT else 1)
+    """Draw recall against the work that is left: a row a model, a column a length."""
+    models = told["models"]
+    columns = max(len(model["answers"]) for model in models)
+    figure, axes = make_figure(4.2 * columns, 3.6 * len(models), len(models), columns)
+    for number, model in enumerate(models):
+        of_model = axes[number * columns : (number + 1) * columns]
+        for answer, axis in zip(model["answers"], of_model, strict=False):
+            _panel(axis, answer["arms"])
             axis.set_title(
                 f"{model['name']}, {model['heads']} index heads, "
-                f"lists of {found['topk']} of {found['length']}",
+                f"lists of {answer['topk']} of {answer['length']}",
                 loc="left", fontsize=9,
             )  # fmt: skip
-            axis.set_ylabel(UNITS[measure], fontsize=8)
-            axis.set_xlabel("indexer work left: dot products at 128Ki tokens", fontsize=8)
+        for axis in of_model[len(model["answers"]) :]:
+            axis.set_visible(False)
+        of_model[0].set_ylabel("recall against all F, points", fontsize=8)
     entries = [axis.get_legend_handles_labels() for axis in axes]
     by_kind = {kind: h for some in entries for h, kind in zip(*some, strict=True)}
     figure.legend(
@@ -172,37 +206,44 @@ def draw(told: Facts, path: Path) -> None:
 
 
 MARKED = {
-    "all L": "all L",
-    "all L, plain": "plain",
-    "all L, secants": "secants",
-    "FLLL": "FLLL",
-    "LSSS": "LSSS",
-    "all F folded, c = 4": "c = 4",
-    "uniform 1/2": "uniform 1/2",
-    "uniform 1/4": "uniform 1/4",
+    "all L": (-24, -3, "all L"),
+    "all L, plain": (-48, -3, "all L, plain"),
+    "FLLL": (4, -3, "FLLL"),
+    "LSSS": (4, -3, "LSSS"),
+    "LS": (4, -3, "LS"),
+    "all F folded, c = 4": (-8, -11, "c = 4"),
+    "all F folded, c = 4, plain": (-20, 5, "c = 4, plain"),
+    "searched 1/8": (-8, -10, "1/8"),
+    "searched 1/4": (-8, -10, "1/4"),
+    "searched 1/2": (-8, -10, "1/2"),
+    "uniform 1/2": (-20, -11, "uniform 1/2"),
+    "uniform 1/4": (4, -3, "uniform 1/4"),
 }
-"""Configurations that are named in the figure, and how; the table has all."""
+"""Configurations that are named in the figure: where beside the point, and how; tables have all."""
 
 
-def _panel(axis: Any, found: list[Facts], measure: str, scale: float) -> None:
+def _panel(axis: Any, found: list[Facts]) -> None:
     axis.axhline(0, color="black", lw=0.8)
     for kind, color in COLORS.items():
         some = [arm for arm in found if arm["kind"] == kind]
         for arm in some:
-            difference = arm["over_full"][measure]
+            difference = arm["over_full"][RIGHT]
             axis.errorbar(
-                arm["work"], scale * difference["mean"],
-                yerr=scale * (difference["half_width"] or 0.0), fmt="o", ms=4, capsize=2,
+                arm["work"], 100 * difference["mean"],
+                yerr=100 * (difference["half_width"] or 0.0), fmt="o", ms=4, capsize=2,
                 color=color, label=kind if arm is some[0] else None,
             )  # fmt: skip
             if arm["name"] in MARKED:
+                *place, label = MARKED[arm["name"]]
                 axis.annotate(
-                    MARKED[arm["name"]],
-                    (arm["work"], scale * difference["mean"]),
-                    xytext=(4, -11 if kind == "folding" else 5),
-                    textcoords="offset points", fontsize=7, color=color,
+                    label,
+                    (arm["work"], 100 * difference["mean"]),
+                    xytext=place, textcoords="offset points", fontsize=7, color=color,
                 )  # fmt: skip
-    axis.set_xlim(0, 0.8)
+    axis.set_xscale("log")
+    axis.set_xlim(0.006, 1)
+    axis.get_xaxis().set_major_formatter("{x:g}")
+    axis.set_xlabel("indexer work left: dot products at 128Ki tokens", fontsize=8)
     axis.grid(alpha=0.3)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +51,9 @@ def table(cells: Iterable[Cell]) -> str:
     return markdown(("tokens", "list", "pattern", "F", *HEADER), shown)
 
 
-def draw(cells: list[Cell], path: Path) -> None:
+def draw(record: Mapping[str, Any], path: Path) -> None:
     """Draw what each way to choose F layers changes of recall, by length, a panel a retention."""
+    cells: list[Cell] = record["cells"]
     topks = sorted({cell["topk"] for cell in cells})
     figure, axes = make_figure(9.6, 3.0 * len(topks), rows=len(topks), columns=len(RATIOS))
     for place, axis in enumerate(axes):
@@ -123,7 +124,7 @@ def main(argv: list[str] | None = None) -> None:
     shown = table(record["cells"])
     made = f"Written by `{record['command']}`.\n\n{shown}\n"
     write_whole(arguments.output.with_suffix(".md"), made)
-    draw(record["cells"], arguments.output.with_suffix(".png"))
+    draw(record, arguments.output.with_suffix(".png"))
     print(shown)
 
 

@@ -69,8 +69,9 @@ def measure(
     identity = {"checkpoint": digest, "dtype": dtype}
     with Journal(path, identity, "study of this checkpoint", QualityError) as journal:
         done = {line.pop("key"): line for line in journal.entries}
-        missing = [(number, arm) for number in range(len(rows)) for arm in arms]
-        missing = [job for job in missing if _key(rows[job[0]], job[1]) not in done]
+        jobs = [(number, arm) for number in range(len(rows)) for arm in arms]
+        by_key = {_key(rows[number], arm): (number, arm) for number, arm in jobs}
+        missing = [job for key, job in by_key.items() if key not in done]
         # A GPU is busy with one, and cannot be used by forked workers.
         measured = each(work, missing) if model.device.type == "cpu" else map(work, missing)
         for count, (key, line) in enumerate(measured, 1):
