@@ -28,6 +28,7 @@ import torch
 
 from sglang_indexcache.kernels.contract import PAGE_BYTES, PAGE_TOKENS, VALUE_DIM
 from sglang_indexcache.kernels.indexer.fold import folded_heads, product
+from sglang_indexcache.kernels.indexer.second_stage import SecondStage
 
 if TYPE_CHECKING:
     from benchmarks.kernels.workloads import AttentionTensors, IndexerTensors, Workload
@@ -368,9 +369,14 @@ def fold_anchors(work: Workload, tensors: IndexerTensors) -> dict[str, Callable[
 
         return make
 
+    def among(factor: int) -> Callable[[], Call]:
+        stage = SecondStage(fold_slopes(tensors), factor)
+        return lambda: lambda: stage(tensors, work.topk)
+
     exact = select_anchors(work, tensors)
     makers = {name: exact[name] for name in engine_anchors(work)}
-    return makers | {f"{PRODUCT} + {name}": maker(name) for name in (LEGACY_TOPK, ENGINE_TOPK)}
+    makers |= {f"{PRODUCT} + {name}": maker(name) for name in (LEGACY_TOPK, ENGINE_TOPK)}
+    return makers | {f"candidates, c = {factor}": among(factor) for factor in (2, 4)}
 
 
 def fold_slopes(tensors: IndexerTensors) -> torch.Tensor:

@@ -216,7 +216,7 @@ def exact() -> list[Step]:
     load = "from sglang_indexcache.kernels import build, cuda\n"
     load += "for folder in build.FOLDERS: cuda.library(folder); print(build.build(folder).path)"
     warm = (PYTHON, "-m", "benchmarks.kernels.speed", "--compile-only", "--out", "{json}")
-    replays = ("tests/gpu/test_kernels.py", "-k", "replays or key_store")
+    replays = ("tests/gpu/test_kernels.py", "-k", "replays or key_store or candidates")
     collect = (PYTHON, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider")
     start, capture = (
         tests("--seconds", "140", f"tests/gpu/test_{name}.py") for name in ("start", "capture")
@@ -282,8 +282,9 @@ def stages(phase: str) -> list[list[Step]]:
             server_step("live", "several_patterns and eager"),
             server_step("live, graphs", "several_patterns and graphs"),
             server_step("folded", "transformers_folded"),
+            server_step("second stage", "candidates_again"),
         ],
-        [server_step("MiniMax-M3", "minimax_m3")],  # three servers: not beside the other nine
+        [server_step("MiniMax-M3", "minimax_m3")],  # three servers: not beside the other ten
     ]
 
 

@@ -60,10 +60,14 @@ def select_among(
 
 
 def draw_batch(
-    requests: list[tuple[int, int]], *, decodes: bool = False, padding: int = 0, seed: int = 0
+    requests: list[tuple[int, int]],
+    *,
+    decodes: bool = False,
+    padding: int = 0,
+    heads: int = HEADS,
 ) -> IndexerBatch:
     """Draw a batch whose pages lie anywhere; what no row may see is poisoned."""
-    draw = torch.Generator().manual_seed(seed)
+    draw = torch.Generator().manual_seed(0)
     wide = max(-(-tokens // 64) for tokens, _ in requests) + 1
     free = torch.randperm(len(requests) * wide + 3, generator=draw)
     pages = torch.full((len(free), 64 * 132), 0x7F, dtype=torch.uint8)  # NaN in e4m3
@@ -80,10 +84,10 @@ def draw_batch(
         visible += range(tokens - rows + 1, tokens + 1)
     rows = len(visible) + padding
     starts = torch.tensor([0, *(rows for _, rows in requests)]).cumsum(0).to(torch.int32)
-    queries = torch.randn(rows, HEADS, 128, generator=draw)
+    queries = torch.randn(rows, heads, 128, generator=draw)
     return IndexerBatch(
         quantize_e4m3(queries.sign() * queries.abs().clamp_min(0.02))[0],
-        torch.randn(rows, HEADS, generator=draw),
+        torch.randn(rows, heads, generator=draw),
         pages,
         table,
         torch.tensor([*visible, *[7] * padding], dtype=torch.int32),
@@ -91,17 +95,24 @@ def draw_batch(
     )
 
 
-def slopes() -> torch.Tensor:
-    return torch.rand(HEADS, generator=torch.Generator().manual_seed(5))
+def slopes(heads: int = HEADS) -> torch.Tensor:
+    return torch.rand(heads, generator=torch.Generator().manual_seed(5))
+
+
+def table_of(batch: IndexerBatch, row: int) -> torch.Tensor:
+    """Return the pages of a row's request."""
+    [owner] = [
+        request for request, rows in reference.requests(batch) if rows.start <= row < rows.stop
+    ]
+    return batch.block_table[owner]
 
 
 def scores_of(batch: IndexerBatch, row: int) -> tuple[torch.Tensor, ...]:
     """Return a row's folded and exact scores in float64, and how far a kernel's may be apart."""
-    owner, visible = second_stage._owners(batch)
-    count = int(visible[row])
-    keys, scales = reference.request_keys(batch.pages, batch.block_table[owner[row]], count)
+    count = int(batch.visible[row])
+    keys, scales = reference.request_keys(batch.pages, table_of(batch, row), count)
     wide, q = keys.double() * scales.double()[:, None], batch.q[row].double()
-    query = (batch.weights[row].double() * slopes().double()) @ q
+    query = (batch.weights[row].double() * slopes(len(q)).double()) @ q
     weights = batch.weights[row, :, None].double()
     exact = ((q @ wide.T).relu() * weights).sum(0)
     one = (batch.q[row : row + 1], keys, batch.weights[row : row + 1], scales)
@@ -116,8 +127,9 @@ def poisoned(batch: IndexerBatch, topk: int) -> torch.Tensor:
 def check(batch: IndexerBatch, positions: torch.Tensor, factor: int, topk: int = TOPK) -> int:
     """Hold every row against float64; return how many rows had candidates to leave out."""
     left_out = 0
-    _, visible = second_stage._owners(batch)
-    for row, count in enumerate(visible.tolist()):
+    padding = len(batch.q) if batch.query_starts is None else int(batch.query_starts[-1])
+    assert (positions[padding:] == -1).all()
+    for row, count in enumerate(batch.visible[:padding].tolist()):
         chosen = positions[row][positions[row] >= 0].long()
         assert len(chosen) == min(topk, count)
         assert (positions[row][len(chosen) :] == -1).all()
@@ -169,10 +181,10 @@ def test_slots_are_those_of_the_positions() -> None:
     for batch in (draw_batch(PREFILL[1], padding=3), draw_batch(DECODE[1], decodes=True)):
         stage = SecondStage(slopes(), 2)
         positions, slots = stage(batch, TOPK), stage(batch, TOPK, as_slots=True)
-        owner, _ = second_stage._owners(batch)
-        for row in range(len(positions)):
-            table = batch.block_table[owner[row]]
-            assert torch.equal(slots[row].long(), reference.slots_of(positions[row], table).long())
+        for _, rows in reference.requests(batch):
+            for row in range(rows.start, rows.stop):
+                wanted = reference.slots_of(positions[row], table_of(batch, row))
+                assert slots[row].tolist() == wanted.tolist()
 
 
 @interpreted
