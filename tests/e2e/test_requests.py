@@ -107,9 +107,10 @@ def check_greedy(oracle: Oracle, ask: Ask, reply: Any, tally: Counter[str]) -> N
         tally["near-tie of a selection"] += 1
         return
     tally["near-tie of two tokens" if behind else "equal token for token"] += 1
-    other_patterns = [Pattern(p) for p in ("FFFFFF", "FSSSSS") if p != text]
-    far = [oracle.answer(ask.ids + tokens, p).logprobs[-count:] - measured for p in other_patterns]
-    tally["told apart from another pattern"] += max(float(d.abs().max()) for d in far) > 5e-3
+    # Asking transformers takes most of the test's time, so of other patterns one is enough.
+    other = oracle.answer(ask.ids + tokens, Pattern("FFFFFF" if text == "FSSSSS" else "FSSSSS"))
+    far = float((other.logprobs[-count:] - measured).abs().max())
+    tally["told apart from another pattern"] += far > 5e-3
 
 
 def stress(client: Client, oracle: Oracle, patterns: list[str], defaults: list[str]) -> None:
