@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import sysconfig
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,6 @@ from typing import Any
 
 from sglang_indexcache.data.rows import LINES, not_utf8, read_rows
 from sglang_indexcache.errors import DataError
-from sglang_indexcache.support.text import machine_text
 
 MACHINE = "machine"
 """Instead of a path: the Python standard library's sources, which every machine has."""
@@ -177,3 +177,15 @@ def _answers(fields: Mapping[str, Any], text: str, where: str) -> tuple[Span, ..
             f"in the text and the one after its last (the text has {len(text)})"
         )
     return spans
+
+
+def machine_text(limit: int) -> Iterator[str]:
+    """Yield the standard library's sources by file name, at most ``limit`` characters."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    remaining = limit
+    for path in sorted(folder.glob("*.py")):
+        text = path.read_text(encoding="utf-8", errors="ignore")[:remaining]
+        remaining -= len(text)
+        yield text
+        if remaining <= 0:
+            return

@@ -29,10 +29,10 @@ from sglang_indexcache.ask.client import Client
 from sglang_indexcache.ask.launch import Server
 from sglang_indexcache.ask.protocol import RankState
 from sglang_indexcache.ask.stream import stream
+from sglang_indexcache.data.documents import machine_text
 from sglang_indexcache.demo import shipped_checkpoint
 from sglang_indexcache.study.provenance import busy_cores, machine
 from sglang_indexcache.support.files import write_json
-from sglang_indexcache.support.text import machine_text
 
 PATTERNS = {"all F": "full", "1/4": "1/4"}
 QUESTIONS = 32
