@@ -49,6 +49,20 @@ class Answer:
         return float(self.margins.min())
 
 
+def generated(model: Any, ids: torch.Tensor, count: int, **options: Any) -> torch.Tensor:
+    """Return ``[1, T + count]``: ``ids`` and what the model greedily says behind it."""
+    tokens: torch.Tensor = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        min_new_tokens=count,
+        max_new_tokens=count,
+        eos_token_id=None,
+        **options,
+    )
+    return tokens
+
+
 def load_eager(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
     """Load a checkpoint with transformers' plain attention."""
     return AutoModelForCausalLM.from_pretrained(

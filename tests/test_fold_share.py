@@ -13,7 +13,7 @@ from sglang_indexcache import share
 from sglang_indexcache.errors import CheckpointError, LibraryError, PatternError
 from sglang_indexcache.library import LIBRARY_VARIABLE, Slopes
 from sglang_indexcache.pattern import Pattern
-from tests.oracle import Oracle, load_eager
+from tests.oracle import Oracle, generated, load_eager
 from tests.slopes import random_slopes
 
 LENGTH = 150
@@ -82,14 +82,7 @@ def test_greedy_generation_with_a_cache_is_the_oracles(
         expected, gap = oracle.greedy(ids[0].tolist(), 6, Pattern(text))
         assert gap > 1e-7
         with share(model, f"{text}@{slopes.path}"):
-            tokens = model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                do_sample=False,
-                min_new_tokens=6,
-                max_new_tokens=6,
-                eos_token_id=None,
-            )
+            tokens = generated(model, ids, 6)
         assert tokens[0, LENGTH:].tolist() == expected
 
 

@@ -33,7 +33,7 @@ from sglang_indexcache.errors import (
 )
 from sglang_indexcache.pattern import Pattern
 from tests.minimax_m3 import SPARSE, by_hand, make_m3
-from tests.oracle import Oracle, load_eager
+from tests.oracle import Oracle, generated, load_eager
 
 PRESETS = ("glm-5", "deepseek-v3.2")
 PATTERNS = ("FFFFFF", "FSFSFS", "FFSSSF", "FSSSSS")
@@ -93,26 +93,13 @@ def test_a_prefill_is_the_oracles_and_shared_indexers_do_not_run(folder: Path, m
         torch.testing.assert_close(of_tokens, expected, rtol=0, atol=1e-5)
 
 
-def eight_greedy_tokens(model: Any) -> torch.Tensor:
-    """Return ``[1, T + 8]``: ``IDS`` and what the model says behind it, with a cache."""
-    tokens: torch.Tensor = model.generate(
-        IDS,
-        attention_mask=torch.ones_like(IDS),
-        do_sample=False,
-        min_new_tokens=8,
-        max_new_tokens=8,
-        eos_token_id=None,
-    )
-    return tokens
-
-
 def test_greedy_generation_with_a_cache_is_the_oracles(folder: Path, model: Any) -> None:
     oracle = Oracle(folder, torch.float32, first_of_ties=False)
     for text in PATTERNS[1:]:
         counts: Counter[int] = Counter()
         hooks = runs(model, counts)
         with share(model, text):
-            tokens = eight_greedy_tokens(model)
+            tokens = generated(model, IDS, 8)
         for hook in hooks:
             hook.remove()
         assert counts == Counter(dict.fromkeys(Pattern(text).full_layers, 8))
@@ -461,16 +448,7 @@ def test_m3_sdpa_shares_as_eager(m3: Any) -> None:
 def test_m3_generates_as_by_hand_and_keeps_its_cache(m3: Any, kind: str) -> None:
     options = {} if kind == "dynamic" else {"cache_implementation": "static"}
     with share(m3, "FSFSS"):
-        tokens = m3.generate(
-            IDS,
-            attention_mask=torch.ones_like(IDS),
-            do_sample=False,
-            min_new_tokens=8,
-            max_new_tokens=8,
-            eos_token_id=None,
-            disable_compile=True,
-            **options,
-        )
+        tokens = generated(m3, IDS, 8, disable_compile=True, **options)
     for end in range(100, 108):
         assert tokens[0, end] == by_hand(m3, tokens[0, :end], "FSFSS")[-1].argmax()
 
