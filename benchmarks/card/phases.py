@@ -292,7 +292,7 @@ def in_order(phases: Collection[str]) -> list[list[Step]]:
     """Return the stages of phases: those of untimed ones together, those of the others after."""
     untimed = [stages(phase) for phase in UNTIMED if phase in phases]
     together = [
-        [step for each in level for step in each] for level in zip_longest(*untimed, fillvalue=[])
+        [step for steps in level for step in steps] for level in zip_longest(*untimed, fillvalue=[])
     ]
     return together + [stage for phase in TIMED if phase in phases for stage in stages(phase)]
 
@@ -356,7 +356,7 @@ class Report:
         lines += [_line(name, outcome) for name, outcome in failures_first]
         skipped = {name: outcome["said"] for name, outcome in steps.items() if name not in ran}
         for why in dict.fromkeys(skipped.values()):
-            names = [name for name, other in skipped.items() if other == why]
+            names = [name for name, reason in skipped.items() if reason == why]
             lines.append(f"skipped, {why}: {len(names)} steps ({', '.join(names)[:500]})")
         return "\n".join(lines)[:SUMMARY_CHARACTERS]
 

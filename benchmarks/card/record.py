@@ -202,8 +202,8 @@ def _ratio(row: Mapping[str, Any], rival: str | None, ours: str = OURS) -> str:
 
 def fastest(row: Mapping[str, Any], work: Workload) -> str | None:
     """Return the fastest that SGLang can run of what was timed."""
-    there = [name for name in engine_kernels.engine_anchors(work) if name in row["times"]]
-    return min(there, key=lambda name: microseconds(row, name)[0], default=None)
+    timed = [name for name in engine_kernels.engine_anchors(work) if name in row["times"]]
+    return min(timed, key=lambda name: microseconds(row, name)[0], default=None)
 
 
 def composed_sum(record: Mapping[str, Any]) -> str:

@@ -81,21 +81,21 @@ class Study:
     # -- what the indexers multiply ---------------------------------------------------------------
 
     def inputs(self, part: str, kind: str, number: int) -> list[IndexRow]:
-        """Every layer's inputs on a text, ``part`` "fitting" or "asked"; computed once."""
+        """Return every layer's inputs on a text, ``part`` "fitting" or "asked"; computed once."""
         path = self.work / "inputs" / f"{part}-{kind}-{self.length}-{number:02}.pt"
         if not path.exists():
             text = self.texts.fitting if part == "fitting" else self.texts.asked
             queries = slice(self.length // 8, None, self.length * 7 // 8 // SAMPLED)
-            found = self.model.inputs(text(kind, number, self.length), self.topk, queries)
+            inputs = self.model.inputs(text(kind, number, self.length), self.topk, queries)
             path.parent.mkdir(exist_ok=True)
             with replacing(path) as part_of:
-                torch.save([_cast(row, torch.bfloat16, "cpu") for row in found], part_of)
+                torch.save([_cast(row, torch.bfloat16, "cpu") for row in inputs], part_of)
             print(path.name, flush=True)
         rows = torch.load(path, weights_only=False)
         return [_cast(row, torch.float32, self.device) for row in rows]
 
     def slopes(self, fit: str, kind: str, texts: int = FITTED) -> torch.Tensor:
-        """``[layers, H]`` of one fit over the first so many texts of a kind; computed once."""
+        """Return ``[layers, H]`` of one fit over a kind's first so many texts; computed once."""
         if fit == PLAIN:
             return torch.ones(self.model.layers, self.model.heads, device=self.device)
         name = f"{fit}, {kind}, {texts} x {self.length}, k {self.topk}"
@@ -103,10 +103,10 @@ class Study:
         if not path.exists():
             rows = [self.inputs("fitting", kind, number) for number in range(texts)]
             layers = zip(*rows, strict=True)
-            found = torch.stack([FITS[fit](layer, self.topk) for layer in layers])
+            slopes = torch.stack([FITS[fit](layer, self.topk) for layer in layers])
             path.parent.mkdir(exist_ok=True)
             with replacing(path) as part:
-                torch.save(found, part)
+                torch.save(slopes, part)
             print(path.name, flush=True)
         return torch.load(path).to(self.device)
 
@@ -117,13 +117,13 @@ class Study:
 
     # -- picks ------------------------------------------------------------------------------------
 
-    def missed(self, rows: int, others: bool) -> None:
+    def missed(self, rows: int, other_kinds: bool) -> None:
         """Ask other text what is missed: by way, layer and factor.
 
         Args:
             others: ask other kinds of text too, and fit to them.
         """
-        kinds = self.texts.kinds if others else (self.kind,)
+        kinds = self.texts.kinds if other_kinds else (self.kind,)
         fits = {name: self.slopes(name, self.kind) for name in (PLAIN, *FITS)}
         fits[f"{SLOPES}, half of the text"] = self.slopes(SLOPES, self.kind, FITTED // 2)
         for kind in kinds[1:]:
@@ -132,13 +132,13 @@ class Study:
         for number, kind in ((n, kind) for n in range(rows) for kind in kinds):
             path = self.work / "missed" / f"{kind}-{self.length}-{self.topk}-{number}.json"
             if not path.exists():
-                found: dict[str, list[dict[str, float]]] = {name: [] for name in scores}
+                by_score: dict[str, list[dict[str, float]]] = {name: [] for name in scores}
                 for layer, row in enumerate(self.inputs("asked", kind, number)):
                     for name, shares in missed(row, layer, self.topk, scores).items():
-                        found[name].append(shares)
+                        by_score[name].append(shares)
                 path.parent.mkdir(exist_ok=True)
                 about = {"kind": kind, "tokens": self.length, "topk": self.topk, "row": number}
-                write_json(path, {**about, "fit_tokens": FITTED * self.length, "missed": found})
+                write_json(path, {**about, "fit_tokens": FITTED * self.length, "missed": by_score})
                 print("missed", path.name, flush=True)
 
     # -- the model's answers ----------------------------------------------------------------------
@@ -150,10 +150,10 @@ class Study:
         path = self.work / f"answers-{self.topk}-{self.length}.jsonl"
         identity = {**self.facts, "topk": self.topk, "length": self.length, "rows": rows}
         with Journal(path, identity, "study of folding", QualityError) as journal:
-            done = {(entry["arm"], entry["row"]) for entry in journal.entries}
+            answered = {(entry["arm"], entry["row"]) for entry in journal.entries}
             for row in range(rows):
                 for arm in chosen:
-                    if (arm.name, row) not in done:
+                    if (arm.name, row) not in answered:
                         started = time.monotonic()
                         line = {"arm": arm.name, "row": row, **self._answers(arm, row, rows)}
                         journal.write(line)
@@ -168,7 +168,7 @@ class Study:
         return measures
 
     def _answer(self, question: Question, states: torch.Tensor) -> Iterator[tuple[str, float]]:
-        """Nats a token, and shares of answers that are the greedy choice, by measure."""
+        """Return nats a token, and shares of answers that are the greedy choice, by measure."""
         for name, places in ((question.task, question.answers), ("text", question.text)):
             if len(places):
                 loss, right = self.model.losses(states, question.ids, places)
@@ -183,7 +183,7 @@ def _cast(row: IndexRow, dtype: torch.dtype, device: str) -> IndexRow:
 
 
 def main() -> None:
-    """Command line."""
+    """Run one step by its command line."""
     one_thread()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", choices=("fit", "missed", "ask", "report"))

@@ -57,13 +57,13 @@ class Arm:
 
 
 def arms(layers: int) -> dict[str, Arm]:
-    """Every configuration for a model of so many layers, those that the gate asks for first."""
+    """Return every configuration for a model of so many layers, the gate's own first."""
 
     def every(letters: str) -> str:
         return (letters * layers)[:layers]
 
     late = str(Pattern.from_layers(layers, {0, *range(1, layers, 4)}))
-    found = [
+    arms_of_study = [
         Arm("full", every("F"), "full"),
         Arm("all L", every("L"), "folding"),
         Arm("all F folded, c = 4", every("G"), "folding", 4),
@@ -87,11 +87,11 @@ def arms(layers: int) -> dict[str, Arm]:
         Arm("all L, two heads exact", every("L"), "folding", heads=2),
         Arm("all F folded, c = 8", every("G"), "folding", 8),
     ]
-    return {arm.name: arm for arm in found}
+    return {arm.name: arm for arm in arms_of_study}
 
 
 def heaviest_exact(row: IndexRow, slopes: torch.Tensor, heads: int) -> torch.Tensor:
-    """``[B, S, T]``: every query's heads of the largest weights exact, the others folded."""
+    """Return ``[B, S, T]``: every query's heads of the largest weights exact, the others folded."""
     if not heads:
         return row.folded(slopes)
     heavy = row.weights.abs().topk(heads, -1).indices

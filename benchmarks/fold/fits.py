@@ -76,7 +76,7 @@ def least_squares(rows: Rows, topk: int) -> torch.Tensor:
 
 
 def _parts(rows: Rows) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Weighted products ``[Q, H, T]``, exact scores and visible tokens ``[Q, T]``, in parts."""
+    """Yield weighted products ``[Q, H, T]``, exact scores and visible tokens ``[Q, T]``."""
     for row in rows:
         for part in row.blocks(PART):
             products = part.products()[0]
@@ -85,7 +85,7 @@ def _parts(rows: Rows) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tenso
 
 
 def centred(values: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
-    """``[..., T]`` less each row's mean over what it sees; 0 elsewhere."""
+    """Return ``[..., T]`` less each row's mean over what it sees; 0 elsewhere."""
     inside = values.masked_fill(~visible, 0.0)
     mean = inside.sum(-1, keepdim=True) / visible.sum(-1, keepdim=True).clamp_min(1)
     return (inside - mean).masked_fill(~visible, 0.0)

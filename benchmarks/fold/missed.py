@@ -32,7 +32,7 @@ def in_fp8(row: IndexRow, slopes: torch.Tensor) -> torch.Tensor:
 
 
 def ways(fits: Mapping[str, torch.Tensor], main: str) -> dict[str, Score]:
-    """Every way to fold: by each fit, and by the main one with FP8 or exact heads.
+    """Return every way to fold: by each fit, and by the main one with FP8 or exact heads.
 
     Args:
         fits: ``[layers, H]`` by name.
@@ -45,14 +45,14 @@ def ways(fits: Mapping[str, torch.Tensor], main: str) -> dict[str, Score]:
     def beside(heads: int) -> Score:
         return lambda row, layer: heaviest_exact(row, fits[main][layer], heads)
 
-    found = {name: line(slopes) for name, slopes in fits.items()}
-    found[f"{main}, e4m3"] = lambda row, layer: in_fp8(row, fits[main][layer])
-    found[f"{main}, one head exact"] = beside(1)
-    found[f"{main}, two heads exact"] = beside(2)
-    found["positive weights only"] = lambda row, layer: replace(
+    scores = {name: line(slopes) for name, slopes in fits.items()}
+    scores[f"{main}, e4m3"] = lambda row, layer: in_fp8(row, fits[main][layer])
+    scores[f"{main}, one head exact"] = beside(1)
+    scores[f"{main}, two heads exact"] = beside(2)
+    scores["positive weights only"] = lambda row, layer: replace(
         row, weights=row.weights.clamp_min(0)
     ).folded(fits[PLAIN][layer])
-    return found
+    return scores
 
 
 def missed(row: IndexRow, layer: int, topk: int, scores: Mapping[str, Score]) -> dict[str, Shares]:
@@ -61,11 +61,11 @@ def missed(row: IndexRow, layer: int, topk: int, scores: Mapping[str, Score]) ->
     Args:
         row: of queries that see more than ``topk`` tokens.
     """
-    picks, found = exact_picks(row, topk), {}
+    picks, shares = exact_picks(row, topk), {}
     for name, score in scores.items():
         total, *counts = count_missed(picks, score(row, layer), topk, FACTORS).tolist()
-        found[name] = {str(c): count / total for c, count in zip(FACTORS, counts, strict=True)}
-    return found
+        shares[name] = {str(c): count / total for c, count in zip(FACTORS, counts, strict=True)}
+    return shares
 
 
 Shares = dict[str, float]

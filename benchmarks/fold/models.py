@@ -29,7 +29,7 @@ class Model(Protocol):
     width: int
 
     def states(self, ids: torch.Tensor, select: Select) -> torch.Tensor:
-        """``[T, hidden]`` for ``[T]`` tokens, every layer selecting as ``select`` says."""
+        """Return ``[T, hidden]`` for ``[T]`` tokens, every layer selecting as ``select`` says."""
 
     def losses(
         self, states: torch.Tensor, ids: torch.Tensor, asked: torch.Tensor

@@ -48,25 +48,25 @@ def paired(lines: Iterable[Facts], arm: str, other: str, measure: str) -> Facts 
 
 
 def answers(path: Path, model: Facts) -> Facts:
-    """Every configuration's losses over all F, and the gate's comparisons."""
+    """Return every configuration's losses over all F, and the gate's comparisons."""
     lines = [json.loads(line) for line in path.read_text().splitlines()[1:]]  # behind the identity
     measures = sorted({name for line in lines for name in line} - {"arm", "row"})
     topk, length = map(int, path.stem.split("-")[1:])
-    told: Facts = {"topk": topk, "length": length, "rows": lines, "arms": []}
-    told["full"] = {
+    facts: Facts = {"topk": topk, "length": length, "rows": lines, "arms": []}
+    facts["full"] = {
         name: _mean([line[name] for line in lines if line["arm"] == FULL]) for name in measures
     }
     for arm in arms(model["layers"]).values():
-        found = {name: paired(lines, arm.name, FULL, name) for name in measures}
-        if all(found.values()):
+        changes = {name: paired(lines, arm.name, FULL, name) for name in measures}
+        if all(changes.values()):
             work = arm.work(model["heads"])
             about = {"name": arm.name, "letters": arm.letters, "decode": arm.decode}
-            told["arms"].append({**about, "kind": arm.kind, "work": work, "over_full": found})
-    told["arms"] += searched(model, topk, length)
-    told["gate"] = {
+            facts["arms"].append({**about, "kind": arm.kind, "work": work, "over_full": changes})
+    facts["arms"] += searched(model, topk, length)
+    facts["gate"] = {
         arm: {name: paired(lines, arm, SHARING, name) for name in measures} for arm in GATE
     }
-    return told
+    return facts
 
 
 def searched(model: Facts, topk: int, length: int) -> list[Facts]:
@@ -78,7 +78,7 @@ def searched(model: Facts, topk: int, length: int) -> list[Facts]:
     if record["checkpoint"] != model["digest"]:
         return []
     cells = (cell for cell in record["cells"] if (cell["length"], cell["topk"]) == (length, topk))
-    told = []
+    arms = []
     for base, *lines in (cell["lines"] for cell in cells):
         for line in (line for line in lines if SEARCHED_BY in line["name"]):
             retention, letters = line["name"].split()[0], line["pattern"]
@@ -88,8 +88,8 @@ def searched(model: Facts, topk: int, length: int) -> list[Facts]:
                 over_full[name] = {"mean": change, "half_width": half, "rows": len(line["rows"])}
             arm = {"name": f"searched {retention}", "letters": letters, "decode": ""}
             work = letters.count("F") / len(letters)
-            told.append({**arm, "kind": "searched sharing", "work": work, "over_full": over_full})
-    return told
+            arms.append({**arm, "kind": "searched sharing", "work": work, "over_full": over_full})
+    return arms
 
 
 def missed_of(folder: Path) -> list[Facts]:
@@ -106,50 +106,50 @@ def report(works: list[Path], output: Path, command: str) -> None:
     for work in works:
         model = json.loads((work / "model.json").read_text())
         asked_on = work / "machine.json"
-        asked = json.loads(asked_on.read_text()) if asked_on.exists() else machine()
-        model |= {"command": command, "machine": asked}
+        asked_machine = json.loads(asked_on.read_text()) if asked_on.exists() else machine()
+        model |= {"command": command, "machine": asked_machine}
         model["missed"] = missed_of(work / "missed")
         model["answers"] = [answers(path, model) for path in sorted(work.glob("answers-*.jsonl"))]
         models.append(model)
     names = {model["name"] for model in models}
-    kept = json.loads((RESULTS / "fold" / "result.json").read_text())["models"]
-    models += [model for model in kept if model["name"] not in names]
-    told = {"models": models}
+    earlier = json.loads((RESULTS / "fold" / "result.json").read_text())["models"]
+    models += [model for model in earlier if model["name"] not in names]
+    record = {"models": models}
     output.mkdir(parents=True, exist_ok=True)
-    write_json(output / "result.json", told)
-    write_whole(output / "README.md", page(told))
-    draw(told, output / "loss.png")
+    write_json(output / "result.json", record)
+    write_whole(output / "README.md", page(record))
+    draw(record, output / "loss.png")
 
 
-def page(told: Facts) -> str:
-    """All tables."""
+def page(record: Facts) -> str:
+    """Write all tables."""
     parts = [
         "# Folding beside sharing\n\n"
         "Written by `python -m benchmarks.fold report`. Differences to all F with 95 % intervals "
         "over paired rows. Work: dot products of queries with keys that are left at 128Ki tokens "
         "and lists of 2,048, counted, not timed.\n\n![recall against work](loss.png)\n"
     ]
-    for model in told["models"]:
+    for model in record["models"]:
         parts.append(
             f"## {model['name']}: {model['layers']} layers, {model['heads']} index heads\n"
         )
         if "note" in model:
             parts.append(model["note"] + "\n")
-        for found in model["answers"]:
-            size = f"Lists of {found['topk']} of {found['length']} tokens."
-            parts.append(f"{size}\n\n{answers_table(found)}")
+        for answers in model["answers"]:
+            size = f"Lists of {answers['topk']} of {answers['length']} tokens."
+            parts.append(f"{size}\n\n{answers_table(answers)}")
         for kind, some in _by_question(model["missed"]).items():
             parts.append(f"Share of the exact picks missed, %: {kind}\n\n{missed_table(some)}")
     return "\n".join(parts)
 
 
-def answers_table(found: Facts) -> str:
-    """One row a configuration."""
-    names = list(found["full"])
+def answers_table(answers: Facts) -> str:
+    """Tabulate the answers, a row for each configuration."""
+    names = list(answers["full"])
     rows: list[tuple[object, ...]] = [
-        ("full", "1.000", "", *(_level(name, found["full"][name]) for name in names))
+        ("full", "1.000", "", *(_level(name, answers["full"][name]) for name in names))
     ]
-    for arm in found["arms"]:
+    for arm in answers["arms"]:
         if arm["name"] != FULL:
             cells = [_difference(name, arm["over_full"][name]) for name in names]
             count = arm["over_full"][names[0]]["rows"]
@@ -158,31 +158,31 @@ def answers_table(found: Facts) -> str:
 
 
 def missed_table(some: list[Facts]) -> str:
-    """One row a way: the mean over layers and texts, and the worst layer's mean over texts."""
+    """Tabulate a row a way: the mean over layers and texts, the worst layer's over texts."""
     rows = []
-    for way in some[0]["missed"]:
+    for score in some[0]["missed"]:
         cells = []
         for factor in ("1", "2", "4", "8"):
             layers = [
-                _mean([one["missed"][way][layer][factor] for one in some])
-                for layer in range(len(some[0]["missed"][way]))
+                _mean([line["missed"][score][layer][factor] for line in some])
+                for layer in range(len(some[0]["missed"][score]))
             ]
             cells.append(f"{100 * _mean(layers):.1f} ({100 * max(layers):.1f})")
-        rows.append((way, *cells))
+        rows.append((score, *cells))
     return markdown(("way", *(f"c = {c}: mean (worst layer)" for c in (1, 2, 4, 8))), rows)
 
 
 def _by_question(missed: list[Facts]) -> dict[str, list[Facts]]:
-    found: dict[str, list[Facts]] = {}
-    for one in missed:
-        name = f"{one['kind']}, {one['topk']} of {one['tokens']} tokens"
-        found.setdefault(name, []).append(one)
-    return found
+    by_question: dict[str, list[Facts]] = {}
+    for line in missed:
+        name = f"{line['kind']}, {line['topk']} of {line['tokens']} tokens"
+        by_question.setdefault(name, []).append(line)
+    return by_question
 
 
-def draw(told: Facts, path: Path) -> None:
+def draw(record: Facts, path: Path) -> None:
     """Draw recall against the work that is left: a row a model, a column a length."""
-    models = told["models"]
+    models = record["models"]
     columns = max(len(model["answers"]) for model in models)
     figure, axes = make_figure(4.2 * columns, 3.6 * len(models), len(models), columns)
     for number, model in enumerate(models):
@@ -222,10 +222,10 @@ MARKED = {
 """Configurations that are named in the figure: where beside the point, and how; tables have all."""
 
 
-def _panel(axis: Any, found: list[Facts]) -> None:
+def _panel(axis: Any, arms: list[Facts]) -> None:
     axis.axhline(0, color="black", lw=0.8)
     for kind, color in COLORS.items():
-        some = [arm for arm in found if arm["kind"] == kind]
+        some = [arm for arm in arms if arm["kind"] == kind]
         for arm in some:
             difference = arm["over_full"][RIGHT]
             axis.errorbar(
@@ -255,5 +255,5 @@ def _level(name: str, value: float) -> str:
     return f"{100 * value:.1f} %" if name.endswith("right") else f"{value:.3f}"
 
 
-def _difference(name: str, found: Facts) -> str:
-    return estimate(found["mean"], found["half_width"], 100 if name.endswith("right") else 1)
+def _difference(name: str, change: Facts) -> str:
+    return estimate(change["mean"], change["half_width"], 100 if name.endswith("right") else 1)

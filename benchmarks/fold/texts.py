@@ -46,10 +46,10 @@ class Texts(Protocol):
     kinds: tuple[str, ...]
 
     def fitting(self, kind: str, number: int, length: int) -> torch.Tensor:
-        """``[length]`` tokens for fitting; texts of other numbers lie elsewhere."""
+        """Return ``[length]`` tokens for fitting; texts of other numbers lie elsewhere."""
 
     def asked(self, kind: str, number: int, length: int) -> torch.Tensor:
-        """``[length]`` tokens that nothing is fitted to."""
+        """Return ``[length]`` tokens that nothing is fitted to."""
 
     def questions(self, number: int, count: int, length: int) -> list[Question]:
         """Return what is counted of row ``number`` of ``count``."""
@@ -125,7 +125,7 @@ class BooksAndCode:
 
 
 def _window(ids: torch.Tensor, number: int, length: int) -> torch.Tensor:
-    """Window ``number`` from the start, going round at the end at another offset."""
+    """Return window ``number`` from the start, going round at the end at another offset."""
     windows = (len(ids) - length) // length
     start = (number % windows) * length + (number // windows) * 101
     return ids[start : start + length]

@@ -44,8 +44,8 @@ def lacking(*needs: Need) -> str | None:
 
 
 def facts() -> dict[str, Any]:
-    """Card, driver, versions, commit."""
-    found: dict[str, Any] = {
+    """Return card, driver, versions, commit."""
+    values: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "commit": commit() or (packed() or {}).get("commit") or "unknown",
         "version": __version__,
@@ -56,18 +56,18 @@ def facts() -> dict[str, Any]:
         "capability": None,
     }
     for name, packages in PACKAGES.items():
-        found[name] = package_version(*packages)
-    found["nvcc"] = next(reversed(said(["nvcc", "--version"])), None)
+        values[name] = package_version(*packages)
+    values["nvcc"] = next(reversed(said(["nvcc", "--version"])), None)
     if torch.cuda.is_available():
-        found["driver, max SM clock, power limit"] = _asked(
+        values["driver, max SM clock, power limit"] = _asked(
             "driver_version,clocks.max.sm,power.limit"
         )
         properties = torch.cuda.get_device_properties(0)
-        found["name"] = properties.name
-        found["capability"] = [properties.major, properties.minor]
-        found["multiprocessors"] = properties.multi_processor_count
-        found["memory_bytes"] = properties.total_memory
-    return found
+        values["name"] = properties.name
+        values["capability"] = [properties.major, properties.minor]
+        values["multiprocessors"] = properties.multi_processor_count
+        values["memory_bytes"] = properties.total_memory
+    return values
 
 
 def clocks() -> str | None:
@@ -81,8 +81,8 @@ def _asked(query: str) -> str | None:
 
 def packed() -> dict[str, Any] | None:
     """Read the unpacked archive's manifest (``benchmarks.card.pack``), if one is on the path."""
-    found = packed_file(MANIFEST)
-    return json.loads(found.read_text()) if found else None
+    path = packed_file(MANIFEST)
+    return json.loads(path.read_text()) if path else None
 
 
 def packed_file(name: str) -> Path | None:
@@ -91,8 +91,8 @@ def packed_file(name: str) -> Path | None:
     return next((place for place in places if place.exists()), None)
 
 
-def preflight(here: dict[str, Any], archive: dict[str, Any] | None = None) -> str:
-    """One line: is this the machine that the archive was packed for, and what else cannot work.
+def preflight(machine: dict[str, Any], archive: dict[str, Any] | None = None) -> str:
+    """Say in a line whether this is the machine that the archive was packed for, or what fails.
 
     Args:
         here: of :func:`facts`.
@@ -102,14 +102,14 @@ def preflight(here: dict[str, Any], archive: dict[str, Any] | None = None) -> st
     if archive is None:
         return "no archive is unpacked: what needs a package that is not installed here is skipped"
     version = {
-        "python": ".".join(here["python"].split(".")[:2]),
-        "torch": here["torch"].split("+")[0],
+        "python": ".".join(machine["python"].split(".")[:2]),
+        "torch": machine["torch"].split("+")[0],
     }
     wrong = [f"{name} {archive[name]}" for name in version if archive[name] != version[name]]
     if not wrong:
         return "this is the machine that the archive was packed for"
-    found = ", ".join(f"{name} {version[name]}" for name in version)
+    versions = ", ".join(f"{name} {version[name]}" for name in version)
     return (
-        f"the archive is for {' and '.join(wrong)}, here is {found}: its compiled packages will "
+        f"the archive is for {' and '.join(wrong)}, here is {versions}: its compiled packages will "
         "not load, so only what needs torch and Triton alone can run; pack it for this machine"
     )

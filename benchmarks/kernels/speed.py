@@ -75,15 +75,15 @@ def contenders(
     Args:
         arguments: of :func:`drawn`.
     """
-    others: dict[str, Maker]
+    makers: dict[str, Maker]
     if work.family.startswith("select"):
-        others = dict(anchors.select_anchors(work, arguments[0]))
+        makers = dict(anchors.select_anchors(work, arguments[0]))
     elif work.family == "fold_prefill":
-        others = dict(anchors.fold_anchors(work, arguments[0]))
+        makers = dict(anchors.fold_anchors(work, arguments[0]))
     elif work.family == "topk":
-        others = dict(anchors.topk_anchors(work, *arguments[:2]))
+        makers = dict(anchors.topk_anchors(work, *arguments[:2]))
     else:
-        others = dict(anchors.mla_anchors(work, AttentionTensors(*arguments)))
+        makers = dict(anchors.mla_anchors(work, AttentionTensors(*arguments)))
     op = OPS[work.family]
 
     def maker(implementation: dispatch.Implementation, **more: Any) -> Maker:
@@ -96,12 +96,14 @@ def contenders(
         return make
 
     if work.family == "mla_prefill":
-        others[LISTS_KEPT] = maker(dispatch.named("cuda"), kept={})
-    ours = {one.name: maker(one) for one in dispatch.IMPLEMENTATIONS}
+        makers[LISTS_KEPT] = maker(dispatch.named("cuda"), kept={})
+    ours = {
+        implementation.name: maker(implementation) for implementation in dispatch.IMPLEMENTATIONS
+    }
     if machine.capability is not None:
         # It loops over rows; on a GPU timing it would only take the others' time.
         del ours["reference"]
-    return ours | others
+    return ours | makers
 
 
 def measure(
@@ -122,12 +124,15 @@ def measure(
     ready, missing = prepared(work, machine, arguments, among)
     wrong = complaints(work, arguments, dispatch.named("cuda").load) if "cuda" in ready else []
     before = clocks()
-    times = {name: summary(each) for name, each in interleaved(ready, device, SECONDS_EACH).items()}
+    times = {
+        name: summary(seconds_each)
+        for name, seconds_each in interleaved(ready, device, SECONDS_EACH).items()
+    }
     card = gpu_of_driver(machine.name)
     if card is not None:
         seconds, by = work.bound(card)
-        for one in times.values():
-            one["of_bound"] = seconds * 1e6 / one["median_us"]
+        for timing in times.values():
+            timing["of_bound"] = seconds * 1e6 / timing["median_us"]
         missing["bound"] = f"{seconds * 1e6:.1f} us by {by}"
     return {"times": times, "missing": missing, "wrong": wrong, "clocks": [before, clocks()]}
 
@@ -178,17 +183,17 @@ def complaints(
     rows = sorted({row * (work.rows - 1) // (ROWS_CHECKED - 1) for row in range(ROWS_CHECKED)})
     if work.family == "topk":
         logits, visible, k = arguments
-        found = load("topk")(logits, visible, k)[rows]
-        return _differing(rows, found, topk_reference.topk(logits[rows], visible[rows], k))
+        picks = load("topk")(logits, visible, k)[rows]
+        return _differing(rows, picks, topk_reference.topk(logits[rows], visible[rows], k))
     if work.family.startswith(("select", "fold")):
         batch, k = arguments
         wrong = []
         if work.family == "fold_prefill":
             wrong, batch = _badly_folded(batch, rows), folded(batch)
-        found = load("select")(batch, k)[rows]
+        picks = load("select")(batch, k)[rows]
         part = _rows_of(batch, rows)
         scores = load("logits")(part, work.context)
-        return wrong + _differing(rows, found, topk_reference.topk(scores, part.visible, k))
+        return wrong + _differing(rows, picks, topk_reference.topk(scores, part.visible, k))
     q, cache, slots, scale = arguments
     out = load("sparse_mla")(q, cache, slots, scale)[0]
     wrong = []
@@ -233,13 +238,17 @@ def _rows_of(batch: IndexerBatch, rows: list[int]) -> IndexerBatch:
     decode = batch.query_starts is None
     starts = None if decode else batch.visible.new_tensor([0, len(rows)])
     table = batch.block_table[rows] if decode else batch.block_table
-    own = batch.q[rows], batch.weights[rows], batch.pages, table, batch.visible[rows]
-    return IndexerBatch(*own, starts)
+    arguments = batch.q[rows], batch.weights[rows], batch.pages, table, batch.visible[rows]
+    return IndexerBatch(*arguments, starts)
 
 
-def _differing(rows: list[int], found: torch.Tensor, expected: torch.Tensor) -> list[str]:
-    differ = (found != expected).any(-1).tolist()
-    return [f"row {row} selects otherwise" for row, one in zip(rows, differ, strict=True) if one]
+def _differing(rows: list[int], selected: torch.Tensor, expected: torch.Tensor) -> list[str]:
+    differ = (selected != expected).any(-1).tolist()
+    return [
+        f"row {row} selects otherwise"
+        for row, is_wrong in zip(rows, differ, strict=True)
+        if is_wrong
+    ]
 
 
 def in_turns(works: Iterator[Workload]) -> Iterator[Workload]:
@@ -260,31 +269,31 @@ def main() -> None:
     parser.add_argument("workloads", nargs="*", help="names; default: all, the families in turns")
     options = parser.parse_args()
     ends = time.monotonic() + options.seconds
-    known = {str(work): work for work in in_turns(workloads())}
+    by_name = {str(work): work for work in in_turns(workloads())}
     machine = dispatch.Machine.here()
-    found: dict[str, Any] = json.loads(options.out.read_text()) if options.out.exists() else {}
-    for name in options.workloads or known:
-        if name in found or time.monotonic() > ends:
+    results: dict[str, Any] = json.loads(options.out.read_text()) if options.out.exists() else {}
+    for name in options.workloads or by_name:
+        if name in results or time.monotonic() > ends:
             continue
         # Whoever reads the file after a crash finds who was at work.
-        found[name] = {"times": {}, "missing": {"all": "the process ended in it"}, "wrong": []}
-        write_json(options.out, found)
+        results[name] = {"times": {}, "missing": {"all": "the process ended in it"}, "wrong": []}
+        write_json(options.out, results)
         began = time.monotonic()
         if options.compile_only:
-            inputs = drawn(known[name], machine.device)
-            _, missing = prepared(known[name], machine, inputs, options.among)
-            found[name] = {"times": {}, "missing": missing, "wrong": []}
+            inputs = drawn(by_name[name], machine.device)
+            _, missing = prepared(by_name[name], machine, inputs, options.among)
+            results[name] = {"times": {}, "missing": missing, "wrong": []}
         else:
-            found[name] = measure(known[name], machine, options.among)
-        found[name]["seconds"] = round(time.monotonic() - began, 1)
-        write_json(options.out, found)
-        print(name, line_of(found[name]), flush=True)
+            results[name] = measure(by_name[name], machine, options.among)
+        results[name]["seconds"] = round(time.monotonic() - began, 1)
+        write_json(options.out, results)
+        print(name, line_of(results[name]), flush=True)
 
 
-def line_of(found: dict[str, Any]) -> str:
+def line_of(row: dict[str, Any]) -> str:
     """Return what :func:`measure` found as one line: microseconds by name, and what is wrong."""
-    times = ", ".join(f"{name} {one['median_us']:.1f}" for name, one in found["times"].items())
-    return " | ".join([times, *found["wrong"][:2]])
+    times = ", ".join(f"{name} {timing['median_us']:.1f}" for name, timing in row["times"].items())
+    return " | ".join([times, *row["wrong"][:2]])
 
 
 if __name__ == "__main__":

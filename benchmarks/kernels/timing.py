@@ -14,7 +14,7 @@ FLUSH_BYTES = 256 << 20
 def interleaved(
     calls: Mapping[str, Callable[[], Any]], device: torch.device, seconds: float, most: int = 20
 ) -> dict[str, list[float]]:
-    """Seconds of every repetition of every call; they take turns.
+    """Return the seconds of every repetition of every call; they take turns.
 
     Args:
         seconds: for all of them together, roughly; at least 3 repetitions each.
@@ -45,7 +45,7 @@ def _cuda_timer(device: torch.device) -> Callable[[Callable[[], Any]], float]:
 def gpu_seconds(
     call: Callable[[], Any], ahead: int, before: Callable[[], Any] = lambda: None
 ) -> float:
-    """Seconds of the GPU for what ``call`` launches, queued while it waits ``ahead`` cycles.
+    """Time the GPU for what ``call`` launches, queued while it waits ``ahead`` cycles.
 
     What ``before`` launches runs first, untimed, and lengthens the wait.
     """
@@ -78,7 +78,7 @@ def _host_timer(call: Callable[[], Any]) -> float:
 
 
 def summary(times: list[float]) -> dict[str, float]:
-    """Median and extremes, in microseconds."""
+    """Return median and extremes, in microseconds."""
     micro = [second * 1e6 for second in times]
     return {
         "median_us": statistics.median(micro),

@@ -54,7 +54,7 @@ def with_lists(folder: Path, topk: int) -> Path:
 
 
 def union_sizes(lists: NDArray[np.integer], rows: int, tokens: int) -> NDArray[np.floating]:
-    """Keys that neighbouring rows select between them, over the keys of one.
+    """Count the keys that neighbouring rows select between them, over the keys of one.
 
     Args:
         lists: ``[T, k]`` positions, -1 for none.
@@ -73,14 +73,16 @@ def union_sizes(lists: NDArray[np.integer], rows: int, tokens: int) -> NDArray[n
 
 
 def measure(topk: int, length: int, texts: int, work: Path) -> dict[str, Any]:
-    """Means over tiles, by rows of a tile: of each layer."""
+    """Return means over tiles, by rows of a tile: of each layer."""
     model = with_lists(work / f"top{topk}", topk)
     setup = Setup.read(model, context=length, batches=texts, score=Score.ALL)
     evaluator = TransformersEvaluator(model, setup.calibration)
     selected = [evaluator.selected(ids) for ids in setup.calibration.sequences]
     unions = {
         rows: [
-            float(np.mean(np.concatenate([union_sizes(one[n], rows, length) for one in selected])))
+            float(
+                np.mean(np.concatenate([union_sizes(lists[n], rows, length) for lists in selected]))
+            )
             for n in range(evaluator.num_layers)
         ]
         for rows in ROWS
@@ -91,15 +93,15 @@ def measure(topk: int, length: int, texts: int, work: Path) -> dict[str, Any]:
     }
 
 
-def table(found: Mapping[str, Any]) -> str:
-    """Means over layers."""
+def table(record: Mapping[str, Any]) -> str:
+    """Tabulate means over layers."""
     header = ("list, text", *(f"{rows} rows" for rows in ROWS))
     cells = tuple(
         (
-            f"{one['list']} of {one['tokens']}",
-            *(f"{np.mean(by_layer):.2f}" for by_layer in one["union"].values()),
+            f"{row['list']} of {row['tokens']}",
+            *(f"{np.mean(by_layer):.2f}" for by_layer in row["union"].values()),
         )
-        for one in found["rows"]
+        for row in record["rows"]
     )
     return Grid("", header, cells).to_markdown()
 

@@ -116,7 +116,7 @@ MANY = 256
 
 
 def workloads() -> Iterator[Workload]:
-    """Everything that is timed, the shapes that matter most first.
+    """Return everything that is timed, the shapes that matter most first.
 
     A default is taken for all lengths and batches of an operation, or, in prefill, for all from a
     length on. So the ends are here, too: short contexts, few rows, many requests.
@@ -155,7 +155,7 @@ def workloads() -> Iterator[Workload]:
 
 
 def tiny_workloads() -> Iterator[Workload]:
-    """One of each family, for a run without a GPU."""
+    """Return one of each family, for a run without a GPU."""
     yield Workload("select_prefill", 5, 130, 8, topk=32)
     yield Workload("select_decode", 2, 130, 8, topk=32)
     yield Workload("fold_prefill", 5, 130, 8, topk=32)
@@ -191,9 +191,9 @@ def indexer_tensors(work: Workload, device: torch.device) -> IndexerTensors:
     visible = torch.full((work.rows,), work.context, dtype=torch.int32, device=device)
     if work.is_prefill:
         visible = visible - torch.arange(work.rows - 1, -1, -1, dtype=torch.int32, device=device)
-    own = pages[table[0].long()] if work.is_prefill else pages[:0]
-    keys = own[:, : PAGE_TOKENS * INDEX_DIM].reshape(-1, INDEX_DIM)[: work.context]
-    gathered = own[:, PAGE_TOKENS * INDEX_DIM :].contiguous().view(torch.float32)
+    pages_of_first = pages[table[0].long()] if work.is_prefill else pages[:0]
+    keys = pages_of_first[:, : PAGE_TOKENS * INDEX_DIM].reshape(-1, INDEX_DIM)[: work.context]
+    gathered = pages_of_first[:, PAGE_TOKENS * INDEX_DIM :].contiguous().view(torch.float32)
     starts = torch.tensor([0, work.rows], dtype=torch.int32, device=device)
     return IndexerTensors(
         q=q,
@@ -208,7 +208,7 @@ def indexer_tensors(work: Workload, device: torch.device) -> IndexerTensors:
 
 
 def logits_tensors(work: Workload, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits like an indexer's (positive and negative, many near zero), all of them visible."""
+    """Draw logits like an indexer's (both signs, many near zero), all of them visible."""
     logits = torch.randn(work.rows, work.context, device=device)
     visible = torch.full((work.rows,), work.context, dtype=torch.int32, device=device)
     return logits, visible
@@ -236,7 +236,7 @@ class AttentionTensors:
 
 
 def attention_tensors(work: Workload, device: torch.device) -> AttentionTensors:
-    """Rows of one prompt share much: 70 % of the row before, redrawn every 64 rows.
+    """Draw rows of a prompt: 70 % of the row before, redrawn every 64 rows.
 
     An assumption: eight rows then select 3.1 lists between them, those of the small checkpoint 2.2
     to 3.5 (``results/kernels/unions.json``).
@@ -251,9 +251,9 @@ def attention_tensors(work: Workload, device: torch.device) -> AttentionTensors:
         else:
             keep = torch.randperm(work.topk, device=device)[work.topk * 3 // 10 :]
             fresh = torch.randperm(work.context, device=device)[: work.topk]
-            known = torch.zeros(work.context, dtype=torch.bool, device=device)
-            known[chosen[keep]] = True
-            fresh = fresh[~known[fresh]][: work.topk - len(keep)]
+            is_listed = torch.zeros(work.context, dtype=torch.bool, device=device)
+            is_listed[chosen[keep]] = True
+            fresh = fresh[~is_listed[fresh]][: work.topk - len(keep)]
             short = work.topk - len(keep) - len(fresh)
             chosen = torch.cat([chosen[keep], fresh, chosen[keep][:short]])
         slots[row] = (chosen.sort().values + base * row).to(torch.int32)

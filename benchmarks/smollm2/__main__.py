@@ -32,12 +32,12 @@ _STARTED = time.monotonic()
 
 
 def table(cells: list[dict[str, Any]]) -> str:
-    """Markdown; every line beside SmolLM2 itself at the same length."""
-    shown = []
+    """Tabulate every line beside SmolLM2 itself at the same length."""
+    rows = []
     for cell in cells:
         for line in cell["lines"]:
-            shown.append((cell["length"], line["name"], *columns(line, cell["lines"][0])))
-    return markdown(("tokens", "form", *HEADER), shown)
+            rows.append((cell["length"], line["name"], *columns(line, cell["lines"][0])))
+    return markdown(("tokens", "form", *HEADER), rows)
 
 
 def measured(
@@ -66,7 +66,7 @@ def _say(text: str) -> None:
 def main(argv: list[str] | None = None) -> None:
     """Build or measure."""
     one_thread()
-    given = list(sys.argv[1:] if argv is None else argv)
+    words = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(prog="python -m benchmarks.smollm2", description=__doc__)
     parser.add_argument("action", choices=("build", "measure"))
     parser.add_argument("folder", nargs="?", type=Path, help="default: below the cache")
@@ -77,7 +77,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096, 8192])
     parser.add_argument("--topks", type=int, nargs="+", default=list(TOPKS))
     parser.add_argument("--rows", type=int, default=8, help="of each length")
-    arguments = read_arguments(parser, "smollm2/forms", given, QUICK)
+    arguments = read_arguments(parser, "smollm2/forms", words, QUICK)
     folder: Path = arguments.folder or arguments.cache / arguments.variant
     report: list[dict[str, Any]] = []
     if arguments.action == "build":

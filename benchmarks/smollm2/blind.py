@@ -27,15 +27,17 @@ QUICK = {"rows": 2, "length": 1024, "names": ["1/4", "1/4 freq"], "topks": [128]
 
 def arms(names: list[str], topks: list[int], layers: int) -> list[Arm]:
     """Return the original and the dense form; then all F and each pattern per ``index_topk``."""
-    found = [Arm("original", original=True), Arm("dense")]
+    arms_of_study = [Arm("original", original=True), Arm("dense")]
     for topk in topks:
-        found.append(Arm("all F", Pattern.full(layers), topk))
-        found += [Arm(name, pattern, topk) for name, pattern in named(names, layers).items()]
-    return found
+        arms_of_study.append(Arm("all F", Pattern.full(layers), topk))
+        arms_of_study += [
+            Arm(name, pattern, topk) for name, pattern in named(names, layers).items()
+        ]
+    return arms_of_study
 
 
 def table(lines: list[Line]) -> str:
-    """Markdown; each line beside all F of its ``index_topk``."""
+    """Tabulate each line beside all F of its ``index_topk``."""
     cells = []
     for line in lines:
         base = next((x for x in lines if x["name"] == "all F" and x["topk"] == line["topk"]), None)
@@ -76,8 +78,8 @@ def main(argv: list[str] | None = None) -> None:
         "lines": lines,
     }
     write_json(arguments.output.with_suffix(".json"), record)
-    made = f"Written by `{arguments.command}`.\n\n{table(lines)}\n"
-    write_whole(arguments.output.with_suffix(".md"), made)
+    text = f"Written by `{arguments.command}`.\n\n{table(lines)}\n"
+    write_whole(arguments.output.with_suffix(".md"), text)
     print(table(lines))
 
 

@@ -64,13 +64,13 @@ class Books:
     _tokens: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def tokens(self, name: str) -> torch.Tensor:
-        """``[n]`` int64, the whole book."""
+        """Return ``[n]`` int64, the whole book."""
         if name not in self._tokens:
-            kept = self.cache / f"{name}.pt"
-            if not kept.exists():
+            file = self.cache / f"{name}.pt"
+            if not file.exists():
                 ids = self.tokenizer(self.text(name), add_special_tokens=False).input_ids
-                torch.save(torch.tensor(ids), kept)
-            self._tokens[name] = torch.load(kept)
+                torch.save(torch.tensor(ids), file)
+            self._tokens[name] = torch.load(file)
         return self._tokens[name]
 
     def text(self, name: str) -> str:
@@ -84,7 +84,7 @@ class Books:
             return "\n\n".join(file.read().decode() for file in files if file is not None)
 
     def cuts(self, names: Iterable[str], count: int, length: int) -> list[torch.Tensor]:
-        """``count`` pieces of ``length`` tokens, taken from the books in turn, evenly spread."""
+        """Return ``count`` pieces of ``length`` tokens, from the books in turn, evenly spread."""
         books = [self.tokens(name) for name in names]
         pieces = []
         for number in range(count):
@@ -116,12 +116,12 @@ def with_passages(text: torch.Tensor, length: int, seed: int) -> Row:
     4 passages of 64 tokens at 1Ki, 8 from 2Ki on.
     """
     passages = Passages.of(length, seed)
-    kept, starts = passages.kept, passages.starts
-    ids = torch.cat([text[:kept], *(text[start : start + passages.length] for start in starts)])
-    return Row(ids, torch.arange(kept // 2, kept), torch.from_numpy(passages.counted))
+    text_end, starts = passages.kept, passages.starts
+    ids = torch.cat([text[:text_end], *(text[start : start + passages.length] for start in starts)])
+    return Row(ids, torch.arange(text_end // 2, text_end), torch.from_numpy(passages.counted))
 
 
 def rows(books: Books, names: Iterable[str], count: int, length: int) -> list[Row]:
-    """``count`` rows of ``length`` tokens."""
+    """Return ``count`` rows of ``length`` tokens."""
     cuts = books.cuts(names, count, length)
     return [with_passages(cut, length, seed) for seed, cut in enumerate(cuts)]

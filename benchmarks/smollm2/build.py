@@ -87,15 +87,15 @@ def build(
 
 
 def _reads(lean: Lean, rows: list[torch.Tensor], folder: Path) -> list[torch.Tensor]:
-    """``[N, T, hidden]`` of each row; computed once, mapped into memory."""
+    """Return ``[N, T, hidden]`` of each row; computed once, mapped into memory."""
     names = [
         folder / f"{hashlib.sha256(ids.numpy().tobytes()).hexdigest()[:16]}.pt" for ids in rows
     ]
 
     def compute(number: int) -> None:
-        (found,) = collect(lean, [rows[number]])
+        (reads,) = collect(lean, [rows[number]])
         with replacing(names[number]) as part:
-            torch.save(found, part)
+            torch.save(reads, part)
 
     for _ in each(compute, [number for number, name in enumerate(names) if not name.exists()]):
         pass
@@ -127,7 +127,7 @@ def _indexers(
         losses = every.train(variant.recipe, seed=number, rows=len(mine) - 1)
         after = every.captured(-1, TOPK // 2)
         attention.indexer.to("cpu")
-        told = {
+        outcome = {
             "layer": number,
             "loss": losses[:: max(1, len(losses) // 40)],
             "captured_before": before[0],
@@ -135,17 +135,17 @@ def _indexers(
             "captured_at_most": after[1],
         }
         with replacing(folder / f"{number}.pt") as part:
-            torch.save({"weights": attention.indexer.state_dict(), "told": told}, part)
-        return told
+            torch.save({"weights": attention.indexer.state_dict(), "told": outcome}, part)
+        return outcome
 
     missing = [n for n in range(lean.layers) if not (folder / f"{n}.pt").exists()]
-    for done, told in enumerate(each(train, missing), 1):
+    for count, report in enumerate(each(train, missing), 1):
         say(
-            f"layer {told['layer']} ({done} of {len(missing)}): KL {told['loss'][-1]:.3f}, "
-            f"attention mass in {TOPK // 2} keys {told['captured_before']:.3f} -> "
-            f"{told['captured']:.3f} of {told['captured_at_most']:.3f}"
+            f"layer {report['layer']} ({count} of {len(missing)}): KL {report['loss'][-1]:.3f}, "
+            f"attention mass in {TOPK // 2} keys {report['captured_before']:.3f} -> "
+            f"{report['captured']:.3f} of {report['captured_at_most']:.3f}"
         )
-    kept = [torch.load(folder / f"{number}.pt") for number in range(lean.layers)]
-    for layer, one in zip(model.model.layers, kept, strict=True):
-        layer.self_attn.indexer.load_state_dict(one["weights"])
-    return [one["told"] for one in kept]
+    trained = [torch.load(folder / f"{number}.pt") for number in range(lean.layers)]
+    for layer, state in zip(model.model.layers, trained, strict=True):
+        layer.self_attn.indexer.load_state_dict(state["weights"])
+    return [entry["told"] for entry in trained]

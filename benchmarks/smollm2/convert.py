@@ -67,12 +67,12 @@ class Form:
         return int(self.gain**2) * self.width - self.rope
 
     def places(self, group: int) -> torch.Tensor:
-        """``[width]``: where a group's dimensions lie in the rope part, pair after pair."""
+        """Return ``[width]``: where a group's dimensions lie in the rope part, pair after pair."""
         slots = self.groups * torch.arange(self.width // 2) + group
         return torch.stack([2 * slots, 2 * slots + 1], dim=1).flatten()
 
     def pairs(self, weight: torch.Tensor) -> torch.Tensor:
-        """Rows of Llama heads ``[n * width, hidden]`` as ``[n, width, hidden]``, pair after pair.
+        """Return Llama heads' rows ``[n * width, hidden]`` as ``[n, width, hidden]``, by pairs.
 
         A Llama turns dimensions j and j + width / 2 together; DSA's RoPE here neighbours.
         """
@@ -178,7 +178,7 @@ def _convert_attention(new: Any, old: Any, gain: torch.Tensor, form: Form) -> No
 
 
 def original_frequencies(llama: Any) -> torch.Tensor:
-    """``[rope / 2]`` float32: the Llama's own frequencies by slot, which make the model exact."""
+    """Return ``[rope / 2]`` float32, the Llama's own frequencies by slot: they make it exact."""
     form = Form.of(llama)
     steps = torch.arange(0, form.width, 2, dtype=torch.float64) / form.width
     ladder = llama.rope_parameters["rope_theta"] ** -steps

@@ -71,7 +71,7 @@ def ask(model: Path, cache: Path, pattern: Pattern) -> None:
         tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=False)
         for turn in turns
     ]
-    table = Table("", *(one.summary() for one in patterns), box=SIMPLE_HEAD)
+    table = Table("", *(entry.summary() for entry in patterns), box=SIMPLE_HEAD)
     for column in table.columns:
         column.overflow = "fold"  # a pattern is one long word
     prefills, skipped, answers = [], [], []
@@ -81,24 +81,24 @@ def ask(model: Path, cache: Path, pattern: Pattern) -> None:
         live_server(model, Path(folder) / "server.log") as url,
     ):
         client = Client(url)
-        for one in patterns:
+        for choice in patterns:
             before = client.states()[0].indexer_selections
-            [timed] = stream(client, [prompts[0]], 2, pattern=str(one))
+            [timed] = stream(client, [prompts[0]], 2, pattern=str(choice))
             after = client.states()[0].indexer_selections
             prefills.append(f"{timed.first_token:.1f} s for {len(prompts[0]):,} tokens")
             idle = sum(new == old for old, new in zip(before, after, strict=True))
             skipped.append(f"{idle} of {len(pattern)}")
-            greedily = {"max_new_tokens": NEW_TOKENS, "temperature": 0.0} | named(str(one))
+            greedily = {"max_new_tokens": NEW_TOKENS, "temperature": 0.0} | named(str(choice))
             replies = client.generate(input_ids=prompts, sampling_params=greedily)
             for reply in replies:
-                check_answered_under(reply["meta_info"], str(one), client.name)
+                check_answered_under(reply["meta_info"], str(choice), client.name)
             answers.append([reply["text"].strip() for reply in replies])
-            out.print(f"{one}: answered")
+            out.print(f"{choice}: answered")
     table.add_row("pattern", *map(str, patterns))
     table.add_row("prefill", *prefills)
     table.add_row("layers that skipped", *skipped)
-    for question, *both in zip(QUESTIONS, *answers, strict=True):
-        table.add_row(question, *both)
+    for question, *texts in zip(QUESTIONS, *answers, strict=True):
+        table.add_row(question, *texts)
     out.print(table)
 
 

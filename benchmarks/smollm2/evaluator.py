@@ -101,11 +101,11 @@ class LeanEvaluator:
             if number:  # ``own_list`` is that of the layer before
                 layer = number - 1
                 inputs = model.project(layer, model.read(before), turned)
-                own = model.attend(inputs, own_list).float()
-                for other, inherited in enumerate(lists):
+                own_output = model.attend(inputs, own_list).float()
+                for place, inherited in enumerate(lists):
                     output = model.attend(inputs, inherited).float()
-                    alike = torch.cosine_similarity(own, output, dim=-1)
-                    matrix[layer, other] = float(alike.mean())
+                    alike = torch.cosine_similarity(own_output, output, dim=-1)
+                    matrix[layer, place] = float(alike.mean())
                 lists.append(own_list)
             before = stream
 
@@ -131,18 +131,20 @@ class LeanEvaluator:
             row.ids,
             Pattern.full(model.layers),
             keep=lambda _number, read: reads.append(read),
-            note=lambda _number, _stream, own: lists.append(own),
+            note=lambda _number, _stream, picks: lists.append(picks),
         )
-        asked = torch.zeros(len(row.ids), dtype=torch.bool)
-        asked[self._places[batch] - 1] = True
-        asked = asked.to(model.device)
+        is_asked = torch.zeros(len(row.ids), dtype=torch.bool)
+        is_asked[self._places[batch] - 1] = True
+        is_asked = is_asked.to(model.device)
         mass = np.zeros((model.layers, model.layers, model.form.heads))
         for layer, read in enumerate(reads):
             for number, rows, weights in model.weights(model.project(layer, read, turned)):
-                masks = torch.stack([own[number] for own in lists[1 : layer + 2]])[:, asked[rows]]
-                on_lists = torch.einsum("hrs,irs->ih", weights[:, asked[rows]], masks.float())
+                masks = torch.stack([picks[number] for picks in lists[1 : layer + 2]])[
+                    :, is_asked[rows]
+                ]
+                on_lists = torch.einsum("hrs,irs->ih", weights[:, is_asked[rows]], masks.float())
                 mass[layer, : layer + 1] += on_lists.double().cpu().numpy()
-        return mass / int(asked.sum())
+        return mass / int(is_asked.sum())
 
     def kept_list(self, batch: int) -> Floats:
         """Compare layers' lists alone, as a search over HTTP does, at counted places.
@@ -153,7 +155,9 @@ class LeanEvaluator:
         model, ids = self.model, self.rows[batch].ids
         length, topk, lists = len(ids), model.topk, list[list[torch.Tensor]]()
         model.hidden(
-            ids, Pattern.full(model.layers), note=lambda _number, _stream, own: lists.append(own)
+            ids,
+            Pattern.full(model.layers),
+            note=lambda _number, _stream, picks: lists.append(picks),
         )
         selected = np.full((model.layers, length, topk), -1)
         for layer, blocks in enumerate(lists[1:]):  # there is none before the first layer
@@ -172,13 +176,15 @@ class LeanEvaluator:
         model, ids = self.model, self.rows[batch].ids
         lists = list[list[torch.Tensor]]()
         model.hidden(
-            ids, Pattern.full(model.layers), note=lambda _number, _stream, own: lists.append(own)
+            ids,
+            Pattern.full(model.layers),
+            note=lambda _number, _stream, picks: lists.append(picks),
         )
         total, queries = np.zeros((model.layers, model.layers)), 0
         for blocks in zip(*lists[1:], strict=True):  # there is none before the first layer
             masks = torch.stack(blocks)
-            _, asked, reach = masks.shape
-            choosing = torch.arange(reach - asked, reach, device=model.device) >= model.topk
+            _, count, reach = masks.shape
+            choosing = torch.arange(reach - count, reach, device=model.device) >= model.topk
             flat = masks[:, choosing].flatten(1).float()
             total += (flat @ flat.T).double().cpu().numpy() / model.topk
             queries += int(choosing.sum())

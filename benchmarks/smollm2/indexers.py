@@ -60,12 +60,12 @@ RANDOM = Recipe(steps=300, queries=64, rate=2e-3, sparse_steps=60)
 
 def collect(model: Lean, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return what every layer reads of each row, under dense attention: ``[N, T, hidden]``."""
-    found = []
+    reads_by_layer = []
     for ids in rows:
         reads: list[torch.Tensor] = []
         model.hidden(ids, keep=lambda _number, read, to=reads: to.append(read))
-        found.append(torch.stack(reads))
-    return found
+        reads_by_layer.append(torch.stack(reads))
+    return reads_by_layer
 
 
 @torch.no_grad()
@@ -90,7 +90,7 @@ def copy_attention(indexer: Any, attention: Any, form: Form, reads: torch.Tensor
 
 
 def _constant(reads: torch.Tensor) -> torch.Tensor:
-    """``[hidden]``: what gives nearly 1 with every token that a layer reads (ridge regression)."""
+    """Return ``[hidden]``: nearly 1 with every token that a layer reads (ridge regression)."""
     square = reads.T @ reads / len(reads) + 1e-3 * torch.eye(reads.shape[1])
     return torch.linalg.solve(square, reads.mean(0))
 
@@ -118,11 +118,11 @@ class Layer:
         self.indexer = LightningIndexer(indexer.to(device), True, Sharing(full, model.topk))
         self.reads, self.model = [read.to(device) for read in reads], model
         turned = [model.rotation(len(read)) for read in reads]
-        self._rotation = [tuple(part[None].to(device) for part in both) for both in turned]
+        self._rotation = [tuple(part[None].to(device) for part in rotation) for rotation in turned]
         with torch.no_grad():
             self._attention = [
-                model.project(number, read, both).to(device)
-                for read, both in zip(reads, turned, strict=True)
+                model.project(number, read, rotation).to(device)
+                for read, rotation in zip(reads, turned, strict=True)
             ]
 
     def asked(self, row: int, places: torch.Tensor) -> tuple[IndexInputs, AttentionInputs, Layout]:

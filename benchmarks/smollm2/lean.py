@@ -145,8 +145,8 @@ class Lean:
             if pattern is not None and pattern.is_full(number):
                 masks = self.selected(number, read)
             projected = self.project(number, read, turned)
-            seen = None if pattern is None else masks
-            stream = self.after(number, stream, self.attend(projected, seen))
+            visible = None if pattern is None else masks
+            stream = self.after(number, stream, self.attend(projected, visible))
         if note is not None:
             note(self.layers, stream, masks)
         return stream
@@ -169,29 +169,29 @@ class Lean:
 
         return Projected(rotate(heads("q"), *by_head), rotate(heads("k"), *by_group), heads("v"))
 
-    def attend(self, given: Projected, seen: Sequence[torch.Tensor] | None) -> torch.Tensor:
-        """``[T, N * d]``; ``seen`` holds a mask ``[rows, S]`` for each block, None for causal."""
+    def attend(self, inputs: Projected, visible: Sequence[torch.Tensor] | None) -> torch.Tensor:
+        """Return ``[T, N * d]``; ``visible`` has a block's mask ``[rows, S]``, None for causal."""
         groups = self.form.groups
-        length, blocks = given.queries.shape[1], []
+        length, blocks = inputs.queries.shape[1], []
         for number, rows in enumerate(self.row_blocks(length)):
             reach = rows.stop
-            mask = self.causal(rows) if seen is None else seen[number]
-            folded = given.queries[:, rows].reshape(groups, -1, self.form.width)
-            found = torch.nn.functional.scaled_dot_product_attention(
+            mask = self.causal(rows) if visible is None else visible[number]
+            folded = inputs.queries[:, rows].reshape(groups, -1, self.form.width)
+            output = torch.nn.functional.scaled_dot_product_attention(
                 folded[None],
-                given.keys[None, :, :reach],
-                given.values[None, :, :reach],
+                inputs.keys[None, :, :reach],
+                inputs.values[None, :, :reach],
                 attn_mask=mask.repeat(self.form.heads // groups, 1),
             )[0]
-            blocks.append(found.reshape(self.form.heads, -1, self.form.width).transpose(0, 1))
+            blocks.append(output.reshape(self.form.heads, -1, self.form.width).transpose(0, 1))
         return torch.cat(blocks).flatten(1)
 
-    def weights(self, given: Projected) -> Iterator[tuple[int, slice, torch.Tensor]]:
+    def weights(self, inputs: Projected) -> Iterator[tuple[int, slice, torch.Tensor]]:
         """Yield each block's number, rows and attention to all visible keys, ``[N, rows, S]``."""
         groups, width = self.form.groups, self.form.width
-        keys = given.keys.float().repeat_interleave(self.form.heads // groups, 0)
-        for number, rows in enumerate(self.row_blocks(given.queries.shape[1])):
-            scores = given.queries[:, rows].float() @ keys[:, : rows.stop].mT * width**-0.5
+        keys = inputs.keys.float().repeat_interleave(self.form.heads // groups, 0)
+        for number, rows in enumerate(self.row_blocks(inputs.queries.shape[1])):
+            scores = inputs.queries[:, rows].float() @ keys[:, : rows.stop].mT * width**-0.5
             yield number, rows, scores.masked_fill_(~self.causal(rows), float("-inf")).softmax(-1)
 
     def after(self, number: int, stream: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
@@ -207,9 +207,9 @@ class Lean:
         ids, places = ids.to(self.device), places.to(self.device)
         read = (self._normed(stream[places - 1]) * self._norm.float()).to(self.dtype)
         logits = [linear(part, self._head).float() for part in read.split(512)]
-        wanted = ids[places].split(512)
-        loss = [cross_entropy(a, b, reduction="none") for a, b in zip(logits, wanted, strict=True)]
-        right = [a.argmax(-1) == b for a, b in zip(logits, wanted, strict=True)]
+        targets = ids[places].split(512)
+        loss = [cross_entropy(a, b, reduction="none") for a, b in zip(logits, targets, strict=True)]
+        right = [a.argmax(-1) == b for a, b in zip(logits, targets, strict=True)]
         return torch.cat(loss), torch.cat(right)
 
     def _normed(self, stream: torch.Tensor) -> torch.Tensor:
@@ -229,14 +229,14 @@ class Lean:
         return masks
 
     def scores(self, number: int, read: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Each block's rows and scores ``[rows, S]`` float32, those of unseen keys among them."""
+        """Yield each block's rows and scores ``[rows, S]`` float32, unseen keys' among them."""
         queries, keys, weights = self.index_inputs(number, read)
         for rows in self.row_blocks(len(read)):
             if rows.stop <= self.topk:  # all are selected, whatever their scores
                 yield rows, torch.empty(0)
                 continue
-            asked = queries[rows].flatten(0, 1)
-            hits = linear(asked, keys[: rows.stop]).relu_().unflatten(0, (-1, self.index_heads))
+            block = queries[rows].flatten(0, 1)
+            hits = linear(block, keys[: rows.stop]).relu_().unflatten(0, (-1, self.index_heads))
             yield rows, (weights[rows].unsqueeze(1) @ hits.float()).squeeze(1)
 
     def index_inputs(
@@ -252,7 +252,7 @@ class Lean:
         return rotate(queries, cosine[:, None], sine[:, None]), rotate(keys, cosine, sine), weights
 
     def rotation(self, length: int) -> Tables:
-        """Cosine and sine by position and slot, ``[T, rope / 2]`` float32."""
+        """Return cosine and sine by position and slot, ``[T, rope / 2]`` float32."""
         angles = torch.arange(length, device=self.device)[:, None].float() * self.frequencies
         return angles.cos(), angles.sin()
 
@@ -264,18 +264,18 @@ class Lean:
         return (slice(start, min(start + size, length)) for start in range(0, length, size))
 
     def causal(self, rows: slice) -> torch.Tensor:
-        """``[rows, S]`` bool: what these queries see of the S keys up to the last of them."""
+        """Return ``[rows, S]`` bool: what these queries see of the S keys up to the last one."""
         positions = torch.arange(rows.stop, device=self.device)
         return positions <= positions[rows, None]
 
 
 def frequencies(config: dict[str, Any]) -> torch.Tensor:
-    """``[rope / 2]`` float32, as transformers computes them."""
+    """Return ``[rope / 2]`` float32, as transformers computes them."""
     width, base = config["qk_rope_head_dim"], config["rope_parameters"]["rope_theta"]
     return 1.0 / (base ** (torch.arange(0, width, 2, dtype=torch.float) / width))
 
 
 def rotate(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
-    """RoPE on neighbouring dimensions; the result has the first of each pair before the second."""
+    """Rotate neighbouring dimensions; the result has each pair's first before the second."""
     first, second = x[..., 0::2], x[..., 1::2]
     return torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)

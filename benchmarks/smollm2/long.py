@@ -41,14 +41,14 @@ def arms(searched: Iterable[Path], topk: int) -> list[Arm]:
 
 
 def table(cells: Iterable[Cell]) -> str:
-    """Markdown; each line beside all F of its cell."""
-    shown: list[tuple[object, ...]] = []
+    """Tabulate each line beside all F of its cell."""
+    rows: list[tuple[object, ...]] = []
     for cell in cells:
-        base, *others = cell["lines"]
-        for line in (base, *others):
+        base, *lines = cell["lines"]
+        for line in (base, *lines):
             about = (f"{cell['length']:,}", cell["topk"], line["name"], line["pattern"].count("F"))
-            shown.append((*about, *columns(line, base)))
-    return markdown(("tokens", "list", "pattern", "F", *HEADER), shown)
+            rows.append((*about, *columns(line, base)))
+    return markdown(("tokens", "list", "pattern", "F", *HEADER), rows)
 
 
 def draw(record: Mapping[str, Any], path: Path) -> None:
@@ -65,10 +65,10 @@ def draw(record: Mapping[str, Any], path: Path) -> None:
                 change, margin = compared(line, base, "recall")
                 point = cell["length"], 100 * change, 100 * (margin or 0.0)
                 ways.setdefault(_way(line), []).append(point)
-        for way in (way for way in SHOWN if way in ways):
-            lengths, changes, margins = zip(*sorted(ways[way]), strict=True)
+        for name in (kind for kind in SHOWN if kind in ways):
+            lengths, changes, margins = zip(*sorted(ways[name]), strict=True)
             axis.errorbar(
-                lengths, changes, margins, marker="o", ms=4, lw=1.2, capsize=2, label=SHOWN[way]
+                lengths, changes, margins, marker="o", ms=4, lw=1.2, capsize=2, label=SHOWN[name]
             )
         axis.axhline(0, color="black", lw=0.8)
         axis.set_xscale("log", base=2)
@@ -121,11 +121,11 @@ def main(argv: list[str] | None = None) -> None:
             record["cells"].append({"length": length, "topk": topk, "lines": lines})
             # After each, so that what is interrupted has its finished cells.
             write_json(arguments.output.with_suffix(".json"), record)
-    shown = table(record["cells"])
-    made = f"Written by `{record['command']}`.\n\n{shown}\n"
-    write_whole(arguments.output.with_suffix(".md"), made)
+    table_text = table(record["cells"])
+    page = f"Written by `{record['command']}`.\n\n{table_text}\n"
+    write_whole(arguments.output.with_suffix(".md"), page)
     draw(record, arguments.output.with_suffix(".png"))
-    print(shown)
+    print(table_text)
 
 
 if __name__ == "__main__":

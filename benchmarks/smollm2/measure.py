@@ -68,14 +68,14 @@ def measure(
     path = cache / "measured" / f"{digest[:12]}-{dtype}.jsonl"
     identity = {"checkpoint": digest, "dtype": dtype}
     with Journal(path, identity, "study of this checkpoint", QualityError) as journal:
-        done = {line.pop("key"): line for line in journal.entries}
+        recorded = {line.pop("key"): line for line in journal.entries}
         jobs = [(number, arm) for number in range(len(rows)) for arm in arms]
         by_key = {_key(rows[number], arm): (number, arm) for number, arm in jobs}
-        missing = [job for key, job in by_key.items() if key not in done]
+        missing = [job for key, job in by_key.items() if key not in recorded]
         # A GPU is busy with one, and cannot be used by forked workers.
         measured = each(work, missing) if model.device.type == "cpu" else map(work, missing)
         for count, (key, line) in enumerate(measured, 1):
-            done[key] = line
+            recorded[key] = line
             journal.write({"key": key, **line})
             say(f"{count} of {len(missing)}: {key} {line}")
     return [
@@ -83,7 +83,7 @@ def measure(
             "name": arm.name,
             "pattern": None if arm.pattern is None else str(arm.pattern),
             "topk": arm.topk,
-            "rows": [done[_key(row, arm)] for row in rows],
+            "rows": [recorded[_key(row, arm)] for row in rows],
         }
         for arm in arms
     ]
@@ -91,7 +91,7 @@ def measure(
 
 def one(model: Lean, arm: Arm, row: Row, start: State | None = None) -> Line:
     """Run one row under one arm."""
-    kept = model.topk, model.frequencies
+    settings = model.topk, model.frequencies
     try:
         model.topk = arm.topk or model.topk
         if arm.original:
@@ -100,7 +100,7 @@ def one(model: Lean, arm: Arm, row: Row, start: State | None = None) -> Line:
         text, _ = model.losses(stream, row.ids, row.text)
         recall, right = model.losses(stream, row.ids, row.recall)
     finally:
-        model.topk, model.frequencies = kept
+        model.topk, model.frequencies = settings
     return {
         "loss": round(text.mean().item(), 5),
         "recall_loss": round(recall.mean().item(), 5),
@@ -109,7 +109,7 @@ def one(model: Lean, arm: Arm, row: Row, start: State | None = None) -> Line:
 
 
 def original_ladder(model: Lean) -> torch.Tensor:
-    """``[rope / 2]``: the frequencies by slot that SmolLM2 was trained with."""
+    """Return ``[rope / 2]``: the frequencies by slot that SmolLM2 was trained with."""
     base = float(1.0 / model.frequencies[1]) ** (len(model.frequencies) / STEEPNESS)
     steps = torch.arange(0, model.form.width, 2, dtype=torch.float64) / model.form.width
     ladder = (round(base) ** -steps).repeat_interleave(model.form.groups).float()
@@ -139,16 +139,16 @@ def mean(line: Line, field: str) -> float:
 
 
 def columns(line: Line, base: Line) -> list[str]:
-    """Loss, what it adds to the base's, in nats and as perplexity; recall and what it adds, %."""
+    """Return loss, what it adds (nats, perplexity), recall and what that adds, as text."""
     added, margin = compared(line, base, "loss")
     recall, recall_margin = compared(line, base, "recall")
-    same = line is base
+    is_base = line is base
     return [
         f"{mean(line, 'loss'):.3f}",
-        "" if same else estimate(added, margin),
-        "" if same else f"{100 * math.expm1(added):+.2f} %",
+        "" if is_base else estimate(added, margin),
+        "" if is_base else f"{100 * math.expm1(added):+.2f} %",
         f"{100 * mean(line, 'recall'):.1f}",
-        "" if same else estimate(recall, recall_margin, 100),
+        "" if is_base else estimate(recall, recall_margin, 100),
     ]
 
 
@@ -161,14 +161,14 @@ def full(model: Lean) -> Pattern:
 
 
 def named(names: Iterable[str], layers: int) -> dict[str, Pattern]:
-    """Blind patterns by the names that tables give them.
+    """Return blind patterns by the names that tables give them.
 
     ``1/4`` is the paper's uniform one, ``1/4 freq`` SGLang's frequency schedule, which keeps
     layers 0 and 1.
     """
-    found = {}
+    patterns = {}
     for name in names:
         step = int(name.removesuffix(" freq").split("/")[1])
         make = Pattern.from_freq if name.endswith(" freq") else Pattern.uniform
-        found[name] = make(layers, step)
-    return found
+        patterns[name] = make(layers, step)
+    return patterns

@@ -45,13 +45,15 @@ def matrices(model: Lean, row: Row) -> dict[str, Floats]:
     """Return each source's ``[N, N]`` float64: how well layer i does with layer j's list, j < i."""
     by_score = {where: LeanEvaluator(model, [row], score) for where, score in SCORES.items()}
     mass = {where: evaluator.mass(0) for where, evaluator in by_score.items()}
-    asked, repeated = len(row.text), len(row.recall)
-    mass["both"] = (asked * mass["text"] + repeated * mass["passages"]) / (asked + repeated)
-    made = {f"worst head, {where}": lost_by_worst_head(one) for where, one in mass.items()}
-    made |= {f"mean of heads, {where}": one.mean(axis=2) for where, one in mass.items()}
-    made["lists"] = LeanEvaluator(model, [row], "mixed").kept_list(0)
+    text_places, repeated = len(row.text), len(row.recall)
+    mass["both"] = (text_places * mass["text"] + repeated * mass["passages"]) / (
+        text_places + repeated
+    )
+    named = {f"worst head, {where}": lost_by_worst_head(matrix) for where, matrix in mass.items()}
+    named |= {f"mean of heads, {where}": matrix.mean(axis=2) for where, matrix in mass.items()}
+    named["lists"] = LeanEvaluator(model, [row], "mixed").kept_list(0)
     anywhere = by_score["text"]
-    return made | {"output": anywhere.similarity(0), "overlap": anywhere.overlap(0)}
+    return named | {"output": anywhere.similarity(0), "overlap": anywhere.overlap(0)}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -67,16 +69,22 @@ def main(argv: list[str] | None = None) -> None:
     rules = Constraints.make(Pattern.full(model.layers))
     model.topk = arguments.search_topk
     searched_on = rows(books, SEARCH, arguments.batches, arguments.search_length)
-    each = []
+    by_row = []
     for number, row in enumerate(searched_on, 1):
-        each.append(matrices(model, row))
+        by_row.append(matrices(model, row))
         print(f"matrices of row {number} of {len(searched_on)}", flush=True)
-    made = {name: np.mean([one[name] for one in each], axis=0) for name in arguments.sources}
+    means = {
+        name: np.mean([matrix[name] for matrix in by_row], axis=0) for name in arguments.sources
+    }
     arms = [Arm("all F", Pattern.full(model.layers), arguments.topk)]
     for mark in parse_targets(list(RATIOS), rules).marks:
         arms += [
-            Arm(f"{mark.label}, {name}", most_similar(one, mark.full_layers, rules), arguments.topk)
-            for name, one in made.items()
+            Arm(
+                f"{mark.label}, {name}",
+                most_similar(matrix, mark.full_layers, rules),
+                arguments.topk,
+            )
+            for name, matrix in means.items()
         ]
     chosen = rows(books, HELD_OUT, arguments.rows, arguments.length)
     digest = checkpoint_digest(arguments.model)
@@ -84,7 +92,7 @@ def main(argv: list[str] | None = None) -> None:
     record = {
         "what": "patterns of SmolLM2 by one matrix of layer pairs: text loss and recall, held out",
         **conditions(arguments, digest),
-        "matrices": {name: rounded(one) for name, one in made.items()},
+        "matrices": {name: rounded(matrix) for name, matrix in means.items()},
         "lines": lines,
     }
     write_study(record, arguments.output)

@@ -18,8 +18,8 @@ def download(requirement: str, folder: Path, *, sources: bool = False) -> Path:
     Raises:
         SystemExit: pip cannot get it.
     """
-    kept = folder / requirement
-    if not kept.is_dir():
+    directory = folder / requirement
+    if not directory.is_dir():
         print(f"downloading {requirement}", flush=True)
         part = folder / f".{requirement}.part"
         shutil.rmtree(part, ignore_errors=True)
@@ -27,6 +27,6 @@ def download(requirement: str, folder: Path, *, sources: bool = False) -> Path:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", *kind]
         if subprocess.run([*command, "--dest", str(part), requirement], check=False).returncode:
             sys.exit(f"pip cannot download {requirement}: see its message above")
-        part.rename(kept)
-    (archive,) = kept.iterdir()
+        part.rename(directory)
+    (archive,) = directory.iterdir()
     return archive

@@ -72,17 +72,17 @@ def search(
     }
     targets = parse_targets(list(RATIOS), rules)
     options = Options.parse(method, refine=method != DOWN, methods=METHODS_IN_PROCESS)
-    with open_journal(journal, identity) as kept:
-        ledger = Ledger(evaluator, kept)
+    with open_journal(journal, identity) as opened:
+        ledger = Ledger(evaluator, opened)
         run = Search(ledger, targets, options)
         for event in run.run():
             if isinstance(event, Step):
                 left = len(event.pattern.full_layers)
                 print(f"{method}: {left} F, {event.loss:.4f} nats, {event.pattern}", flush=True)
-    found = {mark.mark.label: str(mark.pattern) for mark in run.found.values()}
+    patterns = {mark.mark.label: str(mark.pattern) for mark in run.found.values()}
     return {
         "method": method,
-        "patterns": found,
+        "patterns": patterns,
         "losses": {mark.mark.label: mark.loss for mark in run.found.values()},
         "steps": [
             {"pattern": str(s.pattern), "flipped": s.layer, "loss": s.loss, "batches": s.batches}
@@ -99,20 +99,21 @@ def overlap(evaluator: LeanEvaluator, batches: Sequence[int]) -> Floats:
 
 
 def arms(searches: Sequence[dict[str, Any]], topk: int, layers: int) -> list[Arm]:
-    """All F first; at each ratio the blind patterns, then what each search found."""
-    found = [Arm("all F", Pattern.full(layers), topk)]
+    """Return all F, then at each ratio the blind patterns and what each search found."""
+    arms_of_study = [Arm("all F", Pattern.full(layers), topk)]
     for ratio in RATIOS:
         blind = named((ratio, f"{ratio} freq"), layers)
-        found += [Arm(f"{ratio} {kind}", pattern, topk) for kind, pattern in zip(
+        arms_of_study += [Arm(f"{ratio} {kind}", pattern, topk) for kind, pattern in zip(
             ("uniform", "freq"), blind.values(), strict=True)]  # fmt: skip
-        found += [
-            Arm(f"{ratio} {one['name']}", Pattern(one["patterns"][ratio]), topk) for one in searches
+        arms_of_study += [
+            Arm(f"{ratio} {entry['name']}", Pattern(entry["patterns"][ratio]), topk)
+            for entry in searches
         ]
-    return found
+    return arms_of_study
 
 
 def table(lines: list[Line]) -> str:
-    """Markdown; each line beside all F."""
+    """Tabulate each line beside all F."""
     rows = []
     for line in lines:
         count = line["pattern"].count("F")
@@ -123,14 +124,14 @@ def table(lines: list[Line]) -> str:
 def draw_path(record: dict[str, Any], path: Path) -> None:
     """Draw the loss that each flip of Algorithm 1 leaves."""
     figure, [axis] = make_figure(7.2, 4.0)
-    for one in record["searches"]:
-        steps = [step for step in one["steps"] if step["batches"] == record["batches"]]
-        if one["method"] != DOWN or not steps:
+    for entry in record["searches"]:
+        steps = [step for step in entry["steps"] if step["batches"] == record["batches"]]
+        if entry["method"] != DOWN or not steps:
             continue
         base = steps[0]["loss"]
         gone = [step["pattern"].count("S") for step in steps]
         added = [step["loss"] - base for step in steps]
-        axis.plot(gone, added, marker="o", ms=3, lw=1.2, label=one["name"])
+        axis.plot(gone, added, marker="o", ms=3, lw=1.2, label=entry["name"])
     axis.axhline(0, color="black", lw=0.8, ls=":")
     axis.set_xlabel("layers without an indexer")
     axis.set_ylabel("loss added on the rows searched on, nats")
@@ -144,17 +145,17 @@ def draw_recall(record: dict[str, Any], path: Path) -> None:
     base, *lines = record["lines"]
     changes: dict[str, list[tuple[float, float, float]]] = {}
     for line in lines:
-        ratio, _, way = line["name"].partition(" ")
+        ratio, _, kind = line["name"].partition(" ")
         change, margin = compared(line, base, "recall")
         place = RATIOS.index(ratio), 100 * change, 100 * (margin or 0.0)
-        changes.setdefault(way.partition(":")[0], []).append(place)
+        changes.setdefault(kind.partition(":")[0], []).append(place)
     figure, [axis] = make_figure(7.2, 3.6)
-    ways = [way for way in SHOWN if way in changes]
-    for number, way in enumerate(ways):
-        ratio_numbers, values, margins = zip(*changes[way], strict=True)
+    ways = [name for name in SHOWN if name in changes]
+    for number, kind in enumerate(ways):
+        ratio_numbers, values, margins = zip(*changes[kind], strict=True)
         aside = 0.11 * (number - (len(ways) - 1) / 2)
         places = [ratio_number + aside for ratio_number in ratio_numbers]
-        axis.errorbar(places, values, margins, fmt="o", ms=5, capsize=2, label=SHOWN[way])
+        axis.errorbar(places, values, margins, fmt="o", ms=5, capsize=2, label=SHOWN[kind])
     axis.axhline(0, color="black", lw=0.8)
     counts = {line["name"].split()[0]: line["pattern"].count("F") for line in lines}
     layers = base["pattern"].count("F")
@@ -199,18 +200,18 @@ def conditions(arguments: argparse.Namespace, digest: str) -> dict[str, Any]:
 
 def write_study(record: dict[str, Any], output: Path) -> None:
     """Write a record beside its table, and print the table."""
-    shown = table(record["lines"])
+    table_text = table(record["lines"])
     write_json(output.with_suffix(".json"), record)
-    write_whole(output.with_suffix(".md"), f"Written by `{record['command']}`.\n\n{shown}\n")
-    print(shown)
+    write_whole(output.with_suffix(".md"), f"Written by `{record['command']}`.\n\n{table_text}\n")
+    print(table_text)
 
 
 def main(argv: list[str] | None = None) -> None:
     """Search, measure, write."""
     one_thread()
     parser = study_parser(__doc__)
-    known = [f"{method}:{score}" for method in METHODS for score in SCORES]
-    parser.add_argument("--searches", nargs="+", choices=known, default=list(SEARCHES))
+    choices = [f"{method}:{score}" for method in METHODS for score in SCORES]
+    parser.add_argument("--searches", nargs="+", choices=choices, default=list(SEARCHES))
     arguments = read_arguments(parser, "smollm2/searched", argv, QUICK)
     from transformers import AutoTokenizer
 
@@ -249,7 +250,7 @@ def draw(record: dict[str, Any], folder: Path) -> None:
     """Draw recall, the heatmap, and the way of Algorithm 1 where it was walked."""
     draw_recall(record, folder / "recall.png")
     draw_lists(record, folder / "overlap.png")
-    if any(one["method"] == DOWN for one in record["searches"]):
+    if any(entry["method"] == DOWN for entry in record["searches"]):
         draw_path(record, folder / "algorithm_1.png")
 
 

@@ -28,8 +28,8 @@ def each(work: Callable[[Item], Any], items: Iterable[Item]) -> Iterator[Any]:
     fork = multiprocessing.get_context("fork")
     try:
         with ProcessPoolExecutor(os.cpu_count() or 1, mp_context=fork) as pool:
-            for done in as_completed([pool.submit(_call, item) for item in items]):
-                yield done.result()
+            for future in as_completed([pool.submit(_call, item) for item in items]):
+                yield future.result()
     finally:
         _WORK.pop()
 

@@ -43,7 +43,7 @@ class Score(StrEnum):
 
     @classmethod
     def parse(cls, text: str) -> Score:
-        """From what a user writes; SearchError if it is none of these."""
+        """Parse what a user writes; SearchError if it is none of these."""
         if text not in list(cls):
             raise SearchError(f"the score is {', '.join(cls)}, got {text!r}")
         return cls(text)
@@ -244,7 +244,7 @@ def _default_score(source: str) -> Score:
 
 
 def _choose(reading: _Reading, quota: dict[bool, int]) -> dict[bool, list[Marked]]:
-    """At most as many sequences of each part as are wanted; reads no further than needed."""
+    """Choose at most as many sequences of each part as are wanted; read no further."""
     parts: dict[bool, list[Marked]] = {part: [] for part in quota}
     shorter: dict[bool, list[tuple[int, int, Marked]]] = {part: [] for part in quota}
     for order, (part, piece) in enumerate(reading.pieces()):
@@ -288,7 +288,7 @@ class _Reading:
     is_enough: bool = False
 
     def pieces(self) -> Iterator[tuple[bool, Marked]]:
-        """Every sequence in the order of the documents, and whether its document is held out."""
+        """Yield every sequence in the documents' order, and whether its document is held out."""
         for document in read_documents(self.source):
             self.documents += 1
             if self.objective.score is Score.ANSWERS and not document.has_answers:

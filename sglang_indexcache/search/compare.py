@@ -75,7 +75,7 @@ class Comparison:
         return f"no difference shown; one above {share} is unlikely unless few documents hold it"
 
     def numbers(self) -> dict[str, Any]:
-        """Everything as plain data."""
+        """Return everything as plain data."""
         names = {"pattern": str(self.pattern), "reference": str(self.reference)}
         return {**asdict(self), **names, "verdict": self.verdict}
 
@@ -141,7 +141,7 @@ def _added(
     other: Sequence[Sequence[Floats]],
     counted: Sequence[Sequence[Mask]],
 ) -> Floats:
-    """``[sequences, positions]`` float64, what the other pattern adds; NaN where nothing counts."""
+    """Return ``[sequences, positions]`` float64 that the other pattern adds; NaN if uncounted."""
     masks = list(chain.from_iterable(counted))
     added = np.full((len(masks), max(map(len, masks))), np.nan)
     losses = zip(chain.from_iterable(base), chain.from_iterable(other), masks, strict=True)
@@ -161,7 +161,7 @@ def _trend(added: Floats) -> Difference | None:
 
 
 def _means(part: Floats) -> Floats:
-    """``[sequences]`` means of ``[sequences, positions]``; NaN where nothing counts."""
+    """Return ``[sequences]`` means of ``[sequences, positions]``; NaN where nothing counts."""
     is_counted = ~np.isnan(part)
     totals, numbers = np.where(is_counted, part, 0.0).sum(axis=1), is_counted.sum(axis=1)
     means: Floats = np.divide(totals, numbers, out=np.full(len(part), np.nan), where=numbers > 0)

@@ -160,15 +160,15 @@ class Ledger:
         return sum(self.tokens_of_batches)
 
     def losses(self, pattern: Pattern, batches: Sequence[int] | None = None) -> Floats:
-        """``[batches]`` float64 losses of one pattern; all batches by default."""
+        """Return ``[batches]`` float64 losses of one pattern; all batches by default."""
         return np.asarray(self.many([pattern], batches)[0])
 
     def mean(self, pattern: Pattern) -> float:
-        """Mean loss over all batches, nats per token."""
+        """Return the mean loss over all batches, nats per token."""
         return float(self.losses(pattern).mean())
 
     def many(self, patterns: Sequence[Pattern], batches: Sequence[int] | None = None) -> Floats:
-        """``[patterns, batches]`` float64 losses, as many calls at a time as possible."""
+        """Return ``[patterns, batches]`` float64 losses, as many calls at a time as possible."""
         columns = self.all_batches if batches is None else tuple(batches)
         self.spent += self.cost(patterns, columns)
         cells = [(pattern, batch) for pattern in dict.fromkeys(patterns) for batch in columns]
@@ -180,7 +180,7 @@ class Ledger:
     def candidates(
         self, pattern: Pattern, candidates: Sequence[Pattern], batches: Sequence[int] | None = None
     ) -> Floats:
-        """``[candidates, batches]`` nats that each of ``candidates`` adds to ``pattern``.
+        """Return ``[candidates, batches]`` nats that each of ``candidates`` adds to ``pattern``.
 
         Raises:
             SearchError: none of several adds or saves anything anywhere, so that choosing among
@@ -237,7 +237,7 @@ class Ledger:
         return self._pairs[kind, batch]
 
     def cost(self, patterns: Sequence[Pattern], batches: Sequence[int]) -> int:
-        """Tokens by which asking for this would raise ``spent``."""
+        """Count the tokens by which asking for this would raise ``spent``."""
         return sum(
             self.batch_tokens[batch]
             for pattern in dict.fromkeys(patterns)

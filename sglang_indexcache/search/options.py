@@ -76,7 +76,7 @@ class Options:
         refine: bool = True,
         methods: Mapping[str, Method] = METHODS,
     ) -> Options:
-        """From a method's name.
+        """Parse a method's name.
 
         Raises:
             SearchError: there is none of that name.
@@ -107,12 +107,12 @@ class Options:
         )
 
     def in_words(self, *, is_refined: bool = True) -> str:
-        """For provenance, which names the refinement only where it ran."""
+        """Say it for provenance, which names the refinement only where it ran."""
         refinement = "screened refinement" if is_refined and self.refine else ""
         return ", then ".join(filter(None, (self.method.in_words, refinement)))
 
     def usual(self, targets: Targets, batch_tokens: Sequence[int]) -> int:
-        """Tokens of the search where nobody gives a budget, and it needs no more."""
+        """Return the search's tokens where nobody gives a budget, and it needs no more."""
         if not self.method.is_refined:
             return self.method.least(targets, batch_tokens)
         full = sum(batch_tokens)

@@ -222,7 +222,7 @@ def _mark(result: Found) -> dict[str, Any]:
 
 
 def _number(value: float) -> float | None:
-    """JSON and YAML have no portable NaN."""
+    """Return a number, or None for NaN, which JSON and YAML have no portable form of."""
     return None if math.isnan(value) else value
 
 

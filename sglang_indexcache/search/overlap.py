@@ -85,7 +85,7 @@ class OverlapCounter:
         self.queries += queries
 
     def matrix(self) -> Floats:
-        """``[N, N]`` float64: the mean over all queries counted.
+        """Return ``[N, N]`` float64: the mean over all queries counted.
 
         Raises:
             SearchError: no query saw more than k tokens.
@@ -131,13 +131,13 @@ class CopyCounter:
         self._places += 2 * len(rows)
 
     def lost(self) -> Floats:
-        """``[N, N]``; entry (i, j): share of the places that layer i's list holds, j's does not."""
+        """Return ``[N, N]``; (i, j): share of the places in layer i's list, and not in j's."""
         lost: Floats = np.diagonal(self._both)[:, None] - self._both
         return lost / max(self._places, 1)
 
 
 def earlier_places(ids: Sequence[int]) -> NDArray[np.intp]:
-    """``[length]``: where the last four tokens up to each stood before, the latest; -1 nowhere."""
+    """Return ``[length]``: where the four tokens up to each stood last before; -1 nowhere."""
     places, latest = np.full(len(ids), -1), dict[tuple[int, ...], int]()
     for place in range(_ALIKE - 1, len(ids)):
         words = tuple(ids[place - _ALIKE + 1 : place + 1])
@@ -321,7 +321,7 @@ def _blocks(encoded: str, layers: int, topk: int, chosen: list[int], name: str) 
 
 
 def _are_positions(lists: NDArray[np.integer], start: int) -> bool:
-    """Whether ``[queries, N, k]`` from query ``start`` on are, with a choice, what each can see."""
+    """Return whether ``[queries, N, k]`` from ``start`` on are what each chooses and can see."""
     first = max(lists.shape[-1] - start, 0)
     ordered = np.sort(lists[first:], axis=-1)
     newest = start + first + np.arange(len(ordered))[:, None]
@@ -355,7 +355,7 @@ class ReturningEvaluator(ServedEvaluator):
 
 
 def numbers(counter: OverlapCounter) -> dict[str, Any]:
-    """Everything as plain data."""
+    """Return everything as plain data."""
     matrix = counter.matrix()
     return {
         "queries": counter.queries,

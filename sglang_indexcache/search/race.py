@@ -84,7 +84,7 @@ def _affordable(
 
 
 def _not_worse(losses: Floats) -> list[int]:
-    """Rows of ``[contenders, batches]`` not worse than the best with confidence, best first."""
+    """Return rows of ``[contenders, batches]`` not surely worse than the best, best first."""
     order = np.argsort(losses.mean(axis=1), kind="stable")
     count = losses.shape[1]
     difference = losses[order] - losses[order[0]]

@@ -79,11 +79,11 @@ class Constraints:
         return len(self.fixed)
 
     def candidates(self, pattern: Pattern) -> list[int]:
-        """F layers of ``pattern`` that may become S, ascending."""
+        """Return the F layers of ``pattern`` that may become S, ascending."""
         return [layer for layer in pattern.full_layers if layer not in self.fixed]
 
     def restorable(self, pattern: Pattern) -> list[int]:
-        """S layers of ``pattern`` that may become F again, ascending."""
+        """Return the S layers of ``pattern`` that may become F again, ascending."""
         return [layer for layer in pattern.shared_layers if self.start.is_full(layer)]
 
     def keeping(self, full_layers: Iterable[int]) -> Pattern:
@@ -91,11 +91,11 @@ class Constraints:
         return Pattern.from_layers(len(self.start), full_layers)
 
     def flipped(self, pattern: Pattern, layer: int) -> Pattern:
-        """``pattern`` with F and S exchanged at ``layer`` (the paper's ``c|_{c_l -> S}``)."""
+        """Exchange F and S of ``pattern`` at ``layer`` (the paper's ``c|_{c_l -> S}``)."""
         return self.keeping(set(pattern.full_layers) ^ {layer})
 
     def exchanged(self, pattern: Pattern, out: int, into: int) -> Pattern:
-        """``pattern`` with F layer ``out`` made S and S layer ``into`` made F."""
+        """Make F layer ``out`` of ``pattern`` S, and S layer ``into`` F."""
         return self.keeping(set(pattern.full_layers) - {out} | {into})
 
 
@@ -122,7 +122,7 @@ def baselines(full_layers: int, constraints: Constraints) -> dict[str, Pattern]:
 
 
 def parse_layers(text: str) -> list[int]:
-    """``3,5,10-12`` as numbers.
+    """Parse ``3,5,10-12`` as numbers.
 
     Raises:
         SearchError: anything else.

@@ -32,15 +32,15 @@ def step(name: str, code: str, seconds: float = 30) -> phases.Step:
 
 
 def run(report: phases.Report, folder: Path, *steps: phases.Step) -> dict[str, Any]:
-    for one in steps:
-        phases.run(one, report, folder, time.monotonic() + 60)
+    for current in steps:
+        phases.run(current, report, folder, time.monotonic() + 60)
     content: dict[str, Any] = json.loads(report.path.read_text())
     return dict(content["steps"])
 
 
 def test_every_way_in_which_a_step_ends_is_reported(tmp_path: Path) -> None:
     writes = "import sys; open(sys.argv[1], 'w').write('[1]'); print('last')"
-    found = run(
+    results = run(
         phases.Report(tmp_path / "out"),
         tmp_path,
         step("writes", writes),
@@ -49,16 +49,16 @@ def test_every_way_in_which_a_step_ends_is_reported(tmp_path: Path) -> None:
         phases.Step("lacks its tool", 5, ("no-such-tool",), needs=()),
         phases.Step("lacks the card", 5, ("no-such-tool",)),
     )
-    assert {name: one["code"] for name, one in found.items()} == {
+    assert {name: result["code"] for name, result in results.items()} == {
         "writes": 0,
         "fails": 3,
         "hangs": phases.ENDED,
         "lacks its tool": phases.NO_TOOL,
         "lacks the card": phases.SKIPPED,
     }
-    assert "needs an NVIDIA GPU" in found["lacks the card"]["said"]
-    assert found["writes"]["evidence"] == [1]
-    assert found["writes"]["said"] == ["last"]
+    assert "needs an NVIDIA GPU" in results["lacks the card"]["said"]
+    assert results["writes"]["evidence"] == [1]
+    assert results["writes"]["said"] == ["last"]
     assert "why" in (tmp_path / "out" / "log.txt").read_text()
 
 
@@ -70,8 +70,8 @@ def test_what_a_step_that_hangs_had_found_and_its_servers_logs_come_back(tmp_pat
     report = phases.Report(tmp_path / "out")
     noted: list[Any] = []
     report.note = lambda name, file: noted.append(json.loads(file.read_text()))  # type: ignore[method-assign]
-    found = run(report, tmp_path, step("hangs", code, seconds=6))
-    assert found["hangs"]["evidence"] == [1]
+    results = run(report, tmp_path, step("hangs", code, seconds=6))
+    assert results["hangs"]["evidence"] == [1]
     assert noted[0] == [1], "it is in the report before the step ends"
     assert "why it hangs" in (tmp_path / "out" / "servers.txt").read_text()
 
@@ -113,20 +113,20 @@ def test_what_a_step_says_is_its_last_error_or_line() -> None:
 
 def test_every_phase_has_steps_of_its_own_and_all_families_are_compiled() -> None:
     stages = phases.in_order(phases.PHASES)
-    names = [one.name for stage in stages for one in stage]
+    names = [current.name for stage in stages for current in stage]
     assert len(set(names)) == len(names)
-    place = {one.name: number for number, stage in enumerate(stages) for one in stage}
+    place = {current.name: number for number, stage in enumerate(stages) for current in stage}
     assert place["compile the site"] < place["compile SGLang's rope"] < place["served eager"]
     assert {family for family, _ in phases.smallest_workloads()} == set(OPS)
 
 
 def test_every_test_of_servers_has_a_step() -> None:
     steps = [step for stage in phases.stages("served") for step in stage]
-    asked = {step.command[-1].split(" and ")[0] for step in steps if "-k" in step.command}
+    selectors = {step.command[-1].split(" and ")[0] for step in steps if "-k" in step.command}
     tests = [name for name in vars(test_served) if name.startswith("test_")]
-    assert len(tests) == len(asked)
+    assert len(tests) == len(selectors)
     for name in tests:
-        assert sum(selector in name for selector in asked) == 1, name
+        assert sum(selector in name for selector in selectors) == 1, name
 
 
 def test_sglang_still_compiles_what_is_compiled_ahead() -> None:
@@ -138,13 +138,13 @@ def test_sglang_still_compiles_what_is_compiled_ahead() -> None:
         module, function, *arguments = line.split(" ", 2)
         path = Path(engine.origin).parent.joinpath("kernels", "ops", *module.split("."))
         tree = ast.parse(path.with_suffix(".py").read_text())
-        (made,) = (
-            one
-            for one in ast.walk(tree)
-            if isinstance(one, ast.FunctionDef) and one.name == function
+        (definition,) = (
+            node
+            for node in ast.walk(tree)
+            if isinstance(node, ast.FunctionDef) and node.name == function
         )
-        given = len(arguments[0].split(", ")) if arguments else 0
-        assert len(made.args.args) == given, line
+        count = len(arguments[0].split(", ")) if arguments else 0
+        assert len(definition.args.args) == count, line
 
 
 def test_kernels_of_other_sources_do_not_travel(tmp_path: Path) -> None:
@@ -165,8 +165,8 @@ def test_kernels_of_other_sources_do_not_travel(tmp_path: Path) -> None:
 
 def test_the_kit_holds_what_its_phases_run_and_neither_records_nor_the_model() -> None:
     files = pack.tree(pack.is_of_the_kit)
-    for wanted in ("benchmarks/card/phases.py", "tests/gpu/conftest.py", "csrc/topk/topk.cu"):
-        assert wanted in files
+    for name in ("benchmarks/card/phases.py", "tests/gpu/conftest.py", "csrc/topk/topk.cu"):
+        assert name in files
     assert not [path for path in files if path.endswith((".safetensors", ".png"))]
     assert sum(map(len, files.values())) < pack.KIT_BYTES // 2
 
@@ -192,14 +192,14 @@ def report(
     folder: Path, timed: dict[Workload, dict[str, dict[str, float]]] | None = None, **machine: Any
 ) -> Path:
     """Write a folder as a call of the phases leaves it."""
-    made = phases.Report(folder)
+    built = phases.Report(folder)
     facts = {"date": "2026-01-01", "commit": "1234567"}
-    made.content["machine"] = COMMITTED["machine"] | facts | machine
-    for name, (code, said) in STEPS.items():
+    built.content["machine"] = COMMITTED["machine"] | facts | machine
+    for name, (code, output) in STEPS.items():
         outcome = {"outcome": "passed", "evidence": {"prompts compared": 2, "left out": 1}}
         evidence = {"tests": {"tests/gpu/test_served.py::test_eager": outcome}}
         more = {"evidence": evidence} if name == "served eager" else {}
-        made.add(name, {"code": code, "seconds": 2.0, "said": said} | more)
+        built.add(name, {"code": code, "seconds": 2.0, "said": output} | more)
     timed = timed or {DECODE: {"flash_mla": took(30.0, 10.0), "cuda": took(10.0, 9.0)}}
     rest: dict[str, Any] = {"missing": {}, "wrong": [], "clocks": []}
     speed = {str(work): {"times": times, **rest} for work, times in timed.items()}
@@ -248,16 +248,16 @@ def test_what_folding_gains_is_said_with_the_top_k_alike(tmp_path: Path) -> None
         for (rows, context), work in works.items()
     }
     timed[Workload("mla_prefill", 4096, 122_880, 8)] = {"flash_mla": took(10.0)}
-    made = record.make_record([report(tmp_path / "a", timed)])
-    composed = record.composed_folding(made)  # 78 layers of two chunks of 10 us attend
+    content = record.make_record([report(tmp_path / "a", timed)])
+    composed = record.composed_folding(content)  # 78 layers of two chunks of 10 us attend
     assert "| all L | 4 | 1.60x |" in composed
     assert "| 20 L, the others S | 2 | 2.89x |" in composed
     assert (
         "8,192 rows 2.00 to 5.00 times as fast with 32 heads at 120K to 200K"
-        in record.fold_line(made)
+        in record.fold_line(content)
     )
     assert "| 32 | 256 | 120K | 600 | 30 | 20.00x | 50 | 20 | 2.50x | 40 |" in record.fold_table(
-        made
+        content
     )
 
 
@@ -268,22 +268,22 @@ def test_a_made_up_report_goes_to_the_pages_and_out_again(
     shutil.copytree(RESULTS / "kernels", results / "kernels")
     shutil.copy(RESULTS / "expect.json", results)
     written = results / record.RECORD
-    shown = [page for page in readme.PAGES if "generated:card-" in (readme.ROOT / page).read_text()]
-    before = {page: (readme.ROOT / page).read_text() for page in shown}
-    assert Path("README.md") in shown
+    pages = [page for page in readme.PAGES if "generated:card-" in (readme.ROOT / page).read_text()]
+    before = {page: (readme.ROOT / page).read_text() for page in pages}
+    assert Path("README.md") in pages
     folder = report(tmp_path / "out", everywhere(10.0))
     line = ["record", str(folder), "--fresh", "--output", str(written)]
     monkeypatch.setattr(sys, "argv", line)
     record.main()
-    found = {page: readme.fill(text, results) for page, text in before.items()}
-    assert "3 of 3 cases right" in found[Path("README.md")]
-    assert "attention in decode, 8 heads, FP8, 2.00x" in found[Path("README.md")]
-    assert "repeats its own: eager 2 of 3 prompts.<!--" in found[Path("README.md")]
-    kernels = found[Path("benchmarks/results/kernels/README.md")]
+    filled = {page: readme.fill(text, results) for page, text in before.items()}
+    assert "3 of 3 cases right" in filled[Path("README.md")]
+    assert "attention in decode, 8 heads, FP8, 2.00x" in filled[Path("README.md")]
+    assert "repeats its own: eager 2 of 3 prompts.<!--" in filled[Path("README.md")]
+    kernels = filled[Path("benchmarks/results/kernels/README.md")]
     assert "| attention in decode | 8 | bfloat16 | 8 of 8 | 2.00x | yes |" in kernels
     assert "| attention in prefill | 5 ranges of times | 0 inside, 5 faster, 0 slower |" in kernels
     written.unlink()
-    gone = {page: readme.fill(text, results) for page, text in found.items()}
+    gone = {page: readme.fill(text, results) for page, text in filled.items()}
     assert "GPUs:** <!-- generated:card-line -->not measured<!--" in gone[Path("README.md")]
     shutil.copy(RESULTS / record.RECORD, written)
     assert {page: readme.fill(text, results) for page, text in gone.items()} == before
@@ -291,12 +291,12 @@ def test_a_made_up_report_goes_to_the_pages_and_out_again(
 
 def test_a_report_is_added_to_the_record_and_its_last_runs_count(tmp_path: Path) -> None:
     kit_alone = {"sglang": None, "deep_gemm": None, "version": "another"}
-    both = record.make_record([report(tmp_path / "a", **kit_alone)], before=COMMITTED)
-    assert both["machine"]["sglang"] == COMMITTED["machine"]["sglang"]
-    assert len(both["runs"]) == len(COMMITTED["runs"]) + 1
-    assert both["speed"][-1]["run"] == len(COMMITTED["runs"])
-    assert "| served eager | passed |" in record.exact_table(both)
-    assert record.exact_table(both).count("served eager") == 1
+    together = record.make_record([report(tmp_path / "a", **kit_alone)], before=COMMITTED)
+    assert together["machine"]["sglang"] == COMMITTED["machine"]["sglang"]
+    assert len(together["runs"]) == len(COMMITTED["runs"]) + 1
+    assert together["speed"][-1]["run"] == len(COMMITTED["runs"])
+    assert "| served eager | passed |" in record.exact_table(together)
+    assert record.exact_table(together).count("served eager") == 1
 
 
 def test_launches_that_came_too_late_are_marked_and_only_where_the_host_was_busy(
@@ -312,20 +312,20 @@ def test_calls_on_different_machines_make_no_record(tmp_path: Path) -> None:
 
 
 def test_a_default_needs_every_shape_against_all_that_sglang_can_run(tmp_path: Path) -> None:
-    def found(name: str, timed: dict[Workload, dict[str, dict[str, float]]]) -> Any:
+    def claims_of(name: str, timed: dict[Workload, dict[str, dict[str, float]]]) -> Any:
         return claims.may_be_default(record.make_record([report(tmp_path / name, timed)]))
 
-    won = found("all", everywhere(10.0))
+    won = claims_of("all", everywhere(10.0))
     assert {("select_prefill", 32), ("mla_decode", 8), ("mla_decode", 16)} <= won
     slow, decode = everywhere(10.0), Workload("mla_decode", 8, 122_880, 8)
     slow[Workload("select_prefill", 256, 204_800, 32)]["cuda"] = took(21.0)
-    assert won - found("slower than the fastest once", slow) == {("select_prefill", 32)}
+    assert won - claims_of("slower than the fastest once", slow) == {("select_prefill", 32)}
     lacking = everywhere(10.0)
     del lacking[Workload("mla_decode", 16, 122_880, 8)]
-    assert won - found("not timed once", lacking) == {("mla_decode", 8)}
+    assert won - claims_of("not timed once", lacking) == {("mla_decode", 8)}
     lacking = everywhere(10.0)
     del lacking[decode]["fa3"]
-    assert won - found("the default did not run", lacking) == {("mla_decode", 8)}
+    assert won - claims_of("the default did not run", lacking) == {("mla_decode", 8)}
 
 
 def test_the_committed_record_has_every_workload_and_none_was_wrong() -> None:
@@ -333,9 +333,9 @@ def test_the_committed_record_has_every_workload_and_none_was_wrong() -> None:
     assert timed == {str(work) for work in workloads()}
     assert not [row["workload"] for row in COMMITTED["speed"] if row["wrong"]]
     grids = [
-        found["said"]
-        for name, found in COMMITTED["runs"][0]["steps"].items()
+        result["said"]
+        for name, result in COMMITTED["runs"][0]["steps"].items()
         if name.startswith("grid")
     ]
-    assert sum(said["passed"] for said in grids) == 102
-    assert sum(said["failed"] for said in grids) == 0
+    assert sum(grid["passed"] for grid in grids) == 102
+    assert sum(grid["failed"] for grid in grids) == 0

@@ -40,9 +40,9 @@ def test_all_folded_with_enough_candidates_is_all_full(model: InTransformers) ->
 
 def test_letters_of_decode_change_nothing_before_it(model: InTransformers) -> None:
     prefill = states(model, Arm("", "FLLL" * 3, "folding"), IDS, 80)
-    both = states(model, Arm("", "FLLL" * 3, "both", decode="FSSS" * 3), IDS, 80)
-    torch.testing.assert_close(prefill[:80], both[:80], rtol=0, atol=1e-5)
-    assert not torch.allclose(prefill[80:], both[80:], atol=1e-3)
+    with_decode = states(model, Arm("", "FLLL" * 3, "both", decode="FSSS" * 3), IDS, 80)
+    torch.testing.assert_close(prefill[:80], with_decode[:80], rtol=0, atol=1e-5)
+    assert not torch.allclose(prefill[80:], with_decode[80:], atol=1e-3)
 
 
 def test_nothing_is_missed_by_the_exact_score_and_chance_is_by_a_blind_one(
@@ -53,15 +53,15 @@ def test_nothing_is_missed_by_the_exact_score_and_chance_is_by_a_blind_one(
         "blind": lambda row, _: row.visible.flip(-1).float().masked_fill(~row.visible, -torch.inf),
     }
     rows = model.inputs(IDS, 8, slice(80, None))
-    found = [missed(row, layer, 8, ways) for layer, row in enumerate(rows)]
-    assert all(share == 0 for layer in found for share in layer["exact"].values())
-    assert min(layer["blind"]["1"] for layer in found) > 0.5
+    shares = [missed(row, layer, 8, ways) for layer, row in enumerate(rows)]
+    assert all(share == 0 for layer in shares for share in layer["exact"].values())
+    assert min(layer["blind"]["1"] for layer in shares) > 0.5
 
 
 def test_all_heads_exact_is_the_exact_score() -> None:
     row = random_row((1, 6, 9, 4, 3), seed=1)
-    found = heaviest_exact(row, torch.rand(4), 4).double()
-    torch.testing.assert_close(found, brute_scores(row, None), rtol=1e-4, atol=1e-4)
+    scores = heaviest_exact(row, torch.rand(4), 4).double()
+    torch.testing.assert_close(scores, brute_scores(row, None), rtol=1e-4, atol=1e-4)
 
 
 def always_positive(seed: int) -> tuple[IndexRow, torch.Tensor]:
@@ -74,8 +74,8 @@ def always_positive(seed: int) -> tuple[IndexRow, torch.Tensor]:
 
 @pytest.mark.parametrize("fit", FITS)
 def test_every_fit_finds_slopes_that_make_the_score(fit: str) -> None:
-    rows, made = zip(*(always_positive(seed) for seed in (2, 3)), strict=True)
-    torch.testing.assert_close(FITS[fit](rows, 4), made[0], rtol=0, atol=2e-2)
+    rows, slopes = zip(*(always_positive(seed) for seed in (2, 3)), strict=True)
+    torch.testing.assert_close(FITS[fit](rows, 4), slopes[0], rtol=0, atol=2e-2)
 
 
 def test_slopes_are_the_packages_own() -> None:
@@ -108,21 +108,21 @@ def test_rows_are_paired() -> None:
         for arm, value in (("full", 1.0), ("all L", 1.5))
         for row in range(5)
     ]
-    found = paired(
+    change = paired(
         [*lines, {"arm": "all L", "row": 9, "text loss": 99.0}], "all L", "full", "text loss"
     )
-    assert found is not None
-    assert (found["mean"], found["rows"]) == (0.5, 5)
-    assert found["half_width"] == pytest.approx(0, abs=1e-12)
+    assert change is not None
+    assert (change["mean"], change["rows"]) == (0.5, 5)
+    assert change["half_width"] == pytest.approx(0, abs=1e-12)
     assert paired(lines, "all L", "LS", "text loss") is None
 
 
 def test_work_counts_dot_products() -> None:
-    made = arms(12)
-    work = {name: arm.work(32) for name, arm in made.items()}
+    by_name = arms(12)
+    work = {name: arm.work(32) for name, arm in by_name.items()}
     assert work["full"] == 1
     assert work["uniform 1/2"] == 0.5
     assert work["all L"] == pytest.approx(1 / 32)
     assert work["all F folded, c = 4"] == pytest.approx(1 / 32 + 1 / 16)
-    assert {len(arm.letters) for arm in made.values()} == {12}
-    assert made["F at 0, 1, 5, 9, ..."].letters == "FFSSSFSSSFSS"
+    assert {len(arm.letters) for arm in by_name.values()} == {12}
+    assert by_name["F at 0, 1, 5, 9, ..."].letters == "FFSSSFSSSFSS"

@@ -18,15 +18,15 @@ ORDER = ("start", "served", "capture", "kernels")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark, sort and skip what is in this folder, but for the tests of the tests themselves."""
     ours = {f"test_{name}.py": place for place, name in enumerate(ORDER)}
-    here = [item for item in items if item.path.parent == Path(__file__).parent]
-    here = [item for item in here if item.path.name in ours]
-    for item in here:
+    on_card = [item for item in items if item.path.parent == Path(__file__).parent]
+    on_card = [item for item in on_card if item.path.name in ours]
+    for item in on_card:
         item.add_marker("gpu")
         needs = [need for need in get_args(Need) if need == "card" or item.get_closest_marker(need)]
         if why := lacking(*needs):
             item.add_marker(pytest.mark.skip(reason=why))
-    ranked = iter(sorted(here, key=lambda item: ours[item.path.name]))
-    items[:] = [next(ranked) if item in here else item for item in items]
+    ranked = iter(sorted(on_card, key=lambda item: ours[item.path.name]))
+    items[:] = [next(ranked) if item in on_card else item for item in items]
 
 
 @pytest.fixture

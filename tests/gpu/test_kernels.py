@@ -92,28 +92,30 @@ def jobs(load: Callable[[Any], Callable[..., Any]], device: torch.device) -> Ite
 
             yield Job(f"select {case}", fields(first), fields(second), (out,), run)
     drawn = cases.TopKCase(5000, 2048)
-    one, other = (cases.topk_inputs(drawn, seeded(seed), device) for seed in (1, 2))
-    out = torch.empty(len(one[1]), drawn.topk, dtype=torch.int32, device=device)
-    yield Job("topk", one, (other[0], other[1] // 2), (out,), lambda i, o: topk(*i, 2048, out=o[0]))
+    left, right = (cases.topk_inputs(drawn, seeded(seed), device) for seed in (1, 2))
+    out = torch.empty(len(left[1]), drawn.topk, dtype=torch.int32, device=device)
+    yield Job(
+        "topk", left, (right[0], right[1] // 2), (out,), lambda i, o: topk(*i, 2048, out=o[0])
+    )
     for pair in ATTENTION:
         a, b = (
             cases.attention_inputs(case, seeded(n), device) for n, case in enumerate(pair, start=1)
         )
         rows, heads, _ = a.q.shape
-        made = torch.empty(rows, heads, VALUE_DIM, dtype=torch.bfloat16, device=device)
+        output = torch.empty(rows, heads, VALUE_DIM, dtype=torch.bfloat16, device=device)
         lse = torch.empty(rows, heads, dtype=torch.float32, device=device)
 
         def run(inputs: Tensors, out: Tensors, scale: float = a.scale) -> None:
             attend(*inputs, scale, out=out[0], lse=out[1])
 
-        given = [(inputs.q, inputs.cache, inputs.slots) for inputs in (a, b)]
-        yield Job(f"sparse_mla {pair[0]}", *given, (made, lse), run)
+        inputs_of_both = [(inputs.q, inputs.cache, inputs.slots) for inputs in (a, b)]
+        yield Job(f"sparse_mla {pair[0]}", *inputs_of_both, (output, lse), run)
 
 
 def fields(batch: IndexerBatch) -> Tensors:
     """Return the batch's tensors, without those that are left out."""
-    found = (getattr(batch, field.name) for field in dataclasses.fields(batch))
-    return tuple(field for field in found if field is not None)
+    values = (getattr(batch, field.name) for field in dataclasses.fields(batch))
+    return tuple(field for field in values if field is not None)
 
 
 def captured(body: Callable[[], Any]) -> Callable[[], None]:
@@ -137,20 +139,20 @@ def check_replays(
     Before each, all inputs are overwritten in place (lengths, page tables, lists and values), and
     the outputs with rubbish; it must give the bits of a call outside of the graph.
     """
-    wanted = []
+    expected = []
     for inputs in (job.first, job.second):
         job.call(inputs, job.outputs)
-        wanted.append([bits(output) for output in job.outputs])
-    assert any(not torch.equal(a, b) for a, b in zip(*wanted, strict=True)), "nothing can be seen"
+        expected.append([bits(output) for output in job.outputs])
+    assert any(not torch.equal(a, b) for a, b in zip(*expected, strict=True)), "nothing can be seen"
     static = tuple(tensor.clone() for tensor in job.first)
     replay = capture(lambda: job.call(static, job.outputs))
     for number in (1, 0):
-        for tensor, given in zip(static, (job.first, job.second)[number], strict=True):
-            tensor.copy_(given)
+        for tensor, source in zip(static, (job.first, job.second)[number], strict=True):
+            tensor.copy_(source)
         for output in job.outputs:
             output.fill_(77)
         replay()
-        for output, right in zip(job.outputs, wanted[number], strict=True):
+        for output, right in zip(job.outputs, expected[number], strict=True):
             assert torch.equal(bits(output), right), f"{job.name}: a replay differs"
 
 
@@ -175,11 +177,11 @@ def test_replays_give_what_calls_give() -> None:
 def test_candidates_are_chosen_as_float64_allows(heads: int, decodes: bool) -> None:
     requests = [(4100, 1), (700, 1), (9000, 1)] if decodes else [(4100, 130), (5, 5), (9000, 3)]
     batch = among.draw_batch(requests, decodes=decodes, padding=0 if decodes else 3, heads=heads)
-    there = on_card(batch)
+    batch_there = on_card(batch)
     stage = SecondStage(among.slopes(heads).cuda(), 2)
-    out = among.poisoned(there, 512).cuda()
-    assert among.check(batch, stage(there, 512, out=out).cpu(), 2, 512) > 0
-    parts = [stage(there.part(row, row + 1), 512) for row in range(3)]
+    out = among.poisoned(batch_there, 512).cuda()
+    assert among.check(batch, stage(batch_there, 512, out=out).cpu(), 2, 512) > 0
+    parts = [stage(batch_there.part(row, row + 1), 512) for row in range(3)]
     assert torch.equal(torch.cat(parts), out[:3])
 
 
@@ -189,8 +191,8 @@ def test_candidates_are_the_largest(levels: int) -> None:
     scores = torch.randn(40, 204_800, generator=seeded(1))
     scores = (scores * levels).round() if levels else scores
     visible = torch.linspace(1, 204_800, 40).int()
-    found = largest(scores.cuda(), visible.cuda(), 8192).cpu()
-    assert torch.equal(found, topk_reference.topk(scores, visible, 8192))
+    candidates = largest(scores.cuda(), visible.cuda(), 8192).cpu()
+    assert torch.equal(candidates, topk_reference.topk(scores, visible, 8192))
 
 
 @pytest.mark.hopper
@@ -210,5 +212,7 @@ def test_replays_choose_the_candidates_of_calls(case: cases.IndexerCase) -> None
 def on_card(batch: IndexerBatch) -> IndexerBatch:
     """Return the batch with its tensors on the card."""
     named_tensors = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
-    there = {name: tensor.cuda() for name, tensor in named_tensors.items() if tensor is not None}
-    return IndexerBatch(**there)
+    tensors_there = {
+        name: tensor.cuda() for name, tensor in named_tensors.items() if tensor is not None
+    }
+    return IndexerBatch(**tensors_there)

@@ -117,14 +117,18 @@ def together(client: Asked, requests: Sequence[Request]) -> list[list[int]]:
 
 def same_tokens(ours: Asked, stock: Asked, prompts: Prompts) -> dict[str, Any]:
     """The same tokens as stock SGLang's wherever that agrees with itself."""
-    wanted, again, found = ([answer(c, Request(p)) for p in prompts] for c in (stock, stock, ours))
-    stable = [n for n, (one, other) in enumerate(zip(wanted, again, strict=True)) if one == other]
+    expected, again, answers = (
+        [answer(c, Request(p)) for p in prompts] for c in (stock, stock, ours)
+    )
+    stable = [
+        n for n, (first, second) in enumerate(zip(expected, again, strict=True)) if first == second
+    ]
     if not stable:
         pytest.skip("stock SGLang answers every prompt otherwise when it is asked again")
     for number in stable:
-        same = sum(a == b for a, b in zip(wanted[number], found[number], strict=True))
-        assert same == TOKENS, f"prompt {number}: {same} of {TOKENS} tokens are stock's"
-    return {"prompts compared": len(stable), "left out": len(wanted) - len(stable)}
+        equal = sum(a == b for a, b in zip(expected[number], answers[number], strict=True))
+        assert equal == TOKENS, f"prompt {number}: {equal} of {TOKENS} tokens are stock's"
+    return {"prompts compared": len(stable), "left out": len(expected) - len(stable)}
 
 
 def compare_with_stock(ours: Asked, stock: Asked, prompts: Prompts) -> dict[str, Any]:
@@ -144,18 +148,18 @@ def ran_where_full(state: RankState, pattern: Pattern) -> None:
 
 def compare_shared(shared: Asked, full: Asked, prompts: Prompts) -> dict[str, Any]:
     """S layers took their F layer's blocks, also in graphs, and an answer changed by it."""
-    found, wanted = ([answer(c, Request(p)) for p in prompts] for c in (shared, full))
+    sharing, with_all = ([answer(c, Request(p)) for p in prompts] for c in (shared, full))
     (state, *_) = shared.states()
     assert state.pattern == str(PATTERN)
     ran_where_full(state, PATTERN)
     reused = [position for position, count in enumerate(state.index_reuses) if count]
     assert reused == list(PATTERN.shared_layers)
     assert state.graph_replays.get("decode"), "no decode graph was replayed"
-    assert found != wanted, "all F answers the same, so nothing could be seen"
+    assert sharing != with_all, "all F answers the same, so nothing could be seen"
     return {
         "share of all F's tokens": [
-            sum(a == b for a, b in zip(one, other, strict=True)) / TOKENS
-            for one, other in zip(found, wanted, strict=True)
+            sum(a == b for a, b in zip(mine, theirs, strict=True)) / TOKENS
+            for mine, theirs in zip(sharing, with_all, strict=True)
         ]
     }
 
@@ -167,21 +171,21 @@ def compare_mixed(live: Asked, prompts: Prompts) -> dict[str, Any]:
     and among requests of its own pattern is compared.
     """
     kinds = (PATTERN, FULL, HALF)
-    asked = [[Request(prompt, kind) for prompt in prompts] for kind in kinds]
+    by_kind = [[Request(prompt, kind) for prompt in prompts] for kind in kinds]
     alone, again = (
-        [[answer(live, request) for request in requests] for requests in asked] for _ in range(2)
+        [[answer(live, request) for request in requests] for requests in by_kind] for _ in range(2)
     )
-    uniform = [together(live, requests) for requests in asked]
+    uniform = [together(live, requests) for requests in by_kind]
     assert alone[0] != alone[1], "all F answers the same, so nothing could be seen"
-    every = [request for requests in zip(*asked, strict=True) for request in requests]
+    every = [request for requests in zip(*by_kind, strict=True) for request in requests]
     mixed = iter(together(live, every))
     compared = 0
     for number in range(len(prompts)):
         for kind in range(len(kinds)):
-            found = next(mixed)
+            reply = next(mixed)
             if alone[kind][number] == uniform[kind][number] == again[kind][number]:
                 compared += 1
-                assert found == alone[kind][number], f"prompt {number} under {kinds[kind]}"
+                assert reply == alone[kind][number], f"prompt {number} under {kinds[kind]}"
     if not compared:
         pytest.skip("every answer depends on the batch's size, so nothing can be compared")
     return {"answers compared": compared, "left out": len(every) - compared}
@@ -213,15 +217,15 @@ def serving(
 
     That stock starts and ours does not is a failure; that neither does, the machine's.
     """
-    known = reported["remembered"].get("way")
+    remembered = reported["remembered"].get("way")
     problems = {}
-    for name in [known] if known else WAYS:
-        way = WAYS[name]
+    for name in [remembered] if remembered else WAYS:
+        variant = WAYS[name]
         lines = {
-            kind: [*arguments(model, kind.partition(" ")[0], pattern), *way.flags, *flags]
+            kind: [*arguments(model, kind.partition(" ")[0], pattern), *variant.flags, *flags]
             for kind, flags in kinds.items()
         }
-        with started(lines, folder, way.variables) as (clients, failed):
+        with started(lines, folder, variant.variables) as (clients, failed):
             if not failed:
                 reported["remembered"]["way"] = name
                 yield clients
@@ -312,9 +316,9 @@ def check_folded(
     with serving(model, folder, reported, {"static": ()}, folded) as clients:
         fp8 = reported["remembered"]["way"].startswith("FP8")
         judge = Judge(model, fp8_kv=fp8, slopes=slopes.by_layer)
-        told = logprobs(clients["static"], prompt, None)[-256:]
-        evidence["nats apart"] = apart = judge.apart(told, prompt, pattern)
-        evidence["bound"] = bound = judge.bound(len(told), prompt, pattern)
+        measured = logprobs(clients["static"], prompt, None)[-256:]
+        evidence["nats apart"] = apart = judge.apart(measured, prompt, pattern)
+        evidence["bound"] = bound = judge.bound(len(measured), prompt, pattern)
         assert apart < bound
 
 
@@ -364,15 +368,15 @@ def test_a_server_with_our_kernels_answers_like_stock(
     """
     flags = ("--indexcache-kernels", "cuda")
     with serving(model, tmp_path, reported, {"static": flags, "stock": ()}) as clients:
-        wanted, found = (
+        expected, answers = (
             [answer(clients[kind], Request(prompt)) for prompt in prompts]
             for kind in ("stock", "static")
         )
         evidence["share of stock's tokens"] = [
-            sum(a == b for a, b in zip(one, other, strict=True)) / TOKENS
-            for one, other in zip(wanted, found, strict=True)
+            sum(a == b for a, b in zip(mine, theirs, strict=True)) / TOKENS
+            for mine, theirs in zip(expected, answers, strict=True)
         ]
-        assert found[-1][0] == wanted[-1][0]
+        assert answers[-1][0] == expected[-1][0]
 
 
 def test_minimax_m3_shares_blocks(

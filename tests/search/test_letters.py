@@ -41,7 +41,7 @@ EXACT = 3
 # -- the programme --------------------------------------------------------------------------------
 
 
-def kept(text: str, matrix: Floats) -> float:
+def mass_kept(text: str, matrix: Floats) -> float:
     """Sum what every layer keeps, one after the other; an F layer keeps all."""
     count, total, column = len(text), 0.0, 0
     for layer, letter in enumerate(text):
@@ -65,9 +65,9 @@ def test_the_pattern_is_the_best_of_all_that_the_budget_allows(
     fixed = {0, *data.draw(some)} - without
     folds = set(range(count)) - set(data.draw(some))
     price = Fraction(data.draw(st.integers(1, 12)), 12)
-    own = Pattern.from_layers(count, set(range(count)) - without)
-    rules = Constraints.make(own, fixed, Folding(price, frozenset(folds), "0123456789ab"))
-    budget = data.draw(st.integers(rules.fewest, len(own.full_layers)))
+    shipped = Pattern.from_layers(count, set(range(count)) - without)
+    rules = Constraints.make(shipped, fixed, Folding(price, frozenset(folds), "0123456789ab"))
+    budget = data.draw(st.integers(rules.fewest, len(shipped.full_layers)))
     # More than 1 now and then: the heads of some layers gain under another's list.
     matrix = np.random.default_rng(seed).uniform(0, 1.05, (count, 2 * count))
     allowed = [
@@ -78,11 +78,11 @@ def test_the_pattern_is_the_best_of_all_that_the_budget_allows(
         and all(text[layer] == "S" for layer in without)
         and all(letter != "L" or layer in folds for layer, letter in enumerate(text))
     ]
-    found = most_similar(matrix, budget, rules)
-    assert found.layers in allowed
-    assert found.suffix.slopes == ("0123456789ab" if "L" in found.layers else "")
-    best = max(kept(text, matrix) for text in allowed)
-    assert kept(found.layers, matrix) == pytest.approx(best, abs=1e-12)
+    best_pattern = most_similar(matrix, budget, rules)
+    assert best_pattern.layers in allowed
+    assert best_pattern.suffix.slopes == ("0123456789ab" if "L" in best_pattern.layers else "")
+    best = max(mass_kept(text, matrix) for text in allowed)
+    assert mass_kept(best_pattern.layers, matrix) == pytest.approx(best, abs=1e-12)
 
 
 def test_of_patterns_as_good_the_cheapest_is_taken() -> None:
@@ -132,7 +132,7 @@ def lists_by_hand(folder: Path, slopes: Slopes, ids: tuple[int, ...]) -> list[li
 
     Of a layer that folds badly they are those of its own score.
     """
-    found = []
+    lists = []
     for (products_of, weights, exact), numbers in zip(
         products(folder, ids), slopes.by_layer, strict=True
     ):
@@ -144,8 +144,8 @@ def lists_by_hand(folder: Path, slopes: Slopes, ids: tuple[int, ...]) -> list[li
             sorted(range(query + 1), key=lambda key: (-row[key], key))[:TOPK]
             for query, row in enumerate(scores.tolist())
         ]
-        found.append([set(keys) for keys in order])
-    return found
+        lists.append([set(keys) for keys in order])
+    return lists
 
 
 def dense_attention(folder: Path, hidden: list[torch.Tensor], layer: int) -> torch.Tensor:
@@ -174,16 +174,18 @@ def test_the_matrix_is_that_of_sums_by_hand(
     folded = [lists_by_hand(folder, slopes, ids) for ids in data.sequences]
     for layer in (1, 4):
         attention = [dense_attention(folder, run.hidden, layer) for run in runs]
-        own, others = 0.0, [0.0] * (layer + 1)
+        own_mass, mass_of_others = 0.0, [0.0] * (layer + 1)
         for number, (mask, run) in enumerate(zip(data.counted, runs, strict=True)):
             for query in np.flatnonzero(mask).tolist():
-                seen = attention[number][:, query]
-                own += seen[:, run.indices[layer][0, query].long()].sum(-1).double()
+                weights = attention[number][:, query]
+                own_mass += weights[:, run.indices[layer][0, query].long()].sum(-1).double()
                 for j in range(layer + 1):
-                    others[j] += seen[:, sorted(folded[number][j][query])].sum(-1).double()
+                    mass_of_others[j] += (
+                        weights[:, sorted(folded[number][j][query])].sum(-1).double()
+                    )
         total = sum(int(mask.sum()) for mask in data.counted)
         for j in range(layer + 1):
-            lost = max(((own - others[j]) / total).tolist())
+            lost = max(((own_mass - mass_of_others[j]) / total).tolist())
             assert matrix[layer, j] == pytest.approx(1 - lost, abs=1e-5)
     above = np.triu_indices(LAYERS, 1)
     assert not matrix[:, :LAYERS][above].any()
@@ -224,18 +226,18 @@ def test_a_search_ends_with_letters_and_measures_nothing_twice(
     goal = parse_targets(["1/2", "1/3"], Constraints.make(Pattern.full(LAYERS), [4], folding))
     options = Options(METHODS_IN_PROCESS["one-pass"], refine=False)
     cut = Calibration(data.sequences, 1, "test")
-    found = []
+    patterns = []
     for _ in range(2):
         model = TransformersEvaluator(folder, cut, slopes=slopes)
         with open_journal(tmp_path / "journal.jsonl", {"kind": model.kind}) as journal:
             search = finished(Ledger(model, journal), goal, options)
             matrix = pair_matrix(search.ledger, "folded_mass")
-        found.append(search.found)
+        patterns.append(search.found)
         last = model.layer_tokens
     assert last == 0
-    assert found[0] == found[1]
+    assert patterns[0] == patterns[1]
     assert matrix == pytest.approx((model.folded_mass(0) + model.folded_mass(1)) / 2, abs=1e-15)
-    for count, result in found[0].items():
+    for count, result in patterns[0].items():
         assert result.pattern == most_similar(matrix, count, goal.constraints)
         assert result.pattern.layers[EXACT] != "L"
         assert result.pattern.layers[4] == "F"
@@ -264,10 +266,10 @@ def test_the_command_writes_patterns_that_find_their_slopes(
     model = shipped_checkpoint()
     arguments = ("--model", model, "--slopes", shipped.path, "--fold-price", "0.3", "--context")
     arguments += ("128", "--batches", "2", "--held-out", "2", "--target", "1/2", "--target", "1/4")
-    code, said = call(*arguments, "--output", tmp_path)
-    assert code == 0, said
-    assert "F costs 1, L 0.3, S 0: a target is the most that a pattern may cost" in said
-    assert "11 of 12 layers may be L" in said
+    code, output = call(*arguments, "--output", tmp_path)
+    assert code == 0, output
+    assert "F costs 1, L 0.3, S 0: a target is the most that a pattern may cost" in output
+    assert "11 of 12 layers may be L" in output
     for label, budget in (("1of2", 6), ("1of4", 3)):
         path = tmp_path / f"tiny-dsa-FLS-{label}.yaml"
         resolved = Library([]).resolve(str(path), Checkpoint.read(Path(model)), folding=True)
@@ -279,11 +281,11 @@ def test_the_command_writes_patterns_that_find_their_slopes(
         assert resolved.entry is not None
         assert resolved.entry.retention == f"{12 - letters.count('S')}/12"
         assert resolved.entry.method.details["fold_price"] == 0.3
-        assert f"{letters.count('F')} + {letters.count('L')} L" in said
+        assert f"{letters.count('F')} + {letters.count('L')} L" in output
     assert (tmp_path / "pairs.png").stat().st_size > 10_000
     journal = (tmp_path / "journal.jsonl").read_bytes()
-    code, said = call(*arguments, "--output", tmp_path, "--fold-price", "0.5")
-    assert code == 0, said
+    code, output = call(*arguments, "--output", tmp_path, "--fold-price", "0.5")
+    assert code == 0, output
     assert (tmp_path / "journal.jsonl").read_bytes().startswith(journal)
     assert (tmp_path / "journal.jsonl").read_text().count("folded_mass") == 2
 
@@ -302,9 +304,9 @@ def test_the_command_writes_patterns_that_find_their_slopes(
 def test_what_it_refuses(
     tmp_path: Path, shipped: Slopes, more: tuple[str, ...], message: str
 ) -> None:
-    named = [str(shipped.path) if each == "FILE" else each for each in more]
-    code, said = call("--model", shipped_checkpoint(), "--output", tmp_path / "out", *named)
-    assert (code, message in said) == (1, True), said
+    named = [str(shipped.path) if option == "FILE" else option for option in more]
+    code, output = call("--model", shipped_checkpoint(), "--output", tmp_path / "out", *named)
+    assert (code, message in output) == (1, True), output
     assert not (tmp_path / "out").exists()
 
 
@@ -312,5 +314,5 @@ def test_slopes_of_another_checkpoint_are_refused(
     tmp_path: Path, folder: Path, slopes: Slopes
 ) -> None:
     options = ("--slopes", slopes.path, "--fold-price", "0.5", "-o", tmp_path)
-    code, said = call("--model", shipped_checkpoint(), *options)
-    assert (code, "is another checkpoint" in said) == (1, True), said
+    code, output = call("--model", shipped_checkpoint(), *options)
+    assert (code, "is another checkpoint" in output) == (1, True), output

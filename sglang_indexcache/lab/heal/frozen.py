@@ -205,10 +205,10 @@ class FrozenBody:
         if sources[0].endswith(name):
             return read(sources[0]).plain(dtype)
         shape = self._layers[number].state_dict()[name].shape
-        whole = torch.empty(shape, dtype=dtype, device=self.devices[number])
-        for place, source in zip(_parts(whole, len(sources)), sources, strict=True):
+        stacked = torch.empty(shape, dtype=dtype, device=self.devices[number])
+        for place, source in zip(_parts(stacked, len(sources)), sources, strict=True):
             place.copy_(read(source).plain(dtype))
-        return whole
+        return stacked
 
 
 def shared_out(pattern: Pattern, loads: Sequence[int], devices: int) -> list[range]:
@@ -218,10 +218,12 @@ def shared_out(pattern: Pattern, loads: Sequence[int], devices: int) -> list[ran
     emptier: what they share would travel. ``loads`` are bytes of each layer; some devices get no
     layer where there are too few.
     """
-    whole = _evenly([group.layers for group in pattern.groups], loads, devices)
+    by_groups = _evenly([group.layers for group in pattern.groups], loads, devices)
     split = _evenly([range(n, n + 1) for n in range(len(pattern))], loads, devices)
-    fullest = [max(sum(loads[n] for n in share) for share in shares) for shares in (whole, split)]
-    return whole if fullest[0] <= _WORTH_A_SPLIT * fullest[1] else split
+    fullest = [
+        max(sum(loads[n] for n in share) for share in shares) for shares in (by_groups, split)
+    ]
+    return by_groups if fullest[0] <= _WORTH_A_SPLIT * fullest[1] else split
 
 
 def _evenly(groups: Sequence[range], loads: Sequence[int], devices: int) -> list[range]:

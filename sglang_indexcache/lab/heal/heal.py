@@ -363,35 +363,35 @@ class _Healing:
         for step in range(start, stage.steps):
             set_lr([optimizer], stage.lr_factor(step))
             line = self._step(number, step, stage, optimizer)
-            done = step + 1
+            finished = step + 1
             seconds = time.perf_counter() - began
-            remaining = seconds / (done - start) * (stage.steps - done)
-            last = done == stage.steps
+            remaining = seconds / (finished - start) * (stage.steps - finished)
+            last = finished == stage.steps
             times = {"seconds": seconds, "seconds_left": remaining}
-            line |= self._where(number, done, stage) | times
+            line |= self._where(number, finished, stage) | times
             self.files.log.record(**line)
-            if last or done % SHOWN_EVERY == 0:
+            if last or finished % SHOWN_EVERY == 0:
                 self.files.log.say(
-                    f"{stage.attention} attention, step {done} of {stage.steps}: "
+                    f"{stage.attention} attention, step {finished} of {stage.steps}: "
                     f"loss {line['loss']:.4g}, {time_in_words(remaining / 3600)} left"
                 )
-            if last or done % self.options.evaluate_every == 0:
-                self._judge(number, done, stage, state)
-            if last or done % self.options.save_every == 0:
-                self._save(Position(number, done), state, optimizer)
+            if last or finished % self.options.evaluate_every == 0:
+                self._judge(number, finished, stage, state)
+            if last or finished % self.options.save_every == 0:
+                self._save(Position(number, finished), state, optimizer)
             if self.on_step is not None:
-                self.on_step(self._before(number) + done, self._tensors)
+                self.on_step(self._before(number) + finished, self._tensors)
         self._set(state.best)
 
     def _before(self, number: int) -> int:
         return sum(stage.steps for stage in self.options.stages[:number])
 
-    def _where(self, number: int, done: int, stage: HealStage) -> dict[str, Any]:
+    def _where(self, number: int, step: int, stage: HealStage) -> dict[str, Any]:
         return {
             "stage": number,
-            "step": done,
+            "step": step,
             "kind": stage.attention,
-            "total_step": self._before(number) + done,
+            "total_step": self._before(number) + step,
         }
 
     def _optimizer(self, lr: float) -> torch.optim.Optimizer:
@@ -470,11 +470,11 @@ class _Healing:
         sums, queries = self._forward(list(self.data[self.target.lengths[kind]].held_out), kind)
         return (sums.loss / queries).tolist(), (sums.mass / sums.choosing).tolist()
 
-    def _judge(self, number: int, done: int, stage: HealStage, state: State) -> None:
+    def _judge(self, number: int, step: int, stage: HealStage, state: State) -> None:
         """Evaluate on the held-out rows, and keep these weights if they are the best so far."""
         loss, recall = self._measure(stage.kind)
         evaluation = HeldOutEvaluation(
-            **self._where(number, done, stage),
+            **self._where(number, step, stage),
             held_out_loss=sum(loss),
             held_out_recall=sum(recall) / len(recall),
             held_out_loss_by_layer=loss,

@@ -167,7 +167,7 @@ def pass_through(body: FrozenBody, sharing: LocalSharing, rows: Sequence[Passing
 
 
 def pipelined(shares: Sequence[range], rows: int, from_disk: bool) -> bool:
-    """Whether the devices, each with its share of the layers, work on different rows at once."""
+    """Return whether the devices, each with its share of layers, work on several rows at once."""
     return rows > 1 and not from_disk and sum(map(bool, shares)) > 1
 
 

@@ -161,7 +161,7 @@ def multi_layer_loss(
     selected: torch.Tensor | None = None,
     block: int = DEFAULT_BLOCK,
 ) -> torch.Tensor:
-    """L_multi: the mean over the served layers of each layer's own KL (paper, multi-distill).
+    """Compute L_multi: the mean of the served layers' own KL (paper, multi-distill).
 
     The arguments are those of :func:`distillation_loss`. A trainer need not call it: a served
     layer can add its own term, divided by the group's size, with q alone handed down.
@@ -205,7 +205,7 @@ def _log_softmax(scores: torch.Tensor, support: torch.Tensor) -> torch.Tensor:
 
 
 def _divergence(p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
-    """KL(p || q) per query, nats; keys outside the support add nothing, and 0 log 0 is 0."""
+    """Return KL(p || q) per query, nats; keys outside the support add nothing, 0 log 0 is 0."""
     # -inf times a p of 0 would be NaN, in the value and in the gradient.
     return (torch.xlogy(p, p) - p * log_q.masked_fill(p == 0, 0.0)).sum(-1)
 
@@ -228,7 +228,7 @@ class _VisibleKeys:
         return _at_least_float32(keys[:, : self.reach])
 
     def dots(self, queries: torch.Tensor, gathered: torch.Tensor) -> torch.Tensor:
-        """``[B, rows, heads, S]`` dot products of queries ``[B, rows, heads, D]``."""
+        """Return ``[B, rows, heads, S]`` dot products of queries ``[B, rows, heads, D]``."""
         flat = queries.flatten(1, 2) @ gathered.transpose(-1, -2)
         return flat.view(*queries.shape[:3], -1)
 
@@ -255,7 +255,7 @@ class _VisibleKeys:
         return scores.masked_fill_(~self.allowed, float("-inf")), hits, gathered
 
     def distribution(self, target: AttentionInputs) -> torch.Tensor:
-        """p: attention over the allowed keys, averaged over the heads; ``[B, rows, S]``.
+        """Return p: attention over the allowed keys, mean over the heads; ``[B, rows, S]``.
 
         Zero in a row without any. One key head at a time, so that memory does not grow with them.
         """
@@ -359,13 +359,13 @@ class _Blockwise(torch.autograd.Function):
 
 
 def _no_gradient(index: IndexInputs) -> IndexInputs:
-    """Zeros. A key collects terms from every block: their sum is kept in at least float32."""
+    """Return zeros of at least float32: a key collects terms from every block."""
     keys = torch.zeros_like(index.keys, dtype=_accumulator(index.keys.dtype))
     return IndexInputs(torch.zeros_like(index.queries), keys, torch.zeros_like(index.weights))
 
 
 def _full_precision(device: torch.device) -> AbstractContextManager[Any]:
-    """No autocast: it would take products of float32 tensors in bfloat16."""
+    """Turn autocast off: it would take products of float32 tensors in bfloat16."""
     return torch.autocast(device.type, enabled=False)
 
 

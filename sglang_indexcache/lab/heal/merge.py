@@ -96,7 +96,7 @@ def _link(path: Path, target: Path) -> None:
 
 
 def _copy_others(base: Path, target: Path) -> None:
-    """Tokenizer, code, licence: whatever is no weights and not hidden."""
+    """Copy tokenizer, code, licence: whatever is no weights and not hidden."""
     for path in base.iterdir():
         if path.name.startswith(".") or path.suffix == ".safetensors":
             continue

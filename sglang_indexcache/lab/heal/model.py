@@ -31,7 +31,7 @@ Rotation = tuple[torch.Tensor, torch.Tensor]
 
 
 def is_indexer(name: str) -> bool:
-    """Whether a parameter of this name belongs to an indexer."""
+    """Return whether a parameter of this name belongs to an indexer."""
     return ".indexer." in name
 
 
@@ -92,7 +92,7 @@ def attend(
     selected: torch.Tensor | None,
     block: int,
 ) -> torch.Tensor:
-    """Attention that transformers' eager path gives with the same top-k mask.
+    """Attend as transformers' eager path does with the same top-k mask.
 
     Args:
         queries: ``[B, N, T, d]``.
@@ -195,5 +195,5 @@ class BorrowedSelection(nn.Module):
         self.layer, self.sharing = layer, sharing
 
     def forward(self, *_: Any, **__: Any) -> torch.Tensor:
-        """``[B, T, k]`` int32 indices of the F layer before."""
+        """Return ``[B, T, k]`` int32 indices of the F layer before."""
         return self.sharing.selection(self.layer)

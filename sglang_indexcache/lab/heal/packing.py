@@ -56,33 +56,33 @@ class Layout:
         return self.query_documents != PADDING
 
     def places(self, rows: slice) -> torch.Tensor:
-        """``[rows]`` places of the queries ``rows`` among all tokens."""
+        """Return ``[rows]`` places of the queries ``rows`` among all tokens."""
         if self.queries is None:
             return torch.arange(rows.start, rows.stop, device=self.documents.device)
         return self.queries[rows]
 
     def reach(self, rows: slice) -> int:
-        """S, how many keys a block of queries can see: nothing after its last query is seen."""
+        """Return S, the keys that a block of queries can see: none after its last query."""
         return rows.stop if self.queries is None else int(self.queries[rows.stop - 1]) + 1
 
     def visible(self, rows: slice) -> torch.Tensor:
-        """``[B, rows, S]`` bool over the S keys within :meth:`reach`.
+        """Return ``[B, rows, S]`` bool over the S keys within :meth:`reach`.
 
         A query always sees itself, so no row is ever empty.
         """
         reach = self.reach(rows)
         keys = torch.arange(reach, device=self.documents.device)
-        same = self.query_documents[:, rows, None] == self.documents[:, None, :reach]
-        return same & (keys <= self.places(rows)[:, None])
+        is_same_document = self.query_documents[:, rows, None] == self.documents[:, None, :reach]
+        return is_same_document & (keys <= self.places(rows)[:, None])
 
     def sees(self, rows: slice, places: torch.Tensor) -> torch.Tensor:
-        """``[B, rows, k]`` bool: whether queries ``rows`` see keys ``places``, ``[B, rows, k]``."""
+        """Return ``[B, rows, k]`` bool: whether queries ``rows`` see their keys ``places``."""
         batch = torch.arange(len(places), device=places.device)[:, None, None]
-        same = self.documents[batch, places] == self.query_documents[:, rows, None]
-        return same & (places <= self.places(rows)[:, None])
+        is_same_document = self.documents[batch, places] == self.query_documents[:, rows, None]
+        return is_same_document & (places <= self.places(rows)[:, None])
 
     def attended(self, rows: slice, selected: torch.Tensor | None) -> torch.Tensor:
-        """``[B, rows, S]`` bool: the visible keys, only the ``selected`` ones if given.
+        """Return ``[B, rows, S]`` bool: the visible keys, only the ``selected`` ones if given.
 
         These are ``[B, Q, k]`` top-k indices padded with -1.
         """
@@ -141,7 +141,7 @@ class PackedBatch:
 
 
 def selected_mask(indices: torch.Tensor, keys: int) -> torch.Tensor:
-    """``[B, b, keys]`` bool of ``[B, b, k]`` top-k indices, -1 where fewer than k were visible."""
+    """Return ``[B, b, keys]`` bool of ``[B, b, k]`` top-k indices, -1 where fewer were visible."""
     mask = torch.zeros(*indices.shape[:2], keys + 1, dtype=torch.bool, device=indices.device)
     # -1 goes to a spare last column, which is dropped.
     mask.scatter_(-1, indices.long().where(indices >= 0, keys), True)

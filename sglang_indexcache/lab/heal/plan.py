@@ -213,11 +213,11 @@ class _Layer:
         return resident + STATE_COPIES * MASTER * self.shape.indexer_parameters * self.is_full
 
     def waiting(self, length: int, sparse: bool) -> int:
-        """Bytes that a row keeps after this layer: its state, and an indexer's for later layers."""
+        """Count bytes that a row keeps after this layer: its state, an indexer's for later ones."""
         return length * (self.itemsize * self.shape.hidden_size + self._kept(sparse))
 
     def peak(self, length: int, sparse: bool) -> int:
-        """Most bytes that a row's pass makes be alive, and weights that do not stay as they are."""
+        """Count the most bytes that a row's pass makes be alive, and weights that do not stay."""
         weights = self.quantised or self.options.from_disk
         selected = MASTER * self.shape.index_topk * sparse
         moments = [selected + self._attention(), self._mlp(sparse)]

@@ -205,8 +205,8 @@ class RunLog:
         if not self.enabled or not self.path.exists():
             return
         # A killed process may have left half a line.
-        whole = [line for line in self.path.read_text().splitlines() if line.endswith("}")]
-        lines = [json.loads(line) for line in whole]
+        complete = [line for line in self.path.read_text().splitlines() if line.endswith("}")]
+        lines = [json.loads(line) for line in complete]
         valid = [line for line in lines if Position(line["stage"], line["step"]) <= reached]
         write_whole(self.path, "".join(json.dumps(line) + "\n" for line in valid))
 

@@ -81,7 +81,7 @@ class Sharing:
         return self.running().stage is not Stage.DENSE
 
     def no_selection(self) -> torch.Tensor:
-        """``[B, T, 0]`` int32: what a layer hands on when nothing is selected."""
+        """Return ``[B, T, 0]`` int32: what a layer hands on when nothing is selected."""
         documents = self.layout.documents
         return documents.new_empty((*documents.shape, 0), dtype=torch.int32)
 

@@ -56,7 +56,7 @@ class WeightFiles:
             raise CheckpointError(f"{folder} has no *.safetensors, so there is nothing to train")
 
     def has(self, name: str) -> bool:
-        """Whether there is such a tensor."""
+        """Return whether there is such a tensor."""
         return name in self._stored
 
     def kind(self, name: str) -> str:

@@ -50,7 +50,7 @@ class Evaluator(Protocol):
         """Number of patterns that it can measure at the same time (from as many threads)."""
 
     def loss(self, pattern: Pattern, batches: Sequence[int]) -> Floats:
-        """``[batches]`` float64: mean loss per counted token, in nats, on these batches."""
+        """Return ``[batches]`` float64: mean loss per counted token, in nats, on these batches."""
 
 
 PAIRS = ("similarity", "kept_mass", "folded_mass", "kept_list")
@@ -64,8 +64,8 @@ def pair_forwards(kind: str, num_layers: int) -> int:
     For ``similarity`` layer i runs i + 1 times, for ``kept_mass`` each layer runs twice, for
     ``folded_mass`` once more, for ``kept_list`` once.
     """
-    known = {"kept_mass": 2, "folded_mass": 3, "kept_list": 1}
-    return known.get(kind, -(-(num_layers + 1) // 2))
+    forwards = {"kept_mass": 2, "folded_mass": 3, "kept_list": 1}
+    return forwards.get(kind, -(-(num_layers + 1) // 2))
 
 
 class TokenEvaluator(ABC):
@@ -81,7 +81,7 @@ class TokenEvaluator(ABC):
 
     @abstractmethod
     def token_losses(self, pattern: Pattern, batches: Sequence[int]) -> list[list[Floats]]:
-        """For each batch, for each of its sequences, ``[length - 1]`` losses in nats.
+        """Return by batch and sequence ``[length - 1]`` losses in nats.
 
         Entry i is the loss of predicting token i + 1 from tokens 0..i.
         """
@@ -99,7 +99,7 @@ class TokenEvaluator(ABC):
 
 
 def counted_mean(losses: Sequence[Floats], masks: Sequence[Mask]) -> float:
-    """Mean over the counted predictions of a batch's sequences, each ``[length - 1]``."""
+    """Return the mean over the counted predictions of sequences, each ``[length - 1]``."""
     counted = [row[mask] for row, mask in zip(losses, masks, strict=True)]
     return float(np.concatenate(counted).mean())
 

@@ -129,7 +129,7 @@ class TransformersEvaluator(TokenEvaluator):
     # -- one forward --------------------------------------------------------------------------
 
     def run(self, pattern: Pattern, ids: tuple[int, ...]) -> _Run:
-        """Every layer's input and indices under ``pattern``, for one sequence."""
+        """Return every layer's input and indices under ``pattern``, for one sequence."""
         runs = self._runs.setdefault(ids, [])
         self._runs.move_to_end(ids)
         nearest = max(runs, key=lambda run: common_layers(run.pattern, pattern), default=None)
@@ -201,7 +201,10 @@ class TransformersEvaluator(TokenEvaluator):
             return
         runs.insert(0, run)
         del runs[_KEPT_RUNS:]
-        while sum(self._bytes(kept[0]) for kept in self._runs.values() if kept) > self._reuse_bytes:
+        while (
+            sum(self._bytes(layers[0]) for layers in self._runs.values() if layers)
+            > self._reuse_bytes
+        ):
             self._runs.popitem(last=False)
 
     def _bytes(self, run: _Run) -> int:
@@ -292,14 +295,14 @@ class TransformersEvaluator(TokenEvaluator):
         run = self.run(self.own, ids)
         self._learn_arguments(len(ids))
         device = self._model.device
-        whole = [*(self._folded_lists(run) if folded else ()), *run.indices]
-        lists = [indices[0, ..., queries.to(indices.device), :].long() for indices in whole]
+        all_lists = [*(self._folded_lists(run) if folded else ()), *run.indices]
+        lists = [indices[0, ..., queries.to(indices.device), :].long() for indices in all_lists]
         heads = int(self._decoder.config.num_attention_heads)
         block = getattr(self._attention(0).indexer, "block_size", 1)  # of tokens, in MiniMax-M3
         entries = -(-len(ids) // block)
         everything = torch.arange(entries, device=device).expand(*run.indices[0].shape[:-1], -1)
         if block > 1:
-            lists = [by_head(each, heads, end=entries) for each in lists]
+            lists = [by_head(indices_of, heads, end=entries) for indices_of in lists]
         mass = np.zeros((self.num_layers, len(lists), heads))
         barred = Pattern.from_layers(self.num_layers, [0])  # no later layer selects by itself
         with torch.no_grad(), share(self._model, barred) as sharing:
@@ -346,7 +349,7 @@ class TransformersEvaluator(TokenEvaluator):
     # -- what layers attend to ----------------------------------------------------------------
 
     def selected(self, ids: tuple[int, ...], under: Pattern | None = None) -> NDArray[np.integer]:
-        """``[N, length, k]``: what each layer selects for one sequence.
+        """Return ``[N, length, k]``: what each layer selects for one sequence.
 
         By default all indexers run. What an S layer of ``under`` would select itself is what it
         attends to where it is F besides. Of a model whose layers have one list for all heads.
@@ -398,8 +401,8 @@ def lost_by_worst_head(mass: Floats) -> Floats:
     """
     count = len(mass)
     own_mass = np.einsum("iih->ih", mass[:, -count:])[:, None]
-    kept = 1 + (mass - own_mass).min(axis=2)
-    matrix: Floats = kept * np.tile(np.tri(count), kept.shape[1] // count)
+    share = 1 + (mass - own_mass).min(axis=2)
+    matrix: Floats = share * np.tile(np.tri(count), share.shape[1] // count)
     return matrix
 
 

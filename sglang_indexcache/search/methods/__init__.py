@@ -39,7 +39,7 @@ class Method(Protocol):
         """
 
     def least(self, targets: Targets, batch_tokens: Sequence[int]) -> int:
-        """Tokens that :meth:`descend` cannot do without; exhaustive greedy takes exactly this.
+        """Count the tokens that :meth:`descend` cannot do without; greedy takes exactly these.
 
         ``batch_tokens`` are those of each batch that is searched on.
         """

@@ -75,42 +75,42 @@ class Descent:
         return range(len(self.begin.full_layers), self.targets.fewest, -1)
 
     def candidates(self, pattern: Pattern) -> list[int]:
-        """Layers that the next step may flip, ascending."""
+        """Return the layers that the next step may flip, ascending."""
         return self.constraints.candidates(pattern)
 
     def outdated(self, pattern: Pattern, layer: int) -> Sequence[int]:
-        """Layers whose measurements say nothing any more once ``layer`` of ``pattern`` flips."""
+        """Return the layers whose measurements are void once ``layer`` of ``pattern`` flips."""
         before = pattern.full_layers
         place = before.index(layer)
         return (*before[place - 1 : place], *before[place + 1 : place + 2])
 
     def ahead(self, count: int) -> list[int]:
-        """F layers of the marks that steps from ``count`` F layers on will arrive at."""
+        """Return the F layers of the marks that steps from ``count`` F layers on arrive at."""
         direction = self.counts.step
         marks = (mark.full_layers for mark in self.targets.marks)
         return [mark for mark in marks if (mark - count) * direction > 0]
 
     def looks(self, count: int) -> int:
-        """Candidates that the step from ``count`` F layers on has to look at."""
+        """Count the candidates that the step from ``count`` F layers on has to look at."""
         begin = len(self.begin.full_layers)
         remaining = len(self.candidates(self.begin)) - abs(count - begin)
         return remaining if count == begin else min(_LEAST_LOOKS, remaining)
 
     def fixed(self, count: int, subset: int, full: int) -> int:
-        """Tokens that the marks take on all batches, from ``count`` F layers on.
+        """Count the tokens that the marks take on all batches, from ``count`` F layers on.
 
         Each has had a look already: ``subset`` of the ``full`` tokens of all batches.
         """
         return len(self.ahead(count)) * (full - subset)
 
     def needs(self, count: int, subset: int, full: int) -> int:
-        """Tokens that all steps from ``count`` F layers on need at least; see :meth:`fixed`."""
+        """Count the least tokens of all steps from ``count`` F layers on; see :meth:`fixed`."""
         steps = self.counts[self.counts.index(count) :] if count in self.counts else ()
         looks = sum(self.looks(before) for before in steps)
         return looks * subset + self.fixed(count, subset, full)
 
     def least(self, batch_tokens: Sequence[int]) -> int:
-        """Tokens of the whole way at least, the start on all batches included."""
+        """Count the least tokens of the whole way, the start on all batches included."""
         subset = sum(batch_tokens[: least_subset(len(batch_tokens))])
         full = sum(batch_tokens)
         return full + self.needs(len(self.begin.full_layers), subset, full)
@@ -122,7 +122,7 @@ def least_subset(batches: int) -> int:
 
 
 def first_subset(batch_tokens: Sequence[int], looks: int, tokens: int) -> int:
-    """Batches of a candidate's first look, of which ``looks`` may take ``tokens`` together."""
+    """Return the batches of a first look, of which ``looks`` may take ``tokens`` together."""
     count = least_subset(len(batch_tokens))
     while count < len(batch_tokens) and looks * sum(batch_tokens[: count + 1]) <= tokens:
         count += 1
@@ -173,7 +173,7 @@ class FastGreedy:
             )
 
     def _affordable_subset(self, budget: int) -> int:
-        """Batches of a first look."""
+        """Return the batches of a first look."""
         ledger, descent = self._ledger, self._descent
         set_aside = ledger.cost([descent.constraints.start], ledger.all_batches)
         set_aside += descent.fixed(len(descent.begin.full_layers), 0, ledger.full_evaluation)
@@ -183,19 +183,19 @@ class FastGreedy:
         return first_subset(ledger.tokens_of_batches, looks, tokens)
 
     def _spare_tokens(self) -> int:
-        """Tokens that no later step needs and no mark, once this step's least looks were made."""
+        """Count the tokens that are left once marks, later steps and least looks have theirs."""
         count, full = len(self._pattern.full_layers), self._ledger.full_evaluation
         needs = self._descent.needs(count, self._subset_tokens, full)
         this_step = self._descent.looks(count) * self._subset_tokens
         return self._end - self._ledger.spent - needs + this_step
 
     def _affords(self, layers: Sequence[int]) -> bool:
-        """Whether first looks at these would leave enough for what later steps need."""
+        """Return whether first looks at these would leave enough for what later steps need."""
         patterns = [self._flipped(self._pattern, layer) for layer in layers]
         return self._exact or self._ledger.cost(patterns, self._subset) <= self._spare_tokens()
 
     def _allowance(self) -> int:
-        """Tokens for this step's race: the nearer a mark, the more.
+        """Return the tokens for this step's race: the nearer a mark, the more.
 
         A layer flipped too early is flipped later anyway; only what a mark leaves out counts.
         """
@@ -229,7 +229,7 @@ class FastGreedy:
         return fresh
 
     def _is_behind(self, stale: int, fresh: list[int]) -> bool:
-        """Whether a candidate cannot be the best any more, as far as old measurements tell."""
+        """Return whether old measurements say that a candidate cannot be the best any more."""
         return self._cost[stale] - self._margin() > min(self._cost[c] for c in fresh)
 
     def _look(self, layers: list[int], number: int) -> None:

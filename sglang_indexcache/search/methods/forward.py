@@ -48,7 +48,7 @@ class Ascent(Descent):
         return self.constraints.restorable(pattern)
 
     def outdated(self, pattern: Pattern, layer: int) -> Sequence[int]:
-        """None: see the module."""
+        """Return none: see the module."""
         return ()
 
     def least(self, batch_tokens: Sequence[int]) -> int:

@@ -36,7 +36,7 @@ class Greedy:
 
 
 def evaluations(targets: Targets) -> int:
-    """Full evaluations that :class:`Greedy` asks for at most, the start included."""
+    """Count full evaluations that :class:`Greedy` asks for at most, the start included."""
     constraints, start = targets.constraints, targets.constraints.start
     candidates, flips = len(constraints.candidates(start)), len(start.full_layers) - targets.fewest
     return 1 + sum(candidates - flip for flip in range(flips))

@@ -186,7 +186,7 @@ class IndexCacheBackend(Observed, DeepseekSparseAttnBackend):
         return indices
 
     def inherit(self, layer: int, forward_batch: ForwardBatch) -> None:
-        """Sub-batch: take over what the whole batch selected before it was split."""
+        """Take over, as a sub-batch, what the whole batch selected before it was split."""
         if (rows := forward_batch.tbo_parent_token_range) is not None:
             whole = self._of_whole_batch().index_buffer
             count = _rows_of_part(forward_batch)
@@ -206,7 +206,7 @@ class IndexCacheBackend(Observed, DeepseekSparseAttnBackend):
         self.index_buffer.begin(rows)
 
     def _of_whole_batch(self) -> IndexCacheBackend:
-        """Under two-batch overlap the runner has a backend for whole batches and one per part."""
+        """Return the backend of whole batches; two-batch overlap has one more for each part."""
         backend: IndexCacheBackend = kernels_cuda.unwrapped(
             getattr(self._runner.attn_backend, "primary", self)
         )
@@ -214,6 +214,6 @@ class IndexCacheBackend(Observed, DeepseekSparseAttnBackend):
 
 
 def _rows_of_part(forward_batch: ForwardBatch) -> int:
-    """SGLang pads the halves of an overlap for attention's tensor parallelism, each by itself."""
+    """Return a part's rows, which SGLang pads for attention's tensor parallelism by itself."""
     start, stop = forward_batch.tbo_parent_token_range
     return forward_batch.tbo_padded_len or stop - start

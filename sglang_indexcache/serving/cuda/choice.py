@@ -50,36 +50,36 @@ class Route:
         return f"{self.op} in {self.phase}: {name} ({self.why})"
 
 
-def choose(asked: str, cfg: Any, model: Any, machine: dispatch.Machine) -> tuple[Route, ...]:
+def choose(value: str, cfg: Any, model: Any, machine: dispatch.Machine) -> tuple[Route, ...]:
     """Decide every operation that can be routed, by what ``--indexcache-kernels`` asks for.
 
     Raises:
         SettingsError: an implementation asked for by name cannot take over an operation.
     """
-    if asked == "engine":
+    if value == "engine":
         return tuple(Route(op, phase, None, "the default") for op, phase in ROUTED)
     try:
-        name, wanted = dispatch.chosen(asked)
+        name, chosen_ops = dispatch.chosen(value)
         ours = dispatch.named(name).check(machine)
-        for op, phase in wanted:
+        for op, phase in chosen_ops:
             for obstacle in _obstacles(op, phase, cfg, model):
                 raise KernelError(f"{op} in {phase}: {obstacle}")
     except KernelError as error:
         raise SettingsError(
-            f"{KERNELS.flag} {asked}: {error}. Name the operations that shall be ours "
+            f"{KERNELS.flag} {value}: {error}. Name the operations that shall be ours "
             f"({KERNELS.flag} cuda:sparse_mla-prefill); {KERNELS.flag} engine, the default, leaves "
             "every one to SGLang's kernels."
         ) from None
     return tuple(
         Route(op, phase, ours, "asked for")
-        if (op, phase) in wanted
+        if (op, phase) in chosen_ops
         else Route(op, phase, None, "not asked for")
         for op, phase in ROUTED
     )
 
 
 def _obstacles(op: OpName, phase: Phase, cfg: Any, model: Any) -> list[str]:
-    """Every reason why ours cannot stand in for SGLang's kernel."""
+    """Return every reason why ours cannot stand in for SGLang's kernel."""
     if op == "select":
         reasons = _against_selection(model)
     else:

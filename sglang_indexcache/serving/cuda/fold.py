@@ -36,9 +36,9 @@ class FoldedLayers:
 
     def __init__(self, stages: Mapping[int, SecondStage] | None = None) -> None:
         """Take slopes and factor of each layer that folds; a factor of 1 is an L layer."""
-        each = (stages or {}).items()
-        self._slopes = {layer: stage.slopes for layer, stage in each if stage.factor == 1}
-        self._stages = {layer: stage for layer, stage in each if stage.factor > 1}
+        items = (stages or {}).items()
+        self._slopes = {layer: stage.slopes for layer, stage in items if stage.factor == 1}
+        self._stages = {layer: stage for layer, stage in items if stage.factor > 1}
         self.is_scoring = False
 
     @classmethod
@@ -53,7 +53,7 @@ class FoldedLayers:
         )
 
     def __contains__(self, layer: int) -> bool:
-        """Whether it is an L layer."""
+        """Return whether it is an L layer."""
         return layer in self._slopes
 
     def second_stage(self, layer: int, metadata: DSAIndexerMetadata, topk: int) -> Select | None:

@@ -110,14 +110,14 @@ class GraphVariants:
         return RowPatterns((self._declared.get(label, self._active.plan.pattern),))
 
     def _is_short(self, forward_batch: ForwardBatch) -> bool:
-        """Whether no request is longer than k; its token of this step is counted already."""
+        """Return whether no request is longer than k; its token of this step is counted already."""
         lengths = forward_batch.seq_lens_cpu  # kept on the host, so nothing waits for the GPU
         return (
             lengths is not None and lengths.numel() > 0 and int(lengths.max()) <= self._index_topk
         )
 
     def _write_masks(self, patterns: Sequence[Pattern]) -> None:
-        """Rows behind the requests pad the batch, and nobody reads what they attend to."""
+        """Write each row's pattern; rows behind the requests are padding that nobody reads."""
         if self._masks is None or not patterns:
             return
         masks = torch.stack([full_layers(pattern) for pattern in patterns], dim=1)

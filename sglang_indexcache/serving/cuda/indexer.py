@@ -27,9 +27,9 @@ def index_queries(
 
     ``[R, H, D]`` float32 of what FP8 holds, and ``[R, H]`` float32 weights, all scales in them.
     """
-    asked, _, gates = indexer._get_q_k_bf16(q_lora, x, positions, False, forward_batch)
+    queries, _, gates = indexer._get_q_k_bf16(q_lora, x, positions, False, forward_batch)
     gates = indexer._weights_proj_bf16_in_fp32_out(x) if gates is None else gates.float()
-    values, scales = quantize_e4m3(asked, power_of_two=not indexer.use_dsa_indexer_fusion)
+    values, scales = quantize_e4m3(queries, power_of_two=not indexer.use_dsa_indexer_fusion)
     return values.float(), gates * scales * (indexer.n_heads**-0.5 * indexer.softmax_scale)
 
 

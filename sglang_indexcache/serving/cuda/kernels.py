@@ -78,7 +78,7 @@ class EngineKernels:
 
 
 def is_decode(mode: ForwardMode) -> bool:
-    """Whether SGLang takes the decode kernels (``forward_cuda`` and ``forward_extend``)."""
+    """Return whether SGLang takes its decode kernels (``forward_cuda``, ``forward_extend``)."""
     return mode.is_decode_or_idle() or mode.is_target_verify() or mode.is_draft_extend_v2()
 
 
@@ -109,7 +109,7 @@ def _ragged(
     metadata: DSAIndexerMetadata,
     topk_result: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``Indexer._get_topk_ragged``."""
+    """Stand in for ``Indexer._get_topk_ragged``."""
     layers = folded_layers()
     second = layers.second_stage(layer_id, metadata, indexer.index_topk)
     kernel = second or current().select_prefill
@@ -133,7 +133,7 @@ def _paged(
     weights: torch.Tensor,
     metadata: DSAIndexerMetadata,
 ) -> torch.Tensor:
-    """``Indexer._get_topk_paged``."""
+    """Stand in for ``Indexer._get_topk_paged``."""
     layers = folded_layers()
     second = layers.second_stage(layer_id, metadata, indexer.index_topk)
     kernel = second or current().select_decode
@@ -148,7 +148,7 @@ def _paged(
 
 
 def _logits_function(original: Callable[[], Any]) -> Any:
-    """``resolve_fp8_mqa_logits_fn``: DeepGEMM's, or the product while a folded layer selects."""
+    """Return DeepGEMM's function, or the product while a folded layer selects."""
     return product if folded_layers().is_scoring else original()
 
 
@@ -199,10 +199,10 @@ def select(
         metadata.get_seqlens_expanded(),
         starts,
     )
-    wanted = None if metadata.force_unfused_topk else metadata.topk_transform_method
+    method = None if metadata.force_unfused_topk else metadata.topk_transform_method
     chosen = result[:rows]
-    kernel(batch, topk, as_slots=wanted == TopkTransformMethod.PAGED, out=chosen)
-    if wanted == TopkTransformMethod.RAGGED:
+    kernel(batch, topk, as_slots=method == TopkTransformMethod.PAGED, out=chosen)
+    if method == TopkTransformMethod.RAGGED:
         offset = metadata.attn_metadata.topk_indices_offset[:rows, None]
         chosen.copy_(torch.where(chosen == PADDING, PADDING, chosen + offset))
     return result
@@ -213,20 +213,20 @@ def mismatch(metadata: DSAIndexerMetadata, phase: Phase) -> str | None:
     attention = metadata.attn_metadata
     tables, lengths = len(attention.real_page_table), len(attention.dsa_seqlens_expanded)
     rows = _rows(metadata, phase)
-    wanted = len(attention.cu_seqlens_q) - 1 if phase == "prefill" else rows
+    expected = len(attention.cu_seqlens_q) - 1 if phase == "prefill" else rows
     if attention.indexer_logical_page_table is not None:
         return "index keys and latents have page tables of their own"
     if attention.page_size != PAGE_TOKENS:
         return f"pages have {attention.page_size} tokens"
     if lengths != rows:
         return f"{rows} query rows have {lengths} lengths"
-    if tables != wanted:
-        return f"the page table has {tables} rows, not {wanted}"
+    if tables != expected:
+        return f"the page table has {tables} rows, not {expected}"
     return None
 
 
 def _is_unknown(metadata: DSAIndexerMetadata, phase: Phase) -> bool:
-    """Whether SGLang must select itself; says so once."""
+    """Return whether SGLang must select itself; says so once."""
     problem = mismatch(metadata, phase)
     if problem:
         _say_once(f"IndexCache kernels: SGLang's indexer selects in {phase}, because {problem}")

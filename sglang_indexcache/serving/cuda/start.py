@@ -90,16 +90,16 @@ def _check_overlap(backend: IndexCacheBackend) -> None:
         return
     if positions[0] == 0 or not _may_flatten(backend):  # the first layer is F in every pattern
         return
-    way = "Make that layer F" if plan.mode == "static" else f"Use {MODE.flag} static"
+    fix = "Make that layer F" if plan.mode == "static" else f"Use {MODE.flag} static"
     raise SettingsError(
         f"under --enable-two-batch-overlap layer {first} is the first to run on sub-batches, and "
-        f"with this prefill kernel indices cannot be cut in two. {way}, or choose "
+        f"with this prefill kernel indices cannot be cut in two. {fix}, or choose "
         "--dsa-prefill-backend flashmla_kv."
     )
 
 
 def _may_flatten(backend: IndexCacheBackend) -> bool:
-    """Whether some prefill's indices are offsets into a flattened batch.
+    """Return whether some prefill's indices are offsets into a flattened batch.
 
     SGLang decides it for each batch (``set_dsa_prefill_impl``) under ``flashmla_auto`` over FP8 on
     Blackwell; elsewhere it is decided by now.
