@@ -124,12 +124,12 @@ class Study:
         self.folds = frozenset(folds)
 
     def added(self, pattern: Pattern) -> Floats:
-        """``[documents]``: what a pattern adds to the loss of all F, nats per answer token."""
+        """Return ``[documents]``: what a pattern adds to all F, nats per answer token."""
         full = self._ledger.losses(Pattern.full(self.count))
         return np.asarray(self._ledger.losses(pattern) - full)
 
     def measured(self, segment: Segment) -> Floats:
-        """``[documents]``: what a segment adds where all else is F."""
+        """Return ``[documents]``: what a segment adds where all else is F."""
         return self.added(alone(self.count, segment, self.slopes.digest))
 
     def every(self, full_layers: int) -> list[Pattern]:
