@@ -107,11 +107,16 @@ class InLean(lean.Lean):
         self._every = Pattern.full(self.layers)
         self._select: Select | None = None
 
-    def states(self, ids: torch.Tensor, select: Select) -> torch.Tensor:
-        """See :class:`Model`."""
+    def states(
+        self,
+        ids: torch.Tensor,
+        select: Select,
+        keep: Callable[[int, torch.Tensor], None] | None = None,
+    ) -> torch.Tensor:
+        """See :class:`Model`; ``keep`` as of :meth:`~benchmarks.smollm2.lean.Lean.hidden`."""
         self._select = select
         try:
-            return self.hidden(ids, self._every)
+            return self.hidden(ids, self._every, keep=keep)
         finally:
             self._select = None
 

@@ -3,9 +3,10 @@
     python -m benchmarks.smollm2.serve_check --model FOLDER
 
 Ten pieces of real books are continued by 64 tokens in float32, by transformers under
-``indexer_types`` and by a server in live mode on this machine's CPU. Where they part, the lead says
-by how much transformers preferred its token: below float32's rounding it is a coin toss. Writes
-smollm2/serve_check.json after each batch; the exit code is 1 if tokens differ.
+``indexer_types`` and by a server in live mode on this machine's CPU. Where they part, transformers
+in float64 is asked for the token behind what both said, and its lead over the other's: a server
+whose token float64 gives is right. Writes smollm2/serve_check.json after each batch; the exit code
+is 1 if a server's token is neither transformers' nor float64's.
 """
 
 from __future__ import annotations
@@ -45,12 +46,32 @@ def by_transformers(
     model: Path, prompts: Sequence[list[int]], pattern: Pattern, count: int
 ) -> list[Continued]:
     """Continue each prompt by ``count`` tokens in float32."""
+    network = _load(model, pattern, torch.float32)
+    return [_continue(network, prompt, count) for prompt in prompts]
+
+
+def _load(model: Path, pattern: Pattern, dtype: torch.dtype) -> Any:
     config = AutoConfig.from_pretrained(model)
     config.indexer_types = pattern.to_indexer_types()
-    made = AutoModelForCausalLM.from_pretrained(
-        model, config=config, dtype=torch.float32, attn_implementation="eager"
+    return AutoModelForCausalLM.from_pretrained(
+        model, config=config, dtype=dtype, attn_implementation="eager"
     ).eval()
-    return [_continue(made, prompt, count) for prompt in prompts]
+
+
+@torch.no_grad()
+def judge(model: Path, rows: Sequence[dict[str, Any]], prompts: Sequence[list[int]]) -> None:
+    """Add to each row that parted what float64 says of the two tokens.
+
+    ``float64`` is its own token, and ``float64_lead`` by how many nats it prefers transformers'
+    token to the server's; the sum over the vocabulary is the same for both.
+    """
+    for row in (row for row in rows if "tokens" in row):
+        network = _load(model, Pattern(row["pattern"]), torch.float64)
+        ids = torch.tensor([prompts[row["prompt"]] + row.pop("before")])
+        logits = network(ids, use_cache=False, logits_to_keep=1).logits[0, -1]
+        theirs, ours = row["tokens"]
+        row["float64"] = int(logits.argmax())
+        row["float64_lead"] = float(logits[theirs] - logits[ours])
 
 
 @torch.no_grad()
@@ -84,13 +105,16 @@ def by_server(
 def compare(
     served: Sequence[list[int]], patterns: Sequence[str], truth: Mapping[str, Sequence[Continued]]
 ) -> list[dict[str, Any]]:
-    """Compare each prompt: how many tokens agree, and the lead where they part."""
+    """Compare each prompt: how many tokens agree; where they part, the lead and both tokens."""
     rows = []
     for number, (tokens, pattern) in enumerate(zip(served, patterns, strict=True)):
         expected, leads = truth[pattern][number]
         same = next((n for n, pair in enumerate(zip(tokens, expected, strict=True))
                      if pair[0] != pair[1]), len(expected))  # fmt: skip
-        parted = {"lead": leads[same]} if same < len(expected) else {}
+        parted: dict[str, Any] = {}
+        if same < len(expected):
+            pair = [expected[same], tokens[same]]
+            parted = {"lead": leads[same], "tokens": pair, "before": expected[:same]}
         rows.append({"prompt": number, "pattern": pattern, "equal": same, **parted})
     return rows
 
@@ -101,7 +125,11 @@ def report(batch: str, rows: Sequence[Mapping[str, Any]], count: int) -> None:
     print(f"{batch}: {len(rows) - len(partings)} of {len(rows)} prompts equal for {count} tokens")
     for row in partings:
         where = f"prompt {row['prompt']} under {row['pattern']}, token {row['equal']}"
-        print(f"  {where}: transformers leads by {row['lead']:.2g} nats", flush=True)
+        print(
+            f"  {where}: transformers {row['tokens'][0]}, by {row['lead']:.2g} nats; the server "
+            f"{row['tokens'][1]}; float64 {row['float64']}, the first by {row['float64_lead']:.2g}",
+            flush=True,
+        )
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -145,10 +173,12 @@ def main(argv: list[str] | None = None) -> None:
             if bool(mixed) != (name == "mixed"):
                 sys.exit(f"{mixed} forwards of the batch {name} held requests of both patterns")
             rows[name] = compare(served, chosen, truth)
+            judge(model, rows[name], prompts)
             report(name, rows[name], count)
             write_json(arguments.output, record | {"batches": rows})
-    if any(row["equal"] < count for batch in rows.values() for row in batch):
-        sys.exit(f"tokens differ; {arguments.output} says where")
+    parted = [row for batch in rows.values() for row in batch if row["equal"] < count]
+    if any(row["float64"] != row["tokens"][1] for row in parted):
+        sys.exit(f"a server's tokens differ from float64's; {arguments.output} says where")
 
 
 if __name__ == "__main__":

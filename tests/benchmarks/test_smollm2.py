@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,8 +14,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.fold import arms as fold
+from benchmarks.fold import letters
 from benchmarks.fold.models import InLean, InTransformers
 from benchmarks.random_model import make_tokenizer, save_checkpoint
+from benchmarks.smollm2 import long
 from benchmarks.smollm2.books import with_passages
 from benchmarks.smollm2.convert import Form, convert, dsa_config, original_frequencies
 from benchmarks.smollm2.evaluator import LeanEvaluator
@@ -23,7 +27,7 @@ from benchmarks.smollm2.measure import Arm, measure
 from sglang_indexcache.hf import share
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.calibration import Calibration
-from sglang_indexcache.search.evaluators.hf import TransformersEvaluator
+from sglang_indexcache.search.evaluators.hf import TransformersEvaluator, lost_by_worst_head
 from sglang_indexcache.search.overlap import OverlapCounter, kept_list
 
 TOPK = 16
@@ -238,3 +242,47 @@ def test_pairs_of_layers_compare_as_in_transformers(searched: LeanEvaluator, dee
     np.testing.assert_allclose(searched.overlap(1), counter.matrix(), atol=2e-3)
     lists = kept_list([(ids, counted, [(0, other.selected(ids))])], 5, TOPK)
     np.testing.assert_allclose(searched.kept_list(1), lists, atol=2e-3)
+
+
+def test_one_pass_counts_on_exact_lists_what_the_evaluator_counts(
+    searched: LeanEvaluator, deep: Path
+) -> None:
+    layers, model = searched.num_layers, InLean(deep)
+    both = letters.mass(model, searched.rows[0], TOPK)
+    # Random indexers score many keys 0: of those torch.topk takes others than the first.
+    under = {}
+    for letter in "FL":
+        arm = fold.Arm("", letter * layers, "full")
+        model._select = fold.selecting(arm, torch.ones(layers, 6), TOPK, len(searched.rows[0].ids))
+        under[letter] = LeanEvaluator(model, searched.rows, "mixed").mass(0)
+    np.testing.assert_allclose(both[:, layers:], under["F"], atol=1e-6)
+    # Before layer 0 nothing differs where all layers fold.
+    np.testing.assert_allclose(both[0, 0], under["L"][0, 0], atol=1e-6)
+    assert np.abs(under["L"][0, 0] - under["F"][0, 0]).max() > 1e-3
+    price = Fraction(1, 4)
+    patterns = [pattern for _, pattern in letters.chosen(lost_by_worst_head(both), [2], price)]
+    costs = [float(letters.cost(pattern, price)) for pattern in patterns]
+    assert costs[:2] == [5, 2]
+    assert costs[2] <= 2
+
+
+def test_patterns_are_asked_again_at_every_length_and_list(tmp_path: Path) -> None:
+    def line(name: str, pattern: str, recall: float) -> dict[str, Any]:
+        rows = [{"loss": 2.0, "recall": recall + shift} for shift in (0.0, 0.1)]
+        return {"name": name, "pattern": pattern, "rows": rows}
+
+    lines = [line("all F", "FFFF", 0.8), line("1/4 uniform", "FSSS", 0.5)]
+    record = tmp_path / "searched.json"
+    record.write_text(json.dumps({"lines": lines}))
+    every = long.arms([record, record], 512)
+    assert [(arm.name, str(arm.pattern), arm.topk) for arm in every] == [
+        ("all F", "FFFF", 512),
+        ("1/4 uniform", "FSSS", 512),
+    ]
+    cells = [{"length": length, "topk": 512, "lines": lines} for length in (4096, 8192)]
+    table = long.table(cells).splitlines()
+    assert table[3].startswith("| 4,096 | 512 | 1/4 uniform | 1 |")
+    assert "-30.0" in table[3]
+    assert len(table) == 6
+    long.draw({"cells": cells}, tmp_path / "long.png")
+    assert (tmp_path / "long.png").stat().st_size > 10_000
