@@ -124,7 +124,7 @@ class Study:
         self.folds = frozenset(folds)
 
     def added(self, pattern: Pattern) -> Floats:
-        """Return ``[documents]``: what a pattern adds to all F, nats per answer token."""
+        """Return ``[documents]``: what a pattern adds to all F's loss, nats per answer token."""
         full = self._ledger.losses(Pattern.full(self.count))
         return np.asarray(self._ledger.losses(pattern) - full)
 

@@ -13,7 +13,7 @@ import torch
 from benchmarks.card.pack import MANIFEST
 from sglang_indexcache import __version__
 from sglang_indexcache.kernels.dispatch import HOPPER
-from sglang_indexcache.study.provenance import commit, package_version, said
+from sglang_indexcache.study.provenance import commit, output_lines, package_version
 
 PACKAGES = {
     "triton": ("triton",),
@@ -57,7 +57,7 @@ def facts() -> dict[str, Any]:
     }
     for name, packages in PACKAGES.items():
         values[name] = package_version(*packages)
-    values["nvcc"] = next(reversed(said(["nvcc", "--version"])), None)
+    values["nvcc"] = next(reversed(output_lines(["nvcc", "--version"])), None)
     if torch.cuda.is_available():
         values["driver, max SM clock, power limit"] = _asked(
             "driver_version,clocks.max.sm,power.limit"
@@ -76,7 +76,9 @@ def clocks() -> str | None:
 
 
 def _asked(query: str) -> str | None:
-    return next(iter(said(["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"])), None)
+    return next(
+        iter(output_lines(["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"])), None
+    )
 
 
 def packed() -> dict[str, Any] | None:

@@ -101,7 +101,7 @@ def machine() -> dict[str, Any]:
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "cpu": _cpu(),
         "cores": os.cpu_count() or 1,
-        "gpus": tuple(line.strip() for line in said(query)),
+        "gpus": tuple(line.strip() for line in output_lines(query)),
         "versions": versions(),
         "commit": commit(),
         "load_before": round(os.getloadavg()[0], 2),
@@ -133,14 +133,14 @@ def commit() -> str:
     Outside a checkout the value of ``INDEXCACHE_COMMIT``, or nothing.
     """
     git = ["git", "-C", str(_ROOT)]
-    revision = said([*git, "rev-parse", "--short=12", "HEAD"])
+    revision = output_lines([*git, "rev-parse", "--short=12", "HEAD"])
     if not revision:
         return os.environ.get("INDEXCACHE_COMMIT", "")
-    changed = said([*git, "status", "--porcelain", "--untracked-files=no"])
+    changed = output_lines([*git, "status", "--porcelain", "--untracked-files=no"])
     return revision[0] + ("+" if changed else "")
 
 
-def said(command: list[str]) -> list[str]:
+def output_lines(command: list[str]) -> list[str]:
     """Return the lines that a command prints; none if it fails or is not there."""
     try:
         process = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)

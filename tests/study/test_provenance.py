@@ -9,7 +9,7 @@ from safetensors.numpy import save_file
 
 from sglang_indexcache.errors import CheckpointError
 from sglang_indexcache.study import provenance
-from sglang_indexcache.study.provenance import checkpoint_digest, commit, machine, said
+from sglang_indexcache.study.provenance import checkpoint_digest, commit, machine, output_lines
 
 
 def test_a_digest_needs_a_checkpoint_and_says_so(tmp_path: Path) -> None:
@@ -74,9 +74,9 @@ def test_a_commit_from_outside_a_checkout(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 def test_a_command_that_fails_says_nothing() -> None:
-    assert said(["no-such-command"]) == []
-    assert said([sys.executable, "-c", "raise SystemExit(1)"]) == []
-    assert said([sys.executable, "-c", "print('a'); print('b')"]) == ["a", "b"]
+    assert output_lines(["no-such-command"]) == []
+    assert output_lines([sys.executable, "-c", "raise SystemExit(1)"]) == []
+    assert output_lines([sys.executable, "-c", "print('a'); print('b')"]) == ["a", "b"]
 
 
 def test_provenance_needs_no_package() -> None:
@@ -85,4 +85,4 @@ def test_provenance_needs_no_package() -> None:
         "import sys; import sglang_indexcache.study.provenance; "
         "print({name.partition('.')[0] for name in sys.modules} & {'pydantic', 'torch', 'numpy'})"
     )
-    assert said([sys.executable, "-c", code]) == ["set()"]
+    assert output_lines([sys.executable, "-c", code]) == ["set()"]
