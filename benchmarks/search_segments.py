@@ -69,12 +69,12 @@ def alone(count: int, segment: Segment, slopes: str) -> Pattern:
     return Pattern(text).with_suffix(Suffix(slopes=slopes if letter == FOLDED else ""))
 
 
-def predicted(kept: Floats, segment: Segment) -> float:
+def predicted(mass: Floats, segment: Segment) -> float:
     """Return what the layers of a segment lose by ``[N, 2 N]``, as ``folded_mass`` has it."""
     letter, first, end = segment
-    column = first + (len(kept) if letter == FULL else 0)
+    column = first + (len(mass) if letter == FULL else 0)
     layers = range(first + (letter == FULL), end)
-    return float(sum(1 - kept[layer, column] for layer in layers))
+    return float(sum(1 - mass[layer, column] for layer in layers))
 
 
 def cheapest(count: int, costs: dict[Segment, float], budget: int, price: Fraction) -> str:
@@ -86,17 +86,19 @@ def cheapest(count: int, costs: dict[Segment, float], budget: int, price: Fracti
         """Return the least cost of the layers before ``end``, and their letters."""
         if not end:
             return 0.0, ""
-        found = (float("inf"), "")
-        for letter, one in prices.items():
+        cheapest_so_far = (float("inf"), "")
+        for letter, price in prices.items():
             for first in range(end):
                 segment = letter, first, end
                 is_free = letter == FULL and first == end - 1
-                if one > left or not (is_free or segment in costs):
+                if price > left or not (is_free or segment in costs):
                     continue
-                before, text = best(first, left - one)
+                before, text = best(first, left - price)
                 total = before + costs.get(segment, 0.0)
-                found = min(found, (total, text + letter + SHARED * (end - first - 1)))
-        return found
+                cheapest_so_far = min(
+                    cheapest_so_far, (total, text + letter + SHARED * (end - first - 1))
+                )
+        return cheapest_so_far
 
     return best(count, Fraction(budget))[1]
 
@@ -134,16 +136,16 @@ class Study:
 
     def every(self, full_layers: int) -> list[Pattern]:
         """Return all patterns of F and S with so many F layers."""
-        others = combinations(range(1, self.count), full_layers - 1)
-        return [Pattern.from_layers(self.count, {0, *layers}) for layers in others]
+        layer_sets = combinations(range(1, self.count), full_layers - 1)
+        return [Pattern.from_layers(self.count, {0, *layers}) for layers in layer_sets]
 
     def found(self, budget: int, chosen: Places) -> Iterator[tuple[str, Pattern]]:
         """Yield what each way finds on the documents ``chosen``, by its name."""
-        kept, own = self.kept[chosen].mean(axis=0), Pattern.full(self.count)
+        mass, all_full = self.kept[chosen].mean(axis=0), Pattern.full(self.count)
         costs = {segment: float(self.measured(segment)[chosen].mean()) for segment in self.segments}
         exact = {segment: cost for segment, cost in costs.items() if segment[0] == FULL}
-        plain = kept[:, self.count :]
-        yield "F, S: predicted", most_similar(plain, budget, Constraints.make(own))
+        plain = mass[:, self.count :]
+        yield "F, S: predicted", most_similar(plain, budget, Constraints.make(all_full))
         yield "F, S: measured", Pattern(cheapest(self.count, exact, budget, Fraction(1)))
         every = self.every(budget)
         best = int(np.argmin([self.added(pattern)[chosen].mean() for pattern in every]))
@@ -151,8 +153,8 @@ class Study:
         yield "F, S: uniform", Pattern.uniform(self.count, self.count // budget)
         for price in PRICES:
             name = f"L at {float(price):g}"
-            rules = Constraints.make(own, (), Folding(price, self.folds, self.slopes.digest))
-            yield f"{name}: predicted", most_similar(kept, budget, rules)
+            rules = Constraints.make(all_full, (), Folding(price, self.folds, self.slopes.digest))
+            yield f"{name}: predicted", most_similar(mass, budget, rules)
             letters = Pattern(cheapest(self.count, costs, budget, price))
             slopes = self.slopes.digest if letters.is_folded else ""
             yield f"{name}: measured", letters.with_suffix(Suffix(slopes=slopes))
@@ -161,8 +163,10 @@ class Study:
 def split(rows: int, searched: int, chance: np.random.Generator) -> tuple[Places, Places]:
     """Return documents to search on, half of either task, and the others."""
     orders, half = [task * rows + chance.permutation(rows) for task in range(2)], searched // 2
-    chosen, others = ([order[cut] for order in orders] for cut in (slice(half), slice(half, None)))
-    return np.concatenate(chosen), np.concatenate(others)
+    chosen, remaining = (
+        [order[cut] for order in orders] for cut in (slice(half), slice(half, None))
+    )
+    return np.concatenate(chosen), np.concatenate(remaining)
 
 
 def rank_correlation(rows: list[dict[str, Any]]) -> float:
@@ -176,10 +180,10 @@ def rank_correlation(rows: list[dict[str, Any]]) -> float:
 def by_way(study: Study, budget: int, parts: list[tuple[Places, Places]]) -> dict[str, Any]:
     """Return what each way's patterns add, on documents that chose them and on the others."""
     ways: dict[str, list[tuple[str, float, float]]] = {}
-    for number, (chosen, others) in enumerate(parts, 1):
+    for number, (chosen, remaining) in enumerate(parts, 1):
         for name, pattern in study.found(budget, chosen):
             added = study.added(pattern)
-            line = (pattern.layers, float(added[chosen].mean()), float(added[others].mean()))
+            line = (pattern.layers, float(added[chosen].mean()), float(added[remaining].mean()))
             ways.setdefault(name, []).append(line)
         print(f"budget {budget}: split {number} of {len(parts)}", flush=True)
     optimum = [line[0] for line in ways["F, S: every pattern"]]
@@ -204,18 +208,18 @@ def main(argv: list[str] | None = None) -> None:
     arguments = read_arguments(parser, NAME, argv, QUICK)
     with TemporaryDirectory() as folder:
         study = Study(arguments.rows, fitted(Path(folder)))
-    kept = study.kept.mean(axis=0)
+    mass = study.kept.mean(axis=0)
     rows = []
     for segment in study.segments:
-        added, guess = study.measured(segment).mean(), predicted(kept, segment)
+        added, guess = study.measured(segment).mean(), predicted(mass, segment)
         rows.append({"segment": segment, "predicted": guess, "measured": float(added)})
         print(segment, round(guess, 4), round(float(added), 4), flush=True)
     goal = parse_targets(TARGETS, Constraints.make(Pattern.full(study.count)))
-    found = {}
+    by_layers = {}
     for searched in arguments.searched:
         chance = np.random.default_rng(searched)
         parts = [split(arguments.rows, searched, chance) for _ in range(arguments.splits)]
-        found[str(searched)] = {
+        by_layers[str(searched)] = {
             mark.label: by_way(study, mark.full_layers, parts) for mark in goal.marks
         }
     record = {
@@ -230,7 +234,7 @@ def main(argv: list[str] | None = None) -> None:
             for letter in (FULL, FOLDED)
         },
         "segments": rows,
-        "found": found,
+        "found": by_layers,
     }
     write_json(arguments.output.with_suffix(".json"), record)
 

@@ -58,37 +58,37 @@ def mass(model: InLean, row: Row, topk: int) -> Floats:
         return [selected[None] for selected in lists["F"][-1]]
 
     model.states(row.ids, select, keep=lambda _number, read: reads.append(read))
-    asked = torch.zeros(len(row.ids), dtype=torch.bool)
-    asked[torch.cat([row.text, row.recall]) - 1] = True
-    asked = asked.to(model.device)
+    is_asked = torch.zeros(len(row.ids), dtype=torch.bool)
+    is_asked[torch.cat([row.text, row.recall]) - 1] = True
+    is_asked = is_asked.to(model.device)
     total = np.zeros((model.layers, 2 * model.layers, model.form.heads))
     turned = model.rotation(len(row.ids))
     for layer, read in enumerate(reads):
         for number, queries, weights in model.weights(model.project(layer, read, turned)):
             for first, of_letter in zip((0, model.layers), lists.values(), strict=True):
-                masks = [blocks[number][asked[queries]] for blocks in of_letter[: layer + 1]]
+                masks = [blocks[number][is_asked[queries]] for blocks in of_letter[: layer + 1]]
                 on_lists = torch.einsum(
-                    "hrs,irs->ih", weights[:, asked[queries]], torch.stack(masks).float()
+                    "hrs,irs->ih", weights[:, is_asked[queries]], torch.stack(masks).float()
                 )
                 total[layer, first : first + layer + 1] += on_lists.double().cpu().numpy()
-    return total / int(asked.sum())
+    return total / int(is_asked.sum())
 
 
-def chosen(kept: Floats, budgets: Iterable[int], price: Fraction) -> list[tuple[str, Pattern]]:
+def chosen(mass_kept: Floats, budgets: Iterable[int], price: Fraction) -> list[tuple[str, Pattern]]:
     """Return all F, and for each budget what is chosen among F and S, and among F, L and S.
 
     Args:
         kept: ``[N, 2 N]``, as :func:`lost_by_worst_head` makes it.
     """
-    layers = len(kept)
+    layers = len(mass_kept)
     full = Pattern.full(layers)
     shared = Constraints.make(full)
     folding = Constraints.make(full, (), Folding(price, frozenset(range(layers))))
-    found = [("all F", full)]
+    choices = [("all F", full)]
     for budget in budgets:
-        found.append((f"{budget}, F and S", most_similar(kept[:, layers:], budget, shared)))
-        found.append((f"{budget}, F, L and S", most_similar(kept, budget, folding)))
-    return found
+        choices.append((f"{budget}, F and S", most_similar(mass_kept[:, layers:], budget, shared)))
+        choices.append((f"{budget}, F, L and S", most_similar(mass_kept, budget, folding)))
+    return choices
 
 
 def ask(model: InLean, row: Row, pattern: Pattern, topk: int) -> dict[str, float]:
@@ -129,12 +129,12 @@ def main() -> None:
     books = Books(arguments.books, AutoTokenizer.from_pretrained(arguments.model))
     searched_on = rows(books, SEARCH, arguments.search_rows, arguments.search_length)
     matrices = each(lambda row: mass(model, row, arguments.search_topk), searched_on)
-    kept = np.mean([lost_by_worst_head(one) for one in matrices], axis=0)
-    patterns = chosen(kept, arguments.budgets, arguments.price)
+    mass_kept = np.mean([lost_by_worst_head(matrix) for matrix in matrices], axis=0)
+    patterns = chosen(mass_kept, arguments.budgets, arguments.price)
     print(*(f"{name}: {pattern}" for name, pattern in patterns), sep="\n", flush=True)
     held_out = rows(books, HELD_OUT, arguments.rows, arguments.length)
-    asked = {"topk": arguments.topk, "length": arguments.length, "rows": arguments.rows}
-    identity = {"checkpoint": checkpoint_digest(arguments.model), **asked}
+    settings = {"topk": arguments.topk, "length": arguments.length, "rows": arguments.rows}
+    identity = {"checkpoint": checkpoint_digest(arguments.model), **settings}
 
     def work(job: tuple[str, int]) -> dict[str, object]:
         layers, number = job
@@ -145,18 +145,18 @@ def main() -> None:
         arguments.books / "letters" / f"{arguments.topk}-{arguments.length}-{arguments.rows}.jsonl"
     )
     with Journal(path, identity, "study of letters", QualityError) as journal:
-        done = {(line["pattern"], line["row"]): line for line in journal.entries}
+        recorded = {(line["pattern"], line["row"]): line for line in journal.entries}
         every = {(p.layers, n): None for _, p in patterns for n in range(len(held_out))}
-        for line in each(work, [job for job in every if job not in done]):
+        for line in each(work, [job for job in every if job not in recorded]):
             journal.write(line)
-            done[line["pattern"], line["row"]] = line
+            recorded[line["pattern"], line["row"]] = line
             print(line, flush=True)
     lines: list[Line] = [
         {
             "name": name,
             "pattern": pattern.layers,
             "cost": cost(pattern, arguments.price),
-            "rows": [done[pattern.layers, number] for number in range(len(held_out))],
+            "rows": [recorded[pattern.layers, number] for number in range(len(held_out))],
         }
         for name, pattern in patterns
     ]
@@ -174,8 +174,8 @@ def main() -> None:
         ((x["name"], f"`{x['pattern']}`", x["cost"], *columns(x, lines[0])) for x in lines),
     )
     write_json(arguments.output.with_suffix(".json"), record)
-    made = f"Written by `{arguments.command}`.\n\n{table}\n"
-    write_whole(arguments.output.with_suffix(".md"), made)
+    text = f"Written by `{arguments.command}`.\n\n{table}\n"
+    write_whole(arguments.output.with_suffix(".md"), text)
     print(table)
 
 

@@ -32,7 +32,7 @@ class Model(Protocol):
         """Return ``[T, hidden]`` for ``[T]`` tokens, every layer selecting as ``select`` says."""
 
     def losses(
-        self, states: torch.Tensor, ids: torch.Tensor, asked: torch.Tensor
+        self, states: torch.Tensor, ids: torch.Tensor, places: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the loss in nats of the tokens at ``asked``, and whether greedy picks each."""
 
@@ -66,12 +66,12 @@ class InTransformers:
 
     @torch.no_grad()
     def losses(
-        self, states: torch.Tensor, ids: torch.Tensor, asked: torch.Tensor
+        self, states: torch.Tensor, ids: torch.Tensor, places: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`Model`."""
-        logits = self.model.lm_head(states[asked - 1]).float()
-        loss = torch.nn.functional.cross_entropy(logits, ids[asked], reduction="none")
-        return loss, logits.argmax(-1) == ids[asked]
+        logits = self.model.lm_head(states[places - 1]).float()
+        loss = torch.nn.functional.cross_entropy(logits, ids[places], reduction="none")
+        return loss, logits.argmax(-1) == ids[places]
 
     def inputs(self, ids: torch.Tensor, topk: int, queries: slice) -> list[IndexRow]:
         """See :class:`Model`."""
@@ -124,10 +124,10 @@ class InLean(lean.Lean):
         """See :class:`Model`; attention is dense here, for the indexers were trained so."""
         del topk
         rows: list[IndexRow] = []
-        seen = self.causal(slice(0, len(ids)))
+        visible = self.causal(slice(0, len(ids)))
 
         def keep(number: int, read: torch.Tensor) -> None:
-            rows.append(copied(self._row(number, read, seen).part(queries)))
+            rows.append(copied(self._row(number, read, visible).part(queries)))
 
         self.hidden(ids, keep=keep)
         return rows
@@ -136,22 +136,22 @@ class InLean(lean.Lean):
         """Return a mask ``[rows, S]`` for each block, as ``select`` says if there is one."""
         if self._select is None:
             return super().selected(number, read)
-        seen = self.causal(slice(0, len(read)))
+        allowed = self.causal(slice(0, len(read)))
 
         def blocks() -> Iterator[IndexRow]:
-            whole = self._row(number, read, seen)
+            full_row = self._row(number, read, allowed)
             for rows in self.row_blocks(len(read)):
-                part = whole.part(rows)
+                part = full_row.part(rows)
                 visible = part.visible[..., : rows.stop]
                 yield IndexRow(part.queries, part.keys[:, : rows.stop], part.weights, visible)
 
         masks = self._select(number, blocks)
-        both = zip(masks, self.row_blocks(len(read)), strict=True)
-        return [mask[0] & seen[rows, : rows.stop] for mask, rows in both]
+        blocks_of_masks = zip(masks, self.row_blocks(len(read)), strict=True)
+        return [mask[0] & allowed[rows, : rows.stop] for mask, rows in blocks_of_masks]
 
-    def _row(self, number: int, read: torch.Tensor, seen: torch.Tensor) -> IndexRow:
+    def _row(self, number: int, read: torch.Tensor, visible: torch.Tensor) -> IndexRow:
         queries, keys, weights = self.index_inputs(number, read)
         scale = (self.heads * self.width) ** 0.5  # which IndexRow leaves out
         return IndexRow(
-            queries.float()[None], keys.float()[None], weights[None] * scale, seen[None]
+            queries.float()[None], keys.float()[None], weights[None] * scale, visible[None]
         )

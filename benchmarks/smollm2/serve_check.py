@@ -95,7 +95,8 @@ def by_server(
     client.flush_cache()
     greedily = {"max_new_tokens": count, "temperature": 0.0, "ignore_eos": True}
     replies = client.generate(
-        input_ids=list(prompts), sampling_params=[greedily | named(str(one)) for one in patterns]
+        input_ids=list(prompts),
+        sampling_params=[greedily | named(str(pattern)) for pattern in patterns],
     )
     for reply, pattern in zip(replies, patterns, strict=True):
         check_answered_under(reply["meta_info"], str(pattern), client.name)
@@ -109,13 +110,13 @@ def compare(
     rows = []
     for number, (tokens, pattern) in enumerate(zip(served, patterns, strict=True)):
         expected, leads = truth[pattern][number]
-        same = next((n for n, pair in enumerate(zip(tokens, expected, strict=True))
+        parting = next((n for n, pair in enumerate(zip(tokens, expected, strict=True))
                      if pair[0] != pair[1]), len(expected))  # fmt: skip
         parted: dict[str, Any] = {}
-        if same < len(expected):
-            pair = [expected[same], tokens[same]]
-            parted = {"lead": leads[same], "tokens": pair, "before": expected[:same]}
-        rows.append({"prompt": number, "pattern": pattern, "equal": same, **parted})
+        if parting < len(expected):
+            pair = [expected[parting], tokens[parting]]
+            parted = {"lead": leads[parting], "tokens": pair, "before": expected[:parting]}
+        rows.append({"prompt": number, "pattern": pattern, "equal": parting, **parted})
     return rows
 
 

@@ -86,8 +86,8 @@ def ids() -> torch.Tensor:
 
 def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
-        found: torch.Tensor = model(ids[None], use_cache=False).logits[0]
-    return found
+        result: torch.Tensor = model(ids[None], use_cache=False).logits[0]
+    return result
 
 
 def test_conversion_is_exact_with_the_originals_frequencies(llama: Any, ids: torch.Tensor) -> None:
@@ -117,8 +117,8 @@ def test_lean_forward_is_transformers_own(converted: Any, folder: Path, ids: tor
             expected = logits(converted, ids)
         places = torch.arange(1, len(ids))
         loss, right = lean.losses(lean.hidden(ids, pattern), ids, places)
-        wanted = torch.nn.functional.cross_entropy(expected[:-1], ids[1:], reduction="none")
-        torch.testing.assert_close(loss, wanted, atol=2e-5, rtol=1e-5)
+        expected_loss = torch.nn.functional.cross_entropy(expected[:-1], ids[1:], reduction="none")
+        torch.testing.assert_close(loss, expected_loss, atol=2e-5, rtol=1e-5)
         assert right.equal(expected[:-1].argmax(-1) == ids[1:])
 
 
@@ -143,8 +143,8 @@ def test_folded_layers_answer_as_in_transformers(
 def test_lean_forward_goes_on_in_the_middle(folder: Path, ids: torch.Tensor) -> None:
     lean, pattern = Lean(folder, torch.float32), Pattern("FS")
     states: list[Any] = []
-    whole = lean.hidden(ids, pattern, note=lambda *state: states.append(state))
-    assert lean.hidden(ids, pattern, start=states[1]).equal(whole)
+    stream = lean.hidden(ids, pattern, note=lambda *state: states.append(state))
+    assert lean.hidden(ids, pattern, start=states[1]).equal(stream)
 
 
 def test_copied_indexer_captures_the_attention_and_training_lowers_its_loss(
@@ -185,15 +185,15 @@ def test_an_interrupted_measurement_goes_on_where_it_stopped(
     row = with_passages(
         torch.randint(3, 300, (256,), generator=torch.Generator().manual_seed(4)), 256, seed=0
     )
-    said: list[str] = []
-    whole = measure(lean, arms, [row], tmp_path, "digest", said.append)
-    assert len(said) == len(arms)
+    log: list[str] = []
+    expected = measure(lean, arms, [row], tmp_path, "digest", log.append)
+    assert len(log) == len(arms)
     (journal,) = tmp_path.rglob("*.jsonl")
     lines = journal.read_bytes().splitlines(keepends=True)
     journal.write_bytes(b"".join(lines[:-1]) + lines[-1][:20])  # killed within the last line
-    said.clear()
-    assert measure(lean, arms, [row], tmp_path, "digest", said.append) == whole
-    assert len(said) == 1
+    log.clear()
+    assert measure(lean, arms, [row], tmp_path, "digest", log.append) == expected
+    assert len(log) == 1
 
 
 @pytest.fixture(scope="module")
@@ -230,17 +230,17 @@ def test_a_searchs_evaluator_gives_what_a_fresh_forward_gives(searched: LeanEval
 def test_pairs_of_layers_compare_as_in_transformers(searched: LeanEvaluator, deep: Path) -> None:
     ids = tuple(searched.rows[1].ids.tolist())
     data = SimpleNamespace(batches=[[ids]], batch_tokens=(len(ids),))
-    other = TransformersEvaluator(deep, cast("Calibration", data))
+    reference = TransformersEvaluator(deep, cast("Calibration", data))
     # Two forwards round differently, so a few queries select another last token.
-    np.testing.assert_allclose(searched.similarity(1), other.similarity(0), atol=1e-3)
+    np.testing.assert_allclose(searched.similarity(1), reference.similarity(0), atol=1e-3)
     counted = np.zeros(len(ids) - 1, dtype=bool)
     counted[torch.cat([searched.rows[1].text, searched.rows[1].recall]) - 1] = True
     data.batch_counted = [[counted]]
-    np.testing.assert_allclose(searched.kept_mass(1), other.kept_mass(0), atol=1e-3)
+    np.testing.assert_allclose(searched.kept_mass(1), reference.kept_mass(0), atol=1e-3)
     counter = OverlapCounter(5, TOPK)
-    counter.add(other.selected(ids))
+    counter.add(reference.selected(ids))
     np.testing.assert_allclose(searched.overlap(1), counter.matrix(), atol=2e-3)
-    lists = kept_list([(ids, counted, [(0, other.selected(ids))])], 5, TOPK)
+    lists = kept_list([(ids, counted, [(0, reference.selected(ids))])], 5, TOPK)
     np.testing.assert_allclose(searched.kept_list(1), lists, atol=2e-3)
 
 
@@ -248,19 +248,19 @@ def test_one_pass_counts_on_exact_lists_what_the_evaluator_counts(
     searched: LeanEvaluator, deep: Path
 ) -> None:
     layers, model = searched.num_layers, InLean(deep)
-    both = letters.mass(model, searched.rows[0], TOPK)
+    mass = letters.mass(model, searched.rows[0], TOPK)
     # Random indexers score many keys 0: of those torch.topk takes others than the first.
     under = {}
     for letter in "FL":
         arm = fold.Arm("", letter * layers, "full")
         model._select = fold.selecting(arm, torch.ones(layers, 6), TOPK, len(searched.rows[0].ids))
         under[letter] = LeanEvaluator(model, searched.rows, "mixed").mass(0)
-    np.testing.assert_allclose(both[:, layers:], under["F"], atol=1e-6)
+    np.testing.assert_allclose(mass[:, layers:], under["F"], atol=1e-6)
     # Before layer 0 nothing differs where all layers fold.
-    np.testing.assert_allclose(both[0, 0], under["L"][0, 0], atol=1e-6)
+    np.testing.assert_allclose(mass[0, 0], under["L"][0, 0], atol=1e-6)
     assert np.abs(under["L"][0, 0] - under["F"][0, 0]).max() > 1e-3
     price = Fraction(1, 4)
-    patterns = [pattern for _, pattern in letters.chosen(lost_by_worst_head(both), [2], price)]
+    patterns = [pattern for _, pattern in letters.chosen(lost_by_worst_head(mass), [2], price)]
     costs = [float(letters.cost(pattern, price)) for pattern in patterns]
     assert costs[:2] == [5, 2]
     assert costs[2] <= 2
