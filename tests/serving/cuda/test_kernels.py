@@ -634,8 +634,8 @@ def test_layers_that_share_a_selection_share_what_attention_derives_from_it(
     backend = attending_backend(monkeypatch, prefill=impl, decode=impl, pattern="FSSFS")
     users: list[int] = []
 
-    def kernel(*_args: Any, shared: dict[object, Any], **_kw: Any) -> Any:
-        users.append(shared.setdefault("first used by", len(users)))
+    def kernel(*_args: Any, kept: dict[object, Any], **_kw: Any) -> Any:
+        users.append(kept.setdefault("first used by", len(users)))
         return None, None
 
     backend.kernels = EngineKernels(sparse_mla_prefill=kernel, sparse_mla_decode=kernel)
