@@ -254,19 +254,25 @@ def overlap_command(
 
     Example: indexcache search overlap --model MODEL --data chats.jsonl -o overlap/
     """
+    import numpy as np
+
     from sglang_indexcache.library import names_a_file, set_overlap
     from sglang_indexcache.search.calibration import Score
     from sglang_indexcache.search.evaluators.hf import TransformersEvaluator
     from sglang_indexcache.search.overlap import (
+        CopyCounter,
         OverlapCounter,
+        best_patterns,
         check_one_list,
         draw_overlap,
+        earlier_places,
         found_overlap,
         numbers,
         overlap_in_words,
         served_lists,
     )
     from sglang_indexcache.search.setup import Setup
+    from sglang_indexcache.study.cost import print_plan
     from sglang_indexcache.study.journal import progress_at_most
     from sglang_indexcache.support.files import write_json
 
@@ -286,14 +292,20 @@ def overlap_command(
         blocks, kind = lambda ids: iter([(0, evaluator.selected(ids))]), evaluator.kind
     topk = int(setup.checkpoint.shape["index_topk"])
     counter = OverlapCounter(setup.checkpoint.num_layers, topk)
+    copies = CopyCounter(setup.checkpoint.num_layers)
     with progress_at_most(out) as progress:
         for ids in progress.track(setup.calibration.sequences, description="measuring"):
+            sources = earlier_places(ids, first=topk)
             for start, lists in blocks(ids):
                 counter.add(lists, start)
+                copies.add(lists, start, sources)
     out.print(overlap_in_words(counter.matrix()), highlight=False)
+    patterns = best_patterns(np.tril(counter.matrix() - copies.lost()), setup.checkpoint.own)
+    print_plan(out, patterns.items())
+    out.print("These keep most of the lists and of what is copied; no loss was measured.")
     identity = {"by": kind, "checkpoint": setup.digest, "data": setup.calibration.digest}
     facts = {"identity": identity, "data": setup.data}
-    write_json(output / "overlap.json", {**facts, **numbers(counter)})
+    write_json(output / "overlap.json", {**facts, **numbers(counter), "patterns": patterns})
     draw_overlap(counter.matrix(), output / f"overlap.{figures}", drawn)
     if drawn is not None and names_a_file(pattern):
         texts = setup.calibration.sequences

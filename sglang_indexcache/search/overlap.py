@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from base64 import b64decode
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ from sglang_indexcache.models import family_of
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.calibration import Calibration
 from sglang_indexcache.search.evaluators import Floats, ServedEvaluator
+from sglang_indexcache.search.methods.pairwise import most_similar
+from sglang_indexcache.search.rules import Constraints, parse_targets
 from sglang_indexcache.study.plots import make_figure, save_figure
 
 Block = tuple[int, NDArray[np.integer]]
@@ -136,12 +139,15 @@ class CopyCounter:
         return lost / max(self._places, 1)
 
 
-def earlier_places(ids: Sequence[int]) -> NDArray[np.intp]:
-    """Return ``[length]``: where the four tokens up to each stood last before; -1 nowhere."""
+def earlier_places(ids: Sequence[int], first: int = 0) -> NDArray[np.intp]:
+    """Return ``[length]``: where the four tokens up to each stood last before; -1 nowhere.
+
+    It is -1 for the ``first`` tokens, too.
+    """
     places, latest = np.full(len(ids), -1), dict[tuple[int, ...], int]()
     for place in range(_ALIKE - 1, len(ids)):
         words = tuple(ids[place - _ALIKE + 1 : place + 1])
-        places[place] = latest.get(words, -1)
+        places[place] = latest.get(words, -1) if place >= first else -1
         latest[words] = place
     return places
 
@@ -165,8 +171,7 @@ def kept_list(
     overlaps, copies = OverlapCounter(num_layers, topk), CopyCounter(num_layers)
     for ids, mask, blocks in samples:
         counted = np.append(mask, False)  # the last query predicts nothing
-        counted[:topk] = False
-        sources = np.where(counted, earlier_places(ids), -1)
+        sources = np.where(counted, earlier_places(ids, first=topk), -1)
         for start, lists in blocks:
             overlaps.add(lists, start, counted)
             copies.add(lists, start, sources)
@@ -352,6 +357,21 @@ class ReturningEvaluator(ServedEvaluator):
             for ids, mask in zip(cut[batch], masks[batch], strict=True)
         )
         return kept_list(samples, self.num_layers, int(checkpoint.shape["index_topk"]))
+
+
+def best_patterns(matrix: Floats, own: Pattern) -> dict[str, str]:
+    """Return the patterns at 1/2, 1/4 and 1/8 whose layers keep most, of what a checkpoint allows.
+
+    Args:
+        matrix: as :func:`kept_list` returns it.
+        own: where the checkpoint has indexers.
+    """
+    rules, patterns = Constraints.make(own), dict[str, str]()
+    for target in ("1/2", "1/4", "1/8"):
+        with suppress(SearchError):  # more layers than have an indexer
+            [mark] = parse_targets([target], rules).marks
+            patterns[target] = str(most_similar(matrix, mark.full_layers, rules))
+    return patterns
 
 
 def numbers(counter: OverlapCounter) -> dict[str, Any]:

@@ -111,6 +111,8 @@ def test_overlap_from_a_server_is_that_of_transformers(tiny: Client, tmp_path: P
     assert remote["queries"] == local["queries"] == 2 * (256 - TOPK)
     # A near-tie that rounding decides moves one entry of one list.
     assert np.abs(np.array(remote["matrix"]) - local["matrix"]).max() < 1e-4
+    assert remote["patterns"] == local["patterns"]
+    assert list(remote["patterns"]) == ["1/2", "1/4", "1/8"]
 
 
 def test_one_pass_over_http_finds_what_transformers_lists_give(

@@ -20,6 +20,7 @@ from sglang_indexcache.search.calibration import Calibration
 from sglang_indexcache.search.overlap import (
     OverlapCounter,
     ReturningEvaluator,
+    best_patterns,
     by_layer,
     check_one_list,
     overlap_in_words,
@@ -159,6 +160,19 @@ def test_a_file_says_what_a_run_of_its_own_pattern_shows(tmp_path: Path) -> None
     assert "# a comment at the end" in file.read_text()
     with pytest.raises(LibraryError, match="place for an overlap"):
         set_overlap(file, FoundOverlap(layers=(None,), chance=0.25, queries=1))
+
+
+def test_the_best_patterns_are_those_that_the_checkpoint_allows() -> None:
+    matrix = np.tril(np.random.default_rng(4).random((8, 8)))
+
+    def total(text: str) -> float:
+        return sum(matrix[i, source(text, i)] for i in range(8) if text[i] == "S")
+
+    assert best_patterns(matrix, Pattern.full(8)) == {
+        target: max(every_pattern(8, full), key=total)
+        for target, full in (("1/2", 4), ("1/4", 2), ("1/8", 1))
+    }
+    assert best_patterns(matrix, Pattern("FSSFSSSS")) == {"1/4": "FSSFSSSS", "1/8": "FSSSSSSS"}
 
 
 # -- from a server ---------------------------------------------------------------------------------
