@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial
@@ -28,10 +29,11 @@ from sglang_indexcache.cli.common import (
     group,
     out,
 )
-from sglang_indexcache.errors import SearchError
+from sglang_indexcache.errors import SearchError, ServerUnavailableError
 from sglang_indexcache.support.lengths import parse_length
 
 if TYPE_CHECKING:
+    from sglang_indexcache.ask.client import Client
     from sglang_indexcache.ask.score import Engine
     from sglang_indexcache.library import Slopes
     from sglang_indexcache.search.calibration import Calibration, Score
@@ -76,7 +78,7 @@ Target = Annotated[list[str] | None, InSearch("--target", metavar="TARGET", help
     "Where to leave a pattern: a ratio such as 1/4, or a count of F layers. Repeat it. "
     "The default is 1/2, 1/4 and 1/8.")]
 Method = Annotated[str | None, InSearch("--method", metavar="METHOD", help=
-    "How to search: both (fast and forward, without --url after one-pass; the default where the "
+    "How to search: both (fast and forward, after one-pass if that can see; the default where the "
     "budget allows it), fast, forward, greedy; one-pass (by attention; with --url by lists, of "
     "servers with --enable-return-indexer-topk); or without --url similarity (of outputs).")]
 Budget = Annotated[float | None, InSearch("--budget", metavar="SHARE", help=
@@ -142,17 +144,18 @@ def run_command(
     Example: indexcache search run --model MODEL --url http://127.0.0.1:30000 --data chats.jsonl
     -o found/
     """
-    from sglang_indexcache.search.methods import METHODS, METHODS_IN_PROCESS
+    from sglang_indexcache.search.methods import METHODS, METHODS_FROM_LISTS, METHODS_IN_PROCESS
     from sglang_indexcache.search.options import Options
     from sglang_indexcache.search.rules import Constraints, Folding, parse_layers, parse_targets
     from sglang_indexcache.search.session import plan, run_search
     from sglang_indexcache.search.setup import Setup
     from sglang_indexcache.study.cost import Rate, print_plan
 
-    methods = METHODS if url else METHODS_IN_PROCESS
+    servers, methods = connect(url, api_key), METHODS_IN_PROCESS
+    if url:  # a dry run asks no server
+        methods = METHODS_FROM_LISTS if not dry_run and _return_lists(servers) else METHODS
     folding, method = _folding(model, slopes, fold_price, url, method)
     options = Options.parse(method, budget, methods=methods) if method else None
-    servers = connect(url, api_key)
     measuring = _measuring(model, servers, dtype, at_once, low_priority, folding)
     setup = Setup.read(
         model,
@@ -346,6 +349,15 @@ def _measuring(
         return TransformersEvaluator(model, data, dtype or "float32", slopes=slopes)
 
     return local
+
+
+def _return_lists(servers: Sequence[Client]) -> bool:
+    """Return whether the servers that answer return what their layers select, all of them."""
+    returning = []
+    for server in servers:
+        with suppress(ServerUnavailableError):
+            returning.append(bool(server.server_info().get("enable_return_indexer_topk")))
+    return bool(returning) and all(returning)
 
 
 def _folding(

@@ -7,11 +7,14 @@ from typer.testing import CliRunner, Result
 
 import sglang_indexcache
 from benchmarks.search_landscape import SyntheticEvaluator
+from sglang_indexcache.ask.client import Client
 from sglang_indexcache.cli import app
+from sglang_indexcache.cli.search import _return_lists
 from sglang_indexcache.library import load_entry
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.evaluators.hf import TransformersEvaluator
 from sglang_indexcache.stats.bounds import Estimate
+from tests.fakes.server import FakeServer, serving
 from tests.search.helpers import searched
 
 TINY = Path(sglang_indexcache.__file__).parent / "demo" / "tiny-dsa"
@@ -170,6 +173,18 @@ def test_a_dry_run_tells_what_the_start_costs_and_a_server_has_none(
     assert re.findall(r"budget ([\d,]+) tokens", on_server) == re.findall(
         r"budget ([\d,]+) to", in_process
     )
+
+
+def test_a_search_begins_from_lists_if_all_servers_that_answer_return_them() -> None:
+    returning, other = (
+        FakeServer("F" * 12, "live", info={"enable_return_indexer_topk": value})
+        for value in (True, False)
+    )
+    with serving(returning) as first, serving(other) as second:
+        nobody = Client("http://127.0.0.1:9")
+        assert _return_lists([Client(first), nobody])
+        assert not _return_lists([Client(first), Client(second)])
+        assert not _return_lists([nobody])
 
 
 def test_the_default_begins_from_one_pass_and_measures_nothing_twice(

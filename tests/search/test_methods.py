@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +19,7 @@ from sglang_indexcache.errors import SearchError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.evaluators import Floats
 from sglang_indexcache.search.ledger import Ledger, Step
-from sglang_indexcache.search.methods import METHODS, METHODS_IN_PROCESS, Method
+from sglang_indexcache.search.methods import METHODS, METHODS_FROM_LISTS, METHODS_IN_PROCESS, Method
 from sglang_indexcache.search.methods.fast import Descent, FastGreedy, first_subset, least_subset
 from sglang_indexcache.search.methods.forward import Ascent
 from sglang_indexcache.search.methods.greedy import evaluations
@@ -299,6 +299,8 @@ class Hidden(SeenEvaluator):
         mass[1 : self.num_hidden + 1] = 0.5
         return np.tril(mass)
 
+    kept_list = kept_mass
+
     def _damage(self, pattern: Pattern, batches: np.ndarray) -> Floats:
         damage = super()._damage(pattern, batches)
         is_hidden = pattern.full_layers == (*range(self.num_hidden + 1),)
@@ -306,9 +308,12 @@ class Hidden(SeenEvaluator):
 
 
 @pytest.mark.parametrize("refine", [False, True])
-def test_both_begins_from_one_pass_where_layers_can_be_seen(refine: bool) -> None:
+@pytest.mark.parametrize("methods", [METHODS_IN_PROCESS, METHODS_FROM_LISTS])
+def test_both_begins_from_one_pass_where_layers_or_lists_can_be_seen(
+    methods: Mapping[str, Method], refine: bool
+) -> None:
     goal, searches = targets(FEW, "11", "3"), {}
-    for method in (BOTH, STARTED):
+    for method in (BOTH, methods["both"]):
         ledger = Ledger(Hidden(FEW, 32, 1))
         searches[method.in_words] = finished(ledger, goal, Options(method, refine=refine))
     without, from_one_pass = searches.values()

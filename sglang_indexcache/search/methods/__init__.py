@@ -89,18 +89,19 @@ _ONE_PASS = Pairwise(
     "attention mass that each layer's worst head keeps under other layers' lists, by dynamic "
     "programme",
 )
+_FROM_LISTS = Pairwise(
+    "one-pass",
+    "kept_list",
+    "share of its list that is kept, less the places copied from that are lost",
+    "what each layer keeps of its list, and of the places that text is copied from, under other "
+    "layers' lists, by dynamic programme",
+)
 METHODS: Mapping[str, Method] = {
     "both": Walks(f"the better of fast greedy and forward selection {_HOW}", (Descent, Ascent)),
     "fast": Walks(f"fast greedy {_HOW}", (Descent,)),
     "forward": Walks(f"forward selection {_HOW}", (Ascent,)),
     "greedy": Greedy(),
-    "one-pass": Pairwise(
-        "one-pass",
-        "kept_list",
-        "share of its list that is kept, less the places copied from that are lost",
-        "what each layer keeps of its list, and of the places that text is copied from, under "
-        "other layers' lists, by dynamic programme",
-    ),
+    "one-pass": _FROM_LISTS,
     "similarity": Pairwise(
         "similarity",
         "similarity",
@@ -116,14 +117,16 @@ other hand the way up begins where the loss is highest and measurements say leas
 both ways, and of each retention's two patterns the one with the lower loss on all calibration
 batches is kept.
 """
+_FROM_ONE_PASS = f"the best of one pass, fast greedy and forward selection {_HOW}"
+METHODS_FROM_LISTS: Mapping[str, Method] = {
+    **METHODS,
+    "both": Walks(_FROM_ONE_PASS, (Descent, Ascent), start=_FROM_LISTS),
+}
+"""The same where servers return what their layers select."""
 METHODS_IN_PROCESS: Mapping[str, Method] = {
     **METHODS,
     "one-pass": _ONE_PASS,
-    "both": Walks(
-        f"the best of one pass, fast greedy and forward selection {_HOW}",
-        (Descent, Ascent),
-        start=_ONE_PASS,
-    ),
+    "both": Walks(_FROM_ONE_PASS, (Descent, Ascent), start=_ONE_PASS),
 }
 """The same where the model runs in this process, so that its layers can be seen.
 
