@@ -120,12 +120,7 @@ class CopyCounter:
         self._places = 0
 
     def add(self, selected: NDArray[np.integer], start: int, sources: NDArray[np.intp]) -> None:
-        """Add a block of a sample.
-
-        Args:
-            selected, start: see :meth:`OverlapCounter.add`.
-            sources: ``[length]``, where each query's last tokens stood before; -1 leaves it out.
-        """
+        """Add a block as :meth:`OverlapCounter.add` does; ``sources`` of :func:`earlier_places`."""
         block = sources[start : start + selected.shape[1]]
         [rows] = np.nonzero(block >= 0)
         for ahead in (0, 1):
@@ -248,9 +243,6 @@ def served_lists(
     Args:
         server: without IndexCache, or with all of the checkpoint's indexers at work.
 
-    Returns:
-        What :func:`returned_lists` does for a prompt.
-
     Raises:
         ServerError: it serves another checkpoint, or shares indices.
     """
@@ -342,12 +334,7 @@ class ReturningEvaluator(ServedEvaluator):
         self._checkpoint = checkpoint
 
     def kept_list(self, batch: int) -> Floats:
-        """Ask for a batch's lists and compare them by :func:`kept_list`, a prompt at a time.
-
-        Raises:
-            SearchError: layers of this model have several lists.
-            ServerError: see :func:`returned_lists`.
-        """
+        """Ask for a batch's lists and compare them by :func:`kept_list`, a prompt at a time."""
         checkpoint = self._checkpoint
         check_one_list(checkpoint)
         cut, masks = self.calibration.batches, self.calibration.batch_counted
@@ -360,12 +347,7 @@ class ReturningEvaluator(ServedEvaluator):
 
 
 def best_patterns(matrix: Floats, own: Pattern) -> dict[str, str]:
-    """Return the patterns at 1/2, 1/4 and 1/8 whose layers keep most, of what a checkpoint allows.
-
-    Args:
-        matrix: as :func:`kept_list` returns it.
-        own: where the checkpoint has indexers.
-    """
+    """Return the patterns at 1/2, 1/4 and 1/8 that keep most by a matrix of :func:`kept_list`."""
     rules, patterns = Constraints.make(own), dict[str, str]()
     for target in ("1/2", "1/4", "1/8"):
         with suppress(SearchError):  # more layers than have an indexer
