@@ -137,6 +137,24 @@ def ask(
     return replies
 
 
+def ask_afresh(engine: Engine, prompt: Prompt, new_tokens: int, **body: Any) -> dict[str, Any]:
+    """Return a prompt's reply as :func:`ask` does, where no token of it was read from the cache.
+
+    Raises:
+        ServerUnavailableError: as :func:`ask`.
+        ServerError: as :func:`ask`, or tokens came from the cache.
+    """
+    # SGLang reads nothing from its cache of a prompt that is scored from its beginning.
+    body |= {"return_logprob": True, "logprob_start_len": [0]}
+    [reply] = ask(engine, [prompt], new_tokens, **body)
+    if cached := int(reply["meta_info"]["cached_tokens"]):
+        raise ServerError(
+            f"{engine.name} took {cached} tokens of a prompt from its cache, where what another "
+            "request computed may stand. Start it with --disable-radix-cache."
+        )
+    return reply
+
+
 def _check(reply: Any, prompt: Prompt, server: str) -> None:
     info = reply.get("meta_info") if isinstance(reply, dict) else None
     if not isinstance(info, dict) or not {"prompt_tokens", "cached_tokens"} <= set(info):

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from sglang_indexcache.ask.client import Client
 from sglang_indexcache.ask.pool import Pool
 from sglang_indexcache.ask.protocol import states_of
-from sglang_indexcache.ask.score import Engine, Prompt, ask
+from sglang_indexcache.ask.score import Engine, Prompt, ask_afresh
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.data.marking import Mask
 from sglang_indexcache.errors import SearchError, ServerError
@@ -277,18 +277,11 @@ def returned_lists(
             later, in a block: something else than positions.
     """
     topk, name = int(checkpoint.shape["index_topk"]), engine.name
-    # Scored from its beginning, so that nothing is read from the cache.
-    whole: dict[str, Any] = {"return_logprob": True, "logprob_start_len": [0]}
-    [reply] = ask(engine, [Prompt(ids, pattern)], 1, return_indexer_topk=True, **whole)
+    reply = ask_afresh(engine, Prompt(ids, pattern), 1, return_indexer_topk=True)
     if (encoded := reply["meta_info"].get("indexer_topk")) is None:
         raise ServerError(
             f"{name} does not return what layers select. Start it with "
             "--enable-return-indexer-topk."
-        )
-    if cached := int(reply["meta_info"]["cached_tokens"]):
-        raise ServerError(
-            f"{name} took {cached} tokens of a prompt from its cache, where another request's "
-            "lists may stand. Start it with --disable-radix-cache."
         )
     entries = (len(encoded) * 3 // 4 - encoded[-2:].count("=")) // 4
     layers, remainder = divmod(entries, len(ids) * topk)
