@@ -29,7 +29,7 @@ demo-real: $(FULL)
 	$(BIN)/python -m benchmarks.smollm2.demo
 
 # A pull request's first run: no server, and nothing that needs SGLang (tests/README.md has the rest).
-QUICK := tests/test_structure.py tests/test_docs.py tests/test_pattern.py tests/test_recent.py tests/test_hf.py \
+QUICK := tests/test_structure.py tests/test_docs.py tests/test_pattern.py tests/test_hf.py \
 	tests/test_models.py tests/test_checkpoint.py tests/test_stored.py tests/test_adapter.py tests/library \
 	tests/ask tests/data tests/stats tests/study tests/support tests/search/test_methods.py \
 	tests/serving/test_index_buffer.py tests/serving/test_rows.py tests/serving/test_policy.py \
@@ -99,4 +99,4 @@ $(SMALL): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf .demo .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .demo .mypy_cache .ruff_cache .pytest_cache .hypothesis build

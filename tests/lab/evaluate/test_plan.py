@@ -23,7 +23,7 @@ from sglang_indexcache.lab.evaluate.plan import (
     enough_contexts,
 )
 from sglang_indexcache.lab.evaluate.run import EvaluationRequest
-from sglang_indexcache.lab.evaluate.tasks import TASKS
+from sglang_indexcache.lab.evaluate.tasks import DEFAULT, TASKS
 from sglang_indexcache.lab.evaluate.tasks.context import Context, Task
 from tests.lab.evaluate.evaluate import ARMS
 from tests.lab.evaluate.fake_server import Words
@@ -230,3 +230,11 @@ class Raising:
 
     def __call__(self, *_: object, **__: object) -> Context:
         raise QualityError("no task can do this")
+
+
+def test_the_page_counts_the_contexts_of_the_default_tasks() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "evaluate.md").read_text()
+    cells = 3 * len(DEFAULT)
+    contexts = cells * enough_contexts(cells, 8, 0.01, 4)
+    assert f"which is {contexts:,} contexts with {8 * contexts:,} questions" in page
+    assert f"takes {cells * enough_contexts(cells, 8, 0.01, 4, 'probability'):,}]" in page

@@ -1,4 +1,4 @@
-"""Long-context tasks: one file for each published source, and one row here.
+"""Long-context tasks: one file for each source, published or ours, and one row here.
 
 `TASKS` are generated offline to an exact number of tokens; `files.FILES` are read from what a user
 has. The rules and prompts are those of their published sources as far as they need no download;
