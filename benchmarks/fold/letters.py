@@ -23,6 +23,7 @@ from benchmarks.fold.arms import Arm, Blocks, marked, selecting
 from benchmarks.fold.models import InLean
 from benchmarks.records import markdown, read_arguments
 from benchmarks.smollm2.books import HELD_OUT, SEARCH, Books, Row, rows
+from benchmarks.smollm2.evaluator import mass_on_lists
 from benchmarks.smollm2.measure import HEADER, Line, columns
 from benchmarks.smollm2.workers import each, one_thread
 from sglang_indexcache.errors import QualityError
@@ -58,20 +59,8 @@ def mass(model: InLean, row: Row, topk: int) -> Floats:
         return [selected[None] for selected in lists["F"][-1]]
 
     model.states(row.ids, select, keep=lambda _number, read: reads.append(read))
-    is_asked = torch.zeros(len(row.ids), dtype=torch.bool)
-    is_asked[torch.cat([row.text, row.recall]) - 1] = True
-    is_asked = is_asked.to(model.device)
-    total = np.zeros((model.layers, 2 * model.layers, model.form.heads))
-    turned = model.rotation(len(row.ids))
-    for layer, read in enumerate(reads):
-        for number, queries, weights in model.weights(model.project(layer, read, turned)):
-            for first, of_letter in zip((0, model.layers), lists.values(), strict=True):
-                masks = [blocks[number][is_asked[queries]] for blocks in of_letter[: layer + 1]]
-                on_lists = torch.einsum(
-                    "hrs,irs->ih", weights[:, is_asked[queries]], torch.stack(masks).float()
-                )
-                total[layer, first : first + layer + 1] += on_lists.double().cpu().numpy()
-    return total / int(is_asked.sum())
+    places = torch.cat([row.text, row.recall])
+    return mass_on_lists(model, reads, [*lists["L"], *lists["F"]], places)
 
 
 def chosen(mass_kept: Floats, budgets: Iterable[int], price: Fraction) -> list[tuple[str, Pattern]]:

@@ -125,26 +125,15 @@ class LeanEvaluator:
     def mass(self, batch: int) -> Floats:
         """Return ``[N, N, heads]``: the share of attention on layers' lists, at counted places."""
         model, row = self.model, self.rows[batch]
-        turned, lists = model.rotation(len(row.ids)), list[list[torch.Tensor]]()
-        reads: list[torch.Tensor] = []
+        lists, reads = list[list[torch.Tensor]](), list[torch.Tensor]()
         model.hidden(
             row.ids,
             Pattern.full(model.layers),
             keep=lambda _number, read: reads.append(read),
             note=lambda _number, _stream, picks: lists.append(picks),
         )
-        is_asked = torch.zeros(len(row.ids), dtype=torch.bool)
-        is_asked[self._places[batch] - 1] = True
-        is_asked = is_asked.to(model.device)
-        mass = np.zeros((model.layers, model.layers, model.form.heads))
-        for layer, read in enumerate(reads):
-            for number, rows, weights in model.weights(model.project(layer, read, turned)):
-                masks = torch.stack([picks[number] for picks in lists[1 : layer + 2]])[
-                    :, is_asked[rows]
-                ]
-                on_lists = torch.einsum("hrs,irs->ih", weights[:, is_asked[rows]], masks.float())
-                mass[layer, : layer + 1] += on_lists.double().cpu().numpy()
-        return mass / int(is_asked.sum())
+        # There is no list before the first layer.
+        return mass_on_lists(model, reads, lists[1:], self._places[batch])
 
     def kept_list(self, batch: int) -> Floats:
         """Compare layers' lists alone, as a search over HTTP does, at counted places.
@@ -189,3 +178,32 @@ class LeanEvaluator:
             total += (flat @ flat.T).double().cpu().numpy() / model.topk
             queries += int(choosing.sum())
         return total / queries
+
+
+def mass_on_lists(
+    model: Lean,
+    reads: Sequence[torch.Tensor],
+    lists: Sequence[Sequence[torch.Tensor]],
+    places: torch.Tensor,
+) -> Floats:
+    """Measure how much of its attention each head has on lists, over the queries before ``places``.
+
+    Args:
+        reads: of each layer what its attention reads, ``[T, hidden]``.
+        lists: of each layer one mask a block; or of all layers in one way, then in another.
+
+    Returns:
+        ``[N, lists, heads]`` float64, shares; 0 where the list is a later layer's.
+    """
+    is_asked = torch.zeros(len(reads[0]), dtype=torch.bool)
+    is_asked[places - 1] = True
+    is_asked = is_asked.to(model.device)
+    mass = np.zeros((model.layers, len(lists), model.form.heads))
+    turned = model.rotation(len(reads[0]))
+    for layer, read in enumerate(reads):
+        columns = [column for column in range(len(lists)) if column % model.layers <= layer]
+        for number, rows, weights in model.weights(model.project(layer, read, turned)):
+            masks = torch.stack([lists[column][number][is_asked[rows]] for column in columns])
+            on_lists = torch.einsum("hrs,irs->ih", weights[:, is_asked[rows]], masks.float())
+            mass[layer, columns] += on_lists.double().cpu().numpy()
+    return mass / int(is_asked.sum())
