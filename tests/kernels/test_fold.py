@@ -1,9 +1,5 @@
 """The folded query of a kernel against float64: as heads, as one product, and as a selection."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -12,6 +8,7 @@ from sglang_indexcache.fold import select as select_folded
 from sglang_indexcache.kernels.contract import IndexerBatch
 from sglang_indexcache.kernels.indexer import fold, reference
 from sglang_indexcache.kernels.indexer.quantization import quantize_e4m3, write_pages
+from tests.kernels.interpreted import output_of
 
 COMPONENT = 2.0**-8
 
@@ -105,21 +102,5 @@ def test_a_kernel_for_heads_selects_as_transformers_reference_folds() -> None:
 
 
 def test_triton_passes_the_same_tests_in_its_interpreter() -> None:
-    """In a process of its own: what Triton runs kernels on is decided at import."""
-    run = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            *("-k", "not triton"),
-            __file__,
-        ],
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTEST_ADDOPTS": ""},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert "10 passed, 1 deselected" in run.stdout, run.stdout[-3000:]
+    output = output_of(__file__)
+    assert "10 passed, 1 deselected" in output, output[-3000:]

@@ -1,8 +1,5 @@
 """Selection among candidates: kernels in Triton's interpreter, held against float64 and sorting."""
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -15,6 +12,7 @@ from sglang_indexcache.kernels.indexer import fold, reference, second_stage
 from sglang_indexcache.kernels.indexer.quantization import quantize_e4m3, write_pages
 from sglang_indexcache.kernels.indexer.second_stage import SecondStage, largest
 from sglang_indexcache.kernels.topk import reference as topk_reference
+from tests.kernels.interpreted import output_of
 
 HEADS, TOPK = 8, 16
 interpreted = pytest.mark.skipif(not fold.INTERPRETED, reason="runs in Triton's interpreter")
@@ -272,24 +270,7 @@ def test_the_oracle_among_all_tokens_selects_exactly() -> None:
 
 
 def test_triton_passes_the_same_tests_in_its_interpreter() -> None:
-    """In a process of its own: what Triton runs kernels on is decided at import."""
-    run = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "-k",
-            "not triton",
-            __file__,
-        ],
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTEST_ADDOPTS": ""},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert " passed, 1 deselected" in run.stdout, run.stdout[-3000:]
-    assert "failed" not in run.stdout
-    assert "skipped" not in run.stdout
+    output = output_of(__file__)
+    assert " passed, 1 deselected" in output, output[-3000:]
+    assert "failed" not in output
+    assert "skipped" not in output

@@ -124,24 +124,30 @@ class TestStatic:
             assert ask(stock, *self.ASKED) == answers
 
 
-class TestFolded:
-    """L layers select by one folded query, in prefill, decode graphs and beside F and S layers."""
+class Folding:
+    """A server whose layers fold as ``LETTERS`` say, by random slopes."""
 
-    LETTERS = "FLSLLS"
+    LETTERS: str
 
     @pytest.fixture(scope="class")
     def slopes(self, models: Models, tmp_path_factory: pytest.TempPathFactory) -> Slopes:
         return random_slopes(models("glm-5"), tmp_path_factory.mktemp("slopes") / "any.slopes")
 
     @pytest.fixture(scope="class")
-    def pattern(self, slopes: Slopes) -> str:
-        return f"{self.LETTERS}@{slopes.digest}"
-
-    @pytest.fixture(scope="class")
     def client(self, rehearse: Rehearse, slopes: Slopes) -> Iterator[Client]:
         folds = f"{self.LETTERS}@{slopes.path}"
         with rehearse(*DECODE_GRAPHS, "--indexcache-pattern", folds) as client:
             yield client
+
+
+class TestFolded(Folding):
+    """L layers select by one folded query, in prefill, decode graphs and beside F and S layers."""
+
+    LETTERS = "FLSLLS"
+
+    @pytest.fixture(scope="class")
+    def pattern(self, slopes: Slopes) -> str:
+        return f"{self.LETTERS}@{slopes.digest}"
 
     def test_prompts_and_answers_are_those_of_transformers_folded(
         self, client: Client, models: Models, slopes: Slopes, pattern: str
@@ -171,21 +177,11 @@ class TestFolded:
 
 
 @pytest.mark.matrix
-class TestCandidates:
+class TestCandidates(Folding):
     """F layers fold, too, and score their candidates again; short prompts have as many tokens."""
 
     LETTERS = "FSLFLS+c2"
     PROMPTS = (205, 500)
-
-    @pytest.fixture(scope="class")
-    def slopes(self, models: Models, tmp_path_factory: pytest.TempPathFactory) -> Slopes:
-        return random_slopes(models("glm-5"), tmp_path_factory.mktemp("slopes") / "any.slopes")
-
-    @pytest.fixture(scope="class")
-    def client(self, rehearse: Rehearse, slopes: Slopes) -> Iterator[Client]:
-        folds = f"{self.LETTERS}@{slopes.path}"
-        with rehearse(*DECODE_GRAPHS, "--indexcache-pattern", folds) as client:
-            yield client
 
     def test_prompts_and_answers_are_those_of_transformers_folded(
         self, client: Client, models: Models, slopes: Slopes
