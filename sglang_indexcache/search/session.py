@@ -36,7 +36,7 @@ BLIND = (
     "do not tell which heads need them: on a real model their patterns kept recall at 1/2 and 1/4, "
     "and at 1/8 lost 13 points that those by attention, without --url, kept"
 )
-"""What a search by lists alone is known to miss (docs/real-model.md)."""
+"""The warning beside a search by lists: what it is known to miss (docs/real-model.md)."""
 NEAR_EXHAUSTIVE = 0.5
 """Share of exhaustive greedy's tokens from which it is worth telling of that one instead."""
 

@@ -15,7 +15,7 @@ from sglang_indexcache.kernels.indexer.cuda import select_rows
 
 CPU = torch.device("cpu")
 MULTIPROCESSORS = 132
-"""Of an H100 or H200."""
+"""Number of those on an H100 or H200."""
 
 
 def test_the_engine_s_default_is_an_anchor() -> None:

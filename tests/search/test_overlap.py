@@ -283,7 +283,7 @@ def test_a_server_that_cannot_show_it_is_refused(state: dict[str, str], says: st
 
 LAYERS = 6
 PROMPTS = tuple(tuple(np.random.default_rng(n).integers(0, 2, n).tolist()) for n in (40, 33, 36))
-"""Of two words, so that most of what is written was written before."""
+"""A text of two words: most of what is written was written before."""
 COUNTED = tuple(np.random.default_rng(2).random(len(ids) - 1) < 0.5 for ids in PROMPTS)
 TOGETHER: Any = SimpleNamespace(
     layer_ids=tuple(range(LAYERS)),
