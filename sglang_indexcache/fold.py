@@ -41,11 +41,10 @@ class IndexRow:
     weights: torch.Tensor
     visible: torch.Tensor
 
-    def part(self, rows: slice) -> IndexRow:
-        """Return some of the queries, with all keys."""
-        return IndexRow(
-            self.queries[:, rows], self.keys, self.weights[:, rows], self.visible[:, rows]
-        )
+    def part(self, rows: slice, end: int | None = None) -> IndexRow:
+        """Return some of the queries, with all keys or those before ``end``."""
+        keys, visible = self.keys[:, :end], self.visible[:, rows, :end]
+        return IndexRow(self.queries[:, rows], keys, self.weights[:, rows], visible)
 
     def blocks(self, size: int = BLOCK) -> Iterator[IndexRow]:
         """Yield the same, ``size`` queries at a time."""

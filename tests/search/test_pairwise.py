@@ -20,7 +20,7 @@ from sglang_indexcache.demo import shipped_checkpoint
 from sglang_indexcache.errors import SearchError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.calibration import Calibration
-from sglang_indexcache.search.evaluators import Floats
+from sglang_indexcache.search.evaluators import Floats, hf
 from sglang_indexcache.search.evaluators.hf import TransformersEvaluator, lost_by_worst_head
 from sglang_indexcache.search.ledger import Ledger
 from sglang_indexcache.search.methods import METHODS, METHODS_IN_PROCESS, Method
@@ -112,8 +112,12 @@ def test_the_head_that_loses_most_decides() -> None:
         assert shares[i, j] == pytest.approx(1 - max(losses) if j <= i else 0, abs=1e-12)
 
 
-def test_attention_on_a_list_is_the_sum_of_its_weights() -> None:
+@pytest.mark.parametrize("block", [50, 256])
+def test_attention_on_a_list_is_the_sum_of_its_weights(
+    monkeypatch: pytest.MonkeyPatch, block: int
+) -> None:
     """One head is summed by hand: what layer 5 gives to the keys that layers 2 and 5 select."""
+    monkeypatch.setattr(hf, "BLOCK", block)
     ids = tuple(np.random.default_rng(9).integers(10, 500, 130).tolist())
     model = TransformersEvaluator(Path(shipped_checkpoint()), Calibration((ids,), 1, "test"))
     queries = np.flatnonzero(model.calibration.batch_counted[0][0])

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -39,11 +41,13 @@ def test_the_context_gives_queries_a_choice(context: int | None, length: int) ->
 def test_a_short_context_is_said_and_counted_from_where_it_matters() -> None:
     setup = Setup.read(TINY, context=200, batches=1, score=Score.ALL)
     assert "short for a model whose queries select 64" in dict(setup.rows)["advice"]
-    evaluator = TransformersEvaluator(TINY, setup.calibration)
+    everything = replace(setup.calibration, counted=())
+    evaluator = TransformersEvaluator(TINY, everything)
     all_full, shared = Pattern.full(12), Pattern("F" + 11 * "S")
     [[mine]] = evaluator.token_losses(all_full, [0])
     [[theirs]] = evaluator.token_losses(shared, [0])
     assert np.abs(theirs - mine)[:64].max() < 1e-5 < np.abs(theirs - mine)[64:].max()
+    evaluator = TransformersEvaluator(TINY, setup.calibration)
     assert evaluator.loss(shared, [0]).mean() == pytest.approx(theirs[64:].mean())
     assert "more than 64 tokens" in setup.identity(evaluator)["counted"]
     assert "(--score recall)" in dict(setup.rows)["recall"]

@@ -83,7 +83,8 @@ class TokenEvaluator(ABC):
     def token_losses(self, pattern: Pattern, batches: Sequence[int]) -> list[list[Floats]]:
         """Return by batch and sequence ``[length - 1]`` losses in nats.
 
-        Entry i is the loss of predicting token i + 1 from tokens 0..i.
+        Entry i is the loss of predicting token i + 1 from tokens 0..i; it may be NaN where that
+        does not count.
         """
 
     def loss(self, pattern: Pattern, batches: Sequence[int]) -> Floats:

@@ -1,15 +1,19 @@
 """The reference evaluator: the checkpoint in transformers, one process, CPU or one GPU.
 
 Patterns are put into effect by :func:`sglang_indexcache.hf.share`. Layers below the first
-difference to an earlier run of the same sequence are not run again: their outputs are kept.
+difference to an earlier run of the same sequence are not run again: their outputs are kept. Queries
+are scored and attend some at a time, and only to the tokens that they can see: several times as
+fast on a CPU as all at once.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,15 +23,68 @@ import torch
 from numpy.typing import NDArray
 
 from sglang_indexcache.checkpoint import Checkpoint, reading
+from sglang_indexcache.data.marking import Mask
 from sglang_indexcache.errors import SearchError
+from sglang_indexcache.fold import read_row
 from sglang_indexcache.hf import SharedForward, share
 from sglang_indexcache.library import Resolved, Slopes
+from sglang_indexcache.models import TRAINABLE
 from sglang_indexcache.pattern import FOLDED, SHARED, Pattern
 from sglang_indexcache.search.calibration import Calibration
 from sglang_indexcache.search.evaluators import Floats, TokenEvaluator
 
+BLOCK = 256
+"""Queries that are scored, attend or predict at a time: few enough for a CPU's cache."""
+_EAGER = "eager_attention_forward"
+"""The function of a transformers model by which its layers attend in "eager" mode."""
 _KEPT_RUNS = 3
 """Runs of a sequence whose layer outputs are kept; they share what they have in common."""
+
+
+def blocks(length: int, first: int = 0) -> list[slice]:
+    """Cut ``length`` queries into blocks of :data:`BLOCK`; the first may be of another size."""
+    starts = [0, *range(first or BLOCK, length, BLOCK)] if length else []
+    return [slice(*ends) for ends in pairwise([*starts, length])]
+
+
+def attend_in_blocks(
+    eager: Callable[..., Any],
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Do what transformers' ``eager`` attention does, causal and without a cache, in blocks."""
+    outputs = [
+        eager(
+            module,
+            query[:, :, rows],
+            key[:, :, : rows.stop],
+            value[:, :, : rows.stop],
+            mask[..., rows, : rows.stop],
+            **options,
+        )[0]
+        for rows in blocks(query.shape[2])
+    ]
+    return torch.cat(outputs, dim=1), None
+
+
+def select_in_blocks(indexer: Any) -> Callable[..., torch.Tensor]:
+    """Return a forward that selects as the DSA ``indexer`` does, causal and in blocks."""
+
+    @torch.no_grad()
+    def forward(*arguments: Any, **options: Any) -> torch.Tensor:
+        row = read_row(indexer, *arguments, **options)
+        topk = indexer.index_topk
+        lists = [
+            row.part(rows, rows.stop).exact().topk(min(topk, rows.stop)).indices
+            for rows in blocks(row.keys.shape[1], first=topk)
+        ]
+        return torch.cat(lists, dim=1).to(torch.int32)
+
+    return forward
 
 
 @dataclass
@@ -102,6 +159,10 @@ class TransformersEvaluator(TokenEvaluator):
         """Layers before the first one that has an indexer."""
         self._layers = [list(layers[i:end]) for i, end in pairwise(starts)]
         """Each layer with an indexer, and those without one that follow it."""
+        if config.model_type in TRAINABLE:
+            for number in self.own.full_layers:
+                indexer = self._attention(number).indexer
+                indexer.forward = select_in_blocks(indexer)
         self._reuse_bytes = reuse_bytes
         self.layer_tokens = 0
         self._runs: OrderedDict[tuple[int, ...], list[_Run]] = OrderedDict()
@@ -115,16 +176,24 @@ class TransformersEvaluator(TokenEvaluator):
         pattern.check_checkpoint(self.own)
         if self._slopes is None or pattern.suffix.slopes not in ("", self._slopes.digest):
             pattern.check_unfolded("a search without its slopes")
-        cut = self.calibration.batches
-        return [[self._sequence(pattern, ids) for ids in cut[batch]] for batch in batches]
+        cut, masks = self.calibration.batches, self.calibration.batch_counted
+        return [
+            [self._sequence(pattern, *pair) for pair in zip(cut[batch], masks[batch], strict=True)]
+            for batch in batches
+        ]
 
-    def _sequence(self, pattern: Pattern, ids: tuple[int, ...]) -> Floats:
+    def _sequence(self, pattern: Pattern, ids: tuple[int, ...], mask: Mask) -> Floats:
         hidden = self.run(pattern, ids).hidden[-1]
-        with torch.no_grad():
-            logits = self._model.lm_head(self._decoder.norm(hidden))[0, :-1].float()
-            targets = torch.tensor(ids[1:], device=logits.device)
-            losses = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
-        return losses.double().cpu().numpy()
+        losses = np.full(len(ids) - 1, np.nan)
+        targets = torch.tensor(ids[1:], device=hidden.device)
+        counted = np.flatnonzero(mask)
+        for rows in blocks(len(counted)):
+            places = torch.from_numpy(counted[rows])
+            with torch.no_grad():
+                logits = self._model.lm_head(self._decoder.norm(hidden[0, places])).float()
+                part = torch.nn.functional.cross_entropy(logits, targets[places], reduction="none")
+            losses[places] = part.double().cpu().numpy()
+        return losses
 
     # -- one forward --------------------------------------------------------------------------
 
@@ -186,11 +255,45 @@ class TransformersEvaluator(TokenEvaluator):
         captured.pop("prev_topk_indices", None)
         return captured
 
-    def _layer(self, number: int, hidden: torch.Tensor, sharing: SharedForward) -> torch.Tensor:
+    def _layer(
+        self,
+        number: int,
+        hidden: torch.Tensor,
+        sharing: SharedForward,
+        attend: Callable[..., Any] = attend_in_blocks,
+    ) -> torch.Tensor:
         arguments = dict(self._arguments)
         if self._attention(number).indexer is None:
             arguments["prev_topk_indices"] = sharing.indices
-        return _through(self._layers[number], hidden, arguments)
+        with self._attending(attend):
+            return _through(self._layers[number], hidden, arguments)
+
+    @contextmanager
+    def _attending(self, attend: Callable[..., Any]) -> Iterator[None]:
+        """Let ``attend`` stand for the model's eager attention: it gets that and its arguments."""
+        module: Any = sys.modules[type(self._attention(0)).__module__]
+        eager = getattr(module, _EAGER, None)
+        if eager is not None:
+            setattr(module, _EAGER, partial(attend, eager))
+        try:
+            yield
+        finally:
+            if eager is not None:
+                setattr(module, _EAGER, eager)
+
+    def _until_it_attends(
+        self, layer: int, hidden: torch.Tensor, sharing: SharedForward
+    ) -> list[Any]:
+        """Run ``layer`` no further; return its eager attention, what that is given, and options."""
+        call: list[Any] = []
+
+        def note(*arguments: Any, **options: Any) -> None:
+            call.extend((*arguments, options))
+            raise _SeenError
+
+        with suppress(_SeenError):
+            self._layer(layer, hidden, sharing, note)
+        return call
 
     def _attention(self, number: int) -> Any:
         return self._layers[number][0].self_attn
@@ -294,27 +397,22 @@ class TransformersEvaluator(TokenEvaluator):
         """
         run = self.run(self.own, ids)
         self._learn_arguments(len(ids))
-        device = self._model.device
-        all_lists = [*(self._folded_lists(run) if folded else ()), *run.indices]
-        lists = [indices[0, ..., queries.to(indices.device), :].long() for indices in all_lists]
-        heads = int(self._decoder.config.num_attention_heads)
+        queries = queries.to(self._model.device)
         block = getattr(self._attention(0).indexer, "block_size", 1)  # of tokens, in MiniMax-M3
-        entries = -(-len(ids) // block)
-        everything = torch.arange(entries, device=device).expand(*run.indices[0].shape[:-1], -1)
-        if block > 1:
-            lists = [by_head(indices_of, heads, end=entries) for indices_of in lists]
+        lists = [  # [groups, queries, k], past all tokens for -1
+            indices.where(indices >= 0, len(ids)).flatten(0, -3)[:, queries]
+            for indices in (*(self._folded_lists(run) if folded else ()), *run.indices)
+        ]
+        heads = int(self._decoder.config.num_attention_heads)
         mass = np.zeros((self.num_layers, len(lists), heads))
         barred = Pattern.from_layers(self.num_layers, [0])  # no later layer selects by itself
         with torch.no_grad(), share(self._model, barred) as sharing:
+            hold(sharing, 0, run.indices[0])
             for layer in range(1, self.num_layers):
-                hold(sharing, 0, everything)
-                weights = self._weights(layer, run.hidden[layer], sharing)[:, queries]
-                if block > 1:
-                    weights = by_block(weights, block)
-                for column, indices in enumerate(lists):
-                    if column % self.num_layers <= layer:
-                        on_list = weights.gather(-1, indices.expand(heads, -1, -1))
-                        mass[layer, column] = on_list.double().sum((1, 2)).cpu().numpy()
+                columns = [c for c in range(len(lists)) if c % self.num_layers <= layer]
+                for rows, weights in self._weights(layer, run.hidden[layer], sharing, queries):
+                    parts = [lists[column][:, rows] for column in columns]
+                    mass[layer, columns] += sum_on(parts, by_block(weights, block))
         return mass
 
     def _folded_lists(self, run: _Run) -> list[torch.Tensor]:
@@ -325,26 +423,32 @@ class TransformersEvaluator(TokenEvaluator):
         lists: list[torch.Tensor] = []
         with torch.no_grad(), self._share(Pattern(letters)) as sharing:
             for layer in range(self.num_layers):
-                self._layer(layer, run.hidden[layer], sharing)
+                self._until_it_attends(layer, run.hidden[layer], sharing)
                 assert sharing.indices is not None
                 lists.append(sharing.indices)
         return lists
 
-    def _weights(self, layer: int, hidden: torch.Tensor, sharing: SharedForward) -> torch.Tensor:
-        """Run ``layer`` and return its attention's weights, ``[heads, length, length]`` float32."""
-        weights: list[torch.Tensor | None] = []
-        attention = self._attention(layer)
-        handle = attention.register_forward_hook(lambda _m, _a, output: weights.append(output[1]))
-        try:
-            self._layer(layer, hidden, sharing)
-        finally:
-            handle.remove()
-        if weights[0] is None:
+    def _weights(
+        self, layer: int, hidden: torch.Tensor, sharing: SharedForward, queries: torch.Tensor
+    ) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Yield ``layer``'s attention to all that queries see, some of ``queries`` at a time.
+
+        With their places in ``queries``: ``[heads, some, T]`` float32, T up to what the last sees.
+        """
+        call = self._until_it_attends(layer, hidden, sharing)
+        if not call:
             raise SearchError(
-                f"{type(attention).__name__} does not return the weights of its attention, by "
-                "which one-pass and, without --url, both search. Search with --method fast."
+                f"{type(self._attention(layer)).__name__} does not show its attention, by which "
+                "one-pass and, without --url, both search. Search with --method fast."
             )
-        return weights[0][0].float()
+        eager, module, query, key, value, _, options = call
+        visible = self._arguments["attention_mask"]
+        for rows in blocks(len(queries)):
+            places = queries[rows]
+            end = int(places[-1]) + 1
+            seen = key[:, :, :end], value[:, :, :end, :0]  # only its weights are wanted
+            mask = visible[..., places, :end]
+            yield rows, eager(module, query[:, :, places], *seen, mask, **options)[1][0].float()
 
     # -- what layers attend to ----------------------------------------------------------------
 
@@ -355,13 +459,16 @@ class TransformersEvaluator(TokenEvaluator):
         attends to where it is F besides. Of a model whose layers have one list for all heads.
         """
         pattern = under or self.own
-        runs = [self.run(self._also_full(pattern, layer), ids) for layer in range(self.num_layers)]
-        return np.stack([run.indices[layer][0].numpy() for layer, run in enumerate(runs)])
-
-    def _also_full(self, pattern: Pattern, layer: int) -> Pattern:
-        if pattern.is_full(layer) or not self.own.is_full(layer):
-            return pattern
-        return Pattern.from_layers(self.num_layers, {*pattern.full_layers, layer})
+        run = self.run(pattern, ids)
+        self._learn_arguments(len(ids))
+        lists = list(run.indices)
+        with torch.no_grad(), self._share(self.own) as sharing:
+            for layer in pattern.shared_layers:
+                if self.own.is_full(layer):
+                    self._until_it_attends(layer, run.hidden[layer], sharing)
+                    assert sharing.indices is not None
+                    lists[layer] = sharing.indices
+        return np.stack([indices[0].numpy() for indices in lists])
 
 
 class _SeenError(Exception):
@@ -377,15 +484,38 @@ def _through(
     return hidden
 
 
-def by_head(lists: torch.Tensor, heads: int, end: int) -> torch.Tensor:
-    """Give each head its group's list: ``[groups, Q, k]`` to ``[heads, Q, k]``, ``end`` for -1."""
-    return lists.where(lists >= 0, end).repeat_interleave(heads // len(lists), dim=0)
-
-
 def by_block(weights: torch.Tensor, size: int) -> torch.Tensor:
-    """Sum ``[heads, Q, T]`` over blocks of ``size`` tokens; one more block, the last, is empty."""
-    padded = torch.nn.functional.pad(weights, (0, -weights.shape[-1] % size + size))
+    """Sum ``[heads, Q, T]`` over blocks of ``size`` tokens."""
+    if size == 1:
+        return weights
+    padded = torch.nn.functional.pad(weights, (0, -weights.shape[-1] % size))
     return padded.view(*weights.shape[:-1], -1, size).sum(-1)
+
+
+def sum_on(lists: Sequence[torch.Tensor], weights: torch.Tensor) -> Floats:
+    """Sum what heads give to the positions of each list, over queries.
+
+    Args:
+        lists: each ``[groups, Q, k]``, one list for a group of heads; a position from T on has 0.
+        weights: ``[heads, Q, T]`` float32.
+
+    Returns:
+        ``[lists, heads]`` float64.
+    """
+    groups, count, _ = lists[0].shape
+    end = weights.shape[-1]
+    by_key = weights.view(groups, -1, count, end).movedim(1, -1)
+    table = torch.nn.functional.pad(by_key, (0, 0, 0, 1)).flatten(0, 2)
+    first = torch.arange(0, len(table), end + 1, device=table.device).view(groups, count, 1)
+    sums = [
+        torch.nn.functional.embedding_bag(
+            (indices.clamp(max=end) + first).flatten(0, 1), table, mode="sum"
+        )
+        for indices in lists
+    ]
+    by_query = torch.stack(sums).view(len(lists), groups, count, -1)
+    total: Floats = by_query.sum(2, dtype=torch.float64).flatten(1).cpu().numpy()
+    return total
 
 
 def lost_by_worst_head(mass: Floats) -> Floats:

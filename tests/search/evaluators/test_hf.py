@@ -14,12 +14,18 @@ from benchmarks.random_model import make_model
 from sglang_indexcache.errors import PatternError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.calibration import Calibration
+from sglang_indexcache.search.evaluators import hf
 from sglang_indexcache.search.evaluators.hf import TransformersEvaluator
 from tests.minimax_m3 import BLOCK, by_hand, make_m3
 from tests.oracle import Oracle
 
 LENGTH = 120
 ORDER = ["FFFFFF", "FSFSFS", "FSFFFS", "FSSSFS", "FFFFFF", "FSSSSS", "FSFSFS"]
+
+
+@pytest.fixture(autouse=True)
+def few_queries_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hf, "BLOCK", 64)
 
 
 @pytest.fixture(scope="module", params=["glm-5", "deepseek-v3.2"])
