@@ -83,7 +83,7 @@ def search(
     return {
         "method": method,
         "patterns": patterns,
-        "losses": {mark.mark.label: mark.loss for mark in run.found.values()},
+        "losses": {mark.mark.label: ledger.mean(mark.pattern) for mark in run.found.values()},
         "steps": [
             {"pattern": str(s.pattern), "flipped": s.layer, "loss": s.loss, "batches": s.batches}
             for s in run.path

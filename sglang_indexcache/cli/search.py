@@ -72,8 +72,8 @@ Batches = Annotated[int, InData("--batches", metavar="N", help=
     "Documents to search on, a batch each.")]
 FurtherDocuments = Annotated[int | None, InData("--held-out", metavar="N", help=
     "Further documents. Found patterns are measured on them, none is chosen by them. The default "
-    "is 128, or as many as the data has from 32 on. With few, a loss that few documents show goes "
-    "unseen.")]
+    "is 128, or as many as the data has from 32 on; for one-pass and similarity, which measure no "
+    "loss, 0. With few, a loss that few documents show goes unseen.")]
 Target = Annotated[list[str] | None, InSearch("--target", metavar="TARGET", help=
     "Where to leave a pattern: a ratio such as 1/4, or a count of F layers. Repeat it. "
     "The default is 1/2, 1/4 and 1/8.")]
@@ -157,6 +157,8 @@ def run_command(
     folding, method = _folding(model, slopes, fold_price, url, method)
     options = Options.parse(method, budget, methods=methods) if method else None
     measuring = _measuring(model, servers, dtype, at_once, low_priority, folding)
+    if held_out is None and options is not None and not options.method.by_loss:
+        held_out = 0  # a check takes many times what such a search does
     setup = Setup.read(
         model,
         data,

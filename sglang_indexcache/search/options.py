@@ -83,7 +83,7 @@ class Options:
         """
         if method not in methods:
             raise SearchError(f"method {method!r} is unknown; there are {', '.join(methods)}")
-        return cls(methods[method], share, refine and methods[method].is_refined)
+        return cls(methods[method], share, refine and methods[method].by_loss)
 
     @classmethod
     def best(
@@ -113,7 +113,7 @@ class Options:
 
     def usual(self, targets: Targets, batch_tokens: Sequence[int]) -> int:
         """Return the search's tokens where nobody gives a budget, and it needs no more."""
-        if not self.method.is_refined:
+        if not self.method.by_loss:
             return self.method.least(targets, batch_tokens)
         full = sum(batch_tokens)
         exhaustive = evaluations(targets) * full

@@ -31,9 +31,9 @@ _LABEL_WIDTH = 46
 
 
 class OutputFolder:
-    """``<name>-<retention>.yaml`` and ``search.json``, kept up to date; figures at the end.
+    """``<name>-<retention>.yaml`` and ``search.json``, kept up to date; a figure at the end.
 
-    They are ``losses.png``, and ``pairs.png`` of a search by pairs of layers.
+    It is ``losses.png``, or ``pairs.png`` of a search by pairs of layers.
 
     Args:
         identity: hashes and kind of evaluator: what its journal belongs to.
@@ -69,9 +69,9 @@ class OutputFolder:
         search, name = self._search, f"{self._setup.name}-{_PARTIAL}"
         if search.is_complete:
             (self._folder / f"{name}.yaml").unlink(missing_ok=True)
-        if not search.path:
+        if not (search.path or search.found):
             return
-        if not search.is_complete:
+        if search.path and not search.is_complete:
             step = search.path[-1]
             count = len(step.pattern.full_layers)
             mark = Mark(count, f"{count}/{len(step.pattern)}")
@@ -83,8 +83,9 @@ class OutputFolder:
             self._write(self._entry(result))
         summary = self._summary()
         write_json(self._folder / "search.json", summary)
-        draw_losses(summary, self._folder / f"losses.{self._figures}")
-        if search.is_complete and isinstance(search.options.method, Pairwise):
+        if search.path:
+            draw_losses(summary, self._folder / f"losses.{self._figures}")
+        elif isinstance(search.options.method, Pairwise):
             self._draw_pairs(search.options.method)
 
     def _draw_pairs(self, method: Pairwise) -> None:
@@ -134,7 +135,10 @@ class OutputFolder:
 
     def _quality(self, result: Found) -> Iterator[Quality]:
         uniform = result.baselines.get("uniform")
-        rows = [(_LOSS, result.loss, self._search.start_loss, uniform[1] if uniform else None)]
+        rows = []
+        if self._search.path:
+            blind = uniform[1] if uniform else None
+            rows.append((_LOSS, result.loss, self._search.start_loss, blind))
         if held_out := result.held_out:
             rows.append((_HELD_OUT, held_out.loss, held_out.start, held_out.uniform))
         for name, loss, full, blind in rows:
@@ -144,13 +148,15 @@ class OutputFolder:
         details: dict[str, Any] = {
             **self._identity,
             **self._origin,
-            "added_loss_standard_error": _number(result.standard_error),
-            "before_refinement": {"pattern": str(result.searched), "loss": result.searched_loss},
-            "loss_curve": [
+        }
+        if self._search.path:
+            details["added_loss_standard_error"] = _number(result.standard_error)
+            before = {"pattern": str(result.searched), "loss": result.searched_loss}
+            details["before_refinement"] = before
+            details["loss_curve"] = [
                 {"flipped": step.layer, "loss": step.loss, "batches": step.batches}
                 for step in self._search.path
-            ],
-        }
+            ]
         if folding := self._search.constraints.folding:
             details["fold_price"] = float(folding.price)
         if held_out := result.held_out:
@@ -206,7 +212,7 @@ def _step(step: Step) -> dict[str, Any]:
 
 def _mark(result: Found) -> dict[str, Any]:
     def measured(pattern: Pattern, loss: float) -> dict[str, Any]:
-        return {"pattern": str(pattern), "loss": loss}
+        return {"pattern": str(pattern), "loss": _number(loss)}
 
     return {
         "retention": result.mark.label,

@@ -41,11 +41,14 @@ class HeldOut:
 class Found:
     """The pattern of one mark; losses are over all calibration batches, in nats per token.
 
+    They are NaN where no loss decided.
+
     Attributes:
         standard_error: of what ``loss`` adds to the start's, paired over batches.
         searched: the descent's pattern, before refinement.
         is_refined: refinement measured something for it.
         is_final: refinement is done.
+        is_compared: with the baselines and on held-out batches, as far as the search measures.
         baselines: blind schedules with as many F layers, and their losses.
         held_out: the final pattern on the held-out batches; None before, or with fewer than two.
     """
@@ -59,24 +62,28 @@ class Found:
     exchanges: int = 0
     is_refined: bool = False
     is_final: bool = False
+    is_compared: bool = False
     baselines: Mapping[str, tuple[Pattern, float]] = field(default_factory=dict)
     held_out: HeldOut | None = None
 
 
-def check_tokens(targets: Targets, searched: Sequence[int], held_out: Sequence[int]) -> int:
+def check_tokens(
+    targets: Targets, searched: Sequence[int], held_out: Sequence[int], *, by_loss: bool
+) -> int:
     """Return the most tokens that comparing the found patterns takes, beyond the budget.
 
     ``searched`` are tokens of each batch that is searched on, ``held_out`` of each that is not.
     """
     blind = sum(len(baselines(mark.full_layers, targets.constraints)) for mark in targets.marks)
-    return blind * sum(searched) + (1 + 2 * len(targets.marks)) * sum(held_out)
+    return by_loss * blind * sum(searched) + (1 + 2 * len(targets.marks)) * sum(held_out)
 
 
 class Search:
     """One search. Deterministic: over the same ledger contents it gives the same answer.
 
     Attributes:
-        start_loss: of the start pattern over all batches; known after the first event.
+        start_loss: of the start pattern over all batches; known after the first event, NaN if no
+            loss decides.
         path: the start and every committed flip.
         found: the marks passed so far by their F layers, most first.
         search_tokens: that were asked for until every pattern was final.
@@ -100,8 +107,14 @@ class Search:
         """Tokens of everything at most."""
         ledger = self.ledger
         held_out = [ledger.batch_tokens[batch] for batch in ledger.held_out_batches]
-        checks = check_tokens(self.targets, ledger.tokens_of_batches, held_out)
+        by_loss = self.options.method.by_loss
+        checks = check_tokens(self.targets, ledger.tokens_of_batches, held_out, by_loss=by_loss)
         return self.budget.total + checks
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the found patterns' losses are measured: to decide, or on held-out batches."""
+        return self.options.method.by_loss or len(self.ledger.held_out_batches) > 1
 
     def in_words(self) -> str:
         """Describe what ran, for provenance."""
@@ -126,11 +139,15 @@ class Search:
             allowance = (end - self.ledger.spent) // (len(self.found) - place)
             yield self._keep(self._refined(passed, allowance))
         self.search_tokens = self.ledger.spent - begun
-        for passed in list(self.found.values()):
-            yield self._keep(self._compared(passed))
+        if self.is_measured:
+            for passed in list(self.found.values()):
+                yield self._keep(self._compared(passed))
         self.is_complete = True
 
     def _pass(self, mark: Mark, pattern: Pattern) -> Found:
+        if not self.options.method.by_loss:
+            nan = float("nan")
+            return self._keep(Found(mark, pattern, nan, nan, pattern, nan))
         losses = self.ledger.losses(pattern)
         mean = float(losses.mean())
         previous = self.found.get(mark.full_layers)
@@ -164,9 +181,11 @@ class Search:
 
     def _compared(self, result: Found) -> Found:
         schedules = baselines(result.mark.full_layers, self.constraints)
-        measured = {n: (p, self.ledger.mean(p)) for n, p in schedules.items()}
+        by_loss = self.options.method.by_loss
+        measured = {n: (p, self.ledger.mean(p)) for n, p in schedules.items() if by_loss}
         uniform = schedules.get("uniform")
-        return replace(result, baselines=measured, held_out=self._held_out(result.pattern, uniform))
+        held_out = self._held_out(result.pattern, uniform)
+        return replace(result, is_compared=True, baselines=measured, held_out=held_out)
 
     def _held_out(self, pattern: Pattern, uniform: Pattern | None) -> HeldOut | None:
         """Measure held-out loss: the lowest of many losses flatters its pattern, this does not."""

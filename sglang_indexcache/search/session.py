@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
@@ -24,7 +25,7 @@ from sglang_indexcache.search.options import Options
 from sglang_indexcache.search.output import OutputFolder
 from sglang_indexcache.search.overlap import check_one_list, found_overlap
 from sglang_indexcache.search.rules import Targets
-from sglang_indexcache.search.run import Search, check_tokens
+from sglang_indexcache.search.run import Found, Search, check_tokens
 from sglang_indexcache.search.setup import Setup
 from sglang_indexcache.study.cost import Cost, Rate, print_plan
 from sglang_indexcache.study.journal import progress_at_most, resumable, resuming
@@ -84,11 +85,15 @@ def run_search(
                     shared = len(event.pattern.shared_layers)
                     progress.update(task, description=f"{shared} layers shared")
                     folder.update(event)
+                    if isinstance(event, Found) and event.is_final and not event.is_compared:
+                        found = f"{event.mark.label}: {event.pattern}"
+                        console.print(f"{found}, in {folder.path_of(event)}", highlight=False)
         except KeyboardInterrupt:
             folder.finish()
             raise
     folder.finish()
-    _note_overlap(search, evaluator, setup, folder)
+    if search.is_measured:
+        _note_overlap(search, evaluator, setup, folder)
     _show_result(search, setup.objective, console)
     console.print(f"everything is in {output}")
     return search
@@ -140,7 +145,8 @@ def plan(
             f"cost, in shares of all F; {len(folding.layers)} of {len(targets.constraints.start)} "
             "layers may be L",
         )
-    checks, full = check_tokens(targets, searched, held_out), sum(searched)
+    by_loss, full = options.method.by_loss, sum(searched)
+    checks = check_tokens(targets, searched, held_out, by_loss=by_loss)
     yield (
         "budget",
         f"{budget.total:,} tokens, {100 * budget.share:.1f} % of exhaustive greedy's, which are "
@@ -180,6 +186,12 @@ def _kept(pattern: Pattern) -> str:
     return f"{exact} + {folded} L" if folded else str(exact)
 
 
+def _losses(result: Found, search: Search) -> tuple[str, str]:
+    if math.isnan(result.loss):
+        return "not measured", ""
+    return f"{result.loss:.5f}", f"{100 * (result.loss / search.start_loss - 1):+.3f} %"
+
+
 def _show_result(search: Search, objective: str, console: Console) -> None:
     names = ("retention", "F", "loss", "over start", "held out", "uniform", "pattern")
     table = Table(*names, box=SIMPLE)
@@ -189,8 +201,7 @@ def _show_result(search: Search, objective: str, console: Console) -> None:
         table.add_row(
             result.mark.label,
             _kept(result.pattern),
-            f"{result.loss:.5f}",
-            f"{100 * (result.loss / search.start_loss - 1):+.3f} %",
+            *_losses(result, search),
             f"{held_out.added.mean:+.5f}" if held_out else "not measured",
             f"{uniform[1]:.5f}" if uniform else "",
             str(result.pattern),
@@ -215,7 +226,8 @@ def _held_out(search: Search) -> Iterator[str]:
 
 
 def _remarks(search: Search, objective: str) -> Iterator[str]:
-    yield f"every loss is that of {objective}, in nats per token"
+    if search.is_measured:
+        yield f"every loss is that of {objective}, in nats per token"
     yield from _held_out(search)
     flips = Counter(map(_walk, search.path))
     share = search.search_tokens / search.budget.exhaustive
@@ -232,7 +244,13 @@ def _remarks(search: Search, objective: str) -> Iterator[str]:
                 "with so few layers --method greedy, which measures every candidate on every "
                 f"batch and decides each flip, takes {1 / share:.1f} times the tokens"
             )
+    if not search.is_measured:
+        yield (
+            "no loss decided and none was measured: compare the patterns with all F (indexcache "
+            "search compare full PATTERN) before you serve one"
+        )
+    base = f"loss with every indexer: {search.start_loss:.5f} nats per token; "
     yield (
-        f"loss with every indexer: {search.start_loss:.5f} nats per token; tokens forwarded: "
-        f"{search.search_tokens:,} ({100 * share:.1f} % of exhaustive greedy's)"
+        f"{base if search.path else ''}tokens forwarded: {search.search_tokens:,} "
+        f"({100 * share:.1f} % of exhaustive greedy's)"
     )

@@ -376,10 +376,10 @@ def test_one_pass_over_a_server_finds_the_best_of_all_patterns_once(tmp_path: Pa
         assert total(str(search.found[full].pattern)) == pytest.approx(best, abs=1e-9)
     assert "what each layer keeps of its list" in output
     assert "lists      do not tell which heads need them" in output
-    assert search.budget.total == (1 + 1 + 2) * sum(tokens) == search.search_tokens
+    assert search.budget.total == sum(tokens) == search.search_tokens
     again, _ = searched(tmp_path, returning(server), "1/2", "2", method="one-pass")
     assert server.asked == list(PROMPTS)
-    assert again.found == search.found
+    assert [*map(str, again.found.values())] == [*map(str, search.found.values())]
 
 
 def test_a_server_that_returns_no_lists_is_refused_before_anything_is_measured(

@@ -89,7 +89,7 @@ def test_a_served_model_is_refused_first(method: str) -> None:
 @pytest.mark.parametrize(
     ("method", "methods", "forwards"),
     [
-        ("one-pass", METHODS_IN_PROCESS, 2),
+        ("one-pass", METHODS_IN_PROCESS, 1),
         ("one-pass", METHODS, 1),
         ("similarity", METHODS, 7),
     ],
@@ -101,7 +101,7 @@ def test_its_cost_is_known_before_and_it_is_not_refined(
     options = Options.parse(method, methods=methods)
     budget = options.budget(goal, [100, 100])
     assert not options.refine
-    assert budget.total == budget.method == (1 + 2 + forwards) * 200
+    assert budget.total == budget.method == forwards * 200
 
 
 def test_the_head_that_loses_most_decides() -> None:
@@ -165,6 +165,8 @@ def test_a_search_writes_a_pattern_for_each_target_and_measures_nothing_twice(
         entry = yaml.safe_load(texts[name])
         assert entry["pattern"].count("F") == full
         assert entry["method"]["name"].startswith(words)
+        [measured] = entry["quality"]  # no loss chose it
+        assert measured["benchmark"].startswith("held-out loss")
     assert (tmp_path / "pairs.png").stat().st_size > 10_000
     entries = [json.loads(line) for line in (tmp_path / "journal.jsonl").open()][1:]
     assert sum(kind in entry for entry in entries) == 2
@@ -177,3 +179,28 @@ def test_a_search_writes_a_pattern_for_each_target_and_measures_nothing_twice(
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     assert {name: (tmp_path / f"{name}.yaml").read_text() for name in names} == texts
+
+
+@pytest.mark.parametrize("held_out", [(), ("--held-out", "2")])
+def test_patterns_are_there_before_any_loss_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held_out: tuple[str, ...]
+) -> None:
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(TransformersEvaluator, "token_losses", stop)
+    arguments = ["search", "run", "--method", "one-pass", "--model", str(shipped_checkpoint())]
+    arguments += ["--context", "96", "--batches", "2", "--output", str(tmp_path), *held_out]
+    result = CliRunner().invoke(app, arguments)
+    assert (result.exit_code == 0) == (not held_out)
+    assert ("none was measured: compare" in " ".join(result.output.split())) == (not held_out)
+    assert {path.name for path in tmp_path.glob("*.yaml")} == {
+        f"tiny-dsa-1of{divisor}.yaml" for divisor in (2, 4, 8)
+    }
+    entry = yaml.safe_load((tmp_path / "tiny-dsa-1of4.yaml").read_text())
+    assert entry["method"]["name"].startswith("attention mass")
+    assert "quality" not in entry
+    summary = json.loads((tmp_path / "search.json").read_text(), parse_constant=pytest.fail)
+    assert [mark["loss"] for mark in summary["marks"]] == [None] * 3
+    assert (tmp_path / "pairs.png").exists()
+    assert not (tmp_path / "losses.png").exists()

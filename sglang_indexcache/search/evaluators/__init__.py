@@ -61,10 +61,10 @@ PAIRS = ("similarity", "kept_mass", "folded_mass", "kept_list")
 def pair_forwards(kind: str, num_layers: int) -> int:
     """Return the forwards that a matrix of :data:`PAIRS` takes.
 
-    For ``similarity`` layer i runs i + 1 times, for ``kept_mass`` each layer runs twice, for
-    ``folded_mass`` once more, for ``kept_list`` once.
+    For ``similarity`` layer i runs i + 1 times, for ``folded_mass`` each layer runs three times,
+    for the others once.
     """
-    forwards = {"kept_mass": 2, "folded_mass": 3, "kept_list": 1}
+    forwards = {"kept_mass": 1, "folded_mass": 3, "kept_list": 1}
     return forwards.get(kind, -(-(num_layers + 1) // 2))
 
 

@@ -197,16 +197,30 @@ class TransformersEvaluator(TokenEvaluator):
 
     # -- one forward --------------------------------------------------------------------------
 
-    def run(self, pattern: Pattern, ids: tuple[int, ...]) -> _Run:
-        """Return every layer's input and indices under ``pattern``, for one sequence."""
+    def run(
+        self, pattern: Pattern, ids: tuple[int, ...], watch: Callable[..., None] | None = None
+    ) -> _Run:
+        """Return every layer's input and indices under ``pattern``, for one sequence.
+
+        Args:
+            watch: told before each layer attends what is selected, the model's eager attention and
+                what that is given. Then every layer runs.
+        """
         runs = self._runs.setdefault(ids, [])
         self._runs.move_to_end(ids)
-        nearest = max(runs, key=lambda run: common_layers(run.pattern, pattern), default=None)
+        known = runs if watch is None else []
+        nearest = max(known, key=lambda run: common_layers(run.pattern, pattern), default=None)
         start = 0 if nearest is None else common_layers(nearest.pattern, pattern)
         if nearest is not None and start == self.num_layers:
             return nearest
         self._learn_arguments(len(ids))
         run = _Run(pattern)
+
+        def attend(*arguments: Any, **options: Any) -> tuple[torch.Tensor, None]:
+            if watch is not None:
+                watch(sharing.indices, *arguments, **options)
+            return attend_in_blocks(*arguments, **options)
+
         with torch.no_grad(), self._share(pattern) as sharing:
             if nearest is None:
                 embedded = self._decoder.embed_tokens(self._tensor(ids))
@@ -217,7 +231,7 @@ class TransformersEvaluator(TokenEvaluator):
                 hold(sharing, pattern.source_of(start - 1), run.indices[-1])
             for number in range(start, self.num_layers):
                 run.hidden.append(hidden)
-                hidden = self._layer(number, hidden, sharing)
+                hidden = self._layer(number, hidden, sharing, attend)
                 assert sharing.indices is not None
                 run.indices.append(sharing.indices)
             run.hidden.append(hidden)
@@ -262,11 +276,15 @@ class TransformersEvaluator(TokenEvaluator):
         sharing: SharedForward,
         attend: Callable[..., Any] = attend_in_blocks,
     ) -> torch.Tensor:
+        """Run a layer, which attends by ``attend``, and those without an indexer that follow it."""
         arguments = dict(self._arguments)
         if self._attention(number).indexer is None:
             arguments["prev_topk_indices"] = sharing.indices
+        layer, *others = self._layers[number]
         with self._attending(attend):
-            return _through(self._layers[number], hidden, arguments)
+            hidden = _through([layer], hidden, arguments)
+        with self._attending(attend_in_blocks):
+            return _through(others, hidden, arguments)
 
     @contextmanager
     def _attending(self, attend: Callable[..., Any]) -> Iterator[None]:
@@ -283,17 +301,16 @@ class TransformersEvaluator(TokenEvaluator):
 
     def _until_it_attends(
         self, layer: int, hidden: torch.Tensor, sharing: SharedForward
-    ) -> list[Any]:
-        """Run ``layer`` no further; return its eager attention, what that is given, and options."""
-        call: list[Any] = []
+    ) -> torch.Tensor:
+        """Run ``layer`` no further than needed, and return what is selected for it."""
 
-        def note(*arguments: Any, **options: Any) -> None:
-            call.extend((*arguments, options))
+        def end(*_: Any, **__: Any) -> None:
             raise _SeenError
 
         with suppress(_SeenError):
-            self._layer(layer, hidden, sharing, note)
-        return call
+            self._layer(layer, hidden, sharing, end)
+        assert sharing.indices is not None
+        return sharing.indices
 
     def _attention(self, number: int) -> Any:
         return self._layers[number][0].self_attn
@@ -395,24 +412,32 @@ class TransformersEvaluator(TokenEvaluator):
         With the folded lists before them ``[N, 2 N, heads]``. Of layer 0, which has no other list,
         all is 0.
         """
-        run = self.run(self.own, ids)
-        self._learn_arguments(len(ids))
         queries = queries.to(self._model.device)
         block = getattr(self._attention(0).indexer, "block_size", 1)  # of tokens, in MiniMax-M3
-        lists = [  # [groups, queries, k], past all tokens for -1
-            indices.where(indices >= 0, len(ids)).flatten(0, -3)[:, queries]
-            for indices in (*(self._folded_lists(run) if folded else ()), *run.indices)
-        ]
+
+        def at_queries(indices: torch.Tensor) -> torch.Tensor:  # [groups, queries, k]
+            return indices.where(indices >= 0, len(ids)).flatten(0, -3)[:, queries]
+
+        folds = self._folded_lists(self.run(self.own, ids)) if folded else []
+        folded_lists, lists = [*map(at_queries, folds)], list[torch.Tensor]()
         heads = int(self._decoder.config.num_attention_heads)
-        mass = np.zeros((self.num_layers, len(lists), heads))
-        barred = Pattern.from_layers(self.num_layers, [0])  # no later layer selects by itself
-        with torch.no_grad(), share(self._model, barred) as sharing:
-            hold(sharing, 0, run.indices[0])
-            for layer in range(1, self.num_layers):
-                columns = [c for c in range(len(lists)) if c % self.num_layers <= layer]
-                for rows, weights in self._weights(layer, run.hidden[layer], sharing, queries):
-                    parts = [lists[column][:, rows] for column in columns]
-                    mass[layer, columns] += sum_on(parts, by_block(weights, block))
+        mass = np.zeros((self.num_layers, len(folds) + self.num_layers, heads))
+
+        def watch(selected: torch.Tensor, *call: Any, **options: Any) -> None:
+            lists.append(at_queries(selected))
+            count = len(lists)
+            if count > 1:
+                columns = np.flatnonzero(np.arange(mass.shape[1]) % self.num_layers < count)
+                for rows, weights in self._weights(queries, *call, **options):
+                    parts = [part[:, rows] for part in (*folded_lists[:count], *lists)]
+                    mass[count - 1, columns] += sum_on(parts, by_block(weights, block))
+
+        self.run(self.own, ids, watch)
+        if not lists:
+            raise SearchError(
+                f"{type(self._attention(0)).__name__} does not show its attention, by which "
+                "one-pass and, without --url, both search. Search with --method fast."
+            )
         return mass
 
     def _folded_lists(self, run: _Run) -> list[torch.Tensor]:
@@ -423,25 +448,24 @@ class TransformersEvaluator(TokenEvaluator):
         lists: list[torch.Tensor] = []
         with torch.no_grad(), self._share(Pattern(letters)) as sharing:
             for layer in range(self.num_layers):
-                self._until_it_attends(layer, run.hidden[layer], sharing)
-                assert sharing.indices is not None
-                lists.append(sharing.indices)
+                lists.append(self._until_it_attends(layer, run.hidden[layer], sharing))
         return lists
 
     def _weights(
-        self, layer: int, hidden: torch.Tensor, sharing: SharedForward, queries: torch.Tensor
+        self,
+        queries: torch.Tensor,
+        eager: Callable[..., Any],
+        module: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        _: torch.Tensor,
+        **options: Any,
     ) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yield ``layer``'s attention to all that queries see, some of ``queries`` at a time.
+        """Yield a layer's attention to all that queries see, some of ``queries`` at a time.
 
         With their places in ``queries``: ``[heads, some, T]`` float32, T up to what the last sees.
         """
-        call = self._until_it_attends(layer, hidden, sharing)
-        if not call:
-            raise SearchError(
-                f"{type(self._attention(layer)).__name__} does not show its attention, by which "
-                "one-pass and, without --url, both search. Search with --method fast."
-            )
-        eager, module, query, key, value, _, options = call
         visible = self._arguments["attention_mask"]
         for rows in blocks(len(queries)):
             places = queries[rows]
@@ -465,9 +489,7 @@ class TransformersEvaluator(TokenEvaluator):
         with torch.no_grad(), self._share(self.own) as sharing:
             for layer in pattern.shared_layers:
                 if self.own.is_full(layer):
-                    self._until_it_attends(layer, run.hidden[layer], sharing)
-                    assert sharing.indices is not None
-                    lists[layer] = sharing.indices
+                    lists[layer] = self._until_it_attends(layer, run.hidden[layer], sharing)
         return np.stack([indices[0].numpy() for indices in lists])
 
 

@@ -26,11 +26,14 @@ class Method(Protocol):
         """Number of searches that it makes; the default budget is for so many."""
 
     @property
-    def is_refined(self) -> bool:
-        """Whether a refinement by loss belongs to it; if not, its cost is :meth:`least`."""
+    def by_loss(self) -> bool:
+        """Whether losses decide, so that a refinement by loss belongs to it.
+
+        If not, its cost is :meth:`least`, and its answers are measured on held-out data alone.
+        """
 
     def descend(self, ledger: Ledger, targets: Targets, budget: int) -> Iterator[Step | Proposal]:
-        """Yield the start as a step, then what it finds on its way.
+        """Yield the start as a step, if losses decide, then what it finds on its way.
 
         A step that arrives at a mark is an answer for it, too; whoever takes an answer measures it
         on all batches, and keeps the best of several.
@@ -55,7 +58,7 @@ class Walks:
 
     in_words: str
     ways: tuple[type[Descent], ...]
-    is_refined: bool = True
+    by_loss: bool = True
     start: Pairwise | None = None
 
     @property
@@ -67,7 +70,10 @@ class Walks:
         """See :class:`Method`; the start comes once for each way."""
         end = ledger.spent + budget
         if self.start is not None:
-            yield from self.start.descend(ledger, targets, budget)
+            proposals = list(self.start.descend(ledger, targets, budget))
+            start = targets.constraints.start
+            yield ledger.step(start, start, None, candidates=1)
+            yield from proposals
         ways = [descent(targets) for descent in self.ways]
         needs = [descent.least(ledger.tokens_of_batches) for descent in ways]
         for place, descent in enumerate(ways):
@@ -77,8 +83,11 @@ class Walks:
 
     def least(self, targets: Targets, batch_tokens: Sequence[int]) -> int:
         """See :class:`Method`."""
-        start = self.start.least(targets, batch_tokens) if self.start is not None else 0
-        return start + sum(descent(targets).least(batch_tokens) for descent in self.ways)
+        least = sum(descent(targets).least(batch_tokens) for descent in self.ways)
+        if self.start is not None:  # it, all F, and a pattern for each mark
+            least += self.start.least(targets, batch_tokens)
+            least += (1 + len(targets.marks)) * sum(batch_tokens)
+        return least
 
 
 _HOW = "(lazy re-evaluation, paired racing)"

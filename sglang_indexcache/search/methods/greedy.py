@@ -16,7 +16,7 @@ class Greedy:
 
     in_words = "exhaustive greedy (Algorithm 1)"
     searches = 1
-    is_refined = True
+    by_loss = True
 
     def descend(self, ledger: Ledger, targets: Targets, budget: int) -> Iterator[Step]:
         """See :class:`~sglang_indexcache.search.methods.Method`; it has no choice but its cost."""

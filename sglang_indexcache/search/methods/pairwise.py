@@ -45,7 +45,7 @@ class Pairwise:
     label: str
     in_words: str
     searches: int = 1
-    is_refined: bool = False
+    by_loss: bool = False
 
     def descend(self, ledger: Ledger, targets: Targets, budget: int) -> Iterator[Step | Proposal]:
         """See :class:`~sglang_indexcache.search.methods.Method`; it has no choice but its cost.
@@ -59,17 +59,14 @@ class Pairwise:
                 f"--method {self.name} looks into the model's layers, which a server does not "
                 "show. Leave out --url, so that transformers runs the model in this process."
             )
-        matrix = pair_matrix(ledger, self.kind_for(constraints))  # first: a server may refuse it
-        yield ledger.step(constraints.start, constraints.start, None, candidates=1)
+        matrix = pair_matrix(ledger, self.kind_for(constraints))
         for mark in targets.marks:
             yield Proposal(mark, most_similar(matrix, mark.full_layers, constraints))
 
     def least(self, targets: Targets, batch_tokens: Sequence[int]) -> int:
         """See :class:`~sglang_indexcache.search.methods.Method`; this is its whole cost."""
-        patterns = 1 + len(targets.marks)
-        kind = self.kind_for(targets.constraints)
-        forwards = pair_forwards(kind, len(targets.constraints.start))
-        return (patterns + forwards) * sum(batch_tokens)
+        constraints = targets.constraints
+        return pair_forwards(self.kind_for(constraints), len(constraints.start)) * sum(batch_tokens)
 
     def kind_for(self, constraints: Constraints) -> str:
         """Return the kind of matrix that the letters of a search need."""
