@@ -7,6 +7,10 @@ Ten pieces of real books are continued by 64 tokens in float32, by transformers 
 in float64 is asked for the token behind what both said, and its lead over the other's: a server
 whose token float64 gives is right. Writes smollm2/serve_check.json after each batch; the exit code
 is 1 if a server's token is neither transformers' nor float64's.
+
+Keys that every index head points away from score exactly 0, and where fewer than ``index_topk``
+score more, the list is filled from them: as ``torch.topk`` likes in transformers, by the smaller
+position in the server. So transformers selects by the server's rule here.
 """
 
 from __future__ import annotations
@@ -14,9 +18,11 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -47,7 +53,8 @@ def by_transformers(
 ) -> list[Continued]:
     """Continue each prompt by ``count`` tokens in float32."""
     network = _load(model, pattern, torch.float32)
-    return [_continue(network, prompt, count) for prompt in prompts]
+    with ties_to_smaller_positions():
+        return [_continue(network, prompt, count) for prompt in prompts]
 
 
 def _load(model: Path, pattern: Pattern, dtype: torch.dtype) -> Any:
@@ -56,6 +63,18 @@ def _load(model: Path, pattern: Pattern, dtype: torch.dtype) -> Any:
     return AutoModelForCausalLM.from_pretrained(
         model, config=config, dtype=dtype, attn_implementation="eager"
     ).eval()
+
+
+@contextmanager
+def ties_to_smaller_positions() -> Iterator[None]:
+    """Let ``Tensor.topk`` take the first of equal values, as the server's selection does."""
+
+    def topk(scores: torch.Tensor, k: int, dim: int = -1) -> Any:
+        values, places = scores.sort(dim=dim, descending=True, stable=True)
+        return torch.return_types.topk((values.narrow(dim, 0, k), places.narrow(dim, 0, k)))
+
+    with mock.patch.object(torch.Tensor, "topk", topk):
+        yield
 
 
 @torch.no_grad()
@@ -68,7 +87,8 @@ def judge(model: Path, rows: Sequence[dict[str, Any]], prompts: Sequence[list[in
     for row in (row for row in rows if "tokens" in row):
         network = _load(model, Pattern(row["pattern"]), torch.float64)
         ids = torch.tensor([prompts[row["prompt"]] + row.pop("before")])
-        logits = network(ids, use_cache=False, logits_to_keep=1).logits[0, -1]
+        with ties_to_smaller_positions():
+            logits = network(ids, use_cache=False, logits_to_keep=1).logits[0, -1]
         theirs, ours = row["tokens"]
         row["float64"] = int(logits.argmax())
         row["float64_lead"] = float(logits[theirs] - logits[ours])

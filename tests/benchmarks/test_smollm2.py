@@ -24,6 +24,7 @@ from benchmarks.smollm2.evaluator import LeanEvaluator
 from benchmarks.smollm2.indexers import Layer, Recipe, collect, copy_attention
 from benchmarks.smollm2.lean import Lean
 from benchmarks.smollm2.measure import Arm, measure
+from benchmarks.smollm2.serve_check import ties_to_smaller_positions
 from sglang_indexcache.hf import share
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.calibration import Calibration
@@ -286,3 +287,13 @@ def test_patterns_are_asked_again_at_every_length_and_list(tmp_path: Path) -> No
     assert len(table) == 6
     long.draw({"cells": cells}, tmp_path / "long.png")
     assert (tmp_path / "long.png").stat().st_size > 10_000
+
+
+def test_the_servers_tokens_are_asked_for_with_its_rule_for_equal_scores() -> None:
+    scores = torch.tensor([[0.0, 2.0, -0.0, 1.0, 0.0], [-1.0, 0.0, 3.0, 0.0, 0.0]])
+    as_usual = torch.Tensor.topk
+    with ties_to_smaller_positions():
+        chosen = scores.topk(3, dim=-1)
+    assert chosen.indices.tolist() == [[1, 3, 0], [2, 1, 3]]
+    assert chosen.values.tolist() == [[2.0, 1.0, 0.0], [3.0, 0.0, 0.0]]
+    assert torch.Tensor.topk is as_usual
