@@ -205,12 +205,16 @@ class Lean:
     def losses(self, stream: torch.Tensor, ids: torch.Tensor, places: torch.Tensor) -> Any:
         """Return the cross entropy of tokens at ``places`` in nats, and whether greedy is right."""
         ids, places = ids.to(self.device), places.to(self.device)
-        read = (self._normed(stream[places - 1]) * self._norm.float()).to(self.dtype)
-        logits = [linear(part, self._head).float() for part in read.split(512)]
+        logits = [self.logits(part) for part in stream[places - 1].split(512)]
         targets = ids[places].split(512)
         loss = [cross_entropy(a, b, reduction="none") for a, b in zip(logits, targets, strict=True)]
         right = [a.argmax(-1) == b for a, b in zip(logits, targets, strict=True)]
         return torch.cat(loss), torch.cat(right)
+
+    def logits(self, stream: torch.Tensor) -> torch.Tensor:
+        """Return ``[T, vocabulary]`` float32 of a stream behind the last layer."""
+        read = (self._normed(stream) * self._norm.float()).to(self.dtype)
+        return linear(read, self._head).float()
 
     def _normed(self, stream: torch.Tensor) -> torch.Tensor:
         return stream * torch.rsqrt(stream.pow(2).mean(-1, keepdim=True) + self.epsilon)

@@ -1,0 +1,195 @@
+"""A server that answers ``indexcache eval`` by the lean forward, on a CPU or a GPU.
+
+It speaks the part of SGLang's protocol that an evaluation uses, as a server in live mode: a context
+comes first and alone, then its questions with their answers, all behind the same key. The questions
+of a context are computed with it in one forward, as branches that do not see each other.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.functional import log_softmax
+
+from benchmarks.smollm2.lean import Lean, Tables
+from sglang_indexcache import __version__
+from sglang_indexcache.ask.protocol import CUSTOM, PATTERN_OF_REQUEST, STATE, RankState
+from sglang_indexcache.pattern import Pattern
+
+KEPT = 64
+"""Contexts that are kept for their questions, the last ones."""
+
+
+class Branched(Lean):
+    """The lean forward over a context with questions behind it, each alone with the context."""
+
+    def lay(self, context: Sequence[int], tails: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Lay tokens out for the next forward: the context, then one tail after the other.
+
+        Returns:
+            ``[T]`` int64 ids. Each tail's positions begin behind the context's.
+        """
+        spans = [range(len(context)), *(range(len(context), len(context) + len(t)) for t in tails)]
+        self._positions = torch.tensor([p for span in spans for p in span], device=self.device)
+        lengths = torch.tensor([len(span) for span in spans], device=self.device)
+        self._branch = torch.arange(len(spans), device=self.device).repeat_interleave(lengths)
+        return torch.tensor([*context, *(token for tail in tails for token in tail)])
+
+    def rotation(self, length: int) -> Tables:
+        """Return cosine and sine as :meth:`Lean.rotation`, by the positions laid out."""
+        angles = self._positions[:length, None].float() * self.frequencies
+        return angles.cos(), angles.sin()
+
+    def causal(self, rows: slice) -> torch.Tensor:
+        """Return ``[rows, S]`` bool as :meth:`Lean.causal`, without other branches' keys."""
+        branch = self._branch[: rows.stop]
+        return super().causal(rows) & ((branch == 0) | (branch == branch[rows, None]))
+
+
+class Answers:
+    """Contexts by their keys, and what layers did so far."""
+
+    def __init__(self, folder: Path, device: str = "cpu") -> None:
+        config = json.loads((folder / "config.json").read_text())
+        self._model, self._folder = Branched(folder, device=device), folder
+        self._longest = int(config["max_position_embeddings"])
+        self._contexts: dict[str, list[int]] = {}
+        self._guard = threading.Lock()
+        layers = self._model.layers
+        full = "F" * layers
+        self._state = RankState(
+            version=__version__,
+            **dict.fromkeys(("pattern", "policy", "checkpoint_pattern"), full),
+            source="benchmarks.smollm2.answers",
+            mode="live",
+            architecture=config["architectures"][0],
+            indexer_selections=[0] * layers,
+            index_reuses=[0] * layers,
+            index_key_writes=[0] * layers,
+        )
+
+    def server_info(self) -> dict[str, Any]:
+        """Return what ``/server_info`` says: who computes, and the counters of layers."""
+        return {
+            "model_path": str(self._folder),
+            "version": "benchmarks.smollm2.answers",
+            "dtype": "float32",
+            "device": self._model.device.type,
+            "max_req_input_len": self._longest,
+            "internal_states": [{STATE: self._state.to_json()}],
+        }
+
+    def generate(self, body: dict[str, Any]) -> list[dict[str, Any]]:
+        """Answer a call of ``/generate``: contexts, or questions behind contexts that are known.
+
+        Raises:
+            KeyError: a prompt without a key, or questions behind a key that no context came with.
+        """
+        keys, prompts = body["extra_key"], body["input_ids"]
+        patterns = [p[CUSTOM][PATTERN_OF_REQUEST] for p in body["sampling_params"]]
+        replies = [_reply(ids, pattern) for ids, pattern in zip(prompts, patterns, strict=True)]
+        with self._guard:
+            if not body.get("return_logprob"):
+                self._contexts |= dict(zip(keys, prompts, strict=True))
+                for key in list(self._contexts)[:-KEPT]:
+                    del self._contexts[key]
+                return replies
+            for key in dict.fromkeys(keys):
+                places = [place for place, other in enumerate(keys) if other == key]
+                self._score(key, [replies[place] for place in places], places, body)
+        return replies
+
+    def _score(
+        self, key: str, replies: list[dict[str, Any]], places: list[int], body: dict[str, Any]
+    ) -> None:
+        """Write log-probabilities into the replies to all questions of one context."""
+        context, top = self._contexts[key], int(body.get("top_logprobs_num", 0))
+        prompts = [body["input_ids"][place] for place in places]
+        stream = self._forward(context, prompts, replies[0]["meta_info"][PATTERN_OF_REQUEST][0])
+        end = len(context)
+        for place, prompt, reply in zip(places, prompts, replies, strict=True):
+            begin, start = end - len(context), body["logprob_start_len"][place]
+            end += len(prompt) - len(context)
+            # In the layout a tail's token at position p stands at ``begin`` + p.
+            asked = torch.tensor([p if p < len(context) else begin + p
+                                  for p in range(start, len(prompt) - 1)])  # fmt: skip
+            logprobs = log_softmax(self._model.logits(stream[asked]), -1).cpu()
+            targets = prompt[start + 1 :]
+            taken = logprobs[torch.arange(len(targets)), targets].tolist()
+            best = logprobs.topk(max(top, 1))
+            rows = zip(best.values.tolist(), best.indices.tolist(), strict=True)
+            entries = [[p, token, None] for p, token in zip(taken, targets, strict=True)]
+            tops = [[[p, token, None] for p, token in zip(*row, strict=True)] for row in rows]
+            reply["meta_info"] |= {
+                "cached_tokens": len(context),
+                "input_token_logprobs": [[None, prompt[start], None], *entries],
+                "input_top_logprobs": [None, *tops],
+            }
+
+    def _forward(
+        self, context: list[int], prompts: Sequence[list[int]], pattern: str
+    ) -> torch.Tensor:
+        """Return the stream behind all layers, and count what they did."""
+        if any(prompt[: len(context)] != context for prompt in prompts):
+            raise KeyError("a question that does not begin with its key's context")
+        ids = self._model.lay(context, [prompt[len(context) :] for prompt in prompts])
+        state, kinds = self._state, Pattern(pattern)
+        for layer in range(len(kinds)):
+            counter = state.indexer_selections if kinds.is_full(layer) else state.index_reuses
+            counter[layer] += 1
+        self._state = state.model_copy(update={"forwards": state.forwards + 1})
+        return self._model.hidden(ids, kinds)
+
+
+def _reply(ids: list[int], pattern: str) -> dict[str, Any]:
+    info = {
+        "prompt_tokens": len(ids),
+        "cached_tokens": 0,
+        "finish_reason": {"type": "length"},
+        PATTERN_OF_REQUEST: [pattern],
+    }
+    return {"meta_info": info, "text": "", "output_ids": []}
+
+
+class _Handler(BaseHTTPRequestHandler):
+    answers: Answers
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self._send(self.answers.server_info() if self.path == "/server_info" else {})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or "{}")
+        try:
+            self._send(self.answers.generate(body) if self.path == "/generate" else {})
+        except KeyError as error:
+            self._send({"error": {"message": f"this server answers eval alone: {error}"}}, 400)
+
+    def _send(self, data: Any, status: int = 200) -> None:
+        text = json.dumps(data).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *_: Any) -> None:
+        """Say nothing of single requests."""
+
+
+@contextmanager
+def serving(answers: Answers) -> Iterator[str]:
+    """Serve on a free port until the block ends; yield the URL."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (_Handler,), {"answers": answers}))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()

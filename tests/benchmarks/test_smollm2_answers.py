@@ -1,0 +1,72 @@
+"""What the lean forward answers an evaluation is what transformers says of each prompt alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.random_model import make_tokenizer, save_checkpoint
+from benchmarks.smollm2.answers import Answers, serving
+from benchmarks.smollm2.convert import convert, dsa_config
+from sglang_indexcache.ask import score as scoring
+from sglang_indexcache.ask.client import Client
+from sglang_indexcache.ask.protocol import check_obeyed
+from sglang_indexcache.ask.score import Prompt
+from sglang_indexcache.errors import ServerError
+from sglang_indexcache.hf import share
+from sglang_indexcache.pattern import Pattern
+from tests.benchmarks.test_smollm2 import TOPK, logits, random_llama
+
+CONTEXT = tuple(torch.randint(3, 300, (150,), generator=torch.Generator().manual_seed(7)).tolist())
+TAILS = ((5, 9, 33, 41), (8, 8, 250), (17, 60, 61, 62, 63, 64, 65, 66))
+SCORED = (2, 1, 3)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    llama = random_llama(layers=2)
+    torch.manual_seed(8)
+    return convert(llama, dsa_config(llama.config, index_heads=6, index_topk=TOPK))
+
+
+@pytest.fixture(scope="module")
+def client(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    folder = tmp_path_factory.mktemp("model")
+    save_checkpoint(model, make_tokenizer(300), "float32", folder)
+    with serving(Answers(Path(folder))) as url:
+        yield Client(url)
+
+
+def asked(pattern: str, key: str) -> list[Prompt]:
+    pairs = zip(TAILS, SCORED, strict=True)
+    return [Prompt(CONTEXT + tail, pattern, key, scored) for tail, scored in pairs]
+
+
+def test_questions_are_answered_as_if_each_were_alone(client: Client, model: Any) -> None:
+    before = client.states()
+    arms = [("FF", "a"), ("FS", "b")]
+    scoring.ask(client, [Prompt(CONTEXT, *arm) for arm in arms])
+    prompts = [prompt for arm in arms for prompt in asked(*arm)]
+    for prompt, got in zip(prompts, scoring.score(client, prompts, top=20), strict=True):
+        with share(model, Pattern(prompt.pattern)):
+            whole = logits(model, torch.tensor(prompt.ids)).log_softmax(-1)
+        expected = whole[-prompt.scored - 1 : -1]
+        targets = torch.tensor(prompt.ids[-prompt.scored :])
+        taken = expected[torch.arange(prompt.scored), targets]
+        torch.testing.assert_close(torch.tensor(got.logprobs), taken, atol=1e-4, rtol=1e-4)
+        best = expected.topk(20)
+        assert [[token for token, _ in top] for top in got.tops] == best.indices.tolist()
+        assert got.computed == len(prompt.ids) - len(CONTEXT)
+    check_obeyed(before, client.states(), ["FF", "FS"], client.name, alone=True)
+
+
+def test_questions_without_their_context_are_refused(client: Client) -> None:
+    with pytest.raises(ServerError, match="answers eval alone"):
+        scoring.score(client, asked("FF", "never heard"))
+    scoring.ask(client, [Prompt(CONTEXT[1:], "FF", "other")])
+    with pytest.raises(ServerError, match="does not begin with its key's context"):
+        scoring.score(client, asked("FF", "other"))
