@@ -28,7 +28,7 @@ from sglang_indexcache.support.files import write_whole
 from sglang_indexcache.support.lengths import parse_length
 
 QUICK = {"lengths": ["1Ki"], "contexts": 8}
-QUESTIONS, CUE, ANSWER = 8, 16, 16
+QUESTIONS, CUE, ANSWER = 8, 16, 4
 """Passages asked for behind a text; tokens that begin one, and that continue it."""
 WRITTEN = ("eval.json", "report.html")
 
