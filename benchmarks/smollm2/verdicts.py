@@ -101,9 +101,7 @@ def main(argv: list[str] | None = None) -> None:
 
     books = Books(arguments.cache, AutoTokenizer.from_pretrained(arguments.model))
     with serving(Answers(arguments.model, arguments.device)) as url:
-        evaluations = {
-            length: judge(arguments, books, url, length) for length in arguments.lengths
-        }
+        evaluations = {length: judge(arguments, books, url, length) for length in arguments.lengths}
     names = {pattern: name for name, _, pattern in (t.partition("=") for t in arguments.patterns)}
     text = f"Written by `{arguments.command}`.\n\n{table(evaluations, names)}\n"
     write_whole(arguments.output / "README.md", text)
