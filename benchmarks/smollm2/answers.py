@@ -18,16 +18,19 @@ from typing import Any
 import torch
 from torch.nn.functional import log_softmax
 
-from benchmarks.smollm2.lean import Lean, Tables
+from benchmarks.fold.arms import Arm, selecting
+from benchmarks.fold.models import InLean
+from benchmarks.smollm2.lean import Tables
 from sglang_indexcache import __version__
 from sglang_indexcache.ask.protocol import CUSTOM, PATTERN_OF_REQUEST, STATE, RankState
+from sglang_indexcache.library import Slopes
 from sglang_indexcache.pattern import Pattern
 
 KEPT = 64
 """Contexts that are kept for their questions, the last ones."""
 
 
-class Branched(Lean):
+class Branched(InLean):
     """The lean forward over a context with questions behind it, each alone with the context."""
 
     def lay(self, context: Sequence[int], tails: Sequence[Sequence[int]]) -> torch.Tensor:
@@ -43,25 +46,30 @@ class Branched(Lean):
         return torch.tensor([*context, *(token for tail in tails for token in tail)])
 
     def rotation(self, length: int) -> Tables:
-        """Return cosine and sine as :meth:`Lean.rotation`, by the positions laid out."""
+        """Return cosine and sine as without branches, by the positions laid out."""
         angles = self._positions[:length, None].float() * self.frequencies
         return angles.cos(), angles.sin()
 
     def causal(self, rows: slice) -> torch.Tensor:
-        """Return ``[rows, S]`` bool as :meth:`Lean.causal`, without other branches' keys."""
+        """Return ``[rows, S]`` bool without other branches' keys."""
         branch = self._branch[: rows.stop]
         return super().causal(rows) & ((branch == 0) | (branch == branch[rows, None]))
 
 
 class Answers:
-    """Contexts by their keys, and what layers did so far."""
+    """Contexts by their keys, and what layers did so far.
 
-    def __init__(self, folder: Path, device: str = "cpu") -> None:
+    Args:
+        folder: of the checkpoint.
+        slopes: by which patterns fold; without, none does.
+    """
+
+    def __init__(self, folder: Path, device: str = "cpu", slopes: Slopes | None = None) -> None:
         config = json.loads((folder / "config.json").read_text())
         self._model, self._folder = Branched(folder, device=device), folder
         self._longest = int(config["max_position_embeddings"])
         self._contexts: dict[str, list[int]] = {}
-        self._guard = threading.Lock()
+        self._guard, self._slopes = threading.Lock(), slopes
         layers = self._model.layers
         full = "F" * layers
         self._state = RankState(
@@ -145,7 +153,18 @@ class Answers:
             counter = state.indexer_selections if kinds.is_full(layer) else state.index_reuses
             counter[layer] += 1
         self._state = state.model_copy(update={"forwards": state.forwards + 1})
-        return self._model.hidden(ids, kinds)
+        if not kinds.is_folded:
+            return self._model.hidden(ids, kinds)
+        if self._slopes is None or self._slopes.digest != kinds.suffix.slopes:
+            raise KeyError(f"{pattern} folds by other slopes than were given")
+        # G is what the folding study calls an F layer with candidates.
+        folds = [kinds.fold_at(n) > 1 and self._slopes.of(n) is not None for n in range(len(kinds))]
+        letters = "".join("G" if f else c for f, c in zip(folds, kinds.layers, strict=True))
+        exact = (1.0,) * self._model.heads
+        slopes = torch.tensor([of_layer or exact for of_layer in self._slopes.by_layer])
+        arm = Arm("", letters, "", factor=kinds.suffix.factor)
+        select = selecting(arm, slopes.to(ids.device), self._model.topk, len(ids))
+        return self._model.states(ids, select)
 
 
 def _reply(ids: list[int], pattern: str) -> dict[str, Any]:

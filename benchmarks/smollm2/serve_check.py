@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -50,11 +51,11 @@ Continued = tuple[list[int], list[float]]
 
 def by_transformers(
     model: Path, prompts: Sequence[list[int]], pattern: Pattern, count: int
-) -> list[Continued]:
-    """Continue each prompt by ``count`` tokens in float32."""
+) -> tuple[list[Continued], Counter[str]]:
+    """Continue each prompt by ``count`` tokens in float32; count what their lists end among."""
     network = _load(model, pattern, torch.float32)
-    with ties_to_smaller_positions():
-        return [_continue(network, prompt, count) for prompt in prompts]
+    with ties_to_smaller_positions() as lists:
+        return [_continue(network, prompt, count) for prompt in prompts], lists
 
 
 def _load(model: Path, pattern: Pattern, dtype: torch.dtype) -> Any:
@@ -66,15 +67,26 @@ def _load(model: Path, pattern: Pattern, dtype: torch.dtype) -> Any:
 
 
 @contextmanager
-def ties_to_smaller_positions() -> Iterator[None]:
-    """Let ``Tensor.topk`` take the first of equal values, as the server's selection does."""
+def ties_to_smaller_positions() -> Iterator[Counter[str]]:
+    """Let ``Tensor.topk`` take the first of equal values, as the server's selection does.
+
+    Yields:
+        How many rows had more than k values that no mask hides, and of how many of these the last
+        that was taken is equal to the first that was left out.
+    """
+    lists = Counter[str]()
 
     def topk(scores: torch.Tensor, k: int, dim: int = -1) -> Any:
         values, places = scores.sort(dim=dim, descending=True, stable=True)
+        if k < scores.shape[dim]:
+            last, next_one = values.select(dim, k - 1), values.select(dim, k)
+            choosing = next_one > torch.finfo(scores.dtype).min / 2  # what a mask adds
+            lists["lists"] += int(choosing.sum())
+            lists["ended among equals"] += int((choosing & (last == next_one)).sum())
         return torch.return_types.topk((values.narrow(dim, 0, k), places.narrow(dim, 0, k)))
 
     with mock.patch.object(torch.Tensor, "topk", topk):
-        yield
+        yield lists
 
 
 @torch.no_grad()
@@ -172,7 +184,8 @@ def main(argv: list[str] | None = None) -> None:
         for name in ("full", arguments.pattern)
     ]
     started = time.monotonic()
-    truth = {text: by_transformers(model, prompts, Pattern(text), count) for text in texts}
+    by_pattern = {text: by_transformers(model, prompts, Pattern(text), count) for text in texts}
+    truth = {text: continued for text, (continued, _) in by_pattern.items()}
     print(f"transformers: {time.monotonic() - started:.0f} s", flush=True)
     batches = {text: [text] * len(prompts) for text in texts}
     batches["mixed"] = [texts[number % 2] for number in range(len(prompts))]
@@ -183,6 +196,7 @@ def main(argv: list[str] | None = None) -> None:
         "index_topk": checkpoint.shape["index_topk"],
         "tokens": [len(prompt) for prompt in prompts],
         "new_tokens": count,
+        "lists": {text: lists for text, (_, lists) in by_pattern.items()},
     }
     rows: dict[str, list[dict[str, Any]]] = {}
     with live_server(model, arguments.output.with_suffix(".log")) as url:

@@ -24,6 +24,7 @@ from benchmarks.records import estimate, markdown, read_arguments
 from benchmarks.smollm2 import CACHE
 from benchmarks.smollm2.answers import Answers, serving
 from benchmarks.smollm2.books import HELD_OUT, Books
+from sglang_indexcache.library import Slopes
 from sglang_indexcache.support.files import write_whole
 from sglang_indexcache.support.lengths import parse_length
 
@@ -92,6 +93,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("patterns", nargs="+", metavar="NAME=PATTERN")
     parser.add_argument("--cache", type=Path, default=CACHE)
+    parser.add_argument("--slopes", type=Path, help="file by which patterns fold: NAME=folded@FILE")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--lengths", nargs="+", default=["2Ki", "4Ki"])
     parser.add_argument("--contexts", type=int, default=64, help="texts of each length")
@@ -100,7 +102,8 @@ def main(argv: list[str] | None = None) -> None:
     from transformers import AutoTokenizer
 
     books = Books(arguments.cache, AutoTokenizer.from_pretrained(arguments.model))
-    with serving(Answers(arguments.model, arguments.device)) as url:
+    slopes = None if arguments.slopes is None else Slopes.read(arguments.slopes)
+    with serving(Answers(arguments.model, arguments.device, slopes)) as url:
         evaluations = {length: judge(arguments, books, url, length) for length in arguments.lengths}
     names = {pattern: name for name, _, pattern in (t.partition("=") for t in arguments.patterns)}
     text = f"Written by `{arguments.command}`.\n\n{table(evaluations, names)}\n"

@@ -292,8 +292,11 @@ def test_patterns_are_asked_again_at_every_length_and_list(tmp_path: Path) -> No
 def test_the_servers_tokens_are_asked_for_with_its_rule_for_equal_scores() -> None:
     scores = torch.tensor([[0.0, 2.0, -0.0, 1.0, 0.0], [-1.0, 0.0, 3.0, 0.0, 0.0]])
     as_usual = torch.Tensor.topk
-    with ties_to_smaller_positions():
+    with ties_to_smaller_positions() as lists:
         chosen = scores.topk(3, dim=-1)
+        scores.topk(1), scores.masked_fill(scores > 2.5, -torch.inf).topk(4)
     assert chosen.indices.tolist() == [[1, 3, 0], [2, 1, 3]]
     assert chosen.values.tolist() == [[2.0, 1.0, 0.0], [3.0, 0.0, 0.0]]
     assert torch.Tensor.topk is as_usual
+    # Three of each row; the largest of each; and of four the one row that has a fifth.
+    assert lists == {"lists": 5, "ended among equals": 2 + 0 + 1}

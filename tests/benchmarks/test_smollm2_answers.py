@@ -18,8 +18,10 @@ from sglang_indexcache.ask.protocol import check_obeyed
 from sglang_indexcache.ask.score import Prompt
 from sglang_indexcache.errors import ServerError
 from sglang_indexcache.hf import share
+from sglang_indexcache.library import Resolved, Slopes
 from sglang_indexcache.pattern import Pattern
 from tests.benchmarks.test_smollm2 import TOPK, logits, random_llama
+from tests.slopes import random_slopes
 
 CONTEXT = tuple(torch.randint(3, 300, (150,), generator=torch.Generator().manual_seed(7)).tolist())
 TAILS = ((5, 9, 33, 41), (8, 8, 250), (17, 60, 61, 62, 63, 64, 65, 66))
@@ -34,10 +36,20 @@ def model() -> Any:
 
 
 @pytest.fixture(scope="module")
-def client(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
-    folder = tmp_path_factory.mktemp("model")
-    save_checkpoint(model, make_tokenizer(300), "float32", folder)
-    with serving(Answers(Path(folder))) as url:
+def folder(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    save_checkpoint(model, make_tokenizer(300), "float32", path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def slopes(folder: Path) -> Slopes:
+    return random_slopes(folder, folder / "some.slopes", exact=(1,))
+
+
+@pytest.fixture(scope="module")
+def client(folder: Path, slopes: Slopes) -> Iterator[Client]:
+    with serving(Answers(folder, slopes=slopes)) as url:
         yield Client(url)
 
 
@@ -46,13 +58,16 @@ def asked(pattern: str, key: str) -> list[Prompt]:
     return [Prompt(CONTEXT + tail, pattern, key, scored) for tail, scored in pairs]
 
 
-def test_questions_are_answered_as_if_each_were_alone(client: Client, model: Any) -> None:
+@pytest.mark.parametrize("letters", ["FF", "FS", "LF", "LS", "FF+c2"])
+def test_questions_are_answered_as_if_each_were_alone(
+    client: Client, model: Any, slopes: Slopes, letters: str
+) -> None:
+    pattern = letters if set(letters) <= set("FS") else f"{letters}@{slopes.digest}"
     before = client.states()
-    arms = [("FF", "a"), ("FS", "b")]
-    scoring.ask(client, [Prompt(CONTEXT, *arm) for arm in arms])
-    prompts = [prompt for arm in arms for prompt in asked(*arm)]
+    scoring.ask(client, [Prompt(CONTEXT, pattern, letters), Prompt(CONTEXT, "FS", "beside")])
+    prompts = asked(pattern, letters)
     for prompt, got in zip(prompts, scoring.score(client, prompts, top=20), strict=True):
-        with share(model, Pattern(prompt.pattern)):
+        with share(model, Resolved(Pattern(pattern), "", slopes=slopes)):
             whole = logits(model, torch.tensor(prompt.ids)).log_softmax(-1)
         expected = whole[-prompt.scored - 1 : -1]
         targets = torch.tensor(prompt.ids[-prompt.scored :])
@@ -61,7 +76,7 @@ def test_questions_are_answered_as_if_each_were_alone(client: Client, model: Any
         best = expected.topk(20)
         assert [[token for token, _ in top] for top in got.tops] == best.indices.tolist()
         assert got.computed == len(prompt.ids) - len(CONTEXT)
-    check_obeyed(before, client.states(), ["FF", "FS"], client.name, alone=True)
+    check_obeyed(before, client.states(), [pattern], client.name, alone=True)
 
 
 def test_questions_without_their_context_are_refused(client: Client) -> None:
@@ -70,3 +85,7 @@ def test_questions_without_their_context_are_refused(client: Client) -> None:
     scoring.ask(client, [Prompt(CONTEXT[1:], "FF", "other")])
     with pytest.raises(ServerError, match="does not begin with its key's context"):
         scoring.score(client, asked("FF", "other"))
+    pattern = f"LL@{'0' * 12}"
+    scoring.ask(client, [Prompt(CONTEXT, pattern, "by others")])
+    with pytest.raises(ServerError, match="folds by other slopes"):
+        scoring.score(client, asked(pattern, "by others"))

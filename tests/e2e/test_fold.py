@@ -11,6 +11,9 @@ import torch
 from sglang_indexcache.ask.client import Client
 from sglang_indexcache.ask.protocol import named
 from sglang_indexcache.errors import ServerError
+from sglang_indexcache.lab.evaluate.arms import Servers
+from sglang_indexcache.lab.evaluate.plan import arms_of
+from sglang_indexcache.lab.evaluate.tasks.context import Context, Question
 from sglang_indexcache.library.slopes import Slopes
 from sglang_indexcache.pattern import Pattern
 from tests.e2e.conftest import (
@@ -100,6 +103,23 @@ def test_a_request_names_no_slopes_or_the_servers(client: Client, slopes: Slopes
     assert reply["meta_info"]["indexcache_pattern"] == [f"FLLFLL@{slopes.digest}"]
     with pytest.raises(ServerError, match="folds by other slopes than this server"):
         client.generate(input_ids=ids, sampling_params=greedily | named(f"LLLLLL@{'f' * 12}"))
+
+
+def test_an_evaluation_asks_folded_layers_too(
+    client: Client, glm: Path, oracle: Oracle, slopes: Slopes
+) -> None:
+    arms = arms_of(glm, "full", (f"FLSLLS@{slopes.path}",), "")
+    assert [arm.name for arm in arms] == ["full", f"FLSLLS@{slopes.path.stem}", "uniform:1/4"]
+    patterns = [Pattern(arm.pattern) for arm in arms]
+    ids = decided_prompt(oracle, 150, *patterns)
+    context = Context(
+        "c", "notes", 150, ids[:140], [Question("q", ids[140:146], ids[146:], "", "", None)]
+    )
+    answers = Servers(arms, {"": client}).ask(context, [(arm, 0) for arm in arms])
+    for ([row], _), pattern in zip(answers, patterns, strict=True):
+        expected = oracle.answer(ids, pattern).logprobs[-4:].tolist()
+        assert list(row.logprobs) == pytest.approx(expected, abs=1e-3), pattern
+    assert len({row.trace for [row], _ in answers}) == len(arms)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import PatternError, QualityError
 from sglang_indexcache.lab.evaluate.tasks import CONTROL, MADE_OF_FILES, TASKS
 from sglang_indexcache.library import Library
-from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.pattern import SLOPES_FILE, Pattern
 from sglang_indexcache.stats.design import Design, spread_over_cells
 from sglang_indexcache.stats.pairs import Cell
 from sglang_indexcache.support.lengths import counted, format_length, points
@@ -80,18 +80,24 @@ class Arm:
 def arms_of(model: Path, against: str, patterns: Sequence[str], control: str) -> tuple[Arm, ...]:
     """Make the reference, the candidates from most to fewest F layers, the positive control.
 
-    They are in any form of a pattern. Without a control it is the first of :data:`CONTROLS` that
-    this checkpoint can serve and that is no other arm, else :data:`LAST_CONTROL`.
+    They are in any form of a pattern; one that folds names its slopes. Without a control it is the
+    first of :data:`CONTROLS` that this checkpoint can serve and that is no other arm, else
+    :data:`LAST_CONTROL`.
 
     Raises:
         QualityError: two arms are the same pattern, or have the same name.
         PatternError, LibraryError: a pattern that is none, or not for this checkpoint.
+        CheckpointError: slopes that are another model's.
     """
     checkpoint, library = Checkpoint.read(model), Library.default()
 
     def make_arm(value: str, role: Role) -> Arm:
-        name = Path(value).stem if value.endswith((".yaml", ".yml")) else value
-        return Arm(name, str(library.resolve(value, checkpoint).pattern), role)
+        parts = (
+            Path(part).stem if part.endswith((".yaml", ".yml", SLOPES_FILE)) else part
+            for part in value.split("@")
+        )
+        resolved = library.resolve(value, checkpoint, folding=True)
+        return Arm("@".join(parts), str(resolved.pattern), role)
 
     candidates = [make_arm(value, Role.CANDIDATE) for value in patterns]
     candidates.sort(key=lambda arm: -arm.pattern.count("F"))
