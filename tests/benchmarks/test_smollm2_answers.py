@@ -1,4 +1,4 @@
-"""What the lean forward answers an evaluation is what transformers says of each prompt alone."""
+"""The lean forward answers an evaluation as transformers answers each prompt alone."""
 
 from __future__ import annotations
 
