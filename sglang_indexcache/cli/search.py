@@ -35,7 +35,7 @@ from sglang_indexcache.support.lengths import parse_length
 if TYPE_CHECKING:
     from sglang_indexcache.ask.client import Client
     from sglang_indexcache.ask.score import Engine
-    from sglang_indexcache.library import Slopes
+    from sglang_indexcache.library import Resolved, Slopes
     from sglang_indexcache.search.calibration import Calibration, Score
     from sglang_indexcache.search.evaluators import TokenEvaluator
 
@@ -206,9 +206,12 @@ def compare_command(
 ) -> None:
     """Compare patterns on the held-out part of the data that a search would leave.
 
+    One that folds names its slopes: full+c4@MODEL.slopes.
+
     Example: indexcache search compare full found/MODEL-1of4.yaml uniform:1/4 --model MODEL
     --url http://127.0.0.1:30000 --data chats.jsonl -o compared/
     """
+    from sglang_indexcache.library import without_folders
     from sglang_indexcache.search.compare import compare
     from sglang_indexcache.search.setup import Setup
     from sglang_indexcache.study.cost import print_plan
@@ -218,18 +221,22 @@ def compare_command(
         raise SearchError("give at least two patterns; the first is the reference")
     if held_out is not None and held_out < 2:
         raise SearchError("a comparison needs at least two held-out documents (--held-out)")
-    measuring = _measuring(model, connect(url, api_key), dtype, at_once, low_priority)
+    (reference, *candidates), slopes = _resolve(model, patterns)
+    servers = connect(url, api_key)
+    measuring = _measuring(model, servers, dtype, at_once, low_priority, slopes)
     read = Setup.read(
         model, data, context=_length(context), batches=1, held_out=held_out, score=_score(score)
     )
     setup = replace(read, calibration=read.calibration.held_out_alone())
-    reference, *candidates = [setup.resolve(value) for value in patterns]
     print_plan(out, setup.rows)
     evaluator = measuring(setup.calibration)
     identity = setup.identity(evaluator)
     with out.status("measuring ..."):
-        comparisons = compare(evaluator, reference, candidates, setup.calibration.batch_counted)
-    reference_title, *titles = [_label(value) for value in patterns]
+        patterns_compared = [each.pattern for each in candidates]
+        comparisons = compare(
+            evaluator, reference.pattern, patterns_compared, setup.calibration.batch_counted
+        )
+    reference_title, *titles = [without_folders(value) for value in patterns]
     named = list(zip(titles, comparisons, strict=True))
     verdicts = [(f"{title} against {reference_title}", result.verdict) for title, result in named]
     print_plan(out, verdicts)
@@ -362,6 +369,20 @@ def _return_lists(servers: Sequence[Client]) -> bool:
     return bool(returning) and all(returning)
 
 
+def _resolve(model: Path, patterns: Sequence[str]) -> tuple[list[Resolved], Slopes | None]:
+    """Resolve what is to be compared, and the slopes by which any of it folds."""
+    from sglang_indexcache.checkpoint import Checkpoint
+    from sglang_indexcache.library import Library
+    from sglang_indexcache.study.provenance import checkpoint_digest
+
+    checkpoint, library = Checkpoint.read(model), Library.default()
+    resolved = [library.resolve(value, checkpoint, folding=True) for value in patterns]
+    slopes = next((each.slopes for each in resolved if each.slopes is not None), None)
+    if slopes is not None:
+        slopes.check_checkpoint(checkpoint_digest(model), str(model))
+    return resolved, slopes
+
+
 def _folding(
     model: Path, path: Path | None, price: float | None, url: list[str] | None, method: str | None
 ) -> tuple[Slopes | None, str | None]:
@@ -400,8 +421,3 @@ def _score(text: str | None) -> Score | None:
     from sglang_indexcache.search.calibration import Score
 
     return None if text is None else Score.parse(text)
-
-
-def _label(value: str) -> str:
-    """Shorten a user's value for a legend: a file's name without its folder."""
-    return Path(value).stem if value.endswith((".yaml", ".yml")) else value

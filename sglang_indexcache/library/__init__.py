@@ -18,7 +18,13 @@ from sglang_indexcache.library.files import (
     names,
     set_overlap,
 )
-from sglang_indexcache.library.resolve import LIBRARY_VARIABLE, Library, Resolved, names_a_file
+from sglang_indexcache.library.resolve import (
+    LIBRARY_VARIABLE,
+    Library,
+    Resolved,
+    names_a_file,
+    without_folders,
+)
 from sglang_indexcache.library.slopes import LayerSlopes, Slopes
 
 __all__ = [
@@ -44,4 +50,5 @@ __all__ = [
     "names",
     "names_a_file",
     "set_overlap",
+    "without_folders",
 ]

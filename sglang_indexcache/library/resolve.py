@@ -260,6 +260,12 @@ def names_a_file(value: str) -> bool:
     return value.endswith((".yaml", ".yml")) or os.sep in value
 
 
+def without_folders(value: str) -> str:
+    """Shorten what a user wrote for a pattern, to name it by: files without folder and ending."""
+    files = (".yaml", ".yml", SLOPES_FILE)
+    return "@".join(Path(p).stem if p.endswith(files) else p for p in value.split("@"))
+
+
 def _read_slopes(path: str, files: bool) -> Slopes:
     if not files:
         raise PatternError(

@@ -13,7 +13,9 @@ from typer.testing import CliRunner
 
 from benchmarks.random_model import make_model
 from sglang_indexcache.cli import app
-from sglang_indexcache.library import Slopes
+from sglang_indexcache.hf import share
+from sglang_indexcache.library import Resolved, Slopes
+from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search import fold_slopes
 from sglang_indexcache.search.calibration import Score
 from sglang_indexcache.search.setup import Setup
@@ -130,6 +132,41 @@ def test_a_layer_that_folds_badly_is_named_and_kept_exact(
     assert slopes.digest in result.output
     assert [slopes.of(layer) for layer in range(6)] == [None] * 6
     assert len(json.loads(path.read_text())["layers"][0]["slopes"]) == 8
+
+
+def test_patterns_that_fold_are_compared_by_their_slopes(
+    folder: Path, calibrated: Slopes, tmp_path: Path
+) -> None:
+    folding = "".join("F" if slopes is None else "L" for slopes in calibrated.by_layer)
+    patterns = ["full", f"{folding}@{calibrated.path}", f"FSFSFS+c2@{calibrated.path}"]
+    options = ["--context", str(CONTEXT), "--held-out", "2", "--score", "all", "-o", str(tmp_path)]
+    command = ["search", "compare", *patterns, "--model", str(folder), *options]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    facts = json.loads((tmp_path / "compare.json").read_text())
+    assert [each["name"] for each in facts["comparisons"]] == [
+        f"{folding}@some",
+        "FSFSFS+c2@some",
+    ]
+    setup = Setup.read(folder, "machine", context=CONTEXT, batches=1, held_out=2, score=Score.ALL)
+    data, model = setup.calibration.held_out_alone(), load_eager(folder)
+    for each in facts["comparisons"]:
+        losses = []
+        for ids, counted in zip(data.sequences, data.counted, strict=True):
+            resolved = Resolved(Pattern(each["pattern"]), "", slopes=calibrated)
+            with share(model, resolved), torch.no_grad():
+                logits = model(torch.tensor([ids]), use_cache=False).logits[0, :-1]
+            targets = torch.tensor(ids[1:])
+            nats = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+            losses.append(float(nats[torch.from_numpy(np.asarray(counted))].mean()))
+        assert each["loss"] == pytest.approx(np.mean(losses), abs=1e-3)
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"rope_theta": 5.0}))
+    (tmp_path / "model.safetensors").write_bytes(b"another")
+    command[command.index("--model") + 1] = str(tmp_path)
+    refusal = CliRunner().invoke(app, command)
+    assert refusal.exit_code == 1
+    assert "is another checkpoint" in " ".join(refusal.output.split())
 
 
 @pytest.mark.parametrize(

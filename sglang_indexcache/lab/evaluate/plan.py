@@ -13,8 +13,8 @@ from pathlib import Path
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import PatternError, QualityError
 from sglang_indexcache.lab.evaluate.tasks import CONTROL, MADE_OF_FILES, TASKS
-from sglang_indexcache.library import Library
-from sglang_indexcache.pattern import SLOPES_FILE, Pattern
+from sglang_indexcache.library import Library, without_folders
+from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.stats.design import Design, spread_over_cells
 from sglang_indexcache.stats.pairs import Cell
 from sglang_indexcache.support.lengths import counted, format_length, points
@@ -92,12 +92,8 @@ def arms_of(model: Path, against: str, patterns: Sequence[str], control: str) ->
     checkpoint, library = Checkpoint.read(model), Library.default()
 
     def make_arm(value: str, role: Role) -> Arm:
-        parts = (
-            Path(part).stem if part.endswith((".yaml", ".yml", SLOPES_FILE)) else part
-            for part in value.split("@")
-        )
-        resolved = library.resolve(value, checkpoint, folding=True)
-        return Arm("@".join(parts), str(resolved.pattern), role)
+        pattern = library.resolve(value, checkpoint, folding=True).pattern
+        return Arm(without_folders(value), str(pattern), role)
 
     candidates = [make_arm(value, Role.CANDIDATE) for value in patterns]
     candidates.sort(key=lambda arm: -arm.pattern.count("F"))

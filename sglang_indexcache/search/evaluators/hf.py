@@ -222,7 +222,7 @@ class TransformersEvaluator(TokenEvaluator):
             return attend_in_blocks(*arguments, **options)
 
         with torch.no_grad(), self._share(pattern) as sharing:
-            if nearest is None:
+            if nearest is None or start == 0:  # how layer 0 selects may differ, too
                 embedded = self._decoder.embed_tokens(self._tensor(ids))
                 hidden = _through(self._first, embedded, self._arguments)
             else:
