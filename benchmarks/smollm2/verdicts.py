@@ -2,11 +2,12 @@
 
     python -m benchmarks.smollm2.verdicts runs/smollm2/built 1/4=FSFF... 1/8=FSSS... --lengths 2Ki
 
-The published tasks are too hard for a model of this size, so the command is given rows of its own:
-behind a text, eight times the beginning of one of its passages, to be continued word for word. The
-command itself asks, judges and reports. Behind its URL stands ``benchmarks.smollm2.answers``, which
-takes a fraction of a server's time on this model. Interrupted, the same line goes on. Writes a
-folder for each length (``eval.json``, ``report.html``) and smollm2/verdicts/README.md.
+What eval generates is too hard for a model of this size (``--task-contexts 4`` measures how much),
+so it is given rows of its own: behind a text, eight times the beginning of one of its passages, to
+be continued word for word. The command itself asks, judges and reports. Behind its URL stands
+``benchmarks.smollm2.answers``, which takes a fraction of a server's time on this model.
+Interrupted, the same line goes on. Writes a folder for each length (``eval.json``,
+``report.html``), tasks.json and smollm2/verdicts/README.md.
 """
 
 from __future__ import annotations
@@ -24,13 +25,22 @@ from benchmarks.records import estimate, markdown, read_arguments
 from benchmarks.smollm2 import CACHE
 from benchmarks.smollm2.answers import Answers, serving
 from benchmarks.smollm2.books import HELD_OUT, Books
+from sglang_indexcache.ask.client import Client
+from sglang_indexcache.lab.evaluate.arms import Servers
+from sglang_indexcache.lab.evaluate.corpus import Corpus
+from sglang_indexcache.lab.evaluate.plan import Planned, arms_of, context_name
+from sglang_indexcache.lab.evaluate.tasks import TASKS
+from sglang_indexcache.lab.evaluate.tasks.context import QUESTIONS as ASKED_BEHIND
 from sglang_indexcache.library import Slopes
-from sglang_indexcache.support.files import write_whole
+from sglang_indexcache.study.provenance import machine
+from sglang_indexcache.support.files import write_json, write_whole
 from sglang_indexcache.support.lengths import parse_length
 
 QUICK = {"lengths": ["1Ki"], "contexts": 8}
 QUESTIONS, CUE, ANSWER = 8, 16, 4
 """Passages asked for behind a text; tokens that begin one, and that continue it."""
+TASK_TOKENS = 1024
+"""Of a generated context: the shortest in which every task has room."""
 WRITTEN = ("eval.json", "report.html")
 
 
@@ -51,6 +61,24 @@ def questions(books: Books, contexts: int, length: int) -> Iterator[dict[str, st
             cue, answer = cut[middle - CUE : middle], cut[middle : middle + ANSWER]
             prompt = f"{decode(cut)}\n\n{decode(cue)}"
             yield {"prompt": prompt, "answer": decode(answer)}
+
+
+def right_by_task(model: Path, url: str, contexts: int) -> dict[str, float]:
+    """Return the share of questions of each generated task that all F answer right."""
+    from transformers import AutoTokenizer
+
+    reference = arms_of(model, "full", (), "")[0]
+    servers = Servers([reference], {"": Client(url)})
+    corpus, shares = Corpus(AutoTokenizer.from_pretrained(model), ASKED_BEHIND), {}
+    for task in TASKS:
+        right = []
+        for seed in range(contexts):
+            planned = Planned(context_name(task, TASK_TOKENS, seed), task, TASK_TOKENS, 1, False)
+            [(answers, _)] = servers.ask(corpus.make(planned), [(reference, 0)])
+            right += [answer.right for answer in answers]
+        shares[task] = sum(right) / len(right)
+        print(f"{task}: {shares[task]:.0%} of {len(right)} right", flush=True)
+    return shares
 
 
 def judge(arguments: argparse.Namespace, books: Books, url: str, length: str) -> dict[str, Any]:
@@ -91,22 +119,31 @@ def main(argv: list[str] | None = None) -> None:
     """Judge, write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path)
-    parser.add_argument("patterns", nargs="+", metavar="NAME=PATTERN")
+    parser.add_argument("patterns", nargs="*", metavar="NAME=PATTERN")
     parser.add_argument("--cache", type=Path, default=CACHE)
     parser.add_argument("--slopes", type=Path, help="file by which patterns fold: NAME=folded@FILE")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--lengths", nargs="+", default=["2Ki", "4Ki"])
     parser.add_argument("--contexts", type=int, default=64, help="texts of each length")
+    parser.add_argument("--task-contexts", type=int, default=0, help="of each generated task")
     parser.add_argument("--margin", type=float, default=5.0, help="in points")
     arguments = read_arguments(parser, "smollm2/verdicts", argv, QUICK)
     from transformers import AutoTokenizer
 
     books = Books(arguments.cache, AutoTokenizer.from_pretrained(arguments.model))
     slopes = None if arguments.slopes is None else Slopes.read(arguments.slopes)
+    text = f"Written by `{arguments.command}`.\n\n"
     with serving(Answers(arguments.model, arguments.device, slopes)) as url:
-        evaluations = {length: judge(arguments, books, url, length) for length in arguments.lengths}
+        if count := arguments.task_contexts:
+            shares = right_by_task(arguments.model, url, count)
+            facts = {"command": arguments.command, "machine": machine(), "contexts": count}
+            write_json(arguments.output / "tasks.json", facts | {"right": shares})
+            shown = [(task, f"{share:.0%}") for task, share in shares.items()]
+            text += markdown(("generated task", "right, all F"), shown) + "\n\n"
+        lengths = arguments.lengths if arguments.patterns else ()
+        evaluations = {length: judge(arguments, books, url, length) for length in lengths}
     names = {pattern: name for name, _, pattern in (t.partition("=") for t in arguments.patterns)}
-    text = f"Written by `{arguments.command}`.\n\n{table(evaluations, names)}\n"
+    text += f"{table(evaluations, names)}\n"
     write_whole(arguments.output / "README.md", text)
     print(text)
 
