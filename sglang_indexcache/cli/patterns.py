@@ -84,7 +84,8 @@ def show_patterns(patterns: Patterns, model: RatioModel = None) -> None:
 
 def _show_provenance(entry: Entry) -> None:
     out.print(f"\n{entry.pattern}\n", soft_wrap=True, highlight=False)
-    out.print(f"found by   {entry.method.name}, minimising {entry.method.objective}")
+    by_loss = f", minimising {entry.method.objective}" if entry.method.objective else ""
+    out.print(f"found by   {entry.method.name}{by_loss}")
     out.print(f"data       {entry.method.data}")
     where = f"{entry.source.where} ({entry.source.url})" if entry.source.url else entry.source.where
     out.print(f"source     {entry.source.title}, {where}")

@@ -117,6 +117,7 @@ class OutputFolder:
         setup, count = self._setup, len(result.pattern.full_layers)
         is_budget = self._search.constraints.folding is not None
         method = self._search.options.in_words(is_refined=result.is_refined)
+        objective = f"language-modelling loss of {setup.objective}" if self._search.path else ""
         return Entry(
             name=self._name_of(result),
             model=setup.model,
@@ -125,7 +126,7 @@ class OutputFolder:
             retention=f"{count}/{len(result.pattern)}" if is_budget else result.mark.label,
             method=MethodRecord(
                 name=method if result.is_final else "unfinished search",
-                objective=f"language-modelling loss of {setup.objective}",
+                objective=objective,
                 data=setup.data,
                 details=self._details(result),
             ),

@@ -188,7 +188,7 @@ def _kept(pattern: Pattern) -> str:
 
 def _losses(result: Found, search: Search) -> tuple[str, str]:
     if math.isnan(result.loss):
-        return "not measured", ""
+        return "", ""
     return f"{result.loss:.5f}", f"{100 * (result.loss / search.start_loss - 1):+.3f} %"
 
 

@@ -200,6 +200,9 @@ def test_patterns_are_there_before_any_loss_is_measured(
     entry = yaml.safe_load((tmp_path / "tiny-dsa-1of4.yaml").read_text())
     assert entry["method"]["name"].startswith("attention mass")
     assert "quality" not in entry
+    assert "objective" not in entry["method"]
+    shown = CliRunner().invoke(app, ["patterns", "show", str(tmp_path / "tiny-dsa-1of4.yaml")])
+    assert "minimising" not in shown.output
     summary = json.loads((tmp_path / "search.json").read_text(), parse_constant=pytest.fail)
     assert [mark["loss"] for mark in summary["marks"]] == [None] * 3
     assert (tmp_path / "pairs.png").exists()
