@@ -41,10 +41,9 @@ _KEPT_RUNS = 3
 """Runs of a sequence whose layer outputs are kept; they share what they have in common."""
 
 
-def blocks(length: int, first: int = 0) -> list[slice]:
-    """Cut ``length`` queries into blocks of :data:`BLOCK`; the first may be of another size."""
-    starts = [0, *range(first or BLOCK, length, BLOCK)] if length else []
-    return [slice(*ends) for ends in pairwise([*starts, length])]
+def blocks(length: int) -> list[slice]:
+    """Cut ``length`` queries into blocks of :data:`BLOCK`."""
+    return [slice(start, min(start + BLOCK, length)) for start in range(0, length, BLOCK)]
 
 
 def attend_in_blocks(
@@ -77,11 +76,15 @@ def select_in_blocks(indexer: Any) -> Callable[..., torch.Tensor]:
     @torch.no_grad()
     def forward(*arguments: Any, **options: Any) -> torch.Tensor:
         row = read_row(indexer, *arguments, **options)
-        topk = indexer.index_topk
-        lists = [
-            row.part(rows, rows.stop).exact().topk(min(topk, rows.stop)).indices
-            for rows in blocks(row.keys.shape[1], first=topk)
-        ]
+        length = row.keys.shape[1]
+        count = min(indexer.index_topk, length)
+        lists = []
+        for rows in blocks(length):
+            scores = row.part(rows, rows.stop).exact()
+            # All rows are as long as transformers', so that ties end alike.
+            unseen = (0, length - rows.stop)
+            scores = torch.nn.functional.pad(scores, unseen, value=-torch.inf)
+            lists.append(scores.topk(count).indices)
         return torch.cat(lists, dim=1).to(torch.int32)
 
     return forward

@@ -25,7 +25,7 @@ ORDER = ["FFFFFF", "FSFSFS", "FSFFFS", "FSSSFS", "FFFFFF", "FSSSSS", "FSFSFS"]
 
 @pytest.fixture(autouse=True)
 def few_queries_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hf, "BLOCK", 64)
+    monkeypatch.setattr(hf, "BLOCK", 32)
 
 
 @pytest.fixture(scope="module", params=["glm-5", "deepseek-v3.2"])
