@@ -96,7 +96,7 @@ def arms_of(model: Path, against: str, patterns: Sequence[str], control: str) ->
         return Arm(without_folders(value), str(pattern), role)
 
     candidates = [make_arm(value, Role.CANDIDATE) for value in patterns]
-    candidates.sort(key=lambda arm: -arm.pattern.count("F"))
+    candidates.sort(key=lambda arm: -len(Pattern(arm.pattern).full_layers))
     arms = [make_arm(against, Role.REFERENCE), *candidates]
     if control:
         arms.append(make_arm(control, Role.BAD))
