@@ -8,7 +8,7 @@ is in :meth:`Lean.hidden`; the tests compare it with transformers, on a random m
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,15 @@ from sglang_indexcache.pattern import Pattern
 
 BLOCK, BLOCK_ON_GPU = 256, 1024
 """Queries that are scored and attend at a time: larger blocks keep a GPU busy."""
+
+INDEXER = {
+    "wq_b.weight": "index_q",
+    "wk.weight": "index_k",
+    "weights_proj.weight": "index_w",
+    "k_norm.weight": "norm",
+    "k_norm.bias": "bias",
+}
+"""The names of an indexer's parameters in the checkpoint, and here."""
 
 Tables = tuple[torch.Tensor, torch.Tensor]
 State = tuple[int, torch.Tensor, list[torch.Tensor]]
@@ -111,6 +120,14 @@ class Lean:
             **{name: part.to(self.dtype).contiguous() for name, part in used.items()},
             **{name: part.float() for name, part in exact.items()},
         }
+
+    def adopt(self, indexers: Mapping[str, torch.Tensor]) -> None:
+        """Take these indexers, by the checkpoint's names, in the place of the model's own."""
+        for name, tensor in indexers.items():
+            layer, _, part = name.removeprefix("model.layers.").partition(".self_attn.indexer.")
+            short = INDEXER[part]
+            dtype = self._layers[int(layer)][short].dtype
+            self._layers[int(layer)][short] = tensor.to(self.device, dtype).contiguous()
 
     # -- a forward ------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from fractions import Fraction
 from pathlib import Path
@@ -17,7 +18,7 @@ from benchmarks.fold import arms as fold
 from benchmarks.fold import letters
 from benchmarks.fold.models import InLean, InTransformers
 from benchmarks.random_model import make_tokenizer, save_checkpoint
-from benchmarks.smollm2 import long
+from benchmarks.smollm2 import healed, long
 from benchmarks.smollm2.books import with_passages
 from benchmarks.smollm2.convert import Form, convert, dsa_config, original_frequencies
 from benchmarks.smollm2.evaluator import LeanEvaluator
@@ -121,6 +122,26 @@ def test_lean_forward_is_transformers_own(converted: Any, folder: Path, ids: tor
         expected_loss = torch.nn.functional.cross_entropy(expected[:-1], ids[1:], reduction="none")
         torch.testing.assert_close(loss, expected_loss, atol=2e-5, rtol=1e-5)
         assert right.equal(expected[:-1].argmax(-1) == ids[1:])
+
+
+def test_adopted_indexers_select_as_in_transformers(
+    converted: Any, folder: Path, ids: torch.Tensor
+) -> None:
+    generator = torch.Generator().manual_seed(7)
+    indexers = {
+        name: torch.randn(tensor.shape, generator=generator) * 0.2
+        for name, tensor in converted.state_dict().items()
+        if ".layers.1." in name and ".indexer." in name
+    }
+    lean, pattern, places = Lean(folder, torch.float32), Pattern("FF"), torch.arange(1, len(ids))
+    before = lean.losses(lean.hidden(ids, pattern), ids, places)[0]
+    lean.adopt(indexers)
+    loss = lean.losses(lean.hidden(ids, pattern), ids, places)[0]
+    model = copy.deepcopy(converted)
+    model.load_state_dict(indexers, strict=False)
+    expected = torch.nn.functional.cross_entropy(logits(model, ids)[:-1], ids[1:], reduction="none")
+    torch.testing.assert_close(loss, expected, atol=2e-5, rtol=1e-5)
+    assert (loss - before).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("letters", ["FF", "LL", "GG", "LS", "FL, FS"])
@@ -300,3 +321,15 @@ def test_the_servers_tokens_are_asked_for_with_its_rule_for_equal_scores() -> No
     assert torch.Tensor.topk is as_usual
     # Three of each row; the largest of each; and of four the one row that has a fifth.
     assert lists == {"lists": 5, "ended among equals": 2 + 0 + 1}
+
+
+def test_healing_is_compared_with_all_f_and_with_the_same_pattern_unhealed() -> None:
+    def line(name: str, pattern: str, loss: float, was_healed: bool = False) -> dict[str, Any]:
+        rows = [{"loss": loss + shift, "recall": 0.5 - loss / 10} for shift in (0.0, 0.1)]
+        return {"name": name, "pattern": pattern, "rows": rows, "healed": was_healed}
+
+    lines = [line("all F", "FF", 2.0), line("1/2", "FS", 2.5), line("1/2", "FS", 2.1, True)]
+    first, second, third = healed.table(lines).splitlines()[2:]
+    assert first == "| all F | 2 | 2.050 |  |  | 30.0 |  |  |  |"
+    assert second == ("| 1/2 | 1 | 2.550 | +0.500 ± 0.000 | +64.87 % | 25.0 | -5.0 ± 0.0 |  |  |")
+    assert third.endswith("| -0.400 ± 0.000 | +4.0 ± 0.0 |")
