@@ -137,7 +137,7 @@ def main(argv: list[str] | None = None) -> None:
         "books": {"healed on": TRAIN, "measured on": HELD_OUT},
         "measured": {"length": arguments.length, "index_topk": arguments.topk},
         "intervals": "t, 95 %, over rows; differences are paired by row",
-        "trial": [line for line in said_file.read_text().splitlines() if " rate of " in line],
+        "trial": [line for line in said_file.read_text().splitlines() if "learning rate" in line],
         "adapters": {adapter.folder.name: adapter.record for adapter in (uniform, searched, own)},
         "lines": lines,
     }

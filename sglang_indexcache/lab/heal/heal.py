@@ -9,6 +9,7 @@ the attention among those keys (paper section "Training-Aware IndexCache").
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -326,7 +327,7 @@ class _Healing:
 
     def _best_rate(self) -> float:
         """Return the learning rate with which a short run ends at the lowest held-out loss."""
-        first, losses = self.options.stages[0], {}
+        first, losses, say = self.options.stages[0], dict[float, float](), self.files.log.say
         stage = replace(first, steps=TRIAL_STEPS)
         initial = self._masters()
         for rate in RATES:
@@ -336,11 +337,12 @@ class _Healing:
                 if rate == RATES[-1] and not losses:
                     raise
             self._set(initial)
-        text = ", ".join(f"{rate:g}: {loss:.4g}" for rate, loss in losses.items())
+            say(
+                f"learning rate {rate:g}, {stage.steps} steps: held-out loss "
+                f"{losses.get(rate, math.inf):.4g}"
+            )
         best = min(losses, key=lambda rate: losses[rate])
-        self.files.log.say(
-            f"held-out loss after {stage.steps} steps at a learning rate of {text}; taking {best:g}"
-        )
+        say(f"taking a learning rate of {best:g}")
         return best
 
     def _tried(self, rate: float, stage: HealStage) -> float:

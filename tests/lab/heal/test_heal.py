@@ -204,6 +204,11 @@ def test_the_best_of_some_learning_rates_is_taken(
     for name, tensor in fixed.adapter.tensors().items():
         assert torch.equal(searched.adapter.tensors()[name], tensor)
     assert searched.adapter.record["options"]["lr"] == 2e-2
+    text = io.StringIO()
+    heal(options(base, lr=None, output=base / "told"), Console(file=text, width=200))
+    told = [line.split(":")[0] for line in text.getvalue().splitlines() if "12 steps" in line]
+    assert told == [f"learning rate {rate}, 12 steps" for rate in ("1e+30", "1e-07", "0.02")]
+    assert "taking a learning rate of 0.02" in text.getvalue()
     monkeypatch.setattr(heal_module, "RATES", (1e30,))
     with pytest.raises(TrainingError, match="not finite any more"):
         heal(options(base, lr=None, output=base / "none"))
