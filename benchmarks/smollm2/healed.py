@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,8 @@ from sglang_indexcache.support.files import write_json, write_whole
 QUICK = {"steps": 2, "heal_length": 512, "rows": 2, "length": 1024}
 SEARCH_USED = "one-pass:mixed"
 OWN, MULTI = "own layer only", "L_multi"
+LOSSES = ("", OWN, MULTI)
+"""What healed a line: nothing, or one of the two losses."""
 ROOM = 16
 """Tokens by which a row is longer than its document: decoded and read again, some have more."""
 
@@ -51,18 +53,23 @@ def healed(options: HealOptions) -> tuple[Adapter, str]:
     return adapter, console.export_text()
 
 
-def table(lines: Iterable[Line]) -> str:
-    """Tabulate each line beside all F, and beside the same pattern without healing."""
-    base, *_ = lines = list(lines)
+def table(lines: Sequence[Line]) -> str:
+    """Tabulate each line beside all F, the same pattern as it is, and healed by the own loss."""
+    base, *_ = lines
+    by_loss = {(line["pattern"], line["healed"]): line for line in lines}
     cells = []
     for line in lines:
-        before = next(x for x in lines if x["pattern"] == line["pattern"] and not x["healed"])
-        gained = columns(line, before)
-        loss, _, _, recall = gained[1:] if line is not before else ("", "", "", "")
         count = line["pattern"].count("F")
-        cells.append((line["name"], count, *columns(line, base), loss, recall))
-    header = ("", "F", *HEADER, "text loss, against unhealed", "recall, against unhealed")
-    return markdown(header, cells)
+        cells.append([line["name"], count, *columns(line, base)])
+        for loss in LOSSES[:2]:
+            earlier = LOSSES.index(loss) < LOSSES.index(line["healed"])
+            before = by_loss[line["pattern"], loss] if earlier else line
+            _, text, _, _, recall = columns(line, before)
+            cells[-1] += [text, recall]
+    over = (
+        f"{what} over {other}" for other in ("as it is", OWN) for what in ("text loss", "recall")
+    )
+    return markdown(("", "F", *HEADER, *over), cells)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -112,23 +119,19 @@ def main(argv: list[str] | None = None) -> None:
     uniform, searched, own = (Adapter.read(job.output) for job in jobs)
     chosen = rows(books, HELD_OUT, arguments.rows, arguments.length)
     lines: list[Line] = []
-    for name, pattern, adapter in (
-        ("all F", own.pattern, None),
-        (f"all F, {OWN}", own.pattern, own),
-        ("1/4 uniform", uniform.pattern, None),
-        (f"1/4 uniform, {OWN}", uniform.pattern, own),
-        (f"1/4 uniform, {MULTI}", uniform.pattern, uniform),
-        (f"1/4 {SEARCH_USED}", searched.pattern, None),
-        (f"1/4 {SEARCH_USED}, {OWN}", searched.pattern, own),
-        (f"1/4 {SEARCH_USED}, {MULTI}", searched.pattern, searched),
+    for name, pattern, adapters in (
+        ("all F", own.pattern, (None, own)),
+        ("1/4 uniform", uniform.pattern, (None, own, uniform)),
+        (f"1/4 {SEARCH_USED}", searched.pattern, (None, own, searched)),
     ):
-        model, key = Lean(arguments.model), digest
-        if adapter is not None:
-            model.adopt(adapter.tensors())
-            key = adapter.digest
-        arm = Arm(name, pattern, arguments.topk)
-        (line,) = measure(model, [arm], chosen, arguments.cache, key, print)
-        lines.append({**line, "healed": adapter is not None})
+        for loss, adapter in zip(LOSSES, adapters, strict=False):
+            model, key = Lean(arguments.model), digest
+            if adapter is not None:
+                model.adopt(adapter.tensors())
+                key = adapter.digest
+            arm = Arm(f"{name}, {loss}" if loss else name, pattern, arguments.topk)
+            (line,) = measure(model, [arm], chosen, arguments.cache, key, print)
+            lines.append({**line, "healed": loss})
     record = {
         "what": "patterns on SmolLM2 healed on a frozen body: text loss and recall, held-out books",
         "command": arguments.command,
@@ -138,7 +141,7 @@ def main(argv: list[str] | None = None) -> None:
         "measured": {"length": arguments.length, "index_topk": arguments.topk},
         "intervals": "t, 95 %, over rows; differences are paired by row",
         "trial": [line for line in said_file.read_text().splitlines() if "learning rate" in line],
-        "adapters": {adapter.folder.name: adapter.record for adapter in (uniform, searched, own)},
+        "adapters": {used.folder.name: used.record for used in (trial, uniform, searched, own)},
         "lines": lines,
     }
     text = table(lines)

@@ -323,13 +323,15 @@ def test_the_servers_tokens_are_asked_for_with_its_rule_for_equal_scores() -> No
     assert lists == {"lists": 5, "ended among equals": 2 + 0 + 1}
 
 
-def test_healing_is_compared_with_all_f_and_with_the_same_pattern_unhealed() -> None:
-    def line(name: str, pattern: str, loss: float, was_healed: bool = False) -> dict[str, Any]:
-        rows = [{"loss": loss + shift, "recall": 0.5 - loss / 10} for shift in (0.0, 0.1)]
-        return {"name": name, "pattern": pattern, "rows": rows, "healed": was_healed}
+def test_healing_is_compared_with_all_f_the_pattern_as_it_is_and_the_own_loss() -> None:
+    def line(pattern: str, text: float, loss: str = "") -> dict[str, Any]:
+        rows = [{"loss": text + shift, "recall": 0.5 - text / 10} for shift in (0.0, 0.1)]
+        return {"name": loss, "pattern": pattern, "rows": rows, "healed": loss}
 
-    lines = [line("all F", "FF", 2.0), line("1/2", "FS", 2.5), line("1/2", "FS", 2.1, True)]
-    first, second, third = healed.table(lines).splitlines()[2:]
-    assert first == "| all F | 2 | 2.050 |  |  | 30.0 |  |  |  |"
-    assert second == ("| 1/2 | 1 | 2.550 | +0.500 ± 0.000 | +64.87 % | 25.0 | -5.0 ± 0.0 |  |  |")
-    assert third.endswith("| -0.400 ± 0.000 | +4.0 ± 0.0 |")
+    own, multi = healed.OWN, healed.MULTI
+    lines = [line("FF", 2.0), line("FS", 2.5), line("FS", 2.4, own), line("FS", 2.1, multi)]
+    full, as_it_is, by_own, by_multi = healed.table(lines).splitlines()[2:]
+    assert full.endswith("| 2 | 2.050 |  |  | 30.0 |  |  |  |  |  |")
+    assert "| +0.500 ± 0.000 | +64.87 % | 25.0 | -5.0 ± 0.0 |  |  |  |  |" in as_it_is
+    assert by_own.endswith("| -0.100 ± 0.000 | +1.0 ± 0.0 |  |  |")
+    assert by_multi.endswith("| -0.400 ± 0.000 | +4.0 ± 0.0 | -0.300 ± 0.000 | +3.0 ± 0.0 |")
