@@ -7,12 +7,13 @@ so it is given rows of its own: behind a text, eight times the beginning of one 
 be continued word for word. The command itself asks, judges and reports. Behind its URL stands
 ``benchmarks.smollm2.answers``, which takes a fraction of a server's time on this model.
 Interrupted, the same line goes on. Writes a folder for each length (``eval.json``,
-``report.html``), tasks.json and smollm2/verdicts/README.md.
+``report.html``, the journal), tasks.json and smollm2/verdicts/README.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import random
 import shutil
@@ -28,6 +29,7 @@ from benchmarks.smollm2.books import HELD_OUT, Books
 from sglang_indexcache.ask.client import Client
 from sglang_indexcache.lab.evaluate.arms import Servers
 from sglang_indexcache.lab.evaluate.corpus import Corpus
+from sglang_indexcache.lab.evaluate.evaluation import NAME as JOURNAL
 from sglang_indexcache.lab.evaluate.plan import Planned, arms_of, context_name
 from sglang_indexcache.lab.evaluate.tasks import TASKS
 from sglang_indexcache.lab.evaluate.tasks.context import QUESTIONS as ASKED_BEHIND
@@ -98,6 +100,8 @@ def judge(arguments: argparse.Namespace, books: Books, url: str, length: str) ->
     target.mkdir(parents=True, exist_ok=True)
     for name in WRITTEN:
         shutil.copy(folder / name, target / name)
+    packed = gzip.compress((folder / JOURNAL).read_bytes(), mtime=0)
+    (target / f"{JOURNAL}.gz").write_bytes(packed)
     evaluation: dict[str, Any] = json.loads((folder / "eval.json").read_text())
     return evaluation
 

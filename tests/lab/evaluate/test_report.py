@@ -36,9 +36,10 @@ def test_the_same_record_gives_the_same_bytes(tmp_path: Path) -> None:
         assert (first / name).read_bytes() == (second / name).read_bytes(), name
 
 
-def test_the_published_report_is_what_its_journal_gives(tmp_path: Path) -> None:
+@pytest.mark.parametrize("folder", ["quality/tiny-dsa", "smollm2/verdicts/2Ki"])
+def test_the_published_report_is_what_its_journal_gives(folder: str, tmp_path: Path) -> None:
     """It was an old version's, with a picture that nothing draws any more."""
-    published = ROOT / "benchmarks/results/quality/tiny-dsa"
+    published = ROOT / "benchmarks/results" / folder
     journal = gzip.decompress((published / f"{NAME}.gz").read_bytes())
     (tmp_path / NAME).write_bytes(journal)
     write_report(load(tmp_path), tmp_path)
