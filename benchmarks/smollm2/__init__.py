@@ -9,7 +9,17 @@ the indexers, ``lean`` runs it under any pattern, ``books`` are the texts that o
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 CACHE = Path("runs/smollm2")
 """The default folder of the model, the texts and every intermediate file."""
+
+
+def model_parser(description: str | None) -> argparse.ArgumentParser:
+    """Return the options of every study that runs the built model."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--cache", type=Path, default=CACHE)
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    return parser

@@ -160,10 +160,11 @@ class Answers:
         # G is what the folding study calls an F layer with candidates.
         folds = [kinds.fold_at(n) > 1 and self._slopes.of(n) is not None for n in range(len(kinds))]
         letters = "".join("G" if f else c for f, c in zip(folds, kinds.layers, strict=True))
-        exact = (1.0,) * self._model.heads
-        slopes = torch.tensor([of_layer or exact for of_layer in self._slopes.by_layer])
+        unused = (0.0,) * self._model.heads  # such a layer stays exact
+        numbers = [of_layer or unused for of_layer in self._slopes.by_layer]
+        slopes = torch.tensor(numbers, device=self._model.device)
         arm = Arm("", letters, "", factor=kinds.suffix.factor)
-        select = selecting(arm, slopes.to(ids.device), self._model.topk, len(ids))
+        select = selecting(arm, slopes, self._model.topk, len(ids))
         return self._model.states(ids, select)
 
 

@@ -8,11 +8,8 @@ schedule, each at two values of ``index_topk``. Writes smollm2/blind.json.
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
-
 from benchmarks.records import markdown, read_arguments
-from benchmarks.smollm2 import CACHE
+from benchmarks.smollm2 import model_parser
 from benchmarks.smollm2.books import HELD_OUT, Books, rows
 from benchmarks.smollm2.lean import Lean
 from benchmarks.smollm2.measure import HEADER, Arm, Line, columns, measure, named
@@ -50,10 +47,7 @@ def table(lines: list[Line]) -> str:
 def main(argv: list[str] | None = None) -> None:
     """Measure, write."""
     one_thread()
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", type=Path)
-    parser.add_argument("--cache", type=Path, default=CACHE)
-    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser = model_parser(__doc__)
     parser.add_argument("--names", nargs="+", default=list(NAMES))
     parser.add_argument("--topks", type=int, nargs="+", default=[128, 256])
     parser.add_argument("--rows", type=int, default=8)

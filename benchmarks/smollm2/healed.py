@@ -35,7 +35,7 @@ QUICK = {"steps": 2, "heal_length": 512, "rows": 2, "length": 1024}
 SEARCH_USED = "one-pass:mixed"
 OWN, MULTI = "own layer only", "L_multi"
 LOSSES = ("", OWN, MULTI)
-"""What healed a line: nothing, or one of the two losses."""
+"""Losses by which a line may have been healed; none at first."""
 ROOM = 16
 """Tokens by which a row is longer than its document: decoded and read again, some have more."""
 

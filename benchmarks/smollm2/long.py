@@ -9,14 +9,13 @@ same size. Writes smollm2/long.json, its tables, and recall against the length a
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from benchmarks.records import markdown, read_arguments
-from benchmarks.smollm2 import CACHE
+from benchmarks.smollm2 import model_parser
 from benchmarks.smollm2.books import HELD_OUT, Books, rows
 from benchmarks.smollm2.lean import Lean
 from benchmarks.smollm2.measure import HEADER, Arm, Line, columns, compared, measure
@@ -90,11 +89,8 @@ def _way(line: Line) -> str:
 def main(argv: list[str] | None = None) -> None:
     """Measure, write."""
     one_thread()
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", type=Path)
+    parser = model_parser(__doc__)
     parser.add_argument("searched", type=Path, nargs="+", help="records of the searches")
-    parser.add_argument("--cache", type=Path, default=CACHE)
-    parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096, 8192])
     parser.add_argument("--topks", type=int, nargs="+", default=[128, 512])
     parser.add_argument("--rows", type=int, default=16)

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.records import markdown, read_arguments
-from benchmarks.smollm2 import CACHE
+from benchmarks.smollm2 import model_parser
 from benchmarks.smollm2.books import HELD_OUT, SEARCH, Books, rows
 from benchmarks.smollm2.evaluator import SCORES, LeanEvaluator
 from benchmarks.smollm2.lean import Lean
@@ -171,10 +171,7 @@ def draw_recall(record: dict[str, Any], path: Path) -> None:
 
 def study_parser(description: str | None) -> argparse.ArgumentParser:
     """Return the options of a study that searches on some rows and measures on others."""
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("model", type=Path)
-    parser.add_argument("--cache", type=Path, default=CACHE)
-    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser = model_parser(description)
     parser.add_argument("--batches", type=int, default=4, help="rows that are searched on")
     parser.add_argument("--search-length", type=int, default=1024)
     parser.add_argument("--search-topk", type=int, default=64)

@@ -9,15 +9,13 @@ smollm2/stability.json and its table.
 
 from __future__ import annotations
 
-import argparse
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.records import markdown, read_arguments
-from benchmarks.smollm2 import CACHE
+from benchmarks.smollm2 import model_parser
 from benchmarks.smollm2.books import SEARCH, TRAIN, Books, Row, rows
 from benchmarks.smollm2.evaluator import LeanEvaluator
 from benchmarks.smollm2.lean import Lean
@@ -49,10 +47,7 @@ def chosen(matrix: Floats, model: Lean) -> dict[str, list[int]]:
 def main(argv: list[str] | None = None) -> None:
     """Choose, write."""
     one_thread()
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", type=Path)
-    parser.add_argument("--cache", type=Path, default=CACHE)
-    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser = model_parser(__doc__)
     parser.add_argument("--rows", type=int, default=4, help="of each set")
     parser.add_argument(
         "--sizes",

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.paper import indexcache
-from benchmarks.records import estimate, markdown, read_arguments
-from benchmarks.smollm2 import CACHE
+from benchmarks.records import markdown, read_arguments
+from benchmarks.smollm2 import model_parser
 from benchmarks.smollm2.answers import Answers, serving
 from benchmarks.smollm2.books import HELD_OUT, Books
 from sglang_indexcache.ask.client import Client
@@ -42,7 +42,7 @@ QUICK = {"lengths": ["1Ki"], "contexts": 8}
 QUESTIONS, CUE, ANSWER = 8, 16, 4
 """Passages asked for behind a text; tokens that begin one, and that continue it."""
 TASK_TOKENS = 1024
-"""Of a generated context: the shortest in which every task has room."""
+"""Tokens of a generated context: the shortest in which every task has room."""
 WRITTEN = ("eval.json", "report.html")
 
 
@@ -111,22 +111,22 @@ def table(evaluations: Mapping[str, dict[str, Any]], names: Mapping[str, str]) -
     rows = []
     for length, evaluation in evaluations.items():
         for verdict in evaluation["verdicts"]:
-            low, high = verdict["interval"] or (0.0, 0.0)
-            change = estimate((low + high) / 2, (high - low) / 2, 100) if high > low else ""
+            middle, interval = "", ""  # where the task cannot see a loss
+            if verdict["interval"] is not None:
+                middle = f"{100 * verdict['difference']:+.1f}"
+                interval = " to ".join(f"{100 * end:+.1f}" for end in verdict["interval"])
             words = verdict["headline"].partition(": ")[2]
             name = names.get(verdict["pattern"], verdict["pattern"])
-            rows.append((length, name, verdict["contexts"], change, words))
-    return markdown(("tokens", "pattern", "contexts", "points, 90 %", "verdict"), rows)
+            rows.append((length, name, verdict["contexts"], middle, interval, words))
+    header = ("tokens", "pattern", "contexts", "points", "90 % interval", "verdict")
+    return markdown(header, rows)
 
 
 def main(argv: list[str] | None = None) -> None:
     """Judge, write."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", type=Path)
+    parser = model_parser(__doc__)
     parser.add_argument("patterns", nargs="*", metavar="NAME=PATTERN")
-    parser.add_argument("--cache", type=Path, default=CACHE)
     parser.add_argument("--slopes", type=Path, help="file by which patterns fold: NAME=folded@FILE")
-    parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--lengths", nargs="+", default=["2Ki", "4Ki"])
     parser.add_argument("--contexts", type=int, default=64, help="texts of each length")
     parser.add_argument("--task-contexts", type=int, default=0, help="of each generated task")
