@@ -29,7 +29,7 @@ class SyntheticEvaluator:
         tokens: per batch, for the cost count.
     """
 
-    kind, in_flight = "synthetic", 1
+    kind, in_flight, by_batch = "synthetic", 1, False
 
     def __init__(
         self,

@@ -47,6 +47,8 @@ class LeanEvaluator:
         in_flight: patterns measured at a time, each in one thread.
     """
 
+    by_batch = False  # every row's layer outputs are kept
+
     def __init__(self, model: Lean, rows: Sequence[Row], score: str, in_flight: int = 1) -> None:
         self.model, self.rows, self.in_flight = model, rows, in_flight
         self.kind = f"lean forward, {model.dtype}, index_topk {model.topk}, loss of {score}"

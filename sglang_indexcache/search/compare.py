@@ -108,7 +108,7 @@ def _losses(evaluator: TokenEvaluator, patterns: Sequence[Pattern]) -> list[list
     Batches are asked one by one: what fails for a while is not asked again as a whole.
     """
     batches = range(len(evaluator.batch_tokens))
-    cells = [(pattern, batch) for pattern in dict.fromkeys(patterns) for batch in batches]
+    cells = [(pattern, batch) for batch in batches for pattern in dict.fromkeys(patterns)]
     losses: dict[tuple[Pattern, int], list[Floats]] = {}
 
     def measure(cell: tuple[Pattern, int]) -> None:

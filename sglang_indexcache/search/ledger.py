@@ -172,6 +172,8 @@ class Ledger:
         columns = self.all_batches if batches is None else tuple(batches)
         self.spent += self.cost(patterns, columns)
         cells = [(pattern, batch) for pattern in dict.fromkeys(patterns) for batch in columns]
+        if self.evaluator.by_batch:
+            cells.sort(key=lambda cell: columns.index(cell[1]))
         self._requested.update(cells)
         calls = self._calls([cell for cell in cells if cell not in self._losses])
         in_threads(self._measure, calls, self.evaluator.in_flight)

@@ -74,7 +74,7 @@ def run_search(
         try:
             with progress_at_most(console) as progress:
                 task = progress.add_task(
-                    "measuring the start",
+                    "measuring the start" if options.method.by_loss else "comparing layers",
                     total=search.expected_tokens,
                     completed=ledger.known_tokens,
                 )

@@ -160,7 +160,7 @@ def test_batches_are_asked_one_by_one() -> None:
     evaluator = Counted(np.zeros(40))
     masks = [[np.ones(40, dtype=bool)] * 2] * 6
     compare(evaluator, A, [B], masks)  # type: ignore[arg-type]
-    assert calls == [(pattern, (batch,)) for pattern in (A, B) for batch in range(6)]
+    assert calls == [(pattern, (batch,)) for batch in range(6) for pattern in (A, B)]
 
 
 def test_several_at_a_time_give_the_same() -> None:

@@ -67,7 +67,8 @@ def test_the_least_budget_is_enough(method: Method, batches: int) -> None:
 class Blind:
     """An evaluator whose context is too short: every pattern loses the same."""
 
-    kind, in_flight, num_layers, batch_tokens = "blind", 1, 6, (1, 1, 1, 1)
+    kind, in_flight, by_batch, num_layers = "blind", 1, False, 6
+    batch_tokens = (1, 1, 1, 1)
 
     def loss(self, pattern: Pattern, batches: Sequence[int]) -> Floats:
         return np.arange(4.0)[list(batches)]
@@ -251,7 +252,7 @@ class Pairs:
     The best pattern with 12 F layers shares all four pairs and four single layers: 4 x 0.2 nats.
     """
 
-    kind, in_flight, num_layers = "pairs", 1, FEW
+    kind, in_flight, by_batch, num_layers = "pairs", 1, False, FEW
     batch_tokens = (1000,) * 32
 
     def loss(self, pattern: Pattern, batches: Sequence[int]) -> Floats:

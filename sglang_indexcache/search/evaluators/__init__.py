@@ -49,6 +49,10 @@ class Evaluator(Protocol):
     def in_flight(self) -> int:
         """Number of patterns that it can measure at the same time (from as many threads)."""
 
+    @property
+    def by_batch(self) -> bool:
+        """Whether many patterns on a batch cost less in a row than many batches of a pattern."""
+
     def loss(self, pattern: Pattern, batches: Sequence[int]) -> Floats:
         """Return ``[batches]`` float64: mean loss per counted token, in nats, on these batches."""
 
@@ -74,6 +78,7 @@ class TokenEvaluator(ABC):
     kind: str
     num_layers: int
     in_flight: int
+    by_batch = False
 
     def __init__(self, calibration: Calibration) -> None:
         self.calibration = calibration

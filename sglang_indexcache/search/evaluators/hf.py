@@ -121,6 +121,7 @@ class TransformersEvaluator(TokenEvaluator):
     """
 
     in_flight = 1
+    by_batch = True  # while a sequence's layer outputs are kept
 
     def __init__(
         self,
@@ -214,6 +215,8 @@ class TransformersEvaluator(TokenEvaluator):
         known = runs if watch is None else []
         nearest = max(known, key=lambda run: common_layers(run.pattern, pattern), default=None)
         start = 0 if nearest is None else common_layers(nearest.pattern, pattern)
+        if nearest is not None:  # what others are flips of stays the longest
+            runs.sort(key=lambda run: run is not nearest)
         if nearest is not None and start == self.num_layers:
             return nearest
         self._learn_arguments(len(ids))
@@ -239,7 +242,8 @@ class TransformersEvaluator(TokenEvaluator):
                 run.indices.append(sharing.indices)
             run.hidden.append(hidden)
         self.layer_tokens += len(ids) * (self.num_layers - start)
-        self._keep(runs, run)
+        if watch is None:  # what is watched is asked once
+            self._keep(runs, run)
         return run
 
     def _share(self, pattern: Pattern) -> AbstractContextManager[SharedForward]:

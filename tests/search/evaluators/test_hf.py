@@ -16,6 +16,7 @@ from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.calibration import Calibration
 from sglang_indexcache.search.evaluators import hf
 from sglang_indexcache.search.evaluators.hf import TransformersEvaluator
+from sglang_indexcache.search.ledger import Ledger
 from tests.minimax_m3 import BLOCK, by_hand, make_m3
 from tests.oracle import Oracle
 
@@ -98,6 +99,16 @@ def test_reuse_runs_only_from_the_first_difference(folder: Path, data: Calibrati
         before = evaluator.layer_tokens
         evaluator.loss(Pattern(text), [batch])
         assert evaluator.layer_tokens - before == 2 * LENGTH * layers
+
+
+def test_a_searchs_batches_come_one_after_the_other(folder: Path, data: Calibration) -> None:
+    """Where outputs of one batch fit, pattern by pattern each would be dropped before its use."""
+    flips = [Pattern.from_layers(6, set(range(6)) - {layer}) for layer in range(1, 6)]
+    run = TransformersEvaluator(folder, data).run(Pattern.full(6), data.sequences[0])
+    three_runs = 3 * 7 * (run.hidden[0].nbytes + run.indices[0].nbytes)
+    evaluator = TransformersEvaluator(folder, data, reuse_bytes=three_runs * 5 // 2)
+    Ledger(evaluator).many([Pattern.full(6), *flips])
+    assert evaluator.layer_tokens == 4 * LENGTH * (6 + 5 + 4 + 3 + 2 + 1)
 
 
 def test_indices_are_each_layers_own(folder: Path, data: Calibration) -> None:
