@@ -99,10 +99,13 @@ class InLean(lean.Lean):
     Args:
         folder: of the checkpoint.
         device: a torch device's name.
+        dtype: of matrix products.
     """
 
-    def __init__(self, folder: Path, device: str = "cpu") -> None:
-        super().__init__(folder, device=device)
+    def __init__(
+        self, folder: Path, device: str = "cpu", dtype: torch.dtype = torch.float32
+    ) -> None:
+        super().__init__(folder, dtype, device)
         self.heads, self.width = self.index_heads, self.form.rope
         self._every = Pattern.full(self.layers)
         self._select: Select | None = None

@@ -62,11 +62,18 @@ class Answers:
     Args:
         folder: of the checkpoint.
         slopes: by which patterns fold; without, none does.
+        dtype: of matrix products.
     """
 
-    def __init__(self, folder: Path, device: str = "cpu", slopes: Slopes | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        device: str = "cpu",
+        slopes: Slopes | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         config = json.loads((folder / "config.json").read_text())
-        self._model, self._folder = Branched(folder, device=device), folder
+        self._model, self._folder = Branched(folder, device, dtype), folder
         self._longest = int(config["max_position_embeddings"])
         self._contexts: dict[str, list[int]] = {}
         self._guard, self._slopes = threading.Lock(), slopes
@@ -88,7 +95,7 @@ class Answers:
         return {
             "model_path": str(self._folder),
             "version": "benchmarks.smollm2.answers",
-            "dtype": "float32",
+            "dtype": str(self._model.dtype).removeprefix("torch."),
             "device": self._model.device.type,
             "max_req_input_len": self._longest,
             "internal_states": [{STATE: self._state.to_json()}],

@@ -22,6 +22,8 @@ from sglang_indexcache.pattern import Pattern
 
 BLOCK, BLOCK_ON_GPU = 256, 1024
 """Queries that are scored and attend at a time: larger blocks keep a GPU busy."""
+NEIGHBOURS = 64
+"""Queries that attend together on a CPU, to what any of them selected: a fraction of long texts."""
 
 INDEXER = {
     "wq_b.weight": "index_q",
@@ -61,7 +63,8 @@ class Lean:
 
     Args:
         folder: written by ``build``.
-        dtype: of matrix products; the rest is float32. Without AMX bfloat16 takes longer.
+        dtype: of matrix products; the rest is float32. Without AVX512_BF16 or AMX bfloat16 takes
+            longer.
         device: a torch device's name; what comes back lies there.
 
     Attributes:
@@ -188,20 +191,32 @@ class Lean:
 
     def attend(self, inputs: Projected, visible: Sequence[torch.Tensor] | None) -> torch.Tensor:
         """Return ``[T, N * d]``; ``visible`` has a block's mask ``[rows, S]``, None for causal."""
-        groups = self.form.groups
-        length, blocks = inputs.queries.shape[1], []
-        for number, rows in enumerate(self.row_blocks(length)):
-            reach = rows.stop
+        blocks = []
+        for number, rows in enumerate(self.row_blocks(inputs.queries.shape[1])):
             mask = self.causal(rows) if visible is None else visible[number]
-            folded = inputs.queries[:, rows].reshape(groups, -1, self.form.width)
-            output = torch.nn.functional.scaled_dot_product_attention(
-                folded[None],
-                inputs.keys[None, :, :reach],
-                inputs.values[None, :, :reach],
-                attn_mask=mask.repeat(self.form.heads // groups, 1),
-            )[0]
-            blocks.append(output.reshape(self.form.heads, -1, self.form.width).transpose(0, 1))
+            if visible is None or self.device.type != "cpu":
+                blocks.append(self._attend(inputs, rows, mask, slice(0, rows.stop)))
+                continue
+            for start in range(0, len(mask), NEIGHBOURS):
+                part = mask[start : start + NEIGHBOURS]
+                first = rows.start + start
+                seen = part.any(0).nonzero()[:, 0]
+                near = slice(first, first + len(part))
+                blocks.append(self._attend(inputs, near, part[:, seen], seen))
         return torch.cat(blocks).flatten(1)
+
+    def _attend(
+        self, inputs: Projected, rows: slice, mask: torch.Tensor, seen: slice | torch.Tensor
+    ) -> torch.Tensor:
+        """Return ``[rows, N, d]``: attention of some queries to the keys seen."""
+        groups, width = self.form.groups, self.form.width
+        output = torch.nn.functional.scaled_dot_product_attention(
+            inputs.queries[:, rows].reshape(groups, -1, width)[None],
+            inputs.keys[None, :, seen],
+            inputs.values[None, :, seen],
+            attn_mask=mask.repeat(self.form.heads // groups, 1),
+        )[0]
+        return output.reshape(self.form.heads, -1, width).transpose(0, 1)
 
     def weights(self, inputs: Projected) -> Iterator[tuple[int, slice, torch.Tensor]]:
         """Yield each block's number, rows and attention to all visible keys, ``[N, rows, S]``."""

@@ -21,6 +21,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.paper import indexcache
 from benchmarks.records import markdown, read_arguments
 from benchmarks.smollm2 import model_parser
@@ -130,6 +132,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--lengths", nargs="+", default=["2Ki", "4Ki"])
     parser.add_argument("--contexts", type=int, default=64, help="texts of each length")
     parser.add_argument("--task-contexts", type=int, default=0, help="of each generated task")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32",
+                        help="of matrix products; a CPU with AVX512_BF16 or AMX is faster in "
+                        "bfloat16")  # fmt: skip
     parser.add_argument("--margin", type=float, default=5.0, help="in points")
     arguments = read_arguments(parser, "smollm2/verdicts", argv, QUICK)
     from transformers import AutoTokenizer
@@ -137,7 +142,8 @@ def main(argv: list[str] | None = None) -> None:
     books = Books(arguments.cache, AutoTokenizer.from_pretrained(arguments.model))
     slopes = None if arguments.slopes is None else Slopes.read(arguments.slopes)
     text = f"Written by `{arguments.command}`.\n\n"
-    with serving(Answers(arguments.model, arguments.device, slopes)) as url:
+    dtype = getattr(torch, arguments.dtype)
+    with serving(Answers(arguments.model, arguments.device, slopes, dtype)) as url:
         if count := arguments.task_contexts:
             shares = right_by_task(arguments.model, url, count)
             facts = {"command": arguments.command, "machine": machine(), "contexts": count}
