@@ -7,7 +7,8 @@ so it is given rows of its own: behind a text, eight times the beginning of one 
 be continued word for word. The command itself asks, judges and reports. Behind its URL stands
 ``benchmarks.smollm2.answers``, which takes a fraction of a server's time on this model.
 Interrupted, the same line goes on. Writes a folder for each length (``eval.json``,
-``report.html``, the journal), tasks.json and smollm2/verdicts/README.md.
+``report.html``, the journal), tasks.json and smollm2/verdicts/README.md, which tells of every
+length that was judged there before, too.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ import random
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -36,6 +36,7 @@ from sglang_indexcache.lab.evaluate.plan import Planned, arms_of, context_name
 from sglang_indexcache.lab.evaluate.tasks import TASKS
 from sglang_indexcache.lab.evaluate.tasks.context import QUESTIONS as ASKED_BEHIND
 from sglang_indexcache.library import Slopes
+from sglang_indexcache.library.resolve import without_folders
 from sglang_indexcache.study.provenance import machine
 from sglang_indexcache.support.files import write_json, write_whole
 from sglang_indexcache.support.lengths import parse_length
@@ -85,8 +86,8 @@ def right_by_task(model: Path, url: str, contexts: int) -> dict[str, float]:
     return shares
 
 
-def judge(arguments: argparse.Namespace, books: Books, url: str, length: str) -> dict[str, Any]:
-    """Run the command for one length; return what it wrote."""
+def judge(arguments: argparse.Namespace, books: Books, url: str, length: str) -> None:
+    """Run the command for one length, and keep what it wrote."""
     folder = arguments.cache / "verdicts" / length
     folder.mkdir(parents=True, exist_ok=True)
     rows = questions(books, arguments.contexts, parse_length(length))
@@ -104,15 +105,14 @@ def judge(arguments: argparse.Namespace, books: Books, url: str, length: str) ->
         shutil.copy(folder / name, target / name)
     packed = gzip.compress((folder / JOURNAL).read_bytes(), mtime=0)
     (target / f"{JOURNAL}.gz").write_bytes(packed)
-    evaluation: dict[str, Any] = json.loads((folder / "eval.json").read_text())
-    return evaluation
 
 
-def table(evaluations: Mapping[str, dict[str, Any]], names: Mapping[str, str]) -> str:
-    """Tabulate the verdicts of each length, patterns by their names."""
+def table(folder: Path, names: Mapping[str, str]) -> str:
+    """Tabulate the verdicts of each length that a folder has, patterns by their names."""
     rows = []
-    for length, evaluation in evaluations.items():
-        for verdict in evaluation["verdicts"]:
+    lengths = [file.parent.name for file in folder.glob("*/eval.json")]
+    for length in sorted(lengths, key=parse_length):
+        for verdict in json.loads((folder / length / "eval.json").read_text())["verdicts"]:
             middle, interval = "", ""  # where the task cannot see a loss
             if verdict["interval"] is not None:
                 middle = f"{100 * verdict['difference']:+.1f}"
@@ -141,7 +141,7 @@ def main(argv: list[str] | None = None) -> None:
 
     books = Books(arguments.cache, AutoTokenizer.from_pretrained(arguments.model))
     slopes = None if arguments.slopes is None else Slopes.read(arguments.slopes)
-    text = f"Written by `{arguments.command}`.\n\n"
+    text = f"Written by `{arguments.command}`; each length's own line is in its eval.json.\n\n"
     dtype = getattr(torch, arguments.dtype)
     with serving(Answers(arguments.model, arguments.device, slopes, dtype)) as url:
         if count := arguments.task_contexts:
@@ -150,10 +150,11 @@ def main(argv: list[str] | None = None) -> None:
             write_json(arguments.output / "tasks.json", facts | {"right": shares})
             shown = [(task, f"{share:.0%}") for task, share in shares.items()]
             text += markdown(("generated task", "right, all F"), shown) + "\n\n"
-        lengths = arguments.lengths if arguments.patterns else ()
-        evaluations = {length: judge(arguments, books, url, length) for length in lengths}
-    names = {pattern: name for name, _, pattern in (t.partition("=") for t in arguments.patterns)}
-    text += f"{table(evaluations, names)}\n"
+        for length in arguments.lengths if arguments.patterns else ():
+            judge(arguments, books, url, length)
+    pairs = (pattern.partition("=") for pattern in arguments.patterns)
+    names = {without_folders(pattern): name for name, _, pattern in pairs}
+    text += f"{table(arguments.output, names)}\n"
     write_whole(arguments.output / "README.md", text)
     print(text)
 

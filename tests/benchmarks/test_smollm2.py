@@ -124,6 +124,16 @@ def test_lean_forward_is_transformers_own(converted: Any, folder: Path, ids: tor
         assert right.equal(expected[:-1].argmax(-1) == ids[1:])
 
 
+def test_a_forward_in_bfloat16_is_near(folder: Path, ids: torch.Tensor) -> None:
+    """All tokens are attended to: which ones random indexers select hangs on the last bits."""
+    exact, rounded = (
+        model.logits(model.hidden(ids)).log_softmax(-1)
+        for model in (Lean(folder), Lean(folder, torch.bfloat16))
+    )
+    difference = (rounded - exact).abs()
+    assert 0 < difference.mean() < 0.02 * exact.std()
+
+
 def test_adopted_indexers_select_as_in_transformers(
     converted: Any, folder: Path, ids: torch.Tensor
 ) -> None:

@@ -79,6 +79,12 @@ def test_questions_are_answered_as_if_each_were_alone(
     check_obeyed(before, client.states(), [pattern], client.name, alone=True)
 
 
+def test_it_says_in_which_precision_it_answers(client: Client, folder: Path) -> None:
+    with serving(Answers(folder, dtype=torch.bfloat16)) as url:
+        said = [server.server_info()["dtype"] for server in (client, Client(url))]
+    assert said == ["float32", "bfloat16"]
+
+
 def test_questions_without_their_context_are_refused(client: Client) -> None:
     with pytest.raises(ServerError, match="answers eval alone"):
         scoring.score(client, asked("FF", "never heard"))
