@@ -20,10 +20,8 @@ from torch.nn.functional import cross_entropy, layer_norm, linear, silu
 from benchmarks.smollm2.convert import Form
 from sglang_indexcache.pattern import Pattern
 
-BLOCK, BLOCK_ON_GPU = 256, 1024
-"""Queries that are scored and attend at a time: larger blocks keep a GPU busy."""
-NEIGHBOURS = 64
-"""Queries that attend together on a CPU, to what any of them selected: a fraction of long texts."""
+BLOCK, BLOCK_ON_GPU = 64, 1024
+"""Queries that are scored and attend at a time: few stay in a CPU's cache, many keep a GPU busy."""
 
 INDEXER = {
     "wq_b.weight": "index_q",
@@ -191,32 +189,22 @@ class Lean:
 
     def attend(self, inputs: Projected, visible: Sequence[torch.Tensor] | None) -> torch.Tensor:
         """Return ``[T, N * d]``; ``visible`` has a block's mask ``[rows, S]``, None for causal."""
-        blocks = []
+        groups, width, blocks = self.form.groups, self.form.width, []
         for number, rows in enumerate(self.row_blocks(inputs.queries.shape[1])):
             mask = self.causal(rows) if visible is None else visible[number]
-            if visible is None or self.device.type != "cpu":
-                blocks.append(self._attend(inputs, rows, mask, slice(0, rows.stop)))
-                continue
-            for start in range(0, len(mask), NEIGHBOURS):
-                part = mask[start : start + NEIGHBOURS]
-                first = rows.start + start
-                seen = part.any(0).nonzero()[:, 0]
-                near = slice(first, first + len(part))
-                blocks.append(self._attend(inputs, near, part[:, seen], seen))
+            keys, values = inputs.keys[:, : rows.stop], inputs.values[:, : rows.stop]
+            if visible is not None and self.device.type == "cpu":
+                # What none of so few queries selected is most of a long text.
+                seen = mask.any(0).nonzero()[:, 0]
+                mask, keys, values = mask[:, seen], keys[:, seen], values[:, seen]
+            output = torch.nn.functional.scaled_dot_product_attention(
+                inputs.queries[:, rows].reshape(groups, -1, width)[None],
+                keys[None],
+                values[None],
+                attn_mask=mask.repeat(self.form.heads // groups, 1),
+            )[0]
+            blocks.append(output.reshape(self.form.heads, -1, width).transpose(0, 1))
         return torch.cat(blocks).flatten(1)
-
-    def _attend(
-        self, inputs: Projected, rows: slice, mask: torch.Tensor, seen: slice | torch.Tensor
-    ) -> torch.Tensor:
-        """Return ``[rows, N, d]``: attention of some queries to the keys seen."""
-        groups, width = self.form.groups, self.form.width
-        output = torch.nn.functional.scaled_dot_product_attention(
-            inputs.queries[:, rows].reshape(groups, -1, width)[None],
-            inputs.keys[None, :, seen],
-            inputs.values[None, :, seen],
-            attn_mask=mask.repeat(self.form.heads // groups, 1),
-        )[0]
-        return output.reshape(self.form.heads, -1, width).transpose(0, 1)
 
     def weights(self, inputs: Projected) -> Iterator[tuple[int, slice, torch.Tensor]]:
         """Yield each block's number, rows and attention to all visible keys, ``[N, rows, S]``."""

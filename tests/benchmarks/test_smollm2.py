@@ -259,7 +259,11 @@ def test_a_searchs_evaluator_gives_what_a_fresh_forward_gives(searched: LeanEval
             assert searched.loss(pattern, [batch])[0] == float(loss.double().mean())
 
 
-def test_pairs_of_layers_compare_as_in_transformers(searched: LeanEvaluator, deep: Path) -> None:
+def test_pairs_of_layers_compare_as_in_transformers(
+    searched: LeanEvaluator, deep: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Rows as long as transformers', so that torch.topk takes the same ones of equal scores.
+    monkeypatch.setattr("benchmarks.smollm2.lean.BLOCK", 256)
     ids = tuple(searched.rows[1].ids.tolist())
     data = SimpleNamespace(batches=[[ids]], batch_tokens=(len(ids),))
     reference = TransformersEvaluator(deep, cast("Calibration", data))
