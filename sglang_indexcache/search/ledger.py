@@ -20,6 +20,8 @@ import numpy as np
 from sglang_indexcache.errors import SearchError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.evaluators import (
+    BY_BEST,
+    LISTS,
     PAIRS,
     Evaluator,
     Floats,
@@ -60,6 +62,8 @@ def _pairs_in(entry: Mapping[str, Any]) -> dict[tuple[str, int], Floats]:
     """Return the matrices of a batch, of which all before the last diagonal is kept."""
     matrices = {}
     for kind in (kind for kind in PAIRS if kind in entry):
+        if kind in BY_BEST and entry.get("lists") != LISTS:  # an older version's, of whole lists
+            continue
         count, before = len(entry[kind]), len(entry[kind][0])
         matrix = np.eye(count, before + count, before)
         for layer, row in enumerate(entry[kind]):
@@ -231,7 +235,7 @@ class Ledger:
             matrix = getattr(self.evaluator, kind)(batch)
             before = matrix.shape[1] - len(matrix)
             rows = [row[: before + layer].tolist() for layer, row in enumerate(matrix)]
-            entry = {"batch": batch, kind: rows}
+            entry = {"batch": batch, kind: rows} | ({"lists": LISTS} if kind in BY_BEST else {})
             if self._journal is not None:
                 self._journal.write(entry)
             self._pairs |= _pairs_in(entry)

@@ -12,7 +12,7 @@ import pytest
 from benchmarks.search_landscape import SyntheticEvaluator
 from sglang_indexcache.errors import SearchError
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.search.evaluators import Floats
+from sglang_indexcache.search.evaluators import LISTS, Floats, pair_forwards
 from sglang_indexcache.search.ledger import Ledger, open_journal
 from tests.search.helpers import finished, landscape, targets
 
@@ -158,3 +158,18 @@ def test_the_number_of_servers_changes_no_decision(seed: int) -> None:
     assert several.path == alone.path
     assert several.found == alone.found
     assert several.search_tokens == alone.search_tokens
+
+
+def test_one_pass_of_whole_lists_is_made_again(tmp_path: Path) -> None:
+    """An older version compared whole lists: its matrices are not mixed with those of the best."""
+    entries = [
+        {"batch": 0, "kept_mass": [[], [0.5]]},
+        {"batch": 1, "kept_mass": [[], [0.5]], "lists": LISTS},
+        {"batch": 2, "similarity": [[], [0.5]]},
+    ]
+    with open_journal(tmp_path / "j", IDENTITY) as journal:
+        for entry in entries:
+            journal.write(entry)
+    with open_journal(tmp_path / "j", IDENTITY) as journal:
+        ledger = Ledger(SyntheticEvaluator(2, 4), journal)
+    assert ledger.known_tokens == 1000 + pair_forwards("similarity", 2) * 1000

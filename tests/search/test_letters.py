@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +23,7 @@ from sglang_indexcache.errors import PatternError, SearchError
 from sglang_indexcache.library import Library, Slopes
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.calibration import Calibration
-from sglang_indexcache.search.evaluators import Floats
+from sglang_indexcache.search.evaluators import Floats, hf
 from sglang_indexcache.search.evaluators.hf import TransformersEvaluator
 from sglang_indexcache.search.ledger import Ledger, open_journal
 from sglang_indexcache.search.methods import METHODS_IN_PROCESS
@@ -127,21 +129,21 @@ def data() -> Calibration:
     return Calibration(sequences, 2, "test", counted=counted)
 
 
-def lists_by_hand(folder: Path, slopes: Slopes, ids: tuple[int, ...]) -> list[list[set[int]]]:
+def lists_by_hand(
+    folder: Path, slopes: Sequence[Any], ids: tuple[int, ...], count: int
+) -> list[list[set[int]]]:
     """Return by layer and query the best tokens by a sum over heads, from transformers' products.
 
-    Of a layer that folds badly they are those of its own score.
+    Of a layer without slopes they are those of its own score.
     """
     lists = []
-    for (products_of, weights, exact), numbers in zip(
-        products(folder, ids), slopes.by_layer, strict=True
-    ):
+    for (products_of, weights, exact), numbers in zip(products(folder, ids), slopes, strict=True):
         scores = exact
         if numbers is not None:
             per_head = products_of * np.array(numbers)[None, :, None] * weights[:, :, None]
             scores = per_head.sum(axis=1)
         order = [
-            sorted(range(query + 1), key=lambda key: (-row[key], key))[:TOPK]
+            sorted(range(query + 1), key=lambda key: (-row[key], key))[:count]
             for query, row in enumerate(scores.tolist())
         ]
         lists.append([set(keys) for keys in order])
@@ -163,22 +165,29 @@ def dense_attention(folder: Path, hidden: list[torch.Tensor], layer: int) -> tor
     return weights[0]
 
 
+@pytest.mark.parametrize("lists", [1, 16])
 def test_the_matrix_is_that_of_sums_by_hand(
-    folder: Path, slopes: Slopes, data: Calibration
+    folder: Path, slopes: Slopes, data: Calibration, monkeypatch: pytest.MonkeyPatch, lists: int
 ) -> None:
+    monkeypatch.setattr(hf, "LISTS", lists)
+    best = min(TOPK, LENGTH // lists)
     model = TransformersEvaluator(folder, data, slopes=slopes)
     matrix = model.folded_mass(0)
     assert matrix.shape == (LAYERS, 2 * LAYERS)
     assert matrix[:, LAYERS:] == pytest.approx(model.kept_mass(0), abs=1e-12)
     runs = [model.run(model.own, ids) for ids in data.sequences]
-    folded = [lists_by_hand(folder, slopes, ids) for ids in data.sequences]
+    folded = [lists_by_hand(folder, slopes.by_layer, ids, best) for ids in data.sequences]
+    own = [lists_by_hand(folder, [None] * LAYERS, ids, best) for ids in data.sequences]
     for layer in (1, 4):
         attention = [dense_attention(folder, run.hidden, layer) for run in runs]
         own_mass, mass_of_others = 0.0, [0.0] * (layer + 1)
         for number, (mask, run) in enumerate(zip(data.counted, runs, strict=True)):
             for query in np.flatnonzero(mask).tolist():
                 weights = attention[number][:, query]
-                own_mass += weights[:, run.indices[layer][0, query].long()].sum(-1).double()
+                keys = own[number][layer][query]
+                if lists == 1:  # the last of whole lists are equal scores, in any order
+                    keys = set(run.indices[layer][0, query].tolist())
+                own_mass += weights[:, sorted(keys)].sum(-1).double()
                 for j in range(layer + 1):
                     mass_of_others[j] += (
                         weights[:, sorted(folded[number][j][query])].sum(-1).double()

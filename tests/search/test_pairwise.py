@@ -112,12 +112,13 @@ def test_the_head_that_loses_most_decides() -> None:
         assert shares[i, j] == pytest.approx(1 - max(losses) if j <= i else 0, abs=1e-12)
 
 
-@pytest.mark.parametrize("block", [50, 256])
+@pytest.mark.parametrize(("block", "lists"), [(50, 1), (256, 1), (256, 16)])
 def test_attention_on_a_list_is_the_sum_of_its_weights(
-    monkeypatch: pytest.MonkeyPatch, block: int
+    monkeypatch: pytest.MonkeyPatch, block: int, lists: int
 ) -> None:
-    """One head is summed by hand: what layer 5 gives to the keys that layers 2 and 5 select."""
+    """One head is summed by hand: what layer 5 gives to the best that layers 2 and 5 select."""
     monkeypatch.setattr(hf, "BLOCK", block)
+    monkeypatch.setattr(hf, "LISTS", lists)
     ids = tuple(np.random.default_rng(9).integers(10, 500, 130).tolist())
     model = TransformersEvaluator(Path(shipped_checkpoint()), Calibration((ids,), 1, "test"))
     queries = np.flatnonzero(model.calibration.batch_counted[0][0])
@@ -134,11 +135,11 @@ def test_attention_on_a_list_is_the_sum_of_its_weights(
         rotary = reference.model.rotary_emb(inputs, places)
         weights = reference.model.layers[5].self_attn(inputs, rotary, mask, position_ids=places)[1]
     for layer in (2, 5):
-        lists = [set(run.indices[layer][0, query].tolist()) for query in queries]
+        best = run.indices[layer][0, queries, : len(ids) // lists].tolist()
         for head in range(weights.shape[1]):
             total = sum(
                 float(weights[0, head, query, key])
-                for query, keys in zip(queries, lists, strict=True)
+                for query, keys in zip(queries, best, strict=True)
                 for key in keys
             )
             assert mass[5, layer, head] == pytest.approx(total / len(queries), abs=1e-5)

@@ -31,7 +31,7 @@ from sglang_indexcache.library import Resolved, Slopes
 from sglang_indexcache.models import TRAINABLE
 from sglang_indexcache.pattern import FOLDED, SHARED, Pattern
 from sglang_indexcache.search.calibration import Calibration
-from sglang_indexcache.search.evaluators import Floats, TokenEvaluator
+from sglang_indexcache.search.evaluators import LISTS, Floats, TokenEvaluator
 
 BLOCK = 256
 """Queries that are scored, attend or predict at a time: few enough for a CPU's cache."""
@@ -382,6 +382,7 @@ class TransformersEvaluator(TokenEvaluator):
         """Compare how much of its attention each head finds on its own list and on other layers'.
 
         Attention is over all that a query sees, and its mean over the batch's counted queries.
+        Of a list the best tokens are compared, 1 of :data:`LISTS` of the text at most.
 
         Returns:
             ``[N, N]`` float64; entry (i, j), j < i, is 1 less the share of its attention that one
@@ -421,11 +422,12 @@ class TransformersEvaluator(TokenEvaluator):
         """
         queries = queries.to(self._model.device)
         block = getattr(self._attention(0).indexer, "block_size", 1)  # of tokens, in MiniMax-M3
+        best = max(len(ids) // (LISTS * block), 1)
 
-        def at_queries(indices: torch.Tensor) -> torch.Tensor:  # [groups, queries, k]
-            return indices.where(indices >= 0, len(ids)).flatten(0, -3)[:, queries]
+        def at_queries(indices: torch.Tensor) -> torch.Tensor:  # [groups, queries, k], best first
+            return indices.where(indices >= 0, len(ids)).flatten(0, -3)[:, queries, :best]
 
-        folds = self._folded_lists(self.run(self.own, ids)) if folded else []
+        folds = self._folded_lists(self.run(self.own, ids), best) if folded else []
         folded_lists, lists = [*map(at_queries, folds)], list[torch.Tensor]()
         heads = int(self._decoder.config.num_attention_heads)
         mass = np.zeros((self.num_layers, len(folds) + self.num_layers, heads))
@@ -447,15 +449,26 @@ class TransformersEvaluator(TokenEvaluator):
             )
         return mass
 
-    def _folded_lists(self, run: _Run) -> list[torch.Tensor]:
-        """Return what each layer that folds selects by its folded score, others by their own."""
+    def _folded_lists(self, run: _Run, best: int) -> list[torch.Tensor]:
+        """Return what each layer that folds selects by its folded score, others by their own.
+
+        Args:
+            best: the most that a list holds. Folded lists are in the text's order.
+        """
         assert self._slopes is not None
         by_layer = zip(self.own.layers, self._slopes.by_layer, strict=True)
         letters = "".join(c if c == SHARED or n is None else FOLDED for c, n in by_layer)
         lists: list[torch.Tensor] = []
-        with torch.no_grad(), self._share(Pattern(letters)) as sharing:
-            for layer in range(self.num_layers):
-                lists.append(self._until_it_attends(layer, run.hidden[layer], sharing))
+        indexers = [self._attention(number).indexer for number in self.own.full_layers]
+        try:
+            for indexer in indexers:
+                indexer.index_topk = min(best, self.topk)
+            with torch.no_grad(), self._share(Pattern(letters)) as sharing:
+                for layer in range(self.num_layers):
+                    lists.append(self._until_it_attends(layer, run.hidden[layer], sharing))
+        finally:
+            for indexer in indexers:
+                indexer.index_topk = self.topk
         return lists
 
     def _weights(

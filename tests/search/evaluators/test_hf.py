@@ -168,10 +168,12 @@ def test_m3_losses_are_those_by_hand(m3_folder: Path, data: Calibration) -> None
     assert reusing.layer_tokens < plain.layer_tokens == 6 * 2 * LENGTH * 5
 
 
+@pytest.mark.parametrize("lists", [1, 3])
 def test_m3_attention_on_blocks_is_the_sum_of_its_weights(
-    m3_folder: Path, data: Calibration
+    m3_folder: Path, data: Calibration, monkeypatch: pytest.MonkeyPatch, lists: int
 ) -> None:
     """Dense attention of the third sparse layer, summed by hand over the blocks of two layers."""
+    monkeypatch.setattr(hf, "LISTS", lists)
     model = TransformersEvaluator(m3_folder, data)
     ids = data.sequences[0][:117]  # the last block is not full
     queries = torch.tensor([5, 30, 77, 116])
@@ -191,13 +193,17 @@ def test_m3_attention_on_blocks_is_the_sum_of_its_weights(
     for source, head in itertools.product((0, 2), range(4)):
         total = 0.0
         for query in queries.tolist():
-            for block in run.indices[source][0, head // 2, query].tolist():
+            best = len(ids) // (lists * BLOCK)
+            for block in run.indices[source][0, head // 2, query, :best].tolist():
                 if block >= 0:
                     total += float(weights[head, query, block * BLOCK : (block + 1) * BLOCK].sum())
         assert mass[2, source, head] == pytest.approx(total, abs=1e-5)
 
 
-def test_m3_has_what_pairs_of_layers_are_compared_by(m3_folder: Path, data: Calibration) -> None:
+def test_m3_has_what_pairs_of_layers_are_compared_by(
+    m3_folder: Path, data: Calibration, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hf, "LISTS", 1)  # so short a text has one best block
     model = TransformersEvaluator(m3_folder, data)
     for matrix in (model.similarity(0), model.kept_mass(0)):
         assert matrix.shape == (5, 5)
