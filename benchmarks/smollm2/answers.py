@@ -7,10 +7,14 @@ of a context are computed with it in one forward, as branches that do not see ea
 
 from __future__ import annotations
 
+import copy
 import json
+import os
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -77,6 +81,11 @@ class Answers:
         self._longest = int(config["max_position_embeddings"])
         self._contexts: dict[str, list[int]] = {}
         self._guard, self._slopes = threading.Lock(), slopes
+        on_cpu = self._model.device.type == "cpu"
+        self._workers = ThreadPoolExecutor(
+            (os.cpu_count() or 1) if on_cpu else 1,
+            initializer=partial(torch.set_num_threads, 1) if on_cpu else None,
+        )
         layers = self._model.layers
         full = "F" * layers
         self._state = RankState(
@@ -116,63 +125,73 @@ class Answers:
                 for key in list(self._contexts)[:-KEPT]:
                     del self._contexts[key]
                 return replies
-            for key in dict.fromkeys(keys):
-                places = [place for place, other in enumerate(keys) if other == key]
-                self._score(key, [replies[place] for place in places], places, body)
+            scored = self._workers.map(partial(self._score, body, replies), dict.fromkeys(keys))
+            for pattern in scored:
+                self._count(pattern)
         return replies
 
-    def _score(
-        self, key: str, replies: list[dict[str, Any]], places: list[int], body: dict[str, Any]
-    ) -> None:
-        """Write log-probabilities into the replies to all questions of one context."""
+    def _count(self, pattern: Pattern) -> None:
+        state = self._state
+        for layer in range(len(pattern)):
+            counter = state.indexer_selections if pattern.is_full(layer) else state.index_reuses
+            counter[layer] += 1
+        self._state = state.model_copy(update={"forwards": state.forwards + 1})
+
+    def _score(self, body: dict[str, Any], replies: list[dict[str, Any]], key: str) -> Pattern:
+        """Write log-probabilities into the replies to a key's questions; return its pattern."""
+        model = copy.copy(self._model)  # what lies in it is this key's
+        places = [place for place, other in enumerate(body["extra_key"]) if other == key]
         context, top = self._contexts[key], int(body.get("top_logprobs_num", 0))
         prompts = [body["input_ids"][place] for place in places]
-        stream = self._forward(context, prompts, replies[0]["meta_info"][PATTERN_OF_REQUEST][0])
+        pattern = Pattern(replies[places[0]]["meta_info"][PATTERN_OF_REQUEST][0])
+        stream = self._forward(model, context, prompts, pattern)
         end = len(context)
-        for place, prompt, reply in zip(places, prompts, replies, strict=True):
+        for place, prompt in zip(places, prompts, strict=True):
             begin, start = end - len(context), body["logprob_start_len"][place]
             end += len(prompt) - len(context)
             # In the layout a tail's token at position p stands at ``begin`` + p.
             asked = torch.tensor([p if p < len(context) else begin + p
                                   for p in range(start, len(prompt) - 1)])  # fmt: skip
-            logprobs = log_softmax(self._model.logits(stream[asked]), -1).cpu()
+            logprobs = log_softmax(model.logits(stream[asked]), -1).cpu()
             targets = prompt[start + 1 :]
             taken = logprobs[torch.arange(len(targets)), targets].tolist()
             best = logprobs.topk(max(top, 1))
             rows = zip(best.values.tolist(), best.indices.tolist(), strict=True)
             entries = [[p, token, None] for p, token in zip(taken, targets, strict=True)]
             tops = [[[p, token, None] for p, token in zip(*row, strict=True)] for row in rows]
-            reply["meta_info"] |= {
+            replies[place]["meta_info"] |= {
                 "cached_tokens": len(context),
                 "input_token_logprobs": [[None, prompt[start], None], *entries],
                 "input_top_logprobs": [None, *tops],
             }
+        return pattern
 
     def _forward(
-        self, context: list[int], prompts: Sequence[list[int]], pattern: str
+        self,
+        model: Branched,
+        context: list[int],
+        prompts: Sequence[list[int]],
+        pattern: Pattern,
     ) -> torch.Tensor:
-        """Return the stream behind all layers, and count what they did."""
+        """Return the stream behind all layers."""
         if any(prompt[: len(context)] != context for prompt in prompts):
             raise KeyError("a question that does not begin with its key's context")
-        ids = self._model.lay(context, [prompt[len(context) :] for prompt in prompts])
-        state, kinds = self._state, Pattern(pattern)
-        for layer in range(len(kinds)):
-            counter = state.indexer_selections if kinds.is_full(layer) else state.index_reuses
-            counter[layer] += 1
-        self._state = state.model_copy(update={"forwards": state.forwards + 1})
-        if not kinds.is_folded:
-            return self._model.hidden(ids, kinds)
-        if self._slopes is None or self._slopes.digest != kinds.suffix.slopes:
+        ids = model.lay(context, [prompt[len(context) :] for prompt in prompts])
+        if not pattern.is_folded:
+            return model.hidden(ids, pattern)
+        if self._slopes is None or self._slopes.digest != pattern.suffix.slopes:
             raise KeyError(f"{pattern} folds by other slopes than were given")
         # G is what the folding study calls an F layer with candidates.
-        folds = [kinds.fold_at(n) > 1 and self._slopes.of(n) is not None for n in range(len(kinds))]
-        letters = "".join("G" if f else c for f, c in zip(folds, kinds.layers, strict=True))
-        unused = (0.0,) * self._model.heads  # such a layer stays exact
+        letters = "".join(
+            "G" if pattern.fold_at(n) > 1 and self._slopes.of(n) is not None else letter
+            for n, letter in enumerate(pattern.layers)
+        )
+        unused = (0.0,) * model.heads  # such a layer stays exact
         numbers = [of_layer or unused for of_layer in self._slopes.by_layer]
-        slopes = torch.tensor(numbers, device=self._model.device)
-        arm = Arm("", letters, "", factor=kinds.suffix.factor)
-        select = selecting(arm, slopes, self._model.topk, len(ids))
-        return self._model.states(ids, select)
+        slopes = torch.tensor(numbers, device=model.device)
+        arm = Arm("", letters, "", factor=pattern.suffix.factor)
+        select = selecting(arm, slopes, model.topk, len(ids))
+        return model.states(ids, select)
 
 
 def _reply(ids: list[int], pattern: str) -> dict[str, Any]:
