@@ -96,7 +96,7 @@ class Evaluation:
             command), ``started`` (UTC). JSON values.
         selects_all: ``index_topk``: no pattern can matter at or below this length. None if the
             answers are another harness's, whose patterns nobody verified.
-        arms: the reference, then candidates from most to fewest full layers, then the bad one.
+        arms: the reference, then candidates in the order of being judged, then the bad one.
         planned: contexts in the order of asking.
         answers: of all arms, in the order of asking; only contexts that every arm is through with.
         tokens: that servers computed, those from a cache left out.
@@ -150,7 +150,7 @@ class Evaluation:
 
     @property
     def candidates(self) -> tuple[Arm, ...]:
-        """Candidates from most to fewest full layers."""
+        """Candidates in the order in which they are judged."""
         return tuple(arm for arm in self.arms if arm.role is Role.CANDIDATE)
 
     @property

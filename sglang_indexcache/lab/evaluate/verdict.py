@@ -12,8 +12,8 @@ The order in which a run is judged:
 4. over the cells that are left, "no loss beyond the margin" (non-inferiority) and "a loss" are each
    judged at the planned looks (interim analyses); the first claim ends the evaluation of that
    pattern. The first of them waits until every cell was seen to show a loss, or until the end;
-5. of several patterns, one is only called safe if all with more full layers were (a fixed
-   sequence, each at the whole alpha). A loss needs no such permission.
+5. of several patterns, one is only called safe if all before it were, which have more F layers (a
+   fixed sequence, each at the whole alpha). A loss needs no such permission.
 
 A run ends with its plan: both claims have spent their alpha then, and a new run needs a new plan.
 """
@@ -480,7 +480,7 @@ def verdicts_of(evaluation: Evaluation) -> Verdicts:
 def judge(look: Look, pattern: str, permitted: bool = True) -> Verdict:
     """Judge one pattern.
 
-    ``permitted`` says whether every pattern with more full layers was shown to be safe (the fixed
+    ``permitted`` says whether every pattern before this one was shown to be safe (the fixed
     sequence).
     """
     # What makes every claim void comes first, then whether anything could be seen at all.
@@ -497,7 +497,7 @@ def judge(look: Look, pattern: str, permitted: bool = True) -> Verdict:
         places = ", ".join(map(place, hidden))
         forbidden = f"a pattern visibly loses at {places}, which would be left out"
     if not permitted:
-        forbidden = "a pattern with more full layers was not shown to be safe"
+        forbidden = "a pattern that is judged before it was not shown to be safe"
     return _claim(look, pattern, forbidden)
 
 

@@ -285,7 +285,7 @@ def test_patterns_are_called_safe_in_order_until_one_is_not() -> None:
     in_order = verdicts(rows, "half", "quarter", "eighth", "sixteenth")
     kinds = [verdict.kind for verdict in in_order]
     assert kinds == [Kind.NO_LOSS, Kind.LOSS, Kind.UNDECIDED, Kind.LOSS]
-    assert "a pattern with more full layers was not shown to be safe" in in_order[2].sentence
+    assert "a pattern that is judged before it was not shown to be safe" in in_order[2].sentence
 
 
 def test_a_run_without_the_control_is_refused() -> None:
