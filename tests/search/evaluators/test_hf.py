@@ -102,7 +102,7 @@ def test_reuse_runs_only_from_the_first_difference(folder: Path, data: Calibrati
 
 
 def test_a_searchs_batches_come_one_after_the_other(folder: Path, data: Calibration) -> None:
-    """Where outputs of one batch fit, pattern by pattern each would be dropped before its use."""
+    """Give room to one batch: pattern by pattern its outputs would be dropped before their use."""
     flips = [Pattern.from_layers(6, set(range(6)) - {layer}) for layer in range(1, 6)]
     run = TransformersEvaluator(folder, data).run(Pattern.full(6), data.sequences[0])
     three_runs = 3 * 7 * (run.hidden[0].nbytes + run.indices[0].nbytes)
