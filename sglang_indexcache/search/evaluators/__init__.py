@@ -62,8 +62,8 @@ PAIRS = ("similarity", "kept_mass", "folded_mass", "kept_list")
 :class:`~sglang_indexcache.search.overlap.ReturningEvaluator`."""
 
 BY_BEST, LISTS = ("kept_mass", "folded_mass"), 16
-"""Kinds that compare the best of lists, 1 of so many tokens of a text at most: on a real model lists
-of an eighth of it hid which layers a 1/8 needs (docs/real-model.md)."""
+"""Kinds that compare the best of lists, 1 of so many tokens of a text at most: on a real model
+lists of an eighth of it hid which layers a 1/8 needs (docs/real-model.md)."""
 
 
 def pair_forwards(kind: str, num_layers: int) -> int:
