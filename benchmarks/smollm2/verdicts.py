@@ -7,8 +7,8 @@ so it is given rows of its own: behind a text, eight times the beginning of one 
 be continued word for word. The command itself asks, judges and reports. Behind its URL stands
 ``benchmarks.smollm2.answers``, which takes a fraction of a server's time on this model.
 Interrupted, the same line goes on. Writes a folder for each length (``eval.json``,
-``report.html``, the journal), tasks.json and smollm2/verdicts/README.md, which tells of every
-length that was judged there before, too.
+``report.html``, the journal), tasks.json, and smollm2/verdicts/README.md and commands.json, which
+tell of every length that was judged there.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ QUESTIONS, CUE, ANSWER = 8, 16, 4
 TASK_TOKENS = 1024
 """Tokens of a generated context: the shortest in which every task has room."""
 WRITTEN = ("eval.json", "report.html")
+COMMANDS = "commands.json"
+"""File of the line that judged each length."""
 
 
 def questions(books: Books, contexts: int, length: int) -> Iterator[dict[str, str]]:
@@ -105,6 +107,9 @@ def judge(arguments: argparse.Namespace, books: Books, url: str, length: str) ->
         shutil.copy(folder / name, target / name)
     packed = gzip.compress((folder / JOURNAL).read_bytes(), mtime=0)
     (target / f"{JOURNAL}.gz").write_bytes(packed)
+    commands = arguments.output / COMMANDS
+    before = json.loads(commands.read_text()) if commands.exists() else {}
+    write_json(commands, before | {length: arguments.command})
 
 
 def table(folder: Path, names: Mapping[str, str]) -> str:
@@ -141,7 +146,7 @@ def main(argv: list[str] | None = None) -> None:
 
     books = Books(arguments.cache, AutoTokenizer.from_pretrained(arguments.model))
     slopes = None if arguments.slopes is None else Slopes.read(arguments.slopes)
-    text = f"Written by `{arguments.command}`; each length's own line is in its eval.json.\n\n"
+    text = f"Written by `{arguments.command}`; the line of each length is in `{COMMANDS}`.\n\n"
     dtype = getattr(torch, arguments.dtype)
     with serving(Answers(arguments.model, arguments.device, slopes, dtype)) as url:
         if count := arguments.task_contexts:
