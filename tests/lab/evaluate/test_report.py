@@ -36,7 +36,10 @@ def test_the_same_record_gives_the_same_bytes(tmp_path: Path) -> None:
         assert (first / name).read_bytes() == (second / name).read_bytes(), name
 
 
-@pytest.mark.parametrize("folder", ["quality/tiny-dsa", "smollm2/verdicts/2Ki"])
+@pytest.mark.parametrize(
+    "folder",
+    ["quality/tiny-dsa", *(f"smollm2/verdicts/{length}" for length in ("2Ki", "4Ki", "8Ki"))],
+)
 def test_the_published_report_is_what_its_journal_gives(folder: str, tmp_path: Path) -> None:
     """It was an old version's, with a picture that nothing draws any more."""
     published = ROOT / "benchmarks/results" / folder
