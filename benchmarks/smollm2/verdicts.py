@@ -35,8 +35,7 @@ from sglang_indexcache.lab.evaluate.evaluation import NAME as JOURNAL
 from sglang_indexcache.lab.evaluate.plan import Planned, arms_of, context_name
 from sglang_indexcache.lab.evaluate.tasks import TASKS
 from sglang_indexcache.lab.evaluate.tasks.context import QUESTIONS as ASKED_BEHIND
-from sglang_indexcache.library import Slopes
-from sglang_indexcache.library.resolve import without_folders
+from sglang_indexcache.library import Slopes, without_folders
 from sglang_indexcache.study.provenance import machine
 from sglang_indexcache.support.files import write_json, write_whole
 from sglang_indexcache.support.lengths import parse_length

@@ -175,9 +175,11 @@ class Ledger:
         """Return ``[patterns, batches]`` float64 losses, as many calls at a time as possible."""
         columns = self.all_batches if batches is None else tuple(batches)
         self.spent += self.cost(patterns, columns)
-        cells = [(pattern, batch) for pattern in dict.fromkeys(patterns) for batch in columns]
+        distinct = dict.fromkeys(patterns)
         if self.evaluator.by_batch:
-            cells.sort(key=lambda cell: columns.index(cell[1]))
+            cells = [(pattern, batch) for batch in columns for pattern in distinct]
+        else:
+            cells = [(pattern, batch) for pattern in distinct for batch in columns]
         self._requested.update(cells)
         calls = self._calls([cell for cell in cells if cell not in self._losses])
         in_threads(self._measure, calls, self.evaluator.in_flight)

@@ -80,8 +80,8 @@ class Arm:
 def arms_of(model: Path, against: str, patterns: Sequence[str], control: str) -> tuple[Arm, ...]:
     """Make the reference, the candidates from most to fewest F layers, the positive control.
 
-    Of candidates with as many F layers the one with most L layers comes first. That L layers count
-    for little is what a real model showed: all L lost 14 points where an eighth of F lost none.
+    Of candidates with as many F layers the one with most L layers comes first. L layers count
+    for little, for on SmolLM2 all L lost 14 points where 4 F layers of 30 showed no loss.
     They are in any form of a pattern; one that folds names its slopes. Without a control it is the
     first of :data:`CONTROLS` that this checkpoint can serve and that is no other arm, else
     :data:`LAST_CONTROL`.
