@@ -35,7 +35,7 @@ from sglang_indexcache.lab.evaluate.evaluation import NAME as JOURNAL
 from sglang_indexcache.lab.evaluate.plan import Planned, arms_of, context_name
 from sglang_indexcache.lab.evaluate.tasks import TASKS
 from sglang_indexcache.lab.evaluate.tasks.context import QUESTIONS as ASKED_BEHIND
-from sglang_indexcache.library import Slopes, without_folders
+from sglang_indexcache.library import Slopes, name_and_pattern
 from sglang_indexcache.study.provenance import machine
 from sglang_indexcache.support.files import write_json, write_whole
 from sglang_indexcache.support.lengths import parse_length
@@ -94,9 +94,8 @@ def judge(arguments: argparse.Namespace, books: Books, url: str, length: str) ->
     rows = questions(books, arguments.contexts, parse_length(length))
     file = folder / "passages.jsonl"
     write_whole(file, "".join(f"{json.dumps(row)}\n" for row in rows))
-    patterns = [text.split("=", 1)[1] for text in arguments.patterns]
     indexcache(
-        *("eval", "run", *patterns, "--model", arguments.model, "--url", url, "--yes"),
+        *("eval", "run", *arguments.patterns, "--model", arguments.model, "--url", url, "--yes"),
         *("--rows", f"prompts={file}", "--length", length, "--margin", str(arguments.margin)),
         *("--contexts", str(arguments.contexts), "--output", folder),
     )
@@ -156,8 +155,9 @@ def main(argv: list[str] | None = None) -> None:
             text += markdown(("generated task", "right, all F"), shown) + "\n\n"
         for length in arguments.lengths if arguments.patterns else ():
             judge(arguments, books, url, length)
-    pairs = (pattern.partition("=") for pattern in arguments.patterns)
-    names = {without_folders(pattern): name for name, _, pattern in pairs}
+    pairs = map(name_and_pattern, arguments.patterns)
+    # The runs that are published here are older than eval's names.
+    names = {name_and_pattern(pattern)[0]: name for name, pattern in pairs}
     text += f"{table(arguments.output, names)}\n"
     write_whole(arguments.output / "README.md", text)
     print(text)

@@ -32,8 +32,8 @@ PLANNED_CONTEXTS = ("32K", "64K", "128K", "200K")
 app = group("Measure what sharing gains, or predict it.")
 
 # fmt: off
-Patterns = Annotated[list[str] | None, Option("--pattern", metavar="PATTERN", help=
-    "A pattern in any form, or NAME=PATTERN. Repeat it.")]
+Patterns = Annotated[list[str] | None, Option("--pattern", metavar="[NAME=]PATTERN", help=
+    "A pattern in any form, NAME for the tables. Repeat it.")]
 Contexts = Annotated[list[str] | None, Option("--context", metavar="TOKENS", help=
     f"Context length: {LENGTH} Repeat it.")]
 Rounds = Annotated[int, Option("--rounds", metavar="N", help=

@@ -41,8 +41,8 @@ InServers = partial(Option, rich_help_panel=SERVERS)
 # fmt: off
 Margin = Annotated[float, InJudgement("--margin", metavar="POINTS", help=
     "Non-inferiority margin: the loss that still counts as none, in points of right answers.")]
-Patterns = Annotated[list[str], Argument(metavar="PATTERN", help=
-    "One or more patterns to evaluate, in any form.")]
+Patterns = Annotated[list[str], Argument(metavar="[NAME=]PATTERN", help=
+    "One or more patterns to evaluate, in any form, NAME for the report.")]
 Task = Annotated[list[str] | None, InQuestions("--task", metavar="NAME", help=
     "A generated task. Repeat it. The default is every published form, or the rows alone.")]
 RowsOfFiles = Annotated[list[str] | None, InQuestions("--rows", metavar="KIND=FILE", help=
@@ -67,7 +67,7 @@ Control = Annotated[str, InJudgement("--control", metavar="PATTERN", help=
     "the claim. The default is uniform:1/4.")]
 Url = Annotated[list[str] | None, InServers("--url", metavar="[NAME=]URL", help=
     "A server in live mode, which then serves every arm; or NAME=URL for each arm, where NAME is "
-    "the pattern as given.")]
+    "that of the pattern, or the pattern as given.")]
 TokensPerSecond = Annotated[float | None, InServers("--rate", metavar="TOKENS", help=
     "Tokens that the servers prefill in a second, for the cost. Else it is measured on the first "
     "context of each length.")]

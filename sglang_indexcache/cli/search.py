@@ -96,8 +96,8 @@ DryRun = Annotated[bool, InCost("--dry-run", help=
     "Read the data, say what the search would do and cost, and end.")]
 TokensPerSecond = Annotated[float | None, InCost("--rate", min=1.0, metavar="TOKENS", help=
     "Tokens that all servers together prefill in a second at this context, to foretell hours.")]
-Compared = Annotated[list[str], Argument(metavar="PATTERN", help=
-    "Two patterns or more, in any form. The first is the reference.")]
+Compared = Annotated[list[str], Argument(metavar="[NAME=]PATTERN", help=
+    "Two patterns or more, in any form, NAME for the results. The first is the reference.")]
 ComparedDocuments = Annotated[int | None, InData("--held-out", metavar="N", help=
     "Documents to compare on, of those that a search holds out; two at least. The default is 128, "
     "or as many as the data has from 32 on. Fewer than 32 exclude no loss.")]
@@ -211,7 +211,7 @@ def compare_command(
     Example: indexcache search compare full found/MODEL-1of4.yaml uniform:1/4 --model MODEL
     --url http://127.0.0.1:30000 --data chats.jsonl -o compared/
     """
-    from sglang_indexcache.library import without_folders
+    from sglang_indexcache.library import name_and_pattern
     from sglang_indexcache.search.compare import compare
     from sglang_indexcache.search.setup import Setup
     from sglang_indexcache.study.cost import print_plan
@@ -221,6 +221,7 @@ def compare_command(
         raise SearchError("give at least two patterns; the first is the reference")
     if held_out is not None and held_out < 2:
         raise SearchError("a comparison needs at least two held-out documents (--held-out)")
+    reference_title, *titles = [name_and_pattern(value)[0] for value in patterns]
     (reference, *candidates), slopes = _resolve(model, patterns)
     servers = connect(url, api_key)
     measuring = _measuring(model, servers, dtype, at_once, low_priority, slopes)
@@ -236,7 +237,6 @@ def compare_command(
         comparisons = compare(
             evaluator, reference.pattern, patterns_compared, setup.calibration.batch_counted
         )
-    reference_title, *titles = [without_folders(value) for value in patterns]
     named = list(zip(titles, comparisons, strict=True))
     verdicts = [(f"{title} against {reference_title}", result.verdict) for title, result in named]
     print_plan(out, verdicts)
@@ -372,11 +372,12 @@ def _return_lists(servers: Sequence[Client]) -> bool:
 def _resolve(model: Path, patterns: Sequence[str]) -> tuple[list[Resolved], Slopes | None]:
     """Resolve what is to be compared, and the slopes by which any of it folds."""
     from sglang_indexcache.checkpoint import Checkpoint
-    from sglang_indexcache.library import Library
+    from sglang_indexcache.library import Library, name_and_pattern
     from sglang_indexcache.study.provenance import checkpoint_digest
 
     checkpoint, library = Checkpoint.read(model), Library.default()
-    resolved = [library.resolve(value, checkpoint, folding=True) for value in patterns]
+    written = [name_and_pattern(value)[1] for value in patterns]
+    resolved = [library.resolve(value, checkpoint, folding=True) for value in written]
     slopes = next((each.slopes for each in resolved if each.slopes is not None), None)
     if slopes is not None:
         slopes.check_checkpoint(checkpoint_digest(model), str(model))

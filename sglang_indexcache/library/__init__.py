@@ -22,8 +22,8 @@ from sglang_indexcache.library.resolve import (
     LIBRARY_VARIABLE,
     Library,
     Resolved,
+    name_and_pattern,
     names_a_file,
-    without_folders,
 )
 from sglang_indexcache.library.slopes import LayerSlopes, Slopes
 
@@ -47,8 +47,8 @@ __all__ = [
     "beyond_chance",
     "load_entry",
     "mean_known",
+    "name_and_pattern",
     "names",
     "names_a_file",
     "set_overlap",
-    "without_folders",
 ]

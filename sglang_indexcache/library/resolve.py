@@ -260,10 +260,14 @@ def names_a_file(value: str) -> bool:
     return value.endswith((".yaml", ".yml")) or os.sep in value
 
 
-def without_folders(value: str) -> str:
-    """Shorten what a user wrote for a pattern, to name it by: files without folder and ending."""
+def name_and_pattern(value: str) -> tuple[str, str]:
+    """Split ``NAME=PATTERN``; a pattern alone is its own name, files without folder and ending."""
+    name, _, pattern = value.partition("=")
+    if name and pattern and not os.path.exists(value.partition("@")[0]):  # a path may hold the sign
+        return name, pattern
     files = (".yaml", ".yml", SLOPES_FILE)
-    return "@".join(Path(p).stem if p.endswith(files) else p for p in value.split("@"))
+    parts = (Path(part).stem if part.endswith(files) else part for part in value.split("@"))
+    return "@".join(parts), value
 
 
 def _read_slopes(path: str, files: bool) -> Slopes:

@@ -9,7 +9,12 @@ import pytest
 
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import IndexCacheError, LibraryError, PatternError
-from sglang_indexcache.library import LIBRARY_VARIABLE, Library, names_a_file
+from sglang_indexcache.library import (
+    LIBRARY_VARIABLE,
+    Library,
+    name_and_pattern,
+    names_a_file,
+)
 from sglang_indexcache.pattern import Pattern
 from tests.fakes.glm5 import CONFIG as GLM5
 from tests.library.entries import GOOD, write
@@ -48,6 +53,32 @@ def test_without_a_model_every_layer_must_be_named(library: Library) -> None:
     for value in ("full", "uniform:1/4", "1/4"):
         with pytest.raises(PatternError, match=f"{value}.*depends on the model"):
             library.resolve(value)
+
+
+@pytest.mark.parametrize(
+    ("value", "name", "pattern"),
+    [
+        ("mine=FSSF", "mine", "FSSF"),
+        ("L=folded@runs/a.slopes", "L", "folded@runs/a.slopes"),
+        ("1/4=uniform:1/4", "1/4", "uniform:1/4"),
+        ("full", "full", "full"),
+        ("found/GLM-1of4.yaml@runs/a.slopes", "GLM-1of4@a", "found/GLM-1of4.yaml@runs/a.slopes"),
+        ("=FSSF", "=FSSF", "=FSSF"),  # nobody's pattern, which is said of the whole
+        ("mine=", "mine=", "mine="),
+    ],
+)
+def test_a_pattern_has_the_name_before_it_or_is_its_own(
+    value: str, name: str, pattern: str
+) -> None:
+    assert name_and_pattern(value) == (name, pattern)
+
+
+def test_the_path_of_a_file_may_hold_the_sign_behind_a_name(tmp_path: Path) -> None:
+    path = tmp_path / "seed=1" / "GLM-1of4.yaml"
+    path.parent.mkdir()
+    path.touch()
+    assert name_and_pattern(f"{path}@a.slopes") == ("GLM-1of4@a", f"{path}@a.slopes")
+    assert name_and_pattern(f"mine={path}") == ("mine", str(path))
 
 
 def test_other_ways_to_say_it(library: Library, tmp_path: Path) -> None:

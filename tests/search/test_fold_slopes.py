@@ -138,7 +138,7 @@ def test_patterns_that_fold_are_compared_by_their_slopes(
     folder: Path, calibrated: Slopes, tmp_path: Path
 ) -> None:
     folding = "".join("F" if slopes is None else "L" for slopes in calibrated.by_layer)
-    patterns = ["full", f"{folding}@{calibrated.path}", f"FSFSFS+c2@{calibrated.path}"]
+    patterns = ["full", f"{folding}@{calibrated.path}", f"mine=FSFSFS+c2@{calibrated.path}"]
     options = ["--context", str(CONTEXT), "--held-out", "2", "--score", "all", "-o", str(tmp_path)]
     command = ["search", "compare", *patterns, "--model", str(folder), *options]
     result = CliRunner().invoke(app, command)
@@ -146,7 +146,7 @@ def test_patterns_that_fold_are_compared_by_their_slopes(
     facts = json.loads((tmp_path / "compare.json").read_text())
     assert [each["name"] for each in facts["comparisons"]] == [
         f"{folding}@some",
-        "FSFSFS+c2@some",
+        "mine",
     ]
     setup = Setup.read(folder, "machine", context=CONTEXT, batches=1, held_out=2, score=Score.ALL)
     data, model = setup.calibration.held_out_alone(), load_eager(folder)

@@ -16,7 +16,7 @@ from pydantic import Field, ValidationError
 
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import BenchError
-from sglang_indexcache.library import Library, Strict
+from sglang_indexcache.library import Library, Strict, name_and_pattern
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.support.files import write_whole
 
@@ -57,16 +57,16 @@ class Configuration(Strict):
 
 
 def configurations(values: Sequence[str], checkpoint: Checkpoint) -> tuple[Configuration, ...]:
-    """Resolve what the user wrote; ``name=value`` gives a table another name than the value.
+    """Resolve what the user wrote, with ``NAME=`` before it or without.
 
     Raises:
         IndexCacheError: a pattern that does not fit, or one name twice.
     """
     resolved = []
     for text in values:
-        name, _, value = text.rpartition("=")
+        name, value = name_and_pattern(text)
         pattern = Library.default().resolve(value, checkpoint, folding=True).pattern
-        resolved.append(Configuration(name=name or value, value=value, pattern=str(pattern)))
+        resolved.append(Configuration(name=name, value=value, pattern=str(pattern)))
     names = [configuration.name for configuration in resolved]
     if len(set(names)) != len(names):
         raise BenchError(f"configurations must have different names, got {', '.join(names)}")

@@ -13,7 +13,7 @@ from pathlib import Path
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import PatternError, QualityError
 from sglang_indexcache.lab.evaluate.tasks import CONTROL, MADE_OF_FILES, TASKS
-from sglang_indexcache.library import Library, without_folders
+from sglang_indexcache.library import Library, name_and_pattern
 from sglang_indexcache.pattern import FOLDED, FULL, Pattern
 from sglang_indexcache.stats.design import Design, spread_over_cells
 from sglang_indexcache.stats.pairs import Cell
@@ -82,9 +82,9 @@ def arms_of(model: Path, against: str, patterns: Sequence[str], control: str) ->
 
     Of candidates with as many F layers the one with most L layers comes first. L layers count
     for little, for on SmolLM2 all L lost 14 points where 4 F layers of 30 showed no loss.
-    They are in any form of a pattern; one that folds names its slopes. Without a control it is the
-    first of :data:`CONTROLS` that this checkpoint can serve and that is no other arm, else
-    :data:`LAST_CONTROL`.
+    They are in any form of a pattern, with ``NAME=`` before it or without; one that folds names its
+    slopes. Without a control it is the first of :data:`CONTROLS` that this checkpoint can serve and
+    that is no other arm, else :data:`LAST_CONTROL`.
 
     Raises:
         QualityError: two arms are the same pattern, or have the same name.
@@ -94,8 +94,9 @@ def arms_of(model: Path, against: str, patterns: Sequence[str], control: str) ->
     checkpoint, library = Checkpoint.read(model), Library.default()
 
     def make_arm(value: str, role: Role) -> Arm:
-        pattern = library.resolve(value, checkpoint, folding=True).pattern
-        return Arm(without_folders(value), str(pattern), role)
+        name, written = name_and_pattern(value)
+        pattern = library.resolve(written, checkpoint, folding=True).pattern
+        return Arm(name, str(pattern), role)
 
     candidates = [make_arm(value, Role.CANDIDATE) for value in patterns]
     candidates.sort(

@@ -63,6 +63,13 @@ def test_patterns_that_fold_are_judged_after_those_with_more_f_layers(tmp_path: 
     assert [arm.name for arm in arms[1:-1]] == order
 
 
+def test_a_name_before_a_pattern_names_the_arm() -> None:
+    given = ("searched=FSSFSSSFSSSS", "1/2", "letters=" + "FFFS" * 3)
+    arms = arms_of(Path(shipped_checkpoint()), "all=full", given, "bad=uniform:1/4")
+    assert [arm.name for arm in arms] == ["all", "letters", "1/2", "searched", "bad"]
+    assert [arm.pattern for arm in arms][::3] == ["F" * 12, "FSSFSSSFSSSS"]
+
+
 def test_every_look_has_as_many_contexts_in_every_cell() -> None:
     counts: Counter[tuple[str, int]] = Counter()
     for look in range(1, 5):
