@@ -22,4 +22,7 @@ def model_parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("model", type=Path)
     parser.add_argument("--cache", type=Path, default=CACHE)
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32",
+                        help="of matrix products; a CPU with AVX512_BF16 or AMX is faster in "
+                        "bfloat16")  # fmt: skip
     return parser

@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> None:
     arguments = read_arguments(parser, "smollm2/blind", argv, QUICK)
     from transformers import AutoTokenizer
 
-    model = Lean(arguments.model, device=arguments.device)
+    model = Lean.of_study(arguments)
     books = Books(arguments.cache, AutoTokenizer.from_pretrained(arguments.model))
     chosen = rows(books, HELD_OUT, arguments.rows, arguments.length)
     digest = checkpoint_digest(arguments.model)

@@ -7,6 +7,7 @@ is in :meth:`Lean.hidden`; the tests compare it with transformers, on a random m
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -87,6 +88,11 @@ class Lean:
         self._embedding = stored["model.embed_tokens.weight"]
         self._head, self._norm = stored["lm_head.weight"].to(dtype), stored["model.norm.weight"]
         self._layers = [self._layer(stored, number) for number in range(self.layers)]
+
+    @classmethod
+    def of_study(cls, arguments: argparse.Namespace) -> Lean:
+        """Read the model that a study was told: ``model``, ``dtype`` and ``device``."""
+        return cls(arguments.model, getattr(torch, arguments.dtype), arguments.device)
 
     def _layer(self, stored: dict[str, torch.Tensor], number: int) -> dict[str, torch.Tensor]:
         """Return a layer's weights under short names, as they are used."""

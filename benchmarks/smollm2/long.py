@@ -97,7 +97,7 @@ def main(argv: list[str] | None = None) -> None:
     arguments = read_arguments(parser, "smollm2/long", argv, QUICK)
     from transformers import AutoTokenizer
 
-    model = Lean(arguments.model, device=arguments.device)
+    model = Lean.of_study(arguments)
     books = Books(arguments.cache, AutoTokenizer.from_pretrained(arguments.model))
     digest = checkpoint_digest(arguments.model)
     record: dict[str, Any] = {

@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> None:
     arguments = read_arguments(parser, "smollm2/one_pass", argv, QUICK)
     from transformers import AutoTokenizer
 
-    model = Lean(arguments.model, device=arguments.device)
+    model = Lean.of_study(arguments)
     books = Books(arguments.cache, AutoTokenizer.from_pretrained(arguments.model))
     rules = Constraints.make(Pattern.full(model.layers))
     model.topk = arguments.search_topk

@@ -163,8 +163,9 @@ def draw_recall(record: dict[str, Any], path: Path) -> None:
         range(len(RATIOS)), [f"{ratio}: {counts[ratio]} of {layers} indexers" for ratio in RATIOS]
     )
     axis.set_ylabel("recall against all indexers, points")
-    title = f"SmolLM2-135M as a DSA model, {len(base['rows'])} held-out rows of"
-    axis.set_title(f"{title} {record['measured']['length']:,} tokens", fontsize=10, loc="left")
+    asked = f"{len(base['rows'])} held-out rows of {record['measured']['length']:,} tokens"
+    title = f"SmolLM2-135M, {record['index_heads']} index heads a layer, {asked}"
+    axis.set_title(title, fontsize=10, loc="left")
     axis.legend(frameon=False, fontsize=8, ncols=2, loc="lower left")
     save_figure(figure, path)
 
@@ -187,6 +188,7 @@ def conditions(arguments: argparse.Namespace, digest: str) -> dict[str, Any]:
         "command": arguments.command,
         "checkpoint": digest,
         "machine": machine(),
+        "dtype": arguments.dtype,
         "books": {"searched on": SEARCH, "measured on": HELD_OUT},
         "batches": arguments.batches,
         "searched": {"length": arguments.search_length, "index_topk": arguments.search_topk},
@@ -212,7 +214,7 @@ def main(argv: list[str] | None = None) -> None:
     arguments = read_arguments(parser, "smollm2/searched", argv, QUICK)
     from transformers import AutoTokenizer
 
-    model = Lean(arguments.model, device=arguments.device)
+    model = Lean.of_study(arguments)
     books = Books(arguments.cache, AutoTokenizer.from_pretrained(arguments.model))
     digest = checkpoint_digest(arguments.model)
     chosen = rows(books, HELD_OUT, arguments.rows, arguments.length)
@@ -235,6 +237,7 @@ def main(argv: list[str] | None = None) -> None:
     record = {
         "what": "searched and blind patterns on SmolLM2: text loss and recall on held-out books",
         **conditions(arguments, digest),
+        "index_heads": model.index_heads,
         "searches": searches,
         "overlap": [[round(float(value), 4) for value in row] for row in matrix],
         "lines": lines,

@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> None:
     arguments = read_arguments(parser, "smollm2/stability", argv, QUICK)
     from transformers import AutoTokenizer
 
-    model = Lean(arguments.model, device=arguments.device)
+    model = Lean.of_study(arguments)
     books = Books(arguments.cache, AutoTokenizer.from_pretrained(arguments.model))
     sets: list[dict[str, Any]] = []
     for book in (*SEARCH, *TRAIN):

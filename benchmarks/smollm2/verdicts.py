@@ -135,9 +135,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--lengths", nargs="+", default=["2Ki", "4Ki"])
     parser.add_argument("--contexts", type=int, default=64, help="texts of each length")
     parser.add_argument("--task-contexts", type=int, default=0, help="of each generated task")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32",
-                        help="of matrix products; a CPU with AVX512_BF16 or AMX is faster in "
-                        "bfloat16")  # fmt: skip
     parser.add_argument("--margin", type=float, default=5.0, help="in points")
     arguments = read_arguments(parser, "smollm2/verdicts", argv, QUICK)
     from transformers import AutoTokenizer

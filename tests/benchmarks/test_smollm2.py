@@ -18,7 +18,7 @@ from benchmarks.fold import arms as fold
 from benchmarks.fold import letters
 from benchmarks.fold.models import InLean, InTransformers
 from benchmarks.random_model import make_tokenizer, save_checkpoint
-from benchmarks.smollm2 import healed, long
+from benchmarks.smollm2 import healed, long, model_parser
 from benchmarks.smollm2.books import with_passages
 from benchmarks.smollm2.convert import Form, convert, dsa_config, original_frequencies
 from benchmarks.smollm2.evaluator import LeanEvaluator
@@ -126,10 +126,12 @@ def test_lean_forward_is_transformers_own(converted: Any, folder: Path, ids: tor
 
 def test_a_forward_in_bfloat16_is_near(folder: Path, ids: torch.Tensor) -> None:
     """All tokens are attended to: which ones random indexers select hangs on the last bits."""
-    exact, rounded = (
-        model.logits(model.hidden(ids)).log_softmax(-1)
-        for model in (Lean(folder), Lean(folder, torch.bfloat16))
-    )
+    parser = model_parser(None)
+    models = [
+        Lean.of_study(parser.parse_args([str(folder), *words]))
+        for words in ([], ["--dtype", "bfloat16"])
+    ]
+    exact, rounded = (model.logits(model.hidden(ids)).log_softmax(-1) for model in models)
     difference = (rounded - exact).abs()
     assert 0 < difference.mean() < 0.02 * exact.std()
 
