@@ -79,18 +79,19 @@ def search(
             if isinstance(event, Step):
                 left = len(event.pattern.full_layers)
                 print(f"{method}: {left} F, {event.loss:.4f} nats, {event.pattern}", flush=True)
-    patterns = {mark.mark.label: str(mark.pattern) for mark in run.found.values()}
-    return {
-        "method": method,
-        "patterns": patterns,
-        "losses": {mark.mark.label: ledger.mean(mark.pattern) for mark in run.found.values()},
-        "steps": [
-            {"pattern": str(s.pattern), "flipped": s.layer, "loss": s.loss, "batches": s.batches}
-            for s in run.path
-        ],
-        "tokens": run.search_tokens,
-        "of_greedy": run.search_tokens / run.budget.exhaustive,
-    }
+        tokens = run.search_tokens  # before what follows asks for more
+        return {
+            "method": method,
+            "patterns": {mark.mark.label: str(mark.pattern) for mark in run.found.values()},
+            "losses": {m.mark.label: ledger.mean(m.pattern) for m in run.found.values()},
+            "steps": [
+                {"pattern": str(step.pattern), "flipped": step.layer, "loss": step.loss}
+                | {"batches": step.batches}
+                for step in run.path
+            ],
+            "tokens": tokens,
+            "of_greedy": tokens / run.budget.exhaustive,
+        }
 
 
 def overlap(evaluator: LeanEvaluator, batches: Sequence[int]) -> Floats:

@@ -25,12 +25,14 @@ from benchmarks.smollm2.evaluator import LeanEvaluator
 from benchmarks.smollm2.indexers import Layer, Recipe, collect, copy_attention
 from benchmarks.smollm2.lean import Lean
 from benchmarks.smollm2.measure import Arm, measure
+from benchmarks.smollm2.searched import RATIOS, search
 from benchmarks.smollm2.serve_check import ties_to_smaller_positions
 from sglang_indexcache.hf import share
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.calibration import Calibration
 from sglang_indexcache.search.evaluators.hf import TransformersEvaluator, lost_by_worst_head
 from sglang_indexcache.search.overlap import OverlapCounter, kept_list
+from sglang_indexcache.search.rules import Constraints
 
 TOPK = 16
 
@@ -259,6 +261,20 @@ def test_a_searchs_evaluator_gives_what_a_fresh_forward_gives(searched: LeanEval
             places = torch.cat([row.text, row.recall])
             loss, _ = model.losses(model.hidden(row.ids, pattern), row.ids, places)
             assert searched.loss(pattern, [batch])[0] == float(loss.double().mean())
+
+
+@pytest.mark.parametrize("method", ["one-pass", "greedy"])
+def test_a_study_has_the_losses_of_what_a_search_chose(
+    searched: LeanEvaluator, method: str, tmp_path: Path
+) -> None:
+    """One pass chooses without measuring any, so its losses are asked for afterwards."""
+    rules = Constraints.make(Pattern.full(5))
+    record = search(searched, method, tmp_path / "journal.jsonl", "digest", rules)
+    assert set(record["patterns"]) == set(record["losses"]) == set(RATIOS)
+    for label, letters_of_it in record["patterns"].items():
+        own = searched.loss(Pattern(letters_of_it), range(2)).mean()
+        assert record["losses"][label] == pytest.approx(own, abs=1e-12)
+    assert (record["of_greedy"] == 1) is (method == "greedy")
 
 
 def test_pairs_of_layers_compare_as_in_transformers(
