@@ -61,7 +61,7 @@ def read_arguments(
 def command(program: str, words: Sequence[str]) -> str:
     """Return what a reader types to run this again."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
-    module = f"python -m {spec.name}" if spec is not None else program
+    module = f"python -m {spec.name.removesuffix('.__main__')}" if spec is not None else program
     return shlex.join([*module.split(), *words])
 
 

@@ -46,10 +46,12 @@ FIGURES: dict[str, tuple[str, Callable[[Path, Path], None]]] = {
     "heal.png": ("heal.json", _of(heal_study.draw)),
     "heal_data.png": ("heal_data.json", _of(heal_data.draw)),
     "smollm2/one_pass.png": ("smollm2/one_pass.json", _of(one_pass.draw)),
-    "smollm2/algorithm_1.png": ("smollm2/searched.json", _of(searched.draw_path)),
     "smollm2/long.png": ("smollm2/long.json", _of(long.draw)),
-    "smollm2/recall.png": ("smollm2/searched.json", _of(searched.draw_recall)),
-    "smollm2/overlap.png": ("smollm2/searched.json", _of(searched.draw_lists)),
+    **{
+        f"{folder}/{name}.png": (f"{folder}/searched.json", _of(draw))
+        for folder in ("smollm2", "smollm2/random")
+        for name, draw in searched.FIGURES.items()
+    },
     "training_aware.png": ("training_aware.json", _of(table_3.draw)),
     "small_checkpoint/curves.png": ("small_checkpoint/result.json", _of(small_checkpoint.curves)),
     "small_checkpoint/starved.png": ("small_checkpoint/result.json", _of(small_checkpoint.starved)),
@@ -57,7 +59,7 @@ FIGURES: dict[str, tuple[str, Callable[[Path, Path], None]]] = {
     "search/tiny-dsa/answers/losses.png": ("search/tiny-dsa/answers/search.json", _of(draw_losses)),
     **{
         f"latency/{run}/latency-{kind}.png": (f"latency/{run}/latency.json", _latency)
-        for run in ("cpu", "cpu-dp-attention")
+        for run in ("cpu", "cpu-dp-attention", "smollm2")
         for kind in ("speedup", "share")
     },
 }

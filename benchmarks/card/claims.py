@@ -114,7 +114,7 @@ def line(record: Mapping[str, Any]) -> str:
     return (
         f"Our kernels on {record['machine']['name']}: {cases}. "
         f"SGLang's fastest over ours: {speed}. "
-        f"Greedy tokens of a server as stock SGLang's, where stock repeats its own: {served}.\n"
+        f"A server of ours with SGLang's kernels gave stock SGLang's greedy tokens, where stock repeats its own: {served}.\n"
     )
 
 

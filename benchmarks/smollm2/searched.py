@@ -136,7 +136,7 @@ def draw_path(record: dict[str, Any], path: Path) -> None:
     axis.axhline(0, color="black", lw=0.8, ls=":")
     axis.set_xlabel("layers without an indexer")
     axis.set_ylabel("loss added on the rows searched on, nats")
-    axis.set_title("Algorithm 1 on SmolLM2, each flip", fontsize=10)
+    axis.set_title(f"Algorithm 1 on {_model(record)}, each flip", fontsize=10)
     axis.legend(frameon=False, fontsize=8)
     save_figure(figure, path)
 
@@ -165,8 +165,7 @@ def draw_recall(record: dict[str, Any], path: Path) -> None:
     )
     axis.set_ylabel("recall against all indexers, points")
     asked = f"{len(base['rows'])} held-out rows of {record['measured']['length']:,} tokens"
-    title = f"SmolLM2-135M, {record['index_heads']} index heads a layer, {asked}"
-    axis.set_title(title, fontsize=10, loc="left")
+    axis.set_title(f"{_model(record)}, {asked}", fontsize=10, loc="left")
     axis.legend(frameon=False, fontsize=8, ncols=2, loc="lower left")
     save_figure(figure, path)
 
@@ -249,16 +248,25 @@ def main(argv: list[str] | None = None) -> None:
 
 def draw(record: dict[str, Any], folder: Path) -> None:
     """Draw recall, the heatmap, and the way of Algorithm 1 where it was walked."""
-    draw_recall(record, folder / "recall.png")
-    draw_lists(record, folder / "overlap.png")
-    if any(entry["method"] == DOWN for entry in record["searches"]):
-        draw_path(record, folder / "algorithm_1.png")
+    walked = any(entry["method"] == DOWN for entry in record["searches"])
+    for name, draw_one in FIGURES.items():
+        if walked or draw_one is not draw_path:
+            draw_one(record, folder / f"{name}.png")
 
 
 def draw_lists(record: dict[str, Any], path: Path) -> None:
     """Draw the overlap of the layers' selections with the blocks of the first search's 1/4."""
     pattern = Pattern(record["searches"][0]["patterns"]["1/4"])
     draw_overlap(np.array(record["overlap"]), path, pattern)
+
+
+def _model(record: dict[str, Any]) -> str:
+    """Return the model's name for a title; a record older than its heads is of the 9 copies."""
+    return f"SmolLM2-135M with {record.get('index_heads', 9)} index heads a layer"
+
+
+FIGURES = {"recall": draw_recall, "overlap": draw_lists, "algorithm_1": draw_path}
+"""Figures of a record, by the name of their file."""
 
 
 if __name__ == "__main__":
