@@ -62,10 +62,10 @@ def race(ledger: Ledger, contenders: Sequence[Pattern], first: int, allowance: i
         alive = [alive[i] for i in _not_worse(losses)]
         if len(alive) == 1 or count == len(ledger.all_batches):
             return Finish(alive[0], count, decided)
-        count = min(2 * count, len(ledger.all_batches))
+        measured, count = count, min(2 * count, len(ledger.all_batches))
         affordable = _affordable(ledger, alive, count, allowance)
         if len(affordable) < 2:
-            return Finish(alive[0], count // 2, decided=False)
+            return Finish(alive[0], measured, decided=False)
         decided = decided and len(affordable) == len(alive)
         alive = affordable
         allowance -= ledger.cost(alive, ledger.all_batches[:count])

@@ -218,10 +218,8 @@ def test_an_interrupted_measurement_goes_on_where_it_stopped(
     # Its workers are forked, which a process that has computed with several threads must not do.
     monkeypatch.setattr("benchmarks.smollm2.measure.each", map)
     lean, arms = Lean(folder, torch.float32), [Arm("all F", Pattern("FF"), TOPK), Arm("dense")]
-    row = with_passages(
-        torch.randint(3, 300, (256,), generator=torch.Generator().manual_seed(4)), 256, seed=0
-    )
-    log: list[str] = []
+    text = torch.randint(3, 300, (256,), generator=torch.Generator().manual_seed(4))
+    row, log = with_passages(text, 256, seed=0), list[str]()
     expected = measure(lean, arms, [row], tmp_path, "digest", log.append)
     assert len(log) == len(arms)
     (journal,) = tmp_path.rglob("*.jsonl")
@@ -230,6 +228,9 @@ def test_an_interrupted_measurement_goes_on_where_it_stopped(
     log.clear()
     assert measure(lean, arms, [row], tmp_path, "digest", log.append) == expected
     assert len(log) == 1
+    # The same text with its passages in another order is another row, though it begins alike.
+    measure(lean, arms, [with_passages(text, 256, seed=1)], tmp_path, "digest", log.append)
+    assert len(log) == 1 + len(arms)
 
 
 @pytest.fixture(scope="module")

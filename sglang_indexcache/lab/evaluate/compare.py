@@ -292,8 +292,15 @@ def _runs(reference: Log, candidate: Log, again: Log | None, bad: Log | None) ->
     """Return the samples of each run by arm and repeat; all are of the reference's questions.
 
     Raises:
-        QualityError: another run asked others.
+        QualityError: another run asked others, or two have one name.
     """
+    names = [log.name for log in (reference, candidate, bad) if log]
+    for name in names:
+        if names.count(name) > 1:
+            raise QualityError(
+                f"two of the runs are called {name}, so the report could not tell them apart. Give "
+                "each a name of its own: NAME=PATH."
+            )
     base = _questions(reference)
     runs: Runs = {(reference.name, 0): base}
     further = [(candidate, candidate.name, 0)]

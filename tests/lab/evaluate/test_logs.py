@@ -193,6 +193,18 @@ def test_several_runs_in_a_folder_are_refused(tmp_path: Path) -> None:
         read_log("a", str(tmp_path))
 
 
+@pytest.mark.parametrize("twice", ["candidate", "bad"])
+def test_runs_of_one_name_are_refused(tmp_path: Path, twice: str) -> None:
+    """One would take the place of the other, and be compared with itself."""
+    names = {"reference": "glm5", "candidate": "1of4", "bad": "uniform"} | {twice: "glm5"}
+    logs = {
+        role: read_log(name, str(lm_eval(tmp_path / role, lambda n, role=role: len(role) + n > 20)))
+        for role, name in names.items()
+    }
+    with pytest.raises(QualityError, match="two of the runs are called glm5"):
+        compare_logs(logs["reference"], logs["candidate"], bad=logs["bad"], margin=0.05)
+
+
 def test_places_without_a_log_are_named(tmp_path: Path) -> None:
     with pytest.raises(QualityError, match="there is no log"):
         read_log("a", str(tmp_path / "nowhere"))
