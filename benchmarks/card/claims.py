@@ -114,7 +114,8 @@ def line(record: Mapping[str, Any]) -> str:
     return (
         f"Our kernels on {record['machine']['name']}: {cases}. "
         f"SGLang's fastest over ours: {speed}. "
-        f"A server of ours with SGLang's kernels gave stock SGLang's greedy tokens, where stock repeats its own: {served}.\n"
+        "A server of ours with SGLang's kernels gave stock SGLang's greedy tokens, where stock "
+        f"repeats its own: {served}.\n"
     )
 
 

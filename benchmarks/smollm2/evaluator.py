@@ -153,7 +153,7 @@ class LeanEvaluator:
         selected = np.full((model.layers, length, topk), -1)
         for layer, blocks in enumerate(lists[1:]):  # there is none before the first layer
             chosen = [row.nonzero()[:, 0] for mask in blocks for row in mask][topk:]
-            selected[layer, topk:] = torch.stack(chosen)
+            selected[layer, topk:] = torch.stack(chosen).cpu().numpy()
         counted = np.zeros(length - 1, dtype=bool)
         counted[self._places[batch] - 1] = True
         return kept_list([(ids.tolist(), counted, [(0, selected)])], model.layers, topk)

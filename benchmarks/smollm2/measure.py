@@ -73,9 +73,7 @@ def measure(
         jobs = [(number, arm) for number in range(len(rows)) for arm in arms]
         by_key = {_key(rows[number], arm): (number, arm) for number, arm in jobs}
         missing = [job for key, job in by_key.items() if key not in recorded]
-        # A GPU is busy with one, and cannot be used by forked workers.
-        measured = each(work, missing) if model.device.type == "cpu" else map(work, missing)
-        for count, (key, line) in enumerate(measured, 1):
+        for count, (key, line) in enumerate(each(work, missing, model.device.type), 1):
             recorded[key] = line
             journal.write({"key": key, **line})
             say(f"{count} of {len(missing)}: {key} {line}")

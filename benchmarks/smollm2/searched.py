@@ -227,7 +227,9 @@ def main(argv: list[str] | None = None) -> None:
         method, _, score = name.partition(":")
         evaluator = LeanEvaluator(model, searched_on, score, in_flight)
         size = f"{len(searched_on)}-{arguments.search_length}-{model.topk}"
-        journal = arguments.cache / "searches" / f"{digest[:12]}-{score}-{size}.jsonl"
+        journal = (
+            arguments.cache / "searches" / f"{digest[:12]}-{arguments.dtype}-{score}-{size}.jsonl"
+        )
         searches.append({"name": name, **search(evaluator, method, journal, digest, rules)})
         if matrix is None:
             matrix = overlap(evaluator, range(min(2, len(searched_on))))

@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None) -> None:
         for size in arguments.sizes:
             length, model.topk = map(int, size.split("/"))
             numbered = enumerate(rows(books, (book,), arguments.rows, length))
-            by_row = dict(each(partial(kept_mass, model), numbered))
+            by_row = dict(each(partial(kept_mass, model), numbered, model.device.type))
             matrices = [by_row[number] for number in sorted(by_row)]
             together = chosen(np.mean(matrices, axis=0), model)
             alone = [chosen(matrix, model) for matrix in matrices]

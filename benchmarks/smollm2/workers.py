@@ -18,18 +18,25 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def each(work: Callable[[Item], Any], items: Iterable[Item]) -> Iterator[Any]:
+def each(work: Callable[[Item], Any], items: Iterable[Item], device: str = "cpu") -> Iterator[Any]:
     """Yield what ``work`` returns for each item, in the order in which they are done.
 
     Workers are forked, so ``work`` may use everything that is loaded here; what it returns is
-    pickled. The process must have computed with one thread only.
+    pickled. The process must have computed with one thread only. A GPU is busy with one item, and
+    forked workers cannot use it, so with ``device`` "cuda" the work is done here, in order.
     """
+    if device != "cpu":
+        yield from map(work, items)
+        return
     _WORK.append(work)
     fork = multiprocessing.get_context("fork")
     try:
         with ProcessPoolExecutor(os.cpu_count() or 1, mp_context=fork) as pool:
-            for future in as_completed([pool.submit(_call, item) for item in items]):
-                yield future.result()
+            try:
+                for future in as_completed([pool.submit(_call, item) for item in items]):
+                    yield future.result()
+            finally:  # whoever stops or fails does not wait for what nobody will read
+                pool.shutdown(wait=False, cancel_futures=True)
     finally:
         _WORK.pop()
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+import subprocess
+import sys
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
@@ -212,11 +215,29 @@ def test_passages_come_again_where_they_are_counted() -> None:
     assert (row.text.min(), row.text.max()) == (768, 1535)
 
 
+def test_workers_stop_with_who_asked_them(tmp_path: Path) -> None:
+    """What nobody will read is not computed: an item in hand is finished, the rest is left."""
+    script = """
+import sys, time
+from pathlib import Path
+from benchmarks.smollm2.workers import each
+def work(number):
+    time.sleep(0.05)
+    Path(sys.argv[1], str(number)).touch()
+    return number
+for number in each(work, range(60)):
+    raise KeyboardInterrupt
+"""
+    ended = subprocess.run([sys.executable, "-c", script, str(tmp_path)], stderr=subprocess.PIPE)
+    assert b"KeyboardInterrupt" in ended.stderr
+    assert 0 < len(list(tmp_path.iterdir())) < 30
+
+
 def test_an_interrupted_measurement_goes_on_where_it_stopped(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Its workers are forked, which a process that has computed with several threads must not do.
-    monkeypatch.setattr("benchmarks.smollm2.measure.each", map)
+    monkeypatch.setattr("benchmarks.smollm2.measure.each", lambda work, items, _: map(work, items))
     lean, arms = Lean(folder, torch.float32), [Arm("all F", Pattern("FF"), TOPK), Arm("dense")]
     text = torch.randint(3, 300, (256,), generator=torch.Generator().manual_seed(4))
     row, log = with_passages(text, 256, seed=0), list[str]()
@@ -228,8 +249,9 @@ def test_an_interrupted_measurement_goes_on_where_it_stopped(
     log.clear()
     assert measure(lean, arms, [row], tmp_path, "digest", log.append) == expected
     assert len(log) == 1
-    # The same text with its passages in another order is another row, though it begins alike.
-    measure(lean, arms, [with_passages(text, 256, seed=1)], tmp_path, "digest", log.append)
+    # Passages in another order make another row, though it begins alike.
+    other = replace(row, ids=torch.cat([row.ids[:200], row.ids[200:].flip(0)]))
+    measure(lean, arms, [other], tmp_path, "digest", log.append)
     assert len(log) == 1 + len(arms)
 
 
