@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import gzip
+import hashlib
 import json
 import random
 import shutil
@@ -36,7 +37,7 @@ from sglang_indexcache.lab.evaluate.plan import Planned, arms_of, context_name
 from sglang_indexcache.lab.evaluate.tasks import TASKS
 from sglang_indexcache.lab.evaluate.tasks.context import QUESTIONS as ASKED_BEHIND
 from sglang_indexcache.library import Slopes, name_and_pattern
-from sglang_indexcache.study.provenance import machine
+from sglang_indexcache.study.provenance import checkpoint_digest, machine
 from sglang_indexcache.support.files import write_json, write_whole
 from sglang_indexcache.support.lengths import parse_length
 
@@ -89,7 +90,10 @@ def right_by_task(model: Path, url: str, contexts: int) -> dict[str, float]:
 
 def judge(arguments: argparse.Namespace, books: Books, url: str, length: str) -> None:
     """Run the command for one length, and keep what it wrote."""
-    folder = arguments.cache / "verdicts" / length
+    asked = (checkpoint_digest(arguments.model), arguments.dtype, arguments.patterns)
+    settings = json.dumps((*asked, arguments.contexts, arguments.margin)).encode()
+    name = f"{length}-{hashlib.sha256(settings).hexdigest()[:8]}"  # an eval folder is of one run
+    folder = arguments.cache / "verdicts" / name
     folder.mkdir(parents=True, exist_ok=True)
     rows = questions(books, arguments.contexts, parse_length(length))
     file = folder / "passages.jsonl"

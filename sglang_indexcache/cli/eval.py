@@ -288,11 +288,12 @@ def _servers(urls: list[str] | None, api_key: str | None) -> dict[str, Client]:
             "this asks servers: give --url URL of one in live mode, or --url NAME=URL of one for "
             "each arm. --dry-run needs none."
         )
+    from sglang_indexcache.library import name_and_pattern
+
     clients: dict[str, Client] = {}
     for text in urls:
-        name, equals, url = text.partition("=")
-        if "://" in name or not equals:
-            name, url = "", text
+        named = text.partition("://")[0].rpartition("=")[0]
+        name, url = name_and_pattern(named)[0], text[len(named) :].removeprefix("=")
         if name in clients:
             raise QualityError(
                 f"two servers are given for {name or 'all arms'}; write NAME=URL for each arm"

@@ -262,8 +262,10 @@ def names_a_file(value: str) -> bool:
 
 def name_and_pattern(value: str) -> tuple[str, str]:
     """Split ``NAME=PATTERN``; a pattern alone is its own name, files without folder and ending."""
-    name, _, pattern = value.partition("=")
-    if name and pattern and not os.path.exists(value.partition("@")[0]):  # a path may hold the sign
+    before_slopes = value.partition("@")[0]
+    name, sign, _ = before_slopes.partition("=")
+    pattern = value[len(name + sign) :]
+    if name and sign and pattern and not os.path.exists(before_slopes):  # a path may hold the sign
         return name, pattern
     files = (".yaml", ".yml", SLOPES_FILE)
     parts = (Path(part).stem if part.endswith(files) else part for part in value.split("@"))

@@ -10,6 +10,7 @@ from typer.testing import CliRunner, Result
 
 import sglang_indexcache
 from sglang_indexcache.cli import app
+from sglang_indexcache.cli.eval import _servers
 from sglang_indexcache.lab.evaluate.evaluation import load
 from sglang_indexcache.support.files import shipped
 from tests.fakes.server import serving
@@ -153,6 +154,22 @@ def test_servers_are_named(tmp_path: Path, urls: tuple[str, ...], sentence: str)
     result = call("eval", "run", "1/4", *SMALL, "-o", tmp_path / "out", *options)
     assert result.exit_code == 1
     assert sentence in words(result)
+
+
+def test_a_server_is_named_as_its_pattern_is_or_was_written(tmp_path: Path) -> None:
+    file = tmp_path / "seed=1" / "mine-1of4.yaml"
+    file.parent.mkdir()
+    file.touch()
+    urls = [f"{file}=http://a:1", "L=http://b", "1/2=http://c", "full=http://d:30000"]
+    clients = _servers(urls, None)
+    assert {name: client.name for name, client in clients.items()} == {
+        "mine-1of4": "http://a:1",
+        "L": "http://b",
+        "1/2": "http://c",
+        "full": "http://d:30000",
+    }
+    [alone] = _servers(["http://a:1"], None).items()
+    assert (alone[0], alone[1].name) == ("", "http://a:1")
 
 
 FILES = ("--model", TINY, "--length", "512", "--looks", "1", "--margin", "20")

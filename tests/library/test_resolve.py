@@ -65,6 +65,8 @@ def test_without_a_model_every_layer_must_be_named(library: Library) -> None:
         ("found/GLM-1of4.yaml@runs/a.slopes", "GLM-1of4@a", "found/GLM-1of4.yaml@runs/a.slopes"),
         ("=FSSF", "=FSSF", "=FSSF"),  # nobody's pattern, which is said of the whole
         ("mine=", "mine=", "mine="),
+        ("folded@lr=1/a.slopes", "folded@a", "folded@lr=1/a.slopes"),
+        ("L=folded@lr=1/a.slopes", "L", "folded@lr=1/a.slopes"),
     ],
 )
 def test_a_pattern_has_the_name_before_it_or_is_its_own(

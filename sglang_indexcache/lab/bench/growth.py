@@ -26,6 +26,7 @@ from sglang_indexcache.lab.bench.rows import (
     Wheel,
     consistent,
 )
+from sglang_indexcache.library import name_and_pattern
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.shapes import find_gpu
 
@@ -192,12 +193,12 @@ class GrowthForecast(Forecast):
         """Return patterns over the layers with an indexer: a ratio, evenly spaced, or letters."""
         count = self.model.layers
         patterns: list[tuple[str, Pattern]] = []
-        for value in values:
+        for name, value in map(name_and_pattern, values):
             letters = set(value) <= {"F", "S"}
             pattern = Pattern(value) if letters else Pattern.uniform(count, _ratio(value))
             if len(pattern) != count:
                 raise BenchError(f"{self.model.name} has {count} indexers, not {len(pattern)}")
-            patterns.append((value, pattern))
+            patterns.append((name, pattern))
         return patterns
 
 

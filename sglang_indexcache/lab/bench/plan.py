@@ -22,7 +22,7 @@ from sglang_indexcache.lab.bench.folding import explain, fold
 from sglang_indexcache.lab.bench.results import METRICS, Metric
 from sglang_indexcache.lab.bench.rows import ENGINE, KINDS, LatencyEstimate, Layers, Series, Wheel
 from sglang_indexcache.lab.bench.tables import Grid
-from sglang_indexcache.library import Library
+from sglang_indexcache.library import Library, name_and_pattern
 from sglang_indexcache.pattern import FOLDED, FULL, SHARED, Pattern
 from sglang_indexcache.shapes import (
     PRESETS,
@@ -436,7 +436,7 @@ def choose_patterns(values: Sequence[str], shape: str) -> tuple[Patterns, tuple[
     """
     checkpoint = checkpoint_of(shape)
     patterns, notes = [], []
-    for value in values:
+    for name, value in map(name_and_pattern, values):
         try:
             pattern = Library.default().parse(value, checkpoint).pattern
         except LibraryError:
@@ -452,7 +452,7 @@ def choose_patterns(values: Sequence[str], shape: str) -> tuple[Patterns, tuple[
                 "a plan reads no slopes, and would count layers that they keep exact as folded. "
                 f"Leave @{slopes} out of {value!r}."
             )
-        patterns.append((value, pattern))
+        patterns.append((name, pattern))
     return patterns, (*notes, *explain(pattern for _, pattern in patterns))
 
 

@@ -39,7 +39,8 @@ def forwards(
 def test_s_layers_save_what_rows_grow_by(tmp_path: Path) -> None:
     """Three chunks, behind 0, 8,192 and 16,384 tokens; the last is half as long."""
     source = forwards(tmp_path)
-    [(_, quarter)] = source.patterns(["1/4"])
+    [(name, quarter)] = source.patterns(["mine=1/4"])
+    assert name == "mine"
     saved = 42 * 1e-3 * ((8192 - 2048) + (16_384 - 2048) / 2)
     gain = source.gain("prefill", quarter, 20_480)
     assert gain is not None

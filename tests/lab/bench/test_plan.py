@@ -168,7 +168,8 @@ def test_where_held_out_rows_are_missed_by_a_tenth_there_is_no_rate(tmp_path: Pa
 
 def test_what_the_reader_is_told(tmp_path: Path) -> None:
     source = Forwards(FP8, write_rows(tmp_path))
-    patterns, notes = choose_patterns(["1/2", "1/4"], "glm-5")
+    patterns, notes = choose_patterns(["1/2", "quarter=1/4"], "glm-5")
+    assert [name for name, _ in patterns] == ["1/2", "quarter"]
     assert [len(pattern.full_layers) for _, pattern in patterns] == [40, 22]  # the library's
     assert not notes
     sources = " ".join(source.sources)
