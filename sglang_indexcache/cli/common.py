@@ -159,7 +159,7 @@ SERVERS = "Servers that run"
 Model = Annotated[Path, Option("--model", metavar="FOLDER", help="The checkpoint's folder.")]
 Output = Annotated[Path, Option("--output", "-o", metavar="FOLDER", callback=writable, help=
     "A folder for everything that is written.")]
-Seed = Annotated[int, Option("--seed", metavar="NUMBER", help=
+Seed = Annotated[int, Option("--seed", min=0, metavar="NUMBER", help=
     "Seed of everything that is drawn at random.")]
 Config = Annotated[Path | None, Option(
     "--config", metavar="FILE", is_eager=True, callback=_read_config, help=

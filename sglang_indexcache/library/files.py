@@ -162,10 +162,20 @@ class Latency(Strict):
     where: str = ""
 
 
+_FIRST, _LATER = "A-Za-z0-9", "._-"
+"""Characters of a name: any of the first, behind one also of the others."""
+
+
+def entry_name(text: str) -> str:
+    """Return a name that an entry may have, as near to a text as it can be."""
+    name = re.sub(f"[^{_FIRST}{_LATER}]+", "-", text)
+    return name.lstrip(_LATER) or "model"
+
+
 class Entry(Strict):
     """One pattern file."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: str = Field(pattern=rf"^[{_FIRST}][{_FIRST}{_LATER}]*$")
     model: ModelInfo
     pattern: str
     full_layers: int

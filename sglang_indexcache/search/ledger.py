@@ -254,8 +254,11 @@ class Ledger:
         )
 
     def _calls(self, cells: Sequence[Cell]) -> Iterator[tuple[Pattern, tuple[int, ...]]]:
-        """Cut into calls within the limit, and into enough of them for every engine to get one."""
-        limit = -(-len(cells) // self.evaluator.in_flight)
+        """Cut into calls within the limit, and into enough of them for every engine to get one.
+
+        An evaluator that goes batch by batch is given one a call, so that little is lost by a kill.
+        """
+        limit = 1 if self.evaluator.by_batch else -(-len(cells) // self.evaluator.in_flight)
         for pattern, group in groupby(cells, key=lambda cell: cell[0]):
             batches: tuple[int, ...] = ()
             tokens = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from textwrap import fill
@@ -11,7 +12,8 @@ from typing import Any
 
 import yaml
 
-from sglang_indexcache.library import Citation, Entry, MethodRecord, Quality
+from sglang_indexcache.errors import LibraryError
+from sglang_indexcache.library import Citation, Entry, MethodRecord, Quality, load_entry
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.ledger import Step
 from sglang_indexcache.search.methods.pairwise import Pairwise, pair_matrix
@@ -108,9 +110,17 @@ class OutputFolder:
         return f"{self._setup.name}-{letters}{result.mark.label.replace('/', 'of')}"
 
     def _write(self, entry: Entry) -> None:
+        """Write an entry; what others measured of the same pattern since stays in its file."""
+        path = self._folder / f"{entry.name}.yaml"
+        with suppress(LibraryError):  # there is none yet
+            before = load_entry(path)
+            if before.pattern == entry.pattern:
+                quality = (*entry.quality, *before.evaluated)
+                measured = {"latency": before.latency, "overlap": before.overlap}
+                entry = entry.model_copy(update={"quality": quality, **measured})
         data = entry.model_dump(mode="json", exclude_defaults=True)
         text = yaml.safe_dump(data, sort_keys=False, width=100, allow_unicode=True)
-        write_whole(self._folder / f"{entry.name}.yaml", text)
+        write_whole(path, text)
 
     def _entry(self, result: Found) -> Entry:
         """Make the library entry of one mark, without times: the same search, the same file."""

@@ -11,7 +11,7 @@ from sglang_indexcache.checkpoint import Checkpoint, reading
 from sglang_indexcache.data.documents import MACHINE
 from sglang_indexcache.data.marking import Marker
 from sglang_indexcache.errors import SearchError
-from sglang_indexcache.library import Library, ModelInfo
+from sglang_indexcache.library import Library, ModelInfo, entry_name
 from sglang_indexcache.models import RECOGNISED_BY
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.calibration import Calibration, Score, prepare
@@ -96,7 +96,8 @@ class Setup:
             "--held-out": calibration.held_out,
             "--seed": seed,
         }
-        return cls(checkpoint, calibration, digest, model.resolve().name, seed, settings)
+        name = entry_name(model.resolve().name)
+        return cls(checkpoint, calibration, digest, name, seed, settings)
 
     @property
     def model(self) -> ModelInfo:

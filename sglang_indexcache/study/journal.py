@@ -1,8 +1,8 @@
 """A journal: an append-only file of JSON lines, each on disk before it counts.
 
-The first line says what is being measured; a journal is only ever continued by whoever measures
-the same. A process that is killed in the middle of a line loses that line and nothing else. To its
-user a long run is a progress bar, and an end at any time that loses nothing.
+The first line says what is being measured; a journal that has more is only ever continued by
+whoever measures the same. A process that is killed in the middle of a line loses that line and
+nothing else. To its user a long run is a progress bar, and an end at any time that loses nothing.
 """
 
 from __future__ import annotations
@@ -125,7 +125,13 @@ class Journal(AbstractContextManager["Journal"]):
         if not lines:
             self.write({"format": _FORMAT, "identity": identity})
             return
-        self._check_header(self._read(lines[0], 1), identity)
+        header = self._read(lines[0], 1)
+        if len(lines) == 1 and header.get("format") == _FORMAT:
+            # Nothing was measured, so nothing is mixed: whoever comes next may measure another.
+            self._file.truncate(0)
+            self.write({"format": _FORMAT, "identity": identity})
+            return
+        self._check_header(header, identity)
         for number, line in enumerate(lines[1:], start=2):
             yield self._read(line, number)
 

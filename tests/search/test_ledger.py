@@ -44,6 +44,25 @@ def test_a_journal_survives_a_cut_at_every_byte(tmp_path: Path) -> None:
         path.unlink()
 
 
+def test_an_evaluator_by_batch_keeps_every_batch_that_it_did(tmp_path: Path) -> None:
+    evaluator = SyntheticEvaluator(4, 6)
+    evaluator.by_batch = True
+    calls: list[int] = []
+    measure = evaluator.loss
+
+    def stops_in_the_middle(pattern: Pattern, batches: Sequence[int]) -> Floats:
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        calls.extend(batches)
+        return measure(pattern, batches)
+
+    evaluator.loss = stops_in_the_middle  # type: ignore[method-assign]
+    with open_journal(tmp_path / "j", IDENTITY) as journal, pytest.raises(KeyboardInterrupt):
+        Ledger(evaluator, journal).losses(FULL)
+    with open_journal(tmp_path / "j", IDENTITY) as journal:
+        assert [entry["batches"] for entry in journal.entries] == [[0], [1], [2], [3]]
+
+
 def test_a_journal_belongs_to_one_search_at_a_time(tmp_path: Path) -> None:
     filled(tmp_path / "j")
     with pytest.raises(SearchError, match=r"different: data \('b' then, 'c' now\).*--output"):

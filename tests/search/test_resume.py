@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 
-from sglang_indexcache.library import load_entry
+from benchmarks.search_landscape import SyntheticEvaluator
+from sglang_indexcache.library import Evaluated, add_evaluated, load_entry
 from tests.kills import PROCESSES
+from tests.search.helpers import searched
 from tests.search.slow_search import search
 from tests.signals import hears_sigint
 
@@ -77,6 +79,24 @@ def test_kill_9_at_random_moments(tmp_path: Path, method: str, servers: int, goa
     entries = evaluations(killed)
     assert sorted(entries) == sorted(evaluations(undisturbed))
     assert sum(kind == "one pass" for kind, _ in entries) == (8 if method == "both" else 0)
+
+
+def test_what_was_measured_of_a_pattern_outlives_its_search(tmp_path: Path) -> None:
+    evaluator, path = SyntheticEvaluator(8, 8), tmp_path / "x-1of4.yaml"
+    searched(tmp_path, evaluator, "1/4")
+    row = Evaluated(
+        **{"verdict": "no loss", "margin": 0.01, "contexts": 8, "pairs": 32},
+        **{"tasks": ("needles",), "lengths": (4096,), "checkpoint": "0" * 12},
+    )
+    add_evaluated(path, row)
+    searched(tmp_path, evaluator, "1/4", "1/2")  # the same search, with a target more
+    assert load_entry(path).evaluated == (row,)
+    assert load_entry(tmp_path / "x-1of2.yaml").evaluated == ()
+    other = path.read_text().replace(load_entry(path).pattern, "FFSSSSSS")
+    path.write_text(other)
+    searched(tmp_path, evaluator, "1/4", "1/2")  # that was of another pattern
+    assert load_entry(path).pattern != "FFSSSSSS"
+    assert load_entry(path).evaluated == ()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -1,4 +1,6 @@
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,6 +29,17 @@ def test_a_setup_refuses_what_a_checkpoint_does() -> None:
         setup.resolve("FSFS")
     with pytest.raises(SearchError, match="these are two models"):
         setup.identity(SyntheticEvaluator(9))
+
+
+def test_any_folder_gives_patterns_a_name(tmp_path: Path) -> None:
+    for folder, name in (
+        ("my model", "my-model"),
+        ("_GLM+lora@v2", "GLM-lora-v2"),
+        ("日本", "model"),
+    ):
+        shutil.copytree(TINY, tmp_path / folder)
+        setup = Setup.read(tmp_path / folder, context=256, batches=1, score=Score.ALL)
+        assert setup.name == name
 
 
 @pytest.mark.parametrize(("context", "length"), [(None, 512), (256, 256)])

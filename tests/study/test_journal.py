@@ -87,6 +87,18 @@ def journal(path: Path) -> Journal:
     return Journal(path, {"of": "a test"}, "search", SearchError)
 
 
+def test_a_journal_in_which_nothing_was_measured_is_anybodys(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    for steps in (3, 4):  # the first was refused before it measured anything
+        with Journal(path, {"steps": steps}, "search", SearchError) as opened:
+            assert opened.entries == []
+    assert len(path.read_bytes().splitlines()) == 1
+    with Journal(path, {"steps": 4}, "search", SearchError) as opened:
+        opened.write({"loss": 1.0})
+    with pytest.raises(SearchError, match=r"different: steps \(4 then, 3 now\)"):
+        Journal(path, {"steps": 3}, "search", SearchError)
+
+
 def test_a_full_disk_leaves_whole_lines_and_what_follows_stands_behind_them(tmp_path: Path) -> None:
     path, numbers = tmp_path / "journal.jsonl", []
     with journal(path) as open_journal:

@@ -139,11 +139,11 @@ def run_evaluation(
         checkpoint=checkpoint_digest(request.model),
         material=request.corpus.digest,
     ) as record:
-        if not record.facts:
-            record.add({"facts": _facts_of(request)})
         if not record.done:
             request.corpus.check(request.plan.planned, console)
         confirm(cost, agree)
+        if not record.facts:  # from here on the folder is this evaluation's
+            record.add({"facts": _facts_of(request)})
         resuming(console, len(record.done), "contexts", output / NAME)
 
         def on_rate(rate: float) -> None:

@@ -67,6 +67,8 @@ SAFE = (Kind.NO_LOSS, Kind.SMALL_LOSS)
 """Non-inferior: the pattern loses less than the margin."""
 WAITING = "not every task has been seen to show a loss yet"
 """Why a claim of safety is put off to a later look."""
+NOT_TWICE = "the reference was not asked twice yet, so the engine's own noise is not known"
+"""Why every claim is."""
 DECIDED = (*SAFE, Kind.LOSS)
 """Verdicts that end the evaluation of a pattern."""
 
@@ -253,6 +255,15 @@ class Look:
         asked_twice = any(row.arm == self.reference and row.repeat == 1 for row in self.long)
         return self.compared(self.reference, repeat=1) if asked_twice else None
 
+    @property
+    def waits_for_noise(self) -> bool:
+        """Whether the reference was not asked twice yet and is at a later look."""
+        if self.evaluation.selects_all is None or self.noise is not None:
+            return False
+        return any(
+            planned.again and planned.look > self.number for planned in self.evaluation.planned
+        )
+
     def right_share(self, arm: str) -> dict[Cell, float]:
         """Return the share of an arm's first answers that are right, by cell, 0 to 1."""
         return means(self.right, arm)
@@ -365,7 +376,7 @@ class Look:
                 )
             if differs := self.control_differs(arm):
                 return differs
-            if self.noise is None:
+            if self.noise is None and not self.waits_for_noise:
                 return (
                     "the reference was not asked twice, so the engine's own noise is not known. "
                     "Ask it again on a quarter of the contexts, in another order."
@@ -498,6 +509,8 @@ def judge(look: Look, pattern: str, permitted: bool = True) -> Verdict:
         forbidden = f"a pattern visibly loses at {places}, which would be left out"
     if not permitted:
         forbidden = "a pattern that is judged before it was not shown to be safe"
+    if look.waits_for_noise:
+        forbidden = NOT_TWICE
     return _claim(look, pattern, forbidden)
 
 
@@ -544,8 +557,10 @@ def _permitted(kind: Kind, forbidden: str) -> Kind:
     """Return what may be said of a claim where ``forbidden`` says why "no loss" may not.
 
     That something is lost stays proven then; that nothing is lost does not. While cells wait
-    neither is final.
+    neither is final, and nothing is while the engine's own noise is not known.
     """
+    if forbidden == NOT_TWICE:
+        return Kind.UNDECIDED
     if not forbidden or kind not in SAFE:
         return kind
     return Kind.LOSS if kind is Kind.SMALL_LOSS and forbidden != WAITING else Kind.UNDECIDED

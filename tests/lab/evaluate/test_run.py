@@ -11,19 +11,28 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from sglang_indexcache.ask.client import Client
+from sglang_indexcache.demo import shipped_checkpoint
 from sglang_indexcache.errors import IndexCacheError, OutputError, QualityError, ServerError
 from sglang_indexcache.lab.evaluate import run
 from sglang_indexcache.lab.evaluate.evaluation import NAME, Evaluation, load, recorded
 from sglang_indexcache.lab.evaluate.plan import CONTROL_LOOK, CORRELATION, DISCORDANCE
-from sglang_indexcache.lab.evaluate.run import check_floor, check_noise
+from sglang_indexcache.lab.evaluate.run import (
+    EvaluationRequest,
+    check_floor,
+    check_noise,
+    run_evaluation,
+)
 from sglang_indexcache.lab.evaluate.verdict import Kind, verdicts_of
 from sglang_indexcache.stats.design import Design, spread
 from sglang_indexcache.stats.pairs import paired
+from sglang_indexcache.study.cost import Rate
 from tests.fakes.server import serving
 from tests.full_disk import files_of_at_most
 from tests.kills import PROCESSES
-from tests.lab.evaluate.evaluate import ARMS, PLAN, evaluate
+from tests.lab.evaluate.evaluate import ARMS, PLAN, corpus_of, evaluate
 from tests.lab.evaluate.evaluations import LENGTHS, TASKS, evaluation
 from tests.lab.evaluate.fake_server import Fake
 
@@ -204,6 +213,20 @@ def test_another_evaluation_is_refused(tmp_path: Path) -> None:
         evaluate(tmp_path, url)
         with pytest.raises(QualityError, match="belongs to another evaluation; different: plan"):
             evaluate(tmp_path, url, replace(PLAN, contexts=16))  # an extension that nobody planned
+
+
+def test_what_nobody_agreed_to_leaves_its_folder_to_another(tmp_path: Path) -> None:
+    def disagree(question: str) -> None:
+        raise QualityError(question)
+
+    model, console = Path(shipped_checkpoint()), Console(file=io.StringIO())
+    with serving(Fake()) as url:
+        for plan in (PLAN, replace(PLAN, contexts=16)):
+            request = EvaluationRequest(
+                model, ARMS, plan, corpus_of(plan), flags="", rate=Rate(1e-3, "given")
+            )
+            with pytest.raises(QualityError, match="This takes"):
+                run_evaluation(request, {"": Client(url)}, tmp_path, console, agree=disagree)
 
 
 def test_twenty_kills_leave_the_same_evaluation(tmp_path: Path, seed: int) -> None:
