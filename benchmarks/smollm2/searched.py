@@ -150,7 +150,7 @@ def draw_recall(record: dict[str, Any], path: Path) -> None:
         change, margin = compared(line, base, "recall")
         place = RATIOS.index(ratio), 100 * change, 100 * (margin or 0.0)
         changes.setdefault(kind.partition(":")[0], []).append(place)
-    figure, [axis] = make_figure(7.2, 3.6)
+    figure, [axis] = make_figure(7.2, 4.0)
     ways = [name for name in SHOWN if name in changes]
     for number, kind in enumerate(ways):
         ratio_numbers, values, margins = zip(*changes[kind], strict=True)
@@ -166,7 +166,7 @@ def draw_recall(record: dict[str, Any], path: Path) -> None:
     axis.set_ylabel("recall against all indexers, points")
     asked = f"{len(base['rows'])} held-out rows of {record['measured']['length']:,} tokens"
     axis.set_title(f"{_model(record)}, {asked}", fontsize=10, loc="left")
-    axis.legend(frameon=False, fontsize=8, ncols=2, loc="lower left")
+    figure.legend(frameon=False, fontsize=8, ncols=3, loc="outside lower center")
     save_figure(figure, path)
 
 
