@@ -30,14 +30,13 @@ def each(work: Callable[[Item], Any], items: Iterable[Item], device: str = "cpu"
         return
     _WORK.append(work)
     fork = multiprocessing.get_context("fork")
+    pool = ProcessPoolExecutor(os.cpu_count() or 1, mp_context=fork)
     try:
-        with ProcessPoolExecutor(os.cpu_count() or 1, mp_context=fork) as pool:
-            try:
-                for future in as_completed([pool.submit(_call, item) for item in items]):
-                    yield future.result()
-            finally:  # whoever stops or fails does not wait for what nobody will read
-                pool.shutdown(wait=False, cancel_futures=True)
+        for future in as_completed([pool.submit(_call, item) for item in items]):
+            yield future.result()
     finally:
+        # In one call: another without ``cancel_futures``, as of ``with``, would take that back.
+        pool.shutdown(cancel_futures=True)
         _WORK.pop()
 
 

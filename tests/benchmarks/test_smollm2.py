@@ -216,7 +216,7 @@ def test_passages_come_again_where_they_are_counted() -> None:
 
 
 def test_workers_stop_with_who_asked_them(tmp_path: Path) -> None:
-    """What nobody will read is not computed: an item in hand is finished, the rest is left."""
+    """Items in hand are finished, and none that nobody will read is begun."""
     script = """
 import sys, time
 from pathlib import Path
