@@ -7,7 +7,6 @@ over rows, which are cut evenly from whole books: they say nothing of other book
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -116,14 +115,9 @@ def original_ladder(model: Lean) -> torch.Tensor:
 
 
 def _key(row: Row, arm: Arm) -> str:
-    """Return the words that tell a measurement from every other.
-
-    Rows of one cut begin alike where their passages come in another order, so all of a row counts.
-    """
-    asked = (row.ids, row.text, row.recall)
-    digest = hashlib.sha256(b"".join(part.numpy().tobytes() for part in asked)).hexdigest()
+    """Return the words that tell a measurement from every other."""
     pattern = "original" if arm.original else arm.pattern or "dense"
-    return f"{len(row.ids)}:{digest[:16]} {pattern} {arm.topk}"
+    return f"{len(row.ids)}:{row.digest} {pattern} {arm.topk}"
 
 
 # -- tables ------------------------------------------------------------------------------------

@@ -67,7 +67,7 @@ def search(
     identity = {
         "checkpoint": digest,
         "evaluator": evaluator.kind,
-        "rows": [row.ids[:8].tolist() for row in evaluator.rows],
+        "rows": [row.digest for row in evaluator.rows],
         "length": evaluator.batch_tokens[0],
     }
     targets = parse_targets(list(RATIOS), rules)
@@ -85,8 +85,12 @@ def search(
             "patterns": {mark.mark.label: str(mark.pattern) for mark in run.found.values()},
             "losses": {m.mark.label: ledger.mean(m.pattern) for m in run.found.values()},
             "steps": [
-                {"pattern": str(step.pattern), "flipped": step.layer, "loss": step.loss}
-                | {"batches": step.batches}
+                {
+                    "pattern": str(step.pattern),
+                    "flipped": step.layer,
+                    "loss": step.loss,
+                    "batches": step.batches,
+                }
                 for step in run.path
             ],
             "tokens": tokens,

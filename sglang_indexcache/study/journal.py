@@ -122,11 +122,8 @@ class Journal(AbstractContextManager["Journal"]):
         if torn:  # killed in the middle of a line: that entry never finished
             self._file.truncate(len(complete) + 1 if complete else 0)
         lines = complete.split(b"\n") if complete else []
-        if not lines:
-            self.write({"format": _FORMAT, "identity": identity})
-            return
-        header = self._read(lines[0], 1)
-        if len(lines) == 1 and header.get("format") == _FORMAT:
+        header = self._read(lines[0], 1) if lines else {"format": _FORMAT}
+        if len(lines) < 2 and header.get("format") == _FORMAT:
             # Nothing was measured, so nothing is mixed: whoever comes next may measure another.
             self._file.truncate(0)
             self.write({"format": _FORMAT, "identity": identity})

@@ -66,9 +66,9 @@ MOVE = 3
 SAFE = (Kind.NO_LOSS, Kind.SMALL_LOSS)
 """Non-inferior: the pattern loses less than the margin."""
 WAITING = "not every task has been seen to show a loss yet"
-"""Why a claim of safety is put off to a later look."""
+"""Reason to put off a claim of safety to a later look."""
 NOT_TWICE = "the reference was not asked twice yet, so the engine's own noise is not known"
-"""Why every claim is."""
+"""Reason to put off every claim."""
 DECIDED = (*SAFE, Kind.LOSS)
 """Verdicts that end the evaluation of a pattern."""
 
