@@ -51,7 +51,13 @@ from sglang_indexcache.serving.cuda.choice import (
 )
 from sglang_indexcache.serving.plan import BACKEND_FIELDS, BACKEND_NAME, Plan
 from sglang_indexcache.serving.preflight import adapter, refusals
-from sglang_indexcache.serving.preflight.options import GRAPHS, OPTIONS, collect, is_wanted
+from sglang_indexcache.serving.preflight.options import (
+    GRAPHS,
+    OPTIONS,
+    Choices,
+    collect,
+    is_wanted,
+)
 from sglang_indexcache.serving.preflight.resolve import (
     plan_server,
     read_overrides,
@@ -250,9 +256,18 @@ def _values_of(server_args: Any) -> tuple[dict[str, str | None], bool]:
     return values
 
 
-def _resolve(server_args: Any) -> None:
+def choices_of(server_args: Any) -> Choices:
+    """Return what the user chose of our options, by flags, keywords or variables.
+
+    Raises:
+        SettingsError: they disagree, or a value is out of range.
+    """
     values, are_flags = _values_of(server_args)
-    choices = collect(values, as_keywords=not are_flags)
+    return collect(values, as_keywords=not are_flags)
+
+
+def _resolve(server_args: Any) -> None:
+    choices = choices_of(server_args)
     cfg, on_cpu = resolving_view(server_args), platform_cpu.is_active()
     if not is_wanted(cfg, choices, on_cpu=on_cpu) and not _is_only_way(cfg):
         _warn_about_ignored_overrides(cfg)
@@ -299,8 +314,9 @@ def _check_kernels(server_args: Any) -> None:
         refusals.check_quantization(plan, cfg.quantization)
         return
     model = model_config_of(server_args)
-    routes = choose(plan.kernels, cfg, model, Machine.here())
-    check_engine(routes, cfg, model)
+    machine = Machine.here()
+    routes = choose(plan.kernels, cfg, model, machine)
+    check_engine(routes, cfg, model, machine)
     if plan.slopes and cfg.device == "cuda":
         check_folding(plan, cfg, model)
     if plan.kernels == "engine":

@@ -359,7 +359,7 @@ def test_default_follows_a_checkpoint_that_shares(model: Callable[..., Path]) ->
         (["--use-ray"], "does not work with --use-ray"),
         (
             ["--indexcache-mode", "live", "--indexcache-pattern", "FFFFSFFF", "--pp-size", "2"],
-            "pipeline stages start at layers 4, which are S",
+            "pipeline stages start at layer 4, where",
         ),
         (
             ["--indexcache-mode", "live", "--cuda-graph-config", '{"decode": {"backend": "full"}}'],

@@ -145,7 +145,7 @@ def test_stages_want_full_layers_at_their_starts(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("sglang.srt.runtime_context.get_parallel", lambda: bag)
     serve()
     assert admit("FSFS").to_finish is None
-    assert "stages start at layers 2" in admit("FSSS").to_finish.message
+    assert "stages start at layer 2" in admit("FSSS").to_finish.message
 
 
 def turn(session: Session, name: str | None = None, **params: Any) -> Req:

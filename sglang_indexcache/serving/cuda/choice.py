@@ -6,13 +6,14 @@ are loaded, and again, from the same facts, in every worker.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from sglang_indexcache.checkpoint import text_config
-from sglang_indexcache.errors import KernelError, SettingsError
+from sglang_indexcache.errors import Findings, KernelError, SettingsError
 from sglang_indexcache.kernels import dispatch
 from sglang_indexcache.kernels.contract import (
     INDEX_DIM,
@@ -32,6 +33,10 @@ REPLACED_ATTENTION = ("fa3", "flashmla_auto", "flashmla_kv", "flashmla_sparse")
 """SGLang's sparse attention kernels in whose place ours can be called."""
 ENGINE_TOPK = {2048}
 """What SGLang's own selection of a prefill takes (``sgl_kernel.fast_topk_transform_fused``)."""
+HOPPER_HEADS = 64
+"""Attention heads a GPU that FlashMLA's sparse kernels take on Hopper, or a multiple of them."""
+TRTLLM_FROM = 10
+"""Major compute capability from which TensorRT-LLM's sparse attention runs: Blackwell."""
 RAW_FP8 = {"tilelang", "trtllm"}
 """Those with which SGLang stores an FP8 cache without scales, a layout that ours does not read."""
 
@@ -155,19 +160,36 @@ def _against_attention(cfg: Any, model: Any, backend: str) -> dict[str, bool]:
     }
 
 
-def check_engine(routes: tuple[Route, ...], cfg: Any, model: Any) -> None:
-    """Refuse a model on which SGLang's CUDA kernels would end the server at its first long prompt.
+def check_engine(
+    routes: tuple[Route, ...], cfg: Any, model: Any, machine: dispatch.Machine
+) -> None:
+    """Refuse what would end the server at its first prompt inside SGLang's own CUDA kernels.
 
     Raises:
-        SettingsError: with the flag that mends it.
+        SettingsError: every reason, each with the flag that mends it.
     """
     if cfg.device != "cuda":
         return
+    findings = Findings()
+    for reasons in (
+        _of_dtype(model),
+        _of_topk(routes, cfg, model),
+        _of_heads(routes, cfg, model),
+        _of_card(routes, cfg, machine),
+    ):
+        findings.each += [SettingsError(reason) for reason in reasons]
+    findings.report()
+
+
+def _of_dtype(model: Any) -> Iterator[str]:
     if model.dtype == torch.float16:
-        raise SettingsError(
+        yield (
             "the model would run in float16, which DSA's kernels do not take (SGLang chooses it "
             "where config.json says float32, or nothing). Add --dtype bfloat16."
         )
+
+
+def _of_topk(routes: tuple[Route, ...], cfg: Any, model: Any) -> Iterator[str]:
     config, backend = text_config(model.hf_config), cfg.dsa_prefill_backend
     topk = int(read_field(config, "index_topk") or max(ENGINE_TOPK))
     select = routes[ROUTED.index(("select", "prefill"))]
@@ -183,11 +205,44 @@ def check_engine(routes: tuple[Route, ...], cfg: Any, model: Any) -> None:
         and not is_pooled
         and not (gathers and topk < max(ENGINE_TOPK))
     ):
-        raise SettingsError(
+        yield (
             f"the model's index_topk is {topk}, and SGLang's kernel that selects in a prefill "
             f"takes {', '.join(map(str, sorted(ENGINE_TOPK)))} only: it would fail at the first "
             f"prompt of more than {topk} tokens. Add --dsa-topk-backend torch."
         )
+
+
+def _of_heads(routes: tuple[Route, ...], cfg: Any, model: Any) -> Iterator[str]:
+    """Yield why ``flashmla_sparse_q8`` cannot run; for ``flashmla_sparse`` our backend pads."""
+    # As SGLang's ``derive_attn_tp_size``.
+    ranks = cfg.tp_size // cfg.attn_dp_size // cfg.attn_cp_size
+    heads = max(1, model.num_attention_heads // ranks)
+    attend = routes[ROUTED.index(("sparse_mla", "prefill"))]
+    if (
+        attend.implementation is None
+        and cfg.dsa_prefill_backend == "flashmla_sparse_q8"
+        and heads % HOPPER_HEADS
+        and HOPPER_HEADS % heads
+    ):
+        yield (
+            f"each GPU has {heads} attention heads, which SGLang cannot pad to {HOPPER_HEADS} for "
+            "--dsa-prefill-backend flashmla_sparse_q8: the first prompt would end the server. Use "
+            "flashmla_sparse, for which this plugin pads them."
+        )
+
+
+def _of_card(routes: tuple[Route, ...], cfg: Any, machine: dispatch.Machine) -> Iterator[str]:
+    """Yield attention kernels that were asked for and that the card lacks."""
+    major = machine.capability[0] if machine.capability else 0
+    for phase in ("prefill", "decode"):
+        backend = getattr(cfg, f"dsa_{phase}_backend")
+        route = routes[ROUTED.index(("sparse_mla", phase))]
+        if route.implementation is None and backend == "trtllm" and 0 < major < TRTLLM_FROM:
+            yield (
+                f"--dsa-{phase}-backend trtllm needs a Blackwell GPU, and this is {machine.name}: "
+                "the first prompt would end the server. Leave the flag out, and SGLang chooses a "
+                "kernel of this GPU's."
+            )
 
 
 def check_reference(routes: tuple[Route, ...], cfg: Any) -> None:

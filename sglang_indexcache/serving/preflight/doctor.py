@@ -27,8 +27,9 @@ from sglang_indexcache.checkpoint import INDEX_K_BYTES_PER_KEY, text_config
 from sglang_indexcache.errors import Findings, IndexCacheError, SettingsError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.engine_version import EngineSource
-from sglang_indexcache.serving.plan import BACKEND_NAME, CONFIG_KEY, Plan
+from sglang_indexcache.serving.plan import BACKEND_FIELDS, BACKEND_NAME, CONFIG_KEY, Plan
 from sglang_indexcache.serving.preflight.config_check import INDEX_HEAD_DIM
+from sglang_indexcache.serving.preflight.options import asks
 from sglang_indexcache.serving.preflight.refusals import CONTRACT, FEATURES, READ, REHEARSED, TESTED
 from sglang_indexcache.serving.preflight.resolve import read_overrides
 from sglang_indexcache.shapes import ModelShape, check_room
@@ -40,7 +41,7 @@ USUAL_CARD = "h200"
 EVIDENCE = (
     f"({TESTED}: the tests serve it on the CPU platform and compare with transformers; "
     f"{REHEARSED}: SGLang's CUDA code ran on a CPU, with references for its kernels; {CONTRACT}: "
-    f"what is assumed of SGLang's code holds; {READ}: its code was read; no GPU has run any)"
+    f"what is assumed of SGLang's code holds; {READ}: its code was read)"
 )
 
 
@@ -108,7 +109,7 @@ def examine(arguments: Sequence[str], device: str | None = None) -> Examination:
         device: "cpu", "cuda" or a name of :data:`CARDS`; by default this machine's GPU, and
             without one :data:`USUAL_CARD`.
     """
-    is_assumed, server_args, examination = False, None, Examination()
+    server_args, examination = None, Examination()
     try:
         if not arguments:
             raise SettingsError(
@@ -117,20 +118,17 @@ def examine(arguments: Sequence[str], device: str | None = None) -> Examination:
             )
         EngineSource.installed()
         print("asking SGLang, which takes a while to load ...", file=sys.stderr, flush=True)
-        is_assumed = device is None and not _has_gpu()
         _look_for_model(arguments)
         examination.checked_for = _choose_device(device)
-        server_args, problems = _resolve(arguments, device)
+        server_args, problems, examination.notes = _resolve(arguments, device)
     except IndexCacheError as error:
         problems = [error]
     examination.problems = [str(problem) for problem in problems]
     if any(problem.startswith("SGLang refuses") for problem in examination.problems):
         examination.notes.append("SGLang stops at the first problem that it finds itself.")
-    if problems and is_assumed:
-        examination.notes.append("for a server on this machine, which has no GPU, add --device cpu")
     if not problems:
         _describe_server(server_args, examination)
-    elif plan := _planned(server_args):
+    elif (plan := _planned(server_args)) and plan.source:
         examination.pattern = plan.pattern
         examination.notes.append(f"the pattern is from {plan.source}")
     return examination
@@ -203,21 +201,22 @@ def _choose_device(device: str | None) -> str:
     return f"a node of {GPUS} {card.name} ({missing}--device may also be {devices})"
 
 
-def _resolve(arguments: Sequence[str], device: str | None) -> tuple[Any, list[IndexCacheError]]:
+def _resolve(
+    arguments: Sequence[str], device: str | None
+) -> tuple[Any, list[IndexCacheError], list[str]]:
     """Parse and resolve like the server, without its log lines and warnings.
 
-    Returns the arguments as far as SGLang resolved them, or None where it cannot parse them; and
-    the problems that a server would end with.
+    Returns the arguments as far as SGLang resolved them, or None where it cannot parse them; the
+    problems that a server would end with; and notes on what was examined in their place.
     """
     arguments = [*arguments, "--log-level", "critical"]
-    if not any("attention-backend" in argument for argument in arguments):
-        arguments += ["--attention-backend", BACKEND_NAME]
     if device == "cpu":
         arguments += ["--device", "cpu"]
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     printed, server_args = io.StringIO(), None
     problems: list[IndexCacheError] = []
+    notes: list[str] = []
     findings = Findings()
     try:
         from sglang.srt.plugins import load_plugins
@@ -230,12 +229,42 @@ def _resolve(arguments: Sequence[str], device: str | None) -> tuple[Any, list[In
         with findings, _as_settings_errors(printed):
             with redirect_stderr(printed):
                 server_args = prepare_server_args(arguments)
+                if added := _flags_to_ask(server_args):
+                    notes += _note_on_added(server_args, device)
+                    server_args = prepare_server_args([*arguments, *added])
             setattr(server_args, FOUND, problems)
             server_args.resolve_once()
             _check_weights(server_args)
-        return server_args, [*problems, *findings.each]
+        return server_args, [*problems, *findings.each], notes
     finally:
         logging.disable(logging.NOTSET)
+
+
+def _flags_to_ask(server_args: Any) -> list[str]:
+    """Return the flags that make parsed arguments ask for IndexCache; none if they ask already.
+
+    Raises:
+        SettingsError: our options contradict each other, or a value is out of range.
+    """
+    from sglang_indexcache.serving.plugin import choices_of
+
+    if asks(server_args, choices_of(server_args)):
+        return []
+    fields = [name for name in BACKEND_FIELDS if getattr(server_args, name)]
+    names = dict.fromkeys((BACKEND_FIELDS[0], *fields))
+    return [word for name in names for word in (f"--{name.replace('_', '-')}", BACKEND_NAME)]
+
+
+def _note_on_added(server_args: Any, device: str | None) -> list[str]:
+    """Say that a server with the flags as they are would be plain SGLang, where that is so."""
+    given = [value for name in BACKEND_FIELDS if (value := getattr(server_args, name))]
+    if device == "cpu" and not given:  # nothing but this plugin serves DSA models there
+        return []
+    change = f"in the place of {' and '.join(dict.fromkeys(given))}" if given else "added"
+    return [
+        "nothing in these flags asks for IndexCache, so a server with them is plain SGLang. What "
+        f"follows is about the same flags with --attention-backend {BACKEND_NAME} {change}."
+    ]
 
 
 def _check_weights(server_args: Any) -> None:

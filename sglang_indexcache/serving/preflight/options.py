@@ -147,6 +147,15 @@ def collect(values: Mapping[str, str | None], *, as_keywords: bool = False) -> C
     return choices
 
 
+def asks(cfg: Any, choices: Choices) -> bool:
+    """Return whether flags ask for IndexCache: by its name as a backend, or by an option of ours.
+
+    ``cfg`` are SGLang's arguments, resolved or not.
+    """
+    drafts = cfg.speculative_draft_attention_backend
+    return bool(choices) or BACKEND_NAME in (*_backends(cfg).values(), drafts)
+
+
 def is_wanted(cfg: Any, choices: Choices, *, on_cpu: bool) -> bool:
     """Return whether this server shall run IndexCache.
 
@@ -157,37 +166,47 @@ def is_wanted(cfg: Any, choices: Choices, *, on_cpu: bool) -> bool:
     Raises:
         SettingsError: it is asked for together with another backend.
     """
-    backends = {field: getattr(cfg, field) for field in BACKEND_FIELDS if getattr(cfg, field)}
-    foreign = other_backends(cfg)
+    if asks(cfg, choices):
+        _check_backends(cfg, choices)
+        return True
+    if on_cpu and _backends(cfg) and not other_backends(cfg):
+        raise SettingsError(
+            "SGLang's own DSA backend needs a GPU and this machine has none. Use "
+            f"--attention-backend {BACKEND_NAME}, which has a CPU reference."
+        )
+    return False
+
+
+def _check_backends(cfg: Any, choices: Choices) -> None:
+    """Raise SettingsError if another backend was given beside what asks for IndexCache."""
+    backends, foreign = _backends(cfg), other_backends(cfg)
     is_named = BACKEND_NAME in backends.values()
+    settings = ", ".join(choice.origin for choice in choices.values())
     if not is_named and cfg.speculative_draft_attention_backend == BACKEND_NAME:
         raise SettingsError(
             f"--speculative-draft-attention-backend {BACKEND_NAME} needs --attention-backend "
             f"{BACKEND_NAME}: a draft's layers follow the model's."
         )
-    settings = ", ".join(choice.origin for choice in choices.values())
     # Beside our name, the others may be of layers without indexers, which the plan knows.
-    if (is_named or choices) and foreign and cfg.attention_backend != BACKEND_NAME:
+    if foreign and cfg.attention_backend != BACKEND_NAME:
         raise SettingsError(
             not_together(f"--attention-backend {BACKEND_NAME}" if is_named else settings, foreign)
         )
-    if choices and backends and not is_named:
+    if backends and not is_named:
         raise SettingsError(
             f"{settings} needs --attention-backend {BACKEND_NAME}, and "
             f"--attention-backend {next(iter(backends.values()))} was given."
         )
-    if on_cpu and backends and not is_named and not foreign:
-        raise SettingsError(
-            "SGLang's own DSA backend needs a GPU and this machine has none. Use "
-            f"--attention-backend {BACKEND_NAME}, which has a CPU reference."
-        )
-    return is_named or bool(choices)
+
+
+def _backends(cfg: Any) -> dict[str, str]:
+    """Return by field the attention backends that were given."""
+    return {field: getattr(cfg, field) for field in BACKEND_FIELDS if getattr(cfg, field)}
 
 
 def other_backends(cfg: Any) -> dict[str, str]:
     """Return by field the attention backends that share nothing."""
-    backends = {field: getattr(cfg, field) for field in BACKEND_FIELDS if getattr(cfg, field)}
-    return {k: v for k, v in backends.items() if v not in (BACKEND_NAME, *DSA_NAMES)}
+    return {k: v for k, v in _backends(cfg).items() if v not in (BACKEND_NAME, *DSA_NAMES)}
 
 
 def not_together(what: str, others: Mapping[str, str]) -> str:

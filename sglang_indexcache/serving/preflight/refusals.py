@@ -33,6 +33,9 @@ READ = "source read"
 REFUSED = "refused"
 """Neither mode serves it; a test holds the refusal."""
 
+MTP = ("EAGLE", "NEXTN")
+"""Speculation in which the model's own draft layer, with an indexer of its own, proposes tokens."""
+
 
 @dataclass(frozen=True)
 class Feature:
@@ -85,9 +88,11 @@ FEATURES = (
     Feature("two-batch overlap", "--enable-two-batch-overlap",
             "yes, with --pp-size F at every stage start", "the same", (REHEARSED, CONTRACT),
             lambda cfg: cfg.enable_two_batch_overlap),
-    Feature("MTP / EAGLE", "--speculative-algorithm",
+    Feature("MTP", "--speculative-algorithm EAGLE or NEXTN",
             "yes, the draft layer keeps its own indexer", "no", (REHEARSED, CONTRACT),
-            lambda cfg: cfg.speculative_algorithm is not None),
+            lambda cfg: cfg.speculative_algorithm in MTP),
+    Feature("other speculation", "--speculative-algorithm EAGLE3, NGRAM, ...", "not tried", "no",
+            (READ,), lambda cfg: cfg.speculative_algorithm not in (None, *MTP)),
     Feature("prefill context parallelism", "--enable-prefill-cp",
             "yes, with --cp-strategy interleave", "no", (REHEARSED, CONTRACT),
             lambda cfg: cfg.enable_prefill_cp),

@@ -160,7 +160,7 @@ def test_decode_graph_of_every_stage(text: str, count: int, first_overlapped: in
     pattern = Pattern(text)
     for start, end in stages(pattern, count):
         if first_overlapped is not None and not pattern.is_full(start):
-            with pytest.raises(PatternError, match="which are S"):  # such a server is refused
+            with pytest.raises(PatternError, match="pattern has S"):  # such a server is refused
                 pattern.check_stages(stage_starts(range(len(pattern)), len(pattern), count))
             continue
         replay_stage(pattern, start, end, first_overlapped)

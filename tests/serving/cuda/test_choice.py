@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_indexcache.errors import SettingsError
+from sglang_indexcache.errors import IndexCacheError, SettingsError
 from sglang_indexcache.kernels import dispatch
 from sglang_indexcache.kernels.dispatch import Machine
 from sglang_indexcache.serving.cuda.choice import (
@@ -210,11 +210,27 @@ def test_each_attention_kernel_that_can_be_replaced(backend: str) -> None:
         ("engine", {"dsa_topk_backend": "torch"}, {"index_topk": 512}, None),
         ("engine", {"kv_cache_dtype": "fp8_e4m3"}, {"index_topk": 512}, None),  # gathers first
         ("engine", {"kv_cache_dtype": "fp8_e4m3"}, {"index_topk": 4096}, "index_topk is 4096"),
-        ("engine", {"dsa_prefill_backend": "flashmla_sparse_q8"}, {"index_topk": 512}, None),
+        (
+            "engine",
+            {"dsa_prefill_backend": "flashmla_sparse_q8"},
+            {"index_topk": 512, "num_attention_heads": 64},
+            None,
+        ),
         ("engine", {}, {"index_topk": 512, "index_kpool": 4}, None),
         ("cuda", {}, {"index_topk": 512}, None),  # ours take any
         ("engine", {"device": "cpu"}, {"index_topk": 64, "dtype": torch.float16}, None),
         ("engine", {}, {"dtype": torch.float16}, "Add --dtype bfloat16"),
+        ("engine", {"dsa_prefill_backend": "flashmla_sparse_q8"}, {}, "20 attention heads"),
+        ("engine", {"dsa_prefill_backend": "flashmla_sparse_q8", "tp_size": 5}, {}, None),  # 4
+        (
+            "engine",
+            {"dsa_prefill_backend": "flashmla_sparse_q8", "tp_size": 8, "attn_dp_size": 8},
+            {"num_attention_heads": 96},
+            "96 attention heads, which SGLang cannot pad",
+        ),
+        ("engine", {"dsa_prefill_backend": "flashmla_sparse"}, {}, None),  # our backend pads
+        ("engine", {"dsa_decode_backend": "trtllm"}, {}, "dsa-decode-backend trtllm needs a Black"),
+        ("engine", {"dsa_prefill_backend": "trtllm"}, {}, "this is NVIDIA H100"),
     ],
     ids=str,
 )
@@ -224,7 +240,21 @@ def test_a_model_that_sglangs_kernels_do_not_fit(
     cfg, model = server(**fields), glm5(**shape)
     routes = choose(value, cfg, model, HOPPER)
     if message is None:
-        check_engine(routes, cfg, model)
+        check_engine(routes, cfg, model, HOPPER)
     else:
         with pytest.raises(SettingsError, match=message):
-            check_engine(routes, cfg, model)
+            check_engine(routes, cfg, model, HOPPER)
+
+
+def test_a_blackwell_gpu_has_trtllm() -> None:
+    cfg = server(dsa_decode_backend="trtllm", dsa_prefill_backend="trtllm")
+    check_engine(choose("engine", cfg, glm5(), BLACKWELL), cfg, glm5(), BLACKWELL)
+
+
+def test_every_kernel_that_does_not_fit_is_told_at_once() -> None:
+    cfg = server(dsa_decode_backend="trtllm", dsa_prefill_backend="flashmla_sparse_q8")
+    model = glm5(dtype=torch.float16)
+    with pytest.raises(IndexCacheError) as caught:
+        check_engine(choose("engine", cfg, model, HOPPER), cfg, model, HOPPER)
+    for reason in ("--dtype bfloat16", "20 attention heads", "trtllm needs"):
+        assert reason in str(caught.value)

@@ -31,6 +31,7 @@ EAGLE = (
     "--speculative-algorithm EAGLE --speculative-num-steps 3 --speculative-eagle-topk 1 "
     "--speculative-num-draft-tokens 4"
 )
+NGRAM = "--speculative-algorithm NGRAM --speculative-ngram-max-bfs-breadth 1"
 DP = "--dp 8 --enable-dp-attention"
 UNIFORM = "--indexcache-pattern uniform:1/4"
 
@@ -41,6 +42,7 @@ PASS = {
         f"--tp 8 --indexcache-pattern 1/2 {DP} {EAGLE}",
         f"--tp 8 --indexcache-pattern 1/4 {DP} --moe-a2a-backend deepep --deepep-mode auto",
         "--tp 8 --indexcache-pattern 1/4 --enable-hierarchical-cache",
+        f"--tp 8 --indexcache-pattern 1/4 {NGRAM}",
         "--tp 8 --indexcache-mode live --indexcache-graphs short,full,1/4",
     ],
     "deepseek-v3.2": [
@@ -50,6 +52,22 @@ PASS = {
         f"--tp 8 {UNIFORM} {DP} --moe-a2a-backend deepep --enable-two-batch-overlap",
     ],
 }
+STOCK = {  # lines that do not ask for IndexCache, with what stands in the place of our backend
+    "--tp 8": "added",
+    "--tp 8 --attention-backend dsa": "in the place of dsa",
+    "--tp 8 --attention-backend=nsa": "in the place of nsa",
+    "--tp 8 --attention-backend flashinfer": "in the place of flashinfer",
+    "--tp 8 --decode-attention-backend flashinfer": "in the place of flashinfer",
+    "--tp 8 --prefill-attention-backend dsa --decode-attention-backend flashmla": (
+        "in the place of dsa and flashmla"
+    ),
+    f"--tp 8 {EAGLE} --speculative-draft-attention-backend flashinfer": "added",
+    "--tp 8 --mm-attention-backend fa3": "added",
+    '--tp 8 --json-model-override-args {"index_topk_freq":4}': "added",
+    "--config {folder}/stock.yaml": "in the place of dsa",
+}
+ASKED = ["--config {folder}/asked.yaml", "--tp 8 --attention-backend=indexcache"]
+
 REFUSED = [  # with every reason, each of which holds on a node with GPUs
     (
         f"--tp 8 --indexcache-mode live {EAGLE} --use-ray --pp-size 4 --indexcache-pattern 1/4 "
@@ -69,6 +87,14 @@ REFUSED = [  # with every reason, each of which holds on a node with GPUs
         ["does not work with --use-ray", "SGLang refuses"],
     ),
     ("--tp 8 --json-model-override-args {index", ["--json-model-override-args is not JSON"]),
+    (
+        f"--tp 8 --indexcache-pattern 1/8 --indexcache-mode live {EAGLE}",
+        ["no pattern at retention 1/8", "live mode does not work with --speculative-algorithm"],
+    ),
+    (
+        "--tp 8 --indexcache-pattern 1/4 --dsa-decode-backend trtllm",
+        ["--dsa-decode-backend trtllm needs a Blackwell GPU, and this is NVIDIA H200"],
+    ),
     (
         '--tp 8 --dtype float16 --json-model-override-args {"index_head_dim":192}',
         ["index_head_dim is 192 and must be 128", "Add --dtype bfloat16"],
@@ -98,9 +124,14 @@ print(json.dumps(examined))
 def examined(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[bool, str]]:
     """Run the doctor; return its answers by family and command line."""
     commands = [(name, line) for name, lines in PASS.items() for line in lines]
-    commands += [("glm-5", line) for line, _ in REFUSED]
+    commands += [("glm-5", line) for line in (*STOCK, *ASKED, *(line for line, _ in REFUSED))]
     folders = {name: config_only(name, tmp_path_factory.mktemp(name)) for name in PASS}
-    arguments = [["--model-path", str(folders[name]), *line.split()] for name, line in commands]
+    (folders["glm-5"] / "stock.yaml").write_text("tp-size: 8\nattention-backend: dsa\n")
+    (folders["glm-5"] / "asked.yaml").write_text("tp-size: 8\nattention-backend: indexcache\n")
+    arguments = [
+        ["--model-path", str(folders[name]), *line.replace("{folder}", str(folders[name])).split()]
+        for name, line in commands
+    ]
     process = subprocess.run(
         [sys.executable, "-c", CODE],
         input=json.dumps(arguments),
@@ -146,6 +177,47 @@ def test_usual_command_lines_of_a_gpu_node_pass(
         assert (
             f"{bytes_saved} of {132 * (78 if 'glm-5' in command else 61)} bytes per token" in text
         )
+
+
+@pytest.mark.parametrize("line", STOCK)
+def test_a_line_that_does_not_ask_for_indexcache_is_told_so_and_looked_at(
+    examined: dict[str, tuple[bool, str]], line: str
+) -> None:
+    fine, text = examined[f"glm-5 {line}"]
+    assert fine, text
+    _, note, second, *_ = text.splitlines()
+    assert note == (
+        "note: nothing in these flags asks for IndexCache, so a server with them is plain SGLang. "
+        f"What follows is about the same flags with --attention-backend indexcache {STOCK[line]}."
+    )
+    assert second == "no problem found"
+    kept = 21 if "index_topk_freq" in line else 78
+    assert f"{kept} of 78 layers keep their indexer" in text
+
+
+@pytest.mark.parametrize("line", ASKED)
+def test_a_line_that_asks_is_not(examined: dict[str, tuple[bool, str]], line: str) -> None:
+    fine, text = examined[f"glm-5 {line}"]
+    assert fine, text
+    assert "plain SGLang" not in text
+
+
+def test_each_speculation_is_told_by_its_own_evidence(
+    examined: dict[str, tuple[bool, str]],
+) -> None:
+    _, text = examined[f"glm-5 --tp 8 --indexcache-pattern 1/4 {EAGLE} --kv-cache-dtype fp8_e4m3"]
+    assert "the draft layer keeps its own indexer (rehearsed" in text
+    _, text = examined[f"glm-5 --tp 8 --indexcache-pattern 1/4 {NGRAM}"]
+    assert "other speculation" in text
+    assert "not tried" in text
+    assert "draft layer" not in text
+
+
+def test_an_even_pattern_is_told_to_be_blind(examined: dict[str, tuple[bool, str]]) -> None:
+    _, text = examined[f"deepseek-v3.2 --tp 8 {UNIFORM} --disaggregation-mode prefill"]
+    assert "advice: F layers at even distances were chosen blindly" in text
+    _, text = examined["glm-5 --tp 8 --indexcache-pattern 1/4"]
+    assert "advice" not in text
 
 
 def test_the_first_line_says_that_this_machine_has_no_gpu(

@@ -66,7 +66,7 @@ REFUSED = {
         "does not work with --decode-attention-backend dsa. Drop it."
     ),
     f"{UNIFORM} --attention-backend fa3": "does not go with --attention-backend fa3",
-    "--tp 8 --pp-size 2 --indexcache-pattern uniform:1/4": "stages start at layers 27, which are S",
+    "--tp 8 --pp-size 2 --indexcache-pattern uniform:1/4": "stages start at layer 27, where",
     "--tp 8 --indexcache-pattern FSS": "54 too short",
     f"{UNIFORM} --enable-pdmux": "--enable-pdmux does not work with models of sparse attention",
 }
