@@ -291,12 +291,13 @@ def reading(what: str) -> Iterator[None]:
 
 
 def pattern_from_sharing_keys(
-    values: Mapping[str, Any], num_layers: int, layer_ids: tuple[int, ...]
+    values: Mapping[str, Any], layer_ids: tuple[int, ...]
 ) -> Pattern | None:
     """Return the pattern that upstream's config keys describe, or None if they describe none.
 
-    Of ``values``, by :data:`SHARING_KEYS`, None counts as absent; ``layer_ids``, the model layer of
-    each pattern position, pick from an ``indexer_types`` that is longer than the pattern.
+    Of ``values``, by :data:`SHARING_KEYS`, None counts as absent. The keys count the layers of the
+    model (``dsa_layer_skips_topk`` in ``sglang/srt/configs/model_config.py``), so ``layer_ids``,
+    the model's layer at each position of the pattern, pick from them.
 
     Raises:
         PatternError: malformed values, or two keys that disagree.
@@ -307,8 +308,7 @@ def pattern_from_sharing_keys(
         patterns["indexer_types"] = Pattern.from_indexer_types(_pick(types, layer_ids))
     text = values.get("index_topk_pattern")
     if text is not None:
-        pattern = Pattern(text if isinstance(text, str) else "".join(text))
-        pattern.check_length(num_layers)
+        pattern = _pattern_of_layers("".join(text), layer_ids)
         if pattern.is_folded:
             raise PatternError(
                 f"index_topk_pattern is SGLang's own key and takes no folded layers, got {pattern}."
@@ -318,7 +318,8 @@ def pattern_from_sharing_keys(
     freq = values.get("index_topk_freq")
     if freq is not None:
         offset = values.get("index_skip_topk_offset")
-        patterns["index_topk_freq"] = Pattern.from_freq(num_layers, freq, offset)
+        schedule = Pattern.from_freq(layer_ids[-1] + 1, freq, offset)
+        patterns["index_topk_freq"] = Pattern("".join(schedule.text[i] for i in layer_ids))
     names = list(patterns)
     for name in names[1:]:
         if patterns[name] != patterns[names[0]]:
@@ -340,6 +341,26 @@ def _pick(types: Any, layer_ids: tuple[int, ...]) -> list[str]:
     return [types[layer] for layer in layer_ids]
 
 
+def _pattern_of_layers(letters: str, layer_ids: tuple[int, ...]) -> Pattern:
+    """Return ``index_topk_pattern`` at the DSA layers: SGLang counts every layer of the model.
+
+    Raises:
+        PatternError: it is too short, or too long for a model whose layers all have DSA.
+    """
+    needed = layer_ids[-1] + 1
+    if needed == len(layer_ids):
+        pattern = Pattern(letters)
+        pattern.check_length(needed)
+        return pattern
+    if len(letters) < needed:
+        raise PatternError(
+            f"index_topk_pattern has {len(letters)} letters, and SGLang counts every layer of the "
+            f"model in it: the last of the {len(layer_ids)} indexers is in layer {needed - 1}. "
+            "Give a letter for each layer, or those of the indexers to --indexcache-pattern."
+        )
+    return Pattern("".join(letters[layer] for layer in layer_ids))
+
+
 def _own_pattern(text: Any, layer_ids: tuple[int, ...], where: str) -> Pattern:
     count = len(layer_ids)
     cli_factor = _get(text, "cli_factor") or 1
@@ -352,7 +373,7 @@ def _own_pattern(text: Any, layer_ids: tuple[int, ...], where: str) -> Pattern:
             continue
         values = {key: value, "index_skip_topk_offset": _get(text, "index_skip_topk_offset")}
         try:
-            pattern = pattern_from_sharing_keys(values, count, layer_ids)
+            pattern = pattern_from_sharing_keys(values, layer_ids)
         except PatternError as error:
             raise CheckpointError(f"the config of {where} is malformed: {error}") from error
         if pattern is not None:

@@ -36,7 +36,10 @@ BLOCK_SIZES = (
 )
 """Fields of MiniMax-M3's ``sparse_attention_config`` that SGLang reads: lists by layer, sizes."""
 
-RECOGNISED_BY = ("hidden_size", "num_attention_heads", "n_routed_experts")
+EXPERTS = "n_routed_experts"
+"""The field that pruning changes: it leaves attention and indexers as they are."""
+
+RECOGNISED_BY = ("hidden_size", "num_attention_heads", EXPERTS)
 """Those that a searched pattern names its model by."""
 
 

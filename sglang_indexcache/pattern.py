@@ -275,9 +275,9 @@ class Pattern:
         missing = [start for start in starts if not self.is_full(start)]
         if missing:
             raise PatternError(
-                f"pipeline stages start at layers {_join(missing)}, which are S: the indices of "
-                "the stage before do not reach them. Make those layers F or move the stage "
-                "boundaries (SGLANG_PP_LAYER_PARTITION)."
+                f"pipeline stages start at {_layers(missing)}, where the pattern has S: indices of "
+                "the stage before do not reach it. Put F there, or move the stage boundaries "
+                "(SGLANG_PP_LAYER_PARTITION)."
             )
 
     def check_unfolded(self, where: str) -> None:
@@ -365,6 +365,10 @@ def check_foldable(pattern: Pattern, slopes: Sequence[object], whose: str) -> No
             f"layer {exact[0]} folds badly by the slopes {whose} and stays exact, and is L in the "
             "pattern. Make it F."
         )
+
+
+def _layers(layers: Sequence[int]) -> str:
+    return f"layer{'' if len(layers) == 1 else 's'} {_join(layers)}"
 
 
 def _join(layers: Iterable[int]) -> str:

@@ -71,6 +71,35 @@ def test_glm5_next_counts_only_its_attention_layers() -> None:
     assert Checkpoint.from_config(fields).own == Pattern("FS")
 
 
+@pytest.mark.parametrize(
+    ("keys", "own"),
+    [
+        ({"index_topk_pattern": "SSSFSSSS"}, "FS"),
+        ({"index_topk_pattern": list("SSSFSSSS")}, "FS"),
+        ({"index_topk_freq": 2}, "FF"),  # layers 3 and 7 are both F
+        ({"index_topk_freq": 3, "index_skip_topk_offset": 1}, "FS"),
+    ],
+)
+def test_sglangs_own_keys_count_every_layer_of_a_hybrid(keys: dict[str, Any], own: str) -> None:
+    """So does SGLang: ``dsa_layer_skips_topk(config, layer_id)``."""
+    pytest.importorskip("sglang")
+    from sglang.srt.configs.model_config import dsa_layer_skips_topk
+
+    types = ["linear_attention"] * 3 + ["indexed_attention"]
+    fields = config("Glm5NextForConditionalGeneration", num_hidden_layers=8, layer_types=types * 2)
+    fields |= keys
+    assert Checkpoint.from_config(fields).own == Pattern(own)
+    engines = SimpleNamespace(**fields, cli_factor=1)
+    assert [dsa_layer_skips_topk(engines, layer) for layer in (3, 7)] == [c == "S" for c in own]
+
+
+def test_letters_for_the_indexers_of_a_hybrid_alone_are_no_pattern_of_sglangs() -> None:
+    types = ["linear_attention"] * 3 + ["indexed_attention"]
+    fields = config("Glm5NextForConditionalGeneration", num_hidden_layers=8, layer_types=types * 2)
+    with pytest.raises(CheckpointError, match="has 2 letters, and SGLang counts every layer"):
+        Checkpoint.from_config({**fields, "index_topk_pattern": "FS"})
+
+
 M3 = "MiniMaxM3SparseForConditionalGeneration"
 PUBLISHED_M3 = {
     "num_hidden_layers": 6,

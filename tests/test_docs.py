@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 from collections.abc import Iterator
@@ -145,3 +146,29 @@ def test_one_table_has_every_flag_of_a_server_and_its_variable() -> None:
         r"^\| `(--indexcache-\S+)` \| `(\w+)` \|", (ROOT / "docs/patterns.md").read_text(), re.M
     )
     assert sorted(rows) == sorted((option.flag, option.variable) for option in OPTIONS)
+
+
+DENIED = re.compile(
+    "no GPU has run any|no answer was compared|No model was served on a GPU|none has been made"
+)
+"""Sentences that were true before a card ran our kernels and a server of ours."""
+
+
+def test_nothing_says_that_no_gpu_ran_what_the_record_says_it_ran() -> None:
+    record = json.loads((ROOT / "benchmarks/results/kernels/h100.json").read_text())
+    steps = {name: step for run in record["runs"] for name, step in run["steps"].items()}
+    served = [
+        outcome["outcome"]
+        for name, step in steps.items()
+        for test, outcome in step.get("tests", {}).items()
+        if name.startswith("served") and test.endswith("tokens_are_stocks")
+    ]
+    assert "passed" in served
+    assert steps["grid topk"]["said"]["passed"] > 0
+    sources = [*PACKAGE.rglob("*.py"), *(ROOT / "tests").rglob("*.py"), *PAGES]
+    assert not [
+        str(path.relative_to(ROOT))
+        for path in sources
+        if path.name not in ("CHANGELOG.md", Path(__file__).name)
+        and DENIED.search(path.read_text())
+    ]

@@ -137,7 +137,7 @@ def test_checkpoint_compatibility_is_set_inclusion(shipped: Pattern, data: st.Da
 def test_pipeline_stage_must_start_full() -> None:
     pattern = Pattern("FSSFSS")
     pattern.check_stages([3])
-    with pytest.raises(PatternError, match="stages start at layers 2"):
+    with pytest.raises(PatternError, match="stages start at layer 2"):
         pattern.check_stages([2, 3])
 
 

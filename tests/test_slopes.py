@@ -157,7 +157,7 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
 
 def test_sglangs_own_key_a_search_and_an_adapter_do_not_fold(tmp_path: Path) -> None:
     with pytest.raises(PatternError, match="takes no folded layers"):
-        pattern_from_sharing_keys({"index_topk_pattern": "FLLL"}, 4, tuple(range(4)))
+        pattern_from_sharing_keys({"index_topk_pattern": "FLLL"}, tuple(range(4)))
     for target in ("1/2+c4", "1/2@0123456789ab"):
         with pytest.raises(SearchError, match="over F and S layers"):
             parse_targets([target], Constraints.make(Pattern.full(12)))

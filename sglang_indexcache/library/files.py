@@ -39,12 +39,20 @@ class ModelInfo(Strict):
     shape: dict[str, int] = Field(default_factory=dict)
     note: str = ""
 
-    def matches(self, checkpoint: Checkpoint) -> bool:
-        """Return whether ``checkpoint`` has this architecture, depth and shape."""
+    def matches(self, checkpoint: Checkpoint, ignoring: str = "") -> bool:
+        """Return whether ``checkpoint`` has this architecture, depth and shape.
+
+        Args:
+            ignoring: a field of the shape that may differ.
+        """
         return (
             checkpoint.architecture in self.architectures
             and checkpoint.num_layers == self.num_layers
-            and all(checkpoint.shape.get(name) == value for name, value in self.shape.items())
+            and all(
+                checkpoint.shape.get(name) == value
+                for name, value in self.shape.items()
+                if name != ignoring
+            )
         )
 
 

@@ -19,6 +19,7 @@ from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import LibraryError, PatternError, quoted
 from sglang_indexcache.library.files import FORMS, Entry, load_entry, read_folder
 from sglang_indexcache.library.slopes import Slopes, slopes_in
+from sglang_indexcache.models import EXPERTS
 from sglang_indexcache.pattern import SLOPES_FILE, Pattern, Suffix, split_suffix
 from sglang_indexcache.support.files import shipped
 
@@ -228,12 +229,7 @@ class Library:
             entry for entry in self.for_checkpoint(checkpoint) if Fraction(entry.retention) == ratio
         ]
         if not matching:
-            raise LibraryError(
-                f"no pattern at retention {value} is known for this {checkpoint.architecture} with "
-                f"{checkpoint.num_layers} layers. Search one on your data (indexcache search run), "
-                f"or say uniform:{value} to interleave blindly, which costs quality on long "
-                "contexts."
-            )
+            raise self._unknown_ratio(value, ratio, checkpoint)
         if len(matching) > 1:  # the user's own folders come last
             *_, user_entries = (
                 matches
@@ -245,6 +241,31 @@ class Library:
             names = ", ".join(entry.name for entry in matching)
             raise LibraryError(f"several patterns at retention {value} fit: {names}. Name one.")
         return _from_entry(matching[0], f"library entry {matching[0].name}")
+
+    def _unknown_ratio(self, value: str, ratio: Fraction, checkpoint: Checkpoint) -> LibraryError:
+        """Return the error that says what to do where no pattern has the ratio ``value``."""
+        model = f"this {checkpoint.architecture} with {checkpoint.num_layers} layers"
+        start = f"no pattern at retention {value} is known for {model}"
+        if checkpoint.shares_already:
+            return LibraryError(
+                f"{start}. It shares already, as it was trained to: {checkpoint.own.summary()}. "
+                "Leave the pattern out."
+            )
+        if pruned := [
+            entry.name
+            for entry in self.entries.values()
+            if entry.model.matches(checkpoint, ignoring=EXPERTS)
+            and Fraction(entry.retention) == ratio
+        ]:
+            return LibraryError(
+                f"{start} and {checkpoint.shape.get(EXPERTS)} experts. {' and '.join(pruned)} is "
+                "for the same layers with another number of experts: give its name, and measure "
+                "quality before you serve it (indexcache eval run)."
+            )
+        return LibraryError(
+            f"{start}. Search one on your data (indexcache search run), or say uniform:{value} to "
+            "interleave blindly, which costs quality on long contexts."
+        )
 
 
 def names_a_file(value: str) -> bool:

@@ -65,6 +65,8 @@ def _run_line(pattern: Pattern, numbers: Sequence[int]) -> Text:
     text.append(f"{pattern.layers[first.source]} {sources}", style=f"bold {_color(numbers[0])}")
     prefix = "" if alone else "each "
     if followers := len(first.layers) - 1:
+        if not alone:
+            prefix = f"in steps of {len(first.layers)}, each "
         text.append(f"  {prefix}also serves the {counted(followers, 'layer')} behind it")
     else:
         text.append(f"  {prefix}serves itself only", style="dim")

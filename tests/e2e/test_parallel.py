@@ -254,7 +254,7 @@ def test_pipeline_in_live_mode_wants_full_layers_at_stage_starts(
     """Built with every indexer, SGLang ships no indices from stage to stage."""
     arguments = ["--pp-size", "2", "--indexcache-mode", "live"]
     with serve(glm, *SMALL_POOL, *arguments, **TWO_RANKS) as client:
-        with pytest.raises(ServerError, match="pipeline stages start at layers 3, which are S"):
+        with pytest.raises(ServerError, match="pipeline stages start at layer 3, where"):
             client.switch_pattern(str(PATTERN))
         allowed = Pattern("FSSFSS")
         client.switch_pattern(str(allowed))

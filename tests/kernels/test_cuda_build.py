@@ -1,6 +1,6 @@
 """Every CUDA kernel compiles for sm_90a into what the design says; needs nvcc, no GPU.
 
-These are checks of the compiler's output. They say nothing about a run: none has been made.
+These are checks of the compiler's output. They say nothing about a run, which ``tests/gpu`` makes.
 """
 
 import os

@@ -136,6 +136,26 @@ def test_bad_values(
         library.resolve(value, glm5())
 
 
+def test_a_model_that_shares_already_is_told_to_leave_the_pattern_out(library: Library) -> None:
+    shared = glm5(index_topk_freq=4, index_skip_topk_offset=3)
+    with pytest.raises(LibraryError) as caught:
+        library.resolve("1/4", shared)
+    message = str(caught.value)
+    assert "It shares already, as it was trained to: 21 of 78 layers keep their indexer" in message
+    assert message.endswith("Leave the pattern out.")
+    assert "uniform" not in message
+
+
+def test_a_pruned_model_is_told_whose_pattern_fits_its_layers(library: Library) -> None:
+    with pytest.raises(LibraryError, match=r"and 168 experts\. glm-5-1of4 is for the same layers"):
+        library.resolve("1/4", glm5(n_routed_experts=168))
+    assert library.resolve("glm-5-1of4", glm5(n_routed_experts=168))
+    with pytest.raises(LibraryError, match="Search one on your data"):
+        library.resolve("1/8", glm5(n_routed_experts=168))
+    with pytest.raises(LibraryError, match="Search one on your data"):
+        library.resolve("1/4", glm5(n_routed_experts=168, hidden_size=4096))
+
+
 def test_pattern_that_needs_missing_indexers(library: Library) -> None:
     shared = glm5(index_topk_freq=4, index_skip_topk_offset=3)
     with pytest.raises(PatternError, match="ships no indexer weights there"):
