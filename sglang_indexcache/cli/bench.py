@@ -44,8 +44,7 @@ FullConcurrency = Annotated[int, Option("--full-concurrency", metavar="N", help=
     "Requests a rank for the full KV cache; 0 takes as many as fit, and 1 needs no request of "
     "its own.")]
 MeasuredModel = Annotated[str, Option("--model", metavar="NAME", help=
-    "GLM-5-FP8, GLM-5 or DeepSeek-V3.2, whose layers were measured; MiniMax-M3 or "
-    "DeepSeek-V4-Flash, composed, whose sharing nobody has timed.")]
+    "GLM-5-FP8, GLM-5 or DeepSeek-V3.2, whose layers were measured, or the folder of one.")]
 Gpu = Annotated[str, Option("--gpu", metavar="h100|h200|b200", help="The card.")]
 Gpus = Annotated[int, Option("--gpus", "--tp", min=1, metavar="N", help=
     "How many GPUs: SGLang's --tp.")]
@@ -122,10 +121,7 @@ def plan_command(
 
     For example: indexcache bench plan --model GLM-5-FP8 --gpu h200 --gpus 8
     """
-    from sglang_indexcache.errors import BenchError
-    from sglang_indexcache.lab.bench import growth
     from sglang_indexcache.lab.bench.plan import (
-        Forecast,
         choose_patterns,
         plan,
         plan_grid,
@@ -134,16 +130,9 @@ def plan_command(
     from sglang_indexcache.support.lengths import parse_length
 
     contexts = [parse_length(text) for text in context or PLANNED_CONTEXTS]
-    values, remarks = pattern or PAPERS_PATTERNS[1:], tuple[str, ...]()
-    forwards: Forecast
-    if (growing := growth.find(model)) is not None:
-        if dp > 1:
-            raise BenchError(f"the rows of {growing.name} are of --dp 1 only")
-        forwards = composed = growth.GrowthForecast(growing, gpu.lower(), gpus, kv)
-        patterns = composed.patterns(values)
-    else:
-        forwards = plan(model, gpu, gpus, dp, kv)
-        patterns, remarks = choose_patterns(values, forwards.deployment.measured.shape)
+    forwards = plan(model, gpu, gpus, dp, kv)
+    shape = forwards.deployment.measured.shape
+    patterns, remarks = choose_patterns(pattern or PAPERS_PATTERNS[1:], shape)
     ranges = forwards.describe_range([parsed for _, parsed in patterns], contexts)
     notes = [*filter(None, [*forwards.sources, ranges, *remarks])]
     if as_json:

@@ -9,20 +9,25 @@ cuts it. Left out are what the scheduler adds between two steps, sampling, and t
 from __future__ import annotations
 
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-from sglang_indexcache.checkpoint import INDEX_K_BYTES_PER_KEY
+from sglang_indexcache.checkpoint import (
+    INDEX_K_BYTES_PER_KEY,
+    Checkpoint,
+    read_config,
+    text_config,
+)
 from sglang_indexcache.errors import BenchError, LibraryError
 from sglang_indexcache.lab.bench.folding import explain, fold
 from sglang_indexcache.lab.bench.results import METRICS, Metric
 from sglang_indexcache.lab.bench.rows import ENGINE, KINDS, LatencyEstimate, Layers, Series, Wheel
 from sglang_indexcache.lab.bench.tables import Grid
-from sglang_indexcache.library import Library, name_and_pattern
+from sglang_indexcache.library import Library, Resolved, name_and_pattern
 from sglang_indexcache.pattern import FOLDED, FULL, SHARED, Pattern
 from sglang_indexcache.shapes import (
     PRESETS,
@@ -41,6 +46,8 @@ EXPERT_LOADS = "power_law_1.01"
 """How uneven the rows' tokens load the experts: what NVIDIA's own estimator takes."""
 MEMORY_PART = 0.8
 """Share of the bandwidth that a norm reaches: an assumption."""
+TOLD_OFF = 0.02
+"""Retention by which a pattern may miss the ratio that it is called by without a note."""
 KV_BYTES = {"fp8": 656, "bf16": 1152}
 """Bytes of a token's latent row (FlashMLA's FP8 format; 576 bfloat16)."""
 
@@ -173,46 +180,11 @@ class Gain:
     at_most: bool = False
 
 
-class Forecast(ABC):
-    """The gains of patterns on a deployment.
+class Forwards:
+    """The time of whole forwards, and what patterns gain on it.
 
     Attributes:
-        base: what they are over.
-        title: the deployment.
-    """
-
-    base = "DSA"
-    title: str
-
-    @property
-    @abstractmethod
-    def sources(self) -> tuple[str, ...]:
-        """Sources of all parts, in sentences."""
-
-    @abstractmethod
-    def gain(self, metric: Metric, pattern: Pattern, context: int) -> Gain | None:
-        """Return a pattern's gain; None where nothing is known, or what is may be too far off."""
-
-    def describe_range(self, patterns: Iterable[Pattern], contexts: Sequence[int]) -> str:
-        """Say how far off gains may be: the worst error of rows predicted without themselves."""
-        gains = [
-            self.gain(metric, pattern, n)
-            for metric in METRICS
-            for pattern in patterns
-            for n in contexts
-        ]
-        offs = [gain.off for gain in gains if gain is not None]
-        if not offs:
-            return ""
-        return (
-            f"Between rows: a time may be off by {max(offs):.0%} at worst (each row predicted from "
-            f"its neighbours); where that is over {MOST_OFF:.0%}, or no rows are, it says "
-            f"'{NO_RATE}'."
-        )
-
-
-class Forwards(Forecast):
-    """The time of whole forwards.
+        title: the deployment, in words.
 
     Raises:
         BenchError: no rows of this deployment, or the wheel is not installed.
@@ -262,7 +234,8 @@ class Forwards(Forecast):
             f"of {self.deployment.chunk:,}, and contexts of {context:,} in decode.",
             f"Experts, products, all-reduce: rows of the same engine and card; experts loaded by "
             f"{EXPERT_LOADS}. Norms: bytes over {MEMORY_PART:.0%} of {name}'s bandwidth.",
-            "Not counted: the scheduler between two steps, sampling.",
+            "Not counted: the scheduler between two steps, sampling; and MTP, whose verification "
+            "asks for several tokens of a request at once, of which there are no rows.",
         ]
         if self.deployment.dp > 1:
             sentences.insert(2, "Gather and scatter of the ranks' tokens count as two all-reduces.")
@@ -301,6 +274,23 @@ class Forwards(Forecast):
             return None
         off = max(full.off, mine.off)
         return Gain(full.value, full.value / mine.value, off, requests, at_most)
+
+    def describe_range(self, patterns: Iterable[Pattern], contexts: Sequence[int]) -> str:
+        """Say how far off gains may be: the worst error of rows predicted without themselves."""
+        gains = [
+            self.gain(metric, pattern, n)
+            for metric in METRICS
+            for pattern in patterns
+            for n in contexts
+        ]
+        offs = [gain.off for gain in gains if gain is not None]
+        if not offs:
+            return ""
+        return (
+            f"Between rows: a time may be off by {max(offs):.0%} at worst (each row predicted from "
+            f"its neighbours); where that is over {MOST_OFF:.0%}, or no rows are, it says "
+            f"'{NO_RATE}'."
+        )
 
     def prefill(
         self, full_layers: int, context: int, folded_layers: int = 0, factor: int = 1
@@ -410,17 +400,51 @@ Patterns = Sequence[tuple[str, Pattern]]
 
 
 def find_model(model: str) -> str:
-    """Return the name in :data:`MODELS` of a user's, in any case and behind any organisation.
+    """Return the name in :data:`MODELS` of a checkpoint's folder, or of a name in any case.
 
     Raises:
-        BenchError: NVIDIA has measured no layers of it.
+        BenchError: NVIDIA has measured no layers of it, it shares already, or there is no folder.
+        CheckpointError: a folder that is no DSA checkpoint.
     """
-    for name in MODELS:
-        if name.lower() == model.rpartition("/")[2].lower():
+    path = Path(model)
+    if path.is_dir():
+        return _model_in(path)
+    if model.startswith(("/", ".", "~")):
+        raise BenchError(f"there is no folder {model} here")
+    given = model.rpartition("/")[2].lower()
+    for name, measured in MODELS.items():
+        if name.lower() == given:
             return name
-    raise BenchError(
+        if measured.shared.rpartition("/")[2].lower() == given:
+            raise _shares_already(model)
+    raise _unmeasured(model)
+
+
+def _model_in(folder: Path) -> str:
+    """Return the name of the measured model that a checkpoint has the shape and weights of."""
+    config, checkpoint = read_config(folder), Checkpoint.read(folder)
+    if checkpoint.shares_already:
+        raise _shares_already(str(folder))
+    shape = ModelShape.from_config(text_config(config))
+    weights = "fp8_block" if config.get("quantization_config") else "bfloat16"
+    for name, measured in MODELS.items():
+        if (PRESETS[measured.shape], measured.weights) == (shape, weights):
+            return name
+    raise _unmeasured(str(folder))
+
+
+def _shares_already(model: str) -> BenchError:
+    return BenchError(
+        f"{model} shares already, as it was trained to, so no pattern is to be planned: it is "
+        "served so with or without IndexCache. Its S layers stand for GLM-5's in a plan of GLM-5."
+    )
+
+
+def _unmeasured(model: str) -> BenchError:
+    return BenchError(
         f"nobody has published measured layers of {model}. There are rows of "
-        f"{', '.join(MODELS)}, by these names; measure others with `indexcache bench latency`."
+        f"{', '.join(MODELS)}, by these names or as a folder of such a checkpoint; measure others "
+        "with `indexcache bench latency`."
     )
 
 
@@ -438,7 +462,9 @@ def choose_patterns(values: Sequence[str], shape: str) -> tuple[Patterns, tuple[
     patterns, notes = [], []
     for name, value in map(name_and_pattern, values):
         try:
-            pattern = Library.default().parse(value, checkpoint).pattern
+            resolved = Library.default().parse(value, checkpoint)
+            pattern = resolved.pattern
+            notes += _note_on_retention(value, resolved)
         except LibraryError:
             if re.fullmatch(r"1/[0-9]+(\+c[0-9]+)?", value) is None:
                 raise
@@ -456,7 +482,18 @@ def choose_patterns(values: Sequence[str], shape: str) -> tuple[Patterns, tuple[
     return patterns, (*notes, *explain(pattern for _, pattern in patterns))
 
 
-def plan_grid(forwards: Forecast, patterns: Patterns, contexts: Sequence[int]) -> Grid:
+def _note_on_retention(value: str, resolved: Resolved) -> list[str]:
+    """Say how many layers a library pattern keeps, where its ratio hardly tells that."""
+    entry, pattern = resolved.entry, resolved.pattern
+    if entry is None or abs(Fraction(entry.retention) - pattern.retention) < TOLD_OFF:
+        return []
+    return [
+        f"{value} is {entry.name}, called {entry.retention} where it was published: "
+        f"{pattern.summary()}."
+    ]
+
+
+def plan_grid(forwards: Forwards, patterns: Patterns, contexts: Sequence[int]) -> Grid:
     """Return the gains over every indexer on, laid out as the paper's Table 1."""
     rows: list[tuple[str, ...]] = []
     for metric, title in TITLES.items():
@@ -476,10 +513,10 @@ def plan_grid(forwards: Forecast, patterns: Patterns, contexts: Sequence[int]) -
             cells = (NO_RATE if price is None else f"{price:.2f}" for price in prices)
             rows.append(("price of an L layer (F 1, S 0), for search --fold-price", *cells))
     header = ("", *map(format_length, contexts))
-    return Grid(f"expected speed-up over {forwards.base}: {forwards.title}", header, tuple(rows))
+    return Grid(f"expected speed-up over every indexer: {forwards.title}", header, tuple(rows))
 
 
-def fold_price(forwards: Forecast, layers: int, context: int) -> float | None:
+def fold_price(forwards: Forwards, layers: int, context: int) -> float | None:
     """Return what an L layer takes in prefill, beyond an S layer's time, in shares of an F layer's.
 
     None where a part is not known.
@@ -494,7 +531,7 @@ def fold_price(forwards: Forecast, layers: int, context: int) -> float | None:
     return (folded - shared) / (full - shared)
 
 
-def plan_to_json(forwards: Forecast, patterns: Patterns, contexts: Sequence[int]) -> dict[str, Any]:
+def plan_to_json(forwards: Forwards, patterns: Patterns, contexts: Sequence[int]) -> dict[str, Any]:
     """Return the same gains for programs.
 
     ``every_indexer_ms`` is a prompt's or a step's time with every indexer; it and ``speedup`` are

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -20,8 +21,9 @@ from sglang_indexcache.lab.bench.plan import (
     plan_to_json,
 )
 from sglang_indexcache.lab.bench.rows import Wheel
+from sglang_indexcache.models import SHAPES
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.shapes import PRESETS
+from sglang_indexcache.shapes import PRESETS, checkpoint_of
 from tests.lab.bench.made_up import write_rows
 
 FP8 = Deployment("GLM-5-FP8", "h200")
@@ -99,7 +101,7 @@ def test_folded_patterns_are_called_composed(tmp_path: Path) -> None:
     assert "arithmetic" in notes[0]
     assert "no kernel that folds" in notes[0]
     assert "gathering their keys" in notes[1]
-    assert not choose_patterns(["full", "1/4"], "glm-5")[1]
+    assert len(choose_patterns(["full", "1/4"], "glm-5")[1]) == 1  # 22 of 78
     source = Forwards(FP8, write_rows(tmp_path))
     rows = plan_grid(source, patterns, [32_768]).rows
     assert [row[0] for row in rows[2:5]] == [
@@ -171,7 +173,7 @@ def test_what_the_reader_is_told(tmp_path: Path) -> None:
     patterns, notes = choose_patterns(["1/2", "quarter=1/4"], "glm-5")
     assert [name for name, _ in patterns] == ["1/2", "quarter"]
     assert [len(pattern.full_layers) for _, pattern in patterns] == [40, 22]  # the library's
-    assert not notes
+    assert ["called 1/4" in note for note in notes] == [True]  # 22 of 78; 40 of 78 is a half
     sources = " ".join(source.sources)
     assert "NVIDIA's rows of SGLang 0.5.14 on H200" in sources
     assert "S layers of zai-org/GLM-5.2-FP8" in sources
@@ -197,6 +199,43 @@ def test_models_by_name() -> None:
     assert find_model("zai-org/glm-5-fp8") == "GLM-5-FP8"
     with pytest.raises(BenchError, match="nobody has published measured layers of models/glm"):
         find_model("models/glm")
+    for name in ("zai-org/GLM-5.2-FP8", "glm-5.2"):
+        with pytest.raises(BenchError, match="shares already, as it was trained to, so no pattern"):
+            find_model(name)
+    with pytest.raises(BenchError, match="there is no folder /nowhere/GLM-5-FP8 here"):
+        find_model("/nowhere/GLM-5-FP8")
+
+
+@pytest.mark.parametrize(
+    ("shape", "fields", "name"),
+    [
+        ("glm-5", {"quantization_config": {"quant_method": "fp8"}}, "GLM-5-FP8"),
+        ("glm-5", {}, "GLM-5"),
+        ("deepseek-v3.2", {"quantization_config": {"quant_method": "fp8"}}, "DeepSeek-V3.2"),
+        ("glm-5", {"index_topk_freq": 4, "index_skip_topk_offset": 3}, "shares already"),
+        ("glm-5", {"n_routed_experts": 168}, "nobody has published measured layers"),
+        ("30b", {}, "nobody has published measured layers"),
+    ],
+)
+def test_a_folder_is_known_by_its_config(
+    tmp_path: Path, shape: str, fields: dict[str, object], name: str
+) -> None:
+    architecture = checkpoint_of(shape).architecture
+    config = {**SHAPES[shape], "architectures": [architecture], **fields}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if name in MODELS:
+        assert find_model(str(tmp_path)) == name
+    else:
+        with pytest.raises(BenchError, match=name):
+            find_model(str(tmp_path))
+
+
+def test_a_plan_says_how_many_layers_a_published_ratio_is() -> None:
+    _, notes = choose_patterns(["1/4"], "glm-5")
+    assert notes == (
+        "1/4 is glm-5-1of4, called 1/4 where it was published: 22 of 78 layers keep their indexer "
+        "(28.2 %).",
+    )
 
 
 @pytest.mark.parametrize(
