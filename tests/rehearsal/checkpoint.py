@@ -25,6 +25,7 @@ from tests.rehearsal.widened import widen
 
 FP8 = "-fp8"
 MTP = "-mtp"
+TWENTY_HEADS = "-20-heads"
 TRAINED = "-trained"
 ADAPTED = "-adapted"
 IN_BFLOAT16 = "bfloat16"
@@ -68,7 +69,8 @@ def make(folder: Path, family: str = "glm-5", **fields: Any) -> Path:
         folder: created if missing.
         family: ``glm-5`` or ``deepseek-v3.2``; with ``-fp8`` its products are quantised by blocks,
             and the folder ``bfloat16`` in it holds the same values for who reads no FP8; with
-            ``-mtp`` there is a draft layer behind the others; with ``-adapted`` the folder
+            ``-mtp`` there is a draft layer behind the others; with ``-20-heads`` it has the
+            paper's number of attention heads; with ``-adapted`` the folder
             ``adapter`` in it holds other indexers, and ``merged`` the checkpoint with those; with
             ``-trained`` it is the shipped checkpoint, widened, of 12 layers and lists of 2,048.
         fields: of the config, other than usual.
@@ -76,6 +78,8 @@ def make(folder: Path, family: str = "glm-5", **fields: Any) -> Path:
     if family.endswith(MTP):
         # The kernel in front of a draft takes no 256.
         return _add_draft(make(folder, family.removesuffix(MTP), hidden_size=512))
+    if family.endswith(TWENTY_HEADS):
+        return make(folder, family.removesuffix(TWENTY_HEADS), num_attention_heads=20)
     if family.endswith(ADAPTED):
         return _adapt(make(folder, family.removesuffix(ADAPTED)))
     if family.endswith(TRAINED):

@@ -134,7 +134,9 @@ class IndexCacheBackend(Observed, DeepseekSparseAttnBackend):
 
     def _forward_flashmla_sparse(self, **call: Any) -> torch.Tensor:
         if self._attention is None:
-            return super()._forward_flashmla_sparse(**call)
+            heads = call["q_all"].shape[1]
+            padded = with_heads_for_flashmla(call, self.device_sm_major)
+            return super()._forward_flashmla_sparse(**padded)[:, :heads]
         return self._attend(call["q_all"], call["page_table_1"], call, call["attn_sink"])
 
     def _forward_flashmla_kv(self, **call: Any) -> torch.Tensor:
@@ -211,6 +213,32 @@ class IndexCacheBackend(Observed, DeepseekSparseAttnBackend):
             getattr(self._runner.attn_backend, "primary", self)
         )
         return backend
+
+
+def with_heads_for_flashmla(call: dict[str, Any], sm_major: int) -> dict[str, Any]:
+    """Return a call of ``_forward_flashmla_sparse`` with as many heads as its kernel takes.
+
+    The kernel takes multiples of 64 heads on Hopper and of 128 on Blackwell. SGLang pads to one
+    such block, and only heads that divide it: with 20 heads (the paper's model) or 96 it ends at
+    an assertion. Here any number is padded with queries of zero, whose outputs the caller drops.
+
+    Args:
+        call: keywords of SGLang's method; ``q_all`` is ``[T, H, 576]``, ``attn_sink`` ``[H]`` or
+            None.
+        sm_major: major compute capability of the card.
+    """
+    q, block = call["q_all"], 128 if sm_major >= 10 else 64
+    heads = q.shape[1]
+    if heads % block == 0 or block % heads == 0:
+        return call
+    more = -heads % block
+    sink = call.get("attn_sink")
+    sinks = sink if sink is None else torch.nn.functional.pad(sink, (0, more))
+    return {
+        **call,
+        "q_all": torch.nn.functional.pad(q, (0, 0, 0, more)),
+        "attn_sink": sinks,
+    }
 
 
 def _rows_of_part(forward_batch: ForwardBatch) -> int:

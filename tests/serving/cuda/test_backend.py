@@ -16,7 +16,7 @@ from sglang_indexcache.errors import SettingsError, StaleIndexError
 from sglang_indexcache.serving.active import ActivePattern
 from sglang_indexcache.serving.cuda import indexer as indexer_cuda
 from sglang_indexcache.serving.cuda import start
-from sglang_indexcache.serving.cuda.backend import IndexCacheBackend
+from sglang_indexcache.serving.cuda.backend import IndexCacheBackend, with_heads_for_flashmla
 from tests.serving.plans import plan, requests
 
 
@@ -332,3 +332,34 @@ def test_the_shadow_asks_with_what_sglang_multiplies(seed: int, is_fused: bool) 
             stored = values[row, head] * scale
             step = (queries[row, head].abs() * 2**-4).clamp_min(scale * 2**-10)
             assert ((stored - queries[row, head]).abs() <= step * 1.0001).all()
+
+
+@pytest.mark.parametrize(
+    ("heads", "major", "padded"),
+    [
+        (20, 9, 64),
+        (12, 9, 64),
+        (96, 9, 128),
+        (24, 10, 128),
+        (192, 10, 256),
+        (16, 9, 16),
+        (64, 9, 64),
+    ],
+)
+@pytest.mark.parametrize("with_sink", [False, True])
+def test_heads_that_sglang_cannot_pad_are_padded_for_flashmla(
+    heads: int, major: int, padded: int, with_sink: bool
+) -> None:
+    """Numbers that divide the block are left to SGLang, whose own padding takes them."""
+    sink = torch.randn(heads) if with_sink else None
+    call = {"q_all": torch.randn(3, heads, 576), "attn_sink": sink, "sm_scale": 0.1}
+    given = with_heads_for_flashmla(call, major)
+    q, sinks = given["q_all"], given["attn_sink"]
+    assert q.shape == (3, padded, 576)
+    torch.testing.assert_close(q[:, :heads], call["q_all"], rtol=0, atol=0)
+    assert not q[:, heads:].any()
+    assert given["sm_scale"] == 0.1
+    assert (sinks is None) == (sink is None)
+    if sink is not None:
+        torch.testing.assert_close(sinks[:heads], sink, rtol=0, atol=0)
+        assert sinks.shape == (padded,)
