@@ -23,7 +23,6 @@ from sglang_indexcache.ask.score import Engine, Prompt, ask_afresh
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.data.marking import Mask
 from sglang_indexcache.errors import SearchError, ServerError
-from sglang_indexcache.library import FoundOverlap
 from sglang_indexcache.models import family_of
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.calibration import Calibration
@@ -195,44 +194,6 @@ def overlap_in_words(matrix: Floats) -> str:
         f"The sharpest boundary is between layers {worst} and {worst + 1} ({low:.2f}). "
         f"The first and the last layer have {matrix[0, -1]:.2f} in common."
     )
-
-
-def by_layer(matrix: Floats, pattern: Pattern) -> tuple[float | None, ...]:
-    """Return each layer's recall: the share of its selection in the list that it is served.
-
-    Of an S layer that is its F layer's, of an F layer that of the F layer before it; None of the
-    first.
-    """
-    before = (None, *pattern.sources[:-1])
-    served = [before[n] if pattern.is_full(n) else pattern.sources[n] for n in range(len(pattern))]
-    return tuple(
-        None if source is None else float(matrix[layer, source])
-        for layer, source in enumerate(served)
-    )
-
-
-def found_overlap(
-    select: Callable[[tuple[int, ...], Pattern], NDArray[np.integer]],
-    pattern: Pattern,
-    sequences: Sequence[tuple[int, ...]],
-    topk: int,
-    data: str,
-) -> FoundOverlap:
-    """Measure the overlap for a pattern file in runs of the pattern, as a server does.
-
-    Args:
-        select: ``[N, length, k]``, what layers would select themselves in a run of a pattern.
-
-    Raises:
-        SearchError: no query saw more than k tokens.
-    """
-    counter = OverlapCounter(len(pattern), topk)
-    for ids in sequences:
-        counter.add(select(ids, pattern))
-    shares = by_layer(counter.matrix(), pattern)
-    rounded = tuple(None if share is None else round(share, 4) for share in shares)
-    chance = round(counter.chance(), 4)
-    return FoundOverlap(layers=rounded, chance=chance, queries=counter.queries, data=data)
 
 
 def served_lists(

@@ -49,10 +49,8 @@ class Plan:
         quality: what is known of the pattern's long-context quality on this checkpoint, or "".
         longer: live mode: from how many prompt tokens on another pattern is in effect, and which.
         graphs: what decode graphs are captured beside SGLang's: ``short``, or a pattern's text.
-        shadow: of how many forwards one is sampled for the overlap of lists; 0 for none.
         slopes: by pattern position, one a head, what layers fold by; None where the score stays
             exact, and () where nothing folds.
-        overlap: beyond chance, what the pattern's file says of each layer; () if it says nothing.
         shape: config fields by which the library knows the model.
     """
 
@@ -70,9 +68,7 @@ class Plan:
     quality: str = ""
     longer: tuple[tuple[int, Pattern], ...] = ()
     graphs: tuple[str, ...] = ()
-    shadow: int = 0
     slopes: tuple[tuple[float, ...] | None, ...] = ()
-    overlap: tuple[float | None, ...] = ()
     shape: tuple[tuple[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
@@ -246,7 +242,7 @@ class Plan:
         data["slopes"] = tuple(
             None if slopes is None else tuple(slopes) for slopes in data["slopes"]
         )
-        data["graphs"], data["overlap"] = tuple(data["graphs"]), tuple(data["overlap"])
+        data["graphs"] = tuple(data["graphs"])
         data["shape"] = tuple((name, value) for name, value in data["shape"])
         return cls(**data)
 

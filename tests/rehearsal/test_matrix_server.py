@@ -50,7 +50,6 @@ MTP = (
     *("--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "3"),
     *("--speculative-draft-attention-backend", "indexcache"),
 )
-SHADOW = ("--indexcache-shadow", "1")
 HICACHE = (
     *("--enable-hierarchical-cache", "--hicache-ratio", "4"),
     *("--hicache-io-backend", "direct", "--hicache-mem-layout", "layer_first"),
@@ -148,10 +147,10 @@ CASES = [
     ),
     Case(
         "chunked prefill",
-        (*LIVE, *EAGER, "--chunked-prefill-size", "128", *SHADOW),
+        (*LIVE, *EAGER, "--chunked-prefill-size", "128"),
         rehearses=("chunked prefill",),
         same_chunks=False,
-        shows=(evidence.overlaps,),
+        shows=(evidence.argument("chunked_prefill_size", 128),),
     ),
     Case(
         "mixed batches",
@@ -247,9 +246,9 @@ CASES = [
     ),
     Case(
         "an adapter",
-        (*EAGER, *SHADOW),
+        EAGER,
         family="glm-5-adapted",
-        shows=(evidence.adapter_served, evidence.overlaps),
+        shows=(evidence.adapter_served,),
     ),
     Case(
         "DeepSeek-V3.2",

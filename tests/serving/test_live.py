@@ -123,8 +123,8 @@ def test_counters_rise_through_a_switch(serving: active.ActivePattern) -> None:
         serving.count_forward(
             "prefill", [(pattern, count, count) for pattern, count in rows.items()]
         )
-        serving.count_selection(0)
-        serving.count_reuse(3)
+        serving.count_layer(0, is_full=True)
+        serving.count_layer(3, is_full=False)
         serving.count_key_write(1)
         serving.count_graph("mixed")
         assert ask(scheduler(), f"indexcache_pattern={first if len(rows) > 1 else second}")
@@ -141,8 +141,8 @@ def test_counters_rise_through_a_switch(serving: active.ActivePattern) -> None:
 def test_an_idle_rank_serves_no_pattern(serving: active.ActivePattern) -> None:
     """It keeps step with ranks that have requests, and what its layers do there is no sharing."""
     serving.count_forward("decode", [], idle=True)
-    serving.count_selection(0)
-    serving.count_reuse(1)
+    serving.count_layer(0, is_full=True)
+    serving.count_layer(1, is_full=False)
     serving.count_key_write(1)
     serving.count_graph("decode")
     reported = report(scheduler())

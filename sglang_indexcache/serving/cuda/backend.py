@@ -19,9 +19,7 @@ from sglang_indexcache.serving.cuda import kernels as kernels_cuda
 from sglang_indexcache.serving.cuda.fold import FoldedLayers
 from sglang_indexcache.serving.cuda.graph_variants import GraphVariants
 from sglang_indexcache.serving.cuda.kernels import EngineKernels, KeptLists, attend
-from sglang_indexcache.serving.cuda.observers import ShadowProbe
 from sglang_indexcache.serving.index_buffer import IndexBuffer
-from sglang_indexcache.serving.monitor.observer import Counting, Observed
 from sglang_indexcache.serving.monitor.traffic import phase_of
 from sglang_indexcache.serving.rows import patterns_of_rows
 
@@ -36,7 +34,7 @@ DECODE_GRAPH = "decode"
 """The label of SGLang's only decode graph of a batch size, without ``--indexcache-graphs``."""
 
 
-class IndexCacheBackend(Observed, DeepseekSparseAttnBackend):
+class IndexCacheBackend(DeepseekSparseAttnBackend):
     """DSA attention that knows whose indices each layer uses.
 
     Attributes:
@@ -59,7 +57,6 @@ class IndexCacheBackend(Observed, DeepseekSparseAttnBackend):
         self.kernels = EngineKernels()
         self.folded = FoldedLayers()
         self._attention: SparseMLA | None = None
-        self.observers = (Counting(active, self.index_buffer), ShadowProbe(self))
         self._lists = KeptLists()
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
@@ -88,8 +85,6 @@ class IndexCacheBackend(Observed, DeepseekSparseAttnBackend):
         # The halves of an overlap come here as well, and their replay counts once.
         if self._of_whole_batch() is self and phase_of(forward_batch) == "decode":
             self.active.count_graph(DECODE_GRAPH if self.graphs is None else self.graphs.label)
-        # A replay runs no Python that could show the shadow what was selected.
-        self.active.shadow.skip()
         super().init_forward_metadata_out_graph(forward_batch, in_capture)
 
     def forward_extend(
@@ -177,12 +172,9 @@ class IndexCacheBackend(Observed, DeepseekSparseAttnBackend):
         if not buffer.is_full(layer):
             buffer.adopt(layer, carried)
         elif self.active.plan.mode == "static":
-            # The write replaces it, and observers compare it with what the layer selected.
-            before = buffer.held
             buffer.select(layer, carried)
-            self.selected(layer, forward_batch, before, own=carried)
         indices = buffer.read(layer, rows)
-        self.served(layer)
+        self.active.count_layer(layer, is_full=buffer.is_full(layer))
         return indices
 
     def inherit(self, layer: int, forward_batch: ForwardBatch) -> None:

@@ -118,10 +118,9 @@ class BlockSharingBackend(MiniMaxSparseAttnBackend):
 
     def _serve(self, layer: int, *, is_held: bool) -> None:
         """Count what ``layer`` is about to do; an S layer needs that its blocks are held."""
-        if self._topk_is_source[layer]:
-            self.active.count_selection(layer)
-        elif is_held:
-            self.active.count_reuse(layer)
+        is_full = self._topk_is_source[layer]
+        if is_full or is_held:
+            self.active.count_layer(layer, is_full=is_full)
         else:
             source = self.active.plan.layer_ids[self._topk_group_of_layer[layer]]
             raise StaleIndexError(

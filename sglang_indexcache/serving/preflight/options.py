@@ -90,15 +90,7 @@ GRAPHS = Option(
     "batch size. Not measured on a GPU yet.",
     metavar="LIST",
 )
-SHADOW = Option(
-    "indexcache_shadow",
-    "Watch the server's pattern drift: of one forward in N (on: in 1,000), compare 16 rows' lists "
-    "with what each layer would have selected itself, in live mode S layers with their own "
-    "indexer, in static mode F layers with the F layer before. For metrics, /server_info and "
-    "indexcache server watch; answers stay as they are. Off by default.",
-    metavar="N",
-)
-OPTIONS = (PATTERN, MODE, INDEX_K_DTYPE, KERNELS, ADAPTER, GRAPHS, SHADOW)
+OPTIONS = (PATTERN, MODE, INDEX_K_DTYPE, KERNELS, ADAPTER, GRAPHS)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ from sglang_indexcache.serving.preflight.options import (
     KERNELS,
     MODE,
     PATTERN,
-    SHADOW,
     not_together,
     other_backends,
 )
@@ -234,11 +233,6 @@ def _of_folding(plan: Plan) -> Iterator[str]:
         }
         fix = f"Use {MODE.flag} static on an NVIDIA GPU; the CPU platform serves all."
         yield from _clash(f"pattern {plan.policy}, which folds indexers,", reasons, fix)
-    if plan.shadow:
-        yield (
-            f"{SHADOW.flag} does not work with a pattern that folds: it would compare with exact "
-            "lists that no layer makes. Drop it."
-        )
 
 
 def _of_blocks(cfg: Any, plan: Plan) -> Iterator[str]:
@@ -253,7 +247,6 @@ def _of_blocks(cfg: Any, plan: Plan) -> Iterator[str]:
         },
         f"{KERNELS.flag} {plan.kernels}": plan.kernels != "engine",
         INDEX_K_DTYPE.flag: plan.index_k_dtype != "auto",
-        SHADOW.flag: plan.shadow,
         ADAPTER.flag: plan.adapter,
         "a pattern that folds": plan.slopes,
         "--enable-two-batch-overlap, where one half would read the other's blocks": (

@@ -46,7 +46,7 @@ def adopts_only_once() -> None:
     adopt = IndexBuffer.adopt
 
     def mutant(self: IndexBuffer, layer: int, carried: Any) -> None:
-        if self.held is None:
+        if self._indices is None:
             adopt(self, layer, carried)
 
     IndexBuffer.adopt = mutant  # type: ignore[method-assign]
@@ -64,7 +64,7 @@ def takes_a_slice_for_a_selection() -> None:
 
     def mutant(self: Any, layer: int, batch: Any, carried: Any, rows: int) -> Any:
         ours = self.index_buffer
-        if carried is not None and carried is not ours.held and ours.is_full(layer):
+        if carried is not None and carried is not ours._indices and ours.is_full(layer):
             ours.select(layer, carried)
         return indices(self, layer, batch, carried, rows)
 

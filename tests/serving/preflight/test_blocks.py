@@ -58,7 +58,6 @@ REFUSED = {
     f"{UNIFORM} --indexcache-mode live": f"live mode does not work with a {ARCHITECTURE}",
     f"{UNIFORM} --indexcache-graphs short": f"does not work with a {ARCHITECTURE}",
     f"{UNIFORM} --indexcache-kernels cuda": "does not work with --indexcache-kernels cuda",
-    f"{UNIFORM} --indexcache-shadow on": "does not work with --indexcache-shadow",
     f"{UNIFORM} --indexcache-index-k-dtype float32": "with --indexcache-index-k-dtype",
     f"{UNIFORM} --enable-hisparse": "does not work with --enable-hisparse",
     f"{UNIFORM} --kv-cache-dtype nvfp4": "--kv-cache-dtype nvfp4 is not served",

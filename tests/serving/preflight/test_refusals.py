@@ -15,7 +15,6 @@ from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang_indexcache.errors import PatternError, SettingsError
 from sglang_indexcache.models import BY_ARCHITECTURE
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.serving.cpu import platform as platform_cpu
 from sglang_indexcache.serving.plan import BACKEND_FIELDS
 from sglang_indexcache.serving.preflight.refusals import check, stage_starts
 from tests.serving.plans import plan
@@ -138,13 +137,6 @@ def test_what_goes_together(fields: dict[str, Any], changes: dict[str, Any]) -> 
 def test_what_is_refused(fields: dict[str, Any], changes: dict[str, Any], message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         check(flags(**changes), plan(**fields), 4)
-
-
-def test_a_shadow_where_layers_fold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(platform_cpu, "is_active", lambda: True)
-    check(flags(), plan(slopes=((0.5,),) * 4), 4)
-    with pytest.raises(SettingsError, match="--indexcache-shadow does not work with a pattern"):
-        check(flags(), plan(slopes=((0.5,),) * 4, shadow=9), 4)
 
 
 @pytest.mark.parametrize(
