@@ -85,8 +85,7 @@ class RankState(BaseModel):
         indexer_selections: how often each layer's indexer scored keys and selected.
         index_reuses: how often each layer took another layer's indices.
         index_key_writes: how often each layer stored index keys without scoring.
-        graph_replays: replays of decode graphs, by the graph's label; "decode" where SGLang has one
-            of each batch size.
+        graph_replays: replays of decode graphs, all under "decode".
         tokens: rows forwarded, by phase and pattern, as "prefill FSSS".
         pairs: query-key pairs that indexers scored, scored by a folded query, or did not because a
             layer shared, by phase and the longest length of the bin of requests, as "decode 32Ki

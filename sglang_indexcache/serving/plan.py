@@ -30,9 +30,6 @@ BACKEND_FIELDS = ("attention_backend", "prefill_attention_backend", "decode_atte
 CONFIG_KEY = "indexcache"
 """Attribute of the HF config that carries the plan."""
 
-SHORT = "short"
-"""In the list of graphs: the one of batches in which nothing is left out."""
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -48,7 +45,6 @@ class Plan:
         advice: a warning for the log, or "".
         quality: what is known of the pattern's long-context quality on this checkpoint, or "".
         longer: live mode: from how many prompt tokens on another pattern is in effect, and which.
-        graphs: what decode graphs are captured beside SGLang's: ``short``, or a pattern's text.
         slopes: by pattern position, one a head, what layers fold by; None where the score stays
             exact, and () where nothing folds.
         shape: config fields by which the library knows the model.
@@ -67,7 +63,6 @@ class Plan:
     advice: str = ""
     quality: str = ""
     longer: tuple[tuple[int, Pattern], ...] = ()
-    graphs: tuple[str, ...] = ()
     slopes: tuple[tuple[float, ...] | None, ...] = ()
     shape: tuple[tuple[str, Any], ...] = ()
 
@@ -115,23 +110,6 @@ class Plan:
         check_foldable(pattern, self.slopes, "of this server")
         return pattern.with_suffix(replace(pattern.suffix, slopes=ours))
 
-    @property
-    def graph_patterns(self) -> tuple[Pattern, ...]:
-        """Those that have a decode graph of their own."""
-        return tuple(Pattern(text) for text in self.graphs if text != SHORT)
-
-    def graph_reserve_mb(self, cfg: Any) -> int:
-        """Return the MB to keep free on each GPU for the graphs beside SGLang's.
-
-        SGLang leaves 2 MB free for each request of its largest decode graph, however many graphs
-        it captures of a size (``reserve_for_graph_mb``), and gives the rest to the KV pool. So
-        this is an estimate by SGLang's own figure, not measured on a GPU. ``cfg`` is its resolving
-        view of the server's arguments, after ``handle_gpu_memory_settings``.
-        """
-        if not self.graphs or cfg.disaggregation_mode == "prefill":
-            return 0
-        return len(self.graphs) * 2 * (cfg.cuda_graph_config.decode.max_bs or 0)
-
     def describe(self) -> str:
         """Return the line for the log."""
         shared = len(self.pattern.shared_layers)
@@ -149,7 +127,6 @@ class Plan:
             f"{self.mode} mode, pattern {self.policy}, kernels {self.kernels}, index keys "
             f"{self.index_k_dtype}"
             + (f", adapter {self.adapter_digest[:12]}" if self.adapter else "")
-            + (f", graphs {', '.join(self.graphs)}" if self.graphs else "")
         )
 
     def kv_namespace(self, pattern: Pattern) -> str | None:
@@ -186,8 +163,7 @@ class Plan:
         if self.mode == "live":
             # A captured graph replays the pattern that it was captured with.
             fields["cuda_graph_backend_prefill"] = "disabled"
-            if not self.graphs:
-                fields["cuda_graph_backend_decode"] = "disabled"
+            fields["cuda_graph_backend_decode"] = "disabled"
         return fields
 
     def config_overrides(self, users: Mapping[str, Any], config: Any) -> dict[str, Any]:
@@ -242,7 +218,6 @@ class Plan:
         data["slopes"] = tuple(
             None if slopes is None else tuple(slopes) for slopes in data["slopes"]
         )
-        data["graphs"] = tuple(data["graphs"])
         data["shape"] = tuple((name, value) for name, value in data["shape"])
         return cls(**data)
 

@@ -52,7 +52,6 @@ from sglang_indexcache.serving.cuda.choice import (
 from sglang_indexcache.serving.plan import BACKEND_FIELDS, BACKEND_NAME, Plan
 from sglang_indexcache.serving.preflight import adapter, refusals
 from sglang_indexcache.serving.preflight.options import (
-    GRAPHS,
     OPTIONS,
     Choices,
     collect,
@@ -89,7 +88,6 @@ def register() -> None:
     _accept_engine_keywords()
     # By then the model's path is known, and nothing has read its config yet.
     register_resolution_hook("handle_model_source_paths")(_after_sglangs(_resolve))
-    register_resolution_hook("handle_gpu_memory_settings")(_keep_free_for_graphs)
     # By then SGLang's kernels, KV dtype and parallelism are decided.
     register_resolution_hook("handle_other_validations")(_after_sglangs(_check_kernels))
     _register_backend()
@@ -324,29 +322,6 @@ def _check_kernels(server_args: Any) -> None:
     check_reference(routes, cfg)
     for route in routes:
         logger.info("IndexCache kernels: %s", route)
-
-
-def _keep_free_for_graphs(server_args: Any, previous: Callable[[Any], None]) -> None:
-    """Run the step that decides ``--mem-fraction-static``, and leave room for our graphs."""
-    from sglang.srt.utils.common import get_device_memory_capacity
-
-    cfg = resolving_view(server_args)
-    is_fixed = cfg.mem_fraction_static is not None
-    previous(server_args)
-    plan = Plan.from_overrides(cfg.json_model_override_args)
-    reserve = 0 if plan is None else plan.graph_reserve_mb(cfg)
-    memory = get_device_memory_capacity(cfg.device) if reserve else None
-    if memory is None:
-        return
-    what = f"{GRAPHS.flag}, about {reserve} MB"
-    if is_fixed:
-        logger.warning(
-            "IndexCache: --mem-fraction-static is given, so nothing is kept free for %s.", what
-        )
-        return
-    fraction = round(cfg.mem_fraction_static - reserve / memory, 3)
-    declare_resolution(server_args, BACKEND_NAME, mem_fraction_static=fraction)
-    logger.info("IndexCache: kept free for %s: --mem-fraction-static %s.", what, fraction)
 
 
 def _is_only_way(cfg: Any) -> bool:

@@ -282,17 +282,14 @@ def test_tokens_in_graphs_are_stocks(
         evidence |= compare_with_stock(clients["static"], clients["stock"], prompts)
 
 
-@pytest.mark.parametrize("graphs", ["", f"short,{PATTERN},{FULL}"], ids=["eager", "graphs"])
 def test_live_requests_of_several_patterns_share_batches(
     model: Path,
     prompts: Prompts,
     tmp_path: Path,
     reported: dict[str, Any],
     evidence: dict[str, Any],
-    graphs: str,
 ) -> None:
-    flags = ("--indexcache-graphs", graphs) if graphs else ()
-    with serving(model, tmp_path, reported, {"live": flags}) as clients:
+    with serving(model, tmp_path, reported, {"live": ()}) as clients:
         evidence |= compare_mixed(clients["live"], prompts)
 
 

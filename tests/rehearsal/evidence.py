@@ -40,11 +40,6 @@ def mixed_forwards(client: Client, _: Path) -> None:
     assert any(state["mixed_forwards"] for state in _states(client))
 
 
-def chosen_graphs(client: Client, _: Path) -> None:
-    """Decode replayed graphs that ``--indexcache-graphs`` asked for."""
-    assert any(sum(state["graph_replays"].values()) for state in _states(client))
-
-
 def switches(client: Client, _: Path) -> None:
     """A policy by prompt length is for who comes after it and names no pattern."""
     (short, low), (long, high) = (LENGTHS[1], "F" * len(QUARTER)), (LENGTHS[0], "FSSSSS")

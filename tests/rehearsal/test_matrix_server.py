@@ -55,7 +55,6 @@ HICACHE = (
     *("--hicache-io-backend", "direct", "--hicache-mem-layout", "layer_first"),
     *("--max-total-tokens", "1024"),
 )
-GRAPHS_OF_PATTERNS = (*DECODE_GRAPHS, "--indexcache-graphs", f"{QUARTER},FFFFFF")
 DP_2 = (*TP_2, "--dp", "2", "--enable-dp-attention")
 TP_4_DP_2 = ("--tp", "4", "--dp", "2", "--enable-dp-attention")
 OVERLAP = (
@@ -119,7 +118,7 @@ CASES = [
         "attention tensor parallelism",
         (*LIVE, *EAGER, *TP_2, "--moe-dense-tp-size", "1"),
         rehearses=("tensor parallelism",),
-        shows=(evidence.mixed_forwards,),
+        shows=(evidence.mixed_forwards, evidence.switches),
     ),
     Case(
         "dp_attention",
@@ -209,16 +208,10 @@ CASES = [
     ),
     Case(
         "disaggregation",
-        (*LIVE, *GRAPHS_OF_PATTERNS),
+        (*LIVE, *EAGER),
         is_pair=True,
         rehearses=("disaggregation",),
         shows=(evidence.argument("disaggregation_mode", "decode"),),
-    ),
-    Case(
-        "graphs of patterns",
-        (*LIVE, *GRAPHS_OF_PATTERNS),
-        rehearses=("CUDA graphs",),
-        shows=(evidence.chosen_graphs, evidence.switches),
     ),
     Case(
         "pipeline parallelism",

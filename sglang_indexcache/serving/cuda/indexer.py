@@ -1,4 +1,4 @@
-"""Run SGLang's indexer by the pattern of a forward: in live mode, and in one of several graphs."""
+"""Run SGLang's indexer by the pattern of a forward, in live mode."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def indexer_forward(
 
     if ours.is_full(layer_id):
         selected = original(indexer, *arguments)
-        if selected is None or backend.active.plan.mode == "static":
-            return selected
+        if selected is None:
+            return None
         backend.inherit(layer_id, forward_batch)
         used = ours.select(layer_id, selected)
         return used if used is selected else maybe_capture_indexer_topk(layer_id, used)

@@ -80,17 +80,7 @@ ADAPTER = Option(
     "one it was trained on.",
     metavar="FOLDER",
 )
-GRAPHS = Option(
-    "indexcache_graphs",
-    "Decode CUDA graphs to capture besides the one that serves every batch, as a list with commas. "
-    "short: for batches whose requests all have at most index_topk tokens, where selecting is "
-    "selecting everything and indexers need not run; exact. In live mode, which captures no graph "
-    "without this option, also up to 4 patterns: a batch of one of them replays its graph, any "
-    "other a graph that runs every indexer. Each costs memory and time at the start for every "
-    "batch size. Not measured on a GPU yet.",
-    metavar="LIST",
-)
-OPTIONS = (PATTERN, MODE, INDEX_K_DTYPE, KERNELS, ADAPTER, GRAPHS)
+OPTIONS = (PATTERN, MODE, INDEX_K_DTYPE, KERNELS, ADAPTER)
 
 
 @dataclass(frozen=True)

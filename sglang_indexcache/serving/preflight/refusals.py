@@ -13,7 +13,6 @@ from sglang_indexcache.serving.plan import BACKEND_FIELDS, BACKEND_NAME, Plan
 from sglang_indexcache.serving.preflight.options import (
     ADAPTER,
     DSA_NAMES,
-    GRAPHS,
     INDEX_K_DTYPE,
     KERNELS,
     MODE,
@@ -81,7 +80,7 @@ FEATURES = (
             lambda cfg: cfg.kv_cache_dtype.startswith("fp8")),
     Feature("FP8 weights", "", "yes", "yes", (TESTED, REHEARSED),
             lambda cfg: cfg.quantization == "fp8"),
-    Feature("CUDA graphs", "", "yes, of decode and of prefill", "decode, with --indexcache-graphs",
+    Feature("CUDA graphs", "", "yes, of decode and of prefill", "no",
             (REHEARSED,),
             lambda cfg: cfg.device == "cuda"),
     Feature("two-batch overlap", "--enable-two-batch-overlap",
@@ -141,7 +140,7 @@ def check(cfg: Any, plan: Plan, num_layers: int) -> None:
     if not carries or cfg.enable_two_batch_overlap:
         starts = stage_starts(plan.layer_ids, num_layers, cfg.pp_size)
         with findings:
-            for pattern in (*plan.policy.patterns, *plan.graph_patterns):
+            for pattern in plan.policy.patterns:
                 pattern.check_stages(starts)
     findings.report()
 
@@ -182,8 +181,6 @@ def _reasons(cfg: Any, plan: Plan) -> Iterator[str]:
         yield from _of_blocks(cfg, plan)
     if plan.mode == "live":
         yield from _of_live_mode(cfg, plan)
-    if plan.graphs:
-        yield from _of_graphs(cfg, plan)
     yield from _of_caches(cfg, plan)
     if cfg.enable_return_indexer_topk:
         yield from _of_returned_selections(cfg)
@@ -298,12 +295,11 @@ def _of_live_mode(cfg: Any, plan: Plan) -> Iterator[str]:
     yield from _clash("live mode", reasons, f"Use {MODE.flag} static.")
     for phase in ("prefill", "decode"):
         backend = _graph_backend(cfg, phase)
-        if backend not in (None, "disabled") and (phase == "prefill" or not plan.graphs):
-            more = f", or ask for {GRAPHS.flag}" if phase == "decode" else ""
+        if backend not in (None, "disabled"):
             yield (
                 f"live mode does not work with {phase} graphs ({backend}), which would replay the "
                 f"pattern that they were captured with. Drop --cuda-graph-backend-{phase}, and the "
-                f"{phase} backend in --cuda-graph-config{more}."
+                f"{phase} backend in --cuda-graph-config."
             )
 
 
@@ -313,27 +309,6 @@ def _graph_backend(cfg: Any, phase: str) -> str | None:
     phases = config if isinstance(config, dict) else config.to_dict()
     backend: str | None = phases.get(phase, {}).get("backend")
     return backend or getattr(cfg, f"cuda_graph_backend_{phase}")
-
-
-def _of_graphs(cfg: Any, plan: Plan) -> Iterator[str]:
-    """Refuse our graphs for all but plain decode of whole batches on NVIDIA GPUs."""
-    from sglang.srt.platforms import current_platform
-
-    reasons = {
-        "the CPU platform, which captures none": platform_cpu.is_active(),
-        "AMD GPUs, where SGLang captures a short graph itself": current_platform.is_rocm(),
-        "decode graphs switched off": (
-            cfg.disable_cuda_graph
-            or cfg.disable_decode_cuda_graph
-            or cfg.cuda_graph_backend_decode == "disabled"
-        ),
-        "--speculative-algorithm, whose verification no short graph fits": (
-            cfg.speculative_algorithm is not None
-        ),
-        "--enable-two-batch-overlap": cfg.enable_two_batch_overlap,
-        f"a {plan.architecture}": not BY_ARCHITECTURE[plan.architecture].live,
-    }
-    yield from _clash(GRAPHS.flag, reasons, "Drop it.")
 
 
 def _of_caches(cfg: Any, plan: Plan) -> Iterator[str]:

@@ -18,12 +18,11 @@ from sglang_indexcache.errors import Findings, IndexCacheError, SettingsError
 from sglang_indexcache.library import NOT_EVALUATED, Entry, Library, Resolved, names
 from sglang_indexcache.library.slopes import Slopes
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.serving.plan import CONFIG_KEY, SHORT, Mode, Plan
+from sglang_indexcache.serving.plan import CONFIG_KEY, Plan
 from sglang_indexcache.serving.policy import Policy
 from sglang_indexcache.serving.preflight.config_check import check_config
 from sglang_indexcache.serving.preflight.options import (
     ADAPTER,
-    GRAPHS,
     INDEX_K_DTYPE,
     KERNELS,
     MODE,
@@ -42,9 +41,6 @@ BLINDLY = (
     "eval run)."
 )
 """Advice on uniform interleaving; its numbers are the paper's (Table 4, Long Avg)."""
-
-MOST_GRAPHS = 4
-"""Patterns with a graph of their own."""
 
 
 def read_overrides(text: str) -> dict[str, Any]:
@@ -248,7 +244,6 @@ def make_plan(
     library = Library.default()
     values: dict[Option, Any] = {option: choice.value for option, choice in choices.items()}
     mode = values.get(MODE, "static")
-    graphs = _graphs(choices, checkpoint, library, mode)
     requested = _requested_pattern(choices, checkpoint, overrides, library)
     if ADAPTER in choices:
         requested = PatternChoice.from_adapter(
@@ -281,7 +276,6 @@ def make_plan(
         advice=_advice(choice if requested else None, checkpoint, library),
         quality=quality,
         longer=choice.policy.steps[1:],
-        graphs=graphs,
         slopes=choice.slopes.by_layer if choice.slopes else (),
         shape=tuple(checkpoint.shape.items()),
     )
@@ -321,31 +315,6 @@ def _is_uniform(choice: PatternChoice, checkpoint: Checkpoint) -> bool:
     if choice.entry is not None or pattern == checkpoint.own:
         return False
     return pattern == Pattern.uniform(len(pattern), math.ceil(1 / pattern.retention))
-
-
-def _graphs(
-    choices: Choices, checkpoint: Checkpoint, library: Library, mode: Mode
-) -> tuple[str, ...]:
-    choice = choices.get(GRAPHS)
-    if choice is None:
-        return ()
-    listed = dict.fromkeys(name.strip() for name in choice.value.split(","))
-    names = [name for name in listed if name != SHORT]
-    if names and mode == "static":
-        raise SettingsError(
-            f"{choice}: static mode captures the graphs of its one pattern anyway. Ask for {SHORT} "
-            f"only, or add {MODE.flag} live."
-        )
-    try:
-        patterns = dict.fromkeys(str(library.resolve(n, checkpoint).pattern) for n in names)
-    except IndexCacheError as error:
-        raise type(error)(f"{choice}: {error}") from error
-    if len(patterns) > MOST_GRAPHS:
-        raise SettingsError(
-            f"{choice}: {len(patterns)} patterns, and each takes memory and time for every batch "
-            f"size. Name {MOST_GRAPHS} at most; batches of other patterns are served all the same."
-        )
-    return (*([SHORT] if SHORT in listed else []), *patterns)
 
 
 def _advice(choice: PatternChoice | None, checkpoint: Checkpoint, library: Library) -> str:

@@ -86,20 +86,6 @@ def leaves_the_drafts_backend_unnamed() -> None:
 
 
 @_mutant
-def writes_masks_that_no_graph_reads() -> None:
-    """Two backends have a buffer of masks each: one is captured, the other written."""
-    from sglang_indexcache.serving.cuda import start
-
-    more_graphs = start._more_graphs
-
-    def mutant(*args: Any) -> Any:
-        more_graphs(*args)  # is asked from now on
-        return more_graphs(*args)
-
-    start._more_graphs = mutant
-
-
-@_mutant
 def shares_the_cache_between_patterns() -> None:
     """A prefix is found by its tokens alone."""
     from sglang_indexcache.serving.plan import Plan

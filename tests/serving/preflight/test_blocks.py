@@ -56,7 +56,6 @@ REFUSED = {
     f"{UNIFORM} --enable-two-batch-overlap": "where one half would read the other's blocks",
     f"{UNIFORM} {EAGLE}": "does not work with --speculative-algorithm",
     f"{UNIFORM} --indexcache-mode live": f"live mode does not work with a {ARCHITECTURE}",
-    f"{UNIFORM} --indexcache-graphs short": f"does not work with a {ARCHITECTURE}",
     f"{UNIFORM} --indexcache-kernels cuda": "does not work with --indexcache-kernels cuda",
     f"{UNIFORM} --indexcache-index-k-dtype float32": "with --indexcache-index-k-dtype",
     f"{UNIFORM} --enable-hisparse": "does not work with --enable-hisparse",

@@ -85,9 +85,6 @@ def platform(monkeypatch: pytest.MonkeyPatch) -> Any:
         ({}, {"dcp_size": 2, "enable_hisparse": True}),
         (LIVE, {"kv_cache_dtype": "fp8_e4m3"}),
         ({}, RETURN | {"tp_size": 4, "attn_dp_size": 4}),
-        ({"graphs": ("short",)}, {"pp_size": 4}),
-        (LIVE | {"graphs": ("short", "FSSS")}, {}),
-        (LIVE | {"graphs": ("short",)}, {"cuda_graph_backend_decode": "full"}),
         (LIVE, {"cuda_graph_config": {"decode": {"max_bs": 8, "backend": "disabled"}}}),
         (LIVE, {"cuda_graph_config": default_cuda_graph_config()}),  # SGLang's own
     ],
@@ -125,9 +122,9 @@ def test_what_goes_together(fields: dict[str, Any], changes: dict[str, Any]) -> 
         ({}, {"kv_cache_dtype": "nvfp4"}, "--kv-cache-dtype nvfp4 is not served"),
         (LIVE, {"kv_cache_dtype": "fp4_mx_block16"}, "fp4_mx_block16 is not served"),
         (LIVE, {"cuda_graph_config": {"decode": {"backend": "full"}}}, r"decode graphs \(full\)"),
-        (LIVE, {"cuda_graph_backend_decode": "full"}, "or ask for --indexcache-graphs"),
+        (LIVE, {"cuda_graph_backend_decode": "full"}, "Drop --cuda-graph-backend-decode"),
         (
-            LIVE | {"graphs": ("short",)},
+            LIVE,
             {"cuda_graph_backend_prefill": "breakable"},
             "Drop --cuda-graph-backend-prefill, and the prefill backend",
         ),
@@ -144,7 +141,6 @@ def test_what_is_refused(fields: dict[str, Any], changes: dict[str, Any], messag
     [
         (PlatformEnum.ROCM, LIVE, "live mode does not work on AMD GPUs"),
         (PlatformEnum.ROCM, {"kernels": "cuda"}, "cuda does not work on AMD GPUs"),
-        (PlatformEnum.ROCM, {"graphs": ("short",)}, "where SGLang captures a short graph itself"),
         (PlatformEnum.NPU, {}, r"does not serve on this platform \(npu\)"),
         (PlatformEnum.XPU, {}, "SGLang has another attention backend for it"),
         (PlatformEnum.CPU, {}, "does not serve on this platform"),
@@ -229,11 +225,6 @@ def test_in_static_mode_sglang_hands_the_indices_on() -> None:
     check(flags(**TWO), plan("FFSS"), 4)
 
 
-def test_a_graphs_pattern_obeys_the_stages_too() -> None:
-    with pytest.raises(PatternError, match="pattern has S"):
-        check(flags(**TWO), plan("FSFS", mode="live", graphs=("FSSS",)), 4)
-
-
 def test_no_model_of_ours_has_prefill_in_pieces() -> None:
     files = (Path(sglang.__file__).parent / "srt" / "models").glob("*.py")
     pieces = {
@@ -251,23 +242,3 @@ def test_stage_starts_in_pattern_positions() -> None:
     assert stage_starts((3, 7, 11), 16, 4) == [1, 2]  # the last stage begins behind layer 11
     assert stage_starts((3, 7, 11), 14, 14) == [0, 1, 2]
     assert stage_starts(range(6), 6, 1) == []
-
-
-@pytest.mark.parametrize(
-    ("fields", "changes", "reason"),
-    [
-        ({}, {"disable_cuda_graph": True}, "switched off"),
-        ({}, {"disable_decode_cuda_graph": True}, "switched off"),
-        ({}, {"cuda_graph_backend_decode": "disabled"}, "switched off"),
-        ({}, {"speculative_algorithm": "EAGLE"}, "--speculative-algorithm, whose verification"),
-        ({}, {"enable_two_batch_overlap": True}, "--enable-two-batch-overlap"),
-        ({"architecture": "Glm5NextForConditionalGeneration"}, {}, "a Glm5Next"),
-    ],
-)
-def test_graphs_that_nothing_would_replay(
-    fields: dict[str, Any], changes: dict[str, Any], reason: str
-) -> None:
-    refused_plan = plan(graphs=("short",), **fields)
-    with pytest.raises(SettingsError, match=f"--indexcache-graphs does not work with .*{reason}"):
-        check(flags(**changes), refused_plan, 4)
-    check(flags(), plan(graphs=("short",)), 4)
