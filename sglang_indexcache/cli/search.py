@@ -274,7 +274,6 @@ def overlap_command(
         CopyCounter,
         OverlapCounter,
         best_patterns,
-        check_one_list,
         draw_overlap,
         earlier_places,
         numbers,
@@ -287,7 +286,6 @@ def overlap_command(
     from sglang_indexcache.support.files import write_json
 
     setup = Setup.read(model, data, context=_length(context), batches=batches, score=Score.ALL)
-    check_one_list(setup.checkpoint)
     drawn = setup.resolve(pattern) if pattern else None
     if url:
         [server] = connect([url], os.environ.get("SGLANG_API_KEY"))

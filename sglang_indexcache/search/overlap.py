@@ -23,7 +23,6 @@ from sglang_indexcache.ask.score import Engine, Prompt, ask_afresh
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.data.marking import Mask
 from sglang_indexcache.errors import SearchError, ServerError
-from sglang_indexcache.models import family_of
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.calibration import Calibration
 from sglang_indexcache.search.evaluators import Floats, ServedEvaluator
@@ -172,19 +171,6 @@ def kept_list(
     return np.tril(overlaps.matrix() - copies.lost())
 
 
-def check_one_list(checkpoint: Checkpoint) -> None:
-    """Refuse models whose layers have a list for each group of heads.
-
-    Raises:
-        SearchError: it is one.
-    """
-    if family_of(checkpoint.architecture).grouped:
-        raise SearchError(
-            f"in a {checkpoint.architecture} each group of heads selects by itself, and overlap is "
-            "counted for layers with one list. Compare patterns by their loss instead (search)."
-        )
-
-
 def overlap_in_words(matrix: Floats) -> str:
     """Describe an ``[N, N]`` overlap matrix, N >= 2."""
     adjacent = np.diagonal(matrix, 1)
@@ -290,7 +276,6 @@ class ReturningEvaluator(ServedEvaluator):
     def kept_list(self, batch: int) -> Floats:
         """Ask for a batch's lists and compare them by :func:`kept_list`, a prompt at a time."""
         checkpoint = self._checkpoint
-        check_one_list(checkpoint)
         cut, masks = self.calibration.batches, self.calibration.batch_counted
         what: Any = {"checkpoint": checkpoint, "pattern": str(checkpoint.own)}
         samples = (

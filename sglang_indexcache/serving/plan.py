@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 from sglang_indexcache.checkpoint import SHARING_KEYS, Checkpoint
 from sglang_indexcache.errors import PatternError
-from sglang_indexcache.models import family_of
 from sglang_indexcache.pattern import Pattern, check_foldable
 from sglang_indexcache.serving.policy import Policy
 
@@ -75,11 +74,6 @@ class Plan:
     def policy(self) -> Policy:
         """The pattern for each prompt length."""
         return Policy(((0, self.pattern), *self.longer))
-
-    @property
-    def shares_blocks(self) -> bool:
-        """Whether the model's own attention backend shares, and not that of DSA models."""
-        return family_of(self.architecture).grouped
 
     @property
     def slopes_digest(self) -> str:
@@ -150,8 +144,6 @@ class Plan:
 
     def engine_fields(self, cfg: Any) -> dict[str, Any]:
         """Return what else SGLang's arguments must say; ``cfg`` is its resolving view of them."""
-        if self.shares_blocks:  # SGLang or the user chooses the other layers' backend
-            return {name: None for name in BACKEND_FIELDS if getattr(cfg, name) == BACKEND_NAME}
         fields: dict[str, Any] = {
             name: ENGINE_NAME
             for name in BACKEND_FIELDS
@@ -173,7 +165,7 @@ class Plan:
         """
         ours = self.hf_overrides()
         merged = {**users, **ours}
-        if getattr(config, "text_config", None) is not None and not self.shares_blocks:
+        if getattr(config, "text_config", None) is not None:
             merged["text_config"] = {**users.get("text_config", {}), **ours}
         return merged
 
@@ -181,12 +173,11 @@ class Plan:
         """Return the fields of the HF config with which SGLang builds this plan.
 
         ``indexer_types`` is the key that SGLang obeys first; the others are cleared. In live mode
-        every indexer of the checkpoint is built. A model that shares blocks has every indexer, too.
+        every indexer of the checkpoint is built.
         """
         built = self.pattern if self.mode == "static" else self.own
         overrides: dict[str, Any] = dict.fromkeys(SHARING_KEYS)
-        if not self.shares_blocks:
-            overrides["indexer_types"] = self._by_model_layer(built)
+        overrides["indexer_types"] = self._by_model_layer(built)
         overrides[CONFIG_KEY] = json.loads(json.dumps(vars(self), default=str))
         return overrides
 

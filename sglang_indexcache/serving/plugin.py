@@ -31,7 +31,6 @@ from sglang_indexcache.checkpoint import (
 )
 from sglang_indexcache.errors import CheckpointError, Findings, IndexCacheError, SettingsError
 from sglang_indexcache.kernels.dispatch import Machine
-from sglang_indexcache.models import family_of
 from sglang_indexcache.serving import (
     agreement,
     engine_version,
@@ -125,12 +124,6 @@ def _register_backend() -> None:
     # Resolution turns our name into "dsa". Whoever still has it was never resolved with us, and
     # SGLang would dispatch the model's layers for a backend that it does not know.
     attention_registry.register_attention_backend(BACKEND_NAME)(refuse)
-    # MiniMax-M3 has a backend of its own, which SGLang puts around that of its dense layers.
-    hooks.around(
-        "sglang.srt.layers.attention.attention_registry.attn_backend_wrapper",
-        _share_blocks,
-        at_start=True,
-    )
 
 
 def create_backend(runner: Any, original: Callable[[Any], Any]) -> Any:
@@ -155,16 +148,6 @@ def create_backend(runner: Any, original: Callable[[Any], Any]) -> Any:
     from sglang_indexcache.serving.cuda.start import create_cuda_backend
 
     return create_cuda_backend(runner, active)
-
-
-def _share_blocks(original: Callable[[Any, Any], Any], runner: Any, dense: Any) -> Any:
-    """Create the backend of a model that shares blocks; SGLang's function serves all others."""
-    plan = Plan.from_hf_config(runner.model_config.hf_config)
-    if plan is None or not plan.shares_blocks or runner.is_draft_worker:
-        return original(runner, dense)
-    from sglang_indexcache.serving.cuda.blocks import create_blocks_backend
-
-    return create_blocks_backend(runner, dense, _activate(runner, plan))
 
 
 def _activate(runner: Any, plan: Plan) -> ActivePattern:
@@ -308,9 +291,6 @@ def _check_kernels(server_args: Any) -> None:
     plan = Plan.from_overrides(cfg.json_model_override_args)
     if plan is None:
         return
-    if plan.shares_blocks:
-        refusals.check_quantization(plan, cfg.quantization)
-        return
     model = model_config_of(server_args)
     machine = Machine.here()
     routes = choose(plan.kernels, cfg, model, machine)
@@ -333,8 +313,6 @@ def _is_only_way(cfg: Any) -> bool:
             _checkpoint_config(cfg, read_overrides(cfg.json_model_override_args)), cfg.model_path
         )
         checkpoint.check_served(cfg.model_path)
-        if family_of(checkpoint.architecture).grouped:  # the CPU platform has DSA attention alone
-            return False
     except CheckpointError:  # no DSA model, or one that this cannot serve
         return False
     logger.info(

@@ -20,7 +20,6 @@ from sglang_indexcache.search.overlap import (
     OverlapCounter,
     ReturningEvaluator,
     best_patterns,
-    check_one_list,
     overlap_in_words,
     served_lists,
 )
@@ -81,14 +80,6 @@ def test_blocks_of_the_queries_that_count(seed: int, size: int, k: int) -> None:
         assert counter.matrix()[i, j] == pytest.approx(np.mean(shares), abs=1e-6)
     assert counter.queries == len(queries)
     assert counter.chance() == pytest.approx(np.mean([k / (t + 1) for t in queries]))
-
-
-def test_lists_of_several_groups_are_not_counted_as_one() -> None:
-    checkpoint: Any = SimpleNamespace(architecture="GlmMoeDsaForCausalLM")
-    check_one_list(checkpoint)
-    grouped: Any = SimpleNamespace(architecture="MiniMaxM3SparseForCausalLM")
-    with pytest.raises(SearchError, match="each group of heads selects by itself"):
-        check_one_list(grouped)
 
 
 def test_nothing_to_count() -> None:

@@ -370,8 +370,6 @@ def _saved(plan: Plan, context: int) -> str:
         return "nothing: live mode keeps every layer's index keys"
     if not plan.pattern.shared_layers:
         return "nothing: every layer is F"
-    if plan.shares_blocks:
-        return "nothing: S layers of this model keep theirs, and save time alone"
     if dict(plan.shape).get("index_head_dim", INDEX_HEAD_DIM) != INDEX_HEAD_DIM:
         return f"that of {len(plan.pattern.shared_layers)} of {len(plan.layer_ids)} layers"
     saved = len(plan.pattern.shared_layers) * INDEX_K_BYTES_PER_KEY
@@ -389,6 +387,5 @@ def _features(cfg: Any, plan: Plan) -> list[str]:
             support = feature.static if plan.mode == "static" else feature.live
             condition = support.removeprefix("yes").lstrip(", ")
             line = f"{feature.name}: {condition}" if condition else feature.name
-            evidence = READ if plan.shares_blocks else feature.evidence
-            lines.append(f"{line} ({evidence})")
+            lines.append(f"{line} ({feature.evidence})")
     return [*lines, EVIDENCE]

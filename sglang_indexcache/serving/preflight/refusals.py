@@ -9,11 +9,9 @@ from typing import Any
 from sglang_indexcache.errors import Findings, SettingsError
 from sglang_indexcache.models import BY_ARCHITECTURE
 from sglang_indexcache.serving.cpu import platform as platform_cpu
-from sglang_indexcache.serving.plan import BACKEND_FIELDS, BACKEND_NAME, Plan
+from sglang_indexcache.serving.plan import BACKEND_NAME, Plan
 from sglang_indexcache.serving.preflight.options import (
     ADAPTER,
-    DSA_NAMES,
-    INDEX_K_DTYPE,
     KERNELS,
     MODE,
     PATTERN,
@@ -147,7 +145,7 @@ def check(cfg: Any, plan: Plan, num_layers: int) -> None:
 
 def _reasons(cfg: Any, plan: Plan) -> Iterator[str]:
     yield from _of_platform(plan)
-    if not plan.shares_blocks and (others := other_backends(cfg)):
+    if others := other_backends(cfg):
         yield not_together(f"--attention-backend {BACKEND_NAME}", others)
     if cfg.use_ray:
         yield (
@@ -177,8 +175,6 @@ def _reasons(cfg: Any, plan: Plan) -> Iterator[str]:
         )
     if plan.slopes:
         yield from _of_folding(plan)
-    if plan.shares_blocks:
-        yield from _of_blocks(cfg, plan)
     if plan.mode == "live":
         yield from _of_live_mode(cfg, plan)
     yield from _of_caches(cfg, plan)
@@ -195,13 +191,7 @@ def _clash(what: str, reasons: Mapping[str, Any], fix: str) -> Iterator[str]:
 def _of_platform(plan: Plan) -> Iterator[str]:
     from sglang.srt.platforms import current_platform
 
-    if plan.shares_blocks and not current_platform.is_cuda():
-        yield (
-            f"a {plan.architecture} shares blocks on NVIDIA GPUs alone (on AMD's gfx95 SGLang "
-            "shares them itself, by SGLANG_MINIMAX_M3_INDEX_TOPK_FREQ). Serve it without "
-            "IndexCache, or on such a GPU."
-        )
-    elif current_platform.is_rocm():
+    if current_platform.is_rocm():
         if plan.mode == "live":
             yield (
                 "live mode does not work on AMD GPUs: SGLang writes the index keys of F and S "
@@ -230,55 +220,6 @@ def _of_folding(plan: Plan) -> Iterator[str]:
         }
         fix = f"Use {MODE.flag} static on an NVIDIA GPU; the CPU platform serves all."
         yield from _clash(f"pattern {plan.policy}, which folds indexers,", reasons, fix)
-
-
-def _of_blocks(cfg: Any, plan: Plan) -> Iterator[str]:
-    """Refuse for MiniMax-M3 what would share nothing or the wrong blocks, and what was not read."""
-    from sglang.srt.environ import envs
-
-    reasons = {
-        **{
-            f"--{name.replace('_', '-')} {backend}": backend in DSA_NAMES
-            for name in BACKEND_FIELDS
-            if (backend := getattr(cfg, name))
-        },
-        f"{KERNELS.flag} {plan.kernels}": plan.kernels != "engine",
-        INDEX_K_DTYPE.flag: plan.index_k_dtype != "auto",
-        ADAPTER.flag: plan.adapter,
-        "a pattern that folds": plan.slopes,
-        "--enable-two-batch-overlap, where one half would read the other's blocks": (
-            cfg.enable_two_batch_overlap
-        ),
-        "--speculative-algorithm": cfg.speculative_algorithm is not None,
-        "--enable-prefill-cp": cfg.enable_prefill_cp,
-        "--dcp-size": cfg.dcp_size > 1,
-        "--enable-hisparse": cfg.enable_hisparse,
-        "--enable-kv-cache-sharding": cfg.enable_kv_cache_sharding,
-        "--enable-return-indexer-topk": cfg.enable_return_indexer_topk,
-        "SGLANG_OPT_USE_MINIMAX_DENSE_SPARSE_DECODE, whose decode shares nothing": (
-            envs.SGLANG_OPT_USE_MINIMAX_DENSE_SPARSE_DECODE.get()
-        ),
-        "SGLANG_MINIMAX_M3_INDEX_TOPK_FREQ, which is for AMD GPUs": (
-            envs.SGLANG_MINIMAX_M3_INDEX_TOPK_FREQ.get() > 1
-        ),
-    }
-    yield from _clash(f"sharing the blocks of a {plan.architecture}", reasons, "Drop it.")
-
-
-def check_quantization(plan: Plan, quantization: str | None) -> None:
-    """Refuse a backend that computes blocks anew in each layer; called when SGLang has chosen it.
-
-    Raises:
-        SettingsError: it is the one for NVFP4 weights on Blackwell.
-    """
-    from sglang.srt.configs.model_config import uses_minimax_m3_nvfp4_native_stack
-
-    if uses_minimax_m3_nvfp4_native_stack(quantization):
-        raise SettingsError(
-            f"sharing the blocks of a {plan.architecture} does not work with NVFP4 weights on "
-            "Blackwell, for which SGLang has an attention backend that shares nothing. Serve the "
-            "checkpoint in another format."
-        )
 
 
 def _of_live_mode(cfg: Any, plan: Plan) -> Iterator[str]:

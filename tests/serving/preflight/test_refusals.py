@@ -15,7 +15,6 @@ from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang_indexcache.errors import PatternError, SettingsError
 from sglang_indexcache.models import BY_ARCHITECTURE
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.serving.plan import BACKEND_FIELDS
 from sglang_indexcache.serving.preflight.refusals import check, stage_starts
 from tests.serving.plans import plan
 
@@ -158,42 +157,6 @@ def test_platforms_that_are_not_served(
 def test_amd_serves_a_static_pattern_with_the_engines_kernels(platform: Any) -> None:
     type(platform)._enum = PlatformEnum.ROCM
     check(flags(), plan(), 4)
-
-
-M3 = {"architecture": "MiniMaxM3SparseForCausalLM", "layer_ids": (1, 2, 4, 5)}
-NO_BACKEND = dict.fromkeys(BACKEND_FIELDS)
-
-
-@pytest.mark.parametrize(
-    ("fields", "changes", "cause"),
-    [
-        ({"slopes": ((0.5,),) * 4}, {}, "a pattern that folds"),
-        ({"adapter": "/adapter"}, {}, "--indexcache-adapter"),
-        ({}, {"enable_prefill_cp": True}, "--enable-prefill-cp"),
-        ({}, {"dcp_size": 2}, "--dcp-size"),
-        ({}, {"enable_kv_cache_sharding": True}, "--enable-kv-cache-sharding"),
-        ({}, RETURN, "--enable-return-indexer-topk"),
-        ({}, {"prefill_attention_backend": "nsa"}, "--prefill-attention-backend nsa"),
-    ],
-    ids=str,
-)
-def test_what_minimax_m3_does_not_go_with(
-    fields: dict[str, Any], changes: dict[str, Any], cause: str
-) -> None:
-    """``test_blocks.py`` has the refusals of real command lines."""
-    fine = flags(**NO_BACKEND)
-    check(fine, plan(**M3), 7)
-    with pytest.raises(
-        SettingsError, match=f"sharing the blocks of a .* does not work with {cause}"
-    ):
-        check(flags(**NO_BACKEND | changes), plan(**M3 | fields), 7)
-
-
-@pytest.mark.parametrize("device", [PlatformEnum.ROCM, PlatformEnum.CPU])
-def test_minimax_m3_shares_on_nvidia_alone(platform: Any, device: PlatformEnum) -> None:
-    type(platform)._enum, type(platform).device_name = device, device.name.lower()
-    with pytest.raises(SettingsError, match="shares blocks on NVIDIA GPUs alone"):
-        check(flags(**NO_BACKEND), plan(**M3), 7)
 
 
 HYBRID = {"architecture": "Glm5NextForConditionalGeneration", "layer_ids": (3, 7, 11)}
