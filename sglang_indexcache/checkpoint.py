@@ -16,8 +16,6 @@ from typing import Any
 
 from sglang_indexcache.errors import CheckpointError, IndexCacheError, PatternError
 from sglang_indexcache.models import (
-    BLOCK_LISTS,
-    BLOCK_SIZES,
     BY_ARCHITECTURE,
     LAYER_COUNTS,
     SHAPE_FIELDS,
@@ -98,14 +96,6 @@ FORMS: Mapping[str, _Form] = {
         "an object, whose kda_layers are whole numbers",
     ),
     "layer_types": _WORDS,
-    "sparse_attention_config": (
-        lambda value: (
-            _is_object(value)
-            and all(map(_are_numbers, (_get(value, name) for name in BLOCK_LISTS)))
-            and _are_numbers([_get(value, name) or 0 for name in BLOCK_SIZES])
-        ),
-        "an object, whose frequency, sizes and numbers of blocks and heads are whole numbers",
-    ),
     "mlp_layer_types": _WORDS,
     "first_k_dense_replace": _NUMBER,
     "n_routed_experts": _NUMBER,
@@ -115,8 +105,6 @@ FORMS: Mapping[str, _Form] = {
     "hidden_size": _COUNT,
     "num_attention_heads": _COUNT,
     "index_topk": _COUNT,
-    "index_topk_blocks": _COUNT,
-    "index_block_size": _COUNT,
     "index_n_heads": _COUNT,
     "index_head_dim": _COUNT,
     "vocab_size": _COUNT,
@@ -135,8 +123,7 @@ class Checkpoint:
             pattern is layer ``layer_ids[i]``. The identity for all but hybrid models.
         own: the sharing that the checkpoint was trained with; all F if none. Its S layers ship
             no indexer weights.
-        shape: config fields that tell models apart (used by the pattern library). ``index_topk`` is
-            how many tokens a query selects, by whatever name.
+        shape: config fields that tell models apart (used by the pattern library).
     """
 
     architecture: str
@@ -179,7 +166,7 @@ class Checkpoint:
             architecture=architecture,
             layer_ids=layer_ids,
             own=_own_pattern(text, layer_ids, where),
-            shape={**shape, **family.sizes(text), "index_topk": family.topk(text)},
+            shape=shape,
         )
 
     def check_served(self, where: str) -> None:
@@ -389,7 +376,7 @@ def _family(architecture: str, text: Any, where: str) -> Family:
             f"{where} is a {architecture}, whose indices IndexCache does not share: "
             f"{family.unsupported}."
         )
-    if family.topk(text) is not None:
+    if _get(text, "index_topk") is not None:
         return family
     fields = text if isinstance(text, Mapping) else vars(text)
     if any(str(name).startswith("index_") and value for name, value in fields.items()):

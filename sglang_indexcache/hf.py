@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Any
 from sglang_indexcache.checkpoint import CONFIG_FILE, Checkpoint
 from sglang_indexcache.errors import CheckpointError, PatternError, StaleIndexError
 from sglang_indexcache.library import Library, Resolved
-from sglang_indexcache.models import BY_ARCHITECTURE, family_of
+from sglang_indexcache.models import BY_ARCHITECTURE
 from sglang_indexcache.pattern import Pattern
 
 if TYPE_CHECKING:
     import torch
 
-_KEY_UPDATES = ("update_indexer", "update_index")
-"""Names of the method by which a cache's layer takes index keys: DSA's, and MiniMax-M3's."""
+_KEY_UPDATE = "update_indexer"
+"""The method by which a cache's layer takes index keys."""
 
 
 @dataclass
@@ -35,9 +35,7 @@ class SharedForward:
 
     Attributes:
         layer: the F layer that chose ``indices``, by its place in the pattern; None before any.
-        indices: what it selected for each query: ``[batch, queries, k]`` int32 positions, or
-            ``[batch, groups, queries, k]`` int64 blocks for each group of heads, -1 where fewer
-            are (MiniMax-M3).
+        indices: what it selected for each query: ``[batch, queries, k]`` int32 positions.
     """
 
     pattern: Pattern
@@ -54,9 +52,8 @@ def share(model: Any, pattern: Pattern | str | Resolved) -> Iterator[SharedForwa
     indexers on it, also after the context has ended, raises :class:`PatternError`.
 
     Args:
-        model: a transformers model with DSA (GLM-5, DeepSeek-V3.2, A.X-K2, HY-V4, ...), or
-            MiniMax-M3, whose pattern has a letter for each sparse layer. One that this package
-            does not know is judged by its modules, with a warning.
+        model: a transformers model with DSA (GLM-5, DeepSeek-V3.2, A.X-K2, HY-V4, ...). One that
+            this package does not know is judged by its modules, with a warning.
         pattern: a pattern, or any form that :meth:`Library.resolve` takes, such as ``"1/4"``. One
             that folds must be text, which names the file of its slopes; whose weights these are
             for is checked where the model was loaded from a folder. Whoever has resolved it may
@@ -81,13 +78,12 @@ def share(model: Any, pattern: Pattern | str | Resolved) -> Iterator[SharedForwa
     pattern = resolved.pattern
     pattern.check_checkpoint(checkpoint.own)
     select = _selections(attentions, resolved)
-    grouped = family_of(checkpoint.architecture).grouped
     sharing = SharedForward(pattern)
     with ExitStack() as stack:
         for number, attention in enumerate(attentions):
             if (indexer := attention.indexer) is not None:  # without one it shares by itself
                 stack.callback(_restore, indexer, vars(indexer).get("forward"))
-                indexer.forward = _switch(indexer, number, sharing, select.get(number), grouped)
+                indexer.forward = _switch(indexer, number, sharing, select.get(number))
         yield sharing
 
 
@@ -142,7 +138,6 @@ def _switch(
     number: int,
     sharing: SharedForward,
     folded: Callable[..., torch.Tensor] | None,
-    grouped: bool,
 ) -> Callable[..., torch.Tensor]:
     """Return an indexer's replacement: it runs the original or ``folded``, or shares indices."""
     # Inside another share() the indexer's own forward is behind that one's switch.
@@ -153,7 +148,7 @@ def _switch(
     def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
         if source == number:
             indices: torch.Tensor = select(*args, **kwargs)
-            _check_indices(indices, indexer, grouped)
+            _check_indices(indices, indexer)
             sharing.indices, sharing.layer = indices, number
             return indices
         if sharing.indices is None or sharing.layer != source:
@@ -164,9 +159,8 @@ def _switch(
         caches = (value for value in (*args, *kwargs.values()) if hasattr(value, "layers"))
         if (cache := next(caches, None)) is not None:
             cache_layer = cache.layers[indexer.layer_idx]
-            for name in _KEY_UPDATES:
-                if hasattr(cache_layer, name):
-                    setattr(cache_layer, name, MethodType(_refuse_update, cache_layer))
+            if hasattr(cache_layer, _KEY_UPDATE):
+                setattr(cache_layer, _KEY_UPDATE, MethodType(_refuse_update, cache_layer))
         hidden = args[0] if args else kwargs["hidden_states"]
         return sharing.indices.to(hidden.device)  # layers may be spread over devices
 
@@ -174,13 +168,13 @@ def _switch(
     return forward
 
 
-def _check_indices(indices: Any, indexer: Any, grouped: bool) -> None:
-    """Refuse an indexer that does not answer as its family's do: one list for each query."""
-    if getattr(indices, "ndim", 0) != 3 + grouped or indices.is_floating_point():
+def _check_indices(indices: Any, indexer: Any) -> None:
+    """Refuse an indexer that does not answer with one list for each query."""
+    if getattr(indices, "ndim", 0) != 3 or indices.is_floating_point():
         raise CheckpointError(
             f"{type(indexer).__name__} does not answer with one list of positions for each query "
             "([batch, queries, k] integers), so its answer cannot be handed to other layers. Only "
-            "indexers of DeepSeek Sparse Attention, and MiniMax-M3's, can be shared."
+            "indexers of DeepSeek Sparse Attention can be shared."
         )
 
 
@@ -198,9 +192,8 @@ def _refuse_update(cache_layer: Any, keys: torch.Tensor) -> Any:
             "an indexer runs on a cache that lacks its keys: its layer was S while the cache was "
             "filled. Start with an empty cache, or keep one pattern until the generation ends."
         )
-    name = next(name for name in _KEY_UPDATES if name in vars(cache_layer))
-    delattr(cache_layer, name)  # the cache has been emptied since
-    return getattr(cache_layer, name)(keys)
+    delattr(cache_layer, _KEY_UPDATE)  # the cache has been emptied since
+    return getattr(cache_layer, _KEY_UPDATE)(keys)
 
 
 def _checkpoint(model: Any) -> tuple[Checkpoint, list[Any]]:
@@ -224,10 +217,6 @@ def _checkpoint(model: Any) -> tuple[Checkpoint, list[Any]]:
         types = ["shared" if module.indexer is None else "full" for module in attentions]
         pattern, layers = Pattern.from_indexer_types(types), tuple(range(len(attentions)))
         checkpoint = replace(checkpoint, own=pattern, layer_ids=layers)
-    elif len(attentions) > checkpoint.num_layers:  # some layers attend to everything
-        attentions = [
-            attention for attention in attentions if attention.layer_idx in checkpoint.layer_ids
-        ]
     pattern = checkpoint.own
     if len(attentions) != len(pattern) or any(
         attentions[i].indexer is None for i in pattern.full_layers

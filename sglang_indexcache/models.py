@@ -27,15 +27,6 @@ SHAPE_FIELDS = (
 LAYER_COUNTS = ("num_hidden_layers", "num_layers")
 """Config fields that say how many layers there are; LongCat has the second."""
 
-BLOCK_LISTS = ("sparse_attention_freq", "sparse_disable_index_value")
-BLOCK_SIZES = (
-    "sparse_block_size",
-    "sparse_topk_blocks",
-    "sparse_num_index_heads",
-    "sparse_index_dim",
-)
-"""Fields of MiniMax-M3's ``sparse_attention_config`` that SGLang reads: lists by layer, sizes."""
-
 EXPERTS = "n_routed_experts"
 """The field that pruning changes: it leaves attention and indexers as they are."""
 
@@ -70,42 +61,6 @@ def _without_linear_attention(text: Any) -> tuple[int, ...]:
     return tuple(i for i in layers if i not in without)
 
 
-def _with_blocks(text: Any) -> tuple[int, ...]:
-    """Return MiniMax-M3's sparse layers: as transformers names them, else as it was published."""
-    if (types := read_field(text, "layer_types")) is not None:
-        sparse = [kind == "minimax_m3_sparse" for kind in types]
-    else:
-        published = read_field(text, "sparse_attention_config") or {}
-        sparse = read_field(published, "sparse_attention_freq") or []
-    return tuple(i for i, on in enumerate(sparse) if on)
-
-
-def _tokens(text: Any) -> int | None:
-    tokens: int | None = read_field(text, "index_topk")
-    return tokens
-
-
-def _blocks(text: Any) -> int | None:
-    """Return the tokens of MiniMax-M3's blocks; transformers, too, obeys the published form."""
-    sparse = read_field(text, "sparse_attention_config") or {}
-    blocks, size = (
-        read_field(sparse, published) or read_field(text, name)
-        for published, name in (
-            ("sparse_topk_blocks", "index_topk_blocks"),
-            ("sparse_block_size", "index_block_size"),
-        )
-    )
-    return blocks * size if blocks and size else None
-
-
-def _block_indexer(text: Any) -> dict[str, Any]:
-    """Return MiniMax-M3's indexer as it was published, by the names of a DSA model's."""
-    sparse = read_field(text, "sparse_attention_config") or {}
-    published = {"index_n_heads": "sparse_num_index_heads", "index_head_dim": "sparse_index_dim"}
-    sizes = {name: read_field(sparse, theirs) for name, theirs in published.items()}
-    return {name: size for name, size in sizes.items() if size is not None}
-
-
 @dataclass(frozen=True)
 class Family:
     """A sparse-attention architecture.
@@ -114,10 +69,6 @@ class Family:
         refused: why SGLang 0.5.23 cannot serve it with shared indices; empty if it can.
         unsupported: why nothing here can share its indices, and who does; empty if we can.
         layer_ids: from the language model's config, the layers with an indexer, in order.
-        topk: from it, how many tokens a query selects; None if it does not say.
-        sizes: from it, those of :data:`SHAPE_FIELDS` that it has under other names.
-        grouped: whether indexers select blocks of tokens, for each group of heads by itself. A
-            server shares them in the model's own attention backend; all others are DSA's.
         hands_on: whether SGLang hands indices from one pipeline stage to the next.
         name: what our own recipes call it.
         model_type: its transformers model type, if it can be trained.
@@ -131,9 +82,6 @@ class Family:
     refused: str = ""
     unsupported: str = ""
     layer_ids: Callable[[Any], tuple[int, ...]] = _every_layer
-    topk: Callable[[Any], int | None] = _tokens
-    sizes: Callable[[Any], dict[str, Any]] = lambda _: {}
-    grouped: bool = False
     live: bool = True
     hands_on: bool = True
     name: str = ""
@@ -225,18 +173,13 @@ FAMILIES = (
     *(
         Family(
             architecture,
-            refused=refused,
-            layer_ids=_with_blocks,
-            topk=_blocks,
-            sizes=_block_indexer,
-            grouped=True,
-            live=False,
-            hands_on=False,
+            unsupported="its indexers select blocks of tokens, for each group of heads by itself; "
+            "on AMD's gfx95 SGLang shares them itself, by SGLANG_MINIMAX_M3_INDEX_TOPK_FREQ",
         )
-        for architecture, refused in (
-            ("MiniMaxM3SparseForCausalLM", ""),
-            ("MiniMaxM3SparseForConditionalGeneration", ""),
-            ("MiniMaxM3VLForCausalLM", "it is transformers' name for the language model alone"),
+        for architecture in (
+            "MiniMaxM3SparseForCausalLM",
+            "MiniMaxM3SparseForConditionalGeneration",
+            "MiniMaxM3VLForCausalLM",
         )
     ),
     # By vLLM's issue 54890: 16.9 us a layer of 10.2 ms (batch 16, 64K tokens, GB300), 12 layers.

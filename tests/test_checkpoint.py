@@ -100,51 +100,6 @@ def test_letters_for_the_indexers_of_a_hybrid_alone_are_no_pattern_of_sglangs() 
         Checkpoint.from_config({**fields, "index_topk_pattern": "FS"})
 
 
-M3 = "MiniMaxM3SparseForConditionalGeneration"
-PUBLISHED_M3 = {
-    "num_hidden_layers": 6,
-    "sparse_attention_config": {
-        "sparse_attention_freq": [0, 0, 1, 1, 1, 1],
-        "sparse_topk_blocks": 16,
-        "sparse_block_size": 128,
-        "sparse_num_index_heads": 4,
-        "sparse_index_dim": 128,
-    },
-}
-
-
-def test_minimax_m3_as_it_was_published_and_as_transformers_writes_it() -> None:
-    """A config object of transformers, too, which has turned one into the other."""
-    from transformers import MiniMaxM3VLConfig
-
-    published = {"architectures": [M3], "text_config": PUBLISHED_M3}
-    parsed = MiniMaxM3VLConfig(**published)
-    for form in (published, parsed, parsed.to_dict()):
-        checkpoint = Checkpoint.from_config(form)
-        assert checkpoint.layer_ids == (2, 3, 4, 5)
-        assert checkpoint.own == Pattern("FFFF")
-        assert checkpoint.shape["index_topk"] == 2048
-        assert checkpoint.shape["index_n_heads"] == 4
-        assert checkpoint.shape["index_head_dim"] == 128
-        checkpoint.check_served("this model")
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"sparse_attention_config": None}, "without a lightning indexer"),
-        ({"sparse_attention_config": 5}, "must be an object, whose frequency"),
-        ({"sparse_attention_config": {"sparse_block_size": "128"}}, "are whole numbers"),
-        ({"sparse_attention_config": {"sparse_attention_freq": 1}}, "are whole numbers"),
-        ({"layer_types": ["full_attention"] * 6}, "no layer of this model has an indexer"),
-        ({"index_topk_blocks": 0}, "index_topk_blocks is 0 and must be a whole number"),
-    ],
-)
-def test_minimax_m3_without_blocks(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(CheckpointError, match=message):
-        Checkpoint.from_config({"architectures": [M3], **PUBLISHED_M3, **fields})
-
-
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [

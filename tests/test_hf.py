@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,6 @@ from sglang_indexcache.errors import (
     StaleIndexError,
 )
 from sglang_indexcache.pattern import Pattern
-from tests.minimax_m3 import SPARSE, by_hand, make_m3
 from tests.oracle import Oracle, generated, load_eager
 
 PRESETS = ("glm-5", "deepseek-v3.2")
@@ -397,92 +395,3 @@ def test_ax_k2_shares(recwarn: pytest.WarningsRecorder) -> None:
     assert sharing.indices.shape == (1, 100, 16)
     assert torch.equal(logits(model), plain)
     assert not [w for w in recwarn if "does not know" in str(w.message)]
-
-
-# -- MiniMax-M3: blocks for each group of heads, in some layers ------------------------------------
-
-M3_PATTERNS = ("FSFSF", "FFSSS", "FSSSF", "FSSSS")
-
-
-@pytest.fixture(scope="module", params=[False, True], ids=["text", "multimodal"])
-def m3(request: pytest.FixtureRequest) -> Any:
-    return make_m3(multimodal=request.param)
-
-
-def test_m3_all_full_is_the_unmodified_model(m3: Any) -> None:
-    plain = logits(m3)
-    with share(m3, "full") as sharing:
-        assert torch.equal(logits(m3), plain)
-    assert str(sharing.pattern) == "FFFFF"
-    assert is_untouched(m3)
-
-
-@pytest.mark.parametrize("text", M3_PATTERNS)
-def test_m3_shares_blocks_as_by_hand(m3: Any, text: str) -> None:
-    plain, layers = logits(m3), []
-    hooks = [
-        indexer.q_proj.register_forward_hook(lambda *_, i=indexer.layer_idx: layers.append(i))
-        for indexer in indexers(m3)
-    ]
-    with share(m3, text) as sharing:
-        shared = logits(m3)
-    for hook in hooks:
-        hook.remove()
-    assert layers == [SPARSE[place] for place in Pattern(text).full_layers]
-    assert sharing.layer == Pattern(text).full_layers[-1]
-    assert sharing.indices is not None
-    assert sharing.indices.shape == (1, 2, 100, 3)
-    torch.testing.assert_close(shared[0], by_hand(m3, IDS[0], text), rtol=0, atol=1e-5)
-    assert not torch.allclose(shared, plain, atol=1e-2)
-
-
-def test_m3_sdpa_shares_as_eager(m3: Any) -> None:
-    m3.set_attn_implementation("sdpa")
-    with share(m3, "FSSFS"):
-        shared = logits(m3)
-    m3.set_attn_implementation("eager")
-    torch.testing.assert_close(shared[0], by_hand(m3, IDS[0], "FSSFS"), rtol=0, atol=1e-4)
-
-
-@pytest.mark.parametrize("kind", ["dynamic", "static"])
-def test_m3_generates_as_by_hand_and_keeps_its_cache(m3: Any, kind: str) -> None:
-    options = {} if kind == "dynamic" else {"cache_implementation": "static"}
-    with share(m3, "FSFSS"):
-        tokens = generated(m3, IDS, 8, disable_compile=True, **options)
-    for end in range(100, 108):
-        assert tokens[0, end] == by_hand(m3, tokens[0, :end], "FSFSS")[-1].argmax()
-
-
-@pytest.mark.parametrize("kind", [DynamicCache, partial(StaticCache, max_cache_len=110)])
-def test_m3_caches_without_index_keys_are_refused(m3: Any, kind: Any) -> None:
-    cache = kind(config=m3.config.get_text_config())
-    with share(m3, "FSSFS"):
-        go_on(m3, cache, 99)
-        expected = go_on(m3, copy.deepcopy(cache))
-    with share(m3, "FSSFS"):
-        assert torch.equal(go_on(m3, copy.deepcopy(cache)), expected)
-    with pytest.raises(PatternError, match="lacks its keys"):
-        go_on(m3, copy.deepcopy(cache))
-    with pytest.raises(PatternError, match="lacks its keys"), share(m3, "FFSFS"):
-        go_on(m3, copy.deepcopy(cache))
-    cache.reset()
-    plain = logits(m3, IDS[:, :80])
-    assert torch.allclose(go_on(m3, cache, 80), plain, atol=1e-4)
-
-
-def test_m3_patterns_have_a_letter_for_each_sparse_layer(m3: Any) -> None:
-    with pytest.raises(PatternError, match="has 7 characters and the model has 5"):  # noqa: SIM117
-        with share(m3, "FSSFSSF"):
-            pass
-    with share(m3, "uniform:1/2") as sharing:
-        assert str(sharing.pattern) == "FSFSF"
-
-
-def test_an_answer_of_another_familys_form_is_named(
-    m3: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kind, original = type(indexers(m3)[0]), type(indexers(m3)[0]).forward
-    monkeypatch.setattr(kind, "forward", lambda *args: original(*args)[:, 0])
-    with pytest.raises(CheckpointError, match="does not answer with one list"):  # noqa: SIM117
-        with share(m3, "FSFSF"):
-            logits(m3)

@@ -30,9 +30,6 @@ def test_no_two_rows_share_a_key() -> None:
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.architecture)
 def test_a_family_is_read_or_refused_with_its_reason(family: Family) -> None:
     config = {"architectures": [family.architecture], "num_hidden_layers": 4, "index_topk": 64}
-    if family.grouped:
-        blocks = {"index_topk_blocks": 4, "index_block_size": 16}
-        config |= blocks | {"layer_types": ["minimax_m3_sparse"] * 4}
     if family.unsupported:
         with pytest.raises(CheckpointError, match=re.escape(family.unsupported)):
             Checkpoint.from_config(config)

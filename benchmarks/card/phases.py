@@ -11,7 +11,7 @@ failed in front, and fits 12,000 characters.
 
 ==========  ========================================================================================
 served      SGLang's own kernels compiled, then servers whose greedy tokens are to be stock
-            SGLang's: eager, graphs, live, our kernels; one with L layers; and MiniMax-M3
+            SGLang's: eager, graphs, live, our kernels; one with L layers
 exact       our kernels on the conformance grid up to a million tokens, as they were carried; in
             graphs; under memcheck; built and loaded by this nvcc; the backend in SGLang's
             graphs
@@ -73,9 +73,6 @@ ENGINE_KERNELS = {
     ),
     "store of latents": "kvcache.set_mla_kv_buffer set_mla_kv_buffer_module 528, 128, pdl",
     "topk": "attention.dsv4.topk _jit_topk_v2_module",
-    "MiniMax-M3's norm and rope": "attention.minimax_qknorm_rope _jit_module torch.int64, 128, 64",
-    "MiniMax-M3's store": "kvcache.minimax_store_kv_index _jit_module 256, False",
-    "MiniMax-M3's topk": "attention.minimax_decode_topk _jit_module torch.int64",
 }
 """Kernels that SGLang compiles to serve the small models: module, function and its arguments."""
 COUNTERS = (
@@ -279,12 +276,10 @@ def stages(phase: str) -> list[list[Step]]:
             server_step("eager", "eager_tokens"),
             server_step("our kernels", "with_our_kernels"),
             server_step("graphs", "tokens_in_graphs"),
-            server_step("live", "several_patterns and eager"),
-            server_step("live, graphs", "several_patterns and graphs"),
+            server_step("live", "several_patterns"),
             server_step("folded", "transformers_folded"),
             server_step("second stage", "candidates_again"),
         ],
-        [server_step("MiniMax-M3", "minimax_m3")],  # three servers: not beside the other ten
     ]
 
 

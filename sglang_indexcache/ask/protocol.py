@@ -57,27 +57,6 @@ ENGINE_FACTS = (
 """What of SGLang's ``/server_info`` can change answers: alike on servers that are compared."""
 
 
-class Overlaps(BaseModel):
-    """Overlaps that a rank's shadow (``--indexcache-shadow``) saw since its pattern was set.
-
-    Attributes:
-        one_in: of so many forwards one is sampled; 0 for none, also after a failure.
-        forwards: sampled since the server's start.
-        layers: by layer, four numbers: the rows that the compared ones stand for, and three sums
-            over these rows, of shares of the layer's own selection: the share in the list it was
-            given, the share that a list drawn blindly would hold, and the first by score mass. In
-            static mode F layers are compared with the F layer before them, without score mass.
-        reference: by layer, the overlap beyond chance that the pattern's file says, or nothing.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-    one_in: int = 0
-    forwards: int = 0
-    layers: dict[int, list[float]] = {}
-    reference: tuple[float | None, ...] = ()
-
-
 class RankState(BaseModel):
     """Report of one data-parallel rank, which answers for the ranks and stages behind it.
 
@@ -106,13 +85,11 @@ class RankState(BaseModel):
         indexer_selections: how often each layer's indexer scored keys and selected.
         index_reuses: how often each layer took another layer's indices.
         index_key_writes: how often each layer stored index keys without scoring.
-        graph_replays: replays of decode graphs, by the graph's label; "decode" where SGLang has one
-            of each batch size.
+        graph_replays: replays of decode graphs, all under "decode".
         tokens: rows forwarded, by phase and pattern, as "prefill FSSS".
         pairs: query-key pairs that indexers scored, scored by a folded query, or did not because a
             layer shared, by phase and the longest length of the bin of requests, as "decode 32Ki
             skipped".
-        overlap: of a sample of forwards, layers' own selections beside the lists that they get.
         rejections: patterns refused so far, as "switch" of the server's or by a "request".
         indexer_seconds: in indexers, by phase and clock ("prefill", "decode", each also with
             "_processor"). On a CPU only: a GPU's kernels run behind the clock.
@@ -144,7 +121,6 @@ class RankState(BaseModel):
     graph_replays: dict[str, int] = {}
     tokens: dict[str, int] = {}
     pairs: dict[str, int] = {}
-    overlap: Overlaps = Overlaps()
     rejections: dict[str, int] = {}
     indexer_seconds: dict[str, float] = {}
     index_k_bytes_per_token: int = 0

@@ -89,15 +89,6 @@ def _show_provenance(entry: Entry) -> None:
     out.print(f"data       {entry.method.data}")
     where = f"{entry.source.where} ({entry.source.url})" if entry.source.url else entry.source.where
     out.print(f"source     {entry.source.title}, {where}")
-    from sglang_indexcache.library import beyond_chance, mean_known
-
-    if (overlap := entry.overlap) and (mean := mean_known(overlap.layers)) is not None:
-        least = min(share for share in overlap.layers if share is not None)
-        out.print(
-            f"overlap    layers' own selections have {mean:.0%} in common with the list that they "
-            f"get, {beyond_chance(mean, overlap.chance):.0%} beyond chance, the least {least:.0%} "
-            f"({overlap.queries:,} queries)"
-        )
     if entry.model.note:
         out.print(f"note       {entry.model.note.strip()}")
     if entry.scores:

@@ -268,17 +268,14 @@ def overlap_command(
     """
     import numpy as np
 
-    from sglang_indexcache.library import names_a_file, set_overlap
     from sglang_indexcache.search.calibration import Score
     from sglang_indexcache.search.evaluators.hf import TransformersEvaluator
     from sglang_indexcache.search.overlap import (
         CopyCounter,
         OverlapCounter,
         best_patterns,
-        check_one_list,
         draw_overlap,
         earlier_places,
-        found_overlap,
         numbers,
         overlap_in_words,
         served_lists,
@@ -288,13 +285,7 @@ def overlap_command(
     from sglang_indexcache.study.journal import progress_at_most
     from sglang_indexcache.support.files import write_json
 
-    if url and names_a_file(pattern):
-        raise SearchError(
-            f"a server does not tell what S layers would select, so nothing can be written into "
-            f"{pattern}. Leave --url out, or give --pattern as an F/S string, which is only drawn."
-        )
     setup = Setup.read(model, data, context=_length(context), batches=batches, score=Score.ALL)
-    check_one_list(setup.checkpoint)
     drawn = setup.resolve(pattern) if pattern else None
     if url:
         [server] = connect([url], os.environ.get("SGLANG_API_KEY"))
@@ -319,11 +310,6 @@ def overlap_command(
     facts = {"identity": identity, "data": setup.data}
     write_json(output / "overlap.json", {**facts, **numbers(counter), "patterns": patterns})
     draw_overlap(counter.matrix(), output / f"overlap.{figures}", drawn)
-    if drawn is not None and names_a_file(pattern):
-        texts = setup.calibration.sequences
-        overlap = found_overlap(evaluator.selected, drawn, texts, topk, setup.data)
-        set_overlap(Path(pattern), overlap)
-        out.print(f"{pattern} has the overlap of its layers now", highlight=False)
     out.print(f"numbers and figure are in {output}")
 
 

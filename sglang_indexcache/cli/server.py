@@ -102,9 +102,8 @@ def live_watch(url: Url = HERE, api_key: ApiKey = None, every: Every = 2.0) -> N
     """Watch what sharing does on a running server, until you press Ctrl-C.
 
     It shows which share of the indexers' work is skipped, the tokens and requests of each pattern,
-    how often each layer ran its indexer, and with --indexcache-shadow how much of their own
-    selection layers have in common with what they are given. It asks /server_info, so
-    --enable-metrics, which has the same for Prometheus, is not needed.
+    and how often each layer ran its indexer. It asks /server_info, so --enable-metrics, which has
+    the same for Prometheus, is not needed.
     """
     from sglang_indexcache.serving.monitor.watch import watch
 
@@ -132,7 +131,6 @@ def live_set(
 def _print_states_as_json(states: Sequence[RankState]) -> bool:
     """Print what :func:`_print_states` does, as one document."""
     from sglang_indexcache.serving.monitor.skipping import describe_index_keys, judge
-    from sglang_indexcache.serving.monitor.watch import describe_overlap
 
     verdicts = [judge(state) for state in states]
     fine = all(verdict.proven is not False for verdict in verdicts)
@@ -146,7 +144,6 @@ def _print_states_as_json(states: Sequence[RankState]) -> bool:
             "uncounted": verdict.uncounted,
             "index_k_bytes_per_token": state.index_k_bytes_per_token,
             "index_k": describe_index_keys(state),
-            "overlap": describe_overlap([state]) if state.overlap.one_in else "",
         }
         for rank, (state, verdict) in enumerate(zip(states, verdicts, strict=True))
     ]
@@ -157,7 +154,6 @@ def _print_states_as_json(states: Sequence[RankState]) -> bool:
 def _print_states(states: Sequence[RankState]) -> bool:
     """Print each rank's state; return whether none of them fails to skip what it should."""
     from sglang_indexcache.serving.monitor.skipping import describe_index_keys, judge
-    from sglang_indexcache.serving.monitor.watch import describe_overlap
     from sglang_indexcache.support.drawing import to_terminal
 
     def show(line: str, style: str | None = None) -> None:
@@ -172,8 +168,6 @@ def _print_states(states: Sequence[RankState]) -> bool:
         if verdict.uncounted:
             show(verdict.uncounted)
         show(f"index-K: {describe_index_keys(state)}")
-        if state.overlap.one_in:
-            show(describe_overlap([state]))
         if state.adapter:
             show(f"adapter: {state.adapter}")
         if state.policy != state.pattern:

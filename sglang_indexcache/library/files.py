@@ -125,40 +125,6 @@ class Evaluated(Strict):
 NOT_EVALUATED = "not evaluated on this checkpoint"
 
 
-class FoundOverlap(Strict):
-    """Overlap of layers' own selections on the text that a pattern was found with.
-
-    ``layers`` has for each layer the mean share of its selection that the layer whose list stands
-    there had too: for an S layer the F layer that serves it, for an F layer the F layer before it.
-    None where there is no such layer. ``chance`` is the mean share of lists drawn blindly.
-    """
-
-    layers: tuple[float | None, ...]
-    chance: float = Field(gt=0, lt=1)
-    queries: int = Field(gt=0)
-    data: str = ""
-
-    @property
-    def beyond_chance(self) -> tuple[float | None, ...]:
-        """Overlap of each layer by :func:`beyond_chance`."""
-        return tuple(None if s is None else beyond_chance(s, self.chance) for s in self.layers)
-
-
-def beyond_chance(overlap: float, chance: float) -> float:
-    """Scale an overlap to 0 for lists drawn blindly and 1 for equal ones (Cohen's kappa).
-
-    Of 100 tokens two blind lists of 50 have half in common, of 1,000 a twentieth: only so are
-    overlaps at several lengths comparable.
-    """
-    return (overlap - chance) / (1 - chance)
-
-
-def mean_known(shares: Iterable[float | None]) -> float | None:
-    """Return the mean over the layers of which something is known; None if nothing is."""
-    values = [share for share in shares if share is not None]
-    return sum(values) / len(values) if values else None
-
-
 class Latency(Strict):
     """One speed of the pattern, beside all-F."""
 
@@ -192,7 +158,6 @@ class Entry(Strict):
     source: Citation
     quality: tuple[Quality | Evaluated, ...] = ()
     latency: tuple[Latency, ...] = ()
-    overlap: FoundOverlap | None = None
 
     @field_validator("pattern")
     @classmethod
@@ -205,8 +170,6 @@ class Entry(Strict):
         count = len(self.parsed.full_layers)
         if count != self.full_layers:
             raise ValueError(f"full_layers says {self.full_layers}, the pattern has {count} F")
-        if self.overlap and len(self.overlap.layers) != self.model.num_layers:
-            raise ValueError(f"overlap has {len(self.overlap.layers)} layers")
         return self
 
     @cached_property
@@ -291,19 +254,6 @@ def add_evaluated(path: Path, row: Evaluated) -> None:
     else:
         text = f"{text.rstrip()}\nquality:\n- {flow}\n"
     _rewrite(path, text, before.model_copy(update={"quality": (*before.quality, row)}), "a verdict")
-
-
-def set_overlap(path: Path, overlap: FoundOverlap) -> None:
-    """Write an overlap into a pattern file, in place of one that is there.
-
-    Raises:
-        LibraryError: the file is no pattern file, or is written in a way that has no place for it.
-    """
-    before = load_entry(path)
-    flow = _in_one_line(overlap.model_dump(mode="json"))
-    body = re.sub(r"^overlap:.*\n(?:[ ].*\n)*", "", path.read_text("utf-8"), flags=re.MULTILINE)
-    text = f"{body.rstrip()}\noverlap: {flow}\n"
-    _rewrite(path, text, before.model_copy(update={"overlap": overlap}), "an overlap")
 
 
 def _in_one_line(data: Mapping[str, Any]) -> str:

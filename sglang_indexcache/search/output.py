@@ -116,8 +116,8 @@ class OutputFolder:
             before = load_entry(path)
             if before.pattern == entry.pattern:
                 quality = (*entry.quality, *before.evaluated)
-                measured = {"latency": before.latency, "overlap": before.overlap}
-                entry = entry.model_copy(update={"quality": quality, **measured})
+                measured = {"quality": quality, "latency": before.latency}
+                entry = entry.model_copy(update=measured)
         data = entry.model_dump(mode="json", exclude_defaults=True)
         text = yaml.safe_dump(data, sort_keys=False, width=100, allow_unicode=True)
         write_whole(path, text)

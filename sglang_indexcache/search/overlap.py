@@ -23,8 +23,6 @@ from sglang_indexcache.ask.score import Engine, Prompt, ask_afresh
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.data.marking import Mask
 from sglang_indexcache.errors import SearchError, ServerError
-from sglang_indexcache.library import FoundOverlap
-from sglang_indexcache.models import family_of
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.calibration import Calibration
 from sglang_indexcache.search.evaluators import Floats, ServedEvaluator
@@ -173,19 +171,6 @@ def kept_list(
     return np.tril(overlaps.matrix() - copies.lost())
 
 
-def check_one_list(checkpoint: Checkpoint) -> None:
-    """Refuse models whose layers have a list for each group of heads.
-
-    Raises:
-        SearchError: it is one.
-    """
-    if family_of(checkpoint.architecture).grouped:
-        raise SearchError(
-            f"in a {checkpoint.architecture} each group of heads selects by itself, and overlap is "
-            "counted for layers with one list. Compare patterns by their loss instead (search)."
-        )
-
-
 def overlap_in_words(matrix: Floats) -> str:
     """Describe an ``[N, N]`` overlap matrix, N >= 2."""
     adjacent = np.diagonal(matrix, 1)
@@ -195,44 +180,6 @@ def overlap_in_words(matrix: Floats) -> str:
         f"The sharpest boundary is between layers {worst} and {worst + 1} ({low:.2f}). "
         f"The first and the last layer have {matrix[0, -1]:.2f} in common."
     )
-
-
-def by_layer(matrix: Floats, pattern: Pattern) -> tuple[float | None, ...]:
-    """Return each layer's recall: the share of its selection in the list that it is served.
-
-    Of an S layer that is its F layer's, of an F layer that of the F layer before it; None of the
-    first.
-    """
-    before = (None, *pattern.sources[:-1])
-    served = [before[n] if pattern.is_full(n) else pattern.sources[n] for n in range(len(pattern))]
-    return tuple(
-        None if source is None else float(matrix[layer, source])
-        for layer, source in enumerate(served)
-    )
-
-
-def found_overlap(
-    select: Callable[[tuple[int, ...], Pattern], NDArray[np.integer]],
-    pattern: Pattern,
-    sequences: Sequence[tuple[int, ...]],
-    topk: int,
-    data: str,
-) -> FoundOverlap:
-    """Measure the overlap for a pattern file in runs of the pattern, as a server does.
-
-    Args:
-        select: ``[N, length, k]``, what layers would select themselves in a run of a pattern.
-
-    Raises:
-        SearchError: no query saw more than k tokens.
-    """
-    counter = OverlapCounter(len(pattern), topk)
-    for ids in sequences:
-        counter.add(select(ids, pattern))
-    shares = by_layer(counter.matrix(), pattern)
-    rounded = tuple(None if share is None else round(share, 4) for share in shares)
-    chance = round(counter.chance(), 4)
-    return FoundOverlap(layers=rounded, chance=chance, queries=counter.queries, data=data)
 
 
 def served_lists(
@@ -329,7 +276,6 @@ class ReturningEvaluator(ServedEvaluator):
     def kept_list(self, batch: int) -> Floats:
         """Ask for a batch's lists and compare them by :func:`kept_list`, a prompt at a time."""
         checkpoint = self._checkpoint
-        check_one_list(checkpoint)
         cut, masks = self.calibration.batches, self.calibration.batch_counted
         what: Any = {"checkpoint": checkpoint, "pattern": str(checkpoint.own)}
         samples = (

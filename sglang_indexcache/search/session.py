@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -13,8 +12,6 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from sglang_indexcache.errors import SearchError
-from sglang_indexcache.library import set_overlap
 from sglang_indexcache.pattern import FOLDED, Pattern
 from sglang_indexcache.search.difference import unseen_in_words
 from sglang_indexcache.search.evaluators import Evaluator
@@ -23,7 +20,6 @@ from sglang_indexcache.search.methods import Walks
 from sglang_indexcache.search.methods.pairwise import Pairwise
 from sglang_indexcache.search.options import Options
 from sglang_indexcache.search.output import OutputFolder
-from sglang_indexcache.search.overlap import check_one_list, found_overlap
 from sglang_indexcache.search.rules import Targets
 from sglang_indexcache.search.run import Found, Search, check_tokens
 from sglang_indexcache.search.setup import Setup
@@ -31,8 +27,6 @@ from sglang_indexcache.study.cost import Cost, Rate, print_plan
 from sglang_indexcache.study.journal import progress_at_most, resumable, resuming
 
 JOURNAL = "journal.jsonl"
-OVERLAP_TEXTS = 4
-"""On which the overlap of a found pattern's layers is measured, where selections can be seen."""
 BLIND = (
     "do not tell which heads need them: on a real model their patterns kept recall at 1/2 and 1/4, "
     "and at 1/8 lost 12 points that those by attention, without --url, kept"
@@ -92,30 +86,9 @@ def run_search(
             folder.finish()
             raise
     folder.finish()
-    if search.is_measured:
-        _note_overlap(search, evaluator, setup, folder)
     _show_result(search, setup.objective, console)
     console.print(f"everything is in {output}")
     return search
-
-
-def _note_overlap(search: Search, evaluator: Evaluator, setup: Setup, folder: OutputFolder) -> None:
-    """Let the files say what their layers' selections have in common, where they can be seen.
-
-    On documents of at most k tokens everything is selected, so there is nothing to say.
-    Nor is there on models whose layers have several lists.
-    """
-    select = getattr(evaluator, "selected", None)
-    if select is None:  # a served model's cannot be seen
-        return
-    texts, topk = setup.calibration.sequences[:OVERLAP_TEXTS], setup.checkpoint.shape["index_topk"]
-    for result in search.found.values():
-        if result.pattern.is_folded:  # nothing watches a server that folds
-            continue
-        with suppress(SearchError):
-            check_one_list(setup.checkpoint)
-            overlap = found_overlap(select, result.pattern, texts, topk, setup.data)
-            set_overlap(folder.path_of(result), overlap)
 
 
 def plan(

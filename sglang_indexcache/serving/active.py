@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from sglang_indexcache import __version__
-from sglang_indexcache.ask.protocol import Overlaps, RankState
+from sglang_indexcache.ask.protocol import RankState
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.monitor.traffic import Served, Traffic, is_idle, phase_of, served_in
 from sglang_indexcache.serving.plan import Plan
@@ -39,8 +39,6 @@ class ActivePattern:
     """
 
     def __init__(self, plan: Plan) -> None:
-        from sglang_indexcache.serving.monitor.shadow import Shadow  # torch: only workers need it
-
         self.plan = plan
         self.policy = plan.policy
         self.source = plan.source
@@ -50,23 +48,7 @@ class ActivePattern:
         self.last_rejection = ""
         self.counters = Counters(len(plan.pattern))
         self.traffic = Traffic()
-        self.shadow = Shadow(plan)
         self._positions = {layer: i for i, layer in enumerate(plan.layer_ids)}
-
-    @property
-    def reference(self) -> tuple[float | None, ...]:
-        """Overlap beyond chance with which the pattern in effect was found, by layer, or ().
-
-        Only of the layers that a shadow compares in this mode.
-        """
-        plan = self.plan
-        if self.policy.patterns != (plan.pattern,):
-            return ()
-        compared = plan.pattern.full_layers if plan.mode == "static" else plan.pattern.shared_layers
-        return tuple(
-            share if layer in compared and plan.own.is_full(layer) else None
-            for layer, share in enumerate(plan.overlap)
-        )
 
     @property
     def pattern(self) -> Pattern:
@@ -86,8 +68,6 @@ class ActivePattern:
         live = self.plan.mode == "live" and batch.rids
         served = served_in(batch, batch.rids.patterns if live else (), self.pattern)
         self.count_forward(phase_of(batch), served, idle=is_idle(batch))
-        is_plain = self.is_counting and getattr(batch, "spec_info", None) is None
-        self.shadow.begin(served if is_plain else (), self.policy.patterns, self.traffic.topk)
 
     def count_forward(self, phase: str, served: Sequence[Served], *, idle: bool = False) -> None:
         """Count the beginning of a forward of these requests, in ``phase``.
@@ -104,13 +84,10 @@ class ActivePattern:
         self.counters.mixed_forwards += len({pattern for pattern, *_ in served}) > 1
         self.traffic.count(phase, served)
 
-    def count_selection(self, layer: int) -> None:
-        """Count that the indexer of ``layer`` scored keys and selected."""
-        self.counters.indexer_selections[self.position(layer)] += self._counts_layers
-
-    def count_reuse(self, layer: int) -> None:
-        """Count that ``layer`` attended to another layer's indices."""
-        self.counters.index_reuses[self.position(layer)] += self._counts_layers
+    def count_layer(self, layer: int, *, is_full: bool) -> None:
+        """Count that ``layer`` attends to what its own indexer selected, or another layer's."""
+        did = self.counters.indexer_selections if is_full else self.counters.index_reuses
+        did[self.position(layer)] += self._counts_layers
 
     def count_key_write(self, layer: int) -> None:
         """Count that ``layer`` stored index keys without scoring any."""
@@ -131,17 +108,6 @@ class ActivePattern:
         self.policy, self.source = policy, source
         self.switches += 1
 
-    def overlaps(self) -> Overlaps:
-        """Return the overlaps that the shadow saw since the policy was set."""
-        shadow = self.shadow
-        sums, _ = shadow.read()
-        if shadow.patterns != self.policy.patterns:
-            sums = []
-        layers = {layer: sums_there for layer, sums_there in enumerate(sums) if sums_there[0]}
-        return Overlaps(
-            one_in=shadow.one_in, forwards=shadow.forwards, layers=layers, reference=self.reference
-        )
-
     def report(self, **of_process: Any) -> RankState:
         """Return this rank's report for ``/server_info``, with the fields not held here."""
         plan = self.plan
@@ -157,7 +123,6 @@ class ActivePattern:
             adapter_digest=plan.adapter_digest,
             switches=self.switches,
             last_rejection=self.last_rejection,
-            overlap=self.overlaps(),
             **vars(self.counters),
             **self.traffic.report(),
             **of_process,

@@ -52,11 +52,6 @@ class IndexBuffer:
         self.writes += 1
 
     @property
-    def held(self) -> torch.Tensor | None:
-        """``[T, k]``: what was written last in this forward, whoever wrote it."""
-        return self._indices
-
-    @property
     def rows(self) -> RowPatterns:
         """Patterns of the rows of the forward in progress; a switch does not change them."""
         if self._rows is None:

@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 from sglang_indexcache.checkpoint import SHARING_KEYS, Checkpoint
 from sglang_indexcache.errors import PatternError
-from sglang_indexcache.models import family_of
 from sglang_indexcache.pattern import Pattern, check_foldable
 from sglang_indexcache.serving.policy import Policy
 
@@ -30,9 +29,6 @@ BACKEND_FIELDS = ("attention_backend", "prefill_attention_backend", "decode_atte
 CONFIG_KEY = "indexcache"
 """Attribute of the HF config that carries the plan."""
 
-SHORT = "short"
-"""In the list of graphs: the one of batches in which nothing is left out."""
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -48,11 +44,8 @@ class Plan:
         advice: a warning for the log, or "".
         quality: what is known of the pattern's long-context quality on this checkpoint, or "".
         longer: live mode: from how many prompt tokens on another pattern is in effect, and which.
-        graphs: what decode graphs are captured beside SGLang's: ``short``, or a pattern's text.
-        shadow: of how many forwards one is sampled for the overlap of lists; 0 for none.
         slopes: by pattern position, one a head, what layers fold by; None where the score stays
             exact, and () where nothing folds.
-        overlap: beyond chance, what the pattern's file says of each layer; () if it says nothing.
         shape: config fields by which the library knows the model.
     """
 
@@ -69,10 +62,7 @@ class Plan:
     advice: str = ""
     quality: str = ""
     longer: tuple[tuple[int, Pattern], ...] = ()
-    graphs: tuple[str, ...] = ()
-    shadow: int = 0
     slopes: tuple[tuple[float, ...] | None, ...] = ()
-    overlap: tuple[float | None, ...] = ()
     shape: tuple[tuple[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
@@ -84,11 +74,6 @@ class Plan:
     def policy(self) -> Policy:
         """The pattern for each prompt length."""
         return Policy(((0, self.pattern), *self.longer))
-
-    @property
-    def shares_blocks(self) -> bool:
-        """Whether the model's own attention backend shares, and not that of DSA models."""
-        return family_of(self.architecture).grouped
 
     @property
     def slopes_digest(self) -> str:
@@ -119,23 +104,6 @@ class Plan:
         check_foldable(pattern, self.slopes, "of this server")
         return pattern.with_suffix(replace(pattern.suffix, slopes=ours))
 
-    @property
-    def graph_patterns(self) -> tuple[Pattern, ...]:
-        """Those that have a decode graph of their own."""
-        return tuple(Pattern(text) for text in self.graphs if text != SHORT)
-
-    def graph_reserve_mb(self, cfg: Any) -> int:
-        """Return the MB to keep free on each GPU for the graphs beside SGLang's.
-
-        SGLang leaves 2 MB free for each request of its largest decode graph, however many graphs
-        it captures of a size (``reserve_for_graph_mb``), and gives the rest to the KV pool. So
-        this is an estimate by SGLang's own figure, not measured on a GPU. ``cfg`` is its resolving
-        view of the server's arguments, after ``handle_gpu_memory_settings``.
-        """
-        if not self.graphs or cfg.disaggregation_mode == "prefill":
-            return 0
-        return len(self.graphs) * 2 * (cfg.cuda_graph_config.decode.max_bs or 0)
-
     def describe(self) -> str:
         """Return the line for the log."""
         shared = len(self.pattern.shared_layers)
@@ -153,7 +121,6 @@ class Plan:
             f"{self.mode} mode, pattern {self.policy}, kernels {self.kernels}, index keys "
             f"{self.index_k_dtype}"
             + (f", adapter {self.adapter_digest[:12]}" if self.adapter else "")
-            + (f", graphs {', '.join(self.graphs)}" if self.graphs else "")
         )
 
     def kv_namespace(self, pattern: Pattern) -> str | None:
@@ -177,8 +144,6 @@ class Plan:
 
     def engine_fields(self, cfg: Any) -> dict[str, Any]:
         """Return what else SGLang's arguments must say; ``cfg`` is its resolving view of them."""
-        if self.shares_blocks:  # SGLang or the user chooses the other layers' backend
-            return {name: None for name in BACKEND_FIELDS if getattr(cfg, name) == BACKEND_NAME}
         fields: dict[str, Any] = {
             name: ENGINE_NAME
             for name in BACKEND_FIELDS
@@ -190,8 +155,7 @@ class Plan:
         if self.mode == "live":
             # A captured graph replays the pattern that it was captured with.
             fields["cuda_graph_backend_prefill"] = "disabled"
-            if not self.graphs:
-                fields["cuda_graph_backend_decode"] = "disabled"
+            fields["cuda_graph_backend_decode"] = "disabled"
         return fields
 
     def config_overrides(self, users: Mapping[str, Any], config: Any) -> dict[str, Any]:
@@ -201,7 +165,7 @@ class Plan:
         """
         ours = self.hf_overrides()
         merged = {**users, **ours}
-        if getattr(config, "text_config", None) is not None and not self.shares_blocks:
+        if getattr(config, "text_config", None) is not None:
             merged["text_config"] = {**users.get("text_config", {}), **ours}
         return merged
 
@@ -209,12 +173,11 @@ class Plan:
         """Return the fields of the HF config with which SGLang builds this plan.
 
         ``indexer_types`` is the key that SGLang obeys first; the others are cleared. In live mode
-        every indexer of the checkpoint is built. A model that shares blocks has every indexer, too.
+        every indexer of the checkpoint is built.
         """
         built = self.pattern if self.mode == "static" else self.own
         overrides: dict[str, Any] = dict.fromkeys(SHARING_KEYS)
-        if not self.shares_blocks:
-            overrides["indexer_types"] = self._by_model_layer(built)
+        overrides["indexer_types"] = self._by_model_layer(built)
         overrides[CONFIG_KEY] = json.loads(json.dumps(vars(self), default=str))
         return overrides
 
@@ -246,7 +209,6 @@ class Plan:
         data["slopes"] = tuple(
             None if slopes is None else tuple(slopes) for slopes in data["slopes"]
         )
-        data["graphs"], data["overlap"] = tuple(data["graphs"]), tuple(data["overlap"])
         data["shape"] = tuple((name, value) for name, value in data["shape"])
         return cls(**data)
 

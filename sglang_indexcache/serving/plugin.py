@@ -31,7 +31,6 @@ from sglang_indexcache.checkpoint import (
 )
 from sglang_indexcache.errors import CheckpointError, Findings, IndexCacheError, SettingsError
 from sglang_indexcache.kernels.dispatch import Machine
-from sglang_indexcache.models import family_of
 from sglang_indexcache.serving import (
     agreement,
     engine_version,
@@ -52,7 +51,6 @@ from sglang_indexcache.serving.cuda.choice import (
 from sglang_indexcache.serving.plan import BACKEND_FIELDS, BACKEND_NAME, Plan
 from sglang_indexcache.serving.preflight import adapter, refusals
 from sglang_indexcache.serving.preflight.options import (
-    GRAPHS,
     OPTIONS,
     Choices,
     collect,
@@ -89,7 +87,6 @@ def register() -> None:
     _accept_engine_keywords()
     # By then the model's path is known, and nothing has read its config yet.
     register_resolution_hook("handle_model_source_paths")(_after_sglangs(_resolve))
-    register_resolution_hook("handle_gpu_memory_settings")(_keep_free_for_graphs)
     # By then SGLang's kernels, KV dtype and parallelism are decided.
     register_resolution_hook("handle_other_validations")(_after_sglangs(_check_kernels))
     _register_backend()
@@ -127,12 +124,6 @@ def _register_backend() -> None:
     # Resolution turns our name into "dsa". Whoever still has it was never resolved with us, and
     # SGLang would dispatch the model's layers for a backend that it does not know.
     attention_registry.register_attention_backend(BACKEND_NAME)(refuse)
-    # MiniMax-M3 has a backend of its own, which SGLang puts around that of its dense layers.
-    hooks.around(
-        "sglang.srt.layers.attention.attention_registry.attn_backend_wrapper",
-        _share_blocks,
-        at_start=True,
-    )
 
 
 def create_backend(runner: Any, original: Callable[[Any], Any]) -> Any:
@@ -157,16 +148,6 @@ def create_backend(runner: Any, original: Callable[[Any], Any]) -> Any:
     from sglang_indexcache.serving.cuda.start import create_cuda_backend
 
     return create_cuda_backend(runner, active)
-
-
-def _share_blocks(original: Callable[[Any, Any], Any], runner: Any, dense: Any) -> Any:
-    """Create the backend of a model that shares blocks; SGLang's function serves all others."""
-    plan = Plan.from_hf_config(runner.model_config.hf_config)
-    if plan is None or not plan.shares_blocks or runner.is_draft_worker:
-        return original(runner, dense)
-    from sglang_indexcache.serving.cuda.blocks import create_blocks_backend
-
-    return create_blocks_backend(runner, dense, _activate(runner, plan))
 
 
 def _activate(runner: Any, plan: Plan) -> ActivePattern:
@@ -310,9 +291,6 @@ def _check_kernels(server_args: Any) -> None:
     plan = Plan.from_overrides(cfg.json_model_override_args)
     if plan is None:
         return
-    if plan.shares_blocks:
-        refusals.check_quantization(plan, cfg.quantization)
-        return
     model = model_config_of(server_args)
     machine = Machine.here()
     routes = choose(plan.kernels, cfg, model, machine)
@@ -326,29 +304,6 @@ def _check_kernels(server_args: Any) -> None:
         logger.info("IndexCache kernels: %s", route)
 
 
-def _keep_free_for_graphs(server_args: Any, previous: Callable[[Any], None]) -> None:
-    """Run the step that decides ``--mem-fraction-static``, and leave room for our graphs."""
-    from sglang.srt.utils.common import get_device_memory_capacity
-
-    cfg = resolving_view(server_args)
-    is_fixed = cfg.mem_fraction_static is not None
-    previous(server_args)
-    plan = Plan.from_overrides(cfg.json_model_override_args)
-    reserve = 0 if plan is None else plan.graph_reserve_mb(cfg)
-    memory = get_device_memory_capacity(cfg.device) if reserve else None
-    if memory is None:
-        return
-    what = f"{GRAPHS.flag}, about {reserve} MB"
-    if is_fixed:
-        logger.warning(
-            "IndexCache: --mem-fraction-static is given, so nothing is kept free for %s.", what
-        )
-        return
-    fraction = round(cfg.mem_fraction_static - reserve / memory, 3)
-    declare_resolution(server_args, BACKEND_NAME, mem_fraction_static=fraction)
-    logger.info("IndexCache: kept free for %s: --mem-fraction-static %s.", what, fraction)
-
-
 def _is_only_way(cfg: Any) -> bool:
     """Return whether nobody asked for IndexCache, and nothing else serves this model here."""
     if not platform_cpu.is_active() or any(getattr(cfg, field) for field in BACKEND_FIELDS):
@@ -358,8 +313,6 @@ def _is_only_way(cfg: Any) -> bool:
             _checkpoint_config(cfg, read_overrides(cfg.json_model_override_args)), cfg.model_path
         )
         checkpoint.check_served(cfg.model_path)
-        if family_of(checkpoint.architecture).grouped:  # the CPU platform has DSA attention alone
-            return False
     except CheckpointError:  # no DSA model, or one that this cannot serve
         return False
     logger.info(

@@ -174,11 +174,8 @@ class FakeServer:
             architecture="GlmMoeDsaForCausalLM",
             checkpoint_pattern=str(served.FULL),
             indexer_selections=[int(layer in full) for layer in range(12)],
-            index_reuses=[
-                int(layer not in full and self.fault != "reuses nothing") for layer in range(12)
-            ],
+            index_reuses=[int(layer not in full) for layer in range(12)],
             index_key_writes=[0] * 12,
-            graph_replays={} if self.fault == "replays nothing" else {"decode": 23},
             index_k_bytes_per_token=132 * (12 if "bytes" in self.fault else 3),
         )
         return [state]
@@ -189,16 +186,11 @@ CHECKS: dict[str, Callable[[Any], Any]] = {
     "stock": lambda server: served.compare_with_stock(server, FakeServer(), PROMPTS),
     "stock, as reference": lambda server: served.compare_with_stock(FakeServer(), server, PROMPTS),
     "indexers": lambda server: served.ran_where_full(server.states()[0], served.PATTERN),
-    "shared": lambda server: served.compare_shared(server, FakeServer("ignores patterns"), PROMPTS),
     "mixed": lambda server: served.compare_mixed(server, PROMPTS),
 }
 FAULTS = {
     "stock": ("one other token", "serves another pattern", "keeps all bytes"),
     "indexers": ("runs every indexer",),
-    "shared": (
-        *("ignores patterns", "serves another pattern", "runs every indexer"),
-        *("reuses nothing", "replays nothing"),
-    ),
     "mixed": ("ignores patterns", "mixes patterns", "says another pattern"),
 }
 

@@ -261,14 +261,6 @@ def test_bad_input_is_one_line(tmp_path: Path, arguments: list[str], message: st
     assert not (tmp_path / "out" / "search.json").exists()
 
 
-def test_a_server_cannot_tell_what_a_pattern_file_wants_to_know() -> None:
-    """Its S layers do not select; refused before the data is read or a server asked."""
-    arguments = ("--model", TINY, "--data", "missing", "--url", "http://h", "--pattern", "a.yaml")
-    result = call("search", "overlap", "-o", "nowhere", *arguments)
-    assert result.exit_code == 1
-    assert "nothing can be written into a.yaml. Leave --url out" in words_of(result)
-
-
 def test_compare_needs_two() -> None:
     result = call("search", "compare", "full", "-o", "nowhere", "--model", "missing")
     assert result.exit_code == 1

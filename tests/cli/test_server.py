@@ -70,7 +70,7 @@ def test_show_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = report["ranks"]
     assert {*first} == {
         *("rank", "mode", "source", "pattern", "policy", "adapter", "requests", "obeyed"),
-        *("indexers", "uncounted", "index_k", "index_k_bytes_per_token", "overlap"),
+        *("indexers", "uncounted", "index_k", "index_k_bytes_per_token"),
     }
     assert (first["obeyed"], second["obeyed"], report["fine"]) == (True, None, True)
     assert (second["rank"], first["requests"]) == (1, {"FS": 2})

@@ -67,7 +67,7 @@ def check(client: Client, oracle: Oracle, pattern: Pattern, lengths: tuple[int, 
 @pytest.fixture(scope="class")
 def dp_attention(glm: Path, serve: Serve) -> Iterator[Client]:
     arguments = ["--tp", "2", "--dp", "2", "--enable-dp-attention", "--indexcache-mode", "live"]
-    arguments += ["--enable-metrics", "--indexcache-shadow", "1"]
+    arguments += ["--enable-metrics"]
     with serve(glm, *SMALL_POOL, *arguments, **TWO_RANKS) as client:
         yield client
 
@@ -103,29 +103,6 @@ class TestDpAttention:
         check_obeyed(before, after, [str(PATTERN)], "it", alone=True)
         rows = [[state.rows.get(str(PATTERN), 0) for state in states] for states in (before, after)]
         assert all(new > old for old, new in zip(*rows, strict=True))
-
-    def test_ranks_look_at_their_own_rows(self, dp_attention: Client) -> None:
-        """S layers are compared at all rows that see over 64 tokens, whoever forwards them."""
-        pattern = Pattern("FFFSSS")  # of no other test here, so nothing was looked at before
-        dp_attention.switch_pattern(str(pattern))
-        check_metrics(dp_attention)  # what other tests asked is exported
-        before, prompts = (
-            scraped(dp_attention),
-            [prompt(length, 40) for length in (70, 90, 131, 250)],
-        )
-        with ThreadPoolExecutor(4) as pool:
-            list(pool.map(lambda ids: greedy(dp_attention, ids, 8), prompts))
-        check_metrics(dp_attention)
-        after = dp_attention.states()
-        assert all(state.overlap.one_in == 1 for state in after)
-        selecting = sum(state.rows[str(pattern)] for state in after) - 4 * 64
-        assert selecting >= sum(map(len, prompts)) - 4 * 64
-        for layer in pattern.shared_layers:
-            looked_at = [state.overlap.layers[layer][0] for state in after]
-            assert min(looked_at) > 0
-            assert sum(looked_at) == pytest.approx(selecting)
-        risen = scraped(dp_attention)["overlap_rows"] - before["overlap_rows"]
-        assert risen == pytest.approx(len(pattern.shared_layers) * selecting)
 
     def test_scrapes_while_patterns_switch(self, dp_attention: Client) -> None:
         """None fails, no counter falls, and in the end one pattern is in effect."""

@@ -172,7 +172,7 @@ class FakeServer:
         """Count a forward under ``pattern``, or under the default."""
         self.active.counters.forwards += 1
         for layer, kind in enumerate(self.really or pattern or self.pattern):
-            (self.active.count_selection if kind == "F" else self.active.count_reuse)(layer)
+            self.active.count_layer(layer, is_full=kind == "F")
 
     def spend(self, phase: str, seconds: float) -> None:
         self.clock.now += seconds

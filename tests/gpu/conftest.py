@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from shutil import copy
 from typing import Any, get_args
 
 import pytest
@@ -50,18 +49,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.rehearsal.widened import widen
 
     return widen(tmp_path_factory.mktemp("served") / "model", heads=64, index_heads=32)
-
-
-@pytest.fixture(scope="session")
-def blocks_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a small MiniMax-M3 of random weights with the shipped checkpoint's tokenizer."""
-    from sglang_indexcache.demo import shipped_checkpoint
-    from tests.minimax_m3 import write_m3
-
-    folder = write_m3(tmp_path_factory.mktemp("served") / "m3")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        copy(shipped_checkpoint() / name, folder)
-    return folder
 
 
 @pytest.fixture(scope="session")

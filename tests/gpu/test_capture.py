@@ -47,17 +47,3 @@ def test_breakable_prefill_graph_of_a_stage(
     decode: Any, monkeypatch: pytest.MonkeyPatch, text: str, start: int, end: int
 ) -> None:
     decode.replay_prefill(monkeypatch, decode.Pattern(text), start, end)
-
-
-def test_rows_of_several_patterns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Live mode's graphs: of one pattern, and of any mixture."""
-    from tests.serving.cuda import test_graph_variants as live
-
-    live.replace_kernels(monkeypatch)
-    model = live.Model(live.variants("FSFS", "live", "short", "FSSF"), [True] * 4)
-    graphs = live.captured(model, monkeypatch)
-    for number, mine in enumerate(
-        (["FSSF"] * 4, ["FSFS", "FFFF", "FSSS", "FSSF"], ["FFFF"], ["FSSS", "FSFS"]), start=1
-    ):
-        live.replay(model, graphs, live.batch(mine), number)
-        assert torch.equal(model.attended[:, : len(mine)], model.expected(mine)), mine

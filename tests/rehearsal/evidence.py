@@ -16,8 +16,6 @@ from sglang_indexcache.ask.client import Client
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.calibration import Calibration
 from sglang_indexcache.search.evaluators.hf import TransformersEvaluator
-from sglang_indexcache.search.overlap import OverlapCounter
-from tests.rehearsal.checkpoint import MERGED
 from tests.rehearsal.questions import LENGTHS, PATTERNS, QUARTER, Judge, parameters, prompt
 
 Evidence = Callable[[Client, Path], None]
@@ -40,11 +38,6 @@ def adapter_served(client: Client, _: Path) -> None:
 def mixed_forwards(client: Client, _: Path) -> None:
     """Requests of several patterns were in one forward."""
     assert any(state["mixed_forwards"] for state in _states(client))
-
-
-def chosen_graphs(client: Client, _: Path) -> None:
-    """Decode replayed graphs that ``--indexcache-graphs`` asked for."""
-    assert any(sum(state["graph_replays"].values()) for state in _states(client))
 
 
 def switches(client: Client, _: Path) -> None:
@@ -166,42 +159,6 @@ def pages_from_the_host(client: Client, _: Path) -> None:
     after, fetched = again(LENGTHS[0])
     assert (before["host"], after["host"]) == (0, before["device"])
     assert expected == fetched
-
-
-def overlaps(client: Client, model: Path) -> None:
-    """The shadow tells of each layer the overlap that transformers has, on the prompts.
-
-    In live mode S layers are compared with their F layer, in static mode F layers with the one
-    before.
-    """
-    pattern = Pattern(QUARTER)
-    is_live = _states(client)[0]["mode"] == "live"
-    sources = {
-        layer: pattern.source_of(layer if is_live else layer - 1)
-        for layer in range(1, len(pattern))
-        if pattern.is_full(layer) != is_live
-    }
-
-    def sums_by_layer() -> dict[int, tuple[float, float]]:
-        layers = _states(client)[0]["overlap"]["layers"]
-        return {layer: tuple(layers.get(str(layer), (0.0, 0.0))[:2]) for layer in sources}
-
-    client.flush_cache()
-    before = sums_by_layer()
-    for length in LENGTHS:
-        _ask(client, length, QUARTER if is_live else None, tokens=1)
-    sequences = tuple(tuple(prompt(length)) for length in LENGTHS)
-    merged = model / MERGED
-    evaluator = TransformersEvaluator(
-        merged if merged.exists() else model, Calibration(sequences, 1, "rehearsal")
-    )
-    counter = OverlapCounter(len(pattern), evaluator.topk)
-    for ids in sequences:
-        counter.add(evaluator.selected(ids, pattern))
-    matrix = counter.matrix()
-    for layer, (rows, shared) in sums_by_layer().items():
-        rows, shared = rows - before[layer][0], shared - before[layer][1]
-        assert abs(shared / rows - float(matrix[sources[layer], layer])) < 0.05
 
 
 def returned_selections(client: Client, model: Path) -> None:

@@ -50,13 +50,11 @@ MTP = (
     *("--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "3"),
     *("--speculative-draft-attention-backend", "indexcache"),
 )
-SHADOW = ("--indexcache-shadow", "1")
 HICACHE = (
     *("--enable-hierarchical-cache", "--hicache-ratio", "4"),
     *("--hicache-io-backend", "direct", "--hicache-mem-layout", "layer_first"),
     *("--max-total-tokens", "1024"),
 )
-GRAPHS_OF_PATTERNS = (*DECODE_GRAPHS, "--indexcache-graphs", f"{QUARTER},FFFFFF")
 DP_2 = (*TP_2, "--dp", "2", "--enable-dp-attention")
 TP_4_DP_2 = ("--tp", "4", "--dp", "2", "--enable-dp-attention")
 OVERLAP = (
@@ -120,7 +118,7 @@ CASES = [
         "attention tensor parallelism",
         (*LIVE, *EAGER, *TP_2, "--moe-dense-tp-size", "1"),
         rehearses=("tensor parallelism",),
-        shows=(evidence.mixed_forwards,),
+        shows=(evidence.mixed_forwards, evidence.switches),
     ),
     Case(
         "dp_attention",
@@ -148,10 +146,10 @@ CASES = [
     ),
     Case(
         "chunked prefill",
-        (*LIVE, *EAGER, "--chunked-prefill-size", "128", *SHADOW),
+        (*LIVE, *EAGER, "--chunked-prefill-size", "128"),
         rehearses=("chunked prefill",),
         same_chunks=False,
-        shows=(evidence.overlaps,),
+        shows=(evidence.argument("chunked_prefill_size", 128),),
     ),
     Case(
         "mixed batches",
@@ -210,16 +208,10 @@ CASES = [
     ),
     Case(
         "disaggregation",
-        (*LIVE, *GRAPHS_OF_PATTERNS),
+        (*LIVE, *EAGER),
         is_pair=True,
         rehearses=("disaggregation",),
         shows=(evidence.argument("disaggregation_mode", "decode"),),
-    ),
-    Case(
-        "graphs of patterns",
-        (*LIVE, *GRAPHS_OF_PATTERNS),
-        rehearses=("CUDA graphs",),
-        shows=(evidence.chosen_graphs, evidence.switches),
     ),
     Case(
         "pipeline parallelism",
@@ -247,9 +239,9 @@ CASES = [
     ),
     Case(
         "an adapter",
-        (*EAGER, *SHADOW),
+        EAGER,
         family="glm-5-adapted",
-        shows=(evidence.adapter_served, evidence.overlaps),
+        shows=(evidence.adapter_served,),
     ),
     Case(
         "DeepSeek-V3.2",

@@ -36,8 +36,7 @@ CAUGHT = {
     "adopts_only_once": Caught("pipeline parallelism", "the buffer holds those of position"),
     "takes_a_slice_for_a_selection": Caught("attention tensor parallelism", "selected for"),
     "leaves_the_drafts_backend_unnamed": Caught("MTP", "EAGLE is not supported in decode"),
-    "writes_masks_that_no_graph_reads": Caught("graphs of patterns", OTHER_ANSWERS),
-    "shares_the_cache_between_patterns": Caught("graphs of patterns", OTHER_ANSWERS),
+    "shares_the_cache_between_patterns": Caught("attention tensor parallelism", OTHER_ANSWERS),
 }
 
 

@@ -20,7 +20,6 @@ from sglang_indexcache.search import fold_slopes
 from sglang_indexcache.search.calibration import Score
 from sglang_indexcache.search.setup import Setup
 from sglang_indexcache.study.provenance import checkpoint_digest
-from tests.minimax_m3 import make_m3
 from tests.oracle import load_eager
 
 CONTEXT = 160
@@ -183,12 +182,3 @@ def test_what_cannot_be_done_is_said_first(
     result = CliRunner().invoke(app, ["fold", "calibrate", "--model", str(folder), *arguments])
     assert result.exit_code == 1
     assert message in result.output
-
-
-def test_indexers_of_another_kind_are_named_before_they_are_loaded(tmp_path: Path) -> None:
-    """A whole MiniMax-M3 would fail in transformers, for it is no model for text alone."""
-    make_m3(multimodal=True).save_pretrained(tmp_path)
-    arguments = ["--model", str(tmp_path), "-o", str(tmp_path / "a.slopes")]
-    result = CliRunner().invoke(app, ["fold", "calibrate", *arguments])
-    assert result.exit_code == 1
-    assert "neither trained nor folded here" in result.output

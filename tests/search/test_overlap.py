@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from sglang_indexcache.ask.pool import Pool
 from sglang_indexcache.ask.protocol import PATTERN_OF_REQUEST, STATE
-from sglang_indexcache.errors import LibraryError, SearchError, ServerError
-from sglang_indexcache.library import FoundOverlap, load_entry, set_overlap
+from sglang_indexcache.errors import SearchError, ServerError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search import overlap
 from sglang_indexcache.search.calibration import Calibration
@@ -21,8 +20,6 @@ from sglang_indexcache.search.overlap import (
     OverlapCounter,
     ReturningEvaluator,
     best_patterns,
-    by_layer,
-    check_one_list,
     overlap_in_words,
     served_lists,
 )
@@ -85,14 +82,6 @@ def test_blocks_of_the_queries_that_count(seed: int, size: int, k: int) -> None:
     assert counter.chance() == pytest.approx(np.mean([k / (t + 1) for t in queries]))
 
 
-def test_lists_of_several_groups_are_not_counted_as_one() -> None:
-    checkpoint: Any = SimpleNamespace(architecture="GlmMoeDsaForCausalLM")
-    check_one_list(checkpoint)
-    grouped: Any = SimpleNamespace(architecture="MiniMaxM3SparseForCausalLM")
-    with pytest.raises(SearchError, match="each group of heads selects by itself"):
-        check_one_list(grouped)
-
-
 def test_nothing_to_count() -> None:
     counter = OverlapCounter(2, 8)
     counter.add(selections(0, 2, 8, 8))
@@ -113,53 +102,6 @@ def test_reads_the_sharpest_boundary() -> None:
     sentences = overlap_in_words(matrix)
     assert "have 0.10 to 0.90 of their selection" in sentences
     assert "The sharpest boundary is between layers 1 and 2 (0.10)." in sentences
-
-
-def test_each_layer_is_compared_with_the_list_that_stands_there() -> None:
-    matrix = np.arange(36.0).reshape(6, 6)
-    matrix = (matrix + matrix.T) / 100
-    assert by_layer(matrix, Pattern("FSSFFS")) == (
-        None, matrix[1, 0], matrix[2, 0], matrix[3, 0], matrix[4, 3], matrix[5, 4]
-    )  # fmt: skip
-
-
-def test_a_file_says_what_a_run_of_its_own_pattern_shows(tmp_path: Path) -> None:
-    def select(ids: tuple[int, ...], pattern: Pattern) -> np.ndarray:
-        assert str(pattern) == "FSF"
-        return selections(ids[0], 3, 6, 2)
-
-    measured_overlap = overlap.found_overlap(select, Pattern("FSF"), [(4,), (5,)], 2, "two texts")
-    samples = [selections(seed, 3, 6, 2) for seed in (4, 5)]
-
-    def share(layer: int) -> Any:
-        common = [
-            len({*sample[0, row]} & {*sample[layer, row]})
-            for sample in samples
-            for row in range(2, 6)
-        ]
-        return pytest.approx(np.mean(common) / 2, abs=1e-4)
-
-    assert measured_overlap.layers == (None, share(1), share(2))
-    assert (measured_overlap.queries, measured_overlap.data) == (8, "two texts")
-    blind = np.mean([2 / sees for sees in (3, 4, 5, 6)])
-    assert measured_overlap.chance == pytest.approx(blind, abs=1e-4)
-    beyond = [
-        pytest.approx((s - blind) / (1 - blind), abs=1e-3) for s in measured_overlap.layers[1:] if s
-    ]
-    assert measured_overlap.beyond_chance == (None, *beyond)
-
-    file = tmp_path / "mine.yaml"
-    shipped = Path(__file__).parents[2] / "patterns" / "tiny-dsa-1of2.yaml"
-    file.write_text(shipped.read_text() + "# a comment at the end\n")
-    before = load_entry(file)
-    layers = (None, *[0.5] * (before.model.num_layers - 1))
-    for queries in (5, 7):  # the second replaces the first
-        row = FoundOverlap(layers=layers, chance=0.25, queries=queries)
-        set_overlap(file, row)
-        assert load_entry(file) == before.model_copy(update={"overlap": row})
-    assert "# a comment at the end" in file.read_text()
-    with pytest.raises(LibraryError, match="place for an overlap"):
-        set_overlap(file, FoundOverlap(layers=(None,), chance=0.25, queries=1))
 
 
 def test_the_best_patterns_are_those_that_the_checkpoint_allows() -> None:

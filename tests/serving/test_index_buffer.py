@@ -276,3 +276,18 @@ def test_a_stage_of_a_hybrid_model_adopts_by_the_models_layers() -> None:
     selected, carried = torch.tensor([1]), torch.tensor([2])
     resolve(buffer, 7, selected)
     assert resolve(buffer, 11, carried) is selected
+
+
+@pytest.mark.parametrize(
+    ("patterns", "selections"), [(["FSSF"], [1, 0, 0, 1]), (["FSSF", "FFSS"], [1, 1, 0, 1])]
+)
+def test_a_layer_counts_as_selecting_where_it_is_full_for_some_row(
+    patterns: list[str], selections: list[int]
+) -> None:
+    active = ActivePattern(plan("FSSF", mode="live"))
+    buffer = IndexBuffer(active)
+    buffer.begin(RowPatterns.of([Pattern(text) for text in patterns], [1, 1], torch.empty(2)))
+    for layer in range(4):
+        active.count_layer(layer, is_full=buffer.is_full(layer))
+    assert active.counters.indexer_selections == selections
+    assert active.counters.index_reuses == [1 - count for count in selections]

@@ -123,10 +123,10 @@ def test_counters_rise_through_a_switch(serving: active.ActivePattern) -> None:
         serving.count_forward(
             "prefill", [(pattern, count, count) for pattern, count in rows.items()]
         )
-        serving.count_selection(0)
-        serving.count_reuse(3)
+        serving.count_layer(0, is_full=True)
+        serving.count_layer(3, is_full=False)
         serving.count_key_write(1)
-        serving.count_graph("mixed")
+        serving.count_graph("decode")
         assert ask(scheduler(), f"indexcache_pattern={first if len(rows) > 1 else second}")
     reported = report(scheduler())
     assert serving.switches == 3
@@ -135,14 +135,14 @@ def test_counters_rise_through_a_switch(serving: active.ActivePattern) -> None:
     assert reported["indexer_selections"] == [3, 0, 0, 0]
     assert reported["index_reuses"] == [0, 0, 0, 3]
     assert reported["index_key_writes"] == [0, 3, 0, 0]
-    assert reported["graph_replays"] == {"mixed": 3}
+    assert reported["graph_replays"] == {"decode": 3}
 
 
 def test_an_idle_rank_serves_no_pattern(serving: active.ActivePattern) -> None:
     """It keeps step with ranks that have requests, and what its layers do there is no sharing."""
     serving.count_forward("decode", [], idle=True)
-    serving.count_selection(0)
-    serving.count_reuse(1)
+    serving.count_layer(0, is_full=True)
+    serving.count_layer(1, is_full=False)
     serving.count_key_write(1)
     serving.count_graph("decode")
     reported = report(scheduler())

@@ -219,33 +219,12 @@ def test_hybrid_model_by_its_real_config_class(tmp_path: Path) -> None:
         assert [i for i in (3, 7, 11) if dsa_layer_skips_topk(part, i)] == [7, 11]
 
 
-def test_a_model_that_nobody_asked_to_share_and_nobody_can_is_left_to_sglang(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """MiniMax-M3 shares on GPUs; a CPU server of it must not be refused for that."""
-    from sglang_indexcache.serving import plugin
-
-    config = {**BASE, "index_topk_blocks": 4, "index_block_size": 16}
-    config["layer_types"] = ["minimax_m3_sparse"] * 8
-    unset = dict.fromkeys(plugin.BACKEND_FIELDS)
-    cfg = SimpleNamespace(model_path="m", json_model_override_args="{}", **unset)
-    for architecture, expected in (
-        ("GlmMoeDsaForCausalLM", True),
-        ("MiniMaxM3SparseForCausalLM", False),
-    ):
-        changed = {**config, "architectures": [architecture]}
-        monkeypatch.setattr(plugin, "_checkpoint_config", lambda *_, made=changed: made)
-        assert plugin._is_only_way(cfg) is expected
-
-
 def test_every_supported_architecture_is_tested_or_has_a_reason() -> None:
     # Resolving it needs an image processor; its config is tested above.
     multimodal = {"Glm5NextForConditionalGeneration"}
-    # These are resolved for GPU nodes, in ``preflight/test_blocks.py``.
-    blocks = {"MiniMaxM3SparseForCausalLM", "MiniMaxM3SparseForConditionalGeneration"}
     mine = [family for family in FAMILIES if not family.refused and not family.unsupported]
     architectures = {family.architecture for family in mine}
-    assert architectures == set(MODELS) | multimodal | blocks
+    assert architectures == set(MODELS) | multimodal
 
 
 def test_sglang_still_loads_no_indexer_for_mistral() -> None:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -158,11 +157,7 @@ class TransformersEvaluator(TokenEvaluator):
         layers = self._decoder.layers
         if not all(hasattr(layer.self_attn, "indexer") for layer in layers):
             raise SearchError(f"{folder} has layers without DSA, which this evaluator cannot run")
-        starts = (*checkpoint.layer_ids, len(layers))
-        self._first = list(layers[: starts[0]])
-        """Layers before the first one that has an indexer."""
-        self._layers = [list(layers[i:end]) for i, end in pairwise(starts)]
-        """Each layer with an indexer, and those without one that follow it."""
+        self._layers = list(layers)
         if config.model_type in TRAINABLE:
             for number in self.own.full_layers:
                 indexer = self._attention(number).indexer
@@ -229,8 +224,7 @@ class TransformersEvaluator(TokenEvaluator):
 
         with torch.no_grad(), self._share(pattern) as sharing:
             if nearest is None or start == 0:  # how layer 0 selects may differ, too
-                embedded = self._decoder.embed_tokens(self._tensor(ids))
-                hidden = _through(self._first, embedded, self._arguments)
+                hidden = self._decoder.embed_tokens(self._tensor(ids))
             else:
                 run.hidden, run.indices = nearest.hidden[:start], nearest.indices[:start]
                 hidden = nearest.hidden[start]
@@ -283,15 +277,14 @@ class TransformersEvaluator(TokenEvaluator):
         sharing: SharedForward,
         attend: Callable[..., Any] = attend_in_blocks,
     ) -> torch.Tensor:
-        """Run a layer, which attends by ``attend``, and those without an indexer that follow it."""
+        """Run a layer, which attends by ``attend``."""
         arguments = dict(self._arguments)
         if self._attention(number).indexer is None:
             arguments["prev_topk_indices"] = sharing.indices
-        layer, *others = self._layers[number]
         with self._attending(attend):
-            hidden = _through([layer], hidden, arguments)
-        with self._attending(attend_in_blocks):
-            return _through(others, hidden, arguments)
+            output = self._layers[number](hidden, **arguments)
+        after: torch.Tensor = output[0] if isinstance(output, tuple) else output
+        return after
 
     @contextmanager
     def _attending(self, attend: Callable[..., Any]) -> Iterator[None]:
@@ -320,7 +313,7 @@ class TransformersEvaluator(TokenEvaluator):
         return sharing.indices
 
     def _attention(self, number: int) -> Any:
-        return self._layers[number][0].self_attn
+        return self._layers[number].self_attn
 
     def _keep(self, runs: list[_Run], run: _Run) -> None:
         """Keep the newest runs of the most recently used sequences, within the memory."""
@@ -421,11 +414,10 @@ class TransformersEvaluator(TokenEvaluator):
         all is 0.
         """
         queries = queries.to(self._model.device)
-        block = getattr(self._attention(0).indexer, "block_size", 1)  # of tokens, in MiniMax-M3
-        best = max(len(ids) // (LISTS * block), 1)
+        best = max(len(ids) // LISTS, 1)
 
-        def at_queries(indices: torch.Tensor) -> torch.Tensor:  # [groups, queries, k], best first
-            return indices.where(indices >= 0, len(ids)).flatten(0, -3)[:, queries, :best]
+        def at_queries(indices: torch.Tensor) -> torch.Tensor:  # [queries, k], best first
+            return indices.where(indices >= 0, len(ids))[0, queries, :best]
 
         folds = self._folded_lists(self.run(self.own, ids), best) if folded else []
         folded_lists, lists = [*map(at_queries, folds)], list[torch.Tensor]()
@@ -438,8 +430,8 @@ class TransformersEvaluator(TokenEvaluator):
             if count > 1:
                 columns = np.flatnonzero(np.arange(mass.shape[1]) % self.num_layers < count)
                 for rows, weights in self._weights(queries, *call, **options):
-                    parts = [part[:, rows] for part in (*folded_lists[:count], *lists)]
-                    mass[count - 1, columns] += sum_on(parts, by_block(weights, block))
+                    parts = [part[rows] for part in (*folded_lists[:count], *lists)]
+                    mass[count - 1, columns] += sum_on(parts, weights)
 
         self.run(self.own, ids, watch)
         if not lists:
@@ -500,7 +492,7 @@ class TransformersEvaluator(TokenEvaluator):
         """Return ``[N, length, k]``: what each layer selects for one sequence.
 
         By default all indexers run. What an S layer of ``under`` would select itself is what it
-        attends to where it is F besides. Of a model whose layers have one list for all heads.
+        attends to where it is F besides.
         """
         pattern = under or self.own
         run = self.run(pattern, ids)
@@ -517,46 +509,24 @@ class _SeenError(Exception):
     """Ends a forward whose arguments have been noted."""
 
 
-def _through(
-    layers: Sequence[Any], hidden: torch.Tensor, arguments: dict[str, Any]
-) -> torch.Tensor:
-    for layer in layers:
-        output = layer(hidden, **arguments)
-        hidden = output[0] if isinstance(output, tuple) else output
-    return hidden
-
-
-def by_block(weights: torch.Tensor, size: int) -> torch.Tensor:
-    """Sum ``[heads, Q, T]`` over blocks of ``size`` tokens."""
-    if size == 1:
-        return weights
-    padded = torch.nn.functional.pad(weights, (0, -weights.shape[-1] % size))
-    return padded.view(*weights.shape[:-1], -1, size).sum(-1)
-
-
 def sum_on(lists: Sequence[torch.Tensor], weights: torch.Tensor) -> Floats:
     """Sum what heads give to the positions of each list, over queries.
 
     Args:
-        lists: each ``[groups, Q, k]``, one list for a group of heads; a position from T on has 0.
+        lists: each ``[Q, k]``; a position from T on has 0.
         weights: ``[heads, Q, T]`` float32.
 
     Returns:
         ``[lists, heads]`` float64.
     """
-    groups, count, _ = lists[0].shape
     end = weights.shape[-1]
-    by_key = weights.view(groups, -1, count, end).movedim(1, -1)
-    table = torch.nn.functional.pad(by_key, (0, 0, 0, 1)).flatten(0, 2)
-    first = torch.arange(0, len(table), end + 1, device=table.device).view(groups, count, 1)
+    table = torch.nn.functional.pad(weights.movedim(0, -1), (0, 0, 0, 1)).flatten(0, 1)
+    first = torch.arange(0, len(table), end + 1, device=table.device)[:, None]
     sums = [
-        torch.nn.functional.embedding_bag(
-            (indices.clamp(max=end) + first).flatten(0, 1), table, mode="sum"
-        )
+        torch.nn.functional.embedding_bag(indices.clamp(max=end) + first, table, mode="sum")
         for indices in lists
     ]
-    by_query = torch.stack(sums).view(len(lists), groups, count, -1)
-    total: Floats = by_query.sum(2, dtype=torch.float64).flatten(1).cpu().numpy()
+    total: Floats = torch.stack(sums).sum(1, dtype=torch.float64).cpu().numpy()
     return total
 
 

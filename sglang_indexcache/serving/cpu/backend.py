@@ -14,11 +14,9 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_indexcache.errors import StaleIndexError
 from sglang_indexcache.serving.active import ActivePattern
-from sglang_indexcache.serving.cpu.observers import CpuShadowProbe
 from sglang_indexcache.serving.cpu.select import HostBatch
 from sglang_indexcache.serving.cpu.sparse_mla import sparse_mla
 from sglang_indexcache.serving.index_buffer import IndexBuffer
-from sglang_indexcache.serving.monitor.observer import Counting, Observed
 from sglang_indexcache.serving.rows import patterns_of_rows
 
 if TYPE_CHECKING:
@@ -27,7 +25,7 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 
-class CpuIndexCacheBackend(Observed, AttentionBackend):
+class CpuIndexCacheBackend(AttentionBackend):
     """Prefill, chunked prefill, decode and mixed batches over SGLang's paged pool."""
 
     def __init__(self, runner: ModelRunner, active: ActivePattern) -> None:
@@ -37,7 +35,6 @@ class CpuIndexCacheBackend(Observed, AttentionBackend):
         self.index_keys = runner.token_to_kv_pool.index_key_cache
         self.active = active
         self.index_buffer = IndexBuffer(active, runner.layer_info.start_layer)
-        self.observers = (Counting(active, self.index_buffer), CpuShadowProbe(self))
         self.batch = HostBatch((), (), torch.empty(0, 0, dtype=torch.int64))
         self._slots_of: tuple[object, torch.Tensor, torch.Tensor] | None = None
 
@@ -115,7 +112,7 @@ class CpuIndexCacheBackend(Observed, AttentionBackend):
             raise StaleIndexError(
                 f"SGLang carried other indices to layer {layer} than its F layer selected"
             )
-        self.served(layer)
+        self.active.count_layer(layer, is_full=self.index_buffer.is_full(layer))
         return indices
 
     def _physical_slots(self, indices: torch.Tensor) -> torch.Tensor:

@@ -54,7 +54,6 @@ def indexer_forward(
         return x.new_full((x.shape[0], indexer.index_topk), PADDING, dtype=torch.int32)
     wall, processor = time.perf_counter(), time.thread_time()
     backend: CpuIndexCacheBackend = get_attn_backend()
-    before = backend.index_buffer.held
     indices = _store_and_select(
         indexer, backend, x, q_lora, positions, forward_batch, layer_id, return_indices
     )
@@ -63,17 +62,7 @@ def indexer_forward(
         time.perf_counter() - wall,
         time.thread_time() - processor,
     )
-    if indices is None:
-        return None
-
-    def queries(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return index_queries(indexer, x[rows], q_lora[rows], positions[rows], backend)
-
-    if backend.active.plan.mode == "static":
-        backend.selected(layer_id, forward_batch, before, own=indices)
-    else:
-        backend.selected(layer_id, forward_batch, indices, queries=queries)
-    return maybe_capture_indexer_topk(layer_id, indices)
+    return None if indices is None else maybe_capture_indexer_topk(layer_id, indices)
 
 
 def _store_and_select(

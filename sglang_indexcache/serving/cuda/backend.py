@@ -12,16 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.kernels.ops.attention.utils import concat_mla_absorb_q_general
 from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend
-from sglang.srt.model_executor.runner_utils.capture_mode import get_capture_attention_variant
 
 from sglang_indexcache.serving.active import ActivePattern
 from sglang_indexcache.serving.cuda import kernels as kernels_cuda
 from sglang_indexcache.serving.cuda.fold import FoldedLayers
-from sglang_indexcache.serving.cuda.graph_variants import GraphVariants
 from sglang_indexcache.serving.cuda.kernels import EngineKernels, KeptLists, attend
-from sglang_indexcache.serving.cuda.observers import ShadowProbe
 from sglang_indexcache.serving.index_buffer import IndexBuffer
-from sglang_indexcache.serving.monitor.observer import Counting, Observed
 from sglang_indexcache.serving.monitor.traffic import phase_of
 from sglang_indexcache.serving.rows import patterns_of_rows
 
@@ -33,19 +29,16 @@ if TYPE_CHECKING:
     from sglang_indexcache.kernels.contract import SparseMLA
 
 DECODE_GRAPH = "decode"
-"""The label of SGLang's only decode graph of a batch size, without ``--indexcache-graphs``."""
+"""The label under which replays of SGLang's decode graphs are counted."""
 
 
-class IndexCacheBackend(Observed, DeepseekSparseAttnBackend):
+class IndexCacheBackend(DeepseekSparseAttnBackend):
     """DSA attention that knows whose indices each layer uses.
 
     Attributes:
         first_overlapped_layer: under two-batch overlap, the first layer that runs on sub-batches.
-        graphs: the decode graphs, where there are several of a batch size.
         folded: the layers that fold.
     """
-
-    graphs: GraphVariants | None = None
 
     def __init__(self, runner: ModelRunner, active: ActivePattern) -> None:
         super().__init__(runner)
@@ -59,7 +52,6 @@ class IndexCacheBackend(Observed, DeepseekSparseAttnBackend):
         self.kernels = EngineKernels()
         self.folded = FoldedLayers()
         self._attention: SparseMLA | None = None
-        self.observers = (Counting(active, self.index_buffer), ShadowProbe(self))
         self._lists = KeptLists()
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
@@ -74,22 +66,10 @@ class IndexCacheBackend(Observed, DeepseekSparseAttnBackend):
     ) -> None:
         """Begin a forward that is captured or replayed; a capture runs the layers three times."""
         self.active.is_counting = not in_capture
-        label = get_capture_attention_variant() if in_capture else None
-        if self.graphs is not None and label is not None:
-            count, device = forward_batch.batch_size, forward_batch.seq_lens.device
-            # The graph is made for these patterns, whatever the requests of the batch stand for.
-            self.index_buffer.begin(self.graphs.rows(label, count, device))
-        elif self.graphs is not None and self.active.plan.mode == "live":
-            # A replay, which runs no layer's Python.
-            served = self.graphs.served
-            self.active.count_forward("decode", served, idle=not served)
-        else:
-            self._begin(forward_batch)
+        self._begin(forward_batch)
         # The halves of an overlap come here as well, and their replay counts once.
         if self._of_whole_batch() is self and phase_of(forward_batch) == "decode":
-            self.active.count_graph(DECODE_GRAPH if self.graphs is None else self.graphs.label)
-        # A replay runs no Python that could show the shadow what was selected.
-        self.active.shadow.skip()
+            self.active.count_graph(DECODE_GRAPH)
         super().init_forward_metadata_out_graph(forward_batch, in_capture)
 
     def forward_extend(
@@ -179,12 +159,9 @@ class IndexCacheBackend(Observed, DeepseekSparseAttnBackend):
         if not buffer.is_full(layer):
             buffer.adopt(layer, carried)
         elif self.active.plan.mode == "static":
-            # The write replaces it, and observers compare it with what the layer selected.
-            before = buffer.held
             buffer.select(layer, carried)
-            self.selected(layer, forward_batch, before, own=carried)
         indices = buffer.read(layer, rows)
-        self.served(layer)
+        self.active.count_layer(layer, is_full=buffer.is_full(layer))
         return indices
 
     def inherit(self, layer: int, forward_batch: ForwardBatch) -> None:

@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING
 
 from sglang.srt.arg_groups.overrides import resolving_view
-from sglang.srt.configs.model_config import get_dsa_index_topk
 from sglang.srt.layers.attention.dsa_backend import TopkTransformMethod
 from sglang.srt.runtime_context import get_exec
 
 from sglang_indexcache.errors import SettingsError
 from sglang_indexcache.kernels.dispatch import Machine
 from sglang_indexcache.serving.active import ActivePattern
-from sglang_indexcache.serving.cuda import graph_variants
 from sglang_indexcache.serving.cuda import kernels as kernels_cuda
 from sglang_indexcache.serving.cuda.backend import IndexCacheBackend
 from sglang_indexcache.serving.cuda.choice import choose
 from sglang_indexcache.serving.cuda.fold import FoldedLayers
-from sglang_indexcache.serving.cuda.graph_variants import GraphVariants
 from sglang_indexcache.serving.cuda.indexer import indexer_forward
 from sglang_indexcache.serving.cuda.kernels import EngineKernels
 from sglang_indexcache.serving.hooks import around
 from sglang_indexcache.serving.preflight.options import MODE
-from sglang_indexcache.serving.preflight.refusals import stage_starts_here
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
-
-logger = logging.getLogger(__name__)
 
 
 def create_cuda_backend(runner: ModelRunner, active: ActivePattern) -> IndexCacheBackend:
@@ -44,25 +37,10 @@ def create_cuda_backend(runner: ModelRunner, active: ActivePattern) -> IndexCach
         kernels_cuda.install()
     if get_exec().overlap.enable_two_batch_overlap:
         _check_overlap(backend)
-    if active.plan.graphs:
-        backend.graphs = _more_graphs(runner, active)
-    if active.plan.graphs or active.plan.mode == "live":
+    if active.plan.mode == "live":
         target = "sglang.srt.layers.attention.dsa.dsa_indexer.Indexer.forward_cuda"
         around(target, indexer_forward)
     return backend
-
-
-def _more_graphs(runner: ModelRunner, active: ActivePattern) -> GraphVariants:
-    """Make the graphs of ``--indexcache-graphs``; SGLang will ask for them before it captures."""
-    topk = get_dsa_index_topk(runner.model_config.hf_config)
-    variants = GraphVariants(active, stage_starts_here(active.plan), topk)
-    graph_variants.install(variants)
-    logger.info(
-        "IndexCache: %d decode graphs of each batch size: %s. SGLang says below what they take.",
-        len(variants.capture_labels),
-        ", ".join(variants.capture_labels),
-    )
-    return variants
 
 
 def _load_kernels(runner: ModelRunner, active: ActivePattern) -> EngineKernels:

@@ -1,1 +1,1 @@
-"""Watching a server: traffic, drift of its pattern, metrics, whether it skips what it should."""
+"""Watching a server: traffic, metrics, whether it skips what it should."""

@@ -8,7 +8,6 @@ exports what this process has counted since. The labels are SGLang's.
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,7 +20,6 @@ from sglang.srt.observability.metrics_collector import (
 
 from sglang_indexcache import __version__
 from sglang_indexcache.ask.protocol import OTHERS
-from sglang_indexcache.library import mean_known
 from sglang_indexcache.serving import front, live, requests
 from sglang_indexcache.serving.active import ActivePattern, current
 from sglang_indexcache.serving.monitor.traffic import MAX_LABELS, label_for
@@ -39,11 +37,6 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "forwards": ("Forwards, by whether requests of several patterns were in them.", ("mixed",)),
     "idle_forwards": ("Forwards without a request of the rank's own, in dp_attention.", ()),
     "layer_runs": ("Indexers that ran, and reuses of another's indices.", ("layer", "did")),
-    "overlap_forwards": ("Forwards sampled.", ()),
-    "overlap_rows": ("Rows of the sampled forwards.", ("layer",)),
-    "overlap": ("Sum over them: share of a layer's own selection that it was given.", ("layer",)),
-    "overlap_chance": ("The same of lists drawn blindly, over all layers.", ()),
-    "recall": ("The same, by the selection's score mass; live mode.", ("layer",)),
     "switches": ("Replacements of the server's pattern.", ()),
     "rejections": ("Patterns refused.", ("by",)),
 }
@@ -54,7 +47,6 @@ GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "info": ("1 for what is in effect.", ("pattern", "mode", "source", "version")),
     "requests": ("Unfinished requests.", ("pattern",)),
     "index_k_bytes": ("Bytes of index keys a token.", ()),
-    "overlap_found": ("Overlap beyond chance that the pattern's file says; 0 for none.", ()),
 }
 
 REFUSED: tuple[str, tuple[str, ...]] = ("Requests refused for the pattern that they name.", ())
@@ -122,7 +114,7 @@ class Exporter:
 
     def export(self, active: ActivePattern) -> None:
         """Write what changed since the last time."""
-        for name, values in (_counter_values(active) | _shadow_values(active)).items():
+        for name, values in _counter_values(active).items():
             for key, value in values.items():
                 self._child(name, key).inc(value - self._told[name].get(key, 0))
             self._told[name] = values
@@ -160,7 +152,6 @@ def _counter_values(active: ActivePattern) -> dict[str, Values]:
             for what, times in did.items()
             for position in traffic.here
         },
-        "overlap_forwards": {(): active.shadow.forwards},
         "switches": {(): active.switches},
         "rejections": {(by,): traffic.rejections[by] for by in ("request", "switch")},
     }
@@ -169,27 +160,10 @@ def _counter_values(active: ActivePattern) -> dict[str, Values]:
 def _gauge_values(active: ActivePattern) -> dict[str, Values]:
     """Return every gauge's value now."""
     return {
-        "overlap_found": {(): mean_known(active.reference) or 0},
         "info": {(str(active.policy), active.plan.mode, active.source, __version__): 1},
         "requests": {(pattern,): count for pattern, count in requests.in_hand().items()},
         "index_k_bytes": {(): active.traffic.index_k_bytes},
     }
-
-
-def _shadow_values(active: ActivePattern) -> dict[str, Values]:
-    """Return the shadow's counters. At most 237 series together, at 78 layers."""
-    values: dict[str, Values] = defaultdict(lambda: defaultdict(float))
-    _, sums = active.shadow.read()
-    for layer, (rows, overlap, chance, recall) in zip(
-        map(str, active.plan.layer_ids), sums, strict=False
-    ):
-        if not rows:
-            continue
-        values["overlap_rows"][layer,] = rows
-        values["overlap"][layer,] = overlap
-        values["recall"][layer,] = recall
-        values["overlap_chance"][()] += chance
-    return dict(values)
 
 
 def collectors(others: Mapping[str, type] | None) -> dict[str, type]:

@@ -81,10 +81,9 @@ class Traffic:
         self.here = range(start, stop)
         self.own = frozenset(filter(plan.own.is_full, self.here))
         self.exact = frozenset(i for i, slopes in enumerate(plan.slopes) if slopes is None)
-        sizes = dict(plan.shape) if plan.shares_blocks else config
-        self.topk = int(read_field(sizes, "index_topk"))
-        self.folded_flops = 2 * int(read_field(sizes, "index_head_dim"))
-        self.flops = self.folded_flops * int(read_field(sizes, "index_n_heads"))
+        self.topk = int(read_field(config, "index_topk"))
+        self.folded_flops = 2 * int(read_field(config, "index_head_dim"))
+        self.flops = self.folded_flops * int(read_field(config, "index_n_heads"))
         self.index_k_bytes = _index_k_bytes(runner.token_to_kv_pool)
 
     def count(self, phase: str, served: Sequence[Served]) -> None:
@@ -200,8 +199,6 @@ def phase_of(batch: ForwardBatch) -> str:
 
 def _index_k_bytes(pool: Any) -> int:
     """Return bytes of index keys per token over this process's layers, from a pool's buffers."""
-    if (blocks := getattr(pool, "index_k_pool", None)) is not None:  # MiniMax-M3's
-        return sum(buffer[0].nbytes for buffer in blocks.k_buffer)
     pool = getattr(pool, "full_kv_pool", pool)
     slots = pool.index_buf_size + pool.page_size
     return round(sum(buffer.nbytes for buffer in pool.index_key_cache.buffer) / slots)

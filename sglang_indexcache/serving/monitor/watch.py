@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from math import ceil
-from statistics import fmean
 from typing import Any
 
 from rich.box import SIMPLE
@@ -18,10 +17,6 @@ from rich.text import Text
 
 from sglang_indexcache.ask.client import Client
 from sglang_indexcache.ask.protocol import RankState
-from sglang_indexcache.library import beyond_chance, mean_known
-
-WORST = 10
-"""Layers that are shown with their numbers."""
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
 """From never to always."""
@@ -64,7 +59,6 @@ def frame(
         _work(new_pairs, pairs),
         _patterns(new_rows, rows, _sum(r.requests for r in after), seconds),
         *_layers(before, after),
-        *_overlaps(after),
     )
 
 
@@ -116,59 +110,6 @@ def _blocks(shares: Mapping[int, float], state: RankState) -> str:
     """Draw a block for each layer, a dot where nothing is known."""
     layers = range(len(state.index_reuses))
     return "".join(BLOCKS[ceil(8 * shares[n])] if n in shares else "\N{MIDDLE DOT}" for n in layers)
-
-
-def _overlaps(ranks: Sequence[RankState]) -> Iterator[RenderableType]:
-    """Show the shadows' overlaps since the pattern was set: all layers, and the worst ten."""
-    first = ranks[0]
-    if not first.overlap.one_in:
-        return
-    by_layer = overlaps(ranks)
-    blocks = _blocks({layer: shares[0] for layer, shares in by_layer.items()}, first)
-    yield Text(f"{describe_overlap(ranks)}\noverlap by layer: {blocks}")
-    titles = ("overlap", "beyond chance", "found with", "by score mass")
-    table = Table("worst layers", *titles, box=SIMPLE)
-    reference = dict(enumerate(first.overlap.reference))
-    for layer, shares in sorted(by_layer.items(), key=lambda pair: pair[1][0])[:WORST]:
-        share, beyond, recall, *_ = shares
-        numbers = (share, beyond, reference.get(layer), recall if first.mode == "live" else None)
-        table.add_row(
-            str(layer), *("-" if number is None else f"{number:.1%}" for number in numbers)
-        )
-    if by_layer:
-        yield table
-
-
-def overlaps(ranks: Sequence[RankState]) -> dict[int, list[float]]:
-    """Return mean shares by layer over all ranks; in place of chance, what is beyond it."""
-    every: dict[int, list[list[float]]] = {}
-    for rank in ranks:
-        for layer, sums in rank.overlap.layers.items():
-            every.setdefault(layer, []).append(sums)
-    means = {}
-    for layer in sorted(every):
-        rows, *shares = map(sum, zip(*every[layer], strict=True))
-        overlap, chance, *recalls = (total / rows for total in shares)
-        means[layer] = [overlap, beyond_chance(overlap, chance), *recalls]
-    return means
-
-
-def describe_overlap(ranks: Sequence[RankState]) -> str:
-    """Say in a sentence how all layers together overlap."""
-    by_layer, first = overlaps(ranks), ranks[0]
-    if not by_layer:
-        return "overlap: no row with more than index_topk tokens was sampled yet"
-    overlap, beyond, _ = (fmean(column) for column in zip(*by_layer.values(), strict=True))
-    who, compared_to = "S", "the list they are given"
-    if first.mode == "static":
-        who, compared_to = "F", "the list of the F layer before"
-    reference = mean_known(first.overlap.reference)
-    search = "" if reference is None else f" (found with {reference:.0%})"
-    return (
-        f"overlap: {who} layers have {overlap:.0%} of their own selection in common with "
-        f"{compared_to}, {beyond:.0%} beyond chance{search}; "
-        f"{sum(rank.overlap.forwards for rank in ranks):,} forwards were sampled"
-    )
 
 
 def _sum(counters: Iterable[Mapping[Any, int]]) -> Counter[Any]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from sglang_indexcache.checkpoint import text_config
 from sglang_indexcache.errors import CheckpointError, Findings
-from sglang_indexcache.models import BLOCK_SIZES, BY_ARCHITECTURE, read_field
+from sglang_indexcache.models import BY_ARCHITECTURE, read_field
 
 INDEX_HEAD_DIM = 128
 
@@ -57,9 +57,6 @@ def check_config(config: Any, where: str, *, on_cpu: bool = False) -> None:
     """
     findings, text = Findings(), text_config(config)
     family = BY_ARCHITECTURE[str(read_field(config, "architectures")[0])]
-    if family.grouped:
-        _check_blocks(text, family.layer_ids(text), where)
-        return
     absent = {n: v for n, v in family.extra_config.items() if read_field(text, n) is None}
     if absent:
         lines = json.dumps(absent)
@@ -82,31 +79,6 @@ def check_config(config: Any, where: str, *, on_cpu: bool = False) -> None:
             CheckpointError(f"SGLang cannot serve {where}: {'; '.join(problems)}.")
         )
     findings.report()
-
-
-def _check_blocks(config: Any, layers: tuple[int, ...], where: str) -> None:
-    """Refuse a MiniMax-M3 whose ``layers`` SGLang would not share as its config is read here.
-
-    Raises:
-        CheckpointError: it is not as it was published, or an indexer has values beside its keys:
-            those are an output of its own, which a layer without it would lack.
-    """
-    published = read_field(config, "sparse_attention_config") or {}
-    on = read_field(published, "sparse_attention_freq") or ()
-    is_whole = all(read_field(published, name) for name in BLOCK_SIZES)
-    if not is_whole or tuple(i for i, is_on in enumerate(on) if is_on) != layers:
-        raise CheckpointError(
-            f"SGLang reads the sparse layers of {where} from sparse_attention_config alone, which "
-            f"names others or lacks one of {', '.join(BLOCK_SIZES)}. Serve the config that the "
-            "model was published with."
-        )
-    without = read_field(published, "sparse_disable_index_value") or ()
-    if valued := [i for i in layers if i >= len(without) or not without[i]]:
-        raise CheckpointError(
-            f"indexers of {where} have values (sparse_disable_index_value is not set in layers "
-            f"{', '.join(map(str, valued))}), which an S layer would have to compute all the "
-            "same. Serve it without IndexCache."
-        )
 
 
 def _mlps_that_sglang_builds(config: Any, count: int) -> list[str] | None:

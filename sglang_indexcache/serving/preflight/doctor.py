@@ -333,7 +333,6 @@ def _describe_server(server_args: Any, examination: Examination) -> None:
     model = model_config_of(server_args)
     plan = Plan.from_hf_config(model.hf_config)
     assert plan is not None, "the resolution writes a plan or raises"
-    fixed = server_args._raw_input["mem_fraction_static"] is not None
     shape = dict(plan.shape)
     sizes = f"{shape.get('index_n_heads')} heads, top {shape.get('index_topk')}"
     sharing = f"shares already: {plan.own.summary()}"
@@ -347,7 +346,6 @@ def _describe_server(server_args: Any, examination: Examination) -> None:
         "mode": plan.mode,
         "quality": plan.quality,
         "index-K saved": _saved(plan, model.context_len),
-        "graph memory": _graph_memory(plan, cfg, is_fixed=fixed),
         "kernel": _kernels(plan, cfg, model),
         "uses": _features(cfg, plan),
     }
@@ -366,22 +364,12 @@ def _kernels(plan: Plan, cfg: Any, model: Any) -> list[str]:
     return [str(route) for route in routes]
 
 
-def _graph_memory(plan: Plan, cfg: Any, *, is_fixed: bool) -> str:
-    """Say how much the graphs of --indexcache-graphs take, if there are any."""
-    if not (reserve := plan.graph_reserve_mb(cfg)):
-        return ""
-    condition = "not kept free, for --mem-fraction-static is given" if is_fixed else "kept free"
-    return f"about {reserve} MB on each GPU (not measured), {condition}"
-
-
 def _saved(plan: Plan, context: int) -> str:
     """Say the memory on GPUs for index keys that S layers do not need; ``context`` in tokens."""
     if plan.mode == "live":
         return "nothing: live mode keeps every layer's index keys"
     if not plan.pattern.shared_layers:
         return "nothing: every layer is F"
-    if plan.shares_blocks:
-        return "nothing: S layers of this model keep theirs, and save time alone"
     if dict(plan.shape).get("index_head_dim", INDEX_HEAD_DIM) != INDEX_HEAD_DIM:
         return f"that of {len(plan.pattern.shared_layers)} of {len(plan.layer_ids)} layers"
     saved = len(plan.pattern.shared_layers) * INDEX_K_BYTES_PER_KEY
@@ -399,6 +387,5 @@ def _features(cfg: Any, plan: Plan) -> list[str]:
             support = feature.static if plan.mode == "static" else feature.live
             condition = support.removeprefix("yes").lstrip(", ")
             line = f"{feature.name}: {condition}" if condition else feature.name
-            evidence = READ if plan.shares_blocks else feature.evidence
-            lines.append(f"{line} ({evidence})")
+            lines.append(f"{line} ({feature.evidence})")
     return [*lines, EVIDENCE]

@@ -80,25 +80,7 @@ ADAPTER = Option(
     "one it was trained on.",
     metavar="FOLDER",
 )
-GRAPHS = Option(
-    "indexcache_graphs",
-    "Decode CUDA graphs to capture besides the one that serves every batch, as a list with commas. "
-    "short: for batches whose requests all have at most index_topk tokens, where selecting is "
-    "selecting everything and indexers need not run; exact. In live mode, which captures no graph "
-    "without this option, also up to 4 patterns: a batch of one of them replays its graph, any "
-    "other a graph that runs every indexer. Each costs memory and time at the start for every "
-    "batch size. Not measured on a GPU yet.",
-    metavar="LIST",
-)
-SHADOW = Option(
-    "indexcache_shadow",
-    "Watch the server's pattern drift: of one forward in N (on: in 1,000), compare 16 rows' lists "
-    "with what each layer would have selected itself, in live mode S layers with their own "
-    "indexer, in static mode F layers with the F layer before. For metrics, /server_info and "
-    "indexcache server watch; answers stay as they are. Off by default.",
-    metavar="N",
-)
-OPTIONS = (PATTERN, MODE, INDEX_K_DTYPE, KERNELS, ADAPTER, GRAPHS, SHADOW)
+OPTIONS = (PATTERN, MODE, INDEX_K_DTYPE, KERNELS, ADAPTER)
 
 
 @dataclass(frozen=True)

@@ -9,16 +9,12 @@ from typing import Any
 from sglang_indexcache.errors import Findings, SettingsError
 from sglang_indexcache.models import BY_ARCHITECTURE
 from sglang_indexcache.serving.cpu import platform as platform_cpu
-from sglang_indexcache.serving.plan import BACKEND_FIELDS, BACKEND_NAME, Plan
+from sglang_indexcache.serving.plan import BACKEND_NAME, Plan
 from sglang_indexcache.serving.preflight.options import (
     ADAPTER,
-    DSA_NAMES,
-    GRAPHS,
-    INDEX_K_DTYPE,
     KERNELS,
     MODE,
     PATTERN,
-    SHADOW,
     not_together,
     other_backends,
 )
@@ -82,7 +78,7 @@ FEATURES = (
             lambda cfg: cfg.kv_cache_dtype.startswith("fp8")),
     Feature("FP8 weights", "", "yes", "yes", (TESTED, REHEARSED),
             lambda cfg: cfg.quantization == "fp8"),
-    Feature("CUDA graphs", "", "yes, of decode and of prefill", "decode, with --indexcache-graphs",
+    Feature("CUDA graphs", "", "yes, of decode and of prefill", "no",
             (REHEARSED,),
             lambda cfg: cfg.device == "cuda"),
     Feature("two-batch overlap", "--enable-two-batch-overlap",
@@ -142,14 +138,14 @@ def check(cfg: Any, plan: Plan, num_layers: int) -> None:
     if not carries or cfg.enable_two_batch_overlap:
         starts = stage_starts(plan.layer_ids, num_layers, cfg.pp_size)
         with findings:
-            for pattern in (*plan.policy.patterns, *plan.graph_patterns):
+            for pattern in plan.policy.patterns:
                 pattern.check_stages(starts)
     findings.report()
 
 
 def _reasons(cfg: Any, plan: Plan) -> Iterator[str]:
     yield from _of_platform(plan)
-    if not plan.shares_blocks and (others := other_backends(cfg)):
+    if others := other_backends(cfg):
         yield not_together(f"--attention-backend {BACKEND_NAME}", others)
     if cfg.use_ray:
         yield (
@@ -179,12 +175,8 @@ def _reasons(cfg: Any, plan: Plan) -> Iterator[str]:
         )
     if plan.slopes:
         yield from _of_folding(plan)
-    if plan.shares_blocks:
-        yield from _of_blocks(cfg, plan)
     if plan.mode == "live":
         yield from _of_live_mode(cfg, plan)
-    if plan.graphs:
-        yield from _of_graphs(cfg, plan)
     yield from _of_caches(cfg, plan)
     if cfg.enable_return_indexer_topk:
         yield from _of_returned_selections(cfg)
@@ -199,13 +191,7 @@ def _clash(what: str, reasons: Mapping[str, Any], fix: str) -> Iterator[str]:
 def _of_platform(plan: Plan) -> Iterator[str]:
     from sglang.srt.platforms import current_platform
 
-    if plan.shares_blocks and not current_platform.is_cuda():
-        yield (
-            f"a {plan.architecture} shares blocks on NVIDIA GPUs alone (on AMD's gfx95 SGLang "
-            "shares them itself, by SGLANG_MINIMAX_M3_INDEX_TOPK_FREQ). Serve it without "
-            "IndexCache, or on such a GPU."
-        )
-    elif current_platform.is_rocm():
+    if current_platform.is_rocm():
         if plan.mode == "live":
             yield (
                 "live mode does not work on AMD GPUs: SGLang writes the index keys of F and S "
@@ -234,61 +220,6 @@ def _of_folding(plan: Plan) -> Iterator[str]:
         }
         fix = f"Use {MODE.flag} static on an NVIDIA GPU; the CPU platform serves all."
         yield from _clash(f"pattern {plan.policy}, which folds indexers,", reasons, fix)
-    if plan.shadow:
-        yield (
-            f"{SHADOW.flag} does not work with a pattern that folds: it would compare with exact "
-            "lists that no layer makes. Drop it."
-        )
-
-
-def _of_blocks(cfg: Any, plan: Plan) -> Iterator[str]:
-    """Refuse for MiniMax-M3 what would share nothing or the wrong blocks, and what was not read."""
-    from sglang.srt.environ import envs
-
-    reasons = {
-        **{
-            f"--{name.replace('_', '-')} {backend}": backend in DSA_NAMES
-            for name in BACKEND_FIELDS
-            if (backend := getattr(cfg, name))
-        },
-        f"{KERNELS.flag} {plan.kernels}": plan.kernels != "engine",
-        INDEX_K_DTYPE.flag: plan.index_k_dtype != "auto",
-        SHADOW.flag: plan.shadow,
-        ADAPTER.flag: plan.adapter,
-        "a pattern that folds": plan.slopes,
-        "--enable-two-batch-overlap, where one half would read the other's blocks": (
-            cfg.enable_two_batch_overlap
-        ),
-        "--speculative-algorithm": cfg.speculative_algorithm is not None,
-        "--enable-prefill-cp": cfg.enable_prefill_cp,
-        "--dcp-size": cfg.dcp_size > 1,
-        "--enable-hisparse": cfg.enable_hisparse,
-        "--enable-kv-cache-sharding": cfg.enable_kv_cache_sharding,
-        "--enable-return-indexer-topk": cfg.enable_return_indexer_topk,
-        "SGLANG_OPT_USE_MINIMAX_DENSE_SPARSE_DECODE, whose decode shares nothing": (
-            envs.SGLANG_OPT_USE_MINIMAX_DENSE_SPARSE_DECODE.get()
-        ),
-        "SGLANG_MINIMAX_M3_INDEX_TOPK_FREQ, which is for AMD GPUs": (
-            envs.SGLANG_MINIMAX_M3_INDEX_TOPK_FREQ.get() > 1
-        ),
-    }
-    yield from _clash(f"sharing the blocks of a {plan.architecture}", reasons, "Drop it.")
-
-
-def check_quantization(plan: Plan, quantization: str | None) -> None:
-    """Refuse a backend that computes blocks anew in each layer; called when SGLang has chosen it.
-
-    Raises:
-        SettingsError: it is the one for NVFP4 weights on Blackwell.
-    """
-    from sglang.srt.configs.model_config import uses_minimax_m3_nvfp4_native_stack
-
-    if uses_minimax_m3_nvfp4_native_stack(quantization):
-        raise SettingsError(
-            f"sharing the blocks of a {plan.architecture} does not work with NVFP4 weights on "
-            "Blackwell, for which SGLang has an attention backend that shares nothing. Serve the "
-            "checkpoint in another format."
-        )
 
 
 def _of_live_mode(cfg: Any, plan: Plan) -> Iterator[str]:
@@ -305,12 +236,11 @@ def _of_live_mode(cfg: Any, plan: Plan) -> Iterator[str]:
     yield from _clash("live mode", reasons, f"Use {MODE.flag} static.")
     for phase in ("prefill", "decode"):
         backend = _graph_backend(cfg, phase)
-        if backend not in (None, "disabled") and (phase == "prefill" or not plan.graphs):
-            more = f", or ask for {GRAPHS.flag}" if phase == "decode" else ""
+        if backend not in (None, "disabled"):
             yield (
                 f"live mode does not work with {phase} graphs ({backend}), which would replay the "
                 f"pattern that they were captured with. Drop --cuda-graph-backend-{phase}, and the "
-                f"{phase} backend in --cuda-graph-config{more}."
+                f"{phase} backend in --cuda-graph-config."
             )
 
 
@@ -320,27 +250,6 @@ def _graph_backend(cfg: Any, phase: str) -> str | None:
     phases = config if isinstance(config, dict) else config.to_dict()
     backend: str | None = phases.get(phase, {}).get("backend")
     return backend or getattr(cfg, f"cuda_graph_backend_{phase}")
-
-
-def _of_graphs(cfg: Any, plan: Plan) -> Iterator[str]:
-    """Refuse our graphs for all but plain decode of whole batches on NVIDIA GPUs."""
-    from sglang.srt.platforms import current_platform
-
-    reasons = {
-        "the CPU platform, which captures none": platform_cpu.is_active(),
-        "AMD GPUs, where SGLang captures a short graph itself": current_platform.is_rocm(),
-        "decode graphs switched off": (
-            cfg.disable_cuda_graph
-            or cfg.disable_decode_cuda_graph
-            or cfg.cuda_graph_backend_decode == "disabled"
-        ),
-        "--speculative-algorithm, whose verification no short graph fits": (
-            cfg.speculative_algorithm is not None
-        ),
-        "--enable-two-batch-overlap": cfg.enable_two_batch_overlap,
-        f"a {plan.architecture}": not BY_ARCHITECTURE[plan.architecture].live,
-    }
-    yield from _clash(GRAPHS.flag, reasons, "Drop it.")
 
 
 def _of_caches(cfg: Any, plan: Plan) -> Iterator[str]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,26 +18,21 @@ from sglang_indexcache.errors import Findings, IndexCacheError, SettingsError
 from sglang_indexcache.library import NOT_EVALUATED, Entry, Library, Resolved, names
 from sglang_indexcache.library.slopes import Slopes
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.serving.plan import CONFIG_KEY, SHORT, Mode, Plan
+from sglang_indexcache.serving.plan import CONFIG_KEY, Plan
 from sglang_indexcache.serving.policy import Policy
 from sglang_indexcache.serving.preflight.config_check import check_config
 from sglang_indexcache.serving.preflight.options import (
     ADAPTER,
-    GRAPHS,
     INDEX_K_DTYPE,
     KERNELS,
     MODE,
     PATTERN,
-    SHADOW,
     Choice,
     Choices,
     Option,
 )
 from sglang_indexcache.stored import check_form
 from sglang_indexcache.study.provenance import checkpoint_digest
-
-_SHADOW_ON = 1000
-"""Forwards of which one is sampled, if the user does not say."""
 
 BLINDLY = (
     "F layers at even distances were chosen blindly. For GLM-5 the paper gives 72.7 points on long "
@@ -47,9 +41,6 @@ BLINDLY = (
     "eval run)."
 )
 """Advice on uniform interleaving; its numbers are the paper's (Table 4, Long Avg)."""
-
-MOST_GRAPHS = 4
-"""Patterns with a graph of their own."""
 
 
 def read_overrides(text: str) -> dict[str, Any]:
@@ -253,7 +244,6 @@ def make_plan(
     library = Library.default()
     values: dict[Option, Any] = {option: choice.value for option, choice in choices.items()}
     mode = values.get(MODE, "static")
-    graphs, shadow = _graphs(choices, checkpoint, library, mode), _shadow(choices)
     requested = _requested_pattern(choices, checkpoint, overrides, library)
     if ADAPTER in choices:
         requested = PatternChoice.from_adapter(
@@ -271,7 +261,7 @@ def make_plan(
             choice.slopes.check_checkpoint(checkpoint_digest(Path(model)), model)
     # Files are about a checkpoint's own indexers, and say nothing of an adapter's.
     is_in_files = pattern != checkpoint.own and adapter is None
-    quality, overlap = _evidence(choice, library, model) if is_in_files else ("", ())
+    quality = _evidence(choice, library, model) if is_in_files else ""
     return Plan(
         pattern=pattern,
         source=choice.origin,
@@ -286,18 +276,13 @@ def make_plan(
         advice=_advice(choice if requested else None, checkpoint, library),
         quality=quality,
         longer=choice.policy.steps[1:],
-        graphs=graphs,
-        shadow=shadow,
         slopes=choice.slopes.by_layer if choice.slopes else (),
-        overlap=overlap,
         shape=tuple(checkpoint.shape.items()),
     )
 
 
-def _evidence(
-    choice: PatternChoice, library: Library, model: str
-) -> tuple[str, tuple[float | None, ...]]:
-    """Return what the library knows of a pattern: its verdict on these weights, its overlaps.
+def _evidence(choice: PatternChoice, library: Library, model: str) -> str:
+    """Return the library's verdict on a pattern with these weights.
 
     Without the weights in a folder, which alone identify them, no verdict is about them.
     """
@@ -306,8 +291,7 @@ def _evidence(
     entries = [choice.entry] if choice.entry else list(alike)
     weights = Path(model) if model and Path(model).is_dir() else None
     verdicts = (entry.known(lambda: checkpoint_digest(weights)) for entry in entries if weights)
-    quality = next((words for words in verdicts if words != NOT_EVALUATED), NOT_EVALUATED)
-    return quality, next((entry.overlap.beyond_chance for entry in entries if entry.overlap), ())
+    return next((words for words in verdicts if words != NOT_EVALUATED), NOT_EVALUATED)
 
 
 def _requested_pattern(
@@ -331,45 +315,6 @@ def _is_uniform(choice: PatternChoice, checkpoint: Checkpoint) -> bool:
     if choice.entry is not None or pattern == checkpoint.own:
         return False
     return pattern == Pattern.uniform(len(pattern), math.ceil(1 / pattern.retention))
-
-
-def _graphs(
-    choices: Choices, checkpoint: Checkpoint, library: Library, mode: Mode
-) -> tuple[str, ...]:
-    choice = choices.get(GRAPHS)
-    if choice is None:
-        return ()
-    listed = dict.fromkeys(name.strip() for name in choice.value.split(","))
-    names = [name for name in listed if name != SHORT]
-    if names and mode == "static":
-        raise SettingsError(
-            f"{choice}: static mode captures the graphs of its one pattern anyway. Ask for {SHORT} "
-            f"only, or add {MODE.flag} live."
-        )
-    try:
-        patterns = dict.fromkeys(str(library.resolve(n, checkpoint).pattern) for n in names)
-    except IndexCacheError as error:
-        raise type(error)(f"{choice}: {error}") from error
-    if len(patterns) > MOST_GRAPHS:
-        raise SettingsError(
-            f"{choice}: {len(patterns)} patterns, and each takes memory and time for every batch "
-            f"size. Name {MOST_GRAPHS} at most; batches of other patterns are served all the same."
-        )
-    return (*([SHORT] if SHORT in listed else []), *patterns)
-
-
-def _shadow(choices: Choices) -> int:
-    choice = choices.get(SHADOW)
-    if choice is None:
-        return 0
-    if choice.value == "on":
-        return _SHADOW_ON
-    if not re.fullmatch("[1-9][0-9]{0,8}", choice.value):
-        raise SettingsError(
-            f"{choice.origin} is {choice.value!r}; give the number of forwards of which one is "
-            f"sampled, or on for {_SHADOW_ON}"
-        )
-    return int(choice.value)
 
 
 def _advice(choice: PatternChoice | None, checkpoint: Checkpoint, library: Library) -> str:

@@ -46,7 +46,7 @@ def adopts_only_once() -> None:
     adopt = IndexBuffer.adopt
 
     def mutant(self: IndexBuffer, layer: int, carried: Any) -> None:
-        if self.held is None:
+        if self._indices is None:
             adopt(self, layer, carried)
 
     IndexBuffer.adopt = mutant  # type: ignore[method-assign]
@@ -64,7 +64,7 @@ def takes_a_slice_for_a_selection() -> None:
 
     def mutant(self: Any, layer: int, batch: Any, carried: Any, rows: int) -> Any:
         ours = self.index_buffer
-        if carried is not None and carried is not ours.held and ours.is_full(layer):
+        if carried is not None and carried is not ours._indices and ours.is_full(layer):
             ours.select(layer, carried)
         return indices(self, layer, batch, carried, rows)
 
@@ -83,20 +83,6 @@ def leaves_the_drafts_backend_unnamed() -> None:
         declare(server_args, name, **fields)
 
     plugin.declare_resolution = mutant
-
-
-@_mutant
-def writes_masks_that_no_graph_reads() -> None:
-    """Two backends have a buffer of masks each: one is captured, the other written."""
-    from sglang_indexcache.serving.cuda import start
-
-    more_graphs = start._more_graphs
-
-    def mutant(*args: Any) -> Any:
-        more_graphs(*args)  # is asked from now on
-        return more_graphs(*args)
-
-    start._more_graphs = mutant
 
 
 @_mutant

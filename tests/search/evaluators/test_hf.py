@@ -17,7 +17,6 @@ from sglang_indexcache.search.calibration import Calibration
 from sglang_indexcache.search.evaluators import hf
 from sglang_indexcache.search.evaluators.hf import TransformersEvaluator
 from sglang_indexcache.search.ledger import Ledger
-from tests.minimax_m3 import BLOCK, by_hand, make_m3
 from tests.oracle import Oracle
 
 LENGTH = 120
@@ -142,71 +141,3 @@ def test_a_checkpoint_that_shares_already(tmp_path: Path, data: Calibration) -> 
         assert -loss == pytest.approx(truth(oracle, data, text), abs=1e-6)
     with pytest.raises(PatternError, match="ships no indexer weights"):
         evaluator.loss(Pattern("FFFFFF"), [0])
-
-
-# -- MiniMax-M3: layers without an indexer, and blocks for each group of heads ---------------------
-
-
-@pytest.fixture(scope="module", params=[False, True], ids=["text", "multimodal"])
-def m3_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path: Path = tmp_path_factory.mktemp("m3")
-    make_m3(multimodal=request.param).save_pretrained(path)
-    return path
-
-
-def test_m3_losses_are_those_by_hand(m3_folder: Path, data: Calibration) -> None:
-    reusing = TransformersEvaluator(m3_folder, data)
-    plain = TransformersEvaluator(m3_folder, data, reuse_bytes=0)
-    assert (reusing.num_layers, reusing.topk) == (5, 24)
-    ids = torch.tensor(data.batches[0])
-    for text in ("FFFFF", "FSFSF", "FSFFF", "FSSSF", "FFFFF", "FSSSS"):
-        mine = reusing.loss(Pattern(text), [0])
-        assert mine == plain.loss(Pattern(text), [0])
-        logprobs = [by_hand(plain._model, row, text)[:-1].log_softmax(-1) for row in ids]
-        of_tokens = [p.gather(1, row[1:, None]) for p, row in zip(logprobs, ids, strict=True)]
-        assert mine == pytest.approx(-float(torch.cat(of_tokens).mean()), abs=1e-5)
-    assert reusing.layer_tokens < plain.layer_tokens == 6 * 2 * LENGTH * 5
-
-
-@pytest.mark.parametrize("lists", [1, 3])
-def test_m3_attention_on_blocks_is_the_sum_of_its_weights(
-    m3_folder: Path, data: Calibration, monkeypatch: pytest.MonkeyPatch, lists: int
-) -> None:
-    """Dense attention of the third sparse layer, summed by hand over the blocks of two layers."""
-    monkeypatch.setattr(hf, "LISTS", lists)
-    model = TransformersEvaluator(m3_folder, data)
-    ids = data.sequences[0][:117]  # the last block is not full
-    queries = torch.tensor([5, 30, 77, 116])
-    mass = model._mass(ids, queries)
-    run = model.run(model.own, ids)
-    attention = model._decoder.layers[4].self_attn
-    indexer, attention.indexer = attention.indexer, None  # then it is dense
-    try:
-        with torch.no_grad():
-            inputs = model._decoder.layers[4].input_layernorm(run.hidden[2])
-            places = torch.arange(len(ids))[None]
-            mask = torch.full((len(ids), len(ids)), -torch.inf).triu(1)[None, None]
-            turn = model._decoder.rotary_emb(inputs, places)
-            weights = attention(inputs, turn, mask, position_ids=places)[1][0]
-    finally:
-        attention.indexer = indexer
-    for source, head in itertools.product((0, 2), range(4)):
-        total = 0.0
-        for query in queries.tolist():
-            best = len(ids) // (lists * BLOCK)
-            for block in run.indices[source][0, head // 2, query, :best].tolist():
-                if block >= 0:
-                    total += float(weights[head, query, block * BLOCK : (block + 1) * BLOCK].sum())
-        assert mass[2, source, head] == pytest.approx(total, abs=1e-5)
-
-
-def test_m3_has_what_pairs_of_layers_are_compared_by(
-    m3_folder: Path, data: Calibration, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hf, "LISTS", 1)  # so short a text has one best block
-    model = TransformersEvaluator(m3_folder, data)
-    for matrix in (model.similarity(0), model.kept_mass(0)):
-        assert matrix.shape == (5, 5)
-        assert (np.diagonal(matrix) == 1).all()
-        below = matrix[np.tril_indices(5, -1)]
-        assert ((below > 0) & (below < 1)).all()

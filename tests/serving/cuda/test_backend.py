@@ -3,7 +3,6 @@
 What SGLang's methods do is not tested here (that needs a GPU), only what reaches them.
 """
 
-import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -304,34 +303,6 @@ def test_live_rows_take_the_selection_of_their_own_f_layers(
     assert carried.tolist() == [[0, 0], [0, 0], [1, 1]]
     assert captured.keys() == {1}
     assert captured[1] is carried
-
-
-@pytest.mark.parametrize("is_fused", [True, False])
-def test_the_shadow_asks_with_what_sglang_multiplies(seed: int, is_fused: bool) -> None:
-    """Scales are powers of two where queries are quantised by themselves (``act_quant``) only."""
-    generator = torch.Generator().manual_seed(seed)
-    queries = torch.randn(3, 2, 128, generator=generator)
-    gates = torch.randn(3, 2, generator=generator)
-    indexer: Any = SimpleNamespace(
-        use_dsa_indexer_fusion=is_fused,
-        n_heads=2,
-        softmax_scale=0.5,
-        _get_q_k_bf16=lambda *_: (queries, None, gates if is_fused else None),
-        _weights_proj_bf16_in_fp32_out=lambda _x: gates,
-    )
-    rows = torch.zeros(3, 1)
-    values, weights = indexer_cuda.index_queries(indexer, rows, rows, rows, batch())
-    for row in range(3):
-        for head in range(2):
-            scale = float(queries[row, head].abs().max()) / 448
-            if not is_fused:
-                scale = 2.0 ** math.ceil(math.log2(scale))
-            assert float(weights[row, head]) == pytest.approx(
-                float(gates[row, head]) * scale * 2**-0.5 * 0.5
-            )
-            stored = values[row, head] * scale
-            step = (queries[row, head].abs() * 2**-4).clamp_min(scale * 2**-10)
-            assert ((stored - queries[row, head]).abs() <= step * 1.0001).all()
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import asyncio
 import json
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -73,7 +72,7 @@ def work(serving_state: active.ActivePattern) -> None:
     requests = [(Pattern("FSSS"), 10, 10), (Pattern("FFSS"), 4, 20)]
     serving_state.count_forward("prefill", requests)
     for layer in range(4):
-        (serving_state.count_selection if layer < 2 else serving_state.count_reuse)(layer)
+        serving_state.count_layer(layer, is_full=layer < 2)
     serving_state.count_forward("decode", [(Pattern("FSSS"), 1, 11)])
     serving_state.count_forward("decode", [], idle=True)
 
@@ -139,74 +138,6 @@ def test_no_more_series_than_so_many(
              if s.name.endswith("_requests")}  # fmt: skip
     assert len(counts) == MAX_LABELS + 1
     assert counts["others"] == 2
-
-
-class Seen:
-    """Stand-in for a shadow that saw rows in every S layer."""
-
-    one_in, forwards = 1, 5
-
-    def __init__(self, serving_state: active.ActivePattern, layers: int) -> None:
-        self.patterns = serving_state.policy.patterns
-        self.sums = [[0.0] * 4 for _ in range(layers)]
-        self.see(serving_state)
-
-    def see(self, serving_state: active.ActivePattern) -> None:
-        for layer in serving_state.pattern.shared_layers:
-            new = (4, 0.5 * layer, 0.4, 0.6 * layer)
-            self.sums[layer] = [a + b for a, b in zip(self.sums[layer], new, strict=True)]
-
-    def read(self) -> Any:
-        return self.sums, self.sums
-
-
-def test_overlap_by_layer(
-    serving_state: active.ActivePattern, sample: Callable[..., float | None]
-) -> None:
-    exporter = Exporter(LABELS)
-    serving_state.plan = replace(serving_state.plan, overlap=(None, 0.5, 0.7, 0.9))
-    serving_state.shadow = shadow = Seen(serving_state, 4)  # type: ignore[assignment]
-
-    for times in (1, 2):
-        for _ in range(2):
-            exporter.export(serving_state)
-        assert sample("overlap_rows_total", layer="0") is None
-        assert sample("overlap_rows_total", layer="2") == 4 * times
-        assert sample("overlap_total", layer="3") == pytest.approx(0.5 * 3 * times)
-        assert sample("overlap_chance_total") == pytest.approx(0.4 * 3 * times)
-        assert sample("overlap_forwards_total") == 5
-        assert sample("recall_total", layer="3") == pytest.approx(0.6 * 3 * times)
-        assert sample("overlap_found") == pytest.approx(0.7)
-        shadow.see(serving_state)
-    state_now = serving_state.report().overlap
-    assert state_now.layers[3] == pytest.approx([12, 4.5, 1.2, 5.4])
-    assert state_now.reference == (None, 0.5, 0.7, 0.9)
-    serving_state.replace(Policy.of(Pattern("FSFS")), "a test")
-    exporter.export(serving_state)
-    assert sample("overlap_found") == 0  # nobody knows what this one was found with
-    assert serving_state.report().overlap.layers == {}
-
-
-def test_a_shadow_adds_237_series_at_most(
-    registry: prometheus_client.CollectorRegistry, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The model is as deep as the deepest released one, and all layers but the first are S."""
-    monkeypatch.setattr(active, "_active", None)
-    deep = active.activate(plan("F" + "S" * 77, mode="live"))
-    exporter = Exporter(LABELS)
-
-    def series() -> int:
-        return sum(
-            not sample.name.endswith("_created")
-            for metric in registry.collect()
-            for sample in metric.samples
-        )
-
-    exporter.export(deep)
-    before = series()
-    deep.shadow = Seen(deep, 78)  # type: ignore[assignment]
-    exporter.export(deep)
-    assert 227 < series() - before <= 237
 
 
 def test_a_metric_that_throws_stops_ours_alone(
@@ -305,24 +236,11 @@ def test_every_query_asks_for_metrics_and_labels_that_there_are() -> None:
 
 @needs_promtool
 def test_rules_fire_where_they_should(tmp_path: Path) -> None:
-    """Servers under one pattern, then one under another: a canary, and one of a disaggregated pair.
-
-    Of overlaps: tests/e2e/test_shadow.py has a real server's.
-    """
-
-    def overlap(instance: str, **differ: str) -> dict[str, str]:
-        """Return a minute between two values; without differences 0.45 beyond chance."""
-        values = {"overlap_total": "0+40x240", "overlap_chance_total": "0+20x240"}
-        values |= {"overlap_rows_total": "0+64x240", "overlap_forwards_total": "0+1x240"}
-        values |= {"overlap_found": "0.5x240", "switches_total": "0x240"} | differ
-        of = f'{{model_name="m", instance="{instance}"}}'
-        return {f"sglang_indexcache_{name}{of}": value for name, value in values.items()}
-
+    """A canary under another pattern is no cause, and a disaggregated pair that differs is."""
     info = 'sglang_indexcache_info{model_name="%s", pattern="%s", engine_type="%s"}'
     pairs = 'sglang_indexcache_pairs_total{model_name="m", kind="%s"}'
     critical = {"model_name": "pair", "severity": "critical"}
     warning = {"model_name": "m", "severity": "warning"}
-    switched = warning | {"instance": "switched"}
     check_rules(
         tmp_path,
         {
@@ -335,12 +253,6 @@ def test_rules_fire_where_they_should(tmp_path: Path) -> None:
             pairs % "skipped": "0+10x60 600+1000x60",
             'sglang_indexcache_rejections_total{model_name="m", by="request"}': "0x20 1x100",
             'sglang_indexcache_refused_total{model_name="m", engine_type="unified"}': "0x70 6x50",
-            **overlap("steady"),
-            **overlap("longer", overlap_total="0+30x240", overlap_chance_total="0+6x240"),
-            **overlap("drifts", overlap_total="0+40x100 4000+33x140"),
-            **overlap("unknown", overlap_total="0+33x240", overlap_found="0x240"),
-            **overlap("rare", overlap_total="0+33x240", overlap_forwards_total="0+0.4x240"),
-            **overlap("switched", overlap_total="0+33x240", switches_total="0x200 1x40"),
         },
         [
             alert("IndexCachePatternsDiffer", 29),
@@ -351,29 +263,5 @@ def test_rules_fire_where_they_should(tmp_path: Path) -> None:
             alert("IndexCacheRefusesPatterns", 25, warning | {"by": "request"}),
             alert("IndexCacheRefusesPatterns", 60),
             alert("IndexCacheRefusesPatterns", 75, warning | {"by": "client"}),
-            alert("IndexCacheOverlapDrifts", 70, switched),
-            alert("IndexCacheOverlapDrifts", 100, switched),
-            alert("IndexCacheOverlapDrifts", 230, warning | {"instance": "drifts"}),
         ],
     )
-
-
-@needs_promtool
-def test_the_rule_on_what_a_server_exported(tmp_path: Path) -> None:
-    """A minute apart, of a server whose file has the overlap of tables of numbers (docs/drift.md).
-
-    It got tables for two minutes, then prose. For comparison its first minute, again and again.
-    """
-    exported = json.loads((Path(__file__).parent / "drift_recorded.json").read_text())
-    search, series = exported.pop("overlap_found"), {}
-    for kind in ("prose", "tables"):
-        of = f'{{model_name="m", instance="{kind}"}}'
-        series[f"sglang_indexcache_overlap_found{of}"] = f"{search}x90"
-        for name, values in exported.items():
-            first, step = values[0], values[1] - values[0]
-            once = " ".join(map(str, values)) + f" {values[-1]}x50"
-            again = f"{first}+{step}x90"
-            series[f"sglang_indexcache_{name}{of}"] = once if kind == "prose" else again
-    fires = {"model_name": "m", "instance": "prose", "severity": "warning"}
-    alerts = [alert("IndexCacheOverlapDrifts", minute) for minute in (5, 20, 30)]
-    check_rules(tmp_path, series, [*alerts, alert("IndexCacheOverlapDrifts", 55, fires)])

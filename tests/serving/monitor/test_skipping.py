@@ -52,7 +52,6 @@ def test_what_graphs_hide_is_said() -> None:
     prefilled = counts(forwards=16).model_copy(update={"forwards": 100})
     for replays, text in (
         ({"decode": 84}, "of 100 forwards 84 replayed CUDA graphs, in which"),
-        ({"mixed": 4, "short": 80}, "of 100 forwards 84 replayed CUDA graphs, in which"),
         ({"decode": 80}, "80 replayed CUDA graphs and 4 attended densely, as short prompts do on"),
         ({}, "of 100 forwards 84 attended densely, as short prompts do on GPUs, in which"),
     ):

@@ -9,7 +9,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from sglang_indexcache.ask.client import Client
-from sglang_indexcache.ask.protocol import Overlaps, RankState
+from sglang_indexcache.ask.protocol import RankState
 from sglang_indexcache.cli import app
 from sglang_indexcache.serving.monitor.watch import frame, watch
 from tests.fakes import state
@@ -86,36 +86,3 @@ def test_interrupted_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("sglang_indexcache.serving.monitor.watch.watch", stop)
     assert CliRunner().invoke(app, ["server", "watch"]).exit_code == 0
-
-
-OVERLAP = {
-    "one_in": 1000,
-    "forwards": 3,
-    # rows; overlap, chance, by score mass
-    "layers": {
-        2: [40.0, 26.0, 12.0, 32.0],
-        3: [10.0, 9.0, 5.0, 9.5],
-    },
-    "reference": (None, None, 0.75, None),
-}
-
-
-def test_overlap_by_layer_and_the_worst() -> None:
-    state_now = AFTER.model_copy(update={"mode": "live", "overlap": Overlaps(**OVERLAP)})
-    output = screen([state_now], [state_now, state_now], 1.0)
-    assert "S layers have 78% of their own selection in common with the list they" in output
-    assert "65% beyond chance (found with 75%)" in output  # of layer 2 it is half, of 3 four fifths
-    assert "(found with 75%); 6 forwards were sampled" in output
-    assert "overlap by layer: ··▆█" in output
-    assert "2 65.0% 50.0% 75.0% 80.0% 3 90.0% 80.0% - 95.0%" in output
-    static = state_now.model_copy(update={"mode": "static"})
-    assert "F layers" in screen([static], [static], 1.0)
-    assert "2 65.0% 50.0% 75.0% - 3" in screen([static], [static], 1.0)
-
-
-def test_a_shadow_that_saw_nothing_or_is_off() -> None:
-    waiting = AFTER.model_copy(update={"overlap": Overlaps(one_in=5)})
-    assert "no row with more than index_topk tokens was sampled yet" in screen(
-        [waiting], [waiting], 1.0
-    )
-    assert "overlap" not in screen([AFTER], [AFTER], 1.0)

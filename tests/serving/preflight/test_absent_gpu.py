@@ -43,7 +43,7 @@ PASS = {
         f"--tp 8 --indexcache-pattern 1/4 {DP} --moe-a2a-backend deepep --deepep-mode auto",
         "--tp 8 --indexcache-pattern 1/4 --enable-hierarchical-cache",
         f"--tp 8 --indexcache-pattern 1/4 {NGRAM}",
-        "--tp 8 --indexcache-mode live --indexcache-graphs short,full,1/4",
+        "--tp 8 --indexcache-mode live --indexcache-pattern full",
     ],
     "deepseek-v3.2": [
         f"--tp 8 {UNIFORM} {DP} {EAGLE}",

@@ -15,8 +15,6 @@ from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang_indexcache.errors import PatternError, SettingsError
 from sglang_indexcache.models import BY_ARCHITECTURE
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.serving.cpu import platform as platform_cpu
-from sglang_indexcache.serving.plan import BACKEND_FIELDS
 from sglang_indexcache.serving.preflight.refusals import check, stage_starts
 from tests.serving.plans import plan
 
@@ -86,9 +84,6 @@ def platform(monkeypatch: pytest.MonkeyPatch) -> Any:
         ({}, {"dcp_size": 2, "enable_hisparse": True}),
         (LIVE, {"kv_cache_dtype": "fp8_e4m3"}),
         ({}, RETURN | {"tp_size": 4, "attn_dp_size": 4}),
-        ({"graphs": ("short",)}, {"pp_size": 4}),
-        (LIVE | {"graphs": ("short", "FSSS")}, {}),
-        (LIVE | {"graphs": ("short",)}, {"cuda_graph_backend_decode": "full"}),
         (LIVE, {"cuda_graph_config": {"decode": {"max_bs": 8, "backend": "disabled"}}}),
         (LIVE, {"cuda_graph_config": default_cuda_graph_config()}),  # SGLang's own
     ],
@@ -126,9 +121,9 @@ def test_what_goes_together(fields: dict[str, Any], changes: dict[str, Any]) -> 
         ({}, {"kv_cache_dtype": "nvfp4"}, "--kv-cache-dtype nvfp4 is not served"),
         (LIVE, {"kv_cache_dtype": "fp4_mx_block16"}, "fp4_mx_block16 is not served"),
         (LIVE, {"cuda_graph_config": {"decode": {"backend": "full"}}}, r"decode graphs \(full\)"),
-        (LIVE, {"cuda_graph_backend_decode": "full"}, "or ask for --indexcache-graphs"),
+        (LIVE, {"cuda_graph_backend_decode": "full"}, "Drop --cuda-graph-backend-decode"),
         (
-            LIVE | {"graphs": ("short",)},
+            LIVE,
             {"cuda_graph_backend_prefill": "breakable"},
             "Drop --cuda-graph-backend-prefill, and the prefill backend",
         ),
@@ -140,19 +135,11 @@ def test_what_is_refused(fields: dict[str, Any], changes: dict[str, Any], messag
         check(flags(**changes), plan(**fields), 4)
 
 
-def test_a_shadow_where_layers_fold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(platform_cpu, "is_active", lambda: True)
-    check(flags(), plan(slopes=((0.5,),) * 4), 4)
-    with pytest.raises(SettingsError, match="--indexcache-shadow does not work with a pattern"):
-        check(flags(), plan(slopes=((0.5,),) * 4, shadow=9), 4)
-
-
 @pytest.mark.parametrize(
     ("device", "fields", "message"),
     [
         (PlatformEnum.ROCM, LIVE, "live mode does not work on AMD GPUs"),
         (PlatformEnum.ROCM, {"kernels": "cuda"}, "cuda does not work on AMD GPUs"),
-        (PlatformEnum.ROCM, {"graphs": ("short",)}, "where SGLang captures a short graph itself"),
         (PlatformEnum.NPU, {}, r"does not serve on this platform \(npu\)"),
         (PlatformEnum.XPU, {}, "SGLang has another attention backend for it"),
         (PlatformEnum.CPU, {}, "does not serve on this platform"),
@@ -170,42 +157,6 @@ def test_platforms_that_are_not_served(
 def test_amd_serves_a_static_pattern_with_the_engines_kernels(platform: Any) -> None:
     type(platform)._enum = PlatformEnum.ROCM
     check(flags(), plan(), 4)
-
-
-M3 = {"architecture": "MiniMaxM3SparseForCausalLM", "layer_ids": (1, 2, 4, 5)}
-NO_BACKEND = dict.fromkeys(BACKEND_FIELDS)
-
-
-@pytest.mark.parametrize(
-    ("fields", "changes", "cause"),
-    [
-        ({"slopes": ((0.5,),) * 4}, {}, "a pattern that folds"),
-        ({"adapter": "/adapter"}, {}, "--indexcache-adapter"),
-        ({}, {"enable_prefill_cp": True}, "--enable-prefill-cp"),
-        ({}, {"dcp_size": 2}, "--dcp-size"),
-        ({}, {"enable_kv_cache_sharding": True}, "--enable-kv-cache-sharding"),
-        ({}, RETURN, "--enable-return-indexer-topk"),
-        ({}, {"prefill_attention_backend": "nsa"}, "--prefill-attention-backend nsa"),
-    ],
-    ids=str,
-)
-def test_what_minimax_m3_does_not_go_with(
-    fields: dict[str, Any], changes: dict[str, Any], cause: str
-) -> None:
-    """``test_blocks.py`` has the refusals of real command lines."""
-    fine = flags(**NO_BACKEND)
-    check(fine, plan(**M3), 7)
-    with pytest.raises(
-        SettingsError, match=f"sharing the blocks of a .* does not work with {cause}"
-    ):
-        check(flags(**NO_BACKEND | changes), plan(**M3 | fields), 7)
-
-
-@pytest.mark.parametrize("device", [PlatformEnum.ROCM, PlatformEnum.CPU])
-def test_minimax_m3_shares_on_nvidia_alone(platform: Any, device: PlatformEnum) -> None:
-    type(platform)._enum, type(platform).device_name = device, device.name.lower()
-    with pytest.raises(SettingsError, match="shares blocks on NVIDIA GPUs alone"):
-        check(flags(**NO_BACKEND), plan(**M3), 7)
 
 
 HYBRID = {"architecture": "Glm5NextForConditionalGeneration", "layer_ids": (3, 7, 11)}
@@ -237,11 +188,6 @@ def test_in_static_mode_sglang_hands_the_indices_on() -> None:
     check(flags(**TWO), plan("FFSS"), 4)
 
 
-def test_a_graphs_pattern_obeys_the_stages_too() -> None:
-    with pytest.raises(PatternError, match="pattern has S"):
-        check(flags(**TWO), plan("FSFS", mode="live", graphs=("FSSS",)), 4)
-
-
 def test_no_model_of_ours_has_prefill_in_pieces() -> None:
     files = (Path(sglang.__file__).parent / "srt" / "models").glob("*.py")
     pieces = {
@@ -259,23 +205,3 @@ def test_stage_starts_in_pattern_positions() -> None:
     assert stage_starts((3, 7, 11), 16, 4) == [1, 2]  # the last stage begins behind layer 11
     assert stage_starts((3, 7, 11), 14, 14) == [0, 1, 2]
     assert stage_starts(range(6), 6, 1) == []
-
-
-@pytest.mark.parametrize(
-    ("fields", "changes", "reason"),
-    [
-        ({}, {"disable_cuda_graph": True}, "switched off"),
-        ({}, {"disable_decode_cuda_graph": True}, "switched off"),
-        ({}, {"cuda_graph_backend_decode": "disabled"}, "switched off"),
-        ({}, {"speculative_algorithm": "EAGLE"}, "--speculative-algorithm, whose verification"),
-        ({}, {"enable_two_batch_overlap": True}, "--enable-two-batch-overlap"),
-        ({"architecture": "Glm5NextForConditionalGeneration"}, {}, "a Glm5Next"),
-    ],
-)
-def test_graphs_that_nothing_would_replay(
-    fields: dict[str, Any], changes: dict[str, Any], reason: str
-) -> None:
-    refused_plan = plan(graphs=("short",), **fields)
-    with pytest.raises(SettingsError, match=f"--indexcache-graphs does not work with .*{reason}"):
-        check(flags(**changes), refused_plan, 4)
-    check(flags(), plan(graphs=("short",)), 4)

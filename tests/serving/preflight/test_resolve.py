@@ -215,29 +215,6 @@ def test_prompt_length_decides_in_live_mode() -> None:
         plan(flags(pattern="full < 1K <= FSSFSS", mode="live"), overrides={"index_topk_freq": 1})
 
 
-def test_graphs_are_named_like_patterns() -> None:
-    live = plan(flags(pattern="full", mode="live", graphs="uniform:1/2, short,full,FSFSFS"))
-    assert live.graphs == ("short", "FSFSFS", "FFFFFF")
-    assert Plan.from_json(live.hf_overrides()[CONFIG_KEY]) == live
-    assert "graphs short, FSFSFS, FFFFFF" in live.terms
-    assert plan(flags(pattern="full", graphs="short")).graphs == ("short",)
-    assert plan().graphs == ()
-
-
-@pytest.mark.parametrize(
-    ("mode", "graphs", "message"),
-    [
-        ("static", "short,1/2", "static mode captures the graphs of its one pattern anyway"),
-        ("live", "FSF", "--indexcache-graphs FSF: .*"),
-        ("live", "full,,short", "--indexcache-graphs full,,short: "),
-        ("live", "FFFFFF,FSFFFF,FFSFFF,FFFSFF,FFFFSF", "5 patterns, and each takes memory"),
-    ],
-)
-def test_graphs_that_cannot_be(mode: str, graphs: str, message: str) -> None:
-    with pytest.raises(IndexCacheError, match=message):
-        plan(flags(pattern="full", mode=mode, graphs=graphs))
-
-
 def test_slopes_are_compared_with_a_folder(tmp_path: Path) -> None:
     """A name of the Hub leaves nothing to compare, so it is refused."""
     layers = (LayerSlopes(slopes=(0.5,), missed={}),) * 6
