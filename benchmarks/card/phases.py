@@ -11,7 +11,7 @@ failed in front, and fits 12,000 characters.
 
 ==========  ========================================================================================
 served      SGLang's own kernels compiled, then servers whose greedy tokens are to be stock
-            SGLang's: eager, graphs, live, our kernels; one with L layers; and MiniMax-M3
+            SGLang's: eager, graphs, live, our kernels; and MiniMax-M3
 exact       our kernels on the conformance grid up to a million tokens, as they were carried; in
             graphs; under memcheck; built and loaded by this nvcc; the backend in SGLang's
             graphs
@@ -281,10 +281,8 @@ def stages(phase: str) -> list[list[Step]]:
             server_step("graphs", "tokens_in_graphs"),
             server_step("live", "several_patterns and eager"),
             server_step("live, graphs", "several_patterns and graphs"),
-            server_step("folded", "transformers_folded"),
-            server_step("second stage", "candidates_again"),
         ],
-        [server_step("MiniMax-M3", "minimax_m3")],  # three servers: not beside the other ten
+        [server_step("MiniMax-M3", "minimax_m3")],  # three servers: not beside the other eight
     ]
 
 

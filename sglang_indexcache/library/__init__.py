@@ -1,4 +1,4 @@
-"""The pattern library: its files, those of slopes, and the one parser of what a user writes."""
+"""The pattern library: its files, and the one parser of what a user writes."""
 
 from sglang_indexcache.library.files import (
     NOT_EVALUATED,
@@ -26,7 +26,6 @@ from sglang_indexcache.library.resolve import (
     name_and_pattern,
     names_a_file,
 )
-from sglang_indexcache.library.slopes import LayerSlopes, Slopes
 
 __all__ = [
     "LIBRARY_VARIABLE",
@@ -36,13 +35,11 @@ __all__ = [
     "Evaluated",
     "FoundOverlap",
     "Latency",
-    "LayerSlopes",
     "Library",
     "MethodRecord",
     "ModelInfo",
     "Quality",
     "Resolved",
-    "Slopes",
     "Strict",
     "add_evaluated",
     "beyond_chance",

@@ -15,7 +15,6 @@ from rich.table import Table
 
 from sglang_indexcache.errors import SearchError
 from sglang_indexcache.library import set_overlap
-from sglang_indexcache.pattern import FOLDED, Pattern
 from sglang_indexcache.search.difference import unseen_in_words
 from sglang_indexcache.search.evaluators import Evaluator
 from sglang_indexcache.search.ledger import Ledger, Step, open_journal
@@ -110,8 +109,6 @@ def _note_overlap(search: Search, evaluator: Evaluator, setup: Setup, folder: Ou
         return
     texts, topk = setup.calibration.sequences[:OVERLAP_TEXTS], setup.checkpoint.shape["index_topk"]
     for result in search.found.values():
-        if result.pattern.is_folded:  # nothing watches a server that folds
-            continue
         with suppress(SearchError):
             check_one_list(setup.checkpoint)
             overlap = found_overlap(select, result.pattern, texts, topk, setup.data)
@@ -138,13 +135,6 @@ def plan(
     if isinstance(options.method, Pairwise) and options.method.kind == "kept_list":
         yield "lists", BLIND
     yield "targets", ", ".join(mark.label for mark in targets.marks)
-    if folding := targets.constraints.folding:
-        yield (
-            "letters",
-            f"F costs 1, L {float(folding.price):g}, S 0: a target is the most that a pattern may "
-            f"cost, in shares of all F; {len(folding.layers)} of {len(targets.constraints.start)} "
-            "layers may be L",
-        )
     by_loss, full = options.method.by_loss, sum(searched)
     checks = check_tokens(targets, searched, held_out, by_loss=by_loss)
     yield (
@@ -180,12 +170,6 @@ def _show(event: Step, search: Search, console: Console, before: str) -> str:
     return walk
 
 
-def _kept(pattern: Pattern) -> str:
-    folded = pattern.layers.count(FOLDED)
-    exact = len(pattern.full_layers) - folded
-    return f"{exact} + {folded} L" if folded else str(exact)
-
-
 def _losses(result: Found, search: Search) -> tuple[str, str]:
     if math.isnan(result.loss):
         return "", ""
@@ -200,7 +184,7 @@ def _show_result(search: Search, objective: str, console: Console) -> None:
         uniform, held_out = result.baselines.get("uniform"), result.held_out
         table.add_row(
             result.mark.label,
-            _kept(result.pattern),
+            str(len(result.pattern.full_layers)),
             *_losses(result, search),
             f"{held_out.added.mean:+.5f}" if held_out else "not measured",
             f"{uniform[1]:.5f}" if uniform else "",

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from sglang_indexcache.checkpoint import SHARING_KEYS, Checkpoint
-from sglang_indexcache.errors import PatternError
 from sglang_indexcache.models import family_of
-from sglang_indexcache.pattern import Pattern, check_foldable
+from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.policy import Policy
 
 BACKEND_NAME = "indexcache"
@@ -50,8 +49,6 @@ class Plan:
         longer: live mode: from how many prompt tokens on another pattern is in effect, and which.
         graphs: what decode graphs are captured beside SGLang's: ``short``, or a pattern's text.
         shadow: of how many forwards one is sampled for the overlap of lists; 0 for none.
-        slopes: by pattern position, one a head, what layers fold by; None where the score stays
-            exact, and () where nothing folds.
         overlap: beyond chance, what the pattern's file says of each layer; () if it says nothing.
         shape: config fields by which the library knows the model.
     """
@@ -71,7 +68,6 @@ class Plan:
     longer: tuple[tuple[int, Pattern], ...] = ()
     graphs: tuple[str, ...] = ()
     shadow: int = 0
-    slopes: tuple[tuple[float, ...] | None, ...] = ()
     overlap: tuple[float | None, ...] = ()
     shape: tuple[tuple[str, Any], ...] = ()
 
@@ -89,35 +85,6 @@ class Plan:
     def shares_blocks(self) -> bool:
         """Whether the model's own attention backend shares, and not that of DSA models."""
         return family_of(self.architecture).grouped
-
-    @property
-    def slopes_digest(self) -> str:
-        """The digest by which patterns name the slopes; "" where nothing folds."""
-        return next(
-            (pattern.suffix.slopes for pattern in self.policy.patterns if pattern.is_folded), ""
-        )
-
-    def folding(self, pattern: Pattern) -> Pattern:
-        """Return ``pattern`` by the slopes of this server, if it folds and names none.
-
-        Raises:
-            PatternError: it folds by others, or where these say that the score stays exact.
-        """
-        if not pattern.is_folded:
-            return pattern
-        ours = self.slopes_digest
-        if not ours:
-            raise PatternError(
-                f"{pattern} folds indexers, and this server was started without slopes. Start it "
-                "with a pattern that folds, such as folded@MODEL.slopes."
-            )
-        if pattern.suffix.slopes not in ("", ours):
-            raise PatternError(
-                f"{pattern} folds by other slopes than this server, which has {ours}. Leave "
-                f"@{pattern.suffix.slopes} out."
-            )
-        check_foldable(pattern, self.slopes, "of this server")
-        return pattern.with_suffix(replace(pattern.suffix, slopes=ours))
 
     @property
     def graph_patterns(self) -> tuple[Pattern, ...]:
@@ -243,9 +210,6 @@ class Plan:
         data["pattern"], data["own"] = Pattern(data["pattern"]), Pattern(data["own"])
         data["layer_ids"] = tuple(data["layer_ids"])
         data["longer"] = tuple((start, Pattern(text)) for start, text in data["longer"])
-        data["slopes"] = tuple(
-            None if slopes is None else tuple(slopes) for slopes in data["slopes"]
-        )
         data["graphs"], data["overlap"] = tuple(data["graphs"]), tuple(data["overlap"])
         data["shape"] = tuple((name, value) for name, value in data["shape"])
         return cls(**data)

@@ -16,7 +16,6 @@ from sglang.srt.model_executor.runner_utils.capture_mode import get_capture_atte
 
 from sglang_indexcache.serving.active import ActivePattern
 from sglang_indexcache.serving.cuda import kernels as kernels_cuda
-from sglang_indexcache.serving.cuda.fold import FoldedLayers
 from sglang_indexcache.serving.cuda.graph_variants import GraphVariants
 from sglang_indexcache.serving.cuda.kernels import EngineKernels, KeptLists, attend
 from sglang_indexcache.serving.cuda.observers import ShadowProbe
@@ -42,7 +41,6 @@ class IndexCacheBackend(Observed, DeepseekSparseAttnBackend):
     Attributes:
         first_overlapped_layer: under two-batch overlap, the first layer that runs on sub-batches.
         graphs: the decode graphs, where there are several of a batch size.
-        folded: the layers that fold.
     """
 
     graphs: GraphVariants | None = None
@@ -57,7 +55,6 @@ class IndexCacheBackend(Observed, DeepseekSparseAttnBackend):
         )
         self._runner = runner
         self.kernels = EngineKernels()
-        self.folded = FoldedLayers()
         self._attention: SparseMLA | None = None
         self.observers = (Counting(active, self.index_buffer), ShadowProbe(self))
         self._lists = KeptLists()

@@ -46,7 +46,7 @@ class BlockSharingBackend(MiniMaxSparseAttnBackend):
         self.active = active
         # The heads of an indexer are split over GPUs, as those of attention are.
         heads = max(dict(plan.shape)["index_n_heads"] // get_parallel().attn_tp_size, 1)
-        active.traffic.flops = active.traffic.folded_flops * heads
+        active.traffic.flops = 2 * dict(plan.shape)["index_head_dim"] * heads
         self._idx_group_size = max(heads // self.kv_pool.main_pool.head_num, 1)
         self.index_cache_enabled = True
         self._topk_is_source = {

@@ -177,8 +177,6 @@ def _reasons(cfg: Any, plan: Plan) -> Iterator[str]:
             "--enable-torch-compile is not served: it compiles the layers' code in which indices "
             "are shared, and nobody has run that. Drop the flag; CUDA graphs work without it."
         )
-    if plan.slopes:
-        yield from _of_folding(plan)
     if plan.shares_blocks:
         yield from _of_blocks(cfg, plan)
     if plan.mode == "live":
@@ -224,23 +222,6 @@ def _of_platform(plan: Plan) -> Iterator[str]:
         )
 
 
-def _of_folding(plan: Plan) -> Iterator[str]:
-    from sglang.srt.platforms import current_platform
-
-    if not platform_cpu.is_active():
-        reasons = {
-            "live mode": plan.mode == "live",
-            "an AMD GPU": current_platform.is_rocm(),
-        }
-        fix = f"Use {MODE.flag} static on an NVIDIA GPU; the CPU platform serves all."
-        yield from _clash(f"pattern {plan.policy}, which folds indexers,", reasons, fix)
-    if plan.shadow:
-        yield (
-            f"{SHADOW.flag} does not work with a pattern that folds: it would compare with exact "
-            "lists that no layer makes. Drop it."
-        )
-
-
 def _of_blocks(cfg: Any, plan: Plan) -> Iterator[str]:
     """Refuse for MiniMax-M3 what would share nothing or the wrong blocks, and what was not read."""
     from sglang.srt.environ import envs
@@ -255,7 +236,6 @@ def _of_blocks(cfg: Any, plan: Plan) -> Iterator[str]:
         INDEX_K_DTYPE.flag: plan.index_k_dtype != "auto",
         SHADOW.flag: plan.shadow,
         ADAPTER.flag: plan.adapter,
-        "a pattern that folds": plan.slopes,
         "--enable-two-batch-overlap, where one half would read the other's blocks": (
             cfg.enable_two_batch_overlap
         ),

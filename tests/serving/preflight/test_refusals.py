@@ -15,13 +15,11 @@ from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang_indexcache.errors import PatternError, SettingsError
 from sglang_indexcache.models import BY_ARCHITECTURE
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.serving.cpu import platform as platform_cpu
 from sglang_indexcache.serving.plan import BACKEND_FIELDS
 from sglang_indexcache.serving.preflight.refusals import check, stage_starts
 from tests.serving.plans import plan
 
 LIVE = {"mode": "live"}
-FOLDED = {"pattern": Pattern("LSLF@0123456789ab"), "slopes": ((0.5,),) * 4}
 RETURN = {"enable_return_indexer_topk": True}
 
 
@@ -80,8 +78,6 @@ def platform(monkeypatch: pytest.MonkeyPatch) -> Any:
         ({}, {"enable_lmcache": True}),
         ({"own": Pattern("FSFS")}, {"enable_flexkv": True}),
         ({"kernels": "cuda"}, {}),
-        (FOLDED, {}),
-        (FOLDED | {"pattern": Pattern("FFFF+c4@0123456789ab")}, {}),
         ({}, {"pp_size": 4}),
         ({}, {"dcp_size": 2, "enable_hisparse": True}),
         (LIVE, {"kv_cache_dtype": "fp8_e4m3"}),
@@ -101,7 +97,6 @@ def test_what_goes_together(fields: dict[str, Any], changes: dict[str, Any]) -> 
 @pytest.mark.parametrize(
     ("fields", "changes", "message"),
     [
-        (LIVE | FOLDED, {}, "which folds indexers, does not work with live mode"),
         ({}, {"use_ray": True}, "does not work with --use-ray"),
         ({}, {"enable_pdmux": True}, "--enable-pdmux does not work with models of"),
         ({}, {"enable_prefill_cp": True, "cp_strategy": "zigzag"}, "Use --cp-strategy interleave"),
@@ -140,13 +135,6 @@ def test_what_is_refused(fields: dict[str, Any], changes: dict[str, Any], messag
         check(flags(**changes), plan(**fields), 4)
 
 
-def test_a_shadow_where_layers_fold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(platform_cpu, "is_active", lambda: True)
-    check(flags(), plan(slopes=((0.5,),) * 4), 4)
-    with pytest.raises(SettingsError, match="--indexcache-shadow does not work with a pattern"):
-        check(flags(), plan(slopes=((0.5,),) * 4, shadow=9), 4)
-
-
 @pytest.mark.parametrize(
     ("device", "fields", "message"),
     [
@@ -179,7 +167,6 @@ NO_BACKEND = dict.fromkeys(BACKEND_FIELDS)
 @pytest.mark.parametrize(
     ("fields", "changes", "cause"),
     [
-        ({"slopes": ((0.5,),) * 4}, {}, "a pattern that folds"),
         ({"adapter": "/adapter"}, {}, "--indexcache-adapter"),
         ({}, {"enable_prefill_cp": True}, "--enable-prefill-cp"),
         ({}, {"dcp_size": 2}, "--dcp-size"),

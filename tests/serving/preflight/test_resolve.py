@@ -1,6 +1,5 @@
 """Flags, environment and config come to one plan or to one clear error."""
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,7 +7,6 @@ import pytest
 
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import Findings, IndexCacheError, PatternError, SettingsError
-from sglang_indexcache.library import LayerSlopes, Slopes
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.plan import CONFIG_KEY, Plan
 from sglang_indexcache.serving.preflight.options import Choices, collect
@@ -236,16 +234,3 @@ def test_graphs_are_named_like_patterns() -> None:
 def test_graphs_that_cannot_be(mode: str, graphs: str, message: str) -> None:
     with pytest.raises(IndexCacheError, match=message):
         plan(flags(pattern="full", mode=mode, graphs=graphs))
-
-
-def test_slopes_are_compared_with_a_folder(tmp_path: Path) -> None:
-    """A name of the Hub leaves nothing to compare, so it is refused."""
-    layers = (LayerSlopes(slopes=(0.5,), missed={}),) * 6
-    about = {"name": "any", "architecture": "GlmMoeDsaForCausalLM", "layers": layers}
-    slopes = Slopes(**about, checkpoint="0" * 64, path=tmp_path / "some.slopes")
-    slopes.write()
-    choices = flags(pattern=f"folded@{slopes.path}")
-    findings = Findings()
-    make_plan(choices, checkpoint(), {}, "some-one/some-model", findings)
-    with pytest.raises(SettingsError, match="needs --model-path to be a folder"):
-        findings.report()
