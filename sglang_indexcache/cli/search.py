@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from sglang_indexcache.library import Resolved
     from sglang_indexcache.search.calibration import Calibration, Score
     from sglang_indexcache.search.evaluators import TokenEvaluator
+    from sglang_indexcache.search.methods import Method as SearchMethod
 
 app = group("Find a pattern for your checkpoint, and compare patterns.")
 
@@ -135,16 +136,14 @@ def run_command(
     Example: indexcache search run --model MODEL --url http://127.0.0.1:30000 --data chats.jsonl
     -o found/
     """
-    from sglang_indexcache.search.methods import METHODS, METHODS_FROM_LISTS, METHODS_IN_PROCESS
     from sglang_indexcache.search.options import Options
     from sglang_indexcache.search.rules import Constraints, parse_layers, parse_targets
     from sglang_indexcache.search.session import plan, run_search
     from sglang_indexcache.search.setup import Setup
     from sglang_indexcache.study.cost import Rate, print_plan
 
-    servers, methods = connect(url, api_key), METHODS_IN_PROCESS
-    if url:  # a dry run asks no server
-        methods = METHODS_FROM_LISTS if not dry_run and _return_lists(servers) else METHODS
+    servers = connect(url, api_key)
+    methods = _methods(servers, dry_run=dry_run)
     options = Options.parse(method, budget, methods=methods) if method else None
     measuring = _measuring(model, servers, dtype, at_once, low_priority)
     if held_out is None and options is not None and not options.method.by_loss:
@@ -158,8 +157,8 @@ def run_command(
         seed=seed,
         score=_score(score),
     )
-    constraints = Constraints.make(setup.checkpoint.own, parse_layers(keep_full))
-    targets = parse_targets(target, constraints)
+    rules = Constraints.make(setup.checkpoint.own, parse_layers(keep_full))
+    targets = parse_targets(target, rules)
     tokens = setup.calibration.batch_tokens
     if options is None:
         options, why = Options.best(targets, tokens[:batches], budget, methods)
@@ -339,6 +338,16 @@ def _measuring(
         return TransformersEvaluator(model, data, dtype or "float32")
 
     return local
+
+
+def _methods(servers: Sequence[Client], *, dry_run: bool) -> Mapping[str, SearchMethod]:
+    """Return the methods that see what this process, or the servers, can show."""
+    from sglang_indexcache.search.methods import METHODS, METHODS_FROM_LISTS, METHODS_IN_PROCESS
+
+    if not servers:
+        return METHODS_IN_PROCESS
+    # A dry run asks no server.
+    return METHODS_FROM_LISTS if not dry_run and _return_lists(servers) else METHODS
 
 
 def _return_lists(servers: Sequence[Client]) -> bool:
