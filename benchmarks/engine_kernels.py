@@ -27,8 +27,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang_indexcache.kernels.contract import PAGE_BYTES, PAGE_TOKENS, VALUE_DIM
-from sglang_indexcache.kernels.indexer.fold import folded_heads, product
-from sglang_indexcache.kernels.indexer.second_stage import SecondStage
 
 if TYPE_CHECKING:
     from benchmarks.kernels.workloads import AttentionTensors, IndexerTensors, Workload
@@ -44,8 +42,6 @@ ENGINE_TOPK = TOPKS[-1]
 """What SGLang runs in decode unless told otherwise."""
 LEGACY_TOPK = TOPKS[-2]
 """And in prefill."""
-PRODUCT = "product"
-"""A folded layer's logits by one matrix product, in DeepGEMM's place."""
 _SGLANG_TOPK = "sglang.kernels.ops.attention.dsv4.topk"
 _OPS = "sglang.kernels.ops.attention"
 _FLASH_MLA = f"{_OPS}.flash_mla_interface"
@@ -349,41 +345,6 @@ def _select(work: Workload, tensors: IndexerTensors, name: str) -> Call:
     )
 
 
-def fold_anchors(work: Workload, tensors: IndexerTensors) -> dict[str, Callable[[], Call]]:
-    """Return makers of calls that select a folded layer without our CUDA kernels, and exactly.
-
-    Folding is inside the time. With DeepGEMM, which pads to 32 heads, it can save nothing; the
-    product stands in its place.
-    """
-    keys, visible = (tensors.keys, tensors.scales), tensors.visible
-
-    def maker(name: str) -> Callable[[], Call]:
-        def make() -> Call:
-            topk = make_topk(name, visible, decode=False)
-
-            def call() -> torch.Tensor:
-                q, weights = folded_heads(tensors.q, tensors.weights, fold_slopes(tensors))
-                return select_in_slices(product, q, weights, keys, visible, topk, work.topk)
-
-            return call
-
-        return make
-
-    def among(factor: int) -> Callable[[], Call]:
-        stage = SecondStage(fold_slopes(tensors), factor)
-        return lambda: lambda: stage(tensors, work.topk)
-
-    exact = select_anchors(work, tensors)
-    makers = {name: exact[name] for name in engine_anchors(work)}
-    makers |= {f"{PRODUCT} + {name}": maker(name) for name in (LEGACY_TOPK, ENGINE_TOPK)}
-    return makers | {f"candidates, c = {factor}": among(factor) for factor in (2, 4)}
-
-
-def fold_slopes(tensors: IndexerTensors) -> torch.Tensor:
-    """Return slopes for the heads of a batch, between those of heads that rarely and often fire."""
-    return torch.linspace(0.2, 1.0, tensors.q.shape[1], device=tensors.q.device)
-
-
 def topk_anchors(
     work: Workload, logits: torch.Tensor, visible: torch.Tensor
 ) -> dict[str, Callable[[], Call]]:
@@ -442,8 +403,6 @@ def engine_anchors(work: Workload) -> tuple[str, ...]:
     """Return what SGLang can run for a workload; torch.topk and FlashInfer on logits are not it."""
     if work.family.startswith("select"):
         return tuple(f"deep_gemm + {name}" for name in TOPKS)
-    if work.family == "fold_prefill":
-        return tuple(f"deep_gemm + {name}" for name in (LEGACY_TOPK, ENGINE_TOPK))
     if work.family == "topk":
         return LEGACY_TOPK, ENGINE_TOPK
     triton = ("triton_sparse_mla", *(f"triton_sparse_mla, union {n}" for n in (2, 4)))

@@ -20,7 +20,6 @@ from benchmarks import (
     search_figures,
     small_checkpoint,
 )
-from benchmarks.fold import report as folding
 from benchmarks.paper import table_1, table_3
 from benchmarks.records import RESULTS, read_arguments
 from benchmarks.smollm2 import long, one_pass, searched
@@ -42,7 +41,6 @@ def _of(draw: Callable[[dict[str, Any], Path], None]) -> Callable[[Path, Path], 
 
 FIGURES: dict[str, tuple[str, Callable[[Path, Path], None]]] = {
     "expect.png": ("expect.json", _of(expect.draw)),
-    "fold/loss.png": ("fold/result.json", _of(folding.draw)),
     "heal.png": ("heal.json", _of(heal_study.draw)),
     "heal_data.png": ("heal_data.json", _of(heal_data.draw)),
     "smollm2/one_pass.png": ("smollm2/one_pass.json", _of(one_pass.draw)),

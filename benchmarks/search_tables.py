@@ -94,19 +94,6 @@ def unlikely(record: Record) -> str:
     return markdown(("", *(f"{count} documents" for count in counts)), rows, title)
 
 
-def segments(record: Record) -> str:
-    """Write what patterns of predicted and of measured segments add, on other documents."""
-    rows = []
-    for searched, marks in record["found"].items():
-        for way in next(iter(marks.values())):
-            lines = [mark[way] for mark in marks.values()]
-            cells = (f"{line['held_out']:+.3f} ({line['searched']:+.3f})" for line in lines)
-            rows.append((searched, way, *cells))
-    marks = next(iter(record["found"].values()))
-    title = f"Added loss of answers, mean of {record['splits']} splits: held out (searched on)"
-    return markdown(("documents", "segments", *marks), rows, title)
-
-
 def levels(record: Record) -> str:
     """Write the study's tasks: what all F gets right, and who guesses."""
     rows = []

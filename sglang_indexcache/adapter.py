@@ -86,7 +86,6 @@ class Adapter:
         """
         document = _document(folder)
         pattern = Pattern(document.pattern)
-        pattern.check_unfolded("an adapter")
         adapter = cls(
             folder=folder,
             pattern=pattern,
@@ -230,7 +229,6 @@ def _base(folder: Path, pattern: Pattern) -> Base:
     checkpoint = Checkpoint.read(folder)
     checkpoint.check_trained(str(folder))
     pattern.check_checkpoint(checkpoint.own)
-    pattern.check_unfolded("an adapter")
     missing = [name for name in _SHAPE_FIELDS if name not in checkpoint.shape]
     if missing:
         raise CheckpointError(

@@ -189,7 +189,7 @@ class Checkpoint:
             )
 
     def check_trained(self, where: str) -> None:
-        """Refuse what healing, adapters and the fitting of slopes do not know.
+        """Refuse what healing and adapters do not know.
 
         Raises:
             CheckpointError: naming those that they know.
@@ -197,8 +197,8 @@ class Checkpoint:
         if not family_of(self.architecture).model_type:
             trained = " and ".join(family.architecture for family in TRAINABLE.values())
             raise CheckpointError(
-                f"{where} is a {self.architecture}, whose indexers are neither trained nor folded "
-                f"here. Those of {trained} are."
+                f"{where} is a {self.architecture}, whose indexers are not trained here. "
+                f"Those of {trained} are."
             )
 
     @classmethod
@@ -295,13 +295,7 @@ def pattern_from_sharing_keys(
         patterns["indexer_types"] = Pattern.from_indexer_types(_pick(types, layer_ids))
     text = values.get("index_topk_pattern")
     if text is not None:
-        pattern = _pattern_of_layers("".join(text), layer_ids)
-        if pattern.is_folded:
-            raise PatternError(
-                f"index_topk_pattern is SGLang's own key and takes no folded layers, got {pattern}."
-                " Give the pattern to --indexcache-pattern."
-            )
-        patterns["index_topk_pattern"] = pattern
+        patterns["index_topk_pattern"] = _pattern_of_layers("".join(text), layer_ids)
     freq = values.get("index_topk_freq")
     if freq is not None:
         offset = values.get("index_skip_topk_offset")

@@ -2,8 +2,7 @@
 
 Every attention layer of such a model asks its indexer which tokens to attend to. Under
 :func:`share` an F layer's answer is held, and the S layers after it get that answer without
-running theirs. An L layer's answer, and that of an F layer with candidates, is by the folded score
-(``fold.py``): that shows quality, no speed.
+running theirs.
 """
 
 from __future__ import annotations
@@ -12,13 +11,12 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
-from sglang_indexcache.checkpoint import CONFIG_FILE, Checkpoint
+from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import CheckpointError, PatternError, StaleIndexError
-from sglang_indexcache.library import Library, Resolved
+from sglang_indexcache.library import Library
 from sglang_indexcache.models import BY_ARCHITECTURE
 from sglang_indexcache.pattern import Pattern
 
@@ -44,7 +42,7 @@ class SharedForward:
 
 
 @contextmanager
-def share(model: Any, pattern: Pattern | str | Resolved) -> Iterator[SharedForward]:
+def share(model: Any, pattern: Pattern | str) -> Iterator[SharedForward]:
     """Run ``model`` under ``pattern`` inside this context; afterwards it is as it was before.
 
     Inside another ``share`` of the same model, the inner pattern is the one in effect. A cache
@@ -54,19 +52,15 @@ def share(model: Any, pattern: Pattern | str | Resolved) -> Iterator[SharedForwa
     Args:
         model: a transformers model with DSA (GLM-5, DeepSeek-V3.2, A.X-K2, HY-V4, ...). One that
             this package does not know is judged by its modules, with a warning.
-        pattern: a pattern, or any form that :meth:`Library.resolve` takes, such as ``"1/4"``. One
-            that folds must be text, which names the file of its slopes; whose weights these are
-            for is checked where the model was loaded from a folder. Whoever has resolved it may
-            give that, and has compared its slopes with the model's weights.
+        pattern: a pattern, or any form that :meth:`Library.resolve` takes, such as ``"1/4"``.
 
     Raises:
         CheckpointError: the model has no indexers, or, in its first forward, indexers that
-            answer with something else than :class:`SharedForward` has; the pattern folds
-            and the model's indexers cannot be folded, or the slopes are another checkpoint's.
+            answer with something else than :class:`SharedForward` has.
         PatternError, LibraryError: the pattern does not fit the model, or is unknown.
         StaleIndexError: in a forward whose layers run out of order (gradient checkpointing).
     """
-    if not isinstance(pattern, (Pattern, str, Resolved)):
+    if not isinstance(pattern, (Pattern, str)):
         raise PatternError(f"a pattern is text such as '1/4' or 'FSSS', got {pattern!r}")
     if not hasattr(model, "modules"):
         raise CheckpointError(
@@ -74,75 +68,22 @@ def share(model: Any, pattern: Pattern | str | Resolved) -> Iterator[SharedForwa
             "AutoModelForCausalLM.from_pretrained(...)"
         )
     checkpoint, attentions = _checkpoint(model)
-    resolved = pattern if isinstance(pattern, Resolved) else _resolve(model, checkpoint, pattern)
-    pattern = resolved.pattern
+    if isinstance(pattern, str):
+        pattern = Library.default().resolve(pattern, checkpoint).pattern
     pattern.check_checkpoint(checkpoint.own)
-    select = _selections(attentions, resolved)
     sharing = SharedForward(pattern)
     with ExitStack() as stack:
         for number, attention in enumerate(attentions):
             if (indexer := attention.indexer) is not None:  # without one it shares by itself
                 stack.callback(_restore, indexer, vars(indexer).get("forward"))
-                indexer.forward = _switch(indexer, number, sharing, select.get(number))
+                indexer.forward = _switch(indexer, number, sharing)
         yield sharing
 
 
-def _resolve(model: Any, checkpoint: Checkpoint, pattern: Pattern | str) -> Resolved:
-    """Resolve a pattern, and its slopes if it folds.
-
-    Raises:
-        CheckpointError: slopes of other weights.
-    """
-    if isinstance(pattern, Pattern) and not pattern.is_folded:
-        return Resolved(pattern, "")
-    resolved = Library.default().resolve(str(pattern), checkpoint, folding=True)
-    name = model.config._name_or_path  # one that was made here has none
-    if (slopes := resolved.slopes) is not None and name:
-        from sglang_indexcache.study.provenance import checkpoint_digest
-
-        if not (Path(name) / CONFIG_FILE).exists():
-            raise CheckpointError(
-                f"a pattern that folds needs a model out of a folder, to compare it with the one "
-                f"that its slopes were fitted to; {name} is none. Download it, and load the folder."
-            )
-        slopes.check_checkpoint(checkpoint_digest(Path(name)), name)
-    return resolved
-
-
-def _selections(
-    attentions: list[Any], resolved: Resolved
-) -> dict[int, Callable[..., torch.Tensor]]:
-    """Return by place in the pattern what selects for an indexer whose layer folds.
-
-    Raises:
-        CheckpointError: an indexer that cannot be folded.
-    """
-    pattern, slopes = resolved.pattern, resolved.slopes
-    if slopes is None:
-        return {}
-    import torch
-
-    from sglang_indexcache.fold import check_can_fold, folded
-
-    selections = {}
-    for number, attention in enumerate(attentions):
-        numbers, factor = slopes.of(number), pattern.fold_at(number)
-        if factor and numbers is not None:
-            check_can_fold(attention.indexer)
-            selections[number] = folded(attention.indexer, torch.tensor(numbers), factor)
-    return selections
-
-
-def _switch(
-    indexer: Any,
-    number: int,
-    sharing: SharedForward,
-    folded: Callable[..., torch.Tensor] | None,
-) -> Callable[..., torch.Tensor]:
-    """Return an indexer's replacement: it runs the original or ``folded``, or shares indices."""
+def _switch(indexer: Any, number: int, sharing: SharedForward) -> Callable[..., torch.Tensor]:
+    """Return an indexer's replacement: it runs the original, or shares indices."""
     # Inside another share() the indexer's own forward is behind that one's switch.
-    original = getattr(indexer.forward, "select", indexer.forward)
-    select = folded or original
+    select = getattr(indexer.forward, "select", indexer.forward)
     source = sharing.pattern.source_of(number)
 
     def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -164,7 +105,7 @@ def _switch(
         hidden = args[0] if args else kwargs["hidden_states"]
         return sharing.indices.to(hidden.device)  # layers may be spread over devices
 
-    forward.select = original  # type: ignore[attr-defined]
+    forward.select = select  # type: ignore[attr-defined]
     return forward
 
 

@@ -4,18 +4,10 @@ A pattern is a string over {F, S}, one character per attention layer with an ind
 layer runs its indexer; an S (shared) layer has none and reuses the top-k indices of the nearest
 earlier F layer (paper section "Method", ``f(l) = max{j < l : c_j = F}``). Layers are counted
 from 0 here, as in SGLang and transformers; the paper counts from 1.
-
-A third letter, L, is a layer that selects by its own folded score (``fold.py``). It keeps its
-indexer, and S layers take from it as from an F layer: whoever does not fold takes it for an F.
-
-Behind the letters may stand, in this order, ``+c4`` (F layers choose among 4 k candidates of their
-folded score) and ``@0123456789ab`` (by which slopes layers fold). They are part of the pattern
-wherever one is named or compared.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -23,43 +15,17 @@ from functools import cached_property
 from hashlib import sha256
 from itertools import pairwise
 
-from sglang_indexcache.errors import PatternError, quoted
+from sglang_indexcache.errors import PatternError
 
 FULL = "F"
 SHARED = "S"
-FOLDED = "L"
-MOST_CANDIDATES = 64
-"""Of a folded F layer, in lengths of its list."""
-SLOPES_FILE = ".slopes"
-"""How the name of a file of slopes ends, which may stand in the place of their digest."""
 
 _INDEXER_TYPES = {FULL: "full", SHARED: "shared"}
-_FACTOR = re.compile(r"\+c([1-9][0-9]?)\Z")
-_DIGEST = re.compile(r"@([0-9a-f]{12})\Z")
-_LEFT_OVER = re.compile(r"\+c?\d*\Z")
-
-
-@dataclass(frozen=True)
-class Suffix:
-    """Suffix behind the letters of a pattern, or behind any name of one.
-
-    Attributes:
-        factor: ``+cN``, how many times as many candidates an F layer folds for; 1 without.
-        slopes: behind ``@``, the first twelve hex digits of the slopes' digest, or of a name the
-            path of their file; "" without.
-    """
-
-    factor: int = 1
-    slopes: str = ""
-
-    def __str__(self) -> str:
-        factor = f"+c{self.factor}" if self.factor > 1 else ""
-        return factor + (f"@{self.slopes}" if self.slopes else "")
 
 
 @dataclass(frozen=True)
 class Group:
-    """An F or L layer and the layers that use its indices, itself included."""
+    """An F layer and the layers that use its indices, itself included."""
 
     source: int
     layers: range
@@ -69,8 +35,7 @@ class Group:
 class Pattern:
     """An immutable, valid pattern.
 
-    ``str(pattern)`` is the F/S string, behind it the suffix if there is one; ``len(pattern)`` is
-    the number of layers.
+    ``str(pattern)`` is the F/S string, ``len(pattern)`` the number of layers.
 
     Raises:
         PatternError: on construction, if ``text`` is not a pattern.
@@ -81,8 +46,7 @@ class Pattern:
     def __post_init__(self) -> None:
         if not isinstance(self.text, str):
             raise PatternError(f"a pattern is a string of F and S, got {type(self.text).__name__}")
-        _check_layers(self.layers)
-        _check_folding(self)
+        _check_letters(self.text)
 
     # -- reading it ---------------------------------------------------------------------------
 
@@ -90,60 +54,32 @@ class Pattern:
         return self.text
 
     def __len__(self) -> int:
-        return len(self.layers)
-
-    @cached_property
-    def layers(self) -> str:
-        """The F/S string alone, one character per layer."""
-        return split_suffix(self.text)[0]
-
-    @cached_property
-    def suffix(self) -> Suffix:
-        """The suffix behind the letters."""
-        return split_suffix(self.text)[1]
-
-    def with_suffix(self, suffix: Suffix) -> Pattern:
-        """Return the same letters with another suffix in place of their own."""
-        return Pattern(f"{self.layers}{suffix}")
-
-    @cached_property
-    def is_folded(self) -> bool:
-        """Whether some layer selects by its folded score, or picks candidates by it."""
-        return FOLDED in self.layers or self.suffix.factor > 1
-
-    def fold_at(self, layer: int) -> int:
-        """Return how many times its list's length ``layer`` picks as candidates by folded score.
-
-        1 where that is the selection (L); 0 where nothing is folded.
-        """
-        if self.layers[self._checked(layer)] == FULL:
-            return self.suffix.factor if self.suffix.factor > 1 else 0
-        return int(self.layers[layer] == FOLDED)
+        return len(self.text)
 
     def is_full(self, layer: int) -> bool:
-        """Return whether ``layer`` runs its own indexer: it is F, or L."""
-        return self.layers[self._checked(layer)] != SHARED
+        """Return whether ``layer`` is F: it runs its own indexer."""
+        return self.text[self._checked(layer)] == FULL
 
     @cached_property
     def full_layers(self) -> tuple[int, ...]:
-        """The layers that run their own indexer, F and L, ascending."""
-        return tuple(i for i, c in enumerate(self.layers) if c != SHARED)
+        """The F layers, ascending."""
+        return tuple(i for i, c in enumerate(self.text) if c == FULL)
 
     @cached_property
     def shared_layers(self) -> tuple[int, ...]:
         """The S layers, ascending."""
-        return tuple(i for i, c in enumerate(self.layers) if c == SHARED)
+        return tuple(i for i, c in enumerate(self.text) if c == SHARED)
 
     @cached_property
     def sources(self) -> tuple[int, ...]:
-        """Layer whose indices each layer uses: the F or L layer before it, or itself if one."""
+        """Layer whose indices each layer uses: itself if F, else the nearest F layer before it."""
         result: list[int] = []
-        for layer, kind in enumerate(self.layers):
+        for layer, kind in enumerate(self.text):
             result.append(result[-1] if kind == SHARED else layer)
         return tuple(result)
 
     def source_of(self, layer: int) -> int:
-        """Return the F or L layer whose indices ``layer`` uses."""
+        """Return the F layer whose indices ``layer`` uses."""
         return self.sources[self._checked(layer)]
 
     @cached_property
@@ -165,12 +101,7 @@ class Pattern:
     def summary(self) -> str:
         """Return one phrase: ``12 of 47 layers keep their indexer (25.5 %)``."""
         full, total = len(self.full_layers), len(self)
-        phrase = f"{full} of {total} layers keep their indexer ({100 * full / total:.1f} %)"
-        if folded := self.layers.count(FOLDED):
-            phrase += f", {folded} of them folded"
-        if (factor := self.suffix.factor) > 1:
-            phrase += f"; F layers choose among {factor} k candidates of their folded score"
-        return phrase
+        return f"{full} of {total} layers keep their indexer ({100 * full / total:.1f} %)"
 
     # -- making it ----------------------------------------------------------------------------
 
@@ -187,13 +118,6 @@ class Pattern:
                 f"uniform interleaving keeps 1/r of the indexers, r >= 1; got {ratio}"
             )
         return cls("".join(FULL if i % ratio == 0 else SHARED for i in range(num_layers)))
-
-    @classmethod
-    def folded(cls, base: Pattern, ratio: int | None = None) -> Pattern:
-        """Make ``base`` with L for each of its indexers, but F for the first of every ``ratio``."""
-        exact = base.full_layers[::ratio] if ratio else ()
-        folded = set(base.full_layers).difference(exact)
-        return cls("".join(FOLDED if i in folded else c for i, c in enumerate(base.layers)))
 
     @classmethod
     def from_layers(cls, num_layers: int, full_layers: Iterable[int]) -> Pattern:
@@ -216,8 +140,8 @@ class Pattern:
         return cls("".join(letters[t] for t in types))
 
     def to_indexer_types(self) -> list[str]:
-        """Return the ``indexer_types`` that transformers and SGLang obey first; L is "full"."""
-        return [_INDEXER_TYPES[SHARED if c == SHARED else FULL] for c in self.layers]
+        """Return the ``indexer_types`` that transformers and SGLang obey first."""
+        return [_INDEXER_TYPES[c] for c in self.text]
 
     @classmethod
     def from_freq(cls, num_layers: int, freq: int, offset: int | None = None) -> Pattern:
@@ -261,10 +185,9 @@ class Pattern:
         self.check_length(len(shipped))
         missing = [i for i in self.full_layers if not shipped.is_full(i)]
         if missing:
-            letters = " and ".join(sorted({self.layers[i] for i in missing}))
             raise PatternError(
-                f"layers {_join(missing)} are {letters} in the pattern, but this checkpoint ships "
-                f"no indexer weights there (its own pattern is {shipped}). Make those layers S."
+                f"layers {_join(missing)} are F in the pattern, but this checkpoint ships no "
+                f"indexer weights there (its own pattern is {shipped}). Make those layers S."
             )
 
     def check_stages(self, starts: Iterable[int]) -> None:
@@ -280,54 +203,20 @@ class Pattern:
                 "(SGLANG_PP_LAYER_PARTITION)."
             )
 
-    def check_unfolded(self, where: str) -> None:
-        """Raise PatternError if this pattern folds, which ``where`` cannot."""
-        if self.is_folded:
-            raise PatternError(
-                f"{self} folds indexers, which {where} cannot do yet. Name a pattern of F and S "
-                "without +cN."
-            )
-
     def _checked(self, layer: int) -> int:
         if not 0 <= layer < len(self):
             raise IndexError(f"layer {layer} of a {len(self)}-layer pattern")
         return layer
 
 
-def split_suffix(text: str) -> tuple[str, Suffix]:
-    """Split a pattern's suffix from the text before it.
-
-    Args:
-        text: a pattern, or any name of one such as ``1/4``, ``full+c4@MODEL.slopes``.
-
-    Raises:
-        PatternError: it ends in something that was meant as a suffix and is none.
-    """
-    name, slopes = text, ""
-    if digest := _DIGEST.search(text):
-        name, slopes = text[: digest.start()], digest[1]
-    elif text.endswith(SLOPES_FILE) and "@" in text:
-        name, _, slopes = text.partition("@")
-    number = _FACTOR.search(name)
-    factor = int(number[1]) if number else 1
-    letters = name[: number.start()] if number else name
-    if _LEFT_OVER.search(letters) or (number and not 1 < factor <= MOST_CANDIDATES):
-        raise PatternError(
-            f"candidates are written +cN behind the pattern, with N from 2 to {MOST_CANDIDATES} "
-            f"lengths of a list (1 is the letter L), for example full+c4; got {quoted(text)}"
-        )
-    return letters, Suffix(factor, slopes)
-
-
-def _check_layers(layers: str) -> None:
+def _check_letters(layers: str) -> None:
     """Raise the one PatternError that says what is wrong with an F/S string."""
     if not layers:
         raise PatternError("the pattern is empty. Give one F or S per layer.")
-    valid = {FULL, SHARED, FOLDED}
-    wrong = sorted(set(layers) - valid)
+    wrong = sorted(set(layers) - {FULL, SHARED})
     if wrong:
         at = next(i for i, c in enumerate(layers) if c in wrong)
-        hint = "Use capital letters." if set(layers.upper()) <= valid else "Only F, S and L."
+        hint = "Use capital letters." if set(layers.upper()) <= {FULL, SHARED} else "Only F and S."
         if any(c.isspace() for c in wrong):
             hint = "Remove the white space."
         characters = ", ".join(repr(c) for c in wrong)
@@ -336,34 +225,6 @@ def _check_layers(layers: str) -> None:
         raise PatternError(
             "the pattern starts with S, but layer 0 has no earlier layer to take indices from. "
             "Make it F."
-        )
-
-
-def _check_folding(pattern: Pattern) -> None:
-    """Raise PatternError for a suffix that would change nothing, or names no slopes."""
-    suffix = pattern.suffix
-    if suffix.factor > 1 and FULL not in pattern.layers:
-        raise PatternError(
-            f"+c{suffix.factor} is about F layers, and {pattern} has none. Leave it out."
-        )
-    if suffix.slopes and not pattern.is_folded:
-        raise PatternError(
-            f"{pattern} names slopes and folds no layer: only L layers, and F layers with +cN, do. "
-            f"Leave @{suffix.slopes} out."
-        )
-    if suffix.slopes.endswith(SLOPES_FILE):
-        raise PatternError(
-            f"a pattern names slopes by their digest, not by a file: {quoted(str(pattern))}"
-        )
-
-
-def check_foldable(pattern: Pattern, slopes: Sequence[object], whose: str) -> None:
-    """Raise PatternError where a layer is L and the slopes, one a layer, are None."""
-    letters = enumerate(pattern.layers)
-    if exact := [i for i, kind in letters if kind == FOLDED and slopes[i] is None]:
-        raise PatternError(
-            f"layer {exact[0]} folds badly by the slopes {whose} and stays exact, and is L in the "
-            "pattern. Make it F."
         )
 
 

@@ -1,17 +1,14 @@
 """The independent oracle: transformers' own DSA models with the same sharing.
 
 GLM-5's modelling code shares indices by ``indexer_types``. DeepSeek-V3.2's does not, so there the
-shared layers' indexers are made to return what the full layer before them returned. A folded layer
-is their own code with a line in the place of the ReLU.
+shared layers' indexers are made to return what the full layer before them returned.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +16,6 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from sglang_indexcache.pattern import Pattern
-
-_FORM = re.compile(r"([FSL]+)(?:\+c(\d+))?(?:@.*)?")
-"""Letters and candidates of a pattern's text."""
 
 
 @dataclass
@@ -101,8 +95,6 @@ class Oracle:
         self._models: dict[str, Any] = {}
         self.prepare: Callable[[torch.nn.Module], None] = lambda _: None
         """Changes a model after it was loaded."""
-        self.slopes: list[tuple[float, ...] | None] = []
-        """Slopes by layer, one a head, that folding puts in place of the ReLU; None: exact."""
         self.noise = 0.0
         """Relative, put on what is quantised: what changes with it hangs on float32's last bits."""
 
@@ -161,62 +153,11 @@ class Oracle:
             if self._glm:
                 self.config.indexer_types = pattern.to_indexer_types()
             model = load_eager(self.folder, config=self.config, dtype=self._dtype)
-            _fold(model, pattern, self.slopes)
             if not self._glm:
                 _share(model, pattern)
             self.prepare(model)
             self._models[str(pattern)] = model
         return self._models[str(pattern)]
-
-
-def _fold(model: Any, pattern: Pattern, slopes: list[tuple[float, ...] | None]) -> None:
-    """Let layers select by their folded score, or choose among its best."""
-    form = _FORM.fullmatch(pattern.text)
-    assert form, pattern.text
-    factors = {"L": 1, "F": int(form[2] or 0), "S": 0}
-    for number, (layer, letter) in enumerate(zip(model.model.layers, form[1], strict=True)):
-        if factors[letter] and (numbers := slopes[number]) is not None:
-            line = torch.tensor(numbers)[:, None]
-            indexer = layer.self_attn.indexer
-            indexer.forward = _folding(indexer, line, factors[letter])
-
-
-def _folding(indexer: Any, line: torch.Tensor, factor: int) -> Callable[..., torch.Tensor]:
-    """Transformers' forward with ``[B, S, H, T]`` products times a slope a head; then a second."""
-    original, relu, topk = indexer.forward, torch.nn.functional.relu, indexer.index_topk
-
-    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
-        kwargs |= dict(zip(signature(original).parameters, args, strict=False))
-        if kwargs.get("past_key_values") is not None:
-            kwargs["past_key_values"] = _Once(kwargs["past_key_values"])
-        torch.nn.functional.relu = lambda products: products * line
-        indexer.index_topk = factor * topk
-        try:
-            selection: torch.Tensor = original(**kwargs)
-        finally:
-            torch.nn.functional.relu, indexer.index_topk = relu, topk
-        if factor == 1:
-            return selection
-        mask = kwargs["attention_mask"]
-        unselected = torch.ones(*selection.shape[:2], mask.shape[-1], dtype=torch.bool)
-        unselected.scatter_(-1, selection.long(), False)
-        mask = mask.expand(*unselected.shape).masked_fill(unselected, torch.finfo(mask.dtype).min)
-        second: torch.Tensor = original(**{**kwargs, "attention_mask": mask})
-        return second
-
-    return forward
-
-
-class _Once:
-    """A cache for two passes of one forward: the second finds the keys of the first."""
-
-    def __init__(self, cache: Any) -> None:
-        self._cache, self._keys = cache, None
-
-    def update_indexer(self, keys: torch.Tensor, layer: int) -> torch.Tensor:
-        if self._keys is None:
-            self._keys = self._cache.update_indexer(keys, layer)
-        return self._keys
 
 
 def _share(model: Any, pattern: Pattern) -> None:

@@ -189,7 +189,7 @@ def test_a_folder_that_holds_something_else_is_left_alone(tmp_path: Path) -> Non
     [
         (
             {"architectures": ["LongcatFlashForCausalLM"], "num_layers": 6},
-            "neither trained nor folded here. Those of",
+            "not trained here. Those of",
         ),
         ({"q_lora_rank": None}, "has no q_lora_rank"),
     ],

@@ -1,20 +1,14 @@
-"""Pattern: every rule about strings of F, S and L, and what may stand behind them."""
+"""Pattern: every rule about strings of F and S."""
 
 import re
 from fractions import Fraction
-from hashlib import sha256
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_indexcache.errors import PatternError
-from sglang_indexcache.pattern import (
-    MOST_CANDIDATES,
-    Pattern,
-    Suffix,
-    split_suffix,
-)
+from sglang_indexcache.pattern import Pattern
 
 patterns = st.text("FS", max_size=90).map(lambda letters: Pattern("F" + letters))
 
@@ -86,10 +80,11 @@ def test_known_schedules() -> None:
         ("fsss", "capital"),
         ("F SS", "white space"),
         ("FS\n", "white space"),
-        ("FXS", "Only F, S and L"),
-        ("fsl", "capital"),
+        ("FXS", "Only F and S"),
+        ("fsl", "Only F and S"),
+        ("FLS", r"contains 'L' \(first at character 1\)\. Only F and S"),
+        ("FS+c4", "Only F and S"),
         ("SFFF", "starts with S"),
-        ("SLLL", "starts with S"),
     ],
 )
 def test_bad_text_is_one_clear_error(text: str, message: str) -> None:
@@ -98,8 +93,8 @@ def test_bad_text_is_one_clear_error(text: str, message: str) -> None:
 
 
 @given(st.text(max_size=12))
-def test_only_f_s_and_l_not_starting_with_s_is_accepted(text: str) -> None:
-    valid = bool(text) and set(text) <= {"F", "S", "L"} and text[0] != "S"
+def test_only_f_and_s_not_starting_with_s_is_accepted(text: str) -> None:
+    valid = bool(text) and set(text) <= {"F", "S"} and text[0] != "S"
     if valid:
         assert str(Pattern(text)) == text
     else:
@@ -167,122 +162,3 @@ def test_a_digest_stands_for_one_pattern() -> None:
     assert len(set(digests.values())) == len(digests)
     assert Pattern("FS").digest == digests["FS"]
     assert all(re.fullmatch("[0-9a-f]{12}", digest) for digest in digests.values())
-
-
-# -- folding --------------------------------------------------------------------------------------
-
-letters = st.tuples(st.sampled_from("FL"), st.text("FSL", max_size=90)).map("".join)
-suffixes = st.builds(
-    Suffix,
-    st.integers(1, MOST_CANDIDATES),
-    st.just("") | st.text("0123456789abcdef", min_size=12, max_size=12),
-)
-
-
-@given(letters, suffixes)
-def test_letters_and_suffix_come_back_as_they_were_written(text: str, suffix: Suffix) -> None:
-    assert split_suffix(f"{text}{suffix}") == (text, suffix)
-    folds = "L" in text or (suffix.factor > 1 and "F" in text)
-    if (suffix.factor > 1 and "F" not in text) or (suffix.slopes and not folds):
-        with pytest.raises(PatternError, match="Leave"):
-            Pattern(f"{text}{suffix}")
-        return
-    pattern = Pattern(f"{text}{suffix}")
-    assert (pattern.layers, pattern.suffix) == (text, suffix)
-    assert str(pattern.with_suffix(suffix)) == str(pattern) == f"{text}{suffix}"
-    assert pattern.is_folded is folds
-
-
-@given(letters, st.sampled_from((1, 2, 64)))
-def test_an_l_layer_selects_and_serves_as_an_f_layer_does(text: str, factor: int) -> None:
-    """All but how it selects is that of the pattern with F in its place."""
-    suffix = Suffix(factor if "F" in text else 1)
-    pattern, exact = Pattern(f"{text}{suffix}"), Pattern(text.replace("L", "F"))
-    assert pattern.sources == exact.sources
-    assert pattern.groups == exact.groups
-    assert pattern.full_layers == exact.full_layers
-    assert pattern.shared_layers == exact.shared_layers
-    assert pattern.retention == exact.retention
-    assert pattern.to_indexer_types() == exact.to_indexer_types()
-    for layer, letter in enumerate(text):
-        assert pattern.is_full(layer) is (letter != "S")
-        expected = {"F": suffix.factor if suffix.factor > 1 else 0, "L": 1, "S": 0}[letter]
-        assert pattern.fold_at(layer) == expected
-        assert exact.fold_at(layer) == 0
-
-
-@given(st.text("FSL+cw@0128abcdef", max_size=30) | st.text(max_size=30))
-def test_any_text_is_a_pattern_that_is_written_so_or_one_clear_error(text: str) -> None:
-    try:
-        pattern = Pattern(text)
-    except PatternError:
-        return
-    assert str(pattern) == text == f"{pattern.layers}{pattern.suffix}"
-
-
-@given(patterns)
-def test_a_pattern_that_does_not_fold_is_what_it_always_was(pattern: Pattern) -> None:
-    """Its text, and with that its digest, every key and every file."""
-    assert str(pattern) == pattern.layers
-    assert pattern.digest == sha256(pattern.layers.encode()).hexdigest()[:12]
-    assert not pattern.is_folded
-    pattern.check_unfolded("nobody")
-
-
-def test_patterns_that_fold_otherwise_are_others() -> None:
-    slopes = "@0123456789ab"
-    texts = ("FFFF", "LFFF", "FLLL", f"FLLL{slopes}", "FFFF+c4", "FFFF+c8")
-    texts += (f"FFFF+c4{slopes}", "FFFF+c4@0123456789ac")
-    assert len({Pattern(text).digest for text in texts}) == len(texts)
-
-
-@pytest.mark.parametrize(
-    "text", ["FF+c", "FF+c0", "FF+c1", "FF+c04", "FF+c65", "FF+c999", "FF+c4+c4", "FF+8", "FF+"]
-)
-def test_bad_candidates_are_one_clear_error(text: str) -> None:
-    with pytest.raises(
-        PatternError, match=r"\+cN behind the pattern, with N from 2 to 64 .* full\+c4"
-    ):
-        Pattern(text)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("LS+c4", r"\+c4 is about F layers, and LS\+c4 has none"),
-        ("FS@0123456789ab", "folds no layer"),
-        ("FL@0123456789a", "contains '0'"),
-        ("FL@0123456789AB", "contains '0'"),
-        ("FS+w8", r"contains '\+'"),
-        ("FL@MODEL.slopes", "by their digest, not by a file"),
-    ],
-)
-def test_a_suffix_that_says_nothing_is_refused(text: str, message: str) -> None:
-    with pytest.raises(PatternError, match=message):
-        Pattern(text)
-
-
-def test_a_name_may_name_a_file_of_slopes() -> None:
-    assert split_suffix("1/4+c4@my/MODEL.slopes") == ("1/4", Suffix(4, "my/MODEL.slopes"))
-    assert split_suffix("dir@v2/own.yaml+c8") == ("dir@v2/own.yaml", Suffix(8))
-
-
-def test_folding_is_told_and_can_be_refused() -> None:
-    assert "3 of 4" in Pattern("FLLS").summary()
-    assert "2 of them folded" in Pattern("FLLS").summary()
-    assert "choose among 4 k candidates" in Pattern("FFFS+c4").summary()
-    for text in ("FLLL", "FFFS+c4"):
-        with pytest.raises(PatternError, match=r"folds indexers, which a mill cannot do yet\."):
-            Pattern(text).check_unfolded("a mill")
-
-
-def test_checkpoints_that_lack_an_indexer_cannot_fold_there() -> None:
-    with pytest.raises(PatternError, match="layers 1, 2 are F and L in the pattern"):
-        Pattern("LFLL").check_checkpoint(Pattern("FSSF"))
-
-
-def test_folded_and_folded_between_f_layers() -> None:
-    shipped = Pattern("FFSFSFF")
-    assert str(Pattern.folded(shipped)) == "LLSLSLL"
-    assert str(Pattern.folded(shipped, 2)) == "FLSFSLF"
-    assert str(Pattern.folded(Pattern.full(6), 4)) == "FLLLFL"

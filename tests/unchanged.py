@@ -26,7 +26,7 @@ SOURCES = (
     *("sglang_indexcache/errors.py", "tests/kernels", "tests/seeds.py", "tests/conftest.py"),
     "pyproject.toml",  # pytest's settings
 )
-PACKAGES = ("torch", "numpy", "triton", "apache-tvm-ffi", "hypothesis", "pytest")
+PACKAGES = ("torch", "numpy", "apache-tvm-ffi", "hypothesis", "pytest")
 COMPILERS = ("nvcc", "g++", "c++")
 PASSED = "csrc/passed"
 """In pytest's cache: the digest of all that the tests depend on, and which passed with it."""

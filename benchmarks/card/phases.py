@@ -11,7 +11,7 @@ failed in front, and fits 12,000 characters.
 
 ==========  ========================================================================================
 served      SGLang's own kernels compiled, then servers whose greedy tokens are to be stock
-            SGLang's: eager, graphs, live, our kernels; one with L layers
+            SGLang's: eager, graphs, live, our kernels
 exact       our kernels on the conformance grid up to a million tokens, as they were carried; in
             graphs; under memcheck; built and loaded by this nvcc; the backend in SGLang's
             graphs
@@ -277,8 +277,6 @@ def stages(phase: str) -> list[list[Step]]:
             server_step("our kernels", "with_our_kernels"),
             server_step("graphs", "tokens_in_graphs"),
             server_step("live", "several_patterns"),
-            server_step("folded", "transformers_folded"),
-            server_step("second stage", "candidates_again"),
         ],
     ]
 

@@ -224,31 +224,6 @@ def composed_sum(record: Mapping[str, Any]) -> str:
     )
 
 
-def composed_folding(record: Mapping[str, Any]) -> str:
-    """Return the same sum for patterns that fold, by SGLang's default kernels and the product."""
-    times = _times_of(record, Workload("fold_prefill", ROWS, CONTEXT, 32))
-    attend = _times_of(record, Workload("mla_prefill", ROWS // 2, CONTEXT, 8))
-    exact, folded = _exact_and_folded(engine_kernels.LEGACY_TOPK)
-    if not ({exact, folded} <= {*times} and "flash_mla" in attend):
-        return f"{NOT_MEASURED}\n"
-    patterns = {
-        "all F": (LAYERS, 0),
-        "all L": (0, LAYERS),
-        f"{FULL_LAYERS} F, the others S": (FULL_LAYERS, 0),
-        f"{FULL_LAYERS} L, the others S": (0, FULL_LAYERS),
-    }
-    attention = LAYERS * 2 * attend["flash_mla"]
-    sums = {
-        name: full * times[exact] + light * times[folded] + attention
-        for name, (full, light) in patterns.items()
-    }
-    cells = [
-        (name, f"{total / 1000:,.0f}", f"{sums['all F'] / total:.2f}x")
-        for name, total in sums.items()
-    ]
-    return markdown(("pattern", "ms", "over all F"), cells)
-
-
 def _times_of(record: Mapping[str, Any], work: Workload) -> dict[str, float]:
     row = dict(timed(record, work.family)).get(work, {"times": {}})
     return {name: microseconds(row, name)[0] for name in row["times"]}
@@ -275,53 +250,6 @@ def select_table(record: Mapping[str, Any]) -> str:
             )
     header = ("", "heads", "rows", "tokens", "SGLang's default", "its fastest", "ours")
     return markdown((*header, "over the default", "over the fastest"), rows)
-
-
-def fold_table(record: Mapping[str, Any]) -> str:
-    """Return a folded layer's selection in prefill beside an F layer's, each by either top-k."""
-    rows = []
-    topks = engine_kernels.LEGACY_TOPK, engine_kernels.ENGINE_TOPK
-    for work, row in sorted(timed(record, "fold_prefill"), key=lambda pair: _shape(pair[0])):
-        cells = [work.heads, f"{work.rows:,}", f"{work.context // 1024}K"]
-        for topk in topks:
-            exact, folded = _exact_and_folded(topk)
-            cells += [_cell(row, exact), _cell(row, folded), _ratio(row, exact, folded)]
-        rows.append((*cells, _cell(row, OURS)))
-    header = ("heads", "rows", "tokens", "F, default top-k", "L", "faster")
-    return markdown((*header, "F, top-k v2", "L", "faster", "L by our fused kernel"), rows)
-
-
-def _exact_and_folded(topk: str) -> tuple[str, str]:
-    """Return the names of an F layer's selection and of an L layer's, with the same top-k."""
-    return f"deep_gemm + {topk}", f"{engine_kernels.PRODUCT} + {topk}"
-
-
-def fold_line(record: Mapping[str, Any]) -> str:
-    """Return in a sentence what a folded layer's selection takes of an F layer's, the top-k alike.
-
-    It is of whole chunks; of a few rows the launches are most of the time.
-    """
-    spans = {}
-    for work, row in timed(record, "fold_prefill"):
-        for topk in (engine_kernels.LEGACY_TOPK, engine_kernels.ENGINE_TOPK):
-            names = _exact_and_folded(topk)
-            if work.rows == ROWS and {*names} <= {*row["times"]}:
-                exact, folded = (microseconds(row, name)[0] for name in names)
-                spans.setdefault(work.heads, []).append((exact / folded, work.context))
-    if not spans:
-        return f"{NOT_MEASURED}\n"
-    gains = []
-    for heads, ratios in sorted(spans.items()):
-        contexts = sorted({context // 1024 for _, context in ratios})
-        behind = f"{contexts[0]}K" + (f" to {contexts[-1]}K" if len(contexts) > 1 else "")
-        least, most = min(ratios)[0], max(ratios)[0]
-        gains.append(
-            f"{least:.2f} to {most:.2f} times as fast with {heads} heads at {behind} tokens"
-        )
-    return (
-        f"On {record['machine']['name']}, folding included, a folded layer selects for a chunk of "
-        f"{ROWS:,} rows {' and '.join(gains)} as an F layer by SGLang's kernels.\n"
-    )
 
 
 def attention_table(record: Mapping[str, Any]) -> str:

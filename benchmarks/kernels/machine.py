@@ -113,5 +113,5 @@ def preflight(machine: dict[str, Any], archive: dict[str, Any] | None = None) ->
     versions = ", ".join(f"{name} {version[name]}" for name in version)
     return (
         f"the archive is for {' and '.join(wrong)}, here is {versions}: its compiled packages will "
-        "not load, so only what needs torch and Triton alone can run; pack it for this machine"
+        "not load, so only what needs torch alone can run; pack it for this machine"
     )

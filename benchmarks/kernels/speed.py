@@ -11,7 +11,6 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import replace
 from itertools import groupby, zip_longest
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ from benchmarks.kernels.timing import interleaved, summary
 from benchmarks.kernels.workloads import (
     AttentionTensors,
     Family,
-    IndexerTensors,
     Workload,
     attention_tensors,
     gpu_of_driver,
@@ -34,8 +32,6 @@ from benchmarks.kernels.workloads import (
 )
 from sglang_indexcache.kernels import dispatch
 from sglang_indexcache.kernels.contract import IndexerBatch, OpName, mla_tolerance
-from sglang_indexcache.kernels.indexer.fold import folded_heads, product
-from sglang_indexcache.kernels.indexer.quantization import E4M3_MAX
 from sglang_indexcache.kernels.sparse_mla import reference as mla_reference
 from sglang_indexcache.kernels.sparse_mla.layout import dequantize_latent
 from sglang_indexcache.kernels.topk import reference as topk_reference
@@ -48,7 +44,6 @@ LISTS_KEPT = "cuda, lists kept"
 OPS: dict[Family, OpName] = {
     "select_prefill": "select",
     "select_decode": "select",
-    "fold_prefill": "select",
     "topk": "topk",
     "mla_prefill": "sparse_mla",
     "mla_decode": "sparse_mla",
@@ -59,7 +54,7 @@ Maker = Callable[[], Callable[[], Any]]
 
 def drawn(work: Workload, device: torch.device) -> tuple[Any, ...]:
     """Draw the arguments of the operation that ``work`` times."""
-    if work.family.startswith(("select", "fold")):
+    if work.family.startswith("select"):
         return indexer_tensors(work, device), work.topk
     if work.family == "topk":
         return (*logits_tensors(work, device), work.topk)
@@ -78,8 +73,6 @@ def contenders(
     makers: dict[str, Maker]
     if work.family.startswith("select"):
         makers = dict(anchors.select_anchors(work, arguments[0]))
-    elif work.family == "fold_prefill":
-        makers = dict(anchors.fold_anchors(work, arguments[0]))
     elif work.family == "topk":
         makers = dict(anchors.topk_anchors(work, *arguments[:2]))
     else:
@@ -89,8 +82,6 @@ def contenders(
     def maker(implementation: dispatch.Implementation, **more: Any) -> Maker:
         def make() -> Callable[[], Any]:
             function = implementation.check(machine).load(op)
-            if work.family == "fold_prefill":
-                return lambda: function(folded(arguments[0]), work.topk)
             return lambda: function(*arguments, **more)
 
         return make
@@ -185,15 +176,12 @@ def complaints(
         logits, visible, k = arguments
         picks = load("topk")(logits, visible, k)[rows]
         return _differing(rows, picks, topk_reference.topk(logits[rows], visible[rows], k))
-    if work.family.startswith(("select", "fold")):
+    if work.family.startswith("select"):
         batch, k = arguments
-        wrong = []
-        if work.family == "fold_prefill":
-            wrong, batch = _badly_folded(batch, rows), folded(batch)
         picks = load("select")(batch, k)[rows]
         part = _rows_of(batch, rows)
         scores = load("logits")(part, work.context)
-        return wrong + _differing(rows, picks, topk_reference.topk(scores, part.visible, k))
+        return _differing(rows, picks, topk_reference.topk(scores, part.visible, k))
     q, cache, slots, scale = arguments
     out = load("sparse_mla")(q, cache, slots, scale)[0]
     wrong = []
@@ -206,31 +194,6 @@ def complaints(
         if not ((out[row].double() - exact).abs() <= bound).all():
             wrong.append(f"row {row} is not within the bound of float64")
     return wrong
-
-
-def _badly_folded(tensors: IndexerTensors, rows: list[int]) -> list[str]:
-    """Compare the product of some rows' folded queries with float64; say what is out of bounds."""
-    slopes = anchors.fold_slopes(tensors)
-    query = torch.einsum(
-        "thd,th->td", tensors.q[rows].double(), (tensors.weights[rows] * slopes).double()
-    )
-    # The largest component becomes e4m3's largest number.
-    query *= E4M3_MAX / query.abs().amax(-1, keepdim=True)
-    keys = tensors.keys.double() * tensors.scales.double()[:, None]
-    exact, bound = query @ keys.T, query.abs() @ keys.abs().T * 2.0**-8
-    q, weights = folded_heads(tensors.q[rows], tensors.weights[rows], slopes)
-    visible = tensors.visible[rows]
-    logits = product(q, (tensors.keys, tensors.scales), weights, visible * 0, visible)
-    is_seen = torch.arange(len(keys), device=keys.device) < visible[:, None]
-    outside = (((logits.double() - exact).abs() > bound) & is_seen).sum(-1).tolist()
-    pairs = zip(rows, outside, strict=True)
-    return [f"row {row}: {count} products are out of bounds" for row, count in pairs if count]
-
-
-def folded(tensors: IndexerTensors) -> IndexerBatch:
-    """Return a batch whose queries are folded into the fewest heads that our kernels take."""
-    q, weights = folded_heads(tensors.q, tensors.weights, anchors.fold_slopes(tensors))
-    return replace(tensors, q=q, weights=weights)
 
 
 def _rows_of(batch: IndexerBatch, rows: list[int]) -> IndexerBatch:

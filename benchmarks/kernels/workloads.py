@@ -25,9 +25,7 @@ from sglang_indexcache.kernels.indexer.quantization import quantize_e4m3
 from sglang_indexcache.kernels.sparse_mla.layout import quantize_latent
 from sglang_indexcache.shapes import GPUS, Gpu
 
-Family: TypeAlias = Literal[
-    "select_prefill", "select_decode", "fold_prefill", "topk", "mla_prefill", "mla_decode"
-]
+Family: TypeAlias = Literal["select_prefill", "select_decode", "topk", "mla_prefill", "mla_decode"]
 
 
 def gpu_of_driver(name: str) -> Gpu | None:
@@ -76,8 +74,6 @@ class Workload:
     @property
     def flops(self) -> int:
         """Multiplications and additions of the matrix products, none for heads of padding."""
-        if self.family == "fold_prefill":
-            return 2 * INDEX_DIM * self.pairs
         if self.family.startswith("select"):
             return 2 * INDEX_DIM * self.heads * self.pairs
         if self.family.startswith("mla"):
@@ -97,7 +93,7 @@ class Workload:
         written = 4 * self.rows * self.topk
         if self.family == "topk":
             return 4 * self.pairs + written
-        if self.family.startswith(("select", "fold")):
+        if self.family.startswith("select"):
             requests = 1 if self.is_prefill else self.rows
             queries = self.rows * self.heads * (INDEX_DIM + SCALE_BYTES)
             return requests * self.context * (INDEX_DIM + SCALE_BYTES) + queries + written
@@ -125,10 +121,6 @@ def workloads() -> Iterator[Workload]:
         for heads in (32, 64):
             yield Workload("select_prefill", 8192, context, heads)
             yield Workload("select_prefill", MANY, context, heads)
-        yield Workload("fold_prefill", 8192, context, 32)
-    for context in (122_880, 204_800, SHORT):
-        yield Workload("fold_prefill", MANY, context, 32)
-    yield Workload("fold_prefill", 8192, 122_880, 64)
     for heads in (8, 16, 32, 64, 128):
         yield Workload("mla_prefill", 4096, 122_880, heads)
         yield Workload("mla_prefill", MANY, 122_880, heads)
@@ -158,7 +150,6 @@ def tiny_workloads() -> Iterator[Workload]:
     """Return one of each family, for a run without a GPU."""
     yield Workload("select_prefill", 5, 130, 8, topk=32)
     yield Workload("select_decode", 2, 130, 8, topk=32)
-    yield Workload("fold_prefill", 5, 130, 8, topk=32)
     yield Workload("topk", 3, 200, 0, topk=32)
     yield Workload("mla_prefill", 3, 90, 20, topk=32)
     yield Workload("mla_decode", 2, 90, 20, topk=32, fp8=True)

@@ -22,19 +22,16 @@ from typing import Any
 import torch
 from torch.nn.functional import log_softmax
 
-from benchmarks.fold.arms import Arm, selecting
-from benchmarks.fold.models import InLean
-from benchmarks.smollm2.lean import Tables
+from benchmarks.smollm2.lean import Lean, Tables
 from sglang_indexcache import __version__
 from sglang_indexcache.ask.protocol import CUSTOM, PATTERN_OF_REQUEST, STATE, RankState
-from sglang_indexcache.library import Slopes
 from sglang_indexcache.pattern import Pattern
 
 KEPT = 64
 """Contexts that are kept for their questions, the last ones."""
 
 
-class Branched(InLean):
+class Branched(Lean):
     """The lean forward over a context with questions behind it, each alone with the context."""
 
     def lay(self, context: Sequence[int], tails: Sequence[Sequence[int]]) -> torch.Tensor:
@@ -65,7 +62,6 @@ class Answers:
 
     Args:
         folder: of the checkpoint.
-        slopes: by which patterns fold; without, none does.
         dtype: of matrix products.
     """
 
@@ -73,14 +69,13 @@ class Answers:
         self,
         folder: Path,
         device: str = "cpu",
-        slopes: Slopes | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         config = json.loads((folder / "config.json").read_text())
-        self._model, self._folder = Branched(folder, device, dtype), folder
+        self._model, self._folder = Branched(folder, dtype, device), folder
         self._longest = int(config["max_position_embeddings"])
         self._contexts: dict[str, list[int]] = {}
-        self._guard, self._slopes = threading.Lock(), slopes
+        self._guard = threading.Lock()
         on_cpu = self._model.device.type == "cpu"
         self._workers = ThreadPoolExecutor(
             (os.cpu_count() or 1) if on_cpu else 1,
@@ -177,21 +172,7 @@ class Answers:
         if any(prompt[: len(context)] != context for prompt in prompts):
             raise KeyError("a question that does not begin with its key's context")
         ids = model.lay(context, [prompt[len(context) :] for prompt in prompts])
-        if not pattern.is_folded:
-            return model.hidden(ids, pattern)
-        if self._slopes is None or self._slopes.digest != pattern.suffix.slopes:
-            raise KeyError(f"{pattern} folds by other slopes than were given")
-        # G is what the folding study calls an F layer with candidates.
-        letters = "".join(
-            "G" if pattern.fold_at(n) > 1 and self._slopes.of(n) is not None else letter
-            for n, letter in enumerate(pattern.layers)
-        )
-        unused = (0.0,) * model.heads  # such a layer stays exact
-        numbers = [of_layer or unused for of_layer in self._slopes.by_layer]
-        slopes = torch.tensor(numbers, device=model.device)
-        arm = Arm("", letters, "", factor=pattern.suffix.factor)
-        select = selecting(arm, slopes, model.topk, len(ids))
-        return model.states(ids, select)
+        return model.hidden(ids, pattern)
 
 
 def _reply(ids: list[int], pattern: str) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from sglang_indexcache.lab.evaluate.evaluation import NAME as JOURNAL
 from sglang_indexcache.lab.evaluate.plan import Planned, arms_of, context_name
 from sglang_indexcache.lab.evaluate.tasks import TASKS
 from sglang_indexcache.lab.evaluate.tasks.context import QUESTIONS as ASKED_BEHIND
-from sglang_indexcache.library import Slopes, name_and_pattern
+from sglang_indexcache.library import name_and_pattern
 from sglang_indexcache.study.provenance import checkpoint_digest, machine
 from sglang_indexcache.support.files import write_json, write_whole
 from sglang_indexcache.support.lengths import parse_length
@@ -135,7 +135,6 @@ def main(argv: list[str] | None = None) -> None:
     """Judge, write."""
     parser = model_parser(__doc__)
     parser.add_argument("patterns", nargs="*", metavar="NAME=PATTERN")
-    parser.add_argument("--slopes", type=Path, help="file by which patterns fold: NAME=folded@FILE")
     parser.add_argument("--lengths", nargs="+", default=["2Ki", "4Ki"])
     parser.add_argument("--contexts", type=int, default=64, help="texts of each length")
     parser.add_argument("--task-contexts", type=int, default=0, help="of each generated task")
@@ -144,10 +143,9 @@ def main(argv: list[str] | None = None) -> None:
     from transformers import AutoTokenizer
 
     books = Books(arguments.cache, AutoTokenizer.from_pretrained(arguments.model))
-    slopes = None if arguments.slopes is None else Slopes.read(arguments.slopes)
     text = f"Written by `{arguments.command}`; the line of each length is in `{COMMANDS}`.\n\n"
     dtype = getattr(torch, arguments.dtype)
-    with serving(Answers(arguments.model, arguments.device, slopes, dtype)) as url:
+    with serving(Answers(arguments.model, arguments.device, dtype)) as url:
         if count := arguments.task_contexts:
             shares = right_by_task(arguments.model, url, count)
             facts = {"command": arguments.command, "machine": machine(), "contexts": count}

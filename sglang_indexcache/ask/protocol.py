@@ -87,9 +87,8 @@ class RankState(BaseModel):
         index_key_writes: how often each layer stored index keys without scoring.
         graph_replays: replays of decode graphs, all under "decode".
         tokens: rows forwarded, by phase and pattern, as "prefill FSSS".
-        pairs: query-key pairs that indexers scored, scored by a folded query, or did not because a
-            layer shared, by phase and the longest length of the bin of requests, as "decode 32Ki
-            skipped".
+        pairs: query-key pairs that indexers scored, or did not because a layer shared, by phase and
+            the longest length of the bin of requests, as "decode 32Ki skipped".
         rejections: patterns refused so far, as "switch" of the server's or by a "request".
         indexer_seconds: in indexers, by phase and clock ("prefill", "decode", each also with
             "_processor"). On a CPU only: a GPU's kernels run behind the clock.
@@ -128,7 +127,7 @@ class RankState(BaseModel):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def full_layers(self) -> int:
-        """Layers that run their indexer: F, and L, which selects by its folded score."""
+        """Layers that run their indexer."""
         return len(Pattern(self.pattern).full_layers)
 
     @computed_field  # type: ignore[prop-decorator]

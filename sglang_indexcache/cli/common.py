@@ -25,7 +25,6 @@ out = Console()
 EXTRAS = {
     "server": "serve",
     "search": "search",
-    "fold": "search",
     "eval": "eval",
     "bench": "plots",
     "heal": "heal",

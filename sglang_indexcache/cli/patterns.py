@@ -70,7 +70,7 @@ def show_patterns(patterns: Patterns, model: RatioModel = None) -> None:
     problems = Findings()
     for value in patterns:
         with problems:
-            resolutions[value] = library.resolve(value, checkpoint, folding=True)
+            resolutions[value] = library.resolve(value, checkpoint)
     for value, resolved in resolutions.items():
         entry = resolved.entry
         title = f"{entry.name}: {entry.model.name}" if entry else value

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -35,9 +34,10 @@ from sglang_indexcache.support.lengths import parse_length
 if TYPE_CHECKING:
     from sglang_indexcache.ask.client import Client
     from sglang_indexcache.ask.score import Engine
-    from sglang_indexcache.library import Resolved, Slopes
+    from sglang_indexcache.library import Resolved
     from sglang_indexcache.search.calibration import Calibration, Score
     from sglang_indexcache.search.evaluators import TokenEvaluator
+    from sglang_indexcache.search.methods import Method as SearchMethod
 
 app = group("Find a pattern for your checkpoint, and compare patterns.")
 
@@ -86,12 +86,6 @@ Budget = Annotated[float | None, InSearch("--budget", metavar="SHARE", help=
     "is 0.1 for each of fast and forward, and more for few layers.")]
 KeepFull = Annotated[str, InSearch("--keep-full", metavar="LAYERS", help=
     "Layers that stay F, such as 3,5,10-12.")]
-SlopesFile = Annotated[Path | None, InSearch("--slopes", metavar="FILE", help=
-    "Let layers be L, too, which fold by these slopes (`indexcache fold calibrate`). A target is "
-    "then a budget: 1/4 of what all F cost. By one-pass alone, without --url.")]
-FoldPrice = Annotated[float | None, InSearch("--fold-price", metavar="PRICE", help=
-    "What an L layer costs, where F costs 1 and S nothing. `indexcache bench plan --pattern "
-    "folded` tells it of some hardware.")]
 DryRun = Annotated[bool, InCost("--dry-run", help=
     "Read the data, say what the search would do and cost, and end.")]
 TokensPerSecond = Annotated[float | None, InCost("--rate", min=1.0, metavar="TOKENS", help=
@@ -133,8 +127,6 @@ def run_command(
     method: Method = None,
     budget: Budget = None,
     keep_full: KeepFull = "",
-    slopes: SlopesFile = None,
-    fold_price: FoldPrice = None,
     dry_run: DryRun = False,
     rate: TokensPerSecond = None,
     figures: Figures = "png",
@@ -144,19 +136,16 @@ def run_command(
     Example: indexcache search run --model MODEL --url http://127.0.0.1:30000 --data chats.jsonl
     -o found/
     """
-    from sglang_indexcache.search.methods import METHODS, METHODS_FROM_LISTS, METHODS_IN_PROCESS
     from sglang_indexcache.search.options import Options
-    from sglang_indexcache.search.rules import Constraints, Folding, parse_layers, parse_targets
+    from sglang_indexcache.search.rules import Constraints, parse_layers, parse_targets
     from sglang_indexcache.search.session import plan, run_search
     from sglang_indexcache.search.setup import Setup
     from sglang_indexcache.study.cost import Rate, print_plan
 
-    servers, methods = connect(url, api_key), METHODS_IN_PROCESS
-    if url:  # a dry run asks no server
-        methods = METHODS_FROM_LISTS if not dry_run and _return_lists(servers) else METHODS
-    folding, method = _folding(model, slopes, fold_price, url, method)
+    servers = connect(url, api_key)
+    methods = _methods(servers, dry_run=dry_run)
     options = Options.parse(method, budget, methods=methods) if method else None
-    measuring = _measuring(model, servers, dtype, at_once, low_priority, folding)
+    measuring = _measuring(model, servers, dtype, at_once, low_priority)
     if held_out is None and options is not None and not options.method.by_loss:
         held_out = 0  # a check takes many times what such a search does
     setup = Setup.read(
@@ -168,12 +157,8 @@ def run_command(
         seed=seed,
         score=_score(score),
     )
-    constraints = Constraints.make(setup.checkpoint.own, parse_layers(keep_full))
-    if folding is not None and fold_price is not None:
-        layers = frozenset(i for i, numbers in enumerate(folding.by_layer) if numbers is not None)
-        price = Fraction(str(fold_price))
-        constraints = replace(constraints, folding=Folding(price, layers, folding.digest))
-    targets = parse_targets(target, constraints)
+    rules = Constraints.make(setup.checkpoint.own, parse_layers(keep_full))
+    targets = parse_targets(target, rules)
     tokens = setup.calibration.batch_tokens
     if options is None:
         options, why = Options.best(targets, tokens[:batches], budget, methods)
@@ -184,8 +169,6 @@ def run_command(
         print_plan(out, plan(setup, targets, options, prefill_rate))
     else:
         evaluator = measuring(setup.calibration)
-        if folding is not None:  # a pattern names it by its digest, and it is looked for beside it
-            folding.model_copy(update={"path": output / folding.path.name}).write()
         run_search(setup, evaluator, targets, options, output, out, prefill_rate, figures)
 
 
@@ -206,8 +189,6 @@ def compare_command(
 ) -> None:
     """Compare patterns on the held-out part of the data that a search would leave.
 
-    One that folds names its slopes: full+c4@MODEL.slopes.
-
     Example: indexcache search compare full found/MODEL-1of4.yaml uniform:1/4 --model MODEL
     --url http://127.0.0.1:30000 --data chats.jsonl -o compared/
     """
@@ -222,9 +203,9 @@ def compare_command(
     if held_out is not None and held_out < 2:
         raise SearchError("a comparison needs at least two held-out documents (--held-out)")
     reference_title, *titles = [name_and_pattern(value)[0] for value in patterns]
-    (reference, *candidates), slopes = _resolve(model, patterns)
+    reference, *candidates = _resolve(model, patterns)
     servers = connect(url, api_key)
-    measuring = _measuring(model, servers, dtype, at_once, low_priority, slopes)
+    measuring = _measuring(model, servers, dtype, at_once, low_priority)
     read = Setup.read(
         model, data, context=_length(context), batches=1, held_out=held_out, score=_score(score)
     )
@@ -319,7 +300,6 @@ def _measuring(
     dtype: str | None,
     at_once: int | None,
     low_priority: bool,
-    slopes: Slopes | None = None,
 ) -> Callable[[Calibration], TokenEvaluator]:
     """Choose the evaluator by a command's options; nothing is loaded or asked yet."""
     from sglang_indexcache.ask.pool import Pool
@@ -341,9 +321,19 @@ def _measuring(
     def local(data: Calibration) -> TokenEvaluator:
         from sglang_indexcache.search.evaluators.hf import TransformersEvaluator
 
-        return TransformersEvaluator(model, data, dtype or "float32", slopes=slopes)
+        return TransformersEvaluator(model, data, dtype or "float32")
 
     return local
+
+
+def _methods(servers: Sequence[Client], *, dry_run: bool) -> Mapping[str, SearchMethod]:
+    """Return the methods that see what this process, or the servers, can show."""
+    from sglang_indexcache.search.methods import METHODS, METHODS_FROM_LISTS, METHODS_IN_PROCESS
+
+    if not servers:
+        return METHODS_IN_PROCESS
+    # A dry run asks no server.
+    return METHODS_FROM_LISTS if not dry_run and _return_lists(servers) else METHODS
 
 
 def _return_lists(servers: Sequence[Client]) -> bool:
@@ -355,45 +345,14 @@ def _return_lists(servers: Sequence[Client]) -> bool:
     return bool(returning) and all(returning)
 
 
-def _resolve(model: Path, patterns: Sequence[str]) -> tuple[list[Resolved], Slopes | None]:
-    """Resolve what is to be compared, and the slopes by which any of it folds."""
+def _resolve(model: Path, patterns: Sequence[str]) -> list[Resolved]:
+    """Resolve what is to be compared."""
     from sglang_indexcache.checkpoint import Checkpoint
     from sglang_indexcache.library import Library, name_and_pattern
-    from sglang_indexcache.study.provenance import checkpoint_digest
 
     checkpoint, library = Checkpoint.read(model), Library.default()
     written = [name_and_pattern(value)[1] for value in patterns]
-    resolved = [library.resolve(value, checkpoint, folding=True) for value in written]
-    slopes = next((each.slopes for each in resolved if each.slopes is not None), None)
-    if slopes is not None:
-        slopes.check_checkpoint(checkpoint_digest(model), str(model))
-    return resolved, slopes
-
-
-def _folding(
-    model: Path, path: Path | None, price: float | None, url: list[str] | None, method: str | None
-) -> tuple[Slopes | None, str | None]:
-    """Return the slopes of a search that may fold, and its method."""
-    if path is None and price is None:
-        return None, method
-    if path is None or price is None:
-        raise SearchError(
-            "L layers need both their slopes (--slopes FILE, of `indexcache fold calibrate`) and "
-            "their price (--fold-price). Give both, or neither for a search over F and S."
-        )
-    if url:
-        raise SearchError(
-            "a search over L layers looks into the model's layers, which a server does not show. "
-            "Leave out --url, so that transformers runs the model in this process."
-        )
-    if method not in (None, "one-pass"):
-        raise SearchError(f"--method {method} knows F and S alone; with --slopes say one-pass")
-    from sglang_indexcache.library import Slopes
-    from sglang_indexcache.study.provenance import checkpoint_digest
-
-    slopes = Slopes.read(path)
-    slopes.check_checkpoint(checkpoint_digest(model), str(model))
-    return slopes, "one-pass"
+    return [library.resolve(value, checkpoint) for value in written]
 
 
 def _tell(line: str) -> None:

@@ -1,4 +1,4 @@
-"""The pattern library: its files, those of slopes, and the one parser of what a user writes."""
+"""The pattern library: its files, and the one parser of what a user writes."""
 
 from sglang_indexcache.library.files import (
     NOT_EVALUATED,
@@ -22,7 +22,6 @@ from sglang_indexcache.library.resolve import (
     name_and_pattern,
     names_a_file,
 )
-from sglang_indexcache.library.slopes import LayerSlopes, Slopes
 
 __all__ = [
     "LIBRARY_VARIABLE",
@@ -31,13 +30,11 @@ __all__ = [
     "Entry",
     "Evaluated",
     "Latency",
-    "LayerSlopes",
     "Library",
     "MethodRecord",
     "ModelInfo",
     "Quality",
     "Resolved",
-    "Slopes",
     "Strict",
     "add_evaluated",
     "entry_name",

@@ -1,7 +1,6 @@
 """The one parser of whatever a user writes for a pattern.
 
-An F/S string, ``full``, ``folded``, ``uniform:1/4``, ``folded:1/4``, a ratio, a library name or a
-YAML path; behind each of them what folding needs, as in ``1/4+c4@MODEL.slopes``.
+An F/S string, ``full``, ``uniform:1/4``, a ratio, a library name or a YAML path.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from difflib import get_close_matches
 from fractions import Fraction
 from functools import cached_property
@@ -18,16 +17,15 @@ from pathlib import Path
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import LibraryError, PatternError, quoted
 from sglang_indexcache.library.files import FORMS, Entry, load_entry, read_folder
-from sglang_indexcache.library.slopes import Slopes, slopes_in
 from sglang_indexcache.models import EXPERTS
-from sglang_indexcache.pattern import SLOPES_FILE, Pattern, Suffix, split_suffix
+from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.support.files import shipped
 
 LIBRARY_VARIABLE = "SGLANG_INDEXCACHE_LIBRARY"
 """Environment variable: more folders of pattern files, separated like PATH."""
 
 _RATIO = re.compile("([0-9]+)/([0-9]+)")
-_BY_DEPTH = re.compile("(uniform|folded):(.*)", re.DOTALL)
+_UNIFORM = "uniform:"
 _LONGEST_RATIO = 12
 """Characters; Python does not read numbers of thousands of digits."""
 _LONGEST_GUESSED = 100
@@ -39,15 +37,11 @@ _OFF = ("off", "none", "no", "false", "0", "all", "disable", "disabled")
 
 @dataclass(frozen=True)
 class Resolved:
-    """Pattern that a value stands for, and in words where it came from.
-
-    ``slopes`` are those that the pattern folds by, if it does.
-    """
+    """Pattern that a value stands for, and in words where it came from."""
 
     pattern: Pattern
     description: str
     entry: Entry | None = None
-    slopes: Slopes | None = None
 
 
 class Library:
@@ -101,12 +95,7 @@ class Library:
         ]
 
     def resolve(
-        self,
-        value: str,
-        checkpoint: Checkpoint | None = None,
-        *,
-        files: bool = True,
-        folding: bool = False,
+        self, value: str, checkpoint: Checkpoint | None = None, *, files: bool = True
     ) -> Resolved:
         """Turn what a user wrote into a pattern; nothing else knows the forms of one.
 
@@ -116,24 +105,18 @@ class Library:
         Args:
             files: whether it may be the path of a file, which is read here: not for whoever can
                 only reach a server.
-            folding: whether it may fold: whoever asks folds, or refuses by itself.
 
         Raises:
             PatternError, LibraryError: naming what is wrong with ``value``.
-            CheckpointError: slopes that are another model's.
         """
-        resolved = self.parse(value, checkpoint, files=files)
-        if not resolved.pattern.is_folded:
-            return resolved
-        if not folding:
-            resolved.pattern.check_unfolded("this command")
-        if (slopes := resolved.slopes) is None:
-            beside = (Path(split_suffix(value)[0]).parent,) if names_a_file(value) else ()
-            slopes = self._slopes(value, resolved.pattern.suffix.slopes, beside)
+        if value == "full" or value.startswith(_UNIFORM) or _RATIO.fullmatch(value):
+            resolved = self._by_depth(value, checkpoint)
+        else:
+            resolved = self._spelled_out(value, files)
         if checkpoint is not None:
-            slopes.check_model(checkpoint)
-            slopes.check_pattern(resolved.pattern)
-        return replace(resolved, slopes=slopes)
+            _check_model(resolved.entry, checkpoint)
+            resolved.pattern.check_checkpoint(checkpoint.own)
+        return resolved
 
     def to_send(self, value: str) -> str:
         """Return what to tell a server in place of ``value``: it reads no file of this machine.
@@ -141,73 +124,19 @@ class Library:
         Raises:
             PatternError, LibraryError: a file that is none, or cannot be read.
         """
-        if names_a_file(value):
-            return str(self.parse(value).pattern)
-        if "<" in value or not value.endswith(SLOPES_FILE):
-            return value
-        name, suffix = split_suffix(value)
-        return f"{name}{replace(suffix, slopes=_read_slopes(suffix.slopes, files=True).digest)}"
+        return str(self.resolve(value).pattern) if names_a_file(value) else value
 
-    def parse(
-        self, value: str, checkpoint: Checkpoint | None = None, *, files: bool = True
-    ) -> Resolved:
-        """Do as :meth:`resolve`, without looking for slopes that are named by their digest.
-
-        Raises:
-            PatternError, LibraryError: naming what is wrong with ``value``.
-        """
-        name, suffix = split_suffix(value)
-        resolved, slopes = self._resolve(name, checkpoint, files), None
-        if suffix.slopes.endswith(SLOPES_FILE):
-            slopes = _read_slopes(suffix.slopes, files)
-            suffix = replace(suffix, slopes=slopes.digest)
-        if suffix != Suffix():
-            resolved = _with_suffix(value, name, resolved, suffix)
-        return replace(resolved, slopes=slopes)
-
-    def _slopes(self, value: str, digest: str, beside: tuple[Path, ...]) -> Slopes:
-        """Return the slopes of this digest, from a file in a library folder or ``beside``."""
-        if not digest:
-            raise PatternError(
-                f"{quoted(value)} folds indexers and does not say by which slopes. Fit them to "
-                f"the checkpoint (indexcache fold calibrate), and name the file: {value}@FILE"
-            )
-        folders = [*self.folders, *beside]
-        slopes = next(
-            (candidate for folder in folders if (candidate := slopes_in(folder, digest))), None
-        )
-        if slopes is None:
-            raise LibraryError(
-                f"{quoted(value)} folds by the slopes {digest}, and no file in "
-                f"{', '.join(map(str, folders))} holds them. Name the file in their place: @FILE"
-            )
-        return slopes
-
-    def _resolve(self, value: str, checkpoint: Checkpoint | None, files: bool) -> Resolved:
-        ratio, blindly = _RATIO.fullmatch(value), _BY_DEPTH.fullmatch(value)
-        if value not in ("full", "folded") and not blindly and not ratio:
-            resolved = self._spelled_out(value, files)
-        elif checkpoint is None:
+    def _by_depth(self, value: str, checkpoint: Checkpoint | None) -> Resolved:
+        if checkpoint is None:
             raise PatternError(
                 f"which layers {value!r} keeps depends on the model. Say which one (--model), or "
                 "give an F/S string, a library name or a YAML file."
             )
-        elif ratio and len(value) > _LONGEST_RATIO:
-            raise PatternError(f"a ratio is one of small numbers such as 1/4, got {quoted(value)}")
-        elif ratio:
-            exact = Fraction(int(ratio[1]), int(ratio[2]) or 1)
-            resolved = self._by_ratio(value, exact, checkpoint)
-        elif value == "full":
-            resolved = Resolved(checkpoint.own, "every indexer that the checkpoint ships")
-        elif blindly is None:
-            folded = Pattern.folded(checkpoint.own)
-            resolved = Resolved(folded, "every indexer that the checkpoint ships, folded")
-        else:
-            resolved = _by_depth(value, blindly[1], blindly[2], checkpoint)
-        if checkpoint is not None:
-            _check_model(resolved.entry, checkpoint)
-            resolved.pattern.check_checkpoint(checkpoint.own)
-        return resolved
+        if value == "full":
+            return Resolved(checkpoint.own, "every indexer that the checkpoint ships")
+        if value.startswith(_UNIFORM):
+            return _uniform(value, checkpoint)
+        return self._by_ratio(value, checkpoint)
 
     def _spelled_out(self, value: str, files: bool) -> Resolved:
         if names_a_file(value):
@@ -218,13 +147,15 @@ class Library:
                     "name."
                 )
             return _from_entry(load_entry(Path(value)), f"file {value}")
-        if value and value not in self.entries and _looks_literal(value):
+        if value not in self.entries and _looks_literal(value):
             return Resolved(Pattern(value), "given literally")
-        if not value:
-            return Resolved(Pattern(value), "")  # raises: empty
         return _from_entry(self.get(value), f"library entry {value}")
 
-    def _by_ratio(self, value: str, ratio: Fraction, checkpoint: Checkpoint) -> Resolved:
+    def _by_ratio(self, value: str, checkpoint: Checkpoint) -> Resolved:
+        if len(value) > _LONGEST_RATIO:
+            raise PatternError(f"a ratio is one of small numbers such as 1/4, got {quoted(value)}")
+        above, _, below = value.partition("/")
+        ratio = Fraction(int(above), int(below) or 1)
         matching = [
             entry for entry in self.for_checkpoint(checkpoint) if Fraction(entry.retention) == ratio
         ]
@@ -273,50 +204,17 @@ def names_a_file(value: str) -> bool:
 
     A choice by prompt length is none, though it may hold a ratio.
     """
-    if "<" in value or _BY_DEPTH.fullmatch(value):
-        return False
-    value = split_suffix(value)[0]
-    if _RATIO.fullmatch(value):
+    if "<" in value or value.startswith(_UNIFORM) or _RATIO.fullmatch(value):
         return False
     return value.endswith((".yaml", ".yml")) or os.sep in value
 
 
 def name_and_pattern(value: str) -> tuple[str, str]:
     """Split ``NAME=PATTERN``; a pattern alone is its own name, files without folder and ending."""
-    before_slopes = value.partition("@")[0]
-    name, sign, _ = before_slopes.partition("=")
-    pattern = value[len(name + sign) :]
-    if name and sign and pattern and not os.path.exists(before_slopes):  # a path may hold the sign
+    name, _, pattern = value.partition("=")
+    if name and pattern and not os.path.exists(value):  # a path may hold the sign
         return name, pattern
-    files = (".yaml", ".yml", SLOPES_FILE)
-    parts = (Path(part).stem if part.endswith(files) else part for part in value.split("@"))
-    return "@".join(parts), value
-
-
-def _read_slopes(path: str, files: bool) -> Slopes:
-    if not files:
-        raise PatternError(
-            f"{path!r} is a file, and a server reads none for whoever can reach it. Leave it out: "
-            "a server folds by the slopes that it was started with."
-        )
-    return Slopes.read(Path(path))
-
-
-def _with_suffix(value: str, name: str, base: Resolved, added: Suffix) -> Resolved:
-    """Add a suffix to the pattern of a name, which may have its own."""
-    existing = base.pattern.suffix
-    if (added.factor > 1 and existing.factor > 1) or (added.slopes and existing.slopes):
-        raise PatternError(
-            f"{quoted(value)} says how to fold, and {name} says it already: {existing}. Say it "
-            "once."
-        )
-    description = base.description
-    if added.factor > 1:
-        description += f", F layers folded for {added.factor} k candidates"
-    suffix = Suffix(max(added.factor, existing.factor), added.slopes or existing.slopes)
-    # The entry's evidence is about the pattern without candidates.
-    entry = None if added.factor > 1 else base.entry
-    return Resolved(base.pattern.with_suffix(suffix), description, entry)
+    return (Path(value).stem if value.endswith((".yaml", ".yml")) else value), value
 
 
 def _from_entry(entry: Entry, description: str) -> Resolved:
@@ -333,29 +231,27 @@ def _check_model(entry: Entry | None, checkpoint: Checkpoint) -> None:
         )
 
 
-def _by_depth(value: str, kind: str, ratio: str, checkpoint: Checkpoint) -> Resolved:
+def _uniform(value: str, checkpoint: Checkpoint) -> Resolved:
+    ratio = value.removeprefix(_UNIFORM)
     match = _RATIO.fullmatch(ratio)
     short = match and len(ratio) <= _LONGEST_RATIO
     if not match or not short or match[1] != "1" or int(match[2]) < 1:
-        name = "uniform interleaving" if kind == "uniform" else "folding between F layers"
         raise PatternError(
-            f"{name} is written {kind}:1/r, for example {kind}:1/4; got {quoted(value)}"
+            "uniform interleaving is written uniform:1/r, for example uniform:1/4; got "
+            f"{quoted(value)}"
         )
     if (interval := int(match[2])) > checkpoint.num_layers:
         raise PatternError(
             f"{quoted(value)} wants one F layer in {interval}, and there are "
-            f"{checkpoint.num_layers}. One alone is {kind}:1/{checkpoint.num_layers}."
+            f"{checkpoint.num_layers}. One alone is uniform:1/{checkpoint.num_layers}."
         )
-    if kind == "folded":
-        between = Pattern.folded(checkpoint.own, interval)
-        return Resolved(between, f"F layers at {ratio}, the others folded")
     pattern = Pattern.uniform(checkpoint.num_layers, interval)
     return Resolved(pattern, f"uniform interleaving at {ratio}")
 
 
 def _looks_literal(value: str) -> bool:
-    """Return whether ``value`` was meant as an F/S string, perhaps a wrong one."""
-    return not set(value) - set("FSLfsl \t") or (value.isalpha() and value.isupper())
+    """Return whether ``value`` was meant as an F/S string, perhaps a wrong one or none."""
+    return not set(value) - set("FSfs \t") or (value.isalpha() and value.isupper())
 
 
 def _fits(pattern: Pattern, checkpoint: Checkpoint) -> bool:

@@ -59,15 +59,14 @@ def _losses_in(entry: Mapping[str, Any]) -> dict[Cell, float]:
 
 
 def _pairs_in(entry: Mapping[str, Any]) -> dict[tuple[str, int], Floats]:
-    """Return the matrices of a batch, of which all before the last diagonal is kept."""
+    """Return the matrices of a batch, of which what is below the diagonal is kept."""
     matrices = {}
     for kind in (kind for kind in PAIRS if kind in entry):
-        if kind in BY_BEST and entry.get("lists") != LISTS:  # an older version's, of whole lists
+        if kind == BY_BEST and entry.get("lists") != LISTS:  # an older version's, of whole lists
             continue
-        count, before = len(entry[kind]), len(entry[kind][0])
-        matrix = np.eye(count, before + count, before)
+        matrix = np.eye(len(entry[kind]))
         for layer, row in enumerate(entry[kind]):
-            matrix[layer, : before + layer] = row
+            matrix[layer, :layer] = row
         matrices[kind, int(entry["batch"])] = matrix
     return matrices
 
@@ -225,8 +224,7 @@ class Ledger:
     def pairs(self, kind: str, batch: int) -> Floats:
         """Return a matrix of layer pairs on one batch, float64, as :data:`PAIRS` have it.
 
-        Its last N columns have 1 on their diagonal and 0 above. It is counted as the forwards that
-        it takes.
+        It has 1 on its diagonal and 0 above. It is counted as the forwards that it takes.
 
         Args:
             kind: one of :data:`PAIRS`, a method of the evaluator.
@@ -235,9 +233,8 @@ class Ledger:
         self.spent += tokens
         if (kind, batch) not in self._pairs:
             matrix = getattr(self.evaluator, kind)(batch)
-            before = matrix.shape[1] - len(matrix)
-            rows = [row[: before + layer].tolist() for layer, row in enumerate(matrix)]
-            entry = {"batch": batch, kind: rows} | ({"lists": LISTS} if kind in BY_BEST else {})
+            rows = [row[:layer].tolist() for layer, row in enumerate(matrix)]
+            entry = {"batch": batch, kind: rows} | ({"lists": LISTS} if kind == BY_BEST else {})
             if self._journal is not None:
                 self._journal.write(entry)
             self._pairs |= _pairs_in(entry)

@@ -93,9 +93,8 @@ class OutputFolder:
     def _draw_pairs(self, method: Pairwise) -> None:
         """Draw the matrix that decided, with the blocks of the pattern in the middle."""
         patterns = [result.pattern for result in self._search.found.values()]
-        kind = method.kind_for(self._search.constraints)
         draw_overlap(
-            pair_matrix(self._search.ledger, kind)[:, -len(patterns[0]) :],
+            pair_matrix(self._search.ledger, method.kind),
             self._folder / f"pairs.{self._figures}",
             patterns[len(patterns) // 2],
             method.label,
@@ -106,8 +105,7 @@ class OutputFolder:
         return self._folder / f"{self._name_of(result)}.yaml"
 
     def _name_of(self, result: Found) -> str:
-        letters = "" if self._search.constraints.folding is None else "FLS-"
-        return f"{self._setup.name}-{letters}{result.mark.label.replace('/', 'of')}"
+        return f"{self._setup.name}-{result.mark.label.replace('/', 'of')}"
 
     def _write(self, entry: Entry) -> None:
         """Write an entry; what others measured of the same pattern since stays in its file."""
@@ -124,16 +122,15 @@ class OutputFolder:
 
     def _entry(self, result: Found) -> Entry:
         """Make the library entry of one mark, without times: the same search, the same file."""
-        setup, count = self._setup, len(result.pattern.full_layers)
-        is_budget = self._search.constraints.folding is not None
+        setup = self._setup
         method = self._search.options.in_words(is_refined=result.is_refined)
         objective = f"language-modelling loss of {setup.objective}" if self._search.path else ""
         return Entry(
             name=self._name_of(result),
             model=setup.model,
             pattern=str(result.pattern),
-            full_layers=count,
-            retention=f"{count}/{len(result.pattern)}" if is_budget else result.mark.label,
+            full_layers=len(result.pattern.full_layers),
+            retention=result.mark.label,
             method=MethodRecord(
                 name=method if result.is_final else "unfinished search",
                 objective=objective,
@@ -168,8 +165,6 @@ class OutputFolder:
                 {"flipped": step.layer, "loss": step.loss, "batches": step.batches}
                 for step in self._search.path
             ]
-        if folding := self._search.constraints.folding:
-            details["fold_price"] = float(folding.price)
         if held_out := result.held_out:
             added = held_out.added
             details["held_out_added_loss"] = {
@@ -254,7 +249,6 @@ def draw_losses(summary: Mapping[str, Any], path: Path) -> None:
     figure, [axis] = make_figure(8.6, 4.6)
     pattern, base = summary["start"]["pattern"], summary["start"]["loss"] or 0.0
     layers, start = len(pattern), pattern.count("F")
-    folds = any("L" in mark["pattern"] for mark in summary["marks"])
     total = summary["steps"][0]["batches"]  # the start's, which is measured on all
     axis.axhline(0, color="black", lw=0.8, ls=":", label=f"as it is: {start} of {layers} layers F")
     for walk in _walks(summary["steps"]):
@@ -277,8 +271,7 @@ def draw_losses(summary: Mapping[str, Any], path: Path) -> None:
         ):
             edge = "silver" if color == "silver" else "black"
             axis.plot([], [], mec=edge, mfc=color, marker=marker, ls="none", ms=5, label=label)
-    saved = "what is saved, in indexers" if folds else "layers that lost their indexer"
-    axis.set_xlabel(f"{saved}, of {layers}")
+    axis.set_xlabel(f"layers that lost their indexer, of {layers}")
     label = fill(f"added loss of {summary['objective']}, nats per token", _LABEL_WIDTH)
     axis.set_ylabel(label, fontsize=8)
     axis.set_title(f"{summary['name']}: {summary['data']}", fontsize=9, loc="left")

@@ -9,36 +9,11 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from sglang_indexcache.errors import SearchError
-from sglang_indexcache.pattern import Pattern, Suffix, split_suffix
+from sglang_indexcache.pattern import Pattern
 
 _RATIO = re.compile("([0-9]+)/([0-9]+)")
 _LAYERS = re.compile("([0-9]+)(?:-([0-9]+))?")
 _DEFAULT = ("1/2", "1/4", "1/8")
-
-
-@dataclass(frozen=True)
-class Folding:
-    """The L layers that a search may make; a target is then a budget of cost, in F layers.
-
-    Attributes:
-        price: of an L layer, where an F layer costs 1 and an S layer nothing.
-        layers: that fold well enough to be L.
-        slopes: digest of those by which they fold, behind the pattern's ``@``; "" names none.
-
-    Raises:
-        SearchError: a price at which nobody would search.
-    """
-
-    price: Fraction
-    layers: frozenset[int]
-    slopes: str = ""
-
-    def __post_init__(self) -> None:
-        if not 0 < self.price <= 1:
-            raise SearchError(
-                f"an L layer's price must be above 0 and at most 1, which an F layer costs; got "
-                f"{float(self.price):g}"
-            )
 
 
 @dataclass(frozen=True)
@@ -48,17 +23,13 @@ class Constraints:
     Attributes:
         start: where it begins: the checkpoint's own sharing.
         fixed: F layers that may not be flipped: layer 0 and those that a user keeps.
-        folding: None searches over F and S alone.
     """
 
     start: Pattern
     fixed: frozenset[int]
-    folding: Folding | None = None
 
     @classmethod
-    def make(
-        cls, shipped: Pattern, keep_full: Iterable[int] = (), folding: Folding | None = None
-    ) -> Constraints:
+    def make(cls, shipped: Pattern, keep_full: Iterable[int] = ()) -> Constraints:
         """Combine the rules; S layers of the checkpoint (``shipped``) have no indexer and stay S.
 
         Raises:
@@ -71,7 +42,7 @@ class Constraints:
             raise SearchError(
                 f"layers {missing} are to stay F, but the checkpoint ships no indexer there"
             )
-        return cls(shipped, frozenset(full_layers), folding)
+        return cls(shipped, frozenset(full_layers))
 
     @property
     def fewest(self) -> int:
@@ -182,12 +153,7 @@ def parse_targets(values: Sequence[str] | None, constraints: Constraints) -> Tar
     total, available = len(constraints.start), len(constraints.start.full_layers)
     marks: dict[int, Mark] = {}
     for value in _DEFAULT if values is None else values:
-        name, suffix = split_suffix(value)
-        if suffix != Suffix():
-            raise SearchError(
-                "a search is over F and S layers. Give targets without +cN and slopes."
-            )
-        mark = _mark(name, total)
+        mark = _mark(value, total)
         if not constraints.fewest <= mark.full_layers <= available:
             raise SearchError(
                 f"target {value} keeps {mark.full_layers} of {total} indexers, but this search "

@@ -12,7 +12,6 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from sglang_indexcache.pattern import FOLDED, Pattern
 from sglang_indexcache.search.difference import unseen_in_words
 from sglang_indexcache.search.evaluators import Evaluator
 from sglang_indexcache.search.ledger import Ledger, Step, open_journal
@@ -111,13 +110,6 @@ def plan(
     if isinstance(options.method, Pairwise) and options.method.kind == "kept_list":
         yield "lists", BLIND
     yield "targets", ", ".join(mark.label for mark in targets.marks)
-    if folding := targets.constraints.folding:
-        yield (
-            "letters",
-            f"F costs 1, L {float(folding.price):g}, S 0: a target is the most that a pattern may "
-            f"cost, in shares of all F; {len(folding.layers)} of {len(targets.constraints.start)} "
-            "layers may be L",
-        )
     by_loss, full = options.method.by_loss, sum(searched)
     checks = check_tokens(targets, searched, held_out, by_loss=by_loss)
     yield (
@@ -153,12 +145,6 @@ def _show(event: Step, search: Search, console: Console, before: str) -> str:
     return walk
 
 
-def _kept(pattern: Pattern) -> str:
-    folded = pattern.layers.count(FOLDED)
-    exact = len(pattern.full_layers) - folded
-    return f"{exact} + {folded} L" if folded else str(exact)
-
-
 def _losses(result: Found, search: Search) -> tuple[str, str]:
     if math.isnan(result.loss):
         return "", ""
@@ -173,7 +159,7 @@ def _show_result(search: Search, objective: str, console: Console) -> None:
         uniform, held_out = result.baselines.get("uniform"), result.held_out
         table.add_row(
             result.mark.label,
-            _kept(result.pattern),
+            str(len(result.pattern.full_layers)),
             *_losses(result, search),
             f"{held_out.added.mean:+.5f}" if held_out else "not measured",
             f"{uniform[1]:.5f}" if uniform else "",

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from sglang_indexcache.checkpoint import SHARING_KEYS, Checkpoint
-from sglang_indexcache.errors import PatternError
-from sglang_indexcache.pattern import Pattern, check_foldable
+from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.policy import Policy
 
 BACKEND_NAME = "indexcache"
@@ -44,8 +43,6 @@ class Plan:
         advice: a warning for the log, or "".
         quality: what is known of the pattern's long-context quality on this checkpoint, or "".
         longer: live mode: from how many prompt tokens on another pattern is in effect, and which.
-        slopes: by pattern position, one a head, what layers fold by; None where the score stays
-            exact, and () where nothing folds.
         shape: config fields by which the library knows the model.
     """
 
@@ -62,7 +59,6 @@ class Plan:
     advice: str = ""
     quality: str = ""
     longer: tuple[tuple[int, Pattern], ...] = ()
-    slopes: tuple[tuple[float, ...] | None, ...] = ()
     shape: tuple[tuple[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
@@ -74,35 +70,6 @@ class Plan:
     def policy(self) -> Policy:
         """The pattern for each prompt length."""
         return Policy(((0, self.pattern), *self.longer))
-
-    @property
-    def slopes_digest(self) -> str:
-        """The digest by which patterns name the slopes; "" where nothing folds."""
-        return next(
-            (pattern.suffix.slopes for pattern in self.policy.patterns if pattern.is_folded), ""
-        )
-
-    def folding(self, pattern: Pattern) -> Pattern:
-        """Return ``pattern`` by the slopes of this server, if it folds and names none.
-
-        Raises:
-            PatternError: it folds by others, or where these say that the score stays exact.
-        """
-        if not pattern.is_folded:
-            return pattern
-        ours = self.slopes_digest
-        if not ours:
-            raise PatternError(
-                f"{pattern} folds indexers, and this server was started without slopes. Start it "
-                "with a pattern that folds, such as folded@MODEL.slopes."
-            )
-        if pattern.suffix.slopes not in ("", ours):
-            raise PatternError(
-                f"{pattern} folds by other slopes than this server, which has {ours}. Leave "
-                f"@{pattern.suffix.slopes} out."
-            )
-        check_foldable(pattern, self.slopes, "of this server")
-        return pattern.with_suffix(replace(pattern.suffix, slopes=ours))
 
     def describe(self) -> str:
         """Return the line for the log."""
@@ -206,9 +173,6 @@ class Plan:
         data["pattern"], data["own"] = Pattern(data["pattern"]), Pattern(data["own"])
         data["layer_ids"] = tuple(data["layer_ids"])
         data["longer"] = tuple((start, Pattern(text)) for start, text in data["longer"])
-        data["slopes"] = tuple(
-            None if slopes is None else tuple(slopes) for slopes in data["slopes"]
-        )
         data["shape"] = tuple((name, value) for name, value in data["shape"])
         return cls(**data)
 

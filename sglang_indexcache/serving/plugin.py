@@ -44,7 +44,6 @@ from sglang_indexcache.serving.cpu import fp8
 from sglang_indexcache.serving.cpu import platform as platform_cpu
 from sglang_indexcache.serving.cuda.choice import (
     check_engine,
-    check_folding,
     check_reference,
     choose,
 )
@@ -295,8 +294,6 @@ def _check_kernels(server_args: Any) -> None:
     machine = Machine.here()
     routes = choose(plan.kernels, cfg, model, machine)
     check_engine(routes, cfg, model, machine)
-    if plan.slopes and cfg.device == "cuda":
-        check_folding(plan, cfg, model)
     if plan.kernels == "engine":
         return
     check_reference(routes, cfg)

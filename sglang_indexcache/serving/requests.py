@@ -106,8 +106,7 @@ def resolve(plan: Plan, value: Any) -> Pattern:
 
 @lru_cache(maxsize=256)
 def _resolve(plan: Plan, value: str) -> Pattern:
-    named = Library.default().parse(value, plan.checkpoint(), files=False)
-    pattern = plan.folding(named.pattern)
+    pattern = Library.default().resolve(value, plan.checkpoint(), files=False).pattern
     if plan.mode == "static":
         if pattern != plan.pattern:
             raise SettingsError(

@@ -15,7 +15,7 @@ FORMATS: dict[str, dict[str, None]] = {
     ".svg": {"Date": None},
 }
 """How pictures are written, by suffix, and what is left out: else no two files were alike."""
-FULL, FOLDED = "#8a8a8a", "#7d5ba6"
+FULL = "#8a8a8a"
 BLUE, RED, GREEN = "#1f5fa8", "#c0392b", "#2e8b57"
 """Colours of figures in which no colour is a pattern's."""
 _SEARCHED = ((0.4, BLUE), (0.2, RED), (0.0, GREEN))
@@ -25,8 +25,6 @@ _UNIFORM = ((0.4, "#8db8e0"), (0.2, "#e8a79f"), (0.0, "#9ccfb2"))
 
 def pattern_color(pattern: Pattern) -> str:
     """Return the colour that a pattern has in every figure, by its retention and kind."""
-    if pattern.is_folded:
-        return FOLDED
     if not pattern.shared_layers:
         return FULL
     first, second, *_ = (*pattern.full_layers, len(pattern))

@@ -26,8 +26,7 @@ def to_terminal(pattern: Pattern, title: str = "") -> RenderableType:
     for start in range(0, len(pattern), _PER_LINE):
         stop = min(start + _PER_LINE, len(pattern))
         lines += [_ruler(start, stop), _strip(pattern, start, stop), Text()]
-    letters = pattern.layers
-    sizes = enumerate((letters[group.source], len(group.layers)) for group in pattern.groups)
+    sizes = enumerate(len(group.layers) for group in pattern.groups)
     for _, run in groupby(sizes, key=lambda numbered: numbered[1]):
         lines.append(_run_line(pattern, [number for number, _ in run]))
     return RichGroup(*lines)
@@ -52,17 +51,17 @@ def _strip(pattern: Pattern, start: int, stop: int) -> Text:
             if start <= layer < stop:
                 full = layer == group.source
                 style = f"bold reverse {_color(number)}" if full else _color(number)
-                text.append(pattern.layers[layer], style=style)
+                text.append(pattern.text[layer], style=style)
     return text
 
 
 def _run_line(pattern: Pattern, numbers: Sequence[int]) -> Text:
-    """Say what the F or L layers of neighbouring groups of one size serve."""
+    """Say what the F layers of neighbouring groups of one size serve."""
     groups = [pattern.groups[number] for number in numbers]
     first, last, alone = groups[0], groups[-1], len(groups) == 1
     sources = f"{first.source:>3}" if alone else f"{first.source:>3} to {last.source}"
     text = Text("  ")
-    text.append(f"{pattern.layers[first.source]} {sources}", style=f"bold {_color(numbers[0])}")
+    text.append(f"F {sources}", style=f"bold {_color(numbers[0])}")
     prefix = "" if alone else "each "
     if followers := len(first.layers) - 1:
         if not alone:

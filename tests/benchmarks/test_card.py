@@ -16,7 +16,7 @@ import pytest
 
 from benchmarks import readme
 from benchmarks.card import claims, pack, phases, record
-from benchmarks.engine_kernels import ENGINE_TOPK, LEGACY_TOPK, engine_anchors, engine_default
+from benchmarks.engine_kernels import engine_anchors, engine_default
 from benchmarks.kernels.speed import OPS
 from benchmarks.kernels.workloads import Workload, workloads
 from benchmarks.records import RESULTS
@@ -226,39 +226,6 @@ def test_a_report_goes_all_the_way_to_the_tables(tmp_path: Path) -> None:
     assert "8.5 ms" in record.counters_table(quiet)
     assert record.composed_sum(quiet) == "not measured\n"
     assert "| eager: passed, prompts compared 2, left out 1 |" in record.exact_table(quiet)
-    assert record.fold_line(quiet) == "not measured\n"
-    assert record.composed_folding(quiet) == "not measured\n"
-
-
-def test_what_folding_gains_is_said_with_the_top_k_alike(tmp_path: Path) -> None:
-    works = {
-        (rows, n): Workload("fold_prefill", rows, n, 32)
-        for rows in (256, 8192)
-        for n in (122_880, 204_800)
-    }
-    legacy, v2 = (f"{{}} + {name}" for name in (LEGACY_TOPK, ENGINE_TOPK))
-    timed = {
-        work: {
-            legacy.format("deep_gemm"): took(60.0 if rows == 8192 else 600.0),
-            legacy.format("product"): took(30.0),
-            v2.format("deep_gemm"): took(50.0),
-            v2.format("product"): took(20.0 if context == 122_880 else 10.0),
-            "cuda": took(40.0),
-        }
-        for (rows, context), work in works.items()
-    }
-    timed[Workload("mla_prefill", 4096, 122_880, 8)] = {"flash_mla": took(10.0)}
-    content = record.make_record([report(tmp_path / "a", timed)])
-    composed = record.composed_folding(content)  # 78 layers of two chunks of 10 us attend
-    assert "| all L | 4 | 1.60x |" in composed
-    assert "| 20 L, the others S | 2 | 2.89x |" in composed
-    assert (
-        "8,192 rows 2.00 to 5.00 times as fast with 32 heads at 120K to 200K"
-        in record.fold_line(content)
-    )
-    assert "| 32 | 256 | 120K | 600 | 30 | 20.00x | 50 | 20 | 2.50x | 40 |" in record.fold_table(
-        content
-    )
 
 
 def test_a_made_up_report_goes_to_the_pages_and_out_again(

@@ -51,7 +51,6 @@ def test_every_benchmark_that_writes_asks_where() -> None:
     """Exempt are those whose output is required, that pack for a card or that read from one."""
     required = {"benchmarks.random_model"}
     required |= {"benchmarks.training.__main__", "benchmarks.training.trainer"}
-    required |= {"benchmarks.fold.report"}  # its command asks
     spared = {"benchmarks.records", "benchmarks.readme", *required}
     spared |= {"benchmarks.card.pack", "benchmarks.card.phases", "benchmarks.kernels.speed"}
     for path in FOLDER.rglob("*.py"):

@@ -7,7 +7,6 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
-from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,9 +16,6 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.fold import arms as fold
-from benchmarks.fold import letters
-from benchmarks.fold.models import InLean, InTransformers
 from benchmarks.random_model import make_tokenizer, save_checkpoint
 from benchmarks.smollm2 import healed, long, model_parser
 from benchmarks.smollm2.books import with_passages
@@ -33,7 +29,7 @@ from benchmarks.smollm2.serve_check import ties_to_smaller_positions
 from sglang_indexcache.hf import share
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.calibration import Calibration
-from sglang_indexcache.search.evaluators.hf import TransformersEvaluator, lost_by_worst_head
+from sglang_indexcache.search.evaluators.hf import TransformersEvaluator
 from sglang_indexcache.search.overlap import OverlapCounter, kept_list
 from sglang_indexcache.search.rules import Constraints
 
@@ -159,24 +155,6 @@ def test_adopted_indexers_select_as_in_transformers(
     expected = torch.nn.functional.cross_entropy(logits(model, ids)[:-1], ids[1:], reduction="none")
     torch.testing.assert_close(loss, expected, atol=2e-5, rtol=1e-5)
     assert (loss - before).abs().max() > 1e-2
-
-
-@pytest.mark.parametrize("letters", ["FF", "LL", "GG", "LS", "FL, FS"])
-def test_folded_layers_answer_as_in_transformers(
-    letters: str, folder: Path, ids: torch.Tensor
-) -> None:
-    prefill, _, decode = letters.partition(", ")
-    arm = fold.Arm("", prefill, "both", factor=2, decode=decode)
-    slopes = torch.rand(2, 6, generator=torch.Generator().manual_seed(5))
-    places = torch.arange(1, len(ids))
-
-    def losses(model: InLean | InTransformers) -> torch.Tensor:
-        states = model.states(ids, fold.selecting(arm, slopes, TOPK, 70))
-        return model.losses(states, ids, places)[0]
-
-    torch.testing.assert_close(
-        losses(InLean(folder)), losses(InTransformers(folder)), atol=2e-5, rtol=1e-5
-    )
 
 
 def test_lean_forward_goes_on_in_the_middle(folder: Path, ids: torch.Tensor) -> None:
@@ -319,28 +297,6 @@ def test_pairs_of_layers_compare_as_in_transformers(
     np.testing.assert_allclose(searched.overlap(1), counter.matrix(), atol=2e-3)
     lists = kept_list([(ids, counted, [(0, reference.selected(ids))])], 5, TOPK)
     np.testing.assert_allclose(searched.kept_list(1), lists, atol=2e-3)
-
-
-def test_one_pass_counts_on_exact_lists_what_the_evaluator_counts(
-    searched: LeanEvaluator, deep: Path
-) -> None:
-    layers, model = searched.num_layers, InLean(deep)
-    mass = letters.mass(model, searched.rows[0], TOPK)
-    # Random indexers score many keys 0: of those torch.topk takes others than the first.
-    under = {}
-    for letter in "FL":
-        arm = fold.Arm("", letter * layers, "full")
-        model._select = fold.selecting(arm, torch.ones(layers, 6), TOPK, len(searched.rows[0].ids))
-        under[letter] = LeanEvaluator(model, searched.rows, "mixed").mass(0)
-    np.testing.assert_allclose(mass[:, layers:], under["F"], atol=1e-6)
-    # Before layer 0 nothing differs where all layers fold.
-    np.testing.assert_allclose(mass[0, 0], under["L"][0, 0], atol=1e-6)
-    assert np.abs(under["L"][0, 0] - under["F"][0, 0]).max() > 1e-3
-    price = Fraction(1, 4)
-    patterns = [pattern for _, pattern in letters.chosen(lost_by_worst_head(mass), [2], price)]
-    costs = [float(letters.cost(pattern, price)) for pattern in patterns]
-    assert costs[:2] == [5, 2]
-    assert costs[2] <= 2
 
 
 def test_patterns_are_asked_again_at_every_length_and_list(tmp_path: Path) -> None:

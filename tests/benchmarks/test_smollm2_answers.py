@@ -18,10 +18,7 @@ from sglang_indexcache.ask.protocol import check_obeyed
 from sglang_indexcache.ask.score import Prompt
 from sglang_indexcache.errors import ServerError
 from sglang_indexcache.hf import share
-from sglang_indexcache.library import Resolved, Slopes
-from sglang_indexcache.pattern import Pattern
 from tests.benchmarks.test_smollm2 import TOPK, logits, random_llama
-from tests.slopes import random_slopes
 
 CONTEXT = tuple(torch.randint(3, 300, (150,), generator=torch.Generator().manual_seed(7)).tolist())
 TAILS = ((5, 9, 33, 41), (8, 8, 250), (17, 60, 61, 62, 63, 64, 65, 66))
@@ -43,13 +40,8 @@ def folder(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def slopes(folder: Path) -> Slopes:
-    return random_slopes(folder, folder / "some.slopes", exact=(1,))
-
-
-@pytest.fixture(scope="module")
-def client(folder: Path, slopes: Slopes) -> Iterator[Client]:
-    with serving(Answers(folder, slopes=slopes)) as url:
+def client(folder: Path) -> Iterator[Client]:
+    with serving(Answers(folder)) as url:
         yield Client(url)
 
 
@@ -58,16 +50,15 @@ def asked(pattern: str, key: str) -> list[Prompt]:
     return [Prompt(CONTEXT + tail, pattern, key, scored) for tail, scored in pairs]
 
 
-@pytest.mark.parametrize("letters", ["FF", "FS", "LF", "LS", "FF+c2"])
+@pytest.mark.parametrize("pattern", ["FF", "FS"])
 def test_questions_are_answered_as_if_each_were_alone(
-    client: Client, model: Any, slopes: Slopes, letters: str
+    client: Client, model: Any, pattern: str
 ) -> None:
-    pattern = letters if set(letters) <= set("FS") else f"{letters}@{slopes.digest}"
     before = client.states()
-    scoring.ask(client, [Prompt(CONTEXT, pattern, letters), Prompt(CONTEXT, "FS", "beside")])
-    prompts = asked(pattern, letters)
+    scoring.ask(client, [Prompt(CONTEXT, pattern, pattern), Prompt(CONTEXT, "FS", "beside")])
+    prompts = asked(pattern, pattern)
     for prompt, got in zip(prompts, scoring.score(client, prompts, top=20), strict=True):
-        with share(model, Resolved(Pattern(pattern), "", slopes=slopes)):
+        with share(model, pattern):
             whole = logits(model, torch.tensor(prompt.ids)).log_softmax(-1)
         expected = whole[-prompt.scored - 1 : -1]
         targets = torch.tensor(prompt.ids[-prompt.scored :])
@@ -91,7 +82,3 @@ def test_questions_without_their_context_are_refused(client: Client) -> None:
     scoring.ask(client, [Prompt(CONTEXT[1:], "FF", "other")])
     with pytest.raises(ServerError, match="does not begin with its key's context"):
         scoring.score(client, asked("FF", "other"))
-    pattern = f"LL@{'0' * 12}"
-    scoring.ask(client, [Prompt(CONTEXT, pattern, "by others")])
-    with pytest.raises(ServerError, match="folds by other slopes"):
-        scoring.score(client, asked(pattern, "by others"))

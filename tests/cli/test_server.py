@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from typer.testing import CliRunner
 
 from sglang_indexcache.ask.client import Client
 from sglang_indexcache.cli import app
-from sglang_indexcache.library import LayerSlopes, Library, Slopes
+from sglang_indexcache.library import Library
 from tests.fakes import state
 from tests.fakes.server import FakeServer, serving
 
@@ -121,23 +120,3 @@ def test_a_file_is_read_here(monkeypatch: pytest.MonkeyPatch) -> None:
     file = Library.default().folders[0] / "glm-5-1of4.yaml"
     assert CliRunner().invoke(app, ["server", "set", str(file)]).exit_code == 0
     assert values == [entry.pattern]
-
-
-def test_a_file_of_slopes_is_sent_as_its_digest(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """The server compares it with its own, and says whether it folds by these."""
-    values: list[Any] = []
-    monkeypatch.setattr(Client, "switch_pattern", lambda _, value: values.append(value) or [])
-    layers = (LayerSlopes(slopes=(0.5,), missed={}),) * 2
-    about = {"name": "any", "architecture": "Any", "checkpoint": "0" * 64, "layers": layers}
-    slopes = Slopes(**about, path=tmp_path / "some.slopes")
-    slopes.write()
-    entry = tmp_path / "mine.yaml"
-    library = Library.default().folders[0] / "glm-5-1of4.yaml"
-    entry.write_text(library.read_text())
-    for word in (f"folded@{slopes.path}", f"{entry}+c4@{slopes.path}"):
-        assert CliRunner().invoke(app, ["server", "set", word]).exit_code == 0
-    pattern = Library.default().get("glm-5-1of4").pattern
-    assert values == [f"folded@{slopes.digest}", f"{pattern}+c4@{slopes.digest}"]
-    assert CliRunner().invoke(app, ["server", "set", "folded@none.slopes"]).exit_code == 1

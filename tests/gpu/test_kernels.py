@@ -18,9 +18,6 @@ from sglang_indexcache.kernels.contract import (
 )
 from sglang_indexcache.kernels.dispatch import Machine, named
 from sglang_indexcache.kernels.indexer.quantization import quantize_e4m3, write_pages
-from sglang_indexcache.kernels.indexer.second_stage import SecondStage, largest
-from sglang_indexcache.kernels.topk import reference as topk_reference
-from tests.kernels import test_second_stage as among
 from tests.kernels.grid import cases
 
 INDEXER = (
@@ -166,53 +163,3 @@ def test_replays_give_what_calls_give() -> None:
     machine = Machine.here()
     for job in jobs(OURS.check(machine).load, machine.device):
         check_replays(job)
-
-
-# -- among candidates, in Triton ------------------------------------------------------------------
-
-
-@pytest.mark.hopper
-@pytest.mark.parametrize("heads", [8, 32, 64])
-@pytest.mark.parametrize("decodes", [False, True])
-def test_candidates_are_chosen_as_float64_allows(heads: int, decodes: bool) -> None:
-    requests = [(4100, 1), (700, 1), (9000, 1)] if decodes else [(4100, 130), (5, 5), (9000, 3)]
-    batch = among.draw_batch(requests, decodes=decodes, padding=0 if decodes else 3, heads=heads)
-    batch_there = on_card(batch)
-    stage = SecondStage(among.slopes(heads).cuda(), 2)
-    out = among.poisoned(batch_there, 512).cuda()
-    assert among.check(batch, stage(batch_there, 512, out=out).cpu(), 2, 512) > 0
-    parts = [stage(batch_there.part(row, row + 1), 512) for row in range(3)]
-    assert torch.equal(torch.cat(parts), out[:3])
-
-
-@pytest.mark.hopper
-@pytest.mark.parametrize("levels", [0, 4], ids=["normal", "ties"])
-def test_candidates_are_the_largest(levels: int) -> None:
-    scores = torch.randn(40, 204_800, generator=seeded(1))
-    scores = (scores * levels).round() if levels else scores
-    visible = torch.linspace(1, 204_800, 40).int()
-    candidates = largest(scores.cuda(), visible.cuda(), 8192).cpu()
-    assert torch.equal(candidates, topk_reference.topk(scores, visible, 8192))
-
-
-@pytest.mark.hopper
-@pytest.mark.parametrize("case", INDEXER, ids=str)
-def test_replays_choose_the_candidates_of_calls(case: cases.IndexerCase) -> None:
-    first, second = (cases.indexer_inputs(case, seeded(seed), CARD) for seed in (1, 2))
-    second = dataclasses.replace(second, visible=second.visible // 2)
-    stage = SecondStage(among.slopes(case.heads).cuda(), 2)
-
-    def run(inputs: Tensors, out: Tensors) -> None:
-        stage(IndexerBatch(*inputs), case.topk, as_slots=True, out=out[0])
-
-    out = torch.empty(len(first.visible), case.topk, dtype=torch.int32, device=CARD)
-    check_replays(Job(f"candidates {case}", fields(first), fields(second), (out,), run))
-
-
-def on_card(batch: IndexerBatch) -> IndexerBatch:
-    """Return the batch with its tensors on the card."""
-    named_tensors = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
-    tensors_there = {
-        name: tensor.cuda() for name, tensor in named_tensors.items() if tensor is not None
-    }
-    return IndexerBatch(**tensors_there)

@@ -267,63 +267,6 @@ def test_live_requests_of_several_patterns_share_batches(
         evidence |= compare_mixed(clients["live"], prompts)
 
 
-def check_folded(
-    model: Path,
-    letters: str,
-    prompt: list[int],
-    folder: Path,
-    reported: dict[str, Any],
-    evidence: dict[str, Any],
-) -> None:
-    """Check log-probabilities of the last tokens against transformers folded in the same way.
-
-    They may be apart by twice what transformers' own bfloat16 is.
-    """
-    from tests.rehearsal.questions import Judge, logprobs
-    from tests.slopes import random_slopes
-
-    slopes = random_slopes(model, folder / "any.slopes")
-    folded, pattern = f"{letters}@{slopes.path}", f"{letters}@{slopes.digest}"
-    with serving(model, folder, reported, {"static": ()}, folded) as clients:
-        fp8 = reported["remembered"]["way"].startswith("FP8")
-        judge = Judge(model, fp8_kv=fp8, slopes=slopes.by_layer)
-        measured = logprobs(clients["static"], prompt, None)[-256:]
-        evidence["nats apart"] = apart = judge.apart(measured, prompt, pattern)
-        evidence["bound"] = bound = judge.bound(len(measured), prompt, pattern)
-        assert apart < bound
-
-
-def test_l_layers_read_prompts_as_transformers_folded(
-    model: Path,
-    prompts: Prompts,
-    tmp_path: Path,
-    reported: dict[str, Any],
-    evidence: dict[str, Any],
-) -> None:
-    # Beyond a list of 2,048, and short enough for transformers on the host.
-    prompt = list(prompts[1][:2304])
-    check_folded(model, "FLLS" * 3, prompt, tmp_path, reported, evidence)
-
-
-def test_f_layers_score_candidates_again_as_transformers_does(
-    model: Path,
-    prompts: Prompts,
-    tmp_path: Path,
-    reported: dict[str, Any],
-    evidence: dict[str, Any],
-) -> None:
-    """Lists are 512 long, which torch's top-k takes, so there are more tokens than candidates."""
-    shorter = tmp_path / "model"
-    shorter.mkdir()
-    for file in model.iterdir():
-        (shorter / file.name).symlink_to(file)
-    config = json.loads((model / "config.json").read_text()) | {"index_topk": 512}
-    (shorter / "config.json").unlink()
-    (shorter / "config.json").write_text(json.dumps(config))
-    prompt = list(prompts[1][:2304])
-    check_folded(shorter, "FLLS" * 3 + "+c2", prompt, tmp_path, reported, evidence)
-
-
 @pytest.mark.hopper
 def test_a_server_with_our_kernels_answers_like_stock(
     model: Path,

@@ -115,14 +115,9 @@ class Judge:
     """transformers in float32 with the indexer's FP8, and how far its own bfloat16 is from that.
 
     Both take the weights as stored, and where an FP8 checkpoint or KV cache quantises, so do they.
-
-    Args:
-        slopes: by layer, one a head, by which patterns fold; None where a layer's score is exact.
     """
 
-    def __init__(
-        self, model: Path, fp8_kv: bool = False, slopes: Sequence[tuple[float, ...] | None] = ()
-    ) -> None:
+    def __init__(self, model: Path, fp8_kv: bool = False) -> None:
         has_fp8 = (model / IN_BFLOAT16).exists()
         model = next(
             (model / name for name in (IN_BFLOAT16, MERGED) if (model / name).exists()), model
@@ -138,7 +133,6 @@ class Judge:
             Oracle(model, dtype, fp8_indexer=True) for dtype in (torch.float32, torch.bfloat16)
         )
         exact.prepare = rounded.prepare = prepare
-        exact.slopes = rounded.slopes = list(slopes)
         self._exact, self._rounded = (cache(partial(_read, oracle)) for oracle in (exact, rounded))
 
     def apart(self, measured: torch.Tensor, tokens: list[int], pattern: str) -> float:

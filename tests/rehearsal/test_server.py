@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from sglang_indexcache.ask.client import Client
-from sglang_indexcache.library import Slopes
 from tests.rehearsal import evidence
 from tests.rehearsal.conftest import Judges, Models, Rehearse
 from tests.rehearsal.questions import (
@@ -31,7 +30,6 @@ from tests.rehearsal.questions import (
     logprobs,
     prompt,
 )
-from tests.slopes import random_slopes
 
 TP_2 = ("--tp", "2")
 
@@ -122,81 +120,3 @@ class TestStatic:
         override = ("--json-model-override-args", json.dumps({"indexer_types": kinds}))
         with rehearse(*TP_2, *DECODE_GRAPHS, *override, backend="dsa") as stock:
             assert ask(stock, *self.ASKED) == answers
-
-
-class Folding:
-    """A server whose layers fold as ``LETTERS`` say, by random slopes."""
-
-    LETTERS: str
-
-    @pytest.fixture(scope="class")
-    def slopes(self, models: Models, tmp_path_factory: pytest.TempPathFactory) -> Slopes:
-        return random_slopes(models("glm-5"), tmp_path_factory.mktemp("slopes") / "any.slopes")
-
-    @pytest.fixture(scope="class")
-    def client(self, rehearse: Rehearse, slopes: Slopes) -> Iterator[Client]:
-        folds = f"{self.LETTERS}@{slopes.path}"
-        with rehearse(*DECODE_GRAPHS, "--indexcache-pattern", folds) as client:
-            yield client
-
-
-class TestFolded(Folding):
-    """L layers select by one folded query, in prefill, decode graphs and beside F and S layers."""
-
-    LETTERS = "FLSLLS"
-
-    @pytest.fixture(scope="class")
-    def pattern(self, slopes: Slopes) -> str:
-        return f"{self.LETTERS}@{slopes.digest}"
-
-    def test_prompts_and_answers_are_those_of_transformers_folded(
-        self, client: Client, models: Models, slopes: Slopes, pattern: str
-    ) -> None:
-        judge = Judge(models("glm-5"), slopes=slopes.by_layer)
-        prompts_asked = [(length, None) for length in LENGTHS]
-        answers = ask(client, *prompts_asked)
-        assert [ask(client, single)[0] for single in prompts_asked] == answers
-        for length in LENGTHS:
-            measured = logprobs(client, prompt(length), None)
-            judge.check(measured, prompt(length), pattern)
-            unfolded = pattern.replace("L", "F").partition("@")[0]
-            assert judge.apart(measured, prompt(length), unfolded) > judge.bound(
-                len(measured), prompt(length), pattern
-            )
-        apart, bound = judge.answers_apart([(length, pattern) for length in LENGTHS], answers)
-        assert apart < bound
-
-    def test_every_prefill_of_an_l_layer_was_scored_by_the_product(
-        self, client: Client, pattern: str
-    ) -> None:
-        """DeepGEMM's logits are those of the F layer; the server counts the pairs of the others."""
-        state = client.server_info()["internal_states"][0]["indexcache"]
-        has_run = [runs > 0 for runs in state["indexer_selections"]]
-        assert has_run == [kind != "S" for kind in self.LETTERS]
-        assert sum(count for name, count in state["pairs"].items() if "folded" in name) > 0
-
-
-@pytest.mark.matrix
-class TestCandidates(Folding):
-    """F layers fold, too, and score their candidates again; short prompts have as many tokens."""
-
-    LETTERS = "FSLFLS+c2"
-    PROMPTS = (205, 500)
-
-    def test_prompts_and_answers_are_those_of_transformers_folded(
-        self, client: Client, models: Models, slopes: Slopes
-    ) -> None:
-        judge = Judge(models("glm-5"), slopes=slopes.by_layer)
-        pattern = f"{self.LETTERS}@{slopes.digest}"
-        alone, together = alone_and_together(client, [(length, None) for length in self.PROMPTS])
-        assert alone == together
-        apart, bound = judge.answers_apart([(length, pattern) for length in self.PROMPTS], together)
-        assert apart < bound
-        for length in self.PROMPTS:
-            measured = logprobs(client, prompt(length), None)
-            judge.check(measured, prompt(length), pattern)
-            # As if the candidates were the selection, and as if there were none.
-            others = f"LSLLLS@{slopes.digest}", f"FSLFLS@{slopes.digest}"
-            apart = [judge.apart(measured, prompt(length), each) for each in (pattern, *others)]
-            assert apart[0] == min(apart)
-            assert apart[1] > judge.bound(len(measured), prompt(length), pattern)

@@ -6,7 +6,7 @@ import pytest
 
 from sglang_indexcache.errors import SettingsError
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.study.plots import FOLDED, FULL, make_figure, pattern_color, save_figure
+from sglang_indexcache.study.plots import FULL, make_figure, pattern_color, save_figure
 
 
 def test_axes_come_in_reading_order(tmp_path: Path) -> None:
@@ -46,7 +46,6 @@ def test_another_format_is_refused_before_anything_is_written(tmp_path: Path) ->
 
 def test_a_pattern_has_one_colour_whatever_its_length() -> None:
     assert pattern_color(Pattern.full(47)) == pattern_color(Pattern.full(12)) == FULL
-    assert pattern_color(Pattern("LLLL")) == pattern_color(Pattern("FFLL")) == FOLDED != FULL
     for ratio in (2, 4, 8):
         uniform = [pattern_color(Pattern.uniform(layers, ratio)) for layers in (12, 47, 78)]
         assert len(set(uniform)) == 1

@@ -23,12 +23,11 @@ from sglang_indexcache.checkpoint import (
     text_config,
 )
 from sglang_indexcache.errors import BenchError, LibraryError
-from sglang_indexcache.lab.bench.folding import explain, fold
 from sglang_indexcache.lab.bench.results import METRICS, Metric
 from sglang_indexcache.lab.bench.rows import ENGINE, KINDS, LatencyEstimate, Layers, Series, Wheel
 from sglang_indexcache.lab.bench.tables import Grid
 from sglang_indexcache.library import Library, Resolved, name_and_pattern
-from sglang_indexcache.pattern import FOLDED, FULL, SHARED, Pattern
+from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.shapes import (
     PRESETS,
     USED_MEMORY,
@@ -170,14 +169,12 @@ class Gain:
         gain: that time over the pattern's.
         off: share by which either may be wrong.
         requests: of the step, on each rank.
-        at_most: whether a part of the pattern's own time is not known, and left out.
     """
 
     milliseconds: float
     gain: float
     off: float
     requests: int = 1
-    at_most: bool = False
 
 
 class Forwards:
@@ -222,7 +219,6 @@ class Forwards:
         }
         self._product = cache(self._find_product)
         self._around = cache(self._time_around)
-        self._folding = cache(self._fold)
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -260,20 +256,15 @@ class Forwards:
     def gain(self, metric: Metric, pattern: Pattern, context: int) -> Gain | None:
         """Return a pattern's gain; None where nothing is known, or what is may be too far off."""
         requests = self.requests(context) if metric == "full" else 1
-        indexed, at_most = len(pattern.full_layers), False
+        counts = (len(pattern), len(pattern.full_layers))
         if metric == "prefill":
-            folded, factor = pattern.layers.count(FOLDED), pattern.suffix.factor
-            full = self.prefill(len(pattern), context)
-            mine = self.prefill(indexed - folded, context, folded, factor)
-            at_most = factor > 1
+            full, mine = (self.prefill(count, context) for count in counts)
         else:
-            full, mine = (
-                self.decode(count, requests, context) for count in (len(pattern), indexed)
-            )
+            full, mine = (self.decode(count, requests, context) for count in counts)
         if full is None or mine is None or max(full.off, mine.off) > MOST_OFF:
             return None
         off = max(full.off, mine.off)
-        return Gain(full.value, full.value / mine.value, off, requests, at_most)
+        return Gain(full.value, full.value / mine.value, off, requests)
 
     def describe_range(self, patterns: Iterable[Pattern], contexts: Sequence[int]) -> str:
         """Say how far off gains may be: the worst error of rows predicted without themselves."""
@@ -292,26 +283,19 @@ class Forwards:
             f"'{NO_RATE}'."
         )
 
-    def prefill(
-        self, full_layers: int, context: int, folded_layers: int = 0, factor: int = 1
-    ) -> LatencyEstimate | None:
-        """Return milliseconds to read a prompt, one on each rank; None where rows are missing.
-
-        L layers are ``folded_layers``, and ``factor`` is the ``N`` of ``+cN`` for F layers.
-        """
+    def prefill(self, full_layers: int, context: int) -> LatencyEstimate | None:
+        """Return milliseconds to read a prompt, one on each rank; None where rows are missing."""
         total = LatencyEstimate(0.0)
-        full = self._folding(factor) if factor > 1 else self.layers
-        shared_layers = self._shape.num_hidden_layers - full_layers - folded_layers
+        shared_layers = self._shape.num_hidden_layers - full_layers
         for prefix in range(0, context, self.deployment.chunk):
             tokens = min(self.deployment.chunk, context - prefix)
-            parts = [
-                (full_layers, full.chunk("F", tokens, prefix)),
-                (shared_layers, self.layers.chunk("S", tokens, prefix)),
-                (1, self._around(tokens * self.deployment.dp, self.deployment.dp, False)),
-            ]
-            if folded_layers:
-                parts.append((folded_layers, self._folding(1).chunk("F", tokens, prefix)))
-            chunk = _sum(parts)
+            chunk = _sum(
+                [
+                    (full_layers, self.layers.chunk("F", tokens, prefix)),
+                    (shared_layers, self.layers.chunk("S", tokens, prefix)),
+                    (1, self._around(tokens * self.deployment.dp, self.deployment.dp, False)),
+                ]
+            )
             if chunk is None:
                 return None
             total += chunk
@@ -330,12 +314,6 @@ class Forwards:
         largest = self.layers.largest_batch(context)
         room = self.deployment.cache_tokens
         return max(1, min(largest, room // context)) if room > 0 else largest
-
-    def _fold(self, factor: int) -> Layers:
-        """Return layers whose F ones fold in prefill; see :func:`.folding.fold`."""
-        bandwidth = MEMORY_PART * find_gpu(self.deployment.gpu).bandwidth
-        weights = self.deployment.measured.weights
-        return fold(self.layers, self._wheel, self._shape, weights, bandwidth, factor)
 
     def _time_around(self, tokens: int, heads: int, graph: bool) -> LatencyEstimate | None:
         """Time all but attention: ``tokens`` of all ranks, ``heads`` of them to the vocabulary."""
@@ -452,8 +430,7 @@ def choose_patterns(values: Sequence[str], shape: str) -> tuple[Patterns, tuple[
     """Return patterns by the names that a user gave, and notes on them.
 
     A ratio takes the library's pattern for this model. Where it has none, it takes as many F layers
-    evenly spaced: time depends on their number only. Patterns that fold need no slopes here.
-    ``shape`` is one of :data:`.shapes.PRESETS`.
+    evenly spaced: time depends on their number only. ``shape`` is one of :data:`.shapes.PRESETS`.
 
     Raises:
         IndexCacheError: a pattern that does not fit.
@@ -462,24 +439,19 @@ def choose_patterns(values: Sequence[str], shape: str) -> tuple[Patterns, tuple[
     patterns, notes = [], []
     for name, value in map(name_and_pattern, values):
         try:
-            resolved = Library.default().parse(value, checkpoint)
+            resolved = Library.default().resolve(value, checkpoint)
             pattern = resolved.pattern
             notes += _note_on_retention(value, resolved)
         except LibraryError:
-            if re.fullmatch(r"1/[0-9]+(\+c[0-9]+)?", value) is None:
+            if re.fullmatch("1/[0-9]+", value) is None:
                 raise
-            pattern = Library.default().parse(f"uniform:{value}", checkpoint).pattern
+            pattern = Library.default().resolve(f"uniform:{value}", checkpoint).pattern
             notes.append(
                 f"No {value} pattern of {shape} is known: evenly spaced layers stand for it. "
                 "They take as long; what they lose in quality is another question."
             )
-        if slopes := pattern.suffix.slopes:
-            raise BenchError(
-                "a plan reads no slopes, and would count layers that they keep exact as folded. "
-                f"Leave @{slopes} out of {value!r}."
-            )
         patterns.append((name, pattern))
-    return patterns, (*notes, *explain(pattern for _, pattern in patterns))
+    return patterns, tuple(notes)
 
 
 def _note_on_retention(value: str, resolved: Resolved) -> list[str]:
@@ -506,37 +478,18 @@ def plan_grid(forwards: Forwards, patterns: Patterns, contexts: Sequence[int]) -
         if any(base):
             rows.append((f"every indexer, {unit}", *(text or NO_RATE for text in base)))
         for (name, pattern), gains in zip(patterns, by_pattern, strict=True):
-            rows.append((f"{name} ({_kinds(pattern)})", *map(_cell, gains)))
-        folding = next((pattern for _, pattern in patterns if FOLDED in pattern.layers), None)
-        if folding is not None and metric == "prefill":
-            prices = (fold_price(forwards, len(folding), context) for context in contexts)
-            cells = (NO_RATE if price is None else f"{price:.2f}" for price in prices)
-            rows.append(("price of an L layer (F 1, S 0), for search --fold-price", *cells))
+            rows.append(
+                (f"{name} ({len(pattern.full_layers)} of {len(pattern)} F)", *map(_cell, gains))
+            )
     header = ("", *map(format_length, contexts))
     return Grid(f"expected speed-up over every indexer: {forwards.title}", header, tuple(rows))
-
-
-def fold_price(forwards: Forwards, layers: int, context: int) -> float | None:
-    """Return what an L layer takes in prefill, beyond an S layer's time, in shares of an F layer's.
-
-    None where a part is not known.
-    """
-    times = []
-    for letter in (FULL, FOLDED, SHARED):
-        pattern = Pattern(FULL + letter * (layers - 1))
-        if (gain := forwards.gain("prefill", pattern, context)) is None:
-            return None
-        times.append(gain.milliseconds / gain.gain)
-    full, folded, shared = times
-    return (folded - shared) / (full - shared)
 
 
 def plan_to_json(forwards: Forwards, patterns: Patterns, contexts: Sequence[int]) -> dict[str, Any]:
     """Return the same gains for programs.
 
     ``every_indexer_ms`` is a prompt's or a step's time with every indexer; it and ``speedup`` are
-    null where nothing is known, and either may be off by ``off``, a part of it. What ``folded`` is
-    composed, measured nowhere; with ``at_most`` a speed-up is an upper bound.
+    null where nothing is known, and either may be off by ``off``, a part of it.
     """
     gains = []
     for metric in METRICS:
@@ -549,31 +502,18 @@ def plan_to_json(forwards: Forwards, patterns: Patterns, contexts: Sequence[int]
                         "name": name,
                         "full_layers": len(pattern.full_layers),
                         "layers": len(pattern),
-                        "folded": pattern.is_folded,
                         "context": context,
                         "speedup": gain and gain.gain,
                         "every_indexer_ms": gain and gain.milliseconds,
                         "requests": gain and gain.requests,
                         "off": gain and gain.off,
-                        "at_most": gain and gain.at_most,
                     }
                 )
     return {"deployment": forwards.title, "gains": gains}
 
 
-def _kinds(pattern: Pattern) -> str:
-    """Count its F layers, and say that a pattern with folded ones is composed."""
-    if not pattern.is_folded:
-        return f"{len(pattern.full_layers)} of {len(pattern)} F"
-    folded = pattern.layers.count(FOLDED)
-    exact = len(pattern.full_layers) - folded
-    return f"{exact} F, {folded} L of {len(pattern)}, composed"
-
-
 def _cell(gain: Gain | None) -> str:
-    if gain is None:
-        return NO_RATE
-    return f"{'at most ' * gain.at_most}{gain.gain:.2f}x"
+    return NO_RATE if gain is None else f"{gain.gain:.2f}x"
 
 
 def _base(gains: Sequence[Gain | None], metric: Metric) -> str:

@@ -65,7 +65,7 @@ def configurations(values: Sequence[str], checkpoint: Checkpoint) -> tuple[Confi
     resolved = []
     for text in values:
         name, value = name_and_pattern(text)
-        pattern = Library.default().resolve(value, checkpoint, folding=True).pattern
+        pattern = Library.default().resolve(value, checkpoint).pattern
         resolved.append(Configuration(name=name, value=value, pattern=str(pattern)))
     names = [configuration.name for configuration in resolved]
     if len(set(names)) != len(names):

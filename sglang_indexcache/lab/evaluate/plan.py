@@ -14,7 +14,7 @@ from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import PatternError, QualityError
 from sglang_indexcache.lab.evaluate.tasks import CONTROL, MADE_OF_FILES, TASKS
 from sglang_indexcache.library import Library, name_and_pattern
-from sglang_indexcache.pattern import FOLDED, FULL, Pattern
+from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.stats.design import Design, spread_over_cells
 from sglang_indexcache.stats.pairs import Cell
 from sglang_indexcache.support.lengths import counted, format_length, points
@@ -80,28 +80,23 @@ class Arm:
 def arms_of(model: Path, against: str, patterns: Sequence[str], control: str) -> tuple[Arm, ...]:
     """Make the reference, the candidates from most to fewest F layers, the positive control.
 
-    Of candidates with as many F layers the one with most L layers comes first. L layers count
-    for little, for on SmolLM2 all L lost 14 points where 4 F layers of 30 showed no loss.
-    They are in any form of a pattern, with ``NAME=`` before it or without; one that folds names its
-    slopes. Without a control it is the first of :data:`CONTROLS` that this checkpoint can serve and
-    that is no other arm, else :data:`LAST_CONTROL`.
+    They are in any form of a pattern, with ``NAME=`` before it or without.
+    Without a control it is the first of :data:`CONTROLS` that this checkpoint can serve and that is
+    no other arm, else :data:`LAST_CONTROL`.
 
     Raises:
         QualityError: two arms are the same pattern, or have the same name.
         PatternError, LibraryError: a pattern that is none, or not for this checkpoint.
-        CheckpointError: slopes that are another model's.
     """
     checkpoint, library = Checkpoint.read(model), Library.default()
 
     def make_arm(value: str, role: Role) -> Arm:
         name, written = name_and_pattern(value)
-        pattern = library.resolve(written, checkpoint, folding=True).pattern
+        pattern = library.resolve(written, checkpoint).pattern
         return Arm(name, str(pattern), role)
 
     candidates = [make_arm(value, Role.CANDIDATE) for value in patterns]
-    candidates.sort(
-        key=lambda arm: [-Pattern(arm.pattern).layers.count(letter) for letter in (FULL, FOLDED)]
-    )
+    candidates.sort(key=lambda arm: -len(Pattern(arm.pattern).full_layers))
     arms = [make_arm(against, Role.REFERENCE), *candidates]
     if control:
         arms.append(make_arm(control, Role.BAD))

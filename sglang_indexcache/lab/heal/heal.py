@@ -186,7 +186,6 @@ class Target:
         checkpoint = Checkpoint.read(options.checkpoint)
         checkpoint.check_trained(str(options.checkpoint))
         pattern = Library.default().resolve(options.pattern, checkpoint).pattern
-        pattern.check_unfolded("healing")
         pattern.check_checkpoint(checkpoint.own)
         topk = int(checkpoint.shape["index_topk"])
         length = options.length or 8 * topk

@@ -48,7 +48,6 @@ def install(model: PreTrainedModel, pattern: Pattern, sharing: Sharing) -> None:
             f"a {kind} model cannot be healed: it has no indexers that are known here. Models of "
             f"the types {' and '.join(TRAINABLE)} can be."
         )
-    pattern.check_unfolded("healing")
     config = {**model.config.to_dict(), "architectures": [TRAINABLE[kind].architecture]}
     pattern.check_checkpoint(Checkpoint.from_config(config).own)
     interleaved = TRAINABLE[kind].interleaved

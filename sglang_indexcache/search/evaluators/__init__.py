@@ -57,23 +57,21 @@ class Evaluator(Protocol):
         """Return ``[batches]`` float64: mean loss per counted token, in nats, on these batches."""
 
 
-PAIRS = ("similarity", "kept_mass", "folded_mass", "kept_list")
+PAIRS = ("similarity", "kept_mass", "kept_list")
 """Methods of an evaluator that compare layers by pairs: see :mod:`.hf`, and of servers
 :class:`~sglang_indexcache.search.overlap.ReturningEvaluator`."""
 
-BY_BEST, LISTS = ("kept_mass", "folded_mass"), 16
-"""Kinds that compare the best of lists, 1 of so many tokens of a text at most: on a real model
+BY_BEST, LISTS = "kept_mass", 16
+"""The kind that compares the best of lists, 1 of so many tokens of a text at most: on a real model
 lists of an eighth of it hid which layers a 1/8 needs (docs/real-model.md)."""
 
 
 def pair_forwards(kind: str, num_layers: int) -> int:
     """Return the forwards that a matrix of :data:`PAIRS` takes.
 
-    For ``similarity`` layer i runs i + 1 times, for ``folded_mass`` each layer runs three times,
-    for the others once.
+    For ``similarity`` layer i runs i + 1 times, for the others each layer runs once.
     """
-    forwards = {"kept_mass": 1, "folded_mass": 3, "kept_list": 1}
-    return forwards.get(kind, -(-(num_layers + 1) // 2))
+    return -(-(num_layers + 1) // 2) if kind == "similarity" else 1
 
 
 class TokenEvaluator(ABC):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,11 +24,10 @@ from numpy.typing import NDArray
 from sglang_indexcache.checkpoint import Checkpoint, reading
 from sglang_indexcache.data.marking import Mask
 from sglang_indexcache.errors import SearchError
-from sglang_indexcache.fold import read_row
 from sglang_indexcache.hf import SharedForward, share
-from sglang_indexcache.library import Resolved, Slopes
+from sglang_indexcache.indexer import project
 from sglang_indexcache.models import TRAINABLE
-from sglang_indexcache.pattern import FOLDED, SHARED, Pattern
+from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.calibration import Calibration
 from sglang_indexcache.search.evaluators import LISTS, Floats, TokenEvaluator
 
@@ -70,16 +69,35 @@ def attend_in_blocks(
 
 
 def select_in_blocks(indexer: Any) -> Callable[..., torch.Tensor]:
-    """Return a forward that selects as the DSA ``indexer`` does, causal and in blocks."""
+    """Return a forward that selects as the DSA ``indexer`` does, causal and in blocks.
+
+    Its arguments are those of the indexer's own. A positive factor of all scores (the softmax
+    scale, ``n_heads``) changes no selection and is left out.
+    """
+    interleaved = TRAINABLE[indexer.config.model_type].interleaved
 
     @torch.no_grad()
-    def forward(*arguments: Any, **options: Any) -> torch.Tensor:
-        row = read_row(indexer, *arguments, **options)
-        length = row.keys.shape[1]
+    def forward(
+        hidden_states: torch.Tensor,
+        q_resid: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor,
+        *_: Any,
+        **__: Any,
+    ) -> torch.Tensor:
+        projected = project(
+            indexer, hidden_states, q_resid, position_embeddings, interleaved=interleaved
+        )
+        queries, keys, weights = (each.float() for each in projected)
+        allowed = attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0
+        length = keys.shape[1]
+        visible = allowed.expand(*queries.shape[:2], length)
         count = min(indexer.index_topk, length)
         lists = []
         for rows in blocks(length):
-            scores = row.part(rows, rows.stop).exact()
+            products = torch.einsum("bshd,btd->bsht", queries[:, rows], keys[:, : rows.stop])
+            scores = torch.einsum("bsht,bsh->bst", products.relu_(), weights[:, rows])
+            scores.masked_fill_(~visible[:, rows, : rows.stop], -torch.inf)
             # All rows are as long as transformers', so that ties end alike.
             unseen = (0, length - rows.stop)
             scores = torch.nn.functional.pad(scores, unseen, value=-torch.inf)
@@ -109,14 +127,12 @@ class TransformersEvaluator(TokenEvaluator):
     Args:
         dtype: a torch dtype's name.
         reuse_bytes: memory for kept layer outputs; 0 runs every layer every time.
-        slopes: by which layers of patterns fold, this checkpoint's; without, none may.
 
     Attributes:
         layer_tokens: tokens forwarded until now times the layers of a pattern they went through.
 
     Raises:
         SearchError: transformers' layers are called in more ways than one, or hold two attentions.
-        CheckpointError: slopes of another model.
     """
 
     in_flight = 1
@@ -128,7 +144,6 @@ class TransformersEvaluator(TokenEvaluator):
         calibration: Calibration,
         dtype: str = "float32",
         reuse_bytes: int = 4 << 30,
-        slopes: Slopes | None = None,
     ) -> None:
         from transformers import (
             MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -138,13 +153,10 @@ class TransformersEvaluator(TokenEvaluator):
         )
 
         super().__init__(calibration)
-        self.kind = f"transformers {dtype}" + (f", folded by {slopes.digest}" if slopes else "")
-        self._slopes = slopes
+        self.kind = f"transformers {dtype}"
         with reading(f"the config of {folder}"):
             config = AutoConfig.from_pretrained(folder)
         checkpoint = Checkpoint.from_config(config, str(folder))
-        if slopes is not None:
-            slopes.check_model(checkpoint)
         self.own = checkpoint.own
         self.num_layers = checkpoint.num_layers
         self.topk = int(checkpoint.shape["index_topk"])
@@ -173,8 +185,6 @@ class TransformersEvaluator(TokenEvaluator):
     def token_losses(self, pattern: Pattern, batches: Sequence[int]) -> list[list[Floats]]:
         """See :class:`~sglang_indexcache.search.evaluators.TokenEvaluator`."""
         pattern.check_checkpoint(self.own)
-        if self._slopes is None or pattern.suffix.slopes not in ("", self._slopes.digest):
-            pattern.check_unfolded("a search without its slopes")
         cut, masks = self.calibration.batches, self.calibration.batch_counted
         return [
             [self._sequence(pattern, *pair) for pair in zip(cut[batch], masks[batch], strict=True)]
@@ -222,8 +232,8 @@ class TransformersEvaluator(TokenEvaluator):
                 watch(sharing.indices, *arguments, **options)
             return attend_in_blocks(*arguments, **options)
 
-        with torch.no_grad(), self._share(pattern) as sharing:
-            if nearest is None or start == 0:  # how layer 0 selects may differ, too
+        with torch.no_grad(), share(self._model, pattern) as sharing:
+            if nearest is None:
                 hidden = self._decoder.embed_tokens(self._tensor(ids))
             else:
                 run.hidden, run.indices = nearest.hidden[:start], nearest.indices[:start]
@@ -239,9 +249,6 @@ class TransformersEvaluator(TokenEvaluator):
         if watch is None:  # what is watched is asked once
             self._keep(runs, run)
         return run
-
-    def _share(self, pattern: Pattern) -> AbstractContextManager[SharedForward]:
-        return share(self._model, Resolved(pattern, "", slopes=self._slopes))
 
     def _tensor(self, ids: tuple[int, ...]) -> torch.Tensor:
         return torch.tensor([ids], device=self._model.device)
@@ -385,33 +392,16 @@ class TransformersEvaluator(TokenEvaluator):
         Raises:
             SearchError: the model's attention does not tell its weights.
         """
-        return self._kept(batch, folded=False)
-
-    def folded_mass(self, batch: int) -> Floats:
-        """Compare the same, and how much each head finds on folded lists.
-
-        Returns:
-            ``[N, 2 N]`` float64; the last N columns are :meth:`kept_mass`, and (i, j), j <= i, of
-            the first is the same on layer j's folded list. Of a layer that does not fold, that is
-            the list which it has.
-        """
-        return self._kept(batch, folded=True)
-
-    def _kept(self, batch: int, *, folded: bool) -> Floats:
         cut, masks = self.calibration.batches, self.calibration.batch_counted
         pairs = [*zip(cut[batch], masks[batch], strict=True)]
-        sums = [
-            self._mass(ids, torch.from_numpy(np.flatnonzero(mask)), folded=folded)
-            for ids, mask in pairs
-        ]
+        sums = [self._mass(ids, torch.from_numpy(np.flatnonzero(mask))) for ids, mask in pairs]
         mass = np.sum(sums, axis=0) / sum(int(mask.sum()) for _, mask in pairs)
         return lost_by_worst_head(mass)
 
-    def _mass(self, ids: tuple[int, ...], queries: torch.Tensor, *, folded: bool = False) -> Floats:
+    def _mass(self, ids: tuple[int, ...], queries: torch.Tensor) -> Floats:
         """Return ``[N, N, heads]``: a layer's attention on each list, summed over ``queries``.
 
-        With the folded lists before them ``[N, 2 N, heads]``. Of layer 0, which has no other list,
-        all is 0.
+        Of layer 0, which has no other list, all is 0.
         """
         queries = queries.to(self._model.device)
         best = max(len(ids) // LISTS, 1)
@@ -419,19 +409,17 @@ class TransformersEvaluator(TokenEvaluator):
         def at_queries(indices: torch.Tensor) -> torch.Tensor:  # [queries, k], best first
             return indices.where(indices >= 0, len(ids))[0, queries, :best]
 
-        folds = self._folded_lists(self.run(self.own, ids), best) if folded else []
-        folded_lists, lists = [*map(at_queries, folds)], list[torch.Tensor]()
+        lists: list[torch.Tensor] = []
         heads = int(self._decoder.config.num_attention_heads)
-        mass = np.zeros((self.num_layers, len(folds) + self.num_layers, heads))
+        mass = np.zeros((self.num_layers, self.num_layers, heads))
 
         def watch(selected: torch.Tensor, *call: Any, **options: Any) -> None:
             lists.append(at_queries(selected))
             count = len(lists)
             if count > 1:
-                columns = np.flatnonzero(np.arange(mass.shape[1]) % self.num_layers < count)
                 for rows, weights in self._weights(queries, *call, **options):
-                    parts = [part[rows] for part in (*folded_lists[:count], *lists)]
-                    mass[count - 1, columns] += sum_on(parts, weights)
+                    parts = [part[rows] for part in lists]
+                    mass[count - 1, :count] += sum_on(parts, weights)
 
         self.run(self.own, ids, watch)
         if not lists:
@@ -440,28 +428,6 @@ class TransformersEvaluator(TokenEvaluator):
                 "one-pass and, without --url, both search. Search with --method fast."
             )
         return mass
-
-    def _folded_lists(self, run: _Run, best: int) -> list[torch.Tensor]:
-        """Return what each layer that folds selects by its folded score, others by their own.
-
-        Args:
-            best: the most that a list holds. Folded lists are in the text's order.
-        """
-        assert self._slopes is not None
-        by_layer = zip(self.own.layers, self._slopes.by_layer, strict=True)
-        letters = "".join(c if c == SHARED or n is None else FOLDED for c, n in by_layer)
-        lists: list[torch.Tensor] = []
-        indexers = [self._attention(number).indexer for number in self.own.full_layers]
-        try:
-            for indexer in indexers:
-                indexer.index_topk = min(best, self.topk)
-            with torch.no_grad(), self._share(Pattern(letters)) as sharing:
-                for layer in range(self.num_layers):
-                    lists.append(self._until_it_attends(layer, run.hidden[layer], sharing))
-        finally:
-            for indexer in indexers:
-                indexer.index_topk = self.topk
-        return lists
 
     def _weights(
         self,
@@ -498,7 +464,7 @@ class TransformersEvaluator(TokenEvaluator):
         run = self.run(pattern, ids)
         self._learn_arguments(len(ids))
         lists = list(run.indices)
-        with torch.no_grad(), self._share(self.own) as sharing:
+        with torch.no_grad(), share(self._model, self.own) as sharing:
             for layer in pattern.shared_layers:
                 if self.own.is_full(layer):
                     lists[layer] = self._until_it_attends(layer, run.hidden[layer], sharing)
@@ -534,17 +500,13 @@ def lost_by_worst_head(mass: Floats) -> Floats:
     """Return 1 less what the head that loses most loses under each earlier layer's list.
 
     Args:
-        mass: ``[N, N, heads]``, the share of a head's attention in layer i on layer j's list; or
-            ``[N, 2 N, heads]`` with the folded lists before them.
+        mass: ``[N, N, heads]``, the share of a head's attention in layer i on layer j's list.
 
     Returns:
-        The same without heads, float64; of the last N columns 1 on the diagonal, and 0 above it as
-        of the first.
+        ``[N, N]`` float64, 1 on the diagonal and 0 above it.
     """
-    count = len(mass)
-    own_mass = np.einsum("iih->ih", mass[:, -count:])[:, None]
-    share = 1 + (mass - own_mass).min(axis=2)
-    matrix: Floats = share * np.tile(np.tri(count), share.shape[1] // count)
+    own_mass = np.einsum("iih->ih", mass)[:, None]
+    matrix: Floats = (1 + (mass - own_mass).min(axis=2)) * np.tri(len(mass))
     return matrix
 
 
@@ -555,8 +517,5 @@ def hold(sharing: SharedForward, layer: int, indices: torch.Tensor) -> None:
 
 def common_layers(first: Pattern, second: Pattern) -> int:
     """Return the number of first layers that two patterns treat the same."""
-
-    def how(pattern: Pattern, layer: int) -> tuple[str, int]:
-        return pattern.layers[layer], pattern.fold_at(layer)
-
-    return next((i for i in range(len(first)) if how(first, i) != how(second, i)), len(first))
+    letters = enumerate(zip(first.text, second.text, strict=True))
+    return next((i for i, (one, other) in letters if one != other), len(first))

@@ -20,7 +20,6 @@ from sglang_indexcache.kernels.contract import PADDING, page_bytes
 from sglang_indexcache.kernels.indexer import quantization
 from sglang_indexcache.kernels.indexer.quantization import hadamard, quantize_e4m3
 from sglang_indexcache.serving.active import published_plan
-from sglang_indexcache.serving.cpu.fold import selector_of
 from sglang_indexcache.serving.cpu.select import every_visible, select_topk
 from sglang_indexcache.serving.preflight.config_check import INDEX_HEAD_DIM
 
@@ -88,8 +87,7 @@ def _store_and_select(
         everything = every_visible(backend.batch, x.shape[0], indexer.index_topk)
         return backend.index_buffer.select(layer_id, everything)
     queries, weights = index_queries(indexer, x, q_lora, positions, backend)
-    select = selector_of(backend, forward_batch, layer_id) or select_topk
-    selected = select(
+    selected = select_topk(
         queries,
         weights,
         lambda slots: backend.index_keys.load(layer_id, slots),

@@ -95,7 +95,6 @@ def select_topk(
     batch: HostBatch,
     topk: int,
     *,
-    rectified: bool = True,
     logits_bytes: int = LOGITS_BYTES,
 ) -> torch.Tensor:
     """Select the top-k visible positions of every query row of a paged batch.
@@ -103,7 +102,6 @@ def select_topk(
     Args:
         q: ``[T, H, D]`` index queries, in the dtype that ``gather_keys`` returns.
         weights: ``[T, H]`` float32, gates times the softmax scale.
-        rectified: whether a head that a key points away from counts as 0; a folded one does not.
         logits_bytes: bound of the logits held at once.
 
     Returns:
@@ -115,7 +113,7 @@ def select_topk(
     decoding = [b for b in longer if batch.query_lens[b] == 1]
     for group in _decode_groups(batch, decoding, q.shape[1], logits_bytes):
         rows = torch.tensor([starts[b] for b in group])
-        logits = _decode_logits(q[rows], weights[rows], gather_keys, batch, group, rectified)
+        logits = _decode_logits(q[rows], weights[rows], gather_keys, batch, group)
         result[rows] = topk_overwriting(logits, batch.visible[rows], topk)
     for b in longer:
         queries, total, end = batch.query_lens[b], batch.key_lens[b], starts[b + 1]
@@ -123,7 +121,7 @@ def select_topk(
             continue
         keys = gather_keys(batch.slots[b, :total])
         block = max(1, min(ROW_BLOCK, logits_bytes // (total * 4)))
-        scores = _ScoreBlock(block, q, keys, rectified)
+        scores = _ScoreBlock(block, q, keys)
         first = max(0, topk - (total - queries))  # rows before it see at most k tokens
         for low in range(starts[b] + first, end, block):
             high = min(low + block, end)
@@ -151,38 +149,20 @@ def _decode_logits(
     gather_keys: GatherKeys,
     batch: HostBatch,
     requests: list[int],
-    rectified: bool,
 ) -> torch.Tensor:
     """Return ``[R, the most that one sees]`` logits of requests with one query row each."""
     longest = max(batch.key_lens[b] for b in requests)
     slots = batch.slots[requests, :longest]
     keys = gather_keys(slots.reshape(-1)).view(len(requests), longest, -1)
-    return row_logits(q, weights, keys, rectified=rectified)
-
-
-def row_logits(
-    q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, *, rectified: bool = True
-) -> torch.Tensor:
-    """Score for each row keys of its own, as in decode: ``[R, N]`` float32.
-
-    Args:
-        q: ``[R, H, D]``, in the dtype of ``keys``.
-        weights: ``[R, H]`` float32.
-        keys: ``[R, N, D]``.
-        rectified: as in :func:`select_topk`.
-    """
-    per_head = torch.bmm(q, keys.transpose(1, 2)).float()
-    if rectified:
-        per_head.relu_()
+    per_head = torch.bmm(q, keys.transpose(1, 2)).float().relu_()
     return torch.bmm(weights.unsqueeze(1), per_head).squeeze(1)
 
 
 class _ScoreBlock:
     """Scratch memory of one block of rows, reused so that no block pays for fresh pages."""
 
-    def __init__(self, rows: int, q: torch.Tensor, keys: torch.Tensor, rectified: bool) -> None:
+    def __init__(self, rows: int, q: torch.Tensor, keys: torch.Tensor) -> None:
         _, heads, _ = q.shape
-        self._rectified = rectified
         width = min(KEY_BLOCK, keys.shape[0])
         self._products = torch.empty(rows * heads * width, dtype=keys.dtype)
         self._scores = torch.empty(rows * heads * width, dtype=torch.float32)
@@ -203,7 +183,6 @@ class _ScoreBlock:
             torch.mm(flat, keys[low:high].T, out=products)
             scores = self._scores[:size].view(rows, heads, high - low)
             scores.copy_(products.view_as(scores))
-            if self._rectified:
-                scores.relu_()
+            scores.relu_()
             logits[:, low:high] = torch.bmm(gates, scores).squeeze(1)
         return logits

@@ -15,7 +15,6 @@ from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend
 
 from sglang_indexcache.serving.active import ActivePattern
 from sglang_indexcache.serving.cuda import kernels as kernels_cuda
-from sglang_indexcache.serving.cuda.fold import FoldedLayers
 from sglang_indexcache.serving.cuda.kernels import EngineKernels, KeptLists, attend
 from sglang_indexcache.serving.index_buffer import IndexBuffer
 from sglang_indexcache.serving.monitor.traffic import phase_of
@@ -37,7 +36,6 @@ class IndexCacheBackend(DeepseekSparseAttnBackend):
 
     Attributes:
         first_overlapped_layer: under two-batch overlap, the first layer that runs on sub-batches.
-        folded: the layers that fold.
     """
 
     def __init__(self, runner: ModelRunner, active: ActivePattern) -> None:
@@ -50,7 +48,6 @@ class IndexCacheBackend(DeepseekSparseAttnBackend):
         )
         self._runner = runner
         self.kernels = EngineKernels()
-        self.folded = FoldedLayers()
         self._attention: SparseMLA | None = None
         self._lists = KeptLists()
 

@@ -26,7 +26,6 @@ from sglang_indexcache.kernels.contract import (
 )
 from sglang_indexcache.kernels.dispatch import ROUTED, Phase
 from sglang_indexcache.models import read_field
-from sglang_indexcache.serving.plan import Plan
 from sglang_indexcache.serving.preflight.options import KERNELS
 
 REPLACED_ATTENTION = ("fa3", "flashmla_auto", "flashmla_kv", "flashmla_sparse")
@@ -103,16 +102,6 @@ def _against_selection(model: Any) -> dict[str, bool]:
     config, context = model.hf_config, model.context_len
     topk = config.index_topk
     fixed = [getattr(config, name, None) for name in ("index_init_tokens", "index_local_tokens")]
-    return _against_queries(config) | {
-        f"the model selects {topk}, ours up to {MAX_TOPK}": not 1 <= topk <= MAX_TOPK,
-        "the model always selects some first or last tokens": any(fixed),
-        f"a context of {context} tokens, ours takes {MAX_TOKENS} (--context-length)": (
-            context > MAX_TOKENS
-        ),
-    }
-
-
-def _against_queries(config: Any) -> dict[str, bool]:
     heads, width = config.index_n_heads, config.index_head_dim
     return {
         f"the indexer has {heads} heads, ours {', '.join(map(str, INDEXER_HEADS))}": (
@@ -120,25 +109,12 @@ def _against_queries(config: Any) -> dict[str, bool]:
         ),
         f"index keys are {width} wide, ours {INDEX_DIM}": width != INDEX_DIM,
         "the model pools its index keys": (getattr(config, "index_kpool", None) or 1) > 1,
+        f"the model selects {topk}, ours up to {MAX_TOPK}": not 1 <= topk <= MAX_TOPK,
+        "the model always selects some first or last tokens": any(fixed),
+        f"a context of {context} tokens, ours takes {MAX_TOKENS} (--context-length)": (
+            context > MAX_TOKENS
+        ),
     }
-
-
-def check_folding(plan: Plan, cfg: Any, model: Any) -> None:
-    """Refuse to fold on a GPU what our kernels do not take.
-
-    Raises:
-        SettingsError: every reason.
-    """
-    against = _against_queries(text_config(model.hf_config))
-    what, fix = "folds indexers", "Name a pattern of F and S."
-    reasons = [reason for reason, holds in against.items() if holds]
-    if plan.pattern.suffix.factor > 1 and not reasons:
-        what, fix = "chooses among candidates (+cN)", "Name a pattern of F, L and S without +cN."
-        reasons = _obstacles("select", "prefill", cfg, model)
-    if reasons:
-        raise SettingsError(
-            f"the pattern {what}, which cannot be on a GPU: {'; '.join(reasons)}. {fix}"
-        )
 
 
 def _against_attention(cfg: Any, model: Any, backend: str) -> dict[str, bool]:

@@ -30,9 +30,7 @@ from sglang_indexcache.kernels.contract import (
     SparseMLA,
 )
 from sglang_indexcache.kernels.dispatch import Phase
-from sglang_indexcache.kernels.indexer.fold import FOLDED_HEADS, product
 from sglang_indexcache.serving.cuda.choice import Route
-from sglang_indexcache.serving.cuda.fold import FoldedLayers
 from sglang_indexcache.serving.hooks import around
 
 if TYPE_CHECKING:
@@ -88,14 +86,13 @@ _INDEXER = "sglang.srt.layers.attention.dsa.dsa_indexer"
 
 
 def install() -> None:
-    """Wrap the two methods of SGLang's indexer, and its prefill's logits; safe to call again.
+    """Wrap the two methods of SGLang's indexer; safe to call again.
 
     Raises:
         UnsupportedEngineError: SGLang could not.
     """
     around(f"{_INDEXER}.Indexer._get_topk_ragged", _ragged)
     around(f"{_INDEXER}.Indexer._get_topk_paged", _paged)
-    around(f"{_INDEXER}.resolve_fp8_mqa_logits_fn", _logits_function)
 
 
 def _ragged(
@@ -110,15 +107,10 @@ def _ragged(
     topk_result: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Stand in for ``Indexer._get_topk_ragged``."""
-    layers = folded_layers()
-    second = layers.second_stage(layer_id, metadata, indexer.index_topk)
-    kernel = second or current().select_prefill
-    # DeepGEMM's heads are padded behind this; the product takes as few as ours.
-    q_fp8, weights = layers.heads(layer_id, q_fp8, weights, FOLDED_HEADS)
+    kernel = current().select_prefill
     if kernel is None or _is_unknown(metadata, "prefill"):
         call = (enable_dual_stream, forward_batch, layer_id, q_fp8, weights, metadata, topk_result)
-        with layers.scoring(layer_id):
-            return original(indexer, *call)
+        return original(indexer, *call)
     pages = _pages(indexer, layer_id)
     topk = indexer.index_topk
     return select(kernel, "prefill", q_fp8, weights, pages, metadata, topk, topk_result)
@@ -134,22 +126,11 @@ def _paged(
     metadata: DSAIndexerMetadata,
 ) -> torch.Tensor:
     """Stand in for ``Indexer._get_topk_paged``."""
-    layers = folded_layers()
-    second = layers.second_stage(layer_id, metadata, indexer.index_topk)
-    kernel = second or current().select_decode
-    is_ours = kernel is not None and not _is_unknown(metadata, "decode")
-    # SGLang's own wants the heads that its schedule was made for.
-    count = FOLDED_HEADS if is_ours else None
-    q_fp8, weights = layers.heads(layer_id, q_fp8, weights, count)
-    if kernel is None or not is_ours:
+    kernel = current().select_decode
+    if kernel is None or _is_unknown(metadata, "decode"):
         return original(indexer, forward_batch, layer_id, q_fp8, weights, metadata)
     pages = _pages(indexer, layer_id)
     return select(kernel, "decode", q_fp8, weights, pages, metadata, indexer.index_topk)
-
-
-def _logits_function(original: Callable[[], Any]) -> Any:
-    """Return DeepGEMM's function, or the product while a folded layer selects."""
-    return product if folded_layers().is_scoring else original()
 
 
 def select(
@@ -261,12 +242,6 @@ def current_backend() -> Any:
 def unwrapped(backend: Any) -> Any:
     """Return the backend of DSA layers, which hybrid models wrap in another."""
     return getattr(backend, "full_attn_backend", backend)
-
-
-def folded_layers() -> FoldedLayers:
-    """Return the layers that fold in the forward in progress; none under another backend."""
-    layers = getattr(current_backend(), "folded", None)
-    return layers if isinstance(layers, FoldedLayers) else FoldedLayers()
 
 
 def current() -> EngineKernels:

@@ -14,7 +14,6 @@ from sglang_indexcache.serving.active import ActivePattern
 from sglang_indexcache.serving.cuda import kernels as kernels_cuda
 from sglang_indexcache.serving.cuda.backend import IndexCacheBackend
 from sglang_indexcache.serving.cuda.choice import choose
-from sglang_indexcache.serving.cuda.fold import FoldedLayers
 from sglang_indexcache.serving.cuda.indexer import indexer_forward
 from sglang_indexcache.serving.cuda.kernels import EngineKernels
 from sglang_indexcache.serving.hooks import around
@@ -32,9 +31,6 @@ def create_cuda_backend(runner: ModelRunner, active: ActivePattern) -> IndexCach
     """
     backend = IndexCacheBackend(runner, active)
     backend.kernels = _load_kernels(runner, active)
-    if active.plan.slopes:
-        backend.folded = FoldedLayers.of(active.plan, backend.device)
-        kernels_cuda.install()
     if get_exec().overlap.enable_two_batch_overlap:
         _check_overlap(backend)
     if active.plan.mode == "live":

@@ -30,10 +30,10 @@ PREFIX = "sglang_indexcache_"
 COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "tokens": ("Rows forwarded.", ("phase", "pattern")),
     "pairs": (
-        "Query-key pairs: scored, folded, or skipped by sharing.",
+        "Query-key pairs: scored, or skipped by sharing.",
         ("phase", "length", "kind"),
     ),
-    "flops_saved": ("Operations of indexers that sharing and folding saved, on each GPU.", ()),
+    "flops_saved": ("Operations of indexers that sharing saved, on each GPU.", ()),
     "forwards": ("Forwards, by whether requests of several patterns were in them.", ("mixed",)),
     "idle_forwards": ("Forwards without a request of the rank's own, in dp_attention.", ()),
     "layer_runs": ("Indexers that ran, and reuses of another's indices.", ("layer", "did")),

@@ -49,13 +49,9 @@ class Traffic:
         own: those of them at which the checkpoint has an indexer.
         flops: of one pair: a multiplication and an addition for each head's dimension.
         index_k_bytes: of index keys a token, as allocated over these layers.
-        exact: positions at which no pattern folds, whatever it says.
-        folded_flops: of a pair that is scored by a folded query, which is as wide as one head.
         tokens: rows by phase ("prefill", "decode") and pattern.
-        pairs: by phase, bin of the request's length and "scored", "folded" or "skipped". A layer
-            that folds for one request of a forward selects for each by itself; any other that is F
-            for one scores the pairs of all.
-        again: of the folded pairs, those that a second stage scored again.
+        pairs: by phase, bin of the request's length and "scored" or "skipped". A layer that is F
+            for one request of a forward scores the pairs of all.
         rejections: of patterns, by who was refused: "switch" or "request".
     """
 
@@ -64,11 +60,8 @@ class Traffic:
     topk: int = 0
     flops: int = 0
     index_k_bytes: int = 0
-    exact: frozenset[int] = frozenset()
-    folded_flops: int = 0
     tokens: Counter[tuple[str, ...]] = field(default_factory=Counter)
     pairs: Counter[tuple[str, ...]] = field(default_factory=Counter)
-    again: int = 0
     rejections: Counter[str] = field(default_factory=Counter)
 
     def look_at(self, plan: Plan, runner: Any) -> None:
@@ -80,10 +73,9 @@ class Traffic:
         )
         self.here = range(start, stop)
         self.own = frozenset(filter(plan.own.is_full, self.here))
-        self.exact = frozenset(i for i, slopes in enumerate(plan.slopes) if slopes is None)
         self.topk = int(read_field(config, "index_topk"))
-        self.folded_flops = 2 * int(read_field(config, "index_head_dim"))
-        self.flops = self.folded_flops * int(read_field(config, "index_n_heads"))
+        heads, width = (read_field(config, f"index_{name}") for name in ("n_heads", "head_dim"))
+        self.flops = 2 * int(width) * int(heads)
         self.index_k_bytes = _index_k_bytes(runner.token_to_kv_pool)
 
     def count(self, phase: str, served: Sequence[Served]) -> None:
@@ -95,25 +87,18 @@ class Traffic:
             self.tokens[phase, name] += rows
         if max((length for _, _, length in served), default=0) <= self.topk:
             return
-        patterns = frozenset(pattern for pattern, *_ in served)
-        for pattern, rows, length in served:
+        scoring = _scoring(frozenset(pattern for pattern, *_ in served), self.own)
+        layers = {"scored": scoring, "skipped": len(self.own) - scoring}
+        for _, rows, length in served:
             visible = _pairs_of(length) - _pairs_of(length - rows)
-            kinds, twice = _kinds(pattern, patterns, self.own, self.exact)
-            for kind, layers in kinds.items():
-                self.pairs[phase, length_bin(length), kind] += visible * layers
-            most = pattern.suffix.factor * self.topk
-            # Rows that see no more than a list holds have no second stage.
-            rescored = _pairs_of(length, most) - _pairs_of(
-                max(length - rows, min(length, self.topk)), most
-            )
-            self.again += rescored * twice
+            for kind, count in layers.items():
+                self.pairs[phase, length_bin(length), kind] += visible * count
 
     @property
     def flops_saved(self) -> int:
-        """Operations that sharing and folding saved in the pairs that were counted."""
-        saved = {"skipped": self.flops, "folded": self.flops - self.folded_flops}
-        first = sum(saved.get(kind, 0) * count for (*_, kind), count in self.pairs.items())
-        return first - self.flops * self.again
+        """Operations that sharing saved in the pairs that were counted; it never falls."""
+        skipped = (count for (*_, kind), count in self.pairs.items() if kind == "skipped")
+        return self.flops * sum(skipped)
 
     def report(self) -> dict[str, dict[str, int]]:
         """Return the counters for a rank's state, the parts of their keys joined by spaces."""
@@ -130,31 +115,14 @@ def label_for(name: Any, labels: Collection[Any], most: int, rest: Any) -> Any:
 
 
 @lru_cache(maxsize=256)
-def _kinds(
-    pattern: Pattern, patterns: frozenset[Pattern], layers: frozenset[int], exact: frozenset[int]
-) -> tuple[dict[str, int], int]:
-    """Count ``layers`` by what becomes of a request's pairs, and those that score again.
-
-    Args:
-        pattern: the request's.
-        patterns: those of all requests of its forward.
-    """
-    kinds, twice = {"scored": 0, "skipped": 0}, 0
-    for layer in layers:
-        apart_here = layer not in exact and any(pattern.fold_at(layer) for pattern in patterns)
-        deciding = (pattern,) if apart_here else patterns
-        factor = pattern.fold_at(layer) if apart_here else 0
-        is_full = any(pattern.is_full(layer) for pattern in deciding)
-        kind = "folded" if factor else "scored" if is_full else "skipped"
-        kinds[kind] = kinds.get(kind, 0) + 1
-        twice += factor > 1
-    return kinds, twice
+def _scoring(patterns: frozenset[Pattern], layers: frozenset[int]) -> int:
+    """Count the ``layers`` that some of a forward's patterns makes F: they score for all."""
+    return sum(any(pattern.is_full(layer) for pattern in patterns) for layer in layers)
 
 
-def _pairs_of(rows: int, most: int | None = None) -> int:
-    """Count the pairs of a request's first ``rows`` rows, each with at most ``most`` tokens."""
-    short = rows if most is None else min(rows, most)
-    return short * (short + 1) // 2 + (rows - short) * (most or 0)
+def _pairs_of(rows: int) -> int:
+    """Count the pairs of a request's first ``rows`` rows."""
+    return rows * (rows + 1) // 2
 
 
 def length_bin(length: int) -> str:

@@ -75,12 +75,8 @@ def _work(since: Counter[str], total: Counter[str]) -> Table:
 
 
 def _skipped(pairs: Counter[str], names: Iterable[str]) -> str:
-    kinds = ("scored", "folded", "skipped")
-    scored, folded, skipped = (sum(pairs[f"{n} {kind}"] for n in names) for kind in kinds)
-    total = scored + folded + skipped
-    if not total:
-        return "-"
-    return f"{skipped / total:.1%}" + (f", {folded / total:.1%} folded" if folded else "")
+    scored, skipped = (sum(pairs[f"{n} {kind}"] for n in names) for kind in ("scored", "skipped"))
+    return f"{skipped / (scored + skipped):.1%}" if scored + skipped else "-"
 
 
 def _patterns(

@@ -173,8 +173,6 @@ def _reasons(cfg: Any, plan: Plan) -> Iterator[str]:
             "--enable-torch-compile is not served: it compiles the layers' code in which indices "
             "are shared, and nobody has run that. Drop the flag; CUDA graphs work without it."
         )
-    if plan.slopes:
-        yield from _of_folding(plan)
     if plan.mode == "live":
         yield from _of_live_mode(cfg, plan)
     yield from _of_caches(cfg, plan)
@@ -208,18 +206,6 @@ def _of_platform(plan: Plan) -> Iterator[str]:
             "has another attention backend for it, in which nothing would be shared. It serves on "
             "NVIDIA GPUs, on AMD GPUs in static mode, and for reference on a CPU."
         )
-
-
-def _of_folding(plan: Plan) -> Iterator[str]:
-    from sglang.srt.platforms import current_platform
-
-    if not platform_cpu.is_active():
-        reasons = {
-            "live mode": plan.mode == "live",
-            "an AMD GPU": current_platform.is_rocm(),
-        }
-        fix = f"Use {MODE.flag} static on an NVIDIA GPU; the CPU platform serves all."
-        yield from _clash(f"pattern {plan.policy}, which folds indexers,", reasons, fix)
 
 
 def _of_live_mode(cfg: Any, plan: Plan) -> Iterator[str]:

@@ -16,7 +16,6 @@ from sglang_indexcache.adapter import Adapter
 from sglang_indexcache.checkpoint import SHARING_KEYS, Checkpoint, pattern_from_sharing_keys
 from sglang_indexcache.errors import Findings, IndexCacheError, SettingsError
 from sglang_indexcache.library import NOT_EVALUATED, Entry, Library, Resolved, names
-from sglang_indexcache.library.slopes import Slopes
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.plan import CONFIG_KEY, Plan
 from sglang_indexcache.serving.policy import Policy
@@ -73,14 +72,12 @@ class PatternChoice:
         policy: the pattern of each prompt length; mostly one for all.
         origin: the source, in words.
         entry: the pattern's file, where the source named one file.
-        slopes: by which its patterns fold, if any does.
         adapter: whose indexers are served under it.
     """
 
     policy: Policy
     origin: str
     entry: Entry | None = None
-    slopes: Slopes | None = None
     adapter: Adapter | None = None
 
     @classmethod
@@ -93,7 +90,7 @@ class PatternChoice:
         resolved: list[Resolved] = []
 
         def resolve(value: str) -> Pattern:
-            resolved.append(library.resolve(value, checkpoint, folding=True))
+            resolved.append(library.resolve(value, checkpoint))
             return resolved[-1].pattern
 
         try:
@@ -102,13 +99,7 @@ class PatternChoice:
             raise type(error)(f"{choice}: {error}") from error
         entry = resolved[0].entry if len(resolved) == 1 else None
         described = "; ".join(choice.description for choice in resolved)
-        slopes = {choice.slopes.digest: choice.slopes for choice in resolved if choice.slopes}
-        if len(slopes) > 1:
-            raise SettingsError(
-                f"{choice}: its patterns fold by the slopes {' and '.join(slopes)}, and a server "
-                "has one file of them. Name the same file behind each."
-            )
-        return cls(policy, f"{choice} ({described})", entry, next(iter(slopes.values()), None))
+        return cls(policy, f"{choice} ({described})", entry)
 
     @classmethod
     def from_overrides(
@@ -148,7 +139,7 @@ class PatternChoice:
         for pattern in requested.policy.patterns if requested else ():
             adapter.check_pattern(pattern)
         with findings:
-            _check_folder(model, f"{ADAPTER.flag} needs", "the adapter was trained on")
+            _check_folder(model)
             adapter.check(model)
             tensors = adapter.names()
             check_form(model, tensors)
@@ -164,12 +155,12 @@ class PatternChoice:
         return cls(Policy.of(checkpoint.own), origin)
 
 
-def _check_folder(model: Path, who: str, which: str) -> None:
+def _check_folder(model: Path) -> None:
     """Raise SettingsError for a name of the Hub, whose files are not here to be compared."""
     if not model.is_dir():
         raise SettingsError(
-            f"{who} --model-path to be a folder, to compare the checkpoint with the one that "
-            f"{which}; {model} is none. Download it first."
+            f"{ADAPTER.flag} needs --model-path to be a folder, to compare the checkpoint with the "
+            f"one that the adapter was trained on; {model} is none. Download it first."
         )
 
 
@@ -255,10 +246,6 @@ def make_plan(
             f"{choice.origin}: prompt length can decide in live mode only. Add {MODE.flag} live."
         )
     pattern, adapter = choice.policy.patterns[0], choice.adapter
-    if choice.slopes:
-        with findings:
-            _check_folder(Path(model), "a pattern that folds needs", "its slopes were fitted to")
-            choice.slopes.check_checkpoint(checkpoint_digest(Path(model)), model)
     # Files are about a checkpoint's own indexers, and say nothing of an adapter's.
     is_in_files = pattern != checkpoint.own and adapter is None
     quality = _evidence(choice, library, model) if is_in_files else ""
@@ -276,7 +263,6 @@ def make_plan(
         advice=_advice(choice if requested else None, checkpoint, library),
         quality=quality,
         longer=choice.policy.steps[1:],
-        slopes=choice.slopes.by_layer if choice.slopes else (),
         shape=tuple(checkpoint.shape.items()),
     )
 

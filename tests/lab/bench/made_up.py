@@ -19,9 +19,7 @@ def write_rows(
     """Rows of GLM-5-FP8 at 8 heads in bfloat16; returns the data folder.
 
     A chunk of any length takes 2 ms in an S layer, in an F layer a microsecond more for each token
-    of prefix; a step 50 us, in an F layer 50 more and a microsecond for each thousand tokens. Of a
-    chunk's time in an F layer logits are 100 us and 0.8 us a token of prefix, and top-k 200 us and
-    0.1 us a token; a product with 65,536 keys takes a 16,384th of a millisecond a row.
+    of prefix; a step 50 us, in an F layer 50 more and a microsecond for each thousand tokens.
 
     Args:
         folder: where.
@@ -53,16 +51,6 @@ def write_rows(
     for phase in ("context", "generation"):
         rows = [row for row in rows_of_all if phase in row["op_name"]]
         _write(sparse / f"dsa_{phase}_module_perf.parquet", rows)
-    for kernel, first, slope in (("mqa_logits", 0.1, 0.8e-3), ("topk", 0.2, 0.1e-3)):
-        rows = [
-            {
-                "batch_size": 1, "isl": isl, "step": x, "score_mode": "top_last",
-                "latency": first + slope * x,
-            }
-            for isl in (4096, 8192)
-            for x in PREFIXES
-        ]  # fmt: skip
-        _write(sparse / f"glm5_{kernel}_module_perf.parquet", rows)
     experts = {
         "hidden_size": 6144, "inter_size": 2048, "topk": 8, "num_experts": 256,
         "moe_dtype": "fp8_block", "moe_tp_size": 8, "moe_ep_size": 1,
@@ -89,10 +77,6 @@ def write_rows(
             for n, k in sizes
             for m in (1, 4, 8192, 16_384)
             for weights in ("fp8_block", "bfloat16")
-        ]
-        + [
-            {"n": 65_536, "k": 128, "m": m, "gemm_dtype": "fp8_block", "latency": m / 16_384}
-            for m in (4096, 8192)
         ],
     )
     return folder

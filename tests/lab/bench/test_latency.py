@@ -15,7 +15,6 @@ import pytest
 from sglang_indexcache.ask.client import Client
 from sglang_indexcache.ask.stream import StreamedAnswer, stream
 from sglang_indexcache.checkpoint import Checkpoint
-from sglang_indexcache.demo import shipped_checkpoint
 from sglang_indexcache.errors import BenchError, CheckpointError, OutputError, ServerError
 from sglang_indexcache.lab.bench import latency, servers
 from sglang_indexcache.lab.bench.latency import (
@@ -31,7 +30,6 @@ from sglang_indexcache.lab.bench.servers import RunningServers, StartedServers
 from sglang_indexcache.pattern import Pattern
 from tests.fakes.server import Clock, FakeServer, serving
 from tests.full_disk import files_of_at_most
-from tests.slopes import random_slopes
 
 CONFIG = {
     "architectures": ["GlmMoeDsaForCausalLM"],
@@ -375,13 +373,6 @@ def test_a_config_without_a_vocabulary_is_refused(tmp_path: Path) -> None:
 def test_names_must_differ() -> None:
     with pytest.raises(BenchError, match="different names"):
         configurations(("a=full", "a=uniform:1/2"), CHECKPOINT)
-
-
-def test_a_pattern_that_folds_is_served_by_its_slopes(tmp_path: Path) -> None:
-    folder = shipped_checkpoint()
-    slopes = random_slopes(folder, tmp_path / "any.slopes")
-    (configuration,) = configurations((f"L=folded@{slopes.path}",), Checkpoint.read(folder))
-    assert (configuration.name, configuration.pattern) == ("L", f"{'L' * 12}@{slopes.digest}")
 
 
 def test_a_result_survives_its_file(tmp_path: Path) -> None:

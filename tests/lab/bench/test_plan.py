@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from sglang_indexcache.errors import BenchError, LibraryError
-from sglang_indexcache.lab.bench.folding import fold
 from sglang_indexcache.lab.bench.plan import (
     MODELS,
     NO_RATE,
@@ -20,10 +19,10 @@ from sglang_indexcache.lab.bench.plan import (
     plan_grid,
     plan_to_json,
 )
-from sglang_indexcache.lab.bench.rows import Wheel
+from sglang_indexcache.lab.bench.results import METRICS
 from sglang_indexcache.models import SHAPES
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.shapes import PRESETS, checkpoint_of
+from sglang_indexcache.shapes import checkpoint_of
 from tests.lab.bench.made_up import write_rows
 
 FP8 = Deployment("GLM-5-FP8", "h200")
@@ -44,89 +43,6 @@ def test_a_prompt_is_the_sum_of_its_chunks(tmp_path: Path) -> None:
     # Products are scaled from the nearest that was measured, which here has another size.
     assert prompt.value == pytest.approx(layers + 3 * (around + norms), rel=0.02)
     assert prompt.off == pytest.approx(0, abs=1e-9)
-
-
-def folded_chunk(prefix: int, factor: int = 1) -> float:
-    """Milliseconds of a folded layer's 8,192 tokens, by the formulas of the made-up rows."""
-    full, logits = 2 + 1e-3 * prefix, 0.1 + 0.8e-3 * prefix
-    keys = prefix + 8192
-    if keys <= factor * 2048:
-        return full  # the exact score ranks all
-    product = 0.5 * keys / 65_536 + 1e3 * 8192 * keys * 2 / (4.8e12 * 0.8)
-    chunk = max(2.0, full - logits + product)  # 2 ms is the fastest chunk of an F layer
-    if factor > 1:
-        candidates = factor * 2048
-        chunk += logits * min(1, candidates / (prefix + 4096)) + 0.2
-        chunk += 0.1e-3 * max(0, candidates - 8192)
-    return chunk
-
-
-@pytest.mark.parametrize(
-    ("pattern", "folded"),
-    [
-        (Pattern("L" * 78), {1: 78}),
-        (Pattern("FLS" * 26), {0: 26, 1: 26}),
-        (Pattern("F" * 78 + "+c4"), {4: 78}),
-        (Pattern("FLS" * 26 + "+c8"), {8: 26, 1: 26}),
-    ],
-)
-def test_folding_a_prompt_saves_logits_and_pays_for_what_stands_in_their_place(
-    tmp_path: Path, pattern: Pattern, folded: dict[int, int]
-) -> None:
-    source = Forwards(FP8, write_rows(tmp_path))
-    prefixes = (0, 8192, 16_384)
-    gain = source.gain("prefill", pattern, 3 * 8192)
-    full = source.prefill(78, 3 * 8192)
-    assert gain is not None
-    assert full is not None
-    saved = sum(
-        count
-        * sum(2 + 1e-3 * x - (folded_chunk(x, fold) if fold else 2 + 1e-3 * x) for x in prefixes)
-        for fold, count in folded.items()
-    ) + sum(1e-3 * x for x in prefixes) * pattern.layers.count("S")
-    assert saved > 0
-    assert gain.gain == pytest.approx(full.value / (full.value - saved))
-    assert gain.at_most == (pattern.suffix.factor > 1)
-
-
-def test_folding_saves_nothing_in_decode(tmp_path: Path) -> None:
-    source = Forwards(FP8, write_rows(tmp_path))
-    shared = source.gain("decode", Pattern("FSS" * 26), 32_768)
-    assert shared == source.gain("decode", Pattern("LSS" * 26), 32_768)
-    assert shared == source.gain("decode", Pattern("FSS" * 26 + "+c4"), 32_768)
-
-
-def test_folded_patterns_are_called_composed(tmp_path: Path) -> None:
-    patterns, notes = choose_patterns(["full", "folded", "1/4+c4"], "glm-5")
-    assert "arithmetic" in notes[0]
-    assert "no kernel that folds" in notes[0]
-    assert "gathering their keys" in notes[1]
-    assert len(choose_patterns(["full", "1/4"], "glm-5")[1]) == 1  # 22 of 78
-    source = Forwards(FP8, write_rows(tmp_path))
-    rows = plan_grid(source, patterns, [32_768]).rows
-    assert [row[0] for row in rows[2:5]] == [
-        "full (78 of 78 F)", "folded (0 F, 78 L of 78, composed)",
-        "1/4+c4 (22 F, 0 L of 78, composed)",
-    ]  # fmt: skip
-    assert [row[1].startswith("at most ") for row in rows[2:5]] == [False, False, True]
-    prefixes = range(0, 32_768, 8192)
-    price = sum(folded_chunk(x) - 2 for x in prefixes) / sum(1e-3 * x for x in prefixes)
-    assert rows[5] == ("price of an L layer (F 1, S 0), for search --fold-price", f"{price:.2f}")
-    gains = plan_to_json(source, patterns, [32_768])["gains"]
-    assert [row["at_most"] for row in gains[:3]] == [False, False, True]
-    assert [row["folded"] for row in gains[:3]] == [False, True, True]
-
-
-def test_folding_is_refused_where_rows_cannot_say(tmp_path: Path) -> None:
-    source = Forwards(FP8, write_rows(tmp_path))
-    folded = Pattern("L" * 78)
-    assert source.gain("prefill", folded, 131_072 + 8192) is not None
-    assert source.gain("prefill", folded, 131_072 + 3 * 8192) is None
-    with pytest.raises(BenchError, match=r"a plan reads no slopes.*Leave @0123456789ab out"):
-        choose_patterns(["folded@0123456789ab"], "glm-5")
-    wheel, shape = Wheel("h200", tmp_path), PRESETS["deepseek-v3.2"]
-    with pytest.raises(BenchError, match=r"of 32 heads.* alone, not of 64"):
-        fold(source.layers, wheel, shape, "fp8_block", 1e12, 1)
 
 
 def test_a_step_between_rows(tmp_path: Path) -> None:
@@ -179,6 +95,18 @@ def test_what_the_reader_is_told(tmp_path: Path) -> None:
     assert "S layers of zai-org/GLM-5.2-FP8" in sources
     said_of_range = source.describe_range([pattern for _, pattern in patterns], [32_768])
     assert "off by 0% at worst" in said_of_range
+
+
+def test_programs_are_told_the_same(tmp_path: Path) -> None:
+    source = Forwards(FP8, write_rows(tmp_path))
+    patterns, _ = choose_patterns(["full", "1/4"], "glm-5")
+    rows = plan_to_json(source, patterns, [32_768])["gains"]
+    assert [row["metric"] for row in rows] == [metric for metric in METRICS for _ in patterns]
+    for row, (name, pattern) in zip(rows, patterns * len(METRICS), strict=True):
+        gain = source.gain(row["metric"], pattern, 32_768)
+        assert gain is not None
+        assert (row["name"], row["full_layers"]) == (name, len(pattern.full_layers))
+        assert (row["speedup"], row["every_indexer_ms"]) == (gain.gain, gain.milliseconds)
 
 
 def test_weights_that_do_not_fit_are_refused_before_any_row_is_read(tmp_path: Path) -> None:

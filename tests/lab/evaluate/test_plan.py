@@ -29,7 +29,6 @@ from sglang_indexcache.lab.evaluate.tasks import DEFAULT, TASKS
 from sglang_indexcache.lab.evaluate.tasks.context import Context, Task
 from tests.lab.evaluate.evaluate import ARMS
 from tests.lab.evaluate.fake_server import Words
-from tests.slopes import random_slopes
 
 PLAN = EvaluationPlan(("notes", "tracking"), (256, 512), 10, 4, 64, margin=0.02, looks=4)
 CORPUS = Corpus(Words(), 4)
@@ -52,15 +51,6 @@ CORPUS = Corpus(Words(), 4)
 def test_lengths_run_up_to_the_context(context: int | None, lengths: tuple[int, ...]) -> None:
     assert default_lengths(context) == lengths
     assert context is None or lengths[-1] <= context - min(1024, context // 8)
-
-
-def test_patterns_that_fold_are_judged_after_those_with_more_f_layers(tmp_path: Path) -> None:
-    folder = Path(shipped_checkpoint())
-    slopes = random_slopes(folder, tmp_path / "some.slopes").path
-    given = (f"folded@{slopes}", "1/4", f"folded:1/4@{slopes}", "1/2", f"full+c2@{slopes}")
-    arms = arms_of(folder, "full", given, "")
-    order = ["full+c2@some", "1/2", "folded:1/4@some", "1/4", "folded@some"]
-    assert [arm.name for arm in arms[1:-1]] == order
 
 
 def test_a_name_before_a_pattern_names_the_arm() -> None:

@@ -277,7 +277,7 @@ def test_rows_hold_several_documents_and_conversations(base: Path) -> None:
         ({"checkpoint": Path("nowhere")}, CheckpointError, "is no folder of this machine"),
         ({"checkpoint": Path("dense")}, CheckpointError, "without a lightning indexer"),
         ({"checkpoint": Path("shared")}, PatternError, "indexer"),
-        ({"checkpoint": Path("other")}, CheckpointError, "neither trained nor folded here"),
+        ({"checkpoint": Path("other")}, CheckpointError, "not trained here"),
         ({"output": Path("full")}, TrainingError, "holds something else"),
     ],
 )

@@ -19,7 +19,6 @@ from sglang_indexcache.serving.preflight.refusals import check, stage_starts
 from tests.serving.plans import plan
 
 LIVE = {"mode": "live"}
-FOLDED = {"pattern": Pattern("LSLF@0123456789ab"), "slopes": ((0.5,),) * 4}
 RETURN = {"enable_return_indexer_topk": True}
 
 
@@ -78,8 +77,6 @@ def platform(monkeypatch: pytest.MonkeyPatch) -> Any:
         ({}, {"enable_lmcache": True}),
         ({"own": Pattern("FSFS")}, {"enable_flexkv": True}),
         ({"kernels": "cuda"}, {}),
-        (FOLDED, {}),
-        (FOLDED | {"pattern": Pattern("FFFF+c4@0123456789ab")}, {}),
         ({}, {"pp_size": 4}),
         ({}, {"dcp_size": 2, "enable_hisparse": True}),
         (LIVE, {"kv_cache_dtype": "fp8_e4m3"}),
@@ -96,7 +93,6 @@ def test_what_goes_together(fields: dict[str, Any], changes: dict[str, Any]) -> 
 @pytest.mark.parametrize(
     ("fields", "changes", "message"),
     [
-        (LIVE | FOLDED, {}, "which folds indexers, does not work with live mode"),
         ({}, {"use_ray": True}, "does not work with --use-ray"),
         ({}, {"enable_pdmux": True}, "--enable-pdmux does not work with models of"),
         ({}, {"enable_prefill_cp": True, "cp_strategy": "zigzag"}, "Use --cp-strategy interleave"),

@@ -1,6 +1,5 @@
 """Flags, environment and config come to one plan or to one clear error."""
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,7 +7,6 @@ import pytest
 
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import Findings, IndexCacheError, PatternError, SettingsError
-from sglang_indexcache.library import LayerSlopes, Slopes
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.plan import CONFIG_KEY, Plan
 from sglang_indexcache.serving.preflight.options import Choices, collect
@@ -213,16 +211,3 @@ def test_prompt_length_decides_in_live_mode() -> None:
         plan(flags(pattern="full < 1K", mode="live"))
     with pytest.raises(SettingsError, match="Give only one"):
         plan(flags(pattern="full < 1K <= FSSFSS", mode="live"), overrides={"index_topk_freq": 1})
-
-
-def test_slopes_are_compared_with_a_folder(tmp_path: Path) -> None:
-    """A name of the Hub leaves nothing to compare, so it is refused."""
-    layers = (LayerSlopes(slopes=(0.5,), missed={}),) * 6
-    about = {"name": "any", "architecture": "GlmMoeDsaForCausalLM", "layers": layers}
-    slopes = Slopes(**about, checkpoint="0" * 64, path=tmp_path / "some.slopes")
-    slopes.write()
-    choices = flags(pattern=f"folded@{slopes.path}")
-    findings = Findings()
-    make_plan(choices, checkpoint(), {}, "some-one/some-model", findings)
-    with pytest.raises(SettingsError, match="needs --model-path to be a folder"):
-        findings.report()

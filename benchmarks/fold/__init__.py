@@ -1,1 +1,0 @@
-"""Measure folding an indexer beside sharing its selection: see ``__main__.py``."""
