@@ -111,9 +111,9 @@ class IndexCacheBackend(DeepseekSparseAttnBackend):
 
     def _forward_flashmla_sparse(self, **call: Any) -> torch.Tensor:
         if self._attention is None:
-            heads = call["q_all"].shape[1]
             padded = with_heads_for_flashmla(call, self.device_sm_major)
-            return super()._forward_flashmla_sparse(**padded)[:, :heads]
+            out: torch.Tensor = super()._forward_flashmla_sparse(**padded)
+            return out if padded is call else out[:, : call["q_all"].shape[1]]
         return self._attend(call["q_all"], call["page_table_1"], call, call["attn_sink"])
 
     def _forward_flashmla_kv(self, **call: Any) -> torch.Tensor:

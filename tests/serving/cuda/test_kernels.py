@@ -682,7 +682,7 @@ def test_attention_that_is_not_routed_stays_sglangs(
     backend = attending_backend(monkeypatch, prefill=impl, decode=impl, draft_tokens=2)
     monkeypatch.setattr(DeepseekSparseAttnBackend, f"_forward_{impl}", lambda self, **_: "SGLang's")
     ours: Callable[..., Any] = lambda *_args, **_kw: ("ours", None)  # noqa: E731
-    q, slots = torch.randn(4, 5, 576).bfloat16(), random_slots(4)
+    q, slots = torch.randn(4, 4, 576).bfloat16(), random_slots(4)
     for kernels, expected in (
         (EngineKernels(sparse_mla_prefill=ours), ["ours", "SGLang's"]),
         (EngineKernels(sparse_mla_decode=ours), ["SGLang's", "ours"]),
