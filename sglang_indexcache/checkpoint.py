@@ -107,6 +107,7 @@ FORMS: Mapping[str, _Form] = {
     "index_topk": _COUNT,
     "index_n_heads": _COUNT,
     "index_head_dim": _COUNT,
+    "qk_rope_head_dim": _NUMBER,
     "vocab_size": _COUNT,
     "max_position_embeddings": _COUNT,
 }

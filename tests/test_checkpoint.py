@@ -149,6 +149,10 @@ def test_unusable_models_are_one_clear_error(fields: dict[str, Any], message: st
     ("name", "value", "must"),
     [
         ("num_hidden_layers", "7", "is '7' and must be a whole number from 1 to 4096"),
+        ("qk_rope_head_dim", [], "is [] and must be a whole number"),
+        ("qk_rope_head_dim", "", "is '' and must be a whole number"),
+        ("qk_rope_head_dim", {}, "is {} and must be a whole number"),
+        ("qk_rope_head_dim", "64", "is '64' and must be a whole number"),
         ("num_hidden_layers", 1e30, "a whole number"),
         ("num_hidden_layers", 10**10, "a whole number from 1 to 4096"),
         ("num_layers", True, "a whole number"),

@@ -82,8 +82,8 @@ class Reporting(CommandGroup):
 def _missing(package: str, group: str | None) -> str:
     extra = "serve" if package == "sglang" else EXTRAS.get(group or "", "all")
     return (
-        f"this command needs {package}, which is not installed: "
-        f"pip install 'sglang-indexcache[{extra}]'"
+        f"this command needs {package}, which is not installed. In the folder that this package "
+        f"was installed from: pip install '.[{extra}]'"
     )
 
 

@@ -33,7 +33,10 @@ RatioModel = Annotated[Path | None, Option("--model", metavar="FOLDER", help=
 
 @app.command("list", cls=Command, epilog="Example: indexcache patterns list --model MODEL")
 def list_patterns(model: FittedModel = None) -> None:
-    """List the library's patterns."""
+    """List the library's patterns, and say of each file that is left out why.
+
+    If there is one, the exit code is 1.
+    """
     from sglang_indexcache.library import Library
 
     library = Library.default()
@@ -51,6 +54,9 @@ def list_patterns(model: FittedModel = None) -> None:
             re.split(r"[,(]", entry.method.name)[0].strip(),  # `show` has the whole
         )
     out.print(table if entries else "no pattern in the library fits this checkpoint")
+    problems = Findings()
+    problems.each += library.left_out
+    problems.report()
 
 
 @app.command(

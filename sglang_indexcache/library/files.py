@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import LibraryError
-from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.pattern import FULL, SHARED, Pattern
 from sglang_indexcache.support.files import write_whole
 from sglang_indexcache.support.lengths import format_length, points
 
@@ -136,6 +136,9 @@ class Latency(Strict):
     where: str = ""
 
 
+LETTERS = FULL + SHARED
+"""What a pattern is spelt with."""
+
 _FIRST, _LATER = "A-Za-z0-9", "._-"
 """Characters of a name: any of the first, behind one also of the others."""
 
@@ -170,6 +173,8 @@ class Entry(Strict):
         count = len(self.parsed.full_layers)
         if count != self.full_layers:
             raise ValueError(f"full_layers says {self.full_layers}, the pattern has {count} F")
+        if not set(self.name) - set(LETTERS):
+            raise ValueError(f"the name {self.name} is read as the pattern itself; choose another")
         return self
 
     @cached_property
@@ -199,6 +204,11 @@ class Entry(Strict):
         return f"measured here: {rows[-1]}" if rows else NOT_EVALUATED
 
 
+_MOST_BYTES = 64 << 10
+"""Of a pattern file; those of a search have some 2 KiB. PyYAML takes seconds for so many brackets,
+in time that grows by their square."""
+
+
 def load_entry(path: Path) -> Entry:
     """Read and validate one pattern file.
 
@@ -206,11 +216,22 @@ def load_entry(path: Path) -> Entry:
         LibraryError: naming the file, the field and what is wrong with it.
     """
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        with path.open("rb") as file:
+            content = file.read(_MOST_BYTES + 1)
+        if len(content) > _MOST_BYTES:
+            raise LibraryError(
+                f"{path} is larger than {_MOST_BYTES >> 10} KiB, so it is no pattern file. Take "
+                "out of it what is not about the pattern."
+            )
+        data = yaml.safe_load(content.decode("utf-8"))
     except OSError as error:
         raise LibraryError(f"cannot read pattern file {path}: {error.strerror}. {FORMS}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise LibraryError(f"{path} is not valid YAML: {_one_line(error)}") from error
+    except RecursionError:
+        raise LibraryError(
+            f"{path} is no pattern file: its brackets or lists stand in one another too deeply"
+        ) from None
     if not isinstance(data, dict):
         raise LibraryError(f"{path} is not a pattern file: expected a mapping with 'pattern'")
     try:
@@ -219,19 +240,27 @@ def load_entry(path: Path) -> Entry:
         raise LibraryError(f"{path} is not a valid pattern file: {_explain(error)}") from error
 
 
-def read_folder(folder: Path) -> dict[str, Entry]:
-    """Return every entry of a folder by its name.
+def read_folder(folder: Path) -> tuple[dict[str, Entry], list[LibraryError]]:
+    """Return every entry of a folder by its name, and why files are left out.
 
-    Raises:
-        LibraryError: an invalid file, or a name that two files carry.
+    Left out are invalid files, and a second one that carries a name.
     """
     entries: dict[str, Entry] = {}
-    for path in sorted(folder.glob("*.yaml")):
-        entry = load_entry(path)
-        if entry.name in entries:
-            raise LibraryError(f"{path} repeats the pattern name {entry.name!r}")
-        entries[entry.name] = entry
-    return entries
+    left_out: list[LibraryError] = []
+    try:
+        paths = sorted(path for path in folder.iterdir() if path.suffix == ".yaml")
+    except OSError as error:
+        return {}, [LibraryError(f"cannot read the folder {folder}: {error.strerror}")]
+    for path in paths:
+        try:
+            entry = load_entry(path)
+            if entry.name in entries:
+                raise LibraryError(f"{path} repeats the pattern name {entry.name!r}. Rename one.")
+        except LibraryError as error:
+            left_out.append(error)
+        else:
+            entries[entry.name] = entry
+    return entries, left_out
 
 
 def add_evaluated(path: Path, row: Evaluated) -> None:
@@ -253,14 +282,14 @@ def add_evaluated(path: Path, row: Evaluated) -> None:
         text = f"{head}{listed[1]}- {flow}\n{text[place:]}"
     else:
         text = f"{text.rstrip()}\nquality:\n- {flow}\n"
-    _rewrite(path, text, before.model_copy(update={"quality": (*before.quality, row)}), "a verdict")
+    _rewrite(path, text, before.model_copy(update={"quality": (*before.quality, row)}))
 
 
 def _in_one_line(data: Mapping[str, Any]) -> str:
     return yaml.safe_dump(data, default_flow_style=True, sort_keys=False, width=10**6).strip()
 
 
-def _rewrite(path: Path, text: str, expected: Entry, addition: str) -> None:
+def _rewrite(path: Path, text: str, expected: Entry) -> None:
     """Write ``text``, if it says what is expected and nothing else."""
     try:
         is_right = Entry.model_validate(yaml.safe_load(text)) == expected
@@ -268,7 +297,7 @@ def _rewrite(path: Path, text: str, expected: Entry, addition: str) -> None:
         is_right = False
     if not is_right:
         raise LibraryError(
-            f"{path} has no place for {addition}; write its lists one item a line, and its "
+            f"{path} has no place for a verdict; write its lists one item a line, and its "
             "sections one below the other"
         )
     write_whole(path, text)

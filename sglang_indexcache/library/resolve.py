@@ -5,6 +5,7 @@ An F/S string, ``full``, ``uniform:1/4``, a ratio, a library name or a YAML path
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Sequence
@@ -12,11 +13,12 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from fractions import Fraction
 from functools import cached_property
+from hashlib import sha256
 from pathlib import Path
 
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import LibraryError, PatternError, quoted
-from sglang_indexcache.library.files import FORMS, Entry, load_entry, read_folder
+from sglang_indexcache.library.files import FORMS, LETTERS, Entry, load_entry, read_folder
 from sglang_indexcache.models import EXPERTS
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.support.files import shipped
@@ -45,29 +47,62 @@ class Resolved:
 
 
 class Library:
-    """All pattern files of some folders."""
+    """All pattern files of some folders, which are read once, when the first is needed."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self.folders = tuple(folders)
 
     @classmethod
     def default(cls) -> Library:
-        """Open the patterns of the package, then the folders of SGLANG_INDEXCACHE_LIBRARY."""
+        """Open the patterns of the package, then the folders of SGLANG_INDEXCACHE_LIBRARY.
+
+        Raises:
+            LibraryError: one of these is no folder.
+        """
         extra = [Path(p) for p in os.environ.get(LIBRARY_VARIABLE, "").split(os.pathsep) if p]
+        for folder in extra:
+            if not folder.is_dir():
+                raise LibraryError(
+                    f"{LIBRARY_VARIABLE} names {folder}, which is no folder here. Make it, or take "
+                    "it out of the variable."
+                )
         return cls([shipped("patterns"), *extra])
 
     @cached_property
     def entries(self) -> dict[str, Entry]:
-        """Every entry by name; of a name in several folders, the entry of the last.
-
-        Raises:
-            LibraryError: on an invalid file or a name that two files of a folder carry.
-        """
+        """Every entry by name; of a name in several folders, the entry of the last."""
         return {name: entry for entries in self._by_folder for name, entry in entries.items()}
 
+    @property
+    def left_out(self) -> list[LibraryError]:
+        """Reasons why files of the folders are no entries, with their paths."""
+        return [error for _, errors in self._read for error in errors]
+
     @cached_property
+    def digest(self) -> str:
+        """Twelve hex digits of what names and ratios stand for, whatever else the files say."""
+        fields = {"name", "retention", "pattern", "model"}
+        known = [
+            [entry.model_dump(include=fields) for entry in entries.values()]
+            for entries in self._by_folder
+            if entries
+        ]
+        return sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:12]
+
+    @property
     def _by_folder(self) -> list[dict[str, Entry]]:
+        return [entries for entries, _ in self._read]
+
+    @cached_property
+    def _read(self) -> list[tuple[dict[str, Entry], list[LibraryError]]]:
         return [read_folder(folder) for folder in self.folders]
+
+    @property
+    def _where_the_names_are(self) -> str:
+        """The end of an error about a name, which a client of a server may read: no path."""
+        count = len(self.left_out)
+        why = f", and says why {count} file{'s are' if count > 1 else ' is'} left out"
+        return f"`indexcache patterns list` has the names{why if count else ''}."
 
     def get(self, name: str) -> Entry:
         """Return the entry called ``name``; a LibraryError has the known names."""
@@ -82,8 +117,8 @@ class Library:
         near = get_close_matches(name, self.entries) if len(name) <= _LONGEST_GUESSED else ()
         nearest = f" Near it: {', '.join(near)}." if near else ""
         raise LibraryError(
-            f"no pattern is called {quoted(name)}.{hint}{nearest} {FORMS} `indexcache patterns "
-            "list` has the names."
+            f"no pattern is called {quoted(name)}.{hint}{nearest} {FORMS} "
+            f"{self._where_the_names_are}"
         )
 
     def for_checkpoint(self, checkpoint: Checkpoint) -> list[Entry]:
@@ -109,6 +144,7 @@ class Library:
         Raises:
             PatternError, LibraryError: naming what is wrong with ``value``.
         """
+        value = value.strip()  # shells and YAML leave blanks
         if value == "full" or value.startswith(_UNIFORM) or _RATIO.fullmatch(value):
             resolved = self._by_depth(value, checkpoint)
         else:
@@ -147,7 +183,8 @@ class Library:
                     "name."
                 )
             return _from_entry(load_entry(Path(value)), f"file {value}")
-        if value not in self.entries and _looks_literal(value):
+        # Letters alone need no file. What only looks like some may be a name, or it is refused.
+        if not set(value) - set(LETTERS) or (_looks_literal(value) and value not in self.entries):
             return Resolved(Pattern(value), "given literally")
         return _from_entry(self.get(value), f"library entry {value}")
 
@@ -204,6 +241,7 @@ def names_a_file(value: str) -> bool:
 
     A choice by prompt length is none, though it may hold a ratio.
     """
+    value = value.strip()
     if "<" in value or value.startswith(_UNIFORM) or _RATIO.fullmatch(value):
         return False
     return value.endswith((".yaml", ".yml")) or os.sep in value

@@ -92,7 +92,8 @@ def agree(plan: Plan | None, rank: int, ranks: int, store: Store) -> None:
         holdings = "; ".join(f"{holder} has {terms}" for terms, holder in holders.items())
         raise SettingsError(
             f"the ranks of this server disagree: {holdings}. Every node resolves its own settings: "
-            "give all of them the same flags and the same SGLANG_INDEXCACHE_* variables."
+            "give all of them the same flags, the same SGLANG_INDEXCACHE_* variables and the same "
+            "pattern files."
         )
 
 
@@ -145,7 +146,7 @@ def _tag() -> str:
         return ""
     plan = active.plan
     if plan.mode == "live":
-        return f" {_TAG} in live mode"
+        return f" {_TAG} in live mode, library {plan.library}"
     adapter = f" adapter {plan.adapter_digest[:12]}" if plan.adapter else ""
     apart = plan.kv_apart
     return f" {_TAG} pattern {plan.pattern}{adapter}" if apart else ""

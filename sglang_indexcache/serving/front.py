@@ -18,7 +18,7 @@ from sglang_indexcache.errors import IndexCacheError
 from sglang_indexcache.serving import hooks
 from sglang_indexcache.serving.active import published_plan
 from sglang_indexcache.serving.plan import Plan
-from sglang_indexcache.serving.requests import names_ours, names_pattern, resolve
+from sglang_indexcache.serving.requests import library_of, names_ours, names_pattern, resolve
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -66,8 +66,14 @@ def tokenizer_worker_class() -> type:
 
 
 def _add_middleware(_result: None, _manager: Any, *_: Any, **__: Any) -> None:
-    """Add ours inside SGLang's, which authenticate and unpack; without HTTP there is no app."""
+    """Add ours inside SGLang's, which authenticate and unpack; without HTTP there is no app.
+
+    The library is read here, and not while a client waits.
+    """
     from starlette.middleware import Middleware
+
+    if (plan := published_plan()) is not None:
+        library_of(plan)
 
     module = sys.modules.get(_APP)
     if module is None or any(layer.cls is Front for layer in module.app.user_middleware):

@@ -44,6 +44,7 @@ class Plan:
         quality: what is known of the pattern's long-context quality on this checkpoint, or "".
         longer: live mode: from how many prompt tokens on another pattern is in effect, and which.
         shape: config fields by which the library knows the model.
+        library: digest of the pattern files that names stand for.
     """
 
     pattern: Pattern
@@ -60,6 +61,7 @@ class Plan:
     quality: str = ""
     longer: tuple[tuple[int, Pattern], ...] = ()
     shape: tuple[tuple[str, Any], ...] = ()
+    library: str = ""
 
     def __post_init__(self) -> None:
         """Refuse a pattern that the checkpoint has no layers or no indexers for."""
@@ -87,6 +89,7 @@ class Plan:
         return (
             f"{self.mode} mode, pattern {self.policy}, kernels {self.kernels}, index keys "
             f"{self.index_k_dtype}"
+            + (f", library {self.library}" if self.library else "")
             + (f", adapter {self.adapter_digest[:12]}" if self.adapter else "")
         )
 

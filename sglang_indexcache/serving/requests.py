@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from sglang.srt.session.session_controller import Session
 
 _LONGEST_NAME = 1000
+_REMEMBERED = 1024
+"""Names, good and bad, whose pattern or refusal a process keeps."""
 _STREAMER = "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
 
 _admitted: WeakSet[Req] = WeakSet()
@@ -44,7 +46,12 @@ _admitted: WeakSet[Req] = WeakSet()
 
 
 def install(plan: Plan) -> None:
-    """Install hooks in the scheduler of this process as ``plan`` needs; safe to call again."""
+    """Install hooks in the scheduler of this process as ``plan`` needs; safe to call again.
+
+    Raises:
+        SettingsError: see :func:`library_of`.
+    """
+    library_of(plan)
     hooks.after("sglang.srt.managers.schedule_batch.Req.__init__", _admit)
     hooks.after("sglang.srt.managers.scheduler.Scheduler._release_aborted_request", _give_up)
     hooks.around(f"{_STREAMER}.is_request_level_customized_info_key", _is_told_once)
@@ -101,21 +108,48 @@ def resolve(plan: Plan, value: Any) -> Pattern:
         raise PatternError(f"{NAME} must be a string, got {type(value).__name__}")
     if len(value) > _LONGEST_NAME:
         raise PatternError(f"no pattern is called by {len(value)} characters; no model has as many")
-    return _resolve(plan, value)
-
-
-@lru_cache(maxsize=256)
-def _resolve(plan: Plan, value: str) -> Pattern:
-    pattern = Library.default().resolve(value, plan.checkpoint(), files=False).pattern
-    if plan.mode == "static":
-        if pattern != plan.pattern:
-            raise SettingsError(
-                f"the server was started in static mode, where shared layers have no indexer, so "
-                f"it serves {plan.pattern} only. Start it with {MODE.flag} live."
-            )
-        return pattern
-    pattern.check_stages(stage_starts_here(plan))
+    pattern = _remembered(plan, value)
+    if isinstance(pattern, IndexCacheError):
+        raise pattern.with_traceback(None)
+    if plan.mode == "live":
+        pattern.check_stages(stage_starts_here(plan))
+    elif pattern != plan.pattern:
+        raise SettingsError(
+            f"the server was started in static mode, where shared layers have no indexer, so "
+            f"it serves {plan.pattern} only. Start it with {MODE.flag} live."
+        )
     return pattern
+
+
+@lru_cache(maxsize=_REMEMBERED)
+def _remembered(plan: Plan, value: str) -> Pattern | IndexCacheError:
+    """Return the pattern that is called ``value``, or why none is."""
+    try:
+        return library_of(plan).resolve(value, plan.checkpoint(), files=False).pattern
+    except IndexCacheError as error:
+        return type(error)(str(error))  # without the frames that this one holds
+
+
+def library_of(plan: Plan) -> Library:
+    """Return the library of this server, which each of its processes reads once, at the start.
+
+    Files that are changed later are read by a server that is started later.
+
+    Raises:
+        SettingsError: the files have changed since the server's arguments were resolved.
+    """
+    return _library(plan.library)
+
+
+@lru_cache(maxsize=1)
+def _library(digest: str) -> Library:
+    library = Library.default()
+    if library.digest != digest and digest:
+        raise SettingsError(
+            f"the pattern files changed while this server started: they were {digest} and are "
+            f"{library.digest}. Start it again."
+        )
+    return library
 
 
 def _decide(active: ActivePattern, request: Req) -> Pattern:

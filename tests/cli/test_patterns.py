@@ -13,7 +13,7 @@ from sglang_indexcache import __version__
 from sglang_indexcache.cli import app
 from sglang_indexcache.cli.common import _missing
 from sglang_indexcache.demo import shipped_checkpoint
-from sglang_indexcache.library import Evaluated, Library, add_evaluated
+from sglang_indexcache.library import LIBRARY_VARIABLE, Evaluated, Library, add_evaluated
 from sglang_indexcache.study.provenance import checkpoint_digest
 from sglang_indexcache.support.files import shipped
 from tests.fakes import glm5
@@ -42,6 +42,18 @@ def test_list_shows_every_pattern() -> None:
     output = run("patterns", "list")
     for name in Library.default().entries:
         assert name in output
+
+
+def test_list_tells_which_files_are_left_out_and_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "half.yaml").write_text("pattern: [FSFS")
+    monkeypatch.setenv(LIBRARY_VARIABLE, str(tmp_path))
+    output = " ".join(fail("patterns", "list").split())
+    assert "glm-5-1of4" in output
+    assert "half.yaml is not valid YAML" in output
+    monkeypatch.setenv(LIBRARY_VARIABLE, str(tmp_path / "typo"))
+    assert "which is no folder here" in " ".join(fail("patterns", "list").split())
 
 
 def test_list_fits_80_columns() -> None:
@@ -132,7 +144,7 @@ def test_a_missing_package_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     output = fail("bench", "latency", "--model", str(shipped_checkpoint()), "-o", "anywhere")
     assert "needs matplotlib" in output
-    assert "pip install 'sglang-indexcache[plots]'" in output
+    assert "pip install '.[plots]'" in output
 
 
 @pytest.mark.parametrize(
@@ -149,7 +161,7 @@ def test_a_missing_package_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> N
     ],
 )
 def test_extras_by_command(package: str, group: str | None, extra: str) -> None:
-    assert f"pip install 'sglang-indexcache[{extra}]'" in _missing(package, group)
+    assert f"pip install '.[{extra}]'" in _missing(package, group)
 
 
 def test_live_without_a_server() -> None:

@@ -82,8 +82,81 @@ def test_binary_file_is_not_yaml(tmp_path: Path) -> None:
         load_entry(path)
 
 
-def test_two_files_may_not_share_a_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("name: mine # " + "x" * (64 << 10), "is larger than 64 KiB"),
+        ("pattern: " + "[" * 5000, "stand in one another too deeply"),
+        ("pattern: " + "[" * 5000 + "]" * 5000, "stand in one another too deeply"),
+        ("- " * 20_000, "stand in one another too deeply"),
+        ("{a: " * 5000, "stand in one another too deeply"),
+    ],
+    ids=["comment", "open brackets", "brackets", "lists", "mappings"],
+)
+def test_input_without_end_is_one_sentence(tmp_path: Path, content: str, message: str) -> None:
+    with pytest.raises(LibraryError, match=message):
+        load_entry(write(tmp_path, content))
+
+
+def test_a_file_without_end_is_not_read_to_it() -> None:
+    with pytest.raises(LibraryError, match="is larger than 64 KiB"):
+        load_entry(Path("/dev/zero"))
+
+
+BAD = {
+    "half.yaml": "pattern: [FSFS",
+    "text.yaml": "just text",
+    "other.yaml": {**GOOD, "full_layers": 3},
+    "spelt.yaml": {**GOOD, "name": "FSSF"},
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_file_is_left_out_and_the_others_stay(tmp_path: Path, name: str) -> None:
     write(tmp_path, GOOD)
-    write(tmp_path, GOOD, "other.yaml")
-    with pytest.raises(LibraryError, match="repeats the pattern name 'mine'"):
-        _ = Library([tmp_path]).entries
+    path = write(tmp_path, BAD[name], name)
+    library = Library([tmp_path])
+    assert list(library.entries) == ["mine"]
+    [why] = library.left_out
+    assert str(path) in str(why)
+    assert library.digest == _without(library, tmp_path, path)
+
+
+def _without(library: Library, folder: Path, path: Path) -> str:
+    """Return the digest of the folder without a file."""
+    path.unlink()
+    return Library([folder]).digest
+
+
+def test_a_folder_that_cannot_be_listed_is_no_empty_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    [why] = Library([tmp_path]).left_out
+    assert f"cannot read the folder {tmp_path}: Permission denied" in str(why)
+
+
+def test_of_two_files_of_one_name_the_second_is_left_out(tmp_path: Path) -> None:
+    write(tmp_path, GOOD)
+    write(tmp_path, {**GOOD, "pattern": "FFSS"}, "other.yaml")
+    library = Library([tmp_path])
+    [why] = library.left_out
+    assert "other.yaml repeats the pattern name 'mine'" in str(why)
+    assert library.entries["mine"].pattern == "FSFS"
+
+
+def test_the_digest_is_of_what_names_stand_for(tmp_path: Path) -> None:
+    digests = set()
+    for number, changes in enumerate(
+        ({}, {"pattern": "FFSS"}, {"name": "other"}, {"model": {**GOOD["model"], "name": "n"}})
+    ):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        write(folder, {**GOOD, **changes}, f"{number}.yaml")
+        digests.add(Library([folder]).digest)
+    assert len(digests) == 4
+    write(tmp_path, {**GOOD, "source": {"title": "elsewhere"}}, "named otherwise.yaml")
+    assert Library([tmp_path]).digest in digests

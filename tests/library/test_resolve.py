@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from sglang_indexcache.pattern import Pattern
 from tests.fakes.glm5 import CONFIG as GLM5
 from tests.library.entries import GOOD, write
 
+FOUR = Checkpoint("GlmMoeDsaForCausalLM", tuple(range(4)), Pattern.full(4), {})
 TINY = Checkpoint.read(Path("sglang_indexcache/demo/tiny-dsa"))
 
 
@@ -166,12 +168,55 @@ def test_own_folder_joins_the_library(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "mine" in Library.default().entries
 
 
+def test_a_folder_that_is_not_there_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for missing in (tmp_path / "typo", write(tmp_path, GOOD)):
+        monkeypatch.setenv(LIBRARY_VARIABLE, f"{tmp_path}{os.pathsep}{missing}")
+        with pytest.raises(LibraryError, match=f"names {missing}, which is no folder here. Make"):
+            Library.default()
+
+
+def test_letters_need_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(_: Path) -> None:
+        raise AssertionError("a folder was read")
+
+    monkeypatch.setattr("sglang_indexcache.library.resolve.read_folder", read)
+    for value in ("FSSS", "full", "uniform:1/2"):
+        assert Library([tmp_path]).resolve(value, FOUR)
+    with pytest.raises(PatternError, match="empty"):
+        Library([tmp_path]).resolve("", FOUR)
+
+
+@pytest.mark.parametrize("value", ["1/2", "full", "FSFS", "mine", "uniform:1/2"])
+def test_blanks_around_a_name_are_none_of_it(tmp_path: Path, value: str) -> None:
+    write(tmp_path, GOOD)
+    library = Library([tmp_path])
+    plain = library.resolve(value, FOUR)
+    for blanks in (f" {value} ", f"\t{value}\n", f"{value} "):
+        for files in (False, True):
+            assert library.resolve(blanks, FOUR, files=files) == plain
+
+
+def test_an_unknown_name_says_that_files_are_left_out_and_not_which(tmp_path: Path) -> None:
+    write(tmp_path, GOOD)
+    message = r"`indexcache patterns list` has the names"
+    with pytest.raises(LibraryError, match=rf"{message}\.$"):
+        Library([tmp_path]).resolve("nobody", FOUR)
+    write(tmp_path, "pattern: [FSFS", "half.yaml")
+    with pytest.raises(LibraryError, match=f"{message}, and says why 1 file is left out.$") as one:
+        Library([tmp_path]).resolve("nobody", FOUR)
+    assert str(tmp_path) not in str(one.value)
+    write(tmp_path, "text", "text.yaml")
+    with pytest.raises(LibraryError, match=f"{message}, and says why 2 files are left out.$"):
+        Library([tmp_path]).resolve("nobody", FOUR)
+
+
 def test_two_entries_at_one_ratio_must_be_named(tmp_path: Path) -> None:
     write(tmp_path, GOOD)
     write(tmp_path, {**GOOD, "name": "other", "pattern": "FFSS"}, "other.yaml")
-    checkpoint = Checkpoint("GlmMoeDsaForCausalLM", tuple(range(4)), Pattern.full(4), {})
     with pytest.raises(LibraryError, match="several patterns at retention 1/2 fit: mine, other"):
-        Library([tmp_path]).resolve("1/2", checkpoint)
+        Library([tmp_path]).resolve("1/2", FOUR)
 
 
 def test_the_users_own_folder_comes_first(tmp_path: Path) -> None:
@@ -182,11 +227,10 @@ def test_the_users_own_folder_comes_first(tmp_path: Path) -> None:
     write(shipped, GOOD)
     write(first, {**GOOD, "pattern": "FFSS"})
     write(second, {**GOOD, "name": "other", "pattern": "FSSF"})
-    checkpoint = Checkpoint("GlmMoeDsaForCausalLM", tuple(range(4)), Pattern.full(4), {})
     for value in ("mine", "1/2"):
-        assert str(Library([shipped, first]).resolve(value, checkpoint).pattern) == "FFSS"
-    assert str(Library([shipped, second]).resolve("1/2", checkpoint).pattern) == "FSSF"
-    assert str(Library([shipped, second]).resolve("mine", checkpoint).pattern) == GOOD["pattern"]
+        assert str(Library([shipped, first]).resolve(value, FOUR).pattern) == "FFSS"
+    assert str(Library([shipped, second]).resolve("1/2", FOUR).pattern) == "FSSF"
+    assert str(Library([shipped, second]).resolve("mine", FOUR).pattern) == GOOD["pattern"]
 
 
 def test_another_models_pattern_is_named_as_such(library: Library) -> None:
@@ -199,7 +243,7 @@ def test_another_models_pattern_is_named_as_such(library: Library) -> None:
     ("value", "expected"),
     [("a.yaml", True), ("b.yml", True), ("../b", True), ("/etc/passwd", True), ("FSFS", False),
      ("1/4", False), ("uniform:1/4", False), ("uniform:x/4", False), ("full", False),
-     ("glm-5-1of4", False), ("full < 32K <= 1/4", False)],
+     ("glm-5-1of4", False), ("full < 32K <= 1/4", False), (" 1/4 ", False), (" a.yaml ", True)],
 )  # fmt: skip
 def test_what_names_a_file(value: str, expected: bool) -> None:
     assert names_a_file(value) is expected

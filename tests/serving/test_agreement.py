@@ -87,8 +87,13 @@ def test_a_rank_without_the_plugin_is_an_error_and_no_hang() -> None:
     assert "rank 1 did not say which pattern" in answers[0]
 
 
-def test_modes_and_kernels_must_agree_too() -> None:
-    for change in ({"mode": "live"}, {"kernels": "cuda"}, {"index_k_dtype": "float32"}):
+def test_modes_kernels_and_pattern_files_must_agree_too() -> None:
+    for change in (
+        {"mode": "live"},
+        {"kernels": "cuda"},
+        {"index_k_dtype": "float32"},
+        {"library": "1"},
+    ):
         assert replace(PLAN, **change).terms != PLAN.terms  # type: ignore[arg-type]
 
 

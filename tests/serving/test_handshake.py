@@ -22,12 +22,12 @@ def as_it_was(monkeypatch: pytest.MonkeyPatch, own_hooks: None) -> None:
 
 
 def serve(
-    monkeypatch: pytest.MonkeyPatch, text: str, mode: str = "static", disaggregated: bool = False
+    monkeypatch: pytest.MonkeyPatch, text: str, *, disaggregated: bool = False, **fields: Any
 ) -> None:
     """Make this process a worker with pattern ``text`` of a model that ships every indexer."""
     bag = SimpleNamespace(disaggregation_mode="decode" if disaggregated else "null")
     monkeypatch.setattr("sglang.srt.runtime_context.get_disagg", lambda: bag)
-    served_plan = plan(text, mode=mode)
+    served_plan = plan(text, **fields)
     active.activate(served_plan)
     agreement.install_handshake()
 
@@ -83,6 +83,16 @@ def test_a_prefill_node_with_another_pattern_is_turned_away(
     assert f"kv_cache_dtype={prefill}, but" in caplog.text
     assert f"kv_cache_dtype={SAME}" in caplog.text
     assert "and the same pattern" in caplog.text
+
+
+def test_live_nodes_have_the_same_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each resolves the names of requests by itself."""
+    serve(monkeypatch, "FFFF", disaggregated=True, mode="live", library="one")
+    assert agreement._tag() == " with IndexCache in live mode, library one"
+    manager = decode_node()
+    assert handshake(monkeypatch, manager, f"bfloat16{agreement._tag()}")
+    manager.prefill_info_table.clear()
+    assert not handshake(monkeypatch, manager, "bfloat16 with IndexCache in live mode, library two")
 
 
 def test_stock_sharing_shakes_hands_with_stock(monkeypatch: pytest.MonkeyPatch) -> None:

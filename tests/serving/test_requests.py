@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
+import io
 import itertools
 import json
 from array import array
 from collections import defaultdict
+from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,12 +27,13 @@ from sglang.srt.session.session_controller import Session
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.demo import shipped_checkpoint
 from sglang_indexcache.errors import Findings, IndexCacheError, SettingsError
-from sglang_indexcache.library import Library
+from sglang_indexcache.library import LIBRARY_VARIABLE, Library
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving import active, requests
 from sglang_indexcache.serving.plan import CONFIG_KEY, Plan
 from sglang_indexcache.serving.preflight.options import collect
 from sglang_indexcache.serving.preflight.resolve import make_plan
+from tests.library.entries import GOOD, write
 from tests.serving.plans import plan
 
 
@@ -50,7 +54,8 @@ def as_it_was(monkeypatch: pytest.MonkeyPatch, own_hooks: None) -> None:
     monkeypatch.setattr("sglang.srt.runtime_context.get_parallel", lambda: bag)
     monkeypatch.setattr("sglang.srt.managers.schedule_batch.get_parallel", lambda: bag)
     requests._admitted.clear()
-    requests._resolve.cache_clear()
+    requests._remembered.cache_clear()
+    requests._library.cache_clear()
 
 
 def serve(text: str = "FFFF", mode: str = "live", **fields: Any) -> active.ActivePattern:
@@ -110,10 +115,172 @@ def test_what_is_no_pattern_ends_the_request_alone(name: Any) -> None:
 def test_no_file_is_opened_for_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[Path] = []
     monkeypatch.setattr("sglang_indexcache.library.resolve.load_entry", opened.append)
-    monkeypatch.setattr("sglang_indexcache.library.resolve.read_folder", lambda _folder: {})
+    monkeypatch.setattr("sglang_indexcache.library.resolve.read_folder", lambda _folder: ({}, []))
     with pytest.raises(IndexCacheError):
         requests.resolve(plan("FFFF", mode="live"), "x.yaml")
     assert opened == []
+
+
+GOOD_NAMES = 300
+FOUR = Checkpoint("GlmMoeDsaForCausalLM", (0, 1, 2, 3), Pattern("FFFF"), {})
+
+
+def named(folder: Path, count: int) -> list[str]:
+    """Write so many files of patterns for four layers; return their names."""
+    names = [f"mine-{number}" for number in range(count)]
+    for name in names:
+        write(folder, {**GOOD, "name": name}, f"{name}.yaml")
+    return names
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Note the files that are opened, and the folders that are listed."""
+    noted: list[str] = []
+
+    def noting(kind: str, original: Any) -> Any:
+        def call(path: Any, *args: Any, **kwargs: Any) -> Any:
+            noted.append(f"{kind} {path}")
+            return original(path, *args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(io, "open", noting("open", io.open))
+    for name in ("iterdir", "glob", "is_dir"):
+        monkeypatch.setattr(Path, name, noting(name, getattr(Path, name)))
+    return noted
+
+
+def test_the_library_is_read_once_and_no_request_reads_it_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reads: list[str]
+) -> None:
+    """Unknown names, and more good ones than are remembered, as one client can send them."""
+    names = named(tmp_path, GOOD_NAMES)
+    monkeypatch.setenv(LIBRARY_VARIABLE, str(tmp_path))
+    few = lru_cache(maxsize=64)(requests._remembered.__wrapped__)
+    monkeypatch.setattr(requests, "_remembered", few)
+    serving = serve(library=Library.default().digest)
+    assert any(f"open {tmp_path}" in read for read in reads)
+    reads.clear()
+    for _ in range(2):
+        for number in range(100):
+            with pytest.raises(IndexCacheError, match="no pattern is called 'zz"):
+                requests.resolve(serving.plan, f"zz{number}")
+        for name in names:
+            assert requests.resolve(serving.plan, name) == Pattern("FSFS")
+    assert admit("nobody").to_finish is not None
+    assert reads == []
+
+
+def test_refusals_are_remembered_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a client that repeats itself has every name compared with all names again."""
+    serving, asked = serve(), []
+    resolve = Library.resolve
+
+    def asking(self: Library, value: str, *args: Any, **kwargs: Any) -> Any:
+        asked.append(value)
+        return resolve(self, value, *args, **kwargs)
+
+    monkeypatch.setattr(Library, "resolve", asking)
+    for _ in range(50):
+        with pytest.raises(IndexCacheError) as refusal:
+            requests.resolve(serving.plan, "nobody")
+    assert asked == ["nobody"]
+    frames, trace = 0, refusal.value.__traceback__
+    while trace is not None:
+        frames, trace = frames + 1, trace.tb_next
+    assert frames < 10  # those of fifty refusals are not kept
+    assert requests._remembered.cache_info().maxsize == requests._REMEMBERED
+
+
+def test_files_that_change_while_a_server_starts_end_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named(tmp_path, 1)
+    monkeypatch.setenv(LIBRARY_VARIABLE, str(tmp_path))
+    resolved = plan("FFFF", mode="live", library=Library.default().digest)
+    requests.install(resolved)
+    requests._library.cache_clear()  # as in another process
+    write(tmp_path, {**GOOD, "name": "mine-0", "pattern": "FFSS"}, "mine-0.yaml")
+    with pytest.raises(SettingsError, match=r"changed while this server started.* Start it again"):
+        requests.install(resolved)
+
+
+def test_files_that_change_while_a_server_runs_change_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named(tmp_path, 2)
+    monkeypatch.setenv(LIBRARY_VARIABLE, str(tmp_path))
+    serving = serve(library=Library.default().digest)
+    write(tmp_path, {**GOOD, "name": "mine-0", "pattern": "FFSS"}, "mine-0.yaml")
+    (tmp_path / "mine-1.yaml").unlink()
+    for name in ("mine-0", "mine-1"):
+        assert requests.resolve(serving.plan, name) == Pattern("FSFS")
+
+
+def test_plans_know_their_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So ranks whose files differ disagree at the start, and not at the first request."""
+    terms = set()
+    for pattern in ("FSFS", "FFSS"):
+        write(tmp_path, {**GOOD, "pattern": pattern})
+        monkeypatch.setenv(LIBRARY_VARIABLE, str(tmp_path))
+        made = make_plan({}, FOUR, {}, "", Findings())
+        assert made.library == Library.default().digest
+        assert f"library {made.library}" in made.terms
+        assert Plan.from_json(json.loads(json.dumps(made.hf_overrides()[CONFIG_KEY]))) == made
+        terms.add(made.terms)
+    assert len(terms) == 2
+
+
+def test_a_half_written_file_is_told_at_the_start_and_refuses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    named(tmp_path, 1)
+    half = write(tmp_path, "pattern: [FSFS", "half.yaml")
+    monkeypatch.setenv(LIBRARY_VARIABLE, str(tmp_path))
+    serving = active.activate(make_plan({}, FOUR, {}, "", Findings()))
+    assert f"left out of the library: {half} is not valid YAML" in caplog.text
+    live_plan = replace(serving.plan, mode="live")
+    for name, text in {"mine-0": "FSFS", "FSSS": "FSSS", "full": "FFFF"}.items():
+        assert requests.resolve(live_plan, name) == Pattern(text)
+
+
+ODD = [
+    "half",
+    "half.yaml",
+    "./half.yaml",
+    "mine",
+    "1/4",
+    "1/3",
+    "zz",
+    "FXSF",
+    "uniform:1/9",
+    "",
+    "~",
+]
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_no_refusal_holds_a_path_of_the_server(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, "pattern: [FSFS", "half.yaml")
+    write(tmp_path, {**GOOD, "full_layers": 3})
+    monkeypatch.setenv(LIBRARY_VARIABLE, str(tmp_path))
+    serving = serve(library=Library.default().digest)
+    with pytest.raises(IndexCacheError) as refusal:
+        requests.resolve(serving.plan, name)
+    folders = [str(folder) for folder in Library.default().folders]
+    assert not [folder for folder in folders if folder in str(refusal.value)]
+
+
+def test_blanks_around_a_name_are_none_of_it() -> None:
+    """YAML and shells leave some."""
+    serving = serve()
+    assert requests.resolve(serving.plan, " uniform:1/4 ") == Pattern("FSSS")
+    assert admit("\tFSFS\n").indexcache_pattern == Pattern("FSFS")
+    with pytest.raises(IndexCacheError, match="no pattern at retention 1/4"):
+        requests.resolve(serving.plan, " 1/4 ")
 
 
 def test_a_ratio_is_looked_up_for_the_model_that_is_served() -> None:

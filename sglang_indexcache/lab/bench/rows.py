@@ -316,7 +316,7 @@ def _installed() -> Path:
     spec = find_spec("aiconfigurator_core")
     if spec is None or not spec.submodule_search_locations:
         raise BenchError(
-            f"measured rows are in the wheel {WHEEL}, which is not installed: "
-            "pip install 'sglang-indexcache[plan]'"
+            f"measured rows are in the wheel {WHEEL}, which is not installed. In the folder that "
+            "this package was installed from: pip install '.[plan]'"
         )
     return Path(spec.submodule_search_locations[0]) / "systems" / "data"

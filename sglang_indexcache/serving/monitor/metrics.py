@@ -8,7 +8,8 @@ exports what this process has counted since. The labels are SGLang's.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from sglang.srt.observability.metrics_collector import (
@@ -27,32 +28,94 @@ from sglang_indexcache.serving.monitor.traffic import MAX_LABELS, label_for
 logger = logging.getLogger(__name__)
 
 PREFIX = "sglang_indexcache_"
-COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "tokens": ("Rows forwarded.", ("phase", "pattern")),
-    "pairs": (
+Values = dict[tuple[str, ...], float]
+"""Values of a metric now, by what its own labels say."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric of a scheduler.
+
+    Attributes:
+        about: what it counts, or shows.
+        labels: beside SGLang's.
+        values: what this process has to say of it.
+    """
+
+    about: str
+    labels: tuple[str, ...]
+    values: Callable[[ActivePattern], Values]
+
+
+def _forwards(active: ActivePattern) -> Values:
+    mixed = active.counters.mixed_forwards
+    return {("1",): mixed, ("0",): active.counters.forwards - mixed}
+
+
+def _layer_runs(active: ActivePattern) -> Values:
+    """Count by layer, as ``/server_info``: no replay of a CUDA graph."""
+    layers, counters = active.plan.layer_ids, active.counters
+    did = {"ran": counters.indexer_selections, "reused": counters.index_reuses}
+    return {
+        (str(layers[position]), what): times[position]
+        for what, times in did.items()
+        for position in active.traffic.here
+    }
+
+
+COUNTERS = {
+    "tokens": Metric("Rows forwarded.", ("phase", "pattern"), lambda a: {**a.traffic.tokens}),
+    "pairs": Metric(
         "Query-key pairs: scored, or skipped by sharing.",
         ("phase", "length", "kind"),
+        lambda active: {**active.traffic.pairs},
     ),
-    "flops_saved": ("Operations of indexers that sharing saved, on each GPU.", ()),
-    "forwards": ("Forwards, by whether requests of several patterns were in them.", ("mixed",)),
-    "idle_forwards": ("Forwards without a request of the rank's own, in dp_attention.", ()),
-    "layer_runs": ("Indexers that ran, and reuses of another's indices.", ("layer", "did")),
-    "switches": ("Replacements of the server's pattern.", ()),
-    "rejections": ("Patterns refused.", ("by",)),
+    "flops_saved": Metric(
+        "Operations of indexers that sharing saved, on each GPU.",
+        (),
+        lambda active: {(): active.traffic.flops_saved},
+    ),
+    "forwards": Metric(
+        "Forwards, by whether requests of several patterns were in them.", ("mixed",), _forwards
+    ),
+    "idle_forwards": Metric(
+        "Forwards without a request of the rank's own, in dp_attention.",
+        (),
+        lambda active: {(): active.counters.idle_forwards},
+    ),
+    "layer_runs": Metric(
+        "Indexers that ran, and reuses of another's indices.", ("layer", "did"), _layer_runs
+    ),
+    "switches": Metric(
+        "Replacements of the server's pattern.", (), lambda active: {(): active.switches}
+    ),
+    "rejections": Metric(
+        "Patterns refused.",
+        ("by",),
+        lambda active: {(by,): active.traffic.rejections[by] for by in ("request", "switch")},
+    ),
 }
-"""Name, what it counts, and labels beside SGLang's. Layers count as in ``/server_info``: no replay
-of a CUDA graph."""
+"""By name. None falls while a server runs, or Prometheus' client refuses it."""
 
-GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
-    "info": ("1 for what is in effect.", ("pattern", "mode", "source", "version")),
-    "requests": ("Unfinished requests.", ("pattern",)),
-    "index_k_bytes": ("Bytes of index keys a token.", ()),
+GAUGES = {
+    "info": Metric(
+        "1 for what is in effect.",
+        ("pattern", "mode", "source", "version"),
+        lambda active: {(str(active.policy), active.plan.mode, active.source, __version__): 1},
+    ),
+    "requests": Metric(
+        "Unfinished requests.",
+        ("pattern",),
+        lambda _: {(pattern,): count for pattern, count in requests.in_hand().items()},
+    ),
+    "index_k_bytes": Metric(
+        "Bytes of index keys a token.", (), lambda active: {(): active.traffic.index_k_bytes}
+    ),
 }
+"""By name."""
 
 REFUSED: tuple[str, tuple[str, ...]] = ("Requests refused for the pattern that they name.", ())
 """Of the processes that take requests: ``refused``."""
-
-Values = dict[tuple[str, ...], float]
 
 
 class SchedulerCollector(SchedulerMetricsCollector):
@@ -60,24 +123,14 @@ class SchedulerCollector(SchedulerMetricsCollector):
 
     def __init__(self, labels: dict[str, str], **options: Any) -> None:
         super().__init__(labels=labels, **options)
-        self._sharing: Exporter | None = Exporter(labels)
-        live.on_switch.append(self._export)
+        self._sharing = Exporter(labels)
+        live.on_switch.append(self._sharing.export)
 
     def log_stats(self, stats: Any) -> None:
         """Log as SGLang does, and export our metrics."""
         super().log_stats(stats)
         if (active := current()) is not None:
-            self._export(active)
-
-    def _export(self, active: ActivePattern) -> None:
-        """Export; what goes wrong with ours is logged once and stops ours alone."""
-        if self._sharing is None:
-            return
-        try:
             self._sharing.export(active)
-        except Exception:  # in the scheduler's loop: it would end the server
-            logger.exception("IndexCache: its metrics stop here")
-            self._sharing = None
 
 
 class TokenizerCollector(TokenizerMetricsCollector):
@@ -100,70 +153,53 @@ class Exporter:
         import prometheus_client
 
         self._labels = {name: str(value) for name, value in labels.items()}
-        self._metrics: dict[str, Any] = {
-            name: prometheus_client.Counter(f"{PREFIX}{name}_total", about, (*labels, *more))
-            for name, (about, more) in COUNTERS.items()
-        }
-        self._metrics |= {
-            name: prometheus_client.Gauge(
-                PREFIX + name, about, (*labels, *more), multiprocess_mode="mostrecent"
+        self._series: dict[str, Any] = {
+            name: prometheus_client.Counter(
+                f"{PREFIX}{name}_total", metric.about, (*labels, *metric.labels)
             )
-            for name, (about, more) in GAUGES.items()
+            for name, metric in COUNTERS.items()
         }
-        self._told: dict[str, Values] = {name: {} for name in self._metrics}
+        self._series |= {
+            name: prometheus_client.Gauge(
+                PREFIX + name,
+                metric.about,
+                (*labels, *metric.labels),
+                multiprocess_mode="mostrecent",
+            )
+            for name, metric in GAUGES.items()
+        }
+        self._told: dict[str, Values] = {name: {} for name in self._series}
 
     def export(self, active: ActivePattern) -> None:
-        """Write what changed since the last time."""
-        for name, values in _counter_values(active).items():
-            for key, value in values.items():
-                self._child(name, key).inc(value - self._told[name].get(key, 0))
-            self._told[name] = values
-        for name, values in _gauge_values(active).items():
-            # What is no more is 0: between processes no series can be taken back.
-            now: Values = dict.fromkeys(self._told[name], 0)
-            for key, value in values.items():
-                label = label_for(key, self._told[name], MAX_LABELS, (OTHERS,) * len(key))
-                now[label] = now.get(label, 0) + value
-            for key, value in now.items():
-                self._child(name, key).set(value)
-            self._told[name] = now
+        """Write what changed since the last time; a metric that fails stops alone, and says so."""
+        for name in list(self._told):
+            try:
+                if name in COUNTERS:
+                    self._count(name, COUNTERS[name].values(active))
+                else:
+                    self._show(name, GAUGES[name].values(active))
+            except Exception:  # in the scheduler's loop: it would end the server
+                logger.exception("IndexCache: the metric %s%s stops here", PREFIX, name)
+                del self._told[name]
 
-    def _child(self, name: str, key: tuple[str, ...]) -> Any:
-        more = (COUNTERS | GAUGES)[name][1]
-        return self._metrics[name].labels(**self._labels, **dict(zip(more, key, strict=True)))
+    def _count(self, name: str, values: Values) -> None:
+        for key, value in values.items():
+            self._child(name, COUNTERS[name], key).inc(value - self._told[name].get(key, 0))
+        self._told[name] = values
 
+    def _show(self, name: str, values: Values) -> None:
+        # What is no more is 0: between processes no series can be taken back.
+        now: Values = dict.fromkeys(self._told[name], 0)
+        for key, value in values.items():
+            label = label_for(key, self._told[name], MAX_LABELS, (OTHERS,) * len(key))
+            now[label] = now.get(label, 0) + value
+        for key, value in now.items():
+            self._child(name, GAUGES[name], key).set(value)
+        self._told[name] = now
 
-def _counter_values(active: ActivePattern) -> dict[str, Values]:
-    """Return every counter's value now, by its own labels."""
-    counters, traffic = active.counters, active.traffic
-    layers = active.plan.layer_ids
-    did = {"ran": counters.indexer_selections, "reused": counters.index_reuses}
-    return {
-        "tokens": {**traffic.tokens},
-        "pairs": {**traffic.pairs},
-        "flops_saved": {(): traffic.flops_saved},
-        "forwards": {
-            ("1",): counters.mixed_forwards,
-            ("0",): counters.forwards - counters.mixed_forwards,
-        },
-        "idle_forwards": {(): counters.idle_forwards},
-        "layer_runs": {
-            (str(layers[position]), what): times[position]
-            for what, times in did.items()
-            for position in traffic.here
-        },
-        "switches": {(): active.switches},
-        "rejections": {(by,): traffic.rejections[by] for by in ("request", "switch")},
-    }
-
-
-def _gauge_values(active: ActivePattern) -> dict[str, Values]:
-    """Return every gauge's value now."""
-    return {
-        "info": {(str(active.policy), active.plan.mode, active.source, __version__): 1},
-        "requests": {(pattern,): count for pattern, count in requests.in_hand().items()},
-        "index_k_bytes": {(): active.traffic.index_k_bytes},
-    }
+    def _child(self, name: str, metric: Metric, key: tuple[str, ...]) -> Any:
+        labels = dict(zip(metric.labels, key, strict=True))
+        return self._series[name].labels(**self._labels, **labels)
 
 
 def collectors(others: Mapping[str, type] | None) -> dict[str, type]:

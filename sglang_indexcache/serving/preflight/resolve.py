@@ -6,6 +6,7 @@ Nothing here imports SGLang.
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -32,6 +33,8 @@ from sglang_indexcache.serving.preflight.options import (
 )
 from sglang_indexcache.stored import check_form
 from sglang_indexcache.study.provenance import checkpoint_digest
+
+logger = logging.getLogger(__name__)
 
 BLINDLY = (
     "F layers at even distances were chosen blindly. For GLM-5 the paper gives 72.7 points on long "
@@ -233,6 +236,8 @@ def make_plan(
         IndexCacheError: what is wrong, and how to mend it.
     """
     library = Library.default()
+    for error in library.left_out:
+        logger.warning("IndexCache: left out of the library: %s", error)
     values: dict[Option, Any] = {option: choice.value for option, choice in choices.items()}
     mode = values.get(MODE, "static")
     requested = _requested_pattern(choices, checkpoint, overrides, library)
@@ -264,6 +269,7 @@ def make_plan(
         quality=quality,
         longer=choice.policy.steps[1:],
         shape=tuple(checkpoint.shape.items()),
+        library=library.digest,
     )
 
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,8 @@ from unittest.mock import AsyncMock
 import prometheus_client
 import pytest
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from sglang_indexcache import __version__
 from sglang_indexcache.ask.protocol import SWITCH
@@ -140,13 +143,13 @@ def test_no_more_series_than_so_many(
     assert counts["others"] == 2
 
 
-def test_a_metric_that_throws_stops_ours_alone(
+def test_a_metric_that_throws_stops_alone(
     serving_state: active.ActivePattern,
-    registry: prometheus_client.CollectorRegistry,
+    sample: Callable[..., float | None],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Prometheus' client refuses a counter that falls; the scheduler's own metrics go on."""
+    """Prometheus' client refuses a counter that falls; SGLang's metrics and our others go on."""
     logged: list[Any] = []
     base = SchedulerCollector.__mro__[1]
     monkeypatch.setattr(base, "__init__", lambda self, labels: None)
@@ -154,13 +157,78 @@ def test_a_metric_that_throws_stops_ours_alone(
     collector = SchedulerCollector(LABELS)  # type: ignore[arg-type]
     work(serving_state)
     collector.log_stats(0)
-    before = list(registry.collect())
+    forwards = sample("forwards_total", mixed="0")
     serving_state.counters.forwards = 0
+    monkeypatch.setattr(requests, "in_hand", lambda: 1 / 0)
     for number in (1, 2):
+        work(serving_state)
         collector.log_stats(number)
+        assert sample("tokens_total", phase="decode", pattern="FSSS") == number + 1
+        assert sample("layer_runs_total", layer="1", did="ran") == number + 1
+        assert sample("index_k_bytes") == 528
     assert logged == [0, 1, 2]
-    assert caplog.text.count("IndexCache: its metrics stop here") == 1
-    assert list(registry.collect()) == before
+    for name in ("forwards", "requests"):
+        assert caplog.text.count(f"the metric sglang_indexcache_{name} stops here") == 1
+    assert caplog.text.count("stops here") == 2
+    assert sample("forwards_total", mixed="0") == forwards
+
+
+PHASES = st.sampled_from(["prefill", "decode"])
+PATTERNS = st.text("FS", min_size=3, max_size=3).map(lambda text: Pattern(f"F{text}"))
+SERVED = st.builds(
+    lambda pattern, rows, before: (pattern, rows, rows + before),
+    PATTERNS,
+    st.integers(1, 40),
+    st.integers(0, 200_000),
+)
+EVENTS = st.lists(
+    st.one_of(
+        st.tuples(st.just("forward"), PHASES, st.lists(SERVED, max_size=4), st.booleans()),
+        st.tuples(st.just("layer"), st.integers(0, 3), st.booleans()),
+        st.tuples(st.just("switch"), PATTERNS),
+        st.tuples(st.just("refuse"), st.sampled_from(["switch", "request"])),
+        st.tuples(st.just("capture"), st.booleans()),
+    ),
+    max_size=30,
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(events=EVENTS)
+def test_no_counter_falls_under_any_traffic(events: list[tuple[Any, ...]]) -> None:
+    """A counter that falls is refused by Prometheus' client, and its series stands still."""
+    with pytest.MonkeyPatch.context() as patched:
+        fresh = prometheus_client.CollectorRegistry()
+        for name in ("Counter", "Gauge"):
+            kind = getattr(prometheus_client, name)
+            patched.setattr(prometheus_client, name, partial(kind, registry=fresh))
+        exporter = Exporter(LABELS)
+    server = active.ActivePattern(plan("FSSS", mode="live"))
+    server.traffic.here, server.traffic.own = range(4), frozenset(range(4))
+    server.traffic.topk, server.traffic.flops = 8, 100
+    before: dict[Any, float] = {}
+    for event in events:
+        match event:
+            case ("forward", phase, served, is_idle):
+                server.count_forward(phase, [] if is_idle else served, idle=is_idle)
+            case ("layer", layer, is_full):
+                server.count_layer(layer, is_full=is_full)
+            case ("switch", pattern):
+                server.replace(Policy.of(pattern), "a test")
+            case ("refuse", who):
+                server.traffic.rejections[who] += 1
+            case ("capture", is_counting):
+                server.is_counting = is_counting
+        exporter.export(server)
+        now = {
+            (sample.name, *sorted(sample.labels.items())): sample.value
+            for metric in fresh.collect()
+            for sample in metric.samples
+            if sample.name.endswith("_total")
+        }
+        assert all(now[key] >= value for key, value in before.items())
+        before = now
+    assert exporter._told.keys() == metrics.COUNTERS.keys() | metrics.GAUGES.keys()
 
 
 def test_a_switch_shows_without_traffic(
@@ -217,9 +285,9 @@ def queries() -> list[str]:
 
 
 def test_every_query_asks_for_metrics_and_labels_that_there_are() -> None:
-    counters = metrics.COUNTERS | {"refused": metrics.REFUSED}
-    kinds = {f"{name}_total": more for name, (_, more) in counters.items()}
-    kinds |= {name: more for name, (_, more) in metrics.GAUGES.items()}
+    kinds = {f"{name}_total": metric.labels for name, metric in metrics.COUNTERS.items()}
+    kinds |= {name: metric.labels for name, metric in metrics.GAUGES.items()}
+    kinds["refused_total"] = metrics.REFUSED[1]
     queried = set()
     for query in queries():
         names = re.findall(r"sglang_indexcache_(\w+)", query)
