@@ -144,8 +144,8 @@ def _figure_format(value: str) -> str:
 
 
 DOCUMENTS = (
-    "a .jsonl, .parquet or text file, a folder of them, or 'machine' for the Python sources of "
-    "this machine."
+    "a file of rows (.jsonl, .json, .csv, .parquet) or of text, a folder of them, or 'machine' for "
+    "the Python sources of this machine."
 )
 LENGTH = "tokens, such as 4096, 16Ki (1024s) or 200K (1000s)."
 """Help texts of ``--data`` and ``--context``: what they take."""

@@ -24,6 +24,7 @@ from transformers import AutoTokenizer
 
 from sglang_indexcache.adapter import Adapter, write_adapter
 from sglang_indexcache.checkpoint import Checkpoint, reading
+from sglang_indexcache.data.documents import what_is_left_out
 from sglang_indexcache.data.marking import Marker
 from sglang_indexcache.data.packed import FileRows, PackedRow
 from sglang_indexcache.errors import TrainingError
@@ -321,6 +322,9 @@ class _Healing:
                 f"{len(data.train)} rows of up to {length} tokens, each drawn about "
                 f"{draws:.1f} times, and {len(data.held_out)} held out"
             )
+        for source in options.data:
+            if left_out := what_is_left_out(source):
+                say(f"{source}: {left_out}")
         if state is not None:
             say(f"resumed after step {state.position.step} of stage {state.position.stage}")
 
