@@ -23,7 +23,7 @@ from torch import nn
 from transformers import AutoTokenizer
 
 from sglang_indexcache.adapter import Adapter, write_adapter
-from sglang_indexcache.checkpoint import Checkpoint, reading
+from sglang_indexcache.checkpoint import Checkpoint, fp8_blocks, reading
 from sglang_indexcache.data.documents import what_is_left_out
 from sglang_indexcache.data.marking import Marker
 from sglang_indexcache.data.packed import FileRows, PackedRow
@@ -186,6 +186,7 @@ class Target:
         """
         checkpoint = Checkpoint.read(options.checkpoint)
         checkpoint.check_trained(str(options.checkpoint))
+        fp8_blocks(options.checkpoint)
         pattern = Library.default().resolve(options.pattern, checkpoint).pattern
         pattern.check_checkpoint(checkpoint.own)
         topk = int(checkpoint.shape["index_topk"])
