@@ -291,8 +291,8 @@ def _number(text: str) -> float | None:
 
 
 @dataclass(frozen=True)
-class Kind:
-    """A kind of log: what every row of it has, and who reads a file of it."""
+class LogForm:
+    """Form of a kind of log: what every row of it has, and who reads a file of it."""
 
     fields: frozenset[str]
     read: Reader
@@ -300,10 +300,10 @@ class Kind:
 
 LM_EVAL, EVALSCOPE, LONGBENCH, PLAIN = "lm-eval", "evalscope", "longbench-v2", "plain"
 KINDS = {
-    LM_EVAL: Kind(
+    LM_EVAL: LogForm(
         frozenset({"doc_id", "doc_hash", "prompt_hash", "target_hash", "metrics"}), _lm_eval
     ),
-    EVALSCOPE: Kind(frozenset({"index", "sample_score"}), _evalscope),
-    LONGBENCH: Kind(frozenset({"_id", "judge"}), _longbench),
-    PLAIN: Kind(frozenset({"id", "score"}), _plain),
+    EVALSCOPE: LogForm(frozenset({"index", "sample_score"}), _evalscope),
+    LONGBENCH: LogForm(frozenset({"_id", "judge"}), _longbench),
+    PLAIN: LogForm(frozenset({"id", "score"}), _plain),
 }
