@@ -68,6 +68,14 @@ def test_the_loss_falls_in_a_loop() -> None:
     assert losses[-1] < losses[15]
 
 
+def test_the_loss_falls_on_a_model_in_transformers_trainer() -> None:
+    pytest.importorskip("accelerate")
+    names = runpy.run_path(str(EXAMPLES / "loss_on_a_model.py"))
+    losses = names["main"](steps=4)
+    assert len(losses) == 4
+    assert losses[-1] < 0.95 * losses[0]
+
+
 def test_the_client_reads_the_pattern_of_each_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     client = runpy.run_path(str(EXAMPLES / "client.py"))
 
