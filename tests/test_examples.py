@@ -114,6 +114,13 @@ def test_the_notebook_runs(
     assert abs(best - full) < abs(uniform - full)
 
 
+@pytest.mark.parametrize("page", [*PAGES, EXAMPLES / "share_and_overlap.ipynb"], ids=str)
+def test_an_install_line_works_in_a_clone(page: Path) -> None:
+    """No index has a release, so a package's name in such a line fails, or finds a stranger's."""
+    lines = re.findall(r"pip install [^\n`\\]*", page.read_text())
+    assert not [line for line in lines if "sglang-indexcache" in line]
+
+
 def test_lines_are_joined_and_read() -> None:
     text = "indexcache server show \\\n    --url X # and so on\nsglang serve --tp 8\n"
     assert lines_of(text)[0].split() == ["indexcache", "server", "show", "--url", "X"]

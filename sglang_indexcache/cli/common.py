@@ -155,7 +155,8 @@ SERVERS = "Servers that run"
 # Options are declared before the commands, an entry each; the formatter would spread an entry over
 # ten lines.
 # fmt: off
-Model = Annotated[Path, Option("--model", metavar="FOLDER", help="The checkpoint's folder.")]
+Model = Annotated[Path, Option("--model", "--model-path", metavar="FOLDER", help=
+    "The checkpoint's folder.")]
 Output = Annotated[Path, Option("--output", "-o", metavar="FOLDER", callback=writable, help=
     "A folder for everything that is written.")]
 Seed = Annotated[int, Option("--seed", min=0, metavar="NUMBER", help=

@@ -53,6 +53,19 @@ def test_a_checkpoint_in_another_form_is_refused_before_anything_is_read(
         assert "take the model's bfloat16 or block-FP8 checkpoint" in text
 
 
+def test_the_folder_is_named_as_in_any_other_command(runner: CliRunner, tmp_path: Path) -> None:
+    checkpoint(tmp_path / "base")
+    base = str(tmp_path / "base")
+    heal = ["heal", "run", "--data", "machine", "--pattern", "FSSF", "-o", str(tmp_path / "a")]
+    heal += ["--context", "24", "--dry-run"]
+    for named in ([base], ["--model", base], ["--model-path", base]):
+        assert "it fits" in runner.invoke(app, [*heal, *named]).output
+    for named in ([], [base, "--model", base]):
+        result = runner.invoke(app, [*heal, *named])
+        assert result.exit_code == 1
+        assert "give the checkpoint's folder, once" in result.output
+
+
 @pytest.mark.parametrize("gpu", ["h100", "h200", "b200"])
 def test_a_dry_run_knows_the_data_sheets(runner: CliRunner, tmp_path: Path, gpu: str) -> None:
     checkpoint(tmp_path / "base")
