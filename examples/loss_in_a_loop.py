@@ -10,13 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from sglang_indexcache.lab.heal.losses import (
-    AttentionInputs,
-    IndexInputs,
-    multi_layer_loss,
-    select_top_k,
-)
-from sglang_indexcache.lab.heal.packing import Layout
+from sglang_indexcache import AttentionInputs, IndexInputs, Layout, multi_layer_loss, select_top_k
 
 ROWS, LENGTH, WIDTH, SERVED = 2, 128, 32, 3
 INDEX_HEADS, INDEX_WIDTH, TOPK = 4, 16, 16

@@ -35,13 +35,13 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
-from sglang_indexcache.lab.heal.losses import (
+from sglang_indexcache import (
     AttentionInputs,
     IndexInputs,
+    Layout,
     distillation_loss,
     select_top_k,
 )
-from sglang_indexcache.lab.heal.packing import Layout
 
 PATTERN = "FS"
 VOCABULARY, HIDDEN, HEADS, TOPK = 64, 32, 4, 8

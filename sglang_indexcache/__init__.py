@@ -17,7 +17,9 @@ The public names are loaded when they are first used, so importing this package 
 - :class:`Pattern`: an F/S string, checked; :class:`Library`: the patterns that ship with the
   package; :class:`Checkpoint`: what a model's config says about its indexers.
 - :func:`share`: run a transformers model under a pattern. It needs torch and transformers.
-- :func:`distillation_loss`: train an indexer for the layers that it serves. It needs torch.
+- :func:`distillation_loss`: train an indexer for the layers that it serves, and the paper's
+  L_multi, :func:`multi_layer_loss`. They take :class:`IndexInputs`, :class:`AttentionInputs`, a
+  :class:`Layout` and what :func:`select_top_k` selects, and need torch.
 - :class:`Client`: talk to a server that runs IndexCache.
 - :class:`IndexCacheError`: the base of every error about bad input.
 """
@@ -29,12 +31,17 @@ __version__ = "0.5.23.post1"
 """The SGLang that it is for, and the number of our release for that one."""
 
 _MODULES = {
+    "AttentionInputs": "lab.heal.losses",
     "Checkpoint": "checkpoint",
     "Client": "ask.client",
     "IndexCacheError": "errors",
+    "IndexInputs": "lab.heal.losses",
+    "Layout": "lab.heal.packing",
     "Library": "library",
     "Pattern": "pattern",
     "distillation_loss": "lab.heal.losses",
+    "multi_layer_loss": "lab.heal.losses",
+    "select_top_k": "lab.heal.losses",
     "share": "hf",
 }
 """The public names, and where they live; below, the same for type checkers."""
@@ -46,7 +53,12 @@ if TYPE_CHECKING:
     from sglang_indexcache.checkpoint import Checkpoint as Checkpoint
     from sglang_indexcache.errors import IndexCacheError as IndexCacheError
     from sglang_indexcache.hf import share as share
+    from sglang_indexcache.lab.heal.losses import AttentionInputs as AttentionInputs
+    from sglang_indexcache.lab.heal.losses import IndexInputs as IndexInputs
     from sglang_indexcache.lab.heal.losses import distillation_loss as distillation_loss
+    from sglang_indexcache.lab.heal.losses import multi_layer_loss as multi_layer_loss
+    from sglang_indexcache.lab.heal.losses import select_top_k as select_top_k
+    from sglang_indexcache.lab.heal.packing import Layout as Layout
     from sglang_indexcache.library import Library as Library
     from sglang_indexcache.pattern import Pattern as Pattern
 else:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import yaml
 from pydantic import Field, ValidationError
 
-from sglang_indexcache.checkpoint import Checkpoint
+from sglang_indexcache.checkpoint import Checkpoint, fp8_blocks
 from sglang_indexcache.errors import CheckpointError, PatternError
 from sglang_indexcache.library import Strict
 from sglang_indexcache.pattern import Pattern
@@ -127,11 +127,12 @@ class Adapter:
         """Raise unless it was made for this checkpoint and this pattern; None is its own.
 
         Raises:
-            CheckpointError: another base.
+            CheckpointError: another base, or one in a form that is not read.
             PatternError: another pattern.
         """
         self.check_pattern(pattern)
         actual = Checkpoint.read(checkpoint)
+        fp8_blocks(checkpoint)
         if (actual.architecture, checkpoint_digest(checkpoint)) != (
             self.base.architecture,
             self.base.digest,
@@ -228,6 +229,7 @@ def indexer_layer(name: str) -> int | None:
 def _base(folder: Path, pattern: Pattern) -> Base:
     checkpoint = Checkpoint.read(folder)
     checkpoint.check_trained(str(folder))
+    fp8_blocks(folder)
     pattern.check_checkpoint(checkpoint.own)
     missing = [name for name in _SHAPE_FIELDS if name not in checkpoint.shape]
     if missing:

@@ -28,6 +28,12 @@ from sglang_indexcache.pattern import Pattern
 
 CONFIG_FILE = "config.json"
 
+QUANTISED = ("quantization_config", "compression_config")
+"""Config keys under which a checkpoint says how its weights are quantised."""
+
+MODELOPT_FILE = "hf_quant_config.json"
+"""File in which NVIDIA's ModelOpt says the same beside the config."""
+
 SHARING_KEYS = ("indexer_types", "index_topk_pattern", "index_topk_freq", "index_skip_topk_offset")
 """Config keys by which upstream describes cross-layer sharing, strongest first."""
 
@@ -237,6 +243,39 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is not a model's config, which is an object of JSON.")
     check_fields(config, str(path))
     return config
+
+
+def fp8_blocks(folder: Path) -> tuple[int, int] | None:
+    """Return rows and columns of a block of a block-FP8 checkpoint; None for one of plain weights.
+
+    Raises:
+        CheckpointError: quantised in another way, which nothing here reads; names the format.
+    """
+    config = read_config(folder)
+    stored = next(
+        (
+            value
+            for fields in (config, text_config(config))
+            for name in QUANTISED
+            if (value := _get(fields, name))
+        ),
+        None,
+    )
+    if stored is None and (folder / MODELOPT_FILE).exists():
+        stored = {"quant_method": "modelopt"}
+    if stored is None:
+        return None
+    method, blocks = _get(stored, "quant_method"), _get(stored, "weight_block_size")
+    if method == "fp8" and blocks and len(blocks) == 2:
+        return int(blocks[0]), int(blocks[1])
+    details = (_get(stored, name) for name in ("quant_algo", "format", "bits"))
+    name = " ".join(str(word) for word in (method or "in an unknown way", *details) if word)
+    raise CheckpointError(
+        f"{folder} is quantised: {name}{' without weight_block_size' * (method == 'fp8')}. Plain "
+        "weights and block FP8 (quant_method fp8 with weight_block_size) are read here: take the "
+        "model's bfloat16 or block-FP8 checkpoint. What is asked of a server (--url) can be "
+        "quantised in any way."
+    )
 
 
 def check_fields(config: Any, where: str) -> None:

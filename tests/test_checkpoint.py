@@ -1,5 +1,6 @@
 """Reading of a model's config, for every DSA architecture that SGLang 0.5.23 knows."""
 
+import json
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sglang_indexcache.checkpoint import FORMS, Checkpoint, read_config
+from sglang_indexcache.checkpoint import FORMS, MODELOPT_FILE, Checkpoint, fp8_blocks, read_config
 from sglang_indexcache.errors import CheckpointError
 from sglang_indexcache.models import FAMILIES
 from sglang_indexcache.pattern import Pattern
@@ -239,3 +240,45 @@ def test_any_file_is_read_or_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "config.json").write_bytes(content)
     with suppress(CheckpointError):
         read_config(tmp_path)
+
+
+@pytest.mark.parametrize("part", ["quantization_config", "text_config", "compression_config"])
+@pytest.mark.parametrize(
+    ("quantised", "name"),
+    [
+        ({"quant_method": "awq", "bits": 4}, "is quantised: awq 4. Plain weights"),
+        ({"quant_method": "gptq", "bits": 8, "desc_act": True}, "is quantised: gptq 8. Plain"),
+        (
+            {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+            "is quantised: modelopt NVFP4. Plain",
+        ),
+        (
+            {"quant_method": "compressed-tensors", "format": "pack-quantized"},
+            "is quantised: compressed-tensors pack-quantized. Plain",
+        ),
+        ({"quant_method": "fp8"}, "is quantised: fp8 without weight_block_size. Plain"),
+        ({"bits": 4}, "is quantised: in an unknown way 4. Plain"),
+    ],
+)
+def test_a_form_that_is_not_read_is_named(
+    tmp_path: Path, part: str, quantised: dict[str, Any], name: str
+) -> None:
+    """Any was once counted, and read, as block FP8."""
+    config = {part: quantised}
+    if part == "text_config":
+        config = {part: {"quantization_config": quantised}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=name):
+        fp8_blocks(tmp_path)
+
+
+@pytest.mark.parametrize("nothing", [{}, {"quantization_config": None}, {"text_config": {}}])
+def test_plain_and_block_fp8_are_read(tmp_path: Path, nothing: dict[str, Any]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(nothing))
+    assert fp8_blocks(tmp_path) is None
+    (tmp_path / MODELOPT_FILE).write_text('{"quantization": {"quant_algo": "NVFP4"}}')
+    with pytest.raises(CheckpointError, match="is quantised: modelopt"):
+        fp8_blocks(tmp_path)
+    block = {"quant_method": "fp8", "weight_block_size": [64, 32], "fmt": "e4m3"}
+    (tmp_path / "config.json").write_text(json.dumps({**nothing, "quantization_config": block}))
+    assert fp8_blocks(tmp_path) == (64, 32)

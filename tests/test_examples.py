@@ -68,6 +68,14 @@ def test_the_loss_falls_in_a_loop() -> None:
     assert losses[-1] < losses[15]
 
 
+def test_the_loss_falls_on_a_model_in_transformers_trainer() -> None:
+    pytest.importorskip("accelerate")
+    names = runpy.run_path(str(EXAMPLES / "loss_on_a_model.py"))
+    losses = names["main"](steps=4)
+    assert len(losses) == 4
+    assert losses[-1] < 0.95 * losses[0]
+
+
 def test_the_client_reads_the_pattern_of_each_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     client = runpy.run_path(str(EXAMPLES / "client.py"))
 
@@ -104,6 +112,13 @@ def test_the_notebook_runs(
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", capsys.readouterr().out)]
     full, best, uniform = losses
     assert abs(best - full) < abs(uniform - full)
+
+
+@pytest.mark.parametrize("page", [*PAGES, EXAMPLES / "share_and_overlap.ipynb"], ids=str)
+def test_an_install_line_works_in_a_clone(page: Path) -> None:
+    """No index has a release, so a package's name in such a line fails, or finds a stranger's."""
+    lines = re.findall(r"pip install [^\n`\\]*", page.read_text())
+    assert not [line for line in lines if "sglang-indexcache" in line]
 
 
 def test_lines_are_joined_and_read() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -235,7 +236,9 @@ def cache(request: pytest.FixtureRequest, model: Any) -> Any:
 
 
 def go_on(model: Any, cache: Any, count: int = 1) -> torch.Tensor:
-    return logits(model, IDS[:, :count], use_cache=True, past_key_values=cache)
+    arguments = signature(model.forward).parameters
+    name = "cache" if "cache" in arguments else "past_key_values"  # until transformers 5.24
+    return logits(model, IDS[:, :count], use_cache=True, **{name: cache})
 
 
 def test_a_cache_without_index_keys_is_refused(model: Any, cache: Any) -> None:

@@ -21,12 +21,13 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from inspect import signature
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from benchmarks.paper import live_server
 from benchmarks.records import read_arguments
@@ -108,11 +109,12 @@ def judge(model: Path, rows: Sequence[dict[str, Any]], prompts: Sequence[list[in
 
 @torch.no_grad()
 def _continue(model: Any, prompt: list[int], count: int) -> Continued:
-    ids, past = torch.tensor([prompt]), None
+    ids, cache = torch.tensor([prompt]), DynamicCache(config=model.config)
+    # Called past_key_values before transformers 5.24.
+    name = next(n for n in ("cache", "past_key_values") if n in signature(model.forward).parameters)
     tokens, leads = [], []
     for _ in range(count):
-        output = model(ids, past_key_values=past, use_cache=True, logits_to_keep=1)
-        past = output.past_key_values
+        output = model(ids, use_cache=True, logits_to_keep=1, **{name: cache})
         best, second = output.logits[0, -1].topk(2).values.tolist()
         tokens.append(int(output.logits[0, -1].argmax()))
         leads.append(best - second)

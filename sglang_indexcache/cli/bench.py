@@ -43,7 +43,7 @@ NewTokens = Annotated[int, Option("--new-tokens", metavar="N", help=
 FullConcurrency = Annotated[int, Option("--full-concurrency", metavar="N", help=
     "Requests a rank for the full KV cache; 0 takes as many as fit, and 1 needs no request of "
     "its own.")]
-MeasuredModel = Annotated[str, Option("--model", metavar="NAME", help=
+MeasuredModel = Annotated[str, Option("--model", "--model-path", metavar="NAME", help=
     "GLM-5-FP8, GLM-5 or DeepSeek-V3.2, whose layers were measured, or the folder of one.")]
 Gpu = Annotated[str, Option("--gpu", metavar="h100|h200|b200", help="The card.")]
 Gpus = Annotated[int, Option("--gpus", "--tp", min=1, metavar="N", help=

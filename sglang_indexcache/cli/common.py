@@ -144,8 +144,8 @@ def _figure_format(value: str) -> str:
 
 
 DOCUMENTS = (
-    "a .jsonl, .parquet or text file, a folder of them, or 'machine' for the Python sources of "
-    "this machine."
+    "a file of rows (.jsonl, .json, .csv, .parquet) or of text, a folder of them, or 'machine' for "
+    "the Python sources of this machine."
 )
 LENGTH = "tokens, such as 4096, 16Ki (1024s) or 200K (1000s)."
 """Help texts of ``--data`` and ``--context``: what they take."""
@@ -155,7 +155,8 @@ SERVERS = "Servers that run"
 # Options are declared before the commands, an entry each; the formatter would spread an entry over
 # ten lines.
 # fmt: off
-Model = Annotated[Path, Option("--model", metavar="FOLDER", help="The checkpoint's folder.")]
+Model = Annotated[Path, Option("--model", "--model-path", metavar="FOLDER", help=
+    "The checkpoint's folder.")]
 Output = Annotated[Path, Option("--output", "-o", metavar="FOLDER", callback=writable, help=
     "A folder for everything that is written.")]
 Seed = Annotated[int, Option("--seed", min=0, metavar="NUMBER", help=

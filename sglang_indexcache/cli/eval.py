@@ -83,7 +83,8 @@ WriteQuality = Annotated[Path | None, Option("--write-quality", metavar="FILE", 
     "Write the verdict into the quality section of this pattern file (YAML): then patterns show, "
     "doctor and the server say what is known of it on this checkpoint.")]
 Reference = Annotated[str, Argument(metavar="[NAME=]PATH", help=
-    "A run's folder or file: lm-eval's samples_*.jsonl, or any .jsonl with id and score a line.")]
+    "A run's folder or file: of lm-eval, evalscope or LongBench v2, or any .jsonl with id and "
+    "score a line.")]
 Candidate = Annotated[str, Argument(metavar="[NAME=]PATH", help="Likewise.")]
 Metric = Annotated[str | None, Option("--metric", metavar="NAME", help=
     "Which score to compare, if the logs have several.")]
@@ -232,7 +233,8 @@ def compare_command(
 
     Example: indexcache eval compare all-F=runs/full 1of4=runs/quarter -o compared/
     """
-    from sglang_indexcache.lab.evaluate.compare import compare_logs, read_log
+    from sglang_indexcache.lab.evaluate.compare import compare_logs
+    from sglang_indexcache.lab.evaluate.logs import read_log
     from sglang_indexcache.study.provenance import commit
 
     inputs = {"reference": reference, "candidate": candidate, "again": again, "bad": bad}

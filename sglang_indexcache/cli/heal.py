@@ -18,13 +18,16 @@ from sglang_indexcache.cli.common import (
     out,
     writable,
 )
+from sglang_indexcache.errors import SettingsError
 from sglang_indexcache.lab.heal import STEPS
 
 app = group("Train the indexers that a pattern keeps, on a frozen model.")
 
 # fmt: off
-Checkpoint = Annotated[Path, Argument(metavar="FOLDER", help=
+Checkpoint = Annotated[Path | None, Argument(metavar="FOLDER", help=
     "The checkpoint's folder; it is only read.")]
+Model = Annotated[Path | None, Option("--model", "--model-path", metavar="FOLDER", help=
+    "The same folder, as the other commands name it.")]
 Pattern = Annotated[str, Option("--pattern", metavar="PATTERN", help=
     "Which layers keep their indexer: an F/S string, full, uniform:1/4, a ratio such as 1/4 "
     "(looked up in the library), a library pattern's name or a YAML file.")]
@@ -59,7 +62,7 @@ DryRun = Annotated[bool, Option("--dry-run", help=
 Gpus = Annotated[str, Option("--gpus", metavar="NxNAME", help=
     "GPUs of a dry run: how many, and h100, h200 or b200.")]
 Adapter = Annotated[Path, Argument(metavar="FOLDER", help="The folder of an adapter.")]
-AdaptedModel = Annotated[Path, Option("--model", metavar="FOLDER", help=
+AdaptedModel = Annotated[Path, Option("--model", "--model-path", metavar="FOLDER", help=
     "The checkpoint that it was trained on.")]
 # fmt: on
 
@@ -70,10 +73,11 @@ AdaptedModel = Annotated[Path, Option("--model", metavar="FOLDER", help=
     epilog="Example: indexcache heal run MODEL --pattern uniform:1/4 --data texts.jsonl -o adapter",
 )
 def run(
-    checkpoint: Checkpoint,
     pattern: Pattern,
     data: Data,
     output: AdapterFolder,
+    checkpoint: Checkpoint = None,
+    model: Model = None,
     context: Context = None,
     rows: Rows = 1,
     dense_steps: DenseSteps = STEPS,
@@ -100,8 +104,11 @@ def run(
     from sglang_indexcache.study.journal import resumable
     from sglang_indexcache.support.lengths import parse_length
 
+    folder = checkpoint or model
+    if folder is None or None not in (checkpoint, model):
+        raise SettingsError("give the checkpoint's folder, once: as the argument, or by --model")
     options = HealOptions(
-        checkpoint=checkpoint,
+        checkpoint=folder,
         pattern=pattern,
         data=tuple(data),
         output=output,

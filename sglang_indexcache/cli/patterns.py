@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 app = group("The pattern library.")
 
 # fmt: off
-FittedModel = Annotated[Path | None, Option("--model", metavar="FOLDER", help=
+FittedModel = Annotated[Path | None, Option("--model", "--model-path", metavar="FOLDER", help=
     "Only patterns that fit this checkpoint's config.json.")]
 Patterns = Annotated[list[str], Argument(metavar="PATTERN", help=
     "Patterns in any form: an F/S string, a name from the library, a YAML file.")]
-RatioModel = Annotated[Path | None, Option("--model", metavar="FOLDER", help=
+RatioModel = Annotated[Path | None, Option("--model", "--model-path", metavar="FOLDER", help=
     "The checkpoint that full, uniform:1/4 and ratios are for.")]
 # fmt: on
 

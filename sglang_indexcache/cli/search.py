@@ -249,6 +249,7 @@ def overlap_command(
     """
     import numpy as np
 
+    from sglang_indexcache.checkpoint import fp8_blocks
     from sglang_indexcache.search.calibration import Score
     from sglang_indexcache.search.evaluators.hf import TransformersEvaluator
     from sglang_indexcache.search.overlap import (
@@ -266,6 +267,8 @@ def overlap_command(
     from sglang_indexcache.study.journal import progress_at_most
     from sglang_indexcache.support.files import write_json
 
+    if not url:
+        fp8_blocks(model)
     setup = Setup.read(model, data, context=_length(context), batches=batches, score=Score.ALL)
     drawn = setup.resolve(pattern) if pattern else None
     if url:
@@ -303,7 +306,7 @@ def _measuring(
 ) -> Callable[[Calibration], TokenEvaluator]:
     """Choose the evaluator by a command's options; nothing is loaded or asked yet."""
     from sglang_indexcache.ask.pool import Pool
-    from sglang_indexcache.checkpoint import Checkpoint
+    from sglang_indexcache.checkpoint import Checkpoint, fp8_blocks
     from sglang_indexcache.search.overlap import ReturningEvaluator
 
     server_options = {"--at-once": at_once, "--low-priority": low_priority}
@@ -317,6 +320,7 @@ def _measuring(
         raise SearchError(f"{flag} is for the servers of --url")
     if dtype not in (None, "float32", "bfloat16"):
         raise SearchError(f"--dtype is float32 or bfloat16, got {dtype!r}")
+    fp8_blocks(model)
 
     def local(data: Calibration) -> TokenEvaluator:
         from sglang_indexcache.search.evaluators.hf import TransformersEvaluator

@@ -6,10 +6,13 @@ import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
-from sglang_indexcache.data.rows import LINES, not_utf8, read_rows
+from sglang_indexcache.data.conversations import Conversation, read_conversation
+from sglang_indexcache.data.files import find_files, refuse_json
+from sglang_indexcache.data.rows import ROWS, form_of, not_utf8, opened, read_rows
 from sglang_indexcache.errors import DataError
 
 MACHINE = "machine"
@@ -44,35 +47,6 @@ class Text:
         return len(self.text)
 
 
-@dataclass(frozen=True)
-class Conversation:
-    """Chat messages, before any template.
-
-    Attributes:
-        messages: each with a "role", and whatever else the template reads.
-        tools: the functions that the assistant may call, or None.
-    """
-
-    messages: tuple[Mapping[str, Any], ...]
-    where: str
-    tools: Any = None
-
-    @property
-    def responses(self) -> tuple[int, ...]:
-        """Numbers of the assistant's messages."""
-        return tuple(i for i, m in enumerate(self.messages) if m["role"] == "assistant")
-
-    @property
-    def has_answers(self) -> bool:
-        """Whether the assistant says anything."""
-        return bool(self.responses)
-
-    @property
-    def characters(self) -> int:
-        """Length of the messages' content, before any template: an estimate."""
-        return sum(len(str(message.get("content", ""))) for message in self.messages)
-
-
 Document = Text | Conversation
 
 
@@ -80,7 +54,7 @@ def read_documents(source: str) -> Iterator[Document]:
     """Yield every document of a source that is not blank, as files and rows are ordered.
 
     Args:
-        source: a .jsonl, .parquet or text file, a folder of them, or :data:`MACHINE`.
+        source: a file of rows or of text, a folder of them, or :data:`MACHINE`.
 
     Raises:
         DataError: nothing to read, or a row that nobody understands.
@@ -91,7 +65,13 @@ def read_documents(source: str) -> Iterator[Document]:
             has_text = True
             yield document
     if not has_text:
-        raise DataError(f"{source} contains no text")
+        left_out = what_is_left_out(source)
+        raise DataError(f"{source} contains no text" + (f" ({left_out})" if left_out else ""))
+
+
+def what_is_left_out(source: str) -> str:
+    """Say which files of a folder :func:`read_documents` leaves out; nothing if none."""
+    return "" if source == MACHINE else find_files(Path(source)).in_words()
 
 
 def _read_source(source: str) -> Iterator[Document]:
@@ -102,15 +82,15 @@ def _read_source(source: str) -> Iterator[Document]:
     path = Path(source)
     if not path.exists():
         raise DataError(
-            f"there is no data at {source}. Give a .jsonl, .parquet or text file, a "
+            f"there is no data at {source}. Give a file of rows ({', '.join(ROWS)}) or of text, a "
             f"folder of them, or {MACHINE!r} for this machine's Python sources."
         )
-    for file in sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]:
+    for file in find_files(path).read:
         yield from _read_file(file)
 
 
 def _read_file(path: Path) -> Iterator[Document]:
-    if path.suffix in (*LINES, ".parquet"):
+    if form_of(path) in ROWS:
         for row in read_rows(path):
             yield _document(row.value, row.where)
     else:
@@ -119,13 +99,13 @@ def _read_file(path: Path) -> Iterator[Document]:
 
 def _read_text(path: Path) -> Iterator[Text]:
     try:
-        with path.open(encoding="utf-8", newline="") as file:
-            while text := file.read(TEXT_PIECE):
-                yield Text(text + file.readline(), str(path))
+        with opened(path) as file:
+            refuse_json(path, file.peek(1))
+            text = TextIOWrapper(file, encoding="utf-8", newline="")
+            while piece := text.read(TEXT_PIECE):
+                yield Text(piece + text.readline(), str(path))
     except UnicodeDecodeError as error:
         raise not_utf8(str(path), error) from error
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}") from error
 
 
 def _document(row: Any, where: str) -> Document:
@@ -133,8 +113,13 @@ def _document(row: Any, where: str) -> Document:
     if isinstance(row, str):
         return Text(row, where)
     fields = row if isinstance(row, dict) else {}
-    if fields.get("messages") is not None:
-        return _conversation(fields, where)
+    if fields.get("chosen") is not None and fields.get("rejected") is not None:
+        raise DataError(
+            f"{where} is a preference (chosen and rejected), and only one of the two is to be "
+            "learned from. Write that one as messages, or as a prompt with its response."
+        )
+    if (conversation := read_conversation(fields, where)) is not None:
+        return conversation
     responses = (fields.get(name) for name in _RESPONSE_FIELDS)
     response = next((text for text in responses if isinstance(text, str)), None)
     prompt = fields.get("prompt")
@@ -145,22 +130,9 @@ def _document(row: Any, where: str) -> Document:
         if isinstance(fields.get(name), str):
             return Text(fields[name], where, _answers(fields, fields[name], where))
     raise DataError(
-        f"{where} has no text: expected a string, messages, a prompt with a response, or one of "
-        f"{', '.join(_TEXT_FIELDS)}"
+        f"{where} has no text: expected a string, messages or ShareGPT's conversations, a prompt "
+        f"with a response, or one of {', '.join(_TEXT_FIELDS)}"
     )
-
-
-def _conversation(fields: Mapping[str, Any], where: str) -> Conversation:
-    messages = fields["messages"]
-    if (
-        not isinstance(messages, list)
-        or not messages
-        or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages)
-    ):
-        raise DataError(f"{where} has messages that are not a list of objects with a role")
-    # Parquet writes what a message lacks as null, which is not what templates expect.
-    cleaned = tuple({k: v for k, v in m.items() if v is not None} for m in messages)
-    return Conversation(cleaned, where, fields.get("tools"))
 
 
 def _answers(fields: Mapping[str, Any], text: str, where: str) -> tuple[Span, ...]:

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sglang_indexcache.data.documents import Conversation, Document, Span, Text
+from sglang_indexcache.data.conversations import Conversation
+from sglang_indexcache.data.documents import Document, Span, Text
 from sglang_indexcache.errors import DataError
 
 Mask = NDArray[np.bool_]

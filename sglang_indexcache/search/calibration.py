@@ -17,7 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
-from sglang_indexcache.data.documents import MACHINE, Conversation, Document, read_documents
+from sglang_indexcache.data.conversations import Conversation
+from sglang_indexcache.data.documents import MACHINE, Document, read_documents, what_is_left_out
 from sglang_indexcache.data.marking import Marked, Marker, Mask, is_held_out
 from sglang_indexcache.errors import SearchError
 from sglang_indexcache.search.difference import ENOUGH
@@ -336,7 +337,8 @@ class _Reading:
         read = f"{self.documents} documents read"
         if self.is_enough:
             read += " (reading stopped there: these give enough)"
-        return "; ".join([read, *(fact for fact, n in facts.items() if n)])
+        sentences = [read, *(fact for fact, n in facts.items() if n), what_is_left_out(self.source)]
+        return "; ".join(filter(None, sentences))
 
     def too_little(self, quota: dict[bool, int], taken: dict[bool, int]) -> SearchError:
         """Say why there are not enough sequences."""

@@ -15,6 +15,8 @@ FORMATS: dict[str, dict[str, None]] = {
     ".svg": {"Date": None},
 }
 """How pictures are written, by suffix, and what is left out: else no two files were alike."""
+_WRITING = {"svg.hashsalt": "indexcache", "pdf.fonttype": 42, "ps.fonttype": 42}
+"""TrueType fonts: conferences and journals refuse matplotlib's Type 3."""
 FULL = "#8a8a8a"
 BLUE, RED, GREEN = "#1f5fa8", "#c0392b", "#2e8b57"
 """Colours of figures in which no colour is a pattern's."""
@@ -59,7 +61,7 @@ def save_figure(figure: Any, path: Path) -> None:
         raise SettingsError(f"pictures are written as {', '.join(FORMATS)}, got {path}")
     from matplotlib import rc_context
 
-    with replacing(path) as part, rc_context({"svg.hashsalt": "indexcache"}):
+    with replacing(path) as part, rc_context(_WRITING):
         figure.savefig(part, dpi=150, format=path.suffix[1:], metadata=FORMATS[path.suffix])
 
 

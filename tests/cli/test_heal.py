@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from sglang_indexcache.adapter import Adapter
 from sglang_indexcache.cli import app
-from tests.lab.heal.checkpoints import checkpoint
+from tests.lab.heal.checkpoints import checkpoint, requantise
 
 
 @pytest.fixture
@@ -27,6 +27,43 @@ def test_heal(runner: CliRunner, tmp_path: Path) -> None:
     refusal = runner.invoke(app, [*heal, "--pattern", "FSS"])
     assert refusal.exit_code == 1
     assert refusal.output.startswith("indexcache: error: ")
+
+
+def test_a_checkpoint_in_another_form_is_refused_before_anything_is_read(
+    runner: CliRunner, tmp_path: Path
+) -> None:
+    """The dry run took any for block FP8 ("it fits"), and the run asked to download it again."""
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    checkpoint(base)
+    heal = ["heal", "run", str(base), "--data", "machine", "-o", str(adapter)]
+    heal += ["--dense-steps", "1", "--held-out", "1", "--pattern", "FSSF", "--context", "24"]
+    assert runner.invoke(app, heal).exit_code == 0
+    requantise(base, {"quant_method": "awq", "bits": 4})
+    nothing = str(tmp_path / "nothing.jsonl")
+    heal[4], heal[6] = nothing, str(tmp_path / "other")
+    search = ["search", "run", "--model", str(base), "--data", nothing, "-o", str(tmp_path / "s")]
+    compare = ["search", "compare", "full", "FSSF", *search[2:]]
+    overlap = ["search", "overlap", *search[2:]]
+    merge = ["heal", "merge", str(adapter), "--model", str(base), "-o", str(tmp_path / "merged")]
+    for command in (heal, [*heal, "--dry-run"], search, compare, overlap, merge):
+        result = runner.invoke(app, command)
+        assert result.exit_code == 1, command
+        text = " ".join(result.output.split())
+        assert "base is quantised: awq 4. Plain weights and block FP8" in text, command
+        assert "take the model's bfloat16 or block-FP8 checkpoint" in text
+
+
+def test_the_folder_is_named_as_in_any_other_command(runner: CliRunner, tmp_path: Path) -> None:
+    checkpoint(tmp_path / "base")
+    base = str(tmp_path / "base")
+    heal = ["heal", "run", "--data", "machine", "--pattern", "FSSF", "-o", str(tmp_path / "a")]
+    heal += ["--context", "24", "--dry-run"]
+    for named in ([base], ["--model", base], ["--model-path", base]):
+        assert "it fits" in runner.invoke(app, [*heal, *named]).output
+    for named in ([], [base, "--model", base]):
+        result = runner.invoke(app, [*heal, *named])
+        assert result.exit_code == 1
+        assert "give the checkpoint's folder, once" in result.output
 
 
 @pytest.mark.parametrize("gpu", ["h100", "h200", "b200"])

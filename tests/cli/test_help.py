@@ -92,6 +92,14 @@ def test_a_flag_is_found_where_it_is_declared() -> None:
             assert all(f'"{flag}"' in source for flag in option.opts if flag.startswith("-"))
 
 
+def test_a_model_is_named_in_one_way_by_every_command() -> None:
+    """SGLang's own flag is taken, too."""
+    spellings = [option.opts for command in COMMANDS.values() for option in command.params]
+    of_models = [names for names in spellings if {"--model", "--model-path"} & {*names}]
+    assert len(of_models) > 8
+    assert all(names == ["--model", "--model-path"] for names in of_models)
+
+
 @pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
 def test_the_example_of_a_config_is_an_option_of_the_command(command: Any) -> None:
     options = {option.name: option for option in command.params}

@@ -13,7 +13,8 @@ from tokenizers import processors
 from transformers import AutoTokenizer
 
 from benchmarks.random_model import make_tokenizer
-from sglang_indexcache.data.documents import Conversation, Text
+from sglang_indexcache.data.conversations import Conversation
+from sglang_indexcache.data.documents import Text
 from sglang_indexcache.data.marking import Marked, Marker
 from sglang_indexcache.errors import DataError
 from tests.cli.test_search import TINY

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,6 +36,64 @@ def test_a_list_and_a_parquet_file_are_counted_by_rows(tmp_path: Path) -> None:
         assert [row.where for row in read_rows(path)] == [f"{path}, row 1", f"{path}, row 2"]
 
 
+@pytest.mark.parametrize("indent", [None, 2])
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl", "A.JSON"])
+def test_a_list_is_one_by_whatever_name_and_layout(tmp_path: Path, name: str, indent: Any) -> None:
+    path = tmp_path / name
+    many = [{"text": "x" * 9_000}, *ROWS]  # longer than what is looked at
+    for rows in (ROWS, many, ["one", "two"]):
+        path.write_text(json.dumps(rows, indent=indent))
+        assert [row.value for row in read_rows(path)] == rows
+
+
+@pytest.mark.parametrize("first", [{"a": 1}, {"a": "x" * 9_000}, [1, 2]])
+def test_a_json_file_may_hold_lines(tmp_path: Path, first: Any) -> None:
+    """So most .json files of the hub do."""
+    path = tmp_path / "train.json"
+    path.write_text("\n" + "".join(f"{json.dumps(row)}\n" for row in (first, *ROWS)))
+    assert [row.value for row in read_rows(path)] == [first, *ROWS]
+    assert next(read_rows(path)).where == f"{path}, line 2"
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.jsonl", '{"a": "é"}\n{"a": "2"}\n'),
+        ("a.json", '[{"a": "é"},\n{"a": "2"}]'),
+        ("a.csv", "a\né\n2\n"),
+        ("a.tsv", "a\né\n2\n"),
+    ],
+)
+def test_a_byte_order_mark_and_gzip_change_nothing(tmp_path: Path, name: str, content: str) -> None:
+    for end, pack in (("", bytes), (".gz", gzip.compress)):
+        for encoding in ("utf-8", "utf-8-sig"):
+            path = tmp_path / (name + end)
+            path.write_bytes(pack(content.encode(encoding)))
+            assert [row.value for row in read_rows(path)] == [{"a": "é"}, {"a": "2"}]
+
+
+def test_gzip_is_known_by_its_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(gzip.compress(b'{"a": 1}'))
+    assert [row.value for row in read_rows(path)] == [{"a": 1}]
+
+
+def test_nulls_that_parquet_adds_are_left_out_at_every_depth(tmp_path: Path) -> None:
+    """Those of a .jsonl are its author's, and stay."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    rows: list[dict[str, Any]] = [
+        {"a": {"deep": [{"x": 1, "list": [{"p": 1}, {"q": [None, 2]}]}]}, "b": 1},
+        {"a": {"deep": [{"y": {"z": "w"}}], "other": 2}, "b": None},
+    ]
+    table, lines = tmp_path / "a.parquet", tmp_path / "a.jsonl"
+    parquet.write_table(pa.Table.from_pylist(rows), table)
+    assert [row.value for row in read_rows(table)] == rows
+    lines.write_text(json.dumps({"a": {"b": None}}))
+    assert [row.value for row in read_rows(lines)] == [{"a": {"b": None}}]
+
+
 def test_no_more_is_read_than_is_wanted(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"a": 1}\nbroken\n')
@@ -47,6 +107,14 @@ def test_no_more_is_read_than_is_wanted(tmp_path: Path) -> None:
         ("a.jsonl", b'"caf\xe9"', r"line 1 is not UTF-8 .it holds the byte 0xe9"),
         ("a.json", b'{"a": 1}', r"a\.json does not hold a list of rows"),
         ("a.json", b'[{"a": 1}', r"a\.json is not JSON"),
+        ("a.json", b'{\n "data": [\n{"a": 1}]}', r"a\.json does not hold a list .* jq \.data"),
+        ("a.json", b'{"a": 1\n{"a": 2}\n', r"a\.json is not JSON"),
+        ("a.jsonl", b"[" * 100_000, r"a\.jsonl is nested too deeply"),
+        ("a.jsonl", '{"a": 1}'.encode("utf-16"), r"a\.jsonl is UTF-16.* iconv -f UTF-16"),
+        ("a.jsonl.gz", gzip.compress(b'{"a": 1}' * 99)[:-9], r"a\.jsonl\.gz is damaged: .* again"),
+        ("a.jsonl", b"\x28\xb5\x2f\xfd\x04", r"a\.jsonl is packed by zstd\. .* zstd -d"),
+        ("a.csv", b"PAR1\x15\x04", r"a\.csv is a parquet file .* end in \.parquet"),
+        ("a.jsonl", b"a\0b", r"a\.jsonl is no text: it holds zero bytes"),
         ("a.csv", b'a,b\n1,"2', r"a\.csv is not CSV: unexpected end of data"),
         ("a.csv", b"a,b\n1,caf\xe9\n", r"a\.csv is not UTF-8 .it holds the byte 0xe9"),
         ("a.parquet", b"PAR1 not", r"a\.parquet cannot be read as parquet after row 0"),

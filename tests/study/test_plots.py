@@ -52,3 +52,13 @@ def test_a_pattern_has_one_colour_whatever_its_length() -> None:
     irregular = ["FFFSFFSFSSSS", "FFFSSSSSSSSS", "FFSSSSSSSSSS"]
     interleaved = ["FSFSFSFSFSFS", "FSSSFSSSFSSS", "FSSSSSFSSSSS"]
     assert len({pattern_color(Pattern(text)) for text in (*irregular, *interleaved)}) == 6
+
+
+def test_a_pdf_has_truetype_fonts(tmp_path: Path) -> None:
+    """IEEE, AAAI and others refuse matplotlib's default, Type 3."""
+    figure, [axis] = make_figure(2, 2)
+    axis.set_title("layers")
+    save_figure(figure, tmp_path / "a.pdf")
+    content = (tmp_path / "a.pdf").read_bytes()
+    assert b"/FontFile2" in content  # where a PDF keeps a TrueType font
+    assert b"/Type3" not in content

@@ -2,242 +2,31 @@
 
 Only runs of the same questions can be compared: other tasks, other samples, other prompts or other
 right answers are refused. Scores are taken as they are; repeated askings of a question (epochs) are
-averaged, which takes out noise and leaves one observation. Per-sample logs are read of
-
-* lm-evaluation-harness: ``samples_<task>_<date>.jsonl`` of ``--log_samples``, after
-  ``EvaluationTracker.save_results_samples`` and ``SampleResult`` of lm-eval 0.4.13. A row is one
-  document under one filter, with its scores under the names listed in ``metrics``. RULER's tasks
-  name their metrics by length, and give -1 at the lengths that the document does not have.
-* plain, for any other harness: an object a line with the question's ``id`` and its ``score``, 0 to
-  1. ``context`` names the text that several questions share; ``task`` and ``prompt`` are compared
-  if they are there.
+averaged, which takes out noise and leaves one observation. What a harness writes is read by
+:mod:`~sglang_indexcache.lab.evaluate.logs`.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
-from sglang_indexcache.data.rows import read_rows
-from sglang_indexcache.errors import DataError, QualityError
+from sglang_indexcache.errors import QualityError
 from sglang_indexcache.lab.evaluate.evaluation import Answer, Evaluation, Missing
+from sglang_indexcache.lab.evaluate.logs import Log, Sample
 from sglang_indexcache.lab.evaluate.plan import Arm, Planned, Role
 from sglang_indexcache.stats.design import Design
 
-Row = dict[str, Any]
-LM_EVAL, PLAIN = "lm-eval", "plain"
-FIELDS = {LM_EVAL: {"doc_hash", "metrics"}, PLAIN: {"id", "score"}}
-"""What every row of a kind of log has."""
-CLUSTERS = (
-    *("context_id", "document_id", "document_set_id", "passage_id", "data_source_urls"),
-    *("context", "document", "passage", "article"),
-)
-"""Fields that say, in the public data sets, which questions are asked of the same text."""
-_NAME = re.compile(r"samples_(.+?)(?:_\d{4}-\d\d-\d\dT[\d.-]+)?$")
 MOST_UNSCORED = 0.01
 Key = tuple[str, str]
 """Task and question."""
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One question, asked once.
-
-    Attributes:
-        question: unique within the task.
-        context: which questions share a text; the question itself where the log does not tell.
-        prompt: digest of all that both runs must have in common: prompt and right answer.
-        value: 0 to 1; None where the harness could not score the answer.
-        length: tokens; 0 where the log does not tell.
-    """
-
-    task: str
-    question: str
-    context: str
-    prompt: str
-    metric: str
-    value: float | None
-    length: int = 0
-
-
-@dataclass(frozen=True)
-class Log:
-    """One run of a harness, as it is called in the report; its kind is one of :data:`FIELDS`."""
-
-    name: str
-    kind: str
-    samples: tuple[Sample, ...]
-
-
 Questions = Mapping[Key, Sample]
 """The questions of one run, each once, its askings averaged."""
 Runs = dict[tuple[str, int], Questions]
 """Runs by arm and repeat."""
-
-
-def read_log(name: str, place: str, metric: str | None = None) -> Log:
-    """Read a file, or all files of a run's folder; ``metric`` is only needed if it has several.
-
-    Raises:
-        QualityError: nothing there that is a log, or more than one choice; each with the fix.
-    """
-    path = Path(place)
-    if not path.exists():
-        raise QualityError(f"there is no log at {place}. Give a run's folder or file.")
-    kind, files = _recognise(path)
-    samples: list[Sample] = []
-    for file in files:
-        new_samples = list((_plain if kind == PLAIN else _lm_eval)(file, metric))
-        # A folder often holds several runs, and their samples must not be mixed.
-        if {sample.task for sample in new_samples} & {sample.task for sample in samples}:
-            raise QualityError(
-                f"{path} holds several runs ({files[0].name}, {files[-1].name}, ...): give the "
-                "file or the folder of one"
-            )
-        samples += new_samples
-    if not samples:
-        raise QualityError(f"{place} has no sample")
-    return Log(name, kind, tuple(samples))
-
-
-def _recognise(path: Path) -> tuple[str, list[Path]]:
-    """Return the kind of log that lies there, and its files."""
-    files = [path]
-    if path.is_dir():
-        files = sorted(path.glob("*.jsonl")) or sorted(path.rglob("*.jsonl"))
-    for kind, fields in FIELDS.items():
-        if matching := [file for file in files if fields <= _first_row(file).keys()]:
-            return kind, matching
-    raise QualityError(
-        f"{path} holds no per-sample log that is known. Let lm-eval write its samples "
-        "(--log_samples), or write another harness's as .jsonl with an object of id and score a "
-        "line, and give the file or its folder"
-    )
-
-
-def _first_row(path: Path) -> Row:
-    """Return the first object of a file; empty if the file has none."""
-    try:
-        return next(_rows(path), {})
-    except QualityError:
-        return {}
-
-
-def _rows(path: Path) -> Iterator[Row]:
-    """Yield the objects of a JSON lines file; a QualityError names the line that is none."""
-    try:
-        for row in read_rows(path):
-            if not isinstance(row.value, dict):
-                raise QualityError(f"{row.where} is no sample")
-            yield row.value
-    except DataError as error:
-        raise QualityError(
-            f"{error} If the run was stopped in the middle, let it finish, or delete that line in "
-            "both logs."
-        ) from error
-
-
-def _plain(path: Path, metric: str | None) -> Iterator[Sample]:
-    """Yield the samples of one plain file; a score of null was not given."""
-    metric_name = _pick(["score"], metric, path)
-    for number, row in enumerate(_rows(path), 1):
-        if not row.keys() >= FIELDS[PLAIN]:
-            raise QualityError(f"sample {number} of {path} has no id or no score")
-        question, context = str(row["id"]), row.get("context")
-        yield Sample(
-            str(row.get("task", "samples")),
-            question,
-            question if context is None else str(context),
-            _digest(row.get("prompt")),
-            metric_name,
-            _share(row["score"], path),
-        )
-
-
-def _lm_eval(path: Path, metric: str | None) -> Iterator[Sample]:
-    """Yield the samples of one task."""
-    match = _NAME.match(path.stem)
-    rows = list(_rows(path))
-    metric_name = _pick(sorted({name for row in rows for name in _metrics(row)}), metric, path)
-    for row in rows:
-        if metric_name not in _metrics(row):
-            continue  # under another filter
-        length, name = _metrics(row)[metric_name]
-        if name not in row:
-            raise QualityError(
-                f"{path} names the metric {name!r} and document {row['doc_id']} has none; run the "
-                "harness again, or choose another metric (--metric)"
-            )
-        question = str(row["doc_id"])
-        yield Sample(
-            match[1] if match else path.stem,
-            question,
-            _text_of(row.get("doc") or {}, question),
-            _digest(row["doc_hash"], row["prompt_hash"], row["target_hash"]),
-            metric_name,
-            _share(row[name], path),
-            length,
-        )
-
-
-def _metrics(row: Row) -> dict[str, tuple[int, str]]:
-    """Return metrics by name, with their filter: the length if it is named, and the field."""
-    suffix = "" if row.get("filter", "none") == "none" else f",{row['filter']}"
-    if row["metrics"] and all(name.isdigit() for name in row["metrics"]):
-        lengths = [name for name in row["metrics"] if row.get(name) != -1]
-        return {f"score{suffix}": (int(name), name) for name in lengths}
-    return {f"{name}{suffix}": (0, name) for name in row["metrics"]}
-
-
-def _text_of(fields: Mapping[str, Any], otherwise: str) -> str:
-    """Identify the text that a question is about, by what the log keeps of its data set's row."""
-    for name in CLUSTERS:
-        value = fields.get(name)
-        if value is not None and value != "":
-            return _digest(name, value)
-    return otherwise
-
-
-def _digest(*parts: Any) -> str:
-    """Return a digest that stands for a prompt without its length."""
-    text = json.dumps(parts, sort_keys=True, ensure_ascii=False)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _pick(names: Sequence[str], metric: str | None, where: Path) -> str:
-    """Choose the metric to compare: the one that was named, or the only one."""
-    if metric is None and len(names) == 1:
-        return names[0]
-    if metric in names:
-        return str(metric)
-    listing = ", ".join(repr(name) for name in names) or "no metric"
-    if metric is None:
-        raise QualityError(f"{where} has {listing}: say which to compare (--metric)")
-    raise QualityError(f"{where} has no metric {metric!r}, but {listing}")
-
-
-def _share(value: Any, where: Path) -> float | None:
-    """Return a score as a number from 0 to 1, as our bounds need; None for what is not scored."""
-    if value is None or isinstance(value, str) or value != value:
-        return None
-    if not isinstance(value, int | float):
-        raise QualityError(
-            f"{where} has a score that is no number ({str(value)[:40]}), such as a metric of whole "
-            "runs leaves with each sample. Choose another metric (--metric)"
-        )
-    if not 0 <= value <= 1:
-        raise QualityError(
-            f"{where} has a score of {value:g}; only scores from 0 to 1 can be compared. Choose "
-            "another metric (--metric)"
-        )
-    return float(value)
 
 
 def compare_logs(

@@ -16,7 +16,7 @@ from torch.func import functional_call
 from torch.nn.functional import embedding
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from sglang_indexcache.checkpoint import reading
+from sglang_indexcache.checkpoint import fp8_blocks, reading
 from sglang_indexcache.lab.heal.model import (
     LightningIndexer,
     Rotation,
@@ -24,7 +24,7 @@ from sglang_indexcache.lab.heal.model import (
     is_indexer,
 )
 from sglang_indexcache.lab.heal.sharing import Sharing
-from sglang_indexcache.lab.heal.weights import BLOCKS, FUSED, Weight, WeightFiles
+from sglang_indexcache.lab.heal.weights import FUSED, Weight, WeightFiles
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.stored import DTYPES, E4M3
 
@@ -68,8 +68,7 @@ class FrozenBody:
     ) -> None:
         with reading(f"the config of {folder}"):
             config = AutoConfig.from_pretrained(folder)
-        quantised = getattr(config, "quantization_config", None) or {}
-        blocks = quantised.get("weight_block_size") or (BLOCKS if quantised else None)
+        blocks = fp8_blocks(folder)
         if hasattr(config, "quantization_config"):
             del config.quantization_config  # weights are dequantised here
         with torch.device("meta"):

@@ -23,7 +23,8 @@ from torch import nn
 from transformers import AutoTokenizer
 
 from sglang_indexcache.adapter import Adapter, write_adapter
-from sglang_indexcache.checkpoint import Checkpoint, reading
+from sglang_indexcache.checkpoint import Checkpoint, fp8_blocks, reading
+from sglang_indexcache.data.documents import what_is_left_out
 from sglang_indexcache.data.marking import Marker
 from sglang_indexcache.data.packed import FileRows, PackedRow
 from sglang_indexcache.errors import TrainingError
@@ -185,6 +186,7 @@ class Target:
         """
         checkpoint = Checkpoint.read(options.checkpoint)
         checkpoint.check_trained(str(options.checkpoint))
+        fp8_blocks(options.checkpoint)
         pattern = Library.default().resolve(options.pattern, checkpoint).pattern
         pattern.check_checkpoint(checkpoint.own)
         topk = int(checkpoint.shape["index_topk"])
@@ -321,6 +323,9 @@ class _Healing:
                 f"{len(data.train)} rows of up to {length} tokens, each drawn about "
                 f"{draws:.1f} times, and {len(data.held_out)} held out"
             )
+        for source in options.data:
+            if left_out := what_is_left_out(source):
+                say(f"{source}: {left_out}")
         if state is not None:
             say(f"resumed after step {state.position.step} of stage {state.position.stage}")
 

@@ -146,9 +146,10 @@ def distillation_loss(
         A scalar. Divide by ``layout.counted.sum()`` for the mean over queries.
 
     Raises:
-        TrainingError: shapes that do not fit together, or no target.
+        TrainingError: shapes that do not fit together, a selection that breaks its contract, or no
+            target.
     """
-    _check(index, targets, layout, selected)
+    _check(index, targets, layout, selected, block)
     job = _Job(tuple(targets), layout, selected, block, average)
     loss: torch.Tensor = _Blockwise.apply(index.queries, index.keys, index.weights, job)
     return loss
@@ -183,7 +184,11 @@ def captured_mass(
 
     Returns:
         The mass summed over those queries, a mean over heads, and how many they are; scalars.
+
+    Raises:
+        TrainingError: a selection that breaks its contract.
     """
+    _check_selected(layout, selected, block)
     mass = torch.zeros((), dtype=_accumulator(target.keys.dtype), device=target.keys.device)
     queries = torch.zeros((), dtype=torch.int64, device=target.keys.device)
     with _full_precision(target.keys.device):
@@ -279,7 +284,7 @@ class _SelectedKeys(_VisibleKeys):
         # One index_select a row of the batch copies whole keys; keys[batch, places] takes twice
         # the time on a CPU.
         rows = [row.index_select(0, p.flatten()) for row, p in zip(keys, self.places, strict=True)]
-        return _at_least_float32(torch.stack(rows)).view(*self.places.shape, -1)
+        return _at_least_float32(torch.stack(rows)).view(*self.places.shape, keys.shape[-1])
 
     def dots(self, queries: torch.Tensor, gathered: torch.Tensor) -> torch.Tensor:
         return queries @ gathered.transpose(-1, -2)
@@ -374,27 +379,97 @@ def _check(
     targets: Sequence[AttentionInputs],
     layout: Layout,
     selected: torch.Tensor | None,
+    block: int,
 ) -> None:
     if not targets:
         raise TrainingError("distillation needs at least one served layer's attention")
+    asked, tokens = list(layout.query_documents.shape), list(layout.documents.shape)
+    heads, width = list(index.queries.shape[2:]) if index.queries.dim() == 4 else [-1, -1]
     shapes = [
-        ("index queries", index.queries.shape[:2], layout.query_documents.shape),
-        ("index keys", index.keys.shape[:2], layout.documents.shape),
-        ("index weights", index.weights.shape[:2], layout.query_documents.shape),
+        ("index queries", index.queries, [*asked, heads, width], "tokens, heads, width"),
+        ("index keys", index.keys, [*tokens, width], "tokens, width"),
+        ("index weights", index.weights, [*asked, heads], "tokens, heads"),
     ]
     for target in targets:
-        shapes.append(
-            ("attention queries", target.queries.shape[0::2], layout.query_documents.shape)
-        )
-        shapes.append(("attention keys", target.keys.shape[0::2], layout.documents.shape))
-    if selected is not None:
-        shapes.append(("selected", selected.shape[:2], layout.query_documents.shape))
-    for name, shape, expected in shapes:
-        if shape != expected:
+        shapes += _attention_shapes(target, asked, tokens)
+    for name, tensor, expected, axes in shapes:
+        if list(tensor.shape) != expected:
             raise TrainingError(
-                f"{name} are for [batch, tokens] = {list(shape)}, the layout is for "
-                f"{list(expected)}"
+                f"{name} are [batch, {axes}] = {_sizes(expected)} for this layout and these "
+                f"queries, got {list(tensor.shape)}{_advice(tensor, expected)}"
             )
+    if selected is not None:
+        _check_selected(layout, selected, block)
+
+
+def _attention_shapes(
+    target: AttentionInputs, asked: list[int], tokens: list[int]
+) -> list[tuple[str, torch.Tensor, list[int], str]]:
+    """Return the shapes that a served layer's tensors must have, by its numbers of heads."""
+    if target.queries.dim() != 4 or target.keys.dim() != 4:
+        heads = key_heads = width = -1
+    else:
+        heads, key_heads, width = *target.queries.shape[1:2], *target.keys.shape[1::2]
+        if key_heads < 1 or heads % key_heads:
+            raise TrainingError(
+                f"{key_heads} key heads do not divide {heads} heads of attention queries; both are "
+                "[batch, heads, tokens, width]"
+            )
+    rows, axes = asked[0], "heads, tokens, width"
+    return [
+        ("attention queries", target.queries, [rows, heads, asked[1], width], axes),
+        ("attention keys", target.keys, [rows, key_heads, tokens[1], width], axes),
+    ]
+
+
+def _sizes(expected: list[int]) -> str:
+    return str(expected).replace("-1", "?")
+
+
+def _advice(tensor: torch.Tensor, expected: list[int]) -> str:
+    """Say what makes a tensor fit where that is known."""
+    if list(tensor.shape) == [*expected, 1]:
+        return ": its last dimension has one entry, so give it .squeeze(-1)"
+    if tensor.dim() == len(expected) - 1:
+        return ": one dimension is missing; a packed row is a batch of one ([None])"
+    return ""
+
+
+@torch.no_grad()
+def _check_selected(layout: Layout, selected: torch.Tensor, block: int) -> None:
+    """Refuse selections that gathering would count wrongly, or not at all.
+
+    Raises:
+        TrainingError: of another shape or dtype, places behind the rows' end, or one twice.
+    """
+    rows, asked = layout.query_documents.shape
+    if selected.dim() != 3 or selected.shape[:2] != (rows, asked) or selected.is_floating_point():
+        raise TrainingError(
+            f"selected are integers [batch, tokens, k] = [{rows}, {asked}, ?] for this layout, got "
+            f"{selected.dtype} {list(selected.shape)}"
+        )
+    if not selected.numel():
+        return
+    if (largest := int(selected.max())) >= layout.length:
+        raise TrainingError(
+            f"selected holds the place {largest}, and a row has {layout.length} tokens: give "
+            "places within the row. An engine may return places of its KV cache (SGLang does, "
+            "unless it runs with SGLANG_DSA_FUSE_TOPK=0)."
+        )
+    if any(_has_twice(selected[:, part], layout.length) for part in layout.blocks(block)):
+        raise TrainingError(
+            "selected holds the same place twice for one query, and each counts once: fill up "
+            "with -1"
+        )
+
+
+def _has_twice(selected: torch.Tensor, length: int) -> bool:
+    """Return whether any of ``[B, rows, k]`` names a place twice; -1 may be there often."""
+    places = selected.long().where(selected >= 0, length)
+    slots = torch.arange(selected.shape[-1], device=selected.device).expand_as(places)
+    # Each slot writes its number at its place: of two at one place, one finds the other's.
+    last = slots.new_empty(*selected.shape[:2], length + 1).scatter_(-1, places, slots)
+    return bool(((last.gather(-1, places) != slots) & (selected >= 0)).any())
 
 
 def _at_least_float32(x: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import TrainingError
@@ -52,6 +52,7 @@ def install(model: PreTrainedModel, pattern: Pattern, sharing: Sharing) -> None:
     pattern.check_checkpoint(Checkpoint.from_config(config).own)
     interleaved = TRAINABLE[kind].interleaved
     AttentionInterface.register(ATTENTION, _attention)
+    AttentionMaskInterface.register(ATTENTION, _no_mask)
     model.set_attn_implementation(ATTENTION)
     model.config.indexer_types = pattern.to_indexer_types()
     for number, layer in enumerate(model.model.layers):
@@ -61,6 +62,11 @@ def install(model: PreTrainedModel, pattern: Pattern, sharing: Sharing) -> None:
             attention.indexer = LightningIndexer(attention.indexer, interleaved, sharing)
         else:
             attention.indexer = BorrowedSelection(number, sharing)
+
+
+def _no_mask(*_: Any, **__: Any) -> torch.Tensor:
+    """Make what stands for a mask: attention and indexers mask by the layout, block by block."""
+    return torch.empty(1, 1, 1, 1)
 
 
 def _attention(

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from transformers import AutoConfig
 
-from sglang_indexcache.checkpoint import reading
+from sglang_indexcache.checkpoint import fp8_blocks, reading
 from sglang_indexcache.errors import TrainingError
 from sglang_indexcache.lab.heal.frozen import STATE_COPIES, shared_out
 from sglang_indexcache.lab.heal.heal import DTYPES, RATES, TRIAL_STEPS, HealOptions, Target
@@ -127,7 +127,7 @@ def plan_of(options: HealOptions, machine: GpuMachine) -> HealPlan:
             f"the config of {options.checkpoint} lacks dimensions that a dry run counts with; "
             "heal without --dry-run"
         )
-    quantised = bool(getattr(config, "quantization_config", None))
+    quantised = fp8_blocks(options.checkpoint) is not None
     numbers = range(len(target.pattern))
     layers = [_Layer(shape, target.pattern, number, options, quantised) for number in numbers]
     gpus = 1 if options.from_disk else machine.gpus

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from sglang_indexcache.checkpoint import Checkpoint, reading
+from sglang_indexcache.checkpoint import Checkpoint, fp8_blocks, reading
 from sglang_indexcache.data.marking import Mask
 from sglang_indexcache.errors import SearchError
 from sglang_indexcache.hf import SharedForward, share
@@ -133,6 +133,7 @@ class TransformersEvaluator(TokenEvaluator):
 
     Raises:
         SearchError: transformers' layers are called in more ways than one, or hold two attentions.
+        CheckpointError: weights in a form that is not read.
     """
 
     in_flight = 1
@@ -154,6 +155,7 @@ class TransformersEvaluator(TokenEvaluator):
 
         super().__init__(calibration)
         self.kind = f"transformers {dtype}"
+        fp8_blocks(folder)
         with reading(f"the config of {folder}"):
             config = AutoConfig.from_pretrained(folder)
         checkpoint = Checkpoint.from_config(config, str(folder))

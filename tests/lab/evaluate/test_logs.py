@@ -9,11 +9,28 @@ from pathlib import Path
 import pytest
 
 from sglang_indexcache.errors import QualityError
-from sglang_indexcache.lab.evaluate.compare import FIELDS, LM_EVAL, Log, compare_logs, read_log
+from sglang_indexcache.lab.evaluate.compare import compare_logs
+from sglang_indexcache.lab.evaluate.logs import (
+    EVALSCOPE,
+    KINDS,
+    LM_EVAL,
+    LONGBENCH,
+    PLAIN,
+    Log,
+    read_log,
+)
 from sglang_indexcache.lab.evaluate.report import write_report
 from sglang_indexcache.lab.evaluate.verdict import Kind, verdicts_of
 from sglang_indexcache.stats.pairs import paired
-from tests.lab.evaluate.harness_logs import COUNT, lm_eval, plain, ruler
+from tests.lab.evaluate.harness_logs import (
+    COUNT,
+    evalscope,
+    lines,
+    lm_eval,
+    longbench,
+    plain,
+    ruler,
+)
 
 
 def right(number: int) -> float:
@@ -24,14 +41,17 @@ def worse(number: int) -> float:
     return float(number % 5 != 0 and number % 4 != 1)
 
 
+WRITERS = {LM_EVAL: lm_eval, EVALSCOPE: evalscope, LONGBENCH: longbench, PLAIN: plain}
+
+
 def two_logs(kind: str, folder: Path) -> tuple[Log, Log]:
     """Return a run by its folder, and a worse one of the same questions by its file."""
-    write = lm_eval if kind == LM_EVAL else plain
+    write = WRITERS[kind]
     first, second = write(folder / "a", right), write(folder / "b", worse)
     return read_log("full", str(first.parent)), read_log("quarter", str(second))
 
 
-@pytest.mark.parametrize("kind", FIELDS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_is_read_paired_and_reported(kind: str, tmp_path: Path) -> None:
     full, quarter = two_logs(kind, tmp_path)
     assert full.kind == quarter.kind == kind
@@ -47,7 +67,7 @@ def test_each_kind_is_read_paired_and_reported(kind: str, tmp_path: Path) -> Non
     assert "Not shown: that these questions can see a bad pattern" in report
 
 
-@pytest.mark.parametrize("kind", FIELDS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_run_compared_with_itself_loses_nothing(kind: str, tmp_path: Path) -> None:
     full, _ = two_logs(kind, tmp_path)
     record = compare_logs(full, Log("b", full.kind, full.samples), margin=0.5)
@@ -211,6 +231,97 @@ def test_places_without_a_log_are_named(tmp_path: Path) -> None:
     (tmp_path / "other.jsonl").write_text(json.dumps({"a": 1}))
     with pytest.raises(QualityError, match="no per-sample log that is known"):
         read_log("a", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"id": 0, "sco', "line 1 is not JSON: .* delete that line in both logs"),
+        ("[]".encode("utf-16"), "scores.jsonl is UTF-16. Convert it first"),
+        (b"\x89PNG\r\n", "scores.jsonl is a picture"),
+        (b"3\n", "line 1 is no sample"),
+    ],
+)
+def test_what_is_wrong_with_a_named_file_is_said(
+    tmp_path: Path, content: bytes, message: str
+) -> None:
+    """All was once "no per-sample log that is known"."""
+    path = tmp_path / "scores.jsonl"
+    path.write_bytes(content)
+    for place in (path, tmp_path):
+        with pytest.raises(QualityError, match=message):
+            read_log("a", str(place))
+
+
+def test_a_damaged_file_beside_a_log_hides_nothing(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("{")
+    plain(tmp_path, right)
+    assert len(read_log("a", str(tmp_path)).samples) == COUNT
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_byte_order_mark_and_a_list_are_read(kind: str, tmp_path: Path) -> None:
+    path = WRITERS[kind](tmp_path / "a", right)
+    expected = read_log("a", str(path))
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert read_log("a", str(path)) == expected
+    rows = [json.loads(line) for line in path.read_text("utf-8-sig").splitlines()]
+    as_list = path.with_suffix(".json")
+    as_list.write_text(json.dumps(rows, indent=1))
+    assert read_log("a", str(as_list)) == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_of_another_kind_is_named(kind: str, tmp_path: Path) -> None:
+    path = WRITERS[kind](tmp_path, right)
+    with path.open("a") as file:
+        file.write('{"note": 1}\n')
+    with pytest.raises(QualityError, match=rf"line {COUNT + 1} has no "):
+        read_log("a", str(path))
+
+
+def test_a_table_writes_numbers_as_text(tmp_path: Path) -> None:
+    path = tmp_path / "scores.csv"
+    path.write_text("id,score\na,1.0\nb, 0.5\nc,True\nd,false\ne,\nf,nan\n")
+    values = [sample.value for sample in read_log("a", str(path)).samples]
+    assert values == [1.0, 0.5, 1.0, 0.0, None, None]
+
+
+def test_a_log_without_any_score_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "scores.csv"
+    path.write_text("id,score\na,right\nb,wrong\n")
+    with pytest.raises(QualityError, match=r"no question of .* has a score that is a number"):
+        read_log("a", str(path))
+
+
+@pytest.mark.parametrize(
+    ("value", "advice"), [(100.0, True), (37.5, True), (101, False), (-1, False)]
+)
+def test_scores_in_per_cent_are_to_be_divided(tmp_path: Path, value: float, advice: bool) -> None:
+    path = plain(tmp_path, lambda n: value if n else 0.0)
+    with pytest.raises(QualityError, match=f"score of {value:g}") as error:
+        read_log("a", str(path))
+    assert ("divide by 100 in all logs" in str(error.value)) is advice
+
+
+@pytest.mark.parametrize("lacking", [{"metrics", "filter"}, {"metrics", "filter", "doc_hash"}])
+def test_an_older_lm_eval_is_named(tmp_path: Path, lacking: set[str]) -> None:
+    path = lm_eval(tmp_path, right)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    lines(path, [{k: v for k, v in row.items() if k not in lacking} for row in rows])
+    for place in (path, tmp_path):
+        with pytest.raises(QualityError, match=r"an lm-eval before 0\.4\.7, .* 0\.4\.7 or later"):
+            read_log("a", str(place))
+
+
+def test_evalscopes_askings_of_one_question_are_a_group(tmp_path: Path) -> None:
+    path = evalscope(tmp_path / "a", right, repeats=2)
+    (path.parents[1] / "predictions.jsonl").write_text('{"index": 0, "model": "m"}\n')
+    log = read_log("a", str(tmp_path / "a"))
+    assert len(log.samples) == COUNT
+    assert len({sample.question for sample in log.samples}) == COUNT // 2
+    assert {sample.task for sample in log.samples} == {"longbench_v2_short"}
+    assert len(compare_logs(log, Log("b", log.kind, log.samples)).outcomes()) == COUNT
 
 
 def test_a_torn_line_is_named(tmp_path: Path) -> None:

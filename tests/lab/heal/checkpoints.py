@@ -37,8 +37,12 @@ def quantise(folder: Path) -> None:
         if indexer or (name.endswith("_proj.weight") and "weights_proj" not in name):
             tensors[name], tensors[name + "_scale_inv"] = _blocks(tensors[name].float())
     save_file(tensors, path, metadata={"format": "pt"})
+    requantise(folder, {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK], "fmt": "e4m3"})
+
+
+def requantise(folder: Path, method: dict[str, Any]) -> None:
+    """Let a checkpoint's config say how its weights are quantised."""
     config = folder / "config.json"
-    method = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK], "fmt": "e4m3"}
     quantised_config = {**json.loads(config.read_text()), "quantization_config": method}
     config.write_text(json.dumps(quantised_config))
 

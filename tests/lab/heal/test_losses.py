@@ -198,7 +198,7 @@ def test_queries_that_selected_nothing_have_no_loss_and_no_gradient(topk: int) -
     index, target, layout = random_index(), random_attention(), packed()
     selected = select_top_k(index, layout, topk, 5)
     selected[0, 3] = -1
-    selected[1, 5] = T - 1
+    selected[1, 5] = torch.arange(T - topk, T)
     loss = distillation_loss(index, [target], layout, selected, block=4)
     expected = dense_oracle(index, [target], layout, selected)
     torch.testing.assert_close(loss, expected)
@@ -322,12 +322,85 @@ def test_no_gradient_is_computed_when_none_is_wanted() -> None:
     assert not distillation_loss(index, [random_attention()], packed()).requires_grad
 
 
-def test_wrong_shapes_are_one_clear_error() -> None:
-    index, target, layout = random_index(), random_attention(), packed()
-    short = IndexInputs(index.queries, index.keys[:, 1:], index.weights)
-    with pytest.raises(TrainingError, match="index keys are for"):
-        distillation_loss(short, [target], layout)
-    with pytest.raises(TrainingError, match="selected are for"):
-        distillation_loss(index, [target], layout, torch.zeros(B, T - 1, 2, dtype=torch.int32))
+INDEX = {"queries": (B, T, H, D), "keys": (B, T, D), "weights": (B, T, H)}
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "message"),
+    [
+        ("keys", (B, T - 1, D), r"index keys are \[batch, tokens, width\] = \[2, 19, 5\] .* got"),
+        ("keys", (B, T, D + 1), r"index keys are .* got \[2, 19, 6\]"),
+        ("keys", (B, T, H, D), r"index keys are .* got \[2, 19, 3, 5\]"),
+        ("weights", (B, T, H, 1), r"index weights are .* one entry, so give it \.squeeze\(-1\)"),
+        ("weights", (B, T, H + 1), r"index weights are .* = \[2, 19, 3\] .* got \[2, 19, 4\]"),
+        ("weights", (B, H, T), r"index weights are .* got \[2, 3, 19\]"),
+        ("queries", (B, T - 1, H, D), r"index queries are .* got \[2, 18, 3, 5\]"),
+        (
+            "queries",
+            (T, H, D),
+            r"index queries are .* = \[2, 19, \?, \?\] .* packed row is a batch",
+        ),
+    ],
+)
+def test_index_inputs_of_other_shapes(name: str, shape: tuple[int, ...], message: str) -> None:
+    """DeepSeek's own code has weights with a last dimension of 1; torch once spoke for us."""
+    index = IndexInputs(**{n: torch.randn(s) for n, s in {**INDEX, name: shape}.items()})
+    for selected in (None, select_top_k(random_index(), packed(), FEW)):
+        with pytest.raises(TrainingError, match=message):
+            distillation_loss(index, [random_attention()], packed(), selected)
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "message"),
+    [
+        ((B, T, N, W), (B, N, T, W), "key heads do not divide 19 heads"),
+        ((B, N, T, W), (B, 3, T, W), "3 key heads do not divide 4 heads"),
+        ((B, N, T, W), (B, N, T, W + 1), r"attention queries are .* got \[2, 4, 19, 6\]"),
+        ((B, N, T, W), (B, N, T - 1, W), r"attention keys are .* got \[2, 4, 18, 6\]"),
+        ((N, T, W), (N, T, W), r"attention queries are .* packed row is a batch of one"),
+    ],
+)
+def test_attention_of_other_shapes(
+    queries: tuple[int, ...], keys: tuple[int, ...], message: str
+) -> None:
+    target = AttentionInputs(torch.randn(queries), torch.randn(keys), 1.0)
+    with pytest.raises(TrainingError, match=message):
+        distillation_loss(random_index(), [random_attention(), target], packed())
+
+
+def test_a_loss_without_a_target() -> None:
     with pytest.raises(TrainingError, match="at least one served layer"):
-        distillation_loss(index, [], layout)
+        distillation_loss(random_index(), [], packed())
+
+
+@pytest.mark.parametrize("topk", [K, FEW], ids=["masked", "gathered"])
+@pytest.mark.parametrize("block", [1, 7, 100])
+def test_selections_that_break_their_contract(topk: int, block: int) -> None:
+    """A place that came twice once gave a loss of 0, and one behind the end torch's words."""
+    index, target, layout = random_index(), random_attention(), packed()
+    right = select_top_k(index, layout, topk)
+    twice, behind = right.clone(), right.clone()
+    twice[1, T - 1, :2] = 3
+    behind[0, 2, 0] = T
+    for selected, message in (
+        (twice, "the same place twice for one query"),
+        (behind, rf"holds the place {T}, and a row has {T} tokens.*SGLANG_DSA_FUSE_TOPK=0"),
+        (right[:, 1:], r"selected are integers \[batch, tokens, k\] = \[2, 19, \?\]"),
+        (right[0], r"selected are integers .* got torch.int32"),
+        (right.float(), r"selected are integers .* got torch.float32"),
+    ):
+        with pytest.raises(TrainingError, match=message):
+            distillation_loss(index, [target], layout, selected, block)
+        with pytest.raises(TrainingError, match=message):
+            captured_mass(target, layout, selected, block)
+
+
+def test_padding_may_come_often_and_a_hidden_place_is_left_out() -> None:
+    index, target, layout = random_index(), random_attention(), packed()
+    selected = torch.full((B, T, K), -1)
+    selected[..., 0] = torch.arange(T)  # each itself
+    selected[0, 3, 1] = 12  # of another document, and later
+    loss = distillation_loss(index, [target], layout, selected)
+    torch.testing.assert_close(loss, dense_oracle(index, [target], layout, selected))
+    nothing = torch.empty(B, T, 0, dtype=torch.int32)
+    assert distillation_loss(index, [target], layout, nothing) == 0

@@ -1,0 +1,309 @@
+"""The per-sample logs of other harnesses, each in its own form.
+
+* lm-evaluation-harness: ``samples_<task>_<date>.jsonl`` of ``--log_samples``, after
+  ``EvaluationTracker.save_results_samples`` and ``SampleResult`` of lm-eval 0.4.13. A row is one
+  document under one filter, with its scores under the names listed in ``metrics``. RULER's tasks
+  name their metrics by length, and give -1 at the lengths that the document does not have.
+* evalscope: ``reviews/<model>/<task>.jsonl``, after ``ReviewResult`` and ``SampleScore``; samples
+  of one ``group_id`` are askings of one question.
+* LongBench v2: the results of its own ``pred.py``, which keep the beginning of the text.
+* plain, for any other harness: an object a line with the question's ``id`` and its ``score``, 0 to
+  1. ``context`` names the text that several questions share; ``task`` and ``prompt`` are compared
+  if they are there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sglang_indexcache.data.rows import read_rows
+from sglang_indexcache.errors import DataError, QualityError
+
+Row = dict[str, Any]
+Reader = Callable[[Path, str | None], Iterator["Sample"]]
+CLUSTERS = (
+    *("context_id", "document_id", "document_set_id", "passage_id", "data_source_urls"),
+    *("context", "document", "passage", "article"),
+)
+"""Fields that say, in the public data sets, which questions are asked of the same text."""
+_LONGBENCH = ("context", "question", "choice_A", "choice_B", "choice_C", "choice_D", "answer")
+_OLD_LM_EVAL = {"doc_id", "filtered_resps"}
+_NAME = re.compile(r"samples_(.+?)(?:_\d{4}-\d\d-\d\dT[\d.-]+)?$")
+_WORDS = {"true": 1.0, "false": 0.0}
+"""Scores that a table writes as words."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One question, asked once.
+
+    Attributes:
+        question: unique within the task.
+        context: which questions share a text; the question itself where the log does not tell.
+        prompt: digest of all that both runs must have in common: prompt and right answer.
+        value: 0 to 1; None where the harness could not score the answer.
+        length: tokens; 0 where the log does not tell.
+    """
+
+    task: str
+    question: str
+    context: str
+    prompt: str
+    metric: str
+    value: float | None
+    length: int = 0
+
+
+@dataclass(frozen=True)
+class Log:
+    """One run of a harness, as it is called in the report; its kind is one of :data:`KINDS`."""
+
+    name: str
+    kind: str
+    samples: tuple[Sample, ...]
+
+
+def read_log(name: str, place: str, metric: str | None = None) -> Log:
+    """Read a file, or all files of a run's folder; ``metric`` is only needed if it has several.
+
+    Raises:
+        QualityError: nothing there that is a log, or more than one choice; each with the fix.
+    """
+    path = Path(place)
+    if not path.exists():
+        raise QualityError(f"there is no log at {place}. Give a run's folder or file.")
+    kind, files = _recognise(path)
+    samples: list[Sample] = []
+    for file in files:
+        new_samples = list(KINDS[kind].read(file, metric))
+        # A folder often holds several runs, and their samples must not be mixed.
+        if {sample.task for sample in new_samples} & {sample.task for sample in samples}:
+            raise QualityError(
+                f"{path} holds several runs ({files[0].name}, {files[-1].name}, ...): give the "
+                "file or the folder of one"
+            )
+        samples += new_samples
+    if all(sample.value is None for sample in samples):
+        raise QualityError(
+            f"no question of {place} has a score that is a number. Let the harness score its "
+            "answers, or choose another metric (--metric)"
+        )
+    return Log(name, kind, tuple(samples))
+
+
+def _recognise(path: Path) -> tuple[str, list[Path]]:
+    """Return the kind of log that lies there, and its files.
+
+    Raises:
+        QualityError: none is known. What is wrong with a file is said where no other is a log.
+    """
+    files = [path]
+    if path.is_dir():
+        files = sorted(path.glob("*.jsonl")) or sorted(path.rglob("*.jsonl"))
+    first_rows: dict[Path, Row] = {}
+    faults = []
+    for file in files:
+        try:
+            first_rows[file] = next(_rows(file), {})
+        except QualityError as error:
+            faults.append(error)
+    for name, kind in KINDS.items():
+        if matching := [file for file, row in first_rows.items() if kind.fields <= row.keys()]:
+            return name, matching
+    if faults:
+        raise faults[0]
+    if any(row.keys() >= _OLD_LM_EVAL for row in first_rows.values()):
+        raise QualityError(
+            f"{path} is a log of an lm-eval before 0.4.7, which does not say which of its fields "
+            "are scores, and under which filter. Run the harness again with 0.4.7 or later"
+        )
+    raise QualityError(
+        f"{path} holds no per-sample log that is known. Let lm-eval write its samples "
+        "(--log_samples), or write another harness's as .jsonl with an object of id and score a "
+        "line, and give the file or its folder"
+    )
+
+
+def _rows(path: Path, kind: str = "") -> Iterator[Row]:
+    """Yield the objects of a file of rows.
+
+    Raises:
+        QualityError: naming the row that is no object, or lacks what every row of ``kind`` has.
+    """
+    fields = KINDS[kind].fields if kind else frozenset()
+    try:
+        for row in read_rows(path):
+            if not isinstance(row.value, dict):
+                raise QualityError(f"{row.where} is no sample")
+            if missing := sorted(fields - row.value.keys()):
+                raise QualityError(f"{row.where} has no {' and no '.join(missing)}")
+            yield row.value
+    except DataError as error:
+        raise QualityError(
+            f"{error} If the run was stopped in the middle, let it finish, or delete that line in "
+            "both logs."
+        ) from error
+
+
+def _plain(path: Path, metric: str | None) -> Iterator[Sample]:
+    """Yield the samples of one plain file; a score of null was not given."""
+    metric_name = _pick(["score"], metric, path)
+    for row in _rows(path, PLAIN):
+        question, context = str(row["id"]), row.get("context")
+        yield Sample(
+            str(row.get("task", "samples")),
+            question,
+            question if context is None else str(context),
+            _digest(row.get("prompt")),
+            metric_name,
+            _share(row["score"], path),
+        )
+
+
+def _longbench(path: Path, metric: str | None) -> Iterator[Sample]:
+    """Yield the samples of LongBench v2's own script."""
+    metric_name = _pick(["judge"], metric, path)
+    for row in _rows(path, LONGBENCH):
+        question = str(row["_id"])
+        yield Sample(
+            LONGBENCH,
+            question,
+            _text_of(row, question),
+            _digest(*map(row.get, _LONGBENCH)),
+            metric_name,
+            _share(row["judge"], path),
+        )
+
+
+def _evalscope(path: Path, metric: str | None) -> Iterator[Sample]:
+    """Yield the samples of one task's reviews."""
+    rows = list(_rows(path, EVALSCOPE))
+    values = [(row["sample_score"].get("score") or {}).get("value") or {} for row in rows]
+    metric_name = _pick(sorted({name for value in values for name in value}), metric, path)
+    for row, value in zip(rows, values, strict=True):
+        sample = row["sample_score"]
+        group = sample.get("group_id")
+        question = str(row["index"] if group is None else group)
+        yield Sample(
+            path.stem,
+            question,
+            _text_of(sample.get("sample_metadata") or {}, question),
+            _digest(row.get("input"), row.get("target")),
+            metric_name,
+            _share(value.get(metric_name), path),
+        )
+
+
+def _lm_eval(path: Path, metric: str | None) -> Iterator[Sample]:
+    """Yield the samples of one task."""
+    match = _NAME.match(path.stem)
+    rows = list(_rows(path, LM_EVAL))
+    metric_name = _pick(sorted({name for row in rows for name in _metrics(row)}), metric, path)
+    for row in rows:
+        if metric_name not in _metrics(row):
+            continue  # under another filter
+        length, name = _metrics(row)[metric_name]
+        if name not in row:
+            raise QualityError(
+                f"{path} names the metric {name!r} and document {row['doc_id']} has none; run the "
+                "harness again, or choose another metric (--metric)"
+            )
+        question = str(row["doc_id"])
+        yield Sample(
+            match[1] if match else path.stem,
+            question,
+            _text_of(row.get("doc") or {}, question),
+            _digest(row["doc_hash"], row["prompt_hash"], row["target_hash"]),
+            metric_name,
+            _share(row[name], path),
+            length,
+        )
+
+
+def _metrics(row: Row) -> dict[str, tuple[int, str]]:
+    """Return metrics by name, with their filter: the length if it is named, and the field."""
+    suffix = "" if row.get("filter", "none") == "none" else f",{row['filter']}"
+    if row["metrics"] and all(name.isdigit() for name in row["metrics"]):
+        lengths = [name for name in row["metrics"] if row.get(name) != -1]
+        return {f"score{suffix}": (int(name), name) for name in lengths}
+    return {f"{name}{suffix}": (0, name) for name in row["metrics"]}
+
+
+def _text_of(fields: Mapping[str, Any], otherwise: str) -> str:
+    """Identify the text that a question is about, by what the log keeps of its data set's row."""
+    for name in CLUSTERS:
+        value = fields.get(name)
+        if value is not None and value != "":
+            return _digest(name, value)
+    return otherwise
+
+
+def _digest(*parts: Any) -> str:
+    """Return a digest that stands for a prompt without its length."""
+    text = json.dumps(parts, sort_keys=True, ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _pick(names: Sequence[str], metric: str | None, where: Path) -> str:
+    """Choose the metric to compare: the one that was named, or the only one."""
+    if metric is None and len(names) == 1:
+        return names[0]
+    if metric in names:
+        return str(metric)
+    listing = ", ".join(repr(name) for name in names) or "no metric"
+    if metric is None:
+        raise QualityError(f"{where} has {listing}: say which to compare (--metric)")
+    raise QualityError(f"{where} has no metric {metric!r}, but {listing}")
+
+
+def _share(value: Any, where: Path) -> float | None:
+    """Return a score as a number from 0 to 1, as our bounds need; None for what is not scored."""
+    if isinstance(value, str):
+        value = _number(value)
+    if value is None or value != value:
+        return None
+    if not isinstance(value, int | float):
+        raise QualityError(
+            f"{where} has a score that is no number ({str(value)[:40]}), such as a metric of whole "
+            "runs leaves with each sample. Choose another metric (--metric)"
+        )
+    if not 0 <= value <= 1:
+        per_cent = "If they are per cent, divide by 100 in all logs; else choose"
+        raise QualityError(
+            f"{where} has a score of {value:g}; only scores from 0 to 1 can be compared. "
+            f"{per_cent if 0 < value <= 100 else 'Choose'} another metric (--metric)"
+        )
+    return float(value)
+
+
+def _number(text: str) -> float | None:
+    """Return the number that a text is, as tables have it; None if it is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return _WORDS.get(text.strip().lower())
+
+
+@dataclass(frozen=True)
+class LogForm:
+    """Form of a kind of log: what every row of it has, and who reads a file of it."""
+
+    fields: frozenset[str]
+    read: Reader
+
+
+LM_EVAL, EVALSCOPE, LONGBENCH, PLAIN = "lm-eval", "evalscope", "longbench-v2", "plain"
+KINDS = {
+    LM_EVAL: LogForm(
+        frozenset({"doc_id", "doc_hash", "prompt_hash", "target_hash", "metrics"}), _lm_eval
+    ),
+    EVALSCOPE: LogForm(frozenset({"index", "sample_score"}), _evalscope),
+    LONGBENCH: LogForm(frozenset({"_id", "judge"}), _longbench),
+    PLAIN: LogForm(frozenset({"id", "score"}), _plain),
+}
