@@ -42,7 +42,7 @@ LEAST_CONTEXTS = dict(zip(ENDPOINTS, (32, 24), strict=True))
 SEEING = dict(zip(ENDPOINTS, (0.85, 0.7), strict=True))
 """Share of the cells that see a control lose what the paper says; the others leave the claim.
 
-By `benchmarks/quality_gates.py`, of as many contexts as are planned with it.
+By `benchmarks/results/quality/gates.json`, of as many contexts as are planned with it.
 """
 AGAIN_EVERY = 4
 """The reference is asked twice (A/A) on every 4th context of a cell, and on all of the control."""
