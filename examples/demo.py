@@ -105,9 +105,9 @@ def race(clients: Mapping[str, Client], texts: Sequence[list[int]]) -> tuple[Tim
     return prefill, per_token
 
 
-def times_faster(base: Sequence[float], other: Sequence[float]) -> str:
-    """Say how many times as fast ``other`` was, but only if all rounds say who is faster."""
-    ratios = [slow / fast for slow, fast in zip(base, other, strict=True)]
+def times_faster(base: Sequence[float], sharing: Sequence[float]) -> str:
+    """Say how many times as fast ``sharing`` was, but only if all rounds say who is faster."""
+    ratios = [slow / fast for slow, fast in zip(base, sharing, strict=True)]
     between = f"{min(ratios):.2f}x to {max(ratios):.2f}x"
     if len(ratios) < ROUNDS or min(ratios) <= 1 <= max(ratios):
         return f"no difference shown ({between})"
@@ -138,11 +138,11 @@ def main(folder: Path) -> None:
             f"{len(material)} answers right; median prefill {median(prefill[name]):.2f} s, "
             f"{1000 * median(per_token[name]):.0f} ms a token"
         )
-    base, other = PATTERNS
+    base, sharing = PATTERNS
     print(
-        f"{other} against {base}, {PROMPT_TOKENS} tokens: prefill "
-        f"{times_faster(prefill[base], prefill[other])}, decode "
-        f"{times_faster(per_token[base], per_token[other])}. A small model on a CPU says nothing "
+        f"{sharing} against {base}, {PROMPT_TOKENS} tokens: prefill "
+        f"{times_faster(prefill[base], prefill[sharing])}, decode "
+        f"{times_faster(per_token[base], per_token[sharing])}. A small model on a CPU says nothing "
         "about a GPU's speed, and so few questions can only show a large difference.\nEvery "
         f"sample is in {folder / 'demo.json'}. Next, for your own model: indexcache server doctor "
         "--model-path MODEL --indexcache-pattern 1/4"

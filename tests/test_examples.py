@@ -140,7 +140,7 @@ def test_the_demo_asks_both_servers_in_turns_and_stops_them(
     assert len(material) == len({tuple(ids) for ids, _ in material}) == 32
     for ids, answer in material:  # each can be answered from its prompt, in one token
         text, _, name = tokenizer.decode(ids).rpartition("\n? ")
-        assert text.count(f"\n# {name}{answer}\n") == 1
+        assert f"{text}\n".count(f"\n# {name}{answer}\n") == 1
         assert len(tokenizer(answer, add_special_tokens=False)["input_ids"]) == 1
     texts = demo.prompts(tokenizer)
     assert {len(ids) for ids in texts} == {demo.PROMPT_TOKENS}

@@ -296,8 +296,6 @@ def test_pairs_of_layers_compare_as_in_transformers(
     np.testing.assert_allclose(searched.overlap(1), counter.matrix(), atol=2e-3)
 
 
-
-
 def test_the_servers_tokens_are_asked_for_with_its_rule_for_equal_scores() -> None:
     scores = torch.tensor([[0.0, 2.0, -0.0, 1.0, 0.0], [-1.0, 0.0, 3.0, 0.0, 0.0]])
     as_usual = torch.Tensor.topk

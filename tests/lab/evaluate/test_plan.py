@@ -117,7 +117,7 @@ def test_every_task_has_a_control_at_any_topk(topk: int) -> None:
         stand_in = task not in plan.controls
         assert (task in sentence.partition("notes stand in for ")[2]) == stand_in
     assert ("needles" in plan.controls) == (topk >= 256)
-    assert ("notes" in plan.controls) == (topk < 512)
+    assert ("notes" in plan.controls) == (topk < 256)
 
 
 def test_every_task_that_does_not_fit_is_named_with_those_that_do() -> None:

@@ -236,5 +236,5 @@ def test_a_draft_that_stays_too_long_loses_lines_that_no_answer_needs() -> None:
         assert question.depth is not None
         at = len(words.decode(drawn_context.ids[: round(question.depth * len(drawn_context.ids))]))
         assert context[at:].lstrip("\n").startswith(f"line {number} ")
-    with pytest.raises(QualityError, match="does not fit 20 tokens"):
-        make_context("stubborn", stubborn, Words(), 20, 3, questions=2)
+    with pytest.raises(QualityError, match="does not fit 10 tokens"):
+        make_context("stubborn", stubborn, Words(), 10, 3, questions=2)
