@@ -23,7 +23,7 @@ help:
 	@echo "make clean      remove what the above made, but the virtual environment"
 
 demo: $(FULL)
-	$(BIN)/indexcache demo run
+	$(BIN)/python examples/demo.py
 
 demo-real: $(FULL)
 	$(BIN)/python -m benchmarks.smollm2.demo

@@ -14,7 +14,7 @@ contexts, one cell, unequal clusters, fine scores that collapse. The first two b
 version of the bounds (an audit found them); the others were invented before any result was seen,
 six in a first round and six in a second.
 
-What stands in front of the bounds and beside them is in `benchmarks/quality_gates.py`.
+What stands in front of the bounds and beside them is in `benchmarks/results/quality/README.md`.
 
 Many evaluations are drawn and judged at once, with the very bounds that judge one
 (`evaluate.verdict.bounds`). Both verdicts that say "less than the margin" count as such, whether

@@ -16,9 +16,7 @@ from typing import Any
 
 from benchmarks import (
     expect,
-    heal_data,
-    heal_memory,
-    heal_study,
+    heal_tables,
     quality_tables,
     search_tables,
 )
@@ -101,11 +99,6 @@ def _request_patterns(record: Any) -> str:
     return f"{markdown(header, rows, title)}\n{sentence}\n"
 
 
-def _of(key: str, make: Make) -> Make:
-    """Make a part from one field of its record."""
-    return lambda record: make(record[key])
-
-
 PARTS: dict[str, tuple[Make, str]] = {
     "features": (_features, ""),
     "latency-cpu": (_latency, "latency/cpu/latency.json"),
@@ -132,10 +125,10 @@ PARTS: dict[str, tuple[Make, str]] = {
     "quality-documents": (quality_tables.documents, "quality/documents.json"),
     "quality-endpoints": (quality_tables.endpoints, "quality/endpoints.json"),
     "quality-measures": (quality_tables.measures, "quality/measures.json"),
-    "healing": (_of("lines", heal_study.table), "heal.json"),
-    "healing-grid": (_of("grid", heal_study.grid_table), "heal.json"),
-    "healing-data": (_of("lines", heal_data.table), "heal_data.json"),
-    "healing-memory": (_of("rows", heal_memory.table), "heal_memory.json"),
+    "healing": (heal_tables.healing, "heal.json"),
+    "healing-grid": (heal_tables.grid, "heal.json"),
+    "healing-data": (heal_tables.data, "heal_data.json"),
+    "healing-memory": (heal_tables.memory, "heal_memory.json"),
     "expect": (expect.table, "expect.json"),
     "expect-line": (expect.line, "expect.json"),
     "expect-checks": (expect.checks, "expect.json"),

@@ -70,7 +70,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
     Stored in float32, so that a weight which an engine rounds on its way shows.
     """
-    from benchmarks.random_model import make_model
+    from tests.fixtures.models import make_model
 
     base = tmp_path_factory.mktemp("checkpoints")
     folders = {preset: base / preset for preset in ("glm-5", "deepseek-v3.2")}

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import typer
 
-from benchmarks.readme import PAGES as GENERATED
 from sglang_indexcache.cli import app
 from sglang_indexcache.serving.preflight.options import OPTIONS
 from tests.launch_lines import indexcache_lines, shell_in
@@ -21,10 +20,11 @@ from tests.launch_lines import indexcache_lines, shell_in
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "sglang_indexcache"
 GUIDES = sorted((ROOT / "docs").glob("*.md"))
+RESULTS = ROOT / "benchmarks" / "results"
 PAGES = sorted(
     {
         *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")),
-        *(ROOT / name for name in GENERATED),
+        *(page for page in RESULTS.rglob("*.md") if "<!-- generated:" in page.read_text()),
         *(ROOT / folder / "README.md" for folder in ("csrc", "examples", "benchmarks", "tests")),
         ROOT / "benchmarks" / "training" / "README.md",
         *GUIDES,

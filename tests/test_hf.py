@@ -23,7 +23,6 @@ from transformers import (
 )
 from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextModel
 
-from benchmarks.random_model import make_model
 from sglang_indexcache import share
 from sglang_indexcache.errors import (
     CheckpointError,
@@ -32,6 +31,7 @@ from sglang_indexcache.errors import (
     StaleIndexError,
 )
 from sglang_indexcache.pattern import Pattern
+from tests.fixtures.models import make_model
 from tests.oracle import Oracle, generated, load_eager
 
 PRESETS = ("glm-5", "deepseek-v3.2")

@@ -4,7 +4,6 @@ import re
 
 import pytest
 
-from benchmarks.random_model import SIZES, small_config
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import CheckpointError
 from sglang_indexcache.models import (
@@ -16,6 +15,7 @@ from sglang_indexcache.models import (
     TRAINABLE,
     Family,
 )
+from tests.fixtures.models import SIZES, small_config
 
 each_trainable = pytest.mark.parametrize("family", TRAINABLE.values(), ids=list(BY_NAME))
 

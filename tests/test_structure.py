@@ -145,6 +145,19 @@ def test_a_shared_rule_is_defined_once() -> None:
     assert {name: places[name] for name in expected} == expected
 
 
+def test_studies_and_tests_stand_apart() -> None:
+    """A study can leave without tests of the package, and none runs on what only tests have."""
+    imports = re.compile(r"^\s*(?:from|import) (benchmarks|tests)\b", re.MULTILINE)
+    crossing = [
+        str(path.relative_to(ROOT))
+        for folder, other in (("tests", "benchmarks"), ("benchmarks", "tests"))
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        if other in imports.findall(path.read_text())
+        and path.relative_to(ROOT).parts[:2] not in (("tests", "benchmarks"), ("tests", "fixtures"))
+    ]
+    assert crossing == []
+
+
 def test_what_make_quick_runs_is_there() -> None:
     makefile = (ROOT / "Makefile").read_text().replace("\\\n", " ")
     (listed,) = re.findall(r"^QUICK := (.*)$", makefile, flags=re.MULTILINE)

@@ -44,10 +44,11 @@ from benchmarks.card.pack import KERNELS, ROOT
 from benchmarks.kernels.machine import Need, facts, lacking, packed_file, preflight
 from benchmarks.kernels.workloads import Family, Workload, workloads
 from sglang_indexcache.support.files import write_json
-from tests.kernels.grid.suite import GROUPS
 
 UNTIMED, TIMED = ("served", "exact"), ("speed", "tools")
 PHASES = UNTIMED + TIMED
+GROUPS = ("topk", "indexer_prefill", "indexer_decode", "sparse_mla")
+"""Groups of the grid of cases (``tests/kernels/grid``); a fault in one ends no other."""
 SUMMARY_CHARACTERS = 11_000
 LOG_CHARACTERS = 40_000
 """The log keeps the last so many of each step."""

@@ -18,7 +18,6 @@ from benchmarks.smollm2.lean import Lean, State
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.evaluators import Floats
 from sglang_indexcache.search.evaluators.hf import common_layers, lost_by_worst_head
-from sglang_indexcache.search.overlap import kept_list
 
 KEPT_RUNS = 3
 """Forwards of a row whose states are kept, those used last."""
@@ -136,27 +135,6 @@ class LeanEvaluator:
         )
         # There is no list before the first layer.
         return mass_on_lists(model, reads, lists[1:], self._places[batch])
-
-    def kept_list(self, batch: int) -> Floats:
-        """Compare layers' lists alone, as a search over HTTP does, at counted places.
-
-        Returns:
-            ``[N, N]`` float64, as :func:`sglang_indexcache.search.overlap.kept_list`.
-        """
-        model, ids = self.model, self.rows[batch].ids
-        length, topk, lists = len(ids), model.topk, list[list[torch.Tensor]]()
-        model.hidden(
-            ids,
-            Pattern.full(model.layers),
-            note=lambda _number, _stream, picks: lists.append(picks),
-        )
-        selected = np.full((model.layers, length, topk), -1)
-        for layer, blocks in enumerate(lists[1:]):  # there is none before the first layer
-            chosen = [row.nonzero()[:, 0] for mask in blocks for row in mask][topk:]
-            selected[layer, topk:] = torch.stack(chosen).cpu().numpy()
-        counted = np.zeros(length - 1, dtype=bool)
-        counted[self._places[batch] - 1] = True
-        return kept_list([(ids.tolist(), counted, [(0, selected)])], model.layers, topk)
 
     def overlap(self, batch: int) -> Floats:
         """Return the share of their selections that layers have in common under all F.

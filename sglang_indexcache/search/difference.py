@@ -13,7 +13,7 @@ ENOUGH = 32
 """Documents from which a difference may be called unlikely.
 
 With 32, the interval covers the truth in at least 93 % of searches wherever a document in eight
-shows the loss, and with 8 in 65 % there (``benchmarks/search_interval.py``).
+shows the loss, and with 8 in 65 % there (``benchmarks/results/search/interval.json``).
 """
 
 

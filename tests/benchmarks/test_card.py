@@ -22,6 +22,7 @@ from benchmarks.kernels.workloads import Workload, workloads
 from benchmarks.records import RESULTS
 from sglang_indexcache.kernels import build
 from tests.gpu import test_served
+from tests.kernels.grid import suite
 
 COMMITTED = json.loads((RESULTS / "kernels" / "h100.json").read_text())
 
@@ -306,3 +307,7 @@ def test_the_committed_record_has_every_workload_and_none_was_wrong() -> None:
     ]
     assert sum(grid["passed"] for grid in grids) == 102
     assert sum(grid["failed"] for grid in grids) == 0
+
+
+def test_the_phases_check_every_group_of_the_grid() -> None:
+    assert tuple(suite.GROUPS) == phases.GROUPS

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,7 +16,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.random_model import make_tokenizer, save_checkpoint
-from benchmarks.smollm2 import healed, long, model_parser
+from benchmarks.smollm2 import model_parser
 from benchmarks.smollm2.books import with_passages
 from benchmarks.smollm2.convert import Form, convert, dsa_config, original_frequencies
 from benchmarks.smollm2.evaluator import LeanEvaluator
@@ -30,7 +29,7 @@ from sglang_indexcache.hf import share
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.calibration import Calibration
 from sglang_indexcache.search.evaluators.hf import TransformersEvaluator
-from sglang_indexcache.search.overlap import OverlapCounter, kept_list
+from sglang_indexcache.search.overlap import OverlapCounter
 from sglang_indexcache.search.rules import Constraints
 
 TOPK = 16
@@ -295,30 +294,6 @@ def test_pairs_of_layers_compare_as_in_transformers(
     counter = OverlapCounter(5, TOPK)
     counter.add(reference.selected(ids))
     np.testing.assert_allclose(searched.overlap(1), counter.matrix(), atol=2e-3)
-    lists = kept_list([(ids, counted, [(0, reference.selected(ids))])], 5, TOPK)
-    np.testing.assert_allclose(searched.kept_list(1), lists, atol=2e-3)
-
-
-def test_patterns_are_asked_again_at_every_length_and_list(tmp_path: Path) -> None:
-    def line(name: str, pattern: str, recall: float) -> dict[str, Any]:
-        rows = [{"loss": 2.0, "recall": recall + shift} for shift in (0.0, 0.1)]
-        return {"name": name, "pattern": pattern, "rows": rows}
-
-    lines = [line("all F", "FFFF", 0.8), line("1/4 uniform", "FSSS", 0.5)]
-    record = tmp_path / "searched.json"
-    record.write_text(json.dumps({"lines": lines}))
-    every = long.arms([record, record], 512)
-    assert [(arm.name, str(arm.pattern), arm.topk) for arm in every] == [
-        ("all F", "FFFF", 512),
-        ("1/4 uniform", "FSSS", 512),
-    ]
-    cells = [{"length": length, "topk": 512, "lines": lines} for length in (4096, 8192)]
-    table = long.table(cells).splitlines()
-    assert table[3].startswith("| 4,096 | 512 | 1/4 uniform | 1 |")
-    assert "-30.0" in table[3]
-    assert len(table) == 6
-    long.draw({"cells": cells}, tmp_path / "long.png")
-    assert (tmp_path / "long.png").stat().st_size > 10_000
 
 
 def test_the_servers_tokens_are_asked_for_with_its_rule_for_equal_scores() -> None:
@@ -332,17 +307,3 @@ def test_the_servers_tokens_are_asked_for_with_its_rule_for_equal_scores() -> No
     assert torch.Tensor.topk is as_usual
     # Three of each row; the largest of each; and of four the one row that has a fifth.
     assert lists == {"lists": 5, "ended among equals": 2 + 0 + 1}
-
-
-def test_healing_is_compared_with_all_f_the_pattern_as_it_is_and_the_own_loss() -> None:
-    def line(pattern: str, text: float, loss: str = "") -> dict[str, Any]:
-        rows = [{"loss": text + shift, "recall": 0.5 - text / 10} for shift in (0.0, 0.1)]
-        return {"name": loss, "pattern": pattern, "rows": rows, "healed": loss}
-
-    own, multi = healed.OWN, healed.MULTI
-    lines = [line("FF", 2.0), line("FS", 2.5), line("FS", 2.4, own), line("FS", 2.1, multi)]
-    full, as_it_is, by_own, by_multi = healed.table(lines).splitlines()[2:]
-    assert full.endswith("| 2 | 2.050 |  |  | 30.0 |  |  |  |  |  |")
-    assert "| +0.500 ± 0.000 | +64.87 % | 25.0 | -5.0 ± 0.0 |  |  |  |  |" in as_it_is
-    assert by_own.endswith("| -0.100 ± 0.000 | +1.0 ± 0.0 |  |  |")
-    assert by_multi.endswith("| -0.400 ± 0.000 | +4.0 ± 0.0 | -0.300 ± 0.000 | +3.0 ± 0.0 |")

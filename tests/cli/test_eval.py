@@ -17,7 +17,7 @@ from tests.fakes.server import serving
 from tests.lab.evaluate.evaluate import evaluate
 from tests.lab.evaluate.fake_server import Fake
 from tests.lab.evaluate.harness_logs import lm_eval, plain
-from tests.lab.evaluate.tasks.published import mrcr_row, prompt_row, write
+from tests.lab.evaluate.tasks.published import aa_lcr_row, prompt_row, write
 
 TINY = Path(sglang_indexcache.__file__).parent / "demo" / "tiny-dsa"
 HALF, QUARTER = (shipped("patterns") / f"tiny-dsa-{name}.yaml" for name in ("1of2", "1of4"))
@@ -175,18 +175,18 @@ FILES = ("--model", TINY, "--length", "512", "--looks", "1", "--margin", "20")
 
 
 def test_a_users_files_are_planned_and_what_is_left_out_is_told(tmp_path: Path) -> None:
-    mrcr = write(tmp_path / "mrcr.parquet", [mrcr_row(n) for n in range(6)])
+    lcr = write(tmp_path / "lcr.csv", [aa_lcr_row(n) for n in range(6)])
     prompts = write(
         tmp_path / "own.jsonl", [prompt_row(n, "yes", 5 + 60 * (n > 0)) for n in range(4)]
     )
     result = call(
         *("eval", "run", "--dry-run", "1/4", *FILES, "--rate", "10"),
-        *("--rows", f"mrcr={mrcr}", "--rows", f"prompts={prompts}", "--contexts", "4"),
+        *("--rows", f"aa-lcr={lcr}", "--rows", f"prompts={prompts}", "--contexts", "4"),
     )
     assert result.exit_code == 0, result.output
     text = words(result)
     assert (
-        "mrcr: 4 of 6 rows are asked: 4 at 512 tokens. Left out: 2 more than --contexts 4" in text
+        "aa-lcr: 4 of 6 rows are asked: 4 at 512 tokens. Left out: 2 more than --contexts 4" in text
     )
     assert "prompts: 3 of 4 rows are asked: 3 at 512 tokens (all that it has, of 4 asked f" in text
     assert "1 of at most 64 tokens (index_topk)" in text
@@ -286,7 +286,4 @@ def test_a_damaged_file_ends_with_one_line(tmp_path: Path) -> None:
 def test_unknown_rows_are_refused() -> None:
     result = call("eval", "run", "--dry-run", "1/4", *FILES, "--rows", "sums=a.jsonl")
     assert result.exit_code == 1
-    assert (
-        "--rows sums=... is none of mrcr, graphwalks, longbench-v2, aa-lcr, prompts, hotpotqa"
-        in words(result)
-    )
+    assert "--rows sums=... is none of aa-lcr, prompts" in words(result)

@@ -6,7 +6,6 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import sglang_indexcache
-from benchmarks.search_landscape import SyntheticEvaluator
 from sglang_indexcache.ask.client import Client
 from sglang_indexcache.cli import app
 from sglang_indexcache.cli.search import _return_lists
@@ -15,6 +14,7 @@ from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.evaluators.hf import TransformersEvaluator
 from sglang_indexcache.stats.bounds import Estimate
 from tests.fakes.server import FakeServer, serving
+from tests.fixtures.landscape import SyntheticEvaluator
 from tests.search.helpers import searched
 
 TINY = Path(sglang_indexcache.__file__).parent / "demo" / "tiny-dsa"

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from tokenizers import processors
 from transformers import AutoTokenizer
 
-from benchmarks.random_model import make_tokenizer
 from sglang_indexcache.data.conversations import Conversation
 from sglang_indexcache.data.documents import Text
 from sglang_indexcache.data.marking import Marked, Marker
 from sglang_indexcache.errors import DataError
 from tests.cli.test_search import TINY
+from tests.fixtures.models import make_tokenizer
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"

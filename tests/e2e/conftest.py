@@ -16,9 +16,9 @@ from urllib.request import urlopen
 import pytest
 import torch
 
-from benchmarks.random_model import make_model
 from sglang_indexcache.ask.client import Client
 from sglang_indexcache.pattern import Pattern
+from tests.fixtures.models import make_model
 from tests.oracle import Oracle
 from tests.preloaded import PreloadedServer
 

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.random_model import make_model
 from sglang_indexcache.ask.client import Client
 from sglang_indexcache.pattern import Pattern
 from tests.e2e.conftest import (
@@ -27,6 +26,7 @@ from tests.e2e.conftest import (
     prompt,
     steady_prompt,
 )
+from tests.fixtures.models import make_model
 from tests.oracle import Oracle
 
 PATTERNS = ["FFFFFF", "FSFSFS", "FSSSFS", "FFSSFS"]  # full, 1/2, 1/4, and one that is none of them

@@ -21,10 +21,11 @@ from transformers import AutoTokenizer
 
 from sglang_indexcache.ask.client import Client
 from sglang_indexcache.ask.protocol import named
-from sglang_indexcache.demo.run import Material
 from sglang_indexcache.lab.evaluate.corpus import Corpus
 from sglang_indexcache.lab.evaluate.plan import EvaluationPlan, arms_of
 from sglang_indexcache.lab.evaluate.run import EvaluationRequest, run_evaluation
+from sglang_indexcache.lab.evaluate.tasks import TASKS
+from sglang_indexcache.lab.evaluate.tasks.context import make_context
 from sglang_indexcache.library import load_entry
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.evaluators.hf import TransformersEvaluator
@@ -80,7 +81,9 @@ def tiny(serve: Serve) -> Iterator[Client]:
 
 def test_answers_are_those_of_transformers(tiny: Client, oracle: Oracle) -> None:
     """Trained weights, and documents several times as long as what is selected."""
-    prompts = [question.prompt for question in Material(TINY).questions(4, length=480)]
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    contexts = [make_context("notes", TASKS["notes"], tokenizer, 480, seed) for seed in range(4)]
+    prompts = [context.ids + context.questions[0].ids for context in contexts]
     for pattern in (Pattern.full(12), Pattern("FSSSFSSSFSSS")):
         tiny.switch_pattern(str(pattern))
         for ids, measured in zip(prompts, batch_logprobs(tiny, prompts), strict=True):

@@ -8,9 +8,8 @@ import torch
 import yaml
 from rich.console import Console
 
-from benchmarks.training.recipe import RECIPES, Recipe
-from benchmarks.training.trainer import Trainer
 from tests.e2e.conftest import Serve, decided_prompt, logprobs
+from tests.fixtures.training import RECIPES, Recipe, Trainer
 from tests.oracle import Oracle
 
 RECIPE = RECIPES / "tiny-dsa.yaml"

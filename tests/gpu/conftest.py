@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 import pytest
 
-from benchmarks.kernels.machine import Need, lacking
+from tests.fixtures.machine import Need, lacking
 from tests.gpu.report import REPORT
 
 ORDER = ("start", "served", "capture", "kernels")

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.kernels.machine import facts, preflight
 from sglang_indexcache.support.files import write_json
+from tests.fixtures.machine import facts, preflight
 
 SAME = ("name", "commit")
 """Facts of the machine that a run must share with the one whose file it adds to."""

@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.random_model import random_model, save_checkpoint, small_config
-from benchmarks.training.retrieval import MachineText
 from sglang_indexcache.demo import shipped_checkpoint
 from sglang_indexcache.models import BY_NAME
+from tests.fixtures.models import random_model, save_checkpoint, small_config
+from tests.fixtures.training import MachineText
 
 TOPK = 2048
 LAYERS = 12

@@ -8,7 +8,6 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.search_landscape import SyntheticEvaluator
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.calibration import Calibration
@@ -20,6 +19,7 @@ from sglang_indexcache.search.rules import Constraints, Targets, parse_targets
 from sglang_indexcache.search.run import Search
 from sglang_indexcache.search.session import run_search
 from sglang_indexcache.search.setup import Setup
+from tests.fixtures.landscape import SyntheticEvaluator
 
 
 def free(count: int) -> Constraints:

@@ -10,10 +10,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.search_landscape import SeenEvaluator
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.evaluators import Floats
 from sglang_indexcache.search.methods import METHODS_IN_PROCESS
+from tests.fixtures.landscape import SeenEvaluator
 from tests.search.helpers import searched
 
 SECONDS = 0.02

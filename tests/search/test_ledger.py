@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.search_landscape import SyntheticEvaluator
 from sglang_indexcache.errors import SearchError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.evaluators import LISTS, Floats, pair_forwards
 from sglang_indexcache.search.ledger import Ledger, open_journal
+from tests.fixtures.landscape import SyntheticEvaluator
 from tests.search.helpers import finished, landscape, targets
 
 IDENTITY = {"checkpoint": "a", "data": "b"}

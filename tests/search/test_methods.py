@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from benchmarks.search_landscape import SeenEvaluator, SyntheticEvaluator
 from sglang_indexcache.errors import SearchError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.evaluators import Floats
@@ -26,6 +25,7 @@ from sglang_indexcache.search.methods.greedy import evaluations
 from sglang_indexcache.search.options import Options
 from sglang_indexcache.search.rules import Constraints, Proposal, parse_targets
 from sglang_indexcache.search.session import _remarks, _show
+from tests.fixtures.landscape import SeenEvaluator, SyntheticEvaluator
 from tests.search.helpers import finished, greedy, landscape, searched, targets
 from tests.search.oracle import algorithm_1, forward_selection
 

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 
-from benchmarks.search_landscape import SeenEvaluator
 from sglang_indexcache.errors import SearchError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.ledger import Ledger
@@ -16,6 +15,7 @@ from sglang_indexcache.search.methods.greedy import Greedy
 from sglang_indexcache.search.options import Options
 from sglang_indexcache.search.rules import Constraints, Targets, parse_targets
 from sglang_indexcache.search.run import Search
+from tests.fixtures.landscape import SeenEvaluator
 from tests.search.helpers import finished, landscape, targets
 
 

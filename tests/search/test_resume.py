@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.search_landscape import SyntheticEvaluator
 from sglang_indexcache.library import Evaluated, add_evaluated, load_entry
+from tests.fixtures.landscape import SyntheticEvaluator
 from tests.kills import PROCESSES
 from tests.search.helpers import searched
 from tests.search.slow_search import search

@@ -5,13 +5,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.search_landscape import SyntheticEvaluator
 from sglang_indexcache.errors import PatternError, SearchError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.calibration import Score
 from sglang_indexcache.search.evaluators.hf import TransformersEvaluator
 from sglang_indexcache.search.setup import Setup
 from tests.cli.test_search import TINY
+from tests.fixtures.landscape import SyntheticEvaluator
 from tests.search.helpers import made_up
 
 

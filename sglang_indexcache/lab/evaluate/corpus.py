@@ -29,7 +29,6 @@ from sglang_indexcache.lab.evaluate.tasks import CONTROL, TASKS
 from sglang_indexcache.lab.evaluate.tasks.context import (
     Context,
     Question,
-    Task,
     Tokenizer,
     has_template,
     make_context,
@@ -42,7 +41,6 @@ from sglang_indexcache.lab.evaluate.tasks.files import (
     read_items,
     tokenized,
 )
-from sglang_indexcache.lab.evaluate.tasks.hotpot import HotpotQA
 from sglang_indexcache.lab.evaluate.tasks.words import haystack
 from sglang_indexcache.study.journal import progress_at_most
 from sglang_indexcache.support.lengths import counted
@@ -58,13 +56,11 @@ class Corpus:
     Attributes:
         questions: how many stand behind one generated context.
         items: rows by task, by the first row number of their text, and by their own number.
-        file_tasks: tasks that generate contexts from a user's file.
     """
 
     tokenizer: Tokenizer
     questions: int
     items: Mapping[str, Mapping[int, Mapping[int, Item]]] = field(default_factory=dict)
-    file_tasks: Mapping[str, HotpotQA] = field(default_factory=dict)
 
     @property
     def digest(self) -> str:
@@ -72,8 +68,7 @@ class Corpus:
         pieces = sorted(self.tokenizer.get_vocab().items())
         template = getattr(self.tokenizer, "chat_template", None)
         items = {task: dict(items) for task, items in self.items.items()}
-        digests = (task.digest for task in self.file_tasks.values())
-        parts = (pieces, template, haystack(), items, *digests)
+        parts = (pieces, template, haystack(), items)
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
     def make(self, planned: Planned) -> Context:
@@ -159,8 +154,7 @@ class Corpus:
 
     def _generated(self, planned: Planned, seed: int, questions: int) -> Context:
         task, length = planned.task, planned.length
-        draft: Task = self.file_tasks[task] if task in self.file_tasks else TASKS[task]
-        context = make_context(task, draft, self.tokenizer, length, seed, questions)
+        context = make_context(task, TASKS[task], self.tokenizer, length, seed, questions)
         return replace(context, name=planned.context)
 
 
@@ -310,6 +304,24 @@ def _texts(items: Mapping[int, Item]) -> list[dict[int, int]]:
     independent. Two rows are about one text if they begin with the same for half of the shorter
     one, or if half of its windows of :data:`_WINDOW` words stand in the other, wherever they do.
     """
+    groups = _begun_alike(items)
+    windows = {
+        first: {window for row in rows for window in _windows(items[row].text)}
+        for first, rows in groups.items()
+    }
+    owners: dict[int, int] = {}
+    texts: dict[int, dict[int, int]] = {}
+    for first in sorted(groups, key=lambda row: (-len(windows[row]), row)):
+        texts[first] = dict.fromkeys(groups[first], first)
+        for owner in _same_text(windows[first], owners):
+            texts[first] |= texts.pop(owner)
+            owners |= {window: first for window, holder in owners.items() if holder == owner}
+        owners |= {window: first for window in windows[first] if window not in owners}
+    return [texts[first] for first in sorted(texts, key=lambda row: min(texts[row]))]
+
+
+def _begun_alike(items: Mapping[int, Item]) -> dict[int, list[int]]:
+    """Group rows of which each begins with half of the one before in order, by the first."""
     groups: dict[int, list[int]] = {}
     before, first = "", -1
     for text, row in sorted((item.text, row) for row, item in items.items()):
@@ -318,25 +330,14 @@ def _texts(items: Mapping[int, Item]) -> list[dict[int, int]]:
             first = row
         groups.setdefault(first, []).append(row)
         before = text
-    windows = {
-        first: {window for row in rows for window in _windows(items[row].text)}
-        for first, rows in groups.items()
-    }
-    owners: dict[int, int] = {}
-    texts: dict[int, dict[int, int]] = {}
-    for first in sorted(groups, key=lambda row: (-len(windows[row]), row)):
-        overlaps = Counter(owners[window] for window in windows[first] if window in owners)
-        least = max(_ENOUGH, len(windows[first])) / 2
-        same_text = [owner for owner, count in overlaps.items() if count >= least]
-        texts[first] = dict.fromkeys(groups[first], first)
-        for owner in same_text:
-            texts[first] |= texts.pop(owner)
-        for window, owner in owners.items() if same_text else ():
-            if owner in same_text:
-                owners[window] = first
-        for window in windows[first]:
-            owners.setdefault(window, first)
-    return [texts[first] for first in sorted(texts, key=lambda row: min(texts[row]))]
+    return groups
+
+
+def _same_text(windows: set[int], owners: Mapping[int, int]) -> list[int]:
+    """Return the texts that hold half of a group's windows, by who owns each window so far."""
+    overlaps = Counter(owners[window] for window in windows if window in owners)
+    least = max(_ENOUGH, len(windows)) / 2
+    return [owner for owner, count in overlaps.items() if count >= least]
 
 
 def _windows(text: str) -> set[int]:
@@ -361,25 +362,20 @@ def _computed(rows: Mapping[int, Item], sizes: Mapping[int, int], tokenizer: Tok
 def _together(rows: Mapping[int, Item], tokenizer: Tokenizer) -> tuple[list[int], list[Question]]:
     """Return what rows begin with, in tokens, and the questions that are left of them."""
     parts = {number: pieces(item, tokenizer) for number, item in rows.items()}
-    prompts = [prompt for prompt, _, _ in parts.values()]
+    prompts = [prompt for prompt, _ in parts.values()]
     least = min(map(len, prompts))
     differing = (n for n, ids in enumerate(zip(*prompts, strict=False)) if len(set(ids)) > 1)
     shared = least if len(rows) == 1 else next(differing, least)
     questions = []
-    for number, (prompt, beginning, answer) in parts.items():
-        ids, item = prompt[shared:] + beginning, rows[number]
-        question = Question(f"row{number}", ids, answer, item.begun, item.answer, item.depth)
+    for number, (prompt, answer) in parts.items():
+        item = rows[number]
+        question = Question(f"row{number}", prompt[shared:], answer, "", item.answer, None)
         questions.append(replace(question, by_token=item.by_token))
     return prompts[0][:shared], questions
 
 
 def _why_not(item: Item, tokenizer: Tokenizer, plan: EvaluationPlan, most: int) -> tuple[str, Item]:
     """Say why an item is not asked, empty if it is; and tokenize it if it is."""
-    if not item.one_form:
-        return (
-            "with an answer that has no one order (run them with another harness, and give its "
-            "logs to `indexcache eval compare`)"
-        ), item
     if is_short := len(item.text) <= _CHARACTERS * most:
         item = tokenized(item, tokenizer)
     if not is_short or _size(item) > most:

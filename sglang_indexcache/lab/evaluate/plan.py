@@ -12,7 +12,7 @@ from pathlib import Path
 
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import PatternError, QualityError
-from sglang_indexcache.lab.evaluate.tasks import CONTROL, MADE_OF_FILES, TASKS
+from sglang_indexcache.lab.evaluate.tasks import CONTROL, TASKS
 from sglang_indexcache.library import Library, name_and_pattern
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.stats.design import Design, spread_over_cells
@@ -42,7 +42,7 @@ LEAST_CONTEXTS = dict(zip(ENDPOINTS, (32, 24), strict=True))
 SEEING = dict(zip(ENDPOINTS, (0.85, 0.7), strict=True))
 """Share of the cells that see a control lose what the paper says; the others leave the claim.
 
-By `benchmarks/quality_gates.py`, of as many contexts as are planned with it.
+By `benchmarks/results/quality/gates.json`, of as many contexts as are planned with it.
 """
 AGAIN_EVERY = 4
 """The reference is asked twice (A/A) on every 4th context of a cell, and on all of the control."""
@@ -246,7 +246,7 @@ class EvaluationPlan:
 
     def __post_init__(self) -> None:
         for task in self.tasks:
-            if task not in TASKS and task not in MADE_OF_FILES:
+            if task not in TASKS:
                 raise QualityError(
                     f"no task is called {task!r}; there are {', '.join(TASKS)}. Run other "
                     "benchmarks with their own harness for each arm, and give both logs to "

@@ -32,14 +32,13 @@ import numpy as np
 
 from sglang_indexcache.errors import QualityError
 from sglang_indexcache.lab.evaluate.evaluation import Evaluation
-from sglang_indexcache.lab.evaluate.tasks import CHANCE
 from sglang_indexcache.stats.bounds import Estimate, capital
 from sglang_indexcache.stats.design import Design, boundaries
 from sglang_indexcache.stats.pairs import Cell, Differences, Flips, Outcome, paired
 from sglang_indexcache.support.lengths import counted, format_length, points
 
-LEAST_ABOVE_CHANCE = 0.10
-"""Right answers of the reference above what guessing gives, below which a cell shows nothing."""
+LEAST_RIGHT = 0.10
+"""Share of right answers of the reference below which a cell shows nothing."""
 EASY, CEILING = 0.95, 0.99
 """Right answers of the bad pattern from which a cell is called too easy, and not waited for."""
 SAME = 0.005
@@ -273,7 +272,7 @@ class Look:
         return {
             cell: share
             for cell, share in self.right_share(self.reference).items()
-            if share < CHANCE.get(cell[0], 0.0) + LEAST_ABOVE_CHANCE
+            if share < LEAST_RIGHT
         }
 
     def sees_loss(self, arm: str, cell: Cell) -> bool:

@@ -117,17 +117,16 @@ def test_every_task_has_a_control_at_any_topk(topk: int) -> None:
         stand_in = task not in plan.controls
         assert (task in sentence.partition("notes stand in for ")[2]) == stand_in
     assert ("needles" in plan.controls) == (topk >= 256)
-    assert ("notes" in plan.controls) == (topk < 512)
+    assert ("notes" in plan.controls) == (topk < 256)
 
 
 def test_every_task_that_does_not_fit_is_named_with_those_that_do() -> None:
-    plan = EvaluationPlan(("needles", "notes", "rounds", "parents"), (128, 4096), 4, 4, 64)
+    plan = EvaluationPlan(("needles", "notes", "tracking"), (128, 4096), 4, 4, 64)
     with pytest.raises(QualityError) as error:
         Corpus(Words(), 8).fit(plan)
     message = str(error.value)
-    for task in ("needles", "rounds"):
+    for task in ("needles", "tracking"):
         assert f"{task}: with 8 questions it does not fit 128 tokens, it is " in message
-    assert "parents: a graph of 128 tokens has " in message
     assert "notes:" not in message
     assert message.endswith("Ask longer contexts (--length), or what fits: --task notes.")
 
@@ -149,9 +148,8 @@ def test_a_plan_of_default_size_can_show_its_margin(
     lengths: tuple[int, ...], margin: float
 ) -> None:
     """The default to 128Ki asked for 576 contexts where one point needs 671."""
-    tasks = ("needles", "tracking", "rounds", "parents", "search-2", "search-3")
-    contexts = enough_contexts(len(tasks) * len(lengths), 8, margin, 4)
-    plan = EvaluationPlan(tasks, lengths, contexts, 8, 64, margin)
+    contexts = enough_contexts(len(DEFAULT) * len(lengths), 8, margin, 4)
+    plan = EvaluationPlan(DEFAULT, lengths, contexts, 8, 64, margin)
     assert plan.design.needed(*plan.assumed) <= plan.design.contexts
     fewer = replace(plan, contexts=contexts - 4)
     seeing = SEEING["answers"]  # the other cells leave the claim
@@ -191,7 +189,7 @@ def test_the_longest_contexts_are_asked_first() -> None:
             {
                 "contexts": 3,
                 "tasks": (),
-                "taken": (SelectedRows("mrcr", 256, (1, 2, 3), (9,) * 3, 10),),
+                "taken": (SelectedRows("prompts", 256, (1, 2, 3), (9,) * 3, 10),),
             },
             "cannot be looked at 4 times",
         ),

@@ -26,7 +26,7 @@ from sglang_indexcache.lab.evaluate.tasks.files import Item
 from sglang_indexcache.stats.design import spread
 from tests.lab.evaluate.evaluate import ARMS
 from tests.lab.evaluate.fake_server import TOPK, Words
-from tests.lab.evaluate.tasks.published import graphwalks_row, prompt_row, write
+from tests.lab.evaluate.tasks.published import prompt_row, write
 
 PLAN = EvaluationPlan((), (256, 512), 8, 4, TOPK, margin=0.1, looks=2)
 
@@ -97,13 +97,6 @@ def test_too_few_of_one_length_are_left_out_and_named(mixed: Path) -> None:
         "3 at 512 tokens, too few for 4 looks (take fewer --length, or fewer --looks)"
         in selected.told[0]
     )
-
-
-def test_what_cannot_be_scored_is_left_out_with_its_mend(tmp_path: Path) -> None:
-    rows = [graphwalks_row(n, "bfs" if n < 2 else "parents") for n in range(6)]
-    path = write(tmp_path / "graphs.parquet", rows)
-    selected = selection(path, "graphwalks", lengths=(4096,))
-    assert "2 with an answer that has no one order (run them with another har" in selected.told[0]
 
 
 class Strict(Words):
@@ -196,7 +189,7 @@ def test_unequal_cells_show_what_their_means_can(counts: list[int], alike: int) 
 
     def plan(sizes: list[int]) -> EvaluationPlan:
         rows = tuple(
-            SelectedRows("mrcr", 100 + n, tuple(range(count)), (90,) * count, count)
+            SelectedRows("prompts", 100 + n, tuple(range(count)), (90,) * count, count)
             for n, count in enumerate(sizes)
         )
         return EvaluationPlan((), (200,), 8, 8, TOPK, margin=0.1, looks=2, taken=rows)
@@ -221,7 +214,7 @@ def test_unequal_cells_show_what_their_means_can(counts: list[int], alike: int) 
 def test_a_plan_says_that_a_small_cell_decides_and_how_to_mend_that() -> None:
     def plan(*counts: int) -> EvaluationPlan:
         rows = tuple(
-            SelectedRows("mrcr", 100 * n, tuple(range(count)), (90,) * count, count)
+            SelectedRows("prompts", 100 * n, tuple(range(count)), (90,) * count, count)
             for n, count in enumerate(counts, 1)
         )
         return EvaluationPlan((), (200,), 8, 8, TOPK, margin=0.03, looks=2, taken=rows)
@@ -230,8 +223,8 @@ def test_a_plan_says_that_a_small_cell_decides_and_how_to_mend_that() -> None:
     words = " ".join(text for _, text in plan(400, 400, 8).in_words())
     assert "no loss beyond 3 points can hardly be shown" in words
     assert (
-        "mrcr at 300 tokens has only 8 and counts as much as every other cell: give more rows of "
-        "it, or leave it out (that file, or that --length), or take a wider --margin."
+        "prompts at 300 tokens has only 8 and counts as much as every other cell: give more rows "
+        "of it, or leave it out (that file, or that --length), or take a wider --margin."
     ) in words
     alike = plan(8, 8)
     for equal in (alike, replace(alike, tasks=("notes",))):  # rows have one question, tasks eight
@@ -242,13 +235,11 @@ def detectable(plan: EvaluationPlan) -> float:
     return plan.design.detectable(*plan.assumed)
 
 
-def longbench_rows(documents: int, questions: int) -> list[dict[str, object]]:
+def document_rows(documents: int, questions: int) -> list[dict[str, object]]:
     return [
         {
-            "context": " ".join(f"d{document}w{n}" for n in range(100)),
-            "question": f"which is {question}?",
-            **{f"choice_{letter}": f"{letter}{question}" for letter in "ABCD"},
-            "answer": "ABCD"[question % 4],
+            "prompt": " ".join(f"d{document}w{n}" for n in range(100)) + f"\nwhich is {question}?",
+            "answer": f" {question}",
         }
         for document in range(documents)
         for question in range(questions)
@@ -257,26 +248,26 @@ def longbench_rows(documents: int, questions: int) -> list[dict[str, object]]:
 
 def test_rows_about_one_document_are_questions_behind_one_context(tmp_path: Path) -> None:
     """One of them was asked, and the others left out."""
-    path = write(tmp_path / "lb.json", longbench_rows(6, 4))
-    selected = selection(path, "longbench-v2")
+    path = write(tmp_path / "own.jsonl", document_rows(6, 4))
+    selected = selection(path, "prompts")
     [cell] = selected.taken
     assert sorted((row - 1) // 4 for row in cell.rows) == list(range(6))
     assert (cell.available, cell.questions) == (6, (4,) * 6)
-    assert "longbench-v2: 24 of 24 rows are asked, about 6 texts: 6 at 256" in selected.told[0]
+    assert "prompts: 24 of 24 rows are asked, about 6 texts: 6 at 256" in selected.told[0]
     assert "24 paired questions" in dict(selected.plan.in_words())["contexts"]
     assert selected.plan.assumed[:2] == pytest.approx(spread(DISCORDANCE, CORRELATION, 4))
     corpus = Corpus(Words(), 4, selected.items)
-    [planned] = [p for p in selected.plan.planned if p.context == "longbench-v2-256-5"]
+    [planned] = [p for p in selected.plan.planned if p.context == "prompts-256-5"]
     context = corpus.make(planned)
     assert [question.name for question in context.questions] == ["row5", "row6", "row7", "row8"]
     for question in context.questions:
         row = int(question.name[3:])
-        alone = {"longbench-v2": {5: {row: selected.items["longbench-v2"][5][row]}}}
+        alone = {"prompts": {5: {row: selected.items["prompts"][5][row]}}}
         alone_context = replace(corpus, items=alone).make(planned)
         assert context.ids + question.ids == alone_context.ids + alone_context.questions[0].ids
         assert question.answer == alone_context.questions[0].answer
     assert selected.plan.longest == cell.longest < selected.plan.sizes[planned.context]
-    single = selection(write(tmp_path / "one.json", longbench_rows(8, 1)), "longbench-v2")
+    single = selection(write(tmp_path / "one.jsonl", document_rows(8, 1)), "prompts")
     assert "about" not in single.told[0]
 
 
@@ -292,8 +283,8 @@ class Counting(Words):
 
 
 def test_a_row_is_tokenized_once_for_the_plan_and_for_asking(tmp_path: Path) -> None:
-    path, tokenizer = write(tmp_path / "lb.json", longbench_rows(6, 4)), Counting()
-    plan, items, _ = select_rows(PLAN, {"longbench-v2": path}, tokenizer, 4096)
+    path, tokenizer = write(tmp_path / "own.jsonl", document_rows(6, 4)), Counting()
+    plan, items, _ = select_rows(PLAN, {"prompts": path}, tokenizer, 4096)
     corpus = Corpus(tokenizer, 4, items)
     for planned in plan.planned:
         if planned.look != CONTROL_LOOK:

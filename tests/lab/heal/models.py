@@ -12,8 +12,8 @@ from transformers import (
     GlmMoeDsaForCausalLM,
 )
 
-from benchmarks.training.model import DistilledModel
 from sglang_indexcache.lab.heal.sharing import Stage
+from tests.fixtures.training import DistilledModel
 
 FAMILIES = {
     "glm-5": (GlmMoeDsaConfig, GlmMoeDsaForCausalLM),

@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
-from benchmarks.training.model import DistilledModel
 from sglang_indexcache.errors import CheckpointError, PatternError
 from sglang_indexcache.lab.heal.frozen import FrozenBody, shared_out
 from sglang_indexcache.lab.heal.local import LocalSharing, Passing, pass_through, pipelined
@@ -22,6 +21,7 @@ from sglang_indexcache.lab.heal.packing import Layout
 from sglang_indexcache.lab.heal.sharing import Stage
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.stored import dequantised
+from tests.fixtures.training import DistilledModel
 from tests.lab.heal.checkpoints import BLOCK, checkpoint, quantise
 from tests.lab.heal.models import FAMILIES, LAYERS, TOPK, one_document, tokens
 

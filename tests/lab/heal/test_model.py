@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.training.model import DistilledModel
 from sglang_indexcache.errors import PatternError, StaleIndexError, TrainingError
 from sglang_indexcache.lab.heal.losses import AttentionInputs, distillation_loss
 from sglang_indexcache.lab.heal.model import attend
 from sglang_indexcache.lab.heal.packing import Layout
 from sglang_indexcache.lab.heal.sharing import Stage
 from sglang_indexcache.pattern import Pattern
+from tests.fixtures.training import DistilledModel
 from tests.lab.heal.models import FAMILIES, LAYERS, TOPK, logits, make, one_document, tokens
 from tests.oracle import _recorded_margins, _share
 

@@ -7,7 +7,7 @@ from tempfile import TemporaryDirectory
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from benchmarks.random_model import make_tokenizer
+from tests.fixtures.models import make_tokenizer
 
 
 @cache

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.random_model import make_model
 from sglang_indexcache.errors import PatternError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.search.calibration import Calibration
 from sglang_indexcache.search.evaluators import hf
 from sglang_indexcache.search.evaluators.hf import TransformersEvaluator
 from sglang_indexcache.search.ledger import Ledger
+from tests.fixtures.models import make_model
 from tests.oracle import Oracle
 
 LENGTH = 120

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from benchmarks.random_model import small_config
 from sglang_indexcache.errors import CheckpointError, CombinedError
 from sglang_indexcache.models import BY_NAME, Family
 from sglang_indexcache.serving.engine_version import EngineSource
 from sglang_indexcache.serving.preflight.config_check import check_config
+from tests.fixtures.models import small_config
 
 pytest.importorskip("sglang")
 

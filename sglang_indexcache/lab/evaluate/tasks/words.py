@@ -1,9 +1,8 @@
-"""Words that tasks name things with, and running text, made of them or cut into pieces."""
+"""Running text that tasks hide things in, and the words that it is made of."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from functools import cache
 
 _ADJECTIVES = (
@@ -65,20 +64,3 @@ def _sentence(draw: random.Random, pattern: str) -> str:
     )
     sentence = " ".join(parts).replace(" ,", ",")
     return f"{sentence[0].upper()}{sentence[1:]}."
-
-
-def windows(draw: random.Random, words: int) -> Iterator[str]:
-    """Yield pieces of the haystack of ``words`` words each, in random order, none alike."""
-    all_words = _split()
-    drawn: set[str] = set()
-    for place in draw.sample(range(len(all_words) // words), len(all_words) // words):
-        piece = " ".join(all_words[place * words : (place + 1) * words])
-        if piece not in drawn:
-            drawn.add(piece)
-            yield piece
-
-
-@cache
-def _split() -> list[str]:
-    """Split the haystack once for all contexts: that took most of the time of `rounds`."""
-    return haystack().split()

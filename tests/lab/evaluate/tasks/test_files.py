@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,21 +18,9 @@ from sglang_indexcache.lab.evaluate.plan import Planned
 from sglang_indexcache.lab.evaluate.tasks.context import rendered
 from sglang_indexcache.lab.evaluate.tasks.files import FILES, Item, pieces, read_items
 from tests.lab.evaluate.fake_server import Words
-from tests.lab.evaluate.tasks.published import (
-    CLOSING,
-    aa_lcr_row,
-    graphwalks_row,
-    longbench_row,
-    mrcr_row,
-    node,
-    prompt_row,
-    write,
-)
+from tests.lab.evaluate.tasks.published import aa_lcr_row, prompt_row, write
 
 ROWS = {
-    "mrcr": mrcr_row,
-    "graphwalks": graphwalks_row,
-    "longbench-v2": longbench_row,
     "aa-lcr": aa_lcr_row,
     "prompts": lambda number: prompt_row(number, " yes"),
 }
@@ -56,70 +43,6 @@ def test_published_rows_are_read_from_every_kind_of_file(
     rows = [ROWS[task](number) for number in range(3)]
     items = items_of(task, write(tmp_path / f"rows{suffix}", rows))
     assert items == [(number, FILES[task](row)) for number, row in enumerate(rows, 1)]
-    assert all(item.depth is None or 0 <= item.depth < 1 for _, item in items)
-
-
-def test_a_conversation_of_mrcr_is_asked_as_it_is() -> None:
-    row = mrcr_row(7)
-    item = FILES["mrcr"](row)
-    assert list(item.prompt) == json.loads(row["prompt"])
-    assert item.answer == row["answer"]
-    assert item.begun == ""
-    sizes = [len(message["content"]) for message in json.loads(row["prompt"])]
-    assert item.depth == pytest.approx(sum(sizes[:3]) / sum(sizes))
-
-
-def test_parents_are_in_the_order_of_their_edges_and_never_the_node_itself() -> None:
-    row = graphwalks_row(1)
-    item = FILES["graphwalks"](row)
-    assert item.prompt == ({"role": "user", "content": row["prompt"]},)
-    assert item.prompt[0]["content"].endswith(CLOSING)
-    assert item.begun + str(item.answer) == f"Final Answer: [{node(5)}, {node(3)}]"
-    assert item.one_form
-    assert item.depth == pytest.approx(row["prompt"].index(f"{node(5)} ->") / len(row["prompt"]))
-    # Its card calls the field "answer".
-    assert FILES["graphwalks"]({**row, "answer_nodes": None, "answer": [node(3), node(5)]}) == item
-    # A node without parents has an answer, an empty one.
-    empty = FILES["graphwalks"]({**row, "answer_nodes": []})
-    assert (empty.answer, empty.one_form) == ("]", True)
-    # Before February 2026 some answers held the node itself.
-    assert FILES["graphwalks"]({**row, "answer_nodes": [node(3), node(0), node(5)]}) == item
-
-
-def test_what_a_search_reaches_has_no_order_to_score() -> None:
-    assert not FILES["graphwalks"](graphwalks_row(1, "bfs")).one_form
-    # Nor has an answer whose edges are not in the prompt as edges are written.
-    row = graphwalks_row(1)
-    row["prompt"] = row["prompt"].replace(" -> ", " to ")
-    assert not FILES["graphwalks"](row).one_form
-
-
-# THUDM/LongBench, prompts/0shot.txt, as it is published.
-ZERO_SHOT = """Please read the following text and answer the question below.
-
-<text>
-$DOC$
-</text>
-
-What is the correct answer to this question: $Q$
-Choices:
-(A) $C_A$
-(B) $C_B$
-(C) $C_C$
-(D) $C_D$
-
-Format your response as follows: "The correct answer is (insert answer here)"."""
-
-
-def test_longbench_is_asked_in_its_own_words() -> None:
-    row = longbench_row(2)
-    expected = ZERO_SHOT.replace("$DOC$", row["context"].strip())
-    expected = expected.replace("$Q$", row["question"].strip())
-    for letter in "ABCD":
-        expected = expected.replace(f"$C_{letter}$", row[f"choice_{letter}"].strip())
-    item = FILES["longbench-v2"](row)
-    assert item.prompt == ({"role": "user", "content": expected},)
-    assert item.begun + str(item.answer) == "The correct answer is (C"
 
 
 def test_aa_lcr_is_asked_in_its_own_words_and_counted_by_token(tmp_path: Path) -> None:
@@ -156,14 +79,14 @@ def test_prompts_are_conversations_or_texts() -> None:
 
 
 def test_an_item_is_a_context_with_one_question() -> None:
-    item = FILES["longbench-v2"](longbench_row(1))
-    corpus = Corpus(Words(), 8, {"longbench-v2": {2: {2: item}}})
-    context = corpus.make(Planned("longbench-v2-4096-2", "longbench-v2", 4096, 1, False))
+    item = FILES["prompts"]({"messages": [{"role": "user", "content": "hi"}], "answer": " yes"})
+    corpus = Corpus(Words(), 8, {"prompts": {2: {2: item}}})
+    context = corpus.make(Planned("prompts-4096-2", "prompts", 4096, 1, False))
     [question] = context.questions
     text = Words().decode(context.ids + question.ids + question.answer)
-    assert isinstance(item.prompt, tuple)
-    assert text == f"User: {item.prompt[0]['content']}\nAssistant:The correct answer is (B"
-    assert pieces(item, Words()) == (context.ids, question.ids, question.answer)
+    assert text == "User: hi\nAssistant: yes"
+    assert question.ids == []
+    assert pieces(item, Words()) == (context.ids, question.answer)
 
 
 class Templated(Words):
@@ -186,7 +109,7 @@ class Templated(Words):
 
 def test_conversations_are_written_by_the_template_and_answered_without_thinking() -> None:
     item = FILES["prompts"]({"messages": [{"role": "user", "content": "hi"}], "answer": "yes"})
-    prompt, _, answer = pieces(item, Templated())
+    prompt, answer = pieces(item, Templated())
     assert Words().decode(prompt) == "<user>hi<assistant>"
     assert Words().decode(answer) == "yes"
     with pytest.raises(QualityError, match="chat template refuses a conversation: no tools"):
@@ -194,28 +117,21 @@ def test_conversations_are_written_by_the_template_and_answered_without_thinking
 
 
 DAMAGED: dict[str, tuple[str, Any, str]] = {
-    "not json": ("mrcr", {"prompt": "[{"}, "prompt is not JSON"),
-    "no list": ("mrcr", {"prompt": '{"role": "user"}'}, "prompt is no list of chat messages"),
-    "no role": ("mrcr", {"prompt": '[{"content": "x"}]'}, "message without a known role"),
+    "not json": ("prompts", {"messages": "[{"}, "messages is not JSON"),
+    "no list": ("prompts", {"messages": {"role": "user"}}, "messages is no list of chat messages"),
+    "no role": ("prompts", {"messages": [{"content": "x"}]}, "message without a known role"),
     "parts": (
-        "mrcr",
-        {"prompt": '[{"role": "user", "content": [1]}]'},
+        "prompts",
+        {"messages": [{"role": "user", "content": [1]}]},
         "content is a list of parts; write it as plain text",
     ),
     "answered": (
-        "mrcr",
-        {"prompt": '[{"role": "assistant", "content": "x"}]'},
+        "prompts",
+        {"messages": [{"role": "assistant", "content": "x"}]},
         "ends with the assistant's turn",
     ),
-    "no answer": ("mrcr", {"answer": None}, "answer is missing; its fields are answer, desired_"),
-    "no mark": ("mrcr", {"random_string_to_prepend": "short"}, "does not begin with the 10 char"),
-    "other mark": ("mrcr", {"answer": "0123456789 poem"}, "does not begin with the 10 characters"),
-    "no nodes": ("graphwalks", {"answer_nodes": 7}, r"\(answer_nodes\) is no list of nodes"),
-    "no kind": ("graphwalks", {"problem_type": None}, "problem_type is missing"),
-    "no prompt": ("graphwalks", {"prompt": " "}, "prompt is empty, or no text"),
-    "letter": ("longbench-v2", {"answer": "E"}, "answer is 'E', and none of A, B, C, D"),
-    "choice": ("longbench-v2", {"choice_C": None}, "choice_C is missing"),
-    "no text": ("longbench-v2", {"context": 3}, "context is empty, or no text"),
+    "no answer": ("aa-lcr", {"answer": None}, "answer is missing; its fields are answer, context"),
+    "no text": ("aa-lcr", {"context": 3}, "context is empty, or no text"),
     "nothing": ("prompts", {"prompt": None}, "prompt or messages is missing; its fields are"),
     "blank": ("prompts", {"answer": " "}, "has no answer, or one that is no text"),
 }
