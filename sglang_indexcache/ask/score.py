@@ -176,6 +176,11 @@ def _check(reply: Any, prompt: Prompt, server: str) -> None:
 
 
 def _read(info: Mapping[str, Any], prompt: Prompt, top: int, server: str) -> TokenScores:
+    """Read the scores of an answer.
+
+    Raises:
+        ServerError: they came from the cache, are of other tokens, too few, or no numbers.
+    """
     cached = int(info["cached_tokens"])
     if cached > prompt.start:
         raise ServerError(
@@ -185,7 +190,25 @@ def _read(info: Mapping[str, Any], prompt: Prompt, top: int, server: str) -> Tok
         )
     entries = list(info.get("input_token_logprobs") or [])[1:]
     rows = list(info.get("input_top_logprobs") or [])[1:] if top else []
-    if len(entries) != prompt.scored or (top and len(rows) != prompt.scored):
+    _check_tokens(entries, rows if top else None, prompt, server)
+    likely = [pair for row in rows for pair in row]
+    if not all(rows) or not all(_is_logprob(pair[0]) for pair in (*entries, *likely)):
+        raise ServerError(
+            f"{server} answered with a log-probability that is none. Look at its log for NaN; a "
+            "wrong --kv-cache-dtype or a broken checkpoint gives such answers."
+        )
+    return TokenScores(
+        [float(entry[0]) for entry in entries],
+        [sorted(((int(i), float(p)) for p, i, *_ in row), key=lambda x: -x[1]) for row in rows],
+        int(info["prompt_tokens"]) - cached,
+    )
+
+
+def _check_tokens(
+    entries: Sequence[Any], rows: Sequence[Any] | None, prompt: Prompt, server: str
+) -> None:
+    """Raise ServerError unless the scored tokens are those that were asked for."""
+    if len(entries) != prompt.scored or (rows is not None and len(rows) != prompt.scored):
         raise ServerError(
             f"{server} scored {len(entries)} tokens where {prompt.scored} were asked for. Is it an "
             "SGLang that knows logprob_start_len and top_logprobs_num, with a --context-length "
@@ -198,17 +221,6 @@ def _read(info: Mapping[str, Any], prompt: Prompt, top: int, server: str) -> Tok
                 f"{server} scored other tokens than those that were asked for. Is there something "
                 "between it and this command that changes prompts?"
             )
-    likely = [pair for row in rows for pair in row]
-    if not all(rows) or not all(_is_logprob(pair[0]) for pair in (*entries, *likely)):
-        raise ServerError(
-            f"{server} answered with a log-probability that is none. Look at its log for NaN; a "
-            "wrong --kv-cache-dtype or a broken checkpoint gives such answers."
-        )
-    return TokenScores(
-        [float(entry[0]) for entry in entries],
-        [sorted(((int(i), float(p)) for p, i, *_ in row), key=lambda x: -x[1]) for row in rows],
-        int(info["prompt_tokens"]) - cached,
-    )
 
 
 def _is_logprob(value: Any) -> bool:

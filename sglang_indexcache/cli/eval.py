@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 from typer import Argument, Option
@@ -30,6 +30,8 @@ from sglang_indexcache.support.lengths import parse_length
 if TYPE_CHECKING:
     from sglang_indexcache.ask.client import Client
     from sglang_indexcache.lab.evaluate.evaluation import Evaluation
+    from sglang_indexcache.lab.evaluate.plan import EvaluationPlan
+    from sglang_indexcache.lab.evaluate.run import EvaluationRequest
 
 app = group("Prove, or refute, that a pattern keeps long-context quality on your checkpoint.")
 
@@ -124,68 +126,15 @@ def run_command(
 
     Example: indexcache eval run 1/2 1/4 --model MODEL --url http://127.0.0.1:30000 -o quality/
     """
-    from transformers import AutoTokenizer
-
-    from sglang_indexcache.checkpoint import Checkpoint, read_config, reading, text_config
-    from sglang_indexcache.lab.evaluate.corpus import Corpus, select_rows
-    from sglang_indexcache.lab.evaluate.plan import (
-        EvaluationPlan,
-        arms_of,
-        default_lengths,
-        enough_contexts,
-    )
-    from sglang_indexcache.lab.evaluate.run import EvaluationRequest, run_evaluation
-    from sglang_indexcache.lab.evaluate.tasks import DEFAULT
-    from sglang_indexcache.lab.evaluate.tasks.context import QUESTIONS
-    from sglang_indexcache.study.cost import Rate
+    from sglang_indexcache.lab.evaluate.run import run_evaluation
 
     servers = {} if dry_run else _servers(url, api_key)
     if output is None and not dry_run:
         raise QualityError("give a folder for the results (--output), or only plan (--dry-run)")
     if rate is not None and rate <= 0:
         raise QualityError(f"a rate of {rate:g} tokens a second is not above 0 (--rate)")
-    arms = arms_of(model, against, patterns, control)
-    selects_all = int(Checkpoint.read(model).shape["index_topk"])
-    longest = text_config(read_config(model)).get("max_position_embeddings")
-    lengths = tuple(sorted({parse_length(text) for text in length or ()}))
-    lengths = lengths or default_lengths(longest)
-    with reading(f"the tokenizer of {model}"):
-        tokenizer = AutoTokenizer.from_pretrained(model)
-    files = _files(rows)
-    tasks = tuple(task or (() if rows else DEFAULT))
-    if contexts is None:
-        cells, behind = max(len(tasks), 1) * len(lengths), QUESTIONS if tasks else 1
-        contexts = enough_contexts(cells, behind, margin / 100, looks, endpoint)
-    plan = EvaluationPlan(
-        tasks,
-        lengths,
-        contexts,
-        QUESTIONS,
-        selects_all,
-        margin / 100,
-        looks,
-        seed,
-        endpoint=endpoint,
-    )
-    for path in files.values():  # long ones take a while
-        out.print(f"counting the tokens of {path}", highlight=False, soft_wrap=True, markup=False)
-    plan, items, remarks = select_rows(plan, files, tokenizer, int(longest or lengths[-1]))
-    corpus = Corpus(tokenizer, QUESTIONS, items)
-    plan = corpus.fit(plan)
-    flags = [
-        f"--contexts {plan.contexts} --looks {plan.looks} --seed {plan.seed}",
-        f"--endpoint {plan.endpoint}",
-        *(f"--rows {name}={path.name}" for name, path in files.items()),
-    ]
-    request = EvaluationRequest(
-        model,
-        arms,
-        plan,
-        corpus,
-        " ".join(flags),
-        None if rate is None else Rate(rate, "given by --rate"),
-        remarks,
-    )
+    design = Design(margin / 100, looks, endpoint, contexts, seed)
+    request = _request(model, (against, patterns, control), task, rows, length, design, rate)
     if dry_run:
         request.tell(out)
         request.corpus.check(request.plan.planned, out)
@@ -197,6 +146,97 @@ def run_command(
 
     assert output is not None
     _report(run_evaluation(request, servers, output, out, agree=agree), output)
+
+
+class Design(NamedTuple):
+    """What of an evaluation the user decides by numbers; ``contexts`` None for as many as needed.
+
+    ``margin`` is a share of right answers.
+    """
+
+    margin: float
+    looks: int
+    endpoint: str
+    contexts: int | None
+    seed: int
+
+
+def _request(
+    model: Path,
+    arms: tuple[str, list[str], str],
+    tasks: list[str] | None,
+    rows: list[str] | None,
+    lengths: list[str] | None,
+    design: Design,
+    rate: float | None,
+) -> EvaluationRequest:
+    """Make the request of an evaluation: its arms, its plan and the questions that it asks.
+
+    Args:
+        arms: the reference, the patterns, and the one that is known to be bad.
+        tasks: to generate; none of them where ``rows`` are given, else the default.
+    """
+    from transformers import AutoTokenizer
+
+    from sglang_indexcache.checkpoint import reading
+    from sglang_indexcache.lab.evaluate.corpus import Corpus, select_rows
+    from sglang_indexcache.lab.evaluate.plan import arms_of
+    from sglang_indexcache.lab.evaluate.run import EvaluationRequest
+    from sglang_indexcache.lab.evaluate.tasks import DEFAULT
+    from sglang_indexcache.lab.evaluate.tasks.context import QUESTIONS
+    from sglang_indexcache.study.cost import Rate
+
+    named = arms_of(model, *arms)
+    with reading(f"the tokenizer of {model}"):
+        tokenizer = AutoTokenizer.from_pretrained(model)
+    files = _files(rows)
+    plan, longest = _plan(model, tuple(tasks or (() if rows else DEFAULT)), lengths, design)
+    for path in files.values():  # long ones take a while
+        out.print(f"counting the tokens of {path}", highlight=False, soft_wrap=True, markup=False)
+    plan, items, remarks = select_rows(plan, files, tokenizer, longest)
+    corpus = Corpus(tokenizer, QUESTIONS, items)
+    plan = corpus.fit(plan)
+    flags = [
+        f"--contexts {plan.contexts} --looks {plan.looks} --seed {plan.seed}",
+        f"--endpoint {plan.endpoint}",
+        *(f"--rows {name}={path.name}" for name, path in files.items()),
+    ]
+    given = None if rate is None else Rate(rate, "given by --rate")
+    return EvaluationRequest(model, named, plan, corpus, " ".join(flags), given, remarks)
+
+
+def _plan(
+    model: Path, tasks: tuple[str, ...], lengths: list[str] | None, design: Design
+) -> tuple[EvaluationPlan, int]:
+    """Return the plan of what is generated, and the most tokens that the model reads."""
+    from sglang_indexcache.checkpoint import Checkpoint, read_config, text_config
+    from sglang_indexcache.lab.evaluate.plan import (
+        EvaluationPlan,
+        default_lengths,
+        enough_contexts,
+    )
+    from sglang_indexcache.lab.evaluate.tasks.context import QUESTIONS
+
+    selects_all = int(Checkpoint.read(model).shape["index_topk"])
+    longest = text_config(read_config(model)).get("max_position_embeddings")
+    asked = tuple(sorted({parse_length(text) for text in lengths or ()}))
+    asked = asked or default_lengths(longest)
+    contexts = design.contexts
+    if contexts is None:
+        cells, behind = max(len(tasks), 1) * len(asked), QUESTIONS if tasks else 1
+        contexts = enough_contexts(cells, behind, design.margin, design.looks, design.endpoint)
+    plan = EvaluationPlan(
+        tasks,
+        asked,
+        contexts,
+        QUESTIONS,
+        selects_all,
+        design.margin,
+        design.looks,
+        design.seed,
+        endpoint=design.endpoint,
+    )
+    return plan, int(longest or asked[-1])
 
 
 @app.command("report", cls=Command)

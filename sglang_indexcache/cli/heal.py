@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from typer import Argument, Option
@@ -20,6 +20,9 @@ from sglang_indexcache.cli.common import (
 )
 from sglang_indexcache.errors import SettingsError
 from sglang_indexcache.lab.heal import STEPS
+
+if TYPE_CHECKING:
+    from sglang_indexcache.lab.heal.heal import HealOptions
 
 app = group("Train the indexers that a pattern keeps, on a frozen model.")
 
@@ -125,18 +128,22 @@ def run(
         from_disk=from_disk,
     )
     if dry_run:
-        from sglang_indexcache.lab.heal.plan import GpuMachine, counted_gpus
-        from sglang_indexcache.lab.heal.plan import dry_run as planned
-        from sglang_indexcache.shapes import find_gpu
-        from sglang_indexcache.study.cost import print_plan
-
-        count, name = counted_gpus(gpus)
-        gpu = find_gpu(name)
-        machine = GpuMachine(count, name, gpu.memory, gpu.bf16, gpu.float32, gpu.bandwidth)
-        print_plan(out, planned(options, machine))
+        _print_bill(options, gpus)
         return
     with resumable(out, output.with_name(f"{output.name}.run")):
         heal(options, out)
+
+
+def _print_bill(options: HealOptions, gpus: str) -> None:
+    """Print what a healing would take on GPUs such as ``8xh200``."""
+    from sglang_indexcache.lab.heal.plan import GpuMachine, counted_gpus, dry_run
+    from sglang_indexcache.shapes import find_gpu
+    from sglang_indexcache.study.cost import print_plan
+
+    count, name = counted_gpus(gpus)
+    gpu = find_gpu(name)
+    machine = GpuMachine(count, name, gpu.memory, gpu.bf16, gpu.float32, gpu.bandwidth)
+    print_plan(out, dry_run(options, machine))
 
 
 @app.command(

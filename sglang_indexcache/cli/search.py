@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from sglang_indexcache.search.calibration import Calibration, Score
     from sglang_indexcache.search.evaluators import TokenEvaluator
     from sglang_indexcache.search.methods import Method as SearchMethod
+    from sglang_indexcache.search.overlap import Block
+    from sglang_indexcache.search.setup import Setup
 
 app = group("Find a pattern for your checkpoint, and compare patterns.")
 
@@ -96,9 +98,7 @@ ComparedDocuments = Annotated[int | None, InData("--held-out", metavar="N", help
     "Documents to compare on, of those that a search holds out; two at least. The default is 128, "
     "or as many as the data has from 32 on. Fewer than 32 exclude no loss.")]
 Pattern = Annotated[str, Option("--pattern", metavar="PATTERN", help=
-    "A pattern, in any form, whose blocks are drawn on the heatmap. If it is a YAML file, "
-    "transformers also runs it, and what its layers have in common is written into the file, for "
-    "servers to compare with.")]
+    "A pattern, in any form, whose blocks are drawn on the heatmap.")]
 MeasuredDocuments = Annotated[int, InData("--batches", metavar="N", help=
     "Documents to measure on.")]
 ReturningUrl = Annotated[str, InServers("--url", metavar="URL", help=
@@ -251,7 +251,6 @@ def overlap_command(
 
     from sglang_indexcache.checkpoint import fp8_blocks
     from sglang_indexcache.search.calibration import Score
-    from sglang_indexcache.search.evaluators.hf import TransformersEvaluator
     from sglang_indexcache.search.overlap import (
         CopyCounter,
         OverlapCounter,
@@ -260,7 +259,6 @@ def overlap_command(
         earlier_places,
         numbers,
         overlap_in_words,
-        served_lists,
     )
     from sglang_indexcache.search.setup import Setup
     from sglang_indexcache.study.cost import print_plan
@@ -271,12 +269,7 @@ def overlap_command(
         fp8_blocks(model)
     setup = Setup.read(model, data, context=_length(context), batches=batches, score=Score.ALL)
     drawn = setup.resolve(pattern) if pattern else None
-    if url:
-        [server] = connect([url], os.environ.get("SGLANG_API_KEY"))
-        blocks, kind = served_lists(server, setup.checkpoint), "sglang"
-    else:
-        evaluator = TransformersEvaluator(model, setup.calibration)
-        blocks, kind = lambda ids: iter([(0, evaluator.selected(ids))]), evaluator.kind
+    blocks, kind = _selections(setup, model, url)
     topk = int(setup.checkpoint.shape["index_topk"])
     counter = OverlapCounter(setup.checkpoint.num_layers, topk)
     copies = CopyCounter(setup.checkpoint.num_layers)
@@ -295,6 +288,23 @@ def overlap_command(
     write_json(output / "overlap.json", {**facts, **numbers(counter), "patterns": patterns})
     draw_overlap(counter.matrix(), output / f"overlap.{figures}", drawn)
     out.print(f"numbers and figure are in {output}")
+
+
+def _selections(
+    setup: Setup, model: Path, url: str
+) -> tuple[Callable[[tuple[int, ...]], Iterator[Block]], str]:
+    """Return what gives the lists of a document's layers in blocks of rows, and what it is called.
+
+    A server at ``url`` gives them; without one, transformers.
+    """
+    from sglang_indexcache.search.evaluators.hf import TransformersEvaluator
+    from sglang_indexcache.search.overlap import served_lists
+
+    if url:
+        [server] = connect([url], os.environ.get("SGLANG_API_KEY"))
+        return served_lists(server, setup.checkpoint), "sglang"
+    evaluator = TransformersEvaluator(model, setup.calibration)
+    return lambda ids: iter([(0, evaluator.selected(ids))]), evaluator.kind
 
 
 def _measuring(

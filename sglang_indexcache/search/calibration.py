@@ -209,11 +209,7 @@ def prepare(
         SearchError: nothing to read, too little of it, or nothing in it that counts.
     """
     most_held_out = HELD_OUT if held_out is None else held_out
-    if context < 2 or batches < 1 or per_batch < 1 or most_held_out < 0:
-        raise SearchError(
-            "calibration needs a context of at least 2 tokens and at least one sequence in at "
-            f"least one batch; got context {context}, {batches} batches of {per_batch}"
-        )
+    _check_sizes(context, batches, per_batch, most_held_out)
     objective = Objective(score or _default_score(source), topk)
     quota = {False: batches * per_batch, True: most_held_out * per_batch}
     reading = _Reading(source, marker, context, objective)
@@ -237,6 +233,15 @@ def prepare(
         objective=objective,
         reading=reading.in_words(short, len(pieces)),
     )
+
+
+def _check_sizes(context: int, batches: int, per_batch: int, held_out: int) -> None:
+    """Raise SearchError for sizes of which no calibration can be made."""
+    if context < 2 or batches < 1 or per_batch < 1 or held_out < 0:
+        raise SearchError(
+            "calibration needs a context of at least 2 tokens and at least one sequence in at "
+            f"least one batch; got context {context}, {batches} batches of {per_batch}"
+        )
 
 
 def _default_score(source: str) -> Score:

@@ -9,7 +9,7 @@ as independent makes standard errors 2 to 3 times too small (Miller 2024, arXiv:
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -113,18 +113,8 @@ def paired(
         QualityError: no pair at all.
     """
     selected = None if cells is None else set(cells)
-    first: dict[tuple[str, str], Outcome] = {}
-    second: dict[tuple[str, str], Outcome] = {}
-    for row in outcomes:
-        if selected is None or row.cell in selected:
-            if (row.arm, row.repeat) == (reference, 0):
-                first[row.context, row.question] = row
-            if (row.arm, row.repeat) == (arm, repeat):
-                second[row.context, row.question] = row
-    groups: dict[str, list[tuple[Outcome, Outcome]]] = defaultdict(list)
-    for key, before in first.items():
-        if key in second:
-            groups[key[0]].append((before, second[key]))
+    rows = [row for row in outcomes if selected is None or row.cell in selected]
+    groups = _pairs_by_context(_answers(rows, reference, 0), _answers(rows, arm, repeat))
     if not groups:
         raise QualityError(
             f"{arm!r} and {reference!r} have no question in common; ask both the same contexts"
@@ -140,3 +130,20 @@ def paired(
         np.array([len(pairs) for pairs in groups.values()], dtype=np.int64),
         reference=np.array([np.mean([a.value for a, _ in pairs]) for pairs in groups.values()]),
     )
+
+
+def _answers(rows: Iterable[Outcome], arm: str, repeat: int) -> dict[tuple[str, str], Outcome]:
+    """Return an arm's answers by context and question."""
+    chosen = (row for row in rows if (row.arm, row.repeat) == (arm, repeat))
+    return {(row.context, row.question): row for row in chosen}
+
+
+def _pairs_by_context(
+    first: Mapping[tuple[str, str], Outcome], second: Mapping[tuple[str, str], Outcome]
+) -> dict[str, list[tuple[Outcome, Outcome]]]:
+    """Return the answers to the same questions in pairs, by their context."""
+    groups: dict[str, list[tuple[Outcome, Outcome]]] = defaultdict(list)
+    for key, before in first.items():
+        if key in second:
+            groups[key[0]].append((before, second[key]))
+    return groups

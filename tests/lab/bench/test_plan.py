@@ -191,7 +191,7 @@ def test_a_wheel_of_another_form_is_refused(tmp_path: Path) -> None:
 
 def test_a_missing_wheel_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sglang_indexcache.lab.bench.rows.find_spec", lambda _: None)
-    with pytest.raises(BenchError, match=r"pip install 'sglang-indexcache\[plan\]'"):
+    with pytest.raises(BenchError, match=r"pip install '\.\[plan\]'"):
         Forwards(FP8)
 
 
