@@ -132,7 +132,7 @@ def _print_states_as_json(states: Sequence[RankState]) -> bool:
     """Print what :func:`_print_states` does, as one document."""
     from sglang_indexcache.serving.monitor.skipping import (
         describe_index_keys,
-        describe_row_split,
+        describe_row_shares,
         judge,
     )
 
@@ -148,7 +148,7 @@ def _print_states_as_json(states: Sequence[RankState]) -> bool:
             "uncounted": verdict.uncounted,
             "index_k_bytes_per_token": state.index_k_bytes_per_token,
             "index_k": describe_index_keys(state),
-            "row_split": describe_row_split(state),
+            "row_split": describe_row_shares(state),
         }
         for rank, (state, verdict) in enumerate(zip(states, verdicts, strict=True))
     ]
@@ -160,7 +160,7 @@ def _print_states(states: Sequence[RankState]) -> bool:
     """Print each rank's state; return whether none of them fails to skip what it should."""
     from sglang_indexcache.serving.monitor.skipping import (
         describe_index_keys,
-        describe_row_split,
+        describe_row_shares,
         judge,
     )
     from sglang_indexcache.support.drawing import to_terminal
@@ -177,7 +177,7 @@ def _print_states(states: Sequence[RankState]) -> bool:
         if verdict.uncounted:
             show(verdict.uncounted)
         show(f"index-K: {describe_index_keys(state)}")
-        if row_split := describe_row_split(state):
+        if row_split := describe_row_shares(state):
             show(row_split)
         if state.adapter:
             show(f"adapter: {state.adapter}")

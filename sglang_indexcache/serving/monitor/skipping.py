@@ -75,7 +75,7 @@ def describe_index_keys(state: RankState) -> str:
     return text + (" (in the layers of one pipeline stage)" if len(here) < len(plain) else "")
 
 
-def describe_row_split(state: RankState) -> str:
+def describe_row_shares(state: RankState) -> str:
     """Say which share of the rows this rank's indexers scored; "" where ranks do not split rows."""
     if not state.scored_rows:
         return ""

@@ -277,9 +277,29 @@ def _of_returned_selections(cfg: Any) -> Iterator[str]:
 
 def _of_row_split(cfg: Any) -> Iterator[str]:
     """Refuse to split rows where there is nothing to split, or where ranks could wait for ever."""
+    yield from _clash(f"{SPLIT_ROWS.flag} on", _against_row_split(cfg), "Drop it.")
+
+
+def describe_row_split(cfg: Any, plan: Plan) -> str:
+    """Say whether ranks share an indexer's rows, or could; "" where one rank has all rows."""
+    ranks, on_cpu = cfg.tp_size // cfg.attn_dp_size, platform_cpu.is_active()
+    if ranks == 1 or plan.split_rows == "off":
+        return ""
+    if plan.split_rows == "on" or on_cpu:
+        return f"each of {ranks} ranks scores its share of a prefill's rows"
+    if against := [reason for reason, present in _against_row_split(cfg).items() if present]:
+        return f"none, beside {'; '.join(against)}"
+    return (
+        f"none: each of {ranks} ranks runs every indexer for all rows. {SPLIT_ROWS.flag} on lets "
+        "each score its share, with the same answers (no node has measured it); it goes neither "
+        "with context parallelism nor with two-batch overlap"
+    )
+
+
+def _against_row_split(cfg: Any) -> dict[str, bool]:
     from sglang.srt.platforms import current_platform
 
-    reasons = {
+    return {
         "one rank a replica, which has all rows (--tp-size is --attn-dp-size)": (
             cfg.tp_size == cfg.attn_dp_size
         ),
@@ -295,7 +315,6 @@ def _of_row_split(cfg: Any) -> Iterator[str]:
         ),
         "AMD GPUs, where nobody has run it": current_platform.is_rocm(),
     }
-    yield from _clash(f"{SPLIT_ROWS.flag} on", reasons, "Drop it.")
 
 
 def check_pooled_keys(plan: Plan, config: Any) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from sglang_indexcache.serving.monitor.skipping import (
     describe_index_keys,
-    describe_row_split,
+    describe_row_shares,
     judge,
 )
 from tests.fakes import state
@@ -131,4 +131,4 @@ def test_index_keys_beside_those_of_plain_dsa(fields: Any, sentence: str) -> Non
     ids=["unsplit", "idle", "split"],
 )
 def test_shares_of_split_rows_are_told(fields: dict[str, Any], text: str) -> None:
-    assert describe_row_split(counts(**fields)) == text
+    assert describe_row_shares(counts(**fields)) == text

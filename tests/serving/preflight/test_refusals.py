@@ -15,7 +15,7 @@ from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang_indexcache.errors import PatternError, SettingsError
 from sglang_indexcache.models import BY_ARCHITECTURE
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.serving.preflight.refusals import check, stage_starts
+from sglang_indexcache.serving.preflight.refusals import check, describe_row_split, stage_starts
 from tests.serving.plans import plan
 
 LIVE = {"mode": "live"}
@@ -214,3 +214,22 @@ def test_stage_starts_in_pattern_positions() -> None:
     assert stage_starts((3, 7, 11), 16, 4) == [1, 2]  # the last stage begins behind layer 11
     assert stage_starts((3, 7, 11), 14, 14) == [0, 1, 2]
     assert stage_starts(range(6), 6, 1) == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "changes", "text"),
+    [
+        ({}, {}, ""),
+        (SPLIT, TP_8, "each of 8 ranks scores its share of a prefill's rows"),
+        ({"split_rows": "off"}, TP_8, ""),
+        ({}, TP_8 | {"attn_dp_size": 2}, "none: each of 4 ranks runs every indexer for all rows"),
+        ({}, TP_8 | {"dcp_size": 2}, "none, beside --dcp-size 2, which deals out the keys"),
+    ],
+    ids=str,
+)
+def test_the_row_split_is_advised(
+    fields: dict[str, Any], changes: dict[str, Any], text: str
+) -> None:
+    description = describe_row_split(flags(**changes), plan(**fields))
+    assert description.startswith(text)
+    assert bool(description) == bool(text)
