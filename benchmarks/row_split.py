@@ -21,11 +21,13 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from transformers import AutoTokenizer
+
 from benchmarks.records import markdown, read_arguments
 from sglang_indexcache.ask.client import Client
 from sglang_indexcache.ask.launch import Server
 from sglang_indexcache.demo import shipped_checkpoint
-from sglang_indexcache.demo.run import Material
+from sglang_indexcache.lab.evaluate.tasks.words import haystack
 from sglang_indexcache.study.provenance import busy_cores, machine, versions
 from sglang_indexcache.support.files import write_json
 
@@ -67,6 +69,13 @@ def read(client: Client, ids: list[int]) -> tuple[dict[str, float], Any]:
     return figures, reply["meta_info"]["input_token_logprobs"]
 
 
+def make_prompts(count: int, length: int) -> list[list[int]]:
+    """Return prompts of plain sentences, none of which begins like another."""
+    text = haystack()[: 8 * count * length]
+    [ids] = AutoTokenizer.from_pretrained(MODEL)([text])["input_ids"]
+    return [ids[n * length : (n + 1) * length] for n in range(count)]
+
+
 def measure(lengths: Sequence[int], rounds: int) -> list[dict[str, Any]]:
     """Return a row of each length and round."""
     rows = []
@@ -74,8 +83,7 @@ def measure(lengths: Sequence[int], rounds: int) -> list[dict[str, Any]]:
         logs = Path(stack.enter_context(TemporaryDirectory()))
         servers = {s: Server(flags(s), logs / s) for s in SETTINGS}
         clients = {s: stack.enter_context(servers[s]).wait_until_ready() for s in SETTINGS}
-        material = Material(MODEL)
-        prompts = {n: material.prompts(rounds + 1, n) for n in lengths}
+        prompts = {n: make_prompts(rounds + 1, n) for n in lengths}
         for number in range(rounds + 1):
             for length in lengths:
                 order = SETTINGS if number % 2 else SETTINGS[::-1]

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice, pairwise
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from sglang_indexcache.ask.client import Client
 from sglang_indexcache.ask.protocol import RankState, named
-from sglang_indexcache.demo.run import Material
+from sglang_indexcache.lab.evaluate.tasks.words import haystack
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.cpu.select import ROW_BLOCK
 from sglang_indexcache.serving.row_split import ON_CPU, RowSplit
@@ -60,13 +60,16 @@ def alone(client: Client) -> Any:
 
 def needles(client: Client) -> Any:
     """Four long prompts in flight, the fact that is asked for at the very start of each."""
-    material, generator = Material(TINY), random.Random(1)
-    prompts = []
-    for text in material.prompts(4, 1100):
-        name, value = generator.choice(material._names), generator.choice(material._values)
-        fact = [*material._note, name, *material._be, value, *material._end]
-        prompts.append([*fact, *text, *material._ask, name, *material._be])
-    return ask(client, prompts, [PATTERNS[0]] * 4)
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    facts = [("river", "stone"), ("window", "paper"), ("garden", "metal"), ("letter", "glass")]
+    text = haystack()
+    texts = [
+        f"\n# {name} is {value}\n{text[n * 3000 : (n + 1) * 3000]}\n? {name} is"
+        for n, (name, value) in enumerate(facts)
+    ]
+    prompts = [ids[:600] + ids[-500:] for ids in tokenizer(texts)["input_ids"]]
+    assert [len(ids) for ids in prompts] == [1100] * len(facts)
+    return ask(client, prompts, [PATTERNS[0]] * len(facts))
 
 
 def mixed(client: Client) -> Any:
