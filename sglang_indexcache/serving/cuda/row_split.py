@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from sglang.srt.environ import envs
-from sglang.srt.model_executor.runner_utils.capture_mode import get_is_capture_mode
 
 from sglang_indexcache.kernels.contract import PADDING
 from sglang_indexcache.serving.active import ActivePattern
@@ -130,10 +129,10 @@ def _ragged(
         part = forwards.part(metadata, share)
         return kernels_cuda.ragged(*call, q_fp8[share.rows], weights[share.rows], part)
 
+    forwards.is_gathered = topk_result is None
     if topk_result is None:
         shape = (q_fp8.shape[0], indexer.index_topk)
         topk_result = torch.full(shape, PADDING, dtype=torch.int32, device=q_fp8.device)
-    forwards.is_gathered = True
     return forwards.splitter.select(split, topk_result, select_share)
 
 
@@ -142,13 +141,13 @@ def _broadcast(
 ) -> torch.Tensor | None:
     """Leave SGLang's broadcast out where every row has one writer already.
 
-    Not while a graph is captured: its replays may be of rows that are not split.
+    A prefill graph (``topk_result``) holds its broadcast: it may replay rows that are not split.
     """
     forwards = _current()
     if forwards is None or not forwards.is_gathered:
         return original(topk_indices)
     forwards.is_gathered = False
-    return original(topk_indices) if get_is_capture_mode() else topk_indices
+    return topk_indices
 
 
 def _current() -> SplitForwards | None:

@@ -93,6 +93,8 @@ def selected_by(
     monkeypatch: pytest.MonkeyPatch,
     backend: Any,
     call: Callable[[Any], torch.Tensor],
+    *,
+    is_eager: bool = True,
 ) -> list[torch.Tensor]:
     """Return what each of ``count`` ranks selects; each is a thread with a backend of its own."""
     ranks, local = Ranks(count), threading.local()
@@ -103,7 +105,7 @@ def selected_by(
         local.backend = copy.copy(backend)
         local.backend.split_forwards = SplitForwards(RowSplitter(ranks.member(rank), TOPK, ALWAYS))
         results[rank] = call(local.backend)
-        local.backend.split_forwards.is_gathered = False
+        assert local.backend.split_forwards.is_gathered == is_eager
         assert torch.equal(call(local.backend), results[rank])  # the next layer
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(count)]
@@ -164,30 +166,23 @@ def test_a_graph_keeps_its_buffer(monkeypatch: pytest.MonkeyPatch, torch_logits:
 
     monkeypatch.setattr(kernels_cuda, "get_attn_backend", lambda: backend)
     whole = call(backend)
-    for buffer in selected_by(2, monkeypatch, backend, call):
+    for buffer in selected_by(2, monkeypatch, backend, call, is_eager=False):
         assert torch.equal(buffer[:135], whole[:135])
         assert (buffer[135:] == -7).all()
 
 
-@pytest.mark.parametrize("is_captured", [False, True])
-def test_gathered_lists_are_not_broadcast_again(
-    monkeypatch: pytest.MonkeyPatch, is_captured: bool
-) -> None:
-    """Those of a forward that was not split are; a graph keeps its broadcast for such."""
-    forwards = SplitForwards(SimpleNamespace(rank_in_group=0, world_size=2))  # type: ignore[arg-type]
+def test_gathered_lists_are_not_broadcast_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the next layer are, if its rows were not split."""
+    forwards = SplitForwards(SimpleNamespace())  # type: ignore[arg-type]
     backend, calls = SimpleNamespace(split_forwards=forwards), list[Any]()
     monkeypatch.setattr(kernels_cuda, "get_attn_backend", lambda: backend)
-    monkeypatch.setattr(row_split_cuda, "get_is_capture_mode", lambda: is_captured)
     lists = torch.zeros(2, 3, dtype=torch.int32)
 
     def original(tensor: torch.Tensor) -> torch.Tensor:
         calls.append(tensor)
         return tensor
 
-    assert row_split_cuda._broadcast(original, lists) is lists
-    assert len(calls) == 1
-    forwards.is_gathered = True
-    assert row_split_cuda._broadcast(original, lists) is lists
-    assert len(calls) == 1 + is_captured
-    assert row_split_cuda._broadcast(original, lists) is lists
-    assert len(calls) == 2 + is_captured
+    for is_gathered, expected in ((False, 1), (True, 1), (False, 2)):
+        forwards.is_gathered |= is_gathered
+        assert row_split_cuda._broadcast(original, lists) is lists
+        assert len(calls) == expected
