@@ -8,6 +8,7 @@ from itertools import islice, pairwise
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoTokenizer
 
 from sglang_indexcache.ask.client import Client
@@ -20,6 +21,7 @@ from tests.cli.test_search import TINY
 from tests.e2e.conftest import Serve, prompt
 from tests.e2e.test_parallel import FOUR_RANKS, TWO_RANKS
 from tests.e2e.test_requests import wait_until_idle
+from tests.oracle import Oracle
 
 TOPK, CHUNK = 64, 512
 PATTERNS = ("F" * 12, "FSSS" * 3, "FSFSFFSFSSSF", "FSSSSSSSSSSS")
@@ -58,8 +60,8 @@ def alone(client: Client) -> Any:
     ]
 
 
-def needles(client: Client) -> Any:
-    """Four long prompts in flight, the fact that is asked for at the very start of each."""
+def needle_prompts() -> list[list[int]]:
+    """Return four long prompts, the fact that is asked for at the very start of each."""
     tokenizer = AutoTokenizer.from_pretrained(TINY)
     facts = [("river", "stone"), ("window", "paper"), ("garden", "metal"), ("letter", "glass")]
     text = haystack()
@@ -69,7 +71,12 @@ def needles(client: Client) -> Any:
     ]
     prompts = [ids[:600] + ids[-500:] for ids in tokenizer(texts)["input_ids"]]
     assert [len(ids) for ids in prompts] == [1100] * len(facts)
-    return ask(client, prompts, [PATTERNS[0]] * len(facts))
+    return prompts
+
+
+def needles(client: Client) -> Any:
+    """Four of them in flight."""
+    return ask(client, needle_prompts(), [PATTERNS[0]] * 4)
 
 
 def mixed(client: Client) -> Any:
@@ -169,5 +176,10 @@ def test_split_rows_are_the_same_to_the_bit(serve: Serve, name: str) -> None:
                 check_shares(client)
     for case in cases:
         assert answers["on"][case] == answers["off"][case], case
+    oracle = Oracle(TINY, torch.float32)
+    for ids, (read, _) in zip(needle_prompts(), answers["on"]["needles"], strict=True):
+        expected = oracle.answer(ids, Pattern(PATTERNS[0])).logprobs
+        measured = torch.tensor([entry[0] for entry in read[1:]])
+        torch.testing.assert_close(measured, expected, rtol=0, atol=1e-3)
     assert all(state.scored_rows == () for state in states["off"])
     assert all(max(state.scored_rows) < 0.9 * state.selected_rows for state in states["on"])
