@@ -20,11 +20,13 @@ from typing import Any
 
 from benchmarks.records import markdown, read_arguments
 from sglang_indexcache.errors import BenchError
+from sglang_indexcache.lab.bench.dealt import Way
 from sglang_indexcache.lab.bench.plan import Deployment, Forwards, choose_patterns
 from sglang_indexcache.lab.bench.results import METRICS
 from sglang_indexcache.lab.bench.rows import CARDS, WHEEL, LatencyEstimate, Layers
 from sglang_indexcache.lab.bench.tables import NAMES
 from sglang_indexcache.library import Library
+from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.shapes import checkpoint_of, find_gpu
 from sglang_indexcache.study.plots import make_figure, save_figure
 from sglang_indexcache.study.provenance import machine
@@ -45,6 +47,9 @@ DEPLOYMENTS = (
     Deployment("GLM-5-FP8", "h100", dp=8),
     Deployment("DeepSeek-V3.2", "h100"),
 )
+WAYS: tuple[Way, ...] = ("row split", "prefill CP")
+DEALT = [d for d in DEPLOYMENTS if d.dp == 1 and d.model == "GLM-5-FP8" and d.gpu != "h100"]
+"""Deployments whose rows know how all heads on one rank take a prefill, as CP has them."""
 SHORTEST = 1024
 """Tokens of the shortest chunk whose rows are checked: no server makes shorter ones by default."""
 SHOWN = ("prefill", "decode")
@@ -94,6 +99,23 @@ def gains(deployment: Deployment) -> dict[str, Any]:
         "full_layers": {name: len(pattern.full_layers) for name, pattern in patterns},
         "sources": [*source.sources, *sources],
         "gains": by_metric,
+    }
+
+
+def dealt_out(deployment: Deployment) -> dict[str, Any]:
+    """Compose what sharing the rows of a prefill gains, with every indexer and at 1/4."""
+    source = Forwards(deployment)
+    source.deal_out(*WAYS)
+    [(_, quarter)], _ = choose_patterns(["1/4"], deployment.measured.shape)
+    patterns = {"every indexer": Pattern.full(len(quarter)), "1/4": quarter}
+    ways: dict[str, Any] = {}
+    for way in WAYS:
+        ways[way] = {}
+        for name, pattern in patterns.items():
+            cells = {n: source.gain("prefill", pattern, n, way) for n in CONTEXTS}
+            ways[way][name] = {str(n): cell and round(cell.gain, 4) for n, cell in cells.items()}
+    return {"deployment": str(deployment), "dp": 1, "ways": ways, "sources": source.sources} | {
+        name: getattr(deployment, name) for name in ("model", "gpu")
     }
 
 
@@ -227,6 +249,7 @@ def measure() -> dict[str, Any]:
         "engine": "SGLang 0.5.14",
         "contexts": CONTEXTS,
         "deployments": [gains(deployment) for deployment in DEPLOYMENTS],
+        "dealt": [dealt_out(deployment) for deployment in DEALT],
         "held_out": [row for card in CARDS for row in held_out(card)],
         "table_1": table_1(),
         "nvidias_estimate": [
@@ -281,6 +304,34 @@ def line(record: dict[str, Any]) -> str:
     return (
         f"{prefill:.2f}x in prefill and {decode:.2f}x in decode at 1/4 and "
         f"{format_length(longest)} tokens ({label(first)})\n"
+    )
+
+
+def baselines(record: dict[str, Any]) -> str:
+    """Write what 1/4 gains in prefill beside engines that share rows, in Markdown."""
+    contexts, rows = [str(n) for n in record["contexts"]], []
+    plain = {label(each): each["gains"]["prefill"]["1/4"] for each in record["deployments"]}
+    for each in record["dealt"][:1]:  # the plan prints the others
+        name = label(each)
+        rows.append((f"{name}: 1/4", *(f"{plain[name][n]['gain']:.2f}x" for n in contexts)))
+        for way, gains in each["ways"].items():
+            every, quarter = gains["every indexer"], gains["1/4"]
+            rows.append((f"{way}, every indexer", *(f"{every[n]:.2f}x" for n in contexts)))
+            cells = (f"{quarter[n]:.2f}x ({quarter[n] / every[n]:.2f}x)" for n in contexts)
+            rows.append((f"{way}, 1/4 (what 1/4 adds)", *cells))
+    return markdown(("", *map(format_length, record["contexts"])), rows)
+
+
+def baselines_line(record: dict[str, Any]) -> str:
+    """Write what 1/4 adds there at the longest context, in words."""
+    ways, longest = record["dealt"][0]["ways"], str(record["contexts"][-1])
+    split, parallel = (
+        ways[way]["1/4"][longest] / ways[way]["every indexer"][longest] for way in WAYS
+    )
+    exact = ways[WAYS[0]]["every indexer"][longest]
+    return (
+        f"{exact:.2f}x in prefill with every bit the same; 1/4 adds {split:.2f}x to that, and "
+        f"{parallel:.2f}x to prefill context parallelism\n"
     )
 
 

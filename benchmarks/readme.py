@@ -131,6 +131,8 @@ PARTS: dict[str, tuple[Make, str]] = {
     "healing-memory": (heal_tables.memory, "heal_memory.json"),
     "expect": (expect.table, "expect.json"),
     "expect-line": (expect.line, "expect.json"),
+    "expect-baselines": (expect.baselines, "expect.json"),
+    "expect-split-line": (expect.baselines_line, "expect.json"),
     "expect-checks": (expect.checks, "expect.json"),
     "request-patterns": (_request_patterns, "request_patterns.json"),
     "card-line": (claims.line, "kernels/h100.json"),

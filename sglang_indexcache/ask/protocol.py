@@ -89,6 +89,9 @@ class RankState(BaseModel):
         tokens: rows forwarded, by phase and pattern, as "prefill FSSS".
         pairs: query-key pairs that indexers scored, or did not because a layer shared, by phase and
             the longest length of the bin of requests, as "decode 32Ki skipped".
+        scored_rows: rows of prefills that indexers scored, once a layer, by the rank of attention's
+            tensor parallelism; () where these ranks do not split rows.
+        selected_rows: rows for which each of these ranks has lists from the same selections.
         rejections: patterns refused so far, as "switch" of the server's or by a "request".
         indexer_seconds: in indexers, by phase and clock ("prefill", "decode", each also with
             "_processor"). On a CPU only: a GPU's kernels run behind the clock.
@@ -120,6 +123,8 @@ class RankState(BaseModel):
     graph_replays: dict[str, int] = {}
     tokens: dict[str, int] = {}
     pairs: dict[str, int] = {}
+    scored_rows: tuple[int, ...] = ()
+    selected_rows: int = 0
     rejections: dict[str, int] = {}
     indexer_seconds: dict[str, float] = {}
     index_k_bytes_per_token: int = 0

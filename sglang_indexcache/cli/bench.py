@@ -50,6 +50,10 @@ Gpus = Annotated[int, Option("--gpus", "--tp", min=1, metavar="N", help=
     "How many GPUs: SGLang's --tp.")]
 Dp = Annotated[int, Option("--dp", min=1, metavar="N", help=
     "Ranks of data-parallel attention: SGLang's --dp with --enable-dp-attention.")]
+SplitRows = Annotated[bool, Option("--split-rows", help=
+    "Add what the row split gains in prefill, alone and with each pattern.")]
+Cp = Annotated[bool, Option("--cp", help=
+    "Add what prefill context parallelism over the same GPUs gains, alone and with each pattern.")]
 Kv = Annotated[str, Option("--kv", metavar="bf16|fp8", help=
     "Format of the KV cache; left out: SGLang's default on that card.")]
 # fmt: on
@@ -115,12 +119,15 @@ def plan_command(
     gpus: Gpus = 8,
     dp: Dp = 1,
     kv: Kv = "",
+    split_rows: SplitRows = False,
+    cp: Cp = False,
     as_json: Json = False,
 ) -> None:
     """Tell what a pattern should gain on a deployment, from NVIDIA's measurements of its layers.
 
     For example: indexcache bench plan --model GLM-5-FP8 --gpu h200 --gpus 8
     """
+    from sglang_indexcache.lab.bench.dealt import Way
     from sglang_indexcache.lab.bench.plan import (
         choose_patterns,
         plan,
@@ -129,8 +136,10 @@ def plan_command(
     )
     from sglang_indexcache.support.lengths import parse_length
 
+    asked: dict[Way, bool] = {"row split": split_rows, "prefill CP": cp}
+    ways = [way for way, is_wanted in asked.items() if is_wanted]
     contexts = [parse_length(text) for text in context or PLANNED_CONTEXTS]
-    forwards = plan(model, gpu, gpus, dp, kv)
+    forwards = plan(model, gpu, gpus, dp, kv, ways=ways)
     shape = forwards.deployment.measured.shape
     patterns, remarks = choose_patterns(pattern or PAPERS_PATTERNS[1:], shape)
     ranges = forwards.describe_range([parsed for _, parsed in patterns], contexts)

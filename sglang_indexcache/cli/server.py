@@ -130,7 +130,11 @@ def live_set(
 
 def _print_states_as_json(states: Sequence[RankState]) -> bool:
     """Print what :func:`_print_states` does, as one document."""
-    from sglang_indexcache.serving.monitor.skipping import describe_index_keys, judge
+    from sglang_indexcache.serving.monitor.skipping import (
+        describe_index_keys,
+        describe_row_shares,
+        judge,
+    )
 
     verdicts = [judge(state) for state in states]
     fine = all(verdict.proven is not False for verdict in verdicts)
@@ -144,6 +148,7 @@ def _print_states_as_json(states: Sequence[RankState]) -> bool:
             "uncounted": verdict.uncounted,
             "index_k_bytes_per_token": state.index_k_bytes_per_token,
             "index_k": describe_index_keys(state),
+            "row_split": describe_row_shares(state),
         }
         for rank, (state, verdict) in enumerate(zip(states, verdicts, strict=True))
     ]
@@ -153,7 +158,11 @@ def _print_states_as_json(states: Sequence[RankState]) -> bool:
 
 def _print_states(states: Sequence[RankState]) -> bool:
     """Print each rank's state; return whether none of them fails to skip what it should."""
-    from sglang_indexcache.serving.monitor.skipping import describe_index_keys, judge
+    from sglang_indexcache.serving.monitor.skipping import (
+        describe_index_keys,
+        describe_row_shares,
+        judge,
+    )
     from sglang_indexcache.support.drawing import to_terminal
 
     def show(line: str, style: str | None = None) -> None:
@@ -168,6 +177,8 @@ def _print_states(states: Sequence[RankState]) -> bool:
         if verdict.uncounted:
             show(verdict.uncounted)
         show(f"index-K: {describe_index_keys(state)}")
+        if row_split := describe_row_shares(state):
+            show(row_split)
         if state.adapter:
             show(f"adapter: {state.adapter}")
         if state.policy != state.pattern:

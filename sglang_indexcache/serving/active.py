@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglang_indexcache import __version__
 from sglang_indexcache.ask.protocol import RankState
@@ -17,6 +17,9 @@ from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.monitor.traffic import Served, Traffic, is_idle, phase_of, served_in
 from sglang_indexcache.serving.plan import Plan
 from sglang_indexcache.serving.policy import Policy
+
+if TYPE_CHECKING:
+    from sglang_indexcache.serving.row_split import RowSplitter
 
 
 class Counters:
@@ -48,6 +51,7 @@ class ActivePattern:
         self.last_rejection = ""
         self.counters = Counters(len(plan.pattern))
         self.traffic = Traffic()
+        self.splitter: RowSplitter | None = None
         self._positions = {layer: i for i, layer in enumerate(plan.layer_ids)}
 
     @property
@@ -125,6 +129,7 @@ class ActivePattern:
             last_rejection=self.last_rejection,
             **vars(self.counters),
             **self.traffic.report(),
+            **(self.splitter.report() if self.splitter else {}),
             **of_process,
         )
 

@@ -21,6 +21,7 @@ ENGINE_NAME = "dsa"
 
 Mode = Literal["static", "live"]
 IndexKDtype = Literal["auto", "bfloat16", "float32", "fp8_e4m3"]
+SplitRows = Literal["auto", "on", "off"]
 
 BACKEND_FIELDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
 """Of SGLang's arguments; the last two may be left out."""
@@ -43,6 +44,7 @@ class Plan:
         advice: a warning for the log, or "".
         quality: what is known of the pattern's long-context quality on this checkpoint, or "".
         longer: live mode: from how many prompt tokens on another pattern is in effect, and which.
+        split_rows: whether ranks of attention's tensor parallelism share the rows of an indexer.
         shape: config fields by which the library knows the model.
         library: digest of the pattern files that names stand for.
     """
@@ -60,6 +62,7 @@ class Plan:
     advice: str = ""
     quality: str = ""
     longer: tuple[tuple[int, Pattern], ...] = ()
+    split_rows: SplitRows = "auto"
     shape: tuple[tuple[str, Any], ...] = ()
     library: str = ""
 
@@ -91,6 +94,7 @@ class Plan:
             f"{self.index_k_dtype}"
             + (f", library {self.library}" if self.library else "")
             + (f", adapter {self.adapter_digest[:12]}" if self.adapter else "")
+            + (f", row split {self.split_rows}" if self.split_rows != "auto" else "")
         )
 
     def kv_namespace(self, pattern: Pattern) -> str | None:

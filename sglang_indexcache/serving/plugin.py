@@ -28,6 +28,7 @@ from sglang_indexcache.checkpoint import (
     check_fields,
     read_config,
     reading,
+    text_config,
 )
 from sglang_indexcache.errors import CheckpointError, Findings, IndexCacheError, SettingsError
 from sglang_indexcache.kernels.dispatch import Machine
@@ -291,6 +292,7 @@ def _check_kernels(server_args: Any) -> None:
     if plan is None:
         return
     model = model_config_of(server_args)
+    refusals.check_pooled_keys(plan, text_config(model.hf_config))
     machine = Machine.here()
     routes = choose(plan.kernels, cfg, model, machine)
     check_engine(routes, cfg, model, machine)

@@ -69,7 +69,7 @@ def test_show_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = report["ranks"]
     assert {*first} == {
         *("rank", "mode", "source", "pattern", "policy", "adapter", "requests", "obeyed"),
-        *("indexers", "uncounted", "index_k", "index_k_bytes_per_token"),
+        *("indexers", "uncounted", "index_k", "index_k_bytes_per_token", "row_split"),
     }
     assert (first["obeyed"], second["obeyed"], report["fine"]) == (True, None, True)
     assert (second["rank"], first["requests"]) == (1, {"FS": 2})

@@ -143,6 +143,14 @@ def kernels_of_ours(client: Client, _: Path) -> None:
     assert not [name for name in launched if any(kernel in name for kernel in theirs)]
 
 
+def split_rows(client: Client, _: Path) -> None:
+    """Both ranks scored some rows of most prefills, and none of them all."""
+    for state in _states(client):
+        first, second = state["scored_rows"]
+        assert 0 < min(first, second) <= max(first, second) < 0.9 * state["selected_rows"]
+        assert first + second < 1.3 * state["selected_rows"]
+
+
 def pages_from_the_host(client: Client, _: Path) -> None:
     """The card's pool cannot hold all prompts: what was evicted came back, the same to the bit."""
 

@@ -61,6 +61,7 @@ OVERLAP = (
     *("--enable-two-batch-overlap", "--moe-a2a-backend", "deepep", "--deepep-mode", "normal"),
     *("--moe-runner-backend", "deep_gemm"),
 )
+SPLIT = ("--indexcache-split-rows", "on")
 PREFILL_CP = (*TP_2, "--attn-cp-size", "2", "--enable-prefill-cp", "--cp-strategy", "interleave")
 
 
@@ -137,6 +138,37 @@ CASES = [
         (*LIVE, *TP_4_DP_2, *EAGER),
         rehearses=("dp_attention", "tensor parallelism"),
         shows=(evidence.argument("attn_dp_size", 2), evidence.idle_ranks),
+    ),
+    Case(
+        "row split",
+        (*LIVE, *EAGER, *TP_2, *SPLIT),
+        variables=(("SGLANG_DSA_TOPK_BROADCAST", "1"),),
+        rehearses=("tensor parallelism",),
+        shows=(evidence.mixed_forwards, evidence.split_rows),
+    ),
+    Case(
+        "row split over FP8 in mixed batches",
+        (
+            *(*LIVE, *EAGER, *TP_2, *FP8_KV, *SPLIT),
+            *("--enable-mixed-chunk", "--chunked-prefill-size", "128"),
+        ),
+        rehearses=("mixed batches", "FP8 KV cache"),
+        same_chunks=False,
+        same_tokens=False,
+        shows=(evidence.mixed_forwards, evidence.mixed_chunks, evidence.split_rows),
+    ),
+    Case(
+        "row split with prefill graphs",
+        (*TP_2, *DECODE, *PREFILL_GRAPHS, "--enable-metrics", *SPLIT),
+        variables=(("SGLANG_DSA_TOPK_BROADCAST", "1"),),
+        rehearses=("CUDA graphs",),
+        shows=(evidence.replays("prefill_cuda_graph"), evidence.split_rows),
+    ),
+    Case(
+        "row split of our kernels",
+        (*LIVE, *EAGER, *TP_4_DP_2, *SPLIT, "--indexcache-kernels", "reference"),
+        rehearses=("dp_attention",),
+        shows=(evidence.kernels_of_ours, evidence.split_rows),
     ),
     Case(
         "prefill context parallelism",

@@ -37,6 +37,10 @@ CAUGHT = {
     "takes_a_slice_for_a_selection": Caught("attention tensor parallelism", "selected for"),
     "leaves_the_drafts_backend_unnamed": Caught("MTP", "EAGLE is not supported in decode"),
     "shares_the_cache_between_patterns": Caught("attention tensor parallelism", OTHER_ANSWERS),
+    "scores_from_a_row_too_early": Caught("row split", "entries behind the length of a list"),
+    "drops_a_part": Caught("row split", OTHER_ANSWERS),
+    "joins_parts_in_another_order": Caught("row split", "entries behind the length of a list"),
+    "does_not_shift_keys": Caught("row split", "Connection closed by peer"),  # the other rank ended
 }
 
 

@@ -80,13 +80,14 @@ class TestLive:
 
 
 class TestStatic:
-    """SGLang builds no indexer on S layers, and two ranks decode from CUDA graphs."""
+    """No indexer is built on S layers, two ranks split rows and decode from CUDA graphs."""
 
     ASKED = tuple((length, None) for length in LENGTHS)
 
     @pytest.fixture(scope="class")
     def client(self, rehearse: Rehearse) -> Iterator[Client]:
         flags = (*TP_2, *DECODE_GRAPHS, "--enable-metrics", "--indexcache-pattern", QUARTER)
+        flags += ("--indexcache-split-rows", "on")
         with rehearse(*flags) as client:
             yield client
 
@@ -107,6 +108,9 @@ class TestStatic:
 
     def test_graphs_were_replayed(self, client: Client, models: Models, answers: list[Any]) -> None:
         evidence.replays("decode_cuda_graph")(client, models("glm-5"))
+
+    def test_rows_were_split(self, client: Client, models: Models, answers: list[Any]) -> None:
+        evidence.split_rows(client, models("glm-5"))
 
     def test_shared_layers_ran_no_indexer(self, client: Client, answers: list[Any]) -> None:
         [state] = [rank["indexcache"] for rank in client.server_info()["internal_states"]]

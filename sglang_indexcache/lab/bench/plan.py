@@ -9,7 +9,7 @@ cuts it. Left out are what the scheduler adds between two steps, sampling, and t
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache, cached_property
@@ -23,6 +23,14 @@ from sglang_indexcache.checkpoint import (
     text_config,
 )
 from sglang_indexcache.errors import BenchError, LibraryError
+from sglang_indexcache.lab.bench.dealt import (
+    NCCL,
+    WAYS,
+    Chunks,
+    ContextParallelLayers,
+    RowSplitLayers,
+    Way,
+)
 from sglang_indexcache.lab.bench.results import METRICS, Metric
 from sglang_indexcache.lab.bench.rows import ENGINE, KINDS, LatencyEstimate, Layers, Series, Wheel
 from sglang_indexcache.lab.bench.tables import Grid
@@ -183,6 +191,9 @@ class Forwards:
     Attributes:
         title: the deployment, in words.
 
+    Attributes:
+        ways: in which ranks share the rows of a prefill.
+
     Raises:
         BenchError: no rows of this deployment, or the wheel is not installed.
     """
@@ -192,9 +203,7 @@ class Forwards:
         self.deployment, self._shape = deployment, deployment.shape
         self._wheel = Wheel(deployment.gpu, data)
         names, gpus = deployment.measured, deployment.gpus
-        kv = {"fp8": "fp8", "bf16": "bfloat16"}[deployment.cache]
-        heads = self._shape.num_attention_heads // (gpus // deployment.dp)
-        self.layers: Layers = self._wheel.layers(names.full, names.shared, heads, names.weights, kv)
+        self.layers = self._read_layers(self._shape.num_attention_heads // (gpus // deployment.dp))
         self._experts = self._wheel.series(
             f"moe/{ENGINE}/moe_perf",
             "num_tokens",
@@ -217,8 +226,14 @@ class Forwards:
             else None
             for graph in (True, False)
         }
+        self.ways: Mapping[Way, Chunks] = {}
         self._product = cache(self._find_product)
         self._around = cache(self._time_around)
+
+    def _read_layers(self, heads: int) -> Layers:
+        names = self.deployment.measured
+        kv = {"fp8": "fp8", "bf16": "bfloat16"}[self.deployment.cache]
+        return self._wheel.layers(names.full, names.shared, heads, names.weights, kv)
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -235,6 +250,8 @@ class Forwards:
         ]
         if self.deployment.dp > 1:
             sentences.insert(2, "Gather and scatter of the ranks' tokens count as two all-reduces.")
+        for way in self.ways:
+            sentences.append(WAYS[way])
         sentences.append(self.deployment.measured.note)
         if self.contradictions:
             sentences.append(
@@ -253,12 +270,57 @@ class Forwards:
         ]
         return tuple(row.text for row in rows)
 
-    def gain(self, metric: Metric, pattern: Pattern, context: int) -> Gain | None:
-        """Return a pattern's gain; None where nothing is known, or what is may be too far off."""
+    def deal_out(self, *ways: Way) -> None:
+        """Add ways in which ranks share the rows of a prefill.
+
+        Raises:
+            BenchError: there is one rank a replica, or no rows of all heads.
+        """
+        deployment, shape = self.deployment, self._shape
+        ranks = deployment.gpus // deployment.dp
+        if not ways:
+            return
+        if ranks == 1:
+            raise BenchError(
+                f"{' and '.join(ways)}: each replica of {deployment} has one rank, which has all "
+                "rows. Plan with fewer replicas (--dp)."
+            )
+        gather = self._wheel.series(
+            NCCL,
+            "message_size",
+            {"op_name": "all_gather", "nccl_dtype": "int8", "num_gpus": ranks},
+        )
+        dealt: dict[Way, Chunks] = {}
+        if "row split" in ways:
+            width = shape.index_n_heads * shape.index_head_dim
+            dealt["row split"] = RowSplitLayers(
+                self.layers,
+                ranks,
+                gather,
+                4 * shape.index_topk,
+                lambda rows: self._product(
+                    rows, width, shape.q_lora_rank, deployment.measured.weights
+                ),
+            )
+        if "prefill CP" in ways:
+            layers = self._read_layers(shape.num_attention_heads)
+            dealt["prefill CP"] = ContextParallelLayers(
+                layers, ranks, gather, KV_BYTES[deployment.cache]
+            )
+        self.ways = dealt
+
+    def gain(
+        self, metric: Metric, pattern: Pattern, context: int, way: Way | None = None
+    ) -> Gain | None:
+        """Return a pattern's gain; None where nothing is known, or what is may be too far off.
+
+        It is over every indexer on every rank, by whichever ``way`` a prefill's rows are dealt out.
+        """
         requests = self.requests(context) if metric == "full" else 1
         counts = (len(pattern), len(pattern.full_layers))
         if metric == "prefill":
-            full, mine = (self.prefill(count, context) for count in counts)
+            full = self.prefill(len(pattern), context)
+            mine = self.prefill(len(pattern.full_layers), context, way)
         else:
             full, mine = (self.decode(count, requests, context) for count in counts)
         if full is None or mine is None or max(full.off, mine.off) > MOST_OFF:
@@ -283,16 +345,19 @@ class Forwards:
             f"'{NO_RATE}'."
         )
 
-    def prefill(self, full_layers: int, context: int) -> LatencyEstimate | None:
+    def prefill(
+        self, full_layers: int, context: int, way: Way | None = None
+    ) -> LatencyEstimate | None:
         """Return milliseconds to read a prompt, one on each rank; None where rows are missing."""
         total = LatencyEstimate(0.0)
+        layers = self.layers if way is None else self.ways[way]
         shared_layers = self._shape.num_hidden_layers - full_layers
         for prefix in range(0, context, self.deployment.chunk):
             tokens = min(self.deployment.chunk, context - prefix)
             chunk = _sum(
                 [
-                    (full_layers, self.layers.chunk("F", tokens, prefix)),
-                    (shared_layers, self.layers.chunk("S", tokens, prefix)),
+                    (full_layers, layers.chunk("F", tokens, prefix)),
+                    (shared_layers, layers.chunk("S", tokens, prefix)),
                     (1, self._around(tokens * self.deployment.dp, self.deployment.dp, False)),
                 ]
             )
@@ -481,8 +546,20 @@ def plan_grid(forwards: Forwards, patterns: Patterns, contexts: Sequence[int]) -
             rows.append(
                 (f"{name} ({len(pattern.full_layers)} of {len(pattern)} F)", *map(_cell, gains))
             )
+        for way, name, gains in _dealt(forwards, patterns, contexts) if metric == "prefill" else ():
+            rows.append((f"{name}, {way}", *map(_cell, gains)))
     header = ("", *map(format_length, contexts))
     return Grid(f"expected speed-up over every indexer: {forwards.title}", header, tuple(rows))
+
+
+def _dealt(
+    forwards: Forwards, patterns: Patterns, contexts: Sequence[int]
+) -> Iterator[tuple[Way, str, list[Gain | None]]]:
+    """Yield what each way of dealing out a prefill's rows gains, by itself and with patterns."""
+    everything = Pattern.full(len(patterns[0][1]))
+    for way in forwards.ways:
+        for name, pattern in [("every indexer", everything), *patterns]:
+            yield way, name, [forwards.gain("prefill", pattern, n, way) for n in contexts]
 
 
 def plan_to_json(forwards: Forwards, patterns: Patterns, contexts: Sequence[int]) -> dict[str, Any]:
@@ -509,7 +586,18 @@ def plan_to_json(forwards: Forwards, patterns: Patterns, contexts: Sequence[int]
                         "off": gain and gain.off,
                     }
                 )
-    return {"deployment": forwards.title, "gains": gains}
+    dealt = [
+        {
+            "way": way,
+            "name": name,
+            "context": context,
+            "speedup": gain and gain.gain,
+            "off": gain and gain.off,
+        }
+        for way, name, row in _dealt(forwards, patterns, contexts)
+        for context, gain in zip(contexts, row, strict=True)
+    ]
+    return {"deployment": forwards.title, "gains": gains, "dealt": dealt}
 
 
 def _cell(gain: Gain | None) -> str:
@@ -526,7 +614,15 @@ def _base(gains: Sequence[Gain | None], metric: Metric) -> str:
     return f"{gain.milliseconds:.1f}" + (f" ({gain.requests})" if metric == "full" else "")
 
 
-def plan(model: str, gpu: str, gpus: int, dp: int, kv: str, data: Path | None = None) -> Forwards:
+def plan(
+    model: str,
+    gpu: str,
+    gpus: int,
+    dp: int,
+    kv: str,
+    data: Path | None = None,
+    ways: Sequence[Way] = (),
+) -> Forwards:
     """Return the forwards of a deployment that can be; see :class:`Deployment`.
 
     The wheel's ``data`` are where pip put them, if left out.
@@ -536,4 +632,6 @@ def plan(model: str, gpu: str, gpus: int, dp: int, kv: str, data: Path | None = 
     """
     deployment = Deployment(find_model(model), gpu.lower(), gpus, dp, kv)
     deployment.check_fits()
-    return Forwards(deployment, data)
+    forwards = Forwards(deployment, data)
+    forwards.deal_out(*ways)
+    return forwards

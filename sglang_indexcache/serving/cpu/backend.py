@@ -10,13 +10,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from sglang.srt.configs.model_config import get_dsa_index_topk
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_indexcache.errors import StaleIndexError
 from sglang_indexcache.serving.active import ActivePattern
-from sglang_indexcache.serving.cpu.select import HostBatch
+from sglang_indexcache.serving.cpu.select import ROW_BLOCK, HostBatch
 from sglang_indexcache.serving.cpu.sparse_mla import sparse_mla
 from sglang_indexcache.serving.index_buffer import IndexBuffer
+from sglang_indexcache.serving.row_split import ON_CPU, RowSplit, RowSplitter
 from sglang_indexcache.serving.rows import patterns_of_rows
 
 if TYPE_CHECKING:
@@ -36,6 +38,8 @@ class CpuIndexCacheBackend(AttentionBackend):
         self.active = active
         self.index_buffer = IndexBuffer(active, runner.layer_info.start_layer)
         self.batch = HostBatch((), (), torch.empty(0, 0, dtype=torch.int64))
+        self.splitter = _splitter(runner, active)
+        self.split: RowSplit | None = None
         self._slots_of: tuple[object, torch.Tensor, torch.Tensor] | None = None
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
@@ -52,6 +56,9 @@ class CpuIndexCacheBackend(AttentionBackend):
         longest = max(key_lens, default=0)
         slots = self.req_to_token_pool.req_to_token[forward_batch.req_pool_indices, :longest]
         self.batch = HostBatch(query_lens, key_lens, slots)
+        if self.splitter is not None:
+            is_prefill = not forward_batch.forward_mode.is_decode_or_idle()
+            self.split = self.splitter.split(query_lens, key_lens) if is_prefill else None
 
     def _attend(
         self,
@@ -132,6 +139,14 @@ class CpuIndexCacheBackend(AttentionBackend):
         return 1
 
     get_cpu_graph_seq_len_fill_value = get_cuda_graph_seq_len_fill_value
+
+
+def _splitter(runner: ModelRunner, active: ActivePattern) -> RowSplitter | None:
+    """Make what splits rows here: in whole blocks of those that see more than a list holds."""
+    if active.plan.split_rows != "off" and active.splitter is None:
+        topk = get_dsa_index_topk(runner.model_config.hf_config)
+        active.splitter = RowSplitter.here(topk, ON_CPU, free=topk, block=ROW_BLOCK)
+    return active.splitter
 
 
 def _layout(indices: torch.Tensor) -> tuple[object, ...]:

@@ -20,7 +20,7 @@ from sglang_indexcache.kernels.contract import PADDING, page_bytes
 from sglang_indexcache.kernels.indexer import quantization
 from sglang_indexcache.kernels.indexer.quantization import hadamard, quantize_e4m3
 from sglang_indexcache.serving.active import published_plan
-from sglang_indexcache.serving.cpu.select import every_visible, select_topk
+from sglang_indexcache.serving.cpu.select import HostBatch, every_visible, select_topk
 from sglang_indexcache.serving.preflight.config_check import INDEX_HEAD_DIM
 
 if TYPE_CHECKING:
@@ -87,13 +87,23 @@ def _store_and_select(
         everything = every_visible(backend.batch, x.shape[0], indexer.index_topk)
         return backend.index_buffer.select(layer_id, everything)
     queries, weights = index_queries(indexer, x, q_lora, positions, backend)
-    selected = select_topk(
-        queries,
-        weights,
-        lambda slots: backend.index_keys.load(layer_id, slots),
-        backend.batch,
-        indexer.index_topk,
-    )
+
+    def select_rows(rows: slice, batch: HostBatch) -> torch.Tensor:
+        def load(slots: torch.Tensor) -> torch.Tensor:
+            return backend.index_keys.load(layer_id, slots)
+
+        return select_topk(queries[rows], weights[rows], load, batch, indexer.index_topk)
+
+    splitter, split, batch = backend.splitter, backend.split, backend.batch
+    if splitter is None or split is None:
+        selected = select_rows(slice(None), batch)
+        if splitter is not None and not forward_batch.forward_mode.is_decode():
+            splitter.count(batch.num_rows, batch.num_rows)
+    else:
+        out = queries.new_full((len(queries), indexer.index_topk), PADDING, dtype=torch.int32)
+        selected = splitter.select(
+            split, out, lambda share: select_rows(share.rows, batch.share(share))
+        )
     return backend.index_buffer.select(layer_id, selected)
 
 

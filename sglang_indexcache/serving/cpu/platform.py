@@ -201,8 +201,12 @@ def _nap(_result: None, scheduler: Any) -> None:
 
 
 def _bind_cores(server_args: Any) -> None:
-    """Deal this machine's cores out to the ranks; SGLang asks for it with more than one rank."""
-    ranks = server_args.tp_size * server_args.pp_size * server_args.dp_size
+    """Deal this machine's cores out to the ranks; SGLang asks for it with more than one rank.
+
+    Torch would start as many threads in each rank as there are cores, and all would wait for all.
+    """
+    replicas = server_args.dp_size if server_args.attn_dp_size == 1 else 1
+    ranks = server_args.tp_size * server_args.pp_size * replicas
     cores = sorted(os.sched_getaffinity(0))
     if ranks > 1:
         share = max(1, len(cores) // ranks)
@@ -211,6 +215,7 @@ def _bind_cores(server_args: Any) -> None:
         ]
         binding = "|".join(",".join(map(str, group)) for group in groups)
         os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", binding)
+        os.environ.setdefault("OMP_NUM_THREADS", str(share))
 
 
 def check_plan(server_args: Any, plan: Plan) -> None:

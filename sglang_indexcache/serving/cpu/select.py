@@ -4,6 +4,8 @@ The cost is two matrix products per block: ``[rows * heads, D] x [D, keys]`` in 
 (bfloat16 runs on the machine's AMX or AVX-512 units) and the weighted head sum in float32.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,6 +15,7 @@ import torch
 
 from sglang_indexcache.kernels.contract import PADDING
 from sglang_indexcache.serving.cpu.topk import topk_overwriting
+from sglang_indexcache.serving.row_split import RowShare
 
 KEY_BLOCK = 1024
 """Keys scored at a time; with ROW_BLOCK it keeps one block's scores inside the cache."""
@@ -61,6 +64,10 @@ class HostBatch:
             for queries, keys in zip(self.query_lens, self.key_lens, strict=True)
         ]
         return torch.cat(spans) if spans else torch.empty(0, dtype=torch.int64)
+
+    def share(self, share: RowShare) -> HostBatch:
+        """Return a rank's share of the rows as a batch of their own."""
+        return HostBatch(share.query_lens, share.key_lens, self.slots[share.requests])
 
     def physical_slots(self, positions: torch.Tensor) -> torch.Tensor:
         """Pool slots, int32, of request-local ``positions`` ``[>= T, k]``; -1 stays -1.

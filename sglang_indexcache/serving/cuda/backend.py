@@ -16,6 +16,7 @@ from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend
 from sglang_indexcache.serving.active import ActivePattern
 from sglang_indexcache.serving.cuda import kernels as kernels_cuda
 from sglang_indexcache.serving.cuda.kernels import EngineKernels, KeptLists, attend
+from sglang_indexcache.serving.cuda.row_split import SplitForwards
 from sglang_indexcache.serving.index_buffer import IndexBuffer
 from sglang_indexcache.serving.monitor.traffic import phase_of
 from sglang_indexcache.serving.rows import patterns_of_rows
@@ -36,7 +37,10 @@ class IndexCacheBackend(DeepseekSparseAttnBackend):
 
     Attributes:
         first_overlapped_layer: under two-batch overlap, the first layer that runs on sub-batches.
+        split_forwards: what splits rows, where ranks share them.
     """
+
+    split_forwards: SplitForwards | None = None
 
     def __init__(self, runner: ModelRunner, active: ActivePattern) -> None:
         super().__init__(runner)

@@ -91,11 +91,11 @@ def install() -> None:
     Raises:
         UnsupportedEngineError: SGLang could not.
     """
-    around(f"{_INDEXER}.Indexer._get_topk_ragged", _ragged)
+    around(f"{_INDEXER}.Indexer._get_topk_ragged", ragged)
     around(f"{_INDEXER}.Indexer._get_topk_paged", _paged)
 
 
-def _ragged(
+def ragged(
     original: Callable[..., torch.Tensor],
     indexer: Indexer,
     enable_dual_stream: bool,

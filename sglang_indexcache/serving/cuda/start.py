@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sglang.srt.arg_groups.overrides import resolving_view
+from sglang.srt.configs.model_config import get_dsa_index_topk
 from sglang.srt.layers.attention.dsa_backend import TopkTransformMethod
 from sglang.srt.runtime_context import get_exec
 
@@ -16,6 +17,7 @@ from sglang_indexcache.serving.cuda.backend import IndexCacheBackend
 from sglang_indexcache.serving.cuda.choice import choose
 from sglang_indexcache.serving.cuda.indexer import indexer_forward
 from sglang_indexcache.serving.cuda.kernels import EngineKernels
+from sglang_indexcache.serving.cuda.row_split import SplitForwards
 from sglang_indexcache.serving.hooks import around
 from sglang_indexcache.serving.preflight.options import MODE
 
@@ -30,6 +32,9 @@ def create_cuda_backend(runner: ModelRunner, active: ActivePattern) -> IndexCach
         SettingsError: a combination in which indices cannot reach a shared layer.
     """
     backend = IndexCacheBackend(runner, active)
+    if active.plan.split_rows == "on":  # before our kernels, which stand behind it
+        topk = get_dsa_index_topk(runner.model_config.hf_config)
+        backend.split_forwards = SplitForwards.install(active, topk)
     backend.kernels = _load_kernels(runner, active)
     if get_exec().overlap.enable_two_batch_overlap:
         _check_overlap(backend)

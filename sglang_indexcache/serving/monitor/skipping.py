@@ -75,6 +75,17 @@ def describe_index_keys(state: RankState) -> str:
     return text + (" (in the layers of one pipeline stage)" if len(here) < len(plain) else "")
 
 
+def describe_row_shares(state: RankState) -> str:
+    """Say which share of the rows this rank's indexers scored; "" where ranks do not split rows."""
+    if not state.scored_rows:
+        return ""
+    ranks = len(state.scored_rows)
+    if not state.selected_rows:
+        return f"row split over {ranks} ranks: no prefill was scored yet"
+    shares = ", ".join(f"{rows / state.selected_rows:.0%}" for rows in state.scored_rows)
+    return f"row split over {ranks} ranks: their indexers scored {shares} of the prefills' rows"
+
+
 def _full_layers(state: RankState) -> set[int]:
     """Find the layers that are F in any pattern that was served; static mode has but one."""
     every = state.rows or {state.pattern}

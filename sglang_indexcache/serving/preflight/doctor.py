@@ -30,7 +30,14 @@ from sglang_indexcache.serving.engine_version import EngineSource
 from sglang_indexcache.serving.plan import BACKEND_FIELDS, BACKEND_NAME, CONFIG_KEY, Plan
 from sglang_indexcache.serving.preflight.config_check import INDEX_HEAD_DIM
 from sglang_indexcache.serving.preflight.options import asks
-from sglang_indexcache.serving.preflight.refusals import CONTRACT, FEATURES, READ, REHEARSED, TESTED
+from sglang_indexcache.serving.preflight.refusals import (
+    CONTRACT,
+    FEATURES,
+    READ,
+    REHEARSED,
+    TESTED,
+    describe_row_split,
+)
 from sglang_indexcache.serving.preflight.resolve import read_overrides
 from sglang_indexcache.shapes import ModelShape, check_room
 from sglang_indexcache.support.drawing import to_terminal
@@ -346,6 +353,7 @@ def _describe_server(server_args: Any, examination: Examination) -> None:
         "mode": plan.mode,
         "quality": plan.quality,
         "index-K saved": _saved(plan, model.context_len),
+        "row split": describe_row_split(cfg, plan),
         "kernel": _kernels(plan, cfg, model),
         "uses": _features(cfg, plan),
     }

@@ -18,6 +18,7 @@ from sglang_indexcache.serving.plan import (
     ENGINE_NAME,
     IndexKDtype,
     Mode,
+    SplitRows,
 )
 
 DSA_NAMES = (ENGINE_NAME, "nsa")
@@ -80,7 +81,15 @@ ADAPTER = Option(
     "one it was trained on.",
     metavar="FOLDER",
 )
-OPTIONS = (PATTERN, MODE, INDEX_K_DTYPE, KERNELS, ADAPTER)
+SPLIT_ROWS = Option(
+    "indexcache_split_rows",
+    "Let each rank of attention's tensor parallelism run the indexers for its share of a prefill's "
+    "rows, and gather the lists: the same selections, to the bit, at a share of the work. auto "
+    "(default): on the CPU platform, where it was measured, and not on GPUs. on: refused where it "
+    "cannot be.",
+    choices=get_args(SplitRows),
+)
+OPTIONS = (PATTERN, MODE, INDEX_K_DTYPE, KERNELS, ADAPTER, SPLIT_ROWS)
 
 
 @dataclass(frozen=True)

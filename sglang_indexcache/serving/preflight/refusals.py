@@ -15,6 +15,7 @@ from sglang_indexcache.serving.preflight.options import (
     KERNELS,
     MODE,
     PATTERN,
+    SPLIT_ROWS,
     not_together,
     other_backends,
 )
@@ -175,6 +176,8 @@ def _reasons(cfg: Any, plan: Plan) -> Iterator[str]:
         )
     if plan.mode == "live":
         yield from _of_live_mode(cfg, plan)
+    if plan.split_rows == "on":
+        yield from _of_row_split(cfg)
     yield from _of_caches(cfg, plan)
     if cfg.enable_return_indexer_topk:
         yield from _of_returned_selections(cfg)
@@ -270,6 +273,61 @@ def _of_returned_selections(cfg: Any) -> Iterator[str]:
         ),
     }
     yield from _clash("--enable-return-indexer-topk", reasons, "Drop it.")
+
+
+def _of_row_split(cfg: Any) -> Iterator[str]:
+    """Refuse to split rows where there is nothing to split, or where ranks could wait for ever."""
+    yield from _clash(f"{SPLIT_ROWS.flag} on", _against_row_split(cfg), "Drop it.")
+
+
+def describe_row_split(cfg: Any, plan: Plan) -> str:
+    """Say whether ranks share an indexer's rows, or could; "" where one rank has all rows."""
+    ranks, on_cpu = cfg.tp_size // cfg.attn_dp_size, platform_cpu.is_active()
+    if ranks == 1 or plan.split_rows == "off":
+        return ""
+    if plan.split_rows == "on" or on_cpu:
+        return f"each of {ranks} ranks scores its share of a prefill's rows"
+    if against := [reason for reason, present in _against_row_split(cfg).items() if present]:
+        return f"none, beside {'; '.join(against)}"
+    return (
+        f"none: each of {ranks} ranks runs every indexer for all rows. {SPLIT_ROWS.flag} on lets "
+        "each score its share, with the same answers (no node has measured it); it goes neither "
+        "with context parallelism nor with two-batch overlap"
+    )
+
+
+def _against_row_split(cfg: Any) -> dict[str, bool]:
+    from sglang.srt.platforms import current_platform
+
+    return {
+        "one rank a replica, which has all rows (--tp-size is --attn-dp-size)": (
+            cfg.tp_size == cfg.attn_dp_size
+        ),
+        "--enable-prefill-cp, which has dealt out the rows already": cfg.enable_prefill_cp,
+        f"--dcp-size {cfg.dcp_size}, which deals out the keys": cfg.dcp_size > 1,
+        "--enable-two-batch-overlap, between whose halves nobody has run a gather": (
+            cfg.enable_two_batch_overlap
+        ),
+        "--enable-hisparse, which moves what is selected": cfg.enable_hisparse,
+        "--enable-kv-cache-sharding, where ranks read keys together": cfg.enable_kv_cache_sharding,
+        "whole prefill graphs, which would replay the rows of their capture": (
+            _graph_backend(cfg, "prefill") == "full"
+        ),
+        "AMD GPUs, where nobody has run it": current_platform.is_rocm(),
+    }
+
+
+def check_pooled_keys(plan: Plan, config: Any) -> None:
+    """Refuse to split rows whose keys are pooled: SGLang has another indexer for such models.
+
+    Raises:
+        SettingsError: the row split was asked for, and ``config``, the text model's, pools.
+    """
+    if plan.split_rows == "on" and (getattr(config, "index_kpool", None) or 1) > 1:
+        raise SettingsError(
+            f"{SPLIT_ROWS.flag} on does not work with a model that pools its index keys: SGLang "
+            "has another indexer for it. Drop it."
+        )
 
 
 def stage_starts(layer_ids: Sequence[int], num_layers: int, stages: int) -> list[int]:

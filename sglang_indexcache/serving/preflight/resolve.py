@@ -27,6 +27,7 @@ from sglang_indexcache.serving.preflight.options import (
     KERNELS,
     MODE,
     PATTERN,
+    SPLIT_ROWS,
     Choice,
     Choices,
     Option,
@@ -268,6 +269,7 @@ def make_plan(
         advice=_advice(choice if requested else None, checkpoint, library),
         quality=quality,
         longer=choice.policy.steps[1:],
+        split_rows=values.get(SPLIT_ROWS, "auto"),
         shape=tuple(checkpoint.shape.items()),
         library=library.digest,
     )

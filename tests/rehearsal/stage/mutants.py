@@ -91,3 +91,75 @@ def shares_the_cache_between_patterns() -> None:
     from sglang_indexcache.serving.plan import Plan
 
     Plan.kv_namespace = lambda *_, **__: None  # type: ignore[assignment, method-assign]
+
+
+@_mutant
+def scores_from_a_row_too_early() -> None:
+    """A share begins a row before its bound, and ends there."""
+    from sglang_indexcache.serving.row_split import RowShare, RowSplit
+
+    share = RowSplit.share
+
+    def mutant(self: RowSplit, rank: int) -> RowShare:
+        start, stop = self.bounds[rank : rank + 2]
+        if not 0 < start < stop:
+            return share(self, rank)
+        bounds = (0, start - 1, stop - 1, self.bounds[-1])
+        return share(RowSplit(self.query_lens, self.key_lens, bounds), 1)
+
+    RowSplit.share = mutant  # type: ignore[method-assign]
+
+
+@_mutant
+def drops_a_part() -> None:
+    """The last rank's lists are not taken."""
+    from sglang_indexcache.serving.row_split import RowSplitter
+
+    select = RowSplitter.select
+
+    def mutant(self: RowSplitter, split: Any, out: Any, select_share: Any) -> Any:
+        select(self, split, out, select_share)
+        out[split.bounds[-2] :] = -1
+        return out
+
+    RowSplitter.select = mutant  # type: ignore[method-assign]
+
+
+@_mutant
+def joins_parts_in_another_order() -> None:
+    """The last rank's lists come first."""
+    from sglang.srt.distributed.parallel_state import GroupCoordinator
+
+    from sglang_indexcache.serving.row_split import RowSplitter
+
+    select, gather = RowSplitter.select, GroupCoordinator.all_gather_into_tensor
+
+    def mutant(self: RowSplitter, *args: Any) -> Any:
+        def reversed_gather(group: Any, out: Any, mine: Any) -> None:
+            gather(group, out, mine)
+            out.copy_(out.view(group.world_size, *mine.shape).flip(0).reshape(out.shape))
+
+        GroupCoordinator.all_gather_into_tensor = reversed_gather
+        try:
+            return select(self, *args)
+        finally:
+            GroupCoordinator.all_gather_into_tensor = gather
+
+    RowSplitter.select = mutant  # type: ignore[method-assign]
+
+
+@_mutant
+def does_not_shift_keys() -> None:
+    """Rows of a share look for their keys where the whole batch's lie."""
+    from dataclasses import replace
+
+    from sglang_indexcache.serving.cuda import row_split
+
+    cut = row_split._cut
+
+    def mutant(whole: Any, share: Any) -> Any:
+        starts, ends = whole.indexer_k_start_end
+        places = starts[share.rows], ends[share.rows]
+        return replace(cut(whole, share), indexer_k_start_end=places)
+
+    row_split._cut = mutant

@@ -9,6 +9,7 @@ deep_ep.install()
 transfer.install()
 launches.install()  # before any module of SGLang imports one of them by name
 
+from sglang_indexcache.serving import row_split  # noqa: E402
 from sglang_indexcache.serving.cuda import choice  # noqa: E402
 from tests.rehearsal.stage.kernels import (  # noqa: E402, F401
     attention,
@@ -21,6 +22,7 @@ from tests.rehearsal.stage.kernels import (  # noqa: E402, F401
     speculative,
 )
 
+row_split.ON_GPU = row_split.GatherCost(call=0, entries_a_pair=1000)  # splits short prompts, too
 choice.ENGINE_TOPK.add(128)  # the references take the small checkpoints' lists too
 launches.stand_in()
 collectives.stand_in()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import os
 import textwrap
 from types import SimpleNamespace
 from typing import Any
@@ -120,3 +121,32 @@ def test_memory_is_released_without_a_driver() -> None:
     released = platform._release_memory(lambda: torch.get_device_module().synchronize() or "done")
     assert released == "done"
     assert torch.get_device_module is before
+
+
+@pytest.mark.parametrize(
+    ("flags", "cores", "threads", "binding"),
+    [
+        ({}, 2, None, None),
+        ({"tp_size": 2}, 2, "1", "0|1"),
+        ({"tp_size": 2}, 8, "4", "0,1,2,3|4,5,6,7"),
+        ({"tp_size": 4}, 2, "1", "0|1|0|1"),
+        ({"tp_size": 4, "dp_size": 2, "attn_dp_size": 2}, 8, "2", "0,1|2,3|4,5|6,7"),
+        ({"pp_size": 2, "dp_size": 2}, 4, "1", "0|1|2|3"),
+    ],
+)
+def test_ranks_share_the_cores(
+    monkeypatch: pytest.MonkeyPatch,
+    flags: dict[str, int],
+    cores: int,
+    threads: str | None,
+    binding: str | None,
+) -> None:
+    """Each rank has as many threads as cores; what a user has set stays."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    sizes = {"tp_size": 1, "pp_size": 1, "dp_size": 1, "attn_dp_size": 1} | flags
+    names = ("OMP_NUM_THREADS", "SGLANG_CPU_OMP_THREADS_BIND")
+    for environment in ({}, dict.fromkeys(names, "7")):
+        monkeypatch.setattr(os, "environ", dict(environment))
+        platform._bind_cores(SimpleNamespace(**sizes))
+        values = [os.environ.get(name) for name in names]
+        assert values == (["7", "7"] if environment else [threads, binding])

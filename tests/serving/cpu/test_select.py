@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from sglang_indexcache.kernels.topk.reference import topk as reference_topk
 from sglang_indexcache.serving.cpu import select
+from sglang_indexcache.serving.row_split import RowSplit
 
 SLOTS = 4096
 
@@ -120,6 +121,26 @@ def test_any_batch(pairs: list[tuple[int, int]], topk: int, seed: int) -> None:
     lens = [(queries, queries + context) for queries, context in pairs]
     problem = Problem(lens, heads=2, generator=torch.Generator().manual_seed(seed))
     assert torch.equal(problem.got(topk, torch.float32), problem.expected(topk))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("lens", [*LENS[5:], [(700, 700), (1, 90), (900, 1500)]], ids=str)
+def test_shares_of_a_batch_select_what_the_whole_does(
+    generator: torch.Generator, lens: list[tuple[int, int]], dtype: torch.dtype
+) -> None:
+    """They do to the bit, also of numbers whose sums are rounded."""
+    problem, topk = Problem(lens, heads=4, generator=generator), 64
+    for tensor in (problem.q, problem.keys, problem.weights):
+        tensor.normal_(generator=generator)
+    whole, batch = problem.got(topk, dtype), problem.batch
+    split = RowSplit.balanced(
+        batch.query_lens, batch.key_lens, 3, free=topk, block=select.ROW_BLOCK
+    )
+    q, weights = problem.q, problem.weights
+    for share in map(split.share, range(3)):
+        problem.batch = batch.share(share)
+        problem.q, problem.weights = q[share.rows], weights[share.rows]
+        assert torch.equal(problem.got(topk, dtype), whole[share.rows])
 
 
 def test_padded_rows_select_nothing(generator: torch.Generator) -> None:

@@ -284,7 +284,7 @@ def select_with_ours(
     metadata = backend.get_indexer_metadata(0, batch)
     if kernels_cuda.is_decode(batch.forward_mode):
         return kernels_cuda._paged(original, make_indexer(), batch, 0, q, weights, metadata)
-    return kernels_cuda._ragged(original, make_indexer(), False, batch, 0, q, weights, metadata)
+    return kernels_cuda.ragged(original, make_indexer(), False, batch, 0, q, weights, metadata)
 
 
 FORWARDS: dict[str, tuple[ForwardMode, list[int], list[int], int]] = {
@@ -377,7 +377,7 @@ def test_a_piecewise_graph_keeps_its_buffer(
     buffer = torch.full((160, TOPK), -1, dtype=torch.int32)
     metadata = backend.get_indexer_metadata(0, batch)
     monkeypatch.setattr(kernels_cuda, "get_attn_backend", lambda: backend)
-    result = kernels_cuda._ragged(
+    result = kernels_cuda.ragged(
         None, make_indexer(), False, batch, 0, q, torch.cat([weights, weights]), metadata, buffer
     )  # type: ignore[arg-type]
     assert result is buffer
@@ -488,7 +488,7 @@ def test_metadata_in_another_form_is_left_to_sglang(
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             call = (make_indexer(), True, batch, 3, "q", "weights", metadata, "result")
-            assert kernels_cuda._ragged(lambda *args: args, *call) == call  # type: ignore
+            assert kernels_cuda.ragged(lambda *args: args, *call) == call  # type: ignore
     assert [says in record.message for record in caplog.records] == [True]
 
 
@@ -743,7 +743,7 @@ def test_the_plan_decides_in_every_worker(monkeypatch: pytest.MonkeyPatch, value
 @pytest.mark.parametrize(
     ("ours", "theirs"),
     [
-        (kernels_cuda._ragged, Indexer._get_topk_ragged),
+        (kernels_cuda.ragged, Indexer._get_topk_ragged),
         (kernels_cuda._paged, Indexer._get_topk_paged),
     ],
 )

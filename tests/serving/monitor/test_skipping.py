@@ -6,7 +6,11 @@ from typing import Any
 
 import pytest
 
-from sglang_indexcache.serving.monitor.skipping import describe_index_keys, judge
+from sglang_indexcache.serving.monitor.skipping import (
+    describe_index_keys,
+    describe_row_shares,
+    judge,
+)
 from tests.fakes import state
 
 
@@ -111,3 +115,20 @@ def test_many_pieces_are_counted() -> None:
 )
 def test_index_keys_beside_those_of_plain_dsa(fields: Any, sentence: str) -> None:
     assert describe_index_keys(counts(index_k_bytes_per_token=264, **fields)) == sentence
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({}, ""),
+        ({"scored_rows": (0, 0)}, "row split over 2 ranks: no prefill was scored yet"),
+        (
+            {"scored_rows": (4, 6, 5, 5), "selected_rows": 20},
+            "row split over 4 ranks: "
+            "their indexers scored 20%, 30%, 25%, 25% of the prefills' rows",
+        ),
+    ],
+    ids=["unsplit", "idle", "split"],
+)
+def test_shares_of_split_rows_are_told(fields: dict[str, Any], text: str) -> None:
+    assert describe_row_shares(counts(**fields)) == text

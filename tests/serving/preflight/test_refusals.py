@@ -15,10 +15,12 @@ from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang_indexcache.errors import PatternError, SettingsError
 from sglang_indexcache.models import BY_ARCHITECTURE
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.serving.preflight.refusals import check, stage_starts
+from sglang_indexcache.serving.preflight.refusals import check, describe_row_split, stage_starts
 from tests.serving.plans import plan
 
 LIVE = {"mode": "live"}
+SPLIT = {"split_rows": "on"}
+TP_8 = {"tp_size": 8}
 RETURN = {"enable_return_indexer_topk": True}
 
 
@@ -77,6 +79,9 @@ def platform(monkeypatch: pytest.MonkeyPatch) -> Any:
         ({}, {"enable_lmcache": True}),
         ({"own": Pattern("FSFS")}, {"enable_flexkv": True}),
         ({"kernels": "cuda"}, {}),
+        (SPLIT, TP_8),
+        (SPLIT | LIVE, {"tp_size": 8, "attn_dp_size": 4}),
+        (SPLIT, TP_8 | {"cuda_graph_backend_prefill": "breakable", "pp_size": 2}),
         ({}, {"pp_size": 4}),
         ({}, {"dcp_size": 2, "enable_hisparse": True}),
         (LIVE, {"kv_cache_dtype": "fp8_e4m3"}),
@@ -93,6 +98,14 @@ def test_what_goes_together(fields: dict[str, Any], changes: dict[str, Any]) -> 
 @pytest.mark.parametrize(
     ("fields", "changes", "message"),
     [
+        (SPLIT, {}, "--indexcache-split-rows on does not work with one rank a replica"),
+        (SPLIT, {"tp_size": 8, "attn_dp_size": 8}, "with one rank a replica"),
+        (SPLIT, TP_8 | {"enable_prefill_cp": True}, "has dealt out the rows already"),
+        (SPLIT, TP_8 | {"dcp_size": 2}, "--dcp-size 2, which deals out the keys"),
+        (SPLIT, TP_8 | {"enable_two_batch_overlap": True}, "between whose halves nobody has run"),
+        (SPLIT, TP_8 | {"enable_hisparse": True}, "--enable-hisparse, which moves what"),
+        (SPLIT, TP_8 | {"enable_kv_cache_sharding": True}, "where ranks read keys together"),
+        (SPLIT, TP_8 | {"cuda_graph_backend_prefill": "full"}, "would replay the rows of their"),
         ({}, {"use_ray": True}, "does not work with --use-ray"),
         ({}, {"enable_pdmux": True}, "--enable-pdmux does not work with models of"),
         ({}, {"enable_prefill_cp": True, "cp_strategy": "zigzag"}, "Use --cp-strategy interleave"),
@@ -201,3 +214,22 @@ def test_stage_starts_in_pattern_positions() -> None:
     assert stage_starts((3, 7, 11), 16, 4) == [1, 2]  # the last stage begins behind layer 11
     assert stage_starts((3, 7, 11), 14, 14) == [0, 1, 2]
     assert stage_starts(range(6), 6, 1) == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "changes", "text"),
+    [
+        ({}, {}, ""),
+        (SPLIT, TP_8, "each of 8 ranks scores its share of a prefill's rows"),
+        ({"split_rows": "off"}, TP_8, ""),
+        ({}, TP_8 | {"attn_dp_size": 2}, "none: each of 4 ranks runs every indexer for all rows"),
+        ({}, TP_8 | {"dcp_size": 2}, "none, beside --dcp-size 2, which deals out the keys"),
+    ],
+    ids=str,
+)
+def test_the_row_split_is_advised(
+    fields: dict[str, Any], changes: dict[str, Any], text: str
+) -> None:
+    description = describe_row_split(flags(**changes), plan(**fields))
+    assert description.startswith(text)
+    assert bool(description) == bool(text)

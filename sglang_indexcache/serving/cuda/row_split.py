@@ -1,0 +1,156 @@
+"""The row split on NVIDIA GPUs: SGLang's selection of a prefill, asked for a share of the rows.
+
+``Indexer._get_topk_ragged`` takes queries and metadata of a batch, and a share of a batch is one.
+So SGLang's kernels and ours select in it alike, in any form of lists. SGLang's own loop over rows,
+which goes by each rank's free memory, runs inside a share, before the gather.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import torch
+from sglang.srt.environ import envs
+
+from sglang_indexcache.kernels.contract import PADDING
+from sglang_indexcache.serving.active import ActivePattern
+from sglang_indexcache.serving.cuda import kernels as kernels_cuda
+from sglang_indexcache.serving.hooks import around
+from sglang_indexcache.serving.row_split import ON_GPU, RowShare, RowSplit, RowSplitter
+from sglang_indexcache.serving.rows import to_device
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.attention.dsa.dsa_indexer import Indexer
+    from sglang.srt.layers.attention.dsa.dsa_indexer_metadata import DSAIndexerMetadata
+    from sglang.srt.layers.attention.dsa_backend import DSAMetadata
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+_INDEXER = "sglang.srt.layers.attention.dsa.dsa_indexer"
+
+
+class SplitForwards:
+    """The split of the forward in progress, which its F layers share.
+
+    Attributes:
+        is_gathered: whether the lists that SGLang is about to broadcast are all ranks' already.
+    """
+
+    def __init__(self, splitter: RowSplitter) -> None:
+        self.splitter = splitter
+        self.is_gathered = False
+        self._whole: DSAMetadata | None = None
+        self._split: RowSplit | None = None
+        self._part: DSAMetadata | None = None
+
+    @classmethod
+    def install(cls, active: ActivePattern, topk: int) -> SplitForwards | None:
+        """Make it if there are several ranks to split over, and stand in SGLang's way."""
+        splitter = active.splitter = active.splitter or RowSplitter.here(topk, ON_GPU)
+        if splitter is None:
+            return None
+        around(f"{_INDEXER}.Indexer._get_topk_ragged", _ragged)
+        if envs.SGLANG_DSA_TOPK_BROADCAST.get():
+            around(f"{_INDEXER}._broadcast_indexer_topk_from_rank0", _broadcast)
+        return cls(splitter)
+
+    def split(self, metadata: DSAIndexerMetadata) -> RowSplit | None:
+        """Deal out the rows of the forward that has this metadata, once for all its layers."""
+        whole = metadata.attn_metadata
+        if whole is not self._whole:
+            lengths = metadata.get_indexer_seq_len_cpu().tolist()
+            self._split = self.splitter.split(metadata.get_dsa_extend_len_cpu(), lengths)
+            self._whole, self._part = whole, None
+        return self._split
+
+    def part(self, metadata: DSAIndexerMetadata, share: RowShare) -> DSAIndexerMetadata:
+        """Return the metadata of this rank's share."""
+        if self._part is None:
+            self._part = _cut(metadata.attn_metadata, share)
+        return replace(metadata, attn_metadata=self._part)
+
+
+def _cut(whole: DSAMetadata, share: RowShare) -> DSAMetadata:
+    """Return a batch's metadata with what an indexer reads of a share of its rows.
+
+    Keys are those that the share's rows see, so where they lie is counted anew
+    (``indexer_k_start_end``). Offsets that go into lists are not (``topk_indices_offset``):
+    attention reads them beside the whole batch's keys.
+    """
+    rows, requests, offsets = share.rows, share.requests, whole.topk_indices_offset
+    before = int(whole.indexer_seq_lens_cpu[: share.first].sum())
+    starts, ends = whole.indexer_k_start_end
+    lengths = torch.tensor(share.key_lens, dtype=whole.indexer_seq_lens_cpu.dtype)
+
+    def cumulative(counts: Sequence[int]) -> torch.Tensor:
+        return to_device(torch.tensor([0, *accumulate(counts)], dtype=torch.int32), starts.device)
+
+    return replace(
+        whole,
+        cu_seqlens_q=cumulative(share.query_lens),
+        cu_seqlens_k=cumulative(share.key_lens),
+        page_table_1=whole.page_table_1[requests],
+        real_page_table=whole.real_page_table[requests],
+        dsa_seqlens_expanded=whole.dsa_seqlens_expanded[rows],
+        topk_indices_offset=None if offsets is None else offsets[rows],
+        indexer_k_start_end=(starts[rows] - before, ends[rows] - before),
+        indexer_seq_lens_cpu=lengths,
+        indexer_seq_lens=to_device(lengths.to(whole.indexer_seq_lens.dtype), starts.device),
+        token_to_batch_idx=whole.token_to_batch_idx[rows] - share.first,
+    )
+
+
+def _ragged(
+    original: Callable[..., torch.Tensor],
+    indexer: Indexer,
+    enable_dual_stream: bool,
+    forward_batch: ForwardBatch,
+    layer_id: int,
+    q_fp8: torch.Tensor,
+    weights: torch.Tensor,
+    metadata: DSAIndexerMetadata,
+    topk_result: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Stand in for ``Indexer._get_topk_ragged``: select for a share of the rows, gather the rest.
+
+    A graph reads ``topk_result`` at its address; rows of padding keep what they hold.
+    """
+    call = (original, indexer, enable_dual_stream, forward_batch, layer_id)
+    forwards = _current()
+    split = None if forwards is None else forwards.split(metadata)
+    if forwards is None or split is None:
+        if forwards is not None:
+            forwards.splitter.count(rows := len(metadata.get_seqlens_expanded()), rows)
+        return kernels_cuda.ragged(*call, q_fp8, weights, metadata, topk_result)
+
+    def select_share(share: RowShare) -> torch.Tensor:
+        part = forwards.part(metadata, share)
+        return kernels_cuda.ragged(*call, q_fp8[share.rows], weights[share.rows], part)
+
+    forwards.is_gathered = topk_result is None
+    if topk_result is None:
+        shape = (q_fp8.shape[0], indexer.index_topk)
+        topk_result = torch.full(shape, PADDING, dtype=torch.int32, device=q_fp8.device)
+    return forwards.splitter.select(split, topk_result, select_share)
+
+
+def _broadcast(
+    original: Callable[..., torch.Tensor | None], topk_indices: torch.Tensor | None
+) -> torch.Tensor | None:
+    """Leave SGLang's broadcast out where every row has one writer already.
+
+    A prefill graph (``topk_result``) holds its broadcast: it may replay rows that are not split.
+    """
+    forwards = _current()
+    if forwards is None or not forwards.is_gathered:
+        return original(topk_indices)
+    forwards.is_gathered = False
+    return topk_indices
+
+
+def _current() -> SplitForwards | None:
+    """Return what splits the rows of the forward in progress; None of a draft's."""
+    forwards: SplitForwards | None = getattr(kernels_cuda.current_backend(), "split_forwards", None)
+    return forwards

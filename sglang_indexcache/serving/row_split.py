@@ -1,0 +1,245 @@
+"""The row split: each rank of attention's tensor parallelism selects for its share of the rows.
+
+Under attention TP all ranks hold the same hidden states and the same index keys, and SGLang lets
+each of them run every F layer's indexer for every query row. Here a rank scores a part of a
+prefill's rows, and one gather of int32 lists gives all ranks all lists. Nothing is approximated:
+each row is scored once, from the same inputs, by the same kernel.
+
+Who has which rows follows from lengths that the host knows, so all ranks compute the same. Nobody
+may decide by what only one rank knows, such as its free memory, for the others would wait in the
+gather. Rows behind the last request pad the batch and are nobody's.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from math import isqrt
+from typing import Any
+
+import torch
+
+from sglang_indexcache.kernels.contract import PADDING
+
+
+@dataclass(frozen=True)
+class GatherCost:
+    """Cost of a gather, as the number of pairs of a row and a key that are scored meanwhile.
+
+    Attributes:
+        call: of the call itself: its launch, and the cutting and joining around it.
+        entries_a_pair: entries of lists that are moved while one pair is scored.
+    """
+
+    call: int
+    entries_a_pair: int
+
+    def pairs(self, entries: int) -> int:
+        """Return the cost of a gather of so many entries."""
+        return self.call + entries // self.entries_a_pair
+
+
+ON_GPU = GatherCost(call=4_000_000, entries_a_pair=1)
+"""An H100 scores 8,192 rows of 120K tokens in 12.0 ms (``benchmarks/results/kernels/h100.md``): 79
+pairs a nanosecond. Eight gather 67 MB in 0.21 ms (NVIDIA's rows of NCCL 2.29.2): 80 entries a
+nanosecond. That a call and what is around it takes 50 us is a guess."""
+
+ON_CPU = GatherCost(call=10_000, entries_a_pair=8)
+"""A core scores a pair of the shipped model in 19 ns (5.6 s for a prompt of 7,000 tokens). Between
+two processes gloo gathers in 0.16 ms and 2.3 ns an entry."""
+
+MARGIN = 2
+"""A split must save as many times what its gather costs: the costs are estimates."""
+
+
+@dataclass(frozen=True)
+class RowShare:
+    """A rank's rows of a batch, which are a batch of prefill themselves.
+
+    Attributes:
+        start: the first of its rows in the whole batch; ``stop`` is behind the last.
+        first: the first request of which it has rows.
+        query_lens: its rows of each request from there on.
+        key_lens: what the last of these rows sees, which is as far as keys are needed.
+    """
+
+    start: int
+    stop: int
+    first: int
+    query_lens: tuple[int, ...]
+    key_lens: tuple[int, ...]
+
+    @property
+    def rows(self) -> slice:
+        """Its rows in the whole batch."""
+        return slice(self.start, self.stop)
+
+    @property
+    def requests(self) -> slice:
+        """The requests of which it has rows, in the whole batch."""
+        return slice(self.first, self.first + len(self.query_lens))
+
+
+@dataclass(frozen=True)
+class RowSplit:
+    """A prefill's query rows, dealt out to ranks in order: rank ``r`` has those from ``bounds[r]``.
+
+    Attributes:
+        query_lens: rows of each request, which are its last tokens.
+        key_lens: tokens of each request, these included.
+        bounds: one more than there are ranks; from 0 to the number of rows.
+    """
+
+    query_lens: tuple[int, ...]
+    key_lens: tuple[int, ...]
+    bounds: tuple[int, ...]
+
+    @classmethod
+    def balanced(
+        cls,
+        query_lens: Sequence[int],
+        key_lens: Sequence[int],
+        ranks: int,
+        *,
+        free: int = 0,
+        block: int = 1,
+    ) -> RowSplit:
+        """Deal out equal numbers of (row, key) pairs, which are what scoring costs.
+
+        A request may be cut anywhere, and a rank may have no rows.
+
+        Args:
+            free: rows that see so many keys at most are not scored.
+            block: a request is cut at multiples of so many rows, counted from its first that is
+                scored, and never before its last row. So a kernel that goes by blocks meets the
+                same ones in a share as in the whole, and rounds alike.
+        """
+        sizes = tuple(zip(query_lens, key_lens, strict=True))
+        starts = [0, *accumulate(query_lens)]
+        pairs = [0, *accumulate(_pairs(queries, keys, free) for queries, keys in sizes)]
+        bounds = [0]
+        for rank in range(1, ranks):
+            aim = pairs[-1] * rank // ranks
+            request = max(0, bisect_left(pairs, aim) - 1)
+            queries, keys = sizes[request] if sizes else (0, 0)
+            before = min(max(keys - queries, free), keys)  # what the last row before these sees
+            blocks = (_rows_for(aim - pairs[request], before) + block // 2) // block
+            left = max(0, keys - before - blocks * block)
+            bounds.append(starts[request] + queries - (left if left > 1 else 0))
+        return cls(tuple(query_lens), tuple(key_lens), (*bounds, starts[-1]))
+
+    @property
+    def widest(self) -> int:
+        """Rows of the largest share, to which the others are padded in the gather."""
+        return max(stop - start for start, stop in pairwise(self.bounds))
+
+    def share(self, rank: int) -> RowShare:
+        """Return the rows of ``rank``."""
+        start, stop = self.bounds[rank], self.bounds[rank + 1]
+        starts = [0, *accumulate(self.query_lens)]
+        first = max(0, bisect_right(starts, start) - 1)
+        places = range(first, bisect_left(starts, stop) if start < stop else first)
+        queries = (min(starts[n + 1], stop) - max(starts[n], start) for n in places)
+        keys = (self.key_lens[n] - max(0, starts[n + 1] - stop) for n in places)
+        return RowShare(start, stop, first, tuple(queries), tuple(keys))
+
+    def pays(self, topk: int, cost: GatherCost, free: int = 0) -> bool:
+        """Return whether the pairs that a rank need not score are worth a gather of the lists."""
+        ranks = len(self.bounds) - 1
+        total = _pairs_of(self.query_lens, self.key_lens, free)
+        if total <= MARGIN * cost.call:
+            return False
+        shares = map(self.share, range(ranks))
+        most = max(_pairs_of(share.query_lens, share.key_lens, free) for share in shares)
+        return total - most > MARGIN * cost.pairs(ranks * self.widest * topk)
+
+
+class RowSplitter:
+    """The split of one rank: deals out the rows of prefills, gathers lists, counts rows.
+
+    Args:
+        group: of SGLang's ranks over which attention is split.
+        topk: entries of a list.
+        free: as for :meth:`RowSplit.balanced`, like ``block``.
+    """
+
+    def __init__(
+        self, group: Any, topk: int, cost: GatherCost, *, free: int = 0, block: int = 1
+    ) -> None:
+        self._group, self._topk, self._cost = group, topk, cost
+        self._rank, self._ranks = int(group.rank_in_group), int(group.world_size)
+        self._free, self._block = free, block
+        self._scored = self._selected = 0
+
+    @classmethod
+    def here(cls, *args: Any, **kwargs: Any) -> RowSplitter | None:
+        """Make that of this process, of these arguments but the group; None of one rank alone."""
+        from sglang.srt.runtime_context import get_parallel
+
+        group = get_parallel().attn_tp_group
+        return cls(group, *args, **kwargs) if group.world_size > 1 else None
+
+    def split(self, query_lens: Sequence[int], key_lens: Sequence[int]) -> RowSplit | None:
+        """Deal out a prefill's rows; None where a gather would cost more than it saves."""
+        split = RowSplit.balanced(
+            query_lens, key_lens, self._ranks, free=self._free, block=self._block
+        )
+        return split if split.pays(self._topk, self._cost, self._free) else None
+
+    def select(
+        self,
+        split: RowSplit,
+        out: torch.Tensor,
+        select_share: Callable[[RowShare], torch.Tensor],
+    ) -> torch.Tensor:
+        """Select for this rank's rows, and get the lists of all others.
+
+        Args:
+            out: ``[>= rows, topk]`` int32, where all lists go; rows of padding keep what they hold.
+            select_share: returns ``[n, topk]`` int32 of a share that has ``n`` > 0 rows.
+        """
+        share, widest = split.share(self._rank), split.widest
+        self.count(share.stop - share.start, split.bounds[-1])
+        mine = out.new_full((widest, self._topk), PADDING)
+        if share.query_lens:
+            mine[: share.stop - share.start] = select_share(share)
+        everybodys = out.new_empty((self._ranks * widest, self._topk))
+        self._group.all_gather_into_tensor(everybodys, mine)
+        for rank, (start, stop) in enumerate(pairwise(split.bounds)):
+            out[start:stop] = everybodys[rank * widest : rank * widest + stop - start]
+        return out
+
+    def count(self, scored: int, selected: int) -> None:
+        """Count rows that this rank's indexers scored, of those for which they have lists."""
+        self._scored += scored
+        self._selected += selected
+
+    def report(self) -> dict[str, Any]:
+        """Return the counts of all ranks of the group, which all must ask at once."""
+        return {
+            "scored_rows": self._group.all_gather_object(self._scored),
+            "selected_rows": self._selected,
+        }
+
+
+def _triangle(count: int) -> int:
+    return count * (count + 1) // 2
+
+
+def _pairs(queries: int, keys: int, free: int) -> int:
+    """Return the pairs of a request's rows with the keys that they see, above ``free`` keys."""
+    return _triangle(keys) - _triangle(min(max(keys - queries, free), keys))
+
+
+def _pairs_of(query_lens: Sequence[int], key_lens: Sequence[int], free: int) -> int:
+    sizes = zip(query_lens, key_lens, strict=True)
+    return sum(_pairs(queries, keys, free) for queries, keys in sizes)
+
+
+def _rows_for(pairs: int, before: int) -> int:
+    """Return how many rows have as many pairs, where the row before them sees ``before`` keys."""
+    goal = pairs + _triangle(before)
+    seen = (isqrt(8 * goal + 1) - 1) // 2  # the most keys whose triangle is no more than the goal
+    return seen - before + (_triangle(seen) < goal)

@@ -1,0 +1,185 @@
+"""Ranks that split an indexer's rows answer, to the bit, what ranks that each score all rows do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice, pairwise
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from sglang_indexcache.ask.client import Client
+from sglang_indexcache.ask.protocol import RankState, named
+from sglang_indexcache.lab.evaluate.tasks.words import haystack
+from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.serving.cpu.select import ROW_BLOCK
+from sglang_indexcache.serving.row_split import ON_CPU, RowSplit
+from tests.cli.test_search import TINY
+from tests.e2e.conftest import Serve, prompt
+from tests.e2e.test_parallel import FOUR_RANKS, TWO_RANKS
+from tests.e2e.test_requests import wait_until_idle
+from tests.oracle import Oracle
+
+TOPK, CHUNK = 64, 512
+PATTERNS = ("F" * 12, "FSSS" * 3, "FSFSFFSFSSSF", "FSSSSSSSSSSS")
+ARGUMENTS = (
+    *("--dtype", "float32", "--max-total-tokens", "8192"),
+    *("--chunked-prefill-size", str(CHUNK), "--indexcache-mode", "live"),
+)
+SERVERS = {
+    "two ranks": (("--tp", "2"), TWO_RANKS),
+    "two ranks a replica": (("--tp", "4", "--dp", "2", "--enable-dp-attention"), FOUR_RANKS),
+}
+
+
+def ask(client: Client, prompts: list[list[int]], patterns: list[str], **more: Any) -> list[Any]:
+    """Return tokens and log-probabilities, of prompts too, to prompts of one request."""
+    sampling = {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": 6}
+    replies = client.generate(
+        input_ids=prompts,
+        sampling_params=[sampling | named(pattern) for pattern in patterns],
+        return_logprob=True,
+        logprob_start_len=0,
+        **more,
+    )
+    return [
+        [reply["meta_info"][f"{side}_token_logprobs"] for side in ("input", "output")]
+        for reply in replies
+    ]
+
+
+def alone(client: Client) -> Any:
+    """Prompts from one token on, in one chunk and in several."""
+    lengths = (1, 65, 300, 511, 513, 1201)
+    return [
+        ask(client, [prompt(length, 5)], [PATTERNS[n % len(PATTERNS)]])
+        for n, length in enumerate(lengths)
+    ]
+
+
+def needle_prompts() -> list[list[int]]:
+    """Return four long prompts, the fact that is asked for at the very start of each."""
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    facts = [("river", "stone"), ("window", "paper"), ("garden", "metal"), ("letter", "glass")]
+    text = haystack()
+    texts = [
+        f"\n# {name} is {value}\n{text[n * 3000 : (n + 1) * 3000]}\n? {name} is"
+        for n, (name, value) in enumerate(facts)
+    ]
+    prompts = [ids[:600] + ids[-500:] for ids in tokenizer(texts)["input_ids"]]
+    assert [len(ids) for ids in prompts] == [1100] * len(facts)
+    return prompts
+
+
+def needles(client: Client) -> Any:
+    """Four of them in flight."""
+    return ask(client, needle_prompts(), [PATTERNS[0]] * 4)
+
+
+def mixed(client: Client) -> Any:
+    """Several patterns in a forward."""
+    prompts = [prompt(length, 6) for length in (900, 411, 70, 630)]
+    return ask(client, prompts, list(PATTERNS))
+
+
+def behind_a_prefix(client: Client) -> Any:
+    """A prompt whose beginning is cached, and again when all but its end is."""
+    ids = prompt(1300, 7)
+    return [ask(client, [ids[:length]], [PATTERNS[1]]) for length in (700, 1300, 1300)]
+
+
+def several_answers(client: Client) -> Any:
+    """Three answers to one prompt."""
+    sampling = {"temperature": 0.0, "max_new_tokens": 4, "n": 3, **named(PATTERNS[2])}
+    replies = client.generate(input_ids=prompt(800, 8), sampling_params=sampling)
+    return [reply["output_ids"] for reply in replies]
+
+
+def session(client: Client) -> Any:
+    """Two turns, of which the second goes on from the first's KV."""
+    opened = client._request("POST", "/open_session", {"capacity_of_str_len": 4096})
+    turns, before = [], None
+    for number, length in enumerate((600, 450)):
+        reply = client.generate(
+            input_ids=prompt(length, 9),
+            sampling_params={"temperature": 0.0, "max_new_tokens": 4, **named(PATTERNS[3])},
+            session_params={"id": opened, "rid": before},
+            rid=f"turn-{number}",
+        )
+        before = reply["meta_info"]["id"]
+        turns.append(reply["output_ids"])
+    return turns
+
+
+def behind_aborts(client: Client) -> Any:
+    """Clients go away, some of them while their prompts are prefilled; the next answer is right."""
+
+    def give_up(number: int) -> None:
+        ids = prompt(1000 + number, number)
+        stream = client.stream(
+            input_ids=ids, sampling_params={"max_new_tokens": 64, "ignore_eos": True}
+        )
+        list(islice(stream, number % 2))
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(give_up, range(4)))
+    wait_until_idle(client)
+    client.flush_cache()
+    return ask(client, [prompt(777, 10)], [PATTERNS[0]])
+
+
+CASES: dict[str, Callable[[Client], Any]] = {
+    case.__name__: case
+    for case in (alone, needles, mixed, behind_a_prefix, several_answers, session, behind_aborts)
+}
+
+
+def check_shares(client: Client) -> None:
+    """Each rank scored its share of a prompt's rows, to within a block, and the other the rest."""
+    length, full = 1500, len(Pattern(PATTERNS[1]).full_layers)
+    client.flush_cache()
+    before = client.states()
+    ask(client, [prompt(length, 11)], [PATTERNS[1]])
+    [(old, new)] = [
+        states
+        for states in zip(before, client.states(), strict=True)
+        if states[1].forwards > states[0].forwards
+    ]
+    chunk, expected = client.server_info()["chunked_prefill_size"], [0, 0]
+    for start in range(0, length, chunk):
+        end = min(start + chunk, length)
+        split = RowSplit.balanced([end - start], [end], 2, free=TOPK)
+        pays = split.pays(TOPK, ON_CPU, TOPK)
+        expected = [
+            rows + (high - low if pays else end - start)
+            for rows, (low, high) in zip(expected, pairwise(split.bounds), strict=True)
+        ]
+    scored = [b - a for a, b in zip(old.scored_rows, new.scored_rows, strict=True)]
+    assert new.selected_rows - old.selected_rows == full * length
+    for rows, share in zip(scored, expected, strict=True):
+        assert abs(rows - full * share) <= full * ROW_BLOCK * (length // chunk + 1)
+
+
+@pytest.mark.parametrize("name", SERVERS)
+def test_split_rows_are_the_same_to_the_bit(serve: Serve, name: str) -> None:
+    (ranks, cores), answers = SERVERS[name], dict[str, Any]()
+    cases = set(CASES) - ({"session"} if len(ranks) > 2 else set())  # SGLang keeps one in a replica
+    states = dict[str, list[RankState]]()
+    for setting in ("off", "on"):
+        with serve(TINY, *ARGUMENTS, *ranks, "--indexcache-split-rows", setting, **cores) as client:
+            answers[setting] = {case: CASES[case](client) for case in CASES if case in cases}
+            states[setting] = client.states()
+            if setting == "on":
+                check_shares(client)
+    for case in cases:
+        assert answers["on"][case] == answers["off"][case], case
+    oracle = Oracle(TINY, torch.float32)
+    for ids, (read, _) in zip(needle_prompts(), answers["on"]["needles"], strict=True):
+        expected = oracle.answer(ids, Pattern(PATTERNS[0])).logprobs
+        measured = torch.tensor([entry[0] for entry in read[1:]])
+        torch.testing.assert_close(measured, expected, rtol=0, atol=1e-3)
+    assert all(state.scored_rows == () for state in states["off"])
+    assert all(max(state.scored_rows) < 0.9 * state.selected_rows for state in states["on"])
