@@ -184,6 +184,8 @@ class IndexCacheBackend(DeepseekSparseAttnBackend):
         if whole is self:
             self.active.count_batch(forward_batch)
         self.index_buffer.begin(rows)
+        if self.split_forwards is not None:
+            self.split_forwards.begin()
 
     def _of_whole_batch(self) -> IndexCacheBackend:
         """Return the backend of whole batches; two-batch overlap has one more for each part."""

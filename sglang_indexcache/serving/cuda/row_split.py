@@ -40,10 +40,7 @@ class SplitForwards:
 
     def __init__(self, splitter: RowSplitter) -> None:
         self.splitter = splitter
-        self.is_gathered = False
-        self._whole: DSAMetadata | None = None
-        self._split: RowSplit | None = None
-        self._part: DSAMetadata | None = None
+        self.begin()
 
     @classmethod
     def install(cls, active: ActivePattern, topk: int) -> SplitForwards | None:
@@ -55,6 +52,13 @@ class SplitForwards:
         if envs.SGLANG_DSA_TOPK_BROADCAST.get():
             around(f"{_INDEXER}._broadcast_indexer_topk_from_rank0", _broadcast)
         return cls(splitter)
+
+    def begin(self) -> None:
+        """Forget the forward before: SGLang may write the next one's lengths into its metadata."""
+        self.is_gathered = False
+        self._whole: DSAMetadata | None = None
+        self._split: RowSplit | None = None
+        self._part: DSAMetadata | None = None
 
     def split(self, metadata: DSAIndexerMetadata) -> RowSplit | None:
         """Deal out the rows of the forward that has this metadata, once for all its layers."""

@@ -186,3 +186,23 @@ def test_gathered_lists_are_not_broadcast_again(monkeypatch: pytest.MonkeyPatch)
         forwards.is_gathered |= is_gathered
         assert row_split_cuda._broadcast(original, lists) is lists
         assert len(calls) == expected
+
+
+def test_each_forward_is_dealt_out_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is by its own lengths, also where SGLang writes them into the metadata of the one before."""
+    lengths = [3]
+    splitter = SimpleNamespace(split=lambda queries, keys: (tuple(queries), tuple(keys)))
+    metadata: Any = SimpleNamespace(
+        attn_metadata=object(),
+        get_indexer_seq_len_cpu=lambda: torch.tensor(lengths),
+        get_dsa_extend_len_cpu=lambda: list(lengths),
+    )
+    backend = make_backend(monkeypatch)
+    backend.split_forwards = SplitForwards(splitter)  # type: ignore[arg-type]
+    batch = make_batch(backend, FORWARDS["first prefill"][0], [130, 5], [130, 5])
+    backend.init_forward_metadata(batch)
+    assert backend.split_forwards.split(metadata) == ((3,), (3,))
+    lengths[0] = 5
+    assert backend.split_forwards.split(metadata) == ((3,), (3,))  # of another layer
+    backend.init_forward_metadata(batch)
+    assert backend.split_forwards.split(metadata) == ((5,), (5,))
