@@ -189,7 +189,7 @@ def test_gathered_lists_are_not_broadcast_again(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_each_forward_is_dealt_out_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is by its own lengths, also where SGLang writes them into the metadata of the one before."""
+    """Its own lengths decide, also where SGLang writes them into the metadata of the one before."""
     lengths = [3]
     splitter = SimpleNamespace(split=lambda queries, keys: (tuple(queries), tuple(keys)))
     metadata: Any = SimpleNamespace(
