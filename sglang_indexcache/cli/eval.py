@@ -133,7 +133,7 @@ def run_command(
         raise QualityError("give a folder for the results (--output), or only plan (--dry-run)")
     if rate is not None and rate <= 0:
         raise QualityError(f"a rate of {rate:g} tokens a second is not above 0 (--rate)")
-    design = Design(margin / 100, looks, endpoint, contexts, seed)
+    design = DesignNumbers(margin / 100, looks, endpoint, contexts, seed)
     request = _request(model, (against, patterns, control), task, rows, length, design, rate)
     if dry_run:
         request.tell(out)
@@ -148,10 +148,12 @@ def run_command(
     _report(run_evaluation(request, servers, output, out, agree=agree), output)
 
 
-class Design(NamedTuple):
-    """What of an evaluation the user decides by numbers; ``contexts`` None for as many as needed.
+class DesignNumbers(NamedTuple):
+    """Numbers by which a user designs an evaluation.
 
-    ``margin`` is a share of right answers.
+    Attributes:
+        margin: a share of right answers.
+        contexts: None for as many as the margin needs.
     """
 
     margin: float
@@ -167,7 +169,7 @@ def _request(
     tasks: list[str] | None,
     rows: list[str] | None,
     lengths: list[str] | None,
-    design: Design,
+    design: DesignNumbers,
     rate: float | None,
 ) -> EvaluationRequest:
     """Make the request of an evaluation: its arms, its plan and the questions that it asks.
@@ -206,7 +208,7 @@ def _request(
 
 
 def _plan(
-    model: Path, tasks: tuple[str, ...], lengths: list[str] | None, design: Design
+    model: Path, tasks: tuple[str, ...], lengths: list[str] | None, design: DesignNumbers
 ) -> tuple[EvaluationPlan, int]:
     """Return the plan of what is generated, and the most tokens that the model reads."""
     from sglang_indexcache.checkpoint import Checkpoint, read_config, text_config
