@@ -33,8 +33,8 @@ QUICK := tests/test_structure.py tests/test_docs.py tests/test_pattern.py tests/
 	tests/test_models.py tests/test_checkpoint.py tests/test_stored.py tests/test_adapter.py tests/library \
 	tests/ask tests/data tests/stats tests/study tests/support tests/search/test_methods.py \
 	tests/serving/test_index_buffer.py tests/serving/test_rows.py tests/serving/test_policy.py \
-	tests/serving/monitor/test_skipping.py \
-	tests/serving/preflight/test_resolve.py
+	tests/serving/operating/test_skipping.py \
+	tests/serving/test_resolve.py
 
 quick: $(SMALL)
 	$(BIN)/python -m pytest -q $(QUICK) -n 2 --dist loadfile --durations 5

@@ -75,7 +75,7 @@ def engine_flags() -> frozenset[str]:
     pytest.importorskip("sglang")
     from sglang.srt.server_args import ServerArgs
 
-    from sglang_indexcache.serving.preflight.options import OPTIONS
+    from sglang_indexcache.serving.options import OPTIONS
 
     parser = argparse.ArgumentParser()
     ServerArgs.add_cli_args(parser)

@@ -6,38 +6,68 @@ its lines.
 
 from __future__ import annotations
 
+import subprocess
+from collections.abc import Iterable
 from pathlib import Path
+
+import grimp
 
 from tests.cli.test_help import COMMANDS
 
 ROOT = Path(__file__).parent.parent
-PLANNED_LINES = {"sglang_indexcache": 24_500, "tests": 27_000, "benchmarks": 7_500}
-PLANNED_MODULES, PLANNED_COMMANDS = 150, 18
+PACKAGE = "sglang_indexcache"
+PLUGIN, CPU_PLATFORM = f"{PACKAGE}.serving.plugin", f"{PACKAGE}.serving.cpu"
+SOURCES = ("*.py", "*.cu", "*.cuh", "*.h", "*.cpp")
+PLANNED_LINES = {PACKAGE: 23_500, "tests": 33_000, "benchmarks": 9_000, "csrc": 5_000}
+PLANNED_MODULES, PLANNED_OPTIONS, PLANNED_WORDS = 145, 100, 22_000
+PLANNED_FOR_A_SERVER = 7_000
 OF_EVERY_COMMAND = {"help", "install_completion", "show_completion"}
-REHEARSAL = ROOT / "tests" / "rehearsal"
-"""Counted apart: it grows with SGLang's paths, and not with the package."""
+RECORDS = ROOT / "benchmarks" / "results"
 
 
-def sizes() -> list[tuple[str, int, int | None]]:
+def sizes() -> list[tuple[str, int, int]]:
     """Return what is counted, how many there are, and how many were planned."""
-    rows: list[tuple[str, int, int | None]] = []
-    for folder, planned in PLANNED_LINES.items():
-        paths = [path for path in (ROOT / folder).rglob("*.py") if REHEARSAL not in path.parents]
-        rows.append((f"lines of {folder}/", _lines(paths), planned))
-    rows.append(("lines of tests/rehearsal/", _lines(list(REHEARSAL.rglob("*.py"))), None))
-    modules = list((ROOT / "sglang_indexcache").rglob("*.py"))
-    rows.append(("modules of sglang_indexcache/", len(modules), PLANNED_MODULES))
-    rows.append(("commands", len(COMMANDS), PLANNED_COMMANDS))
+    rows = [
+        (f"lines of {folder}/", _lines(_files(ROOT / folder, *SOURCES)), planned)
+        for folder, planned in PLANNED_LINES.items()
+    ]
+    rows.append(("lines that a server on GPUs needs", _lines(_of_a_server()), PLANNED_FOR_A_SERVER))
+    modules = list(_files(ROOT / PACKAGE, "*.py"))
+    rows.append((f"modules of {PACKAGE}/", len(modules), PLANNED_MODULES))
     parameters = [parameter.name for command in COMMANDS.values() for parameter in command.params]
     options = [name for name in parameters if name not in OF_EVERY_COMMAND]
-    rows.append(("options and arguments", len(options), None))
+    rows.append(("options and arguments", len(options), PLANNED_OPTIONS))
+    rows.append(("words of pages outside the records", _words(), PLANNED_WORDS))
     return rows
 
 
-def _lines(paths: list[Path]) -> int:
+def _files(folder: Path, *patterns: str) -> Iterable[Path]:
+    return (path for pattern in patterns for path in folder.rglob(pattern))
+
+
+def _of_a_server() -> Iterable[Path]:
+    """Yield the modules that can be reached from the plugin, without the CPU platform."""
+    graph = grimp.build_graph(PACKAGE)
+    graph.remove_module(CPU_PLATFORM)
+    for module in graph.find_upstream_modules(PLUGIN) | {PLUGIN}:
+        path = ROOT / module.replace(".", "/")
+        if not module.startswith(f"{CPU_PLATFORM}."):
+            yield path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
+def _words() -> int:
+    """Count the words of the pages that git follows, but for records."""
+    listed = subprocess.run(
+        ["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    pages = [ROOT / name for name in listed.stdout.splitlines()]
+    return sum(len(page.read_text().split()) for page in pages if RECORDS not in page.parents)
+
+
+def _lines(paths: Iterable[Path]) -> int:
     return sum(path.read_text().count("\n") for path in paths)
 
 
 if __name__ == "__main__":
     for name, count, planned in sizes():
-        print(f"{name:32}{count:8,}" + (f"  of {planned:,}" if planned else ""))
+        print(f"{name:38}{count:8,}  of {planned:,}")

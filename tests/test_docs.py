@@ -14,7 +14,7 @@ import pytest
 import typer
 
 from sglang_indexcache.cli import app
-from sglang_indexcache.serving.preflight.options import OPTIONS
+from sglang_indexcache.serving.options import OPTIONS
 from tests.launch_lines import indexcache_lines, shell_in
 
 ROOT = Path(__file__).parent.parent

@@ -27,8 +27,8 @@ from sglang_indexcache.pattern import Pattern
 
 if TYPE_CHECKING:
     from sglang_indexcache.ask.protocol import RankState
-    from sglang_indexcache.serving.preflight.doctor import Examination
-    from sglang_indexcache.serving.preflight.fleet import Fleet
+    from sglang_indexcache.serving.operating.doctor import Examination
+    from sglang_indexcache.serving.operating.fleet import Fleet
 
 app = group("Ask what a server would do, look at a running one, switch its pattern.")
 
@@ -69,11 +69,11 @@ def doctor_command(
     if url:
         if context.args:
             raise SettingsError(f"--url is a question of its own; leave {context.args[0]} away")
-        from sglang_indexcache.serving.preflight.fleet import examine_servers
+        from sglang_indexcache.serving.operating.fleet import examine_servers
 
         examination: Fleet | Examination = examine_servers(connect(url, api_key))
     else:
-        from sglang_indexcache.serving.preflight.doctor import examine
+        from sglang_indexcache.serving.operating.doctor import examine
 
         with redirect_stdout(sys.stderr) if as_json else nullcontext():
             examination = examine(context.args, device)
@@ -105,7 +105,7 @@ def live_watch(url: Url = HERE, api_key: ApiKey = None, every: Every = 2.0) -> N
     and how often each layer ran its indexer. It asks /server_info, so --enable-metrics, which has
     the same for Prometheus, is not needed.
     """
-    from sglang_indexcache.serving.monitor.watch import watch
+    from sglang_indexcache.serving.operating.watch import watch
 
     [client] = connect([url], api_key)
     with suppress(KeyboardInterrupt):
@@ -130,7 +130,7 @@ def live_set(
 
 def _print_states_as_json(states: Sequence[RankState]) -> bool:
     """Print what :func:`_print_states` does, as one document."""
-    from sglang_indexcache.serving.monitor.skipping import (
+    from sglang_indexcache.serving.operating.skipping import (
         describe_index_keys,
         describe_row_shares,
         judge,
@@ -158,7 +158,7 @@ def _print_states_as_json(states: Sequence[RankState]) -> bool:
 
 def _print_states(states: Sequence[RankState]) -> bool:
     """Print each rank's state; return whether none of them fails to skip what it should."""
-    from sglang_indexcache.serving.monitor.skipping import (
+    from sglang_indexcache.serving.operating.skipping import (
         describe_index_keys,
         describe_row_shares,
         judge,

@@ -15,11 +15,10 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from sglang_indexcache.errors import SettingsError
-from sglang_indexcache.serving import hooks
+from sglang_indexcache.serving import adapter, hooks
 from sglang_indexcache.serving.active import current, published_plan
+from sglang_indexcache.serving.options import collect
 from sglang_indexcache.serving.plan import BACKEND_NAME, Plan
-from sglang_indexcache.serving.preflight import adapter
-from sglang_indexcache.serving.preflight.options import collect
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

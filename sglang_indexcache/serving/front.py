@@ -45,7 +45,7 @@ _MAY_HIDE = re.compile(rb"\\u00[4-7]|\x00")
 needs, and UTF-16, which SGLang reads too."""
 
 on_refusal: list[Callable[[], object]] = []
-"""Called at each refusal; where metrics are on, ``monitor/metrics.py`` adds itself."""
+"""Called at each refusal; where metrics are on, ``operating/metrics.py`` adds itself."""
 
 
 def install() -> None:

@@ -16,8 +16,8 @@ from sglang_indexcache.ask.protocol import STATE, SWITCH
 from sglang_indexcache.errors import IndexCacheError, SettingsError
 from sglang_indexcache.serving import hooks, requests
 from sglang_indexcache.serving.active import ActivePattern, current
+from sglang_indexcache.serving.options import MODE
 from sglang_indexcache.serving.policy import Policy
-from sglang_indexcache.serving.preflight.options import MODE
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler

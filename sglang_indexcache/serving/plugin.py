@@ -33,11 +33,13 @@ from sglang_indexcache.checkpoint import (
 from sglang_indexcache.errors import CheckpointError, Findings, IndexCacheError, SettingsError
 from sglang_indexcache.kernels.dispatch import Machine
 from sglang_indexcache.serving import (
+    adapter,
     agreement,
     engine_version,
     front,
     hooks,
     live,
+    refusals,
     requests,
 )
 from sglang_indexcache.serving.active import ActivePattern, activate
@@ -48,15 +50,14 @@ from sglang_indexcache.serving.cuda.choice import (
     check_reference,
     choose,
 )
-from sglang_indexcache.serving.plan import BACKEND_FIELDS, BACKEND_NAME, Plan
-from sglang_indexcache.serving.preflight import adapter, refusals
-from sglang_indexcache.serving.preflight.options import (
+from sglang_indexcache.serving.options import (
     OPTIONS,
     Choices,
     collect,
     is_wanted,
 )
-from sglang_indexcache.serving.preflight.resolve import (
+from sglang_indexcache.serving.plan import BACKEND_FIELDS, BACKEND_NAME, Plan
+from sglang_indexcache.serving.resolve import (
     plan_server,
     read_overrides,
     without_sharing,
@@ -274,7 +275,7 @@ def _resolve(server_args: Any) -> None:
     fields = plan.engine_fields(cfg)
     merged = plan.config_overrides(overrides, config) | (fp8.overrides(config) if on_cpu else {})
     if cfg.enable_metrics:
-        from sglang_indexcache.serving.monitor.metrics import collectors
+        from sglang_indexcache.serving.operating.metrics import collectors
 
         fields["stat_loggers"] = collectors(cfg.stat_loggers)
     declare_resolution(

@@ -25,9 +25,9 @@ from sglang_indexcache.library import Library
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving import hooks
 from sglang_indexcache.serving.active import ActivePattern, current
+from sglang_indexcache.serving.options import MODE
 from sglang_indexcache.serving.plan import Plan
-from sglang_indexcache.serving.preflight.options import MODE
-from sglang_indexcache.serving.preflight.refusals import stage_starts_here
+from sglang_indexcache.serving.refusals import stage_starts_here
 from sglang_indexcache.serving.rows import RequestIds
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ PLACES = {
     "logprob_start_len": {"ask/score.py"},
     "top_logprobs_num": {"ask/score.py"},
     "cached_tokens": {"ask/score.py", "ask/stream.py", "lab/evaluate/arms.py"},
-    "indexcache_pattern": {"ask/protocol.py", "serving/preflight/options.py"},
+    "indexcache_pattern": {"ask/protocol.py", "serving/options.py"},
 }
 """Words of the protocol, and the only modules that may spell them."""
 

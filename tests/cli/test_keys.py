@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from sglang_indexcache.cli import app
-from sglang_indexcache.serving.monitor import watch
+from sglang_indexcache.serving.operating import watch
 from tests.cli.test_eval import SMALL
 from tests.cli.test_search import TINY, documents
 from tests.fakes.server import FakeServer, serving

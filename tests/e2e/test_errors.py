@@ -21,7 +21,7 @@ from tests.preloaded import Template
 pytest.importorskip("sglang")
 
 GLM_CASES = [
-    # (arguments, what the one error says); other patterns: tests/serving/preflight/test_resolve.py
+    # (arguments, what the one error says); other patterns: tests/serving/test_resolve.py
     (["--indexcache-pattern", "no-such-name"], "no-such-name"),
     (["--indexcache-pattern", "broken.yaml"], "broken.yaml"),
     (

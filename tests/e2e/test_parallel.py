@@ -23,7 +23,7 @@ from sglang_indexcache.ask.launch import Server
 from sglang_indexcache.ask.protocol import check_obeyed
 from sglang_indexcache.errors import ServerError
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.serving.preflight.fleet import examine_servers
+from sglang_indexcache.serving.operating.fleet import examine_servers
 from tests.e2e.conftest import (
     Serve,
     batch_logprobs,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sglang_indexcache.serving import active, hooks
-from sglang_indexcache.serving.preflight.options import OPTIONS
+from sglang_indexcache.serving.options import OPTIONS
 
 
 @pytest.fixture(autouse=True)

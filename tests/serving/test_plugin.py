@@ -16,8 +16,8 @@ import pytest
 from sglang_indexcache.errors import Findings, IndexCacheError, SettingsError
 from sglang_indexcache.models import FAMILIES
 from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.serving.options import OPTIONS
 from sglang_indexcache.serving.plan import Plan
-from sglang_indexcache.serving.preflight.options import OPTIONS
 
 torch = pytest.importorskip("torch")
 if torch.accelerator.is_available():
@@ -192,8 +192,8 @@ def test_hybrid_model_by_its_real_config_class(tmp_path: Path) -> None:
     from sglang.srt.utils.hf_transformers.config import get_config
 
     from sglang_indexcache.checkpoint import Checkpoint
-    from sglang_indexcache.serving.preflight.options import collect
-    from sglang_indexcache.serving.preflight.resolve import make_plan
+    from sglang_indexcache.serving.options import collect
+    from sglang_indexcache.serving.resolve import make_plan
 
     architecture = "Glm5NextForConditionalGeneration"
     kda = [i for i in range(12) if i % 4 != 3]
@@ -390,8 +390,8 @@ def test_kernels_are_checked_on_what_sglang_resolved(
 
     from sglang_indexcache.kernels.dispatch import Machine
     from sglang_indexcache.serving.cuda.choice import choose
+    from sglang_indexcache.serving.operating import doctor
     from sglang_indexcache.serving.plugin import resolving_view
-    from sglang_indexcache.serving.preflight import doctor
 
     server_args = resolve(model(**KERNEL_SHAPE), "--indexcache-kernels", "cuda")
     plan = Plan.from_hf_config(hf_config(server_args))

@@ -30,9 +30,9 @@ from sglang_indexcache.errors import Findings, IndexCacheError, SettingsError
 from sglang_indexcache.library import LIBRARY_VARIABLE, Library
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving import active, requests
+from sglang_indexcache.serving.options import collect
 from sglang_indexcache.serving.plan import CONFIG_KEY, Plan
-from sglang_indexcache.serving.preflight.options import collect
-from sglang_indexcache.serving.preflight.resolve import make_plan
+from sglang_indexcache.serving.resolve import make_plan
 from tests.library.entries import GOOD, write
 from tests.serving.plans import plan
 

@@ -20,8 +20,8 @@ from sglang_indexcache.kernels.contract import PADDING, page_bytes
 from sglang_indexcache.kernels.indexer import quantization
 from sglang_indexcache.kernels.indexer.quantization import hadamard, quantize_e4m3
 from sglang_indexcache.serving.active import published_plan
+from sglang_indexcache.serving.config_check import INDEX_HEAD_DIM
 from sglang_indexcache.serving.cpu.select import HostBatch, every_visible, select_topk
-from sglang_indexcache.serving.preflight.config_check import INDEX_HEAD_DIM
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.dsa.dsa_indexer import Indexer

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang_indexcache.errors import Findings, SettingsError
+from sglang_indexcache.serving.config_check import INDEX_HEAD_DIM
 from sglang_indexcache.serving.cpu.fp8 import read_plain
 from sglang_indexcache.serving.hooks import after, around
+from sglang_indexcache.serving.options import INDEX_K_DTYPE, KERNELS
 from sglang_indexcache.serving.plan import Plan
-from sglang_indexcache.serving.preflight.config_check import INDEX_HEAD_DIM
-from sglang_indexcache.serving.preflight.options import INDEX_K_DTYPE, KERNELS
 
 if TYPE_CHECKING:
     from sglang.srt.platforms.interface import KVPoolKind

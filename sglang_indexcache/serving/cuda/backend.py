@@ -18,8 +18,8 @@ from sglang_indexcache.serving.cuda import kernels as kernels_cuda
 from sglang_indexcache.serving.cuda.kernels import EngineKernels, KeptLists, attend
 from sglang_indexcache.serving.cuda.row_split import SplitForwards
 from sglang_indexcache.serving.index_buffer import IndexBuffer
-from sglang_indexcache.serving.monitor.traffic import phase_of
 from sglang_indexcache.serving.rows import patterns_of_rows
+from sglang_indexcache.serving.traffic import phase_of
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention

@@ -26,7 +26,7 @@ from sglang_indexcache.kernels.contract import (
 )
 from sglang_indexcache.kernels.dispatch import ROUTED, Phase
 from sglang_indexcache.models import read_field
-from sglang_indexcache.serving.preflight.options import KERNELS
+from sglang_indexcache.serving.options import KERNELS
 
 REPLACED_ATTENTION = ("fa3", "flashmla_auto", "flashmla_kv", "flashmla_sparse")
 """SGLang's sparse attention kernels in whose place ours can be called."""

@@ -19,7 +19,7 @@ from sglang_indexcache.serving.cuda.indexer import indexer_forward
 from sglang_indexcache.serving.cuda.kernels import EngineKernels
 from sglang_indexcache.serving.cuda.row_split import SplitForwards
 from sglang_indexcache.serving.hooks import around
-from sglang_indexcache.serving.preflight.options import MODE
+from sglang_indexcache.serving.options import MODE
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner

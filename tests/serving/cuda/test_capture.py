@@ -37,7 +37,7 @@ from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.active import ActivePattern
 from sglang_indexcache.serving.cuda.backend import IndexCacheBackend
 from sglang_indexcache.serving.index_buffer import IndexBuffer
-from sglang_indexcache.serving.preflight.refusals import stage_starts
+from sglang_indexcache.serving.refusals import stage_starts
 from tests.serving.cuda.graphs import runner_backend, sglang_graphs
 from tests.serving.cuda.test_backend import runner
 from tests.serving.plans import plan

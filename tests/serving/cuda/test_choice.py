@@ -10,13 +10,13 @@ import torch
 from sglang_indexcache.errors import IndexCacheError, SettingsError
 from sglang_indexcache.kernels import dispatch
 from sglang_indexcache.kernels.dispatch import Machine
+from sglang_indexcache.serving import options
 from sglang_indexcache.serving.cuda.choice import (
     REPLACED_ATTENTION,
     ROUTED,
     check_engine,
     choose,
 )
-from sglang_indexcache.serving.preflight import options
 
 CPU = Machine("CPU", None)
 VOLTA = Machine("NVIDIA V100", (7, 0))

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from sglang_indexcache.ask.client import Client
 from sglang_indexcache.ask.protocol import RankState
 from sglang_indexcache.cli import app
-from sglang_indexcache.serving.monitor.watch import frame, watch
+from sglang_indexcache.serving.operating.watch import frame, watch
 from tests.fakes import state
 from tests.fakes.server import FakeServer, serving
 
@@ -84,5 +84,5 @@ def test_interrupted_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("sglang_indexcache.serving.monitor.watch.watch", stop)
+    monkeypatch.setattr("sglang_indexcache.serving.operating.watch.watch", stop)
     assert CliRunner().invoke(app, ["server", "watch"]).exit_code == 0

@@ -15,8 +15,8 @@ from sglang_indexcache.adapter import Adapter, indexer_layer
 from sglang_indexcache.errors import CheckpointError, SettingsError
 from sglang_indexcache.serving import hooks
 from sglang_indexcache.serving.active import published_plan
+from sglang_indexcache.serving.options import ADAPTER
 from sglang_indexcache.serving.plan import Plan
-from sglang_indexcache.serving.preflight.options import ADAPTER
 
 if TYPE_CHECKING:
     import torch

@@ -12,8 +12,8 @@ from transformers import AutoConfig
 
 from sglang_indexcache.errors import CheckpointError, CombinedError
 from sglang_indexcache.models import BY_NAME, Family
+from sglang_indexcache.serving.config_check import check_config
 from sglang_indexcache.serving.engine_version import EngineSource
-from sglang_indexcache.serving.preflight.config_check import check_config
 from tests.fixtures.models import small_config
 
 pytest.importorskip("sglang")

@@ -8,9 +8,9 @@ import pytest
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import Findings, IndexCacheError, PatternError, SettingsError
 from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.serving.options import Choices, collect
 from sglang_indexcache.serving.plan import CONFIG_KEY, Plan
-from sglang_indexcache.serving.preflight.options import Choices, collect
-from sglang_indexcache.serving.preflight.resolve import make_plan
+from sglang_indexcache.serving.resolve import make_plan
 from tests.fakes.glm5 import CONFIG as GLM5
 
 

@@ -22,15 +22,15 @@ from sglang_indexcache import __version__
 from sglang_indexcache.ask.protocol import SWITCH
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving import active, front, live, requests
-from sglang_indexcache.serving.monitor import metrics
-from sglang_indexcache.serving.monitor.metrics import (
+from sglang_indexcache.serving.operating import metrics
+from sglang_indexcache.serving.operating.metrics import (
     Exporter,
     SchedulerCollector,
     TokenizerCollector,
     collectors,
 )
-from sglang_indexcache.serving.monitor.traffic import MAX_LABELS
 from sglang_indexcache.serving.policy import Policy
+from sglang_indexcache.serving.traffic import MAX_LABELS
 from tests.promtool import RULES, alert, check_rules, needs_promtool
 from tests.serving.plans import plan
 

@@ -9,8 +9,7 @@ from typing import Any
 from sglang_indexcache.errors import Findings, SettingsError
 from sglang_indexcache.models import BY_ARCHITECTURE
 from sglang_indexcache.serving.cpu import platform as platform_cpu
-from sglang_indexcache.serving.plan import BACKEND_NAME, Plan
-from sglang_indexcache.serving.preflight.options import (
+from sglang_indexcache.serving.options import (
     ADAPTER,
     KERNELS,
     MODE,
@@ -19,6 +18,7 @@ from sglang_indexcache.serving.preflight.options import (
     not_together,
     other_backends,
 )
+from sglang_indexcache.serving.plan import BACKEND_NAME, Plan
 
 TESTED = "CPU test"
 REHEARSED = "rehearsed"

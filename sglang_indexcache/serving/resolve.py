@@ -18,10 +18,8 @@ from sglang_indexcache.checkpoint import SHARING_KEYS, Checkpoint, pattern_from_
 from sglang_indexcache.errors import Findings, IndexCacheError, SettingsError
 from sglang_indexcache.library import NOT_EVALUATED, Entry, Library, Resolved, names
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.serving.plan import CONFIG_KEY, Plan
-from sglang_indexcache.serving.policy import Policy
-from sglang_indexcache.serving.preflight.config_check import check_config
-from sglang_indexcache.serving.preflight.options import (
+from sglang_indexcache.serving.config_check import check_config
+from sglang_indexcache.serving.options import (
     ADAPTER,
     INDEX_K_DTYPE,
     KERNELS,
@@ -32,6 +30,8 @@ from sglang_indexcache.serving.preflight.options import (
     Choices,
     Option,
 )
+from sglang_indexcache.serving.plan import CONFIG_KEY, Plan
+from sglang_indexcache.serving.policy import Policy
 from sglang_indexcache.stored import check_form
 from sglang_indexcache.study.provenance import checkpoint_digest
 

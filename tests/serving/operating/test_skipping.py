@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sglang_indexcache.serving.monitor.skipping import (
+from sglang_indexcache.serving.operating.skipping import (
     describe_index_keys,
     describe_row_shares,
     judge,

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.serving.monitor.traffic import (
+from sglang_indexcache.serving.traffic import (
     MAX_LABELS,
     Traffic,
     is_idle,

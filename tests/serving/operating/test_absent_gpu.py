@@ -108,7 +108,7 @@ REFUSED = [  # with every reason, each of which holds on a node with GPUs
 CODE = """
 import io, json, sys
 from rich.console import Console
-from sglang_indexcache.serving.preflight.doctor import examine
+from sglang_indexcache.serving.operating.doctor import examine
 
 examined = []
 for arguments in json.load(sys.stdin):

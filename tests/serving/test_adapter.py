@@ -24,10 +24,10 @@ from sglang_indexcache.checkpoint import read_config
 from sglang_indexcache.demo import shipped_checkpoint
 from sglang_indexcache.errors import Findings, IndexCacheError, SettingsError
 from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.serving import adapter as served
 from sglang_indexcache.serving.cpu import fp8
 from sglang_indexcache.serving.plan import Plan
-from sglang_indexcache.serving.preflight import adapter as served
-from sglang_indexcache.serving.preflight.resolve import PatternChoice
+from sglang_indexcache.serving.resolve import PatternChoice
 from sglang_indexcache.stored import SCALES, dequantised, to_block_fp8
 from tests.serving.plans import plan
 from tests.serving.test_plugin import hf_config, resolve

@@ -26,11 +26,11 @@ from rich.table import Table
 from sglang_indexcache.checkpoint import INDEX_K_BYTES_PER_KEY, text_config
 from sglang_indexcache.errors import Findings, IndexCacheError, SettingsError
 from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.serving.config_check import INDEX_HEAD_DIM
 from sglang_indexcache.serving.engine_version import EngineSource
+from sglang_indexcache.serving.options import asks
 from sglang_indexcache.serving.plan import BACKEND_FIELDS, BACKEND_NAME, CONFIG_KEY, Plan
-from sglang_indexcache.serving.preflight.config_check import INDEX_HEAD_DIM
-from sglang_indexcache.serving.preflight.options import asks
-from sglang_indexcache.serving.preflight.refusals import (
+from sglang_indexcache.serving.refusals import (
     CONTRACT,
     FEATURES,
     READ,
@@ -38,7 +38,7 @@ from sglang_indexcache.serving.preflight.refusals import (
     TESTED,
     describe_row_split,
 )
-from sglang_indexcache.serving.preflight.resolve import read_overrides
+from sglang_indexcache.serving.resolve import read_overrides
 from sglang_indexcache.shapes import ModelShape, check_room
 from sglang_indexcache.support.drawing import to_terminal
 
@@ -190,7 +190,7 @@ def _choose_device(device: str | None) -> str:
     """Make SGLang see the device to check for, before it is imported; what to call it."""
     import torch
 
-    from sglang_indexcache.serving.preflight.absent_gpu import CARDS, GPUS, stand_in
+    from sglang_indexcache.serving.operating.absent_gpu import CARDS, GPUS, stand_in
 
     names = ("cpu", "cuda", *CARDS)
     if device not in (None, *names):

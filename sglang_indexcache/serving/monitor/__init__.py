@@ -1,1 +1,0 @@
-"""Watching a server: traffic, metrics, whether it skips what it should."""

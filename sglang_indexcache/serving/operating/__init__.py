@@ -1,0 +1,1 @@
+"""Commands and metrics of whoever operates a server: doctor, show, watch, Prometheus."""
