@@ -38,6 +38,8 @@ from tests.e2e.conftest import ROUNDING, Serve, batch_logprobs, greedy, prompt
 from tests.oracle import Oracle, _recorded_margins
 
 TOPK = 64
+UNDECIDED = 1e-6
+"""Share of a row's best score by which float32 sums of two processors may differ."""
 PLAN = EvaluationPlan(("notes",), (256,), 2, 4, 64, margin=0.2, looks=1)
 ARGUMENTS = ("--dtype", "float32", "--max-total-tokens", "16384", "--enable-return-indexer-topk")
 CHUNK = ("--chunked-prefill-size", "128")
@@ -128,17 +130,24 @@ def test_one_pass_over_http_finds_what_transformers_lists_give(
     assert result.exit_code == 0, words_of(result)
     setup = Setup.read(TINY, context=256, batches=2, held_out=2)
     data, evaluator = setup.calibration, TransformersEvaluator(TINY, setup.calibration)
-    matrices = []
+    matrices, undecided = [], []
     for batch in range(2):
         [ids], [counted] = data.batches[batch], data.batch_counted[batch]
-        with _recorded_margins(TOPK, [], first_of_ties=True):
+        margins: list[torch.Tensor] = []
+        with _recorded_margins(TOPK, margins, first_of_ties=True):
             matrices.append(kept_list([(ids, counted, [(0, evaluator.selected(ids))])], 12, TOPK))
+        # Where two scores are within rounding at the k-th place, either token is right, and which
+        # one is taken differs between processors: a pick of one query in each of these lists.
+        may_count = torch.from_numpy(counted)
+        open_queries = [int((layer[:-1][may_count] < UNDECIDED).sum()) for layer in margins]
+        undecided.append(np.array(open_queries) / (TOPK * counted[TOPK:].sum()))
     journal = [json.loads(line) for line in (tmp_path / "journal.jsonl").open()][1:]
     by_batch = {line["batch"]: line["kept_list"] for line in journal if "kept_list" in line}
     assert sorted(by_batch) == [0, 1]
     for batch, rows in by_batch.items():
         for layer, row in enumerate(rows):
-            assert row == pytest.approx(matrices[batch][layer, :layer], abs=1e-4)
+            apart = np.abs(np.array(row) - matrices[batch][layer, :layer])
+            assert (apart <= 1e-4 + undecided[batch][layer] + undecided[batch][:layer]).all()
     matrix = np.average(matrices, axis=0, weights=data.batch_tokens[:2])
     for mark, full in marks.items():
         pattern = load_entry(tmp_path / f"tiny-dsa-{mark.replace('/', 'of')}.yaml").pattern
