@@ -214,7 +214,8 @@ def _even(rows: int) -> int:
 def torch_stubs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The scores and the product, not what decides over rows and indices."""
     monkeypatch.setattr(indexer_cpu, "_keys", lambda *_: None)
-    monkeypatch.setattr(indexer_cpu, "index_queries", lambda *_: (None, 1.0))
+    inputs = torch.zeros(REACH, 1), torch.ones(REACH, 1)
+    monkeypatch.setattr(indexer_cpu, "index_queries", lambda *_: inputs)
 
 
 def on_cpu(forward: Forward) -> None:
@@ -234,6 +235,8 @@ def on_cpu(forward: Forward) -> None:
         prefill_attention_backend_str="dsa",
         decode_attention_backend_str="dsa",
         _slots_of=None,
+        splitter=None,
+        split=None,
     )
     backend.index_buffer.begin(patterns_of_rows(batch, active))
     carried = None
