@@ -18,6 +18,7 @@ from benchmarks import (
     expect,
     heal_tables,
     quality_tables,
+    row_split,
     search_tables,
 )
 from benchmarks.card import claims
@@ -132,6 +133,7 @@ PARTS: dict[str, tuple[Make, str]] = {
     "expect": (expect.table, "expect.json"),
     "expect-line": (expect.line, "expect.json"),
     "expect-baselines": (expect.baselines, "expect.json"),
+    "row-split-line": (row_split.line, "row_split.json"),
     "expect-split-line": (expect.baselines_line, "expect.json"),
     "expect-checks": (expect.checks, "expect.json"),
     "request-patterns": (_request_patterns, "request_patterns.json"),

@@ -21,8 +21,6 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from transformers import AutoTokenizer
-
 from benchmarks.records import markdown, read_arguments
 from sglang_indexcache.ask.client import Client
 from sglang_indexcache.ask.launch import Server
@@ -71,6 +69,8 @@ def read(client: Client, ids: list[int]) -> tuple[dict[str, float], Any]:
 
 def make_prompts(count: int, length: int) -> list[list[int]]:
     """Return prompts of plain sentences, none of which begins like another."""
+    from transformers import AutoTokenizer
+
     text = haystack()[: 8 * count * length]
     [ids] = AutoTokenizer.from_pretrained(MODEL)([text])["input_ids"]
     return [ids[n * length : (n + 1) * length] for n in range(count)]
@@ -117,6 +117,16 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         )
     header = ("tokens", "unsplit, s", "split, s", "share of the unsplit", "rows scored")
     return markdown(header, lines)
+
+
+def line(record: dict[str, Any]) -> str:
+    """Write in words what share of the unsplit indexers' processor seconds is left, by length."""
+    shares: dict[int, list[float]] = {}
+    for row in record["rows"]:
+        share = row["on"]["indexer_seconds"] / row["off"]["indexer_seconds"]
+        shares.setdefault(row["length"], []).append(share)
+    words = (f"{median(shares[length]):.2f} at {length:,} tokens" for length in sorted(shares))
+    return f"over {RANKS} ranks of a CPU server a rank's indexers took {', '.join(words)}"
 
 
 def main() -> None:
