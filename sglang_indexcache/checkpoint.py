@@ -265,9 +265,9 @@ def fp8_blocks(folder: Path) -> tuple[int, int] | None:
         stored = {"quant_method": "modelopt"}
     if stored is None:
         return None
-    method, blocks = _get(stored, "quant_method"), _get(stored, "weight_block_size")
-    if method == "fp8" and blocks and len(blocks) == 2:
-        return int(blocks[0]), int(blocks[1])
+    if (blocks := block_size(stored)) is not None:
+        return blocks
+    method = _get(stored, "quant_method")
     details = (_get(stored, name) for name in ("quant_algo", "format", "bits"))
     name = " ".join(str(word) for word in (method or "in an unknown way", *details) if word)
     raise CheckpointError(
@@ -276,6 +276,14 @@ def fp8_blocks(folder: Path) -> tuple[int, int] | None:
         "model's bfloat16 or block-FP8 checkpoint. What is asked of a server (--url) can be "
         "quantised in any way."
     )
+
+
+def block_size(quantisation: Any) -> tuple[int, int] | None:
+    """Return rows and columns of a block by a ``quantization_config``; None without block FP8."""
+    blocks = _get(quantisation, "weight_block_size")
+    if _get(quantisation, "quant_method") != "fp8" or not blocks or len(blocks) != 2:
+        return None
+    return int(blocks[0]), int(blocks[1])
 
 
 def check_fields(config: Any, where: str) -> None:

@@ -189,10 +189,10 @@ def _request(
     from sglang_indexcache.study.cost import Rate
 
     named = arms_of(model, *arms)
-    with reading(f"the tokenizer of {model}"):
-        tokenizer = AutoTokenizer.from_pretrained(model)
     files = _files(rows)
     plan, longest = _plan(model, tuple(tasks or (() if rows else DEFAULT)), lengths, design)
+    with reading(f"the tokenizer of {model}"):
+        tokenizer = AutoTokenizer.from_pretrained(model)
     for path in files.values():  # long ones take a while
         out.print(f"counting the tokens of {path}", highlight=False, soft_wrap=True, markup=False)
     plan, items, remarks = select_rows(plan, files, tokenizer, longest)

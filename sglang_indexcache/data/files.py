@@ -10,7 +10,7 @@ from sglang_indexcache.data.rows import ROWS, form_of, has_lines, is_list, opene
 from sglang_indexcache.errors import DataError
 
 _JSON = re.compile(rb'\s*(\{\s*"|\[\s*[{"])')
-"""How a JSON object begins, and a list of objects or of texts; few texts do."""
+"""Beginning of a JSON object, or of a list of objects or texts. Prose hardly ever begins so."""
 _NAMED = 5
 """Files that are named of those that were left out."""
 

@@ -41,7 +41,8 @@ _NO_TEXT = {
     b"\xfe\xff": "UTF-16. Convert it first: iconv -f UTF-16 -t UTF-8",
     b"": "no text: it holds zero bytes. Convert what it holds to .jsonl or plain text",
 }
-"""What a file is by its first bytes, and what to do; the last row is for any zero byte in them."""
+"""Kinds of files that hold no text, by their first bytes, with what to do about each. The last row
+is for a zero byte anywhere among them."""
 
 File = BufferedReader | gzip.GzipFile
 """A file that was opened: its bytes, unpacked."""

@@ -137,7 +137,7 @@ class Latency(Strict):
 
 
 LETTERS = FULL + SHARED
-"""What a pattern is spelt with."""
+"""Letters of which a pattern is made."""
 
 _FIRST, _LATER = "A-Za-z0-9", "._-"
 """Characters of a name: any of the first, behind one also of the others."""
@@ -205,8 +205,8 @@ class Entry(Strict):
 
 
 _MOST_BYTES = 64 << 10
-"""Of a pattern file; those of a search have some 2 KiB. PyYAML takes seconds for so many brackets,
-in time that grows by their square."""
+"""Size of the largest pattern file that is read. A search writes some 2 KiB; for 64 KiB of brackets
+PyYAML takes seconds, and its time grows by their square."""
 
 
 def load_entry(path: Path) -> Entry:

@@ -22,7 +22,7 @@ WAYS: dict[Way, str] = {
     "share of a chunk, by all heads; latents and index keys are gathered. Of decode, where no "
     "heads are split then, it says nothing.",
 }
-"""What is counted in each."""
+"""Descriptions of each way: what its time counts."""
 NCCL = "comm/nccl/2.29.2/nccl_perf"
 """The table of gathers: bytes that each rank has in the end, and milliseconds."""
 

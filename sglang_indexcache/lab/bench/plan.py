@@ -19,6 +19,7 @@ from typing import Any
 from sglang_indexcache.checkpoint import (
     INDEX_K_BYTES_PER_KEY,
     Checkpoint,
+    fp8_blocks,
     read_config,
     text_config,
 )
@@ -447,7 +448,7 @@ def find_model(model: str) -> str:
 
     Raises:
         BenchError: NVIDIA has measured no layers of it, it shares already, or there is no folder.
-        CheckpointError: a folder that is no DSA checkpoint.
+        CheckpointError: a folder that is no DSA checkpoint, or quantised as no row is.
     """
     path = Path(model)
     if path.is_dir():
@@ -465,11 +466,12 @@ def find_model(model: str) -> str:
 
 def _model_in(folder: Path) -> str:
     """Return the name of the measured model that a checkpoint has the shape and weights of."""
-    config, checkpoint = read_config(folder), Checkpoint.read(folder)
+    config = read_config(folder)
+    checkpoint = Checkpoint.from_config(config, str(folder))
     if checkpoint.shares_already:
         raise _shares_already(str(folder))
     shape = ModelShape.from_config(text_config(config))
-    weights = "fp8_block" if config.get("quantization_config") else "bfloat16"
+    weights = "fp8_block" if fp8_blocks(folder) else "bfloat16"
     for name, measured in MODELS.items():
         if (PRESETS[measured.shape], measured.weights) == (shape, weights):
             return name

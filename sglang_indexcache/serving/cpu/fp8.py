@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from sglang_indexcache.checkpoint import block_size
 from sglang_indexcache.errors import CheckpointError
 
 BLOCKS = "indexcache_fp8_blocks"
@@ -24,10 +25,8 @@ Named = tuple[str, torch.Tensor]
 
 def overrides(config: Any) -> dict[str, Any]:
     """Return the changes to a block-FP8 checkpoint's config; none for another's."""
-    quantisation = getattr(config, "quantization_config", None) or {}
-    if quantisation.get("quant_method") != "fp8" or not quantisation.get("weight_block_size"):
-        return {}
-    return {"quantization_config": None, BLOCKS: list(quantisation["weight_block_size"])}
+    size = block_size(getattr(config, "quantization_config", None) or {})
+    return {} if size is None else {"quantization_config": None, BLOCKS: list(size)}
 
 
 def blocks() -> Sequence[int] | None:

@@ -86,7 +86,9 @@ _INDEXER = "sglang.srt.layers.attention.dsa.dsa_indexer"
 
 
 def install() -> None:
-    """Wrap the two methods of SGLang's indexer; safe to call again.
+    """Wrap the two methods of SGLang's indexer, for our kernels and for the row split.
+
+    Safe to call again.
 
     Raises:
         UnsupportedEngineError: SGLang could not.
@@ -106,14 +108,28 @@ def ragged(
     metadata: DSAIndexerMetadata,
     topk_result: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Stand in for ``Indexer._get_topk_ragged``."""
-    kernel = current().select_prefill
-    if kernel is None or _is_unknown(metadata, "prefill"):
-        call = (enable_dual_stream, forward_batch, layer_id, q_fp8, weights, metadata, topk_result)
-        return original(indexer, *call)
-    pages = _pages(indexer, layer_id)
-    topk = indexer.index_topk
-    return select(kernel, "prefill", q_fp8, weights, pages, metadata, topk, topk_result)
+    """Stand in for ``Indexer._get_topk_ragged``: by our kernel, and for this rank's share of rows.
+
+    A graph reads ``topk_result`` at its address; rows of padding keep what they hold.
+    """
+    kernel, topk = current().select_prefill, indexer.index_topk
+
+    def select_rows(
+        q: torch.Tensor,
+        gates: torch.Tensor,
+        part: DSAIndexerMetadata,
+        result: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if kernel is None or _is_unknown(part, "prefill"):
+            call = (enable_dual_stream, forward_batch, layer_id, q, gates, part, result)
+            return original(indexer, *call)
+        return select(kernel, "prefill", q, gates, _pages(indexer, layer_id), part, topk, result)
+
+    forwards = split_forwards()
+    if forwards is None:
+        return select_rows(q_fp8, weights, metadata, topk_result)
+    lists: torch.Tensor = forwards.select(q_fp8, weights, metadata, topk, topk_result, select_rows)
+    return lists
 
 
 def _paged(
@@ -158,8 +174,7 @@ def select(
     """
     rows = _rows(metadata, phase)
     if result is None:
-        shape = (q_fp8.shape[0], topk)
-        result = torch.full(shape, PADDING, dtype=torch.int32, device=q_fp8.device)
+        result = empty_lists(q_fp8, topk)
     if rows == 0:
         return result
     table, starts = metadata.get_page_table_64(), None
@@ -187,6 +202,11 @@ def select(
         offset = metadata.attn_metadata.topk_indices_offset[:rows, None]
         chosen.copy_(torch.where(chosen == PADDING, PADDING, chosen + offset))
     return result
+
+
+def empty_lists(q_fp8: torch.Tensor, topk: int) -> torch.Tensor:
+    """Return ``[T, topk]`` int32 for the lists of ``[T, H, D]`` queries, all padding."""
+    return torch.full((len(q_fp8), topk), PADDING, dtype=torch.int32, device=q_fp8.device)
 
 
 def mismatch(metadata: DSAIndexerMetadata, phase: Phase) -> str | None:
@@ -248,6 +268,11 @@ def current() -> EngineKernels:
     """Return the forward's kernels; SGLang's where another backend runs it (drafts)."""
     kernels = getattr(current_backend(), "kernels", None)
     return kernels if isinstance(kernels, EngineKernels) else EngineKernels()
+
+
+def split_forwards() -> Any:
+    """Return the forward's :class:`.row_split.SplitForwards`; None of a draft's."""
+    return getattr(current_backend(), "split_forwards", None)
 
 
 # -- sparse attention --------------------------------------------------------------------------

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import torch
 from sglang.srt.environ import envs
 
-from sglang_indexcache.kernels.contract import PADDING
 from sglang_indexcache.serving.active import ActivePattern
 from sglang_indexcache.serving.cuda import kernels as kernels_cuda
 from sglang_indexcache.serving.hooks import around
@@ -23,12 +22,12 @@ from sglang_indexcache.serving.row_split import ON_GPU, RowShare, RowSplit, RowS
 from sglang_indexcache.serving.rows import to_device
 
 if TYPE_CHECKING:
-    from sglang.srt.layers.attention.dsa.dsa_indexer import Indexer
     from sglang.srt.layers.attention.dsa.dsa_indexer_metadata import DSAIndexerMetadata
     from sglang.srt.layers.attention.dsa_backend import DSAMetadata
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 _INDEXER = "sglang.srt.layers.attention.dsa.dsa_indexer"
+SelectRows = Callable[..., torch.Tensor]
+"""From queries, weights and metadata of some rows, and where to write them, to their lists."""
 
 
 class SplitForwards:
@@ -48,7 +47,7 @@ class SplitForwards:
         splitter = active.splitter = active.splitter or RowSplitter.here(topk, ON_GPU)
         if splitter is None:
             return None
-        around(f"{_INDEXER}.Indexer._get_topk_ragged", _ragged)
+        kernels_cuda.install()
         if envs.SGLANG_DSA_TOPK_BROADCAST.get():
             around(f"{_INDEXER}._broadcast_indexer_topk_from_rank0", _broadcast)
         return cls(splitter)
@@ -68,6 +67,34 @@ class SplitForwards:
             self._split = self.splitter.split(metadata.get_dsa_extend_len_cpu(), lengths)
             self._whole, self._part = whole, None
         return self._split
+
+    def select(
+        self,
+        q_fp8: torch.Tensor,
+        weights: torch.Tensor,
+        metadata: DSAIndexerMetadata,
+        topk: int,
+        result: torch.Tensor | None,
+        select_rows: SelectRows,
+    ) -> torch.Tensor:
+        """Select for a share of the rows and gather the rest; for all rows where that costs more.
+
+        Args:
+            q_fp8, weights, metadata, result: as for :func:`.kernels.select`, of the whole batch.
+            select_rows: selects in a batch of fewer rows, by SGLang's kernels or ours.
+        """
+        split = self.split(metadata)
+        if split is None:
+            self.splitter.count(rows := len(metadata.get_seqlens_expanded()), rows)
+            return select_rows(q_fp8, weights, metadata, result)
+
+        def select_share(share: RowShare) -> torch.Tensor:
+            rows = share.rows
+            return select_rows(q_fp8[rows], weights[rows], self.part(metadata, share))
+
+        self.is_gathered = result is None
+        lists = kernels_cuda.empty_lists(q_fp8, topk) if result is None else result
+        return self.splitter.select(split, lists, select_share)
 
     def part(self, metadata: DSAIndexerMetadata, share: RowShare) -> DSAIndexerMetadata:
         """Return the metadata of this rank's share."""
@@ -106,40 +133,6 @@ def _cut(whole: DSAMetadata, share: RowShare) -> DSAMetadata:
     )
 
 
-def _ragged(
-    original: Callable[..., torch.Tensor],
-    indexer: Indexer,
-    enable_dual_stream: bool,
-    forward_batch: ForwardBatch,
-    layer_id: int,
-    q_fp8: torch.Tensor,
-    weights: torch.Tensor,
-    metadata: DSAIndexerMetadata,
-    topk_result: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Stand in for ``Indexer._get_topk_ragged``: select for a share of the rows, gather the rest.
-
-    A graph reads ``topk_result`` at its address; rows of padding keep what they hold.
-    """
-    call = (original, indexer, enable_dual_stream, forward_batch, layer_id)
-    forwards = _current()
-    split = None if forwards is None else forwards.split(metadata)
-    if forwards is None or split is None:
-        if forwards is not None:
-            forwards.splitter.count(rows := len(metadata.get_seqlens_expanded()), rows)
-        return kernels_cuda.ragged(*call, q_fp8, weights, metadata, topk_result)
-
-    def select_share(share: RowShare) -> torch.Tensor:
-        part = forwards.part(metadata, share)
-        return kernels_cuda.ragged(*call, q_fp8[share.rows], weights[share.rows], part)
-
-    forwards.is_gathered = topk_result is None
-    if topk_result is None:
-        shape = (q_fp8.shape[0], indexer.index_topk)
-        topk_result = torch.full(shape, PADDING, dtype=torch.int32, device=q_fp8.device)
-    return forwards.splitter.select(split, topk_result, select_share)
-
-
 def _broadcast(
     original: Callable[..., torch.Tensor | None], topk_indices: torch.Tensor | None
 ) -> torch.Tensor | None:
@@ -147,14 +140,8 @@ def _broadcast(
 
     A prefill graph (``topk_result``) holds its broadcast: it may replay rows that are not split.
     """
-    forwards = _current()
+    forwards = kernels_cuda.split_forwards()
     if forwards is None or not forwards.is_gathered:
         return original(topk_indices)
     forwards.is_gathered = False
     return topk_indices
-
-
-def _current() -> SplitForwards | None:
-    """Return what splits the rows of the forward in progress; None of a draft's."""
-    forwards: SplitForwards | None = getattr(kernels_cuda.current_backend(), "split_forwards", None)
-    return forwards

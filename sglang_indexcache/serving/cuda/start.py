@@ -32,7 +32,7 @@ def create_cuda_backend(runner: ModelRunner, active: ActivePattern) -> IndexCach
         SettingsError: a combination in which indices cannot reach a shared layer.
     """
     backend = IndexCacheBackend(runner, active)
-    if active.plan.split_rows == "on":  # before our kernels, which stand behind it
+    if active.plan.split_rows == "on":
         topk = get_dsa_index_topk(runner.model_config.hf_config)
         backend.split_forwards = SplitForwards.install(active, topk)
     backend.kernels = _load_kernels(runner, active)

@@ -95,7 +95,7 @@ COUNTERS = {
         lambda active: {(by,): active.traffic.rejections[by] for by in ("request", "switch")},
     ),
 }
-"""By name. None falls while a server runs, or Prometheus' client refuses it."""
+"""Counters by name. None may fall while a server runs: Prometheus' client would refuse it."""
 
 GAUGES = {
     "info": Metric(
@@ -112,10 +112,10 @@ GAUGES = {
         "Bytes of index keys a token.", (), lambda active: {(): active.traffic.index_k_bytes}
     ),
 }
-"""By name."""
+"""Gauges by name."""
 
 REFUSED: tuple[str, tuple[str, ...]] = ("Requests refused for the pattern that they name.", ())
-"""Of the processes that take requests: ``refused``."""
+"""Description and labels of ``refused``, which the processes that take requests count."""
 
 
 class SchedulerCollector(SchedulerMetricsCollector):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_indexcache.errors import BenchError, LibraryError
+from sglang_indexcache.errors import BenchError, CheckpointError, LibraryError
 from sglang_indexcache.lab.bench.plan import (
     MODELS,
     NO_RATE,
@@ -134,15 +134,19 @@ def test_models_by_name() -> None:
         find_model("/nowhere/GLM-5-FP8")
 
 
+FP8_BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
 @pytest.mark.parametrize(
     ("shape", "fields", "name"),
     [
-        ("glm-5", {"quantization_config": {"quant_method": "fp8"}}, "GLM-5-FP8"),
+        ("glm-5", {"quantization_config": FP8_BLOCKS}, "GLM-5-FP8"),
         ("glm-5", {}, "GLM-5"),
-        ("deepseek-v3.2", {"quantization_config": {"quant_method": "fp8"}}, "DeepSeek-V3.2"),
+        ("deepseek-v3.2", {"quantization_config": FP8_BLOCKS}, "DeepSeek-V3.2"),
         ("glm-5", {"index_topk_freq": 4, "index_skip_topk_offset": 3}, "shares already"),
         ("glm-5", {"n_routed_experts": 168}, "nobody has published measured layers"),
         ("30b", {}, "nobody has published measured layers"),
+        ("glm-5", {"quantization_config": {"quant_method": "awq", "bits": 4}}, "quantised: awq 4"),
     ],
 )
 def test_a_folder_is_known_by_its_config(
@@ -154,7 +158,7 @@ def test_a_folder_is_known_by_its_config(
     if name in MODELS:
         assert find_model(str(tmp_path)) == name
     else:
-        with pytest.raises(BenchError, match=name):
+        with pytest.raises((BenchError, CheckpointError), match=name):
             find_model(str(tmp_path))
 
 

@@ -140,7 +140,7 @@ def test_several_ranks_select_what_one_does(
 
     def call(_: Any) -> torch.Tensor:
         layer = make_indexer(), False, batch, 0, q, weights, metadata
-        return row_split_cuda._ragged(original, *layer)
+        return kernels_cuda.ragged(original, *layer)
 
     monkeypatch.setattr(kernels_cuda, "get_attn_backend", lambda: backend)
     whole = call(backend)
@@ -161,7 +161,7 @@ def test_a_graph_keeps_its_buffer(monkeypatch: pytest.MonkeyPatch, torch_logits:
     def call(_: Any) -> torch.Tensor:
         buffer = torch.full((160, TOPK), -7, dtype=torch.int32)
         layer = make_indexer(), False, batch, 0, q, padded, metadata, buffer
-        assert row_split_cuda._ragged(None, *layer) is buffer  # type: ignore[arg-type]
+        assert kernels_cuda.ragged(None, *layer) is buffer  # type: ignore[arg-type]
         return buffer
 
     monkeypatch.setattr(kernels_cuda, "get_attn_backend", lambda: backend)
