@@ -30,10 +30,10 @@ demo-real: $(FULL)
 
 # A pull request's first run: no server, and nothing that needs SGLang (tests/README.md has the rest).
 QUICK := tests/test_structure.py tests/test_docs.py tests/test_pattern.py tests/test_hf.py \
-	tests/test_models.py tests/test_checkpoint.py tests/test_stored.py tests/test_adapter.py tests/library \
-	tests/ask tests/data tests/stats tests/study tests/support tests/search/test_methods.py \
-	tests/serving/test_index_buffer.py tests/serving/test_rows.py tests/serving/test_policy.py \
-	tests/serving/operating/test_skipping.py \
+	tests/test_models.py tests/test_checkpoint.py tests/library tests/serving/adapters \
+	tests/lab/client tests/lab/data tests/lab/stats tests/lab/runs tests/lab/search/test_methods.py \
+	tests/serving/test_protocol.py tests/serving/test_index_buffer.py tests/serving/test_rows.py \
+	tests/serving/test_policy.py tests/serving/operating/test_skipping.py \
 	tests/serving/test_resolve.py
 
 quick: $(SMALL)
@@ -95,7 +95,7 @@ $(FULL): pyproject.toml constraints.txt
 	touch $@ $(SMALL)
 
 $(SMALL): pyproject.toml constraints.txt
-	$(install) '.[search,heal,test]'
+	$(install) '.[lab,test]'
 	touch $@
 
 clean:

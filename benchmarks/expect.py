@@ -20,18 +20,18 @@ from typing import Any
 
 from benchmarks.records import markdown, read_arguments
 from sglang_indexcache.errors import BenchError
-from sglang_indexcache.lab.bench.dealt import Way
-from sglang_indexcache.lab.bench.plan import Deployment, Forwards, choose_patterns
-from sglang_indexcache.lab.bench.results import METRICS
-from sglang_indexcache.lab.bench.rows import CARDS, WHEEL, LatencyEstimate, Layers
-from sglang_indexcache.lab.bench.tables import NAMES
-from sglang_indexcache.library import Library
+from sglang_indexcache.lab.latency.dealt import Way
+from sglang_indexcache.lab.latency.plan import Deployment, Forwards, choose_patterns
+from sglang_indexcache.lab.latency.results import METRICS
+from sglang_indexcache.lab.latency.rows import CARDS, WHEEL, LatencyEstimate, Layers
+from sglang_indexcache.lab.latency.tables import NAMES
+from sglang_indexcache.lab.runs.plots import make_figure, save_figure
+from sglang_indexcache.lab.runs.provenance import machine
+from sglang_indexcache.library.lengths import format_length
+from sglang_indexcache.library.resolve import Library
+from sglang_indexcache.library.sizes import checkpoint_of, find_gpu
+from sglang_indexcache.library.writing import write_json
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.shapes import checkpoint_of, find_gpu
-from sglang_indexcache.study.plots import make_figure, save_figure
-from sglang_indexcache.study.provenance import machine
-from sglang_indexcache.support.files import write_json
-from sglang_indexcache.support.lengths import format_length
 
 CONTEXTS = (10_000, 60_000, 120_000, 200_000)
 """Those of the paper's Table 1."""

@@ -42,11 +42,11 @@ from scipy.stats import binom
 from benchmarks.records import read_arguments
 from sglang_indexcache.lab.evaluate.tasks.context import QUESTIONS
 from sglang_indexcache.lab.evaluate.verdict import SAME, bounds, repeats_itself, sees
-from sglang_indexcache.stats.bounds import Estimate
-from sglang_indexcache.stats.design import Design, spread, spread_over_cells
-from sglang_indexcache.stats.pairs import Differences, Flips, Floats
-from sglang_indexcache.study.provenance import machine
-from sglang_indexcache.support.files import write_json
+from sglang_indexcache.lab.runs.provenance import machine
+from sglang_indexcache.lab.stats.bounds import Estimate
+from sglang_indexcache.lab.stats.design import Design, spread, spread_over_cells
+from sglang_indexcache.lab.stats.pairs import Differences, Flips, Floats
+from sglang_indexcache.library.writing import write_json
 
 NAME = "quality/statistics"
 QUICK = {"evaluations": 20}

@@ -19,9 +19,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
-from sglang_indexcache.data.documents import machine_text
+from sglang_indexcache.lab.data.documents import machine_text
+from sglang_indexcache.library.writing import write_whole
 from sglang_indexcache.models import BY_NAME, TRAINABLE, Family
-from sglang_indexcache.support.files import write_whole
 
 TOKENIZER_TEXT_BYTES = 4_000_000
 """How much of the Python standard library the tokenizer is trained on."""

@@ -26,9 +26,9 @@ from benchmarks.card import record as card
 from benchmarks.kernels import unions
 from benchmarks.records import markdown
 from sglang_indexcache.errors import BenchError
-from sglang_indexcache.lab.bench import tables
-from sglang_indexcache.lab.bench.results import LatencyResult
-from sglang_indexcache.lab.bench.tables import NOT_MEASURED
+from sglang_indexcache.lab.latency import tables
+from sglang_indexcache.lab.latency.results import LatencyResult
+from sglang_indexcache.lab.latency.tables import NOT_MEASURED
 from sglang_indexcache.serving.refusals import FEATURES
 
 ROOT = Path(__file__).parents[1]

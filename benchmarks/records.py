@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from sglang_indexcache.lab.bench.tables import Grid
+from sglang_indexcache.lab.latency.tables import Grid
 
 RESULTS = Path(__file__).parent / "results"
 RUNS = Path("runs/benchmarks")

@@ -17,10 +17,10 @@ from benchmarks import expect, small_checkpoint
 from benchmarks.paper import table_1, table_3
 from benchmarks.records import RESULTS, read_arguments
 from benchmarks.smollm2 import searched
-from sglang_indexcache.lab.bench import tables
-from sglang_indexcache.lab.bench.results import load
-from sglang_indexcache.search.output import draw_losses
-from sglang_indexcache.study.plots import FORMATS
+from sglang_indexcache.lab.latency import tables
+from sglang_indexcache.lab.latency.results import load
+from sglang_indexcache.lab.runs.plots import FORMATS
+from sglang_indexcache.lab.search.output import draw_losses
 
 
 def _latency(record: Path, picture: Path) -> None:

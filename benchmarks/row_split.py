@@ -22,12 +22,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.records import markdown, read_arguments
-from sglang_indexcache.ask.client import Client
-from sglang_indexcache.ask.launch import Server
-from sglang_indexcache.demo import shipped_checkpoint
+from sglang_indexcache.lab.client.http import Client
+from sglang_indexcache.lab.client.launch import Server
+from sglang_indexcache.lab.demo import shipped_checkpoint
 from sglang_indexcache.lab.evaluate.tasks.words import haystack
-from sglang_indexcache.study.provenance import busy_cores, machine, versions
-from sglang_indexcache.support.files import write_json
+from sglang_indexcache.lab.runs.provenance import busy_cores, machine, versions
+from sglang_indexcache.library.writing import write_json
 
 QUICK = {"lengths": [2048, 4096], "rounds": 1}
 MODEL = shipped_checkpoint()

@@ -20,9 +20,9 @@ from benchmarks.records import estimate, markdown, read_arguments
 from benchmarks.training.recipe import load_recipe
 from benchmarks.training.scores import Scorer
 from benchmarks.training.tasks import TASKS, chance
-from sglang_indexcache.study.plots import make_figure, save_figure
-from sglang_indexcache.study.provenance import machine
-from sglang_indexcache.support.files import write_json, write_whole
+from sglang_indexcache.lab.runs.plots import make_figure, save_figure
+from sglang_indexcache.lab.runs.provenance import machine
+from sglang_indexcache.library.writing import write_json, write_whole
 
 QUICK = {"lengths": [128], "topks": [64, 1], "rows": 4}
 RETRIEVAL = tuple(TASKS)

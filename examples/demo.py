@@ -19,15 +19,15 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from sglang_indexcache.ask.client import Client
-from sglang_indexcache.ask.launch import Server
-from sglang_indexcache.ask.stream import stream
-from sglang_indexcache.demo import shipped_checkpoint
+from sglang_indexcache.lab.client.http import Client
+from sglang_indexcache.lab.client.launch import Server
+from sglang_indexcache.lab.client.stream import stream
+from sglang_indexcache.lab.demo import shipped_checkpoint
 from sglang_indexcache.lab.evaluate.tasks import TASKS
 from sglang_indexcache.lab.evaluate.tasks.context import make_context
 from sglang_indexcache.lab.evaluate.tasks.words import haystack
-from sglang_indexcache.study.provenance import busy_cores, machine
-from sglang_indexcache.support.files import write_json
+from sglang_indexcache.lab.runs.provenance import busy_cores, machine
+from sglang_indexcache.library.writing import write_json
 
 PATTERNS = {"all F": "full", "1/4": "1/4"}
 CONTEXTS, CONTEXT_TOKENS = 4, 256

@@ -20,7 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
 from sglang_indexcache import Layout, Pattern
-from sglang_indexcache.demo import shipped_checkpoint
+from sglang_indexcache.lab.demo import shipped_checkpoint
 from sglang_indexcache.lab.heal.model import install, is_indexer
 from sglang_indexcache.lab.heal.sharing import Sharing, Stage
 

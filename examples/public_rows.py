@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sglang_indexcache.data.rows import read_rows
+from sglang_indexcache.lab.data.rows import read_rows
 
 
 def prompt_of(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -33,11 +33,11 @@ __version__ = "0.5.23.post1"
 _MODULES = {
     "AttentionInputs": "lab.heal.losses",
     "Checkpoint": "checkpoint",
-    "Client": "ask.client",
+    "Client": "lab.client.http",
     "IndexCacheError": "errors",
     "IndexInputs": "lab.heal.losses",
     "Layout": "lab.heal.packing",
-    "Library": "library",
+    "Library": "library.resolve",
     "Pattern": "pattern",
     "distillation_loss": "lab.heal.losses",
     "multi_layer_loss": "lab.heal.losses",
@@ -49,17 +49,17 @@ _MODULES = {
 __all__ = tuple(_MODULES)
 
 if TYPE_CHECKING:
-    from sglang_indexcache.ask.client import Client as Client
     from sglang_indexcache.checkpoint import Checkpoint as Checkpoint
     from sglang_indexcache.errors import IndexCacheError as IndexCacheError
     from sglang_indexcache.hf import share as share
+    from sglang_indexcache.lab.client.http import Client as Client
     from sglang_indexcache.lab.heal.losses import AttentionInputs as AttentionInputs
     from sglang_indexcache.lab.heal.losses import IndexInputs as IndexInputs
     from sglang_indexcache.lab.heal.losses import distillation_loss as distillation_loss
     from sglang_indexcache.lab.heal.losses import multi_layer_loss as multi_layer_loss
     from sglang_indexcache.lab.heal.losses import select_top_k as select_top_k
     from sglang_indexcache.lab.heal.packing import Layout as Layout
-    from sglang_indexcache.library import Library as Library
+    from sglang_indexcache.library.resolve import Library as Library
     from sglang_indexcache.pattern import Pattern as Pattern
 else:
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import CheckpointError, PatternError, StaleIndexError
-from sglang_indexcache.library import Library
+from sglang_indexcache.library.resolve import Library
 from sglang_indexcache.models import BY_ARCHITECTURE
 from sglang_indexcache.pattern import Pattern
 

@@ -19,7 +19,7 @@ PROCESSES.set_forkserver_preload(
         "accelerate",
         "tests.lab.evaluate.evaluate",
         "tests.lab.heal.test_heal_processes",
-        "tests.search.slow_search",
+        "tests.lab.search.slow_search",
         "tests.serving.test_agreement",
     ]
 )

@@ -33,9 +33,9 @@ from multiprocessing import util
 from pathlib import Path
 from typing import Any, cast
 
-from sglang_indexcache.ask.client import Client
-from sglang_indexcache.ask.launch import Server, die_with_parent
 from sglang_indexcache.errors import ServerError
+from sglang_indexcache.lab.client.http import Client
+from sglang_indexcache.lab.client.launch import Server, die_with_parent
 
 PRELOADED = (
     "sglang.srt.entrypoints.http_server",

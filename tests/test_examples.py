@@ -18,7 +18,7 @@ import typer
 from transformers import AutoTokenizer
 
 from sglang_indexcache.cli import app
-from sglang_indexcache.demo import shipped_checkpoint
+from sglang_indexcache.lab.demo import shipped_checkpoint
 from sglang_indexcache.lab.evaluate.tasks.files import FILES, Item, read_items
 from tests.fakes import state
 from tests.launch_lines import (

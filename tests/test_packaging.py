@@ -99,10 +99,10 @@ def test_the_base_is_small() -> None:
 def test_extras_bring_what_they_are_for() -> None:
     assert OPTIONAL["serve"] == [f"sglang=={SUPPORTED_VERSION}"]
     assert packages(OPTIONAL["eval"]) >= {"numpy", "scipy", "matplotlib", "transformers"}
-    assert OPTIONAL["search"] == ["sglang-indexcache[eval]", "torch>=2.6"]
-    assert packages(OPTIONAL["heal"]) >= {"accelerate", "matplotlib", "pyarrow", "torch"}
-    assert "torch" not in packages(OPTIONAL["plots"] + OPTIONAL["eval"])
-    assert "sglang" not in packages(OPTIONAL["search"] + OPTIONAL["heal"] + OPTIONAL["test"])
+    assert OPTIONAL["lab"][0] == "sglang-indexcache[eval]"
+    assert packages(OPTIONAL["lab"]) >= {"accelerate", "safetensors", "torch"}
+    assert "torch" not in packages(OPTIONAL["eval"])
+    assert "sglang" not in packages(OPTIONAL["lab"] + OPTIONAL["eval"] + OPTIONAL["test"])
     assert set(EXTRAS.values()) <= set(OPTIONAL)
 
 

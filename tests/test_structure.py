@@ -20,7 +20,7 @@ PACKAGE = ROOT / "sglang_indexcache"
 
 
 def module_name(path: Path) -> str:
-    """Return ``search.run`` for ``search/run.py``; a package's is that of its folder."""
+    """Return ``lab.search.run`` for ``lab/search/run.py``; a package's is that of its folder."""
     parts = path.relative_to(PACKAGE).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -118,16 +118,17 @@ def test_names_say_what_they_hold(folder: str) -> None:
 
 
 RULES = {
-    "ask.protocol": ("alike", "check_answered_under", "check_obeyed", "disobedient"),
-    "ask.score": ("time_allowed", "_LEAST_SECONDS", "_LEAST_RATE"),
-    "ask.pool": ("FIRST_PAUSE", "LONGEST_PAUSE"),
-    "data.marking": ("is_held_out",),
-    "data.rows": ("read_rows",),
-    "stats.bounds": ("half_width", "student_quantile"),
-    "study.cost": ("confirm", "print_plan"),
-    "study.journal": ("check_same", "claim", "differences"),
-    "study.provenance": ("busy_cores", "checkpoint_digest", "machine", "versions"),
-    "support.files": ("check_writable", "write_whole"),
+    "serving.protocol": ("alike", "check_answered_under", "check_obeyed", "disobedient"),
+    "lab.client.score": ("time_allowed", "_LEAST_SECONDS", "_LEAST_RATE"),
+    "lab.client.pool": ("FIRST_PAUSE", "LONGEST_PAUSE"),
+    "lab.data.marking": ("is_held_out",),
+    "lab.data.rows": ("read_rows",),
+    "lab.stats.bounds": ("half_width", "student_quantile"),
+    "lab.runs.cost": ("confirm", "print_plan"),
+    "lab.runs.journal": ("check_same", "claim", "differences"),
+    "lab.runs.provenance": ("busy_cores", "machine", "versions"),
+    "library.digest": ("checkpoint_digest",),
+    "library.writing": ("check_writable", "write_whole"),
 }
 """Rules that several folders follow, and where each is: once there was a copy in every folder."""
 

@@ -28,25 +28,27 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("place", ["sglang_indexcache/serving/front.py", "tests/ask/test_x.py"])
+@pytest.mark.parametrize(
+    "place", ["sglang_indexcache/serving/front.py", "tests/lab/client/test_x.py"]
+)
 def test_what_comes_with_sglang_may_be_missing_where_it_may_be_imported(place: str) -> None:
     assert missing(failed("import nosuchpackage.inner", place)) == "nosuchpackage"
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("place", ["sglang_indexcache/search/run.py", "benchmarks/records.py"])
+@pytest.mark.parametrize("place", ["sglang_indexcache/lab/search/run.py", "benchmarks/records.py"])
 def test_elsewhere_a_missing_import_is_a_defect(place: str) -> None:
     assert missing(failed("import nosuchpackage", place)) is None
 
 
 @pytest.mark.usefixtures("small")
 def test_a_module_of_ours_that_is_not_there_is_a_defect() -> None:
-    assert missing(failed("import tests.nosuchfile", "tests/ask/test_x.py")) is None
+    assert missing(failed("import tests.nosuchfile", "tests/lab/client/test_x.py")) is None
 
 
 @pytest.mark.skipif(find_spec("sglang") is None, reason="SGLang is not installed")
 def test_with_sglang_nothing_may_be_missing() -> None:
-    assert missing(failed("import nosuchpackage", "tests/ask/test_x.py")) is None
+    assert missing(failed("import nosuchpackage", "tests/lab/client/test_x.py")) is None
 
 
 def test_files_are_collected_by_the_plugin(pytestconfig: pytest.Config) -> None:

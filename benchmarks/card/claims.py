@@ -14,7 +14,7 @@ from benchmarks.card.phases import is_shown
 from benchmarks.kernels.speed import LISTS_KEPT
 from benchmarks.kernels.workloads import Family, Workload
 from benchmarks.records import RESULTS, markdown
-from sglang_indexcache.lab.bench.tables import NOT_MEASURED
+from sglang_indexcache.lab.latency.tables import NOT_MEASURED
 
 OURS = records.OURS
 SHOWN_HEADS = (8, 32)

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_indexcache.kernels import build
-from sglang_indexcache.study.provenance import commit
+from sglang_indexcache.lab.runs.provenance import commit
 
 ROOT = Path(__file__).parents[2]
 PYTHON = "3.12"
@@ -41,7 +41,7 @@ KERNELS = "indexcache-kernels.tar.gz"
 """Name of the archive of our compiled kernels, inside of the kit."""
 KIT_BYTES = 10 << 20
 TREE = ("sglang_indexcache", "csrc", "tests", "benchmarks", "pyproject.toml")
-RECORDS, MODEL = "benchmarks/results/*", "sglang_indexcache/demo/tiny-dsa/*"
+RECORDS, MODEL = "benchmarks/results/*", "sglang_indexcache/lab/demo/tiny-dsa/*"
 """Parts of :data:`TREE` that the kit leaves behind; the model travels with SGLang."""
 MACHINE = Path(__file__).parent / "machine.txt"
 

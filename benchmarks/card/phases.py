@@ -43,7 +43,7 @@ from typing import Any, get_args
 from benchmarks.card.pack import KERNELS, ROOT
 from benchmarks.kernels.machine import Need, facts, lacking, packed_file, preflight
 from benchmarks.kernels.workloads import Family, Workload, workloads
-from sglang_indexcache.support.files import write_json
+from sglang_indexcache.library.writing import write_json
 
 UNTIMED, TIMED = ("served", "exact"), ("speed", "tools")
 PHASES = UNTIMED + TIMED

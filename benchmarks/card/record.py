@@ -20,8 +20,8 @@ from benchmarks.card.phases import SKIPPED, is_shown
 from benchmarks.kernels.speed import LISTS_KEPT
 from benchmarks.kernels.workloads import Workload, workloads
 from benchmarks.records import RESULTS, markdown, read_arguments
-from sglang_indexcache.lab.bench.tables import NOT_MEASURED
-from sglang_indexcache.support.files import write_json
+from sglang_indexcache.lab.latency.tables import NOT_MEASURED
+from sglang_indexcache.library.writing import write_json
 
 OURS = "cuda"
 RECORD = "kernels/h100.json"

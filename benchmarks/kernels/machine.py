@@ -13,7 +13,7 @@ import torch
 from benchmarks.card.pack import MANIFEST
 from sglang_indexcache import __version__
 from sglang_indexcache.kernels.dispatch import HOPPER
-from sglang_indexcache.study.provenance import commit, output_lines, package_version
+from sglang_indexcache.lab.runs.provenance import commit, output_lines, package_version
 
 PACKAGES = {
     "triton": ("triton",),

@@ -35,7 +35,7 @@ from sglang_indexcache.kernels.contract import IndexerBatch, OpName, mla_toleran
 from sglang_indexcache.kernels.sparse_mla import reference as mla_reference
 from sglang_indexcache.kernels.sparse_mla.layout import dequantize_latent
 from sglang_indexcache.kernels.topk import reference as topk_reference
-from sglang_indexcache.support.files import write_json
+from sglang_indexcache.library.writing import write_json
 
 SECONDS_EACH = 1.5
 ROWS_CHECKED = 16

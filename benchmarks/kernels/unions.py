@@ -23,12 +23,12 @@ from numpy.typing import NDArray
 
 import sglang_indexcache
 from benchmarks.records import read_arguments
-from sglang_indexcache.lab.bench.tables import Grid
-from sglang_indexcache.search.calibration import Score
-from sglang_indexcache.search.evaluators.hf import TransformersEvaluator
-from sglang_indexcache.search.setup import Setup
-from sglang_indexcache.study.provenance import machine
-from sglang_indexcache.support.files import write_json
+from sglang_indexcache.lab.latency.tables import Grid
+from sglang_indexcache.lab.runs.provenance import machine
+from sglang_indexcache.lab.search.calibration import Score
+from sglang_indexcache.lab.search.evaluators.hf import TransformersEvaluator
+from sglang_indexcache.lab.search.setup import Setup
+from sglang_indexcache.library.writing import write_json
 
 TINY = Path(sglang_indexcache.__file__).parent / "demo" / "tiny-dsa"
 TRAINED_FOR = 512

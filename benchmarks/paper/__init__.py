@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from sglang_indexcache.ask.launch import Server
 from sglang_indexcache.cli import app
-from sglang_indexcache.demo import shipped_checkpoint
+from sglang_indexcache.lab.client.launch import Server
+from sglang_indexcache.lab.demo import shipped_checkpoint
 
 SMALL = shipped_checkpoint()
 """The small trained model, where none is named."""

@@ -19,11 +19,11 @@ from statistics import median
 from benchmarks.paper import indexcache, repeated
 from benchmarks.random_model import make_model
 from benchmarks.records import RUNS, read_arguments
-from sglang_indexcache.lab.bench.latency import write_latency
-from sglang_indexcache.lab.bench.results import LatencyResult, load
-from sglang_indexcache.lab.bench.tables import NAMES, describe
-from sglang_indexcache.study.plots import BLUE, GREEN, RED, make_figure, save_figure
-from sglang_indexcache.support.lengths import format_length
+from sglang_indexcache.lab.latency.measure import write_latency
+from sglang_indexcache.lab.latency.results import LatencyResult, load
+from sglang_indexcache.lab.latency.tables import NAMES, describe
+from sglang_indexcache.lab.runs.plots import BLUE, GREEN, RED, make_figure, save_figure
+from sglang_indexcache.library.lengths import format_length
 
 COLORS = {"prefill": BLUE, "decode": RED, "full": GREEN}
 NAME = "latency/cpu"

@@ -23,14 +23,15 @@ from benchmarks.records import estimate, markdown, read_arguments
 from benchmarks.training.batches import TEXT
 from benchmarks.training.scores import Scorer
 from benchmarks.training.tasks import TEXT_CHARACTERS, chance
-from sglang_indexcache.search.evaluators.hf import TransformersEvaluator
-from sglang_indexcache.search.ledger import Ledger
-from sglang_indexcache.search.methods.pairwise import most_similar, pair_matrix
-from sglang_indexcache.search.rules import Constraints, parse_targets
-from sglang_indexcache.search.setup import Setup
-from sglang_indexcache.stats.bounds import half_width
-from sglang_indexcache.study.provenance import checkpoint_digest, machine
-from sglang_indexcache.support.files import write_json, write_whole
+from sglang_indexcache.lab.runs.provenance import machine
+from sglang_indexcache.lab.search.evaluators.hf import TransformersEvaluator
+from sglang_indexcache.lab.search.ledger import Ledger
+from sglang_indexcache.lab.search.methods.pairwise import most_similar, pair_matrix
+from sglang_indexcache.lab.search.rules import Constraints, parse_targets
+from sglang_indexcache.lab.search.setup import Setup
+from sglang_indexcache.lab.stats.bounds import half_width
+from sglang_indexcache.library.digest import checkpoint_digest
+from sglang_indexcache.library.writing import write_json, write_whole
 
 TASKS = (TEXT, "recall", "needles")
 RATIOS = ("1/2", "1/4", "1/8")

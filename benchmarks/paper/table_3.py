@@ -30,9 +30,9 @@ from benchmarks.training.recipe import load_recipe
 from benchmarks.training.scores import Scorer
 from benchmarks.training.tasks import TEXT_CHARACTERS, chance
 from benchmarks.training.trainer import Trainer
-from sglang_indexcache.stats.bounds import half_width
-from sglang_indexcache.study.plots import make_figure, save_figure
-from sglang_indexcache.support.files import write_json, write_whole
+from sglang_indexcache.lab.runs.plots import make_figure, save_figure
+from sglang_indexcache.lab.stats.bounds import half_width
+from sglang_indexcache.library.writing import write_json, write_whole
 
 NAME = "training_aware"
 QUICK = {"seeds": [0], "steps": 2, "rows": 2, "text_characters": 400_000}

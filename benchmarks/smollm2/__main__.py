@@ -23,8 +23,9 @@ from benchmarks.smollm2.build import VARIANTS, build
 from benchmarks.smollm2.lean import Lean
 from benchmarks.smollm2.measure import HEADER, Arm, Line, columns, full, measure
 from benchmarks.smollm2.workers import one_thread
-from sglang_indexcache.study.provenance import checkpoint_digest, machine
-from sglang_indexcache.support.files import write_json
+from sglang_indexcache.lab.runs.provenance import machine
+from sglang_indexcache.library.digest import checkpoint_digest
+from sglang_indexcache.library.writing import write_json
 
 TOPKS = (128, 256, 512)
 QUICK = {"lengths": [1024], "topks": [128], "rows": 2}

@@ -24,8 +24,8 @@ from torch.nn.functional import log_softmax
 
 from benchmarks.smollm2.lean import Lean, Tables
 from sglang_indexcache import __version__
-from sglang_indexcache.ask.protocol import CUSTOM, PATTERN_OF_REQUEST, STATE, RankState
 from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.serving.protocol import CUSTOM, PATTERN_OF_REQUEST, STATE, RankState
 
 KEPT = 64
 """Contexts that are kept for their questions, the last ones."""

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks.smollm2.packages import download
-from sglang_indexcache.search.passages import Passages
+from sglang_indexcache.lab.search.passages import Passages
 
 
 @dataclass(frozen=True)

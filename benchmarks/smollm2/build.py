@@ -22,7 +22,7 @@ from benchmarks.smollm2.convert import Form, convert, dsa_config
 from benchmarks.smollm2.indexers import BUILT, RANDOM, Layer, Recipe, collect, copy_attention
 from benchmarks.smollm2.lean import Lean
 from benchmarks.smollm2.workers import each
-from sglang_indexcache.support.files import replacing
+from sglang_indexcache.library.writing import replacing
 
 ROWS, LENGTH = 4, 2048
 """Rows that indexers are trained on; the next one tells how well."""

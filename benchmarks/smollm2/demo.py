@@ -23,11 +23,11 @@ from benchmarks.smollm2 import CACHE
 from benchmarks.smollm2.books import HELD_OUT, Books
 from benchmarks.smollm2.build import VARIANTS, build
 from benchmarks.smollm2.workers import one_thread
-from sglang_indexcache.ask.client import Client
-from sglang_indexcache.ask.protocol import check_answered_under, named
-from sglang_indexcache.ask.stream import stream
 from sglang_indexcache.cli.common import out
+from sglang_indexcache.lab.client.http import Client
+from sglang_indexcache.lab.client.stream import stream
 from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.serving.protocol import check_answered_under, named
 
 DOCUMENT_TOKENS = 3072
 QUESTIONS = (

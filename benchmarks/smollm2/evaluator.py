@@ -15,9 +15,9 @@ import torch
 
 from benchmarks.smollm2.books import Row
 from benchmarks.smollm2.lean import Lean, State
+from sglang_indexcache.lab.search.evaluators import Floats
+from sglang_indexcache.lab.search.evaluators.hf import common_layers, lost_by_worst_head
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.search.evaluators import Floats
-from sglang_indexcache.search.evaluators.hf import common_layers, lost_by_worst_head
 
 KEPT_RUNS = 3
 """Forwards of a row whose states are kept, those used last."""
@@ -39,7 +39,7 @@ class _Run:
 
 
 class LeanEvaluator:
-    """An :class:`~sglang_indexcache.search.evaluators.Evaluator` of rows.
+    """An :class:`~sglang_indexcache.lab.search.evaluators.Evaluator` of rows.
 
     Args:
         score: one of :data:`SCORES`.
@@ -58,7 +58,7 @@ class LeanEvaluator:
         self._guard = Lock()
 
     def loss(self, pattern: Pattern, batches: Sequence[int]) -> Floats:
-        """See :class:`~sglang_indexcache.search.evaluators.Evaluator`."""
+        """See :class:`~sglang_indexcache.lab.search.evaluators.Evaluator`."""
         return np.array([self._loss(pattern, batch) for batch in batches])
 
     def _loss(self, pattern: Pattern, batch: int) -> float:
@@ -90,7 +90,7 @@ class LeanEvaluator:
 
         Returns:
             ``[N, N]`` float64, as
-            :meth:`sglang_indexcache.search.evaluators.hf.TransformersEvaluator.similarity`.
+            :meth:`sglang_indexcache.lab.search.evaluators.hf.TransformersEvaluator.similarity`.
         """
         model, row = self.model, self.rows[batch]
         turned, lists = model.rotation(len(row.ids)), list[list[torch.Tensor]]()
@@ -118,7 +118,7 @@ class LeanEvaluator:
 
         Returns:
             ``[N, N]`` float64, as
-            :meth:`sglang_indexcache.search.evaluators.hf.TransformersEvaluator.kept_mass`.
+            :meth:`sglang_indexcache.lab.search.evaluators.hf.TransformersEvaluator.kept_mass`.
         """
         return lost_by_worst_head(self.mass(batch))
 

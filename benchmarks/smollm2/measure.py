@@ -21,9 +21,9 @@ from benchmarks.smollm2.convert import STEEPNESS
 from benchmarks.smollm2.lean import Lean, State
 from benchmarks.smollm2.workers import each
 from sglang_indexcache.errors import QualityError
+from sglang_indexcache.lab.runs.journal import Journal
+from sglang_indexcache.lab.stats.bounds import half_width
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.stats.bounds import half_width
-from sglang_indexcache.study.journal import Journal
 
 Line = dict[str, Any]
 

@@ -29,17 +29,18 @@ from benchmarks.smollm2.evaluator import SCORES, LeanEvaluator
 from benchmarks.smollm2.lean import Lean
 from benchmarks.smollm2.measure import HEADER, Arm, Line, columns, compared, measure, named
 from benchmarks.smollm2.workers import one_thread
+from sglang_indexcache.lab.runs.plots import make_figure, save_figure
+from sglang_indexcache.lab.runs.provenance import machine
+from sglang_indexcache.lab.search.evaluators import Floats
+from sglang_indexcache.lab.search.ledger import Ledger, Step, open_journal
+from sglang_indexcache.lab.search.methods import METHODS, METHODS_IN_PROCESS
+from sglang_indexcache.lab.search.options import Options
+from sglang_indexcache.lab.search.overlap import draw_overlap
+from sglang_indexcache.lab.search.rules import Constraints, parse_targets
+from sglang_indexcache.lab.search.run import Search
+from sglang_indexcache.library.digest import checkpoint_digest
+from sglang_indexcache.library.writing import write_json, write_whole
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.search.evaluators import Floats
-from sglang_indexcache.search.ledger import Ledger, Step, open_journal
-from sglang_indexcache.search.methods import METHODS, METHODS_IN_PROCESS
-from sglang_indexcache.search.options import Options
-from sglang_indexcache.search.overlap import draw_overlap
-from sglang_indexcache.search.rules import Constraints, parse_targets
-from sglang_indexcache.search.run import Search
-from sglang_indexcache.study.plots import make_figure, save_figure
-from sglang_indexcache.study.provenance import checkpoint_digest, machine
-from sglang_indexcache.support.files import write_json, write_whole
 
 RATIOS = ("1/2", "1/4", "1/8")
 QUICK = {"searches": ["similarity:mixed"], "batches": 1, "rows": 2, "length": 1024}

@@ -33,13 +33,14 @@ from benchmarks.paper import live_server
 from benchmarks.records import read_arguments
 from benchmarks.smollm2 import CACHE
 from benchmarks.smollm2.books import HELD_OUT, Books
-from sglang_indexcache.ask.client import Client
-from sglang_indexcache.ask.protocol import check_answered_under, named
 from sglang_indexcache.checkpoint import Checkpoint
-from sglang_indexcache.library import Library
+from sglang_indexcache.lab.client.http import Client
+from sglang_indexcache.lab.runs.provenance import machine
+from sglang_indexcache.library.digest import checkpoint_digest
+from sglang_indexcache.library.resolve import Library
+from sglang_indexcache.library.writing import write_json
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.study.provenance import checkpoint_digest, machine
-from sglang_indexcache.support.files import write_json
+from sglang_indexcache.serving.protocol import check_answered_under, named
 
 NAME = "smollm2/serve_check.json"
 LENGTHS = range(300, 1300, 100)

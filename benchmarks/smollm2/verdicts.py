@@ -29,17 +29,18 @@ from benchmarks.records import markdown, read_arguments
 from benchmarks.smollm2 import model_parser
 from benchmarks.smollm2.answers import Answers, serving
 from benchmarks.smollm2.books import HELD_OUT, Books
-from sglang_indexcache.ask.client import Client
+from sglang_indexcache.lab.client.http import Client
 from sglang_indexcache.lab.evaluate.arms import Servers
 from sglang_indexcache.lab.evaluate.corpus import Corpus
 from sglang_indexcache.lab.evaluate.evaluation import NAME as JOURNAL
 from sglang_indexcache.lab.evaluate.plan import Planned, arms_of, context_name
 from sglang_indexcache.lab.evaluate.tasks import TASKS
 from sglang_indexcache.lab.evaluate.tasks.context import QUESTIONS as ASKED_BEHIND
-from sglang_indexcache.library import name_and_pattern
-from sglang_indexcache.study.provenance import checkpoint_digest, machine
-from sglang_indexcache.support.files import write_json, write_whole
-from sglang_indexcache.support.lengths import parse_length
+from sglang_indexcache.lab.runs.provenance import machine
+from sglang_indexcache.library.digest import checkpoint_digest
+from sglang_indexcache.library.lengths import parse_length
+from sglang_indexcache.library.resolve import name_and_pattern
+from sglang_indexcache.library.writing import write_json, write_whole
 
 QUICK = {"lengths": ["1Ki"], "contexts": 8}
 QUESTIONS, CUE, ANSWER = 8, 16, 4

@@ -12,7 +12,7 @@ from benchmarks.random_model import small_config
 from benchmarks.training.tasks import TASKS
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import TrainingError
-from sglang_indexcache.library import Library
+from sglang_indexcache.library.resolve import Library
 from sglang_indexcache.models import BY_NAME, Family
 from sglang_indexcache.pattern import Pattern
 

@@ -18,8 +18,8 @@ from benchmarks.training.retrieval import MachineText, TaskDocument, TaskWords, 
 from benchmarks.training.tasks import TASKS, TEXT_CHARACTERS, chance
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.lab.heal.sharing import Stage
-from sglang_indexcache.library import Library
-from sglang_indexcache.stats.bounds import half_width
+from sglang_indexcache.lab.stats.bounds import half_width
+from sglang_indexcache.library.resolve import Library
 
 EVERY_TASK = (TEXT, *TASKS)
 BATCH_ROWS = 4

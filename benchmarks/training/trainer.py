@@ -25,7 +25,7 @@ from sglang_indexcache.lab.heal.optimizer import BETAS, adamw_groups, lr_factor,
 from sglang_indexcache.lab.heal.packing import PADDING
 from sglang_indexcache.lab.heal.run_folder import Position, RunLog
 from sglang_indexcache.lab.heal.sharing import Stage
-from sglang_indexcache.support.files import replacing
+from sglang_indexcache.library.writing import replacing
 
 STATE = "state.pt"
 

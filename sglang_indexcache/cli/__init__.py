@@ -9,7 +9,7 @@ import typer
 from sglang_indexcache import __version__
 from sglang_indexcache.cli import bench, eval, heal, kernels, patterns, search, server
 from sglang_indexcache.cli.common import Reporting
-from sglang_indexcache.support.files import shipped
+from sglang_indexcache.library.writing import shipped
 
 app = typer.Typer(
     cls=Reporting,

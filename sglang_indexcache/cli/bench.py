@@ -80,16 +80,16 @@ def latency_command(
     Without it, servers are started with the flags behind --, for example:
     indexcache bench latency --model MODEL -o out -- --tp 8 --dp 8 --enable-dp-attention
     """
-    from sglang_indexcache.lab.bench import latency, tables
-    from sglang_indexcache.lab.bench.results import configurations
-    from sglang_indexcache.lab.bench.servers import TIMEOUT, open_servers
-    from sglang_indexcache.study.journal import resumable
-    from sglang_indexcache.study.plots import check_installed
-    from sglang_indexcache.support.lengths import parse_length
+    from sglang_indexcache.lab.latency import measure, tables
+    from sglang_indexcache.lab.latency.results import configurations
+    from sglang_indexcache.lab.latency.servers import TIMEOUT, open_servers
+    from sglang_indexcache.lab.runs.journal import resumable
+    from sglang_indexcache.lab.runs.plots import check_installed
+    from sglang_indexcache.library.lengths import parse_length
 
-    target = latency.read_target(model)
+    target = measure.read_target(model)
     served = configurations(pattern or PAPERS_PATTERNS, target.checkpoint)
-    settings = latency.Settings(
+    settings = measure.Settings(
         lengths=tuple(parse_length(text) for text in context or PAPERS_CONTEXTS),
         rounds=rounds,
         new_tokens=new_tokens,
@@ -102,11 +102,11 @@ def latency_command(
     servers = open_servers(model, served, clients, flags, output / "logs")
     report = partial(out.print, highlight=False)
     with resumable(out, output, "every whole round"):
-        result = latency.run(
+        result = measure.run(
             target, servers, served, settings, arguments=flags, report=report, output=output
         )
     out.print(tables.latency_grid(result).to_terminal())
-    files = ", ".join(map(str, latency.write_latency(result, output, figures)))
+    files = ", ".join(map(str, measure.write_latency(result, output, figures)))
     out.print(f"wrote {files}", soft_wrap=True)
 
 
@@ -127,14 +127,14 @@ def plan_command(
 
     For example: indexcache bench plan --model GLM-5-FP8 --gpu h200 --gpus 8
     """
-    from sglang_indexcache.lab.bench.dealt import Way
-    from sglang_indexcache.lab.bench.plan import (
+    from sglang_indexcache.lab.latency.dealt import Way
+    from sglang_indexcache.lab.latency.plan import (
         choose_patterns,
         plan,
         plan_grid,
         plan_to_json,
     )
-    from sglang_indexcache.support.lengths import parse_length
+    from sglang_indexcache.library.lengths import parse_length
 
     asked: dict[Way, bool] = {"row split": split_rows, "prefill CP": cp}
     ways = [way for way, is_wanted in asked.items() if is_wanted]

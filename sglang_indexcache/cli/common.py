@@ -15,21 +15,21 @@ from typer import Option
 from typer.core import TyperCommand, TyperGroup
 
 from sglang_indexcache.errors import IndexCacheError, SettingsError
-from sglang_indexcache.support.files import check_writable
+from sglang_indexcache.library.writing import check_writable
 
 if TYPE_CHECKING:
-    from sglang_indexcache.ask.client import Client
+    from sglang_indexcache.lab.client.http import Client
 
 out = Console()
 
 EXTRAS = {
     "server": "serve",
-    "search": "search",
+    "search": "lab",
     "eval": "eval",
-    "bench": "plots",
-    "heal": "heal",
+    "bench": "eval",
+    "patterns": "eval",
+    "heal": "lab",
     "kernels": "kernels",
-    "demo": "search",
 }
 """Which extra of the package brings what a command group needs, but for SGLang itself."""
 
@@ -80,7 +80,7 @@ class Reporting(CommandGroup):
 
 
 def _missing(package: str, group: str | None) -> str:
-    extra = "serve" if package == "sglang" else EXTRAS.get(group or "", "all")
+    extra = "serve" if package == "sglang" else EXTRAS.get(group or "", "lab")
     return (
         f"this command needs {package}, which is not installed. In the folder that this package "
         f"was installed from: pip install '.[{extra}]'"
@@ -135,7 +135,7 @@ def _read_config(context: typer.Context, path: Path | None) -> Path | None:
 
 
 def _figure_format(value: str) -> str:
-    from sglang_indexcache.study.plots import FORMATS
+    from sglang_indexcache.lab.runs.plots import FORMATS
 
     formats = [suffix.removeprefix(".") for suffix in FORMATS]
     if value not in formats:
@@ -198,7 +198,7 @@ def connect(
     Raises:
         SettingsError: a URL that is none.
     """
-    from sglang_indexcache.ask.client import Client
+    from sglang_indexcache.lab.client.http import Client
 
     keys = {"api_key": api_key, "admin_api_key": admin_api_key}
     return [Client(_checked(url), timeout, **keys) for url in urls or ()]

@@ -25,10 +25,10 @@ from sglang_indexcache.cli.common import (
     writable,
 )
 from sglang_indexcache.errors import QualityError
-from sglang_indexcache.support.lengths import parse_length
+from sglang_indexcache.library.lengths import parse_length
 
 if TYPE_CHECKING:
-    from sglang_indexcache.ask.client import Client
+    from sglang_indexcache.lab.client.http import Client
     from sglang_indexcache.lab.evaluate.evaluation import Evaluation
     from sglang_indexcache.lab.evaluate.plan import EvaluationPlan
     from sglang_indexcache.lab.evaluate.run import EvaluationRequest
@@ -186,7 +186,7 @@ def _request(
     from sglang_indexcache.lab.evaluate.run import EvaluationRequest
     from sglang_indexcache.lab.evaluate.tasks import DEFAULT
     from sglang_indexcache.lab.evaluate.tasks.context import QUESTIONS
-    from sglang_indexcache.study.cost import Rate
+    from sglang_indexcache.lab.runs.cost import Rate
 
     named = arms_of(model, *arms)
     files = _files(rows)
@@ -274,7 +274,7 @@ def compare_command(
     """
     from sglang_indexcache.lab.evaluate.compare import compare_logs
     from sglang_indexcache.lab.evaluate.logs import read_log
-    from sglang_indexcache.study.provenance import commit
+    from sglang_indexcache.lab.runs.provenance import commit
 
     inputs = {"reference": reference, "candidate": candidate, "again": again, "bad": bad}
     places = {role: _named(place, role) for role, place in inputs.items() if place}
@@ -327,7 +327,7 @@ def _servers(urls: list[str] | None, api_key: str | None) -> dict[str, Client]:
             "this asks servers: give --url URL of one in live mode, or --url NAME=URL of one for "
             "each arm. --dry-run needs none."
         )
-    from sglang_indexcache.library import name_and_pattern
+    from sglang_indexcache.library.resolve import name_and_pattern
 
     clients: dict[str, Client] = {}
     for text in urls:

@@ -104,8 +104,8 @@ def run(
     Several processes: accelerate launch --num_processes N -m sglang_indexcache.cli heal run ...
     """
     from sglang_indexcache.lab.heal.heal import HealOptions, heal
-    from sglang_indexcache.study.journal import resumable
-    from sglang_indexcache.support.lengths import parse_length
+    from sglang_indexcache.lab.runs.journal import resumable
+    from sglang_indexcache.library.lengths import parse_length
 
     folder = checkpoint or model
     if folder is None or None not in (checkpoint, model):
@@ -137,8 +137,8 @@ def run(
 def _print_bill(options: HealOptions, gpus: str) -> None:
     """Print what a healing would take on GPUs such as ``8xh200``."""
     from sglang_indexcache.lab.heal.plan import GpuMachine, counted_gpus, dry_run
-    from sglang_indexcache.shapes import find_gpu
-    from sglang_indexcache.study.cost import print_plan
+    from sglang_indexcache.lab.runs.cost import print_plan
+    from sglang_indexcache.library.sizes import find_gpu
 
     count, name = counted_gpus(gpus)
     gpu = find_gpu(name)

@@ -14,10 +14,11 @@ from typer import Argument, Option
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.cli.common import Command, group, out
 from sglang_indexcache.errors import Findings
-from sglang_indexcache.study.provenance import checkpoint_digest
+from sglang_indexcache.library.digest import checkpoint_digest
 
 if TYPE_CHECKING:
-    from sglang_indexcache.library import Entry, Resolved
+    from sglang_indexcache.library.files import Entry
+    from sglang_indexcache.library.resolve import Resolved
 
 app = group("The pattern library.")
 
@@ -37,7 +38,7 @@ def list_patterns(model: FittedModel = None) -> None:
 
     If there is one, the exit code is 1.
     """
-    from sglang_indexcache.library import Library
+    from sglang_indexcache.library.resolve import Library
 
     library = Library.default()
     entries = list(library.entries.values())
@@ -67,8 +68,8 @@ def show_patterns(patterns: Patterns, model: RatioModel = None) -> None:
 
     It checks pattern files as well: each problem is told, and the exit code is then 1.
     """
-    from sglang_indexcache.library import Library
-    from sglang_indexcache.support.drawing import to_terminal
+    from sglang_indexcache.library.resolve import Library
+    from sglang_indexcache.serving.operating.drawing import to_terminal
 
     checkpoint = None if model is None else Checkpoint.read(model)
     library = Library.default()

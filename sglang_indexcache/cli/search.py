@@ -29,17 +29,17 @@ from sglang_indexcache.cli.common import (
     out,
 )
 from sglang_indexcache.errors import SearchError, ServerUnavailableError
-from sglang_indexcache.support.lengths import parse_length
+from sglang_indexcache.library.lengths import parse_length
 
 if TYPE_CHECKING:
-    from sglang_indexcache.ask.client import Client
-    from sglang_indexcache.ask.score import Engine
-    from sglang_indexcache.library import Resolved
-    from sglang_indexcache.search.calibration import Calibration, Score
-    from sglang_indexcache.search.evaluators import TokenEvaluator
-    from sglang_indexcache.search.methods import Method as SearchMethod
-    from sglang_indexcache.search.overlap import Block
-    from sglang_indexcache.search.setup import Setup
+    from sglang_indexcache.lab.client.http import Client
+    from sglang_indexcache.lab.client.score import Engine
+    from sglang_indexcache.lab.search.calibration import Calibration, Score
+    from sglang_indexcache.lab.search.evaluators import TokenEvaluator
+    from sglang_indexcache.lab.search.methods import Method as SearchMethod
+    from sglang_indexcache.lab.search.overlap import Block
+    from sglang_indexcache.lab.search.setup import Setup
+    from sglang_indexcache.library.resolve import Resolved
 
 app = group("Find a pattern for your checkpoint, and compare patterns.")
 
@@ -136,11 +136,11 @@ def run_command(
     Example: indexcache search run --model MODEL --url http://127.0.0.1:30000 --data chats.jsonl
     -o found/
     """
-    from sglang_indexcache.search.options import Options
-    from sglang_indexcache.search.rules import Constraints, parse_layers, parse_targets
-    from sglang_indexcache.search.session import plan, run_search
-    from sglang_indexcache.search.setup import Setup
-    from sglang_indexcache.study.cost import Rate, print_plan
+    from sglang_indexcache.lab.runs.cost import Rate, print_plan
+    from sglang_indexcache.lab.search.options import Options
+    from sglang_indexcache.lab.search.rules import Constraints, parse_layers, parse_targets
+    from sglang_indexcache.lab.search.session import plan, run_search
+    from sglang_indexcache.lab.search.setup import Setup
 
     servers = connect(url, api_key)
     methods = _methods(servers, dry_run=dry_run)
@@ -192,11 +192,11 @@ def compare_command(
     Example: indexcache search compare full found/MODEL-1of4.yaml uniform:1/4 --model MODEL
     --url http://127.0.0.1:30000 --data chats.jsonl -o compared/
     """
-    from sglang_indexcache.library import name_and_pattern
-    from sglang_indexcache.search.compare import compare
-    from sglang_indexcache.search.setup import Setup
-    from sglang_indexcache.study.cost import print_plan
-    from sglang_indexcache.support.files import write_json
+    from sglang_indexcache.lab.runs.cost import print_plan
+    from sglang_indexcache.lab.search.compare import compare
+    from sglang_indexcache.lab.search.setup import Setup
+    from sglang_indexcache.library.resolve import name_and_pattern
+    from sglang_indexcache.library.writing import write_json
 
     if len(patterns) < 2:
         raise SearchError("give at least two patterns; the first is the reference")
@@ -250,8 +250,10 @@ def overlap_command(
     import numpy as np
 
     from sglang_indexcache.checkpoint import fp8_blocks
-    from sglang_indexcache.search.calibration import Score
-    from sglang_indexcache.search.overlap import (
+    from sglang_indexcache.lab.runs.cost import print_plan
+    from sglang_indexcache.lab.runs.journal import progress_at_most
+    from sglang_indexcache.lab.search.calibration import Score
+    from sglang_indexcache.lab.search.overlap import (
         CopyCounter,
         OverlapCounter,
         best_patterns,
@@ -260,10 +262,8 @@ def overlap_command(
         numbers,
         overlap_in_words,
     )
-    from sglang_indexcache.search.setup import Setup
-    from sglang_indexcache.study.cost import print_plan
-    from sglang_indexcache.study.journal import progress_at_most
-    from sglang_indexcache.support.files import write_json
+    from sglang_indexcache.lab.search.setup import Setup
+    from sglang_indexcache.library.writing import write_json
 
     if not url:
         fp8_blocks(model)
@@ -297,8 +297,8 @@ def _selections(
 
     A server at ``url`` gives them; without one, transformers.
     """
-    from sglang_indexcache.search.evaluators.hf import TransformersEvaluator
-    from sglang_indexcache.search.overlap import served_lists
+    from sglang_indexcache.lab.search.evaluators.hf import TransformersEvaluator
+    from sglang_indexcache.lab.search.overlap import served_lists
 
     if url:
         [server] = connect([url], os.environ.get("SGLANG_API_KEY"))
@@ -315,9 +315,9 @@ def _measuring(
     low_priority: bool,
 ) -> Callable[[Calibration], TokenEvaluator]:
     """Choose the evaluator by a command's options; nothing is loaded or asked yet."""
-    from sglang_indexcache.ask.pool import Pool
     from sglang_indexcache.checkpoint import Checkpoint, fp8_blocks
-    from sglang_indexcache.search.overlap import ReturningEvaluator
+    from sglang_indexcache.lab.client.pool import Pool
+    from sglang_indexcache.lab.search.overlap import ReturningEvaluator
 
     server_options = {"--at-once": at_once, "--low-priority": low_priority}
     if servers:
@@ -333,7 +333,7 @@ def _measuring(
     fp8_blocks(model)
 
     def local(data: Calibration) -> TokenEvaluator:
-        from sglang_indexcache.search.evaluators.hf import TransformersEvaluator
+        from sglang_indexcache.lab.search.evaluators.hf import TransformersEvaluator
 
         return TransformersEvaluator(model, data, dtype or "float32")
 
@@ -342,7 +342,7 @@ def _measuring(
 
 def _methods(servers: Sequence[Client], *, dry_run: bool) -> Mapping[str, SearchMethod]:
     """Return the methods that see what this process, or the servers, can show."""
-    from sglang_indexcache.search.methods import METHODS, METHODS_FROM_LISTS, METHODS_IN_PROCESS
+    from sglang_indexcache.lab.search.methods import METHODS, METHODS_FROM_LISTS, METHODS_IN_PROCESS
 
     if not servers:
         return METHODS_IN_PROCESS
@@ -362,7 +362,7 @@ def _return_lists(servers: Sequence[Client]) -> bool:
 def _resolve(model: Path, patterns: Sequence[str]) -> list[Resolved]:
     """Resolve what is to be compared."""
     from sglang_indexcache.checkpoint import Checkpoint
-    from sglang_indexcache.library import Library, name_and_pattern
+    from sglang_indexcache.library.resolve import Library, name_and_pattern
 
     checkpoint, library = Checkpoint.read(model), Library.default()
     written = [name_and_pattern(value)[1] for value in patterns]
@@ -378,6 +378,6 @@ def _length(context: str | None) -> int | None:
 
 
 def _score(text: str | None) -> Score | None:
-    from sglang_indexcache.search.calibration import Score
+    from sglang_indexcache.lab.search.calibration import Score
 
     return None if text is None else Score.parse(text)

@@ -26,9 +26,9 @@ from sglang_indexcache.errors import SettingsError
 from sglang_indexcache.pattern import Pattern
 
 if TYPE_CHECKING:
-    from sglang_indexcache.ask.protocol import RankState
     from sglang_indexcache.serving.operating.doctor import Examination
     from sglang_indexcache.serving.operating.fleet import Fleet
+    from sglang_indexcache.serving.protocol import RankState
 
 app = group("Ask what a server would do, look at a running one, switch its pattern.")
 
@@ -122,7 +122,7 @@ def live_set(
 
     Those that are running or queued keep theirs. The prompt's length may decide, as in the example.
     """
-    from sglang_indexcache.library import Library
+    from sglang_indexcache.library.resolve import Library
 
     [client] = connect([url], api_key, admin_api_key)
     _print_states(client.switch_pattern(Library.default().to_send(pattern)))
@@ -158,12 +158,12 @@ def _print_states_as_json(states: Sequence[RankState]) -> bool:
 
 def _print_states(states: Sequence[RankState]) -> bool:
     """Print each rank's state; return whether none of them fails to skip what it should."""
+    from sglang_indexcache.serving.operating.drawing import to_terminal
     from sglang_indexcache.serving.operating.skipping import (
         describe_index_keys,
         describe_row_shares,
         judge,
     )
-    from sglang_indexcache.support.drawing import to_terminal
 
     def show(line: str, style: str | None = None) -> None:
         out.print(line, style=style, markup=False, highlight=False, soft_wrap=True)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from sglang_indexcache.errors import KernelError
-from sglang_indexcache.support.files import replacing, shipped
+from sglang_indexcache.library.writing import replacing, shipped
 
 FOLDERS = ("topk", "indexer", "sparse_mla")
 """The folders of ``csrc/`` that become a library each."""

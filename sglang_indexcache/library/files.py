@@ -13,9 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import LibraryError
+from sglang_indexcache.library.lengths import format_length, points
+from sglang_indexcache.library.writing import write_whole
 from sglang_indexcache.pattern import FULL, SHARED, Pattern
-from sglang_indexcache.support.files import write_whole
-from sglang_indexcache.support.lengths import format_length, points
 
 FORMS = (
     "A pattern is a name of the library, an F/S string, a ratio such as 1/4, uniform:1/4, full, "
@@ -89,7 +89,7 @@ class Evaluated(Strict):
     ``verdict`` is one of "no loss", "small loss" (proven, and less than the margin), "loss",
     "undecided", "cannot see" and "invalid"; ``margin``, ``difference`` and ``interval`` are shares
     of right answers (0.01 is one point), the last two pattern minus all F; ``checkpoint`` is
-    `study.provenance.checkpoint_digest` of the weights.
+    `library.digest.checkpoint_digest` of the weights.
     """
 
     verdict: Literal["no loss", "small loss", "loss", "undecided", "cannot see", "invalid"]

@@ -19,9 +19,9 @@ from pathlib import Path
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import LibraryError, PatternError, quoted
 from sglang_indexcache.library.files import FORMS, LETTERS, Entry, load_entry, read_folder
+from sglang_indexcache.library.writing import shipped
 from sglang_indexcache.models import EXPERTS
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.support.files import shipped
 
 LIBRARY_VARIABLE = "SGLANG_INDEXCACHE_LIBRARY"
 """Environment variable: more folders of pattern files, separated like PATH."""

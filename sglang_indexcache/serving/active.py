@@ -12,10 +12,10 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from sglang_indexcache import __version__
-from sglang_indexcache.ask.protocol import RankState
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.plan import Plan
 from sglang_indexcache.serving.policy import Policy
+from sglang_indexcache.serving.protocol import RankState
 from sglang_indexcache.serving.traffic import Served, Traffic, is_idle, phase_of, served_in
 
 if TYPE_CHECKING:

@@ -15,8 +15,9 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from sglang_indexcache.errors import SettingsError
-from sglang_indexcache.serving import adapter, hooks
+from sglang_indexcache.serving import hooks
 from sglang_indexcache.serving.active import current, published_plan
+from sglang_indexcache.serving.adapters import loading
 from sglang_indexcache.serving.options import collect
 from sglang_indexcache.serving.plan import BACKEND_NAME, Plan
 
@@ -49,7 +50,7 @@ def _look(_result: None, *, server_args: Any, **_: Any) -> None:
     if world.size() > 1:
         agree(plan, world.rank(), world.size(), world.get_group_store())
     if plan is not None:
-        adapter.install(plan)
+        loading.install(plan)
 
 
 def _asked_for(server_args: Any) -> str:

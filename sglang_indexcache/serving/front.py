@@ -12,12 +12,12 @@ import sys
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from typing import Any
 
-from sglang_indexcache.ask.protocol import CUSTOM
-from sglang_indexcache.ask.protocol import PATTERN_OF_REQUEST as NAME
 from sglang_indexcache.errors import IndexCacheError
 from sglang_indexcache.serving import hooks
 from sglang_indexcache.serving.active import published_plan
 from sglang_indexcache.serving.plan import Plan
+from sglang_indexcache.serving.protocol import CUSTOM
+from sglang_indexcache.serving.protocol import PATTERN_OF_REQUEST as NAME
 from sglang_indexcache.serving.requests import library_of, names_ours, names_pattern, resolve
 
 Scope = MutableMapping[str, Any]

@@ -12,12 +12,12 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from sglang_indexcache.ask.protocol import STATE, SWITCH
 from sglang_indexcache.errors import IndexCacheError, SettingsError
 from sglang_indexcache.serving import hooks, requests
 from sglang_indexcache.serving.active import ActivePattern, current
 from sglang_indexcache.serving.options import MODE
 from sglang_indexcache.serving.policy import Policy
+from sglang_indexcache.serving.protocol import STATE, SWITCH
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler

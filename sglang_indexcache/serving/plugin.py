@@ -33,7 +33,6 @@ from sglang_indexcache.checkpoint import (
 from sglang_indexcache.errors import CheckpointError, Findings, IndexCacheError, SettingsError
 from sglang_indexcache.kernels.dispatch import Machine
 from sglang_indexcache.serving import (
-    adapter,
     agreement,
     engine_version,
     front,
@@ -43,6 +42,7 @@ from sglang_indexcache.serving import (
     requests,
 )
 from sglang_indexcache.serving.active import ActivePattern, activate
+from sglang_indexcache.serving.adapters import loading
 from sglang_indexcache.serving.cpu import fp8
 from sglang_indexcache.serving.cpu import platform as platform_cpu
 from sglang_indexcache.serving.cuda.choice import (
@@ -140,7 +140,7 @@ def create_backend(runner: Any, original: Callable[[Any], Any]) -> Any:
                 f"only --attention-backend {BACKEND_NAME} serves DSA models on a CPU"
             )
         return original(runner)
-    adapter.check_in_effect(runner, plan)
+    loading.check_in_effect(runner, plan)
     active = _activate(runner, plan)
     if platform_cpu.is_active():
         from sglang_indexcache.serving.cpu.backend import CpuIndexCacheBackend

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from sglang_indexcache.errors import SettingsError, quoted
+from sglang_indexcache.library.lengths import format_length, parse_length
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.support.lengths import format_length, parse_length
 
 _LONGEST = 10_000
 """Characters of what is read: it comes over HTTP, and the scheduler reads it between forwards."""

@@ -18,15 +18,15 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
-from sglang_indexcache.ask.protocol import CUSTOM
-from sglang_indexcache.ask.protocol import PATTERN_OF_REQUEST as NAME
 from sglang_indexcache.errors import IndexCacheError, PatternError, SettingsError
-from sglang_indexcache.library import Library
+from sglang_indexcache.library.resolve import Library
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving import hooks
 from sglang_indexcache.serving.active import ActivePattern, current
 from sglang_indexcache.serving.options import MODE
 from sglang_indexcache.serving.plan import Plan
+from sglang_indexcache.serving.protocol import CUSTOM
+from sglang_indexcache.serving.protocol import PATTERN_OF_REQUEST as NAME
 from sglang_indexcache.serving.refusals import stage_starts_here
 from sglang_indexcache.serving.rows import RequestIds
 

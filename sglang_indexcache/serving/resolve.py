@@ -13,11 +13,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sglang_indexcache.adapter import Adapter
 from sglang_indexcache.checkpoint import SHARING_KEYS, Checkpoint, pattern_from_sharing_keys
 from sglang_indexcache.errors import Findings, IndexCacheError, SettingsError
-from sglang_indexcache.library import NOT_EVALUATED, Entry, Library, Resolved, names
+from sglang_indexcache.library.digest import checkpoint_digest
+from sglang_indexcache.library.files import NOT_EVALUATED, Entry, names
+from sglang_indexcache.library.resolve import Library, Resolved
 from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.serving.adapters.folder import Adapter
+from sglang_indexcache.serving.adapters.weights import check_form
 from sglang_indexcache.serving.config_check import check_config
 from sglang_indexcache.serving.options import (
     ADAPTER,
@@ -32,8 +35,6 @@ from sglang_indexcache.serving.options import (
 )
 from sglang_indexcache.serving.plan import CONFIG_KEY, Plan
 from sglang_indexcache.serving.policy import Policy
-from sglang_indexcache.stored import check_form
-from sglang_indexcache.study.provenance import checkpoint_digest
 
 logger = logging.getLogger(__name__)
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from sglang_indexcache.ask.protocol import OTHERS
 from sglang_indexcache.checkpoint import text_config
+from sglang_indexcache.library.lengths import format_length
 from sglang_indexcache.models import read_field
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.support.lengths import format_length
+from sglang_indexcache.serving.protocol import OTHERS
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch

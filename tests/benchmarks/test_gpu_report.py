@@ -18,9 +18,9 @@ import torch
 
 from benchmarks.card.pack import ROOT
 from benchmarks.kernels.machine import preflight
-from sglang_indexcache.ask.protocol import PATTERN_OF_REQUEST, RankState
 from sglang_indexcache.errors import IndexCacheError
 from sglang_indexcache.kernels import dispatch
+from sglang_indexcache.serving.protocol import PATTERN_OF_REQUEST, RankState
 from tests.conftest import wants_card
 from tests.gpu import test_kernels as kernels
 from tests.gpu import test_served as served

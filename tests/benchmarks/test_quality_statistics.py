@@ -26,7 +26,7 @@ from benchmarks.quality_statistics import (
 )
 from benchmarks.records import RESULTS
 from sglang_indexcache.lab.evaluate.verdict import SAFE, Kind, bounds, claimed
-from sglang_indexcache.stats.bounds import Estimate
+from sglang_indexcache.lab.stats.bounds import Estimate
 
 EVALUATIONS, DOUBT = 300, 1e-6
 TIED = World(margin=0.03, discordance=0.1, correlation=0.5, noise=0.005)

@@ -26,11 +26,11 @@ from benchmarks.smollm2.measure import Arm, measure
 from benchmarks.smollm2.searched import RATIOS, search
 from benchmarks.smollm2.serve_check import ties_to_smaller_positions
 from sglang_indexcache.hf import share
+from sglang_indexcache.lab.search.calibration import Calibration
+from sglang_indexcache.lab.search.evaluators.hf import TransformersEvaluator
+from sglang_indexcache.lab.search.overlap import OverlapCounter
+from sglang_indexcache.lab.search.rules import Constraints
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.search.calibration import Calibration
-from sglang_indexcache.search.evaluators.hf import TransformersEvaluator
-from sglang_indexcache.search.overlap import OverlapCounter
-from sglang_indexcache.search.rules import Constraints
 
 TOPK = 16
 

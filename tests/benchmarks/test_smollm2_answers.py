@@ -12,12 +12,12 @@ import torch
 from benchmarks.random_model import make_tokenizer, save_checkpoint
 from benchmarks.smollm2.answers import Answers, serving
 from benchmarks.smollm2.convert import convert, dsa_config
-from sglang_indexcache.ask import score as scoring
-from sglang_indexcache.ask.client import Client
-from sglang_indexcache.ask.protocol import check_obeyed
-from sglang_indexcache.ask.score import Prompt
 from sglang_indexcache.errors import ServerError
 from sglang_indexcache.hf import share
+from sglang_indexcache.lab.client import score as scoring
+from sglang_indexcache.lab.client.http import Client
+from sglang_indexcache.lab.client.score import Prompt
+from sglang_indexcache.serving.protocol import check_obeyed
 from tests.benchmarks.test_smollm2 import TOPK, logits, random_llama
 
 CONTEXT = tuple(torch.randint(3, 300, (150,), generator=torch.Generator().manual_seed(7)).tolist())

@@ -11,13 +11,13 @@ import pytest
 from typer.testing import CliRunner
 
 from sglang_indexcache.cli import app
-from sglang_indexcache.lab.bench.results import load
+from sglang_indexcache.lab.latency.results import load
 from tests.fakes.server import FakeServer, serving
-from tests.lab.bench.test_latency import CONFIG, HALF
+from tests.lab.latency.test_measure import CONFIG, HALF
 
 HEAVY = {
     *("torch", "scipy", "matplotlib", "transformers", "sglang", "httpx"),
-    "sglang_indexcache.lab.bench.results",
+    "sglang_indexcache.lab.latency.results",
 }
 
 
@@ -117,7 +117,7 @@ def test_a_plan_is_arithmetic() -> None:
     """No torch, and nothing that draws or talks to servers."""
     pytest.importorskip("aiconfigurator_core")
     plan = ("bench", "plan", "--model", "glm-5-fp8", "--context", "32K", "--pattern", "1/4")
-    assert modules_of(*plan) == {"sglang_indexcache.lab.bench.results"}
+    assert modules_of(*plan) == {"sglang_indexcache.lab.latency.results"}
 
 
 def test_a_plan_as_json_has_the_gains_of_the_table() -> None:

@@ -12,7 +12,7 @@ import sglang_indexcache
 from sglang_indexcache.cli import app
 from sglang_indexcache.cli.eval import _servers
 from sglang_indexcache.lab.evaluate.evaluation import load
-from sglang_indexcache.support.files import shipped
+from sglang_indexcache.library.writing import shipped
 from tests.fakes.server import serving
 from tests.lab.evaluate.evaluate import evaluate
 from tests.lab.evaluate.fake_server import Fake
@@ -59,7 +59,7 @@ def test_an_evaluation_tells_its_cost_first_and_then_its_verdicts(tmp_path: Path
 def test_hours_are_told_from_the_longest_length_and_asked_about_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sglang_indexcache.study.cost.ASKS_ABOVE_HOURS", 0.0)
+    monkeypatch.setattr("sglang_indexcache.lab.runs.cost.ASKS_ABOVE_HOURS", 0.0)
     command = (
         *("eval", "run", "1/4", *SMALL, "--length", "160", "--margin", "40"),
         *("-o", tmp_path / "out"),

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from sglang_indexcache.adapter import Adapter
 from sglang_indexcache.cli import app
+from sglang_indexcache.serving.adapters.folder import Adapter
 from tests.lab.heal.checkpoints import checkpoint, requantise
 
 

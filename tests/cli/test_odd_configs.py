@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from sglang_indexcache.cli import app
-from sglang_indexcache.demo import shipped_checkpoint
+from sglang_indexcache.lab.demo import shipped_checkpoint
 
 OURS = {"num_hidden_layers": "12"}
 TRANSFORMERS = {"attention_bias": "no"}

@@ -12,10 +12,11 @@ from typer.testing import CliRunner
 from sglang_indexcache import __version__
 from sglang_indexcache.cli import app
 from sglang_indexcache.cli.common import _missing
-from sglang_indexcache.demo import shipped_checkpoint
-from sglang_indexcache.library import LIBRARY_VARIABLE, Evaluated, Library, add_evaluated
-from sglang_indexcache.study.provenance import checkpoint_digest
-from sglang_indexcache.support.files import shipped
+from sglang_indexcache.lab.demo import shipped_checkpoint
+from sglang_indexcache.library.digest import checkpoint_digest
+from sglang_indexcache.library.files import Evaluated, add_evaluated
+from sglang_indexcache.library.resolve import LIBRARY_VARIABLE, Library
+from sglang_indexcache.library.writing import shipped
 from tests.fakes import glm5
 
 runner = CliRunner()
@@ -144,7 +145,7 @@ def test_a_missing_package_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     output = fail("bench", "latency", "--model", str(shipped_checkpoint()), "-o", "anywhere")
     assert "needs matplotlib" in output
-    assert "pip install '.[plots]'" in output
+    assert "pip install '.[eval]'" in output
 
 
 @pytest.mark.parametrize(

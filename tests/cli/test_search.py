@@ -6,16 +6,16 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import sglang_indexcache
-from sglang_indexcache.ask.client import Client
 from sglang_indexcache.cli import app
 from sglang_indexcache.cli.search import _return_lists
-from sglang_indexcache.library import load_entry
+from sglang_indexcache.lab.client.http import Client
+from sglang_indexcache.lab.search.evaluators.hf import TransformersEvaluator
+from sglang_indexcache.lab.stats.bounds import Estimate
+from sglang_indexcache.library.files import load_entry
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.search.evaluators.hf import TransformersEvaluator
-from sglang_indexcache.stats.bounds import Estimate
 from tests.fakes.server import FakeServer, serving
 from tests.fixtures.landscape import SyntheticEvaluator
-from tests.search.helpers import searched
+from tests.lab.search.helpers import searched
 
 TINY = Path(sglang_indexcache.__file__).parent / "demo" / "tiny-dsa"
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from sglang_indexcache.ask.client import Client
 from sglang_indexcache.cli import app
-from sglang_indexcache.library import Library
+from sglang_indexcache.lab.client.http import Client
+from sglang_indexcache.library.resolve import Library
 from tests.fakes import state
 from tests.fakes.server import FakeServer, serving
 

@@ -16,7 +16,7 @@ from urllib.request import urlopen
 import pytest
 import torch
 
-from sglang_indexcache.ask.client import Client
+from sglang_indexcache.lab.client.http import Client
 from sglang_indexcache.pattern import Pattern
 from tests.fixtures.models import make_model
 from tests.oracle import Oracle

@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from sglang_indexcache.ask.client import Client
-from sglang_indexcache.ask.launch import Server
-from sglang_indexcache.ask.stream import stream
 from sglang_indexcache.errors import BenchError, ServerError
-from sglang_indexcache.lab.bench import latency
-from sglang_indexcache.lab.bench.latency import Settings, TargetModel
-from sglang_indexcache.lab.bench.results import Configuration, configurations, load
-from sglang_indexcache.lab.bench.servers import RunningServers, StartedServers
+from sglang_indexcache.lab.client.http import Client
+from sglang_indexcache.lab.client.launch import Server
+from sglang_indexcache.lab.client.stream import stream
+from sglang_indexcache.lab.latency import measure
+from sglang_indexcache.lab.latency.measure import Settings, TargetModel
+from sglang_indexcache.lab.latency.results import Configuration, configurations, load
+from sglang_indexcache.lab.latency.servers import RunningServers, StartedServers
 from tests.e2e.conftest import Serve, prompt
 from tests.preloaded import PreloadedServer
 
@@ -31,7 +31,7 @@ POOL = ("--max-total-tokens", "1024", "--chunked-prefill-size", "128")
 
 @pytest.fixture(scope="module")
 def target(glm: Path) -> TargetModel:
-    return latency.read_target(glm)
+    return measure.read_target(glm)
 
 
 @pytest.fixture(scope="module")
@@ -46,10 +46,10 @@ def test_servers_one_at_a_time(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("sglang_indexcache.lab.bench.servers.Server", PreloadedServer)
+    monkeypatch.setattr("sglang_indexcache.lab.latency.servers.Server", PreloadedServer)
     servers = StartedServers(str(glm), POOL, tmp_path / "logs")
-    result = latency.run(target, servers, configured, SETTINGS, arguments=POOL)
-    files = latency.write_latency(result, tmp_path)
+    result = measure.run(target, servers, configured, SETTINGS, arguments=POOL)
+    files = measure.write_latency(result, tmp_path)
     assert load(files[0]) == result
     assert {v.facts.mode for v in result.visits} == {"static"}
     index_k = {v.configuration: v.facts.index_k_bytes for v in result.visits}
@@ -78,7 +78,7 @@ def test_one_live_server_stands_for_all_patterns(
     live: Client, target: TargetModel, configured: tuple[Configuration, ...]
 ) -> None:
     running = RunningServers({c.name: live for c in configured})
-    result = latency.run(target, running, configured, SETTINGS)
+    result = measure.run(target, running, configured, SETTINGS)
     [state] = live.states()
     assert (state.pattern, state.switches) == ("FFFFFF", 0)
     assert [(v.configuration, v.facts.mode) for v in result.visits] == [

@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from sglang_indexcache.ask.client import Client
 from sglang_indexcache.errors import ServerError
+from sglang_indexcache.lab.client.http import Client
 from sglang_indexcache.models import BY_NAME
 from tests.e2e.conftest import VOCAB, Serve, greedy, prompt
 from tests.fixtures.models import make_tokenizer, small_config

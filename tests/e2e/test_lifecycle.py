@@ -51,7 +51,7 @@ def group_members(group: int) -> list[int]:
 @pytest.mark.parametrize(
     ("number", "server"),
     [
-        (signal.SIGKILL, ("sglang_indexcache.ask.launch", "Server")),
+        (signal.SIGKILL, ("sglang_indexcache.lab.client.launch", "Server")),
         (signal.SIGINT, ("tests.preloaded", "PreloadedServer")),
     ],
 )

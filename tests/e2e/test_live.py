@@ -12,8 +12,8 @@ import httpx
 import pytest
 import torch
 
-from sglang_indexcache.ask.client import Client
 from sglang_indexcache.errors import ServerError
+from sglang_indexcache.lab.client.http import Client
 from sglang_indexcache.pattern import Pattern
 from tests.e2e.conftest import check_metrics, decided_prompt, greedy, logprobs, prompt
 from tests.oracle import Oracle

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from openai import OpenAI
 
-from sglang_indexcache.ask.client import Client
+from sglang_indexcache.lab.client.http import Client
 from sglang_indexcache.serving.cpu.platform import MAX_TOTAL_TOKENS
 from tests.e2e.conftest import Serve
 from tests.preloaded import Template

@@ -18,12 +18,12 @@ import pytest
 import torch
 from rich.console import Console
 
-from sglang_indexcache.ask.client import Client
-from sglang_indexcache.ask.launch import Server
-from sglang_indexcache.ask.protocol import check_obeyed
 from sglang_indexcache.errors import ServerError
+from sglang_indexcache.lab.client.http import Client
+from sglang_indexcache.lab.client.launch import Server
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.operating.fleet import examine_servers
+from sglang_indexcache.serving.protocol import check_obeyed
 from tests.e2e.conftest import (
     Serve,
     batch_logprobs,

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sglang_indexcache.ask.client import Client
+from sglang_indexcache.lab.client.http import Client
 from sglang_indexcache.pattern import Pattern
 from tests.e2e.conftest import (
     ROUNDING,

@@ -19,8 +19,8 @@ import pytest
 import torch
 from openai import BadRequestError, OpenAI
 
-from sglang_indexcache.ask.client import Client
 from sglang_indexcache.errors import ServerError
+from sglang_indexcache.lab.client.http import Client
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.operating.skipping import judge
 from tests.e2e.conftest import ROUNDING, Serve, decided_prompt, greedy, prompt

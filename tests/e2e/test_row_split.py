@@ -15,11 +15,11 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from sglang_indexcache.ask.client import Client
-from sglang_indexcache.ask.protocol import RankState, named
+from sglang_indexcache.lab.client.http import Client
 from sglang_indexcache.lab.evaluate.tasks.words import haystack
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.cpu.select import ROW_BLOCK
+from sglang_indexcache.serving.protocol import RankState, named
 from sglang_indexcache.serving.row_split import ON_CPU, RowSplit
 from tests.cli.test_search import TINY
 from tests.e2e.conftest import Serve, prompt

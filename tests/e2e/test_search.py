@@ -11,20 +11,21 @@ from typing import Any
 
 import pytest
 
-from sglang_indexcache.ask.client import Client
-from sglang_indexcache.ask.pool import Pool
-from sglang_indexcache.ask.protocol import RankState
 from sglang_indexcache.errors import ServerError
-from sglang_indexcache.library import Library, load_entry
+from sglang_indexcache.lab.client.http import Client
+from sglang_indexcache.lab.client.pool import Pool
+from sglang_indexcache.lab.search.calibration import Calibration
+from sglang_indexcache.lab.search.evaluators import ServedEvaluator
+from sglang_indexcache.lab.search.evaluators.hf import TransformersEvaluator
+from sglang_indexcache.lab.search.options import Options
+from sglang_indexcache.lab.search.rules import Constraints, parse_targets
+from sglang_indexcache.lab.search.run import Search
+from sglang_indexcache.lab.search.session import run_search
+from sglang_indexcache.lab.search.setup import Setup
+from sglang_indexcache.library.files import load_entry
+from sglang_indexcache.library.resolve import Library
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.search.calibration import Calibration
-from sglang_indexcache.search.evaluators import ServedEvaluator
-from sglang_indexcache.search.evaluators.hf import TransformersEvaluator
-from sglang_indexcache.search.options import Options
-from sglang_indexcache.search.rules import Constraints, parse_targets
-from sglang_indexcache.search.run import Search
-from sglang_indexcache.search.session import run_search
-from sglang_indexcache.search.setup import Setup
+from sglang_indexcache.serving.protocol import RankState
 from tests.e2e.conftest import Serve, prompt
 from tests.e2e.test_parity import decided_prompt
 from tests.oracle import Oracle

@@ -19,20 +19,20 @@ import torch
 from rich.console import Console
 from transformers import AutoTokenizer
 
-from sglang_indexcache.ask.client import Client
-from sglang_indexcache.ask.protocol import named
+from sglang_indexcache.lab.client.http import Client
 from sglang_indexcache.lab.evaluate.corpus import Corpus
 from sglang_indexcache.lab.evaluate.plan import EvaluationPlan, arms_of
 from sglang_indexcache.lab.evaluate.run import EvaluationRequest, run_evaluation
 from sglang_indexcache.lab.evaluate.tasks import TASKS
 from sglang_indexcache.lab.evaluate.tasks.context import make_context
-from sglang_indexcache.library import load_entry
+from sglang_indexcache.lab.search.evaluators.hf import TransformersEvaluator
+from sglang_indexcache.lab.search.methods.pairwise import most_similar
+from sglang_indexcache.lab.search.overlap import kept_list
+from sglang_indexcache.lab.search.rules import Constraints
+from sglang_indexcache.lab.search.setup import Setup
+from sglang_indexcache.library.files import load_entry
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.search.evaluators.hf import TransformersEvaluator
-from sglang_indexcache.search.methods.pairwise import most_similar
-from sglang_indexcache.search.overlap import kept_list
-from sglang_indexcache.search.rules import Constraints
-from sglang_indexcache.search.setup import Setup
+from sglang_indexcache.serving.protocol import named
 from tests.cli.test_search import TINY, call, words_of
 from tests.e2e.conftest import ROUNDING, Serve, batch_logprobs, greedy, prompt
 from tests.oracle import Oracle, _recorded_margins

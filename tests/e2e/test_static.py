@@ -17,12 +17,12 @@ import httpx
 import pytest
 import torch
 
-from sglang_indexcache.ask.client import Client
 from sglang_indexcache.errors import BenchError, ServerError
-from sglang_indexcache.lab.bench import latency
-from sglang_indexcache.lab.bench.latency import Settings
-from sglang_indexcache.lab.bench.results import configurations
-from sglang_indexcache.lab.bench.servers import RunningServers
+from sglang_indexcache.lab.client.http import Client
+from sglang_indexcache.lab.latency import measure
+from sglang_indexcache.lab.latency.measure import Settings
+from sglang_indexcache.lab.latency.results import configurations
+from sglang_indexcache.lab.latency.servers import RunningServers
 from sglang_indexcache.pattern import Pattern
 from tests.e2e.conftest import Serve, batch_logprobs, decided_prompt, greedy, logprobs, prompt
 from tests.oracle import Oracle
@@ -215,11 +215,11 @@ def test_static_and_live_agree_exactly(client: Client, live: Client) -> None:
 
 def test_a_benchmark_of_another_pattern_is_refused(client: Client, glm: Path) -> None:
     """A static server serves its own, whatever a request names."""
-    target = latency.read_target(glm)
+    target = measure.read_target(glm)
     configured = configurations(("full", f"own={PATTERN}"), target.checkpoint)
     running = RunningServers({configuration.name: client for configuration in configured})
     with pytest.raises(BenchError, match="serves FSSFSS on rank 0, not the FFFFFF of full"):
-        latency.run(target, running, configured, Settings((100,)))
+        measure.run(target, running, configured, Settings((100,)))
 
 
 def test_readers_do_not_disturb(client: Client) -> None:

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from sglang_indexcache.ask.client import Client
-from sglang_indexcache.ask.launch import Server
 from sglang_indexcache.errors import ServerError
+from sglang_indexcache.lab.client.http import Client
+from sglang_indexcache.lab.client.launch import Server
 from tests.e2e.conftest import Serve, prompt
 from tests.e2e.test_lifecycle import group_members
 from tests.e2e.test_parallel import TWO_RANKS, schedulers

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_indexcache.ask.protocol import RankState
 from sglang_indexcache.serving.active import ActivePattern
+from sglang_indexcache.serving.protocol import RankState
 from tests.serving.plans import plan
 
 

@@ -21,8 +21,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import takewhile
 from typing import Any, ClassVar
 
-from sglang_indexcache.ask.protocol import PATTERN_OF_REQUEST, STATE
 from sglang_indexcache.serving.active import ActivePattern
+from sglang_indexcache.serving.protocol import PATTERN_OF_REQUEST, STATE
 from tests.serving.plans import plan
 
 PAGE = 16

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from sglang_indexcache.support.files import write_json
+from sglang_indexcache.library.writing import write_json
 from tests.fixtures.machine import facts, preflight
 
 SAME = ("name", "commit")

@@ -23,8 +23,8 @@ from sglang_indexcache.errors import ServerError
 from sglang_indexcache.pattern import Pattern
 
 if TYPE_CHECKING:  # they need pydantic, which travels with SGLang
-    from sglang_indexcache.ask.client import Client
-    from sglang_indexcache.ask.protocol import RankState
+    from sglang_indexcache.lab.client.http import Client
+    from sglang_indexcache.serving.protocol import RankState
 
 pytestmark = [pytest.mark.sglang, pytest.mark.limit(420)]
 PATTERN, FULL, HALF = Pattern("FSSS" * 3), Pattern("F" * 12), Pattern("FS" * 6)
@@ -89,7 +89,7 @@ class Request:
 
 def answer(client: Asked, request: Request) -> list[int]:
     """Greedy tokens; an answer must say the pattern that was asked for."""
-    from sglang_indexcache.ask.protocol import check_answered_under, named
+    from sglang_indexcache.serving.protocol import check_answered_under, named
 
     sampling: dict[str, Any] = {"max_new_tokens": TOKENS, "temperature": 0.0, "ignore_eos": True}
     if request.pattern is not None:
@@ -213,7 +213,7 @@ def started(
     lines: dict[str, list[str]], folder: Path, variables: Iterable[tuple[str, str]] = ()
 ) -> Iterator[tuple[dict[str, Client], dict[str, str]]]:
     """Servers side by side, by kind: those that start, and why the others do not."""
-    from sglang_indexcache.ask.launch import Server
+    from sglang_indexcache.lab.client.launch import Server
 
     environment = ENVIRONMENT | dict(variables)
     with ExitStack() as stack:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from sglang_indexcache.lab.runs.provenance import package_version
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.study.provenance import package_version
 
 pytestmark = [pytest.mark.limit(90)]
 MODULES = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_indexcache.library import Library
+from sglang_indexcache.library.resolve import Library
 
 
 @pytest.fixture

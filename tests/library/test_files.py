@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from sglang_indexcache.errors import LibraryError
-from sglang_indexcache.library import Library, load_entry
+from sglang_indexcache.library.files import load_entry
+from sglang_indexcache.library.resolve import Library
 from sglang_indexcache.pattern import Pattern
 from tests.library.entries import GOOD, write
 

@@ -10,7 +10,7 @@ import pytest
 
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import IndexCacheError, LibraryError, PatternError
-from sglang_indexcache.library import (
+from sglang_indexcache.library.resolve import (
     LIBRARY_VARIABLE,
     Library,
     name_and_pattern,
@@ -21,7 +21,7 @@ from tests.fakes.glm5 import CONFIG as GLM5
 from tests.library.entries import GOOD, write
 
 FOUR = Checkpoint("GlmMoeDsaForCausalLM", tuple(range(4)), Pattern.full(4), {})
-TINY = Checkpoint.read(Path("sglang_indexcache/demo/tiny-dsa"))
+TINY = Checkpoint.read(Path("sglang_indexcache/lab/demo/tiny-dsa"))
 
 
 def glm5(**fields: Any) -> Checkpoint:

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from sglang_indexcache.adapter import indexer_layer, write_adapter
 from sglang_indexcache.lab.heal.merge import merge
 from sglang_indexcache.models import BY_NAME
 from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.serving.adapters.folder import indexer_layer, write_adapter
 from tests.fixtures.models import make_tokenizer, random_model, save_checkpoint, small_config
 from tests.rehearsal.stage.kernels.quantized import E4M3, GROUP, LARGEST, from_blocks
 from tests.rehearsal.widened import widen

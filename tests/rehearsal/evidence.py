@@ -12,10 +12,10 @@ from typing import Any
 import httpx
 import numpy as np
 
-from sglang_indexcache.ask.client import Client
+from sglang_indexcache.lab.client.http import Client
+from sglang_indexcache.lab.search.calibration import Calibration
+from sglang_indexcache.lab.search.evaluators.hf import TransformersEvaluator
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.search.calibration import Calibration
-from sglang_indexcache.search.evaluators.hf import TransformersEvaluator
 from tests.rehearsal.questions import LENGTHS, PATTERNS, QUARTER, Judge, parameters, prompt
 
 Evidence = Callable[[Client, Path], None]

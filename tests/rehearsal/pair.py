@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
-from sglang_indexcache.ask.client import Client
-from sglang_indexcache.ask.launch import free_port
+from sglang_indexcache.lab.client.http import Client
+from sglang_indexcache.lab.client.launch import free_port
 from tests.rehearsal.conftest import Rehearse
 
 _HERE = "127.0.0.1"

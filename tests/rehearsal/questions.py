@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from sglang_indexcache.ask.client import Client
+from sglang_indexcache.lab.client.http import Client
 from sglang_indexcache.pattern import Pattern
 from tests.oracle import Answer, Oracle
 from tests.rehearsal.checkpoint import ADAPTED_PATTERN, IN_BFLOAT16, LAYERS, MERGED, is_quantized

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_indexcache.ask.client import Client
+from sglang_indexcache.lab.client.http import Client
 from sglang_indexcache.pattern import Pattern
 from tests.rehearsal import evidence
 from tests.rehearsal.checkpoint import ADAPTER

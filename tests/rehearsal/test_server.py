@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from sglang_indexcache.ask.client import Client
+from sglang_indexcache.lab.client.http import Client
 from tests.rehearsal import evidence
 from tests.rehearsal.conftest import Judges, Models, Rehearse
 from tests.rehearsal.questions import (

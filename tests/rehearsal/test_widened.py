@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from sglang_indexcache.demo import shipped_checkpoint
+from sglang_indexcache.lab.demo import shipped_checkpoint
 from tests.rehearsal.widened import TOPK, real_text, widen
 
 UNIGRAM = 5.99

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from sglang_indexcache.demo import shipped_checkpoint
+from sglang_indexcache.lab.demo import shipped_checkpoint
 from sglang_indexcache.models import BY_NAME
 from tests.fixtures.models import random_model, save_checkpoint, small_config
 from tests.fixtures.training import MachineText

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from sglang_indexcache.ask.launch import free_port
 from sglang_indexcache.errors import SettingsError
+from sglang_indexcache.lab.client.launch import free_port
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving import agreement
 from sglang_indexcache.serving.plan import BACKEND_NAME

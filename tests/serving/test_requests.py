@@ -25,9 +25,9 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.session.session_controller import Session
 
 from sglang_indexcache.checkpoint import Checkpoint
-from sglang_indexcache.demo import shipped_checkpoint
 from sglang_indexcache.errors import Findings, IndexCacheError, SettingsError
-from sglang_indexcache.library import LIBRARY_VARIABLE, Library
+from sglang_indexcache.lab.demo import shipped_checkpoint
+from sglang_indexcache.library.resolve import LIBRARY_VARIABLE, Library
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving import active, requests
 from sglang_indexcache.serving.options import collect

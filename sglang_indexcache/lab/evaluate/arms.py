@@ -13,14 +13,14 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping, Sequence
 
-from sglang_indexcache.ask import score as scoring
-from sglang_indexcache.ask.client import Client
-from sglang_indexcache.ask.protocol import RankState, alike, check_obeyed, facts
-from sglang_indexcache.ask.score import Prompt, TokenScores
 from sglang_indexcache.errors import QualityError
+from sglang_indexcache.lab.client import score as scoring
+from sglang_indexcache.lab.client.http import Client
+from sglang_indexcache.lab.client.score import Prompt, TokenScores
 from sglang_indexcache.lab.evaluate.evaluation import Answer
 from sglang_indexcache.lab.evaluate.plan import Arm
 from sglang_indexcache.lab.evaluate.tasks.context import Context, Question
+from sglang_indexcache.serving.protocol import RankState, alike, check_obeyed, facts
 
 TOP = 20
 """Likeliest tokens requested at each token of an answer: arms are told apart by them."""

@@ -42,8 +42,8 @@ from sglang_indexcache.lab.evaluate.tasks.files import (
     tokenized,
 )
 from sglang_indexcache.lab.evaluate.tasks.words import haystack
-from sglang_indexcache.study.journal import progress_at_most
-from sglang_indexcache.support.lengths import counted
+from sglang_indexcache.lab.runs.journal import progress_at_most
+from sglang_indexcache.library.lengths import counted
 
 SKIP, MOST_SKIPPED = 1_000_000, 4
 """A seed from which no context can be made is raised by so much, so many times."""

@@ -21,9 +21,9 @@ from pydantic import TypeAdapter
 
 from sglang_indexcache.errors import QualityError
 from sglang_indexcache.lab.evaluate.plan import CONTROL_LOOK, Arm, EvaluationPlan, Planned, Role
-from sglang_indexcache.stats.design import Design
-from sglang_indexcache.stats.pairs import Outcome
-from sglang_indexcache.study.journal import Journal
+from sglang_indexcache.lab.runs.journal import Journal
+from sglang_indexcache.lab.stats.design import Design
+from sglang_indexcache.lab.stats.pairs import Outcome
 
 NAME = "journal.jsonl"
 MEASURED = ("question", "depth", "right", "tokens", "logprobs", "trace")

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_indexcache.data.rows import read_rows
 from sglang_indexcache.errors import DataError, QualityError
+from sglang_indexcache.lab.data.rows import read_rows
 
 Row = dict[str, Any]
 Reader = Callable[[Path, str | None], Iterator["Sample"]]

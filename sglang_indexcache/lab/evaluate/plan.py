@@ -13,11 +13,11 @@ from pathlib import Path
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import PatternError, QualityError
 from sglang_indexcache.lab.evaluate.tasks import CONTROL, TASKS
-from sglang_indexcache.library import Library, name_and_pattern
+from sglang_indexcache.lab.stats.design import Design, spread_over_cells
+from sglang_indexcache.lab.stats.pairs import Cell
+from sglang_indexcache.library.lengths import counted, format_length, points
+from sglang_indexcache.library.resolve import Library, name_and_pattern
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.stats.design import Design, spread_over_cells
-from sglang_indexcache.stats.pairs import Cell
-from sglang_indexcache.support.lengths import counted, format_length, points
 
 CONTROLS = ("uniform:1/4", "uniform:1/8")
 """Positive controls, if the user gives none: the first that is no candidate. They lose a little.

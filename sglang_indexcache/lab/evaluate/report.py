@@ -18,12 +18,12 @@ import numpy as np
 from sglang_indexcache.errors import QualityError
 from sglang_indexcache.lab.evaluate.evaluation import Evaluation
 from sglang_indexcache.lab.evaluate.verdict import Look, Verdict, Verdicts, means, verdicts_of
-from sglang_indexcache.library import Evaluated, add_evaluated, load_entry
+from sglang_indexcache.lab.stats.bounds import Estimate
+from sglang_indexcache.lab.stats.pairs import Flips, paired
+from sglang_indexcache.library.files import Evaluated, add_evaluated, load_entry
+from sglang_indexcache.library.lengths import format_length, points
+from sglang_indexcache.library.writing import write_json, write_whole
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.stats.bounds import Estimate
-from sglang_indexcache.stats.pairs import Flips, paired
-from sglang_indexcache.support.files import write_json, write_whole
-from sglang_indexcache.support.lengths import format_length, points
 
 TEMPLATE = Path(__file__).parent / "report.html"
 SAMPLE = (

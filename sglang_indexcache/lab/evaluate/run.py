@@ -18,9 +18,8 @@ from typing import Any
 
 from rich.console import Console
 
-from sglang_indexcache.ask.client import Client
-from sglang_indexcache.ask.protocol import facts
 from sglang_indexcache.errors import QualityError, ServerUnavailableError
+from sglang_indexcache.lab.client.http import Client
 from sglang_indexcache.lab.evaluate.arms import Asking, Servers
 from sglang_indexcache.lab.evaluate.corpus import Corpus
 from sglang_indexcache.lab.evaluate.evaluation import NAME, Answer, Evaluation, Record, recorded
@@ -35,12 +34,14 @@ from sglang_indexcache.lab.evaluate.plan import (
 )
 from sglang_indexcache.lab.evaluate.tasks.context import Context
 from sglang_indexcache.lab.evaluate.verdict import DECIDED, Kind, Look, verdicts_of
-from sglang_indexcache.stats.bounds import Estimate
-from sglang_indexcache.stats.pairs import Cell
-from sglang_indexcache.study.cost import Cost, Rate, confirm, print_plan
-from sglang_indexcache.study.journal import progress_at_most, resumable, resuming
-from sglang_indexcache.study.provenance import checkpoint_digest, commit, versions
-from sglang_indexcache.support.lengths import format_length, points
+from sglang_indexcache.lab.runs.cost import Cost, Rate, confirm, print_plan
+from sglang_indexcache.lab.runs.journal import progress_at_most, resumable, resuming
+from sglang_indexcache.lab.runs.provenance import commit, versions
+from sglang_indexcache.lab.stats.bounds import Estimate
+from sglang_indexcache.lab.stats.pairs import Cell
+from sglang_indexcache.library.digest import checkpoint_digest
+from sglang_indexcache.library.lengths import format_length, points
+from sglang_indexcache.serving.protocol import facts
 
 PAUSES = (1.0, 5.0, 25.0)
 """Seconds before a context is asked again; once more than there are, it is missing."""

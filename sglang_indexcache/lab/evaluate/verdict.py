@@ -32,10 +32,10 @@ import numpy as np
 
 from sglang_indexcache.errors import QualityError
 from sglang_indexcache.lab.evaluate.evaluation import Evaluation
-from sglang_indexcache.stats.bounds import Estimate, capital
-from sglang_indexcache.stats.design import Design, boundaries
-from sglang_indexcache.stats.pairs import Cell, Differences, Flips, Outcome, paired
-from sglang_indexcache.support.lengths import counted, format_length, points
+from sglang_indexcache.lab.stats.bounds import Estimate, capital
+from sglang_indexcache.lab.stats.design import Design, boundaries
+from sglang_indexcache.lab.stats.pairs import Cell, Differences, Flips, Outcome, paired
+from sglang_indexcache.library.lengths import counted, format_length, points
 
 LEAST_RIGHT = 0.10
 """Share of right answers of the reference below which a cell shows nothing."""

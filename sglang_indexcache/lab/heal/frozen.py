@@ -26,7 +26,7 @@ from sglang_indexcache.lab.heal.model import (
 from sglang_indexcache.lab.heal.sharing import Sharing
 from sglang_indexcache.lab.heal.weights import FUSED, Weight, WeightFiles
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.stored import DTYPES, E4M3
+from sglang_indexcache.serving.adapters.weights import DTYPES, E4M3
 
 EMBEDDING = "model.embed_tokens.weight"
 STATE_COPIES = 4

@@ -22,12 +22,11 @@ from rich.console import Console
 from torch import nn
 from transformers import AutoTokenizer
 
-from sglang_indexcache.adapter import Adapter, write_adapter
 from sglang_indexcache.checkpoint import Checkpoint, fp8_blocks, reading
-from sglang_indexcache.data.documents import what_is_left_out
-from sglang_indexcache.data.marking import Marker
-from sglang_indexcache.data.packed import FileRows, PackedRow
 from sglang_indexcache.errors import TrainingError
+from sglang_indexcache.lab.data.documents import what_is_left_out
+from sglang_indexcache.lab.data.marking import Marker
+from sglang_indexcache.lab.data.packed import FileRows, PackedRow
 from sglang_indexcache.lab.heal import STEPS
 from sglang_indexcache.lab.heal.frozen import FrozenBody
 from sglang_indexcache.lab.heal.local import LocalForward, LocalSharing, Passing, pass_through
@@ -43,10 +42,12 @@ from sglang_indexcache.lab.heal.run_folder import (
     learned,
 )
 from sglang_indexcache.lab.heal.sharing import Stage
-from sglang_indexcache.library import Library
+from sglang_indexcache.lab.runs.cost import time_in_words
+from sglang_indexcache.lab.runs.provenance import versions
+from sglang_indexcache.library.digest import checkpoint_digest
+from sglang_indexcache.library.resolve import Library
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.study.cost import time_in_words
-from sglang_indexcache.study.provenance import checkpoint_digest, versions
+from sglang_indexcache.serving.adapters.folder import Adapter, write_adapter
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 RATES = (5e-3, 1e-3, 2e-4)

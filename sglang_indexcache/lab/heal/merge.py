@@ -11,12 +11,12 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from sglang_indexcache.adapter import Adapter, indexer_layer
 from sglang_indexcache.checkpoint import SHARING_KEYS, read_config
 from sglang_indexcache.errors import TrainingError
-from sglang_indexcache.stored import check_form, like_stored, write_tensors
-from sglang_indexcache.study.journal import locked
-from sglang_indexcache.support.files import replacing, write_whole, writing
+from sglang_indexcache.lab.runs.journal import locked
+from sglang_indexcache.library.writing import replacing, write_whole, writing
+from sglang_indexcache.serving.adapters.folder import Adapter, indexer_layer
+from sglang_indexcache.serving.adapters.weights import check_form, like_stored, write_tensors
 
 _INDEX = "model.safetensors.index.json"
 

@@ -11,7 +11,7 @@ import torch
 from sglang_indexcache.errors import TrainingError
 
 if TYPE_CHECKING:
-    from sglang_indexcache.data.packed import PackedRow
+    from sglang_indexcache.lab.data.packed import PackedRow
 
 PADDING = -1
 """Document number of a token that only fills a row."""

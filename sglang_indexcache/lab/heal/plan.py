@@ -19,8 +19,8 @@ from sglang_indexcache.lab.heal.heal import DTYPES, RATES, TRIAL_STEPS, HealOpti
 from sglang_indexcache.lab.heal.local import pipelined
 from sglang_indexcache.lab.heal.losses import GATHERED_FROM
 from sglang_indexcache.lab.heal.sharing import Stage
+from sglang_indexcache.library.sizes import ModelShape
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.shapes import ModelShape
 
 GB = 1e9
 MASTER = 4

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from sglang_indexcache.adapter import ADAPTER_FILE, Adapter
 from sglang_indexcache.errors import TrainingError
-from sglang_indexcache.study.journal import claim, locked
-from sglang_indexcache.support.files import check_writable, replacing, write_whole, writing
+from sglang_indexcache.lab.runs.journal import claim, locked
+from sglang_indexcache.library.writing import check_writable, replacing, write_whole, writing
+from sglang_indexcache.serving.adapters.folder import ADAPTER_FILE, Adapter
 
 OPTIONS, STATE, METRICS, LOCK = "options.json", "state.pt", "metrics.jsonl", "lock"
 COPIES_OF_STATE = 4

@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 
 from sglang_indexcache.errors import CheckpointError
-from sglang_indexcache.stored import DTYPES, E4M3, SCALES, dequantised, stored
+from sglang_indexcache.serving.adapters.weights import DTYPES, E4M3, SCALES, dequantised, stored
 
 BLOCKS = (128, 128)
 """Rows and columns that share a scale in an FP8 weight, if config.json does not say."""

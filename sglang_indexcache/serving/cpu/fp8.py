@@ -51,7 +51,7 @@ def plain(weights: Iterable[Named], size: Sequence[int]) -> Iterator[Named]:
     Raises:
         CheckpointError: scales without a weight, or a weight without scales.
     """
-    from sglang_indexcache.stored import SCALES, dequantised
+    from sglang_indexcache.serving.adapters.weights import SCALES, dequantised
 
     waiting: dict[str, torch.Tensor] = {}
     for name, tensor in weights:

@@ -25,9 +25,11 @@ from rich.table import Table
 
 from sglang_indexcache.checkpoint import INDEX_K_BYTES_PER_KEY, text_config
 from sglang_indexcache.errors import Findings, IndexCacheError, SettingsError
+from sglang_indexcache.library.sizes import ModelShape, check_room
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.config_check import INDEX_HEAD_DIM
 from sglang_indexcache.serving.engine_version import EngineSource
+from sglang_indexcache.serving.operating.drawing import to_terminal
 from sglang_indexcache.serving.options import asks
 from sglang_indexcache.serving.plan import BACKEND_FIELDS, BACKEND_NAME, CONFIG_KEY, Plan
 from sglang_indexcache.serving.refusals import (
@@ -39,8 +41,6 @@ from sglang_indexcache.serving.refusals import (
     describe_row_split,
 )
 from sglang_indexcache.serving.resolve import read_overrides
-from sglang_indexcache.shapes import ModelShape, check_room
-from sglang_indexcache.support.drawing import to_terminal
 
 USUAL_CARD = "h200"
 """What a machine without a GPU checks for."""

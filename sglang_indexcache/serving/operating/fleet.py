@@ -15,11 +15,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from sglang_indexcache.ask.client import Client
-from sglang_indexcache.ask.protocol import STATE, RankState, alike
 from sglang_indexcache.errors import ServerError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.plan import BACKEND_NAME, CONFIG_KEY
+from sglang_indexcache.serving.protocol import STATE, RankState, RunningServer, alike
 
 ALIKE = {
     "sglang": "SGLang's version. Install the same one everywhere.",
@@ -85,18 +84,18 @@ class Fleet:
             console.print("[green]no problem found[/green]")
 
 
-def examine_servers(clients: Sequence[Client]) -> Fleet:
+def examine_servers(servers: Sequence[RunningServer]) -> Fleet:
     """Ask servers whether all their ranks run the same plan."""
     try:
-        ranks = [rank for client in clients for rank in _ranks(client)]
+        ranks = [rank for server in servers for rank in _ranks(server)]
     except ServerError as error:
         return Fleet([], [str(error)])
     problems = [rank.state for rank in ranks if isinstance(rank.state, str)]
     return Fleet(ranks, problems + _differences(ranks))
 
 
-def _ranks(client: Client) -> list[Rank]:
-    info = client.server_info()
+def _ranks(server: RunningServer) -> list[Rank]:
+    info = server.server_info()
     states = info["internal_states"]
     launched = CONFIG_KEY in json.loads(info.get("json_model_override_args") or "{}")
     role = info.get("disaggregation_mode") or "null"
@@ -106,7 +105,7 @@ def _ranks(client: Client) -> list[Rank]:
     numbered = [(report["rank"] if "rank" in report else next(rest), report) for report in reports]
     ranks = []
     for number, ours in sorted(numbered, key=lambda rank: rank[0]):
-        name = f"{client.url} rank {number}" if len(states) > 1 else client.url
+        name = f"{server.url} rank {number}" if len(states) > 1 else server.url
         state: RankState | str = _missing(name, launched=launched)
         try:
             state = RankState.from_json(ours, name) if ours else state

@@ -20,9 +20,9 @@ from sglang.srt.observability.metrics_collector import (
 )
 
 from sglang_indexcache import __version__
-from sglang_indexcache.ask.protocol import OTHERS
 from sglang_indexcache.serving import front, live, requests
 from sglang_indexcache.serving.active import ActivePattern, current
+from sglang_indexcache.serving.protocol import OTHERS
 from sglang_indexcache.serving.traffic import MAX_LABELS, label_for
 
 logger = logging.getLogger(__name__)

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from sglang_indexcache.ask.protocol import OTHERS, RankState, disobedient
 from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.serving.protocol import OTHERS, RankState, disobedient
 
 _MOST_RANGES = 6
 """More ranges of layers than these are given as a count."""

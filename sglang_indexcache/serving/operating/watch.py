@@ -15,8 +15,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from sglang_indexcache.ask.client import Client
-from sglang_indexcache.ask.protocol import RankState
+from sglang_indexcache.serving.protocol import RankState, RunningServer
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
 """From never to always."""
@@ -25,17 +24,19 @@ MARGIN = 39
 """Columns before those of layers."""
 
 
-def watch(client: Client, seconds: float, console: Console, times: int | None = None) -> None:
+def watch(
+    server: RunningServer, seconds: float, console: Console, times: int | None = None
+) -> None:
     """Show a server until the user interrupts, or ``times`` times, every so many seconds.
 
     Raises:
         ServerError: it does not answer, or cannot say what it does.
     """
-    before, then = client.states(), time.monotonic()
+    before, then = server.states(), time.monotonic()
     with Live(frame(before, before, 0.0), console=console, auto_refresh=False) as live:
         for _ in count() if times is None else range(times):
             time.sleep(seconds)
-            after, now = client.states(), time.monotonic()
+            after, now = server.states(), time.monotonic()
             live.update(frame(before, after, now - then), refresh=True)
             before, then = after, now
 

@@ -9,7 +9,7 @@ from typing import IO
 
 from rich.console import Console
 
-from sglang_indexcache.ask.client import Client
+from sglang_indexcache.lab.client.http import Client
 from sglang_indexcache.lab.evaluate.arms import Servers
 from sglang_indexcache.lab.evaluate.corpus import Corpus
 from sglang_indexcache.lab.evaluate.evaluation import Evaluation, recorded

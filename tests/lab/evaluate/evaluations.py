@@ -7,7 +7,7 @@ from typing import Any
 
 from sglang_indexcache.lab.evaluate.evaluation import Answer, Evaluation, Missing
 from sglang_indexcache.lab.evaluate.plan import CONTROL_LOOK, Arm, Planned, Role
-from sglang_indexcache.stats.design import Design
+from sglang_indexcache.lab.stats.design import Design
 
 TASKS, LENGTHS, SHORT = ("needles", "tracking"), (32768, 131072), 1536
 FACTS: dict[str, Any] = {

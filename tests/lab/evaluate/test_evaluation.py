@@ -10,7 +10,7 @@ import pytest
 from sglang_indexcache.lab.evaluate.evaluation import Answer, Evaluation, Missing
 from sglang_indexcache.lab.evaluate.plan import Arm, Planned, Role
 from sglang_indexcache.lab.evaluate.verdict import Kind, verdicts_of
-from sglang_indexcache.stats.design import Design
+from sglang_indexcache.lab.stats.design import Design
 
 ARMS = (
     Arm("full", "FFFF", Role.REFERENCE),

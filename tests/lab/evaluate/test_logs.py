@@ -21,7 +21,7 @@ from sglang_indexcache.lab.evaluate.logs import (
 )
 from sglang_indexcache.lab.evaluate.report import write_report
 from sglang_indexcache.lab.evaluate.verdict import Kind, verdicts_of
-from sglang_indexcache.stats.pairs import paired
+from sglang_indexcache.lab.stats.pairs import paired
 from tests.lab.evaluate.harness_logs import (
     COUNT,
     evalscope,

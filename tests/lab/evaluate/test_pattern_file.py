@@ -11,8 +11,8 @@ import yaml
 from sglang_indexcache.errors import LibraryError, QualityError
 from sglang_indexcache.lab.evaluate.report import write_quality
 from sglang_indexcache.lab.evaluate.verdict import verdicts_of
-from sglang_indexcache.library import NOT_EVALUATED, Evaluated, add_evaluated, load_entry
-from sglang_indexcache.support.files import shipped
+from sglang_indexcache.library.files import NOT_EVALUATED, Evaluated, add_evaluated, load_entry
+from sglang_indexcache.library.writing import shipped
 from tests.lab.evaluate.evaluations import FACTS, LENGTHS, evaluation
 
 DIGEST = FACTS["checkpoint"]

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from sglang_indexcache.demo import shipped_checkpoint
 from sglang_indexcache.errors import QualityError
+from sglang_indexcache.lab.demo import shipped_checkpoint
 from sglang_indexcache.lab.evaluate import corpus
 from sglang_indexcache.lab.evaluate.corpus import Corpus
 from sglang_indexcache.lab.evaluate.plan import (

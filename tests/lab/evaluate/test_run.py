@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from sglang_indexcache.ask.client import Client
-from sglang_indexcache.demo import shipped_checkpoint
 from sglang_indexcache.errors import IndexCacheError, OutputError, QualityError, ServerError
+from sglang_indexcache.lab.client.http import Client
+from sglang_indexcache.lab.demo import shipped_checkpoint
 from sglang_indexcache.lab.evaluate import run
 from sglang_indexcache.lab.evaluate.evaluation import NAME, Evaluation, load, recorded
 from sglang_indexcache.lab.evaluate.plan import CONTROL_LOOK, CORRELATION, DISCORDANCE
@@ -26,9 +26,9 @@ from sglang_indexcache.lab.evaluate.run import (
     run_evaluation,
 )
 from sglang_indexcache.lab.evaluate.verdict import Kind, verdicts_of
-from sglang_indexcache.stats.design import Design, spread
-from sglang_indexcache.stats.pairs import paired
-from sglang_indexcache.study.cost import Rate
+from sglang_indexcache.lab.runs.cost import Rate
+from sglang_indexcache.lab.stats.design import Design, spread
+from sglang_indexcache.lab.stats.pairs import paired
 from tests.fakes.server import serving
 from tests.full_disk import files_of_at_most
 from tests.kills import PROCESSES
@@ -120,7 +120,7 @@ def test_a_server_for_each_arm(tmp_path: Path) -> None:
             evaluate(tmp_path / "b", urls)
 
 
-# What is refused of a single answer is in tests/ask/test_score.py.
+# What is refused of a single answer is in tests/lab/client/test_score.py.
 REFUSED = {
     "ignores": "ignores the pattern, or answers from another arm's cache.*doctor",
     "idle layers": "ignores the pattern: .* layers .* did not do what that says",

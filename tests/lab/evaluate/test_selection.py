@@ -23,7 +23,7 @@ from sglang_indexcache.lab.evaluate.plan import (
 )
 from sglang_indexcache.lab.evaluate.run import EvaluationRequest
 from sglang_indexcache.lab.evaluate.tasks.files import Item
-from sglang_indexcache.stats.design import spread
+from sglang_indexcache.lab.stats.design import spread
 from tests.lab.evaluate.evaluate import ARMS
 from tests.lab.evaluate.fake_server import TOPK, Words
 from tests.lab.evaluate.tasks.published import prompt_row, write

@@ -22,8 +22,8 @@ from sglang_indexcache.lab.evaluate.verdict import (
     judge,
     sees,
 )
-from sglang_indexcache.stats.design import Design
-from sglang_indexcache.stats.pairs import Differences, Flips, Outcome
+from sglang_indexcache.lab.stats.design import Design
+from sglang_indexcache.lab.stats.pairs import Differences, Flips, Outcome
 from tests.lab.evaluate.evaluations import evaluation as recorded
 
 CONTEXTS = 200

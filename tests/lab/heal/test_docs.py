@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from sglang_indexcache import AttentionInputs, IndexInputs, Layout, Pattern, distillation_loss
-from sglang_indexcache.demo import shipped_checkpoint
+from sglang_indexcache.lab.demo import shipped_checkpoint
 from sglang_indexcache.lab.heal.model import install, is_indexer
 from sglang_indexcache.lab.heal.sharing import Sharing, Stage
 

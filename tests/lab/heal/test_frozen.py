@@ -20,7 +20,7 @@ from sglang_indexcache.lab.heal.local import LocalSharing, Passing, pass_through
 from sglang_indexcache.lab.heal.packing import Layout
 from sglang_indexcache.lab.heal.sharing import Stage
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.stored import dequantised
+from sglang_indexcache.serving.adapters.weights import dequantised
 from tests.fixtures.training import DistilledModel
 from tests.lab.heal.checkpoints import BLOCK, checkpoint, quantise
 from tests.lab.heal.models import FAMILIES, LAYERS, TOPK, one_document, tokens

@@ -14,7 +14,6 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
-from sglang_indexcache.adapter import Adapter
 from sglang_indexcache.errors import (
     CheckpointError,
     IndexCacheError,
@@ -25,7 +24,8 @@ from sglang_indexcache.errors import (
 from sglang_indexcache.lab.heal import heal as heal_module
 from sglang_indexcache.lab.heal.heal import HealOptions, HealResult, heal
 from sglang_indexcache.lab.heal.run_folder import read_metrics
-from sglang_indexcache.study.provenance import checkpoint_digest
+from sglang_indexcache.library.digest import checkpoint_digest
+from sglang_indexcache.serving.adapters.folder import Adapter
 from tests.cli.test_search import TINY
 from tests.full_disk import files_of_at_most
 from tests.lab.heal.checkpoints import checkpoint, quantise

@@ -9,15 +9,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from sglang_indexcache.adapter import Adapter, indexer_shapes, write_adapter
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import CheckpointError, IndexCacheError, OutputError, TrainingError
 from sglang_indexcache.lab.heal.merge import merge
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.stored import SCALES, to_block_fp8
+from sglang_indexcache.serving.adapters.folder import Adapter, indexer_shapes, write_adapter
+from sglang_indexcache.serving.adapters.weights import SCALES, to_block_fp8
 from tests.full_disk import files_of_at_most
 from tests.kills import kill_at_each_touch
-from tests.test_stored import read_tensors, same_bits
+from tests.serving.adapters.test_weights import read_tensors, same_bits
 
 PATTERN = Pattern("FSF")
 SHAPE = {"hidden_size": 160, "q_lora_rank": 96, "index_n_heads": 3, "index_head_dim": 64}

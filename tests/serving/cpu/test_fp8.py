@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from sglang_indexcache.errors import CheckpointError
+from sglang_indexcache.serving.adapters.weights import to_block_fp8
 from sglang_indexcache.serving.cpu import fp8
-from sglang_indexcache.stored import to_block_fp8
 
 SIZE = (4, 8)
 

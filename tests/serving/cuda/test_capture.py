@@ -32,7 +32,7 @@ from sglang.srt.model_executor.runner_utils.forward_batch import (
 from sglang.srt.model_executor.runner_utils.prefill_graph import prefill_graph_scope
 
 from sglang_indexcache.errors import PatternError, StaleIndexError
-from sglang_indexcache.library import Library
+from sglang_indexcache.library.resolve import Library
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.active import ActivePattern
 from sglang_indexcache.serving.cuda.backend import IndexCacheBackend

@@ -16,11 +16,12 @@ from typer.testing import CliRunner
 
 from sglang_indexcache.cli import app
 from sglang_indexcache.errors import SettingsError
-from sglang_indexcache.library import Evaluated, Library, add_evaluated
+from sglang_indexcache.library.digest import checkpoint_digest
+from sglang_indexcache.library.files import Evaluated, add_evaluated
+from sglang_indexcache.library.resolve import Library
+from sglang_indexcache.library.writing import shipped
 from sglang_indexcache.models import BY_ARCHITECTURE
 from sglang_indexcache.serving.operating import doctor
-from sglang_indexcache.study.provenance import checkpoint_digest
-from sglang_indexcache.support.files import shipped
 from tests.fakes import glm5
 
 pytest.importorskip("sglang")

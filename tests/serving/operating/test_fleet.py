@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from sglang_indexcache import __version__
-from sglang_indexcache.ask.client import Client
+from sglang_indexcache.lab.client.http import Client
 from sglang_indexcache.serving.operating.fleet import examine_servers
 from tests.fakes.server import FakeServer, serving
 

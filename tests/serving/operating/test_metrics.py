@@ -19,7 +19,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_indexcache import __version__
-from sglang_indexcache.ask.protocol import SWITCH
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving import active, front, live, requests
 from sglang_indexcache.serving.operating import metrics
@@ -30,6 +29,7 @@ from sglang_indexcache.serving.operating.metrics import (
     collectors,
 )
 from sglang_indexcache.serving.policy import Policy
+from sglang_indexcache.serving.protocol import SWITCH
 from sglang_indexcache.serving.traffic import MAX_LABELS
 from tests.promtool import RULES, alert, check_rules, needs_promtool
 from tests.serving.plans import plan

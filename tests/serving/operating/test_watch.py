@@ -8,10 +8,10 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from sglang_indexcache.ask.client import Client
-from sglang_indexcache.ask.protocol import RankState
 from sglang_indexcache.cli import app
+from sglang_indexcache.lab.client.http import Client
 from sglang_indexcache.serving.operating.watch import frame, watch
+from sglang_indexcache.serving.protocol import RankState
 from tests.fakes import state
 from tests.fakes.server import FakeServer, serving
 

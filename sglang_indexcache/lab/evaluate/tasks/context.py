@@ -17,7 +17,7 @@ from itertools import accumulate, chain, islice, pairwise
 from typing import Any, Protocol
 
 from sglang_indexcache.errors import QualityError
-from sglang_indexcache.support.lengths import counted
+from sglang_indexcache.library.lengths import counted
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 """Text that says nothing, as in RULER."""

@@ -21,8 +21,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from sglang_indexcache.data.rows import FileRow, read_rows
 from sglang_indexcache.errors import QualityError
+from sglang_indexcache.lab.data.rows import FileRow, read_rows
 from sglang_indexcache.lab.evaluate.tasks.context import Message, Tokenizer, rendered
 
 Row = Mapping[str, Any]

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_indexcache.ask.score import TokenScores
 from sglang_indexcache.errors import DataError, QualityError
+from sglang_indexcache.lab.client.score import TokenScores
 from sglang_indexcache.lab.evaluate.arms import right_share
 from sglang_indexcache.lab.evaluate.corpus import Corpus
 from sglang_indexcache.lab.evaluate.plan import Planned

@@ -1,0 +1,154 @@
+"""Start and stop a real SGLang server from Python: for the demo, tests and benchmarks.
+
+The server is its own process group and dies with its parent, whatever kills that: on Linux the
+kernel sends the signal, so nothing is left behind even after kill -9.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+
+from sglang_indexcache.errors import ServerError
+from sglang_indexcache.lab.client.http import Client
+
+_MODULE = "sglang.launch_server"
+_PR_SET_PDEATHSIG = 1
+_PORTS = range(20_000, 30_000)
+_PORT_TAKEN = "address already in use"
+
+
+class Server:
+    """One ``python -m sglang.launch_server`` process; use it as a context manager."""
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        log: Path,
+        *,
+        env: Mapping[str, str] | None = None,
+        port: int | None = None,
+    ) -> None:
+        self.port = port or free_port()
+        self.log = log
+        self.command = [
+            *(sys.executable, "-m", _MODULE),
+            *arguments,
+            *("--port", str(self.port)),
+        ]
+        self._env = {**os.environ, **(env or {})}
+        self._process: subprocess.Popen[bytes] | None = None
+        self.client = Client(f"http://127.0.0.1:{self.port}")
+
+    def __enter__(self) -> Server:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    @property
+    def pid(self) -> int:
+        """Process id of the server's main process."""
+        if self._process is None:
+            raise ServerError("the server was not started")
+        return self._process.pid
+
+    def start(self) -> None:
+        """Start the process and return at once."""
+        if _MODULE in self.command and find_spec("sglang") is None:
+            raise ModuleNotFoundError("SGLang is not installed", name="sglang")
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                self.command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env=self._env,
+                start_new_session=True,
+                preexec_fn=die_with_parent,
+            )
+
+    def wait_until_ready(self, timeout: float = 600.0) -> Client:
+        """Wait until the server answers.
+
+        Raises:
+            ServerError: it died or took too long; the end of its log is in the message.
+        """
+        started = time.monotonic()
+        while time.monotonic() - started < timeout:
+            if self._process is None or self._process.poll() is not None:
+                code = None if self._process is None else self._process.returncode
+                raise ServerError(f"the server ended with exit code {code}:\n{self.log_tail()}")
+            if _PORT_TAKEN in self.log_tail():
+                # SGLang would stay, and whoever has the port would answer in its place.
+                self.stop()
+                raise ServerError(f"port {self.port} is in use; give the server another one")
+            if self.client.is_ready():
+                return self.client
+            time.sleep(0.5)
+        self.stop()
+        raise ServerError(f"the server was not ready after {timeout:.0f} s:\n{self.log_tail()}")
+
+    def wait(self, timeout: float) -> int:
+        """Wait until the process ends by itself; returns its exit code."""
+        if self._process is None:
+            raise ServerError("the server was not started")
+        return self._process.wait(timeout)
+
+    def stop(self, grace: float = 20.0) -> None:
+        """Stop the whole process group; safe to call twice.
+
+        SGLang may finish what runs and end its own processes for ``grace`` seconds; 0 kills.
+        """
+        if self._process is None:
+            return
+        if grace:
+            # SGLang's other processes take a signal of their own for a crash, and it waits for
+            # those to settle: only the first process is told.
+            self._process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(grace)
+        _kill_group(self._process.pid)
+        self._process.wait()
+
+    def log_tail(self, lines: int = 30) -> str:
+        """Return the last lines of the server's log, its very long ones (arguments) cut short."""
+        text = self.log.read_text(errors="replace") if self.log.exists() else ""
+        return "\n".join(line[:500] for line in text.splitlines()[-lines:])
+
+
+def _kill_group(group: int) -> None:
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent dies; on Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def free_port() -> int:
+    """Return a port that is free now and that no outgoing connection gets until it is used."""
+    # Not from the seeded generator: processes with one seed would all try the same ports at once.
+    for port in random.SystemRandom().sample(_PORTS, 100):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        return port
+    raise ServerError(f"found no free port from {_PORTS.start} to {_PORTS.stop - 1}")

@@ -1,0 +1,163 @@
+"""Reads files into documents, one at a time: whoever has enough stops, and no more is read."""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from io import TextIOWrapper
+from pathlib import Path
+from typing import Any
+
+from sglang_indexcache.errors import DataError
+from sglang_indexcache.lab.data.conversations import Conversation, read_conversation
+from sglang_indexcache.lab.data.files import find_files, refuse_json
+from sglang_indexcache.lab.data.rows import ROWS, form_of, not_utf8, opened, read_rows
+
+MACHINE = "machine"
+"""Instead of a path: the Python standard library's sources, which every machine has."""
+
+TEXT_PIECE = 1 << 20
+"""Characters of a text file that are read at a time; each piece is a document."""
+
+_TEXT_FIELDS = ("text", "content", "prompt")
+_RESPONSE_FIELDS = ("response", "completion", "answer")
+
+Span = tuple[int, int]
+"""First character, and the one after the last."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text, as it is; ``where`` is its file and row. ``answers`` is empty if none are marked."""
+
+    text: str
+    where: str
+    answers: tuple[Span, ...] = ()
+
+    @property
+    def has_answers(self) -> bool:
+        """Whether any are marked."""
+        return bool(self.answers)
+
+    @property
+    def characters(self) -> int:
+        """Length of the text."""
+        return len(self.text)
+
+
+Document = Text | Conversation
+
+
+def read_documents(source: str) -> Iterator[Document]:
+    """Yield every document of a source that is not blank, as files and rows are ordered.
+
+    Args:
+        source: a file of rows or of text, a folder of them, or :data:`MACHINE`.
+
+    Raises:
+        DataError: nothing to read, or a row that nobody understands.
+    """
+    has_text = False
+    for document in _read_source(source):
+        if isinstance(document, Conversation) or document.text.strip():
+            has_text = True
+            yield document
+    if not has_text:
+        left_out = what_is_left_out(source)
+        raise DataError(f"{source} contains no text" + (f" ({left_out})" if left_out else ""))
+
+
+def what_is_left_out(source: str) -> str:
+    """Say which files of a folder :func:`read_documents` leaves out; nothing if none."""
+    return "" if source == MACHINE else find_files(Path(source)).in_words()
+
+
+def _read_source(source: str) -> Iterator[Document]:
+    if source == MACHINE:
+        for number, text in enumerate(machine_text(sys.maxsize), start=1):
+            yield Text(text, f"{MACHINE}, file {number}")
+        return
+    path = Path(source)
+    if not path.exists():
+        raise DataError(
+            f"there is no data at {source}. Give a file of rows ({', '.join(ROWS)}) or of text, a "
+            f"folder of them, or {MACHINE!r} for this machine's Python sources."
+        )
+    for file in find_files(path).read:
+        yield from _read_file(file)
+
+
+def _read_file(path: Path) -> Iterator[Document]:
+    if form_of(path) in ROWS:
+        for row in read_rows(path):
+            yield _document(row.value, row.where)
+    else:
+        yield from _read_text(path)
+
+
+def _read_text(path: Path) -> Iterator[Text]:
+    try:
+        with opened(path) as file:
+            refuse_json(path, file.peek(1))
+            text = TextIOWrapper(file, encoding="utf-8", newline="")
+            while piece := text.read(TEXT_PIECE):
+                yield Text(piece + text.readline(), str(path))
+    except UnicodeDecodeError as error:
+        raise not_utf8(str(path), error) from error
+
+
+def _document(row: Any, where: str) -> Document:
+    """Read a record: messages, prompt and response, text with marked answers, or text."""
+    if isinstance(row, str):
+        return Text(row, where)
+    fields = row if isinstance(row, dict) else {}
+    if fields.get("chosen") is not None and fields.get("rejected") is not None:
+        raise DataError(
+            f"{where} is a preference (chosen and rejected), and only one of the two is to be "
+            "learned from. Write that one as messages, or as a prompt with its response."
+        )
+    if (conversation := read_conversation(fields, where)) is not None:
+        return conversation
+    responses = (fields.get(name) for name in _RESPONSE_FIELDS)
+    response = next((text for text in responses if isinstance(text, str)), None)
+    prompt = fields.get("prompt")
+    if isinstance(prompt, str) and response is not None:
+        text = prompt + response
+        return Text(text, where, ((len(prompt), len(text)),) if response else ())
+    for name in _TEXT_FIELDS:
+        if isinstance(fields.get(name), str):
+            return Text(fields[name], where, _answers(fields, fields[name], where))
+    raise DataError(
+        f"{where} has no text: expected a string, messages or ShareGPT's conversations, a prompt "
+        f"with a response, or one of {', '.join(_TEXT_FIELDS)}"
+    )
+
+
+def _answers(fields: Mapping[str, Any], text: str, where: str) -> tuple[Span, ...]:
+    marked = fields.get("answers")
+    if marked is None:
+        return ()
+    try:
+        spans = tuple((int(start), int(stop)) for start, stop in marked)
+    except (TypeError, ValueError):
+        spans = ((0, 0),)
+    if not all(0 <= start < stop <= len(text) for start, stop in spans):
+        raise DataError(
+            f"{where}: answers is a list of [start, end] pairs, each the answer's first character "
+            f"in the text and the one after its last (the text has {len(text)})"
+        )
+    return spans
+
+
+def machine_text(limit: int) -> Iterator[str]:
+    """Yield the standard library's sources by file name, at most ``limit`` characters."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    remaining = limit
+    for path in sorted(folder.glob("*.py")):
+        text = path.read_text(encoding="utf-8", errors="ignore")[:remaining]
+        remaining -= len(text)
+        yield text
+        if remaining <= 0:
+            return

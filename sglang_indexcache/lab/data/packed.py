@@ -1,0 +1,156 @@
+"""A user's files as packed rows of one length, the same ones every time."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sglang_indexcache.errors import TrainingError
+from sglang_indexcache.lab.data.documents import Document, read_documents
+from sglang_indexcache.lab.data.marking import HELD_OUT_SHARE, Marker, is_held_out
+
+CHARACTERS_OF_A_TOKEN = 8
+"""More than any tokenizer's; where it is not enough, rows come again sooner."""
+
+LEAST = 64
+"""Documents that are drawn at least, so that some are held out and some are not."""
+
+Piece = NDArray[np.int32]
+"""``[length]`` token ids of a document, or of a window of a longer one."""
+
+PackedRow = tuple[Piece, ...]
+
+
+@dataclass
+class _Packer:
+    """Puts pieces into rows in their order; a piece that does not fit any more starts a new one."""
+
+    length: int
+    limit: int
+    rows: list[PackedRow] = field(default_factory=list)
+    begun: list[Piece] = field(default_factory=list)
+
+    @property
+    def full(self) -> bool:
+        return len(self.rows) >= self.limit
+
+    def add(self, piece: Piece) -> None:
+        if sum(map(len, self.begun)) + len(piece) > self.length:
+            self.close()
+        self.begun.append(piece)
+
+    def close(self) -> None:
+        if self.begun and not self.full:
+            self.rows.append(tuple(self.begun))
+        self.begun = []
+
+
+@dataclass(frozen=True)
+class FileRows:
+    """Rows to train on, in an order that the seed decides, and rows of others to judge by."""
+
+    train: tuple[PackedRow, ...]
+    held_out: tuple[PackedRow, ...]
+    seed: int = 0
+
+    @classmethod
+    def read(
+        cls,
+        sources: Sequence[str],
+        marker: Marker,
+        length: int,
+        train: int,
+        held_out: int,
+        seed: int = 0,
+    ) -> FileRows:
+        """Draw documents from all of the data, then tokenise, split and pack as many as needed.
+
+        A document of more than ``length`` tokens is cut into windows. Whether a document is held
+        out, with all its windows, its own tokens say.
+
+        Args:
+            sources: as for :func:`~sglang_indexcache.lab.data.documents.read_documents`.
+            length: tokens of a row, at most.
+            train: rows to train on, at most.
+            held_out: rows to hold out, at most.
+            seed: of the documents that are drawn, and of the rows' order.
+
+        Raises:
+            DataError: nothing to read, or a row that nobody understands.
+            TrainingError: not one row to train on, or to hold out where some are wanted.
+        """
+        parts = {False: _Packer(length, train), True: _Packer(length, held_out)}
+        share = HELD_OUT_SHARE
+        rows = max(-(-train * share // (share - 1)), held_out * share)
+        documents = drawn_documents(sources, rows * length * CHARACTERS_OF_A_TOKEN, seed)
+        for held_back, piece in _pieces(documents, marker, length):
+            parts[held_back].add(piece)
+            if all(part.full for part in parts.values()):
+                break
+        for part in parts.values():
+            part.close()
+        packed = cls(tuple(parts[False].rows), tuple(parts[True].rows), seed)
+        if not packed.train or (held_out and not packed.held_out):
+            raise TrainingError(
+                f"{', '.join(sources)} gives {len(packed.train)} rows of {length} tokens to train "
+                f"on and {len(packed.held_out)} to hold out (one document in four is held out, "
+                "whole, so it takes several). Give more documents, or split a long text into some."
+            )
+        return packed
+
+    def drawn(self, number: int) -> PackedRow:
+        """Return training row ``number``: each epoch has every row once, in an order of its own."""
+        epoch, place = divmod(number, len(self.train))
+        order = list(range(len(self.train)))
+        random.Random(f"{self.seed}/{epoch}").shuffle(order)
+        return self.train[order[place]]
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 over all tokens: equal if the data is."""
+        content = hashlib.sha256()
+        for row in (*self.train, *self.held_out):
+            content.update(b"\n" + b" ".join(piece.tobytes() for piece in row))
+        return content.hexdigest()
+
+
+def drawn_documents(sources: Sequence[str], characters: int, seed: int) -> list[Document]:
+    """Draw documents of all sources, in an order that the seed decides.
+
+    Everything is read, so that files which are sorted by topic do not decide what is learned; no
+    more is held at a time than is wanted.
+
+    Args:
+        characters: that they have together, at least, if there are so many; there are also
+            at least :data:`LEAST` documents.
+
+    Raises:
+        DataError: nothing to read, or a row that nobody understands.
+    """
+    draw, total = random.Random(seed), 0
+    heap: list[tuple[float, int, Document]] = []  # a heap; on top what comes last in the order
+    documents = (document for source in sources for document in read_documents(source))
+    for number, document in enumerate(documents):
+        heappush(heap, (-draw.random(), number, document))
+        total += document.characters
+        while len(heap) > LEAST and total - heap[0][2].characters >= characters:
+            total -= heappop(heap)[2].characters
+    return [document for _, _, document in sorted(heap, reverse=True)]
+
+
+def _pieces(
+    documents: Iterable[Document], marker: Marker, length: int
+) -> Iterator[tuple[bool, Piece]]:
+    """Yield whether it is held out, and a document or one of its windows."""
+    for document in documents:
+        marked = marker.marked(document)
+        held_back = is_held_out(marked.ids)
+        ids = np.asarray(marked.ids, dtype=np.int32)
+        for start in range(0, len(ids), length):
+            yield held_back, ids[start : start + length]

@@ -1,0 +1,269 @@
+"""Record of a latency benchmark, and what follows from it.
+
+Only samples are stored; medians and speed-ups are computed from them, so that no table can disagree
+with the file it is made from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Literal
+
+from pydantic import Field, ValidationError
+
+from sglang_indexcache.checkpoint import Checkpoint
+from sglang_indexcache.errors import BenchError
+from sglang_indexcache.library.files import Strict
+from sglang_indexcache.library.resolve import Library, name_and_pattern
+from sglang_indexcache.library.writing import write_whole
+from sglang_indexcache.pattern import Pattern
+
+Metric = Literal["prefill", "decode", "full"]
+
+METRICS: dict[Metric, str] = {
+    "prefill": "Prefill time (s)",
+    "decode": "Decode throughput, per request (tok/s)",
+    "full": "Decode throughput, full KV cache (tok/s)",
+}
+"""The paper's three metrics (Table 1), in its order. Its throughput is of one GPU, which is a
+data-parallel rank there; ours is of a rank."""
+
+
+class Environment(Strict):
+    """The machine and the software of one measurement: see ``study.provenance.machine``."""
+
+    date: str
+    cpu: str
+    cores: int
+    gpus: tuple[str, ...]
+    versions: dict[str, str]
+    commit: str
+    load_before: float
+
+
+class Configuration(Strict):
+    """One way to serve: ``value`` is a pattern as the user wrote it, ``pattern`` as servers say."""
+
+    name: str
+    value: str
+    pattern: str
+
+    @property
+    def parsed(self) -> Pattern:
+        """The pattern as a value."""
+        return Pattern(self.pattern)
+
+
+def configurations(values: Sequence[str], checkpoint: Checkpoint) -> tuple[Configuration, ...]:
+    """Resolve what the user wrote, with ``NAME=`` before it or without.
+
+    Raises:
+        IndexCacheError: a pattern that does not fit, or one name twice.
+    """
+    resolved = []
+    for text in values:
+        name, value = name_and_pattern(text)
+        pattern = Library.default().resolve(value, checkpoint).pattern
+        resolved.append(Configuration(name=name, value=value, pattern=str(pattern)))
+    names = [configuration.name for configuration in resolved]
+    if len(set(names)) != len(names):
+        raise BenchError(f"configurations must have different names, got {', '.join(names)}")
+    return tuple(resolved)
+
+
+class Model(Strict):
+    """Model that was served.
+
+    ``digest`` is ``library.digest.checkpoint_digest``, empty if the weights were not at hand;
+    ``note`` says in words, for example, that they are random.
+    """
+
+    name: str
+    architecture: str
+    digest: str
+    shape: dict[str, int | None]
+    note: str = ""
+
+
+class ServerFacts(Strict):
+    """Facts of a server about itself.
+
+    Attributes:
+        device: "cuda" or "cpu".
+        dp: data-parallel ranks, each with a KV cache and a request of its own.
+        chunked_prefill: tokens of a prefill chunk.
+        page: tokens of a page.
+        capacity: KV tokens of each rank.
+        index_k_bytes: of a token on one rank.
+        mode: "static" or "live". Files older than this field are of static servers.
+    """
+
+    device: str
+    tp: int
+    dp: int
+    dp_attention: bool
+    chunked_prefill: int
+    page: int
+    capacity: int
+    index_k_bytes: int
+    mode: str = "static"
+
+
+class Visit(Strict):
+    """One server during one round, counted from 0.
+
+    ``busy_cores`` is foreign work just before it started, in cores; None where unknown.
+    """
+
+    configuration: str
+    round: int
+    facts: ServerFacts
+    busy_cores: float | None
+
+
+class LatencySample(Strict):
+    """One measurement.
+
+    Attributes:
+        length: prompt tokens.
+        value: seconds for prefill, the median over the ranks' requests; tokens per second of one
+            request (median) for decode, of one rank for full.
+        requests: sent at once, to all ranks together.
+        indexer_share: the part of this metric's time that was spent in indexers, where the server
+            tells (CPU platform).
+    """
+
+    configuration: str
+    round: int
+    length: int
+    metric: Metric
+    value: float = Field(gt=0)
+    requests: int = Field(ge=1)
+    indexer_share: float | None = None
+
+
+@dataclass(frozen=True)
+class Speedup:
+    """One configuration against the baseline, over the rounds.
+
+    The median, lowest and highest of the rounds' ratios; above 1 is faster. ``ideal`` is what
+    Amdahl's law gives if the removed indexers' share of the baseline's own time costs nothing; None
+    if that share is unknown.
+    """
+
+    median: float
+    low: float
+    high: float
+    ideal: float | None
+
+
+class LatencyResult(Strict):
+    """One run of ``indexcache bench latency``.
+
+    Attributes:
+        environment: of the client; servers that the benchmark starts run on the same machine.
+        side_by_side: whether the servers ran at once, so that turns were one request a rank,
+            or as many as the KV cache holds, and not all lengths.
+        started_here: whether the benchmark started them; if not, they may run on another machine
+            than ``environment`` describes, with flags that ``arguments`` does not have.
+        configurations: the first is the baseline.
+        lengths: prompt tokens.
+        clock: a field of the files, which knows one value.
+        visits: one server start with all lengths, or, side by side, one turn.
+        samples: everything measured; warm-up is not among them.
+    """
+
+    kind: Literal["latency"] = "latency"
+    environment: Environment
+    side_by_side: bool
+    started_here: bool = True
+    model: Model
+    arguments: tuple[str, ...]
+    configurations: tuple[Configuration, ...] = Field(min_length=1)
+    lengths: tuple[int, ...]
+    new_tokens: int
+    clock: Literal["wall"] = "wall"
+    rounds: int
+    visits: tuple[Visit, ...]
+    samples: tuple[LatencySample, ...]
+
+    @property
+    def baseline(self) -> Configuration:
+        """Configuration that the others are compared with."""
+        return self.configurations[0]
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the server ran on a GPU, so that absolute figures may be shown."""
+        return all(visit.facts.device == "cuda" for visit in self.visits)
+
+    @property
+    def metrics(self) -> tuple[Metric, ...]:
+        """Those that were measured, in the paper's order."""
+        measured = {sample.metric for sample in self.samples}
+        return tuple(metric for metric in METRICS if metric in measured)
+
+    def values(self, configuration: str, metric: Metric, length: int) -> dict[int, float]:
+        """Return the median value of each round."""
+        rounds: dict[int, list[float]] = {}
+        for sample in self._matching(configuration, metric, length):
+            rounds.setdefault(sample.round, []).append(sample.value)
+        return {number: median(values) for number, values in rounds.items()}
+
+    def indexer_share(self, metric: Metric, length: int) -> float | None:
+        """Return the share of the baseline's time that its indexers took, median over rounds."""
+        shares = self.indexer_shares(metric, length)
+        return median(shares) if shares else None
+
+    def indexer_shares(self, metric: Metric, length: int) -> list[float]:
+        """Return the indexers' share of each round that knows it."""
+        samples = self._matching(self.baseline.name, metric, length)
+        return [s.indexer_share for s in samples if s.indexer_share is not None]
+
+    def speedup(self, configuration: str, metric: Metric, length: int) -> Speedup:
+        """Compare ``configuration`` with the baseline of the same round.
+
+        Raises:
+            BenchError: one of the two was not measured there.
+        """
+        values = self.values(configuration, metric, length)
+        base_values = self.values(self.baseline.name, metric, length)
+        if not values or values.keys() != base_values.keys():
+            raise BenchError(f"{configuration} has no {metric} at {length} tokens in every round")
+        pairs = [(values[number], base_values[number]) for number in values]
+        ratios = [base / ours if metric == "prefill" else ours / base for ours, base in pairs]
+        share = self.indexer_share(metric, length)
+        pattern = next(c for c in self.configurations if c.name == configuration).parsed
+        removed = 1 - len(pattern.full_layers) / len(self.baseline.parsed.full_layers)
+        ideal = None if share is None else 1 / (1 - share * removed)
+        return Speedup(median(ratios), min(ratios), max(ratios), ideal)
+
+    def _matching(self, configuration: str, metric: Metric, length: int) -> list[LatencySample]:
+        key = (configuration, metric, length)
+        return [s for s in self.samples if (s.configuration, s.metric, s.length) == key]
+
+
+def save(result: LatencyResult, path: Path) -> None:
+    """Write a result; a reader never sees half a file."""
+    write_whole(path, result.model_dump_json(indent=1) + "\n")
+
+
+def load(path: Path) -> LatencyResult:
+    """Read a result.
+
+    Raises:
+        BenchError: the file is missing or not such a result.
+    """
+    try:
+        return LatencyResult.model_validate_json(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BenchError(f"cannot read {path}: {error.strerror}") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the file"
+        raise BenchError(
+            f"{path} is not a result of bench latency: {where}: {first['msg']}"
+        ) from error

@@ -1,0 +1,184 @@
+"""Evaluators, which every search algorithm asks: how much is lost under this pattern?
+
+``EvalLoss(M, D, c)`` of the paper's Algorithm 1, per calibration batch, so that two patterns can
+be compared batch by batch (paired) and a candidate can be dropped before it has seen all data.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from queue import SimpleQueue
+from threading import Thread
+from typing import Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sglang_indexcache.lab.client.pool import Pool
+from sglang_indexcache.lab.client.score import Prompt, score
+from sglang_indexcache.lab.data.marking import Mask
+from sglang_indexcache.lab.search.calibration import Calibration
+from sglang_indexcache.pattern import Pattern
+
+Floats = NDArray[np.float64]
+_Job = TypeVar("_Job")
+
+
+class Evaluator(Protocol):
+    """Measures patterns on a fixed set of calibration batches.
+
+    The same pattern on the same batch must give the same loss, and no pattern may profit from
+    state that another one left behind.
+    """
+
+    @property
+    def kind(self) -> str:
+        """Kind of the measurement, for a journal's identity: two kinds are never mixed."""
+
+    @property
+    def num_layers(self) -> int:
+        """Length of a pattern."""
+
+    @property
+    def batch_tokens(self) -> tuple[int, ...]:
+        """Tokens forwarded by each calibration batch."""
+
+    @property
+    def in_flight(self) -> int:
+        """Number of patterns that it can measure at the same time (from as many threads)."""
+
+    @property
+    def by_batch(self) -> bool:
+        """Whether many patterns on a batch cost less in a row than many batches of a pattern."""
+
+    def loss(self, pattern: Pattern, batches: Sequence[int]) -> Floats:
+        """Return ``[batches]`` float64: mean loss per counted token, in nats, on these batches."""
+
+
+PAIRS = ("similarity", "kept_mass", "kept_list")
+"""Methods of an evaluator that compare layers by pairs: see :mod:`.hf`, and of servers
+:class:`~sglang_indexcache.lab.search.overlap.ReturningEvaluator`."""
+
+BY_BEST, LISTS = "kept_mass", 16
+"""The kind that compares the best of lists, 1 of so many tokens of a text at most: on a real model
+lists of an eighth of it hid which layers a 1/8 needs (docs/real-model.md)."""
+
+
+def pair_forwards(kind: str, num_layers: int) -> int:
+    """Return the forwards that a matrix of :data:`PAIRS` takes.
+
+    For ``similarity`` layer i runs i + 1 times, for the others each layer runs once.
+    """
+    return -(-(num_layers + 1) // 2) if kind == "similarity" else 1
+
+
+class TokenEvaluator(ABC):
+    """An :class:`Evaluator` that can also say where in the context the loss arises."""
+
+    kind: str
+    num_layers: int
+    in_flight: int
+    by_batch = False
+
+    def __init__(self, calibration: Calibration) -> None:
+        self.calibration = calibration
+        self.batch_tokens = calibration.batch_tokens
+
+    @abstractmethod
+    def token_losses(self, pattern: Pattern, batches: Sequence[int]) -> list[list[Floats]]:
+        """Return by batch and sequence ``[length - 1]`` losses in nats.
+
+        Entry i is the loss of predicting token i + 1 from tokens 0..i; it may be NaN where that
+        does not count.
+        """
+
+    def loss(self, pattern: Pattern, batches: Sequence[int]) -> Floats:
+        """See :class:`Evaluator`.
+
+        Every batch weighs the same, whether few or many of its predictions count: patterns are
+        compared batch by batch.
+        """
+        losses = self.token_losses(pattern, batches)
+        masks = self.calibration.batch_counted
+        pairs = zip(losses, (masks[batch] for batch in batches), strict=True)
+        return np.array([counted_mean(*pair) for pair in pairs])
+
+
+def counted_mean(losses: Sequence[Floats], masks: Sequence[Mask]) -> float:
+    """Return the mean over the counted predictions of sequences, each ``[length - 1]``."""
+    counted = [row[mask] for row, mask in zip(losses, masks, strict=True)]
+    return float(np.concatenate(counted).mean())
+
+
+def standard_error(values: Floats) -> float:
+    """Return the standard error of the mean of ``[n]`` values; NaN for fewer than two."""
+    if len(values) < 2:
+        return float("nan")
+    return float(values.std(ddof=1) / np.sqrt(len(values)))
+
+
+def in_threads(do: Callable[[_Job], None], jobs: Iterable[_Job], at_once: int) -> None:
+    """Do every job, at most ``at_once`` of them at a time; the first error ends it.
+
+    The threads are daemons: whoever interrupts a search does not wait for the answer of a server.
+    One at a time is done here, without a thread.
+    """
+    pending, ended = deque(jobs), SimpleQueue[BaseException | None]()
+    if at_once == 1:
+        for job in pending:
+            do(job)
+        return
+
+    def work() -> None:
+        error: BaseException | None = None
+        while error is None:
+            try:
+                job = pending.popleft()
+            except IndexError:
+                break
+            try:
+                do(job)
+            except BaseException as raised:  # for whoever waits below
+                error = raised
+        ended.put(error)
+
+    try:
+        threads = [Thread(target=work, daemon=True) for _ in range(min(at_once, len(pending)))]
+        for thread in threads:
+            thread.start()
+        for _ in threads:
+            if (error := ended.get()) is not None:
+                raise error
+    finally:  # after an error, or Ctrl-C, nobody waits for the rest
+        pending.clear()
+
+
+class ServedEvaluator(TokenEvaluator):
+    """Teacher-forced log-probabilities of running engines, which may serve others too.
+
+    Each request names its pattern. All sequences of a call go out as one request, so data-parallel
+    ranks work side by side. Calls may be made from ``in_flight`` threads. What the pool's engines
+    serve to others, and under which pattern, does not matter.
+    """
+
+    kind = "sglang"
+
+    def __init__(self, pool: Pool, calibration: Calibration) -> None:
+        super().__init__(calibration)
+        self._pool = pool
+        self.num_layers = len(pool.checkpoint[1])
+        self.in_flight = pool.in_flight
+
+    def token_losses(self, pattern: Pattern, batches: Sequence[int]) -> list[list[Floats]]:
+        """See :class:`TokenEvaluator`."""
+        cut = self.calibration.batches
+        # Scored from their beginning: then no engine reads them from its cache.
+        prompts = [
+            Prompt(ids, str(pattern), scored=len(ids) - 1)
+            for batch in batches
+            for ids in cut[batch]
+        ]
+        scores = iter(self._pool.ask(lambda engine: score(engine, prompts)))
+        return [[-np.array(next(scores).logprobs) for _ in cut[batch]] for batch in batches]

@@ -1,0 +1,523 @@
+"""The reference evaluator: the checkpoint in transformers, one process, CPU or one GPU.
+
+Patterns are put into effect by :func:`sglang_indexcache.hf.share`. Layers below the first
+difference to an earlier run of the same sequence are not run again: their outputs are kept. Queries
+are scored and attend some at a time, and only to the tokens that they can see: several times as
+fast on a CPU as all at once.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from sglang_indexcache.checkpoint import Checkpoint, fp8_blocks, reading
+from sglang_indexcache.errors import SearchError
+from sglang_indexcache.hf import SharedForward, share
+from sglang_indexcache.lab.data.marking import Mask
+from sglang_indexcache.lab.indexer import project
+from sglang_indexcache.lab.search.calibration import Calibration
+from sglang_indexcache.lab.search.evaluators import LISTS, Floats, TokenEvaluator
+from sglang_indexcache.models import TRAINABLE
+from sglang_indexcache.pattern import Pattern
+
+BLOCK = 256
+"""Queries that are scored, attend or predict at a time: few enough for a CPU's cache."""
+_EAGER = "eager_attention_forward"
+"""The function of a transformers model by which its layers attend in "eager" mode."""
+_KEPT_RUNS = 3
+"""Runs of a sequence whose layer outputs are kept; they share what they have in common."""
+
+
+def blocks(length: int) -> list[slice]:
+    """Cut ``length`` queries into blocks of :data:`BLOCK`."""
+    return [slice(start, min(start + BLOCK, length)) for start in range(0, length, BLOCK)]
+
+
+def attend_in_blocks(
+    eager: Callable[..., Any],
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Do what transformers' ``eager`` attention does, causal and without a cache, in blocks."""
+    outputs = [
+        eager(
+            module,
+            query[:, :, rows],
+            key[:, :, : rows.stop],
+            value[:, :, : rows.stop],
+            mask[..., rows, : rows.stop],
+            **options,
+        )[0]
+        for rows in blocks(query.shape[2])
+    ]
+    return torch.cat(outputs, dim=1), None
+
+
+def select_in_blocks(indexer: Any) -> Callable[..., torch.Tensor]:
+    """Return a forward that selects as the DSA ``indexer`` does, causal and in blocks.
+
+    Its arguments are those of the indexer's own. A positive factor of all scores (the softmax
+    scale, ``n_heads``) changes no selection and is left out.
+    """
+    interleaved = TRAINABLE[indexer.config.model_type].interleaved
+
+    @torch.no_grad()
+    def forward(
+        hidden_states: torch.Tensor,
+        q_resid: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor,
+        *_: Any,
+        **__: Any,
+    ) -> torch.Tensor:
+        projected = project(
+            indexer, hidden_states, q_resid, position_embeddings, interleaved=interleaved
+        )
+        queries, keys, weights = (each.float() for each in projected)
+        allowed = attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0
+        length = keys.shape[1]
+        visible = allowed.expand(*queries.shape[:2], length)
+        count = min(indexer.index_topk, length)
+        lists = []
+        for rows in blocks(length):
+            products = torch.einsum("bshd,btd->bsht", queries[:, rows], keys[:, : rows.stop])
+            scores = torch.einsum("bsht,bsh->bst", products.relu_(), weights[:, rows])
+            scores.masked_fill_(~visible[:, rows, : rows.stop], -torch.inf)
+            # All rows are as long as transformers', so that ties end alike.
+            unseen = (0, length - rows.stop)
+            scores = torch.nn.functional.pad(scores, unseen, value=-torch.inf)
+            lists.append(scores.topk(count).indices)
+        return torch.cat(lists, dim=1).to(torch.int32)
+
+    return forward
+
+
+@dataclass
+class _Run:
+    """Layer outputs of one forward.
+
+    Attributes:
+        hidden: entry l is the input of layer l, ``[1, length, hidden]``; the last is the output.
+        indices: entry l is what layer l attended to, in the form of :class:`SharedForward`.
+    """
+
+    pattern: Pattern
+    hidden: list[torch.Tensor] = field(default_factory=list)
+    indices: list[torch.Tensor] = field(default_factory=list)
+
+
+class TransformersEvaluator(TokenEvaluator):
+    """Teacher-forced losses by transformers.
+
+    Args:
+        dtype: a torch dtype's name.
+        reuse_bytes: memory for kept layer outputs; 0 runs every layer every time.
+
+    Attributes:
+        layer_tokens: tokens forwarded until now times the layers of a pattern they went through.
+
+    Raises:
+        SearchError: transformers' layers are called in more ways than one, or hold two attentions.
+        CheckpointError: weights in a form that is not read.
+    """
+
+    in_flight = 1
+    by_batch = True  # while a sequence's layer outputs are kept
+
+    def __init__(
+        self,
+        folder: Path,
+        calibration: Calibration,
+        dtype: str = "float32",
+        reuse_bytes: int = 4 << 30,
+    ) -> None:
+        from transformers import (
+            MODEL_FOR_CAUSAL_LM_MAPPING,
+            AutoConfig,
+            AutoModelForCausalLM,
+            AutoModelForImageTextToText,
+        )
+
+        super().__init__(calibration)
+        self.kind = f"transformers {dtype}"
+        fp8_blocks(folder)
+        with reading(f"the config of {folder}"):
+            config = AutoConfig.from_pretrained(folder)
+        checkpoint = Checkpoint.from_config(config, str(folder))
+        self.own = checkpoint.own
+        self.num_layers = checkpoint.num_layers
+        self.topk = int(checkpoint.shape["index_topk"])
+        of_text = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+        kind = AutoModelForCausalLM if of_text else AutoModelForImageTextToText
+        self._model = kind.from_pretrained(
+            folder, config=config, dtype=getattr(torch, dtype), attn_implementation="eager"
+        ).eval()
+        self._decoder = self._model.get_decoder()
+        layers = self._decoder.layers
+        if not all(hasattr(layer.self_attn, "indexer") for layer in layers):
+            raise SearchError(f"{folder} has layers without DSA, which this evaluator cannot run")
+        self._layers = list(layers)
+        if config.model_type in TRAINABLE:
+            for number in self.own.full_layers:
+                indexer = self._attention(number).indexer
+                indexer.forward = select_in_blocks(indexer)
+        self._reuse_bytes = reuse_bytes
+        self.layer_tokens = 0
+        self._runs: OrderedDict[tuple[int, ...], list[_Run]] = OrderedDict()
+        self._length = 0
+        self._arguments: dict[str, Any] = {}
+
+    # -- losses -------------------------------------------------------------------------------
+
+    def token_losses(self, pattern: Pattern, batches: Sequence[int]) -> list[list[Floats]]:
+        """See :class:`~sglang_indexcache.lab.search.evaluators.TokenEvaluator`."""
+        pattern.check_checkpoint(self.own)
+        cut, masks = self.calibration.batches, self.calibration.batch_counted
+        return [
+            [self._sequence(pattern, *pair) for pair in zip(cut[batch], masks[batch], strict=True)]
+            for batch in batches
+        ]
+
+    def _sequence(self, pattern: Pattern, ids: tuple[int, ...], mask: Mask) -> Floats:
+        hidden = self.run(pattern, ids).hidden[-1]
+        losses = np.full(len(ids) - 1, np.nan)
+        targets = torch.tensor(ids[1:], device=hidden.device)
+        counted = np.flatnonzero(mask)
+        for rows in blocks(len(counted)):
+            places = torch.from_numpy(counted[rows])
+            with torch.no_grad():
+                logits = self._model.lm_head(self._decoder.norm(hidden[0, places])).float()
+                part = torch.nn.functional.cross_entropy(logits, targets[places], reduction="none")
+            losses[places] = part.double().cpu().numpy()
+        return losses
+
+    # -- one forward --------------------------------------------------------------------------
+
+    def run(
+        self, pattern: Pattern, ids: tuple[int, ...], watch: Callable[..., None] | None = None
+    ) -> _Run:
+        """Return every layer's input and indices under ``pattern``, for one sequence.
+
+        Args:
+            watch: told before each layer attends what is selected, the model's eager attention and
+                what that is given. Then every layer runs.
+        """
+        runs = self._runs.setdefault(ids, [])
+        self._runs.move_to_end(ids)
+        known = runs if watch is None else []
+        nearest = max(known, key=lambda run: common_layers(run.pattern, pattern), default=None)
+        start = 0 if nearest is None else common_layers(nearest.pattern, pattern)
+        if nearest is not None:  # what others are flips of stays the longest
+            runs.sort(key=lambda run: run is not nearest)
+        if nearest is not None and start == self.num_layers:
+            return nearest
+        self._learn_arguments(len(ids))
+        run = _Run(pattern)
+
+        def attend(*arguments: Any, **options: Any) -> tuple[torch.Tensor, None]:
+            if watch is not None:
+                watch(sharing.indices, *arguments, **options)
+            return attend_in_blocks(*arguments, **options)
+
+        with torch.no_grad(), share(self._model, pattern) as sharing:
+            if nearest is None:
+                hidden = self._decoder.embed_tokens(self._tensor(ids))
+            else:
+                run.hidden, run.indices = nearest.hidden[:start], nearest.indices[:start]
+                hidden = nearest.hidden[start]
+                hold(sharing, pattern.source_of(start - 1), run.indices[-1])
+            for number in range(start, self.num_layers):
+                run.hidden.append(hidden)
+                hidden = self._layer(number, hidden, sharing, attend)
+                assert sharing.indices is not None
+                run.indices.append(sharing.indices)
+            run.hidden.append(hidden)
+        self.layer_tokens += len(ids) * (self.num_layers - start)
+        if watch is None:  # what is watched is asked once
+            self._keep(runs, run)
+        return run
+
+    def _tensor(self, ids: tuple[int, ...]) -> torch.Tensor:
+        return torch.tensor([ids], device=self._model.device)
+
+    def _learn_arguments(self, length: int) -> None:
+        """Find out what else the model passes to its layers at this length: mask, positions, ..."""
+        if self._length != length:  # one length at a time, for a mask is large
+            self._length, self._arguments = length, self._watch(self._tensor((0,) * length))
+
+    @torch.no_grad()
+    def _watch(self, inputs: torch.Tensor) -> dict[str, Any]:
+        """Return the keyword arguments with which transformers calls every layer."""
+        captured: dict[str, Any] = {}
+
+        def note(_module: Any, _args: Any, kwargs: dict[str, Any]) -> None:
+            captured.update(kwargs)
+            raise _SeenError
+
+        handle = self._decoder.layers[0].register_forward_pre_hook(note, with_kwargs=True)
+        try:
+            self._model(inputs, use_cache=False)
+        except _SeenError:
+            pass
+        finally:
+            handle.remove()
+        captured.pop("prev_topk_indices", None)
+        return captured
+
+    def _layer(
+        self,
+        number: int,
+        hidden: torch.Tensor,
+        sharing: SharedForward,
+        attend: Callable[..., Any] = attend_in_blocks,
+    ) -> torch.Tensor:
+        """Run a layer, which attends by ``attend``."""
+        arguments = dict(self._arguments)
+        if self._attention(number).indexer is None:
+            arguments["prev_topk_indices"] = sharing.indices
+        with self._attending(attend):
+            output = self._layers[number](hidden, **arguments)
+        after: torch.Tensor = output[0] if isinstance(output, tuple) else output
+        return after
+
+    @contextmanager
+    def _attending(self, attend: Callable[..., Any]) -> Iterator[None]:
+        """Let ``attend`` stand for the model's eager attention: it gets that and its arguments."""
+        module: Any = sys.modules[type(self._attention(0)).__module__]
+        eager = getattr(module, _EAGER, None)
+        if eager is not None:
+            setattr(module, _EAGER, partial(attend, eager))
+        try:
+            yield
+        finally:
+            if eager is not None:
+                setattr(module, _EAGER, eager)
+
+    def _until_it_attends(
+        self, layer: int, hidden: torch.Tensor, sharing: SharedForward
+    ) -> torch.Tensor:
+        """Run ``layer`` no further than needed, and return what is selected for it."""
+
+        def end(*_: Any, **__: Any) -> None:
+            raise _SeenError
+
+        with suppress(_SeenError):
+            self._layer(layer, hidden, sharing, end)
+        assert sharing.indices is not None
+        return sharing.indices
+
+    def _attention(self, number: int) -> Any:
+        return self._layers[number].self_attn
+
+    def _keep(self, runs: list[_Run], run: _Run) -> None:
+        """Keep the newest runs of the most recently used sequences, within the memory."""
+        if self._reuse_bytes < self._bytes(run) * (_KEPT_RUNS + 1) / _KEPT_RUNS:
+            return
+        runs.insert(0, run)
+        del runs[_KEPT_RUNS:]
+        while (
+            sum(self._bytes(layers[0]) for layers in self._runs.values() if layers)
+            > self._reuse_bytes
+        ):
+            self._runs.popitem(last=False)
+
+    def _bytes(self, run: _Run) -> int:
+        """Return the most bytes of a sequence's kept runs, as if they had no layers in common."""
+        size = run.hidden[0].nbytes + run.indices[0].nbytes
+        return size * (self.num_layers + 1) * _KEPT_RUNS
+
+    # -- what layers put out ------------------------------------------------------------------
+
+    def similarity(self, batch: int) -> Floats:
+        """Compare what layers put out with their own indices and with other layers'.
+
+        Returns:
+            ``[N, N]`` float64; entry (i, j), j < i, is the mean cosine similarity between layer i's
+            core attention output (before the output projection) with its own indices and with layer
+            j's, over the batch's queries. 1 on the diagonal, 0 above it.
+        """
+        total, queries = np.zeros((self.num_layers, self.num_layers)), 0
+        for ids in self.calibration.batches[batch]:
+            total += self._similarity_of(ids) * len(ids)
+            queries += len(ids)
+        matrix: Floats = total / queries + np.eye(self.num_layers)
+        return matrix
+
+    def _similarity_of(self, ids: tuple[int, ...]) -> Floats:
+        """Return the part below the diagonal, of one sequence."""
+        run = self.run(self.own, ids)
+        self._learn_arguments(len(ids))
+        matrix = np.zeros((self.num_layers, self.num_layers))
+        barred = Pattern.from_layers(self.num_layers, [0])  # no later layer selects by itself
+        with torch.no_grad(), share(self._model, barred) as sharing:
+            for layer in range(1, self.num_layers):
+                outputs: list[torch.Tensor] = []
+                handle = self._attention(layer).o_proj.register_forward_pre_hook(
+                    lambda _module, args, to=outputs: to.append(args[0][0].float())
+                )
+                for j in range(layer + 1):
+                    hold(sharing, 0, run.indices[j])
+                    self._layer(layer, run.hidden[layer], sharing)
+                handle.remove()
+                *shared_outputs, own_output = outputs
+                for j, output in enumerate(shared_outputs):
+                    similarity = torch.cosine_similarity(own_output, output, dim=-1)
+                    matrix[layer, j] = float(similarity.mean())
+        return matrix
+
+    def kept_mass(self, batch: int) -> Floats:
+        """Compare how much of its attention each head finds on its own list and on other layers'.
+
+        Attention is over all that a query sees, and its mean over the batch's counted queries.
+        Of a list the best tokens are compared, 1 of :data:`LISTS` of the text at most.
+
+        Returns:
+            ``[N, N]`` float64; entry (i, j), j < i, is 1 less the share of its attention that one
+            head of layer i finds on its own list and not on layer j's: of the head that loses
+            most. 1 on the diagonal, 0 above it. More than 1 if every head gains.
+
+        Raises:
+            SearchError: the model's attention does not tell its weights.
+        """
+        cut, masks = self.calibration.batches, self.calibration.batch_counted
+        pairs = [*zip(cut[batch], masks[batch], strict=True)]
+        sums = [self._mass(ids, torch.from_numpy(np.flatnonzero(mask))) for ids, mask in pairs]
+        mass = np.sum(sums, axis=0) / sum(int(mask.sum()) for _, mask in pairs)
+        return lost_by_worst_head(mass)
+
+    def _mass(self, ids: tuple[int, ...], queries: torch.Tensor) -> Floats:
+        """Return ``[N, N, heads]``: a layer's attention on each list, summed over ``queries``.
+
+        Of layer 0, which has no other list, all is 0.
+        """
+        queries = queries.to(self._model.device)
+        best = max(len(ids) // LISTS, 1)
+
+        def at_queries(indices: torch.Tensor) -> torch.Tensor:  # [queries, k], best first
+            return indices.where(indices >= 0, len(ids))[0, queries, :best]
+
+        lists: list[torch.Tensor] = []
+        heads = int(self._decoder.config.num_attention_heads)
+        mass = np.zeros((self.num_layers, self.num_layers, heads))
+
+        def watch(selected: torch.Tensor, *call: Any, **options: Any) -> None:
+            lists.append(at_queries(selected))
+            count = len(lists)
+            if count > 1:
+                for rows, weights in self._weights(queries, *call, **options):
+                    parts = [part[rows] for part in lists]
+                    mass[count - 1, :count] += sum_on(parts, weights)
+
+        self.run(self.own, ids, watch)
+        if not lists:
+            raise SearchError(
+                f"{type(self._attention(0)).__name__} does not show its attention, by which "
+                "one-pass and, without --url, both search. Search with --method fast."
+            )
+        return mass
+
+    def _weights(
+        self,
+        queries: torch.Tensor,
+        eager: Callable[..., Any],
+        module: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        _: torch.Tensor,
+        **options: Any,
+    ) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Yield a layer's attention to all that queries see, some of ``queries`` at a time.
+
+        With their places in ``queries``: ``[heads, some, T]`` float32, T up to what the last sees.
+        """
+        visible = self._arguments["attention_mask"]
+        for rows in blocks(len(queries)):
+            places = queries[rows]
+            end = int(places[-1]) + 1
+            seen = key[:, :, :end], value[:, :, :end, :0]  # only its weights are wanted
+            mask = visible[..., places, :end]
+            yield rows, eager(module, query[:, :, places], *seen, mask, **options)[1][0].float()
+
+    # -- what layers attend to ----------------------------------------------------------------
+
+    def selected(self, ids: tuple[int, ...], under: Pattern | None = None) -> NDArray[np.integer]:
+        """Return ``[N, length, k]``: what each layer selects for one sequence.
+
+        By default all indexers run. What an S layer of ``under`` would select itself is what it
+        attends to where it is F besides.
+        """
+        pattern = under or self.own
+        run = self.run(pattern, ids)
+        self._learn_arguments(len(ids))
+        lists = list(run.indices)
+        with torch.no_grad(), share(self._model, self.own) as sharing:
+            for layer in pattern.shared_layers:
+                if self.own.is_full(layer):
+                    lists[layer] = self._until_it_attends(layer, run.hidden[layer], sharing)
+        return np.stack([indices[0].numpy() for indices in lists])
+
+
+class _SeenError(Exception):
+    """Ends a forward whose arguments have been noted."""
+
+
+def sum_on(lists: Sequence[torch.Tensor], weights: torch.Tensor) -> Floats:
+    """Sum what heads give to the positions of each list, over queries.
+
+    Args:
+        lists: each ``[Q, k]``; a position from T on has 0.
+        weights: ``[heads, Q, T]`` float32.
+
+    Returns:
+        ``[lists, heads]`` float64.
+    """
+    end = weights.shape[-1]
+    table = torch.nn.functional.pad(weights.movedim(0, -1), (0, 0, 0, 1)).flatten(0, 1)
+    first = torch.arange(0, len(table), end + 1, device=table.device)[:, None]
+    sums = [
+        torch.nn.functional.embedding_bag(indices.clamp(max=end) + first, table, mode="sum")
+        for indices in lists
+    ]
+    total: Floats = torch.stack(sums).sum(1, dtype=torch.float64).cpu().numpy()
+    return total
+
+
+def lost_by_worst_head(mass: Floats) -> Floats:
+    """Return 1 less what the head that loses most loses under each earlier layer's list.
+
+    Args:
+        mass: ``[N, N, heads]``, the share of a head's attention in layer i on layer j's list.
+
+    Returns:
+        ``[N, N]`` float64, 1 on the diagonal and 0 above it.
+    """
+    own_mass = np.einsum("iih->ih", mass)[:, None]
+    matrix: Floats = (1 + (mass - own_mass).min(axis=2)) * np.tri(len(mass))
+    return matrix
+
+
+def hold(sharing: SharedForward, layer: int, indices: torch.Tensor) -> None:
+    """Make ``indices`` those that ``layer`` chose, though it did not run."""
+    sharing.layer, sharing.indices = layer, indices
+
+
+def common_layers(first: Pattern, second: Pattern) -> int:
+    """Return the number of first layers that two patterns treat the same."""
+    letters = enumerate(zip(first.text, second.text, strict=True))
+    return next((i for i, (one, other) in letters if one != other), len(first))

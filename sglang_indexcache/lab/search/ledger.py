@@ -1,0 +1,284 @@
+"""Between an algorithm and its evaluator: remembers, counts, journals, measures what is missing.
+
+The journal's first line says what was measured (checkpoint, data, evaluator); each other line is
+one finished evaluation. Nothing about the algorithm is in it: an algorithm is deterministic, so
+running it again over a journal gives the answer that an uninterrupted run would have given, and
+every method can use every other method's evaluations.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sglang_indexcache.errors import SearchError
+from sglang_indexcache.lab.runs.journal import Journal
+from sglang_indexcache.lab.search.evaluators import (
+    BY_BEST,
+    LISTS,
+    PAIRS,
+    Evaluator,
+    Floats,
+    in_threads,
+    pair_forwards,
+    standard_error,
+)
+from sglang_indexcache.pattern import Pattern
+
+CALL_TOKENS = 1 << 20
+"""Most tokens of a call that holds several batches: 13 s at 82,000 tokens a second."""
+
+Cell = tuple[Pattern, int]
+"""A pattern on one batch: the least that can be measured."""
+
+
+def open_journal(path: Path, identity: Mapping[str, Any]) -> Journal:
+    """Open a search's journal, locked while it is open.
+
+    Each entry has the ``pattern``, its ``batches``, and their ``losses`` in nats per token (JSON
+    keeps every bit of a float64).
+
+    Raises:
+        SearchError: see :class:`~sglang_indexcache.lab.runs.journal.Journal`.
+    """
+    return Journal(path, identity, "search", SearchError)
+
+
+def _losses_in(entry: Mapping[str, Any]) -> dict[Cell, float]:
+    if any(kind in entry for kind in PAIRS):
+        return {}
+    pattern = Pattern(entry["pattern"])
+    pairs = zip(entry["batches"], entry["losses"], strict=True)
+    return {(pattern, batch): loss for batch, loss in pairs}
+
+
+def _pairs_in(entry: Mapping[str, Any]) -> dict[tuple[str, int], Floats]:
+    """Return the matrices of a batch, of which what is below the diagonal is kept."""
+    matrices = {}
+    for kind in (kind for kind in PAIRS if kind in entry):
+        if kind == BY_BEST and entry.get("lists") != LISTS:  # an older version's, of whole lists
+            continue
+        matrix = np.eye(len(entry[kind]))
+        for layer, row in enumerate(entry[kind]):
+            matrix[layer, :layer] = row
+        matrices[kind, int(entry["batch"])] = matrix
+    return matrices
+
+
+@dataclass(frozen=True)
+class Step:
+    """One committed flip of a search on its way (or the start, before any).
+
+    Attributes:
+        layer: which layer became S, or F on the way up; None for the start.
+        loss: nats per token: the start's mean over all batches plus the mean increase over the
+            start on the ``batches`` batches on which the pattern was measured. With all batches
+            that is the pattern's mean; with fewer, the batches' different levels cancel.
+        standard_error: of that increase; NaN for one batch.
+        batches: how many of the batches were measured (a racing search may stop early).
+        candidates: how many patterns were compared.
+        spent: tokens asked for since the search began.
+        decided: whether one candidate was left; a racing search that runs out of its allowance
+            commits the leader and says False. True does not mean that it is the best one: see
+            ``race.py``.
+    """
+
+    pattern: Pattern
+    layer: int | None
+    loss: float
+    standard_error: float
+    batches: int
+    candidates: int
+    spent: int
+    decided: bool = True
+
+
+class Ledger:
+    """Every loss that a search has asked for.
+
+    What an algorithm asks is counted once for each pattern and batch (``spent``), whether it was
+    measured now or read from the journal: an algorithm that decides by its budget must decide the
+    same after a restart.
+
+    Args:
+        journal: None keeps finished evaluations in memory only.
+        held_out: batches at the evaluator's end that are not for searching.
+        call_tokens: most tokens in one call of the evaluator, the unit that an interruption can
+            lose. A call holds one batch at least: that is the unit of a paired comparison.
+
+    Attributes:
+        all_batches: those that are searched on; ``held_out_batches`` check what was found.
+        spent: tokens of all distinct (pattern, batch) pairs that were asked for.
+        on_measured: told the tokens of each evaluation, from whichever thread, to show progress.
+
+    Raises:
+        SearchError: an entry of the journal lacks something.
+    """
+
+    def __init__(
+        self,
+        evaluator: Evaluator,
+        journal: Journal | None = None,
+        held_out: int = 0,
+        call_tokens: int = CALL_TOKENS,
+    ) -> None:
+        self.evaluator = evaluator
+        self.batch_tokens = evaluator.batch_tokens
+        batches = tuple(range(len(evaluator.batch_tokens)))
+        self.all_batches = batches[: len(batches) - held_out]
+        self.held_out_batches = batches[len(batches) - held_out :]
+        self.spent = 0
+        self.on_measured: Callable[[int], None] = lambda _: None
+        self._journal, self._call_tokens = journal, call_tokens
+        self._losses: dict[Cell, float] = {}
+        self._requested: set[Cell] = set()
+        self._pairs: dict[tuple[str, int], Floats] = {}
+        for losses in journal.parsed(_losses_in) if journal else ():
+            self._losses |= losses
+        for matrices in journal.parsed(_pairs_in) if journal else ():
+            self._pairs |= matrices
+
+    @property
+    def known_tokens(self) -> int:
+        """Tokens of everything measured, by this process or an earlier one."""
+        layers = self.evaluator.num_layers
+        return sum(self.batch_tokens[batch] for _, batch in self._losses) + sum(
+            pair_forwards(kind, layers) * self.batch_tokens[batch] for kind, batch in self._pairs
+        )
+
+    @property
+    def tokens_of_batches(self) -> tuple[int, ...]:
+        """Tokens of each batch that is searched on."""
+        return self.batch_tokens[: len(self.all_batches)]
+
+    @property
+    def full_evaluation(self) -> int:
+        """Tokens of one pattern on every batch that is searched on."""
+        return sum(self.tokens_of_batches)
+
+    def losses(self, pattern: Pattern, batches: Sequence[int] | None = None) -> Floats:
+        """Return ``[batches]`` float64 losses of one pattern; all batches by default."""
+        return np.asarray(self.many([pattern], batches)[0])
+
+    def mean(self, pattern: Pattern) -> float:
+        """Return the mean loss over all batches, nats per token."""
+        return float(self.losses(pattern).mean())
+
+    def many(self, patterns: Sequence[Pattern], batches: Sequence[int] | None = None) -> Floats:
+        """Return ``[patterns, batches]`` float64 losses, as many calls at a time as possible."""
+        columns = self.all_batches if batches is None else tuple(batches)
+        self.spent += self.cost(patterns, columns)
+        distinct = dict.fromkeys(patterns)
+        if self.evaluator.by_batch:
+            cells = [(pattern, batch) for batch in columns for pattern in distinct]
+        else:
+            cells = [(pattern, batch) for pattern in distinct for batch in columns]
+        self._requested.update(cells)
+        calls = self._calls([cell for cell in cells if cell not in self._losses])
+        in_threads(self._measure, calls, self.evaluator.in_flight)
+        return np.array([[self._losses[p, b] for b in columns] for p in patterns])
+
+    def candidates(
+        self, pattern: Pattern, candidates: Sequence[Pattern], batches: Sequence[int] | None = None
+    ) -> Floats:
+        """Return ``[candidates, batches]`` nats that each of ``candidates`` adds to ``pattern``.
+
+        Raises:
+            SearchError: none of several adds or saves anything anywhere, so that choosing among
+                them would be choosing the first.
+        """
+        added: Floats = self.many(candidates, batches) - self.losses(pattern, batches)
+        if len(candidates) > 1 and not added.any():
+            raise SearchError(
+                f"the data cannot tell patterns apart: {len(candidates)} candidates, each with one "
+                f"more layer shared than {pattern}, all lose exactly as much. Take a longer "
+                "context (--context), or other data."
+            )
+        return added
+
+    def step(
+        self,
+        start: Pattern,
+        pattern: Pattern,
+        layer: int | None,
+        *,
+        candidates: int,
+        batches: int | None = None,
+        decided: bool = True,
+    ) -> Step:
+        """Describe a committed pattern from what is known of it and of the start."""
+        base = self.losses(start)
+        count = len(base) if batches is None else batches
+        increase = self.losses(pattern, self.all_batches[:count]) - base[:count]
+        complete = count == len(base)
+        loss = self.mean(pattern) if complete else float(base.mean() + increase.mean())
+        error = standard_error(increase)
+        return Step(pattern, layer, loss, error, count, candidates, self.spent, decided)
+
+    def pairs(self, kind: str, batch: int) -> Floats:
+        """Return a matrix of layer pairs on one batch, float64, as :data:`PAIRS` have it.
+
+        It has 1 on its diagonal and 0 above. It is counted as the forwards that it takes.
+
+        Args:
+            kind: one of :data:`PAIRS`, a method of the evaluator.
+        """
+        tokens = pair_forwards(kind, self.evaluator.num_layers) * self.batch_tokens[batch]
+        self.spent += tokens
+        if (kind, batch) not in self._pairs:
+            matrix = getattr(self.evaluator, kind)(batch)
+            rows = [row[:layer].tolist() for layer, row in enumerate(matrix)]
+            entry = {"batch": batch, kind: rows} | ({"lists": LISTS} if kind == BY_BEST else {})
+            if self._journal is not None:
+                self._journal.write(entry)
+            self._pairs |= _pairs_in(entry)
+            self.on_measured(tokens)
+        return self._pairs[kind, batch]
+
+    def cost(self, patterns: Sequence[Pattern], batches: Sequence[int]) -> int:
+        """Count the tokens by which asking for this would raise ``spent``."""
+        return sum(
+            self.batch_tokens[batch]
+            for pattern in dict.fromkeys(patterns)
+            for batch in batches
+            if (pattern, batch) not in self._requested
+        )
+
+    def _calls(self, cells: Sequence[Cell]) -> Iterator[tuple[Pattern, tuple[int, ...]]]:
+        """Cut into calls within the limit, and into enough of them for every engine to get one.
+
+        An evaluator that goes batch by batch is given one a call, so that little is lost by a kill.
+        """
+        limit = 1 if self.evaluator.by_batch else -(-len(cells) // self.evaluator.in_flight)
+        for pattern, group in groupby(cells, key=lambda cell: cell[0]):
+            batches: tuple[int, ...] = ()
+            tokens = 0
+            for _, batch in group:
+                size = self.batch_tokens[batch]
+                if batches and (len(batches) == limit or tokens + size > self._call_tokens):
+                    yield pattern, batches
+                    batches, tokens = (), 0
+                batches, tokens = (*batches, batch), tokens + size
+            yield pattern, batches
+
+    def _measure(self, call: tuple[Pattern, tuple[int, ...]]) -> None:
+        """Measure a pattern on some batches; on disk before it counts."""
+        pattern, batches = call
+        losses = [float(loss) for loss in self.evaluator.loss(pattern, batches)]
+        for batch, loss in zip(batches, losses, strict=True):
+            if not math.isfinite(loss):
+                raise SearchError(
+                    f"under {pattern} the loss on batch {batch} is {loss}. Look at that batch's "
+                    "text, or run the model in float32."
+                )
+        entry = {"pattern": str(pattern), "batches": batches, "losses": losses}
+        if self._journal is not None:
+            self._journal.write(entry)
+        self._losses |= _losses_in(entry)
+        self.on_measured(sum(self.batch_tokens[batch] for batch in batches))

@@ -1,0 +1,119 @@
+"""Search by pairs of layers: one matrix, and the best pattern of every cost by one programme.
+
+Entry (i, j) of the matrix says how well layer i does with layer j's list, without any pattern being
+run. The pattern whose S layers keep the most is then found exactly, for every target at once. No
+loss decides. Three matrices are known:
+
+- The paper's (appendix "similarity-based pattern search"): the cosine similarity of attention
+  outputs. The paper found its patterns no better than uniform interleaving.
+- What the *worst* head of a layer keeps of its attention at the tokens that count, ours. Copying
+  from far back is the work of few heads: the mean over heads does not see what they lose.
+- The share of a layer's list that the other one holds, less what it lacks of the places that text
+  is copied from. A server shows no more than lists, and their overlap alone is blind to recall.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from sglang_indexcache.errors import SearchError
+from sglang_indexcache.lab.search.evaluators import Floats, pair_forwards
+from sglang_indexcache.lab.search.ledger import Ledger, Step
+from sglang_indexcache.lab.search.rules import Constraints, Proposal, Targets
+from sglang_indexcache.pattern import Pattern
+
+
+@dataclass(frozen=True)
+class Pairwise:
+    """Find the patterns by one matrix of layer pairs and the exact dynamic programme.
+
+    Attributes:
+        name: of the method, for messages.
+        kind: of the matrix, one of :data:`~sglang_indexcache.lab.search.evaluators.PAIRS`.
+        label: of an entry, in a figure.
+    """
+
+    name: str
+    kind: str
+    label: str
+    in_words: str
+    searches: int = 1
+    by_loss: bool = False
+
+    def descend(self, ledger: Ledger, targets: Targets, budget: int) -> Iterator[Step | Proposal]:
+        """See :class:`~sglang_indexcache.lab.search.methods.Method`; it has no choice but its cost.
+
+        Raises:
+            SearchError: a served model, whose layers cannot be seen.
+        """
+        constraints = targets.constraints
+        if not hasattr(ledger.evaluator, self.kind):
+            raise SearchError(
+                f"--method {self.name} looks into the model's layers, which a server does not "
+                "show. Leave out --url, so that transformers runs the model in this process."
+            )
+        matrix = pair_matrix(ledger, self.kind)
+        for mark in targets.marks:
+            yield Proposal(mark, most_similar(matrix, mark.full_layers, constraints))
+
+    def least(self, targets: Targets, batch_tokens: Sequence[int]) -> int:
+        """See :class:`~sglang_indexcache.lab.search.methods.Method`; this is its whole cost."""
+        return pair_forwards(self.kind, len(targets.constraints.start)) * sum(batch_tokens)
+
+
+def pair_matrix(ledger: Ledger, kind: str) -> Floats:
+    """Return the mean matrix of layer pairs over all batches that are searched on.
+
+    Returns:
+        ``[N, N]`` float64; entry (i, j), j < i, says how well layer i does with layer j's list, as
+        the evaluator's method ``kind`` does of one batch. 1 on the diagonal, 0 above it.
+    """
+    matrices = np.stack([ledger.pairs(kind, batch) for batch in ledger.all_batches])
+    return np.asarray(np.average(matrices, axis=0, weights=ledger.tokens_of_batches))
+
+
+def most_similar(similarity: Floats, full_layers: int, constraints: Constraints) -> Pattern:
+    """Return the pattern with the largest total similarity of its layers to the lists they use.
+
+    Exact, by the appendix's recurrence ``dp[i][k] = max_{j<i} dp[j][k-1] + sum_{m=j+1}^{i-1}
+    S[m, j]``; the last group's sum is the same with i one past the last layer. Of patterns as good
+    the one whose last F layers come first is returned.
+
+    Args:
+        similarity: ``[N, N]``, as :func:`pair_matrix` returns it.
+        full_layers: number of F layers that ``constraints`` allow.
+    """
+    count = len(similarity)
+    gained = _gained(similarity, constraints)
+    is_full = np.array([constraints.start.is_full(layer) for layer in range(count)])
+    may_begin = np.tri(count + 1, count, -1, dtype=np.bool_) & is_full
+    # The most that the layers before layer i keep in so many groups, and where the last one began.
+    best, choices = np.full(count, -np.inf), []
+    best[0] = 0.0
+    for _ in range(full_layers):
+        totals = np.where(may_begin, gained + best, -np.inf)
+        choices.append(totals.argmax(axis=1))
+        best = totals.max(axis=1)[:count]
+    full, end = [], count
+    for begins in reversed(choices):
+        end = int(begins[end])
+        full.append(end)
+    return constraints.keeping(full)
+
+
+def _gained(similarity: Floats, constraints: Constraints) -> Floats:
+    """Return what a group keeps, by its end and its first layer.
+
+    Returns:
+        ``[N + 1, N]``, entry (i, j): what layers j + 1 to i - 1 gain from j's list, -inf if one of
+        them must be F.
+    """
+    count = len(similarity)
+    fixed = [layer for layer in constraints.fixed if layer]
+    part = np.tril(similarity, -1)
+    part[fixed, :] = -np.inf
+    part[np.triu_indices(count)] = 0
+    return np.vstack([np.zeros(count), part.cumsum(axis=0)])

@@ -1,0 +1,333 @@
+"""Confidence bounds of a stratified mean difference, with contexts as the only observations.
+
+The estimate is the mean over cells (strata) of the mean over a cell's questions, which come in
+contexts (clusters). A cell counts the same however many contexts it has, and a context as much as
+it has questions: so a cell's mean is what a harness prints (a ratio estimator, linearised). Four
+things decide how it is bounded.
+
+* *Many contexts that differ.* Student's t on the contexts' differences within cells, degrees of
+  freedom by Welch and Satterthwaite. Losses are rare and one-sided, so the differences are skewed
+  and a plain t claims "no loss" too often; Hall's cubic transformation (1992, Journal of the Royal
+  Statistical Society B 54:221) takes the skewness out.
+* *Few of them, or none.* There the standard error itself cannot be trusted (it is zero if nothing
+  differs), and for differences within -1 to 1 a bet replaces it (Waudby-Smith and Ramdas 2024,
+  JRSS B 86:1): a capital that a fair game cannot multiply by 1/alpha with probability above alpha.
+  This holds at any number of contexts, for any correlation within them, and at any number of looks.
+  With nothing differing among G contexts it is the exact binomial bound but for the price of
+  betting at two stakes: ``(1 - loss)^G`` lies between alpha/2 and alpha. The usual 3/n over
+  questions would be wrong here, because the questions of a context fail together; so would
+  McNemar's test, which also tests that arms are identical where a margin is asked for.
+* *Cells of unequal size.* A small cell counts as much as a large one, may have lost nothing by
+  luck, and then adds nothing to the standard error. So what differs is counted in the steps of the
+  cell that moves the mean most: t is left to evaluations in which that much was seen to move.
+* *Losses that were not seen.* A pattern may lose a few contexts whole and nothing elsewhere; then a
+  run can miss all of them, and what does differ (an engine's flips, fine scores) says nothing of
+  them. So :meth:`Estimate.guarded` is never above what the rule of three leaves open: with ``n``
+  contexts, losses of mean ``m`` that a context can have at most ``w`` of stay unseen with a
+  probability of at most ``(1 - m/w)^n``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sglang_indexcache.lab.stats.pairs import Differences, Flips, Floats
+
+FEW = 24
+"""Contexts that differ below which the bet replaces t.
+
+With half as many, "no loss" was claimed of a loss of the margin too often where flips are rare.
+`benchmarks/quality_statistics.py` measures how often it is with this many.
+"""
+STAKES = (0.5, 1.0)
+"""Shares of the largest stake that cannot go bankrupt before the worst outcome; bet half on each.
+
+The full stake is the best one where hardly anything differs, half of it where contexts have one
+question and a single loss would take all.
+"""
+
+_HALVINGS = 36
+"""Of the interval in which a bet's bound lies: to 1e-10."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The mean difference of arms, and its bounds.
+
+    A study hands many evaluations of one design at once, as leading dimensions of the values; every
+    result (float64) then has those, and else none.
+    """
+
+    differences: Differences
+
+    @classmethod
+    def of(cls, values: Floats) -> Estimate:
+        """Take ``[..., n]`` independent values for contexts of one cell with a question each."""
+        count = values.shape[-1]
+        cells, questions = np.zeros(count, dtype=np.int64), np.ones(count, dtype=np.int64)
+        return cls(Differences(values, cells, (("", 0),), Flips(0, 0, count), questions))
+
+    @cached_property
+    def scaled(self) -> Floats:
+        """[..., contexts]: differences weighted so that their plain mean is the estimate."""
+        return self.differences.values * self._weights
+
+    @cached_property
+    def mean(self) -> Any:
+        """The estimate."""
+        return self.scaled.mean(axis=-1)
+
+    @cached_property
+    def level(self) -> float:
+        """The reference's own mean, weighted as the estimate is; nan where it is not known."""
+        if not len(self.differences.reference):
+            return float("nan")
+        return float((self.differences.reference * self._weights).mean())
+
+    @property
+    def heaviest(self) -> float:
+        """Most that a context moves the mean, where an average one counts 1."""
+        return float(self._weights.max())
+
+    @cached_property
+    def differing(self) -> Any:
+        """Number of contexts that differ, as if all that do differed by the same.
+
+        ``(sum x^2)^2 / sum x^4``: a context that lost all answers outweighs many that lost one, and
+        the standard error rests on it alone. Nor more than ``sum x^2`` holds squares of the largest
+        step, by which one lost question moves the mean in some cell: where a small cell lost none
+        by luck, the others alone do not tell how far the mean may be off. With cells of equal size
+        and as many questions everywhere, that is never the smaller of the two.
+        """
+        squares = self.scaled**2
+        total = squares.sum(axis=-1)
+        # Where nothing differs this is 0 / 0, and 0 is returned.
+        with np.errstate(divide="ignore", invalid="ignore"):
+            alike, steps = total**2 / (squares**2).sum(axis=-1), total / self._step**2
+        return np.where(total > 0, np.minimum(alike, steps), 0.0)[()]
+
+    @property
+    def exact(self) -> Any:
+        """Whether the bounds are those of the bet."""
+        return self.differing < FEW
+
+    @cached_property
+    def error(self) -> Any:
+        """Standard error of the mean, clustered by context; infinite if a cell has one context."""
+        return self._variances.sum(axis=-1) ** 0.5
+
+    @property
+    def spread(self) -> tuple[float, float, float]:
+        """Arguments for ``Design.needed``: a context's deviation, share that differ, heaviest."""
+        count = len(self.differences)
+        return float(self.error) * count**0.5, float(self.differing) / count, self.heaviest
+
+    def lower(self, z: float) -> Any:
+        """Return the one-sided lower confidence bound of the mean at the look's boundary ``z``.
+
+        The bet too is held to the error of this look. At the whole alpha it would be valid by
+        itself, but a run whose early looks are judged by it and its later ones by t would spend
+        alpha twice.
+        """
+        return self._bound(1.0, z)
+
+    def upper(self, z: float) -> Any:
+        """Return the upper confidence bound of the mean; see :meth:`lower`."""
+        return -self._bound(-1.0, z)
+
+    def interval(self, confidence: float = 0.95) -> tuple[Any, Any]:
+        """Return the two-sided interval of the mean, by t without its skewness alone.
+
+        Unlike :meth:`lower` it takes values of any size (losses in nats), for it never bets; so
+        what no value shows it does not know: see :func:`unseen`. Infinite if a cell has one value.
+        """
+        z = float(-_normal_quantile((1 - confidence) / 2))
+        # Equal values have no error, and `_half` gives no finite bound for that.
+        alike = self.error == 0
+        low, high = (self.mean - np.where(alike, 0.0, self._half(side)) for side in (z, -z))
+        return low[()], high[()]
+
+    def guarded(self, z: float) -> Any:
+        """:meth:`lower`, and low enough for losses of whole contexts of which none was seen.
+
+        A claim of no loss beyond a margin rests on this one, whatever method gives the other.
+        """
+        rare = unseen(len(self.differences), error_above(z), self.heaviest)
+        return np.minimum(self.lower(z), -rare)
+
+    def _bound(self, sign: float, z: float) -> Any:
+        """Return the lower bound of ``sign`` times the mean."""
+        bounds = np.array(sign * (self.mean - self._half(sign * z)))
+        if np.any(self.exact):
+            rows = sign * self.scaled[self.exact]
+            # A study's rows are mixed: t holds for some, the bet for others.
+            bounds[self.exact] = _bet(rows, self.heaviest, error_above(z))
+        return bounds[()]
+
+    @cached_property
+    def _weights(self) -> Floats:
+        cells, questions = self.differences.cells, self.differences.questions
+        per_cell = np.bincount(cells, questions)
+        # A cell counts 1 / cells and a context its share of the cell's questions; all times the
+        # number of contexts, so that their plain mean is the estimate.
+        weights: Floats = len(cells) * questions / (per_cell.size * per_cell[cells])
+        return weights
+
+    @cached_property
+    def _counts(self) -> Floats:
+        """[cells]: contexts."""
+        return np.bincount(self.differences.cells).astype(np.float64)
+
+    def _by_cell(self, values: npt.NDArray[Any]) -> Floats:
+        """Sum [..., contexts] by cell, [..., cells]."""
+        # A product with 0 and 1, for np.bincount takes no leading dimensions.
+        sums: Floats = values @ np.eye(self._counts.size)[self.differences.cells]
+        return sums
+
+    @property
+    def _step(self) -> Any:
+        """Most that one lost question moves the mean, as differences are scaled.
+
+        Of right and wrong answers behind a context; where scores are finer, what they typically
+        differ by in that cell, but no less than over all.
+        """
+        values, counts = self.differences.values, self._counts
+        differ, squares = self._by_cell(values != 0), self._by_cell(values**2)
+        answer = counts / self._by_cell(self.differences.questions)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            typical = np.sqrt(squares / differ)
+            overall = np.sqrt(squares.sum(axis=-1) / differ.sum(axis=-1))[..., None]
+        # Where nothing differs yet a step is taken to be a whole question.
+        finer = np.where(differ > 0, np.maximum(typical, overall), np.inf)
+        return (len(self.differences) / (counts.size * counts) * np.minimum(answer, finer)).max(-1)
+
+    @cached_property
+    def _residuals(self) -> Floats:
+        values, questions = self.differences.values, self.differences.questions
+        means = self._by_cell(questions * values) / self._by_cell(questions)
+        residuals: Floats = self._weights * (values - means[..., self.differences.cells])
+        return residuals
+
+    @cached_property
+    def _variances(self) -> Floats:
+        """[..., cells]: what each adds to the variance of the mean."""
+        counts, squares = self._counts, self._by_cell(self._residuals**2)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            # One context tells no variance: infinite, so that nothing is claimed of its cell.
+            variances: Floats = counts / (counts - 1) * squares / len(self.differences) ** 2
+        return np.where(counts > 1, variances, np.inf)
+
+    @cached_property
+    def _freedom(self) -> Any:
+        """Degrees of freedom of Student's t, at least 1.
+
+        By Welch and Satterthwaite, and never more than the contexts that differ have: the others
+        add nothing to the standard error, and nothing to what is known of it. Without that cap,
+        claims at the margin erred in 5.4 % of 20,000 simulated evaluations instead of 4.9 %, where
+        5 % is promised (a tenth of the questions differing, tied by 0.3).
+        """
+        parts = self._variances
+        with np.errstate(divide="ignore", invalid="ignore"):
+            welch = parts.sum(axis=-1) ** 2 / (parts**2 / (self._counts - 1)).sum(axis=-1)
+        # fmax, for Welch's is nan where no cell has a variance.
+        return np.fmax(1.0, np.minimum(welch, self.differing - 1))
+
+    def _half(self, z: float) -> Any:
+        """Return the distance from the mean to its bound at ``z``, negative for negative ``z``."""
+        is_bounded = (self.error > 0) & (self.error < np.inf)
+        # By the small tail, where 1 - error would round to 1.
+        t = -student_quantile(error_above(abs(z)), self._freedom) * np.sign(z)  # accurate tail
+        with np.errstate(divide="ignore", invalid="ignore"):
+            skew = (self._residuals**3).sum(axis=-1) / len(self.differences) ** 3 / self.error**3
+            # Hall's inverse has t as its limit, but divides by the skewness.
+            hall = 3 / skew * (np.cbrt(1 + skew * (t - skew / 6)) - 1)
+            half = np.where(np.abs(skew) > 1e-6, hall, t) * self.error
+        return np.where(is_bounded, half, np.inf * np.sign(z))
+
+
+def unseen(contexts: int, alpha: float, heaviest: float = 1.0) -> float:
+    """Return the largest mean loss of which a run sees nothing with probability ``alpha``.
+
+    By losing a few contexts whole: the exact form of the rule of three. Of the losses of mean
+    ``m`` among independent contexts that move the mean by ``heaviest`` at most, none is seen with
+    a probability of at most ``(1 - m / heaviest) ** contexts``, whatever cells they lie in.
+    """
+    return heaviest * float(-np.expm1(np.log(alpha) / contexts))
+
+
+def capital(values: Floats, largest: float, null: Any) -> Any:
+    """Return the wealth of a betting martingale (start 1) against H0: the mean is ``null`` or less.
+
+    Its mean is at most 1 if the mean of the independent ``values`` is at most ``null``: the product
+    of their means is largest if they are equal, and then every factor's mean is at most 1.
+
+    Args:
+        values: float64 [..., contexts], none below ``-largest``.
+        largest: above 0.
+        null: [...] or one number, above ``-largest``.
+    """
+    null = np.asarray(null)[..., None]
+    gains = (values - null) / (largest + null)
+    with np.errstate(divide="ignore"):
+        # The worst value loses the whole stake; rounding must not make it lose more.
+        logs = np.array([np.log1p((stake * gains).clip(-1.0)).sum(axis=-1) for stake in STAKES])
+    # exp overflows above 709, and a wealth of e^700 decides as well.
+    return np.exp(np.minimum(logs, 700.0)).mean(axis=0)
+
+
+def error_above(z: float) -> float:
+    """Return the normal probability above ``z``."""
+    from scipy.special import ndtr
+
+    return float(ndtr(-z))
+
+
+def _normal_quantile(probability: float) -> float:
+    """Return the value that a standard normal one stays below so often."""
+    from scipy.special import ndtri
+
+    return float(ndtri(probability))
+
+
+def _bet(values: Floats, largest: float, alpha: float) -> Floats:
+    """Return the largest means [rows] that the bet rules out from below; ``-largest`` if none."""
+    low, high = np.full(len(values), -largest), np.full(len(values), largest)
+    # Wealth falls as the null rises, so there is one place where it crosses 1 / alpha.
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        won = capital(values, largest, middle) * alpha > 1
+        low, high = np.where(won, middle, low), np.where(won, high, middle)
+    return low
+
+
+def student_quantile(probability: float, freedom: Any) -> Any:
+    """Return Student's quantile; that of 0.975 bounds a two-sided interval of 95 %.
+
+    Args:
+        freedom: degrees of freedom, above 0; a number, or an array of them.
+    """
+    from scipy.special import stdtrit  # scipy.stats takes half a second to import
+
+    return stdtrit(freedom, probability)
+
+
+def half_width(values: Iterable[float], confidence: float = 0.95) -> float | None:
+    """Return half the two-sided interval of the mean of independent, roughly normal values.
+
+    None for fewer than two.
+    """
+    numbers = np.array([float(value) for value in values])
+    return float(student_half_width(numbers, confidence)) if len(numbers) > 1 else None
+
+
+def student_half_width(values: Any, confidence: float) -> Any:
+    """Return it of each ``n`` values in an array ``[..., n]``, with ``n`` above 1."""
+    count = values.shape[-1]
+    error = values.std(axis=-1, ddof=1) / count**0.5
+    return student_quantile((1 + confidence) / 2, count - 1) * error

@@ -1,0 +1,328 @@
+"""An adapter: the indexers that stay under a pattern, trained on a frozen model, in a folder.
+
+``adapter.yaml`` says which pattern and which checkpoint it is for and how it was made;
+``indexers.safetensors`` holds every indexer tensor of every F layer under the checkpoint's own
+names, in float32, bfloat16 or float16, and nothing else. Where the checkpoint, or the engine that
+serves it, stores an indexer quantised, these are quantised the same way when they take its place.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import yaml
+from pydantic import Field, ValidationError
+
+from sglang_indexcache.checkpoint import Checkpoint, fp8_blocks
+from sglang_indexcache.errors import CheckpointError, PatternError
+from sglang_indexcache.library.digest import checkpoint_digest
+from sglang_indexcache.library.files import Strict
+from sglang_indexcache.library.writing import replacing, write_whole
+from sglang_indexcache.pattern import Pattern
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ADAPTER_FILE = "adapter.yaml"
+WEIGHTS_FILE = "indexers.safetensors"
+
+_PLAIN = ("F32", "BF16", "F16")
+"""What an adapter may hold, as safetensors writes dtypes."""
+_NAME = re.compile(r"model\.layers\.(\d+)\.self_attn\.indexer\.(.+)")
+_SHAPE_FIELDS = ("hidden_size", "q_lora_rank", "index_n_heads", "index_head_dim")
+
+
+class Base(Strict):
+    """The checkpoint that an adapter is for.
+
+    ``name`` is its folder's, to tell a person; ``digest``, ``library.digest.checkpoint_digest``,
+    decides. An indexer's shapes follow from ``shape``, its config fields.
+    """
+
+    name: str
+    architecture: str
+    digest: str = Field(pattern=r"^[0-9a-f]{64}$")
+    shape: dict[str, int]
+
+
+class _Document(Strict):
+    """``adapter.yaml``; ``weights`` is the SHA-256 of the other file."""
+
+    format: Literal[1]
+    pattern: str
+    base: Base
+    weights: str = Field(pattern=r"^[0-9a-f]{64}$")
+    record: dict[str, Any] = Field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A folder that was read and found whole.
+
+    ``digest`` is the SHA-256 of its weights; ``record`` says freely how it was made: data, losses,
+    steps, versions.
+    """
+
+    folder: Path
+    pattern: Pattern
+    base: Base
+    digest: str
+    record: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, folder: Path) -> Adapter:
+        """Read and check an adapter; reads the whole weights file once, for its digest.
+
+        Raises:
+            CheckpointError: not an adapter, a damaged file, or an indexer that is missing or has
+                another shape than the model's.
+            PatternError: its pattern is none.
+        """
+        document = _document(folder)
+        pattern = Pattern(document.pattern)
+        adapter = cls(
+            folder=folder,
+            pattern=pattern,
+            base=document.base,
+            digest=document.weights,
+            record=document.record,
+        )
+        if not adapter.weights_file.exists():
+            raise CheckpointError(f"the adapter {folder} has no {WEIGHTS_FILE}. Copy it again.")
+        if _file_digest(adapter.weights_file) != adapter.digest:
+            raise CheckpointError(
+                f"{adapter.weights_file} is not the file that {ADAPTER_FILE} was written for: its "
+                "SHA-256 differs, so it is damaged or was replaced. Copy or train the adapter "
+                "again."
+            )
+        _check_tensors(_header(adapter.weights_file), adapter.pattern, adapter.base, str(folder))
+        return adapter
+
+    @property
+    def weights_file(self) -> Path:
+        """Its safetensors file."""
+        return self.folder / WEIGHTS_FILE
+
+    def names(self) -> list[str]:
+        """Return the names of its tensors."""
+        return list(_shapes(self.pattern, self.base))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Load its weights on the CPU, by name."""
+        from safetensors.torch import load_file
+
+        return dict(load_file(self.weights_file))
+
+    def summary(self) -> str:
+        """Return one phrase for logs: which, for what."""
+        return f"adapter {self.folder} ({self.digest[:12]}) for {self.base.name}"
+
+    def check(self, checkpoint: Path, pattern: Pattern | None = None) -> None:
+        """Raise unless it was made for this checkpoint and this pattern; None is its own.
+
+        Raises:
+            CheckpointError: another base, or one in a form that is not read.
+            PatternError: another pattern.
+        """
+        self.check_pattern(pattern)
+        actual = Checkpoint.read(checkpoint)
+        fp8_blocks(checkpoint)
+        if (actual.architecture, checkpoint_digest(checkpoint)) != (
+            self.base.architecture,
+            self.base.digest,
+        ):
+            raise CheckpointError(
+                f"the adapter {self.folder} was trained on {self.base.name} (a "
+                f"{self.base.architecture}, digest {self.base.digest[:12]}), and {checkpoint} is "
+                "another checkpoint: its config, weights or files differ. Give the checkpoint "
+                "that it was trained on, unchanged, or train an adapter for this one."
+            )
+
+    def check_pattern(self, pattern: Pattern | None) -> None:
+        """Raise PatternError unless ``pattern`` is its own, or None."""
+        if pattern is not None and pattern != self.pattern:
+            raise PatternError(
+                f"the adapter {self.folder} was trained for the pattern {self.pattern}, and "
+                f"{pattern} was asked for. Leave the pattern out, or train an adapter for it."
+            )
+
+
+def write_adapter(
+    folder: Path,
+    *,
+    pattern: Pattern,
+    checkpoint: Path,
+    tensors: Mapping[str, Tensor],
+    record: Mapping[str, Any],
+) -> Adapter:
+    """Write an adapter; a reader never sees half of it.
+
+    Args:
+        folder: created; an adapter in it is replaced.
+        checkpoint: the folder of the base, unchanged.
+        tensors: every indexer tensor of every F layer by the checkpoint's names, such as
+            ``model.layers.3.self_attn.indexer.wq_b.weight``, not quantised, and no others.
+        record: what else to tell, as YAML can hold it.
+
+    Raises:
+        CheckpointError: tensors that are missing, too many, misshapen or not finite, or a folder
+            that holds something else.
+        OutputError: it cannot be written.
+        PatternError: a pattern that does not fit the checkpoint.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    if folder.exists() and any(folder.iterdir()) and not (folder / ADAPTER_FILE).exists():
+        raise CheckpointError(f"{folder} holds something else; write the adapter to a new folder")
+    base = _base(checkpoint, pattern)
+    if broken := [name for name, tensor in tensors.items() if not tensor.isfinite().all()]:
+        raise CheckpointError(f"{broken[0]} has values that are not finite; do not serve it")
+    part = folder.with_name(f".{folder.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    weights = part / WEIGHTS_FILE
+    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    with replacing(weights, SafetensorError) as file:
+        save_file(plain, file, metadata={"format": "pt"})
+    _check_tensors(_header(weights), pattern, base, "the new adapter")
+    document = _Document(
+        format=1,
+        pattern=str(pattern),
+        base=base,
+        weights=_file_digest(weights),
+        record=dict(record),
+    )
+    text = yaml.safe_dump(document.model_dump(), sort_keys=False, width=100)
+    write_whole(part / ADAPTER_FILE, text)
+    _put_in_place(part, folder)
+    return Adapter.read(folder)
+
+
+def indexer_shapes(shape: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+    """Return one indexer's tensor shapes by name, from :data:`Base.shape`'s fields.
+
+    Source: ``GlmMoeDsaIndexer`` of transformers and ``Indexer`` of SGLang, which agree.
+    """
+    hidden, rank = shape["hidden_size"], shape["q_lora_rank"]
+    heads, width = shape["index_n_heads"], shape["index_head_dim"]
+    return {
+        "wq_b.weight": (heads * width, rank),
+        "wk.weight": (width, hidden),
+        "k_norm.weight": (width,),
+        "k_norm.bias": (width,),
+        "weights_proj.weight": (heads, hidden),
+    }
+
+
+def indexer_layer(name: str) -> int | None:
+    """Return the layer of an indexer's tensor by its checkpoint name; None if another's."""
+    match = _NAME.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def _base(folder: Path, pattern: Pattern) -> Base:
+    checkpoint = Checkpoint.read(folder)
+    checkpoint.check_trained(str(folder))
+    fp8_blocks(folder)
+    pattern.check_checkpoint(checkpoint.own)
+    missing = [name for name in _SHAPE_FIELDS if name not in checkpoint.shape]
+    if missing:
+        raise CheckpointError(
+            f"the config.json of {folder} has no {missing[0]}, from which an indexer's shapes "
+            "follow. Give the config.json that belongs to the weights."
+        )
+    return Base(
+        name=folder.resolve().name,
+        architecture=checkpoint.architecture,
+        digest=checkpoint_digest(folder),
+        shape={name: checkpoint.shape[name] for name in _SHAPE_FIELDS},
+    )
+
+
+def _document(folder: Path) -> _Document:
+    path = folder / ADAPTER_FILE
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder} is not an adapter: cannot read {path} ({error.strerror}). Give the folder "
+            "that indexcache heal run wrote."
+        ) from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} is not valid YAML. Copy or train it again.") from error
+    try:
+        return _Document.model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the file"
+        raise CheckpointError(
+            f"{path} is not an adapter's: {where}: {first['msg']}. Copy or train it again, or "
+            "install the version of sglang-indexcache that wrote it."
+        ) from error
+
+
+def _header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Read dtype and shape of every tensor in a safetensors file; no tensor is read."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "np") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            return {n: (s.get_dtype(), tuple(s.get_shape())) for n, s in slices.items()}
+    except SafetensorError as error:
+        raise CheckpointError(f"{path} is not a safetensors file: {error}") from error
+
+
+def _shapes(pattern: Pattern, base: Base) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every tensor of an adapter by name."""
+    shapes = indexer_shapes(base.shape)
+    return {
+        f"model.layers.{layer}.self_attn.indexer.{name}": shape
+        for layer in pattern.full_layers
+        for name, shape in shapes.items()
+    }
+
+
+def _check_tensors(
+    header: Mapping[str, tuple[str, tuple[int, ...]]], pattern: Pattern, base: Base, where: str
+) -> None:
+    """Raise CheckpointError unless these are the F layers' indexers."""
+    expected = _shapes(pattern, base)
+    if missing := [name for name in expected if name not in header]:
+        raise CheckpointError(
+            f"{where} has no {missing[0]}"
+            + (f" and lacks {len(missing) - 1} more tensors" if len(missing) > 1 else "")
+            + ": an adapter holds the whole indexer of each F layer. Train it again."
+        )
+    if extra := sorted(header.keys() - expected.keys()):
+        raise CheckpointError(
+            f"{where} holds {extra[0]}, which is no part of an F layer's indexer under "
+            f"{pattern}. An adapter holds nothing else."
+        )
+    for name, (dtype, shape) in header.items():
+        if shape != expected[name] or dtype not in _PLAIN:
+            raise CheckpointError(
+                f"{where} holds {name} as {dtype} of shape {list(shape)}; it must be "
+                f"{' or '.join(_PLAIN)} of shape {list(expected[name])}"
+            )
+
+
+def _file_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _put_in_place(part: Path, folder: Path) -> None:
+    """Rename a whole folder to its place; the one that was there goes last."""
+    old = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
+    part.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)

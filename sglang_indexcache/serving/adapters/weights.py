@@ -1,0 +1,135 @@
+"""Tensors as they lie in a checkpoint's files: their dtypes, and the block-FP8 form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from sglang_indexcache.checkpoint import read_config
+from sglang_indexcache.errors import CheckpointError
+from sglang_indexcache.library.writing import replacing
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+"""The plain ones, as safetensors writes them."""
+
+
+SCALES = "_scale_inv"
+"""What the name of a block-FP8 weight's scales adds to its own, as released checkpoints have it."""
+
+E4M3 = "F8_E4M3"
+"""A block-FP8 weight's dtype, as safetensors writes it."""
+
+
+def check_form(folder: Path, names: Iterable[str]) -> None:
+    """Raise unless other weights can take the place of these in a checkpoint.
+
+    Raises:
+        CheckpointError: one is missing, or stored in a form that cannot be made here.
+    """
+    tensors = stored(folder)
+    for name in names:
+        if name not in tensors:
+            raise CheckpointError(f"{folder} has no {name}, so nothing can take its place")
+        kind = tensors[name][1]
+        scales = tensors.get(name + SCALES)
+        if kind not in DTYPES and not (kind == E4M3 and scales and scales[1] in DTYPES):
+            raise CheckpointError(
+                f"{folder} holds {name} as {kind}; other weights can take the place only of plain "
+                "ones and of block-FP8 ones (e4m3 with weight_scale_inv). Take a checkpoint whose "
+                "indexers are stored so."
+            )
+
+
+def like_stored(folder: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Bring plain weights into the form in which a checkpoint stores its own of these names.
+
+    Each in the checkpoint's dtype; a block-FP8 one as e4m3 and, under its name and :data:`SCALES`,
+    the scales. The checkpoint passes :func:`check_form`.
+    """
+    originals, config = stored(folder), read_config(folder).get("quantization_config") or {}
+    block = tuple(config.get("weight_block_size") or (128, 128))
+    converted: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        kind = originals[name][1]
+        if kind != E4M3:
+            converted[name] = tensor.to(DTYPES[kind])
+            continue
+        power_of_two = config.get("scale_fmt") == "ue8m0"
+        converted[name], scales = to_block_fp8(tensor, block, power_of_two=power_of_two)
+        converted[name + SCALES] = scales.to(DTYPES[originals[name + SCALES][1]])
+    return converted
+
+
+def to_block_fp8(
+    weight: torch.Tensor, block: tuple[int, int] = (128, 128), *, power_of_two: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Store a weight as released FP8 checkpoints do; ``weight = e4m3 * scale`` in each block.
+
+    Source: ``weight_quant`` beside DeepSeek-V3's weights, and ``per_block_cast_to_fp8`` of SGLang.
+
+    Args:
+        weight: ``[n, k]`` floating point.
+        block: rows and columns that have one scale.
+        power_of_two: round scales up to powers of two, as ``scale_fmt: ue8m0`` says.
+
+    Returns:
+        e4m3 ``[n, k]``, and float32 scales ``[ceil(n / rows), ceil(k / columns)]``.
+    """
+    (n, k), (rows, columns) = weight.shape, block
+    padded = torch.nn.functional.pad(weight.float(), (0, -k % columns, 0, -n % rows))
+    tiles = padded.view(-(-n // rows), rows, -(-k // columns), columns)
+    largest = tiles.abs().amax((1, 3))
+    scales = torch.where(largest > 0, largest / torch.finfo(torch.float8_e4m3fn).max, 1.0)
+    if power_of_two:
+        scales = torch.exp2(torch.ceil(torch.log2(scales)))
+    values = (tiles / scales[:, None, :, None]).to(torch.float8_e4m3fn)
+    return values.view(padded.shape)[:n, :k].contiguous(), scales
+
+
+def dequantised(weight: torch.Tensor, scales: torch.Tensor, blocks: Sequence[int]) -> torch.Tensor:
+    """Return a block-FP8 weight in float32.
+
+    Source: ``weight_dequant`` of DeepSeek-V3's released inference code.
+
+    Args:
+        weight: ``[N, K]`` e4m3.
+        scales: ``[ceil(N / blocks[0]), ceil(K / blocks[1])]``, what a block is multiplied by.
+        blocks: rows and columns of a block.
+    """
+    spread = scales.float().repeat_interleave(blocks[0], 0).repeat_interleave(blocks[1], 1)
+    return weight.float() * spread[: weight.shape[0], : weight.shape[1]]
+
+
+class StoredTensor(NamedTuple):
+    """Place of a tensor in a file, and its form; ``kind`` is its dtype as safetensors writes it."""
+
+    path: Path
+    kind: str
+    shape: tuple[int, ...]
+
+
+def stored(folder: Path) -> dict[str, StoredTensor]:
+    """Return every tensor of a checkpoint by name; no tensor is read."""
+    tensors = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                part = file.get_slice(name)
+                tensors[name] = StoredTensor(path, part.get_dtype(), tuple(part.get_shape()))
+    return tensors
+
+
+def write_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    """Replace a safetensors file in one step, or raise OutputError."""
+    with replacing(path, SafetensorError) as part:
+        save_file(tensors, part, metadata={"format": "pt"})

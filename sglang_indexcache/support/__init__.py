@@ -1,1 +1,0 @@
-"""Helpers that exist once: files, lengths, text, drawings."""

@@ -1,0 +1,143 @@
+"""The reference evaluator against the tests' own oracle."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from sglang_indexcache.errors import PatternError
+from sglang_indexcache.lab.search.calibration import Calibration
+from sglang_indexcache.lab.search.evaluators import hf
+from sglang_indexcache.lab.search.evaluators.hf import TransformersEvaluator
+from sglang_indexcache.lab.search.ledger import Ledger
+from sglang_indexcache.pattern import Pattern
+from tests.fixtures.models import make_model
+from tests.oracle import Oracle
+
+LENGTH = 120
+ORDER = ["FFFFFF", "FSFSFS", "FSFFFS", "FSSSFS", "FFFFFF", "FSSSSS", "FSFSFS"]
+
+
+@pytest.fixture(autouse=True)
+def few_queries_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hf, "BLOCK", 32)
+
+
+@pytest.fixture(scope="module", params=["glm-5", "deepseek-v3.2"])
+def folder(request: pytest.FixtureRequest, checkpoints: dict[str, Path]) -> Path:
+    return checkpoints[request.param]
+
+
+@pytest.fixture(scope="module")
+def data() -> Calibration:
+    random = np.random.default_rng(0)
+    sequences = random.integers(10, 512, (4, LENGTH)).tolist()
+    return Calibration(tuple(map(tuple, sequences)), 2, "test")
+
+
+def truth(oracle: Oracle, data: Calibration, text: str) -> list[float]:
+    return [
+        float(torch.cat([oracle.answer(list(s), Pattern(text)).logprobs for s in batch]).mean())
+        for batch in data.batches
+    ]
+
+
+def test_losses_are_the_oracles_with_and_without_reuse(folder: Path, data: Calibration) -> None:
+    oracle = Oracle(folder, torch.float32, first_of_ties=False)
+    reusing = TransformersEvaluator(folder, data)
+    plain = TransformersEvaluator(folder, data, reuse_bytes=0)
+    for text in ORDER:
+        mine, expected = reusing.loss(Pattern(text), [0, 1]), plain.loss(Pattern(text), [0, 1])
+        assert np.array_equal(mine, expected)
+        assert -mine == pytest.approx(truth(oracle, data, text), abs=1e-6)
+    assert reusing.layer_tokens < plain.layer_tokens == len(ORDER) * 4 * LENGTH * 6
+
+
+def test_sequences_of_every_length(folder: Path, data: Calibration) -> None:
+    """One length after the other, reused and not; the arguments of one are not the other's."""
+    cut = tuple(
+        ids[:length] for ids, length in zip(data.sequences, (120, 70, 97, 120), strict=True)
+    )
+    uneven = Calibration(cut, 2, "test")
+    oracle = Oracle(folder, torch.float32, first_of_ties=False)
+    evaluator = TransformersEvaluator(folder, uneven)
+    assert evaluator.batch_tokens == (190, 217)
+    for text in ORDER:
+        loss = evaluator.loss(Pattern(text), [0, 1])
+        assert -loss == pytest.approx(truth(oracle, uneven, text), abs=1e-6)
+    assert evaluator.layer_tokens < len(ORDER) * 407 * 6
+
+
+def test_only_what_counts_is_in_the_loss(folder: Path, data: Calibration) -> None:
+    random = np.random.default_rng(1)
+    masks = tuple(random.random(LENGTH - 1) < 0.1 for _ in data.sequences)
+    evaluator = TransformersEvaluator(folder, replace(data, counted=masks))
+    tokens = evaluator.token_losses(Pattern("FSFSFS"), [1, 0])
+    by_batch = [masks[2:], masks[:2]]
+    expected = [
+        sum(float(x) for t, m in zip(*pair, strict=True) for x, c in zip(t, m, strict=True) if c)
+        / sum(int(m.sum()) for m in pair[1])
+        for pair in zip(tokens, by_batch, strict=True)
+    ]
+    assert evaluator.loss(Pattern("FSFSFS"), [1, 0]) == pytest.approx(expected)
+
+
+def test_reuse_runs_only_from_the_first_difference(folder: Path, data: Calibration) -> None:
+    evaluator = TransformersEvaluator(folder, data)
+    for text, batch, layers in (
+        ("FFFFFF", 0, 6),
+        ("FFFFSF", 0, 2),
+        ("FFFFSF", 0, 0),
+        ("FFFSSF", 1, 6),
+    ):
+        before = evaluator.layer_tokens
+        evaluator.loss(Pattern(text), [batch])
+        assert evaluator.layer_tokens - before == 2 * LENGTH * layers
+
+
+def test_a_searchs_batches_come_one_after_the_other(folder: Path, data: Calibration) -> None:
+    """Give room to one batch: pattern by pattern its outputs would be dropped before their use."""
+    flips = [Pattern.from_layers(6, set(range(6)) - {layer}) for layer in range(1, 6)]
+    run = TransformersEvaluator(folder, data).run(Pattern.full(6), data.sequences[0])
+    three_runs = 3 * 7 * (run.hidden[0].nbytes + run.indices[0].nbytes)
+    evaluator = TransformersEvaluator(folder, data, reuse_bytes=three_runs * 5 // 2)
+    Ledger(evaluator).many([Pattern.full(6), *flips])
+    assert evaluator.layer_tokens == 4 * LENGTH * (6 + 5 + 4 + 3 + 2 + 1)
+
+
+def test_indices_are_each_layers_own(folder: Path, data: Calibration) -> None:
+    selections = TransformersEvaluator(folder, data).selected(data.sequences[0])
+    assert selections.shape == (6, LENGTH, 64)
+    for layer in selections:
+        assert len(set(layer[-1].tolist())) == 64
+    assert any((a != b).any() for a, b in itertools.pairwise(selections))
+
+
+def test_a_layers_own_selection_in_a_run_of_a_pattern(folder: Path, data: Calibration) -> None:
+    """F layers select what the pattern has them attend to; an S layer what it would if it ran."""
+    ids, evaluator = data.sequences[0], TransformersEvaluator(folder, data)
+    selections = evaluator.selected(ids, Pattern("FSSFSS"))
+    for layer, text in enumerate(("FSSFSS", "FFSFSS", "FSFFSS", "FSSFSS", "FSSFFS", "FSSFSF")):
+        fresh = TransformersEvaluator(folder, data)
+        assert (selections[layer] == fresh.run(Pattern(text), ids).indices[layer][0].numpy()).all()
+    assert (selections[1] == evaluator.selected(ids)[1]).all()  # so far nothing was shared
+    assert (selections[2] != evaluator.selected(ids)[2]).any()
+
+
+def test_a_checkpoint_that_shares_already(tmp_path: Path, data: Calibration) -> None:
+    types = Pattern("FFSFFS").to_indexer_types()
+    fields = {"indexer_types": types}
+    make_model(tmp_path, size="tiny", vocab_size=512, dtype="float32", fields=fields)
+    evaluator = TransformersEvaluator(tmp_path, data)
+    assert evaluator.own == Pattern("FFSFFS")
+    oracle = Oracle(tmp_path, torch.float32)
+    for text in ("FFSFFS", "FFSFSS", "FSSFFS"):
+        loss = evaluator.loss(Pattern(text), [0, 1])
+        assert -loss == pytest.approx(truth(oracle, data, text), abs=1e-6)
+    with pytest.raises(PatternError, match="ships no indexer weights"):
+        evaluator.loss(Pattern("FFFFFF"), [0])

@@ -1,0 +1,87 @@
+"""The evaluator's reading of an engine's answers, with an engine of cardboard."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sglang_indexcache.errors import ServerError
+from sglang_indexcache.lab.client.pool import Pool
+from sglang_indexcache.lab.search.calibration import Calibration
+from sglang_indexcache.lab.search.evaluators import ServedEvaluator
+from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.serving.protocol import PATTERN_OF_REQUEST, RankState
+from tests.fakes import state
+
+DATA = Calibration(((1, 2, 3), (4, 5, 6), (7, 8, 9), (3, 2, 1)), 2, "test")
+
+
+class Cardboard:
+    """Token t costs t/10 nats, and one nat more for each S layer."""
+
+    name = "cardboard"
+
+    def __init__(self, ranks: int = 2, mode: str = "live") -> None:
+        self.ranks = [state("FFFF", mode, architecture="Cardboard")] * ranks
+        self.requests: list[dict[str, Any]] = []
+        self.timeouts: list[float | None] = []
+
+    def states(self) -> list[RankState]:
+        return self.ranks
+
+    def low_priority(self) -> int:
+        raise NotImplementedError
+
+    def generate(self, *, timeout: float | None = None, **body: Any) -> Any:
+        self.requests.append(body)
+        self.timeouts.append(timeout)
+        patterns = [
+            sampling["custom_params"][PATTERN_OF_REQUEST] for sampling in body["sampling_params"]
+        ]
+        return [self._reply(*pair) for pair in zip(body["input_ids"], patterns, strict=True)]
+
+    def _reply(self, ids: list[int], pattern: str) -> dict[str, Any]:
+        entries = [[-(t / 10 + pattern.count("S")), t, None] for t in ids]
+        entries[0][0] = None
+        info = {"prompt_tokens": len(ids), "cached_tokens": 0, PATTERN_OF_REQUEST: [pattern]}
+        return {"meta_info": info | {"input_token_logprobs": entries}}
+
+
+def evaluator_of(engine: Cardboard, data: Calibration = DATA, at_once: int = 1) -> ServedEvaluator:
+    return ServedEvaluator(Pool([engine], at_once=at_once), data)
+
+
+def test_means_per_batch_in_the_order_asked() -> None:
+    engine = Cardboard()
+    evaluator = evaluator_of(engine)
+    losses = evaluator.loss(Pattern("FSFS"), [1, 0])
+    assert losses == pytest.approx([(0.8 + 0.9 + 0.2 + 0.1) / 4 + 2, (0.5 + 1.1) / 4 + 2])
+    [request] = engine.requests
+    assert request["logprob_start_len"] == [0] * 4
+    assert len(request["input_ids"]) == 4  # one request, so that ranks share the work
+    tokens = evaluator.token_losses(Pattern("FFFF"), [0])
+    assert [list(np.round(t, 9)) for t in tokens[0]] == [[0.2, 0.3], [0.5, 0.6]]
+
+
+def test_what_the_engine_serves_to_others_does_not_matter() -> None:
+    engine = Cardboard()
+    evaluator = evaluator_of(engine)
+    alone = evaluator.loss(Pattern("FSFS"), [0])
+    engine.ranks = [state("FSSS", "live", architecture="Cardboard", checkpoint_pattern="FFFF")]
+    assert list(evaluator.loss(Pattern("FSFS"), [0])) == list(alone)
+
+
+def test_a_static_engine() -> None:
+    with pytest.raises(ServerError, match="--indexcache-mode live"):
+        evaluator_of(Cardboard(mode="static"))
+
+
+def test_the_time_for_a_call_grows_with_its_tokens() -> None:
+    """32 batches of 8 x 200K tokens take 624 s at 82,000 a second: no fixed 600 s will do."""
+    engine = Cardboard()
+    long = Calibration(((1,) * 5000, (2,) * 3000), 2, "test")
+    evaluator_of(engine, long).loss(Pattern("FFFF"), [0])
+    evaluator_of(engine, long, at_once=2).loss(Pattern("FFFF"), [0])
+    assert engine.timeouts == [608.0, 1216.0]

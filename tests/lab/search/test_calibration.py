@@ -1,0 +1,267 @@
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_indexcache.errors import SearchError
+from sglang_indexcache.lab.data.marking import Marker, is_held_out
+from sglang_indexcache.lab.search.calibration import Calibration, Score, prepare
+from tests.lab.data.letters import Letters, letters, text_of
+
+SIZES = {"context": 8, "batches": 3, "per_batch": 2, "held_out": 1}
+
+
+def prepare_letters(source: Path | str, **arguments: Any) -> Calibration:
+    return prepare(str(source), letters(), **(SIZES | arguments))
+
+
+def write(path: Path, rows: Iterable[Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def lines(tmp_path: Path) -> Path:
+    return write(tmp_path / "data.jsonl", ({"text": f"line{i:04}"} for i in range(40)))
+
+
+def test_takes_the_first_documents_of_each_part(lines: Path) -> None:
+    data = prepare_letters(lines)
+    rows = [tuple(map(ord, f"line{i:04}")) for i in range(40)]
+    parts = [[s for s in rows if is_held_out(s) is kind] for kind in (False, True)]
+    assert {*data.sequences[:6]} == {*parts[0][:6]}
+    assert {*data.sequences[6:]} == {*parts[1][:2]}
+    assert data.batch_tokens == (16, 16, 16, 16)
+    assert data.size == "3 batches of 2 x 8 tokens"
+    alone = data.held_out_alone()
+    assert (alone.sequences, alone.held_out, len(alone.counted)) == (data.sequences[6:], 0, 2)
+
+
+COUNTS = st.tuples(*[st.integers(1, 6)] * 4)
+
+
+@settings(deadline=None)
+@given(
+    seed=st.integers(0, 99),
+    other_seed=st.integers(0, 99),
+    counts=COUNTS,
+    score=st.sampled_from([None, *Score]),
+)
+def test_no_two_commands_mix_the_parts(
+    seed: int, other_seed: int, counts: tuple[int, ...], score: Score | None
+) -> None:
+    """Whatever their batch counts, scores and seeds; once a shuffle of what was asked cut them."""
+    with TemporaryDirectory() as folder:
+        rows = ({"prompt": "line", "response": f" {i:03}"} for i in range(200))
+        path = write(Path(folder) / "data.jsonl", rows)
+        mine = prepare_letters(path, seed=seed, batches=counts[0], held_out=counts[1])
+        later = prepare_letters(
+            path, seed=other_seed, batches=counts[2], held_out=counts[3], score=score
+        )
+    sequences = mine.sequences[: counts[0] * SIZES["per_batch"]]
+    assert not set(sequences) & set(later.held_out_alone().sequences)
+
+
+def test_one_sequence_in_four_is_held_out() -> None:
+    assert 900 < sum(is_held_out((i, i + 1)) for i in range(4000)) < 1100
+
+
+def test_is_the_same_every_time_and_another_with_another_seed(lines: Path) -> None:
+    assert prepare_letters(lines).digest == prepare_letters(lines).digest
+    assert prepare_letters(lines).digest != prepare_letters(lines, seed=1).digest
+
+
+def test_the_digest_sees_tokens_what_counts_and_batching() -> None:
+    base = Calibration(((1, 2), (3, 4)), 1, "x")
+    assert base.digest == Calibration(((1, 2), (3, 4)), 1, "y").digest
+    variants = [(((1, 2), (3, 5)), 1), (((1, 2), (3, 4)), 2), (((1, 23), (4, 4)), 1)]
+    assert all(Calibration(s, n, "x").digest != base.digest for s, n in variants)
+    longer = ((1, 2, 3), (4, 5, 6))
+    masks = [(np.array([True, late]), np.array([True, True])) for late in (True, False)]
+    digests = [Calibration(longer, 1, "x", counted=mask).digest for mask in masks]
+    assert digests[0] == Calibration(longer, 1, "x").digest != digests[1]
+
+
+def test_every_batch_counts_something() -> None:
+    masks = (np.array([True]), np.array([False]))
+    with pytest.raises(SearchError, match="no prediction of calibration batch 1 counts"):
+        Calibration(((1, 2), (3, 4)), 1, "x", counted=masks)
+    assert Calibration(((1, 2), (3, 4)), 2, "x", counted=masks).counts == "1"
+
+
+# -- documents stay whole ----------------------------------------------------------------------
+
+
+def test_two_documents_are_never_glued(tmp_path: Path) -> None:
+    """They were once joined by an end token and cut anywhere."""
+    rows = [{"text": chr(97 + i % 26) * (5 + i % 4)} for i in range(60)]
+    data = prepare_letters(write(tmp_path / "a.jsonl", rows))
+    texts = {row["text"] for row in rows}
+    for sequence in data.sequences:
+        assert text_of(sequence) in texts
+
+
+def test_an_answer_keeps_its_evidence(tmp_path: Path) -> None:
+    """The key is at the start, what asks for it at the end; once a cut could part them."""
+    rows = [{"prompt": f"{i:02}...", "response": f"={i:02}"} for i in range(40)]
+    rows.insert(0, {"prompt": "too long for the context", "response": "=no"})
+    data = prepare_letters(write(tmp_path / "a.jsonl", rows), score=Score.ANSWERS)
+    for sequence in data.sequences:
+        text = text_of(sequence)
+        assert text[:2] == text[-2:]
+    assert "1 left out with answers and more than 8 tokens" in data.reading
+
+
+def test_a_long_text_gives_consecutive_windows(tmp_path: Path) -> None:
+    texts = ["".join(f"{i:04}" for i in range(start, start + 100)) for start in (0, 200, 400)]
+    data = prepare_letters(
+        write(tmp_path / "a.jsonl", ({"text": text} for text in texts)), held_out=0
+    )
+    windows = {text[i : i + 8] for text in texts for i in range(0, len(text), 8)}
+    assert {text_of(s) for s in data.sequences} <= windows
+    assert "texts cut into windows" in data.reading
+
+
+def test_all_windows_of_a_text_are_on_one_side(tmp_path: Path) -> None:
+    """Six of eight held-out windows were of documents whose other windows were searched on."""
+    texts = ["".join(chr(300 + 40 * i + j) for j in range(40)) for i in range(60)]
+    path = write(tmp_path / "a.jsonl", ({"text": text} for text in texts))
+    data = prepare_letters(path, batches=40, held_out=20)
+    of = {character: place for place, text in enumerate(texts) for character in text}
+    sides = [
+        {of[chr(token)] for sequence in part for token in sequence}
+        for part in (data.sequences[:80], data.held_out_alone().sequences)
+    ]
+    assert min(map(len, sides)) > 3
+    assert not sides[0] & sides[1]
+    with pytest.raises(SearchError, match=r"All windows of one text .* Give several files or doc"):
+        prepare_letters(write(tmp_path / "one.jsonl", [{"text": "a long text" * 99}]))
+    number = next(n for n in range(99) if is_held_out(tuple(map(ord, f"{n:02}" * 99))))
+    with pytest.raises(SearchError, match=r"Give several files or documents\.$"):
+        prepare_letters(write(tmp_path / "held.jsonl", [{"text": f"{number:02}" * 99}]), held_out=0)
+
+
+def test_as_many_are_held_out_as_there_are_if_none_is_said(tmp_path: Path) -> None:
+    """Up to 128; and data that has fewer than 32 are refused, as they were."""
+    rows = [{"text": f"text{n:04}"} for n in range(900)]
+    held_out_counts = [
+        sum(is_held_out(tuple(map(ord, row["text"]))) for row in rows[:n]) for n in range(901)
+    ]
+
+    def held_out(rows_with: int) -> int:
+        path = write(tmp_path / "a.jsonl", rows[: held_out_counts.index(rows_with)])
+        return prepare_letters(path, batches=4, per_batch=1, held_out=None).held_out
+
+    assert [held_out(count) for count in (32, 50, 128, 200)] == [32, 50, 128, 128]
+    with pytest.raises(SearchError, match="of 32 to hold out 31"):
+        held_out(31)
+
+
+def test_long_documents_come_first_and_then_the_longest_of_the_short(tmp_path: Path) -> None:
+    short = [{"text": f"{i % 10}" * (1 + i % 3)} for i in range(30)]
+    long = [{"text": f"{i:06}"} for i in range(3)]
+    data = prepare_letters(
+        write(tmp_path / "a.jsonl", short + long), batches=4, per_batch=1, held_out=0
+    )
+    free = [row for row in long if not is_held_out(tuple(map(ord, row["text"])))]
+    lengths = sorted(len(s) for s in data.sequences)
+    assert lengths == [3] * (4 - len(free)) + [6] * len(free)
+    assert 0 < len(free) < 4
+    assert f"{4 - len(free)} of 4 sequences under half of 8" in data.reading
+
+
+def test_stops_reading_when_there_is_enough(tmp_path: Path) -> None:
+    rows = [{"text": f"line{i:04}"} for i in range(10_000)]
+    path = write(tmp_path / "a.jsonl", rows)
+    with path.open("a") as file:
+        file.write("not JSON\n")
+    tokenizer = Letters()
+    reading = prepare(str(path), Marker(tokenizer, "letters"), **SIZES).reading
+    assert "documents read (reading stopped there: these give enough)" in reading
+    assert tokenizer.characters < 400
+
+
+def test_what_sees_no_more_than_is_selected_is_left_out(tmp_path: Path) -> None:
+    rows = [{"text": f"{i:04}"} for i in range(20)] + [{"text": f"{i:07}"} for i in range(40)]
+    data = prepare_letters(write(tmp_path / "a.jsonl", rows), topk=4, score=Score.ALL)
+    assert {len(s) for s in data.sequences} == {7}
+    assert [mask.tolist() for mask in data.counted] == [4 * [False] + 2 * [True]] * 8
+    sentence = "20 left out because nothing that counts sees more than 4 tokens"
+    assert sentence in data.reading
+
+
+# -- what counts -------------------------------------------------------------------------------
+
+
+def test_only_answers_count_where_the_data_marks_them(tmp_path: Path) -> None:
+    """Every token once did."""
+    rows = [{"text": f"no{i:04}"} for i in range(5)]
+    rows += [{"text": f"k {i:04} ", "answers": [[2, 4], [5, 6]]} for i in range(40)]
+    calibration = prepare_letters(write(tmp_path / "a.jsonl", rows))
+    assert calibration.objective.score is Score.ANSWERS
+    for sequence, mask in zip(calibration.sequences, calibration.counted, strict=True):
+        assert np.flatnonzero(mask).tolist() == [1, 2, 4]
+        assert text_of(sequence).startswith("k ")
+    assert "5 left out without answers" in calibration.reading
+    assert calibration.counts == "6"
+
+
+def test_passages_come_again_where_nothing_is_marked(tmp_path: Path) -> None:
+    """They replace each text's end; what is held out and how long texts are does not change."""
+    path = write(tmp_path / "a.jsonl", [{"text": f"{n:04}" * 16} for n in range(40)])
+    plain, by_recall = (
+        prepare_letters(path, context=64, score=Score.LATE),
+        prepare_letters(path, context=64),
+    )
+    assert by_recall.objective.score is Score.RECALL
+    assert by_recall.batch_tokens == plain.batch_tokens
+    for text, sequence in zip(plain.sequences, by_recall.sequences, strict=True):
+        assert sequence[:48] == text[:48]
+        assert text_of(sequence[48:]) in text_of(sequence[:48])
+    assert by_recall.counted[0].tolist() == [False] * 23 + [True] * 24 + [False] * 4 + [True] * 12
+
+
+def test_the_later_half_counts_alone_if_it_is_asked_for(lines: Path) -> None:
+    calibration = prepare_letters(lines, score=Score.LATE)
+    assert calibration.counted[0].tolist() == [False] * 3 + [True] * 4
+    assert prepare_letters(lines, score=Score.ALL).counted[0].all()
+
+
+def test_what_the_data_marks_is_seen_in_its_first_hundred_documents(tmp_path: Path) -> None:
+    plain = [{"text": f"line{i:04}"} for i in range(100)]
+    with_responses = [{"prompt": "k", "response": f"{i:04}"} for i in range(40)]
+    path = write(tmp_path / "a.jsonl", plain + with_responses)
+    assert prepare_letters(path).objective.score is Score.RECALL
+    assert prepare_letters(path, score=Score.ANSWERS).objective.score is Score.ANSWERS
+    path = write(tmp_path / "b.jsonl", plain[1:] + with_responses)
+    assert prepare_letters(path).objective.score is Score.ANSWERS
+
+
+def test_answers_that_nobody_marked(lines: Path) -> None:
+    with pytest.raises(SearchError, match=r"no document of .* marks an answer.*--score late"):
+        prepare_letters(lines, score=Score.ANSWERS)
+
+
+def test_the_machines_own_text() -> None:
+    calibration = prepare_letters("machine", context=100)
+    assert {len(s) for s in calibration.sequences} == {100}
+    assert calibration.size == "3 batches of 2 x 100 tokens"
+
+
+def test_too_little(tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("a" * 6)
+    with pytest.raises(
+        SearchError, match=r"too little: of 6 sequences of up to 8 tokens.*shorter context"
+    ):
+        prepare_letters(tmp_path / "short.txt")
+    long = write(tmp_path / "long.jsonl", [{"prompt": "key", "response": "a" * 8}] * 9)
+    with pytest.raises(SearchError, match=r"9 left out with answers and.*longer context"):
+        prepare_letters(long)
+    with pytest.raises(SearchError, match="context of at least 2 tokens"):
+        prepare_letters(tmp_path, context=1)

@@ -1,0 +1,73 @@
+import pytest
+
+from sglang_indexcache.errors import SearchError
+from sglang_indexcache.lab.search.rules import Constraints, baselines, parse_targets
+from sglang_indexcache.pattern import Pattern
+from tests.lab.search.helpers import free
+
+
+def test_ratios_and_counts() -> None:
+    goals = parse_targets(["1/8", "1/2", "20"], free(47))
+    assert [(m.full_layers, m.label) for m in goals.marks] == [
+        (24, "1/2"),
+        (20, "20/47"),
+        (6, "1/8"),
+    ]
+    assert goals.fewest == 6
+    assert goals.mark_at(20) == goals.marks[1]
+    assert goals.mark_at(21) is None
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ([], "at least one target"),
+        (["quarter"], "neither a ratio"),
+        (["0/4"], "not a ratio between 0 and 1"),
+        (["5/4"], "not a ratio between 0 and 1"),
+        (["0"], "neither a ratio"),
+        (["48"], "keeps 48 of 47 indexers, but this search can only reach 1 to 47"),
+        (["+1%"], "neither a ratio"),
+    ],
+)
+def test_bad_targets(values: list[str], message: str) -> None:
+    with pytest.raises(SearchError, match=message):
+        parse_targets(values, free(47))
+
+
+def test_targets_that_the_constraints_bar() -> None:
+    rules = Constraints.make(Pattern("FSFFSF"), keep_full=[2, 3])
+    assert parse_targets(["3", "4"], rules).fewest == 3
+    for value in ("2", "5"):
+        with pytest.raises(SearchError, match="can only reach 3 to 4"):
+            parse_targets([value], rules)
+
+
+@pytest.mark.parametrize(
+    ("keep_full", "message"),
+    [
+        ([6], r"layers \[6\] do not exist in a 6-layer model"),
+        ([-1], r"layers \[-1\] do not exist"),
+        ([1], "ships no indexer there"),
+    ],
+)
+def test_layers_that_cannot_be_kept(keep_full: list[int], message: str) -> None:
+    with pytest.raises(SearchError, match=message):
+        Constraints.make(Pattern("FSFFFF"), keep_full)
+
+
+def test_baselines_are_the_known_schedules() -> None:
+    named = baselines(12, free(47))
+    assert named["uniform"] == Pattern.uniform(47, 4)
+    assert len(baselines(24, free(47))["freq"].full_layers) == 24
+    for count in range(1, 48):
+        for pattern in baselines(count, free(47)).values():
+            assert len(pattern.full_layers) == count
+
+
+def test_baselines_obey_the_constraints() -> None:
+    rules = Constraints.make(Pattern("FFFFFFFSFFFF"), keep_full=[5])
+    for count in range(2, 12):
+        for pattern in baselines(count, rules).values():
+            assert pattern.is_full(5)
+            assert not pattern.is_full(7)
