@@ -297,16 +297,6 @@ def table(record: dict[str, Any]) -> str:
     return markdown(("", *map(format_length, contexts)), rows)
 
 
-def line(record: dict[str, Any]) -> str:
-    """Write the gains of the first deployment at the longest context, in words."""
-    first, longest = record["deployments"][0], record["contexts"][-1]
-    prefill, decode = (first["gains"][metric]["1/4"][str(longest)]["gain"] for metric in SHOWN)
-    return (
-        f"{prefill:.2f}x in prefill and {decode:.2f}x in decode at 1/4 and "
-        f"{format_length(longest)} tokens ({label(first)})\n"
-    )
-
-
 def baselines(record: dict[str, Any]) -> str:
     """Write what 1/4 gains in prefill beside engines that share rows, in Markdown."""
     contexts, rows = [str(n) for n in record["contexts"]], []
@@ -322,17 +312,25 @@ def baselines(record: dict[str, Any]) -> str:
     return markdown(("", *map(format_length, record["contexts"])), rows)
 
 
-def baselines_line(record: dict[str, Any]) -> str:
-    """Write what 1/4 adds there at the longest context, in words."""
-    ways, longest = record["dealt"][0]["ways"], str(record["contexts"][-1])
-    split, parallel = (
-        ways[way]["1/4"][longest] / ways[way]["every indexer"][longest] for way in WAYS
-    )
-    exact = ways[WAYS[0]]["every indexer"][longest]
-    return (
-        f"{exact:.2f}x in prefill with every bit the same; 1/4 adds {split:.2f}x to that, and "
-        f"{parallel:.2f}x to prefill context parallelism\n"
-    )
+def first_screen(record: dict[str, Any]) -> str:
+    """Write the prefill gains of the first deployment, in Markdown, with both baselines.
+
+    The last row is beside an engine that shares a prefill's rows among its ranks already.
+    """
+    first, dealt = record["deployments"][0], record["dealt"][0]["ways"]
+    contexts = [str(n) for n in record["contexts"] if n >= 60_000]
+    plain, split, parallel = first["gains"]["prefill"]["1/4"], *(dealt[way] for way in WAYS)
+    rows = [
+        ("pattern `1/4`", *(plain[n]["gain"] for n in contexts)),
+        ("row split, every bit the same", *(split["every indexer"][n] for n in contexts)),
+        ("both", *(split["1/4"][n] for n in contexts)),
+        (
+            "`1/4` beside prefill context parallelism",
+            *(parallel["1/4"][n] / parallel["every indexer"][n] for n in contexts),
+        ),
+    ]
+    header = (f"{label(first)}: prefill", *(format_length(int(n)) for n in contexts))
+    return markdown(header, [(name, *(f"{g:.2f}x" for g in gains)) for name, *gains in rows])
 
 
 def _cell(cells: list[dict[str, Any] | None]) -> str:
