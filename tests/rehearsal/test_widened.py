@@ -12,7 +12,7 @@ from sglang_indexcache.lab.demo import shipped_checkpoint
 from tests.rehearsal.widened import TOPK, real_text, widen
 
 UNIGRAM = 5.99
-"""Nats a token that the frequencies of tokens alone give (benchmarks/training/README.md)."""
+"""Nats a token that the frequencies of tokens alone give (benchmarks/results/small_checkpoint)."""
 
 
 @pytest.fixture(scope="module", params=["glm-5", "deepseek-v3.2"])
