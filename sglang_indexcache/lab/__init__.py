@@ -1,6 +1,7 @@
-"""Judge, train and time patterns: the laboratory beside the plugin.
+"""Find, judge, train and time patterns: the laboratory beside the plugin.
 
-Nothing on the other side of this folder (the pattern, its search, its serving) imports from it, and
-its three rooms do not import each other: ``evaluate`` shows whether a pattern keeps quality,
-``heal`` trains the indexers that it keeps, ``bench`` measures and predicts its speed.
+Nothing on the other side of this folder (the pattern, the library, serving) imports from it. Its
+four rooms do not import each other: ``search`` finds a pattern, ``evaluate`` shows whether it keeps
+quality, ``heal`` trains the indexers that it keeps, ``latency`` measures and predicts its speed.
+They share ``client``, ``runs``, ``data`` and ``stats``.
 """

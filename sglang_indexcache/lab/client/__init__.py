@@ -1,6 +1,6 @@
-"""Everything that talks to a running model: search, evaluation, benchmarks and demo ask through it.
+"""Clients of running servers: search, evaluation, benchmarks and demo ask through them.
 
-``protocol`` says what a server reports and how an answer is believed, ``client`` is the HTTP side
-of a server, ``launch`` starts one, ``score`` asks for log-probabilities of given tokens, ``pool``
-keeps several servers busy, and ``stream`` times an answer as it arrives.
+``http`` is a server's HTTP side, ``launch`` starts one, ``score`` asks for log-probabilities of
+given tokens, ``pool`` keeps several servers busy, and ``stream`` times an answer as it arrives.
+``serving/protocol.py`` says what a server reports, and which answers are believed.
 """

@@ -26,7 +26,7 @@ Top = list[tuple[int, float]]
 
 
 class Engine(Protocol):
-    """A running engine: ``ask.client.Client``, or one in this process."""
+    """A running engine: ``lab.client.http.Client``, or one in this process."""
 
     @property
     def name(self) -> str:
