@@ -30,7 +30,7 @@ from sglang_indexcache.lab.search.evaluators.hf import TransformersEvaluator
 from sglang_indexcache.lab.search.setup import Setup
 from sglang_indexcache.library.writing import write_json
 
-TINY = Path(sglang_indexcache.__file__).parent / "demo" / "tiny-dsa"
+TINY = Path(sglang_indexcache.__file__).parent / "lab" / "demo" / "tiny-dsa"
 TRAINED_FOR = 512
 """Tokens: the length of the texts that the small checkpoint was trained on."""
 ROWS = range(1, 9)

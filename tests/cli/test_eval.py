@@ -19,7 +19,7 @@ from tests.lab.evaluate.fake_server import Fake
 from tests.lab.evaluate.harness_logs import lm_eval, plain
 from tests.lab.evaluate.tasks.published import aa_lcr_row, prompt_row, write
 
-TINY = Path(sglang_indexcache.__file__).parent / "demo" / "tiny-dsa"
+TINY = Path(sglang_indexcache.__file__).parent / "lab" / "demo" / "tiny-dsa"
 HALF, QUARTER = (shipped("patterns") / f"tiny-dsa-{name}.yaml" for name in ("1of2", "1of4"))
 SMALL = (
     *("--model", TINY, "--task", "notes", "--length", "256", "--contexts", "4"),

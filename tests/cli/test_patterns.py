@@ -151,14 +151,13 @@ def test_a_missing_package_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("package", "group", "extra"),
     [
-        ("torch", "heal", "heal"),
+        ("torch", "heal", "lab"),
         ("torch", "kernels", "kernels"),
-        ("numpy", "search", "search"),
+        ("numpy", "search", "lab"),
         ("numpy", "eval", "eval"),
-        ("matplotlib", "bench", "plots"),
-        ("transformers", "demo", "search"),
+        ("matplotlib", "bench", "eval"),
         ("sglang", "search", "serve"),
-        ("httpx", None, "all"),
+        ("httpx", None, "lab"),
     ],
 )
 def test_extras_by_command(package: str, group: str | None, extra: str) -> None:

@@ -17,7 +17,7 @@ from tests.fakes.server import FakeServer, serving
 from tests.fixtures.landscape import SyntheticEvaluator
 from tests.lab.search.helpers import searched
 
-TINY = Path(sglang_indexcache.__file__).parent / "demo" / "tiny-dsa"
+TINY = Path(sglang_indexcache.__file__).parent / "lab" / "demo" / "tiny-dsa"
 
 
 def call(*arguments: str | Path) -> Result:

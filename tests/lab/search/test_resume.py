@@ -106,7 +106,7 @@ def test_an_interrupted_search_leaves_a_usable_result(tmp_path: Path, number: in
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         preexec_fn=hears_sigint,
-        cwd=Path(__file__).parents[2],
+        cwd=Path(__file__).parents[3],
     )
     while size(tmp_path / "journal.jsonl") < 4000 and process.poll() is None:
         time.sleep(0.01)

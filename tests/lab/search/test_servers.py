@@ -28,7 +28,7 @@ from tests.fakes.server import FakeServer, serving
 from tests.lab.search.test_resume import evaluations, results
 
 PACKAGE = Path(sglang_indexcache.__file__).parent
-TINY, TEXT = PACKAGE / "demo" / "tiny-dsa", PACKAGE / "search"
+TINY, TEXT = PACKAGE / "lab" / "demo" / "tiny-dsa", PACKAGE / "lab" / "search"
 LAYERS = 12
 
 
@@ -42,7 +42,7 @@ class Process:
     def start(self) -> None:
         command = [sys.executable, "-m", "tests.fakes.server"]
         arguments = map(str, (self.port, LAYERS, self._seconds))
-        self._process = subprocess.Popen([*command, *arguments], cwd=Path(__file__).parents[2])
+        self._process = subprocess.Popen([*command, *arguments], cwd=Path(__file__).parents[3])
         client = Client(f"http://127.0.0.1:{self.port}")
         while not client.is_ready():
             assert self._process.poll() is None

@@ -31,7 +31,7 @@ from tests.fixtures.models import make_tokenizer
 from tests.lab.evaluate.fake_server import Words
 from tests.lab.evaluate.tasks.solvers import SOLVERS
 
-TINY = Path(__file__).parents[4] / "sglang_indexcache" / "demo" / "tiny-dsa"
+TINY = Path(__file__).parents[4] / "sglang_indexcache" / "lab" / "demo" / "tiny-dsa"
 LENGTHS = (1024, 8192, 131072)
 
 
