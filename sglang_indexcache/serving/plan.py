@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
 
 from sglang_indexcache.checkpoint import SHARING_KEYS, Checkpoint
+from sglang_indexcache.kernels.contract import OpName
+from sglang_indexcache.kernels.dispatch import Phase
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.policy import Policy
 
@@ -30,6 +32,18 @@ CONFIG_KEY = "indexcache"
 """Attribute of the HF config that carries the plan."""
 
 
+class Route(NamedTuple):
+    """Kernel of one operation in a phase, and why: an implementation of ours, None for SGLang's."""
+
+    op: OpName
+    phase: Phase
+    implementation: str | None
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.op} in {self.phase}: {self.implementation or 'engine'} ({self.why})"
+
+
 @dataclass(frozen=True)
 class Plan:
     """Plan of this server: the pattern in effect and how it is carried out.
@@ -39,6 +53,9 @@ class Plan:
         source: where it came from, in words.
         own: the checkpoint's own sharing.
         layer_ids: model layer of each pattern position.
+        kernels: what was asked for in place of SGLang's.
+        routes: what that comes to, decided once SGLang has resolved all else; () where every kernel
+            is SGLang's.
         adapter: folder of the adapter whose indexers are served, or "".
         adapter_digest: SHA-256 of its weights, or "".
         advice: a warning for the log, or "".
@@ -57,6 +74,7 @@ class Plan:
     architecture: str
     index_k_dtype: IndexKDtype = "auto"
     kernels: str = "engine"
+    routes: tuple[Route, ...] = ()
     adapter: str = ""
     adapter_digest: str = ""
     advice: str = ""
@@ -143,6 +161,15 @@ class Plan:
             merged["text_config"] = {**users.get("text_config", {}), **ours}
         return merged
 
+    def with_routes(self, routes: tuple[Route, ...], overrides: str) -> str:
+        """Return resolved ``--json-model-override-args`` with ``routes`` in their plan."""
+        merged = json.loads(overrides)
+        plan = replace(self, routes=routes)._as_json()
+        for config in (merged, merged.get("text_config", {})):
+            if CONFIG_KEY in config:
+                config[CONFIG_KEY] = plan
+        return json.dumps(merged)
+
     def hf_overrides(self) -> dict[str, Any]:
         """Return the fields of the HF config with which SGLang builds this plan.
 
@@ -152,8 +179,11 @@ class Plan:
         built = self.pattern if self.mode == "static" else self.own
         overrides: dict[str, Any] = dict.fromkeys(SHARING_KEYS)
         overrides["indexer_types"] = self._by_model_layer(built)
-        overrides[CONFIG_KEY] = json.loads(json.dumps(vars(self), default=str))
+        overrides[CONFIG_KEY] = self._as_json()
         return overrides
+
+    def _as_json(self) -> Any:
+        return json.loads(json.dumps(vars(self), default=str))
 
     def _by_model_layer(self, pattern: Pattern) -> list[str]:
         types = ["full"] * (self.layer_ids[-1] + 1)
@@ -179,6 +209,7 @@ class Plan:
         data = dict(data)
         data["pattern"], data["own"] = Pattern(data["pattern"]), Pattern(data["own"])
         data["layer_ids"] = tuple(data["layer_ids"])
+        data["routes"] = tuple(Route(*route) for route in data["routes"])
         data["longer"] = tuple((start, Pattern(text)) for start, text in data["longer"])
         data["shape"] = tuple((name, value) for name, value in data["shape"])
         return cls(**data)

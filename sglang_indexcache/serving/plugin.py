@@ -30,19 +30,15 @@ from sglang_indexcache.checkpoint import (
     reading,
     text_config,
 )
-from sglang_indexcache.errors import CheckpointError, Findings, IndexCacheError, SettingsError
+from sglang_indexcache.errors import CheckpointError, Findings, IndexCacheError
 from sglang_indexcache.kernels.dispatch import Machine
 from sglang_indexcache.serving import (
     agreement,
     engine_version,
     front,
     hooks,
-    live,
     refusals,
-    requests,
 )
-from sglang_indexcache.serving.active import ActivePattern, activate
-from sglang_indexcache.serving.adapters import loading
 from sglang_indexcache.serving.cpu import fp8
 from sglang_indexcache.serving.cpu import platform as platform_cpu
 from sglang_indexcache.serving.cuda.choice import (
@@ -89,7 +85,7 @@ def register() -> None:
     # By then the model's path is known, and nothing has read its config yet.
     register_resolution_hook("handle_model_source_paths")(_after_sglangs(_resolve))
     # By then SGLang's kernels, KV dtype and parallelism are decided.
-    register_resolution_hook("handle_other_validations")(_after_sglangs(_check_kernels))
+    register_resolution_hook("handle_other_validations")(_after_sglangs(_route_kernels))
     _register_backend()
     agreement.install()
     if platform_cpu.is_active():
@@ -114,6 +110,8 @@ def _register_backend() -> None:
     original = attention_registry.create_dsa_backend
 
     def create(runner: Any) -> Any:
+        from sglang_indexcache.serving.factory import create_backend  # a server's: it imports much
+
         return create_backend(runner, original)
 
     def refuse(runner: Any) -> Any:
@@ -125,40 +123,6 @@ def _register_backend() -> None:
     # Resolution turns our name into "dsa". Whoever still has it was never resolved with us, and
     # SGLang would dispatch the model's layers for a backend that it does not know.
     attention_registry.register_attention_backend(BACKEND_NAME)(refuse)
-
-
-def create_backend(runner: Any, original: Callable[[Any], Any]) -> Any:
-    """Create the attention backend of one model runner.
-
-    ``original``, SGLang's own factory for "dsa", serves draft models, whose single layer has an
-    indexer and a sharing of its own, and servers that did not ask for IndexCache.
-    """
-    plan = Plan.from_hf_config(runner.model_config.hf_config)
-    if plan is None or runner.is_draft_worker:
-        if platform_cpu.is_active():
-            raise SettingsError(
-                f"only --attention-backend {BACKEND_NAME} serves DSA models on a CPU"
-            )
-        return original(runner)
-    loading.check_in_effect(runner, plan)
-    active = _activate(runner, plan)
-    if platform_cpu.is_active():
-        from sglang_indexcache.serving.cpu.backend import CpuIndexCacheBackend
-
-        return CpuIndexCacheBackend(runner, active)
-    from sglang_indexcache.serving.cuda.start import create_cuda_backend
-
-    return create_cuda_backend(runner, active)
-
-
-def _activate(runner: Any, plan: Plan) -> ActivePattern:
-    """Make ``plan`` that of this process, where ``runner`` has its layers."""
-    active = activate(plan)
-    active.traffic.look_at(plan, runner)
-    live.install()
-    requests.install(plan)
-    agreement.install_handshake()
-    return active
 
 
 # -- what the user says ------------------------------------------------------------------------
@@ -286,8 +250,8 @@ def _resolve(server_args: Any) -> None:
         logger.warning("IndexCache: %s", plan.advice)
 
 
-def _check_kernels(server_args: Any) -> None:
-    """Say before weights are loaded which kernels will run, or raise why they cannot."""
+def _route_kernels(server_args: Any) -> None:
+    """Decide, for every worker, which kernels run, or raise why those asked for cannot."""
     cfg = resolving_view(server_args)
     plan = Plan.from_overrides(cfg.json_model_override_args)
     if plan is None:
@@ -300,6 +264,11 @@ def _check_kernels(server_args: Any) -> None:
     if plan.kernels == "engine":
         return
     check_reference(routes, cfg)
+    declare_resolution(
+        server_args,
+        BACKEND_NAME,
+        json_model_override_args=plan.with_routes(routes, cfg.json_model_override_args),
+    )
     for route in routes:
         logger.info("IndexCache kernels: %s", route)
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from sglang_indexcache.errors import Findings, IndexCacheError, SettingsError
+from sglang_indexcache.kernels.dispatch import ROUTED
 from sglang_indexcache.models import FAMILIES
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.options import OPTIONS
@@ -385,27 +386,20 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_kernels_are_checked_on_what_sglang_resolved(
     hopper: None, model: Callable[..., Path], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Every field that the choice reads is where SGLang keeps it, here and in a worker."""
+    """Every field that the choice reads is where SGLang keeps it; a worker gets what was chosen."""
     from sglang.srt.configs.model_config import ModelConfig
 
-    from sglang_indexcache.kernels.dispatch import Machine
-    from sglang_indexcache.serving.cuda.choice import choose
-    from sglang_indexcache.serving.operating import doctor
-    from sglang_indexcache.serving.plugin import resolving_view
-
     server_args = resolve(model(**KERNEL_SHAPE), "--indexcache-kernels", "cuda")
-    plan = Plan.from_hf_config(hf_config(server_args))
-    assert plan is not None
-    assert plan.kernels == "cuda"
     log = capfd.readouterr().err
     for op in ("select in prefill", "select in decode", "sparse_mla in decode"):
         assert log.count(f"IndexCache kernels: {op}: cuda (asked for)") == 1
     worker = pickle.loads(pickle.dumps(server_args))
     shape = ModelConfig.from_server_args(worker)
-    routes = choose("cuda", resolving_view(worker), shape, Machine.here())
-    assert [route.implementation.name for route in routes if route.implementation] == ["cuda"] * 4
-    rows = doctor._kernels(plan, resolving_view(worker), shape)
-    assert rows == [str(route) for route in routes]
+    plan = Plan.from_hf_config(shape.hf_config)
+    assert plan is not None
+    assert plan.kernels == "cuda"
+    assert [(route.op, route.phase) for route in plan.routes] == list(ROUTED)
+    assert {route.implementation for route in plan.routes} == {"cuda"}
 
 
 def test_kernels_that_cannot_run_stop_the_launch(hopper: None, model: Callable[..., Path]) -> None:
@@ -426,7 +420,7 @@ def test_reference_kernels_need_eager_forwards(hopper: None, model: Callable[...
     graphs = plugin.resolving_view(server_args).cuda_graph_config
     graphs.decode.backend = "full"
     with pytest.raises(IndexCacheError, match="--cuda-graph-backend-decode disabled"):
-        plugin._check_kernels(server_args)
+        plugin._route_kernels(server_args)
 
 
 def test_two_batch_overlap_is_allowed_with_a_plan_only() -> None:

@@ -1,5 +1,7 @@
 """Flags, environment and config come to one plan or to one clear error."""
 
+import json
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +11,7 @@ from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import Findings, IndexCacheError, PatternError, SettingsError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.options import Choices, collect
-from sglang_indexcache.serving.plan import CONFIG_KEY, Plan
+from sglang_indexcache.serving.plan import CONFIG_KEY, Plan, Route
 from sglang_indexcache.serving.resolve import make_plan
 from tests.fakes.glm5 import CONFIG as GLM5
 
@@ -180,6 +182,22 @@ def test_plan_travels_in_the_config() -> None:
     config = SimpleNamespace(**original.hf_overrides())
     assert Plan.from_hf_config(config) == original
     assert Plan.from_hf_config(SimpleNamespace()) is None
+
+
+@pytest.mark.parametrize("text_config", [{}, {"text_config": {}}])
+def test_routes_that_are_decided_later_travel_with_it(text_config: dict[str, Any]) -> None:
+    original = plan(flags(pattern="FSSFSS", kernels="cuda:select"))
+    config = SimpleNamespace(**text_config)
+    before = original.config_overrides({"rope_theta": 5}, config)
+    routes = (Route("select", "prefill", "cuda", "asked for"), Route("select", "decode", None, "x"))
+    after = original.with_routes(routes, json.dumps(before))
+    routed = replace(original, routes=routes)
+    assert json.loads(after) == routed.config_overrides({"rope_theta": 5}, config)
+    assert Plan.from_overrides(after) == routed
+    assert [str(route) for route in routes] == [
+        "select in prefill: cuda (asked for)",
+        "select in decode: engine (x)",
+    ]
 
 
 def test_only_a_pattern_of_its_own_keeps_kv_apart() -> None:

@@ -1,13 +1,12 @@
 """Choice of our kernels in place of SGLang's: ``--indexcache-kernels`` and the reasons.
 
-Decided when the command line is resolved, so that what cannot run is one clear error before weights
-are loaded, and again, from the same facts, in every worker.
+Decided once, when the command line is resolved, so that what cannot run is one clear error before
+weights are loaded. Every worker finds the routes in the plan.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from sglang_indexcache.kernels.contract import (
 from sglang_indexcache.kernels.dispatch import ROUTED, Phase
 from sglang_indexcache.models import read_field
 from sglang_indexcache.serving.options import KERNELS
+from sglang_indexcache.serving.plan import Route
 
 REPLACED_ATTENTION = ("fa3", "flashmla_auto", "flashmla_kv", "flashmla_sparse")
 """SGLang's sparse attention kernels in whose place ours can be called."""
@@ -40,20 +40,6 @@ RAW_FP8 = {"tilelang", "trtllm"}
 """Those with which SGLang stores an FP8 cache without scales, a layout that ours does not read."""
 
 
-@dataclass(frozen=True)
-class Route:
-    """Kernel of one operation of a server, and why: ours, or None for the engine's."""
-
-    op: OpName
-    phase: Phase
-    implementation: dispatch.Implementation | None
-    why: str
-
-    def __str__(self) -> str:
-        name = self.implementation.name if self.implementation else "engine"
-        return f"{self.op} in {self.phase}: {name} ({self.why})"
-
-
 def choose(value: str, cfg: Any, model: Any, machine: dispatch.Machine) -> tuple[Route, ...]:
     """Decide every operation that can be routed, by what ``--indexcache-kernels`` asks for.
 
@@ -64,7 +50,7 @@ def choose(value: str, cfg: Any, model: Any, machine: dispatch.Machine) -> tuple
         return tuple(Route(op, phase, None, "the default") for op, phase in ROUTED)
     try:
         name, chosen_ops = dispatch.chosen(value)
-        ours = dispatch.named(name).check(machine)
+        dispatch.named(name).check(machine)
         for op, phase in chosen_ops:
             for obstacle in _obstacles(op, phase, cfg, model):
                 raise KernelError(f"{op} in {phase}: {obstacle}")
@@ -75,7 +61,7 @@ def choose(value: str, cfg: Any, model: Any, machine: dispatch.Machine) -> tuple
             "every one to SGLang's kernels."
         ) from None
     return tuple(
-        Route(op, phase, ours, "asked for")
+        Route(op, phase, name, "asked for")
         if (op, phase) in chosen_ops
         else Route(op, phase, None, "not asked for")
         for op, phase in ROUTED
@@ -227,8 +213,8 @@ def check_reference(routes: tuple[Route, ...], cfg: Any) -> None:
     Raises:
         SettingsError: graphs are on in a phase that has some.
     """
-    graphs, reference = cfg.cuda_graph_config, dispatch.named("reference")
-    with_some = {route.phase for route in routes if route.implementation == reference}
+    graphs = cfg.cuda_graph_config
+    with_some = {route.phase for route in routes if route.implementation == "reference"}
     on = [phase for phase in ("decode", "prefill") if graphs[phase].backend != "disabled"]
     if on := [phase for phase in on if phase in with_some]:
         raise SettingsError(

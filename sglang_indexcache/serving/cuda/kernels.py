@@ -29,9 +29,9 @@ from sglang_indexcache.kernels.contract import (
     Select,
     SparseMLA,
 )
-from sglang_indexcache.kernels.dispatch import Phase
-from sglang_indexcache.serving.cuda.choice import Route
+from sglang_indexcache.kernels.dispatch import Phase, named
 from sglang_indexcache.serving.hooks import around
+from sglang_indexcache.serving.plan import Route
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.dsa.dsa_indexer import Indexer
@@ -59,7 +59,7 @@ class EngineKernels:
         """
         return cls(
             **{
-                f"{route.op}_{route.phase}": route.implementation.load(route.op)
+                f"{route.op}_{route.phase}": named(route.implementation).load(route.op)
                 for route in routes
                 if route.implementation
             }

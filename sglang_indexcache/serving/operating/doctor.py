@@ -338,7 +338,7 @@ def _describe_server(server_args: Any, examination: Examination) -> None:
 
     cfg = resolving_view(server_args)
     model = model_config_of(server_args)
-    plan = Plan.from_hf_config(model.hf_config)
+    plan = Plan.from_overrides(cfg.json_model_override_args)
     assert plan is not None, "the resolution writes a plan or raises"
     shape = dict(plan.shape)
     sizes = f"{shape.get('index_n_heads')} heads, top {shape.get('index_topk')}"
@@ -354,22 +354,11 @@ def _describe_server(server_args: Any, examination: Examination) -> None:
         "quality": plan.quality,
         "index-K saved": _saved(plan, model.context_len),
         "row split": describe_row_split(cfg, plan),
-        "kernel": _kernels(plan, cfg, model),
+        "kernel": [str(route) for route in plan.routes],
         "uses": _features(cfg, plan),
     }
     examination.advice, examination.pattern = plan.advice, plan.pattern
     examination.server = {name: value for name, value in facts.items() if value}
-
-
-def _kernels(plan: Plan, cfg: Any, model: Any) -> list[str]:
-    """Return a line for each operation, where the user asked for other kernels than SGLang's."""
-    if plan.kernels == "engine":
-        return []
-    from sglang_indexcache.kernels.dispatch import Machine
-    from sglang_indexcache.serving.cuda.choice import choose
-
-    routes = choose(plan.kernels, cfg, model, Machine.here())
-    return [str(route) for route in routes]
 
 
 def _saved(plan: Plan, context: int) -> str:

@@ -12,9 +12,9 @@ from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend, T
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_indexcache.errors import SettingsError, StaleIndexError
+from sglang_indexcache.serving import factory
 from sglang_indexcache.serving.active import ActivePattern
 from sglang_indexcache.serving.cuda import indexer as indexer_cuda
-from sglang_indexcache.serving.cuda import start
 from sglang_indexcache.serving.cuda.backend import IndexCacheBackend, with_heads_for_flashmla
 from tests.serving.plans import plan, requests
 
@@ -204,10 +204,10 @@ def test_overlap_refuses_offsets_that_cannot_be_cut(
     built.enable_auto_select_prefill_impl = kernel == "flashmla_auto"
     built._is_blackwell = lambda: blackwell
     if fits:
-        start._check_overlap(built)
+        factory._check_overlap(built)
     else:
         with pytest.raises(SettingsError, match="layer 1 is the first to run on sub-batches"):
-            start._check_overlap(built)
+            factory._check_overlap(built)
     built._is_in_breakable_cuda_graph = built._is_in_tc_piecewise_cuda_graph = lambda: False
     built._get_device_sm = lambda: 100 if blackwell else 90
     built.supports_mha_one_shot = False

@@ -82,10 +82,7 @@ Names = dict[tuple[str, str], str | None]
 def names(value: str, cfg: Any, model: Any, machine: Machine) -> Names:
     routes = choose(value, cfg, model, machine)
     assert all(route.why for route in routes)
-    return {
-        (route.op, route.phase): route.implementation.name if route.implementation else None
-        for route in routes
-    }
+    return {(route.op, route.phase): route.implementation for route in routes}
 
 
 def all_from(name: str | None) -> Names:

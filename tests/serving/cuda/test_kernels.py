@@ -25,15 +25,14 @@ from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend, T
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_indexcache.kernels.contract import IndexerBatch
-from sglang_indexcache.kernels.dispatch import Machine, named
+from sglang_indexcache.kernels.dispatch import named
 from sglang_indexcache.kernels.indexer.quantization import write_pages
 from sglang_indexcache.kernels.sparse_mla.layout import dequantize_latent, quantize_latent
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.active import ActivePattern
 from sglang_indexcache.serving.cuda import kernels as kernels_cuda
-from sglang_indexcache.serving.cuda import start as start_cuda
 from sglang_indexcache.serving.cuda.backend import IndexCacheBackend
-from sglang_indexcache.serving.cuda.choice import ROUTED, Route
+from sglang_indexcache.serving.cuda.choice import Route
 from sglang_indexcache.serving.cuda.kernels import EngineKernels, KeptLists
 from sglang_indexcache.serving.plan import Plan
 from tests.serving.cuda.test_backend import runner
@@ -709,10 +708,10 @@ def test_a_worker_loads_what_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None
     for module in (indexer, sparse_mla):
         monkeypatch.setattr(module, "library", libraries.append)
     routes = (
-        Route("select", "prefill", named("cuda"), "opted in"),
-        Route("select", "decode", named("reference"), "opted in"),
+        Route("select", "prefill", "cuda", "opted in"),
+        Route("select", "decode", "reference", "opted in"),
         Route("sparse_mla", "prefill", None, "it stands in for others"),
-        Route("sparse_mla", "decode", named("cuda"), "opted in"),
+        Route("sparse_mla", "decode", "cuda", "opted in"),
     )
     kernels = EngineKernels.load(routes)
     assert libraries == ["indexer", "topk", "sparse_mla"]
@@ -721,20 +720,6 @@ def test_a_worker_loads_what_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None
     assert kernels.sparse_mla_prefill is None
     assert kernels.sparse_mla_decode is sparse_mla.sparse_mla
     assert kernels.selects
-
-
-@pytest.mark.parametrize("value", ["engine", "reference"])
-def test_the_plan_decides_in_every_worker(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
-    installed: list[bool] = []
-    monkeypatch.setattr(kernels_cuda, "install", lambda: installed.append(True))
-    monkeypatch.setattr(Machine, "here", classmethod(lambda cls: cls("NVIDIA H100", (9, 0))))
-    routes = tuple(Route(op, phase, named("reference"), "asked for") for op, phase in ROUTED)
-    monkeypatch.setattr(start_cuda, "choose", lambda *args: routes)
-    plan = Plan(Pattern("F"), "test", "static", Pattern("F"), (0,), "x", kernels=value)  # type: ignore
-    runner: Any = SimpleNamespace(server_args=SimpleNamespace(), model_config=None)
-    kernels = start_cuda._load_kernels(runner, ActivePattern(plan))
-    assert kernels == (REFERENCE if value == "reference" else EngineKernels())
-    assert installed == ([True] if value == "reference" else [])
 
 
 # -- what we rely on in SGLang's source --------------------------------------------------------

@@ -1,59 +1,86 @@
-"""Make the CUDA backend of one model runner, or say why indices cannot reach a layer there."""
+"""Make the attention backend of one model runner, on a CPU or on a GPU.
+
+All that was decided is in the plan by now. What is left to refuse here is what only a loaded model
+or a made backend shows.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
-from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.configs.model_config import get_dsa_index_topk
-from sglang.srt.layers.attention.dsa_backend import TopkTransformMethod
 from sglang.srt.runtime_context import get_exec
 
 from sglang_indexcache.errors import SettingsError
-from sglang_indexcache.kernels.dispatch import Machine
-from sglang_indexcache.serving.active import ActivePattern
-from sglang_indexcache.serving.cuda import kernels as kernels_cuda
-from sglang_indexcache.serving.cuda.backend import IndexCacheBackend
-from sglang_indexcache.serving.cuda.choice import choose
-from sglang_indexcache.serving.cuda.indexer import indexer_forward
-from sglang_indexcache.serving.cuda.kernels import EngineKernels
-from sglang_indexcache.serving.cuda.row_split import SplitForwards
+from sglang_indexcache.serving import agreement, live, requests
+from sglang_indexcache.serving.active import ActivePattern, activate
+from sglang_indexcache.serving.adapters import loading
+from sglang_indexcache.serving.cpu import platform as platform_cpu
 from sglang_indexcache.serving.hooks import around
 from sglang_indexcache.serving.options import MODE
+from sglang_indexcache.serving.plan import BACKEND_NAME, Plan
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
+    from sglang_indexcache.serving.cuda.backend import IndexCacheBackend
+
+
+def create_backend(runner: ModelRunner, original: Callable[[ModelRunner], Any]) -> Any:
+    """Create the attention backend of one model runner.
+
+    ``original``, SGLang's own factory for "dsa", serves draft models, whose single layer has an
+    indexer and a sharing of its own, and servers that did not ask for IndexCache.
+
+    Raises:
+        SettingsError: an adapter, or indices, cannot reach the layers that need them.
+    """
+    plan = Plan.from_hf_config(runner.model_config.hf_config)
+    on_cpu = platform_cpu.is_active()
+    if plan is None or runner.is_draft_worker:
+        if on_cpu:
+            raise SettingsError(
+                f"only --attention-backend {BACKEND_NAME} serves DSA models on a CPU"
+            )
+        return original(runner)
+    loading.check_in_effect(runner, plan)
+    active = activate(plan)
+    active.traffic.look_at(plan, runner)
+    live.install()
+    requests.install(plan)
+    agreement.install_handshake()
+    if on_cpu:
+        from sglang_indexcache.serving.cpu.backend import CpuIndexCacheBackend
+
+        return CpuIndexCacheBackend(runner, active)
+    return create_cuda_backend(runner, active)
+
 
 def create_cuda_backend(runner: ModelRunner, active: ActivePattern) -> IndexCacheBackend:
-    """Create a backend of one runner.
+    """Create the backend of one runner on a GPU, with what its plan has in place of SGLang's.
 
     Raises:
         SettingsError: a combination in which indices cannot reach a shared layer.
     """
-    backend = IndexCacheBackend(runner, active)
-    if active.plan.split_rows == "on":
+    from sglang_indexcache.serving.cuda import kernels
+    from sglang_indexcache.serving.cuda.backend import IndexCacheBackend
+    from sglang_indexcache.serving.cuda.indexer import indexer_forward
+    from sglang_indexcache.serving.cuda.row_split import SplitForwards
+
+    backend, plan = IndexCacheBackend(runner, active), active.plan
+    if plan.split_rows == "on":
         topk = get_dsa_index_topk(runner.model_config.hf_config)
         backend.split_forwards = SplitForwards.install(active, topk)
-    backend.kernels = _load_kernels(runner, active)
+    backend.kernels = kernels.EngineKernels.load(plan.routes)
+    if backend.kernels.selects:
+        kernels.install()
     if get_exec().overlap.enable_two_batch_overlap:
         _check_overlap(backend)
-    if active.plan.mode == "live":
+    if plan.mode == "live":
         target = "sglang.srt.layers.attention.dsa.dsa_indexer.Indexer.forward_cuda"
         around(target, indexer_forward)
     return backend
-
-
-def _load_kernels(runner: ModelRunner, active: ActivePattern) -> EngineKernels:
-    """Load what ``--indexcache-kernels`` asks for, on the GPU of this worker."""
-    if active.plan.kernels == "engine":
-        return EngineKernels()
-    cfg = resolving_view(runner.server_args)
-    routes = choose(active.plan.kernels, cfg, runner.model_config, Machine.here())
-    kernels = EngineKernels.load(routes)
-    if kernels.selects:
-        kernels_cuda.install()
-    return kernels
 
 
 def _check_overlap(backend: IndexCacheBackend) -> None:
@@ -83,6 +110,7 @@ def _may_flatten(backend: IndexCacheBackend) -> bool:
     SGLang decides it for each batch (``set_dsa_prefill_impl``) under ``flashmla_auto`` over FP8 on
     Blackwell; elsewhere it is decided by now.
     """
+    from sglang.srt.layers.attention.dsa.dsa_topk_backend import TopkTransformMethod
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
     if backend.enable_auto_select_prefill_impl and backend.dsa_kv_cache_store_fp8:
