@@ -29,7 +29,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize(
-    "place", ["sglang_indexcache/serving/front.py", "tests/lab/client/test_x.py"]
+    "place", ["sglang_indexcache/serving/http_checks.py", "tests/lab/client/test_x.py"]
 )
 def test_what_comes_with_sglang_may_be_missing_where_it_may_be_imported(place: str) -> None:
     assert missing(failed("import nosuchpackage.inner", place)) == "nosuchpackage"

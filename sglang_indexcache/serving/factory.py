@@ -13,13 +13,13 @@ from sglang.srt.configs.model_config import get_dsa_index_topk
 from sglang.srt.runtime_context import get_exec
 
 from sglang_indexcache.errors import SettingsError
-from sglang_indexcache.serving import agreement, live, requests
-from sglang_indexcache.serving.active import ActivePattern, activate
+from sglang_indexcache.serving import internal_state, plan_agreement, requests
 from sglang_indexcache.serving.adapters import loading
 from sglang_indexcache.serving.cpu import platform as platform_cpu
 from sglang_indexcache.serving.hooks import around
 from sglang_indexcache.serving.options import MODE
 from sglang_indexcache.serving.plan import BACKEND_NAME, Plan
+from sglang_indexcache.serving.process import ServingProcess, activate
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -45,19 +45,19 @@ def create_backend(runner: ModelRunner, original: Callable[[ModelRunner], Any]) 
             )
         return original(runner)
     loading.check_in_effect(runner, plan)
-    active = activate(plan)
-    active.traffic.look_at(plan, runner)
-    live.install()
+    process = activate(plan)
+    process.traffic.look_at(plan, runner)
+    internal_state.install()
     requests.install(plan)
-    agreement.install_handshake()
+    plan_agreement.install_handshake()
     if on_cpu:
         from sglang_indexcache.serving.cpu.backend import CpuIndexCacheBackend
 
-        return CpuIndexCacheBackend(runner, active)
-    return create_cuda_backend(runner, active)
+        return CpuIndexCacheBackend(runner, process)
+    return create_cuda_backend(runner, process)
 
 
-def create_cuda_backend(runner: ModelRunner, active: ActivePattern) -> IndexCacheBackend:
+def create_cuda_backend(runner: ModelRunner, process: ServingProcess) -> IndexCacheBackend:
     """Create the backend of one runner on a GPU, with what its plan has in place of SGLang's.
 
     Raises:
@@ -68,10 +68,10 @@ def create_cuda_backend(runner: ModelRunner, active: ActivePattern) -> IndexCach
     from sglang_indexcache.serving.cuda.indexer import indexer_forward
     from sglang_indexcache.serving.cuda.row_split import SplitForwards
 
-    backend, plan = IndexCacheBackend(runner, active), active.plan
+    backend, plan = IndexCacheBackend(runner, process), process.plan
     if plan.split_rows == "on":
         topk = get_dsa_index_topk(runner.model_config.hf_config)
-        backend.split_forwards = SplitForwards.install(active, topk)
+        backend.split_forwards = SplitForwards.install(process, topk)
     backend.kernels = kernels.EngineKernels.load(plan.routes)
     if backend.kernels.selects:
         kernels.install()
@@ -90,7 +90,7 @@ def _check_overlap(backend: IndexCacheBackend) -> None:
     so the first of these layers may be S.
     """
     first = backend.first_overlapped_layer
-    plan = backend.active.plan
+    plan = backend.process.plan
     positions = [i for i, layer in enumerate(plan.layer_ids) if layer >= first]
     if not positions or (plan.pattern.is_full(positions[0]) and plan.mode == "static"):
         return

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 from sglang_indexcache.errors import StaleIndexError
 from sglang_indexcache.kernels.contract import PADDING
-from sglang_indexcache.serving.active import ActivePattern
+from sglang_indexcache.serving.process import ServingProcess
 from sglang_indexcache.serving.rows import RowPatterns
 
 
@@ -36,9 +36,9 @@ class IndexBuffer:
             pass.
     """
 
-    def __init__(self, active: ActivePattern, first_layer: int = 0) -> None:
+    def __init__(self, process: ServingProcess, first_layer: int = 0) -> None:
         self.writes = 0
-        self._active = active
+        self._process = process
         self._first_layer = first_layer
         self._rows: RowPatterns | None = None
         self._sources: tuple[int | None, ...] = ()
@@ -46,7 +46,7 @@ class IndexBuffer:
 
     def begin(self, rows: RowPatterns | None = None) -> None:
         """Start a forward: forget the last one's indices, obey the same patterns to the end."""
-        self._rows = rows or RowPatterns((self._active.pattern,))
+        self._rows = rows or RowPatterns((self._process.pattern,))
         self._sources = (None,) * len(self._rows.patterns)
         self._indices = None
         self.writes += 1
@@ -60,7 +60,7 @@ class IndexBuffer:
 
     def is_full(self, layer: int) -> bool:
         """Return whether ``layer`` runs its indexer in this forward: it is F for some row."""
-        position = self._active.position(layer)
+        position = self._process.position(layer)
         return any(pattern.is_full(position) for pattern in self.rows.patterns)
 
     def select(self, layer: int, selected: torch.Tensor | None) -> torch.Tensor:
@@ -76,7 +76,7 @@ class IndexBuffer:
         """
         if selected is None:
             raise StaleIndexError(f"layer {layer} is F, but its indexer selected nothing")
-        position, patterns = self._active.position(layer), self.rows.patterns
+        position, patterns = self._process.position(layer), self.rows.patterns
         if not all(pattern.is_full(position) for pattern in patterns):
             self._check(layer, but=position)
             selected = self._merged(position, selected)
@@ -159,10 +159,10 @@ class IndexBuffer:
 
     def _sources_of(self, layer: int) -> tuple[int, ...]:
         """Return for each pattern the position whose indices ``layer`` uses."""
-        position = self._active.position(layer)
+        position = self._process.position(layer)
         return tuple(pattern.source_of(position) for pattern in self.rows.patterns)
 
     def _shares_from_before(self, layer: int, limit: int) -> bool:
         """Return whether ``layer`` takes some row's indices from a layer below ``limit``."""
-        layers = self._active.plan.layer_ids
+        layers = self._process.plan.layer_ids
         return any(layers[source] < limit for source in self._sources_of(layer))

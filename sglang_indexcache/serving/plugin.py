@@ -33,10 +33,10 @@ from sglang_indexcache.checkpoint import (
 from sglang_indexcache.errors import CheckpointError, Findings, IndexCacheError
 from sglang_indexcache.kernels.dispatch import Machine
 from sglang_indexcache.serving import (
-    agreement,
     engine_version,
-    front,
     hooks,
+    http_checks,
+    plan_agreement,
     refusals,
 )
 from sglang_indexcache.serving.cpu import fp8
@@ -87,7 +87,7 @@ def register() -> None:
     # By then SGLang's kernels, KV dtype and parallelism are decided.
     register_resolution_hook("handle_other_validations")(_after_sglangs(_route_kernels))
     _register_backend()
-    agreement.install()
+    plan_agreement.install()
     if platform_cpu.is_active():
         platform_cpu.adapt_engine()
 
@@ -117,7 +117,7 @@ def _register_backend() -> None:
     def refuse(runner: Any) -> Any:
         if runner.is_draft_worker:
             return original(runner)
-        raise agreement.unresolved(f"the attention backend {BACKEND_NAME}")
+        raise plan_agreement.unresolved(f"the attention backend {BACKEND_NAME}")
 
     attention_registry.register_attention_backend("dsa")(create)
     # Resolution turns our name into "dsa". Whoever still has it was never resolved with us, and
@@ -232,8 +232,8 @@ def _resolve(server_args: Any) -> None:
     examined = getattr(server_args, FOUND, None)
     if examined is None:
         findings.report()
-        front.install()
-        vars(server_args)["get_tokenizer_worker_class"] = front.tokenizer_worker_class
+        http_checks.install()
+        vars(server_args)["get_tokenizer_worker_class"] = http_checks.tokenizer_worker_class
     else:  # SGLang's own checks, which come next, may find more
         examined.extend(findings.each)
     fields = plan.engine_fields(cfg)

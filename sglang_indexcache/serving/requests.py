@@ -6,7 +6,7 @@ scheduler; else the server's policy decides by the prompt's length::
     {"sampling_params": {"custom_params": {"indexcache_pattern": "uniform:1/4"}}}
 
 The schedulers decide, when they make the request, from what every rank of a group was sent in the
-same order. The HTTP process has looked before (``front.py``).
+same order. The HTTP process has looked before (``http_checks.py``).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from sglang_indexcache.errors import IndexCacheError, PatternError, SettingsErro
 from sglang_indexcache.library.resolve import Library
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving import hooks
-from sglang_indexcache.serving.active import ActivePattern, current
 from sglang_indexcache.serving.options import MODE
 from sglang_indexcache.serving.plan import Plan
+from sglang_indexcache.serving.process import ServingProcess, current
 from sglang_indexcache.serving.protocol import CUSTOM
 from sglang_indexcache.serving.protocol import PATTERN_OF_REQUEST as NAME
 from sglang_indexcache.serving.refusals import stage_starts_here
@@ -152,16 +152,16 @@ def _library(digest: str) -> Library:
     return library
 
 
-def _decide(active: ActivePattern, request: Req) -> Pattern:
+def _decide(process: ServingProcess, request: Req) -> Pattern:
     """Decide a new request's pattern; in a session, that of the first turn that was served."""
     name = named_by(request.sampling_params)
-    named = None if name is None else resolve(active.plan, name)
+    named = None if name is None else resolve(process.plan, name)
     of_session = _begun(request.session)
     if named is not None and of_session is not None and named != of_session:
         raise SettingsError(
             f"the session was begun under pattern {of_session} and cannot go on under {named}"
         )
-    return of_session or named or active.policy.pattern_for(len(request.origin_input_ids))
+    return of_session or named or process.policy.pattern_for(len(request.origin_input_ids))
 
 
 def _begun(session: Session | None) -> Pattern | None:
@@ -183,18 +183,18 @@ def _begun(session: Session | None) -> Pattern | None:
 
 
 def _admit(_result: None, request: Req, *_args: Any, **_kwargs: Any) -> None:
-    active = current()
-    if active is None:
+    process = current()
+    if process is None:
         return
     try:
-        pattern = _decide(active, request)
+        pattern = _decide(process, request)
     except IndexCacheError as error:  # it came by another way than the HTTP process
-        pattern = active.pattern
-        active.traffic.rejections["request"] += 1
+        pattern = process.pattern
+        process.traffic.rejections["request"] += 1
         request.set_finish_with_abort(str(error))
     request.indexcache_pattern = pattern
     request.customized_info = {NAME: [str(pattern)]}
-    if (namespace := active.plan.kv_namespace(pattern)) is not None:
+    if (namespace := process.plan.kv_namespace(pattern)) is not None:
         request.extra_key = within(namespace, request.extra_key)
     _admitted.add(request)
 

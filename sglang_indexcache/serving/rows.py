@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from sglang_indexcache.errors import StaleIndexError
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.serving.active import ActivePattern
+from sglang_indexcache.serving.process import ServingProcess
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -107,14 +107,14 @@ def patterns_of_requests(batch: ForwardBatch) -> list[Pattern]:
     return batch.rids.patterns
 
 
-def patterns_of_rows(batch: ForwardBatch, active: ActivePattern) -> RowPatterns:
+def patterns_of_rows(batch: ForwardBatch, process: ServingProcess) -> RowPatterns:
     """Return the pattern of each row of ``batch``; without requests (idle, warm-up) the server's.
 
     Raises:
         StaleIndexError: it is not known of a batch with requests.
     """
-    if active.plan.mode == "static" or not (patterns := patterns_of_requests(batch)):
-        return RowPatterns((active.pattern,))
+    if process.plan.mode == "static" or not (patterns := patterns_of_requests(batch)):
+        return RowPatterns((process.pattern,))
     return RowPatterns.of(patterns, _lengths(batch), batch.positions)
 
 

@@ -21,7 +21,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import takewhile
 from typing import Any, ClassVar
 
-from sglang_indexcache.serving.active import ActivePattern
+from sglang_indexcache.serving.process import ServingProcess
 from sglang_indexcache.serving.protocol import PATTERN_OF_REQUEST, STATE
 from tests.serving.plans import plan
 
@@ -129,7 +129,7 @@ class FakeServer:
 
     def restart(self) -> None:
         """Begin anew, with empty counters and caches and the pattern of its start."""
-        self.active = ActivePattern(plan(self.pattern, mode=self.mode))
+        self.process = ServingProcess(plan(self.pattern, mode=self.mode))
         self.cached: dict[str, list[tuple[int, ...]]] = {}
 
     # -- what it says of itself ----------------------------------------------------------------
@@ -139,7 +139,7 @@ class FakeServer:
         if not self.plugins or self.plugins[number]:
             settings = {"pattern": self.pattern, "policy": self.pattern, "mode": self.mode}
             full = self.pattern.count("F")
-            state = self.active.report(rank=number, index_k_bytes_per_token=132 * full)
+            state = self.process.report(rank=number, index_k_bytes_per_token=132 * full)
             about[STATE] = state.model_copy(update=settings | self.overrides).to_json()
         if self.fault == "no report":
             about[STATE] = {"error": "KeyError: 'x'"}
@@ -170,14 +170,14 @@ class FakeServer:
 
     def count(self, pattern: str = "") -> None:
         """Count a forward under ``pattern``, or under the default."""
-        self.active.counters.forwards += 1
+        self.process.counters.forwards += 1
         for layer, kind in enumerate(self.really or pattern or self.pattern):
-            self.active.count_layer(layer, is_full=kind == "F")
+            self.process.count_layer(layer, is_full=kind == "F")
 
     def spend(self, phase: str, seconds: float) -> None:
         self.clock.now += seconds
         share = self.indexer_share * seconds
-        self.active.count_indexer_time(phase, share, share)
+        self.process.count_indexer_time(phase, share, share)
 
     # -- what it answers -----------------------------------------------------------------------
 

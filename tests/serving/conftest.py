@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_indexcache.serving import active, hooks
+from sglang_indexcache.serving import hooks, process
 from sglang_indexcache.serving.options import OPTIONS
 
 
@@ -22,4 +22,4 @@ def own_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HookRegistry, "_patched", set(HookRegistry._patched))
     monkeypatch.setattr(HookRegistry, "_hooks", HookRegistry._hooks.copy())
     monkeypatch.setattr(hooks, "_ours", set())
-    monkeypatch.setattr(active, "_active", None)
+    monkeypatch.setattr(process, "_process", None)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from sglang.srt.disaggregation.common import conn
 
-from sglang_indexcache.serving import active, agreement
+from sglang_indexcache.serving import plan_agreement, process
 from tests.serving.plans import plan
 
 MANAGER = conn.CommonKVManager
@@ -28,8 +28,8 @@ def serve(
     bag = SimpleNamespace(disaggregation_mode="decode" if disaggregated else "null")
     monkeypatch.setattr("sglang.srt.runtime_context.get_disagg", lambda: bag)
     served_plan = plan(text, **fields)
-    active.activate(served_plan)
-    agreement.install_handshake()
+    process.activate(served_plan)
+    plan_agreement.install_handshake()
 
 
 def decode_node() -> Any:
@@ -88,9 +88,9 @@ def test_a_prefill_node_with_another_pattern_is_turned_away(
 def test_live_nodes_have_the_same_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each resolves the names of requests by itself."""
     serve(monkeypatch, "FFFF", disaggregated=True, mode="live", library="one")
-    assert agreement._tag() == " with IndexCache in live mode, library one"
+    assert plan_agreement._tag() == " with IndexCache in live mode, library one"
     manager = decode_node()
-    assert handshake(monkeypatch, manager, f"bfloat16{agreement._tag()}")
+    assert handshake(monkeypatch, manager, f"bfloat16{plan_agreement._tag()}")
     manager.prefill_info_table.clear()
     assert not handshake(monkeypatch, manager, "bfloat16 with IndexCache in live mode, library two")
 

@@ -7,15 +7,15 @@ from hypothesis import strategies as st
 
 from sglang_indexcache.errors import StaleIndexError
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.serving.active import ActivePattern
 from sglang_indexcache.serving.index_buffer import IndexBuffer
 from sglang_indexcache.serving.policy import Policy
+from sglang_indexcache.serving.process import ServingProcess
 from sglang_indexcache.serving.rows import RowPatterns
 from tests.serving.plans import plan
 
 
-def active(text: str, layer_ids: tuple[int, ...] | None = None) -> ActivePattern:
-    return ActivePattern(plan(text, mode="live", layer_ids=layer_ids or tuple(range(len(text)))))
+def process(text: str, layer_ids: tuple[int, ...] | None = None) -> ServingProcess:
+    return ServingProcess(plan(text, mode="live", layer_ids=layer_ids or tuple(range(len(text)))))
 
 
 def resolve(
@@ -30,7 +30,7 @@ def resolve(
 
 
 def test_begin_forgets() -> None:
-    buffer = IndexBuffer(active("FS"))
+    buffer = IndexBuffer(process("FS"))
     buffer.begin()
     resolve(buffer, 0, torch.tensor([0]))
     buffer.begin()
@@ -39,7 +39,7 @@ def test_begin_forgets() -> None:
 
 
 def test_full_layer_must_select() -> None:
-    buffer = IndexBuffer(active("FF"))
+    buffer = IndexBuffer(process("FF"))
     buffer.begin()
     with pytest.raises(StaleIndexError, match="its indexer selected nothing"):
         resolve(buffer, 0, None)
@@ -47,11 +47,11 @@ def test_full_layer_must_select() -> None:
 
 def test_nothing_before_the_first_forward() -> None:
     with pytest.raises(StaleIndexError, match="no forward has begun"):
-        resolve(IndexBuffer(active("FS")), 0, torch.tensor([0]))
+        resolve(IndexBuffer(process("FS")), 0, torch.tensor([0]))
 
 
 def test_switch_does_not_reach_a_forward_in_progress() -> None:
-    state = active("FSSS")
+    state = process("FSSS")
     buffer = IndexBuffer(state)
     buffer.begin()
     selected = torch.tensor([0])
@@ -64,7 +64,7 @@ def test_switch_does_not_reach_a_forward_in_progress() -> None:
 
 def test_pipeline_stage_adopts_what_the_engine_carried_in_every_pass() -> None:
     """A captured forward begins once and runs its layers three times."""
-    buffer = IndexBuffer(active("FSSFSS"), first_layer=1)
+    buffer = IndexBuffer(process("FSSFSS"), first_layer=1)
     buffer.begin()
     for number in range(3):
         carried, selected = torch.tensor([number]), torch.tensor([number + 10])
@@ -75,7 +75,7 @@ def test_pipeline_stage_adopts_what_the_engine_carried_in_every_pass() -> None:
 
 
 def test_what_the_engine_carries_within_a_stage_is_not_adopted() -> None:
-    buffer = IndexBuffer(active("FS"))
+    buffer = IndexBuffer(process("FS"))
     buffer.begin()
     with pytest.raises(StaleIndexError, match="holds nothing"):
         resolve(buffer, 1, torch.tensor([7]))
@@ -106,7 +106,7 @@ def test_each_row_has_the_indices_of_its_own_f_layer(
     lengths = [length for _, length in requests]
     owners = [p for p, length in zip(patterns, lengths, strict=True) for _ in range(length)]
     count = len(owners) + padding
-    buffer = IndexBuffer(active(str(patterns[0])))
+    buffer = IndexBuffer(process(str(patterns[0])))
     for _ in range(2):  # nothing is left of the forward before
         buffer.begin(RowPatterns.of(patterns, lengths, torch.empty(count)))
         given_out: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -137,7 +137,7 @@ def test_an_indexer_that_did_not_run_is_noticed_for_each_pattern(
     patterns = [Pattern("F" + letters) for letters, _ in requests]
     full = sorted({layer for pattern in patterns for layer in pattern.full_layers})
     missing = data.draw(st.sampled_from(full))
-    buffer = IndexBuffer(active(str(patterns[0])))
+    buffer = IndexBuffer(process(str(patterns[0])))
     count = sum(length for _, length in requests)
     buffer.begin(RowPatterns.of(patterns, [n for _, n in requests], torch.empty(count)))
     for layer in range(len(patterns[0])):
@@ -153,7 +153,7 @@ def test_an_indexer_that_did_not_run_is_noticed_for_each_pattern(
 
 
 def test_a_part_of_a_mixed_batch_inherits_its_rows() -> None:
-    state = active("FSFS")
+    state = process("FSFS")
     full, part = IndexBuffer(state), IndexBuffer(state)
     patterns = [Pattern("FSFS"), Pattern("FFSS")]
     full.begin(RowPatterns.of(patterns, [2, 3], torch.empty(5)))
@@ -168,8 +168,8 @@ def test_a_part_of_a_mixed_batch_inherits_its_rows() -> None:
 
 
 def test_attention_reads_the_rows_that_it_has() -> None:
-    """SGLang pads a forward's rows and hands attention those in front."""
-    buffer = IndexBuffer(active("FSFS"))
+    """SGLang pads a forward's rows and hands attention those in http_checks."""
+    buffer = IndexBuffer(process("FSFS"))
     buffer.begin(RowPatterns.of([Pattern("FSFS"), Pattern("FFSS")], [2, 1], torch.empty(8)))
     for layer in range(3):
         if buffer.is_full(layer):
@@ -180,7 +180,7 @@ def test_attention_reads_the_rows_that_it_has() -> None:
 
 
 def test_an_indexer_may_leave_the_padding_out() -> None:
-    buffer = IndexBuffer(active("FSFS"))
+    buffer = IndexBuffer(process("FSFS"))
     buffer.begin(RowPatterns.of([Pattern("FSFS"), Pattern("FFSS")], [2, 1], torch.empty(8)))
     for layer, rows in enumerate([8, 5, 3]):
         buffer.select(layer, selections(layer, rows))
@@ -193,7 +193,7 @@ def test_an_indexer_may_leave_the_padding_out() -> None:
 
 def test_the_rows_that_pad_a_part_select_nothing_of_the_other() -> None:
     """The halves of an overlap are padded each by itself, behind their own rows."""
-    state = active("FSFS")
+    state = process("FSFS")
     for patterns in (["FSFS"], ["FSFS", "FFSS"]):
         full, part = IndexBuffer(state), IndexBuffer(state)
         patterns_of = [Pattern(patterns[row % len(patterns)]) for row in range(6)]
@@ -211,7 +211,7 @@ def test_the_rows_that_pad_a_part_select_nothing_of_the_other() -> None:
 
 
 def test_a_part_that_inherits_nothing_is_noticed() -> None:
-    state = active("FSFS")
+    state = process("FSFS")
     part = IndexBuffer(state)
     part.begin(RowPatterns.of([Pattern("FSFS"), Pattern("FFSS")], [1, 1], torch.empty(2)))
     with pytest.raises(StaleIndexError, match="holds nothing"):
@@ -219,7 +219,7 @@ def test_a_part_that_inherits_nothing_is_noticed() -> None:
 
 
 def test_a_part_inherits_anew_in_each_forward() -> None:
-    state = active("FSFS")
+    state = process("FSFS")
     full, part = IndexBuffer(state), IndexBuffer(state)
     patterns = [Pattern("FSFS"), Pattern("FFSS")]
     for number in (100, 200):
@@ -234,7 +234,7 @@ def test_a_part_inherits_anew_in_each_forward() -> None:
 
 def test_a_part_of_one_pattern_inherits_in_every_pass() -> None:
     """A captured forward begins once and runs its layers three times."""
-    state = active("FSFS")
+    state = process("FSFS")
     full, part = IndexBuffer(state), IndexBuffer(state)
     full.begin()
     part.begin(full.rows.cut(1, 3, 2))
@@ -252,7 +252,7 @@ def test_a_part_of_one_pattern_inherits_in_every_pass() -> None:
 def test_what_the_whole_batch_did_not_select_is_noticed_in_its_parts(
     layers: list[int], contents: str
 ) -> None:
-    state = active("FFSS")
+    state = process("FFSS")
     full, part = IndexBuffer(state), IndexBuffer(state)
     full.begin()
     part.begin()
@@ -264,14 +264,14 @@ def test_what_the_whole_batch_did_not_select_is_noticed_in_its_parts(
 
 
 def test_two_layers_may_select_into_the_same_tensor() -> None:
-    buffer, tensor = IndexBuffer(active("FFS")), torch.tensor([1])
+    buffer, tensor = IndexBuffer(process("FFS")), torch.tensor([1])
     buffer.begin()
     for layer, selected in enumerate([tensor, tensor, None]):
         assert resolve(buffer, layer, selected) is tensor
 
 
 def test_a_stage_of_a_hybrid_model_adopts_by_the_models_layers() -> None:
-    buffer = IndexBuffer(active("FFS", layer_ids=(3, 7, 11)), first_layer=5)
+    buffer = IndexBuffer(process("FFS", layer_ids=(3, 7, 11)), first_layer=5)
     buffer.begin()
     selected, carried = torch.tensor([1]), torch.tensor([2])
     resolve(buffer, 7, selected)
@@ -284,10 +284,10 @@ def test_a_stage_of_a_hybrid_model_adopts_by_the_models_layers() -> None:
 def test_a_layer_counts_as_selecting_where_it_is_full_for_some_row(
     patterns: list[str], selections: list[int]
 ) -> None:
-    active = ActivePattern(plan("FSSF", mode="live"))
-    buffer = IndexBuffer(active)
+    process = ServingProcess(plan("FSSF", mode="live"))
+    buffer = IndexBuffer(process)
     buffer.begin(RowPatterns.of([Pattern(text) for text in patterns], [1, 1], torch.empty(2)))
     for layer in range(4):
-        active.count_layer(layer, is_full=buffer.is_full(layer))
-    assert active.counters.indexer_selections == selections
-    assert active.counters.index_reuses == [1 - count for count in selections]
+        process.count_layer(layer, is_full=buffer.is_full(layer))
+    assert process.counters.indexer_selections == selections
+    assert process.counters.index_reuses == [1 - count for count in selections]

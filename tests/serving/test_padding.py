@@ -1,7 +1,7 @@
 """Rows that SGLang pads for its collectives: its own RadixAttention around our real backends.
 
 Under dp_attention with tensor parallelism inside attention, or an all-to-all backend, a prefill's
-rows are padded to a multiple. Indexers see all of them, attention those in front.
+rows are padded to a multiple. Indexers see all of them, attention those in http_checks.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 
 from sglang_indexcache.errors import StaleIndexError
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.serving.active import ActivePattern
 from sglang_indexcache.serving.cpu import backend as backend_cpu
 from sglang_indexcache.serving.cpu import indexer as indexer_cpu
 from sglang_indexcache.serving.cpu.select import HostBatch
 from sglang_indexcache.serving.cuda import backend as backend_cuda
 from sglang_indexcache.serving.cuda import indexer as indexer_cuda
 from sglang_indexcache.serving.index_buffer import IndexBuffer
+from sglang_indexcache.serving.process import ServingProcess
 from sglang_indexcache.serving.rows import patterns_of_rows
 from tests.serving.cuda.test_backend import runner
 from tests.serving.plans import plan, requests
@@ -65,8 +65,8 @@ class Forward:
         pairs = zip(self.patterns, self.lengths, strict=True)
         return [pattern for pattern, length in pairs for _ in range(length)]
 
-    def active(self) -> ActivePattern:
-        return ActivePattern(plan(str(self.patterns[0]), mode=self.mode))
+    def process(self) -> ServingProcess:
+        return ServingProcess(plan(str(self.patterns[0]), mode=self.mode))
 
     def batch(self, rows: slice, padded: int, **fields: Any) -> Any:
         defaults: dict[str, Any] = {
@@ -138,8 +138,8 @@ def stubs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def cuda_backends(forward: Forward) -> list[Any]:
     """Return one for whole batches, two for the halves of an overlap, as SGLang makes them."""
-    stand_in, active = runner(first_k_dense_replace=1), forward.active()
-    backends = [backend_cuda.IndexCacheBackend(stand_in, active) for _ in range(3)]
+    stand_in, process = runner(first_k_dense_replace=1), forward.process()
+    backends = [backend_cuda.IndexCacheBackend(stand_in, process) for _ in range(3)]
     for backend in backends:
         backend.use_mha = False
         backend.use_mha = False
@@ -225,8 +225,8 @@ def on_cpu(forward: Forward) -> None:
     keys = torch.zeros(REACH, 1, WIDTH + ROPE)
     slots = torch.arange(REACH).repeat(len(forward.patterns), 1)
     vars(backend).update(
-        active=(active := forward.active()),
-        index_buffer=IndexBuffer(active),
+        process=(process := forward.process()),
+        index_buffer=IndexBuffer(process),
         index_keys=SimpleNamespace(store=lambda *_: None),
         token_to_kv_pool=SimpleNamespace(
             set_mla_kv_buffer=lambda *_: None, get_key_buffer=lambda _: keys
@@ -238,7 +238,7 @@ def on_cpu(forward: Forward) -> None:
         splitter=None,
         split=None,
     )
-    backend.index_buffer.begin(patterns_of_rows(batch, active))
+    backend.index_buffer.begin(patterns_of_rows(batch, process))
     carried = None
     for layer in range(LAYERS):
 

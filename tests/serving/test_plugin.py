@@ -154,10 +154,10 @@ def test_names_are_checked_in_front_of_a_server_alone(
     from sglang.srt.managers.multi_tokenizer_mixin import TokenizerWorker
     from sglang.srt.server_args import prepare_server_args
 
-    from sglang_indexcache.serving import front
+    from sglang_indexcache.serving import http_checks
 
     installs: list[str] = []
-    monkeypatch.setattr(front, "install", lambda: installs.append("asked"))
+    monkeypatch.setattr(http_checks, "install", lambda: installs.append("asked"))
     folder = model()
     resolve(folder)
     assert installs == []

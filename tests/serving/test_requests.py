@@ -29,7 +29,7 @@ from sglang_indexcache.errors import Findings, IndexCacheError, SettingsError
 from sglang_indexcache.lab.demo import shipped_checkpoint
 from sglang_indexcache.library.resolve import LIBRARY_VARIABLE, Library
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.serving import active, requests
+from sglang_indexcache.serving import process, requests
 from sglang_indexcache.serving.options import collect
 from sglang_indexcache.serving.plan import CONFIG_KEY, Plan
 from sglang_indexcache.serving.resolve import make_plan
@@ -58,11 +58,11 @@ def as_it_was(monkeypatch: pytest.MonkeyPatch, own_hooks: None) -> None:
     requests._library.cache_clear()
 
 
-def serve(text: str = "FFFF", mode: str = "live", **fields: Any) -> active.ActivePattern:
+def serve(text: str = "FFFF", mode: str = "live", **fields: Any) -> process.ServingProcess:
     """Make this process a worker whose default is ``text``."""
     served_plan = plan(text, mode=mode, **fields)
     requests.install(served_plan)
-    return active.activate(served_plan)
+    return process.activate(served_plan)
 
 
 def admit(name: Any = None, length: int = 8, **fields: Any) -> Req:
@@ -238,7 +238,7 @@ def test_a_half_written_file_is_told_at_the_start_and_refuses_nothing(
     named(tmp_path, 1)
     half = write(tmp_path, "pattern: [FSFS", "half.yaml")
     monkeypatch.setenv(LIBRARY_VARIABLE, str(tmp_path))
-    serving = active.activate(make_plan({}, FOUR, {}, "", Findings()))
+    serving = process.activate(make_plan({}, FOUR, {}, "", Findings()))
     assert f"left out of the library: {half} is not valid YAML" in caplog.text
     live_plan = replace(serving.plan, mode="live")
     for name, text in {"mine-0": "FSFS", "FSSS": "FSSS", "full": "FFFF"}.items():

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from sglang_indexcache.errors import StaleIndexError
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.serving.active import ActivePattern
+from sglang_indexcache.serving.process import ServingProcess
 from sglang_indexcache.serving.rows import RowPatterns, patterns_of_rows, to_device
 from tests.serving.plans import plan, requests
 
@@ -29,8 +29,8 @@ def is_one(rows: RowPatterns, pattern: Pattern) -> bool:
     return rows.patterns == (pattern,) and rows.masks is None
 
 
-def serving(mode: str = "live") -> ActivePattern:
-    return ActivePattern(plan("FSF", mode=mode))
+def serving(mode: str = "live") -> ServingProcess:
+    return ServingProcess(plan("FSF", mode=mode))
 
 
 def batch(*patterns: Pattern, lengths: list[int] | None = None, padding: int = 0) -> Any:

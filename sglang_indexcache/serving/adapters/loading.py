@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_indexcache.errors import CheckpointError, SettingsError
 from sglang_indexcache.serving import hooks
-from sglang_indexcache.serving.active import published_plan
 from sglang_indexcache.serving.adapters.folder import Adapter, indexer_layer
 from sglang_indexcache.serving.options import ADAPTER
 from sglang_indexcache.serving.plan import Plan
+from sglang_indexcache.serving.process import published_plan
 
 if TYPE_CHECKING:
     import torch

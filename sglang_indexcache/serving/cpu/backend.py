@@ -14,10 +14,10 @@ from sglang.srt.configs.model_config import get_dsa_index_topk
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_indexcache.errors import StaleIndexError
-from sglang_indexcache.serving.active import ActivePattern
 from sglang_indexcache.serving.cpu.select import ROW_BLOCK, HostBatch
 from sglang_indexcache.serving.cpu.sparse_mla import sparse_mla
 from sglang_indexcache.serving.index_buffer import IndexBuffer
+from sglang_indexcache.serving.process import ServingProcess
 from sglang_indexcache.serving.row_split import ON_CPU, RowSplit, RowSplitter
 from sglang_indexcache.serving.rows import patterns_of_rows
 
@@ -30,22 +30,22 @@ if TYPE_CHECKING:
 class CpuIndexCacheBackend(AttentionBackend):
     """Prefill, chunked prefill, decode and mixed batches over SGLang's paged pool."""
 
-    def __init__(self, runner: ModelRunner, active: ActivePattern) -> None:
+    def __init__(self, runner: ModelRunner, process: ServingProcess) -> None:
         super().__init__()
         self.req_to_token_pool = runner.req_to_token_pool
         self.token_to_kv_pool = runner.token_to_kv_pool
         self.index_keys = runner.token_to_kv_pool.index_key_cache
-        self.active = active
-        self.index_buffer = IndexBuffer(active, runner.layer_info.start_layer)
+        self.process = process
+        self.index_buffer = IndexBuffer(process, runner.layer_info.start_layer)
         self.batch = HostBatch((), (), torch.empty(0, 0, dtype=torch.int64))
-        self.splitter = _splitter(runner, active)
+        self.splitter = _splitter(runner, process)
         self.split: RowSplit | None = None
         self._slots_of: tuple[object, torch.Tensor, torch.Tensor] | None = None
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Begin a forward: reset the index buffer, lay out the batch."""
-        rows = patterns_of_rows(forward_batch, self.active)
-        self.active.count_batch(forward_batch)
+        rows = patterns_of_rows(forward_batch, self.process)
+        self.process.count_batch(forward_batch)
         self.index_buffer.begin(rows)
         self._slots_of = None
         key_lens = tuple(forward_batch.seq_lens.tolist())
@@ -119,7 +119,7 @@ class CpuIndexCacheBackend(AttentionBackend):
             raise StaleIndexError(
                 f"SGLang carried other indices to layer {layer} than its F layer selected"
             )
-        self.active.count_layer(layer, is_full=self.index_buffer.is_full(layer))
+        self.process.count_layer(layer, is_full=self.index_buffer.is_full(layer))
         return indices
 
     def _physical_slots(self, indices: torch.Tensor) -> torch.Tensor:
@@ -141,12 +141,12 @@ class CpuIndexCacheBackend(AttentionBackend):
     get_cpu_graph_seq_len_fill_value = get_cuda_graph_seq_len_fill_value
 
 
-def _splitter(runner: ModelRunner, active: ActivePattern) -> RowSplitter | None:
+def _splitter(runner: ModelRunner, process: ServingProcess) -> RowSplitter | None:
     """Make what splits rows here: in whole blocks of those that see more than a list holds."""
-    if active.plan.split_rows != "off" and active.splitter is None:
+    if process.plan.split_rows != "off" and process.splitter is None:
         topk = get_dsa_index_topk(runner.model_config.hf_config)
-        active.splitter = RowSplitter.here(topk, ON_CPU, free=topk, block=ROW_BLOCK)
-    return active.splitter
+        process.splitter = RowSplitter.here(topk, ON_CPU, free=topk, block=ROW_BLOCK)
+    return process.splitter
 
 
 def _layout(indices: torch.Tensor) -> tuple[object, ...]:

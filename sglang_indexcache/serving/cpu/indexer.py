@@ -19,9 +19,9 @@ from sglang.srt.state_capturer.indexer_topk import maybe_capture_indexer_topk
 from sglang_indexcache.kernels.contract import PADDING, page_bytes
 from sglang_indexcache.kernels.indexer import quantization
 from sglang_indexcache.kernels.indexer.quantization import hadamard, quantize_e4m3
-from sglang_indexcache.serving.active import published_plan
 from sglang_indexcache.serving.config_check import INDEX_HEAD_DIM
 from sglang_indexcache.serving.cpu.select import HostBatch, every_visible, select_topk
+from sglang_indexcache.serving.process import published_plan
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.dsa.dsa_indexer import Indexer
@@ -56,7 +56,7 @@ def indexer_forward(
     indices = _store_and_select(
         indexer, backend, x, q_lora, positions, forward_batch, layer_id, return_indices
     )
-    backend.active.count_indexer_time(
+    backend.process.count_indexer_time(
         "decode" if forward_batch.forward_mode.is_decode() else "prefill",
         time.perf_counter() - wall,
         time.thread_time() - processor,
@@ -81,7 +81,7 @@ def _store_and_select(
         return None
     if not backend.index_buffer.is_full(layer_id):
         # Live mode: the key is kept for other patterns, the indices are another layer's.
-        backend.active.count_key_write(layer_id)
+        backend.process.count_key_write(layer_id)
         return backend.index_buffer.shared(layer_id)
     if max(backend.batch.key_lens, default=0) <= indexer.index_topk:
         everything = every_visible(backend.batch, x.shape[0], indexer.index_topk)

@@ -13,11 +13,11 @@ import torch
 from sglang.kernels.ops.attention.utils import concat_mla_absorb_q_general
 from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend
 
-from sglang_indexcache.serving.active import ActivePattern
 from sglang_indexcache.serving.cuda import kernels as kernels_cuda
 from sglang_indexcache.serving.cuda.kernels import EngineKernels, KeptLists, attend
 from sglang_indexcache.serving.cuda.row_split import SplitForwards
 from sglang_indexcache.serving.index_buffer import IndexBuffer
+from sglang_indexcache.serving.process import ServingProcess
 from sglang_indexcache.serving.rows import patterns_of_rows
 from sglang_indexcache.serving.traffic import phase_of
 
@@ -42,10 +42,10 @@ class IndexCacheBackend(DeepseekSparseAttnBackend):
 
     split_forwards: SplitForwards | None = None
 
-    def __init__(self, runner: ModelRunner, active: ActivePattern) -> None:
+    def __init__(self, runner: ModelRunner, process: ServingProcess) -> None:
         super().__init__(runner)
-        self.active = active
-        self.index_buffer = IndexBuffer(active, runner.layer_info.start_layer)
+        self.process = process
+        self.index_buffer = IndexBuffer(process, runner.layer_info.start_layer)
         # SGLang splits a batch behind the dense layers: what these selected is the whole batch's.
         self.first_overlapped_layer = getattr(
             runner.model_config.hf_config, "first_k_dense_replace", 0
@@ -58,7 +58,7 @@ class IndexCacheBackend(DeepseekSparseAttnBackend):
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Begin an eager forward."""
         # A capture before this one may have switched it off.
-        self.active.is_counting = True
+        self.process.is_counting = True
         self._begin(forward_batch)
         super().init_forward_metadata(forward_batch)
 
@@ -66,11 +66,11 @@ class IndexCacheBackend(DeepseekSparseAttnBackend):
         self, forward_batch: ForwardBatch, in_capture: bool = False
     ) -> None:
         """Begin a forward that is captured or replayed; a capture runs the layers three times."""
-        self.active.is_counting = not in_capture
+        self.process.is_counting = not in_capture
         self._begin(forward_batch)
         # The halves of an overlap come here as well, and their replay counts once.
         if self._of_whole_batch() is self and phase_of(forward_batch) == "decode":
-            self.active.count_graph(DECODE_GRAPH)
+            self.process.count_graph(DECODE_GRAPH)
         super().init_forward_metadata_out_graph(forward_batch, in_capture)
 
     def forward_extend(
@@ -159,10 +159,10 @@ class IndexCacheBackend(DeepseekSparseAttnBackend):
             self.inherit(layer, forward_batch)
         if not buffer.is_full(layer):
             buffer.adopt(layer, carried)
-        elif self.active.plan.mode == "static":
+        elif self.process.plan.mode == "static":
             buffer.select(layer, carried)
         indices = buffer.read(layer, rows)
-        self.active.count_layer(layer, is_full=buffer.is_full(layer))
+        self.process.count_layer(layer, is_full=buffer.is_full(layer))
         return indices
 
     def inherit(self, layer: int, forward_batch: ForwardBatch) -> None:
@@ -176,13 +176,13 @@ class IndexCacheBackend(DeepseekSparseAttnBackend):
         whole = self._of_whole_batch()
         # The view of a batch that is replayed as a graph lacks the field, and has one pattern.
         part = getattr(forward_batch, "tbo_parent_token_range", None)
-        if part is not None and self.active.plan.mode == "live":
+        if part is not None and self.process.plan.mode == "live":
             rows = whole.index_buffer.rows.cut(part[0], part[1], _rows_of_part(forward_batch))
         else:
-            rows = patterns_of_rows(forward_batch, self.active)
+            rows = patterns_of_rows(forward_batch, self.process)
         # Each half begins, too: the batch is counted by its whole.
         if whole is self:
-            self.active.count_batch(forward_batch)
+            self.process.count_batch(forward_batch)
         self.index_buffer.begin(rows)
         if self.split_forwards is not None:
             self.split_forwards.begin()

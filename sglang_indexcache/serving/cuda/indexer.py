@@ -46,6 +46,6 @@ def indexer_forward(
     indexer._forward_cuda_k_only(
         x, positions, forward_batch, layer_id, act_quant, metadata, return_indices=False
     )
-    backend.active.count_key_write(layer_id)
+    backend.process.count_key_write(layer_id)
     backend.inherit(layer_id, forward_batch)
     return maybe_capture_indexer_topk(layer_id, ours.shared(layer_id))

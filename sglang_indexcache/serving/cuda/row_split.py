@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 import torch
 from sglang.srt.environ import envs
 
-from sglang_indexcache.serving.active import ActivePattern
 from sglang_indexcache.serving.cuda import kernels as kernels_cuda
 from sglang_indexcache.serving.hooks import around
+from sglang_indexcache.serving.process import ServingProcess
 from sglang_indexcache.serving.row_split import ON_GPU, RowShare, RowSplit, RowSplitter
 from sglang_indexcache.serving.rows import to_device
 
@@ -42,9 +42,9 @@ class SplitForwards:
         self.begin()
 
     @classmethod
-    def install(cls, active: ActivePattern, topk: int) -> SplitForwards | None:
+    def install(cls, process: ServingProcess, topk: int) -> SplitForwards | None:
         """Make it if there are several ranks to split over, and stand in SGLang's way."""
-        splitter = active.splitter = active.splitter or RowSplitter.here(topk, ON_GPU)
+        splitter = process.splitter = process.splitter or RowSplitter.here(topk, ON_GPU)
         if splitter is None:
             return None
         kernels_cuda.install()

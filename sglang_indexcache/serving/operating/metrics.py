@@ -20,8 +20,8 @@ from sglang.srt.observability.metrics_collector import (
 )
 
 from sglang_indexcache import __version__
-from sglang_indexcache.serving import front, live, requests
-from sglang_indexcache.serving.active import ActivePattern, current
+from sglang_indexcache.serving import http_checks, internal_state, requests
+from sglang_indexcache.serving.process import ServingProcess, current
 from sglang_indexcache.serving.protocol import OTHERS
 from sglang_indexcache.serving.traffic import MAX_LABELS, label_for
 
@@ -44,22 +44,22 @@ class Metric:
 
     about: str
     labels: tuple[str, ...]
-    values: Callable[[ActivePattern], Values]
+    values: Callable[[ServingProcess], Values]
 
 
-def _forwards(active: ActivePattern) -> Values:
-    mixed = active.counters.mixed_forwards
-    return {("1",): mixed, ("0",): active.counters.forwards - mixed}
+def _forwards(process: ServingProcess) -> Values:
+    mixed = process.counters.mixed_forwards
+    return {("1",): mixed, ("0",): process.counters.forwards - mixed}
 
 
-def _layer_runs(active: ActivePattern) -> Values:
+def _layer_runs(process: ServingProcess) -> Values:
     """Count by layer, as ``/server_info``: no replay of a CUDA graph."""
-    layers, counters = active.plan.layer_ids, active.counters
+    layers, counters = process.plan.layer_ids, process.counters
     did = {"ran": counters.indexer_selections, "reused": counters.index_reuses}
     return {
         (str(layers[position]), what): times[position]
         for what, times in did.items()
-        for position in active.traffic.here
+        for position in process.traffic.here
     }
 
 
@@ -68,12 +68,12 @@ COUNTERS = {
     "pairs": Metric(
         "Query-key pairs: scored, or skipped by sharing.",
         ("phase", "length", "kind"),
-        lambda active: {**active.traffic.pairs},
+        lambda process: {**process.traffic.pairs},
     ),
     "flops_saved": Metric(
         "Operations of indexers that sharing saved, on each GPU.",
         (),
-        lambda active: {(): active.traffic.flops_saved},
+        lambda process: {(): process.traffic.flops_saved},
     ),
     "forwards": Metric(
         "Forwards, by whether requests of several patterns were in them.", ("mixed",), _forwards
@@ -81,18 +81,18 @@ COUNTERS = {
     "idle_forwards": Metric(
         "Forwards without a request of the rank's own, in dp_attention.",
         (),
-        lambda active: {(): active.counters.idle_forwards},
+        lambda process: {(): process.counters.idle_forwards},
     ),
     "layer_runs": Metric(
         "Indexers that ran, and reuses of another's indices.", ("layer", "did"), _layer_runs
     ),
     "switches": Metric(
-        "Replacements of the server's pattern.", (), lambda active: {(): active.switches}
+        "Replacements of the server's pattern.", (), lambda process: {(): process.switches}
     ),
     "rejections": Metric(
         "Patterns refused.",
         ("by",),
-        lambda active: {(by,): active.traffic.rejections[by] for by in ("request", "switch")},
+        lambda process: {(by,): process.traffic.rejections[by] for by in ("request", "switch")},
     ),
 }
 """Counters by name. None may fall while a server runs: Prometheus' client would refuse it."""
@@ -101,7 +101,7 @@ GAUGES = {
     "info": Metric(
         "1 for what is in effect.",
         ("pattern", "mode", "source", "version"),
-        lambda active: {(str(active.policy), active.plan.mode, active.source, __version__): 1},
+        lambda process: {(str(process.policy), process.plan.mode, process.source, __version__): 1},
     ),
     "requests": Metric(
         "Unfinished requests.",
@@ -109,7 +109,7 @@ GAUGES = {
         lambda _: {(pattern,): count for pattern, count in requests.in_hand().items()},
     ),
     "index_k_bytes": Metric(
-        "Bytes of index keys a token.", (), lambda active: {(): active.traffic.index_k_bytes}
+        "Bytes of index keys a token.", (), lambda process: {(): process.traffic.index_k_bytes}
     ),
 }
 """Gauges by name."""
@@ -124,13 +124,13 @@ class SchedulerCollector(SchedulerMetricsCollector):
     def __init__(self, labels: dict[str, str], **options: Any) -> None:
         super().__init__(labels=labels, **options)
         self._sharing = Exporter(labels)
-        live.on_switch.append(self._sharing.export)
+        internal_state.on_switch.append(self._sharing.export)
 
     def log_stats(self, stats: Any) -> None:
         """Log as SGLang does, and export our metrics."""
         super().log_stats(stats)
-        if (active := current()) is not None:
-            self._sharing.export(active)
+        if (process := current()) is not None:
+            self._sharing.export(process)
 
 
 class TokenizerCollector(TokenizerMetricsCollector):
@@ -142,7 +142,7 @@ class TokenizerCollector(TokenizerMetricsCollector):
 
         about, more = REFUSED
         refused = prometheus_client.Counter(f"{PREFIX}refused_total", about, (*labels, *more))
-        front.on_refusal.append(refused.labels(**labels).inc)  # a series from now on, at 0
+        http_checks.on_refusal.append(refused.labels(**labels).inc)  # a series from now on, at 0
 
 
 class Exporter:
@@ -170,14 +170,14 @@ class Exporter:
         }
         self._told: dict[str, Values] = {name: {} for name in self._series}
 
-    def export(self, active: ActivePattern) -> None:
+    def export(self, process: ServingProcess) -> None:
         """Write what changed since the last time; a metric that fails stops alone, and says so."""
         for name in list(self._told):
             try:
                 if name in COUNTERS:
-                    self._count(name, COUNTERS[name].values(active))
+                    self._count(name, COUNTERS[name].values(process))
                 else:
-                    self._show(name, GAUGES[name].values(active))
+                    self._show(name, GAUGES[name].values(process))
             except Exception:  # in the scheduler's loop: it would end the server
                 logger.exception("IndexCache: the metric %s%s stops here", PREFIX, name)
                 del self._told[name]

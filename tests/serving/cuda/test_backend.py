@@ -13,9 +13,9 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_indexcache.errors import SettingsError, StaleIndexError
 from sglang_indexcache.serving import factory
-from sglang_indexcache.serving.active import ActivePattern
 from sglang_indexcache.serving.cuda import indexer as indexer_cuda
 from sglang_indexcache.serving.cuda.backend import IndexCacheBackend, with_heads_for_flashmla
+from sglang_indexcache.serving.process import ServingProcess
 from tests.serving.plans import plan, requests
 
 
@@ -52,11 +52,11 @@ def runner(start_layer: int = 0, **config: Any) -> Any:
 
 
 def backend(
-    text: str, mode: str = "static", active: ActivePattern | None = None
+    text: str, mode: str = "static", process: ServingProcess | None = None
 ) -> IndexCacheBackend:
     """Make a backend for a runner of the whole model."""
-    active = active or ActivePattern(plan(text, mode=mode))
-    built = IndexCacheBackend(runner(first_k_dense_replace=1), active)
+    process = process or ServingProcess(plan(text, mode=mode))
+    built = IndexCacheBackend(runner(first_k_dense_replace=1), process)
     built.use_mha = False
     return built
 
@@ -65,8 +65,8 @@ def overlapped(
     text: str, mode: str = "static"
 ) -> tuple[IndexCacheBackend, list[IndexCacheBackend]]:
     """Return the backends of whole batches and of their two parts."""
-    active = ActivePattern(plan(text, mode=mode))
-    primary, *parts = (backend(text, mode, active) for _ in range(3))
+    process = ServingProcess(plan(text, mode=mode))
+    primary, *parts = (backend(text, mode, process) for _ in range(3))
     for part in (primary, *parts):
         part._runner.attn_backend = SimpleNamespace(primary=primary, children=parts)
     return primary, parts
@@ -109,8 +109,8 @@ def test_shared_layers_get_indices_that_sglang_did_not_carry(
     assert [indices for _, indices in reads] == [
         selected[0], selected[0], selected[0], selected[3]
     ]  # fmt: skip
-    assert shared.active.counters.indexer_selections == [1, 0, 0, 1]
-    assert shared.active.counters.index_reuses == [0, 1, 1, 0]
+    assert shared.process.counters.indexer_selections == [1, 0, 0, 1]
+    assert shared.process.counters.index_reuses == [0, 1, 1, 0]
 
 
 def test_dense_attention_of_short_prompts_selects_nothing(
@@ -132,7 +132,7 @@ def test_each_forward_starts_empty(reads: list[tuple[int, torch.Tensor | None]])
     with pytest.raises(StaleIndexError):
         shared.forward_decode(Q, 2, 3, layer(1), batch())
     assert len(reads) == 1
-    assert shared.active.counters.index_reuses == [0, 0]  # the layer attended to nothing
+    assert shared.process.counters.index_reuses == [0, 0]  # the layer attended to nothing
 
 
 def test_sub_batches_split_what_the_whole_batch_selected(
@@ -150,8 +150,8 @@ def test_sub_batches_split_what_the_whole_batch_selected(
             part.forward_extend(Q, 2, 3, layer(number), batch(rows))
             assert reads[-1][1] is not None
             assert torch.equal(reads[-1][1], selected[slice(*rows)])
-    assert primary.active.counters.forwards == 1
-    assert primary.active.counters.index_reuses == [0, 2, 2, 0]  # each part for itself
+    assert primary.process.counters.forwards == 1
+    assert primary.process.counters.index_reuses == [0, 2, 2, 0]  # each part for itself
     own_indices = [torch.tensor([[8]]), torch.tensor([[9]])]
     for part, rows, indices in zip(parts, ranges, own_indices, strict=True):
         part.forward_extend(Q, 2, 3, layer(3), batch(rows), topk_indices=indices)
@@ -161,7 +161,7 @@ def test_sub_batches_split_what_the_whole_batch_selected(
 def test_a_model_without_dense_layers_is_overlapped_from_the_start(
     reads: list[tuple[int, torch.Tensor | None]],
 ) -> None:
-    assert IndexCacheBackend(runner(), ActivePattern(plan("FS"))).first_overlapped_layer == 0
+    assert IndexCacheBackend(runner(), ServingProcess(plan("FS"))).first_overlapped_layer == 0
 
 
 def test_sub_batch_whose_first_layer_is_full_needs_no_parent(
@@ -261,7 +261,7 @@ def test_live_shared_layer_stores_its_key_and_selects_nothing(live: IndexCacheBa
     live.forward_extend(Q, 2, 3, layer(0), batch(), topk_indices=SELECTED)
     assert run_live(indexer, 1) is SELECTED
     assert indexer.keys_only == 1
-    assert live.active.counters.index_key_writes == [0, 1]
+    assert live.process.counters.index_key_writes == [0, 1]
 
 
 def test_live_key_only_calls_stay_sglangs(live: IndexCacheBackend) -> None:

@@ -34,9 +34,9 @@ from sglang.srt.model_executor.runner_utils.prefill_graph import prefill_graph_s
 from sglang_indexcache.errors import PatternError, StaleIndexError
 from sglang_indexcache.library.resolve import Library
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.serving.active import ActivePattern
 from sglang_indexcache.serving.cuda.backend import IndexCacheBackend
 from sglang_indexcache.serving.index_buffer import IndexBuffer
+from sglang_indexcache.serving.process import ServingProcess
 from sglang_indexcache.serving.refusals import stage_starts
 from tests.serving.cuda.graphs import runner_backend, sglang_graphs
 from tests.serving.cuda.test_backend import runner
@@ -67,8 +67,8 @@ class Model:
         self.attended = torch.full((len(pattern), ROWS), -1)
         self.first_overlapped = max(first_overlapped, start)
         stand_in = runner(start, first_k_dense_replace=first_overlapped)
-        active = ActivePattern(plan(str(pattern)))
-        primary, *parts = (IndexCacheBackend(stand_in, active) for _ in range(3))
+        process = ServingProcess(plan(str(pattern)))
+        primary, *parts = (IndexCacheBackend(stand_in, process) for _ in range(3))
         for backend in (primary, *parts):
             backend.use_mha = False
         self.backend = TboAttnBackend.__new__(TboAttnBackend)
@@ -215,7 +215,7 @@ class PrefillModel:
         self.layers = {number: radix_attention(number) for number in range(start, end)}
         self.carried = torch.zeros(ROWS, 1, dtype=torch.int64)
         self.attended = torch.full((len(pattern), ROWS), -1.0)
-        self.backend = IndexCacheBackend(runner(start), ActivePattern(plan(str(pattern))))
+        self.backend = IndexCacheBackend(runner(start), ServingProcess(plan(str(pattern))))
         self.backend.use_mha = False
 
     def forward(self) -> torch.Tensor:

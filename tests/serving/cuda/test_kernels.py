@@ -29,12 +29,12 @@ from sglang_indexcache.kernels.dispatch import named
 from sglang_indexcache.kernels.indexer.quantization import write_pages
 from sglang_indexcache.kernels.sparse_mla.layout import dequantize_latent, quantize_latent
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.serving.active import ActivePattern
 from sglang_indexcache.serving.cuda import kernels as kernels_cuda
 from sglang_indexcache.serving.cuda.backend import IndexCacheBackend
 from sglang_indexcache.serving.cuda.choice import Route
 from sglang_indexcache.serving.cuda.kernels import EngineKernels, KeptLists
 from sglang_indexcache.serving.plan import Plan
+from sglang_indexcache.serving.process import ServingProcess
 from tests.serving.cuda.test_backend import runner
 
 pytestmark = pytest.mark.usefixtures("seed")
@@ -100,7 +100,7 @@ def make_backend(
     layers = tuple(range(len(pattern)))
     exact = Pattern(pattern)
     plan = Plan(exact, "test", "static", exact, layers, "GlmMoeDsaForCausalLM")
-    backend = IndexCacheBackend(runner(), ActivePattern(plan))
+    backend = IndexCacheBackend(runner(), ServingProcess(plan))
     table = torch.randint(0, SLOTS, (8, CONTEXT), dtype=torch.int32)  # unused entries: anything
     latent = torch.randn(SLOTS, 576).bfloat16()
     rows = quantize_latent(latent).view(torch.float8_e4m3fn) if fp8 else latent

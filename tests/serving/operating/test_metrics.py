@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from sglang_indexcache import __version__
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.serving import active, front, live, requests
+from sglang_indexcache.serving import http_checks, internal_state, process, requests
 from sglang_indexcache.serving.operating import metrics
 from sglang_indexcache.serving.operating.metrics import (
     Exporter,
@@ -38,10 +38,10 @@ LABELS = {"model_name": "m", "engine_type": "unified", "tp_rank": 0, "pp_rank": 
 
 
 @pytest.fixture
-def serving_state(monkeypatch: pytest.MonkeyPatch) -> active.ActivePattern:
-    monkeypatch.setattr(active, "_active", None)
+def serving_state(monkeypatch: pytest.MonkeyPatch) -> process.ServingProcess:
+    monkeypatch.setattr(process, "_process", None)
     monkeypatch.setattr(requests, "in_hand", lambda: {"FSSS": 2})
-    state = active.activate(plan("FSSS", mode="live"))
+    state = process.activate(plan("FSSS", mode="live"))
     state.traffic.here, state.traffic.own = range(4), frozenset(range(4))
     state.traffic.topk, state.traffic.flops, state.traffic.index_k_bytes = 8, 100, 528
     return state
@@ -70,7 +70,7 @@ def sample(registry: prometheus_client.CollectorRegistry) -> Callable[..., float
     return value
 
 
-def work(serving_state: active.ActivePattern) -> None:
+def work(serving_state: process.ServingProcess) -> None:
     """Count a prefill of two patterns, and a decode."""
     requests = [(Pattern("FSSS"), 10, 10), (Pattern("FFSS"), 4, 20)]
     serving_state.count_forward("prefill", requests)
@@ -81,7 +81,7 @@ def work(serving_state: active.ActivePattern) -> None:
 
 
 def test_sums_are_what_was_counted(
-    serving_state: active.ActivePattern, sample: Callable[..., float | None]
+    serving_state: process.ServingProcess, sample: Callable[..., float | None]
 ) -> None:
     exporter = Exporter(LABELS)
 
@@ -107,7 +107,7 @@ def test_sums_are_what_was_counted(
 
 
 def test_a_switch_moves_what_is_in_effect(
-    serving_state: active.ActivePattern,
+    serving_state: process.ServingProcess,
     registry: prometheus_client.CollectorRegistry,
     sample: Callable[..., float | None],
     monkeypatch: pytest.MonkeyPatch,
@@ -129,7 +129,7 @@ def test_a_switch_moves_what_is_in_effect(
 
 
 def test_no_more_series_than_so_many(
-    serving_state: active.ActivePattern,
+    serving_state: process.ServingProcess,
     registry: prometheus_client.CollectorRegistry,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -144,7 +144,7 @@ def test_no_more_series_than_so_many(
 
 
 def test_a_metric_that_throws_stops_alone(
-    serving_state: active.ActivePattern,
+    serving_state: process.ServingProcess,
     sample: Callable[..., float | None],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -203,7 +203,7 @@ def test_no_counter_falls_under_any_traffic(events: list[tuple[Any, ...]]) -> No
             kind = getattr(prometheus_client, name)
             patched.setattr(prometheus_client, name, partial(kind, registry=fresh))
         exporter = Exporter(LABELS)
-    server = active.ActivePattern(plan("FSSS", mode="live"))
+    server = process.ServingProcess(plan("FSSS", mode="live"))
     server.traffic.here, server.traffic.own = range(4), frozenset(range(4))
     server.traffic.topk, server.traffic.flops = 8, 100
     before: dict[Any, float] = {}
@@ -232,12 +232,12 @@ def test_no_counter_falls_under_any_traffic(events: list[tuple[Any, ...]]) -> No
 
 
 def test_a_switch_shows_without_traffic(
-    serving_state: active.ActivePattern,
+    serving_state: process.ServingProcess,
     sample: Callable[..., float | None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A roll-back at night, on a server without requests, must not look undone."""
-    monkeypatch.setattr(live, "on_switch", [])
+    monkeypatch.setattr(internal_state, "on_switch", [])
     monkeypatch.setattr(SchedulerCollector.__mro__[1], "__init__", lambda self, labels: None)
     SchedulerCollector(LABELS)  # type: ignore[arg-type]
     bag = SimpleNamespace(disaggregation_mode="null", pp_size=1)
@@ -246,7 +246,7 @@ def test_a_switch_shows_without_traffic(
     controller = SimpleNamespace(scheduler=None)
     for pattern in ("FFFF", "FFF"):  # the second does not fit
         request = SimpleNamespace(server_args={f"{SWITCH}{pattern}": 1})
-        live._accept(lambda *_: None, controller, request)
+        internal_state._accept(lambda *_: None, controller, request)
     about = {"mode": "live", "source": serving_state.source, "version": __version__}
     assert sample("info", pattern="FFFF", **about) == 1
     assert sample("switches_total") == 1
@@ -263,13 +263,13 @@ def test_a_collector_of_whoever_starts_the_server_stays() -> None:
 def test_refused_requests_are_counted_where_they_come_in(
     registry: prometheus_client.CollectorRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(front, "on_refusal", [])
+    monkeypatch.setattr(http_checks, "on_refusal", [])
     monkeypatch.setattr(TokenizerCollector.__mro__[1], "__init__", lambda self, labels: None)
     TokenizerCollector({"model_name": "m"})
     for count in range(3):  # from 0: a series that begins at 1 shows no increase
         name = "sglang_indexcache_refused_total"
         assert registry.get_sample_value(name, {"model_name": "m"}) == count
-        asyncio.run(front._refuse(AsyncMock(), "misspelt"))
+        asyncio.run(http_checks._refuse(AsyncMock(), "misspelt"))
 
 
 # -- the dashboard and the rules ---------------------------------------------------------------

@@ -14,8 +14,8 @@ from typing import Any
 
 from sglang_indexcache.errors import IndexCacheError
 from sglang_indexcache.serving import hooks
-from sglang_indexcache.serving.active import published_plan
 from sglang_indexcache.serving.plan import Plan
+from sglang_indexcache.serving.process import published_plan
 from sglang_indexcache.serving.protocol import CUSTOM
 from sglang_indexcache.serving.protocol import PATTERN_OF_REQUEST as NAME
 from sglang_indexcache.serving.requests import library_of, names_ours, names_pattern, resolve
@@ -76,14 +76,14 @@ def _add_middleware(_result: None, _manager: Any, *_: Any, **__: Any) -> None:
         library_of(plan)
 
     module = sys.modules.get(_APP)
-    if module is None or any(layer.cls is Front for layer in module.app.user_middleware):
+    if module is None or any(layer.cls is PatternCheck for layer in module.app.user_middleware):
         return
-    module.app.user_middleware.append(Middleware(Front))
+    module.app.user_middleware.append(Middleware(PatternCheck))
     if module.app.middleware_stack is not None:  # a tokenizer process makes its manager late
         module.app.middleware_stack = module.app.build_middleware_stack()
 
 
-class Front:
+class PatternCheck:
     """ASGI middleware that looks at requests before SGLang's routes do."""
 
     def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from sglang_indexcache.errors import SettingsError
 from sglang_indexcache.lab.client.launch import free_port
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.serving import agreement
+from sglang_indexcache.serving import plan_agreement
 from sglang_indexcache.serving.plan import BACKEND_NAME
 from tests.kills import PROCESSES
 from tests.serving.plans import plan
@@ -31,12 +31,12 @@ ABSENT = "a rank on a node without the plugin"
 
 def rank_main(rank: int, plans: Sequence[Any], meeting: str, answers: Any) -> None:
     """Be one rank: meet the others as SGLang does, compare, tell the test what came of it."""
-    agreement.PATIENCE = timedelta(seconds=5)
+    plan_agreement.PATIENCE = timedelta(seconds=5)
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=len(plans))
     store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
     try:
         if plans[rank] != ABSENT:
-            agreement.agree(plans[rank], rank, len(plans), store)
+            plan_agreement.agree(plans[rank], rank, len(plans), store)
         answers[rank] = ""
     except SettingsError as error:
         answers[rank] = str(error)
@@ -113,7 +113,7 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.runtime_context import SpawnRanks, publish
 load_plugins()
 from sglang.srt.distributed import bootstrap
-from sglang_indexcache.serving.agreement import _asked_for
+from sglang_indexcache.serving.plan_agreement import _asked_for
 print("nothing asks:", repr(_asked_for(by_variable)))
 os.environ["SGLANG_INDEXCACHE_PATTERN"] = "FSSFSFSS"
 print("by variable:", _asked_for(by_variable))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.serving import active, live
+from sglang_indexcache.serving import internal_state, process
 from tests.serving.plans import plan
 
 PLAN = plan("FFFF", mode="live")
@@ -28,17 +28,17 @@ def disagg() -> SimpleNamespace:
 
 
 @pytest.fixture(autouse=True)
-def serving(monkeypatch: pytest.MonkeyPatch, disagg: SimpleNamespace) -> active.ActivePattern:
-    monkeypatch.setattr(active, "_active", None)
+def serving(monkeypatch: pytest.MonkeyPatch, disagg: SimpleNamespace) -> process.ServingProcess:
+    monkeypatch.setattr(process, "_process", None)
     bag = SimpleNamespace(pp_size=1, dp_rank=None, attn_dp_rank=1)
     monkeypatch.setattr("sglang.srt.runtime_context.get_parallel", lambda: bag)
     monkeypatch.setattr("sglang.srt.runtime_context.get_disagg", lambda: disagg)
-    return active.activate(PLAN)
+    return process.activate(PLAN)
 
 
 def report(engine: SimpleNamespace) -> Any:
     output = SimpleNamespace(internal_state={})
-    live._report(output, SimpleNamespace(scheduler=engine), None)
+    internal_state._report(output, SimpleNamespace(scheduler=engine), None)
     return output.internal_state["indexcache"]
 
 
@@ -46,12 +46,12 @@ def ask(engine: SimpleNamespace, *keys: str) -> bool:
     """Return what ``/set_internal_state`` answers."""
     request = SimpleNamespace(server_args=dict.fromkeys(keys, 1))
     controller = SimpleNamespace(scheduler=engine)
-    return bool(live._accept(lambda *_: None, controller, request).updated)
+    return bool(internal_state._accept(lambda *_: None, controller, request).updated)
 
 
 @pytest.mark.parametrize("is_hybrid", [False, True])
 def test_the_report_counts_what_is_allocated(
-    serving: active.ActivePattern, is_hybrid: bool
+    serving: process.ServingProcess, is_hybrid: bool
 ) -> None:
     config = {"index_topk": 64, "index_n_heads": 8, "index_head_dim": 128}
     keys = SimpleNamespace(buffer=[torch.zeros(128)])
@@ -73,7 +73,7 @@ def test_the_report_counts_what_is_allocated(
 
 
 def test_a_report_that_fails_is_an_answer(
-    serving: active.ActivePattern, caplog: pytest.LogCaptureFixture
+    serving: process.ServingProcess, caplog: pytest.LogCaptureFixture
 ) -> None:
     serving.policy = None  # type: ignore[assignment]
     state = report(scheduler())
@@ -83,7 +83,7 @@ def test_a_report_that_fails_is_an_answer(
 
 
 def test_a_switch_that_fails_is_an_answer(
-    serving: active.ActivePattern, caplog: pytest.LogCaptureFixture, disagg: SimpleNamespace
+    serving: process.ServingProcess, caplog: pytest.LogCaptureFixture, disagg: SimpleNamespace
 ) -> None:
     disagg.disaggregation_mode = "decode"
     engine = scheduler()
@@ -97,7 +97,7 @@ def test_a_switch_that_fails_is_an_answer(
 
 
 def test_two_nodes_switch_only_when_idle(
-    serving: active.ActivePattern, disagg: SimpleNamespace
+    serving: process.ServingProcess, disagg: SimpleNamespace
 ) -> None:
     engine = scheduler()
     engine.is_fully_idle = lambda: False
@@ -109,14 +109,14 @@ def test_two_nodes_switch_only_when_idle(
     assert str(serving.pattern) == "FSFS"
 
 
-def test_a_switch_with_another_value_is_none(serving: active.ActivePattern) -> None:
+def test_a_switch_with_another_value_is_none(serving: process.ServingProcess) -> None:
     request = SimpleNamespace(server_args={"indexcache_pattern=FSFS": 0})
     controller = SimpleNamespace(scheduler=scheduler())
-    assert not live._accept(lambda *_: None, controller, request).updated
+    assert not internal_state._accept(lambda *_: None, controller, request).updated
     assert 'the value must be 1: {"indexcache_pattern=FSFS": 1}' in serving.last_rejection
 
 
-def test_counters_rise_through_a_switch(serving: active.ActivePattern) -> None:
+def test_counters_rise_through_a_switch(serving: process.ServingProcess) -> None:
     """The counters tell afterwards what was served under each pattern."""
     first, second = Pattern("FSFS"), Pattern("FFSS")
     for rows in ({first: 3}, {second: 1, first: 2}, {first: 1}):
@@ -138,7 +138,7 @@ def test_counters_rise_through_a_switch(serving: active.ActivePattern) -> None:
     assert reported["graph_replays"] == {"decode": 3}
 
 
-def test_an_idle_rank_serves_no_pattern(serving: active.ActivePattern) -> None:
+def test_an_idle_rank_serves_no_pattern(serving: process.ServingProcess) -> None:
     """It keeps step with ranks that have requests, and what its layers do there is no sharing."""
     serving.count_forward("decode", [], idle=True)
     serving.count_layer(0, is_full=True)
@@ -160,7 +160,7 @@ def test_an_idle_rank_serves_no_pattern(serving: active.ActivePattern) -> None:
     )
 
 
-def test_a_switch_may_be_by_prompt_length(serving: active.ActivePattern) -> None:
+def test_a_switch_may_be_by_prompt_length(serving: process.ServingProcess) -> None:
     assert ask(scheduler(), "indexcache_pattern=full < 1K <= FSFS")
     assert str(serving.policy) == "FFFF < 1K <= FSFS"
     assert report(scheduler())["policy"] == "FFFF < 1K <= FSFS"
@@ -171,7 +171,7 @@ def test_a_switch_may_be_by_prompt_length(serving: active.ActivePattern) -> None
     assert serving.switches == 1
 
 
-def test_no_file_of_the_servers_is_read(serving: active.ActivePattern, tmp_path: Path) -> None:
+def test_no_file_of_the_servers_is_read(serving: process.ServingProcess, tmp_path: Path) -> None:
     secret = tmp_path / "secret.yaml"
     secret.write_text("password: swordfish")
     for value in (str(secret), "secret.yml", "../secret"):
@@ -183,8 +183,8 @@ def test_no_file_of_the_servers_is_read(serving: active.ActivePattern, tmp_path:
 
 
 def test_a_static_server_says_how_to_get_a_live_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(active, "_active", None)
-    static = active.activate(replace(PLAN, mode="static"))
+    monkeypatch.setattr(process, "_process", None)
+    static = process.activate(replace(PLAN, mode="static"))
     assert not ask(scheduler(), "indexcache_pattern=FSFS")
     assert "--indexcache-mode live" in static.last_rejection
 
@@ -192,5 +192,5 @@ def test_a_static_server_says_how_to_get_a_live_one(monkeypatch: pytest.MonkeyPa
 def test_other_settings_are_sglangs() -> None:
     requests = []
     request = SimpleNamespace(server_args={"max_running_requests": 4})
-    live._accept(lambda _, request: requests.append(request), None, request)
+    internal_state._accept(lambda _, request: requests.append(request), None, request)
     assert requests == [request]

@@ -1,6 +1,6 @@
-"""The pattern of requests that name none, and what the layers did so far.
+"""State of a serving process: the pattern of requests that name none, and what its layers did.
 
-One :class:`ActivePattern` per process: all attention backends read it, and in live mode its policy
+One :class:`ServingProcess` per process: all attention backends read it, and in live mode its policy
 can be replaced for the requests to come.
 """
 
@@ -35,7 +35,7 @@ class Counters:
         )
 
 
-class ActivePattern:
+class ServingProcess:
     """The plan of this process with its current policy, and who asked for it.
 
     It ``is_counting`` but while a decode graph is captured, which serves nobody.
@@ -134,20 +134,20 @@ class ActivePattern:
         )
 
 
-_active: ActivePattern | None = None
+_process: ServingProcess | None = None
 
 
-def activate(plan: Plan) -> ActivePattern:
+def activate(plan: Plan) -> ServingProcess:
     """Make ``plan`` the one of this process; the same plan again returns the same object."""
-    global _active
-    if _active is None or _active.plan != plan:
-        _active = ActivePattern(plan)
-    return _active
+    global _process
+    if _process is None or _process.plan != plan:
+        _process = ServingProcess(plan)
+    return _process
 
 
-def current() -> ActivePattern | None:
-    """Return this process's active pattern, or None where no backend was created."""
-    return _active
+def current() -> ServingProcess | None:
+    """Return this process's process pattern, or None where no backend was created."""
+    return _process
 
 
 def published_plan() -> Plan | None:

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_indexcache.errors import IndexCacheError, SettingsError
 from sglang_indexcache.serving import hooks, requests
-from sglang_indexcache.serving.active import ActivePattern, current
 from sglang_indexcache.serving.options import MODE
 from sglang_indexcache.serving.policy import Policy
+from sglang_indexcache.serving.process import ServingProcess, current
 from sglang_indexcache.serving.protocol import STATE, SWITCH
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-on_switch: list[Callable[[ActivePattern], None]] = []
+on_switch: list[Callable[[ServingProcess], None]] = []
 """Called after each attempt to switch."""
 
 _STATE = "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController"
@@ -37,15 +37,15 @@ def install() -> None:
 
 
 def _report(output: Any, _controller: Any, _request: Any) -> None:
-    active = current()
-    if active is None:
+    process = current()
+    if process is None:
         return
     try:
-        state = active.report(
+        state = process.report(
             rank=_rank(),
             requests=requests.in_hand(),
-            stage=(active.traffic.here.start, active.traffic.here.stop),
-            index_k_bytes_per_token=active.traffic.index_k_bytes,
+            stage=(process.traffic.here.start, process.traffic.here.stop),
+            index_k_bytes_per_token=process.traffic.index_k_bytes,
         ).to_json()
     except Exception as error:  # in the scheduler's loop: it would end the server
         logger.exception("IndexCache: the state could not be reported")
@@ -67,38 +67,38 @@ def _accept(original: Callable[..., Any], controller: Any, request: Any) -> Any:
     values = [key.removeprefix(SWITCH) for key in request.server_args if key.startswith(SWITCH)]
     if not values:
         return original(controller, request)
-    active = current()
+    process = current()
     try:
-        if active is None:
+        if process is None:
             raise SettingsError("this server does not run IndexCache")
         if len(request.server_args) > 1:
             raise SettingsError("a pattern is switched alone, in a request of its own")
         if request.server_args[SWITCH + values[0]] != 1:
             raise SettingsError(f'the value must be 1: {{"{SWITCH}{values[0]}": 1}}')
-        switch(controller.scheduler, active, values[0])
+        switch(controller.scheduler, process, values[0])
     except Exception as error:  # in the scheduler's loop: it would end the server
         ours = isinstance(error, IndexCacheError)
         reason = str(error) if ours else f"{type(error).__name__}: {error}"
         level = logging.WARNING if ours else logging.ERROR
         logger.log(level, "IndexCache: pattern not switched: %s", reason, exc_info=not ours)
     else:
-        _tell(active)
+        _tell(process)
         return SetInternalStateReqOutput(updated=True)
-    if active is not None:
-        active.last_rejection = reason
-        active.traffic.rejections["switch"] += 1
-    _tell(active)
+    if process is not None:
+        process.last_rejection = reason
+        process.traffic.rejections["switch"] += 1
+    _tell(process)
     return SetInternalStateReqOutput(updated=False)
 
 
-def _tell(active: ActivePattern | None) -> None:
+def _tell(process: ServingProcess | None) -> None:
     """Let metrics show a switch, or its refusal, at once; without traffic nothing else would."""
-    if active is not None:
+    if process is not None:
         for listener in on_switch:
-            listener(active)
+            listener(process)
 
 
-def switch(scheduler: Scheduler, active: ActivePattern, value: str) -> None:
+def switch(scheduler: Scheduler, process: ServingProcess, value: str) -> None:
     """Make ``value`` the pattern of the requests to come that name none.
 
     It is what ``--indexcache-pattern`` takes, but no file: that would be read on the server.
@@ -106,18 +106,18 @@ def switch(scheduler: Scheduler, active: ActivePattern, value: str) -> None:
     Raises:
         IndexCacheError: the pattern does not fit, or this server cannot switch.
     """
-    plan = active.plan
+    plan = process.plan
     if plan.mode != "live":
         raise SettingsError(
             f"the server was started in static mode, where shared layers have no indexer. Start "
             f"it with {MODE.flag} live."
         )
     policy = Policy.parse(value, lambda name: requests.resolve(plan, name))
-    active.last_rejection = ""
-    if policy == active.policy:
+    process.last_rejection = ""
+    if policy == process.policy:
         return
     _check_both_nodes_switch_alike(scheduler)
-    active.replace(policy, f"{value}, set while the server ran")
+    process.replace(policy, f"{value}, set while the server ran")
     logger.info("IndexCache: requests to come have %s", policy)
 
 

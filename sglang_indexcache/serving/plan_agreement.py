@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_indexcache.errors import SettingsError
 from sglang_indexcache.serving import hooks
-from sglang_indexcache.serving.active import current, published_plan
 from sglang_indexcache.serving.adapters import loading
 from sglang_indexcache.serving.options import collect
 from sglang_indexcache.serving.plan import BACKEND_NAME, Plan
+from sglang_indexcache.serving.process import current, published_plan
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -142,9 +142,9 @@ def _tell_pattern(
 
 def _tag() -> str:
     """Return a node's addition to its KV dtype; "" where stock SGLang computes the same KV."""
-    if (active := current()) is None:
+    if (process := current()) is None:
         return ""
-    plan = active.plan
+    plan = process.plan
     if plan.mode == "live":
         return f" {_TAG} in live mode, library {plan.library}"
     adapter = f" adapter {plan.adapter_digest[:12]}" if plan.adapter else ""

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from sglang_indexcache.serving import front
+from sglang_indexcache.serving import http_checks
 from sglang_indexcache.serving.plan import Plan
 from tests.serving.plans import plan
 
@@ -27,7 +27,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[Plan | None]:
     plans: list[Plan | None] = [LIVE]
     one_stage = SimpleNamespace(pp_size=1)
     monkeypatch.setattr("sglang.srt.runtime_context.get_parallel", lambda: one_stage)
-    monkeypatch.setattr(front, "published_plan", lambda: plans[0])
+    monkeypatch.setattr(http_checks, "published_plan", lambda: plans[0])
     return plans
 
 
@@ -42,7 +42,8 @@ async def route(request: Request) -> Any:
 
 def post(body: Any, path: str = "/generate", url: str = "") -> httpx.Response:
     app = Starlette(
-        routes=[Route(path, route, methods=["POST"])], middleware=[Middleware(front.Front)]
+        routes=[Route(path, route, methods=["POST"])],
+        middleware=[Middleware(http_checks.PatternCheck)],
     )
 
     async def send() -> httpx.Response:
@@ -132,7 +133,7 @@ def test_a_name_that_is_none_or_that_nobody_would_read(path: str, body: Any, rea
     ids=["a small letter", "a capital", "UTF-16"],
 )
 def test_a_spelling_that_bytes_do_not_show(body: bytes) -> None:
-    assert "_pattern is read by nobody at /v1/messages" in front.wrong_body(
+    assert "_pattern is read by nobody at /v1/messages" in http_checks.wrong_body(
         LIVE, "/v1/messages", body
     )
 
@@ -172,7 +173,7 @@ def test_without_a_plan_nothing_is_checked(plans: list[Plan | None]) -> None:
     ids=["empty", "no JSON", "no text", "a list", "no end"],
 )
 def test_what_is_no_json_is_left_to_sglang(body: bytes) -> None:
-    assert front.wrong_body(LIVE, "/generate", body) == ""
+    assert http_checks.wrong_body(LIVE, "/generate", body) == ""
 
 
 @pytest.mark.parametrize("is_running", [False, True])
@@ -181,19 +182,19 @@ def test_the_middleware_is_inside_sglangs_own(
 ) -> None:
     """A tokenizer process makes its manager when its app has begun, the launcher before."""
 
-    class Outer(front.Front):
+    class Outer(http_checks.PatternCheck):
         pass
 
     app = Starlette(middleware=[Middleware(Outer)])
     if is_running:
         app.middleware_stack = app.build_middleware_stack()
-    monkeypatch.setitem(front.sys.modules, front._APP, SimpleNamespace(app=app))  # type: ignore[arg-type]
+    monkeypatch.setitem(http_checks.sys.modules, http_checks._APP, SimpleNamespace(app=app))  # type: ignore[arg-type]
     for _ in range(2):
-        front._add_middleware(None, None)
-    assert [layer.cls for layer in app.user_middleware] == [Outer, front.Front]
+        http_checks._add_middleware(None, None)
+    assert [layer.cls for layer in app.user_middleware] == [Outer, http_checks.PatternCheck]
     stack: Any = app.middleware_stack or app.build_middleware_stack()
     classes = []
     while stack is not None:
         classes.append(type(stack))
         stack = getattr(stack, "_app", None) or getattr(stack, "app", None)
-    assert classes.index(Outer) < classes.index(front.Front)
+    assert classes.index(Outer) < classes.index(http_checks.PatternCheck)
