@@ -33,7 +33,7 @@ QUICK := tests/test_structure.py tests/test_docs.py tests/test_pattern.py tests/
 	tests/test_models.py tests/test_checkpoint.py tests/library tests/serving/adapters \
 	tests/lab/client tests/lab/data tests/lab/stats tests/lab/runs tests/lab/search/test_methods.py \
 	tests/serving/test_protocol.py tests/serving/test_index_buffer.py tests/serving/test_rows.py \
-	tests/serving/test_policy.py tests/serving/operating/test_skipping.py \
+	tests/serving/test_policy.py tests/serving/operating/test_show.py \
 	tests/serving/test_resolve.py
 
 quick: $(SMALL)

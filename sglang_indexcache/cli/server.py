@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stdout, suppress
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from typer import Argument, Option
@@ -22,26 +21,13 @@ from sglang_indexcache.cli.common import (
     out,
     print_json,
 )
-from sglang_indexcache.errors import SettingsError
-from sglang_indexcache.pattern import Pattern
-
-if TYPE_CHECKING:
-    from sglang_indexcache.serving.operating.doctor import Examination
-    from sglang_indexcache.serving.operating.fleet import Fleet
-    from sglang_indexcache.serving.protocol import RankState
 
 app = group("Ask what a server would do, look at a running one, switch its pattern.")
 
 HERE = "http://127.0.0.1:30000"
-COLOURS = {True: "green", False: "red", None: "yellow"}
-"""Colours of a line that says whether layers skip; None: nobody knows yet."""
-
 # fmt: off
 Url = Annotated[str, Option("--url", metavar="URL", rich_help_panel=SERVERS, help=
     "Base URL of the server.")]
-Device = Annotated[str | None, Option("--device", metavar="NAME", help=
-    "What to check for: cpu, h100, h200, b200, or cuda for the GPU of this machine. The default "
-    "is this machine's GPU, and h200 without one.")]
 Every = Annotated[float, Option("--every", min=0.1, metavar="SECONDS", help=
     "Look again after so many seconds.")]
 NewPattern = Annotated[str, Argument(metavar="PATTERN", help="As --indexcache-pattern takes it.")]
@@ -54,29 +40,15 @@ NewPattern = Annotated[str, Argument(metavar="PATTERN", help="As --indexcache-pa
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
     epilog="Example: indexcache server doctor --model-path MODEL --tp 8 --indexcache-pattern 1/4",
 )
-def doctor_command(
-    context: typer.Context,
-    url: Urls = None,
-    api_key: ApiKey = None,
-    device: Device = None,
-    as_json: Json = False,
-) -> None:
-    """Say what a server with these flags would do, without loading weights or needing a GPU.
+def doctor_command(context: typer.Context, as_json: Json = False) -> None:
+    """Say what a server with these flags would do on this machine, without loading weights.
 
-    It takes every flag of `sglang serve`. With --url, repeated for every node, it asks servers that
-    run instead: whether every rank has the plugin, and all of them the same plan.
+    It takes every flag of `sglang serve`. What servers that run do, `indexcache server show` says.
     """
-    if url:
-        if context.args:
-            raise SettingsError(f"--url is a question of its own; leave {context.args[0]} away")
-        from sglang_indexcache.serving.operating.fleet import examine_servers
+    from sglang_indexcache.serving.operating.doctor import examine
 
-        examination: Fleet | Examination = examine_servers(connect(url, api_key))
-    else:
-        from sglang_indexcache.serving.operating.doctor import examine
-
-        with redirect_stdout(sys.stderr) if as_json else nullcontext():
-            examination = examine(context.args, device)
+    with redirect_stdout(sys.stderr) if as_json else nullcontext():
+        examination = examine(context.args)
     if as_json:
         print_json(examination.to_json())
     else:
@@ -86,14 +58,21 @@ def doctor_command(
 
 
 @app.command("show", cls=Command, epilog=f"Example: indexcache server show --url {HERE}")
-def live_show(url: Url = HERE, api_key: ApiKey = None, as_json: Json = False) -> None:
-    """Show a running server's pattern, and whether its layers skip what the pattern says.
+def live_show(urls: Urls = None, api_key: ApiKey = None, as_json: Json = False) -> None:
+    """Show the patterns of running servers, and whether their layers skip what these say.
 
-    The exit code is 1 if a layer runs its indexer that should not, or does not run one that should.
+    With --url, repeated for every node, it also says whether every rank has the plugin, and all of
+    them the same plan. The exit code is 1 if not, or if a layer runs its indexer that should not,
+    or does not run one that should.
     """
-    [client] = connect([url], api_key)
-    print_states = _print_states_as_json if as_json else _print_states
-    if not print_states(client.states()):
+    from sglang_indexcache.serving.operating.show import ask_servers
+
+    servers = ask_servers(connect(urls or [HERE], api_key))
+    if as_json:
+        print_json(servers.to_json())
+    else:
+        servers.tell(out)
+    if not servers.fine:
         raise typer.Exit(1)
 
 
@@ -123,68 +102,8 @@ def live_set(
     Those that are running or queued keep theirs. The prompt's length may decide, as in the example.
     """
     from sglang_indexcache.library.resolve import Library
+    from sglang_indexcache.serving.operating.show import Rank
 
     [client] = connect([url], api_key, admin_api_key)
-    _print_states(client.switch_pattern(Library.default().to_send(pattern)))
-
-
-def _print_states_as_json(states: Sequence[RankState]) -> bool:
-    """Print what :func:`_print_states` does, as one document."""
-    from sglang_indexcache.serving.operating.skipping import (
-        describe_index_keys,
-        describe_row_shares,
-        judge,
-    )
-
-    verdicts = [judge(state) for state in states]
-    fine = all(verdict.proven is not False for verdict in verdicts)
-    copied = {"mode", "source", "adapter", "policy", "pattern", "requests"}
-    ranks = [
-        {
-            "rank": rank,
-            **state.model_dump(include=copied),
-            "obeyed": verdict.proven,
-            "indexers": verdict.text,
-            "uncounted": verdict.uncounted,
-            "index_k_bytes_per_token": state.index_k_bytes_per_token,
-            "index_k": describe_index_keys(state),
-            "row_split": describe_row_shares(state),
-        }
-        for rank, (state, verdict) in enumerate(zip(states, verdicts, strict=True))
-    ]
-    print_json({"fine": fine, "ranks": ranks})
-    return fine
-
-
-def _print_states(states: Sequence[RankState]) -> bool:
-    """Print each rank's state; return whether none of them fails to skip what it should."""
-    from sglang_indexcache.serving.operating.drawing import to_terminal
-    from sglang_indexcache.serving.operating.skipping import (
-        describe_index_keys,
-        describe_row_shares,
-        judge,
-    )
-
-    def show(line: str, style: str | None = None) -> None:
-        out.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
-
-    verdicts = [judge(state) for state in states]
-    for rank, (state, verdict) in enumerate(zip(states, verdicts, strict=True)):
-        if len(states) > 1:
-            show(f"data-parallel rank {rank}", "bold")
-        show(f"{state.mode} mode, {state.source}", "bold")
-        show(verdict.text, COLOURS[verdict.proven])
-        if verdict.uncounted:
-            show(verdict.uncounted)
-        show(f"index-K: {describe_index_keys(state)}")
-        if row_split := describe_row_shares(state):
-            show(row_split)
-        if state.adapter:
-            show(f"adapter: {state.adapter}")
-        if state.policy != state.pattern:
-            show(f"by prompt length: {state.policy}; below, the layers of the shortest prompts")
-        for pattern, count in sorted(state.requests.items()):
-            show(f"unfinished requests under {pattern}: {count}")
-        show("")
-        out.print(to_terminal(Pattern(state.pattern)))
-    return all(verdict.proven is not False for verdict in verdicts)
+    for state in client.switch_pattern(Library.default().to_send(pattern)):
+        Rank(client.url, state).tell(out)

@@ -218,8 +218,8 @@ def check_answered_under(info: Mapping[str, Any], pattern: str, server: str) -> 
     claim = f"under {reported[0]}" if reported else "without saying under which pattern"
     raise ServerError(
         f"{server} was asked for pattern {pattern} and answered {claim}. Does it run another "
-        "version of sglang-indexcache? Install the same on both sides; `indexcache server doctor "
-        "--url` says what is wrong with its plugin."
+        "version of sglang-indexcache? Install the same on both sides; `indexcache server show` "
+        "says what is wrong with its plugin."
     )
 
 
@@ -265,7 +265,7 @@ def check_obeyed(
             raise ServerError(
                 f"{server} ignores the pattern: asked for {' and '.join(names)}, its layers "
                 f"{', '.join(map(str, wrong))} did not do what that says (indexer runs by layer: "
-                f"{runs}; reuses: {reuses}){hint}. Ask `indexcache server doctor --url` what is "
+                f"{runs}; reuses: {reuses}){hint}. Ask `indexcache server show` what is "
                 "wrong with its plugin."
             )
 

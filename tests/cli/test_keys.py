@@ -35,7 +35,7 @@ def check(server: FakeServer, folder: Path, *command: str | Path) -> list[Path]:
     return files
 
 
-@pytest.mark.parametrize("command", ["show", "doctor", "set FSFS"])
+@pytest.mark.parametrize("command", ["show", "set FSFS"])
 def test_server(tmp_path: Path, command: str) -> None:
     check(FakeServer("FFFF", mode="live", **KEYS), tmp_path, "server", *command.split())
 

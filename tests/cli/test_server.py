@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 from sglang_indexcache.cli import app
 from sglang_indexcache.lab.client.http import Client
 from sglang_indexcache.library.resolve import Library
+from sglang_indexcache.serving.protocol import STATE, RankState
 from tests.fakes import state
 from tests.fakes.server import FakeServer, serving
 
@@ -36,40 +38,54 @@ def test_show_and_set_with_keys(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "2 of 4 layers" in output_of("set", "FSFS", "--url", url)
 
 
-def test_doctor_asks_running_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_show_compares_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     first_server, second_server = FakeServer("FSFS", api_key="k"), FakeServer("FSFS", api_key="k")
     with serving(first_server) as first, serving(second_server) as second:
-        command = ("doctor", "--url", first, "--url", second)
+        command = ("show", "--url", first, "--url", second)
         assert "wants an API key" in output_of(*command, code=1)
-        assert "no problem found" in output_of(*command, "--api-key", "k")
-        assert "leave --tp away" in output_of(*command, "--api-key", "k", "--tp", "8", code=1)
+        assert "problem" not in output_of(*command, "--api-key", "k")
         second_server.pattern = "FSSS"
         assert "they differ in the pattern" in output_of(*command, "--api-key", "k", code=1)
+
+
+def reporting(states: list[RankState]) -> Callable[[Client], dict[str, Any]]:
+    """Return an answer of ``/server_info`` with these states."""
+    reports = [{STATE: state.to_json() | {"rank": rank}} for rank, state in enumerate(states)]
+    return lambda _: {"version": "0.5.23", "internal_states": reports}
 
 
 def test_show_proves_skipping(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = {"indexer_selections": [16, 0], "index_reuses": [0, 16], "forwards": 16}
     states = [state("FS", **counts), state("FS")]
-    monkeypatch.setattr(Client, "states", lambda _: states)
+    monkeypatch.setattr(Client, "server_info", reporting(states))
     output = output_of("show")
     assert "indexer ran 16 of 16 forwards in layer 0, 0 of 16 in layer 1: OK" in output
-    assert "data-parallel rank 1" in output
+    assert "http://127.0.0.1:30000 rank 1" in output
     assert "no forward was counted" in output
     assert "switch" not in output  # in static mode there is none
     states[1] = state("FS", **counts | {"indexer_selections": [16, 16], "index_reuses": [0, 0]})
+    monkeypatch.setattr(Client, "server_info", reporting(states))
     assert "NOT OK, for layer 1" in output_of("show", code=1)
 
 
 def test_show_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = {"indexer_selections": [16, 0], "index_reuses": [0, 16], "forwards": 16}
     states = [state("FS", **counts, requests={"FS": 2}), state("FS")]
-    monkeypatch.setattr(Client, "states", lambda _: states)
+    monkeypatch.setattr(Client, "server_info", reporting(states))
     report = json.loads(output_of("show", "--json"))
-    assert {*report} == {"fine", "ranks"}
+    assert {*report} == {"fine", "problems", "ranks"}
     first, second = report["ranks"]
     assert {*first} == {
         *("rank", "mode", "source", "pattern", "policy", "adapter", "requests", "obeyed"),
-        *("indexers", "uncounted", "index_k", "index_k_bytes_per_token", "row_split"),
+        *(
+            "server",
+            "sglang",
+            "indexers",
+            "uncounted",
+            "index_k",
+            "index_k_bytes_per_token",
+            "row_split",
+        ),
     }
     assert (first["obeyed"], second["obeyed"], report["fine"]) == (True, None, True)
     assert (second["rank"], first["requests"]) == (1, {"FS": 2})
@@ -77,18 +93,17 @@ def test_show_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("source", "indexers", "index_k", "pattern"):
         assert first[name] in output
     states[1] = state("FS", **counts | {"indexer_selections": [16, 16], "index_reuses": [0, 0]})
+    monkeypatch.setattr(Client, "server_info", reporting(states))
     report = json.loads(output_of("show", "--json", code=1))
     assert (report["fine"], report["ranks"][1]["obeyed"]) == (False, False)
 
 
-def test_doctor_of_running_servers_as_json() -> None:
+def test_a_rank_without_the_plugin_is_a_problem() -> None:
     with serving(FakeServer("FSFS", dp=2, plugins=(True, False))) as url:
-        report = json.loads(output_of("doctor", "--json", "--url", url, code=1))
+        report = json.loads(output_of("show", "--json", "--url", url, code=1))
     [problem] = report["problems"]
     assert "its worker did not load the plugin" in problem
-    names = ("name", "serves", "sglang", "version", "mode", "pattern")
-    assert [{*rank} for rank in report["ranks"]] == [{*names}] * 2
-    assert [rank["pattern"] for rank in report["ranks"]] == ["FSFS", None]
+    assert [rank["pattern"] for rank in report["ranks"]] == ["FSFS"]
     assert report["fine"] is False
 
 

@@ -22,7 +22,7 @@ from sglang_indexcache.errors import ServerError
 from sglang_indexcache.lab.client.http import Client
 from sglang_indexcache.lab.client.launch import Server
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.serving.operating.fleet import examine_servers
+from sglang_indexcache.serving.operating.show import ask_servers
 from sglang_indexcache.serving.protocol import check_obeyed
 from tests.e2e.conftest import (
     Serve,
@@ -87,11 +87,11 @@ class TestDpAttention:
         greedy(dp_attention, prompt(20, 701), 4)
         assert sum(state.idle_forwards for state in dp_attention.states()) > 0
 
-    def test_doctor_hears_every_rank(self, dp_attention: Client) -> None:
+    def test_show_hears_every_rank(self, dp_attention: Client) -> None:
         output = io.StringIO()
-        fleet = examine_servers([dp_attention])
-        fleet.tell(Console(file=output, width=200))
-        assert not fleet.problems, output.getvalue()
+        servers = ask_servers([dp_attention])
+        servers.tell(Console(file=output, width=200))
+        assert servers.fine, output.getvalue()
         assert "rank 1" in output.getvalue()
 
     def test_ranks_count_their_own_work(self, dp_attention: Client) -> None:

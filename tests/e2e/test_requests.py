@@ -22,7 +22,7 @@ from openai import BadRequestError, OpenAI
 from sglang_indexcache.errors import ServerError
 from sglang_indexcache.lab.client.http import Client
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.serving.operating.skipping import judge
+from sglang_indexcache.serving.operating.show import judge
 from tests.e2e.conftest import ROUNDING, Serve, decided_prompt, greedy, prompt
 from tests.oracle import Oracle
 

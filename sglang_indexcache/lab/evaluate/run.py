@@ -356,7 +356,7 @@ def check_context(evaluation: Evaluation) -> None:
                 f"the server ignores the pattern, or answers from another arm's cache: behind the "
                 f"last {ENOUGH_ALIKE} contexts of more than {evaluation.selects_all} tokens, "
                 f"{arm.name} has every log-probability of {evaluation.reference.name}, to the last "
-                "digit. Ask `indexcache server doctor --url` what it runs, and start it with "
+                "digit. Ask `indexcache server show` what it runs, and start it with "
                 "--disable-radix-cache to rule the cache out."
             )
 

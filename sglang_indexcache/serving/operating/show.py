@@ -1,0 +1,298 @@
+"""``indexcache server show``: what running servers do, and where they differ.
+
+Whether layers skip what the patterns say is told by comparing what a rank counted with the patterns
+that it served. A layer counts when its Python runs, so a prefill counts and the replay of a decode
+graph does not. All of it is asked over HTTP, so it needs neither torch nor SGLang.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+from rich.console import Console
+
+from sglang_indexcache.errors import ServerError
+from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.serving.operating.drawing import to_terminal
+from sglang_indexcache.serving.plan import BACKEND_NAME, CONFIG_KEY
+from sglang_indexcache.serving.protocol import (
+    OTHERS,
+    STATE,
+    RankState,
+    RunningServer,
+    alike,
+    disobedient,
+)
+
+ALIKE = {
+    "sglang": "SGLang's version. Install the same one everywhere.",
+    "version": "sglang-indexcache's version. Install the same one everywhere.",
+    "architecture": "the model. These servers do not belong together.",
+    "checkpoint_pattern": "the checkpoint's own sharing. These servers do not belong together.",
+    "mode": "the mode. Start all of them with the same --indexcache-mode.",
+    "policy": "the pattern. Start all of them with the same --indexcache-pattern, or in live mode "
+    "give each the same with: indexcache server set. Prefill and decode nodes that differ exchange "
+    "a KV cache that is wrong for one of them.",
+    "adapter_digest": "the adapter. Start all of them with the same --indexcache-adapter.",
+}
+"""What every rank must say alike, and what it is that differs if they do not."""
+
+_COLOURS = {True: "green", False: "red", None: "yellow"}
+"""Colours of a line that says whether layers skip; None: nobody knows yet."""
+
+_MOST_RANGES = 6
+"""More ranges of layers than these are given as a count."""
+
+
+@dataclass(frozen=True)
+class Rank:
+    """Report of one data-parallel rank, for the tensor-parallel ranks and stages behind it too.
+
+    Attributes:
+        name: its server's URL, and its number where there are several.
+        sglang: SGLang's version; "" where nobody asked.
+    """
+
+    name: str
+    state: RankState
+    sglang: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what it does, by names that stay."""
+        state, verdict = self.state, judge(self.state)
+        copied = {"rank", "mode", "source", "adapter", "policy", "pattern", "requests"}
+        return {
+            "server": self.name,
+            "sglang": self.sglang,
+            **state.model_dump(include=copied),
+            "obeyed": verdict.proven,
+            "indexers": verdict.text,
+            "uncounted": verdict.uncounted,
+            "index_k_bytes_per_token": state.index_k_bytes_per_token,
+            "index_k": describe_index_keys(state),
+            "row_split": describe_row_shares(state),
+        }
+
+    def tell(self, console: Console) -> None:
+        """Print what it does, its layers last."""
+        state, verdict = self.state, judge(self.state)
+        _say(console, f"{state.mode} mode, {state.source}", "bold")
+        _say(console, verdict.text, _COLOURS[verdict.proven])
+        if verdict.uncounted:
+            _say(console, verdict.uncounted)
+        _say(console, f"index-K: {describe_index_keys(state)}")
+        if row_split := describe_row_shares(state):
+            _say(console, row_split)
+        if state.adapter:
+            _say(console, f"adapter: {state.adapter}")
+        if state.policy != state.pattern:
+            shortest = "below, the layers of the shortest prompts"
+            _say(console, f"by prompt length: {state.policy}; {shortest}")
+        for pattern, count in sorted(state.requests.items()):
+            _say(console, f"unfinished requests under {pattern}: {count}")
+        _say(console, "")
+        console.print(to_terminal(Pattern(state.pattern)))
+
+
+@dataclass
+class RunningServers:
+    """RunningServers that run, and what is wrong with them or where they differ."""
+
+    ranks: list[Rank] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def fine(self) -> bool:
+        """Whether no problem was found, and no layer that did what its pattern does not say."""
+        disobeyed = any(judge(rank.state).proven is False for rank in self.ranks)
+        return not (self.problems or disobeyed)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all of it, by names that stay."""
+        ranks = [rank.to_json() for rank in self.ranks]
+        return {"fine": self.fine, "problems": self.problems, "ranks": ranks}
+
+    def tell(self, console: Console) -> None:
+        """Print it, the problems last."""
+        for rank in self.ranks:
+            if len(self.ranks) + len(self.problems) > 1:
+                _say(console, rank.name, "bold")
+            rank.tell(console)
+        for problem in self.problems:
+            _say(console, f"problem: {problem}", "red")
+
+
+def _say(console: Console, line: str, style: str | None = None) -> None:
+    console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+def ask_servers(clients: Sequence[RunningServer]) -> RunningServers:
+    """Ask servers what they do, and whether all their ranks run the same plan."""
+    servers = RunningServers()
+    for client in clients:
+        try:
+            _ask(client, servers)
+        except ServerError as error:
+            servers.problems.append(str(error))
+    servers.problems += _differences(servers.ranks)
+    return servers
+
+
+def _ask(client: RunningServer, servers: RunningServers) -> None:
+    info = client.server_info()
+    launched = CONFIG_KEY in json.loads(info.get("json_model_override_args") or "{}")
+    reports = [state.get(STATE) or {} for state in info["internal_states"]]
+    # They answer in the order in which they come; those that do not say their number have the rest.
+    rest = iter({*range(len(reports))} - {report.get("rank") for report in reports})
+    numbered = [(report["rank"] if "rank" in report else next(rest), report) for report in reports]
+    for number, report in sorted(numbered, key=lambda rank: rank[0]):
+        name = f"{client.url} rank {number}" if len(reports) > 1 else client.url
+        if not report:
+            servers.problems.append(_missing(name, launched=launched))
+            continue
+        try:
+            state = RankState.from_json(report, name)
+        except ServerError as error:
+            servers.problems.append(str(error))
+        else:
+            servers.ranks.append(Rank(name, state, info["version"]))
+
+
+def _missing(name: str, *, launched: bool) -> str:
+    """Say why a rank reports nothing, whose launcher had the plugin and wanted IndexCache."""
+    if not launched:
+        return f"{name} does not run IndexCache. Start it with --attention-backend {BACKEND_NAME}"
+    return (
+        f"{name} was started with IndexCache, but its worker did not load the plugin: in live "
+        "mode every layer runs its indexer there. The worker's log says why; look for an error at "
+        "its start, SGLANG_PLUGINS, or another Python environment on its node"
+    )
+
+
+def _differences(ranks: Sequence[Rank]) -> list[str]:
+    """Return a sentence for each of :data:`ALIKE` that is not the same everywhere."""
+    facts = {
+        rank.name: {"sglang": rank.sglang, **rank.state.model_dump(include=set(ALIKE))}
+        for rank in ranks
+    }
+    differing = alike(facts)
+    sentences = []
+    for fact in [fact for fact in ALIKE if fact in differing]:
+        values = differing[fact].items()
+        who = "; ".join(f"{value} on {', '.join(where)}" for value, where in values)
+        sentences.append(f"they differ in {ALIKE[fact]} ({who})")
+    return sentences
+
+
+@dataclass(frozen=True)
+class SkipVerdict:
+    """Proof from a rank's counters, and what it cannot see.
+
+    Attributes:
+        proven: whether every layer did as its patterns say; None while nothing was counted, or the
+            rank does not name every pattern that it served.
+        text: the verdict, in a sentence.
+        uncounted: forwards or layers that the counters do not see; empty if they see all.
+    """
+
+    proven: bool | None
+    text: str
+    uncounted: str = ""
+
+
+def judge(state: RankState) -> SkipVerdict:
+    """Judge whether a rank's layers did what the patterns that it served say."""
+    runs, reuses, layers = state.indexer_selections, state.index_reuses, state.counted_layers
+    counted = max((runs[layer] + reuses[layer] for layer in layers), default=0)
+    if not counted:
+        return SkipVerdict(None, "not known yet, for no forward was counted. Send a request.")
+    if state.mode == "live" and (not state.rows or OTHERS in state.rows):
+        return SkipVerdict(
+            None, "not known, for the rank does not name every pattern that it served"
+        )
+    wrong = disobedient(_full_layers(state), runs, reuses, layers)
+    kinds = sorted({runs[layer] for layer in layers}, reverse=True)
+    shares = [
+        f"{kind:,} of {counted:,} {'forwards ' if kind == kinds[0] else ''}in "
+        f"{_layers(layer for layer in layers if runs[layer] == kind)}"
+        for kind in kinds
+    ]
+    text = f"indexer ran {', '.join(shares)}: "
+    if wrong:
+        text += f"NOT OK, for {_layers(wrong)} did not do what the pattern says"
+    else:
+        text += "OK"
+    if state.mode == "live":
+        text += " (since the server started, under every pattern that it had)"
+    return SkipVerdict(not wrong, text, _uncounted(state, counted))
+
+
+def describe_index_keys(state: RankState) -> str:
+    """Say the index-K bytes of a token beside those of plain DSA, which stores every indexer's.
+
+    In live mode the two are the same: every layer stores its keys.
+    """
+    pattern, plain = Pattern(state.pattern), Pattern(state.checkpoint_pattern)
+    if state.mode == "live":
+        pattern = plain
+    here = state.counted_layers
+    layers, all_layers = (sum(map(each.is_full, here)) for each in (pattern, plain))
+    stored = state.index_k_bytes_per_token
+    text = f"{stored:,} bytes per token"
+    if layers:
+        text += f"; plain DSA: {stored * all_layers // layers:,}"
+    return text + (" (in the layers of one pipeline stage)" if len(here) < len(plain) else "")
+
+
+def describe_row_shares(state: RankState) -> str:
+    """Say which share of the rows this rank's indexers scored; "" where ranks do not split rows."""
+    if not state.scored_rows:
+        return ""
+    ranks = len(state.scored_rows)
+    if not state.selected_rows:
+        return f"row split over {ranks} ranks: no prefill was scored yet"
+    shares = ", ".join(f"{rows / state.selected_rows:.0%}" for rows in state.scored_rows)
+    return f"row split over {ranks} ranks: their indexers scored {shares} of the prefills' rows"
+
+
+def _full_layers(state: RankState) -> set[int]:
+    """Find the layers that are F in any pattern that was served; static mode has but one."""
+    every = state.rows or {state.pattern}
+    return {layer for pattern in every for layer in Pattern(pattern).full_layers}
+
+
+def _uncounted(state: RankState, counted: int) -> str:
+    if len(state.counted_layers) < len(Pattern(state.pattern)):
+        return "the other layers are in pipeline stages that do not report"
+    if missing := max(0, state.forwards - counted):
+        replayed = min(missing, sum(state.graph_replays.values()))
+        why = {
+            "replayed CUDA graphs": replayed,
+            "attended densely, as short prompts do on GPUs": missing - replayed,
+        }
+        text = " and ".join(f"{times:,} {what}" for what, times in why.items() if times)
+        return f"of {state.forwards:,} forwards {text}, in which layers cannot be counted"
+    if counted > state.forwards:
+        return (
+            "more than the forwards were counted: captures of prefill graphs and the halves of an "
+            "overlapped batch count too"
+        )
+    return ""
+
+
+def _layers(layers: Iterable[int]) -> str:
+    """Say ``layers 0-2 and 5``, or a count where there are many pieces."""
+    numbers: Sequence[int] = sorted(layers)
+    pieces = [
+        [number for _, number in run]
+        for _, run in groupby(enumerate(numbers), key=lambda placed: placed[1] - placed[0])
+    ]
+    if len(pieces) > _MOST_RANGES:
+        return f"{len(numbers)} layers"
+    ranges = [f"{piece[0]}-{piece[-1]}" if len(piece) > 1 else str(piece[0]) for piece in pieces]
+    text = " and ".join([", ".join(ranges[:-1]), ranges[-1]] if len(ranges) > 1 else ranges)
+    return f"layer {text}" if len(numbers) == 1 else f"layers {text}"
