@@ -41,6 +41,11 @@ CAUGHT = {
     "drops_a_part": Caught("row split", OTHER_ANSWERS),
     "joins_parts_in_another_order": Caught("row split", "entries behind the length of a list"),
     "does_not_shift_keys": Caught("row split", "Connection closed by peer"),  # the other rank ended
+    "hands_a_half_the_first_rows": Caught("two-batch overlap", OTHER_ANSWERS),
+    "gives_a_half_the_first_patterns": Caught("two-batch overlap", OTHER_ANSWERS),
+    "gives_attention_the_padding": Caught("attention tensor parallelism", "?"),
+    "takes_a_selection_for_all_rows": Caught("attention tensor parallelism", OTHER_ANSWERS),
+    "reads_where_nothing_was_selected": Caught("attention tensor parallelism", "but the buffer"),
 }
 
 

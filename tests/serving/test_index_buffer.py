@@ -168,7 +168,7 @@ def test_a_part_of_a_mixed_batch_inherits_its_rows() -> None:
 
 
 def test_attention_reads_the_rows_that_it_has() -> None:
-    """SGLang pads a forward's rows and hands attention those in http_checks."""
+    """SGLang pads a forward's rows and hands attention those in front."""
     buffer = IndexBuffer(process("FSFS"))
     buffer.begin(RowPatterns.of([Pattern("FSFS"), Pattern("FFSS")], [2, 1], torch.empty(8)))
     for layer in range(3):

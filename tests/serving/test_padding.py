@@ -1,7 +1,7 @@
 """Rows that SGLang pads for its collectives: its own RadixAttention around our real backends.
 
 Under dp_attention with tensor parallelism inside attention, or an all-to-all backend, a prefill's
-rows are padded to a multiple. Indexers see all of them, attention those in http_checks.
+rows are padded to a multiple. Indexers see all of them, attention those in front.
 """
 
 from __future__ import annotations

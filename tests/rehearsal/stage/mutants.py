@@ -163,3 +163,63 @@ def does_not_shift_keys() -> None:
         return replace(cut(whole, share), indexer_k_start_end=places)
 
     row_split._cut = mutant
+
+
+@_mutant
+def hands_a_half_the_first_rows() -> None:
+    """Each half of an overlapped batch takes the whole batch's first rows."""
+    from sglang_indexcache.serving.index_buffer import IndexBuffer
+
+    inherit = IndexBuffer.inherit
+
+    def mutant(self: IndexBuffer, layer: int, whole: IndexBuffer, rows: Any, *args: Any) -> None:
+        start, stop = rows
+        inherit(self, layer, whole, (0, stop - start), *args)
+
+    IndexBuffer.inherit = mutant  # type: ignore[method-assign]
+
+
+@_mutant
+def gives_a_half_the_first_patterns() -> None:
+    """Each half of an overlapped batch has the patterns of the whole batch's first rows."""
+    from sglang_indexcache.serving.rows import RowPatterns
+
+    cut = RowPatterns.cut
+
+    def mutant(self: RowPatterns, start: int, stop: int, count: int) -> RowPatterns:
+        return cut(self, 0, stop - start, count)
+
+    RowPatterns.cut = mutant  # type: ignore[method-assign]
+
+
+@_mutant
+def gives_attention_the_padding() -> None:
+    """What an indexer selected for rows of padding reaches attention, which has none of them."""
+    from sglang_indexcache.serving.index_buffer import IndexBuffer
+
+    IndexBuffer.read = lambda self, layer, _rows: self.shared(layer)  # type: ignore[method-assign]
+
+
+@_mutant
+def takes_a_selection_for_all_rows() -> None:
+    """A layer that is F for some rows gives its selection to those for which it is S, too."""
+    from sglang_indexcache.serving.index_buffer import IndexBuffer
+
+    IndexBuffer._merged = lambda *args: args[-1]  # type: ignore[method-assign]
+
+
+@_mutant
+def reads_where_nothing_was_selected() -> None:
+    """A short prompt's dense attention, for which no indexer runs, asks for indices."""
+    from sglang_indexcache.serving.cuda.backend import IndexCacheBackend
+
+    forward_extend = IndexCacheBackend.forward_extend
+
+    def mutant(
+        self: Any, q: Any, k: Any, v: Any, layer: Any, batch: Any, *a: Any, **kw: Any
+    ) -> Any:
+        if self.use_mha:
+            self._indices(layer.layer_id, batch, kw.get("topk_indices"), q.shape[0])
+        return forward_extend(self, q, k, v, layer, batch, *a, **kw)
+
+    IndexCacheBackend.forward_extend = mutant  # type: ignore[method-assign]
