@@ -28,6 +28,9 @@ HERE = "http://127.0.0.1:30000"
 # fmt: off
 Url = Annotated[str, Option("--url", metavar="URL", rich_help_panel=SERVERS, help=
     "Base URL of the server.")]
+Device = Annotated[str | None, Option("--device", metavar="NAME", help=
+    "What to check for: cpu, h100, h200, b200, or cuda for the GPU of this machine. The default "
+    "is this machine's GPU, and h200 without one.")]
 Every = Annotated[float, Option("--every", min=0.1, metavar="SECONDS", help=
     "Look again after so many seconds.")]
 NewPattern = Annotated[str, Argument(metavar="PATTERN", help="As --indexcache-pattern takes it.")]
@@ -40,15 +43,15 @@ NewPattern = Annotated[str, Argument(metavar="PATTERN", help="As --indexcache-pa
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
     epilog="Example: indexcache server doctor --model-path MODEL --tp 8 --indexcache-pattern 1/4",
 )
-def doctor_command(context: typer.Context, as_json: Json = False) -> None:
-    """Say what a server with these flags would do on this machine, without loading weights.
+def doctor_command(context: typer.Context, device: Device = None, as_json: Json = False) -> None:
+    """Say what a server with these flags would do, without loading weights or needing a GPU.
 
     It takes every flag of `sglang serve`. What servers that run do, `indexcache server show` says.
     """
     from sglang_indexcache.serving.operating.doctor import examine
 
     with redirect_stdout(sys.stderr) if as_json else nullcontext():
-        examination = examine(context.args)
+        examination = examine(context.args, device)
     if as_json:
         print_json(examination.to_json())
     else:

@@ -47,12 +47,12 @@ def fresh(tmp_path: Path) -> Path:
 
 
 def test_doctor_makes_a_fresh_checkpoint_start(fresh: Path, serve: Serve) -> None:
-    before = doctor("--model-path", str(fresh))
+    before = doctor("--model-path", str(fresh), "--device", "cpu")
     assert before.returncode == 1, before.stdout + before.stderr
     lines = before.stdout.partition("Add to its config.json: ")[2].partition("; or start")[0]
     path = fresh / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | json.loads(f"{{{lines}}}")))
-    after = doctor("--model-path", str(fresh))
+    after = doctor("--model-path", str(fresh), "--device", "cpu")
     assert "no problem found" in after.stdout, after.stdout + after.stderr
 
     keys = ("--api-key", KEY, "--admin-api-key", ADMIN_KEY)

@@ -354,7 +354,7 @@ def test_bad_combination(model: Callable[..., Path], arguments: list[str], messa
 
 
 def test_wide_index_keys_have_no_fp8_pages(model: Callable[..., Path]) -> None:
-    """They have none on the CPU platform; a GPU has no other pages (``test_doctor_on_gpus.py``)."""
+    """They have none on the CPU platform; a GPU has no other pages (``test_gpu_stand_in.py``)."""
     folder = model(index_head_dim=192, qk_rope_head_dim=192)
     for mode in ("static", "live"):
         for dtype in ("auto", "bfloat16", "float32"):

@@ -1,7 +1,7 @@
 """``indexcache server doctor``: what a server would do.
 
-It runs the very resolution that the server runs, on the machine where it would run, without loading
-weights.
+It runs the very resolution that the server runs, without loading weights, and on a machine without
+a GPU it lets SGLang believe in one.
 """
 
 from __future__ import annotations
@@ -41,6 +41,9 @@ from sglang_indexcache.serving.refusals import (
     describe_row_split,
 )
 from sglang_indexcache.serving.resolve import read_overrides
+
+USUAL_CARD = "h200"
+"""What a machine without a GPU checks for."""
 
 EVIDENCE = (
     f"({TESTED}: the tests serve it on the CPU platform and compare with transformers; "
@@ -105,10 +108,13 @@ class Examination:
         console.print()
 
 
-def examine(arguments: Sequence[str]) -> Examination:
-    """Find out whether a server with these flags of ``sglang serve`` would start, and what it does.
+def examine(arguments: Sequence[str], device: str | None = None) -> Examination:
+    """Find out whether a server with these flags would start, and what it would do.
 
-    It is about this machine: on one without a GPU, about the CPU platform.
+    Args:
+        arguments: flags of ``sglang serve``.
+        device: "cpu", "cuda" or a name of :data:`CARDS`; by default this machine's GPU, and
+            without one :data:`USUAL_CARD`.
     """
     server_args, examination = None, Examination()
     try:
@@ -120,8 +126,8 @@ def examine(arguments: Sequence[str]) -> Examination:
         EngineSource.installed()
         print("asking SGLang, which takes a while to load ...", file=sys.stderr, flush=True)
         _look_for_model(arguments)
-        examination.checked_for = _this_machine()
-        server_args, problems, examination.notes = _resolve(arguments)
+        examination.checked_for = _choose_device(device)
+        server_args, problems, examination.notes = _resolve(arguments, device)
     except IndexCacheError as error:
         problems = [error]
     examination.problems = [str(problem) for problem in problems]
@@ -180,17 +186,30 @@ def _has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def _this_machine() -> str:
-    """Say what a server here would run on."""
+def _choose_device(device: str | None) -> str:
+    """Make SGLang see the device to check for, before it is imported; what to call it."""
     import torch
 
-    if _has_gpu():
+    from sglang_indexcache.serving.operating.gpu_stand_in import CARDS, GPUS, stand_in
+
+    names = ("cpu", "cuda", *CARDS)
+    if device not in (None, *names):
+        raise SettingsError(f"--device may be {', '.join(names)}, got {device!r}")
+    if device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # as a server on the CPU needs it, too
+        return "the CPU reference platform"
+    has_gpu = _has_gpu()
+    if device not in CARDS and has_gpu:
         return f"this machine's {torch.cuda.get_device_name()}"
-    return "the CPU reference platform, as this machine has no GPU"
+    card = CARDS[device if device in CARDS else USUAL_CARD]
+    stand_in(card)
+    devices = ", ".join(name for name in names if name != "cuda" and CARDS.get(name) is not card)
+    missing = "" if has_gpu else "this machine has no GPU; "
+    return f"a node of {GPUS} {card.name} ({missing}--device may also be {devices})"
 
 
 def _resolve(
-    arguments: Sequence[str],
+    arguments: Sequence[str], device: str | None
 ) -> tuple[Any, list[IndexCacheError], list[str]]:
     """Parse and resolve like the server, without its log lines and warnings.
 
@@ -198,6 +217,8 @@ def _resolve(
     problems that a server would end with; and notes on what was examined in their place.
     """
     arguments = [*arguments, "--log-level", "critical"]
+    if device == "cpu":
+        arguments += ["--device", "cpu"]
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     printed, server_args = io.StringIO(), None
@@ -216,7 +237,7 @@ def _resolve(
             with redirect_stderr(printed):
                 server_args = prepare_server_args(arguments)
                 if added := _flags_to_ask(server_args):
-                    notes += _note_on_added(server_args)
+                    notes += _note_on_added(server_args, device)
                     server_args = prepare_server_args([*arguments, *added])
             setattr(server_args, FOUND, problems)
             server_args.resolve_once()
@@ -241,10 +262,10 @@ def _flags_to_ask(server_args: Any) -> list[str]:
     return [word for name in names for word in (f"--{name.replace('_', '-')}", BACKEND_NAME)]
 
 
-def _note_on_added(server_args: Any) -> list[str]:
+def _note_on_added(server_args: Any, device: str | None) -> list[str]:
     """Say that a server with the flags as they are would be plain SGLang, where that is so."""
     given = [value for name in BACKEND_FIELDS if (value := getattr(server_args, name))]
-    if not (_has_gpu() or given):  # nothing but this plugin serves DSA models on a CPU
+    if device == "cpu" and not given:  # nothing but this plugin serves DSA models there
         return []
     change = f"in the place of {' and '.join(dict.fromkeys(given))}" if given else "added"
     return [

@@ -46,7 +46,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def examine(*arguments: object) -> tuple[bool, str]:
     output, words = io.StringIO(), [str(argument) for argument in arguments]
-    examination = doctor.examine(words)
+    examination = doctor.examine(words, "cpu")
     examination.tell(Console(file=output, width=200))
     return not examination.problems, output.getvalue()
 
@@ -64,14 +64,11 @@ def test_findings_come_first_and_the_layers_last(folder: Path) -> None:
     ):
         assert text in output
     lines = [line.rstrip() for line in output.splitlines() if line.strip()]
-    assert lines[:2] == [
-        "checked for: the CPU reference platform, as this machine has no GPU",
-        "no problem found",
-    ]
+    assert lines[:2] == ["checked for: the CPU reference platform", "no problem found"]
 
 
 def test_wider_index_keys_are_served_here_and_no_gpu_memory_is_told(folder: Path) -> None:
-    """The advice of a node with GPUs is in ``test_doctor_on_gpus.py``."""
+    """The advice of a node with GPUs is in ``test_gpu_stand_in.py``."""
     (folder / "config.json").write_text(json.dumps({**CONFIG, "index_head_dim": 192}))
     fine, text = examine("--model-path", folder, "--indexcache-pattern", "1/4")
     assert fine, text
@@ -158,7 +155,7 @@ def test_a_path_that_is_not_there_is_told_before_sglang_asks_the_hub(name: str) 
 def test_a_name_of_the_hub_is_told_to_be_no_folder(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def resolve(arguments: Sequence[str]) -> None:
+    def resolve(arguments: Sequence[str], device: str | None) -> None:
         raise SettingsError(f"asked after: {capsys.readouterr().err}")
 
     monkeypatch.setattr(doctor, "_resolve", resolve)
@@ -198,6 +195,11 @@ def test_without_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "SGLang is not installed. Install it: pip" in examine("--model-path", "m")[1]
 
 
+def test_an_unknown_device() -> None:
+    [problem] = doctor.examine(["--model-path", "m"], "tpu").problems
+    assert "--device may be cpu, cuda, h100, h200, b200, got 'tpu'" in problem
+
+
 def test_a_problem_is_printed_as_it_is() -> None:
     """Brackets are no markup."""
     output = io.StringIO()
@@ -206,20 +208,20 @@ def test_a_problem_is_printed_as_it_is() -> None:
 
 
 def test_json_has_what_is_printed_and_nothing_else_is_on_stdout(folder: Path) -> None:
-    arguments = ("--model-path", str(folder), "--indexcache-pattern")
+    arguments = ("--device", "cpu", "--model-path", str(folder), "--indexcache-pattern")
     result = CliRunner().invoke(app, ["server", "doctor", "--json", *arguments, "1/4"])
     answer = json.loads(result.stdout)
     assert result.exit_code == 0
     server = answer.pop("server")
     assert answer.pop("pattern") == str(Library.default().get("glm-5-1of4").pattern)
-    checked_for = "the CPU reference platform, as this machine has no GPU"
+    checked_for = "the CPU reference platform"
     assert answer == {
         "fine": True, "checked_for": checked_for, "problems": [], "notes": [], "advice": "",
     }  # fmt: skip
     assert {*server} == {
         *("model", "indexers", "checkpoint", "pattern", "mode", "quality", "index_k_saved", "uses")
     }
-    _, output = examine(*arguments, "1/4")
+    _, output = examine(*arguments[2:], "1/4")
     for value in server.values():
         for line in [value] if isinstance(value, str) else value:
             assert line[:60] in output
@@ -235,7 +237,7 @@ def test_it_says_at_once_that_it_is_at_work(
 ) -> None:
     """It says so before SGLang is imported, which takes long, and not among its findings."""
 
-    def resolve(arguments: Sequence[str]) -> None:
+    def resolve(arguments: Sequence[str], device: str | None) -> None:
         raise SettingsError(f"asked after: {capsys.readouterr().err}")
 
     monkeypatch.setattr(doctor, "_resolve", resolve)
