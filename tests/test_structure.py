@@ -125,7 +125,7 @@ RULES = {
     "lab.data.rows": ("read_rows",),
     "lab.stats.bounds": ("half_width", "student_quantile"),
     "lab.runs.cost": ("confirm", "print_plan"),
-    "lab.runs.journal": ("check_same", "claim", "differences"),
+    "lab.runs.identity": ("check_same", "claim", "differences"),
     "lab.runs.provenance": ("busy_cores", "machine", "versions"),
     "library.digest": ("checkpoint_digest",),
     "library.writing": ("check_writable", "write_whole"),

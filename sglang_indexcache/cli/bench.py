@@ -83,8 +83,8 @@ def latency_command(
     from sglang_indexcache.lab.latency import measure, tables
     from sglang_indexcache.lab.latency.results import configurations
     from sglang_indexcache.lab.latency.servers import TIMEOUT, open_servers
-    from sglang_indexcache.lab.runs.journal import resumable
     from sglang_indexcache.lab.runs.plots import check_installed
+    from sglang_indexcache.lab.runs.progress import resumable
     from sglang_indexcache.library.lengths import parse_length
 
     target = measure.read_target(model)

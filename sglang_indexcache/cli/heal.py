@@ -104,7 +104,7 @@ def run(
     Several processes: accelerate launch --num_processes N -m sglang_indexcache.cli heal run ...
     """
     from sglang_indexcache.lab.heal.heal import HealOptions, heal
-    from sglang_indexcache.lab.runs.journal import resumable
+    from sglang_indexcache.lab.runs.progress import resumable
     from sglang_indexcache.library.lengths import parse_length
 
     folder = checkpoint or model

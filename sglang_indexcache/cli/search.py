@@ -251,7 +251,7 @@ def overlap_command(
 
     from sglang_indexcache.checkpoint import fp8_blocks
     from sglang_indexcache.lab.runs.cost import print_plan
-    from sglang_indexcache.lab.runs.journal import progress_at_most
+    from sglang_indexcache.lab.runs.progress import progress_at_most
     from sglang_indexcache.lab.search.calibration import Score
     from sglang_indexcache.lab.search.overlap import (
         CopyCounter,

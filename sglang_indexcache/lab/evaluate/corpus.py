@@ -42,7 +42,7 @@ from sglang_indexcache.lab.evaluate.tasks.files import (
     tokenized,
 )
 from sglang_indexcache.lab.evaluate.tasks.words import haystack
-from sglang_indexcache.lab.runs.journal import progress_at_most
+from sglang_indexcache.lab.runs.progress import progress_at_most
 from sglang_indexcache.library.lengths import counted
 
 SKIP, MOST_SKIPPED = 1_000_000, 4

@@ -35,7 +35,7 @@ from sglang_indexcache.lab.evaluate.plan import (
 from sglang_indexcache.lab.evaluate.tasks.context import Context
 from sglang_indexcache.lab.evaluate.verdict import DECIDED, Kind, Look, verdicts_of
 from sglang_indexcache.lab.runs.cost import Cost, Rate, confirm, print_plan
-from sglang_indexcache.lab.runs.journal import progress_at_most, resumable, resuming
+from sglang_indexcache.lab.runs.progress import progress_at_most, resumable, resuming
 from sglang_indexcache.lab.runs.provenance import commit, versions
 from sglang_indexcache.lab.stats.bounds import Estimate
 from sglang_indexcache.lab.stats.pairs import Cell

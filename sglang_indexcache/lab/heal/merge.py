@@ -13,7 +13,7 @@ from safetensors import safe_open
 
 from sglang_indexcache.checkpoint import SHARING_KEYS, read_config
 from sglang_indexcache.errors import TrainingError
-from sglang_indexcache.lab.runs.journal import locked
+from sglang_indexcache.lab.runs.identity import locked
 from sglang_indexcache.library.writing import replacing, write_whole, writing
 from sglang_indexcache.serving.adapters.folder import Adapter, indexer_layer
 from sglang_indexcache.serving.adapters.weights import check_form, like_stored, write_tensors

@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 
 from sglang_indexcache.errors import TrainingError
-from sglang_indexcache.lab.runs.journal import claim, locked
+from sglang_indexcache.lab.runs.identity import claim, locked
 from sglang_indexcache.library.writing import check_writable, replacing, write_whole, writing
 from sglang_indexcache.serving.adapters.folder import ADAPTER_FILE, Adapter
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sglang_indexcache.lab.runs.cost import Cost, Rate, print_plan
-from sglang_indexcache.lab.runs.journal import progress_at_most, resumable, resuming
+from sglang_indexcache.lab.runs.progress import progress_at_most, resumable, resuming
 from sglang_indexcache.lab.search.difference import unseen_in_words
 from sglang_indexcache.lab.search.evaluators import Evaluator
 from sglang_indexcache.lab.search.ledger import Ledger, Step, open_journal

@@ -11,7 +11,7 @@ from sglang_indexcache.checkpoint import Checkpoint, reading
 from sglang_indexcache.errors import SearchError
 from sglang_indexcache.lab.data.documents import MACHINE
 from sglang_indexcache.lab.data.marking import Marker
-from sglang_indexcache.lab.runs.journal import GIVEN
+from sglang_indexcache.lab.runs.identity import GIVEN
 from sglang_indexcache.lab.search.calibration import Calibration, Score, prepare
 from sglang_indexcache.lab.search.evaluators import Evaluator
 from sglang_indexcache.library.digest import checkpoint_digest

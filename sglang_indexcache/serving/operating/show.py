@@ -99,8 +99,8 @@ class Rank:
 
 
 @dataclass
-class RunningServers:
-    """RunningServers that run, and what is wrong with them or where they differ."""
+class Survey:
+    """Survey that run, and what is wrong with them or where they differ."""
 
     ranks: list[Rank] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -130,9 +130,9 @@ def _say(console: Console, line: str, style: str | None = None) -> None:
     console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
-def ask_servers(clients: Sequence[RunningServer]) -> RunningServers:
+def ask_servers(clients: Sequence[RunningServer]) -> Survey:
     """Ask servers what they do, and whether all their ranks run the same plan."""
-    servers = RunningServers()
+    servers = Survey()
     for client in clients:
         try:
             _ask(client, servers)
@@ -142,7 +142,7 @@ def ask_servers(clients: Sequence[RunningServer]) -> RunningServers:
     return servers
 
 
-def _ask(client: RunningServer, servers: RunningServers) -> None:
+def _ask(client: RunningServer, servers: Survey) -> None:
     info = client.server_info()
     launched = CONFIG_KEY in json.loads(info.get("json_model_override_args") or "{}")
     reports = [state.get(STATE) or {} for state in info["internal_states"]]

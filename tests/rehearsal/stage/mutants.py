@@ -194,7 +194,7 @@ def gives_a_half_the_first_patterns() -> None:
 
 @_mutant
 def gives_attention_the_padding() -> None:
-    """What an indexer selected for rows of padding reaches attention, which has none of them."""
+    """Attention is given lists of rows of padding, which it does not have."""
     from sglang_indexcache.serving.index_buffer import IndexBuffer
 
     IndexBuffer.read = lambda self, layer, _rows: self.shared(layer)  # type: ignore[method-assign]

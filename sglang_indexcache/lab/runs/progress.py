@@ -1,0 +1,103 @@
+"""A long run as its user sees it: a progress bar, and an end at any time that loses nothing."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TaskID,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
+
+from sglang_indexcache.lab.runs.cost import time_in_words
+
+LINE_EVERY = 30.0
+"""Seconds between two lines of progress where there is no terminal."""
+SPEED_OVER = 600.0
+"""Seconds of work that the time left is reckoned from: one long context takes a minute."""
+
+
+@contextmanager
+def resumable(console: Console, output: Path, what: str = "what was done") -> Iterator[None]:
+    """Let Ctrl-C or SIGTERM end the block, and say that the same command continues it.
+
+    A batch system ends a job with SIGTERM: the same as Ctrl-C here. ``what`` is in the folder then.
+
+    Raises:
+        KeyboardInterrupt: the run was interrupted.
+    """
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    except KeyboardInterrupt:
+        console.print(
+            f"interrupted: {what} is in {output}; the same command continues", highlight=False
+        )
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def resuming(console: Console, count: int, things: str, path: Path) -> None:
+    """Say how much of the run is in ``path`` already; nothing where that is none."""
+    if count:
+        console.print(f"resuming: {count:,} {things} in {path}", highlight=False)
+
+
+class _LinesWithoutTerminal(Progress):
+    """A bar that, in a file or a pod's log, is a line now and then: there nobody sees it drawn."""
+
+    _next: float | None = None
+
+    def update(self, task_id: TaskID, *args: Any, **changes: Any) -> None:
+        """Do as Progress does, and tell."""
+        super().update(task_id, *args, **changes)
+        self._tell(task_id)
+
+    def advance(self, task_id: TaskID, advance: float = 1) -> None:
+        """Do as Progress does, and tell."""
+        super().advance(task_id, advance)
+        self._tell(task_id)
+
+    def _tell(self, number: TaskID) -> None:
+        if self.console.is_terminal or self.console.is_jupyter:
+            return
+        now, due = time.monotonic(), self._next
+        if due is not None and now < due:
+            return
+        self._next = now + LINE_EVERY
+        if due is None:  # it has only begun
+            return
+        task = next(task for task in self.tasks if task.id == number)
+        seconds = task.time_remaining
+        remaining = "" if seconds is None else f", {time_in_words(seconds / 3600)} left at most"
+        self.console.print(
+            f"{task.description}: {task.percentage:.0f} %{remaining}", highlight=False, markup=False
+        )
+
+
+def progress_at_most(console: Console) -> Progress:
+    """Make a bar with the most time that may be left: work may end earlier. It goes when done.
+
+    Without a terminal it is a line now and then.
+    """
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TextColumn("left at most"),
+        TimeRemainingColumn(),
+    )
+    return _LinesWithoutTerminal(
+        *columns, console=console, transient=True, speed_estimate_period=SPEED_OVER
+    )
