@@ -169,12 +169,7 @@ def indexer_tensors(work: Workload, device: torch.device) -> IndexerTensors:
     per_request = -(-work.context // PAGE_TOKENS)
     count = requests * per_request
     pages = torch.empty(count, PAGE_BYTES, dtype=torch.uint8, device=device)
-    for low in range(0, count, 4096):
-        part = pages[low : low + 4096]
-        drawn = torch.randn(len(part), PAGE_TOKENS, INDEX_DIM, device=device)
-        values, scales = quantize_e4m3(drawn)
-        part[:, : PAGE_TOKENS * INDEX_DIM] = values.view(torch.uint8).flatten(1)
-        part[:, PAGE_TOKENS * INDEX_DIM :] = scales.view(torch.uint8)
+    fill_index_pages(pages, device)
     table = torch.randperm(count, device=device).view(requests, per_request).to(torch.int32)
     queries = torch.randn(work.rows, work.heads, INDEX_DIM, device=device)
     weights = torch.randn(work.rows, work.heads, device=device)
@@ -198,6 +193,16 @@ def indexer_tensors(work: Workload, device: torch.device) -> IndexerTensors:
     )
 
 
+def fill_index_pages(pages: torch.Tensor, device: torch.device) -> None:
+    """Draw the keys of pages ``[count, PAGE_BYTES]``, uint8, in parts."""
+    for low in range(0, len(pages), 4096):
+        part = pages[low : low + 4096]
+        drawn = torch.randn(len(part), PAGE_TOKENS, INDEX_DIM, device=device)
+        values, scales = quantize_e4m3(drawn)
+        part[:, : PAGE_TOKENS * INDEX_DIM] = values.view(torch.uint8).flatten(1)
+        part[:, PAGE_TOKENS * INDEX_DIM :] = scales.view(torch.uint8)
+
+
 def logits_tensors(work: Workload, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw logits like an indexer's (both signs, many near zero), all of them visible."""
     logits = torch.randn(work.rows, work.context, device=device)
@@ -205,15 +210,16 @@ def logits_tensors(work: Workload, device: torch.device) -> tuple[torch.Tensor, 
     return logits, visible
 
 
-def _latent_rows(count: int, fp8: bool, device: torch.device) -> torch.Tensor:
-    """Draw a cache in parts: packing takes several times its memory."""
-    width, dtype = (FP8_ROW_BYTES, torch.uint8) if fp8 else (LATENT_DIM, torch.bfloat16)
-    cache = torch.empty(count, width, dtype=dtype, device=device)
-    for low in range(0, count, 1 << 20):
+def fill_latent_rows(cache: torch.Tensor, device: torch.device) -> None:
+    """Draw the rows of a cache in parts: packing takes several times its memory.
+
+    Args:
+        cache: ``[count, FP8_ROW_BYTES]`` in uint8, or ``[count, LATENT_DIM]`` in bfloat16.
+    """
+    for low in range(0, len(cache), 1 << 20):
         part = cache[low : low + (1 << 20)]
         rows = torch.randn(len(part), LATENT_DIM, device=device).bfloat16()
-        part.copy_(quantize_latent(rows) if fp8 else rows)
-    return cache
+        part.copy_(quantize_latent(rows) if cache.dtype == torch.uint8 else rows)
 
 
 @dataclass(frozen=True)
@@ -233,7 +239,9 @@ def attention_tensors(work: Workload, device: torch.device) -> AttentionTensors:
     to 3.5 (``results/kernels/unions.json``).
     """
     pool = work.context * (1 if work.is_prefill else work.rows)
-    cache = _latent_rows(pool, work.fp8, device)
+    width, dtype = (FP8_ROW_BYTES, torch.uint8) if work.fp8 else (LATENT_DIM, torch.bfloat16)
+    cache = torch.empty(pool, width, dtype=dtype, device=device)
+    fill_latent_rows(cache, device)
     base = 0 if work.is_prefill else work.context
     slots = torch.empty(work.rows, work.topk, dtype=torch.int32, device=device)
     for row in range(work.rows):
