@@ -7,7 +7,7 @@ steps that time nothing run side by side; those that do have the card to themsel
 ``report.json``, written after every step and every test, ``log.txt``, ``speed.json`` and
 ``servers.txt``, the ends of the servers' logs. Called again with the same OUT it runs what has not
 passed; a step that lacks the card, or SGLang, is skipped and says so. The summary comes last, what
-failed in front, and fits 12,000 characters.
+failed in front, and fits 10,000 characters.
 
 ==========  ========================================================================================
 served      SGLang's own kernels compiled, then servers whose greedy tokens are to be stock
@@ -32,9 +32,9 @@ import tarfile
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from itertools import zip_longest
 from pathlib import Path
@@ -49,7 +49,7 @@ UNTIMED, TIMED = ("served", "exact"), ("speed", "tools")
 PHASES = UNTIMED + TIMED
 GROUPS = ("topk", "indexer_prefill", "indexer_decode", "sparse_mla")
 """Groups of the grid of cases (``tests/kernels/grid``); a fault in one ends no other."""
-SUMMARY_CHARACTERS = 11_000
+SUMMARY_CHARACTERS = 10_000
 LOG_CHARACTERS = 40_000
 """The log keeps the last so many of each step."""
 SKIPPED, ENDED, NO_TOOL = 77, 124, 127
@@ -200,6 +200,11 @@ def engine_kernel_step(name: str) -> Step:
     return Step(f"compile SGLang's {name}", 200, (PYTHON, "-c", code), needs=("card", "sglang"))
 
 
+def engine_kernels() -> list[Step]:
+    """Return the steps that compile what SGLang compiles at its first prompt."""
+    return [engine_kernel_step(name) for name in ENGINE_KERNELS]
+
+
 def server_step(name: str, selector: str) -> Step:
     """Return the step of one test of servers."""
     limit = ("--seconds", "330")
@@ -272,7 +277,7 @@ def stages(phase: str) -> list[list[Step]]:
     )
     return [
         [compile_site],
-        [engine_kernel_step(name) for name in ENGINE_KERNELS],
+        engine_kernels(),
         [
             server_step("eager", "eager_tokens"),
             server_step("our kernels", "with_our_kernels"),
@@ -325,12 +330,11 @@ class Report:
         if outcome["code"] != SKIPPED:
             print(f"{name}: {outcome['code']} after {outcome['seconds']} s", flush=True)
 
-    def note(self, name: str, file: Path) -> None:
+    def note(self, name: str, evidence: Any) -> None:
         """Keep what a step that still runs has found so far: the call may be cut off."""
         with self._lock:
-            evidence = json.loads(file.read_text()) if file.exists() else None
             if self.content["running"].get(name) != evidence:
-                self.content["running"][name] = evidence
+                self.content["running"][name] = json.loads(json.dumps(evidence))
                 write_json(self.path, self.content)
 
     def keep_logs(self, name: str, folder: Path) -> None:
@@ -339,6 +343,11 @@ class Report:
             words = log.read_text(errors="replace")[-LOG_CHARACTERS:]
             with self._lock, self.path.with_name("servers.txt").open("a") as ends:
                 ends.write(f"\n=== {name}: {log.relative_to(folder)}\n{words}\n")
+
+    def exit_code(self) -> int:
+        """Return 1 if a step failed; one that lacks something, or time, did not."""
+        codes = {outcome["code"] for outcome in self.content["steps"].values()}
+        return int(bool(codes - {0, SKIPPED}))
 
     def summary(self) -> str:
         """Return the report for a person: what failed, what was found, what was not run and why."""
@@ -381,7 +390,7 @@ def run(step: Step, report: Report, scratch: Path, ends: float) -> None:
     began = time.monotonic()
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", **step.environment}
     code, output = _execute(
-        command, environment, began + limit, lambda: report.note(step.name, file)
+        command, environment, began + limit, lambda: report.note(step.name, _content(file))
     )
     outcome = {
         "code": code,
@@ -389,9 +398,28 @@ def run(step: Step, report: Report, scratch: Path, ends: float) -> None:
         "said": step.read(output),
     }
     if file.exists():
-        outcome["evidence"] = json.loads(file.read_text())
+        outcome["evidence"] = _content(file)
     report.keep_logs(step.name, logs)
     report.add(step.name, outcome, output)
+
+
+def _content(file: Path) -> Any:
+    return json.loads(file.read_text()) if file.exists() else None
+
+
+def run_stage(
+    steps: Sequence[Step], report: Report, scratch: Path, ends: float, workers: int = 10
+) -> None:
+    """Run steps side by side, each with its share of the cores.
+
+    Else each step's torch takes every core, and ten of them stand in each other's way: six models
+    took 150 s to write on 16 cores.
+    """
+    threads = max(1, (os.cpu_count() or 1) // workers)
+    share = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
+    shared = [replace(step, environment={**share, **step.environment}) for step in steps]
+    with ThreadPoolExecutor(workers) as pool:
+        list(pool.map(lambda step: run(step, report, scratch, ends), shared))
 
 
 def _execute(
@@ -451,20 +479,13 @@ def main() -> int:
     options = parser.parse_args()
     ends = time.monotonic() + options.seconds
     prepare()
-    # Else each step's torch takes every core, and ten of them stand in each other's way: six models
-    # took 150 s to write on 16 cores.
-    threads = max(1, (os.cpu_count() or 1) // options.workers)
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     report = Report(options.out)
     with tempfile.TemporaryDirectory() as scratch:
         for stage in in_order(options.phase):
             steps = [step for step in stage if options.only in step.name]
-            with ThreadPoolExecutor(options.workers) as pool:
-                list(pool.map(lambda step: run(step, report, Path(scratch), ends), steps))
+            run_stage(steps, report, Path(scratch), ends, options.workers)
     print(report.summary())
-    return int(
-        any(outcome["code"] not in (0, SKIPPED) for outcome in report.content["steps"].values())
-    )
+    return report.exit_code()
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks.card import random_init
-from sglang_indexcache.support.files import write_json
+from sglang_indexcache.library.writing import write_json
 
 FOLDER = "INDEXCACHE_CARD_SERVER"
 """Variable with the folder of a server: ``begin`` and ``watch`` are laid there for it to see."""
@@ -44,11 +44,11 @@ def register() -> None:
         _wait_for(Path(os.environ[FOLDER]) / BEGIN)
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    runner = "sglang.srt.model_executor.model_runner.ModelRunner.alloc_memory_pool"
+    pool = "sglang.srt.mem_cache.memory_pool.DSATokenToKVPool.__init__"
     attention = "sglang.srt.layers.attention.dsa_backend.DeepseekSparseAttnBackend"
     for target, hook, kind in (
         ("sglang.srt.model_loader.loader.initialize_dummy_weights", _load, HookType.REPLACE),
-        (runner, _fill, HookType.AFTER),
+        (pool, _fill, HookType.AFTER),
         (f"{attention}._forward_flashmla_sparse", _pad, HookType.AROUND),
     ):
         HookRegistry.register(target, hook, kind)
@@ -68,9 +68,9 @@ def _load(model: torch.nn.Module, *_: Any, **__: Any) -> None:
     Watcher(Path(os.environ[FOLDER]), config.num_experts_per_tok).watch(model)
 
 
-def _fill(_result: None, runner: Any, *_: Any, **__: Any) -> None:
+def _fill(_result: None, pool: Any, *_: Any, **__: Any) -> None:
     if os.environ.get(FILL):
-        random_init.fill(runner.token_to_kv_pool)
+        random_init.fill(pool)
 
 
 def _pad(original: Any, backend: Any, **call: Any) -> torch.Tensor:

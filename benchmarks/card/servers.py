@@ -1,0 +1,130 @@
+"""Servers that import while another one is measured, with the caches of what they compile."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tarfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks.card import plugin
+from benchmarks.kernels.machine import packed_file
+from sglang_indexcache.lab.client.launch import Server
+from sglang_indexcache.library.writing import write_json
+
+CACHES = Path("/tmp/indexcache-caches")
+"""Where SGLang, Triton and DeepGEMM keep what they compile; it outlives a call."""
+MANIFEST = "manifest.json"
+_CACHE_VARIABLES = {
+    "SGLANG_JIT_CACHE_DIR": "sglang",
+    "SGLANG_DG_CACHE_DIR": "deep_gemm",
+    "TRITON_CACHE_DIR": "triton",
+}
+_FITS = ("name", "python", "torch", "cuda", "nvcc", "triton", "sglang", "deep_gemm")
+"""Facts of a machine that must be the same where compiled kernels are to be taken over."""
+_LARGEST_ARCHIVE = 16 << 20
+ENVIRONMENT = {
+    # The carried sgl_kernel is older than SGLang asks for; benchmarks/card/pack.py says why.
+    "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1",
+    # Dense attention of short prompts is FlashAttention 3's, which cannot be carried.
+    "SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD": "0",
+    "SGLANG_JIT_DEEPGEMM_PRECOMPILE": "0",
+}
+
+
+class HeldServer(Server):
+    """A server that imports at once and loads when told (:mod:`benchmarks.card.plugin`).
+
+    Args:
+        folder: its own, for its log and what it is told; created if missing.
+        fills: whether its KV pool is filled, for a decode without a prefill.
+
+    Attributes:
+        shared: variables that every such server beside it has, too.
+        own: those that it has alone.
+    """
+
+    def __init__(self, arguments: Sequence[str], folder: Path, *, fills: bool = False) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        path = (plugin.site(folder.parent / "site"), os.environ.get("PYTHONPATH", ""))
+        self.shared = {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join(map(str, path))}
+        self.own = {plugin.FOLDER: str(folder), plugin.FILL: "1" if fills else ""}
+        super().__init__(arguments, folder / "server.log", env={**self.shared, **self.own})
+
+    def begin(self) -> None:
+        """Let it load, and all that follows."""
+        (self.folder / plugin.BEGIN).touch()
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Have it look at its prefills, which takes time: nothing in the block is to be timed."""
+        watch = self.folder / plugin.WATCH
+        watch.touch()
+        yield
+        watch.unlink()
+
+    def seen(self) -> dict[str, float]:
+        """Return what it saw."""
+        return dict(json.loads((self.folder / plugin.SEEN).read_text()))
+
+
+@contextmanager
+def lineup(servers: Sequence[HeldServer]) -> Iterator[Iterator[HeldServer]]:
+    """Yield the servers one by one, each begun and the one before it ended.
+
+    While one loads, the next one imports, and then rests until its turn: no import runs while a
+    request is timed, and none costs a wait but the first.
+    """
+    with ExitStack() as stack:
+        for server in servers:
+            stack.callback(server.stop, grace=0)
+        yield _in_turn(servers)
+
+
+def _in_turn(servers: Sequence[HeldServer]) -> Iterator[HeldServer]:
+    for server, upcoming in zip(servers, [*servers[1:], None], strict=True):
+        if server is servers[0]:
+            server.start()
+        if upcoming is not None:
+            upcoming.start()
+        server.begin()
+        yield server
+        server.stop(grace=0)
+
+
+def keep_caches(machine: Mapping[str, Any]) -> str:
+    """Send what servers compile to :data:`CACHES`, after what was carried there, if it fits.
+
+    Returns:
+        What was found.
+    """
+    for variable, name in _CACHE_VARIABLES.items():
+        os.environ[variable] = str(CACHES / name)
+    if CACHES.exists():
+        return "kernels that an earlier call compiled are there"
+    carried = packed_file(f"{CACHES.name}/{MANIFEST}")
+    if carried is None:
+        return "no compiled kernels were carried"
+    facts = json.loads(carried.read_text())
+    if differ := [name for name in _FITS if facts.get(name) != machine.get(name)]:
+        return f"the carried kernels are for another machine: {', '.join(differ)} differ"
+    shutil.copytree(carried.parent, CACHES)
+    return "carried kernels are taken"
+
+
+def pack_caches(machine: Mapping[str, Any], out: Path) -> str:
+    """Write :data:`CACHES` into an archive that unpacks beside the kit; return what was done."""
+    if not CACHES.exists():
+        return "nothing was compiled"
+    write_json(CACHES / MANIFEST, {name: machine.get(name) for name in _FITS})
+    with tarfile.open(out, "w:xz", preset=1) as archive:
+        archive.add(CACHES, CACHES.name)
+    if (size := out.stat().st_size) > _LARGEST_ARCHIVE:
+        out.unlink()
+        return f"{size:,} bytes of compiled kernels are too many to carry"
+    return f"{out.name}: {size:,} bytes; lay it beside the archives of the pack"

@@ -1,0 +1,328 @@
+"""Measure the paper's Table 1 on one card: a whole model of its 30B shape, random weights.
+
+    python -m benchmarks.card.table_1 OUT [--seconds 560] [--slices] [--rehearse] [-- FLAGS]
+
+A *gate* comes first: four layers of the shape answer one prompt. Then servers one after the other,
+each with a pattern: stock SGLang with every indexer, ours with 1/4, 1/2 and 1/8, stock again (what
+drifted), and the decode of a full KV cache. An arm that does not fit into what is left of the
+seconds is skipped and says so. ``OUT/report.json`` has each number as soon as it is known; called
+again with the same OUT, what is done is not repeated. What was compiled is packed into
+``OUT/caches.tar.xz`` for a next call. ``--slices`` asks slices of a few layers side by side instead
+(:mod:`benchmarks.card.slices`). ``--rehearse`` takes a small model and short prompts; FLAGS are
+given to every server, behind ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from benchmarks.card import phases
+from benchmarks.card.servers import HeldServer, keep_caches, lineup, pack_caches
+from benchmarks.card.shapes import CARD, REHEARSAL, Scale, write_config
+from benchmarks.kernels.machine import clocks
+from sglang_indexcache.errors import IndexCacheError
+from sglang_indexcache.lab.client.http import Client
+from sglang_indexcache.lab.client.stream import StreamedAnswer, stream
+from sglang_indexcache.lab.latency.measure import random_prompts, steady_rate
+from sglang_indexcache.library.lengths import format_length
+from sglang_indexcache.serving.protocol import check_obeyed
+
+Work: TypeAlias = Literal["single", "full"]
+GATE, GATE_LAYERS, GATE_PATTERN = "gate", 4, "FSFS"
+SHORTEST = 3
+"""Requests of the shortest length; the others are asked once."""
+PAGE = 64
+RESERVED = 2 * PAGE
+"""Slots beside a prompt's: SGLang keeps some for each request's next tokens."""
+PACKING_SECONDS = 15.0
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One server and what it is asked.
+
+    Attributes:
+        name: of its step in the report.
+        retention: of :attr:`Scale.patterns`; "" is stock SGLang with every indexer.
+        seconds: that it takes on an H100, start included; guessed before the first run.
+        work: one request at a time, or the decode of a full KV cache.
+        longest: asks only so many of the longest lengths, once each; 0 for all.
+    """
+
+    name: str
+    retention: str
+    seconds: float
+    work: Work = "single"
+    longest: int = 0
+
+
+ARMS = (
+    Arm("stock, all F", "", 95),
+    Arm("ours, 1/4", "1/4", 60),
+    Arm("ours, 1/2", "1/2", 65),
+    Arm("ours, 1/8", "1/8", 55),
+    Arm("stock again", "", 60, longest=2),
+    Arm("full cache, all F", "", 60, "full"),
+    Arm("full cache, 1/4", "1/4", 55, "full"),
+)
+"""The headline, 1/4 over all F, stands after the first two."""
+
+
+@dataclass
+class Evidence:
+    """What one arm has shown so far, in the report after each request."""
+
+    report: phases.Report
+    name: str
+    content: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, **values: Any) -> None:
+        """Write down more of it."""
+        self.content |= values
+        self.report.note(self.name, self.content)
+
+    def sample(self, **values: Any) -> None:
+        """Write down what a request gave."""
+        self.add(samples=[*self.content.get("samples", ()), values])
+
+
+def arguments(
+    scale: Scale, config: Path, pattern: str, work: Work, more: Sequence[str]
+) -> list[str]:
+    """Return a server's command line.
+
+    Args:
+        pattern: value of ``--indexcache-pattern``; "" for stock SGLang.
+        more: flags behind ours.
+    """
+    backend = ["--attention-backend", "dsa"]
+    if pattern:
+        backend = ["--attention-backend", "indexcache", "--indexcache-pattern", pattern]
+    sizes = ("--max-total-tokens", str(scale.pool), "--max-running-requests", "8")
+    graphs = ["1", "2", "4"]
+    if work == "full":
+        counts = sorted({room(scale, length) for length in scale.lengths})
+        sizes = ("--max-total-tokens", str(scale.full_pool))
+        sizes += ("--max-running-requests", str(counts[-1]))
+        sizes += ("--disaggregation-mode", "decode", "--disaggregation-transfer-backend", "fake")
+        sizes += ("--num-reserved-decode-tokens", str(PAGE))
+        graphs = [str(count) for count in counts]
+    graph = ("--cuda-graph-bs-decode", *graphs)
+    return ["--model-path", str(config), *backend, *scale.flags, *sizes, *graph, *more]
+
+
+def room(scale: Scale, length: int) -> int:
+    """Count the requests that the full KV cache holds."""
+    pages = -(-(length + scale.new_tokens) // PAGE)
+    return int(scale.full_pool // (pages * PAGE + RESERVED))
+
+
+class Run:
+    """One call: what is served, where it is reported, and until when."""
+
+    def __init__(
+        self, report: phases.Report, scale: Scale, scratch: Path, ends: float, more: Sequence[str]
+    ) -> None:
+        self.report, self.scale, self.scratch = report, scale, scratch
+        self.ends, self.more = ends, tuple(more)
+
+    def server(self, name: str, arm: Arm, layers: int, pattern: str) -> HeldServer:
+        """Make an arm's server; it is not started."""
+        folder = self.scratch / name.replace(" ", "-").replace("/", "of").replace(",", "")
+        config = write_config(folder / "model", self.scale.model, layers)
+        line = arguments(self.scale, config, pattern, arm.work, self.more)
+        return HeldServer(line, folder, fills=arm.work == "full")
+
+    def gate(self) -> bool:
+        """See whether four layers answer; keep the first flags for FP8 products that do."""
+        if self.report.has_passed(GATE):
+            self.more = (*self.report.content["steps"][GATE]["evidence"]["flags"], *self.more)
+            return True
+        ways, asked, evidence = self.scale.products, self.more, Evidence(self.report, GATE)
+        began, problems, servers = time.monotonic(), [], []
+        for number, way in enumerate(ways):
+            self.more = (*way, *asked)
+            arm = Arm(GATE, "", 0)
+            servers.append(self.server(f"{GATE} {number}", arm, GATE_LAYERS, GATE_PATTERN))
+        try:
+            for server in servers:  # side by side: each is small
+                server.start()
+            phases.run_stage(phases.engine_kernels(), self.report, self.scratch, self.ends)
+            for server in servers:
+                server.begin()
+            for server, way in zip(servers, ways, strict=True):
+                try:
+                    self._ask_gate(server, evidence)
+                except IndexCacheError as error:
+                    problems.append(f"{' '.join(way)}: {str(error)[-600:]}")
+                    continue
+                evidence.add(flags=list(way), problems=problems)
+                self.more = (*way, *asked)
+                said = f"four layers answer with {' '.join(way) or 'the default products'}"
+                self.finish(GATE, 0, began, said, evidence)
+                return True
+        finally:
+            for server in servers:
+                server.stop(grace=0)
+                self.report.keep_logs(GATE, server.folder)
+        evidence.add(problems=problems)
+        said = (
+            "four layers answer in no way, so nothing was timed; servers.txt has the logs. Try "
+            "other flags behind --, as in: -- --moe-runner-backend deep_gemm"
+        )
+        self.finish(GATE, 1, began, said, evidence)
+        return False
+
+    def _ask_gate(self, server: HeldServer, evidence: Evidence) -> None:
+        client = self.ready(server, evidence)
+        with server.watched():
+            self.ask(client, self.scale.lengths[0], 1, "gate")
+        evidence.add(seen=server.seen(), pattern=served_pattern(client))
+
+    def skips(self, name: str, seconds: float) -> bool:
+        """Return whether a step does not fit into what is left; then the report says so."""
+        if (left := self.ends - time.monotonic()) >= seconds:
+            return False
+        said = f"it takes {seconds:.0f} s, and {max(left, 0):.0f} were left"
+        self.report.add(name, {"code": phases.SKIPPED, "seconds": 0, "said": said})
+        return True
+
+    def ready(self, server: HeldServer, evidence: Evidence) -> Client:
+        """Wait for a server that was begun."""
+        began = time.monotonic()
+        left = max(5.0, min(self.scale.start_seconds, self.ends - began))
+        url = server.wait_until_ready(left).url
+        now = time.monotonic()
+        evidence.add(start_seconds=round(now - began, 1))
+        return Client(url, timeout=max(5.0, self.ends - now))
+
+    def ask(self, client: Client, length: int, count: int, *seed: object) -> list[StreamedAnswer]:
+        """Send prompts that no other request had; every arm gets the same ones."""
+        vocabulary = self.scale.model["vocab_size"]
+        prompts = random_prompts(count, length, vocabulary, "table 1", length, *seed)
+        return stream(client, prompts, self.scale.new_tokens)
+
+    def table(self) -> None:
+        """Measure every arm that has not been, in order."""
+        layers = self.scale.model["num_hidden_layers"]
+        arms = [arm for arm in ARMS if not self.report.has_passed(arm.name)]
+        servers = [
+            self.server(arm.name, arm, layers, self.scale.patterns[arm.retention]) for arm in arms
+        ]
+        with lineup(servers) as turns:
+            for arm, server in zip(arms, turns, strict=True):
+                self._arm(arm, server)
+
+    def _arm(self, arm: Arm, server: HeldServer) -> None:
+        began = time.monotonic()
+        if self.skips(arm.name, arm.seconds):
+            return
+        evidence = Evidence(self.report, arm.name)
+        try:
+            client = self.ready(server, evidence)
+            evidence.add(clocks=[clocks()])
+            measure = self._full if arm.work == "full" else self._single
+            measure(arm, server, client, evidence)
+            evidence.add(clocks=[*evidence.content["clocks"], clocks()])
+            self.finish(arm.name, 0, began, line_of(evidence.content["samples"]), evidence)
+        except IndexCacheError as error:
+            words = f"{str(error)[-800:]}\n{server.log_tail(12)}"
+            self.finish(arm.name, 1, began, words, evidence)
+        self.report.keep_logs(arm.name, server.folder)
+
+    def _single(self, arm: Arm, server: HeldServer, client: Client, evidence: Evidence) -> None:
+        lengths = self.scale.lengths[-arm.longest :]
+        self.ask(client, lengths[0], 1, "warm-up")
+        before = None if not arm.retention else client.states()
+        for length in lengths:
+            for number in range(SHORTEST if length == self.scale.lengths[0] else 1):
+                (answer,) = self.ask(client, length, 1, number)
+                first, rate = answer.first_token, answer.decode_rate
+                evidence.sample(length=length, prefill=round(first, 4), decode=round(rate, 2))
+        if before is not None:
+            after, pattern = client.states(), served_pattern(client)
+            check_obeyed(before, after, [pattern], client.name, alone=True)
+            evidence.add(pattern=pattern)
+        elif not arm.longest:
+            self._watch(server, client, evidence)
+
+    def _watch(self, server: HeldServer, client: Client, evidence: Evidence) -> None:
+        """Time the indexers of one more prefill: which share of a prefill they take."""
+        if self.ends - time.monotonic() < 30:
+            return
+        with server.watched():
+            self.ask(client, self.scale.watched, 1, "watched")
+        evidence.add(seen={**server.seen(), "length": self.scale.watched})
+
+    def _full(self, arm: Arm, server: HeldServer, client: Client, evidence: Evidence) -> None:
+        """Time the decode of as many requests as the KV cache holds, that nobody prefilled."""
+        self.ask(client, self.scale.lengths[-1], 1, "warm-up")
+        for length in reversed(self.scale.lengths):
+            count = room(self.scale, length)
+            answers = self.ask(client, length, count, "full")
+            rate, _ = steady_rate(answers)
+            evidence.sample(length=length, full=round(rate, 1), requests=count)
+        if arm.retention:
+            evidence.add(pattern=served_pattern(client))
+
+    def finish(self, name: str, code: int, began: float, said: str, evidence: Evidence) -> None:
+        """Report what came of a step that began at a time."""
+        seconds = round(time.monotonic() - began, 1)
+        outcome = {"code": code, "seconds": seconds, "said": said, "evidence": evidence.content}
+        self.report.add(name, outcome)
+
+
+def served_pattern(client: Client) -> str:
+    """Return the pattern of a server of ours, in letters."""
+    (state, *_) = client.states()
+    return str(state.pattern)
+
+
+def line_of(samples: Sequence[dict[str, Any]]) -> str:
+    """Return an arm's samples in a line."""
+    return "; ".join(_words(sample) for sample in samples)
+
+
+def _words(sample: dict[str, Any]) -> str:
+    length = format_length(sample["length"])
+    if "full" in sample:
+        return f"{length} x {sample['requests']}: {sample['full']:g} tok/s"
+    return f"{length}: {sample['prefill']:g} s, {sample['decode']:g} tok/s"
+
+
+def main() -> int:
+    """Measure; return 1 if something failed. What did not fit into the time did not fail."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--seconds", type=float, default=560.0, help="for all of it")
+    parser.add_argument("--slices", action="store_true", help="slices of a few layers, in turns")
+    parser.add_argument("--rehearse", action="store_true", help="a small model, short prompts")
+    words = sys.argv[1:]
+    place = words.index("--") if "--" in words else len(words)
+    options, more = parser.parse_args(words[:place]), words[place + 1 :]
+    from benchmarks.card import slices  # which takes what is above
+
+    ends = time.monotonic() + options.seconds
+    phases.prepare()
+    report = phases.Report(options.out)
+    machine = report.content["machine"]
+    print(keep_caches(machine), flush=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        scale = REHEARSAL if options.rehearse else CARD
+        run = Run(report, scale, Path(scratch), ends - PACKING_SECONDS, more)
+        if run.gate():
+            slices.measure(run) if options.slices else run.table()
+    print(pack_caches(machine, options.out / "caches.tar.xz"), flush=True)
+    print(report.summary())
+    return report.exit_code()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
