@@ -18,7 +18,7 @@ import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -41,6 +41,8 @@ SHORTEST = 3
 PAGE = 64
 RESERVED = 2 * PAGE
 """Slots beside a prompt's: SGLang keeps some for each request's next tokens."""
+FAKE_HOST = "2.2.2.2"
+"""By this SGLang knows a request whose transfer is none; without it the server ends."""
 PACKING_SECONDS = 15.0
 
 
@@ -122,6 +124,14 @@ def room(scale: Scale, length: int) -> int:
     """Count the requests that the full KV cache holds."""
     pages = -(-(length + scale.new_tokens) // PAGE)
     return int(scale.full_pool // (pages * PAGE + RESERVED))
+
+
+class FakeTransfer(Client):
+    """Client of a server that decodes alone: what it is sent counts as prefilled elsewhere."""
+
+    def stream(self, **body: Any) -> Iterator[dict[str, Any]]:
+        """See :meth:`Client.stream`."""
+        return super().stream(**body, bootstrap_host=FAKE_HOST, bootstrap_port=0, bootstrap_room=0)
 
 
 class Run:
@@ -263,6 +273,7 @@ class Run:
 
     def _full(self, arm: Arm, server: HeldServer, client: Client, evidence: Evidence) -> None:
         """Time the decode of as many requests as the KV cache holds, that nobody prefilled."""
+        client = FakeTransfer(client.url, timeout=max(5.0, self.ends - time.monotonic()))
         self.ask(client, self.scale.lengths[-1], 1, "warm-up")
         for length in reversed(self.scale.lengths):
             count = room(self.scale, length)

@@ -82,13 +82,9 @@ def judges(models: Models) -> Judges:
 
 
 @pytest.fixture(scope="session")
-def rehearse(driver: Path, models: Models, tmp_path_factory: pytest.TempPathFactory) -> Rehearse:
-    """``with rehearse("--flag", ...) as client``: a server on the stage for that block.
-
-    The client's ``log`` is the server's.
-    """
-    logs = tmp_path_factory.mktemp("logs")
-    environment = {
+def stage(driver: Path) -> dict[str, str]:
+    """Variables that put a process on the stage."""
+    return {
         "INDEXCACHE_REHEARSAL": "1",
         "LD_LIBRARY_PATH": f"{driver}:{os.environ.get('LD_LIBRARY_PATH', '')}",
         "PYTHONPATH": f"{HERE / 'stage' / 'site'}:{ROOT}:{os.environ.get('PYTHONPATH', '')}",
@@ -98,6 +94,17 @@ def rehearse(driver: Path, models: Models, tmp_path_factory: pytest.TempPathFact
         "SGLANG_DEEPEP_BF16_DISPATCH": "1",
         "SGLANG_TBO_DEBUG": "1",
     }
+
+
+@pytest.fixture(scope="session")
+def rehearse(
+    stage: dict[str, str], models: Models, tmp_path_factory: pytest.TempPathFactory
+) -> Rehearse:
+    """``with rehearse("--flag", ...) as client``: a server on the stage for that block.
+
+    The client's ``log`` is the server's.
+    """
+    logs = tmp_path_factory.mktemp("logs")
 
     @contextmanager
     def start(
@@ -116,7 +123,7 @@ def rehearse(driver: Path, models: Models, tmp_path_factory: pytest.TempPathFact
         ]
         log = logs / f"{len(list(logs.iterdir()))}.log"
         with PreloadedServer(
-            command, log, env=environment, late={mutants.VARIABLE: mutant, **dict(variables)}
+            command, log, env=stage, late={mutants.VARIABLE: mutant, **dict(variables)}
         ) as server:
             try:
                 client = server.wait_until_ready()

@@ -1,0 +1,53 @@
+"""The driver of Table 1 on SGLang's own CUDA path, stock SGLang first, as on a card."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.card import phases, table_1
+from benchmarks.card.shapes import CARD, REHEARSAL
+from benchmarks.card.table_1 import ARMS, GATE, Run
+from tests.fixtures.held import PreloadedHeldServer
+
+pytestmark = pytest.mark.matrix
+LIKE_THE_CARD = ("--kv-cache-dtype", "--dsa-prefill-backend", "--dsa-decode-backend")
+
+
+def test_stock_and_ours_go_through_with_20_heads_in_fp8(
+    tmp_path: Path, stage: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in stage.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(table_1, "HeldServer", PreloadedHeldServer)
+    arms = tuple(arm for arm in ARMS if arm.name in ("stock, all F", "full cache, 1/4"))
+    monkeypatch.setattr(table_1, "ARMS", arms)
+    kernels = [part for flag in LIKE_THE_CARD for part in (flag, _value_of(flag))]
+    fp8 = {"quantization_config": CARD.model["quantization_config"]}
+    scale = replace(
+        REHEARSAL,
+        model={**REHEARSAL.model, **fp8},
+        patterns={**REHEARSAL.patterns, "": ""},
+        flags=(*REHEARSAL.flags, *kernels, "--disable-prefill-cuda-graph"),
+        products=(("--fp8-gemm-backend", "triton", "--moe-runner-backend", "triton"),),
+    )
+    report = phases.Report(tmp_path / "out")
+    run = Run(report, scale, tmp_path, time.monotonic() + 900, ("--mem-fraction-static", "0.5"))
+    assert run.gate(), report.log.read_text()[-3000:]
+    run.table()
+    steps: dict[str, Any] = json.loads(report.path.read_text())["steps"]
+    names = (GATE, *(arm.name for arm in arms))
+    assert {name: steps[name]["code"] for name in names} == dict.fromkeys(names, 0), steps
+    stock, full = (steps[arm.name]["evidence"] for arm in arms)
+    assert stock["seen"]["indexer seconds"] > 0
+    assert stock["seen"]["distinct index keys"] > 0.99
+    assert [sample["requests"] for sample in full["samples"]] == [4, 6]
+
+
+def _value_of(flag: str) -> str:
+    return CARD.flags[CARD.flags.index(flag) + 1]
