@@ -21,7 +21,7 @@ from benchmarks import (
     row_split,
     search_tables,
 )
-from benchmarks.card import claims
+from benchmarks.card import claims, served
 from benchmarks.card import record as card
 from benchmarks.kernels import unions
 from benchmarks.records import markdown
@@ -145,6 +145,9 @@ PARTS: dict[str, tuple[Make, str]] = {
     "card-others": (card.others_table, "kernels/h100.json"),
     "card-counters": (card.counters_table, "kernels/h100.json"),
     "card-composed": (card.composed_sum, "kernels/h100.json"),
+    "table-1": (served.table, served.RECORD),
+    "table-1-line": (served.line, served.RECORD),
+    "table-1-slices": (served.slices_table, served.RECORD),
     "unions": (unions.table, "kernels/unions.json"),
 }
 """Generated parts: what makes them, and from which record below benchmarks/results."""

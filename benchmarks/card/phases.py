@@ -6,8 +6,9 @@ A step is a process with a limit of its own, so a kernel that faults or hangs co
 steps that time nothing run side by side; those that do have the card to themselves. OUT holds
 ``report.json``, written after every step and every test, ``log.txt``, ``speed.json`` and
 ``servers.txt``, the ends of the servers' logs. Called again with the same OUT it runs what has not
-passed; a step that lacks the card, or SGLang, is skipped and says so. The summary comes last, what
-failed in front, and fits 10,000 characters.
+passed; a step that lacks the card, or SGLang, is skipped and says so, as is one that the committed
+record passed with these very kernels (``--again`` runs it). The summary comes last, what failed in
+front, and fits 10,000 characters.
 
 ==========  ========================================================================================
 served      SGLang's own kernels compiled, then servers whose greedy tokens are to be stock
@@ -17,6 +18,8 @@ exact       our kernels on the conformance grid up to a million tokens, as they 
             graphs
 speed       ours beside SGLang's, each checked on the timed inputs before it is timed
 tools       ncu's counters of four kernels; synccheck and racecheck
+waited      what no call has answered yet: live mode's batches beside a control, the start, and the
+            speed of what the committed record has not timed; only when it is named
 ==========  ========================================================================================
 """
 
@@ -40,15 +43,18 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, get_args
 
-from benchmarks.card.pack import KERNELS, ROOT
+from benchmarks.card.pack import CARD_RECORD, KERNELS, ROOT
 from benchmarks.kernels.machine import Need, facts, lacking, packed_file, preflight
 from benchmarks.kernels.workloads import Family, Workload, workloads
 from sglang_indexcache.library.writing import write_json
 
 UNTIMED, TIMED = ("served", "exact"), ("speed", "tools")
+WAITED = "waited"
 PHASES = UNTIMED + TIMED
 GROUPS = ("topk", "indexer_prefill", "indexer_decode", "sparse_mla")
 """Groups of the grid of cases (``tests/kernels/grid``); a fault in one ends no other."""
+CHECKS = ("grid", "memcheck", "synccheck", "racecheck")
+"""First words of steps that hold one library of kernels to its cases."""
 SUMMARY_CHARACTERS = 10_000
 LOG_CHARACTERS = 40_000
 """The log keeps the last so many of each step."""
@@ -119,7 +125,7 @@ class Step:
 def last(words: str) -> list[str]:
     """Return the last line that names an error, else the last."""
     lines = [line[:400] for line in words.splitlines() if line.strip()]
-    return [line for line in lines if re.search(r"\w(Error|Exception)\b.*:", line)][-1:] or lines[
+    return [line for line in lines if re.search(r"\b\w*(Error|Exception)\b.*:", line)][-1:] or lines[
         -1:
     ]
 
@@ -259,6 +265,50 @@ def tools() -> list[Step]:
     ]
 
 
+def waited() -> list[list[Step]]:
+    """Return the steps of the phase "waited"."""
+    start = tests("--seconds", "80", "tests/gpu/test_start.py")
+    speed = (PYTHON, "-m", "benchmarks.kernels.speed", "--out", "{out}/speed.json")
+    needs: tuple[Need, ...] = ("card", "sglang")
+    return [
+        engine_kernels(),
+        [
+            Step("start", 90, start, outcomes, needs=needs),
+            server_step("live", "several_patterns"),
+        ],
+        [Step("speed of what was not timed", 120, (*speed, *untimed()), timed)],
+    ]
+
+
+def untimed() -> list[str]:
+    """Return the names of the workloads that the committed record lacks."""
+    rows = committed().get("speed", ())
+    return [name for name in map(str, workloads()) if name not in {row["workload"] for row in rows}]
+
+
+def committed() -> dict[str, Any]:
+    """Return the committed record of kernels on a card; nothing where none travelled."""
+    path = ROOT / CARD_RECORD
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def passed_before(name: str, machine: Mapping[str, Any]) -> str | None:
+    """Say when such a card passed a step with these very kernels; None if it did not.
+
+    Only what checks one library of kernels is known so: its sources alone decide.
+    """
+    kind, _, group = name.partition(" ")
+    record, kernels = committed(), machine.get("kernels")
+    if kind not in CHECKS or not kernels or record["machine"]["name"] != machine["name"]:
+        return None
+    folder = next(folder for folder in kernels if group.startswith(folder))
+    for run in record["runs"]:
+        step = run["steps"].get(name)
+        if step and is_shown(step) and (run.get("kernels") or {}).get(folder) == kernels[folder]:
+            return f"passed on {run['date'][:10]} with the same kernels"
+    return None
+
+
 def stages(phase: str) -> list[list[Step]]:
     """Return a phase's steps; those of a stage may run side by side, and wait for earlier ones."""
     if phase == "exact":
@@ -269,6 +319,8 @@ def stages(phase: str) -> list[list[Step]]:
         return [[Step(f"speed {number}", 560, command, timed)] for number in (1, 2, 3)]
     if phase == "tools":
         return [[step] for step in tools()]
+    if phase == WAITED:
+        return waited()
     engine = find_spec("sglang")
     site = str(Path(engine.origin).parents[1]) if engine and engine.origin else "."
     code = "import compileall, sys; compileall.compile_dir(sys.argv[1], quiet=2, workers=0)"
@@ -293,7 +345,8 @@ def in_order(phases: Collection[str]) -> list[list[Step]]:
     together = [
         [step for steps in level for step in steps] for level in zip_longest(*untimed, fillvalue=[])
     ]
-    return together + [stage for phase in TIMED if phase in phases for stage in stages(phase)]
+    later = [phase for phase in (*TIMED, WAITED) if phase in phases]
+    return together + [stage for phase in later for stage in stages(phase)]
 
 
 def is_shown(outcome: Mapping[str, Any]) -> bool:
@@ -304,8 +357,9 @@ def is_shown(outcome: Mapping[str, Any]) -> bool:
 class Report:
     """Keep what came of each step in OUT, and write it after each."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, again: bool = False) -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        self.again = again
         self.path, self.log = folder / "report.json", folder / "log.txt"
         machine = facts()
         fresh = {"machine": machine, "preflight": preflight(machine), "steps": {}}
@@ -318,6 +372,13 @@ class Report:
     def has_passed(self, name: str) -> bool:
         """Return whether a step need not run again."""
         return name in self.content["steps"] and is_shown(self.content["steps"][name])
+
+    def settles(self, name: str) -> bool:
+        """Return whether the committed record shows a step, which is then reported as skipped."""
+        said = None if self.again else passed_before(name, self.content["machine"])
+        if said:
+            self.add(name, {"code": SKIPPED, "seconds": 0, "said": said})
+        return bool(said)
 
     def add(self, name: str, outcome: dict[str, Any], words: str = "") -> None:
         """Write what came of a step, and say it."""
@@ -376,6 +437,8 @@ def run(step: Step, report: Report, scratch: Path, ends: float) -> None:
         return
     if why := lacking(*step.needs):
         report.add(step.name, {"code": SKIPPED, "seconds": 0, "said": why})
+        return
+    if report.settles(step.name):
         return
     logs = scratch / re.sub(r"\W+", "-", step.name)
     file = logs.with_suffix(".json")
@@ -472,14 +535,15 @@ def main() -> int:
     """Run the phases; return 1 if a step failed; one that lacks something did not."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--phase", nargs="+", choices=PHASES, default=PHASES)
+    parser.add_argument("--phase", nargs="+", choices=(*PHASES, WAITED), default=PHASES)
     parser.add_argument("--seconds", type=float, default=560.0, help="for all of them")
+    parser.add_argument("--again", action="store_true", help="also what the record passed")
     parser.add_argument("--only", default="", help="steps whose name holds this")
     parser.add_argument("--workers", type=int, default=10, help="steps side by side")
     options = parser.parse_args()
     ends = time.monotonic() + options.seconds
     prepare()
-    report = Report(options.out)
+    report = Report(options.out, again=options.again)
     with tempfile.TemporaryDirectory() as scratch:
         for stage in in_order(options.phase):
             steps = [step for step in stage if options.only in step.name]

@@ -40,7 +40,7 @@ def _draw(name: str, tensor: torch.Tensor) -> None:
         tensor.fill_((BLOCK * tensor.shape[-1]) ** -0.5)  # its last dimension counts blocks
     elif last.endswith("bias"):  # the router's correction is called so, too
         tensor.zero_()
-    elif tensor.dim() == 1 or "norm" in name:
+    elif tensor.dim() < 2 or "norm" in name:
         tensor.fill_(1.0)
     elif torch.finfo(tensor.dtype).bits < 16:
         rows = tensor.view(-1, tensor.shape[-1])

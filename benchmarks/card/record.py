@@ -2,9 +2,10 @@
 
     python -m benchmarks.card.record FOLDER [FOLDER ...] [--publish]
 
-Each FOLDER is what one call of :mod:`benchmarks.card.phases` left: ``report.json``, and
-``speed.json`` if something was timed. They are added to the committed record; what was run again
-counts by its last run. With ``--publish`` the record is written there and the pages are filled.
+Each FOLDER is what calls of :mod:`benchmarks.card.phases` and :mod:`benchmarks.card.table_1` left:
+``report.json``, and ``speed.json`` if kernels were timed. They are added to the committed records,
+this one and that of servers (:mod:`benchmarks.card.served`); what was run again counts by its last
+run. With ``--publish`` the record is written there and the pages are filled.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import engine_kernels
+from benchmarks.card import served
 from benchmarks.card.phases import SKIPPED, is_shown
 from benchmarks.kernels.speed import LISTS_KEPT
 from benchmarks.kernels.workloads import Workload, workloads
 from benchmarks.records import RESULTS, markdown, read_arguments
 from sglang_indexcache.lab.latency.tables import NOT_MEASURED
+from sglang_indexcache.lab.runs.provenance import output_lines
 from sglang_indexcache.library.writing import write_json
 
 OURS = "cuda"
@@ -28,7 +31,7 @@ RECORD = "kernels/h100.json"
 LATE_FACTOR, LATE = 1.2, "\\*"
 LAYERS, FULL_LAYERS, ROWS, CONTEXT = 78, 20, 8192, 122_880
 """The composed sum is of GLM-5, which keeps a quarter of its indexers."""
-NOT_OF_THE_MACHINE = ("date", "commit", "version")
+NOT_OF_THE_MACHINE = ("date", "commit", "version", "kernels")
 WORKLOADS = {str(work): work for work in workloads()}
 COUNTER_NAMES = {
     "gpu__time_duration.sum": "time",
@@ -69,9 +72,9 @@ def make_record(
         steps = {
             name: {key: step[key] for key in ("code", "seconds", "said")} | _tested(step)
             for name, step in report["steps"].items()
-            if not name.startswith("speed") and step["code"] != SKIPPED
+            if not name.startswith("speed") and step["code"] != SKIPPED and name not in served.STEPS
         }
-        run = {"date": machine["date"], "commit": machine["commit"], "steps": steps}
+        run = {"date": machine["date"], **_sources(machine), "steps": steps}
         content["runs"].append(run)
         for name, step in steps.items():
             if name.startswith("ncu ") and step["code"] == 0:
@@ -82,6 +85,13 @@ def make_record(
             marks = {"workload": name, "run": number, "host_busy": place in busy}
             content["speed"].append({**marks, **_rounded(timing)})
     return content
+
+
+def _sources(machine: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what names the sources of a call: its commit if this repository has it, digests."""
+    is_known = bool(output_lines(["git", "-C", str(RESULTS), "cat-file", "-t", machine["commit"]]))
+    commit = {"commit": machine["commit"]} if is_known else {}
+    return {**commit, "kernels": machine.get("kernels")}
 
 
 def _tested(step: Mapping[str, Any]) -> dict[str, Any]:
@@ -341,6 +351,7 @@ def main() -> None:
     options.output.parent.mkdir(parents=True, exist_ok=True)
     write_json(options.output, content)
     print(f"wrote {options.output}")
+    served.write(options.folders, options.output, fresh=options.fresh)
     if options.publish:
         readme.write()
 

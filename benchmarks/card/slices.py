@@ -15,9 +15,10 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.card import phases
+from benchmarks.card.servers import HeldServer
 from benchmarks.card.shapes import write_config
 from benchmarks.card.table_1 import Evidence, Run, arguments, line_of
-from benchmarks.card.servers import HeldServer
 from sglang_indexcache.errors import IndexCacheError
 from sglang_indexcache.lab.client.http import Client
 from sglang_indexcache.pattern import Pattern
@@ -28,6 +29,8 @@ ALL_REDUCE_SECONDS, ALL_REDUCES = 0.4e-3, 2
 a layer has: what a slice of one rank lacks, the same under every pattern."""
 CHUNK = 8192
 SECONDS_NEEDED = 60.0
+SLICES = {"slices of the 30B": (47, 12, 1), "slices of GLM-5": (78, 22, 8)}
+"""Steps, and the whole that each stands for: layers, F layers at 1/4, ranks."""
 
 
 def patterns_of(layers: int) -> list[str]:
@@ -65,10 +68,8 @@ def whole(costs: Mapping[str, float], layers: int, full: int, length: int, ranks
 
 def measure(run: Run) -> None:
     """Measure the slices of the model, then those of GLM-5."""
-    for name, shape, layers in (
-        ("slices of the 30B", run.scale.model, run.scale.slices[0]),
-        ("slices of GLM-5", run.scale.glm_5, run.scale.slices[1]),
-    ):
+    shapes = (run.scale.model, run.scale.glm_5)
+    for name, shape, layers in zip(SLICES, shapes, run.scale.slices, strict=True):
         if not run.report.has_passed(name):
             _measure(run, name, shape, layers)
 
@@ -95,7 +96,8 @@ def _measure(run: Run, name: str, shape: Mapping[str, Any], layers: int) -> None
         evidence.add(costs={length: fit(medians(samples, length)) for length in run.scale.lengths})
         run.finish(name, 0, began, line_of(samples[-len(clients) :]), evidence)
     except IndexCacheError as error:
-        run.finish(name, 1, began, str(error)[-1500:], evidence)
+        tails = "\n".join(server.log_tail() for server in servers.values())
+        run.finish(name, 1, began, [str(error)[:300], *phases.last(tails)], evidence)
     finally:
         for server in servers.values():
             server.stop(grace=0)

@@ -171,7 +171,7 @@ class Run:
                 try:
                     self._ask_gate(server, evidence)
                 except IndexCacheError as error:
-                    problems.append(f"{' '.join(way)}: {str(error)[-600:]}")
+                    problems += phases.last(f"{error}\n{server.log_tail()}")
                     continue
                 evidence.add(flags=list(way), problems=problems)
                 self.more = (*way, *asked)
@@ -183,10 +183,11 @@ class Run:
                 server.stop(grace=0)
                 self.report.keep_logs(GATE, server.folder)
         evidence.add(problems=problems)
-        said = (
+        said = [
+            *problems,
             "four layers answer in no way, so nothing was timed; servers.txt has the logs. Try "
-            "other flags behind --, as in: -- --moe-runner-backend deep_gemm"
-        )
+            "other flags behind --, as in: -- --moe-runner-backend deep_gemm",
+        ]
         self.finish(GATE, 1, began, said, evidence)
         return False
 
@@ -243,8 +244,8 @@ class Run:
             evidence.add(clocks=[*evidence.content["clocks"], clocks()])
             self.finish(arm.name, 0, began, line_of(evidence.content["samples"]), evidence)
         except IndexCacheError as error:
-            words = f"{str(error)[-800:]}\n{server.log_tail(12)}"
-            self.finish(arm.name, 1, began, words, evidence)
+            said = [str(error)[:300], *phases.last(server.log_tail())]
+            self.finish(arm.name, 1, began, said, evidence)
         self.report.keep_logs(arm.name, server.folder)
 
     def _single(self, arm: Arm, server: HeldServer, client: Client, evidence: Evidence) -> None:
@@ -283,7 +284,7 @@ class Run:
         if arm.retention:
             evidence.add(pattern=served_pattern(client))
 
-    def finish(self, name: str, code: int, began: float, said: str, evidence: Evidence) -> None:
+    def finish(self, name: str, code: int, began: float, said: Any, evidence: Evidence) -> None:
         """Report what came of a step that began at a time."""
         seconds = round(time.monotonic() - began, 1)
         outcome = {"code": code, "seconds": seconds, "said": said, "evidence": evidence.content}

@@ -12,6 +12,7 @@ import torch
 
 from benchmarks.card.pack import MANIFEST
 from sglang_indexcache import __version__
+from sglang_indexcache.kernels import build
 from sglang_indexcache.kernels.dispatch import HOPPER
 from sglang_indexcache.lab.runs.provenance import commit, output_lines, package_version
 
@@ -57,6 +58,7 @@ def facts() -> dict[str, Any]:
     }
     for name, packages in PACKAGES.items():
         values[name] = package_version(*packages)
+    values["kernels"] = digests()
     values["nvcc"] = next(reversed(output_lines(["nvcc", "--version"])), None)
     if torch.cuda.is_available():
         values["driver, max SM clock, power limit"] = _asked(
@@ -68,6 +70,14 @@ def facts() -> dict[str, Any]:
         values["multiprocessors"] = properties.multi_processor_count
         values["memory_bytes"] = properties.total_memory
     return values
+
+
+def digests() -> dict[str, str] | None:
+    """Return what names the sources of each of our kernels' libraries; None without tvm_ffi."""
+    if find_spec("tvm_ffi") is None:
+        return None
+    stems = {folder: build.stem_of(folder) for folder in build.FOLDERS}
+    return {folder: stem.split("-")[1] for folder, stem in stems.items()}
 
 
 def clocks() -> str | None:

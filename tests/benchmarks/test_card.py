@@ -70,10 +70,10 @@ def test_what_a_step_that_hangs_had_found_and_its_servers_logs_come_back(tmp_pat
     )
     report = phases.Report(tmp_path / "out")
     noted: list[Any] = []
-    report.note = lambda name, file: noted.append(json.loads(file.read_text()))  # type: ignore[method-assign]
+    report.note = lambda name, evidence: noted.append(evidence)  # type: ignore[method-assign]
     results = run(report, tmp_path, step("hangs", code, seconds=6))
     assert results["hangs"]["evidence"] == [1]
-    assert noted[0] == [1], "it is in the report before the step ends"
+    assert [1] in noted, "it is in the report before the step ends"
     assert "why it hangs" in (tmp_path / "out" / "servers.txt").read_text()
 
 

@@ -134,6 +134,10 @@ def test_preflight(machine: dict[str, str], says: str) -> None:
 # -- the checks of a server ----------------------------------------------------------------------
 
 
+MIXED_FROM = 9 + 9 + 27
+"""Requests alone and of one pattern, before the mixed ones."""
+
+
 @dataclasses.dataclass
 class FakeServer:
     """Answers by a rule instead of a model, with at most one fault."""
@@ -141,24 +145,26 @@ class FakeServer:
     fault: str = ""
     asked: int = 0
 
-    def generate(self, input_ids: list[int], sampling_params: dict[str, Any]) -> dict[str, Any]:
+    def generate(
+        self, input_ids: list[int], sampling_params: dict[str, Any], **logprobs: Any
+    ) -> dict[str, Any]:
         self.asked += 1
         pattern = sampling_params.get("custom_params", {}).get(PATTERN_OF_REQUEST)
         under = (
             str(served.FULL) if self.fault == "ignores patterns" else pattern or str(served.PATTERN)
         )
-        if self.fault == "mixes patterns" and self.asked > 18:
+        if self.fault == "mixes patterns" and self.asked > MIXED_FROM:
             under = "FSSSSS"
         tokens = [crc32(f"{input_ids} {under} {n}".encode()) % 500 for n in range(served.TOKENS)]
         if self.fault == "one other token":
             tokens[-1] += 1
         if self.fault == "never the same":
-            tokens[0] += self.asked
+            tokens = [crc32(f"{self.asked} {token}".encode()) % 500 for token in tokens]
         answered = [str(served.FULL)] if self.fault == "says another pattern" else [pattern]
-        return {
-            "output_ids": tokens,
-            "meta_info": {PATTERN_OF_REQUEST: answered} if pattern else {},
-        }
+        meta: dict[str, Any] = {PATTERN_OF_REQUEST: answered} if pattern else {}
+        if logprobs:
+            meta["input_token_logprobs"] = [(-token / 100, 0) for token in tokens]
+        return {"output_ids": tokens, "meta_info": meta}
 
     def states(self) -> list[RankState]:
         pattern = (
@@ -199,7 +205,8 @@ def test_a_right_server_passes() -> None:
     for check in CHECKS.values():
         check(FakeServer())
     assert CHECKS["stock"](FakeServer())["prompts compared"] == 3
-    assert CHECKS["mixed"](FakeServer()) == {"answers compared": 9, "left out": 0}
+    found = CHECKS["mixed"](FakeServer())
+    assert found["control"] == found["mixed"] == 0 < found["other pattern"]
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import pytest
+import torch
 
 from sglang_indexcache.errors import ServerError
 from sglang_indexcache.pattern import Pattern
@@ -101,12 +103,6 @@ def answer(client: Asked, request: Request) -> list[int]:
     return list(reply["output_ids"])
 
 
-def together(client: Asked, requests: Sequence[Request]) -> list[list[int]]:
-    """Ask all at once, so that they share batches."""
-    with ThreadPoolExecutor(len(requests)) as pool:
-        return list(pool.map(lambda request: answer(client, request), requests))
-
-
 def same_tokens(ours: Asked, stock: Asked, prompts: Prompts) -> dict[str, Any]:
     """The same tokens as stock SGLang's wherever that agrees with itself."""
     expected, again, answers = (
@@ -138,31 +134,60 @@ def ran_where_full(state: RankState, pattern: Pattern) -> None:
     assert ran == list(pattern.full_layers)
 
 
-def compare_mixed(live: Asked, prompts: Prompts) -> dict[str, Any]:
-    """Answers do not change when requests of other patterns share the batch.
+def forced(client: Asked, requests: Sequence[Request], at_once: bool) -> torch.Tensor:
+    """Return ``[len(requests), TOKENS]``: log-probabilities of each prompt's last tokens.
 
-    Other rows in a batch change a kernel's rounding, so only what is the same alone, asked twice,
-    and among requests of its own pattern is compared.
+    Greedy answers part for good at a first near tie; given tokens only differ by rounding.
+    """
+    ask = partial(_given, client)
+    with ThreadPoolExecutor(len(requests) if at_once else 1) as pool:
+        return torch.tensor(list(pool.map(ask, requests)))
+
+
+def _given(client: Asked, request: Request) -> list[float]:
+    from sglang_indexcache.serving.protocol import check_answered_under, named
+
+    sampling = {"max_new_tokens": 1, "temperature": 0.0, **named(str(request.pattern))}
+    start = len(request.ids) - TOKENS - 1
+    reply = client.generate(
+        input_ids=list(request.ids),
+        sampling_params=sampling,
+        return_logprob=True,
+        logprob_start_len=start,
+    )
+    check_answered_under(reply["meta_info"], str(request.pattern), "the server")
+    pairs = reply["meta_info"]["input_token_logprobs"][-TOKENS:]
+    return [float(logprob) for logprob, *_ in pairs]
+
+
+def compare_mixed(live: Asked, prompts: Prompts) -> dict[str, Any]:
+    """Requests of several patterns in a batch answer as near to alone as nine of one pattern do.
+
+    Other rows in a batch change a kernel's rounding, whatever their pattern: so the nine of one
+    pattern are the control. Another pattern's distance says that a mixed-up one would be seen.
     """
     kinds = (PATTERN, FULL, HALF)
     by_kind = [[Request(prompt, kind) for prompt in prompts] for kind in kinds]
     alone, again = (
-        [[answer(live, request) for request in requests] for requests in by_kind] for _ in range(2)
+        torch.stack([forced(live, requests, at_once=False) for requests in by_kind])
+        for _ in range(2)
     )
-    uniform = [together(live, requests) for requests in by_kind]
-    assert alone[0] != alone[1], "all F answers the same, so nothing could be seen"
+    uniform = [forced(live, [*requests] * 3, at_once=True) for requests in by_kind]
+    control = torch.stack(uniform).unflatten(1, (3, -1)) - alone[:, None]
     every = [request for requests in zip(*by_kind, strict=True) for request in requests]
-    mixed = iter(together(live, every))
-    compared = 0
-    for number in range(len(prompts)):
-        for kind in range(len(kinds)):
-            reply = next(mixed)
-            if alone[kind][number] == uniform[kind][number] == again[kind][number]:
-                compared += 1
-                assert reply == alone[kind][number], f"prompt {number} under {kinds[kind]}"
-    if not compared:
-        pytest.skip("every answer depends on the batch's size, so nothing can be compared")
-    return {"answers compared": compared, "left out": len(every) - compared}
+    mixed = forced(live, every, at_once=True).unflatten(0, (len(prompts), -1)).transpose(0, 1)
+    found = {
+        "again": again - alone,
+        "control": control,
+        "mixed": mixed - alone,
+        "other pattern": alone - alone.roll(1, 0),
+    }
+    means = {name: float(values.abs().mean()) for name, values in found.items()}
+    if 0 < means["other pattern"] <= 4 * means["again"]:
+        pytest.skip(f"an answer differs from itself as from another pattern's: {means}")
+    assert means["other pattern"] > 4 * means["control"], f"nothing could be seen: {means}"
+    assert means["mixed"] <= 2 * means["control"] + 1e-6, means
+    return {name: round(value, 6) for name, value in means.items()}
 
 
 # -- on the card ---------------------------------------------------------------------------------
