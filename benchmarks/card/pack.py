@@ -317,7 +317,9 @@ def is_of_the_kit(path: str) -> bool:
 
 def tracked_bytes() -> int:
     """Return how much of the checkout travels beside the archives."""
-    listed = subprocess.run(["git", "-C", str(ROOT), "ls-files", "-z"], capture_output=True, check=True)
+    listed = subprocess.run(
+        ["git", "-C", str(ROOT), "ls-files", "-z"], capture_output=True, check=True
+    )
     files = [ROOT / path for path in listed.stdout.decode().split("\0") if path]
     return sum(file.stat().st_size for file in files if file.exists())
 
@@ -389,8 +391,8 @@ def main() -> None:
     archives = sum(file.stat().st_size for file in options.out.glob("*.tar.xz"))
     if (total := tracked_bytes() + archives) > TRAVEL_BYTES:
         raise SystemExit(
-            f"error: checkout and archives have {total:,} bytes, and a call takes {TRAVEL_BYTES:,}: "
-            "leave caches.tar.xz out, or packages that nothing asks for"
+            f"error: checkout and archives have {total:,} bytes, and a call takes "
+            f"{TRAVEL_BYTES:,}: leave caches.tar.xz out, or packages that nothing asks for"
         )
     print(f"{total:12,}  travel, of {TRAVEL_BYTES:,}")
 

@@ -125,9 +125,9 @@ class Step:
 def last(words: str) -> list[str]:
     """Return the last line that names an error, else the last."""
     lines = [line[:400] for line in words.splitlines() if line.strip()]
-    return [line for line in lines if re.search(r"\b\w*(Error|Exception)\b.*:", line)][-1:] or lines[
+    return [line for line in lines if re.search(r"\b\w*(Error|Exception)\b.*:", line)][
         -1:
-    ]
+    ] or lines[-1:]
 
 
 def cases(words: str) -> dict[str, Any]:

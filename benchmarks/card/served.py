@@ -42,16 +42,18 @@ def merge(reports: Sequence[Mapping[str, Any]], before: Mapping[str, Any] | None
     for report in reports:
         machine = {key: value for key, value in report["machine"].items() if key != "date"}
         if content.setdefault("machine", machine) != machine:
-            raise ValueError("the calls are of machines or commits that differ: begin a --fresh one")
+            raise ValueError(
+                "the calls are of machines or commits that differ: begin a --fresh one"
+            )
         for name, step in report["steps"].items():
-            if name in STEPS and step["code"] != SKIPPED:
-                if content["steps"].get(name, {}).get("code") != 0:
-                    content["steps"][name] = {"date": report["machine"]["date"], **step}
+            has_passed = content["steps"].get(name, {}).get("code") == 0
+            if name in STEPS and step["code"] != SKIPPED and not has_passed:
+                content["steps"][name] = {"date": report["machine"]["date"], **step}
     return content | {"command": COMMAND}
 
 
 def write(folders: Sequence[Path], kernels: Path, *, fresh: bool) -> None:
-    """Add what calls left to the record of servers, beside that of kernels; nothing if they did not.
+    """Add what calls left to the record of servers, beside that of kernels; if they left any.
 
     Raises:
         SystemExit: the calls are of cards or software that differ.
@@ -60,7 +62,9 @@ def write(folders: Sequence[Path], kernels: Path, *, fresh: bool) -> None:
     reports = [report for report in reports if any(name in STEPS for name in report["steps"])]
     if not reports:
         return
-    path = RESULTS / RECORD if kernels.is_relative_to(RESULTS) else kernels.with_name("table_1.json")
+    path = (
+        RESULTS / RECORD if kernels.is_relative_to(RESULTS) else kernels.with_name("table_1.json")
+    )
     before = json.loads(path.read_text()) if path.exists() and not fresh else None
     try:
         content = merge(reports, before)
@@ -90,7 +94,9 @@ def papers(metric: str, retention: str, length: int) -> Value:
     """Return the paper's figure: of every indexer for "", else of a retention it has."""
     if retention == "1/8":
         return None  # its Table 1 has none
-    entry = load_entry(_PATTERNS / f"glm-4.7-flash-dsa-{(retention or '1/2').replace('/', 'of')}.yaml")
+    entry = load_entry(
+        _PATTERNS / f"glm-4.7-flash-dsa-{(retention or '1/2').replace('/', 'of')}.yaml"
+    )
     for row in entry.latency:
         if (row.metric, row.context) == (PAPERS[metric][1], format_length(length)):
             return row.value if retention else row.all_full
@@ -142,8 +148,8 @@ def _notes(record: Mapping[str, Any]) -> Iterator[str]:
     if (realised := amdahl(record)) is not None:
         share, ideal, gained, length = realised
         yield (
-            f"Indexers take {share:.0%} of stock's prefill of {format_length(length)} tokens, so "
-            f"1/4 could gain {ideal:.2f}x, of which {gained:.2f}x, {gained / ideal:.0%}, are there.\n"
+            f"Indexers take {share:.0%} of stock's prefill of {format_length(length)} tokens: 1/4 "
+            f"could gain {ideal:.2f}x, and gains {gained:.2f}x, {gained / ideal:.0%} of that.\n"
         )
     drifts = [
         f"{format_length(n)} {again / first - 1:+.1%}"
@@ -194,21 +200,17 @@ def line(record: Mapping[str, Any]) -> str:
 
 
 def slices_table(record: Mapping[str, Any]) -> str:
-    """Return what a layer costs by slices side by side, and the whole models that they add up to."""
+    """Return what a layer costs by slices side by side, and the whole models composed of them."""
     rows = []
     for name, (layers, full, ranks) in SLICES.items():
-        for length, costs in record["steps"].get(name, {}).get("evidence", {}).get("costs", {}).items():
+        evidence = record["steps"].get(name, {}).get("evidence", {})
+        for length, costs in evidence.get("costs", {}).items():
             first, mine = (
                 whole(costs, layers, count, int(length), ranks) for count in (layers, full)
             )
-            rows.append(
-                (
-                    name,
-                    format_length(int(length)),
-                    *(f"{1000 * costs[kind]:.1f}" for kind in ("F", "S")),
-                    f"{costs['residual']:.1%}",
-                    f"{first:.2f} to {mine:.2f} s, {first / mine:.2f}x",
-                )
-            )
+            milliseconds = (f"{1000 * costs[kind]:.1f}" for kind in ("F", "S"))
+            composed = f"{first:.2f} to {mine:.2f} s, {first / mine:.2f}x"
+            tokens = format_length(int(length))
+            rows.append((name, tokens, *milliseconds, f"{costs['residual']:.1%}", composed))
     header = ("", "tokens", "F layer, ms", "S layer, ms", "residual", "composed: all F to 1/4")
     return markdown(header, rows) if rows else f"{NOT_MEASURED}\n"

@@ -21,6 +21,7 @@ from benchmarks.kernels.speed import OPS
 from benchmarks.kernels.workloads import Workload, workloads
 from benchmarks.records import RESULTS
 from sglang_indexcache.kernels import build
+from sglang_indexcache.lab.runs.provenance import output_lines
 from tests.gpu import test_served
 from tests.kernels.grid import suite
 
@@ -85,7 +86,7 @@ def test_the_summary_fits_and_begins_with_what_failed(tmp_path: Path) -> None:
     assert [line[:3] for line in summary.splitlines()[2:]] == ["BAD", "ok ", "ski"]
     for number in range(99):
         report.add(f"more {number}", {"code": 1, "seconds": 1.0, "said": "x" * 9000})
-    assert len(report.summary()) < 12_000
+    assert len(report.summary()) <= 10_000
 
 
 def test_a_second_call_runs_what_has_not_passed(tmp_path: Path) -> None:
@@ -172,6 +173,35 @@ def test_the_kit_holds_what_its_phases_run_and_neither_records_nor_the_model() -
     assert sum(map(len, files.values())) < pack.KIT_BYTES // 2
 
 
+def test_the_checkout_leaves_room_for_the_archives() -> None:
+    assert pack.tracked_bytes() + pack.KIT_BYTES // 2 + pack.SERVED_BYTES < pack.TRAVEL_BYTES
+
+
+def test_what_a_card_passed_with_these_kernels_is_not_run_again(tmp_path: Path) -> None:
+    (run, *_) = COMMITTED["runs"]
+    machine = {"name": COMMITTED["machine"]["name"], "kernels": run["kernels"]}
+    assert phases.passed_before("grid topk", machine) == "passed on 2026-11-26 with the same kernels"
+    other = {**machine, "kernels": {**run["kernels"], "topk": "another"}}
+    assert phases.passed_before("grid topk", other) is None
+    assert phases.passed_before("grid sparse_mla", other)
+    assert phases.passed_before("grid topk", {**machine, "name": "another card"}) is None
+    assert phases.passed_before("racecheck sparse_mla", machine) is None, "it had not passed"
+    assert phases.passed_before("served eager", machine) is None
+    report = phases.Report(tmp_path / "out")
+    report.content["machine"] |= machine
+    phases.run(step("grid topk", "raise SystemExit(1)"), report, tmp_path, time.monotonic() + 60)
+    assert report.content["steps"]["grid topk"]["code"] == phases.SKIPPED
+    assert "same kernels" in report.summary()
+
+
+def test_commits_of_the_record_are_objects_of_this_repository() -> None:
+    for run in COMMITTED["runs"]:
+        assert run["kernels"], "what a run's sources were"
+        if "commit" in run:
+            command = ["git", "-C", str(RESULTS), "cat-file", "-t", run["commit"]]
+            assert output_lines(command) == ["commit"], run["commit"]
+
+
 # -- from a report to claims ---------------------------------------------------------------------
 
 STEPS: dict[str, tuple[int, Any]] = {
@@ -194,7 +224,7 @@ def report(
 ) -> Path:
     """Write a folder as a call of the phases leaves it."""
     built = phases.Report(folder)
-    facts = {"date": "2026-01-01", "commit": "1234567"}
+    facts = {"date": "2026-01-01", "commit": "1234567", "kernels": {"topk": "0123"}}
     built.content["machine"] = COMMITTED["machine"] | facts | machine
     for name, (code, output) in STEPS.items():
         outcome = {"outcome": "passed", "evidence": {"prompts compared": 2, "left out": 1}}
@@ -219,7 +249,8 @@ def everywhere(ours: float) -> dict[Workload, dict[str, dict[str, float]]]:
 
 def test_a_report_goes_all_the_way_to_the_tables(tmp_path: Path) -> None:
     quiet = record.make_record([report(tmp_path / "a")])
-    assert quiet["runs"][0]["commit"] == "1234567"
+    assert "commit" not in quiet["runs"][0], "it is no object of this repository"
+    assert quiet["runs"][0]["kernels"] == {"topk": "0123"}
     assert quiet["counters"] == {"select_kernel": {"gpu__time_duration.sum": "8.5 ms"}}
     assert "| decode | FP8 | 8 | 1 | 30 | 10 | 3.00x |" in record.attention_table(quiet)
     assert "3 cases right, 0 wrong" in record.exact_table(quiet)
