@@ -180,7 +180,9 @@ def test_the_checkout_leaves_room_for_the_archives() -> None:
 def test_what_a_card_passed_with_these_kernels_is_not_run_again(tmp_path: Path) -> None:
     (run, *_) = COMMITTED["runs"]
     machine = {"name": COMMITTED["machine"]["name"], "kernels": run["kernels"]}
-    assert phases.passed_before("grid topk", machine) == "passed on 2026-11-26 with the same kernels"
+    assert (
+        phases.passed_before("grid topk", machine) == "passed on 2026-11-26 with the same kernels"
+    )
     other = {**machine, "kernels": {**run["kernels"], "topk": "another"}}
     assert phases.passed_before("grid topk", other) is None
     assert phases.passed_before("grid sparse_mla", other)

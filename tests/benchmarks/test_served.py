@@ -142,7 +142,7 @@ def test_a_rank_s_widths_fit_fp8_blocks() -> None:
 def test_caches_are_taken_over_only_where_they_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here = {name: "1" for name in servers._FITS}
+    here = dict.fromkeys(servers._FITS, "1")
     for variable in servers._CACHE_VARIABLES:
         monkeypatch.setenv(variable, "")
     caches = tmp_path / "first" / "caches"

@@ -25,6 +25,7 @@ def test_stock_and_ours_go_through_with_20_heads_in_fp8(
     for name, value in stage.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(table_1, "HeldServer", PreloadedHeldServer)
+    monkeypatch.setattr(table_1, "SHORTEST", 1)
     arms = tuple(arm for arm in ARMS if arm.name in ("stock, all F", "full cache, 1/4"))
     monkeypatch.setattr(table_1, "ARMS", arms)
     kernels = [part for flag in LIKE_THE_CARD for part in (flag, _value_of(flag))]
@@ -33,12 +34,16 @@ def test_stock_and_ours_go_through_with_20_heads_in_fp8(
         REHEARSAL,
         model={**REHEARSAL.model, **fp8},
         patterns={**REHEARSAL.patterns, "": ""},
+        lengths=(160,),  # the stage is slow: 20 heads are computed as 64, in float64
+        watched=160,
+        full_pool=704,
+        new_tokens=3,
         flags=(*REHEARSAL.flags, *kernels, "--disable-prefill-cuda-graph"),
         products=((),),  # the stage knows DeepGEMM's by reference; it would interpret Triton's
         start_seconds=400,
     )
     report = phases.Report(tmp_path / "out")
-    run = Run(report, scale, tmp_path, time.monotonic() + 900, ("--mem-fraction-static", "0.5"))
+    run = Run(report, scale, tmp_path, time.monotonic() + 3000, ("--mem-fraction-static", "0.5"))
     assert run.gate(), report.log.read_text()[-3000:]
     run.table()
     steps: dict[str, Any] = json.loads(report.path.read_text())["steps"]
@@ -47,7 +52,7 @@ def test_stock_and_ours_go_through_with_20_heads_in_fp8(
     stock, full = (steps[arm.name]["evidence"] for arm in arms)
     assert stock["seen"]["indexer seconds"] > 0
     assert stock["seen"]["distinct index keys"] > 0.99
-    assert [sample["requests"] for sample in full["samples"]] == [4, 6]
+    assert [sample["requests"] for sample in full["samples"]] == [2]
 
 
 def _value_of(flag: str) -> str:
