@@ -42,7 +42,7 @@ KERNELS = "indexcache-kernels.tar.gz"
 KIT_BYTES, SERVED_BYTES = 10 << 20, 40 << 20
 TRAVEL_BYTES = 64 << 20
 """What a call takes along: the checkout's tracked files, and the archives."""
-TREE = ("sglang_indexcache", "csrc", "tests", "benchmarks", "pyproject.toml")
+TREE = ("sglang_indexcache", "patterns", "csrc", "tests", "benchmarks", "pyproject.toml")
 RECORDS, MODEL = "benchmarks/results/*", "sglang_indexcache/lab/demo/tiny-dsa/*"
 """Parts of :data:`TREE` that archives leave behind: they travel in the checkout, once is enough."""
 CARD_RECORD = "benchmarks/results/kernels/h100.json"

@@ -15,7 +15,7 @@ from benchmarks.records import RESULTS, markdown
 from sglang_indexcache.lab.latency.tables import NOT_MEASURED
 from sglang_indexcache.library.files import load_entry
 from sglang_indexcache.library.lengths import format_length
-from sglang_indexcache.library.writing import write_json
+from sglang_indexcache.library.writing import shipped, write_json
 
 RECORD = "latency/h100/table_1.json"
 COMMAND = "python -m benchmarks.card.table_1 OUT; python -m benchmarks.card.record OUT"
@@ -27,7 +27,6 @@ PAPERS = {
     "full": ("Decode, full KV cache, tokens/s", "decode, full KV cache"),
 }
 """Metrics: a heading here, and the name in a pattern's file."""
-_PATTERNS = Path(__file__).parents[2] / "patterns"
 LAYERS = 47
 Value: TypeAlias = float | None
 
@@ -95,7 +94,7 @@ def papers(metric: str, retention: str, length: int) -> Value:
     if retention == "1/8":
         return None  # its Table 1 has none
     entry = load_entry(
-        _PATTERNS / f"glm-4.7-flash-dsa-{(retention or '1/2').replace('/', 'of')}.yaml"
+        shipped("patterns") / f"glm-4.7-flash-dsa-{(retention or '1/2').replace('/', 'of')}.yaml"
     )
     for row in entry.latency:
         if (row.metric, row.context) == (PAPERS[metric][1], format_length(length)):

@@ -6,8 +6,9 @@ import json
 import os
 import shutil
 import tarfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ _CACHE_VARIABLES = {
 _FITS = ("name", "python", "torch", "cuda", "nvcc", "triton", "sglang", "deep_gemm")
 """Facts of a machine that must be the same where compiled kernels are to be taken over."""
 _LARGEST_ARCHIVE = 16 << 20
+_MOST_SECONDS_TO_END = 20.0
 ENVIRONMENT = {
     # The carried sgl_kernel is older than SGLang asks for; benchmarks/card/pack.py says why.
     "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1",
@@ -60,6 +62,16 @@ class HeldServer(Server):
         """Let it load, and all that follows."""
         (self.folder / plugin.BEGIN).touch()
 
+    def stop(self, grace: float = 20.0) -> None:
+        """Stop it, and wait for the end of all its processes, which hold the card's memory.
+
+        The next server takes what is free when it loads for all that it can have.
+        """
+        super().stop(grace)
+        ends = time.monotonic() + _MOST_SECONDS_TO_END
+        while self._process is not None and _lives(self._process.pid) and time.monotonic() < ends:
+            time.sleep(0.05)
+
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Have it look at its prefills, which takes time: nothing in the block is to be timed."""
@@ -71,6 +83,16 @@ class HeldServer(Server):
     def seen(self) -> dict[str, float]:
         """Return what it saw."""
         return dict(json.loads((self.folder / plugin.SEEN).read_text()))
+
+
+def _lives(group: int) -> bool:
+    """Return whether a process group has more than processes that ended and nobody waited for."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, _, process_group = stat.read_text().rpartition(")")[2].split()[:3]
+            if int(process_group) == group and state not in "ZX":
+                return True
+    return False
 
 
 @contextmanager

@@ -169,6 +169,10 @@ def test_the_kit_holds_what_its_phases_run_and_neither_records_nor_the_model() -
     files = pack.tree(pack.is_of_the_kit)
     for name in ("benchmarks/card/phases.py", "tests/gpu/conftest.py", "csrc/topk/topk.cu"):
         assert name in files
+    assert pack.CARD_RECORD in files
+    assert {path for path in files if path.startswith("patterns/glm-4.7-flash-dsa")} == {
+        f"patterns/glm-4.7-flash-dsa-1of{every}.yaml" for every in (2, 4, 8)
+    }, "servers are asked for these by their retention"
     assert not [path for path in files if path.endswith((".safetensors", ".png"))]
     assert sum(map(len, files.values())) < pack.KIT_BYTES // 2
 

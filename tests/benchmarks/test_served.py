@@ -15,6 +15,8 @@ from benchmarks import readme
 from benchmarks.card import phases, plugin, record, served, servers, slices, table_1
 from benchmarks.card.shapes import CARD, REHEARSAL, write_config
 from benchmarks.card.table_1 import ARMS, GATE, Run, arguments, room
+from sglang_indexcache.checkpoint import Checkpoint
+from sglang_indexcache.library.resolve import Library
 
 SECONDS = {10_000: 0.5, 200_000: 20.0}
 GAIN = {"": 1.0, "1/2": 1.4, "1/4": 1.8, "1/8": 2.0}
@@ -132,6 +134,25 @@ def test_servers_of_the_card_are_asked_for_what_the_page_says(tmp_path: Path) ->
     place = full.index("--cuda-graph-bs-decode")
     assert full[place + 1 :] == ["4", "6", "13", "80", "--last", "word"]
     assert sum(arm.seconds for arm in ARMS) + 125 + table_1.PACKING_SECONDS < 600
+
+
+def test_a_retention_is_the_library_s_pattern_for_the_paper_s_model(tmp_path: Path) -> None:
+    config = write_config(tmp_path, CARD.model, 47) / "config.json"
+    checkpoint, library = Checkpoint.from_config(json.loads(config.read_text())), Library.default()
+    patterns = [library.resolve(name, checkpoint).pattern for name in ("1/2", "1/4", "1/8")]
+    assert [len(pattern.full_layers) for pattern in patterns] == [24, 12, 7]
+
+
+def test_a_stopped_server_has_no_process_that_lives(tmp_path: Path) -> None:
+    server = servers.HeldServer([], tmp_path)
+    child = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', "
+    child += "'import time; time.sleep(60)']); time.sleep(60)"
+    server.command = [sys.executable, "-c", child]
+    server.start()
+    group = server.pid
+    assert servers._lives(group)
+    server.stop(grace=0)
+    assert not servers._lives(group)
 
 
 def test_a_rank_s_widths_fit_fp8_blocks() -> None:
