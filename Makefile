@@ -58,7 +58,7 @@ soak: $(FULL)
 	done
 
 rehearse: $(FULL)
-	$(BIN)/python -m pytest tests/rehearsal -n 2 --dist loadscope --durations 5
+	$(BIN)/python -m pytest tests/rehearsal tests/benchmarks/test_table_1.py -n 2 --dist loadscope --durations 5
 
 check: $(SMALL)
 	$(BIN)/ruff check .

@@ -87,7 +87,7 @@ ENOUGH = 100_000
 
 
 class Watcher:
-    """What a server's prefills show while the file ``watch`` lies in its folder.
+    """Observer of a server's prefills while the file ``watch`` lies in its folder.
 
     For requests that are not timed, as watching waits for the card: the seconds of its indexers,
     which share of the index keys is distinct, how busy a layer's busiest expert is.

@@ -1,4 +1,4 @@
-"""What the timed servers serve and are asked: on a card, and in a rehearsal without one."""
+"""Sizes of what the timed servers serve and are asked, on a card and in a rehearsal."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ ARMS = (
 
 @dataclass
 class Evidence:
-    """What one arm has shown so far, in the report after each request."""
+    """Evidence of one arm so far, in the report after each request."""
 
     report: phases.Report
     name: str

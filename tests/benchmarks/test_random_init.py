@@ -1,7 +1,7 @@
 """Weights and caches of timed models are not degenerate, and SGLang's dummy ones are.
 
 What a server makes of them, its routing and its index keys, is measured in
-``tests/e2e/test_table_1.py``.
+``test_table_1.py``.
 """
 
 from __future__ import annotations

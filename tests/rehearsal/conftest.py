@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -14,13 +12,13 @@ from typing import Any
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
+from tests.fixtures import stage
 from tests.preloaded import PreloadedServer
 from tests.rehearsal import checkpoint
 from tests.rehearsal.questions import Judge
 from tests.rehearsal.stage import mutants
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
 ONE_SERVER_A_NAME = re.compile("test_(matrix|mutant)_server")
 
 
@@ -49,16 +47,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
     return OneWorkerAServer(config, log) if config.getvalue("dist") == "loadscope" else None
 
 
-@pytest.fixture(scope="session")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a ``libcuda.so.1`` that does nothing, for wheels that will not load without."""
-    folder = tmp_path_factory.mktemp("driver")
-    source = HERE / "stage" / "driver.c"
-    command = ["cc", "-shared", "-fPIC", "-o", str(folder / "libcuda.so.1"), str(source)]
-    subprocess.run(command, check=True)
-    return folder
-
-
 Models = Callable[[str], Path]
 Judges = Callable[..., Judge]
 Rehearse = Callable[..., Any]
@@ -82,29 +70,13 @@ def judges(models: Models) -> Judges:
 
 
 @pytest.fixture(scope="session")
-def stage(driver: Path) -> dict[str, str]:
-    """Variables that put a process on the stage."""
-    return {
-        "INDEXCACHE_REHEARSAL": "1",
-        "LD_LIBRARY_PATH": f"{driver}:{os.environ.get('LD_LIBRARY_PATH', '')}",
-        "PYTHONPATH": f"{HERE / 'stage' / 'site'}:{ROOT}:{os.environ.get('PYTHONPATH', '')}",
-        "OMP_NUM_THREADS": "1",
-        "SGLANG_HOST_IP": "127.0.0.1",
-        "SGLANG_JIT_DEEPGEMM_PRECOMPILE": "0",
-        "SGLANG_DEEPEP_BF16_DISPATCH": "1",
-        "SGLANG_TBO_DEBUG": "1",
-    }
-
-
-@pytest.fixture(scope="session")
-def rehearse(
-    stage: dict[str, str], models: Models, tmp_path_factory: pytest.TempPathFactory
-) -> Rehearse:
+def rehearse(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Rehearse:
     """``with rehearse("--flag", ...) as client``: a server on the stage for that block.
 
     The client's ``log`` is the server's.
     """
     logs = tmp_path_factory.mktemp("logs")
+    environment = stage.variables(tmp_path_factory.mktemp("driver"))
 
     @contextmanager
     def start(
@@ -123,7 +95,7 @@ def rehearse(
         ]
         log = logs / f"{len(list(logs.iterdir()))}.log"
         with PreloadedServer(
-            command, log, env=stage, late={mutants.VARIABLE: mutant, **dict(variables)}
+            command, log, env=environment, late={mutants.VARIABLE: mutant, **dict(variables)}
         ) as server:
             try:
                 client = server.wait_until_ready()

@@ -1,4 +1,7 @@
-"""The driver of Table 1 on SGLang's own CUDA path, stock SGLang first, as on a card."""
+"""The driver of Table 1 on real servers: on the CPU platform, and on SGLang's own CUDA path.
+
+Numbers of a CPU mean nothing: what counts is that every step goes through and what it leaves.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +12,54 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.card import phases, table_1
 from benchmarks.card.shapes import CARD, REHEARSAL
 from benchmarks.card.table_1 import ARMS, GATE, Run
+from tests.fixtures import stage
 from tests.fixtures.held import PreloadedHeldServer
 
-pytestmark = pytest.mark.matrix
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.skipif(torch.accelerator.is_available(), reason="these serve without a GPU"),
+]
 LIKE_THE_CARD = ("--kv-cache-dtype", "--dsa-prefill-backend", "--dsa-decode-backend")
 
 
-def test_stock_and_ours_go_through_with_20_heads_in_fp8(
-    tmp_path: Path, stage: dict[str, str], monkeypatch: pytest.MonkeyPatch
+def test_a_gate_an_arm_and_a_full_cache_leave_their_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in stage.items():
+    monkeypatch.setattr(table_1, "HeldServer", PreloadedHeldServer)
+    arms = tuple(arm for arm in ARMS if arm.name in ("ours, 1/4", "full cache, 1/4"))
+    monkeypatch.setattr(table_1, "ARMS", arms)
+    report = phases.Report(tmp_path / "out")
+    run = Run(report, REHEARSAL, tmp_path, time.monotonic() + 900, ())
+    assert run.gate()
+    run.table()
+    steps: dict[str, Any] = json.loads(report.path.read_text())["steps"]
+    codes = {name: steps[name]["code"] for name in (GATE, *(arm.name for arm in arms))}
+    assert set(codes.values()) == {0}, report.summary()
+    seen = steps[GATE]["evidence"]["seen"]
+    assert seen["distinct index keys"] == 1
+    assert seen["experts used"] == REHEARSAL.model["n_routed_experts"]
+    single, full = (steps[arm.name]["evidence"] for arm in arms)
+    assert single["pattern"] == full["pattern"] == "FSSS"
+    lengths = [sample["length"] for sample in single["samples"]]
+    assert lengths == [*[REHEARSAL.lengths[0]] * table_1.SHORTEST, *REHEARSAL.lengths[1:]]
+    assert all(sample["prefill"] > 0 < sample["decode"] for sample in single["samples"])
+    assert [sample["requests"] for sample in full["samples"]] == [4, 6]
+    assert all(sample["full"] > 0 for sample in full["samples"])
+    again = Run(phases.Report(tmp_path / "out"), REHEARSAL, tmp_path, time.monotonic() + 900, ())
+    assert again.gate()  # nothing starts: what has passed is not repeated
+    again.table()
+
+
+@pytest.mark.matrix
+def test_stock_and_ours_go_through_with_20_heads_in_fp8(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in stage.variables(tmp_path).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(table_1, "HeldServer", PreloadedHeldServer)
     monkeypatch.setattr(table_1, "SHORTEST", 1)
