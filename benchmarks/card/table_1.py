@@ -216,7 +216,8 @@ class Run:
 
     def ask(self, client: Client, length: int, count: int, *seed: object) -> list[StreamedAnswer]:
         """Send prompts that no other request had; every arm gets the same ones."""
-        vocabulary = self.scale.model["vocab_size"]
+        shapes = (self.scale.model, self.scale.glm_5)  # a rank of GLM-5 has fewer
+        vocabulary = min(shape["vocab_size"] for shape in shapes)
         prompts = random_prompts(count, length, vocabulary, "table 1", length, *seed)
         return stream(client, prompts, self.scale.new_tokens)
 

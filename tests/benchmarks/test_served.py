@@ -155,6 +155,16 @@ def test_a_stopped_server_has_no_process_that_lives(tmp_path: Path) -> None:
     assert not servers._lives(group)
 
 
+def test_every_server_knows_every_token_that_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank of GLM-5 has an eighth of the vocabulary."""
+    prompts: list[list[int]] = []
+    monkeypatch.setattr(table_1, "stream", lambda _client, asked, _tokens: prompts.extend(asked))
+    Run(phases.Report(tmp_path), CARD, tmp_path, 0.0, ()).ask(None, 10_000, 2)  # type: ignore[arg-type]
+    assert max(map(max, prompts)) < CARD.glm_5["vocab_size"] < CARD.model["vocab_size"]
+
+
 def test_a_rank_s_widths_fit_fp8_blocks() -> None:
     for name in ("moe_intermediate_size", "intermediate_size", "hidden_size", "q_lora_rank"):
         assert CARD.glm_5[name] % 128 == 0, name

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.card import phases, table_1
+from benchmarks.card import phases, slices, table_1
 from benchmarks.card.shapes import CARD, REHEARSAL
 from benchmarks.card.table_1 import ARMS, GATE, Run
 from tests.fixtures import stage
@@ -94,3 +94,21 @@ def test_stock_and_ours_go_through_with_20_heads_in_fp8(
 
 def _value_of(flag: str) -> str:
     return CARD.flags[CARD.flags.index(flag) + 1]
+
+
+@pytest.mark.matrix
+def test_slices_side_by_side_tell_what_a_layer_costs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slices, "HeldServer", PreloadedHeldServer)
+    monkeypatch.setattr(slices, "ROUNDS", 1)
+    report = phases.Report(tmp_path / "out")
+    scale = replace(REHEARSAL, lengths=(160,))
+    slices.measure(Run(report, scale, tmp_path, time.monotonic() + 3000, ()))
+    steps: dict[str, Any] = json.loads(report.path.read_text())["steps"]
+    assert {name: step["code"] for name, step in steps.items()} == dict.fromkeys(slices.SLICES, 0)
+    for step in steps.values():
+        patterns = [sample["pattern"] for sample in step["evidence"]["samples"]]
+        assert patterns == slices.patterns_of(4) == ["FFFF", "FSFS", "FSSS", "FS"]
+        costs = step["evidence"]["costs"]["160"]
+        assert sorted(costs) == ["F", "S", "constant", "residual"]
