@@ -69,8 +69,16 @@ NCU = {
     "topk_kernel": "select_decode-rows8-context204800-heads32",
 }
 """Kernels whose counters are read, and the workload in which each runs."""
+_BY_GROUPS, _E4M3 = "quantization.per_token_group_quant _jit_module", "torch.float8_e4m3fn"
+_FLAT = 'True, False, False, pdl, False, "legacy"'
 ENGINE_KERNELS = {
     "activation": "activation.activation activation_module bf16",
+    "concat of queries": "attention.concat_mla _jit_concat_mla_absorb_q_module",
+    "indexer's queries": (
+        "attention.dsa.indexer_q _jit_main_q_indexer_rope_first_quant_module bf16"
+    ),
+    "FP8, scales by rows": f"{_BY_GROUPS} bf16, {_E4M3}, 128, False, True, {_FLAT}",
+    "FP8, scales by columns": f"{_BY_GROUPS} bf16, {_E4M3}, 128, False, False, {_FLAT}",
     "indexer's keys": "attention.dsa.indexer_k _jit_k_indexer_norm_rope_store_module bf16, 64",
     "a gemm": "gemm.dsv3_fused_a_gemm dsv3_fused_a_gemm_module 512, 960, pdl",
     "rope": "attention.rope _jit_fused_rope_module False, 64, bf16, bf16",
@@ -81,7 +89,7 @@ ENGINE_KERNELS = {
     "store of latents": "kvcache.set_mla_kv_buffer set_mla_kv_buffer_module 528, 128, pdl",
     "topk": "attention.dsv4.topk _jit_topk_v2_module",
 }
-"""Kernels that SGLang compiles to serve the small models: module, function and its arguments."""
+"""Kernels that SGLang compiles for its first prompt: module, function and its arguments."""
 COUNTERS = (
     "gpu__time_duration.sum",
     "sm__throughput.avg.pct_of_peak_sustained_elapsed",
