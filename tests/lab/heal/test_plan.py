@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from sglang_indexcache.errors import TrainingError
 from sglang_indexcache.lab.heal.frozen import FrozenBody
-from sglang_indexcache.lab.heal.heal import HealOptions
+from sglang_indexcache.lab.heal.heal import HealOptions, Target
 from sglang_indexcache.lab.heal.local import LocalSharing, Passing
 from sglang_indexcache.lab.heal.packing import Layout
-from sglang_indexcache.lab.heal.plan import (
-    GpuMachine,
-    HealPlan,
-    counted_gpus,
-    dry_run,
-    plan_of,
-)
+from sglang_indexcache.lab.heal.plan import _hours, _peaks, counted_gpus, dry_run
 from sglang_indexcache.lab.heal.sharing import Stage
+from sglang_indexcache.library.sizes import Gpu, ModelShape
 from sglang_indexcache.pattern import Pattern
 from tests.lab.heal import models
 from tests.lab.heal.checkpoints import checkpoint, quantise
@@ -30,12 +25,18 @@ from tests.lab.heal.models import LAYERS, tokens
 from tests.lab.heal.test_frozen import Memory
 
 LENGTH = 40
-MACHINE = GpuMachine(2, "a GPU", memory=1e9, bf16=1e12, float32=1e11, bandwidth=1e12)
+GPU = Gpu("a GPU", bf16=1e12, float32=1e11, bandwidth=1e12, memory=1e9)
 
 
 def options(folder: Path, **changes: object) -> HealOptions:
     required = {"checkpoint": folder, "pattern": "FSFS", "data": (), "output": folder / "out"}
     return HealOptions(**{**required, "length": LENGTH, "dense_steps": 2, **changes})  # type: ignore[arg-type]
+
+
+def shape_of(folder: Path) -> ModelShape:
+    shape = ModelShape.from_config(AutoConfig.from_pretrained(folder))
+    assert shape is not None
+    return shape
 
 
 FULLEST_AT: dict[str, dict[str, Any]] = {
@@ -56,10 +57,10 @@ FULLEST_AT: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("moment", FULLEST_AT)
 @pytest.mark.parametrize("stage", [Stage.WARMUP, Stage.SPARSE])
-def test_the_peak_of_the_fullest_device_is_as_planned(
+def test_the_fullest_device_holds_no_more_than_planned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str, stage: Stage
 ) -> None:
-    """Every tensor that a step makes is counted, and what is resident is what loading added."""
+    """Every tensor that a step makes is counted, and not many that it does not make."""
     fields = {**models.FIELDS, "index_topk": 64, **FULLEST_AT[moment]}
     monkeypatch.setattr(models, "FIELDS", fields)
     checkpoint(tmp_path, dtype=torch.bfloat16)
@@ -68,7 +69,7 @@ def test_the_peak_of_the_fullest_device_is_as_planned(
         quantise(tmp_path)
     steps = {"dense_steps": dense, "sparse_steps": 1 - dense, "lr": 1e-3}
     settings = options(tmp_path, pattern="FSSS", length=length, block=16, **steps)
-    planned = plan_of(settings, replace(MACHINE, gpus=devices))
+    planned = _peaks(settings, Target.of(settings), shape_of(tmp_path), devices)
 
     ids, positions = tokens(1, length), torch.arange(length)[None]
     with Memory() as memory:
@@ -95,26 +96,23 @@ def test_the_peak_of_the_fullest_device_is_as_planned(
             measured.append(
                 sum(resident[n] for n in share) + state + embedding + memory.peak - start
             )
-    assert [share.layers for share in planned.shares] == body.shares
-    assert planned.peak == pytest.approx(max(measured), rel=0.1)
+    layers = [f"layers {share.start} to {share.stop - 1}" for share in body.shares]
+    assert [what for what, _ in planned] == layers
+    assert max(measured) < max(peak for _, peak in planned) < 3 * max(measured)
 
 
 def test_a_dry_run_needs_no_weights_and_says_what_helps(tmp_path: Path) -> None:
     checkpoint(tmp_path)
-    planned = dict(dry_run(options(tmp_path), MACHINE))
+    planned = dict(dry_run(options(tmp_path), 2, GPU))
     for path in tmp_path.glob("*.safetensors"):
         path.unlink()
-    assert dict(dry_run(options(tmp_path), MACHINE))["GPU 0"] == planned["GPU 0"]
-    idle = r"it fits, with \d+% of the memory to spare; with --rows 2 the GPUs would work at once"
-    assert re.fullmatch(idle, planned["verdict"])
-    busy = dict(dry_run(options(tmp_path, rows=2), MACHINE))["verdict"]
-    assert re.fullmatch(r"it fits, with \d+% of the memory to spare", busy)
-    assert "2 GPUs at work" in planned["hours"]
-    small = GpuMachine(2, "a GPU", memory=1e4, bf16=1e12, float32=1e11, bandwidth=1e12)
-    advice = dict(dry_run(options(tmp_path), small))["verdict"]
-    assert advice.startswith("it does not fit. With --from-disk it does not fit either: one GPU")
-    assert "A block-FP8 checkpoint of the model takes half the memory" in advice
-    alone = dict(dry_run(options(tmp_path, from_disk=True), small))
+    assert dict(dry_run(options(tmp_path), 2, GPU)) == planned
+    assert planned["verdict"] == "it fits"
+    assert "GPU 1" in planned
+    small = replace(GPU, memory=1e4)
+    advice = dict(dry_run(options(tmp_path), 2, small))["verdict"]
+    assert advice.startswith("it may not fit. With --from-disk it may not fit either: one GPU")
+    alone = dict(dry_run(options(tmp_path, from_disk=True), 2, small))
     assert "give a shorter --context, or fewer --rows" in alone["verdict"]
     assert "GPU 1" not in alone
 
@@ -122,24 +120,14 @@ def test_a_dry_run_needs_no_weights_and_says_what_helps(tmp_path: Path) -> None:
 def test_a_stage_is_counted_at_its_own_length(tmp_path: Path) -> None:
     checkpoint(tmp_path)
 
-    def planned(**changes: object) -> HealPlan:
-        return plan_of(options(tmp_path, sparse_steps=2, lr=1e-3, **changes), MACHINE)
+    def planned(**changes: object) -> tuple[float, float]:
+        settings = options(tmp_path, sparse_steps=2, lr=1e-3, **changes)
+        [(_, peak)] = _peaks(settings, Target.of(settings), shape_of(tmp_path), 1)
+        return _hours(settings, Target.of(settings), shape_of(tmp_path), GPU), peak
 
-    short, mixed = planned(), planned(sparse_length=4 * LENGTH)
-    long = planned(length=4 * LENGTH)
-    assert short.hours < mixed.hours < long.hours
-    assert short.peak < mixed.peak
-
-
-def test_several_rows_keep_several_gpus_busy(tmp_path: Path) -> None:
-    checkpoint(tmp_path)
-    single, eight = (
-        plan_of(options(tmp_path, rows=rows, dense_steps=8 // rows, lr=1e-3), MACHINE)
-        for rows in (1, 8)
-    )
-    assert single.busy == pytest.approx(1)
-    assert 1.2 < eight.busy < 2
-    assert eight.hours == pytest.approx(single.hours / eight.busy)
+    (short, low), (mixed, high) = planned(), planned(sparse_length=4 * LENGTH)
+    assert short < mixed < planned(length=4 * LENGTH)[0]
+    assert low < high
 
 
 def test_gpus_are_written_as_a_count_and_a_name() -> None:
