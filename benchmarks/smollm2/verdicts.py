@@ -30,10 +30,10 @@ from benchmarks.smollm2 import model_parser
 from benchmarks.smollm2.answers import Answers, serving
 from benchmarks.smollm2.books import HELD_OUT, Books
 from sglang_indexcache.lab.client.http import Client
-from sglang_indexcache.lab.evaluate.arms import Servers
 from sglang_indexcache.lab.evaluate.corpus import Corpus
 from sglang_indexcache.lab.evaluate.evaluation import NAME as JOURNAL
-from sglang_indexcache.lab.evaluate.plan import Planned, arms_of, context_name
+from sglang_indexcache.lab.evaluate.evaluation_plan import Planned, arms_of, context_name
+from sglang_indexcache.lab.evaluate.servers import Servers
 from sglang_indexcache.lab.evaluate.tasks import TASKS
 from sglang_indexcache.lab.evaluate.tasks.context import QUESTIONS as ASKED_BEHIND
 from sglang_indexcache.lab.runs.provenance import machine

@@ -30,7 +30,7 @@ from sglang_indexcache.library.lengths import parse_length
 if TYPE_CHECKING:
     from sglang_indexcache.lab.client.http import Client
     from sglang_indexcache.lab.evaluate.evaluation import Evaluation
-    from sglang_indexcache.lab.evaluate.plan import EvaluationPlan
+    from sglang_indexcache.lab.evaluate.evaluation_plan import EvaluationPlan
     from sglang_indexcache.lab.evaluate.run import EvaluationRequest
 
 app = group("Prove, or refute, that a pattern keeps long-context quality on your checkpoint.")
@@ -182,7 +182,7 @@ def _request(
 
     from sglang_indexcache.checkpoint import reading
     from sglang_indexcache.lab.evaluate.corpus import Corpus, select_rows
-    from sglang_indexcache.lab.evaluate.plan import arms_of
+    from sglang_indexcache.lab.evaluate.evaluation_plan import arms_of
     from sglang_indexcache.lab.evaluate.run import EvaluationRequest
     from sglang_indexcache.lab.evaluate.tasks import DEFAULT
     from sglang_indexcache.lab.evaluate.tasks.context import QUESTIONS
@@ -212,7 +212,7 @@ def _plan(
 ) -> tuple[EvaluationPlan, int]:
     """Return the plan of what is generated, and the most tokens that the model reads."""
     from sglang_indexcache.checkpoint import Checkpoint, read_config, text_config
-    from sglang_indexcache.lab.evaluate.plan import (
+    from sglang_indexcache.lab.evaluate.evaluation_plan import (
         EvaluationPlan,
         default_lengths,
         enough_contexts,

@@ -136,7 +136,7 @@ def run(
 
 def _print_bill(options: HealOptions, gpus: str) -> None:
     """Print what a healing would take on GPUs such as ``8xh200``."""
-    from sglang_indexcache.lab.heal.plan import counted_gpus, dry_run
+    from sglang_indexcache.lab.heal.dry_run import counted_gpus, dry_run
     from sglang_indexcache.lab.runs.cost import print_plan
     from sglang_indexcache.library.sizes import find_gpu
 

@@ -65,7 +65,7 @@ def create_cuda_backend(runner: ModelRunner, process: ServingProcess) -> IndexCa
     """
     from sglang_indexcache.serving.cuda import kernels
     from sglang_indexcache.serving.cuda.backend import IndexCacheBackend
-    from sglang_indexcache.serving.cuda.indexer import indexer_forward
+    from sglang_indexcache.serving.cuda.live_indexer import indexer_forward
     from sglang_indexcache.serving.cuda.row_split import SplitForwards
 
     backend, plan = IndexCacheBackend(runner, process), process.plan

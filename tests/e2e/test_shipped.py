@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 
 from sglang_indexcache.lab.client.http import Client
 from sglang_indexcache.lab.evaluate.corpus import Corpus
-from sglang_indexcache.lab.evaluate.plan import EvaluationPlan, arms_of
+from sglang_indexcache.lab.evaluate.evaluation_plan import EvaluationPlan, arms_of
 from sglang_indexcache.lab.evaluate.run import EvaluationRequest, run_evaluation
 from sglang_indexcache.lab.evaluate.tasks import TASKS
 from sglang_indexcache.lab.evaluate.tasks.context import make_context

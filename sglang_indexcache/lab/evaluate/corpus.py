@@ -17,7 +17,7 @@ from pathlib import Path
 from rich.console import Console
 
 from sglang_indexcache.errors import QualityError
-from sglang_indexcache.lab.evaluate.plan import (
+from sglang_indexcache.lab.evaluate.evaluation_plan import (
     CONTROL_CONTEXTS,
     CONTROL_LOOK,
     EvaluationPlan,

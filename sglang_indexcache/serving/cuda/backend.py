@@ -151,7 +151,7 @@ class IndexCacheBackend(DeepseekSparseAttnBackend):
         """Return what ``layer`` attends to in ``rows`` rows, where SGLang brings ``carried``.
 
         An F layer brings what its indexer selected, which is written to the buffer; in live mode
-        the indexer has written it itself (``cuda/indexer.py``).
+        the indexer has written it itself (``cuda/live_indexer.py``).
         """
         buffer = self.index_buffer
         # SGLang carries none across the place where it splits a batch.

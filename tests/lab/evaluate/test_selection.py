@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 
 from sglang_indexcache.errors import QualityError
 from sglang_indexcache.lab.evaluate.corpus import Corpus, select_rows
-from sglang_indexcache.lab.evaluate.plan import (
+from sglang_indexcache.lab.evaluate.evaluation_plan import (
     CONTROL_LOOK,
     CORRELATION,
     DISCORDANCE,

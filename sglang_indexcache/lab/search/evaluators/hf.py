@@ -25,7 +25,7 @@ from sglang_indexcache.checkpoint import Checkpoint, fp8_blocks, reading
 from sglang_indexcache.errors import SearchError
 from sglang_indexcache.hf import SharedForward, share
 from sglang_indexcache.lab.data.marking import Mask
-from sglang_indexcache.lab.indexer import project
+from sglang_indexcache.lab.index_inputs import project
 from sglang_indexcache.lab.search.calibration import Calibration
 from sglang_indexcache.lab.search.evaluators import LISTS, Floats, TokenEvaluator
 from sglang_indexcache.models import TRAINABLE

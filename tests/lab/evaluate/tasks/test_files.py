@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from sglang_indexcache.errors import DataError, QualityError
 from sglang_indexcache.lab.client.score import TokenScores
-from sglang_indexcache.lab.evaluate.arms import right_share
 from sglang_indexcache.lab.evaluate.corpus import Corpus
-from sglang_indexcache.lab.evaluate.plan import Planned
+from sglang_indexcache.lab.evaluate.evaluation_plan import Planned
+from sglang_indexcache.lab.evaluate.servers import right_share
 from sglang_indexcache.lab.evaluate.tasks.context import rendered
 from sglang_indexcache.lab.evaluate.tasks.files import FILES, Item, pieces, read_items
 from tests.lab.evaluate.fake_server import Words

@@ -13,9 +13,9 @@ from transformers import AutoConfig
 
 from sglang_indexcache.checkpoint import fp8_blocks, reading
 from sglang_indexcache.errors import TrainingError
+from sglang_indexcache.lab.heal.forward_state import Stage
 from sglang_indexcache.lab.heal.frozen import STATE_COPIES, shared_out
 from sglang_indexcache.lab.heal.heal import DTYPES, RATES, TRIAL_STEPS, HealOptions, Target
-from sglang_indexcache.lab.heal.sharing import Stage
 from sglang_indexcache.library.sizes import Gpu, ModelShape
 
 GB = 1e9

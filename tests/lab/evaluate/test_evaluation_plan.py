@@ -15,7 +15,7 @@ from sglang_indexcache.errors import QualityError
 from sglang_indexcache.lab.demo import shipped_checkpoint
 from sglang_indexcache.lab.evaluate import corpus
 from sglang_indexcache.lab.evaluate.corpus import Corpus
-from sglang_indexcache.lab.evaluate.plan import (
+from sglang_indexcache.lab.evaluate.evaluation_plan import (
     CONTROL_LOOK,
     SEEING,
     EvaluationPlan,

@@ -9,7 +9,7 @@ cuts it. Left out are what the scheduler adds between two steps, sampling, and t
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache, cached_property
@@ -24,7 +24,8 @@ from sglang_indexcache.checkpoint import (
     text_config,
 )
 from sglang_indexcache.errors import BenchError, LibraryError
-from sglang_indexcache.lab.latency.dealt import (
+from sglang_indexcache.lab.latency.results import METRICS, Metric
+from sglang_indexcache.lab.latency.row_split import (
     NCCL,
     WAYS,
     Chunks,
@@ -32,7 +33,6 @@ from sglang_indexcache.lab.latency.dealt import (
     RowSplitLayers,
     Way,
 )
-from sglang_indexcache.lab.latency.results import METRICS, Metric
 from sglang_indexcache.lab.latency.rows import ENGINE, KINDS, LatencyEstimate, Layers, Series, Wheel
 from sglang_indexcache.lab.latency.tables import Grid
 from sglang_indexcache.library.lengths import format_length
@@ -227,7 +227,7 @@ class Forwards:
             else None
             for graph in (True, False)
         }
-        self.ways: Mapping[Way, Chunks] = {}
+        self.ways: dict[Way, Chunks] = {}
         self._product = cache(self._find_product)
         self._around = cache(self._time_around)
 
@@ -291,10 +291,9 @@ class Forwards:
             "message_size",
             {"op_name": "all_gather", "nccl_dtype": "int8", "num_gpus": ranks},
         )
-        dealt: dict[Way, Chunks] = {}
         if "row split" in ways:
             width = shape.index_n_heads * shape.index_head_dim
-            dealt["row split"] = RowSplitLayers(
+            self.ways["row split"] = RowSplitLayers(
                 self.layers,
                 ranks,
                 gather,
@@ -305,10 +304,9 @@ class Forwards:
             )
         if "prefill CP" in ways:
             layers = self._read_layers(shape.num_attention_heads)
-            dealt["prefill CP"] = ContextParallelLayers(
+            self.ways["prefill CP"] = ContextParallelLayers(
                 layers, ranks, gather, KV_BYTES[deployment.cache]
             )
-        self.ways = dealt
 
     def gain(
         self, metric: Metric, pattern: Pattern, context: int, way: Way | None = None
@@ -548,13 +546,15 @@ def plan_grid(forwards: Forwards, patterns: Patterns, contexts: Sequence[int]) -
             rows.append(
                 (f"{name} ({len(pattern.full_layers)} of {len(pattern)} F)", *map(_cell, gains))
             )
-        for way, name, gains in _dealt(forwards, patterns, contexts) if metric == "prefill" else ():
+        for way, name, gains in (
+            _of_shared_rows(forwards, patterns, contexts) if metric == "prefill" else ()
+        ):
             rows.append((f"{name}, {way}", *map(_cell, gains)))
     header = ("", *map(format_length, contexts))
     return Grid(f"expected speed-up over every indexer: {forwards.title}", header, tuple(rows))
 
 
-def _dealt(
+def _of_shared_rows(
     forwards: Forwards, patterns: Patterns, contexts: Sequence[int]
 ) -> Iterator[tuple[Way, str, list[Gain | None]]]:
     """Yield what each way of dealing out a prefill's rows gains, by itself and with patterns."""
@@ -588,7 +588,7 @@ def plan_to_json(forwards: Forwards, patterns: Patterns, contexts: Sequence[int]
                         "off": gain and gain.off,
                     }
                 )
-    dealt = [
+    row_split = [
         {
             "way": way,
             "name": name,
@@ -596,10 +596,10 @@ def plan_to_json(forwards: Forwards, patterns: Patterns, contexts: Sequence[int]
             "speedup": gain and gain.gain,
             "off": gain and gain.off,
         }
-        for way, name, row in _dealt(forwards, patterns, contexts)
+        for way, name, row in _of_shared_rows(forwards, patterns, contexts)
         for context, gain in zip(contexts, row, strict=True)
     ]
-    return {"deployment": forwards.title, "gains": gains, "dealt": dealt}
+    return {"deployment": forwards.title, "gains": gains, "row_split": row_split}
 
 
 def _cell(gain: Gain | None) -> str:

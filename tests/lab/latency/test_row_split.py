@@ -5,8 +5,14 @@ from __future__ import annotations
 import pytest
 
 from sglang_indexcache.errors import BenchError
-from sglang_indexcache.lab.latency.dealt import ContextParallelLayers, RowSplitLayers, share_of
-from sglang_indexcache.lab.latency.plan import Deployment, Forwards, plan, plan_grid, plan_to_json
+from sglang_indexcache.lab.latency.forecast import (
+    Deployment,
+    Forwards,
+    plan,
+    plan_grid,
+    plan_to_json,
+)
+from sglang_indexcache.lab.latency.row_split import ContextParallelLayers, RowSplitLayers, share_of
 from sglang_indexcache.lab.latency.rows import Kind, LatencyEstimate, Layers, Series
 from sglang_indexcache.pattern import Pattern
 
@@ -93,8 +99,8 @@ def test_nvidias_rows_say_what_each_way_gains() -> None:
     names = [row[0] for row in grid.rows]
     assert "every indexer, row split" in names
     assert "1/4, prefill CP" in names
-    dealt = plan_to_json(forwards, [("1/4", quarter)], [200_000])["dealt"]
-    assert [(row["way"], row["name"]) for row in dealt] == [
+    split = plan_to_json(forwards, [("1/4", quarter)], [200_000])["row_split"]
+    assert [(row["way"], row["name"]) for row in split] == [
         (way, name) for way in ("row split", "prefill CP") for name in ("every indexer", "1/4")
     ]
     assert any("every rank still makes all index queries" in text for text in forwards.sources)

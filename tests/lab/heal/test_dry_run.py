@@ -11,12 +11,12 @@ import torch
 from transformers import AutoConfig
 
 from sglang_indexcache.errors import TrainingError
+from sglang_indexcache.lab.heal.dry_run import _hours, _peaks, counted_gpus, dry_run
+from sglang_indexcache.lab.heal.forward_state import Stage
 from sglang_indexcache.lab.heal.frozen import FrozenBody
 from sglang_indexcache.lab.heal.heal import HealOptions, Target
-from sglang_indexcache.lab.heal.local import LocalSharing, Passing
 from sglang_indexcache.lab.heal.packing import Layout
-from sglang_indexcache.lab.heal.plan import _hours, _peaks, counted_gpus, dry_run
-from sglang_indexcache.lab.heal.sharing import Stage
+from sglang_indexcache.lab.heal.passing import LocalSharing, Passing
 from sglang_indexcache.library.sizes import Gpu, ModelShape
 from sglang_indexcache.pattern import Pattern
 from tests.lab.heal import models

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sglang_indexcache.errors import BenchError, CheckpointError, LibraryError
-from sglang_indexcache.lab.latency.plan import (
+from sglang_indexcache.lab.latency.forecast import (
     MODELS,
     NO_RATE,
     Deployment,

@@ -14,6 +14,7 @@ from queue import SimpleQueue
 
 import torch
 
+from sglang_indexcache.lab.heal.forward_state import ForwardState, Sharing, Stage
 from sglang_indexcache.lab.heal.frozen import FrozenBody
 from sglang_indexcache.lab.heal.losses import (
     AttentionInputs,
@@ -23,7 +24,6 @@ from sglang_indexcache.lab.heal.losses import (
 )
 from sglang_indexcache.lab.heal.model import Rotation
 from sglang_indexcache.lab.heal.packing import Layout
-from sglang_indexcache.lab.heal.sharing import ForwardState, Sharing, Stage
 
 
 @dataclass
