@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from sglang_indexcache.lab.search.passages import Passages
 
 from benchmarks.smollm2.packages import download
-from sglang_indexcache.lab.search.passages import Passages
 
 
 @dataclass(frozen=True)

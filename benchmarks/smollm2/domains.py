@@ -164,9 +164,13 @@ def _texts(inside: tarfile.TarFile, pages: str, name_of: Callable[[str], str]) -
         text = (gzip.decompress(content) if name.endswith(".gz") else content).decode(
             errors="ignore"
         )
-        yield html.unescape(re.sub(r"(?s)<(script|head).*?</\1>|<[^>]+>", "", text)) if (
-            name.endswith(".html")
-        ) else text
+        yield _without_tags(text) if name.endswith(".html") else text
+
+
+def _without_tags(page: str) -> str:
+    """Return the words of a page, without its layout."""
+    text = html.unescape(re.sub(r"(?s)<(script|head).*?</\1>|<[^>]+>", "", page))
+    return re.sub(r"\s*\n\s*", "\n", text)
 
 
 # -- tasks ---------------------------------------------------------------------------------------
@@ -181,18 +185,22 @@ class Fact:
     answer: str = ""
 
 
-_TOWNS = (
+_TOWN_WORDS = (
     "Lisbon Oslo Cairo Lima Quito Hanoi Dublin Riga Accra Sofia Tunis Vienna Bogota Havana Madrid "
     "Prague Warsaw Athens Nairobi Ottawa"
-).split()
-_PEOPLE = "Anna Boris Clara David Elena Felix Greta Hugo Irene Jonas Karin Louis".split()
-_SURNAMES = "Abbott Becker Castle Dawson Eriksen Fowler Garner Hobbs Irving Jensen".split()
-_DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
-_THINGS = (
+)
+_PEOPLE_WORDS = "Anna Boris Clara David Elena Felix Greta Hugo Irene Jonas Karin Louis"
+_SURNAME_WORDS = "Abbott Becker Castle Dawson Eriksen Fowler Garner Hobbs Irving Jensen"
+_DAY_WORDS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday"
+_THING_WORDS = (
     "river candle window garden mirror ladder pepper rocket saddle timber violin walnut basket "
     "bottle button castle dragon engine feather hammer island jacket kettle magnet needle orchard "
     "pencil rabbit shovel tunnel"
-).split()
+)
+_TOWNS, _PEOPLE, _SURNAMES, _DAYS, _THINGS = (
+    words.split()
+    for words in (_TOWN_WORDS, _PEOPLE_WORDS, _SURNAME_WORDS, _DAY_WORDS, _THING_WORDS)
+)
 
 
 def codes(draw: random.Random) -> list[Fact]:
@@ -236,8 +244,7 @@ def dictionary(draw: random.Random) -> list[Fact]:
     """Draw ten arbitrary pairs of words."""
     words = draw.sample(_THINGS, 20)
     return [
-        Fact(f"{a} = {b}", f"{a} =", f" {b}\n")
-        for a, b in zip(words[:10], words[10:], strict=True)
+        Fact(f"{a} = {b}", f"{a} =", f" {b}\n") for a, b in zip(words[:10], words[10:], strict=True)
     ]
 
 

@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from sglang_indexcache.lab.search.options import Options
+from sglang_indexcache.lab.search.overlap import draw_overlap
 
 from benchmarks.records import markdown, read_arguments
 from benchmarks.smollm2 import model_parser
@@ -34,8 +36,6 @@ from sglang_indexcache.lab.runs.provenance import machine
 from sglang_indexcache.lab.search.evaluators import Floats
 from sglang_indexcache.lab.search.ledger import Ledger, Step, open_journal
 from sglang_indexcache.lab.search.methods import METHODS, METHODS_IN_PROCESS
-from sglang_indexcache.lab.search.options import Options
-from sglang_indexcache.lab.search.overlap import draw_overlap
 from sglang_indexcache.lab.search.rules import Constraints, parse_targets
 from sglang_indexcache.lab.search.run import Search
 from sglang_indexcache.library.digest import checkpoint_digest

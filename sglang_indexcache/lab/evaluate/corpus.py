@@ -17,6 +17,7 @@ from pathlib import Path
 from rich.console import Console
 
 from sglang_indexcache.errors import QualityError
+from sglang_indexcache.lab.data.words import haystack
 from sglang_indexcache.lab.evaluate.plan import (
     CONTROL_CONTEXTS,
     CONTROL_LOOK,
@@ -41,7 +42,6 @@ from sglang_indexcache.lab.evaluate.tasks.files import (
     read_items,
     tokenized,
 )
-from sglang_indexcache.lab.evaluate.tasks.words import haystack
 from sglang_indexcache.lab.runs.journal import progress_at_most
 from sglang_indexcache.library.lengths import counted
 

@@ -26,7 +26,7 @@ from sglang_indexcache.lab.evaluate.tasks.context import (
     make_context,
     strata,
 )
-from sglang_indexcache.lab.evaluate.tasks.words import ADJECTIVES, NOUNS, haystack
+from sglang_indexcache.lab.data.words import ADJECTIVES, NOUNS, haystack
 from tests.fixtures.models import make_tokenizer
 from tests.lab.evaluate.fake_server import Words
 from tests.lab.evaluate.tasks.solvers import SOLVERS
