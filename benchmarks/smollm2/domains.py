@@ -107,10 +107,11 @@ class Texts:
 
     def rows(self, name: str, count: int, length: int, *, measured: bool = True) -> list[Row]:
         """Return ``count`` rows of one domain whose ends are passages of themselves."""
-        cuts = self._cuts(name, count, length, measured=measured)
+        cuts = self.cuts(name, count, length, measured=measured)
         return [with_passages(cut, length, seed) for seed, cut in enumerate(cuts)]
 
-    def _cuts(self, name: str, count: int, length: int, *, measured: bool) -> list[torch.Tensor]:
+    def cuts(self, name: str, count: int, length: int, *, measured: bool) -> list[torch.Tensor]:
+        """Return ``count`` pieces of ``length`` tokens, evenly spread."""
         tokens = self.tokens(name, measured=measured)
         places = [(len(tokens) - length) * n // max(1, count - 1) for n in range(count)]
         return [tokens[place : place + length] for place in places]
@@ -120,23 +121,24 @@ class Texts:
         names, rows = list(DOMAINS), []
         for number in range(count):
             draw = random.Random(f"{task} {number}")
-            [filler] = self._cuts(names[number % len(names)], 1, length, measured=True)
+            [filler] = self.cuts(names[number % len(names)], 1, length, measured=True)
             rows.append(self._hidden(TASKS[task](draw), filler, length, draw))
         return rows
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text as it is."""
+        return list(self.tokenizer(text, add_special_tokens=False).input_ids)
 
     def _hidden(
         self, facts: Sequence[Fact], filler: torch.Tensor, length: int, draw: random.Random
     ) -> Row:
         """Spread facts over the filler, and ask for them at its end, in another order."""
-
-        def ids(text: str) -> list[int]:
-            return list(self.tokenizer(text, add_special_tokens=False).input_ids)
-
-        shown = [ids(f"\n{fact.shown}\n") for fact in facts if fact.shown]
+        shown = [self.encode(f"\n{fact.shown}\n") for fact in facts if fact.shown]
         asked = [
-            (ids(f"\n{fact.cue}"), ids(fact.answer)) for fact in draw.sample(facts, len(facts))
+            (self.encode(f"\n{fact.cue}"), self.encode(fact.answer))
+            for fact in draw.sample(facts, len(facts))
             if fact.answer
-        ]  # fmt: skip
+        ]
         room = length - sum(map(len, shown)) - sum(len(cue) + len(end) for cue, end in asked)
         pieces = torch.tensor_split(filler[:room], len(shown) + 1)
         tokens = list(chain.from_iterable(

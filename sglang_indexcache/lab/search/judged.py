@@ -44,9 +44,10 @@ class TokenChanges:
 
 @dataclass(frozen=True)
 class Judged:
-    """Means over the counted tokens of one batch; all but the loss by kind of token."""
+    """Means over the counted tokens of one batch; all but the first by kind of token."""
 
     loss: float
+    losses: Mapping[str, float]
     kl: Mapping[str, float]
     kept: Mapping[str, float]
     right: Mapping[str, float]
@@ -68,7 +69,7 @@ class Judged:
             }
 
         loss = float(joined("loss")[kind_of > 0].mean())
-        return cls(loss, by_kind("kl"), by_kind("kept"), by_kind("right"))
+        return cls(loss, *map(by_kind, ("loss", "kl", "kept", "right")))
 
     @property
     def distance(self) -> float:

@@ -50,7 +50,7 @@ def open_journal(path: Path, identity: Mapping[str, Any]) -> Journal:
 
 
 def _losses_in(entry: Mapping[str, Any]) -> dict[Cell, float]:
-    if "losses" not in entry:
+    if any(kind in entry for kind in (*PAIRS, "judged")):
         return {}
     pattern = Pattern(entry["pattern"])
     pairs = zip(entry["batches"], entry["losses"], strict=True)

@@ -253,8 +253,8 @@ class Reading:
         }
         folders = {file.parent for file in self.files}
         read = (
-            f"{self.documents} documents read from {len(self.files)} files in {len(folders)} "
-            f"folders, drawn by seed {self.seed}"
+            f"{counted(self.documents, 'document')} read from {counted(len(self.files), 'file')} "
+            f"in {counted(len(folders), 'folder')}, drawn by seed {self.seed}"
         )
         if self.is_enough:
             read += " (reading stopped there: these give enough)"

@@ -1,13 +1,21 @@
-"""Passages that come again at the end of a text."""
+"""What a text is asked for again at its end: passages of it, and facts that it hides."""
 
 from __future__ import annotations
 
-import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_indexcache.lab.data.marking import Marked
-from sglang_indexcache.lab.search.passages import CUE, LENGTH, MOST, Passages, with_passages
+from sglang_indexcache.lab.search.recall import (
+    CUE,
+    KEYS,
+    LENGTH,
+    MOST,
+    PASSAGES,
+    TEXT,
+    Passages,
+    hidden_facts,
+    with_recall,
+)
 
 
 @given(st.integers(2, 20_000), st.integers(0, 9))
@@ -26,22 +34,41 @@ def test_a_text_keeps_its_length_and_three_quarters_of_itself(length: int, seed:
 
 def test_what_counts_stands_word_for_word_before() -> None:
     ids = tuple(range(1000, 1000 + 1024))
-    row = with_passages(Marked(ids, np.zeros(1024, dtype=bool)))
+    mixed, kinds = with_recall(ids, [])
     start = 1024 - 4 * LENGTH
-    assert row.ids[:start] == ids[:start]
+    assert mixed[:start] == ids[:start]
     for place in range(4):
         first = start + place * LENGTH
-        passage = row.ids[first : first + LENGTH]
+        passage = mixed[first : first + LENGTH]
         assert passage == tuple(range(passage[0], passage[0] + LENGTH))  # as it stands in the text
         assert passage[-1] < ids[start]
-        marks = row.answers[first : first + LENGTH].tolist()
-        assert marks == [False] * CUE + [True] * (LENGTH - CUE)
-    assert row.answers[:start].tolist() == [False] * (start // 2) + [True] * (start // 2)
-    again = with_passages(Marked(ids, np.ones(1024, dtype=bool)))
-    assert (again.ids, again.answers.tolist()) == (row.ids, row.answers.tolist())
+        marks = kinds[first : first + LENGTH].tolist()
+        assert marks == [0] * CUE + [PASSAGES] * (LENGTH - CUE)
+    assert kinds[:start].tolist() == [0] * (start // 2) + [TEXT] * (start // 2)
+
+
+@given(st.integers(2, 3000), st.integers(0, 9))
+def test_facts_stand_in_the_text_and_their_answers_are_asked_for_behind_it(
+    length: int, seed: int
+) -> None:
+    facts = hidden_facts(seed, lambda text: [ord(letter) for letter in text])
+    ids = tuple(range(10_000, 10_000 + length))
+    mixed, kinds = with_recall(ids, facts)
+    assert len(mixed) == len(kinds) == length
+    own = [token for token in mixed if token < 10_000]
+    assert 4 * len(own) <= length  # facts take a quarter at most
+    text = "".join(map(chr, mixed))
+    shown = [fact for fact in facts if "".join(map(chr, fact[0])) in text and fact[0]]
+    answers = [
+        fact[2] for fact in facts if "".join(map(chr, (*fact[1], *fact[2]))) in text and fact[2]
+    ]
+    assert sum(map(len, answers)) == int((kinds == KEYS).sum())
+    assert len(shown) == (10 if length >= 3000 else len(shown))
+    kept = [token for token in mixed if token >= 10_000]
+    assert kept[: len(set(kept))] == list(ids[: len(set(kept))])
 
 
 def test_a_text_that_is_too_short_stays_as_it_is() -> None:
-    row = with_passages(Marked(tuple(range(31)), np.zeros(31, dtype=bool)))
-    assert row.ids == tuple(range(31))
-    assert row.answers.tolist() == [False] * 15 + [True] * 16
+    mixed, kinds = with_recall(tuple(range(31)), [])
+    assert mixed == tuple(range(31))
+    assert kinds.tolist() == [0] * 15 + [TEXT] * 16
