@@ -40,7 +40,7 @@ def test_every_method_leaves_valid_entries(tmp_path: Path, method: str) -> None:
             error = details["added_loss_standard_error"]
             assert error == pytest.approx(added.std(ddof=1) / 2)  # paired, so that levels cancel
         else:
-            assert set(details["layers"]) == set(pattern.full_layers) - {0}
+            assert {*details["layers"]} == {*map(str, pattern.full_layers)} - {"0"}
         fresh = evaluator.loss(pattern, range(4, 12)) - evaluator.loss(full, range(4, 12))
         loss = details["held_out"]["loss"]
         assert (loss["low"], loss["high"]) == pytest.approx(
@@ -144,8 +144,8 @@ def test_says_the_budget_first_and_what_ran_last(tmp_path: Path) -> None:
     _, output = searched(tmp_path, evaluator, "1/4", held_out=8)
     # 1 + 11 + 10 + ... + 3 evaluations of 16 batches of 1000 tokens; then three patterns on the 8
     # held-out batches.
-    assert "1,008,000 tokens, 100.0 % of exhaustive greedy's" in output
-    assert "63.0 patterns on all 16,000 tokens; then 24,000 at most" in output
+    assert "1,024,000 tokens, 100.0 % of exhaustive greedy's" in output
+    assert "64.0 patterns on all 16,000 tokens; then 24,000 at most" in output
     assert load_entry(tmp_path / "x-1of4.yaml").method.name == "exhaustive greedy (Algorithm 1)"
 
 

@@ -18,7 +18,7 @@ from sglang_indexcache.pattern import Pattern
 
 PROBED = 4
 """Proposals that are run at a retention between two targets."""
-PROBES = 3
+PROBES = 2
 """Retentions between two targets that are looked at, at most."""
 
 

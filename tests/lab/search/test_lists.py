@@ -282,6 +282,18 @@ def test_one_pass_over_a_server_finds_the_best_of_all_patterns_once(tmp_path: Pa
     assert [*map(str, again.found.values())] == [*map(str, search.found.values())]
 
 
+def test_the_default_over_a_server_runs_what_its_lists_propose(tmp_path: Path) -> None:
+    server = LiveServer()
+    search, output = searched(
+        tmp_path, returning(server), "1/2", method="proposals", methods=METHODS_OF_SERVERS
+    )
+    [found] = [found for found in search.found.values() if found.mark.label == "1/2"]
+    assert found.judged is not None
+    assert found.judged.kl["text"] >= 0
+    assert "1/2 on the 2 documents that chose it: KL to all F text " in output
+    assert "KL to all F, in text and recall, among proposals by what each layer keeps" in output
+
+
 def test_a_server_that_returns_no_lists_is_refused_before_anything_is_measured(
     tmp_path: Path,
 ) -> None:

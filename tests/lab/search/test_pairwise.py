@@ -179,8 +179,8 @@ def test_a_search_writes_a_pattern_for_each_target_and_measures_nothing_twice(
         assert entry["method"]["name"].startswith(words)
         names_of = [measured["benchmark"] for measured in entry["quality"]]
         assert names_of[0].startswith("loss, nats per token (lower is better), held-out documents")
-        assert "recall, share of tokens, held-out documents (text, passages)" in names_of
-        assert "KL to all F, passages, nats, held-out documents (text, passages)" in names_of
+        assert "recall, share of tokens, held-out documents (text, passages, keys)" in names_of
+        assert "KL to all F, passages, nats, held-out documents (text, passages, keys)" in names_of
     assert (tmp_path / "pairs.png").stat().st_size > 10_000
     entries = [json.loads(line) for line in (tmp_path / "journal.jsonl").open()][1:]
     assert sum(kind in entry for entry in entries) == 2

@@ -55,7 +55,7 @@ _BY_LISTS = Pairwise(
     "what each layer keeps of its list, and of the places that text is copied from, under other "
     "layers' lists, by dynamic programme",
 )
-_SIMILARITY = Pairwise(
+SIMILARITY = Pairwise(
     "similarity",
     "similarity",
     "cosine similarity of attention outputs",
@@ -64,7 +64,7 @@ _SIMILARITY = Pairwise(
 METHODS: Mapping[str, Method] = {
     DEFAULT: Decided(_BY_ATTENTION),
     "one-pass": _BY_ATTENTION,
-    "similarity": _SIMILARITY,
+    "similarity": SIMILARITY,
     "greedy": Greedy(),
 }
 """By the names that a user gives, where the model runs in this process: its layers can be seen."""
