@@ -41,7 +41,7 @@ from scipy.stats import binom
 
 from benchmarks.records import read_arguments
 from sglang_indexcache.lab.evaluate.tasks.context import QUESTIONS
-from sglang_indexcache.lab.evaluate.verdict import SAME, bounds, repeats_itself, sees
+from sglang_indexcache.lab.evaluate.verdict import SAME, bounds, loses, repeats_itself, sees
 from sglang_indexcache.lab.runs.provenance import machine
 from sglang_indexcache.lab.stats.bounds import Estimate
 from sglang_indexcache.lab.stats.design import Design, spread, spread_over_cells
@@ -242,10 +242,12 @@ def judge(sample: Differences, design: Design, count_at: Callable[[int], int]) -
     open_ = np.arange(count)
     for look in range(1, design.looks + 1):
         part = first(sample, count_at(look))
-        lower, upper = bounds(Estimate(replace(part, values=part.values[open_])), design, look)
+        estimate = Estimate(replace(part, values=part.values[open_]))
+        lower, upper = bounds(estimate, design, look)
+        is_lost = loses(estimate, design, look)
         verdicts.lower[open_], verdicts.upper[open_], verdicts.used[open_] = lower, upper, len(part)
-        verdicts.safe[open_], verdicts.lost[open_] = lower > -design.margin, upper < 0
-        open_ = open_[(lower <= -design.margin) & (upper >= 0)]
+        verdicts.safe[open_], verdicts.lost[open_] = lower > -design.margin, is_lost
+        open_ = open_[(lower <= -design.margin) & ~is_lost]
         if not open_.size:
             break
     return verdicts

@@ -25,7 +25,7 @@ from benchmarks.quality_statistics import (
     worlds,
 )
 from benchmarks.records import RESULTS
-from sglang_indexcache.lab.evaluate.verdict import SAFE, Kind, bounds, claimed
+from sglang_indexcache.lab.evaluate.verdict import SAFE, Kind, bounds, claimed, loses
 from sglang_indexcache.lab.stats.bounds import Estimate
 
 EVALUATIONS, DOUBT = 300, 1e-6
@@ -102,7 +102,7 @@ def test_many_evaluations_are_judged_as_each_alone() -> None:
             for look in range(1, design.looks + 1):
                 part = first(alone, design.contexts * look // design.looks)
                 lower, upper = bounds(Estimate(part), design, look)
-                kind = claimed(lower, upper, design.margin)
+                kind = claimed(lower, loses(Estimate(part), design, look), design.margin)
                 if kind is not Kind.UNDECIDED:
                     break
             assert lower == pytest.approx(verdicts.lower[number], abs=1e-8), name
