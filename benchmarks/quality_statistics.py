@@ -529,12 +529,36 @@ def first(sample: Differences, count: int) -> Differences:
     )
 
 
+def said_to_lose(evaluations: int, seed: int) -> list[dict[str, Any]]:
+    """Return how often a pattern that loses nothing is said to lose, in every world."""
+    rows: list[dict[str, Any]] = []
+    harmless = [world for world in worlds() if world.loss == 0]
+    for number, world in enumerate(harmless):
+        row = rates(world, evaluations, seed + number)
+        rows.append({"world": asdict(world), "said_to_lose": row["any_loss"]})
+        print(rows[-1], flush=True)
+    for number, name in enumerate(HELD_BACK):
+        row = held_back(name, evaluations, seed + 1000 + number)
+        rows.append({"world": name, "said_to_lose": row["at_none"]["loss"]})
+        print(rows[-1], flush=True)
+    most = int(binom.ppf(1 - 1e-4, evaluations, 0.05))
+    return [row | {"broken": row["said_to_lose"] * evaluations > most} for row in rows]
+
+
 def main() -> None:
     """Run the study and write its result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--evaluations", type=int, default=10_000, help="per world")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--losses-alone", action="store_true",
+                        help="how often a harmless one is said to lose: signs.json")  # fmt: skip
     arguments = read_arguments(parser, NAME, quick=QUICK)
+    if arguments.losses_alone:
+        facts = {"command": arguments.command, "evaluations": arguments.evaluations}
+        facts |= {"seed": arguments.seed, "machine": machine()}
+        rows = said_to_lose(arguments.evaluations, arguments.seed)
+        write_json(arguments.output.with_name("signs.json"), facts | {"rows": rows})
+        return
     rows = []
     plan = [(world, "by context") for world in worlds() if not world.rows]
     # Each mistake where it does its harm: claims of no loss at the margin, and power.

@@ -115,6 +115,7 @@ PARTS: dict[str, tuple[Make, str]] = {
     "search-shipped": (search_tables.shipped, "search/tiny-dsa/answers/search.json"),
     "quality-errors": (quality_tables.errors, "quality/statistics.json"),
     "quality-worlds": (quality_tables.worlds, "quality/statistics.json"),
+    "quality-signs": (quality_tables.signs, "quality/signs.json"),
     "quality-control": (quality_tables.control, "quality/gates.json"),
     "quality-bad-pattern": (quality_tables.bad_pattern, "quality/gates.json"),
     "quality-missing": (quality_tables.missing, "quality/gates.json"),
