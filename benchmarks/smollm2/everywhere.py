@@ -117,7 +117,7 @@ def judge(
     """Return by group and pattern what each row shows; what the journal has is not run again."""
     identity = {"checkpoint": digest, "dtype": str(model.dtype), "topk": model.topk}
     with Journal(path, identity, "study of this checkpoint", QualityError) as journal:
-        known = {(entry["row"], entry["pattern"]): entry["judged"] for entry in journal.entries}
+        entries = {(entry["row"], entry["pattern"]): entry["judged"] for entry in journal.entries}
         judged: dict[str, dict[str, list[dict[str, Any]]]] = {}
         for group, of_group in groups.items():
             judged[group] = {pattern: [] for pattern in patterns}
@@ -125,11 +125,11 @@ def judge(
                 evaluator = LeanEvaluator(model, [row], "mixed")
                 for pattern in sorted(patterns, reverse=True):  # alike beginnings are run once
                     key = row.digest, pattern
-                    if key not in known:
+                    if key not in entries:
                         [shown] = evaluator.judge(Pattern(pattern), [0])
-                        known[key] = shown.numbers()
-                        journal.write({"row": key[0], "pattern": pattern, "judged": known[key]})
-                    judged[group][pattern].append(known[key])
+                        entries[key] = shown.numbers()
+                        journal.write({"row": key[0], "pattern": pattern, "judged": entries[key]})
+                    judged[group][pattern].append(entries[key])
                 print(f"{group}: row {number + 1} of {len(of_group)}", flush=True)
     return judged
 
@@ -245,12 +245,12 @@ def main(argv: list[str] | None = None) -> None:
     texts, books = Texts(arguments.cache, tokenizer), Books(arguments.cache, tokenizer)
     model.topk = arguments.search_topk
     searches = {}
-    kept = arguments.cache / "everywhere" / digest[:12]
+    results = arguments.cache / "everywhere" / digest[:12]
     for corpus in arguments.corpora:
         chosen = calibration(corpus, texts, books, arguments.batches, arguments.search_length)
         size = f"{arguments.batches}-{arguments.search_length}-{model.topk}"
         searches[corpus] = search(
-            LeanEvaluator(model, chosen, "mixed"), kept / f"{corpus}-{size}.json"
+            LeanEvaluator(model, chosen, "mixed"), results / f"{corpus}-{size}.json"
         )
     if arguments.searched_only:
         return
@@ -274,7 +274,7 @@ def main(argv: list[str] | None = None) -> None:
         "intervals": "t, 95 %, over rows; differences are paired by row",
         "searches": searches,
         "arms": patterns,
-        "judged": judge(model, groups, distinct, kept / f"judged-{model.topk}.jsonl", digest),
+        "judged": judge(model, groups, distinct, results / f"judged-{model.topk}.jsonl", digest),
     }  # fmt: skip
     write_json(arguments.output.with_suffix(".json"), record)
     tables = f"{searches_table(record)}\n\n{table(record)}"

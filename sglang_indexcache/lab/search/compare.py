@@ -39,7 +39,7 @@ class Comparison:
 
     @property
     def difference(self) -> Difference:
-        """What the pattern adds to the loss."""
+        """Loss that the pattern adds."""
         return self.faithfulness.loss
 
     @property
@@ -50,9 +50,15 @@ class Comparison:
     @property
     def verdict(self) -> str:
         """The result in words: the size, what it tells, which documents lose, and the trend."""
-        difference, known = self.difference, self.faithfulness
+        difference, measured = self.difference, self.faithfulness
         unseen = unseen_in_words(len(difference.each))
-        clauses = (self._meaning, difference.documents, self._trend, unseen, *known.beside_loss())
+        clauses = (
+            self._meaning,
+            difference.documents,
+            self._trend,
+            unseen,
+            *measured.beside_loss(),
+        )
         return f"{self._size}: {'; '.join(clauses)}."
 
     @property
@@ -137,24 +143,22 @@ def _changes(evaluator: TokenEvaluator, patterns: Sequence[Pattern]) -> list[Cha
 
 
 def _compare(
-    data: Calibration, reference: Pattern, base: Changes, pattern: Pattern, other: Changes
+    data: Calibration, reference: Pattern, base: Changes, pattern: Pattern, after: Changes
 ) -> Comparison:
-    before, after = (
+    full, judged = (
         [Judged.of(*pair) for pair in zip(changes, data.batch_kinds, strict=True)]
-        for changes in (base, other)
+        for changes in (base, after)
     )
-    flat_base, flat_other = (list(chain.from_iterable(changes)) for changes in (base, other))
-    added = _added(flat_base, flat_other, data.kinds)
-    faithfulness = Faithfulness.of(after, before, data.batch_documents)
+    rows = (list(chain.from_iterable(changes)) for changes in (base, after))
+    added = _added(*rows, kinds=data.kinds)
+    faithfulness = Faithfulness.of(judged, full, data.batch_documents)
     return Comparison(reference, pattern, faithfulness, _trend(added, data.documents))
 
 
-def _added(
-    base: Sequence[TokenChanges], other: Sequence[TokenChanges], kinds: Sequence[Kinds]
-) -> Floats:
-    """Return ``[sequences, positions]`` float64 that the other pattern adds; NaN if uncounted."""
+def _added(*rows: Sequence[TokenChanges], kinds: Sequence[Kinds]) -> Floats:
+    """Return ``[sequences, positions]`` float64 that the second adds; NaN if uncounted."""
     added = np.full((len(kinds), max(map(len, kinds))), np.nan)
-    for row, before, after, kind in zip(added, base, other, kinds, strict=True):
+    for row, before, after, kind in zip(added, *rows, kinds, strict=True):
         row[: len(kind)][kind > 0] = (after.loss - before.loss)[kind > 0]
     return added
 

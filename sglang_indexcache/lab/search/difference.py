@@ -56,15 +56,17 @@ class Difference:
             SearchError: fewer than two documents, which say nothing about spread.
         """
         numbers = np.arange(len(differences)) if documents is None else np.asarray(documents)
-        each = [differences[numbers == number].mean() for number in dict.fromkeys(numbers.tolist())]
-        if len(each) < 2:
+        means = [
+            differences[numbers == number].mean() for number in dict.fromkeys(numbers.tolist())
+        ]
+        if len(means) < 2:
             raise SearchError(
                 "a confidence interval needs at least two documents, of which windows of one text "
                 "are one; give more"
             )
-        estimate = Estimate.of(np.array(each))
+        estimate = Estimate.of(np.array(means))
         low, high = estimate.interval(CONFIDENCE)
-        values = tuple(float(value) for value in each)
+        values = tuple(float(value) for value in means)
         return cls(float(estimate.mean), float(low), float(high), values)
 
     def numbers(self, *, sign: int = 1) -> dict[str, Any]:

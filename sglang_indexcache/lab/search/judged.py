@@ -1,4 +1,4 @@
-"""How near a pattern stays to the model with all its indexers, beside what it costs in loss.
+"""Nearness of a pattern to the model with all its indexers, beside its cost in loss.
 
 A pattern may recall more than all F and still be another model: what tells is the divergence of the
 two distributions of the next token, in running text and where something far back is asked for.
@@ -73,7 +73,7 @@ class Judged:
 
     @property
     def distance(self) -> float:
-        """What decides among patterns: the mean divergence over the kinds, in nats."""
+        """Mean divergence over the kinds, in nats: this decides among patterns."""
         return float(np.mean(list(self.kl.values())))
 
     @property

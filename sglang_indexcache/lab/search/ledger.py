@@ -65,14 +65,14 @@ def _judged_in(entry: Mapping[str, Any]) -> dict[Cell, Judged]:
 
 def _pairs_in(entry: Mapping[str, Any]) -> dict[tuple[str, int], Floats]:
     """Return the matrices of a batch, of which what is below the diagonal is kept."""
-    found = {}
+    pairs = {}
     for kind in (kind for kind in PAIRS if kind in entry):
         matrices = np.eye(len(entry[kind][0]))[None].repeat(len(entry[kind]), axis=0)
         for matrix, rows in zip(matrices, entry[kind], strict=True):
             for layer, row in enumerate(rows):
                 matrix[layer, :layer] = row
-        found[kind, int(entry["batch"])] = matrices
-    return found
+        pairs[kind, int(entry["batch"])] = matrices
+    return pairs
 
 
 @dataclass(frozen=True)

@@ -140,13 +140,13 @@ class OutputFolder:
 
     def _quality(self, result: Found) -> Iterator[Quality]:
         """Say loss, recall and divergence, of held-out documents if there are some."""
-        known, uniform = result.faithfulness, result.uniform
-        if known is None:
+        measured, uniform = result.faithfulness, result.uniform
+        if measured is None:
             return
         where = _HELD_OUT if result.held_out else _CHOSEN
         kinds = self._setup.calibration.judged_on
         beside = _numbers_of(uniform) if uniform else {}
-        for name, (score, full) in _numbers_of(known).items():
+        for name, (score, full) in _numbers_of(measured).items():
             blind = beside[name][0] if beside else None
             title = f"{name}, {where} ({kinds})"
             yield Quality(benchmark=title, score=score, all_full=full, uniform=blind, where=_HERE)
@@ -164,9 +164,9 @@ class OutputFolder:
             ]
         if result.layers:
             details["layers"] = {n: _sureness(sure) for n, sure in result.layers.items()}
-        for name, known in (("on_its_own", result.judged), ("held_out", result.held_out)):
-            if known:
-                details[name] = known.numbers()
+        for name, measured in (("on_its_own", result.judged), ("held_out", result.held_out)):
+            if measured:
+                details[name] = measured.numbers()
         if self._search.search_tokens:
             details["cost"] = self._cost()
         return details
@@ -200,14 +200,17 @@ class OutputFolder:
         }
 
 
-def _numbers_of(known: Faithfulness) -> dict[str, tuple[float, float | None]]:
+def _numbers_of(measured: Faithfulness) -> dict[str, tuple[float, float | None]]:
     """Return what a pattern file tells, each beside all F's."""
-    loss, recall = known.full_loss + known.loss.mean, known.full_recall + known.recall.mean
+    loss, recall = (
+        measured.full_loss + measured.loss.mean,
+        measured.full_recall + measured.recall.mean,
+    )
     return {
-        "loss, nats per token (lower is better)": (loss, known.full_loss),
-        "recall, share of tokens": (recall, known.full_recall),
-        **{f"KL to all F, {kind}, nats": (value, 0.0) for kind, value in known.kl.items()},
-        **{f"likeliest tokens kept, {kind}": (share, 1.0) for kind, share in known.kept.items()},
+        "loss, nats per token (lower is better)": (loss, measured.full_loss),
+        "recall, share of tokens": (recall, measured.full_recall),
+        **{f"KL to all F, {kind}, nats": (value, 0.0) for kind, value in measured.kl.items()},
+        **{f"likeliest tokens kept, {kind}": (share, 1.0) for kind, share in measured.kept.items()},
     }
 
 
@@ -228,8 +231,8 @@ def _step(step: Step) -> dict[str, Any]:
 
 
 def _mark(result: Found) -> dict[str, Any]:
-    def numbers(known: Faithfulness | None) -> dict[str, Any] | None:
-        return known.numbers() if known else None
+    def numbers(measured: Faithfulness | None) -> dict[str, Any] | None:
+        return measured.numbers() if measured else None
 
     return {
         "retention": result.mark.label,

@@ -259,8 +259,8 @@ class Reading:
         if self.is_enough:
             read += " (reading stopped there: these give enough)"
         searched = [f"searched on {_spread(parts[False])}"] if parts.get(False) else []
-        given = [fact for fact, n in facts.items() if n]
-        sentences = [read, *searched, *given, what_is_left_out(self.source)]
+        account = [fact for fact, n in facts.items() if n]
+        sentences = [read, *searched, *account, what_is_left_out(self.source)]
         return "; ".join(filter(None, sentences))
 
     def warning(self, parts: Parts) -> str:

@@ -1,4 +1,4 @@
-"""What a text is asked for again at its end, so that a loss also sees what copying needs.
+"""Mix recall into a text: it is asked for again at its end, so that a loss sees what copying needs.
 
 Most tokens follow from the few before them. Whether a pattern keeps the few heads that look up
 something far back shows only where a text asks for it (docs/real-model.md): for passages that come

@@ -108,8 +108,8 @@ class Search:
     @property
     def safe(self) -> Found | None:
         """The pattern with the fewest F layers whose recall is kept, as far as that is known."""
-        kept = (f for f in self.found.values() if f.faithfulness and f.faithfulness.loses_little)
-        return min(kept, key=lambda result: result.mark.full_layers, default=None)
+        safe = (f for f in self.found.values() if f.faithfulness and f.faithfulness.loses_little)
+        return min(safe, key=lambda result: result.mark.full_layers, default=None)
 
     def _by_loss(self, mark: Mark, pattern: Pattern) -> Found:
         losses = self.ledger.losses(pattern)

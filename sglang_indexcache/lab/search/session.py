@@ -74,8 +74,10 @@ def run_search(
                     progress.update(task, description=f"{shared} layers shared")
                     folder.update(event)
                     if isinstance(event, Found) and not event.is_compared:
-                        found = f"{event.mark.label}: {event.pattern}"
-                        console.print(f"{found}, in {folder.path_of(event)}", highlight=False)
+                        pattern_line = f"{event.mark.label}: {event.pattern}"
+                        console.print(
+                            f"{pattern_line}, in {folder.path_of(event)}", highlight=False
+                        )
         except KeyboardInterrupt:
             folder.finish()
             raise
@@ -135,13 +137,13 @@ def _show_result(search: Search, objective: str, console: Console) -> None:
 
 def _cells(result: Found) -> tuple[str, str, str, str]:
     """Return a row's numbers; blank where nothing was run."""
-    known = result.faithfulness
-    if known is None:
+    measured = result.faithfulness
+    if measured is None:
         added = "" if math.isnan(result.loss) else f"{result.loss:.5f} in all"
         return "", added, "", ""
-    kl = " ".join(f"{value:.3f}" for value in known.kl.values())
-    kept = " ".join(f"{share:.1%}" for share in known.kept.values())
-    return f"{100 * known.recall.mean:+.1f}", f"{known.loss.mean:+.5f}", kl, kept
+    kl = " ".join(f"{value:.3f}" for value in measured.kl.values())
+    likeliest = " ".join(f"{share:.1%}" for share in measured.kept.values())
+    return f"{100 * measured.recall.mean:+.1f}", f"{measured.loss.mean:+.5f}", kl, likeliest
 
 
 def _remarks(search: Search, objective: str) -> Iterator[str]:
@@ -164,12 +166,12 @@ def _in_words(search: Search, objective: str) -> Iterator[str]:
     """Tell each pattern's numbers, and what they are of."""
     held_out = 0
     for result in search.found.values():
-        if known := result.held_out:
-            held_out = len(known.loss.each)
-            yield f"{result.mark.label} on {held_out} held-out documents: {known.in_words()}"
-        elif known := result.judged:
-            count = len(known.loss.each)
-            yield f"{result.mark.label} on the {count} documents that chose it: {known.in_words()}"
+        if measured := result.held_out:
+            held_out = len(measured.loss.each)
+            yield f"{result.mark.label} on {held_out} held-out documents: {measured.in_words()}"
+        elif measured := result.judged:
+            count = len(measured.loss.each)
+            yield f"{result.mark.label} on the {count} documents that chose it: {measured.in_words()}"
     if held_out:
         yield (
             f"counted: {objective}; held-out documents chose no pattern, so judge by them; "
@@ -188,8 +190,8 @@ def _layers(search: Search) -> Iterator[str]:
         if result.layers:
             sure = [str(n) for n, layer in result.layers.items() if layer.is_sure]
             likely = [str(n) for n, x in result.layers.items() if not x.is_sure and x.share > 1 / 2]
-            known = {*sure, *likely}
-            open_layers = [str(n) for n in result.layers if str(n) not in known]
+            listed = {*sure, *likely}
+            open_layers = [str(n) for n in result.layers if str(n) not in listed]
             words = {"sure of": sure, "likely": likely, "open": open_layers}
             yield f"{result.mark.label} layers: " + "; ".join(
                 f"{word} {' '.join(layers)}" for word, layers in words.items() if layers
@@ -200,9 +202,9 @@ def _safe_in_words(search: Search) -> str:
     """Say which retention keeps recall, and which targets do not."""
     limit, safe = f"{100 * SMALL_LOSS:g} points", search.safe
     losing = [
-        f"{found.mark.label} ({100 * found.faithfulness.recall.mean:+.1f})"
-        for found in search.found.values()
-        if found.faithfulness and not found.faithfulness.loses_little
+        f"{result.mark.label} ({100 * result.faithfulness.recall.mean:+.1f})"
+        for result in search.found.values()
+        if result.faithfulness and not result.faithfulness.loses_little
     ]
     loses = f"{' and '.join(losing)} lose {limit} of recall or more" if losing else ""
     if safe is None:

@@ -44,9 +44,9 @@ def _of_one(values: Floats) -> float:
     reach = 0
     for size in sizes:
         low, high = total - reach, total + reach + 1
-        known = chances[low:high] / 2
+        half = chances[low:high] / 2
         chances[low:high] = 0.0
-        chances[low - size : high - size] += known
-        chances[low + size : high + size] += known
+        chances[low - size : high - size] += half
+        chances[low + size : high + size] += half
         reach += int(size)
     return float(chances[: total + int(steps.sum()) + 1].sum())

@@ -102,7 +102,7 @@ def test_the_head_that_loses_most_decides_at_a_tenth_of_places_and_in_the_mean()
 
 
 def test_a_head_that_loses_at_few_places_is_not_hidden_by_the_many() -> None:
-    """On a novel the mean hid the layer that copies: 11 points of copying were lost."""
+    """The mean hid the layer that copies on a novel: 11 points of copying were lost."""
     own, few, all_a_little = np.full((3, 1, 100), 0.9)
     few[0, :12] = 0.1
     all_a_little[0, :] -= 0.1

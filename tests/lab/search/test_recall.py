@@ -1,4 +1,4 @@
-"""What a text is asked for again at its end: passages of it, and facts that it hides."""
+"""A text is asked for again at its end: passages of it, and facts that it hides."""
 
 from __future__ import annotations
 

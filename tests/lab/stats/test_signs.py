@@ -15,7 +15,7 @@ from sglang_indexcache.lab.stats.signs import LEVELS, sign_flip
 
 @given(st.lists(st.integers(-LEVELS, LEVELS), min_size=1, max_size=10))
 def test_it_counts_every_choice_of_signs(steps: list[int]) -> None:
-    """Of differences that are whole steps of the largest, so that none is rounded."""
+    """Differences are whole steps of the largest here, so that none is rounded."""
     values = np.array([*steps, LEVELS], dtype=float) / LEVELS
     sums = [
         sum(sign * abs(value) for sign, value in zip(signs, values, strict=True))

@@ -227,7 +227,7 @@ class TransformersEvaluator(TokenEvaluator):
         targets, counted = torch.tensor(ids[1:], device=hidden.device), np.flatnonzero(mask)
         for rows in blocks(len(counted)):
             places = torch.from_numpy(counted[rows])
-            before, after = (self._log_probabilities(each[0, places]) for each in (full, hidden))
+            before, after = (self._log_probabilities(x[0, places]) for x in (full, hidden))
             likeliest, text = after.argmax(-1), targets[places]
             part = (
                 -after.gather(1, text[:, None])[:, 0],
@@ -235,7 +235,9 @@ class TransformersEvaluator(TokenEvaluator):
                 likeliest == before.argmax(-1),
                 likeliest == text,
             )
-            values[:, counted[rows]] = torch.stack([each.double() for each in part]).cpu().numpy()
+            values[:, counted[rows]] = (
+                torch.stack([column.double() for column in part]).cpu().numpy()
+            )
         return TokenChanges(*values)
 
     def _log_probabilities(self, hidden: torch.Tensor) -> torch.Tensor:

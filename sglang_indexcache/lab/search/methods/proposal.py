@@ -1,4 +1,4 @@
-"""What a search finds for a mark, and how sure it is of each layer."""
+"""A pattern that a search finds for a mark, and its sureness of each layer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sglang_indexcache.pattern import Pattern
 
 @dataclass(frozen=True)
 class Sureness:
-    """How sure a search is of an F layer.
+    """Sureness of a search about an F layer.
 
     Attributes:
         share: of the proposals by single documents that have it.

@@ -90,7 +90,7 @@ def test_only_what_counts_is_in_the_loss(folder: Path, data: Calibration) -> Non
 
 
 def test_changes_are_those_of_two_whole_distributions(folder: Path, data: Calibration) -> None:
-    """By transformers' own logits under the pattern and without one, token by token."""
+    """The oracle is transformers' own logits under the pattern and without one, token by token."""
     evaluator, pattern = TransformersEvaluator(folder, data), Pattern("FSFSFS")
     [[changes, _]] = evaluator.changes(pattern, [1])
     ids = data.batches[1][0]
