@@ -131,6 +131,11 @@ class Faithfulness:
         """Whether recall is kept but for :data:`SMALL_LOSS`."""
         return self.recall.mean > -SMALL_LOSS
 
+    @property
+    def is_shown_to_lose_little(self) -> bool:
+        """Whether the whole interval says so."""
+        return self.recall.low > -SMALL_LOSS
+
     def in_words(self) -> str:
         """Say all of it in one line."""
         low, high = self.loss.low, self.loss.high

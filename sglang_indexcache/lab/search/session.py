@@ -170,8 +170,8 @@ def _in_words(search: Search, objective: str) -> Iterator[str]:
             held_out = len(measured.loss.each)
             yield f"{result.mark.label} on {held_out} held-out documents: {measured.in_words()}"
         elif measured := result.judged:
-            count = len(measured.loss.each)
-            yield f"{result.mark.label} on the {count} documents that chose it: {measured.in_words()}"
+            documents = f"{len(measured.loss.each)} documents that chose it"
+            yield f"{result.mark.label} on the {documents}: {measured.in_words()}"
     if held_out:
         yield (
             f"counted: {objective}; held-out documents chose no pattern, so judge by them; "
@@ -210,4 +210,8 @@ def _safe_in_words(search: Search) -> str:
     if safe is None:
         return f"{loses}: no pattern that was found keeps recall on this data"
     keeps = f"the fewest F layers that lose less than {limit} of recall here: {safe.mark.label}"
+    if safe.faithfulness and not safe.faithfulness.is_shown_to_lose_little:
+        recall = safe.faithfulness.recall
+        interval = f"{100 * recall.low:+.1f} to {100 * recall.high:+.1f}"
+        keeps += f", as far as {len(recall.each)} documents tell ({interval}): give more"
     return f"{loses}; {keeps}" if loses else keeps
