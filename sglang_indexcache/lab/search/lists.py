@@ -46,7 +46,6 @@ class OverlapCounter:
     def __init__(self, num_layers: int, topk: int) -> None:
         self._total = np.zeros((num_layers, num_layers))
         self._topk = topk
-        self._blind = 0.0
         self.queries = 0
 
     def add(
@@ -63,7 +62,6 @@ class OverlapCounter:
         layers, number, _ = selected.shape
         queries = np.arange(max(self._topk, start), start + number)
         queries = queries if counted is None else queries[counted[queries]]
-        self._blind += float((self._topk / (queries + 1)).sum())
         length = start + number
         step = max(1, _MASK_BYTES // (4 * layers * length))
         for first in range(0, len(queries), step):
@@ -85,20 +83,12 @@ class OverlapCounter:
         Raises:
             SearchError: no query saw more than k tokens.
         """
-        self._check_queries()
-        return self._total / self.queries
-
-    def chance(self) -> float:
-        """Return the mean share that lists drawn blindly would share; see :meth:`matrix`."""
-        self._check_queries()
-        return self._blind / self.queries
-
-    def _check_queries(self) -> None:
         if not self.queries:
             raise SearchError(
                 f"no query saw more than {self._topk} tokens (index_topk), so every layer selects "
                 "everything. Use a longer context."
             )
+        return self._total / self.queries
 
 
 class CopyCounter:
