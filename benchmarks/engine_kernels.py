@@ -126,7 +126,7 @@ class DeepGemm:
         topk: TopK,
         k: int,
     ) -> torch.Tensor:
-        """Select for one row of each of B requests.
+        """Select for B rows, each with a row of the table.
 
         Args:
             q: ``[B, H, 128]`` e4m3.
@@ -339,7 +339,10 @@ def _select(work: Workload, tensors: IndexerTensors, name: str) -> Call:
     if work.is_prefill:
         keys, logits = (tensors.keys, tensors.scales), deep_gemm.prefill_logits
         return lambda: select_in_slices(logits, q, weights, keys, visible, topk, work.topk)
-    pages, table, schedule = tensors.pages, tensors.block_table, deep_gemm.schedule(visible)
+    # On Hopper SGLang has each verified row be a request of its own, whose keys are read again
+    # (``dsa_backend.py``: native ``next_n`` is a TODO for SM90). It repeats the table once a forward.
+    table = tensors.block_table.repeat_interleave(work.verified, 0)
+    pages, schedule = tensors.pages, deep_gemm.schedule(visible)
     return lambda: deep_gemm.select_decode(
         q, weights, pages, table, visible, schedule, work.context, topk, work.topk
     )

@@ -171,7 +171,8 @@ def complaints(
         arguments: of :func:`drawn`.
         load: returns an operation of the implementation.
     """
-    rows = sorted({row * (work.rows - 1) // (ROWS_CHECKED - 1) for row in range(ROWS_CHECKED)})
+    last = work.rows * work.verified - 1
+    rows = sorted({row * last // (ROWS_CHECKED - 1) for row in range(ROWS_CHECKED)})
     if work.family == "topk":
         logits, visible, k = arguments
         picks = load("topk")(logits, visible, k)[rows]
@@ -197,10 +198,11 @@ def complaints(
 
 
 def _rows_of(batch: IndexerBatch, rows: list[int]) -> IndexerBatch:
-    """Return some rows of a prefill of one request, or of a decode step of a row each."""
+    """Return some rows of a prefill of one request, or of a decode step as requests of their own."""
     decode = batch.query_starts is None
     starts = None if decode else batch.visible.new_tensor([0, len(rows)])
-    table = batch.block_table[rows] if decode else batch.block_table
+    requests = [row // batch.rows_per_request for row in rows]
+    table = batch.block_table[requests] if decode else batch.block_table
     arguments = batch.q[rows], batch.weights[rows], batch.pages, table, batch.visible[rows]
     return IndexerBatch(*arguments, starts)
 

@@ -28,7 +28,7 @@ void launch_logits(const Operands& operands, int rows_per_tile, const LogitsOutp
   constexpr size_t kShared = sizeof(Ring<T>) + kSwizzlePeriod;
   static const int resident =  // the same on all Hoppers of a machine
       resident_blocks(logits_kernel<kHeads, kRows>, T::kThreads, kShared, place);
-  const int tiles = ceil_div(operands.inputs.rows, rows_per_tile);
+  const int tiles = tiles_of(operands.inputs.requests, operands.inputs.rows, rows_per_tile);
   const int splits = split_count(tiles, ceil_div(output.width, kPageTokens), resident);
   const LogitsParams params = {operands.inputs, rows_per_tile, output.data, output.stride};
   launch(logits_kernel<kHeads, kRows>, ::dim3(tiles, splits), T::kThreads, kShared, 1,

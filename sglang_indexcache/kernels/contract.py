@@ -19,7 +19,7 @@ from the first, a row may see; 0 for a row of padding. The rows of request ``b``
 ``query_starts[b]`` up to ``query_starts[b + 1]`` (``[B + 1]`` int32, from 0, never decreasing,
 equal for an empty request); rows from ``query_starts[B]`` to T are padding whatever ``visible``
 says (dp_attention pads batches). Decode is a batch in which every request has the same number of
-rows, 1 to 4 (MTP): then ``query_starts`` is left out and the host knows whose row is whose, for
+rows, 1 to 8 (MTP): then ``query_starts`` is left out and the host knows whose row is whose, for
 which an implementation may choose another schedule. Within a request ``visible`` usually rises by
 one a row; a kernel may rely on that for speed only.
 
@@ -92,7 +92,7 @@ FP8_GROUP = 128
 PADDING = -1
 
 MAX_TOPK = 2048
-MAX_NEXT_N = 4
+MAX_NEXT_N = 8
 """Rows of every request of a batch without ``query_starts``."""
 MAX_TOKENS = 1 << 20
 """Tokens of one request that a row may see. A table may be wider: engines round up."""

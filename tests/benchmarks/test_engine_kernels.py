@@ -178,6 +178,21 @@ def test_indexers(work: Workload, installed: Installed, monkeypatch: pytest.Monk
             assert torch.equal(torch.cat(visible), tensors.visible)
 
 
+def test_verified_rows_are_requests_of_their_own_on_hopper(
+    installed: Installed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = Workload("select_decode", 3, 130, 32, topk=64, verified=4)
+    tensors = workloads.indexer_tensors(work, CPU)
+    anchors.select_anchors(work, tensors)["deep_gemm + sglang v2"]()()
+    call = next(args for name, args, _ in installed.calls if name == "fp8_paged_mqa_logits")
+    q, _pages, weights, lengths, table = call[:5]
+    assert q.shape[:2] == (12, 1)
+    assert len(weights) == len(lengths) == 12
+    assert torch.equal(table[::4], tensors.block_table)
+    assert torch.equal(table[1::4], tensors.block_table)
+    assert lengths.flatten().tolist() == [127, 128, 129, 130] * 3
+
+
 def test_plans_are_made_once(installed: Installed) -> None:
     tensors = workloads.indexer_tensors(DECODE, CPU)
     call = anchors.select_anchors(DECODE, tensors)["deep_gemm + sglang v2"]()

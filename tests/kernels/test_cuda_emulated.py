@@ -303,11 +303,14 @@ def test_decode_logits(
     check_logits(batch, out)
 
 
-def test_decode_logits_of_three_rows(random: np.random.Generator) -> None:
-    """next_n = 3 runs on tiles of four rows; the fourth is the next request's."""
-    batch = Batch(random, 32, [3, 3], [100, 300], decode=3)
+@pytest.mark.parametrize("next_n", [3, 5, 6, 8])
+def test_decode_logits_of_many_rows(next_n: int, random: np.random.Generator) -> None:
+    """Three rows run on a tile of four, whose last is the next request's, six on tiles of four and
+    two."""
+    batch = Batch(random, 32, [next_n] * 3, [100, next_n, 300], decode=next_n)
     out = np.full((batch.rows, 320), 1234.5, dtype=np.float32)
-    run("logits", byref(batch.call), 32, 4, 3, 2, pointer(out), c_int64(320))
+    sizes = 32, 4, min(next_n, 4), 2
+    run("logits", byref(batch.call), *sizes, pointer(out), c_int64(320))
     check_logits(batch, out)
 
 

@@ -95,7 +95,8 @@ const char* emulate_logits(const IndexerCall* call, int heads, int tile_rows, in
     const indexer::LogitsParams params = {inputs_of(*call), rows_per_tile, out, stride};
     const CUtensorMap queries = queries_map<T>(call->queries, call->rows);
     const CUtensorMap keys = keys_map(call->pages, call->page_count);
-    failure = simt::launch(dim3(ceil_div(call->rows, rows_per_tile), splits, 1), 1,
+    const int tiles = indexer::tiles_of(params.inputs.requests, call->rows, rows_per_tile);
+    failure = simt::launch(dim3(tiles, splits, 1), 1,
                            T::kThreads, sizeof(indexer::Ring<T>) + 1024, call->seed, [&] {
                              indexer::logits_kernel<T::kHeads, T::kRows>(queries, keys, params);
                            });

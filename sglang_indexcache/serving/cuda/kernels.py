@@ -182,7 +182,7 @@ def select(
         starts = metadata.attn_metadata.cu_seqlens_q
     else:
         # SGLang repeats a request's row of the table for each of its MTP rows. Ours takes one and
-        # reads the request's keys once for up to four; more than four are requests of their own.
+        # reads the request's keys once for four rows; more than eight are requests of their own.
         requests = metadata.get_seqlens_int32().shape[0]
         table = table[
             :: 1 if rows % requests or rows // requests > MAX_NEXT_N else rows // requests

@@ -295,6 +295,7 @@ FORWARDS: dict[str, tuple[ForwardMode, list[int], list[int], int]] = {
     "verify 2": (ForwardMode.TARGET_VERIFY, [97, 300, 66], [2] * 3, 2),
     "verify 4": (ForwardMode.TARGET_VERIFY, [97, 300, 130], [4] * 3, 4),
     "verify 6": (ForwardMode.TARGET_VERIFY, [97, 300], [6] * 2, 6),
+    "verify 9": (ForwardMode.TARGET_VERIFY, [97, 300], [9] * 2, 9),
     "draft extend": (ForwardMode.DRAFT_EXTEND_V2, [97, 300], [3] * 2, 3),
 }
 
@@ -440,7 +441,7 @@ def test_a_replayed_graph_reads_the_new_lengths_and_pages(
     assert as_sets(selected) == as_sets(to_slots(expected, table))
 
 
-@pytest.mark.parametrize(("drafted", "groups"), [(1, 3), (4, 3), (5, 15)])
+@pytest.mark.parametrize(("drafted", "groups"), [(1, 3), (4, 3), (6, 3), (9, 27)])
 def test_rows_of_a_request_share_one_reading_of_its_keys(
     monkeypatch: pytest.MonkeyPatch, drafted: int, groups: int
 ) -> None:
