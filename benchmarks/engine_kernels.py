@@ -340,7 +340,7 @@ def _select(work: Workload, tensors: IndexerTensors, name: str) -> Call:
         keys, logits = (tensors.keys, tensors.scales), deep_gemm.prefill_logits
         return lambda: select_in_slices(logits, q, weights, keys, visible, topk, work.topk)
     # On Hopper SGLang has each verified row be a request of its own, whose keys are read again
-    # (``dsa_backend.py``: native ``next_n`` is a TODO for SM90). It repeats the table once a forward.
+    # (``dsa_backend.py``: a TODO for SM90). It repeats the table once a forward.
     table = tensors.block_table.repeat_interleave(work.verified, 0)
     pages, schedule = tensors.pages, deep_gemm.schedule(visible)
     return lambda: deep_gemm.select_decode(

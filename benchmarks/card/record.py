@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,14 +47,11 @@ COUNTED = {
 }
 
 
-def make_record(
-    folders: Sequence[Path], busy: Collection[int] = (), before: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
+def make_record(folders: Sequence[Path], before: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the record of calls on one kind of machine.
 
     Args:
         folders: what each call left.
-        busy: numbers of folders in whose calls the host compiled while calls were timed.
         before: the record to which they are added.
 
     Raises:
@@ -62,7 +59,7 @@ def make_record(
     """
     empty: dict[str, Any] = {"machine": {}, "runs": [], "speed": [], "counters": {}}
     content: dict[str, Any] = json.loads(json.dumps(before or empty))
-    for place, folder in enumerate(folders):
+    for folder in folders:
         report = json.loads((folder / "report.json").read_text())
         number, machine = len(content["runs"]), report["machine"]
         content["machine"] = _same_machine(content["machine"], machine)
@@ -79,7 +76,7 @@ def make_record(
                 content["counters"][name.removeprefix("ncu ")] = values
         times = folder / "speed.json"
         for name, timing in (json.loads(times.read_text()) if times.exists() else {}).items():
-            marks = {"workload": name, "run": number, "host_busy": place in busy}
+            marks = {"workload": name, "run": number}
             content["speed"].append({**marks, **_rounded(timing)})
     return content
 
@@ -179,12 +176,11 @@ def timed(record: Mapping[str, Any], family: str) -> Iterator[tuple[Workload, Ma
 def microseconds(row: Mapping[str, Any], name: str) -> tuple[float, str]:
     """Return the time of a call, and the mark behind it.
 
-    It is the median. Where the host compiled meanwhile it is the least if the median is far above
-    that: the host then launched too late, and the card waited.
+    It is the median, or the least if the median is far above that: the host then launched too
+    late, and the card waited.
     """
     median, least = (row["times"][name][key] for key in ("median_us", "min_us"))
-    is_late = row["host_busy"] and median > LATE_FACTOR * least
-    return (least, LATE) if is_late else (median, "")
+    return (least, LATE) if median > LATE_FACTOR * least else (median, "")
 
 
 def _cell(row: Mapping[str, Any], name: str | None) -> str:
@@ -317,22 +313,16 @@ def _shape(work: Workload) -> tuple[bool, int, int, int]:
 def main() -> None:
     """Write the record; when it is published fill the pages, too."""
     from benchmarks import readme  # it fills pages from this module
+    from benchmarks.card import measured
 
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER")
-    parser.add_argument(
-        "--busy",
-        nargs="+",
-        type=int,
-        default=(),
-        help="folders (0, 1, ...) while it compiled",
-    )
     parser.add_argument("--fresh", action="store_true", help="add to nothing")
     options = read_arguments(parser, RECORD)
     committed = RESULTS / RECORD
     before = None if options.fresh or not committed.exists() else json.loads(committed.read_text())
     try:
-        content = make_record(options.folders, options.busy, before)
+        content = make_record(options.folders, before)
     except ValueError as error:
         raise SystemExit(f"error: {error}") from None
     content["command"] = (
@@ -342,6 +332,7 @@ def main() -> None:
     write_json(options.output, content)
     print(f"wrote {options.output}")
     if options.publish:
+        measured.main()
         readme.write()
 
 

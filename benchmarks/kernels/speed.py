@@ -198,7 +198,7 @@ def complaints(
 
 
 def _rows_of(batch: IndexerBatch, rows: list[int]) -> IndexerBatch:
-    """Return some rows of a prefill of one request, or of a decode step as requests of their own."""
+    """Return some rows of a prefill of one request, or of a decode, each as its own request."""
     decode = batch.query_starts is None
     starts = None if decode else batch.visible.new_tensor([0, len(rows)])
     requests = [row // batch.rows_per_request for row in rows]

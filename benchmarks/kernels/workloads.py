@@ -185,6 +185,7 @@ def _between_the_ends() -> Iterator[Workload]:
         for overlap in OVERLAPS:
             yield Workload("mla_prefill", 4096, 122_880, heads, overlap=overlap)
         yield Workload("mla_prefill", 4096, BETWEEN[0], heads)
+        yield Workload("mla_prefill", 8192, 122_880, heads)
     yield Workload("mla_prefill", SOME, 122_880, 8)
     for batch in BATCHES:
         for fp8 in (False, True):

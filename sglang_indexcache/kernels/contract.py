@@ -213,6 +213,7 @@ class SparseMLA(Protocol):
         scale: float,
         *,
         sinks: torch.Tensor | None = None,
+        lengths: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
         kept: Kept | None = None,
@@ -224,6 +225,8 @@ class SparseMLA(Protocol):
             cache: ``[N, 576]`` bfloat16 or ``[N, 656]`` uint8.
             slots: ``[T, k]`` int32, contiguous, any ``k`` >= 1.
             scale: softmax scale, a natural-logarithm one.
+            lengths: ``[T]`` int32, from where on a row has no slot; left out, a kernel that
+                profits from it finds it out.
             kept: where an implementation may leave what it derives from ``slots`` alone, for the
                 next call with these slots. The caller gives the same dictionary again only while
                 ``slots`` holds what it held: layers that share a selection.

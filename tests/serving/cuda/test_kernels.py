@@ -9,7 +9,7 @@ every token, so two correct selections are equal sets.
 import inspect
 import logging
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -602,6 +602,12 @@ def test_attention_over_the_pool(
     assert pool.stored == 1
 
 
+def visible_rows(lengths: Sequence[int], extend: Sequence[int]) -> torch.Tensor:
+    """Return how many tokens each new row sees."""
+    ends = zip(extend, lengths, strict=True)
+    return torch.cat([torch.arange(length - new + 1, length + 1) for new, length in ends])
+
+
 @pytest.mark.parametrize("prefix", [True, False])
 def test_attention_over_gathered_rows(monkeypatch: pytest.MonkeyPatch, prefix: bool) -> None:
     """SGLang hands over bfloat16 rows of this batch only for RAGGED, and offsets into them."""
@@ -617,6 +623,8 @@ def test_attention_over_gathered_rows(monkeypatch: pytest.MonkeyPatch, prefix: b
         lambda _cache, table: pool[table.long()][:, None],
     )
     slots = random_slots(3, limit=220).repeat(tokens // 3 + 1, 1)[:tokens].contiguous()
+    # No row lists more than it sees: SGLang says so, and ours looks no further.
+    slots[torch.arange(TOPK) >= visible_rows([130, 90], batch.extend_seq_lens_cpu)[:, None]] = -1
     out = run_attention(
         backend, batch, q, slots, k=fresh[..., :512].contiguous(), k_rope=fresh[..., 512:]
     )
