@@ -1,7 +1,7 @@
 // Exact selection from a list of entries, and the ascending order of what was selected.
 //
 // Every function here is a sequence of parallel loops over an executor `Block` (block.cuh on the
-// device, host/serial_block.h in the tests):
+// device, tests/kernels/emulator/serial_block.h in the tests):
 //
 //   each(n, f)                    f(0) ... f(n - 1) in any order, then a barrier
 //   add(address, value)           atomic

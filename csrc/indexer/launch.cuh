@@ -32,7 +32,7 @@ void launch_logits(const Operands& operands, int rows_per_tile, const LogitsOutp
   const int splits = split_count(tiles, ceil_div(output.width, kPageTokens), resident);
   const LogitsParams params = {operands.inputs, rows_per_tile, output.data, output.stride};
   launch(logits_kernel<kHeads, kRows>, ::dim3(tiles, splits), T::kThreads, kShared, 1,
-         place.stream(), queries_map<T>(operands), keys_map(operands), params);
+         place, queries_map<T>(operands), keys_map(operands), params);
 }
 
 template <int kHeads>
@@ -53,7 +53,7 @@ void run_select(const Operands& operands, const SelectOutput& output, const Plac
   static_assert(kShared <= 227 * 1024, "shared memory of a block");
   const SelectParams params = {operands.inputs, output.k,       output.data,
                                output.lists,    output.counter, output.as_slots};
-  launch(select_kernel<kHeads, kRows>, ::dim3(output.blocks), T::kThreads, kShared, 1, place.stream(),
+  launch(select_kernel<kHeads, kRows>, ::dim3(output.blocks), T::kThreads, kShared, 1, place,
          queries_map<T>(operands), keys_map(operands), params);
 }
 

@@ -107,8 +107,8 @@ class Routes:
     @classmethod
     def of_card(cls, card: str, overlap: int = 0) -> Routes | None:
         """Return the routes of a card, as its driver calls it; None if it has no record."""
-        rows = _read(TABLE).get(card)
-        return cls(card, tuple(map(_shape, rows)), overlap) if rows else None
+        rows = read(TABLE).get(card)
+        return cls(card, tuple(map(shape_of, rows)), overlap) if rows else None
 
     def choose(self, operation: Operation, rows: int, tokens: Tokens = None) -> Choice:
         """Choose the kernels of a call with so many query rows (requests, in a decode)."""
@@ -192,12 +192,14 @@ def _neighbours(values: Sequence[int], value: int) -> Iterator[int]:
 
 
 @cache
-def _read(path: Path) -> dict[str, Any]:
+def read(path: Path) -> dict[str, Any]:
+    """Return the rows of a table by card."""
     cards: dict[str, Any] = json.loads(path.read_text())["cards"]
     return cards
 
 
-def _shape(row: dict[str, Any]) -> Shape:
+def shape_of(row: dict[str, Any]) -> Shape:
+    """Return the shape that a row of a table holds."""
     keys = ("operation", "heads", "cache", "verified")
     operation = Operation(*(row[key] for key in keys))
     times = tuple((name, float(time)) for name, time in row["times"].items())

@@ -1,4 +1,4 @@
-"""The kernels' own device code on an emulated GPU (csrc/host/emulated): barriers, phases, data.
+"""The kernels' own device code on an emulated GPU (emulator/): barriers, phases, data.
 
 A fibre a thread, in random order; TMA lands late, WGMMA is made when it is waited for. Inputs are
 small integers, so every product and sum is exact and results are compared bit for bit, ties
@@ -27,7 +27,7 @@ from sglang_indexcache.errors import KernelError
 from sglang_indexcache.kernels import build
 from sglang_indexcache.kernels.contract import mla_tolerance
 from sglang_indexcache.kernels.sparse_mla import cuda as sparse_mla
-from tests.kernels.cuda_host import pointer
+from tests.kernels.cuda_host import EMULATOR, pointer
 from tests.kernels.test_cuda_select import KINDS, make_row, oracle
 
 pytestmark = pytest.mark.csrc
@@ -42,14 +42,14 @@ def emulator_command(source: Path, target: Path) -> list[str]:
     includes = [build.DEFAULT_HOME / "include", toolkit / "include"]
     root = build.source_folder()
     flags = ["-std=c++17", "-O2", "-shared", "-fPIC", "-ffp-contract=off"]
-    paths = [root / "host/emulated", root, *(path for path in includes if path.is_dir())]
+    paths = [EMULATOR, root, *(path for path in includes if path.is_dir())]
     return ["g++", *flags, *(f"-I{path}" for path in paths), str(source), "-o", str(target)]
 
 
 @cache
 def emulator() -> ctypes.CDLL:
     target = Path(mkdtemp(prefix="indexcache-emulated-")) / "kernels.so"
-    command = emulator_command(build.source_folder() / "host/emulated/kernels.cpp", target)
+    command = emulator_command(EMULATOR / "kernels.cpp", target)
     process = subprocess.run(command, capture_output=True, text=True, check=False)
     assert process.returncode == 0, process.stderr[-3000:]
     library = ctypes.CDLL(str(target))

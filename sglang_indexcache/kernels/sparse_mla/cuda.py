@@ -12,6 +12,7 @@ from functools import partial
 
 import torch
 
+from sglang_indexcache.kernels.build import constant
 from sglang_indexcache.kernels.checks import check_sparse_mla, output
 from sglang_indexcache.kernels.contract import (
     FP8_ROW_BYTES,
@@ -22,12 +23,11 @@ from sglang_indexcache.kernels.contract import (
 )
 from sglang_indexcache.kernels.cuda import library, multiprocessors, require_aligned
 
-TILE_ROWS = 64
-TILE_KEYS = 64
-MAX_CLUSTER = 16
-MAX_PACKED_ROWS = 8
-MAX_PACKED_SLOTS = 16384
-"""``kRows``, ``kKeys``, ``kMaxCluster`` of csrc/sparse_mla/config.h, the rest of pack.h."""
+CONFIG = "sparse_mla/config.h"
+TILE_ROWS, TILE_KEYS = constant(CONFIG, "kRows"), constant(CONFIG, "kKeys")
+MAX_CLUSTER = constant(CONFIG, "kMaxCluster")
+MAX_PACKED_ROWS = constant(CONFIG, "kMaxQueries")
+MAX_PACKED_SLOTS = constant("sparse_mla/pack.h", "kMaxPackedSlots")
 
 
 def prepare() -> None:

@@ -36,7 +36,7 @@ HOPPER_HEADS = 64
 """Attention heads a GPU that FlashMLA's sparse kernels take on Hopper, or a multiple of them."""
 TRTLLM_FROM = 10
 """Major compute capability from which TensorRT-LLM's sparse attention runs: Blackwell."""
-RECORDED_TOPK = 2048
+RECORDED_TOPK = {2048}
 """Length of the lists of every record."""
 RECORDED_ATTENTION = {"bfloat16": {"flashmla_sparse"}, "fp8": {"flashmla_kv"}}
 """SGLang's kernels beside which a record times attention, by the rows of the cache."""
@@ -119,7 +119,7 @@ def _cache(cfg: Any) -> str:
 def _unlike_record(op: OpName, phase: Phase, cfg: Any, model: Any) -> Iterator[str]:
     """Yield why SGLang's kernel of a server is not the one that a record has."""
     topk = read_field(text_config(model.hf_config), "index_topk")
-    if topk != RECORDED_TOPK:
+    if topk not in RECORDED_TOPK:
         yield f"lists of {topk} were not timed"
     cache, backend = _cache(cfg), getattr(cfg, f"dsa_{phase}_backend")
     if op == "sparse_mla" and backend not in RECORDED_ATTENTION[cache]:

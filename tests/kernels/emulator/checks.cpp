@@ -5,7 +5,7 @@
 
 #include "common/layout.h"
 #include "common/requests.h"
-#include "host/serial_block.h"
+#include "serial_block.h"
 #include "indexer/gate.h"
 #include "indexer/scores.h"
 #include "indexer/reduce.h"
