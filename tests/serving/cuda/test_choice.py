@@ -148,7 +148,7 @@ def test_an_overlap_that_is_none_is_an_error(value: str) -> None:
 def auto(cfg: Any, model: Any, value: str = "auto", machine: Machine = RECORDED) -> dict[str, str]:
     """Return what ``auto`` says of each operation: what it may take, or why it takes nothing."""
     return {
-        f"{route.op}-{route.phase}": "; ".join(route.rows) if route.measured else route.why
+        f"{route.op}-{route.phase}": route.why
         for route in choose(value, cfg, model, machine)
     }
 
@@ -210,7 +210,7 @@ def test_auto_goes_without_ours_where_they_cannot_be_built(monkeypatch: pytest.M
     monkeypatch.setattr(dispatch, "IMPLEMENTATIONS", lacking)
     routes = choose("auto", GLM5_FP8, GLM5_64, RECORDED)
     assert [route.implementation for route in routes] == [None] * 4
-    assert "; without cuda, which needs nvcc)" in str(routes[0])
+    assert "; without cuda, which needs nvcc: " in str(routes[0])
     assert "61,440 tokens: sglang v2" in str(routes[0])
 
 
