@@ -217,9 +217,9 @@ def test_tiles_go_to_whoever_asks(blocks: int, slow: int, random: np.random.Gene
         out = select(batch, 8, 40, blocks, slow=slow, as_slots=True, counter=counter)
         np.testing.assert_array_equal(out, expected)
         assert counter[0] == 0, "no question too many, none too few"
-        questions = [emulator().emulated_questions(block) for block in range(blocks)]
-        assert sum(questions) == tiles + blocks, "every tile is taken once, and all hear of the end"
-        assert min(questions) == 1 if blocks == 7 else slow < 0 or questions[slow] == 1
+        fetches = [emulator().emulated_fetches(block) for block in range(blocks)]
+        assert sum(fetches) == tiles + blocks, "every tile is fetched once, and all learn of the end"
+        assert min(fetches) == 1 if blocks == 7 else slow < 0 or fetches[slow] == 1
 
 
 def test_select_through_many_checks(random: np.random.Generator) -> None:
@@ -238,14 +238,14 @@ def test_select_where_every_logit_is_equal(random: np.random.Generator) -> None:
     np.testing.assert_array_equal(out, batch.selected(40, as_slots=False))
 
 
-MBARRIERS = ("full", "empty", "scored", "queries_full", "queries_empty", "known", "read")
+MBARRIERS = ("full", "empty", "scored", "queries_full", "queries_empty", "tile_full", "tile_empty")
 MUTANTS = [
     *((fault, name) for fault in ("wait", "arrive") for name in MBARRIERS),
-    ("pass", "turn"),
+    ("pass", "order"),
     ("sync", "segment"),
     ("sync", "gate"),
 ]
-"""Everything by which the roles of the fused kernel wait for each other. Without taking turns it
+"""Everything by which the roles of the fused kernel wait for each other. Without alternating it
 would still be right, and slower."""
 
 
