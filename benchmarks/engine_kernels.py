@@ -348,21 +348,6 @@ def _select(work: Workload, tensors: IndexerTensors, name: str) -> Call:
     )
 
 
-def topk_anchors(
-    work: Workload, logits: torch.Tensor, visible: torch.Tensor
-) -> dict[str, Callable[[], Call]]:
-    """Return makers of calls that select from given logits."""
-
-    def maker(name: str) -> Callable[[], Call]:
-        def make() -> Call:
-            topk = make_topk(name, visible, decode=False)
-            return lambda: topk(logits, visible, work.topk)
-
-        return make
-
-    return {name: maker(name) for name in TOPKS}
-
-
 def mla_anchors(work: Workload, tensors: AttentionTensors) -> dict[str, Callable[[], Call]]:
     """Return makers of calls that attend."""
     arguments = tensors.q, tensors.cache, tensors.slots, tensors.scale
@@ -406,8 +391,6 @@ def engine_anchors(work: Workload) -> tuple[str, ...]:
     """Return what SGLang can run for a workload; torch.topk and FlashInfer on logits are not it."""
     if work.family.startswith("select"):
         return tuple(f"deep_gemm + {name}" for name in TOPKS)
-    if work.family == "topk":
-        return LEGACY_TOPK, ENGINE_TOPK
     triton = ("triton_sparse_mla", *(f"triton_sparse_mla, union {n}" for n in (2, 4)))
     return "flash_mla", "fa3", "flash_mla q8", *triton
 
@@ -417,4 +400,4 @@ def engine_default(work: Workload) -> str:
     if work.family.startswith("mla"):
         return "fa3" if work.family == "mla_decode" and not work.fp8 else "flash_mla"
     topk = LEGACY_TOPK if work.is_prefill else ENGINE_TOPK
-    return topk if work.family == "topk" else f"deep_gemm + {topk}"
+    return f"deep_gemm + {topk}"

@@ -44,7 +44,7 @@ def ratios(record: Mapping[str, Any]) -> dict[Kind, list[float | None]]:
     """
     by_workload: dict[str, list[float]] = {}
     with_default: set[str] = set()
-    for row in record["speed"]:
+    for row in records.speed_of(record):
         work, times = records.WORKLOADS[row["workload"]], row["times"]
         rival = records.fastest(row, work)
         if OURS in times and rival is not None:

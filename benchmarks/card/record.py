@@ -126,6 +126,7 @@ def _rounded(timing: Mapping[str, Any]) -> dict[str, Any]:
         for name, values in timing["times"].items()
     }
     rest = {key: timing.get(key, []) for key in ("missing", "wrong", "clocks")}
+    rest["replayed"] = timing.get("replayed", False)
     return {"times": times, **rest}
 
 
@@ -160,10 +161,15 @@ def _summarize(words: Any) -> str:
     return last.strip("= ").partition("/")[0] if last.startswith("/") else last.strip("= ")[:90]
 
 
+def speed_of(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return what was timed of workloads that are still timed."""
+    return [row for row in record["speed"] if row["workload"] in WORKLOADS]
+
+
 def timed(record: Mapping[str, Any], family: str) -> Iterator[tuple[Workload, Mapping[str, Any]]]:
     """Yield the workloads of a family, and what was timed of each in its last run with a rival."""
     last: dict[str, Mapping[str, Any]] = {}
-    for row in record["speed"]:
+    for row in speed_of(record):
         work = WORKLOADS[row["workload"]]
         default = engine_kernels.engine_default(work)
         if default in row["times"] or row["workload"] not in last:
@@ -273,18 +279,18 @@ def attention_table(record: Mapping[str, Any]) -> str:
 
 
 def others_table(record: Mapping[str, Any]) -> str:
-    """Return prefill attention beside what SGLang offers besides its default, and the top-k."""
+    """Return prefill attention beside what SGLang offers besides its default."""
     rows = []
-    for row in record["speed"]:
+    for row in speed_of(record):
         work = WORKLOADS[row["workload"]]
         rivals = [name for name in row["times"] if not name.startswith(OURS)]
-        if work.family not in ("mla_prefill", "topk") or rivals in ([], ["flash_mla"]):
+        if work.family != "mla_prefill" or rivals in ([], ["flash_mla"]):
             continue
         best = fastest(row, work)
         rows.append(
             (
                 work.family.replace("_", " "),
-                work.heads or "",
+                work.heads,
                 f"{work.rows:,}",
                 f"{best}: {_cell(row, best)}",
                 _cell(row, OURS),

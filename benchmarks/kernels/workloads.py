@@ -30,7 +30,7 @@ from sglang_indexcache.kernels.indexer.quantization import quantize_e4m3
 from sglang_indexcache.kernels.sparse_mla.layout import quantize_latent
 from sglang_indexcache.library.sizes import GPUS, Gpu
 
-Family: TypeAlias = Literal["select_prefill", "select_decode", "topk", "mla_prefill", "mla_decode"]
+Family: TypeAlias = Literal["select_prefill", "select_decode", "mla_prefill", "mla_decode"]
 OVERLAP = 70
 """Percent of a list that neighbouring rows share unless a workload says otherwise; an assumption:
 eight rows then select 3.1 lists between them, those of the small checkpoint 2.2 to 3.5
@@ -93,9 +93,7 @@ class Workload:
         """Multiplications and additions of the matrix products, none for heads of padding."""
         if self.family.startswith("select"):
             return 2 * INDEX_DIM * self.heads * self.pairs
-        if self.family.startswith("mla"):
-            return 2 * (LATENT_DIM + VALUE_DIM) * self.heads * self.rows * self.topk
-        return 0
+        return 2 * (LATENT_DIM + VALUE_DIM) * self.heads * self.rows * self.topk
 
     def bound(self, gpu: Gpu) -> tuple[float, str]:
         """Return the least seconds that a card needs for it, and what sets them."""
@@ -108,8 +106,6 @@ class Workload:
     def memory_bytes(self) -> int:
         """Bytes that have to cross the memory bus once, whatever the algorithm."""
         written = 4 * self.rows * self.verified * self.topk
-        if self.family == "topk":
-            return 4 * self.pairs + written
         if self.family.startswith("select"):
             requests = 1 if self.is_prefill else self.rows
             queries = self.rows * self.verified * self.heads * (INDEX_DIM + SCALE_BYTES)
@@ -161,8 +157,6 @@ def workloads() -> Iterator[Workload]:
     for heads in (8, 16):
         for fp8 in (False, True):
             yield Workload("mla_decode", MANY, SHORT, heads, fp8=fp8)
-    for rows in (1, 8, 64):
-        yield Workload("topk", rows, 204_800, 0)
     for batch in (1, 8, 64):
         yield Workload("select_decode", batch, 122_880, 64)
         for heads in (64, 128):
@@ -203,7 +197,6 @@ def tiny_workloads() -> Iterator[Workload]:
     yield Workload("select_prefill", 5, 130, 8, topk=32)
     yield Workload("select_decode", 2, 130, 8, topk=32)
     yield Workload("select_decode", 2, 130, 8, topk=32, verified=6)
-    yield Workload("topk", 3, 200, 0, topk=32)
     yield Workload("mla_prefill", 3, 90, 20, topk=32)
     yield Workload("mla_decode", 2, 90, 20, topk=32, fp8=True)
 
@@ -249,13 +242,6 @@ def indexer_tensors(work: Workload, device: torch.device) -> IndexerTensors:
         keys=keys.contiguous().view(torch.float8_e4m3fn),
         scales=gathered.flatten()[: work.context],
     )
-
-
-def logits_tensors(work: Workload, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw logits like an indexer's (both signs, many near zero), all of them visible."""
-    logits = torch.randn(work.rows, work.context, device=device)
-    visible = torch.full((work.rows,), work.context, dtype=torch.int32, device=device)
-    return logits, visible
 
 
 def _latent_rows(count: int, fp8: bool, device: torch.device) -> torch.Tensor:

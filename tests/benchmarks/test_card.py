@@ -22,7 +22,7 @@ from benchmarks.kernels.workloads import Workload, workloads
 from benchmarks.records import RESULTS
 from sglang_indexcache.kernels import build
 from tests.gpu import test_served
-from tests.kernels.grid import suite
+from tests.kernels.grid import cases, suite
 
 COMMITTED = json.loads((RESULTS / "kernels" / "h100.json").read_text())
 
@@ -298,7 +298,10 @@ def test_a_default_needs_every_shape_against_all_that_sglang_can_run(tmp_path: P
 
 def test_the_committed_record_has_workloads_that_are_known_and_none_was_wrong() -> None:
     timed = {row["workload"] for row in COMMITTED["speed"]}
-    assert timed <= {str(work) for work in workloads()}
+    gone = {
+        name for name in timed if name.startswith("topk-")
+    }  # beside a call that no server makes
+    assert timed - gone <= {str(work) for work in workloads()}
     assert not [row["workload"] for row in COMMITTED["speed"] if row["wrong"]]
     grids = [
         result["said"]
@@ -311,3 +314,4 @@ def test_the_committed_record_has_workloads_that_are_known_and_none_was_wrong() 
 
 def test_the_phases_check_every_group_of_the_grid() -> None:
     assert tuple(suite.GROUPS) == phases.GROUPS
+    assert tuple(map(str, cases.CLUSTERS)) == phases.CLUSTERS

@@ -218,7 +218,9 @@ def test_tiles_go_to_whoever_asks(blocks: int, slow: int, random: np.random.Gene
         np.testing.assert_array_equal(out, expected)
         assert counter[0] == 0, "no question too many, none too few"
         fetches = [emulator().emulated_fetches(block) for block in range(blocks)]
-        assert sum(fetches) == tiles + blocks, "every tile is fetched once, and all learn of the end"
+        assert sum(fetches) == tiles + blocks, (
+            "every tile is fetched once, and all learn of the end"
+        )
         assert min(fetches) == 1 if blocks == 7 else slow < 0 or fetches[slow] == 1
 
 

@@ -293,6 +293,8 @@ ATTENTION: tuple[AttentionCase, ...] = (
     AttentionCase((0, 0), 64, 3),
     AttentionCase((), 64, 20),
 )
+CLUSTERS = tuple(AttentionCase((k,), k, 8) for k in (64, 128, 256, 1024))
+"""One row, whose list clusters of 1, 2, 4 and 16 blocks share."""
 _UNEVEN = (64, 0, 63, 1, 64, 40, 64)
 WIDE_ATTENTION: tuple[AttentionCase, ...] = (
     AttentionCase(_UNEVEN * 304, 64, 5),

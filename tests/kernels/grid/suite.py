@@ -63,6 +63,7 @@ GROUPS: dict[str, OpGroup] = {
     "sparse_mla": OpGroup(
         ("sparse_mla",), (cases.ATTENTION, cases.WIDE_ATTENTION, cases.LARGE_ATTENTION)
     ),
+    "clusters": OpGroup(("sparse_mla",), (cases.CLUSTERS, (), ())),
 }
 
 
@@ -75,19 +76,27 @@ class CaseOutcome:
 
 
 def run(
-    implementation: Implementation, group: str, sizes: Sizes, machine: Machine, seed: int = 0
+    implementation: Implementation,
+    group: str,
+    sizes: Sizes,
+    machine: Machine,
+    seed: int = 0,
+    only: str = "",
 ) -> Iterator[CaseOutcome]:
     """Run every case of one of :data:`GROUPS`; an exception is a complaint.
 
     Args:
         implementation: one that can run on ``machine``.
         sizes: "small" cases; "wide" ones too, many short rows for a GPU; or all, "large".
+        only: the one case of this name; "" for all.
     """
     ops = GROUPS[group].ops
     # What the matrix unit keeps when it adds, see ``logits_tolerance``.
     on_gpu = machine.device.type == "cuda" and implementation.name != "reference"
     bits = HOPPER_FP8_BITS if on_gpu else FLOAT32_BITS
     for case in chain(*GROUPS[group].cases[: SIZES.index(sizes) + 1]):
+        if only and str(case) != only:
+            continue
         generator = torch.Generator().manual_seed(seed)
         try:
             functions = [implementation.load(op) for op in ops]

@@ -147,10 +147,7 @@ def test_an_overlap_that_is_none_is_an_error(value: str) -> None:
 
 def auto(cfg: Any, model: Any, value: str = "auto", machine: Machine = RECORDED) -> dict[str, str]:
     """Return what ``auto`` says of each operation: what it may take, or why it takes nothing."""
-    return {
-        f"{route.op}-{route.phase}": route.why
-        for route in choose(value, cfg, model, machine)
-    }
+    return {f"{route.op}-{route.phase}": route.why for route in choose(value, cfg, model, machine)}
 
 
 GLM5_FP8 = server(**{**FP8, "tp_size": 8})
