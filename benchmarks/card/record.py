@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks import engine_kernels
 from benchmarks.card.phases import SKIPPED, is_shown
 from benchmarks.kernels.speed import LISTS_KEPT
-from benchmarks.kernels.workloads import Workload, workloads
+from benchmarks.kernels.workloads import OVERLAP, Workload, workloads
 from benchmarks.records import RESULTS, markdown, read_arguments
 from sglang_indexcache.lab.latency.tables import NOT_MEASURED
 from sglang_indexcache.library.writing import write_json
@@ -28,7 +28,7 @@ RECORD = "kernels/h100.json"
 LATE_FACTOR, LATE = 1.2, "\\*"
 LAYERS, FULL_LAYERS, ROWS, CONTEXT = 78, 20, 8192, 122_880
 """The composed sum is of GLM-5, which keeps a quarter of its indexers."""
-NOT_OF_THE_MACHINE = ("date", "commit", "version")
+NOT_OF_THE_MACHINE = ("date", "commit", "version", "kernels")
 WORKLOADS = {str(work): work for work in workloads()}
 COUNTER_NAMES = {
     "gpu__time_duration.sum": "time",
@@ -68,7 +68,8 @@ def make_record(folders: Sequence[Path], before: Mapping[str, Any] | None = None
             for name, step in report["steps"].items()
             if not name.startswith("speed") and step["code"] != SKIPPED
         }
-        run = {"date": machine["date"], "commit": machine["commit"], "steps": steps}
+        which = {key: machine.get(key) for key in ("date", "commit", "kernels")}
+        run = {**which, "steps": steps}
         content["runs"].append(run)
         for name, step in steps.items():
             if name.startswith("ncu ") and step["code"] == 0:
@@ -216,13 +217,38 @@ def composed_sum(record: Mapping[str, Any]) -> str:
     if not ({default, OURS} <= {*select} and {"flash_mla", OURS, LISTS_KEPT} <= {*attend}):
         return f"{NOT_MEASURED}\n"
     shared = LAYERS - FULL_LAYERS
+    attention = FULL_LAYERS * 2 * attend[OURS] + shared * 2 * attend[LISTS_KEPT]
     theirs = FULL_LAYERS * select[default] + LAYERS * 2 * attend["flash_mla"]
-    ours = FULL_LAYERS * (select[OURS] + 2 * attend[OURS]) + shared * 2 * attend[LISTS_KEPT]
+    ours = FULL_LAYERS * select[OURS] + attention
+    fastest = f"deep_gemm + {engine_kernels.ENGINE_TOPK}"
+    faster = FULL_LAYERS * select[fastest] + LAYERS * 2 * attend["flash_mla"]
+    alone = FULL_LAYERS * select[default] + attention
     return (
         f"**Composed** from the rows, for GLM-5 at tp 8 (8 heads a rank, {LAYERS} layers) with "
         f"{FULL_LAYERS} indexers left: indexers and attention of a chunk of {ROWS:,} rows behind "
         f"{CONTEXT // 1024}K tokens take {theirs / 1000:.0f} ms by SGLang's default kernels and "
-        f"{ours / 1000:.0f} ms by ours, {theirs / ours:.2f}x. No model was timed as a whole.\n"
+        f"{ours / 1000:.0f} ms by ours, {theirs / ours:.2f}x; {faster / ours:.2f}x beside SGLang's "
+        f"own faster top-k, {theirs / alone:.2f}x with our attention alone. All of it rests on lists "
+        f"that share {OVERLAP} %. No model was timed as a whole.\n"
+    )
+
+
+def power_line(record: Mapping[str, Any]) -> str:
+    """Return what the card drew, and at which clocks, behind the longest selections."""
+    limit = record["machine"]["driver, max SM clock, power limit"]
+    clock, watts = (float(part.split()[0]) for part in limit.split(", ")[1:])
+    behind = [
+        tuple(float(part.split()[0]) for part in row["clocks"][1].split(", "))
+        for work, row in timed(record, "select_prefill")
+        if work.rows == ROWS and work.context >= 61_440 and row["clocks"]
+    ]
+    if not behind:
+        return f"{NOT_MEASURED}\n"
+    drawn, clocks = [power for _, _, power, _ in behind], [speed for speed, *_ in behind]
+    return (
+        f"**Power is at its limit.** Behind {ROWS:,} rows over 60K tokens and more the card drew "
+        f"{min(drawn):.0f} to {max(drawn):.0f} of {watts:.0f} W, at {min(clocks):,.0f} to "
+        f"{max(clocks):,.0f} of {clock:,.0f} MHz.\n"
     )
 
 

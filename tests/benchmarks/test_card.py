@@ -312,6 +312,34 @@ def test_the_committed_record_has_workloads_that_are_known_and_none_was_wrong() 
     assert sum(grid["failed"] for grid in grids) == 0
 
 
+def test_what_the_pages_say_of_the_record_is_in_it() -> None:
+    page = (RESULTS / "kernels" / "h100.md").read_text()
+    readme_page = (RESULTS / "kernels" / "README.md").read_text()
+    assert "Of the four commits" in readme_page
+    assert len({run["commit"] for run in COMMITTED["runs"]}) == 4
+
+    issue, tensor = (
+        claims.MODELLED_COUNTERS["issue slots"],
+        claims.MODELLED_COUNTERS["tensor cores"],
+    )
+    for kernel, times in (("select_kernel", 1.08), ("mqa_logits", 1.06)):
+        busy = [
+            float(COMMITTED["counters"][kernel][name].split()[0]) for name, *_ in (issue, tensor)
+        ]
+        assert round(busy[0] / busy[1], 2) == times
+        assert f"{times} times" in page
+
+    by_name = {row["workload"]: row["times"] for row in COMMITTED["speed"]}
+    whole = by_name["select_decode-rows1-context204800-heads32"]["deep_gemm + sglang v2"]
+    alone = by_name["topk-rows1-context204800-heads0"]["sglang v2"]
+    assert whole["median_us"] < alone["median_us"], "beside a top-k that no decode calls"
+
+    late = [row for row in record.speed_of(COMMITTED) if row["workload"].startswith("select")]
+    assert any(record.microseconds(row, "cuda")[1] for row in late if "cuda" in row["times"])
+    lists = {work.overlap for work, _ in record.timed(COMMITTED, "mla_prefill")}
+    assert lists == {70}, "so auto takes attention in prefill only where it is told of that"
+
+
 def test_the_phases_check_every_group_of_the_grid() -> None:
     assert tuple(suite.GROUPS) == phases.GROUPS
     assert tuple(map(str, cases.CLUSTERS)) == phases.CLUSTERS
