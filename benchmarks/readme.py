@@ -141,6 +141,7 @@ PARTS: dict[str, tuple[Make, str]] = {
     "card-others": (card.others_table, "kernels/h100.json"),
     "card-counters": (card.counters_table, "kernels/h100.json"),
     "card-composed": (card.composed_sum, "kernels/h100.json"),
+    "card-power": (card.power_line, "kernels/h100.json"),
     "unions": (unions.table, "kernels/unions.json"),
 }
 """Generated parts: what makes them, and from which record below benchmarks/results."""

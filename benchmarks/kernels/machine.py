@@ -12,6 +12,7 @@ import torch
 
 from benchmarks.card.pack import MANIFEST
 from sglang_indexcache import __version__
+from sglang_indexcache.kernels.build import FOLDERS, stem_of
 from sglang_indexcache.kernels.dispatch import HOPPER
 from sglang_indexcache.lab.runs.provenance import commit, output_lines, package_version
 
@@ -49,6 +50,7 @@ def facts() -> dict[str, Any]:
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "commit": commit() or (packed() or {}).get("commit") or "unknown",
         "version": __version__,
+        "kernels": _kernels(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
@@ -68,6 +70,14 @@ def facts() -> dict[str, Any]:
         values["multiprocessors"] = properties.multi_processor_count
         values["memory_bytes"] = properties.total_memory
     return values
+
+
+def _kernels() -> list[str]:
+    """Return the digests of our kernels' sources, which stay when a copy's commit is gone."""
+    try:
+        return [stem_of(folder) for folder in FOLDERS]
+    except ImportError:  # apache-tvm-ffi is part of the digest
+        return []
 
 
 def clocks() -> str | None:

@@ -72,7 +72,7 @@ def create_cuda_backend(runner: ModelRunner, process: ServingProcess) -> IndexCa
     if plan.split_rows == "on":
         topk = get_dsa_index_topk(runner.model_config.hf_config)
         backend.split_forwards = SplitForwards.install(process, topk)
-    backend.kernels = kernels.EngineKernels.load(plan.routes)
+    backend.kernels = kernels.EngineKernels.load(plan.routes, process.counters.kernel_choices)
     if backend.kernels.selects:
         kernels.install()
     if get_exec().overlap.enable_two_batch_overlap:

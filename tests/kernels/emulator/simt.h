@@ -92,7 +92,7 @@ struct Block {
   int place;    // among those that run together, which its shared memory's addresses begin with
   int rank;     // of its cluster
   int running;        // threads that have not ended
-  int questions = 0;  // that it asked of a counter
+  int fetches = 0;  // of a counter
 };
 
 struct Fibre {
@@ -470,7 +470,7 @@ inline int atomicAdd(int* address, int value) {
 // One more, or zero from `most` on.
 inline unsigned atomicInc(unsigned* address, unsigned most) {
   simt::stumble();
-  ++simt::block().questions;
+  ++simt::block().fetches;
   const unsigned old = *address;
   *address = old >= most ? 0 : old + 1;
   return old;

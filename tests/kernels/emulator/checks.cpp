@@ -5,7 +5,7 @@
 
 #include "common/layout.h"
 #include "common/requests.h"
-#include "host/serial_block.h"
+#include "serial_block.h"
 #include "indexer/gate.h"
 #include "indexer/scores.h"
 #include "indexer/reduce.h"
@@ -124,7 +124,7 @@ int check_gate(const float* row, int n, int k, uint64_t seed, const int* order, 
       }
       overflowed |= gate.counts[0] > indexer::kListCapacity - kTogether;
       if (overflowed) return;
-      indexer::offer(block, &gate.counts[0], lists.data(), 0, hists.data(), passes, at);
+      indexer::append(block, &gate.counts[0], lists.data(), 0, hists.data(), passes, at);
     });
     fullest = larger(fullest, gate.counts[0]);
     *entries += gate.counts[0] - before;
@@ -137,7 +137,7 @@ int check_gate(const float* row, int n, int k, uint64_t seed, const int* order, 
   indexer::raise_floors(block, gate, hists.data(), k);
   std::vector<Entry> list(indexer::kListCapacity);
   int collected;
-  const int left = block.collect(lists.data(), gate.counts[0], indexer::floor_entry(gate.floors[0]),
+  const int left = block.copy_if(lists.data(), gate.counts[0], indexer::floor_entry(gate.floors[0]),
                                  list.data(), indexer::kListCapacity, &collected);
   const auto scratch = std::make_unique<AscendingScratch>();
   write_topk(block, list.data(), left, k, n, gate.digit_hist, *scratch, out, kPositions);

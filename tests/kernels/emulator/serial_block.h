@@ -24,7 +24,7 @@ class SerialBlock {
 
   void sync() {}
 
-  int take(int* counter, int n) { return std::exchange(*counter, *counter + n); }
+  int fetch_add(int* counter, int n) { return std::exchange(*counter, *counter + n); }
 
   uint32_t set_bits(uint32_t* address, uint32_t bits) {
     return std::exchange(*address, *address | bits);
@@ -51,7 +51,7 @@ class SerialBlock {
     each(rows, [&](int row) { f(row, find_from_top<kBins>(hists + row * kBins, wanted)); });
   }
 
-  int keep(Entry* list, int n, Entry bound, int* counter) {
+  int compact(Entry* list, int n, Entry bound, int* counter) {
     *counter = 0;
     for (int i = 0; i < n; ++i) {
       if (list[i] >= bound) list[(*counter)++] = list[i];
@@ -60,7 +60,7 @@ class SerialBlock {
     return *counter;
   }
 
-  int collect(const Entry* list, int n, Entry bound, Entry* out, int room, int* counter) {
+  int copy_if(const Entry* list, int n, Entry bound, Entry* out, int room, int* counter) {
     *counter = 0;
     each(n, [&](int i) {
       if (list[i] < bound) return;

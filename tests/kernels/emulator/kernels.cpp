@@ -95,7 +95,8 @@ const char* emulate_logits(const IndexerCall* call, int heads, int tile_rows, in
     const indexer::LogitsParams params = {inputs_of(*call), rows_per_tile, out, stride};
     const CUtensorMap queries = queries_map<T>(call->queries, call->rows);
     const CUtensorMap keys = keys_map(call->pages, call->page_count);
-    failure = simt::launch(dim3(ceil_div(call->rows, rows_per_tile), splits, 1), 1,
+    const int tiles = indexer::tiles_of(params.inputs.requests, call->rows, rows_per_tile);
+    failure = simt::launch(dim3(tiles, splits, 1), 1,
                            T::kThreads, sizeof(indexer::Ring<T>) + 1024, call->seed, [&] {
                              indexer::logits_kernel<T::kHeads, T::kRows>(queries, keys, params);
                            });
@@ -121,8 +122,8 @@ const char* emulate_select(const IndexerCall* call, int heads, int tile_rows, in
   return report(failure);
 }
 
-// How often a block of the last launch asked for a tile.
-int emulated_questions(int block) { return simt::machine().blocks[block]->questions; }
+// How often a block of the last launch fetched a tile.
+int emulated_fetches(int block) { return simt::machine().blocks[block]->fetches; }
 
 // From now on "sync", "pass", "arrive" or "wait" is left out on a barrier of select_kernel<8, 8>; on
 // none if that is not the name of one.
@@ -137,14 +138,14 @@ void emulate_fault(const char* what, const char* barrier) {
   simt::fault() = {};
   at("gate", indexer::kGateBarrier, 1);
   at("segment", indexer::kSegmentBarrier, 1);
-  at("turn", indexer::kTurnBarrier, 4);
+  at("order", indexer::kOrderBarrier, 4);
   shared("full", offsetof(Shared, ring.full), sizeof(Shared::ring.full));
   shared("empty", offsetof(Shared, ring.empty), sizeof(Shared::ring.empty));
   shared("queries_full", offsetof(Shared, ring.queries_full), 8);
   shared("queries_empty", offsetof(Shared, ring.queries_empty), 8);
   shared("scored", offsetof(Shared, scored), sizeof(Shared::scored));
-  shared("known", offsetof(Shared, next_tile.known), 8);
-  shared("read", offsetof(Shared, next_tile.read), 8);
+  shared("tile_full", offsetof(Shared, scheduler.full), 8);
+  shared("tile_empty", offsetof(Shared, scheduler.empty), 8);
 }
 
 // The next launches lack the barrier of a number, of those that the launches since a call with -1,
