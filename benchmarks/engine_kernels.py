@@ -126,7 +126,7 @@ class DeepGemm:
         topk: TopK,
         k: int,
     ) -> torch.Tensor:
-        """Select for one row of each of B requests.
+        """Select for B rows, each with a row of the table.
 
         Args:
             q: ``[B, H, 128]`` e4m3.
@@ -339,25 +339,13 @@ def _select(work: Workload, tensors: IndexerTensors, name: str) -> Call:
     if work.is_prefill:
         keys, logits = (tensors.keys, tensors.scales), deep_gemm.prefill_logits
         return lambda: select_in_slices(logits, q, weights, keys, visible, topk, work.topk)
-    pages, table, schedule = tensors.pages, tensors.block_table, deep_gemm.schedule(visible)
+    # On Hopper SGLang has each verified row be a request of its own, whose keys are read again
+    # (``dsa_backend.py``: a TODO for SM90). It repeats the table once a forward.
+    table = tensors.block_table.repeat_interleave(work.verified, 0)
+    pages, schedule = tensors.pages, deep_gemm.schedule(visible)
     return lambda: deep_gemm.select_decode(
         q, weights, pages, table, visible, schedule, work.context, topk, work.topk
     )
-
-
-def topk_anchors(
-    work: Workload, logits: torch.Tensor, visible: torch.Tensor
-) -> dict[str, Callable[[], Call]]:
-    """Return makers of calls that select from given logits."""
-
-    def maker(name: str) -> Callable[[], Call]:
-        def make() -> Call:
-            topk = make_topk(name, visible, decode=False)
-            return lambda: topk(logits, visible, work.topk)
-
-        return make
-
-    return {name: maker(name) for name in TOPKS}
 
 
 def mla_anchors(work: Workload, tensors: AttentionTensors) -> dict[str, Callable[[], Call]]:
@@ -403,8 +391,6 @@ def engine_anchors(work: Workload) -> tuple[str, ...]:
     """Return what SGLang can run for a workload; torch.topk and FlashInfer on logits are not it."""
     if work.family.startswith("select"):
         return tuple(f"deep_gemm + {name}" for name in TOPKS)
-    if work.family == "topk":
-        return LEGACY_TOPK, ENGINE_TOPK
     triton = ("triton_sparse_mla", *(f"triton_sparse_mla, union {n}" for n in (2, 4)))
     return "flash_mla", "fa3", "flash_mla q8", *triton
 
@@ -414,4 +400,4 @@ def engine_default(work: Workload) -> str:
     if work.family.startswith("mla"):
         return "fa3" if work.family == "mla_decode" and not work.fp8 else "flash_mla"
     topk = LEGACY_TOPK if work.is_prefill else ENGINE_TOPK
-    return topk if work.family == "topk" else f"deep_gemm + {topk}"
+    return f"deep_gemm + {topk}"

@@ -20,9 +20,9 @@ from typing import Any
 
 from benchmarks.records import markdown, read_arguments
 from sglang_indexcache.errors import BenchError
-from sglang_indexcache.lab.latency.dealt import Way
-from sglang_indexcache.lab.latency.plan import Deployment, Forwards, choose_patterns
+from sglang_indexcache.lab.latency.forecast import Deployment, Forwards, choose_patterns
 from sglang_indexcache.lab.latency.results import METRICS
+from sglang_indexcache.lab.latency.row_split import Way
 from sglang_indexcache.lab.latency.rows import CARDS, WHEEL, LatencyEstimate, Layers
 from sglang_indexcache.lab.latency.tables import NAMES
 from sglang_indexcache.lab.runs.plots import make_figure, save_figure

@@ -41,7 +41,7 @@ from scipy.stats import binom
 
 from benchmarks.records import read_arguments
 from sglang_indexcache.lab.evaluate.tasks.context import QUESTIONS
-from sglang_indexcache.lab.evaluate.verdict import SAME, bounds, repeats_itself, sees
+from sglang_indexcache.lab.evaluate.verdict import SAME, bounds, loses, repeats_itself, sees
 from sglang_indexcache.lab.runs.provenance import machine
 from sglang_indexcache.lab.stats.bounds import Estimate
 from sglang_indexcache.lab.stats.design import Design, spread, spread_over_cells
@@ -242,10 +242,12 @@ def judge(sample: Differences, design: Design, count_at: Callable[[int], int]) -
     open_ = np.arange(count)
     for look in range(1, design.looks + 1):
         part = first(sample, count_at(look))
-        lower, upper = bounds(Estimate(replace(part, values=part.values[open_])), design, look)
+        estimate = Estimate(replace(part, values=part.values[open_]))
+        lower, upper = bounds(estimate, design, look)
+        is_lost = loses(estimate, design, look)
         verdicts.lower[open_], verdicts.upper[open_], verdicts.used[open_] = lower, upper, len(part)
-        verdicts.safe[open_], verdicts.lost[open_] = lower > -design.margin, upper < 0
-        open_ = open_[(lower <= -design.margin) & (upper >= 0)]
+        verdicts.safe[open_], verdicts.lost[open_] = lower > -design.margin, is_lost
+        open_ = open_[(lower <= -design.margin) & ~is_lost]
         if not open_.size:
             break
     return verdicts
@@ -527,12 +529,36 @@ def first(sample: Differences, count: int) -> Differences:
     )
 
 
+def said_to_lose(evaluations: int, seed: int) -> list[dict[str, Any]]:
+    """Return how often a pattern that loses nothing is said to lose, in every world."""
+    rows: list[dict[str, Any]] = []
+    harmless = [world for world in worlds() if world.loss == 0]
+    for number, world in enumerate(harmless):
+        row = rates(world, evaluations, seed + number)
+        rows.append({"world": asdict(world), "said_to_lose": row["any_loss"]})
+        print(rows[-1], flush=True)
+    for number, name in enumerate(HELD_BACK):
+        row = held_back(name, evaluations, seed + 1000 + number)
+        rows.append({"world": name, "said_to_lose": row["at_none"]["loss"]})
+        print(rows[-1], flush=True)
+    most = int(binom.ppf(1 - 1e-4, evaluations, 0.05))
+    return [row | {"broken": row["said_to_lose"] * evaluations > most} for row in rows]
+
+
 def main() -> None:
     """Run the study and write its result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--evaluations", type=int, default=10_000, help="per world")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--losses-alone", action="store_true",
+                        help="how often a harmless one is said to lose: signs.json")  # fmt: skip
     arguments = read_arguments(parser, NAME, quick=QUICK)
+    if arguments.losses_alone:
+        facts = {"command": arguments.command, "evaluations": arguments.evaluations}
+        facts |= {"seed": arguments.seed, "machine": machine()}
+        rows = said_to_lose(arguments.evaluations, arguments.seed)
+        write_json(arguments.output.with_name("signs.json"), facts | {"rows": rows})
+        return
     rows = []
     plan = [(world, "by context") for world in worlds() if not world.rows]
     # Each mistake where it does its harm: claims of no loss at the margin, and power.

@@ -32,6 +32,20 @@ def errors(record: Mapping[str, Any]) -> str:
     return markdown(header, rows, f"{record['evaluations']:,} simulated evaluations a row")
 
 
+def signs(record: Mapping[str, Any]) -> str:
+    """Write how often a pattern that loses nothing was said to lose."""
+    rows = []
+    for row in record["rows"]:
+        world = row["world"]
+        if not isinstance(world, str):
+            differ, tied = 100 * world["discordance"], world["correlation"]
+            beside = f"; {world['rows']} rows beside 5 x {world['made']}" if world["rows"] else ""
+            world = f"{differ:g} % of questions differ, tied by {tied:g}{beside}"
+        rows.append((world, f"{100 * row['said_to_lose']:.1f} %"))
+    title = f"{record['evaluations']:,} simulated evaluations a row"
+    return markdown(("world", "said to lose"), rows, title)
+
+
 def worlds(record: Mapping[str, Any]) -> str:
     """Write how often rare, whole losses were called none."""
     header = (

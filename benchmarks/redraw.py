@@ -20,7 +20,6 @@ from benchmarks.smollm2 import searched
 from sglang_indexcache.lab.latency import tables
 from sglang_indexcache.lab.latency.results import load
 from sglang_indexcache.lab.runs.plots import FORMATS
-from sglang_indexcache.lab.search.output import draw_losses
 
 
 def _latency(record: Path, picture: Path) -> None:
@@ -43,7 +42,6 @@ FIGURES: dict[str, tuple[str, Callable[[Path, Path], None]]] = {
     "training_aware.png": ("training_aware.json", _of(table_3.draw)),
     "small_checkpoint/curves.png": ("small_checkpoint/result.json", _of(small_checkpoint.curves)),
     "small_checkpoint/starved.png": ("small_checkpoint/result.json", _of(small_checkpoint.starved)),
-    "search/tiny-dsa/answers/losses.png": ("search/tiny-dsa/answers/search.json", _of(draw_losses)),
     **{
         f"latency/{run}/latency-{kind}.png": (f"latency/{run}/latency.json", _latency)
         for run in ("cpu", "cpu-dp-attention", "smollm2")

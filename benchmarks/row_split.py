@@ -24,8 +24,8 @@ from typing import Any
 from benchmarks.records import markdown, read_arguments
 from sglang_indexcache.lab.client.http import Client
 from sglang_indexcache.lab.client.launch import Server
+from sglang_indexcache.lab.data.words import haystack
 from sglang_indexcache.lab.demo import shipped_checkpoint
-from sglang_indexcache.lab.evaluate.tasks.words import haystack
 from sglang_indexcache.lab.runs.provenance import busy_cores, machine, versions
 from sglang_indexcache.library.writing import write_json
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.records import RESULTS, markdown
@@ -14,38 +14,6 @@ _TASKS = ("needles", "recall", "interleaved", "prose")
 _LOSSES = ("all", "late", "answers")
 _RANKED = (*_LOSSES, "kl")
 _METHODS = {"greedy": "greedy", "fast, refined": "fast"}
-
-
-def landscapes(record: Record) -> str:
-    """Write what searches on made-up landscapes add on fresh batches, beside exhaustive greedy."""
-    return _landscapes(record, ("fast", "forward", "fast, 10x batches", "exhaustive, 3 batches"))
-
-
-def _landscapes(record: Record, names: Sequence[str]) -> str:
-    rows = []
-    for kind, summary in record["summary"].items():
-        cells = [summary["searches"][name]["over_exhaustive"] for name in names]
-        rows.append((kind, *(" ".join(f"{v:.2f}" for v in cell.values()) for cell in cells)))
-    title = f"{record['layers']} layers, {len(record['seeds'])} landscapes of each kind"
-    return markdown(("", *names), rows, title)
-
-
-def starts(record: Record) -> str:
-    """Write the same of ``both`` with and without a first pattern from one pass."""
-    names = [name for name in record["rows"][0]["searches"] if name.startswith("both")]
-    return _landscapes(record, names)
-
-
-def races(record: Record) -> str:
-    """Write how often a race on made-up losses misses the best on all batches."""
-    rows = record["rows"]
-    counts = sorted({row["contenders"] for row in rows})
-    wrong: dict[tuple[str, str], list[str]] = {}
-    for row in sorted(rows, key=lambda row: row["contenders"]):
-        place = row["damage"], f"{row['first_batches']} batches"
-        wrong.setdefault(place, []).append(f"{100 * row['share_wrong']:.0f} %")
-    header = ("damage", "first look", *(f"{count} candidates" for count in counts))
-    return markdown(header, [(*k, *cells) for k, cells in wrong.items()])
 
 
 def intervals(record: Record) -> str:

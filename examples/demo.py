@@ -22,10 +22,10 @@ from transformers import AutoTokenizer
 from sglang_indexcache.lab.client.http import Client
 from sglang_indexcache.lab.client.launch import Server
 from sglang_indexcache.lab.client.stream import stream
+from sglang_indexcache.lab.data.words import haystack
 from sglang_indexcache.lab.demo import shipped_checkpoint
 from sglang_indexcache.lab.evaluate.tasks import TASKS
 from sglang_indexcache.lab.evaluate.tasks.context import make_context
-from sglang_indexcache.lab.evaluate.tasks.words import haystack
 from sglang_indexcache.lab.runs.provenance import busy_cores, machine
 from sglang_indexcache.library.writing import write_json
 

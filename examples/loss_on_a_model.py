@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingA
 
 from sglang_indexcache import Layout, Pattern
 from sglang_indexcache.lab.demo import shipped_checkpoint
+from sglang_indexcache.lab.heal.forward_state import Sharing, Stage
 from sglang_indexcache.lab.heal.model import install, is_indexer
-from sglang_indexcache.lab.heal.sharing import Sharing, Stage
 
 LENGTH = 256
 

@@ -46,8 +46,8 @@ def _files(folder: Path, *patterns: str) -> Iterable[Path]:
 
 
 def _of_a_server() -> Iterable[Path]:
-    """Yield the modules that can be reached from the plugin, without the CPU platform."""
-    graph = grimp.build_graph(PACKAGE)
+    """Yield the modules that are imported from the plugin on, without the CPU platform."""
+    graph = grimp.build_graph(PACKAGE, exclude_type_checking_imports=True)
     graph.remove_module(CPU_PLATFORM)
     for module in graph.find_upstream_modules(PLUGIN) | {PLUGIN}:
         path = ROOT / module.replace(".", "/")

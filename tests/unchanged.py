@@ -22,7 +22,7 @@ from tests.seeds import FIXED, SEED
 
 ROOT = Path(__file__).parent.parent
 SOURCES = (
-    *("csrc", "sglang_indexcache/kernels", "sglang_indexcache/support", "sglang_indexcache/cli"),
+    *("csrc", "sglang_indexcache/kernels", "sglang_indexcache/library", "sglang_indexcache/cli"),
     *("sglang_indexcache/errors.py", "tests/kernels", "tests/seeds.py", "tests/conftest.py"),
     "pyproject.toml",  # pytest's settings
 )

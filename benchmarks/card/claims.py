@@ -12,7 +12,7 @@ from benchmarks import engine_kernels
 from benchmarks.card import record as records
 from benchmarks.card.phases import is_shown
 from benchmarks.kernels.speed import LISTS_KEPT
-from benchmarks.kernels.workloads import Family, Workload
+from benchmarks.kernels.workloads import OVERLAP, Family, Workload
 from benchmarks.records import RESULTS, markdown
 from sglang_indexcache.lab.latency.tables import NOT_MEASURED
 
@@ -44,7 +44,7 @@ def ratios(record: Mapping[str, Any]) -> dict[Kind, list[float | None]]:
     """
     by_workload: dict[str, list[float]] = {}
     with_default: set[str] = set()
-    for row in record["speed"]:
+    for row in records.speed_of(record):
         work, times = records.WORKLOADS[row["workload"]], row["times"]
         rival = records.fastest(row, work)
         if OURS in times and rival is not None:
@@ -83,7 +83,7 @@ def measured_table(record: Mapping[str, Any]) -> str:
                 NAMES[family],
                 heads,
                 ("FP8" if is_fp8 else "bfloat16") if family.startswith("mla") else "",
-                f"{sum(ratio > 1 for ratio in measured)} of {len(every)}" if measured else "",
+                f"{sum(ratio > 1 for ratio in measured)} of {len(measured)}" if measured else "",
                 _span(measured) if measured else NOT_MEASURED,
                 "yes" if (family, heads) in defaults else "no",
             )
@@ -171,7 +171,8 @@ def _modelled(
             return None
         ends = ([span[end] for span in spans.values()] for end in (0, 1))
         return [float(np.interp(prefix, list(spans), end)) for end in ends]
-    if work.family == "mla_prefill" and 2 * work.rows == records.ROWS:
+    usual = work.overlap == OVERLAP and work.context == records.CONTEXT
+    if work.family == "mla_prefill" and 2 * work.rows == records.ROWS and usual:
         return modelled.get(("attention", f"{work.heads} heads{suffix}"))
     if work.family == "mla_decode" and work.context == records.CONTEXT:
         kv = "fp8" if work.fp8 else "bfloat16"

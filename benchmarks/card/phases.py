@@ -51,7 +51,9 @@ from sglang_indexcache.library.writing import write_json
 UNTIMED, TIMED = ("served", "exact"), ("speed", "tools")
 WAITED = "waited"
 PHASES = UNTIMED + TIMED
-GROUPS = ("topk", "indexer_prefill", "indexer_decode", "sparse_mla")
+GROUPS = ("topk", "indexer_prefill", "indexer_decode", "sparse_mla", "clusters")
+CLUSTERS = tuple(f"8-heads-bf16-k{slots}-rows1" for slots in (64, 128, 256, 1024))
+"""Cases of a group, one for clusters of 1, 2, 4 and 16 blocks each."""
 """Groups of the grid of cases (``tests/kernels/grid``); a fault in one ends no other."""
 CHECKS = ("grid", "memcheck", "synccheck", "racecheck")
 """First words of steps that hold one library of kernels to its cases."""
@@ -198,11 +200,13 @@ def smallest_workloads() -> Iterator[tuple[str, list[str]]]:
         yield family, [str(work) for work in smallest.values()]
 
 
-def sanitizer_step(tool: str, group: str) -> Step:
-    """Return the step that runs a group under compute-sanitizer, our kernels instrumented."""
+def sanitizer_step(tool: str, group: str, case: str = "") -> Step:
+    """Return the step that runs a group or a case under compute-sanitizer, ours instrumented."""
     run = ("compute-sanitizer", "--tool", tool, "--kernel-name", "kns=indexcache")
     sizes = "wide" if tool == "memcheck" else "small"
-    return Step(f"{tool} {group}", 200, (*run, "--error-exitcode=9", *grid(group, sizes)), errors)
+    checked = (*grid(group, sizes), *(("--case", case) if case else ()))
+    name = f"{tool} {case or group}"
+    return Step(name, 200, (*run, "--error-exitcode=9", *checked), errors)
 
 
 def engine_kernel_step(name: str) -> Step:
@@ -269,7 +273,9 @@ def tools() -> list[Step]:
             for name, work in NCU.items()
         ),
         *(sanitizer_step("synccheck", group) for group in GROUPS),
-        *(sanitizer_step("racecheck", group) for group in ("topk", "sparse_mla")),
+        sanitizer_step("racecheck", "topk"),
+        # Each alone: if a cluster of one block is reported, clusters are not the cause.
+        *(sanitizer_step("racecheck", "clusters", case) for case in CLUSTERS),
     ]
 
 
@@ -309,10 +315,10 @@ def passed_before(name: str, machine: Mapping[str, Any]) -> str | None:
     record, kernels = committed(), machine.get("kernels")
     if kind not in CHECKS or not kernels or record["machine"]["name"] != machine["name"]:
         return None
-    folder = next(folder for folder in kernels if group.startswith(folder))
+    stem = next(stem for stem in kernels if group.startswith(stem.split("-")[0]))
     for run in record["runs"]:
         step = run["steps"].get(name)
-        if step and is_shown(step) and (run.get("kernels") or {}).get(folder) == kernels[folder]:
+        if step and is_shown(step) and stem in run["kernels"]:
             return f"passed on {run['date'][:10]} with the same kernels"
     return None
 

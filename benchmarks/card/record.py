@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from benchmarks import engine_kernels
 from benchmarks.card import served
 from benchmarks.card.phases import SKIPPED, is_shown
 from benchmarks.kernels.speed import LISTS_KEPT
-from benchmarks.kernels.workloads import Workload, workloads
+from benchmarks.kernels.workloads import OVERLAP, Workload, workloads
 from benchmarks.records import RESULTS, markdown, read_arguments
 from sglang_indexcache.lab.latency.tables import NOT_MEASURED
 from sglang_indexcache.lab.runs.provenance import output_lines
@@ -50,14 +50,11 @@ COUNTED = {
 }
 
 
-def make_record(
-    folders: Sequence[Path], busy: Collection[int] = (), before: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
+def make_record(folders: Sequence[Path], before: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the record of calls on one kind of machine.
 
     Args:
         folders: what each call left.
-        busy: numbers of folders in whose calls the host compiled while calls were timed.
         before: the record to which they are added.
 
     Raises:
@@ -65,7 +62,7 @@ def make_record(
     """
     empty: dict[str, Any] = {"machine": {}, "runs": [], "speed": [], "counters": {}}
     content: dict[str, Any] = json.loads(json.dumps(before or empty))
-    for place, folder in enumerate(folders):
+    for folder in folders:
         report = json.loads((folder / "report.json").read_text())
         number, machine = len(content["runs"]), report["machine"]
         content["machine"] = _same_machine(content["machine"], machine)
@@ -82,7 +79,7 @@ def make_record(
                 content["counters"][name.removeprefix("ncu ")] = values
         times = folder / "speed.json"
         for name, timing in (json.loads(times.read_text()) if times.exists() else {}).items():
-            marks = {"workload": name, "run": number, "host_busy": place in busy}
+            marks = {"workload": name, "run": number}
             content["speed"].append({**marks, **_rounded(timing)})
     return content
 
@@ -91,7 +88,7 @@ def _sources(machine: Mapping[str, Any]) -> dict[str, Any]:
     """Return what names the sources of a call: its commit if this repository has it, digests."""
     is_known = bool(output_lines(["git", "-C", str(RESULTS), "cat-file", "-t", machine["commit"]]))
     commit = {"commit": machine["commit"]} if is_known else {}
-    return {**commit, "kernels": machine.get("kernels")}
+    return {**commit, "kernels": machine.get("kernels", [])}
 
 
 def _tested(step: Mapping[str, Any]) -> dict[str, Any]:
@@ -139,6 +136,7 @@ def _rounded(timing: Mapping[str, Any]) -> dict[str, Any]:
         for name, values in timing["times"].items()
     }
     rest = {key: timing.get(key, []) for key in ("missing", "wrong", "clocks")}
+    rest["replayed"] = timing.get("replayed", False)
     return {"times": times, **rest}
 
 
@@ -173,10 +171,15 @@ def _summarize(words: Any) -> str:
     return last.strip("= ").partition("/")[0] if last.startswith("/") else last.strip("= ")[:90]
 
 
+def speed_of(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return what was timed of workloads that are still timed."""
+    return [row for row in record["speed"] if row["workload"] in WORKLOADS]
+
+
 def timed(record: Mapping[str, Any], family: str) -> Iterator[tuple[Workload, Mapping[str, Any]]]:
     """Yield the workloads of a family, and what was timed of each in its last run with a rival."""
     last: dict[str, Mapping[str, Any]] = {}
-    for row in record["speed"]:
+    for row in speed_of(record):
         work = WORKLOADS[row["workload"]]
         default = engine_kernels.engine_default(work)
         if default in row["times"] or row["workload"] not in last:
@@ -189,12 +192,11 @@ def timed(record: Mapping[str, Any], family: str) -> Iterator[tuple[Workload, Ma
 def microseconds(row: Mapping[str, Any], name: str) -> tuple[float, str]:
     """Return the time of a call, and the mark behind it.
 
-    It is the median. Where the host compiled meanwhile it is the least if the median is far above
-    that: the host then launched too late, and the card waited.
+    It is the median, or the least if the median is far above that: the host then launched too
+    late, and the card waited.
     """
     median, least = (row["times"][name][key] for key in ("median_us", "min_us"))
-    is_late = row["host_busy"] and median > LATE_FACTOR * least
-    return (least, LATE) if is_late else (median, "")
+    return (least, LATE) if median > LATE_FACTOR * least else (median, "")
 
 
 def _cell(row: Mapping[str, Any], name: str | None) -> str:
@@ -224,13 +226,38 @@ def composed_sum(record: Mapping[str, Any]) -> str:
     if not ({default, OURS} <= {*select} and {"flash_mla", OURS, LISTS_KEPT} <= {*attend}):
         return f"{NOT_MEASURED}\n"
     shared = LAYERS - FULL_LAYERS
+    attention = FULL_LAYERS * 2 * attend[OURS] + shared * 2 * attend[LISTS_KEPT]
     theirs = FULL_LAYERS * select[default] + LAYERS * 2 * attend["flash_mla"]
-    ours = FULL_LAYERS * (select[OURS] + 2 * attend[OURS]) + shared * 2 * attend[LISTS_KEPT]
+    ours = FULL_LAYERS * select[OURS] + attention
+    fastest = f"deep_gemm + {engine_kernels.ENGINE_TOPK}"
+    faster = FULL_LAYERS * select[fastest] + LAYERS * 2 * attend["flash_mla"]
+    alone = FULL_LAYERS * select[default] + attention
     return (
         f"**Composed** from the rows, for GLM-5 at tp 8 (8 heads a rank, {LAYERS} layers) with "
         f"{FULL_LAYERS} indexers left: indexers and attention of a chunk of {ROWS:,} rows behind "
         f"{CONTEXT // 1024}K tokens take {theirs / 1000:.0f} ms by SGLang's default kernels and "
-        f"{ours / 1000:.0f} ms by ours, {theirs / ours:.2f}x. No model was timed as a whole.\n"
+        f"{ours / 1000:.0f} ms by ours, {theirs / ours:.2f}x; {faster / ours:.2f}x beside SGLang's "
+        f"own faster top-k, {theirs / alone:.2f}x with our attention alone. All of it rests on "
+        f"lists that share {OVERLAP} %. No model was timed as a whole.\n"
+    )
+
+
+def power_line(record: Mapping[str, Any]) -> str:
+    """Return what the card drew, and at which clocks, behind the longest selections."""
+    limit = record["machine"]["driver, max SM clock, power limit"]
+    clock, watts = (float(part.split()[0]) for part in limit.split(", ")[1:])
+    behind = [
+        tuple(float(part.split()[0]) for part in row["clocks"][1].split(", "))
+        for work, row in timed(record, "select_prefill")
+        if work.rows == ROWS and work.context >= 61_440 and row["clocks"]
+    ]
+    if not behind:
+        return f"{NOT_MEASURED}\n"
+    drawn, clocks = [power for _, _, power, _ in behind], [speed for speed, *_ in behind]
+    return (
+        f"**Power is at its limit.** Behind {ROWS:,} rows over 60K tokens and more the card drew "
+        f"{min(drawn):.0f} to {max(drawn):.0f} of {watts:.0f} W, at {min(clocks):,.0f} to "
+        f"{max(clocks):,.0f} of {clock:,.0f} MHz.\n"
     )
 
 
@@ -287,18 +314,18 @@ def attention_table(record: Mapping[str, Any]) -> str:
 
 
 def others_table(record: Mapping[str, Any]) -> str:
-    """Return prefill attention beside what SGLang offers besides its default, and the top-k."""
+    """Return prefill attention beside what SGLang offers besides its default."""
     rows = []
-    for row in record["speed"]:
+    for row in speed_of(record):
         work = WORKLOADS[row["workload"]]
         rivals = [name for name in row["times"] if not name.startswith(OURS)]
-        if work.family not in ("mla_prefill", "topk") or rivals in ([], ["flash_mla"]):
+        if work.family != "mla_prefill" or rivals in ([], ["flash_mla"]):
             continue
         best = fastest(row, work)
         rows.append(
             (
                 work.family.replace("_", " "),
-                work.heads or "",
+                work.heads,
                 f"{work.rows:,}",
                 f"{best}: {_cell(row, best)}",
                 _cell(row, OURS),
@@ -327,22 +354,16 @@ def _shape(work: Workload) -> tuple[bool, int, int, int]:
 def main() -> None:
     """Write the record; when it is published fill the pages, too."""
     from benchmarks import readme  # it fills pages from this module
+    from benchmarks.card import measured
 
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER")
-    parser.add_argument(
-        "--busy",
-        nargs="+",
-        type=int,
-        default=(),
-        help="folders (0, 1, ...) while it compiled",
-    )
     parser.add_argument("--fresh", action="store_true", help="add to nothing")
     options = read_arguments(parser, RECORD)
     committed = RESULTS / RECORD
     before = None if options.fresh or not committed.exists() else json.loads(committed.read_text())
     try:
-        content = make_record(options.folders, options.busy, before)
+        content = make_record(options.folders, before)
     except ValueError as error:
         raise SystemExit(f"error: {error}") from None
     content["command"] = (
@@ -353,6 +374,7 @@ def main() -> None:
     print(f"wrote {options.output}")
     served.write(options.folders, options.output, fresh=options.fresh)
     if options.publish:
+        measured.main()
         readme.write()
 
 

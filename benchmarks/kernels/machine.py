@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.card.pack import MANIFEST
 from sglang_indexcache import __version__
-from sglang_indexcache.kernels import build
+from sglang_indexcache.kernels.build import FOLDERS, stem_of
 from sglang_indexcache.kernels.dispatch import HOPPER
 from sglang_indexcache.lab.runs.provenance import commit, output_lines, package_version
 
@@ -50,6 +50,7 @@ def facts() -> dict[str, Any]:
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "commit": commit() or (packed() or {}).get("commit") or "unknown",
         "version": __version__,
+        "kernels": _kernels(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
@@ -58,7 +59,6 @@ def facts() -> dict[str, Any]:
     }
     for name, packages in PACKAGES.items():
         values[name] = package_version(*packages)
-    values["kernels"] = digests()
     values["nvcc"] = next(reversed(output_lines(["nvcc", "--version"])), None)
     if torch.cuda.is_available():
         values["driver, max SM clock, power limit"] = _asked(
@@ -72,12 +72,12 @@ def facts() -> dict[str, Any]:
     return values
 
 
-def digests() -> dict[str, str] | None:
-    """Return what names the sources of each of our kernels' libraries; None without tvm_ffi."""
-    if find_spec("tvm_ffi") is None:
-        return None
-    stems = {folder: build.stem_of(folder) for folder in build.FOLDERS}
-    return {folder: stem.split("-")[1] for folder, stem in stems.items()}
+def _kernels() -> list[str]:
+    """Return the digests of our kernels' sources, which stay when a copy's commit is gone."""
+    try:
+        return [stem_of(folder) for folder in FOLDERS]
+    except ImportError:  # apache-tvm-ffi is part of the digest
+        return []
 
 
 def clocks() -> str | None:

@@ -10,7 +10,7 @@ some rows of what it computes on the timed inputs are compared with the referenc
 import argparse
 import json
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import groupby, zip_longest
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 
 from benchmarks import engine_kernels as anchors
 from benchmarks.kernels.machine import clocks
-from benchmarks.kernels.timing import interleaved, summary
+from benchmarks.kernels.timing import interleaved, replay_of, summary
 from benchmarks.kernels.workloads import (
     AttentionTensors,
     Family,
@@ -27,7 +27,6 @@ from benchmarks.kernels.workloads import (
     attention_tensors,
     gpu_of_driver,
     indexer_tensors,
-    logits_tensors,
     workloads,
 )
 from sglang_indexcache.kernels import dispatch
@@ -44,7 +43,6 @@ LISTS_KEPT = "cuda, lists kept"
 OPS: dict[Family, OpName] = {
     "select_prefill": "select",
     "select_decode": "select",
-    "topk": "topk",
     "mla_prefill": "sparse_mla",
     "mla_decode": "sparse_mla",
 }
@@ -56,8 +54,6 @@ def drawn(work: Workload, device: torch.device) -> tuple[Any, ...]:
     """Draw the arguments of the operation that ``work`` times."""
     if work.family.startswith("select"):
         return indexer_tensors(work, device), work.topk
-    if work.family == "topk":
-        return (*logits_tensors(work, device), work.topk)
     attention = attention_tensors(work, device)
     return attention.q, attention.cache, attention.slots, attention.scale
 
@@ -73,8 +69,6 @@ def contenders(
     makers: dict[str, Maker]
     if work.family.startswith("select"):
         makers = dict(anchors.select_anchors(work, arguments[0]))
-    elif work.family == "topk":
-        makers = dict(anchors.topk_anchors(work, *arguments[:2]))
     else:
         makers = dict(anchors.mla_anchors(work, AttentionTensors(*arguments)))
     op = OPS[work.family]
@@ -108,12 +102,16 @@ def measure(
     Returns:
         ``times``: name -> median, least and most microseconds, and, where the card's data sheet is
         known, the share of its bound; ``missing``: name -> reason; ``wrong``: what is wrong with
-        ours on these inputs, empty if nothing; ``clocks``: before and after.
+        ours on these inputs, empty if nothing; ``replayed``: whether replays of CUDA graphs were
+        timed, as a server decodes; ``clocks``: before and after.
     """
     device = machine.device
     arguments = drawn(work, device)
     ready, missing = prepared(work, machine, arguments, among)
     wrong = complaints(work, arguments, dispatch.named("cuda").load) if "cuda" in ready else []
+    replays = device.type == "cuda" and not work.is_prefill
+    if replays:
+        ready, missing = as_replays(ready, missing)
     before = clocks()
     times = {
         name: summary(seconds_each)
@@ -125,7 +123,8 @@ def measure(
         for timing in times.values():
             timing["of_bound"] = seconds * 1e6 / timing["median_us"]
         missing["bound"] = f"{seconds * 1e6:.1f} us by {by}"
-    return {"times": times, "missing": missing, "wrong": wrong, "clocks": [before, clocks()]}
+    result = {"times": times, "missing": missing, "wrong": wrong, "replayed": replays}
+    return {**result, "clocks": [before, clocks()]}
 
 
 def prepared(
@@ -159,6 +158,26 @@ def prepared(
     return ready, missing
 
 
+def as_replays(
+    ready: Mapping[str, Callable[[], Any]], missing: Mapping[str, str]
+) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
+    """Return replays of what the calls launch, and why some cannot be captured.
+
+    Raises:
+        RuntimeError: the card's context is gone.
+    """
+    replays: dict[str, Callable[[], Any]] = {}
+    problems = dict(missing)
+    for name, call in ready.items():
+        try:
+            replays[name] = replay_of(call)
+        except Exception as error:
+            if "CUDA error" in str(error):
+                raise
+            problems[name] = f"not captured: {str(error).splitlines()[0][:300]}"
+    return replays, problems
+
+
 def complaints(
     work: Workload, arguments: tuple[Any, ...], load: Callable[[OpName], Callable[..., Any]]
 ) -> list[str]:
@@ -171,11 +190,8 @@ def complaints(
         arguments: of :func:`drawn`.
         load: returns an operation of the implementation.
     """
-    rows = sorted({row * (work.rows - 1) // (ROWS_CHECKED - 1) for row in range(ROWS_CHECKED)})
-    if work.family == "topk":
-        logits, visible, k = arguments
-        picks = load("topk")(logits, visible, k)[rows]
-        return _differing(rows, picks, topk_reference.topk(logits[rows], visible[rows], k))
+    last = work.rows * work.verified - 1
+    rows = sorted({row * last // (ROWS_CHECKED - 1) for row in range(ROWS_CHECKED)})
     if work.family.startswith("select"):
         batch, k = arguments
         picks = load("select")(batch, k)[rows]
@@ -197,10 +213,11 @@ def complaints(
 
 
 def _rows_of(batch: IndexerBatch, rows: list[int]) -> IndexerBatch:
-    """Return some rows of a prefill of one request, or of a decode step of a row each."""
+    """Return some rows of a prefill of one request, or of a decode, each as its own request."""
     decode = batch.query_starts is None
     starts = None if decode else batch.visible.new_tensor([0, len(rows)])
-    table = batch.block_table[rows] if decode else batch.block_table
+    requests = [row // batch.rows_per_request for row in rows]
+    table = batch.block_table[requests] if decode else batch.block_table
     arguments = batch.q[rows], batch.weights[rows], batch.pages, table, batch.visible[rows]
     return IndexerBatch(*arguments, starts)
 

@@ -59,6 +59,22 @@ def gpu_seconds(
     return float(start.elapsed_time(end)) / 1000
 
 
+def replay_of(call: Callable[[], Any]) -> Callable[[], Any]:
+    """Capture what ``call`` launches into a CUDA graph, and return what replays it.
+
+    A server decodes from graphs: what Python costs between two launches is no part of a step.
+    """
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()  # loads what a capture may not
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
 def queue_ahead(cycles: int) -> None:
     """Make an idle GPU wait, so that launches are queued when it goes on, and are not timed."""
     torch.cuda.synchronize()

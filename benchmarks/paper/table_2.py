@@ -26,6 +26,7 @@ from benchmarks.training.tasks import TEXT_CHARACTERS, chance
 from sglang_indexcache.lab.runs.provenance import machine
 from sglang_indexcache.lab.search.evaluators.hf import TransformersEvaluator
 from sglang_indexcache.lab.search.ledger import Ledger
+from sglang_indexcache.lab.search.methods import SIMILARITY
 from sglang_indexcache.lab.search.methods.pairwise import most_similar, pair_matrix
 from sglang_indexcache.lab.search.rules import Constraints, parse_targets
 from sglang_indexcache.lab.search.setup import Setup
@@ -44,7 +45,8 @@ def patterns(ratios: Sequence[str], batches: int) -> dict[str, str]:
     """Return what is compared, by what the table calls it; all F first."""
     setup = Setup.read(SMALL, batches=batches)
     rules = Constraints.make(setup.checkpoint.own)
-    matrix = pair_matrix(Ledger(TransformersEvaluator(SMALL, setup.calibration)), "similarity")
+    ledger = Ledger(TransformersEvaluator(SMALL, setup.calibration))
+    matrix = pair_matrix(ledger, SIMILARITY)
     named = {"all F": "full"}
     for mark in parse_targets(list(ratios), rules).marks:
         ratio = mark.label

@@ -15,10 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from benchmarks.smollm2.packages import download
-from sglang_indexcache.lab.search.passages import Passages
+from sglang_indexcache.lab.search.recall import KEYS, PASSAGES, TEXT, Kinds, Passages
 
 
 @dataclass(frozen=True)
@@ -104,16 +105,27 @@ class Row:
         ids: ``[T]`` int64.
         text: places whose loss is the text's: the second half of what is not repeated.
         recall: places of the repeated tokens that count.
+        keys: places of answers about keys and rules that it hides, if it does.
     """
 
     ids: torch.Tensor
     text: torch.Tensor
     recall: torch.Tensor
+    keys: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+
+    @property
+    def kinds(self) -> Kinds:
+        """``[T - 1]``, what each prediction counts as, by the package's numbers."""
+        kinds = np.zeros(len(self.ids), dtype=np.uint8)
+        parts = ((self.text, TEXT), (self.recall, PASSAGES), (self.keys, KEYS))
+        for places, kind in parts:
+            kinds[places.numpy()] = kind
+        return kinds[1:]
 
     @property
     def digest(self) -> str:
         """Digits that tell it from every other row, also where both begin alike."""
-        parts = (part.numpy().tobytes() for part in (self.ids, self.text, self.recall))
+        parts = (p.numpy().tobytes() for p in (self.ids, self.text, self.recall, self.keys))
         return hashlib.sha256(b"".join(parts)).hexdigest()[:16]
 
 

@@ -15,15 +15,16 @@ import torch
 
 from benchmarks.smollm2.books import Row
 from benchmarks.smollm2.lean import Lean, State
-from sglang_indexcache.lab.search.evaluators import Floats
+from sglang_indexcache.lab.search.evaluators import RATINGS, Floats
 from sglang_indexcache.lab.search.evaluators.hf import common_layers, lost_by_worst_head
+from sglang_indexcache.lab.search.judged import Judged, TokenChanges
 from sglang_indexcache.pattern import Pattern
 
 KEPT_RUNS = 3
 """Forwards of a row whose states are kept, those used last."""
 
 SCORES: dict[str, Callable[[Row], torch.Tensor]] = {
-    "mixed": lambda row: torch.cat([row.text, row.recall]),
+    "mixed": lambda row: torch.cat([row.text, row.recall, row.keys]),
     "text": lambda row: row.text,
     "recall": lambda row: row.recall,
 }
@@ -55,6 +56,7 @@ class LeanEvaluator:
         self.batch_tokens = tuple(len(row.ids) for row in rows)
         self._places = [SCORES[score](row) for row in rows]
         self._kept: list[list[_Run]] = [[] for _ in rows]
+        self._full: dict[int, torch.Tensor] = {}
         self._guard = Lock()
 
     def loss(self, pattern: Pattern, batches: Sequence[int]) -> Floats:
@@ -62,7 +64,11 @@ class LeanEvaluator:
         return np.array([self._loss(pattern, batch) for batch in batches])
 
     def _loss(self, pattern: Pattern, batch: int) -> float:
-        row = self.rows[batch]
+        row, stream = self.rows[batch], self._stream(pattern, batch)
+        return float(self.model.losses(stream, row.ids, self._places[batch])[0].double().mean())
+
+    def _stream(self, pattern: Pattern, batch: int) -> torch.Tensor:
+        """Return the output of the last layer, and keep the states that lead to it."""
         run = _Run(pattern, self._beginning(pattern, batch))
         start = run.states[-1] if run.states else None
 
@@ -70,10 +76,37 @@ class LeanEvaluator:
             if start is None or number > start[0]:
                 run.states.append((number, stream, masks))
 
-        stream = self.model.hidden(row.ids, pattern, note=note, start=start)
+        stream = self.model.hidden(self.rows[batch].ids, pattern, note=note, start=start)
         with self._guard:
             self._kept[batch] = [run, *self._kept[batch]][:KEPT_RUNS]
-        return float(self.model.losses(stream, row.ids, self._places[batch])[0].double().mean())
+        return stream
+
+    def judge(self, pattern: Pattern, batches: Sequence[int]) -> list[Judged]:
+        """See :class:`~sglang_indexcache.lab.search.evaluators.Evaluator`; of all of a row."""
+        return [self._judged(pattern, batch) for batch in batches]
+
+    @torch.no_grad()
+    def _judged(self, pattern: Pattern, batch: int) -> Judged:
+        row, model = self.rows[batch], self.model
+        kinds = row.kinds
+        counted = torch.from_numpy(np.flatnonzero(kinds))
+        if batch not in self._full:
+            self._full[batch] = self._stream(Pattern.full(model.layers), batch)[counted]
+        stream = self._stream(pattern, batch)[counted]
+        values = np.full((4, len(kinds)), np.nan)
+        for places, before, after in zip(
+            counted.split(256), self._full[batch].split(256), stream.split(256), strict=True
+        ):
+            full, under = (torch.log_softmax(model.logits(each), -1) for each in (before, after))
+            text = row.ids[places + 1].to(under.device)
+            part = (
+                -under.gather(1, text[:, None])[:, 0],
+                (full.exp() * (full - under)).sum(-1),
+                under.argmax(-1) == full.argmax(-1),
+                under.argmax(-1) == text,
+            )
+            values[:, places] = torch.stack([each.double() for each in part]).cpu().numpy()
+        return Judged.of([TokenChanges(*values)], [kinds])
 
     def _beginning(self, pattern: Pattern, batch: int) -> list[State]:
         """Return the states of the kept run that goes along with ``pattern`` the farthest."""
@@ -89,7 +122,7 @@ class LeanEvaluator:
         """Compare layers' attention outputs under their own lists and under earlier layers'.
 
         Returns:
-            ``[N, N]`` float64, as
+            ``[1, N, N]`` float64, as
             :meth:`sglang_indexcache.lab.search.evaluators.hf.TransformersEvaluator.similarity`.
         """
         model, row = self.model, self.rows[batch]
@@ -111,20 +144,16 @@ class LeanEvaluator:
             before = stream
 
         model.hidden(row.ids, Pattern.full(model.layers), note=note)
-        return matrix
+        return matrix[None]
 
+    @torch.no_grad()
     def kept_mass(self, batch: int) -> Floats:
         """Compare how much of its attention each head finds on its own list and on other layers'.
 
         Returns:
-            ``[N, N]`` float64, as
+            ``[2, N, N]`` float64, as
             :meth:`sglang_indexcache.lab.search.evaluators.hf.TransformersEvaluator.kept_mass`.
         """
-        return lost_by_worst_head(self.mass(batch))
-
-    @torch.no_grad()
-    def mass(self, batch: int) -> Floats:
-        """Return ``[N, N, heads]``: the share of attention on layers' lists, at counted places."""
         model, row = self.model, self.rows[batch]
         lists, reads = list[list[torch.Tensor]](), list[torch.Tensor]()
         model.hidden(
@@ -134,7 +163,7 @@ class LeanEvaluator:
             note=lambda _number, _stream, picks: lists.append(picks),
         )
         # There is no list before the first layer.
-        return mass_on_lists(model, reads, lists[1:], self._places[batch])
+        return rated_lists(model, reads, lists[1:], self._places[batch] - 1)
 
     def overlap(self, batch: int) -> Floats:
         """Return the share of their selections that layers have in common under all F.
@@ -160,30 +189,28 @@ class LeanEvaluator:
         return total / queries
 
 
-def mass_on_lists(
+def rated_lists(
     model: Lean,
     reads: Sequence[torch.Tensor],
     lists: Sequence[Sequence[torch.Tensor]],
-    places: torch.Tensor,
+    queries: torch.Tensor,
 ) -> Floats:
-    """Measure how much of its attention each head has on lists, over the queries before ``places``.
+    """Rate every layer's list for every later layer, by attention at ``queries``.
 
     Args:
         reads: of each layer what its attention reads, ``[T, hidden]``.
-        lists: of each layer one mask a block; or of all layers in one way, then in another.
-
-    Returns:
-        ``[N, lists, heads]`` float64, shares; 0 where the list is a later layer's.
+        lists: of each layer one mask a block.
     """
     is_asked = torch.zeros(len(reads[0]), dtype=torch.bool)
-    is_asked[places - 1] = True
+    is_asked[queries] = True
     is_asked = is_asked.to(model.device)
-    mass = np.zeros((model.layers, len(lists), model.form.heads))
+    matrices = np.eye(model.layers)[None].repeat(RATINGS, axis=0)
     turned = model.rotation(len(reads[0]))
     for layer, read in enumerate(reads):
-        columns = [column for column in range(len(lists)) if column % model.layers <= layer]
+        mass = []
         for number, rows, weights in model.weights(model.project(layer, read, turned)):
-            masks = torch.stack([lists[column][number][is_asked[rows]] for column in columns])
-            on_lists = torch.einsum("hrs,irs->ih", weights[:, is_asked[rows]], masks.float())
-            mass[layer, columns] += on_lists.double().cpu().numpy()
-    return mass / int(is_asked.sum())
+            masks = torch.stack([one[number][is_asked[rows]] for one in lists[: layer + 1]])
+            on_lists = torch.einsum("hrs,irs->ihr", weights[:, is_asked[rows]], masks.float())
+            mass.append(on_lists.cpu().numpy())
+        matrices[:, layer, :layer] = lost_by_worst_head(np.concatenate(mass, axis=2))[:, :layer]
+    return matrices

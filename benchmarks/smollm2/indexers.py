@@ -19,6 +19,7 @@ import torch
 
 from benchmarks.smollm2.convert import Form
 from benchmarks.smollm2.lean import Lean
+from sglang_indexcache.lab.heal.forward_state import Sharing
 from sglang_indexcache.lab.heal.losses import (
     AttentionInputs,
     IndexInputs,
@@ -28,7 +29,6 @@ from sglang_indexcache.lab.heal.losses import (
 )
 from sglang_indexcache.lab.heal.model import LightningIndexer
 from sglang_indexcache.lab.heal.packing import Layout
-from sglang_indexcache.lab.heal.sharing import Sharing
 from sglang_indexcache.pattern import Pattern
 
 

@@ -1,7 +1,7 @@
 """Search patterns on SmolLM2 and measure them on whole books that no pattern was chosen by.
 
     python -m benchmarks.smollm2.searched runs/smollm2/built
-    python -m benchmarks.smollm2.searched runs/smollm2/built --searches greedy:mixed fast:text
+    python -m benchmarks.smollm2.searched runs/smollm2/built --searches greedy:mixed one-pass:text
 
 The paper's Algorithm 1 (``greedy``), its similarity search and the package's own searches run on
 rows of one book, by the loss of the text, of repeated passages, or of both (``mixed``); a search
@@ -32,10 +32,9 @@ from benchmarks.smollm2.workers import one_thread
 from sglang_indexcache.lab.runs.plots import make_figure, save_figure
 from sglang_indexcache.lab.runs.provenance import machine
 from sglang_indexcache.lab.search.evaluators import Floats
+from sglang_indexcache.lab.search.figure import draw_pairs
 from sglang_indexcache.lab.search.ledger import Ledger, Step, open_journal
-from sglang_indexcache.lab.search.methods import METHODS, METHODS_IN_PROCESS
-from sglang_indexcache.lab.search.options import Options
-from sglang_indexcache.lab.search.overlap import draw_overlap
+from sglang_indexcache.lab.search.methods import METHODS, find_method
 from sglang_indexcache.lab.search.rules import Constraints, parse_targets
 from sglang_indexcache.lab.search.run import Search
 from sglang_indexcache.library.digest import checkpoint_digest
@@ -44,14 +43,14 @@ from sglang_indexcache.pattern import Pattern
 
 RATIOS = ("1/2", "1/4", "1/8")
 QUICK = {"searches": ["similarity:mixed"], "batches": 1, "rows": 2, "length": 1024}
-SEARCHES = ("similarity:mixed", "both:mixed", "both:text", "greedy:mixed")
+SEARCHES = ("similarity:mixed", "one-pass:mixed", "proposals:mixed", "greedy:mixed")
 DOWN = "greedy"
 SHOWN = {
     "uniform": "evenly spaced",
     "freq": "SGLang's frequency",
     "greedy": "Algorithm 1",
     "similarity": "similarity",
-    "both": "both ends, by loss",
+    "proposals": "proposals, by KL",
     "one-pass": "one pass, worst head",
 }
 """Ways to choose F layers, in the order and words of the figure."""
@@ -60,7 +59,7 @@ SHOWN = {
 def search(
     evaluator: LeanEvaluator, method: str, journal: Path, digest: str, rules: Constraints
 ) -> dict[str, Any]:
-    """Run one search of the package without refinement where the paper has none.
+    """Run one search of the package.
 
     Returns:
         The patterns by ratio, the steps, and the tokens that it asked for.
@@ -72,10 +71,9 @@ def search(
         "length": evaluator.batch_tokens[0],
     }
     targets = parse_targets(list(RATIOS), rules)
-    options = Options.parse(method, refine=method != DOWN, methods=METHODS_IN_PROCESS)
     with open_journal(journal, identity) as opened:
         ledger = Ledger(evaluator, opened)
-        run = Search(ledger, targets, options)
+        run = Search(ledger, targets, find_method(method))
         for event in run.run():
             if isinstance(event, Step):
                 left = len(event.pattern.full_layers)
@@ -90,12 +88,11 @@ def search(
                     "pattern": str(step.pattern),
                     "flipped": step.layer,
                     "loss": step.loss,
-                    "batches": step.batches,
                 }
                 for step in run.path
             ],
             "tokens": tokens,
-            "of_greedy": tokens / run.budget.exhaustive,
+            "of_greedy": tokens / run.exhaustive,
         }
 
 
@@ -131,7 +128,7 @@ def draw_path(record: dict[str, Any], path: Path) -> None:
     """Draw the loss that each flip of Algorithm 1 leaves."""
     figure, [axis] = make_figure(7.2, 4.0)
     for entry in record["searches"]:
-        steps = [step for step in entry["steps"] if step["batches"] == record["batches"]]
+        steps = entry["steps"]
         if entry["method"] != DOWN or not steps:
             continue
         base = steps[0]["loss"]
@@ -264,7 +261,7 @@ def draw(record: dict[str, Any], folder: Path) -> None:
 def draw_lists(record: dict[str, Any], path: Path) -> None:
     """Draw the overlap of the layers' selections with the blocks of the first search's 1/4."""
     pattern = Pattern(record["searches"][0]["patterns"]["1/4"])
-    draw_overlap(np.array(record["overlap"]), path, pattern)
+    draw_pairs(np.array(record["overlap"]), path, pattern)
 
 
 def _model(record: dict[str, Any]) -> str:

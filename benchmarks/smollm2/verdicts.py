@@ -30,10 +30,10 @@ from benchmarks.smollm2 import model_parser
 from benchmarks.smollm2.answers import Answers, serving
 from benchmarks.smollm2.books import HELD_OUT, Books
 from sglang_indexcache.lab.client.http import Client
-from sglang_indexcache.lab.evaluate.arms import Servers
 from sglang_indexcache.lab.evaluate.corpus import Corpus
 from sglang_indexcache.lab.evaluate.evaluation import NAME as JOURNAL
-from sglang_indexcache.lab.evaluate.plan import Planned, arms_of, context_name
+from sglang_indexcache.lab.evaluate.evaluation_plan import Planned, arms_of, context_name
+from sglang_indexcache.lab.evaluate.servers import Servers
 from sglang_indexcache.lab.evaluate.tasks import TASKS
 from sglang_indexcache.lab.evaluate.tasks.context import QUESTIONS as ASKED_BEHIND
 from sglang_indexcache.lab.runs.provenance import machine
@@ -127,6 +127,8 @@ def table(folder: Path, names: Mapping[str, str]) -> str:
                 interval = " to ".join(f"{100 * end:+.1f}" for end in verdict["interval"])
             words = verdict["headline"].partition(": ")[2]
             name = names.get(verdict["pattern"], verdict["pattern"])
+            for letters, given in names.items():
+                words = words.replace(letters, given)
             rows.append((length, name, verdict["contexts"], middle, interval, words))
     header = ("tokens", "pattern", "contexts", "points", "90 % interval", "verdict")
     return markdown(header, rows)

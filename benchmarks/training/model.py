@@ -15,10 +15,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from benchmarks.training.batches import IGNORED
+from sglang_indexcache.lab.heal.forward_state import Sharing, Stage
 from sglang_indexcache.lab.heal.losses import DEFAULT_BLOCK, AttentionInputs
 from sglang_indexcache.lab.heal.model import install, is_indexer
 from sglang_indexcache.lab.heal.packing import Layout
-from sglang_indexcache.lab.heal.sharing import Sharing, Stage
 from sglang_indexcache.pattern import Pattern
 
 CHUNK = 1024

@@ -17,7 +17,7 @@ from benchmarks.training.model import DistilledModel, Losses
 from benchmarks.training.retrieval import MachineText, TaskDocument, TaskWords, Tokens
 from benchmarks.training.tasks import TASKS, TEXT_CHARACTERS, chance
 from sglang_indexcache.checkpoint import Checkpoint
-from sglang_indexcache.lab.heal.sharing import Stage
+from sglang_indexcache.lab.heal.forward_state import Stage
 from sglang_indexcache.lab.stats.bounds import half_width
 from sglang_indexcache.library.resolve import Library
 

@@ -21,10 +21,10 @@ from benchmarks.training.model import DistilledModel, Losses, next_tokens
 from benchmarks.training.recipe import Recipe, StageRecipe
 from benchmarks.training.retrieval import MachineText, TaskWords
 from benchmarks.training.scores import evaluate
+from sglang_indexcache.lab.heal.forward_state import Stage
 from sglang_indexcache.lab.heal.optimizer import BETAS, adamw_groups, lr_factor, set_lr
 from sglang_indexcache.lab.heal.packing import PADDING
 from sglang_indexcache.lab.heal.run_folder import Position, RunLog
-from sglang_indexcache.lab.heal.sharing import Stage
 from sglang_indexcache.library.writing import replacing
 
 STATE = "state.pt"

@@ -52,7 +52,7 @@ struct BlockScratch {
   int total;
 };
 
-// kThreads threads, from thread kFirst of the block on, that meet at barrier kBarrier.
+// kThreads threads, from thread kFirst of the block on, that synchronise at barrier kBarrier.
 // `scratch` may be reused once another barrier of the group has passed, as every method ensures.
 template <int kThreads, int kBarrier, int kFirst = 0>
 class DeviceBlock {
@@ -72,7 +72,7 @@ class DeviceBlock {
 
   __device__ __forceinline__ void add(int* address, int value) { atomicAdd(address, value); }
 
-  __device__ __forceinline__ int take(int* counter, int n) { return atomicAdd(counter, n); }
+  __device__ __forceinline__ int fetch_add(int* counter, int n) { return atomicAdd(counter, n); }
 
   __device__ __forceinline__ uint32_t set_bits(uint32_t* address, uint32_t bits) {
     return atomicOr(address, bits);
@@ -103,7 +103,7 @@ class DeviceBlock {
 
   // In place: a chunk is read before any of it is overwritten, and what one chunk writes lies below
   // what the next one reads.
-  __device__ __forceinline__ int keep(Entry* list, int n, Entry bound, int* counter) {
+  __device__ __forceinline__ int compact(Entry* list, int n, Entry bound, int* counter) {
     sync();  // everybody has read what is replaced here
     if (own_thread() == 0) *counter = 0;
     for (int base = 0; base < n; base += kThreads * kInFlight) {
@@ -116,7 +116,7 @@ class DeviceBlock {
     return *counter;  // to be changed after another barrier only
   }
 
-  __device__ __forceinline__ int collect(const Entry* list, int n, Entry bound, Entry* out,
+  __device__ __forceinline__ int copy_if(const Entry* list, int n, Entry bound, Entry* out,
                                          int room, int* counter) {
     if (own_thread() == 0) *counter = 0;
     sync();

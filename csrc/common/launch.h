@@ -11,6 +11,9 @@
 #include <tvm/ffi/function.h>
 
 #include <initializer_list>
+#include <mutex>
+#include <set>
+#include <tuple>
 
 #include "common/host_device.h"
 #include "common/requests.h"
@@ -83,10 +86,26 @@ struct LaunchForm {
   bool early;
 };
 
+// Set an attribute of a kernel once on each device: a call costs as much as a short launch has to wait.
+// A kernel gets the same value every time.
 template <class... Params>
-void allow_shared(void (*kernel)(Params...), size_t shared) {
-  const cudaError_t granted = cudaFuncSetAttribute(
-      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
+cudaError_t set_once(void (*kernel)(Params...), cudaFuncAttribute attribute, int value,
+                     const Place& place) {
+  static std::mutex mutex;
+  static std::set<std::tuple<const void*, int, int>> known;
+  const std::tuple<const void*, int, int> key = {reinterpret_cast<const void*>(kernel),
+                                                 int(attribute), place.device()};
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (known.count(key)) return cudaSuccess;
+  const cudaError_t result = cudaFuncSetAttribute(kernel, attribute, value);
+  if (result == cudaSuccess) known.insert(key);
+  return result;
+}
+
+template <class... Params>
+void allow_shared(void (*kernel)(Params...), size_t shared, const Place& place) {
+  const cudaError_t granted = set_once(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                       static_cast<int>(shared), place);
   TVM_FFI_CHECK(granted == cudaSuccess, RuntimeError)
       << "this GPU or driver does not give a block " << shared << " bytes of dynamic shared memory ("
       << cudaGetErrorString(granted) << "); serve with --indexcache-kernels engine";
@@ -104,9 +123,9 @@ inline cudaLaunchAttribute cluster_attribute(int cluster) {
 // Launch `kernel` with dynamic shared memory.
 template <class... Params, class... Args>
 void launch(void (*kernel)(Params...), ::dim3 grid, int threads, size_t shared, LaunchForm form,
-            cudaStream_t stream, Args&&... args) {
+            const Place& place, Args&&... args) {
   if (grid.x == 0 || grid.y == 0 || grid.z == 0) return;
-  allow_shared(kernel, shared);
+  allow_shared(kernel, shared, place);
   cudaLaunchAttribute attributes[2] = {};
   int count = 0;
   if (form.cluster > 1) attributes[count++] = cluster_attribute(form.cluster);
@@ -118,7 +137,7 @@ void launch(void (*kernel)(Params...), ::dim3 grid, int threads, size_t shared, 
   config.gridDim = grid;
   config.blockDim = ::dim3(threads);
   config.dynamicSmemBytes = shared;
-  config.stream = stream;
+  config.stream = place.stream();
   config.attrs = attributes;
   config.numAttrs = count;
   TVM_FFI_CHECK_CUDA_ERROR(
@@ -128,8 +147,9 @@ void launch(void (*kernel)(Params...), ::dim3 grid, int threads, size_t shared, 
 // Clusters of `size` blocks that the current device runs at once: GPCs differ in how many
 // multiprocessors they have, so only the driver knows. None where it cannot say.
 template <class... Params>
-int active_clusters(void (*kernel)(Params...), int threads, size_t shared, int size) {
-  allow_shared(kernel, shared);
+int active_clusters(void (*kernel)(Params...), int threads, size_t shared, int size,
+                    const Place& place) {
+  allow_shared(kernel, shared, place);
   cudaLaunchAttribute attribute = cluster_attribute(size);
   cudaLaunchConfig_t config = {};
   config.gridDim = ::dim3(size);
@@ -148,7 +168,7 @@ int active_clusters(void (*kernel)(Params...), int threads, size_t shared, int s
 // Blocks of a kernel that all multiprocessors of the current device hold together.
 template <class... Params>
 int resident_blocks(void (*kernel)(Params...), int threads, size_t shared, const Place& place) {
-  allow_shared(kernel, shared);
+  allow_shared(kernel, shared, place);
   int each = 0;
   TVM_FFI_CHECK_CUDA_ERROR(
       cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, kernel, threads, shared));

@@ -1,17 +1,17 @@
 // Exact selection from a list of entries, and the ascending order of what was selected.
 //
 // Every function here is a sequence of parallel loops over an executor `Block` (block.cuh on the
-// device, host/serial_block.h in the tests):
+// device, tests/kernels/emulator/serial_block.h in the tests):
 //
 //   each(n, f)                    f(0) ... f(n - 1) in any order, then a barrier
 //   add(address, value)           atomic
-//   take(counter, n)              atomic addition; returns the old value
+//   fetch_add(counter, n)         atomic addition; returns the old value
 //   set_bits(address, bits)       atomic or; returns the old value
 //   replace(address, old, new)    atomic compare and swap; returns the old value
 //   find_from_top<bins>(hist, k)  see Bin
 //   find_in_rows<bins>(rows, hists, k, f)   f(row, bin) for each of several histograms, then a barrier
-//   keep(list, n, bound, counter) moves the entries >= bound to the front; returns how many
-//   collect(list, n, bound, out, room, counter)   copies them, as many as there is room for;
+//   compact(list, n, bound, counter)   moves the entries >= bound to the front; returns how many
+//   copy_if(list, n, bound, out, room, counter)   copies them, as many as there is room for;
 //                                 returns how many there are
 //   exclusive_scan(data, n)       in place, then a barrier; returns the sum
 //

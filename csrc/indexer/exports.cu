@@ -5,8 +5,6 @@ namespace indexcache::indexer {
 
 using tvm::ffi::Optional;
 
-constexpr int kPrefillRows = 4;
-
 Operands operands_of(TensorView queries, TensorView weights, TensorView pages,
                      TensorView block_table, Optional<TensorView> query_starts,
                      int64_t rows_per_request, TensorView visible) {
@@ -36,7 +34,8 @@ void indexer_logits(TensorView queries, TensorView weights, TensorView pages,
                     int64_t rows_per_request, TensorView visible, TensorView out) {
   const Operands operands = operands_of(queries, weights, pages, block_table, query_starts,
                                         rows_per_request, visible);
-  const int rows_per_tile = query_starts.has_value() ? kPrefillRows : int(rows_per_request);
+  const int rows_per_tile =
+      query_starts.has_value() ? kLogitsRows : smaller(int(rows_per_request), kLogitsRows);
   const LogitsOutput output = {data<float>(out), out.stride(0), int(out.size(1))};
   const Place place(queries);
   with_heads(queries.size(1), [&](auto heads) {

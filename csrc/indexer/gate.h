@@ -108,10 +108,10 @@ struct Scored {
 // List those of one thread's logits that pass, a bit each; `at` gives them. They are of one row, whose
 // list begins at place `list` of the lists, and whose histogram this is.
 template <class Block, class At>
-IC_HD void offer(Block& block, int* count, Entry* lists, unsigned list, int* hist, uint32_t passes,
+IC_HD void append(Block& block, int* count, Entry* lists, unsigned list, int* hist, uint32_t passes,
                  At at) {
   if (passes == 0) return;
-  unsigned place = list + block.take(count, popcount(passes));
+  unsigned place = list + block.fetch_add(count, popcount(passes));
 #pragma unroll 1
   do {
     const int i = highest_bit(passes);
@@ -122,7 +122,7 @@ IC_HD void offer(Block& block, int* count, Entry* lists, unsigned list, int* his
   } while (passes != 0);
 }
 
-// Once every offer has arrived: the highest floors that the histograms prove.
+// Once everything is appended: the highest floors that the histograms prove.
 template <int kRows, class Block>
 IC_HD void raise_floors(Block& block, Gate<kRows>& gate, const int* hists, int k) {
   block.template find_in_rows<kGateBins>(kRows, hists, k, [&](int row, Bin bin) {
@@ -138,17 +138,17 @@ IC_HD Entry floor_entry(float floor) { return Entry(order_key(floor)) << 32; }
 template <int kRows, class Block>
 IC_HD void make_room(Block& block, Gate<kRows>& gate, int row, Entry* list, int k) {
   int* count = &gate.counts[row];
-  const int left = block.keep(list, *count, floor_entry(gate.floors[row]), count);
+  const int left = block.compact(list, *count, floor_entry(gate.floors[row]), count);
   if (left <= kListCapacity - kCheckKeys) return;
   const Entry bound = kth_bound(block, list, left, k, gate.digit_hist);
   block.each(1, [&](int) { gate.floors[row] = floor_of_key(key_of(bound)); });
-  block.keep(list, left, bound, count);
+  block.compact(list, left, bound, count);
 }
 
 // After `seen` keys: raise the floors, and return how many keys may go by until the next check.
 template <int kRows, class Block>
 IC_HD int check(Block& block, Gate<kRows>& gate, Entry* lists, int* hists, int k, int seen) {
-  block.sync();  // every offer has arrived
+  block.sync();  // everything is appended
   int most = 0;
 #pragma unroll
   for (int row = 0; row < kRows; ++row) most = larger(most, gate.counts[row]);

@@ -28,11 +28,11 @@ void launch_logits(const Operands& operands, int rows_per_tile, const LogitsOutp
   constexpr size_t kShared = sizeof(Ring<T>) + kSwizzlePeriod;
   static const int resident =  // the same on all Hoppers of a machine
       resident_blocks(logits_kernel<kHeads, kRows>, T::kThreads, kShared, place);
-  const int tiles = ceil_div(operands.inputs.rows, rows_per_tile);
+  const int tiles = tiles_of(operands.inputs.requests, operands.inputs.rows, rows_per_tile);
   const int splits = split_count(tiles, ceil_div(output.width, kPageTokens), resident);
   const LogitsParams params = {operands.inputs, rows_per_tile, output.data, output.stride};
   launch(logits_kernel<kHeads, kRows>, ::dim3(tiles, splits), T::kThreads, kShared, 1,
-         place.stream(), queries_map<T>(operands), keys_map(operands), params);
+         place, queries_map<T>(operands), keys_map(operands), params);
 }
 
 template <int kHeads>
@@ -53,7 +53,7 @@ void run_select(const Operands& operands, const SelectOutput& output, const Plac
   static_assert(kShared <= 227 * 1024, "shared memory of a block");
   const SelectParams params = {operands.inputs, output.k,       output.data,
                                output.lists,    output.counter, output.as_slots};
-  launch(select_kernel<kHeads, kRows>, ::dim3(output.blocks), T::kThreads, kShared, 1, place.stream(),
+  launch(select_kernel<kHeads, kRows>, ::dim3(output.blocks), T::kThreads, kShared, 1, place,
          queries_map<T>(operands), keys_map(operands), params);
 }
 

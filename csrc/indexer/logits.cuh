@@ -15,15 +15,18 @@ struct LogitsParams {
   int64_t stride;
 };
 
+__device__ __forceinline__ RowRange rows_of_block(const LogitsParams& params) {
+  return tile_rows(params.inputs.requests, params.inputs.rows, params.rows_per_tile, blockIdx.x);
+}
+
 // Rows and pages of one block, as both roles walk them.
 template <class Visit>
 __device__ __forceinline__ void for_each_share(const LogitsParams& params, Visit visit) {
-  const int first = blockIdx.x * params.rows_per_tile;
-  const int end = smaller(first + params.rows_per_tile, params.inputs.rows);
+  const RowRange tile = rows_of_block(params);
   const int split = blockIdx.y;
   const int splits = gridDim.y;
-  for (int row = first; row < end;) {
-    const Segment segment = segment_at(params.inputs.requests, row, end);
+  for (int row = tile.first; row < tile.end;) {
+    const Segment segment = segment_at(params.inputs.requests, row, tile.end);
     const int pages = pages_of(segment, params.inputs.visible, 0);
     if (pages > split) visit(segment, ceil_div(pages - split, splits), split, splits);
     row = segment.end;
@@ -71,7 +74,7 @@ __global__ void __launch_bounds__(Tile<kHeads, kRows>::kThreads,
   using T = Tile<kHeads, kRows>;
   Ring<T>& ring = dynamic_shared<Ring<T>>();
   const Inputs& inputs = params.inputs;
-  const int first_row = blockIdx.x * params.rows_per_tile;
+  const int first_row = rows_of_block(params).first;
   init_ring(ring, T::kMathWarps / kPagesAtOnce);
   let_next_launch_begin();  // top-k, which waits for these logits
 

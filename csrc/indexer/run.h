@@ -29,10 +29,12 @@ struct SelectOutput {
   unsigned* counter;  // zero
 };
 
+constexpr int kLogitsRows = 4;  // of one tile where logits are written out
+
 // Query rows of one tile of the fused kernel: as many as fill 256 columns, at most 8.
 constexpr int select_rows(int heads) { return heads <= 32 ? 8 : 4; }
 
-// `rows_per_tile` is at most 4; the tiles of decode are the requests.
+// `rows_per_tile` is at most kLogitsRows; a tile of decode has rows of one request only.
 template <int kHeads>
 void run_logits(const Operands& operands, int rows_per_tile, const LogitsOutput& output,
                 const Place& place);

@@ -18,6 +18,26 @@ IC_HD Segment segment_at(const Requests& requests, int row, int tile_end) {
   return {request, row, smaller(tile_end, requests.end_of(request))};
 }
 
+// Rows [first, end) of a tile.
+struct RowRange {
+  int first;
+  int end;
+};
+
+// Tiles of at most `most` rows. In decode none has rows of two requests, whose keys would go by one
+// after the other: six verified rows are tiles of four and two.
+IC_HD int tiles_of(const Requests& requests, int rows, int most) {
+  if (requests.query_starts != nullptr) return ceil_div(rows, most);
+  return rows / requests.rows_per_request * ceil_div(requests.rows_per_request, most);
+}
+
+IC_HD RowRange tile_rows(const Requests& requests, int rows, int most, int tile) {
+  const int together = requests.query_starts != nullptr ? rows : requests.rows_per_request;
+  const int tiles = ceil_div(together, most);
+  const int first = tile / tiles * together + tile % tiles * most;
+  return {first, smaller(first + most, (tile / tiles + 1) * together)};
+}
+
 // Pages that the rows of a segment may see, those that see at most `trivial` tokens aside.
 IC_HD int pages_of(const Segment& segment, const int* visible, int trivial) {
   if (segment.request < 0) return 0;

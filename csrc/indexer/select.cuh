@@ -1,14 +1,14 @@
 // Logits and selection in one: the streaming gate (gate.h) takes the place of the logits matrix.
 //
-// A persistent block takes one tile of kRows query rows after the other (tiles.cuh). Its lists live in
+// A persistent block takes one tile of kRows query rows after the other (tile_scheduler.cuh). Its lists live in
 // global memory, everything else in shared memory. A row that sees at most k tokens needs no logits.
 //
-//   warp 16       takes tiles, loads pages          ring.empty -> ring.full
+//   warp 16       fetches tiles, loads pages        ring.empty -> ring.full
 //   warps 0-15    multiply, and sum over the heads  ring.full -> scored
 //   warps 17-19   the gate                          scored -> ring.empty
 //
 // Nobody else waits in the page loop, and the gate's upkeep costs the tensor cores nothing. At a
-// segment's end all but the loader meet, and the math warps write its rows.
+// segment's end all but the loader synchronise, and the math warps write its rows.
 //
 // Meanwhile the tensor cores have nothing to do: by the compiled loops' clocks for 6 % of a tile's clocks
 // behind 190K tokens, and for up to 26 % behind 32K. The next tile's first eight pages come then, but
@@ -24,7 +24,7 @@
 #include "indexer/gate.h"
 #include "indexer/pipeline.cuh"
 #include "indexer/scores.h"
-#include "indexer/tiles.cuh"
+#include "indexer/tile_scheduler.cuh"
 
 namespace indexcache::indexer {
 
@@ -39,19 +39,19 @@ constexpr int kGateThreads = kGateWarps * 32;
 // Named barriers, beside kMathBarrier.
 constexpr int kGateBarrier = 2;
 constexpr int kSegmentBarrier = 3;
-constexpr int kTurnBarrier = 4;  // and one more for each further math warpgroup
+constexpr int kOrderBarrier = 4;  // and one more for each further math warpgroup
 
 struct SelectParams {
   Inputs inputs;
   int k;
   int* out;           // [rows, k]
   Entry* lists;       // [blocks, T::kRows, kListCapacity]
-  unsigned* counter;  // of tiles.cuh: zero
+  unsigned* counter;  // of tile_scheduler.cuh: zero
   bool as_slots;
 };
 
-// Where a block is in its tiles and their segments; all roles walk them alike.
-struct Walk {
+// Where a block is in its tiles and their segments; all roles go through them alike.
+struct TileCursor {
   int tile;   // how many the block had before
   int first;  // row of the tile; negative behind the last
   int end;    // of its rows
@@ -63,8 +63,8 @@ struct SelectShared {
   Ring<T> ring;
   alignas(256) float scores[kStages][T::kRows * kPageScores];
   uint64_t scored[kStages];
-  NextTile next_tile;
-  uint32_t places[T::kMathThreads];
+  TileScheduler scheduler;
+  uint32_t offsets[T::kMathThreads];
   Gate<T::kRows> gate;
   BlockScratch block;
   BlockScratch gate_block;
@@ -73,8 +73,8 @@ struct SelectShared {
     Entry list[kShortList];
   };
   AscendingScratch ascending;
-  int collected;
-  Walk walk;
+  int copied;
+  TileCursor cursor;
 };
 
 template <class T>
@@ -85,30 +85,30 @@ using GateBlock = DeviceBlock<kGateThreads, kGateBarrier, T::kMathThreads + 32>;
 // To the first segment from {-1, ...}, then to the next; false after the last. `tile_at` gives the
 // block's tiles by their number among them.
 template <class T, class TileAt>
-__device__ __forceinline__ bool advance(Walk& walk, const Inputs& inputs, TileAt tile_at) {
-  if (walk.tile < 0 || walk.segment.end == walk.end) {
-    ++walk.tile;
-    walk.first = tile_at(walk.tile) * T::kRows;
-    walk.end = smaller(walk.first + T::kRows, inputs.rows);
-    walk.segment.end = walk.first;
+__device__ __forceinline__ bool advance(TileCursor& cursor, const Inputs& inputs, TileAt tile_at) {
+  if (cursor.tile < 0 || cursor.segment.end == cursor.end) {
+    ++cursor.tile;
+    cursor.first = tile_at(cursor.tile) * T::kRows;
+    cursor.end = smaller(cursor.first + T::kRows, inputs.rows);
+    cursor.segment.end = cursor.first;
   }
-  if (walk.first < 0) return false;
-  walk.segment = segment_at(inputs.requests, walk.segment.end, walk.end);
+  if (cursor.first < 0) return false;
+  cursor.segment = segment_at(inputs.requests, cursor.segment.end, cursor.end);
   return true;
 }
 
 // What may still be selected of a row's list goes to shared memory; returns how much it is.
 template <class T>
-__device__ __forceinline__ int collect_row(MathBlock<T>& block, SelectShared<T>& shared,
+__device__ __forceinline__ int gather_row(MathBlock<T>& block, SelectShared<T>& shared,
                                            const Entry* list, int row, int k) {
   const int count = shared.gate.counts[row];
-  const auto collect = [&](Entry bound) {
-    return block.collect(list, count, bound, shared.list, kShortList, &shared.collected);
+  const auto copy = [&](Entry bound) {
+    return block.copy_if(list, count, bound, shared.list, kShortList, &shared.copied);
   };
-  const int found = collect(floor_entry(shared.gate.floors[row]));
+  const int found = copy(floor_entry(shared.gate.floors[row]));
   if (found <= kShortList) return found;
   // Entries are distinct: these are k.
-  return collect(kth_bound(block, list, count, k, shared.gate.digit_hist));
+  return copy(kth_bound(block, list, count, k, shared.gate.digit_hist));
 }
 
 template <class T>
@@ -125,7 +125,7 @@ __device__ __forceinline__ void finish_segment(MathBlock<T>& block, SelectShared
       continue;
     }
     const Entry* list = lists + (row - first) * kListCapacity;
-    const int count = collect_row(block, shared, list, row - first, params.k);
+    const int count = gather_row(block, shared, list, row - first, params.k);
     write_topk(block, shared.list, count, params.k, visible, shared.gate.digit_hist,
                shared.ascending, out, map);
   }
@@ -133,27 +133,27 @@ __device__ __forceinline__ void finish_segment(MathBlock<T>& block, SelectShared
 
 // Math and gate: a segment's lists begin, or have ended.
 template <class T>
-__device__ __forceinline__ void meet() {
+__device__ __forceinline__ void sync_segment() {
   named_barrier_sync(kSegmentBarrier, T::kMathThreads + kGateThreads);
 }
 
 // -- the math warpgroups -------------------------------------------------------------------------
 
-// The two warpgroups of a part of the columns take turns, so that they cannot fall in step: one
+// The two warpgroups of a part of the columns alternate (ping-pong), so that they cannot fall in step: one
 // begins a product when the other's, of the page before, has ended. Two products are under way at
-// any time, one a part, and the tensor cores never wait for a turn to pass.
+// any time, one a part, and the tensor cores wait only while one hands them to the other.
 //
-// A warpgroup's turn is a barrier of its own, at which the other arrives.
-__device__ __forceinline__ void take_turn(int turn) { named_barrier_sync(turn, 2 * 128); }
-__device__ __forceinline__ void pass_turn(int turn) { named_barrier_arrive_now(turn, 2 * 128); }
+// A warpgroup acquires them at a barrier of its own, at which the other arrives.
+__device__ __forceinline__ void acquire_tensor_cores(int order) { named_barrier_sync(order, 2 * 128); }
+__device__ __forceinline__ void release_tensor_cores(int order) { named_barrier_arrive_now(order, 2 * 128); }
 
 // What a math warp keeps over its pages: descriptors of the ring's first page of keys and of its own
-// part of the queries; and the turns of its own warpgroup and of the one with the other page.
+// part of the queries; and the barriers of its own warpgroup and of the one with the other page.
 struct Operand {
   uint32_t keys;
   uint32_t queries;
-  int turn;
-  int other;
+  int own_order;
+  int other_order;
 };
 
 // Only the low words of descriptors differ.
@@ -164,7 +164,7 @@ __device__ __forceinline__ uint64_t with_high_word(uint32_t low) {
 // Bytes from the beginning of a page's scales and logits to a thread's own; it has no register left
 // in which to keep them.
 template <class T>
-__device__ __forceinline__ uint32_t own_places() {
+__device__ __forceinline__ uint32_t own_offsets() {
   const int row = own_part<T>() * T::kPartRows + own_row<T>();
   return 4 * (score_place<T::kRows>(row, own_key<T>()) << 16 | own_key<T>());
 }
@@ -176,8 +176,8 @@ __device__ __forceinline__ Operand operand_of(const SelectShared<T>& shared) {
       shared_address(ring.queries) + own_part<T>() * (T::kPartColumns * kIndexDim);
   return {uniform(uint32_t(k_major_descriptor(shared_address(ring.keys)))),
           uniform(uint32_t(k_major_descriptor(queries))),
-          kTurnBarrier + own_group(),
-          kTurnBarrier + (own_group() ^ T::kParts)};
+          kOrderBarrier + own_group(),
+          kOrderBarrier + (own_group() ^ T::kParts)};
 }
 
 // A page through the ring, number `n`: this lane's logits go to the gate.
@@ -189,16 +189,16 @@ __device__ __forceinline__ void score_page(SelectShared<T>& shared, const Operan
   float registers[T::kAccumulators];
 
   mbarrier_wait(&shared.ring.full[stage], ring_parity(n));
-  take_turn(operand.turn);
+  acquire_tensor_cores(operand.own_order);
   multiply<T>(registers, keys, with_high_word(operand.queries));
   wgmma_wait(registers);
-  pass_turn(operand.other);
+  release_tensor_cores(operand.other_order);
 
   float values[T::kValues];
   sum_heads<T>(values, registers, weights);
-  const uint32_t places = shared.places[threadIdx.x];
-  const uint32_t scales = shared_address(shared.ring.scales[stage]) + (places & 0xFFFF);
-  const uint32_t scores = shared_address(shared.scores[stage]) + (places >> 16);
+  const uint32_t offsets = shared.offsets[threadIdx.x];
+  const uint32_t scales = shared_address(shared.ring.scales[stage]) + (offsets & 0xFFFF);
+  const uint32_t scores = shared_address(shared.scores[stage]) + (offsets >> 16);
   if constexpr (T::Share::kOwned == 2) {
     store_shared(scores, values[0] * load_shared(scales),
                  values[1] * load_shared(scales + 4 * kKeysApart));
@@ -216,34 +216,34 @@ __device__ __forceinline__ void select_math(SelectShared<T>& shared, const Selec
   MathBlock<T> block(shared.block);
   const unsigned own_lists = blockIdx.x * T::kRows * kListCapacity;
   const Operand operand = operand_of(shared);
-  shared.places[threadIdx.x] = own_places<T>();
+  shared.offsets[threadIdx.x] = own_offsets<T>();
   float weights[T::kWeights];
   int begin = 0;             // number of a segment's first page in the ring
   int next = own_page<T>();  // and of the page that is this warpgroup's next
-  if (next != 0) pass_turn(operand.other);
+  if (next != 0) release_tensor_cores(operand.other_order);
 
-  const auto tile_at = [&](int n) { return hear_tile(shared.next_tile, n); };
-  for (Walk walk = {-1}; advance<T>(walk, inputs, tile_at);) {
-    if (walk.segment.first == walk.first) {
-      load_weights<T>(weights, inputs, walk.first + own_part<T>() * T::kPartRows);
-      mbarrier_wait(&ring.queries_full, walk.tile & 1);
+  const auto tile_at = [&](int n) { return consume_tile(shared.scheduler, n); };
+  for (TileCursor cursor = {-1}; advance<T>(cursor, inputs, tile_at);) {
+    if (cursor.segment.first == cursor.first) {
+      load_weights<T>(weights, inputs, cursor.first + own_part<T>() * T::kPartRows);
+      mbarrier_wait(&ring.queries_full, cursor.tile & 1);
     }
-    const int pages = pages_of(walk.segment, inputs.visible, params.k);
+    const int pages = pages_of(cursor.segment, inputs.visible, params.k);
     if (pages > 0) {
-      if (threadIdx.x == 0) shared.walk = walk;  // the page loop needs its registers
+      if (threadIdx.x == 0) shared.cursor = cursor;  // the page loop needs its registers
       reset(block, shared.gate, shared.hists);
-      meet<T>();
+      sync_segment<T>();
       begin += pages;
       for (; next < begin; next += kPagesAtOnce) score_page(shared, operand, weights, next);
-      meet<T>();  // every offer has arrived
-      walk = shared.walk;
+      sync_segment<T>();  // everything is appended
+      cursor = shared.cursor;
     }
-    if (walk.segment.end == walk.end && threadIdx.x % 32 == 0) mbarrier_arrive(&ring.queries_empty);
+    if (cursor.segment.end == cursor.end && threadIdx.x % 32 == 0) mbarrier_arrive(&ring.queries_empty);
     if (pages > 0) raise_floors(block, shared.gate, shared.hists, params.k);
-    finish_segment(block, shared, params, params.lists + own_lists, walk.first, walk.segment);
+    finish_segment(block, shared, params, params.lists + own_lists, cursor.first, cursor.segment);
     block.sync();
   }
-  if (next == begin) take_turn(operand.turn);  // nobody leaves a barrier that is half full
+  if (next == begin) acquire_tensor_cores(operand.own_order);  // nobody leaves a barrier that is half full
 }
 
 // -- the gate warps ------------------------------------------------------------------------------
@@ -277,7 +277,7 @@ __device__ __forceinline__ void gate_page(GateBlock<T>& block, SelectShared<T>& 
   }
   uint32_t passes = floor == -INFINITY ? ~0u : ~below;
   passes &= Share::below(lane, own.limit - start);
-  offer(block, &shared.gate.counts[own.row], lists, own.list, shared.hists + own.row * kGateBins,
+  append(block, &shared.gate.counts[own.row], lists, own.list, shared.hists + own.row * kGateBins,
         passes, [&](int i) -> Scored {
           return {scores[Share::place(lane, i)], start + Share::key(lane, i)};
         });
@@ -295,12 +295,12 @@ __device__ __forceinline__ void select_gate(SelectShared<T>& shared, const Selec
   int end = 0;                                             // number of a segment's first page
   int next = int(threadIdx.x - T::kMathThreads) / 32 - 1;  // and of this warp's next
 
-  const auto tile_at = [&](int n) { return hear_tile(shared.next_tile, n); };
-  for (Walk walk = {-1}; advance<T>(walk, inputs, tile_at);) {
-    const int pages = pages_of(walk.segment, inputs.visible, params.k);
+  const auto tile_at = [&](int n) { return consume_tile(shared.scheduler, n); };
+  for (TileCursor cursor = {-1}; advance<T>(cursor, inputs, tile_at);) {
+    const int pages = pages_of(cursor.segment, inputs.visible, params.k);
     if (pages == 0) continue;
-    own.limit = limit_of(inputs, walk.first + own.row, walk.segment);
-    meet<T>();
+    own.limit = limit_of(inputs, cursor.first + own.row, cursor.segment);
+    sync_segment<T>();
     int stop = end;
     end += pages;
     for (int keys = kFirstCheck, begin = stop;;) {
@@ -310,7 +310,7 @@ __device__ __forceinline__ void select_gate(SelectShared<T>& shared, const Selec
       keys = check(block, shared.gate, params.lists + own_lists, shared.hists, params.k,
                    (stop - begin) * kPageTokens);
     }
-    meet<T>();
+    sync_segment<T>();
   }
 }
 
@@ -320,16 +320,16 @@ template <class T>
 __device__ __forceinline__ void select_load(SelectShared<T>& shared, const CUtensorMap* queries,
                                             const CUtensorMap* keys, const SelectParams& params) {
   const int tiles = ceil_div(params.inputs.rows, T::kRows);
-  const auto tile_at = [&](int n) { return tell_tile(shared.next_tile, params.counter, tiles, n); };
+  const auto tile_at = [&](int n) { return produce_tile(shared.scheduler, params.counter, tiles, n); };
   int n = 0;
-  for (Walk walk = {-1}; advance<T>(walk, params.inputs, tile_at);) {
-    if (walk.segment.first == walk.first) {
-      if (threadIdx.x % 32 == 0) load_queries(shared.ring, queries, walk.first, walk.tile);
+  for (TileCursor cursor = {-1}; advance<T>(cursor, params.inputs, tile_at);) {
+    if (cursor.segment.first == cursor.first) {
+      if (threadIdx.x % 32 == 0) load_queries(shared.ring, queries, cursor.first, cursor.tile);
       __syncwarp();
     }
-    const int pages = pages_of(walk.segment, params.inputs.visible, params.k);
+    const int pages = pages_of(cursor.segment, params.inputs.visible, params.k);
     const int step = pages > 0 ? page_step(pages) : 0;
-    load_pages(shared.ring, keys, params.inputs, walk.segment.request, pages, n,
+    load_pages(shared.ring, keys, params.inputs, cursor.segment.request, pages, n,
                [&](int i) { return spread_page(i, step, pages); });
     n += pages;
   }
@@ -346,7 +346,7 @@ __global__ void __launch_bounds__(SelectTile<kHeads, kRows>::kThreads, 1)
     for (int stage = 0; stage < kStages; ++stage) {
       mbarrier_init(&shared.scored[stage], T::kMathWarps / kPagesAtOnce);
     }
-    init_next_tile(shared.next_tile, T::kMathWarps + kGateWarps);
+    init_scheduler(shared.scheduler, T::kMathWarps + kGateWarps);
   }
   init_ring(shared.ring, 1);
 

@@ -17,7 +17,7 @@
 // whose SM is taken has no others waiting for it. A tile's end is not under the next one's products:
 //   - O is 128 registers of every math thread, of whose 208 up to 193 are in use, so a second O has no
 //     place before the first is written;
-//   - the partial sums, 133,120 bytes, lie where the keys did: 225,456 of 232,448 are taken, so the next
+//   - the partial sums, 133,120 bytes, lie where the keys did: 229,552 of 232,448 are taken, so the next
 //     keys cannot come before the end either.
 #pragma once
 

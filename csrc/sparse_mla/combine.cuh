@@ -5,6 +5,9 @@
 
 namespace indexcache::sparse_mla {
 
+// Partial results that a thread has under way: all sixteen would not fit beside the accumulators.
+constexpr int kPartsAtOnce = 8;
+
 // Every thread of every block of the cluster, after cluster_sync. Block r writes its share of the
 // value columns; partial results are added in rank order.
 __device__ __forceinline__ void combine(Shared& shared, const Params& params, const TileRows& tile,
@@ -51,13 +54,21 @@ __device__ __forceinline__ void combine(Shared& shared, const Params& params, co
     const int column = 4 * (first + i % quads);
     const uint32_t own = shared_address(&shared.partial[row * kPartialStride + column]);
     float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    for (int r = 0; r < blocks; ++r) {
-      const float4 part = load_peer4(peer_address(own, r));
-      const float weight = shared.weights[r][row];
-      total.x += weight * part.x;
-      total.y += weight * part.y;
-      total.z += weight * part.z;
-      total.w += weight * part.w;
+    for (int base = 0; base < blocks; base += kPartsAtOnce) {
+      float4 parts[kPartsAtOnce];
+#pragma unroll
+      for (int i = 0; i < kPartsAtOnce; ++i) {
+        if (base + i < blocks) parts[i] = load_peer4(peer_address(own, base + i));
+      }
+#pragma unroll
+      for (int i = 0; i < kPartsAtOnce; ++i) {
+        if (base + i >= blocks) break;
+        const float weight = shared.weights[base + i][row];
+        total.x += weight * parts[i].x;
+        total.y += weight * parts[i].y;
+        total.z += weight * parts[i].z;
+        total.w += weight * parts[i].w;
+      }
     }
     __nv_bfloat162 pairs[2] = {__floats2bfloat162_rn(total.x, total.y),
                                __floats2bfloat162_rn(total.z, total.w)};

@@ -51,12 +51,12 @@ struct Shared {
     alignas(kSwizzlePeriod) unsigned char keys[kStages][kOperandBytes];
     struct {  // once the keys are done with
       float partial[kRows * kPartialStride];  // sum of 2^(s - peak) * value
-      float weights[kMaxCluster][kRows];      // of every block's partial in the output
       float peer_peaks[kMaxCluster][kRows];   // every block's
       float peer_sums[kMaxCluster][kRows];
     };
   };
   alignas(16) float scales[kStages][kKeys][kFp8Groups];
+  float weights[kMaxCluster][kRows];  // of every block's partial in the output, apart: racecheck
   float peaks[kStages][kRows];
   float sums[kMathGroups][kRows];
   uint32_t selected[kStages][kMaskRows][2];  // bit i of word w: the query wants key 32w + i

@@ -34,17 +34,17 @@ void run_pack(TensorView slots, int64_t rows_per_tile, TensorView packed, Tensor
       << "cannot pack " << rows_per_tile << " rows of " << k << " slots";
   const Place place(slots);
   launch(pack_kernel, ::dim3(ceil_div(rows, int(rows_per_tile))), kPackThreads, sizeof(PackScratch),
-         1, place.stream(), data<int>(slots), rows, k, int(rows_per_tile), data<int>(packed),
+         1, place, data<int>(slots), rows, k, int(rows_per_tile), data<int>(packed),
          data<unsigned char>(masks), data<int>(counts));
 }
 
 using AttendKernel = void (*)(Params);
 
 // Clusters of more than eight blocks have to be allowed.
-AttendKernel attend_of(bool fp8) {
+AttendKernel attend_of(bool fp8, const Place& place) {
   const AttendKernel kernel = fp8 ? attend_kernel<true> : attend_kernel<false>;
   TVM_FFI_CHECK_CUDA_ERROR(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
+      set_once(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1, place));
   return kernel;
 }
 
@@ -52,12 +52,12 @@ AttendKernel attend_of(bool fp8) {
 // has no such clusters.
 int64_t run_clusters(TensorView cache, int64_t size) {
   const Place place(cache);
-  return active_clusters(attend_of(cache.size(1) == kFp8RowBytes), kThreads, kSharedBytes,
-                         int(size));
+  return active_clusters(attend_of(cache.size(1) == kFp8RowBytes, place), kThreads, kSharedBytes,
+                         int(size), place);
 }
 
 // q [T, H, 576] bfloat16, cache [N, 576] bfloat16 or [N, 656] bytes, slots [T, k] or a packed list
-// with its masks and counts, out [T, H, 512], lse [T, H]. `cluster` blocks share a list.
+// with its masks; counts [tiles]: how many of each list there are, needed with masks, out [T, H, 512], lse [T, H]. `cluster` blocks share a list.
 void run_attend(TensorView q, TensorView cache, TensorView slots, Optional<TensorView> masks,
             Optional<TensorView> counts, int64_t rows_per_tile, double scale,
             Optional<TensorView> sinks, int64_t cluster, TensorView out, TensorView lse) {
@@ -73,9 +73,9 @@ void run_attend(TensorView q, TensorView cache, TensorView slots, Optional<Tenso
                          rows, heads, int(rows_per_tile), float(scale * double(kLog2e)),
                          data<int>(slots), data_or_null<unsigned char>(masks),
                          data_or_null<int>(counts), int(slots.size(1))};
-  launch(attend_of(fp8),
+  launch(attend_of(fp8, place),
          ::dim3(ceil_div(rows, int(rows_per_tile)) * cluster, head_blocks(heads)), kThreads,
-         kSharedBytes, int(cluster), place.stream(), params);
+         kSharedBytes, int(cluster), place, params);
 }
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(sparse_mla_pack, run_pack);

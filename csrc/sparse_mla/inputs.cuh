@@ -18,8 +18,9 @@ struct Params {
   int heads;
   int rows_per_tile;
   float scale_log2;  // softmax scale * log2(e)
-  // Lists: [tiles, list_stride]. Packed lists have masks and counts; without masks a tile is one
-  // row, and every slot of its list that is not -1 is the row's.
+  // Lists: [tiles, list_stride], of which `counts` says how much is to be read. Packed lists have
+  // masks and counts; without masks a tile is one row, every slot of its list that is not -1 is the
+  // row's, and a tile without a count looks for the last slot itself.
   const int* slots;
   const unsigned char* masks;
   const int* counts;

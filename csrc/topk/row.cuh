@@ -232,7 +232,7 @@ class ClusterRow {
     for (int step = 0; step < kVectors; ++step) {
       if (listed > kCapacity - kStep) {
         const Entry bound = kth_bound(block_, shared_.list, listed, k_, shared_.sums);
-        block_.keep(shared_.list, listed, bound, &shared_.count);
+        block_.compact(shared_.list, listed, bound, &shared_.count);
         floor = float_of_key(key_of(bound) + 1);
       }
       float4 own[1];

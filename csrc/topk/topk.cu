@@ -22,7 +22,7 @@ int clusters_at_once(int size, const Place& place) {
   constexpr int kDevices = 64;
   static std::array<std::array<std::atomic<int>, kMaxCluster + 1>, kDevices> known;  // plus one
   std::atomic<int>& own = known[place.device() % kDevices][size];
-  if (own == 0) own = 1 + active_clusters(topk_kernel, kThreads, kShared, size);
+  if (own == 0) own = 1 + active_clusters(topk_kernel, kThreads, kShared, size, place);
   return own - 1;
 }
 
@@ -35,8 +35,7 @@ int cluster_of(int rows, int width, const Place& place) {
 
 void run(const Params& params, int rows, int width, const Place& place, bool early) {
   const int cluster = cluster_of(rows, width, place);
-  launch(topk_kernel, ::dim3(rows * cluster), kThreads, kShared, {cluster, early}, place.stream(),
-         params);
+  launch(topk_kernel, ::dim3(rows * cluster), kThreads, kShared, {cluster, early}, place, params);
 }
 
 // logits [T, S] float32, unit stride in a row; visible [T] int32; out [T, k] int32, contiguous.

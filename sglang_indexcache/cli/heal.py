@@ -136,14 +136,12 @@ def run(
 
 def _print_bill(options: HealOptions, gpus: str) -> None:
     """Print what a healing would take on GPUs such as ``8xh200``."""
-    from sglang_indexcache.lab.heal.plan import GpuMachine, counted_gpus, dry_run
+    from sglang_indexcache.lab.heal.dry_run import counted_gpus, dry_run
     from sglang_indexcache.lab.runs.cost import print_plan
     from sglang_indexcache.library.sizes import find_gpu
 
     count, name = counted_gpus(gpus)
-    gpu = find_gpu(name)
-    machine = GpuMachine(count, name, gpu.memory, gpu.bf16, gpu.float32, gpu.bandwidth)
-    print_plan(out, dry_run(options, machine))
+    print_plan(out, dry_run(options, count, find_gpu(name)))
 
 
 @app.command(

@@ -145,6 +145,19 @@ def nvcc_version() -> Version:
     return version
 
 
+@cache
+def constant(header: str, name: str) -> int:
+    """Read ``constexpr int NAME = ...;`` of a header of ``csrc/``: what is compiled knows it once.
+
+    Raises:
+        KernelError: the header has no such line.
+    """
+    found = re.search(rf"constexpr int {name} = (\d+);", (source_folder() / header).read_text())
+    if found is None:
+        raise KernelError(f"csrc/{header} does not say what {name} is; install the package again")
+    return int(found[1])
+
+
 def sources_of(folder: str) -> list[Path]:
     """Return the files that nvcc compiles for one library."""
     return sorted((source_folder() / folder).glob("*.cu"))
@@ -301,11 +314,7 @@ def _fingerprint(folder: str) -> str:
     for part in (*FLAGS, tvm_ffi.__version__):
         digest.update(part.encode() + b"\0")
     root = source_folder()
-    headers = [
-        path
-        for path in root.rglob("*")
-        if path.suffix in {".h", ".cuh"} and path.relative_to(root).parts[0] != "host"
-    ]
+    headers = [path for path in root.rglob("*") if path.suffix in {".h", ".cuh"}]
     for path in sorted([*headers, *sources_of(folder)]):
         digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]

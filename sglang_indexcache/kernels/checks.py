@@ -121,7 +121,11 @@ def check_logits(logits: torch.Tensor, visible: torch.Tensor, topk: int) -> None
 
 
 def check_sparse_mla(
-    q: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, sinks: torch.Tensor | None
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+    sinks: torch.Tensor | None,
+    lengths: torch.Tensor | None = None,
 ) -> None:
     """Check the arguments of sparse MLA."""
     arguments = Arguments("sparse_mla", q.device)
@@ -132,6 +136,7 @@ def check_sparse_mla(
         arguments.check("cache", cache, torch.bfloat16, ["N", LATENT_DIM])
     arguments.check("slots", slots, torch.int32, ["T", "k"])
     arguments.check("sinks", sinks, torch.float32, ["Hq"])
+    arguments.check("lengths", lengths, torch.int32, ["T"])
     heads = arguments.sizes["Hq"]
     arguments.require(1 <= heads <= MAX_MLA_HEADS, f"{heads} heads; 1 to {MAX_MLA_HEADS} are known")
     arguments.require(arguments.sizes["k"] >= 1, "slots must list at least one slot a row")

@@ -19,7 +19,7 @@ from the first, a row may see; 0 for a row of padding. The rows of request ``b``
 ``query_starts[b]`` up to ``query_starts[b + 1]`` (``[B + 1]`` int32, from 0, never decreasing,
 equal for an empty request); rows from ``query_starts[B]`` to T are padding whatever ``visible``
 says (dp_attention pads batches). Decode is a batch in which every request has the same number of
-rows, 1 to 4 (MTP): then ``query_starts`` is left out and the host knows whose row is whose, for
+rows, 1 to 8 (MTP): then ``query_starts`` is left out and the host knows whose row is whose, for
 which an implementation may choose another schedule. Within a request ``visible`` usually rises by
 one a row; a kernel may rely on that for speed only.
 
@@ -92,7 +92,7 @@ FP8_GROUP = 128
 PADDING = -1
 
 MAX_TOPK = 2048
-MAX_NEXT_N = 4
+MAX_NEXT_N = 8
 """Rows of every request of a batch without ``query_starts``."""
 MAX_TOKENS = 1 << 20
 """Tokens of one request that a row may see. A table may be wider: engines round up."""
@@ -213,6 +213,7 @@ class SparseMLA(Protocol):
         scale: float,
         *,
         sinks: torch.Tensor | None = None,
+        lengths: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
         kept: Kept | None = None,
@@ -224,6 +225,8 @@ class SparseMLA(Protocol):
             cache: ``[N, 576]`` bfloat16 or ``[N, 656]`` uint8.
             slots: ``[T, k]`` int32, contiguous, any ``k`` >= 1.
             scale: softmax scale, a natural-logarithm one.
+            lengths: ``[T]`` int32, from where on a row has no slot; left out, a kernel that
+                profits from it finds it out.
             kept: where an implementation may leave what it derives from ``slots`` alone, for the
                 next call with these slots. The caller gives the same dictionary again only while
                 ``slots`` holds what it held: layers that share a selection.

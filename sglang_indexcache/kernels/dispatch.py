@@ -127,12 +127,36 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     Implementation("reference"),
 )
 """Best first; ``reference`` is the truth that the others are compared with, not meant to serve."""
+AUTO = "auto"
+"""What asks for the kernels that a card's record allows (``routes.py``)."""
 NAMES = tuple(implementation.name for implementation in IMPLEMENTATIONS)
 
 
 def named(name: str) -> Implementation:
     """Return the implementation called ``name``, one of :data:`NAMES`."""
     return next(implementation for implementation in IMPLEMENTATIONS if implementation.name == name)
+
+
+def stated_overlap(request: str) -> int | None:
+    """Return what ``auto`` is told of neighbouring lists; None if another request is made.
+
+    Args:
+        request: ``auto``, or ``auto:70`` where neighbouring rows' lists share 70 % at least.
+
+    Raises:
+        KernelError: the percent is none.
+    """
+    name, colon, percent = request.partition(":")
+    if name != AUTO:
+        return None
+    if not colon:
+        return 0
+    if not (percent.isdecimal() and int(percent) <= 100):
+        raise KernelError(
+            f"{request!r} does not say what share of neighbouring rows' lists is the same at "
+            f"least, in percent: write {AUTO}:70, or {AUTO} where it is not known"
+        )
+    return int(percent)
 
 
 def chosen(request: str) -> tuple[str, tuple[tuple[OpName, Phase], ...]]:
@@ -150,8 +174,8 @@ def chosen(request: str) -> tuple[str, tuple[tuple[OpName, Phase], ...]]:
     operations = {part for op, phase in ROUTED for part in (op, phase, f"{op}-{phase}")}
     if name not in NAMES or not operations.issuperset(parts):
         raise KernelError(
-            f"{request!r} is not one of {', '.join(NAMES)}, alone or with operations behind a "
-            f"colon, joined by commas: {', '.join(sorted(operations))}"
+            f"{request!r} is not {AUTO}, or one of {', '.join(NAMES)}, alone or with operations "
+            f"behind a colon, joined by commas: {', '.join(sorted(operations))}"
         )
     return name, tuple(
         (op, phase) for op, phase in ROUTED if not parts or {op, phase, f"{op}-{phase}"} & {*parts}

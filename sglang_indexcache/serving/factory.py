@@ -65,14 +65,14 @@ def create_cuda_backend(runner: ModelRunner, process: ServingProcess) -> IndexCa
     """
     from sglang_indexcache.serving.cuda import kernels
     from sglang_indexcache.serving.cuda.backend import IndexCacheBackend
-    from sglang_indexcache.serving.cuda.indexer import indexer_forward
+    from sglang_indexcache.serving.cuda.live_indexer import indexer_forward
     from sglang_indexcache.serving.cuda.row_split import SplitForwards
 
     backend, plan = IndexCacheBackend(runner, process), process.plan
     if plan.split_rows == "on":
         topk = get_dsa_index_topk(runner.model_config.hf_config)
         backend.split_forwards = SplitForwards.install(process, topk)
-    backend.kernels = kernels.EngineKernels.load(plan.routes)
+    backend.kernels = kernels.EngineKernels.load(plan.routes, process.counters.kernel_choices)
     if backend.kernels.selects:
         kernels.install()
     if get_exec().overlap.enable_two_batch_overlap:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from sglang_indexcache.errors import KernelError, SettingsError
-from sglang_indexcache.kernels.dispatch import chosen
+from sglang_indexcache.kernels.dispatch import chosen, stated_overlap
 from sglang_indexcache.serving.plan import (
     BACKEND_FIELDS,
     BACKEND_NAME,
@@ -69,7 +69,9 @@ INDEX_K_DTYPE = Option(
 KERNELS = Option(
     "indexcache_kernels",
     "GPU kernels of the indexer (logits, top-k and page lookup in one) and of sparse attention. "
-    "engine (default): SGLang's. cuda (Hopper), reference: that implementation of ours for all "
+    "engine (default): SGLang's. auto: for each call what this card's record shows faster, ours or "
+    "SGLang's; auto:70 where neighbouring rows' lists share 70 % at least. "
+    "cuda (Hopper), reference: that implementation of ours for all "
     "operations, or an error that says why not; cuda:sparse_mla, cuda:prefill, "
     "cuda:select-prefill,sparse_mla: for these, and SGLang's for the others.",
     metavar="KERNELS",
@@ -132,7 +134,8 @@ def collect(values: Mapping[str, str | None], *, as_keywords: bool = False) -> C
             )
     if KERNELS in choices and choices[KERNELS].value != "engine":
         try:
-            chosen(choices[KERNELS].value)
+            if stated_overlap(choices[KERNELS].value) is None:
+                chosen(choices[KERNELS].value)
         except KernelError as error:
             raise SettingsError(f"{choices[KERNELS].origin}: {error}; or engine") from None
     return choices

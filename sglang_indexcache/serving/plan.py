@@ -12,7 +12,8 @@ from typing import Any, Literal, NamedTuple
 
 from sglang_indexcache.checkpoint import SHARING_KEYS, Checkpoint
 from sglang_indexcache.kernels.contract import OpName
-from sglang_indexcache.kernels.dispatch import Phase
+from sglang_indexcache.kernels.dispatch import AUTO, Phase
+from sglang_indexcache.kernels.routes import OURS, Routes
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.policy import Policy
 
@@ -33,15 +34,30 @@ CONFIG_KEY = "indexcache"
 
 
 class Route(NamedTuple):
-    """Kernel of one operation in a phase, and why: an implementation of ours, None for SGLang's."""
+    """Kernel of one operation in a phase, and why: an implementation of ours, None for SGLang's.
+
+    Attributes:
+        card: whose record chooses anew for each call, ours only if ``implementation`` is; "" where
+            one kernel runs every call.
+        overlap: percent that neighbouring rows' lists share at least, as the operator says.
+    """
 
     op: OpName
     phase: Phase
     implementation: str | None
     why: str
+    card: str = ""
+    overlap: int = 0
+
+    @property
+    def measured(self) -> Routes | None:
+        """What chooses for each call; None where one kernel runs them all."""
+        table = Routes.of_card(self.card, self.overlap) if self.card else None
+        return table.without(OURS) if table and not self.implementation else table
 
     def __str__(self) -> str:
-        return f"{self.op} in {self.phase}: {self.implementation or 'engine'} ({self.why})"
+        name = AUTO if self.card else self.implementation or "engine"
+        return f"{self.op} in {self.phase}: {name} ({self.why})"
 
 
 @dataclass(frozen=True)

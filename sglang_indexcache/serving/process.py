@@ -30,6 +30,7 @@ class Counters:
         self.indexer_selections, self.index_reuses = [0] * count, [0] * count
         self.index_key_writes = [0] * count
         self.graph_replays: Counter[str] = Counter()
+        self.kernel_choices: Counter[str] = Counter()
         self.indexer_seconds = dict.fromkeys(
             ("prefill", "prefill_processor", "decode", "decode_processor"), 0.0
         )

@@ -86,6 +86,8 @@ class RankState(BaseModel):
         index_reuses: how often each layer took another layer's indices.
         index_key_writes: how often each layer stored index keys without scoring.
         graph_replays: replays of decode graphs, all under "decode".
+        kernel_choices: calls under ``--indexcache-kernels auto`` by operation, kernels and the
+            measured row that decided; a decode graph's count once, when it is captured.
         tokens: rows forwarded, by phase and pattern, as "prefill FSSS".
         pairs: query-key pairs that indexers scored, or did not because a layer shared, by phase and
             the longest length of the bin of requests, as "decode 32Ki skipped".
@@ -121,6 +123,7 @@ class RankState(BaseModel):
     index_reuses: list[int]
     index_key_writes: list[int]
     graph_replays: dict[str, int] = {}
+    kernel_choices: dict[str, int] = {}
     tokens: dict[str, int] = {}
     pairs: dict[str, int] = {}
     scored_rows: tuple[int, ...] = ()

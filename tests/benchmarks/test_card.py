@@ -23,7 +23,7 @@ from benchmarks.records import RESULTS
 from sglang_indexcache.kernels import build
 from sglang_indexcache.lab.runs.provenance import output_lines
 from tests.gpu import test_served
-from tests.kernels.grid import suite
+from tests.kernels.grid import cases, suite
 
 COMMITTED = json.loads((RESULTS / "kernels" / "h100.json").read_text())
 
@@ -187,7 +187,7 @@ def test_what_a_card_passed_with_these_kernels_is_not_run_again(tmp_path: Path) 
     assert (
         phases.passed_before("grid topk", machine) == "passed on 2026-11-26 with the same kernels"
     )
-    other = {**machine, "kernels": {**run["kernels"], "topk": "another"}}
+    other = {**machine, "kernels": ["topk-another-cuda", *run["kernels"][1:]]}
     assert phases.passed_before("grid topk", other) is None
     assert phases.passed_before("grid sparse_mla", other)
     assert phases.passed_before("grid topk", {**machine, "name": "another card"}) is None
@@ -230,7 +230,7 @@ def report(
 ) -> Path:
     """Write a folder as a call of the phases leaves it."""
     built = phases.Report(folder)
-    facts = {"date": "2026-01-01", "commit": "1234567", "kernels": {"topk": "0123"}}
+    facts = {"date": "2026-01-01", "commit": "1234567", "kernels": ["topk-0123-cuda"]}
     built.content["machine"] = COMMITTED["machine"] | facts | machine
     for name, (code, output) in STEPS.items():
         outcome = {"outcome": "passed", "evidence": {"prompts compared": 2, "left out": 1}}
@@ -254,9 +254,10 @@ def everywhere(ours: float) -> dict[Workload, dict[str, dict[str, float]]]:
 
 
 def test_a_report_goes_all_the_way_to_the_tables(tmp_path: Path) -> None:
-    quiet = record.make_record([report(tmp_path / "a")])
+    quick = {DECODE: {"flash_mla": took(30.0), "cuda": took(10.0, 9.0)}}
+    quiet = record.make_record([report(tmp_path / "a", quick)])
     assert "commit" not in quiet["runs"][0], "it is no object of this repository"
-    assert quiet["runs"][0]["kernels"] == {"topk": "0123"}
+    assert quiet["runs"][0]["kernels"] == ["topk-0123-cuda"]
     assert quiet["counters"] == {"select_kernel": {"gpu__time_duration.sum": "8.5 ms"}}
     assert "| decode | FP8 | 8 | 1 | 30 | 10 | 3.00x |" in record.attention_table(quiet)
     assert "3 cases right, 0 wrong" in record.exact_table(quiet)
@@ -286,7 +287,7 @@ def test_a_made_up_report_goes_to_the_pages_and_out_again(
     assert "repeats its own: eager 2 of 3 prompts.<!--" in filled[Path("README.md")]
     kernels = filled[Path("benchmarks/results/kernels/README.md")]
     assert "| attention in decode | 8 | bfloat16 | 8 of 8 | 2.00x | yes |" in kernels
-    assert "| attention in prefill | 5 ranges of times | 0 inside, 5 faster, 0 slower |" in kernels
+    assert "| attention in prefill | 6 ranges of times | 0 inside, 6 faster, 0 slower |" in kernels
     written.unlink()
     gone = {page: readme.fill(text, results) for page, text in filled.items()}
     assert "<!-- generated:card-line -->not measured<!--" in gone[Path("README.md")]
@@ -304,11 +305,10 @@ def test_a_report_is_added_to_the_record_and_its_last_runs_count(tmp_path: Path)
     assert record.exact_table(together).count("served eager") == 1
 
 
-def test_launches_that_came_too_late_are_marked_and_only_where_the_host_was_busy(
-    tmp_path: Path,
-) -> None:
-    busy = record.make_record([report(tmp_path / "a")], busy=[0])
-    assert "| decode | FP8 | 8 | 1 | 10\\* | 10 | 1.00x |" in record.attention_table(busy)
+def test_launches_that_came_too_late_are_marked(tmp_path: Path) -> None:
+    """Whatever made the host late: it once did so while nothing else was known to run."""
+    late = record.make_record([report(tmp_path / "a")])
+    assert "| decode | FP8 | 8 | 1 | 10\\* | 10 | 1.00x |" in record.attention_table(late)
 
 
 def test_calls_on_different_machines_make_no_record(tmp_path: Path) -> None:
@@ -333,9 +333,12 @@ def test_a_default_needs_every_shape_against_all_that_sglang_can_run(tmp_path: P
     assert won - claims_of("the default did not run", lacking) == {("mla_decode", 8)}
 
 
-def test_the_committed_record_has_every_workload_and_none_was_wrong() -> None:
+def test_the_committed_record_has_workloads_that_are_known_and_none_was_wrong() -> None:
     timed = {row["workload"] for row in COMMITTED["speed"]}
-    assert timed == {str(work) for work in workloads()}
+    gone = {
+        name for name in timed if name.startswith("topk-")
+    }  # beside a call that no server makes
+    assert timed - gone <= {str(work) for work in workloads()}
     assert not [row["workload"] for row in COMMITTED["speed"] if row["wrong"]]
     grids = [
         result["said"]
@@ -346,5 +349,30 @@ def test_the_committed_record_has_every_workload_and_none_was_wrong() -> None:
     assert sum(grid["failed"] for grid in grids) == 0
 
 
+def test_what_the_pages_say_of_the_record_is_in_it() -> None:
+    page = (RESULTS / "kernels" / "h100.md").read_text()
+    issue, tensor = (
+        claims.MODELLED_COUNTERS["issue slots"],
+        claims.MODELLED_COUNTERS["tensor cores"],
+    )
+    for kernel, times in (("select_kernel", 1.08), ("mqa_logits", 1.06)):
+        busy = [
+            float(COMMITTED["counters"][kernel][name].split()[0]) for name, *_ in (issue, tensor)
+        ]
+        assert round(busy[0] / busy[1], 2) == times
+        assert f"{times} times" in page
+
+    by_name = {row["workload"]: row["times"] for row in COMMITTED["speed"]}
+    whole = by_name["select_decode-rows1-context204800-heads32"]["deep_gemm + sglang v2"]
+    alone = by_name["topk-rows1-context204800-heads0"]["sglang v2"]
+    assert whole["median_us"] < alone["median_us"], "beside a top-k that no decode calls"
+
+    late = [row for row in record.speed_of(COMMITTED) if row["workload"].startswith("select")]
+    assert any(record.microseconds(row, "cuda")[1] for row in late if "cuda" in row["times"])
+    lists = {work.overlap for work, _ in record.timed(COMMITTED, "mla_prefill")}
+    assert lists == {70}, "so auto takes attention in prefill only where it is told of that"
+
+
 def test_the_phases_check_every_group_of_the_grid() -> None:
     assert tuple(suite.GROUPS) == phases.GROUPS
+    assert tuple(map(str, cases.CLUSTERS)) == phases.CLUSTERS

@@ -43,7 +43,6 @@ SOURCES = {
 Q8_NAME, TRITON_NAME = "flash_mla q8", "triton_sparse_mla"
 PREFILL = Workload("select_prefill", 300, 512, 32, topk=64)
 DECODE = Workload("select_decode", 3, 130, 32, topk=64)
-TOPK = Workload("topk", 5, 512, 0, topk=64)
 
 
 def signature(module: str, name: str) -> inspect.Signature | None:
@@ -178,6 +177,21 @@ def test_indexers(work: Workload, installed: Installed, monkeypatch: pytest.Monk
             assert torch.equal(torch.cat(visible), tensors.visible)
 
 
+def test_verified_rows_are_requests_of_their_own_on_hopper(
+    installed: Installed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = Workload("select_decode", 3, 130, 32, topk=64, verified=4)
+    tensors = workloads.indexer_tensors(work, CPU)
+    anchors.select_anchors(work, tensors)["deep_gemm + sglang v2"]()()
+    call = next(args for name, args, _ in installed.calls if name == "fp8_paged_mqa_logits")
+    q, _pages, weights, lengths, table = call[:5]
+    assert q.shape[:2] == (12, 1)
+    assert len(weights) == len(lengths) == 12
+    assert torch.equal(table[::4], tensors.block_table)
+    assert torch.equal(table[1::4], tensors.block_table)
+    assert lengths.flatten().tolist() == [127, 128, 129, 130] * 3
+
+
 def test_plans_are_made_once(installed: Installed) -> None:
     tensors = workloads.indexer_tensors(DECODE, CPU)
     call = anchors.select_anchors(DECODE, tensors)["deep_gemm + sglang v2"]()
@@ -186,17 +200,6 @@ def test_plans_are_made_once(installed: Installed) -> None:
     assert installed.count("topk_transform_paged_v2") == 3
     assert installed.count("plan_topk_v2") == 1
     assert installed.count("get_paged_mqa_logits_metadata") == 1
-
-
-def test_topks(installed: Installed) -> None:
-    logits, visible = workloads.logits_tensors(TOPK, CPU)
-    makers = anchors.topk_anchors(TOPK, logits, visible)
-    assert tuple(makers) == anchors.TOPKS
-    results = {name: make()() for name, make in makers.items()}
-    assert results["torch.topk"].shape == (TOPK.rows, TOPK.topk)
-    assert results["sglang v2"].shape == (TOPK.rows, TOPK.topk)
-    names = [name for name, _, _ in installed.calls]
-    assert names == ["top_k_ragged_transform", "fast_topk_v2", "topk_transform_ragged_v2"]
 
 
 @pytest.mark.parametrize("fp8", [False, True])
@@ -298,11 +301,11 @@ def test_the_limits_of_triton_s_heads_are_sglang_s() -> None:
 
 def test_what_cannot_be_loaded_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     """Making the anchor fails, and nothing else does."""
-    logits, visible = workloads.logits_tensors(TOPK, CPU)
-    makers = anchors.topk_anchors(TOPK, logits, visible)
-    assert makers["torch.topk"]()().shape == (TOPK.rows, TOPK.topk)
+    visible = torch.full((5,), 512, dtype=torch.int32)
+    topk = anchors.make_topk("torch.topk", visible, decode=False)
+    assert topk(torch.randn(5, 512), visible, 64).shape == (5, 64)
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     for has_gpu, reason in ((False, "needs a GPU"), (True, "import of flashinfer halted")):
         monkeypatch.setattr(torch.cuda, "is_available", lambda value=has_gpu: value)
         with pytest.raises(ImportError, match=reason):
-            makers["flashinfer.top_k_ragged_transform"]()
+            anchors.make_topk("flashinfer.top_k_ragged_transform", visible, decode=False)

@@ -57,9 +57,13 @@ def test_every_workload_is_one_of_its_family() -> None:
     todo = list(workloads.workloads())
     assert len({str(work) for work in todo}) == len(todo)
     assert {work.family for work in todo} == set(speed.OPS)
-    assert {w.context for w in todo if w.family == "select_prefill"} == set(workloads.CONTEXTS)
+    contexts = {*workloads.CONTEXTS, *workloads.BETWEEN}
+    assert {w.context for w in todo if w.family == "select_prefill"} == contexts
     for family in ("mla_prefill", "mla_decode"):
-        assert {8, 16, 64, 128} <= {w.heads for w in todo if w.family == family}
+        assert {8, 16, 20, 64, 128} <= {w.heads for w in todo if w.family == family}
+    overlaps = {w.overlap for w in todo if (w.family, w.heads) == ("mla_prefill", 20)}
+    assert overlaps == {*workloads.OVERLAPS, workloads.OVERLAP}
+    assert {w.verified for w in todo if w.family == "select_decode"} == {1, *workloads.MTP}
     for family in ("select_decode", "mla_decode"):
         assert {w.rows for w in todo if w.family == family} == {*workloads.BATCHES, workloads.MANY}
 
@@ -69,7 +73,7 @@ def test_both_ways_of_our_kernels_are_timed_before_one_becomes_a_default() -> No
     for work in workloads.workloads():
         if work.family == "select_prefill":
             tiles = work.rows / select_rows(work.heads)
-            assert (tiles >= MULTIPROCESSORS) == (work.rows != workloads.MANY)
+            assert (tiles >= MULTIPROCESSORS) == (work.rows not in (workloads.MANY, workloads.SOME))
             few = replace(work, rows=workloads.MANY)
             assert few in workloads.workloads()
 
@@ -87,9 +91,30 @@ def test_workloads_are_valid_input(work: workloads.Workload) -> None:
         indexer = workloads.indexer_tensors(work, CPU)
         assert sorted(indexer.block_table.flatten().tolist()) == list(range(len(indexer.pages)))
         assert int(indexer.visible.max()) == work.context
+        assert int(indexer.visible.sum()) == work.pairs
+        assert indexer.rows_per_request == (work.rows if work.is_prefill else work.verified)
         if work.is_prefill:
-            assert int(indexer.visible.sum()) == work.pairs
             assert indexer.keys.shape == (work.context, 128)
+
+
+def test_a_name_says_what_differs_and_never_changes() -> None:
+    """Records hold the first name; scripts of a card ask for the others."""
+    names = {str(work) for work in workloads.workloads()}
+    assert {
+        "mla_prefill-rows4096-context122880-heads8",
+        "mla_prefill-rows4096-context122880-heads20-overlap0",
+        "mla_decode-rows8-context122880-heads20-fp8",
+        "select_decode-rows16-context122880-heads32-mtp6",
+        "select_prefill-rows1024-context20480-heads32",
+    } <= names
+
+
+@pytest.mark.parametrize("overlap", [0, 30, 70])
+def test_neighbouring_lists_share_what_a_workload_says(overlap: int) -> None:
+    work = workloads.Workload("mla_prefill", 64, 40_000, 8, topk=256, overlap=overlap)
+    slots = workloads.attention_tensors(work, CPU).slots
+    shared = [len({*a} & {*b}) for a, b in zip(slots.tolist(), slots.tolist()[1:], strict=False)]
+    assert sum(shared) / len(shared) / work.topk == pytest.approx(overlap / 100, abs=0.02)
 
 
 def test_gathered_keys_are_the_pages_keys() -> None:
@@ -127,7 +152,7 @@ def test_what_is_timed_is_checked_first() -> None:
     for work in workloads.tiny_workloads():
         inputs = speed.drawn(work, CPU)
         assert speed.complaints(work, inputs, reference) == []
-        assert len(speed.complaints(work, inputs, forgetful)) == work.rows
+        assert len(speed.complaints(work, inputs, forgetful)) == work.rows * work.verified
 
 
 def test_a_run_that_is_cut_short_has_some_of_every_family() -> None:

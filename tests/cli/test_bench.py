@@ -127,7 +127,7 @@ def test_a_plan_as_json_has_the_gains_of_the_table() -> None:
     result = CliRunner().invoke(app, [*arguments, "--json"])
     document = json.loads(result.stdout)
     assert result.exit_code == 0
-    assert {*document} == {"deployment", "gains", "dealt", "notes"}
+    assert {*document} == {"deployment", "gains", "row_split", "notes"}
     assert [gain["metric"] for gain in document["gains"]] == ["prefill", "decode", "full"]
     for gain in document["gains"]:
         assert (gain["name"], gain["context"]) == ("1/4", 32000)

@@ -43,9 +43,8 @@ def test_a_checkpoint_in_another_form_is_refused_before_anything_is_read(
     heal[4], heal[6] = nothing, str(tmp_path / "other")
     search = ["search", "run", "--model", str(base), "--data", nothing, "-o", str(tmp_path / "s")]
     compare = ["search", "compare", "full", "FSSF", *search[2:]]
-    overlap = ["search", "overlap", *search[2:]]
     merge = ["heal", "merge", str(adapter), "--model", str(base), "-o", str(tmp_path / "merged")]
-    for command in (heal, [*heal, "--dry-run"], search, compare, overlap, merge):
+    for command in (heal, [*heal, "--dry-run"], search, compare, merge):
         result = runner.invoke(app, command)
         assert result.exit_code == 1, command
         text = " ".join(result.output.split())

@@ -23,7 +23,6 @@ READING = {
     "bench latency": ("-o", "out"),
     "eval run 1/2": ("--dry-run",),
     "search run": ("-o", "out", "--batches", "2"),
-    "search overlap": ("-o", "out", "--batches", "2"),
     "heal run {model}": ("-o", "out", "--data", "machine", "--pattern", "uniform:1/2"),
     "heal run {model} ": ("-o", "out", "--data", "machine", "--pattern", "1/2", "--dry-run"),
 }

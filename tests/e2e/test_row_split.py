@@ -16,7 +16,7 @@ import torch
 from transformers import AutoTokenizer
 
 from sglang_indexcache.lab.client.http import Client
-from sglang_indexcache.lab.evaluate.tasks.words import haystack
+from sglang_indexcache.lab.data.words import haystack
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.cpu.select import ROW_BLOCK
 from sglang_indexcache.serving.protocol import RankState, named

@@ -17,7 +17,7 @@ from sglang_indexcache.lab.client.pool import Pool
 from sglang_indexcache.lab.search.calibration import Calibration
 from sglang_indexcache.lab.search.evaluators import ServedEvaluator
 from sglang_indexcache.lab.search.evaluators.hf import TransformersEvaluator
-from sglang_indexcache.lab.search.options import Options
+from sglang_indexcache.lab.search.methods import METHODS
 from sglang_indexcache.lab.search.rules import Constraints, parse_targets
 from sglang_indexcache.lab.search.run import Search
 from sglang_indexcache.lab.search.session import run_search
@@ -77,7 +77,7 @@ def search_into(folder: Path, glm: Path, live: Client, **load: Any) -> Search:
     evaluator = ServedEvaluator(Pool([live], **load), setup.calibration)
     rules = Constraints.make(setup.checkpoint.own)
     goals = parse_targets(["1/2", "2"], rules)
-    return run_search(setup, evaluator, goals, Options(), folder)
+    return run_search(setup, evaluator, goals, METHODS["greedy"], folder)
 
 
 @pytest.fixture(scope="module")

@@ -21,13 +21,13 @@ from transformers import AutoTokenizer
 
 from sglang_indexcache.lab.client.http import Client
 from sglang_indexcache.lab.evaluate.corpus import Corpus
-from sglang_indexcache.lab.evaluate.plan import EvaluationPlan, arms_of
+from sglang_indexcache.lab.evaluate.evaluation_plan import EvaluationPlan, arms_of
 from sglang_indexcache.lab.evaluate.run import EvaluationRequest, run_evaluation
 from sglang_indexcache.lab.evaluate.tasks import TASKS
 from sglang_indexcache.lab.evaluate.tasks.context import make_context
 from sglang_indexcache.lab.search.evaluators.hf import TransformersEvaluator
+from sglang_indexcache.lab.search.lists import kept_list
 from sglang_indexcache.lab.search.methods.pairwise import most_similar
-from sglang_indexcache.lab.search.overlap import kept_list
 from sglang_indexcache.lab.search.rules import Constraints
 from sglang_indexcache.lab.search.setup import Setup
 from sglang_indexcache.library.files import load_entry
@@ -104,22 +104,6 @@ def test_requests_return_what_their_own_pattern_used(tiny: Client) -> None:
         assert (lists_of(tiny, ids, 6, text) == first).all()
 
 
-def test_overlap_from_a_server_is_that_of_transformers(tiny: Client, tmp_path: Path) -> None:
-    arguments = ("search", "overlap", "--model", TINY, "--context", "256", "--batches", "2")
-    for name, more in (("local", ()), ("served", ("--url", tiny.url))):
-        with _recorded_margins(TOPK, [], first_of_ties=True):  # transformers leaves ties open
-            result = call(*arguments, *more, "-o", tmp_path / name)
-        assert result.exit_code == 0, words_of(result)
-    local, remote = (
-        json.loads((tmp_path / name / "overlap.json").read_text()) for name in ("local", "served")
-    )
-    assert remote["queries"] == local["queries"] == 2 * (256 - TOPK)
-    # A near-tie that rounding decides moves one entry of one list.
-    assert np.abs(np.array(remote["matrix"]) - local["matrix"]).max() < 1e-4
-    assert remote["patterns"] == local["patterns"]
-    assert list(remote["patterns"]) == ["1/2", "1/4", "1/8"]
-
-
 def test_one_pass_over_http_finds_what_transformers_lists_give(
     tiny: Client, tmp_path: Path
 ) -> None:
@@ -144,11 +128,11 @@ def test_one_pass_over_http_finds_what_transformers_lists_give(
     journal = [json.loads(line) for line in (tmp_path / "journal.jsonl").open()][1:]
     by_batch = {line["batch"]: line["kept_list"] for line in journal if "kept_list" in line}
     assert sorted(by_batch) == [0, 1]
-    for batch, rows in by_batch.items():
+    for batch, [rows, _] in by_batch.items():
         for layer, row in enumerate(rows):
-            apart = np.abs(np.array(row) - matrices[batch][layer, :layer])
+            apart = np.abs(np.array(row) - matrices[batch][0, layer, :layer])
             assert (apart <= 1e-4 + undecided[batch][layer] + undecided[batch][:layer]).all()
-    matrix = np.average(matrices, axis=0, weights=data.batch_tokens[:2])
+    matrix = np.average(matrices, axis=0, weights=data.batch_tokens[:2])[0]
     for mark, full in marks.items():
         pattern = load_entry(tmp_path / f"tiny-dsa-{mark.replace('/', 'of')}.yaml").pattern
         assert pattern == str(most_similar(matrix, full, Constraints.make(Pattern.full(12))))
@@ -188,12 +172,10 @@ def test_an_evaluation_has_the_losses_that_transformers_has(
             assert loss == losses["full", 0, context, question]
 
 
-def test_static_mode(glm: Path, serve: Serve, tmp_path: Path) -> None:
+def test_static_mode(glm: Path, serve: Serve) -> None:
     pattern = "FSSFSS"
     ranks = ("--tp", "2", "--dp", "2", "--enable-dp-attention")
     cores = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"} if (os.cpu_count() or 1) > 1 else {}
     with serve(glm, *ARGUMENTS, *ranks, "--indexcache-pattern", pattern, **cores) as client:
         for seed in range(3):
             check(lists_of(client, prompt(150, seed), 4), Pattern(pattern))
-        refusal = call("search", "overlap", "--model", TINY, "--url", client.url, "-o", tmp_path)
-        assert "these are two" in words_of(refusal)

@@ -14,17 +14,19 @@ from numpy.typing import NDArray
 
 from sglang_indexcache.kernels.build import source_folder
 
+EMULATOR = Path(__file__).with_name("emulator")
+
 
 @cache
 def host() -> ctypes.CDLL:
-    """Return ``csrc/host/checks.cpp`` as a library; built once a process."""
+    """Return ``emulator/checks.cpp`` as a library; built once a process."""
     compiler = shutil.which("g++") or shutil.which("c++")
     if compiler is None:
         pytest.fail("these tests need a C++ compiler")
     root = source_folder()
     target = Path(mkdtemp(prefix="indexcache-host-")) / "checks.so"
     flags = ["-std=c++17", "-O2", "-shared", "-fPIC", "-ffp-contract=off"]
-    command = [compiler, *flags, f"-I{root}", str(root / "host/checks.cpp"), "-o", str(target)]
+    command = [compiler, *flags, f"-I{root}", str(EMULATOR / "checks.cpp"), "-o", str(target)]
     process = subprocess.run(command, capture_output=True, text=True, check=False)
     assert process.returncode == 0, process.stderr
     library = ctypes.CDLL(str(target))

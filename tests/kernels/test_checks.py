@@ -79,11 +79,11 @@ def test_indexer(changes: dict[str, Any], says: str) -> None:
         indexer(**changes)
 
 
-@pytest.mark.parametrize("rows", [3, 10])
+@pytest.mark.parametrize("rows", [3, 18])
 def test_decode_rows(rows: int) -> None:
-    """There are more than four of each request; or one request has more than another."""
+    """There are more than eight of each request; or one request has more than another."""
     with pytest.raises(
-        KernelError, match=f"{rows} rows of 2 requests; .* each has as many, 1 to 4"
+        KernelError, match=f"{rows} rows of 2 requests; .* each has as many, 1 to 8"
     ):
         indexer(
             decode=True,

@@ -1,4 +1,4 @@
-"""The kernels' own device code on an emulated GPU (csrc/host/emulated): barriers, phases, data.
+"""The kernels' own device code on an emulated GPU (emulator/): barriers, phases, data.
 
 A fibre a thread, in random order; TMA lands late, WGMMA is made when it is waited for. Inputs are
 small integers, so every product and sum is exact and results are compared bit for bit, ties
@@ -27,7 +27,7 @@ from sglang_indexcache.errors import KernelError
 from sglang_indexcache.kernels import build
 from sglang_indexcache.kernels.contract import mla_tolerance
 from sglang_indexcache.kernels.sparse_mla import cuda as sparse_mla
-from tests.kernels.cuda_host import pointer
+from tests.kernels.cuda_host import EMULATOR, pointer
 from tests.kernels.test_cuda_select import KINDS, make_row, oracle
 
 pytestmark = pytest.mark.csrc
@@ -42,14 +42,14 @@ def emulator_command(source: Path, target: Path) -> list[str]:
     includes = [build.DEFAULT_HOME / "include", toolkit / "include"]
     root = build.source_folder()
     flags = ["-std=c++17", "-O2", "-shared", "-fPIC", "-ffp-contract=off"]
-    paths = [root / "host/emulated", root, *(path for path in includes if path.is_dir())]
+    paths = [EMULATOR, root, *(path for path in includes if path.is_dir())]
     return ["g++", *flags, *(f"-I{path}" for path in paths), str(source), "-o", str(target)]
 
 
 @cache
 def emulator() -> ctypes.CDLL:
     target = Path(mkdtemp(prefix="indexcache-emulated-")) / "kernels.so"
-    command = emulator_command(build.source_folder() / "host/emulated/kernels.cpp", target)
+    command = emulator_command(EMULATOR / "kernels.cpp", target)
     process = subprocess.run(command, capture_output=True, text=True, check=False)
     assert process.returncode == 0, process.stderr[-3000:]
     library = ctypes.CDLL(str(target))
@@ -217,9 +217,11 @@ def test_tiles_go_to_whoever_asks(blocks: int, slow: int, random: np.random.Gene
         out = select(batch, 8, 40, blocks, slow=slow, as_slots=True, counter=counter)
         np.testing.assert_array_equal(out, expected)
         assert counter[0] == 0, "no question too many, none too few"
-        questions = [emulator().emulated_questions(block) for block in range(blocks)]
-        assert sum(questions) == tiles + blocks, "every tile is taken once, and all hear of the end"
-        assert min(questions) == 1 if blocks == 7 else slow < 0 or questions[slow] == 1
+        fetches = [emulator().emulated_fetches(block) for block in range(blocks)]
+        assert sum(fetches) == tiles + blocks, (
+            "every tile is fetched once, and all learn of the end"
+        )
+        assert min(fetches) == 1 if blocks == 7 else slow < 0 or fetches[slow] == 1
 
 
 def test_select_through_many_checks(random: np.random.Generator) -> None:
@@ -238,14 +240,14 @@ def test_select_where_every_logit_is_equal(random: np.random.Generator) -> None:
     np.testing.assert_array_equal(out, batch.selected(40, as_slots=False))
 
 
-MBARRIERS = ("full", "empty", "scored", "queries_full", "queries_empty", "known", "read")
+MBARRIERS = ("full", "empty", "scored", "queries_full", "queries_empty", "tile_full", "tile_empty")
 MUTANTS = [
     *((fault, name) for fault in ("wait", "arrive") for name in MBARRIERS),
-    ("pass", "turn"),
+    ("pass", "order"),
     ("sync", "segment"),
     ("sync", "gate"),
 ]
-"""Everything by which the roles of the fused kernel wait for each other. Without taking turns it
+"""Everything by which the roles of the fused kernel wait for each other. Without alternating it
 would still be right, and slower."""
 
 
@@ -303,11 +305,14 @@ def test_decode_logits(
     check_logits(batch, out)
 
 
-def test_decode_logits_of_three_rows(random: np.random.Generator) -> None:
-    """next_n = 3 runs on tiles of four rows; the fourth is the next request's."""
-    batch = Batch(random, 32, [3, 3], [100, 300], decode=3)
+@pytest.mark.parametrize("next_n", [3, 5, 6, 8])
+def test_decode_logits_of_many_rows(next_n: int, random: np.random.Generator) -> None:
+    """Three rows run on a tile of four, whose last is the next request's, six on tiles of four and
+    two."""
+    batch = Batch(random, 32, [next_n] * 3, [100, next_n, 300], decode=next_n)
     out = np.full((batch.rows, 320), 1234.5, dtype=np.float32)
-    run("logits", byref(batch.call), 32, 4, 3, 2, pointer(out), c_int64(320))
+    sizes = 32, 4, min(next_n, 4), 2
+    run("logits", byref(batch.call), *sizes, pointer(out), c_int64(320))
     check_logits(batch, out)
 
 

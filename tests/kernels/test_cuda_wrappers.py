@@ -66,7 +66,7 @@ class Emulated:
     def indexer_logits(self, q, weights, pages, table, starts, per_request, visible, out) -> None:
         self.calls.append("indexer_logits")
         call = call_of(q, weights, pages, table, starts, per_request, visible)
-        rows = 4 if starts is not None else per_request
+        rows = 4 if starts is not None else min(per_request, 4)
         tile = {1: 1, 2: 2}.get(rows, 4) if q.shape[1] >= 32 else 4
         run("logits", byref(call), q.shape[1], tile, rows, 2, at(out), c_int64(out.stride(0)))
 
@@ -159,7 +159,7 @@ def test_select_prefill(
 
 
 @pytest.mark.parametrize("as_slots", [False, True])
-@pytest.mark.parametrize("next_n", [1, 2, 3])
+@pytest.mark.parametrize("next_n", [1, 2, 3, 6])
 def test_select_decode_in_parts(
     next_n: int,
     as_slots: bool,

@@ -12,6 +12,8 @@ from typing import Any
 import httpx
 import numpy as np
 
+from sglang_indexcache.kernels import routes
+from sglang_indexcache.kernels.routes import Routes
 from sglang_indexcache.lab.client.http import Client
 from sglang_indexcache.lab.search.calibration import Calibration
 from sglang_indexcache.lab.search.evaluators.hf import TransformersEvaluator
@@ -19,6 +21,9 @@ from sglang_indexcache.pattern import Pattern
 from tests.rehearsal.questions import LENGTHS, PATTERNS, QUARTER, Judge, parameters, prompt
 
 Evidence = Callable[[Client, Path], None]
+STAGE = Path(__file__).parent / "stage"
+CARD = "NVIDIA H100 80GB HBM3"
+SHORTER = 150
 
 
 def argument(name: str, value: Any) -> Evidence:
@@ -141,6 +146,20 @@ def kernels_of_ours(client: Client, _: Path) -> None:
     )
     assert launched
     assert not [name for name in launched if any(kernel in name for kernel in theirs)]
+
+
+def kernels_by_rows(client: Client, _: Path) -> None:
+    """Every kernel that the stage's record has best somewhere was taken, and every default."""
+    _ask(client, SHORTER, None)  # shorter than any that was timed
+    table = Routes(
+        CARD, tuple(map(routes.shape_of, routes.read(STAGE / "measured.json")[CARD])), 70
+    )
+    operations = {shape.operation for shape in table.shapes}
+    taken = {choice.partition(",")[0] for s in _states(client) for choice in s["kernel_choices"]}
+    for operation in operations:
+        for name in table.takes(operation):
+            assert f"{operation.name}: {name}" in taken, (operation, name, taken)
+    assert "select-prefill: engine" in taken
 
 
 def split_rows(client: Client, _: Path) -> None:

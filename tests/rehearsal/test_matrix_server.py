@@ -259,6 +259,17 @@ CASES = [
         shows=(evidence.kernels_of_ours,),
     ),
     Case(
+        "kernels by measured rows",
+        (
+            *DECODE_GRAPHS,
+            "--indexcache-kernels",
+            "auto:70",
+            "--dsa-decode-backend",
+            "flashmla_sparse",
+        ),
+        shows=(evidence.kernels_by_rows, evidence.replays("decode_cuda_graph")),
+    ),
+    Case(
         "FP8 KV cache",
         (*LIVE, *EAGER, *FP8_KV),
         rehearses=("FP8 KV cache",),

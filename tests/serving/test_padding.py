@@ -25,7 +25,7 @@ from sglang_indexcache.serving.cpu import backend as backend_cpu
 from sglang_indexcache.serving.cpu import indexer as indexer_cpu
 from sglang_indexcache.serving.cpu.select import HostBatch
 from sglang_indexcache.serving.cuda import backend as backend_cuda
-from sglang_indexcache.serving.cuda import indexer as indexer_cuda
+from sglang_indexcache.serving.cuda import live_indexer
 from sglang_indexcache.serving.index_buffer import IndexBuffer
 from sglang_indexcache.serving.process import ServingProcess
 from sglang_indexcache.serving.rows import patterns_of_rows
@@ -163,7 +163,7 @@ def cuda_layer(
     select = lambda *_: selection(layer, batch.rows, padded)  # noqa: E731
     with within(backend):
         if forward.has_indexer(layer):
-            carried = indexer_cuda.indexer_forward(
+            carried = live_indexer.indexer_forward(
                 select, keys_only, torch.zeros(padded), None, None, batch, layer
             )  # type: ignore[arg-type]
         attend(layer, batch, padded, carried)

@@ -9,12 +9,12 @@ room for.
 
 import torch
 
+from sglang_indexcache.kernels.build import constant
 from sglang_indexcache.kernels.checks import check_indexer, check_topk, output
 from sglang_indexcache.kernels.contract import PAGE_TOKENS, WORKSPACE_BYTES, IndexerBatch
 from sglang_indexcache.kernels.cuda import library, multiprocessors, require_aligned
 
-LIST_CAPACITY = 16384
-"""``kListCapacity`` of csrc/indexer/gate.h."""
+LIST_CAPACITY = constant("indexer/gate.h", "kListCapacity")
 
 
 def select_rows(heads: int) -> int:

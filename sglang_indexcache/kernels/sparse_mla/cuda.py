@@ -12,6 +12,7 @@ from functools import partial
 
 import torch
 
+from sglang_indexcache.kernels.build import constant
 from sglang_indexcache.kernels.checks import check_sparse_mla, output
 from sglang_indexcache.kernels.contract import (
     FP8_ROW_BYTES,
@@ -22,12 +23,11 @@ from sglang_indexcache.kernels.contract import (
 )
 from sglang_indexcache.kernels.cuda import library, multiprocessors, require_aligned
 
-TILE_ROWS = 64
-TILE_KEYS = 64
-MAX_CLUSTER = 16
-MAX_PACKED_ROWS = 8
-MAX_PACKED_SLOTS = 16384
-"""``kRows``, ``kKeys``, ``kMaxCluster`` of csrc/sparse_mla/config.h, the rest of pack.h."""
+CONFIG = "sparse_mla/config.h"
+TILE_ROWS, TILE_KEYS = constant(CONFIG, "kRows"), constant(CONFIG, "kKeys")
+MAX_CLUSTER = constant(CONFIG, "kMaxCluster")
+MAX_PACKED_ROWS = constant(CONFIG, "kMaxQueries")
+MAX_PACKED_SLOTS = constant("sparse_mla/pack.h", "kMaxPackedSlots")
 
 
 def prepare() -> None:
@@ -42,12 +42,13 @@ def sparse_mla(
     scale: float,
     *,
     sinks: torch.Tensor | None = None,
+    lengths: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     kept: Kept | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:class:`sglang_indexcache.kernels.contract.SparseMLA`; keeps the packed lists that fit."""
-    check_sparse_mla(q, cache, slots, sinks)
+    check_sparse_mla(q, cache, slots, sinks, lengths)
     rows, heads = q.shape[:2]
     out = output("sparse_mla", out, (rows, heads, VALUE_DIM), q.dtype, q.device)
     lse = output("sparse_mla", lse, (rows, heads), torch.float32, q.device)
@@ -62,7 +63,7 @@ def sparse_mla(
                 partial(clusters_at_once, q.device, cache.dtype == torch.uint8),
             )
             library("sparse_mla").sparse_mla_attend(
-                q, cache, slots, None, None, 1, scale, sinks, splits, out, lse
+                q, cache, slots, None, lengths, 1, scale, sinks, splits, out, lse
             )
         return out, lse
     at_once = packed * max(1, WORKSPACE_BYTES // (packed * slots.shape[1] * 5 + 4))

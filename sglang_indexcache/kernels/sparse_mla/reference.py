@@ -14,6 +14,7 @@ def sparse_mla(
     value_dim: int = VALUE_DIM,
     *,
     sinks: torch.Tensor | None = None,
+    lengths: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     kept: Kept | None = None,
@@ -28,6 +29,7 @@ def sparse_mla(
             which are values; or ``[S, 656]`` uint8 rows of the FP8 layout.
         slots: ``[T, k]`` integers; -1 is no row.
         sinks: ``[H]`` float32.
+        lengths: ``[T]`` integers, how many of each list are read.
 
     Returns:
         ``[T, H, value_dim]`` output in ``q``'s dtype and ``[T, H]`` float32 log-sum-exp in nats.
@@ -38,7 +40,8 @@ def sparse_mla(
         out = q.new_empty(*q.shape[:2], value_dim)
     if lse is None:
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    for t, listed in enumerate(slots):
+    for t, whole in enumerate(slots):
+        listed = whole if lengths is None else whole[: int(lengths[t])]
         valid = listed[listed >= 0].long()
         if len(valid) == 0:
             out[t], lse[t] = 0.0, float("-inf")

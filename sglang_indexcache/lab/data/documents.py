@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from io import TextIOWrapper
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -59,14 +59,19 @@ def read_documents(source: str) -> Iterator[Document]:
     Raises:
         DataError: nothing to read, or a row that nobody understands.
     """
+    documents = chain.from_iterable(map(read_file, files_of(source)))
     has_text = False
-    for document in _read_source(source):
-        if isinstance(document, Conversation) or document.text.strip():
-            has_text = True
-            yield document
+    for document in documents:
+        has_text = True
+        yield document
     if not has_text:
-        left_out = what_is_left_out(source)
-        raise DataError(f"{source} contains no text" + (f" ({left_out})" if left_out else ""))
+        raise no_text(source)
+
+
+def no_text(source: str) -> DataError:
+    """Make the error for a source without a document, which says what was left out."""
+    left_out = what_is_left_out(source)
+    return DataError(f"{source} contains no text" + (f" ({left_out})" if left_out else ""))
 
 
 def what_is_left_out(source: str) -> str:
@@ -74,27 +79,37 @@ def what_is_left_out(source: str) -> str:
     return "" if source == MACHINE else find_files(Path(source)).in_words()
 
 
-def _read_source(source: str) -> Iterator[Document]:
+def files_of(source: str) -> tuple[Path, ...]:
+    """Return the files that a source is read from, by name.
+
+    Raises:
+        DataError: there is none.
+    """
     if source == MACHINE:
-        for number, text in enumerate(machine_text(sys.maxsize), start=1):
-            yield Text(text, f"{MACHINE}, file {number}")
-        return
+        return tuple(sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")))
     path = Path(source)
     if not path.exists():
         raise DataError(
             f"there is no data at {source}. Give a file of rows ({', '.join(ROWS)}) or of text, a "
             f"folder of them, or {MACHINE!r} for this machine's Python sources."
         )
-    for file in find_files(path).read:
-        yield from _read_file(file)
+    return find_files(path).read
 
 
-def _read_file(path: Path) -> Iterator[Document]:
+def read_file(path: Path) -> Iterator[Document]:
+    """Yield every document of a file that is not blank.
+
+    Raises:
+        DataError: it cannot be read, or has a row that nobody understands.
+    """
+    documents: Iterable[Document]
     if form_of(path) in ROWS:
-        for row in read_rows(path):
-            yield _document(row.value, row.where)
+        documents = (_document(row.value, row.where) for row in read_rows(path))
     else:
-        yield from _read_text(path)
+        documents = _read_text(path)
+    for document in documents:
+        if isinstance(document, Conversation) or document.text.strip():
+            yield document
 
 
 def _read_text(path: Path) -> Iterator[Text]:
@@ -153,9 +168,8 @@ def _answers(fields: Mapping[str, Any], text: str, where: str) -> tuple[Span, ..
 
 def machine_text(limit: int) -> Iterator[str]:
     """Yield the standard library's sources by file name, at most ``limit`` characters."""
-    folder = Path(sysconfig.get_paths()["stdlib"])
     remaining = limit
-    for path in sorted(folder.glob("*.py")):
+    for path in files_of(MACHINE):
         text = path.read_text(encoding="utf-8", errors="ignore")[:remaining]
         remaining -= len(text)
         yield text

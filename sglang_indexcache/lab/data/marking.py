@@ -66,6 +66,10 @@ class Marker:
         added = tokenizer.added_tokens_decoder.values()
         self._special = tuple(token.content for token in added if token.special)
 
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text as it is."""
+        return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
     def marked(self, document: Document) -> Marked:
         """Mark all of a document; of a conversation, up to its last response.
 

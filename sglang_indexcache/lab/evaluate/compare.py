@@ -16,8 +16,8 @@ from typing import Any
 
 from sglang_indexcache.errors import QualityError
 from sglang_indexcache.lab.evaluate.evaluation import Answer, Evaluation, Missing
+from sglang_indexcache.lab.evaluate.evaluation_plan import Arm, Planned, Role
 from sglang_indexcache.lab.evaluate.logs import Log, Sample
-from sglang_indexcache.lab.evaluate.plan import Arm, Planned, Role
 from sglang_indexcache.lab.stats.design import Design
 
 MOST_UNSCORED = 0.01

@@ -17,7 +17,8 @@ from pathlib import Path
 from rich.console import Console
 
 from sglang_indexcache.errors import QualityError
-from sglang_indexcache.lab.evaluate.plan import (
+from sglang_indexcache.lab.data.words import haystack
+from sglang_indexcache.lab.evaluate.evaluation_plan import (
     CONTROL_CONTEXTS,
     CONTROL_LOOK,
     EvaluationPlan,
@@ -41,7 +42,6 @@ from sglang_indexcache.lab.evaluate.tasks.files import (
     read_items,
     tokenized,
 )
-from sglang_indexcache.lab.evaluate.tasks.words import haystack
 from sglang_indexcache.lab.runs.progress import progress_at_most
 from sglang_indexcache.library.lengths import counted
 
@@ -231,6 +231,11 @@ def _choose(
             )
         )
     summary = _summary(name, rows, selected, left_out, plan)
+    if overlapping := _overlapping(items_asked):
+        summary += (
+            f" {counted(overlapping, 'text')} share a tenth to a half with another, as cuts of one "
+            "document do that overlap: they fail together, and count as independent. Cut apart."
+        )
     if not selected:
         raise QualityError(f"{path} has nothing that can be asked. {summary}")
     return selected, items_asked, summary
@@ -266,6 +271,8 @@ def _askable(
 _WINDOW, _SAMPLED, _ENOUGH = 16, 16, 32
 """Words of a window of a text, one in how many words begins one that is compared, and windows that
 tell a text from another: filler, which repeats itself, has fewer."""
+CUT_SHARE = 0.1
+"""Share of a text's windows in another from which the two are said to overlap."""
 _WORD = re.compile(r"[\u3040-\u9fff\uac00-\ud7af]|[^\s\u3040-\u9fff\uac00-\ud7af]+")
 """A word, or a sign of a language that writes none apart."""
 
@@ -338,6 +345,27 @@ def _same_text(windows: set[int], owners: Mapping[int, int]) -> list[int]:
     overlaps = Counter(owners[window] for window in windows if window in owners)
     least = max(_ENOUGH, len(windows)) / 2
     return [owner for owner, count in overlaps.items() if count >= least]
+
+
+def _overlapping(texts: Mapping[int, Mapping[int, Item]]) -> int:
+    """Count the texts that share a tenth of their windows with one other, but not half.
+
+    What stands in more than two texts is no sign of that: instructions stand in all.
+    """
+    windows = {
+        first: {window for item in rows.values() for window in _windows(item.text)}
+        for first, rows in texts.items()
+    }
+    owners = defaultdict[int, list[int]](list)
+    for first, of_text in windows.items():
+        for window in of_text:
+            owners[window].append(first)
+    shared = Counter(tuple(pair) for pair in owners.values() if len(pair) == 2)
+    overlapping: set[int] = set()
+    for pair, count in shared.items():
+        if count >= max(_ENOUGH, min(len(windows[first]) for first in pair)) * CUT_SHARE:
+            overlapping |= {*pair}
+    return len(overlapping)
 
 
 def _windows(text: str) -> set[int]:

@@ -20,7 +20,13 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from sglang_indexcache.errors import QualityError
-from sglang_indexcache.lab.evaluate.plan import CONTROL_LOOK, Arm, EvaluationPlan, Planned, Role
+from sglang_indexcache.lab.evaluate.evaluation_plan import (
+    CONTROL_LOOK,
+    Arm,
+    EvaluationPlan,
+    Planned,
+    Role,
+)
 from sglang_indexcache.lab.runs.journal import Journal
 from sglang_indexcache.lab.stats.design import Design
 from sglang_indexcache.lab.stats.pairs import Outcome
@@ -100,7 +106,7 @@ class Evaluation:
         planned: contexts in the order of asking.
         answers: of all arms, in the order of asking; only contexts that every arm is through with.
         tokens: that servers computed, those from a cache left out.
-        endpoint: of :data:`~sglang_indexcache.lab.evaluate.plan.ENDPOINTS`.
+        endpoint: of :data:`~sglang_indexcache.lab.evaluate.evaluation_plan.ENDPOINTS`.
         finished: whether nothing is left to be asked: every pattern is decided or the plan is done.
         notices: what a reader must know besides, each one sentence.
     """

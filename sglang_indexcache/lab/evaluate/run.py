@@ -20,10 +20,9 @@ from rich.console import Console
 
 from sglang_indexcache.errors import QualityError, ServerUnavailableError
 from sglang_indexcache.lab.client.http import Client
-from sglang_indexcache.lab.evaluate.arms import Asking, Servers
 from sglang_indexcache.lab.evaluate.corpus import Corpus
 from sglang_indexcache.lab.evaluate.evaluation import NAME, Answer, Evaluation, Record, recorded
-from sglang_indexcache.lab.evaluate.plan import (
+from sglang_indexcache.lab.evaluate.evaluation_plan import (
     AGAIN_EVERY,
     CONTROL_LOOK,
     Arm,
@@ -32,6 +31,7 @@ from sglang_indexcache.lab.evaluate.plan import (
     assumed_spread,
     context_name,
 )
+from sglang_indexcache.lab.evaluate.servers import Asking, Servers
 from sglang_indexcache.lab.evaluate.tasks.context import Context
 from sglang_indexcache.lab.evaluate.verdict import DECIDED, Kind, Look, verdicts_of
 from sglang_indexcache.lab.runs.cost import Cost, Rate, confirm, print_plan

@@ -35,6 +35,7 @@ from sglang_indexcache.lab.evaluate.evaluation import Evaluation
 from sglang_indexcache.lab.stats.bounds import Estimate, capital
 from sglang_indexcache.lab.stats.design import Design, boundaries
 from sglang_indexcache.lab.stats.pairs import Cell, Differences, Flips, Outcome, paired
+from sglang_indexcache.lab.stats.signs import sign_flip
 from sglang_indexcache.library.lengths import counted, format_length, points
 
 LEAST_RIGHT = 0.10
@@ -463,12 +464,31 @@ def repeats_itself(noise: Differences, design: Design, look: int) -> Any:
     return (estimate.lower(z) <= 0) & (estimate.upper(z) >= 0)
 
 
-def claimed(lower: float, upper: float, margin: float) -> Kind:
-    """Return the claim of the primary endpoint's bounds: NO_LOSS, SMALL_LOSS, LOSS or UNDECIDED."""
-    # Both bounds hold at once, so a loss can be proven, and proven to be smaller than the margin.
+def loses(estimate: Estimate, design: Design, look: int) -> Any:
+    """Return whether a pattern is shown to lose at a look.
+
+    By t where enough contexts differ for it. Else by the exact sign-flip test at the error that
+    this look may spend: the bounds there are wide, for a safe pattern may lose rare contexts whole,
+    and a loss that was seen needs none of that.
+    """
+    by_t = estimate.upper(design.bounds[look - 1]) < 0
+    if not np.any(estimate.exact):
+        return by_t
+    by_signs = sign_flip(estimate.scaled) <= design.errors[look - 1]
+    return np.where(estimate.exact, by_signs, by_t)[()]
+
+
+def claimed(lower: float, is_lost: bool, margin: float) -> Kind:
+    """Return the claim of the primary endpoint: NO_LOSS, SMALL_LOSS, LOSS or UNDECIDED.
+
+    Args:
+        lower: bound of the difference.
+        is_lost: what :func:`loses` says.
+    """
+    # Both hold at once, so a loss can be proven, and proven to be smaller than the margin.
     if lower > -margin:
-        return Kind.SMALL_LOSS if upper < 0 else Kind.NO_LOSS
-    return Kind.LOSS if upper < 0 else Kind.UNDECIDED
+        return Kind.SMALL_LOSS if is_lost else Kind.NO_LOSS
+    return Kind.LOSS if is_lost else Kind.UNDECIDED
 
 
 def verdicts_of(evaluation: Evaluation) -> Verdicts:
@@ -524,7 +544,8 @@ def _claim(look: Look, pattern: str, forbidden: str) -> Verdict:
     at_worst = look.compared(pattern, cells=cells, beside=missing)
     design, estimate = look.seeing_design, Estimate(differences)
     lower, upper = map(float, bounds(estimate, design, look.number, Estimate(at_worst)))
-    kind = _permitted(claimed(lower, upper, design.margin), forbidden)
+    is_lost = bool(loses(estimate, design, look.number))
+    kind = _permitted(claimed(lower, is_lost, design.margin), forbidden)
     more = None
     if kind is Kind.UNDECIDED and math.isfinite(estimate.error):
         # The planned contexts are asked in any case, however soon fewer would do.
@@ -634,6 +655,16 @@ def _details(verdict: Verdict, differences: Differences, missing: int, look: Loo
         f"Difference {_points(verdict.difference)} points ({width} {lower} to {upper}); "
         f"{differences.flips}, in {verdict.contexts:,} contexts{noise}."
     ]
+    if verdict.exact:
+        values = differences.values
+        chance = float(sign_flip(Estimate(differences).scaled))
+        lost, won = int((values < 0).sum()), int((values > 0).sum())
+        sentences.append(
+            f"{counted(lost, 'context')} lost and {won} won: p = {chance:.2g} by an exact "
+            "sign-flip test."
+        )
+    if empty := empty_margin(look, verdict.levels):
+        sentences.append(empty)
     if missing:
         sentences.append(
             f"{counted(missing, 'question')} without an answer: counted as lost in the lower bound."
@@ -657,6 +688,25 @@ def _details(verdict: Verdict, differences: Differences, missing: int, look: Loo
     if not verdict.noise:
         sentences.append("Not known: the engine's own noise.")
     return " ".join(sentences)
+
+
+def empty_margin(look: Look, levels: tuple[float, float] | None) -> str:
+    """Say that the margin is too wide to mean anything; empty if it is not.
+
+    It should be at most half of what the control was seen to lose, and a tenth of what the
+    reference gets right.
+    """
+    margin, cells = look.design.margin, look.cells - look.blind.keys()
+    too_wide = []
+    if levels is not None and 0 < levels[0] < 10 * margin:
+        too_wide.append(f"{margin / levels[0]:.0%} of what {look.reference} gets right")
+    if look.bad is not None:
+        lost = -float(Estimate(look.compared(look.bad, cells=cells)).mean)
+        if 0 < lost < 2 * margin:
+            too_wide.append(f"{margin / lost:.0%} of what {look.bad} loses")
+    if not too_wide:
+        return ""
+    return f"The margin is {' and '.join(too_wide)}: a claim within it says little. Take a smaller."
 
 
 def _cannot_see(blind: Mapping[Cell, Blind]) -> str:

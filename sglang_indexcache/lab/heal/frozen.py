@@ -17,13 +17,13 @@ from torch.nn.functional import embedding
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from sglang_indexcache.checkpoint import fp8_blocks, reading
+from sglang_indexcache.lab.heal.forward_state import Sharing
 from sglang_indexcache.lab.heal.model import (
     LightningIndexer,
     Rotation,
     install,
     is_indexer,
 )
-from sglang_indexcache.lab.heal.sharing import Sharing
 from sglang_indexcache.lab.heal.weights import FUSED, Weight, WeightFiles
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.adapters.weights import DTYPES, E4M3

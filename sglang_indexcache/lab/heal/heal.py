@@ -1,10 +1,10 @@
 """Heal a pattern: train the indexers that stay, on a frozen model.
 
 A step runs some packed rows through the body, layer by layer; every loss is taken back in its own
-layer (:mod:`~sglang_indexcache.lab.heal.local`), so the indexers alone have gradients and optimiser
-state. In the dense warm-up layers attend to everything and an indexer learns the attention
-of all layers that it serves; in the sparse stage they attend to what it selects, and it learns
-the attention among those keys (paper section "Training-Aware IndexCache").
+layer (:mod:`~sglang_indexcache.lab.heal.passing`), so the indexers alone have gradients and
+optimiser state. In the dense warm-up layers attend to everything and an indexer learns the
+attention of all layers that it serves; in the sparse stage they attend to what it selects, and it
+learns the attention among those keys (paper section "Training-Aware IndexCache").
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ from sglang_indexcache.lab.data.documents import what_is_left_out
 from sglang_indexcache.lab.data.marking import Marker
 from sglang_indexcache.lab.data.packed import FileRows, PackedRow
 from sglang_indexcache.lab.heal import STEPS
+from sglang_indexcache.lab.heal.forward_state import Stage
 from sglang_indexcache.lab.heal.frozen import FrozenBody
-from sglang_indexcache.lab.heal.local import LocalForward, LocalSharing, Passing, pass_through
 from sglang_indexcache.lab.heal.losses import DEFAULT_BLOCK
 from sglang_indexcache.lab.heal.optimizer import BETAS, adamw_groups, lr_factor, set_lr
 from sglang_indexcache.lab.heal.packing import Layout, PackedBatch
+from sglang_indexcache.lab.heal.passing import LocalForward, LocalSharing, Passing, pass_through
 from sglang_indexcache.lab.heal.run_folder import (
     HealRun,
     HeldOutEvaluation,
@@ -41,7 +42,6 @@ from sglang_indexcache.lab.heal.run_folder import (
     Tensors,
     learned,
 )
-from sglang_indexcache.lab.heal.sharing import Stage
 from sglang_indexcache.lab.runs.cost import time_in_words
 from sglang_indexcache.lab.runs.provenance import versions
 from sglang_indexcache.library.digest import checkpoint_digest

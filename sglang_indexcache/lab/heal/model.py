@@ -17,10 +17,10 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import TrainingError
+from sglang_indexcache.lab.heal.forward_state import Sharing
 from sglang_indexcache.lab.heal.losses import AttentionInputs, IndexInputs
 from sglang_indexcache.lab.heal.packing import Layout
-from sglang_indexcache.lab.heal.sharing import Sharing
-from sglang_indexcache.lab.indexer import project
+from sglang_indexcache.lab.index_inputs import project
 from sglang_indexcache.models import TRAINABLE
 from sglang_indexcache.pattern import Pattern
 

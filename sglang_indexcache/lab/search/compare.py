@@ -9,9 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from sglang_indexcache.lab.data.marking import Mask
+from sglang_indexcache.lab.search.calibration import Calibration
 from sglang_indexcache.lab.search.difference import ENOUGH, Difference, unseen_in_words
-from sglang_indexcache.lab.search.evaluators import Floats, TokenEvaluator, counted_mean, in_threads
+from sglang_indexcache.lab.search.evaluators import Floats, TokenEvaluator, in_threads
+from sglang_indexcache.lab.search.judged import Faithfulness, Judged, TokenChanges
+from sglang_indexcache.lab.search.recall import Kinds
 from sglang_indexcache.pattern import Pattern
 
 SMALL = 0.01
@@ -23,25 +25,40 @@ class Comparison:
     """One pattern against the reference pattern; losses in nats per token.
 
     Attributes:
-        difference: ``loss - reference_loss``, paired over batches.
+        faithfulness: recall and loss against the reference; divergence and likeliest tokens against
+            all F, whatever the reference is.
         trend: what ``pattern`` adds in the last quarter of the positions minus what it adds in the
-            first, paired over the sequences of which something counts in both: above zero means
+            first, paired over documents of which something counts in both: above zero means
             that sharing hurts more at long range. None where these are fewer than two.
     """
 
     reference: Pattern
     pattern: Pattern
-    reference_loss: float
-    loss: float
-    difference: Difference
+    faithfulness: Faithfulness
     trend: Difference | None
+
+    @property
+    def difference(self) -> Difference:
+        """Loss that the pattern adds."""
+        return self.faithfulness.loss
+
+    @property
+    def reference_loss(self) -> float:
+        """The reference's own loss."""
+        return self.faithfulness.full_loss
 
     @property
     def verdict(self) -> str:
         """The result in words: the size, what it tells, which documents lose, and the trend."""
-        difference = self.difference
+        difference, measured = self.difference, self.faithfulness
         unseen = unseen_in_words(len(difference.each))
-        clauses = (self._meaning, difference.documents, self._trend, unseen)
+        clauses = (
+            self._meaning,
+            difference.documents,
+            self._trend,
+            unseen,
+            *measured.beside_loss(),
+        )
         return f"{self._size}: {'; '.join(clauses)}."
 
     @property
@@ -76,88 +93,86 @@ class Comparison:
 
     def numbers(self) -> dict[str, Any]:
         """Return everything as plain data."""
-        names = {"pattern": str(self.pattern), "reference": str(self.reference)}
-        return {**asdict(self), **names, "verdict": self.verdict}
+        return {
+            "pattern": str(self.pattern),
+            "reference": str(self.reference),
+            "reference_loss": self.reference_loss,
+            "loss": self.reference_loss + self.difference.mean,
+            "difference": asdict(self.difference),
+            "trend": asdict(self.trend) if self.trend else None,
+            "recall": asdict(self.faithfulness.recall),
+            "kl_to_all_full": dict(self.faithfulness.kl),
+            "likeliest_kept": dict(self.faithfulness.kept),
+            "verdict": self.verdict,
+        }
 
 
 def compare(
-    evaluator: TokenEvaluator,
-    reference: Pattern,
-    patterns: Sequence[Pattern],
-    masks: Sequence[Sequence[Mask]],
+    evaluator: TokenEvaluator, reference: Pattern, patterns: Sequence[Pattern]
 ) -> list[Comparison]:
     """Measure ``patterns`` against ``reference`` on every batch of ``evaluator``.
 
-    Args:
-        masks: for each batch the masks of its sequences
-            (:attr:`~sglang_indexcache.lab.search.calibration.Calibration.batch_counted`).
-
     Raises:
-        SearchError: fewer than two batches.
+        SearchError: fewer than two documents.
     """
-    base, *measured = _losses(evaluator, [reference, *patterns])
+    base, *measured = _changes(evaluator, [reference, *patterns])
     return [
-        _compare(reference, base, pattern, losses, masks)
-        for pattern, losses in zip(patterns, measured, strict=True)
+        _compare(evaluator.calibration, reference, base, pattern, changes)
+        for pattern, changes in zip(patterns, measured, strict=True)
     ]
 
 
-def _losses(evaluator: TokenEvaluator, patterns: Sequence[Pattern]) -> list[list[list[Floats]]]:
+Changes = list[list[TokenChanges]]
+"""What a pattern changes, by batch and sequence."""
+
+
+def _changes(evaluator: TokenEvaluator, patterns: Sequence[Pattern]) -> list[Changes]:
     """Measure every batch under each pattern, as many at a time as the evaluator takes.
 
     Batches are asked one by one: what fails for a while is not asked again as a whole.
     """
     batches = range(len(evaluator.batch_tokens))
     cells = [(pattern, batch) for batch in batches for pattern in dict.fromkeys(patterns)]
-    losses: dict[tuple[Pattern, int], list[Floats]] = {}
+    changes: dict[tuple[Pattern, int], list[TokenChanges]] = {}
 
     def measure(cell: tuple[Pattern, int]) -> None:
-        [losses[cell]] = evaluator.token_losses(cell[0], [cell[1]])
+        [changes[cell]] = evaluator.changes(cell[0], [cell[1]])
 
     in_threads(measure, cells, evaluator.in_flight)
-    return [[losses[pattern, batch] for batch in batches] for pattern in patterns]
+    return [[changes[pattern, batch] for batch in batches] for pattern in patterns]
 
 
 def _compare(
-    reference: Pattern,
-    base: Sequence[Sequence[Floats]],
-    pattern: Pattern,
-    other: Sequence[Sequence[Floats]],
-    masks: Sequence[Sequence[Mask]],
+    data: Calibration, reference: Pattern, base: Changes, pattern: Pattern, after: Changes
 ) -> Comparison:
-    before, after = (
-        np.array([counted_mean(*pair) for pair in zip(losses, masks, strict=True)])
-        for losses in (base, other)
+    full, judged = (
+        [Judged.of(*pair) for pair in zip(changes, data.batch_kinds, strict=True)]
+        for changes in (base, after)
     )
-    difference = Difference.of(after - before)
-    trend = _trend(_added(base, other, masks))
-    return Comparison(
-        reference, pattern, float(before.mean()), float(after.mean()), difference, trend
-    )
+    rows = (list(chain.from_iterable(changes)) for changes in (base, after))
+    added = _added(*rows, kinds=data.kinds)
+    faithfulness = Faithfulness.of(judged, full, data.batch_documents)
+    return Comparison(reference, pattern, faithfulness, _trend(added, data.documents))
 
 
-def _added(
-    base: Sequence[Sequence[Floats]],
-    other: Sequence[Sequence[Floats]],
-    counted: Sequence[Sequence[Mask]],
-) -> Floats:
-    """Return ``[sequences, positions]`` float64 that the other pattern adds; NaN if uncounted."""
-    masks = list(chain.from_iterable(counted))
-    added = np.full((len(masks), max(map(len, masks))), np.nan)
-    losses = zip(chain.from_iterable(base), chain.from_iterable(other), masks, strict=True)
-    for row, (before, after, mask) in zip(added, losses, strict=True):
-        row[: len(mask)][mask] = (after - before)[mask]
+def _added(*rows: Sequence[TokenChanges], kinds: Sequence[Kinds]) -> Floats:
+    """Return ``[sequences, positions]`` float64 that the second adds; NaN if uncounted."""
+    added = np.full((len(kinds), max(map(len, kinds))), np.nan)
+    for row, before, after, kind in zip(added, *rows, kinds, strict=True):
+        row[: len(kind)][kind > 0] = (after.loss - before.loss)[kind > 0]
     return added
 
 
-def _trend(added: Floats) -> Difference | None:
+def _trend(added: Floats, documents: Sequence[int]) -> Difference | None:
     """Compare the last quarter of the positions that count with the first."""
     places = np.flatnonzero((~np.isnan(added)).any(axis=0))
     first, end = int(places[0]), int(places[-1]) + 1
     quarter = (end - first) // 4
     change = _means(added[:, end - quarter : end]) - _means(added[:, first : first + quarter])
-    measured = change[~np.isnan(change)]
-    return Difference.of(measured) if len(measured) > 1 else None
+    is_measured = ~np.isnan(change)
+    of_them = np.array(documents)[is_measured]
+    several = len(set(of_them.tolist())) > 1
+    return Difference.of(change[is_measured], of_them.tolist()) if several else None
 
 
 def _means(part: Floats) -> Floats:

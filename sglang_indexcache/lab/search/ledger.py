@@ -20,8 +20,6 @@ import numpy as np
 from sglang_indexcache.errors import SearchError
 from sglang_indexcache.lab.runs.journal import Journal
 from sglang_indexcache.lab.search.evaluators import (
-    BY_BEST,
-    LISTS,
     PAIRS,
     Evaluator,
     Floats,
@@ -29,6 +27,7 @@ from sglang_indexcache.lab.search.evaluators import (
     pair_forwards,
     standard_error,
 )
+from sglang_indexcache.lab.search.judged import Judged
 from sglang_indexcache.pattern import Pattern
 
 CALL_TOKENS = 1 << 20
@@ -51,52 +50,49 @@ def open_journal(path: Path, identity: Mapping[str, Any]) -> Journal:
 
 
 def _losses_in(entry: Mapping[str, Any]) -> dict[Cell, float]:
-    if any(kind in entry for kind in PAIRS):
+    if any(kind in entry for kind in (*PAIRS, "judged")):
         return {}
     pattern = Pattern(entry["pattern"])
     pairs = zip(entry["batches"], entry["losses"], strict=True)
     return {(pattern, batch): loss for batch, loss in pairs}
 
 
+def _judged_in(entry: Mapping[str, Any]) -> dict[Cell, Judged]:
+    if "judged" not in entry:
+        return {}
+    return {(Pattern(entry["pattern"]), int(entry["batch"])): Judged(**entry["judged"])}
+
+
 def _pairs_in(entry: Mapping[str, Any]) -> dict[tuple[str, int], Floats]:
     """Return the matrices of a batch, of which what is below the diagonal is kept."""
-    matrices = {}
+    pairs = {}
     for kind in (kind for kind in PAIRS if kind in entry):
-        if kind == BY_BEST and entry.get("lists") != LISTS:  # an older version's, of whole lists
-            continue
-        matrix = np.eye(len(entry[kind]))
-        for layer, row in enumerate(entry[kind]):
-            matrix[layer, :layer] = row
-        matrices[kind, int(entry["batch"])] = matrix
-    return matrices
+        matrices = np.eye(len(entry[kind][0]))[None].repeat(len(entry[kind]), axis=0)
+        for matrix, rows in zip(matrices, entry[kind], strict=True):
+            for layer, row in enumerate(rows):
+                matrix[layer, :layer] = row
+        pairs[kind, int(entry["batch"])] = matrices
+    return pairs
 
 
 @dataclass(frozen=True)
 class Step:
-    """One committed flip of a search on its way (or the start, before any).
+    """One committed flip of Algorithm 1 (or the start, before any).
 
     Attributes:
-        layer: which layer became S, or F on the way up; None for the start.
-        loss: nats per token: the start's mean over all batches plus the mean increase over the
-            start on the ``batches`` batches on which the pattern was measured. With all batches
-            that is the pattern's mean; with fewer, the batches' different levels cancel.
-        standard_error: of that increase; NaN for one batch.
-        batches: how many of the batches were measured (a racing search may stop early).
+        layer: which layer became S; None for the start.
+        loss: mean over all batches, in nats per token.
+        standard_error: of what it adds to the start's; NaN for one batch.
         candidates: how many patterns were compared.
         spent: tokens asked for since the search began.
-        decided: whether one candidate was left; a racing search that runs out of its allowance
-            commits the leader and says False. True does not mean that it is the best one: see
-            ``race.py``.
     """
 
     pattern: Pattern
     layer: int | None
     loss: float
     standard_error: float
-    batches: int
     candidates: int
     spent: int
-    decided: bool = True
 
 
 class Ledger:
@@ -111,6 +107,7 @@ class Ledger:
         held_out: batches at the evaluator's end that are not for searching.
         call_tokens: most tokens in one call of the evaluator, the unit that an interruption can
             lose. A call holds one batch at least: that is the unit of a paired comparison.
+        documents: number of the text that each batch is cut from; each its own if not given.
 
     Attributes:
         all_batches: those that are searched on; ``held_out_batches`` check what was found.
@@ -127,6 +124,7 @@ class Ledger:
         journal: Journal | None = None,
         held_out: int = 0,
         call_tokens: int = CALL_TOKENS,
+        documents: Sequence[int] = (),
     ) -> None:
         self.evaluator = evaluator
         self.batch_tokens = evaluator.batch_tokens
@@ -136,21 +134,30 @@ class Ledger:
         self.spent = 0
         self.on_measured: Callable[[int], None] = lambda _: None
         self._journal, self._call_tokens = journal, call_tokens
+        self._documents = documents or batches
         self._losses: dict[Cell, float] = {}
         self._requested: set[Cell] = set()
         self._pairs: dict[tuple[str, int], Floats] = {}
+        self._judged: dict[Cell, Judged] = {}
         for losses in journal.parsed(_losses_in) if journal else ():
             self._losses |= losses
         for matrices in journal.parsed(_pairs_in) if journal else ():
             self._pairs |= matrices
+        for judged in journal.parsed(_judged_in) if journal else ():
+            self._judged |= judged
 
     @property
     def known_tokens(self) -> int:
         """Tokens of everything measured, by this process or an earlier one."""
         layers = self.evaluator.num_layers
-        return sum(self.batch_tokens[batch] for _, batch in self._losses) + sum(
+        cells = {*self._losses, *self._judged}
+        return sum(self.batch_tokens[batch] for _, batch in cells) + sum(
             pair_forwards(kind, layers) * self.batch_tokens[batch] for kind, batch in self._pairs
         )
+
+    def documents_of(self, batches: Sequence[int]) -> list[int]:
+        """Return the number of each batch's text."""
+        return [self._documents[batch] for batch in batches]
 
     @property
     def tokens_of_batches(self) -> tuple[int, ...]:
@@ -184,16 +191,14 @@ class Ledger:
         in_threads(self._measure, calls, self.evaluator.in_flight)
         return np.array([[self._losses[p, b] for b in columns] for p in patterns])
 
-    def candidates(
-        self, pattern: Pattern, candidates: Sequence[Pattern], batches: Sequence[int] | None = None
-    ) -> Floats:
+    def candidates(self, pattern: Pattern, candidates: Sequence[Pattern]) -> Floats:
         """Return ``[candidates, batches]`` nats that each of ``candidates`` adds to ``pattern``.
 
         Raises:
             SearchError: none of several adds or saves anything anywhere, so that choosing among
                 them would be choosing the first.
         """
-        added: Floats = self.many(candidates, batches) - self.losses(pattern, batches)
+        added: Floats = self.many(candidates) - self.losses(pattern)
         if len(candidates) > 1 and not added.any():
             raise SearchError(
                 f"the data cannot tell patterns apart: {len(candidates)} candidates, each with one "
@@ -202,29 +207,36 @@ class Ledger:
             )
         return added
 
-    def step(
-        self,
-        start: Pattern,
-        pattern: Pattern,
-        layer: int | None,
-        *,
-        candidates: int,
-        batches: int | None = None,
-        decided: bool = True,
-    ) -> Step:
+    def step(self, start: Pattern, pattern: Pattern, layer: int | None, candidates: int) -> Step:
         """Describe a committed pattern from what is known of it and of the start."""
-        base = self.losses(start)
-        count = len(base) if batches is None else batches
-        increase = self.losses(pattern, self.all_batches[:count]) - base[:count]
-        complete = count == len(base)
-        loss = self.mean(pattern) if complete else float(base.mean() + increase.mean())
-        error = standard_error(increase)
-        return Step(pattern, layer, loss, error, count, candidates, self.spent, decided)
+        error = standard_error(self.losses(pattern) - self.losses(start))
+        return Step(pattern, layer, self.mean(pattern), error, candidates, self.spent)
+
+    def judged(self, pattern: Pattern, batches: Sequence[int] | None = None) -> list[Judged]:
+        """Return what each batch shows of a pattern beside all F; all batches by default."""
+        columns = self.all_batches if batches is None else tuple(batches)
+        cells = [(pattern, batch) for batch in columns]
+        self.spent += self.cost([pattern], columns)
+        self._requested.update(cells)
+        missing = [cell for cell in cells if cell not in self._judged]
+        in_threads(self._judge, missing, self.evaluator.in_flight)
+        return [self._judged[cell] for cell in cells]
+
+    def _judge(self, cell: Cell) -> None:
+        pattern, batch = cell
+        [judged] = self.evaluator.judge(pattern, [batch])
+        self._check(pattern, batch, judged.loss)
+        self._check(pattern, batch, judged.distance)
+        entry = {"pattern": str(pattern), "batch": batch, "judged": judged.numbers()}
+        if self._journal is not None:
+            self._journal.write(entry)
+        self._judged |= _judged_in(entry)
+        self.on_measured(self.batch_tokens[batch])
 
     def pairs(self, kind: str, batch: int) -> Floats:
-        """Return a matrix of layer pairs on one batch, float64, as :data:`PAIRS` have it.
+        """Return the matrices of layer pairs on one batch, ``[M, N, N]``, as :data:`PAIRS` say.
 
-        It has 1 on its diagonal and 0 above. It is counted as the forwards that it takes.
+        They have 1 on their diagonals and 0 above. They are counted as the forwards that they take.
 
         Args:
             kind: one of :data:`PAIRS`, a method of the evaluator.
@@ -232,9 +244,11 @@ class Ledger:
         tokens = pair_forwards(kind, self.evaluator.num_layers) * self.batch_tokens[batch]
         self.spent += tokens
         if (kind, batch) not in self._pairs:
-            matrix = getattr(self.evaluator, kind)(batch)
-            rows = [row[:layer].tolist() for layer, row in enumerate(matrix)]
-            entry = {"batch": batch, kind: rows} | ({"lists": LISTS} if kind == BY_BEST else {})
+            rated = [
+                [row[:layer].tolist() for layer, row in enumerate(matrix)]
+                for matrix in getattr(self.evaluator, kind)(batch)
+            ]
+            entry = {"batch": batch, kind: rated}
             if self._journal is not None:
                 self._journal.write(entry)
             self._pairs |= _pairs_in(entry)
@@ -272,13 +286,17 @@ class Ledger:
         pattern, batches = call
         losses = [float(loss) for loss in self.evaluator.loss(pattern, batches)]
         for batch, loss in zip(batches, losses, strict=True):
-            if not math.isfinite(loss):
-                raise SearchError(
-                    f"under {pattern} the loss on batch {batch} is {loss}. Look at that batch's "
-                    "text, or run the model in float32."
-                )
+            self._check(pattern, batch, loss)
         entry = {"pattern": str(pattern), "batches": batches, "losses": losses}
         if self._journal is not None:
             self._journal.write(entry)
         self._losses |= _losses_in(entry)
         self.on_measured(sum(self.batch_tokens[batch] for batch in batches))
+
+    @staticmethod
+    def _check(pattern: Pattern, batch: int, loss: float) -> None:
+        if not math.isfinite(loss):
+            raise SearchError(
+                f"under {pattern} the loss on batch {batch} is {loss}. Look at that batch's "
+                "text, or run the model in float32."
+            )

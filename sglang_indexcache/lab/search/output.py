@@ -3,39 +3,35 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
-from textwrap import fill
 from typing import Any
 
 import yaml
 
 from sglang_indexcache.errors import LibraryError
-from sglang_indexcache.lab.runs.plots import FULL, make_figure, pattern_color, save_figure
 from sglang_indexcache.lab.runs.provenance import versions
+from sglang_indexcache.lab.search.figure import draw_pairs
+from sglang_indexcache.lab.search.judged import Faithfulness
 from sglang_indexcache.lab.search.ledger import Step
+from sglang_indexcache.lab.search.methods.decided import Decided
 from sglang_indexcache.lab.search.methods.pairwise import Pairwise, pair_matrix
-from sglang_indexcache.lab.search.overlap import draw_overlap
+from sglang_indexcache.lab.search.methods.proposal import Sureness
 from sglang_indexcache.lab.search.rules import Mark
 from sglang_indexcache.lab.search.run import Found, Search
 from sglang_indexcache.lab.search.setup import Setup
 from sglang_indexcache.library.files import Citation, Entry, MethodRecord, Quality, load_entry
 from sglang_indexcache.library.writing import write_json, write_whole
-from sglang_indexcache.pattern import Pattern
 
 _PARTIAL, _HERE = "partial", "indexcache search"
-_LOSS = "calibration loss, nats per token (lower is better)"
-_HELD_OUT = "held-out loss, nats per token (lower is better)"
-_LABEL_WIDTH = 46
-"""Characters of an axis label's line, in the height of a figure."""
+_CHOSEN, _HELD_OUT = "documents that chose it", "held-out documents"
 
 
 class OutputFolder:
-    """``<name>-<retention>.yaml`` and ``search.json``, kept up to date; a figure at the end.
+    """``<name>-<retention>.yaml`` and ``search.json``, kept up to date.
 
-    It is ``losses.png``, or ``pairs.png`` of a search by pairs of layers.
+    Where pairs of layers proposed patterns, their matrix is drawn at the end: ``pairs.png``.
 
     Args:
         identity: hashes and kind of evaluator: what its journal belongs to.
@@ -77,24 +73,24 @@ class OutputFolder:
             step = search.path[-1]
             count = len(step.pattern.full_layers)
             mark = Mark(count, f"{count}/{len(step.pattern)}")
-            last = Found(
-                mark, step.pattern, step.loss, step.standard_error, step.pattern, step.loss
-            )
-            self._write(self._entry(last).model_copy(update={"name": name}))
+            last = Found(mark, step.pattern, step.loss, step.standard_error)
+            entry = self._entry(last)
+            unfinished = entry.method.model_copy(update={"name": "unfinished search"})
+            self._write(entry.model_copy(update={"name": name, "method": unfinished}))
         for result in search.found.values():
             self._write(self._entry(result))
         summary = self._summary()
         write_json(self._folder / "search.json", summary)
-        if search.path:
-            draw_losses(summary, self._folder / f"losses.{self._figures}")
-        elif isinstance(search.options.method, Pairwise):
-            self._draw_pairs(search.options.method)
+        method = search.method
+        pairs = method.proposer if isinstance(method, Decided) else method
+        if isinstance(pairs, Pairwise):
+            self._draw(pairs)
 
-    def _draw_pairs(self, method: Pairwise) -> None:
-        """Draw the matrix that decided, with the blocks of the pattern in the middle."""
+    def _draw(self, method: Pairwise) -> None:
+        """Draw the matrix, with the blocks of the pattern in the middle."""
         patterns = [result.pattern for result in self._search.found.values()]
-        draw_overlap(
-            pair_matrix(self._search.ledger, method.kind),
+        draw_pairs(
+            pair_matrix(self._search.ledger, method),
             self._folder / f"pairs.{self._figures}",
             patterns[len(patterns) // 2],
             method.label,
@@ -122,9 +118,10 @@ class OutputFolder:
 
     def _entry(self, result: Found) -> Entry:
         """Make the library entry of one mark, without times: the same search, the same file."""
-        setup = self._setup
-        method = self._search.options.in_words(is_refined=result.is_refined)
-        objective = f"language-modelling loss of {setup.objective}" if self._search.path else ""
+        setup, search = self._setup, self._search
+        objective = f"language-modelling loss of {setup.objective}" if search.path else ""
+        if isinstance(search.method, Decided):
+            objective = f"KL to all F of {setup.objective}"
         return Entry(
             name=self._name_of(result),
             model=setup.model,
@@ -132,7 +129,7 @@ class OutputFolder:
             full_layers=len(result.pattern.full_layers),
             retention=result.mark.label,
             method=MethodRecord(
-                name=method if result.is_final else "unfinished search",
+                name=search.method.in_words,
                 objective=objective,
                 data=setup.data,
                 details=self._details(result),
@@ -142,65 +139,84 @@ class OutputFolder:
         )
 
     def _quality(self, result: Found) -> Iterator[Quality]:
-        uniform = result.baselines.get("uniform")
-        rows = []
-        if self._search.path:
-            blind = uniform[1] if uniform else None
-            rows.append((_LOSS, result.loss, self._search.start_loss, blind))
-        if held_out := result.held_out:
-            rows.append((_HELD_OUT, held_out.loss, held_out.start, held_out.uniform))
-        for name, loss, full, blind in rows:
-            yield Quality(benchmark=name, score=loss, all_full=full, uniform=blind, where=_HERE)
+        """Say loss, recall and divergence, of held-out documents if there are some."""
+        measured, uniform = result.faithfulness, result.uniform
+        if measured is None:
+            return
+        where = _HELD_OUT if result.held_out else _CHOSEN
+        kinds = self._setup.calibration.judged_on
+        beside = _numbers_of(uniform) if uniform else {}
+        for name, (score, full) in _numbers_of(measured).items():
+            blind = beside[name][0] if beside else None
+            title = f"{name}, {where} ({kinds})"
+            yield Quality(benchmark=title, score=score, all_full=full, uniform=blind, where=_HERE)
 
     def _details(self, result: Found) -> dict[str, Any]:
-        details: dict[str, Any] = {
-            **self._identity,
-            **self._origin,
+        details: dict[str, Any] = {**self._identity, **self._origin}
+        details["judged_on"] = {
+            "text": self._setup.data,
+            "tokens": self._setup.calibration.judged_on,
         }
         if self._search.path:
             details["added_loss_standard_error"] = _number(result.standard_error)
-            before = {"pattern": str(result.searched), "loss": result.searched_loss}
-            details["before_refinement"] = before
             details["loss_curve"] = [
-                {"flipped": step.layer, "loss": step.loss, "batches": step.batches}
-                for step in self._search.path
+                {"flipped": step.layer, "loss": step.loss} for step in self._search.path
             ]
-        if held_out := result.held_out:
-            added = held_out.added
-            details["held_out_added_loss"] = {
-                **{"mean": added.mean, "low": added.low, "high": added.high},
-                **{"documents": len(added.each), "lost": added.lost, "worst": max(added.each)},
-            }
-        if result.is_final:
+        if result.layers:
+            details["layers"] = {n: _sureness(sure) for n, sure in result.layers.items()}
+        for name, measured in (("on_its_own", result.judged), ("held_out", result.held_out)):
+            if measured:
+                details[name] = measured.numbers()
+        if self._search.search_tokens:
             details["cost"] = self._cost()
         return details
 
     def _cost(self) -> dict[str, Any]:
-        search, exhaustive = self._search, self._search.budget.exhaustive
+        search = self._search
         return {
             "tokens": search.search_tokens,
-            "budget_tokens": search.budget.total,
             "full_evaluations": round(search.search_tokens / search.ledger.full_evaluation, 3),
-            "exhaustive_greedy_tokens": exhaustive,
-            "share_of_exhaustive": round(search.search_tokens / exhaustive, 5),
+            "exhaustive_greedy_tokens": search.exhaustive,
+            "share_of_exhaustive": round(search.search_tokens / search.exhaustive, 5),
         }
 
     def _summary(self) -> dict[str, Any]:
         """Return the whole search as plain data, complete or not."""
         search = self._search
+        safe = search.safe
         return {
             "complete": search.is_complete,
             "name": self._setup.name,
-            "method": search.in_words(),
+            "method": search.method.in_words,
             "identity": self._identity,
             "objective": self._setup.objective,
             "data": self._setup.data,
             **self._origin,
             "start": {"pattern": str(search.constraints.start), "loss": _number(search.start_loss)},
             "cost": self._cost() if search.is_complete else None,
+            "smallest_that_keeps_recall": safe.mark.label if safe else None,
             "steps": [_step(step) for step in search.path],
             "marks": [_mark(result) for result in search.found.values()],
         }
+
+
+def _numbers_of(measured: Faithfulness) -> dict[str, tuple[float, float | None]]:
+    """Return what a pattern file tells, each beside all F's."""
+    loss, recall = (
+        measured.full_loss + measured.loss.mean,
+        measured.full_recall + measured.recall.mean,
+    )
+    return {
+        "loss, nats per token (lower is better)": (loss, measured.full_loss),
+        "recall, share of tokens": (recall, measured.full_recall),
+        **{f"KL to all F, {kind}, nats": (value, 0.0) for kind, value in measured.kl.items()},
+        **{f"likeliest tokens kept, {kind}": (share, 1.0) for kind, share in measured.kept.items()},
+    }
+
+
+def _sureness(sure: Sureness) -> dict[str, Any]:
+    without = sure.without.numbers() if sure.without else None
+    return {"share_of_proposals": round(sure.share, 4), "kl_added_without": without}
 
 
 def _step(step: Step) -> dict[str, Any]:
@@ -209,111 +225,28 @@ def _step(step: Step) -> dict[str, Any]:
         "flipped": step.layer,
         "loss": step.loss,
         "standard_error": _number(step.standard_error),
-        "batches": step.batches,
         "candidates": step.candidates,
         "tokens_so_far": step.spent,
-        "decided": step.decided,
     }
 
 
 def _mark(result: Found) -> dict[str, Any]:
-    def measured(pattern: Pattern, loss: float) -> dict[str, Any]:
-        return {"pattern": str(pattern), "loss": _number(loss)}
+    def numbers(measured: Faithfulness | None) -> dict[str, Any] | None:
+        return measured.numbers() if measured else None
 
     return {
         "retention": result.mark.label,
         "full_layers": result.mark.full_layers,
-        "final": result.is_final,
-        **measured(result.pattern, result.loss),
+        "pattern": str(result.pattern),
+        "loss": _number(result.loss),
         "standard_error": _number(result.standard_error),
-        "before_refinement": measured(result.searched, result.searched_loss),
-        "exchanges": result.exchanges,
-        "baselines": {name: measured(*pair) for name, pair in result.baselines.items()},
-        "held_out": asdict(result.held_out) if result.held_out else None,
+        "layers": {layer: _sureness(sure) for layer, sure in result.layers.items()},
+        "judged": numbers(result.judged),
+        "held_out": numbers(result.held_out),
+        "uniform": numbers(result.uniform),
     }
 
 
 def _number(value: float) -> float | None:
     """Return a number, or None for NaN, which JSON and YAML have no portable form of."""
     return None if math.isnan(value) else value
-
-
-def draw_losses(summary: Mapping[str, Any], path: Path) -> None:
-    """Draw what sharing adds to the loss of all F, along the search and at the retentions.
-
-    Everything is drawn as what it adds on the data that it was measured on, so that calibration
-    and held-out data have one scale. A racing search measures most flips on few batches and keeps
-    the lowest, so these run low; the patterns found are measured on all batches, and once more on
-    held-out documents. The way up from all S is dashed. ``summary`` is what search.json holds.
-    """
-    figure, [axis] = make_figure(8.6, 4.6)
-    pattern, base = summary["start"]["pattern"], summary["start"]["loss"] or 0.0
-    layers, start = len(pattern), pattern.count("F")
-    total = summary["steps"][0]["batches"]  # the start's, which is measured on all
-    axis.axhline(0, color="black", lw=0.8, ls=":", label=f"as it is: {start} of {layers} layers F")
-    for walk in _walks(summary["steps"]):
-        used = sorted({step["batches"] for step in walk})
-        subset = f"{used[0]} to {used[-1]}" if used[1:] else f"{used[0]}"
-        up = walk[0]["pattern"][walk[0]["flipped"]] == "F"
-        axis.plot(
-            [start - step["pattern"].count("F") for step in walk],
-            [step["loss"] - base for step in walk],
-            color=FULL, ls="--" if up else "-", lw=1.0, marker="o", ms=2.5,
-            label=f"each flip on the way {'up' if up else 'down'}, on {subset} of {total} batches",
-        )  # fmt: skip
-    for mark in summary["marks"]:
-        _draw_mark(axis, mark, start - mark["full_layers"], base)
-    if summary["marks"]:
-        for marker, color, label in (
-            ("D", "black", f"pattern found, on the {total} batches that chose it"),
-            ("o", "white", "pattern found, on held-out documents (bar: 95 % interval)"),
-            ("s", "silver", f"uniform interleaving, on the {total} batches"),
-        ):
-            edge = "silver" if color == "silver" else "black"
-            axis.plot([], [], mec=edge, mfc=color, marker=marker, ls="none", ms=5, label=label)
-    axis.set_xlabel(f"layers that lost their indexer, of {layers}")
-    label = fill(f"added loss of {summary['objective']}, nats per token", _LABEL_WIDTH)
-    axis.set_ylabel(label, fontsize=8)
-    axis.set_title(f"{summary['name']}: {summary['data']}", fontsize=9, loc="left")
-    figure.legend(fontsize=8, frameon=False, loc="outside lower center", ncols=2)
-    axis.ticklabel_format(axis="y", useOffset=False)
-    axis.xaxis.get_major_locator().set_params(integer=True)
-    axis.margins(y=0.12)
-    axis.set_xlim(left=-0.4)
-    save_figure(figure, path)
-
-
-def _walks(path: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
-    """Split ``path`` into the flips of each walk, most F layers first; a start begins one."""
-    walks: list[list[Mapping[str, Any]]] = []
-    for step in path:
-        if step["flipped"] is None:
-            walks.append([])
-        else:
-            walks[-1].append(step)
-    return [sorted(walk, key=lambda step: -step["pattern"].count("F")) for walk in walks if walk]
-
-
-def _draw_mark(axis: Any, mark: Mapping[str, Any], step: int, base: float) -> None:
-    """Draw what a retention's pattern adds: on the batches that chose it, held out; and uniform."""
-    color = pattern_color(Pattern(mark["pattern"]))
-    axis.plot(step, mark["loss"] - base, color=color, marker="D", ms=5, ls="none", zorder=4)
-    axis.annotate(
-        mark["retention"],
-        (step, 0.97),
-        xycoords=("data", "axes fraction"),
-        ha="center",
-        va="top",
-        color=color,
-        fontsize=9,
-    )
-    if held_out := mark["held_out"]:
-        added = held_out["added"]
-        bar = [[added["mean"] - added["low"]], [added["high"] - added["mean"]]]
-        axis.errorbar(
-            step + 0.15, added["mean"], bar, color=color,
-            marker="o", mfc="white", ms=5, capsize=3, lw=1, ls="none", zorder=5,
-        )  # fmt: skip
-    if uniform := mark["baselines"].get("uniform"):
-        pale = pattern_color(Pattern(uniform["pattern"]))
-        axis.plot(step, uniform["loss"] - base, color=pale, marker="s", ms=5, ls="none", zorder=3)

@@ -116,14 +116,6 @@ class Mark:
 
 
 @dataclass(frozen=True)
-class Proposal:
-    """A pattern that was found for a mark, without a step that arrives there."""
-
-    mark: Mark
-    pattern: Pattern
-
-
-@dataclass(frozen=True)
 class Targets:
     """Marks where a search leaves patterns, most F layers first, and the rules that lead there."""
 

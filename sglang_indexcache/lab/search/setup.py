@@ -12,8 +12,9 @@ from sglang_indexcache.errors import SearchError
 from sglang_indexcache.lab.data.documents import MACHINE
 from sglang_indexcache.lab.data.marking import Marker
 from sglang_indexcache.lab.runs.identity import GIVEN
-from sglang_indexcache.lab.search.calibration import Calibration, Score, prepare
+from sglang_indexcache.lab.search.calibration import Calibration, Score
 from sglang_indexcache.lab.search.evaluators import Evaluator
+from sglang_indexcache.lab.search.reading import prepare
 from sglang_indexcache.library.digest import checkpoint_digest
 from sglang_indexcache.library.files import ModelInfo, entry_name
 from sglang_indexcache.library.resolve import Library
@@ -52,7 +53,8 @@ class Setup:
         context: int | None = None,
         batches: int = 16,
         per_batch: int = 1,
-        held_out: int | None = 0,
+        held_out: int = 0,
+        least_held_out: int | None = None,
         seed: int = 0,
         score: Score | None = None,
     ) -> Setup:
@@ -86,6 +88,7 @@ class Setup:
             batches=batches,
             per_batch=per_batch,
             held_out=held_out,
+            least_held_out=least_held_out,
             seed=seed,
             topk=topk,
             score=score,
@@ -147,11 +150,13 @@ class Setup:
         """Facts that a user should know before a model runs: a name and a sentence each."""
         yield "objective", f"loss of {self.objective} ({self.calibration.counts} in a batch)"
         yield "data", f"{self.data}: {self.calibration.reading}"
+        if self.calibration.warning:
+            yield "warning", self.calibration.warning
         if self.calibration.objective.score in (Score.LATE, Score.ALL):
             yield (
                 "recall",
-                "this loss hardly sees whether a pattern keeps what looks up something far back. "
-                "Count passages that come again, too (--score recall).",
+                "this hardly sees whether a pattern keeps what looks up something far back. Count "
+                "passages that come again, and keys and rules, too (--score recall).",
             )
         lengths = sorted(map(len, self.calibration.sequences))
         half, topk = lengths[len(lengths) // 2], self.calibration.objective.topk

@@ -79,6 +79,12 @@ class Design:
         return boundaries(self.fractions, self.alpha)
 
     @property
+    def errors(self) -> tuple[float, ...]:
+        """Error that each look may make by itself, alpha together: for tests that are exact."""
+        until = [spent(fraction, self.alpha) for fraction in self.fractions]
+        return tuple(float(part) for part in np.diff(until, prepend=0.0))
+
+    @property
     def drift(self) -> float:
         """Standard errors of the whole evaluation that a difference needs to be found."""
         return needed_drift(self.fractions, self.alpha, self.power)

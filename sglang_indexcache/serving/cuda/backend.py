@@ -7,6 +7,7 @@ and in live mode. The kernels are SGLang's unless ``--indexcache-kernels`` asks 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,10 +24,8 @@ from sglang_indexcache.serving.traffic import phase_of
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
     from sglang.srt.model_executor.model_runner import ModelRunner
-
-    from sglang_indexcache.kernels.contract import SparseMLA
 
 DECODE_GRAPH = "decode"
 """The label under which replays of SGLang's decode graphs are counted."""
@@ -52,7 +51,7 @@ class IndexCacheBackend(DeepseekSparseAttnBackend):
         )
         self._runner = runner
         self.kernels = EngineKernels()
-        self._attention: SparseMLA | None = None
+        self._mode: ForwardMode | None = None
         self._lists = KeptLists()
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
@@ -87,7 +86,7 @@ class IndexCacheBackend(DeepseekSparseAttnBackend):
         """Prefill. Short prompts may take dense attention, which selects nothing."""
         if not self.use_mha:
             topk_indices = self._indices(layer.layer_id, forward_batch, topk_indices, q.shape[0])
-        self._attention = self.kernels.attention(forward_batch.forward_mode)
+        self._mode = forward_batch.forward_mode
         return super().forward_extend(
             q, k, v, layer, forward_batch, *args, topk_indices=topk_indices, **kwargs
         )
@@ -105,7 +104,7 @@ class IndexCacheBackend(DeepseekSparseAttnBackend):
     ) -> torch.Tensor:
         """Decode."""
         topk_indices = self._indices(layer.layer_id, forward_batch, topk_indices, q.shape[0])
-        self._attention = self.kernels.attention(forward_batch.forward_mode)
+        self._mode = forward_batch.forward_mode
         return super().forward_decode(
             q, k, v, layer, forward_batch, *args, topk_indices=topk_indices, **kwargs
         )
@@ -114,36 +113,46 @@ class IndexCacheBackend(DeepseekSparseAttnBackend):
     # keyword, with the slots of every row.
 
     def _forward_flashmla_sparse(self, **call: Any) -> torch.Tensor:
-        if self._attention is None:
+        q = call["q_all"]
+        if (ours := self._ours(q, call)) is None:
             padded = with_heads_for_flashmla(call, self.device_sm_major)
             out: torch.Tensor = super()._forward_flashmla_sparse(**padded)
-            return out if padded is call else out[:, : call["q_all"].shape[1]]
-        return self._attend(call["q_all"], call["page_table_1"], call, call["attn_sink"])
+            return out if padded is call else out[:, : q.shape[1]]
+        return ours(q, call["page_table_1"], call["topk_length"], call["attn_sink"])
 
     def _forward_flashmla_kv(self, **call: Any) -> torch.Tensor:
-        if self._attention is None:
+        if (ours := self._ours(call["q_all"], call)) is None:
             return super()._forward_flashmla_kv(**call)
-        return self._attend(call["q_all"], call["page_table_1"], call)
+        lengths = call["metadata"].dsa_cache_seqlens_int32
+        return ours(call["q_all"], call["page_table_1"], lengths)
 
     def _forward_fa3(self, **call: Any) -> torch.Tensor:
-        if self._attention is None:
+        if (ours := self._ours(call["q_nope"], call)) is None:
             return super()._forward_fa3(**call)
         assert not call["logit_cap"], "no DSA model caps its attention logits"
         # Ours takes one query as FlashMLA does; FA3 takes its two parts.
         q = concat_mla_absorb_q_general(call["q_nope"], call["q_rope"])
-        return self._attend(q, call["page_table"], call)
+        return ours(q, call["page_table"], call["cache_seqlens"])
 
-    def _attend(
-        self,
-        q: torch.Tensor,
-        slots: torch.Tensor,
-        call: dict[str, Any],
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        assert self._attention is not None
-        # Packed lists are made once for the layers of a group, which have the same slots.
-        kept = self._lists.of(slots, self.index_buffer.writes)
-        return attend(self._attention, q, call["kv_cache"], slots, call["sm_scale"], sinks, kept)
+    def _ours(self, q: torch.Tensor, call: dict[str, Any]) -> Callable[..., torch.Tensor] | None:
+        """Return what attends in place of SGLang's kernel for ``q`` ``[T, H, D]``, or None."""
+        cache, mode = call["kv_cache"], self._mode
+        assert mode is not None, "a forward has begun"
+        kernel = self.kernels.attention(mode, q, cache)
+        if kernel is None:
+            return None
+
+        def attend_to(
+            q: torch.Tensor,
+            slots: torch.Tensor,
+            lengths: torch.Tensor,
+            sinks: torch.Tensor | None = None,
+        ) -> torch.Tensor:
+            # Packed lists are made once for the layers of a group, which have the same slots.
+            kept = self._lists.of(slots, self.index_buffer.writes)
+            return attend(kernel, q, cache, slots, call["sm_scale"], sinks, kept, lengths)
+
+        return attend_to
 
     def _indices(
         self, layer: int, forward_batch: ForwardBatch, carried: torch.Tensor | None, rows: int
@@ -151,7 +160,7 @@ class IndexCacheBackend(DeepseekSparseAttnBackend):
         """Return what ``layer`` attends to in ``rows`` rows, where SGLang brings ``carried``.
 
         An F layer brings what its indexer selected, which is written to the buffer; in live mode
-        the indexer has written it itself (``cuda/indexer.py``).
+        the indexer has written it itself (``cuda/live_indexer.py``).
         """
         buffer = self.index_buffer
         # SGLang carries none across the place where it splits a batch.

@@ -13,7 +13,7 @@ import torch
 
 from sglang_indexcache.checkpoint import text_config
 from sglang_indexcache.errors import Findings, KernelError, SettingsError
-from sglang_indexcache.kernels import dispatch
+from sglang_indexcache.kernels import dispatch, routes
 from sglang_indexcache.kernels.contract import (
     INDEX_DIM,
     INDEXER_HEADS,
@@ -36,6 +36,10 @@ HOPPER_HEADS = 64
 """Attention heads a GPU that FlashMLA's sparse kernels take on Hopper, or a multiple of them."""
 TRTLLM_FROM = 10
 """Major compute capability from which TensorRT-LLM's sparse attention runs: Blackwell."""
+RECORDED_TOPK = {2048}
+"""Length of the lists of every record."""
+RECORDED_ATTENTION = {"bfloat16": {"flashmla_sparse"}, "fp8": {"flashmla_kv"}}
+"""SGLang's kernels beside which a record times attention, by the rows of the cache."""
 RAW_FP8 = {"tilelang", "trtllm"}
 """Those with which SGLang stores an FP8 cache without scales, a layout that ours does not read."""
 
@@ -49,6 +53,8 @@ def choose(value: str, cfg: Any, model: Any, machine: dispatch.Machine) -> tuple
     if value == "engine":
         return tuple(Route(op, phase, None, "the default") for op, phase in ROUTED)
     try:
+        if (overlap := dispatch.stated_overlap(value)) is not None:
+            return tuple(_by_record(overlap, cfg, model, machine))
         name, chosen_ops = dispatch.chosen(value)
         dispatch.named(name).check(machine)
         for op, phase in chosen_ops:
@@ -66,6 +72,62 @@ def choose(value: str, cfg: Any, model: Any, machine: dispatch.Machine) -> tuple
         else Route(op, phase, None, "not asked for")
         for op, phase in ROUTED
     )
+
+
+def _by_record(overlap: int, cfg: Any, model: Any, machine: dispatch.Machine) -> Iterator[Route]:
+    """Yield what a card's record allows: what cannot run, or was not timed, stays the engine's."""
+    table = routes.Routes.of_card(machine.name, overlap)
+    if table is None:
+        why = f"no record of {machine.name}"
+        yield from (Route(op, phase, None, why) for op, phase in ROUTED)
+        return
+    ours = dispatch.named(routes.OURS)
+    missing = ours.obstacle(machine)
+    measured = table.without(routes.OURS) if missing else table
+    without = f"; without {ours.name}, which {missing}" if missing else ""
+    for op, phase in ROUTED:
+        reasons = [*_obstacles(op, phase, cfg, model), *_unlike_record(op, phase, cfg, model)]
+        if reasons:
+            yield Route(op, phase, None, reasons[0])
+            continue
+        operation = operation_of(op, phase, cfg, model)
+        takes = measured.takes(operation)
+        lists = f", lists that share {overlap} %" if operation.name in routes.SIDE_BY_SIDE else ""
+        why = f"record of {measured.card}, {operation.heads} heads{lists}{without}"
+        if takes <= {routes.ENGINE}:
+            found = "nothing was faster" if takes else "no shape was timed"
+            yield Route(op, phase, None, f"{found}: {why}")
+            continue
+        implementation = ours.name if routes.OURS in takes else None
+        why = f"{why}: {'; '.join(measured.describe(operation))}"
+        yield Route(op, phase, implementation, why, measured.card, overlap)
+
+
+def operation_of(op: OpName, phase: Phase, cfg: Any, model: Any) -> routes.Operation:
+    """Return what a server's calls of an operation are to a record."""
+    name = f"{op}-{phase}"
+    if op == "select":
+        verified = (cfg.speculative_num_draft_tokens or 1) if phase == "decode" else 1
+        return routes.Operation(name, model.hf_config.index_n_heads, verified=verified)
+    return routes.Operation(name, _heads(cfg, model), _cache(cfg))
+
+
+def _cache(cfg: Any) -> str:
+    return "fp8" if cfg.kv_cache_dtype == "fp8_e4m3" else "bfloat16"
+
+
+def _unlike_record(op: OpName, phase: Phase, cfg: Any, model: Any) -> Iterator[str]:
+    """Yield why SGLang's kernel of a server is not the one that a record has."""
+    topk = read_field(text_config(model.hf_config), "index_topk")
+    if topk not in RECORDED_TOPK:
+        yield f"lists of {topk} were not timed"
+    cache, backend = _cache(cfg), getattr(cfg, f"dsa_{phase}_backend")
+    if op == "sparse_mla" and backend not in RECORDED_ATTENTION[cache]:
+        yield f"{backend} over a {cache} cache was not timed"
+    if op == "select" and cfg.dsa_topk_backend != "sgl-kernel":
+        yield f"--dsa-topk-backend {cfg.dsa_topk_backend} was not timed"
+    if op == "select" and phase == "prefill" and cache == "fp8" and backend == "flashmla_sparse":
+        yield "SGLang runs its faster top-k there by default"
 
 
 def _obstacles(op: OpName, phase: Phase, cfg: Any, model: Any) -> list[str]:
@@ -176,9 +238,7 @@ def _of_topk(routes: tuple[Route, ...], cfg: Any, model: Any) -> Iterator[str]:
 
 def _of_heads(routes: tuple[Route, ...], cfg: Any, model: Any) -> Iterator[str]:
     """Yield why ``flashmla_sparse_q8`` cannot run; for ``flashmla_sparse`` our backend pads."""
-    # As SGLang's ``derive_attn_tp_size``.
-    ranks = cfg.tp_size // cfg.attn_dp_size // cfg.attn_cp_size
-    heads = max(1, model.num_attention_heads // ranks)
+    heads = _heads(cfg, model)
     attend = routes[ROUTED.index(("sparse_mla", "prefill"))]
     if (
         attend.implementation is None
@@ -191,6 +251,12 @@ def _of_heads(routes: tuple[Route, ...], cfg: Any, model: Any) -> Iterator[str]:
             "--dsa-prefill-backend flashmla_sparse_q8: the first prompt would end the server. Use "
             "flashmla_sparse, for which this plugin pads them."
         )
+
+
+def _heads(cfg: Any, model: Any) -> int:
+    """Return the attention heads of a GPU, as SGLang's ``derive_attn_tp_size``."""
+    ranks = cfg.tp_size // cfg.attn_dp_size // cfg.attn_cp_size
+    return max(1, int(model.num_attention_heads) // ranks)
 
 
 def _of_card(routes: tuple[Route, ...], cfg: Any, machine: dispatch.Machine) -> Iterator[str]:

@@ -11,8 +11,9 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +31,8 @@ from sglang_indexcache.kernels.contract import (
     SparseMLA,
 )
 from sglang_indexcache.kernels.dispatch import Phase, named
+from sglang_indexcache.kernels.routes import ENGINE, OURS, SECOND_TOPK, Operation, Routes
+from sglang_indexcache.serving.cuda.second_topk import SecondTopk, takes_second_topk
 from sglang_indexcache.serving.hooks import around
 from sglang_indexcache.serving.plan import Route
 
@@ -43,36 +46,64 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class EngineKernels:
-    """Kernels of one backend by operation; None is SGLang's own."""
+    """Kernels of one backend by operation; None is SGLang's own.
+
+    Attributes:
+        measured: what chooses for each call of an operation, by the operation's name; an operation
+            that is not in it has one kernel for all calls.
+        taken: counts what was chosen for each call of those, and why.
+    """
 
     select_prefill: Select | None = None
     select_decode: Select | None = None
     sparse_mla_prefill: SparseMLA | None = None
     sparse_mla_decode: SparseMLA | None = None
+    measured: dict[str, Routes] = field(default_factory=dict)
+    taken: Counter[str] = field(default_factory=Counter)
 
     @classmethod
-    def load(cls, routes: tuple[Route, ...]) -> EngineKernels:
+    def load(cls, routes: tuple[Route, ...], taken: Counter[str] | None = None) -> EngineKernels:
         """Import (for CUDA: compile and load) what was chosen; the launcher's log has said it.
 
         Raises:
             KernelError: it cannot be built or imported.
         """
-        return cls(
-            **{
-                f"{route.op}_{route.phase}": named(route.implementation).load(route.op)
-                for route in routes
-                if route.implementation
-            }
-        )
+        functions: dict[str, Any] = {
+            f"{route.op}_{route.phase}": named(route.implementation).load(route.op)
+            for route in routes
+            if route.implementation
+        }
+        tables = {f"{route.op}-{route.phase}": route.measured for route in routes}
+        measured = {name: table for name, table in tables.items() if table}
+        return cls(**functions, measured=measured, taken=Counter() if taken is None else taken)
 
-    def attention(self, mode: ForwardMode) -> SparseMLA | None:
-        """Sparse attention of a forward; SGLang, too, counts MTP's forwards as decode."""
-        return self.sparse_mla_decode if is_decode(mode) else self.sparse_mla_prefill
+    def choose(self, operation: Operation, rows: int, tokens: tuple[int, int] | None = None) -> str:
+        """Return whose kernels a call of some rows gets, by what the host knows."""
+        ours = getattr(self, operation.name.replace("-", "_"))
+        if operation.name not in self.measured:
+            return ENGINE if ours is None else OURS
+        choice = self.measured[operation.name].choose(operation, rows, tokens)
+        self.taken[f"{operation.name}: {choice.name}, {choice.why}"] += 1
+        return choice.name
+
+    def attention(
+        self, mode: ForwardMode, q: torch.Tensor, cache: torch.Tensor
+    ) -> SparseMLA | None:
+        """Sparse attention of a call; SGLang, too, counts MTP's forwards as decode."""
+        phase, rows = "decode" if is_decode(mode) else "prefill", "bfloat16"
+        if cache.element_size() == 1:
+            rows = "fp8"
+        operation = Operation(f"sparse_mla-{phase}", q.shape[1], rows)
+        if self.choose(operation, len(q)) == ENGINE:
+            return None
+        return self.sparse_mla_decode if phase == "decode" else self.sparse_mla_prefill
 
     @property
     def selects(self) -> bool:
-        """Whether any selection is ours."""
-        return self.select_prefill is not None or self.select_decode is not None
+        """Whether any selection may be another than SGLang's default."""
+        names = ("select_prefill", "select_decode")
+        has_ours = any(getattr(self, name) is not None for name in names)
+        return has_ours or any(name.replace("_", "-") in self.measured for name in names)
 
 
 def is_decode(mode: ForwardMode) -> bool:
@@ -112,7 +143,7 @@ def ragged(
 
     A graph reads ``topk_result`` at its address; rows of padding keep what they hold.
     """
-    kernel, topk = current().select_prefill, indexer.index_topk
+    kernels, topk = current(), indexer.index_topk
 
     def select_rows(
         q: torch.Tensor,
@@ -120,7 +151,10 @@ def ragged(
         part: DSAIndexerMetadata,
         result: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        if kernel is None or _is_unknown(part, "prefill"):
+        name, kernel = _prefill_kernels(kernels, q, part), kernels.select_prefill
+        if kernel is None or name != OURS or _is_unknown(part, "prefill"):
+            if name == SECOND_TOPK:
+                part = replace(part, topk_backend=SecondTopk(part.topk_backend))
             call = (enable_dual_stream, forward_batch, layer_id, q, gates, part, result)
             return original(indexer, *call)
         return select(kernel, "prefill", q, gates, _pages(indexer, layer_id), part, topk, result)
@@ -142,11 +176,36 @@ def _paged(
     metadata: DSAIndexerMetadata,
 ) -> torch.Tensor:
     """Stand in for ``Indexer._get_topk_paged``."""
-    kernel = current().select_decode
-    if kernel is None or _is_unknown(metadata, "decode"):
+    kernels, kernel = current(), current().select_decode
+    name = _decode_kernels(kernels, q_fp8, metadata)
+    if kernel is None or name != OURS or _is_unknown(metadata, "decode"):
         return original(indexer, forward_batch, layer_id, q_fp8, weights, metadata)
     pages = _pages(indexer, layer_id)
     return select(kernel, "decode", q_fp8, weights, pages, metadata, indexer.index_topk)
+
+
+def _prefill_kernels(
+    kernels: EngineKernels, q_fp8: torch.Tensor, metadata: DSAIndexerMetadata
+) -> str:
+    """Return whose kernels select in a prefill; what a record times is PAGED."""
+    if "select-prefill" not in kernels.measured:
+        return OURS
+    lengths = metadata.get_indexer_seq_len_cpu().tolist()
+    if not lengths or not takes_second_topk(metadata):
+        return ENGINE
+    operation = Operation("select-prefill", q_fp8.shape[1])
+    return kernels.choose(operation, _rows(metadata, "prefill"), (min(lengths), max(lengths)))
+
+
+def _decode_kernels(
+    kernels: EngineKernels, q_fp8: torch.Tensor, metadata: DSAIndexerMetadata
+) -> str:
+    """Return whose kernels select in a decode step, by its requests and the rows of each."""
+    if "select-decode" not in kernels.measured:
+        return OURS
+    requests = metadata.get_seqlens_int32().shape[0]
+    verified = _rows(metadata, "decode") // max(requests, 1)
+    return kernels.choose(Operation("select-decode", q_fp8.shape[1], verified=verified), requests)
 
 
 def select(
@@ -182,7 +241,7 @@ def select(
         starts = metadata.attn_metadata.cu_seqlens_q
     else:
         # SGLang repeats a request's row of the table for each of its MTP rows. Ours takes one and
-        # reads the request's keys once for up to four; more than four are requests of their own.
+        # reads the request's keys once for four rows; more than eight are requests of their own.
         requests = metadata.get_seqlens_int32().shape[0]
         table = table[
             :: 1 if rows % requests or rows // requests > MAX_NEXT_N else rows // requests
@@ -306,6 +365,7 @@ def attend(
     scale: float,
     sinks: torch.Tensor | None = None,
     kept: Kept | None = None,
+    lengths: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Sparse MLA over the rows that SGLang's kernels would read.
 
@@ -314,10 +374,14 @@ def attend(
         kv_cache: ``[N, 1, 576]`` bfloat16, a pool's or gathered for this batch, or a pool's
             ``[N, 1, 656]`` FP8 rows under any one-byte dtype.
         slots: ``[T, k]`` int32 rows of ``kv_cache``, padded with -1.
+        lengths: int32, how many of each row are no padding; of another number of rows (as where
+            dp_attention pads) it is left out, as in SGLang.
 
     Returns:
         ``[T, Hq, 512]`` bfloat16.
     """
+    if lengths is not None and len(lengths) != len(q):
+        lengths = None
     if kv_cache.element_size() == 1:
         kv_cache = kv_cache.view(torch.uint8)
     out, _ = kernel(
@@ -327,5 +391,6 @@ def attend(
         scale,
         sinks=None if sinks is None else sinks.float(),
         kept=kept,
+        lengths=lengths,
     )
     return out

@@ -65,6 +65,7 @@ class Rank:
         """Return what it does, by names that stay."""
         state, verdict = self.state, judge(self.state)
         copied = {"rank", "mode", "source", "adapter", "policy", "pattern", "requests"}
+        copied |= {"kernel_choices"}
         return {
             "server": self.name,
             "sglang": self.sglang,
@@ -92,6 +93,8 @@ class Rank:
         if state.policy != state.pattern:
             shortest = "below, the layers of the shortest prompts"
             _say(console, f"by prompt length: {state.policy}; {shortest}")
+        for choice, count in sorted(state.kernel_choices.items()):
+            _say(console, f"kernels of {choice}: {count:,} calls")
         for pattern, count in sorted(state.requests.items()):
             _say(console, f"unfinished requests under {pattern}: {count}")
         _say(console, "")

@@ -17,12 +17,18 @@ from tests.kernels.grid.suite import GROUPS, SIZES, CaseOutcome, run
 
 
 def check(
-    implementation: Implementation, groups: Sequence[str], sizes: str, machine: Machine, seed: int
+    implementation: Implementation,
+    groups: Sequence[str],
+    sizes: str,
+    machine: Machine,
+    seed: int,
+    only: str = "",
 ) -> Iterator[CaseOutcome]:
     """Yield every outcome; print what is wrong and how many cases of a group passed."""
     for group in groups:
         passed = failed = 0
-        for outcome in run(implementation, group, sizes, machine, seed):  # type: ignore[arg-type]
+        outcomes = run(implementation, group, sizes, machine, seed, only)  # type: ignore[arg-type]
+        for outcome in outcomes:
             passed, failed = passed + (not outcome.complaints), failed + bool(outcome.complaints)
             for complaint in outcome.complaints:
                 print(f"  {outcome.case}: {complaint}", flush=True)
@@ -48,6 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "GPU, small without one",
     )
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--case", default="", help="name of the only case to check")
     options = parser.parse_args(arguments)
     names = (options.implementation,) if options.implementation else dispatch.NAMES
     groups = (options.group,) if options.group else tuple(GROUPS)
@@ -57,7 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if obstacle := implementation.obstacle(machine):
             print(f"{name}: not run: {obstacle}")
         else:
-            outcomes += check(implementation, groups, options.sizes, machine, options.seed)
+            outcomes += check(
+                implementation, groups, options.sizes, machine, options.seed, options.case
+            )
     failed = sum(bool(outcome.complaints) for outcome in outcomes)
     if failed:
         raise KernelError(f"{failed} cases failed, {len(outcomes) - failed} passed")

@@ -75,6 +75,7 @@ DECODE: tuple[IndexerCase, ...] = tuple(
         IndexerCase("two rows", 64, ((2, 66), (2, 2), (2, 0), (2, 200)), fill="integers"),
         IndexerCase("three rows", 16, ((3, 129), (3, 3))),
         IndexerCase("four rows", 8, ((4, 257), (4, 64)), fill="integers"),
+        IndexerCase("six rows", 32, ((6, 131), (6, 6), (6, 0))),
         IndexerCase("zeros of the ReLU", 32, ((1, 150),), fill="zeros"),
         IndexerCase("huge scales", 64, ((1, 129),), fill="huge"),
         IndexerCase("no request", 32, ()),
@@ -106,6 +107,7 @@ LARGE_DECODE: tuple[IndexerCase, ...] = tuple(
     for case in (
         IndexerCase("batch of 64", 32, tuple((1, 37 + 313 * b) for b in range(64)), topk=2048),
         IndexerCase("MTP", 64, tuple((4, 4 + 997 * b) for b in range(12)), topk=2048),
+        IndexerCase("MTP of six", 32, tuple((6, 6 + 1997 * b) for b in range(12)), topk=2048),
         IndexerCase("long", 64, ((2, 200_003),), topk=2048),
         IndexerCase("long ties", 32, ((1, 100_001), (1, 2049)), topk=2048, fill="integers"),
         IndexerCase("a million tokens", 8, ((1, 1 << 20),), topk=2048),
@@ -291,6 +293,8 @@ ATTENTION: tuple[AttentionCase, ...] = (
     AttentionCase((0, 0), 64, 3),
     AttentionCase((), 64, 20),
 )
+CLUSTERS = tuple(AttentionCase((k,), k, 8) for k in (64, 128, 256, 1024))
+"""One row, whose list clusters of 1, 2, 4 and 16 blocks share."""
 _UNEVEN = (64, 0, 63, 1, 64, 40, 64)
 WIDE_ATTENTION: tuple[AttentionCase, ...] = (
     AttentionCase(_UNEVEN * 304, 64, 5),

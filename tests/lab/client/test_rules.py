@@ -14,7 +14,7 @@ PLACES = {
     "input_token_logprobs": {"lab/client/score.py"},
     "logprob_start_len": {"lab/client/score.py"},
     "top_logprobs_num": {"lab/client/score.py"},
-    "cached_tokens": {"lab/client/score.py", "lab/client/stream.py", "lab/evaluate/arms.py"},
+    "cached_tokens": {"lab/client/score.py", "lab/client/stream.py", "lab/evaluate/servers.py"},
     "indexcache_pattern": {"serving/protocol.py", "serving/options.py"},
 }
 """Words of the protocol, and the only modules that may spell them."""

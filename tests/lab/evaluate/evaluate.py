@@ -10,11 +10,11 @@ from typing import IO
 from rich.console import Console
 
 from sglang_indexcache.lab.client.http import Client
-from sglang_indexcache.lab.evaluate.arms import Servers
 from sglang_indexcache.lab.evaluate.corpus import Corpus
 from sglang_indexcache.lab.evaluate.evaluation import Evaluation, recorded
-from sglang_indexcache.lab.evaluate.plan import Arm, EvaluationPlan, Role
+from sglang_indexcache.lab.evaluate.evaluation_plan import Arm, EvaluationPlan, Role
 from sglang_indexcache.lab.evaluate.run import Run
+from sglang_indexcache.lab.evaluate.servers import Servers
 from tests.lab.evaluate.fake_server import TOPK, Words
 
 ARMS = (

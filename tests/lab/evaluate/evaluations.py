@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 from sglang_indexcache.lab.evaluate.evaluation import Answer, Evaluation, Missing
-from sglang_indexcache.lab.evaluate.plan import CONTROL_LOOK, Arm, Planned, Role
+from sglang_indexcache.lab.evaluate.evaluation_plan import CONTROL_LOOK, Arm, Planned, Role
 from sglang_indexcache.lab.stats.design import Design
 
 TASKS, LENGTHS, SHORT = ("needles", "tracking"), (32768, 131072), 1536

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from sglang_indexcache.lab.evaluate.tasks.words import ADJECTIVES, NOUNS
+from sglang_indexcache.lab.data.words import ADJECTIVES, NOUNS
 from tests.fakes.server import FakeServer
 
 LAYERS = 12

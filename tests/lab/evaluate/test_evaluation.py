@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from sglang_indexcache.lab.evaluate.evaluation import Answer, Evaluation, Missing
-from sglang_indexcache.lab.evaluate.plan import Arm, Planned, Role
+from sglang_indexcache.lab.evaluate.evaluation_plan import Arm, Planned, Role
 from sglang_indexcache.lab.evaluate.verdict import Kind, verdicts_of
 from sglang_indexcache.lab.stats.design import Design
 

@@ -18,7 +18,7 @@ from sglang_indexcache.lab.client.http import Client
 from sglang_indexcache.lab.demo import shipped_checkpoint
 from sglang_indexcache.lab.evaluate import run
 from sglang_indexcache.lab.evaluate.evaluation import NAME, Evaluation, load, recorded
-from sglang_indexcache.lab.evaluate.plan import CONTROL_LOOK, CORRELATION, DISCORDANCE
+from sglang_indexcache.lab.evaluate.evaluation_plan import CONTROL_LOOK, CORRELATION, DISCORDANCE
 from sglang_indexcache.lab.evaluate.run import (
     EvaluationRequest,
     check_floor,

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 
 from sglang_indexcache.errors import QualityError
 from sglang_indexcache.lab.evaluate.corpus import Corpus, select_rows
-from sglang_indexcache.lab.evaluate.plan import (
+from sglang_indexcache.lab.evaluate.evaluation_plan import (
     CONTROL_LOOK,
     CORRELATION,
     DISCORDANCE,
@@ -316,6 +316,24 @@ def test_a_text_is_recognised_behind_any_opening(tmp_path: Path) -> None:
     assert len({(row - 1) // 4 for row in cell.rows if row <= 12}) == 3
     assert {row for row in cell.rows if row > 12} == set(range(13, 18))
     assert "9 about the text of another row (one text, one observation)" in selected.told[0]
+
+
+def test_cuts_of_a_document_that_overlap_are_said(tmp_path: Path) -> None:
+    """Half of 48 texts overlapped a neighbour by 30 %, and nobody was told."""
+    book = [f"b{n}" for n in range(12_000)]
+    rules = words_of("rule", 150)  # what stands in all of them is no sign
+
+    def told(step: int) -> str:
+        starts = range(0, len(book) - 1200, step)
+        rows = [
+            {"prompt": f"{' '.join(book[start : start + 1200])} {rules}", "answer": "yes"}
+            for start in starts
+        ]
+        path = write(tmp_path / "own.jsonl", rows)
+        return selection(path, lengths=(4096,), contexts=20, longest=8192).told[0]
+
+    assert "texts share a tenth to a half with another" in told(850)
+    assert "share a tenth" not in told(1200)
 
 
 def test_turns_of_a_conversation_are_one_observation(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from sglang_indexcache.errors import QualityError
 from sglang_indexcache.lab.evaluate.evaluation import Answer, Evaluation, Missing
-from sglang_indexcache.lab.evaluate.plan import Arm, Planned, Role
+from sglang_indexcache.lab.evaluate.evaluation_plan import Arm, Planned, Role
 from sglang_indexcache.lab.evaluate.verdict import (
     SAFE,
     SAME,

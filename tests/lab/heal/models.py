@@ -12,7 +12,7 @@ from transformers import (
     GlmMoeDsaForCausalLM,
 )
 
-from sglang_indexcache.lab.heal.sharing import Stage
+from sglang_indexcache.lab.heal.forward_state import Stage
 from tests.fixtures.training import DistilledModel
 
 FAMILIES = {

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from sglang_indexcache import AttentionInputs, IndexInputs, Layout, Pattern, distillation_loss
 from sglang_indexcache.lab.demo import shipped_checkpoint
+from sglang_indexcache.lab.heal.forward_state import Sharing, Stage
 from sglang_indexcache.lab.heal.model import install, is_indexer
-from sglang_indexcache.lab.heal.sharing import Sharing, Stage
 
 PAGE = Path(__file__).parents[3] / "docs" / "heal.md"
 

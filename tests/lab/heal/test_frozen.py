@@ -15,10 +15,10 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
 from sglang_indexcache.errors import CheckpointError, PatternError
+from sglang_indexcache.lab.heal.forward_state import Stage
 from sglang_indexcache.lab.heal.frozen import FrozenBody, shared_out
-from sglang_indexcache.lab.heal.local import LocalSharing, Passing, pass_through, pipelined
 from sglang_indexcache.lab.heal.packing import Layout
-from sglang_indexcache.lab.heal.sharing import Stage
+from sglang_indexcache.lab.heal.passing import LocalSharing, Passing, pass_through, pipelined
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.adapters.weights import dequantised
 from tests.fixtures.training import DistilledModel

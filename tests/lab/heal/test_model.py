@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from sglang_indexcache.errors import PatternError, StaleIndexError, TrainingError
+from sglang_indexcache.lab.heal.forward_state import Stage
 from sglang_indexcache.lab.heal.losses import AttentionInputs, distillation_loss
 from sglang_indexcache.lab.heal.model import attend
 from sglang_indexcache.lab.heal.packing import Layout
-from sglang_indexcache.lab.heal.sharing import Stage
 from sglang_indexcache.pattern import Pattern
 from tests.fixtures.training import DistilledModel
 from tests.lab.heal.models import FAMILIES, LAYERS, TOPK, logits, make, one_document, tokens

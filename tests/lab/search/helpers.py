@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -12,8 +12,8 @@ from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.lab.search.calibration import Calibration
 from sglang_indexcache.lab.search.evaluators import Evaluator
 from sglang_indexcache.lab.search.ledger import Ledger, Step
+from sglang_indexcache.lab.search.methods import METHODS, Method, find_method
 from sglang_indexcache.lab.search.methods.greedy import Greedy
-from sglang_indexcache.lab.search.options import Options
 from sglang_indexcache.lab.search.rules import Constraints, Targets, parse_targets
 from sglang_indexcache.lab.search.run import Search
 from sglang_indexcache.lab.search.session import run_search
@@ -35,9 +35,9 @@ def landscape(count: int, seed: int = 0, batches: int = 8, **arguments: float) -
     return Ledger(SyntheticEvaluator(count, batches, seed, **arguments))  # type: ignore[arg-type]
 
 
-def finished(ledger: Ledger, goal: Targets, options: Options | None = None) -> Search:
+def finished(ledger: Ledger, goal: Targets, method: Method | None = None) -> Search:
     """Return a search that has run to its end."""
-    search = Search(ledger, goal, options or Options())
+    search = Search(ledger, goal, method)
     for _ in search.run():
         pass
     return search
@@ -45,7 +45,7 @@ def finished(ledger: Ledger, goal: Targets, options: Options | None = None) -> S
 
 def greedy(ledger: Ledger, goal: Targets) -> list[Step]:
     """Take every step of the paper's algorithm, the start first."""
-    return list(Greedy().descend(ledger, goal, 0))
+    return list(Greedy().descend(ledger, goal))
 
 
 def made_up(evaluator: Evaluator, held_out: int = 0, name: str = "x") -> Setup:
@@ -62,14 +62,14 @@ def searched(
     evaluator: Evaluator,
     *goals: str,
     held_out: int = 0,
-    method: str = "fast",
+    method: str = "greedy",
     keep_full: tuple[int, ...] = (),
-    **options: Any,
+    methods: Mapping[str, Method] = METHODS,
 ) -> tuple[Search, str]:
     """Return a search as a user runs it, on a landscape; and what it said."""
     setup = made_up(evaluator, held_out)
     rules = Constraints.make(setup.checkpoint.own, keep_full)
     console = Console(file=io.StringIO(), width=400)
-    marks, how = parse_targets(goals or None, rules), Options.parse(method, **options)
+    marks, how = parse_targets(goals or None, rules), find_method(method, methods)
     search = run_search(setup, evaluator, marks, how, output, console)
     return search, console.file.getvalue()  # type: ignore[attr-defined]

@@ -28,21 +28,6 @@ def algorithm_1(count: int, loss: Loss, flips: int) -> list[str]:
     return trace
 
 
-def forward_selection(count: int, loss: Loss, steps: int) -> list[str]:
-    """Add layers to layer 0 alone; return the pattern after every step."""
-    full, trace = {0}, []
-    for _ in range(steps):
-        candidates = {
-            layer: "".join("F" if i in full or i == layer else "S" for i in range(count))
-            for layer in range(count)
-            if layer not in full
-        }
-        best = min(candidates, key=lambda layer: loss(candidates[layer]))
-        full.add(best)
-        trace.append(candidates[best])
-    return trace
-
-
 def every_pattern(count: int, full: int) -> list[str]:
     """Return all patterns of ``count`` layers with ``full`` F, layer 0 among them."""
     patterns = []

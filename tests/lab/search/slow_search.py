@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sglang_indexcache.lab.search.evaluators import Floats
-from sglang_indexcache.lab.search.methods import METHODS_IN_PROCESS
+from sglang_indexcache.lab.search.judged import Judged
 from sglang_indexcache.pattern import Pattern
 from tests.fixtures.landscape import SeenEvaluator
 from tests.lab.search.helpers import searched
@@ -26,20 +26,24 @@ class Slow(SeenEvaluator):
         time.sleep(SECONDS)
         return super().loss(pattern, batches)
 
+    def judge(self, pattern: Pattern, batches: Sequence[int]) -> list[Judged]:
+        time.sleep(SECONDS)
+        return super().judge(pattern, batches)
+
     def kept_mass(self, batch: int) -> Floats:
         time.sleep(SECONDS)
         return super().kept_mass(batch)
 
 
 def search(output: Path, method: str, calls: int) -> None:
-    """Search with so many calls at the same time; "both" begins from one pass."""
+    """Search with so many calls at the same time."""
     evaluator = Slow(12, 16)
     evaluator.in_flight = calls
-    searched(output, evaluator, held_out=8, method=method, methods=METHODS_IN_PROCESS)
+    searched(output, evaluator, held_out=8, method=method)
 
 
 if __name__ == "__main__":
     try:
-        search(Path(sys.argv[1]), "fast", 1)
+        search(Path(sys.argv[1]), "greedy", 1)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -1,4 +1,6 @@
+import itertools
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -11,9 +13,12 @@ from hypothesis import strategies as st
 
 from sglang_indexcache.errors import SearchError
 from sglang_indexcache.lab.data.marking import Marker, is_held_out
-from sglang_indexcache.lab.search.calibration import Calibration, Score, prepare
+from sglang_indexcache.lab.search.calibration import Calibration, Score
+from sglang_indexcache.lab.search.reading import prepare
+from sglang_indexcache.lab.search.recall import KEYS, PASSAGES, TEXT
 from tests.lab.data.letters import Letters, letters, text_of
 
+RULE = r"\n(\w+) (\w+) -> (\w+), (\w+)"
 SIZES = {"context": 8, "batches": 3, "per_batch": 2, "held_out": 1}
 
 
@@ -31,16 +36,76 @@ def lines(tmp_path: Path) -> Path:
     return write(tmp_path / "data.jsonl", ({"text": f"line{i:04}"} for i in range(40)))
 
 
-def test_takes_the_first_documents_of_each_part(lines: Path) -> None:
+def test_the_two_parts_are_what_their_tokens_say(lines: Path) -> None:
     data = prepare_letters(lines)
-    rows = [tuple(map(ord, f"line{i:04}")) for i in range(40)]
-    parts = [[s for s in rows if is_held_out(s) is kind] for kind in (False, True)]
-    assert {*data.sequences[:6]} == {*parts[0][:6]}
-    assert {*data.sequences[6:]} == {*parts[1][:2]}
+    rows = {tuple(map(ord, f"line{i:04}")) for i in range(40)}
+    assert len({*data.sequences}) == 8
+    assert {*data.sequences} <= rows
+    assert [is_held_out(s) for s in data.sequences] == [False] * 6 + [True] * 2
     assert data.batch_tokens == (16, 16, 16, 16)
     assert data.size == "3 batches of 2 x 8 tokens"
     alone = data.held_out_alone()
-    assert (alone.sequences, alone.held_out, len(alone.counted)) == (data.sequences[6:], 0, 2)
+    assert (alone.sequences, alone.held_out, len(alone.kinds)) == (data.sequences[6:], 0, 2)
+    assert alone.documents == data.documents[6:]
+
+
+def five_kinds(folder: Path) -> dict[str, Path]:
+    """Write a folder for each of five kinds of text, with six files of twenty documents each."""
+    for kind in "abcde":
+        for number in range(6):
+            rows = ({"text": f"{kind}{number}{i:06}"} for i in range(20))
+            (folder / kind).mkdir(exist_ok=True)
+            write(folder / kind / f"{number}.jsonl", rows)
+    return {kind: folder / kind for kind in "abcde"}
+
+
+def test_documents_come_from_every_folder_and_file(tmp_path: Path) -> None:
+    """Five kinds were given once, and two files of one of them searched: the first by name."""
+    five_kinds(tmp_path)
+    data = prepare_letters(tmp_path, batches=20, per_batch=1, held_out=0)
+    texts = [text_of(sequence) for sequence in data.sequences]
+    assert {text[0] for text in texts} == set("abcde")
+    assert len({text[:2] for text in texts}) >= 15
+    assert "files in 5 folders, drawn by seed 0" in data.reading
+    assert data.warning == ""
+
+
+def test_another_seed_draws_other_documents(tmp_path: Path) -> None:
+    """It only shuffled the same ones once, and the page said that it showed how stable they are."""
+    five_kinds(tmp_path)
+    drawn = [{*prepare_letters(tmp_path, seed=seed).sequences} for seed in range(4)]
+    for one, other in itertools.combinations(drawn, 2):
+        assert len(one & other) <= 2
+    # And from everywhere in one file.
+    write(tmp_path / "one.jsonl", ({"text": f"x{i:07}"} for i in range(1000)))
+    places = [
+        int(text_of(s)[1:])
+        for seed in range(4)
+        for s in prepare_letters(tmp_path / "one.jsonl", seed=seed).sequences
+    ]
+    assert min(places) < 250
+    assert max(places) > 750
+
+
+def test_few_files_and_windows_of_few_texts_are_warned_of(tmp_path: Path) -> None:
+    for number in range(8):
+        text = "".join(f"{number}{i:07}" for i in range(100))
+        (tmp_path / f"{number}.txt").write_text(text)
+    few = prepare_letters(tmp_path, batches=30, per_batch=1, held_out=0)
+    assert "all 30 sequences come from" in few.warning
+    assert "texts of" in few.warning
+    assert len(set(few.documents)) <= 8
+    enough = prepare_letters(tmp_path, batches=4, per_batch=1, held_out=0)
+    assert enough.warning == ""
+    assert len(set(enough.documents)) == 4  # a window of each, before any gives two
+    free = next(
+        f
+        for f in sorted(tmp_path.iterdir())
+        if f.stem in {s[0] for s in map(text_of, few.sequences)}
+    )
+    alone = prepare_letters(free, batches=4, per_batch=1, held_out=0)
+    assert "all 4 sequences come from 1 text of 1 file: " in alone.warning
+    assert len(set(alone.documents)) == 1
 
 
 COUNTS = st.tuples(*[st.integers(1, 6)] * 4)
@@ -83,16 +148,20 @@ def test_the_digest_sees_tokens_what_counts_and_batching() -> None:
     variants = [(((1, 2), (3, 5)), 1), (((1, 2), (3, 4)), 2), (((1, 23), (4, 4)), 1)]
     assert all(Calibration(s, n, "x").digest != base.digest for s, n in variants)
     longer = ((1, 2, 3), (4, 5, 6))
-    masks = [(np.array([True, late]), np.array([True, True])) for late in (True, False)]
-    digests = [Calibration(longer, 1, "x", counted=mask).digest for mask in masks]
-    assert digests[0] == Calibration(longer, 1, "x").digest != digests[1]
+    kinds = [
+        (np.array([1, late], dtype=np.uint8), np.array([1, 1], dtype=np.uint8))
+        for late in (1, 0, 2)
+    ]
+    digests = [Calibration(longer, 1, "x", kinds=kind).digest for kind in kinds]
+    assert digests[0] == Calibration(longer, 1, "x").digest
+    assert len({*digests}) == 3
 
 
 def test_every_batch_counts_something() -> None:
-    masks = (np.array([True]), np.array([False]))
+    kinds = (np.array([1], dtype=np.uint8), np.array([0], dtype=np.uint8))
     with pytest.raises(SearchError, match="no prediction of calibration batch 1 counts"):
-        Calibration(((1, 2), (3, 4)), 1, "x", counted=masks)
-    assert Calibration(((1, 2), (3, 4)), 2, "x", counted=masks).counts == "1"
+        Calibration(((1, 2), (3, 4)), 1, "x", kinds=kinds)
+    assert Calibration(((1, 2), (3, 4)), 2, "x", kinds=kinds).counts == "1"
 
 
 # -- documents stay whole ----------------------------------------------------------------------
@@ -110,12 +179,12 @@ def test_two_documents_are_never_glued(tmp_path: Path) -> None:
 def test_an_answer_keeps_its_evidence(tmp_path: Path) -> None:
     """The key is at the start, what asks for it at the end; once a cut could part them."""
     rows = [{"prompt": f"{i:02}...", "response": f"={i:02}"} for i in range(40)]
-    rows.insert(0, {"prompt": "too long for the context", "response": "=no"})
+    rows += [{"prompt": f"too long for the context {i}", "response": "=no"} for i in range(40)]
     data = prepare_letters(write(tmp_path / "a.jsonl", rows), score=Score.ANSWERS)
     for sequence in data.sequences:
         text = text_of(sequence)
         assert text[:2] == text[-2:]
-    assert "1 left out with answers and more than 8 tokens" in data.reading
+    assert re.search(r"\d left out with answers and more than 8 tokens", data.reading)
 
 
 def test_a_long_text_gives_consecutive_windows(tmp_path: Path) -> None:
@@ -147,20 +216,21 @@ def test_all_windows_of_a_text_are_on_one_side(tmp_path: Path) -> None:
         prepare_letters(write(tmp_path / "held.jsonl", [{"text": f"{number:02}" * 99}]), held_out=0)
 
 
-def test_as_many_are_held_out_as_there_are_if_none_is_said(tmp_path: Path) -> None:
-    """Up to 128; and data that has fewer than 32 are refused, as they were."""
+def test_as_many_are_held_out_as_there_are_if_fewer_will_do(tmp_path: Path) -> None:
     rows = [{"text": f"text{n:04}"} for n in range(900)]
     held_out_counts = [
         sum(is_held_out(tuple(map(ord, row["text"]))) for row in rows[:n]) for n in range(901)
     ]
 
-    def held_out(rows_with: int) -> int:
+    def held_out(rows_with: int, least: int | None = 2) -> int:
         path = write(tmp_path / "a.jsonl", rows[: held_out_counts.index(rows_with)])
-        return prepare_letters(path, batches=4, per_batch=1, held_out=None).held_out
+        sizes = {"batches": 2, "per_batch": 1, "held_out": 128, "least_held_out": least}
+        return prepare_letters(path, **sizes).held_out
 
-    assert [held_out(count) for count in (32, 50, 128, 200)] == [32, 50, 128, 128]
-    with pytest.raises(SearchError, match="of 32 to hold out 31"):
-        held_out(31)
+    assert [held_out(count) for count in (3, 50, 128, 200)] == [3, 50, 128, 128]
+    for count, least in ((3, 4), (127, None)):
+        with pytest.raises(SearchError, match=f"to hold out {count}"):
+            held_out(count, least)
 
 
 def test_long_documents_come_first_and_then_the_longest_of_the_short(tmp_path: Path) -> None:
@@ -177,23 +247,22 @@ def test_long_documents_come_first_and_then_the_longest_of_the_short(tmp_path: P
 
 
 def test_stops_reading_when_there_is_enough(tmp_path: Path) -> None:
-    rows = [{"text": f"line{i:04}"} for i in range(10_000)]
-    path = write(tmp_path / "a.jsonl", rows)
-    with path.open("a") as file:
-        file.write("not JSON\n")
+    """A file is read whole when its turn comes, and no text is tokenized that is not wanted."""
+    for number in range(1000):
+        write(tmp_path / f"{number:03}.jsonl", ({"text": f"n{number:03}{i:04}"} for i in range(9)))
     tokenizer = Letters()
-    reading = prepare(str(path), Marker(tokenizer, "letters"), **SIZES).reading
-    assert "documents read (reading stopped there: these give enough)" in reading
-    assert tokenizer.characters < 400
+    reading = prepare(str(tmp_path), Marker(tokenizer, "letters"), **SIZES).reading
+    assert "drawn by seed 0 (reading stopped there: these give enough)" in reading
+    assert tokenizer.characters < 6000
 
 
 def test_what_sees_no_more_than_is_selected_is_left_out(tmp_path: Path) -> None:
     rows = [{"text": f"{i:04}"} for i in range(20)] + [{"text": f"{i:07}"} for i in range(40)]
     data = prepare_letters(write(tmp_path / "a.jsonl", rows), topk=4, score=Score.ALL)
     assert {len(s) for s in data.sequences} == {7}
-    assert [mask.tolist() for mask in data.counted] == [4 * [False] + 2 * [True]] * 8
-    sentence = "20 left out because nothing that counts sees more than 4 tokens"
-    assert sentence in data.reading
+    assert [kinds.tolist() for kinds in data.kinds] == [[0] * 4 + [TEXT] * 2] * 8
+    sentence = r"\d left out because nothing that counts sees more than 4 tokens"
+    assert re.search(sentence, data.reading)
 
 
 # -- what counts -------------------------------------------------------------------------------
@@ -201,19 +270,22 @@ def test_what_sees_no_more_than_is_selected_is_left_out(tmp_path: Path) -> None:
 
 def test_only_answers_count_where_the_data_marks_them(tmp_path: Path) -> None:
     """Every token once did."""
-    rows = [{"text": f"no{i:04}"} for i in range(5)]
+    rows = [{"text": f"no{i:04}"} for i in range(40)]
     rows += [{"text": f"k {i:04} ", "answers": [[2, 4], [5, 6]]} for i in range(40)]
     calibration = prepare_letters(write(tmp_path / "a.jsonl", rows))
     assert calibration.objective.score is Score.ANSWERS
-    for sequence, mask in zip(calibration.sequences, calibration.counted, strict=True):
+    for sequence, mask in zip(calibration.sequences, calibration.kinds, strict=True):
         assert np.flatnonzero(mask).tolist() == [1, 2, 4]
         assert text_of(sequence).startswith("k ")
-    assert "5 left out without answers" in calibration.reading
+    assert re.search(r"\d left out without answers", calibration.reading)
     assert calibration.counts == "6"
 
 
 def test_passages_come_again_where_nothing_is_marked(tmp_path: Path) -> None:
-    """They replace each text's end; what is held out and how long texts are does not change."""
+    """They replace each text's end; what is held out and how long texts are does not change.
+
+    Facts take more letters than a text of 64 spares.
+    """
     path = write(tmp_path / "a.jsonl", [{"text": f"{n:04}" * 16} for n in range(40)])
     plain, by_recall = (
         prepare_letters(path, context=64, score=Score.LATE),
@@ -224,23 +296,41 @@ def test_passages_come_again_where_nothing_is_marked(tmp_path: Path) -> None:
     for text, sequence in zip(plain.sequences, by_recall.sequences, strict=True):
         assert sequence[:48] == text[:48]
         assert text_of(sequence[48:]) in text_of(sequence[:48])
-    assert by_recall.counted[0].tolist() == [False] * 23 + [True] * 24 + [False] * 4 + [True] * 12
+    assert by_recall.kinds[0].tolist() == [0] * 23 + [TEXT] * 24 + [0] * 4 + [PASSAGES] * 12
+
+
+def test_keys_and_rules_are_asked_for_where_nothing_is_marked(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"text": f"{n:04}" * 500} for n in range(20)])
+    data = prepare_letters(path, context=2000, batches=2, per_batch=1, held_out=0)
+    assert data.judged_on == "text, passages, keys"
+    assert {len(sequence) for sequence in data.sequences} == {2000}
+    for sequence, kinds in zip(data.sequences, data.kinds, strict=True):
+        text = text_of(sequence)
+        notes = dict(re.findall(r"\n# (\w+) is (\w+)\n", text))
+        asked = dict(re.findall(r"\n\? (\w+) is (\w+)", text))
+        assert len(notes) == 6
+        assert notes == asked
+        rule = [[*line[:2], *line[2:][::-1]] for line in re.findall(RULE, text)]
+        assert len(rule) == 6
+        assert all(line[:2] == line[2:] for line in rule)
+        answers = text_of([t for t, kind in zip(sequence[1:], kinds, strict=True) if kind == KEYS])
+        assert len(answers) == sum(len(value) + 1 for value in asked.values()) + sum(
+            len(f" {b}, {a}") for a, b, *_ in rule[-2:]
+        )
 
 
 def test_the_later_half_counts_alone_if_it_is_asked_for(lines: Path) -> None:
     calibration = prepare_letters(lines, score=Score.LATE)
-    assert calibration.counted[0].tolist() == [False] * 3 + [True] * 4
-    assert prepare_letters(lines, score=Score.ALL).counted[0].all()
+    assert calibration.kinds[0].tolist() == [0] * 3 + [TEXT] * 4
+    assert prepare_letters(lines, score=Score.ALL).kinds[0].all()
 
 
 def test_what_the_data_marks_is_seen_in_its_first_hundred_documents(tmp_path: Path) -> None:
     plain = [{"text": f"line{i:04}"} for i in range(100)]
     with_responses = [{"prompt": "k", "response": f"{i:04}"} for i in range(40)]
     path = write(tmp_path / "a.jsonl", plain + with_responses)
-    assert prepare_letters(path).objective.score is Score.RECALL
-    assert prepare_letters(path, score=Score.ANSWERS).objective.score is Score.ANSWERS
-    path = write(tmp_path / "b.jsonl", plain[1:] + with_responses)
     assert prepare_letters(path).objective.score is Score.ANSWERS
+    assert prepare_letters(write(tmp_path / "b.jsonl", plain)).objective.score is Score.RECALL
 
 
 def test_answers_that_nobody_marked(lines: Path) -> None:

@@ -5,46 +5,79 @@ import numpy as np
 import pytest
 
 from sglang_indexcache.errors import SearchError
+from sglang_indexcache.lab.search.calibration import Calibration
 from sglang_indexcache.lab.search.compare import Comparison, compare
 from sglang_indexcache.lab.search.difference import ENOUGH, Difference
+from sglang_indexcache.lab.search.evaluators import TokenEvaluator
+from sglang_indexcache.lab.search.judged import TokenChanges
 from sglang_indexcache.lab.stats.bounds import Estimate
 from sglang_indexcache.pattern import Pattern
 
 A, B = Pattern("FFFF"), Pattern("FSFS")
-Losses = list[list[np.ndarray]]
+Changes = list[list[TokenChanges]]
 
 
-class Tokens:
+class Tokens(TokenEvaluator):
     """An evaluator over given losses: pattern B adds ``added`` to the base of every token."""
 
-    in_flight, num_layers = 1, 4
+    kind, in_flight, num_layers = "tokens", 1, 4
 
-    def __init__(self, added: np.ndarray, batches: int = 6, per_batch: int = 2) -> None:
+    def __init__(
+        self,
+        added: np.ndarray,
+        batches: int = 6,
+        per_batch: int = 2,
+        counted: np.ndarray | None = None,
+        documents: tuple[int, ...] = (),
+    ) -> None:
         random = np.random.default_rng(0)
         shape = (batches, per_batch, len(added))
         self.base = random.uniform(1, 4, shape)
         self.other = self.base + added + random.normal(0, 0.01, shape)
-        self.batch_tokens = (1,) * batches
+        masks = np.ones(shape, dtype=bool) if counted is None else counted
+        kinds = tuple(self.row(mask, n) for n, mask in enumerate(masks.reshape(-1, len(added))))
+        sequences = tuple((0,) * (len(kind) + 1) for kind in kinds)
+        super().__init__(
+            Calibration(
+                sequences,
+                per_batch,
+                "test",
+                kinds=tuple(kind.astype(np.uint8) for kind in kinds),
+                documents=documents,
+            )
+        )
+        self.per_batch = per_batch
 
-    def token_losses(self, pattern: Pattern, batches: Sequence[int]) -> Losses:
+    def row(self, values: np.ndarray, number: int) -> np.ndarray:
+        """Return of a sequence's values those that it has."""
+        del number
+        return values
+
+    def token_losses(self, pattern: Pattern, batches: Sequence[int]) -> list[list[np.ndarray]]:
         losses = self.base if pattern == A else self.other
-        return [list(losses[batch]) for batch in batches]
+        return [
+            [self.row(row, batch * self.per_batch + n) for n, row in enumerate(losses[batch])]
+            for batch in batches
+        ]
+
+    def changes(self, pattern: Pattern, batches: Sequence[int]) -> Changes:
+        return [
+            [TokenChanges(row, row / 10, np.ones(len(row)), np.zeros(len(row))) for row in rows]
+            for rows in self.token_losses(pattern, batches)
+        ]
 
 
-def against(evaluator: Tokens, start: int = 0) -> Comparison:
-    """Compare B with A, on every prediction from ``start`` on."""
-    losses = evaluator.token_losses(A, range(len(evaluator.batch_tokens)))
-    masks = [[np.arange(len(row)) >= start for row in batch] for batch in losses]
-    [comparison] = compare(evaluator, A, [B], masks)  # type: ignore[arg-type]
+def against(evaluator: Tokens) -> Comparison:
+    """Compare B with A."""
+    [comparison] = compare(evaluator, A, [B])
     return comparison
 
 
 class Uneven(Tokens):
-    """The same, of which sequence s has 10 + 10 s tokens."""
+    """The same, of which sequence s of a batch has 10 + 10 s tokens."""
 
-    def token_losses(self, pattern: Pattern, batches: Sequence[int]) -> Losses:
-        losses = super().token_losses(pattern, batches)
-        return [[row[: 10 + 10 * s] for s, row in enumerate(batch)] for batch in losses]
+    def row(self, values: np.ndarray, number: int) -> np.ndarray:
+        return values[: 10 + 10 * (number % 4)]
 
 
 def test_the_interval_is_paired_and_without_skewness() -> None:
@@ -55,7 +88,11 @@ def test_the_interval_is_paired_and_without_skewness() -> None:
     assert (comparison.difference.low, comparison.difference.high) == pytest.approx((low, high))
     assert comparison.difference.each == pytest.approx(tuple(second - first))
     assert f"; {ENOUGH} of {ENOUGH} documents lose, number " in comparison.verdict
-    assert comparison.loss - comparison.reference_loss == pytest.approx(comparison.difference.mean)
+    numbers = comparison.numbers()
+    assert numbers["loss"] - numbers["reference_loss"] == pytest.approx(comparison.difference.mean)
+    kl = f"{evaluator.other.mean() / 10:.3f}"
+    beside = f"KL to all F text {kl}; likeliest tokens kept text 100.0%; recall +0.0 points"
+    assert beside in comparison.verdict
     assert comparison.verdict.startswith("+0.0")
     assert "higher, by less than 1%;" in comparison.verdict
     assert "no trend" in comparison.verdict
@@ -104,7 +141,8 @@ def test_sees_where_in_the_context_it_hurts() -> None:
 
 def test_what_no_pattern_can_change_is_left_out() -> None:
     added = np.concatenate([np.zeros(16), np.full(24, 0.05)])
-    comparison = against(Tokens(added), start=16)
+    counted = np.broadcast_to(np.arange(40) >= 16, (6, 2, 40))
+    comparison = against(Tokens(added, counted=counted))
     assert comparison.difference.mean == pytest.approx(0.05, abs=0.003)
     assert comparison.trend is not None
     assert comparison.trend.mean == pytest.approx(0.0, abs=0.01)  # 0.05 if the first 16 counted
@@ -133,17 +171,16 @@ def test_sequences_count_as_far_as_they_reach() -> None:
 
 
 def test_answers_at_the_end_alone_show_no_trend() -> None:
-    evaluator = Tokens(np.full(40, 0.02), batches=2)
     ends = np.zeros((2, 2, 40), dtype=bool)
     ends[0, 0, 3] = ends[0, 1, 38] = ends[1, 0, 38] = ends[1, 1, 39] = True
-    [comparison] = compare(evaluator, A, [B], list(map(list, ends)))  # type: ignore[arg-type]
+    comparison = against(Tokens(np.full(40, 0.02), batches=2, counted=ends))
     assert comparison.trend is None
     assert "lies too close together to show a trend" in comparison.verdict
     assert comparison.numbers()["trend"] is None
 
 
 def test_too_little_data() -> None:
-    with pytest.raises(SearchError, match="at least two batches"):
+    with pytest.raises(SearchError, match="at least two documents"):
         Difference.of(np.array([1.0]))
     assert against(Tokens(np.zeros(3))).trend is None
 
@@ -153,14 +190,26 @@ def test_batches_are_asked_one_by_one() -> None:
     calls = []
 
     class Counted(Tokens):
-        def token_losses(self, pattern: Pattern, batches: Sequence[int]) -> Losses:
+        def changes(self, pattern: Pattern, batches: Sequence[int]) -> Changes:
             calls.append((pattern, tuple(batches)))
-            return super().token_losses(pattern, batches)
+            return super().changes(pattern, batches)
 
-    evaluator = Counted(np.zeros(40))
-    masks = [[np.ones(40, dtype=bool)] * 2] * 6
-    compare(evaluator, A, [B], masks)  # type: ignore[arg-type]
+    compare(Counted(np.zeros(40)), A, [B])
     assert calls == [(pattern, (batch,)) for batch in range(6) for pattern in (A, B)]
+
+
+def test_windows_of_one_text_are_one_document() -> None:
+    """28 of 32 "documents" lost once, which were windows of few texts; and so the interval said."""
+    documents = tuple(n // 2 for n in range(64 * 2 // 8) for _ in range(8))
+    evaluator = Tokens(np.full(40, 0.02), 64, documents=documents)
+    difference = against(evaluator).difference
+    assert len(difference.each) == 8
+    means = (evaluator.other - evaluator.base).mean(axis=(1, 2)).reshape(8, 8).mean(axis=1)
+    assert difference.each == pytest.approx(tuple(means))
+    assert (difference.low, difference.high) == pytest.approx(Estimate.of(means).interval(0.95))
+    assert "8 of 8 documents lose" in against(evaluator).verdict
+    with pytest.raises(SearchError, match="windows of one text are one"):
+        Difference.of(np.array([1.0, 2.0, 3.0]), [4, 4, 4])
 
 
 def test_several_at_a_time_give_the_same() -> None:
@@ -168,10 +217,10 @@ def test_several_at_a_time_give_the_same() -> None:
         in_flight = 3
         together = threading.Barrier(3)
 
-        def token_losses(self, pattern: Pattern, batches: Sequence[int]) -> Losses:
+        def changes(self, pattern: Pattern, batches: Sequence[int]) -> Changes:
             if threading.current_thread() is not threading.main_thread():
                 self.together.wait(30.0)  # until three are here: of 12 calls none waits alone
-            return super().token_losses(pattern, batches)
+            return super().changes(pattern, batches)
 
     added = np.linspace(0, 0.4, 40)
     assert against(Patient(added)) == against(Tokens(added))

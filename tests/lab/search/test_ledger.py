@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from sglang_indexcache.errors import SearchError
-from sglang_indexcache.lab.search.evaluators import LISTS, Floats, pair_forwards
+from sglang_indexcache.lab.search.evaluators import Floats
 from sglang_indexcache.lab.search.ledger import Ledger, open_journal
 from sglang_indexcache.pattern import Pattern
 from tests.fixtures.landscape import SyntheticEvaluator
@@ -171,7 +171,7 @@ def test_the_number_of_servers_changes_no_decision(seed: int) -> None:
     for count in (1, 5):
         evaluator = Wide(count, layers=16, batches=16, seed=seed)
         search = finished(Ledger(evaluator), targets(16, "1/2", "1/4"))
-        assert len(evaluator.cells) == len(set(evaluator.cells)) == search.ledger.spent / 1000
+        assert len(evaluator.cells) == len(set(evaluator.cells)) == search.search_tokens / 1000
         searches.append(search)
     alone, several = searches
     assert several.path == alone.path
@@ -179,16 +179,17 @@ def test_the_number_of_servers_changes_no_decision(seed: int) -> None:
     assert several.search_tokens == alone.search_tokens
 
 
-def test_one_pass_of_whole_lists_is_made_again(tmp_path: Path) -> None:
-    """An older version compared whole lists: its matrices are not mixed with those of the best."""
-    entries = [
-        {"batch": 0, "kept_mass": [[], [0.5]]},
-        {"batch": 1, "kept_mass": [[], [0.5]], "lists": LISTS},
-        {"batch": 2, "similarity": [[], [0.5]]},
-    ]
+def test_what_was_judged_is_not_judged_again(tmp_path: Path) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("it was judged before")
+
+    evaluator = SyntheticEvaluator(4, 3)
     with open_journal(tmp_path / "j", IDENTITY) as journal:
-        for entry in entries:
-            journal.write(entry)
+        first = Ledger(evaluator, journal).judged(WANTED)
+    evaluator.judge = refuse  # type: ignore[assignment,method-assign]
     with open_journal(tmp_path / "j", IDENTITY) as journal:
-        ledger = Ledger(SyntheticEvaluator(2, 4), journal)
-    assert ledger.known_tokens == 1000 + pair_forwards("similarity", 2) * 1000
+        ledger = Ledger(evaluator, journal)
+        assert ledger.judged(WANTED) == first
+        assert ledger.spent == ledger.known_tokens == 3000
+        with pytest.raises(AssertionError):
+            ledger.judged(FULL)

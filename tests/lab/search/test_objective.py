@@ -14,7 +14,7 @@ from sglang_indexcache.lab.search.calibration import Objective, Score
 )
 def test_counts_what_it_says(answers: list[bool], topk: int, score: Score) -> None:
     """Prediction by prediction, in words: token t is predicted by query t - 1, which sees t."""
-    mask = Objective(score, topk).counted(np.array(answers))
+    mask = Objective(score, topk).counted(np.array(answers, dtype=np.uint8)) > 0
     assert len(mask) == len(answers) - 1
     for token in range(1, len(answers)):
         expected = token > topk

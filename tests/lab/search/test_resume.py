@@ -21,7 +21,7 @@ from tests.lab.search.slow_search import search
 from tests.signals import hears_sigint
 
 
-def start(output: Path, method: str = "fast", servers: int = 1) -> Any:
+def start(output: Path, method: str = "greedy", servers: int = 1) -> Any:
     process = PROCESSES.Process(target=search, args=(output, method, servers))
     process.start()
     return process
@@ -40,8 +40,9 @@ def evaluations(folder: Path) -> list[tuple[str, int]]:
     lines = (folder / "journal.jsonl").read_text().splitlines()[1:]
     entries = [json.loads(line) for line in lines]
     passes = [("one pass", entry["batch"]) for entry in entries if "kept_mass" in entry]
-    losses = [entry for entry in entries if "pattern" in entry]
-    return passes + [(entry["pattern"], batch) for entry in losses for batch in entry["batches"]]
+    judged = [(f"judged {e['pattern']}", e["batch"]) for e in entries if "judged" in e]
+    losses = [entry for entry in entries if "losses" in entry]
+    return passes + judged + [(e["pattern"], batch) for e in losses for batch in e["batches"]]
 
 
 def size(path: Path) -> int:
@@ -50,14 +51,14 @@ def size(path: Path) -> int:
 
 @pytest.mark.parametrize(
     ("method", "servers", "goal"),
-    [("fast", 1, 20), ("fast", 3, 20), ("both", 1, 3), ("forward", 3, 3)],
+    [("greedy", 1, 10), ("greedy", 3, 10), ("proposals", 1, 10), ("proposals", 3, 3)],
 )
 def test_kill_9_at_random_moments(tmp_path: Path, method: str, servers: int, goal: int) -> None:
     """It goes on also where several calls are in flight."""
     undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
     finish(start(undisturbed, method))
     expected = results(undisturbed)
-    assert list(expected) == [f"x-1of{r}.yaml" for r in (2, 4, 8)]
+    assert {f"x-1of{r}.yaml" for r in (2, 4, 8)} <= set(expected)
     full_size = size(undisturbed / "journal.jsonl")
     moments = random.Random(0)
     journal, kills = killed / "journal.jsonl", 0
@@ -78,7 +79,7 @@ def test_kill_9_at_random_moments(tmp_path: Path, method: str, servers: int, goa
     assert results(killed) == expected
     entries = evaluations(killed)
     assert sorted(entries) == sorted(evaluations(undisturbed))
-    assert sum(kind == "one pass" for kind, _ in entries) == (8 if method == "both" else 0)
+    assert sum(kind == "one pass" for kind, _ in entries) == (8 if method == "proposals" else 0)
 
 
 def test_what_was_measured_of_a_pattern_outlives_its_search(tmp_path: Path) -> None:
@@ -118,7 +119,6 @@ def test_an_interrupted_search_leaves_a_usable_result(tmp_path: Path, number: in
     partial = load_entry(tmp_path / "x-partial.yaml")
     assert partial.pattern == state["steps"][-1]["pattern"]
     assert partial.method.name == "unfinished search"
-    assert (tmp_path / "losses.png").stat().st_size > 0
     finish(start(tmp_path))
     assert not (tmp_path / "x-partial.yaml").exists()
     assert json.loads((tmp_path / "search.json").read_text())["complete"] is True

@@ -20,7 +20,7 @@ from sglang_indexcache.lab.client.http import Client
 from sglang_indexcache.lab.client.launch import free_port
 from sglang_indexcache.lab.client.pool import Pool
 from sglang_indexcache.lab.search.evaluators import ServedEvaluator
-from sglang_indexcache.lab.search.options import Options
+from sglang_indexcache.lab.search.methods import METHODS
 from sglang_indexcache.lab.search.rules import Constraints, parse_targets
 from sglang_indexcache.lab.search.session import run_search
 from sglang_indexcache.lab.search.setup import Setup
@@ -68,7 +68,7 @@ def search(ports: Sequence[int], output: Path, lines: list[str], at_once: int = 
     rules = Constraints.make(setup.checkpoint.own)
     goals = parse_targets(["1/2", "1/4"], rules)
     with (output.parent / f"{output.name}.log").open("w") as log:
-        run_search(setup, evaluator, goals, Options(), output, Console(file=log))
+        run_search(setup, evaluator, goals, METHODS["greedy"], output, Console(file=log))
 
 
 def test_several_calls_at_once_find_the_same(tmp_path: Path) -> None:

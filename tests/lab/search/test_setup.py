@@ -8,6 +8,7 @@ import pytest
 from sglang_indexcache.errors import PatternError, SearchError
 from sglang_indexcache.lab.search.calibration import Score
 from sglang_indexcache.lab.search.evaluators.hf import TransformersEvaluator
+from sglang_indexcache.lab.search.recall import TEXT
 from sglang_indexcache.lab.search.setup import Setup
 from sglang_indexcache.pattern import Pattern
 from tests.cli.test_search import TINY
@@ -47,14 +48,14 @@ def test_the_context_gives_queries_a_choice(context: int | None, length: int) ->
     """The checkpoint selects 64 tokens."""
     calibration = Setup.read(TINY, context=context, batches=1, score=Score.ALL).calibration
     assert {len(ids) for ids in calibration.sequences} == {length}
-    [mask] = calibration.counted
-    assert mask.tolist() == [False] * 64 + [True] * (length - 65)
+    [kinds] = calibration.kinds
+    assert kinds.tolist() == [0] * 64 + [TEXT] * (length - 65)
 
 
 def test_a_short_context_is_said_and_counted_from_where_it_matters() -> None:
     setup = Setup.read(TINY, context=200, batches=1, score=Score.ALL)
     assert "short for a model whose queries select 64" in dict(setup.rows)["advice"]
-    everything = replace(setup.calibration, counted=())
+    everything = replace(setup.calibration, kinds=())
     evaluator = TransformersEvaluator(TINY, everything)
     all_full, shared = Pattern.full(12), Pattern("F" + 11 * "S")
     [[mine]] = evaluator.token_losses(all_full, [0])

@@ -13,7 +13,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_indexcache.errors import SettingsError, StaleIndexError
 from sglang_indexcache.serving import factory
-from sglang_indexcache.serving.cuda import indexer as indexer_cuda
+from sglang_indexcache.serving.cuda import live_indexer
 from sglang_indexcache.serving.cuda.backend import IndexCacheBackend, with_heads_for_flashmla
 from sglang_indexcache.serving.process import ServingProcess
 from tests.serving.plans import plan, requests
@@ -238,8 +238,8 @@ def live(
     live_backend = backend("FS", mode="live")
     live_backend.get_indexer_metadata = lambda layer_id, fb: None  # type: ignore[method-assign]
     live_backend.init_forward_metadata(batch())
-    monkeypatch.setattr(indexer_cuda.kernels_cuda, "get_attn_backend", lambda: live_backend)
-    monkeypatch.setattr(indexer_cuda, "maybe_capture_indexer_topk", lambda number, indices: indices)
+    monkeypatch.setattr(live_indexer.kernels_cuda, "get_attn_backend", lambda: live_backend)
+    monkeypatch.setattr(live_indexer, "maybe_capture_indexer_topk", lambda number, indices: indices)
     return live_backend
 
 
@@ -250,7 +250,7 @@ def run_live(indexer: FakeIndexer, number: int, return_indices: bool = True) -> 
     def original(self: Any, *args: Any) -> torch.Tensor:
         return SELECTED
 
-    return indexer_cuda.indexer_forward(
+    return live_indexer.indexer_forward(
         original, indexer, None, None, None, batch(), number, return_indices
     )  # type: ignore[arg-type]
 
@@ -273,7 +273,7 @@ def test_live_key_only_calls_stay_sglangs(live: IndexCacheBackend) -> None:
 def test_live_wrapper_leaves_other_backends_alone(
     live: IndexCacheBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(indexer_cuda.kernels_cuda, "get_attn_backend", lambda: SimpleNamespace())
+    monkeypatch.setattr(live_indexer.kernels_cuda, "get_attn_backend", lambda: SimpleNamespace())
     assert run_live(FakeIndexer(), 1) is SELECTED
 
 
@@ -285,7 +285,7 @@ def test_live_rows_take_the_selection_of_their_own_f_layers(
     """Indexer and attention of each layer, as SGLang calls them."""
     captured: dict[int, torch.Tensor] = {}
     monkeypatch.setattr(
-        indexer_cuda,
+        live_indexer,
         "maybe_capture_indexer_topk",
         lambda n, indices: captured.setdefault(n, indices),
     )
@@ -294,7 +294,7 @@ def test_live_rows_take_the_selection_of_their_own_f_layers(
     indexer = FakeIndexer()
     for number in range(2):
         selected = torch.full((3, 2), number)
-        carried = indexer_cuda.indexer_forward(
+        carried = live_indexer.indexer_forward(
             lambda *_, selected=selected: selected, indexer, None, None, None, mixed, number
         )  # type: ignore[arg-type]
         live.forward_extend(Q, 2, 3, layer(number), mixed, topk_indices=carried)

@@ -19,6 +19,7 @@ from sglang_indexcache.serving.cuda.choice import (
 )
 
 CPU = Machine("CPU", None)
+RECORDED = Machine("NVIDIA H100 80GB HBM3", (9, 0))
 VOLTA = Machine("NVIDIA V100", (7, 0))
 AMPERE = Machine("NVIDIA A100", (8, 0))
 HOPPER = Machine("NVIDIA H100", (9, 0))
@@ -49,6 +50,7 @@ def server(**fields: Any) -> Any:
             "tp_size": 1,
             "attn_dp_size": 1,
             "attn_cp_size": 1,
+            "speculative_num_draft_tokens": None,
             **fields,
         }
     )
@@ -124,13 +126,89 @@ def test_what_is_not_asked_for_is_no_obstacle() -> None:
 
 @pytest.mark.parametrize("value", ["triton", "cuda:", "cuda:topk", "cuda:select,", "engine:select"])
 def test_an_operation_that_is_none_is_an_error(value: str) -> None:
-    with pytest.raises(SettingsError, match="is not one of cuda, reference, alone or with op"):
+    with pytest.raises(
+        SettingsError, match="is not auto, or one of cuda, reference, alone or with op"
+    ):
         options.collect({"indexcache_kernels": value})
 
 
-@pytest.mark.parametrize("value", ["engine", "cuda", "reference", "cuda:prefill"])
+@pytest.mark.parametrize(
+    "value", ["engine", "cuda", "reference", "cuda:prefill", "auto", "auto:70"]
+)
 def test_what_may_be_asked_for(value: str) -> None:
     assert options.collect({"indexcache_kernels": value})
+
+
+@pytest.mark.parametrize("value", ["auto:", "auto:101", "auto:-1", "auto:prefill"])
+def test_an_overlap_that_is_none_is_an_error(value: str) -> None:
+    with pytest.raises(SettingsError, match=r"in percent: write auto:70, or auto where"):
+        options.collect({"indexcache_kernels": value})
+
+
+def auto(cfg: Any, model: Any, value: str = "auto", machine: Machine = RECORDED) -> dict[str, str]:
+    """Return what ``auto`` says of each operation: what it may take, or why it takes nothing."""
+    return {f"{route.op}-{route.phase}": route.why for route in choose(value, cfg, model, machine)}
+
+
+GLM5_FP8 = server(**{**FP8, "tp_size": 8})
+GLM5_64 = glm5(num_attention_heads=64)
+
+
+def test_auto_is_what_the_record_of_the_card_allows() -> None:
+    taken = auto(GLM5_FP8, GLM5_64)
+    assert (
+        "8,192 rows, 61,440 tokens: cuda (5,027 us, SGLang's default 5,898)"
+        in taken["select-prefill"]
+    )
+    assert "8,192 rows, 10,240 tokens: sglang v2" in taken["select-prefill"]
+    assert "64 rows: cuda" in taken["sparse_mla-decode"]
+    assert taken["select-decode"].startswith("nothing was faster: record of NVIDIA H100 80GB")
+    assert taken["sparse_mla-prefill"].startswith("no shape was timed: ")
+    loaded = names("auto", GLM5_FP8, GLM5_64, RECORDED)
+    assert loaded == all_from(None) | dict.fromkeys([ROUTED[0], ROUTED[3]], "cuda")
+
+
+def test_auto_takes_attention_in_prefill_only_where_lists_are_said_to_overlap() -> None:
+    cfg = server(tp_size=8)
+    assert auto(cfg, GLM5_64)["sparse_mla-prefill"].endswith("8 heads, lists that share 0 %")
+    assert "4,096 rows: cuda" in auto(cfg, GLM5_64, "auto:70")["sparse_mla-prefill"]
+    assert auto(cfg, GLM5_64)["sparse_mla-decode"] == "fa3 over a bfloat16 cache was not timed"
+
+
+@pytest.mark.parametrize(
+    ("operation", "cfg", "model", "why"),
+    [
+        ("select-prefill", {"dsa_topk_backend": "torch"}, {}, "--dsa-topk-backend torch was not"),
+        ("select-prefill", {"enable_prefill_cp": True}, {}, "--enable-prefill-cp gives every GPU"),
+        ("select-prefill", {}, {"index_topk": 1024}, "lists of 1024 were not timed"),
+        (
+            "select-prefill",
+            {**FP8, "dsa_prefill_backend": "flashmla_sparse"},
+            {},
+            "SGLang runs its faster top-k there by default",
+        ),
+        ("sparse_mla-decode", {"dsa_decode_backend": "tilelang"}, {}, "not for tilelang"),
+    ],
+)
+def test_auto_leaves_to_sglang_what_was_not_timed_or_cannot_run(
+    operation: str, cfg: dict[str, Any], model: dict[str, Any], why: str
+) -> None:
+    assert why in auto(server(**cfg), glm5(**model))[operation]
+
+
+def test_auto_on_a_card_without_a_record_is_sglangs() -> None:
+    for machine in (HOPPER, BLACKWELL, CPU):
+        taken = auto(GLM5_FP8, GLM5_64, machine=machine)
+        assert set(taken.values()) == {f"no record of {machine.name}"}
+
+
+def test_auto_goes_without_ours_where_they_cannot_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    lacking = tuple(replace(i, missing=lambda: "needs nvcc") for i in dispatch.IMPLEMENTATIONS)
+    monkeypatch.setattr(dispatch, "IMPLEMENTATIONS", lacking)
+    routes = choose("auto", GLM5_FP8, GLM5_64, RECORDED)
+    assert [route.implementation for route in routes] == [None] * 4
+    assert "; without cuda, which needs nvcc: " in str(routes[0])
+    assert "61,440 tokens: sglang v2" in str(routes[0])
 
 
 @pytest.mark.parametrize(

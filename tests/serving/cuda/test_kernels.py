@@ -9,30 +9,36 @@ every token, so two correct selections are equal sets.
 import inspect
 import logging
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from sglang.kernels.ops.attention.dsa import transform_index
+from sglang.kernels.ops.attention.dsv4 import topk as topk_v2
 from sglang.srt.environ import envs
 from sglang.srt.layers.attention import dsa_backend
 from sglang.srt.layers.attention.dsa import dsa_indexer, utils
 from sglang.srt.layers.attention.dsa.dsa_indexer import Indexer
 from sglang.srt.layers.attention.dsa.dsa_topk_backend import DSATopKBackend
+from sglang.srt.layers.attention.dsa.dsa_topk_backend import _topk_unfused as unfused_topk
 from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend, TopkTransformMethod
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_indexcache.kernels.contract import IndexerBatch
 from sglang_indexcache.kernels.dispatch import named
 from sglang_indexcache.kernels.indexer.quantization import write_pages
+from sglang_indexcache.kernels.routes import Operation, Routes, Shape
 from sglang_indexcache.kernels.sparse_mla.layout import dequantize_latent, quantize_latent
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.cuda import kernels as kernels_cuda
 from sglang_indexcache.serving.cuda.backend import IndexCacheBackend
 from sglang_indexcache.serving.cuda.choice import Route
 from sglang_indexcache.serving.cuda.kernels import EngineKernels, KeptLists
+from sglang_indexcache.serving.cuda.second_topk import SecondTopk
 from sglang_indexcache.serving.plan import Plan
 from sglang_indexcache.serving.process import ServingProcess
 from tests.serving.cuda.test_backend import runner
@@ -245,6 +251,15 @@ def positions_by_sglang(
         monkeypatch.setattr(dsa_indexer, "get_token_to_kv_pool", lambda: backend.token_to_kv_pool)
         return Indexer._get_topk_paged(make_indexer(), batch, 0, q, weights, metadata)
     # The rest of _get_topk_ragged gathers keys with a Triton kernel and chunks the logits.
+    logits, starts = logits_by_sglang(backend, batch, q, weights)
+    return metadata.topk_transform(logits, TOPK, ks=starts)
+
+
+def logits_by_sglang(
+    backend: IndexCacheBackend, batch: Any, q: torch.Tensor, weights: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a prefill's logits over the keys of all requests, and where each row's begin."""
+    metadata = backend.get_indexer_metadata(0, batch)
     attention = metadata.attn_metadata
     table = torch.cat(
         [
@@ -264,7 +279,7 @@ def positions_by_sglang(
         starts,
         ends,
     )
-    return metadata.topk_transform(logits, TOPK, ks=starts)
+    return logits, starts
 
 
 def select_with_ours(
@@ -295,6 +310,7 @@ FORWARDS: dict[str, tuple[ForwardMode, list[int], list[int], int]] = {
     "verify 2": (ForwardMode.TARGET_VERIFY, [97, 300, 66], [2] * 3, 2),
     "verify 4": (ForwardMode.TARGET_VERIFY, [97, 300, 130], [4] * 3, 4),
     "verify 6": (ForwardMode.TARGET_VERIFY, [97, 300], [6] * 2, 6),
+    "verify 9": (ForwardMode.TARGET_VERIFY, [97, 300], [9] * 2, 9),
     "draft extend": (ForwardMode.DRAFT_EXTEND_V2, [97, 300], [3] * 2, 3),
 }
 
@@ -347,6 +363,160 @@ def test_selection_is_what_sglangs_indexer_means(
     # In order of position, and padded at the end only: what SGLang's kernels rely on.
     order = torch.where(relative < 0, CONTEXT, relative)
     assert (order.diff(dim=1) >= 0).all()
+
+
+class Default:
+    """SGLang's default top-k, which only counts what it is left with."""
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+
+    def topk_transform(self, logits: torch.Tensor, topk: int, **_: Any) -> torch.Tensor:
+        self.rows.append(len(logits))
+        return torch.full((len(logits), topk), -1, dtype=torch.int32)
+
+
+def ragged_v2(
+    logits: torch.Tensor,
+    lengths: torch.Tensor,
+    *,
+    out_offsets: torch.Tensor,
+    out_indices: torch.Tensor,
+    row_starts: torch.Tensor,
+) -> None:
+    out_indices.copy_(unfused_topk(logits, lengths, out_indices.shape[1], row_starts))
+    out_indices += out_offsets[:, None]
+
+
+def lookup(
+    page_table: torch.Tensor,
+    topk_indices: torch.Tensor,
+    extend_lens_cpu: list[int],
+    cu_seqlens_q: torch.Tensor,
+) -> torch.Tensor:
+    """SGLang's ``transform_index_page_table_prefill``, a Triton kernel."""
+    assert len(topk_indices) == sum(extend_lens_cpu) == cu_seqlens_q[-1]
+    assert cu_seqlens_q.dtype == torch.int32
+    request = torch.repeat_interleave(torch.arange(len(page_table)), cu_seqlens_q.diff())
+    return to_slots(topk_indices, page_table[request])
+
+
+@pytest.mark.parametrize("at_once", [7, 1000], ids=["in parts", "whole"])
+@pytest.mark.parametrize("lengths", [[400, 97, 201], [500]], ids=["three requests", "one"])
+def test_the_second_topk_selects_what_sglangs_indexer_means(
+    monkeypatch: pytest.MonkeyPatch, torch_logits: None, lengths: list[int], at_once: int
+) -> None:
+    """As slots, for all rows at once and for parts of one request's; several requests' parts stay
+    with SGLang's default, as their rows' requests are known on the device only."""
+    monkeypatch.setattr(topk_v2, "topk_transform_ragged_v2", ragged_v2)
+    monkeypatch.setattr(transform_index, "transform_index_page_table_prefill", lookup)
+    backend = make_backend(monkeypatch)
+    batch = make_batch(backend, ForwardMode.EXTEND, lengths, [min(n, 30) for n in lengths])
+    backend.init_forward_metadata(batch)
+    q, weights = make_queries(backend, sum(batch.extend_seq_lens_cpu))
+    expected = positions_by_sglang(monkeypatch, backend, batch, q, weights)
+    logits, starts = logits_by_sglang(backend, batch, q, weights)
+    default = Default()
+    metadata = replace(backend.get_indexer_metadata(0, batch), topk_backend=SecondTopk(default))
+    rows, parts = len(logits), []
+    for first in range(0, rows, at_once):
+        part = slice(first, first + at_once)
+        one_each = torch.ones(len(starts[part]), dtype=torch.int32)
+        how = {
+            "cu_seqlens_q": one_each,
+            "ke_offset": metadata.get_seqlens_expanded()[part],
+            "batch_idx_list": metadata.get_token_to_batch_idx()[part],
+        }
+        more = how if at_once < rows else {}
+        parts.append(metadata.topk_transform(logits[part], TOPK, ks=starts[part], **more))
+    table = page_table_of(backend, metadata, rows)
+    if len(parts) > 1 and len(lengths) > 1:
+        assert sum(default.rows) == rows
+        return
+    assert default.rows == []
+    assert as_sets(torch.cat(parts)) == as_sets(to_slots(expected, table))
+
+
+class NothingIsRead(TorchDispatchMode):
+    """Fails where a value of a tensor that would lie on the card comes to the host."""
+
+    def __init__(self, on_host: torch.Tensor) -> None:
+        super().__init__()
+        self.on_host = on_host.untyped_storage().data_ptr()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            assert args[0].untyped_storage().data_ptr() == self.on_host, "it waits for the card"
+        return func(*args, **(kwargs or {}))
+
+
+PREFILL_8, DECODE_8 = Operation("select-prefill", HEADS), Operation("select-decode", HEADS)
+
+
+def timed(operation: Operation, rows: int, tokens: int, **times: float) -> Shape:
+    named = {"engine": 10.0} | {name.replace("_", " "): time for name, time in times.items()}
+    return Shape(operation, rows, tokens, 0, tuple(named.items()))
+
+
+AUTO = Routes(
+    "a card",
+    (
+        *(timed(PREFILL_8, rows, 64, cuda=20.0, sglang_v2=9.0) for rows in (2, 400)),
+        *(timed(PREFILL_8, rows, 300, cuda=5.0, sglang_v2=9.0) for rows in (2, 400)),
+        *(timed(PREFILL_8, rows, 600, cuda=5.0, sglang_v2=9.0) for rows in (2, 400)),
+        *(timed(DECODE_8, rows, 300, cuda=5.0 * rows) for rows in (1, 4)),
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    ("mode", "lengths", "extend", "name"),
+    [
+        (ForwardMode.EXTEND, [300, 500], [30, 9], "cuda"),
+        (ForwardMode.EXTEND, [97, 500], [30, 9], "sglang v2"),
+        (ForwardMode.EXTEND, [63, 500], [30, 9], "engine"),
+        (ForwardMode.EXTEND, [300], [1], "engine"),
+        (ForwardMode.DECODE, [300], [1], "cuda"),
+        (ForwardMode.DECODE, [300, 500], [1, 1], "engine"),
+    ],
+)
+def test_each_call_gets_what_was_measured_for_its_rows_and_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+    mode: ForwardMode,
+    lengths: list[int],
+    extend: list[int],
+    name: str,
+) -> None:
+    """And the host waits for nothing while it chooses."""
+    backend = attending_backend(monkeypatch)
+    batch = make_batch(backend, mode, lengths, extend)
+    backend.init_forward_metadata(batch)
+    backend.kernels = EngineKernels(
+        SELECT, SELECT, measured={"select-prefill": AUTO, "select-decode": AUTO}
+    )
+    metadata = backend.get_indexer_metadata(0, batch)
+    choose = {
+        ForwardMode.EXTEND: kernels_cuda._prefill_kernels,
+        ForwardMode.DECODE: kernels_cuda._decode_kernels,
+    }[mode]
+    q, _ = make_queries(backend, sum(extend))
+    with NothingIsRead(metadata.get_indexer_seq_len_cpu()):
+        assert choose(backend.kernels, q, metadata) == name
+    [(said, count)] = backend.kernels.taken.items()
+    assert count == 1
+    assert f": {name}, " in said
+
+
+def test_lists_of_offsets_are_left_to_sglangs_faster_topk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There it is the default, beside which the record timed nothing."""
+    backend = attending_backend(monkeypatch, fp8=True)
+    batch = make_batch(backend, ForwardMode.EXTEND, [300, 500], [30, 9])
+    backend.init_forward_metadata(batch)
+    kernels = EngineKernels(SELECT, measured={"select-prefill": AUTO})
+    metadata = backend.get_indexer_metadata(0, batch)
+    assert metadata.topk_transform_method == TopkTransformMethod.RAGGED
+    q, _ = make_queries(backend, 39)
+    assert kernels_cuda._prefill_kernels(kernels, q, metadata) == "engine"
 
 
 def test_offsets_point_at_the_gathered_rows(
@@ -440,7 +610,7 @@ def test_a_replayed_graph_reads_the_new_lengths_and_pages(
     assert as_sets(selected) == as_sets(to_slots(expected, table))
 
 
-@pytest.mark.parametrize(("drafted", "groups"), [(1, 3), (4, 3), (5, 15)])
+@pytest.mark.parametrize(("drafted", "groups"), [(1, 3), (4, 3), (6, 3), (9, 27)])
 def test_rows_of_a_request_share_one_reading_of_its_keys(
     monkeypatch: pytest.MonkeyPatch, drafted: int, groups: int
 ) -> None:
@@ -601,6 +771,12 @@ def test_attention_over_the_pool(
     assert pool.stored == 1
 
 
+def visible_rows(lengths: Sequence[int], extend: Sequence[int]) -> torch.Tensor:
+    """Return how many tokens each new row sees."""
+    ends = zip(extend, lengths, strict=True)
+    return torch.cat([torch.arange(length - new + 1, length + 1) for new, length in ends])
+
+
 @pytest.mark.parametrize("prefix", [True, False])
 def test_attention_over_gathered_rows(monkeypatch: pytest.MonkeyPatch, prefix: bool) -> None:
     """SGLang hands over bfloat16 rows of this batch only for RAGGED, and offsets into them."""
@@ -616,6 +792,8 @@ def test_attention_over_gathered_rows(monkeypatch: pytest.MonkeyPatch, prefix: b
         lambda _cache, table: pool[table.long()][:, None],
     )
     slots = random_slots(3, limit=220).repeat(tokens // 3 + 1, 1)[:tokens].contiguous()
+    # No row lists more than it sees: SGLang says so, and ours looks no further.
+    slots[torch.arange(TOPK) >= visible_rows([130, 90], batch.extend_seq_lens_cpu)[:, None]] = -1
     out = run_attention(
         backend, batch, q, slots, k=fresh[..., :512].contiguous(), k_rope=fresh[..., 512:]
     )

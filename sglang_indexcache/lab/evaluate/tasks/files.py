@@ -10,6 +10,8 @@ one independent observation unless rows are about one text, which ``evaluate.cor
 * ``prompts``: your own: ``messages`` (a conversation, written by the model's chat template) or
   ``prompt`` (a text, sent as it is; or a conversation), and ``answer``. Rows of a public set are
   made such by a few lines (``examples/public_rows.py``).
+* ``passages``: the same with long answers, of which the share of tokens counts that were the
+  likeliest: it shows 2 points in a tenth of the tokens that whole answers take.
 """
 
 from __future__ import annotations
@@ -100,7 +102,12 @@ def prompts(row: Row) -> Item:
     return Item(prompt, answer)
 
 
-FILES: dict[str, Reader] = {"aa-lcr": aa_lcr, "prompts": prompts}
+def passages(row: Row) -> Item:
+    """Read a prompt with a long answer."""
+    return replace(prompts(row), by_token=True)
+
+
+FILES: dict[str, Reader] = {"aa-lcr": aa_lcr, "prompts": prompts, "passages": passages}
 """What a user's file can hold, by the name that the command gives it."""
 BESIDE = {
     "aa-lcr": (

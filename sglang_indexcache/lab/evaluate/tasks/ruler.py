@@ -23,8 +23,9 @@ from collections.abc import Iterator
 from itertools import cycle, islice, pairwise, repeat
 
 from sglang_indexcache.errors import QualityError
+from sglang_indexcache.lab.data.facts import note
+from sglang_indexcache.lab.data.words import haystack
 from sglang_indexcache.lab.evaluate.tasks.context import NOISE, Asked, Draft, Room, shuffled, strata
-from sglang_indexcache.lab.evaluate.tasks.words import haystack
 
 _UUID_OPENING = (
     "Some special magic uuids are hidden within the following text. Make sure to memorize it. "
@@ -124,14 +125,13 @@ def notes(draw: random.Random, room: Room) -> Draft:
     """Draft notes between the lines of a text, which is repeated if it is too short."""
     text = haystack().splitlines()
     start = draw.randrange(len(text))
-    pairs = _pairs(draw, room)
-    hidden = [f"# {name} is {value}" for name, value in pairs]
+    facts = [note(*pair) for pair in _pairs(draw, room)]
+    hidden = [fact.shown for fact in facts]
     lines = room.fill(islice(cycle(text), start, None), beside=[_NOTES_OPENING, *hidden])
     questions = []
     for number, place in enumerate(strata(draw, room.questions, len(lines) + 1)):
         lines.insert(place + number, hidden[number])
-        name, value = pairs[number]
-        questions.append(Asked(f"? {name} is", f" {value}", (place + number,)))
+        questions.append(Asked(facts[number].cue, facts[number].answer, (place + number,)))
     return Draft(_NOTES_OPENING, lines, shuffled(draw, questions), chat=False)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from queue import SimpleQueue
 from threading import Thread
 from typing import Protocol, TypeVar
@@ -17,13 +17,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sglang_indexcache.lab.client.pool import Pool
-from sglang_indexcache.lab.client.score import Prompt, score
+from sglang_indexcache.lab.client.score import Prompt, TokenScores, score
 from sglang_indexcache.lab.data.marking import Mask
 from sglang_indexcache.lab.search.calibration import Calibration
+from sglang_indexcache.lab.search.judged import Judged, TokenChanges
 from sglang_indexcache.pattern import Pattern
 
 Floats = NDArray[np.float64]
 _Job = TypeVar("_Job")
+
+TOPS = 16
+"""Likeliest tokens that a server reports at each place, to compare two distributions by."""
+LEAST = 1e-6
+"""Least probability that all other tokens are taken to have: rounding may leave them none."""
 
 
 class Evaluator(Protocol):
@@ -56,18 +62,24 @@ class Evaluator(Protocol):
     def loss(self, pattern: Pattern, batches: Sequence[int]) -> Floats:
         """Return ``[batches]`` float64: mean loss per counted token, in nats, on these batches."""
 
+    def judge(self, pattern: Pattern, batches: Sequence[int]) -> list[Judged]:
+        """Return what each of these batches shows of ``pattern`` beside all F."""
+
 
 PAIRS = ("similarity", "kept_mass", "kept_list")
 """Methods of an evaluator that compare layers by pairs: see :mod:`.hf`, and of servers
-:class:`~sglang_indexcache.lab.search.overlap.ReturningEvaluator`."""
+:class:`~sglang_indexcache.lab.search.lists.ReturningEvaluator`. Each returns ``[M, N, N]``, its
+ways to rate a pair, the one to trust first."""
 
-BY_BEST, LISTS = "kept_mass", 16
-"""The kind that compares the best of lists, 1 of so many tokens of a text at most: on a real model
-lists of an eighth of it hid which layers a 1/8 needs (docs/real-model.md)."""
+LISTS = 16
+"""Attention is compared on the best of lists, 1 of so many tokens of a text at most: on a real
+model lists of an eighth of it hid which layers a 1/8 needs (docs/real-model.md)."""
+RATINGS = 2
+"""Ways in which attention rates a pair."""
 
 
 def pair_forwards(kind: str, num_layers: int) -> int:
-    """Return the forwards that a matrix of :data:`PAIRS` takes.
+    """Return the forwards that the matrices of :data:`PAIRS` take.
 
     For ``similarity`` layer i runs i + 1 times, for the others each layer runs once.
     """
@@ -93,6 +105,16 @@ class TokenEvaluator(ABC):
         Entry i is the loss of predicting token i + 1 from tokens 0..i; it may be NaN where that
         does not count.
         """
+
+    @abstractmethod
+    def changes(self, pattern: Pattern, batches: Sequence[int]) -> list[list[TokenChanges]]:
+        """Return by batch and sequence what ``pattern`` changes of each prediction."""
+
+    def judge(self, pattern: Pattern, batches: Sequence[int]) -> list[Judged]:
+        """See :class:`Evaluator`."""
+        kinds = self.calibration.batch_kinds
+        changes = zip(batches, self.changes(pattern, batches), strict=True)
+        return [Judged.of(sequences, kinds[batch]) for batch, sequences in changes]
 
     def loss(self, pattern: Pattern, batches: Sequence[int]) -> Floats:
         """See :class:`Evaluator`.
@@ -168,11 +190,40 @@ class ServedEvaluator(TokenEvaluator):
     def __init__(self, pool: Pool, calibration: Calibration) -> None:
         super().__init__(calibration)
         self._pool = pool
-        self.num_layers = len(pool.checkpoint[1])
+        self._own = Pattern(pool.checkpoint[1])
+        self.num_layers = len(self._own)
+        self._full: dict[int, list[TokenScores]] = {}
         self.in_flight = pool.in_flight
 
     def token_losses(self, pattern: Pattern, batches: Sequence[int]) -> list[list[Floats]]:
         """See :class:`TokenEvaluator`."""
+        scores = self._scores(pattern, batches, top=0)
+        return [[-np.array(each.logprobs) for each in sequences] for sequences in scores]
+
+    def changes(self, pattern: Pattern, batches: Sequence[int]) -> list[list[TokenChanges]]:
+        """See :class:`TokenEvaluator`; the divergence is that of :func:`likeliest_kl`."""
+        for batch in batches:
+            if batch not in self._full:
+                [self._full[batch]] = self._scores(self._own, [batch], top=TOPS)
+        scores = self._scores(pattern, batches, top=TOPS)
+        return [
+            [
+                _changes(*parts)
+                for parts in zip(
+                    self.calibration.batches[batch],
+                    self.calibration.batch_counted[batch],
+                    self._full[batch],
+                    sequences,
+                    strict=True,
+                )
+            ]
+            for batch, sequences in zip(batches, scores, strict=True)
+        ]
+
+    def _scores(
+        self, pattern: Pattern, batches: Sequence[int], *, top: int
+    ) -> list[list[TokenScores]]:
+        """Ask for the log-probabilities of each sequence of each batch."""
         cut = self.calibration.batches
         # Scored from their beginning: then no engine reads them from its cache.
         prompts = [
@@ -180,5 +231,37 @@ class ServedEvaluator(TokenEvaluator):
             for batch in batches
             for ids in cut[batch]
         ]
-        scores = iter(self._pool.ask(lambda engine: score(engine, prompts)))
-        return [[-np.array(next(scores).logprobs) for _ in cut[batch]] for batch in batches]
+        scores = iter(self._pool.ask(lambda engine: score(engine, prompts, top=top)))
+        return [[next(scores) for _ in cut[batch]] for batch in batches]
+
+
+def _changes(ids: Sequence[int], mask: Mask, full: TokenScores, under: TokenScores) -> TokenChanges:
+    """Compare a sequence's scores under a pattern with those under all F."""
+    loss, kl, kept, right = np.full((4, len(mask)), np.nan)
+    for place in np.flatnonzero(mask):
+        token = ids[place + 1]
+        before = dict(full.tops[place]) | {token: full.logprobs[place]}
+        after = dict(under.tops[place]) | {token: under.logprobs[place]}
+        loss[place] = -under.logprobs[place]
+        kl[place] = likeliest_kl(before, after)
+        likeliest = under.tops[place][0][0]
+        kept[place] = likeliest == full.tops[place][0][0]
+        right[place] = likeliest == token
+    return TokenChanges(loss, kl, kept, right)
+
+
+def likeliest_kl(before: Mapping[int, float], after: Mapping[int, float]) -> float:
+    """Return the divergence in nats over the tokens that both tell, and all others as one.
+
+    Never more than that of the whole distributions, since putting tokens together only loses.
+
+    Args:
+        before, after: log-probabilities of some tokens in nats.
+    """
+    common = [token for token in before if token in after]
+    p, q = (np.exp([side[token] for token in common]) for side in (before, after))
+    p, q = (np.append(part, max(1 - part.sum(), 0.0)) for part in (p, q))
+    # Rounding may leave nothing for the others.
+    with np.errstate(divide="ignore", invalid="ignore"):
+        terms = np.where(p > 0, p * np.log(p / np.maximum(q, LEAST)), 0.0)
+    return max(float(terms.sum()), 0.0)

@@ -25,14 +25,17 @@ from sglang_indexcache.checkpoint import Checkpoint, fp8_blocks, reading
 from sglang_indexcache.errors import SearchError
 from sglang_indexcache.hf import SharedForward, share
 from sglang_indexcache.lab.data.marking import Mask
-from sglang_indexcache.lab.indexer import project
+from sglang_indexcache.lab.index_inputs import project
 from sglang_indexcache.lab.search.calibration import Calibration
-from sglang_indexcache.lab.search.evaluators import LISTS, Floats, TokenEvaluator
+from sglang_indexcache.lab.search.evaluators import LISTS, RATINGS, Floats, TokenEvaluator
+from sglang_indexcache.lab.search.judged import TokenChanges
 from sglang_indexcache.models import TRAINABLE
 from sglang_indexcache.pattern import Pattern
 
 BLOCK = 256
 """Queries that are scored, attend or predict at a time: few enough for a CPU's cache."""
+WORST = 0.1
+"""Share of places that a layer's list may serve worse than it is rated."""
 _EAGER = "eager_attention_forward"
 """The function of a transformers model by which its layers attend in "eager" mode."""
 _KEPT_RUNS = 3
@@ -206,6 +209,42 @@ class TransformersEvaluator(TokenEvaluator):
             losses[places] = part.double().cpu().numpy()
         return losses
 
+    def changes(self, pattern: Pattern, batches: Sequence[int]) -> list[list[TokenChanges]]:
+        """See :class:`~sglang_indexcache.lab.search.evaluators.TokenEvaluator`."""
+        pattern.check_checkpoint(self.own)
+        cut, masks = self.calibration.batches, self.calibration.batch_counted
+        return [
+            [self._changes(pattern, *pair) for pair in zip(cut[batch], masks[batch], strict=True)]
+            for batch in batches
+        ]
+
+    @torch.no_grad()
+    def _changes(self, pattern: Pattern, ids: tuple[int, ...], mask: Mask) -> TokenChanges:
+        # First all F, whose layers every pattern goes on from.
+        full = self.run(self.own, ids).hidden[-1]
+        hidden = self.run(pattern, ids).hidden[-1]
+        values = np.full((4, len(ids) - 1), np.nan)
+        targets, counted = torch.tensor(ids[1:], device=hidden.device), np.flatnonzero(mask)
+        for rows in blocks(len(counted)):
+            places = torch.from_numpy(counted[rows])
+            before, after = (self._log_probabilities(x[0, places]) for x in (full, hidden))
+            likeliest, text = after.argmax(-1), targets[places]
+            part = (
+                -after.gather(1, text[:, None])[:, 0],
+                (before.exp() * (before - after)).sum(-1),
+                likeliest == before.argmax(-1),
+                likeliest == text,
+            )
+            values[:, counted[rows]] = (
+                torch.stack([column.double() for column in part]).cpu().numpy()
+            )
+        return TokenChanges(*values)
+
+    def _log_probabilities(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return ``[queries, vocabulary]`` float32 of the last layer's outputs."""
+        logits = self._model.lm_head(self._decoder.norm(hidden)).float()
+        return torch.log_softmax(logits, dim=-1)
+
     # -- one forward --------------------------------------------------------------------------
 
     def run(
@@ -347,16 +386,16 @@ class TransformersEvaluator(TokenEvaluator):
         """Compare what layers put out with their own indices and with other layers'.
 
         Returns:
-            ``[N, N]`` float64; entry (i, j), j < i, is the mean cosine similarity between layer i's
-            core attention output (before the output projection) with its own indices and with layer
-            j's, over the batch's queries. 1 on the diagonal, 0 above it.
+            ``[1, N, N]`` float64; entry (0, i, j), j < i, is the mean cosine similarity between
+            layer i's core attention output (before the output projection) with its own indices and
+            with layer j's, over the batch's queries. 1 on the diagonal, 0 above it.
         """
         total, queries = np.zeros((self.num_layers, self.num_layers)), 0
         for ids in self.calibration.batches[batch]:
             total += self._similarity_of(ids) * len(ids)
             queries += len(ids)
         matrix: Floats = total / queries + np.eye(self.num_layers)
-        return matrix
+        return matrix[None]
 
     def _similarity_of(self, ids: tuple[int, ...]) -> Floats:
         """Return the part below the diagonal, of one sequence."""
@@ -383,28 +422,23 @@ class TransformersEvaluator(TokenEvaluator):
     def kept_mass(self, batch: int) -> Floats:
         """Compare how much of its attention each head finds on its own list and on other layers'.
 
-        Attention is over all that a query sees, and its mean over the batch's counted queries.
-        Of a list the best tokens are compared, 1 of :data:`LISTS` of the text at most.
+        Attention is over all that a query sees, at the batch's counted queries. Of a list the best
+        tokens are compared, 1 of :data:`LISTS` of the text at most.
 
         Returns:
-            ``[N, N]`` float64; entry (i, j), j < i, is 1 less the share of its attention that one
-            head of layer i finds on its own list and not on layer j's: of the head that loses
-            most. 1 on the diagonal, 0 above it. More than 1 if every head gains.
+            ``[2, N, N]`` float64, see :func:`lost_by_worst_head`; the mean over sequences.
 
         Raises:
             SearchError: the model's attention does not tell its weights.
         """
         cut, masks = self.calibration.batches, self.calibration.batch_counted
         pairs = [*zip(cut[batch], masks[batch], strict=True)]
-        sums = [self._mass(ids, torch.from_numpy(np.flatnonzero(mask))) for ids, mask in pairs]
-        mass = np.sum(sums, axis=0) / sum(int(mask.sum()) for _, mask in pairs)
-        return lost_by_worst_head(mass)
+        rated = [self._rated(ids, torch.from_numpy(np.flatnonzero(mask))) for ids, mask in pairs]
+        weights = [int(mask.sum()) for _, mask in pairs]
+        return np.asarray(np.average(rated, axis=0, weights=weights))
 
-    def _mass(self, ids: tuple[int, ...], queries: torch.Tensor) -> Floats:
-        """Return ``[N, N, heads]``: a layer's attention on each list, summed over ``queries``.
-
-        Of layer 0, which has no other list, all is 0.
-        """
+    def _rated(self, ids: tuple[int, ...], queries: torch.Tensor) -> Floats:
+        """Return ``[2, N, N]`` of one sequence at ``queries``."""
         queries = queries.to(self._model.device)
         best = max(len(ids) // LISTS, 1)
 
@@ -412,24 +446,26 @@ class TransformersEvaluator(TokenEvaluator):
             return indices.where(indices >= 0, len(ids))[0, queries, :best]
 
         lists: list[torch.Tensor] = []
-        heads = int(self._decoder.config.num_attention_heads)
-        mass = np.zeros((self.num_layers, self.num_layers, heads))
+        matrices = np.eye(self.num_layers)[None].repeat(RATINGS, axis=0)
 
         def watch(selected: torch.Tensor, *call: Any, **options: Any) -> None:
             lists.append(at_queries(selected))
-            count = len(lists)
-            if count > 1:
-                for rows, weights in self._weights(queries, *call, **options):
-                    parts = [part[rows] for part in lists]
-                    mass[count - 1, :count] += sum_on(parts, weights)
+            layer = len(lists) - 1
+            if layer:
+                mass = [
+                    mass_on([part[rows] for part in lists], weights)
+                    for rows, weights in self._weights(queries, *call, **options)
+                ]
+                rated = lost_by_worst_head(np.concatenate(mass, axis=2))
+                matrices[:, layer, :layer] = rated[:, :layer]
 
         self.run(self.own, ids, watch)
         if not lists:
             raise SearchError(
-                f"{type(self._attention(0)).__name__} does not show its attention, by which "
-                "one-pass and, without --url, both search. Search with --method fast."
+                f"{type(self._attention(0)).__name__} does not show its attention, by which a "
+                "search without --url compares layers. Search with --method greedy."
             )
-        return mass
+        return matrices
 
     def _weights(
         self,
@@ -477,15 +513,15 @@ class _SeenError(Exception):
     """Ends a forward whose arguments have been noted."""
 
 
-def sum_on(lists: Sequence[torch.Tensor], weights: torch.Tensor) -> Floats:
-    """Sum what heads give to the positions of each list, over queries.
+def mass_on(lists: Sequence[torch.Tensor], weights: torch.Tensor) -> Floats:
+    """Sum what heads give to the positions of each list.
 
     Args:
         lists: each ``[Q, k]``; a position from T on has 0.
         weights: ``[heads, Q, T]`` float32.
 
     Returns:
-        ``[lists, heads]`` float64.
+        ``[lists, heads, Q]`` float32.
     """
     end = weights.shape[-1]
     table = torch.nn.functional.pad(weights.movedim(0, -1), (0, 0, 0, 1)).flatten(0, 1)
@@ -494,22 +530,27 @@ def sum_on(lists: Sequence[torch.Tensor], weights: torch.Tensor) -> Floats:
         torch.nn.functional.embedding_bag(indices.clamp(max=end) + first, table, mode="sum")
         for indices in lists
     ]
-    total: Floats = torch.stack(sums).sum(1, dtype=torch.float64).cpu().numpy()
+    total: Floats = torch.stack(sums).mT.cpu().numpy()
     return total
 
 
 def lost_by_worst_head(mass: Floats) -> Floats:
-    """Return 1 less what the head that loses most loses under each earlier layer's list.
+    """Rate lists by what a layer's attention loses under each, its own being the last.
+
+    Running text needs hardly any head to look far back, and its many places hide in a mean what a
+    head loses at the few that do. So the worst tenth of places comes first.
 
     Args:
-        mass: ``[N, N, heads]``, the share of a head's attention in layer i on layer j's list.
+        mass: ``[lists, heads, places]``, the share of a head's attention that is on a list.
 
     Returns:
-        ``[N, N]`` float64, 1 on the diagonal and 0 above it.
+        ``[2, lists]`` float64: 1 less what the head that loses most loses at the place that a tenth
+        of places are worse than, and in the mean over places.
     """
-    own_mass = np.einsum("iih->ih", mass)[:, None]
-    matrix: Floats = (1 + (mass - own_mass).min(axis=2)) * np.tri(len(mass))
-    return matrix
+    lost = (mass[-1] - mass).astype(np.float64)
+    worst = np.quantile(lost, 1 - WORST, axis=2).max(axis=1)
+    rated: Floats = 1 - np.stack([worst, lost.mean(axis=2).max(axis=1)])
+    return rated
 
 
 def hold(sharing: SharedForward, layer: int, indices: torch.Tensor) -> None:

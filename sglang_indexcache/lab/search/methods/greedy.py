@@ -15,10 +15,9 @@ class Greedy:
     """
 
     in_words = "exhaustive greedy (Algorithm 1)"
-    searches = 1
     by_loss = True
 
-    def descend(self, ledger: Ledger, targets: Targets, budget: int) -> Iterator[Step]:
+    def descend(self, ledger: Ledger, targets: Targets) -> Iterator[Step]:
         """See :class:`~.methods.Method`; it has no choice but its cost."""
         constraints, pattern = targets.constraints, targets.constraints.start
         yield ledger.step(pattern, pattern, None, candidates=1)

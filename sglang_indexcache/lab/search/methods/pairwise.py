@@ -6,8 +6,9 @@ loss decides. Three matrices are known:
 
 - The paper's (appendix "similarity-based pattern search"): the cosine similarity of attention
   outputs. The paper found its patterns no better than uniform interleaving.
-- What the *worst* head of a layer keeps of its attention at the tokens that count, ours. Copying
-  from far back is the work of few heads: the mean over heads does not see what they lose.
+- What the *worst* head of a layer keeps of its attention at the tokens that count, ours: at the
+  worst tenth of them, and in the mean. Copying from far back is the work of few heads at few
+  places; means do not see what these lose.
 - The share of a layer's list that the other one holds, less what it lacks of the places that text
   is copied from. A server shows no more than lists, and their overlap alone is blind to recall.
 """
@@ -22,7 +23,8 @@ import numpy as np
 from sglang_indexcache.errors import SearchError
 from sglang_indexcache.lab.search.evaluators import Floats, pair_forwards
 from sglang_indexcache.lab.search.ledger import Ledger, Step
-from sglang_indexcache.lab.search.rules import Constraints, Proposal, Targets
+from sglang_indexcache.lab.search.methods.proposal import Proposal
+from sglang_indexcache.lab.search.rules import Constraints, Targets
 from sglang_indexcache.pattern import Pattern
 
 
@@ -40,38 +42,45 @@ class Pairwise:
     kind: str
     label: str
     in_words: str
-    searches: int = 1
     by_loss: bool = False
 
-    def descend(self, ledger: Ledger, targets: Targets, budget: int) -> Iterator[Step | Proposal]:
-        """See :class:`~sglang_indexcache.lab.search.methods.Method`; it has no choice but its cost.
+    def descend(self, ledger: Ledger, targets: Targets) -> Iterator[Step | Proposal]:
+        """See :class:`~sglang_indexcache.lab.search.methods.Method`.
 
         Raises:
-            SearchError: a served model, whose layers cannot be seen.
+            SearchError: see :func:`pair_matrices`.
         """
-        constraints = targets.constraints
-        if not hasattr(ledger.evaluator, self.kind):
-            raise SearchError(
-                f"--method {self.name} looks into the model's layers, which a server does not "
-                "show. Leave out --url, so that transformers runs the model in this process."
-            )
-        matrix = pair_matrix(ledger, self.kind)
+        matrix = pair_matrix(ledger, self)
         for mark in targets.marks:
-            yield Proposal(mark, most_similar(matrix, mark.full_layers, constraints))
+            yield Proposal(mark, most_similar(matrix, mark.full_layers, targets.constraints))
 
     def least(self, targets: Targets, batch_tokens: Sequence[int]) -> int:
         """See :class:`~sglang_indexcache.lab.search.methods.Method`; this is its whole cost."""
         return pair_forwards(self.kind, len(targets.constraints.start)) * sum(batch_tokens)
 
 
-def pair_matrix(ledger: Ledger, kind: str) -> Floats:
-    """Return the mean matrix of layer pairs over all batches that are searched on.
+def pair_matrices(ledger: Ledger, method: Pairwise) -> Floats:
+    """Return the matrices of layer pairs of every batch that is searched on.
 
     Returns:
-        ``[N, N]`` float64; entry (i, j), j < i, says how well layer i does with layer j's list, as
-        the evaluator's method ``kind`` does of one batch. 1 on the diagonal, 0 above it.
+        ``[batches, M, N, N]`` float64 in M ratings, the first the one to trust; entry (i, j),
+        j < i, of a matrix says how well layer i does with layer j's list. 1 on the diagonal, 0
+        above it.
+
+    Raises:
+        SearchError: layers cannot be seen in that way.
     """
-    matrices = np.stack([ledger.pairs(kind, batch) for batch in ledger.all_batches])
+    if not hasattr(ledger.evaluator, method.kind):
+        raise SearchError(
+            f"--method {method.name} looks into the model's layers, which a server does not "
+            "show. Leave out --url, so that transformers runs the model in this process."
+        )
+    return np.stack([ledger.pairs(method.kind, batch) for batch in ledger.all_batches])
+
+
+def pair_matrix(ledger: Ledger, method: Pairwise) -> Floats:
+    """Return ``[N, N]``: the mean over batches of the first of :func:`pair_matrices`."""
+    matrices = pair_matrices(ledger, method)[:, 0]
     return np.asarray(np.average(matrices, axis=0, weights=ledger.tokens_of_batches))
 
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from sglang_indexcache.errors import DataError, QualityError
 from sglang_indexcache.lab.client.score import TokenScores
-from sglang_indexcache.lab.evaluate.arms import right_share
 from sglang_indexcache.lab.evaluate.corpus import Corpus
-from sglang_indexcache.lab.evaluate.plan import Planned
+from sglang_indexcache.lab.evaluate.evaluation_plan import Planned
+from sglang_indexcache.lab.evaluate.servers import right_share
 from sglang_indexcache.lab.evaluate.tasks.context import rendered
 from sglang_indexcache.lab.evaluate.tasks.files import FILES, Item, pieces, read_items
 from tests.lab.evaluate.fake_server import Words
@@ -23,6 +23,7 @@ from tests.lab.evaluate.tasks.published import aa_lcr_row, prompt_row, write
 ROWS = {
     "aa-lcr": aa_lcr_row,
     "prompts": lambda number: prompt_row(number, " yes"),
+    "passages": lambda number: prompt_row(number, " a long answer of many words"),
 }
 SUFFIXES = (".jsonl", ".json", ".parquet")
 
@@ -69,6 +70,14 @@ def test_aa_lcr_is_asked_in_its_own_words_and_counted_by_token(tmp_path: Path) -
     scores = TokenScores([-0.1, -2.0, -0.3], tops, 9)
     assert right_share(scores, by_token=True) == pytest.approx(2 / 3)
     assert right_share(scores, by_token=False) == 0
+
+
+def test_passages_are_prompts_whose_tokens_count_one_by_one() -> None:
+    row = prompt_row(3, " a long answer of many words")
+    whole, by_token = FILES["prompts"](row), FILES["passages"](row)
+    assert by_token.by_token
+    assert not whole.by_token
+    assert (by_token.prompt, by_token.answer) == (whole.prompt, whole.answer)
 
 
 def test_prompts_are_conversations_or_texts() -> None:

@@ -15,6 +15,7 @@ import pytest
 from scipy.stats import spearmanr
 
 from sglang_indexcache.errors import QualityError
+from sglang_indexcache.lab.data.words import ADJECTIVES, NOUNS, haystack
 from sglang_indexcache.lab.evaluate.tasks import TASKS
 from sglang_indexcache.lab.evaluate.tasks.context import (
     Asked,
@@ -26,7 +27,6 @@ from sglang_indexcache.lab.evaluate.tasks.context import (
     make_context,
     strata,
 )
-from sglang_indexcache.lab.evaluate.tasks.words import ADJECTIVES, NOUNS, haystack
 from tests.fixtures.models import make_tokenizer
 from tests.lab.evaluate.fake_server import Words
 from tests.lab.evaluate.tasks.solvers import SOLVERS

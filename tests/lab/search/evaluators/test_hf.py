@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from sglang_indexcache.errors import PatternError
+from sglang_indexcache.hf import share
 from sglang_indexcache.lab.search.calibration import Calibration
 from sglang_indexcache.lab.search.evaluators import hf
 from sglang_indexcache.lab.search.evaluators.hf import TransformersEvaluator
@@ -76,7 +77,8 @@ def test_sequences_of_every_length(folder: Path, data: Calibration) -> None:
 def test_only_what_counts_is_in_the_loss(folder: Path, data: Calibration) -> None:
     random = np.random.default_rng(1)
     masks = tuple(random.random(LENGTH - 1) < 0.1 for _ in data.sequences)
-    evaluator = TransformersEvaluator(folder, replace(data, counted=masks))
+    kinds = tuple(mask.astype(np.uint8) for mask in masks)
+    evaluator = TransformersEvaluator(folder, replace(data, kinds=kinds))
     tokens = evaluator.token_losses(Pattern("FSFSFS"), [1, 0])
     by_batch = [masks[2:], masks[:2]]
     expected = [
@@ -85,6 +87,31 @@ def test_only_what_counts_is_in_the_loss(folder: Path, data: Calibration) -> Non
         for pair in zip(tokens, by_batch, strict=True)
     ]
     assert evaluator.loss(Pattern("FSFSFS"), [1, 0]) == pytest.approx(expected)
+
+
+def test_changes_are_those_of_two_whole_distributions(folder: Path, data: Calibration) -> None:
+    """The oracle is transformers' own logits under the pattern and without one, token by token."""
+    evaluator, pattern = TransformersEvaluator(folder, data), Pattern("FSFSFS")
+    [[changes, _]] = evaluator.changes(pattern, [1])
+    ids = data.batches[1][0]
+    model = evaluator._model
+    with torch.no_grad():
+        full = model(torch.tensor([ids])).logits[0, :-1].double().log_softmax(-1)
+        with share(model, pattern):
+            under = model(torch.tensor([ids])).logits[0, :-1].double().log_softmax(-1)
+    kl = torch.nn.functional.kl_div(under, full, log_target=True, reduction="none").sum(-1)
+    assert changes.kl == pytest.approx(kl.numpy(), abs=1e-4)
+    assert changes.kl.max() > 1e-3
+    text = torch.tensor(ids[1:])
+    assert changes.loss == pytest.approx(-under.gather(1, text[:, None])[:, 0].numpy(), abs=1e-4)
+    for field, expected in (
+        ("kept", under.argmax(-1) == full.argmax(-1)),
+        ("right", under.argmax(-1) == text),
+    ):
+        assert (getattr(changes, field) == expected.double().numpy()).mean() > 0.97
+    [[alike, _]] = evaluator.changes(Pattern.full(6), [1])
+    assert np.abs(alike.kl).max() < 1e-6
+    assert (alike.kept == 1).all()
 
 
 def test_reuse_runs_only_from_the_first_difference(folder: Path, data: Calibration) -> None:

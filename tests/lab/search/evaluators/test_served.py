@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sglang_indexcache.errors import ServerError
 from sglang_indexcache.lab.client.pool import Pool
 from sglang_indexcache.lab.search.calibration import Calibration
-from sglang_indexcache.lab.search.evaluators import ServedEvaluator
+from sglang_indexcache.lab.search.evaluators import ServedEvaluator, likeliest_kl
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.protocol import PATTERN_OF_REQUEST, RankState
 from tests.fakes import state
@@ -40,13 +43,20 @@ class Cardboard:
         patterns = [
             sampling["custom_params"][PATTERN_OF_REQUEST] for sampling in body["sampling_params"]
         ]
-        return [self._reply(*pair) for pair in zip(body["input_ids"], patterns, strict=True)]
+        return [self._reply(*pair, body) for pair in zip(body["input_ids"], patterns, strict=True)]
 
-    def _reply(self, ids: list[int], pattern: str) -> dict[str, Any]:
+    def _reply(self, ids: list[int], pattern: str, body: dict[str, Any]) -> dict[str, Any]:
         entries = [[-(t / 10 + pattern.count("S")), t, None] for t in ids]
         entries[0][0] = None
         info = {"prompt_tokens": len(ids), "cached_tokens": 0, PATTERN_OF_REQUEST: [pattern]}
-        return {"meta_info": info | {"input_token_logprobs": entries}}
+        info |= {"input_token_logprobs": entries}
+        if number := body.get("top_logprobs_num"):
+            # Token n has 2^-(n+1) under all F, and token 0 a quarter of that under a pattern.
+            shared = pattern.count("S") > 0
+            chances = [0.5 ** (n + 1 + 2 * (shared and n == 0)) for n in range(number)]
+            likely = [[math.log(chance), n, None] for n, chance in enumerate(chances)]
+            info["input_top_logprobs"] = [None, *([likely] * (len(ids) - 1))]
+        return {"meta_info": info}
 
 
 def evaluator_of(engine: Cardboard, data: Calibration = DATA, at_once: int = 1) -> ServedEvaluator:
@@ -63,6 +73,38 @@ def test_means_per_batch_in_the_order_asked() -> None:
     assert len(request["input_ids"]) == 4  # one request, so that ranks share the work
     tokens = evaluator.token_losses(Pattern("FFFF"), [0])
     assert [list(np.round(t, 9)) for t in tokens[0]] == [[0.2, 0.3], [0.5, 0.6]]
+
+
+def test_changes_are_read_off_the_likeliest_tokens() -> None:
+    engine = Cardboard()
+    evaluator = evaluator_of(engine)
+    [[first, _]] = evaluator.changes(Pattern("FSFS"), [1])
+    # Tokens 8 and 9 cost 0.8 and 0.9, and two nats more for two S layers.
+    assert first.loss == pytest.approx([2.8, 2.9])
+    assert first.kept.tolist() == [0, 0]  # token 1 is likelier now
+    assert first.right.tolist() == [0, 0]
+    asked = [request["input_ids"] for request in engine.requests]
+    assert len(asked) == 2  # all F, once, and the pattern
+    evaluator.changes(Pattern("FFSS"), [1])
+    assert len(engine.requests) == 3
+    [[alike, _]] = evaluator.changes(Pattern("FFFF"), [1])
+    assert alike.kl == pytest.approx([0, 0])
+    assert alike.kept.tolist() == [1, 1]
+
+
+@given(seed=st.integers(0, 10**6), told=st.integers(1, 8))
+def test_the_divergence_of_the_likeliest_is_never_more_than_that_of_all(
+    seed: int, told: int
+) -> None:
+    random = np.random.default_rng(seed)
+    p, q = (random.dirichlet(np.full(8, 0.5)) + 1e-9 for _ in range(2))
+    before, after = (
+        {int(n): float(np.log(side[n])) for n in np.argsort(-side)[:told]} for side in (p, q)
+    )
+    whole = float((p * np.log(p / q)).sum())
+    assert -1e-9 <= likeliest_kl(before, after) <= whole + 1e-4
+    if told == 8:
+        assert likeliest_kl(before, after) == pytest.approx(whole, abs=1e-4)
 
 
 def test_what_the_engine_serves_to_others_does_not_matter() -> None:

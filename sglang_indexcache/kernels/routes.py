@@ -1,0 +1,206 @@
+"""Kernels that a card's record allows in place of SGLang's defaults: ``--indexcache-kernels auto``.
+
+``measured.json`` lists, for each card, the shapes in which SGLang's default was timed beside what
+can stand in its place. ``python -m benchmarks.card.measured`` makes it from the committed record.
+
+The rule: what a shape between measured ones gains is what the worst of its measured neighbours
+gained, and what no measured shape encloses gains nothing. Only a gain of :data:`LEAST_GAIN` counts.
+All that is asked is known on the host, so no choice waits for the GPU.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any, TypeAlias
+
+ENGINE = "engine"
+"""SGLang's default."""
+SECOND_TOPK = "sglang v2"
+"""SGLang's logits with the top-k of its decode, in a prefill, whose default is another."""
+OURS = "cuda"
+LEAST_GAIN = 1.05
+"""Over SGLang's default: less may be noise, or what the record's calls leave out (a page lookup
+behind :data:`SECOND_TOPK`, a gather of the keys before SGLang's logits)."""
+TABLE = Path(__file__).with_name("measured.json")
+BY_TOKENS = ("select-prefill",)
+"""Operations for which a context's length counts. A list of attention has k slots at any length,
+and a CUDA graph of a decode step knows no length: there the worst of all that were timed counts."""
+SIDE_BY_SIDE = ("sparse_mla-prefill",)
+"""Operations in which more rows than were timed are as good as several calls of those."""
+
+Tokens: TypeAlias = tuple[int, int] | None
+"""Shortest and longest context of a call's requests; None where nobody knows on the host."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What is called, but for how many rows and how long a context.
+
+    Attributes:
+        name: as ``--indexcache-kernels`` calls it, "select-prefill".
+        heads: of the indexer, or of attention on one GPU.
+        cache: "fp8" or "bfloat16" rows of attention; "" of a selection.
+        verified: rows of each request of a decode.
+    """
+
+    name: str
+    heads: int
+    cache: str = ""
+    verified: int = 1
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A shape of an operation that was timed.
+
+    Attributes:
+        overlap: percent that lists of neighbouring rows shared, where that counts.
+        times: microseconds by name; :data:`ENGINE` is among them.
+    """
+
+    operation: Operation
+    rows: int
+    tokens: int
+    overlap: int
+    times: tuple[tuple[str, float], ...]
+
+    def gain(self, name: str) -> float:
+        """Return how much faster ``name`` was than SGLang's default; 0 if it was not timed."""
+        times = dict(self.times)
+        return times[ENGINE] / times[name] if name in times else 0.0
+
+    def __str__(self) -> str:
+        operation = self.operation
+        marks = [f"{self.rows:,} rows"]
+        if operation.name in BY_TOKENS:
+            marks.append(f"{self.tokens:,} tokens")
+        if operation.verified > 1:
+            marks.append(f"{operation.verified} verified")
+        return ", ".join(marks)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Name of the kernels of a call, and the shape that decided, which is the worst for them."""
+
+    name: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Routes:
+    """Shapes that were timed on one card, as far as an operator's lists are known to allow.
+
+    Attributes:
+        overlap: percent that neighbouring lists share at least, as the operator states; 0 is known
+            of any.
+    """
+
+    card: str
+    shapes: tuple[Shape, ...] = field(repr=False)
+    overlap: int = 0
+
+    @classmethod
+    def of_card(cls, card: str, overlap: int = 0) -> Routes | None:
+        """Return the routes of a card, as its driver calls it; None if it has no record."""
+        rows = read(TABLE).get(card)
+        return cls(card, tuple(map(shape_of, rows)), overlap) if rows else None
+
+    def choose(self, operation: Operation, rows: int, tokens: Tokens = None) -> Choice:
+        """Choose the kernels of a call with so many query rows (requests, in a decode)."""
+        return _choose(self, operation, rows, tokens if operation.name in BY_TOKENS else None)
+
+    def without(self, name: str) -> Routes:
+        """Return the routes of a server that cannot run ``name``."""
+        shapes = tuple(
+            replace(shape, times=tuple(pair for pair in shape.times if pair[0] != name))
+            for shape in self.shapes
+        )
+        return replace(self, shapes=shapes)
+
+    def takes(self, operation: Operation) -> set[str]:
+        """Return the names that some measured shape of an operation is best run by."""
+        shapes = self.of(operation)
+        return {
+            self.choose(operation, shape.rows, (shape.tokens, shape.tokens)).name
+            for shape in shapes
+        }
+
+    def of(self, operation: Operation) -> tuple[Shape, ...]:
+        """Return the shapes of an operation, each with the largest overlap that is stated."""
+        best: dict[tuple[int, int], Shape] = {}
+        for shape in sorted(self.shapes, key=lambda shape: shape.overlap):
+            if shape.operation == operation and shape.overlap <= self.overlap:
+                best[shape.rows, shape.tokens] = shape
+        return tuple(best[place] for place in sorted(best))
+
+    def describe(self, operation: Operation) -> Iterator[str]:
+        """Yield a line for each measured shape at which other kernels than SGLang's are taken."""
+        for shape in self.of(operation):
+            choice = self.choose(operation, shape.rows, (shape.tokens, shape.tokens))
+            if choice.name != ENGINE:
+                times = dict(shape.times)
+                yield (
+                    f"{shape}: {choice.name} ({times[choice.name]:,.0f} us, SGLang's default "
+                    f"{times[ENGINE]:,.0f})"
+                )
+
+
+@lru_cache(maxsize=4096)
+def _choose(routes: Routes, operation: Operation, rows: int, tokens: Tokens) -> Choice:
+    shapes = routes.of(operation)
+    if not shapes:
+        return Choice(ENGINE, "no shape was timed")
+    counts = sorted({shape.rows for shape in shapes})
+    if operation.name in SIDE_BY_SIDE:
+        rows = min(rows, counts[-1])
+    near = list(_neighbours(counts, rows))
+    around = [shape for shape in shapes if shape.rows in near]
+    if tokens is not None:
+        around = [shape for count in near for shape in _along(shapes, count, tokens)]
+    if not around or {shape.rows for shape in around} != {*near}:
+        least, most = f"{counts[0]:,}", f"{counts[-1]:,}"
+        return Choice(ENGINE, f"outside of what was timed ({least} to {most} rows)")
+    names = {name for shape in around for name, _ in shape.times} - {ENGINE}
+    worst = {name: min(around, key=lambda shape: shape.gain(name)) for name in sorted(names)}
+    best = max(worst, key=lambda name: worst[name].gain(name), default=ENGINE)
+    if best == ENGINE or worst[best].gain(best) < LEAST_GAIN:
+        return Choice(ENGINE, "nothing was faster in every neighbouring shape")
+    return Choice(best, f"{worst[best].gain(best):.2f}x at {worst[best]}")
+
+
+def _along(shapes: Sequence[Shape], rows: int, tokens: tuple[int, int]) -> list[Shape]:
+    """Return the shapes of so many rows between the neighbours of both lengths; none outside."""
+    of_rows = [shape for shape in shapes if shape.rows == rows]
+    lengths = sorted({shape.tokens for shape in of_rows})
+    ends = [[*_neighbours(lengths, length)] for length in tokens]
+    if not all(ends):
+        return []
+    return [shape for shape in of_rows if ends[0][0] <= shape.tokens <= ends[1][-1]]
+
+
+def _neighbours(values: Sequence[int], value: int) -> Iterator[int]:
+    """Yield the values that enclose one: itself, or those on both sides; none outside of all."""
+    below = [other for other in values if other <= value]
+    above = [other for other in values if other >= value]
+    if below and above:
+        yield from sorted({below[-1], above[0]})
+
+
+@cache
+def read(path: Path) -> dict[str, Any]:
+    """Return the rows of a table by card."""
+    cards: dict[str, Any] = json.loads(path.read_text())["cards"]
+    return cards
+
+
+def shape_of(row: dict[str, Any]) -> Shape:
+    """Return the shape that a row of a table holds."""
+    keys = ("operation", "heads", "cache", "verified")
+    operation = Operation(*(row[key] for key in keys))
+    times = tuple((name, float(time)) for name, time in row["times"].items())
+    return Shape(operation, row["rows"], row["tokens"], row["overlap"], times)

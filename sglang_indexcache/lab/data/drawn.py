@@ -1,0 +1,70 @@
+"""Draw documents from everywhere in a source, so that no file or folder decides by its name."""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import defaultdict
+from collections.abc import Iterator
+from itertools import cycle
+from pathlib import Path
+
+from sglang_indexcache.lab.data.documents import Document, files_of, no_text, read_file
+
+MOST = 4096
+"""Documents of one file that are drawn at most; the whole file is read for them."""
+
+
+def drawn_documents(source: str, seed: int) -> Iterator[tuple[Path, Document]]:
+    """Yield documents with their files, in an order that the seed decides.
+
+    Folders take turns, in a folder its files, and a file gives one document at a time: so the first
+    documents come from as many places as there are. A file is read when its first turn comes.
+
+    Args:
+        source: as for :func:`~sglang_indexcache.lab.data.documents.read_documents`.
+
+    Raises:
+        DataError: nothing to read, or a row that nobody understands.
+    """
+    draw = random.Random(seed)
+    by_folder: dict[Path, list[Path]] = defaultdict(list)
+    for path in files_of(source):
+        by_folder[path.parent].append(path)
+    folders = list(by_folder.values())
+    draw.shuffle(folders)
+    for files in folders:
+        draw.shuffle(files)
+    is_empty = True
+    for item in _in_turn([_in_turn([_file(f, seed) for f in files]) for files in folders]):
+        is_empty = False
+        yield item
+    if is_empty:
+        raise no_text(source)
+
+
+def _in_turn(
+    sources: list[Iterator[tuple[Path, Document]]],
+) -> Iterator[tuple[Path, Document]]:
+    """Take one of each in turn, until all have ended."""
+    ended: set[int] = set()
+    for number in cycle(range(len(sources))):
+        if len(ended) == len(sources):
+            return
+        if number not in ended:
+            for item in sources[number]:
+                yield item
+                break
+            else:
+                ended.add(number)
+
+
+def _file(path: Path, seed: int) -> Iterator[tuple[Path, Document]]:
+    """Yield documents of one file, drawn from all of it."""
+    draw = random.Random(f"{seed} {path.name}")
+    heap: list[tuple[float, int, Document]] = []  # on top what comes last
+    for number, document in enumerate(read_file(path)):
+        heapq.heappush(heap, (-draw.random(), number, document))
+        if len(heap) > MOST:
+            heapq.heappop(heap)
+    yield from ((path, document) for _, _, document in sorted(heap, reverse=True))

@@ -1,0 +1,445 @@
+"""Plan of what is asked, of which patterns and in which order: fixed before the first request."""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+from sglang_indexcache.checkpoint import Checkpoint
+from sglang_indexcache.errors import PatternError, QualityError
+from sglang_indexcache.lab.evaluate.tasks import CONTROL, TASKS
+from sglang_indexcache.lab.stats.design import Design, spread_over_cells
+from sglang_indexcache.lab.stats.pairs import Cell
+from sglang_indexcache.library.lengths import counted, format_length, points
+from sglang_indexcache.library.resolve import Library, name_and_pattern
+from sglang_indexcache.pattern import Pattern
+
+CONTROLS = ("uniform:1/4", "uniform:1/8")
+"""Positive controls, if the user gives none: the first that is no candidate. They lose a little.
+
+A control that breaks everything would be seen to lose by a task that no real loss shows in.
+"""
+LAST_CONTROL = "first-layer-only"
+"""Control where none of them is left, or allowed: F, then S."""
+DISCORDANCE, CORRELATION = 0.02, 0.1
+"""Assumed before anything is measured: paired questions that differ, and how they do together."""
+DEVIATION = 0.05
+"""Assumed of a context's difference in probability: 4.9 points were measured of a searched 1/4 on
+the small checkpoint, 1.75 of 1/2. All contexts differ."""
+ENDPOINTS = ("answers", "probability")
+"""Quantities that can be compared, chosen before the first request.
+
+Right and wrong, as greedy decoding has it; or the probability with which the model says the right
+answer at temperature 1: finer, so it needs fewer contexts, but another question.
+"""
+LEAST_CONTEXTS = dict(zip(ENDPOINTS, (32, 24), strict=True))
+"""Contexts of each task and length, if the user does not say how many."""
+SEEING = dict(zip(ENDPOINTS, (0.85, 0.7), strict=True))
+"""Share of the cells that see a control lose what the paper says; the others leave the claim.
+
+By `benchmarks/results/quality/gates.json`, of as many contexts as are planned with it.
+"""
+WIDEST = 0.1
+"""Margin above which a claim is empty, whatever the reference gets right."""
+AGAIN_EVERY = 4
+"""The reference is asked twice (A/A) on every 4th context of a cell, and on all of the control."""
+CONTROL_SHARE = 0.75
+"""Length of the control's contexts, as a share of ``index_topk``."""
+CONTROL_CONTEXTS = 2
+"""Contexts of each task in the control."""
+SHORTEST, LEFT_FREE = 32 * 1024, 1024
+"""Tokens: the first length where none is given, and what of a model's context stays free."""
+CONTROL_LOOK = 0
+"""Look of the control's contexts: they are asked before the first."""
+
+
+class Role(enum.Enum):
+    """Purpose of an arm."""
+
+    REFERENCE = "reference"
+    CANDIDATE = "candidate"
+    BAD = "bad"
+    """The positive control: known to lose quality, and must be seen to."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """Side of a comparison: its name as written, unique, and F and S (empty for a log's).
+
+    A/A is the reference with ``Answer.repeat`` 1, not an arm.
+    """
+
+    name: str
+    pattern: str
+    role: Role
+
+
+def arms_of(model: Path, against: str, patterns: Sequence[str], control: str) -> tuple[Arm, ...]:
+    """Make the reference, the candidates from most to fewest F layers, the positive control.
+
+    They are in any form of a pattern, with ``NAME=`` before it or without.
+    Without a control it is the first of :data:`CONTROLS` that this checkpoint can serve and that is
+    no other arm, else :data:`LAST_CONTROL`.
+
+    Raises:
+        QualityError: two arms are the same pattern, or have the same name.
+        PatternError, LibraryError: a pattern that is none, or not for this checkpoint.
+    """
+    checkpoint, library = Checkpoint.read(model), Library.default()
+
+    def make_arm(value: str, role: Role) -> Arm:
+        name, written = name_and_pattern(value)
+        pattern = library.resolve(written, checkpoint).pattern
+        return Arm(name, str(pattern), role)
+
+    candidates = [make_arm(value, Role.CANDIDATE) for value in patterns]
+    candidates.sort(key=lambda arm: -len(Pattern(arm.pattern).full_layers))
+    arms = [make_arm(against, Role.REFERENCE), *candidates]
+    if control:
+        arms.append(make_arm(control, Role.BAD))
+    else:
+        controls = []
+        for value in CONTROLS:
+            with suppress(PatternError):  # this checkpoint has no such indexers
+                controls.append(make_arm(value, Role.BAD))
+        first = str(Pattern("F" + "S" * (checkpoint.num_layers - 1)))
+        controls.append(Arm(LAST_CONTROL, first, Role.BAD))
+        used = {arm.pattern for arm in arms}
+        unused = [arm for arm in controls if arm.pattern not in used]
+        arms.append((unused or controls)[0])
+    for place, arm in enumerate(arms):
+        for earlier in arms[:place]:
+            if arm.pattern == earlier.pattern:
+                raise QualityError(
+                    f"{arm.name} and {earlier.name} are the same pattern, {arm.pattern}; an arm "
+                    "compared with itself says nothing. Give another (--against, --control)."
+                )
+            if arm.name == earlier.name:
+                raise QualityError(f"two patterns are called {arm.name}; give each once")
+    return tuple(arms)
+
+
+def default_lengths(context: int | None) -> tuple[int, ...]:
+    """Return the lengths to ask where none is given: from 32Ki, doubled, up to the model's context.
+
+    The last is what the context holds, rounded down to two digits: 200,000 for 202,752. Of the
+    context 1,024 tokens stay free, an eighth of one below 8Ki. 128Ki if the config names none.
+    """
+    room = 4 * SHORTEST if context is None else context - min(LEFT_FREE, context // 8)
+    lengths = [SHORTEST << n for n in range(32) if SHORTEST << n <= room]
+    step: int = 10 ** max(len(str(room)) - 2, 0)
+    last = room // step * step
+    return (*lengths, last) if not lengths or last > lengths[-1] else tuple(lengths)
+
+
+def assumed_spread(cells: Sequence[tuple[int, int]], endpoint: str) -> tuple[float, float, float]:
+    """Return a context's spread before anything is measured, the arguments of ``Design.needed``.
+
+    Args:
+        cells: contexts of each cell, and the questions behind one of them.
+        endpoint: of :data:`ENDPOINTS`.
+
+    Returns:
+        The deviation of a context's difference, the share of contexts that differ, and the largest
+        weight of a context over the mean one.
+
+    Raises:
+        QualityError: no such endpoint.
+    """
+    if endpoint not in ENDPOINTS:
+        raise QualityError(f"no endpoint is called {endpoint!r}: {' or '.join(ENDPOINTS)}")
+    if endpoint == "answers":
+        return spread_over_cells(cells, DISCORDANCE, CORRELATION)
+    total = sum(count for count, _ in cells)
+    weights = [total / (len(cells) * count) for count, _ in cells]
+    squares = (count / total * weight**2 for (count, _), weight in zip(cells, weights, strict=True))
+    return DEVIATION * math.sqrt(sum(squares)), 1.0, max(weights)
+
+
+def enough_contexts(
+    cells: int, questions: int, margin: float, looks: int, endpoint: str = "answers"
+) -> int:
+    """Count the contexts of each cell with which a plan can show its margin, as assumed here.
+
+    A multiple of the looks, and at least :data:`LEAST_CONTEXTS`. Cells that do not see the control
+    lose leave the claim: those that stay, the share :data:`SEEING`, still have as many as it needs.
+    """
+    assumed = assumed_spread([(1, questions)] * cells, endpoint)
+    needed = Design(looks, margin, looks).needed(*assumed) / SEEING[endpoint]
+    return looks * math.ceil(max(LEAST_CONTEXTS[endpoint], needed / cells) / looks)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A context of the plan; they are in the order of asking.
+
+    Attributes:
+        context: its name, unique.
+        length: tokens of context, question and answer.
+        look: at which planned look it first counts, from 1; ``CONTROL_LOOK`` for the control.
+        again: whether the reference is asked twice (A/A).
+    """
+
+    context: str
+    task: str
+    length: int
+    look: int
+    again: bool
+
+
+@dataclass(frozen=True)
+class SelectedRows:
+    """The rows of a user's file that make a cell.
+
+    Attributes:
+        length: tokens that hold each of them with its answer, and the next smaller length does not.
+        rows: number of the first row about each text, in the order of asking.
+        sizes: tokens that are computed for each text, with questions and answers.
+        available: how many texts of the file belong to this cell.
+        questions: of each text; empty if each has one.
+        longest: tokens of the longest row, with its answer; 0 if each text has one row.
+    """
+
+    task: str
+    length: int
+    rows: tuple[int, ...]
+    sizes: tuple[int, ...]
+    available: int
+    questions: tuple[int, ...] = ()
+    longest: int = 0
+
+
+@dataclass(frozen=True)
+class EvaluationPlan:
+    """Plan of an evaluation.
+
+    Attributes:
+        tasks: names of generated tasks; may be empty if there are files.
+        lengths: tokens of a context with its longest question and that one's answer.
+        contexts: of each task at each length; ``questions`` are behind one.
+        selects_all: ``index_topk``.
+        margin: loss that counts as none, a share of right answers.
+        looks: how often the evaluation may end, the last time included.
+        taken: rows of users' files, which are cells like those of the generated tasks.
+        seed: of the first context of each cell; the others count from there.
+        controls: tasks that the control asks, if not those of the plan (``Corpus.fit``).
+        endpoint: of :data:`ENDPOINTS`.
+
+    Raises:
+        QualityError: what cannot be asked, or could show nothing.
+    """
+
+    tasks: tuple[str, ...]
+    lengths: tuple[int, ...]
+    contexts: int
+    questions: int
+    selects_all: int
+    margin: float = 0.01
+    looks: int = 4
+    seed: int = 0
+    taken: tuple[SelectedRows, ...] = ()
+    controls: tuple[str, ...] = ()
+    endpoint: str = "answers"
+
+    def __post_init__(self) -> None:
+        for task in self.tasks:
+            if task not in TASKS:
+                raise QualityError(
+                    f"no task is called {task!r}; there are {', '.join(TASKS)}. Run other "
+                    "benchmarks with their own harness for each arm, and give both logs to "
+                    "`indexcache eval compare`."
+                )
+        if len(set(self.tasks)) < len(self.tasks):
+            raise QualityError("give each task once")
+        short = [length for length in self.lengths if length <= self.selects_all]
+        if short or not self.lengths:
+            raise QualityError(
+                f"a context of {', '.join(map(str, short)) or 'no'} tokens can show nothing: up to "
+                f"{self.selects_all} tokens (index_topk) this model's queries select everything, "
+                f"whatever is shared. Take longer ones (--length), such as "
+                f"{8 * self.selects_all}; the control below is asked by itself."
+            )
+        if self.contexts < self.looks:
+            raise QualityError(
+                f"{counted(self.contexts, 'context')} of each task and length cannot be looked at "
+                f"{self.looks} times; give more (--contexts) or look less often (--looks)"
+            )
+        Design(self.contexts, self.margin, self.looks)  # refuses what no design can have
+        assumed_spread([(1, 1)], self.endpoint)  # refuses a name that is none
+
+    @property
+    def design(self) -> Design:
+        """Test design over all cells."""
+        contexts = sum(map(len, self.cells.values()))
+        return Design(contexts, margin=self.margin, looks=self.looks)
+
+    @property
+    def assumed(self) -> tuple[float, float, float]:
+        """Spread of a context's difference before anything is measured, as ``design`` takes it."""
+        sizes = [(len(rows), self.pairs[cell] // len(rows)) for cell, rows in self.cells.items()]
+        return assumed_spread(sizes, self.endpoint)
+
+    @cached_property
+    def cells(self) -> dict[Cell, Sequence[int]]:
+        """Numbers of each cell's contexts in the order of asking: seeds, or rows of a file."""
+        seeds = range(self.seed, self.seed + self.contexts)
+        numbers: dict[Cell, Sequence[int]] = {
+            (task, length): seeds for length in self.lengths for task in self.tasks
+        }
+        numbers |= {(cell.task, cell.length): cell.rows for cell in self.taken}
+        return dict(sorted(numbers.items(), key=lambda item: -item[0][1]))
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """Tokens of a file's contexts, by name; all others have their cell's length."""
+        return {
+            context_name(cell.task, cell.length, row): size
+            for cell in self.taken
+            for row, size in zip(cell.rows, cell.sizes, strict=True)
+        }
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest context with its question and answer."""
+        if self.tasks:
+            return max(self.lengths)
+        return max((cell.longest or max(cell.sizes) for cell in self.taken), default=0)
+
+    @property
+    def pairs(self) -> dict[Cell, int]:
+        """Number of questions that are paired in each cell."""
+        counts = {cell: len(rows) * self.questions_of(cell[0]) for cell, rows in self.cells.items()}
+        return counts | {
+            (cell.task, cell.length): sum(cell.questions) for cell in self.taken if cell.questions
+        }
+
+    def questions_of(self, task: str) -> int:
+        """Return the number of questions behind a context of a task.
+
+        Of a file's rows it is 1 unless :class:`SelectedRows` counts them, as ``pairs`` does.
+        """
+        return self.questions if task in self.tasks else 1
+
+    @property
+    def control_length(self) -> int:
+        """Tokens of the control's contexts: :data:`CONTROL_SHARE` of ``index_topk``."""
+        return int(CONTROL_SHARE * self.selects_all)
+
+    @cached_property
+    def planned(self) -> tuple[Planned, ...]:
+        """Every context, in the order of asking: the control, then round by round over the cells.
+
+        So each look has the same share of every cell, and whatever drifts hits all cells alike. The
+        longest come first: their rate, the slowest, says how long everything takes at most.
+        """
+        control = [
+            Planned(context_name(task, self.control_length, n), task, self.control_length, 0, True)
+            for n in range(CONTROL_CONTEXTS)
+            for task in self.controls or self.tasks or (CONTROL,)
+        ]
+        rounds = [
+            (
+                n / len(rows),
+                Planned(
+                    context_name(task, length, row),
+                    task,
+                    length,
+                    n * self.looks // len(rows) + 1,
+                    n % AGAIN_EVERY == 0,
+                ),
+            )
+            for (task, length), rows in self.cells.items()
+            for n, row in enumerate(rows)
+        ]
+        rounds.sort(key=lambda entry: entry[0])  # cells stay in their order
+        return (*control, *(planned for _, planned in rounds))
+
+    def in_words(self) -> list[tuple[str, str]]:
+        """Say what is asked and what loss it can show; and warn if that is not the margin."""
+        lengths = ", ".join(format_length(length) for length in self.lengths)
+        pairs = sum(self.pairs.values())
+        generated = f"{self.contexts} of each of {', '.join(self.tasks)} at {lengths}; "
+        counts = (
+            f"{counted(len(self.cells), 'cell')}, {counted(pairs, 'paired question')}; control at "
+            f"{self.control_length} tokens"
+        )
+        if too_long := [task for task in self.tasks if self.controls and task not in self.controls]:
+            counts += f", where {CONTROL} stand in for {', '.join(too_long)} (too long for it)"
+        design = self.design
+        assumption = (
+            f"{DISCORDANCE:.0%} of the pairs differ, with a correlation of {CORRELATION:g} within "
+            "a context"
+        )
+        if self.endpoint == "probability":
+            assumption = (
+                "a context's difference in the probability of right answers has a standard "
+                f"deviation of {100 * DEVIATION:g} points"
+            )
+        rows = [
+            ("contexts", generated * bool(self.tasks) + counts),
+            (
+                "can show",
+                f"a loss of {100 * design.detectable(*self.assumed):.1f} points, with "
+                f"{design.power:.0%} probability, if {assumption} (assumed here, measured in the "
+                f"report); {100 * self._half_blind:.1f} points if half of the cells leave the "
+                "claim, because the pattern known to be bad is not seen to lose there",
+            ),
+        ]
+        if self.margin > WIDEST:
+            rows.append(
+                (
+                    "warning",
+                    f"a margin of {points(self.margin)} makes the claim empty: it is more than a "
+                    "tenth of what any model can get right. Take a smaller --margin: at most a "
+                    "tenth of what the reference gets right, and half of what the control loses; "
+                    "the verdict says whether it was.",
+                )
+            )
+        if (contexts := design.needed(*self.assumed)) > design.contexts:
+            rows.append(
+                (
+                    "warning",
+                    f"no loss beyond {points(self.margin)} can hardly be shown: that needs "
+                    f"{contexts:,} contexts under these assumptions, and {design.contexts:,} are "
+                    f"planned. {self._fix()}, or take a wider --margin.",
+                )
+            )
+        return rows
+
+    @property
+    def _half_blind(self) -> float:
+        """Loss that can be shown if half of the contexts cannot see one."""
+        design = self.design
+        half = replace(design, contexts=max(design.contexts // 2, design.looks))
+        return half.detectable(*self.assumed)
+
+    def _fix(self) -> str:
+        """Say how the plan would show its margin."""
+        light = min(self.taken, key=lambda cell: len(cell.rows), default=None)
+        if light and self._shows_less_with(light):
+            return (
+                f"{light.task} at {light.length:,} tokens has only {len(light.rows):,} and counts "
+                "as much as every other cell: give more rows of it, or leave it out (that file, or "
+                "that --length)"
+            )
+        if self.tasks or any(len(cell.rows) < cell.available for cell in self.taken):
+            return "Plan more (--contexts)"
+        return "The files have no more: ask generated tasks beside them (--task)"
+
+    def _shows_less_with(self, light: SelectedRows) -> bool:
+        """Return whether the plan would show a smaller loss without its smallest cell."""
+        if len(light.rows) == max(map(len, self.cells.values())):
+            return False
+        without_light = replace(self, taken=tuple(cell for cell in self.taken if cell != light))
+        smaller, planned = (p.design.detectable(*p.assumed) for p in (without_light, self))
+        return smaller < planned
+
+
+def context_name(task: str, length: int, seed: int) -> str:
+    """Name a context, unique in a plan; it ends in the seed, or the number of a file's row."""
+    return f"{task}-{length}-{seed}"

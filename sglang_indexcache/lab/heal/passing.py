@@ -1,0 +1,201 @@
+"""Rows pass through a frozen model, and each layer's loss is taken back where it arises.
+
+Nothing flows through the body, so a layer's loss needs nothing of other layers but the indexer
+that serves it. Its gradient is added to what that indexer scored with; after the last layer that
+the indexer serves, the sum goes back through the indexer, and everything is dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+
+import torch
+
+from sglang_indexcache.lab.heal.forward_state import ForwardState, Sharing, Stage
+from sglang_indexcache.lab.heal.frozen import FrozenBody
+from sglang_indexcache.lab.heal.losses import (
+    AttentionInputs,
+    IndexInputs,
+    captured_mass,
+    select_top_k,
+)
+from sglang_indexcache.lab.heal.model import Rotation
+from sglang_indexcache.lab.heal.packing import Layout
+
+
+@dataclass
+class LocalForward(ForwardState):
+    """The state of one forward pass of some rows; several may be under way.
+
+    Attributes:
+        queries: what losses are divided by before they are taken back.
+        projected: what an indexer computed, until the gradient goes back through it.
+        chosen: what an indexer would select, also where nothing is selected; when measuring.
+        captured: of each layer the attention mass that its selection has, and how many queries
+            that is a sum over; when measuring.
+    """
+
+    queries: float = 1.0
+    projected: dict[int, IndexInputs] = field(default_factory=dict)
+    chosen: dict[int, torch.Tensor] = field(default_factory=dict)
+    captured: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+    def move(self, device: torch.device) -> None:
+        """Go on with layers on another device, with what the F layer before them hands down.
+
+        The gradients that were added up so far go along, so that their order stays the same.
+        """
+        if self.layout.documents.device == device:
+            return
+        self.layout = Layout(self.layout.documents.to(device))
+        for indices in (self.selected, self.chosen):
+            indices.update({layer: selected.to(device) for layer, selected in indices.items()})
+        for layer, index in self.index.items():
+            parts = (index.queries, index.keys, index.weights)
+            self.index[layer] = IndexInputs(*(_moved(part, device) for part in parts))
+
+
+class LocalSharing(Sharing):
+    """Connects the indexers and attentions of a frozen model.
+
+    With gradients enabled it trains: losses are taken back at once. Without, it measures: the
+    attention mass that each selection captures as well.
+    """
+
+    def begin(self, stage: Stage, layout: Layout, queries: float) -> LocalForward:
+        """Begin a forward pass to :meth:`resume`; losses are divided by ``queries`` when taken."""
+        return LocalForward(stage, layout, queries=queries)
+
+    def resume(self, run: LocalForward) -> None:
+        """Make this forward pass the one that the next layer belongs to."""
+        self.forward = run
+
+    def select(self, layer: int, index: IndexInputs) -> torch.Tensor:
+        """Select as :meth:`Sharing.select`; the losses see copies that collect their gradients."""
+        run = self._local()
+        if torch.is_grad_enabled():
+            run.projected[layer] = index
+            parts = (index.queries, index.keys, index.weights)
+            index = IndexInputs(*(part.detach().requires_grad_() for part in parts))
+        selected = super().select(layer, index)
+        if not torch.is_grad_enabled():
+            sparse = run.stage is Stage.SPARSE
+            run.chosen[layer] = (
+                selected if sparse else select_top_k(index, run.layout, self.topk, self.block)
+            )
+        return selected
+
+    def distil(self, layer: int, attention: AttentionInputs) -> None:
+        """Distil as :meth:`Sharing.distil`, and use the gradient at once."""
+        super().distil(layer, attention)
+        run, source = self._local(), self.pattern.source_of(layer)
+        if torch.is_grad_enabled():
+            (run.losses[layer] / run.queries).backward()  # type: ignore[no-untyped-call]
+            run.losses[layer] = run.losses[layer].detach()
+        else:
+            chosen = run.chosen[source]
+            run.captured[layer] = captured_mass(attention, run.layout, chosen, self.block)
+        if layer + 1 == len(self.pattern) or self.pattern.is_full(layer + 1):
+            self._end(run, source)
+
+    def _end(self, run: LocalForward, source: int) -> None:
+        """End the group of ``source``: the last layer that it serves is done."""
+        scored = run.index.pop(source)
+        projected = run.projected.pop(source, None)
+        if projected is not None:
+            outputs = [projected.queries, projected.keys, projected.weights]
+            grads = [part.grad for part in (scored.queries, scored.keys, scored.weights)]
+            device = projected.keys.device
+            torch.autograd.backward(outputs, [None if g is None else g.to(device) for g in grads])
+        run.selected.pop(source)
+        run.chosen.pop(source, None)
+
+    def _local(self) -> LocalForward:
+        run = self.running()
+        if not isinstance(run, LocalForward):
+            raise TypeError("begin and resume a forward pass before a layer runs")
+        return run
+
+
+def _moved(part: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Make a leaf on ``device`` with the same gradient."""
+    moved = part.detach().to(device).requires_grad_(part.requires_grad)
+    if part.grad is not None:
+        moved.grad = part.grad.to(device)
+    return moved
+
+
+@dataclass
+class Passing:
+    """Some rows, and how far they have come: ``[B, T, hidden_size]``, what the next layer reads."""
+
+    run: LocalForward
+    hidden: torch.Tensor
+    rotation: Rotation
+
+    def through(
+        self,
+        layer: Callable[[torch.Tensor, Rotation], torch.Tensor],
+        device: torch.device,
+        sharing: LocalSharing,
+    ) -> None:
+        """Run a layer that lies on ``device``."""
+        self.run.move(device)
+        cosine, sine = self.rotation
+        self.rotation = cosine.to(device), sine.to(device)
+        sharing.resume(self.run)
+        self.hidden = layer(self.hidden.to(device), self.rotation)
+
+
+def pass_through(body: FrozenBody, sharing: LocalSharing, rows: Sequence[Passing]) -> None:
+    """Run all layers on all rows, with gradients if they are enabled; the bits are the same always.
+
+    On one device, and from disk, a layer takes all rows before the next one does, so it is
+    dequantised or read once. On several devices each takes a row through all of its layers while
+    the next device has the row before: they work at once.
+    """
+    if pipelined(body.shares, len(rows), body.from_disk):
+        _as_a_pipeline(body, sharing, rows)
+        return
+    for number, device in enumerate(body.devices):
+        layer = body.layer(number)
+        for row in rows:
+            row.through(layer, device, sharing)
+
+
+def pipelined(shares: Sequence[range], rows: int, from_disk: bool) -> bool:
+    """Return whether the devices, each with its share of layers, work on several rows at once."""
+    return rows > 1 and not from_disk and sum(map(bool, shares)) > 1
+
+
+def _as_a_pipeline(body: FrozenBody, sharing: LocalSharing, rows: Sequence[Passing]) -> None:
+    """Run a thread for each device: whoever asks a GPU for work may have to wait."""
+    shares = [share for share in body.shares if share]
+    queues: list[SimpleQueue[Passing | None]] = [SimpleQueue() for _ in (*shares, None)]
+    training, threads = torch.is_grad_enabled(), torch.get_num_threads()
+
+    def work(
+        share: range, incoming: Iterable[Passing], outgoing: SimpleQueue[Passing | None]
+    ) -> None:
+        torch.set_num_threads(threads)  # a new thread has its own
+        try:
+            with torch.set_grad_enabled(training):
+                for row in incoming:
+                    for number in share:
+                        row.through(body.layer(number), body.devices[number], sharing)
+                    outgoing.put(row)
+        finally:
+            outgoing.put(None)
+
+    for row in (*rows, None):
+        queues[0].put(row)
+    with ThreadPoolExecutor(len(shares)) as pool:
+        futures = [
+            pool.submit(work, share, iter(incoming.get, None), outgoing)
+            for share, incoming, outgoing in zip(shares, queues[:-1], queues[1:], strict=True)
+        ]
+    for future in futures:
+        future.result()

@@ -1,0 +1,165 @@
+"""Nearness of a pattern to the model with all its indexers, beside its cost in loss.
+
+A pattern may recall more than all F and still be another model: what tells is the divergence of the
+two distributions of the next token, in running text and where something far back is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from sglang_indexcache.lab.search.difference import Difference
+from sglang_indexcache.lab.search.recall import KEYS, KINDS, PASSAGES, Kinds
+from sglang_indexcache.lab.stats.pairs import Floats
+
+RECALLED = (KINDS[PASSAGES], KINDS[KEYS])
+"""Kinds of tokens that something far back tells."""
+SMALL_LOSS = 0.02
+"""Share of recalled tokens that a pattern may lose and be advised."""
+
+
+@dataclass(frozen=True)
+class TokenChanges:
+    """Tokens of one sequence under a pattern, beside the same under all F.
+
+    Each is ``[length - 1]`` float64, entry i of the prediction of token i + 1; NaN where that does
+    not count.
+
+    Attributes:
+        loss: in nats, under the pattern.
+        kl: of all F's distribution from the pattern's, in nats.
+        kept: 1 where both find the same token likeliest, else 0.
+        right: 1 where the pattern finds the text's token likeliest, else 0.
+    """
+
+    loss: Floats
+    kl: Floats
+    kept: Floats
+    right: Floats
+
+
+@dataclass(frozen=True)
+class Judged:
+    """Means over the counted tokens of one batch; all but the first by kind of token."""
+
+    loss: float
+    losses: Mapping[str, float]
+    kl: Mapping[str, float]
+    kept: Mapping[str, float]
+    right: Mapping[str, float]
+
+    @classmethod
+    def of(cls, sequences: Sequence[TokenChanges], kinds: Sequence[Kinds]) -> Judged:
+        """Average sequences, each ``[length - 1]``."""
+        kind_of = np.concatenate(kinds)
+
+        def joined(field: str) -> Floats:
+            return np.concatenate([getattr(sequence, field) for sequence in sequences])
+
+        def by_kind(field: str) -> dict[str, float]:
+            values = joined(field)
+            return {
+                name: float(values[kind_of == kind].mean())
+                for kind, name in enumerate(KINDS)
+                if kind and (kind_of == kind).any()
+            }
+
+        loss = float(joined("loss")[kind_of > 0].mean())
+        return cls(loss, *map(by_kind, ("loss", "kl", "kept", "right")))
+
+    @property
+    def distance(self) -> float:
+        """Mean divergence over the kinds, in nats: this decides among patterns."""
+        return float(np.mean(list(self.kl.values())))
+
+    @property
+    def recall(self) -> float:
+        """Share of the recalled tokens that are right, over their kinds; of all if none are."""
+        recalled = [share for kind, share in self.right.items() if kind in RECALLED]
+        return float(np.mean(recalled or list(self.right.values())))
+
+    def numbers(self) -> dict[str, Any]:
+        """Return everything as plain data."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Faithfulness:
+    """A pattern beside all F, over documents.
+
+    Attributes:
+        kl: mean divergence by kind, in nats.
+        kept: share of likeliest tokens that stay, by kind.
+        recall: change in the share of recalled tokens that are right.
+        loss: change, in nats per token.
+        full_recall, full_loss: of all F.
+    """
+
+    kl: Mapping[str, float]
+    kept: Mapping[str, float]
+    recall: Difference
+    loss: Difference
+    full_recall: float
+    full_loss: float
+
+    @classmethod
+    def of(
+        cls, judged: Sequence[Judged], full: Sequence[Judged], documents: Sequence[int]
+    ) -> Faithfulness:
+        """Compare batches with the same under all F; windows of a document are one observation.
+
+        Raises:
+            SearchError: fewer than two documents.
+        """
+        recall = np.array([j.recall - f.recall for j, f in zip(judged, full, strict=True)])
+        loss = np.array([j.loss - f.loss for j, f in zip(judged, full, strict=True)])
+        return cls(
+            _means([each.kl for each in judged]),
+            _means([each.kept for each in judged]),
+            Difference.of(recall, documents),
+            Difference.of(loss, documents),
+            float(np.mean([each.recall for each in full])),
+            float(np.mean([each.loss for each in full])),
+        )
+
+    @property
+    def loses_little(self) -> bool:
+        """Whether recall is kept but for :data:`SMALL_LOSS`."""
+        return self.recall.mean > -SMALL_LOSS
+
+    @property
+    def is_shown_to_lose_little(self) -> bool:
+        """Whether the whole interval says so."""
+        return self.recall.low > -SMALL_LOSS
+
+    def in_words(self) -> str:
+        """Say all of it in one line."""
+        low, high = self.loss.low, self.loss.high
+        loss = f"loss {self.loss.mean:+.4f} nats ({low:+.4f} to {high:+.4f})"
+        return "; ".join([*self.beside_loss(), loss])
+
+    def beside_loss(self) -> Iterator[str]:
+        """Say recall, divergence and likeliest tokens, a clause each."""
+        yield "KL to all F " + ", ".join(f"{kind} {v:.3f}" for kind, v in self.kl.items())
+        yield "likeliest tokens kept " + ", ".join(f"{k} {v:.1%}" for k, v in self.kept.items())
+        low, high = 100 * self.recall.low, 100 * self.recall.high
+        yield f"recall {100 * self.recall.mean:+.1f} points ({low:+.1f} to {high:+.1f})"
+
+    def numbers(self) -> dict[str, Any]:
+        """Return everything as plain data, without the documents one by one."""
+        return {
+            "kl": {kind: round(value, 6) for kind, value in self.kl.items()},
+            "likeliest_kept": {kind: round(value, 6) for kind, value in self.kept.items()},
+            "recall": {"all_full": round(self.full_recall, 6), **self.recall.numbers(sign=-1)},
+            "loss": {"all_full": round(self.full_loss, 6), **self.loss.numbers()},
+        }
+
+
+def _means(shares: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Average by kind over the batches that have it."""
+    kinds = [kind for kind in KINDS if any(kind in each for each in shares)]
+    return {kind: float(np.mean([each[kind] for each in shares if kind in each])) for kind in kinds}

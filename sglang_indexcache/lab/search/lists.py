@@ -1,0 +1,232 @@
+"""The lists that a server returns, and what they tell of two layers.
+
+Their overlap is the paper's (appendix "Top-k Index Overlap"). On a real model it is blind to the
+places that text is copied from, and lost half of all recall: so these count beside it.
+"""
+
+from __future__ import annotations
+
+from base64 import b64decode
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sglang_indexcache.checkpoint import Checkpoint
+from sglang_indexcache.errors import SearchError, ServerError
+from sglang_indexcache.lab.client.pool import Pool
+from sglang_indexcache.lab.client.score import Engine, Prompt, ask_afresh
+from sglang_indexcache.lab.data.marking import Mask
+from sglang_indexcache.lab.search.calibration import Calibration
+from sglang_indexcache.lab.search.evaluators import Floats, ServedEvaluator
+
+Block = tuple[int, NDArray[np.integer]]
+"""A first query, and ``[N, queries, k]``, what layers select for it and those behind it; -1 is
+nothing."""
+
+_MASK_BYTES = 256 << 20
+"""Memory for the selection masks of the queries that are counted at a time."""
+_BLOCK_BYTES = 64 << 20
+"""Lists of a server's reply that are decoded at a time."""
+_ALIKE = 4
+"""Tokens that come again where text is copied."""
+COPIES = 4
+"""Weight of the places that text is copied from, against overlap, in the second rating."""
+
+
+class OverlapCounter:
+    """Adds up ``|T_i ∩ T_j| / k`` sample by sample; holds one N x N matrix and nothing else.
+
+    Queries that see k (``topk``) tokens or fewer select all of them in every layer, so they are
+    left out.
+    """
+
+    def __init__(self, num_layers: int, topk: int) -> None:
+        self._total = np.zeros((num_layers, num_layers))
+        self._topk = topk
+        self.queries = 0
+
+    def add(
+        self, selected: NDArray[np.integer], start: int = 0, counted: Mask | None = None
+    ) -> None:
+        """Add one sample, or a block of it.
+
+        Args:
+            selected: ``[N, queries, k]`` positions that layer n's query t selects, of 0..t, in any
+                order; entries below 0 are padding.
+            start: t of the block's first query.
+            counted: ``[length]``, the sample's queries that count; by default all.
+        """
+        layers, number, _ = selected.shape
+        queries = np.arange(max(self._topk, start), start + number)
+        queries = queries if counted is None else queries[counted[queries]]
+        length = start + number
+        step = max(1, _MASK_BYTES // (4 * layers * length))
+        for first in range(0, len(queries), step):
+            self._add_queries(selected[:, queries[first : first + step] - start], length)
+
+    def _add_queries(self, selected: NDArray[np.integer], length: int) -> None:
+        layers, queries, _ = selected.shape
+        mask = np.zeros((queries, layers, length + 1), dtype=np.float32)
+        places = np.where(selected < 0, length, selected).transpose(1, 0, 2)
+        np.put_along_axis(mask, places.astype(np.int64), 1.0, axis=2)
+        mask = mask[:, :, :length]  # the last column collected the padding
+        common = np.matmul(mask, mask.transpose(0, 2, 1))
+        self._total += common.sum(axis=0, dtype=np.float64) / self._topk
+        self.queries += queries
+
+    def matrix(self) -> Floats:
+        """Return ``[N, N]`` float64: the mean over all queries counted.
+
+        Raises:
+            SearchError: no query saw more than k tokens.
+        """
+        if not self.queries:
+            raise SearchError(
+                f"no query saw more than {self._topk} tokens (index_topk), so every layer selects "
+                "everything. Use a longer context."
+            )
+        return self._total / self.queries
+
+
+class CopyCounter:
+    """Counts which layers' lists hold the places that text is copied from.
+
+    Where a query's last tokens stood before, heads that copy read that place or the next one.
+    """
+
+    def __init__(self, num_layers: int) -> None:
+        self._both = np.zeros((num_layers, num_layers))
+        self._places = 0
+
+    def add(self, selected: NDArray[np.integer], start: int, sources: NDArray[np.intp]) -> None:
+        """Add a block as :meth:`OverlapCounter.add` does; ``sources`` of :func:`earlier_places`."""
+        block = sources[start : start + selected.shape[1]]
+        [rows] = np.nonzero(block >= 0)
+        for ahead in (0, 1):
+            held = (selected[:, rows] == block[rows, None] + ahead).any(axis=-1).astype(float)
+            self._both += held @ held.T
+        self._places += 2 * len(rows)
+
+    def lost(self) -> Floats:
+        """Return ``[N, N]``; (i, j): share of the places in layer i's list, and not in j's."""
+        lost: Floats = np.diagonal(self._both)[:, None] - self._both
+        return lost / max(self._places, 1)
+
+
+def earlier_places(ids: Sequence[int], first: int = 0) -> NDArray[np.intp]:
+    """Return ``[length]``: where the four tokens up to each stood last before; -1 nowhere.
+
+    It is -1 for the ``first`` tokens, too.
+    """
+    places, latest = np.full(len(ids), -1), dict[tuple[int, ...], int]()
+    for place in range(_ALIKE - 1, len(ids)):
+        words = tuple(ids[place - _ALIKE + 1 : place + 1])
+        places[place] = latest.get(words, -1) if place >= first else -1
+        latest[words] = place
+    return places
+
+
+def kept_list(
+    samples: Iterable[tuple[Sequence[int], Mask, Iterable[Block]]], num_layers: int, topk: int
+) -> Floats:
+    """Compare what layers select for queries that count, as far as they see more than ``topk``.
+
+    Args:
+        samples: each one's token ids, its counted predictions (``[length - 1]``) and its lists.
+
+    Returns:
+        ``[2, N, N]`` float64; entry (0, i, j), j < i, is the share of layer i's list that layer j's
+        holds, less the share of the places that text is copied from which only i's holds; entry
+        (1, i, j) weighs these places :data:`COPIES` times as much. 1 on the diagonals, 0 above.
+
+    Raises:
+        SearchError: no query sees more.
+    """
+    overlaps, copies = OverlapCounter(num_layers, topk), CopyCounter(num_layers)
+    for ids, mask, blocks in samples:
+        counted = np.append(mask, False)  # the last query predicts nothing
+        sources = np.where(counted, earlier_places(ids, first=topk), -1)
+        for start, lists in blocks:
+            overlaps.add(lists, start, counted)
+            copies.add(lists, start, sources)
+    overlap, lost = overlaps.matrix(), copies.lost()
+    return np.stack([np.tril(overlap - lost), np.tril(overlap - COPIES * lost)])
+
+
+def returned_lists(
+    engine: Engine, checkpoint: Checkpoint, pattern: str, ids: tuple[int, ...]
+) -> Iterator[Block]:
+    """Ask what layers select for a prompt while all indexers run; yield it block by block.
+
+    The reply, which SGLang cannot send in parts, has 16/3 bytes for each entry of a list.
+
+    Args:
+        pattern: that the request names; "" names none.
+
+    Raises:
+        ServerError: the server returns no selections, or what an earlier request left in its cache;
+            later, in a block: something else than positions.
+    """
+    topk, name = int(checkpoint.shape["index_topk"]), engine.name
+    reply = ask_afresh(engine, Prompt(ids, pattern), 1, return_indexer_topk=True)
+    if (encoded := reply["meta_info"].get("indexer_topk")) is None:
+        raise ServerError(
+            f"{name} does not return what layers select. Start it with "
+            "--enable-return-indexer-topk, or search with --method greedy."
+        )
+    entries = (len(encoded) * 3 // 4 - encoded[-2:].count("=")) // 4
+    layers, remainder = divmod(entries, len(ids) * topk)
+    if remainder or layers <= checkpoint.layer_ids[-1]:
+        raise ServerError(
+            f"{name} returned {entries:,} entries, which are no lists of {topk} (index_topk) for "
+            f"{len(ids):,} tokens. Is --model what it serves?"
+        )
+    return _blocks(encoded, layers, topk, list(checkpoint.layer_ids), name)
+
+
+def _blocks(encoded: str, layers: int, topk: int, chosen: list[int], name: str) -> Iterator[Block]:
+    """Decode base64 of ``[length, layers, k]`` and yield the ``chosen`` layers' lists."""
+    query_bytes = 4 * layers * topk
+    number = 3 * max(1, _BLOCK_BYTES // (3 * query_bytes))  # 3 bytes are whole in 4 characters
+    characters = 4 * number * query_bytes // 3
+    for block, begin in enumerate(range(0, len(encoded), characters)):
+        decoded = np.frombuffer(b64decode(encoded[begin : begin + characters]), dtype=np.int32)
+        start, lists = block * number, decoded.reshape(-1, layers, topk)[:, chosen]
+        if not _are_positions(lists, start):
+            raise ServerError(
+                f"{name} returned something else than positions in the prompt: its top-k kernel "
+                "turns them into places of its cache. Start it with SGLANG_DSA_FUSE_TOPK=0 in its "
+                "environment."
+            )
+        yield start, lists.transpose(1, 0, 2)
+
+
+def _are_positions(lists: NDArray[np.integer], start: int) -> bool:
+    """Return whether ``[queries, N, k]`` from ``start`` on are what each chooses and can see."""
+    first = max(lists.shape[-1] - start, 0)
+    ordered = np.sort(lists[first:], axis=-1)
+    newest = start + first + np.arange(len(ordered))[:, None]
+    within = (ordered[..., 0] >= 0) & (ordered[..., -1] <= newest)
+    return bool(within.all() and (np.diff(ordered, axis=-1) > 0).all())
+
+
+class ReturningEvaluator(ServedEvaluator):
+    """A :class:`ServedEvaluator` that can also ask what layers select, where servers return it."""
+
+    def __init__(self, pool: Pool, calibration: Calibration, checkpoint: Checkpoint) -> None:
+        super().__init__(pool, calibration)
+        self._checkpoint = checkpoint
+
+    def kept_list(self, batch: int) -> Floats:
+        """Ask for a batch's lists and compare them by :func:`kept_list`, a prompt at a time."""
+        checkpoint = self._checkpoint
+        cut, masks = self.calibration.batches, self.calibration.batch_counted
+        what: Any = {"checkpoint": checkpoint, "pattern": str(checkpoint.own)}
+        samples = (
+            (ids, mask, self._pool.ask(partial(returned_lists, **what, ids=ids)))
+            for ids, mask in zip(cut[batch], masks[batch], strict=True)
+        )
+        return kept_list(samples, self.num_layers, int(checkpoint.shape["index_topk"]))

@@ -1,0 +1,310 @@
+"""Sequences that a source gives, and an account of what it does not."""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, islice
+from pathlib import Path
+
+import numpy as np
+
+from sglang_indexcache.errors import SearchError
+from sglang_indexcache.lab.data.conversations import Conversation
+from sglang_indexcache.lab.data.documents import MACHINE, Document, what_is_left_out
+from sglang_indexcache.lab.data.drawn import drawn_documents
+from sglang_indexcache.lab.data.marking import Marked, Marker, is_held_out
+from sglang_indexcache.lab.data.rows import ROWS, form_of
+from sglang_indexcache.lab.search.calibration import Calibration, Objective, Score
+from sglang_indexcache.lab.search.recall import TEXT, Kinds, hidden_facts, with_recall
+from sglang_indexcache.library.lengths import counted
+
+FIRST_LOOK = 100
+"""Documents that are looked at to see whether the data marks answers."""
+FEW_FILES = 2
+"""Files from which all sequences may not come without a warning."""
+
+
+def prepare(
+    source: str,
+    marker: Marker,
+    *,
+    context: int,
+    batches: int,
+    per_batch: int = 1,
+    held_out: int = 0,
+    least_held_out: int | None = None,
+    seed: int = 0,
+    topk: int = 0,
+    score: Score | None = None,
+) -> Calibration:
+    """Draw documents from everywhere, tokenise, cut and split.
+
+    A sequence is a whole document of at most ``context`` tokens. Longer text is cut into windows, a
+    longer conversation after the last response that fits; a longer document with answers is left
+    out, because an answer would lose its evidence. Documents come in the order of
+    :func:`~sglang_indexcache.lab.data.drawn.drawn_documents`, one window of each, and further
+    windows of a text only where its source has too few documents. Whether a document is held out
+    says a digest of its tokens (:func:`~sglang_indexcache.lab.data.marking.is_held_out`), so all
+    windows of a text are on one side, and no seed mixes the two. Of each part the first that have
+    at least half of ``context`` are taken, the longest of the others only if the source ends before
+    there are enough. By :attr:`Score.RECALL` what a text is asked for again is mixed into each
+    sequence.
+
+    Args:
+        source: as for :func:`~sglang_indexcache.lab.data.documents.read_documents`.
+        context: most tokens of a sequence, at least 2.
+        held_out: most batches of the held-out part.
+        least_held_out: fewest of them; as many as ``held_out`` if not given.
+        topk: tokens that a query selects.
+        score: which predictions count; None for the answers if one of the first
+            :data:`FIRST_LOOK` documents has some, else the later half, with recall.
+
+    Raises:
+        SearchError: nothing to read, too little of it, or nothing in it that counts.
+    """
+    _check_sizes(context, batches, per_batch, held_out)
+    objective = Objective(score or _default_score(source, seed), topk)
+    quota = {False: batches * per_batch, True: held_out * per_batch}
+    reading = Reading(source, marker, context, objective, seed)
+    parts = choose(reading, quota)
+    if least_held_out is not None:
+        held_out = min(held_out, max(least_held_out, len(parts[True]) // per_batch))
+        quota[True] = held_out * per_batch
+        del parts[True][quota[True] :]
+    if any(len(parts[part]) < quota[part] for part in parts):
+        raise reading.too_little(quota, {part: len(parts[part]) for part in parts})
+    for part in (False, True):
+        random.Random(seed).shuffle(parts[part])
+    pieces = [*chain.from_iterable(parts[part] for part in (False, True))]
+    return Calibration(
+        tuple(piece.ids for piece in pieces),
+        per_batch,
+        "Python standard library sources" if source == MACHINE else Path(source).name,
+        held_out,
+        kinds=tuple(piece.counted for piece in pieces),
+        documents=tuple(piece.document for piece in pieces),
+        objective=objective,
+        reading=reading.in_words(parts),
+        warning=reading.warning(parts),
+    )
+
+
+def _check_sizes(context: int, batches: int, per_batch: int, held_out: int) -> None:
+    """Raise SearchError for sizes of which no calibration can be made."""
+    if context < 2 or batches < 1 or per_batch < 1 or held_out < 0:
+        raise SearchError(
+            "calibration needs a context of at least 2 tokens and at least one sequence in at "
+            f"least one batch; got context {context}, {batches} batches of {per_batch}"
+        )
+
+
+def _default_score(source: str, seed: int) -> Score:
+    first = islice(drawn_documents(source, seed), FIRST_LOOK)
+    has_answers = any(document.has_answers for _, document in first)
+    return Score.ANSWERS if has_answers else Score.RECALL
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """A sequence.
+
+    Attributes:
+        ids: ``[length]`` token ids.
+        counted: ``[length - 1]``, what each prediction counts as.
+        document: number of the text that it is cut from.
+    """
+
+    ids: tuple[int, ...]
+    counted: Kinds
+    document: int
+    file: Path
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+Parts = dict[bool, list[Piece]]
+"""Sequences by whether they are held out."""
+
+
+def choose(reading: Reading, quota: Mapping[bool, int]) -> Parts:
+    """Choose at most as many sequences of each part as are wanted; read no further."""
+    parts: Parts = {part: [] for part in quota}
+    shorter: dict[bool, list[tuple[int, int, Piece]]] = {part: [] for part in quota}
+    for order, (part, piece) in enumerate(reading.pieces()):
+        if 2 * len(piece) < reading.context:
+            heapq.heappush(shorter[part], (len(piece), -order, piece))
+            if len(shorter[part]) > quota[part]:
+                heapq.heappop(shorter[part])  # the shortest, of equal ones the last
+        elif len(parts[part]) < quota[part]:
+            parts[part].append(piece)
+        if all(len(parts[part]) == quota[part] for part in parts):
+            reading.is_enough = True
+            return parts
+    for part, pieces in parts.items():
+        longest = sorted(shorter[part], reverse=True)
+        pieces += [piece for _, _, piece in longest[: quota[part] - len(pieces)]]
+    return parts
+
+
+@dataclass
+class Reading:
+    """The sequences of a source, and an account of what it does not give.
+
+    Attributes:
+        objective: a sequence has at least one prediction that counts by it.
+        documents: read so far, from ``files``.
+        unmarked: left out because answers count and they have none.
+        blind: left out because nothing that counts sees more than ``topk`` tokens.
+        too_long: left out because a cut would part an answer from its evidence.
+        is_enough: reading stopped because these gave enough.
+    """
+
+    source: str
+    marker: Marker
+    context: int
+    objective: Objective
+    seed: int = 0
+    documents: int = 0
+    files: set[Path] = field(default_factory=set)
+    unmarked: int = 0
+    blind: int = 0
+    too_long: int = 0
+    shortened: int = 0
+    windowed: int = 0
+    is_enough: bool = False
+
+    def pieces(self) -> Iterator[tuple[bool, Piece]]:
+        """Yield a sequence of each document, then the further windows of texts in turn.
+
+        With whether its document is held out.
+        """
+        further: deque[tuple[bool, list[Piece]]] = deque()
+        for file, document in drawn_documents(self.source, self.seed):
+            self.documents += 1
+            self.files.add(file)
+            part, pieces = self._of(document, file)
+            if pieces:
+                yield part, pieces.pop()
+                further.append((part, pieces))
+        while further:
+            part, pieces = further.popleft()
+            if pieces:
+                yield part, pieces.pop()
+                further.append((part, pieces))
+
+    def _of(self, document: Document, file: Path) -> tuple[bool, list[Piece]]:
+        """Return a document's sequences in a drawn order, and whether it is held out."""
+        if self.objective.score is Score.ANSWERS and not document.has_answers:
+            self.unmarked += 1
+            return False, []
+        marked = self.marker.marked(document)
+        if len(marked) <= self.context:
+            cuts = [marked]
+        elif not document.has_answers:
+            self.windowed += 1
+            starts = range(0, len(marked), self.context)
+            cuts = [marked.piece(start, self.context) for start in starts]
+        else:
+            cuts = self._shortened(document)
+        pieces = [self._piece(cut, file) for cut in cuts]
+        counting = [piece for piece in pieces if piece.counted.any()]
+        self.blind += bool(pieces) and not counting
+        # Full windows come last, and are taken first.
+        order = random.Random(f"{self.seed} {self.documents}")
+        counting.sort(key=lambda piece: (len(piece) == self.context, order.random()))
+        return is_held_out(marked.ids), counting
+
+    def _piece(self, cut: Marked, file: Path) -> Piece:
+        ids, kinds = cut.ids, cut.answers.astype(np.uint8) * TEXT
+        if self.objective.score is Score.RECALL:
+            # The seed is not in it: a text asks the same of every search.
+            ids, kinds = with_recall(ids, hidden_facts(str(ids), self.marker.encode))
+        return Piece(ids, self.objective.counted(kinds), self.documents, file)
+
+    def _shortened(self, document: Document) -> list[Marked]:
+        """Cut a conversation after a response; return nothing of what cannot be cut."""
+        if isinstance(document, Conversation):
+            cut = self.marker.cut(document, self.context)
+            if cut is not None:
+                self.shortened += 1
+                return [cut]
+        self.too_long += 1
+        return []
+
+    def in_words(self, parts: Parts) -> str:
+        """Give the account: what was drawn from where, and what was left out of that."""
+        topk, context = self.objective.topk, self.context
+        pieces = [piece for part in parts.values() for piece in part]
+        short = sum(2 * len(piece) < context for piece in pieces)
+        facts = {
+            f"{self.unmarked} left out without answers": self.unmarked,
+            f"{self.blind} left out because nothing that counts sees more than {topk} tokens": (
+                self.blind
+            ),
+            f"{self.too_long} left out with answers and more than {context} tokens": self.too_long,
+            f"{self.shortened} conversations cut after a response": self.shortened,
+            f"{self.windowed} texts cut into windows": self.windowed,
+            f"{short} of {len(pieces)} sequences under half of {context} tokens": short,
+        }
+        folders = {file.parent for file in self.files}
+        read = (
+            f"{counted(self.documents, 'document')} read from {counted(len(self.files), 'file')} "
+            f"in {counted(len(folders), 'folder')}, drawn by seed {self.seed}"
+        )
+        if self.is_enough:
+            read += " (reading stopped there: these give enough)"
+        searched = [f"searched on {_spread(parts[False])}"] if parts.get(False) else []
+        account = [fact for fact, n in facts.items() if n]
+        sentences = [read, *searched, *account, what_is_left_out(self.source)]
+        return "; ".join(filter(None, sentences))
+
+    def warning(self, parts: Parts) -> str:
+        """Say that what is searched on comes from few files or texts; nothing if it does not."""
+        searched = parts[False]
+        files, texts = {piece.file for piece in searched}, {piece.document for piece in searched}
+        # Rows of a file are documents of their own; a text by itself is one voice.
+        is_of_few = len(files) <= FEW_FILES and not any(form_of(file) in ROWS for file in files)
+        if not is_of_few and 2 * len(texts) > len(searched):
+            return ""
+        return (
+            f"all {len(searched)} sequences come from {_spread(searched)}: what is found holds for "
+            "text like that, and may break others. Give more files, of all the kinds that you "
+            "serve."
+        )
+
+    def too_little(self, quota: Mapping[bool, int], taken: Mapping[bool, int]) -> SearchError:
+        """Say why there are not enough sequences."""
+        if self.objective.score is Score.ANSWERS and self.unmarked == self.documents:
+            return SearchError(
+                f"no document of {self.source} marks an answer. Give chat messages, a prompt with "
+                "its response, or text with answers; or count other tokens (--score late)."
+            )
+        length = "longer" if self.too_long else "shorter"
+        advice = f"Give more text, or ask for fewer batches or a {length} context."
+        if self.windowed and any(quota[part] and not taken[part] for part in taken):
+            advice = (
+                "All windows of one text are on one side, so that nothing is searched on that "
+                "checks the search. Give several files or documents."
+            )
+            if taken[False] == quota[False]:
+                advice += " A search can also do without the check: --held-out 0."
+        return SearchError(
+            f"{self.source} gives too little: of {quota[False]} sequences of up to {self.context} "
+            f"tokens to search on there are {taken[False]}, and of {quota[True]} to hold out "
+            f"{taken[True]} ({self.in_words({})}). {advice}"
+        )
+
+
+def _spread(pieces: Sequence[Piece]) -> str:
+    """Say from how many texts and files sequences come, and which file gives most."""
+    files = Counter(piece.file for piece in pieces)
+    texts = len({piece.document for piece in pieces})
+    [(most, count)] = files.most_common(1)
+    spread = f"{counted(texts, 'text')} of {counted(len(files), 'file')}"
+    is_uneven = len(files) > 1 and 2 * count > len(pieces)
+    return f"{spread}, more than half from {most.name}" if is_uneven else spread
