@@ -109,7 +109,7 @@ def lineup(servers: Sequence[HeldServer]) -> Iterator[Iterator[HeldServer]]:
 
 
 def _in_turn(servers: Sequence[HeldServer]) -> Iterator[HeldServer]:
-    for server, upcoming in zip(servers, [*servers[1:], None], strict=True):
+    for server, upcoming in zip(servers, [*servers[1:], None], strict=False):  # none, or one more
         if server is servers[0]:
             server.start()
         if upcoming is not None:

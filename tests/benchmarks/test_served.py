@@ -198,3 +198,28 @@ def test_the_plugin_is_found_by_its_folder_alone(tmp_path: Path) -> None:
     (found,) = distributions(path=[str(plugin.site(tmp_path))])
     (entry,) = found.entry_points
     assert entry.load() is plugin.register
+
+
+def test_the_next_server_starts_before_the_one_before_it_is_asked() -> None:
+    seen: list[str] = []
+
+    class Noted:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def start(self) -> None:
+            seen.append(f"start {self.name}")
+
+        def begin(self) -> None:
+            seen.append(f"begin {self.name}")
+
+        def stop(self, grace: float) -> None:
+            seen.append(f"stop {self.name}")
+
+    with servers.lineup([]) as turns:
+        assert list(turns) == [], "all is done already"
+    with servers.lineup([Noted("a"), Noted("b")]) as turns:  # type: ignore[list-item]
+        for server in turns:
+            seen.append(f"ask {server.name}")  # type: ignore[attr-defined]
+    in_turn = ["start a", "start b", "begin a", "ask a", "stop a", "begin b", "ask b", "stop b"]
+    assert seen[: len(in_turn)] == in_turn
