@@ -168,6 +168,30 @@ def table(record: dict[str, Any]) -> str:
     return markdown(header, lines)
 
 
+def in_short(*records: dict[str, Any]) -> str:
+    """Tabulate 1/4 and 1/8 of each record: divergence, and recall on text and in tasks."""
+    lines = []
+    for record in records:
+        kinds, tasks = ([g for g in record["judged"] if g in named] for named in (DOMAINS, TASKS))
+        by_way: dict[str, dict[str, list[str]]] = {}
+        for name, pattern in record["arms"].items():
+            ratio, _, way = name.partition(" ")
+            if ratio in RATIOS[1:] and way != "uniform":
+                everything = _pairs(record, pattern, list(record["judged"]))
+                by_way.setdefault(way, {})[ratio] = [
+                    _mean(everything, "kl", "passages"),
+                    *(_recall(record, name, groups) for groups in (["books", *kinds], tasks)),
+                ]
+        seen: list[list[str]] = []
+        for way, cells in by_way.items():
+            row = [cell for ratio in RATIOS[1:] for cell in cells[ratio]]
+            if row not in seen or not way.startswith("default"):
+                lines.append((record["index_heads"], way, *row))
+            seen.append(row)
+    header = ("heads", "", "1/4: KL", "recall, text", "tasks", "1/8: KL", "recall, text", "tasks")
+    return markdown(header, lines)
+
+
 def details(record: dict[str, Any]) -> str:
     """Tabulate recall by every kind of text and task: all F's level, and points against it."""
     header = ("", *record["judged"])
