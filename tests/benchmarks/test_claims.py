@@ -110,7 +110,7 @@ CLAIMS: dict[str, tuple[str, Callable[[], str]]] = {
     "what the 1/8 adds elsewhere": (
         "README.md",
         lambda: (
-            f"and {float(elsewhere('everywhere', '1/8', 'default, on novel', slice(6, 7))[1:6]):.2f}"
+            f"and {float(elsewhere('everywhere', '1/8', 'default, on nov', slice(6, 7))[1:6]):.2f}"
             " on other text"
         ),
     ),
