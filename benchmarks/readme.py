@@ -104,8 +104,8 @@ def _request_patterns(record: Any) -> str:
 
 def _everywhere(first: Any) -> str:
     """Write the default search on other people's text, on both variants of the real model."""
-    other = RESULTS / "smollm2/random/everywhere.json"
-    return everywhere.in_short(first, json.loads((ROOT / other).read_text(encoding="utf-8")))
+    path = ROOT / RESULTS / "smollm2/random/everywhere.json"
+    return everywhere.in_short(first, json.loads(path.read_text(encoding="utf-8")))
 
 
 PARTS: dict[str, tuple[Make, str]] = {

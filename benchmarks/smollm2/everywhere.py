@@ -173,21 +173,21 @@ def in_short(*records: dict[str, Any]) -> str:
     lines = []
     for record in records:
         kinds, tasks = ([g for g in record["judged"] if g in named] for named in (DOMAINS, TASKS))
-        by_way: dict[str, dict[str, list[str]]] = {}
+        by_method: dict[str, dict[str, list[str]]] = {}
         for name, pattern in record["arms"].items():
-            ratio, _, way = name.partition(" ")
-            if ratio in RATIOS[1:] and way != "uniform":
+            ratio, _, method = name.partition(" ")
+            if ratio in RATIOS[1:] and method != "uniform":
                 everything = _pairs(record, pattern, list(record["judged"]))
-                by_way.setdefault(way, {})[ratio] = [
+                by_method.setdefault(method, {})[ratio] = [
                     _mean(everything, "kl", "passages"),
                     *(_recall(record, name, groups) for groups in (["books", *kinds], tasks)),
                 ]
-        seen: list[list[str]] = []
-        for way, cells in by_way.items():
+        rows: list[list[str]] = []
+        for method, cells in by_method.items():
             row = [cell for ratio in RATIOS[1:] for cell in cells[ratio]]
-            if row not in seen or not way.startswith("default"):
-                lines.append((record["index_heads"], way, *row))
-            seen.append(row)
+            if row not in rows or not method.startswith("default"):
+                lines.append((record["index_heads"], method, *row))
+            rows.append(row)
     header = ("heads", "", "1/4: KL", "recall, text", "tasks", "1/8: KL", "recall, text", "tasks")
     return markdown(header, lines)
 
