@@ -228,8 +228,8 @@ def composed_sum(record: Mapping[str, Any]) -> str:
         f"{FULL_LAYERS} indexers left: indexers and attention of a chunk of {ROWS:,} rows behind "
         f"{CONTEXT // 1024}K tokens take {theirs / 1000:.0f} ms by SGLang's default kernels and "
         f"{ours / 1000:.0f} ms by ours, {theirs / ours:.2f}x; {faster / ours:.2f}x beside SGLang's "
-        f"own faster top-k, {theirs / alone:.2f}x with our attention alone. All of it rests on lists "
-        f"that share {OVERLAP} %. No model was timed as a whole.\n"
+        f"own faster top-k, {theirs / alone:.2f}x with our attention alone. All of it rests on "
+        f"lists that share {OVERLAP} %. No model was timed as a whole.\n"
     )
 
 
