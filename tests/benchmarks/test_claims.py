@@ -80,7 +80,7 @@ def the_quarter() -> Pattern:
     return Pattern(pattern)
 
 
-PAGE = "docs/real-model.md"
+PAGE = "benchmarks/results/smollm2/real-model.md"
 CLAIMS: dict[str, tuple[str, Callable[[], str]]] = {
     "one pass's tokens": (
         PAGE,
