@@ -185,8 +185,8 @@ class Run:
         evidence.add(problems=problems)
         words = [
             *problems,
-            "four layers answer in no way, so nothing was timed; servers.txt has the logs. Try other "
-            "flags behind --, as in: -- --moe-runner-backend deep_gemm",
+            "four layers answer in no way, so nothing was timed; servers.txt has the logs. Try "
+            "other flags behind --, as in: -- --moe-runner-backend deep_gemm",
         ]
         self.finish(GATE, 1, began, words, evidence)
         return False
