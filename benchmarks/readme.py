@@ -25,6 +25,7 @@ from benchmarks.card import claims, served
 from benchmarks.card import record as card
 from benchmarks.kernels import unions
 from benchmarks.records import markdown
+from benchmarks.smollm2 import everywhere
 from sglang_indexcache.errors import BenchError
 from sglang_indexcache.lab.latency import tables
 from sglang_indexcache.lab.latency.results import LatencyResult
@@ -37,6 +38,7 @@ PAGES = tuple(
     for page in (
         "README.md",
         "docs/benchmarks.md",
+        "docs/real-model.md",
         "benchmarks/results/quality/README.md",
         "benchmarks/results/search/README.md",
         "benchmarks/results/latency/README.md",
@@ -100,7 +102,14 @@ def _request_patterns(record: Any) -> str:
     return f"{markdown(header, rows, title)}\n{sentence}\n"
 
 
+def _everywhere(first: Any) -> str:
+    """Write the default search on other people's text, on both variants of the real model."""
+    path = ROOT / RESULTS / "smollm2/random/everywhere.json"
+    return everywhere.in_short(first, json.loads(path.read_text(encoding="utf-8")))
+
+
 PARTS: dict[str, tuple[Make, str]] = {
+    "everywhere": (_everywhere, "smollm2/everywhere.json"),
     "features": (_features, ""),
     "latency-cpu": (_latency, "latency/cpu/latency.json"),
     "memory-cpu": (_memory, "latency/cpu/latency.json"),

@@ -98,16 +98,22 @@ def search(evaluator: LeanEvaluator, cache: Path) -> dict[str, Any]:
     return found
 
 
-def arms(recorded: Path, searches: dict[str, dict[str, Any]], layers: int) -> dict[str, str]:
-    """Return the patterns to judge by their names, ``all F`` first."""
+def arms(
+    recorded: Path, searches: dict[str, dict[str, Any]], layers: int, ratios: Sequence[str]
+) -> dict[str, str]:
+    """Return the patterns to judge by their names, ``all F`` first, then ratio by ratio."""
     arms = {"all F": "F" * layers}
-    for entry in json.loads(recorded.read_text())["searches"]:
-        if name := RECORDED.get(entry["name"]):
-            arms |= {f"{ratio} {name}": entry["patterns"][ratio] for ratio in RATIOS}
-    for ratio, pattern in named(RATIOS, layers).items():
-        arms[f"{ratio} uniform"] = str(pattern)
+    entries = json.loads(recorded.read_text())["searches"]
+    for ratio, blind in named(ratios, layers).items():
+        for corpus, found in searches.items():
+            arms[f"{ratio} default, on {corpus}"] = found["patterns"][ratio]
+        for entry in entries:
+            if name := RECORDED.get(entry["name"]):
+                arms[f"{ratio} {name}"] = entry["patterns"][ratio]
+        arms[f"{ratio} uniform"] = str(blind)
     for corpus, found in searches.items():
-        arms |= {f"{ratio} {corpus}": pattern for ratio, pattern in found["patterns"].items()}
+        if (safe := found["smallest_that_keeps_recall"]) not in (*ratios, None):
+            arms[f"{safe} default, on {corpus}"] = found["patterns"][safe]
     return arms
 
 
@@ -138,34 +144,70 @@ def judge(
 
 
 def table(record: dict[str, Any]) -> str:
-    """Tabulate every arm beside all F: books, other kinds of text, and each task."""
-    kinds = [group for group in record["judged"] if group in DOMAINS]
-    columns = {"books": ["books"], "other text": kinds, **{task: [task] for task in TASKS}}
-    columns = {name: groups for name, groups in columns.items() if groups[0] in record["judged"]}
-    text = ["books", *kinds]
-    header = ("", "F", "KL: text", "recalled", "kept: text", "recalled", "text loss",
-              *(f"recall: {name}" for name in columns))  # fmt: skip
+    """Tabulate every arm beside all F: books, other kinds of text, and tasks."""
+    kinds, tasks = ([g for g in record["judged"] if g in named] for named in (DOMAINS, TASKS))
+    columns = {"books": ["books"], "other text": kinds, "tasks": tasks}
+    text, header = ["books", *kinds], (
+        *("", "F", "KL: text", "recalled", "likeliest kept: text", "recalled", "text loss"),
+        *(f"recall: {name}" for name in columns),
+    )  # fmt: skip
     lines = []
     for name, pattern in record["arms"].items():
-        of_text = _pairs(record, pattern, text)
-        everything = _pairs(record, pattern, list(record["judged"]))
-        is_base = name == "all F"
+        of_text, everything = (
+            _pairs(record, pattern, groups) for groups in (text, [*text, *tasks])
+        )
         cells = [
             *(_mean(of_text, "kl", "text"), _mean(everything, "kl", "passages")),
             *(_share(of_text, "kept", "text"), _share(everything, "kept", "passages")),
             _change(of_text, "losses", "text", 1),
+            *(_recall(record, name, groups) for groups in columns.values()),
         ]
-        if is_base:
-            cells = [""] * len(cells)
-        for groups in columns.values():
-            pairs = _pairs(record, pattern, groups)
-            cells.append(
-                _share(pairs, "right", "passages")
-                if is_base
-                else _change(pairs, "right", "passages", 100)
-            )
+        if name == "all F":
+            cells[:5] = [""] * 5
         lines.append((name, pattern.count("F"), *cells))
     return markdown(header, lines)
+
+
+def in_short(*records: dict[str, Any]) -> str:
+    """Tabulate 1/4 and 1/8 of each record: divergence, and recall on text and in tasks."""
+    lines = []
+    for record in records:
+        kinds, tasks = ([g for g in record["judged"] if g in named] for named in (DOMAINS, TASKS))
+        by_method: dict[str, dict[str, list[str]]] = {}
+        for name, pattern in record["arms"].items():
+            ratio, _, method = name.partition(" ")
+            if ratio in RATIOS[1:] and method != "uniform":
+                everything = _pairs(record, pattern, list(record["judged"]))
+                by_method.setdefault(method, {})[ratio] = [
+                    _mean(everything, "kl", "passages"),
+                    *(_recall(record, name, groups) for groups in (["books", *kinds], tasks)),
+                ]
+        rows: list[list[str]] = []
+        for method, cells in by_method.items():
+            row = [cell for ratio in RATIOS[1:] for cell in cells[ratio]]
+            if row not in rows or not method.startswith("default"):
+                lines.append((record["index_heads"], method, *row))
+            rows.append(row)
+    header = ("heads", "", "1/4: KL", "recall, text", "tasks", "1/8: KL", "recall, text", "tasks")
+    return markdown(header, lines)
+
+
+def details(record: dict[str, Any]) -> str:
+    """Tabulate recall by every kind of text and task: all F's level, and points against it."""
+    header = ("", *record["judged"])
+    lines = [
+        (name, *(_recall(record, name, [group]) for group in record["judged"]))
+        for name in record["arms"]
+    ]
+    return markdown(header, lines)
+
+
+def _recall(record: dict[str, Any], name: str, groups: Sequence[str]) -> str:
+    """Return the share of recalled tokens that are right: all F's, or the change against it."""
+    pairs = _pairs(record, record["arms"][name], groups)
+    if name == "all F":
+        return _share(pairs, "right", "passages")
+    return _change(pairs, "right", "passages", 100)
 
 
 Pairs = list[tuple[dict[str, Any], dict[str, Any]]]
@@ -218,6 +260,7 @@ def study_parser() -> argparse.ArgumentParser:
     parser.add_argument("--corpora", nargs="+", choices=CORPORA, default=list(CORPORA))
     parser.add_argument("--kinds", nargs="*", choices=list(DOMAINS), default=list(DOMAINS))
     parser.add_argument("--tasks", nargs="*", choices=list(TASKS), default=list(TASKS))
+    parser.add_argument("--ratios", nargs="+", choices=RATIOS, default=list(RATIOS))
     parser.add_argument("--batches", type=int, default=4, help="rows that are searched on")
     parser.add_argument("--search-length", type=int, default=1024)
     parser.add_argument("--search-topk", type=int, default=64)
@@ -259,7 +302,7 @@ def main(argv: list[str] | None = None) -> None:
     groups = {"books": rows(books, HELD_OUT, arguments.books, length)}
     groups |= {task: texts.task_rows(task, count, length) for task in arguments.tasks}
     groups |= {kind: texts.rows(kind, count, length) for kind in arguments.kinds}
-    patterns = arms(arguments.recorded, searches, model.layers)
+    patterns = arms(arguments.recorded, searches, model.layers, arguments.ratios)
     distinct = list(dict.fromkeys(patterns.values()))
     record = {
         "what": "the default search on many kinds of text, judged on others and on tasks",
@@ -277,7 +320,7 @@ def main(argv: list[str] | None = None) -> None:
         "judged": judge(model, groups, distinct, results / f"judged-{model.topk}.jsonl", digest),
     }  # fmt: skip
     write_json(arguments.output.with_suffix(".json"), record)
-    tables = f"{searches_table(record)}\n\n{table(record)}"
+    tables = f"{searches_table(record)}\n\n{table(record)}\n\n{details(record)}"
     page = f"Written by `{record['command']}`.\n\n{tables}\n"
     write_whole(arguments.output.with_suffix(".md"), page)
     print(tables)

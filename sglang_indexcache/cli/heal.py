@@ -18,7 +18,6 @@ from sglang_indexcache.cli.common import (
     out,
     writable,
 )
-from sglang_indexcache.errors import SettingsError
 from sglang_indexcache.lab.heal import STEPS
 
 if TYPE_CHECKING:
@@ -27,10 +26,8 @@ if TYPE_CHECKING:
 app = group("Train the indexers that a pattern keeps, on a frozen model.")
 
 # fmt: off
-Checkpoint = Annotated[Path | None, Argument(metavar="FOLDER", help=
+Model = Annotated[Path, Option("--model", "--model-path", metavar="FOLDER", help=
     "The checkpoint's folder; it is only read.")]
-Model = Annotated[Path | None, Option("--model", "--model-path", metavar="FOLDER", help=
-    "The same folder, as the other commands name it.")]
 Pattern = Annotated[str, Option("--pattern", metavar="PATTERN", help=
     "Which layers keep their indexer: an F/S string, full, uniform:1/4, a ratio such as 1/4 "
     "(looked up in the library), a library pattern's name or a YAML file.")]
@@ -73,14 +70,13 @@ AdaptedModel = Annotated[Path, Option("--model", "--model-path", metavar="FOLDER
 @app.command(
     "run",
     cls=Command,
-    epilog="Example: indexcache heal run MODEL --pattern uniform:1/4 --data texts.jsonl -o adapter",
+    epilog="Example: indexcache heal run --model MODEL --pattern 1/4 --data texts.jsonl -o adapter",
 )
 def run(
+    model: Model,
     pattern: Pattern,
     data: Data,
     output: AdapterFolder,
-    checkpoint: Checkpoint = None,
-    model: Model = None,
     context: Context = None,
     rows: Rows = 1,
     dense_steps: DenseSteps = STEPS,
@@ -107,11 +103,8 @@ def run(
     from sglang_indexcache.lab.runs.progress import resumable
     from sglang_indexcache.library.lengths import parse_length
 
-    folder = checkpoint or model
-    if folder is None or None not in (checkpoint, model):
-        raise SettingsError("give the checkpoint's folder, once: as the argument, or by --model")
     options = HealOptions(
-        checkpoint=folder,
+        checkpoint=model,
         pattern=pattern,
         data=tuple(data),
         output=output,

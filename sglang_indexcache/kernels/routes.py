@@ -84,7 +84,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Choice:
+class KernelChoice:
     """Name of the kernels of a call, and the shape that decided, which is the worst for them."""
 
     name: str
@@ -110,7 +110,7 @@ class Routes:
         rows = read(TABLE).get(card)
         return cls(card, tuple(map(shape_of, rows)), overlap) if rows else None
 
-    def choose(self, operation: Operation, rows: int, tokens: Tokens = None) -> Choice:
+    def choose(self, operation: Operation, rows: int, tokens: Tokens = None) -> KernelChoice:
         """Choose the kernels of a call with so many query rows (requests, in a decode)."""
         return _choose(self, operation, rows, tokens if operation.name in BY_TOKENS else None)
 
@@ -151,10 +151,10 @@ class Routes:
 
 
 @lru_cache(maxsize=4096)
-def _choose(routes: Routes, operation: Operation, rows: int, tokens: Tokens) -> Choice:
+def _choose(routes: Routes, operation: Operation, rows: int, tokens: Tokens) -> KernelChoice:
     shapes = routes.of(operation)
     if not shapes:
-        return Choice(ENGINE, "no shape was timed")
+        return KernelChoice(ENGINE, "no shape was timed")
     counts = sorted({shape.rows for shape in shapes})
     if operation.name in SIDE_BY_SIDE:
         rows = min(rows, counts[-1])
@@ -164,13 +164,13 @@ def _choose(routes: Routes, operation: Operation, rows: int, tokens: Tokens) -> 
         around = [shape for count in near for shape in _along(shapes, count, tokens)]
     if not around or {shape.rows for shape in around} != {*near}:
         least, most = f"{counts[0]:,}", f"{counts[-1]:,}"
-        return Choice(ENGINE, f"outside of what was timed ({least} to {most} rows)")
+        return KernelChoice(ENGINE, f"outside of what was timed ({least} to {most} rows)")
     names = {name for shape in around for name, _ in shape.times} - {ENGINE}
     worst = {name: min(around, key=lambda shape: shape.gain(name)) for name in sorted(names)}
     best = max(worst, key=lambda name: worst[name].gain(name), default=ENGINE)
     if best == ENGINE or worst[best].gain(best) < LEAST_GAIN:
-        return Choice(ENGINE, "nothing was faster in every neighbouring shape")
-    return Choice(best, f"{worst[best].gain(best):.2f}x at {worst[best]}")
+        return KernelChoice(ENGINE, "nothing was faster in every neighbouring shape")
+    return KernelChoice(best, f"{worst[best].gain(best):.2f}x at {worst[best]}")
 
 
 def _along(shapes: Sequence[Shape], rows: int, tokens: tuple[int, int]) -> list[Shape]:

@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 
 from benchmarks.records import estimate
+from benchmarks.smollm2 import everywhere
 from benchmarks.smollm2.measure import compared
 from sglang_indexcache.lab.search.methods import METHODS
 from sglang_indexcache.lab.search.methods.greedy import evaluations
+from sglang_indexcache.pattern import Pattern
 from tests.lab.search.helpers import targets
 
 ROOT = Path(__file__).parents[2]
@@ -56,6 +58,28 @@ def worst_indexer() -> str:
     return f"of layer {worst['layer']}"
 
 
+def elsewhere(name: str, ratio: str, way: str, cells: slice) -> str:
+    """Return cells of a line of the study on other people's text."""
+    [line] = [
+        line for line in everywhere.table(record(name)).splitlines() if f"| {ratio} {way}" in line
+    ]
+    return " | ".join([cell.strip() for cell in line.strip("| ").split("|")][cells])
+
+
+def found(name: str, corpus: str) -> tuple[str, float]:
+    """Return the fewest F layers that a search named, and its tokens in Algorithm 1's, percent."""
+    search = record(name)["searches"][corpus]
+    return search["smallest_that_keeps_recall"], 100 * search["of_greedy"]
+
+
+SEARCHED = tuple(record("everywhere")["searches"])
+
+
+def the_quarter() -> Pattern:
+    [pattern] = {entry["patterns"]["1/4"] for entry in record("everywhere")["searches"].values()}
+    return Pattern(pattern)
+
+
 PAGE = "docs/real-model.md"
 CLAIMS: dict[str, tuple[str, Callable[[], str]]] = {
     "one pass's tokens": (
@@ -85,6 +109,38 @@ CLAIMS: dict[str, tuple[str, Callable[[], str]]] = {
         lambda: f"similarity's 1/2 {change(at(8192, 512), '1/2 similarity:mixed')}",
     ),
     "the worst indexer": (PAGE, lambda: f"and the first, {worst_indexer()}, takes"),
+    "the default's tokens": (
+        PAGE,
+        lambda: (
+            f"for {min(found('everywhere', corpus)[1] for corpus in SEARCHED):.1f} to "
+            f"{max(found('everywhere', corpus)[1] for corpus in SEARCHED):.1f} % of Algorithm 1's"
+        ),
+    ),
+    "one quarter for all": (
+        PAGE,
+        lambda: f"give one 1/4** ({' '.join(map(str, the_quarter().full_layers))})",
+    ),
+    "what the 1/8 adds elsewhere": (
+        "README.md",
+        lambda: (
+            f"and {float(elsewhere('everywhere', '1/8', 'default, on nov', slice(6, 7))[1:6]):.2f}"
+            " on other text"
+        ),
+    ),
+    "11 layers on other text": (
+        PAGE,
+        lambda: (
+            f"{found('random/everywhere', 'novel')[0].partition('/')[0]} F layers are named "
+            f"({elsewhere('random/everywhere', '11/30', 'default, on novel', slice(8, 9))} on other"
+        ),
+    ),
+    "5 layers on other text": (
+        PAGE,
+        lambda: (
+            f"on documentation {found('random/everywhere', 'documentation')[0][0]} "
+            f"({elsewhere('random/everywhere', '5/30', 'default, on doc', slice(8, 9))}: four"
+        ),
+    ),
     "the verdict on 1/8 at 8,192": (
         PAGE,
         lambda: f"**1/8 loses {-100 * verdict('8Ki', '1/8')['difference']:.1f} points**",

@@ -62,6 +62,24 @@ def test_served_losses_are_transformers(live: Client, glm: Path) -> None:
         assert live.states()[0].pattern == "FFFFFF"  # what others get is as it was
 
 
+def test_served_changes_are_transformers(live: Client, glm: Path) -> None:
+    """The divergence over the likeliest tokens is no more than the whole, and most of it."""
+    import torch
+
+    oracle = Oracle(glm, torch.float32, first_of_ties=False)
+    ids = [decided_prompt(oracle, 300 + i, Pattern("FSSSFS"))[:200] for i in range(2)]
+    data = Calibration(tuple(map(tuple, ids)), 1, "test")
+    remote, local = ServedEvaluator(Pool([live]), data), TransformersEvaluator(glm, data)
+    for text in ("FFFFFF", "FSSSFS"):
+        for [mine], [its] in zip(
+            remote.changes(Pattern(text), [0, 1]), local.changes(Pattern(text), [0, 1]), strict=True
+        ):
+            assert mine.loss == pytest.approx(its.loss, abs=1e-3)
+            assert (mine.kl <= its.kl + 1e-3).all()
+            assert (mine.kept == its.kept).mean() > 0.95
+            assert (mine.right == its.right).mean() > 0.95
+
+
 def test_a_repeated_evaluation_uses_no_cache(live: Client) -> None:
     """The same sequences again, and sequences that share a prefix."""
     shared = prompt(128, 1)
@@ -100,7 +118,7 @@ def test_a_search_over_http(
     assert entry.method.details["checkpoint"] == setup.digest
     evaluator = ServedEvaluator(Pool([live]), setup.calibration)
     losses = evaluator.loss(Pattern(entry.pattern), range(4))
-    assert losses.mean() == pytest.approx(entry.quality[0].score, abs=1e-4)
+    assert losses.mean() == pytest.approx(finished_search.found[3].loss, abs=1e-4)
 
 
 def test_a_search_under_other_traffic(

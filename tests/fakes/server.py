@@ -224,7 +224,8 @@ class FakeServer:
         weights = [(i, (i * 7919 % 13 + 1) / 200) for i, kind in enumerate(pattern) if kind == "S"]
         flat, tilted = sum(w for _, w in weights), sum(w * (i % 3) / 10 for i, w in weights)
         losses = [1 + t % 7 / 7 + flat + tilted * (t % 5) for t in ids[start + 1 :]]
-        return [[-x, t, None] for x, t in zip(losses, ids[start + 1 :], strict=True)], []
+        entries = [[-x, t, None] for x, t in zip(losses, ids[start + 1 :], strict=True)]
+        return entries, [[entry, [-1.5 - flat, 7, None]] for entry in entries]
 
     def answers(
         self, ids: list[int], start: int, pattern: str, fault: str

@@ -136,7 +136,7 @@ def test_without_ours_another_of_sglangs_own_takes_its_place() -> None:
 
 def test_a_choice_names_the_row_that_decided() -> None:
     choice = table().choose(PREFILL, 8192, (100_000, 100_000))
-    assert choice == routes.Choice(OURS, "1.17x at 8,192 rows, 61,440 tokens")
+    assert choice == routes.KernelChoice(OURS, "1.17x at 8,192 rows, 61,440 tokens")
     lines = list(table().describe(PREFILL))
     assert "8,192 rows, 61,440 tokens: cuda (5,027 us, SGLang's default 5,898)" in lines
     assert "8,192 rows, 10,240 tokens: sglang v2 (597 us, SGLang's default 753)" in lines

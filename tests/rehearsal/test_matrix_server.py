@@ -261,11 +261,8 @@ CASES = [
     Case(
         "kernels by measured rows",
         (
-            *DECODE_GRAPHS,
-            "--indexcache-kernels",
-            "auto:70",
-            "--dsa-decode-backend",
-            "flashmla_sparse",
+            *(*DECODE_GRAPHS, "--enable-metrics", "--indexcache-kernels", "auto:70"),
+            *("--dsa-decode-backend", "flashmla_sparse"),
         ),
         shows=(evidence.kernels_by_rows, evidence.replays("decode_cuda_graph")),
     ),

@@ -209,8 +209,11 @@ def _check_tokens(
 ) -> None:
     """Raise ServerError unless the scored tokens are those that were asked for."""
     if len(entries) != prompt.scored or (rows is not None and len(rows) != prompt.scored):
+        did = f"scored {len(entries)} tokens"
+        if rows is not None and len(entries) == prompt.scored:
+            did = f"told the likeliest tokens at {len(rows)} places"
         raise ServerError(
-            f"{server} scored {len(entries)} tokens where {prompt.scored} were asked for. Is it an "
+            f"{server} {did} where {prompt.scored} were asked for. Is it an "
             "SGLang that knows logprob_start_len and top_logprobs_num, with a --context-length "
             "that holds the prompt?"
         )

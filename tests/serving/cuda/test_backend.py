@@ -16,7 +16,7 @@ from sglang_indexcache.serving import factory
 from sglang_indexcache.serving.cuda import live_indexer
 from sglang_indexcache.serving.cuda.backend import IndexCacheBackend, with_heads_for_flashmla
 from sglang_indexcache.serving.process import ServingProcess
-from tests.serving.plans import plan, requests
+from tests.serving.plans import plan
 
 
 @pytest.fixture
@@ -77,15 +77,6 @@ def batch(rows: tuple[int, int] | None = None, **fields: Any) -> Any:
     return SimpleNamespace(tbo_parent_token_range=rows, tbo_padded_len=None, **extend | fields)
 
 
-def mixed_batch(patterns: list[str], lengths: list[int]) -> Any:
-    """Return a prefill of requests under several patterns."""
-    return batch(
-        rids=requests(patterns),
-        extend_seq_lens_cpu=lengths,
-        positions=torch.empty(sum(lengths)),
-    )
-
-
 Q = torch.empty(100, 1)
 """Queries, of as many rows as any test has."""
 
@@ -111,17 +102,6 @@ def test_shared_layers_get_indices_that_sglang_did_not_carry(
     ]  # fmt: skip
     assert shared.process.counters.indexer_selections == [1, 0, 0, 1]
     assert shared.process.counters.index_reuses == [0, 1, 1, 0]
-
-
-def test_dense_attention_of_short_prompts_selects_nothing(
-    reads: list[tuple[int, torch.Tensor | None]],
-) -> None:
-    dense = backend("FS")
-    dense.use_mha = True
-    dense.init_forward_metadata(batch())
-    for number in range(2):
-        dense.forward_extend(Q, 2, 3, layer(number), batch())
-    assert reads == [(0, None), (1, None)]
 
 
 def test_each_forward_starts_empty(reads: list[tuple[int, torch.Tensor | None]]) -> None:
@@ -162,17 +142,6 @@ def test_a_model_without_dense_layers_is_overlapped_from_the_start(
     reads: list[tuple[int, torch.Tensor | None]],
 ) -> None:
     assert IndexCacheBackend(runner(), ServingProcess(plan("FS"))).first_overlapped_layer == 0
-
-
-def test_sub_batch_whose_first_layer_is_full_needs_no_parent(
-    reads: list[tuple[int, torch.Tensor | None]],
-) -> None:
-    _, (part, _) = overlapped("FFS")
-    part.init_forward_metadata(batch())
-    mine = torch.tensor([[4]])
-    part.forward_extend(Q, 2, 3, layer(1), batch((0, 1)), topk_indices=mine)
-    part.forward_extend(Q, 2, 3, layer(2), batch((0, 1)))
-    assert reads[-1][1] is mine
 
 
 @pytest.mark.parametrize(
@@ -275,34 +244,6 @@ def test_live_wrapper_leaves_other_backends_alone(
 ) -> None:
     monkeypatch.setattr(live_indexer.kernels_cuda, "get_attn_backend", lambda: SimpleNamespace())
     assert run_live(FakeIndexer(), 1) is SELECTED
-
-
-def test_live_rows_take_the_selection_of_their_own_f_layers(
-    live: IndexCacheBackend,
-    reads: list[tuple[int, torch.Tensor | None]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Indexer and attention of each layer, as SGLang calls them."""
-    captured: dict[int, torch.Tensor] = {}
-    monkeypatch.setattr(
-        live_indexer,
-        "maybe_capture_indexer_topk",
-        lambda n, indices: captured.setdefault(n, indices),
-    )
-    mixed = mixed_batch(["FS", "FF"], [2, 1])
-    live.init_forward_metadata(mixed)
-    indexer = FakeIndexer()
-    for number in range(2):
-        selected = torch.full((3, 2), number)
-        carried = live_indexer.indexer_forward(
-            lambda *_, selected=selected: selected, indexer, None, None, None, mixed, number
-        )  # type: ignore[arg-type]
-        live.forward_extend(Q, 2, 3, layer(number), mixed, topk_indices=carried)
-        assert reads[-1][1] is carried
-    assert indexer.keys_only == 0  # some row wanted each of them
-    assert carried.tolist() == [[0, 0], [0, 0], [1, 1]]
-    assert captured.keys() == {1}
-    assert captured[1] is carried
 
 
 @pytest.mark.parametrize(

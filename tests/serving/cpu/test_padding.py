@@ -1,4 +1,4 @@
-"""Rows that SGLang pads for its collectives: its own RadixAttention around our real backends.
+"""Rows that SGLang pads for its collectives: its own RadixAttention around the CPU's backend.
 
 Under dp_attention with tensor parallelism inside attention, or an all-to-all backend, a prefill's
 rows are padded to a multiple. Indexers see all of them, attention those in front.
@@ -6,7 +6,7 @@ rows are padded to a multiple. Indexers see all of them, attention those in fron
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
@@ -24,12 +23,9 @@ from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.cpu import backend as backend_cpu
 from sglang_indexcache.serving.cpu import indexer as indexer_cpu
 from sglang_indexcache.serving.cpu.select import HostBatch
-from sglang_indexcache.serving.cuda import backend as backend_cuda
-from sglang_indexcache.serving.cuda import live_indexer
 from sglang_indexcache.serving.index_buffer import IndexBuffer
 from sglang_indexcache.serving.process import ServingProcess
 from sglang_indexcache.serving.rows import patterns_of_rows
-from tests.serving.cuda.test_backend import runner
 from tests.serving.plans import plan, requests
 
 LAYERS, WIDTH, ROPE, REACH = 6, 4, 2, 100
@@ -79,8 +75,6 @@ class Forward:
             "rows": rows,
             "_attn_output": None,
             "mha_return_lse": False,
-            "tbo_parent_token_range": None,
-            "tbo_padded_len": None,
         }
         return SimpleNamespace(**defaults | fields)
 
@@ -117,97 +111,10 @@ def attend(layer: int, batch: Any, padded: int, carried: torch.Tensor | None) ->
     )
 
 
-# -- the CUDA backend --------------------------------------------------------------------------
-
-
-@pytest.fixture
-def stubs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang's kernels, of which attention notes what it reads."""
-
-    def note(self: Any, q: Any, k: Any, v: Any, layer: Any, batch: Any, *_: Any, **kw: Any) -> Any:
-        indices = kw["topk_indices"]
-        assert len(indices) == len(q) == batch.rows.stop - batch.rows.start
-        self.seen.setdefault(layer.layer_id, []).extend(indices.flatten().tolist())
-        return torch.zeros(len(q), WIDTH)
-
-    nothing = lambda self, *_, **__: None  # noqa: E731
-    for name in ("__init__", "init_forward_metadata"):
-        monkeypatch.setattr(DeepseekSparseAttnBackend, name, nothing)
-    monkeypatch.setattr(DeepseekSparseAttnBackend, "forward_extend", note)
-
-
-def cuda_backends(forward: Forward) -> list[Any]:
-    """Return one for whole batches, two for the halves of an overlap, as SGLang makes them."""
-    stand_in, process = runner(first_k_dense_replace=1), forward.process()
-    backends = [backend_cuda.IndexCacheBackend(stand_in, process) for _ in range(3)]
-    for backend in backends:
-        backend.use_mha = False
-        backend.use_mha = False
-        backend.seen = forward.seen  # type: ignore[attr-defined]
-        backend.get_indexer_metadata = lambda *_: None  # type: ignore[method-assign, assignment]
-    stand_in.attn_backend = SimpleNamespace(primary=backends[0], children=backends[1:])
-    return backends
-
-
 @contextmanager
 def within(backend: Any) -> Iterator[None]:
     with forward_context(ForwardContext(attn_backend=backend)):
         yield
-
-
-def cuda_layer(
-    forward: Forward, backend: Any, layer: int, batch: Any, padded: int, carried: Any
-) -> Any:
-    """Its indexer, if it has one, then its attention; returns what SGLang carries on."""
-    keys_only = SimpleNamespace(_forward_cuda_k_only=lambda *_, **__: None)
-    select = lambda *_: selection(layer, batch.rows, padded)  # noqa: E731
-    with within(backend):
-        if forward.has_indexer(layer):
-            carried = live_indexer.indexer_forward(
-                select, keys_only, torch.zeros(padded), None, None, batch, layer
-            )  # type: ignore[arg-type]
-        attend(layer, batch, padded, carried)
-    return carried
-
-
-def on_cuda(forward: Forward) -> None:
-    backend, *_ = cuda_backends(forward)
-    batch = forward.batch(slice(0, forward.real), forward.padded)
-    backend.init_forward_metadata(batch)
-    carried = None
-    for layer in range(LAYERS):
-        carried = cuda_layer(forward, backend, layer, batch, forward.padded, carried)
-
-
-def in_halves(forward: Forward) -> None:
-    """Layer 0 sees the whole batch; SGLang cuts, pads the halves, and carries nothing on."""
-    primary, *parts = cuda_backends(forward)
-    batch = forward.batch(slice(0, forward.real), forward.padded)
-    primary.init_forward_metadata(batch)
-    half = forward.real // 2
-    halves = [slice(0, half), slice(half, forward.real)]
-    cut = [
-        forward.batch(
-            rows,
-            _even(rows.stop - rows.start),
-            tbo_parent_token_range=(rows.start, rows.stop),
-            tbo_padded_len=_even(rows.stop - rows.start),
-        )
-        for rows in halves
-    ]
-    for part, child in zip(parts, cut, strict=True):
-        part.init_forward_metadata(child)
-    cuda_layer(forward, primary, 0, batch, forward.padded, None)
-    for layer in range(1, LAYERS):
-        for part, child in zip(parts, cut, strict=True):
-            cuda_layer(forward, part, layer, child, child.tbo_padded_len, None)
-
-
-def _even(rows: int) -> int:
-    return rows + rows % 2
-
-
-# -- the CPU backend ---------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -260,29 +167,19 @@ def on_cpu(forward: Forward) -> None:
     monkeypatch.undo()
 
 
-# -- every mode on each ------------------------------------------------------------------------
-
-KINDS: dict[str, Callable[[Forward], None]] = {
-    "CUDA": on_cuda,
-    "overlap": in_halves,
-    "CPU": on_cpu,
-}
-
-
-def run(kind: str, mode: str, real: int, padded: int) -> None:
-    letters, texts = MODES[mode]
-    forward = Forward(letters, [Pattern(text) for text in texts], real, padded, {})
-    KINDS[kind](forward)
+def run(mode: str, real: int, padded: int) -> None:
+    kind, texts = MODES[mode]
+    forward = Forward(kind, [Pattern(text) for text in texts], real, padded, {})
+    on_cpu(forward)
     assert forward.seen == forward.expected()
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("real", "padded"), [(6, 6), (6, 8), (5, 8)])
 def test_each_row_reads_its_own_f_layers_selection(
-    stubs: None, torch_stubs: None, kind: str, mode: str, real: int, padded: int
+    torch_stubs: None, mode: str, real: int, padded: int
 ) -> None:
-    run(kind, mode, real, padded)
+    run(mode, real, padded)
 
 
 def test_on_a_cpu_what_sglang_carries_is_what_the_f_layer_selected(
@@ -295,4 +192,4 @@ def test_on_a_cpu_what_sglang_carries_is_what_the_f_layer_selected(
 
     monkeypatch.setattr(backend_cpu.CpuIndexCacheBackend, "_indices", elsewhere)
     with pytest.raises(StaleIndexError, match="carried other indices to layer 4"):
-        run("CPU", "static", 5, 8)
+        run("static", 5, 8)
