@@ -389,10 +389,10 @@ class Report:
 
     def settles(self, name: str) -> bool:
         """Return whether the committed record shows a step, which is then reported as skipped."""
-        said = None if self.again else passed_before(name, self.content["machine"])
-        if said:
-            self.add(name, {"code": SKIPPED, "seconds": 0, "said": said})
-        return bool(said)
+        reason = None if self.again else passed_before(name, self.content["machine"])
+        if reason:
+            self.add(name, {"code": SKIPPED, "seconds": 0, "said": reason})
+        return bool(reason)
 
     def add(self, name: str, outcome: dict[str, Any], words: str = "") -> None:
         """Write what came of a step, and say it."""

@@ -117,7 +117,7 @@ def table(record: Mapping[str, Any]) -> str:
 
 
 def _cell(record: Mapping[str, Any], arm: Any, metric: str, length: int) -> str:
-    base = next(each.name for each in ARMS if each.work == arm.work and not each.retention)
+    base = next(base.name for base in ARMS if base.work == arm.work and not base.retention)
     pairs = (
         (papers(metric, arm.retention, length), papers(metric, "", length)),
         (value(record, arm.name, metric, length), value(record, base, metric, length)),
@@ -169,14 +169,14 @@ def amdahl(record: Mapping[str, Any]) -> tuple[float, float, float, int] | None:
     None where one of them was not measured.
     """
     evidence = record["steps"].get(STOCK, {}).get("evidence", {})
-    seen, quarter = evidence.get("seen"), "ours, 1/4"
-    if seen is None:
+    watched, quarter = evidence.get("seen"), "ours, 1/4"
+    if watched is None:
         return None
-    length = seen["length"]
+    length = watched["length"]
     first, mine = (value(record, arm, "prefill", length) for arm in (STOCK, quarter))
     if first is None or mine is None:
         return None
-    share = seen["indexer seconds"] / first
+    share = watched["indexer seconds"] / first
     pattern = record["steps"][quarter]["evidence"]["pattern"]
     removed = pattern.count("S") / len(pattern)
     return share, 1 / (1 - share * removed), first / mine, length

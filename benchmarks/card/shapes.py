@@ -152,5 +152,6 @@ REHEARSAL = Scale(
     slices=(4, 4),
     flags=(*_COMMON, "--context-length", "8192", "--chunked-prefill-size", "128"),
     products=((),),
+    start_seconds=600,
 )
 """Four layers with the widths that a card's kernels insist on, for a machine without one."""

@@ -15,10 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.card import phases
 from benchmarks.card.servers import HeldServer
 from benchmarks.card.shapes import write_config
-from benchmarks.card.table_1 import Evidence, Run, arguments, line_of
+from benchmarks.card.table_1 import Evidence, Run, arguments, causes, line_of
 from sglang_indexcache.errors import IndexCacheError
 from sglang_indexcache.lab.client.http import Client
 from sglang_indexcache.pattern import Pattern
@@ -35,8 +34,8 @@ SLICES = {"slices of the 30B": (47, 12, 1), "slices of GLM-5": (78, 22, 8)}
 
 def patterns_of(layers: int) -> list[str]:
     """Return the patterns of the slices: all F, 1/2, 1/4, one F, and 1/2 of half the layers."""
-    whole = [str(Pattern.uniform(layers, every)) for every in (1, 2, 4)]
-    return [*dict.fromkeys([*whole, "F" + "S" * (layers - 1)]), whole[1][: layers // 2]]
+    spaced = [str(Pattern.uniform(layers, every)) for every in (1, 2, 4)]
+    return [*dict.fromkeys([*spaced, "F" + "S" * (layers - 1)]), spaced[1][: layers // 2]]
 
 
 def fit(seconds: Mapping[str, float]) -> dict[str, float]:
@@ -97,7 +96,7 @@ def _measure(run: Run, name: str, shape: Mapping[str, Any], layers: int) -> None
         run.finish(name, 0, began, line_of(samples[-len(clients) :]), evidence)
     except IndexCacheError as error:
         tails = "\n".join(server.log_tail() for server in servers.values())
-        run.finish(name, 1, began, [str(error)[:300], *phases.last(tails)], evidence)
+        run.finish(name, 1, began, causes(error, tails), evidence)
     finally:
         for server in servers.values():
             server.stop(grace=0)

@@ -155,10 +155,10 @@ class Run:
         if self.report.has_passed(GATE):
             self.more = (*self.report.content["steps"][GATE]["evidence"]["flags"], *self.more)
             return True
-        ways, asked, evidence = self.scale.products, self.more, Evidence(self.report, GATE)
+        ways, behind, evidence = self.scale.products, self.more, Evidence(self.report, GATE)
         began, problems, servers = time.monotonic(), [], []
-        for number, way in enumerate(ways):
-            self.more = (*way, *asked)
+        for number, products in enumerate(ways):
+            self.more = (*products, *behind)
             arm = Arm(GATE, "", 0)
             servers.append(self.server(f"{GATE} {number}", arm, GATE_LAYERS, GATE_PATTERN))
         try:
@@ -167,28 +167,28 @@ class Run:
             phases.run_stage(phases.engine_kernels(), self.report, self.scratch, self.ends)
             for server in servers:
                 server.begin()
-            for server, way in zip(servers, ways, strict=True):
+            for server, products in zip(servers, ways, strict=True):
                 try:
                     self._ask_gate(server, evidence)
                 except IndexCacheError as error:
-                    problems += phases.last(f"{error}\n{server.log_tail()}")
+                    problems += causes(error, server.log_tail())
                     continue
-                evidence.add(flags=list(way), problems=problems)
-                self.more = (*way, *asked)
-                said = f"four layers answer with {' '.join(way) or 'the default products'}"
-                self.finish(GATE, 0, began, said, evidence)
+                evidence.add(flags=list(products), problems=problems)
+                self.more = (*products, *behind)
+                words = f"four layers answer with {' '.join(products) or 'the default products'}"
+                self.finish(GATE, 0, began, words, evidence)
                 return True
         finally:
             for server in servers:
                 server.stop(grace=0)
                 self.report.keep_logs(GATE, server.folder)
         evidence.add(problems=problems)
-        said = [
+        words = [
             *problems,
             "four layers answer in no way, so nothing was timed; servers.txt has the logs. Try "
             "other flags behind --, as in: -- --moe-runner-backend deep_gemm",
         ]
-        self.finish(GATE, 1, began, said, evidence)
+        self.finish(GATE, 1, began, words, evidence)
         return False
 
     def _ask_gate(self, server: HeldServer, evidence: Evidence) -> None:
@@ -201,8 +201,8 @@ class Run:
         """Return whether a step does not fit into what is left; then the report says so."""
         if (left := self.ends - time.monotonic()) >= seconds:
             return False
-        said = f"it takes {seconds:.0f} s, and {max(left, 0):.0f} were left"
-        self.report.add(name, {"code": phases.SKIPPED, "seconds": 0, "said": said})
+        words = f"it takes {seconds:.0f} s, and {max(left, 0):.0f} were left"
+        self.report.add(name, {"code": phases.SKIPPED, "seconds": 0, "said": words})
         return True
 
     def ready(self, server: HeldServer, evidence: Evidence) -> Client:
@@ -245,8 +245,7 @@ class Run:
             evidence.add(clocks=[*evidence.content["clocks"], clocks()])
             self.finish(arm.name, 0, began, line_of(evidence.content["samples"]), evidence)
         except IndexCacheError as error:
-            said = [str(error)[:300], *phases.last(server.log_tail())]
-            self.finish(arm.name, 1, began, said, evidence)
+            self.finish(arm.name, 1, began, causes(error, server.log_tail()), evidence)
         self.report.keep_logs(arm.name, server.folder)
 
     def _single(self, arm: Arm, server: HeldServer, client: Client, evidence: Evidence) -> None:
@@ -285,11 +284,16 @@ class Run:
         if arm.retention:
             evidence.add(pattern=served_pattern(client))
 
-    def finish(self, name: str, code: int, began: float, said: Any, evidence: Evidence) -> None:
+    def finish(self, name: str, code: int, began: float, words: Any, evidence: Evidence) -> None:
         """Report what came of a step that began at a time."""
         seconds = round(time.monotonic() - began, 1)
-        outcome = {"code": code, "seconds": seconds, "said": said, "evidence": evidence.content}
+        outcome = {"code": code, "seconds": seconds, "said": words, "evidence": evidence.content}
         self.report.add(name, outcome)
+
+
+def causes(error: IndexCacheError, log: str) -> list[str]:
+    """Return why a server did not answer: what the client saw, and the last error in a log."""
+    return [str(error).partition("\n")[0][:300], *phases.last(log)]
 
 
 def served_pattern(client: Client) -> str:
