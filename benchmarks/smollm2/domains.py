@@ -133,19 +133,19 @@ class Texts:
         self, facts: Sequence[Fact], filler: torch.Tensor, length: int, draw: random.Random
     ) -> Row:
         """Spread facts over the filler, and ask for them at its end, in another order."""
-        shown = [self.encode(f"\n{fact.shown}\n") for fact in facts if fact.shown]
-        asked = [
+        lines = [self.encode(f"\n{fact.shown}\n") for fact in facts if fact.shown]
+        questions = [
             (self.encode(f"\n{fact.cue}"), self.encode(fact.answer))
             for fact in draw.sample(facts, len(facts))
             if fact.answer
         ]
-        room = length - sum(map(len, shown)) - sum(len(cue) + len(end) for cue, end in asked)
-        pieces = torch.tensor_split(filler[:room], len(shown) + 1)
+        room = length - sum(map(len, lines)) - sum(len(cue) + len(end) for cue, end in questions)
+        pieces = torch.tensor_split(filler[:room], len(lines) + 1)
         tokens = list(chain.from_iterable(
-            [*piece.tolist(), *fact] for piece, fact in zip(pieces, [*shown, []], strict=True)
+            [*piece.tolist(), *fact] for piece, fact in zip(pieces, [*lines, []], strict=True)
         ))  # fmt: skip
         text_end, places = len(tokens), []
-        for cue, answer in asked:
+        for cue, answer in questions:
             tokens += cue
             places += range(len(tokens), len(tokens) + len(answer))
             tokens += answer
@@ -155,14 +155,14 @@ class Texts:
 
 def _texts(inside: tarfile.TarFile, pages: str, name_of: Callable[[str], str]) -> Iterator[str]:
     """Yield the texts of an archive's files, in the order of their names."""
-    found = {}
+    contents = {}
     for member in inside:
         name = name_of(member.name)
         if member.isfile() and re.fullmatch(pages, name):
             file = inside.extractfile(member)
             assert file is not None
-            found[name] = file.read()
-    for name, content in sorted(found.items()):
+            contents[name] = file.read()
+    for name, content in sorted(contents.items()):
         text = (gzip.decompress(content) if name.endswith(".gz") else content).decode(
             errors="ignore"
         )
@@ -253,8 +253,8 @@ def dictionary(draw: random.Random) -> list[Fact]:
 def rule(draw: random.Random) -> list[Fact]:
     """Draw a rule by ten examples, and ten new words that obey it."""
     words = draw.sample(_THINGS, 20)
-    shown = [Fact(f"shout {word}: {word.upper()}") for word in words[:10]]
-    return [*shown, *(Fact("", f"shout {word}:", f" {word.upper()}\n") for word in words[10:])]
+    examples = [Fact(f"shout {word}: {word.upper()}") for word in words[:10]]
+    return [*examples, *(Fact("", f"shout {word}:", f" {word.upper()}\n") for word in words[10:])]
 
 
 def induction(draw: random.Random) -> list[Fact]:

@@ -75,15 +75,15 @@ def _row(cut: torch.Tensor, texts: Texts) -> Row:
 def search(evaluator: LeanEvaluator, cache: Path) -> dict[str, Any]:
     """Run the package's default search, and return what it found and said; kept in ``cache``."""
     if cache.exists():
-        found: dict[str, Any] = json.loads(cache.read_text())
-        return found
+        outcome: dict[str, Any] = json.loads(cache.read_text())
+        return outcome
     rules = Constraints.make(Pattern.full(evaluator.num_layers))
     run = Search(Ledger(evaluator), parse_targets(list(RATIOS), rules), METHODS["proposals"])
     for event in run.run():
         if isinstance(event, Found):
             print(f"{cache.stem}: {event.mark.label} {event.pattern.full_layers}", flush=True)
     safe = run.safe
-    found = {
+    outcome = {
         "patterns": {result.mark.label: str(result.pattern) for result in run.found.values()},
         "own": {r.mark.label: r.judged.numbers() for r in run.found.values() if r.judged},
         "sure": {
@@ -94,8 +94,8 @@ def search(evaluator: LeanEvaluator, cache: Path) -> dict[str, Any]:
         "of_greedy": run.search_tokens / run.exhaustive,
     }
     cache.parent.mkdir(parents=True, exist_ok=True)
-    write_json(cache, found)
-    return found
+    write_json(cache, outcome)
+    return outcome
 
 
 def arms(
@@ -105,15 +105,15 @@ def arms(
     arms = {"all F": "F" * layers}
     entries = json.loads(recorded.read_text())["searches"]
     for ratio, blind in named(ratios, layers).items():
-        for corpus, found in searches.items():
-            arms[f"{ratio} default, on {corpus}"] = found["patterns"][ratio]
+        for corpus, outcome in searches.items():
+            arms[f"{ratio} default, on {corpus}"] = outcome["patterns"][ratio]
         for entry in entries:
             if name := RECORDED.get(entry["name"]):
                 arms[f"{ratio} {name}"] = entry["patterns"][ratio]
         arms[f"{ratio} uniform"] = str(blind)
-    for corpus, found in searches.items():
-        if (safe := found["smallest_that_keeps_recall"]) not in (*ratios, None):
-            arms[f"{safe} default, on {corpus}"] = found["patterns"][safe]
+    for corpus, outcome in searches.items():
+        if (safe := outcome["smallest_that_keeps_recall"]) not in (*ratios, None):
+            arms[f"{safe} default, on {corpus}"] = outcome["patterns"][safe]
     return arms
 
 
@@ -132,8 +132,8 @@ def judge(
                 for pattern in sorted(patterns, reverse=True):  # alike beginnings are run once
                     key = row.digest, pattern
                     if key not in entries:
-                        [shown] = evaluator.judge(Pattern(pattern), [0])
-                        entries[key] = shown.numbers()
+                        [judged_row] = evaluator.judge(Pattern(pattern), [0])
+                        entries[key] = judged_row.numbers()
                         journal.write({"row": key[0], "pattern": pattern, "judged": entries[key]})
                     judged[group][pattern].append(entries[key])
                 print(f"{group}: row {number + 1} of {len(of_group)}", flush=True)
@@ -244,11 +244,11 @@ def searches_table(record: dict[str, Any]) -> str:
     rows = [
         (
             corpus,
-            *(" ".join(map(str, Pattern(found["patterns"][r]).full_layers)) for r in RATIOS[1:]),
-            found["smallest_that_keeps_recall"] or "none",
-            f"{100 * found['of_greedy']:.1f} %",
+            *(" ".join(map(str, Pattern(outcome["patterns"][r]).full_layers)) for r in RATIOS[1:]),
+            outcome["smallest_that_keeps_recall"] or "none",
+            f"{100 * outcome['of_greedy']:.1f} %",
         )
-        for corpus, found in record["searches"].items()
+        for corpus, outcome in record["searches"].items()
     ]
     header = ("searched on", "F layers at 1/4", "at 1/8", "fewest that keep recall", "tokens")
     return markdown(header, rows)
