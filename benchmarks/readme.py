@@ -38,6 +38,7 @@ PAGES = tuple(
     for page in (
         "README.md",
         "docs/benchmarks.md",
+        "benchmarks/results/expect.md",
         "benchmarks/results/smollm2/real-model.md",
         "benchmarks/results/quality/README.md",
         "benchmarks/results/search/README.md",
