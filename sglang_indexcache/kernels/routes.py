@@ -38,7 +38,7 @@ Tokens: TypeAlias = tuple[int, int] | None
 
 @dataclass(frozen=True)
 class Operation:
-    """What is called, but for how many rows and how long a context.
+    """Kind of a call: all of it but for its rows and the length of the context.
 
     Attributes:
         name: as ``--indexcache-kernels`` calls it, "select-prefill".

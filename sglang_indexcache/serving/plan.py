@@ -51,7 +51,7 @@ class Route(NamedTuple):
 
     @property
     def measured(self) -> Routes | None:
-        """What chooses for each call; None where one kernel runs them all."""
+        """Routes that choose for each call; None where one kernel runs them all."""
         table = Routes.of_card(self.card, self.overlap) if self.card else None
         return table.without(OURS) if table and not self.implementation else table
 

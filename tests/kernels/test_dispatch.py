@@ -84,7 +84,7 @@ def test_the_grid_s_command(
     monkeypatch.setattr(dispatch.Machine, "device", torch.device("cpu"))
     grid.main(["--implementation", "reference", "--sizes", "small"])
     output = capsys.readouterr().out
-    parts = (cases.PREFILL, cases.DECODE, cases.ATTENTION, cases.TOPK)
+    parts = (cases.PREFILL, cases.DECODE, cases.ATTENTION, cases.CLUSTERS, cases.TOPK)
     assert f"reference, indexer_prefill: {len(cases.PREFILL)} passed, 0 failed" in output
     assert f"reference, indexer_decode: {len(cases.DECODE)} passed, 0 failed" in output
     assert f"all {sum(map(len, parts))} cases passed" in output

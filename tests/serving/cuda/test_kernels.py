@@ -406,7 +406,7 @@ def lookup(
 def test_the_second_topk_selects_what_sglangs_indexer_means(
     monkeypatch: pytest.MonkeyPatch, torch_logits: None, lengths: list[int], at_once: int
 ) -> None:
-    """As slots, for all rows at once and for parts of one request's; several requests' parts stay
+    """It gives slots, for all rows at once and for parts of one request's; parts of several stay
     with SGLang's default, as their rows' requests are known on the device only."""
     monkeypatch.setattr(topk_v2, "topk_transform_ragged_v2", ragged_v2)
     monkeypatch.setattr(transform_index, "transform_index_page_table_prefill", lookup)
