@@ -73,7 +73,9 @@ def test_kernels_are_sglangs_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("SGLANG_INDEXCACHE_KERNELS", "cuda")
     assert plan().kernels == "cuda"
     monkeypatch.setenv("SGLANG_INDEXCACHE_KERNELS", "fastest")
-    message = "SGLANG_INDEXCACHE_KERNELS: 'fastest' is not one of cuda, reference, .*; or engine"
+    message = (
+        "SGLANG_INDEXCACHE_KERNELS: 'fastest' is not auto, or one of cuda, reference, .*; or engine"
+    )
     with pytest.raises(SettingsError, match=message):
         flags()
 
