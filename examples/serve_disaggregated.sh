@@ -16,6 +16,6 @@ case ${1:-} in
         python -m sglang_router.launch_router --pd-disaggregation \
             --prefill "http://$PREFILL:30000" --decode "http://$DECODE:30000" --port 8000 ;;
     check) # the plugin on every rank, and the same versions, model and pattern on both nodes
-        indexcache server doctor --url "http://$PREFILL:30000" --url "http://$DECODE:30000" ;;
+        indexcache server show --url "http://$PREFILL:30000" --url "http://$DECODE:30000" ;;
     *) echo "call it with prefill, decode, router or check" >&2; exit 2 ;;
 esac
