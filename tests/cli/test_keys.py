@@ -57,5 +57,5 @@ def test_search(tmp_path: Path) -> None:
     data, out = documents(tmp_path / "data.jsonl"), tmp_path / "out"
     server = FakeServer("F" * 12, "live", **KEYS)
     command = ("--model", TINY, "--data", data, "--batches", "2", "--held-out", "2")
-    command = ("search", "run", *command, "--target", "11", "--method", "fast", "-o", out)
+    command = ("search", "run", *command, "--target", "11", "--method", "greedy", "-o", out)
     assert check(server, out, *command)

@@ -85,6 +85,7 @@ def test_show_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
             "index_k",
             "index_k_bytes_per_token",
             "row_split",
+            "kernel_choices",
         ),
     }
     assert (first["obeyed"], second["obeyed"], report["fine"]) == (True, None, True)

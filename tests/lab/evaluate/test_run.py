@@ -122,7 +122,7 @@ def test_a_server_for_each_arm(tmp_path: Path) -> None:
 
 # What is refused of a single answer is in tests/lab/client/test_score.py.
 REFUSED = {
-    "ignores": "ignores the pattern, or answers from another arm's cache.*doctor",
+    "ignores": "ignores the pattern, or answers from another arm's cache.*server show",
     "idle layers": "ignores the pattern: .* layers .* did not do what that says",
     "one cache": "took .* tokens of .* from its cache.*shares cached prefixes between patterns",
     "garbage": "answered .* prompts with something else.*SGLang's own /generate",
