@@ -1,12 +1,17 @@
 """Unions of the lists of neighbouring rows: how many keys packed attention gathers.
 
-Runs the small trained checkpoint in transformers over the text that searches use and counts, for
-every layer, the union of 2 to 8 neighbouring rows' lists over the length of one list. Rows that see
-no more tokens than a list has are left out. One small model of byte-like tokens says little of a
-large one with lists of 2,048; but these are selections of a trained indexer, not made ones. Texts
-longer than 512 tokens are longer than those that it was trained on; its positions end at 8,192.
+Runs a checkpoint in transformers over the text that searches use and counts, for every layer, the
+union of 2 to 8 neighbouring rows' lists over the length of one list. Rows that see no more tokens
+than a list has are left out. These are selections of trained indexers, not made ones; a small model
+says little of a large one with lists of 2,048.
+
+- The small trained checkpoint, a model of byte-like tokens. Texts longer than 512 tokens are longer
+  than those that it was trained on; its positions end at 8,192.
+- Another one (``--model``, the real one for example) with lists of 1/16 and 1/64 of 2,048 tokens,
+  as lists of 2,048 are of 32Ki and 128Ki.
 
 python -m benchmarks.kernels.unions
+python -m benchmarks.kernels.unions --model runs/smollm2/built
 """
 
 from __future__ import annotations
@@ -40,15 +45,17 @@ SETTINGS = (
     *((256, 2048), (256, 4096), (512, 4096), (1024, 8192)),
 )
 """Length of a list, and of the text."""
+OF_ANOTHER = ((128, 2048), (32, 2048))
+"""The same for another checkpoint."""
 
 
-def with_lists(folder: Path, topk: int) -> Path:
-    """Make the small checkpoint with other lists' length: a config beside links to its files."""
+def with_lists(model: Path, folder: Path, topk: int) -> Path:
+    """Make a checkpoint with other lists' length: a config beside links to its files."""
     folder.mkdir(parents=True, exist_ok=True)
-    for file in TINY.iterdir():
+    for file in model.iterdir():
         if file.name != "config.json" and not (folder / file.name).exists():
             (folder / file.name).symlink_to(file.resolve())
-    config = json.loads((TINY / "config.json").read_text())
+    config = json.loads((model / "config.json").read_text())
     write_json(folder / "config.json", config | {"index_topk": topk})
     return folder
 
@@ -72,9 +79,9 @@ def union_sizes(lists: NDArray[np.integer], rows: int, tokens: int) -> NDArray[n
     return sizes
 
 
-def measure(topk: int, length: int, texts: int, work: Path) -> dict[str, Any]:
+def measure(checkpoint: Path, topk: int, length: int, texts: int, work: Path) -> dict[str, Any]:
     """Return means over tiles, by rows of a tile: of each layer."""
-    model = with_lists(work / f"top{topk}", topk)
+    model = with_lists(checkpoint, work / f"top{topk}", topk)
     setup = Setup.read(model, context=length, batches=texts, score=Score.ALL)
     evaluator = TransformersEvaluator(model, setup.calibration)
     selected = [evaluator.selected(ids) for ids in setup.calibration.sequences]
@@ -112,13 +119,26 @@ def main() -> None:
     parser.add_argument(
         "--texts", type=int, default=16, help=f"of {TRAINED_FOR} tokens; fewer of longer ones"
     )
+    parser.add_argument("--model", type=Path, default=TINY, help="a DSA checkpoint's folder")
     options = read_arguments(parser, "kernels/unions.json", quick={"texts": 1})
+    settings = SETTINGS if options.model == TINY else OF_ANOTHER
     with tempfile.TemporaryDirectory() as work:
         rows = [
-            measure(topk, length, max(1, options.texts * TRAINED_FOR // length), Path(work))
-            for topk, length in SETTINGS
+            measure(
+                options.model,
+                topk,
+                length,
+                max(1, options.texts * TRAINED_FOR // length),
+                Path(work),
+            )
+            for topk, length in settings
         ]
-    record = {"command": options.command, "model": TINY.name, "machine": machine(), "rows": rows}
+    record = {
+        "command": options.command,
+        "model": options.model.name,
+        "machine": machine(),
+        "rows": rows,
+    }
     write_json(options.output, record)
     print(table(record))
 
