@@ -325,11 +325,14 @@ def first_screen(record: dict[str, Any]) -> str:
         ("row split, every bit the same", *(split["every indexer"][n] for n in contexts)),
         ("both", *(split["1/4"][n] for n in contexts)),
         (
-            "`1/4` beside prefill context parallelism",
+            "`1/4`, over prefill context parallelism with every indexer",
             *(parallel["1/4"][n] / parallel["every indexer"][n] for n in contexts),
         ),
     ]
-    header = (f"{label(first)}: prefill", *(format_length(int(n)) for n in contexts))
+    header = (
+        f"{label(first)}: prefill, over every indexer on every rank",
+        *(format_length(int(n)) for n in contexts),
+    )
     return markdown(header, [(name, *(f"{g:.2f}x" for g in gains)) for name, *gains in rows])
 
 

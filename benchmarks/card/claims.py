@@ -113,9 +113,9 @@ def line(record: Mapping[str, Any]) -> str:
     served = ", ".join(servers) or f"**{NOT_MEASURED}**"
     return (
         f"Our kernels on {record['machine']['name']}: {cases}. "
-        f"SGLang's fastest over ours: {speed}. "
-        "A server of ours with SGLang's kernels gave stock SGLang's greedy tokens, where stock "
-        f"repeats its own: {served}.\n"
+        f"Speed-up over SGLang's fastest (above 1x ours is faster): {speed}. "
+        "A server of ours with SGLang's kernels gave stock SGLang's greedy tokens on every prompt "
+        f"on which stock repeats its own: {served}.\n"
     )
 
 

@@ -1,8 +1,8 @@
 """Mix recall into a text: it is asked for again at its end, so that a loss sees what copying needs.
 
 Most tokens follow from the few before them. Whether a pattern keeps the few heads that look up
-something far back shows only where a text asks for it (docs/real-model.md): for passages that come
-again, and for short keys and rules, which other heads look up.
+something far back shows only where a text asks for it: for passages that come again, and for short
+keys and rules, which other heads look up (benchmarks/results/smollm2/real-model.md).
 """
 
 from __future__ import annotations

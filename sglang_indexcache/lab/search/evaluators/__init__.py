@@ -73,7 +73,8 @@ ways to rate a pair, the one to trust first."""
 
 LISTS = 16
 """Attention is compared on the best of lists, 1 of so many tokens of a text at most: on a real
-model lists of an eighth of it hid which layers a 1/8 needs (docs/real-model.md)."""
+model lists of an eighth of it hid which layers a 1/8 needs
+(benchmarks/results/smollm2/real-model.md)."""
 RATINGS = 2
 """Ways in which attention rates a pair."""
 

@@ -4,7 +4,8 @@ A matrix of layer pairs says which layers may share, on each document a little o
 nothing of what errors do in the layers above. So the optimum of every document's own matrix, in
 every rating, is a proposal, beside those of all documents together, and each is run. What decides
 is the KL divergence of all F's next tokens from the pattern's, in text *and* where something far
-back is asked for: in text alone it picks patterns that cannot copy any more (docs/real-model.md).
+back is asked for: in text alone it picks patterns that cannot copy any more
+(benchmarks/results/smollm2/real-model.md).
 """
 
 from __future__ import annotations
