@@ -39,8 +39,8 @@ Kind: TypeAlias = tuple[Family, int, bool]
 def ratios(record: Mapping[str, Any]) -> dict[Kind, list[float | None]]:
     """Return the time of SGLang's fastest over ours, for each length and number of rows.
 
-    Each run that timed ours with any rival gives one; the least counts. It is None where ours or
-    SGLang's default was never timed: who beat only the others has not won.
+    Each run that timed ours beside any rival gives a ratio, and the least counts. It is None where
+    ours or SGLang's default was never timed: beating only the other rivals is no win.
     """
     by_workload: dict[str, list[float]] = {}
     with_default: set[str] = set()
@@ -159,7 +159,7 @@ def _verdict(holds: bool) -> str:
 def _modelled(
     work: Workload, suffix: str, modelled: Mapping[tuple[str, str], Sequence[float]]
 ) -> Sequence[float] | None:
-    """Return the range of microseconds that was said of a workload; between lengths on a line."""
+    """Return the modelled range of microseconds of a workload, interpolated between lengths."""
     if work.family == "select_prefill" and work.rows == records.ROWS and work.heads == 32:
         spans = {
             int(shape.split()[1].replace(",", "")): span

@@ -52,9 +52,9 @@ UNTIMED, TIMED = ("served", "exact"), ("speed", "tools")
 WAITED = "waited"
 PHASES = UNTIMED + TIMED
 GROUPS = ("topk", "indexer_prefill", "indexer_decode", "sparse_mla", "clusters")
+"""Groups of the grid of cases (``tests/kernels/grid``); a fault in one ends no other."""
 CLUSTERS = tuple(f"8-heads-bf16-k{slots}-rows1" for slots in (64, 128, 256, 1024))
 """Cases of a group, one for clusters of 1, 2, 4 and 16 blocks each."""
-"""Groups of the grid of cases (``tests/kernels/grid``); a fault in one ends no other."""
 CHECKS = ("grid", "memcheck", "synccheck", "racecheck")
 """First words of steps that hold one library of kernels to its cases."""
 SUMMARY_CHARACTERS = 10_000
@@ -420,7 +420,7 @@ class Report:
                 ends.write(f"\n=== {name}: {log.relative_to(folder)}\n{words}\n")
 
     def exit_code(self) -> int:
-        """Return 1 if a step failed; one that lacks something, or time, did not."""
+        """Return 1 if any step failed; a step skipped for lack of something, or time, did not."""
         codes = {outcome["code"] for outcome in self.content["steps"].values()}
         return int(bool(codes - {0, SKIPPED}))
 
@@ -546,7 +546,7 @@ def prepare() -> None:
 
 
 def main() -> int:
-    """Run the phases; return 1 if a step failed; one that lacks something did not."""
+    """Run the phases. Return 1 if any step failed; a skipped step is not a failure."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("out", type=Path)
     parser.add_argument("--phase", nargs="+", choices=(*PHASES, WAITED), default=PHASES)

@@ -129,7 +129,7 @@ class Watcher:
         write_json(self._folder / SEEN, self.seen())
 
     def _count_keys(self, batch: Any, layer: int) -> None:
-        """Count the keys of a chunk, and how many there are of which each is another."""
+        """Count the keys of a chunk, and how many of them are distinct."""
         from sglang.srt.model_executor.forward_context import get_token_to_kv_pool
 
         pool: Any = get_token_to_kv_pool()

@@ -213,7 +213,7 @@ def _ratio(row: Mapping[str, Any], rival: str | None, ours: str = OURS) -> str:
 
 
 def fastest(row: Mapping[str, Any], work: Workload) -> str | None:
-    """Return the fastest that SGLang can run of what was timed."""
+    """Return the fastest of the timed kernels that SGLang can run, or None."""
     timed = [name for name in engine_kernels.engine_anchors(work) if name in row["times"]]
     return min(timed, key=lambda name: microseconds(row, name)[0], default=None)
 

@@ -86,7 +86,7 @@ class HeldServer(Server):
 
 
 def _lives(group: int) -> bool:
-    """Return whether a process group has more than processes that ended and nobody waited for."""
+    """Return whether a process group has a process left that is neither a zombie nor dead."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
             state, _, process_group = stat.read_text().rpartition(")")[2].split()[:3]

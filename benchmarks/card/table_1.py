@@ -315,7 +315,7 @@ def _words(sample: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    """Measure; return 1 if something failed. What did not fit into the time did not fail."""
+    """Measure. Return 1 if a step failed; a step that did not fit into the time is no failure."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("out", type=Path)
     parser.add_argument("--seconds", type=float, default=560.0, help="for all of it")

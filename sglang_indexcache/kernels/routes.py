@@ -1,11 +1,11 @@
 """Kernels that a card's record allows in place of SGLang's defaults: ``--indexcache-kernels auto``.
 
-``measured.json`` lists, for each card, the shapes in which SGLang's default was timed beside what
-can stand in its place. ``python -m benchmarks.card.measured`` makes it from the committed record.
+``measured.json`` lists, for each card, the shapes at which SGLang's default was timed beside its
+possible replacements. ``python -m benchmarks.card.measured`` makes it from the committed record.
 
-The rule: what a shape between measured ones gains is what the worst of its measured neighbours
-gained, and what no measured shape encloses gains nothing. Only a gain of :data:`LEAST_GAIN` counts.
-All that is asked is known on the host, so no choice waits for the GPU.
+The rule: a shape between measured ones is credited with the gain of its worst measured neighbour,
+and a shape that no measured ones enclose with none. A gain counts from :data:`LEAST_GAIN` on. The
+choice depends only on what the host knows, so it never waits for the GPU.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ from typing import Any, TypeAlias
 ENGINE = "engine"
 """SGLang's default."""
 SECOND_TOPK = "sglang v2"
-"""SGLang's logits with the top-k of its decode, in a prefill, whose default is another."""
+"""SGLang's logits with its decode top-k, run in a prefill in place of the prefill's default."""
 OURS = "cuda"
 LEAST_GAIN = 1.05
-"""Over SGLang's default: less may be noise, or what the record's calls leave out (a page lookup
-behind :data:`SECOND_TOPK`, a gather of the keys before SGLang's logits)."""
+"""Least gain over SGLang's default that counts. A smaller one may be noise, or be lost to work that
+the recorded calls leave out (a page lookup after :data:`SECOND_TOPK`, a gather of the keys before
+SGLang's logits)."""
 TABLE = Path(__file__).with_name("measured.json")
 BY_TOKENS = ("select-prefill",)
-"""Operations for which a context's length counts. A list of attention has k slots at any length,
-and a CUDA graph of a decode step knows no length: there the worst of all that were timed counts."""
+"""Operations that are chosen by the context's length too. Attention reads k slots at any length,
+and a CUDA graph of a decode step cannot know the length: there the worst timed length counts."""
 SIDE_BY_SIDE = ("sparse_mla-prefill",)
-"""Operations in which more rows than were timed are as good as several calls of those."""
+"""Operations in which a call with more rows than were timed does as well as several timed calls."""
 
 Tokens: TypeAlias = tuple[int, int] | None
 """Shortest and longest context of a call's requests; None where nobody knows on the host."""
@@ -93,11 +94,11 @@ class KernelChoice:
 
 @dataclass(frozen=True)
 class Routes:
-    """Shapes that were timed on one card, as far as an operator's lists are known to allow.
+    """Shapes that were timed on one card, and the overlap up to which they may be used.
 
     Attributes:
-        overlap: percent that neighbouring lists share at least, as the operator states; 0 is known
-            of any.
+        overlap: least percentage that the lists of neighbouring rows share, as the operator
+            states; 0 holds for any lists.
     """
 
     card: str
@@ -123,7 +124,7 @@ class Routes:
         return replace(self, shapes=shapes)
 
     def takes(self, operation: Operation) -> set[str]:
-        """Return the names that some measured shape of an operation is best run by."""
+        """Return the names that are chosen for at least one measured shape of an operation."""
         shapes = self.of(operation)
         return {
             self.choose(operation, shape.rows, (shape.tokens, shape.tokens)).name
@@ -174,7 +175,7 @@ def _choose(routes: Routes, operation: Operation, rows: int, tokens: Tokens) -> 
 
 
 def _along(shapes: Sequence[Shape], rows: int, tokens: tuple[int, int]) -> list[Shape]:
-    """Return the shapes of so many rows between the neighbours of both lengths; none outside."""
+    """Return the shapes of ``rows`` rows that enclose both lengths in ``tokens``; none outside."""
     of_rows = [shape for shape in shapes if shape.rows == rows]
     lengths = sorted({shape.tokens for shape in of_rows})
     ends = [[*_neighbours(lengths, length)] for length in tokens]
@@ -184,7 +185,7 @@ def _along(shapes: Sequence[Shape], rows: int, tokens: tuple[int, int]) -> list[
 
 
 def _neighbours(values: Sequence[int], value: int) -> Iterator[int]:
-    """Yield the values that enclose one: itself, or those on both sides; none outside of all."""
+    """Yield ``value`` if ``values`` has it, else its neighbours on both sides; none outside."""
     below = [other for other in values if other <= value]
     above = [other for other in values if other >= value]
     if below and above:

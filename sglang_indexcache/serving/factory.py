@@ -84,10 +84,10 @@ def create_cuda_backend(runner: ModelRunner, process: ServingProcess) -> IndexCa
 
 
 def _check_overlap(backend: IndexCacheBackend) -> None:
-    """Refuse an overlap whose sub-batches get indices that mean something only in the whole batch.
+    """Refuse an overlap whose sub-batches get indices that are valid only in the whole batch.
 
-    Such are offsets into a flattened batch (RAGGED). In live mode a request may name any pattern,
-    so the first of these layers may be S.
+    Offsets into a flattened batch (RAGGED) are of that kind. In live mode a request may name any
+    pattern, so the first overlapped layer may be S.
     """
     first = backend.first_overlapped_layer
     plan = backend.process.plan

@@ -1,7 +1,7 @@
-"""The HTTP process: a pattern that is named wrongly, or where nobody reads it, gets HTTP 400.
+"""Checks in the HTTP process: a wrong pattern, or one where nobody reads it, gets HTTP 400.
 
-The schedulers decide (``requests.py``) and refuse a bad name too. But a stream has begun by then,
-and they never see what a route of SGLang's drops.
+The schedulers decide (``requests.py``) and refuse a bad name too. But by then a stream has begun,
+and they never see fields that a route of SGLang drops.
 """
 
 from __future__ import annotations
@@ -127,9 +127,9 @@ async def _refuse(send: Send, reason: str) -> None:
 
 
 def wrong_body(plan: Plan, route: str, body: bytes) -> str:
-    """Say what is wrong with a pattern in a body, its place or its spelling; or "".
+    """Say what is wrong with the place or the spelling of a pattern in a body; "" if nothing is.
 
-    A server would answer it under its default, and nobody would see.
+    Unchecked, such a request would be answered under the default pattern, and nobody would notice.
     """
     plain = body.lower().translate(None, b"-_ ")
     if b"indexcache" not in plain and not _MAY_HIDE.search(body):

@@ -101,7 +101,8 @@ def _tell(process: ServingProcess | None) -> None:
 def switch(scheduler: Scheduler, process: ServingProcess, value: str) -> None:
     """Make ``value`` the pattern of the requests to come that name none.
 
-    It is what ``--indexcache-pattern`` takes, but no file: that would be read on the server.
+    It may be anything that ``--indexcache-pattern`` takes except a file, which would be read on the
+    server.
 
     Raises:
         IndexCacheError: the pattern does not fit, or this server cannot switch.
@@ -122,7 +123,7 @@ def switch(scheduler: Scheduler, process: ServingProcess, value: str) -> None:
 
 
 def _check_both_nodes_switch_alike(scheduler: Scheduler) -> None:
-    """Refuse what only one node would do: they decide on a request one after the other."""
+    """Refuse a switch while prefill and decode nodes could treat a running request differently."""
     from sglang.srt.runtime_context import get_disagg
 
     if get_disagg().disaggregation_mode != "null" and not scheduler.is_fully_idle():

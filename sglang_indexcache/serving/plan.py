@@ -27,7 +27,7 @@ IndexKDtype = Literal["auto", "bfloat16", "float32", "fp8_e4m3"]
 SplitRows = Literal["auto", "on", "off"]
 
 BACKEND_FIELDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
-"""Of SGLang's arguments; the last two may be left out."""
+"""SGLang's arguments that name an attention backend; the last two may be left out."""
 
 CONFIG_KEY = "indexcache"
 """Attribute of the HF config that carries the plan."""
@@ -37,9 +37,9 @@ class Route(NamedTuple):
     """Kernel of one operation in a phase, and why: an implementation of ours, None for SGLang's.
 
     Attributes:
-        card: whose record chooses anew for each call, ours only if ``implementation`` is; "" where
-            one kernel runs every call.
-        overlap: percent that neighbouring rows' lists share at least, as the operator says.
+        card: the card whose record chooses for each call, our kernels only if ``implementation``
+            names them; "" where one kernel runs every call.
+        overlap: least percentage that the lists of neighbouring rows share, as the operator says.
     """
 
     op: OpName
@@ -134,9 +134,10 @@ class Plan:
     def kv_namespace(self, pattern: Pattern) -> str | None:
         """Return the name that keeps a request's cached KV apart from KV computed otherwise.
 
-        None where there is nothing to keep apart: under the checkpoint's own sharing and with its
-        own indexers stock SGLang computes the same KV and may have it. Not so in live mode, where
-        requests of all patterns meet: none may reach another's KV by an ``extra_key`` of its own.
+        It is None where nothing needs to be kept apart: with the checkpoint's own sharing and
+        indexers, stock SGLang computes the same KV and may reuse it. In live mode it is never None:
+        requests of all patterns meet there, and none may reach another's KV by an ``extra_key`` of
+        its own.
         """
         if self.mode == "live":
             return f"indexcache-live-{pattern.digest}"

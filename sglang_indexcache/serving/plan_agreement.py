@@ -1,7 +1,7 @@
-"""Agreement on one plan of all that work together: ranks of a server, prefill and decode nodes.
+"""Agreement on one plan among all that work together: ranks of a server, prefill and decode nodes.
 
-Every node resolves its own settings. Before ranks load weights they tell each other through the
-store in which they met: a rank without the plugin would never take part in a collective.
+Every node resolves its own settings. Before ranks load weights, they exchange their plans through
+the store in which they met. A collective would not do: a rank without the plugin never joins it.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class Counters:
 class ServingProcess:
     """The plan of this process with its current policy, and who asked for it.
 
-    It ``is_counting`` but while a decode graph is captured, which serves nobody.
+    ``is_counting`` is false only while a decode graph is captured, which serves nobody.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -77,7 +77,7 @@ class ServingProcess:
     def count_forward(self, phase: str, served: Sequence[Served], *, idle: bool = False) -> None:
         """Count the beginning of a forward of these requests, in ``phase``.
 
-        In that of an ``idle`` rank, which has none, what the layers do to keep step is not counted.
+        An ``idle`` rank has no requests: what its layers do to keep step is not counted.
         """
         self._is_idle = idle
         if not self.is_counting:
@@ -147,7 +147,7 @@ def activate(plan: Plan) -> ServingProcess:
 
 
 def current() -> ServingProcess | None:
-    """Return this process's process pattern, or None where no backend was created."""
+    """Return the serving state of this process, or None where no backend was created."""
     return _process
 
 

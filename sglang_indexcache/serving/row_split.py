@@ -26,11 +26,11 @@ from sglang_indexcache.kernels.contract import PADDING
 
 @dataclass(frozen=True)
 class GatherCost:
-    """Cost of a gather, as the number of pairs of a row and a key that are scored meanwhile.
+    """Cost of a gather, as the number of (row, key) pairs that are scored in the same time.
 
     Attributes:
-        call: of the call itself: its launch, and the cutting and joining around it.
-        entries_a_pair: entries of lists that are moved while one pair is scored.
+        call: cost of the call itself: its launch, and the cutting and joining around it.
+        entries_a_pair: list entries that are moved in the time of scoring one pair.
     """
 
     call: int
@@ -51,18 +51,18 @@ ON_CPU = GatherCost(call=10_000, entries_a_pair=8)
 two processes gloo gathers in 0.16 ms and 2.3 ns an entry."""
 
 MARGIN = 2
-"""A split must save as many times what its gather costs: the costs are estimates."""
+"""Factor by which a split must save more than its gather costs, since the costs are estimates."""
 
 
 @dataclass(frozen=True)
 class RowShare:
-    """A rank's rows of a batch, which are a batch of prefill themselves.
+    """Rows of a batch that one rank scores, which form a prefill batch of their own.
 
     Attributes:
-        start: the first of its rows in the whole batch; ``stop`` is behind the last.
-        first: the first request of which it has rows.
-        query_lens: its rows of each request from there on.
-        key_lens: what the last of these rows sees, which is as far as keys are needed.
+        start: the first of these rows in the whole batch; ``stop`` is one past the last.
+        first: the first request that has rows in the share.
+        query_lens: number of rows of each request from ``first`` on.
+        key_lens: number of keys that the last of these rows sees; no further keys are needed.
     """
 
     start: int
@@ -111,10 +111,10 @@ class RowSplit:
         A request may be cut anywhere, and a rank may have no rows.
 
         Args:
-            free: rows that see so many keys at most are not scored.
-            block: a request is cut at multiples of so many rows, counted from its first that is
-                scored, and never before its last row. So a kernel that goes by blocks meets the
-                same ones in a share as in the whole, and rounds alike.
+            free: rows that see at most this many keys are not scored.
+            block: a request is cut only at multiples of this many rows, counted from its first
+                scored row, and never just before its last row. A kernel that works in blocks then
+                sees the same blocks in a share as in the whole, and rounds the same way.
         """
         sizes = tuple(zip(query_lens, key_lens, strict=True))
         starts = [0, *accumulate(query_lens)]
@@ -175,7 +175,7 @@ class RowSplitter:
 
     @classmethod
     def here(cls, *args: Any, **kwargs: Any) -> RowSplitter | None:
-        """Make that of this process, of these arguments but the group; None of one rank alone."""
+        """Make this process's splitter from all arguments but ``group``; None for a single rank."""
         from sglang.srt.runtime_context import get_parallel
 
         group = get_parallel().attn_tp_group
@@ -229,7 +229,7 @@ def _triangle(count: int) -> int:
 
 
 def _pairs(queries: int, keys: int, free: int) -> int:
-    """Return the pairs of a request's rows with the keys that they see, above ``free`` keys."""
+    """Return the (row, key) pairs of a request's rows that see more than ``free`` keys."""
     return _triangle(keys) - _triangle(min(max(keys - queries, free), keys))
 
 

@@ -27,10 +27,10 @@ A control that breaks everything would be seen to lose by a task that no real lo
 LAST_CONTROL = "first-layer-only"
 """Control where none of them is left, or allowed: F, then S."""
 DISCORDANCE, CORRELATION = 0.02, 0.1
-"""Assumed before anything is measured: paired questions that differ, and how they do together."""
+"""Assumed share of paired questions that differ, and its correlation within a context."""
 DEVIATION = 0.05
-"""Assumed of a context's difference in probability: 4.9 points were measured of a searched 1/4 on
-the small checkpoint, 1.75 of 1/2. All contexts differ."""
+"""Assumed deviation of a context's difference in probability, where all contexts differ. On the
+small checkpoint 4.9 points were measured for a searched 1/4, and 1.75 for 1/2."""
 ENDPOINTS = ("answers", "probability")
 """Quantities that can be compared, chosen before the first request.
 
@@ -127,8 +127,9 @@ def arms_of(model: Path, against: str, patterns: Sequence[str], control: str) ->
 def default_lengths(context: int | None) -> tuple[int, ...]:
     """Return the lengths to ask where none is given: from 32Ki, doubled, up to the model's context.
 
-    The last is what the context holds, rounded down to two digits: 200,000 for 202,752. Of the
-    context 1,024 tokens stay free, an eighth of one below 8Ki. 128Ki if the config names none.
+    The last is what the context holds, rounded down to two digits: 200,000 for 202,752. 1,024
+    tokens of the context stay free, or an eighth of a context below 8Ki. If the config names no
+    context, the lengths end at 128Ki.
     """
     room = 4 * SHORTEST if context is None else context - min(LEFT_FREE, context // 8)
     lengths = [SHORTEST << n for n in range(32) if SHORTEST << n <= room]

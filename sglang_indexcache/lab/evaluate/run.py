@@ -1,8 +1,8 @@
 """Ask every arm what is planned, until every pattern is decided; stopped at any moment, it resumes.
 
 What is asked next follows from the plan and from the contexts that are done, never from how far
-this process came: so an evaluation that was killed goes on to be the one that was not. It must not
-go on when what it would say could not be believed: see the ``check_`` functions.
+this process came: so an evaluation that was killed and resumed ends like one that never was. It
+must stop when its verdict could not be believed: see the ``check_`` functions.
 """
 
 from __future__ import annotations
@@ -182,9 +182,9 @@ def _facts_of(request: EvaluationRequest) -> dict[str, Any]:
 class Run:
     """One evaluation under way.
 
-    ``on_rate`` is told once how many tokens a second were computed behind one of the longest
-    contexts, which are asked first. At their rate, the slowest, everything else takes no longer, so
-    it may ask the user whether to go on.
+    ``on_rate`` is called once, with the tokens per second that were computed for one of the longest
+    contexts, which are asked first. Theirs is the slowest rate, so the time it predicts is an upper
+    bound, and ``on_rate`` may ask the user whether to go on.
     """
 
     def __init__(
@@ -379,8 +379,9 @@ def check_floor(evaluation: Evaluation) -> None:
 def check_noise(evaluation: Evaluation) -> None:
     """Refuse an engine that differs from itself too much to resolve the margin.
 
-    Only where the plan could resolve it otherwise: a plan that is too small was told so before. And
-    only once several contexts of every cell were asked twice, so that their spread is known.
+    It refuses only if the plan could otherwise resolve it: a plan that is too small was reported
+    before. And it waits until several contexts of every cell were asked twice, so that their spread
+    is known.
     """
     design, noise = evaluation.design, Look(evaluation).noise
     if noise is None:

@@ -5,7 +5,7 @@ if and only if each of its tokens is the likeliest one at its place. So one pref
 whose prefix stays in the server's cache, and a short extension for each question give accuracy and
 the probability of the answer; nothing is decoded.
 
-Who answers is made sure of before a context and checked after it, before it counts.
+Each server's identity is checked before a context, and again after it, before an answer counts.
 """
 
 from __future__ import annotations

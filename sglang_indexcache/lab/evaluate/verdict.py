@@ -43,8 +43,8 @@ LEAST_RIGHT = 0.10
 EASY, CEILING = 0.95, 0.99
 """Right answers of the bad pattern from which a cell is called too easy, and not waited for."""
 SAME = 0.005
-"""One-sided error of the A/A check, of which one in a hundred sound runs is refused; and of the
-control, of which one in two hundred is at most."""
+"""One-sided error of the A/A check, which refuses one in a hundred sound runs; and of the control,
+which refuses at most one in two hundred."""
 
 
 class Kind(enum.Enum):
@@ -211,7 +211,7 @@ class Look:
         differences = paired([*self.long, *beside], *arms, cells=allowed, repeat=repeat)
         if self.long is self.right:
             return differences
-        # Probabilities hardly ever tie, so as flips they would count nearly every question.
+        # Probabilities almost never tie; counting them as flips would count almost every question.
         right = paired(self.right, *arms, cells=allowed, repeat=repeat)
         return replace(differences, flips=right.flips)
 
@@ -279,7 +279,7 @@ class Look:
     def sees_loss(self, arm: str, cell: Cell) -> bool:
         """Return whether an arm was asked in a cell, and seen to lose there.
 
-        By probabilities too, but not where it is nearly always right: there nothing can be lost.
+        Probabilities count too, but not where it is nearly always right: nothing can be lost there.
         """
         rows = [row for row in self.right if row.cell == cell]
         values = [row.value for row in rows if (row.arm, row.repeat) == (arm, 0)]
@@ -404,7 +404,7 @@ def bounds(
 ) -> tuple[Any, Any]:
     """Return one-sided bounds of the difference at a look, on which both claims rest.
 
-    ``at_worst`` has beside the estimate what is missing, as lost: a claim of no loss rests on it.
+    ``at_worst`` also counts what is missing, as lost; a claim of no loss rests on it.
     """
     z = design.bounds[look - 1]
     return (at_worst or estimate).guarded(z), estimate.upper(z)
@@ -418,10 +418,11 @@ def sees(
 ) -> Any:
     """Return whether a control that is known to be bad has been seen to lose.
 
-    By the bet, so that it may be asked after every context and the control ended once it has. Half
-    of it is on right answers, which show a loss of a few points in hundreds of contexts only, and
-    half on their probability, of which a context counts by at most :data:`MOVE` margins: so that it
-    tells how often answers become less sure, as often as surer where nothing is lost.
+    The test is the bet, so it may be made after every context, and the control ended once it is
+    seen to lose. Half of the bet is on right answers, which show a loss of a few points only in
+    hundreds of contexts. Half is on their probability, where a context counts by at most
+    :data:`MOVE` margins: so it measures how often answers become less sure, which they do as often
+    as surer where nothing is lost.
 
     Args:
         differences: of right answers.
@@ -441,10 +442,10 @@ def sees(
 
 
 def exceeds_noise(arm_alone: Any, again_alone: Any) -> Any:
-    """Return whether an arm differs from the reference more often than that from itself.
+    """Return whether an arm differs from the reference more often than the reference from itself.
 
-    An engine that flips answers flips either as often, so of the questions on which one of the two
-    alone differs, each is the arm's with a probability of one half (a sign test).
+    An engine that flips answers flips those of both equally often. So each question on which only
+    one of the two differs is the arm's with a probability of one half (a sign test).
 
     Args:
         arm_alone: questions, or an array of such numbers, on which the arm alone differs.
@@ -467,9 +468,9 @@ def repeats_itself(noise: Differences, design: Design, look: int) -> Any:
 def loses(estimate: Estimate, design: Design, look: int) -> Any:
     """Return whether a pattern is shown to lose at a look.
 
-    By t where enough contexts differ for it. Else by the exact sign-flip test at the error that
-    this look may spend: the bounds there are wide, for a safe pattern may lose rare contexts whole,
-    and a loss that was seen needs none of that.
+    The test is t where enough contexts differ for it, else the exact sign-flip test at the error
+    that this look may spend. The bounds are wide there, because a safe pattern may lose rare
+    contexts whole; a loss that was seen needs no such allowance.
     """
     by_t = estimate.upper(design.bounds[look - 1]) < 0
     if not np.any(estimate.exact):
@@ -574,10 +575,10 @@ def _claim(look: Look, pattern: str, forbidden: str) -> Verdict:
 
 
 def _permitted(kind: Kind, forbidden: str) -> Kind:
-    """Return what may be said of a claim where ``forbidden`` says why "no loss" may not.
+    """Return the claim that may be made where ``forbidden`` says why "no loss" may not be.
 
-    That something is lost stays proven then; that nothing is lost does not. While cells wait
-    neither is final, and nothing is while the engine's own noise is not known.
+    A proven loss stays proven then; "no loss" does not. Neither is final while cells wait, and
+    nothing is while the engine's own noise is not known.
     """
     if forbidden == NOT_TWICE:
         return Kind.UNDECIDED

@@ -34,8 +34,8 @@ class LocalForward(ForwardState):
         queries: what losses are divided by before they are taken back.
         projected: what an indexer computed, until the gradient goes back through it.
         chosen: what an indexer would select, also where nothing is selected; when measuring.
-        captured: of each layer the attention mass that its selection has, and how many queries
-            that is a sum over; when measuring.
+        captured: when measuring, the attention mass of each layer's selection, summed over queries,
+            and the number of those queries.
     """
 
     queries: float = 1.0
@@ -44,9 +44,9 @@ class LocalForward(ForwardState):
     captured: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     def move(self, device: torch.device) -> None:
-        """Go on with layers on another device, with what the F layer before them hands down.
+        """Move to the next layers' device, carrying the selection of the last F layer.
 
-        The gradients that were added up so far go along, so that their order stays the same.
+        The gradients that were added up so far move too, so that they keep their order.
         """
         if self.layout.documents.device == device:
             return
@@ -151,11 +151,11 @@ class Passing:
 
 
 def pass_through(body: FrozenBody, sharing: LocalSharing, rows: Sequence[Passing]) -> None:
-    """Run all layers on all rows, with gradients if they are enabled; the bits are the same always.
+    """Run all layers on all rows, with gradients if enabled; every schedule gives the same bits.
 
     On one device, and from disk, a layer takes all rows before the next one does, so it is
-    dequantised or read once. On several devices each takes a row through all of its layers while
-    the next device has the row before: they work at once.
+    dequantised or read once. On several devices, each takes a row through all of its layers while
+    the next device works on the row before.
     """
     if pipelined(body.shares, len(rows), body.from_disk):
         _as_a_pipeline(body, sharing, rows)

@@ -92,7 +92,7 @@ def check_same(
 
 
 def claim(path: Path, identity: Mapping[str, Any], kind: str, error: type[IndexCacheError]) -> None:
-    """Make the JSON file at ``path`` say what is run beside it, or find that it says the same.
+    """Write a run's identity to the JSON file at ``path``, or check that it holds the same one.
 
     Raises:
         IndexCacheError: as ``error``: the file belongs to another run, or is damaged.

@@ -55,7 +55,7 @@ def resuming(console: Console, count: int, things: str, path: Path) -> None:
 
 
 class _LinesWithoutTerminal(Progress):
-    """A bar that, in a file or a pod's log, is a line now and then: there nobody sees it drawn."""
+    """Progress bar that is a line now and then in a file or a pod's log, where no bar is seen."""
 
     _next: float | None = None
 

@@ -55,7 +55,7 @@ class Objective:
     topk: int = 0
 
     def counted(self, kinds: Kinds) -> Kinds:
-        """Say what the predictions of one sequence that count belong to.
+        """Return the kind of each prediction of one sequence, 0 where it does not count.
 
         Args:
             kinds: ``[length]``, what its tokens belong to: answers where the data marks them, or
@@ -143,7 +143,7 @@ class Calibration:
 
     @property
     def digest(self) -> str:
-        """SHA-256 over tokens, what counts and the batching: equal if and only if the data is."""
+        """SHA-256 over tokens, what counts and the batching: the same exactly when the data is."""
         content = hashlib.sha256(f"{self.per_batch}\n".encode())
         for sequence, kinds in zip(self.sequences, self.kinds, strict=True):
             content.update((",".join(map(str, sequence)) + "\n").encode())

@@ -1,4 +1,4 @@
-"""Do two patterns differ on this data? Paired over batches; and late in the context from early."""
+"""Comparison of two patterns, paired over batches; and of the late context with the early one."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Comparison:
         faithfulness: recall and loss against the reference; divergence and likeliest tokens against
             all F, whatever the reference is.
         trend: what ``pattern`` adds in the last quarter of the positions minus what it adds in the
-            first, paired over documents of which something counts in both: above zero means
-            that sharing hurts more at long range. None where these are fewer than two.
+            first, paired over the documents in which both have tokens that count. Above zero,
+            sharing hurts more at long range. None where there are fewer than two such documents.
     """
 
     reference: Pattern
@@ -156,7 +156,7 @@ def _compare(
 
 
 def _added(*rows: Sequence[TokenChanges], kinds: Sequence[Kinds]) -> Floats:
-    """Return ``[sequences, positions]`` float64 that the second adds; NaN if uncounted."""
+    """Return ``[sequences, positions]`` float64 losses that the second adds; NaN if uncounted."""
     added = np.full((len(kinds), max(map(len, kinds))), np.nan)
     for row, before, after, kind in zip(added, *rows, kinds, strict=True):
         row[: len(kind)][kind > 0] = (after.loss - before.loss)[kind > 0]

@@ -1,7 +1,8 @@
-"""The lists that a server returns, and what they tell of two layers.
+"""Lists that a server returns, and what they tell about pairs of layers.
 
-Their overlap is the paper's (appendix "Top-k Index Overlap"). On a real model it is blind to the
-places that text is copied from, and lost half of all recall: so these count beside it.
+Their overlap is the paper's measure (appendix "Top-k Index Overlap"). On a real model it is blind
+to the places that text is copied from, and its patterns lost half of all recall: so these places
+count as well.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from sglang_indexcache.lab.search.calibration import Calibration
 from sglang_indexcache.lab.search.evaluators import Floats, ServedEvaluator
 
 Block = tuple[int, NDArray[np.integer]]
-"""A first query, and ``[N, queries, k]``, what layers select for it and those behind it; -1 is
-nothing."""
+"""Number of a first query, and ``[N, queries, k]``: what the layers select for it and for those
+after it; -1 is padding."""
 
 _MASK_BYTES = 256 << 20
 """Memory for the selection masks of the queries that are counted at a time."""
@@ -205,7 +206,7 @@ def _blocks(encoded: str, layers: int, topk: int, chosen: list[int], name: str) 
 
 
 def _are_positions(lists: NDArray[np.integer], start: int) -> bool:
-    """Return whether ``[queries, N, k]`` from ``start`` on are what each chooses and can see."""
+    """Return whether ``[queries, N, k]`` from ``start`` on hold distinct, visible positions."""
     first = max(lists.shape[-1] - start, 0)
     ordered = np.sort(lists[first:], axis=-1)
     newest = start + first + np.arange(len(ordered))[:, None]

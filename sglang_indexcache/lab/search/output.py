@@ -63,7 +63,7 @@ class OutputFolder:
         write_json(self._folder / "search.json", self._summary())
 
     def finish(self) -> None:
-        """Write everything; of an interrupted search also the last pattern that it committed."""
+        """Write all result files, and the last committed pattern if the search was interrupted."""
         search, name = self._search, f"{self._setup.name}-{_PARTIAL}"
         if search.is_complete:
             (self._folder / f"{name}.yaml").unlink(missing_ok=True)

@@ -47,12 +47,11 @@ def prepare(
     longer conversation after the last response that fits; a longer document with answers is left
     out, because an answer would lose its evidence. Documents come in the order of
     :func:`~sglang_indexcache.lab.data.drawn.drawn_documents`, one window of each, and further
-    windows of a text only where its source has too few documents. Whether a document is held out
-    says a digest of its tokens (:func:`~sglang_indexcache.lab.data.marking.is_held_out`), so all
-    windows of a text are on one side, and no seed mixes the two. Of each part the first that have
-    at least half of ``context`` are taken, the longest of the others only if the source ends before
-    there are enough. By :attr:`Score.RECALL` what a text is asked for again is mixed into each
-    sequence.
+    windows of a text only where its source has too few documents. A digest of its tokens decides
+    whether a document is held out (:func:`~sglang_indexcache.lab.data.marking.is_held_out`), so all
+    windows of a text are on one side, and no seed mixes the two. Each part takes its first
+    sequences of at least half of ``context``, and the longest of the others only if the source ends
+    before there are enough. :attr:`Score.RECALL` mixes recall of its own text into each sequence.
 
     Args:
         source: as for :func:`~sglang_indexcache.lab.data.documents.read_documents`.
@@ -227,7 +226,7 @@ class Reading:
         return Piece(ids, self.objective.counted(kinds), self.documents, file)
 
     def _shortened(self, document: Document) -> list[Marked]:
-        """Cut a conversation after a response; return nothing of what cannot be cut."""
+        """Cut a conversation after a response; return [] for a document that cannot be cut."""
         if isinstance(document, Conversation):
             cut = self.marker.cut(document, self.context)
             if cut is not None:

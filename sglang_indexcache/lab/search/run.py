@@ -31,10 +31,10 @@ class Found:
         standard_error: of what it adds to the start's, paired over batches.
         layers: sureness of each F layer; empty where nothing was run.
         judged: beside all F on the batches that chose it; None where nothing was run there.
-        held_out: beside all F on batches that no pattern was chosen by; None before, or with fewer
-            than two documents.
-        uniform: uniform interleaving with as many F layers on those batches, or None.
-        is_compared: on held-out batches, as far as there are some.
+        held_out: beside all F on batches that no pattern was chosen by; None before it is measured,
+            or with fewer than two documents.
+        uniform: the same for uniform interleaving with as many F layers, or None.
+        is_compared: whether the comparison on held-out batches, if there are any, is done.
     """
 
     mark: Mark
@@ -165,8 +165,9 @@ class Search:
 
 
 def check_tokens(targets: Targets, held_out: Sequence[int]) -> int:
-    """Return the tokens that comparing the found patterns takes, of ``held_out`` batches' tokens.
+    """Return the tokens that it takes to compare the found patterns on held-out batches.
 
-    All F, and for each target its pattern and uniform interleaving.
+    All F runs there, and for each target its pattern and uniform interleaving. ``held_out`` are the
+    tokens of each batch.
     """
     return (1 + 2 * len(targets.marks)) * sum(held_out)

@@ -46,10 +46,10 @@ With half as many, "no loss" was claimed of a loss of the margin too often where
 `benchmarks/quality_statistics.py` measures how often it is with this many.
 """
 STAKES = (0.5, 1.0)
-"""Shares of the largest stake that cannot go bankrupt before the worst outcome; bet half on each.
+"""Shares of the largest stake that only the worst outcome can ruin; half the wealth is on each.
 
-The full stake is the best one where hardly anything differs, half of it where contexts have one
-question and a single loss would take all.
+The full stake is best where hardly anything differs. Half of it is best where contexts have one
+question, so that a single loss would take all of the full stake.
 """
 
 _HALVINGS = 36
@@ -100,10 +100,10 @@ class Estimate:
         """Number of contexts that differ, as if all that do differed by the same.
 
         ``(sum x^2)^2 / sum x^4``: a context that lost all answers outweighs many that lost one, and
-        the standard error rests on it alone. Nor more than ``sum x^2`` holds squares of the largest
-        step, by which one lost question moves the mean in some cell: where a small cell lost none
-        by luck, the others alone do not tell how far the mean may be off. With cells of equal size
-        and as many questions everywhere, that is never the smaller of the two.
+        the standard error rests on it alone. The number is at most ``sum x^2`` over the square of
+        the largest step by which one lost question moves the mean in any cell: where a small cell
+        lost none by luck, the others alone do not tell how far the mean may be off. With cells of
+        equal size and as many questions everywhere, that limit is never the smaller of the two.
         """
         squares = self.scaled**2
         total = squares.sum(axis=-1)
@@ -142,10 +142,11 @@ class Estimate:
         return -self._bound(-1.0, z)
 
     def interval(self, confidence: float = 0.95) -> tuple[Any, Any]:
-        """Return the two-sided interval of the mean, by t without its skewness alone.
+        """Return the two-sided interval of the mean, always by t corrected for skewness.
 
-        Unlike :meth:`lower` it takes values of any size (losses in nats), for it never bets; so
-        what no value shows it does not know: see :func:`unseen`. Infinite if a cell has one value.
+        Unlike :meth:`lower` it never bets, so it takes values of any size (losses in nats), but
+        does not cover losses that no value shows: see :func:`unseen`. It is infinite if a cell has
+        one value.
         """
         z = float(-_normal_quantile((1 - confidence) / 2))
         # Equal values have no error, and `_half` gives no finite bound for that.
@@ -154,7 +155,7 @@ class Estimate:
         return low[()], high[()]
 
     def guarded(self, z: float) -> Any:
-        """:meth:`lower`, and low enough for losses of whole contexts of which none was seen.
+        """Return :meth:`lower`, made low enough for losses of whole contexts that were not seen.
 
         A claim of no loss beyond a margin rests on this one, whatever method gives the other.
         """
@@ -194,8 +195,8 @@ class Estimate:
     def _step(self) -> Any:
         """Most that one lost question moves the mean, as differences are scaled.
 
-        Of right and wrong answers behind a context; where scores are finer, what they typically
-        differ by in that cell, but no less than over all.
+        For right and wrong answers it is one question of a context. Where scores are finer, it is
+        their typical difference in that cell, but no less than the typical one over all cells.
         """
         values, counts = self.differences.values, self._counts
         differ, squares = self._by_cell(values != 0), self._by_cell(values**2)
@@ -252,11 +253,11 @@ class Estimate:
 
 
 def unseen(contexts: int, alpha: float, heaviest: float = 1.0) -> float:
-    """Return the largest mean loss of which a run sees nothing with probability ``alpha``.
+    """Return the largest mean loss that a run misses entirely with probability ``alpha``.
 
-    By losing a few contexts whole: the exact form of the rule of three. Of the losses of mean
-    ``m`` among independent contexts that move the mean by ``heaviest`` at most, none is seen with
-    a probability of at most ``(1 - m / heaviest) ** contexts``, whatever cells they lie in.
+    It is lost in a few whole contexts: this is the exact form of the rule of three. If independent
+    contexts move the mean by at most ``heaviest``, losses of mean ``m`` all stay unseen with a
+    probability of at most ``(1 - m / heaviest) ** contexts``, whatever cells they lie in.
     """
     return heaviest * float(-np.expm1(np.log(alpha) / contexts))
 
@@ -289,7 +290,7 @@ def error_above(z: float) -> float:
 
 
 def _normal_quantile(probability: float) -> float:
-    """Return the value that a standard normal one stays below so often."""
+    """Return the quantile of the standard normal distribution."""
     from scipy.special import ndtri
 
     return float(ndtri(probability))
@@ -327,7 +328,7 @@ def half_width(values: Iterable[float], confidence: float = 0.95) -> float | Non
 
 
 def student_half_width(values: Any, confidence: float) -> Any:
-    """Return it of each ``n`` values in an array ``[..., n]``, with ``n`` above 1."""
+    """Return :func:`half_width` of each ``n`` values in an array ``[..., n]``, ``n`` above 1."""
     count = values.shape[-1]
     error = values.std(axis=-1, ddof=1) / count**0.5
     return student_quantile((1 + confidence) / 2, count - 1) * error

@@ -25,11 +25,12 @@ from sglang_indexcache.lab.stats.bounds import FEW, STAKES
 from sglang_indexcache.lab.stats.pairs import Floats
 
 _SURELY_NOT_FEW: float = FEW + 2 * FEW**0.5
-"""Contexts expected to differ with which there are hardly ever too few for t."""
+"""Expected number of differing contexts at which there are hardly ever too few for t."""
 MOST = 0.75
-"""Of a stake that one lost context may take in a plan: single questions take the full one whole."""
+"""Share of a stake that one lost context may take in a plan; in contexts of a single question it
+takes all of the full stake."""
 NODES = 256
-"""Of each integral; twice as many move no boundary by 1e-6."""
+"""Nodes of each integral; twice as many move no boundary by 1e-6."""
 _FAR = 9.0
 """Standard deviations beyond which a normal density is nothing."""
 
@@ -86,7 +87,7 @@ class Design:
 
     @property
     def drift(self) -> float:
-        """Standard errors of the whole evaluation that a difference needs to be found."""
+        """Difference found with the design's power, in standard errors of the whole evaluation."""
         return needed_drift(self.fractions, self.alpha, self.power)
 
     def needed(self, deviation: float, differing: float, heaviest: float = 1.0) -> int:
@@ -114,12 +115,12 @@ class Design:
         return high
 
     def _needed(self, margin: float, deviation: float, differing: float, heaviest: float) -> float:
-        """Return the contexts for the bet, or for t as soon as enough contexts differ for it.
+        """Return the contexts that the bet needs, or t as soon as enough contexts differ for it.
 
-        For t the normal size, and half a squared boundary for not knowing the deviation (Guenther
-        1981, American Statistician 35:243), which the contexts that differ alone can tell. The bet
-        is on differences that reach as far as the heaviest context moves the mean. Never fewer than
-        a rare loss of whole contexts needs to be seen, see `bounds.unseen`.
+        For t this is the normal sample size, plus half a squared boundary because the deviation is
+        unknown (Guenther 1981, American Statistician 35:243); only contexts that differ can tell
+        it. The bet is on differences that reach as far as the heaviest context moves the mean. The
+        number is never below what it takes to see a rare loss of whole contexts (`bounds.unseen`).
         """
         from scipy.special import ndtr
 
@@ -134,11 +135,12 @@ class Design:
         return max(min(by_bet, by_t), rare)
 
     def _bet_needs(self, margin: float, deviation: float, step: float) -> float:
-        """Count contexts until one of the stakes, each a part of the capital, has won by itself.
+        """Count contexts until one of the stakes, each with its part of the wealth, wins alone.
 
-        Its logarithm grows by what the margin wins in a context, less half the variance that it
-        rides on, and spreads by the deviation. A stake of which one context that differs, which
-        it does by ``step``, can take most is not counted on: it is gone as soon as one is lost.
+        The log-wealth of a stake grows per context by what the margin wins, minus half its
+        variance, and varies by the stake times the deviation. A stake is left out if one differing
+        context, which differs by ``step``, can take more than :data:`MOST` of it: the first loss
+        would ruin it.
         """
         from scipy.special import ndtr, ndtri
 
@@ -159,10 +161,10 @@ class Design:
 def spread(discordance: float, correlation: float, questions: int) -> tuple[float, float]:
     """Return the deviation of a context's mean difference, and the share that differs.
 
-    If the arms are equally good; the share is of contexts that all differ by the same, as
-    `bounds.Estimate.differing` counts them. A question takes its context's fate with probability
-    sqrt(correlation) and else its own, which gives that correlation. ``discordance`` is the share
-    of paired questions that differ, 0 to 1.
+    Both hold if the arms are equally good. The share counts contexts as if all that differ did so
+    by the same amount, like `bounds.Estimate.differing`. A question shares its context's fate with
+    probability sqrt(correlation) and otherwise has its own, which gives that correlation.
+    ``discordance`` is the share of paired questions that differ, 0 to 1.
     """
     second = fourth = 0.0
     for tied in range(questions + 1):
@@ -183,9 +185,9 @@ def spread_over_cells(
 ) -> tuple[float, float, float]:
     """Return deviation, share of contexts that differ, and the heaviest's weight, for Design.
 
-    As `bounds.Estimate` will find them. The primary result is a mean over cells, so what a small
-    cell adds to its error, or may hide, is not made up for by a large one. A cell is its contexts
-    and the questions behind one of them.
+    They are as `bounds.Estimate` will find them. The primary result is a mean over cells, so a
+    large cell does not make up for the error that a small one adds, or for what it may hide. Each
+    of ``cells`` is its number of contexts, and of questions behind one of them.
     """
     total = sum(count for count, _ in cells)
     second = fourth = step = heaviest = 0.0
@@ -244,7 +246,7 @@ def crossing_probability(
 def needed_drift(fractions: tuple[float, ...], alpha: float, power: float) -> float:
     """Return the mean at fraction 1 with which a bound is reached with ``power``.
 
-    A difference is found so often if it is this many standard errors of the whole evaluation.
+    A difference of this many standard errors of the whole evaluation is found with that power.
     """
     from scipy.optimize import brentq
 

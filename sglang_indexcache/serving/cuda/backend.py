@@ -157,10 +157,10 @@ class IndexCacheBackend(DeepseekSparseAttnBackend):
     def _indices(
         self, layer: int, forward_batch: ForwardBatch, carried: torch.Tensor | None, rows: int
     ) -> torch.Tensor:
-        """Return what ``layer`` attends to in ``rows`` rows, where SGLang brings ``carried``.
+        """Return the indices that ``layer`` attends to in ``rows`` rows; SGLang passes ``carried``.
 
-        An F layer brings what its indexer selected, which is written to the buffer; in live mode
-        the indexer has written it itself (``cuda/live_indexer.py``).
+        For an F layer ``carried`` is what its indexer selected, which is written to the buffer; in
+        live mode the indexer has already written it itself (``cuda/live_indexer.py``).
         """
         buffer = self.index_buffer
         # SGLang carries none across the place where it splits a batch.
@@ -189,7 +189,7 @@ class IndexCacheBackend(DeepseekSparseAttnBackend):
             rows = whole.index_buffer.rows.cut(part[0], part[1], _rows_of_part(forward_batch))
         else:
             rows = patterns_of_rows(forward_batch, self.process)
-        # Each half begins, too: the batch is counted by its whole.
+        # Each half begins a forward too, so only the whole batch is counted.
         if whole is self:
             self.process.count_batch(forward_batch)
         self.index_buffer.begin(rows)

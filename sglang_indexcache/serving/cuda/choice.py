@@ -41,7 +41,7 @@ RECORDED_TOPK = {2048}
 RECORDED_ATTENTION = {"bfloat16": {"flashmla_sparse"}, "fp8": {"flashmla_kv"}}
 """SGLang's kernels beside which a record times attention, by the rows of the cache."""
 RAW_FP8 = {"tilelang", "trtllm"}
-"""Those with which SGLang stores an FP8 cache without scales, a layout that ours does not read."""
+"""Backends with which SGLang stores an FP8 cache without scales, which our kernels cannot read."""
 
 
 def choose(value: str, cfg: Any, model: Any, machine: dispatch.Machine) -> tuple[Route, ...]:
@@ -75,7 +75,7 @@ def choose(value: str, cfg: Any, model: Any, machine: dispatch.Machine) -> tuple
 
 
 def _by_record(overlap: int, cfg: Any, model: Any, machine: dispatch.Machine) -> Iterator[Route]:
-    """Yield what a card's record allows: what cannot run, or was not timed, stays the engine's."""
+    """Yield the routes by a card's record; SGLang's where ours cannot run or were not timed."""
     table = routes.Routes.of_card(machine.name, overlap)
     if table is None:
         why = f"no record of {machine.name}"
@@ -104,7 +104,7 @@ def _by_record(overlap: int, cfg: Any, model: Any, machine: dispatch.Machine) ->
 
 
 def operation_of(op: OpName, phase: Phase, cfg: Any, model: Any) -> routes.Operation:
-    """Return what a server's calls of an operation are to a record."""
+    """Return the operation under which a record has such calls of a server."""
     name = f"{op}-{phase}"
     if op == "select":
         verified = (cfg.speculative_num_draft_tokens or 1) if phase == "decode" else 1
@@ -117,7 +117,7 @@ def _cache(cfg: Any) -> str:
 
 
 def _unlike_record(op: OpName, phase: Phase, cfg: Any, model: Any) -> Iterator[str]:
-    """Yield why SGLang's kernel of a server is not the one that a record has."""
+    """Yield reasons why the kernel that SGLang runs is not the one that a record timed."""
     topk = read_field(text_config(model.hf_config), "index_topk")
     if topk not in RECORDED_TOPK:
         yield f"lists of {topk} were not timed"

@@ -1,4 +1,4 @@
-"""Our kernels in SGLang's place (``--indexcache-kernels``): what SGLang has, as the contract wants.
+"""Our kernels in SGLang's place (``--indexcache-kernels``): SGLang's data fitted to our contract.
 
 The selection takes over at the two methods of SGLang's indexer that begin with quantised queries
 and end with indices (``Indexer._get_topk_ragged`` in prefill, ``_get_topk_paged`` in decode and
@@ -78,7 +78,7 @@ class EngineKernels:
         return cls(**functions, measured=measured, taken=Counter() if taken is None else taken)
 
     def choose(self, operation: Operation, rows: int, tokens: tuple[int, int] | None = None) -> str:
-        """Return whose kernels a call of some rows gets, by what the host knows."""
+        """Return whose kernels run a call of ``rows`` rows, decided by what the host knows."""
         ours = getattr(self, operation.name.replace("-", "_"))
         if operation.name not in self.measured:
             return ENGINE if ours is None else OURS
@@ -89,7 +89,7 @@ class EngineKernels:
     def attention(
         self, mode: ForwardMode, q: torch.Tensor, cache: torch.Tensor
     ) -> SparseMLA | None:
-        """Sparse attention of a call; SGLang, too, counts MTP's forwards as decode."""
+        """Return our sparse attention for a call; MTP counts as decode, as it does in SGLang."""
         phase, rows = "decode" if is_decode(mode) else "prefill", "bfloat16"
         if cache.element_size() == 1:
             rows = "fp8"
@@ -349,8 +349,9 @@ class KeptLists:
     def of(self, slots: torch.Tensor, selection: int) -> Kept:
         """Return what was derived from ``slots``; empty if they are others than at the last call.
 
-        SGLang hands one tensor to the layers that share a selection. It may hold another selection
-        later, which ``selection`` tells: how often indices were selected or taken over so far.
+        SGLang hands one tensor to the layers that share a selection, and may later write another
+        selection to it. ``selection`` tells the two apart: it is the number of times that indices
+        were selected or taken over so far.
         """
         if slots is not self._slots() or selection != self._selection:
             self._slots, self._selection, self._kept = weakref.ref(slots), selection, {}
@@ -367,15 +368,15 @@ def attend(
     kept: Kept | None = None,
     lengths: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Sparse MLA over the rows that SGLang's kernels would read.
+    """Compute sparse MLA over the rows that SGLang's kernels would read.
 
     Args:
         q: ``[T, Hq, 576]`` bfloat16.
         kv_cache: ``[N, 1, 576]`` bfloat16, a pool's or gathered for this batch, or a pool's
             ``[N, 1, 656]`` FP8 rows under any one-byte dtype.
         slots: ``[T, k]`` int32 rows of ``kv_cache``, padded with -1.
-        lengths: int32, how many of each row are no padding; of another number of rows (as where
-            dp_attention pads) it is left out, as in SGLang.
+        lengths: int32, how many slots of each row are not padding; ignored, as in SGLang, if it has
+            another number of rows (where dp_attention pads).
 
     Returns:
         ``[T, Hq, 512]`` bfloat16.

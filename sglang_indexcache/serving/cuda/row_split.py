@@ -43,7 +43,7 @@ class SplitForwards:
 
     @classmethod
     def install(cls, process: ServingProcess, topk: int) -> SplitForwards | None:
-        """Make it if there are several ranks to split over, and stand in SGLang's way."""
+        """Make the split if there are several ranks, and wrap SGLang's selection and broadcast."""
         splitter = process.splitter = process.splitter or RowSplitter.here(topk, ON_GPU)
         if splitter is None:
             return None
@@ -104,11 +104,11 @@ class SplitForwards:
 
 
 def _cut(whole: DSAMetadata, share: RowShare) -> DSAMetadata:
-    """Return a batch's metadata with what an indexer reads of a share of its rows.
+    """Return a batch's metadata, cut down to what an indexer reads for a share of its rows.
 
-    Keys are those that the share's rows see, so where they lie is counted anew
-    (``indexer_k_start_end``). Offsets that go into lists are not (``topk_indices_offset``):
-    attention reads them beside the whole batch's keys.
+    The keys are those that the share's rows see, so their places are counted anew
+    (``indexer_k_start_end``). Offsets that go into lists (``topk_indices_offset``) stay, because
+    attention reads them against the whole batch's keys.
     """
     rows, requests, offsets = share.rows, share.requests, whole.topk_indices_offset
     before = int(whole.indexer_seq_lens_cpu[: share.first].sum())

@@ -1,9 +1,10 @@
 """SGLang's second top-k in a prefill, where its default is another.
 
 SGLang selects in decode by a kernel that an H100 ran faster than the one of its prefills
-(``benchmarks/results/kernels/h100.md``). It takes that in a prefill, too, but only for lists of
-offsets (RAGGED). This stands in for ``metadata.topk_backend`` where lists are pool slots (PAGED):
-the same kernel gives positions, and the page lookup of SGLang's unfused top-k makes slots of them.
+(``benchmarks/results/kernels/h100.md``). It uses that one in a prefill too, but only for lists of
+offsets (RAGGED). :class:`SecondTopk` replaces ``metadata.topk_backend`` where lists are pool slots
+(PAGED): the kernel returns positions, which the page lookup of SGLang's unfused top-k turns into
+slots.
 """
 
 from __future__ import annotations
@@ -49,9 +50,9 @@ class SecondTopk:
     ) -> torch.Tensor:
         """Return ``[T, topk]`` int32 slots; keywords are those of SGLang's method.
 
-        SGLang gives its rows in parts where logits are large, each row with its request on the
-        device. Whose the rows are the host knows only of one request; those of several stay with
-        SGLang's default.
+        Where logits are large, SGLang passes its rows in parts, and only the device knows the
+        request of each row. The host knows it if there is one request; the rows of several stay
+        with SGLang's default.
         """
         rows, requests = len(logits), len(attn_metadata.page_table_1)
         if batch_idx_list is not None and requests > 1:

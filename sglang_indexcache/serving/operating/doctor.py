@@ -142,10 +142,10 @@ def examine(arguments: Sequence[str], device: str | None = None) -> Examination:
 
 
 def _look_for_model(arguments: Sequence[str]) -> None:
-    """Say early that the model is no folder here: SGLang asks the hub, a minute without a network.
+    """Refuse early a path with no model: without a network, SGLang tries the hub for a minute.
 
     Raises:
-        SettingsError: it is written as a path, and there is nothing.
+        SettingsError: the model is written as a path, and nothing is there.
     """
     parser = ArgumentParser(add_help=False, exit_on_error=False, allow_abbrev=False)
     parser.add_argument("--model-path", "--model", default="")
@@ -187,7 +187,7 @@ def _has_gpu() -> bool:
 
 
 def _choose_device(device: str | None) -> str:
-    """Make SGLang see the device to check for, before it is imported; what to call it."""
+    """Make SGLang see the device to check for, before it is imported; return its name."""
     import torch
 
     from sglang_indexcache.serving.operating.gpu_stand_in import CARDS, GPUS, stand_in
@@ -298,7 +298,7 @@ def _check_weights(server_args: Any) -> None:
 
 @contextmanager
 def _as_settings_errors(printed: io.StringIO) -> Iterator[None]:
-    """Turn what SGLang ends with into a problem; our own mistakes stay what they are."""
+    """Turn the error that SGLang ends with into a problem; let errors of our own code through."""
     try:
         yield
     except SystemExit:
@@ -333,7 +333,7 @@ def _check_loaded() -> None:
 
 
 def _describe_server(server_args: Any, examination: Examination) -> None:
-    """Add what a server would do that would start."""
+    """Add the facts of a server that would start with these flags."""
     from sglang.srt.arg_groups.overrides import model_config_of, resolving_view
 
     cfg = resolving_view(server_args)

@@ -188,7 +188,7 @@ class Exporter:
         self._told[name] = values
 
     def _show(self, name: str, values: Values) -> None:
-        # What is no more is 0: between processes no series can be taken back.
+        # A series that has ended is set to 0: with several processes none can be removed.
         now: Values = dict.fromkeys(self._told[name], 0)
         for key, value in values.items():
             label = label_for(key, self._told[name], MAX_LABELS, (OTHERS,) * len(key))

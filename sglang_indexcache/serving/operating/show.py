@@ -39,7 +39,7 @@ ALIKE = {
     "a KV cache that is wrong for one of them.",
     "adapter_digest": "the adapter. Start all of them with the same --indexcache-adapter.",
 }
-"""What every rank must say alike, and what it is that differs if they do not."""
+"""Fields that all ranks must agree on, and how a user is told what differs if they do not."""
 
 _COLOURS = {True: "green", False: "red", None: "yellow"}
 """Colours of a line that says whether layers skip; None: nobody knows yet."""
@@ -103,14 +103,14 @@ class Rank:
 
 @dataclass
 class Survey:
-    """Survey that run, and what is wrong with them or where they differ."""
+    """Survey of running servers: their ranks, what is wrong with them, and where they differ."""
 
     ranks: list[Rank] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     @property
     def fine(self) -> bool:
-        """Whether no problem was found, and no layer that did what its pattern does not say."""
+        """Whether no problem was found, and no layer disobeyed its pattern."""
         disobeyed = any(judge(rank.state).proven is False for rank in self.ranks)
         return not (self.problems or disobeyed)
 
@@ -166,7 +166,7 @@ def _ask(client: RunningServer, servers: Survey) -> None:
 
 
 def _missing(name: str, *, launched: bool) -> str:
-    """Say why a rank reports nothing, whose launcher had the plugin and wanted IndexCache."""
+    """Say why a rank reports nothing; ``launched`` says that its launcher had a plan."""
     if not launched:
         return f"{name} does not run IndexCache. Start it with --attention-backend {BACKEND_NAME}"
     return (

@@ -91,7 +91,7 @@ def _patterns(
 
 
 def _layers(before: Sequence[RankState], after: Sequence[RankState]) -> Iterator[Text]:
-    """Show each layer's letter, and a block for how often its indexer ran but in graphs."""
+    """Show each layer's letter, and a block for how often its indexer ran outside of graphs."""
     yield Text(f"{'pattern by layer':<{MARGIN}}{after[0].pattern}")
     for name, earlier in (("now", before), ("since the start", ())):
         ran, reused = (

@@ -57,7 +57,7 @@ class Evaluator(Protocol):
 
     @property
     def by_batch(self) -> bool:
-        """Whether many patterns on a batch cost less in a row than many batches of a pattern."""
+        """Whether many patterns on one batch cost less than one pattern on many batches."""
 
     def loss(self, pattern: Pattern, batches: Sequence[int]) -> Floats:
         """Return ``[batches]`` float64: mean loss per counted token, in nats, on these batches."""
@@ -72,8 +72,8 @@ PAIRS = ("similarity", "kept_mass", "kept_list")
 ways to rate a pair, the one to trust first."""
 
 LISTS = 16
-"""Attention is compared on the best of lists, 1 of so many tokens of a text at most: on a real
-model lists of an eighth of it hid which layers a 1/8 needs
+"""Attention is compared on the best tokens of a list, at most one for so many tokens of a text. On
+a real model, lists as long as an eighth of the text hid which layers a 1/8 needs
 (benchmarks/results/smollm2/real-model.md)."""
 RATINGS = 2
 """Ways in which attention rates a pair."""
@@ -252,9 +252,9 @@ def _changes(ids: Sequence[int], mask: Mask, full: TokenScores, under: TokenScor
 
 
 def likeliest_kl(before: Mapping[int, float], after: Mapping[int, float]) -> float:
-    """Return the divergence in nats over the tokens that both tell, and all others as one.
+    """Return the divergence in nats over the tokens that both report, with all others as one.
 
-    Never more than that of the whole distributions, since putting tokens together only loses.
+    It never exceeds that of the whole distributions, since merging tokens can only lower it.
 
     Args:
         before, after: log-probabilities of some tokens in nats.

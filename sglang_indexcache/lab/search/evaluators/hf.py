@@ -253,8 +253,8 @@ class TransformersEvaluator(TokenEvaluator):
         """Return every layer's input and indices under ``pattern``, for one sequence.
 
         Args:
-            watch: told before each layer attends what is selected, the model's eager attention and
-                what that is given. Then every layer runs.
+            watch: called before each layer attends, with what is selected, the model's eager
+                attention and its arguments. If given, every layer runs.
         """
         runs = self._runs.setdefault(ids, [])
         self._runs.move_to_end(ids)
@@ -480,7 +480,8 @@ class TransformersEvaluator(TokenEvaluator):
     ) -> Iterator[tuple[slice, torch.Tensor]]:
         """Yield a layer's attention to all that queries see, some of ``queries`` at a time.
 
-        With their places in ``queries``: ``[heads, some, T]`` float32, T up to what the last sees.
+        Each item is their slice of ``queries`` and ``[heads, some, T]`` float32, where T is what
+        the last of them sees.
         """
         visible = self._arguments["attention_mask"]
         for rows in blocks(len(queries)):
@@ -495,8 +496,8 @@ class TransformersEvaluator(TokenEvaluator):
     def selected(self, ids: tuple[int, ...], under: Pattern | None = None) -> NDArray[np.integer]:
         """Return ``[N, length, k]``: what each layer selects for one sequence.
 
-        By default all indexers run. What an S layer of ``under`` would select itself is what it
-        attends to where it is F besides.
+        By default all indexers run. For an S layer of ``under`` it is what the layer's own indexer
+        selects from the inputs that the layer has under that pattern.
         """
         pattern = under or self.own
         run = self.run(pattern, ids)
@@ -537,15 +538,15 @@ def mass_on(lists: Sequence[torch.Tensor], weights: torch.Tensor) -> Floats:
 def lost_by_worst_head(mass: Floats) -> Floats:
     """Rate lists by what a layer's attention loses under each, its own being the last.
 
-    Running text needs hardly any head to look far back, and its many places hide in a mean what a
-    head loses at the few that do. So the worst tenth of places comes first.
+    Running text needs hardly any head to look far back, so a mean over its many places hides what a
+    head loses at the few that do. The rating by the worst tenth of places therefore comes first.
 
     Args:
         mass: ``[lists, heads, places]``, the share of a head's attention that is on a list.
 
     Returns:
-        ``[2, lists]`` float64: 1 less what the head that loses most loses at the place that a tenth
-        of places are worse than, and in the mean over places.
+        ``[2, lists]`` float64: 1 minus the loss of the head that loses most, first at the place
+        that only a tenth of places are worse than, then in the mean over places.
     """
     lost = (mass[-1] - mass).astype(np.float64)
     worst = np.quantile(lost, 1 - WORST, axis=2).max(axis=1)

@@ -18,7 +18,7 @@ DEFAULT = "proposals"
 
 
 class Method(Protocol):
-    """Deterministic: over the same ledger contents it finds the same patterns."""
+    """Method of a search, deterministic: the same ledger contents give the same patterns."""
 
     @property
     def in_words(self) -> str:

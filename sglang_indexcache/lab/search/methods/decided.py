@@ -1,11 +1,10 @@
 """One pass proposes some patterns, and the divergence from all F decides among them.
 
-A matrix of layer pairs says which layers may share, on each document a little otherwise, and knows
-nothing of what errors do in the layers above. So the optimum of every document's own matrix, in
-every rating, is a proposal, beside those of all documents together, and each is run. What decides
-is the KL divergence of all F's next tokens from the pattern's, in text *and* where something far
-back is asked for: in text alone it picks patterns that cannot copy any more
-(benchmarks/results/smollm2/real-model.md).
+A matrix of layer pairs says which layers may share. It differs a little from document to document,
+and knows nothing of what errors do in the layers above. So the optimum of every document's own
+matrix, in every rating, is a proposal, as are those of all documents together; each is run. The KL
+divergence of all F's next tokens from the pattern's decides, in text *and* where something far back
+is asked for: in text alone it picks patterns that cannot copy any more (benchmarks/results/smollm2/real-model.md).
 """
 
 from __future__ import annotations
@@ -111,7 +110,7 @@ def decide(
 def _proposed(
     matrices: Floats, full_layers: int, constraints: Constraints, tokens: Sequence[int]
 ) -> tuple[list[Pattern], Counter[Pattern]]:
-    """Return the proposals, those of all documents first, and how many documents' each is."""
+    """Return the proposals, the joint ones first, and how many documents each is the optimum of."""
     together = np.average(matrices, axis=0, weights=tokens)
     first = [most_similar(matrix, full_layers, constraints) for matrix in together]
     votes = Counter(
