@@ -4,7 +4,8 @@ A matrix of layer pairs says which layers may share. It differs a little from do
 and knows nothing of what errors do in the layers above. So the optimum of every document's own
 matrix, in every rating, is a proposal, as are those of all documents together; each is run. The KL
 divergence of all F's next tokens from the pattern's decides, in text *and* where something far back
-is asked for: in text alone it picks patterns that cannot copy any more (benchmarks/results/smollm2/real-model.md).
+is asked for: in text alone it picks patterns that cannot copy any more
+(benchmarks/results/smollm2/real-model.md).
 """
 
 from __future__ import annotations
