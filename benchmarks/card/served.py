@@ -77,6 +77,8 @@ def write(folders: Sequence[Path], kernels: Path, *, fresh: bool) -> None:
 def value(record: Mapping[str, Any], arm: str, metric: str, length: int) -> Value:
     """Return the median of an arm's samples; None if it has none."""
     step = record["steps"].get(arm, {})
+    if step.get("code") != 0:  # its layers may have done something else than the pattern says
+        return None
     samples = step.get("evidence", {}).get("samples", ())
     values = [s[metric] for s in samples if s["length"] == length and metric in s]
     return median(values) if values else None

@@ -26,7 +26,7 @@ from typing import Any, Literal, TypeAlias
 from benchmarks.card import phases
 from benchmarks.card.servers import HeldServer, keep_caches, lineup, pack_caches
 from benchmarks.card.shapes import CARD, REHEARSAL, Scale, write_config
-from benchmarks.kernels.machine import clocks
+from benchmarks.kernels.machine import clocks, facts
 from sglang_indexcache.errors import IndexCacheError
 from sglang_indexcache.lab.client.http import Client
 from sglang_indexcache.lab.client.stream import StreamedAnswer, stream
@@ -314,6 +314,19 @@ def _words(sample: dict[str, Any]) -> str:
     return f"{length}: {sample['prefill']:g} s, {sample['decode']:g} tok/s"
 
 
+def check_same(report: phases.Report, **asked: Any) -> None:
+    """End the program if OUT holds what another card, commit, scale or other flags gave."""
+    now = facts()
+    asked |= {key: now.get(key) for key in ("name", "commit")}
+    before = report.content.setdefault("asked", asked)
+    differing = sorted(key for key in asked if before.get(key) != asked[key])
+    if differing:
+        raise SystemExit(
+            f"error: {report.path} was measured with another {', '.join(differing)}, and one table "
+            "holds one card's numbers. Give another folder."
+        )
+
+
 def main() -> int:
     """Measure. Return 1 if a step failed; a step that did not fit into the time is no failure."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
@@ -329,6 +342,7 @@ def main() -> int:
     ends = time.monotonic() + options.seconds
     phases.prepare()
     report = phases.Report(options.out)
+    check_same(report, rehearse=options.rehearse, flags=more)
     machine = report.content["machine"]
     print(keep_caches(machine), flush=True)
     with tempfile.TemporaryDirectory() as scratch:

@@ -108,5 +108,8 @@ def live_set(
     from sglang_indexcache.serving.operating.show import Rank
 
     [client] = connect([url], api_key, admin_api_key)
-    for state in client.switch_pattern(Library.default().to_send(pattern)):
+    states = client.switch_pattern(Library.default().to_send(pattern))
+    for state in states:
+        if len(states) > 1:
+            out.print(f"data-parallel rank {state.rank}", style="bold", highlight=False)
         Rank(client.url, state).tell(out)

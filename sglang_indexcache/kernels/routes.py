@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -105,6 +105,14 @@ class Routes:
     shapes: tuple[Shape, ...] = field(repr=False)
     overlap: int = 0
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """The hash of all shapes, computed once: every call of a kernel asks for it."""
+        return hash((self.card, self.shapes, self.overlap))
+
     @classmethod
     def of_card(cls, card: str, overlap: int = 0) -> Routes | None:
         """Return the routes of a card, as its driver calls it; None if it has no record."""
@@ -164,8 +172,11 @@ def _choose(routes: Routes, operation: Operation, rows: int, tokens: Tokens) -> 
     if tokens is not None:
         around = [shape for count in near for shape in _along(shapes, count, tokens)]
     if not around or {shape.rows for shape in around} != {*near}:
-        least, most = f"{counts[0]:,}", f"{counts[-1]:,}"
-        return KernelChoice(ENGINE, f"outside of what was timed ({least} to {most} rows)")
+        timed = f"{counts[0]:,} to {counts[-1]:,} rows"
+        if tokens is not None:
+            lengths = sorted({shape.tokens for shape in shapes})
+            timed += f", {lengths[0]:,} to {lengths[-1]:,} tokens"
+        return KernelChoice(ENGINE, f"outside of what was timed ({timed})")
     names = {name for shape in around for name, _ in shape.times} - {ENGINE}
     worst = {name: min(around, key=lambda shape: shape.gain(name)) for name in sorted(names)}
     best = max(worst, key=lambda name: worst[name].gain(name), default=ENGINE)

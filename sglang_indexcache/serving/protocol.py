@@ -87,7 +87,8 @@ class RankState(BaseModel):
         index_key_writes: how often each layer stored index keys without scoring.
         graph_replays: replays of decode graphs, all under "decode".
         kernel_choices: calls under ``--indexcache-kernels auto`` by operation, kernels and the
-            measured row that decided; a decode graph's count once, when it is captured.
+            measured row that decided. A decode graph's count while it is captured, as often as
+            the capture runs the layers; replays do not.
         tokens: rows forwarded, by phase and pattern, as "prefill FSSS".
         pairs: query-key pairs that indexers scored, or did not because a layer shared, by phase and
             the longest length of the bin of requests, as "decode 32Ki skipped".

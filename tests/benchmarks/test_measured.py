@@ -117,6 +117,19 @@ def test_what_no_measured_shape_encloses_is_sglangs(
     assert table(100).choose(here, rows, tokens).name == ENGINE
 
 
+def test_a_length_out_of_reach_is_the_reason_given() -> None:
+    choice = table().choose(PREFILL, 256, (5000, 20_000))
+    assert "10,240 to 204,800 tokens" in choice.why
+
+
+def test_a_choice_hashes_no_shape_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call of a kernel asks: hashing all shapes took a tenth of a millisecond."""
+    routed = table()
+    choice = routed.choose(PREFILL, 8192, (61_440, 61_440))
+    monkeypatch.setattr(routes.Shape, "__hash__", lambda _: pytest.fail("hashed"))
+    assert routed.choose(PREFILL, 8192, (61_440, 61_440)) == choice
+
+
 def test_attention_in_prefill_needs_the_overlap_with_which_it_was_timed() -> None:
     """Lists of neighbouring rows were made to share 70 %; of others the record says nothing."""
     here = Operation("sparse_mla-prefill", 8, "bfloat16")

@@ -223,3 +223,16 @@ def test_the_next_server_starts_before_the_one_before_it_is_asked() -> None:
             seen.append(f"ask {server.name}")  # type: ignore[attr-defined]
     in_turn = ["start a", "start b", "begin a", "ask a", "stop a", "begin b", "ask b", "stop b"]
     assert seen[: len(in_turn)] == in_turn
+
+
+def test_an_arm_that_did_not_obey_gives_no_figure(tmp_path: Path) -> None:
+    """Its samples are written before its layers are counted."""
+    built = report(tmp_path / "out")
+    arm = next(arm for arm in ARMS if arm.retention == "1/4")
+    failed = built.content["steps"][arm.name] | {"code": 1}
+    del failed["evidence"]["pattern"]
+    built.add(arm.name, failed)
+    content = content_of(tmp_path / "out")
+    assert served.value(content, arm.name, "prefill", 200_000) is None
+    assert "at 1/4" not in served.line(content)
+    served.table(content)

@@ -112,3 +112,11 @@ def test_slices_side_by_side_tell_what_a_layer_costs(
         assert patterns == slices.patterns_of(4) == ["FFFF", "FSFS", "FSSS", "FS"]
         costs = step["evidence"]["costs"]["160"]
         assert sorted(costs) == ["F", "S", "constant", "residual"]
+
+
+def test_one_folder_holds_one_card_and_one_scale(tmp_path: Path) -> None:
+    table_1.check_same(phases.Report(tmp_path), rehearse=True, flags=[])
+    report_again = phases.Report(tmp_path)
+    report_again.content["asked"] = {"rehearse": True, "flags": [], "name": "H100", "commit": "a"}
+    with pytest.raises(SystemExit, match="another commit, name, rehearse, and one table"):
+        table_1.check_same(report_again, rehearse=False, flags=[])

@@ -76,7 +76,17 @@ def test_show_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {*report} == {"fine", "problems", "ranks"}
     first, second = report["ranks"]
     assert {*first} == {
-        *("rank", "mode", "source", "pattern", "policy", "adapter", "requests", "obeyed"),
+        *(
+            "rank",
+            "version",
+            "mode",
+            "source",
+            "pattern",
+            "policy",
+            "adapter",
+            "requests",
+            "obeyed",
+        ),
         *(
             "server",
             "sglang",
@@ -97,6 +107,14 @@ def test_show_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Client, "server_info", reporting(states))
     report = json.loads(output_of("show", "--json", code=1))
     assert (report["fine"], report["ranks"][1]["obeyed"]) == (False, False)
+
+
+def test_a_router_is_told_apart_from_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It answers /server_info in its own way, and hid every other server once."""
+    monkeypatch.setattr(Client, "server_info", lambda _: {"model_path": "x"})
+    report = json.loads(output_of("show", "--json", code=1))
+    [problem] = report["problems"]
+    assert "has no internal_states and version): give each server's own URL" in problem
 
 
 def test_a_rank_without_the_plugin_is_a_problem() -> None:

@@ -91,6 +91,7 @@ class Calibration:
         documents: number of the text that each sequence is cut from; each its own if not given.
         source, reading: where the text came from and what became of the documents, in words.
         warning: what a user should mend, or nothing.
+        held_out_reading, held_out_warning: the same of the held-out part by itself.
 
     Raises:
         SearchError: a batch without a counted prediction.
@@ -105,6 +106,8 @@ class Calibration:
     objective: Objective = field(default_factory=Objective)
     reading: str = ""
     warning: str = ""
+    held_out_reading: str = ""
+    held_out_warning: str = ""
 
     def __post_init__(self) -> None:
         if not self.kinds:
@@ -180,6 +183,8 @@ class Calibration:
             sequences=self.sequences[start:],
             kinds=self.kinds[start:],
             documents=self.documents[start:],
+            reading=self.held_out_reading,
+            warning=self.held_out_warning,
             held_out=0,
         )
 

@@ -138,6 +138,7 @@ class Ledger:
         self._losses: dict[Cell, float] = {}
         self._requested: set[Cell] = set()
         self._pairs: dict[tuple[str, int], Floats] = {}
+        self._counted_pairs: set[tuple[str, int]] = set()
         self._judged: dict[Cell, Judged] = {}
         for losses in journal.parsed(_losses_in) if journal else ():
             self._losses |= losses
@@ -242,7 +243,9 @@ class Ledger:
             kind: one of :data:`PAIRS`, a method of the evaluator.
         """
         tokens = pair_forwards(kind, self.evaluator.num_layers) * self.batch_tokens[batch]
-        self.spent += tokens
+        if (kind, batch) not in self._counted_pairs:
+            self._counted_pairs.add((kind, batch))
+            self.spent += tokens
         if (kind, batch) not in self._pairs:
             rated = [
                 [row[:layer].tolist() for layer, row in enumerate(matrix)]

@@ -88,7 +88,9 @@ def prepare(
         documents=tuple(piece.document for piece in pieces),
         objective=objective,
         reading=reading.in_words(parts),
-        warning=reading.warning(parts),
+        warning=reading.warning(parts[False]),
+        held_out_reading=reading.in_words({True: parts[True]}),
+        held_out_warning=reading.warning(parts[True]) if parts[True] else "",
     )
 
 
@@ -257,21 +259,24 @@ class Reading:
         )
         if self.is_enough:
             read += " (reading stopped there: these give enough)"
-        searched = [f"searched on {_spread(parts[False])}"] if parts.get(False) else []
+        used = []
+        if parts.get(False):
+            used = [f"searched on {_spread(parts[False])}"]
+        elif parts.get(True):
+            used = [f"compared on {_spread(parts[True])}"]
         account = [fact for fact, n in facts.items() if n]
-        sentences = [read, *searched, *account, what_is_left_out(self.source)]
+        sentences = [read, *used, *account, what_is_left_out(self.source)]
         return "; ".join(filter(None, sentences))
 
-    def warning(self, parts: Parts) -> str:
-        """Say that what is searched on comes from few files or texts; nothing if it does not."""
-        searched = parts[False]
-        files, texts = {piece.file for piece in searched}, {piece.document for piece in searched}
+    def warning(self, pieces: Sequence[Piece]) -> str:
+        """Say that all these sequences come from few files or texts; nothing if they do not."""
+        files, texts = {piece.file for piece in pieces}, {piece.document for piece in pieces}
         # Rows of a file are documents of their own; a text by itself is one voice.
         is_of_few = len(files) <= FEW_FILES and not any(form_of(file) in ROWS for file in files)
-        if not is_of_few and 2 * len(texts) > len(searched):
+        if not is_of_few and 2 * len(texts) > len(pieces):
             return ""
         return (
-            f"all {len(searched)} sequences come from {_spread(searched)}: what is found holds for "
+            f"all {len(pieces)} sequences come from {_spread(pieces)}: what is found holds for "
             "text like that, and may break others. Give more files, of all the kinds that you "
             "serve."
         )

@@ -137,6 +137,8 @@ class Search:
 
     def _probe(self, method: Decided) -> Iterator[Found]:
         """Look between the smallest target that keeps recall and the next, by halving."""
+        if not any(result.judged for result in self.found.values()):
+            return  # one document says nothing of recall
         good = self.safe
         above = len(self.constraints.start.full_layers) if good is None else good.mark.full_layers
         below = max((f for f in self.found if f < above), default=above)

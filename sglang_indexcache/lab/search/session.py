@@ -200,6 +200,8 @@ def _layers(search: Search) -> Iterator[str]:
 
 def _safe_in_words(search: Search) -> str:
     """Say which retention keeps recall, and which targets do not."""
+    if not any(result.faithfulness for result in search.found.values()):
+        return "whether a pattern keeps recall is not known: that takes two documents at least"
     limit, safe = f"{100 * SMALL_LOSS:g} points", search.safe
     losing = [
         f"{result.mark.label} ({100 * result.faithfulness.recall.mean:+.1f})"

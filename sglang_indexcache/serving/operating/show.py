@@ -64,7 +64,7 @@ class Rank:
     def to_json(self) -> dict[str, Any]:
         """Return what it does, by names that stay."""
         state, verdict = self.state, judge(self.state)
-        copied = {"rank", "mode", "source", "adapter", "policy", "pattern", "requests"}
+        copied = {"rank", "version", "mode", "source", "adapter", "policy", "pattern", "requests"}
         copied |= {"kernel_choices"}
         return {
             "server": self.name,
@@ -147,6 +147,11 @@ def ask_servers(clients: Sequence[RunningServer]) -> Survey:
 
 def _ask(client: RunningServer, servers: Survey) -> None:
     info = client.server_info()
+    if lacking := {"internal_states", "version"} - info.keys():
+        raise ServerError(
+            f"{client.url} does not answer /server_info as an SGLang server (it has no "
+            f"{' and '.join(sorted(lacking))}): give each server's own URL, not a router's"
+        )
     launched = CONFIG_KEY in json.loads(info.get("json_model_override_args") or "{}")
     reports = [state.get(STATE) or {} for state in info["internal_states"]]
     # They answer in the order in which they come; those that do not say their number have the rest.

@@ -105,6 +105,11 @@ def test_few_files_and_windows_of_few_texts_are_warned_of(tmp_path: Path) -> Non
     )
     alone = prepare_letters(free, batches=4, per_batch=1, held_out=0)
     assert "all 4 sequences come from 1 text of 1 file: " in alone.warning
+    many = prepare_letters(tmp_path, batches=1, per_batch=1, held_out=2)
+    compared = many.held_out_alone()
+    assert "1 sequences" in many.warning
+    assert "1 sequences" not in compared.warning
+    assert "compared on 2 texts" in compared.reading
     assert len(set(alone.documents)) == 1
 
 

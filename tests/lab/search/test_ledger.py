@@ -13,7 +13,7 @@ from sglang_indexcache.errors import SearchError
 from sglang_indexcache.lab.search.evaluators import Floats
 from sglang_indexcache.lab.search.ledger import Ledger, open_journal
 from sglang_indexcache.pattern import Pattern
-from tests.fixtures.landscape import SyntheticEvaluator
+from tests.fixtures.landscape import SeenEvaluator, SyntheticEvaluator
 from tests.lab.search.helpers import finished, landscape, targets
 
 IDENTITY = {"checkpoint": "a", "data": "b"}
@@ -177,6 +177,14 @@ def test_the_number_of_servers_changes_no_decision(seed: int) -> None:
     assert several.path == alone.path
     assert several.found == alone.found
     assert several.search_tokens == alone.search_tokens
+
+
+def test_a_pass_over_layer_pairs_counts_once() -> None:
+    """Two steps of a search look at the same matrices."""
+    ledger = Ledger(SeenEvaluator(4, 2))
+    for _ in range(2):
+        ledger.pairs("kept_mass", 0)
+    assert ledger.spent == ledger.known_tokens > 0
 
 
 def test_what_was_judged_is_not_judged_again(tmp_path: Path) -> None:

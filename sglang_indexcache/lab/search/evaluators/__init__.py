@@ -206,7 +206,10 @@ class ServedEvaluator(TokenEvaluator):
         for batch in batches:
             if batch not in self._full:
                 [self._full[batch]] = self._scores(self._own, [batch], top=TOPS)
-        scores = self._scores(pattern, batches, top=TOPS)
+        if pattern == self._own:
+            scores = [self._full[batch] for batch in batches]
+        else:
+            scores = self._scores(pattern, batches, top=TOPS)
         return [
             [
                 _changes(*parts)

@@ -90,6 +90,7 @@ def test_changes_are_read_off_the_likeliest_tokens() -> None:
     [[alike, _]] = evaluator.changes(Pattern("FFFF"), [1])
     assert alike.kl == pytest.approx([0, 0])
     assert alike.kept.tolist() == [1, 1]
+    assert len(engine.requests) == 3, "all F was asked before"
 
 
 @given(seed=st.integers(0, 10**6), told=st.integers(1, 8))
