@@ -156,6 +156,7 @@ PARTS: dict[str, tuple[Make, str]] = {
     "table-1-slices": (served.slices_table, served.RECORD),
     "card-power": (card.power_line, "kernels/h100.json"),
     "unions": (unions.table, "kernels/unions.json"),
+    "unions-smollm2": (unions.table, "kernels/unions_smollm2.json"),
 }
 """Generated parts: what makes them, and from which record below benchmarks/results."""
 
