@@ -25,7 +25,7 @@ from benchmarks.card import claims, served
 from benchmarks.card import record as card
 from benchmarks.kernels import unions
 from benchmarks.records import markdown
-from benchmarks.smollm2 import everywhere
+from benchmarks.smollm2 import everywhere, rerank
 from sglang_indexcache.errors import BenchError
 from sglang_indexcache.lab.latency import tables
 from sglang_indexcache.lab.latency.results import LatencyResult
@@ -109,8 +109,15 @@ def _everywhere(first: Any) -> str:
     return everywhere.in_short(first, json.loads(path.read_text(encoding="utf-8")))
 
 
+def _rerank(first: Any) -> str:
+    """Write S layers that rank again, on both variants of the real model."""
+    path = ROOT / RESULTS / "smollm2/random/rerank.json"
+    return rerank.table(first, json.loads(path.read_text(encoding="utf-8")))
+
+
 PARTS: dict[str, tuple[Make, str]] = {
     "everywhere": (_everywhere, "smollm2/everywhere.json"),
+    "rerank": (_rerank, "smollm2/rerank.json"),
     "features": (_features, ""),
     "latency-cpu": (_latency, "latency/cpu/latency.json"),
     "memory-cpu": (_memory, "latency/cpu/latency.json"),

@@ -169,7 +169,7 @@ class Lean:
             if pattern is not None and pattern.is_full(number):
                 masks = self.selected(number, read)
             projected = self.project(number, read, turned)
-            visible = None if pattern is None else masks
+            visible = None if pattern is None else self.taken(number, read, masks)
             stream = self.after(number, stream, self.attend(projected, visible))
         if note is not None:
             note(self.layers, stream, masks)
@@ -256,6 +256,12 @@ class Lean:
                 best = scores.masked_fill_(~mask, float("-inf")).topk(self.topk).indices
                 mask = torch.zeros_like(mask).scatter_(-1, best, True) & mask
             masks.append(mask)
+        return masks
+
+    def taken(
+        self, number: int, read: torch.Tensor, masks: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Return what a layer takes of the F layer's selection that stands before it: all of it."""
         return masks
 
     def scores(self, number: int, read: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
