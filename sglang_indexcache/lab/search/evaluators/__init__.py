@@ -242,7 +242,7 @@ class ServedEvaluator(TokenEvaluator):
 def _changes(ids: Sequence[int], mask: Mask, full: TokenScores, under: TokenScores) -> TokenChanges:
     """Compare a sequence's scores under a pattern with those under all F."""
     loss, kl, kept, right = np.full((4, len(mask)), np.nan)
-    for place in np.flatnonzero(mask):
+    for place in np.flatnonzero(mask).tolist():
         token = ids[place + 1]
         before = dict(full.tops[place]) | {token: full.logprobs[place]}
         after = dict(under.tops[place]) | {token: under.logprobs[place]}
