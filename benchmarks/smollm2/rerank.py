@@ -1,4 +1,4 @@
-"""What does an S layer gain that ranks its F layer's best 2k again, by its own indexer?
+"""S layers that rank their F layer's best 2k again by their own indexer: what do they gain?
 
     python -m benchmarks.smollm2.rerank runs/smollm2/built
 
