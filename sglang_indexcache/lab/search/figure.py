@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from textwrap import fill
 
 import numpy as np
 
@@ -25,13 +26,13 @@ def draw_pairs(
 
     count = len(matrix)
     size = min(9.0, 3.6 + 0.09 * count)
-    figure, [axis] = make_figure(size, size * 0.86)
+    figure, [axis] = make_figure(size + 0.6, size * 0.86)
     empty = np.triu(matrix == 0, 1)  # a matrix of pairs has only one half
     image = axis.imshow(
         np.where(empty, np.nan, matrix), cmap="viridis", vmin=0, vmax=1, origin="lower"
     )
     bar = figure.colorbar(image, ax=axis, fraction=0.045, pad=0.03)
-    bar.set_label(label, fontsize=9)
+    bar.set_label(fill(label, 46), fontsize=9)  # a longer line runs over the figure's edge
     for group in pattern.groups if pattern else ():
         corner = (group.layers[0] - 0.5, group.layers[0] - 0.5)
         side = len(group.layers)
@@ -41,8 +42,8 @@ def draw_pairs(
     axis.set_xticks(range(0, count, interval))
     axis.set_yticks(range(0, count, interval))
     axis.tick_params(labelsize=8)
-    axis.set_xlabel("layer")
-    axis.set_ylabel("layer")
+    axis.set_xlabel("layer that selects" if empty.any() else "layer")
+    axis.set_ylabel("layer that takes its list" if empty.any() else "layer")
     if pattern is not None:
         axis.set_title("boxes: layers that share one selection", fontsize=9, loc="left")
     save_figure(figure, path)

@@ -208,7 +208,8 @@ def _safe_in_words(search: Search) -> str:
         for result in search.found.values()
         if result.faithfulness and not result.faithfulness.loses_little
     ]
-    loses = f"{' and '.join(losing)} lose {limit} of recall or more" if losing else ""
+    verb = "lose" if len(losing) > 1 else "loses"
+    loses = f"{' and '.join(losing)} {verb} {limit} of recall or more" if losing else ""
     if safe is None:
         return f"{loses}: no pattern that was found keeps recall on this data"
     keeps = f"the fewest F layers that lose less than {limit} of recall here: {safe.mark.label}"
