@@ -41,7 +41,7 @@ KERNELS = "indexcache-kernels.tar.gz"
 """Name of the archive of our compiled kernels, inside of the kit."""
 KIT_BYTES, SERVED_BYTES = 10 << 20, 40 << 20
 TRAVEL_BYTES = 64 << 20
-"""What a call takes along: the checkout's tracked files, and the archives."""
+"""Largest load that a call takes along: the checkout's tracked files, and the archives."""
 TREE = ("sglang_indexcache", "patterns", "csrc", "tests", "benchmarks", "pyproject.toml")
 RECORDS, MODEL = "benchmarks/results/*", "sglang_indexcache/lab/demo/tiny-dsa/*"
 """Parts of :data:`TREE` that archives leave behind: they travel in the checkout, once is enough."""

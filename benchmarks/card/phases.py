@@ -375,8 +375,8 @@ class Report:
         folder.mkdir(parents=True, exist_ok=True)
         self.again = again
         self.path, self.log = folder / "report.json", folder / "log.txt"
-        machine = facts()
-        fresh = {"machine": machine, "preflight": preflight(machine), "steps": {}}
+        self.machine = facts()
+        fresh = {"machine": self.machine, "preflight": preflight(self.machine), "steps": {}}
         self.content: dict[str, Any] = (
             json.loads(self.path.read_text()) if self.path.exists() else fresh
         )

@@ -20,7 +20,7 @@ from sglang_indexcache.library.writing import shipped, write_json
 RECORD = "latency/h100/table_1.json"
 COMMAND = "python -m benchmarks.card.table_1 OUT; python -m benchmarks.card.record OUT"
 STEPS = (GATE, *(arm.name for arm in ARMS), *SLICES)
-STOCK, AGAIN = "stock, all F", "stock again"
+STOCK, QUARTER, AGAIN = "stock, all F", "ours, 1/4", "stock again"
 PAPERS = {
     "prefill": ("Prefill, s", "prefill time"),
     "decode": ("Decode of one request, tokens/s", "decode, one request"),
@@ -171,15 +171,15 @@ def amdahl(record: Mapping[str, Any]) -> tuple[float, float, float, int] | None:
     None where one of them was not measured.
     """
     evidence = record["steps"].get(STOCK, {}).get("evidence", {})
-    watched, quarter = evidence.get("seen"), "ours, 1/4"
+    watched = evidence.get("seen")
     if watched is None:
         return None
     length = watched["length"]
-    first, mine = (value(record, arm, "prefill", length) for arm in (STOCK, quarter))
+    first, mine = (value(record, arm, "prefill", length) for arm in (STOCK, QUARTER))
     if first is None or mine is None:
         return None
     share = watched["indexer seconds"] / first
-    pattern = record["steps"][quarter]["evidence"]["pattern"]
+    pattern = record["steps"][QUARTER]["evidence"]["pattern"]
     removed = pattern.count("S") / len(pattern)
     return share, 1 / (1 - share * removed), first / mine, length
 
@@ -188,8 +188,8 @@ def line(record: Mapping[str, Any]) -> str:
     """Return README's sentence: what a quarter of the indexers gains at the longest length."""
     length = max(lengths(record), default=0)
     gains = []
-    for metric, arms in (("prefill", (STOCK, "ours, 1/4")), ("decode", (STOCK, "ours, 1/4"))):
-        first, mine = (value(record, arm, metric, length) for arm in arms)
+    for metric in ("prefill", "decode"):
+        first, mine = (value(record, arm, metric, length) for arm in (STOCK, QUARTER))
         if first is not None and mine is not None:
             gains.append(f"{speedup(metric, mine, first):.2f}x in {metric}")
     if not gains:

@@ -18,7 +18,7 @@ from sglang_indexcache.lab.client.launch import Server
 from sglang_indexcache.library.writing import write_json
 
 CACHES = Path("/tmp/indexcache-caches")
-"""Where SGLang, Triton and DeepGEMM keep what they compile; it outlives a call."""
+"""Folder in which SGLang, Triton and DeepGEMM keep what they compile; it outlives a call."""
 MANIFEST = "manifest.json"
 _CACHE_VARIABLES = {
     "SGLANG_JIT_CACHE_DIR": "sglang",

@@ -26,7 +26,7 @@ from typing import Any, Literal, TypeAlias
 from benchmarks.card import phases
 from benchmarks.card.servers import HeldServer, keep_caches, lineup, pack_caches
 from benchmarks.card.shapes import CARD, REHEARSAL, Scale, write_config
-from benchmarks.kernels.machine import clocks, facts
+from benchmarks.kernels.machine import clocks
 from sglang_indexcache.errors import IndexCacheError
 from sglang_indexcache.lab.client.http import Client
 from sglang_indexcache.lab.client.stream import StreamedAnswer, stream
@@ -42,7 +42,7 @@ PAGE = 64
 RESERVED = 2 * PAGE
 """Slots beside a prompt's: SGLang keeps some for each request's next tokens."""
 FAKE_HOST = "2.2.2.2"
-"""By this SGLang knows a request whose transfer is none; without it the server ends."""
+"""Host by which SGLang knows a request without a transfer; without one the server ends."""
 PACKING_SECONDS = 15.0
 
 
@@ -316,8 +316,7 @@ def _words(sample: dict[str, Any]) -> str:
 
 def check_same(report: phases.Report, **asked: Any) -> None:
     """End the program if OUT holds what another card, commit, scale or other flags gave."""
-    now = facts()
-    asked |= {key: now.get(key) for key in ("name", "commit")}
+    asked |= {key: report.machine.get(key) for key in ("name", "commit")}
     before = report.content.setdefault("asked", asked)
     differing = sorted(key for key in asked if before.get(key) != asked[key])
     if differing:

@@ -120,7 +120,7 @@ class Workload:
 SHORT = 10_240
 CONTEXTS = (122_880, 204_800, 61_440, SHORT)
 BETWEEN = (20_480, 32_768, 40_960)
-"""Where the faster selection changes, somewhere between 10K and 60K tokens."""
+"""Lengths at which the faster selection changes, somewhere between 10K and 60K tokens."""
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 MANY = 256
 """Requests of a decode, rows of a prefill behind a cached prefix: kernels take other ways then."""

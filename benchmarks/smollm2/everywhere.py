@@ -45,7 +45,7 @@ from sglang_indexcache.pattern import Pattern
 
 RATIOS = ("1/2", "1/4", "1/8")
 CORPORA = ("documentation", "novel", "essay", "play", "C", "French", "dialogues", "Python", "mixed")
-"""What is searched on: whole books of documentation, a domain's first half, or some domains'."""
+"""Searched texts: whole books of documentation, a domain's first half, or some domains'."""
 MIXED = ("novel", "C", "French", "quotes")
 QUICK = {"corpora": ["novel"], "kinds": ["play"], "tasks": ["codes"], "rows": 1, "length": 1024}
 RECORDED = {"greedy:mixed": "Algorithm 1", "one-pass:mixed": "one pass as it was",

@@ -128,7 +128,7 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
 )
 """Best first; ``reference`` is the truth that the others are compared with, not meant to serve."""
 AUTO = "auto"
-"""What asks for the kernels that a card's record allows (``routes.py``)."""
+"""Choice that asks for the kernels that a card's record allows (``routes.py``)."""
 NAMES = tuple(implementation.name for implementation in IMPLEMENTATIONS)
 
 

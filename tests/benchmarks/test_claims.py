@@ -150,7 +150,7 @@ CLAIMS: dict[str, tuple[str, Callable[[], str]]] = {
         lambda: f"by 1/4** ({100 * verdict('8Ki', '1/4')['difference']:+.1f}; ",
     ),
 }
-"""By what is said: the page, and the words of it that the record gives."""
+"""Page, and the words of it that the record gives, by what they are about."""
 
 
 @pytest.mark.parametrize("claim", CLAIMS)

@@ -123,7 +123,7 @@ def compare(
 
 
 Changes = list[list[TokenChanges]]
-"""What a pattern changes, by batch and sequence."""
+"""Changes by a pattern, for each batch and sequence."""
 
 
 def _changes(evaluator: TokenEvaluator, patterns: Sequence[Pattern]) -> list[Changes]:

@@ -67,7 +67,7 @@ METHODS: Mapping[str, Method] = {
     "similarity": SIMILARITY,
     "greedy": Greedy(),
 }
-"""By the names that a user gives, where the model runs in this process: its layers can be seen."""
+"""Methods by the names that a user gives, where the model runs in this process."""
 METHODS_OF_SERVERS: Mapping[str, Method] = {
     **METHODS,
     DEFAULT: Decided(_BY_LISTS),
