@@ -153,8 +153,8 @@ class Checkpoint:
         """Read a HF config: a transformers config object or the dict of a ``config.json``.
 
         Raises:
-            CheckpointError: if it is not a DSA model that can share indices; whether SGLang can
-                serve it so says :meth:`check_served`.
+            CheckpointError: if it is not a DSA model that can share indices.
+                :meth:`check_served` says whether SGLang can serve it.
         """
         check_fields(config, f"the config of {where}")
         text = text_config(config)
@@ -196,7 +196,7 @@ class Checkpoint:
             )
 
     def check_trained(self, where: str) -> None:
-        """Refuse what healing and adapters do not know.
+        """Refuse an architecture that healing and adapters do not know.
 
         Raises:
             CheckpointError: naming those that they know.
@@ -330,7 +330,7 @@ def pattern_from_sharing_keys(
 ) -> Pattern | None:
     """Return the pattern that upstream's config keys describe, or None if they describe none.
 
-    Of ``values``, by :data:`SHARING_KEYS`, None counts as absent. The keys count the layers of the
+    ``values`` are by :data:`SHARING_KEYS`; None counts as absent. The keys count the layers of the
     model (``dsa_layer_skips_topk`` in ``sglang/srt/configs/model_config.py``), so ``layer_ids``,
     the model's layer at each position of the pattern, pick from them.
 

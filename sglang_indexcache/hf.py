@@ -56,7 +56,7 @@ def share(model: Any, pattern: Pattern | str) -> Iterator[SharedForward]:
 
     Raises:
         CheckpointError: the model has no indexers, or, in its first forward, indexers that
-            answer with something else than :class:`SharedForward` has.
+            do not answer as :class:`SharedForward` expects.
         PatternError, LibraryError: the pattern does not fit the model, or is unknown.
         StaleIndexError: in a forward whose layers run out of order (gradient checkpointing).
     """
@@ -127,7 +127,7 @@ def _restore(indexer: Any, forward: Any) -> None:
 
 
 def _refuse_update(cache_layer: Any, keys: torch.Tensor) -> Any:
-    """Stand for an update where keys are missing: transformers would take the others for all."""
+    """Stand in for a cache update where keys are missing, which transformers would not notice."""
     if cache_layer.get_seq_length() > keys.shape[-2]:
         raise PatternError(
             "an indexer runs on a cache that lacks its keys: its layer was S while the cache was "

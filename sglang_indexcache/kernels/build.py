@@ -147,7 +147,7 @@ def nvcc_version() -> Version:
 
 @cache
 def constant(header: str, name: str) -> int:
-    """Read ``constexpr int NAME = ...;`` of a header of ``csrc/``: what is compiled knows it once.
+    """Read ``constexpr int NAME = ...;`` in a header of ``csrc/``, which alone states the value.
 
     Raises:
         KernelError: the header has no such line.

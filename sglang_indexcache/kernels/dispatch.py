@@ -75,8 +75,8 @@ class Implementation:
     Such a module may also have a function ``prepare()``, which compiles what its ops call.
 
     Attributes:
-        unfit: why a machine's card is not one that it is for.
-        missing: why it cannot be built or imported here.
+        unfit: says why it is not for a machine's card, or returns None.
+        missing: says why it cannot be built or imported here, or returns None.
     """
 
     name: str

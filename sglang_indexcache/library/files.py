@@ -25,7 +25,7 @@ FORMS = (
 
 
 class Strict(BaseModel):
-    """Base of what is read from files: no field may be unknown."""
+    """Base of what is read from files; unknown fields are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -126,7 +126,7 @@ NOT_EVALUATED = "not evaluated on this checkpoint"
 
 
 class Latency(Strict):
-    """One speed of the pattern, beside all-F."""
+    """One latency or throughput of the pattern, beside that of all F."""
 
     metric: str
     context: str

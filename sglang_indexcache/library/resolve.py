@@ -99,7 +99,7 @@ class Library:
 
     @property
     def _where_the_names_are(self) -> str:
-        """The end of an error about a name, which a client of a server may read: no path."""
+        """End of an error about a name; it has no path, because a server's client may read it."""
         count = len(self.left_out)
         why = f", and says why {count} file{'s are' if count > 1 else ' is'} left out"
         return f"`indexcache patterns list` has the names{why if count else ''}."
@@ -260,7 +260,7 @@ def _from_entry(entry: Entry, description: str) -> Resolved:
 
 
 def _check_model(entry: Entry | None, checkpoint: Checkpoint) -> None:
-    """Say of another model's pattern whose it is, rather than how long."""
+    """Refuse another model's pattern by naming that model, rather than by its length."""
     if entry is not None and entry.model.num_layers != checkpoint.num_layers:
         raise PatternError(
             f"{entry.name} is for {entry.model.name}, which has {entry.model.num_layers} indexer "

@@ -90,7 +90,7 @@ def write_json(path: Path, data: Any) -> None:
 
 
 def shipped(folder: str) -> Path:
-    """Return ``patterns``, ``csrc`` or ``docs``: of an installed package, or of its sources."""
+    """Return the folder ``patterns``, ``csrc`` or ``docs``, installed or in the sources."""
     package = Path(__file__).parents[1]
     inside = package / folder
     return inside if inside.is_dir() else package.parent / folder

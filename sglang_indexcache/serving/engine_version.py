@@ -1,4 +1,4 @@
-"""Whether an SGLang is one that we can extend, judged by what we rely on and not by its number.
+"""Check that an SGLang is one that we can extend, by what we rely on and not by its number.
 
 ``seams.yaml`` names every internal of SGLang that we rely on, and ``seams.json`` holds a digest of
 each in the version that was tested. Another version whose digests agree will do. Its source is
@@ -70,7 +70,7 @@ def seams() -> tuple[Seam, ...]:
 
 
 def _rows(inside: Mapping[str, str | Mapping[str, str]]) -> Iterator[tuple[str, str, str]]:
-    """Yield owner with a dot, names, and what for: of a module's own names and its classes'."""
+    """Yield owner (with a dot), names and reason of each seam in a module and its classes."""
     for name, reasons in inside.items():
         if isinstance(reasons, str):
             yield "", name, reasons
@@ -85,7 +85,7 @@ def recorded() -> tuple[str, dict[str, str]]:
 
 
 def check(source: EngineSource | None = None) -> None:
-    """Say it in the log if the installed SGLang was not tested but will do.
+    """Refuse an SGLang in which a seam moved; log a warning for another that was not tested.
 
     Raises:
         UnsupportedEngineError: naming what moved, if it will not do.
@@ -179,11 +179,11 @@ class EngineSource:
 
     @property
     def name(self) -> str:
-        """Name in a sentence."""
+        """Name for a sentence."""
         return f"SGLang {self.version}" if self.version else f"the SGLang in {self.root}"
 
     def digest(self, seam: Seam) -> str | None:
-        """Digest of what we rely on there, whatever its format and comments; None if gone."""
+        """Return the digest of a seam, blind to format and comments; None if it is gone."""
         module = self.module(seam.module)
         nodes: list[ast.AST] = [*_find(module, seam.name.split("."))] if module else []
         if not nodes:

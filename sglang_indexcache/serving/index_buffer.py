@@ -101,7 +101,7 @@ class IndexBuffer:
         return torch.where(masks[position, :count, None], selected, indices[:count])
 
     def read(self, layer: int, rows: int) -> torch.Tensor:
-        """:meth:`shared` without what pads the forward: ``[rows, k]`` or fewer."""
+        """Return :meth:`shared` without the rows that pad the forward: ``[rows, k]`` or fewer."""
         indices = self.shared(layer)
         return indices if indices.shape[0] <= rows else indices[:rows]
 

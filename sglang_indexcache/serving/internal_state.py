@@ -1,4 +1,4 @@
-"""Report the patterns of a running engine and, in live mode, replace that of requests to come.
+"""Report a running engine's patterns and, in live mode, replace the default of new requests.
 
 ``GET /server_info`` shows the state of every scheduler under ``internal_states[i].indexcache``.
 ``POST /set_internal_state`` takes a new pattern, in a key because SGLang allows only numbers as

@@ -34,7 +34,7 @@ CONFIG_KEY = "indexcache"
 
 
 class Route(NamedTuple):
-    """Kernel of one operation in a phase, and why: an implementation of ours, None for SGLang's.
+    """Kernel choice for one operation in one phase: an implementation of ours, None for SGLang's.
 
     Attributes:
         card: the card whose record chooses for each call, our kernels only if ``implementation``
@@ -70,13 +70,13 @@ class Plan:
         own: the checkpoint's own sharing.
         layer_ids: model layer of each pattern position.
         kernels: what was asked for in place of SGLang's.
-        routes: what that comes to, decided once SGLang has resolved all else; () where every kernel
+        routes: the kernels chosen for it, once SGLang has resolved all else; () where every kernel
             is SGLang's.
         adapter: folder of the adapter whose indexers are served, or "".
         adapter_digest: SHA-256 of its weights, or "".
         advice: a warning for the log, or "".
         quality: what is known of the pattern's long-context quality on this checkpoint, or "".
-        longer: live mode: from how many prompt tokens on another pattern is in effect, and which.
+        longer: in live mode, prompt lengths in tokens, and the pattern in effect from each on.
         split_rows: whether ranks of attention's tensor parallelism share the rows of an indexer.
         shape: config fields by which the library knows the model.
         library: digest of the pattern files that names stand for.

@@ -34,7 +34,7 @@ _NOTHING = "no IndexCache"
 
 
 def install() -> None:
-    """Look once the ranks have met."""
+    """Have ranks compare their plans once they have met."""
     if _BOOTSTRAP in sys.modules:  # else importing it would slow the start, and nobody will meet
         hooks.after("sglang.srt.distributed.bootstrap.init_parallel_runtime", _look, at_start=True)
 
@@ -124,7 +124,7 @@ _SGLANGS_ADVICE = "the same --kv-cache-dtype value"
 
 
 def install_handshake() -> None:
-    """Install hooks in this process if it is one of two nodes; safe to call again."""
+    """Install hooks if prefill and decode run on separate nodes; safe to call again."""
     from sglang.srt.runtime_context import get_disagg
 
     if get_disagg().disaggregation_mode != "null":

@@ -93,7 +93,7 @@ def register() -> None:
 
 
 def _end_if_left_alone() -> None:
-    """Follow a server that was killed while this process of its still loaded modules.
+    """End this process if its server was killed while it still loaded modules.
 
     SGLang asks the kernel for a signal at its parent's death, but only later: a process whose
     parent is dead by then would wait for the other ranks for ever.
@@ -141,7 +141,7 @@ def _add_flags(_result: None, parser: ArgumentParser) -> None:
 
 
 class _Once(Action):
-    """An option that is given twice with two values is a mistake; argparse would take the last."""
+    """Action that refuses an option with two values, of which argparse would take the last."""
 
     def __call__(
         self, parser: ArgumentParser, namespace: Namespace, value: Any, option: str | None = None
@@ -182,7 +182,7 @@ def _accept_engine_keywords() -> None:
 
 
 def _after_sglangs(check: Callable[[Any], None]) -> Callable[..., None]:
-    """Put ``check`` behind a resolution step of SGLang's."""
+    """Run ``check`` after a resolution step of SGLang's."""
 
     def step(server_args: Any, previous: Callable[[Any], None]) -> None:
         previous(server_args)

@@ -1,8 +1,8 @@
 """Policy that gives a prompt a pattern by its length: ``full < 32K <= 1/2 < 128K <= 1/4``.
 
 Read from left to right: prompts of fewer than 32,000 tokens are served in full, those from there to
-below 128,000 under the pattern 1/2, longer ones under 1/4. A form in which no length is left out
-and none named twice. A pattern alone is a policy too, of one step.
+below 128,000 under the pattern 1/2, longer ones under 1/4. This form leaves no length out and
+names none twice. A pattern alone is a policy of one step.
 """
 
 from __future__ import annotations

@@ -80,8 +80,8 @@ class RankState(BaseModel):
             pipeline stage, the only one that reports. None, of an older server, is all.
         forwards: begun so far, of requests.
         mixed_forwards: those of them with requests of several patterns.
-        idle_forwards: those without, of a rank that keeps step with others under dp_attention. What
-            layers do in them is not counted.
+        idle_forwards: forwards without a request, in which a rank keeps step with others under
+            dp_attention. What layers do in them is not counted.
         indexer_selections: how often each layer's indexer scored keys and selected.
         index_reuses: how often each layer took another layer's indices.
         index_key_writes: how often each layer stored index keys without scoring.
@@ -244,8 +244,8 @@ def check_obeyed(
 
     Args:
         patterns: F/S, of all requests between the states before and after.
-        alone: that nobody else used the server and every rank was asked: then each rank is judged
-            by itself, and no layer that is S for all patterns may have run its indexer.
+        alone: whether nobody else used the server and every rank was asked. If so, each rank is
+            judged by itself, and no layer that is S for all patterns may have run its indexer.
 
     Raises:
         ServerUnavailableError: it was restarted in between; ask again.
@@ -287,7 +287,7 @@ def disobedient(
     Args:
         full: layers that are F for some request; the others are S for all.
         runs: by layer, how often its indexer ran; ``reuses``, how often it took another's indices.
-        alone: that nobody else was served, so an indexer that ran in an S layer is wrong, too.
+        alone: whether nobody else was served. If so, an indexer that ran in an S layer is wrong.
     """
     return [
         layer
@@ -305,7 +305,7 @@ def _total(ranks: Sequence[Sequence[int]]) -> list[int]:
 
 
 def facts(info: Mapping[str, Any], server: str) -> dict[str, Any]:
-    """Return a server's facts about itself that may not differ between servers to be compared."""
+    """Return the facts of a server that must be the same on all servers that are compared."""
     values = {name: info[name] for name in ENGINE_FACTS if info.get(name) is not None}
     for state in states_of(info, server)[:1]:
         values |= {
@@ -316,7 +316,7 @@ def facts(info: Mapping[str, Any], server: str) -> dict[str, Any]:
 
 
 def alike(servers: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, list[str]]]:
-    """Return for each fact that differs between servers their names by what they say of it."""
+    """Return each fact that differs: for each of its values, the servers that report it."""
     differing: dict[str, dict[str, list[str]]] = {}
     for fact in sorted({fact for reported in servers.values() for fact in reported}):
         names: dict[str, list[str]] = {}

@@ -1,4 +1,4 @@
-"""Rules of what a plan combines with; the rest is refused with the reason before loading."""
+"""Features of SGLang that a plan combines with, and the refusal of others before loading."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def _is_fp4(kv_cache_dtype: str | None) -> bool:
 
 
 def check(cfg: Any, plan: Plan, num_layers: int) -> None:
-    """Refuse what would fail later, or go wrong without a word.
+    """Refuse flags that would fail later, or silently give wrong answers.
 
     Args:
         cfg: SGLang's resolving view of the server's arguments.

@@ -97,9 +97,9 @@ def _letters(key: str) -> str:
 
 
 def resolve(plan: Plan, value: Any) -> Pattern:
-    """Return the pattern that somebody who can only reach the server calls ``value``.
+    """Return the pattern that a client of the server calls ``value``.
 
-    It is as for ``--indexcache-pattern``, but no file, which would be read on the server.
+    It takes what ``--indexcache-pattern`` takes except files, which would be read on the server.
 
     Raises:
         IndexCacheError: it is no pattern, or does not fit the model or this server's mode.

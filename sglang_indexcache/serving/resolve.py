@@ -154,7 +154,7 @@ class PatternChoice:
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint) -> PatternChoice:
-        """Take the checkpoint's own sharing, for nobody chose a pattern."""
+        """Take the checkpoint's own sharing, because nobody chose a pattern."""
         trained = "the checkpoint, which was trained with it"
         origin = trained if checkpoint.shares_already else "the default"
         return cls(Policy.of(checkpoint.own), origin)
@@ -186,7 +186,7 @@ def plan_server(
         model: what the user calls the checkpoint; mostly its folder.
         on_cpu: whether the CPU platform serves it.
 
-    Returns a plan without a source if no pattern can be had: what else is wrong can be found by it.
+    If no pattern can be had, the plan has no source: it serves to find what else is wrong.
 
     Raises:
         IndexCacheError: the problems, which go to ``findings``, leave no plan.

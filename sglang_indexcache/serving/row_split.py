@@ -239,7 +239,7 @@ def _pairs_of(query_lens: Sequence[int], key_lens: Sequence[int], free: int) -> 
 
 
 def _rows_for(pairs: int, before: int) -> int:
-    """Return how many rows have as many pairs, where the row before them sees ``before`` keys."""
+    """Return how many rows have ``pairs`` pairs, where the row before them sees ``before`` keys."""
     goal = pairs + _triangle(before)
     seen = (isqrt(8 * goal + 1) - 1) // 2  # the most keys whose triangle is no more than the goal
     return seen - before + (_triangle(seen) < goal)

@@ -35,7 +35,7 @@ class RowPatterns:
     def of(
         cls, patterns: Sequence[Pattern], lengths: Sequence[int], like: torch.Tensor
     ) -> RowPatterns:
-        """Lay requests one after the other.
+        """Make the row patterns of requests that lie one after the other.
 
         What each request is goes to the device in one copy that nothing waits for, and is spread
         over the rows there: while the forward before still runs, this one can be prepared.
@@ -82,7 +82,7 @@ def full_layers(pattern: Pattern) -> torch.Tensor:
 
 
 def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy without a wait for what the device does: a GPU copies alone from pinned memory."""
+    """Copy to a device without waiting for it: a GPU copies from pinned memory by itself."""
     return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
 
 

@@ -2,9 +2,8 @@
 
 Selection takes one of two ways. *Fused*: one launch streams the logits through a gate and no matrix
 is made. *In two launches*: logits to scratch memory, then top-k, launched while the logits are made
-and waiting for them. Both split a row over several SMs, so it is for batches of few rows: every
-decode, and prefills too short to give each SM a tile, as many rows at a time as the scratch has
-room for.
+and waiting for them. These two split a row over several SMs, so they serve batches of few rows:
+every decode, and prefills too short to give each SM a tile. The scratch bounds the rows at a time.
 """
 
 import torch
@@ -69,7 +68,7 @@ def _fused(batch: IndexerBatch, as_slots: bool, out: torch.Tensor) -> None:
     blocks = min(_tiles_and_sms(batch))
     shape = (blocks, select_rows(batch.q.shape[1]), LIST_CAPACITY)
     lists = torch.empty(shape, dtype=torch.int64, device=batch.q.device)
-    # A launch's own: one that is kept would be counted at by launches on two streams at once.
+    # One counter per launch: a shared one would be incremented by launches on two streams.
     counter = torch.zeros(1, dtype=torch.int32, device=batch.q.device)
     library("indexer").indexer_select(
         _bytes(batch.q),

@@ -109,10 +109,10 @@ def rows_per_tile(rows: int, heads: int, k: int, sms: int) -> int:
 
 
 def cluster_size(rows: int, heads: int, k: int, at_once: Callable[[int], int]) -> int:
-    """Count blocks that share a list: so many that its longest part is as short as can be.
+    """Return how many blocks share a list, so that its longest part is as short as possible.
 
     Args:
-        at_once: clusters of so many blocks that the GPU runs at once.
+        at_once: returns how many clusters of a given number of blocks the GPU runs at once.
     """
     steps = -(-k // TILE_KEYS)
     sizes = range(min(MAX_CLUSTER, steps), 1, -1)

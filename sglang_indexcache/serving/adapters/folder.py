@@ -41,8 +41,9 @@ _SHAPE_FIELDS = ("hidden_size", "q_lora_rank", "index_n_heads", "index_head_dim"
 class Base(Strict):
     """The checkpoint that an adapter is for.
 
-    ``name`` is its folder's, to tell a person; ``digest``, ``library.digest.checkpoint_digest``,
-    decides. An indexer's shapes follow from ``shape``, its config fields.
+    ``name`` is the name of its folder, for people; ``digest``, of
+    ``library.digest.checkpoint_digest``, identifies it. ``shape`` holds the config fields from
+    which an indexer's shapes follow.
     """
 
     name: str
@@ -63,7 +64,7 @@ class _Document(Strict):
 
 @dataclass(frozen=True)
 class Adapter:
-    """A folder that was read and found whole.
+    """An adapter's folder, read and checked.
 
     ``digest`` is the SHA-256 of its weights; ``record`` says freely how it was made: data, losses,
     steps, versions.
@@ -106,7 +107,7 @@ class Adapter:
 
     @property
     def weights_file(self) -> Path:
-        """Its safetensors file."""
+        """Path of its weights, a safetensors file."""
         return self.folder / WEIGHTS_FILE
 
     def names(self) -> list[str]:
@@ -120,11 +121,11 @@ class Adapter:
         return dict(load_file(self.weights_file))
 
     def summary(self) -> str:
-        """Return one phrase for logs: which, for what."""
+        """Return a phrase for logs: which adapter, for which checkpoint."""
         return f"adapter {self.folder} ({self.digest[:12]}) for {self.base.name}"
 
     def check(self, checkpoint: Path, pattern: Pattern | None = None) -> None:
-        """Raise unless it was made for this checkpoint and this pattern; None is its own.
+        """Raise unless it was made for this checkpoint and this pattern; None is any pattern.
 
         Raises:
             CheckpointError: another base, or one in a form that is not read.
@@ -145,7 +146,7 @@ class Adapter:
             )
 
     def check_pattern(self, pattern: Pattern | None) -> None:
-        """Raise PatternError unless ``pattern`` is its own, or None."""
+        """Raise PatternError if it was trained for another pattern; None passes."""
         if pattern is not None and pattern != self.pattern:
             raise PatternError(
                 f"the adapter {self.folder} was trained for the pattern {self.pattern}, and "

@@ -45,7 +45,7 @@ def install(plan: Plan) -> None:
 
 
 def _refusing(output: str) -> Callable[..., Any]:
-    """Answer an update of weights by no: the adapter belongs to the base that was loaded."""
+    """Refuse an update of weights: the adapter belongs to the checkpoint that was loaded."""
 
     def refuse(_original: Callable[..., Any], _manager: Any, _request: Any) -> Any:
         from sglang.srt.managers import io_struct

@@ -53,8 +53,8 @@ def check_form(folder: Path, names: Iterable[str]) -> None:
 def like_stored(folder: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Bring plain weights into the form in which a checkpoint stores its own of these names.
 
-    Each in the checkpoint's dtype; a block-FP8 one as e4m3 and, under its name and :data:`SCALES`,
-    the scales. The checkpoint passes :func:`check_form`.
+    Each tensor gets the checkpoint's dtype. A block-FP8 tensor becomes e4m3, with its scales under
+    its name and :data:`SCALES`. The checkpoint must have passed :func:`check_form`.
     """
     originals, config = stored(folder), read_config(folder).get("quantization_config") or {}
     block = tuple(config.get("weight_block_size") or (128, 128))

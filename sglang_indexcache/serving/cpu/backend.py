@@ -142,7 +142,7 @@ class CpuIndexCacheBackend(AttentionBackend):
 
 
 def _splitter(runner: ModelRunner, process: ServingProcess) -> RowSplitter | None:
-    """Make what splits rows here: in whole blocks of those that see more than a list holds."""
+    """Make the row splitter, which cuts at whole blocks of the rows that indexers score."""
     if process.plan.split_rows != "off" and process.splitter is None:
         topk = get_dsa_index_topk(runner.model_config.hf_config)
         process.splitter = RowSplitter.here(topk, ON_CPU, free=topk, block=ROW_BLOCK)

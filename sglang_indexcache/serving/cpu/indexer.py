@@ -39,9 +39,9 @@ def indexer_forward(
     layer_id: int,
     return_indices: bool = True,
 ) -> torch.Tensor | None:
-    """Store this layer's index keys, then select the top-k or take the shared indices; timed.
+    """Store this layer's index keys, then select or take the shared indices; count the time.
 
-    Of hidden states ``[T, hidden]`` and normalised query latents ``[T, q_lora_rank]``.
+    It takes hidden states ``[T, hidden]`` and normalised query latents ``[T, q_lora_rank]``.
 
     Returns:
         ``[T, index_topk]`` int32 request-local positions, -1 padded; in rows whose pattern has an
@@ -114,10 +114,10 @@ def index_queries(
     positions: torch.Tensor,
     backend: CpuIndexCacheBackend,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what the layer's index keys are multiplied with, for some rows of a forward.
+    """Return index queries and head weights of some rows of a forward.
 
-    ``[R, H, D]`` in the dtype of the stored keys, and ``[R, H]`` float32 weights of the heads, all
-    scales in them.
+    The queries are ``[R, H, D]`` in the dtype of the stored keys; the weights are ``[R, H]``
+    float32, with all scales in them.
     """
     queries, scales = _queries(indexer, q_lora, positions, backend)
     return queries, _head_gates(indexer, x) * scales

@@ -189,21 +189,21 @@ def _profile(original: Callable[..., Any], manager: Any, request: Any) -> Any:
 
 
 def _release_memory(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Let SGLang wait for this device: a CUDA build of torch names CUDA's when asked for any."""
+    """Make SGLang wait for the CPU, where a CUDA build of torch would name CUDA as the device."""
     with _pretended(torch, "get_device_module", lambda *_: torch.cpu):
         return original(*args, **kwargs)
 
 
 def _nap(_result: None, scheduler: Any) -> None:
-    """Sleep: dp_attention's ranks are all idle or none is, so all nap alike."""
+    """Sleep for a moment: under dp_attention ranks are idle together, so all of them do."""
     if scheduler.idle_sleeper is None:
         time.sleep(IDLE_NAP)
 
 
 def _bind_cores(server_args: Any) -> None:
-    """Deal this machine's cores out to the ranks; SGLang asks for it with more than one rank.
+    """Distribute this machine's cores over the ranks; SGLang asks for it with more than one rank.
 
-    Torch would start as many threads in each rank as there are cores, and all would wait for all.
+    Otherwise torch starts a thread for every core in each rank, and all wait for all.
     """
     replicas = server_args.dp_size if server_args.attn_dp_size == 1 else 1
     ranks = server_args.tp_size * server_args.pp_size * replicas
@@ -279,7 +279,7 @@ def adapt_engine() -> None:
 
 
 def _rest_in_controller() -> None:
-    """Let the process that deals requests to data-parallel ranks rest: it polls without a pause."""
+    """Let the process that hands requests to data-parallel ranks sleep between its polls."""
     module: Any = sys.modules.get("sglang.srt.managers.data_parallel_controller")
     if module is None:
         return
@@ -319,7 +319,7 @@ def _adjust_without_cuda(server_args: Any, previous: Callable[[Any], None]) -> N
 
 @contextmanager
 def _pretended(module: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Put ``function`` in the place of one of torch's while a function of SGLang's runs."""
+    """Replace a function of torch's while a function of SGLang's runs."""
     real = getattr(module, name)
     setattr(module, name, function)
     try:

@@ -85,8 +85,8 @@ class HostBatch:
 def every_visible(batch: HostBatch, rows: int, topk: int) -> torch.Tensor:
     """Select all tokens of rows that see at most k: no logits are needed.
 
-    ``[rows, topk]`` int32 as of :func:`select_topk`. A row that sees more has its first k, and
-    rows behind ``batch.num_rows`` select nothing.
+    They are ``[rows, topk]`` int32, as :func:`select_topk` returns. A row that sees more than k
+    gets the first k, and rows behind ``batch.num_rows`` select nothing.
     """
     result = torch.full((rows, topk), PADDING, dtype=torch.int32)
     columns = torch.arange(topk, dtype=torch.int32)
@@ -157,7 +157,7 @@ def _decode_logits(
     batch: HostBatch,
     requests: list[int],
 ) -> torch.Tensor:
-    """Return ``[R, the most that one sees]`` logits of requests with one query row each."""
+    """Return the logits of requests with one query row each, ``[R, max(visible)]``."""
     longest = max(batch.key_lens[b] for b in requests)
     slots = batch.slots[requests, :longest]
     keys = gather_keys(slots.reshape(-1)).view(len(requests), longest, -1)

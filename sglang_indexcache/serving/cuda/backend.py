@@ -36,7 +36,7 @@ class IndexCacheBackend(DeepseekSparseAttnBackend):
 
     Attributes:
         first_overlapped_layer: under two-batch overlap, the first layer that runs on sub-batches.
-        split_forwards: what splits rows, where ranks share them.
+        split_forwards: splits the rows of prefills; None where ranks do not share them.
     """
 
     split_forwards: SplitForwards | None = None
@@ -135,7 +135,7 @@ class IndexCacheBackend(DeepseekSparseAttnBackend):
         return ours(q, call["page_table"], call["cache_seqlens"])
 
     def _ours(self, q: torch.Tensor, call: dict[str, Any]) -> Callable[..., torch.Tensor] | None:
-        """Return what attends in place of SGLang's kernel for ``q`` ``[T, H, D]``, or None."""
+        """Return our attention kernel for ``q`` ``[T, H, D]``, or None for SGLang's."""
         cache, mode = call["kv_cache"], self._mode
         assert mode is not None, "a forward has begun"
         kernel = self.kernels.attention(mode, q, cache)

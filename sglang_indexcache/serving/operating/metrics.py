@@ -37,9 +37,9 @@ class Metric:
     """A metric of a scheduler.
 
     Attributes:
-        about: what it counts, or shows.
-        labels: beside SGLang's.
-        values: what this process has to say of it.
+        about: its help text.
+        labels: its labels besides SGLang's.
+        values: returns this process's values by labels.
     """
 
     about: str
@@ -53,7 +53,7 @@ def _forwards(process: ServingProcess) -> Values:
 
 
 def _layer_runs(process: ServingProcess) -> Values:
-    """Count by layer, as ``/server_info``: no replay of a CUDA graph."""
+    """Return indexer runs and reuses by layer, without replays of CUDA graphs."""
     layers, counters = process.plan.layer_ids, process.counters
     did = {"ran": counters.indexer_selections, "reused": counters.index_reuses}
     return {
