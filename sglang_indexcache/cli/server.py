@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from contextlib import nullcontext, redirect_stdout, suppress
+from contextlib import nullcontext, redirect_stdout
 from typing import Annotated
 
 import typer
@@ -31,8 +31,6 @@ Url = Annotated[str, Option("--url", metavar="URL", rich_help_panel=SERVERS, hel
 Device = Annotated[str | None, Option("--device", metavar="NAME", help=
     "What to check for: cpu, h100, h200, b200, or cuda for the GPU of this machine. The default "
     "is this machine's GPU, and h200 without one.")]
-Every = Annotated[float, Option("--every", min=0.1, metavar="SECONDS", help=
-    "Look again after so many seconds.")]
 NewPattern = Annotated[str, Argument(metavar="PATTERN", help="As --indexcache-pattern takes it.")]
 # fmt: on
 
@@ -77,21 +75,6 @@ def live_show(urls: Urls = None, api_key: ApiKey = None, as_json: Json = False) 
         servers.tell(out)
     if not servers.fine:
         raise typer.Exit(1)
-
-
-@app.command("watch", cls=Command, epilog=f"Example: indexcache server watch --url {HERE}")
-def live_watch(url: Url = HERE, api_key: ApiKey = None, every: Every = 2.0) -> None:
-    """Watch what sharing does on a running server, until you press Ctrl-C.
-
-    It shows which share of the indexers' work is skipped, the tokens and requests of each pattern,
-    and how often each layer ran its indexer. It asks /server_info, so --enable-metrics, which has
-    the same for Prometheus, is not needed.
-    """
-    from sglang_indexcache.serving.operating.watch import watch
-
-    [client] = connect([url], api_key)
-    with suppress(KeyboardInterrupt):
-        watch(client, every, out)
 
 
 @app.command(

@@ -4,7 +4,7 @@
 each in the version that was tested. Another version whose digests agree will do. Its source is
 read and never imported; a file that is the tested one, byte for byte, is not even parsed, as all
 of them would take two seconds of every start.
-``python -m sglang_indexcache.serving.engine_version`` records the installed version.
+``python -m tests.record_seams``, in a clone, records the installed version.
 """
 
 from __future__ import annotations
@@ -122,29 +122,10 @@ def moved(source: EngineSource, digests: Mapping[str, str]) -> list[str]:
         if digest is None:
             problems.append(f"{seam.path} is gone")
         elif recorded_digest is None:
-            problems.append(f"{seam.path} is not recorded (python -m {__package__}.engine_version)")
+            problems.append(f"{seam.path} is not recorded (python -m tests.record_seams)")
         elif digest != recorded_digest:
             problems.append(f"{seam.path} has changed")
     return problems
-
-
-def digests_of(source: EngineSource) -> dict[str, str]:
-    """Return the digest of each seam, empty if it is gone, and of each file that has seams."""
-    files = dict(filter(None, (source.file(module) for module in {s.module for s in seams()})))
-    return {seam.path: source.digest(seam) or "" for seam in seams()} | files
-
-
-def record(source: EngineSource) -> None:
-    """Write down ``source`` as the tested version.
-
-    Raises:
-        UnsupportedEngineError: the table names what is not there.
-    """
-    digests = digests_of(source)
-    if wrong := "; ".join(f"{seam.path} is gone" for seam in seams() if not digests[seam.path]):
-        raise UnsupportedEngineError(f"{source.name} cannot be recorded: {wrong}")
-    record = {source.version or source.name: dict(sorted(digests.items()))}
-    RECORDS.write_text(f"{json.dumps(record, indent=1)}\n", encoding="utf-8")
 
 
 _FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -273,7 +254,3 @@ def _canonical(node: object) -> object:
 def _is_docstring(node: object) -> bool:
     constant = node.value if isinstance(node, ast.Expr) else None
     return isinstance(constant, ast.Constant) and isinstance(constant.value, str)
-
-
-if __name__ == "__main__":
-    record(EngineSource.installed())

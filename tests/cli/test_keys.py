@@ -8,7 +8,6 @@ import pytest
 from typer.testing import CliRunner
 
 from sglang_indexcache.cli import app
-from sglang_indexcache.serving.operating import watch
 from tests.cli.test_eval import SMALL
 from tests.cli.test_search import TINY, documents
 from tests.fakes.server import FakeServer, serving
@@ -38,14 +37,6 @@ def check(server: FakeServer, folder: Path, *command: str | Path) -> list[Path]:
 @pytest.mark.parametrize("command", ["show", "set FSFS"])
 def test_server(tmp_path: Path, command: str) -> None:
     check(FakeServer("FFFF", mode="live", **KEYS), tmp_path, "server", *command.split())
-
-
-def test_watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(_: float) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(watch.time, "sleep", interrupt)
-    check(FakeServer("FFFF", mode="live", **KEYS), tmp_path, "server", "watch")
 
 
 def test_eval(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ import pytest
 
 from sglang_indexcache.errors import UnsupportedEngineError
 from sglang_indexcache.serving import engine_version
-from sglang_indexcache.serving.engine_version import EngineSource, Seam, check, moved, record
+from sglang_indexcache.serving.engine_version import EngineSource, Seam, check, moved
+from tests.record_seams import record
 
 MODULE = "sglang.srt.thing"
 
@@ -116,7 +117,7 @@ def test_a_changed_installation_is_to_be_reinstalled(make: Make) -> None:
 
 def test_a_seam_that_was_not_recorded_says_how(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_version, "seams", lambda: (*SEAMS, Seam(MODULE, "z", "")))
-    with pytest.raises(UnsupportedEngineError, match=r"z is not recorded \(python -m sglang_in"):
+    with pytest.raises(UnsupportedEngineError, match=r"z is not recorded \(python -m tests.rec"):
         check(make("1.0", f"{CODE}z = 1\n"))
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from sglang_indexcache.serving import engine_version
 from sglang_indexcache.serving.engine_version import SUPPORTED_VERSION, EngineSource, seams
+from tests.record_seams import digests_of
 
 pytest.importorskip("sglang")
 
@@ -31,8 +32,8 @@ def test_the_installed_version_will_do() -> None:
 
 
 def test_the_record_is_fresh() -> None:
-    """A change of the table needs: python -m sglang_indexcache.serving.engine_version."""
-    digests = engine_version.digests_of(installed())
+    """A change of the table needs: python -m tests.record_seams."""
+    digests = digests_of(installed())
     assert engine_version.recorded() == (SUPPORTED_VERSION, digests)
 
 

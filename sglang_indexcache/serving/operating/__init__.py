@@ -1,1 +1,1 @@
-"""Commands and metrics of whoever operates a server: doctor, show, watch, Prometheus."""
+"""Commands and metrics of whoever operates a server: doctor, show, Prometheus."""

@@ -8,6 +8,7 @@ graph does not. All of it is asked over HTTP, so it needs neither torch nor SGLa
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -76,6 +77,7 @@ class Rank:
             "index_k_bytes_per_token": state.index_k_bytes_per_token,
             "index_k": describe_index_keys(state),
             "row_split": describe_row_shares(state),
+            "skipped": describe_skipped_work(state),
         }
 
     def tell(self, console: Console) -> None:
@@ -86,8 +88,8 @@ class Rank:
         if verdict.uncounted:
             _say(console, verdict.uncounted)
         _say(console, f"index-K: {describe_index_keys(state)}")
-        if row_split := describe_row_shares(state):
-            _say(console, row_split)
+        for line in filter(None, (describe_row_shares(state), describe_skipped_work(state))):
+            _say(console, line)
         if state.adapter:
             _say(console, f"adapter: {state.adapter}")
         if state.policy != state.pattern:
@@ -265,6 +267,16 @@ def describe_row_shares(state: RankState) -> str:
         return f"row split over {ranks} ranks: no prefill was scored yet"
     shares = ", ".join(f"{rows / state.selected_rows:.0%}" for rows in state.scored_rows)
     return f"row split over {ranks} ranks: their indexers scored {shares} of the prefills' rows"
+
+
+def describe_skipped_work(state: RankState) -> str:
+    """Say which share of the query-key pairs sharing has skipped; "" before any could be."""
+    pairs: Counter[str] = Counter()
+    for name, count in state.pairs.items():
+        pairs[name.rpartition(" ")[2]] += count
+    if not pairs.total():
+        return ""
+    return f"skipped {pairs['skipped'] / pairs.total():.1%} of the indexers' work so far"
 
 
 def _full_layers(state: RankState) -> set[int]:

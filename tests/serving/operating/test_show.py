@@ -16,6 +16,7 @@ from sglang_indexcache.serving.operating.show import (
     ask_servers,
     describe_index_keys,
     describe_row_shares,
+    describe_skipped_work,
     judge,
 )
 from tests.fakes import state
@@ -52,6 +53,13 @@ def test_layers_that_do_not(fields: dict[str, list[int]], wrong: str) -> None:
     verdict = judge(counts(**fields))
     assert verdict.proven is False
     assert f"NOT OK, for {wrong} did not do what the pattern says" in verdict.text
+
+
+def test_skipped_work_is_a_share_of_all_phases() -> None:
+    pairs = {"prefill 2Ki scored": 110, "prefill 2Ki skipped": 130, "decode more scored": 20}
+    rank = counts(pairs={**pairs, "decode more skipped": 60})
+    assert describe_skipped_work(rank) == "skipped 59.4% of the indexers' work so far"
+    assert describe_skipped_work(counts()) == ""
 
 
 def test_nothing_was_counted() -> None:
