@@ -53,7 +53,6 @@ SETTLED = (
     "heal.png",
     "heal_data.png",
     "smollm2/one_pass.png",
-    "smollm2/long.png",
     "search/tiny-dsa/served.png",
 )
 """Figures of studies whose scripts are gone; this command of commit 4d184eae draws them."""
