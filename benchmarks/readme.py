@@ -14,16 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import (
-    expect,
-    heal_tables,
-    quality_tables,
-    row_split,
-    search_tables,
-)
+from benchmarks import expect, quality_tables
 from benchmarks.card import claims, served
 from benchmarks.card import record as card
-from benchmarks.kernels import unions
 from benchmarks.records import markdown
 from benchmarks.smollm2 import everywhere, rerank
 from sglang_indexcache.errors import BenchError
@@ -41,10 +34,8 @@ PAGES = tuple(
         "benchmarks/results/expect.md",
         "benchmarks/results/smollm2/real-model.md",
         "benchmarks/results/quality/README.md",
-        "benchmarks/results/search/README.md",
         "benchmarks/results/latency/README.md",
         "docs/serving.md",
-        "benchmarks/results/heal.md",
         "benchmarks/results/kernels/README.md",
         "benchmarks/results/kernels/h100.md",
     )
@@ -78,31 +69,6 @@ def _features(_: Any) -> str:
     return markdown(("feature", "static", "live", "known by"), rows)
 
 
-def _request_patterns(record: Any) -> str:
-    """Write what it costs that a request may have a pattern of its own.
-
-    The record was written by ``benchmarks/request_patterns.py`` of commit deaf833: two servers of
-    the shipped checkpoint in turns, timed by the processor clock of a CPU.
-    """
-    cells = {
-        (row["arm"], row["phase"]): f"{row['ratio']:.3f} ({row['low']:.3f} to {row['high']:.3f})"
-        for row in record["ratios"]
-    }
-    title = (
-        "processor time over that of a live server whose requests name nothing; "
-        f"{record['rounds']} rounds, 95 % interval"
-    )
-    header = ("", "prefill of 512 tokens", "decode of 64 requests")
-    rows = [(arm, cells[arm, "prefill"], cells[arm, "decode"]) for arm in record["arms"]]
-    sentence = (
-        "The first row compares the server with itself: what a machine that others use cannot tell "
-        "apart. The row code alone, timed on 64 requests of one pattern, is "
-        f"{record['row_code_share']:.2%} of their decode on this CPU, where the model has 12 "
-        "layers."
-    )
-    return f"{markdown(header, rows, title)}\n{sentence}\n"
-
-
 def _everywhere(first: Any) -> str:
     """Write the default search on other people's text, on both variants of the real model."""
     path = ROOT / RESULTS / "smollm2/random/everywhere.json"
@@ -122,33 +88,13 @@ PARTS: dict[str, tuple[Make, str]] = {
     "latency-cpu": (_latency, "latency/cpu/latency.json"),
     "memory-cpu": (_memory, "latency/cpu/latency.json"),
     "latency-cpu-dp-attention": (_latency, "latency/cpu-dp-attention/latency.json"),
-    "search-interval": (search_tables.intervals, "search/interval.json"),
-    "search-worst": (search_tables.worst, "search/interval.json"),
-    "search-unlikely": (search_tables.unlikely, "search/interval.json"),
-    "search-levels": (search_tables.levels, "search/objectives.json"),
-    "search-searched": (search_tables.searched, "search/objectives.json"),
-    "search-ranks": (search_tables.ranks, "search/objectives.json"),
-    "search-served": (search_tables.served, "search/tiny-dsa/served.json"),
-    "search-shipped": (search_tables.shipped, "search/tiny-dsa/answers/search.json"),
     "quality-errors": (quality_tables.errors, "quality/statistics.json"),
     "quality-worlds": (quality_tables.worlds, "quality/statistics.json"),
     "quality-signs": (quality_tables.signs, "quality/signs.json"),
-    "quality-control": (quality_tables.control, "quality/gates.json"),
-    "quality-bad-pattern": (quality_tables.bad_pattern, "quality/gates.json"),
-    "quality-missing": (quality_tables.missing, "quality/gates.json"),
-    "quality-documents": (quality_tables.documents, "quality/documents.json"),
-    "quality-endpoints": (quality_tables.endpoints, "quality/endpoints.json"),
-    "quality-measures": (quality_tables.measures, "quality/measures.json"),
-    "healing": (heal_tables.healing, "heal.json"),
-    "healing-grid": (heal_tables.grid, "heal.json"),
-    "healing-data": (heal_tables.data, "heal_data.json"),
-    "healing-memory": (heal_tables.memory, "heal_memory.json"),
     "expect": (expect.table, "expect.json"),
     "expect-baselines": (expect.baselines, "expect.json"),
-    "row-split-line": (row_split.line, "row_split.json"),
     "expect-first": (expect.first_screen, "expect.json"),
     "expect-checks": (expect.checks, "expect.json"),
-    "request-patterns": (_request_patterns, "request_patterns.json"),
     "card-line": (claims.line, "kernels/h100.json"),
     "card-measured": (claims.measured_table, "kernels/h100.json"),
     "card-refuted": (claims.refuted_table, "kernels/h100.json"),
@@ -162,8 +108,6 @@ PARTS: dict[str, tuple[Make, str]] = {
     "table-1-line": (served.line, served.RECORD),
     "table-1-slices": (served.slices_table, served.RECORD),
     "card-power": (card.power_line, "kernels/h100.json"),
-    "unions": (unions.table, "kernels/unions.json"),
-    "unions-smollm2": (unions.table, "kernels/unions_smollm2.json"),
 }
 """Generated parts: what makes them, and from which record below benchmarks/results."""
 

@@ -59,7 +59,8 @@ class PreloadedServer(Server):
     """A server whose processes are forks of one that has imported SGLang.
 
     Args:
-        late: of the environment, what may differ from the template's: nothing imported reads it.
+        late: of the environment, what may differ from the template's: nothing reads it while it is
+            imported, or a fork reads it again.
     """
 
     def __init__(self, *args: Any, late: Mapping[str, str] | None = None, **options: Any) -> None:
@@ -239,12 +240,23 @@ def _run(job: Job, descriptors: Sequence[int]) -> None:
     if "code" in job:
         os.environ.clear()
     os.environ.update(job["environment"])
+    _read_environment_again()
     sys.argv = list(job["argv"])
     if "module" in job:
         runpy.run_module(job["module"], run_name="__main__", alter_sys=True)
     else:
         main = sys.modules["__main__"] = types.ModuleType("__main__")
         exec(job["code"], vars(main))
+
+
+def _read_environment_again() -> None:
+    """Set what SGLang's modules took from the environment when the template imported them."""
+    from sglang.srt.environ import envs
+    from sglang.srt.managers import schedule_policy, scheduler
+
+    schedule_policy.CLIP_MAX_NEW_TOKENS = envs.SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION.get()
+    scheduler.TEST_RETRACT = envs.SGLANG_TEST_RETRACT.get()
+    scheduler.TEST_RETRACT_INTERVAL = envs.SGLANG_TEST_RETRACT_INTERVAL.get()
 
 
 class _Companion:

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 import benchmarks
-from benchmarks import redraw
 from benchmarks.records import RESULTS, RUNS, read_arguments
 
 FOLDER = Path(benchmarks.__file__).parent
@@ -64,17 +63,6 @@ def test_every_benchmark_that_writes_asks_where() -> None:
         assert not writes or module in WRITERS, f"{module} writes and does not ask where"
 
 
-def test_every_committed_figure_of_a_study_can_be_drawn_from_its_record(tmp_path: Path) -> None:
-    committed = {str(path.relative_to(RESULTS)) for path in RESULTS.rglob("*.png")}
-    assert committed == set(redraw.FIGURES) | set(redraw.SETTLED)
-    redraw.main(["--output", str(tmp_path)])
-    assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.png")} == set(
-        redraw.FIGURES
-    )
-    with pytest.raises(SystemExit):  # pages show PNG
-        redraw.main(["--publish", "--figures", "pdf"])
-
-
 @pytest.mark.parametrize("module", WRITERS)
 def test_every_benchmark_tells_its_options(
     module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -88,6 +76,5 @@ def test_every_benchmark_tells_its_options(
     assert "--publish" in help_text
     assert "--quick" in help_text or module in (
         "benchmarks.expect",
-        "benchmarks.redraw",
         "benchmarks.card.record",
     )

@@ -24,7 +24,6 @@ from benchmarks.smollm2.indexers import Layer, Recipe, collect, copy_attention
 from benchmarks.smollm2.lean import Lean
 from benchmarks.smollm2.measure import Arm, measure
 from benchmarks.smollm2.searched import RATIOS, search
-from benchmarks.smollm2.serve_check import ties_to_smaller_positions
 from sglang_indexcache.hf import share
 from sglang_indexcache.lab.search.calibration import Calibration
 from sglang_indexcache.lab.search.evaluators.hf import TransformersEvaluator
@@ -300,16 +299,3 @@ def test_pairs_of_layers_compare_as_in_transformers(
     counter = OverlapCounter(5, TOPK)
     counter.add(reference.selected(ids))
     np.testing.assert_allclose(searched.overlap(1), counter.matrix(), atol=2e-3)
-
-
-def test_the_servers_tokens_are_asked_for_with_its_rule_for_equal_scores() -> None:
-    scores = torch.tensor([[0.0, 2.0, -0.0, 1.0, 0.0], [-1.0, 0.0, 3.0, 0.0, 0.0]])
-    as_usual = torch.Tensor.topk
-    with ties_to_smaller_positions() as lists:
-        chosen = scores.topk(3, dim=-1)
-        scores.topk(1), scores.masked_fill(scores > 2.5, -torch.inf).topk(4)
-    assert chosen.indices.tolist() == [[1, 3, 0], [2, 1, 3]]
-    assert chosen.values.tolist() == [[2.0, 1.0, 0.0], [3.0, 0.0, 0.0]]
-    assert torch.Tensor.topk is as_usual
-    # Three of each row; the largest of each; and of four the one row that has a fifth.
-    assert lists == {"lists": 5, "ended among equals": 2 + 0 + 1}

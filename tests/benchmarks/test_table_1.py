@@ -22,6 +22,7 @@ from tests.fixtures.held import PreloadedHeldServer
 
 pytestmark = [
     pytest.mark.e2e,
+    pytest.mark.matrix,
     pytest.mark.skipif(torch.accelerator.is_available(), reason="these serve without a GPU"),
 ]
 LIKE_THE_CARD = ("--kv-cache-dtype", "--dsa-prefill-backend", "--dsa-decode-backend")
@@ -55,7 +56,6 @@ def test_a_gate_an_arm_and_a_full_cache_leave_their_numbers(
     again.table()
 
 
-@pytest.mark.matrix
 def test_stock_and_ours_go_through_with_20_heads_in_fp8(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,7 +96,6 @@ def _value_of(flag: str) -> str:
     return CARD.flags[CARD.flags.index(flag) + 1]
 
 
-@pytest.mark.matrix
 def test_slices_side_by_side_tell_what_a_layer_costs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,7 +14,6 @@ import yaml
 from rich.console import Console
 from torch.nn.functional import cross_entropy
 
-from benchmarks import small_checkpoint
 from benchmarks.paper import table_3
 from benchmarks.training.batches import IGNORED, Mixture
 from benchmarks.training.model import next_token_losses
@@ -125,15 +124,6 @@ def test_table_3_trains_and_serves_every_line_as_it_says(finished: Path, tmp_pat
         "FFSS-multi": "FFSS",
         "uniform-1-4-multi": "FSSS",
     }
-
-
-def test_the_report_of_a_run(finished: Path, tmp_path: Path) -> None:
-    options = [str(finished), "--lengths", "48", "--topks", "6", "1", "--rows", "2"]
-    small_checkpoint.main([*options, "--output", str(tmp_path)])
-    cells = json.loads((tmp_path / "result.json").read_text())["cells"]
-    assert [cell["topk"] for cell in cells] == ["dense", 6, 1]
-    assert cells[0]["text_loss"] != cells[2]["text_loss"]
-    assert all((tmp_path / name).stat().st_size for name in ("curves.png", "starved.png"))
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in RECIPES.glob("*.yaml")))

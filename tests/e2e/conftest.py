@@ -71,7 +71,7 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Serve:
     def start(model: Path, *arguments: str, **environment: str) -> Iterator[Client]:
         command = ["--model-path", str(model), "--attention-backend", "indexcache", *arguments]
         log = logs / f"{next(count)}.log"
-        with PreloadedServer(command, log, env=environment) as server:
+        with PreloadedServer(command, log, late=environment) as server:
             client = server.wait_until_ready()
             client.server = server  # type: ignore[attr-defined]
             try:
@@ -80,7 +80,7 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Serve:
                 print(server.log_tail(60))
                 raise
             finally:
-                server.stop(grace=0)  # the polite way takes seconds, and test_lifecycle.py has it
+                server.stop(grace=0)  # the polite way takes seconds
 
     return start
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,22 +16,26 @@ from sglang_indexcache.lab.client.http import Client
 from sglang_indexcache.models import BY_NAME
 from tests.e2e.conftest import VOCAB, Serve, greedy, prompt
 from tests.fixtures.models import make_tokenizer, small_config
+from tests.preloaded import Template
 
 KEY, ADMIN_KEY = "the-key", "the-admin-key"
 
 
-def server(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "sglang_indexcache.cli", "server", *arguments],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "COLUMNS": "200", **variables},
-        check=False,
-    )
+Run = Callable[..., tuple[int, str]]
 
 
-def doctor(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return server("doctor", *arguments, **variables)
+@pytest.fixture
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """``run("doctor", "--flag", ...)``: a ``server`` command in a fork, and what it printed."""
+    log = tmp_path_factory.mktemp("commands") / "log"
+
+    def run(*arguments: str, **variables: str) -> tuple[int, str]:
+        command = ["sglang_indexcache.cli", "server", *arguments]
+        template = Template.of(os.environ)
+        forked = template.fork(command, log, environment={"COLUMNS": "200", **variables})
+        return forked.wait(120), log.read_text()
+
+    return run
 
 
 @pytest.fixture
@@ -46,14 +49,16 @@ def fresh(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_doctor_makes_a_fresh_checkpoint_start(fresh: Path, serve: Serve) -> None:
-    before = doctor("--model-path", str(fresh), "--device", "cpu")
-    assert before.returncode == 1, before.stdout + before.stderr
-    lines = before.stdout.partition("Add to its config.json: ")[2].partition("; or start")[0]
+def test_doctor_makes_a_fresh_checkpoint_start(fresh: Path, serve: Serve, run: Run) -> None:
+    doctor = ("doctor", "--model-path", str(fresh), "--device", "cpu")
+    code, output = run(*doctor)
+    assert code == 1, output
+    lines = output.partition("Add to its config.json: ")[2].partition("; or start")[0]
     path = fresh / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | json.loads(f"{{{lines}}}")))
-    after = doctor("--model-path", str(fresh), "--device", "cpu")
-    assert "no problem found" in after.stdout, after.stdout + after.stderr
+    code, output = run(*doctor)
+    assert code == 0, output
+    assert "no problem found" in output, output
 
     keys = ("--api-key", KEY, "--admin-api-key", ADMIN_KEY)
     with serve(fresh, "--indexcache-pattern", "FSSFSS", *keys) as stranger:
@@ -65,12 +70,10 @@ def test_doctor_makes_a_fresh_checkpoint_start(fresh: Path, serve: Serve) -> Non
             user.flush_cache()
         admin = Client(stranger.url, api_key=KEY, admin_api_key=ADMIN_KEY)
         admin.flush_cache()
-        assert "wants an API key" in server("show", "--url", stranger.url).stdout
-        states_shown = server("show", "--url", stranger.url, SGLANG_API_KEY=KEY)
-    assert states_shown.returncode == 0, states_shown.stdout + states_shown.stderr
-    assert KEY not in states_shown.stdout + states_shown.stderr
-    assert "in layers 0 and 3, 0 of " in states_shown.stdout
-    assert "in layers 1-2 and 4-5: OK" in states_shown.stdout
-    assert (
-        "index-K: 512 bytes per token; plain DSA: 1,536" in states_shown.stdout
-    )  # SGLang takes float16
+        assert "wants an API key" in run("show", "--url", stranger.url)[1]
+        code, output = run("show", "--url", stranger.url, SGLANG_API_KEY=KEY)
+    assert code == 0, output
+    assert KEY not in output
+    assert "in layers 0 and 3, 0 of " in output
+    assert "in layers 1-2 and 4-5: OK" in output
+    assert "index-K: 512 bytes per token; plain DSA: 1,536" in output  # SGLang takes float16

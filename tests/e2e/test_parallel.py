@@ -34,8 +34,8 @@ from tests.e2e.conftest import (
     prompt,
     scraped,
 )
-from tests.e2e.test_lifecycle import group_members
 from tests.oracle import Oracle
+from tests.signals import group_members
 
 TWO_RANKS = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 FOUR_RANKS = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1|0|1"}

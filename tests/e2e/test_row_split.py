@@ -23,7 +23,7 @@ from sglang_indexcache.serving.protocol import RankState, named
 from sglang_indexcache.serving.row_split import ON_CPU, RowSplit
 from tests.cli.test_search import TINY
 from tests.e2e.conftest import Serve, prompt
-from tests.e2e.test_parallel import FOUR_RANKS, TWO_RANKS
+from tests.e2e.test_parallel import FOUR_RANKS
 from tests.e2e.test_requests import wait_until_idle
 from tests.oracle import Oracle
 
@@ -33,10 +33,9 @@ ARGUMENTS = (
     *("--dtype", "float32", "--max-total-tokens", "8192"),
     *("--chunked-prefill-size", str(CHUNK), "--indexcache-mode", "live"),
 )
-SERVERS = {
-    "two ranks": (("--tp", "2"), TWO_RANKS),
-    "four ranks": (("--tp", "4"), FOUR_RANKS),
-    "two ranks a replica": (("--tp", "4", "--dp", "2", "--enable-dp-attention"), FOUR_RANKS),
+RANKS = {
+    "four ranks": ("--tp", "4"),
+    "two ranks a replica": ("--tp", "4", "--dp", "2", "--enable-dp-attention"),
 }
 
 
@@ -149,6 +148,9 @@ CASES: dict[str, Callable[[Client], Any]] = {
 
 IN_FLIGHT = (needles.__name__, mixed.__name__)
 """Cases of which prompts share forwards as they arrive, which rounds sums of float32 otherwise."""
+IN_A_REPLICA = (alone.__name__, *IN_FLIGHT)
+"""Cases that two replicas are asked as well: the others show what a scheduler does, with ranks
+that split their rows, and each replica has a scheduler of its own."""
 
 
 def check_alike(split: list[Any], whole: list[Any]) -> None:
@@ -190,17 +192,15 @@ def check_shares(client: Client) -> None:
         assert abs(rows - full * share) <= full * ROW_BLOCK * (length // chunk + 1)
 
 
-@pytest.mark.parametrize("name", SERVERS)
+@pytest.mark.parametrize("name", RANKS)
 def test_split_rows_are_the_same_to_the_bit(serve: Serve, name: str) -> None:
-    (ranks, cores), answers = SERVERS[name], dict[str, Any]()
-    cases = set(CASES) - (
-        {"session"} if "--dp" in ranks else set()
-    )  # SGLang keeps one in a replica
-    states = dict[str, list[RankState]]()
+    ranks, answers, states = RANKS[name], dict[str, Any](), dict[str, list[RankState]]()
+    cases = IN_A_REPLICA if "--dp" in ranks else tuple(CASES)
     for setting in ("off", "on"):
-        with serve(TINY, *ARGUMENTS, *ranks, "--indexcache-split-rows", setting, **cores) as client:
+        flags = (*ARGUMENTS, *ranks, "--indexcache-split-rows", setting)
+        with serve(TINY, *flags, **FOUR_RANKS) as client:
             client.dp_size = client.server_info()["dp_size"]
-            answers[setting] = {case: CASES[case](client) for case in CASES if case in cases}
+            answers[setting] = {case: CASES[case](client) for case in cases}
             states[setting] = client.states()
             if setting == "on":
                 check_shares(client)

@@ -19,10 +19,10 @@ from sglang_indexcache.errors import ServerError
 from sglang_indexcache.lab.client.http import Client
 from sglang_indexcache.lab.client.launch import Server
 from tests.e2e.conftest import Serve, prompt
-from tests.e2e.test_lifecycle import group_members
 from tests.e2e.test_parallel import TWO_RANKS, schedulers
 from tests.e2e.test_requests import Ask, check_greedy, send, wait_until_idle
 from tests.oracle import Oracle
+from tests.signals import group_members
 
 PATTERNS = ("FFFFFF", "FFSSFS", "FSSFSS", "FSSSSS")
 SEED = 20261126

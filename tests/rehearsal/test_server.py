@@ -117,6 +117,7 @@ class TestStatic:
         has_run = [runs > 0 for runs in state["indexer_selections"]]
         assert has_run == [kind == "F" for kind in QUARTER]
 
+    @pytest.mark.matrix
     def test_stock_with_the_same_sharing_answers_the_same_bits(
         self, rehearse: Rehearse, answers: list[Any]
     ) -> None:
