@@ -1,7 +1,7 @@
 """Ranks that split an indexer's rows answer what ranks that each score all rows do.
 
 They do to the bit wherever a prompt is in a forward by itself; the shares of batches are held to
-the bit in ``tests/serving/cpu/test_select.py`` and ``tests/serving/cuda/test_row_split.py``.
+the bit in ``tests/serving/cpu/test_select.py`` and by the rehearsal.
 """
 
 from __future__ import annotations

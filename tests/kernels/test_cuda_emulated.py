@@ -3,6 +3,8 @@
 A fibre a thread, in random order; TMA lands late, WGMMA is made when it is waited for. Inputs are
 small integers, so every product and sum is exact and results are compared bit for bit, ties
 included. Memory that no row may see holds NaN; table entries that nobody may follow lead nowhere.
+What each kernel computes is held to the grid's cases in ``test_cuda_wrappers.py``, on the same GPU;
+here are orders of execution, faults, and rows that the grid has not.
 
 This is not a GPU: proxy fences and memory ordering are not modelled (csrc/README.md).
 """
@@ -12,7 +14,7 @@ import faulthandler
 import os
 import signal
 import subprocess
-from ctypes import Structure, byref, c_bool, c_char_p, c_float, c_int, c_int64, c_uint64
+from ctypes import Structure, byref, c_bool, c_char_p, c_int, c_int64, c_uint64
 from ctypes import c_void_p as address
 from functools import cache
 from pathlib import Path
@@ -25,8 +27,6 @@ from numpy.typing import NDArray
 
 from sglang_indexcache.errors import KernelError
 from sglang_indexcache.kernels import build
-from sglang_indexcache.kernels.contract import mla_tolerance
-from sglang_indexcache.kernels.sparse_mla import cuda as sparse_mla
 from tests.kernels.cuda_host import EMULATOR, pointer
 from tests.kernels.test_cuda_select import KINDS, make_row, oracle
 
@@ -164,9 +164,6 @@ class Batch:
         return selection
 
 
-SELECT_TILES = [(8, 8), (32, 8), (64, 4)]
-
-
 def new_counter() -> NDArray:
     """Return a counter of tiles that blocks have taken, as each launch expects and leaves it."""
     return np.zeros(1, dtype=np.uint32)
@@ -192,16 +189,6 @@ def select(
     counter = new_counter() if counter is None else counter
     run("select", byref(batch.call), *sizes, c_bool(as_slots), pointer(counter), pointer(out))
     return out
-
-
-@pytest.mark.parametrize(("heads", "tile_rows"), SELECT_TILES)
-@pytest.mark.parametrize("as_slots", [False, True])
-def test_select(heads: int, tile_rows: int, as_slots: bool, random: np.random.Generator) -> None:
-    """Ragged requests over tiles, an empty one, rows that see fewer than k tokens, padding rows."""
-    batch = Batch(random, heads, [3, 0, 11, 1, 6], [130, 40, 200, 1, 300], padding=5)
-    k, blocks = 50, 2
-    out = select(batch, tile_rows, k, blocks, as_slots=as_slots)
-    np.testing.assert_array_equal(out, batch.selected(k, as_slots=as_slots))
 
 
 @pytest.mark.parametrize(
@@ -277,45 +264,6 @@ def test_a_role_that_does_not_wait_is_found(fault: str, barrier: str) -> None:
         emulator().emulate_fault(b"", b"")
 
 
-def check_logits(batch: Batch, out: NDArray) -> None:
-    for row, logits in enumerate(batch.logits):
-        np.testing.assert_array_equal(out[row, : len(logits)], logits)
-        assert (out[row, len(logits) :] == 1234.5).all(), "nothing beyond what a row may see"
-    assert (out[len(batch.logits) :] == 1234.5).all()
-
-
-@pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize("heads", [8, 16, 32, 64])
-def test_prefill_logits(heads: int, splits: int, random: np.random.Generator) -> None:
-    batch = Batch(random, heads, [2, 0, 5, 1], [130, 3, 700, 64], padding=3)
-    out = np.full((batch.rows, 720), 1234.5, dtype=np.float32)
-    run("logits", byref(batch.call), heads, 4, 4, splits, pointer(out), c_int64(720))
-    check_logits(batch, out)
-
-
-@pytest.mark.parametrize(("heads", "next_n", "tile_rows"), [(32, 1, 1), (64, 1, 1), (32, 2, 2)])
-@pytest.mark.parametrize("splits", [1, 4])
-def test_decode_logits(
-    heads: int, next_n: int, tile_rows: int, splits: int, random: np.random.Generator
-) -> None:
-    lens = [next_n, 65, 900]
-    batch = Batch(random, heads, [next_n] * 3, lens, decode=next_n)
-    out = np.full((batch.rows, 960), 1234.5, dtype=np.float32)
-    run("logits", byref(batch.call), heads, tile_rows, next_n, splits, pointer(out), c_int64(960))
-    check_logits(batch, out)
-
-
-@pytest.mark.parametrize("next_n", [3, 5, 6, 8])
-def test_decode_logits_of_many_rows(next_n: int, random: np.random.Generator) -> None:
-    """Three rows run on a tile of four, whose last is the next request's, six on tiles of four and
-    two."""
-    batch = Batch(random, 32, [next_n] * 3, [100, next_n, 300], decode=next_n)
-    out = np.full((batch.rows, 320), 1234.5, dtype=np.float32)
-    sizes = 32, 4, min(next_n, 4), 2
-    run("logits", byref(batch.call), *sizes, pointer(out), c_int64(320))
-    check_logits(batch, out)
-
-
 # -- selection, packing ------------------------------------------------------------------------
 
 
@@ -388,20 +336,6 @@ def test_topk_lists_few_of_a_random_row(random: np.random.Generator) -> None:
     assert 256 <= emulator().emulated_listed() < 4 * 256, "of 14336; 400 on average"
 
 
-def test_topk_of_requests(random: np.random.Generator) -> None:
-    """Slots instead of positions; rows that see less than k, or nothing; padding."""
-    starts, k = np.int32([0, 2, 2, 3]), 20
-    visible = np.int32([700, 15, 300, 650])  # padding may say anything
-    logits = random.standard_normal((4, 704)).astype(np.float32)
-    table = random.permutation(33).astype(np.int32).reshape(3, 11)
-    out = topk_rows(logits, visible, k, 5, cluster=2, starts=starts, table=table)
-    for row, request in enumerate([0, 0, 2]):
-        positions = oracle(logits[row, : visible[row]], k)
-        slots = table[request][positions // 64] * 64 + positions % 64
-        np.testing.assert_array_equal(out[row], np.where(positions < 0, -1, slots))
-    assert (out[3] == -1).all()
-
-
 def test_topk_of_nan_ends_in_bounds(random: np.random.Generator) -> None:
     row = make_row("normal", 20_000, random)
     row[::7] = np.nan
@@ -462,25 +396,6 @@ def listed_rightly(row: NDArray, k: int, seed: int, cluster: int) -> int | None:
     return emulator().emulated_listed() if right else None
 
 
-def pack(slots: NDArray, seed: int) -> tuple[NDArray, NDArray, int]:
-    rows, k = slots.shape
-    packed = np.full(rows * k, -7, dtype=np.int32)
-    masks = np.full(rows * k, 0xEE, dtype=np.uint8)
-    count = c_int()
-    arguments = pointer(slots), rows, k, c_uint64(seed), pointer(packed), pointer(masks)
-    run("pack", *arguments, byref(count))
-    return packed, masks, count.value
-
-
-def neighbouring_lists(random: np.random.Generator, rows: int, k: int, pool: int) -> NDArray:
-    """Lists over ``pool`` slots that share most of them, of different lengths, one empty."""
-    slots = np.full((rows, k), -1, dtype=np.int32)
-    for row in range(rows):
-        length = 0 if row == 1 else int(random.integers(k // 2, k + 1))
-        slots[row, :length] = random.permutation(min(pool, k + k // 4))[:length]
-    return slots
-
-
 # -- sparse MLA --------------------------------------------------------------------------------
 
 
@@ -512,99 +427,3 @@ def fp8_cache(latent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     parts = [values.flatten(1), scales.contiguous(), rotary]
     rows = torch.cat([part.view(torch.uint8) for part in parts], 1)
     return rows.contiguous(), torch.cat([exact, rotary], 1)
-
-
-MLA_CASES = [
-    # heads, rows per tile, cluster, fp8, sinks
-    (20, 3, 1, False, False),
-    (20, 3, 1, True, True),
-    (8, 8, 1, False, False),
-    (8, 8, 1, True, True),
-    (16, 4, 1, True, False),
-    (20, 1, 4, False, True),
-    (20, 1, 2, True, False),
-    (20, 1, 16, False, False),
-    (8, 1, 7, False, True),
-    (8, 1, 3, True, False),
-    (1, 4, 1, False, False),
-    (64, 1, 1, False, False),
-    (65, 1, 2, False, True),
-    (128, 1, 1, True, False),
-]
-
-
-@pytest.mark.parametrize(("heads", "packed_rows", "cluster", "fp8", "with_sinks"), MLA_CASES)
-def test_attend(
-    heads: int,
-    packed_rows: int,
-    cluster: int,
-    fp8: bool,
-    with_sinks: bool,
-    random: np.random.Generator,
-) -> None:
-    rows, k, pool, scale = 11 if packed_rows == 8 else 4, 200, 300, 0.07
-    torch.manual_seed(int(random.integers(1 << 31)))
-    q = torch.randn(rows, heads, 576).bfloat16()
-    latent = torch.randn(pool, 576).bfloat16()
-    slots = neighbouring_lists(random, rows, k, pool)
-    latent[int(slots.max()) + 1 :] = float("nan")
-    cache = latent
-    if fp8:
-        cache, latent = fp8_cache(latent)
-    sinks = torch.randn(heads) * 3 if with_sinks else None
-    if sinks is not None:
-        sinks[0] = float("-inf")
-    lists, masks, counts = slots, None, None
-    if packed_rows > 1:
-        tiles = [
-            pack(np.ascontiguousarray(slots[first : first + packed_rows]), first + 1)
-            for first in range(0, rows, packed_rows)
-        ]
-        width = packed_rows * k
-        lists = np.stack([np.resize(np.append(t[0], -7), width) for t in tiles]).astype(np.int32)
-        masks = np.stack([np.resize(np.append(t[1], 0xEE), width) for t in tiles]).astype(np.uint8)
-        counts = np.array([t[2] for t in tiles], dtype=np.int32)
-    out = torch.full((rows, heads, 512), float("nan")).bfloat16()
-    lse = torch.full((rows, heads), float("nan"))
-    assert packed_rows * sparse_mla.heads_per_block(heads) <= 64
-
-    def run_once() -> tuple[torch.Tensor, torch.Tensor]:
-        out.fill_(float("nan"))
-        lse.fill_(float("nan"))
-        run(
-            "attend",
-            address(q.data_ptr()),
-            address(cache.data_ptr()),
-            c_bool(fp8),
-            None if sinks is None else address(sinks.data_ptr()),
-            address(out.data_ptr()),
-            address(lse.data_ptr()),
-            rows,
-            heads,
-            packed_rows,
-            c_float(scale),
-            pointer(lists),
-            None if masks is None else pointer(masks),
-            None if counts is None else pointer(counts),
-            lists.shape[1],
-            cluster,
-            c_uint64(int(random.integers(1 << 40))),
-        )
-        return out.clone(), lse.clone()
-
-    got_out, got_lse = run_once()
-    want_out, want_lse = attention(q, latent, slots, scale, sinks)
-    finite = want_lse > float("-inf")
-    assert (got_lse[~finite] == float("-inf")).all()
-    assert (got_out[~finite] == 0).all()
-    assert finite.any()
-    assert (~finite).any(), "one list is empty"
-    torch.testing.assert_close(got_lse[finite].double(), want_lse[finite], rtol=0, atol=1e-4)
-    for row in range(rows):
-        rows_of = latent[slots[row][slots[row] >= 0]]
-        if len(rows_of):  # the contract's own bound; a sink only shrinks the output
-            bound, _ = mla_tolerance(q[row], rows_of, scale)
-            assert ((got_out[row].double() - want_out[row]).abs() <= bound).all()
-    again = run_once()
-    assert torch.equal(again[0], got_out), "the same bits in every order of execution"
-    assert torch.equal(again[1], got_lse)

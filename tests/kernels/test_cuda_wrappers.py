@@ -1,10 +1,12 @@
 """The Python side of the CUDA kernels, with the emulated GPU in place of the libraries.
 
 Which launch is chosen, what is sliced, flattened and handed over, and what comes back, against the
-references. The "GPU" has two multiprocessors, and a workspace that forces several launches.
+references. The "GPU" has two multiprocessors, and a workspace that forces several launches. Each
+launch runs its threads in another order, so that calls which repeat must give the same bits in any.
 """
 
 import ctypes
+import itertools
 from ctypes import byref, c_bool, c_float, c_int64, c_uint64
 
 import numpy as np
@@ -22,6 +24,8 @@ from tests.kernels.test_cuda_emulated import Batch, IndexerCall, attention, run
 pytestmark = pytest.mark.csrc
 
 SMS = 2
+ORDERS = itertools.count(1)
+"""Seeds of the orders in which threads run."""
 
 
 def at(tensor: torch.Tensor | None) -> ctypes.c_void_p | None:
@@ -44,7 +48,7 @@ def call_of(q, weights, pages, table, starts, per_request, visible) -> IndexerCa
         per_request,
         at(table),
         table.stride(0),
-        7,
+        next(ORDERS),
     )
 
 
@@ -54,7 +58,7 @@ def run_topk(logits, visible, starts, per_request, table, out) -> None:
     count = 0 if starts is None else len(starts) - 1
     stride = 0 if table is None else table.stride(0)
     requests = at(starts), count, per_request, at(table), c_int64(stride)
-    run("topk", *rows, *requests, 2, c_uint64(7), at(out))
+    run("topk", *rows, *requests, 2, c_uint64(next(ORDERS)), at(out))
 
 
 class Emulated:
@@ -97,7 +101,7 @@ class Emulated:
             count = counts[tile : tile + 1]
             rows, k = slots_of_tile.shape
             targets = at(packed[tile]), at(masks[tile]), at(count)
-            run("pack", at(slots_of_tile), rows, k, c_uint64(tile), *targets)
+            run("pack", at(slots_of_tile), rows, k, c_uint64(next(ORDERS)), *targets)
 
     def sparse_mla_attend(
         self, q, cache, slots, masks, counts, per_tile, scale, sinks, cluster, out, lse
@@ -106,7 +110,7 @@ class Emulated:
         rows, heads = q.shape[:2]
         fp8, width = cache.shape[1] == 656, slots.shape[1]
         results = at(out), at(lse), rows, heads, per_tile, c_float(scale)
-        lists = at(slots), at(masks), at(counts), width, cluster, c_uint64(5)
+        lists = at(slots), at(masks), at(counts), width, cluster, c_uint64(next(ORDERS))
         run("attend", at(q), at(cache), c_bool(fp8), at(sinks), *results, *lists)
 
 

@@ -62,6 +62,7 @@ OVERLAP = (
     *("--moe-runner-backend", "deep_gemm"),
 )
 SPLIT = ("--indexcache-split-rows", "on")
+OURS = ("--indexcache-kernels", "reference")
 PREFILL_CP = (*TP_2, "--attn-cp-size", "2", "--enable-prefill-cp", "--cp-strategy", "interleave")
 
 
@@ -168,7 +169,7 @@ CASES = [
     ),
     Case(
         "row split of our kernels",
-        (*LIVE, *EAGER, *TP_4_DP_2, *SPLIT, "--indexcache-kernels", "reference"),
+        (*LIVE, *EAGER, *TP_4_DP_2, *SPLIT, *OURS),
         rehearses=("dp_attention",),
         shows=(evidence.kernels_of_ours, evidence.split_rows),
     ),
@@ -255,8 +256,31 @@ CASES = [
     ),
     Case(
         "kernels of ours",
-        (*LIVE, *EAGER, "--indexcache-kernels", "reference"),
+        (*LIVE, *EAGER, *OURS),
         shows=(evidence.kernels_of_ours,),
+    ),
+    Case(  # the draft's layer keeps SGLang's, so that a mutant has to show whose the target's are
+        "MTP by kernels of ours",
+        (*DECODE_GRAPHS, *MTP, *OURS),
+        family="glm-5-mtp",
+        rehearses=("MTP",),
+        shows=(evidence.accepted_drafts,),
+    ),
+    Case(  # in prefill lists are offsets into gathered rows, and a graph reads them at its address
+        "kernels of ours over FP8 in graphs",
+        (
+            *(*DECODE, *PREFILL_GRAPHS, "--enable-metrics", *FP8_KV, *OURS),
+            *("--dsa-prefill-backend", "flashmla_sparse"),
+        ),
+        rehearses=("FP8 KV cache", "CUDA graphs"),
+        shows=(evidence.kernels_of_ours, evidence.replays("prefill_cuda_graph")),
+    ),
+    Case(  # lists are positions, which SGLang maps to slots itself
+        "selections of kernels of ours",
+        (*DECODE_GRAPHS, "--enable-return-indexer-topk", *OURS),
+        variables=(("SGLANG_DSA_FUSE_TOPK", "0"),),
+        rehearses=("returned selections",),
+        shows=(evidence.kernels_of_ours, evidence.returned_selections),
     ),
     Case(
         "kernels by measured rows",

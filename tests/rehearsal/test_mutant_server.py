@@ -36,6 +36,7 @@ CAUGHT = {
     "adopts_only_once": Caught("pipeline parallelism", "the buffer holds those of position"),
     "takes_a_slice_for_a_selection": Caught("attention tensor parallelism", "selected for"),
     "leaves_the_drafts_backend_unnamed": Caught("MTP", "EAGLE is not supported in decode"),
+    "verifies_by_the_next_requests_pages": Caught("MTP by kernels of ours", OTHER_ANSWERS),
     "shares_the_cache_between_patterns": Caught("attention tensor parallelism", OTHER_ANSWERS),
     "scores_from_a_row_too_early": Caught("row split", "entries behind the length of a list"),
     "drops_a_part": Caught("row split", OTHER_ANSWERS),

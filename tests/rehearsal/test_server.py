@@ -68,6 +68,26 @@ class TestLive:
         behind, first = behind_another_pattern_and_first(client)
         assert behind == first
 
+    def test_shared_layers_store_their_keys_and_select_nothing(
+        self, client: Client, alone: list[Any]
+    ) -> None:
+        """Keys that an indexer would write, it writes itself and are not counted."""
+
+        def state() -> dict[str, list[int]]:
+            [rank] = client.server_info()["internal_states"]
+            return dict(rank["indexcache"])
+
+        client.flush_cache()
+        before = state()
+        assert ask(client, (LENGTHS[0], PATTERNS[0]))[0] == alone[0]
+        after = state()
+        for layer, kind in enumerate(PATTERNS[0]):
+            counts = [
+                after[name][layer] - before[name][layer] > 0
+                for name in ("indexer_selections", "index_key_writes")
+            ]
+            assert counts == ([True, False] if kind == "F" else [False, True])
+
     @pytest.mark.parametrize("case", range(4))
     def test_prompts_are_read_as_by_transformers_and_under_no_other_pattern(
         self, client: Client, judge: Judge, case: int

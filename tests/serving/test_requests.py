@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import io
-import itertools
 import json
 from array import array
-from collections import defaultdict
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -15,14 +12,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from sglang.srt.managers.io_struct import SessionParams
-from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
+from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.srt.session.session_controller import Session
 
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import Findings, IndexCacheError, SettingsError
@@ -77,25 +72,6 @@ def stored_under(*args: Any, **fields: Any) -> Any:
 
 
 # -- which pattern -----------------------------------------------------------------------------
-
-
-def test_named_then_by_length_then_default() -> None:
-    serving = serve("FFFF", longer=((10, Pattern("FSFS")),))
-    assert admit().indexcache_pattern == Pattern("FFFF")
-    assert admit(length=10).indexcache_pattern == Pattern("FSFS")
-    assert admit("uniform:1/4", length=10).indexcache_pattern == Pattern("FSSS")
-    before = admit()
-    serving.replace(serving.policy.of(Pattern("FFSS")), "test")
-    assert admit(length=10).indexcache_pattern == Pattern("FFSS")
-    assert before.indexcache_pattern == Pattern("FFFF")
-
-
-def test_static_mode_takes_its_own_pattern_by_any_name() -> None:
-    serve("FSFS", mode="static")
-    assert admit("uniform:1/2").to_finish is None
-    refusal = admit("full")
-    assert "static mode" in refusal.to_finish.message
-    assert "it serves FSFS only" in refusal.to_finish.message
 
 
 @pytest.mark.parametrize("name", ["FFF", "nobody", "ffff", "", 1, ["FFFF"], "x.yaml", "F" * 10_000])
@@ -313,107 +289,6 @@ def test_stages_want_full_layers_at_their_starts(monkeypatch: pytest.MonkeyPatch
     assert "stages start at layer 2" in admit("FSSS").to_finish.message
 
 
-def turn(session: Session, name: str | None = None, **params: Any) -> Req:
-    """Return a turn of a session, as its scheduler makes it."""
-    custom = None if name is None else {requests.NAME: name}
-    required = {
-        "rid": str(next(NUMBERS)),
-        "input_ids": array("q", range(8)),
-        "sampling_params": SamplingParams(custom_params=custom),
-        "session_params": SessionParams(id="s", rid=params.pop("rid", None), **params),
-        "extra_key": None,
-    }
-    fields = defaultdict(lambda: None, required)
-    fields["stream"] = fields["return_logprob"] = fields["return_hidden_states"] = False
-    fields["top_logprobs_num"] = 0
-
-    class Received:
-        def __getattr__(self, field: str) -> Any:
-            return fields[field]
-
-        def __setattr__(self, field: str, value: Any) -> None:
-            fields[field] = value
-
-    return session.create_req(Received(), None, 512)  # type: ignore[arg-type]
-
-
-NUMBERS = itertools.count()
-
-
-def finish(session: Session, request: Req) -> None:
-    """Do what the scheduler does with a turn that has run, also one that was refused."""
-    request.finished_reason = request.to_finish or FINISH_LENGTH(1)
-    if not session.streaming:
-        return
-    if request.to_finish is None:
-        session.finish_req(request)
-    else:
-        session.abort_req()
-
-
-@pytest.fixture(params=[False, True], ids=["plain", "streaming"])
-def session(request: pytest.FixtureRequest) -> Session:
-    return Session(1000, "s", streaming=request.param)
-
-
-def test_a_session_keeps_the_pattern_that_it_began_with(session: Session) -> None:
-    serving = serve()
-    first = turn(session, "FSFS")
-    finish(session, first)
-    assert first.indexcache_pattern == Pattern("FSFS")
-    serving.replace(serving.policy.of(Pattern("FFSS")), "test")
-    for name in (None, "uniform:1/2", None):
-        again = turn(session, name)
-        assert (again.indexcache_pattern, again.to_finish) == (Pattern("FSFS"), None)
-        finish(session, again)
-
-
-def test_the_turn_after_a_refused_one_goes_on_as_before(session: Session) -> None:
-    """The refused one was once made the session's: its next answer came of KV of two patterns."""
-    serve()
-    finish(session, turn(session, "FSFS"))
-    for name in ("FFFF", "nobody"):
-        refusal = turn(session, name)
-        assert refusal.to_finish.status_code == 400
-        finish(session, refusal)
-        again = turn(session)
-        assert again.indexcache_pattern == Pattern("FSFS")
-        finish(session, again)
-    refusal = turn(session, "FFFF")
-    assert "begun under pattern FSFS and cannot go on under FFFF" in refusal.to_finish.message
-
-
-@pytest.mark.parametrize("ours", [True, False])
-def test_a_first_turn_that_is_refused_decides_nothing(session: Session, ours: bool) -> None:
-    """We refuse it, or SGLang does: it is too long, or names a turn that there is none of."""
-    serve()
-    first = turn(session, "nobody" if ours else "FSFS")
-    if not ours:
-        first.set_finish_with_abort("too long")
-    finish(session, first)
-    assert turn(session, "FFSS").to_finish is None
-
-
-def give_up(request: Req) -> None:
-    """Do what the scheduler does with a turn that is aborted, or finds no room, in its queue."""
-    scheduler = SimpleNamespace(tree_cache=SimpleNamespace(finish=lambda *_: None))
-    Scheduler._release_aborted_request(scheduler, request)  # type: ignore[arg-type]
-    assert not request.finished()
-
-
-def test_a_first_turn_that_is_aborted_in_the_queue_decides_nothing(session: Session) -> None:
-    serve()
-    first = turn(session, "FSFS")
-    assert requests.in_hand() == {"FSFS": 1}
-    give_up(first)
-    assert requests.in_hand() == {}
-    again = turn(session, "FFSS")
-    assert (again.indexcache_pattern, again.to_finish) == (Pattern("FFSS"), None)
-    finish(session, again)
-    give_up(turn(session))
-    assert turn(session).indexcache_pattern == Pattern("FFSS")
-
-
 # -- what hangs on it --------------------------------------------------------------------------
 
 
@@ -440,15 +315,6 @@ def test_a_static_and_a_live_server_store_other_index_keys(monkeypatch: pytest.M
     assert stored_under() != static
 
 
-def test_no_key_of_a_users_reaches_another_pattern() -> None:
-    serve()
-    keys = {name: admit(name).extra_key for name in ("FFFF", "FSFS")}
-    for name in keys:
-        for key in keys.values():
-            inside = admit(name, extra_key=key).extra_key
-            assert inside == keys[name] or inside.startswith(keys[name] + "|")
-
-
 def test_users_keys_and_adapters_stay_apart() -> None:
     serve("FSFS", "static")
     keys = [
@@ -472,38 +338,6 @@ def test_a_request_that_comes_back_keeps_its_key() -> None:
     alone = requests.within("indexcache-1", None)
     assert requests.within("indexcache-1", alone) == alone
     assert requests.within("indexcache-2", once) != once
-
-
-def test_a_retracted_request_keeps_its_pattern() -> None:
-    serving = serve()
-    request = admit("FSFS")
-    key = request.extra_key
-    serving.replace(serving.policy.of(Pattern("FFSS")), "test")
-    request.reset_for_retract()
-    assert request.indexcache_pattern == Pattern("FSFS")
-    assert request.extra_key == key
-
-
-def test_requests_are_counted_by_pattern_until_they_finish() -> None:
-    serve()
-    alive = [admit("FSFS"), admit("FSFS"), admit()]
-    assert requests.in_hand() == {"FSFS": 2, "FFFF": 1}
-    alive[0].finished_reason = FINISH_LENGTH(1)
-    assert requests.in_hand() == {"FSFS": 1, "FFFF": 1}
-    alive.clear()
-    gc.collect()
-    assert requests.in_hand() == {}
-
-
-def test_an_answer_tells_its_pattern_once() -> None:
-    from sglang.srt.managers.scheduler_components import output_streamer
-
-    serve()
-    assert admit("FSFS").customized_info == {requests.NAME: ["FSFS"]}
-    streamer = output_streamer.SchedulerOutputStreamer
-    told_once = streamer.is_request_level_customized_info_key
-    assert told_once(SimpleNamespace(), requests.NAME)  # type: ignore[arg-type]
-    assert not told_once(SimpleNamespace(), "another's")  # type: ignore[arg-type]
 
 
 # -- what a request says -----------------------------------------------------------------------

@@ -86,6 +86,26 @@ def leaves_the_drafts_backend_unnamed() -> None:
 
 
 @_mutant
+def verifies_by_the_next_requests_pages() -> None:
+    """Our selection takes the pages of a batch's verified rows for another request's."""
+    from dataclasses import replace
+
+    from sglang_indexcache.serving.cuda import kernels
+
+    select = kernels.select
+
+    def mutant(kernel: Any, *args: Any, **options: Any) -> Any:
+        def wrong(batch: Any, *rest: Any, **more: Any) -> Any:
+            if batch.query_starts is None and batch.rows_per_request > 1:
+                batch = replace(batch, block_table=batch.block_table.roll(1, 0))
+            return kernel(batch, *rest, **more)
+
+        return select(wrong, *args, **options)
+
+    kernels.select = mutant
+
+
+@_mutant
 def shares_the_cache_between_patterns() -> None:
     """A prefix is found by its tokens alone."""
     from sglang_indexcache.serving.plan import Plan
