@@ -21,8 +21,6 @@ def test_it(name):
     with Path("ran").open("a") as file: file.write(name + " ")
     if name == "skipped": pytest.skip("no compiler")
     assert name == "right" or Path("mended").exists()
-
-def test_other(): Path("other").touch()
 """
 
 
@@ -37,59 +35,40 @@ def run(folder: Path, *options: str) -> list[str]:
     )
     (folder / "pytest.ini").write_text("[pytest]\nmarkers = csrc: compiled\n")
     (folder / "ran").unlink(missing_ok=True)
-    command = [sys.executable, "-m", "pytest", "-q", *options, "test_made.py"]
-    environment = {name: os.environ[name] for name in ("PATH",)} | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", *options, "test_made.py"]
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT)}
     subprocess.run(command, cwd=folder, env=environment, capture_output=True, check=False)
-    assert (folder / "other").exists()
     return (folder / "ran").read_text().split() if (folder / "ran").exists() else []
 
 
-@pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["one process", "xdist"])
-def test_what_passed_is_left_out_until_something_changes(
-    tmp_path: Path, workers: tuple[str, ...]
-) -> None:
+def test_what_passed_is_left_out_until_something_changes(tmp_path: Path) -> None:
     (tmp_path / "source").write_text("one")
-    assert sorted(run(tmp_path, *workers)) == ["right", "skipped", "wrong"]
-    assert sorted(run(tmp_path, *workers)) == ["skipped", "wrong"], "what has not passed runs again"
+    assert sorted(run(tmp_path)) == ["right", "skipped", "wrong"]
+    assert sorted(run(tmp_path)) == ["skipped", "wrong"], "what has not passed runs again"
     (tmp_path / "mended").touch()
-    assert "wrong" in run(tmp_path, *workers)
-    assert run(tmp_path, *workers) == ["skipped"]
-    assert len(run(tmp_path, "--csrc", *workers)) == 3
+    assert "wrong" in run(tmp_path)
+    assert run(tmp_path) == ["skipped"]
+    assert len(run(tmp_path, "--csrc")) == 3
     (tmp_path / "source").write_text("two")
-    assert len(run(tmp_path, *workers)) == 3
+    assert len(run(tmp_path)) == 3
 
 
-def test_the_digest_is_of_content(tmp_path: Path) -> None:
-    sources = ("csrc", "one.py")
-    (tmp_path / "csrc" / "deep").mkdir(parents=True)
-    (tmp_path / "csrc" / "deep" / "a.cu").write_text("a")
-    (tmp_path / "one.py").write_text("1")
-    first = digest(tmp_path, sources)
-    assert digest(tmp_path, sources) == first
-    (tmp_path / "csrc" / "deep" / "a.cu").write_text("b")
-    second = digest(tmp_path, sources)
-    (tmp_path / "csrc" / "b.cuh").write_text("")
-    assert len({first, second, digest(tmp_path, sources)}) == 3
-
-
-@pytest.mark.parametrize("settings", ["tests/conftest.py", "pyproject.toml"])
-def test_the_settings_of_all_tests_count(tmp_path: Path, settings: str) -> None:
-    (tmp_path / "tests").mkdir()
-    before = digest(tmp_path)
-    (tmp_path / settings).write_text("changed")
-    assert digest(tmp_path) != before
-
-
-def test_the_compiler_that_is_used_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA_HOME's compiler counts: what passed with one nvcc says nothing of another."""
+def test_the_digest_is_of_sources_settings_and_compilers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert all((ROOT / source).exists() for source in SOURCES)
+    digests = {digest(tmp_path)}
+    for number, path in enumerate(
+        ("csrc/deep/a.cu", "csrc/b.cuh", "tests/conftest.py", "pyproject.toml"), start=2
+    ):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text("changed")
+        digests.add(digest(tmp_path))
+        assert digest(tmp_path) in digests
+        assert len(digests) == number, path
     nvcc = tmp_path / "bin" / "nvcc"
     nvcc.parent.mkdir()
     nvcc.write_text("#!/bin/sh\necho another\n")
     nvcc.chmod(0o755)
-    before = digest(tmp_path)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    assert digest(tmp_path) != before
-
-
-def test_every_source_is_there() -> None:
-    assert all((ROOT / source).exists() for source in SOURCES)
+    assert digest(tmp_path) not in digests, "what passed with one nvcc says nothing of another"

@@ -137,18 +137,6 @@ def _noise(oracle: Oracle) -> Iterator[None]:
     oracle.noise = 0.0
 
 
-def decided_answer(
-    oracle: Oracle, length: int, count: int, pattern: Pattern, seed: int = 0
-) -> tuple[list[int], list[int]]:
-    """Return a prompt and its ``count`` greedy tokens, of which none hangs on rounding."""
-    for candidate in range(seed, seed + 60):
-        ids = prompt(length, candidate)
-        tokens, gap = oracle.greedy(ids, count, pattern)
-        if gap > ROUNDING:
-            return ids, tokens
-    raise AssertionError(f"every answer to {length} tokens under {pattern} has a near-tie")
-
-
 def logprobs(client: Client, ids: list[int]) -> torch.Tensor:
     """Teacher-forced log-probabilities of every token but the first."""
     return batch_logprobs(client, [ids])[0]
