@@ -1,4 +1,4 @@
-"""What the CPU's backend refuses; what it computes is shown by real servers (``tests/e2e``)."""
+"""Refusals of the CPU's backend; real servers show what it computes (``tests/e2e``)."""
 
 from __future__ import annotations
 

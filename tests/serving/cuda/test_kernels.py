@@ -1,4 +1,4 @@
-"""What is decided in Python around SGLang's kernels and ours, where no rehearsed server shows it.
+"""Choices in Python around SGLang's kernels and ours, which no rehearsed server shows.
 
 That our kernels give what SGLang's give, in every form of a forward, is the rehearsal's
 (``tests/rehearsal/test_matrix_server.py``).
