@@ -32,9 +32,6 @@ EMBEDDING = "model.embed_tokens.weight"
 STATE_COPIES = 4
 """Copies of an indexer's parameters: weights, gradients, and AdamW's two moments."""
 
-_WORTH_A_SPLIT = 1.02
-"""A group of layers is split over devices if the fullest then holds less by more than this."""
-
 Tensors = dict[str, torch.Tensor]
 
 
@@ -213,20 +210,10 @@ class FrozenBody:
 def shared_out(pattern: Pattern, loads: Sequence[int], devices: int) -> list[range]:
     """Return the layers of each device, in order, so that the fullest holds as little as possible.
 
-    The layers that an indexer serves stay together unless splitting them makes the fullest device
-    emptier: what they share would travel. ``loads`` are bytes of each layer; some devices get no
-    layer where there are too few.
+    The layers that an indexer serves stay together. ``loads`` are bytes of each layer; some devices
+    get no layer where there are too few.
     """
-    by_groups = _evenly([group.layers for group in pattern.groups], loads, devices)
-    split = _evenly([range(n, n + 1) for n in range(len(pattern))], loads, devices)
-    fullest = [
-        max(sum(loads[n] for n in share) for share in shares) for shares in (by_groups, split)
-    ]
-    return by_groups if fullest[0] <= _WORTH_A_SPLIT * fullest[1] else split
-
-
-def _evenly(groups: Sequence[range], loads: Sequence[int], devices: int) -> list[range]:
-    """Give each device neighbouring groups; the most that one holds is as small as it can be."""
+    groups = [group.layers for group in pattern.groups]
     sizes = [sum(loads[number] for number in group) for group in groups]
     low, high = max(sizes), sum(sizes)
     while low < high:

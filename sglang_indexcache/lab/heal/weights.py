@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import torch
@@ -51,7 +50,6 @@ class WeightFiles:
         self._stored = stored(folder)
         self._open: dict[Path, Any] = {}
         self._stack = ExitStack()  # files stay open
-        self._lock = Lock()
         if not self._stored:
             raise CheckpointError(f"{folder} has no *.safetensors, so there is nothing to train")
 
@@ -93,10 +91,9 @@ class WeightFiles:
 
     def _tensor(self, name: str, device: torch.device) -> torch.Tensor:
         path = self._stored[name].path
-        with self._lock:
-            if path not in self._open:
-                self._open[path] = self._stack.enter_context(safe_open(path, "pt"))
-            tensor: torch.Tensor = self._open[path].get_tensor(name)
+        if path not in self._open:
+            self._open[path] = self._stack.enter_context(safe_open(path, "pt"))
+        tensor: torch.Tensor = self._open[path].get_tensor(name)
         return tensor.to(device)
 
 
