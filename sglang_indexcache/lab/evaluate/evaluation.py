@@ -71,11 +71,6 @@ class Answer:
         """Probability of the right answer, 0 to 1; None if it comes from a log."""
         return math.exp(sum(self.logprobs)) if self.logprobs else None
 
-    @property
-    def nll(self) -> float | None:
-        """Mean nats for each token of the right answer; None if it comes from a log."""
-        return -sum(self.logprobs) / len(self.logprobs) if self.logprobs else None
-
 
 @dataclass(frozen=True)
 class Missing:
@@ -106,7 +101,6 @@ class Evaluation:
         planned: contexts in the order of asking.
         answers: of all arms, in the order of asking; only contexts that every arm is through with.
         tokens: that servers computed, those from a cache left out.
-        endpoint: of :data:`~sglang_indexcache.lab.evaluate.evaluation_plan.ENDPOINTS`.
         finished: whether nothing is left to be asked: every pattern is decided or the plan is done.
         notices: what a reader must know besides, each one sentence.
     """
@@ -122,7 +116,6 @@ class Evaluation:
     seconds: float = 0.0
     finished: bool = False
     notices: tuple[str, ...] = ()
-    endpoint: str = "answers"
 
     @property
     def verified(self) -> bool:
@@ -178,10 +171,10 @@ class Evaluation:
         first = min((max(row.look, 1) for row in unanswered), default=self.design.looks + 1)
         return first - 1
 
-    def outcomes(self, look: int | None = None, endpoint: str = "answers") -> list[Outcome]:
+    def outcomes(self, look: int | None = None, of: str = "right") -> list[Outcome]:
         """Return the outcomes for the statistics: at a look, or all that were asked.
 
-        A log has no probability of right answers.
+        ``of`` is the field of an answer; its ``probability`` is not known of a log's.
         """
         counts = {
             planned.context for planned in self.planned if look is None or planned.look <= look
@@ -189,8 +182,7 @@ class Evaluation:
         return [
             Outcome(row.context, row.question, row.task, row.length, row.arm, value, row.repeat)
             for row in self.answers
-            if row.context in counts
-            and (value := row.probability if endpoint == "probability" else row.right) is not None
+            if row.context in counts and (value := getattr(row, of)) is not None
         ]
 
 
@@ -280,7 +272,6 @@ class Record:
             sum(seconds for _, _, seconds in counted),
             self.finished,
             tuple(self.facts.get("notices", ())),
-            self._plan.endpoint,
         )
 
 

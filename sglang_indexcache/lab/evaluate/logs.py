@@ -4,9 +4,6 @@
   ``EvaluationTracker.save_results_samples`` and ``SampleResult`` of lm-eval 0.4.13. A row is one
   document under one filter, with its scores under the names listed in ``metrics``. RULER's tasks
   name their metrics by length, and give -1 at the lengths that the document does not have.
-* evalscope: ``reviews/<model>/<task>.jsonl``, after ``ReviewResult`` and ``SampleScore``; samples
-  of one ``group_id`` are askings of one question.
-* LongBench v2: the results of its own ``pred.py``, which keep the beginning of the text.
 * plain, for any other harness: an object a line with the question's ``id`` and its ``score``, 0 to
   1. ``context`` names the text that several questions share; ``task`` and ``prompt`` are compared
   if they are there.
@@ -32,7 +29,6 @@ CLUSTERS = (
     *("context", "document", "passage", "article"),
 )
 """Fields that say, in the public data sets, which questions are asked of the same text."""
-_LONGBENCH = ("context", "question", "choice_A", "choice_B", "choice_C", "choice_D", "answer")
 _OLD_LM_EVAL = {"doc_id", "filtered_resps"}
 _NAME = re.compile(r"samples_(.+?)(?:_\d{4}-\d\d-\d\dT[\d.-]+)?$")
 _WORDS = {"true": 1.0, "false": 0.0}
@@ -166,40 +162,6 @@ def _plain(path: Path, metric: str | None) -> Iterator[Sample]:
         )
 
 
-def _longbench(path: Path, metric: str | None) -> Iterator[Sample]:
-    """Yield the samples of LongBench v2's own script."""
-    metric_name = _pick(["judge"], metric, path)
-    for row in _rows(path, LONGBENCH):
-        question = str(row["_id"])
-        yield Sample(
-            LONGBENCH,
-            question,
-            _text_of(row, question),
-            _digest(*map(row.get, _LONGBENCH)),
-            metric_name,
-            _share(row["judge"], path),
-        )
-
-
-def _evalscope(path: Path, metric: str | None) -> Iterator[Sample]:
-    """Yield the samples of one task's reviews."""
-    rows = list(_rows(path, EVALSCOPE))
-    values = [(row["sample_score"].get("score") or {}).get("value") or {} for row in rows]
-    metric_name = _pick(sorted({name for value in values for name in value}), metric, path)
-    for row, value in zip(rows, values, strict=True):
-        sample = row["sample_score"]
-        group = sample.get("group_id")
-        question = str(row["index"] if group is None else group)
-        yield Sample(
-            path.stem,
-            question,
-            _text_of(sample.get("sample_metadata") or {}, question),
-            _digest(row.get("input"), row.get("target")),
-            metric_name,
-            _share(value.get(metric_name), path),
-        )
-
-
 def _lm_eval(path: Path, metric: str | None) -> Iterator[Sample]:
     """Yield the samples of one task."""
     match = _NAME.match(path.stem)
@@ -298,12 +260,10 @@ class LogForm:
     read: Reader
 
 
-LM_EVAL, EVALSCOPE, LONGBENCH, PLAIN = "lm-eval", "evalscope", "longbench-v2", "plain"
+LM_EVAL, PLAIN = "lm-eval", "plain"
 KINDS = {
     LM_EVAL: LogForm(
         frozenset({"doc_id", "doc_hash", "prompt_hash", "target_hash", "metrics"}), _lm_eval
     ),
-    EVALSCOPE: LogForm(frozenset({"index", "sample_score"}), _evalscope),
-    LONGBENCH: LogForm(frozenset({"_id", "judge"}), _longbench),
     PLAIN: LogForm(frozenset({"id", "score"}), _plain),
 }

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -34,13 +34,13 @@ from sglang_indexcache.lab.evaluate.evaluation_plan import (
 from sglang_indexcache.lab.evaluate.servers import Asking, Servers
 from sglang_indexcache.lab.evaluate.tasks.context import Context
 from sglang_indexcache.lab.evaluate.verdict import DECIDED, Kind, Look, verdicts_of
-from sglang_indexcache.lab.runs.cost import Cost, Rate, confirm, print_plan
+from sglang_indexcache.lab.runs.cost import Cost, Rate, print_plan
 from sglang_indexcache.lab.runs.progress import progress_at_most, resumable, resuming
 from sglang_indexcache.lab.runs.provenance import commit, versions
 from sglang_indexcache.lab.stats.bounds import Estimate
 from sglang_indexcache.lab.stats.pairs import Cell
 from sglang_indexcache.library.digest import checkpoint_digest
-from sglang_indexcache.library.lengths import format_length, points
+from sglang_indexcache.library.lengths import points
 from sglang_indexcache.serving.protocol import facts
 
 PAUSES = (1.0, 5.0, 25.0)
@@ -64,7 +64,6 @@ class EvaluationRequest:
     plan: EvaluationPlan
     corpus: Corpus
     flags: str
-    rate: Rate | None = None
     notices: tuple[str, ...] = ()
 
     def tokens(self) -> int:
@@ -91,9 +90,8 @@ class EvaluationRequest:
             tails[task] = round(sum(sizes) / len(sizes))
         return tails
 
-    def tell(self, console: Console) -> Cost:
-        """Print what will be asked, what it costs, and what it can show; the cost is returned."""
-        cost = Cost(self.tokens(), self.rate)
+    def tell(self, console: Console) -> None:
+        """Print what will be asked, how much it computes, and what it can show."""
         arms = ", ".join(f"{arm.name} ({arm.role.value})" for arm in self.arms)
         contexts, *expectations = self.plan.in_words()
         rows = [
@@ -102,13 +100,12 @@ class EvaluationRequest:
             contexts,
             (
                 "cost",
-                f"{cost.in_words()}; looks: {self.plan.looks}, the evaluation ends at the one that "
-                "decides",
+                f"{self.tokens():,} tokens at most; looks: {self.plan.looks}, the evaluation ends "
+                "at the one that decides",
             ),
             *expectations,
         ]
         print_plan(console, rows)
-        return cost
 
 
 def run_evaluation(
@@ -116,21 +113,18 @@ def run_evaluation(
     servers: Mapping[str, Client],
     output: Path,
     console: Console,
-    *,
-    agree: Callable[[str], None],
 ) -> Evaluation:
     """Ask, or go on where the same evaluation was stopped.
 
     Args:
         servers: one under the name "", or one for each arm's name.
-        agree: is given a question before an evaluation of more than an hour, and raises if the
-            answer is no.
 
     Raises:
         KeyboardInterrupt: by Ctrl-C or SIGTERM; the same command goes on.
         QualityError: what may not be evaluated, or not go on.
     """
-    cost, arm_servers = request.tell(console), Servers(request.arms, servers)
+    request.tell(console)
+    arm_servers = Servers(request.arms, servers)
     arm_servers.check_fits(request.plan.longest)
     with recorded(
         output,
@@ -142,19 +136,10 @@ def run_evaluation(
     ) as record:
         if not record.done:
             request.corpus.check(request.plan.planned, console)
-        confirm(cost, agree)
         if not record.facts:  # from here on the folder is this evaluation's
             record.add({"facts": _facts_of(request)})
         resuming(console, len(record.done), "contexts", output / NAME)
-
-        def on_rate(rate: float) -> None:
-            longest = max(length for _, length in request.plan.cells)
-            measured = Rate(rate, f"measured at {format_length(longest)}, the longest")
-            total = Cost(cost.tokens, measured)
-            console.print(f"the plan takes at most {total.hours_in_words()}", highlight=False)
-            confirm(total, agree)
-
-        run = Run(arm_servers, request.corpus, record, console, None if cost.rate else on_rate)
+        run = Run(arm_servers, request.corpus, record, console, request.tokens())
         with resumable(console, output, "what was asked"):
             return run.run()
 
@@ -180,12 +165,7 @@ def _facts_of(request: EvaluationRequest) -> dict[str, Any]:
 
 
 class Run:
-    """One evaluation under way.
-
-    ``on_rate`` is called once, with the tokens per second that were computed for one of the longest
-    contexts, which are asked first. Theirs is the slowest rate, so the time it predicts is an upper
-    bound, and ``on_rate`` may ask the user whether to go on.
-    """
+    """One evaluation under way, of a plan that computes so many ``tokens``."""
 
     def __init__(
         self,
@@ -193,10 +173,10 @@ class Run:
         corpus: Corpus,
         record: Record,
         console: Console,
-        on_rate: Callable[[float], None] | None = None,
+        tokens: int,
     ) -> None:
         self._servers, self._corpus, self._record, self._console = servers, corpus, record, console
-        self._on_rate = on_rate
+        self._tokens, self._is_timed = tokens, False
         self._start = record.evaluation()
         self._progress = progress_at_most(console)
         self._decided: set[str] = set()
@@ -259,11 +239,12 @@ class Run:
         computed = sum(tokens for _, tokens in results)
         for answers, tokens in results:
             self._record.append(answers, tokens, seconds * tokens / computed)
-        if self._on_rate and computed and context.length == max(self._start.lengths):
-            tell, self._on_rate = self._on_rate, None
-            self._progress.stop()
-            tell(computed / seconds)
-            self._progress.start()
+        # The longest are asked first, and theirs is the slowest rate.
+        if computed and not self._is_timed and context.length == max(self._start.lengths):
+            self._is_timed = True
+            longest = Rate(computed / seconds, "measured at the longest")
+            total = Cost(self._tokens, longest)
+            self._tell(f"the plan takes at most {total.hours_in_words()}")
 
     def _ask_with_retries(
         self, context: Context, askings: Sequence[Asking]
@@ -392,7 +373,7 @@ def check_noise(evaluation: Evaluation) -> None:
         (planned[cell], round(float(noise.questions[noise.cells == number].mean())))
         for number, cell in enumerate(noise.names)
     ]
-    assumed = design.needed(*assumed_spread(cells, evaluation.endpoint))
+    assumed = design.needed(*assumed_spread(cells))
     if not estimate.error or not math.isfinite(estimate.error) or design.contexts < assumed:
         return
     needed = design.needed(*estimate.spread)

@@ -58,8 +58,6 @@ class Kind(enum.Enum):
     INVALID = "refused"
 
 
-PROBABLE = "probability of right answers: "
-"""Stands before both levels where that is compared, whatever is pasted alone."""
 MOVE = 3
 """Margins by which a context's mean probability falls that count as a whole bet."""
 
@@ -176,22 +174,17 @@ class Look:
         return [row for row in rows if most is not None and row.length <= most]
 
     @cached_property
-    def right(self) -> list[Outcome]:
-        """Right and wrong of every arm where a pattern can matter: all of a log, which hides it."""
-        return self._above_topk("answers")
+    def long(self) -> list[Outcome]:
+        """Outcomes to compare, where a pattern can matter: all of a log, which hides the length."""
+        return self._above_topk("right")
 
     @cached_property
     def probable(self) -> list[Outcome]:
         """Probability of the right answers, where a pattern can matter; empty for a log."""
         return self._above_topk("probability")
 
-    @property
-    def long(self) -> list[Outcome]:
-        """Outcomes to compare: one of the two kinds."""
-        return self.probable if self.evaluation.endpoint == "probability" else self.right
-
-    def _above_topk(self, endpoint: str) -> list[Outcome]:
-        most, rows = self.evaluation.selects_all, self.evaluation.outcomes(self.at, endpoint)
+    def _above_topk(self, of: str) -> list[Outcome]:
+        most, rows = self.evaluation.selects_all, self.evaluation.outcomes(self.at, of)
         return [row for row in rows if most is None or row.length > most]
 
     def compared(
@@ -202,18 +195,9 @@ class Look:
         repeat: int = 0,
         beside: Sequence[Outcome] = (),
     ) -> Differences:
-        """Compare an arm with the reference's first answers; flips are right answers, always.
-
-        ``beside`` are further outcomes.
-        """
-        arms = arm, self.reference
-        allowed = None if cells is None else set(cells)
-        differences = paired([*self.long, *beside], *arms, cells=allowed, repeat=repeat)
-        if self.long is self.right:
-            return differences
-        # Probabilities almost never tie; counting them as flips would count almost every question.
-        right = paired(self.right, *arms, cells=allowed, repeat=repeat)
-        return replace(differences, flips=right.flips)
+        """Compare an arm with the reference's first answers; ``beside`` are further outcomes."""
+        rows = [*self.long, *beside]
+        return paired(rows, arm, self.reference, cells=cells, repeat=repeat)
 
     def missing(self, pattern: str) -> list[Outcome]:
         """Return what could not be answered, as if the pattern alone had lost it.
@@ -266,7 +250,7 @@ class Look:
 
     def right_share(self, arm: str) -> dict[Cell, float]:
         """Return the share of an arm's first answers that are right, by cell, 0 to 1."""
-        return means(self.right, arm)
+        return means(self.long, arm)
 
     def at_floor(self) -> dict[Cell, float]:
         """Find cells where the reference hardly beats guessing; return its right share there."""
@@ -281,7 +265,7 @@ class Look:
 
         Probabilities count too, but not where it is nearly always right: nothing can be lost there.
         """
-        rows = [row for row in self.right if row.cell == cell]
+        rows = [row for row in self.long if row.cell == cell]
         values = [row.value for row in rows if (row.arm, row.repeat) == (arm, 0)]
         # An arm that is decided is asked no more, so a cell may have none of its answers.
         if not values:
@@ -591,8 +575,7 @@ def _levels_in_words(
     look: Look, pattern: str, levels: tuple[float, float], worst: Worst | None
 ) -> str:
     """Say the levels of reference and pattern, and the cell that lost most, if one lost."""
-    prefix = PROBABLE if look.evaluation.endpoint == "probability" else ""
-    text = f"{prefix}{look.reference} {levels[0]:.1%}, {pattern} {levels[1]:.1%}"
+    text = f"{look.reference} {levels[0]:.1%}, {pattern} {levels[1]:.1%}"
     if worst and worst.difference < 0:
         text += f"; worst: {place((worst.task, worst.length))}, {_points(worst.difference)}"
     return text

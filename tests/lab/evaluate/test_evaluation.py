@@ -103,11 +103,3 @@ def test_what_is_missing_counts_as_lost_where_no_loss_is_claimed() -> None:
     assert f"{len(absent)} questions without an answer: counted as lost" in partial_verdict.details
     _, once = verdicts_of(replace(partial, missing=absent[:1], answers=complete.answers))["more"]
     assert once.kind is Kind.NO_LOSS
-
-
-def test_an_answers_numbers_are_those_of_all_its_tokens() -> None:
-    def answer(*logprobs: float) -> Answer:
-        return Answer("arm", 0, "c", "q0", "needles", 4096, 0.5, 1.0, logprobs=logprobs)
-
-    assert answer(-0.1, -2.2).nll == pytest.approx(1.15)
-    assert answer().nll is None

@@ -152,22 +152,9 @@ def test_a_plan_of_default_size_can_show_its_margin(
     plan = EvaluationPlan(DEFAULT, lengths, contexts, 8, 64, margin)
     assert plan.design.needed(*plan.assumed) <= plan.design.contexts
     fewer = replace(plan, contexts=contexts - 4)
-    seeing = SEEING["answers"]  # the other cells leave the claim
-    assert fewer.design.needed(*fewer.assumed) > seeing * fewer.design.contexts
+    # The other cells leave the claim.
+    assert fewer.design.needed(*fewer.assumed) > SEEING * fewer.design.contexts
     assert enough_contexts(18, 8, 0.2, 4) == 32
-
-
-def test_probabilities_need_fewer_contexts() -> None:
-    assert enough_contexts(18, 8, 0.01, 4, "probability") == 28 < enough_contexts(18, 8, 0.01, 4)
-    finer = replace(PLAN, endpoint="probability")
-    detectable = [plan.design.detectable(*plan.assumed) for plan in (finer, PLAN)]
-    assert detectable == sorted(detectable)
-    assert (
-        "probability of right answers has a standard deviation"
-        in dict(finer.in_words())["can show"]
-    )
-    with pytest.raises(QualityError, match="no endpoint is called 'nll': answers or probability"):
-        replace(PLAN, endpoint="nll")
 
 
 def test_the_longest_contexts_are_asked_first() -> None:
@@ -244,4 +231,3 @@ def test_the_page_counts_the_contexts_of_the_default_tasks() -> None:
     cells = 3 * len(DEFAULT)
     contexts = cells * enough_contexts(cells, 8, 0.01, 4)
     assert f"which is {contexts:,} contexts with {8 * contexts:,} questions" in page
-    assert f"takes {cells * enough_contexts(cells, 8, 0.01, 4, 'probability'):,}]" in page

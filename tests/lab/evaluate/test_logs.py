@@ -11,10 +11,8 @@ import pytest
 from sglang_indexcache.errors import QualityError
 from sglang_indexcache.lab.evaluate.compare import compare_logs
 from sglang_indexcache.lab.evaluate.logs import (
-    EVALSCOPE,
     KINDS,
     LM_EVAL,
-    LONGBENCH,
     PLAIN,
     Log,
     read_log,
@@ -24,10 +22,8 @@ from sglang_indexcache.lab.evaluate.verdict import Kind, verdicts_of
 from sglang_indexcache.lab.stats.pairs import paired
 from tests.lab.evaluate.harness_logs import (
     COUNT,
-    evalscope,
     lines,
     lm_eval,
-    longbench,
     plain,
     ruler,
 )
@@ -41,7 +37,7 @@ def worse(number: int) -> float:
     return float(number % 5 != 0 and number % 4 != 1)
 
 
-WRITERS = {LM_EVAL: lm_eval, EVALSCOPE: evalscope, LONGBENCH: longbench, PLAIN: plain}
+WRITERS = {LM_EVAL: lm_eval, PLAIN: plain}
 
 
 def two_logs(kind: str, folder: Path) -> tuple[Log, Log]:
@@ -312,16 +308,6 @@ def test_an_older_lm_eval_is_named(tmp_path: Path, lacking: set[str]) -> None:
     for place in (path, tmp_path):
         with pytest.raises(QualityError, match=r"an lm-eval before 0\.4\.7, .* 0\.4\.7 or later"):
             read_log("a", str(place))
-
-
-def test_evalscopes_askings_of_one_question_are_a_group(tmp_path: Path) -> None:
-    path = evalscope(tmp_path / "a", right, repeats=2)
-    (path.parents[1] / "predictions.jsonl").write_text('{"index": 0, "model": "m"}\n')
-    log = read_log("a", str(tmp_path / "a"))
-    assert len(log.samples) == COUNT
-    assert len({sample.question for sample in log.samples}) == COUNT // 2
-    assert {sample.task for sample in log.samples} == {"longbench_v2_short"}
-    assert len(compare_logs(log, Log("b", log.kind, log.samples)).outcomes()) == COUNT
 
 
 def test_a_torn_line_is_named(tmp_path: Path) -> None:
