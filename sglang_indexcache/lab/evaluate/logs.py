@@ -43,7 +43,7 @@ class Sample:
         question: unique within the task.
         context: which questions share a text; the question itself where the log does not tell.
         prompt: digest of all that both runs must have in common: prompt and right answer.
-        value: 0 to 1; None where the harness could not score the answer.
+        value: 0 to 1.
         length: tokens; 0 where the log does not tell.
     """
 
@@ -52,7 +52,7 @@ class Sample:
     context: str
     prompt: str
     metric: str
-    value: float | None
+    value: float
     length: int = 0
 
 
@@ -85,11 +85,6 @@ def read_log(name: str, place: str, metric: str | None = None) -> Log:
                 "file or the folder of one"
             )
         samples += new_samples
-    if all(sample.value is None for sample in samples):
-        raise QualityError(
-            f"no question of {place} has a score that is a number. Let the harness score its "
-            "answers, or choose another metric (--metric)"
-        )
     return Log(name, kind, tuple(samples))
 
 
@@ -148,7 +143,7 @@ def _rows(path: Path, kind: str = "") -> Iterator[Row]:
 
 
 def _plain(path: Path, metric: str | None) -> Iterator[Sample]:
-    """Yield the samples of one plain file; a score of null was not given."""
+    """Yield the samples of one plain file."""
     metric_name = _pick(["score"], metric, path)
     for row in _rows(path, PLAIN):
         question, context = str(row["id"]), row.get("context")
@@ -158,7 +153,7 @@ def _plain(path: Path, metric: str | None) -> Iterator[Sample]:
             question if context is None else str(context),
             _digest(row.get("prompt")),
             metric_name,
-            _share(row["score"], path),
+            _share(row["score"], path, question),
         )
 
 
@@ -183,7 +178,7 @@ def _lm_eval(path: Path, metric: str | None) -> Iterator[Sample]:
             _text_of(row.get("doc") or {}, question),
             _digest(row["doc_hash"], row["prompt_hash"], row["target_hash"]),
             metric_name,
-            _share(row[name], path),
+            _share(row[name], path, question),
             length,
         )
 
@@ -224,12 +219,15 @@ def _pick(names: Sequence[str], metric: str | None, where: Path) -> str:
     raise QualityError(f"{where} has no metric {metric!r}, but {listing}")
 
 
-def _share(value: Any, where: Path) -> float | None:
-    """Return a score as a number from 0 to 1, as our bounds need; None for what is not scored."""
+def _share(value: Any, where: Path, question: str) -> float:
+    """Return a score as a number from 0 to 1, as our bounds need."""
     if isinstance(value, str):
         value = _number(value)
     if value is None or value != value:
-        return None
+        raise QualityError(
+            f"{where} has no score for question {question}, which may be a hard one. Run it again, "
+            "leave it out of all logs, or choose another metric (--metric)"
+        )
     if not isinstance(value, int | float):
         raise QualityError(
             f"{where} has a score that is no number ({str(value)[:40]}), such as a metric of whole "

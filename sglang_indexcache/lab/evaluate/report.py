@@ -150,7 +150,6 @@ def record(
         "finished": evaluation.finished,
         "tokens": evaluation.tokens,
         "seconds": evaluation.seconds,
-        "missing": [asdict(missing) for missing in evaluation.missing],
         "notices": list(evaluation.notices),
         "control": {name: asdict(flips) for name, flips in control(evaluation).items()},
         "cells": [asdict(cell) for cell in cells],
@@ -190,7 +189,6 @@ def page(evaluation: Evaluation, verdicts: Verdicts, cells: list[CellDifference]
         margin=points(evaluation.design.margin),
         provenance=provenance(evaluation),
         planned=len(evaluation.long),
-        lost=len(evaluation.lost),
         facts=[(name, _words(value)) for name, value in facts if value],
     )
 

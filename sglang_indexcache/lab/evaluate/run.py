@@ -44,7 +44,7 @@ from sglang_indexcache.library.lengths import points
 from sglang_indexcache.serving.protocol import facts
 
 PAUSES = (1.0, 5.0, 25.0)
-"""Seconds before a context is asked again; once more than there are, it is missing."""
+"""Seconds before a context is asked again; the run ends when they have passed."""
 PAGE = 64
 """Tokens of a cache page: what is left of a context's last one is computed for each question."""
 
@@ -212,7 +212,7 @@ class Run:
                 for arm, repeat in batch
                 if (arm.name, repeat, planned.context) not in self._record.answers
             ]
-            if unanswered and planned.context not in self._record.missing:
+            if unanswered:
                 self._ask(context, unanswered)
         self._record.add({"done": [planned.context]})
         check_context(self._record.evaluation())
@@ -249,10 +249,10 @@ class Run:
     def _ask_with_retries(
         self, context: Context, askings: Sequence[Asking]
     ) -> list[tuple[tuple[Answer, ...], int]]:
-        """Ask with retries. If all fail, record the context as missing and return [].
+        """Ask with retries.
 
         Raises:
-            QualityError: a server is away, so that the next contexts would fail too.
+            QualityError: all of them failed; what was asked is kept.
         """
         for pause in (*PAUSES, None):
             try:
@@ -262,16 +262,10 @@ class Run:
             if pause is not None:
                 self._tell(f"{context.name} is asked again in {pause:g} s: {failure}")
                 time.sleep(pause)
-        away = [server.name for server in self._servers.all if not server.is_ready()]
-        if away:
-            raise QualityError(
-                f"{' and '.join(sorted(set(away)))} stopped answering: {failure}. What was asked "
-                "is kept: start the same command again once it answers."
-            ) from failure
-        names = ", ".join(arm.name for arm, _ in askings)
-        self._tell(f"{context.name} is left out of every arm: {failure}")
-        self._record.add({"missing": context.name, "arm": names, "reason": str(failure)})
-        return []
+        raise QualityError(
+            f"{context.name} was not answered: {failure}. What was asked is kept: start the same "
+            "command again once the server answers."
+        ) from failure
 
     def _judge(self, look: int) -> bool:
         """Judge after all contexts of a look; return whether every pattern is decided."""
@@ -293,8 +287,6 @@ class Run:
         return len(self._decided) == len(verdicts)
 
 
-MOST_MISSING = 0.01
-"""Share of the planned contexts that may fail."""
 ENOUGH_ALIKE = 3
 """Contexts in a row whose every log-probability agrees when two arms are taken for the same one."""
 
@@ -310,20 +302,12 @@ def check_control(evaluation: Evaluation) -> None:
 
 
 def check_context(evaluation: Evaluation) -> None:
-    """Refuse an arm whose every log-probability is the reference's, or too many failed contexts.
+    """Refuse an arm whose every log-probability is the reference's.
 
     An arm that computes exactly what the reference does is not the arm that was asked for. The last
     contexts are looked at, so a server that begins to ignore patterns in the middle is refused as
-    well. And contexts that fail are not a sample of all contexts.
+    well.
     """
-    failed = evaluation.missing
-    if len(failed) > max(1, MOST_MISSING * len(evaluation.planned)):
-        raise QualityError(
-            f"{len(failed)} of {len(evaluation.planned)} contexts failed, more than "
-            f"{MOST_MISSING:.0%}: what is left would be a choice of the easy ones. The last one, "
-            f"{failed[-1].context} in {failed[-1].arm}: {failed[-1].reason}. Fix that, and start "
-            "again with another --output."
-        )
     traces: dict[str, dict[str, list[float | None]]] = defaultdict(lambda: defaultdict(list))
     long = {planned.context for planned in evaluation.long}
     for row in evaluation.answers:

@@ -73,7 +73,7 @@ def ruler(folder: Path, score: Score) -> Path:
     return lines(folder / "samples_niah_single_1_2026-11-22T10-00-00.123456.jsonl", rows)
 
 
-def plain(folder: Path, score: Callable[[int], float | None], count: int = COUNT) -> Path:
+def plain(folder: Path, score: Score, count: int = COUNT) -> Path:
     """Write logs of two questions a text."""
     rows = [
         {"id": number, "context": number // 2, "prompt": f"p{number}", "score": score(number)}

@@ -162,17 +162,6 @@ def test_before_the_first_look_it_says_so(tmp_path: Path) -> None:
     assert "Not finished" in (tmp_path / "report.html").read_text()
 
 
-def test_what_is_missing_is_counted_and_left_out_of_every_arm(tmp_path: Path) -> None:
-    record = evaluation(12, missing=3)
-    write_report(record, tmp_path)
-    assert "48 contexts planned, 3 missing" in re.sub(
-        r"\s+", " ", (tmp_path / "report.html").read_text()
-    )
-    data = json.loads((tmp_path / "eval.json").read_text())
-    assert len(data["missing"]) == 3
-    assert sum(cell["contexts"] for cell in data["cells"] if cell["arm"] == "half") == 45
-
-
 def test_what_the_record_says_is_escaped(tmp_path: Path) -> None:
     write_report(evaluation(12, notices=("<script>alert(1)</script>",)), tmp_path)
     assert "<script>" not in (tmp_path / "report.html").read_text()

@@ -116,7 +116,8 @@ REFUSED = {
     "idle layers": "ignores the pattern: .* layers .* did not do what that says",
     "one cache": "took .* tokens of .* from its cache.*shares cached prefixes between patterns",
     "garbage": "answered .* prompts with something else.*SGLang's own /generate",
-    "stops": "stopped answering.*is kept: start the same command again",
+    "stops": "was not answered: .*is kept: start the same command again",
+    "one context": "was not answered: .*too hard.*start the same command again",
     "control": r"control failed at 48 tokens: .*(half|few) differs from full \(\d+ lost",
     "deaf to names": "asked for pattern F.*S.* and answered under FFFFFFFFFFFF",
     "names no pattern": "asked for pattern F.* and answered without saying under which pattern",
@@ -166,16 +167,6 @@ def test_a_restart_in_the_middle_is_survived(tmp_path: Path) -> None:
         record = evaluate(tmp_path / "b", url, output=output)
     assert timeless(replace(record, tokens=0)) == timeless(replace(expected, tokens=0))
     assert "restarted meanwhile: it counts anew" in output.getvalue()
-
-
-def test_what_cannot_be_answered_is_missing_in_every_arm(tmp_path: Path) -> None:
-    """And too much of it ends the evaluation."""
-    message = r"contexts failed, more than 1%.*too hard"
-    with serving(Fake(fault="one context")) as url, pytest.raises(QualityError, match=message):
-        evaluate(tmp_path, url)
-    record = load(tmp_path)
-    for missing in record.missing:
-        assert missing.context not in {row.context for row in record.outcomes()}
 
 
 def test_a_reference_that_can_only_guess_is_refused(tmp_path: Path) -> None:
