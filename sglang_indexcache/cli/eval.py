@@ -174,7 +174,6 @@ def _request(
         out.print(f"counting the tokens of {path}", highlight=False, soft_wrap=True, markup=False)
     plan, items, remarks = select_rows(plan, files, tokenizer, longest)
     corpus = Corpus(tokenizer, QUESTIONS, items)
-    plan = corpus.fit(plan)
     flags = [
         f"--contexts {plan.contexts} --looks {plan.looks} --seed {plan.seed}",
         *(f"--rows {name}={path.name}" for name, path in files.items()),

@@ -93,7 +93,6 @@ def test_a_control_that_the_checkpoint_has_no_indexers_for_is_passed_over(tmp_pa
         (("full",), "full and full are the same pattern"),
         (("uniform:1/4", "--control", "FSSSFSSSFSSS"), "are the same pattern, FSSSFSSSFSSS"),
         (("1/4", "--length", "64"), "64 tokens can show nothing"),
-        (("1/4", "--task", "needles", "--task", "tracking"), "tracking: with 8 questions it"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(arguments: tuple[str, ...], sentence: str) -> None:
@@ -161,7 +160,7 @@ def test_a_users_files_are_planned_and_what_is_left_out_is_told(tmp_path: Path) 
     )
     assert "prompts: 3 of 4 rows are asked: 3 at 512 tokens (all that it has, of 4 asked f" in text
     assert "1 of at most 64 tokens (index_topk)" in text
-    assert "2 cells, 7 paired questions; control at 48 tokens" in text
+    assert "2 cells, 7 paired questions; control (notes) at 48 tokens" in text
     assert "Plan more (--contexts)" in text
     command = ("eval", "run", "--dry-run", "1/4", *FILES)
     text_of_all = words(call(*command, "--rows", f"prompts={prompts}"))

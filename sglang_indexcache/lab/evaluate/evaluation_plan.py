@@ -42,7 +42,7 @@ AGAIN_EVERY = 4
 CONTROL_SHARE = 0.75
 """Length of the control's contexts, as a share of ``index_topk``."""
 CONTROL_CONTEXTS = 2
-"""Contexts of each task in the control."""
+"""Contexts of the control for each task of the plan."""
 SHORTEST, LEFT_FREE = 32 * 1024, 1024
 """Tokens: the first length where none is given, and what of a model's context stays free."""
 CONTROL_LOOK = 0
@@ -201,7 +201,6 @@ class EvaluationPlan:
         looks: how often the evaluation may end, the last time included.
         taken: rows of users' files, which are cells like those of the generated tasks.
         seed: of the first context of each cell; the others count from there.
-        controls: tasks that the control asks, if not those of the plan (``Corpus.fit``).
 
     Raises:
         QualityError: what cannot be asked, or could show nothing.
@@ -216,7 +215,6 @@ class EvaluationPlan:
     looks: int = 4
     seed: int = 0
     taken: tuple[SelectedRows, ...] = ()
-    controls: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for task in self.tasks:
@@ -308,10 +306,10 @@ class EvaluationPlan:
         So each look has the same share of every cell, and whatever drifts hits all cells alike. The
         longest come first: their rate, the slowest, says how long everything takes at most.
         """
+        length = self.control_length
         control = [
-            Planned(context_name(task, self.control_length, n), task, self.control_length, 0, True)
-            for n in range(CONTROL_CONTEXTS)
-            for task in self.controls or self.tasks or (CONTROL,)
+            Planned(context_name(CONTROL, length, n), CONTROL, length, CONTROL_LOOK, True)
+            for n in range(CONTROL_CONTEXTS * max(1, len(self.tasks)))
         ]
         rounds = [
             (
@@ -336,11 +334,9 @@ class EvaluationPlan:
         pairs = sum(self.pairs.values())
         generated = f"{self.contexts} of each of {', '.join(self.tasks)} at {lengths}; "
         counts = (
-            f"{counted(len(self.cells), 'cell')}, {counted(pairs, 'paired question')}; control at "
-            f"{self.control_length} tokens"
+            f"{counted(len(self.cells), 'cell')}, {counted(pairs, 'paired question')}; control "
+            f"({CONTROL}) at {self.control_length} tokens"
         )
-        if too_long := [task for task in self.tasks if self.controls and task not in self.controls]:
-            counts += f", where {CONTROL} stand in for {', '.join(too_long)} (too long for it)"
         design = self.design
         assumption = (
             f"{DISCORDANCE:.0%} of the pairs differ, with a correlation of {CORRELATION:g} within "
