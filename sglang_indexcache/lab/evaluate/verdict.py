@@ -32,10 +32,9 @@ import numpy as np
 
 from sglang_indexcache.errors import QualityError
 from sglang_indexcache.lab.evaluate.evaluation import Evaluation
-from sglang_indexcache.lab.stats.bounds import Estimate, capital
+from sglang_indexcache.lab.stats.bounds import Estimate, capital, sign_flip
 from sglang_indexcache.lab.stats.design import Design, boundaries
 from sglang_indexcache.lab.stats.pairs import Cell, Differences, Flips, Outcome, paired
-from sglang_indexcache.lab.stats.signs import sign_flip
 from sglang_indexcache.library.lengths import counted, format_length, points
 
 LEAST_RIGHT = 0.10
