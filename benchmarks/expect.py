@@ -19,17 +19,24 @@ from statistics import median
 from typing import Any
 
 from benchmarks.records import markdown, read_arguments
+from sglang_indexcache.checkpoint import INDEX_K_BYTES_PER_KEY
 from sglang_indexcache.errors import BenchError
-from sglang_indexcache.lab.latency.forecast import Deployment, Forwards, choose_patterns
-from sglang_indexcache.lab.latency.results import METRICS
-from sglang_indexcache.lab.latency.row_split import Way
-from sglang_indexcache.lab.latency.rows import CARDS, WHEEL, LatencyEstimate, Layers
+from sglang_indexcache.lab.latency.forecast import Deployment, Forwards, Phase, choose_patterns
+from sglang_indexcache.lab.latency.rows import (
+    CARDS,
+    WHEEL,
+    Chunks,
+    Kind,
+    LatencyEstimate,
+    Layers,
+    share_of,
+)
 from sglang_indexcache.lab.latency.tables import NAMES
 from sglang_indexcache.lab.runs.plots import make_figure, save_figure
 from sglang_indexcache.lab.runs.provenance import machine
 from sglang_indexcache.library.lengths import format_length
 from sglang_indexcache.library.resolve import Library
-from sglang_indexcache.library.sizes import checkpoint_of, find_gpu
+from sglang_indexcache.library.sizes import USED_MEMORY, checkpoint_of, find_gpu
 from sglang_indexcache.library.writing import write_json
 from sglang_indexcache.pattern import Pattern
 
@@ -47,12 +54,14 @@ DEPLOYMENTS = (
     Deployment("GLM-5-FP8", "h100", dp=8),
     Deployment("DeepSeek-V3.2", "h100"),
 )
-WAYS: tuple[Way, ...] = ("row split", "prefill CP")
+WAYS = ("row split", "prefill CP")
+KV_BYTES = {"fp8": 656, "bfloat16": 1152}
+"""Bytes of a token's latent row (FlashMLA's FP8 format; 576 bfloat16)."""
 DEALT = [d for d in DEPLOYMENTS if d.dp == 1 and d.model == "GLM-5-FP8" and d.gpu != "h100"]
 """Deployments whose rows know how all heads on one rank take a prefill, as CP has them."""
 SHORTEST = 1024
 """Tokens of the shortest chunk whose rows are checked: no server makes shorter ones by default."""
-SHOWN = ("prefill", "decode")
+SHOWN: tuple[Phase, ...] = ("prefill", "decode")
 PAPER = "the paper: 30B, 8 x H100, dp 8"
 COLORS = {
     ("GLM-5-FP8", "h200"): "#1f5fa8",
@@ -75,7 +84,7 @@ def gains(deployment: Deployment) -> dict[str, Any]:
     source = Forwards(deployment)
     patterns, sources = choose_patterns(RATIOS, deployment.measured.shape)
     by_metric: dict[str, Any] = {}
-    for metric in METRICS:
+    for metric in SHOWN:
         by_metric[metric] = {}
         for name, pattern in patterns:
             cells = {n: source.gain(metric, pattern, n) for n in CONTEXTS}
@@ -86,7 +95,6 @@ def gains(deployment: Deployment) -> dict[str, Any]:
                     "every_indexer_ms": round(cell.milliseconds, 3),
                     "gain": round(cell.gain, 4),
                     "off": round(cell.off, 4),
-                    "requests": cell.requests,
                 }
                 for n, cell in cells.items()
             }
@@ -95,24 +103,47 @@ def gains(deployment: Deployment) -> dict[str, Any]:
         "model": deployment.model,
         "gpu": deployment.gpu,
         "dp": deployment.dp,
-        "weights_fit": deployment.cache_tokens > 0,
+        "weights_fit": deployment.weight_bytes < USED_MEMORY * find_gpu(deployment.gpu).memory,
         "full_layers": {name: len(pattern.full_layers) for name, pattern in patterns},
         "sources": [*source.sources, *sources],
         "gains": by_metric,
     }
 
 
+class ContextParallelLayers:
+    """Layers of which each rank attends with a share of the rows, by all heads, in prefill.
+
+    Latents and index keys are gathered. Of decode, where no heads are split, nothing is said.
+    """
+
+    def __init__(self, forwards: Forwards) -> None:
+        deployment, names = forwards.deployment, forwards.deployment.measured
+        heads = deployment.shape.num_attention_heads
+        self._layers = forwards.wheel.layers(
+            names.full, names.shared, heads, names.weights, deployment.cache
+        )
+        self._ranks, self._gather = deployment.ranks, forwards.gather
+        self._key_bytes = KV_BYTES[deployment.cache]
+
+    def chunk(self, kind: Kind, tokens: int, prefix: int) -> LatencyEstimate | None:
+        """Return milliseconds of one layer."""
+        part = self._layers.chunk(kind, *share_of(tokens, prefix, self._ranks))
+        gathered_bytes = self._key_bytes + (INDEX_K_BYTES_PER_KEY if kind == "F" else 0)
+        gathered = self._gather.at(tokens * gathered_bytes)
+        return None if part is None or gathered is None else part + gathered
+
+
 def dealt_out(deployment: Deployment) -> dict[str, Any]:
     """Compose what sharing the rows of a prefill gains, with every indexer and at 1/4."""
     source = Forwards(deployment)
-    source.deal_out(*WAYS)
+    shared: tuple[Chunks, ...] = (source.row_split, ContextParallelLayers(source))
     [(_, quarter)], _ = choose_patterns(["1/4"], deployment.measured.shape)
     patterns = {"every indexer": Pattern.full(len(quarter)), "1/4": quarter}
     ways: dict[str, Any] = {}
-    for way in WAYS:
+    for way, layers in zip(WAYS, shared, strict=True):
         ways[way] = {}
         for name, pattern in patterns.items():
-            cells = {n: source.gain("prefill", pattern, n, way) for n in CONTEXTS}
+            cells = {n: source.gain("prefill", pattern, n, layers) for n in CONTEXTS}
             ways[way][name] = {str(n): cell and round(cell.gain, 4) for n, cell in cells.items()}
     return {"deployment": str(deployment), "dp": 1, "ways": ways, "sources": source.sources} | {
         name: getattr(deployment, name) for name in ("model", "gpu")
@@ -202,10 +233,9 @@ def nvidias_estimate(deployment: Deployment) -> list[dict[str, Any]]:
     forwards, names = Forwards(deployment), deployment.measured
     data = perf_database.get_database(f"{deployment.gpu}_sxm", "sglang", "0.5.14")
     backend = get_backend("sglang")
-    cache = {"bf16": "bfloat16", "fp8": "fp8"}[deployment.cache]
     config = ModelConfig(
         tp_size=8, moe_tp_size=8, moe_ep_size=1,
-        kvcache_quant_mode=common.KVCacheQuantMode[cache],
+        kvcache_quant_mode=common.KVCacheQuantMode[deployment.cache],
     )  # fmt: skip
     model = models.get_model(names.full, config, "sglang")
 
@@ -227,7 +257,7 @@ def nvidias_estimate(deployment: Deployment) -> list[dict[str, Any]]:
         full = deployment.shape.num_hidden_layers
         for phase, their, our in (
             ("prefill", total, forwards.prefill(full, context)),
-            ("decode", step, forwards.decode(full, 1, context)),
+            ("decode", step, forwards.decode(full, context)),
         ):
             if our is not None:
                 rows.append(
@@ -263,7 +293,7 @@ def measure() -> dict[str, Any]:
 
 def papers_gain(metric: str, ratio: str, context: int) -> float:
     """Return the paper's own gain, of its 30B model on eight H100 with dp_attention."""
-    name = {"prefill": "prefill time", "decode": "decode, one request", "full": "decode, full"}
+    name = {"prefill": "prefill time", "decode": "decode, one request"}
     entry = Library.default().resolve(ratio, checkpoint_of("30b")).entry
     assert entry is not None
     [row] = (
@@ -391,7 +421,7 @@ def draw(record: dict[str, Any], path: Path) -> None:
             contexts, [papers_gain(metric, "1/4", n) for n in record["contexts"]],
             ls="none", marker="D", ms=5, color="black", label=f"{PAPER} (measured)",
         )  # fmt: skip
-        axis.set_title(NAMES[metric], fontsize=10, loc="left")  # type: ignore[index]
+        axis.set_title(NAMES[metric], fontsize=10, loc="left")
         axis.set_xlabel("context, thousands of tokens")
         axis.set_xticks(contexts)
         axis.set_ylim(bottom=1.0)

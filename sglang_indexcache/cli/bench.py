@@ -14,14 +14,12 @@ from sglang_indexcache.cli.common import (
     ApiKey,
     Command,
     Figures,
-    Json,
     Model,
     Output,
     Urls,
     connect,
     group,
     out,
-    print_json,
 )
 
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": False}
@@ -44,18 +42,12 @@ FullConcurrency = Annotated[int, Option("--full-concurrency", metavar="N", help=
     "Requests a rank for the full KV cache; 0 takes as many as fit, and 1 needs no request of "
     "its own.")]
 MeasuredModel = Annotated[str, Option("--model", "--model-path", metavar="NAME", help=
-    "GLM-5-FP8, GLM-5 or DeepSeek-V3.2, whose layers were measured, or the folder of one.")]
+    "GLM-5-FP8, GLM-5 or DeepSeek-V3.2, whose layers were measured.")]
 Gpu = Annotated[str, Option("--gpu", metavar="h100|h200|b200", help="The card.")]
 Gpus = Annotated[int, Option("--gpus", "--tp", min=1, metavar="N", help=
     "How many GPUs: SGLang's --tp.")]
 Dp = Annotated[int, Option("--dp", min=1, metavar="N", help=
     "Ranks of data-parallel attention: SGLang's --dp with --enable-dp-attention.")]
-SplitRows = Annotated[bool, Option("--split-rows", help=
-    "Add what the row split gains in prefill, alone and with each pattern.")]
-Cp = Annotated[bool, Option("--cp", help=
-    "Add what prefill context parallelism over the same GPUs gains, alone and with each pattern.")]
-Kv = Annotated[str, Option("--kv", metavar="bf16|fp8", help=
-    "Format of the KV cache; left out: SGLang's default on that card.")]
 # fmt: on
 
 
@@ -118,35 +110,19 @@ def plan_command(
     gpu: Gpu = "h200",
     gpus: Gpus = 8,
     dp: Dp = 1,
-    kv: Kv = "",
-    split_rows: SplitRows = False,
-    cp: Cp = False,
-    as_json: Json = False,
 ) -> None:
-    """Tell what a pattern should gain on a deployment, from NVIDIA's measurements of its layers.
+    """Compose what a pattern should gain on a deployment from NVIDIA's measurements of its layers.
 
-    For example: indexcache bench plan --model GLM-5-FP8 --gpu h200 --gpus 8
+    With the row split beside it, where ranks share a request's attention. For example:
+    indexcache bench plan --model GLM-5-FP8 --gpu h200 --gpus 8
     """
-    from sglang_indexcache.lab.latency.forecast import (
-        choose_patterns,
-        plan,
-        plan_grid,
-        plan_to_json,
-    )
-    from sglang_indexcache.lab.latency.row_split import Way
+    from sglang_indexcache.lab.latency.forecast import choose_patterns, plan, plan_grid
     from sglang_indexcache.library.lengths import parse_length
 
-    asked: dict[Way, bool] = {"row split": split_rows, "prefill CP": cp}
-    ways = [way for way, is_wanted in asked.items() if is_wanted]
     contexts = [parse_length(text) for text in context or PLANNED_CONTEXTS]
-    forwards = plan(model, gpu, gpus, dp, kv, ways=ways)
+    forwards = plan(model, gpu, gpus, dp)
     shape = forwards.deployment.measured.shape
-    patterns, remarks = choose_patterns(pattern or PAPERS_PATTERNS[1:], shape)
-    ranges = forwards.describe_range([parsed for _, parsed in patterns], contexts)
-    notes = [*filter(None, [*forwards.sources, ranges, *remarks])]
-    if as_json:
-        print_json(plan_to_json(forwards, patterns, contexts) | {"notes": notes})
-        return
+    patterns, notes = choose_patterns(pattern or PAPERS_PATTERNS[1:], shape)
     out.print(plan_grid(forwards, patterns, contexts).to_terminal())
-    for sentence in notes:
+    for sentence in filter(None, [*forwards.sources, *notes]):
         out.print(sentence, highlight=False)

@@ -6,7 +6,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
-import typer
 from typer import Argument, Option
 
 from sglang_indexcache.cli.common import (
@@ -14,7 +13,6 @@ from sglang_indexcache.cli.common import (
     SERVERS,
     ApiKey,
     Command,
-    Config,
     Model,
     Output,
     Seed,
@@ -59,9 +57,6 @@ Contexts = Annotated[int | None, InQuestions("--contexts", metavar="COUNT", help
     "Contexts of each task at each length; of a file, as far as it has them. The default is as "
     "many as the margin needs.")]
 Against = Annotated[str, InJudgement("--against", metavar="PATTERN", help="Reference pattern.")]
-Endpoint = Annotated[str, InJudgement("--endpoint", metavar="NAME", help=
-    "What is compared: answers (right or wrong), or probability (of the right answers: finer, so "
-    "fewer contexts do, but it is another question).")]
 Looks = Annotated[int, InJudgement("--looks", metavar="COUNT", help=
     "Planned analyses, the last at the end; the run stops early once one decides.")]
 Control = Annotated[str, InJudgement("--control", metavar="PATTERN", help=
@@ -70,23 +65,18 @@ Control = Annotated[str, InJudgement("--control", metavar="PATTERN", help=
 Url = Annotated[list[str] | None, InServers("--url", metavar="[NAME=]URL", help=
     "A server in live mode, which then serves every arm; or NAME=URL for each arm, where NAME is "
     "that of the pattern, or the pattern as given.")]
-TokensPerSecond = Annotated[float | None, InServers("--rate", metavar="TOKENS", help=
-    "Tokens that the servers prefill in a second, for the cost. Else it is measured on the first "
-    "context of each length.")]
 OutputIfAny = Annotated[Path | None, Option(
     "--output", "-o", metavar="FOLDER", callback=writable, help=
     "A folder for everything that is written; needed unless --dry-run.")]
 DryRun = Annotated[bool, Option("--dry-run", help=
     "Say what the evaluation costs and what loss it can show, and make every context once; send "
     "nothing.")]
-Yes = Annotated[bool, Option("--yes", help="Do not ask before more than one node-hour.")]
 Folder = Annotated[Path, Argument(metavar="FOLDER", help="The output folder of an evaluation.")]
 WriteQuality = Annotated[Path | None, Option("--write-quality", metavar="FILE", help=
     "Write the verdict into the quality section of this pattern file (YAML): then patterns show, "
     "doctor and the server say what is known of it on this checkpoint.")]
 Reference = Annotated[str, Argument(metavar="[NAME=]PATH", help=
-    "A run's folder or file: of lm-eval, evalscope or LongBench v2, or any .jsonl with id and "
-    "score a line.")]
+    "A run's folder or file: of lm-eval, or any .jsonl with id and score a line.")]
 Candidate = Annotated[str, Argument(metavar="[NAME=]PATH", help="Likewise.")]
 Metric = Annotated[str | None, Option("--metric", metavar="NAME", help=
     "Which score to compare, if the logs have several.")]
@@ -108,17 +98,13 @@ def run_command(
     contexts: Contexts = None,
     against: Against = "full",
     margin: Margin = 1.0,
-    endpoint: Endpoint = "answers",
     looks: Looks = 4,
     control: Control = "",
     seed: Seed = 0,
     url: Url = None,
     api_key: ApiKey = None,
-    rate: TokensPerSecond = None,
     output: OutputIfAny = None,
-    config: Config = None,  # noqa: ARG001
     dry_run: DryRun = False,
-    yes: Yes = False,
 ) -> None:
     """Evaluate patterns on running servers. Start it again after any stop: it resumes.
 
@@ -132,21 +118,14 @@ def run_command(
     servers = {} if dry_run else _servers(url, api_key)
     if output is None and not dry_run:
         raise QualityError("give a folder for the results (--output), or only plan (--dry-run)")
-    if rate is not None and rate <= 0:
-        raise QualityError(f"a rate of {rate:g} tokens a second is not above 0 (--rate)")
-    design = DesignNumbers(margin / 100, looks, endpoint, contexts, seed)
-    request = _request(model, (against, patterns, control), task, rows, length, design, rate)
+    design = DesignNumbers(margin / 100, looks, contexts, seed)
+    request = _request(model, (against, patterns, control), task, rows, length, design)
     if dry_run:
         request.tell(out)
         request.corpus.check(request.plan.planned, out)
         return
-
-    def agree(question: str) -> None:
-        if not yes and not typer.confirm(question):
-            raise QualityError("not begun; --yes does without the question")
-
     assert output is not None
-    _report(run_evaluation(request, servers, output, out, agree=agree), output)
+    _report(run_evaluation(request, servers, output, out), output)
 
 
 class DesignNumbers(NamedTuple):
@@ -159,7 +138,6 @@ class DesignNumbers(NamedTuple):
 
     margin: float
     looks: int
-    endpoint: str
     contexts: int | None
     seed: int
 
@@ -171,7 +149,6 @@ def _request(
     rows: list[str] | None,
     lengths: list[str] | None,
     design: DesignNumbers,
-    rate: float | None,
 ) -> EvaluationRequest:
     """Make the request of an evaluation: its arms, its plan and the questions that it asks.
 
@@ -187,7 +164,6 @@ def _request(
     from sglang_indexcache.lab.evaluate.run import EvaluationRequest
     from sglang_indexcache.lab.evaluate.tasks import DEFAULT
     from sglang_indexcache.lab.evaluate.tasks.context import QUESTIONS
-    from sglang_indexcache.lab.runs.cost import Rate
 
     named = arms_of(model, *arms)
     files = _files(rows)
@@ -198,14 +174,11 @@ def _request(
         out.print(f"counting the tokens of {path}", highlight=False, soft_wrap=True, markup=False)
     plan, items, remarks = select_rows(plan, files, tokenizer, longest)
     corpus = Corpus(tokenizer, QUESTIONS, items)
-    plan = corpus.fit(plan)
     flags = [
         f"--contexts {plan.contexts} --looks {plan.looks} --seed {plan.seed}",
-        f"--endpoint {plan.endpoint}",
         *(f"--rows {name}={path.name}" for name, path in files.items()),
     ]
-    given = None if rate is None else Rate(rate, "given by --rate")
-    return EvaluationRequest(model, named, plan, corpus, " ".join(flags), given, remarks)
+    return EvaluationRequest(model, named, plan, corpus, " ".join(flags), remarks)
 
 
 def _plan(
@@ -227,7 +200,7 @@ def _plan(
     contexts = design.contexts
     if contexts is None:
         cells, behind = max(len(tasks), 1) * len(asked), QUESTIONS if tasks else 1
-        contexts = enough_contexts(cells, behind, design.margin, design.looks, design.endpoint)
+        contexts = enough_contexts(cells, behind, design.margin, design.looks)
     plan = EvaluationPlan(
         tasks,
         asked,
@@ -237,7 +210,6 @@ def _plan(
         design.margin,
         design.looks,
         design.seed,
-        endpoint=design.endpoint,
     )
     return plan, int(longest or asked[-1])
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from typer import Argument, Option
@@ -19,9 +19,6 @@ from sglang_indexcache.cli.common import (
     writable,
 )
 from sglang_indexcache.lab.heal import STEPS
-
-if TYPE_CHECKING:
-    from sglang_indexcache.lab.heal.heal import HealOptions
 
 app = group("Train the indexers that a pattern keeps, on a frozen model.")
 
@@ -51,16 +48,11 @@ Lr = Annotated[float | None, Option("--lr", metavar="RATE", help=
     "Highest learning rate. If not given, a short trial of three decides.")]
 HeldOut = Annotated[int, Option("--held-out", min=1, metavar="N", help=
     "Rows that are only judged by.")]
-EvaluateEvery = Annotated[int, Option("--evaluate-every", min=1, metavar="N", help=
-    "Steps between evaluations.")]
-Dtype = Annotated[str, Option("--dtype", metavar="DTYPE", help=
-    "What the frozen model computes in: bfloat16 or float32.")]
 FromDisk = Annotated[bool, Option("--from-disk", help=
     "Read each layer when it runs: for what does not fit.")]
-DryRun = Annotated[bool, Option("--dry-run", help=
-    "Say what it would take on --gpus, GPU by GPU, and do nothing.")]
-Gpus = Annotated[str, Option("--gpus", metavar="NxNAME", help=
-    "GPUs of a dry run: how many, and h100, h200 or b200.")]
+DryRun = Annotated[str | None, Option("--dry-run", metavar="NxGPU", help=
+    "Say what each GPU would hold at most, of so many (8xh200; h100, h200 or b200), and do "
+    "nothing.")]
 Adapter = Annotated[Path, Argument(metavar="FOLDER", help="The folder of an adapter.")]
 AdaptedModel = Annotated[Path, Option("--model", "--model-path", metavar="FOLDER", help=
     "The checkpoint that it was trained on.")]
@@ -84,12 +76,9 @@ def run(
     sparse_context: SparseContext = None,
     lr: Lr = None,
     held_out: HeldOut = 8,
-    evaluate_every: EvaluateEvery = 40,
-    dtype: Dtype = "bfloat16",
     from_disk: FromDisk = False,
     seed: Seed = 0,
-    dry_run: DryRun = False,
-    gpus: Gpus = "8xh200",
+    dry_run: DryRun = None,
 ) -> None:
     """Train the indexers that a pattern keeps, on a frozen model: hours, not weeks.
 
@@ -115,26 +104,17 @@ def run(
         sparse_steps=sparse_steps,
         lr=lr,
         held_out=held_out,
-        evaluate_every=evaluate_every,
         seed=seed,
-        dtype=dtype,
         from_disk=from_disk,
     )
-    if dry_run:
-        _print_bill(options, gpus)
+    if dry_run is not None:
+        from sglang_indexcache.lab.heal.dry_run import memory_needed
+        from sglang_indexcache.lab.runs.cost import print_plan
+
+        print_plan(out, memory_needed(options, dry_run))
         return
     with resumable(out, output.with_name(f"{output.name}.run")):
         heal(options, out)
-
-
-def _print_bill(options: HealOptions, gpus: str) -> None:
-    """Print what a healing would take on GPUs such as ``8xh200``."""
-    from sglang_indexcache.lab.heal.dry_run import counted_gpus, dry_run
-    from sglang_indexcache.lab.runs.cost import print_plan
-    from sglang_indexcache.library.sizes import find_gpu
-
-    count, name = counted_gpus(gpus)
-    print_plan(out, dry_run(options, count, find_gpu(name)))
 
 
 @app.command(

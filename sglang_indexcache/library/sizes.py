@@ -116,21 +116,19 @@ def checkpoint_of(name: str) -> Checkpoint:
 class Gpu:
     """One of NVIDIA's data sheets.
 
-    FLOP/s of dense products and, ``float32``, outside the matrix units; the memory's bytes/s and
-    bytes.
+    FLOP/s of dense products; the memory's bytes/s and bytes.
     """
 
     name: str
     bf16: float
-    float32: float
     bandwidth: float
     memory: float
 
 
 GPUS = {
-    "h100": Gpu("H100 SXM", 989e12, 67e12, 3.35e12, 80e9),
-    "h200": Gpu("H200 SXM", 989e12, 67e12, 4.8e12, 141e9),
-    "b200": Gpu("B200", 2250e12, 75e12, 8.0e12, 180e9),
+    "h100": Gpu("H100 SXM", 989e12, 3.35e12, 80e9),
+    "h200": Gpu("H200 SXM", 989e12, 4.8e12, 141e9),
+    "b200": Gpu("B200", 2250e12, 8.0e12, 180e9),
 }
 
 

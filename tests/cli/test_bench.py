@@ -118,21 +118,3 @@ def test_a_plan_is_arithmetic() -> None:
     pytest.importorskip("aiconfigurator_core")
     plan = ("bench", "plan", "--model", "glm-5-fp8", "--context", "32K", "--pattern", "1/4")
     assert modules_of(*plan) == {"sglang_indexcache.lab.latency.results"}
-
-
-def test_a_plan_as_json_has_the_gains_of_the_table() -> None:
-    pytest.importorskip("aiconfigurator_core")
-    arguments = ["bench", "plan", "--model", "GLM-5-FP8", "--context", "32K", "--pattern", "1/4"]
-    table = CliRunner().invoke(app, arguments).output
-    result = CliRunner().invoke(app, [*arguments, "--json"])
-    document = json.loads(result.stdout)
-    assert result.exit_code == 0
-    assert {*document} == {"deployment", "gains", "row_split", "notes"}
-    assert [gain["metric"] for gain in document["gains"]] == ["prefill", "decode", "full"]
-    for gain in document["gains"]:
-        assert (gain["name"], gain["context"]) == ("1/4", 32000)
-        assert f"({gain['full_layers']} of {gain['layers']} F)" in table
-        assert ("no rate" if gain["speedup"] is None else f"{gain['speedup']:.2f}x") in table
-    assert document["deployment"] in " ".join(table.split())
-    for note in document["notes"]:
-        assert note.split()[0] in table

@@ -43,7 +43,7 @@ def test_an_evaluation_tells_its_cost_first_and_then_its_verdicts(tmp_path: Path
         another = call(*command, "--seed", "3")
     assert result.exit_code == 0, result.output
     text = words(result)
-    assert text.index("cost ") < text.index("measured at 256") < text.index("1/2: ")
+    assert text.index("cost ") < text.index("measured at the longest") < text.index("1/2: ")
     assert "full (reference), 1/2 (candidate), 1/4 (candidate)" in text  # fewer F come later
     assert "can show a loss of" in text
     assert "resuming: 6 contexts" in words(again)
@@ -54,23 +54,6 @@ def test_an_evaluation_tells_its_cost_first_and_then_its_verdicts(tmp_path: Path
     assert evaluation.facts["server"]["dtype"] == "bfloat16"
     assert evaluation.facts["model"] == "tiny-dsa"
     assert {p.name for p in (tmp_path / "out").iterdir()} >= {"eval.json", "report.html"}
-
-
-def test_hours_are_told_from_the_longest_length_and_asked_about_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sglang_indexcache.lab.runs.cost.ASKS_ABOVE_HOURS", 0.0)
-    command = (
-        *("eval", "run", "1/4", *SMALL, "--length", "160", "--margin", "40"),
-        *("-o", tmp_path / "out"),
-    )
-    with serving(Fake()) as url:
-        result = call(*command, "--url", url)
-        again = call(*command, "--url", url, "--yes")
-    assert result.exit_code == 1
-    assert result.output.count("Continue?") == 1
-    assert "(measured at 256, the longest). Continue?" in words(result)
-    assert again.exit_code == 0, again.output
 
 
 @pytest.mark.parametrize(
@@ -103,18 +86,6 @@ def test_a_control_that_the_checkpoint_has_no_indexers_for_is_passed_over(tmp_pa
     assert "first-layer-only (bad)" in words(result)
 
 
-def test_more_than_an_hour_is_asked_for(tmp_path: Path) -> None:
-    fake = Fake()
-    with serving(fake) as url:
-        result = call(
-            *("eval", "run", "1/4", *SMALL, "--url", url, "-o", tmp_path / "out"),
-            *("--rate", "0.1"),
-        )
-    assert result.exit_code == 1
-    assert "hours at 0 tokens a second (given by --rate). Continue?" in words(result)
-    assert fake.calls == 0
-
-
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -122,7 +93,6 @@ def test_more_than_an_hour_is_asked_for(tmp_path: Path) -> None:
         (("full",), "full and full are the same pattern"),
         (("uniform:1/4", "--control", "FSSSFSSSFSSS"), "are the same pattern, FSSSFSSSFSSS"),
         (("1/4", "--length", "64"), "64 tokens can show nothing"),
-        (("1/4", "--task", "needles", "--task", "tracking"), "tracking: with 8 questions it"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(arguments: tuple[str, ...], sentence: str) -> None:
@@ -180,7 +150,7 @@ def test_a_users_files_are_planned_and_what_is_left_out_is_told(tmp_path: Path) 
         tmp_path / "own.jsonl", [prompt_row(n, "yes", 5 + 60 * (n > 0)) for n in range(4)]
     )
     result = call(
-        *("eval", "run", "--dry-run", "1/4", *FILES, "--rate", "10"),
+        *("eval", "run", "--dry-run", "1/4", *FILES),
         *("--rows", f"aa-lcr={lcr}", "--rows", f"prompts={prompts}", "--contexts", "4"),
     )
     assert result.exit_code == 0, result.output
@@ -190,12 +160,11 @@ def test_a_users_files_are_planned_and_what_is_left_out_is_told(tmp_path: Path) 
     )
     assert "prompts: 3 of 4 rows are asked: 3 at 512 tokens (all that it has, of 4 asked f" in text
     assert "1 of at most 64 tokens (index_topk)" in text
-    assert "2 cells, 7 paired questions; control at 48 tokens" in text
+    assert "2 cells, 7 paired questions; control (notes) at 48 tokens" in text
     assert "Plan more (--contexts)" in text
     command = ("eval", "run", "--dry-run", "1/4", *FILES)
     text_of_all = words(call(*command, "--rows", f"prompts={prompts}"))
     assert "1 cell, 3 paired questions" in text_of_all
-    assert "The files have no more: ask generated tasks beside them (--task)" in text_of_all
 
 
 def compare(*arguments: object) -> tuple[int, str]:
@@ -254,24 +223,13 @@ def test_the_report_is_made_again_from_the_journal_alone(tmp_path: Path) -> None
     result = call("eval", "report", folder)
     assert result.exit_code == 0, result.output
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == first
-    assert {"report.html", "eval.json", "samples.jsonl"} <= first.keys()
-
-
-def test_options_may_stand_in_a_file(tmp_path: Path) -> None:
-    config = tmp_path / "eval.yaml"
-    config.write_text("contexts: 5\nlooks: 1\ntask: notes\n")
-    options = ("--model", TINY, "--length", "256", "--dry-run", "--config", config)
-    result = call("eval", "run", "1/2", *options)
-    assert result.exit_code == 0, result.output
-    assert "5 of each of notes at 256; 1 cell, 40 paired questions" in words(result)
-    config.write_text("context: 5\n")
-    assert "'context' is no option" in words(call("eval", "run", "1/2", *options))
+    assert {"report.html", "eval.json"} <= first.keys()
 
 
 def test_a_plan_sends_nothing() -> None:
-    result = call("eval", "run", "--dry-run", "uniform:1/4", *SMALL, "--rate", "10")
+    result = call("eval", "run", "--dry-run", "uniform:1/4", *SMALL)
     assert result.exit_code == 0, result.output
-    assert "minutes at 10 tokens a second (given by --rate)" in words(result)
+    assert "tokens at most; looks" in words(result)
     assert "can show a loss of" in words(result)
 
 

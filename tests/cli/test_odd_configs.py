@@ -24,7 +24,7 @@ READING = {
     "eval run 1/2": ("--dry-run",),
     "search run": ("-o", "out", "--batches", "2"),
     "heal run": ("-o", "out", "--data", "machine", "--pattern", "uniform:1/2"),
-    "heal run ": ("-o", "out", "--data", "machine", "--pattern", "1/2", "--dry-run"),
+    "heal run ": ("-o", "out", "--data", "machine", "--pattern", "1/2", "--dry-run", "1xh200"),
 }
 """By command: what else it needs."""
 WITH_TRANSFORMERS = [name for name in READING if name.split()[0] in ("eval", "search", "heal")]

@@ -146,7 +146,7 @@ def test_an_evaluation_has_the_losses_that_transformers_has(
     arms = arms_of(TINY, "full", ("uniform:1/4",), "")
     request = EvaluationRequest(TINY, arms, PLAN, corpus, "")
     console = Console(file=io.StringIO())
-    record = run_evaluation(request, {"": tiny}, tmp_path, console, agree=lambda _: None)
+    record = run_evaluation(request, {"": tiny}, tmp_path, console)
     assert record.finished
     assert record.verified
     planned = {place.context: corpus.make(place) for place in record.planned}

@@ -9,18 +9,17 @@ averaged, which takes out noise and leaves one observation. What a harness write
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
 from sglang_indexcache.errors import QualityError
-from sglang_indexcache.lab.evaluate.evaluation import Answer, Evaluation, Missing
+from sglang_indexcache.lab.evaluate.evaluation import Answer, Evaluation
 from sglang_indexcache.lab.evaluate.evaluation_plan import Arm, Planned, Role
 from sglang_indexcache.lab.evaluate.logs import Log, Sample
 from sglang_indexcache.lab.stats.design import Design
 
-MOST_UNSCORED = 0.01
 Key = tuple[str, str]
 """Task and question."""
 Questions = Mapping[Key, Sample]
@@ -43,37 +42,27 @@ def compare_logs(
     ``again`` is a second run of the reference, ``bad`` one with a pattern that is known to be bad.
 
     Raises:
-        QualityError: the runs are not of the same questions, or too many have no score.
+        QualityError: the runs are not of the same questions.
     """
     runs = _runs(reference, candidate, again, bad)
     base = runs[reference.name, 0]
     arms = [Arm(reference.name, "", Role.REFERENCE), Arm(candidate.name, "", Role.CANDIDATE)]
     if bad:
         arms.append(Arm(bad.name, "", Role.BAD))
-    unscored = _unscored(runs, len(base))
     planned = {
         (name := _context(sample)): Planned(name, sample.task, sample.length, 1, again is not None)
         for sample in base.values()
     }
-    answers = tuple(_answers(runs, base, unscored))
-    answered = {answer.context for answer in answers}
-    without_answer = (
-        Missing(context, "", "no question of it has a score in every run")
-        for context in planned
-        if context not in answered
-    )
-    candidates = runs[candidate.name, 0]
     metrics = ", ".join(sorted({sample.metric for sample in base.values()}))
     return Evaluation(
         {"logs": reference.kind, "metric": metrics, **(facts or {})},
-        design=Design(contexts=max(len(answered), 1), margin=margin, looks=1),
+        design=Design(contexts=len(planned), margin=margin, looks=1),
         selects_all=None,
         arms=tuple(arms),
         planned=tuple(planned.values()),
-        answers=answers,
-        missing=(*without_answer, *_missing_questions(base, candidates, unscored, answered)),
+        answers=tuple(_answers(runs, base)),
         finished=True,
-        notices=_notices(base.values(), len(unscored)),
+        notices=_notices(base.values()),
     )
 
 
@@ -103,42 +92,13 @@ def _runs(reference: Log, candidate: Log, again: Log | None, bad: Log | None) ->
     return runs
 
 
-def _unscored(runs: Runs, questions: int) -> set[Key]:
-    """Return the questions that lack a score in some run.
-
-    Raises:
-        QualityError: too many; they may be the hard ones.
-    """
-    unscored = {key for run in runs.values() for key, sample in run.items() if sample.value is None}
-    if len(unscored) > MOST_UNSCORED * questions:
-        raise QualityError(
-            f"{len(unscored):,} of {questions:,} questions have no score in one of the runs, more "
-            f"than {MOST_UNSCORED:.0%}: they may be the hard ones. Run those again"
-        )
-    return unscored
-
-
-def _answers(runs: Runs, base: Questions, unscored: Collection[Key]) -> Iterator[Answer]:
-    """Yield every run's answers to the questions that all runs scored, run by run."""
+def _answers(runs: Runs, base: Questions) -> Iterator[Answer]:
+    """Yield every run's answers, run by run."""
     for (arm, repeat), run in runs.items():
         for key, sample in run.items():
-            if key not in unscored and sample.value is not None:
-                task, question = key
-                place = (arm, repeat, _context(base[key]), question, task, base[key].length, None)
-                yield Answer(*place, right=sample.value)
-
-
-def _missing_questions(
-    base: Questions, candidate: Questions, unscored: Iterable[Key], answered: Collection[str]
-) -> Iterator[Missing]:
-    """Yield the questions of contexts with an answer that have no score in one of the two runs.
-
-    Those that a second run or the bad pattern lacks are left out, but nobody counts them as lost.
-    """
-    for key in sorted(unscored):
-        context = _context(base[key])
-        if context in answered and None in (base[key].value, candidate[key].value):
-            yield Missing(context, "", "no score in every run", key[1])
+            task, question = key
+            place = (arm, repeat, _context(base[key]), question, task, base[key].length, None)
+            yield Answer(*place, right=sample.value)
 
 
 def _context(sample: Sample) -> str:
@@ -156,8 +116,7 @@ def _questions(log: Log) -> dict[Key, Sample]:
                 f"{log.name} has question {key[1]} of {key[0]} with several prompts; give a log of "
                 "one run"
             )
-        values = [sample.value for sample in samples if sample.value is not None]
-        questions[key] = replace(samples[0], value=fmean(values) if values else None)
+        questions[key] = replace(samples[0], value=fmean(sample.value for sample in samples))
     return questions
 
 
@@ -191,7 +150,7 @@ def _check_same(reference: Log, other: Log, base: Questions, run: Questions) -> 
         raise QualityError(f"{reference.name} and {other.name} have other metrics; say --metric")
 
 
-def _notices(samples: Iterable[Sample], unscored: int) -> tuple[str, ...]:
+def _notices(samples: Iterable[Sample]) -> tuple[str, ...]:
     notices = [
         "The answers and their scores are another harness's: which pattern they were made with, "
         "and whether both runs had the same server, is not known here."
@@ -200,10 +159,5 @@ def _notices(samples: Iterable[Sample], unscored: int) -> tuple[str, ...]:
         notices.append(
             "Each question counts as a text of its own, because the log names none: if several are "
             "about one text, they fail together, and the interval is too narrow."
-        )
-    if unscored:
-        notices.append(
-            f"{unscored} questions have no score in one of the runs: they count in no mean, and as "
-            "lost where no loss is claimed."
         )
     return tuple(notices)

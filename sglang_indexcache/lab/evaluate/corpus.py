@@ -10,7 +10,7 @@ import random
 import re
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -19,14 +19,12 @@ from rich.console import Console
 from sglang_indexcache.errors import QualityError
 from sglang_indexcache.lab.data.words import haystack
 from sglang_indexcache.lab.evaluate.evaluation_plan import (
-    CONTROL_CONTEXTS,
     CONTROL_LOOK,
     EvaluationPlan,
     Planned,
     SelectedRows,
-    context_name,
 )
-from sglang_indexcache.lab.evaluate.tasks import CONTROL, TASKS
+from sglang_indexcache.lab.evaluate.tasks import TASKS
 from sglang_indexcache.lab.evaluate.tasks.context import (
     Context,
     Question,
@@ -75,41 +73,6 @@ class Corpus:
         """Make a planned context; a QualityError if none of its task has this length."""
         return self._make_with_reason(planned)[0]
 
-    def fit(self, plan: EvaluationPlan) -> EvaluationPlan:
-        """Make sure that every task fits, and choose for the control what fits its few tokens.
-
-        Up to ``index_topk`` tokens no pattern matters in any task. So where not even one question
-        of a task fits the control, :data:`CONTROL` stands in for it.
-
-        Raises:
-            QualityError: names every task that does not fit the plan's shortest contexts, with
-                those that do; or says that nothing fits the control.
-        """
-        cases = [(task, min(plan.lengths), 1, (plan.seed,)) for task in plan.tasks]
-        if problems := [problem for case in cases if (problem := self._problem(*case))]:
-            fits = [task for task in TASKS if not self._problem(task, *cases[0][1:])]
-            hint = f", or what fits: --task {' --task '.join(fits)}" if fits else ""
-            raise QualityError(f"{'; '.join(problems)}. Ask longer contexts (--length){hint}.")
-        control = plan.control_length, CONTROL_LOOK, range(CONTROL_CONTEXTS)
-        controls = [
-            CONTROL if self._problem(task, *control) else task for task in plan.tasks or (CONTROL,)
-        ]
-        if CONTROL in controls and (problem := self._problem(CONTROL, *control)):
-            raise QualityError(
-                f"{problem}. An evaluation begins with contexts in which all patterns must agree, "
-                f"and this model's index_topk, {plan.selects_all}, leaves no room for one."
-            )
-        return replace(plan, controls=tuple(dict.fromkeys(controls)))
-
-    def _problem(self, task: str, length: int, look: int, seeds: Iterable[int]) -> str:
-        """Say why one of these contexts cannot be made; empty if all can."""
-        try:
-            for seed in seeds:
-                self.make(Planned(context_name(task, length, seed), task, length, look, False))
-        except QualityError as error:
-            return f"{task}: {error}"
-        return ""
-
     def check(self, planned: Sequence[Planned], console: Console) -> None:
         """Make every context once, so that none is found impossible in the middle of a run.
 
@@ -136,7 +99,7 @@ class Corpus:
                 why = why or str(error)
             else:
                 return context, why and f"seed {used} instead: {why}"
-        raise QualityError(why)
+        raise QualityError(f"{planned.task}: {why}. Ask longer contexts (--length).")
 
     def _row(self, planned: Planned, number: int) -> Context:
         prompt_and_questions = _together(self.items[planned.task][number], self.tokenizer)
@@ -150,7 +113,11 @@ class Corpus:
                 return self._generated(planned, seed, questions)
             except QualityError:
                 questions //= 2
-        raise QualityError(f"not even one question fits the {planned.length} tokens of a control")
+        raise QualityError(
+            f"not even one question fits the {planned.length} tokens of a control. An evaluation "
+            "begins with contexts in which all patterns must agree, and this model's index_topk "
+            "leaves no room for one."
+        )
 
     def _generated(self, planned: Planned, seed: int, questions: int) -> Context:
         task, length = planned.task, planned.length

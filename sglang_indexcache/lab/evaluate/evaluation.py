@@ -13,7 +13,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -71,25 +70,6 @@ class Answer:
         """Probability of the right answer, 0 to 1; None if it comes from a log."""
         return math.exp(sum(self.logprobs)) if self.logprobs else None
 
-    @property
-    def nll(self) -> float | None:
-        """Mean nats for each token of the right answer; None if it comes from a log."""
-        return -sum(self.logprobs) / len(self.logprobs) if self.logprobs else None
-
-
-@dataclass(frozen=True)
-class Missing:
-    """Failure of an arm to answer, and why: a context, or one question of a log.
-
-    It counts in no arm's mean, and as lost in the bound on which a claim of no loss rests: what a
-    pattern breaks may be what fails.
-    """
-
-    context: str
-    arm: str
-    reason: str
-    question: str = ""
-
 
 @dataclass(frozen=True)
 class Evaluation:
@@ -106,7 +86,6 @@ class Evaluation:
         planned: contexts in the order of asking.
         answers: of all arms, in the order of asking; only contexts that every arm is through with.
         tokens: that servers computed, those from a cache left out.
-        endpoint: of :data:`~sglang_indexcache.lab.evaluate.evaluation_plan.ENDPOINTS`.
         finished: whether nothing is left to be asked: every pattern is decided or the plan is done.
         notices: what a reader must know besides, each one sentence.
     """
@@ -117,12 +96,10 @@ class Evaluation:
     arms: tuple[Arm, ...]
     planned: tuple[Planned, ...]
     answers: tuple[Answer, ...] = ()
-    missing: tuple[Missing, ...] = ()
     tokens: int = 0
     seconds: float = 0.0
     finished: bool = False
     notices: tuple[str, ...] = ()
-    endpoint: str = "answers"
 
     @property
     def verified(self) -> bool:
@@ -164,33 +141,27 @@ class Evaluation:
         """Arms that are compared with the reference."""
         return [arm for arm in self.arms if arm.role is not Role.REFERENCE]
 
-    @cached_property
-    def lost(self) -> frozenset[str]:
-        """Names of the contexts that some arm could not answer."""
-        return frozenset(missing.context for missing in self.missing if not missing.question)
-
     @property
     def look(self) -> int:
         """The last planned look all of whose contexts were asked; 0 before the first."""
         name = self.reference.name
-        answered = {row.context for row in self.answers if row.arm == name} | self.lost
+        answered = {row.context for row in self.answers if row.arm == name}
         unanswered = (row for row in self.planned if row.context not in answered)
         first = min((max(row.look, 1) for row in unanswered), default=self.design.looks + 1)
         return first - 1
 
-    def outcomes(self, look: int | None = None, endpoint: str = "answers") -> list[Outcome]:
+    def outcomes(self, look: int | None = None, of: str = "right") -> list[Outcome]:
         """Return the outcomes for the statistics: at a look, or all that were asked.
 
-        A log has no probability of right answers.
+        ``of`` is the field of an answer; its ``probability`` is not known of a log's.
         """
         counts = {
             planned.context for planned in self.planned if look is None or planned.look <= look
-        } - self.lost
+        }
         return [
             Outcome(row.context, row.question, row.task, row.length, row.arm, value, row.repeat)
             for row in self.answers
-            if row.context in counts
-            and (value := row.probability if endpoint == "probability" else row.right) is not None
+            if row.context in counts and (value := getattr(row, of)) is not None
         ]
 
 
@@ -211,7 +182,6 @@ class Record:
             Arm(name, pattern, Role(role)) for name, pattern, role in identity["arms"]
         )
         self.answers: dict[tuple[str, int, str], tuple[tuple[Answer, ...], int, float]] = {}
-        self.missing: dict[str, Missing] = {}
         self.done: set[str] = set()
         self.facts: dict[str, Any] = {}
         self.finished = False
@@ -233,8 +203,6 @@ class Record:
                 for row in line["said"]
             )
             self.answers[key] = answers, line["computed"], line["seconds"]
-        elif "missing" in line:
-            self.missing[line["missing"]] = Missing(line["missing"], line["arm"], line["reason"])
         elif "done" in line:
             self.done |= set(line["done"])
         elif "facts" in line:
@@ -275,12 +243,10 @@ class Record:
             self._arms,
             self._plan.planned,
             tuple(answer for answers, _, _ in counted for answer in answers),
-            tuple(missing for missing in self.missing.values() if missing.context in self.done),
             sum(computed for _, computed, _ in counted),
             sum(seconds for _, _, seconds in counted),
             self.finished,
             tuple(self.facts.get("notices", ())),
-            self._plan.endpoint,
         )
 
 

@@ -28,18 +28,9 @@ LAST_CONTROL = "first-layer-only"
 """Control where none of them is left, or allowed: F, then S."""
 DISCORDANCE, CORRELATION = 0.02, 0.1
 """Assumed share of paired questions that differ, and its correlation within a context."""
-DEVIATION = 0.05
-"""Assumed deviation of a context's difference in probability, where all contexts differ. On the
-small checkpoint 4.9 points were measured for a searched 1/4, and 1.75 for 1/2."""
-ENDPOINTS = ("answers", "probability")
-"""Quantities that can be compared, chosen before the first request.
-
-Right and wrong, as greedy decoding has it; or the probability with which the model says the right
-answer at temperature 1: finer, so it needs fewer contexts, but another question.
-"""
-LEAST_CONTEXTS = dict(zip(ENDPOINTS, (32, 24), strict=True))
+LEAST_CONTEXTS = 32
 """Contexts of each task and length, if the user does not say how many."""
-SEEING = dict(zip(ENDPOINTS, (0.85, 0.7), strict=True))
+SEEING = 0.85
 """Share of the cells that see a control lose what the paper says; the others leave the claim.
 
 By `benchmarks/results/quality/gates.json`, of as many contexts as are planned with it.
@@ -51,7 +42,7 @@ AGAIN_EVERY = 4
 CONTROL_SHARE = 0.75
 """Length of the control's contexts, as a share of ``index_topk``."""
 CONTROL_CONTEXTS = 2
-"""Contexts of each task in the control."""
+"""Contexts of the control for each task of the plan."""
 SHORTEST, LEFT_FREE = 32 * 1024, 1024
 """Tokens: the first length where none is given, and what of a model's context stays free."""
 CONTROL_LOOK = 0
@@ -138,41 +129,23 @@ def default_lengths(context: int | None) -> tuple[int, ...]:
     return (*lengths, last) if not lengths or last > lengths[-1] else tuple(lengths)
 
 
-def assumed_spread(cells: Sequence[tuple[int, int]], endpoint: str) -> tuple[float, float, float]:
+def assumed_spread(cells: Sequence[tuple[int, int]]) -> tuple[float, float, float]:
     """Return a context's spread before anything is measured, the arguments of ``Design.needed``.
 
-    Args:
-        cells: contexts of each cell, and the questions behind one of them.
-        endpoint: of :data:`ENDPOINTS`.
-
-    Returns:
-        The deviation of a context's difference, the share of contexts that differ, and the largest
-        weight of a context over the mean one.
-
-    Raises:
-        QualityError: no such endpoint.
+    ``cells`` are the contexts of each cell, and the questions behind one of them.
     """
-    if endpoint not in ENDPOINTS:
-        raise QualityError(f"no endpoint is called {endpoint!r}: {' or '.join(ENDPOINTS)}")
-    if endpoint == "answers":
-        return spread_over_cells(cells, DISCORDANCE, CORRELATION)
-    total = sum(count for count, _ in cells)
-    weights = [total / (len(cells) * count) for count, _ in cells]
-    squares = (count / total * weight**2 for (count, _), weight in zip(cells, weights, strict=True))
-    return DEVIATION * math.sqrt(sum(squares)), 1.0, max(weights)
+    return spread_over_cells(cells, DISCORDANCE, CORRELATION)
 
 
-def enough_contexts(
-    cells: int, questions: int, margin: float, looks: int, endpoint: str = "answers"
-) -> int:
+def enough_contexts(cells: int, questions: int, margin: float, looks: int) -> int:
     """Count the contexts of each cell with which a plan can show its margin, as assumed here.
 
     A multiple of the looks, and at least :data:`LEAST_CONTEXTS`. Cells that do not see the control
     lose leave the claim: those that stay, the share :data:`SEEING`, still have as many as it needs.
     """
-    assumed = assumed_spread([(1, questions)] * cells, endpoint)
-    needed = Design(looks, margin, looks).needed(*assumed) / SEEING[endpoint]
-    return looks * math.ceil(max(LEAST_CONTEXTS[endpoint], needed / cells) / looks)
+    assumed = assumed_spread([(1, questions)] * cells)
+    needed = Design(looks, margin, looks).needed(*assumed) / SEEING
+    return looks * math.ceil(max(LEAST_CONTEXTS, needed / cells) / looks)
 
 
 @dataclass(frozen=True)
@@ -228,8 +201,6 @@ class EvaluationPlan:
         looks: how often the evaluation may end, the last time included.
         taken: rows of users' files, which are cells like those of the generated tasks.
         seed: of the first context of each cell; the others count from there.
-        controls: tasks that the control asks, if not those of the plan (``Corpus.fit``).
-        endpoint: of :data:`ENDPOINTS`.
 
     Raises:
         QualityError: what cannot be asked, or could show nothing.
@@ -244,8 +215,6 @@ class EvaluationPlan:
     looks: int = 4
     seed: int = 0
     taken: tuple[SelectedRows, ...] = ()
-    controls: tuple[str, ...] = ()
-    endpoint: str = "answers"
 
     def __post_init__(self) -> None:
         for task in self.tasks:
@@ -271,7 +240,6 @@ class EvaluationPlan:
                 f"{self.looks} times; give more (--contexts) or look less often (--looks)"
             )
         Design(self.contexts, self.margin, self.looks)  # refuses what no design can have
-        assumed_spread([(1, 1)], self.endpoint)  # refuses a name that is none
 
     @property
     def design(self) -> Design:
@@ -283,7 +251,7 @@ class EvaluationPlan:
     def assumed(self) -> tuple[float, float, float]:
         """Spread of a context's difference before anything is measured, as ``design`` takes it."""
         sizes = [(len(rows), self.pairs[cell] // len(rows)) for cell, rows in self.cells.items()]
-        return assumed_spread(sizes, self.endpoint)
+        return assumed_spread(sizes)
 
     @cached_property
     def cells(self) -> dict[Cell, Sequence[int]]:
@@ -338,10 +306,10 @@ class EvaluationPlan:
         So each look has the same share of every cell, and whatever drifts hits all cells alike. The
         longest come first: their rate, the slowest, says how long everything takes at most.
         """
+        length = self.control_length
         control = [
-            Planned(context_name(task, self.control_length, n), task, self.control_length, 0, True)
-            for n in range(CONTROL_CONTEXTS)
-            for task in self.controls or self.tasks or (CONTROL,)
+            Planned(context_name(CONTROL, length, n), CONTROL, length, CONTROL_LOOK, True)
+            for n in range(CONTROL_CONTEXTS * max(1, len(self.tasks)))
         ]
         rounds = [
             (
@@ -366,21 +334,14 @@ class EvaluationPlan:
         pairs = sum(self.pairs.values())
         generated = f"{self.contexts} of each of {', '.join(self.tasks)} at {lengths}; "
         counts = (
-            f"{counted(len(self.cells), 'cell')}, {counted(pairs, 'paired question')}; control at "
-            f"{self.control_length} tokens"
+            f"{counted(len(self.cells), 'cell')}, {counted(pairs, 'paired question')}; control "
+            f"({CONTROL}) at {self.control_length} tokens"
         )
-        if too_long := [task for task in self.tasks if self.controls and task not in self.controls]:
-            counts += f", where {CONTROL} stand in for {', '.join(too_long)} (too long for it)"
         design = self.design
         assumption = (
             f"{DISCORDANCE:.0%} of the pairs differ, with a correlation of {CORRELATION:g} within "
             "a context"
         )
-        if self.endpoint == "probability":
-            assumption = (
-                "a context's difference in the probability of right answers has a standard "
-                f"deviation of {100 * DEVIATION:g} points"
-            )
         rows = [
             ("contexts", generated * bool(self.tasks) + counts),
             (
@@ -407,7 +368,8 @@ class EvaluationPlan:
                     "warning",
                     f"no loss beyond {points(self.margin)} can hardly be shown: that needs "
                     f"{contexts:,} contexts under these assumptions, and {design.contexts:,} are "
-                    f"planned. {self._fix()}, or take a wider --margin.",
+                    f"planned. Plan more (--contexts), give more rows, also of the smallest cell, "
+                    "which counts as much as any, or take a wider --margin.",
                 )
             )
         return rows
@@ -418,27 +380,6 @@ class EvaluationPlan:
         design = self.design
         half = replace(design, contexts=max(design.contexts // 2, design.looks))
         return half.detectable(*self.assumed)
-
-    def _fix(self) -> str:
-        """Say how the plan would show its margin."""
-        light = min(self.taken, key=lambda cell: len(cell.rows), default=None)
-        if light and self._shows_less_with(light):
-            return (
-                f"{light.task} at {light.length:,} tokens has only {len(light.rows):,} and counts "
-                "as much as every other cell: give more rows of it, or leave it out (that file, or "
-                "that --length)"
-            )
-        if self.tasks or any(len(cell.rows) < cell.available for cell in self.taken):
-            return "Plan more (--contexts)"
-        return "The files have no more: ask generated tasks beside them (--task)"
-
-    def _shows_less_with(self, light: SelectedRows) -> bool:
-        """Return whether the plan would show a smaller loss without its smallest cell."""
-        if len(light.rows) == max(map(len, self.cells.values())):
-            return False
-        without_light = replace(self, taken=tuple(cell for cell in self.taken if cell != light))
-        smaller, planned = (p.design.detectable(*p.assumed) for p in (without_light, self))
-        return smaller < planned
 
 
 def context_name(task: str, length: int, seed: int) -> str:

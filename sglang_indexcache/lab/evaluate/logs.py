@@ -4,9 +4,6 @@
   ``EvaluationTracker.save_results_samples`` and ``SampleResult`` of lm-eval 0.4.13. A row is one
   document under one filter, with its scores under the names listed in ``metrics``. RULER's tasks
   name their metrics by length, and give -1 at the lengths that the document does not have.
-* evalscope: ``reviews/<model>/<task>.jsonl``, after ``ReviewResult`` and ``SampleScore``; samples
-  of one ``group_id`` are askings of one question.
-* LongBench v2: the results of its own ``pred.py``, which keep the beginning of the text.
 * plain, for any other harness: an object a line with the question's ``id`` and its ``score``, 0 to
   1. ``context`` names the text that several questions share; ``task`` and ``prompt`` are compared
   if they are there.
@@ -32,7 +29,6 @@ CLUSTERS = (
     *("context", "document", "passage", "article"),
 )
 """Fields that say, in the public data sets, which questions are asked of the same text."""
-_LONGBENCH = ("context", "question", "choice_A", "choice_B", "choice_C", "choice_D", "answer")
 _OLD_LM_EVAL = {"doc_id", "filtered_resps"}
 _NAME = re.compile(r"samples_(.+?)(?:_\d{4}-\d\d-\d\dT[\d.-]+)?$")
 _WORDS = {"true": 1.0, "false": 0.0}
@@ -47,7 +43,7 @@ class Sample:
         question: unique within the task.
         context: which questions share a text; the question itself where the log does not tell.
         prompt: digest of all that both runs must have in common: prompt and right answer.
-        value: 0 to 1; None where the harness could not score the answer.
+        value: 0 to 1.
         length: tokens; 0 where the log does not tell.
     """
 
@@ -56,7 +52,7 @@ class Sample:
     context: str
     prompt: str
     metric: str
-    value: float | None
+    value: float
     length: int = 0
 
 
@@ -89,11 +85,6 @@ def read_log(name: str, place: str, metric: str | None = None) -> Log:
                 "file or the folder of one"
             )
         samples += new_samples
-    if all(sample.value is None for sample in samples):
-        raise QualityError(
-            f"no question of {place} has a score that is a number. Let the harness score its "
-            "answers, or choose another metric (--metric)"
-        )
     return Log(name, kind, tuple(samples))
 
 
@@ -152,7 +143,7 @@ def _rows(path: Path, kind: str = "") -> Iterator[Row]:
 
 
 def _plain(path: Path, metric: str | None) -> Iterator[Sample]:
-    """Yield the samples of one plain file; a score of null was not given."""
+    """Yield the samples of one plain file."""
     metric_name = _pick(["score"], metric, path)
     for row in _rows(path, PLAIN):
         question, context = str(row["id"]), row.get("context")
@@ -162,41 +153,7 @@ def _plain(path: Path, metric: str | None) -> Iterator[Sample]:
             question if context is None else str(context),
             _digest(row.get("prompt")),
             metric_name,
-            _share(row["score"], path),
-        )
-
-
-def _longbench(path: Path, metric: str | None) -> Iterator[Sample]:
-    """Yield the samples of LongBench v2's own script."""
-    metric_name = _pick(["judge"], metric, path)
-    for row in _rows(path, LONGBENCH):
-        question = str(row["_id"])
-        yield Sample(
-            LONGBENCH,
-            question,
-            _text_of(row, question),
-            _digest(*map(row.get, _LONGBENCH)),
-            metric_name,
-            _share(row["judge"], path),
-        )
-
-
-def _evalscope(path: Path, metric: str | None) -> Iterator[Sample]:
-    """Yield the samples of one task's reviews."""
-    rows = list(_rows(path, EVALSCOPE))
-    values = [(row["sample_score"].get("score") or {}).get("value") or {} for row in rows]
-    metric_name = _pick(sorted({name for value in values for name in value}), metric, path)
-    for row, value in zip(rows, values, strict=True):
-        sample = row["sample_score"]
-        group = sample.get("group_id")
-        question = str(row["index"] if group is None else group)
-        yield Sample(
-            path.stem,
-            question,
-            _text_of(sample.get("sample_metadata") or {}, question),
-            _digest(row.get("input"), row.get("target")),
-            metric_name,
-            _share(value.get(metric_name), path),
+            _share(row["score"], path, question),
         )
 
 
@@ -221,7 +178,7 @@ def _lm_eval(path: Path, metric: str | None) -> Iterator[Sample]:
             _text_of(row.get("doc") or {}, question),
             _digest(row["doc_hash"], row["prompt_hash"], row["target_hash"]),
             metric_name,
-            _share(row[name], path),
+            _share(row[name], path, question),
             length,
         )
 
@@ -262,12 +219,15 @@ def _pick(names: Sequence[str], metric: str | None, where: Path) -> str:
     raise QualityError(f"{where} has no metric {metric!r}, but {listing}")
 
 
-def _share(value: Any, where: Path) -> float | None:
-    """Return a score as a number from 0 to 1, as our bounds need; None for what is not scored."""
+def _share(value: Any, where: Path, question: str) -> float:
+    """Return a score as a number from 0 to 1, as our bounds need."""
     if isinstance(value, str):
         value = _number(value)
     if value is None or value != value:
-        return None
+        raise QualityError(
+            f"{where} has no score for question {question}, which may be a hard one. Run it again, "
+            "leave it out of all logs, or choose another metric (--metric)"
+        )
     if not isinstance(value, int | float):
         raise QualityError(
             f"{where} has a score that is no number ({str(value)[:40]}), such as a metric of whole "
@@ -298,12 +258,10 @@ class LogForm:
     read: Reader
 
 
-LM_EVAL, EVALSCOPE, LONGBENCH, PLAIN = "lm-eval", "evalscope", "longbench-v2", "plain"
+LM_EVAL, PLAIN = "lm-eval", "plain"
 KINDS = {
     LM_EVAL: LogForm(
         frozenset({"doc_id", "doc_hash", "prompt_hash", "target_hash", "metrics"}), _lm_eval
     ),
-    EVALSCOPE: LogForm(frozenset({"index", "sample_score"}), _evalscope),
-    LONGBENCH: LogForm(frozenset({"_id", "judge"}), _longbench),
     PLAIN: LogForm(frozenset({"id", "score"}), _plain),
 }

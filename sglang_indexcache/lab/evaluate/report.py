@@ -7,7 +7,6 @@ a loss sits, and proves nothing by itself. Its intervals are those of one look a
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,11 +25,6 @@ from sglang_indexcache.library.writing import write_json, write_whole
 from sglang_indexcache.pattern import Pattern
 
 TEMPLATE = Path(__file__).parent / "report.html"
-SAMPLE = (
-    *("arm", "repeat", "context", "question", "task", "length", "depth", "right"),
-    *("nll", "tokens"),
-)
-"""Fields of an answer that are written into ``samples.jsonl``."""
 NOISE = "A/A"
 """How the reference asked twice is called where it stands beside the arms."""
 ONE_LOOK = 1.6448536269514722
@@ -67,9 +61,6 @@ def write_report(evaluation: Evaluation, folder: Path) -> str:
     """Write every file; returned are the sentences to paste, and below them what was evaluated."""
     verdicts, cells = verdicts_of(evaluation), cell_differences(evaluation)
     write_json(folder / "eval.json", record(evaluation, verdicts, cells))
-    samples = ({name: getattr(row, name) for name in SAMPLE} for row in evaluation.answers)
-    lines = (json.dumps(sample, ensure_ascii=False) for sample in samples)
-    write_whole(folder / "samples.jsonl", "".join(f"{line}\n" for line in lines))
     write_whole(folder / "report.html", page(evaluation, verdicts, cells))
     return "\n".join([*sentences(verdicts), provenance(evaluation)])
 
@@ -99,9 +90,7 @@ def provenance(evaluation: Evaluation) -> str:
     text = "; ".join(part for part in parts if part)
     if not evaluation.verified:
         return f"{text}. Answers and scores of another harness. Pattern not verified by a server."
-    probable = evaluation.endpoint == "probability"
-    endpoint = "the probability of the right answer" if probable else "right to the letter"
-    return f"{text}. Endpoint: {endpoint}, teacher-forced."
+    return f"{text}. Endpoint: right to the letter, teacher-forced."
 
 
 def cell_differences(evaluation: Evaluation) -> list[CellDifference]:
@@ -161,7 +150,6 @@ def record(
         "finished": evaluation.finished,
         "tokens": evaluation.tokens,
         "seconds": evaluation.seconds,
-        "missing": [asdict(missing) for missing in evaluation.missing],
         "notices": list(evaluation.notices),
         "control": {name: asdict(flips) for name, flips in control(evaluation).items()},
         "cells": [asdict(cell) for cell in cells],
@@ -201,7 +189,6 @@ def page(evaluation: Evaluation, verdicts: Verdicts, cells: list[CellDifference]
         margin=points(evaluation.design.margin),
         provenance=provenance(evaluation),
         planned=len(evaluation.long),
-        lost=len(evaluation.lost),
         facts=[(name, _words(value)) for name, value in facts if value],
     )
 
@@ -218,15 +205,9 @@ def write_quality(path: Path, evaluation: Evaluation) -> str:
     """Write the verdict on a pattern file's pattern into its ``quality`` section, and return it.
 
     Raises:
-        QualityError: the evaluation has no such pattern or another endpoint than right answers, or
-            nothing was decided yet.
+        QualityError: the evaluation has no such pattern, or nothing was decided yet.
         LibraryError: the file is no pattern file.
     """
-    if evaluation.endpoint != "answers":
-        raise QualityError(
-            f"this evaluation compared the {evaluation.endpoint} of right answers, and a pattern "
-            "file keeps verdicts on right answers; evaluate with --endpoint answers"
-        )
     entry = load_entry(path)
     matching = [arm for arm in evaluation.candidates if Pattern(arm.pattern) == entry.parsed]
     if not matching:

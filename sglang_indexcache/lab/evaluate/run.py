@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -34,17 +34,17 @@ from sglang_indexcache.lab.evaluate.evaluation_plan import (
 from sglang_indexcache.lab.evaluate.servers import Asking, Servers
 from sglang_indexcache.lab.evaluate.tasks.context import Context
 from sglang_indexcache.lab.evaluate.verdict import DECIDED, Kind, Look, verdicts_of
-from sglang_indexcache.lab.runs.cost import Cost, Rate, confirm, print_plan
+from sglang_indexcache.lab.runs.cost import Cost, Rate, print_plan
 from sglang_indexcache.lab.runs.progress import progress_at_most, resumable, resuming
 from sglang_indexcache.lab.runs.provenance import commit, versions
 from sglang_indexcache.lab.stats.bounds import Estimate
 from sglang_indexcache.lab.stats.pairs import Cell
 from sglang_indexcache.library.digest import checkpoint_digest
-from sglang_indexcache.library.lengths import format_length, points
+from sglang_indexcache.library.lengths import points
 from sglang_indexcache.serving.protocol import facts
 
 PAUSES = (1.0, 5.0, 25.0)
-"""Seconds before a context is asked again; once more than there are, it is missing."""
+"""Seconds before a context is asked again; the run ends when they have passed."""
 PAGE = 64
 """Tokens of a cache page: what is left of a context's last one is computed for each question."""
 
@@ -64,7 +64,6 @@ class EvaluationRequest:
     plan: EvaluationPlan
     corpus: Corpus
     flags: str
-    rate: Rate | None = None
     notices: tuple[str, ...] = ()
 
     def tokens(self) -> int:
@@ -91,9 +90,8 @@ class EvaluationRequest:
             tails[task] = round(sum(sizes) / len(sizes))
         return tails
 
-    def tell(self, console: Console) -> Cost:
-        """Print what will be asked, what it costs, and what it can show; the cost is returned."""
-        cost = Cost(self.tokens(), self.rate)
+    def tell(self, console: Console) -> None:
+        """Print what will be asked, how much it computes, and what it can show."""
         arms = ", ".join(f"{arm.name} ({arm.role.value})" for arm in self.arms)
         contexts, *expectations = self.plan.in_words()
         rows = [
@@ -102,13 +100,12 @@ class EvaluationRequest:
             contexts,
             (
                 "cost",
-                f"{cost.in_words()}; looks: {self.plan.looks}, the evaluation ends at the one that "
-                "decides",
+                f"{self.tokens():,} tokens at most; looks: {self.plan.looks}, the evaluation ends "
+                "at the one that decides",
             ),
             *expectations,
         ]
         print_plan(console, rows)
-        return cost
 
 
 def run_evaluation(
@@ -116,21 +113,18 @@ def run_evaluation(
     servers: Mapping[str, Client],
     output: Path,
     console: Console,
-    *,
-    agree: Callable[[str], None],
 ) -> Evaluation:
     """Ask, or go on where the same evaluation was stopped.
 
     Args:
         servers: one under the name "", or one for each arm's name.
-        agree: is given a question before an evaluation of more than an hour, and raises if the
-            answer is no.
 
     Raises:
         KeyboardInterrupt: by Ctrl-C or SIGTERM; the same command goes on.
         QualityError: what may not be evaluated, or not go on.
     """
-    cost, arm_servers = request.tell(console), Servers(request.arms, servers)
+    request.tell(console)
+    arm_servers = Servers(request.arms, servers)
     arm_servers.check_fits(request.plan.longest)
     with recorded(
         output,
@@ -142,19 +136,10 @@ def run_evaluation(
     ) as record:
         if not record.done:
             request.corpus.check(request.plan.planned, console)
-        confirm(cost, agree)
         if not record.facts:  # from here on the folder is this evaluation's
             record.add({"facts": _facts_of(request)})
         resuming(console, len(record.done), "contexts", output / NAME)
-
-        def on_rate(rate: float) -> None:
-            longest = max(length for _, length in request.plan.cells)
-            measured = Rate(rate, f"measured at {format_length(longest)}, the longest")
-            total = Cost(cost.tokens, measured)
-            console.print(f"the plan takes at most {total.hours_in_words()}", highlight=False)
-            confirm(total, agree)
-
-        run = Run(arm_servers, request.corpus, record, console, None if cost.rate else on_rate)
+        run = Run(arm_servers, request.corpus, record, console, request.tokens())
         with resumable(console, output, "what was asked"):
             return run.run()
 
@@ -180,12 +165,7 @@ def _facts_of(request: EvaluationRequest) -> dict[str, Any]:
 
 
 class Run:
-    """One evaluation under way.
-
-    ``on_rate`` is called once, with the tokens per second that were computed for one of the longest
-    contexts, which are asked first. Theirs is the slowest rate, so the time it predicts is an upper
-    bound, and ``on_rate`` may ask the user whether to go on.
-    """
+    """One evaluation under way, of a plan that computes so many ``tokens``."""
 
     def __init__(
         self,
@@ -193,10 +173,10 @@ class Run:
         corpus: Corpus,
         record: Record,
         console: Console,
-        on_rate: Callable[[float], None] | None = None,
+        tokens: int,
     ) -> None:
         self._servers, self._corpus, self._record, self._console = servers, corpus, record, console
-        self._on_rate = on_rate
+        self._tokens, self._is_timed = tokens, False
         self._start = record.evaluation()
         self._progress = progress_at_most(console)
         self._decided: set[str] = set()
@@ -232,7 +212,7 @@ class Run:
                 for arm, repeat in batch
                 if (arm.name, repeat, planned.context) not in self._record.answers
             ]
-            if unanswered and planned.context not in self._record.missing:
+            if unanswered:
                 self._ask(context, unanswered)
         self._record.add({"done": [planned.context]})
         check_context(self._record.evaluation())
@@ -259,19 +239,20 @@ class Run:
         computed = sum(tokens for _, tokens in results)
         for answers, tokens in results:
             self._record.append(answers, tokens, seconds * tokens / computed)
-        if self._on_rate and computed and context.length == max(self._start.lengths):
-            tell, self._on_rate = self._on_rate, None
-            self._progress.stop()
-            tell(computed / seconds)
-            self._progress.start()
+        # The longest are asked first, and theirs is the slowest rate.
+        if computed and not self._is_timed and context.length == max(self._start.lengths):
+            self._is_timed = True
+            longest = Rate(computed / seconds, "measured at the longest")
+            total = Cost(self._tokens, longest)
+            self._tell(f"the plan takes at most {total.hours_in_words()}")
 
     def _ask_with_retries(
         self, context: Context, askings: Sequence[Asking]
     ) -> list[tuple[tuple[Answer, ...], int]]:
-        """Ask with retries. If all fail, record the context as missing and return [].
+        """Ask with retries.
 
         Raises:
-            QualityError: a server is away, so that the next contexts would fail too.
+            QualityError: all of them failed; what was asked is kept.
         """
         for pause in (*PAUSES, None):
             try:
@@ -281,16 +262,10 @@ class Run:
             if pause is not None:
                 self._tell(f"{context.name} is asked again in {pause:g} s: {failure}")
                 time.sleep(pause)
-        away = [server.name for server in self._servers.all if not server.is_ready()]
-        if away:
-            raise QualityError(
-                f"{' and '.join(sorted(set(away)))} stopped answering: {failure}. What was asked "
-                "is kept: start the same command again once it answers."
-            ) from failure
-        names = ", ".join(arm.name for arm, _ in askings)
-        self._tell(f"{context.name} is left out of every arm: {failure}")
-        self._record.add({"missing": context.name, "arm": names, "reason": str(failure)})
-        return []
+        raise QualityError(
+            f"{context.name} was not answered: {failure}. What was asked is kept: start the same "
+            "command again once the server answers."
+        ) from failure
 
     def _judge(self, look: int) -> bool:
         """Judge after all contexts of a look; return whether every pattern is decided."""
@@ -312,8 +287,6 @@ class Run:
         return len(self._decided) == len(verdicts)
 
 
-MOST_MISSING = 0.01
-"""Share of the planned contexts that may fail."""
 ENOUGH_ALIKE = 3
 """Contexts in a row whose every log-probability agrees when two arms are taken for the same one."""
 
@@ -329,20 +302,12 @@ def check_control(evaluation: Evaluation) -> None:
 
 
 def check_context(evaluation: Evaluation) -> None:
-    """Refuse an arm whose every log-probability is the reference's, or too many failed contexts.
+    """Refuse an arm whose every log-probability is the reference's.
 
     An arm that computes exactly what the reference does is not the arm that was asked for. The last
     contexts are looked at, so a server that begins to ignore patterns in the middle is refused as
-    well. And contexts that fail are not a sample of all contexts.
+    well.
     """
-    failed = evaluation.missing
-    if len(failed) > max(1, MOST_MISSING * len(evaluation.planned)):
-        raise QualityError(
-            f"{len(failed)} of {len(evaluation.planned)} contexts failed, more than "
-            f"{MOST_MISSING:.0%}: what is left would be a choice of the easy ones. The last one, "
-            f"{failed[-1].context} in {failed[-1].arm}: {failed[-1].reason}. Fix that, and start "
-            "again with another --output."
-        )
     traces: dict[str, dict[str, list[float | None]]] = defaultdict(lambda: defaultdict(list))
     long = {planned.context for planned in evaluation.long}
     for row in evaluation.answers:
@@ -392,7 +357,7 @@ def check_noise(evaluation: Evaluation) -> None:
         (planned[cell], round(float(noise.questions[noise.cells == number].mean())))
         for number, cell in enumerate(noise.names)
     ]
-    assumed = design.needed(*assumed_spread(cells, evaluation.endpoint))
+    assumed = design.needed(*assumed_spread(cells))
     if not estimate.error or not math.isfinite(estimate.error) or design.contexts < assumed:
         return
     needed = design.needed(*estimate.spread)

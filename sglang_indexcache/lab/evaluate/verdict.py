@@ -22,8 +22,8 @@ from __future__ import annotations
 
 import enum
 import math
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -32,10 +32,9 @@ import numpy as np
 
 from sglang_indexcache.errors import QualityError
 from sglang_indexcache.lab.evaluate.evaluation import Evaluation
-from sglang_indexcache.lab.stats.bounds import Estimate, capital
+from sglang_indexcache.lab.stats.bounds import Estimate, capital, sign_flip
 from sglang_indexcache.lab.stats.design import Design, boundaries
 from sglang_indexcache.lab.stats.pairs import Cell, Differences, Flips, Outcome, paired
-from sglang_indexcache.lab.stats.signs import sign_flip
 from sglang_indexcache.library.lengths import counted, format_length, points
 
 LEAST_RIGHT = 0.10
@@ -58,8 +57,6 @@ class Kind(enum.Enum):
     INVALID = "refused"
 
 
-PROBABLE = "probability of right answers: "
-"""Stands before both levels where that is compared, whatever is pasted alone."""
 MOVE = 3
 """Margins by which a context's mean probability falls that count as a whole bet."""
 
@@ -67,8 +64,6 @@ SAFE = (Kind.NO_LOSS, Kind.SMALL_LOSS)
 """Non-inferior: the pattern loses less than the margin."""
 WAITING = "not every task has been seen to show a loss yet"
 """Reason to put off a claim of safety to a later look."""
-NOT_TWICE = "the reference was not asked twice yet, so the engine's own noise is not known"
-"""Reason to put off every claim."""
 DECIDED = (*SAFE, Kind.LOSS)
 """Verdicts that end the evaluation of a pattern."""
 
@@ -176,73 +171,24 @@ class Look:
         return [row for row in rows if most is not None and row.length <= most]
 
     @cached_property
-    def right(self) -> list[Outcome]:
-        """Right and wrong of every arm where a pattern can matter: all of a log, which hides it."""
-        return self._above_topk("answers")
+    def long(self) -> list[Outcome]:
+        """Outcomes to compare, where a pattern can matter: all of a log, which hides the length."""
+        return self._above_topk("right")
 
     @cached_property
     def probable(self) -> list[Outcome]:
         """Probability of the right answers, where a pattern can matter; empty for a log."""
         return self._above_topk("probability")
 
-    @property
-    def long(self) -> list[Outcome]:
-        """Outcomes to compare: one of the two kinds."""
-        return self.probable if self.evaluation.endpoint == "probability" else self.right
-
-    def _above_topk(self, endpoint: str) -> list[Outcome]:
-        most, rows = self.evaluation.selects_all, self.evaluation.outcomes(self.at, endpoint)
+    def _above_topk(self, of: str) -> list[Outcome]:
+        most, rows = self.evaluation.selects_all, self.evaluation.outcomes(self.at, of)
         return [row for row in rows if most is None or row.length > most]
 
     def compared(
-        self,
-        arm: str,
-        *,
-        cells: Iterable[Cell] | None = None,
-        repeat: int = 0,
-        beside: Sequence[Outcome] = (),
+        self, arm: str, *, cells: Iterable[Cell] | None = None, repeat: int = 0
     ) -> Differences:
-        """Compare an arm with the reference's first answers; flips are right answers, always.
-
-        ``beside`` are further outcomes.
-        """
-        arms = arm, self.reference
-        allowed = None if cells is None else set(cells)
-        differences = paired([*self.long, *beside], *arms, cells=allowed, repeat=repeat)
-        if self.long is self.right:
-            return differences
-        # Probabilities almost never tie; counting them as flips would count almost every question.
-        right = paired(self.right, *arms, cells=allowed, repeat=repeat)
-        return replace(differences, flips=right.flips)
-
-    def missing(self, pattern: str) -> list[Outcome]:
-        """Return what could not be answered, as if the pattern alone had lost it.
-
-        A context without any answer has as many questions as the largest of its cell.
-        """
-        questions = Counter((row.cell, row.context) for row in self.long if row.arm == pattern)
-        largest: dict[Cell, int] = {}
-        for (cell, _), count in questions.items():
-            largest[cell] = max(count, largest.get(cell, 0))
-        outcomes = []
-        # What is planned for a later look is not missing yet.
-        places = {
-            planned.context: planned
-            for planned in self.evaluation.planned
-            if planned.look <= self.number
-        }
-        for failure in self.evaluation.missing:
-            if place := places.get(failure.context):
-                cell = place.task, place.length
-                names = (
-                    [failure.question]
-                    if failure.question
-                    else map(str, range(largest.get(cell, 0)))
-                )
-                for name in names:
-                    key = failure.context, name, *cell
-                    outcomes += [Outcome(*key, self.reference, 1.0), Outcome(*key, pattern, 0.0)]
-        return outcomes
+        """Compare an arm with the reference's first answers."""
+        return paired(self.long, arm, self.reference, cells=cells, repeat=repeat)
 
     @property
     def cells(self) -> set[Cell]:
@@ -255,18 +201,9 @@ class Look:
         asked_twice = any(row.arm == self.reference and row.repeat == 1 for row in self.long)
         return self.compared(self.reference, repeat=1) if asked_twice else None
 
-    @property
-    def waits_for_noise(self) -> bool:
-        """Whether the reference was not asked twice yet and is at a later look."""
-        if self.evaluation.selects_all is None or self.noise is not None:
-            return False
-        return any(
-            planned.again and planned.look > self.number for planned in self.evaluation.planned
-        )
-
     def right_share(self, arm: str) -> dict[Cell, float]:
         """Return the share of an arm's first answers that are right, by cell, 0 to 1."""
-        return means(self.right, arm)
+        return means(self.long, arm)
 
     def at_floor(self) -> dict[Cell, float]:
         """Find cells where the reference hardly beats guessing; return its right share there."""
@@ -281,7 +218,7 @@ class Look:
 
         Probabilities count too, but not where it is nearly always right: nothing can be lost there.
         """
-        rows = [row for row in self.right if row.cell == cell]
+        rows = [row for row in self.long if row.cell == cell]
         values = [row.value for row in rows if (row.arm, row.repeat) == (arm, 0)]
         # An arm that is decided is asked no more, so a cell may have none of its answers.
         if not values:
@@ -376,7 +313,7 @@ class Look:
                 )
             if differs := self.control_differs(arm):
                 return differs
-            if self.noise is None and not self.waits_for_noise:
+            if self.noise is None:
                 return (
                     "the reference was not asked twice, so the engine's own noise is not known. "
                     "Ask it again on a quarter of the contexts, in another order."
@@ -399,15 +336,10 @@ def means(rows: Iterable[Outcome], arm: str) -> dict[Cell, float]:
     return {cell: sum(values) / len(values) for cell, values in by_cell.items()}
 
 
-def bounds(
-    estimate: Estimate, design: Design, look: int, at_worst: Estimate | None = None
-) -> tuple[Any, Any]:
-    """Return one-sided bounds of the difference at a look, on which both claims rest.
-
-    ``at_worst`` also counts what is missing, as lost; a claim of no loss rests on it.
-    """
+def bounds(estimate: Estimate, design: Design, look: int) -> tuple[Any, Any]:
+    """Return one-sided bounds of the difference at a look, on which both claims rest."""
     z = design.bounds[look - 1]
-    return (at_worst or estimate).guarded(z), estimate.upper(z)
+    return estimate.guarded(z), estimate.upper(z)
 
 
 def sees(
@@ -522,15 +454,12 @@ def judge(look: Look, pattern: str, permitted: bool = True) -> Verdict:
     forbidden = ""
     if look.number < look.design.looks and any(blind.waits for blind in look.blind.values()):
         forbidden = WAITING
-    # Each reason outranks those before: a wait may end at the next look, a visible loss or a broken
-    # sequence will not.
+    # Each reason outranks those before: a wait may end at the next look, these will not.
     if hidden := look.hidden:
         places = ", ".join(map(place, hidden))
         forbidden = f"a pattern visibly loses at {places}, which would be left out"
     if not permitted:
         forbidden = "a pattern that is judged before it was not shown to be safe"
-    if look.waits_for_noise:
-        forbidden = NOT_TWICE
     return _claim(look, pattern, forbidden)
 
 
@@ -540,11 +469,9 @@ def _claim(look: Look, pattern: str, forbidden: str) -> Verdict:
     ``forbidden`` is the reason why "no loss" may not be claimed, or "".
     """
     cells = look.cells - look.blind.keys()
-    missing = look.missing(pattern)
     differences = look.compared(pattern, cells=cells)
-    at_worst = look.compared(pattern, cells=cells, beside=missing)
     design, estimate = look.seeing_design, Estimate(differences)
-    lower, upper = map(float, bounds(estimate, design, look.number, Estimate(at_worst)))
+    lower, upper = map(float, bounds(estimate, design, look.number))
     is_lost = bool(loses(estimate, design, look.number))
     kind = _permitted(claimed(lower, is_lost, design.margin), forbidden)
     more = None
@@ -552,7 +479,7 @@ def _claim(look: Look, pattern: str, forbidden: str) -> Verdict:
         # The planned contexts are asked in any case, however soon fewer would do.
         more = max(design.needed(*estimate.spread), design.contexts) - len(differences)
     mean, levels = float(estimate.mean), (estimate.level, estimate.level + float(estimate.mean))
-    worst = _worst(differences, at_worst, design, look.number)
+    worst = _worst(differences, design, look.number)
     claim = _claim_in_words(kind, mean, lower, more, len(differences), look, forbidden)
     verdict = Verdict(
         kind,
@@ -570,18 +497,14 @@ def _claim(look: Look, pattern: str, forbidden: str) -> Verdict:
         noise=look.noise.flips if look.noise else None,
         blind=tuple(sorted(look.blind)),
     )
-    # Each missing question is two outcomes there: right for the reference, wrong for the pattern.
-    return replace(verdict, details=_details(verdict, differences, len(missing) // 2, look))
+    return replace(verdict, details=_details(verdict, differences, look))
 
 
 def _permitted(kind: Kind, forbidden: str) -> Kind:
     """Return the claim that may be made where ``forbidden`` says why "no loss" may not be.
 
-    A proven loss stays proven then; "no loss" does not. Neither is final while cells wait, and
-    nothing is while the engine's own noise is not known.
+    A proven loss stays proven then; "no loss" does not. Neither is final while cells wait.
     """
-    if forbidden == NOT_TWICE:
-        return Kind.UNDECIDED
     if not forbidden or kind not in SAFE:
         return kind
     return Kind.LOSS if kind is Kind.SMALL_LOSS and forbidden != WAITING else Kind.UNDECIDED
@@ -591,16 +514,13 @@ def _levels_in_words(
     look: Look, pattern: str, levels: tuple[float, float], worst: Worst | None
 ) -> str:
     """Say the levels of reference and pattern, and the cell that lost most, if one lost."""
-    prefix = PROBABLE if look.evaluation.endpoint == "probability" else ""
-    text = f"{prefix}{look.reference} {levels[0]:.1%}, {pattern} {levels[1]:.1%}"
+    text = f"{look.reference} {levels[0]:.1%}, {pattern} {levels[1]:.1%}"
     if worst and worst.difference < 0:
         text += f"; worst: {place((worst.task, worst.length))}, {_points(worst.difference)}"
     return text
 
 
-def _worst(
-    differences: Differences, at_worst: Differences, design: Design, look: int
-) -> Worst | None:
+def _worst(differences: Differences, design: Design, look: int) -> Worst | None:
     """Return the cell with the largest loss, and a bound that holds for all cells at once."""
     count = len(differences.names)
     if count == 1:
@@ -610,7 +530,7 @@ def _worst(
     estimates = [Estimate(differences.of(cell)) for cell in range(count)]
     lowest = min(range(count), key=lambda cell: estimates[cell].mean)
     # Of all cells: a small cell can have the worst bound without the largest loss.
-    bound = max(-float(Estimate(at_worst.of(cell)).guarded(z)) for cell in range(count))
+    bound = max(-float(estimate.guarded(z)) for estimate in estimates)
     return Worst(*differences.names[lowest], float(estimates[lowest].mean), bound)
 
 
@@ -642,7 +562,7 @@ def _claim_in_words(
     )
 
 
-def _details(verdict: Verdict, differences: Differences, missing: int, look: Look) -> str:
+def _details(verdict: Verdict, differences: Differences, look: Look) -> str:
     assert verdict.difference is not None
     assert verdict.interval is not None
     assert verdict.detectable is not None
@@ -666,10 +586,6 @@ def _details(verdict: Verdict, differences: Differences, missing: int, look: Loo
         )
     if empty := empty_margin(look, verdict.levels):
         sentences.append(empty)
-    if missing:
-        sentences.append(
-            f"{counted(missing, 'question')} without an answer: counted as lost in the lower bound."
-        )
     if verdict.worst:
         sentences.append(
             f"No cell loses more than {100 * verdict.worst.bound:.1f} points (bound for all "

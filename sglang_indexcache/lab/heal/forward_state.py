@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -53,22 +52,12 @@ class Sharing:
 
     def __init__(self, pattern: Pattern, topk: int, block: int = DEFAULT_BLOCK) -> None:
         self.pattern, self.topk, self.block = pattern, topk, block
-        self._underway = threading.local()  # the layers of several GPUs run at once
+        self.forward: ForwardState | None = None
 
     def start(self, stage: Stage, layout: Layout) -> ForwardState:
         """Begin a forward pass."""
         self.forward = state = ForwardState(stage, layout)
         return state
-
-    @property
-    def forward(self) -> ForwardState | None:
-        """The forward pass that this thread started or resumed last."""
-        state: ForwardState | None = getattr(self._underway, "forward", None)
-        return state
-
-    @forward.setter
-    def forward(self, forward: ForwardState) -> None:
-        self._underway.forward = forward
 
     @property
     def layout(self) -> Layout:

@@ -6,17 +6,22 @@ stay FP8 in memory; one layer of them is dequantised at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import nn
 from torch.func import functional_call
 from torch.nn.functional import embedding
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from sglang_indexcache.checkpoint import fp8_blocks, reading
+from sglang_indexcache.errors import CheckpointError
 from sglang_indexcache.lab.heal.forward_state import Sharing
 from sglang_indexcache.lab.heal.model import (
     LightningIndexer,
@@ -24,16 +29,18 @@ from sglang_indexcache.lab.heal.model import (
     install,
     is_indexer,
 )
-from sglang_indexcache.lab.heal.weights import FUSED, Weight, WeightFiles
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.serving.adapters.weights import DTYPES, E4M3
+from sglang_indexcache.serving.adapters.weights import DTYPES, E4M3, SCALES, dequantised, stored
 
 EMBEDDING = "model.embed_tokens.weight"
 STATE_COPIES = 4
 """Copies of an indexer's parameters: weights, gradients, and AdamW's two moments."""
 
-_WORTH_A_SPLIT = 1.02
-"""A group of layers is split over devices if the fullest then holds less by more than this."""
+BLOCKS = (128, 128)
+"""Rows and columns that share a scale in an FP8 weight, if config.json does not say."""
+
+FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+"""Transformers holds all experts in one tensor; released checkpoints have these of each."""
 
 Tensors = dict[str, torch.Tensor]
 
@@ -213,20 +220,10 @@ class FrozenBody:
 def shared_out(pattern: Pattern, loads: Sequence[int], devices: int) -> list[range]:
     """Return the layers of each device, in order, so that the fullest holds as little as possible.
 
-    The layers that an indexer serves stay together unless splitting them makes the fullest device
-    emptier: what they share would travel. ``loads`` are bytes of each layer; some devices get no
-    layer where there are too few.
+    The layers that an indexer serves stay together. ``loads`` are bytes of each layer; some devices
+    get no layer where there are too few.
     """
-    by_groups = _evenly([group.layers for group in pattern.groups], loads, devices)
-    split = _evenly([range(n, n + 1) for n in range(len(pattern))], loads, devices)
-    fullest = [
-        max(sum(loads[n] for n in share) for share in shares) for shares in (by_groups, split)
-    ]
-    return by_groups if fullest[0] <= _WORTH_A_SPLIT * fullest[1] else split
-
-
-def _evenly(groups: Sequence[range], loads: Sequence[int], devices: int) -> list[range]:
-    """Give each device neighbouring groups; the most that one holds is as small as it can be."""
+    groups = [group.layers for group in pattern.groups]
     sizes = [sum(loads[number] for number in group) for group in groups]
     low, high = max(sizes), sum(sizes)
     while low < high:
@@ -259,3 +256,82 @@ def _parts(whole: torch.Tensor, count: int) -> Iterator[torch.Tensor]:
 
 def _indexer_prefix(number: int) -> str:
     return f"model.layers.{number}.self_attn.indexer."
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A tensor as it is stored: plain, or e4m3 with a scale for each of its blocks."""
+
+    values: torch.Tensor
+    scales: torch.Tensor | None
+    blocks: Sequence[int]
+
+    def plain(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the tensor dequantised, in ``dtype``."""
+        if self.scales is None:
+            return self.values.to(dtype)
+        return dequantised(self.values, self.scales, self.blocks).to(dtype)
+
+
+class WeightFiles:
+    """The tensors in a checkpoint's files.
+
+    Raises:
+        CheckpointError: no such files.
+    """
+
+    def __init__(self, folder: Path, blocks: Sequence[int] | None = None) -> None:
+        self._folder = folder
+        self._blocks = tuple(blocks or BLOCKS)
+        self._stored = stored(folder)
+        self._open: dict[Path, Any] = {}
+        self._stack = ExitStack()  # files stay open
+        if not self._stored:
+            raise CheckpointError(f"{folder} has no *.safetensors, so there is nothing to train")
+
+    def has(self, name: str) -> bool:
+        """Return whether there is such a tensor."""
+        return name in self._stored
+
+    def kind(self, name: str) -> str:
+        """Return a tensor's dtype as safetensors writes it."""
+        return self._stored[name].kind
+
+    def check(self, names: Iterable[str]) -> None:
+        """Raise CheckpointError unless all of these are there in a form that is understood."""
+        for name in sorted(names):
+            if name not in self._stored:
+                raise CheckpointError(
+                    f"{self._folder} has no tensor {name}: the files are incomplete, or named in "
+                    "another way than released checkpoints are. Download the checkpoint again."
+                )
+            kind = self.kind(name)
+            if kind not in DTYPES and not (kind == E4M3 and name + SCALES in self._stored):
+                raise CheckpointError(
+                    f"{self._folder} holds {name} as {kind}, which is not understood; plain "
+                    f"dtypes and block FP8 ({E4M3} with {SCALES.strip('_')}) are. Dequantise the "
+                    "checkpoint to bfloat16 first."
+                )
+
+    def bytes_of(self, name: str, dtype: torch.dtype | None = None) -> int:
+        """Count the bytes of a tensor in ``dtype``, or as it is stored with its scales."""
+        if dtype is not None:
+            return math.prod(self._stored[name].shape) * dtype.itemsize
+        size = math.prod(self._stored[name].shape) * _dtype(self.kind(name)).itemsize
+        return size + (self.bytes_of(name + SCALES) if self.kind(name) == E4M3 else 0)
+
+    def read(self, name: str, device: torch.device) -> Weight:
+        """Read a tensor as it is stored."""
+        scales = self._tensor(name + SCALES, device) if self.kind(name) == E4M3 else None
+        return Weight(self._tensor(name, device), scales, self._blocks)
+
+    def _tensor(self, name: str, device: torch.device) -> torch.Tensor:
+        path = self._stored[name].path
+        if path not in self._open:
+            self._open[path] = self._stack.enter_context(safe_open(path, "pt"))
+        tensor: torch.Tensor = self._open[path].get_tensor(name)
+        return tensor.to(device)
+
+
+def _dtype(kind: str) -> torch.dtype:
+    return torch.float8_e4m3fn if kind == E4M3 else DTYPES[kind]

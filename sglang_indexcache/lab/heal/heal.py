@@ -303,8 +303,6 @@ class _Healing:
             options.from_disk,
         )
         self.trained = self.body.indexer_tensors()
-        size = sum(p.numel() * p.itemsize for p in self.trained.values())
-        self.files.check_room(size)
 
     def _devices(self) -> list[torch.device]:
         """Return all GPUs of the machine for one process; its own for one of several."""

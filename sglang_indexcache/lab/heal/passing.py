@@ -7,10 +7,8 @@ the indexer serves, the sum goes back through the indexer, and everything is dro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from queue import SimpleQueue
 
 import torch
 
@@ -42,20 +40,6 @@ class LocalForward(ForwardState):
     projected: dict[int, IndexInputs] = field(default_factory=dict)
     chosen: dict[int, torch.Tensor] = field(default_factory=dict)
     captured: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
-
-    def move(self, device: torch.device) -> None:
-        """Move to the next layers' device, carrying the selection of the last F layer.
-
-        The gradients that were added up so far move too, so that they keep their order.
-        """
-        if self.layout.documents.device == device:
-            return
-        self.layout = Layout(self.layout.documents.to(device))
-        for indices in (self.selected, self.chosen):
-            indices.update({layer: selected.to(device) for layer, selected in indices.items()})
-        for layer, index in self.index.items():
-            parts = (index.queries, index.keys, index.weights)
-            self.index[layer] = IndexInputs(*(_moved(part, device) for part in parts))
 
 
 class LocalSharing(Sharing):
@@ -108,8 +92,7 @@ class LocalSharing(Sharing):
         if projected is not None:
             outputs = [projected.queries, projected.keys, projected.weights]
             grads = [part.grad for part in (scored.queries, scored.keys, scored.weights)]
-            device = projected.keys.device
-            torch.autograd.backward(outputs, [None if g is None else g.to(device) for g in grads])
+            torch.autograd.backward(outputs, grads)
         run.selected.pop(source)
         run.chosen.pop(source, None)
 
@@ -118,14 +101,6 @@ class LocalSharing(Sharing):
         if not isinstance(run, LocalForward):
             raise TypeError("begin and resume a forward pass before a layer runs")
         return run
-
-
-def _moved(part: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Make a leaf on ``device`` with the same gradient."""
-    moved = part.detach().to(device).requires_grad_(part.requires_grad)
-    if part.grad is not None:
-        moved.grad = part.grad.to(device)
-    return moved
 
 
 @dataclass
@@ -142,8 +117,11 @@ class Passing:
         device: torch.device,
         sharing: LocalSharing,
     ) -> None:
-        """Run a layer that lies on ``device``."""
-        self.run.move(device)
+        """Run a layer that lies on ``device``.
+
+        The layers that an indexer serves lie on one, so nothing of theirs is under way here.
+        """
+        self.run.layout = Layout(self.run.layout.documents.to(device))
         cosine, sine = self.rotation
         self.rotation = cosine.to(device), sine.to(device)
         sharing.resume(self.run)
@@ -151,51 +129,11 @@ class Passing:
 
 
 def pass_through(body: FrozenBody, sharing: LocalSharing, rows: Sequence[Passing]) -> None:
-    """Run all layers on all rows, with gradients if enabled; every schedule gives the same bits.
+    """Run all layers on all rows, with gradients if enabled.
 
-    On one device, and from disk, a layer takes all rows before the next one does, so it is
-    dequantised or read once. On several devices, each takes a row through all of its layers while
-    the next device works on the row before.
+    A layer takes all rows before the next one does, so it is dequantised or read once.
     """
-    if pipelined(body.shares, len(rows), body.from_disk):
-        _as_a_pipeline(body, sharing, rows)
-        return
     for number, device in enumerate(body.devices):
         layer = body.layer(number)
         for row in rows:
             row.through(layer, device, sharing)
-
-
-def pipelined(shares: Sequence[range], rows: int, from_disk: bool) -> bool:
-    """Return whether the devices, each with its share of layers, work on several rows at once."""
-    return rows > 1 and not from_disk and sum(map(bool, shares)) > 1
-
-
-def _as_a_pipeline(body: FrozenBody, sharing: LocalSharing, rows: Sequence[Passing]) -> None:
-    """Run a thread for each device: whoever asks a GPU for work may have to wait."""
-    shares = [share for share in body.shares if share]
-    queues: list[SimpleQueue[Passing | None]] = [SimpleQueue() for _ in (*shares, None)]
-    training, threads = torch.is_grad_enabled(), torch.get_num_threads()
-
-    def work(
-        share: range, incoming: Iterable[Passing], outgoing: SimpleQueue[Passing | None]
-    ) -> None:
-        torch.set_num_threads(threads)  # a new thread has its own
-        try:
-            with torch.set_grad_enabled(training):
-                for row in incoming:
-                    for number in share:
-                        row.through(body.layer(number), body.devices[number], sharing)
-                    outgoing.put(row)
-        finally:
-            outgoing.put(None)
-
-    for row in (*rows, None):
-        queues[0].put(row)
-    with ThreadPoolExecutor(len(shares)) as pool:
-        futures = [
-            pool.submit(work, share, iter(incoming.get, None), outgoing)
-            for share, incoming, outgoing in zip(shares, queues[:-1], queues[1:], strict=True)
-        ]
-    for future in futures:
-        future.result()

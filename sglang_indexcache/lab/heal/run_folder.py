@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields
@@ -20,8 +19,6 @@ from sglang_indexcache.library.writing import check_writable, replacing, write_w
 from sglang_indexcache.serving.adapters.folder import ADAPTER_FILE, Adapter
 
 OPTIONS, STATE, METRICS, LOCK = "options.json", "state.pt", "metrics.jsonl", "lock"
-COPIES_OF_STATE = 4
-"""Copies of the indexers in a state: the newest, the best, and AdamW's two moments."""
 
 Tensors = dict[str, torch.Tensor]
 
@@ -156,20 +153,6 @@ class HealRun:
             self.log.say(f"{self.log.path} is gone: the adapter's record will begin here")
         self.log.rewind(state.position)
         return state
-
-    def check_room(self, size: int) -> None:
-        """Refuse a disk that cannot hold what the run writes; ``size`` is the float32 indexers'.
-
-        Raises:
-            TrainingError: there is too little room.
-        """
-        needed = (2 * COPIES_OF_STATE + 1) * size  # a new state beside the old one; the adapter
-        present = sum(f.stat().st_size for f in self.folder.glob("*") if f.is_file())
-        if self.main and shutil.disk_usage(self.folder).free + present < needed:
-            raise TrainingError(
-                f"the disk of {self.folder} has too little room: states and adapter take up to "
-                f"{needed / 1e9:,.2g} GB. Make room, or give another --output."
-            )
 
     def save(self, state: State) -> None:
         """Replace the state in one step.

@@ -6,8 +6,8 @@ Nothing is copied from it: the tables are read where pip put them. A row is one 
 milliseconds; a :class:`Series` is the rows that differ in one number only, such as the prefix.
 
 A row contradicts the others if one of the same series with a longer prefix took less time, or if
-the layer without an indexer took longer than the one with it: such rows are named and left out. And
-each row is predicted from its two neighbours, as if it had not been measured: how far off that was
+the layer without an indexer took longer than the one with it: such rows are left out. And each row
+is predicted from its two neighbours, as if it had not been measured: how far off that was
 is the error of what lies beside it.
 """
 
@@ -15,12 +15,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import mean
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from sglang_indexcache.errors import BenchError
 
@@ -97,22 +97,6 @@ def _line(points: Mapping[float, float], a: float, b: float, x: float) -> float:
     return (1 - share) * points[a] + share * points[b]
 
 
-@dataclass(frozen=True)
-class Contradiction:
-    """A row that was left out.
-
-    Attributes:
-        phase: "context", or "generation", as the rows call a prefill chunk and a decode step.
-        size: tokens of the chunk, or requests of the step.
-        x: tokens of prefix, or of context.
-    """
-
-    phase: str
-    size: int
-    x: float
-    text: str
-
-
 @dataclass
 class Layers:
     """One layer's attention on one card, for one number of heads and one cache format.
@@ -121,12 +105,13 @@ class Layers:
         source: of the rows, in words.
         prefill: by kind and tokens of the chunk: milliseconds by tokens of prefix.
         decode: by kind and requests: milliseconds by tokens of context.
+        left_out: number of rows that contradict others.
     """
 
     source: str
     prefill: dict[tuple[Kind, int], Series]
     decode: dict[tuple[Kind, int], Series]
-    contradictions: tuple[Contradiction, ...] = ()
+    left_out: int = 0
 
     def chunk(self, kind: Kind, tokens: int, prefix: int) -> LatencyEstimate | None:
         """Return milliseconds of one layer for a chunk behind a prefix; None where no rows are."""
@@ -135,19 +120,6 @@ class Layers:
     def step(self, kind: Kind, requests: int, context: int) -> LatencyEstimate | None:
         """Return milliseconds of one layer for one decode step; None where no rows are."""
         return _between(self.decode, kind, requests, context)
-
-    def reach(self, chunk: int) -> tuple[int, int]:
-        """Return the longest prompt, cut in chunks, and the longest context that rows know."""
-        ends = [
-            [int(max(series[kind, size].points)) for kind in KINDS if (kind, size) in series]
-            for series, size in ((self.prefill, chunk), (self.decode, 1))
-        ]
-        return min(ends[0], default=0) + chunk, min(ends[1], default=0)
-
-    def largest_batch(self, context: int) -> int:
-        """Return the most requests that rows know at this context, at least 1."""
-        batches = [n for kind, n in self.decode if kind == "S" and self.step("F", n, context)]
-        return max((n for n in batches if self.step("S", n, context)), default=1)
 
 
 def _between(
@@ -168,8 +140,51 @@ def _between(
     return LatencyEstimate(value, max(ends[0].off, ends[1].off))
 
 
-_SPLITS = ("num_gpus", "moe_tp_size")
-"""Columns that say over how many GPUs an operation was split."""
+class Chunks(Protocol):
+    """Layers whose time for a chunk of a prompt is known."""
+
+    def chunk(self, kind: Kind, tokens: int, prefix: int) -> LatencyEstimate | None:
+        """Return milliseconds; None where no rows are."""
+
+
+@dataclass(frozen=True)
+class RowSplitLayers:
+    """Layers of which each rank's indexer scores a share of the rows, and gets all lists.
+
+    Attributes:
+        layers: as every rank runs them by itself.
+        list_bytes: of one row.
+        projected: milliseconds of a chunk's index queries, which every rank still makes for all
+            rows, by tokens.
+    """
+
+    layers: Layers
+    ranks: int
+    gather: Series
+    list_bytes: int
+    projected: Callable[[int], float]
+
+    def chunk(self, kind: Kind, tokens: int, prefix: int) -> LatencyEstimate | None:
+        """Return milliseconds of one layer; as unsplit where a split does not pay."""
+        plain, shared = (self.layers.chunk(k, tokens, prefix) for k in (kind, "S"))
+        if kind == "S" or plain is None or shared is None:
+            return plain
+        share, before = share_of(tokens, prefix, self.ranks)
+        full, bare = (self.layers.chunk(k, share, before) for k in ("F", "S"))
+        gathered = self.gather.at(tokens * self.list_bytes)
+        if full is None or bare is None or gathered is None:
+            return None
+        again = LatencyEstimate(self.projected(tokens) - self.projected(share))
+        paid = shared + full + gathered + again
+        value = paid.value - bare.value
+        wrong = paid.value * paid.off + bare.value * bare.off
+        return min(plain, LatencyEstimate(value, wrong / value), key=lambda time: time.value)
+
+
+def share_of(tokens: int, prefix: int, ranks: int) -> tuple[int, int]:
+    """Return a rank's rows of a chunk, and a prefix at which they see what a share does."""
+    rows = max(1, tokens // ranks)
+    return rows, prefix + (tokens - rows) // 2
 
 
 class Wheel:
@@ -219,7 +234,7 @@ class Wheel:
             BenchError: see :meth:`rows`; or there are no rows of these.
         """
         about = {"num_heads": heads, "gemm_type": gemm, "kv_cache_dtype": kv}
-        prefill, contradictions = self._phase("context", {**about, "batch_size": 1}, model, bare)
+        prefill, left_out = self._phase("context", {**about, "batch_size": 1}, model, bare)
         decode, more = self._phase("generation", about, model, bare)
         if not (prefill and decode):
             table = f"sparse_attention/{ENGINE}/dsa_context_module_perf"
@@ -233,12 +248,12 @@ class Wheel:
             f"NVIDIA's rows of {engine} on {self.card.upper()} ({WHEEL}): F layers of {model}, "
             f"S layers of {bare}"
         )
-        return Layers(source, prefill, decode, (*contradictions, *more))
+        return Layers(source, prefill, decode, left_out + more)
 
     def _phase(
         self, phase: str, about: Mapping[str, Any], model: str, bare: str
-    ) -> tuple[dict[tuple[Kind, int], Series], list[Contradiction]]:
-        """Return the series of one phase by kind and size, and what was left out of them."""
+    ) -> tuple[dict[tuple[Kind, int], Series], int]:
+        """Return the series of one phase by kind and size, and how many rows were left out."""
         latencies: Measured = defaultdict(lambda: defaultdict(list))
         dense: Measured = defaultdict(lambda: defaultdict(list))  # contexts within top-k
         table = f"sparse_attention/{ENGINE}/dsa_{phase}_module_perf"
@@ -251,17 +266,14 @@ class Wheel:
             size = row["isl" if phase == "context" else "batch_size"]
             points = dense if "dense" in row["kernel_source"] else latencies
             points[kind, size][x].append(row["latency"])
-        series, wrong = consistent(latencies)
+        series = consistent(latencies)
+        left_out = sum(map(len, latencies.values())) - sum(len(s.points) for s in series.values())
         for key, rows in dense.items():  # other kernels: they contradict nothing
             series[key] = Series(
                 {x: mean(ys) for x, ys in rows.items()}
                 | (series[key].points if key in series else {})
             )
-        words = "tokens behind" if phase == "context" else "requests at"
-        return series, [
-            Contradiction(phase, size, x, f"{kind}, {size:,} {words} {x:,.0f}: {why}")
-            for (kind, size), x, why in wrong
-        ]
+        return series, left_out
 
     def series(self, table: str, by: str, columns: Mapping[str, Any]) -> Series:
         """Read one operation's rows by one column; repeated rows count as their mean.
@@ -272,43 +284,33 @@ class Wheel:
         points: dict[float, list[float]] = defaultdict(list)
         for row in self.rows(table, columns):
             points[row[by]].append(row["latency"])
-        split = next((name for name in _SPLITS if name in columns), "")
-        if not points and split:
-            fixed = {name: value for name, value in columns.items() if name != split}
-            most = max((row[split] for row in self.rows(table, fixed)), default=0)
-            if 0 < most < columns[split]:
-                raise BenchError(
-                    f"NVIDIA measured up to {most} GPUs here, not {columns[split]}: ask with fewer"
-                )
         if not points:
             about = ", ".join(f"{name} {value}" for name, value in columns.items())
-            raise BenchError(f"the rows of {WHEEL} have no {table.rpartition('/')[2]} with {about}")
+            raise BenchError(
+                f"the rows of {WHEEL} have no {table.rpartition('/')[2]} with {about}. Ask for "
+                "2, 4 or 8 GPUs."
+            )
         return Series({x: mean(values) for x, values in points.items()})
 
 
 def consistent(
     latencies: Mapping[tuple[Kind, int], Mapping[float, Iterable[float]]],
-) -> tuple[dict[tuple[Kind, int], Series], list[tuple[tuple[Kind, int], float, str]]]:
-    """Return series without the rows that contradict others, and those rows with the reason."""
+) -> dict[tuple[Kind, int], Series]:
+    """Return series without the rows that contradict others."""
     means = {key: {x: mean(ys) for x, ys in rows.items()} for key, rows in latencies.items()}
     series: dict[tuple[Kind, int], Series] = {}
-    wrong = []
-    for key, rows in sorted(means.items()):
-        with_indexer = means.get(("F", key[1]), {})
+    for (kind, size), rows in means.items():
+        with_indexer = means.get(("F", size), {}) if kind == "S" else {}
         points = {}
         least = float("inf")
         for x in sorted(rows, reverse=True):
-            if rows[x] > least * (1 + TOLERANCE):
-                wrong.append((key, x, f"{rows[x]:.3g} ms, but {least:.3g} with more before it"))
-            elif key[0] == "S" and rows[x] > with_indexer.get(x, float("inf")):
-                indexed = with_indexer[x]
-                wrong.append((key, x, f"{rows[x]:.3g} ms, but {indexed:.3g} with its indexer"))
-            else:
+            # A longer prefix cannot take less time, nor a layer less with its indexer.
+            if rows[x] <= min(least * (1 + TOLERANCE), with_indexer.get(x, float("inf"))):
                 points[x] = rows[x]
                 least = min(least, rows[x])
         if points:
-            series[key] = Series(points)
-    return series, wrong
+            series[kind, size] = Series(points)
+    return series
 
 
 def _installed() -> Path:

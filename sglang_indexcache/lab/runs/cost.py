@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rich.console import Console
 
-ASKS_ABOVE_HOURS = 1.0
-"""A run that is known to take longer asks its user first."""
 _SECONDS = 3600.0
 
 
@@ -62,9 +60,3 @@ def print_plan(console: Console, rows: Iterable[tuple[str, str]]) -> None:
     width = max((len(name) for name, _ in lines), default=0) + 2
     for name, text in lines:
         console.print(f"{name:<{width}}{text}", highlight=False, soft_wrap=True, markup=False)
-
-
-def confirm(cost: Cost, agree: Callable[[str], None]) -> None:
-    """Ask before a run that is known to take long; ``agree`` raises if the answer is no."""
-    if cost.hours is not None and cost.hours > ASKS_ABOVE_HOURS:
-        agree(f"This takes {cost.hours_in_words()}. Continue?")

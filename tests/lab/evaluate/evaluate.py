@@ -47,4 +47,4 @@ def evaluate(
     with recorded(folder, plan, arms, **made_of, server={}) as record:
         if not record.facts:
             record.add({"facts": {"started": "then", "notices": ["Told."]}})
-        return Run(asking, corpus, record, Console(file=output or io.StringIO())).run()
+        return Run(asking, corpus, record, Console(file=output or io.StringIO()), 10**6).run()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from sglang_indexcache.lab.evaluate.evaluation import Answer, Evaluation, Missing
+from sglang_indexcache.lab.evaluate.evaluation import Answer, Evaluation
 from sglang_indexcache.lab.evaluate.evaluation_plan import CONTROL_LOOK, Arm, Planned, Role
 from sglang_indexcache.lab.stats.design import Design
 
@@ -25,9 +25,7 @@ LOSSES = {"full": 0.0, "half": 0.0, "quarter": 0.15, "uniform:1/4": 0.5}
 ROLES = {"full": Role.REFERENCE, "uniform:1/4": Role.BAD}
 
 
-def evaluation(
-    contexts: int = 60, *, seed: int = 0, missing: int = 0, **changes: Any
-) -> Evaluation:
+def evaluation(contexts: int = 60, *, seed: int = 0, **changes: Any) -> Evaluation:
     """Two tasks at two lengths, ``contexts`` of each, one in four asked twice, and the control.
 
     "half" loses nothing, "quarter" loses 15 % of its right answers, "uniform:1/4" half of them.
@@ -45,10 +43,6 @@ def evaluation(
     for place in planned:
         for question in range(4):
             answers += _question(draw, place, question)
-    failures = tuple(
-        Missing(place.context, "half", "the server said 500")
-        for place in planned[len(planned) - missing :]
-    )
     fields: dict[str, Any] = {
         "facts": FACTS,
         "design": Design(contexts=contexts * len(TASKS) * len(LENGTHS), margin=0.02),
@@ -58,7 +52,6 @@ def evaluation(
         ),
         "planned": tuple(planned),
         "answers": tuple(answers),
-        "missing": failures,
         "tokens": 1_234_567,
         "seconds": 60.0,
         "finished": True,

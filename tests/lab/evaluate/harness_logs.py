@@ -73,47 +73,10 @@ def ruler(folder: Path, score: Score) -> Path:
     return lines(folder / "samples_niah_single_1_2026-11-22T10-00-00.123456.jsonl", rows)
 
 
-def plain(folder: Path, score: Callable[[int], float | None], count: int = COUNT) -> Path:
+def plain(folder: Path, score: Score, count: int = COUNT) -> Path:
     """Write logs of two questions a text."""
     rows = [
         {"id": number, "context": number // 2, "prompt": f"p{number}", "score": score(number)}
         for number in range(count)
     ]
     return lines(folder / "scores.jsonl", rows)
-
-
-def longbench(folder: Path, score: Score) -> Path:
-    """Write results like those of LongBench v2's pred.py: two questions a text."""
-    rows = [
-        {
-            "_id": f"q{number}",
-            "question": f"question {number}",
-            **{f"choice_{letter}": f"{letter} {number}" for letter in "ABCD"},
-            "answer": "A",
-            "response": "The correct answer is (A)",
-            "pred": "A",
-            "judge": bool(score(number)),
-            "context": f"beginning of text {number // 2}",
-        }
-        for number in range(COUNT)
-    ]
-    return lines(folder / "model.jsonl", rows)
-
-
-def evalscope(folder: Path, score: Score, repeats: int = 1) -> Path:
-    """Write reviews like evalscope's: two questions a text, asked some times each."""
-    rows = [
-        {
-            "index": number,
-            "input": f"**User**: question {number // repeats}",
-            "target": "A",
-            "sample_score": {
-                "score": {"value": {"acc": score(number)}, "main_score_name": "acc"},
-                "sample_id": number,
-                "group_id": number // repeats,
-                "sample_metadata": {"context": f"text {number // repeats // 2}"},
-            },
-        }
-        for number in range(COUNT)
-    ]
-    return lines(folder / "reviews" / "model" / "longbench_v2_short.jsonl", rows)

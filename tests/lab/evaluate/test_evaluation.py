@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from sglang_indexcache.lab.evaluate.evaluation import Answer, Evaluation, Missing
+from sglang_indexcache.lab.evaluate.evaluation import Answer, Evaluation
 from sglang_indexcache.lab.evaluate.evaluation_plan import Arm, Planned, Role
 from sglang_indexcache.lab.evaluate.verdict import Kind, verdicts_of
 from sglang_indexcache.lab.stats.design import Design
@@ -73,41 +73,3 @@ def test_a_look_is_reached_by_its_last_context(contexts: int, look: int) -> None
     record = upto(evaluation(lambda *_: False), contexts)
     assert record.look == look
     assert {row.context for row in record.outcomes(0)} == {"short"}
-
-
-def test_what_is_missing_counts_in_no_arm_but_as_asked() -> None:
-    record = replace(
-        upto(evaluation(lambda *_: False), 199), missing=(Missing("c199", "more", "away"),)
-    )
-    assert record.look == 1
-    with_missing = replace(record, missing=(*record.missing, Missing("c3", "full", "away")))
-    assert {row.context for row in record.outcomes()} - {
-        row.context for row in with_missing.outcomes()
-    } == {"c3"}
-
-
-def test_what_is_missing_counts_as_lost_where_no_loss_is_claimed() -> None:
-    """Left out, the contexts that a pattern broke hid its loss."""
-    complete = evaluation(lambda *_: False)
-    (_, verdict), failed = verdicts_of(complete)["more"], PLANNED[1:61]
-    absent = tuple(Missing(place.context, "more", "timed out") for place in failed)
-    names = {missing.context for missing in absent}
-    answers = tuple(row for row in complete.answers if row.context not in names)
-    partial = replace(complete, answers=answers, missing=absent)
-    assert partial.look == complete.look
-    _, partial_verdict = verdicts_of(partial)["more"]
-    assert (verdict.kind, partial_verdict.kind) == (Kind.NO_LOSS, Kind.UNDECIDED)
-    assert partial_verdict.difference == verdict.difference == 0
-    assert partial_verdict.interval is not None
-    assert partial_verdict.interval[0] < -len(absent) / CONTEXTS
-    assert f"{len(absent)} questions without an answer: counted as lost" in partial_verdict.details
-    _, once = verdicts_of(replace(partial, missing=absent[:1], answers=complete.answers))["more"]
-    assert once.kind is Kind.NO_LOSS
-
-
-def test_an_answers_numbers_are_those_of_all_its_tokens() -> None:
-    def answer(*logprobs: float) -> Answer:
-        return Answer("arm", 0, "c", "q0", "needles", 4096, 0.5, 1.0, logprobs=logprobs)
-
-    assert answer(-0.1, -2.2).nll == pytest.approx(1.15)
-    assert answer().nll is None

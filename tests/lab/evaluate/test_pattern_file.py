@@ -52,11 +52,6 @@ def test_the_verdict_is_written_and_read_back(tmp_path: Path) -> None:
     assert entry.known(lambda: "f" * 64) == NOT_EVALUATED
 
 
-def test_probabilities_are_no_verdict_of_a_pattern_file(tmp_path: Path) -> None:
-    with pytest.raises(QualityError, match="evaluate with --endpoint answers"):
-        write_quality(pattern_file(tmp_path), evaluation(12, endpoint="probability"))
-
-
 def test_counts_are_those_of_the_look_that_decided(tmp_path: Path) -> None:
     path = pattern_file(tmp_path, "FSSS")
     record = evaluation(60)

@@ -211,26 +211,6 @@ def test_unequal_cells_show_what_their_means_can(counts: list[int], alike: int) 
     )
 
 
-def test_a_plan_says_that_a_small_cell_decides_and_how_to_mend_that() -> None:
-    def plan(*counts: int) -> EvaluationPlan:
-        rows = tuple(
-            SelectedRows("prompts", 100 * n, tuple(range(count)), (90,) * count, count)
-            for n, count in enumerate(counts, 1)
-        )
-        return EvaluationPlan((), (200,), 8, 8, TOPK, margin=0.03, looks=2, taken=rows)
-
-    assert detectable(plan(400, 400)) < 0.03 < 0.1 < detectable(plan(400, 400, 8))
-    words = " ".join(text for _, text in plan(400, 400, 8).in_words())
-    assert "no loss beyond 3 points can hardly be shown" in words
-    assert (
-        "prompts at 300 tokens has only 8 and counts as much as every other cell: give more rows "
-        "of it, or leave it out (that file, or that --length), or take a wider --margin."
-    ) in words
-    alike = plan(8, 8)
-    for equal in (alike, replace(alike, tasks=("notes",))):  # rows have one question, tasks eight
-        assert "has only" not in str(equal.in_words())
-
-
 def detectable(plan: EvaluationPlan) -> float:
     return plan.design.detectable(*plan.assumed)
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from sglang_indexcache.errors import QualityError
-from sglang_indexcache.lab.evaluate.evaluation import Answer, Evaluation, Missing
+from sglang_indexcache.lab.evaluate.evaluation import Answer, Evaluation
 from sglang_indexcache.lab.evaluate.evaluation_plan import Arm, Planned, Role
 from sglang_indexcache.lab.evaluate.verdict import (
     SAFE,
@@ -24,7 +24,6 @@ from sglang_indexcache.lab.evaluate.verdict import (
 )
 from sglang_indexcache.lab.stats.design import Design
 from sglang_indexcache.lab.stats.pairs import Differences, Flips, Outcome
-from tests.lab.evaluate.evaluations import evaluation as recorded
 
 CONTEXTS = 200
 DESIGN = Design(contexts=2 * CONTEXTS, margin=0.02)
@@ -279,22 +278,6 @@ def test_a_reference_that_differs_from_itself_is_refused() -> None:
 def test_without_a_second_asking_nothing_is_claimed() -> None:
     rows = [row for row in evaluation(same=0.0) if not row.repeat]
     assert verdicts(rows, "same")[0].kind is Kind.INVALID
-
-
-def test_nothing_is_claimed_before_a_second_asking_that_is_still_planned() -> None:
-    """The contexts asked twice so far could not be answered; others are planned."""
-    whole = recorded(contexts=200)
-    assert judge(Look(whole, 1), "quarter").kind is Kind.LOSS
-    first = [p for p in whole.planned if p.again and p.look == 1]
-    left_out = {planned.context for planned in first}
-    answers = tuple(row for row in whole.answers if row.context not in left_out)
-    missing = tuple(Missing(name, "half", "the server said 500") for name in sorted(left_out))
-    done = replace(whole, answers=answers, missing=missing)
-    for name in ("half", "quarter"):
-        assert judge(Look(done, 1), name).kind is Kind.UNDECIDED
-    assert judge(Look(done, 2), "quarter").kind is Kind.LOSS
-    never = replace(done, planned=tuple(replace(p, again=p.look == 0) for p in done.planned))
-    assert judge(Look(never, 1), "half").kind is Kind.INVALID
 
 
 def test_patterns_are_called_safe_in_order_until_one_is_not() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from itertools import combinations_with_replacement, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from sglang_indexcache.errors import CheckpointError, PatternError
 from sglang_indexcache.lab.heal.forward_state import Stage
 from sglang_indexcache.lab.heal.frozen import FrozenBody, shared_out
 from sglang_indexcache.lab.heal.packing import Layout
-from sglang_indexcache.lab.heal.passing import LocalSharing, Passing, pass_through, pipelined
+from sglang_indexcache.lab.heal.passing import LocalSharing, Passing, pass_through
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.adapters.weights import dequantised
 from tests.fixtures.training import DistilledModel
@@ -189,22 +188,21 @@ def test_scales_of_blocks_at_the_edges() -> None:
     assert weights[4].tolist() == [3, 3, 3, 3, 4, 4, 4]
 
 
-@pytest.mark.parametrize("loads", [[1] * 6, [4, 1, 2, 1, 1, 1], [9, 1, 1, 1, 1, 1]])
-@pytest.mark.parametrize("devices", [1, 2, 4, 8])
-def test_the_fullest_device_holds_as_little_as_can_be(loads: list[int], devices: int) -> None:
-    shares = shared_out(Pattern("FSFSSF"), loads, devices)
-    assert [number for share in shares for number in share] == list(range(6))
-    assert len(shares) == devices
-    load_bounds = (
-        max(sum(loads[a:b]) for a, b in pairwise([0, *ends, 6]))
-        for ends in combinations_with_replacement(range(7), devices - 1)
-    )
-    assert max(sum(loads[n] for n in share) for share in shares) <= 1.02 * min(load_bounds)
-
-
-def test_no_group_is_split_without_need() -> None:
-    assert shared_out(Pattern("FSSFSS"), [1] * 6, 2) == [range(3), range(3, 6)]
-    assert shared_out(Pattern("FSSSFS"), [1] * 6, 2) == [range(3), range(3, 6)]  # with need
+@pytest.mark.parametrize(
+    ("pattern", "loads", "shares"),
+    [
+        ("FSSFSS", [1] * 6, [range(3), range(3, 6)]),
+        ("FSFSSF", [4, 1, 2, 1, 1, 1], [range(2), range(2, 6)]),  # 5 and 5
+        ("FSFSSF", [9, 1, 1, 1, 1, 1], [range(2), range(2, 6)]),
+        ("FSSSFS", [1] * 6, [range(4), range(4, 6)]),  # what an indexer serves stays together
+        ("FFFF", [1] * 4, [range(1), range(1, 2), range(2, 3), range(3, 4)]),
+        ("FSSS", [1] * 4, [range(4), range(4, 4)]),
+    ],
+)
+def test_the_fullest_device_holds_as_little_as_can_be(
+    pattern: str, loads: list[int], shares: list[range]
+) -> None:
+    assert shared_out(Pattern(pattern), loads, len(shares)) == shares
 
 
 @pytest.mark.parametrize("stage", [Stage.WARMUP, Stage.SPARSE])
@@ -213,13 +211,12 @@ def test_no_group_is_split_without_need() -> None:
 def test_rows_on_several_devices_give_the_bits_of_one(
     tmp_path: Path, stage: Stage, quantised: bool, training: bool
 ) -> None:
-    """Groups are split between them, and each works on another row."""
     checkpoint(tmp_path, dtype=torch.bfloat16)
     if quantised:
         quantise(tmp_path)
     ids, outcomes = tokens(3, 19), []
-    for devices in (1, 4):
-        pattern = Pattern("FSSS")
+    for devices in (1, 2):
+        pattern = Pattern("FSFS")
         sharing = LocalSharing(pattern, TOPK, block=5)
         body = FrozenBody(
             tmp_path,
@@ -236,42 +233,17 @@ def test_rows_on_several_devices_give_the_bits_of_one(
             )
             for row in ids
         ]
-        assert pipelined(body.shares, len(rows), False) == (devices > 1)
+        assert sum(map(bool, body.shares)) == devices
         with torch.set_grad_enabled(training):
             pass_through(body, sharing, rows)
         bits = [state.hidden for state in rows]
         bits += [loss for state in rows for loss in state.run.losses.values()]
         bits += [mass for state in rows for mass, _ in state.run.captured.values()]
         bits += [p.grad for p in body.indexer_tensors().values() if p.grad is not None]
-        assert len(bits) == len(rows) * (1 + (1 if training else 2) * LAYERS) + 5 * training
+        assert len(bits) == len(rows) * (1 + (1 if training else 2) * LAYERS) + 10 * training
         outcomes.append(bits)
     for mine, theirs in zip(*outcomes, strict=True):
         assert torch.equal(mine, theirs)
-
-
-def test_an_error_on_one_device_ends_the_pass(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    checkpoint(tmp_path)
-    pattern = Pattern("FSSS")
-    sharing = LocalSharing(pattern, TOPK)
-    devices = [torch.device("cpu", i) for i in range(2)]
-    body = FrozenBody(tmp_path, pattern, sharing, torch.float32, devices)
-    ids = tokens(1, 9)
-    rows = [
-        Passing(
-            sharing.begin(Stage.WARMUP, Layout(torch.zeros_like(ids)), 1.0),
-            *body.start(ids, torch.arange(9)[None]),
-        )
-        for _ in range(3)
-    ]
-
-    def fail(_: int) -> None:
-        raise MemoryError("full")
-
-    monkeypatch.setattr(body, "layer", fail)
-    with pytest.raises(MemoryError, match="full"):
-        pass_through(body, sharing, rows)
 
 
 def test_a_layer_of_experts_is_dequantised_into_place(tmp_path: Path) -> None:

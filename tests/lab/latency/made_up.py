@@ -69,6 +69,14 @@ def write_rows(
             for backend in ("sglang_graph", "sglang_eager")
         ],
     )
+    _write(
+        data / "comm/nccl/2.29.2/nccl_perf.parquet",
+        [
+            {"op_name": "all_gather", "nccl_dtype": "int8", "num_gpus": 8, "message_size": 2**n}
+            | {"latency": 0.1}
+            for n in range(10, 31)
+        ],
+    )
     sizes = ((512, 6144), (6144, 256), (256, 6144), (3072, 6144), (6144, 1536), (19_360, 6144))
     _write(
         data / "gemm/sglang/0.5.14/gemm_perf.parquet",

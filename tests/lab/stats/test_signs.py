@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sglang_indexcache.lab.stats.bounds import LEVELS, sign_flip
 from sglang_indexcache.lab.stats.design import Design
-from sglang_indexcache.lab.stats.signs import LEVELS, sign_flip
 
 
 @given(st.lists(st.integers(-LEVELS, LEVELS), min_size=1, max_size=10))

@@ -14,4 +14,4 @@ TASKS: dict[str, Task] = {"needles": needles, "tracking": tracking, "notes": not
 DEFAULT = ("needles", "tracking")
 """What a released model is asked; notes are for small ones."""
 CONTROL = "notes"
-"""What the control asks where nothing else is generated: short, and easy for every model."""
+"""What the control asks, where no pattern can matter: short, and easy for every model."""
