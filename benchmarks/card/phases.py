@@ -43,11 +43,14 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, get_args
 
-from benchmarks.card.pack import CARD_RECORD, KERNELS, ROOT
+from benchmarks.card.pack import KERNELS, ROOT
 from benchmarks.kernels.machine import Need, facts, lacking, packed_file, preflight
 from benchmarks.kernels.workloads import Family, Workload, workloads
+from benchmarks.records import RESULTS
 from sglang_indexcache.library.writing import write_json
 
+RECORD = "kernels/h100.json"
+"""The committed record of phases, below the results."""
 UNTIMED, TIMED = ("served", "exact"), ("speed", "tools")
 WAITED = "waited"
 PHASES = UNTIMED + TIMED
@@ -62,6 +65,7 @@ LOG_CHARACTERS = 40_000
 """The log keeps the last so many of each step."""
 SKIPPED, ENDED, NO_TOOL = 77, 124, 127
 """Codes of steps that lack something, were ended at their limit, or lack their command."""
+CUT_OFF = "the call ended in it; what it had found is its evidence"
 PYTHON = sys.executable
 CUDA = Path("/usr/local/cuda")
 NCU = {
@@ -296,14 +300,13 @@ def waited() -> list[list[Step]]:
 
 def untimed() -> list[str]:
     """Return the names of the workloads that the committed record lacks."""
-    rows = committed().get("speed", ())
-    return [name for name in map(str, workloads()) if name not in {row["workload"] for row in rows}]
+    timed = {row["workload"] for row in committed()["speed"]}
+    return [name for name in map(str, workloads()) if name not in timed]
 
 
 def committed() -> dict[str, Any]:
-    """Return the committed record of kernels on a card; nothing where none travelled."""
-    path = ROOT / CARD_RECORD
-    return json.loads(path.read_text()) if path.exists() else {}
+    """Return the committed record of kernels on a card."""
+    return dict(json.loads((RESULTS / RECORD).read_text()))
 
 
 def passed_before(name: str, machine: Mapping[str, Any]) -> str | None:
@@ -380,7 +383,6 @@ class Report:
         self.content: dict[str, Any] = (
             json.loads(self.path.read_text()) if self.path.exists() else fresh
         )
-        self.content["running"] = {}
         self._lock = threading.Lock()
 
     def has_passed(self, name: str) -> bool:
@@ -395,10 +397,12 @@ class Report:
         return bool(reason)
 
     def add(self, name: str, outcome: dict[str, Any], words: str = "") -> None:
-        """Write what came of a step, and say it."""
+        """Write what came of a step, and say it; a step that is skipped keeps what it once had."""
+        before = self.content["steps"].get(name, {})
+        if outcome["code"] == SKIPPED and "evidence" in before:
+            outcome = {**before, "said": f"{before['said']}; now: {outcome['said']}"}
         with self._lock:
             self.content["steps"][name] = outcome
-            self.content["running"].pop(name, None)
             write_json(self.path, self.content)
             with self.log.open("a") as log:
                 log.write(f"\n=== {name}: {outcome['code']}\n{words[-LOG_CHARACTERS:]}\n")
@@ -406,10 +410,12 @@ class Report:
             print(f"{name}: {outcome['code']} after {outcome['seconds']} s", flush=True)
 
     def note(self, name: str, evidence: Any) -> None:
-        """Keep what a step that still runs has found so far: the call may be cut off."""
+        """Write what a step has found so far as a step that was cut off, as the call may be."""
+        outcome = {"code": ENDED, "seconds": 0, "said": CUT_OFF}
         with self._lock:
-            if self.content["running"].get(name) != evidence:
-                self.content["running"][name] = json.loads(json.dumps(evidence))
+            if evidence and self.content["steps"].get(name, {}).get("evidence") != evidence:
+                copied = json.loads(json.dumps(evidence))
+                self.content["steps"][name] = {**outcome, "evidence": copied}
                 write_json(self.path, self.content)
 
     def keep_logs(self, name: str, folder: Path) -> None:

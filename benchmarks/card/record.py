@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks import engine_kernels
 from benchmarks.card import served
-from benchmarks.card.phases import SKIPPED, is_shown
+from benchmarks.card.phases import RECORD, SKIPPED, is_shown
 from benchmarks.kernels.speed import LISTS_KEPT
 from benchmarks.kernels.workloads import OVERLAP, Workload, workloads
 from benchmarks.records import RESULTS, markdown, read_arguments
@@ -27,7 +27,6 @@ from sglang_indexcache.lab.runs.provenance import output_lines
 from sglang_indexcache.library.writing import write_json
 
 OURS = "cuda"
-RECORD = "kernels/h100.json"
 LATE_FACTOR, LATE = 1.2, "\\*"
 LAYERS, FULL_LAYERS, ROWS, CONTEXT = 78, 20, 8192, 122_880
 """The composed sum is of GLM-5, which keeps a quarter of its indexers."""

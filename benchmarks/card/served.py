@@ -10,14 +10,13 @@ from typing import Any, TypeAlias
 
 from benchmarks.card.phases import SKIPPED
 from benchmarks.card.slices import SLICES, whole
-from benchmarks.card.table_1 import ARMS, GATE
+from benchmarks.card.table_1 import ARMS, GATE, RECORD
 from benchmarks.records import RESULTS, markdown
 from sglang_indexcache.lab.latency.tables import NOT_MEASURED
 from sglang_indexcache.library.files import load_entry
 from sglang_indexcache.library.lengths import format_length
 from sglang_indexcache.library.writing import shipped, write_json
 
-RECORD = "latency/h100/table_1.json"
 COMMAND = "python -m benchmarks.card.table_1 OUT; python -m benchmarks.card.record OUT"
 STEPS = (GATE, *(arm.name for arm in ARMS), *SLICES)
 STOCK, QUARTER, AGAIN = "stock, all F", "ours, 1/4", "stock again"

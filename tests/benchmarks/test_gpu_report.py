@@ -124,11 +124,13 @@ def test_all_other_tests_do_not_see_a_card() -> None:
         ({"python": "3.12.4", "torch": "2.11.0+cu130"}, "is the machine that the archive was"),
         ({"python": "3.11.9", "torch": "2.11.0"}, "is for python 3.12, here is python 3.11"),
         ({"python": "3.12.4", "torch": "2.13.0"}, "is for torch 2.11.0, here is"),
+        ({"python": "3.12.4", "torch": "2.11.0", "sources": "b"}, "names other code"),
     ],
 )
 def test_preflight(machine: dict[str, str], says: str) -> None:
-    assert says in preflight(machine, {"python": "3.12", "torch": "2.11.0"})
-    assert "no archive" in preflight(machine)
+    here = {"sources": "a", **machine}
+    assert says in preflight(here, {"python": "3.12", "torch": "2.11.0", "sources": "a"})
+    assert "no archive" in preflight(here)
 
 
 # -- the checks of a server ----------------------------------------------------------------------

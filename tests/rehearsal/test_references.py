@@ -48,6 +48,9 @@ def test_norms() -> None:
         dense.rmsnorm(x, weight, 0.0),
         torch.nn.functional.rms_norm(x.double(), (8,), weight.double(), 0.0),
     )
+    out = torch.empty_like(x)
+    dense.rmsnorm_into(out, x, weight, 0.0, None)
+    close(out, torch.nn.functional.rms_norm(x.double(), (8,), weight.double(), 0.0))
     dense.fused_add_rmsnorm(x, residual, weight, 0.0)
     close(x, expected)
     close(residual, total)
