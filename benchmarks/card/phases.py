@@ -188,7 +188,8 @@ def grid(group: str, sizes: str) -> tuple[str, ...]:
 
 def tests(*arguments: str) -> tuple[str, ...]:
     """Return the command that runs GPU tests, with their evidence in the step's file."""
-    return (PYTHON, "-m", "tests.gpu", "--report", "{json}", "--basetemp", "{logs}", *arguments)
+    command = (PYTHON, "-m", "pytest", "-p", "tests.gpu.report", "-m", "gpu")
+    return (*command, "--gpu-report", "{json}", "--basetemp", "{logs}", *arguments)
 
 
 def smallest_workloads() -> Iterator[tuple[str, list[str]]]:
@@ -229,8 +230,7 @@ def engine_kernels() -> list[Step]:
 
 def server_step(name: str, selector: str) -> Step:
     """Return the step of one test of servers."""
-    limit = ("--seconds", "330")
-    command = tests(*limit, "tests/gpu/test_served.py", "-k", selector)
+    command = tests("tests/gpu/test_served.py", "-k", selector)
     return Step(f"served {name}", 340, command, outcomes, needs=("card", "sglang"))
 
 
@@ -242,17 +242,13 @@ def exact() -> list[Step]:
     load += "for folder in build.FOLDERS: cuda.library(folder); print(build.build(folder).path)"
     warm = (PYTHON, "-m", "benchmarks.kernels.speed", "--compile-only", "--out", "{json}")
     replays = ("tests/gpu/test_kernels.py", "-k", "replays or key_store or candidates")
-    collect = (PYTHON, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider")
-    start, capture = (
-        tests("--seconds", "140", f"tests/gpu/test_{name}.py") for name in ("start", "capture")
-    )
+    start, capture = (tests(f"tests/gpu/test_{name}.py") for name in ("start", "capture"))
     engine: tuple[Need, ...] = ("card", "sglang")
     return [
-        Step("collect", 60, (*collect, "tests/gpu"), needs=()),
         *(Step(f"grid {group}", 240, grid(group, "large"), cases) for group in GROUPS),
         Step("load", 60, (PYTHON, "-c", load)),
         Step("own nvcc, load", 200, (PYTHON, "-c", load), environment=fresh_cache),
-        Step("graphs", 150, tests("--seconds", "140", *replays), outcomes),
+        Step("graphs", 150, tests(*replays), outcomes),
         Step("start", 150, start, outcomes, needs=engine),
         Step("capture", 150, capture, outcomes, needs=engine),
         *(
@@ -285,7 +281,7 @@ def tools() -> list[Step]:
 
 def waited() -> list[list[Step]]:
     """Return the steps of the phase "waited"."""
-    start = tests("--seconds", "80", "tests/gpu/test_start.py")
+    start = tests("tests/gpu/test_start.py")
     speed = (PYTHON, "-m", "benchmarks.kernels.speed", "--out", "{out}/speed.json")
     needs: tuple[Need, ...] = ("card", "sglang")
     return [
@@ -558,16 +554,13 @@ def main() -> int:
     parser.add_argument("--phase", nargs="+", choices=(*PHASES, WAITED), default=PHASES)
     parser.add_argument("--seconds", type=float, default=560.0, help="for all of them")
     parser.add_argument("--again", action="store_true", help="also what the record passed")
-    parser.add_argument("--only", default="", help="steps whose name holds this")
-    parser.add_argument("--workers", type=int, default=10, help="steps side by side")
     options = parser.parse_args()
     ends = time.monotonic() + options.seconds
     prepare()
     report = Report(options.out, again=options.again)
     with tempfile.TemporaryDirectory() as scratch:
         for stage in in_order(options.phase):
-            steps = [step for step in stage if options.only in step.name]
-            run_stage(steps, report, Path(scratch), ends, options.workers)
+            run_stage(stage, report, Path(scratch), ends)
     print(report.summary())
     return report.exit_code()
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-pytestmark = [pytest.mark.sglang, pytest.mark.limit(120)]
+pytestmark = pytest.mark.sglang
 STAGES = (("FSSFSS", 0, 6), ("FSSFSS", 1, 6), ("FSSFSS", 3, 6), ("FSSSSS", 1, 6))
 """Patterns and the layers of a pipeline stage, which starts on F or on S."""
 
