@@ -46,6 +46,7 @@ PAGES = tuple(
         "docs/serving.md",
         "benchmarks/results/heal.md",
         "benchmarks/results/kernels/README.md",
+        "benchmarks/card/README.md",
         "benchmarks/results/kernels/h100.md",
     )
 )
@@ -151,7 +152,6 @@ PARTS: dict[str, tuple[Make, str]] = {
     "request-patterns": (_request_patterns, "request_patterns.json"),
     "card-line": (claims.line, "kernels/h100.json"),
     "card-measured": (claims.measured_table, "kernels/h100.json"),
-    "card-refuted": (claims.refuted_table, "kernels/h100.json"),
     "card-exact": (card.exact_table, "kernels/h100.json"),
     "card-select": (card.select_table, "kernels/h100.json"),
     "card-attention": (card.attention_table, "kernels/h100.json"),
@@ -161,6 +161,7 @@ PARTS: dict[str, tuple[Make, str]] = {
     "table-1": (served.table, served.RECORD),
     "table-1-line": (served.line, served.RECORD),
     "table-1-slices": (served.slices_table, served.RECORD),
+    "table-1-rehearsed": (served.rehearsed, served.REHEARSAL_RECORD),
     "card-power": (card.power_line, "kernels/h100.json"),
     "unions": (unions.table, "kernels/unions.json"),
     "unions-smollm2": (unions.table, "kernels/unions_smollm2.json"),

@@ -77,6 +77,24 @@ def test_a_report_goes_all_the_way_to_the_pages(
     assert "Not measured: slices of the 30B, slices of GLM-5." in table
 
 
+def test_a_rehearsal_is_recorded_and_measures_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built = report(tmp_path / "out", without=("ours, 1/8",))
+    table_1.check_same(built, rehearse=True, flags=[])
+    built.add("full cache, 1/4", {"code": 1, "seconds": 3.0, "said": "died"})
+    written = tmp_path / "results" / "h100.json"
+    monkeypatch.setattr(sys, "argv", ["record", str(tmp_path / "out"), "--output", str(written)])
+    record.main()
+    assert [path.name for path in written.parent.iterdir()] == ["rehearsal.json"]
+    content = json.loads(written.with_name("rehearsal.json").read_text())
+    assert content["steps"][STOCK] == {"code": 0, "seconds": 50.0}, "no sample"
+    line = served.rehearsed(content)
+    assert f"torch {content['machine']['torch']}" in line
+    assert f"6 of {len(served.STEPS)} steps went through" in line
+    assert line.endswith("failed: full cache, 1/4.\n")
+
+
 def test_what_has_passed_stays_and_what_was_skipped_is_missing(tmp_path: Path) -> None:
     report(tmp_path / "a", without=("ours, 1/8",))
     first = content_of(tmp_path / "a")
