@@ -7,7 +7,7 @@ steps that time nothing run side by side; those that do have the card to themsel
 ``report.json``, written after every step and every test, ``log.txt``, ``speed.json`` and
 ``servers.txt``, the ends of the servers' logs. Called again with the same OUT it runs what has not
 passed; a step that lacks the card, or SGLang, is skipped and says so, as is one that the committed
-record passed with these very kernels (``--again`` runs it). The summary comes last, what failed in
+record passed with these very kernels. The summary comes last, what failed in
 front, and fits 10,000 characters.
 
 ==========  ========================================================================================
@@ -38,7 +38,6 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from importlib.util import find_spec
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, get_args
@@ -58,8 +57,9 @@ GROUPS = ("topk", "indexer_prefill", "indexer_decode", "sparse_mla", "clusters")
 """Groups of the grid of cases (``tests/kernels/grid``); a fault in one ends no other."""
 CLUSTERS = tuple(f"8-heads-bf16-k{slots}-rows1" for slots in (64, 128, 256, 1024))
 """Cases of a group, one for clusters of 1, 2, 4 and 16 blocks each."""
-CHECKS = ("grid", "memcheck", "synccheck", "racecheck")
-"""First words of steps that hold one library of kernels to its cases."""
+CHECKS, ATTENTION = ("grid", "memcheck", "synccheck", "racecheck"), "sparse_mla"
+"""First words of steps that hold one library of kernels to its cases, and the one whose cases
+groups and steps with other names than a library's have."""
 SUMMARY_CHARACTERS = 10_000
 LOG_CHARACTERS = 40_000
 """The log keeps the last so many of each step."""
@@ -314,7 +314,9 @@ def passed_before(name: str, machine: Mapping[str, Any]) -> str | None:
     record, kernels = committed(), machine.get("kernels")
     if kind not in CHECKS or not kernels or record["machine"]["name"] != machine["name"]:
         return None
-    stem = next(stem for stem in kernels if group.startswith(stem.split("-")[0]))
+    stems = {stem.split("-")[0]: stem for stem in kernels}
+    library = next((name for name in stems if group.startswith(name)), ATTENTION)
+    stem = stems[library]
     for run in record["runs"]:
         step = run["steps"].get(name)
         if step and is_shown(step) and stem in run["kernels"]:
@@ -334,14 +336,7 @@ def stages(phase: str) -> list[list[Step]]:
         return [[step] for step in tools()]
     if phase == WAITED:
         return waited()
-    engine = find_spec("sglang")
-    site = str(Path(engine.origin).parents[1]) if engine and engine.origin else "."
-    code = "import compileall, sys; compileall.compile_dir(sys.argv[1], quiet=2, workers=0)"
-    compile_site = Step(
-        "compile the site", 120, (PYTHON, "-W", "ignore", "-c", code, site), needs=("sglang",)
-    )
     return [
-        [compile_site],
         engine_kernels(),
         [
             server_step("eager", "eager_tokens"),
@@ -370,9 +365,8 @@ def is_shown(outcome: Mapping[str, Any]) -> bool:
 class Report:
     """Keep what came of each step in OUT, and write it after each."""
 
-    def __init__(self, folder: Path, *, again: bool = False) -> None:
+    def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.again = again
         self.path, self.log = folder / "report.json", folder / "log.txt"
         self.machine = facts()
         fresh = {"machine": self.machine, "preflight": preflight(self.machine), "steps": {}}
@@ -384,13 +378,6 @@ class Report:
     def has_passed(self, name: str) -> bool:
         """Return whether a step need not run again."""
         return name in self.content["steps"] and is_shown(self.content["steps"][name])
-
-    def settles(self, name: str) -> bool:
-        """Return whether the committed record shows a step, which is then reported as skipped."""
-        reason = None if self.again else passed_before(name, self.content["machine"])
-        if reason:
-            self.add(name, {"code": SKIPPED, "seconds": 0, "said": reason})
-        return bool(reason)
 
     def add(self, name: str, outcome: dict[str, Any], words: str = "") -> None:
         """Write what came of a step, and say it; a step that is skipped keeps what it once had."""
@@ -451,10 +438,8 @@ def run(step: Step, report: Report, scratch: Path, ends: float) -> None:
     limit = min(step.seconds, ends - time.monotonic())
     if limit < 5 or report.has_passed(step.name):
         return
-    if why := lacking(*step.needs):
+    if why := lacking(*step.needs) or passed_before(step.name, report.content["machine"]):
         report.add(step.name, {"code": SKIPPED, "seconds": 0, "said": why})
-        return
-    if report.settles(step.name):
         return
     logs = scratch / re.sub(r"\W+", "-", step.name)
     file = logs.with_suffix(".json")
@@ -553,11 +538,10 @@ def main() -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("--phase", nargs="+", choices=(*PHASES, WAITED), default=PHASES)
     parser.add_argument("--seconds", type=float, default=560.0, help="for all of them")
-    parser.add_argument("--again", action="store_true", help="also what the record passed")
     options = parser.parse_args()
     ends = time.monotonic() + options.seconds
     prepare()
-    report = Report(options.out, again=options.again)
+    report = Report(options.out)
     with tempfile.TemporaryDirectory() as scratch:
         for stage in in_order(options.phase):
             run_stage(stage, report, Path(scratch), ends)
