@@ -37,6 +37,7 @@ PAGES = tuple(
         "benchmarks/results/latency/README.md",
         "docs/serving.md",
         "benchmarks/results/kernels/README.md",
+        "benchmarks/card/README.md",
         "benchmarks/results/kernels/h100.md",
     )
 )
@@ -97,7 +98,6 @@ PARTS: dict[str, tuple[Make, str]] = {
     "expect-checks": (expect.checks, "expect.json"),
     "card-line": (claims.line, "kernels/h100.json"),
     "card-measured": (claims.measured_table, "kernels/h100.json"),
-    "card-refuted": (claims.refuted_table, "kernels/h100.json"),
     "card-exact": (card.exact_table, "kernels/h100.json"),
     "card-select": (card.select_table, "kernels/h100.json"),
     "card-attention": (card.attention_table, "kernels/h100.json"),
@@ -107,6 +107,7 @@ PARTS: dict[str, tuple[Make, str]] = {
     "table-1": (served.table, served.RECORD),
     "table-1-line": (served.line, served.RECORD),
     "table-1-slices": (served.slices_table, served.RECORD),
+    "table-1-rehearsed": (served.rehearsed, served.REHEARSAL_RECORD),
     "card-power": (card.power_line, "kernels/h100.json"),
 }
 """Generated parts: what makes them, and from which record below benchmarks/results."""

@@ -1,19 +1,15 @@
-"""Say what a card's record shows, measured kernel by kernel, and what it refutes."""
+"""Say what a card's record shows, measured kernel by kernel."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
-
-import numpy as np
 
 from benchmarks import engine_kernels
 from benchmarks.card import record as records
 from benchmarks.card.phases import is_shown
-from benchmarks.kernels.speed import LISTS_KEPT
-from benchmarks.kernels.workloads import OVERLAP, Family, Workload
-from benchmarks.records import RESULTS, markdown
+from benchmarks.kernels.workloads import Family
+from benchmarks.records import markdown
 from sglang_indexcache.lab.latency.tables import NOT_MEASURED
 
 OURS = records.OURS
@@ -25,13 +21,6 @@ NAMES: dict[Family, str] = {
     "mla_prefill": "attention in prefill",
     "mla_decode": "attention in decode",
 }
-MODELLED_COUNTERS = {
-    "tensor cores": ("sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active", 87, 91),
-    "issue slots": ("smsp__issue_active.avg.pct_of_peak_sustained_active", 84, 84),
-}
-"""Percent that the model of the chip gave for the selection of 32 heads, least and most."""
-
-
 Kind: TypeAlias = tuple[Family, int, bool]
 """An operation in a phase, its heads, and whether the cache is FP8."""
 
@@ -122,59 +111,3 @@ def line(record: Mapping[str, Any]) -> str:
 def _prompts(test: Mapping[str, Any]) -> int:
     """Return how many prompts a test asked: those that stock answers twice alike, and the rest."""
     return int(test["prompts compared"] + test["left out"])
-
-
-def refuted_table(record: Mapping[str, Any]) -> str:
-    """Return what the model of the chip had said, beside what was measured."""
-    cards = json.loads((RESULTS / "kernels" / "yardstick.json").read_text())["cards"]
-    modelled = {(row["operation"], row["shape"]): row["ours_us"] for row in cards["h100"]["lines"]}
-    groups: dict[str, list[tuple[Sequence[float], float]]] = {}
-    for work, row in (pair for family in NAMES for pair in records.timed(record, family)):
-        for name, suffix in ((OURS, ""), (LISTS_KEPT, ", lists kept")):
-            if name in row["times"] and (span := _modelled(work, suffix, modelled)):
-                chunks = 2 if work.family == "mla_prefill" else 1
-                pair = span, chunks * records.microseconds(row, name)[0]
-                groups.setdefault(NAMES[work.family] + suffix, []).append(pair)
-    cells = []
-    for group, pairs in groups.items():
-        faster, slower = (
-            sum(sign * us > sign * span[end] for span, us in pairs)
-            for sign, end in ((-1, 0), (1, 1))
-        )
-        measured = f"{len(pairs) - faster - slower} inside, {faster} faster, {slower} slower"
-        is_right = faster + slower == 0
-        cells.append((group, f"{len(pairs)} ranges of times", measured, _verdict(is_right)))
-    for name, (metric, least, most) in MODELLED_COUNTERS.items():
-        if value := record["counters"].get("select_kernel", {}).get(metric):
-            percent = f"{least} to {most} %" if least < most else f"{least} %"
-            is_right = least <= float(value.split()[0]) <= most
-            cells.append((f"selection's {name}", percent, value, _verdict(is_right)))
-    return markdown(("of", "said", "measured", ""), cells)
-
-
-def _verdict(holds: bool) -> str:
-    return "holds" if holds else "**refuted**"
-
-
-def _modelled(
-    work: Workload, suffix: str, modelled: Mapping[tuple[str, str], Sequence[float]]
-) -> Sequence[float] | None:
-    """Return the modelled range of microseconds of a workload, interpolated between lengths."""
-    if work.family == "select_prefill" and work.rows == records.ROWS and work.heads == 32:
-        spans = {
-            int(shape.split()[1].replace(",", "")): span
-            for (operation, shape), span in modelled.items()
-            if operation == "select"
-        }
-        prefix = work.context - work.rows
-        if prefix < min(spans):
-            return None
-        ends = ([span[end] for span in spans.values()] for end in (0, 1))
-        return [float(np.interp(prefix, list(spans), end)) for end in ends]
-    usual = work.overlap == OVERLAP and work.context == records.CONTEXT
-    if work.family == "mla_prefill" and 2 * work.rows == records.ROWS and usual:
-        return modelled.get(("attention", f"{work.heads} heads{suffix}"))
-    if work.family == "mla_decode" and work.context == records.CONTEXT:
-        kv = "fp8" if work.fp8 else "bfloat16"
-        return modelled.get((f"decode, {kv}", f"{work.heads} heads, {work.rows}"))
-    return None

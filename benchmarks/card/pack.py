@@ -1,14 +1,13 @@
-"""Pack what a bare machine with a card needs, into two archives that unpack into one folder.
+"""Pack what a bare machine with a card needs besides this checkout, into an archive of packages.
 
-    python -m benchmarks.card.pack [kit] [served] [--out FOLDER] [--wheels FOLDER] [--kernels FILE]
+    python -m benchmarks.card.pack [--wheels FOLDER]
 
-``kit.tar.xz`` is this repository without its records and its model, our kernels
-compiled (a verdict on them should not be one on that machine's compiler) and apache-tvm-ffi: with
-torch it suffices for what needs no SGLang. ``served.tar.xz`` is SGLang and its kernels; pack it
-where SGLang is installed. The card's machine (``machine.txt``) has another Python and
-another torch than SGLang is built for and no network: SGLang's own Python is copied from here,
-everything compiled is downloaded for that machine, and what cannot travel gets a stub that says so
-when it is called. ``card-manifest.json`` in the kit holds the commit, in the other what it carries.
+``.card/packages.tar.xz`` unpacks into a folder for PYTHONPATH: SGLang and its kernels, our kernels
+compiled (a verdict on them should not be one on that machine's compiler) and apache-tvm-ffi. Pack
+it where SGLang is installed. The card's machine (``machine.txt``) has another Python and another
+torch than SGLang is built for and no network: SGLang's own Python is copied from here, everything
+compiled is downloaded for that machine, and what cannot travel gets a stub that says so when it is
+called. ``card-manifest.json`` says what is carried, and beside which sources.
 """
 
 import argparse
@@ -23,7 +22,7 @@ import sys
 import tarfile
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -36,17 +35,14 @@ ROOT = Path(__file__).parents[2]
 PYTHON = "3.12"
 PLATFORMS = ("2_28", "2_27", "2_24", "2_17", "2_12", "2_5", "2_31", "2_34", "2_39")
 """glibc versions of wheels that the machine can load; pip wants each by name."""
-MANIFEST, SERVED_MANIFEST = "card-manifest.json", "card-served-manifest.json"
+MANIFEST = "card-manifest.json"
 KERNELS = "indexcache-kernels.tar.gz"
-"""Name of the archive of our compiled kernels, inside of the kit."""
-KIT_BYTES, SERVED_BYTES = 10 << 20, 40 << 20
+"""Name of the archive of our compiled kernels, inside of ours."""
+BUILT = ROOT / "build" / "archive" / "kernels.tar.gz"
+PACKAGES_BYTES = 44 << 20
 TRAVEL_BYTES = 64 << 20
 """Largest load that a call takes along: the checkout's tracked files, and the archives."""
-TREE = ("sglang_indexcache", "patterns", "csrc", "tests", "benchmarks", "pyproject.toml")
-RECORDS, MODEL = "benchmarks/results/*", "sglang_indexcache/lab/demo/tiny-dsa/*"
-"""Parts of :data:`TREE` that archives leave behind: they travel in the checkout, once is enough."""
-CARD_RECORD = "benchmarks/results/kernels/h100.json"
-"""A record that travels: what a card has passed need not run again."""
+SOURCES = ("sglang_indexcache", "patterns", "csrc", "tests", "benchmarks")
 MACHINE = Path(__file__).parent / "machine.txt"
 
 
@@ -80,8 +76,8 @@ class Stub:
 
 
 TORCH_ABI = "the last one built for torch 2.11: newer ones miss symbols there, and TensorImpl moved"
-KIT = (Distribution("apache-tvm-ffi", "loads our CUDA kernels and SGLang's"),)
-SERVED = (
+CARRIED = (
+    Distribution("apache-tvm-ffi", "loads our CUDA kernels and SGLang's"),
     Distribution(
         "sglang",
         "the engine",
@@ -301,18 +297,14 @@ def write_archive(files: dict[str, bytes], out: Path) -> None:
             archive.addfile(entry, io.BytesIO(files[path]))
 
 
-def tree(is_in_archive: Callable[[str], bool]) -> dict[str, bytes]:
-    """Return the files of :data:`TREE` that git knows and that are wanted."""
-    listed = subprocess.run(
-        ["git", "-C", str(ROOT), "ls-files", "-z", *TREE], capture_output=True, check=True
-    )
-    paths = [path for path in listed.stdout.decode().split("\0") if path and is_in_archive(path)]
-    return {path: (ROOT / path).read_bytes() for path in paths if (ROOT / path).exists()}
-
-
-def is_of_the_kit(path: str) -> bool:
-    """Return whether a file of the repository travels in the kit."""
-    return path == CARD_RECORD or not (fnmatch(path, RECORDS) or fnmatch(path, MODEL))
+def sources() -> str:
+    """Return a digest of this checkout's code: a copy of it may know no commit."""
+    digest = hashlib.sha256()
+    for folder in SOURCES:
+        for file in sorted((ROOT / folder).rglob("*")):
+            if file.suffix in (".py", ".cu", ".cuh", ".yaml"):
+                digest.update(f"{file.relative_to(ROOT)}\0".encode() + file.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def tracked_bytes() -> int:
@@ -331,7 +323,7 @@ def check_kernels(kernels: Path) -> None:
         SystemExit: it is missing, or was built from other sources.
     """
     if not kernels.exists():
-        raise SystemExit(f"error: {kernels} is missing: run .ci/archive, or name it by --kernels")
+        raise SystemExit(f"error: {kernels} is missing: run .ci/archive")
     with tarfile.open(kernels) as packed:
         names = packed.getnames()
     stems = [build.stem_of(folder) for folder in build.FOLDERS]
@@ -342,59 +334,44 @@ def check_kernels(kernels: Path) -> None:
         )
 
 
-def kit(wheels: Path, kernels: Path) -> dict[str, bytes]:
-    """Return the files of the kit.
+def packages(wheels: Path) -> dict[str, bytes]:
+    """Return the files of the archive.
 
     Raises:
         SystemExit: our compiled kernels are not there, or are of other sources.
     """
-    check_kernels(kernels)
-    files, rows = collect(KIT, wheels)
-    files |= tree(is_of_the_kit)
-    files |= own_metadata() | {KERNELS: kernels.read_bytes()}
-    manifest = {"python": PYTHON, "torch": on_machine()["torch"], "commit": commit()}
-    return files | {MANIFEST: _json(manifest | {"carried": rows})}
-
-
-def served(wheels: Path) -> dict[str, bytes]:
-    """Return the files that a served model needs besides."""
-    files, rows = collect(SERVED, wheels)
+    check_kernels(BUILT)
+    files, rows = collect(CARRIED, wheels)
     files |= {f"{s.module.replace('.', '/')}/__init__.py": stub_source(s).encode() for s in STUBS}
+    files |= own_metadata() | {KERNELS: BUILT.read_bytes()}
+    machine = {"python": PYTHON, "torch": on_machine()["torch"]}
+    beside = {"commit": commit(), "sources": sources()}
     stubs = {stub.module: stub.why for stub in STUBS}
-    return files | {SERVED_MANIFEST: _json({"carried": rows, "stubs": stubs})}
-
-
-def _json(content: Any) -> bytes:
-    return (json.dumps(content, indent=1) + "\n").encode()
+    manifest = {**machine, **beside, "carried": rows, "stubs": stubs}
+    return files | {MANIFEST: (json.dumps(manifest, indent=1) + "\n").encode()}
 
 
 def main() -> None:
     """Pack, and say what weighs how much."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("archives", nargs="*", help="kit, served; default: both")
-    parser.add_argument("--out", type=Path, default=ROOT / ".card", help="folder; default: .card")
     parser.add_argument("--wheels", type=Path, help="where wheels are kept between calls")
-    built = ROOT / "build" / "archive" / "kernels.tar.gz"
-    parser.add_argument("--kernels", type=Path, default=built, help="ours, by a good compiler")
     options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
+    out = ROOT / ".card" / "packages.tar.xz"
+    out.parent.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as temporary:
         wheels = options.wheels or Path(temporary)
         wheels.mkdir(parents=True, exist_ok=True)
-        makers = {"kit": lambda: kit(wheels, options.kernels), "served": lambda: served(wheels)}
-        if unknown := set(options.archives) - set(makers):
-            parser.error(f"there is no archive {', '.join(unknown)}")
-        for name in options.archives or makers:
-            out = options.out / f"{name}.tar.xz"
-            write_archive(makers[name](), out)
-            print(f"{out.stat().st_size:12,}  {out}")
-    archives = sum(file.stat().st_size for file in options.out.glob("*.tar.xz"))
-    if (total := tracked_bytes() + archives) > TRAVEL_BYTES:
-        raise SystemExit(
-            f"error: checkout and archives have {total:,} bytes, and a call takes "
-            f"{TRAVEL_BYTES:,}: leave caches.tar.xz out, or packages that nothing asks for"
-        )
+        write_archive(packages(wheels), out)
+    archives = {file: file.stat().st_size for file in sorted(out.parent.glob("*.tar.xz"))}
+    total = tracked_bytes() + sum(archives.values())
+    for file, size in archives.items():
+        print(f"{size:12,}  {file}")
     print(f"{total:12,}  travel, of {TRAVEL_BYTES:,}")
+    if total > TRAVEL_BYTES:
+        raise SystemExit(
+            "error: that is more than a call takes: leave caches.tar.xz out, or packages that "
+            "nothing asks for"
+        )
 
 
 if __name__ == "__main__":

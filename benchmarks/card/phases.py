@@ -7,7 +7,7 @@ steps that time nothing run side by side; those that do have the card to themsel
 ``report.json``, written after every step and every test, ``log.txt``, ``speed.json`` and
 ``servers.txt``, the ends of the servers' logs. Called again with the same OUT it runs what has not
 passed; a step that lacks the card, or SGLang, is skipped and says so, as is one that the committed
-record passed with these very kernels (``--again`` runs it). The summary comes last, what failed in
+record passed with these very kernels. The summary comes last, what failed in
 front, and fits 10,000 characters.
 
 ==========  ========================================================================================
@@ -38,16 +38,18 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from importlib.util import find_spec
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, get_args
 
-from benchmarks.card.pack import CARD_RECORD, KERNELS, ROOT
+from benchmarks.card.pack import KERNELS, ROOT
 from benchmarks.kernels.machine import Need, facts, lacking, packed_file, preflight
 from benchmarks.kernels.workloads import Family, Workload, workloads
+from benchmarks.records import RESULTS
 from sglang_indexcache.library.writing import write_json
 
+RECORD = "kernels/h100.json"
+"""The committed record of phases, below the results."""
 UNTIMED, TIMED = ("served", "exact"), ("speed", "tools")
 WAITED = "waited"
 PHASES = UNTIMED + TIMED
@@ -55,13 +57,15 @@ GROUPS = ("topk", "indexer_prefill", "indexer_decode", "sparse_mla", "clusters")
 """Groups of the grid of cases (``tests/kernels/grid``); a fault in one ends no other."""
 CLUSTERS = tuple(f"8-heads-bf16-k{slots}-rows1" for slots in (64, 128, 256, 1024))
 """Cases of a group, one for clusters of 1, 2, 4 and 16 blocks each."""
-CHECKS = ("grid", "memcheck", "synccheck", "racecheck")
-"""First words of steps that hold one library of kernels to its cases."""
+CHECKS, ATTENTION = ("grid", "memcheck", "synccheck", "racecheck"), "sparse_mla"
+"""First words of steps that hold one library of kernels to its cases, and the one whose cases
+groups and steps with other names than a library's have."""
 SUMMARY_CHARACTERS = 10_000
 LOG_CHARACTERS = 40_000
 """The log keeps the last so many of each step."""
 SKIPPED, ENDED, NO_TOOL = 77, 124, 127
 """Codes of steps that lack something, were ended at their limit, or lack their command."""
+CUT_OFF = "the call ended in it; what it had found is its evidence"
 PYTHON = sys.executable
 CUDA = Path("/usr/local/cuda")
 NCU = {
@@ -184,7 +188,8 @@ def grid(group: str, sizes: str) -> tuple[str, ...]:
 
 def tests(*arguments: str) -> tuple[str, ...]:
     """Return the command that runs GPU tests, with their evidence in the step's file."""
-    return (PYTHON, "-m", "tests.gpu", "--report", "{json}", "--basetemp", "{logs}", *arguments)
+    command = (PYTHON, "-m", "pytest", "-p", "tests.gpu.report", "-m", "gpu")
+    return (*command, "--gpu-report", "{json}", "--basetemp", "{logs}", *arguments)
 
 
 def smallest_workloads() -> Iterator[tuple[str, list[str]]]:
@@ -225,8 +230,7 @@ def engine_kernels() -> list[Step]:
 
 def server_step(name: str, selector: str) -> Step:
     """Return the step of one test of servers."""
-    limit = ("--seconds", "330")
-    command = tests(*limit, "tests/gpu/test_served.py", "-k", selector)
+    command = tests("tests/gpu/test_served.py", "-k", selector)
     return Step(f"served {name}", 340, command, outcomes, needs=("card", "sglang"))
 
 
@@ -238,19 +242,14 @@ def exact() -> list[Step]:
     load += "for folder in build.FOLDERS: cuda.library(folder); print(build.build(folder).path)"
     warm = (PYTHON, "-m", "benchmarks.kernels.speed", "--compile-only", "--out", "{json}")
     replays = ("tests/gpu/test_kernels.py", "-k", "replays or key_store or candidates")
-    collect = (PYTHON, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider")
-    start, capture = (
-        tests("--seconds", "140", f"tests/gpu/test_{name}.py") for name in ("start", "capture")
-    )
+    start = tests("tests/gpu/test_start.py")
     engine: tuple[Need, ...] = ("card", "sglang")
     return [
-        Step("collect", 60, (*collect, "tests/gpu"), needs=()),
         *(Step(f"grid {group}", 240, grid(group, "large"), cases) for group in GROUPS),
         Step("load", 60, (PYTHON, "-c", load)),
         Step("own nvcc, load", 200, (PYTHON, "-c", load), environment=fresh_cache),
-        Step("graphs", 150, tests("--seconds", "140", *replays), outcomes),
+        Step("graphs", 150, tests(*replays), outcomes),
         Step("start", 150, start, outcomes, needs=engine),
-        Step("capture", 150, capture, outcomes, needs=engine),
         *(
             Step(f"compile {family}", 200, (*warm, *names), needs=engine)
             for family, names in smallest_workloads()
@@ -281,7 +280,7 @@ def tools() -> list[Step]:
 
 def waited() -> list[list[Step]]:
     """Return the steps of the phase "waited"."""
-    start = tests("--seconds", "80", "tests/gpu/test_start.py")
+    start = tests("tests/gpu/test_start.py")
     speed = (PYTHON, "-m", "benchmarks.kernels.speed", "--out", "{out}/speed.json")
     needs: tuple[Need, ...] = ("card", "sglang")
     return [
@@ -296,14 +295,13 @@ def waited() -> list[list[Step]]:
 
 def untimed() -> list[str]:
     """Return the names of the workloads that the committed record lacks."""
-    rows = committed().get("speed", ())
-    return [name for name in map(str, workloads()) if name not in {row["workload"] for row in rows}]
+    timed = {row["workload"] for row in committed()["speed"]}
+    return [name for name in map(str, workloads()) if name not in timed]
 
 
 def committed() -> dict[str, Any]:
-    """Return the committed record of kernels on a card; nothing where none travelled."""
-    path = ROOT / CARD_RECORD
-    return json.loads(path.read_text()) if path.exists() else {}
+    """Return the committed record of kernels on a card."""
+    return dict(json.loads((RESULTS / RECORD).read_text()))
 
 
 def passed_before(name: str, machine: Mapping[str, Any]) -> str | None:
@@ -315,7 +313,9 @@ def passed_before(name: str, machine: Mapping[str, Any]) -> str | None:
     record, kernels = committed(), machine.get("kernels")
     if kind not in CHECKS or not kernels or record["machine"]["name"] != machine["name"]:
         return None
-    stem = next(stem for stem in kernels if group.startswith(stem.split("-")[0]))
+    stems = {stem.split("-")[0]: stem for stem in kernels}
+    library = next((name for name in stems if group.startswith(name)), ATTENTION)
+    stem = stems[library]
     for run in record["runs"]:
         step = run["steps"].get(name)
         if step and is_shown(step) and stem in run["kernels"]:
@@ -335,14 +335,7 @@ def stages(phase: str) -> list[list[Step]]:
         return [[step] for step in tools()]
     if phase == WAITED:
         return waited()
-    engine = find_spec("sglang")
-    site = str(Path(engine.origin).parents[1]) if engine and engine.origin else "."
-    code = "import compileall, sys; compileall.compile_dir(sys.argv[1], quiet=2, workers=0)"
-    compile_site = Step(
-        "compile the site", 120, (PYTHON, "-W", "ignore", "-c", code, site), needs=("sglang",)
-    )
     return [
-        [compile_site],
         engine_kernels(),
         [
             server_step("eager", "eager_tokens"),
@@ -371,34 +364,27 @@ def is_shown(outcome: Mapping[str, Any]) -> bool:
 class Report:
     """Keep what came of each step in OUT, and write it after each."""
 
-    def __init__(self, folder: Path, *, again: bool = False) -> None:
+    def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.again = again
         self.path, self.log = folder / "report.json", folder / "log.txt"
         self.machine = facts()
         fresh = {"machine": self.machine, "preflight": preflight(self.machine), "steps": {}}
         self.content: dict[str, Any] = (
             json.loads(self.path.read_text()) if self.path.exists() else fresh
         )
-        self.content["running"] = {}
         self._lock = threading.Lock()
 
     def has_passed(self, name: str) -> bool:
         """Return whether a step need not run again."""
         return name in self.content["steps"] and is_shown(self.content["steps"][name])
 
-    def settles(self, name: str) -> bool:
-        """Return whether the committed record shows a step, which is then reported as skipped."""
-        reason = None if self.again else passed_before(name, self.content["machine"])
-        if reason:
-            self.add(name, {"code": SKIPPED, "seconds": 0, "said": reason})
-        return bool(reason)
-
     def add(self, name: str, outcome: dict[str, Any], words: str = "") -> None:
-        """Write what came of a step, and say it."""
+        """Write what came of a step, and say it; a step that is skipped keeps what it once had."""
+        before = self.content["steps"].get(name, {})
+        if outcome["code"] == SKIPPED and "evidence" in before:
+            outcome = {**before, "said": f"{before['said']}; now: {outcome['said']}"}
         with self._lock:
             self.content["steps"][name] = outcome
-            self.content["running"].pop(name, None)
             write_json(self.path, self.content)
             with self.log.open("a") as log:
                 log.write(f"\n=== {name}: {outcome['code']}\n{words[-LOG_CHARACTERS:]}\n")
@@ -406,10 +392,12 @@ class Report:
             print(f"{name}: {outcome['code']} after {outcome['seconds']} s", flush=True)
 
     def note(self, name: str, evidence: Any) -> None:
-        """Keep what a step that still runs has found so far: the call may be cut off."""
+        """Write what a step has found so far as a step that was cut off, as the call may be."""
+        outcome = {"code": ENDED, "seconds": 0, "said": CUT_OFF}
         with self._lock:
-            if self.content["running"].get(name) != evidence:
-                self.content["running"][name] = json.loads(json.dumps(evidence))
+            if evidence and self.content["steps"].get(name, {}).get("evidence") != evidence:
+                copied = json.loads(json.dumps(evidence))
+                self.content["steps"][name] = {**outcome, "evidence": copied}
                 write_json(self.path, self.content)
 
     def keep_logs(self, name: str, folder: Path) -> None:
@@ -449,10 +437,8 @@ def run(step: Step, report: Report, scratch: Path, ends: float) -> None:
     limit = min(step.seconds, ends - time.monotonic())
     if limit < 5 or report.has_passed(step.name):
         return
-    if why := lacking(*step.needs):
+    if why := lacking(*step.needs) or passed_before(step.name, report.content["machine"]):
         report.add(step.name, {"code": SKIPPED, "seconds": 0, "said": why})
-        return
-    if report.settles(step.name):
         return
     logs = scratch / re.sub(r"\W+", "-", step.name)
     file = logs.with_suffix(".json")
@@ -551,17 +537,13 @@ def main() -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("--phase", nargs="+", choices=(*PHASES, WAITED), default=PHASES)
     parser.add_argument("--seconds", type=float, default=560.0, help="for all of them")
-    parser.add_argument("--again", action="store_true", help="also what the record passed")
-    parser.add_argument("--only", default="", help="steps whose name holds this")
-    parser.add_argument("--workers", type=int, default=10, help="steps side by side")
     options = parser.parse_args()
     ends = time.monotonic() + options.seconds
     prepare()
-    report = Report(options.out, again=options.again)
+    report = Report(options.out)
     with tempfile.TemporaryDirectory() as scratch:
         for stage in in_order(options.phase):
-            steps = [step for step in stage if options.only in step.name]
-            run_stage(steps, report, Path(scratch), ends, options.workers)
+            run_stage(stage, report, Path(scratch), ends)
     print(report.summary())
     return report.exit_code()
 

@@ -20,10 +20,11 @@ from benchmarks.card import random_init
 from sglang_indexcache.library.writing import write_json
 
 FOLDER = "INDEXCACHE_CARD_SERVER"
-"""Variable with the folder of a server: ``begin`` and ``watch`` are laid there for it to see."""
+"""Variable with the folder of a server: ``begin`` and ``watch`` are laid there for it to see, and
+each process that has imported lays a ``held`` of its own."""
 FILL = "INDEXCACHE_CARD_FILL"
 """Variable that says that the KV pool is to be filled, for a decode without a prefill."""
-BEGIN, WATCH, SEEN = "begin", "watch", "seen.json"
+BEGIN, HELD, WATCH, SEEN = "begin", "held", "watch", "seen.json"
 _PATIENCE = 900.0
 _METADATA = "Metadata-Version: 2.1\nName: indexcache-card\nVersion: 0\n"
 _ENTRY = "[sglang.srt.plugins]\nindexcache_card = benchmarks.card.plugin:register\n"
@@ -41,7 +42,9 @@ def site(folder: Path) -> Path:
 def register() -> None:
     """Install what the module says; in a process that another started, wait until told to begin."""
     if multiprocessing.parent_process() is not None:
-        _wait_for(Path(os.environ[FOLDER]) / BEGIN)
+        folder = Path(os.environ[FOLDER])
+        (folder / f"{HELD}.{os.getpid()}").touch()
+        _wait_for(folder / BEGIN)
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     pool = "sglang.srt.mem_cache.memory_pool.DSATokenToKVPool.__init__"

@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks import engine_kernels
 from benchmarks.card import served
-from benchmarks.card.phases import SKIPPED, is_shown
+from benchmarks.card.phases import RECORD, SKIPPED, is_shown
 from benchmarks.kernels.speed import LISTS_KEPT
 from benchmarks.kernels.workloads import OVERLAP, Workload, workloads
 from benchmarks.records import RESULTS, markdown, read_arguments
@@ -27,7 +27,6 @@ from sglang_indexcache.lab.runs.provenance import output_lines
 from sglang_indexcache.library.writing import write_json
 
 OURS = "cuda"
-RECORD = "kernels/h100.json"
 LATE_FACTOR, LATE = 1.2, "\\*"
 LAYERS, FULL_LAYERS, ROWS, CONTEXT = 78, 20, 8192, 122_880
 """The composed sum is of GLM-5, which keeps a quarter of its indexers."""
@@ -352,7 +351,7 @@ def _shape(work: Workload) -> tuple[bool, int, int, int]:
 
 
 def main() -> None:
-    """Write the record; when it is published fill the pages, too."""
+    """Write the records; when they are published fill the pages, too."""
     from benchmarks import readme  # it fills pages from this module
     from benchmarks.card import measured
 
@@ -360,22 +359,39 @@ def main() -> None:
     parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER")
     parser.add_argument("--fresh", action="store_true", help="add to nothing")
     options = read_arguments(parser, RECORD)
-    committed = RESULTS / RECORD
-    before = None if options.fresh or not committed.exists() else json.loads(committed.read_text())
-    try:
-        content = make_record(options.folders, before)
-    except ValueError as error:
-        raise SystemExit(f"error: {error}") from None
-    content["command"] = (
-        "python -m benchmarks.card.phases OUT; python -m benchmarks.card.record OUT"
-    )
     options.output.parent.mkdir(parents=True, exist_ok=True)
-    write_json(options.output, content)
-    print(f"wrote {options.output}")
-    served.write(options.folders, options.output, fresh=options.fresh)
+    reports = {
+        folder: json.loads((folder / "report.json").read_text()) for folder in options.folders
+    }
+    calls = []
+    for folder, report in reports.items():
+        if report.get("asked", {}).get("rehearse"):
+            served.write_rehearsal(report, options.output)
+        else:
+            calls.append(folder)
+    if calls:
+        _write(calls, options.output, fresh=options.fresh)
     if options.publish:
         measured.main()
         readme.write()
+
+
+def _write(calls: Sequence[Path], output: Path, *, fresh: bool) -> None:
+    """Write what calls on a card left: the record of kernels, and that of servers.
+
+    Raises:
+        SystemExit: the calls ran on machines that differ.
+    """
+    committed = RESULTS / RECORD
+    before = None if fresh or not committed.exists() else json.loads(committed.read_text())
+    try:
+        content = make_record(calls, before)
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from None
+    command = "python -m benchmarks.card.phases OUT; python -m benchmarks.card.record OUT"
+    write_json(output, content | {"command": command})
+    print(f"wrote {output}")
+    served.write(calls, output, fresh=fresh)
 
 
 if __name__ == "__main__":

@@ -10,15 +10,17 @@ from typing import Any, TypeAlias
 
 from benchmarks.card.phases import SKIPPED
 from benchmarks.card.slices import SLICES, whole
-from benchmarks.card.table_1 import ARMS, GATE
+from benchmarks.card.table_1 import ARMS, GATE, RECORD
 from benchmarks.records import RESULTS, markdown
 from sglang_indexcache.lab.latency.tables import NOT_MEASURED
 from sglang_indexcache.library.files import load_entry
 from sglang_indexcache.library.lengths import format_length
 from sglang_indexcache.library.writing import shipped, write_json
 
-RECORD = "latency/h100/table_1.json"
 COMMAND = "python -m benchmarks.card.table_1 OUT; python -m benchmarks.card.record OUT"
+REHEARSAL_RECORD = "latency/h100/rehearsal.json"
+VERSIONS = ("python", "torch", "triton", "sglang", "sgl_kernel", "deep_gemm", "flash_mla")
+"""Facts that a rehearsal's line names."""
 STEPS = (GATE, *(arm.name for arm in ARMS), *SLICES)
 STOCK, QUARTER, AGAIN = "stock, all F", "ours, 1/4", "stock again"
 PAPERS = {
@@ -51,6 +53,44 @@ def merge(reports: Sequence[Mapping[str, Any]], before: Mapping[str, Any] | None
     return content | {"command": COMMAND}
 
 
+def beside(kernels: Path, record: str) -> Path:
+    """Return where a record of servers is written when that of kernels is written to a path."""
+    return (
+        RESULTS / record
+        if kernels.is_relative_to(RESULTS)
+        else kernels.with_name(Path(record).name)
+    )
+
+
+def write_rehearsal(report: Mapping[str, Any], kernels: Path) -> None:
+    """Write the record of a call without a card: what went through, beside which packages."""
+    path = beside(kernels, REHEARSAL_RECORD)
+    steps = {name: report["steps"][name] for name in STEPS if name in report["steps"]}
+    ran = {
+        name: {"code": step["code"], "seconds": step["seconds"]}
+        for name, step in steps.items()
+        if step["code"] != SKIPPED
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    command = "python -m benchmarks.card.table_1 OUT --rehearse; the same with --slices"
+    write_json(path, {"command": command, "machine": report["machine"], "steps": ran})
+    print(f"wrote {path}")
+
+
+def rehearsed(record: Mapping[str, Any]) -> str:
+    """Return what a rehearsal went through, beside which packages."""
+    machine, steps = record["machine"], record["steps"]
+    passed = [name for name, step in steps.items() if step["code"] == 0]
+    minutes = sum(step["seconds"] for step in steps.values()) / 60
+    versions = ", ".join(f"{name} {machine[name]}" for name in VERSIONS)
+    failed = ", ".join(name for name in steps if name not in passed) or "none"
+    return (
+        f"On {machine['date'][:10]}, at commit `{machine['commit']}` and on a CPU with {versions}, "
+        f"{len(passed)} of {len(STEPS)} steps went through in {minutes:.0f} minutes "
+        f"({'; '.join(passed)}); failed: {failed}.\n"
+    )
+
+
 def write(folders: Sequence[Path], kernels: Path, *, fresh: bool) -> None:
     """Add what calls left to the record of servers, beside that of kernels; if they left any.
 
@@ -61,9 +101,7 @@ def write(folders: Sequence[Path], kernels: Path, *, fresh: bool) -> None:
     reports = [report for report in reports if any(name in STEPS for name in report["steps"])]
     if not reports:
         return
-    path = (
-        RESULTS / RECORD if kernels.is_relative_to(RESULTS) else kernels.with_name("table_1.json")
-    )
+    path = beside(kernels, RECORD)
     before = json.loads(path.read_text()) if path.exists() and not fresh else None
     try:
         content = merge(reports, before)

@@ -28,7 +28,9 @@ _CACHE_VARIABLES = {
 _FITS = ("name", "python", "torch", "cuda", "nvcc", "triton", "sglang", "deep_gemm")
 """Facts of a machine that must be the same where compiled kernels are to be taken over."""
 _LARGEST_ARCHIVE = 16 << 20
-_MOST_SECONDS_TO_END = 20.0
+_MOST_SECONDS_TO_END, _MOST_SECONDS_TO_IMPORT = 20.0, 120.0
+_HELD_PROCESSES = 2
+"""A server's scheduler and its detokenizer; its main process has imported when it starts them."""
 ENVIRONMENT = {
     # The carried sgl_kernel is older than SGLang asks for; benchmarks/card/pack.py says why.
     "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1",
@@ -48,6 +50,7 @@ class HeldServer(Server):
     Attributes:
         shared: variables that every such server beside it has, too.
         own: those that it has alone.
+        begun: when it was told to load, by :func:`time.monotonic`.
     """
 
     def __init__(self, arguments: Sequence[str], folder: Path, *, fills: bool = False) -> None:
@@ -56,10 +59,26 @@ class HeldServer(Server):
         path = (plugin.site(folder.parent / "site"), os.environ.get("PYTHONPATH", ""))
         self.shared = {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join(map(str, path))}
         self.own = {plugin.FOLDER: str(folder), plugin.FILL: "1" if fills else ""}
+        self.begun = 0.0
         super().__init__(arguments, folder / "server.log", env={**self.shared, **self.own})
+
+    @property
+    def is_started(self) -> bool:
+        """Whether it has a process, be it held or not."""
+        return self._process is not None
+
+    def wait_until_held(self) -> None:
+        """Wait until it has imported and rests, or has ended."""
+        ends = time.monotonic() + _MOST_SECONDS_TO_IMPORT
+        while self._process is not None and self._process.poll() is None:
+            held = len(list(self.folder.glob(f"{plugin.HELD}.*")))
+            if held >= _HELD_PROCESSES or time.monotonic() > ends:
+                return
+            time.sleep(0.05)
 
     def begin(self) -> None:
         """Let it load, and all that follows."""
+        self.begun = time.monotonic()
         (self.folder / plugin.BEGIN).touch()
 
     def stop(self, grace: float = 20.0) -> None:
@@ -99,8 +118,8 @@ def _lives(group: int) -> bool:
 def lineup(servers: Sequence[HeldServer]) -> Iterator[Iterator[HeldServer]]:
     """Yield the servers one by one, each begun and the one before it ended.
 
-    While one loads, the next one imports, and then rests until its turn: no import runs while a
-    request is timed, and none costs a wait but the first.
+    While one loads, the next one imports, and then rests until its turn: a server is yielded when
+    the next one rests, so no import runs while a request is timed.
     """
     with ExitStack() as stack:
         for server in servers:
@@ -110,11 +129,12 @@ def lineup(servers: Sequence[HeldServer]) -> Iterator[Iterator[HeldServer]]:
 
 def _in_turn(servers: Sequence[HeldServer]) -> Iterator[HeldServer]:
     for server, upcoming in zip(servers, [*servers[1:], None], strict=False):  # none, or one more
-        if server is servers[0]:
+        if not server.is_started:
             server.start()
+        server.begin()
         if upcoming is not None:
             upcoming.start()
-        server.begin()
+            upcoming.wait_until_held()
         yield server
         server.stop(grace=0)
 

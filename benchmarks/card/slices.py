@@ -83,7 +83,7 @@ def _measure(run: Run, name: str, shape: Mapping[str, Any], layers: int) -> None
         folder = run.scratch / f"{name}-{pattern}".replace(" ", "-")
         config = write_config(folder / "model", shape, len(pattern))
         servers[pattern] = HeldServer(
-            arguments(run.scale, config, pattern, "single", run.more), folder
+            arguments(run.scale, config, pattern, "single", (*run.products, *run.more)), folder
         )
     try:
         for server in servers.values():

@@ -15,6 +15,8 @@ given to every server, behind ours.
 from __future__ import annotations
 
 import argparse
+import json
+import re
 import sys
 import tempfile
 import time
@@ -27,6 +29,7 @@ from benchmarks.card import phases
 from benchmarks.card.servers import HeldServer, keep_caches, lineup, pack_caches
 from benchmarks.card.shapes import CARD, REHEARSAL, Scale, write_config
 from benchmarks.kernels.machine import clocks
+from benchmarks.records import RESULTS
 from sglang_indexcache.errors import IndexCacheError
 from sglang_indexcache.lab.client.http import Client
 from sglang_indexcache.lab.client.stream import StreamedAnswer, stream
@@ -35,7 +38,8 @@ from sglang_indexcache.library.lengths import format_length
 from sglang_indexcache.serving.protocol import check_obeyed
 
 Work: TypeAlias = Literal["single", "full"]
-GATE, GATE_LAYERS, GATE_PATTERN = "gate", 4, "FSFS"
+RECORD = "latency/h100/table_1.json"
+GATE, GATE_LAYERS, GATE_PATTERN, GATE_GUESS = "gate", 4, "FSFS", 90.0
 SHORTEST = 3
 """Requests of the shortest length; the others are asked once."""
 PAGE = 64
@@ -44,6 +48,10 @@ RESERVED = 2 * PAGE
 FAKE_HOST = "2.2.2.2"
 """Host by which SGLang knows a request without a transfer; without one the server ends."""
 PACKING_SECONDS = 15.0
+GATE_FAILED = (
+    "four layers answer in no way, so nothing was timed; servers.txt has the logs. Try other flags "
+    "behind --, as in: -- --moe-runner-backend deep_gemm"
+)
 
 
 @dataclass(frozen=True)
@@ -53,14 +61,14 @@ class Arm:
     Attributes:
         name: of its step in the report.
         retention: of :attr:`Scale.patterns`; "" is stock SGLang with every indexer.
-        seconds: that it takes on an H100, start included; guessed before the first run.
+        guess: seconds that it takes on an H100, start included, as long as no record says more.
         work: one request at a time, or the decode of a full KV cache.
         longest: asks only so many of the longest lengths, once each; 0 for all.
     """
 
     name: str
     retention: str
-    seconds: float
+    guess: float
     work: Work = "single"
     longest: int = 0
 
@@ -135,59 +143,76 @@ class FakeTransfer(Client):
 
 
 class Run:
-    """One call: what is served, where it is reported, and until when."""
+    """One call: what is served, where it is reported, and until when.
+
+    Attributes:
+        more: flags of every server, behind ours.
+        products: flags for FP8 products, those with which the gate passed.
+        first: the first arm's server if it imports already; else nothing.
+    """
 
     def __init__(
         self, report: phases.Report, scale: Scale, scratch: Path, ends: float, more: Sequence[str]
     ) -> None:
         self.report, self.scale, self.scratch = report, scale, scratch
         self.ends, self.more = ends, tuple(more)
+        self.products, self.first = scale.products[0], list[HeldServer]()
 
-    def server(self, name: str, arm: Arm, layers: int, pattern: str) -> HeldServer:
-        """Make an arm's server; it is not started."""
-        folder = self.scratch / name.replace(" ", "-").replace("/", "of").replace(",", "")
+    def server(
+        self, name: str, arm: Arm, layers: int, pattern: str, products: Sequence[str]
+    ) -> HeldServer:
+        """Make an arm's server with flags for FP8 products; it is not started."""
+        folder = self.scratch / re.sub(r"\W+", "-", f"{name} {' '.join(products)}")
         config = write_config(folder / "model", self.scale.model, layers)
-        line = arguments(self.scale, config, pattern, arm.work, self.more)
+        line = arguments(self.scale, config, pattern, arm.work, (*products, *self.more))
         return HeldServer(line, folder, fills=arm.work == "full")
 
-    def gate(self) -> bool:
-        """See whether four layers answer; keep the first flags for FP8 products that do."""
+    def arm_servers(self, arms: Sequence[Arm], products: Sequence[str]) -> list[HeldServer]:
+        """Make the servers of arms; they are not started."""
+        layers, patterns = self.scale.model["num_hidden_layers"], self.scale.patterns
+        return [
+            self.server(arm.name, arm, layers, patterns[arm.retention], products) for arm in arms
+        ]
+
+    def gate(self, *, imports_ahead: bool = True) -> bool:
+        """See whether four layers answer; keep the first flags for FP8 products that do.
+
+        Meanwhile the first arm's server imports, with the flags that are preferred.
+        """
         if self.report.has_passed(GATE):
-            self.more = (*self.report.content["steps"][GATE]["evidence"]["flags"], *self.more)
+            self.products = tuple(self.report.content["steps"][GATE]["evidence"]["flags"])
             return True
-        ways, behind, evidence = self.scale.products, self.more, Evidence(self.report, GATE)
-        began, problems, servers = time.monotonic(), [], []
-        for number, products in enumerate(ways):
-            self.more = (*products, *behind)
-            arm = Arm(GATE, "", 0)
-            servers.append(self.server(f"{GATE} {number}", arm, GATE_LAYERS, GATE_PATTERN))
+        evidence, began, gate = Evidence(self.report, GATE), time.monotonic(), Arm(GATE, "", 0)
+        problems: list[str] = []
+        servers = {
+            products: self.server(GATE, gate, GATE_LAYERS, GATE_PATTERN, products)
+            for products in self.scale.products
+        }
+        first = self.arm_servers(self.missing()[:1] if imports_ahead else (), self.products)
         try:
-            for server in servers:  # side by side: each is small
+            for server in (*servers.values(), *first):  # side by side: each of the gate is small
                 server.start()
             phases.run_stage(phases.engine_kernels(), self.report, self.scratch, self.ends)
-            for server in servers:
+            for server in servers.values():
                 server.begin()
-            for server, products in zip(servers, ways, strict=True):
+            for products, server in servers.items():
                 try:
                     self._ask_gate(server, evidence)
                 except IndexCacheError as error:
                     problems += causes(error, server.log_tail())
                     continue
+                self.first = first if products == self.products else []
+                self.products = products
                 evidence.add(flags=list(products), problems=problems)
-                self.more = (*products, *behind)
                 words = f"four layers answer with {' '.join(products) or 'the default products'}"
                 self.finish(GATE, 0, began, words, evidence)
                 return True
         finally:
-            for server in servers:
+            for server in (*servers.values(), *(s for s in first if s not in self.first)):
                 server.stop(grace=0)
                 self.report.keep_logs(GATE, server.folder)
         evidence.add(problems=problems)
-        words = [
-            *problems,
-            "four layers answer in no way, so nothing was timed; servers.txt has the logs. Try "
-            "other flags behind --, as in: -- --moe-runner-backend deep_gemm",
-        ]
+        words = [*problems, GATE_FAILED]
         self.finish(GATE, 1, began, words, evidence)
         return False
 
@@ -197,21 +222,41 @@ class Run:
             self.ask(client, self.scale.lengths[0], 1, "gate")
         evidence.add(seen=server.seen(), pattern=served_pattern(client))
 
-    def skips(self, name: str, seconds: float) -> bool:
+    def skips(self, name: str, guess: float) -> bool:
         """Return whether a step does not fit into what is left; then the report says so."""
+        seconds, source = self.expects(name, guess)
         if (left := self.ends - time.monotonic()) >= seconds:
             return False
-        words = f"it takes {seconds:.0f} s, and {max(left, 0):.0f} were left"
+        words = f"it takes {seconds:.0f} s ({source}), and {max(left, 0):.0f} were left"
         self.report.add(name, {"code": phases.SKIPPED, "seconds": 0, "said": words})
         return True
 
+    def expects(self, name: str, guess: float) -> tuple[float, str]:
+        """Return the seconds that a step takes, and whether they are recorded or a guess."""
+        path = RESULTS / RECORD
+        record = json.loads(path.read_text()) if path.exists() else {"steps": {}}
+        step = record["steps"].get(name, {"code": None})
+        is_same_card = record.get("machine", {}).get("name") == self.report.machine["name"]
+        if is_same_card and step["code"] == 0:
+            return float(step["seconds"]), "recorded"
+        return guess, "a guess"
+
+    def schedule(self) -> Iterator[str]:
+        """Yield when each missing arm is to be done, in lines."""
+        passed = self.report.has_passed(GATE)
+        steps = [] if passed else [(GATE, GATE_GUESS)]
+        end = 0.0
+        for name, guess in [*steps, *((arm.name, arm.guess) for arm in self.missing())]:
+            seconds, source = self.expects(name, guess)
+            end += seconds
+            yield f"by second {end:.0f}: {name} ({seconds:.0f} s, {source})"
+
     def ready(self, server: HeldServer, evidence: Evidence) -> Client:
         """Wait for a server that was begun."""
-        began = time.monotonic()
-        left = max(5.0, min(self.scale.start_seconds, self.ends - began))
+        left = max(5.0, min(self.scale.start_seconds, self.ends - time.monotonic()))
         url = server.wait_until_ready(left).url
         now = time.monotonic()
-        evidence.add(start_seconds=round(now - began, 1))
+        evidence.add(start_seconds=round(now - server.begun, 1))
         return Client(url, timeout=max(5.0, self.ends - now))
 
     def ask(self, client: Client, length: int, count: int, *seed: object) -> list[StreamedAnswer]:
@@ -221,20 +266,21 @@ class Run:
         prompts = random_prompts(count, length, vocabulary, "table 1", length, *seed)
         return stream(client, prompts, self.scale.new_tokens)
 
+    def missing(self) -> list[Arm]:
+        """Return the arms that were not measured yet, in order."""
+        return [arm for arm in ARMS if not self.report.has_passed(arm.name)]
+
     def table(self) -> None:
         """Measure every arm that has not been, in order."""
-        layers = self.scale.model["num_hidden_layers"]
-        arms = [arm for arm in ARMS if not self.report.has_passed(arm.name)]
-        servers = [
-            self.server(arm.name, arm, layers, self.scale.patterns[arm.retention]) for arm in arms
-        ]
+        arms = self.missing()
+        servers = [*self.first, *self.arm_servers(arms[len(self.first) :], self.products)]
         with lineup(servers) as turns:
             for arm, server in zip(arms, turns, strict=True):
                 self._arm(arm, server)
 
     def _arm(self, arm: Arm, server: HeldServer) -> None:
         began = time.monotonic()
-        if self.skips(arm.name, arm.seconds):
+        if self.skips(arm.name, arm.guess):
             return
         evidence = Evidence(self.report, arm.name)
         try:
@@ -347,7 +393,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         scale = REHEARSAL if options.rehearse else CARD
         run = Run(report, scale, Path(scratch), ends - PACKING_SECONDS, more)
-        if run.gate():
+        print("\n".join(() if options.slices else run.schedule()), flush=True)
+        if run.gate(imports_ahead=not options.slices):
             slices.measure(run) if options.slices else run.table()
     print(pack_caches(machine, options.out / "caches.tar.xz"), flush=True)
     print(report.summary())

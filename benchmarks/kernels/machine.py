@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
-from benchmarks.card.pack import MANIFEST
+from benchmarks.card.pack import MANIFEST, sources
 from sglang_indexcache import __version__
 from sglang_indexcache.kernels.build import FOLDERS, stem_of
 from sglang_indexcache.kernels.dispatch import HOPPER
@@ -40,7 +40,7 @@ def lacking(*needs: Need) -> str | None:
     if "hopper" in needs and torch.cuda.get_device_capability() != HOPPER:
         return f"needs an H100 or H200, this is a {torch.cuda.get_device_name()}"
     if "sglang" in needs and find_spec("sglang") is None:
-        return "needs SGLang: unpack served.tar.xz of benchmarks.card.pack"
+        return "needs SGLang: unpack packages.tar.xz of benchmarks.card.pack"
     return None
 
 
@@ -48,7 +48,8 @@ def facts() -> dict[str, Any]:
     """Return card, driver, versions, commit."""
     values: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "commit": commit() or (packed() or {}).get("commit") or "unknown",
+        "commit": (packed() or {}).get("commit") or commit() or "unknown",
+        "sources": sources(),
         "version": __version__,
         "kernels": _kernels(),
         "python": platform.python_version(),
@@ -118,6 +119,8 @@ def preflight(machine: dict[str, Any], archive: dict[str, Any] | None = None) ->
         "torch": machine["torch"].split("+")[0],
     }
     wrong = [f"{name} {archive[name]}" for name in version if archive[name] != version[name]]
+    if not wrong and archive["sources"] != machine["sources"]:
+        return "the checkout was changed after the archive was packed: its commit names other code"
     if not wrong:
         return "this is the machine that the archive was packed for"
     versions = ", ".join(f"{name} {version[name]}" for name in version)

@@ -113,6 +113,25 @@ def test_slices_side_by_side_tell_what_a_layer_costs(
         assert sorted(costs) == ["F", "S", "constant", "residual"]
 
 
+@pytest.mark.matrix
+def test_what_has_waited_goes_through_but_for_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in stage.variables(tmp_path).items():
+        monkeypatch.setenv(name, value)
+    report = phases.Report(tmp_path / "out")
+    kernels, asked, _speed = phases.waited()
+    steps = [replace(step, needs=(), seconds=1500) for step in (*kernels, *asked)]
+    phases.run_stage(steps, report, tmp_path, time.monotonic() + 1500, workers=1)
+    results = json.loads(report.path.read_text())["steps"]
+    assert {name: step["code"] for name, step in results.items()} == {
+        step.name: 0 for step in steps
+    }, report.summary()
+    (live,) = results["served live"]["evidence"]["tests"].values()
+    assert live["outcome"] == "passed", live
+    assert live["evidence"]["mixed"] < live["evidence"]["other pattern"]
+
+
 def test_one_folder_holds_one_card_and_one_scale(tmp_path: Path) -> None:
     table_1.check_same(phases.Report(tmp_path), rehearse=True, flags=[])
     report_again = phases.Report(tmp_path)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 
 from tests.fixtures.machine import Need, lacking
-from tests.gpu.report import REPORT
 
 ORDER = ("start", "served", "capture", "kernels")
 """What a user of a card wants to know first, and what everything else stands on."""
+IS_REHEARSAL = bool(os.environ.get("INDEXCACHE_REHEARSAL"))
+"""Whether these run on the stage (tests/rehearsal), which is slow: lists and prompts are short."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -36,11 +39,10 @@ def evidence(request: pytest.FixtureRequest) -> dict[str, Any]:
     return measured
 
 
-@pytest.fixture
-def reported(pytestconfig: pytest.Config) -> dict[str, Any]:
-    """Return the report so far, earlier runs included; what is put in it is kept."""
-    report = pytestconfig.stash.get(REPORT, None)
-    return report.content if report else {"tests": {}, "remembered": {}}
+@pytest.fixture(scope="session")
+def remembered() -> dict[str, str]:
+    """Return a place for what later tests of the same run need not find out again."""
+    return {}
 
 
 @pytest.fixture(scope="session")
@@ -48,7 +50,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the shipped checkpoint in the widths that DSA's CUDA kernels are compiled for."""
     from tests.rehearsal.widened import widen
 
-    return widen(tmp_path_factory.mktemp("served") / "model", heads=64, index_heads=32)
+    model = widen(tmp_path_factory.mktemp("served") / "model", heads=64, index_heads=32)
+    if IS_REHEARSAL:
+        config = json.loads((model / "config.json").read_text())
+        (model / "config.json").write_text(json.dumps({**config, "index_topk": 128}))
+    return model
 
 
 @pytest.fixture(scope="session")
@@ -57,4 +63,5 @@ def prompts() -> list[tuple[int, ...]]:
     from tests.rehearsal.widened import real_text
 
     # They overlap: some Pythons' libraries leave few held-out tokens, and prefixes are not cached.
-    return [tuple(real_text(start, n)) for start, n in ((0, 5000), (1500, 3001), (4000, 700))]
+    lengths = (250, 180, 100) if IS_REHEARSAL else (5000, 3001, 700)
+    return [tuple(real_text(*cut)) for cut in zip((0, 1500, 4000), lengths, strict=True)]

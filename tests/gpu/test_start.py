@@ -14,7 +14,6 @@ import torch
 from sglang_indexcache.lab.runs.provenance import package_version
 from sglang_indexcache.pattern import Pattern
 
-pytestmark = [pytest.mark.limit(90)]
 MODULES = {
     "triton": "triton",
     "tvm_ffi": "apache-tvm-ffi",

@@ -131,7 +131,10 @@ _BY_NAME: dict[str, Callable[..., None]] = {
     "reduce_scatter_tensor": _scatter_sum,
     "reduce_scatter_single": _scatter_sum,
 }
-"""torch's collectives that NCCL captures, with the same arguments, the group among them."""
+"""torch's collectives that NCCL captures, with the same arguments, the group among them.
+
+Those that the card's older torch lacks are passed over.
+"""
 
 
 def _on_the_card(name: str) -> Callable[..., Any]:
@@ -151,7 +154,7 @@ def _on_the_card(name: str) -> Callable[..., Any]:
 
 def install() -> None:
     """Put these in torch's place, before anybody imports one of them by name."""
-    for name in _BY_NAME:
+    for name in filter(lambda name: hasattr(dist, name), _BY_NAME):
         setattr(dist, name, _on_the_card(name))
 
 

@@ -20,7 +20,13 @@ def rmsnorm(input, weight, eps=1e-6, out=None, enable_pdl=None):  # type: ignore
     return normed if out is None else out.copy_(normed)
 
 
-@reference("flashinfer.norm:fused_add_rmsnorm")
+@reference("sgl_kernel.rmsnorm")
+def rmsnorm_into(out, input, weight, eps, enable_pdl):  # type: ignore[no-untyped-def]
+    """Write :func:`rmsnorm`, as SGLang has it done where flashinfer is missing."""
+    rmsnorm(input, weight, eps, out)
+
+
+@reference("flashinfer.norm:fused_add_rmsnorm", "sgl_kernel.fused_add_rmsnorm")
 def fused_add_rmsnorm(input, residual, weight, eps=1e-6, enable_pdl=None):  # type: ignore[no-untyped-def]
     """``residual += input``, then ``input`` is its norm; the sum is not rounded in between."""
     total = input.double() + residual.double()

@@ -8,7 +8,7 @@ from tests.rehearsal.stage.kernels.quantized import from_blocks, from_groups, qu
 from tests.rehearsal.stage.registry import poison, reference
 
 
-@reference("sglang.srt.layers.moe.topk:_fused_topk_deepseek")
+@reference("flashinfer.fused_moe:fused_topk_deepseek")
 def fused_topk_deepseek(  # type: ignore[no-untyped-def]
     logits, bias, groups, topk_group, topk, scaling, weights, ids, launch_with_pdl=True
 ):

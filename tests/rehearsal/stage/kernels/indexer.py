@@ -21,8 +21,8 @@ WIDTH = 128
 LEAST = 1e-4
 """What the largest value of a key or query is taken for where it is smaller."""
 
-reference("deep_gemm.set_pdl", "deep_gemm.set_num_sms")(lambda *_: None)
-reference("deep_gemm.get_num_sms")(lambda *_: 132)
+reference("deep_gemm:set_pdl", "deep_gemm:set_num_sms")(lambda *_: None)
+reference("deep_gemm:get_num_sms")(lambda *_: 132)
 reference("jit:occupancy_cluster_probe.get_max_active_clusters")(lambda size, _: 132 // size)
 
 
