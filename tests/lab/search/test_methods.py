@@ -15,7 +15,6 @@ from sglang_indexcache.lab.search.evaluators import Floats
 from sglang_indexcache.lab.search.judged import SMALL_LOSS, Judged
 from sglang_indexcache.lab.search.ledger import Ledger
 from sglang_indexcache.lab.search.methods import METHODS
-from sglang_indexcache.lab.search.methods.decided import SHARE, proposals_of_a_target
 from sglang_indexcache.lab.search.methods.greedy import evaluations
 from sglang_indexcache.lab.search.rules import Constraints, parse_targets
 from sglang_indexcache.pattern import Pattern
@@ -108,9 +107,8 @@ class Misled(SeenEvaluator):
         text = 0.0 if not pattern.shared_layers else text
         far = 0.0 if not pattern.shared_layers else far
         kl = {"text": text, "passages": far}
-        one = Judged(
-            2.0 + text, {"text": 2.0 + text}, kl, {"text": 1.0}, {"passages": 0.9 - far / 2}
-        )
+        losses = {"text": 2.0 + text, "passages": 1.0 + far}
+        one = Judged(2.0 + text, losses, kl, {"text": 1.0}, {"passages": 0.9 - far / 2})
         return [one for _ in batches]
 
 
@@ -128,18 +126,16 @@ def test_what_keeps_recall_wins_though_text_alone_prefers_another() -> None:
     assert sure.share == pytest.approx(1 / 7)
     assert sure.is_sure
     assert sure.without is not None
-    assert sure.without.mean == pytest.approx((1.01 - 0.02) / 2)
+    assert sure.without.mean == pytest.approx((1.01 - 0.02 + 1.01 - 0.02) / 2)
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_it_takes_a_twentieth_of_algorithm_1s_tokens(seed: int) -> None:
-    """At the layers of released models; few layers take three proposals a target."""
+    """At the layers of released models, with as many documents as it takes by default."""
     for layers in (30, 47, 78):
         search = finished(Ledger(SeenEvaluator(layers, 16, seed)), targets(layers, *MARKS), DEFAULT)
-        assert search.search_tokens <= SHARE * search.exhaustive
+        assert search.search_tokens <= search.exhaustive / 20
         assert search.search_tokens <= search.expected_tokens
-    assert proposals_of_a_target(targets(47, *MARKS), [1000] * 16) == 12
-    assert proposals_of_a_target(targets(8, *MARKS), [1000] * 16) == 3
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -156,7 +152,7 @@ def test_of_what_was_run_on_all_documents_the_nearest_is_chosen(seed: int) -> No
             and all((pattern, batch) in search.ledger._judged for batch in batches)
         ]
         nearest = min(
-            of_all, key=lambda p: np.mean([j.distance for j in evaluator.judge(p, batches)])
+            of_all, key=lambda p: np.mean([j.student_loss for j in evaluator.judge(p, batches)])
         )
         assert found.pattern == nearest
 
