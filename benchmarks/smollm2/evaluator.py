@@ -6,7 +6,7 @@ differ, so the candidates of one greedy step cost about half a forward each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
 
@@ -56,7 +56,7 @@ class LeanEvaluator:
         self.batch_tokens = tuple(len(row.ids) for row in rows)
         self._places = [SCORES[score](row) for row in rows]
         self._kept: list[list[_Run]] = [[] for _ in rows]
-        self._full: dict[int, torch.Tensor] = {}
+        self._full: dict[int, list[torch.Tensor]] = {}
         self._guard = Lock()
 
     def loss(self, pattern: Pattern, batches: Sequence[int]) -> Floats:
@@ -91,13 +91,12 @@ class LeanEvaluator:
         kinds = row.kinds
         counted = torch.from_numpy(np.flatnonzero(kinds))
         if batch not in self._full:
-            self._full[batch] = self._stream(Pattern.full(model.layers), batch)[counted]
-        stream = self._stream(pattern, batch)[counted]
+            self._full[batch] = [*self._predictions(Pattern.full(model.layers), batch, counted)]
         values = np.full((4, len(kinds)), np.nan)
-        for places, before, after in zip(
-            counted.split(256), self._full[batch].split(256), stream.split(256), strict=True
+        predictions = self._predictions(pattern, batch, counted)
+        for places, full, under in zip(
+            counted.split(256), self._full[batch], predictions, strict=True
         ):
-            full, under = (torch.log_softmax(model.logits(each), -1) for each in (before, after))
             text = row.ids[places + 1].to(under.device)
             part = (
                 -under.gather(1, text[:, None])[:, 0],
@@ -107,6 +106,13 @@ class LeanEvaluator:
             )
             values[:, places] = torch.stack([each.double() for each in part]).cpu().numpy()
         return Judged.of([TokenChanges(*values)], [kinds])
+
+    def _predictions(
+        self, pattern: Pattern, batch: int, places: torch.Tensor
+    ) -> Iterator[torch.Tensor]:
+        """Yield ``[256, vocabulary]`` log-probabilities of the tokens behind ``places``."""
+        for part in self._stream(pattern, batch)[places].split(256):
+            yield torch.log_softmax(self.model.logits(part), -1)
 
     def _beginning(self, pattern: Pattern, batch: int) -> list[State]:
         """Return the states of the kept run that goes along with ``pattern`` the farthest."""

@@ -33,7 +33,7 @@ from benchmarks.smollm2.workers import one_thread
 from sglang_indexcache.errors import QualityError
 from sglang_indexcache.lab.runs.journal import Journal
 from sglang_indexcache.lab.runs.provenance import machine
-from sglang_indexcache.lab.search.ledger import Ledger
+from sglang_indexcache.lab.search.ledger import Ledger, open_journal
 from sglang_indexcache.lab.search.methods import METHODS
 from sglang_indexcache.lab.search.recall import KEYS, PASSAGES, TEXT, hidden_facts, with_recall
 from sglang_indexcache.lab.search.rules import Constraints, parse_targets
@@ -78,10 +78,14 @@ def search(evaluator: LeanEvaluator, cache: Path) -> dict[str, Any]:
         outcome: dict[str, Any] = json.loads(cache.read_text())
         return outcome
     rules = Constraints.make(Pattern.full(evaluator.num_layers))
-    run = Search(Ledger(evaluator), parse_targets(list(RATIOS), rules), METHODS["proposals"])
-    for event in run.run():
-        if isinstance(event, Found):
-            print(f"{cache.stem}: {event.mark.label} {event.pattern.full_layers}", flush=True)
+    cache.parent.mkdir(parents=True, exist_ok=True)
+    identity = {"evaluator": evaluator.kind, "rows": [row.digest for row in evaluator.rows]}
+    with open_journal(cache.with_suffix(".jsonl"), identity) as journal:
+        ledger, targets = Ledger(evaluator, journal), parse_targets(list(RATIOS), rules)
+        run = Search(ledger, targets, METHODS["proposals"])
+        for event in run.run():
+            if isinstance(event, Found) and event.is_compared:
+                print(f"{cache.stem}: {event.mark.label} {event.pattern.full_layers}", flush=True)
     safe = run.safe
     outcome = {
         "patterns": {result.mark.label: str(result.pattern) for result in run.found.values()},
@@ -93,7 +97,6 @@ def search(evaluator: LeanEvaluator, cache: Path) -> dict[str, Any]:
         "smallest_that_keeps_recall": safe.mark.label if safe else None,
         "of_greedy": run.search_tokens / run.exhaustive,
     }
-    cache.parent.mkdir(parents=True, exist_ok=True)
     write_json(cache, outcome)
     return outcome
 

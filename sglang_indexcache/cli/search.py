@@ -126,7 +126,6 @@ def run_command(
         METHODS_OF_SERVERS,
         find_method,
     )
-    from sglang_indexcache.lab.search.methods.pairwise import Pairwise
     from sglang_indexcache.lab.search.rules import Constraints, parse_layers, parse_targets
     from sglang_indexcache.lab.search.session import plan, run_search
     from sglang_indexcache.lab.search.setup import Setup
@@ -137,7 +136,7 @@ def run_command(
     least_held_out = None
     if held_out is None:
         # A check takes many times what a search by pairs does.
-        held_out = 0 if isinstance(chosen, Pairwise) else batches
+        held_out = batches if chosen.objective else 0
         least_held_out = 0
     setup = Setup.read(
         model,

@@ -72,9 +72,14 @@ class Judged:
         return cls(loss, *map(by_kind, ("loss", "kl", "kept", "right")))
 
     @property
-    def distance(self) -> float:
-        """Mean divergence over the kinds, in nats: this decides among patterns."""
-        return float(np.mean(list(self.kl.values())))
+    def student_loss(self) -> float:
+        """Loss plus divergence, the mean over the kinds, in nats: this decides among patterns.
+
+        But for a constant it is twice the cross-entropy from the mean of what the text says and
+        what all F say, by which distillation trains a student. Loss alone takes another model that
+        copies better, divergence alone counts that against it and gives recall away.
+        """
+        return float(np.mean([self.losses[kind] + self.kl[kind] for kind in self.kl]))
 
     @property
     def recall(self) -> float:

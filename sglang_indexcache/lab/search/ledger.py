@@ -215,19 +215,31 @@ class Ledger:
 
     def judged(self, pattern: Pattern, batches: Sequence[int] | None = None) -> list[Judged]:
         """Return what each batch shows of a pattern beside all F; all batches by default."""
+        return self._judged_each([pattern], batches)[0]
+
+    def student_losses(
+        self, patterns: Sequence[Pattern], batches: Sequence[int] | None = None
+    ) -> Floats:
+        """Return ``[patterns, batches]`` of :attr:`~.judged.Judged.student_loss`."""
+        judged = self._judged_each(patterns, batches)
+        return np.array([[each.student_loss for each in row] for row in judged])
+
+    def _judged_each(
+        self, patterns: Sequence[Pattern], batches: Sequence[int] | None
+    ) -> list[list[Judged]]:
         columns = self.all_batches if batches is None else tuple(batches)
-        cells = [(pattern, batch) for batch in columns]
-        self.spent += self.cost([pattern], columns)
+        self.spent += self.cost(patterns, columns)
+        cells = [(pattern, batch) for batch in columns for pattern in dict.fromkeys(patterns)]
         self._requested.update(cells)
         missing = [cell for cell in cells if cell not in self._judged]
         in_threads(self._judge, missing, self.evaluator.in_flight)
-        return [self._judged[cell] for cell in cells]
+        return [[self._judged[p, batch] for batch in columns] for p in patterns]
 
     def _judge(self, cell: Cell) -> None:
         pattern, batch = cell
         [judged] = self.evaluator.judge(pattern, [batch])
         self._check(pattern, batch, judged.loss)
-        self._check(pattern, batch, judged.distance)
+        self._check(pattern, batch, judged.student_loss)
         entry = {"pattern": str(pattern), "batch": batch, "judged": judged.numbers()}
         if self._journal is not None:
             self._journal.write(entry)

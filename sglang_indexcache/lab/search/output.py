@@ -15,7 +15,6 @@ from sglang_indexcache.lab.runs.provenance import versions
 from sglang_indexcache.lab.search.figure import draw_pairs
 from sglang_indexcache.lab.search.judged import Faithfulness
 from sglang_indexcache.lab.search.ledger import Step
-from sglang_indexcache.lab.search.methods.decided import Decided
 from sglang_indexcache.lab.search.methods.pairwise import Pairwise, pair_matrix
 from sglang_indexcache.lab.search.methods.proposal import Sureness
 from sglang_indexcache.lab.search.rules import Mark
@@ -81,10 +80,8 @@ class OutputFolder:
             self._write(self._entry(result))
         summary = self._summary()
         write_json(self._folder / "search.json", summary)
-        method = search.method
-        pairs = method.proposer if isinstance(method, Decided) else method
-        if isinstance(pairs, Pairwise):
-            self._draw(pairs)
+        if search.method.pairs:
+            self._draw(search.method.pairs)
 
     def _draw(self, method: Pairwise) -> None:
         """Draw the matrix, with the blocks of the pattern in the middle."""
@@ -119,9 +116,7 @@ class OutputFolder:
     def _entry(self, result: Found) -> Entry:
         """Make the library entry of one mark, without times: the same search, the same file."""
         setup, search = self._setup, self._search
-        objective = f"language-modelling loss of {setup.objective}" if search.path else ""
-        if isinstance(search.method, Decided):
-            objective = f"KL to all F of {setup.objective}"
+        by = search.method.objective
         return Entry(
             name=self._name_of(result),
             model=setup.model,
@@ -130,7 +125,7 @@ class OutputFolder:
             retention=result.mark.label,
             method=MethodRecord(
                 name=search.method.in_words,
-                objective=objective,
+                objective=f"{by} of {setup.objective}" if by else "",
                 data=setup.data,
                 details=self._details(result),
             ),

@@ -65,10 +65,6 @@ class Constraints:
         """Exchange F and S of ``pattern`` at ``layer`` (the paper's ``c|_{c_l -> S}``)."""
         return self.keeping(set(pattern.full_layers) ^ {layer})
 
-    def exchanged(self, pattern: Pattern, out: int, into: int) -> Pattern:
-        """Make F layer ``out`` of ``pattern`` S, and S layer ``into`` F."""
-        return self.keeping(set(pattern.full_layers) - {out} | {into})
-
 
 def baselines(full_layers: int, constraints: Constraints) -> dict[str, Pattern]:
     """Return the blind schedules with this many F layers that the constraints allow, by name.

@@ -9,15 +9,11 @@ from sglang_indexcache.lab.search.evaluators import standard_error
 from sglang_indexcache.lab.search.judged import Faithfulness
 from sglang_indexcache.lab.search.ledger import Ledger, Step
 from sglang_indexcache.lab.search.methods import METHODS, Method
-from sglang_indexcache.lab.search.methods.decided import Decided, decide
 from sglang_indexcache.lab.search.methods.greedy import evaluations
-from sglang_indexcache.lab.search.methods.pairwise import pair_matrices
 from sglang_indexcache.lab.search.methods.proposal import Sureness
 from sglang_indexcache.lab.search.rules import Mark, Targets, baselines
 from sglang_indexcache.pattern import Pattern
 
-PROBED = 4
-"""Proposals that are run at a retention between two targets."""
 PROBES = 2
 """Retentions between two targets that are looked at, at most."""
 
@@ -98,8 +94,8 @@ class Search:
                     yield self._keep(self._by_loss(mark, event.pattern))
             else:
                 yield self._keep(self._judged(event.mark, event.pattern, event.layers))
-        if isinstance(self.method, Decided):
-            yield from self._probe(self.method)
+        if self.method.judges:
+            yield from self._probe()
         self.search_tokens = self.ledger.spent - begun
         for passed in list(self.found.values()):
             yield self._keep(self._compared(passed))
@@ -119,7 +115,7 @@ class Search:
     def _judged(self, mark: Mark, pattern: Pattern, layers: Mapping[int, Sureness]) -> Found:
         """Add what is known of a pattern that was run on all batches."""
         judged = None
-        if isinstance(self.method, Decided):
+        if self.method.judges:
             judged = self._faithfulness(pattern, self.ledger.all_batches)
         return Found(mark, pattern, layers=layers, judged=judged)
 
@@ -135,20 +131,21 @@ class Search:
         self.found = dict(sorted(results.items(), reverse=True))
         return result
 
-    def _probe(self, method: Decided) -> Iterator[Found]:
+    def _probe(self) -> Iterator[Found]:
         """Look between the smallest target that keeps recall and the next, by halving."""
         if not any(result.judged for result in self.found.values()):
             return  # one document says nothing of recall
         good = self.safe
         above = len(self.constraints.start.full_layers) if good is None else good.mark.full_layers
         below = max((f for f in self.found if f < above), default=above)
-        matrices = pair_matrices(self.ledger, method.proposer)
         for _ in range(PROBES):
             count = (above + below) // 2
             if count in (above, below):
                 return
             mark = Mark(count, f"{count}/{len(self.constraints.start)}")
-            proposal = decide(self.ledger, self.constraints, mark, matrices, PROBED)
+            proposal = self.method.between(self.ledger, self.targets, mark)
+            if proposal is None:
+                return
             result = self._judged(mark, proposal.pattern, proposal.layers)
             if result.judged is not None and result.judged.loses_little:
                 above = count

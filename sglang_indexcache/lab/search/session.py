@@ -18,7 +18,6 @@ from sglang_indexcache.lab.search.evaluators import Evaluator
 from sglang_indexcache.lab.search.judged import SMALL_LOSS
 from sglang_indexcache.lab.search.ledger import Ledger, Step, open_journal
 from sglang_indexcache.lab.search.methods import Method
-from sglang_indexcache.lab.search.methods.decided import Decided
 from sglang_indexcache.lab.search.methods.greedy import evaluations
 from sglang_indexcache.lab.search.output import OutputFolder
 from sglang_indexcache.lab.search.rules import Targets
@@ -62,7 +61,7 @@ def run_search(
         try:
             with progress_at_most(console) as progress:
                 task = progress.add_task(
-                    "measuring the start" if method.by_loss else "comparing layers",
+                    "comparing layers" if method.pairs else "measuring the start",
                     total=search.expected_tokens,
                     completed=ledger.known_tokens,
                 )
@@ -149,7 +148,7 @@ def _cells(result: Found) -> tuple[str, str, str, str]:
 def _remarks(search: Search, objective: str) -> Iterator[str]:
     yield from _in_words(search, objective)
     yield from _layers(search)
-    if isinstance(search.method, Decided) or any(f.held_out for f in search.found.values()):
+    if search.method.judges or any(f.held_out for f in search.found.values()):
         yield _safe_in_words(search)
     else:
         yield (
@@ -177,7 +176,7 @@ def _in_words(search: Search, objective: str) -> Iterator[str]:
             f"counted: {objective}; held-out documents chose no pattern, so judge by them; "
             f"{unseen_in_words(held_out)}"
         )
-    elif isinstance(search.method, Decided):
+    elif search.method.judges:
         yield (
             f"counted: {objective}; these documents chose the patterns and flatter them a little: "
             "compare them on others (indexcache search compare full PATTERN)"

@@ -11,7 +11,7 @@ from sglang_indexcache.lab.search.methods.decided import Decided
 from sglang_indexcache.lab.search.methods.greedy import Greedy
 from sglang_indexcache.lab.search.methods.pairwise import Pairwise
 from sglang_indexcache.lab.search.methods.proposal import Proposal
-from sglang_indexcache.lab.search.rules import Targets
+from sglang_indexcache.lab.search.rules import Mark, Targets
 
 DEFAULT = "proposals"
 """Name of the method where nobody names one."""
@@ -25,14 +25,25 @@ class Method(Protocol):
         """For the provenance of what it finds."""
 
     @property
-    def by_loss(self) -> bool:
-        """Whether losses decide, so that those of its patterns are known."""
+    def objective(self) -> str:
+        """Measure of the tokens that count by which it decides; empty if it runs no pattern."""
+
+    @property
+    def judges(self) -> bool:
+        """Whether it has run the patterns that it finds beside all F."""
+
+    @property
+    def pairs(self) -> Pairwise | None:
+        """Search by pairs of layers that it is or begins with, if any: its matrix is drawn."""
 
     def descend(self, ledger: Ledger, targets: Targets) -> Iterator[Step | Proposal]:
         """Yield the start as a step, if losses decide, then what it finds on its way.
 
         A step that arrives at a mark is the answer for it.
         """
+
+    def between(self, ledger: Ledger, targets: Targets, mark: Mark) -> Proposal | None:
+        """Find the pattern of a mark between two targets; None if it :attr:`judges` none."""
 
     def least(self, targets: Targets, batch_tokens: Sequence[int]) -> int:
         """Count the tokens that :meth:`descend` asks for at most.

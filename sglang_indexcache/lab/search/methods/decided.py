@@ -1,11 +1,12 @@
-"""One pass proposes some patterns, and the divergence from all F decides among them.
+"""One pass proposes some patterns, exchanges improve the best, and a student's loss decides.
 
 A matrix of layer pairs says which layers may share. It differs a little from document to document,
-and knows nothing of what errors do in the layers above. So the optimum of every document's own
-matrix, in every rating, is a proposal, as are those of all documents together; each is run. The KL
-divergence of all F's next tokens from the pattern's decides, in text *and* where something far back
-is asked for: in text alone it picks patterns that cannot copy any more
-(benchmarks/results/smollm2/real-model.md).
+and knows nothing of what errors do in the layers above, nor that another layer's list may copy
+better than a layer's own. So the optima of documents, in every rating, are proposals; some are run.
+In the best of them layers are exchanged: the F layer that is missed least leaves, the S layer that
+helps most comes in. What decides is the loss of the text plus the divergence from all F, in running
+text *and* where something far back is asked for: in text alone it picks patterns that cannot copy
+any more (benchmarks/results/smollm2/real-model.md).
 """
 
 from __future__ import annotations
@@ -13,99 +14,131 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 
 import numpy as np
 
 from sglang_indexcache.lab.search.difference import Difference
 from sglang_indexcache.lab.search.ledger import Ledger, Step
-from sglang_indexcache.lab.search.methods.greedy import evaluations
 from sglang_indexcache.lab.search.methods.pairwise import Pairwise, most_similar, pair_matrices
 from sglang_indexcache.lab.search.methods.proposal import Proposal, Sureness
 from sglang_indexcache.lab.search.rules import Constraints, Mark, Targets
 from sglang_indexcache.lab.stats.pairs import Floats
 from sglang_indexcache.pattern import Pattern
 
-SHARE = 0.05
-"""Share of Algorithm 1's tokens that proposals may take, but for models of few layers."""
-MOST, FEWEST = 12, 3
-"""Proposals of a target."""
-FINALISTS = 2
-"""Proposals that are run on all documents; the others on the first quarter of them."""
+PROPOSALS, LOOK = 4, 2
+"""Proposals of a target that are run, and on how many documents."""
+EXCHANGED = 2
+"""Layers that are exchanged in the best proposal."""
+AGAIN = 8
+"""S layers that are tried for the second exchange: those that helped most for the first."""
 
 
 @dataclass(frozen=True)
 class Decided:
-    """Run what a search by pairs proposes, and take what stays nearest to all F."""
+    """Run what a search by pairs proposes, exchange layers, and take what a student would learn."""
 
-    proposer: Pairwise
-    by_loss: bool = False
+    pairs: Pairwise
+
+    objective, judges = "loss and KL to all F", True
 
     @property
     def in_words(self) -> str:
         """See :class:`~sglang_indexcache.lab.search.methods.Method`."""
-        return f"KL to all F, in text and recall, among proposals by {self.proposer.in_words}"
+        return (
+            "loss and KL to all F, in text and recall, among exchanges of layers in proposals by "
+            f"{self.pairs.in_words}"
+        )
 
     def descend(self, ledger: Ledger, targets: Targets) -> Iterator[Step | Proposal]:
         """See :class:`~sglang_indexcache.lab.search.methods.Method`."""
-        matrices = pair_matrices(ledger, self.proposer)
+        matrices = pair_matrices(ledger, self.pairs)
         ledger.judged(targets.constraints.start)
-        most = proposals_of_a_target(targets, ledger.tokens_of_batches)
         for mark in targets.marks:
-            yield decide(ledger, targets.constraints, mark, matrices, most)
+            exchanges = are_exchanged(targets.constraints, mark)
+            yield decide(ledger, targets.constraints, mark, matrices, exchanges)
+
+    def between(self, ledger: Ledger, targets: Targets, mark: Mark) -> Proposal:
+        """See :class:`~sglang_indexcache.lab.search.methods.Method`."""
+        matrices = pair_matrices(ledger, self.pairs)
+        return decide(ledger, targets.constraints, mark, matrices, exchanges=False)
 
     def least(self, targets: Targets, batch_tokens: Sequence[int]) -> int:
         """See :class:`~sglang_indexcache.lab.search.methods.Method`."""
-        most = proposals_of_a_target(targets, batch_tokens)
-        of_a_target = _cost(most, batch_tokens)
-        first = self.proposer.least(targets, batch_tokens) + sum(batch_tokens)
-        return first + len(targets.marks) * of_a_target
+        first = self.pairs.least(targets, batch_tokens) + sum(batch_tokens)
+        look = PROPOSALS * sum(batch_tokens[:LOOK])
+        finals = 2 * sum(batch_tokens)
+        tried = sum(_tried(targets.constraints, mark) for mark in targets.marks)
+        return first + len(targets.marks) * (look + finals) + tried * max(batch_tokens)
 
 
-def proposals_of_a_target(targets: Targets, batch_tokens: Sequence[int]) -> int:
-    """Return how many proposals may be run for each target within :data:`SHARE`."""
-    full = sum(batch_tokens)
-    allowed = (SHARE * evaluations(targets) - 2) * full / (len(targets.marks) + 1)
-    fitting = [n for n in range(FEWEST, MOST + 1) if _cost(n, batch_tokens) <= allowed]
-    return max(fitting, default=FEWEST)
+def are_exchanged(constraints: Constraints, mark: Mark) -> bool:
+    """Return whether exchanges are worth their cost: below half, where proposals lose recall."""
+    return 2 * mark.full_layers < len(constraints.start)
 
 
-def _cost(proposals: int, batch_tokens: Sequence[int]) -> int:
-    """Count the tokens of running so many proposals, the finalists on all batches."""
-    first = sum(batch_tokens[: first_look(len(batch_tokens))])
-    finalists = min(FINALISTS, proposals)
-    return proposals * first + finalists * (sum(batch_tokens) - first)
-
-
-def first_look(batches: int) -> int:
-    """Return on how many batches each proposal is run: a quarter, two at least."""
-    return min(batches, max(2, batches // 4))
+def _tried(constraints: Constraints, mark: Mark) -> int:
+    """Count the patterns of the exchanges at most."""
+    if not are_exchanged(constraints, mark):
+        return 0
+    leave = mark.full_layers - constraints.fewest
+    come = len(constraints.start.full_layers) - mark.full_layers + EXCHANGED
+    return EXCHANGED * leave + come + (EXCHANGED - 1) * AGAIN
 
 
 def decide(
-    ledger: Ledger, constraints: Constraints, mark: Mark, matrices: Floats, most: int
+    ledger: Ledger, constraints: Constraints, mark: Mark, matrices: Floats, exchanges: bool = True
 ) -> Proposal:
     """Find the pattern of one mark.
 
     Args:
         matrices: ``[batches, M, N, N]``, of each document in each rating.
-        most: proposals that are run.
+        exchanges: whether layers of the best proposal are exchanged.
     """
     proposed, votes = _proposed(matrices, mark.full_layers, constraints, ledger.tokens_of_batches)
-    chosen = proposed[:most]
-    look = ledger.all_batches[: first_look(len(ledger.all_batches))]
-    distances = {pattern: _distances(ledger, pattern, look) for pattern in chosen}
-    finalists = sorted(chosen, key=lambda pattern: float(distances[pattern].mean()))[:FINALISTS]
-    best = min(finalists, key=lambda p: float(_distances(ledger, p, ledger.all_batches).mean()))
+    look = ledger.all_batches[:LOOK]
+    run = _ranked(ledger, proposed[:PROPOSALS], look)
+    finalists = run[:1]
+    if exchanges:
+        finalists += [exchanged(ledger, constraints, run[0])]
+    best = _ranked(ledger, finalists, ledger.all_batches)[0]
+    run = list(dict.fromkeys([*run, best]))
+    losses = dict(zip(run, ledger.student_losses(run, look), strict=True))
     documents = ledger.documents_of(look)
     layers = {
         layer: Sureness(
             sum(n for pattern, n in votes.items() if pattern.is_full(layer)) / votes.total(),
-            _without(layer, best, distances, documents),
+            _without(layer, best, losses, documents),
         )
         for layer in best.full_layers
         if layer not in constraints.fixed
     }
     return Proposal(mark, best, layers)
+
+
+def exchanged(ledger: Ledger, constraints: Constraints, pattern: Pattern) -> Pattern:
+    """Exchange :data:`EXCHANGED` F layers, those that are missed least, for the best others.
+
+    Layers leave before others come in, because a list that copies badly may stand in the way of one
+    that copies well. Each choice is made on another document.
+    """
+    batches = cycle(ledger.all_batches)
+    rounds = min(EXCHANGED, len(constraints.candidates(pattern)))
+    for _ in range(rounds):
+        smaller = [constraints.flipped(pattern, n) for n in constraints.candidates(pattern)]
+        pattern = _ranked(ledger, smaller, [next(batches)])[0]
+    layers = constraints.restorable(pattern)
+    for _ in range(rounds):
+        larger = {constraints.flipped(pattern, layer): layer for layer in layers}
+        pattern, *others = _ranked(ledger, [*larger], [next(batches)])
+        layers = [larger[other] for other in others[:AGAIN]]
+    return pattern
+
+
+def _ranked(ledger: Ledger, patterns: Sequence[Pattern], batches: Sequence[int]) -> list[Pattern]:
+    """Sort patterns by a student's loss on some documents, the best first."""
+    losses = ledger.student_losses(patterns, batches).mean(axis=1)
+    return [patterns[n] for n in np.argsort(losses, kind="stable")]
 
 
 def _proposed(
@@ -120,16 +153,11 @@ def _proposed(
     return list(dict.fromkeys([*first, *(pattern for pattern, _ in votes.most_common())])), votes
 
 
-def _distances(ledger: Ledger, pattern: Pattern, batches: Sequence[int]) -> Floats:
-    """Return ``[batches]`` divergences from all F, in nats."""
-    return np.array([judged.distance for judged in ledger.judged(pattern, batches)])
-
-
 def _without(
-    layer: int, best: Pattern, distances: Mapping[Pattern, Floats], documents: Sequence[int]
+    layer: int, best: Pattern, losses: Mapping[Pattern, Floats], documents: Sequence[int]
 ) -> Difference | None:
     """Compare the best pattern that was run without a layer with the one that was chosen."""
-    lacking = [each for pattern, each in distances.items() if not pattern.is_full(layer)]
+    lacking = [each for pattern, each in losses.items() if not pattern.is_full(layer)]
     if not lacking or len(set(documents)) < 2:
         return None
-    return Difference.of(min(lacking, key=lambda each: each.mean()) - distances[best], documents)
+    return Difference.of(min(lacking, key=lambda each: each.mean()) - losses[best], documents)

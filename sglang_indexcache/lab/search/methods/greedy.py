@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from sglang_indexcache.lab.search.ledger import Ledger, Step
-from sglang_indexcache.lab.search.rules import Targets
+from sglang_indexcache.lab.search.rules import Mark, Targets
 
 
 class Greedy:
@@ -15,7 +15,7 @@ class Greedy:
     """
 
     in_words = "exhaustive greedy (Algorithm 1)"
-    by_loss = True
+    objective, judges, pairs = "language-modelling loss", False, None
 
     def descend(self, ledger: Ledger, targets: Targets) -> Iterator[Step]:
         """See :class:`~.methods.Method`; it has no choice but its cost."""
@@ -28,6 +28,9 @@ class Greedy:
             layer = layers[int(added.mean(axis=1).argmin())]  # Algorithm 1, line 4
             pattern = constraints.flipped(pattern, layer)
             yield ledger.step(constraints.start, pattern, layer, candidates=len(layers))
+
+    def between(self, ledger: Ledger, targets: Targets, mark: Mark) -> None:
+        """See :class:`~sglang_indexcache.lab.search.methods.Method`: its targets are all it has."""
 
     def least(self, targets: Targets, batch_tokens: Sequence[int]) -> int:
         """See :class:`~sglang_indexcache.lab.search.methods.Method`; this is its whole cost."""

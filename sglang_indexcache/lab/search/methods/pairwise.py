@@ -24,7 +24,7 @@ from sglang_indexcache.errors import SearchError
 from sglang_indexcache.lab.search.evaluators import Floats, pair_forwards
 from sglang_indexcache.lab.search.ledger import Ledger, Step
 from sglang_indexcache.lab.search.methods.proposal import Proposal
-from sglang_indexcache.lab.search.rules import Constraints, Targets
+from sglang_indexcache.lab.search.rules import Constraints, Mark, Targets
 from sglang_indexcache.pattern import Pattern
 
 
@@ -42,7 +42,13 @@ class Pairwise:
     kind: str
     label: str
     in_words: str
-    by_loss: bool = False
+
+    objective, judges = "", False
+
+    @property
+    def pairs(self) -> Pairwise:
+        """See :class:`~sglang_indexcache.lab.search.methods.Method`."""
+        return self
 
     def descend(self, ledger: Ledger, targets: Targets) -> Iterator[Step | Proposal]:
         """See :class:`~sglang_indexcache.lab.search.methods.Method`.
@@ -53,6 +59,9 @@ class Pairwise:
         matrix = pair_matrix(ledger, self)
         for mark in targets.marks:
             yield Proposal(mark, most_similar(matrix, mark.full_layers, targets.constraints))
+
+    def between(self, ledger: Ledger, targets: Targets, mark: Mark) -> None:
+        """See :class:`~sglang_indexcache.lab.search.methods.Method`: it judges none."""
 
     def least(self, targets: Targets, batch_tokens: Sequence[int]) -> int:
         """See :class:`~sglang_indexcache.lab.search.methods.Method`; this is its whole cost."""
