@@ -11,7 +11,7 @@ import pytest
 
 from tests.fixtures.machine import Need, lacking
 
-ORDER = ("start", "served", "capture", "kernels")
+ORDER = ("start", "served", "kernels")
 """What a user of a card wants to know first, and what everything else stands on."""
 IS_REHEARSAL = bool(os.environ.get("INDEXCACHE_REHEARSAL"))
 """Whether these run on the stage (tests/rehearsal), which is slow: lists and prompts are short."""

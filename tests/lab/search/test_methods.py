@@ -172,7 +172,7 @@ def test_exchanges_are_those_of_plain_loops(seed: int) -> None:
 
 
 def test_exchanges_find_what_no_proposal_has() -> None:
-    """Of layers whose own lists copy badly: the pairs of layers say nothing of that."""
+    """Layers whose own lists copy badly are seen by exchanges, for pairs of layers do not tell."""
 
     class Hidden(SeenEvaluator):
         wanted = 9
@@ -190,7 +190,7 @@ def test_exchanges_find_what_no_proposal_has() -> None:
 
 
 def test_a_student_s_loss_is_the_cross_entropy_from_text_and_all_f_together() -> None:
-    """By float64, of two patterns: whatever does not depend on the pattern falls out."""
+    """A float64 oracle of two patterns: whatever does not depend on the pattern falls out."""
     draw = np.random.default_rng(4)
     full, *students = (np.log(draw.dirichlet(np.ones(7), 50)) for _ in range(3))
     text = draw.integers(0, 7, 50)
