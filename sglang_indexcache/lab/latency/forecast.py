@@ -9,12 +9,13 @@ cuts it. Left out are what the scheduler adds between two steps, sampling, and t
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from sglang_indexcache.checkpoint import Checkpoint, fp8_blocks, read_config, text_config
 from sglang_indexcache.errors import BenchError, LibraryError
 from sglang_indexcache.lab.latency.rows import (
     ENGINE,
@@ -31,6 +32,7 @@ from sglang_indexcache.library.resolve import Library, name_and_pattern
 from sglang_indexcache.library.sizes import PRESETS, ModelShape, check_room, checkpoint_of, find_gpu
 from sglang_indexcache.pattern import Pattern
 
+EVERY = "every indexer"
 NO_RATE = "no rate for this"
 MOST_OFF = 0.1
 """A figure that may be off by more is not given: "no rate for this"."""
@@ -81,19 +83,51 @@ MODELS = {
 """Models by the name that a user gives, in any case."""
 
 
-def find_model(name: str) -> str:
-    """Return the name in :data:`MODELS` that a user wrote in any case, an owner before it or not.
+def find_model(model: str) -> str:
+    """Return the name in :data:`MODELS` of a checkpoint's folder, or of a name in any case.
 
     Raises:
-        BenchError: NVIDIA has measured no layers of it.
+        BenchError: NVIDIA has measured no layers of it, it shares already, or there is no folder.
+        CheckpointError: a folder that is no DSA checkpoint, or quantised as no row is.
     """
-    given = name.rpartition("/")[2].lower()
-    for known in MODELS:
-        if known.lower() == given:
-            return known
-    raise BenchError(
-        f"nobody has published measured layers of {name}. There are rows of {', '.join(MODELS)}; "
-        "measure others with `indexcache bench latency`."
+    if (path := Path(model)).is_dir():
+        return _model_in(path)
+    if model.startswith(("/", ".", "~")):
+        raise BenchError(f"there is no folder {model} here")
+    given = model.rpartition("/")[2].lower()
+    for name, measured in MODELS.items():
+        if name.lower() == given:
+            return name
+        if measured.shared.rpartition("/")[2].lower() == given:
+            raise _shares_already(model)
+    raise _unmeasured(model)
+
+
+def _model_in(folder: Path) -> str:
+    """Return the name of the measured model that a checkpoint has the shape and weights of."""
+    config = read_config(folder)
+    if Checkpoint.from_config(config, str(folder)).shares_already:
+        raise _shares_already(str(folder))
+    shape = ModelShape.from_config(text_config(config))
+    weights = "fp8_block" if fp8_blocks(folder) else "bfloat16"
+    for name, measured in MODELS.items():
+        if (PRESETS[measured.shape], measured.weights) == (shape, weights):
+            return name
+    raise _unmeasured(str(folder))
+
+
+def _shares_already(model: str) -> BenchError:
+    return BenchError(
+        f"{model} shares already, as it was trained to, so no pattern is to be planned: it is "
+        "served so with or without IndexCache. Its S layers stand for GLM-5's in a plan of GLM-5."
+    )
+
+
+def _unmeasured(model: str) -> BenchError:
+    return BenchError(
+        f"nobody has published measured layers of {model}. There are rows of {', '.join(MODELS)}, "
+        "by these names or as a folder of such a checkpoint; measure others with `indexcache bench "
+        "latency`."
     )
 
 
@@ -386,38 +420,71 @@ def choose_patterns(values: Sequence[str], shape: str) -> tuple[Patterns, tuple[
     return patterns, tuple(notes)
 
 
+@dataclass(frozen=True)
+class PlannedRow:
+    """Gains of a pattern by context; ``part`` is "prefill", "row split" or "decode"."""
+
+    part: str
+    name: str
+    pattern: Pattern
+    gains: tuple[Gain | None, ...]
+
+
+def planned_rows(
+    forwards: Forwards, patterns: Patterns, contexts: Sequence[int]
+) -> Iterator[PlannedRow]:
+    """Yield the gains over every indexer, which is the first pattern of each part."""
+    every: Patterns = [(EVERY, Pattern.full(len(patterns[0][1]))), *patterns]
+    parts: dict[str, tuple[Phase, Chunks | None]] = {"prefill": ("prefill", None)}
+    if forwards.deployment.ranks > 1:
+        parts["row split"] = ("prefill", forwards.row_split)
+    parts["decode"] = ("decode", None)
+    for part, (phase, layers) in parts.items():
+        for name, pattern in every:
+            gains = tuple(forwards.gain(phase, pattern, n, layers) for n in contexts)
+            yield PlannedRow(part, name, pattern, gains)
+
+
 def plan_grid(forwards: Forwards, patterns: Patterns, contexts: Sequence[int]) -> Grid:
     """Return the gains over every indexer, laid out as the paper's Table 1."""
-    rows = [
-        ("Prefill of one prompt a rank",),
-        *_rows_of("prefill", forwards, patterns, contexts),
-    ]
-    if forwards.deployment.ranks > 1:
-        everything = Pattern.full(len(patterns[0][1]))
-        for name, pattern in [("every indexer", everything), *patterns]:
-            gains = (forwards.gain("prefill", pattern, n, forwards.row_split) for n in contexts)
-            rows.append((f"{name}, row split", *map(_cell, gains)))
-    rows.append(("Decode, one request a rank",))
-    rows += _rows_of("decode", forwards, patterns, contexts)
+    heads = {"prefill": "Prefill of one prompt a rank", "decode": "Decode, one request a rank"}
+    rows: list[tuple[str, ...]] = []
+    for row in planned_rows(forwards, patterns, contexts):
+        if row.part == "row split":
+            rows.append((f"{row.name}, row split", *map(_cell, row.gains)))
+        elif row.name == EVERY:
+            scale, unit = (1e3, "s") if row.part == "prefill" else (1, "ms a step")
+            times = (f"{g.milliseconds / scale:.1f}" if g else NO_RATE for g in row.gains)
+            rows += [(heads[row.part],), (f"{EVERY}, {unit}", *times)]
+        else:
+            kept = f"{len(row.pattern.full_layers)} of {len(row.pattern)} F"
+            rows.append((f"{row.name} ({kept})", *map(_cell, row.gains)))
     header = ("", *map(format_length, contexts))
     title = f"composed speed-up over every indexer, not measured as a whole: {forwards.deployment}"
     return Grid(title, header, tuple(rows))
 
 
-def _rows_of(
-    phase: Phase, forwards: Forwards, patterns: Patterns, contexts: Sequence[int]
-) -> list[tuple[str, ...]]:
-    """Return the time with every indexer, and a row of gains for each pattern."""
-    everything = Pattern.full(len(patterns[0][1]))
-    base = (forwards.gain(phase, everything, n) for n in contexts)
-    scale, unit = (1e3, "s") if phase == "prefill" else (1, "ms a step")
-    times = (f"{gain.milliseconds / scale:.1f}" if gain else NO_RATE for gain in base)
-    rows: list[tuple[str, ...]] = [(f"every indexer, {unit}", *times)]
-    for name, pattern in patterns:
-        gains = (forwards.gain(phase, pattern, n) for n in contexts)
-        kept = f"{len(pattern.full_layers)} of {len(pattern)} F"
-        rows.append((f"{name} ({kept})", *map(_cell, gains)))
-    return rows
+def plan_to_json(forwards: Forwards, patterns: Patterns, contexts: Sequence[int]) -> dict[str, Any]:
+    """Return the same gains for programs.
+
+    ``every_indexer_ms`` is the time of a prompt, or of a step, with every indexer; it and
+    ``speedup`` are null where nothing is known, and either may be off by ``off``, a part of it.
+    """
+    gains = [
+        {
+            "metric": row.part,
+            "name": row.name,
+            "full_layers": len(row.pattern.full_layers),
+            "layers": len(row.pattern),
+            "context": context,
+            "speedup": gain and gain.gain,
+            "every_indexer_ms": gain and gain.milliseconds,
+            "off": gain and gain.off,
+        }
+        for row in planned_rows(forwards, patterns, contexts)
+        for context, gain in zip(contexts, row.gains, strict=True)
+    ]
+    return {"deployment": str(forwards.deployment), "gains": gains}
 
 
 def _cell(gain: Gain | None) -> str:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
-from sglang_indexcache.errors import BenchError, LibraryError
+from sglang_indexcache.errors import BenchError, CheckpointError, LibraryError
 from sglang_indexcache.lab.latency.forecast import (
     MODELS,
     NO_RATE,
@@ -16,8 +17,11 @@ from sglang_indexcache.lab.latency.forecast import (
     find_model,
     plan,
     plan_grid,
+    plan_to_json,
 )
 from sglang_indexcache.lab.latency.rows import Kind, Layers, RowSplitLayers, Series
+from sglang_indexcache.library.sizes import checkpoint_of
+from sglang_indexcache.models import SHAPES
 from sglang_indexcache.pattern import Pattern
 from tests.lab.latency.made_up import write_rows
 
@@ -98,6 +102,22 @@ def test_what_the_reader_is_told(tmp_path: Path) -> None:
     assert "every rank still makes all index queries" in sources
 
 
+def test_programs_are_told_the_same(tmp_path: Path) -> None:
+    source = Forwards(FP8, write_rows(tmp_path))
+    patterns, _ = choose_patterns(["quarter=1/4"], "glm-5")
+    rows = plan_to_json(source, patterns, [32_768])["gains"]
+    parts = ("prefill", "row split", "decode")
+    asked = [(part, name) for part in parts for name in ("every indexer", "quarter")]
+    assert [(row["metric"], row["name"]) for row in rows] == asked
+    quarter = source.gain("decode", patterns[0][1], 32_768)
+    assert quarter is not None
+    assert (rows[-1]["speedup"], rows[-1]["every_indexer_ms"]) == (
+        quarter.gain,
+        quarter.milliseconds,
+    )
+    assert (rows[-1]["full_layers"], rows[0]["speedup"]) == (22, 1.0)
+
+
 def test_weights_that_do_not_fit_are_refused_before_any_row_is_read(tmp_path: Path) -> None:
     message = "do not fit: GLM-5-FP8 takes 94 GB of each of 8 GPUs, and H100 SXM has 80"
     with pytest.raises(BenchError, match=message):
@@ -116,6 +136,39 @@ def test_models_by_name() -> None:
     assert find_model("zai-org/glm-5-fp8") == "GLM-5-FP8"
     with pytest.raises(BenchError, match="nobody has published measured layers of models/glm"):
         find_model("models/glm")
+    for name in ("zai-org/GLM-5.2-FP8", "glm-5.2"):
+        with pytest.raises(BenchError, match="shares already, as it was trained to, so no pattern"):
+            find_model(name)
+    with pytest.raises(BenchError, match="there is no folder /nowhere/GLM-5-FP8 here"):
+        find_model("/nowhere/GLM-5-FP8")
+
+
+FP8_BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+@pytest.mark.parametrize(
+    ("shape", "fields", "name"),
+    [
+        ("glm-5", {"quantization_config": FP8_BLOCKS}, "GLM-5-FP8"),
+        ("glm-5", {}, "GLM-5"),
+        ("deepseek-v3.2", {"quantization_config": FP8_BLOCKS}, "DeepSeek-V3.2"),
+        ("glm-5", {"index_topk_freq": 4, "index_skip_topk_offset": 3}, "shares already"),
+        ("glm-5", {"n_routed_experts": 168}, "nobody has published measured layers"),
+        ("30b", {}, "nobody has published measured layers"),
+        ("glm-5", {"quantization_config": {"quant_method": "awq", "bits": 4}}, "quantised: awq 4"),
+    ],
+)
+def test_a_folder_is_known_by_its_config(
+    tmp_path: Path, shape: str, fields: dict[str, object], name: str
+) -> None:
+    architecture = checkpoint_of(shape).architecture
+    config = {**SHAPES[shape], "architectures": [architecture], **fields}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if name in MODELS:
+        assert find_model(str(tmp_path)) == name
+    else:
+        with pytest.raises((BenchError, CheckpointError), match=name):
+            find_model(str(tmp_path))
 
 
 @pytest.mark.parametrize(
