@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> None:
             urls, options = [stack.enter_context(live_server(SMALL, log))], SMALLS
         indexcache(
             *("eval", "run", *arguments.pattern, "--model", arguments.model or SMALL),
-            *("--output", arguments.output, "--contexts", str(arguments.contexts), "--yes"),
+            *("--output", arguments.output, "--contexts", str(arguments.contexts)),
             *repeated("--url", urls),
             *options,
         )
