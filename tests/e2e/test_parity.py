@@ -87,18 +87,6 @@ def test_float32_greedy_tokens(client_and_oracle: tuple[Client, Oracle], text: s
     raise AssertionError("no prompt without a near-tie")
 
 
-def test_bfloat16_logprobs_on_average(glm: Path, serve: Serve) -> None:
-    """The model has experts, whose router has near-ties of its own."""
-    oracle = Oracle(glm, torch.bfloat16)
-    with serve(glm, "--dtype", "bfloat16", "--indexcache-mode", "live") as client:
-        for text in ("FFFFFF", "FSSSFS"):
-            client.switch_pattern(text)
-            for length in LENGTHS[1:]:
-                ids = prompt(length, 7)
-                difference = logprobs(client, ids) - oracle.answer(ids, Pattern(text)).logprobs
-                assert difference.abs().mean() < 0.02, f"{text}, {length} tokens"
-
-
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint without experts: the indexer's top-k is the only discrete choice in it."""
