@@ -93,13 +93,22 @@ class Oracle:
         self._glm = self.config.model_type == "glm_moe_dsa"
         self._fp8, self._first_of_ties = fp8_indexer, first_of_ties
         self._models: dict[str, Any] = {}
+        self._answers: dict[tuple[tuple[int, ...], str], Answer] = {}
         self.prepare: Callable[[torch.nn.Module], None] = lambda _: None
         """Changes a model after it was loaded."""
         self.noise = 0.0
         """Relative, put on what is quantised: what changes with it hangs on float32's last bits."""
 
     def answer(self, ids: list[int], pattern: Pattern) -> Answer:
-        """Run one sequence."""
+        """Run one sequence, or remember its answer, which only noise changes."""
+        if self.noise:
+            return self._answer(ids, pattern)
+        key = tuple(ids), str(pattern)
+        if key not in self._answers:
+            self._answers[key] = self._answer(ids, pattern)
+        return self._answers[key]
+
+    def _answer(self, ids: list[int], pattern: Pattern) -> Answer:
         model = self._model(pattern)
         margins = [torch.full((len(ids),), torch.inf)]
         with torch.no_grad(), self._watched(margins):
@@ -114,29 +123,29 @@ class Oracle:
             margins=torch.stack(margins).amin(0),
         )
 
-    def greedy(self, ids: list[int], count: int, pattern: Pattern) -> tuple[list[int], float]:
-        """Return ``count`` greedy tokens, and the smallest gap that decided any of them.
+    def greedy_behind(
+        self, ids: list[int], answer: list[int], pattern: Pattern
+    ) -> tuple[list[int], float]:
+        """Return the greedy token at each place of an answer, and the smallest gap up to there.
+
+        An answer that equals them is the greedy one, and the first token that does not is wrong:
+        what comes behind it decides nothing. One forward reads all of it.
 
         The gap is the index margin or the relative lead of the best over the second-best token.
         """
-        margins: list[torch.Tensor] = []
-        model = self._model(pattern)
+        margins = [torch.full((len(ids) + len(answer) - 1,), torch.inf)]
         with torch.no_grad(), self._watched(margins):
-            output = model.generate(
-                torch.tensor([ids]),
-                attention_mask=torch.ones(1, len(ids), dtype=torch.int64),
-                do_sample=False,
-                min_new_tokens=count,
-                max_new_tokens=count,
-                eos_token_id=None,
-                output_logits=True,
-                return_dict_in_generate=True,
-            )
-        best, second = torch.cat(output.logits).float().topk(2).values.unbind(-1)
-        leads = (best - second) / best.abs().clamp_min(1.0)
-        return output.sequences[0, len(ids) :].tolist(), min(
-            [float(gaps.min()) for gaps in [*margins, leads]]
+            read = torch.tensor([ids + answer[:-1]])
+            logits = self._model(pattern)(read, use_cache=False).logits[0, len(ids) - 1 :].float()
+        tokens = logits.argmax(-1).tolist()
+        differing = (
+            n for n, pair in enumerate(zip(tokens, answer, strict=True)) if len({*pair}) > 1
         )
+        end = next(differing, len(answer) - 1) + 1
+        best, second = logits[:end].topk(2).values.unbind(-1)
+        leads = (best - second) / best.abs().clamp_min(1.0)
+        selected = torch.stack(margins).amin(0)[: len(ids) + end - 1]
+        return tokens, min(float(leads.min()), float(selected.min()))
 
     @contextmanager
     def _watched(self, margins: list[torch.Tensor]) -> Iterator[None]:

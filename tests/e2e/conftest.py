@@ -113,6 +113,19 @@ def decided_prompt(oracle: Oracle, length: int, *patterns: Pattern, seed: int = 
     raise AssertionError(f"every prompt of {length} tokens has a near-tie")
 
 
+def is_greedy(
+    oracle: Oracle, ids: list[int], tokens: list[int], pattern: Pattern, tie: float = ROUNDING
+) -> bool:
+    """Hold an answer against the oracle's greedy tokens; False if a near-tie decided any.
+
+    Raises:
+        AssertionError: it is another, and no tie is why.
+    """
+    expected, gap = oracle.greedy_behind(ids, tokens, pattern)
+    assert gap < tie or tokens == expected
+    return gap >= tie
+
+
 FLOAT32_ROUNDING = 1e-6
 """Relative, of what is quantised: sums in another order differ by as much."""
 

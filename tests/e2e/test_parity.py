@@ -16,12 +16,12 @@ import torch
 from sglang_indexcache.lab.client.http import Client
 from sglang_indexcache.pattern import Pattern
 from tests.e2e.conftest import (
-    ROUNDING,
     VOCAB,
     Serve,
     batch_logprobs,
     decided_prompt,
     greedy,
+    is_greedy,
     logprobs,
     prompt,
     steady_prompt,
@@ -81,25 +81,10 @@ def test_float32_greedy_tokens(client_and_oracle: tuple[Client, Oracle], text: s
     checked = 0
     for seed in range(60):
         ids = prompt(150, 1000 + seed)
-        expected, gap = oracle.greedy(ids, 64, pattern)
-        if gap > ROUNDING:
-            assert greedy(client, ids, 64) == expected
-            checked += 1
-            if checked == 2:
-                return
+        checked += is_greedy(oracle, ids, greedy(client, ids, 64), pattern)
+        if checked == 2:
+            return
     raise AssertionError("no prompt without a near-tie")
-
-
-def test_bfloat16_logprobs_on_average(glm: Path, serve: Serve) -> None:
-    """The model has experts, whose router has near-ties of its own."""
-    oracle = Oracle(glm, torch.bfloat16)
-    with serve(glm, "--dtype", "bfloat16", "--indexcache-mode", "live") as client:
-        for text in ("FFFFFF", "FSSSFS"):
-            client.switch_pattern(text)
-            for length in LENGTHS[1:]:
-                ids = prompt(length, 7)
-                difference = logprobs(client, ids) - oracle.answer(ids, Pattern(text)).logprobs
-                assert difference.abs().mean() < 0.02, f"{text}, {length} tokens"
 
 
 @pytest.fixture(scope="module")

@@ -62,7 +62,7 @@ def ask(client: Client, prompts: list[list[int]], patterns: list[str], **more: A
 
 def alone(client: Client) -> Any:
     """Prompts from one token on, in one chunk and in several."""
-    lengths = (1, 65, 300, 511, 513, 1201)
+    lengths = (1, 65, CHUNK + 1, 1201)
     return [
         ask(client, [prompt(length, 5)], [PATTERNS[n % len(PATTERNS)]])
         for n, length in enumerate(lengths)

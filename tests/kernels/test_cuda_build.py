@@ -455,16 +455,6 @@ def test_the_cache_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
     assert os.environ[building.CACHE_VARIABLE] == "/elsewhere"
 
 
-def test_names_are_readable() -> None:
-    names = {
-        "_ZN10indexcache7indexer13select_kernelILi32ELi8EEEv14CU": "select_kernel<32, 8>",
-        "_ZN10indexcache10sparse_mla13attend_kernelILb1EEEvNS0_6ParamsE": "attend_kernel<1>",
-        "_ZN10indexcache4topk11topk_kernelENS0_6ParamsE": "topk_kernel",
-    }
-    for symbol, name in names.items():
-        assert readable(symbol) == name
-
-
 # -- the compiler's version ---------------------------------------------------------------------
 
 PTXAS = """ptxas: NVIDIA (R) Ptx optimizing assembler

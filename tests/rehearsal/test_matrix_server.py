@@ -63,6 +63,8 @@ OVERLAP = (
 )
 SPLIT = ("--indexcache-split-rows", "on")
 OURS = ("--indexcache-kernels", "reference")
+OURS_IN_GRAPHS = ("--indexcache-kernels", "cuda")
+"""A card's, for which the stage has the references: graphs refuse those by their own name."""
 PREFILL_CP = (*TP_2, "--attn-cp-size", "2", "--enable-prefill-cp", "--cp-strategy", "interleave")
 
 
@@ -261,7 +263,7 @@ CASES = [
     ),
     Case(  # the draft's layer keeps SGLang's, so that a mutant has to show whose the target's are
         "MTP by kernels of ours",
-        (*DECODE_GRAPHS, *MTP, *OURS),
+        (*DECODE_GRAPHS, *MTP, *OURS_IN_GRAPHS),
         family="glm-5-mtp",
         rehearses=("MTP",),
         shows=(evidence.accepted_drafts,),
@@ -269,7 +271,7 @@ CASES = [
     Case(  # in prefill lists are offsets into gathered rows, and a graph reads them at its address
         "kernels of ours over FP8 in graphs",
         (
-            *(*DECODE, *PREFILL_GRAPHS, "--enable-metrics", *FP8_KV, *OURS),
+            *(*DECODE, *PREFILL_GRAPHS, "--enable-metrics", *FP8_KV, *OURS_IN_GRAPHS),
             *("--dsa-prefill-backend", "flashmla_sparse"),
         ),
         rehearses=("FP8 KV cache", "CUDA graphs"),
@@ -277,7 +279,7 @@ CASES = [
     ),
     Case(  # lists are positions, which SGLang maps to slots itself
         "selections of kernels of ours",
-        (*DECODE_GRAPHS, "--enable-return-indexer-topk", *OURS),
+        (*DECODE_GRAPHS, "--enable-return-indexer-topk", *OURS_IN_GRAPHS),
         variables=(("SGLANG_DSA_FUSE_TOPK", "0"),),
         rehearses=("returned selections",),
         shows=(evidence.kernels_of_ours, evidence.returned_selections),
