@@ -115,6 +115,5 @@ def test_latency_that_makes_no_sense(tmp_path: Path, options: list[str], message
 
 def test_a_plan_is_arithmetic() -> None:
     """No torch, and nothing that draws or talks to servers."""
-    pytest.importorskip("aiconfigurator_core")
     plan = ("bench", "plan", "--model", "glm-5-fp8", "--context", "32K", "--pattern", "1/4")
     assert modules_of(*plan) == {"sglang_indexcache.lab.latency.results"}
