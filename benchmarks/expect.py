@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.forwards import MODELS, MOST_OFF, Deployment, Forwards
+from benchmarks.forwards import MOST_OFF, Deployment, Forwards
 from benchmarks.nvidia_rows import (
     CARDS,
     WHEEL,
@@ -32,7 +32,7 @@ from benchmarks.nvidia_rows import (
 from benchmarks.records import markdown, read_arguments
 from sglang_indexcache.checkpoint import INDEX_K_BYTES_PER_KEY
 from sglang_indexcache.errors import BenchError
-from sglang_indexcache.lab.latency.forecast import TABLE, Phase, choose_patterns
+from sglang_indexcache.lab.latency.forecast import MODELS, TABLE, Phase, choose_patterns
 from sglang_indexcache.lab.latency.tables import NAMES
 from sglang_indexcache.lab.runs.plots import make_figure, save_figure
 from sglang_indexcache.lab.runs.provenance import machine
@@ -161,22 +161,22 @@ def planned(deployment: Deployment) -> dict[str, Any]:
     forwards, layers = Forwards(deployment), deployment.shape.num_hidden_layers
     few = layers // FEWEST
 
-    def cost(kind: str, context: int) -> tuple[float, float] | None:
-        """Return milliseconds with every indexer, and of one layer's indexer."""
+    def cost(kind: str, context: int) -> tuple[float, float, float] | None:
+        """Return milliseconds with every indexer, of one layer's indexer, and how far off."""
         if kind == "decode":
             every, least = (forwards.decode(count, context) for count in (layers, few))
         else:
             over = forwards.row_split if kind == "row split" else None
             every, least = (forwards.prefill(count, context, over) for count in (layers, few))
-        if every is None or least is None or max(every.off, least.off) > MOST_OFF:
+        if every is None or least is None or (off := max(every.off, least.off)) > MOST_OFF:
             return None
-        return round(every.value, 4), round((every.value - least.value) / (layers - few), 6)
+        indexer = (every.value - least.value) / (layers - few)
+        return round(every.value, 4), round(indexer, 6), round(off, 4)
 
     return {
         "model": deployment.model,
         "gpu": deployment.gpu,
         "dp": deployment.dp,
-        "shape": deployment.measured.shape,
         "layers": layers,
         "title": str(deployment),
         "costs": {kind: [cost(kind, n) for n in PLANNED] for kind in (*SHOWN, WAYS[0])},

@@ -23,7 +23,7 @@ from benchmarks.nvidia_rows import (
     Wheel,
 )
 from sglang_indexcache.errors import BenchError
-from sglang_indexcache.lab.latency.forecast import Phase
+from sglang_indexcache.lab.latency.forecast import MODELS, Gain, MeasuredModel, Phase
 from sglang_indexcache.library.sizes import PRESETS, ModelShape, check_room, find_gpu
 from sglang_indexcache.pattern import Pattern
 
@@ -35,43 +35,6 @@ MEMORY_PART = 0.8
 """Share of the bandwidth that a norm reaches: an assumption."""
 NCCL = "comm/nccl/2.29.2/nccl_perf"
 """The table of gathers: bytes that each rank has in the end, and milliseconds."""
-
-
-@dataclass(frozen=True)
-class MeasuredModel:
-    """A model whose layers the rows have.
-
-    Attributes:
-        shape: a name of :data:`~sglang_indexcache.library.sizes.PRESETS`.
-        full: the model of the F layers' rows.
-        shared: that of the S layers' rows.
-        weights: format of the weights, as the rows name it.
-        note: what stands for what.
-    """
-
-    shape: str
-    full: str
-    shared: str
-    weights: str
-    note: str = ""
-
-
-_GLM = "GLM-5.2 has GLM-5's shape and was measured with and without indexers."
-MODELS = {
-    "GLM-5-FP8": MeasuredModel(
-        "glm-5", "zai-org/GLM-5-FP8", "zai-org/GLM-5.2-FP8", "fp8_block", note=_GLM
-    ),
-    "GLM-5": MeasuredModel("glm-5", "zai-org/GLM-5", "zai-org/GLM-5.2", "bfloat16", note=_GLM),
-    "DeepSeek-V3.2": MeasuredModel(
-        "deepseek-v3.2",
-        "deepseek-ai/DeepSeek-V3.2",
-        "zai-org/GLM-5.2-FP8",
-        "fp8_block",
-        note="No S layer of DeepSeek-V3.2 was measured: GLM-5.2's with as many heads on a rank "
-        "stands for it. Its projections are larger, so the gains are a lower bound.",
-    ),
-}
-"""Models by the name that a user of `indexcache bench plan` gives."""
 
 
 @dataclass(frozen=True)
@@ -138,21 +101,6 @@ class Deployment:
         """Raise BenchError if the weights leave no room for a cache."""
         gpu = find_gpu(self.gpu)
         check_room(self.model, self.weight_bytes, self.gpus, self.dp, gpu.name, gpu.memory)
-
-
-@dataclass(frozen=True)
-class Gain:
-    """Gain of a pattern over every indexer.
-
-    Attributes:
-        milliseconds: of a prompt or a step with every indexer.
-        gain: that time over the pattern's.
-        off: share by which either may be wrong.
-    """
-
-    milliseconds: float
-    gain: float
-    off: float
 
 
 class Forwards:

@@ -14,12 +14,14 @@ from sglang_indexcache.cli.common import (
     ApiKey,
     Command,
     Figures,
+    Json,
     Model,
     Output,
     Urls,
     connect,
     group,
     out,
+    print_json,
 )
 
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": False}
@@ -41,8 +43,8 @@ NewTokens = Annotated[int, Option("--new-tokens", metavar="N", help=
 FullConcurrency = Annotated[int, Option("--full-concurrency", metavar="N", help=
     "Requests a rank for the full KV cache; 0 takes as many as fit, and 1 needs no request of "
     "its own.")]
-MeasuredModel = Annotated[str, Option("--model", "--model-path", metavar="NAME", help=
-    "GLM-5-FP8 or DeepSeek-V3.2, whose layers were measured.")]
+MeasuredModel = Annotated[str, Option("--model", "--model-path", metavar="NAME|FOLDER", help=
+    "GLM-5-FP8 or DeepSeek-V3.2, whose layers were measured, or a folder of such a checkpoint.")]
 Gpu = Annotated[str, Option("--gpu", metavar="h200|b200", help="The card; there are eight.")]
 Dp = Annotated[int, Option("--dp", min=1, metavar="N", help=
     "Ranks of data-parallel attention: SGLang's --dp with --enable-dp-attention.")]
@@ -107,18 +109,30 @@ def plan_command(
     context: Contexts = None,
     gpu: Gpu = "h200",
     dp: Dp = 1,
+    as_json: Json = False,
 ) -> None:
     """Tell what a pattern should gain on eight GPUs, composed from NVIDIA's measured layers.
 
     With the row split beside it, where ranks share a request's attention. For example:
     indexcache bench plan --model GLM-5-FP8 --gpu h200
     """
-    from sglang_indexcache.lab.latency.forecast import choose_patterns, find_composed, plan_grid
+    from sglang_indexcache.lab.latency.forecast import (
+        MODELS,
+        choose_patterns,
+        find_composed,
+        plan_grid,
+        plan_to_json,
+    )
     from sglang_indexcache.library.lengths import parse_length
 
     contexts = [parse_length(text) for text in context or PLANNED_CONTEXTS]
     deployment = find_composed(model, gpu, dp)
-    patterns, notes = choose_patterns(pattern or PAPERS_PATTERNS[1:], deployment.shape)
+    shape = MODELS[deployment.model].shape
+    patterns, notes = choose_patterns(pattern or PAPERS_PATTERNS[1:], shape)
+    sentences = [*filter(None, [*deployment.sources, *notes])]
+    if as_json:
+        print_json(plan_to_json(deployment, patterns, contexts) | {"notes": sentences})
+        return
     out.print(plan_grid(deployment, patterns, contexts).to_terminal())
-    for sentence in filter(None, [*deployment.sources, *notes]):
+    for sentence in sentences:
         out.print(sentence, highlight=False)

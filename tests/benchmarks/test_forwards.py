@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.forwards import MODELS, Deployment, Forwards
+from benchmarks.forwards import Deployment, Forwards
 from benchmarks.nvidia_rows import Kind, Layers, RowSplitLayers, Series
 from sglang_indexcache.errors import BenchError
-from sglang_indexcache.lab.latency.forecast import choose_patterns, composed
+from sglang_indexcache.lab.latency.forecast import MODELS, choose_patterns, composed
 from sglang_indexcache.pattern import Pattern
 from tests.benchmarks.made_up_rows import write_rows
 
@@ -211,6 +211,6 @@ def test_the_table_of_bench_plan_has_what_is_composed(place: int) -> None:
             assert got.gain == pytest.approx(want.gain, rel=rel)
     split = forwards.gain("prefill", pattern, 65_536, forwards.row_split)
     assert split is not None
-    found = row.gain("prefill", pattern, 65_536, split=True)
+    found = row.gain("row split", pattern, 65_536)
     assert found is not None
     assert found.gain == pytest.approx(split.gain, rel=1e-5)

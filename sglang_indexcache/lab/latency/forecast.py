@@ -10,25 +10,116 @@ from __future__ import annotations
 import json
 import re
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from sglang_indexcache.checkpoint import Checkpoint, fp8_blocks, read_config, text_config
 from sglang_indexcache.errors import BenchError, LibraryError
 from sglang_indexcache.lab.latency.tables import Grid
 from sglang_indexcache.library.lengths import format_length
 from sglang_indexcache.library.resolve import Library, name_and_pattern
-from sglang_indexcache.library.sizes import checkpoint_of
+from sglang_indexcache.library.sizes import PRESETS, ModelShape, check_room, checkpoint_of, find_gpu
 from sglang_indexcache.pattern import Pattern
 
 TABLE = Path(__file__).parent / "composed.json"
-NO_RATE = "no rate for this"
+GPUS = 8
+"""GPUs of every deployment in the table: on fewer the weights of its models do not fit."""
+EVERY, NO_RATE = "every indexer", "no rate for this"
 Phase = Literal["prefill", "decode"]
-Cost = tuple[float, float]
-"""Milliseconds of a forward with every indexer, and of one layer's indexer in it."""
+Part = Literal["prefill", "row split", "decode"]
+"""What a table has; a row split is a prefill whose rows the ranks share."""
+Cost = tuple[float, float, float]
+"""Milliseconds of a forward with every indexer and of one layer's indexer in it, and the share by
+which a forward may be off."""
 Patterns = Sequence[tuple[str, Pattern]]
+
+
+@dataclass(frozen=True)
+class MeasuredModel:
+    """A model whose layers the rows have.
+
+    Attributes:
+        shape: a name of :data:`~sglang_indexcache.library.sizes.PRESETS`.
+        full: the model of the F layers' rows.
+        shared: that of the S layers' rows.
+        weights: format of the weights, as the rows name it.
+        note: what stands for what.
+    """
+
+    shape: str
+    full: str
+    shared: str
+    weights: str
+    note: str = ""
+
+
+_GLM = "GLM-5.2 has GLM-5's shape and was measured with and without indexers."
+MODELS = {
+    "GLM-5-FP8": MeasuredModel(
+        "glm-5", "zai-org/GLM-5-FP8", "zai-org/GLM-5.2-FP8", "fp8_block", note=_GLM
+    ),
+    "GLM-5": MeasuredModel("glm-5", "zai-org/GLM-5", "zai-org/GLM-5.2", "bfloat16", note=_GLM),
+    "DeepSeek-V3.2": MeasuredModel(
+        "deepseek-v3.2",
+        "deepseek-ai/DeepSeek-V3.2",
+        "zai-org/GLM-5.2-FP8",
+        "fp8_block",
+        note="No S layer of DeepSeek-V3.2 was measured: GLM-5.2's with as many heads on a rank "
+        "stands for it. Its projections are larger, so the gains are a lower bound.",
+    ),
+}
+"""Models by the name that a user gives, in any case."""
+
+
+def find_model(model: str) -> str:
+    """Return the name in :data:`MODELS` of a checkpoint's folder, or of a name in any case.
+
+    Raises:
+        BenchError: NVIDIA has measured no layers of it, it shares already, or there is no folder.
+        CheckpointError: a folder that is no DSA checkpoint, or quantised as no row is.
+    """
+    if (path := Path(model)).is_dir():
+        return _model_in(path)
+    if model.startswith(("/", ".", "~")):
+        raise BenchError(f"there is no folder {model} here")
+    given = model.rpartition("/")[2].lower()
+    for name, measured in MODELS.items():
+        if name.lower() == given:
+            return name
+        if measured.shared.rpartition("/")[2].lower() == given:
+            raise _shares_already(model)
+    raise _unmeasured(model)
+
+
+def _model_in(folder: Path) -> str:
+    """Return the name of the measured model that a checkpoint has the shape and weights of."""
+    config = read_config(folder)
+    if Checkpoint.from_config(config, str(folder)).shares_already:
+        raise _shares_already(str(folder))
+    shape = ModelShape.from_config(text_config(config))
+    weights = "fp8_block" if fp8_blocks(folder) else "bfloat16"
+    for name, measured in MODELS.items():
+        if (PRESETS[measured.shape], measured.weights) == (shape, weights):
+            return name
+    raise _unmeasured(str(folder))
+
+
+def _shares_already(model: str) -> BenchError:
+    return BenchError(
+        f"{model} shares already, as it was trained to, so no pattern is to be planned: it is "
+        "served so with or without IndexCache. Its S layers stand for GLM-5's in a plan of GLM-5."
+    )
+
+
+def _unmeasured(model: str) -> BenchError:
+    return BenchError(
+        f"nobody has published measured layers of {model}. There are rows of {', '.join(MODELS)}, "
+        "by these names or as a folder of such a checkpoint; measure others with `indexcache bench "
+        "latency`."
+    )
 
 
 @dataclass(frozen=True)
@@ -38,62 +129,62 @@ class Gain:
     Attributes:
         milliseconds: of a prompt or a step with every indexer.
         gain: that time over the pattern's.
+        off: share by which either may be wrong.
     """
 
     milliseconds: float
     gain: float
+    off: float
 
 
 @dataclass(frozen=True)
 class Composed:
-    """Composed times of a deployment on eight GPUs.
+    """Composed times of a deployment on :data:`GPUS` GPUs.
 
     Attributes:
-        shape: a name of :data:`~sglang_indexcache.library.sizes.PRESETS`.
+        model: a name of :data:`MODELS`.
         dp: ranks of data-parallel attention; 1 is tensor parallelism over all GPUs.
         layers: of the model.
         contexts: tokens, rising, at which ``costs`` are.
-        costs: by "prefill", "row split" (a prefill whose rows the ranks share) and "decode"; None
-            where rows are missing, or too far off.
+        costs: by :data:`Part`; None where rows are missing, or too far off.
         sources: of all parts, in sentences.
     """
 
     model: str
     gpu: str
     dp: int
-    shape: str
     layers: int
     title: str
     contexts: tuple[int, ...]
     costs: dict[str, list[Cost | None]]
     sources: tuple[str, ...]
 
-    def gain(
-        self, phase: Phase, pattern: Pattern, context: int, *, split: bool = False
-    ) -> Gain | None:
+    def gain(self, part: Part, pattern: Pattern, context: int) -> Gain | None:
         """Return a pattern's gain over every indexer, unsplit; None where nothing is known."""
-        every = self._cost(phase, context)
-        mine = self._cost("row split", context) if split else every
+        every = self._cost("decode" if part == "decode" else "prefill", context)
+        mine = self._cost(part, context)
         if every is None or mine is None:
             return None
         own = mine[0] - (self.layers - len(pattern.full_layers)) * mine[1]
-        return Gain(every[0], every[0] / own)
+        return Gain(every[0], every[0] / own, max(every[2], mine[2]))
 
-    def _cost(self, kind: str, context: int) -> Cost | None:
+    def _cost(self, part: str, context: int) -> Cost | None:
         """Return a cost between two contexts on a straight line; None outside of them."""
         place = bisect_left(self.contexts, context)
         if place == len(self.contexts):
             return None
-        above = self.costs[kind][place]
+        above = self.costs[part][place]
         if above is None or self.contexts[place] == context:
             return above
-        below = self.costs[kind][place - 1] if place else None
+        below = self.costs[part][place - 1] if place else None
         if below is None:
             return None
         start, end = self.contexts[place - 1 : place + 1]
         share = (context - start) / (end - start)
-        first, second = ((1 - share) * a + share * b for a, b in zip(below, above, strict=True))
-        return first, second
+        every, indexer, off = (
+            (1 - share) * a + share * b for a, b in zip(below, above, strict=True)
+        )
+        return every, indexer, off
 
 
 @cache
@@ -105,20 +196,23 @@ def composed() -> tuple[Composed, ...]:
 
 
 def find_composed(model: str, gpu: str, dp: int) -> Composed:
-    """Return the deployment of a model, named in any case and with or without its owner.
+    """Return the deployment of a model by its name or folder.
 
     Raises:
-        BenchError: it is not in the table.
+        BenchError: see :func:`find_model`; the weights do not fit, or it is not in the table.
+        CheckpointError: see :func:`find_model`.
     """
-    name = model.rpartition("/")[2].lower()
+    name, card = find_model(model), find_gpu(gpu)
+    measured = MODELS[name]
+    taken = PRESETS[measured.shape].weight_bytes(GPUS, dp, 1 if "fp8" in measured.weights else 2)
+    check_room(name, taken, GPUS, dp, card.name, card.memory)
     for row in composed():
-        if (row.model.lower(), row.gpu, row.dp) == (name, gpu.lower(), dp):
+        if (row.model, row.gpu, row.dp) == (name, gpu.lower(), dp):
             return row
-    known = ", ".join(f"{row.model} on {row.gpu} with --dp {row.dp}" for row in composed())
+    ranks = ", ".join(sorted({str(row.dp) for row in composed() if row.model == name}))
     raise BenchError(
-        f"nothing is composed for {model} on eight {gpu} with --dp {dp}: its layers were not "
-        f"measured, or its weights do not fit. There are {known}; measure others with `indexcache "
-        "bench latency`."
+        f"NVIDIA measured no layers of {name} as --dp {dp} splits them over {GPUS} GPUs. Take one "
+        f"of --dp {ranks}."
     )
 
 
@@ -149,38 +243,70 @@ def choose_patterns(values: Sequence[str], shape: str) -> tuple[Patterns, tuple[
     return patterns, tuple(notes)
 
 
+@dataclass(frozen=True)
+class PlannedRow:
+    """Gains of a pattern by context."""
+
+    part: Part
+    name: str
+    pattern: Pattern
+    gains: tuple[Gain | None, ...]
+
+
+def planned_rows(
+    deployment: Composed, patterns: Patterns, contexts: Sequence[int]
+) -> Iterator[PlannedRow]:
+    """Yield the gains over every indexer, which is the first pattern of each part."""
+    every: Patterns = [(EVERY, Pattern.full(deployment.layers)), *patterns]
+    parts: tuple[Part, ...] = ("prefill", "row split", "decode")
+    for part in parts if deployment.dp < GPUS else ("prefill", "decode"):
+        for name, pattern in every:
+            gains = tuple(deployment.gain(part, pattern, n) for n in contexts)
+            yield PlannedRow(part, name, pattern, gains)
+
+
 def plan_grid(deployment: Composed, patterns: Patterns, contexts: Sequence[int]) -> Grid:
     """Return the gains over every indexer, laid out as the paper's Table 1."""
-    rows = [
-        ("Prefill of one prompt a rank",),
-        *_rows_of("prefill", deployment, patterns, contexts),
-    ]
-    if deployment.dp < 8:
-        everything = Pattern.full(deployment.layers)
-        for name, pattern in [("every indexer", everything), *patterns]:
-            gains = (deployment.gain("prefill", pattern, n, split=True) for n in contexts)
-            rows.append((f"{name}, row split", *map(_cell, gains)))
-    rows.append(("Decode, one request a rank",))
-    rows += _rows_of("decode", deployment, patterns, contexts)
+    heads = {"prefill": "Prefill of one prompt a rank", "decode": "Decode, one request a rank"}
+    rows: list[tuple[str, ...]] = []
+    for row in planned_rows(deployment, patterns, contexts):
+        if row.part == "row split":
+            rows.append((f"{row.name}, row split", *map(_cell, row.gains)))
+        elif row.name == EVERY:
+            scale, unit = (1e3, "s") if row.part == "prefill" else (1, "ms a step")
+            times = (f"{g.milliseconds / scale:.1f}" if g else NO_RATE for g in row.gains)
+            rows += [(heads[row.part],), (f"{EVERY}, {unit}", *times)]
+        else:
+            kept = f"{len(row.pattern.full_layers)} of {len(row.pattern)} F"
+            rows.append((f"{row.name} ({kept})", *map(_cell, row.gains)))
     header = ("", *map(format_length, contexts))
     title = f"composed speed-up over every indexer, not measured as a whole: {deployment.title}"
     return Grid(title, header, tuple(rows))
 
 
-def _rows_of(
-    phase: Phase, deployment: Composed, patterns: Patterns, contexts: Sequence[int]
-) -> list[tuple[str, ...]]:
-    """Return the time with every indexer, and a row of gains for each pattern."""
-    everything = Pattern.full(deployment.layers)
-    base = (deployment.gain(phase, everything, n) for n in contexts)
-    scale, unit = (1e3, "s") if phase == "prefill" else (1, "ms a step")
-    times = (f"{gain.milliseconds / scale:.1f}" if gain else NO_RATE for gain in base)
-    rows: list[tuple[str, ...]] = [(f"every indexer, {unit}", *times)]
-    for name, pattern in patterns:
-        gains = (deployment.gain(phase, pattern, n) for n in contexts)
-        kept = f"{len(pattern.full_layers)} of {len(pattern)} F"
-        rows.append((f"{name} ({kept})", *map(_cell, gains)))
-    return rows
+def plan_to_json(
+    deployment: Composed, patterns: Patterns, contexts: Sequence[int]
+) -> dict[str, Any]:
+    """Return the same gains for programs.
+
+    ``every_indexer_ms`` is the time of a prompt, or of a step, with every indexer; it and
+    ``speedup`` are null where nothing is known, and either may be off by ``off``, a part of it.
+    """
+    gains = [
+        {
+            "metric": row.part,
+            "name": row.name,
+            "full_layers": len(row.pattern.full_layers),
+            "layers": len(row.pattern),
+            "context": context,
+            "speedup": gain and gain.gain,
+            "every_indexer_ms": gain and gain.milliseconds,
+            "off": gain and gain.off,
+        }
+        for row in planned_rows(deployment, patterns, contexts)
+        for context, gain in zip(contexts, row.gains, strict=True)
+    ]
+    return {"deployment": deployment.title, "gains": gains}
 
 
 def _cell(gain: Gain | None) -> str:

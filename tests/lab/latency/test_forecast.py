@@ -2,37 +2,51 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
 import pytest
 
-from sglang_indexcache.errors import BenchError, LibraryError
+from sglang_indexcache.errors import BenchError, CheckpointError, LibraryError
 from sglang_indexcache.lab.latency.forecast import (
+    MODELS,
     NO_RATE,
     Composed,
+    Cost,
     choose_patterns,
     find_composed,
+    find_model,
     plan_grid,
+    plan_to_json,
 )
+from sglang_indexcache.library.sizes import checkpoint_of
+from sglang_indexcache.models import SHAPES
 from sglang_indexcache.pattern import Pattern
 
 FEW = Pattern("FSSS")
-COSTS = {
-    "prefill": [(100.0, 10.0), (300.0, 50.0), None],
-    "row split": [(70.0, 4.0), (200.0, 20.0), None],
-    "decode": [(10.0, 1.0), (12.0, 2.0), (16.0, 3.0)],
+COSTS: dict[str, list[Cost | None]] = {
+    "prefill": [(100.0, 10.0, 0.01), (300.0, 50.0, 0.01), None],
+    "row split": [(70.0, 4.0, 0.02), (200.0, 20.0, 0.01), None],
+    "decode": [(10.0, 1.0, 0.0), (12.0, 2.0, 0.02), (16.0, 3.0, 0.04)],
 }
-MADE_UP = Composed("m", "h200", 1, "glm-5", 4, "title", (1000, 2000, 3000), COSTS, ())
+MADE_UP = Composed("m", "h200", 1, 4, "title", (1000, 2000, 3000), COSTS, ())
 
 
-def test_a_pattern_saves_the_indexers_of_its_s_layers() -> None:
-    gain = MADE_UP.gain("prefill", FEW, 1000)
+@pytest.mark.parametrize(
+    ("part", "context", "expected"),
+    [
+        ("prefill", 1000, (100.0, 100 / 70, 0.01)),
+        ("row split", 1000, (100.0, 100 / 58, 0.02)),
+        ("decode", 2500, (14.0, 14 / 6.5, 0.03)),
+    ],
+)
+def test_a_pattern_saves_the_indexers_of_its_s_layers(
+    part: Any, context: int, expected: tuple[float, ...]
+) -> None:
+    gain = MADE_UP.gain(part, FEW, context)
     assert gain is not None
-    assert (gain.milliseconds, gain.gain) == (100.0, pytest.approx(100 / 70))
-    split = MADE_UP.gain("prefill", FEW, 1000, split=True)
-    assert split is not None
-    assert split.gain == pytest.approx(100 / 58)
-    between = MADE_UP.gain("decode", FEW, 2500)
-    assert between is not None
-    assert (between.milliseconds, between.gain) == (14.0, pytest.approx(14 / 6.5))
+    assert (gain.milliseconds, gain.gain, gain.off) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("context", [999, 2001, 3000, 3001])
@@ -42,7 +56,7 @@ def test_nothing_is_said_beyond_the_rows(context: int) -> None:
 
 def test_what_the_reader_is_told() -> None:
     deployment = find_composed("zai-org/glm-5-fp8", "H200", 1)
-    patterns, _ = choose_patterns(["1/2", "quarter=1/4"], deployment.shape)
+    patterns, _ = choose_patterns(["1/2", "quarter=1/4"], "glm-5")
     grid = plan_grid(deployment, patterns, [32_768, 300_000])
     assert "composed" in grid.title
     assert [row[0] for row in grid.rows] == [
@@ -71,7 +85,63 @@ def test_a_ratio_without_a_pattern_is_evenly_spaced_and_said_so() -> None:
         choose_patterns(["glm-6-1of4"], "glm-5")
 
 
-@pytest.mark.parametrize("asked", [("30b", "h200", 1), ("GLM-5-FP8", "h100", 1)])
-def test_what_nobody_composed_is_refused_with_what_there_is(asked: tuple[str, str, int]) -> None:
-    with pytest.raises(BenchError, match=r"or its weights do not fit\. There are GLM-5-FP8 on"):
+def test_programs_are_told_the_same() -> None:
+    rows = plan_to_json(MADE_UP, [("few", FEW)], [1000])["gains"]
+    parts = ("prefill", "row split", "decode")
+    asked = [(part, name) for part in parts for name in ("every indexer", "few")]
+    assert [(row["metric"], row["name"]) for row in rows] == asked
+    assert (rows[-1]["speedup"], rows[-1]["every_indexer_ms"]) == (pytest.approx(10 / 7), 10.0)
+    assert (rows[-1]["full_layers"], rows[0]["speedup"]) == (1, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (("glm-5-fp8", "a100", 1), "no rates are known for 'a100'"),
+        (("glm-5-fp8", "H100", 1), "do not fit: GLM-5-FP8 takes 94 GB of each of 8 GPUs, and H100"),
+        (("glm-5-fp8", "h200", 3), r"as --dp 3 splits them over 8 GPUs\. Take one of --dp 1, 2, 4"),
+        (("30b", "h200", 1), r"measured layers of 30b\. There are rows of GLM-5-FP8, GLM-5"),
+    ],
+)
+def test_deployments_that_cannot_be(asked: tuple[str, str, int], message: str) -> None:
+    with pytest.raises(BenchError, match=message):
         find_composed(*asked)
+
+
+def test_models_by_name() -> None:
+    assert find_model("zai-org/glm-5-fp8") == "GLM-5-FP8"
+    with pytest.raises(BenchError, match="nobody has published measured layers of models/glm"):
+        find_model("models/glm")
+    for name in ("zai-org/GLM-5.2-FP8", "glm-5.2"):
+        with pytest.raises(BenchError, match="shares already, as it was trained to, so no pattern"):
+            find_model(name)
+    with pytest.raises(BenchError, match="there is no folder /nowhere/GLM-5-FP8 here"):
+        find_model("/nowhere/GLM-5-FP8")
+
+
+FP8_BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+@pytest.mark.parametrize(
+    ("shape", "fields", "name"),
+    [
+        ("glm-5", {"quantization_config": FP8_BLOCKS}, "GLM-5-FP8"),
+        ("glm-5", {}, "GLM-5"),
+        ("deepseek-v3.2", {"quantization_config": FP8_BLOCKS}, "DeepSeek-V3.2"),
+        ("glm-5", {"index_topk_freq": 4, "index_skip_topk_offset": 3}, "shares already"),
+        ("glm-5", {"n_routed_experts": 168}, "nobody has published measured layers"),
+        ("30b", {}, "nobody has published measured layers"),
+        ("glm-5", {"quantization_config": {"quant_method": "awq", "bits": 4}}, "quantised: awq 4"),
+    ],
+)
+def test_a_folder_is_known_by_its_config(
+    tmp_path: Path, shape: str, fields: dict[str, object], name: str
+) -> None:
+    architecture = checkpoint_of(shape).architecture
+    config = {**SHAPES[shape], "architectures": [architecture], **fields}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if name in MODELS:
+        assert find_model(str(tmp_path)) == name
+    else:
+        with pytest.raises((BenchError, CheckpointError), match=name):
+            find_model(str(tmp_path))
