@@ -40,9 +40,6 @@ Rounds = Annotated[int, Option("--rounds", metavar="N", help=
     "How often every pattern has its turn: A B A B.")]
 NewTokens = Annotated[int, Option("--new-tokens", metavar="N", help=
     "Tokens that each request generates.")]
-FullConcurrency = Annotated[int, Option("--full-concurrency", metavar="N", help=
-    "Requests a rank for the full KV cache; 0 takes as many as fit, and 1 needs no request of "
-    "its own.")]
 MeasuredModel = Annotated[str, Option("--model", "--model-path", metavar="NAME|FOLDER", help=
     "GLM-5-FP8 or DeepSeek-V3.2, whose layers were measured, or a folder of such a checkpoint.")]
 Gpu = Annotated[str, Option("--gpu", metavar="h200|b200", help="The card; there are eight.")]
@@ -63,7 +60,6 @@ def latency_command(
     admin_api_key: AdminApiKey = None,
     rounds: Rounds = 3,
     new_tokens: NewTokens = 64,
-    full_concurrency: FullConcurrency = 0,
     figures: Figures = "png",
 ) -> None:
     """Measure the paper's Table 1 and bar figure on your servers; the first pattern is the base.
@@ -85,7 +81,6 @@ def latency_command(
         lengths=tuple(parse_length(text) for text in context or PAPERS_CONTEXTS),
         rounds=rounds,
         new_tokens=new_tokens,
-        full_concurrency=full_concurrency,
     )
     settings.check()
     check_installed()

@@ -55,14 +55,13 @@ def test_latency_against_running_servers(tmp_path: Path) -> None:
         text = output_of(
             *("latency", "--model", model, "-o", str(out), "--url", first, "--url", second),
             *("--pattern", "full", "--pattern", "half=uniform:1/2", "--context", "256"),
-            *("--rounds", "1", "--new-tokens", "6", "--full-concurrency", "1"),
+            *("--rounds", "1", "--new-tokens", "6"),
             *("--figures", "pdf"),
             code=0,
         )
     assert "+ IndexCache (half)" in text
     result = load(out / "latency.json")
     assert result.metrics == ("prefill", "decode", "full")
-    assert {sample.requests for sample in result.samples} == {1}
     assert (out / "latency-speedup.pdf").read_bytes().startswith(b"%PDF")
     assert not list(out.glob("*.png"))
     assert "the servers ran already" in (out / "latency.md").read_text()
