@@ -1,9 +1,9 @@
 """Expected gain of sharing, by model, card and context, and how far it can be trusted.
 
-Composes whole forwards from NVIDIA's measured layers (``indexcache bench plan``) at the contexts of
-the paper's Table 1, predicts every row from its neighbours, holds the sums against NVIDIA's own
-estimator and what an indexer costs against the paper, and writes it all, with a figure. Only what
-was composed is written, no row of the wheel.
+Composes whole forwards from NVIDIA's measured layers at the contexts of the paper's Table 1, and
+the table that ``indexcache bench plan`` reads. Predicts every row from its neighbours, holds the
+sums against NVIDIA's own estimator and what an indexer costs against the paper, and writes it all,
+with a figure. Only what was composed is written, no row of the wheel.
 
 python -m benchmarks.expect
 """
@@ -14,15 +14,13 @@ import argparse
 import json
 from collections.abc import Iterator
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.records import markdown, read_arguments
-from sglang_indexcache.checkpoint import INDEX_K_BYTES_PER_KEY
-from sglang_indexcache.errors import BenchError
-from sglang_indexcache.lab.latency.forecast import Deployment, Forwards, Phase, choose_patterns
-from sglang_indexcache.lab.latency.rows import (
+from benchmarks.forwards import MOST_OFF, Deployment, Forwards
+from benchmarks.nvidia_rows import (
     CARDS,
     WHEEL,
     Chunks,
@@ -31,13 +29,17 @@ from sglang_indexcache.lab.latency.rows import (
     Layers,
     share_of,
 )
+from benchmarks.records import markdown, read_arguments
+from sglang_indexcache.checkpoint import INDEX_K_BYTES_PER_KEY
+from sglang_indexcache.errors import BenchError
+from sglang_indexcache.lab.latency.forecast import MODELS, TABLE, Phase, choose_patterns
 from sglang_indexcache.lab.latency.tables import NAMES
 from sglang_indexcache.lab.runs.plots import make_figure, save_figure
 from sglang_indexcache.lab.runs.provenance import machine
 from sglang_indexcache.library.lengths import format_length
 from sglang_indexcache.library.resolve import Library
 from sglang_indexcache.library.sizes import USED_MEMORY, checkpoint_of, find_gpu
-from sglang_indexcache.library.writing import write_json
+from sglang_indexcache.library.writing import write_json, write_whole
 from sglang_indexcache.pattern import Pattern
 
 CONTEXTS = (10_000, 60_000, 120_000, 200_000)
@@ -59,6 +61,10 @@ KV_BYTES = {"fp8": 656, "bfloat16": 1152}
 """Bytes of a token's latent row (FlashMLA's FP8 format; 576 bfloat16)."""
 DEALT = [d for d in DEPLOYMENTS if d.dp == 1 and d.model == "GLM-5-FP8" and d.gpu != "h100"]
 """Deployments whose rows know how all heads on one rank take a prefill, as CP has them."""
+PLANNED = (*range(8192, 200_000, 8192), 200_000)
+"""Contexts of the table of ``bench plan``, which is a straight line between them."""
+FEWEST = 8
+"""A pattern with one F layer in so many is composed as well; in between, time is linear."""
 SHORTEST = 1024
 """Tokens of the shortest chunk whose rows are checked: no server makes shorter ones by default."""
 SHOWN: tuple[Phase, ...] = ("prefill", "decode")
@@ -148,6 +154,49 @@ def dealt_out(deployment: Deployment) -> dict[str, Any]:
     return {"deployment": str(deployment), "dp": 1, "ways": ways, "sources": source.sources} | {
         name: getattr(deployment, name) for name in ("model", "gpu")
     }
+
+
+def planned(deployment: Deployment) -> dict[str, Any]:
+    """Compose a deployment's row of the table of ``bench plan``."""
+    forwards, layers = Forwards(deployment), deployment.shape.num_hidden_layers
+    few = layers // FEWEST
+
+    def cost(kind: str, context: int) -> tuple[float, float, float] | None:
+        """Return milliseconds with every indexer, of one layer's indexer, and how far off."""
+        if kind == "decode":
+            every, least = (forwards.decode(count, context) for count in (layers, few))
+        else:
+            over = forwards.row_split if kind == "row split" else None
+            every, least = (forwards.prefill(count, context, over) for count in (layers, few))
+        if every is None or least is None or (off := max(every.off, least.off)) > MOST_OFF:
+            return None
+        indexer = (every.value - least.value) / (layers - few)
+        return round(every.value, 4), round(indexer, 6), round(off, 4)
+
+    return {
+        "model": deployment.model,
+        "gpu": deployment.gpu,
+        "dp": deployment.dp,
+        "layers": layers,
+        "title": str(deployment),
+        "costs": {kind: [cost(kind, n) for n in PLANNED] for kind in (*SHOWN, WAYS[0])},
+        "sources": forwards.sources,
+    }
+
+
+def write_table() -> None:
+    """Write the table of ``bench plan``: every deployment on eight GPUs that fits and has rows."""
+    rows = []
+    for model, gpu, dp in product(MODELS, CARDS, (1, 2, 4, 8)):
+        deployment = Deployment(model, gpu, dp=dp)
+        try:
+            deployment.check_fits()
+            rows.append(planned(deployment))
+        except BenchError:  # it does not fit, or nobody measured its layers
+            continue
+    lines = ",\n".join(json.dumps(row) for row in rows)
+    head = json.dumps({"made_by": f"{WHEEL} {version(WHEEL)}", "contexts": PLANNED})[:-1]
+    write_whole(TABLE, f'{head}, "deployments": [\n{lines}\n]}}\n')
 
 
 def held_out(card: str) -> Iterator[dict[str, Any]]:
@@ -437,6 +486,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     arguments = read_arguments(parser, "expect.json")
     output = arguments.output
+    write_table()
     write_json(output, {"command": arguments.command, **measure()})
     record = json.loads(output.read_text())
     draw(record, output.with_suffix(".png"))

@@ -16,7 +16,6 @@ It reads its list once, so the modules of every file of tests that uses it stand
 """
 PROCESSES.set_forkserver_preload(
     [
-        "accelerate",
         "tests.lab.evaluate.evaluate",
         "tests.lab.heal.test_heal_processes",
         "tests.lab.search.slow_search",

@@ -100,7 +100,7 @@ def test_extras_bring_what_they_are_for() -> None:
     assert OPTIONAL["serve"] == [f"sglang=={SUPPORTED_VERSION}"]
     assert packages(OPTIONAL["eval"]) >= {"numpy", "scipy", "matplotlib", "transformers"}
     assert OPTIONAL["lab"][0] == "sglang-indexcache[eval]"
-    assert packages(OPTIONAL["lab"]) >= {"accelerate", "safetensors", "torch"}
+    assert packages(OPTIONAL["lab"]) >= {"safetensors", "torch"}
     assert "torch" not in packages(OPTIONAL["eval"])
     assert "sglang" not in packages(OPTIONAL["lab"] + OPTIONAL["eval"] + OPTIONAL["test"])
     assert set(EXTRAS.values()) <= set(OPTIONAL)

@@ -69,8 +69,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--context", nargs="+", default=CONTEXTS)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--full-concurrency", type=int, default=0, metavar="REQUESTS",
-                        help="for the full KV cache; 1: a single one stands for it")  # fmt: skip
     parser.add_argument("server_flags", nargs="*", default=[], metavar="-- FLAGS")
     arguments = read_arguments(parser, NAME, argv, QUICK)
     model, flags, note = arguments.model, arguments.server_flags, f"{arguments.command}."
@@ -81,7 +79,6 @@ def main(argv: list[str] | None = None) -> None:
     indexcache(
         *("bench", "latency", "--model", model, "--output", arguments.output),
         *("--rounds", str(arguments.rounds), "--new-tokens", str(arguments.new_tokens)),
-        *("--full-concurrency", str(arguments.full_concurrency)),
         *repeated("--pattern", arguments.pattern),
         *repeated("--context", arguments.context),
         *("--", *flags),

@@ -80,7 +80,7 @@ class Trainer:
         self.model.to(self.device)
         self.words = TaskWords(self.tokenizer)
         self._texts: dict[int, MachineText] = {}
-        self.log = RunLog(folder, True, console or Console())
+        self.log = RunLog(folder, console or Console())
 
     def run(self) -> Path:
         """Train to the end of the last stage, resuming if the folder holds a state.

@@ -40,15 +40,9 @@ Rounds = Annotated[int, Option("--rounds", metavar="N", help=
     "How often every pattern has its turn: A B A B.")]
 NewTokens = Annotated[int, Option("--new-tokens", metavar="N", help=
     "Tokens that each request generates.")]
-FullConcurrency = Annotated[int, Option("--full-concurrency", metavar="N", help=
-    "Requests a rank for the full KV cache; 0 takes as many as fit, and 1 needs no request of "
-    "its own.")]
 MeasuredModel = Annotated[str, Option("--model", "--model-path", metavar="NAME|FOLDER", help=
-    "GLM-5-FP8, GLM-5 or DeepSeek-V3.2, whose layers were measured, or a folder of such a "
-    "checkpoint.")]
-Gpu = Annotated[str, Option("--gpu", metavar="h100|h200|b200", help="The card.")]
-Gpus = Annotated[int, Option("--gpus", "--tp", min=1, metavar="N", help=
-    "How many GPUs: SGLang's --tp.")]
+    "GLM-5-FP8 or DeepSeek-V3.2, whose layers were measured, or a folder of such a checkpoint.")]
+Gpu = Annotated[str, Option("--gpu", metavar="h200|b200", help="The card; there are eight.")]
 Dp = Annotated[int, Option("--dp", min=1, metavar="N", help=
     "Ranks of data-parallel attention: SGLang's --dp with --enable-dp-attention.")]
 # fmt: on
@@ -66,7 +60,6 @@ def latency_command(
     admin_api_key: AdminApiKey = None,
     rounds: Rounds = 3,
     new_tokens: NewTokens = 64,
-    full_concurrency: FullConcurrency = 0,
     figures: Figures = "png",
 ) -> None:
     """Measure the paper's Table 1 and bar figure on your servers; the first pattern is the base.
@@ -88,7 +81,6 @@ def latency_command(
         lengths=tuple(parse_length(text) for text in context or PAPERS_CONTEXTS),
         rounds=rounds,
         new_tokens=new_tokens,
-        full_concurrency=full_concurrency,
     )
     settings.check()
     check_installed()
@@ -111,31 +103,31 @@ def plan_command(
     pattern: Patterns = None,
     context: Contexts = None,
     gpu: Gpu = "h200",
-    gpus: Gpus = 8,
     dp: Dp = 1,
     as_json: Json = False,
 ) -> None:
-    """Compose what a pattern should gain on a deployment from NVIDIA's measurements of its layers.
+    """Tell what a pattern should gain on eight GPUs, composed from NVIDIA's measured layers.
 
     With the row split beside it, where ranks share a request's attention. For example:
-    indexcache bench plan --model GLM-5-FP8 --gpu h200 --gpus 8
+    indexcache bench plan --model GLM-5-FP8 --gpu h200
     """
     from sglang_indexcache.lab.latency.forecast import (
+        MODELS,
         choose_patterns,
-        plan,
+        find_composed,
         plan_grid,
         plan_to_json,
     )
     from sglang_indexcache.library.lengths import parse_length
 
     contexts = [parse_length(text) for text in context or PLANNED_CONTEXTS]
-    forwards = plan(model, gpu, gpus, dp)
-    shape = forwards.deployment.measured.shape
+    deployment = find_composed(model, gpu, dp)
+    shape = MODELS[deployment.model].shape
     patterns, notes = choose_patterns(pattern or PAPERS_PATTERNS[1:], shape)
-    sentences = [*filter(None, [*forwards.sources, *notes])]
+    sentences = [*filter(None, [*deployment.sources, *notes])]
     if as_json:
-        print_json(plan_to_json(forwards, patterns, contexts) | {"notes": sentences})
+        print_json(plan_to_json(deployment, patterns, contexts) | {"notes": sentences})
         return
-    out.print(plan_grid(forwards, patterns, contexts).to_terminal())
+    out.print(plan_grid(deployment, patterns, contexts).to_terminal())
     for sentence in sentences:
         out.print(sentence, highlight=False)

@@ -85,8 +85,6 @@ def run(
     The model itself only runs forward, in bfloat16 or from an FP8 checkpoint. What is written is
     an adapter: a small folder of indexers, served over the unchanged checkpoint. A run that was
     interrupted goes on with the same command.
-
-    Several processes: accelerate launch --num_processes N -m sglang_indexcache.cli heal run ...
     """
     from sglang_indexcache.lab.heal.heal import HealOptions, heal
     from sglang_indexcache.lab.runs.progress import resumable

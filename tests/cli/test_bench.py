@@ -55,14 +55,13 @@ def test_latency_against_running_servers(tmp_path: Path) -> None:
         text = output_of(
             *("latency", "--model", model, "-o", str(out), "--url", first, "--url", second),
             *("--pattern", "full", "--pattern", "half=uniform:1/2", "--context", "256"),
-            *("--rounds", "1", "--new-tokens", "6", "--full-concurrency", "1"),
+            *("--rounds", "1", "--new-tokens", "6"),
             *("--figures", "pdf"),
             code=0,
         )
     assert "+ IndexCache (half)" in text
     result = load(out / "latency.json")
     assert result.metrics == ("prefill", "decode", "full")
-    assert {sample.requests for sample in result.samples} == {1}
     assert (out / "latency-speedup.pdf").read_bytes().startswith(b"%PDF")
     assert not list(out.glob("*.png"))
     assert "the servers ran already" in (out / "latency.md").read_text()
@@ -115,6 +114,5 @@ def test_latency_that_makes_no_sense(tmp_path: Path, options: list[str], message
 
 def test_a_plan_is_arithmetic() -> None:
     """No torch, and nothing that draws or talks to servers."""
-    pytest.importorskip("aiconfigurator_core")
     plan = ("bench", "plan", "--model", "glm-5-fp8", "--context", "32K", "--pattern", "1/4")
     assert modules_of(*plan) == {"sglang_indexcache.lab.latency.results"}

@@ -119,6 +119,6 @@ def _check(
         )
     if meta.get("num_retractions"):
         raise ServerError(
-            "the KV cache ran full and the server put a request back. Ask for fewer requests at "
-            "once (--full-concurrency) or fewer --new-tokens."
+            "the KV cache ran full and the server put a request back. Ask for fewer --new-tokens, "
+            "or let nobody else use it."
         )

@@ -1,6 +1,6 @@
 """Healing: train the indexers that a pattern keeps, on a frozen model.
 
-Torch, transformers and accelerate only; SGLang is not needed, and the losses need torch alone.
+Torch and transformers only; SGLang is not needed, and the losses need torch alone.
 """
 
 STEPS = 320

@@ -78,7 +78,7 @@ class HealOptions:
         output: folder of the adapter; beside it ``<output>.run`` holds state and log.
         length: tokens of a row; eight times the model's index_topk if None.
         sparse_length: the same of the sparse stage; as in the dense warm-up if None.
-        rows: of a step, over all processes.
+        rows: of a step.
         lr: peak learning rate; None tries :data:`RATES` first and takes the best.
         clip: largest gradient norm.
         block: queries per block of chunked work.
@@ -228,19 +228,11 @@ class _Healing:
     def __init__(
         self, options: HealOptions, console: Console, on_step: OnStep | None, stack: ExitStack
     ) -> None:
-        from accelerate import Accelerator
-
         self.options, self.on_step = options, on_step
         self.target = target = Target.of(options)
         self.pattern, self.topk = target.pattern, target.topk
-        self.accelerator = Accelerator()
-        if options.rows < self.accelerator.num_processes:
-            raise TrainingError(
-                f"{self.accelerator.num_processes} processes share the {options.rows} rows of a "
-                "step; give each at least one"
-            )
         self.base = checkpoint_digest(options.checkpoint)
-        self.files = HealRun(options.output, console, self.accelerator.is_main_process)
+        self.files = HealRun(options.output, console)
         identity = self._identity_options() | {"digest of the checkpoint's files": self.base}
         stack.enter_context(self.files.claimed(identity))
         self.data = {length: self._read(length) for length in set(target.lengths.values())}
@@ -299,17 +291,10 @@ class _Healing:
             self.pattern,
             self.sharing,
             DTYPES[options.dtype],
-            self._devices(),
+            _devices(),
             options.from_disk,
         )
         self.trained = self.body.indexer_tensors()
-
-    def _devices(self) -> list[torch.device]:
-        """Return all GPUs of the machine for one process; its own for one of several."""
-        device = self.accelerator.device
-        if device.type == "cuda" and self.accelerator.num_processes == 1:
-            return [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
-        return [device]
 
     def _announce(self, state: State | None) -> None:
         options, say = self.options, self.files.log.say
@@ -410,7 +395,6 @@ class _Healing:
         first = (self._steps_of(length, number) + step) * self.options.rows
         rows = [self.data[length].drawn(first + row) for row in range(self.options.rows)]
         sums, queries = self._forward(rows, stage.kind)
-        self._add_gradients()
         norm = nn.utils.clip_grad_norm_(list(self.trained.values()), self.options.clip)
         optimizer.step()
         optimizer.zero_grad()
@@ -423,10 +407,7 @@ class _Healing:
         }
 
     def _forward(self, rows: list[PackedRow], kind: Stage) -> tuple[_Sums, int]:
-        """Send this process's share of the rows through all layers; sum over all processes.
-
-        With gradients enabled the indexers' are added up.
-        """
+        """Send rows through all layers; with gradients enabled the indexers' are added up."""
         queries = sum(len(piece) for row in rows for piece in row)
         sums = _Sums(len(self.pattern))
         # Evaluations may have many rows: no more of them than a step has wait between two layers.
@@ -436,38 +417,18 @@ class _Healing:
                     self.sharing.begin(kind, Layout(batch.documents), queries),
                     *self.body.start(batch.ids, batch.positions),
                 )
-                for batch in self._batches(
-                    rows[first : first + self.options.rows], self.target.lengths[kind]
-                )
+                for row in rows[first : first + self.options.rows]
+                for batch in [PackedBatch.of([row], self.target.lengths[kind], self.padding)]
             ]
             pass_through(self.body, self.sharing, passing)
             for part in passing:
                 sums.add(part.run)
-        if self.accelerator.num_processes > 1:
-            sums.all.copy_(self._summed(sums.all))
         if not sums.loss.isfinite().all():
             raise NotFiniteError(
                 "the distillation loss is not finite any more. Lower the learning rate; if it was "
                 "so from the first step, the checkpoint's weights are damaged."
             )
         return sums, queries
-
-    def _batches(self, rows: list[PackedRow], length: int) -> list[PackedBatch]:
-        rows_here = rows[self.accelerator.process_index :: self.accelerator.num_processes]
-        return [PackedBatch.of([row], length, self.padding) for row in rows_here]
-
-    def _summed(self, part: torch.Tensor) -> torch.Tensor:
-        """Sum over all processes."""
-        device = self.accelerator.device
-        total: torch.Tensor = self.accelerator.reduce(part.to(device), "sum").to(part.device)
-        return total
-
-    def _add_gradients(self) -> None:
-        if self.accelerator.num_processes == 1:
-            return
-        for parameter in self.trained.values():
-            assert parameter.grad is not None
-            parameter.grad.copy_(self._summed(parameter.grad))
 
     @torch.no_grad()
     def _measure(self, kind: Stage) -> tuple[list[float], list[float]]:
@@ -507,7 +468,6 @@ class _Healing:
         state.position = position
         state.indexers, state.optimizer = self._masters(), optimizer.state_dict()
         self.files.save(state)
-        self.accelerator.wait_for_everyone()
 
     def _check_base(self) -> None:
         """Refuse a checkpoint that changed: an adapter must name the one that it was trained on."""
@@ -524,22 +484,18 @@ class _Healing:
 
     def _finish(self) -> HealResult:
         self._check_base()
-        self.accelerator.wait_for_everyone()
-        evaluations = self.files.evaluations()
-        if self.accelerator.is_main_process:
-            write_adapter(
-                self.options.output,
-                pattern=self.pattern,
-                checkpoint=self.options.checkpoint,
-                tensors=self._tensors(),
-                record=self._record(evaluations),
-            )
-            for sentence in learned(evaluations):
-                self.files.log.say(sentence)
-            output = self.options.output
-            self.files.log.say(f"wrote {output}; serve it: --indexcache-adapter {output}")
-        self.accelerator.wait_for_everyone()
-        return HealResult(Adapter.read(self.options.output), evaluations)
+        evaluations, output = self.files.evaluations(), self.options.output
+        write_adapter(
+            output,
+            pattern=self.pattern,
+            checkpoint=self.options.checkpoint,
+            tensors=self._tensors(),
+            record=self._record(evaluations),
+        )
+        for sentence in learned(evaluations):
+            self.files.log.say(sentence)
+        self.files.log.say(f"wrote {output}; serve it: --indexcache-adapter {output}")
+        return HealResult(Adapter.read(output), evaluations)
 
     def _record(self, evaluations: tuple[HeldOutEvaluation, ...]) -> dict[str, Any]:
         lengths = self.target.lengths
@@ -553,3 +509,9 @@ class _Healing:
             ],
             "versions": versions(),
         }
+
+
+def _devices() -> list[torch.device]:
+    """Return all GPUs of the machine; its CPU where it has none."""
+    gpus = [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
+    return gpus or [torch.device("cpu")]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from itertools import groupby
 from pathlib import Path
@@ -91,13 +91,12 @@ class HealRun:
 
     Args:
         output: the adapter's folder; the run's is ``<output>.run``.
-        main: whether this process is the one that writes.
     """
 
-    def __init__(self, output: Path, console: Console, main: bool) -> None:
-        self.output, self.main = output, main
+    def __init__(self, output: Path, console: Console) -> None:
+        self.output = output
         self.folder = output.with_name(f"{output.name}.run")
-        self.log = RunLog(self.folder, main, console)
+        self.log = RunLog(self.folder, console)
 
     @contextmanager
     def claimed(self, options: Mapping[str, Any]) -> Iterator[None]:
@@ -118,12 +117,9 @@ class HealRun:
                 f"{self.folder} has a state and no {OPTIONS}, so nobody can tell what the state "
                 "is of. Give another --output."
             )
-        with ExitStack() as stack:
-            if self.main:
-                check_writable(self.folder)
-                stack.enter_context(locked(self.folder / LOCK, "healing", TrainingError))
-            if self.main or path.exists():
-                claim(path, options, "healing", TrainingError)
+        check_writable(self.folder)
+        with locked(self.folder / LOCK, "healing", TrainingError):
+            claim(path, options, "healing", TrainingError)
             yield
 
     def finished(self) -> Adapter | None:
@@ -157,14 +153,9 @@ class HealRun:
     def save(self, state: State) -> None:
         """Replace the state in one step.
 
-        Not by accelerate's ``save_state``, which writes several files where the last ones stand: a
-        kill between them leaves a state that cannot be loaded.
-
         Raises:
             OutputError: it cannot be written; the state before it is whole.
         """
-        if not self.main:
-            return
         values = {f.name: getattr(state, f.name) for f in fields(state)}
         values["position"] = (state.position.stage, state.position.step)
         with replacing(self.folder / STATE, RuntimeError) as part:  # of torch's zip writer
@@ -177,15 +168,14 @@ class HealRun:
 
 
 class RunLog:
-    """Writes one process's log, if it is ``enabled``: other processes write nothing."""
+    """Writes a run's log."""
 
-    def __init__(self, folder: Path, enabled: bool, console: Console) -> None:
-        self.path = folder / METRICS
-        self.enabled, self.console = enabled, console
+    def __init__(self, folder: Path, console: Console) -> None:
+        self.path, self.console = folder / METRICS, console
 
     def rewind(self, reached: Position) -> None:
         """Drop lines after a resumed position: those steps will be taken again."""
-        if not self.enabled or not self.path.exists():
+        if not self.path.exists():
             return
         # A killed process may have left half a line.
         complete = [line for line in self.path.read_text().splitlines() if line.endswith("}")]
@@ -195,14 +185,12 @@ class RunLog:
 
     def record(self, **values: Any) -> None:
         """Add one line to the file; must have ``stage`` and ``step``."""
-        if self.enabled:
-            with writing(self.path), self.path.open("a") as file:
-                file.write(json.dumps(values) + "\n")
+        with writing(self.path), self.path.open("a") as file:
+            file.write(json.dumps(values) + "\n")
 
     def say(self, text: str) -> None:
         """Print a line for people only."""
-        if self.enabled:
-            self.console.print(text, highlight=False)
+        self.console.print(text, highlight=False)
 
 
 def learned(evaluations: Sequence[HeldOutEvaluation]) -> list[str]:

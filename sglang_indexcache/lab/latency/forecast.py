@@ -1,49 +1,40 @@
 """Composed gain of a pattern on a deployment, before it is rented (``indexcache bench plan``).
 
-A whole forward is composed from measured rows of its parts: a layer is its attention module
-(:mod:`.rows`: with the indexer in an F layer, without it in an S layer), two all-reduces, two norms
-and the experts, or a dense MLP in the first layers. A prompt is a sum over its chunks, as SGLang
-cuts it. Left out are what the scheduler adds between two steps, sampling, and the tokenizer.
+Time is linear in the number of F layers. So a table has, for each deployment and prompt length, a
+forward's time with every indexer, and what one layer's indexer takes of it. ``benchmarks.expect``
+composed it from NVIDIA's measurements of single layers: nothing of it was measured as a whole.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
 from sglang_indexcache.checkpoint import Checkpoint, fp8_blocks, read_config, text_config
 from sglang_indexcache.errors import BenchError, LibraryError
-from sglang_indexcache.lab.latency.rows import (
-    ENGINE,
-    KINDS,
-    Chunks,
-    LatencyEstimate,
-    RowSplitLayers,
-    Series,
-    Wheel,
-)
 from sglang_indexcache.lab.latency.tables import Grid
 from sglang_indexcache.library.lengths import format_length
 from sglang_indexcache.library.resolve import Library, name_and_pattern
 from sglang_indexcache.library.sizes import PRESETS, ModelShape, check_room, checkpoint_of, find_gpu
 from sglang_indexcache.pattern import Pattern
 
-EVERY = "every indexer"
-NO_RATE = "no rate for this"
-MOST_OFF = 0.1
-"""A figure that may be off by more is not given: "no rate for this"."""
-EXPERT_LOADS = "power_law_1.01"
-"""How uneven the rows' tokens load the experts: what NVIDIA's own estimator takes."""
-MEMORY_PART = 0.8
-"""Share of the bandwidth that a norm reaches: an assumption."""
-NCCL = "comm/nccl/2.29.2/nccl_perf"
-"""The table of gathers: bytes that each rank has in the end, and milliseconds."""
-
+TABLE = Path(__file__).parent / "composed.json"
+GPUS = 8
+"""GPUs of every deployment in the table: on fewer the weights of its models do not fit."""
+EVERY, NO_RATE = "every indexer", "no rate for this"
 Phase = Literal["prefill", "decode"]
+Part = Literal["prefill", "row split", "decode"]
+"""What a table has; a row split is a prefill whose rows the ranks share."""
+Cost = tuple[float, float, float]
+"""Milliseconds of a forward with every indexer and of one layer's indexer in it, and the share by
+which a forward may be off."""
+Patterns = Sequence[tuple[str, Pattern]]
 
 
 @dataclass(frozen=True)
@@ -51,7 +42,7 @@ class MeasuredModel:
     """A model whose layers the rows have.
 
     Attributes:
-        shape: a name of :data:`.sizes.PRESETS`.
+        shape: a name of :data:`~sglang_indexcache.library.sizes.PRESETS`.
         full: the model of the F layers' rows.
         shared: that of the S layers' rows.
         weights: format of the weights, as the rows name it.
@@ -132,74 +123,8 @@ def _unmeasured(model: str) -> BenchError:
 
 
 @dataclass(frozen=True)
-class Deployment:
-    """Deployment that serves a model.
-
-    Attributes:
-        model: a name of :data:`MODELS`.
-        gpu: a name of :data:`.sizes.GPUS`.
-        dp: ranks of data-parallel attention; 1 is tensor parallelism over all GPUs.
-    """
-
-    model: str
-    gpu: str
-    gpus: int = 8
-    dp: int = 1
-
-    def __post_init__(self) -> None:
-        """Raise BenchError on a deployment that cannot be."""
-        if self.gpus < 1 or self.dp < 1 or self.gpus % self.dp:
-            raise BenchError(
-                f"data-parallel attention shares the GPUs evenly: {self.dp} ranks, {self.gpus} GPUs"
-            )
-        find_gpu(self.gpu)
-
-    @property
-    def measured(self) -> MeasuredModel:
-        """Model whose rows are its layers'."""
-        return MODELS[self.model]
-
-    @property
-    def shape(self) -> ModelShape:
-        """Dimensions of the model."""
-        return PRESETS[self.measured.shape]
-
-    @property
-    def ranks(self) -> int:
-        """GPUs that share one request's attention: attention's tensor parallelism."""
-        return self.gpus // self.dp
-
-    @property
-    def cache(self) -> str:
-        """Format of the KV cache: SGLang takes FP8 on Blackwell and bfloat16 on Hopper."""
-        return "fp8" if self.gpu == "b200" else "bfloat16"
-
-    @property
-    def chunk(self) -> int:
-        """Tokens of a rank's prefill chunk: SGLang's default, by memory, shared by the ranks."""
-        return (16384 if find_gpu(self.gpu).memory > 160e9 else 8192) // self.dp
-
-    @property
-    def weight_bytes(self) -> float:
-        """Weights on one GPU; attention's are repeated in each rank of data-parallel attention."""
-        size = 1 if "fp8" in self.measured.weights else 2
-        return self.shape.weight_bytes(self.gpus, self.dp, size)
-
-    def __str__(self) -> str:
-        ranks = f"--tp {self.gpus}" + (
-            f" --dp {self.dp} --enable-dp-attention" if self.dp > 1 else ""
-        )
-        return f"{self.model}, {self.gpus} x {find_gpu(self.gpu).name}, {ranks}, {self.cache} cache"
-
-    def check_fits(self) -> None:
-        """Raise BenchError if the weights leave no room for a cache."""
-        gpu = find_gpu(self.gpu)
-        check_room(self.model, self.weight_bytes, self.gpus, self.dp, gpu.name, gpu.memory)
-
-
-@dataclass(frozen=True)
 class Gain:
-    """Gain of a pattern over every indexer.
+    """Gain of a pattern over every indexer on every rank.
 
     Attributes:
         milliseconds: of a prompt or a step with every indexer.
@@ -212,193 +137,91 @@ class Gain:
     off: float
 
 
-class Forwards:
-    """The time of whole forwards of a deployment, and what patterns gain on it.
+@dataclass(frozen=True)
+class Composed:
+    """Composed times of a deployment on :data:`GPUS` GPUs.
 
-    Raises:
-        BenchError: no rows of this deployment, or the wheel is not installed.
+    Attributes:
+        model: a name of :data:`MODELS`.
+        dp: ranks of data-parallel attention; 1 is tensor parallelism over all GPUs.
+        layers: of the model.
+        contexts: tokens, rising, at which ``costs`` are.
+        costs: by :data:`Part`; None where rows are missing, or too far off.
+        sources: of all parts, in sentences.
     """
 
-    def __init__(self, deployment: Deployment, data: Path | None = None) -> None:
-        self.deployment, self._shape = deployment, deployment.shape
-        self.wheel = Wheel(deployment.gpu, data)
-        names, gpus = deployment.measured, deployment.gpus
-        heads = self._shape.num_attention_heads // deployment.ranks
-        self.layers = self.wheel.layers(
-            names.full, names.shared, heads, names.weights, deployment.cache
-        )
-        self._experts = self.wheel.series(
-            f"moe/{ENGINE}/moe_perf",
-            "num_tokens",
-            {
-                "hidden_size": self._shape.hidden_size,
-                "inter_size": self._shape.moe_intermediate_size,
-                "topk": self._shape.num_experts_per_tok,
-                "num_experts": self._shape.n_routed_experts,
-                "moe_dtype": names.weights, "moe_tp_size": gpus, "moe_ep_size": 1,
-                "distribution": EXPERT_LOADS,
-            },
-        )  # fmt: skip
-        self._reduce = {
-            graph: self.wheel.series(
-                f"comm/{ENGINE}/custom_allreduce_perf",
-                "message_size",
-                {"num_gpus": gpus, "backend": "sglang_graph" if graph else "sglang_eager"},
-            )
-            for graph in (True, False)
-        }
-        self._product = cache(self._find_product)
-        self._around = cache(self._time_around)
+    model: str
+    gpu: str
+    dp: int
+    layers: int
+    title: str
+    contexts: tuple[int, ...]
+    costs: dict[str, list[Cost | None]]
+    sources: tuple[str, ...]
 
-    @cached_property
-    def gather(self) -> Series:
-        """Milliseconds of an all-gather over attention's ranks, by the bytes that each then has."""
-        columns = {"op_name": "all_gather", "nccl_dtype": "int8", "num_gpus": self.deployment.ranks}
-        return self.wheel.series(NCCL, "message_size", columns)
-
-    @cached_property
-    def row_split(self) -> Chunks:
-        """Layers in prefill where ranks share an indexer's rows; the layers if there is one."""
-        ranks, shape, names = self.deployment.ranks, self._shape, self.deployment.measured
-        if ranks == 1:
-            return self.layers
-        width = shape.index_n_heads * shape.index_head_dim
-
-        def projected(rows: int) -> float:
-            return self._product(rows, width, shape.q_lora_rank, names.weights)
-
-        return RowSplitLayers(self.layers, ranks, self.gather, 4 * shape.index_topk, projected)
-
-    @property
-    def sources(self) -> tuple[str, ...]:
-        """Sources of all parts, in sentences."""
-        name = find_gpu(self.deployment.gpu).name
-        sentences = [
-            f"Attention: {self.layers.source}. {self.layers.left_out} rows that contradict others "
-            "are left out.",
-            f"Experts, products, all-reduce: rows of the same engine and card; experts loaded by "
-            f"{EXPERT_LOADS}. Norms: bytes over {MEMORY_PART:.0%} of {name}'s bandwidth.",
-            "Not counted: the scheduler between two steps, sampling; and MTP, whose verification "
-            "asks for several tokens of a request at once, of which there are no rows.",
-            f"Where a time may be off by more than {MOST_OFF:.0%} (each row predicted from its "
-            f"neighbours), or no rows are, it says '{NO_RATE}'.",
-        ]
-        if self.deployment.dp > 1:
-            sentences.append("Gather and scatter of the ranks' tokens count as two all-reduces.")
-        if self.deployment.ranks > 1:
-            sentences.append(
-                "Row split (--indexcache-split-rows): each rank's indexer scores its share of a "
-                "chunk, and NCCL gathers the lists (NVIDIA's rows); every rank still makes all "
-                "index queries."
-            )
-        return (*sentences, self.deployment.measured.note)
-
-    def gain(
-        self, phase: Phase, pattern: Pattern, context: int, layers: Chunks | None = None
-    ) -> Gain | None:
-        """Return a pattern's gain; None where nothing is known, or what is may be too far off.
-
-        It is over every indexer on every rank. A prefill may run on other ``layers``, such as
-        :attr:`row_split`.
-        """
-        count = len(pattern.full_layers)
-        if phase == "prefill":
-            full, mine = self.prefill(len(pattern), context), self.prefill(count, context, layers)
-        else:
-            full, mine = (self.decode(number, context) for number in (len(pattern), count))
-        if full is None or mine is None or max(full.off, mine.off) > MOST_OFF:
+    def gain(self, part: Part, pattern: Pattern, context: int) -> Gain | None:
+        """Return a pattern's gain over every indexer, unsplit; None where nothing is known."""
+        every = self._cost("decode" if part == "decode" else "prefill", context)
+        mine = self._cost(part, context)
+        if every is None or mine is None:
             return None
-        return Gain(full.value, full.value / mine.value, max(full.off, mine.off))
+        own = mine[0] - (self.layers - len(pattern.full_layers)) * mine[1]
+        return Gain(every[0], every[0] / own, max(every[2], mine[2]))
 
-    def prefill(
-        self, full_layers: int, context: int, layers: Chunks | None = None
-    ) -> LatencyEstimate | None:
-        """Return milliseconds to read a prompt, one on each rank; None where rows are missing."""
-        total = LatencyEstimate(0.0)
-        layers = layers or self.layers
-        shared_layers = self._shape.num_hidden_layers - full_layers
-        for prefix in range(0, context, self.deployment.chunk):
-            tokens = min(self.deployment.chunk, context - prefix)
-            chunk = _sum(
-                [
-                    (full_layers, layers.chunk("F", tokens, prefix)),
-                    (shared_layers, layers.chunk("S", tokens, prefix)),
-                    (1, self._around(tokens * self.deployment.dp, self.deployment.dp, False)),
-                ]
-            )
-            if chunk is None:
-                return None
-            total += chunk
-        return total
-
-    def decode(self, full_layers: int, context: int) -> LatencyEstimate | None:
-        """Return milliseconds of a step of one request on each rank; None as above."""
-        full, shared = (self.layers.step(kind, 1, context) for kind in KINDS)
-        shared_layers = self._shape.num_hidden_layers - full_layers
-        around = self._around(self.deployment.dp, self.deployment.dp, True)
-        return _sum([(full_layers, full), (shared_layers, shared), (1, around)])
-
-    def _time_around(self, tokens: int, heads: int, graph: bool) -> LatencyEstimate | None:
-        """Time all but attention: ``tokens`` of all ranks, ``heads`` of them to the vocabulary."""
-        shape, gpus, names = self._shape, self.deployment.gpus, self.deployment.measured
-        experts = self._experts.at(tokens)
-        moved = self._reduce[graph].at(tokens * shape.hidden_size)
-        if experts is None or moved is None:
+    def _cost(self, part: str, context: int) -> Cost | None:
+        """Return a cost between two contexts on a straight line; None outside of them."""
+        place = bisect_left(self.contexts, context)
+        if place == len(self.contexts):
             return None
-        per_rank = tokens // self.deployment.dp
-        gpu, hidden = find_gpu(self.deployment.gpu), shape.hidden_size
-        norm = 1e3 * per_rank * hidden * 4 * 2 / (gpu.bandwidth * MEMORY_PART)
-
-        def mlp(width: int) -> float:
-            up = self._product(tokens, 2 * width // gpus, hidden, names.weights)
-            return up + self._product(tokens, hidden, width // gpus, names.weights)
-
-        layers, dense = shape.num_hidden_layers, shape.first_k_dense_replace
-        beside = mlp(shape.n_shared_experts * shape.moe_intermediate_size)
-        beside += self._product(tokens, shape.n_routed_experts, hidden, "bfloat16")
-        rest = layers * 2 * norm + (layers - dense) * beside + dense * mlp(shape.intermediate_size)
-        rest += self._product(heads, shape.vocab_size // gpus, hidden, "bfloat16")
-        return moved * (2 * layers) + experts * (layers - dense) + LatencyEstimate(rest)
-
-    def _find_product(self, rows: int, width: int, depth: int, weights: str) -> float:
-        """Return a matrix product's latency, scaled from the nearest measured one."""
-        near = min(self._sizes, key=lambda s: abs(s[0] / width - 1) + abs(s[1] / depth - 1))
-        series: Series = self.wheel.series(
-            f"gemm/{ENGINE}/gemm_perf",
-            "m",
-            {"n": near[0], "k": near[1], "gemm_dtype": weights},
-        )
-        latency = series.at(rows)
-        if latency is None:
-            raise BenchError(f"the rows have no product of {rows} x {depth} x {width}")
-        return latency.value * (width * depth) / (near[0] * near[1])
-
-    @cached_property
-    def _sizes(self) -> tuple[tuple[int, int], ...]:
-        every = self.wheel.rows(
-            f"gemm/{ENGINE}/gemm_perf", {"m": 1, "gemm_dtype": self.deployment.measured.weights}
-        )
-        return tuple({(row["n"], row["k"]) for row in every})
-
-
-def _sum(parts: Iterable[tuple[int, LatencyEstimate | None]]) -> LatencyEstimate | None:
-    """Add as many of each part; None where one of them is not known."""
-    total = LatencyEstimate(0.0)
-    for count, part in parts:
-        if part is None:
+        above = self.costs[part][place]
+        if above is None or self.contexts[place] == context:
+            return above
+        below = self.costs[part][place - 1] if place else None
+        if below is None:
             return None
-        total += part * count
-    return total
+        start, end = self.contexts[place - 1 : place + 1]
+        share = (context - start) / (end - start)
+        every, indexer, off = (
+            (1 - share) * a + share * b for a, b in zip(below, above, strict=True)
+        )
+        return every, indexer, off
 
 
-Patterns = Sequence[tuple[str, Pattern]]
+@cache
+def composed() -> tuple[Composed, ...]:
+    """Read the table."""
+    table = json.loads(TABLE.read_text(encoding="utf-8"))
+    contexts = tuple(table["contexts"])
+    return tuple(Composed(contexts=contexts, **row) for row in table["deployments"])
+
+
+def find_composed(model: str, gpu: str, dp: int) -> Composed:
+    """Return the deployment of a model by its name or folder.
+
+    Raises:
+        BenchError: see :func:`find_model`; the weights do not fit, or it is not in the table.
+        CheckpointError: see :func:`find_model`.
+    """
+    name, card = find_model(model), find_gpu(gpu)
+    measured = MODELS[name]
+    taken = PRESETS[measured.shape].weight_bytes(GPUS, dp, 1 if "fp8" in measured.weights else 2)
+    check_room(name, taken, GPUS, dp, card.name, card.memory)
+    for row in composed():
+        if (row.model, row.gpu, row.dp) == (name, gpu.lower(), dp):
+            return row
+    ranks = ", ".join(sorted({str(row.dp) for row in composed() if row.model == name}))
+    raise BenchError(
+        f"NVIDIA measured no layers of {name} as --dp {dp} splits them over {GPUS} GPUs. Take one "
+        f"of --dp {ranks}."
+    )
 
 
 def choose_patterns(values: Sequence[str], shape: str) -> tuple[Patterns, tuple[str, ...]]:
     """Return patterns by the names that a user gave, and notes on them.
 
     A ratio takes the library's pattern for this model. Where it has none, it takes as many F layers
-    evenly spaced: time depends on their number only. ``shape`` is one of :data:`.sizes.PRESETS`.
+    evenly spaced: time depends on their number only. ``shape`` is one of
+    :data:`~sglang_indexcache.library.sizes.PRESETS`.
 
     Raises:
         IndexCacheError: a pattern that does not fit.
@@ -422,34 +245,31 @@ def choose_patterns(values: Sequence[str], shape: str) -> tuple[Patterns, tuple[
 
 @dataclass(frozen=True)
 class PlannedRow:
-    """Gains of a pattern by context; ``part`` is "prefill", "row split" or "decode"."""
+    """Gains of a pattern by context."""
 
-    part: str
+    part: Part
     name: str
     pattern: Pattern
     gains: tuple[Gain | None, ...]
 
 
 def planned_rows(
-    forwards: Forwards, patterns: Patterns, contexts: Sequence[int]
+    deployment: Composed, patterns: Patterns, contexts: Sequence[int]
 ) -> Iterator[PlannedRow]:
     """Yield the gains over every indexer, which is the first pattern of each part."""
-    every: Patterns = [(EVERY, Pattern.full(len(patterns[0][1]))), *patterns]
-    parts: dict[str, tuple[Phase, Chunks | None]] = {"prefill": ("prefill", None)}
-    if forwards.deployment.ranks > 1:
-        parts["row split"] = ("prefill", forwards.row_split)
-    parts["decode"] = ("decode", None)
-    for part, (phase, layers) in parts.items():
+    every: Patterns = [(EVERY, Pattern.full(deployment.layers)), *patterns]
+    parts: tuple[Part, ...] = ("prefill", "row split", "decode")
+    for part in parts if deployment.dp < GPUS else ("prefill", "decode"):
         for name, pattern in every:
-            gains = tuple(forwards.gain(phase, pattern, n, layers) for n in contexts)
+            gains = tuple(deployment.gain(part, pattern, n) for n in contexts)
             yield PlannedRow(part, name, pattern, gains)
 
 
-def plan_grid(forwards: Forwards, patterns: Patterns, contexts: Sequence[int]) -> Grid:
+def plan_grid(deployment: Composed, patterns: Patterns, contexts: Sequence[int]) -> Grid:
     """Return the gains over every indexer, laid out as the paper's Table 1."""
     heads = {"prefill": "Prefill of one prompt a rank", "decode": "Decode, one request a rank"}
     rows: list[tuple[str, ...]] = []
-    for row in planned_rows(forwards, patterns, contexts):
+    for row in planned_rows(deployment, patterns, contexts):
         if row.part == "row split":
             rows.append((f"{row.name}, row split", *map(_cell, row.gains)))
         elif row.name == EVERY:
@@ -460,11 +280,13 @@ def plan_grid(forwards: Forwards, patterns: Patterns, contexts: Sequence[int]) -
             kept = f"{len(row.pattern.full_layers)} of {len(row.pattern)} F"
             rows.append((f"{row.name} ({kept})", *map(_cell, row.gains)))
     header = ("", *map(format_length, contexts))
-    title = f"composed speed-up over every indexer, not measured as a whole: {forwards.deployment}"
+    title = f"composed speed-up over every indexer, not measured as a whole: {deployment.title}"
     return Grid(title, header, tuple(rows))
 
 
-def plan_to_json(forwards: Forwards, patterns: Patterns, contexts: Sequence[int]) -> dict[str, Any]:
+def plan_to_json(
+    deployment: Composed, patterns: Patterns, contexts: Sequence[int]
+) -> dict[str, Any]:
     """Return the same gains for programs.
 
     ``every_indexer_ms`` is the time of a prompt, or of a step, with every indexer; it and
@@ -481,24 +303,11 @@ def plan_to_json(forwards: Forwards, patterns: Patterns, contexts: Sequence[int]
             "every_indexer_ms": gain and gain.milliseconds,
             "off": gain and gain.off,
         }
-        for row in planned_rows(forwards, patterns, contexts)
+        for row in planned_rows(deployment, patterns, contexts)
         for context, gain in zip(contexts, row.gains, strict=True)
     ]
-    return {"deployment": str(forwards.deployment), "gains": gains}
+    return {"deployment": deployment.title, "gains": gains}
 
 
 def _cell(gain: Gain | None) -> str:
     return NO_RATE if gain is None else f"{gain.gain:.2f}x"
-
-
-def plan(model: str, gpu: str, gpus: int = 8, dp: int = 1, data: Path | None = None) -> Forwards:
-    """Return the forwards of a deployment that can be; see :class:`Deployment`.
-
-    The wheel's ``data`` are where pip put them, if left out.
-
-    Raises:
-        BenchError: an unknown model or GPU, weights that do not fit, no rows, or no wheel.
-    """
-    deployment = Deployment(find_model(model), gpu.lower(), gpus, dp)
-    deployment.check_fits()
-    return Forwards(deployment, data)

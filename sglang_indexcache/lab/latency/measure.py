@@ -77,15 +77,12 @@ class Settings:
 
     Attributes:
         lengths: prompt tokens.
-        full_concurrency: requests a rank for the full KV cache; 0 for as many as it holds, and with
-            1 the single request stands for it.
         watch_seconds: how long to look for foreign work before each visit.
     """
 
     lengths: tuple[int, ...]
     rounds: int = 3
     new_tokens: int = 64
-    full_concurrency: int = 0
     watch_seconds: float = 2.0
 
     @property
@@ -180,8 +177,7 @@ def run(
         rounds: list[_Round] = []
         journal: Journal | None = None
         if output is not None:
-            concurrency = {"full_concurrency": settings.full_concurrency}
-            identity = json.loads(about.model_dump_json(exclude=_OF_ONE_TIME)) | concurrency
+            identity = json.loads(about.model_dump_json(exclude=_OF_ONE_TIME))
             journal = Journal(output / ROUNDS, identity, "benchmark", BenchError)
             stack.enter_context(journal)
             rounds = list(journal.parsed(_Round.model_validate))
@@ -285,27 +281,21 @@ class _Visit:
         check_obeyed(before, after, [pattern], self.client.name, alone=True)
 
     def concurrency(self, length: int) -> int:
-        """Count the requests at once on all ranks for the full KV cache."""
-        return (self.settings.full_concurrency or self._room(length)) * self.server.dp
-
-    def _room(self, length: int) -> int:
-        """Count the requests that the KV cache of one rank holds at once."""
+        """Count the requests that the KV caches of all ranks hold at once."""
         page = self.server.page
         pages = -(-(length + self.settings.new_tokens) // page)
-        return (self.server.capacity - _SPARE_TOKENS) // (pages * page)
+        return (self.server.capacity - _SPARE_TOKENS) // (pages * page) * self.server.dp
 
     def _one_fills(self, length: int) -> bool:
         """Return whether one request fills a rank's cache: then that is measured already."""
         return self.concurrency(length) == self.server.dp
 
     def _check_room(self, length: int) -> None:
-        requests = max(1, self.settings.full_concurrency)
-        if self._room(length) < requests:
-            prompts = "a prompt" if requests == 1 else f"{requests} prompts"
+        if not self.concurrency(length):
             raise BenchError(
-                f"the KV cache holds {self.server.capacity} tokens a rank, too few for {prompts} "
-                f"of {length} and {self.settings.new_tokens} new tokens each. Give the servers "
-                "more --max-total-tokens, lower --full-concurrency or leave the length out."
+                f"the KV cache holds {self.server.capacity} tokens a rank, too few for a prompt of "
+                f"{length} and {self.settings.new_tokens} new tokens. Give the servers more "
+                "--max-total-tokens or leave the length out."
             )
 
     def warm_up(self) -> None:
@@ -403,7 +393,7 @@ def steady_rate(answers: Sequence[StreamedAnswer]) -> tuple[float, float]:
     if end <= start:
         raise BenchError(
             f"{len(answers)} requests never decoded all at once: one ended before another had its "
-            "first token. Ask for more --new-tokens or fewer requests (--full-concurrency)."
+            "first token. Ask for more --new-tokens, or give the servers fewer --max-total-tokens."
         )
     tokens = sum(_tokens_at(answer, end) - _tokens_at(answer, start) for answer in answers)
     return tokens / (end - start), start

@@ -26,7 +26,6 @@ from sglang_indexcache.lab.heal.run_folder import read_metrics
 from sglang_indexcache.library.digest import checkpoint_digest
 from sglang_indexcache.serving.adapters.folder import Adapter
 from tests.cli.test_search import TINY
-from tests.full_disk import files_of_at_most
 from tests.lab.heal.checkpoints import checkpoint, quantise
 
 SMALL: dict[str, Any] = {
@@ -149,16 +148,6 @@ def test_interrupted_after_any_step_it_ends_the_same(base: Path, lengths: dict[s
             assert without_time(ours) == without_time(theirs)
 
 
-def test_on_a_full_disk_it_ends_in_a_sentence_and_goes_on_once_there_is_room(base: Path) -> None:
-    heal(options(base))
-    settings = options(base, output=base / "full")
-    with files_of_at_most(4096), pytest.raises(OutputError, match=r"cannot write .*make room"):
-        heal(settings)
-    heal(settings)
-    for name in ("indexers.safetensors", "adapter.yaml"):
-        assert (base / "full" / name).read_bytes() == (base / "adapter" / name).read_bytes()
-
-
 def test_a_few_long_rows_follow_many_short_ones(
     base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,14 +208,6 @@ def test_from_disk_it_ends_the_same(base: Path) -> None:
     expected = load_file(base / "adapter" / "indexers.safetensors")
     for name, tensor in load_file(base / "disk" / "indexers.safetensors").items():
         assert torch.equal(tensor, expected[name])
-
-
-def same_first_step(left: Path, right: Path, rel: float) -> None:
-    """Compare two runs' first steps: then AdamW makes whole steps of what two sums differ by."""
-    logs = (read_metrics(output.with_name(f"{output.name}.run")) for output in (left, right))
-    first, second = (next(line for line in log if "loss_by_layer" in line) for log in logs)
-    for name in ("loss_by_layer", "indexer_norm"):
-        assert second[name] == pytest.approx(first[name], rel=rel)
 
 
 def test_an_fp8_checkpoint_is_healed_and_left_alone(base: Path) -> None:

@@ -1,34 +1,31 @@
-"""``heal`` in processes of its own: killed at any moment, and two that share the work."""
+"""``heal`` in processes of its own, killed at any moment."""
 
 from __future__ import annotations
 
 import os
 import random
-import socket
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from safetensors.torch import load_file
 
 from sglang_indexcache.lab.heal.heal import HealOptions, heal
 from tests.kills import PROCESSES
 from tests.lab.heal.checkpoints import checkpoint
-from tests.lab.heal.test_heal import options, same_first_step
+from tests.lab.heal.test_heal import options
 
 KILLS = int(os.environ.get("HEAL_KILLS", "3"))
 
 
-def work(settings: HealOptions, environment: dict[str, str]) -> None:
-    os.environ.update(environment)
+def work(settings: HealOptions) -> None:
     torch.set_num_threads(1)
     heal(settings, Console(quiet=True))
 
 
-def start(settings: HealOptions, **environment: str) -> Any:
-    process = PROCESSES.Process(target=work, args=(settings, environment))
+def start(settings: HealOptions) -> Any:
+    process = PROCESSES.Process(target=work, args=(settings,))
     process.start()
     return process
 
@@ -54,29 +51,3 @@ def test_killed_at_random_moments_it_ends_the_same(tmp_path: Path) -> None:
     for name in ("indexers.safetensors", "adapter.yaml"):
         content = (tmp_path / "killed" / name).read_bytes()
         assert content == (tmp_path / "adapter" / name).read_bytes()
-
-
-def test_two_processes_take_the_steps_of_one(tmp_path: Path) -> None:
-    checkpoint(tmp_path / "base")
-    finished(start(options(tmp_path)))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    shared = options(tmp_path, output=tmp_path / "two")
-    processes = [
-        start(
-            shared,
-            ACCELERATE_USE_CPU="true",
-            WORLD_SIZE="2",
-            RANK=str(rank),
-            LOCAL_RANK=str(rank),
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=port,
-        )
-        for rank in range(2)
-    ]
-    for process in processes:
-        finished(process)
-    same_first_step(tmp_path / "adapter", tmp_path / "two", rel=1e-4)
-    single = load_file(tmp_path / "adapter" / "indexers.safetensors")
-    assert load_file(tmp_path / "two" / "indexers.safetensors").keys() == single.keys()

@@ -266,35 +266,6 @@ def document_bounds(layout: Layout, row: int) -> list[tuple[int, int]]:
     return [(numbers.index(n), len(numbers) - numbers[::-1].index(n)) for n in set(numbers)]
 
 
-def test_fewer_than_k_keys_are_all_selected() -> None:
-    index, target, layout = random_index(), random_attention(), packed()
-    all_selected = select_top_k(index, layout, T, 5)
-    sparse = distillation_loss(index, [target], layout, all_selected, block=5)
-    torch.testing.assert_close(sparse, distillation_loss(index, [target], layout, block=5))
-    first = select_top_k(index, layout, K, 5)[:, :K]
-    for t in range(K):
-        assert sorted(s for s in first[1, t].tolist() if s >= 0) == list(range(t + 1))
-
-
-def test_documents_and_padding_do_not_leak() -> None:
-    """A packed row's loss is the sum of its documents' losses, whatever the padding holds."""
-    index, target, layout = random_index(grad=False), random_attention(), packed()
-
-    def part(row: int, start: int, end: int) -> torch.Tensor:
-        cut = (slice(row, row + 1), slice(start, end))
-        inputs = IndexInputs(index.queries[cut], index.keys[cut], index.weights[cut])
-        heads = (cut[0], slice(None), cut[1])
-        attention = AttentionInputs(target.queries[heads], target.keys[heads], target.scale)
-        alone = Layout(torch.zeros(1, end - start, dtype=torch.int64))
-        return distillation_loss(inputs, [attention], alone)
-
-    expected = part(0, 0, 7) + part(0, 7, 15) + part(1, 0, T)
-    torch.testing.assert_close(distillation_loss(index, [target], layout, block=4), expected)
-    index.keys[0, 15:] = 1e6
-    target.keys[0, :, 15:] = -1e6
-    torch.testing.assert_close(distillation_loss(index, [target], layout, block=4), expected)
-
-
 @pytest.mark.parametrize("scale", [1e4, 1e8])
 def test_extreme_scores_stay_finite_in_float32(scale: float) -> None:
     index = random_index(torch.float32)

@@ -24,7 +24,7 @@ from tests.full_disk import files_of_at_most
 
 
 def run_in(folder: Path) -> HealRun:
-    return HealRun(folder / "adapter", Console(file=io.StringIO(), width=500), main=True)
+    return HealRun(folder / "adapter", Console(file=io.StringIO(), width=500))
 
 
 def refusal(run: HealRun) -> str:
@@ -94,7 +94,7 @@ def test_a_full_disk_keeps_the_state_and_half_a_line_of_the_log_is_mended(tmp_pa
 def test_a_kill_while_the_log_is_rewound_loses_no_line(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    log = RunLog(tmp_path, True, Console(file=io.StringIO()))
+    log = RunLog(tmp_path, Console(file=io.StringIO()))
     for step in (1, 2, 3):
         log.record(stage=0, step=step)
     before = (tmp_path / METRICS).read_text()

@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from sglang_indexcache.lab.runs.cost import Cost, Rate, confirm, print_plan, time_in_words
+from sglang_indexcache.lab.runs.cost import Cost, Rate, print_plan, time_in_words
 
 
 def test_hours_are_tokens_at_a_rate_whose_source_is_told() -> None:
@@ -27,14 +27,6 @@ def test_short_times_are_no_share_of_an_hour(hours: float, words: str) -> None:
 def test_without_a_rate_it_says_how_to_get_hours() -> None:
     assert Cost(5).hours is None
     assert "give --rate" in Cost(5).in_words()
-
-
-def test_only_a_run_known_to_be_long_asks() -> None:
-    questions: list[str] = []
-    for tokens, rate in ((3_600, 1.0), (3_700, 1.0), (10**12, None)):
-        confirm(Cost(tokens, Rate(rate, "measured") if rate else None), questions.append)
-    assert len(questions) == 1
-    assert questions[0].startswith("This takes 1 hours at 1 tokens a second (measured)")
 
 
 def test_a_plan_is_written_in_two_columns() -> None:

@@ -109,13 +109,6 @@ def test_depths_are_spread_and_not_in_the_order_of_asking(task: str) -> None:
     assert spearmanr(order, depths).pvalue > 1e-6
 
 
-@pytest.mark.parametrize("task", TASKS)
-def test_seeds_differ(task: str) -> None:
-    first, second = (context(task, "words", 4096, seed) for seed in (0, 1))
-    assert first.ids != second.ids
-    assert first.name != second.name
-
-
 def digest(task: str) -> str:
     content = made_of(task, Words(), 4096, 5)
     return hashlib.sha256(repr(content).encode()).hexdigest()

@@ -240,8 +240,8 @@ class Wheel:
             table = f"sparse_attention/{ENGINE}/dsa_context_module_perf"
             counts = {row["num_heads"] for row in self.rows(table, {"model": model})}
             raise BenchError(
-                f"NVIDIA measured no layers of {model} with {heads} heads on a GPU, as --gpus "
-                f"and --dp make it; there are {', '.join(map(str, sorted(counts))) or 'none'}"
+                f"NVIDIA measured no layers of {model} with {heads} heads on a GPU; there are "
+                f"{', '.join(map(str, sorted(counts))) or 'none'}"
             )
         engine = ENGINE.replace("sglang/", "SGLang ")
         source = (
@@ -318,7 +318,7 @@ def _installed() -> Path:
     spec = find_spec("aiconfigurator_core")
     if spec is None or not spec.submodule_search_locations:
         raise BenchError(
-            f"measured rows are in the wheel {WHEEL}, which is not installed. In the folder that "
-            "this package was installed from: pip install '.[plan]'"
+            f"measured rows are in the wheel {WHEEL}, which is not installed: "
+            f"pip install '{WHEEL}==0.12.0'"
         )
     return Path(spec.submodule_search_locations[0]) / "systems" / "data"
