@@ -14,8 +14,7 @@ front, and fits 10,000 characters.
 served      SGLang's own kernels compiled, then servers whose greedy tokens are to be stock
             SGLang's: eager, graphs, live, our kernels
 exact       our kernels on the conformance grid up to a million tokens, as they were carried; in
-            graphs; under memcheck; built and loaded by this nvcc; the backend in SGLang's
-            graphs
+            graphs; under memcheck; the backend in SGLang's graphs
 speed       ours beside SGLang's, each checked on the timed inputs before it is timed
 tools       ncu's counters of four kernels; synccheck and racecheck
 waited      what no call has answered yet: live mode's batches beside a control, the start, and the
@@ -236,18 +235,12 @@ def server_step(name: str, selector: str) -> Step:
 
 def exact() -> list[Step]:
     """Return the steps of the phase "exact"."""
-    # A folder of its own, or what was carried would be taken.
-    fresh_cache = {"INDEXCACHE_KERNEL_CACHE": "/tmp/indexcache-own-nvcc"}
-    load = "from sglang_indexcache.kernels import build, cuda\n"
-    load += "for folder in build.FOLDERS: cuda.library(folder); print(build.build(folder).path)"
     warm = (PYTHON, "-m", "benchmarks.kernels.speed", "--compile-only", "--out", "{json}")
     replays = ("tests/gpu/test_kernels.py", "-k", "replays or key_store or candidates")
     start = tests("tests/gpu/test_start.py")
     engine: tuple[Need, ...] = ("card", "sglang")
     return [
         *(Step(f"grid {group}", 240, grid(group, "large"), cases) for group in GROUPS),
-        Step("load", 60, (PYTHON, "-c", load)),
-        Step("own nvcc, load", 200, (PYTHON, "-c", load), environment=fresh_cache),
         Step("graphs", 150, tests(*replays), outcomes),
         Step("start", 150, start, outcomes, needs=engine),
         *(
