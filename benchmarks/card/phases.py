@@ -375,7 +375,7 @@ class Report:
         """Write what came of a step, and say it; a step that is skipped keeps what it once had."""
         before = self.content["steps"].get(name, {})
         if outcome["code"] == SKIPPED and "evidence" in before:
-            outcome = {**before, "said": f"{before['said']}; now: {outcome['said']}"}
+            outcome = {**before, "then": outcome["said"]}
         with self._lock:
             self.content["steps"][name] = outcome
             write_json(self.path, self.content)
@@ -386,7 +386,7 @@ class Report:
 
     def note(self, name: str, evidence: Any) -> None:
         """Write what a step has found so far as a step that was cut off, as the call may be."""
-        outcome = {"code": ENDED, "seconds": 0, "said": CUT_OFF}
+        outcome = {"code": ENDED, "seconds": 0, "said": [CUT_OFF]}
         with self._lock:
             if evidence and self.content["steps"].get(name, {}).get("evidence") != evidence:
                 copied = json.loads(json.dumps(evidence))
@@ -422,7 +422,9 @@ class Report:
 
 def _line(name: str, outcome: Mapping[str, Any]) -> str:
     words = json.dumps(outcome["said"])[: 6000 if name.startswith("speed") else 400]
-    return f"{'ok ' if outcome['code'] == 0 else 'BAD'} {outcome['seconds']:>5} s {name}: {words}"
+    then = f", then skipped: {outcome['then']}" if "then" in outcome else ""
+    is_right = outcome["code"] == 0
+    return f"{'ok ' if is_right else 'BAD'} {outcome['seconds']:>5} s {name}: {words}{then}"
 
 
 def run(step: Step, report: Report, scratch: Path, ends: float) -> None:
