@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -275,51 +275,49 @@ def _times_of(record: Mapping[str, Any], work: Workload) -> dict[str, float]:
     return {name: microseconds(row, name)[0] for name in row["times"]}
 
 
+def _table(
+    record: Mapping[str, Any],
+    families: Sequence[str],
+    header: Sequence[str],
+    cells: Callable[[Workload, Mapping[str, Any]], Sequence[Any]],
+) -> str:
+    """Return a row for each timed shape of some families; none where there are no cells."""
+    rows = [
+        ("prefill" if work.is_prefill else "decode", *columns)
+        for family in families
+        for work, row in sorted(timed(record, family), key=lambda pair: _shape(pair[0]))
+        if (columns := cells(work, row))
+    ]
+    return markdown(("", *header), rows)
+
+
 def select_table(record: Mapping[str, Any]) -> str:
     """Return logits and selection, ours beside SGLang's default and the fastest it can run."""
-    rows = []
-    for family in ("select_prefill", "select_decode"):
-        for work, row in sorted(timed(record, family), key=lambda pair: _shape(pair[0])):
-            default, best = engine_kernels.engine_default(work), fastest(row, work)
-            rows.append(
-                (
-                    "prefill" if work.is_prefill else "decode",
-                    work.heads,
-                    f"{work.rows:,}",
-                    f"{work.context // 1024}K",
-                    _cell(row, default),
-                    _cell(row, best),
-                    _cell(row, OURS),
-                    _ratio(row, default),
-                    _ratio(row, best),
-                )
-            )
-    header = ("", "heads", "rows", "tokens", "SGLang's default", "its fastest", "ours")
-    return markdown((*header, "over the default", "over the fastest"), rows)
+
+    def cells(work: Workload, row: Mapping[str, Any]) -> Sequence[Any]:
+        default, best = engine_kernels.engine_default(work), fastest(row, work)
+        shape = (work.heads, f"{work.rows:,}", f"{work.context // 1024}K")
+        times = (_cell(row, name) for name in (default, best, OURS))
+        return (*shape, *times, _ratio(row, default), _ratio(row, best))
+
+    header = ("heads", "rows", "tokens", "SGLang's default", "its fastest", "ours")
+    header += ("over the default", "over the fastest")
+    return _table(record, ("select_prefill", "select_decode"), header, cells)
 
 
 def attention_table(record: Mapping[str, Any]) -> str:
     """Return sparse MLA, ours beside SGLang's default and what else was timed."""
-    rows = []
-    for family in ("mla_prefill", "mla_decode"):
-        for work, row in sorted(timed(record, family), key=lambda pair: _shape(pair[0])):
-            default = engine_kernels.engine_default(work)
-            if default not in row["times"]:
-                continue  # FlashAttention 3 did not travel: nothing to hold ours beside
-            rows.append(
-                (
-                    "prefill" if work.is_prefill else "decode",
-                    "FP8" if work.fp8 else "bfloat16",
-                    work.heads,
-                    f"{work.rows:,}",
-                    _cell(row, default),
-                    _cell(row, OURS),
-                    _ratio(row, default),
-                    _ratio(row, default, LISTS_KEPT),
-                )
-            )
-    header = ("", "cache", "heads", "rows", "FlashMLA", "ours", "faster")
-    return markdown((*header, "lists kept"), rows)
+
+    def cells(work: Workload, row: Mapping[str, Any]) -> Sequence[Any]:
+        default = engine_kernels.engine_default(work)
+        if default not in row["times"]:
+            return ()  # FlashAttention 3 did not travel: nothing to hold ours beside
+        shape = ("FP8" if work.fp8 else "bfloat16", work.heads, f"{work.rows:,}")
+        gains = (_ratio(row, default), _ratio(row, default, LISTS_KEPT))
+        return (*shape, _cell(row, default), _cell(row, OURS), *gains)
+
+    header = ("cache", "heads", "rows", "FlashMLA", "ours", "faster", "lists kept")
+    return _table(record, ("mla_prefill", "mla_decode"), header, cells)
 
 
 def others_table(record: Mapping[str, Any]) -> str:
