@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import expect, quality_tables
-from benchmarks.card import claims, served
 from benchmarks.card import record as card
+from benchmarks.card import served
 from benchmarks.records import markdown
 from benchmarks.smollm2 import everywhere, rerank
 from sglang_indexcache.errors import BenchError
@@ -96,8 +96,8 @@ PARTS: dict[str, tuple[Make, str]] = {
     "expect-baselines": (expect.baselines, "expect.json"),
     "expect-first": (expect.first_screen, "expect.json"),
     "expect-checks": (expect.checks, "expect.json"),
-    "card-line": (claims.line, "kernels/h100.json"),
-    "card-measured": (claims.measured_table, "kernels/h100.json"),
+    "card-line": (card.line, "kernels/h100.json"),
+    "card-measured": (card.measured_table, "kernels/h100.json"),
     "card-exact": (card.exact_table, "kernels/h100.json"),
     "card-select": (card.select_table, "kernels/h100.json"),
     "card-attention": (card.attention_table, "kernels/h100.json"),

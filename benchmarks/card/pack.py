@@ -269,19 +269,7 @@ def collect(
                 f"error: {distribution.name}: {misfits[0]}, the machine has Python {PYTHON}"
             )
         files |= included
-        digest = hashlib.sha256()
-        for path in sorted(included):
-            digest.update(path.encode() + b"\0" + included[path])
-        rows.append(
-            {
-                "name": distribution.name,
-                "version": version,
-                "why": distribution.why,
-                "files": len(included),
-                "bytes": sum(map(len, included.values())),
-                "sha256": digest.hexdigest(),
-            }
-        )
+        rows.append({"name": distribution.name, "version": version, "why": distribution.why})
     return files, rows
 
 

@@ -14,8 +14,7 @@ front, and fits 10,000 characters.
 served      SGLang's own kernels compiled, then servers whose greedy tokens are to be stock
             SGLang's: eager, graphs, live, our kernels
 exact       our kernels on the conformance grid up to a million tokens, as they were carried; in
-            graphs; under memcheck; built and loaded by this nvcc; the backend in SGLang's
-            graphs
+            graphs; under memcheck; the backend in SGLang's graphs
 speed       ours beside SGLang's, each checked on the timed inputs before it is timed
 tools       ncu's counters of four kernels; synccheck and racecheck
 waited      what no call has answered yet: live mode's batches beside a control, the start, and the
@@ -35,24 +34,21 @@ import tarfile
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from benchmarks.card.pack import KERNELS, ROOT
 from benchmarks.kernels.machine import Need, facts, lacking, packed_file, preflight
-from benchmarks.kernels.workloads import Family, Workload, workloads
+from benchmarks.kernels.workloads import workloads
 from benchmarks.records import RESULTS
 from sglang_indexcache.library.writing import write_json
 
 RECORD = "kernels/h100.json"
 """The committed record of phases, below the results."""
-UNTIMED, TIMED = ("served", "exact"), ("speed", "tools")
-WAITED = "waited"
-PHASES = UNTIMED + TIMED
+PHASES, WAITED = ("served", "exact", "speed", "tools"), "waited"
 GROUPS = ("topk", "indexer_prefill", "indexer_decode", "sparse_mla", "clusters")
 """Groups of the grid of cases (``tests/kernels/grid``); a fault in one ends no other."""
 CLUSTERS = tuple(f"8-heads-bf16-k{slots}-rows1" for slots in (64, 128, 256, 1024))
@@ -192,17 +188,8 @@ def tests(*arguments: str) -> tuple[str, ...]:
     return (*command, "--gpu-report", "{json}", "--basetemp", "{logs}", *arguments)
 
 
-def smallest_workloads() -> Iterator[tuple[str, list[str]]]:
-    """Yield each family and its smallest workloads of every head count.
-
-    What they run is compiled side by side here, and the phase "speed" finds it.
-    """
-    for family in get_args(Family):
-        works = [work for work in workloads() if work.family == family]
-        smallest: dict[tuple[int, bool], Workload] = {}
-        for work in sorted(works, key=lambda work: work.pairs):
-            smallest.setdefault((work.heads, work.fp8), work)
-        yield family, [str(work) for work in smallest.values()]
+SPEED = (PYTHON, "-m", "benchmarks.kernels.speed", "--out", "{out}/speed.json")
+START = Step("start", 150, tests("tests/gpu/test_start.py"), outcomes, needs=("card", "sglang"))
 
 
 def sanitizer_step(tool: str, group: str, case: str = "") -> Step:
@@ -236,24 +223,11 @@ def server_step(name: str, selector: str) -> Step:
 
 def exact() -> list[Step]:
     """Return the steps of the phase "exact"."""
-    # A folder of its own, or what was carried would be taken.
-    fresh_cache = {"INDEXCACHE_KERNEL_CACHE": "/tmp/indexcache-own-nvcc"}
-    load = "from sglang_indexcache.kernels import build, cuda\n"
-    load += "for folder in build.FOLDERS: cuda.library(folder); print(build.build(folder).path)"
-    warm = (PYTHON, "-m", "benchmarks.kernels.speed", "--compile-only", "--out", "{json}")
     replays = ("tests/gpu/test_kernels.py", "-k", "replays or key_store or candidates")
-    start = tests("tests/gpu/test_start.py")
-    engine: tuple[Need, ...] = ("card", "sglang")
     return [
         *(Step(f"grid {group}", 240, grid(group, "large"), cases) for group in GROUPS),
-        Step("load", 60, (PYTHON, "-c", load)),
-        Step("own nvcc, load", 200, (PYTHON, "-c", load), environment=fresh_cache),
         Step("graphs", 150, tests(*replays), outcomes),
-        Step("start", 150, start, outcomes, needs=engine),
-        *(
-            Step(f"compile {family}", 200, (*warm, *names), needs=engine)
-            for family, names in smallest_workloads()
-        ),
+        START,
         *(sanitizer_step("memcheck", group) for group in GROUPS),
     ]
 
@@ -280,16 +254,10 @@ def tools() -> list[Step]:
 
 def waited() -> list[list[Step]]:
     """Return the steps of the phase "waited"."""
-    start = tests("tests/gpu/test_start.py")
-    speed = (PYTHON, "-m", "benchmarks.kernels.speed", "--out", "{out}/speed.json")
-    needs: tuple[Need, ...] = ("card", "sglang")
     return [
         engine_kernels(),
-        [
-            Step("start", 90, start, outcomes, needs=needs),
-            server_step("live", "several_patterns"),
-        ],
-        [Step("speed of what was not timed", 120, (*speed, *untimed()), timed)],
+        [START, server_step("live", "several_patterns")],
+        [Step("speed of what was not timed", 120, (*SPEED, *untimed()), timed)],
     ]
 
 
@@ -328,9 +296,8 @@ def stages(phase: str) -> list[list[Step]]:
     if phase == "exact":
         return [exact()]
     if phase == "speed":
-        command = (PYTHON, "-m", "benchmarks.kernels.speed", "--out", "{out}/speed.json")
         # Again for what is left, should a kernel end the process.
-        return [[Step(f"speed {number}", 560, command, timed)] for number in (1, 2, 3)]
+        return [[Step(f"speed {number}", 560, SPEED, timed)] for number in (1, 2, 3)]
     if phase == "tools":
         return [[step] for step in tools()]
     if phase == WAITED:
@@ -344,16 +311,6 @@ def stages(phase: str) -> list[list[Step]]:
             server_step("live", "several_patterns"),
         ],
     ]
-
-
-def in_order(phases: Collection[str]) -> list[list[Step]]:
-    """Return the stages of phases: those of untimed ones together, those of the others after."""
-    untimed = [stages(phase) for phase in UNTIMED if phase in phases]
-    together = [
-        [step for steps in level for step in steps] for level in zip_longest(*untimed, fillvalue=[])
-    ]
-    later = [phase for phase in (*TIMED, WAITED) if phase in phases]
-    return together + [stage for phase in later for stage in stages(phase)]
 
 
 def is_shown(outcome: Mapping[str, Any]) -> bool:
@@ -382,7 +339,7 @@ class Report:
         """Write what came of a step, and say it; a step that is skipped keeps what it once had."""
         before = self.content["steps"].get(name, {})
         if outcome["code"] == SKIPPED and "evidence" in before:
-            outcome = {**before, "said": f"{before['said']}; now: {outcome['said']}"}
+            outcome = {**before, "then": outcome["said"]}
         with self._lock:
             self.content["steps"][name] = outcome
             write_json(self.path, self.content)
@@ -393,7 +350,7 @@ class Report:
 
     def note(self, name: str, evidence: Any) -> None:
         """Write what a step has found so far as a step that was cut off, as the call may be."""
-        outcome = {"code": ENDED, "seconds": 0, "said": CUT_OFF}
+        outcome = {"code": ENDED, "seconds": 0, "said": [CUT_OFF]}
         with self._lock:
             if evidence and self.content["steps"].get(name, {}).get("evidence") != evidence:
                 copied = json.loads(json.dumps(evidence))
@@ -429,7 +386,9 @@ class Report:
 
 def _line(name: str, outcome: Mapping[str, Any]) -> str:
     words = json.dumps(outcome["said"])[: 6000 if name.startswith("speed") else 400]
-    return f"{'ok ' if outcome['code'] == 0 else 'BAD'} {outcome['seconds']:>5} s {name}: {words}"
+    then = f", then skipped: {outcome['then']}" if "then" in outcome else ""
+    is_right = outcome["code"] == 0
+    return f"{'ok ' if is_right else 'BAD'} {outcome['seconds']:>5} s {name}: {words}{then}"
 
 
 def run(step: Step, report: Report, scratch: Path, ends: float) -> None:
@@ -542,7 +501,7 @@ def main() -> int:
     prepare()
     report = Report(options.out)
     with tempfile.TemporaryDirectory() as scratch:
-        for stage in in_order(options.phase):
+        for stage in (stage for phase in options.phase for stage in stages(phase)):
             run_stage(stage, report, Path(scratch), ends)
     print(report.summary())
     return report.exit_code()

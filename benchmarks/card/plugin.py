@@ -25,7 +25,6 @@ each process that has imported lays a ``held`` of its own."""
 FILL = "INDEXCACHE_CARD_FILL"
 """Variable that says that the KV pool is to be filled, for a decode without a prefill."""
 BEGIN, HELD, WATCH, SEEN = "begin", "held", "watch", "seen.json"
-_PATIENCE = 900.0
 _METADATA = "Metadata-Version: 2.1\nName: indexcache-card\nVersion: 0\n"
 _ENTRY = "[sglang.srt.plugins]\nindexcache_card = benchmarks.card.plugin:register\n"
 
@@ -41,10 +40,10 @@ def site(folder: Path) -> Path:
 
 def register() -> None:
     """Install what the module says; in a process that another started, wait until told to begin."""
-    if multiprocessing.parent_process() is not None:
+    if (parent := multiprocessing.parent_process()) is not None:
         folder = Path(os.environ[FOLDER])
         (folder / f"{HELD}.{os.getpid()}").touch()
-        _wait_for(folder / BEGIN)
+        _wait_for(folder / BEGIN, parent)
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     pool = "sglang.srt.mem_cache.memory_pool.DSATokenToKVPool.__init__"
@@ -57,11 +56,10 @@ def register() -> None:
         HookRegistry.register(target, hook, kind)
 
 
-def _wait_for(file: Path) -> None:
-    ends = time.monotonic() + _PATIENCE
+def _wait_for(file: Path, parent: multiprocessing.process.BaseProcess) -> None:
     while not file.exists():
-        if time.monotonic() > ends:
-            raise SystemExit(f"{file} was never written")
+        if not parent.is_alive():
+            raise SystemExit(f"the server ended before {file} was written")
         time.sleep(0.02)
 
 

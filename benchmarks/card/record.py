@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from benchmarks import engine_kernels
 from benchmarks.card import served
 from benchmarks.card.phases import RECORD, SKIPPED, is_shown
 from benchmarks.kernels.speed import LISTS_KEPT
-from benchmarks.kernels.workloads import OVERLAP, Workload, workloads
+from benchmarks.kernels.workloads import OVERLAP, Family, Workload, workloads
 from benchmarks.records import RESULTS, markdown, read_arguments
 from sglang_indexcache.lab.latency.tables import NOT_MEASURED
 from sglang_indexcache.lab.runs.provenance import output_lines
@@ -32,6 +32,16 @@ LAYERS, FULL_LAYERS, ROWS, CONTEXT = 78, 20, 8192, 122_880
 """The composed sum is of GLM-5, which keeps a quarter of its indexers."""
 NOT_OF_THE_MACHINE = ("date", "commit", "version", "kernels")
 WORKLOADS = {str(work): work for work in workloads()}
+SHOWN_HEADS = (8, 32)
+"""Heads that README shows: GLM-5's indexer, and its attention on a GPU of eight and of two."""
+NAMES: dict[Family, str] = {
+    "select_prefill": "selection in prefill",
+    "select_decode": "selection in decode",
+    "mla_prefill": "attention in prefill",
+    "mla_decode": "attention in decode",
+}
+Kind: TypeAlias = tuple[Family, int, bool]
+"""An operation in a phase, its heads, and whether the cache is FP8."""
 COUNTER_NAMES = {
     "gpu__time_duration.sum": "time",
     "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active": "tensor cores, %",
@@ -265,51 +275,49 @@ def _times_of(record: Mapping[str, Any], work: Workload) -> dict[str, float]:
     return {name: microseconds(row, name)[0] for name in row["times"]}
 
 
+def _table(
+    record: Mapping[str, Any],
+    families: Sequence[str],
+    header: Sequence[str],
+    cells: Callable[[Workload, Mapping[str, Any]], Sequence[Any]],
+) -> str:
+    """Return a row for each timed shape of some families; none where there are no cells."""
+    rows = [
+        ("prefill" if work.is_prefill else "decode", *columns)
+        for family in families
+        for work, row in sorted(timed(record, family), key=lambda pair: _shape(pair[0]))
+        if (columns := cells(work, row))
+    ]
+    return markdown(("", *header), rows)
+
+
 def select_table(record: Mapping[str, Any]) -> str:
     """Return logits and selection, ours beside SGLang's default and the fastest it can run."""
-    rows = []
-    for family in ("select_prefill", "select_decode"):
-        for work, row in sorted(timed(record, family), key=lambda pair: _shape(pair[0])):
-            default, best = engine_kernels.engine_default(work), fastest(row, work)
-            rows.append(
-                (
-                    "prefill" if work.is_prefill else "decode",
-                    work.heads,
-                    f"{work.rows:,}",
-                    f"{work.context // 1024}K",
-                    _cell(row, default),
-                    _cell(row, best),
-                    _cell(row, OURS),
-                    _ratio(row, default),
-                    _ratio(row, best),
-                )
-            )
-    header = ("", "heads", "rows", "tokens", "SGLang's default", "its fastest", "ours")
-    return markdown((*header, "over the default", "over the fastest"), rows)
+
+    def cells(work: Workload, row: Mapping[str, Any]) -> Sequence[Any]:
+        default, best = engine_kernels.engine_default(work), fastest(row, work)
+        shape = (work.heads, f"{work.rows:,}", f"{work.context // 1024}K")
+        times = (_cell(row, name) for name in (default, best, OURS))
+        return (*shape, *times, _ratio(row, default), _ratio(row, best))
+
+    header = ("heads", "rows", "tokens", "SGLang's default", "its fastest", "ours")
+    header += ("over the default", "over the fastest")
+    return _table(record, ("select_prefill", "select_decode"), header, cells)
 
 
 def attention_table(record: Mapping[str, Any]) -> str:
     """Return sparse MLA, ours beside SGLang's default and what else was timed."""
-    rows = []
-    for family in ("mla_prefill", "mla_decode"):
-        for work, row in sorted(timed(record, family), key=lambda pair: _shape(pair[0])):
-            default = engine_kernels.engine_default(work)
-            if default not in row["times"]:
-                continue  # FlashAttention 3 did not travel: nothing to hold ours beside
-            rows.append(
-                (
-                    "prefill" if work.is_prefill else "decode",
-                    "FP8" if work.fp8 else "bfloat16",
-                    work.heads,
-                    f"{work.rows:,}",
-                    _cell(row, default),
-                    _cell(row, OURS),
-                    _ratio(row, default),
-                    _ratio(row, default, LISTS_KEPT),
-                )
-            )
-    header = ("", "cache", "heads", "rows", "FlashMLA", "ours", "faster")
-    return markdown((*header, "lists kept"), rows)
+
+    def cells(work: Workload, row: Mapping[str, Any]) -> Sequence[Any]:
+        default = engine_kernels.engine_default(work)
+        if default not in row["times"]:
+            return ()  # FlashAttention 3 did not travel: nothing to hold ours beside
+        shape = ("FP8" if work.fp8 else "bfloat16", work.heads, f"{work.rows:,}")
+        gains = (_ratio(row, default), _ratio(row, default, LISTS_KEPT))
+        return (*shape, _cell(row, default), _cell(row, OURS), *gains)
+
+    header = ("cache", "heads", "rows", "FlashMLA", "ours", "faster", "lists kept")
+    return _table(record, ("mla_prefill", "mla_decode"), header, cells)
 
 
 def others_table(record: Mapping[str, Any]) -> str:
@@ -344,6 +352,75 @@ def counters_table(record: Mapping[str, Any]) -> str:
         if kernel in record["counters"]
     ]
     return markdown(("kernel", *COUNTER_NAMES.values()), rows)
+
+
+def gains(record: Mapping[str, Any]) -> dict[Kind, list[float]]:
+    """Return the time of SGLang's fastest over ours, of each shape in which its default was timed.
+
+    Each run that timed ours beside any rival gives a ratio, and the least counts.
+    """
+    ratios: dict[str, list[float]] = {}
+    with_default: set[str] = set()
+    for row in speed_of(record):
+        work, times = WORKLOADS[row["workload"]], row["times"]
+        rival = fastest(row, work)
+        if OURS in times and rival is not None:
+            ours, theirs = (microseconds(row, name)[0] for name in (OURS, rival))
+            ratios.setdefault(row["workload"], []).append(theirs / ours)
+            with_default |= {str(work)} if engine_kernels.engine_default(work) in times else set()
+    kinds: dict[Kind, list[float]] = {}
+    for name, work in WORKLOADS.items():
+        each = kinds.setdefault((work.family, work.heads, work.fp8), [])
+        each += [min(ratios[name])] if name in with_default else []
+    return kinds
+
+
+def _span(ratios: Sequence[float]) -> str:
+    least, most = f"{min(ratios):.2f}", f"{max(ratios):.2f}"
+    return f"{least}x" if least == most else f"{least} to {most}x"
+
+
+def measured_table(record: Mapping[str, Any]) -> str:
+    """Return in how many shapes of each kind ours won."""
+    rows = [
+        (
+            NAMES[family],
+            heads,
+            ("FP8" if is_fp8 else "bfloat16") if family.startswith("mla") else "",
+            f"{sum(ratio > 1 for ratio in ratios)} of {len(ratios)}" if ratios else "",
+            _span(ratios) if ratios else NOT_MEASURED,
+        )
+        for (family, heads, is_fp8), ratios in gains(record).items()
+    ]
+    return markdown(("", "heads", "cache", "ours faster", "over SGLang's fastest"), rows)
+
+
+def line(record: Mapping[str, Any]) -> str:
+    """Return what README says of the card: right or not, how fast, and what was not measured."""
+    steps = last_steps(record)
+    grids = [step["said"] for name, step in steps.items() if name.startswith("grid ")]
+    right, wrong = (sum(grid[key] for grid in grids) for key in ("passed", "failed"))
+    cases = f"{right} of {right + wrong} cases right" if grids else f"cases **{NOT_MEASURED}**"
+    spans = [
+        f"{NAMES[family]}, {heads} heads{', FP8' * is_fp8}, {_span(ratios)}"
+        for (family, heads, is_fp8), ratios in gains(record).items()
+        if heads in SHOWN_HEADS and ratios
+    ]
+    speed = "; ".join(spans) or f"**{NOT_MEASURED}**"
+    servers = [
+        f"{name.removeprefix('served ')} {test['prompts compared']} of "
+        f"{test['prompts compared'] + test['left out']} prompts"
+        for name, step in steps.items()
+        for test in step.get("tests", {}).values()
+        if is_shown(step) and "prompts compared" in test
+    ]
+    served = ", ".join(servers) or f"**{NOT_MEASURED}**"
+    return (
+        f"Our kernels on {record['machine']['name']}: {cases}. "
+        f"Speed-up over SGLang's fastest (above 1x ours is faster): {speed}. "
+        "A server of ours with SGLang's kernels gave stock SGLang's greedy tokens on every prompt "
+        f"on which stock repeats its own: {served}.\n"
+    )
 
 
 def _shape(work: Workload) -> tuple[bool, int, int, int]:

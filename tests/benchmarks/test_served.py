@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import sys
 import tarfile
 import time
@@ -231,6 +232,14 @@ def test_caches_are_taken_over_only_where_they_fit(
     assert "nvcc differ" in servers.keep_caches({**here, "nvcc": "2"})
     assert servers.keep_caches(here) == "carried kernels are taken"
     assert (tmp_path / "second" / "caches" / "triton" / "kernel").read_text() == "made"
+
+
+def test_a_held_process_ends_with_its_server(tmp_path: Path) -> None:
+    """A killed call takes the server along; what that had started waited on for minutes."""
+    server = multiprocessing.get_context("fork").Process(target=time.sleep, args=(0.5,))
+    server.start()
+    with pytest.raises(SystemExit, match="ended before"):
+        plugin._wait_for(tmp_path / "begin", server)
 
 
 def test_the_plugin_is_found_by_its_folder_alone(tmp_path: Path) -> None:

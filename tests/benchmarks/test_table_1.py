@@ -120,8 +120,8 @@ def test_what_has_waited_goes_through_but_for_times(
     for name, value in stage.variables(tmp_path).items():
         monkeypatch.setenv(name, value)
     report = phases.Report(tmp_path / "out")
-    kernels, asked, _speed = phases.waited()
-    steps = [replace(step, needs=(), seconds=1500) for step in (*kernels, *asked)]
+    (kernel, *_), asked, _speed = phases.waited()
+    steps = [replace(step, needs=(), seconds=1500) for step in (kernel, *asked)]
     phases.run_stage(steps, report, tmp_path, time.monotonic() + 1500, workers=1)
     results = json.loads(report.path.read_text())["steps"]
     assert {name: step["code"] for name, step in results.items()} == {
