@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -122,8 +121,8 @@ def compare(
     ]
 
 
-Changes = list[list[TokenChanges]]
-"""Changes by a pattern, for each batch and sequence."""
+Changes = list[TokenChanges]
+"""Changes by a pattern, for each sequence."""
 
 
 def _changes(evaluator: TokenEvaluator, patterns: Sequence[Pattern]) -> list[Changes]:
@@ -133,7 +132,7 @@ def _changes(evaluator: TokenEvaluator, patterns: Sequence[Pattern]) -> list[Cha
     """
     batches = range(len(evaluator.batch_tokens))
     cells = [(pattern, batch) for batch in batches for pattern in dict.fromkeys(patterns)]
-    changes: dict[tuple[Pattern, int], list[TokenChanges]] = {}
+    changes: dict[tuple[Pattern, int], TokenChanges] = {}
 
     def measure(cell: tuple[Pattern, int]) -> None:
         [changes[cell]] = evaluator.changes(cell[0], [cell[1]])
@@ -146,12 +145,11 @@ def _compare(
     data: Calibration, reference: Pattern, base: Changes, pattern: Pattern, after: Changes
 ) -> Comparison:
     full, judged = (
-        [Judged.of(*pair) for pair in zip(changes, data.batch_kinds, strict=True)]
+        [Judged.of(*pair) for pair in zip(changes, data.kinds, strict=True)]
         for changes in (base, after)
     )
-    rows = (list(chain.from_iterable(changes)) for changes in (base, after))
-    added = _added(*rows, kinds=data.kinds)
-    faithfulness = Faithfulness.of(judged, full, data.batch_documents)
+    added = _added(base, after, kinds=data.kinds)
+    faithfulness = Faithfulness.of(judged, full, data.documents)
     return Comparison(reference, pattern, faithfulness, _trend(added, data.documents))
 
 

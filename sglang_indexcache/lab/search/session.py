@@ -51,9 +51,7 @@ def run_search(
         open_journal(output / JOURNAL, identity) as journal,
     ):
         calibration = setup.calibration
-        ledger = Ledger(
-            evaluator, journal, calibration.held_out, documents=calibration.batch_documents
-        )
+        ledger = Ledger(evaluator, journal, calibration.held_out, documents=calibration.documents)
         search = Search(ledger, targets, method)
         folder = OutputFolder(output, search, setup, identity, figures)
         print_plan(console, plan(setup, targets, method, rate))
