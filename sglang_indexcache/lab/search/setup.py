@@ -17,9 +17,7 @@ from sglang_indexcache.lab.search.evaluators import Evaluator
 from sglang_indexcache.lab.search.reading import prepare
 from sglang_indexcache.library.digest import checkpoint_digest
 from sglang_indexcache.library.files import ModelInfo, entry_name
-from sglang_indexcache.library.resolve import Library
 from sglang_indexcache.models import RECOGNISED_BY
-from sglang_indexcache.pattern import Pattern
 
 DEFAULT_CONTEXT = 8
 """The default context, in multiples of what a query selects (``index_topk``)."""
@@ -165,7 +163,3 @@ class Setup:
                 f"whose queries select {topk}: few of them have much to choose from. Take "
                 f"{ADVISED_CONTEXT * topk} or more (--context, and data with documents as long).",
             )
-
-    def resolve(self, value: str) -> Pattern:
-        """Resolve a pattern in any form that :meth:`Library.resolve` takes."""
-        return Library.default().resolve(value, self.checkpoint).pattern
