@@ -41,7 +41,6 @@ app = group("Find a pattern for your checkpoint, and compare patterns.")
 InServers = partial(Option, rich_help_panel=SERVERS)
 InData = partial(Option, rich_help_panel="Data")
 InSearch = partial(Option, rich_help_panel="Search")
-InCost = partial(Option, rich_help_panel="Cost")
 
 # fmt: off
 Urls = Annotated[list[str] | None, InServers("--url", metavar="URL", help=
@@ -77,10 +76,8 @@ Method = Annotated[str | None, InSearch("--method", metavar="METHOD", help=
     "outputs, without --url. Servers need --enable-return-indexer-topk, but for greedy.")]
 KeepFull = Annotated[str, InSearch("--keep-full", metavar="LAYERS", help=
     "Layers that stay F, such as 3,5,10-12.")]
-DryRun = Annotated[bool, InCost("--dry-run", help=
+DryRun = Annotated[bool, InSearch("--dry-run", help=
     "Read the data, say what the search would do and cost, and end.")]
-TokensPerSecond = Annotated[float | None, InCost("--rate", min=1.0, metavar="TOKENS", help=
-    "Tokens that all servers together prefill in a second at this context, to foretell hours.")]
 Compared = Annotated[list[str], Argument(metavar="[NAME=]PATTERN", help=
     "Two patterns or more, in any form, NAME for the results. The first is the reference.")]
 ComparedDocuments = Annotated[int | None, InData("--held-out", metavar="N", help=
@@ -108,7 +105,6 @@ def run_command(
     method: Method = None,
     keep_full: KeepFull = "",
     dry_run: DryRun = False,
-    rate: TokensPerSecond = None,
     figures: Figures = "png",
 ) -> None:
     """Find which layers can lose their indexer. Start it again after any stop: it resumes.
@@ -116,7 +112,7 @@ def run_command(
     Example: indexcache search run --model MODEL --url http://127.0.0.1:30000 --data chats.jsonl
     -o found/
     """
-    from sglang_indexcache.lab.runs.cost import Rate, print_plan
+    from sglang_indexcache.lab.runs.cost import print_plan
     from sglang_indexcache.lab.search.methods import (
         METHODS,
         METHODS_OF_SERVERS,
@@ -146,12 +142,11 @@ def run_command(
     )
     rules = Constraints.make(setup.checkpoint.own, parse_layers(keep_full))
     targets = parse_targets(target, rules)
-    prefill_rate = Rate(rate, "given by --rate") if rate else None
     if dry_run:
-        print_plan(out, plan(setup, targets, chosen, prefill_rate))
+        print_plan(out, plan(setup, targets, chosen))
     else:
         evaluator = measuring(setup.calibration)
-        run_search(setup, evaluator, targets, chosen, output, out, prefill_rate, figures)
+        run_search(setup, evaluator, targets, chosen, output, out, figures)
 
 
 @app.command("compare", cls=Command)
