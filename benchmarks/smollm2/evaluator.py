@@ -105,7 +105,7 @@ class LeanEvaluator:
                 under.argmax(-1) == text,
             )
             values[:, places] = torch.stack([each.double() for each in part]).cpu().numpy()
-        return Judged.of([TokenChanges(*values)], [kinds])
+        return Judged.of(TokenChanges(*values), kinds)
 
     def _predictions(
         self, pattern: Pattern, batch: int, places: torch.Tensor

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from rich.markup import escape
 from typer import Argument, Option
@@ -41,7 +41,6 @@ app = group("Find a pattern for your checkpoint, and compare patterns.")
 InServers = partial(Option, rich_help_panel=SERVERS)
 InData = partial(Option, rich_help_panel="Data")
 InSearch = partial(Option, rich_help_panel="Search")
-InCost = partial(Option, rich_help_panel="Cost")
 
 # fmt: off
 Urls = Annotated[list[str] | None, InServers("--url", metavar="URL", help=
@@ -50,9 +49,6 @@ Urls = Annotated[list[str] | None, InServers("--url", metavar="URL", help=
 AtOnce = Annotated[int | None, InServers("--at-once", min=1, metavar="N", help=
     "Calls that each server has at the same time, one by default. A server with data-parallel "
     "ranks can do with as many.")]
-LowPriority = Annotated[bool, InServers("--low-priority", help=
-    "Let other requests of the servers go first. It needs servers with "
-    "--enable-priority-scheduling.")]
 Dtype = Annotated[str | None, Option("--dtype", metavar="float32|bfloat16", help=
     "Without --url, transformers runs the model in this process: in float32, if not said.")]
 Data = Annotated[str, InData("--data", metavar="PATH", help=
@@ -74,16 +70,14 @@ Target = Annotated[list[str] | None, InSearch("--target", metavar="TARGET", help
     "Where to leave a pattern: a ratio such as 1/4, or a count of F layers. Repeat it. "
     "The default is 1/2, 1/4 and 1/8.")]
 Method = Annotated[str | None, InSearch("--method", metavar="METHOD", help=
-    "How to search. The default, proposals, runs some patterns that one pass proposes and takes "
-    "what stays nearest to all F. one-pass alone runs none (it goes by attention; with --url by "
-    "lists); greedy is the paper's Algorithm 1, similarity the paper's of outputs, without --url. "
-    "Servers need --enable-return-indexer-topk, but for greedy.")]
+    "How to search. The default, proposals, runs some patterns that one pass proposes, exchanges "
+    "layers of the best, and decides by loss and KL to all F. one-pass alone runs none (it goes by "
+    "attention; with --url by lists); greedy is the paper's Algorithm 1, similarity the paper's of "
+    "outputs, without --url. Servers need --enable-return-indexer-topk, but for greedy.")]
 KeepFull = Annotated[str, InSearch("--keep-full", metavar="LAYERS", help=
     "Layers that stay F, such as 3,5,10-12.")]
-DryRun = Annotated[bool, InCost("--dry-run", help=
+DryRun = Annotated[bool, InSearch("--dry-run", help=
     "Read the data, say what the search would do and cost, and end.")]
-TokensPerSecond = Annotated[float | None, InCost("--rate", min=1.0, metavar="TOKENS", help=
-    "Tokens that all servers together prefill in a second at this context, to foretell hours.")]
 Compared = Annotated[list[str], Argument(metavar="[NAME=]PATTERN", help=
     "Two patterns or more, in any form, NAME for the results. The first is the reference.")]
 ComparedDocuments = Annotated[int | None, InData("--held-out", metavar="N", help=
@@ -101,7 +95,6 @@ def run_command(
     api_key: ApiKey = None,
     dtype: Dtype = None,
     at_once: AtOnce = None,
-    low_priority: LowPriority = False,
     data: Data = "machine",
     context: Context = None,
     score: WhichTokens = None,
@@ -112,7 +105,6 @@ def run_command(
     method: Method = None,
     keep_full: KeepFull = "",
     dry_run: DryRun = False,
-    rate: TokensPerSecond = None,
     figures: Figures = "png",
 ) -> None:
     """Find which layers can lose their indexer. Start it again after any stop: it resumes.
@@ -120,7 +112,7 @@ def run_command(
     Example: indexcache search run --model MODEL --url http://127.0.0.1:30000 --data chats.jsonl
     -o found/
     """
-    from sglang_indexcache.lab.runs.cost import Rate, print_plan
+    from sglang_indexcache.lab.runs.cost import print_plan
     from sglang_indexcache.lab.search.methods import (
         METHODS,
         METHODS_OF_SERVERS,
@@ -132,7 +124,7 @@ def run_command(
 
     servers = connect(url, api_key)
     chosen = find_method(method, METHODS_OF_SERVERS if servers else METHODS)
-    measuring = _measuring(model, servers, dtype, at_once, low_priority)
+    measuring = _measuring(model, servers, dtype, at_once)
     least_held_out = None
     if held_out is None:
         # A check takes many times what a search by pairs does.
@@ -150,12 +142,11 @@ def run_command(
     )
     rules = Constraints.make(setup.checkpoint.own, parse_layers(keep_full))
     targets = parse_targets(target, rules)
-    prefill_rate = Rate(rate, "given by --rate") if rate else None
     if dry_run:
-        print_plan(out, plan(setup, targets, chosen, prefill_rate))
+        print_plan(out, plan(setup, targets, chosen))
     else:
         evaluator = measuring(setup.calibration)
-        run_search(setup, evaluator, targets, chosen, output, out, prefill_rate, figures)
+        run_search(setup, evaluator, targets, chosen, output, out, figures)
 
 
 @app.command("compare", cls=Command)
@@ -167,7 +158,6 @@ def compare_command(
     api_key: ApiKey = None,
     dtype: Dtype = None,
     at_once: AtOnce = None,
-    low_priority: LowPriority = False,
     data: Data = "machine",
     context: Context = None,
     score: WhichTokens = None,
@@ -192,7 +182,7 @@ def compare_command(
     reference_title, *titles = [name_and_pattern(value)[0] for value in patterns]
     reference, *candidates = _resolve(model, patterns)
     servers = connect(url, api_key)
-    measuring = _measuring(model, servers, dtype, at_once, low_priority)
+    measuring = _measuring(model, servers, dtype, at_once)
     read = Setup.read(
         model,
         data,
@@ -228,22 +218,21 @@ def _measuring(
     servers: Sequence[Engine],
     dtype: str | None,
     at_once: int | None,
-    low_priority: bool,
 ) -> Callable[[Calibration], TokenEvaluator]:
     """Choose the evaluator by a command's options; nothing is loaded or asked yet."""
     from sglang_indexcache.checkpoint import Checkpoint, fp8_blocks
     from sglang_indexcache.lab.client.pool import Pool
     from sglang_indexcache.lab.search.lists import ReturningEvaluator
 
-    server_options = {"--at-once": at_once, "--low-priority": low_priority}
     if servers:
         if dtype:
             raise SearchError("--dtype is for transformers; a server has its own")
-        load: dict[str, Any] = {"at_once": at_once or 1, "low_priority": low_priority}
-        checkpoint = Checkpoint.read(model)
-        return lambda data: ReturningEvaluator(Pool(servers, tell=_tell, **load), data, checkpoint)
-    if flag := next((flag for flag, value in server_options.items() if value), None):
-        raise SearchError(f"{flag} is for the servers of --url")
+        calls, checkpoint = at_once or 1, Checkpoint.read(model)
+        return lambda data: ReturningEvaluator(
+            Pool(servers, at_once=calls, tell=_tell), data, checkpoint
+        )
+    if at_once:
+        raise SearchError("--at-once is for the servers of --url")
     if dtype not in (None, "float32", "bfloat16"):
         raise SearchError(f"--dtype is float32 or bfloat16, got {dtype!r}")
     fp8_blocks(model)

@@ -282,15 +282,15 @@ def test_pairs_of_layers_compare_as_in_transformers(
     # Rows as long as transformers', so that torch.topk takes the same ones of equal scores.
     monkeypatch.setattr("benchmarks.smollm2.lean.BLOCK", 256)
     ids = tuple(searched.rows[1].ids.tolist())
-    data = SimpleNamespace(batches=[[ids]], batch_tokens=(len(ids),))
+    data = SimpleNamespace(sequences=[ids], batch_tokens=(len(ids),))
     reference = TransformersEvaluator(deep, cast("Calibration", data))
     # Two forwards round differently, so a few queries select another last token.
     np.testing.assert_allclose(searched.similarity(1), reference.similarity(0), atol=1e-3)
     counted = np.zeros(len(ids) - 1, dtype=bool)
     counted[torch.cat([searched.rows[1].text, searched.rows[1].recall]) - 1] = True
-    data.batch_counted = [[counted]]
+    data.counted = [counted]
     np.testing.assert_allclose(searched.kept_mass(1), reference.kept_mass(0), atol=2e-3)
-    data.batch_kinds = [[searched.rows[1].kinds]]
+    data.kinds = [searched.rows[1].kinds]
     pattern = Pattern("FFSFS")
     [mine], [its] = searched.judge(pattern, [1]), reference.judge(pattern, [0])
     assert mine.loss == pytest.approx(its.loss, abs=1e-3)

@@ -42,7 +42,6 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def live(glm: Path, serve: Serve, library: Path) -> Iterator[Client]:
     arguments = ("--dtype", "float32", "--indexcache-mode", "live")
-    arguments += ("--enable-priority-scheduling", "--default-priority-value", "0")
     with serve(glm, *arguments, SGLANG_INDEXCACHE_LIBRARY=str(library)) as client:
         yield client
 
@@ -52,12 +51,12 @@ def test_served_losses_are_transformers(live: Client, glm: Path) -> None:
 
     oracle = Oracle(glm, torch.float32, first_of_ties=False)
     ids = [decided_prompt(oracle, 200 + i, Pattern("FSSSFS"))[:200] for i in range(4)]
-    data = Calibration(tuple(map(tuple, ids)), 2, "test")
+    data = Calibration(tuple(map(tuple, ids)), "test")
     remote, local = ServedEvaluator(Pool([live]), data), TransformersEvaluator(glm, data)
-    assert remote.batch_tokens == local.batch_tokens == (400, 400)
+    assert remote.batch_tokens == local.batch_tokens == (200,) * 4
     for text in PATTERNS:
-        ours = remote.loss(Pattern(text), [0, 1])
-        theirs = local.loss(Pattern(text), [0, 1])
+        ours = remote.loss(Pattern(text), range(4))
+        theirs = local.loss(Pattern(text), range(4))
         assert ours == pytest.approx(theirs, abs=1e-3)
         assert live.states()[0].pattern == "FFFFFF"  # what others get is as it was
 
@@ -68,10 +67,10 @@ def test_served_changes_are_transformers(live: Client, glm: Path) -> None:
 
     oracle = Oracle(glm, torch.float32, first_of_ties=False)
     ids = [decided_prompt(oracle, 300 + i, Pattern("FSSSFS"))[:200] for i in range(2)]
-    data = Calibration(tuple(map(tuple, ids)), 1, "test")
+    data = Calibration(tuple(map(tuple, ids)), "test")
     remote, local = ServedEvaluator(Pool([live]), data), TransformersEvaluator(glm, data)
     for text in ("FFFFFF", "FSSSFS"):
-        for [mine], [its] in zip(
+        for mine, its in zip(
             remote.changes(Pattern(text), [0, 1]), local.changes(Pattern(text), [0, 1]), strict=True
         ):
             assert mine.loss == pytest.approx(its.loss, abs=1e-3)
@@ -83,7 +82,7 @@ def test_served_changes_are_transformers(live: Client, glm: Path) -> None:
 def test_a_repeated_evaluation_uses_no_cache(live: Client) -> None:
     """The same sequences again, and sequences that share a prefix."""
     shared = prompt(128, 1)
-    data = Calibration(tuple(tuple(shared + prompt(72, i)) for i in range(3)), 1, "test")
+    data = Calibration(tuple(tuple(shared + prompt(72, i)) for i in range(3)), "test")
     evaluator = ServedEvaluator(Pool([live]), data)
     pattern = Pattern("FSFSFS")
     first = evaluator.loss(pattern, [0, 1, 2])
@@ -155,7 +154,7 @@ def test_a_search_under_other_traffic(
     with ThreadPoolExecutor(len(names)) as pool:
         traffic_there = [pool.submit(traffic, number) for number in range(len(names))]
         try:
-            busy = search_into(tmp_path, glm, live, at_once=3, low_priority=True)
+            busy = search_into(tmp_path, glm, live, at_once=3)
         finally:
             is_over.set()
         counts = [task.result() for task in traffic_there]

@@ -197,7 +197,7 @@ def returned_selections(client: Client, model: Path) -> None:
     client.flush_cache()
     reply = _ask(client, length, tokens=steps, return_indexer_topk=True)
     ids = prompt(length) + reply["output_ids"][:-1]
-    evaluator = TransformersEvaluator(model, Calibration((tuple(ids),), 1, "rehearsal"))
+    evaluator = TransformersEvaluator(model, Calibration((tuple(ids),), "rehearsal"))
     buffer = np.frombuffer(b64decode(reply["meta_info"]["indexer_topk"]), dtype=np.int32)
     lists = buffer.reshape(len(ids), len(pattern), -1)[:, :, : evaluator.topk]
     expected = evaluator.selected(tuple(ids), pattern)

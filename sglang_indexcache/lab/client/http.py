@@ -23,9 +23,6 @@ _AWAY = (httpx.TimeoutException, httpx.NetworkError, httpx.RemoteProtocolError)
 
 _BUSY = httpx.codes.TOO_MANY_REQUESTS
 
-_FAR = 1_000_000
-"""Between the priority of work that can wait and that of the rest; SGLang lets a request take the
-place of a running one where they are more than 10 apart."""
 
 _ADMIN_PATHS = ("/set_internal_state", "/flush_cache")
 """Where SGLang wants its admin key, if it was started with one."""
@@ -130,22 +127,6 @@ class Client:
                 "--attention-backend indexcache."
             )
         return states
-
-    def low_priority(self) -> int:
-        """Return the ``priority`` of requests that shall wait for all others, as it counts here.
-
-        Raises:
-            ServerError: the server does not go by priorities.
-        """
-        info = self.server_info()
-        usual = info.get("default_priority_value")
-        if not info.get("enable_priority_scheduling") or usual is None:
-            raise ServerError(
-                f"the server at {self.url} cannot let some requests wait for others. Start it with "
-                "--enable-priority-scheduling --default-priority-value 0."
-            )
-        sign = 1 if info.get("schedule_low_priority_values_first") else -1
-        return int(usual) + sign * _FAR
 
     def switch_pattern(self, value: str) -> list[RankState]:
         """Make ``value`` the pattern of a server in live mode, for requests that name none.

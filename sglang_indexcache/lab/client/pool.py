@@ -23,9 +23,8 @@ _Answer = TypeVar("_Answer")
 class _Slot:
     """An engine of the pool, itself an engine; what it serves is checked around every call."""
 
-    def __init__(self, engine: Engine, at_once: int, low_priority: bool) -> None:
-        self._engine, self._at_once, self._low_priority = engine, at_once, low_priority
-        self._urgency: dict[str, int] = {}
+    def __init__(self, engine: Engine, at_once: int) -> None:
+        self._engine, self._at_once = engine, at_once
         self.calls = self.failures = 0
         self.rests_until = 0.0
         self.checkpoint: tuple[str, str] | None = None
@@ -37,23 +36,17 @@ class _Slot:
     def meet(self) -> tuple[str, str]:
         """Return what the engine serves, by its first answer."""
         if self.checkpoint is None:
-            checkpoint = self._read_checkpoint()
-            if self._low_priority:
-                self._urgency = {"priority": self._engine.low_priority()}
-            self.checkpoint = checkpoint
+            self.checkpoint = self._read_checkpoint()
         return self.checkpoint
 
     def states(self) -> list[RankState]:
         return self._engine.states()
 
-    def low_priority(self) -> int:
-        return self._engine.low_priority()
-
     def generate(self, *, timeout: float | None = None, **body: Any) -> Any:
         self._check()
         if timeout is not None:  # it may wait for the others
             timeout *= self._at_once
-        replies = self._engine.generate(timeout=timeout, **body, **self._urgency)
+        replies = self._engine.generate(timeout=timeout, **body)
         self._check()
         return replies
 
@@ -89,7 +82,6 @@ class Pool:
 
     Args:
         at_once: calls that each engine has at the same time.
-        low_priority: let the engines' other requests go first.
         tell: is given one line whenever an engine leaves or comes back.
         patience: seconds for which a call is tried again.
 
@@ -103,7 +95,6 @@ class Pool:
         engines: Sequence[Engine],
         *,
         at_once: int = 1,
-        low_priority: bool = False,
         tell: Callable[[str], None] = print,
         patience: float = PATIENCE,
     ) -> None:
@@ -112,7 +103,7 @@ class Pool:
         self.in_flight = len(engines) * at_once
         self._at_once, self._tell, self._patience = at_once, tell, patience
         self._changed = threading.Condition()
-        self._slots = [_Slot(engine, at_once, low_priority) for engine in engines]
+        self._slots = [_Slot(engine, at_once) for engine in engines]
         self._checkpoint: tuple[str, str] | None = None
         for slot in self._slots:
             try:

@@ -38,9 +38,6 @@ class Engine(Protocol):
     def generate(self, *, timeout: float | None = None, **body: Any) -> Any:
         """Call SGLang's native generate, for a list of prompts; ``timeout`` in seconds."""
 
-    def low_priority(self) -> int:
-        """Return the ``priority`` of requests that shall wait for all others."""
-
 
 @dataclass(frozen=True)
 class Prompt:

@@ -34,7 +34,7 @@ from sglang_indexcache.lab.evaluate.evaluation_plan import (
 from sglang_indexcache.lab.evaluate.servers import Asking, Servers
 from sglang_indexcache.lab.evaluate.tasks.context import Context
 from sglang_indexcache.lab.evaluate.verdict import DECIDED, Kind, Look, verdicts_of
-from sglang_indexcache.lab.runs.cost import Cost, Rate, print_plan
+from sglang_indexcache.lab.runs.cost import print_plan, time_in_words
 from sglang_indexcache.lab.runs.progress import progress_at_most, resumable, resuming
 from sglang_indexcache.lab.runs.provenance import commit, versions
 from sglang_indexcache.lab.stats.bounds import Estimate
@@ -242,9 +242,12 @@ class Run:
         # The longest are asked first, and theirs is the slowest rate.
         if computed and not self._is_timed and context.length == max(self._start.lengths):
             self._is_timed = True
-            longest = Rate(computed / seconds, "measured at the longest")
-            total = Cost(self._tokens, longest)
-            self._tell(f"the plan takes at most {total.hours_in_words()}")
+            rate = computed / seconds
+            hours = time_in_words(self._tokens / rate / 3600)
+            self._tell(
+                f"the plan takes at most {hours} at {rate:,.0f} tokens a second (measured at the "
+                "longest)"
+            )
 
     def _ask_with_retries(
         self, context: Context, askings: Sequence[Asking]

@@ -1,7 +1,7 @@
 """Calibration data: documents in, token sequences out, the same ones every time.
 
-The paper's "calibration set": B mini-batches on which every candidate pattern is evaluated. A
-sequence is one document, or a piece of one: never two, which would attend to each other.
+The paper's "calibration set": B mini-batches on which every candidate pattern is evaluated. A batch
+is one sequence: a document, or a piece of one, never two, which would attend to each other.
 """
 
 from __future__ import annotations
@@ -81,11 +81,11 @@ class Objective:
 
 @dataclass(frozen=True, eq=False)
 class Calibration:
-    """Token sequences, cut into batches.
+    """Token sequences, a batch each.
 
     Attributes:
         sequences: each ``[length]`` token ids; lengths may differ.
-        held_out: batches at the end that a search must not search on.
+        held_out: sequences at the end that a search must not search on.
         kinds: for each sequence ``[length - 1]`` uint8, what a loss counts each prediction as
             (entry i predicts token i + 1), see :mod:`.recall`; all as text if not given.
         documents: number of the text that each sequence is cut from; each its own if not given.
@@ -94,11 +94,10 @@ class Calibration:
         held_out_reading, held_out_warning: the same of the held-out part by itself.
 
     Raises:
-        SearchError: a batch without a counted prediction.
+        SearchError: a sequence without a counted prediction.
     """
 
     sequences: tuple[tuple[int, ...], ...]
-    per_batch: int
     source: str
     held_out: int = 0
     kinds: tuple[Kinds, ...] = ()
@@ -115,39 +114,24 @@ class Calibration:
             object.__setattr__(self, "kinds", all_predictions)
         if not self.documents:
             object.__setattr__(self, "documents", tuple(range(len(self.sequences))))
-        for number, masks in enumerate(self.batch_counted):
-            if not any(mask.any() for mask in masks):
+        for number, mask in enumerate(self.counted):
+            if not mask.any():
                 raise SearchError(f"no prediction of calibration batch {number} counts")
 
     @property
-    def batches(self) -> list[tuple[tuple[int, ...], ...]]:
-        """The sequences of each batch."""
-        return [self.sequences[i : i + self.per_batch] for i in self._starts]
-
-    @property
-    def batch_kinds(self) -> list[tuple[Kinds, ...]]:
-        """Kinds of the predictions of each batch's sequences."""
-        return [self.kinds[i : i + self.per_batch] for i in self._starts]
-
-    @property
-    def batch_counted(self) -> list[tuple[Mask, ...]]:
-        """Masks of the predictions that count, of each batch's sequences."""
-        return [tuple(kinds > 0 for kinds in batch) for batch in self.batch_kinds]
+    def counted(self) -> list[Mask]:
+        """Masks of the predictions that count, of each sequence."""
+        return [kinds > 0 for kinds in self.kinds]
 
     @property
     def batch_tokens(self) -> tuple[int, ...]:
-        """Tokens of each batch."""
-        return tuple(sum(map(len, batch)) for batch in self.batches)
-
-    @property
-    def batch_documents(self) -> tuple[int, ...]:
-        """Number of the text that each batch's first sequence is cut from."""
-        return tuple(self.documents[i] for i in self._starts)
+        """Tokens of each sequence."""
+        return tuple(map(len, self.sequences))
 
     @property
     def digest(self) -> str:
-        """SHA-256 over tokens, what counts and the batching: the same exactly when the data is."""
-        content = hashlib.sha256(f"{self.per_batch}\n".encode())
+        """SHA-256 over tokens and what counts: the same exactly when the data is."""
+        content = hashlib.sha256()
         for sequence, kinds in zip(self.sequences, self.kinds, strict=True):
             content.update((",".join(map(str, sequence)) + "\n").encode())
             content.update(kinds.tobytes())
@@ -155,16 +139,15 @@ class Calibration:
 
     @property
     def size(self) -> str:
-        """Batches that are searched on, and the lengths of their sequences, in words."""
-        lengths = [len(ids) for ids in self.sequences]
-        shortest, longest = min(lengths), max(lengths)
+        """Sequences that are searched on, and their lengths, in words."""
+        shortest, longest = min(self.batch_tokens), max(self.batch_tokens)
         length = f"{longest}" if shortest == longest else f"{shortest} to {longest}"
-        return f"{len(self._starts) - self.held_out} batches of {self.per_batch} x {length} tokens"
+        return f"{len(self.sequences) - self.held_out} batches of {length} tokens"
 
     @property
     def counts(self) -> str:
         """Counted predictions of a batch, in words."""
-        totals = [sum(int(mask.sum()) for mask in masks) for masks in self.batch_counted]
+        totals = [int(mask.sum()) for mask in self.counted]
         return f"{min(totals)}" if min(totals) == max(totals) else f"{min(totals)} to {max(totals)}"
 
     @property
@@ -176,8 +159,8 @@ class Calibration:
         return ", ".join(KINDS[kind] for kind in sorted(present))
 
     def held_out_alone(self) -> Calibration:
-        """Return the batches that a search must not search on."""
-        start = len(self.sequences) - self.held_out * self.per_batch
+        """Return the sequences that a search must not search on."""
+        start = len(self.sequences) - self.held_out
         return replace(
             self,
             sequences=self.sequences[start:],
@@ -187,7 +170,3 @@ class Calibration:
             warning=self.held_out_warning,
             held_out=0,
         )
-
-    @property
-    def _starts(self) -> range:
-        return range(0, len(self.sequences), self.per_batch)

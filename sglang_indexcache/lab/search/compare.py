@@ -1,19 +1,15 @@
-"""Comparison of two patterns, paired over batches; and of the late context with the early one."""
+"""Comparison of two patterns, paired over documents."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from itertools import chain
 from typing import Any
 
-import numpy as np
-
-from sglang_indexcache.lab.search.calibration import Calibration
 from sglang_indexcache.lab.search.difference import ENOUGH, Difference, unseen_in_words
-from sglang_indexcache.lab.search.evaluators import Floats, TokenEvaluator, in_threads
-from sglang_indexcache.lab.search.judged import Faithfulness, Judged, TokenChanges
-from sglang_indexcache.lab.search.recall import Kinds
+from sglang_indexcache.lab.search.evaluators import TokenEvaluator
+from sglang_indexcache.lab.search.judged import Faithfulness
+from sglang_indexcache.lab.search.ledger import Ledger
 from sglang_indexcache.pattern import Pattern
 
 SMALL = 0.01
@@ -27,15 +23,11 @@ class Comparison:
     Attributes:
         faithfulness: recall and loss against the reference; divergence and likeliest tokens against
             all F, whatever the reference is.
-        trend: what ``pattern`` adds in the last quarter of the positions minus what it adds in the
-            first, paired over the documents in which both have tokens that count. Above zero,
-            sharing hurts more at long range. None where there are fewer than two such documents.
     """
 
     reference: Pattern
     pattern: Pattern
     faithfulness: Faithfulness
-    trend: Difference | None
 
     @property
     def difference(self) -> Difference:
@@ -49,26 +41,11 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """The result in words: the size, what it tells, which documents lose, and the trend."""
+        """The result in words: the size, what it tells, and which documents lose."""
         difference, measured = self.difference, self.faithfulness
         unseen = unseen_in_words(len(difference.each))
-        clauses = (
-            self._meaning,
-            difference.documents,
-            self._trend,
-            unseen,
-            *measured.beside_loss(),
-        )
+        clauses = (self._meaning, difference.documents, unseen, *measured.beside_loss())
         return f"{self._size}: {'; '.join(clauses)}."
-
-    @property
-    def _trend(self) -> str:
-        if self.trend is None:
-            return "what counts lies too close together to show a trend"
-        if not self.trend.is_significant:
-            return "no trend along the context shown"
-        word = "more" if self.trend.mean > 0 else "less"
-        return f"sharing costs {word} late in the context ({self.trend.mean:+.5f})"
 
     @property
     def _size(self) -> str:
@@ -99,7 +76,6 @@ class Comparison:
             "reference_loss": self.reference_loss,
             "loss": self.reference_loss + self.difference.mean,
             "difference": asdict(self.difference),
-            "trend": asdict(self.trend) if self.trend else None,
             "recall": asdict(self.faithfulness.recall),
             "kl_to_all_full": dict(self.faithfulness.kl),
             "likeliest_kept": dict(self.faithfulness.kept),
@@ -115,69 +91,9 @@ def compare(
     Raises:
         SearchError: fewer than two documents.
     """
-    base, *measured = _changes(evaluator, [reference, *patterns])
+    ledger, documents = Ledger(evaluator), evaluator.calibration.documents
+    base, *judged = ledger.judged_each([reference, *patterns])
     return [
-        _compare(evaluator.calibration, reference, base, pattern, changes)
-        for pattern, changes in zip(patterns, measured, strict=True)
+        Comparison(reference, pattern, Faithfulness.of(of_pattern, base, documents))
+        for pattern, of_pattern in zip(patterns, judged, strict=True)
     ]
-
-
-Changes = list[list[TokenChanges]]
-"""Changes by a pattern, for each batch and sequence."""
-
-
-def _changes(evaluator: TokenEvaluator, patterns: Sequence[Pattern]) -> list[Changes]:
-    """Measure every batch under each pattern, as many at a time as the evaluator takes.
-
-    Batches are asked one by one: what fails for a while is not asked again as a whole.
-    """
-    batches = range(len(evaluator.batch_tokens))
-    cells = [(pattern, batch) for batch in batches for pattern in dict.fromkeys(patterns)]
-    changes: dict[tuple[Pattern, int], list[TokenChanges]] = {}
-
-    def measure(cell: tuple[Pattern, int]) -> None:
-        [changes[cell]] = evaluator.changes(cell[0], [cell[1]])
-
-    in_threads(measure, cells, evaluator.in_flight)
-    return [[changes[pattern, batch] for batch in batches] for pattern in patterns]
-
-
-def _compare(
-    data: Calibration, reference: Pattern, base: Changes, pattern: Pattern, after: Changes
-) -> Comparison:
-    full, judged = (
-        [Judged.of(*pair) for pair in zip(changes, data.batch_kinds, strict=True)]
-        for changes in (base, after)
-    )
-    rows = (list(chain.from_iterable(changes)) for changes in (base, after))
-    added = _added(*rows, kinds=data.kinds)
-    faithfulness = Faithfulness.of(judged, full, data.batch_documents)
-    return Comparison(reference, pattern, faithfulness, _trend(added, data.documents))
-
-
-def _added(*rows: Sequence[TokenChanges], kinds: Sequence[Kinds]) -> Floats:
-    """Return ``[sequences, positions]`` float64 losses that the second adds; NaN if uncounted."""
-    added = np.full((len(kinds), max(map(len, kinds))), np.nan)
-    for row, before, after, kind in zip(added, *rows, kinds, strict=True):
-        row[: len(kind)][kind > 0] = (after.loss - before.loss)[kind > 0]
-    return added
-
-
-def _trend(added: Floats, documents: Sequence[int]) -> Difference | None:
-    """Compare the last quarter of the positions that count with the first."""
-    places = np.flatnonzero((~np.isnan(added)).any(axis=0))
-    first, end = int(places[0]), int(places[-1]) + 1
-    quarter = (end - first) // 4
-    change = _means(added[:, end - quarter : end]) - _means(added[:, first : first + quarter])
-    is_measured = ~np.isnan(change)
-    of_them = np.array(documents)[is_measured]
-    several = len(set(of_them.tolist())) > 1
-    return Difference.of(change[is_measured], of_them.tolist()) if several else None
-
-
-def _means(part: Floats) -> Floats:
-    """Return ``[sequences]`` means of ``[sequences, positions]``; NaN where nothing counts."""
-    is_counted = ~np.isnan(part)
-    totals, numbers = np.where(is_counted, part, 0.0).sum(axis=1), is_counted.sum(axis=1)
-    means: Floats = np.divide(totals, numbers, out=np.full(len(part), np.nan), where=numbers > 0)
-    return means

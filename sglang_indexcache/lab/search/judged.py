@@ -53,23 +53,19 @@ class Judged:
     right: Mapping[str, float]
 
     @classmethod
-    def of(cls, sequences: Sequence[TokenChanges], kinds: Sequence[Kinds]) -> Judged:
-        """Average sequences, each ``[length - 1]``."""
-        kind_of = np.concatenate(kinds)
+    def of(cls, changes: TokenChanges, kinds: Kinds) -> Judged:
+        """Average a sequence's changes; ``kinds`` are ``[length - 1]``."""
 
-        def joined(field: str) -> Floats:
-            return np.concatenate([getattr(sequence, field) for sequence in sequences])
-
-        def by_kind(field: str) -> dict[str, float]:
-            values = joined(field)
+        def by_kind(values: Floats) -> dict[str, float]:
             return {
-                name: float(values[kind_of == kind].mean())
+                name: float(values[kinds == kind].mean())
                 for kind, name in enumerate(KINDS)
-                if kind and (kind_of == kind).any()
+                if kind and (kinds == kind).any()
             }
 
-        loss = float(joined("loss")[kind_of > 0].mean())
-        return cls(loss, *map(by_kind, ("loss", "kl", "kept", "right")))
+        loss = float(changes.loss[kinds > 0].mean())
+        parts = (changes.loss, changes.kl, changes.kept, changes.right)
+        return cls(loss, *map(by_kind, parts))
 
     @property
     def student_loss(self) -> float:

@@ -215,18 +215,19 @@ class Ledger:
 
     def judged(self, pattern: Pattern, batches: Sequence[int] | None = None) -> list[Judged]:
         """Return what each batch shows of a pattern beside all F; all batches by default."""
-        return self._judged_each([pattern], batches)[0]
+        return self.judged_each([pattern], batches)[0]
 
     def student_losses(
         self, patterns: Sequence[Pattern], batches: Sequence[int] | None = None
     ) -> Floats:
         """Return ``[patterns, batches]`` of :attr:`~.judged.Judged.student_loss`."""
-        judged = self._judged_each(patterns, batches)
+        judged = self.judged_each(patterns, batches)
         return np.array([[each.student_loss for each in row] for row in judged])
 
-    def _judged_each(
-        self, patterns: Sequence[Pattern], batches: Sequence[int] | None
+    def judged_each(
+        self, patterns: Sequence[Pattern], batches: Sequence[int] | None = None
     ) -> list[list[Judged]]:
+        """Return the same of several patterns, batch by batch, as many as possible at a time."""
         columns = self.all_batches if batches is None else tuple(batches)
         self.spent += self.cost(patterns, columns)
         cells = [(pattern, batch) for batch in columns for pattern in dict.fromkeys(patterns)]

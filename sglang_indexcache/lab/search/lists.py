@@ -131,12 +131,14 @@ def earlier_places(ids: Sequence[int], first: int = 0) -> NDArray[np.intp]:
 
 
 def kept_list(
-    samples: Iterable[tuple[Sequence[int], Mask, Iterable[Block]]], num_layers: int, topk: int
+    ids: Sequence[int], mask: Mask, lists: Iterable[Block], num_layers: int, topk: int
 ) -> Floats:
     """Compare what layers select for queries that count, as far as they see more than ``topk``.
 
     Args:
-        samples: each one's token ids, its counted predictions (``[length - 1]``) and its lists.
+        ids: the sequence's tokens.
+        mask: ``[length - 1]``, its predictions that count.
+        lists: what its layers select.
 
     Returns:
         ``[2, N, N]`` float64; entry (0, i, j), j < i, is the share of layer i's list that layer j's
@@ -147,12 +149,11 @@ def kept_list(
         SearchError: no query sees more.
     """
     overlaps, copies = OverlapCounter(num_layers, topk), CopyCounter(num_layers)
-    for ids, mask, blocks in samples:
-        counted = np.append(mask, False)  # the last query predicts nothing
-        sources = np.where(counted, earlier_places(ids, first=topk), -1)
-        for start, lists in blocks:
-            overlaps.add(lists, start, counted)
-            copies.add(lists, start, sources)
+    counted = np.append(mask, False)  # the last query predicts nothing
+    sources = np.where(counted, earlier_places(ids, first=topk), -1)
+    for start, block in lists:
+        overlaps.add(block, start, counted)
+        copies.add(block, start, sources)
     overlap, lost = overlaps.matrix(), copies.lost()
     return np.stack([np.tril(overlap - lost), np.tril(overlap - COPIES * lost)])
 
@@ -222,12 +223,9 @@ class ReturningEvaluator(ServedEvaluator):
         self._checkpoint = checkpoint
 
     def kept_list(self, batch: int) -> Floats:
-        """Ask for a batch's lists and compare them by :func:`kept_list`, a prompt at a time."""
-        checkpoint = self._checkpoint
-        cut, masks = self.calibration.batches, self.calibration.batch_counted
-        what: Any = {"checkpoint": checkpoint, "pattern": str(checkpoint.own)}
-        samples = (
-            (ids, mask, self._pool.ask(partial(returned_lists, **what, ids=ids)))
-            for ids, mask in zip(cut[batch], masks[batch], strict=True)
-        )
-        return kept_list(samples, self.num_layers, int(checkpoint.shape["index_topk"]))
+        """Ask for a sequence's lists and compare them by :func:`kept_list`."""
+        checkpoint, ids = self._checkpoint, self.calibration.sequences[batch]
+        what: Any = {"checkpoint": checkpoint, "pattern": str(checkpoint.own), "ids": ids}
+        lists = self._pool.ask(partial(returned_lists, **what))
+        counted = self.calibration.counted[batch]
+        return kept_list(ids, counted, lists, self.num_layers, int(checkpoint.shape["index_topk"]))

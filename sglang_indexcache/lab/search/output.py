@@ -17,13 +17,12 @@ from sglang_indexcache.lab.search.judged import Faithfulness
 from sglang_indexcache.lab.search.ledger import Step
 from sglang_indexcache.lab.search.methods.pairwise import Pairwise, pair_matrix
 from sglang_indexcache.lab.search.methods.proposal import Sureness
-from sglang_indexcache.lab.search.rules import Mark
 from sglang_indexcache.lab.search.run import Found, Search
 from sglang_indexcache.lab.search.setup import Setup
 from sglang_indexcache.library.files import Citation, Entry, MethodRecord, Quality, load_entry
 from sglang_indexcache.library.writing import write_json, write_whole
 
-_PARTIAL, _HERE = "partial", "indexcache search"
+_HERE = "indexcache search"
 _CHOSEN, _HELD_OUT = "documents that chose it", "held-out documents"
 
 
@@ -62,25 +61,14 @@ class OutputFolder:
         write_json(self._folder / "search.json", self._summary())
 
     def finish(self) -> None:
-        """Write all result files, and the last committed pattern if the search was interrupted."""
-        search, name = self._search, f"{self._setup.name}-{_PARTIAL}"
-        if search.is_complete:
-            (self._folder / f"{name}.yaml").unlink(missing_ok=True)
+        """Write all result files."""
+        search = self._search
         if not (search.path or search.found):
             return
-        if search.path and not search.is_complete:
-            step = search.path[-1]
-            count = len(step.pattern.full_layers)
-            mark = Mark(count, f"{count}/{len(step.pattern)}")
-            last = Found(mark, step.pattern, step.loss, step.standard_error)
-            entry = self._entry(last)
-            unfinished = entry.method.model_copy(update={"name": "unfinished search"})
-            self._write(entry.model_copy(update={"name": name, "method": unfinished}))
         for result in search.found.values():
             self._write(self._entry(result))
-        summary = self._summary()
-        write_json(self._folder / "search.json", summary)
-        if search.method.pairs:
+        write_json(self._folder / "search.json", self._summary())
+        if search.found and search.method.pairs:
             self._draw(search.method.pairs)
 
     def _draw(self, method: Pairwise) -> None:

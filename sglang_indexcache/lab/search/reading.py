@@ -34,7 +34,6 @@ def prepare(
     *,
     context: int,
     batches: int,
-    per_batch: int = 1,
     held_out: int = 0,
     least_held_out: int | None = None,
     seed: int = 0,
@@ -56,7 +55,7 @@ def prepare(
     Args:
         source: as for :func:`~sglang_indexcache.lab.data.documents.read_documents`.
         context: most tokens of a sequence, at least 2.
-        held_out: most batches of the held-out part.
+        held_out: most sequences of the held-out part.
         least_held_out: fewest of them; as many as ``held_out`` if not given.
         topk: tokens that a query selects.
         score: which predictions count; None for the answers if one of the first
@@ -65,15 +64,17 @@ def prepare(
     Raises:
         SearchError: nothing to read, too little of it, or nothing in it that counts.
     """
-    _check_sizes(context, batches, per_batch, held_out)
+    if context < 2 or batches < 1 or held_out < 0:
+        raise SearchError(
+            "calibration needs a context of at least 2 tokens and at least one batch; got context "
+            f"{context}, {batches} batches"
+        )
     objective = Objective(score or _default_score(source, seed), topk)
-    quota = {False: batches * per_batch, True: held_out * per_batch}
+    quota = {False: batches, True: held_out}
     reading = Reading(source, marker, context, objective, seed)
     parts = choose(reading, quota)
     if least_held_out is not None:
-        held_out = min(held_out, max(least_held_out, len(parts[True]) // per_batch))
-        quota[True] = held_out * per_batch
-        del parts[True][quota[True] :]
+        held_out = quota[True] = min(held_out, max(least_held_out, len(parts[True])))
     if any(len(parts[part]) < quota[part] for part in parts):
         raise reading.too_little(quota, {part: len(parts[part]) for part in parts})
     for part in (False, True):
@@ -81,7 +82,6 @@ def prepare(
     pieces = [*chain.from_iterable(parts[part] for part in (False, True))]
     return Calibration(
         tuple(piece.ids for piece in pieces),
-        per_batch,
         "Python standard library sources" if source == MACHINE else Path(source).name,
         held_out,
         kinds=tuple(piece.counted for piece in pieces),
@@ -92,15 +92,6 @@ def prepare(
         held_out_reading=reading.in_words({True: parts[True]}),
         held_out_warning=reading.warning(parts[True]) if parts[True] else "",
     )
-
-
-def _check_sizes(context: int, batches: int, per_batch: int, held_out: int) -> None:
-    """Raise SearchError for sizes of which no calibration can be made."""
-    if context < 2 or batches < 1 or per_batch < 1 or held_out < 0:
-        raise SearchError(
-            "calibration needs a context of at least 2 tokens and at least one sequence in at "
-            f"least one batch; got context {context}, {batches} batches of {per_batch}"
-        )
 
 
 def _default_score(source: str, seed: int) -> Score:

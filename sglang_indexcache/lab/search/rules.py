@@ -66,26 +66,20 @@ class Constraints:
         return self.keeping(set(pattern.full_layers) ^ {layer})
 
 
-def baselines(full_layers: int, constraints: Constraints) -> dict[str, Pattern]:
-    """Return the blind schedules with this many F layers that the constraints allow, by name.
+def uniform_within(full_layers: int, constraints: Constraints) -> Pattern | None:
+    """Return the paper's interleaving with this many F layers, or None where rules forbid it.
 
-    ``uniform`` is the paper's interleaving where a ratio 1/r gives this count, and the F layers
-    spread as evenly as integers allow otherwise. ``freq`` is SGLang's ``index_topk_freq`` without
-    an offset, where some frequency gives this count.
+    Where no ratio 1/r gives this count, F layers are spread as evenly as integers allow.
     """
-    count, available = len(constraints.start), set(constraints.start.full_layers)
-    spread = Pattern.from_layers(count, (i * count // full_layers for i in range(full_layers)))
-    schedules = {"uniform": spread}
-    for name, schedule in (("uniform", Pattern.uniform), ("freq", Pattern.from_freq)):
-        candidates = (schedule(count, freq) for freq in range(1, count + 1))
-        if match := next((p for p in candidates if len(p.full_layers) == full_layers), None):
-            schedules[name] = match
-    layers = {name: set(pattern.full_layers) for name, pattern in schedules.items()}
-    return {
-        name: constraints.keeping(full)
-        for name, full in layers.items()
-        if constraints.fixed <= full <= available
-    }
+    count = len(constraints.start)
+    layers = {place * count // full_layers for place in range(full_layers)}
+    for ratio in range(1, count + 1):
+        pattern = Pattern.uniform(count, ratio)
+        if len(pattern.full_layers) == full_layers:
+            layers = set(pattern.full_layers)
+            break
+    allowed = constraints.fixed <= layers <= set(constraints.start.full_layers)
+    return constraints.keeping(layers) if allowed else None
 
 
 def parse_layers(text: str) -> list[int]:

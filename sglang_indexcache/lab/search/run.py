@@ -11,7 +11,7 @@ from sglang_indexcache.lab.search.ledger import Ledger, Step
 from sglang_indexcache.lab.search.methods import METHODS, Method
 from sglang_indexcache.lab.search.methods.greedy import evaluations
 from sglang_indexcache.lab.search.methods.proposal import Sureness
-from sglang_indexcache.lab.search.rules import Mark, Targets, baselines
+from sglang_indexcache.lab.search.rules import Mark, Targets, uniform_within
 from sglang_indexcache.pattern import Pattern
 
 PROBES = 2
@@ -156,7 +156,7 @@ class Search:
     def _compared(self, result: Found) -> Found:
         """Judge a pattern, and uniform interleaving, on batches that no pattern was chosen by."""
         held_out = self._faithfulness(result.pattern, self.ledger.held_out_batches)
-        uniform = baselines(result.mark.full_layers, self.constraints).get("uniform")
+        uniform = uniform_within(result.mark.full_layers, self.constraints)
         beside = None
         if held_out is not None and uniform is not None:
             beside = self._faithfulness(uniform, self.ledger.held_out_batches)

@@ -11,7 +11,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from sglang_indexcache.lab.runs.cost import Cost, Rate, print_plan
+from sglang_indexcache.lab.runs.cost import print_plan
 from sglang_indexcache.lab.runs.progress import progress_at_most, resumable, resuming
 from sglang_indexcache.lab.search.difference import unseen_in_words
 from sglang_indexcache.lab.search.evaluators import Evaluator
@@ -34,7 +34,6 @@ def run_search(
     method: Method,
     output: Path,
     console: Console | None = None,
-    rate: Rate | None = None,
     figures: str = "png",
 ) -> Search:
     """Search, or go on where an interrupted search of the same folder was.
@@ -51,12 +50,10 @@ def run_search(
         open_journal(output / JOURNAL, identity) as journal,
     ):
         calibration = setup.calibration
-        ledger = Ledger(
-            evaluator, journal, calibration.held_out, documents=calibration.batch_documents
-        )
+        ledger = Ledger(evaluator, journal, calibration.held_out, documents=calibration.documents)
         search = Search(ledger, targets, method)
         folder = OutputFolder(output, search, setup, identity, figures)
-        print_plan(console, plan(setup, targets, method, rate))
+        print_plan(console, plan(setup, targets, method))
         resuming(console, len(journal.entries), "evaluations", journal.path)
         try:
             with progress_at_most(console) as progress:
@@ -86,9 +83,7 @@ def run_search(
     return search
 
 
-def plan(
-    setup: Setup, targets: Targets, method: Method, rate: Rate | None
-) -> Iterator[tuple[str, str]]:
+def plan(setup: Setup, targets: Targets, method: Method) -> Iterator[tuple[str, str]]:
     """Yield what a search will do and forward at most: a name and a sentence each."""
     tokens = setup.calibration.batch_tokens
     cut = len(tokens) - setup.calibration.held_out
@@ -105,7 +100,7 @@ def plan(
         f"{least / full:.1f} patterns on all {full:,} tokens; then {checks:,} at most to compare "
         f"what was found on {len(held_out)} held-out documents",
     )
-    yield "cost", Cost(least + checks, rate).in_words()
+    yield "cost", f"{least + checks:,} tokens at most"
 
 
 def _show(event: Step, search: Search, console: Console) -> None:

@@ -17,9 +17,7 @@ from sglang_indexcache.lab.search.evaluators import Evaluator
 from sglang_indexcache.lab.search.reading import prepare
 from sglang_indexcache.library.digest import checkpoint_digest
 from sglang_indexcache.library.files import ModelInfo, entry_name
-from sglang_indexcache.library.resolve import Library
 from sglang_indexcache.models import RECOGNISED_BY
-from sglang_indexcache.pattern import Pattern
 
 DEFAULT_CONTEXT = 8
 """The default context, in multiples of what a query selects (``index_topk``)."""
@@ -52,7 +50,6 @@ class Setup:
         *,
         context: int | None = None,
         batches: int = 16,
-        per_batch: int = 1,
         held_out: int = 0,
         least_held_out: int | None = None,
         seed: int = 0,
@@ -86,7 +83,6 @@ class Setup:
             Marker(tokenizer, str(model)),
             context=context,
             batches=batches,
-            per_batch=per_batch,
             held_out=held_out,
             least_held_out=least_held_out,
             seed=seed,
@@ -167,7 +163,3 @@ class Setup:
                 f"whose queries select {topk}: few of them have much to choose from. Take "
                 f"{ADVISED_CONTEXT * topk} or more (--context, and data with documents as long).",
             )
-
-    def resolve(self, value: str) -> Pattern:
-        """Resolve a pattern in any form that :meth:`Library.resolve` takes."""
-        return Library.default().resolve(value, self.checkpoint).pattern

@@ -30,7 +30,7 @@ from sglang_indexcache.lab.search.ledger import Ledger, open_journal
 from sglang_indexcache.pattern import Pattern
 from tests.fakes.server import FakeServer, serving
 
-DATA = Calibration(((1, 2, 3), (4, 5, 6, 7, 8), (7, 8, 9), (3, 2, 1)), 1, "test")
+DATA = Calibration(((1, 2, 3), (4, 5, 6, 7, 8), (7, 8, 9), (3, 2, 1)), "test")
 PATTERN = Pattern("FSFS")
 LAYERS = 4
 
@@ -209,32 +209,6 @@ def test_calls_that_fail_together_are_told_once(
     assert list(Ledger(pool, call_tokens=1).losses(PATTERN)) == expected()
     assert engine.calls == 8
     assert ["is asked again in" in line for line in lines] == [True, False]
-
-
-@pytest.mark.parametrize(("is_smaller_first", "priority"), [(False, -999_995), (True, 1_000_005)])
-def test_low_priority_is_far_below_the_servers_usual_one(
-    stack: ExitStack, is_smaller_first: bool, priority: int
-) -> None:
-    facts = {"enable_priority_scheduling": True, "default_priority_value": 5}
-    engine = live(info={**facts, "schedule_low_priority_values_first": is_smaller_first})
-    pool = pool_of(stack, engine, low_priority=True)
-    assert list(pool.loss(PATTERN, range(4))) == expected()
-    assert {body.get("priority") for body in engine.bodies} == {priority}
-
-
-@pytest.mark.parametrize(
-    "facts",
-    [{}, {"enable_priority_scheduling": True}, {"default_priority_value": 0}],
-    ids=["as SGLang starts", "no usual priority", "not by priority"],
-)
-def test_low_priority_is_refused_where_there_is_none(
-    stack: ExitStack, facts: dict[str, object]
-) -> None:
-    """SGLang gives requests that name none the lowest priority there is, if no usual one is set."""
-    engine = live(info=facts)
-    with pytest.raises(ServerError, match="--enable-priority-scheduling --default-priority-value"):
-        pool_of(stack, engine, low_priority=True)
-    assert engine.calls == 0
 
 
 def test_no_call_at_once_is_no_way_to_ask() -> None:

@@ -24,9 +24,6 @@ class Cardboard:
     def states(self) -> list[RankState]:
         return [state("FFFF", "live")]
 
-    def low_priority(self) -> int:
-        raise NotImplementedError
-
     def generate(self, *, timeout: float | None = None, **body: Any) -> Any:
         self.bodies.append(body | {"timeout": timeout})
         return [self._reply(body, place) for place in range(len(body["input_ids"]))]

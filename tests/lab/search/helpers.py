@@ -53,7 +53,7 @@ def made_up(evaluator: Evaluator, held_out: int = 0, name: str = "x") -> Setup:
     count = evaluator.num_layers
     checkpoint = Checkpoint("Synthetic", tuple(range(count)), Pattern.full(count), {})
     sequences = tuple((0,) * tokens for tokens in evaluator.batch_tokens)
-    data = Calibration(sequences, 1, "made up", held_out)
+    data = Calibration(sequences, "made up", held_out)
     return Setup(checkpoint, data, getattr(evaluator, "digest", ""), name)
 
 

@@ -19,7 +19,7 @@ from sglang_indexcache.lab.search.recall import KEYS, PASSAGES, TEXT
 from tests.lab.data.letters import Letters, letters, text_of
 
 RULE = r"\n(\w+) (\w+) -> (\w+), (\w+)"
-SIZES = {"context": 8, "batches": 3, "per_batch": 2, "held_out": 1}
+SIZES = {"context": 8, "batches": 6, "held_out": 2}
 
 
 def prepare_letters(source: Path | str, **arguments: Any) -> Calibration:
@@ -42,8 +42,8 @@ def test_the_two_parts_are_what_their_tokens_say(lines: Path) -> None:
     assert len({*data.sequences}) == 8
     assert {*data.sequences} <= rows
     assert [is_held_out(s) for s in data.sequences] == [False] * 6 + [True] * 2
-    assert data.batch_tokens == (16, 16, 16, 16)
-    assert data.size == "3 batches of 2 x 8 tokens"
+    assert data.batch_tokens == (8,) * 8
+    assert data.size == "6 batches of 8 tokens"
     alone = data.held_out_alone()
     assert (alone.sequences, alone.held_out, len(alone.kinds)) == (data.sequences[6:], 0, 2)
     assert alone.documents == data.documents[6:]
@@ -62,7 +62,7 @@ def five_kinds(folder: Path) -> dict[str, Path]:
 def test_documents_come_from_every_folder_and_file(tmp_path: Path) -> None:
     """Five kinds were given once, and two files of one of them searched: the first by name."""
     five_kinds(tmp_path)
-    data = prepare_letters(tmp_path, batches=20, per_batch=1, held_out=0)
+    data = prepare_letters(tmp_path, batches=20, held_out=0)
     texts = [text_of(sequence) for sequence in data.sequences]
     assert {text[0] for text in texts} == set("abcde")
     assert len({text[:2] for text in texts}) >= 15
@@ -91,11 +91,11 @@ def test_few_files_and_windows_of_few_texts_are_warned_of(tmp_path: Path) -> Non
     for number in range(8):
         text = "".join(f"{number}{i:07}" for i in range(100))
         (tmp_path / f"{number}.txt").write_text(text)
-    few = prepare_letters(tmp_path, batches=30, per_batch=1, held_out=0)
+    few = prepare_letters(tmp_path, batches=30, held_out=0)
     assert "all 30 sequences come from" in few.warning
     assert "texts of" in few.warning
     assert len(set(few.documents)) <= 8
-    enough = prepare_letters(tmp_path, batches=4, per_batch=1, held_out=0)
+    enough = prepare_letters(tmp_path, batches=4, held_out=0)
     assert enough.warning == ""
     assert len(set(enough.documents)) == 4  # a window of each, before any gives two
     free = next(
@@ -103,9 +103,9 @@ def test_few_files_and_windows_of_few_texts_are_warned_of(tmp_path: Path) -> Non
         for f in sorted(tmp_path.iterdir())
         if f.stem in {s[0] for s in map(text_of, few.sequences)}
     )
-    alone = prepare_letters(free, batches=4, per_batch=1, held_out=0)
+    alone = prepare_letters(free, batches=4, held_out=0)
     assert "all 4 sequences come from 1 text of 1 file: " in alone.warning
-    many = prepare_letters(tmp_path, batches=1, per_batch=1, held_out=2)
+    many = prepare_letters(tmp_path, batches=1, held_out=2)
     compared = many.held_out_alone()
     assert "1 sequences" in many.warning
     assert "1 sequences" not in compared.warning
@@ -134,7 +134,7 @@ def test_no_two_commands_mix_the_parts(
         later = prepare_letters(
             path, seed=other_seed, batches=counts[2], held_out=counts[3], score=score
         )
-    sequences = mine.sequences[: counts[0] * SIZES["per_batch"]]
+    sequences = mine.sequences[: counts[0]]
     assert not set(sequences) & set(later.held_out_alone().sequences)
 
 
@@ -147,26 +147,26 @@ def test_is_the_same_every_time_and_another_with_another_seed(lines: Path) -> No
     assert prepare_letters(lines).digest != prepare_letters(lines, seed=1).digest
 
 
-def test_the_digest_sees_tokens_what_counts_and_batching() -> None:
-    base = Calibration(((1, 2), (3, 4)), 1, "x")
-    assert base.digest == Calibration(((1, 2), (3, 4)), 1, "y").digest
-    variants = [(((1, 2), (3, 5)), 1), (((1, 2), (3, 4)), 2), (((1, 23), (4, 4)), 1)]
-    assert all(Calibration(s, n, "x").digest != base.digest for s, n in variants)
+def test_the_digest_sees_tokens_and_what_counts() -> None:
+    base = Calibration(((1, 2), (3, 4)), "x")
+    assert base.digest == Calibration(((1, 2), (3, 4)), "y").digest
+    variants = [((1, 2), (3, 5)), ((1, 23), (4, 4))]
+    assert all(Calibration(sequences, "x").digest != base.digest for sequences in variants)
     longer = ((1, 2, 3), (4, 5, 6))
     kinds = [
         (np.array([1, late], dtype=np.uint8), np.array([1, 1], dtype=np.uint8))
         for late in (1, 0, 2)
     ]
-    digests = [Calibration(longer, 1, "x", kinds=kind).digest for kind in kinds]
-    assert digests[0] == Calibration(longer, 1, "x").digest
+    digests = [Calibration(longer, "x", kinds=kind).digest for kind in kinds]
+    assert digests[0] == Calibration(longer, "x").digest
     assert len({*digests}) == 3
 
 
 def test_every_batch_counts_something() -> None:
     kinds = (np.array([1], dtype=np.uint8), np.array([0], dtype=np.uint8))
     with pytest.raises(SearchError, match="no prediction of calibration batch 1 counts"):
-        Calibration(((1, 2), (3, 4)), 1, "x", kinds=kinds)
-    assert Calibration(((1, 2), (3, 4)), 2, "x", kinds=kinds).counts == "1"
+        Calibration(((1, 2), (3, 4)), "x", kinds=kinds)
+    assert Calibration(((1, 2), (3, 4)), "x", kinds=kinds[:1] * 2).counts == "1"
 
 
 # -- documents stay whole ----------------------------------------------------------------------
@@ -210,7 +210,7 @@ def test_all_windows_of_a_text_are_on_one_side(tmp_path: Path) -> None:
     of = {character: place for place, text in enumerate(texts) for character in text}
     sides = [
         {of[chr(token)] for sequence in part for token in sequence}
-        for part in (data.sequences[:80], data.held_out_alone().sequences)
+        for part in (data.sequences[:40], data.held_out_alone().sequences)
     ]
     assert min(map(len, sides)) > 3
     assert not sides[0] & sides[1]
@@ -229,7 +229,7 @@ def test_as_many_are_held_out_as_there_are_if_fewer_will_do(tmp_path: Path) -> N
 
     def held_out(rows_with: int, least: int | None = 2) -> int:
         path = write(tmp_path / "a.jsonl", rows[: held_out_counts.index(rows_with)])
-        sizes = {"batches": 2, "per_batch": 1, "held_out": 128, "least_held_out": least}
+        sizes = {"batches": 2, "held_out": 128, "least_held_out": least}
         return prepare_letters(path, **sizes).held_out
 
     assert [held_out(count) for count in (3, 50, 128, 200)] == [3, 50, 128, 128]
@@ -241,9 +241,7 @@ def test_as_many_are_held_out_as_there_are_if_fewer_will_do(tmp_path: Path) -> N
 def test_long_documents_come_first_and_then_the_longest_of_the_short(tmp_path: Path) -> None:
     short = [{"text": f"{i % 10}" * (1 + i % 3)} for i in range(30)]
     long = [{"text": f"{i:06}"} for i in range(3)]
-    data = prepare_letters(
-        write(tmp_path / "a.jsonl", short + long), batches=4, per_batch=1, held_out=0
-    )
+    data = prepare_letters(write(tmp_path / "a.jsonl", short + long), batches=4, held_out=0)
     free = [row for row in long if not is_held_out(tuple(map(ord, row["text"])))]
     lengths = sorted(len(s) for s in data.sequences)
     assert lengths == [3] * (4 - len(free)) + [6] * len(free)
@@ -283,7 +281,7 @@ def test_only_answers_count_where_the_data_marks_them(tmp_path: Path) -> None:
         assert np.flatnonzero(mask).tolist() == [1, 2, 4]
         assert text_of(sequence).startswith("k ")
     assert re.search(r"\d left out without answers", calibration.reading)
-    assert calibration.counts == "6"
+    assert calibration.counts == "3"
 
 
 def test_passages_come_again_where_nothing_is_marked(tmp_path: Path) -> None:
@@ -306,7 +304,7 @@ def test_passages_come_again_where_nothing_is_marked(tmp_path: Path) -> None:
 
 def test_keys_and_rules_are_asked_for_where_nothing_is_marked(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"text": f"{n:04}" * 500} for n in range(20)])
-    data = prepare_letters(path, context=2000, batches=2, per_batch=1, held_out=0)
+    data = prepare_letters(path, context=2000, batches=2, held_out=0)
     assert data.judged_on == "text, passages, keys"
     assert {len(sequence) for sequence in data.sequences} == {2000}
     for sequence, kinds in zip(data.sequences, data.kinds, strict=True):
@@ -346,7 +344,7 @@ def test_answers_that_nobody_marked(lines: Path) -> None:
 def test_the_machines_own_text() -> None:
     calibration = prepare_letters("machine", context=100)
     assert {len(s) for s in calibration.sequences} == {100}
-    assert calibration.size == "3 batches of 2 x 100 tokens"
+    assert calibration.size == "6 batches of 100 tokens"
 
 
 def test_too_little(tmp_path: Path) -> None:

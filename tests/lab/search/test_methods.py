@@ -201,7 +201,7 @@ def test_a_student_s_loss_is_the_cross_entropy_from_text_and_all_f_together() ->
         kl = (np.exp(full) * (full - student)).sum(axis=1)
         changes = TokenChanges(loss, kl, np.zeros(50), np.zeros(50))
         kinds = np.array([TEXT] * 40 + [PASSAGES] * 10, dtype=np.uint8)
-        losses.append(Judged.of([changes], [kinds]).student_loss)
+        losses.append(Judged.of(changes, kinds).student_loss)
         crossed = -(teacher * student).sum(axis=1)
         expected.append(2 * (crossed[:40].mean() + crossed[40:].mean()) / 2)
     assert losses[0] - losses[1] == pytest.approx(expected[0] - expected[1], abs=1e-12)

@@ -59,7 +59,7 @@ def test_the_pattern_is_the_best_of_all_that_the_rules_allow(
 
 def similarities(*lengths: int) -> Floats:
     sequences = [tuple(np.random.default_rng(n).integers(10, 500, n).tolist()) for n in lengths]
-    data = Calibration(tuple(sequences), 1, "test")
+    data = Calibration(tuple(sequences), "test")
     ledger = Ledger(TransformersEvaluator(Path(shipped_checkpoint()), data))
     method = METHODS["similarity"]
     assert isinstance(method, Pairwise)
@@ -119,8 +119,8 @@ def test_attention_on_a_list_is_the_sum_of_its_weights(
     monkeypatch.setattr(hf, "BLOCK", block)
     monkeypatch.setattr(hf, "LISTS", lists)
     ids = tuple(np.random.default_rng(9).integers(10, 500, 130).tolist())
-    model = TransformersEvaluator(Path(shipped_checkpoint()), Calibration((ids,), 1, "test"))
-    queries = np.flatnonzero(model.calibration.batch_counted[0][0])
+    model = TransformersEvaluator(Path(shipped_checkpoint()), Calibration((ids,), "test"))
+    queries = np.flatnonzero(model.calibration.counted[0])
     calls = list[Floats]()
 
     def note(mass: Floats) -> Floats:

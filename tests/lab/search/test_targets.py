@@ -1,7 +1,7 @@
 import pytest
 
 from sglang_indexcache.errors import SearchError
-from sglang_indexcache.lab.search.rules import Constraints, baselines, parse_targets
+from sglang_indexcache.lab.search.rules import Constraints, parse_targets, uniform_within
 from sglang_indexcache.pattern import Pattern
 from tests.lab.search.helpers import free
 
@@ -56,18 +56,16 @@ def test_layers_that_cannot_be_kept(keep_full: list[int], message: str) -> None:
         Constraints.make(Pattern("FSFFFF"), keep_full)
 
 
-def test_baselines_are_the_known_schedules() -> None:
-    named = baselines(12, free(47))
-    assert named["uniform"] == Pattern.uniform(47, 4)
-    assert len(baselines(24, free(47))["freq"].full_layers) == 24
+def test_uniform_is_the_papers_where_a_ratio_gives_the_count() -> None:
+    assert uniform_within(12, free(47)) == Pattern.uniform(47, 4)
     for count in range(1, 48):
-        for pattern in baselines(count, free(47)).values():
-            assert len(pattern.full_layers) == count
+        pattern = uniform_within(count, free(47))
+        assert pattern is not None
+        assert len(pattern.full_layers) == count
 
 
-def test_baselines_obey_the_constraints() -> None:
+def test_uniform_obeys_the_constraints() -> None:
     rules = Constraints.make(Pattern("FFFFFFFSFFFF"), keep_full=[5])
-    for count in range(2, 12):
-        for pattern in baselines(count, rules).values():
-            assert pattern.is_full(5)
-            assert not pattern.is_full(7)
+    patterns = [pattern for count in range(2, 12) if (pattern := uniform_within(count, rules))]
+    assert len(patterns) < 10
+    assert all(pattern.is_full(5) and not pattern.is_full(7) for pattern in patterns)

@@ -100,22 +100,22 @@ class TokenEvaluator(ABC):
         self.batch_tokens = calibration.batch_tokens
 
     @abstractmethod
-    def token_losses(self, pattern: Pattern, batches: Sequence[int]) -> list[list[Floats]]:
-        """Return by batch and sequence ``[length - 1]`` losses in nats.
+    def token_losses(self, pattern: Pattern, batches: Sequence[int]) -> list[Floats]:
+        """Return by batch ``[length - 1]`` losses in nats.
 
         Entry i is the loss of predicting token i + 1 from tokens 0..i; it may be NaN where that
         does not count.
         """
 
     @abstractmethod
-    def changes(self, pattern: Pattern, batches: Sequence[int]) -> list[list[TokenChanges]]:
-        """Return by batch and sequence what ``pattern`` changes of each prediction."""
+    def changes(self, pattern: Pattern, batches: Sequence[int]) -> list[TokenChanges]:
+        """Return by batch what ``pattern`` changes of each prediction."""
 
     def judge(self, pattern: Pattern, batches: Sequence[int]) -> list[Judged]:
         """See :class:`Evaluator`."""
-        kinds = self.calibration.batch_kinds
+        kinds = self.calibration.kinds
         changes = zip(batches, self.changes(pattern, batches), strict=True)
-        return [Judged.of(sequences, kinds[batch]) for batch, sequences in changes]
+        return [Judged.of(of_batch, kinds[batch]) for batch, of_batch in changes]
 
     def loss(self, pattern: Pattern, batches: Sequence[int]) -> Floats:
         """See :class:`Evaluator`.
@@ -123,16 +123,9 @@ class TokenEvaluator(ABC):
         Every batch weighs the same, whether few or many of its predictions count: patterns are
         compared batch by batch.
         """
-        losses = self.token_losses(pattern, batches)
-        masks = self.calibration.batch_counted
-        pairs = zip(losses, (masks[batch] for batch in batches), strict=True)
-        return np.array([counted_mean(*pair) for pair in pairs])
-
-
-def counted_mean(losses: Sequence[Floats], masks: Sequence[Mask]) -> float:
-    """Return the mean over the counted predictions of sequences, each ``[length - 1]``."""
-    counted = [row[mask] for row, mask in zip(losses, masks, strict=True)]
-    return float(np.concatenate(counted).mean())
+        losses = zip(batches, self.token_losses(pattern, batches), strict=True)
+        counted = self.calibration.counted
+        return np.array([of_batch[counted[batch]].mean() for batch, of_batch in losses])
 
 
 def standard_error(values: Floats) -> float:
@@ -193,15 +186,14 @@ class ServedEvaluator(TokenEvaluator):
         self._pool = pool
         self._own = Pattern(pool.checkpoint[1])
         self.num_layers = len(self._own)
-        self._full: dict[int, list[TokenScores]] = {}
+        self._full: dict[int, TokenScores] = {}
         self.in_flight = pool.in_flight
 
-    def token_losses(self, pattern: Pattern, batches: Sequence[int]) -> list[list[Floats]]:
+    def token_losses(self, pattern: Pattern, batches: Sequence[int]) -> list[Floats]:
         """See :class:`TokenEvaluator`."""
-        scores = self._scores(pattern, batches, top=0)
-        return [[-np.array(each.logprobs) for each in sequences] for sequences in scores]
+        return [-np.array(each.logprobs) for each in self._scores(pattern, batches, top=0)]
 
-    def changes(self, pattern: Pattern, batches: Sequence[int]) -> list[list[TokenChanges]]:
+    def changes(self, pattern: Pattern, batches: Sequence[int]) -> list[TokenChanges]:
         """See :class:`TokenEvaluator`; the divergence is that of :func:`likeliest_kl`."""
         for batch in batches:
             if batch not in self._full:
@@ -210,33 +202,18 @@ class ServedEvaluator(TokenEvaluator):
             scores = [self._full[batch] for batch in batches]
         else:
             scores = self._scores(pattern, batches, top=TOPS)
+        data, counted = self.calibration.sequences, self.calibration.counted
         return [
-            [
-                _changes(*parts)
-                for parts in zip(
-                    self.calibration.batches[batch],
-                    self.calibration.batch_counted[batch],
-                    self._full[batch],
-                    sequences,
-                    strict=True,
-                )
-            ]
-            for batch, sequences in zip(batches, scores, strict=True)
+            _changes(data[batch], counted[batch], self._full[batch], under)
+            for batch, under in zip(batches, scores, strict=True)
         ]
 
-    def _scores(
-        self, pattern: Pattern, batches: Sequence[int], *, top: int
-    ) -> list[list[TokenScores]]:
-        """Ask for the log-probabilities of each sequence of each batch."""
-        cut = self.calibration.batches
+    def _scores(self, pattern: Pattern, batches: Sequence[int], *, top: int) -> list[TokenScores]:
+        """Ask for the log-probabilities of each sequence."""
+        sequences = [self.calibration.sequences[batch] for batch in batches]
         # Scored from their beginning: then no engine reads them from its cache.
-        prompts = [
-            Prompt(ids, str(pattern), scored=len(ids) - 1)
-            for batch in batches
-            for ids in cut[batch]
-        ]
-        scores = iter(self._pool.ask(lambda engine: score(engine, prompts, top=top)))
-        return [[next(scores) for _ in cut[batch]] for batch in batches]
+        prompts = [Prompt(ids, str(pattern), scored=len(ids) - 1) for ids in sequences]
+        return [*self._pool.ask(lambda engine: score(engine, prompts, top=top))]
 
 
 def _changes(ids: Sequence[int], mask: Mask, full: TokenScores, under: TokenScores) -> TokenChanges:

@@ -187,14 +187,11 @@ class TransformersEvaluator(TokenEvaluator):
 
     # -- losses -------------------------------------------------------------------------------
 
-    def token_losses(self, pattern: Pattern, batches: Sequence[int]) -> list[list[Floats]]:
+    def token_losses(self, pattern: Pattern, batches: Sequence[int]) -> list[Floats]:
         """See :class:`~sglang_indexcache.lab.search.evaluators.TokenEvaluator`."""
         pattern.check_checkpoint(self.own)
-        cut, masks = self.calibration.batches, self.calibration.batch_counted
-        return [
-            [self._sequence(pattern, *pair) for pair in zip(cut[batch], masks[batch], strict=True)]
-            for batch in batches
-        ]
+        data, counted = self.calibration.sequences, self.calibration.counted
+        return [self._sequence(pattern, data[batch], counted[batch]) for batch in batches]
 
     def _sequence(self, pattern: Pattern, ids: tuple[int, ...], mask: Mask) -> Floats:
         hidden = self.run(pattern, ids).hidden[-1]
@@ -209,14 +206,11 @@ class TransformersEvaluator(TokenEvaluator):
             losses[places] = part.double().cpu().numpy()
         return losses
 
-    def changes(self, pattern: Pattern, batches: Sequence[int]) -> list[list[TokenChanges]]:
+    def changes(self, pattern: Pattern, batches: Sequence[int]) -> list[TokenChanges]:
         """See :class:`~sglang_indexcache.lab.search.evaluators.TokenEvaluator`."""
         pattern.check_checkpoint(self.own)
-        cut, masks = self.calibration.batches, self.calibration.batch_counted
-        return [
-            [self._changes(pattern, *pair) for pair in zip(cut[batch], masks[batch], strict=True)]
-            for batch in batches
-        ]
+        data, counted = self.calibration.sequences, self.calibration.counted
+        return [self._changes(pattern, data[batch], counted[batch]) for batch in batches]
 
     @torch.no_grad()
     def _changes(self, pattern: Pattern, ids: tuple[int, ...], mask: Mask) -> TokenChanges:
@@ -390,18 +384,10 @@ class TransformersEvaluator(TokenEvaluator):
             layer i's core attention output (before the output projection) with its own indices and
             with layer j's, over the batch's queries. 1 on the diagonal, 0 above it.
         """
-        total, queries = np.zeros((self.num_layers, self.num_layers)), 0
-        for ids in self.calibration.batches[batch]:
-            total += self._similarity_of(ids) * len(ids)
-            queries += len(ids)
-        matrix: Floats = total / queries + np.eye(self.num_layers)
-        return matrix[None]
-
-    def _similarity_of(self, ids: tuple[int, ...]) -> Floats:
-        """Return the part below the diagonal, of one sequence."""
+        ids = self.calibration.sequences[batch]
         run = self.run(self.own, ids)
         self._learn_arguments(len(ids))
-        matrix = np.zeros((self.num_layers, self.num_layers))
+        matrix = np.eye(self.num_layers)
         barred = Pattern.from_layers(self.num_layers, [0])  # no later layer selects by itself
         with torch.no_grad(), share(self._model, barred) as sharing:
             for layer in range(1, self.num_layers):
@@ -417,7 +403,7 @@ class TransformersEvaluator(TokenEvaluator):
                 for j, output in enumerate(shared_outputs):
                     similarity = torch.cosine_similarity(own_output, output, dim=-1)
                     matrix[layer, j] = float(similarity.mean())
-        return matrix
+        return matrix[None]
 
     def kept_mass(self, batch: int) -> Floats:
         """Compare how much of its attention each head finds on its own list and on other layers'.
@@ -426,20 +412,13 @@ class TransformersEvaluator(TokenEvaluator):
         tokens are compared, 1 of :data:`LISTS` of the text at most.
 
         Returns:
-            ``[2, N, N]`` float64, see :func:`lost_by_worst_head`; the mean over sequences.
+            ``[2, N, N]`` float64, see :func:`lost_by_worst_head`.
 
         Raises:
             SearchError: the model's attention does not tell its weights.
         """
-        cut, masks = self.calibration.batches, self.calibration.batch_counted
-        pairs = [*zip(cut[batch], masks[batch], strict=True)]
-        rated = [self._rated(ids, torch.from_numpy(np.flatnonzero(mask))) for ids, mask in pairs]
-        weights = [int(mask.sum()) for _, mask in pairs]
-        return np.asarray(np.average(rated, axis=0, weights=weights))
-
-    def _rated(self, ids: tuple[int, ...], queries: torch.Tensor) -> Floats:
-        """Return ``[2, N, N]`` of one sequence at ``queries``."""
-        queries = queries.to(self._model.device)
+        ids, counted = self.calibration.sequences[batch], self.calibration.counted[batch]
+        queries = torch.from_numpy(np.flatnonzero(counted)).to(self._model.device)
         best = max(len(ids) // LISTS, 1)
 
         def at_queries(indices: torch.Tensor) -> torch.Tensor:  # [queries, k], best first

@@ -20,7 +20,7 @@ from sglang_indexcache.pattern import Pattern
 from tests.fixtures.models import make_model
 from tests.oracle import Oracle
 
-LENGTH = 120
+LENGTH, ALL = 120, range(4)
 ORDER = ["FFFFFF", "FSFSFS", "FSFFFS", "FSSSFS", "FFFFFF", "FSSSSS", "FSFSFS"]
 
 
@@ -38,13 +38,12 @@ def folder(request: pytest.FixtureRequest, checkpoints: dict[str, Path]) -> Path
 def data() -> Calibration:
     random = np.random.default_rng(0)
     sequences = random.integers(10, 512, (4, LENGTH)).tolist()
-    return Calibration(tuple(map(tuple, sequences)), 2, "test")
+    return Calibration(tuple(map(tuple, sequences)), "test")
 
 
 def truth(oracle: Oracle, data: Calibration, text: str) -> list[float]:
     return [
-        float(torch.cat([oracle.answer(list(s), Pattern(text)).logprobs for s in batch]).mean())
-        for batch in data.batches
+        float(oracle.answer(list(ids), Pattern(text)).logprobs.mean()) for ids in data.sequences
     ]
 
 
@@ -53,7 +52,7 @@ def test_losses_are_the_oracles_with_and_without_reuse(folder: Path, data: Calib
     reusing = TransformersEvaluator(folder, data)
     plain = TransformersEvaluator(folder, data, reuse_bytes=0)
     for text in ORDER:
-        mine, expected = reusing.loss(Pattern(text), [0, 1]), plain.loss(Pattern(text), [0, 1])
+        mine, expected = reusing.loss(Pattern(text), ALL), plain.loss(Pattern(text), ALL)
         assert np.array_equal(mine, expected)
         assert -mine == pytest.approx(truth(oracle, data, text), abs=1e-6)
     assert reusing.layer_tokens < plain.layer_tokens == len(ORDER) * 4 * LENGTH * 6
@@ -64,12 +63,12 @@ def test_sequences_of_every_length(folder: Path, data: Calibration) -> None:
     cut = tuple(
         ids[:length] for ids, length in zip(data.sequences, (120, 70, 97, 120), strict=True)
     )
-    uneven = Calibration(cut, 2, "test")
+    uneven = Calibration(cut, "test")
     oracle = Oracle(folder, torch.float32, first_of_ties=False)
     evaluator = TransformersEvaluator(folder, uneven)
-    assert evaluator.batch_tokens == (190, 217)
+    assert evaluator.batch_tokens == (120, 70, 97, 120)
     for text in ORDER:
-        loss = evaluator.loss(Pattern(text), [0, 1])
+        loss = evaluator.loss(Pattern(text), ALL)
         assert -loss == pytest.approx(truth(oracle, uneven, text), abs=1e-6)
     assert evaluator.layer_tokens < len(ORDER) * 407 * 6
 
@@ -80,11 +79,9 @@ def test_only_what_counts_is_in_the_loss(folder: Path, data: Calibration) -> Non
     kinds = tuple(mask.astype(np.uint8) for mask in masks)
     evaluator = TransformersEvaluator(folder, replace(data, kinds=kinds))
     tokens = evaluator.token_losses(Pattern("FSFSFS"), [1, 0])
-    by_batch = [masks[2:], masks[:2]]
     expected = [
-        sum(float(x) for t, m in zip(*pair, strict=True) for x, c in zip(t, m, strict=True) if c)
-        / sum(int(m.sum()) for m in pair[1])
-        for pair in zip(tokens, by_batch, strict=True)
+        sum(float(x) for x, counts in zip(*pair, strict=True) if counts) / int(pair[1].sum())
+        for pair in zip(tokens, (masks[1], masks[0]), strict=True)
     ]
     assert evaluator.loss(Pattern("FSFSFS"), [1, 0]) == pytest.approx(expected)
 
@@ -92,8 +89,8 @@ def test_only_what_counts_is_in_the_loss(folder: Path, data: Calibration) -> Non
 def test_changes_are_those_of_two_whole_distributions(folder: Path, data: Calibration) -> None:
     """The oracle is transformers' own logits under the pattern and without one, token by token."""
     evaluator, pattern = TransformersEvaluator(folder, data), Pattern("FSFSFS")
-    [[changes, _]] = evaluator.changes(pattern, [1])
-    ids = data.batches[1][0]
+    [changes] = evaluator.changes(pattern, [2])
+    ids = data.sequences[2]
     model = evaluator._model
     with torch.no_grad():
         full = model(torch.tensor([ids])).logits[0, :-1].double().log_softmax(-1)
@@ -109,7 +106,7 @@ def test_changes_are_those_of_two_whole_distributions(folder: Path, data: Calibr
         ("right", under.argmax(-1) == text),
     ):
         assert (getattr(changes, field) == expected.double().numpy()).mean() > 0.97
-    [[alike, _]] = evaluator.changes(Pattern.full(6), [1])
+    [alike] = evaluator.changes(Pattern.full(6), [2])
     assert np.abs(alike.kl).max() < 1e-6
     assert (alike.kept == 1).all()
 
@@ -124,7 +121,7 @@ def test_reuse_runs_only_from_the_first_difference(folder: Path, data: Calibrati
     ):
         before = evaluator.layer_tokens
         evaluator.loss(Pattern(text), [batch])
-        assert evaluator.layer_tokens - before == 2 * LENGTH * layers
+        assert evaluator.layer_tokens - before == LENGTH * layers
 
 
 def test_a_searchs_batches_come_one_after_the_other(folder: Path, data: Calibration) -> None:
@@ -132,7 +129,7 @@ def test_a_searchs_batches_come_one_after_the_other(folder: Path, data: Calibrat
     flips = [Pattern.from_layers(6, set(range(6)) - {layer}) for layer in range(1, 6)]
     run = TransformersEvaluator(folder, data).run(Pattern.full(6), data.sequences[0])
     three_runs = 3 * 7 * (run.hidden[0].nbytes + run.indices[0].nbytes)
-    evaluator = TransformersEvaluator(folder, data, reuse_bytes=three_runs * 5 // 2)
+    evaluator = TransformersEvaluator(folder, data, reuse_bytes=three_runs * 3 // 2)
     Ledger(evaluator).many([Pattern.full(6), *flips])
     assert evaluator.layer_tokens == 4 * LENGTH * (6 + 5 + 4 + 3 + 2 + 1)
 
@@ -164,7 +161,7 @@ def test_a_checkpoint_that_shares_already(tmp_path: Path, data: Calibration) -> 
     assert evaluator.own == Pattern("FFSFFS")
     oracle = Oracle(tmp_path, torch.float32)
     for text in ("FFSFFS", "FFSFSS", "FSSFFS"):
-        loss = evaluator.loss(Pattern(text), [0, 1])
+        loss = evaluator.loss(Pattern(text), ALL)
         assert -loss == pytest.approx(truth(oracle, data, text), abs=1e-6)
     with pytest.raises(PatternError, match="ships no indexer weights"):
         evaluator.loss(Pattern("FFFFFF"), [0])
