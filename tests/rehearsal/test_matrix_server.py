@@ -163,11 +163,15 @@ CASES = [
         shows=(evidence.mixed_forwards, evidence.split_rows),
     ),
     Case(
-        "row split with prefill graphs",
-        (*TP_2, *DECODE, *PREFILL_GRAPHS, "--enable-metrics", *SPLIT),
+        "row split of our kernels with prefill graphs",
+        (*TP_2, *DECODE, *PREFILL_GRAPHS, "--enable-metrics", *SPLIT, *OURS_IN_GRAPHS),
         variables=(("SGLANG_DSA_TOPK_BROADCAST", "1"),),
         rehearses=("CUDA graphs",),
-        shows=(evidence.replays("prefill_cuda_graph"), evidence.split_rows),
+        shows=(
+            evidence.replays("prefill_cuda_graph"),
+            evidence.split_rows,
+            evidence.kernels_of_ours,
+        ),
     ),
     Case(
         "row split of our kernels",
@@ -268,14 +272,14 @@ CASES = [
         rehearses=("MTP",),
         shows=(evidence.accepted_drafts,),
     ),
-    Case(  # in prefill lists are offsets into gathered rows, and a graph reads them at its address
-        "kernels of ours over FP8 in graphs",
+    Case(  # in prefill lists are offsets into gathered rows
+        "kernels of ours over FP8",
         (
-            *(*DECODE, *PREFILL_GRAPHS, "--enable-metrics", *FP8_KV, *OURS_IN_GRAPHS),
+            *(*DECODE_GRAPHS, "--enable-metrics", *FP8_KV, *OURS_IN_GRAPHS),
             *("--dsa-prefill-backend", "flashmla_sparse"),
         ),
         rehearses=("FP8 KV cache", "CUDA graphs"),
-        shows=(evidence.kernels_of_ours, evidence.replays("prefill_cuda_graph")),
+        shows=(evidence.kernels_of_ours, evidence.replays("decode_cuda_graph")),
     ),
     Case(  # lists are positions, which SGLang maps to slots itself
         "selections of kernels of ours",
