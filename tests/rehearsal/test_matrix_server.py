@@ -163,15 +163,11 @@ CASES = [
         shows=(evidence.mixed_forwards, evidence.split_rows),
     ),
     Case(
-        "row split of our kernels with prefill graphs",
-        (*TP_2, *DECODE, *PREFILL_GRAPHS, "--enable-metrics", *SPLIT, *OURS_IN_GRAPHS),
+        "row split with prefill graphs",
+        (*TP_2, *DECODE, *PREFILL_GRAPHS, "--enable-metrics", *SPLIT),
         variables=(("SGLANG_DSA_TOPK_BROADCAST", "1"),),
         rehearses=("CUDA graphs",),
-        shows=(
-            evidence.replays("prefill_cuda_graph"),
-            evidence.split_rows,
-            evidence.kernels_of_ours,
-        ),
+        shows=(evidence.replays("prefill_cuda_graph"), evidence.split_rows),
     ),
     Case(
         "row split of our kernels",
