@@ -70,6 +70,7 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Serve:
     @contextmanager
     def start(model: Path, *arguments: str, **environment: str) -> Iterator[Client]:
         command = ["--model-path", str(model), "--attention-backend", "indexcache", *arguments]
+        command += ["--skip-server-warmup"]  # a test's first request warms it as well
         log = logs / f"{next(count)}.log"
         with PreloadedServer(command, log, late=environment) as server:
             client = server.wait_until_ready()

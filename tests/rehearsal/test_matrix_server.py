@@ -268,14 +268,14 @@ CASES = [
         rehearses=("MTP",),
         shows=(evidence.accepted_drafts,),
     ),
-    Case(  # in prefill lists are offsets into gathered rows, and a graph reads them at its address
-        "kernels of ours over FP8 in graphs",
+    Case(  # in prefill lists are offsets into gathered rows
+        "kernels of ours over FP8",
         (
-            *(*DECODE, *PREFILL_GRAPHS, "--enable-metrics", *FP8_KV, *OURS_IN_GRAPHS),
+            *(*DECODE_GRAPHS, "--enable-metrics", *FP8_KV, *OURS_IN_GRAPHS),
             *("--dsa-prefill-backend", "flashmla_sparse"),
         ),
         rehearses=("FP8 KV cache", "CUDA graphs"),
-        shows=(evidence.kernels_of_ours, evidence.replays("prefill_cuda_graph")),
+        shows=(evidence.kernels_of_ours, evidence.replays("decode_cuda_graph")),
     ),
     Case(  # lists are positions, which SGLang maps to slots itself
         "selections of kernels of ours",

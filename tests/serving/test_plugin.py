@@ -243,15 +243,6 @@ def test_name_becomes_dsa_and_the_input_stays(model: Callable[..., Path]) -> Non
     assert attention_backends_of(resolved_view(server_args)) == ("dsa", "dsa")
 
 
-def test_live_mode_builds_every_indexer(model: Callable[..., Path]) -> None:
-    server_args = resolve(model(), "--indexcache-pattern", "FSSFSFSS", "--indexcache-mode", "live")
-    assert built_pattern(server_args) == "FFFFFFFF"
-    plan = Plan.from_hf_config(hf_config(server_args))
-    assert plan is not None
-    assert str(plan.pattern) == "FSSFSFSS"
-    assert plan.mode == "live"
-
-
 def test_pattern_alone_implies_the_backend(model: Callable[..., Path]) -> None:
     server_args = resolve(model(), "--indexcache-pattern", "uniform:1/2", backend=None)
     assert built_pattern(server_args) == "FSFSFSFS"
@@ -266,26 +257,6 @@ def test_metrics_go_through_sglangs_own_door(model: Callable[..., Path]) -> None
 
     assert loggers() is None
     assert loggers("--enable-metrics")["scheduler"].__name__ == "SchedulerCollector"
-
-
-def test_engine_keyword(model: Callable[..., Path]) -> None:
-    from sglang.srt.entrypoints.engine import Engine
-
-    from sglang_indexcache.serving import plugin
-
-    original = Engine.__dict__["server_args_class"]
-    try:
-        plugin._accept_engine_keywords()
-        server_args = Engine.server_args_class(
-            model_path=str(model()), attention_backend="indexcache", indexcache_pattern="FSFSFSFS"
-        )
-    finally:
-        Engine.server_args_class = original
-    server_args.resolve_once()
-    assert built_pattern(server_args) == "FSFSFSFS"
-    plan = Plan.from_hf_config(hf_config(server_args))
-    assert plan is not None
-    assert plan.source.startswith("Engine(indexcache_pattern=...)")
 
 
 def test_other_overrides_are_kept(model: Callable[..., Path]) -> None:
@@ -313,11 +284,6 @@ def test_default_warns_once(model: Callable[..., Path], capfd: pytest.CaptureFix
     server_args = resolve(model())
     assert built_pattern(server_args) == "FFFFFFFF"
     assert capfd.readouterr().err.count("every layer runs its indexer") == 1
-
-
-def test_default_follows_a_checkpoint_that_shares(model: Callable[..., Path]) -> None:
-    folder = model(index_topk_freq=4, index_skip_topk_offset=3)
-    assert built_pattern(resolve(folder)) == str(Pattern.from_freq(8, 4, 3))
 
 
 @pytest.mark.parametrize(
@@ -400,12 +366,6 @@ def test_kernels_are_checked_on_what_sglang_resolved(
     assert plan.kernels == "cuda"
     assert [(route.op, route.phase) for route in plan.routes] == list(ROUTED)
     assert {route.implementation for route in plan.routes} == {"cuda"}
-
-
-def test_kernels_that_cannot_run_stop_the_launch(hopper: None, model: Callable[..., Path]) -> None:
-    arguments = ["--indexcache-kernels", "cuda", "--dsa-decode-backend", "tilelang"]
-    with pytest.raises(IndexCacheError, match=r"in decode: it stands in for .*, not for tilelang"):
-        resolve(model(**KERNEL_SHAPE), *arguments)
 
 
 def test_reference_kernels_need_eager_forwards(hopper: None, model: Callable[..., Path]) -> None:

@@ -283,6 +283,62 @@ def test_rows_of_a_request_share_one_reading_of_its_keys(drafted: int, groups: i
     assert torch.equal(table, pages.repeat_interleave(groups // 3, 0))
 
 
+@pytest.mark.parametrize("form", ["slots", "offsets", "positions"])
+def test_lists_have_the_form_that_sglang_asked_for_and_lie_where_its_graph_reads(form: str) -> None:
+    """Offsets are into a batch's flattened keys; rows that pad the buffer keep what they hold."""
+    methods = {"slots": TopkTransformMethod.PAGED, "offsets": TopkTransformMethod.RAGGED}
+    extend, offsets = [2, 1], torch.tensor([0, 0, 70], dtype=torch.int32)
+    attention = SimpleNamespace(
+        cu_seqlens_q=torch.tensor([0, 2, 3], dtype=torch.int32), topk_indices_offset=offsets
+    )
+    metadata = metadata_of(
+        [70, 9],
+        extend,
+        attn_metadata=attention,
+        topk_transform_method=methods.get(form, TopkTransformMethod.PAGED),
+        force_unfused_topk=form == "positions",
+        get_page_table_64=lambda: torch.zeros(2, 2, dtype=torch.int32),
+        get_seqlens_expanded=lambda: torch.tensor([69, 70, 9], dtype=torch.int32),
+    )
+    lists = torch.tensor([[3, 5, 68], [0, 1, 69], [2, 8, -1]], dtype=torch.int32)
+
+    def kernel(batch: Any, topk: int, *, as_slots: bool, out: torch.Tensor) -> None:
+        assert (topk, as_slots) == (3, form == "slots")
+        assert batch.query_starts is attention.cu_seqlens_q
+        assert len(batch.q) == len(batch.weights) == len(out) == 3
+        out.copy_(lists)
+
+    q, weights = torch.zeros(5, HEADS, 128), torch.zeros(6, HEADS, 1)
+    cache, buffer = torch.zeros(4, 8448, dtype=torch.uint8), torch.full((5, 3), -7).int()
+    call: Any = (kernel, "prefill", q, weights, cache, metadata, 3)
+    assert kernels_cuda.select(*call, buffer) is buffer
+    own = lists + offsets[:, None] if form == "offsets" else lists
+    assert torch.equal(buffer[:3], torch.where(lists < 0, -1, own))
+    assert (buffer[3:] == -7).all()
+    assert torch.equal(kernels_cuda.select(*call)[3:], torch.full((2, 3), -1).int())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_attention_reads_sglangs_rows_as_the_contract_has_them(dtype: torch.dtype) -> None:
+    """Lengths of another number of rows are left out, as dp_attention pads queries alone."""
+    is_fp8, given = dtype.itemsize == 1, list[Any]()
+    cache = torch.zeros(9, 1, 656 if is_fp8 else 576, dtype=dtype)
+
+    def kernel(q: Any, rows: torch.Tensor, slots: Any, scale: float, **rest: Any) -> Any:
+        given.append((rows.shape, rows.dtype, rest["sinks"], rest["lengths"]))
+        return q[..., :512], None
+
+    q, slots = torch.zeros(4, 5, 576).bfloat16(), torch.zeros(4, 8, dtype=torch.int32)
+    sinks = torch.ones(5, dtype=torch.bfloat16)
+    for lengths in (torch.ones(4).int(), torch.ones(3).int(), None):
+        call: Any = (kernel, q, cache, slots, 0.1, sinks, {}, lengths)
+        assert kernels_cuda.attend(*call).shape == (4, 5, 512)
+    shape = torch.Size((9, 656 if is_fp8 else 576))
+    assert {(entry[:2]) for entry in given} == {(shape, torch.uint8 if is_fp8 else dtype)}
+    assert all(entry[2].dtype == torch.float32 for entry in given)
+    assert [entry[3] is not None for entry in given] == [True, False, False]
+
+
 def test_kept_lists_do_not_keep_the_selection() -> None:
     """A chunk's selection is 64 MB on a GPU, and the engine's to free; its memory comes again."""
     lists, slots = KeptLists(), torch.zeros(4, 8)
