@@ -185,12 +185,13 @@ def in_short(*records: dict[str, Any]) -> str:
                     _mean(everything, "kl", "passages"),
                     *(_recall(record, name, groups) for groups in (["books", *kinds], tasks)),
                 ]
-        rows: list[list[str]] = []
+        methods: dict[tuple[str, ...], list[str]] = {}  # of several texts that gave the same
         for method, cells in by_method.items():
-            row = [cell for ratio in RATIOS[1:] for cell in cells[ratio]]
-            if row not in rows or not method.startswith("default"):
-                lines.append((record["index_heads"], method, *row))
-            rows.append(row)
+            row = tuple(cell for ratio in RATIOS[1:] for cell in cells[ratio])
+            methods.setdefault(row, []).append(method)
+        for row, names in methods.items():
+            name = ", ".join([names[0], *(each.removeprefix("default, on ") for each in names[1:])])
+            lines.append((record["index_heads"], name, *row))
     header = ("heads", "", "1/4: KL", "recall, text", "tasks", "1/8: KL", "recall, text", "tasks")
     return markdown(header, lines)
 
