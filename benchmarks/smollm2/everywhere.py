@@ -172,7 +172,7 @@ def table(record: dict[str, Any]) -> str:
 
 
 def in_short(*records: dict[str, Any]) -> str:
-    """Tabulate 1/4 and 1/8 of each record: divergence, and recall on text and in tasks."""
+    """Tabulate 1/4 and 1/8 of each record: divergence, and recall beside all F and Algorithm 1."""
     lines = []
     for record in records:
         kinds, tasks = ([g for g in record["judged"] if g in named] for named in (DOMAINS, TASKS))
@@ -180,18 +180,23 @@ def in_short(*records: dict[str, Any]) -> str:
         for name, pattern in record["arms"].items():
             ratio, _, method = name.partition(" ")
             if ratio in RATIOS[1:] and method != "uniform":
-                everything = _pairs(record, pattern, list(record["judged"]))
+                every, best = list(record["judged"]), f"{ratio} Algorithm 1"
+                beside = _pairs(record, pattern, every, best)
+                is_same = pattern == record["arms"][best]
                 by_method.setdefault(method, {})[ratio] = [
-                    _mean(everything, "kl", "passages"),
+                    _mean(_pairs(record, pattern, every), "kl", "passages"),
                     *(_recall(record, name, groups) for groups in (["books", *kinds], tasks)),
+                    "the same" if is_same else _change(beside, "right", "passages", 100),
                 ]
-        rows: list[list[str]] = []
+        methods: dict[tuple[str, ...], list[str]] = {}  # of several texts that gave the same
         for method, cells in by_method.items():
-            row = [cell for ratio in RATIOS[1:] for cell in cells[ratio]]
-            if row not in rows or not method.startswith("default"):
-                lines.append((record["index_heads"], method, *row))
-            rows.append(row)
-    header = ("heads", "", "1/4: KL", "recall, text", "tasks", "1/8: KL", "recall, text", "tasks")
+            row = tuple(cell for ratio in RATIOS[1:] for cell in cells[ratio])
+            methods.setdefault(row, []).append(method)
+        for row, names in methods.items():
+            name = ", ".join([names[0], *(each.removeprefix("default, on ") for each in names[1:])])
+            lines.append((record["index_heads"], name, *row))
+    columns = ("KL", "recall, text", "tasks", "beside Algorithm 1")
+    header = ("heads", "", *(f"{ratio}: {name}" for ratio in RATIOS[1:] for name in columns))
     return markdown(header, lines)
 
 
@@ -216,14 +221,16 @@ def _recall(record: dict[str, Any], name: str, groups: Sequence[str]) -> str:
 Pairs = list[tuple[dict[str, Any], dict[str, Any]]]
 
 
-def _pairs(record: dict[str, Any], pattern: str, groups: Sequence[str]) -> Pairs:
-    """Return what rows show under a pattern, each beside the same row under all F."""
-    full = record["arms"]["all F"]
+def _pairs(
+    record: dict[str, Any], pattern: str, groups: Sequence[str], beside: str = "all F"
+) -> Pairs:
+    """Return what rows show under a pattern, each beside the same row under another arm's."""
+    other = record["arms"][beside]
     return [
         pair
         for group in groups
         for pair in zip(
-            record["judged"][group][pattern], record["judged"][group][full], strict=True
+            record["judged"][group][pattern], record["judged"][group][other], strict=True
         )
     ]
 
