@@ -61,8 +61,9 @@ KV_BYTES = {"fp8": 656, "bfloat16": 1152}
 """Bytes of a token's latent row (FlashMLA's FP8 format; 576 bfloat16)."""
 DEALT = [d for d in DEPLOYMENTS if d.dp == 1 and d.model == "GLM-5-FP8" and d.gpu != "h100"]
 """Deployments whose rows know how all heads on one rank take a prefill, as CP has them."""
-PLANNED = (*range(8192, 200_000, 8192), 200_000)
-"""Contexts of the table of ``bench plan``, which is a straight line between them."""
+PLANNED = tuple(sorted({*range(8192, 200_000, 8192), *CONTEXTS}))
+"""Contexts of the table of ``bench plan``, which is a straight line between them; the paper's are
+among them, so that both tables say the same."""
 FEWEST = 8
 """A pattern with one F layer in so many is composed as well; in between, time is linear."""
 SHORTEST = 1024

@@ -42,7 +42,9 @@ NewTokens = Annotated[int, Option("--new-tokens", metavar="N", help=
     "Tokens that each request generates.")]
 MeasuredModel = Annotated[str, Option("--model", "--model-path", metavar="NAME|FOLDER", help=
     "GLM-5-FP8 or DeepSeek-V3.2, whose layers were measured, or a folder of such a checkpoint.")]
-Gpu = Annotated[str, Option("--gpu", metavar="h200|b200", help="The card; there are eight.")]
+Gpu = Annotated[str, Option("--gpu", metavar="h200|b200", help="The card.")]
+Gpus = Annotated[int, Option("--gpus", "--tp", min=1, metavar="8", help=
+    "How many GPUs, SGLang's --tp: sums are there for eight.")]
 Dp = Annotated[int, Option("--dp", min=1, metavar="N", help=
     "Ranks of data-parallel attention: SGLang's --dp with --enable-dp-attention.")]
 # fmt: on
@@ -103,6 +105,7 @@ def plan_command(
     pattern: Patterns = None,
     context: Contexts = None,
     gpu: Gpu = "h200",
+    gpus: Gpus = 8,
     dp: Dp = 1,
     as_json: Json = False,
 ) -> None:
@@ -121,7 +124,7 @@ def plan_command(
     from sglang_indexcache.library.lengths import parse_length
 
     contexts = [parse_length(text) for text in context or PLANNED_CONTEXTS]
-    deployment = find_composed(model, gpu, dp)
+    deployment = find_composed(model, gpu, gpus, dp)
     shape = MODELS[deployment.model].shape
     patterns, notes = choose_patterns(pattern or PAPERS_PATTERNS[1:], shape)
     sentences = [*filter(None, [*deployment.sources, *notes])]

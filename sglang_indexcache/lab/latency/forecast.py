@@ -195,7 +195,7 @@ def composed() -> tuple[Composed, ...]:
     return tuple(Composed(contexts=contexts, **row) for row in table["deployments"])
 
 
-def find_composed(model: str, gpu: str, dp: int) -> Composed:
+def find_composed(model: str, gpu: str, gpus: int, dp: int) -> Composed:
     """Return the deployment of a model by its name or folder.
 
     Raises:
@@ -204,6 +204,11 @@ def find_composed(model: str, gpu: str, dp: int) -> Composed:
     """
     name, card = find_model(model), find_gpu(gpu)
     measured = MODELS[name]
+    if gpus != GPUS:
+        raise BenchError(
+            f"forwards were composed for {GPUS} GPUs, not for {gpus}. Measure {gpus} with "
+            "`indexcache bench latency`."
+        )
     taken = PRESETS[measured.shape].weight_bytes(GPUS, dp, 1 if "fp8" in measured.weights else 2)
     check_room(name, taken, GPUS, dp, card.name, card.memory)
     for row in composed():

@@ -55,7 +55,7 @@ def test_nothing_is_said_beyond_the_rows(context: int) -> None:
 
 
 def test_what_the_reader_is_told() -> None:
-    deployment = find_composed("zai-org/glm-5-fp8", "H200", 1)
+    deployment = find_composed("zai-org/glm-5-fp8", "H200", 8, 1)
     patterns, _ = choose_patterns(["1/2", "quarter=1/4"], "glm-5")
     grid = plan_grid(deployment, patterns, [32_768, 300_000])
     assert "composed" in grid.title
@@ -73,7 +73,9 @@ def test_what_the_reader_is_told() -> None:
 
 
 def test_a_replica_of_one_rank_has_no_rows_to_split() -> None:
-    grid = plan_grid(find_composed("GLM-5-FP8", "b200", 8), [("full", Pattern.full(78))], [32_768])
+    grid = plan_grid(
+        find_composed("GLM-5-FP8", "b200", 8, 8), [("full", Pattern.full(78))], [32_768]
+    )
     assert not any("row split" in row[0] for row in grid.rows)
 
 
@@ -97,13 +99,20 @@ def test_programs_are_told_the_same() -> None:
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        (("glm-5-fp8", "a100", 1), "no rates are known for 'a100'"),
-        (("glm-5-fp8", "H100", 1), "do not fit: GLM-5-FP8 takes 94 GB of each of 8 GPUs, and H100"),
-        (("glm-5-fp8", "h200", 3), r"as --dp 3 splits them over 8 GPUs\. Take one of --dp 1, 2, 4"),
-        (("30b", "h200", 1), r"measured layers of 30b\. There are rows of GLM-5-FP8, GLM-5"),
+        (("glm-5-fp8", "a100", 8, 1), "no rates are known for 'a100'"),
+        (
+            ("glm-5-fp8", "H100", 8, 1),
+            "do not fit: GLM-5-FP8 takes 94 GB of each of 8 GPUs, and H100",
+        ),
+        (
+            ("glm-5-fp8", "h200", 8, 3),
+            r"as --dp 3 splits them over 8 GPUs\. Take one of --dp 1, 2, 4",
+        ),
+        (("glm-5-fp8", "h200", 16, 1), "were composed for 8 GPUs, not for 16"),
+        (("30b", "h200", 8, 1), r"measured layers of 30b\. There are rows of GLM-5-FP8, GLM-5"),
     ],
 )
-def test_deployments_that_cannot_be(asked: tuple[str, str, int], message: str) -> None:
+def test_deployments_that_cannot_be(asked: tuple[str, str, int, int], message: str) -> None:
     with pytest.raises(BenchError, match=message):
         find_composed(*asked)
 
