@@ -21,7 +21,7 @@ from tests.preloaded import Template
 pytest.importorskip("sglang")
 
 GLM_CASES = [
-    # (arguments, what the one error says); other patterns: tests/serving/test_resolve.py
+    # (arguments, what the one error says); others: tests/serving/test_resolve.py, test_refusals.py
     (["--indexcache-pattern", "no-such-name"], "no-such-name"),
     (["--indexcache-pattern", "broken.yaml"], "broken.yaml"),
     (
@@ -31,11 +31,8 @@ GLM_CASES = [
         ],
         "Give only one",
     ),
-    (["--json-model-override-args", '{"index_topk_pattern": "FSFSF"}'], "1 too short"),
     (["--indexcache-pattern", "FSSFSS", "--prefill-attention-backend", "triton"], "triton"),
     (["--enable-hierarchical-cache"], "--enable-hierarchical-cache needs a GPU"),
-    (["--enable-torch-compile"], "--enable-torch-compile is not served"),
-    (["--enable-lora"], "--enable-lora needs a GPU"),
 ]
 
 
@@ -119,44 +116,11 @@ def edited(source: Path, target: Path, **fields: Any) -> Path:
     return target
 
 
-def test_flag_and_environment_disagree(launch: Launch, config_only: Path, folder: Path) -> None:
-    variables = {"SGLANG_INDEXCACHE_PATTERN": "FSFSFS"}
-    result = launch(config_only, "--indexcache-pattern", "FSSFSS", cwd=folder, **variables)
-    assert_one_error(result, "Give only one")
-
-
 def test_llama(launch: Launch, folder: Path, tmp_path: Path) -> None:
     from transformers import LlamaConfig
 
     LlamaConfig(architectures=["LlamaForCausalLM"], num_hidden_layers=2).save_pretrained(tmp_path)
     assert_one_error(launch(tmp_path, cwd=folder), "LlamaForCausalLM")
-
-
-def test_mla_without_an_indexer(
-    launch: Launch, config_only: Path, folder: Path, tmp_path: Path
-) -> None:
-    """A DeepSeek-V3 that was never turned into a DSA model."""
-    fields = {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}
-    indexer = dict.fromkeys(("index_topk", "index_n_heads", "index_head_dim"))
-    model = edited(config_only, tmp_path / "model", **fields, **indexer)
-    assert_one_error(launch(model, cwd=folder), "without a lightning indexer")
-
-
-@pytest.mark.parametrize(
-    ("fields", "reason"),
-    [({"num_hidden_layers": "6"}, "num_hidden_layers is '6'"), ({"attention_bias": "no"}, "'no'")],
-)
-def test_a_field_of_another_type(
-    launch: Launch,
-    config_only: Path,
-    folder: Path,
-    tmp_path: Path,
-    fields: dict[str, Any],
-    reason: str,
-) -> None:
-    """Ours are named before transformers reads them; of the others transformers names them."""
-    model = edited(config_only, tmp_path / "model", **fields)
-    assert_one_error(launch(model, cwd=folder), reason)
 
 
 def test_full_where_the_checkpoint_shares(
