@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
-from sglang_indexcache.lab.data.documents import machine_text
+from sglang_indexcache.lab.data.documents import MACHINE, files_of
 from sglang_indexcache.library.writing import write_whole
 from sglang_indexcache.models import BY_NAME, TRAINABLE, Family
 
@@ -85,6 +85,17 @@ SIZES: Mapping[str, Mapping[str, Any]] = {
     # For timing: the indexer has as large a share of a long prefill as in a real model.
     "small": {"num_hidden_layers": 12, "index_n_heads": 32, "index_topk": 256},
 }
+
+
+def machine_text(limit: int) -> Iterator[str]:
+    """Yield the standard library's sources by file name, at most ``limit`` characters."""
+    remaining = limit
+    for path in files_of(MACHINE):
+        text = path.read_text(encoding="utf-8", errors="ignore")[:remaining]
+        remaining -= len(text)
+        yield text
+        if remaining <= 0:
+            return
 
 
 def small_config(

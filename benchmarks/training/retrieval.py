@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
+from benchmarks.random_model import machine_text
 from sglang_indexcache.errors import DataError
-from sglang_indexcache.lab.data.documents import machine_text
 
 HELD_OUT_EVERY = 10
 """Each tenth file of the machine's text, in name order, is kept for validation."""

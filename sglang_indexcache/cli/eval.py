@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
@@ -114,12 +114,14 @@ def run_command(
     Example: indexcache eval run 1/2 1/4 --model MODEL --url http://127.0.0.1:30000 -o quality/
     """
     from sglang_indexcache.lab.evaluate.run import run_evaluation
+    from sglang_indexcache.lab.evaluate.tasks import DEFAULT
 
     servers = {} if dry_run else _servers(url, api_key)
     if output is None and not dry_run:
         raise QualityError("give a folder for the results (--output), or only plan (--dry-run)")
-    design = DesignNumbers(margin / 100, looks, contexts, seed)
-    request = _request(model, (against, patterns, control), task, rows, length, design)
+    files, tasks = _files(rows), tuple(task or (() if rows else DEFAULT))
+    plan = _plan(model, tasks, length, contexts, margin / 100, looks, seed)
+    request = _request(model, (against, patterns, control), files, plan)
     if dry_run:
         request.tell(out)
         request.corpus.check(request.plan.planned, out)
@@ -128,52 +130,25 @@ def run_command(
     _report(run_evaluation(request, servers, output, out), output)
 
 
-class DesignNumbers(NamedTuple):
-    """Numbers by which a user designs an evaluation.
-
-    Attributes:
-        margin: a share of right answers.
-        contexts: None for as many as the margin needs.
-    """
-
-    margin: float
-    looks: int
-    contexts: int | None
-    seed: int
-
-
 def _request(
-    model: Path,
-    arms: tuple[str, list[str], str],
-    tasks: list[str] | None,
-    rows: list[str] | None,
-    lengths: list[str] | None,
-    design: DesignNumbers,
+    model: Path, arms: tuple[str, list[str], str], files: dict[str, Path], plan: EvaluationPlan
 ) -> EvaluationRequest:
-    """Make the request of an evaluation: its arms, its plan and the questions that it asks.
-
-    Args:
-        arms: the reference, the patterns, and the one that is known to be bad.
-        tasks: to generate; none of them where ``rows`` are given, else the default.
-    """
+    """Make the request of an evaluation: ``arms`` are the reference, the patterns, the bad one."""
     from transformers import AutoTokenizer
 
     from sglang_indexcache.checkpoint import reading
     from sglang_indexcache.lab.evaluate.corpus import Corpus, select_rows
-    from sglang_indexcache.lab.evaluate.evaluation_plan import arms_of
+    from sglang_indexcache.lab.evaluate.evaluation_plan import arms_of, longest_context
     from sglang_indexcache.lab.evaluate.run import EvaluationRequest
-    from sglang_indexcache.lab.evaluate.tasks import DEFAULT
-    from sglang_indexcache.lab.evaluate.tasks.context import QUESTIONS
 
     named = arms_of(model, *arms)
-    files = _files(rows)
-    plan, longest = _plan(model, tuple(tasks or (() if rows else DEFAULT)), lengths, design)
     with reading(f"the tokenizer of {model}"):
         tokenizer = AutoTokenizer.from_pretrained(model)
     for path in files.values():  # long ones take a while
         out.print(f"counting the tokens of {path}", highlight=False, soft_wrap=True, markup=False)
+    longest = longest_context(model) or plan.lengths[-1]
     plan, items, remarks = select_rows(plan, files, tokenizer, longest)
-    corpus = Corpus(tokenizer, QUESTIONS, items)
+    corpus = Corpus(tokenizer, plan.questions, items)
     flags = [
         f"--contexts {plan.contexts} --looks {plan.looks} --seed {plan.seed}",
         *(f"--rows {name}={path.name}" for name, path in files.items()),
@@ -182,36 +157,31 @@ def _request(
 
 
 def _plan(
-    model: Path, tasks: tuple[str, ...], lengths: list[str] | None, design: DesignNumbers
-) -> tuple[EvaluationPlan, int]:
-    """Return the plan of what is generated, and the most tokens that the model reads."""
-    from sglang_indexcache.checkpoint import Checkpoint, read_config, text_config
+    model: Path,
+    tasks: tuple[str, ...],
+    lengths: list[str] | None,
+    contexts: int | None,
+    margin: float,
+    looks: int,
+    seed: int,
+) -> EvaluationPlan:
+    """Return the plan of what is generated; without ``contexts`` as many as the margin needs."""
+    from sglang_indexcache.checkpoint import Checkpoint
     from sglang_indexcache.lab.evaluate.evaluation_plan import (
         EvaluationPlan,
         default_lengths,
         enough_contexts,
+        longest_context,
     )
     from sglang_indexcache.lab.evaluate.tasks.context import QUESTIONS
 
     selects_all = int(Checkpoint.read(model).shape["index_topk"])
-    longest = text_config(read_config(model)).get("max_position_embeddings")
     asked = tuple(sorted({parse_length(text) for text in lengths or ()}))
-    asked = asked or default_lengths(longest)
-    contexts = design.contexts
+    asked = asked or default_lengths(longest_context(model))
     if contexts is None:
         cells, behind = max(len(tasks), 1) * len(asked), QUESTIONS if tasks else 1
-        contexts = enough_contexts(cells, behind, design.margin, design.looks)
-    plan = EvaluationPlan(
-        tasks,
-        asked,
-        contexts,
-        QUESTIONS,
-        selects_all,
-        design.margin,
-        design.looks,
-        design.seed,
-    )
-    return plan, int(longest or asked[-1])
+        contexts = enough_contexts(cells, behind, margin, looks)
+    return EvaluationPlan(tasks, asked, contexts, QUESTIONS, selects_all, margin, looks, seed)
 
 
 @app.command("report", cls=Command)

@@ -179,17 +179,6 @@ def _answers(fields: Mapping[str, Any], text: str, where: str) -> tuple[Span, ..
     return spans
 
 
-def machine_text(limit: int) -> Iterator[str]:
-    """Yield the standard library's sources by file name, at most ``limit`` characters."""
-    remaining = limit
-    for path in files_of(MACHINE):
-        text = path.read_text(encoding="utf-8", errors="ignore")[:remaining]
-        remaining -= len(text)
-        yield text
-        if remaining <= 0:
-            return
-
-
 @dataclass(frozen=True)
 class Files:
     """Files that are read, in their order, and those of the same folder that are not."""

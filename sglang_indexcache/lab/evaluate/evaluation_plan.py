@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from sglang_indexcache.checkpoint import Checkpoint
+from sglang_indexcache.checkpoint import Checkpoint, read_config, text_config
 from sglang_indexcache.errors import PatternError, QualityError
 from sglang_indexcache.lab.evaluate.tasks import CONTROL, TASKS
 from sglang_indexcache.lab.stats.design import Design, spread_over_cells
@@ -113,6 +113,12 @@ def arms_of(model: Path, against: str, patterns: Sequence[str], control: str) ->
             if arm.name == earlier.name:
                 raise QualityError(f"two patterns are called {arm.name}; give each once")
     return tuple(arms)
+
+
+def longest_context(model: Path) -> int | None:
+    """Return the most tokens that a checkpoint's model reads; None if its config does not say."""
+    longest = text_config(read_config(model)).get("max_position_embeddings")
+    return None if longest is None else int(longest)
 
 
 def default_lengths(context: int | None) -> tuple[int, ...]:

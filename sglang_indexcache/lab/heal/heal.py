@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -166,8 +166,9 @@ def heal(
             is in use.
         OutputError: the disk is full; the same options go on once it is not.
     """
-    with ExitStack() as stack:
-        return _Healing(options, console or Console(), on_step, stack).run()
+    healing = _Healing(options, console or Console(), on_step)
+    with healing.claimed():
+        return healing.run()
 
 
 @dataclass(frozen=True)
@@ -220,25 +221,23 @@ class _Sums:
 
 
 class _Healing:
-    """One run. All that can be refused is refused before weights are read.
+    """One run. All that can be refused is refused before weights are read."""
 
-    Its folder is this process's until ``stack`` ends.
-    """
-
-    def __init__(
-        self, options: HealOptions, console: Console, on_step: OnStep | None, stack: ExitStack
-    ) -> None:
+    def __init__(self, options: HealOptions, console: Console, on_step: OnStep | None) -> None:
         self.options, self.on_step = options, on_step
-        self.target = target = Target.of(options)
-        self.pattern, self.topk = target.pattern, target.topk
+        self.target = Target.of(options)
+        self.pattern, self.topk = self.target.pattern, self.target.topk
         self.base = checkpoint_digest(options.checkpoint)
         self.files = HealRun(options.output, console)
+
+    def claimed(self) -> AbstractContextManager[None]:
+        """Have the run's folder for this process alone."""
         identity = self._identity_options() | {"digest of the checkpoint's files": self.base}
-        stack.enter_context(self.files.claimed(identity))
-        self.data = {length: self._read(length) for length in set(target.lengths.values())}
+        return self.files.claimed(identity)
 
     def run(self) -> HealResult:
         """Train to the end of the last stage."""
+        self.data = {length: self._read(length) for length in set(self.target.lengths.values())}
         adapter = self.files.finished()
         if adapter is not None:
             self.files.log.say(f"{self.options.output} is finished already")
