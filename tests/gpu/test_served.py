@@ -23,6 +23,7 @@ import torch
 
 from sglang_indexcache.errors import ServerError
 from sglang_indexcache.pattern import Pattern
+from tests.gpu.conftest import IS_REHEARSAL
 
 if TYPE_CHECKING:  # they need pydantic, which travels with SGLang
     from sglang_indexcache.lab.client.http import Client
@@ -30,7 +31,8 @@ if TYPE_CHECKING:  # they need pydantic, which travels with SGLang
 
 pytestmark = pytest.mark.sglang
 PATTERN, FULL, HALF = Pattern("FSSS" * 3), Pattern("F" * 12), Pattern("FS" * 6)
-TOKENS, START_SECONDS, INDEX_K_BYTES = 24, 190, 132
+TOKENS, INDEX_K_BYTES = 24, 132
+START_SECONDS = 900 if IS_REHEARSAL else 190
 COMMON = (
     *("--max-total-tokens", "32768", "--context-length", "8192", "--max-running-requests", "8"),
     *("--chunked-prefill-size", "2048", "--grammar-backend", "none", "--skip-server-warmup"),
