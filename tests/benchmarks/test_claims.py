@@ -52,6 +52,22 @@ def share(method: str) -> str:
     return f"{METHODS[method].least(goal, [1024] * 4) / (evaluations(goal) * 4096):.3f}"
 
 
+def patterns_on_16(layers: int) -> tuple[float, float]:
+    """Return what the default search runs at most on 16 documents: patterns, and percent."""
+    goal = targets(layers, "1/2", "1/4", "1/8")
+    patterns = METHODS["proposals"].least(goal, [1] * 16) / 16
+    return patterns, 100 * patterns / evaluations(goal)
+
+
+def behind(name: str, corpus: str, ratio: str, *, tasks: bool) -> str:
+    """Return the points of recall by which a default's pattern differs from Algorithm 1's."""
+    data = record(name)
+    groups = [group for group in data["judged"] if tasks or group not in everywhere.TASKS]
+    pattern = data["arms"][f"{ratio} default, on {corpus}"]
+    pairs = everywhere.beside(data, pattern, groups, f"{ratio} Algorithm 1")
+    return everywhere.change(pairs, "right", "passages", 100)
+
+
 def worst_indexer() -> str:
     layers = record("random/indexers")["indexers"]
     worst = max(layers, key=lambda entry: float(np.mean(entry["loss"][-6:])))
