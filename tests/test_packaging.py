@@ -153,7 +153,8 @@ def test_the_long_description_has_no_link_that_needs_a_file_beside_it() -> None:
     assert not relative.search(portable(readme, "https://example.org/us/it"))
     text = "[a page](docs/search.md#how-do-i-run-it), [here](#install) ![seen](a/b.png)"
     assert portable(text, "https://example.org/it/") == (
-        "[a page](https://example.org/it/blob/HEAD/docs/search.md#how-do-i-run-it), [here](#install) "
+        "[a page](https://example.org/it/blob/HEAD/docs/search.md#how-do-i-run-it), "
+        "[here](#install) "
         "![seen](https://example.org/it/raw/HEAD/a/b.png)"
     )
     assert portable(text, None) == "a page (`docs/search.md`), [here](#install) "
