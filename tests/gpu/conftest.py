@@ -14,7 +14,7 @@ from tests.fixtures.machine import Need, lacking
 ORDER = ("start", "served", "kernels")
 """What a user of a card wants to know first, and what everything else stands on."""
 IS_REHEARSAL = bool(os.environ.get("INDEXCACHE_REHEARSAL"))
-"""Whether these run on the stage (tests/rehearsal), which is slow: lists and prompts are short."""
+"""Whether these run on the stage (tests/rehearsal), whose references take short lists."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -63,5 +63,4 @@ def prompts() -> list[tuple[int, ...]]:
     from tests.rehearsal.widened import real_text
 
     # They overlap: some Pythons' libraries leave few held-out tokens, and prefixes are not cached.
-    lengths = (250, 180, 100) if IS_REHEARSAL else (5000, 3001, 700)
-    return [tuple(real_text(*cut)) for cut in zip((0, 1500, 4000), lengths, strict=True)]
+    return [tuple(real_text(start, n)) for start, n in ((0, 5000), (1500, 3001), (4000, 700))]
