@@ -83,11 +83,11 @@ def rehearsed(record: Mapping[str, Any]) -> str:
     passed = [name for name, step in steps.items() if step["code"] == 0]
     minutes = sum(step["seconds"] for step in steps.values()) / 60
     versions = ", ".join(f"{name} {machine[name]}" for name in VERSIONS)
-    failed = ", ".join(name for name in steps if name not in passed) or "none"
+    others = "; ".join(name for name in STEPS if name not in passed) or "none"
     return (
         f"On {machine['date'][:10]}, at commit `{machine['commit']}` and on a CPU with {versions}, "
         f"{len(passed)} of {len(STEPS)} steps went through in {minutes:.0f} minutes "
-        f"({'; '.join(passed)}); failed: {failed}.\n"
+        f"({'; '.join(passed)}); not: {others}.\n"
     )
 
 
