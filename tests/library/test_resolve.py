@@ -115,7 +115,6 @@ def test_full_means_all_that_the_checkpoint_ships(library: Library) -> None:
         ("\u0661/\u0664", LibraryError, "cannot read pattern file"),
         ("uniform:1/\u0664", PatternError, "uniform:1/r"),
         ("uniform:1/\uff14", PatternError, "uniform:1/r"),
-        ("full+c4", LibraryError, r"no pattern is called 'full\+c4'"),
         ("glm-4.7-flash-dsa-1of4", PatternError, "has 47 indexer layers; .* has 78"),
         ("FSSS", PatternError, "74 too short"),
         ("fsss", PatternError, "capital letters"),
