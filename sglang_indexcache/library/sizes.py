@@ -61,7 +61,7 @@ class ModelShape:
         return self.q_lora_rank * heads * width + self.hidden_size * (width + heads)
 
     def mlp_parameters_of(self, layer: int) -> int:
-        """Number of parameters in a layer's dense MLP, or in its router and experts."""
+        """Count the parameters of a layer's dense MLP, or of its router and experts."""
         if layer < self.first_k_dense_replace:
             return 3 * self.hidden_size * self.intermediate_size
         experts = self.n_routed_experts + self.n_shared_experts
