@@ -285,7 +285,8 @@ def mla_tolerance(
     bfloat16 (2^-9 each), and the sum over k is in float32.
 
     Args:
-        q: ``[Hq, 576]``, one query row. rows: ``[n, 576]``, the latent rows that it selected.
+        q: ``[Hq, 576]``, one query row.
+        rows: ``[n, 576]``, the latent rows that it selected.
 
     Returns:
         ``[Hq, 512]`` and ``[Hq]`` float64 absolute bounds.

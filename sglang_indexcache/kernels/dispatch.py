@@ -75,8 +75,8 @@ class Implementation:
     Such a module may also have a function ``prepare()``, which compiles the kernels of its ops.
 
     Attributes:
-        unfit: returns why it cannot run on a machine's card, or None. missing: returns why it
-        cannot be built or imported here, or None.
+        unfit: returns why it cannot run on a machine's card, or None.
+        missing: returns why it cannot be built or imported here, or None.
     """
 
     name: str

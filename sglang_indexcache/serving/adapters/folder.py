@@ -83,7 +83,8 @@ class Adapter:
 
         Raises:
             CheckpointError: the folder is no adapter, a file is damaged, or an indexer is missing
-                or has another shape than the model's. PatternError: its pattern is malformed.
+                or has another shape than the model's.
+            PatternError: its pattern is malformed.
         """
         document = _document(folder)
         pattern = Pattern(document.pattern)
@@ -129,7 +130,8 @@ class Adapter:
 
         Raises:
             CheckpointError: it was made for another checkpoint, or this one's format cannot be
-            read. PatternError: it was trained for another pattern.
+                read.
+            PatternError: it was trained for another pattern.
         """
         self.check_pattern(pattern)
         actual = Checkpoint.read(checkpoint)
@@ -165,16 +167,17 @@ def write_adapter(
     """Write an adapter in one step, so that no reader sees half of it.
 
     Args:
-        folder: is created; an adapter in it is replaced. checkpoint: the folder of the base
-        checkpoint, which is not changed. tensors: every indexer tensor of every F layer by the
-        checkpoint's names, such as
+        folder: is created; an adapter in it is replaced.
+        checkpoint: the folder of the base checkpoint, which is not changed.
+        tensors: every indexer tensor of every F layer by the checkpoint's names, such as
             ``model.layers.3.self_attn.indexer.wq_b.weight``, not quantised, and no others.
         record: further facts to store, of types that YAML can hold.
 
     Raises:
         CheckpointError: tensors are missing, superfluous, of a wrong shape or not finite, or the
-            folder holds something else. OutputError: the adapter cannot be written. PatternError:
-            the pattern does not fit the checkpoint.
+            folder holds something else.
+        OutputError: the adapter cannot be written.
+        PatternError: the pattern does not fit the checkpoint.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
