@@ -1,15 +1,15 @@
 """IndexCache: let most DSA layers reuse the top-k indices of an earlier layer.
 
 DeepSeek Sparse Attention runs a small indexer in every layer. A *pattern* such as ``FSSS...`` says
-which layers keep theirs (F) and which reuse the indices of the nearest F layer before them (S).
+which layers keep their indexer (F) and which reuse the indices of the nearest earlier F layer (S).
 
-Who skips: on a transformers model :func:`share` does. On a server SGLang itself does, because
-``serving/plan.py`` (``Plan.hf_overrides``) rewrites the model's config before it is built; this
-package decides the pattern, checks it, and carries the indices where SGLang does not
+On a transformers model, :func:`share` skips the indexers. On a server SGLang skips them itself,
+because ``serving/plan.py`` (``Plan.hf_overrides``) rewrites the model's config before the model is
+built. This package decides the pattern, checks it, and carries the indices where SGLang does not
 (``serving/index_buffer.py``: live mode, hybrid models, two-batch overlap).
 
-To read the method, take this order: ``pattern.py`` (which layer reuses which), ``hf.py`` (the
-method on a model in Python), ``serving/plan.py`` (what a server is told), and
+To understand the method, read in this order: ``pattern.py`` (which layer reuses which), ``hf.py``
+(the method on a model in Python), ``serving/plan.py`` (what a server is told), and
 ``serving/cpu/backend.py`` (a whole backend).
 
 The public names are loaded when they are first used, so importing this package costs nothing:
@@ -28,7 +28,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.5.23.post1"
-"""The SGLang that it is for, and the number of our release for that one."""
+"""Version of SGLang that this release extends, and the number of our release for it."""
 
 _MODULES = {
     "AttentionInputs": "lab.heal.losses",
@@ -44,7 +44,7 @@ _MODULES = {
     "select_top_k": "lab.heal.losses",
     "share": "hf",
 }
-"""The public names, and where they live; below, the same for type checkers."""
+"""Public names and the modules that define them; the imports below show them to type checkers."""
 
 __all__ = tuple(_MODULES)
 

@@ -1,7 +1,7 @@
 """Facts about a model that IndexCache needs, read from its HF config alone.
 
-Works on a transformers config object and on the dict of a ``config.json``; imports neither
-transformers nor SGLang.
+The config may be a transformers config object or the dict of a ``config.json``. This module imports
+neither transformers nor SGLang.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ QUANTISED = ("quantization_config", "compression_config")
 """Config keys under which a checkpoint says how its weights are quantised."""
 
 MODELOPT_FILE = "hf_quant_config.json"
-"""File in which NVIDIA's ModelOpt says the same beside the config."""
+"""File beside the config in which NVIDIA's ModelOpt describes the quantisation."""
 
 SHARING_KEYS = ("indexer_types", "index_topk_pattern", "index_topk_freq", "index_skip_topk_offset")
 """Config keys by which upstream describes cross-layer sharing, strongest first."""
@@ -41,11 +41,12 @@ INDEX_K_BYTES_PER_KEY = 128 + 4
 """GPU index-K cache: 128 e4m3 bytes and one float32 scale per token and layer."""
 
 MOST_LAYERS = 4096
-"""Of a model. A pattern has a character for each layer, and a config can say any number."""
+"""Largest number of layers that is accepted: a pattern has a character for each, and a config may
+claim any number."""
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) is int  # True and False are not
+    return type(value) is int  # True and False are no numbers here
 
 
 def _is_count(value: Any) -> bool:
@@ -69,7 +70,7 @@ _COUNT: _Form = (_is_count, "a whole number of at least 1")
 _NUMBER: _Form = (_is_number, "a whole number")
 _WORDS: _Form = (_are_words, "a list of words")
 _WORD: _Form = (lambda value: isinstance(value, str), "a word")
-_DTYPE: _Form = (  # torch's own in a config object
+_DTYPE: _Form = (  # a config object holds a torch.dtype
     lambda value: not isinstance(value, (bool, int, float, list, Mapping)),
     "a word",
 )
@@ -117,7 +118,7 @@ FORMS: Mapping[str, _Form] = {
     "vocab_size": _COUNT,
     "max_position_embeddings": _COUNT,
 }
-"""What a field of a config must be wherever this package reads it, unless it is absent or null."""
+"""Type that a config field must have if this package reads it, unless it is absent or null."""
 
 
 @dataclass(frozen=True)
@@ -126,10 +127,10 @@ class Checkpoint:
 
     Attributes:
         architecture: the HF architecture name.
-        layer_ids: the model's layer numbers that have a DSA attention, in order; position i of a
-            pattern is layer ``layer_ids[i]``. The identity for all but hybrid models.
-        own: the sharing that the checkpoint was trained with; all F if none. Its S layers ship
-            no indexer weights.
+        layer_ids: numbers of the model's layers that have DSA attention, in order; position i of a
+            pattern is layer ``layer_ids[i]``. In all but hybrid models this is the identity.
+        own: the sharing pattern that the checkpoint was trained with; all F if it has none. Its S
+            layers ship no indexer weights.
         shape: config fields that tell models apart (used by the pattern library).
     """
 
@@ -140,7 +141,7 @@ class Checkpoint:
 
     @property
     def num_layers(self) -> int:
-        """Attention layers that can have an indexer, the length of a pattern."""
+        """Number of attention layers that can have an indexer, which is the length of a pattern."""
         return len(self.layer_ids)
 
     @property
@@ -180,7 +181,7 @@ class Checkpoint:
         """Refuse what SGLang cannot serve with shared indices, though other engines may.
 
         Raises:
-            CheckpointError: naming the reason.
+            CheckpointError: names the reason.
         """
         family = BY_ARCHITECTURE.get(self.architecture)
         if family is None:
@@ -199,7 +200,7 @@ class Checkpoint:
         """Refuse an architecture that healing and adapters do not know.
 
         Raises:
-            CheckpointError: naming those that they know.
+            CheckpointError: names the architectures that they know.
         """
         if not family_of(self.architecture).model_type:
             trained = " and ".join(family.architecture for family in TRAINABLE.values())
@@ -237,7 +238,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{folder} is not a checkpoint: cannot read {path} ({error.strerror})"
         ) from error
-    except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, or brackets without end
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested too deeply
         raise CheckpointError(f"{path} is not JSON: {error}") from error
     if not isinstance(config, dict):
         raise CheckpointError(f"{path} is not a model's config, which is an object of JSON.")
@@ -246,10 +247,10 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def fp8_blocks(folder: Path) -> tuple[int, int] | None:
-    """Return rows and columns of a block of a block-FP8 checkpoint; None for one of plain weights.
+    """Return the rows and columns of a checkpoint's FP8 blocks; None if its weights are plain.
 
     Raises:
-        CheckpointError: quantised in another way, which nothing here reads; names the format.
+        CheckpointError: the checkpoint is quantised in a format that cannot be read here.
     """
     config = read_config(folder)
     stored = next(
@@ -279,7 +280,7 @@ def fp8_blocks(folder: Path) -> tuple[int, int] | None:
 
 
 def block_size(quantisation: Any) -> tuple[int, int] | None:
-    """Return rows and columns of a block by a ``quantization_config``; None without block FP8."""
+    """Return the rows and columns of ``quantization_config``'s FP8 blocks; None if it has none."""
     blocks = _get(quantisation, "weight_block_size")
     if _get(quantisation, "quant_method") != "fp8" or not blocks or len(blocks) != 2:
         return None
@@ -287,14 +288,14 @@ def block_size(quantisation: Any) -> tuple[int, int] | None:
 
 
 def check_fields(config: Any, where: str) -> None:
-    """Refuse fields of other types than models have them in.
+    """Refuse config fields that have the wrong type.
 
     Args:
         config: a transformers config object, or a dict.
-        where: what the sentence calls it.
+        where: the name of the config in the error.
 
     Raises:
-        CheckpointError: naming every such field.
+        CheckpointError: names every such field.
     """
     problems = [
         f"{name} is {reprlib.repr(value)} and must be {form}"
@@ -311,10 +312,10 @@ def check_fields(config: Any, where: str) -> None:
 
 @contextmanager
 def reading(what: str) -> Iterator[None]:
-    """Turn whatever transformers raises at a config that it cannot read into one sentence.
+    """Turn any error that transformers raises on a config that it cannot read into one sentence.
 
     Raises:
-        CheckpointError: naming ``what``, and what transformers said.
+        CheckpointError: names ``what``, and quotes transformers' message.
     """
     try:
         yield
@@ -330,9 +331,9 @@ def pattern_from_sharing_keys(
 ) -> Pattern | None:
     """Return the pattern that upstream's config keys describe, or None if they describe none.
 
-    ``values`` are by :data:`SHARING_KEYS`; None counts as absent. The keys count the layers of the
-    model (``dsa_layer_skips_topk`` in ``sglang/srt/configs/model_config.py``), so ``layer_ids``,
-    the model's layer at each position of the pattern, pick from them.
+    ``values`` maps :data:`SHARING_KEYS` to their values; None counts as absent. The keys count
+    every layer of the model (``dsa_layer_skips_topk`` in ``sglang/srt/configs/model_config.py``),
+    so ``layer_ids``, the model's layer at each position of the pattern, selects from them.
 
     Raises:
         PatternError: malformed values, or two keys that disagree.
@@ -360,7 +361,7 @@ def pattern_from_sharing_keys(
 
 
 def _pick(types: Any, layer_ids: tuple[int, ...]) -> list[str]:
-    """Return ``indexer_types`` at the DSA layers; the list may cover every model layer."""
+    """Return the entries of ``indexer_types`` for DSA layers; the list may cover all layers."""
     if len(types) == len(layer_ids):
         return list(types)
     if len(types) <= layer_ids[-1]:
@@ -371,10 +372,10 @@ def _pick(types: Any, layer_ids: tuple[int, ...]) -> list[str]:
 
 
 def _pattern_of_layers(letters: str, layer_ids: tuple[int, ...]) -> Pattern:
-    """Return ``index_topk_pattern`` at the DSA layers: SGLang counts every layer of the model.
+    """Return the part of ``index_topk_pattern`` for DSA layers; SGLang's string has every layer.
 
     Raises:
-        PatternError: it is too short, or too long for a model whose layers all have DSA.
+        PatternError: the string is too short, or too long for a model whose layers all have DSA.
     """
     needed = layer_ids[-1] + 1
     if needed == len(layer_ids):
@@ -395,7 +396,7 @@ def _own_pattern(text: Any, layer_ids: tuple[int, ...], where: str) -> Pattern:
     cli_factor = _get(text, "cli_factor") or 1
     if cli_factor > 1:  # LongCat: fresh indices every cli_factor layers
         return Pattern.uniform(count, cli_factor)
-    # A config class may fill indexer_types from the weaker keys, so the strongest decides alone.
+    # A config class may derive indexer_types from weaker keys, so only the strongest counts.
     for key in SHARING_KEYS[:3]:
         value = _get(text, key)
         if value is None:
@@ -411,7 +412,7 @@ def _own_pattern(text: Any, layer_ids: tuple[int, ...], where: str) -> Pattern:
 
 
 def _family(architecture: str, text: Any, where: str) -> Family:
-    """Return the row of a model that may share indices; one made up for a model that has no row."""
+    """Return the family of a model that may share indices; a default family if none is listed."""
     family = family_of(architecture)
     if family.unsupported:
         raise CheckpointError(

@@ -8,7 +8,7 @@ _MOST_QUOTED = 100
 
 
 def quoted(text: str) -> str:
-    """Quote a user's text, cut where it would drown the sentence around it."""
+    """Quote a user's text, shortened so that it does not drown the sentence around it."""
     if len(text) <= _MOST_QUOTED:
         return repr(text)
     return f"{text[:_MOST_QUOTED]!r} and {len(text) - _MOST_QUOTED:,} characters more"
@@ -27,7 +27,7 @@ class CombinedError(IndexCacheError):
 
 
 class Findings:
-    """Gathers problems, so that a user hears of all of them at once.
+    """Collector of problems, so that a user is told all of them at once.
 
     Each check runs in a block of its own, ``with findings:``, which ends at its first problem.
     """
@@ -47,10 +47,10 @@ class Findings:
         return True
 
     def report(self) -> None:
-        """Raise what was found.
+        """Raise the problems that were collected.
 
         Raises:
-            IndexCacheError: the problem itself if there is one, else :class:`CombinedError`.
+            IndexCacheError: the problem itself if there is only one, else :class:`CombinedError`.
         """
         if len(self.each) > 1:
             raise CombinedError(tuple(self.each))
@@ -103,7 +103,7 @@ class ServerError(IndexCacheError):
 
 
 class ServerUnavailableError(ServerError):
-    """A server that is away, loading or too slow: the same request may be answered later."""
+    """A server that is unreachable, loading or too slow: the same request may succeed later."""
 
 
 class BenchError(IndexCacheError):

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
 
 _KEY_UPDATE = "update_indexer"
-"""The method by which a cache's layer takes index keys."""
+"""Name of the method with which a cache layer stores index keys."""
 
 
 @dataclass
@@ -43,11 +43,11 @@ class SharedForward:
 
 @contextmanager
 def share(model: Any, pattern: Pattern | str) -> Iterator[SharedForward]:
-    """Run ``model`` under ``pattern`` inside this context; afterwards it is as it was before.
+    """Run ``model`` under ``pattern`` inside this context, and restore it afterwards.
 
     Inside another ``share`` of the same model, the inner pattern is the one in effect. A cache
-    that was filled under a pattern has no index keys for its S layers: running one of their
-    indexers on it, also after the context has ended, raises :class:`PatternError`.
+    that was filled under a pattern has no index keys for the S layers: running an S layer's indexer
+    on that cache, even after the context has ended, raises :class:`PatternError`.
 
     Args:
         model: a transformers model with DSA (GLM-5, DeepSeek-V3.2, A.X-K2, HY-V4, ...). One that
@@ -58,7 +58,7 @@ def share(model: Any, pattern: Pattern | str) -> Iterator[SharedForward]:
         CheckpointError: the model has no indexers, or, in its first forward, indexers that
             do not answer as :class:`SharedForward` expects.
         PatternError, LibraryError: the pattern does not fit the model, or is unknown.
-        StaleIndexError: in a forward whose layers run out of order (gradient checkpointing).
+        StaleIndexError: a forward runs the layers out of order (gradient checkpointing).
     """
     if not isinstance(pattern, (Pattern, str)):
         raise PatternError(f"a pattern is text such as '1/4' or 'FSSS', got {pattern!r}")
@@ -74,15 +74,15 @@ def share(model: Any, pattern: Pattern | str) -> Iterator[SharedForward]:
     sharing = SharedForward(pattern)
     with ExitStack() as stack:
         for number, attention in enumerate(attentions):
-            if (indexer := attention.indexer) is not None:  # without one it shares by itself
+            if (indexer := attention.indexer) is not None:  # a trained S layer has no indexer
                 stack.callback(_restore, indexer, vars(indexer).get("forward"))
                 indexer.forward = _switch(indexer, number, sharing)
         yield sharing
 
 
 def _switch(indexer: Any, number: int, sharing: SharedForward) -> Callable[..., torch.Tensor]:
-    """Return an indexer's replacement: it runs the original, or shares indices."""
-    # Inside another share() the indexer's own forward is behind that one's switch.
+    """Return a replacement for an indexer's forward, which runs the original or shares indices."""
+    # Inside another share(), forward is the outer replacement; its .select is the original.
     select = getattr(indexer.forward, "select", indexer.forward)
     source = sharing.pattern.source_of(number)
 
@@ -103,14 +103,14 @@ def _switch(indexer: Any, number: int, sharing: SharedForward) -> Callable[..., 
             if hasattr(cache_layer, _KEY_UPDATE):
                 setattr(cache_layer, _KEY_UPDATE, MethodType(_refuse_update, cache_layer))
         hidden = args[0] if args else kwargs["hidden_states"]
-        return sharing.indices.to(hidden.device)  # layers may be spread over devices
+        return sharing.indices.to(hidden.device)  # layers may be on different devices
 
     forward.select = select  # type: ignore[attr-defined]
     return forward
 
 
 def _check_indices(indices: Any, indexer: Any) -> None:
-    """Refuse an indexer that does not answer with one list for each query."""
+    """Refuse an indexer that does not return one list of positions for each query."""
     if getattr(indices, "ndim", 0) != 3 or indices.is_floating_point():
         raise CheckpointError(
             f"{type(indexer).__name__} does not answer with one list of positions for each query "
@@ -121,24 +121,24 @@ def _check_indices(indices: Any, indexer: Any) -> None:
 
 def _restore(indexer: Any, forward: Any) -> None:
     if forward is None:
-        del indexer.forward  # the class's shows again
+        del indexer.forward  # the method of the class is visible again
     else:
         indexer.forward = forward
 
 
 def _refuse_update(cache_layer: Any, keys: torch.Tensor) -> Any:
-    """Stand in for a cache update where keys are missing, which transformers would not notice."""
+    """Replace a cache's key update, and refuse to append where earlier keys are missing."""
     if cache_layer.get_seq_length() > keys.shape[-2]:
         raise PatternError(
             "an indexer runs on a cache that lacks its keys: its layer was S while the cache was "
             "filled. Start with an empty cache, or keep one pattern until the generation ends."
         )
-    delattr(cache_layer, _KEY_UPDATE)  # the cache has been emptied since
+    delattr(cache_layer, _KEY_UPDATE)  # the cache was emptied, so no keys are missing
     return getattr(cache_layer, _KEY_UPDATE)(keys)
 
 
 def _checkpoint(model: Any) -> tuple[Checkpoint, list[Any]]:
-    """Return what the config says, and the attentions that a pattern's letters are for."""
+    """Return the model's checkpoint facts, and its attention modules in the order of a pattern."""
     attentions = [module for module in model.modules() if hasattr(module, "indexer")]
     name = type(model).__name__
     config = model.config.to_dict()

@@ -1,8 +1,8 @@
-"""The model families: one row each, and all that tells one from another.
+"""The model families: one row each, with everything that distinguishes them.
 
-To add a family, add its row to :data:`FAMILIES`. A row with nothing but an architecture is served;
-``model_type`` makes it trainable and gives it models with random weights; ``shapes`` lets the
-benchmarks speak of it without its weights. Standard library only.
+To add a family, add its row to :data:`FAMILIES`. An architecture alone is enough to serve a family;
+``model_type`` makes it trainable and allows models with random weights; ``shapes`` lets the
+benchmarks name its models without their weights. Standard library only.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ LAYER_COUNTS = ("num_hidden_layers", "num_layers")
 """Config fields that say how many layers there are; LongCat has the second."""
 
 EXPERTS = "n_routed_experts"
-"""The field that pruning changes: it leaves attention and indexers as they are."""
+"""Config field that expert pruning changes; attention and indexers stay as they are."""
 
 RECOGNISED_BY = ("hidden_size", "num_attention_heads", EXPERTS)
-"""Those that a searched pattern names its model by."""
+"""Config fields by which a searched pattern identifies its model."""
 
 
 def read_field(config: Any, name: str) -> Any:
-    """Return a field of a HF config, an object or the dict of a ``config.json``; None if absent."""
+    """Return a field of a HF config (object or ``config.json`` dict), or None if it is absent."""
     return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
 
 
@@ -44,13 +44,13 @@ def _every_layer(text: Any) -> tuple[int, ...]:
 
 
 def _two_a_block(text: Any) -> tuple[int, ...]:
-    """Return a number for each of LongCat's attentions, two in each block."""
+    """Return the numbers of LongCat's attention layers, two for each block."""
     blocks = read_field(text, "num_layers") or read_field(text, "num_hidden_layers")
     return tuple(range(2 * blocks))
 
 
 def _without_linear_attention(text: Any) -> tuple[int, ...]:
-    """Return the layers without linear (KDA) attention, which has no indexer in GLM-5-Next."""
+    """Return the layers that have an indexer in GLM-5-Next: all but the linear (KDA) ones."""
     layers = _every_layer(text)
     if (linear := read_field(text, "linear_attn_config")) is not None:
         without = set(read_field(linear, "kda_layers") or ())
@@ -67,14 +67,15 @@ class Family:
 
     Attributes:
         refused: why SGLang 0.5.23 cannot serve it with shared indices; empty if it can.
-        unsupported: why nothing here can share its indices, and who does; empty if we can.
-        layer_ids: from the language model's config, the layers with an indexer, in order.
-        hands_on: whether SGLang hands indices from one pipeline stage to the next.
+        unsupported: why this package cannot share its indices, and who can; empty if it can.
+        layer_ids: returns the layers with an indexer, in order, from the language model's config.
+        hands_on: whether SGLang passes indices from one pipeline stage to the next.
         name: what our own recipes call it.
         model_type: its transformers model type, if it can be trained.
-        interleaved: whether the indexer's RoPE turns neighbouring dimensions, not the two halves.
-        extra_config: what SGLang reads in its ``config.json`` without a default and transformers
-            does not write, with the value that transformers' code stands for.
+        interleaved: whether the indexer's RoPE rotates pairs of neighbouring dimensions instead of
+            the two halves.
+        extra_config: fields of ``config.json`` that SGLang requires and transformers does not
+            write, with the values that match transformers' code.
         shapes: HF config fields of published models, by the names that benchmarks give them.
     """
 
@@ -145,7 +146,7 @@ FAMILIES = (
     Family("DeepseekV3ForCausalLM", extra_config=_READ_BY_SGLANG),
     Family("HYV4ForCausalLM"),
     Family("LongcatFlashForCausalLM", layer_ids=_two_a_block),
-    # Live mode stores keys by a path of SGLang's that this model's layers do not take.
+    # Live mode stores keys through SGLang code that this model's layers do not run.
     Family(
         "Glm5NextForConditionalGeneration",
         layer_ids=_without_linear_attention,
@@ -182,7 +183,8 @@ FAMILIES = (
             "MiniMaxM3VLForCausalLM",
         )
     ),
-    # By vLLM's issue 54890: 16.9 us a layer of 10.2 ms (batch 16, 64K tokens, GB300), 12 layers.
+    # vLLM's issue 54890: an indexer takes 16.9 us a layer, 12 layers, of a 10.2 ms step (batch 16,
+    # 64K tokens, GB300).
     Family(
         "Qwen4ExpForConditionalGeneration",
         unsupported="its few indexers take about two per cent of a decode step, so there is next "
@@ -203,5 +205,5 @@ SHAPES = {name: shape for family in FAMILIES for name, shape in family.shapes.it
 
 
 def family_of(architecture: str) -> Family:
-    """Return the row of an architecture; one made up for what has none."""
+    """Return the family of an architecture; a default family if none is listed."""
     return BY_ARCHITECTURE.get(architecture, Family(architecture))

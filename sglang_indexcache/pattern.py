@@ -72,7 +72,7 @@ class Pattern:
 
     @cached_property
     def sources(self) -> tuple[int, ...]:
-        """Layer whose indices each layer uses: itself if F, else the nearest F layer before it."""
+        """Layer whose indices each layer uses: itself if F, else the nearest earlier F layer."""
         result: list[int] = []
         for layer, kind in enumerate(self.text):
             result.append(result[-1] if kind == SHARED else layer)
@@ -84,18 +84,18 @@ class Pattern:
 
     @cached_property
     def groups(self) -> tuple[Group, ...]:
-        """The pattern cut into runs that share one set of indices."""
+        """Runs of layers that share one set of indices."""
         bounds = [*self.full_layers, len(self)]
         return tuple(Group(start, range(start, end)) for start, end in pairwise(bounds))
 
     @property
     def retention(self) -> Fraction:
-        """Layers that keep their indexer over all layers, exactly."""
+        """Share of layers that keep their indexer, as an exact fraction."""
         return Fraction(len(self.full_layers), len(self))
 
     @property
     def digest(self) -> str:
-        """Twelve hex digits that stand for the pattern where its text is too long, as in a key."""
+        """Digest of twelve hex digits, for keys in which the pattern's text would be too long."""
         return sha256(self.text.encode()).hexdigest()[:12]
 
     def summary(self) -> str:
@@ -177,7 +177,7 @@ class Pattern:
             )
 
     def check_checkpoint(self, shipped: Pattern) -> None:
-        """Raise PatternError where this pattern needs an indexer that the checkpoint lacks.
+        """Raise PatternError if this pattern needs an indexer that the checkpoint lacks.
 
         ``shipped`` is the checkpoint's own sharing. Its S layers ship no indexer weights, so they
         must stay S; its F layers may become S.
@@ -191,7 +191,7 @@ class Pattern:
             )
 
     def check_stages(self, starts: Iterable[int]) -> None:
-        """Raise PatternError where a pipeline stage would start without indices.
+        """Raise PatternError if a pipeline stage would start without indices.
 
         Needed only where the engine does not ship indices from one stage to the next.
         """
@@ -210,7 +210,7 @@ class Pattern:
 
 
 def _check_letters(layers: str) -> None:
-    """Raise the one PatternError that says what is wrong with an F/S string."""
+    """Raise PatternError, with the cause, unless ``text`` is a valid F/S string."""
     if not layers:
         raise PatternError("the pattern is empty. Give one F or S per layer.")
     wrong = sorted(set(layers) - {FULL, SHARED})

@@ -25,7 +25,7 @@ from sglang_indexcache.cli.common import (
 )
 
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": False}
-"""Server flags come behind ``--``."""
+"""Command settings with which server flags are accepted after ``--``."""
 PAPERS_PATTERNS, PAPERS_CONTEXTS = ("full", "1/2", "1/4"), ("10K", "60K", "120K", "200K")
 PLANNED_CONTEXTS = ("32K", "64K", "128K", "200K")
 

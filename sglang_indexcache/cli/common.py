@@ -1,4 +1,4 @@
-"""Parts that the command groups share: how errors are told, and options of several commands."""
+"""Parts that the command groups share: reporting of errors, and options of several commands."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ EXTRAS = {
     "heal": "lab",
     "kernels": "kernels",
 }
-"""Which extra of the package brings what a command group needs, but for SGLang itself."""
+"""Extra of the package with the dependencies of each command group, except SGLang itself."""
 
 
 class _PlainFlags:
-    """Shows flags without a type in the help, where typer 0.29 writes ``<bool>``."""
+    """Mixin that shows flags without a type in the help, where typer 0.29 writes ``<bool>``."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """Return the parameters, ``--help`` among them."""
+        """Return the parameters, including ``--help``."""
         parameters: list[Any] = super().get_params(ctx)  # type: ignore[misc]
         for parameter in parameters:
             if getattr(parameter, "is_flag", False):
@@ -47,17 +47,17 @@ class _PlainFlags:
 
 
 class Command(_PlainFlags, TyperCommand):
-    """A command of ours: ``@app.command(NAME, cls=Command)``."""
+    """Class of our commands, used as ``@app.command(NAME, cls=Command)``."""
 
 
 class CommandGroup(_PlainFlags, TyperGroup):
-    """A group of commands."""
+    """Class of our command groups."""
 
 
 class Reporting(CommandGroup):
-    """Turns errors that a user can mend into one line and exit code 1.
+    """Command group that turns errors that a user can fix into one line and exit code 1.
 
-    Those are ours, packages that are not installed, and files that cannot be read or written.
+    These are our errors, packages that are not installed, and files that cannot be read or written.
     """
 
     def invoke(self, ctx: Any) -> Any:
@@ -72,7 +72,7 @@ class Reporting(CommandGroup):
                 raise
             message = _missing(package, ctx.invoked_subcommand)
         except OSError as error:
-            if error.errno == errno.EPIPE:  # whoever read our output has gone
+            if error.errno == errno.EPIPE:  # the reader of our output has closed the pipe
                 raise
             message = f"{error.filename}: {error.strerror}" if error.filename else str(error)
         typer.secho(f"indexcache: error: {message}", err=True, fg="red")
@@ -98,10 +98,10 @@ def group(help: str) -> typer.Typer:
 
 
 def writable(folder: Path | None) -> Path | None:
-    """Try the folder of ``--output`` before anything else.
+    """Check that the folder of ``--output`` can be written, before anything else.
 
     Raises:
-        OutputError: no file can be written there.
+        OutputError: no file can be written in the folder.
     """
     if folder is not None:
         check_writable(folder)
@@ -148,12 +148,12 @@ DOCUMENTS = (
     "the Python sources of this machine."
 )
 LENGTH = "tokens, such as 4096, 16Ki (1024s) or 200K (1000s)."
-"""Help texts of ``--data`` and ``--context``: what they take."""
+"""Help text for options that take a number of tokens."""
 SERVERS = "Servers that run"
-"""The panel of the help that has the servers' addresses and keys."""
+"""Panel of the help with the servers' addresses and keys."""
 
-# Options are declared before the commands, an entry each; the formatter would spread an entry over
-# ten lines.
+# Options are declared before the commands, one entry for each; the formatter would spread an entry
+# over ten lines.
 # fmt: off
 Model = Annotated[Path, Option("--model", "--model-path", metavar="FOLDER", help=
     "The checkpoint's folder.")]
@@ -166,8 +166,8 @@ Config = Annotated[Path | None, Option(
     "A YAML file of these options, such as 'seed: 1'. The command line wins.")]
 Urls = Annotated[list[str] | None, Option("--url", metavar="URL", rich_help_panel=SERVERS, help=
     "Base URL of a running server. Repeat it.")]
-# Not OPENAI_API_KEY, which SGLang's benchmark reads: a key for somebody else's service should not
-# be sent to a server by accident.
+# Not OPENAI_API_KEY, which SGLang's benchmark reads: a key for another service must not be sent to
+# a server by accident.
 ApiKey = Annotated[str | None, Option(
     "--api-key", envvar="SGLANG_API_KEY", metavar="KEY", rich_help_panel=SERVERS, help=
     "API key of the servers at --url. Better in the variable: others on this machine can read a "
@@ -193,10 +193,10 @@ def connect(
     admin_api_key: str | None = None,
     timeout: float = 600.0,
 ) -> list[Client]:
-    """Connect to each server. The keys go no further than these, so that nothing records them.
+    """Connect to each server. Only these clients get the API keys, so that nothing records them.
 
     Raises:
-        SettingsError: a URL that is none.
+        SettingsError: a URL is malformed.
     """
     from sglang_indexcache.lab.client.http import Client
 
@@ -216,7 +216,7 @@ def _checked(url: str) -> str:
 
 
 def print_json(document: Mapping[str, Any]) -> None:
-    """Print a document that programs read: no colours, and no lines broken to fit a terminal."""
+    """Print a document for programs, without colours or line breaks for the terminal."""
     typer.echo(json.dumps(document, indent=1, ensure_ascii=False))
 
 
@@ -224,7 +224,7 @@ def name_and_value(text: str, option: str) -> tuple[str, str]:
     """Split ``NAME=VALUE``.
 
     Raises:
-        IndexCacheError: naming ``option``, unless ``text`` has that form.
+        IndexCacheError: ``text`` has another form; the message names ``option``.
     """
     name, equals, value = text.partition("=")
     if not equals or not name:

@@ -1,4 +1,4 @@
-"""``indexcache eval``: whether a pattern keeps long-context quality on your checkpoint."""
+"""``indexcache eval``: decide whether a pattern keeps long-context quality on your checkpoint."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 app = group("Prove, or refute, that a pattern keeps long-context quality on your checkpoint.")
 
-# The panels of the help.
+# Panels of the help.
 InQuestions = partial(Option, rich_help_panel="What is asked")
 InJudgement = partial(Option, rich_help_panel="How it is judged")
 InServers = partial(Option, rich_help_panel=SERVERS)
@@ -144,7 +144,7 @@ def _request(
     named = arms_of(model, *arms)
     with reading(f"the tokenizer of {model}"):
         tokenizer = AutoTokenizer.from_pretrained(model)
-    for path in files.values():  # long ones take a while
+    for path in files.values():  # long files take a while
         out.print(f"counting the tokens of {path}", highlight=False, soft_wrap=True, markup=False)
     longest = longest_context(model) or plan.lengths[-1]
     plan, items, remarks = select_rows(plan, files, tokenizer, longest)
@@ -235,7 +235,7 @@ def compare_command(
 
 
 def _named(place: str, name: str) -> tuple[str, str]:
-    """Split ``NAME=PATH`` into both; a path alone gets ``name``."""
+    """Split ``NAME=PATH`` into name and path; a path alone gets ``name``."""
     label, equals, path = place.partition("=")
     return (label, path) if equals and not Path(place).exists() else (name, place)
 
@@ -249,7 +249,7 @@ def _report(evaluation: Evaluation, folder: Path) -> None:
 
 
 def _files(rows: list[str] | None) -> dict[str, Path]:
-    """Return a user's files by their kind."""
+    """Return the user's files by their kind."""
     from sglang_indexcache.lab.evaluate.tasks.files import FILES
 
     paths: dict[str, Path] = {}
@@ -264,7 +264,7 @@ def _files(rows: list[str] | None) -> dict[str, Path]:
 
 
 def _servers(urls: list[str] | None, api_key: str | None) -> dict[str, Client]:
-    """Connect to servers by the name that stands before the URL; a URL alone has none."""
+    """Connect to servers, each under the name before its URL; a URL alone has no name."""
     if not urls:
         raise QualityError(
             "this asks servers: give --url URL of one in live mode, or --url NAME=URL of one for "

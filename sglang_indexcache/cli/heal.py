@@ -1,4 +1,4 @@
-"""``indexcache heal``: thin, and free of torch until a command runs."""
+"""``indexcache heal``: train the kept indexers; torch is imported only when a command runs."""
 
 from __future__ import annotations
 

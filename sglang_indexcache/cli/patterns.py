@@ -1,4 +1,4 @@
-"""``indexcache patterns``: look at the pattern library."""
+"""``indexcache patterns``: list and show the patterns of the library."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def list_patterns(model: FittedModel = None) -> None:
             entry.name,
             entry.model.name,
             f"{entry.full_layers} of {entry.model.num_layers} ({entry.retention})",
-            re.split(r"[,(]", entry.method.name)[0].strip(),  # `show` has the whole
+            re.split(r"[,(]", entry.method.name)[0].strip(),  # `show` prints the whole text
         )
     out.print(table if entries else "no pattern in the library fits this checkpoint")
     problems = Findings()

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 app = group("Find a pattern for your checkpoint, and compare patterns.")
 
-# The panels of the help.
+# Panels of the help.
 InServers = partial(Option, rich_help_panel=SERVERS)
 InData = partial(Option, rich_help_panel="Data")
 InSearch = partial(Option, rich_help_panel="Search")
@@ -127,7 +127,7 @@ def run_command(
     measuring = _measuring(model, servers, dtype, at_once)
     least_held_out = None
     if held_out is None:
-        # A check takes many times what a search by pairs does.
+        # A check takes many times as long as a search by pairs.
         held_out = batches if chosen.objective else 0
         least_held_out = 0
     setup = Setup.read(
@@ -219,7 +219,7 @@ def _measuring(
     dtype: str | None,
     at_once: int | None,
 ) -> Callable[[Calibration], TokenEvaluator]:
-    """Choose the evaluator by a command's options; nothing is loaded or asked yet."""
+    """Choose the evaluator from a command's options, without loading or asking anything yet."""
     from sglang_indexcache.checkpoint import Checkpoint, fp8_blocks
     from sglang_indexcache.lab.client.pool import Pool
     from sglang_indexcache.lab.search.lists import ReturningEvaluator
@@ -246,7 +246,7 @@ def _measuring(
 
 
 def _resolve(model: Path, patterns: Sequence[str]) -> list[Resolved]:
-    """Resolve what is to be compared."""
+    """Resolve the patterns to compare."""
     from sglang_indexcache.checkpoint import Checkpoint
     from sglang_indexcache.library.resolve import Library, name_and_pattern
 

@@ -1,4 +1,4 @@
-"""``indexcache server``: what a server would do, what a running one does, and switching it."""
+"""``indexcache server``: examine flags, show running servers, and switch their patterns."""
 
 from __future__ import annotations
 

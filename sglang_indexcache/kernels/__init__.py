@@ -4,7 +4,7 @@
 ``topk``        exact, deterministic top-k of a logits matrix
 ``sparse_mla``  attention over the selected latent rows
 
-``contract.py`` says what every implementation must do, ``dispatch.py`` which can run, and
+``contract.py`` says what every implementation must do, ``dispatch.py`` says which can run, and
 ``tests/kernels/grid`` checks them all. Each folder has a ``reference.py`` (the truth that tests
 compare with) and a ``cuda.py`` (Hopper).
 """

@@ -1,8 +1,8 @@
-"""Compile ``csrc/`` for Hopper: one shared library an op, cached by what went into it.
+"""Compile ``csrc/`` for Hopper: one shared library per op, cached by its sources and flags.
 
-A library is built on first use, or ahead of time by ``indexcache kernels build``; what was built
-ahead serves on machines without nvcc. Nothing here needs a GPU; torch is not involved either: the
-libraries speak the apache-tvm-ffi ABI.
+A library is built on first use, or ahead of time by ``indexcache kernels build``; libraries that
+were built ahead run on machines without nvcc. Building needs neither a GPU nor torch, because the
+libraries use the apache-tvm-ffi ABI.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from sglang_indexcache.errors import KernelError
 from sglang_indexcache.library.writing import replacing, shipped
 
 FOLDERS = ("topk", "indexer", "sparse_mla")
-"""The folders of ``csrc/`` that become a library each."""
+"""Folders of ``csrc/``, each of which becomes one library."""
 
 ARCHITECTURE = "sm_90a"
 FLAGS = (
@@ -35,25 +35,25 @@ FLAGS = (
     "-Xcompiler=-fPIC",
 )
 OLDEST_NVCC = (12, 5)
-"""cudaGetDriverEntryPointByVersion; sm_90a itself needs 12.0."""
+"""Oldest nvcc with cudaGetDriverEntryPointByVersion; sm_90a itself needs only 12.0."""
 
 DEFAULT_HOME = Path("/usr/local/cuda")
 CACHE_VARIABLE = "INDEXCACHE_KERNEL_CACHE"
 
 Version: TypeAlias = tuple[int, ...]
-"""Of nvcc or ptxas, for example ``(13, 0, 88)``."""
+"""Version of nvcc or ptxas, for example ``(13, 0, 88)``."""
 
 MISCOMPILES: dict[Version, str] = {
     (12, 8, 93): "gave wrong sums and wrote outside of shared memory",
     (13, 0, 88): "wrote outside of shared memory",
 }
-"""Builds of ptxas that somebody saw make wrong code for Hopper, and what that did
-(fla-org/flash-linear-attention #1262). The same source can be right from the next build."""
+"""Builds of ptxas that were seen to make wrong code for Hopper, each with the effect
+(fla-org/flash-linear-attention #1262). The next build may compile the same source correctly."""
 
 
 @dataclass(frozen=True)
 class BuiltKernels:
-    """One built library, and what nvcc and ptxas said of it: registers, spills, warnings."""
+    """One built library, with nvcc's and ptxas's report: registers, spills, warnings."""
 
     path: Path
     log: Path
@@ -66,12 +66,12 @@ class BuiltKernels:
 
 
 def source_folder() -> Path:
-    """Return ``csrc/``, of the checkout or of the wheel."""
+    """Return the folder ``csrc/``, from the checkout or from the installed wheel."""
     return shipped("csrc")
 
 
 def cache_folder() -> Path:
-    """Return the folder of libraries: ``$INDEXCACHE_KERNEL_CACHE``, or below the user's cache."""
+    """Return the folder of libraries: ``$INDEXCACHE_KERNEL_CACHE``, or one in the user's cache."""
     folder = os.environ.get(CACHE_VARIABLE)
     if folder:
         return Path(folder)
@@ -80,18 +80,18 @@ def cache_folder() -> Path:
 
 
 def read_version(words: str) -> Version | None:
-    """Read the version in what ``nvcc --version`` or ``ptxas --version`` prints, or None."""
+    """Return the version in what ``nvcc --version`` or ``ptxas --version`` prints, or None."""
     match = re.search(r"\bV(\d+)\.(\d+)\.(\d+)", words)
     return None if match is None else tuple(map(int, match.groups()))
 
 
 def dotted(version: Version) -> str:
-    """Return the version as text, ``13.0.88``."""
+    """Return the version as text, such as ``13.0.88``."""
     return ".".join(map(str, version))
 
 
 def warning_about(version: Version) -> str | None:
-    """Return what is known against the code that nvcc of this version makes, or None."""
+    """Return a warning if this version of nvcc is known to make wrong code, or None."""
     if version not in MISCOMPILES:
         return None
     return (
@@ -105,7 +105,7 @@ def find_nvcc() -> Path:
     """Find nvcc: in ``$CUDA_HOME``, else on the PATH, else in ``/usr/local/cuda``.
 
     Raises:
-        KernelError: there is none.
+        KernelError: nvcc was not found.
     """
     homes = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]
     candidates = [Path(home) / "bin" / "nvcc" for home in homes if home]
@@ -147,7 +147,7 @@ def nvcc_version() -> Version:
 
 @cache
 def constant(header: str, name: str) -> int:
-    """Read ``constexpr int NAME = ...;`` in a header of ``csrc/``, which alone states the value.
+    """Read ``constexpr int NAME = ...;`` from a header of ``csrc/``, the only place of the value.
 
     Raises:
         KernelError: the header has no such line.
@@ -166,11 +166,11 @@ def sources_of(folder: str) -> list[Path]:
 def build(folder: str, *, say: Callable[[str], None] | None = None) -> BuiltKernels:
     """Compile one folder of ``csrc/``, unless the cache has it.
 
-    Several processes may ask at once (one a GPU): one compiles, the others wait.
+    Several processes may call this at once (one per GPU): one compiles, the others wait.
 
     Raises:
-        KernelError: no usable nvcc, a cache that cannot be written, or the compilation failed; the
-            message ends with the compiler's words.
+        KernelError: there is no usable nvcc, the cache cannot be written, or the compilation
+            failed; the message ends with the compiler's output.
     """
     from filelock import FileLock
 
@@ -189,18 +189,20 @@ def build(folder: str, *, say: Callable[[str], None] | None = None) -> BuiltKern
             built = Path(scratch) / target.name
             built.mkdir()
             _compile(folder, built)
-            shutil.rmtree(target, ignore_errors=True)  # no library is in it
-            # In one step: who looks for the library without the lock finds all of it or nothing.
+            shutil.rmtree(target, ignore_errors=True)  # an incomplete folder, without a library
+            # Renamed in one step: a process that looks without the lock sees a whole library or
+            # none.
             built.rename(target)
     return _library(target, folder, fresh=True)
 
 
 def cached(folder: str) -> BuiltKernels | None:
-    """Return what the cache holds for these sources, or None.
+    """Return the cached library for these sources, or None.
 
-    Best is the build of this machine's nvcc, then the newest of its major version that came from
-    elsewhere (an archive, a container's build stage); one that may be miscompiled comes last, and
-    only from this machine's nvcc. Without a usable nvcc it is the newest there is.
+    The build by this machine's nvcc is preferred, then the newest build of the same major version
+    from elsewhere (an archive, a container's build stage). A build that may be miscompiled comes
+    last, and only if this machine's nvcc made it. Without a usable nvcc the newest build is
+    returned.
     """
     try:
         local = nvcc_version()
@@ -225,8 +227,8 @@ def cached(folder: str) -> BuiltKernels | None:
 def pack(archive: Path, libraries: Sequence[BuiltKernels]) -> None:
     """Put built libraries into one .tar.gz, for machines without nvcc.
 
-    Unpacked in another machine's :func:`cache_folder` it is what :func:`cached` finds there, if the
-    sources and apache-tvm-ffi are of the same versions.
+    When it is unpacked in another machine's :func:`cache_folder`, :func:`cached` finds the
+    libraries there, if the versions of the sources and of apache-tvm-ffi are the same.
     """
     with replacing(archive) as part, tarfile.open(part, "w:gz") as packed:
         for library in libraries:
@@ -252,7 +254,7 @@ def _library(target: Path, folder: str, *, fresh: bool) -> BuiltKernels:
 
 
 def stem_of(folder: str) -> str:
-    """Return a build's name in the cache, up to the version of the nvcc that made it."""
+    """Return a build's name in the cache without the nvcc version at its end."""
     return f"{folder}-{_fingerprint(folder)}-cuda"
 
 
@@ -261,7 +263,7 @@ def _version_in_name(path: Path) -> Version:
 
 
 def _compile(folder: str, scratch: Path) -> None:
-    """Compile objects side by side, then link the library, into ``scratch`` beside the log."""
+    """Compile objects in parallel, then link the library; write it and the log to ``scratch``."""
     sources = sources_of(folder)
     objects = [scratch / f"{source.stem}.o" for source in sources]
     commands = [
@@ -299,7 +301,7 @@ def _linked() -> list[str]:
     from tvm_ffi.libinfo import find_libtvm_ffi
 
     ours = Path(find_libtvm_ffi())
-    # By its path: what pip installs has no lib64, and its library ends in a number.
+    # Linked by path: pip's CUDA packages have no lib64, and their library's name ends in a number.
     toolkit = find_nvcc().resolve().parent.parent
     runtimes = sorted(toolkit.glob("lib*/libcudart.so*"))
     runtime = ["-cudart=none", "-Xlinker", str(runtimes[0])] if runtimes else ["-cudart=shared"]
@@ -307,7 +309,7 @@ def _linked() -> list[str]:
 
 
 def _fingerprint(folder: str) -> str:
-    """Digest everything but the compiler that the library depends on: sources, flags, ABI."""
+    """Digest everything that the library depends on except the compiler: sources, flags, ABI."""
     import tvm_ffi
 
     digest = hashlib.sha256()

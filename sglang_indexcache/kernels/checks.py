@@ -1,6 +1,6 @@
-"""Checks of an op's arguments against the contract, as far as a host sees, before a launch.
+"""Checks of an op's arguments against the contract before a launch, as far as the host can see.
 
-Values on the device are never read: that would stop the stream and break CUDA graphs.
+Values on the device are never read: that would synchronise the stream and break CUDA graphs.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from sglang_indexcache.kernels.contract import (
 
 
 class Arguments:
-    """Tensors of one call, whose dimensions must agree: a letter has one size throughout."""
+    """Tensors of one call, whose dimensions must agree: each letter stands for one size."""
 
     def __init__(self, op: str, device: torch.device) -> None:
         self._op, self._device = op, device
@@ -42,7 +42,7 @@ class Arguments:
         """Check one tensor; None is an optional argument that was not given.
 
         Raises:
-            KernelError: another dtype, device, shape or layout than the contract's.
+            KernelError: the dtype, device, shape or layout is not the contract's.
         """
         if tensor is None:
             return
@@ -79,7 +79,7 @@ class Arguments:
 
 
 def check_indexer(op: str, batch: IndexerBatch) -> None:
-    """Check a batch, as every indexer op takes it."""
+    """Check the batch of an indexer op."""
     arguments = Arguments(op, batch.q.device)
     arguments.check("q", batch.q, torch.float8_e4m3fn, ["T", "H", INDEX_DIM])
     arguments.check("weights", batch.weights, torch.float32, ["T", "H"])
@@ -152,10 +152,10 @@ def output(
     *,
     strided_rows: bool = False,
 ) -> torch.Tensor:
-    """Return ``out`` if it is as a kernel writes it, or a new tensor.
+    """Return ``out`` after checking that a kernel can write to it, or a new tensor if it is None.
 
     Raises:
-        KernelError: another shape, dtype, device or layout.
+        KernelError: ``out`` has another shape, dtype, device or layout.
     """
     if out is None:
         return torch.empty(shape, dtype=dtype, device=device)

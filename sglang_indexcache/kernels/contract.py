@@ -72,7 +72,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
-if TYPE_CHECKING:  # who only asks what there is (server options, doctor) needs no torch
+if TYPE_CHECKING:  # not at run time: server options and doctor only list names and need no torch
     import torch
 
 INDEX_DIM = 128
@@ -81,7 +81,7 @@ SCALE_BYTES = 4
 
 
 def page_bytes(head_dim: int) -> int:
-    """Return the bytes of one page of index keys that are ``head_dim`` wide."""
+    """Return the size in bytes of one page of index keys with ``head_dim`` entries."""
     return PAGE_TOKENS * (head_dim + SCALE_BYTES)
 
 
@@ -93,16 +93,17 @@ PADDING = -1
 
 MAX_TOPK = 2048
 MAX_NEXT_N = 8
-"""Rows of every request of a batch without ``query_starts``."""
+"""Largest number of rows per request in a batch without ``query_starts``."""
 MAX_TOKENS = 1 << 20
-"""Tokens of one request that a row may see. A table may be wider: engines round up."""
+"""Largest number of tokens that a row may see. A block table may be wider: engines round up."""
 MAX_PAGES = 1 << 16
-"""Columns of a block table. The fused kernel visits pages in an order that multiplies two of their
-numbers in 32 bits (``spread_page`` of csrc/indexer/schedule.h): beyond, it would repeat some."""
+"""Largest number of columns in a block table. The order in which the fused kernel visits pages
+multiplies two page numbers in 32 bits (``spread_page`` of csrc/indexer/schedule.h); with more
+columns it would overflow and repeat pages."""
 MAX_MLA_HEADS = 128
 INDEXER_HEADS = (8, 16, 32, 64)
 WORKSPACE_BYTES = 512 << 20
-"""What an op may allocate besides its output (that of ``logits`` is what it is for)."""
+"""Bytes that an op may allocate besides its output."""
 
 OpName: TypeAlias = Literal["logits", "select", "topk", "sparse_mla"]
 OPS: dict[OpName, str] = {
@@ -111,12 +112,13 @@ OPS: dict[OpName, str] = {
     "topk": "topk",
     "sparse_mla": "sparse_mla",
 }
-"""Every op and its folder: ``kernels/<folder>/<implementation>.py`` has a function of its name."""
+"""Every op and its folder: ``kernels/<folder>/<implementation>.py`` has a function with the op's
+name."""
 
 
 @dataclass(frozen=True)
 class IndexerBatch:
-    """Queries, and the paged keys that each may see; the module says how they belong together.
+    """Queries, and the paged keys that each may see; the module's docstring defines the layout.
 
     Attributes:
         q: ``[T, H, 128]`` float8_e4m3fn, contiguous.
@@ -132,12 +134,12 @@ class IndexerBatch:
 
     @property
     def rows_per_request(self) -> int:
-        """Rows of every request, where ``query_starts`` is left out."""
+        """Number of rows of every request, if ``query_starts`` is left out."""
         requests = len(self.block_table)
         return len(self.visible) // requests if requests else 1
 
     def part(self, low: int, high: int) -> IndexerBatch:
-        """Return rows ``low`` up to ``high``; without ``query_starts`` those of whole requests."""
+        """Return rows ``low`` up to ``high``: whole requests, if ``query_starts`` is None."""
         table, starts = self.block_table, self.query_starts
         if starts is None:
             requests = slice(low // self.rows_per_request, high // self.rows_per_request)
@@ -151,7 +153,7 @@ class IndexerBatch:
 
 
 class Logits(Protocol):
-    """Logits as a matrix, for tests and for the unfused path."""
+    """The op ``logits``: all logits as a matrix, for tests and for the unfused path."""
 
     def __call__(
         self, batch: IndexerBatch, width: int, *, out: torch.Tensor | None = None
@@ -165,7 +167,7 @@ class Logits(Protocol):
 
 
 class Select(Protocol):
-    """Logits and selection in one; the matrix of logits never reaches memory as a whole."""
+    """The op ``select``: logits and selection in one, never with all logits in memory."""
 
     def __call__(
         self,
@@ -180,7 +182,7 @@ class Select(Protocol):
 
 
 class TopK(Protocol):
-    """Exact, deterministic top-k of given logits."""
+    """The op ``topk``: exact, deterministic top-k of given logits."""
 
     def __call__(
         self,
@@ -203,7 +205,7 @@ Kept: TypeAlias = dict[object, Any]
 
 
 class SparseMLA(Protocol):
-    """Attention over selected latent rows; the same for prefill (many rows) and decode (few)."""
+    """The op ``sparse_mla``: attention over selected latent rows, for prefill and decode alike."""
 
     def __call__(
         self,
@@ -225,11 +227,11 @@ class SparseMLA(Protocol):
             cache: ``[N, 576]`` bfloat16 or ``[N, 656]`` uint8.
             slots: ``[T, k]`` int32, contiguous, any ``k`` >= 1.
             scale: softmax scale, a natural-logarithm one.
-            lengths: ``[T]`` int32, from where on a row has no slot; left out, a kernel that
-                profits from it finds it out.
-            kept: where an implementation may leave what it derives from ``slots`` alone, for the
-                next call with these slots. The caller gives the same dictionary again only while
-                ``slots`` holds what it held: layers that share a selection.
+            lengths: ``[T]`` int32, the index from which on a row has no slot. If it is left out, a
+                kernel that profits from it computes it.
+            kept: a cache for data that an implementation derives from ``slots`` alone, for the next
+                call with these slots. The caller passes the same dictionary again only while
+                ``slots`` is unchanged, as among layers that share a selection.
         """
         ...
 
@@ -248,10 +250,10 @@ def logits_tolerance(
 ) -> torch.Tensor:
     """Bound the distance of a logit from exact arithmetic on the same quantised inputs.
 
-    A matrix unit adds 32 products and the accumulator after aligning them to the largest of the
-    33, and drops what is below ``bits`` bits: each loses up to ``2^-bits`` of the largest. Hopper's
-    FP8 unit keeps 13 (DeepSeek-V3 report, section 3.3.2: "around 14 bits"; SageAttention2's FP22).
-    The float32 sum over the heads adds ``H * 2^-23`` of its terms.
+    A matrix unit aligns 32 products and the accumulator to the largest of the 33, drops the bits
+    below ``bits``, and adds: each term loses up to ``2^-bits`` of the largest. Hopper's FP8 unit
+    keeps 13 (DeepSeek-V3 report, section 3.3.2: "around 14 bits"; SageAttention2's FP22). The
+    float32 sum over the heads adds ``H * 2^-23`` of its terms.
 
     Args:
         q: ``[T, H, 128]`` and ``keys``: ``[S, 128]``, any dtype that holds e4m3 exactly.
@@ -279,12 +281,12 @@ def mla_tolerance(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Bound the distance of one query's output and LSE from exact arithmetic on the same inputs.
 
-    Scores: 576 float32 additions. Output: probabilities and result rounded to bfloat16 (2^-9
-    each), the sum over k in float32.
+    A score is 576 float32 additions. For the output, probabilities and result are rounded to
+    bfloat16 (2^-9 each), and the sum over k is in float32.
 
     Args:
-        q: ``[Hq, 576]`` one query row.
-        rows: ``[n, 576]`` its selected rows.
+        q: ``[Hq, 576]``, one query row.
+        rows: ``[n, 576]``, the latent rows that it selected.
 
     Returns:
         ``[Hq, 512]`` and ``[Hq]`` float64 absolute bounds.

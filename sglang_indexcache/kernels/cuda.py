@@ -1,7 +1,8 @@
 """Our kernels for Hopper (sm_90a): thin loaders of ``csrc/``.
 
-They were right on an H100 (benchmarks/results/kernels); without a card their layout and selection
-code is tested on the host, and whole kernels on an emulated one (csrc/README.md).
+Their results were right on an H100 (benchmarks/results/kernels). Without a card, the layout and
+selection code is tested on the host, and whole kernels are tested on an emulated card
+(csrc/README.md).
 """
 
 import logging
@@ -17,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 def unavailable() -> str | None:
-    """Say why the kernels cannot be built or loaded on this machine, or None; needs no GPU."""
+    """Return why the kernels cannot be built or loaded on this machine, or None; needs no GPU."""
     try:
         import tvm_ffi  # noqa: F401
 
@@ -36,11 +37,11 @@ def library(folder: str) -> Any:
     """Load the library of one folder of ``csrc/``; compile it first if the cache lacks it.
 
     Raises:
-        KernelError: no nvcc, the compilation failed, or what was built cannot be loaded.
+        KernelError: there is no nvcc, the compilation failed, or the library cannot be loaded.
     """
     import tvm_ffi
 
-    from sglang_indexcache.kernels.build import build  # here, so as not to hide the module
+    from sglang_indexcache.kernels.build import build  # at the top it would hide the module
 
     built = build(folder)
     if warning := warning_about(built.compiler):
@@ -56,10 +57,10 @@ def library(folder: str) -> Any:
 
 
 def require_aligned(op: str, **tensors: torch.Tensor) -> None:
-    """Refuse what the kernels cannot read 16 bytes at a time (TMA, cp.async): odd views.
+    """Refuse tensors that are not 16-byte aligned, as TMA and cp.async need them to be.
 
     Raises:
-        KernelError: naming the tensor.
+        KernelError: names the tensor.
     """
     for name, tensor in tensors.items():
         if tensor.data_ptr() % 16:

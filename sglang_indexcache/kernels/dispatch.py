@@ -1,7 +1,7 @@
 """Implementations of each op, and the machines on which they can run.
 
-``cuda`` is ours for Hopper, ``reference`` readable torch. The engine's own kernels are outside of
-this package, and are what a server runs unless it is asked for ours by name.
+``cuda`` has our kernels for Hopper, ``reference`` is readable torch. The engine's own kernels are
+outside this package; a server runs them unless the user asks for ours by name.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ ROUTED: tuple[tuple[OpName, Phase], ...] = (
     ("sparse_mla", "prefill"),
     ("sparse_mla", "decode"),
 )
-"""Operations that a server's kernels are chosen for, each by itself."""
+"""Operations whose kernels a server chooses separately."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Machine where kernels would run: a card as its driver calls it, or "CPU" (no capability)."""
+    """Machine where kernels would run: a card by its driver's name, or "CPU" (no capability)."""
 
     name: str
     capability: Capability | None
@@ -50,14 +50,14 @@ class Machine:
 
     @property
     def device(self) -> torch.device:
-        """Device on which its tensors lie."""
+        """Torch device for tensors on this machine."""
         import torch
 
         return torch.device("cpu" if self.capability is None else "cuda")
 
 
 Reason: TypeAlias = str | None
-"""Why something cannot be, in words, or None if it can."""
+"""Sentence that says why something is impossible, or None if it is possible."""
 
 
 def _unless_hopper(machine: Machine) -> Reason:
@@ -72,11 +72,11 @@ def _unless_hopper(machine: Machine) -> Reason:
 class Implementation:
     """One set of kernels: ``kernels/<folder>/<name>.py`` in the folders of ``contract.OPS``.
 
-    Such a module may also have a function ``prepare()``, which compiles what its ops call.
+    Such a module may also have a function ``prepare()``, which compiles the kernels of its ops.
 
     Attributes:
-        unfit: says why it is not for a machine's card, or returns None.
-        missing: says why it cannot be built or imported here, or returns None.
+        unfit: returns why it cannot run on a machine's card, or None.
+        missing: returns why it cannot be built or imported here, or None.
     """
 
     name: str
@@ -84,14 +84,14 @@ class Implementation:
     missing: Callable[[], Reason] = lambda: None
 
     def obstacle(self, machine: Machine) -> Reason:
-        """Return why it cannot run on ``machine``, or None if it can."""
+        """Return why this implementation cannot run on ``machine``, or None if it can."""
         return self.unfit(machine) or self.missing()
 
     def load(self, op: OpName) -> Callable[..., Any]:
-        """Return the function of ``op``, compiled: a first call may be a graph's capture.
+        """Return the function of ``op``, already compiled, as the first call may be in a capture.
 
         Raises:
-            KernelError: it cannot be imported or compiled here.
+            KernelError: the function cannot be imported or compiled here.
         """
         try:
             module = importlib.import_module(f"{__package__}.{OPS[op]}.{self.name}")
@@ -102,7 +102,7 @@ class Implementation:
         return function
 
     def check(self, machine: Machine) -> Implementation:
-        """Return itself, where the user asked for it by name.
+        """Return this implementation if it can run, for a user who asked for it by name.
 
         Raises:
             KernelError: it cannot run; the message says why and what can.
@@ -126,7 +126,7 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     Implementation("cuda", _unless_hopper, _missing_cuda),
     Implementation("reference"),
 )
-"""Best first; ``reference`` is the truth that the others are compared with, not meant to serve."""
+"""Implementations, best first; ``reference`` is the oracle of the tests, not meant for serving."""
 AUTO = "auto"
 """Choice that asks for the kernels that a card's record allows (``routes.py``)."""
 NAMES = tuple(implementation.name for implementation in IMPLEMENTATIONS)
@@ -138,13 +138,13 @@ def named(name: str) -> Implementation:
 
 
 def stated_overlap(request: str) -> int | None:
-    """Return what ``auto`` is told of neighbouring lists; None if another request is made.
+    """Return the overlap of neighbouring lists, in percent, stated with ``auto``; None without it.
 
     Args:
         request: ``auto``, or ``auto:70`` where neighbouring rows' lists share 70 % at least.
 
     Raises:
-        KernelError: the percent is none.
+        KernelError: the percentage is not a number from 0 to 100.
     """
     name, colon, percent = request.partition(":")
     if name != AUTO:
@@ -160,14 +160,14 @@ def stated_overlap(request: str) -> int | None:
 
 
 def chosen(request: str) -> tuple[str, tuple[tuple[OpName, Phase], ...]]:
-    """Return the implementation that was asked for by name, and for which of :data:`ROUTED`.
+    """Return the implementation that was asked for by name, and the :data:`ROUTED` operations.
 
     Args:
         request: ``cuda`` for all of them; ``cuda:sparse_mla``, ``cuda:prefill`` and
             ``cuda:select-prefill`` for some; commas join such parts.
 
     Raises:
-        KernelError: there is no such implementation or operation.
+        KernelError: no implementation or operation has such a name.
     """
     name, colon, listed = request.partition(":")
     parts = [part.strip() for part in listed.split(",")] if colon else []

@@ -1,11 +1,11 @@
-"""Kernels that a card's record allows in place of SGLang's defaults: ``--indexcache-kernels auto``.
+"""Kernels that a card's record allows instead of SGLang's defaults: ``--indexcache-kernels auto``.
 
-``measured.json`` lists, for each card, the shapes at which SGLang's default was timed beside its
-possible replacements. ``python -m benchmarks.card.measured`` makes it from the committed record.
+``measured.json`` lists, for each card, the shapes at which SGLang's default and its possible
+replacements were timed. ``python -m benchmarks.card.measured`` makes it from the committed record.
 
-The rule: a shape between measured ones is credited with the gain of its worst measured neighbour,
-and a shape that no measured ones enclose with none. A gain counts from :data:`LEAST_GAIN` on. The
-choice depends only on what the host knows, so it never waits for the GPU.
+A shape between measured shapes is credited with the gain of its worst measured neighbour; a shape
+outside of all measured ones is credited with no gain. A gain must reach :data:`LEAST_GAIN` to
+count. The choice depends only on facts that the host knows, so it never waits for the GPU.
 """
 
 from __future__ import annotations
@@ -23,29 +23,31 @@ SECOND_TOPK = "sglang v2"
 """SGLang's logits with its decode top-k, run in a prefill in place of the prefill's default."""
 OURS = "cuda"
 LEAST_GAIN = 1.05
-"""Least gain over SGLang's default that counts. A smaller one may be noise, or be lost to work that
-the recorded calls leave out (a page lookup after :data:`SECOND_TOPK`, a gather of the keys before
-SGLang's logits)."""
+"""Least gain over SGLang's default that counts. A smaller gain may be noise, or may be lost to work
+that the recorded calls leave out (a page lookup after :data:`SECOND_TOPK`, a gather of the keys
+before SGLang's logits)."""
 TABLE = Path(__file__).with_name("measured.json")
 BY_TOKENS = ("select-prefill",)
-"""Operations that are chosen by the context's length too. Attention reads k slots at any length,
-and a CUDA graph of a decode step cannot know the length: there the worst timed length counts."""
+"""Operations whose kernels are chosen by the context's length too. Attention reads k slots at any
+length, and the CUDA graph of a decode step cannot know the length, so there the worst timed length
+counts."""
 SIDE_BY_SIDE = ("sparse_mla-prefill",)
-"""Operations in which a call with more rows than were timed does as well as several timed calls."""
+"""Operations in which a call with more rows than were timed costs as much as several timed
+calls."""
 
 Tokens: TypeAlias = tuple[int, int] | None
-"""Shortest and longest context of a call's requests; None where nobody knows on the host."""
+"""Shortest and longest context of a call's requests; None if the host does not know them."""
 
 
 @dataclass(frozen=True)
 class Operation:
-    """Kind of a call: all of it but for its rows and the length of the context.
+    """Kind of a call: everything but its number of rows and the length of the context.
 
     Attributes:
-        name: as ``--indexcache-kernels`` calls it, "select-prefill".
-        heads: of the indexer, or of attention on one GPU.
-        cache: "fp8" or "bfloat16" rows of attention; "" of a selection.
-        verified: rows of each request of a decode.
+        name: as in ``--indexcache-kernels``, such as "select-prefill".
+        heads: number of heads of the indexer, or of attention on one GPU.
+        cache: "fp8" or "bfloat16", the format of attention's rows; "" for a selection.
+        verified: number of rows of each request in a decode.
     """
 
     name: str
@@ -59,7 +61,7 @@ class Shape:
     """A shape of an operation that was timed.
 
     Attributes:
-        overlap: percent that lists of neighbouring rows shared, where that counts.
+        overlap: percentage of entries that neighbouring rows' lists shared, if it affects the time.
         times: microseconds by name; :data:`ENGINE` is among them.
     """
 
@@ -86,7 +88,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """Name of the kernels of a call, and the shape that decided, which is the worst for them."""
+    """Name of the kernels of a call, and the deciding shape, which has their smallest gain."""
 
     name: str
     why: str
@@ -94,11 +96,11 @@ class KernelChoice:
 
 @dataclass(frozen=True)
 class Routes:
-    """Shapes that were timed on one card, and the overlap up to which they may be used.
+    """Shapes that were timed on one card, and the largest overlap for which they may be used.
 
     Attributes:
-        overlap: least percentage that the lists of neighbouring rows share, as the operator
-            states; 0 holds for any lists.
+        overlap: least percentage of entries that neighbouring rows' lists share, as the operator
+            states; 0 is true of any lists.
     """
 
     card: str
@@ -110,21 +112,21 @@ class Routes:
 
     @cached_property
     def _hash(self) -> int:
-        """The hash of all shapes, computed once: every call of a kernel asks for it."""
+        """Hash of all shapes, computed once because every kernel call needs it."""
         return hash((self.card, self.shapes, self.overlap))
 
     @classmethod
     def of_card(cls, card: str, overlap: int = 0) -> Routes | None:
-        """Return the routes of a card, as its driver calls it; None if it has no record."""
+        """Return the routes of a card by its driver's name; None if it has no record."""
         rows = read(TABLE).get(card)
         return cls(card, tuple(map(shape_of, rows)), overlap) if rows else None
 
     def choose(self, operation: Operation, rows: int, tokens: Tokens = None) -> KernelChoice:
-        """Choose the kernels of a call with so many query rows (requests, in a decode)."""
+        """Choose the kernels of a call by its number of query rows (in a decode, of requests)."""
         return _choose(self, operation, rows, tokens if operation.name in BY_TOKENS else None)
 
     def without(self, name: str) -> Routes:
-        """Return the routes of a server that cannot run ``name``."""
+        """Return the routes for a server that cannot run the kernels called ``name``."""
         shapes = tuple(
             replace(shape, times=tuple(pair for pair in shape.times if pair[0] != name))
             for shape in self.shapes
@@ -132,7 +134,7 @@ class Routes:
         return replace(self, shapes=shapes)
 
     def takes(self, operation: Operation) -> set[str]:
-        """Return the names that are chosen for at least one measured shape of an operation."""
+        """Return the names of the kernels that win at least one measured shape of an operation."""
         shapes = self.of(operation)
         return {
             self.choose(operation, shape.rows, (shape.tokens, shape.tokens)).name
@@ -140,7 +142,7 @@ class Routes:
         }
 
     def of(self, operation: Operation) -> tuple[Shape, ...]:
-        """Return the shapes of an operation, each with the largest overlap that is stated."""
+        """Return the shapes of an operation, each at the largest overlap within the stated one."""
         best: dict[tuple[int, int], Shape] = {}
         for shape in sorted(self.shapes, key=lambda shape: shape.overlap):
             if shape.operation == operation and shape.overlap <= self.overlap:
@@ -148,7 +150,7 @@ class Routes:
         return tuple(best[place] for place in sorted(best))
 
     def describe(self, operation: Operation) -> Iterator[str]:
-        """Yield a line for each measured shape at which other kernels than SGLang's are taken."""
+        """Yield a line for each measured shape at which other kernels than SGLang's are chosen."""
         for shape in self.of(operation):
             choice = self.choose(operation, shape.rows, (shape.tokens, shape.tokens))
             if choice.name != ENGINE:
@@ -186,7 +188,7 @@ def _choose(routes: Routes, operation: Operation, rows: int, tokens: Tokens) -> 
 
 
 def _along(shapes: Sequence[Shape], rows: int, tokens: tuple[int, int]) -> list[Shape]:
-    """Return the shapes of ``rows`` rows that enclose both lengths in ``tokens``; none outside."""
+    """Return the shapes with ``rows`` rows that enclose both lengths in ``tokens``, or none."""
     of_rows = [shape for shape in shapes if shape.rows == rows]
     lengths = sorted({shape.tokens for shape in of_rows})
     ends = [[*_neighbours(lengths, length)] for length in tokens]
@@ -196,7 +198,7 @@ def _along(shapes: Sequence[Shape], rows: int, tokens: tuple[int, int]) -> list[
 
 
 def _neighbours(values: Sequence[int], value: int) -> Iterator[int]:
-    """Yield ``value`` if ``values`` has it, else its neighbours on both sides; none outside."""
+    """Yield ``value`` if ``values`` has it, else both neighbours; nothing if it has only one."""
     below = [other for other in values if other <= value]
     above = [other for other in values if other >= value]
     if below and above:
@@ -205,13 +207,13 @@ def _neighbours(values: Sequence[int], value: int) -> Iterator[int]:
 
 @cache
 def read(path: Path) -> dict[str, Any]:
-    """Return the rows of a table by card."""
+    """Return the rows of a table, by card."""
     cards: dict[str, Any] = json.loads(path.read_text())["cards"]
     return cards
 
 
 def shape_of(row: dict[str, Any]) -> Shape:
-    """Return the shape that a row of a table holds."""
+    """Return the shape that a row of the table describes."""
     keys = ("operation", "heads", "cache", "verified")
     operation = Operation(*(row[key] for key in keys))
     times = tuple((name, float(time)) for name, time in row["times"].items())

@@ -1,1 +1,1 @@
-"""The pattern library, the one parser of what a user writes, and how files are written."""
+"""The pattern library, the one parser of patterns that users write, and safe writing of files."""

@@ -1,4 +1,4 @@
-"""Digest of a checkpoint, which says for which weights a file was made. Standard library only."""
+"""Digest of a checkpoint, by which a file records its weights. Standard library only."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ _WHOLE_BYTES, _SAMPLE_BYTES = 16 << 20, 4 << 10
 def checkpoint_digest(folder: Path) -> str:
     """Compute a SHA-256 that tells checkpoints apart without reading them whole.
 
-    Covers config.json and of each .safetensors file its name, its size, its header (every
-    tensor's name, dtype, shape and place) and the 4 KiB in the middle of every tensor; all of a
-    file of at most 16 MiB. So it tells trained weights from others of the same shapes, whichever
-    tensors were trained. It misses a change within one tensor of a larger file that spares those
-    4 KiB, such as a few edited rows; and the same weights in other files count as others.
+    It covers config.json and, for each .safetensors file, the name, the size, the header (every
+    tensor's name, dtype, shape and place) and the middle 4 KiB of every tensor; a file of at most
+    16 MiB is read whole. So it distinguishes trained weights from others of the same shapes,
+    whichever tensors were trained. It misses a change in a larger file that spares the middle 4 KiB
+    of its tensor, such as a few edited rows. The same weights split into other files have another
+    digest.
 
     Raises:
         CheckpointError: the folder has no config.json or no .safetensors file, or one of these
@@ -53,7 +54,7 @@ def _blocks(path: Path, size: int) -> Iterable[bytes]:
 
 
 def _tensor_bytes(path: Path, header: bytes) -> list[tuple[int, int]]:
-    """Return where each tensor starts and ends behind a safetensors header, in that order."""
+    """Return each tensor's start and end offset behind a safetensors header, in file order."""
     try:
         tensors = json.loads(header)
         tensors.pop("__metadata__", None)

@@ -21,17 +21,17 @@ FORMS = (
     "A pattern is a name of the library, an F/S string, a ratio such as 1/4, uniform:1/4, full, "
     "or, where files are read, the path of a YAML file."
 )
-"""What a user may write for a pattern, for a sentence."""
+"""Sentence for errors: the forms in which a user may write a pattern."""
 
 
 class Strict(BaseModel):
-    """Base of what is read from files; unknown fields are refused."""
+    """Base of the models for files; unknown fields are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class ModelInfo(Strict):
-    """The model a pattern was found for, and how to recognise it."""
+    """The model that a pattern was found for, and the fields that identify it."""
 
     name: str
     architectures: tuple[str, ...] = Field(min_length=1)
@@ -87,9 +87,9 @@ class Evaluated(Strict):
     """Verdict of ``indexcache eval`` on the pattern, on one checkpoint.
 
     ``verdict`` is one of "no loss", "small loss" (proven, and less than the margin), "loss",
-    "undecided", "cannot see" and "invalid"; ``margin``, ``difference`` and ``interval`` are shares
-    of right answers (0.01 is one point), the last two pattern minus all F; ``checkpoint`` is
-    `library.digest.checkpoint_digest` of the weights.
+    "undecided", "cannot see" and "invalid". ``margin``, ``difference`` and ``interval`` are shares
+    of right answers (0.01 is one point); the last two are the pattern's minus all F's.
+    ``checkpoint`` is the `library.digest.checkpoint_digest` of the weights.
     """
 
     verdict: Literal["no loss", "small loss", "loss", "undecided", "cannot see", "invalid"]
@@ -101,7 +101,7 @@ class Evaluated(Strict):
     tasks: tuple[str, ...] = Field(min_length=1)
     lengths: tuple[int, ...] = Field(min_length=1)
     blind: tuple[str, ...] = ()
-    """Tasks at lengths that were asked and could not see a loss: no claim is about them."""
+    """Tasks and lengths that were run but could not detect a loss; no claim covers them."""
     checkpoint: str = Field(pattern=r"^[0-9a-f]{12,64}$")
     commit: str = ""
     date: str = ""
@@ -126,7 +126,7 @@ NOT_EVALUATED = "not evaluated on this checkpoint"
 
 
 class Latency(Strict):
-    """One latency or throughput of the pattern, beside that of all F."""
+    """One latency or throughput of the pattern, with that of all F for comparison."""
 
     metric: str
     context: str
@@ -140,11 +140,11 @@ LETTERS = FULL + SHARED
 """Letters of which a pattern is made."""
 
 _FIRST, _LATER = "A-Za-z0-9", "._-"
-"""Characters of a name: any of the first, behind one also of the others."""
+"""Characters of a name: those that may begin it, and those allowed from the second on."""
 
 
 def entry_name(text: str) -> str:
-    """Return a name that an entry may have, as near to a text as it can be."""
+    """Return the valid entry name that is closest to a text."""
     name = re.sub(f"[^{_FIRST}{_LATER}]+", "-", text)
     return name.lstrip(_LATER) or "model"
 
@@ -193,9 +193,10 @@ class Entry(Strict):
         return tuple(row for row in self.quality if isinstance(row, Evaluated))
 
     def known(self, digest: Callable[[], str]) -> str:
-        """Say what is known of the pattern's quality on a checkpoint; the last evaluation counts.
+        """Say what is known about the pattern's quality on a checkpoint, by its last evaluation.
 
-        ``digest``, of the checkpoint's weights, is called only if there is anything to compare.
+        ``digest`` computes the digest of the checkpoint's weights; it is called only if an
+        evaluation could match.
         """
         if not self.evaluated:
             return NOT_EVALUATED
@@ -205,15 +206,15 @@ class Entry(Strict):
 
 
 _MOST_BYTES = 64 << 10
-"""Size of the largest pattern file that is read. A search writes some 2 KiB; for 64 KiB of brackets
-PyYAML takes seconds, and its time grows by their square."""
+"""Largest size of a pattern file in bytes. A search writes about 2 KiB. PyYAML needs seconds for 64
+KiB of nested brackets, and its time grows with the square of the size."""
 
 
 def load_entry(path: Path) -> Entry:
     """Read and validate one pattern file.
 
     Raises:
-        LibraryError: naming the file, the field and what is wrong with it.
+        LibraryError: names the file, the field and what is wrong with it.
     """
     try:
         with path.open("rb") as file:
@@ -241,9 +242,9 @@ def load_entry(path: Path) -> Entry:
 
 
 def read_folder(folder: Path) -> tuple[dict[str, Entry], list[LibraryError]]:
-    """Return every entry of a folder by its name, and why files are left out.
+    """Return every entry of a folder by name, and the reasons why files were left out.
 
-    Left out are invalid files, and a second one that carries a name.
+    Invalid files are left out, and so is a second file with the same name.
     """
     entries: dict[str, Entry] = {}
     left_out: list[LibraryError] = []
@@ -264,17 +265,18 @@ def read_folder(folder: Path) -> tuple[dict[str, Entry], list[LibraryError]]:
 
 
 def add_evaluated(path: Path, row: Evaluated) -> None:
-    """Write a verdict into a pattern file, which otherwise stays as it is written.
+    """Write a verdict into a pattern file, and leave the rest of its text unchanged.
 
     Raises:
-        LibraryError: the file is no pattern file, or is written in a way that has no place for it.
+        LibraryError: the file is no pattern file, or its layout has no place for a verdict.
     """
     before = load_entry(path)
     flow = _in_one_line(row.model_dump(mode="json", exclude_defaults=True))
     text = path.read_text(encoding="utf-8")
     listed = re.search(r"^quality:[^\n\[]*\n(?:[ ]*#[^\n]*\n)*([ ]*)- ", text, re.MULTILINE)
     if listed:
-        # After the last item: the first line that is neither further in nor a comment or item.
+        # Insert after the list: at the first line that is no item, no comment and not indented
+        # deeper.
         beyond = re.compile(rf"^(?!{listed[1]}(?:-|[ ])|[ ]*#)", re.MULTILINE)
         end = beyond.search(text, listed.end())
         place = end.start() if end else len(text)
@@ -290,7 +292,7 @@ def _in_one_line(data: Mapping[str, Any]) -> str:
 
 
 def _rewrite(path: Path, text: str, expected: Entry) -> None:
-    """Write ``text``, if it says what is expected and nothing else."""
+    """Write ``text`` after checking that it parses to exactly the expected entry."""
     try:
         is_right = Entry.model_validate(yaml.safe_load(text)) == expected
     except (yaml.YAMLError, ValidationError):
@@ -317,5 +319,5 @@ def _one_line(error: Exception) -> str:
 
 
 def names(entries: Iterable[Entry]) -> str:
-    """Return the names of ``entries`` for a sentence."""
+    """Return the names of ``entries``, joined for a sentence."""
     return ", ".join(entry.name for entry in entries)

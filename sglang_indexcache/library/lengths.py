@@ -13,7 +13,7 @@ def parse_length(text: str) -> int:
     """Parse ``200000``, ``200K`` (1000s, as the paper counts) or ``16Ki`` (1024s) tokens.
 
     Raises:
-        SettingsError: anything else.
+        SettingsError: the text has another form.
     """
     match = _FORM.fullmatch(text)
     if match is None:
@@ -26,7 +26,7 @@ def parse_length(text: str) -> int:
 
 
 def format_length(length: int) -> str:
-    """Return the shortest of the forms that :func:`parse_length` reads."""
+    """Return a token count in the shortest form that :func:`parse_length` reads."""
     if length >= 1000 and length % 1000 == 0:
         return f"{length // 1000}K"
     if length >= 1024 and length % 1024 == 0:
@@ -35,7 +35,7 @@ def format_length(length: int) -> str:
 
 
 def counted(count: int, name: str) -> str:
-    """Return ``1 look``, ``1,200 looks``."""
+    """Return a count with its noun, as in ``1 look`` or ``1,200 looks``."""
     return f"{count:,} {name}{'' if count == 1 else 's'}"
 
 

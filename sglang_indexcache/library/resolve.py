@@ -1,6 +1,6 @@
-"""The one parser of whatever a user writes for a pattern.
+"""The one parser of the forms in which a user may write a pattern.
 
-An F/S string, ``full``, ``uniform:1/4``, a ratio, a library name or a YAML path.
+The forms are an F/S string, ``full``, ``uniform:1/4``, a ratio, a library name and a YAML path.
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ LIBRARY_VARIABLE = "SGLANG_INDEXCACHE_LIBRARY"
 _RATIO = re.compile("([0-9]+)/([0-9]+)")
 _UNIFORM = "uniform:"
 _LONGEST_RATIO = 12
-"""Characters; Python does not read numbers of thousands of digits."""
+"""Upper limit in characters; Python refuses to parse numbers of thousands of digits."""
 _LONGEST_GUESSED = 100
-"""Characters of a name that is compared with the known ones, in time that grows by their square."""
+"""Longest name, in characters, for which similar names are suggested: the time grows with the
+square of the length."""
 
 _OFF = ("off", "none", "no", "false", "0", "all", "disable", "disabled")
-"""What people write who want no sharing."""
+"""Words that people write to mean no sharing."""
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """Pattern that a value stands for, and in words where it came from."""
+    """Pattern that a value stands for, with a description of its source."""
 
     pattern: Pattern
     description: str
@@ -47,7 +48,7 @@ class Resolved:
 
 
 class Library:
-    """All pattern files of some folders, which are read once, when the first is needed."""
+    """The pattern files of several folders, read once, on first use."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self.folders = tuple(folders)
@@ -57,7 +58,7 @@ class Library:
         """Open the patterns of the package, then the folders of SGLANG_INDEXCACHE_LIBRARY.
 
         Raises:
-            LibraryError: one of these is no folder.
+            LibraryError: one of these paths is not a folder.
         """
         extra = [Path(p) for p in os.environ.get(LIBRARY_VARIABLE, "").split(os.pathsep) if p]
         for folder in extra:
@@ -70,17 +71,17 @@ class Library:
 
     @cached_property
     def entries(self) -> dict[str, Entry]:
-        """Every entry by name; of a name in several folders, the entry of the last."""
+        """Every entry by name; where folders share a name, the last folder's entry wins."""
         return {name: entry for entries in self._by_folder for name, entry in entries.items()}
 
     @property
     def left_out(self) -> list[LibraryError]:
-        """Reasons why files of the folders are no entries, with their paths."""
+        """Reasons why files in the folders are not entries, by their paths."""
         return [error for _, errors in self._read for error in errors]
 
     @cached_property
     def digest(self) -> str:
-        """Twelve hex digits of what names and ratios stand for, whatever else the files say."""
+        """Digest, twelve hex digits, of only the patterns that names and ratios stand for."""
         fields = {"name", "retention", "pattern", "model"}
         known = [
             [entry.model_dump(include=fields) for entry in entries.values()]
@@ -99,13 +100,13 @@ class Library:
 
     @property
     def _where_the_names_are(self) -> str:
-        """End of an error about a name; it has no path, because a server's client may read it."""
+        """Last part of an error about a name; without paths: a server's client may read it."""
         count = len(self.left_out)
         why = f", and says why {count} file{'s are' if count > 1 else ' is'} left out"
         return f"`indexcache patterns list` has the names{why if count else ''}."
 
     def get(self, name: str) -> Entry:
-        """Return the entry called ``name``; a LibraryError has the known names."""
+        """Return the entry called ``name``, or raise a LibraryError that lists the known names."""
         if name in self.entries:
             return self.entries[name]
         if "<" in name:
@@ -122,7 +123,7 @@ class Library:
         )
 
     def for_checkpoint(self, checkpoint: Checkpoint) -> list[Entry]:
-        """Return the entries whose model is ``checkpoint``'s and whose pattern fits it."""
+        """Return the entries for ``checkpoint``'s model whose patterns fit it."""
         return [
             entry
             for entry in self.entries.values()
@@ -132,19 +133,19 @@ class Library:
     def resolve(
         self, value: str, checkpoint: Checkpoint | None = None, *, files: bool = True
     ) -> Resolved:
-        """Turn what a user wrote into a pattern; nothing else knows the forms of one.
+        """Turn a user's text into a pattern; only this function knows the accepted forms.
 
-        Without a checkpoint, which the pattern must fit, only the forms that name every layer can
-        be resolved.
+        The pattern must fit the checkpoint. Without one, only forms that name every layer can be
+        resolved.
 
         Args:
-            files: whether it may be the path of a file, which is read here: not for whoever can
-                only reach a server.
+            files: whether ``value`` may be the path of a file on this machine; not for clients of a
+                server, who must not make it read files.
 
         Raises:
-            PatternError, LibraryError: naming what is wrong with ``value``.
+            PatternError, LibraryError: names what is wrong with ``value``.
         """
-        value = value.strip()  # shells and YAML leave blanks
+        value = value.strip()  # shells and YAML may leave spaces
         if value == "full" or value.startswith(_UNIFORM) or _RATIO.fullmatch(value):
             resolved = self._by_depth(value, checkpoint)
         else:
@@ -155,10 +156,10 @@ class Library:
         return resolved
 
     def to_send(self, value: str) -> str:
-        """Return what to tell a server in place of ``value``: it reads no file of this machine.
+        """Return the text to send to a server for ``value``; a server cannot read local files.
 
         Raises:
-            PatternError, LibraryError: a file that is none, or cannot be read.
+            PatternError, LibraryError: the file cannot be read, or is no pattern file.
         """
         return str(self.resolve(value).pattern) if names_a_file(value) else value
 
@@ -183,7 +184,7 @@ class Library:
                     "name."
                 )
             return _from_entry(load_entry(Path(value)), f"file {value}")
-        # Letters alone need no file. What only looks like some may be a name, or it is refused.
+        # F and S alone need no library. A text that only resembles them may be a library name.
         if not set(value) - set(LETTERS) or (_looks_literal(value) and value not in self.entries):
             return Resolved(Pattern(value), "given literally")
         return _from_entry(self.get(value), f"library entry {value}")
@@ -211,7 +212,7 @@ class Library:
         return _from_entry(matching[0], f"library entry {matching[0].name}")
 
     def _unknown_ratio(self, value: str, ratio: Fraction, checkpoint: Checkpoint) -> LibraryError:
-        """Return the error that says what to do where no pattern has the ratio ``value``."""
+        """Return the error for a ratio that no pattern has, with the user's choices."""
         model = f"this {checkpoint.architecture} with {checkpoint.num_layers} layers"
         start = f"no pattern at retention {value} is known for {model}"
         if checkpoint.shares_already:
@@ -237,9 +238,9 @@ class Library:
 
 
 def names_a_file(value: str) -> bool:
-    """Return whether what a user wrote for a pattern is the path of a YAML file, there or not.
+    """Return whether ``value`` is written as the path of a YAML file, existing or not.
 
-    A choice by prompt length is none, though it may hold a ratio.
+    A policy by prompt length (``full < 32K <= 1/2``) is no path, though its ratios have slashes.
     """
     value = value.strip()
     if "<" in value or value.startswith(_UNIFORM) or _RATIO.fullmatch(value):
@@ -248,9 +249,9 @@ def names_a_file(value: str) -> bool:
 
 
 def name_and_pattern(value: str) -> tuple[str, str]:
-    """Split ``NAME=PATTERN``; a pattern alone is its own name, files without folder and ending."""
+    """Split ``NAME=PATTERN``; without a name, use the pattern's text or the file's stem."""
     name, _, pattern = value.partition("=")
-    if name and pattern and not os.path.exists(value):  # a path may hold the sign
+    if name and pattern and not os.path.exists(value):  # a path may contain "="
         return name, pattern
     return (Path(value).stem if value.endswith((".yaml", ".yml")) else value), value
 
@@ -288,7 +289,7 @@ def _uniform(value: str, checkpoint: Checkpoint) -> Resolved:
 
 
 def _looks_literal(value: str) -> bool:
-    """Return whether ``value`` was meant as an F/S string, perhaps a wrong one or none."""
+    """Return whether ``value`` looks meant as an F/S string, even a malformed or empty one."""
     return not set(value) - set("FSfs \t") or (value.isalpha() and value.isupper())
 
 

@@ -1,4 +1,4 @@
-"""Sizes that tell what fits a card: dimensions and weights of models, NVIDIA's data sheets."""
+"""Sizes that decide what fits a card: dimensions and weights of models, NVIDIA's data sheets."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from sglang_indexcache.errors import BenchError
 from sglang_indexcache.models import FAMILIES, SHAPES, TRAINABLE, read_field
 
 USED_MEMORY = 0.9
-"""Of a GPU, for weights and KV cache: near what SGLang takes by default."""
+"""Share of a GPU's memory for weights and KV cache, close to SGLang's default."""
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Dimensions that decide a DSA layer's cost: fields of the HF config, by their names."""
+    """Dimensions that decide a DSA layer's cost, named as in the HF config."""
 
     num_hidden_layers: int
     hidden_size: int
@@ -38,13 +38,13 @@ class ModelShape:
 
     @classmethod
     def from_config(cls, config: Any) -> ModelShape | None:
-        """Read a language model's config; None where it lacks one of these fields."""
+        """Read the dimensions from a language model's config; None if a field is missing."""
         shape = {each.name: read_field(config, each.name) for each in fields(cls)}
         return None if None in shape.values() else cls(**shape)
 
     @property
     def attention_parameters(self) -> int:
-        """Parameters of one layer's MLA: its five projections."""
+        """Number of parameters in one layer's MLA: its five projections."""
         heads, rope = self.num_attention_heads, self.qk_rope_head_dim
         return (
             self.hidden_size * self.q_lora_rank
@@ -56,12 +56,12 @@ class ModelShape:
 
     @property
     def indexer_parameters(self) -> int:
-        """Parameters of one layer's indexer."""
+        """Number of parameters in one layer's indexer."""
         heads, width = self.index_n_heads, self.index_head_dim
         return self.q_lora_rank * heads * width + self.hidden_size * (width + heads)
 
     def mlp_parameters_of(self, layer: int) -> int:
-        """Parameters of a layer's dense MLP, or of its router and experts."""
+        """Count the parameters of a layer's dense MLP, or of its router and experts."""
         if layer < self.first_k_dense_replace:
             return 3 * self.hidden_size * self.intermediate_size
         experts = self.n_routed_experts + self.n_shared_experts
@@ -69,15 +69,15 @@ class ModelShape:
 
     @property
     def mlp_parameters(self) -> int:
-        """Parameters of all experts and dense MLPs, and of embedding and output projection."""
+        """Number of parameters in all experts, dense MLPs, the embedding and the output layer."""
         layers = sum(map(self.mlp_parameters_of, range(self.num_hidden_layers)))
         return layers + 2 * self.vocab_size * self.hidden_size
 
     def weight_bytes(self, gpus: int, dp: int, each: int) -> float:
-        """Return the bytes of all weights on one of ``gpus``, at ``each`` bytes a parameter.
+        """Return the bytes of weights on each of ``gpus`` GPUs, at ``each`` bytes per parameter.
 
-        The attention's are repeated in each of ``dp`` ranks of data-parallel attention, and the
-        indexers' on every GPU.
+        Attention weights are replicated on each of ``dp`` data-parallel attention ranks, and
+        indexer weights on every GPU.
         """
         attention = self.num_hidden_layers * (self.attention_parameters / (gpus / dp))
         indexers = self.num_hidden_layers * self.indexer_parameters
@@ -85,14 +85,14 @@ class ModelShape:
 
 
 def check_room(model: str, taken: float, gpus: int, dp: int, card: str, memory: float) -> None:
-    """Refuse weights of ``taken`` bytes a GPU that leave no room for a KV cache.
+    """Refuse weights that take ``taken`` bytes of each GPU and leave no room for a KV cache.
 
     Args:
         dp: ranks of data-parallel attention, each of which repeats the attention's weights.
-        memory: bytes of one ``card``.
+        memory: size in bytes of one ``card``'s memory.
 
     Raises:
-        BenchError: they do not fit.
+        BenchError: the weights do not fit.
     """
     if taken < USED_MEMORY * memory:
         return
@@ -114,9 +114,9 @@ def checkpoint_of(name: str) -> Checkpoint:
 
 @dataclass(frozen=True)
 class Gpu:
-    """One of NVIDIA's data sheets.
+    """A GPU by NVIDIA's data sheet.
 
-    FLOP/s of dense products; the memory's bytes/s and bytes.
+    Fields are FLOP/s of dense products, memory bandwidth in bytes/s and memory size in bytes.
     """
 
     name: str
@@ -133,10 +133,10 @@ GPUS = {
 
 
 def find_gpu(name: str) -> Gpu:
-    """Return a data sheet by name.
+    """Return the GPU called ``name``.
 
     Raises:
-        BenchError: there is none.
+        BenchError: no GPU has this name.
     """
     if name.lower() not in GPUS:
         raise BenchError(f"no rates are known for {name!r}; there are {', '.join(GPUS)}")

@@ -1,4 +1,4 @@
-"""Files that a reader never sees half written, and those that ship with the package."""
+"""Files written in one step, so that no reader sees half of one, and the package's own folders."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from sglang_indexcache.errors import OutputError
 
 @contextmanager
 def writing(path: Path, *also: type[Exception]) -> Iterator[None]:
-    """Run a block that writes ``path``, so that a full disk is told in one sentence.
+    """Run a block that writes ``path``, and turn its failure into an error of one sentence.
 
     Args:
-        also: what a library raises besides OSError when a write fails.
+        also: errors besides OSError that a library raises when a write fails.
 
     Raises:
-        OutputError: it could not be written.
+        OutputError: the file could not be written.
     """
     failures: tuple[type[Exception], ...] = (OSError, *also)
     try:

@@ -1,7 +1,8 @@
-"""Checks of what SGLang takes for granted in a DSA model's ``config.json``, before it starts.
+"""Checks, before SGLang starts, of fields that it takes for granted in a DSA ``config.json``.
 
-transformers neither writes nor needs all of it, and SGLang ends in a bare AttributeError or
-AssertionError, or serves other weights than those that were saved, after it has begun to load.
+transformers neither writes nor needs all of these fields. Without them SGLang fails with a bare
+AttributeError or AssertionError after it has begun to load, or serves other weights than were
+saved.
 """
 
 from __future__ import annotations
@@ -41,19 +42,19 @@ LIMITS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
         "reads: mend those, or the weights of other layers stay unread",
     ),
 }
-"""By field: whether SGLang can serve its value in a config, and what it must be, with what to do.
-A field that the config does not have is not asked about."""
+"""Limits by field: a check whether SGLang can serve the value, and the text that says which values
+are served and what to do. A field that the config does not have is not checked."""
 
 
 def check_config(config: Any, where: str, *, on_cpu: bool = False) -> None:
-    """Refuse a config that SGLang would only fail on later.
+    """Refuse a config on which SGLang would fail later.
 
     Args:
-        config: a transformers config object or a ``config.json`` dict, of a known architecture.
+        config: a transformers config object or a ``config.json`` dict with a known architecture.
         on_cpu: whether the CPU platform serves it, which stores index keys of any width.
 
     Raises:
-        IndexCacheError: with the lines to add to ``config.json``, and with the limits exceeded.
+        IndexCacheError: has the lines to add to ``config.json``, and the limits that are exceeded.
     """
     findings, text = Findings(), text_config(config)
     family = BY_ARCHITECTURE[str(read_field(config, "architectures")[0])]
@@ -82,7 +83,7 @@ def check_config(config: Any, where: str, *, on_cpu: bool = False) -> None:
 
 
 def _mlps_that_sglang_builds(config: Any, count: int) -> list[str] | None:
-    """Return ``mlp_layer_types`` as SGLang builds it; None where it goes by other fields."""
+    """Return the ``mlp_layer_types`` that SGLang builds; None if it uses other fields instead."""
     first, step = read_field(config, "first_k_dense_replace"), read_field(config, "moe_layer_freq")
     if first is None or type(step) is not int or step < 1:
         return None

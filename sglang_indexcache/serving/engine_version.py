@@ -1,10 +1,10 @@
-"""Check that an SGLang is one that we can extend, by what we rely on and not by its number.
+"""Check that this SGLang can be extended, by the code that we rely on and not by its version.
 
 ``seams.yaml`` names every internal of SGLang that we rely on, and ``seams.json`` holds a digest of
-each in the version that was tested. Another version whose digests agree will do. Its source is
-read and never imported; a file that is the tested one, byte for byte, is not even parsed, as all
-of them would take two seconds of every start.
-``python -m tests.record_seams``, in a clone, records the installed version.
+each in the version that was tested. Another version with the same digests is accepted. The source
+is read and never imported. A file that equals the tested one byte for byte is not even parsed,
+because parsing all files would add two seconds to every start. ``python -m tests.record_seams``, in
+a clone, records the installed version.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ SUPPORTED_VERSION = __version__.partition(".post")[0]
 
 TABLE = Path(__file__).with_name("seams.yaml")
 RECORDS = Path(__file__).with_name("seams.json")
-"""``{version: {seam or file: digest}}`` of the one version that was tested."""
+"""File with ``{version: {seam or file: digest}}`` for the one version that was tested."""
 
 _NAMED = 5
-"""How many moved seams an error names."""
+"""Largest number of changed seams that an error names."""
 
 
 @dataclass(frozen=True)
 class Seam:
-    """One name in SGLang that we hook, subclass, call or set.
+    """A name in SGLang that we hook, subclass, call or set.
 
-    ``name`` is that of a function, ``Class``, ``Class.method`` or a module-level name. Of one
-    ``by_signature`` only the parameters matter to us; what it does inside may change.
+    ``name`` is a function, ``Class``, ``Class.method`` or a module-level name. If ``by_signature``
+    is set, only its parameters matter to us, and its body may change.
     """
 
     module: str
@@ -52,7 +52,7 @@ class Seam:
 
     @property
     def path(self) -> str:
-        """``module.name``."""
+        """Full dotted name, ``module.name``."""
         return f"{self.module}.{self.name}"
 
 
@@ -70,7 +70,7 @@ def seams() -> tuple[Seam, ...]:
 
 
 def _rows(inside: Mapping[str, str | Mapping[str, str]]) -> Iterator[tuple[str, str, str]]:
-    """Yield owner (with a dot), names and reason of each seam in a module and its classes."""
+    """Yield the owner (with a dot), names and reason of each seam in a module and its classes."""
     for name, reasons in inside.items():
         if isinstance(reasons, str):
             yield "", name, reasons
@@ -79,16 +79,16 @@ def _rows(inside: Mapping[str, str | Mapping[str, str]]) -> Iterator[tuple[str, 
 
 
 def recorded() -> tuple[str, dict[str, str]]:
-    """Return the tested version and its digests."""
+    """Return the version that was tested, and its digests."""
     [(version, digests)] = json.loads(RECORDS.read_text(encoding="utf-8")).items()
     return version, digests
 
 
 def check(source: EngineSource | None = None) -> None:
-    """Refuse an SGLang in which a seam moved; log a warning for another that was not tested.
+    """Refuse an SGLang in which a seam changed; warn of another version that was not tested.
 
     Raises:
-        UnsupportedEngineError: naming what moved, if it will not do.
+        UnsupportedEngineError: names the seams that changed.
     """
     source = source or EngineSource.installed()
     tested, digests = recorded()
@@ -113,7 +113,7 @@ def check(source: EngineSource | None = None) -> None:
 
 
 def moved(source: EngineSource, digests: Mapping[str, str]) -> list[str]:
-    """Say what is wrong with each seam of ``source`` that is not as it was recorded."""
+    """Return a sentence for each seam of ``source`` that differs from the record."""
     problems = []
     for seam in seams():
         recorded_digest = digests.get(seam.path)
@@ -132,7 +132,7 @@ _FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 class EngineSource:
-    """One SGLang: its folder ``sglang/``, and its release, None where nothing says it."""
+    """Source of one SGLang: its folder ``sglang/``, and its version, or None if unknown."""
 
     def __init__(self, root: Path, version: str | None) -> None:
         self.root = root
@@ -145,7 +145,7 @@ class EngineSource:
         """Return the SGLang that this Python imports.
 
         Raises:
-            UnsupportedEngineError: there is none.
+            UnsupportedEngineError: SGLang is not installed.
         """
         spec = importlib.util.find_spec("sglang")
         if spec is None or spec.origin is None:
@@ -160,11 +160,11 @@ class EngineSource:
 
     @property
     def name(self) -> str:
-        """Name for a sentence."""
+        """Name of this SGLang for a sentence."""
         return f"SGLang {self.version}" if self.version else f"the SGLang in {self.root}"
 
     def digest(self, seam: Seam) -> str | None:
-        """Return the digest of a seam, blind to format and comments; None if it is gone."""
+        """Return the digest of a seam, independent of layout and comments; None if it is gone."""
         module = self.module(seam.module)
         nodes: list[ast.AST] = [*_find(module, seam.name.split("."))] if module else []
         if not nodes:
@@ -175,19 +175,19 @@ class EngineSource:
         return hashlib.sha256(json.dumps(form).encode()).hexdigest()[:16]
 
     def module(self, name: str) -> ast.Module | None:
-        """Return the tree of a module, or None if there is none of this name."""
+        """Return the syntax tree of a module, or None if there is no such module."""
         if name not in self._modules:
             path = self._find_file(name)
             self._modules[name] = ast.parse(path.read_text(encoding="utf-8")) if path else None
         return self._modules[name]
 
     def has_file(self, module: str, digests: Mapping[str, str]) -> bool:
-        """Return whether the module's file is, byte for byte, the one of ``digests``."""
+        """Return whether the module's file has the digest that ``digests`` lists for it."""
         file = self.file(module)
         return file is not None and digests.get(file[0]) == file[1]
 
     def _file(self, module: str) -> tuple[str, str] | None:
-        """Return the path of a module's file below ``root`` and its digest; None if it is gone."""
+        """Return the path of a module's file below ``root``, and its digest; None if it is gone."""
         if (path := self._find_file(module)) is None:
             return None
         digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
@@ -200,9 +200,9 @@ class EngineSource:
 
 
 def _find(tree: ast.AST, names: list[str]) -> list[ast.stmt]:
-    """Return every definition, assignment or import of dotted ``names`` below ``tree``.
+    """Return every definition, assignment or import of the dotted ``names`` below ``tree``.
 
-    Two branches may define the same name.
+    There may be several, because two branches may define the same name.
     """
     definitions = [defined for node in _statements(tree) if (defined := _defining(node, names[0]))]
     if len(names) == 1:
@@ -211,7 +211,7 @@ def _find(tree: ast.AST, names: list[str]) -> list[ast.stmt]:
 
 
 def _statements(tree: ast.AST) -> Iterator[ast.AST]:
-    """Yield the statements of a module or class body, also those inside ``if`` and ``try``."""
+    """Yield the statements of a module or class body, including those inside ``if`` and ``try``."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.If | ast.Try | ast.ExceptHandler):
             yield from _statements(node)
@@ -220,7 +220,7 @@ def _statements(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def _defining(node: ast.AST, name: str) -> ast.stmt | None:
-    """Return ``node`` if it defines ``name``; of an import, only what concerns ``name``."""
+    """Return ``node`` if it defines ``name``; of an import, return only the part for ``name``."""
     if isinstance(node, (*_FUNCTION, ast.ClassDef)):
         return node if node.name == name else None
     if isinstance(node, ast.Assign):
@@ -228,7 +228,7 @@ def _defining(node: ast.AST, name: str) -> ast.stmt | None:
         return node if name in names else None
     if isinstance(node, ast.AnnAssign):
         return node if isinstance(node.target, ast.Name) and node.target.id == name else None
-    if isinstance(node, ast.ImportFrom):  # replaced where it is used, not where it is from
+    if isinstance(node, ast.ImportFrom):  # a name may be hooked where it is imported
         for alias in node.names:
             if (alias.asname or alias.name) == name:
                 return ast.copy_location(ast.ImportFrom(node.module, [alias], node.level), alias)
@@ -236,7 +236,7 @@ def _defining(node: ast.AST, name: str) -> ast.stmt | None:
 
 
 def _canonical(node: object) -> object:
-    """Return a syntax tree as JSON: the same for every Python, layout, comment and docstring."""
+    """Return a syntax tree as JSON, independent of Python, layout, comments and docstrings."""
     if isinstance(node, ast.Constant):
         return ascii(node.value)
     if isinstance(node, ast.AST):

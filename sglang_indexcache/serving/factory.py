@@ -1,7 +1,7 @@
 """Make the attention backend of one model runner, on a CPU or on a GPU.
 
-All that was decided is in the plan by now. What is left to refuse here is what only a loaded model
-or a made backend shows.
+The plan holds every decision by now. What can be refused only here needs a loaded model or a
+finished backend to be seen.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 def create_backend(runner: ModelRunner, original: Callable[[ModelRunner], Any]) -> Any:
     """Create the attention backend of one model runner.
 
-    ``original``, SGLang's own factory for "dsa", serves draft models, whose single layer has an
-    indexer and a sharing of its own, and servers that did not ask for IndexCache.
+    ``original``, SGLang's own factory for "dsa", serves two cases: draft models, whose single layer
+    has its own indexer, and servers that did not ask for IndexCache.
 
     Raises:
-        SettingsError: an adapter, or indices, cannot reach the layers that need them.
+        SettingsError: an adapter or indices cannot reach the layers that need them.
     """
     plan = Plan.from_hf_config(runner.model_config.hf_config)
     on_cpu = platform_cpu.is_active()
@@ -58,10 +58,10 @@ def create_backend(runner: ModelRunner, original: Callable[[ModelRunner], Any]) 
 
 
 def create_cuda_backend(runner: ModelRunner, process: ServingProcess) -> IndexCacheBackend:
-    """Create the backend of one runner on a GPU, with what its plan has in place of SGLang's.
+    """Create the backend of one runner on a GPU, with the plan's kernels, row split and mode.
 
     Raises:
-        SettingsError: a combination in which indices cannot reach a shared layer.
+        SettingsError: indices cannot reach a shared layer under this combination of settings.
     """
     from sglang_indexcache.serving.cuda import kernels
     from sglang_indexcache.serving.cuda.backend import IndexCacheBackend
@@ -84,9 +84,9 @@ def create_cuda_backend(runner: ModelRunner, process: ServingProcess) -> IndexCa
 
 
 def _check_overlap(backend: IndexCacheBackend) -> None:
-    """Refuse an overlap whose sub-batches get indices that are valid only in the whole batch.
+    """Refuse an overlap whose sub-batches would get indices that are valid only in the whole batch.
 
-    Offsets into a flattened batch (RAGGED) are of that kind. In live mode a request may name any
+    Offsets into a flattened batch (RAGGED) are such indices. In live mode a request may name any
     pattern, so the first overlapped layer may be S.
     """
     first = backend.first_overlapped_layer
@@ -94,7 +94,7 @@ def _check_overlap(backend: IndexCacheBackend) -> None:
     positions = [i for i, layer in enumerate(plan.layer_ids) if layer >= first]
     if not positions or (plan.pattern.is_full(positions[0]) and plan.mode == "static"):
         return
-    if positions[0] == 0 or not _may_flatten(backend):  # the first layer is F in every pattern
+    if positions[0] == 0 or not _may_flatten(backend):  # layer 0 is F in every pattern
         return
     fix = "Make that layer F" if plan.mode == "static" else f"Use {MODE.flag} static"
     raise SettingsError(
@@ -105,10 +105,10 @@ def _check_overlap(backend: IndexCacheBackend) -> None:
 
 
 def _may_flatten(backend: IndexCacheBackend) -> bool:
-    """Return whether some prefill's indices are offsets into a flattened batch.
+    """Return whether a prefill's indices can be offsets into a flattened batch.
 
-    SGLang decides it for each batch (``set_dsa_prefill_impl``) under ``flashmla_auto`` over FP8 on
-    Blackwell; elsewhere it is decided by now.
+    Under ``flashmla_auto`` with an FP8 cache on Blackwell, SGLang decides for each batch
+    (``set_dsa_prefill_impl``); otherwise the decision is already made.
     """
     from sglang.srt.layers.attention.dsa.dsa_topk_backend import TopkTransformMethod
     from sglang.srt.model_executor.forward_batch_info import ForwardMode

@@ -1,8 +1,8 @@
-"""Wrap functions of SGLang in this process, through SGLang's own hook registry.
+"""Wrap SGLang's functions in this process, through SGLang's own hook registry.
 
-The registry only logs a function that it could not wrap; here that is an error. While plugins
-load, SGLang has not imported everything yet: what is wrapped ``at_start`` is wrapped by SGLang once
-they all have, and :func:`check` says later whether it took.
+If the registry cannot wrap a function, it only logs that; here it is an error. While plugins load,
+SGLang has not imported everything yet. So SGLang wraps functions with ``at_start`` after all
+plugins have loaded, and :func:`check` says later whether that succeeded.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 from sglang_indexcache.errors import UnsupportedEngineError
 
 _ours: set[str] = set()
-"""What this process has wrapped, or left to SGLang to wrap."""
+"""Functions that this process has wrapped, or has left to SGLang to wrap."""
 
 
 def around(target: str, function: Callable[..., Any], *, at_start: bool = False) -> None:
-    """Call ``function(original, ...)`` in place of ``target``; safe to call again.
+    """Make ``target`` call ``function(original, ...)`` instead; safe to call again.
 
     Raises:
         UnsupportedEngineError: SGLang could not wrap it.
@@ -26,15 +26,15 @@ def around(target: str, function: Callable[..., Any], *, at_start: bool = False)
 
 
 def after(target: str, function: Callable[..., Any], *, at_start: bool = False) -> None:
-    """Call ``function(result, ...)`` when ``target`` returns; otherwise as :func:`around`."""
+    """Call ``function(result, ...)`` whenever ``target`` returns; otherwise like :func:`around`."""
     _install(target, function, "AFTER", at_start)
 
 
 def check(targets: Collection[str] | None = None) -> None:
-    """Make sure that SGLang wrapped what was left to it.
+    """Check that SGLang wrapped the functions that were left to it.
 
     Raises:
-        UnsupportedEngineError: naming what it did not wrap.
+        UnsupportedEngineError: names the functions that it did not wrap.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry
 
@@ -51,7 +51,7 @@ def _install(target: str, function: Callable[..., Any], kind: str, at_start: boo
 
     if target in _ours:
         return
-    if target in HookRegistry._patched:  # SGLang wraps a function once, with what is known by then
+    if target in HookRegistry._patched:  # SGLang wraps a function only once
         raise UnsupportedEngineError(
             f"another plugin has wrapped {target} before IndexCache could. Load IndexCache first, "
             "or leave the other out (SGLANG_PLUGINS)."

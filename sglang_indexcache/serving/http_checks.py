@@ -1,7 +1,7 @@
-"""Checks in the HTTP process: a wrong pattern, or one where nobody reads it, gets HTTP 400.
+"""Checks in the HTTP process: a wrong pattern, or one in a place that is not read, gets HTTP 400.
 
-The schedulers decide (``requests.py``) and refuse a bad name too. But by then a stream has begun,
-and they never see fields that a route of SGLang drops.
+The schedulers decide a request's pattern (``requests.py``) and refuse a bad name too. But by then a
+stream has begun, and they never see fields that an SGLang route drops.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ _CARRIERS = {
     "/v1/chat/completions": (CUSTOM, NAME),
     "/v1/completions": (CUSTOM, NAME),
 }
-"""Where in a body a pattern is named, by route. All others of SGLang's drop ``custom_params``."""
+"""Place of a pattern in a body, by route. All other SGLang routes drop ``custom_params``."""
 
 _LOOKED_INTO = {"sampling_params", CUSTOM, "parameters", "extra_body", "options"}
-"""Keys under which people put a pattern; what they hold is looked at, not texts and messages."""
+"""Keys under which people put a pattern; only their content is searched, not texts and messages."""
 
 _LABELS = {"metadata", "chat_template_kwargs"}
-"""Keys that hold what a client likes, where only the pattern's own key is looked for."""
+"""Keys with free content of a client, in which only the pattern's own key is looked for."""
 
 _MAY_HIDE = re.compile(rb"\\u00[4-7]|\x00")
-"""What keeps a word from being found in a body's bytes: an escaped letter, which no writer of JSON
-needs, and UTF-16, which SGLang reads too."""
+"""Encodings that hide a word in a body's bytes: escaped letters, which JSON never needs, and
+UTF-16, which SGLang reads too."""
 
 on_refusal: list[Callable[[], object]] = []
-"""Called at each refusal; where metrics are on, ``operating/metrics.py`` adds itself."""
+"""Functions to call at each refusal; with metrics on, ``operating/metrics.py`` adds one."""
 
 
 def install() -> None:
@@ -56,8 +56,8 @@ def install() -> None:
 def tokenizer_worker_class() -> type:
     """Replace ``ServerArgs.get_tokenizer_worker_class``, which each tokenizer process calls.
 
-    With ``--tokenizer-worker-num`` these load no plugins and resolve nothing. The arguments that
-    they are sent carry this function by its name, and so bring the hooks along.
+    With ``--tokenizer-worker-num`` these processes load no plugins and resolve no arguments. The
+    arguments sent to them refer to this function by name, so the function installs the hooks there.
     """
     from sglang.srt.managers.multi_tokenizer_mixin import TokenizerWorker
 
@@ -66,9 +66,9 @@ def tokenizer_worker_class() -> type:
 
 
 def _add_middleware(_result: None, _manager: Any, *_: Any, **__: Any) -> None:
-    """Add ours inside SGLang's, which authenticate and unpack; without HTTP there is no app.
+    """Add our middleware inside SGLang's, which authenticates and unpacks, if there is an HTTP app.
 
-    The library is read here, and not while a client waits.
+    The pattern library is read here too, so that no client waits for it.
     """
     from starlette.middleware import Middleware
 
@@ -79,12 +79,12 @@ def _add_middleware(_result: None, _manager: Any, *_: Any, **__: Any) -> None:
     if module is None or any(layer.cls is PatternCheck for layer in module.app.user_middleware):
         return
     module.app.user_middleware.append(Middleware(PatternCheck))
-    if module.app.middleware_stack is not None:  # a tokenizer process makes its manager late
+    if module.app.middleware_stack is not None:  # in a tokenizer process the app is already built
         module.app.middleware_stack = module.app.build_middleware_stack()
 
 
 class PatternCheck:
-    """ASGI middleware that looks at requests before SGLang's routes do."""
+    """ASGI middleware that checks requests before SGLang's routes get them."""
 
     def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
         self._app = app
@@ -105,7 +105,7 @@ class PatternCheck:
 
 
 async def _whole(receive: Receive) -> tuple[Receive, bytes]:
-    """Read a request's body; return a ``receive`` that gives it once more, and the body."""
+    """Read a request's body; return a ``receive`` that replays it, and the body."""
     messages = [await receive()]
     while messages[-1]["type"] == "http.request" and messages[-1].get("more_body"):
         messages.append(await receive())
@@ -127,18 +127,18 @@ async def _refuse(send: Send, reason: str) -> None:
 
 
 def wrong_body(plan: Plan, route: str, body: bytes) -> str:
-    """Say what is wrong with the place or the spelling of a pattern in a body; "" if nothing is.
+    """Return what is wrong with the place or the spelling of a pattern in a body; "" if nothing is.
 
     Unchecked, such a request would be answered under the default pattern, and nobody would notice.
     """
     plain = body.lower().translate(None, b"-_ ")
     if b"indexcache" not in plain and not _MAY_HIDE.search(body):
-        return ""  # without parsing a long prompt
+        return ""  # so a long prompt is not parsed
     try:
         fields = [*_ours(json.loads(body))]
     except (ValueError, RecursionError):
-        return ""  # SGLang says so
-    carrier = _CARRIERS.get(route.rstrip("/"))  # with a slash behind, SGLang redirects there
+        return ""  # SGLang reports it
+    carrier = _CARRIERS.get(route.rstrip("/"))  # SGLang redirects a path with a final slash
     for path, name in fields:
         if path != carrier:
             return f"{'.'.join(path)} is read by nobody at {route}. {_where(carrier)}"
@@ -158,7 +158,7 @@ def _where(carrier: tuple[str, ...] | None) -> str:
 
 
 def _ours(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield the places of keys that mean IndexCache, in any spelling, and their values."""
+    """Yield the paths of keys that mean IndexCache, in any spelling, and their values."""
     if isinstance(value, list):
         for item in value:
             yield from _ours(item, path)

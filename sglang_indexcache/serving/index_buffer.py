@@ -1,9 +1,10 @@
-"""The indices in flight: what an F layer leaves for the S layers behind it (paper, T_cache).
+"""The indices in flight, which an F layer leaves for the S layers after it (paper, T_cache).
 
-One buffer lives in each attention backend and holds the indices of one forward of one batch, so
-two sub-batches that overlap have two buffers. Where all rows obey one pattern it keeps a reference
-to the F layer's tensor: under CUDA graphs its address is fixed at the capture. Where rows obey
-several, a layer that is F for some makes a new tensor; what a layer was given is never written to.
+Each attention backend has one buffer, which holds the indices for one forward of one batch, so two
+overlapping sub-batches have two buffers. If all rows have the same pattern, the buffer keeps a
+reference to the F layer's tensor, whose address is fixed when a CUDA graph is captured. If rows
+have different patterns, a layer that is F for some of them makes a new tensor; a tensor that was
+given to a layer is never overwritten.
 """
 
 from __future__ import annotations
@@ -20,20 +21,21 @@ from sglang_indexcache.serving.rows import RowPatterns
 class IndexBuffer:
     """The one conditional branch of IndexCache (paper, figure "Side-by-side comparison", b).
 
-    Layers are the model's layer numbers. Who writes and who reads is decided by the layer and the
-    forward, never by which tensor somebody holds: SGLang pads the rows of a batch for its
-    collectives, and hands attention a slice without the padding.
+    Layers are the model's layer numbers. The layer and the forward decide who writes and who reads,
+    never the identity of a tensor: SGLang pads the rows of a batch for its collectives, and passes
+    attention a slice without the padding.
 
-    SGLang begins a captured forward once and then runs its layers three times, twice to warm up
-    and once to record. So the layers of a pass can rely on what the same pass wrote before them,
-    but never on an empty buffer. Captured forwards have one pattern.
+    SGLang begins a captured forward once and then runs its layers three times, twice to warm up and
+    once to record. So a layer can rely on writes by earlier layers in the same pass, but never on
+    an empty buffer. Captured forwards have one pattern.
 
     Attributes:
-        writes: rises whenever indices come in; while it stands, layers share the same ones.
+        writes: a counter that rises with each write; while it is unchanged, layers share the same
+            indices.
 
     Args:
-        first_layer: of this pipeline stage. What an earlier one selected is handed in anew in each
-            pass.
+        first_layer: the first layer of this pipeline stage. Indices that an earlier stage selected
+            are passed in again in each pass.
     """
 
     def __init__(self, process: ServingProcess, first_layer: int = 0) -> None:
@@ -45,7 +47,7 @@ class IndexBuffer:
         self._indices: torch.Tensor | None = None
 
     def begin(self, rows: RowPatterns | None = None) -> None:
-        """Start a forward: forget the last one's indices, obey the same patterns to the end."""
+        """Start a forward: forget the last one's indices, and fix its patterns."""
         self._rows = rows or RowPatterns((self._process.pattern,))
         self._sources = (None,) * len(self._rows.patterns)
         self._indices = None
@@ -53,26 +55,26 @@ class IndexBuffer:
 
     @property
     def rows(self) -> RowPatterns:
-        """Patterns of the rows of the forward in progress; a switch does not change them."""
+        """Patterns of the current forward's rows; a switch of the default does not change them."""
         if self._rows is None:
             raise StaleIndexError("no forward has begun, so no pattern is in effect")
         return self._rows
 
     def is_full(self, layer: int) -> bool:
-        """Return whether ``layer`` runs its indexer in this forward: it is F for some row."""
+        """Return whether ``layer`` is F for some row, so that its indexer runs in this forward."""
         position = self._process.position(layer)
         return any(pattern.is_full(position) for pattern in self.rows.patterns)
 
     def select(self, layer: int, selected: torch.Tensor | None) -> torch.Tensor:
-        """Take what the indexer of ``layer``, which is F for some row, selected: ``[T, k]``.
+        """Store the selection ``[T, k]`` of ``layer``, which is F for some row.
 
         Returns:
-            ``[T, k]``: ``selected`` in the rows for which the layer is F, in the others what they
-            had before.
+            ``[T, k]``: ``selected`` in rows for which the layer is F; the earlier indices in all
+            others.
 
         Raises:
-            StaleIndexError: nothing was selected, or a row for which the layer is S and whose F
-                layer has not written in this forward.
+            StaleIndexError: nothing was selected, or the layer is S for a row whose F layer has not
+                written in this forward.
         """
         if selected is None:
             raise StaleIndexError(f"layer {layer} is F, but its indexer selected nothing")
@@ -81,7 +83,7 @@ class IndexBuffer:
             self._check(layer, but=position)
             selected = self._merged(position, selected)
         self._indices = selected
-        self.writes += 1  # the next pass of a capture may select into the same tensor
+        self.writes += 1  # a capture's next pass may reuse the tensor
         self._sources = tuple(
             position if pattern.is_full(position) else source
             for pattern, source in zip(patterns, self._sources, strict=True)
@@ -89,7 +91,7 @@ class IndexBuffer:
         return selected
 
     def _merged(self, position: int, selected: torch.Tensor) -> torch.Tensor:
-        """Merge ``selected``, for the rows that are F at ``position``, into what the others had."""
+        """Merge ``selected``, for rows that are F at ``position``, into the other rows' indices."""
         masks, indices, count = self.rows.masks, self._indices, selected.shape[0]
         assert masks is not None, "several patterns"
         assert indices is not None, "the rows that are not F here have some"
@@ -106,20 +108,20 @@ class IndexBuffer:
         return indices if indices.shape[0] <= rows else indices[:rows]
 
     def shared(self, layer: int) -> torch.Tensor:
-        """Return ``[T, k]``: what ``layer`` uses, in all rows of the forward.
+        """Return the indices ``[T, k]`` that ``layer`` uses, in all rows of the forward.
 
         Raises:
-            StaleIndexError: some row lacks its own F layer's indices, written, adopted or
-                inherited in this very forward.
+            StaleIndexError: some row lacks its own F layer's indices, which must have been written,
+                adopted or inherited in this forward.
         """
         self._check(layer)
         assert self._indices is not None, "some layer wrote them"
         return self._indices
 
     def adopt(self, layer: int, carried: torch.Tensor | None) -> None:
-        """Take over what an earlier pipeline stage selected, if that is what ``layer`` shares.
+        """Take over the indices of an earlier pipeline stage, if ``layer`` shares them.
 
-        SGLang hands it to attention, ``[T, k]``, between stages for one pattern only.
+        SGLang passes them to attention as ``[T, k]``; it carries only one pattern between stages.
         """
         if carried is not None and self._shares_from_before(layer, self._first_layer):
             self._sources, self._indices = self._sources_of(layer), carried
@@ -128,14 +130,14 @@ class IndexBuffer:
     def inherit(
         self, layer: int, whole: IndexBuffer, rows: tuple[int, int], count: int, before: int
     ) -> None:
-        """Take over what the whole batch selected of which this is a part, if ``layer`` needs it.
+        """Take over the whole batch's indices in this part of it, if ``layer`` needs them.
 
         Args:
-            rows: this part's in the whole batch, from and to below.
-            count: of this part's rows, those that pad it too.
+            rows: range of this part's rows in the whole batch, without its end.
+            count: number of this part's rows, padding included.
             before: the first layer that runs on parts.
         """
-        # Later passes of a captured forward find the buffer full; they inherit anew.
+        # Later passes of a captured forward find the buffer full, and must inherit again.
         is_due = self._indices is None or len(self.rows.patterns) == 1
         if is_due and whole._indices is not None and self._shares_from_before(layer, before):
             part = whole._indices[slice(*rows)]
@@ -147,7 +149,7 @@ class IndexBuffer:
     def _check(self, layer: int, but: int | None = None) -> None:
         """Raise StaleIndexError unless each pattern's rows hold the indices of their F layer.
 
-        ``but`` is the position that is about to write.
+        ``but`` is the position that is about to write, which may be missing.
         """
         for expected, source in zip(self._sources_of(layer), self._sources, strict=True):
             if expected not in (source, but):
@@ -158,11 +160,11 @@ class IndexBuffer:
                 )
 
     def _sources_of(self, layer: int) -> tuple[int, ...]:
-        """Return for each pattern the position whose indices ``layer`` uses."""
+        """Return, for each pattern, the position whose indices ``layer`` uses."""
         position = self._process.position(layer)
         return tuple(pattern.source_of(position) for pattern in self.rows.patterns)
 
     def _shares_from_before(self, layer: int, limit: int) -> bool:
-        """Return whether ``layer`` takes some row's indices from a layer below ``limit``."""
+        """Return whether ``layer`` uses, in some row, the indices of a layer below ``limit``."""
         layers = self._process.plan.layer_ids
         return any(layers[source] < limit for source in self._sources_of(layer))

@@ -1,9 +1,10 @@
-"""Report a running engine's patterns and, in live mode, replace the default of new requests.
+"""Report a running engine's patterns and, in live mode, replace the default for new requests.
 
 ``GET /server_info`` shows the state of every scheduler under ``internal_states[i].indexcache``.
 ``POST /set_internal_state`` takes a new pattern, in a key because SGLang allows only numbers as
-values: ``{"server_args": {"indexcache_pattern=uniform:1/4": 1}}``. Admitted requests keep theirs,
-and cached KV is kept apart by pattern (``requests.py``), so nothing is put back or flushed.
+values: ``{"server_args": {"indexcache_pattern=uniform:1/4": 1}}``. Admitted requests keep their
+patterns, and cached KV is kept apart by pattern (``requests.py``), so nothing is retracted or
+flushed.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 on_switch: list[Callable[[ServingProcess], None]] = []
-"""Called after each attempt to switch."""
+"""Functions to call after each attempt to switch."""
 
 _STATE = "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController"
 
@@ -47,7 +48,7 @@ def _report(output: Any, _controller: Any, _request: Any) -> None:
             stage=(process.traffic.here.start, process.traffic.here.stop),
             index_k_bytes_per_token=process.traffic.index_k_bytes,
         ).to_json()
-    except Exception as error:  # in the scheduler's loop: it would end the server
+    except Exception as error:  # in the scheduler's loop, where it would end the server
         logger.exception("IndexCache: the state could not be reported")
         state = {"error": f"{type(error).__name__}: {error}"}
     output.internal_state[STATE] = state
@@ -76,7 +77,7 @@ def _accept(original: Callable[..., Any], controller: Any, request: Any) -> Any:
         if request.server_args[SWITCH + values[0]] != 1:
             raise SettingsError(f'the value must be 1: {{"{SWITCH}{values[0]}": 1}}')
         switch(controller.scheduler, process, values[0])
-    except Exception as error:  # in the scheduler's loop: it would end the server
+    except Exception as error:  # in the scheduler's loop, where it would end the server
         ours = isinstance(error, IndexCacheError)
         reason = str(error) if ours else f"{type(error).__name__}: {error}"
         level = logging.WARNING if ours else logging.ERROR
@@ -92,17 +93,17 @@ def _accept(original: Callable[..., Any], controller: Any, request: Any) -> Any:
 
 
 def _tell(process: ServingProcess | None) -> None:
-    """Let metrics show a switch, or its refusal, at once; without traffic nothing else would."""
+    """Make metrics show a switch, or its refusal, at once; without traffic nothing else would."""
     if process is not None:
         for listener in on_switch:
             listener(process)
 
 
 def switch(scheduler: Scheduler, process: ServingProcess, value: str) -> None:
-    """Make ``value`` the pattern of the requests to come that name none.
+    """Make ``value`` the pattern of future requests that name none.
 
-    It may be anything that ``--indexcache-pattern`` takes except a file, which would be read on the
-    server.
+    It may be anything that ``--indexcache-pattern`` takes except a file, because the server would
+    read it.
 
     Raises:
         IndexCacheError: the pattern does not fit, or this server cannot switch.
@@ -123,7 +124,7 @@ def switch(scheduler: Scheduler, process: ServingProcess, value: str) -> None:
 
 
 def _check_both_nodes_switch_alike(scheduler: Scheduler) -> None:
-    """Refuse a switch while prefill and decode nodes could treat a running request differently."""
+    """Refuse a switch if prefill and decode nodes could treat a running request differently."""
     from sglang.srt.runtime_context import get_disagg
 
     if get_disagg().disaggregation_mode != "null" and not scheduler.is_fully_idle():

@@ -1,4 +1,4 @@
-"""Options of a user: flags, Engine keywords and variables; and whether they ask for IndexCache.
+"""The user's options: flags, Engine keywords and variables, and whether they ask for IndexCache.
 
 Nothing here imports SGLang.
 """
@@ -35,12 +35,12 @@ class Option:
 
     @property
     def flag(self) -> str:
-        """``--indexcache-pattern``."""
+        """Command-line flag, such as ``--indexcache-pattern``."""
         return "--" + self.name.replace("_", "-")
 
     @property
     def variable(self) -> str:
-        """``SGLANG_INDEXCACHE_PATTERN``."""
+        """Environment variable, such as ``SGLANG_INDEXCACHE_PATTERN``."""
         return "SGLANG_" + self.name.upper()
 
 
@@ -96,7 +96,7 @@ OPTIONS = (PATTERN, MODE, INDEX_K_DTYPE, KERNELS, ADAPTER, SPLIT_ROWS)
 
 @dataclass(frozen=True)
 class Choice:
-    """A value that the user gave, and where."""
+    """A value that the user gave, and its source."""
 
     value: str
     origin: str
@@ -106,14 +106,14 @@ class Choice:
 
 
 Choices = dict[Option, Choice]
-"""Everything that the user chose, before it is known whether it makes sense."""
+"""All choices of the user, before they are validated."""
 
 
 def collect(values: Mapping[str, str | None], *, as_keywords: bool = False) -> Choices:
     """Merge flags (or Engine keywords) with the environment.
 
     Raises:
-        SettingsError: they disagree, or a value is out of range.
+        SettingsError: two sources disagree, or a value is out of range.
     """
     choices: Choices = {}
     for option in OPTIONS:
@@ -142,23 +142,23 @@ def collect(values: Mapping[str, str | None], *, as_keywords: bool = False) -> C
 
 
 def asks(cfg: Any, choices: Choices) -> bool:
-    """Return whether flags ask for IndexCache: by its name as a backend, or by an option of ours.
+    """Return whether flags ask for IndexCache, by its backend name or by one of our options.
 
-    ``cfg`` are SGLang's arguments, resolved or not.
+    ``cfg`` has SGLang's arguments, resolved or not.
     """
     drafts = cfg.speculative_draft_attention_backend
     return bool(choices) or BACKEND_NAME in (*_backends(cfg).values(), drafts)
 
 
 def is_wanted(cfg: Any, choices: Choices, *, on_cpu: bool) -> bool:
-    """Return whether this server shall run IndexCache.
+    """Return whether this server is to run IndexCache.
 
     Args:
         cfg: SGLang's view of the server's arguments.
-        on_cpu: the CPU platform is at work, where SGLang has no DSA backend of its own.
+        on_cpu: whether the CPU platform is active, where SGLang has no DSA backend of its own.
 
     Raises:
-        SettingsError: it is asked for together with another backend.
+        SettingsError: IndexCache is asked for together with another backend.
     """
     if asks(cfg, choices):
         _check_backends(cfg, choices)
@@ -172,7 +172,7 @@ def is_wanted(cfg: Any, choices: Choices, *, on_cpu: bool) -> bool:
 
 
 def _check_backends(cfg: Any, choices: Choices) -> None:
-    """Raise SettingsError if another backend was given beside what asks for IndexCache."""
+    """Raise SettingsError if another backend was given although the user asks for IndexCache."""
     backends, foreign = _backends(cfg), other_backends(cfg)
     is_named = BACKEND_NAME in backends.values()
     settings = ", ".join(choice.origin for choice in choices.values())
@@ -181,7 +181,7 @@ def _check_backends(cfg: Any, choices: Choices) -> None:
             f"--speculative-draft-attention-backend {BACKEND_NAME} needs --attention-backend "
             f"{BACKEND_NAME}: a draft's layers follow the model's."
         )
-    # Beside our name, the others may be of layers without indexers, which the plan knows.
+    # Beside our name, other backends may be for layers without indexers, which only the plan knows.
     if foreign and cfg.attention_backend != BACKEND_NAME:
         raise SettingsError(
             not_together(f"--attention-backend {BACKEND_NAME}" if is_named else settings, foreign)
@@ -194,17 +194,17 @@ def _check_backends(cfg: Any, choices: Choices) -> None:
 
 
 def _backends(cfg: Any) -> dict[str, str]:
-    """Return by field the attention backends that were given."""
+    """Return the attention backends that were given, by field."""
     return {field: getattr(cfg, field) for field in BACKEND_FIELDS if getattr(cfg, field)}
 
 
 def other_backends(cfg: Any) -> dict[str, str]:
-    """Return by field the attention backends that share nothing."""
+    """Return the attention backends that cannot share indices, by field."""
     return {k: v for k, v in _backends(cfg).items() if v not in (BACKEND_NAME, *DSA_NAMES)}
 
 
 def not_together(what: str, others: Mapping[str, str]) -> str:
-    """Say why ``what`` does not go with the first of :func:`other_backends`."""
+    """Return why ``what`` cannot be combined with the first of :func:`other_backends`."""
     field, value = next(iter(others.items()))
     return (
         f"{what} does not go with --{field.replace('_', '-')} {value}: IndexCache shares the "

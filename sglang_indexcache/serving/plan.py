@@ -18,9 +18,9 @@ from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.policy import Policy
 
 BACKEND_NAME = "indexcache"
-"""What a user writes after --attention-backend."""
+"""Name that a user writes after --attention-backend."""
 ENGINE_NAME = "dsa"
-"""What SGLang calls the backend: it compares names with this literal in many places."""
+"""SGLang's name for the backend, a literal with which it compares names in many places."""
 
 Mode = Literal["static", "live"]
 IndexKDtype = Literal["auto", "bfloat16", "float32", "fp8_e4m3"]
@@ -34,12 +34,13 @@ CONFIG_KEY = "indexcache"
 
 
 class Route(NamedTuple):
-    """Kernel choice for one operation in one phase: an implementation of ours, None for SGLang's.
+    """Kernel choice for one operation in one phase: our implementation, or None for SGLang's.
 
     Attributes:
-        card: the card whose record chooses for each call, our kernels only if ``implementation``
-            names them; "" where one kernel runs every call.
-        overlap: least percentage that the lists of neighbouring rows share, as the operator says.
+        card: the card whose record chooses for each call (our kernels only if ``implementation``
+            names them); "" if one kernel runs every call.
+        overlap: least percentage of entries that neighbouring rows' lists share, as the operator
+            states.
     """
 
     op: OpName
@@ -51,7 +52,7 @@ class Route(NamedTuple):
 
     @property
     def measured(self) -> Routes | None:
-        """Routes that choose for each call; None where one kernel runs them all."""
+        """Routes that choose for each call; None if one kernel runs every call."""
         table = Routes.of_card(self.card, self.overlap) if self.card else None
         return table.without(OURS) if table and not self.implementation else table
 
@@ -65,21 +66,24 @@ class Plan:
     """Plan of this server: the pattern in effect and how it is carried out.
 
     Attributes:
-        pattern: in effect at start; of the shortest prompts where length decides.
-        source: where it came from, in words.
+        pattern: the pattern in effect at start; if prompt length decides, that of the shortest
+            prompts.
+        source: description of where the pattern came from.
         own: the checkpoint's own sharing.
         layer_ids: model layer of each pattern position.
-        kernels: what was asked for in place of SGLang's.
-        routes: the kernels chosen for it, once SGLang has resolved all else; () where every kernel
-            is SGLang's.
+        kernels: the request for kernels in place of SGLang's, as the user wrote it.
+        routes: the kernels chosen for that request, after SGLang has resolved everything else; ()
+            if every kernel is SGLang's.
         adapter: folder of the adapter whose indexers are served, or "".
         adapter_digest: SHA-256 of its weights, or "".
         advice: a warning for the log, or "".
-        quality: what is known of the pattern's long-context quality on this checkpoint, or "".
-        longer: in live mode, prompt lengths in tokens, and the pattern in effect from each on.
-        split_rows: whether ranks of attention's tensor parallelism share the rows of an indexer.
+        quality: what is known about the pattern's long-context quality on this checkpoint, or "".
+        longer: in live mode, prompt lengths in tokens, each with the pattern that applies from
+            there on.
+        split_rows: whether the ranks of attention's tensor parallelism divide an indexer's rows
+            among them.
         shape: config fields by which the library knows the model.
-        library: digest of the pattern files that names stand for.
+        library: digest of the library's pattern files.
     """
 
     pattern: Pattern
@@ -101,17 +105,17 @@ class Plan:
     library: str = ""
 
     def __post_init__(self) -> None:
-        """Refuse a pattern that the checkpoint has no layers or no indexers for."""
+        """Refuse a pattern for which the checkpoint lacks layers or indexers."""
         for pattern in self.policy.patterns:
             pattern.check_checkpoint(self.own)
 
     @property
     def policy(self) -> Policy:
-        """The pattern for each prompt length."""
+        """Policy with the pattern for each prompt length."""
         return Policy(((0, self.pattern), *self.longer))
 
     def describe(self) -> str:
-        """Return the line for the log."""
+        """Return the line that describes this plan in the log."""
         shared = len(self.pattern.shared_layers)
         return (
             f"IndexCache ({self.mode}): {self.pattern.summary()}, {shared} reuse indices; "
@@ -122,7 +126,7 @@ class Plan:
 
     @property
     def terms(self) -> str:
-        """Terms that every process of a server must agree on; the source may differ."""
+        """Text of the settings that all processes of a server must share; the source may differ."""
         return (
             f"{self.mode} mode, pattern {self.policy}, kernels {self.kernels}, index keys "
             f"{self.index_k_dtype}"
@@ -132,12 +136,12 @@ class Plan:
         )
 
     def kv_namespace(self, pattern: Pattern) -> str | None:
-        """Return the name that keeps a request's cached KV apart from KV computed otherwise.
+        """Return the name that keeps a request's cached KV apart from KV of other settings.
 
-        It is None where nothing needs to be kept apart: with the checkpoint's own sharing and
+        It is None if nothing needs to be kept apart: with the checkpoint's own sharing and
         indexers, stock SGLang computes the same KV and may reuse it. In live mode it is never None:
-        requests of all patterns meet there, and none may reach another's KV by an ``extra_key`` of
-        its own.
+        requests with all patterns meet there, and no request may reach another's KV through its own
+        ``extra_key``.
         """
         if self.mode == "live":
             return f"indexcache-live-{pattern.digest}"
@@ -152,25 +156,26 @@ class Plan:
         return self.kv_namespace(self.pattern)
 
     def engine_fields(self, cfg: Any) -> dict[str, Any]:
-        """Return what else SGLang's arguments must say; ``cfg`` is its resolving view of them."""
+        """Return further values for SGLang's arguments; ``cfg`` is the resolving view of them."""
         fields: dict[str, Any] = {
             name: ENGINE_NAME
             for name in BACKEND_FIELDS
             if name == BACKEND_FIELDS[0] or getattr(cfg, name)
         }
         if cfg.speculative_draft_attention_backend == BACKEND_NAME:
-            # Drafts have indexers of their own.
+            # Draft models have their own indexers, which SGLang's backend serves.
             fields["speculative_draft_attention_backend"] = ENGINE_NAME
         if self.mode == "live":
-            # A captured graph replays the pattern that it was captured with.
+            # A captured graph would always replay the pattern with which it was captured.
             fields["cuda_graph_backend_prefill"] = "disabled"
             fields["cuda_graph_backend_decode"] = "disabled"
         return fields
 
     def config_overrides(self, users: Mapping[str, Any], config: Any) -> dict[str, Any]:
-        """Return the ``users`` overrides of a config with this plan in place of any about sharing.
+        """Return the user's config overrides, with every sharing key replaced by this plan's.
 
-        A multimodal model's layers may be built from its text config, so that gets them too.
+        A multimodal model's layers may be built from its text config, so the overrides go there
+        too.
         """
         ours = self.hf_overrides()
         merged = {**users, **ours}
@@ -179,7 +184,7 @@ class Plan:
         return merged
 
     def with_routes(self, routes: tuple[Route, ...], overrides: str) -> str:
-        """Return resolved ``--json-model-override-args`` with ``routes`` in their plan."""
+        """Return resolved ``--json-model-override-args``, with ``routes`` added to their plan."""
         merged = json.loads(overrides)
         plan = replace(self, routes=routes)._as_json()
         for config in (merged, merged.get("text_config", {})):
@@ -188,10 +193,10 @@ class Plan:
         return json.dumps(merged)
 
     def hf_overrides(self) -> dict[str, Any]:
-        """Return the fields of the HF config with which SGLang builds this plan.
+        """Return the HF config fields with which SGLang builds the model for this plan.
 
-        ``indexer_types`` is the key that SGLang obeys first; the others are cleared. In live mode
-        every indexer of the checkpoint is built.
+        ``indexer_types`` is the key that SGLang obeys first; the other keys are cleared. In live
+        mode SGLang builds every indexer of the checkpoint.
         """
         built = self.pattern if self.mode == "static" else self.own
         overrides: dict[str, Any] = dict.fromkeys(SHARING_KEYS)
@@ -220,7 +225,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any] | None) -> Plan | None:
-        """Read what :meth:`hf_overrides` stores under :data:`CONFIG_KEY`."""
+        """Read a plan from the data that :meth:`hf_overrides` stores under :data:`CONFIG_KEY`."""
         if data is None:
             return None
         data = dict(data)
@@ -232,5 +237,5 @@ class Plan:
         return cls(**data)
 
     def checkpoint(self) -> Checkpoint:
-        """Return the checkpoint as the plan knows it: enough to find and check another pattern."""
+        """Return the checkpoint from the plan's fields, enough to find and check a pattern."""
         return Checkpoint(self.architecture, self.layer_ids, self.own, dict(self.shape))

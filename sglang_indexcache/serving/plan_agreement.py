@@ -1,7 +1,8 @@
-"""Agreement on one plan among all that work together: ranks of a server, prefill and decode nodes.
+"""Agreement on one plan among a server's ranks, and among prefill and decode nodes.
 
 Every node resolves its own settings. Before ranks load weights, they exchange their plans through
-the store in which they met. A collective would not do: a rank without the plugin never joins it.
+the store with which they formed their group. A collective operation would hang, because a rank
+without the plugin never joins it.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PATIENCE = timedelta(minutes=2)
-"""How long a rank waits for what the others have to say. All have just met in the store."""
+"""How long a rank waits for the others' plans. All ranks have just formed their group."""
 
 _BOOTSTRAP = "sglang.srt.distributed.bootstrap"
 _NOTHING = "no IndexCache"
 
 
 def install() -> None:
-    """Have ranks compare their plans once they have met."""
-    if _BOOTSTRAP in sys.modules:  # else importing it would slow the start, and nobody will meet
+    """Make ranks compare their plans once they have formed their group."""
+    if _BOOTSTRAP in sys.modules:  # else no group will form, and importing it would slow the start
         hooks.after("sglang.srt.distributed.bootstrap.init_parallel_runtime", _look, at_start=True)
 
 
@@ -54,7 +55,7 @@ def _look(_result: None, *, server_args: Any, **_: Any) -> None:
 
 
 def _asked_for(server_args: Any) -> str:
-    """Return what asks for IndexCache in a process that has no plan, or "" if nothing does."""
+    """Return the setting that asks for IndexCache in a process without a plan, or ""."""
     from sglang.srt.arg_groups.model_override_base import (
         attention_backends_of,
         resolved_view,
@@ -66,7 +67,7 @@ def _asked_for(server_args: Any) -> str:
 
 
 def unresolved(request: str) -> SettingsError:
-    """Make the error for a launch path that resolved its arguments without this plugin."""
+    """Return the error for a launch path that resolved its arguments without this plugin."""
     return SettingsError(
         f"{request} was not acted on, because the server's arguments were resolved before SGLang "
         "loaded its plugins. Call sglang.srt.plugins.load_plugins() before you make ServerArgs; "
@@ -75,10 +76,10 @@ def unresolved(request: str) -> SettingsError:
 
 
 def agree(plan: Plan | None, rank: int, ranks: int, store: Store) -> None:
-    """Compare this rank's plan with those of all others; without one, it says so and goes on.
+    """Compare this rank's plan with all others'; a rank without a plan only reports that.
 
     Raises:
-        SettingsError: with the plans that differ and the nodes that have them.
+        SettingsError: has the plans that differ and the nodes that have them.
     """
     store.set(_key(rank), json.dumps([socket.gethostname(), plan.terms if plan else _NOTHING]))
     if plan is None:
@@ -100,7 +101,7 @@ def agree(plan: Plan | None, rank: int, ranks: int, store: Store) -> None:
 def _wait(ranks: int, store: Store) -> None:
     try:
         store.wait([_key(rank) for rank in range(ranks)], PATIENCE)
-    except RuntimeError as error:  # kinds of store differ in what they raise
+    except RuntimeError as error:  # each kind of store raises another error
         silent = [rank for rank in range(ranks) if not store.check([_key(rank)])]
         if not silent:
             raise
@@ -114,9 +115,9 @@ def _key(rank: int) -> str:
     return f"indexcache/plan/{rank}"
 
 
-# KV that another pattern computed is never taken for this server's own. SGLang keeps cached
-# prefixes apart by a request's ``extra_key``, where requests.py puts the pattern's namespace. That
-# leaves one way in, which is closed here: a prefill node that runs another pattern.
+# KV from another pattern must never be used as this server's own. SGLang keeps cached prefixes
+# apart by a request's ``extra_key``, to which requests.py adds the pattern's namespace. One way is
+# left, which is closed here: a prefill node that runs another pattern.
 
 _KV_MANAGER = "sglang.srt.disaggregation.common.conn.CommonKVManager"
 _TAG = "with IndexCache"
@@ -135,13 +136,13 @@ def install_handshake() -> None:
 def _tell_pattern(
     original: Callable[..., None], manager: Any, args: Any, *rest: Any, **named: Any
 ) -> None:
-    """Add the pattern to the KV dtype that prefill and decode nodes compare at the handshake."""
+    """Add the pattern to the KV dtype, which prefill and decode nodes compare at the handshake."""
     args.kv_cache_dtype_str += _tag()
     original(manager, args, *rest, **named)
 
 
 def _tag() -> str:
-    """Return a node's addition to its KV dtype; "" where stock SGLang computes the same KV."""
+    """Return a node's suffix for its KV dtype; "" if stock SGLang computes the same KV."""
     if (process := current()) is None:
         return ""
     plan = process.plan
@@ -153,7 +154,7 @@ def _tag() -> str:
 
 
 def _turn_away(original: Callable[..., bool], manager: Any, address: str) -> bool:
-    """Fail the requests of a prefill node that does not fit; SGLang would end this server."""
+    """Fail requests from a prefill node with another pattern; SGLang would end this server."""
     try:
         return original(manager, address)
     except RuntimeError as error:

@@ -1,8 +1,8 @@
 """Entry point ``sglang.srt.plugins``: make SGLang accept and resolve ``indexcache``.
 
 SGLang compares backend names with the literal "dsa" in many places, and ``indexcache`` is a DSA
-backend. So the name is resolved to "dsa" at the first step of SGLang's own resolution, with the
-"dsa" factory replaced. The raw input keeps what the operator wrote.
+backend. So the name is resolved to "dsa" at the first step of SGLang's own resolution, and the
+"dsa" factory is replaced. The raw input keeps the operator's text.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ from sglang_indexcache.serving.resolve import (
 logger = logging.getLogger(__name__)
 
 _GIVEN = "_indexcache_given"
-"""Attribute of ServerArgs: the flags or keywords as given, and whether they are flags. It is
+"""Attribute of ServerArgs with the flags or keywords as given, and whether they are flags. It is
 pickled with the fields."""
 
 FOUND = "_indexcache_found"
-"""Attribute of ServerArgs that are only examined: a list for problems that would end a start. What
-only a server needs is not loaded then."""
+"""Attribute of ServerArgs that are only examined: a list for problems that would end a start. With
+it, modules that only a server needs are not loaded."""
 
 
 def register() -> None:
@@ -82,9 +82,9 @@ def register() -> None:
         at_start=True,
     )
     _accept_engine_keywords()
-    # By then the model's path is known, and nothing has read its config yet.
+    # At this step the model's path is known, and nothing has read its config yet.
     register_resolution_hook("handle_model_source_paths")(_after_sglangs(_resolve))
-    # By then SGLang's kernels, KV dtype and parallelism are decided.
+    # At this step SGLang's kernels, KV dtype and parallelism are decided.
     register_resolution_hook("handle_other_validations")(_after_sglangs(_route_kernels))
     _register_backend()
     plan_agreement.install()
@@ -93,10 +93,10 @@ def register() -> None:
 
 
 def _end_if_left_alone() -> None:
-    """End this process if its server was killed while it still loaded modules.
+    """End this process if its server was killed while the process still loaded modules.
 
-    SGLang asks the kernel for a signal at its parent's death, but only later: a process whose
-    parent is dead by then would wait for the other ranks for ever.
+    SGLang asks the kernel for a signal at the parent's death, but only later: a process whose
+    parent has died before that would wait for the other ranks for ever.
     """
     parent = multiprocessing.parent_process()
     if parent is not None and not parent.is_alive():
@@ -104,13 +104,13 @@ def _end_if_left_alone() -> None:
 
 
 def _register_backend() -> None:
-    """Take over "dsa"; SGLang's own factory still serves whoever did not ask for IndexCache."""
+    """Replace the "dsa" factory, but keep SGLang's own for servers that run no IndexCache."""
     from sglang.srt.layers.attention import attention_registry
 
     original = attention_registry.create_dsa_backend
 
     def create(runner: Any) -> Any:
-        from sglang_indexcache.serving.factory import create_backend  # a server's: it imports much
+        from sglang_indexcache.serving.factory import create_backend  # slow to import
 
         return create_backend(runner, original)
 
@@ -120,8 +120,8 @@ def _register_backend() -> None:
         raise plan_agreement.unresolved(f"the attention backend {BACKEND_NAME}")
 
     attention_registry.register_attention_backend("dsa")(create)
-    # Resolution turns our name into "dsa". Whoever still has it was never resolved with us, and
-    # SGLang would dispatch the model's layers for a backend that it does not know.
+    # Resolution turns our name into "dsa". A process that still has our name was resolved without
+    # this plugin, and SGLang would dispatch the model's layers for an unknown backend.
     attention_registry.register_attention_backend(BACKEND_NAME)(refuse)
 
 
@@ -141,7 +141,7 @@ def _add_flags(_result: None, parser: ArgumentParser) -> None:
 
 
 class _Once(Action):
-    """Action that refuses an option with two values, of which argparse would take the last."""
+    """Argparse action that refuses an option given twice; argparse would take the last value."""
 
     def __call__(
         self, parser: ArgumentParser, namespace: Namespace, value: Any, option: str | None = None
@@ -160,9 +160,10 @@ def _keep_flags(original: Callable[..., Any], cls: type, args: Namespace) -> Any
 
 
 def _accept_engine_keywords() -> None:
-    """Accept ``Engine(indexcache_pattern=...)``: it loads plugins before it reads keywords.
+    """Accept ``Engine(indexcache_pattern=...)``; the Engine loads plugins before it reads keywords.
 
-    Where nothing has loaded its module, importing it would slow every worker's start.
+    If the Engine's module is not loaded, it is left alone: importing it would slow every worker's
+    start.
     """
     module = sys.modules.get("sglang.srt.entrypoints.engine")
     if module is None:
@@ -190,7 +191,7 @@ def _after_sglangs(check: Callable[[Any], None]) -> Callable[..., None]:
             check(server_args)
         except IndexCacheError as error:
             _, are_flags = _values_of(server_args)
-            if are_flags and not hasattr(server_args, FOUND):  # a sentence, not a stack of frames
+            if are_flags and not hasattr(server_args, FOUND):  # a sentence instead of a traceback
                 raise SystemExit(f"indexcache: error: {error}") from None
             raise
 
@@ -203,10 +204,10 @@ def _values_of(server_args: Any) -> tuple[dict[str, str | None], bool]:
 
 
 def choices_of(server_args: Any) -> Choices:
-    """Return what the user chose of our options, by flags, keywords or variables.
+    """Return the user's choices of our options, from flags, keywords or variables.
 
     Raises:
-        SettingsError: they disagree, or a value is out of range.
+        SettingsError: two sources disagree, or a value is out of range.
     """
     values, are_flags = _values_of(server_args)
     return collect(values, as_keywords=not are_flags)
@@ -234,7 +235,7 @@ def _resolve(server_args: Any) -> None:
         findings.report()
         http_checks.install()
         vars(server_args)["get_tokenizer_worker_class"] = http_checks.tokenizer_worker_class
-    else:  # SGLang's own checks, which come next, may find more
+    else:  # SGLang's later checks may find more
         examined.extend(findings.each)
     fields = plan.engine_fields(cfg)
     merged = plan.config_overrides(overrides, config) | (fp8.overrides(config) if on_cpu else {})
@@ -251,7 +252,7 @@ def _resolve(server_args: Any) -> None:
 
 
 def _route_kernels(server_args: Any) -> None:
-    """Decide, for every worker, which kernels run, or raise why those asked for cannot."""
+    """Decide which kernels every worker runs, or raise an error if requested kernels cannot run."""
     cfg = resolving_view(server_args)
     plan = Plan.from_overrides(cfg.json_model_override_args)
     if plan is None:
@@ -274,7 +275,7 @@ def _route_kernels(server_args: Any) -> None:
 
 
 def _is_only_way(cfg: Any) -> bool:
-    """Return whether nobody asked for IndexCache, and nothing else serves this model here."""
+    """Return whether only IndexCache can serve this model here, although nobody asked for it."""
     if not platform_cpu.is_active() or any(getattr(cfg, field) for field in BACKEND_FIELDS):
         return False
     try:
@@ -282,7 +283,7 @@ def _is_only_way(cfg: Any) -> bool:
             _checkpoint_config(cfg, read_overrides(cfg.json_model_override_args)), cfg.model_path
         )
         checkpoint.check_served(cfg.model_path)
-    except CheckpointError:  # no DSA model, or one that this cannot serve
+    except CheckpointError:  # not a DSA model, or one that cannot be served
         return False
     logger.info(
         "IndexCache: SGLang's own DSA backend needs a GPU and this machine has none, so this "
@@ -293,14 +294,14 @@ def _is_only_way(cfg: Any) -> bool:
 
 
 def _checkpoint_config(cfg: Any, overrides: Mapping[str, Any]) -> Any:
-    """Return the model's config as shipped, with the user's overrides except those on sharing."""
+    """Return the model's config as shipped, with the user's overrides except sharing keys."""
     from sglang.srt.utils.hf_transformers.config import get_config
 
     path = Path(cfg.model_path)
     if path.is_absolute() and not path.exists():
         raise CheckpointError(f"there is no model at {path}")
     check_fields(overrides, "--json-model-override-args")
-    if (path / CONFIG_FILE).is_file():  # it may be a hub's name, or one file of all weights
+    if (path / CONFIG_FILE).is_file():  # else a hub name, or a single file
         read_config(path)
     with reading(f"the model config of {cfg.model_path}"):
         config = get_config(
@@ -314,13 +315,13 @@ def _checkpoint_config(cfg: Any, overrides: Mapping[str, Any]) -> Any:
 
 
 def _allow_overlap(original: Callable[..., None], server_args: Any, hf_config: Any) -> None:
-    """Allow two-batch overlap with sharing, which SGLang refuses: our buffer carries indices."""
+    """Allow two-batch overlap with sharing: SGLang refuses it, but our buffer carries indices."""
     if Plan.from_hf_config(hf_config) is None:
         original(server_args, hf_config)
 
 
 def _warn_about_ignored_overrides(cfg: Any) -> None:
-    """Warn of a pattern override of SGLang's where the config fills ``indexer_types``."""
+    """Warn that SGLang ignores a pattern override if the config class fills ``indexer_types``."""
     overrides = read_overrides(cfg.json_model_override_args)
     keys = [key for key in SHARING_KEYS[1:3] if overrides.get(key) is not None]
     if not keys or overrides.get("indexer_types") is not None:

@@ -1,8 +1,8 @@
-"""Policy that gives a prompt a pattern by its length: ``full < 32K <= 1/2 < 128K <= 1/4``.
+"""Policy that chooses a prompt's pattern by its length: ``full < 32K <= 1/2 < 128K <= 1/4``.
 
-Read from left to right: prompts of fewer than 32,000 tokens are served in full, those from there to
-below 128,000 under the pattern 1/2, longer ones under 1/4. This form leaves no length out and
-names none twice. A pattern alone is a policy of one step.
+Read from left to right: prompts with fewer than 32,000 tokens are served in full, prompts from
+there to below 128,000 under the pattern 1/2, longer prompts under 1/4. In this form every length
+has exactly one pattern. A pattern alone is a policy with one step.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from sglang_indexcache.library.lengths import format_length, parse_length
 from sglang_indexcache.pattern import Pattern
 
 _LONGEST = 10_000
-"""Characters of what is read: it comes over HTTP, and the scheduler reads it between forwards."""
+"""Longest text in characters: it may come over HTTP, and the scheduler parses it between
+forwards."""
 
 _FORM = "PATTERN < LENGTH <= PATTERN, for example: full < 32K <= 1/2 < 128K <= 1/4"
 
@@ -28,7 +29,8 @@ class Policy:
     """Patterns by prompt length."""
 
     steps: tuple[tuple[int, Pattern], ...]
-    """From how many prompt tokens on, and the pattern; ascending, the first from 0."""
+    """Pairs of a prompt length in tokens and the pattern from there on, ascending, the first at
+    0."""
 
     @classmethod
     def of(cls, pattern: Pattern) -> Policy:
@@ -37,10 +39,10 @@ class Policy:
 
     @classmethod
     def parse(cls, text: str, resolve: Callable[[str], Pattern]) -> Policy:
-        """Read what a user wrote; ``resolve`` gives the pattern for one of its names.
+        """Parse a user's text; ``resolve`` returns the pattern for each name in it.
 
         Raises:
-            SettingsError: it has another form, or its lengths do not grow.
+            SettingsError: the text has another form, or its lengths do not increase.
         """
         if len(text) > _LONGEST:
             raise SettingsError(f"{quoted(text)} is no choice by prompt length. Write {_FORM}.")

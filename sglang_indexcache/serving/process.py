@@ -1,7 +1,7 @@
-"""State of a serving process: the pattern of requests that name none, and what its layers did.
+"""State of a serving process: the default pattern, and counts of its layers' work.
 
-One :class:`ServingProcess` per process: all attention backends read it, and in live mode its policy
-can be replaced for the requests to come.
+There is one :class:`ServingProcess` per process. All attention backends read it, and in live mode
+its policy can be replaced for future requests.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Counters:
-    """Counts of ``count`` pattern positions so far, under the names of :class:`RankState`."""
+    """Counters for ``count`` pattern positions, named as in :class:`RankState`."""
 
     def __init__(self, count: int) -> None:
         self.forwards = self.mixed_forwards = self.idle_forwards = 0
@@ -37,9 +37,9 @@ class Counters:
 
 
 class ServingProcess:
-    """The plan of this process with its current policy, and who asked for it.
+    """The plan of this process, its current policy and the source of that policy.
 
-    ``is_counting`` is false only while a decode graph is captured, which serves nobody.
+    ``is_counting`` is false only while a decode graph is captured, which serves no request.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -57,11 +57,11 @@ class ServingProcess:
 
     @property
     def pattern(self) -> Pattern:
-        """The policy's pattern; that of the shortest prompts, where length decides."""
+        """The policy's pattern; if prompt length decides, that of the shortest prompts."""
         return self.policy.patterns[0]
 
     def position(self, layer: int) -> int:
-        """Return the pattern position of the model's layer ``layer``."""
+        """Return the pattern position of the model layer ``layer``."""
         return self._positions[layer]
 
     @property
@@ -69,7 +69,7 @@ class ServingProcess:
         return self.is_counting and not self._is_idle
 
     def count_batch(self, batch: Any) -> None:
-        """Count the beginning of a forward of SGLang's ``batch``, which is whole."""
+        """Count the beginning of a forward of SGLang's whole ``batch``."""
         live = self.plan.mode == "live" and batch.rids
         served = served_in(batch, batch.rids.patterns if live else (), self.pattern)
         self.count_forward(phase_of(batch), served, idle=is_idle(batch))
@@ -77,7 +77,7 @@ class ServingProcess:
     def count_forward(self, phase: str, served: Sequence[Served], *, idle: bool = False) -> None:
         """Count the beginning of a forward of these requests, in ``phase``.
 
-        An ``idle`` rank has no requests: what its layers do to keep step is not counted.
+        An ``idle`` rank has no requests: the work of its layers to keep step is not counted.
         """
         self._is_idle = idle
         if not self.is_counting:
@@ -90,7 +90,7 @@ class ServingProcess:
         self.traffic.count(phase, served)
 
     def count_layer(self, layer: int, *, is_full: bool) -> None:
-        """Count that ``layer`` attends to what its own indexer selected, or another layer's."""
+        """Count that ``layer`` attends to its own indexer's selection, or to another layer's."""
         did = self.counters.indexer_selections if is_full else self.counters.index_reuses
         did[self.position(layer)] += self._counts_layers
 
@@ -99,22 +99,22 @@ class ServingProcess:
         self.counters.index_key_writes[self.position(layer)] += self._counts_layers
 
     def count_graph(self, label: str) -> None:
-        """Count that the forward that has begun is a replay of the decode graph ``label``."""
+        """Count that the current forward is a replay of the decode graph ``label``."""
         if self._counts_layers:
             self.counters.graph_replays[label] += 1
 
     def count_indexer_time(self, phase: str, wall: float, processor: float) -> None:
-        """Add an indexer's seconds in ``phase`` (prefill or decode), whatever it did."""
+        """Add an indexer's seconds in ``phase`` (prefill or decode), whether it selected or not."""
         self.counters.indexer_seconds[phase] += wall
         self.counters.indexer_seconds[f"{phase}_processor"] += processor
 
     def replace(self, policy: Policy, source: str) -> None:
-        """Let ``policy`` decide for the requests to come; its patterns have been checked."""
+        """Make ``policy`` decide for future requests; its patterns must have been checked."""
         self.policy, self.source = policy, source
         self.switches += 1
 
     def report(self, **of_process: Any) -> RankState:
-        """Return this rank's report for ``/server_info``, with the fields not held here."""
+        """Return this rank's report for ``/server_info``, with fields of the caller added."""
         plan = self.plan
         return RankState(
             version=__version__,
@@ -139,7 +139,7 @@ _process: ServingProcess | None = None
 
 
 def activate(plan: Plan) -> ServingProcess:
-    """Make ``plan`` the one of this process; the same plan again returns the same object."""
+    """Make ``plan`` this process's plan; the same plan again returns the same object."""
     global _process
     if _process is None or _process.plan != plan:
         _process = ServingProcess(plan)
@@ -147,7 +147,7 @@ def activate(plan: Plan) -> ServingProcess:
 
 
 def current() -> ServingProcess | None:
-    """Return the serving state of this process, or None where no backend was created."""
+    """Return the serving state of this process, or None if no backend was created."""
     return _process
 
 
@@ -159,4 +159,4 @@ def published_plan() -> Plan | None:
 
 
 _plan = lru_cache(maxsize=1)(Plan.from_overrides)
-"""Read once: the HTTP process asks at every request."""
+"""Cached parser of the plan, because the HTTP process asks at every request."""

@@ -1,8 +1,8 @@
-"""Report of a server on IndexCache, and the rules by which its answers are believed.
+"""A server's report on IndexCache, and the rules by which its answers are believed.
 
-The server writes one :class:`RankState` for each data-parallel rank, and everybody who asks it
-reads that. The rules are here once: which servers are alike, whether the layers obeyed a pattern,
-and whether an answer was made under the pattern that was asked for.
+The server writes one :class:`RankState` for each data-parallel rank, and every client reads it. The
+rules are defined only here: which servers are alike, whether layers obeyed a pattern, and whether
+an answer was made under the requested pattern.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from sglang_indexcache.errors import ServerError, ServerUnavailableError
 from sglang_indexcache.pattern import Pattern
 
 CUSTOM = "custom_params"
-"""The sampling parameter in which SGLang carries what a plugin is told."""
+"""Sampling parameter in which SGLang carries data for plugins."""
 
 PATTERN_OF_REQUEST = "indexcache_pattern"
-"""Where a request to a server names its pattern, in ``custom_params`` of its sampling parameters,
-and where an answer says under which it was made, in ``meta_info``, as a list of one."""
+"""Key by which a request names its pattern, in ``custom_params`` of its sampling parameters, and by
+which an answer names its pattern, in ``meta_info``, as a list of one."""
 
 SWITCH = f"{PATTERN_OF_REQUEST}="
-"""What begins the key by which ``/set_internal_state`` is asked for another pattern."""
+"""Prefix of the key with which ``/set_internal_state`` is asked for another pattern."""
 
 STATE = "indexcache"
-"""The key of a rank's report in ``/server_info``, below ``internal_states[i]``."""
+"""Key of a rank's report in ``/server_info``, below ``internal_states[i]``."""
 
 OTHERS = "others"
-"""What comes after the first 100 different patterns of a report's counters, together."""
+"""Label under which a report counts all patterns after the first 100."""
 
 ENGINE_FACTS = (
     "model_path",
@@ -54,19 +54,20 @@ ENGINE_FACTS = (
     "sampling_backend",
     "device",
 )
-"""What of SGLang's ``/server_info`` can change answers: alike on servers that are compared."""
+"""Fields of SGLang's ``/server_info`` that can change answers, so compared servers must agree on
+them."""
 
 
 class RankState(BaseModel):
-    """Report of one data-parallel rank, which answers for the ranks and stages behind it.
+    """Report of one data-parallel rank, on behalf of its tensor-parallel ranks and pipeline stages.
 
-    Counters only rise while a server runs. They see what a layer's Python does: replays of decode
-    graphs do not run it.
+    Counters only rise while a server runs. They count when a layer's Python code runs, which a
+    replay of a decode graph does not do.
 
     Attributes:
         rank: its number among the data-parallel ranks, which answer in any order.
-        pattern: what requests get that name none; that of the shortest prompts, where the prompt's
-            length decides.
+        pattern: the pattern for requests that name none; if prompt length decides, that of the
+            shortest prompts.
         policy: the pattern for each prompt length, as ``--indexcache-pattern`` takes it.
         source: who asked for the policy.
         mode: "static", or "live", where every layer keeps its indexer.
@@ -75,30 +76,33 @@ class RankState(BaseModel):
         adapter_digest: SHA-256 of its weights.
         switches: how often the policy was replaced.
         last_rejection: why the last switch was refused; "" if it was not.
-        requests: unfinished requests, running or queued, by pattern.
-        stage: the pattern positions whose layers are counted, from and to below: those of the first
-            pipeline stage, the only one that reports. None, of an older server, is all.
-        forwards: begun so far, of requests.
-        mixed_forwards: those of them with requests of several patterns.
-        idle_forwards: forwards without a request, in which a rank keeps step with others under
-            dp_attention. What layers do in them is not counted.
+        requests: number of unfinished requests, running or queued, by pattern.
+        stage: range of the pattern positions whose layers are counted, without its end. These are
+            the layers of the first pipeline stage, the only one that reports. None, from an older
+            server, stands for all layers.
+        forwards: number of forwards with requests that have begun.
+        mixed_forwards: number of these forwards whose requests had several patterns.
+        idle_forwards: number of forwards without a request, in which a rank keeps step with others
+            under dp_attention. The work of layers in these is not counted.
         indexer_selections: how often each layer's indexer scored keys and selected.
         index_reuses: how often each layer took another layer's indices.
         index_key_writes: how often each layer stored index keys without scoring.
         graph_replays: replays of decode graphs, all under "decode".
         kernel_choices: calls under ``--indexcache-kernels auto`` by operation, kernels and the
-            measured row that decided. A decode graph's count while it is captured, as often as
-            the capture runs the layers; replays do not.
-        tokens: rows forwarded, by phase and pattern, as "prefill FSSS".
-        pairs: query-key pairs that indexers scored, or did not because a layer shared, by phase and
-            the longest length of the bin of requests, as "decode 32Ki skipped".
-        scored_rows: rows of prefills that indexers scored, once a layer, by the rank of attention's
-            tensor parallelism; () where these ranks do not split rows.
-        selected_rows: rows for which each of these ranks has lists from the same selections.
-        rejections: patterns refused so far, as "switch" of the server's or by a "request".
-        indexer_seconds: in indexers, by phase and clock ("prefill", "decode", each also with
-            "_processor"). On a CPU only: a GPU's kernels run behind the clock.
-        index_k_bytes_per_token: of the allocated buffers over this process's layers.
+            measured row that decided. Calls in a decode graph count when it is captured, as often
+            as the capture runs the layers; replays do not count.
+        tokens: number of rows forwarded, by phase and pattern, as in "prefill FSSS".
+        pairs: number of query-key pairs that indexers scored, or skipped because a layer shared, by
+            phase and the bin of the request's length, as in "decode 32Ki skipped".
+        scored_rows: number of prefill rows that indexers scored, counted once per layer, by the
+            rank of attention's tensor parallelism; () if these ranks do not split rows.
+        selected_rows: number of rows for which each of these ranks got lists from the same
+            selections.
+        rejections: number of refused patterns, of a "switch" or of a "request".
+        indexer_seconds: seconds in indexers, by phase and clock ("prefill", "decode", each also
+            with "_processor"). Measured only on a CPU, because a GPU's kernels run asynchronously.
+        index_k_bytes_per_token: size of the allocated index-K buffers of this process's layers, per
+            token.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -136,18 +140,18 @@ class RankState(BaseModel):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def full_layers(self) -> int:
-        """Layers that run their indexer."""
+        """Layers that run their indexer under the pattern."""
         return len(Pattern(self.pattern).full_layers)
 
     @computed_field  # type: ignore[prop-decorator]
     @property
     def shared_layers(self) -> int:
-        """Layers that reuse another's indices."""
+        """Layers that reuse another layer's indices under the pattern."""
         return self.pattern.count("S")
 
     @property
     def rows(self) -> dict[str, int]:
-        """Rows (tokens) forwarded so far, by pattern."""
+        """Number of rows (tokens) forwarded so far, by pattern."""
         counts: Counter[str] = Counter()
         for name, count in self.tokens.items():
             counts[name.partition(" ")[2]] += count
@@ -155,17 +159,17 @@ class RankState(BaseModel):
 
     @property
     def counted_layers(self) -> range:
-        """The pattern positions that the counters of layers speak of."""
+        """Pattern positions that the counters of layers cover."""
         return range(*(self.stage or (0, len(Pattern(self.pattern)))))
 
     @property
     def checkpoint(self) -> tuple[str, str]:
-        """Architecture, and which layers have an indexer: what no restart may change."""
+        """Architecture, and which layers have an indexer: facts that no restart may change."""
         return self.architecture, self.checkpoint_pattern
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], server: str) -> RankState:
-        """Read a rank's report under :data:`STATE`, if it could make one and runs this version."""
+        """Read a rank's report under :data:`STATE`; refuse an error report or another version's."""
         if "error" in data:
             raise ServerError(
                 f"{server} cannot say what IndexCache does: {data['error']}. Its log has the "
@@ -182,40 +186,40 @@ class RankState(BaseModel):
             ) from error
 
     def to_json(self) -> dict[str, Any]:
-        """Return numbers, strings, lists and dictionaries, as ``/server_info`` carries them."""
+        """Return the report as numbers, strings, lists and dictionaries for ``/server_info``."""
         return self.model_dump(mode="json")
 
 
 class RunningServer(Protocol):
-    """A server as those who watch it see it; ``lab.client.http.Client`` is one."""
+    """Interface of a running server for its clients; ``lab.client.http.Client`` implements it."""
 
     url: str
 
     def server_info(self) -> dict[str, Any]:
-        """Ask for SGLang's ``/server_info``."""
+        """Return SGLang's ``/server_info``."""
 
     def states(self) -> list[RankState]:
         """Return IndexCache's report, one entry per data-parallel rank."""
 
 
 def states_of(info: Mapping[str, Any], server: str) -> list[RankState]:
-    """Return the report of every data-parallel rank that runs IndexCache, by their numbers."""
+    """Return the reports of all data-parallel ranks that run IndexCache, ordered by rank number."""
     reports = [rank[STATE] for rank in info.get("internal_states", []) if STATE in rank]
     states = [RankState.from_json(state, server) for state in reports]
     return sorted(states, key=lambda state: state.rank)
 
 
 def named(pattern: str) -> dict[str, Any]:
-    """Return the sampling parameters in which a request names its pattern."""
+    """Return the sampling parameters by which a request names its pattern."""
     return {CUSTOM: {PATTERN_OF_REQUEST: pattern}}
 
 
 def check_answered_under(info: Mapping[str, Any], pattern: str, server: str) -> None:
-    """Refuse an answer that was not made under the pattern asked for, or does not say so.
+    """Refuse an answer that was not made under the requested pattern, or does not name its pattern.
 
     Args:
         info: the answer's ``meta_info``.
-        pattern: F/S, as the request named it.
+        pattern: the F/S string that the request named.
     """
     if (reported := info.get(PATTERN_OF_REQUEST)) == [pattern]:
         return
@@ -235,21 +239,21 @@ def check_obeyed(
     *,
     alone: bool = False,
 ) -> None:
-    """Refuse a server whose layers did not do what the patterns of its requests say.
+    """Refuse a server whose layers did not do what its requests' patterns say.
 
-    A layer that is F for some of the patterns must have run its indexer, and a layer that is S for
-    all of them must have reused indices, as far as the layers are in a stage that reports. Prefills
-    are counted, replays of decode graphs are not, so some request in between must have been
-    prefilled.
+    A layer that is F in some of the patterns must have run its indexer, and a layer that is S in
+    all of them must have reused indices. Only layers of a stage that reports are judged. Prefills
+    are counted and replays of decode graphs are not, so a request must have been prefilled between
+    the two states.
 
     Args:
-        patterns: F/S, of all requests between the states before and after.
+        patterns: F/S strings of all requests between the two states.
         alone: whether nobody else used the server and every rank was asked. If so, each rank is
-            judged by itself, and no layer that is S for all patterns may have run its indexer.
+            judged by itself, and no layer that is S in all patterns may have run its indexer.
 
     Raises:
-        ServerUnavailableError: it was restarted in between; ask again.
-        ServerError: naming the layers.
+        ServerUnavailableError: the server was restarted in between; ask again.
+        ServerError: names the layers that disobeyed.
     """
     names = sorted(set(patterns))
     full = {layer for name in names for layer in Pattern(name).full_layers}
@@ -261,7 +265,7 @@ def check_obeyed(
     pairs = [(then[state.rank], state) for state in after]
     ran = [_risen(old.indexer_selections, new.indexer_selections) for old, new in pairs]
     reused = [_risen(old.index_reuses, new.index_reuses) for old, new in pairs]
-    if not alone:  # a rank may have had requests of one of the patterns only
+    if not alone:  # a rank may have had requests of only one of the patterns
         ran, reused = [_total(ran)], [_total(reused)]
     for runs, reuses in zip(ran, reused, strict=True):
         if wrong := disobedient(full, runs, reuses, after[0].counted_layers, alone=alone):
@@ -282,12 +286,12 @@ def disobedient(
     *,
     alone: bool = True,
 ) -> list[int]:
-    """Return the counted ``layers`` that did not do what the patterns of the requests say.
+    """Return the counted ``layers`` that did not do what the requests' patterns say.
 
     Args:
-        full: layers that are F for some request; the others are S for all.
-        runs: by layer, how often its indexer ran; ``reuses``, how often it took another's indices.
-        alone: whether nobody else was served. If so, an indexer that ran in an S layer is wrong.
+        full: layers that are F for some request; all others are S for every request.
+        runs: how often each layer's indexer ran; ``reuses`` is how often it reused indices.
+        alone: whether nobody else was served. If so, an S layer's indexer must not have run.
     """
     return [
         layer
@@ -305,7 +309,7 @@ def _total(ranks: Sequence[Sequence[int]]) -> list[int]:
 
 
 def facts(info: Mapping[str, Any], server: str) -> dict[str, Any]:
-    """Return the facts of a server that must be the same on all servers that are compared."""
+    """Return the facts about a server that must be the same on all servers of a comparison."""
     values = {name: info[name] for name in ENGINE_FACTS if info.get(name) is not None}
     for state in states_of(info, server)[:1]:
         values |= {
@@ -316,7 +320,7 @@ def facts(info: Mapping[str, Any], server: str) -> dict[str, Any]:
 
 
 def alike(servers: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, list[str]]]:
-    """Return each fact that differs: for each of its values, the servers that report it."""
+    """Return the facts that differ, each with the servers that report each of its values."""
     differing: dict[str, dict[str, list[str]]] = {}
     for fact in sorted({fact for reported in servers.values() for fact in reported}):
         names: dict[str, list[str]] = {}

@@ -1,4 +1,4 @@
-"""Features of SGLang that a plan combines with, and the refusal of others before loading."""
+"""SGLang features that a plan can be combined with, and the refusal of others before loading."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from sglang_indexcache.serving.plan import BACKEND_NAME, Plan
 
 TESTED = "CPU test"
 REHEARSED = "rehearsed"
-"""SGLang's CUDA code ran it on a CPU, references in the place of kernels (tests/rehearsal)."""
+"""SGLang's CUDA code ran it on a CPU, with references in place of kernels (tests/rehearsal)."""
 CONTRACT = "source check"
 """Our assumptions are checked against SGLang's source; running it needs a GPU."""
 READ = "source read"
-"""SGLang's code for it was read beside ours; nothing ran it, and nothing checks it."""
+"""SGLang's code for it was read together with ours; nothing ran it, and nothing checks it."""
 REFUSED = "refused"
-"""Neither mode serves it; a test holds the refusal."""
+"""Neither mode serves it; a test checks the refusal."""
 
 MTP = ("EAGLE", "NEXTN")
 """Speculation in which the model's own draft layer, with an indexer of its own, proposes tokens."""
@@ -36,14 +36,14 @@ MTP = ("EAGLE", "NEXTN")
 
 @dataclass(frozen=True)
 class Feature:
-    """One feature of the engine.
+    """One feature of SGLang.
 
     Attributes:
         flag: how it is switched on; "" if it is on by default.
         static: whether static mode supports it, and with what condition.
         live: the same for live mode.
-        known_by: how we know, the best first.
-        in_use: whether SGLang's view of its arguments uses it.
+        known_by: kinds of evidence, the best first.
+        in_use: returns whether SGLang's arguments use it.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Feature:
 
     @property
     def evidence(self) -> str:
-        """Evidence that we have, as text."""
+        """Evidence for the feature, as text."""
         return ", ".join(self.known_by)
 
 
@@ -122,19 +122,19 @@ def _is_fp4(kv_cache_dtype: str | None) -> bool:
 
 
 def check(cfg: Any, plan: Plan, num_layers: int) -> None:
-    """Refuse flags that would fail later, or silently give wrong answers.
+    """Refuse flags that would fail later, or would silently give wrong answers.
 
     Args:
         cfg: SGLang's resolving view of the server's arguments.
-        num_layers: of the model, those without an indexer too.
+        num_layers: number of the model's layers, including those without an indexer.
 
     Raises:
-        IndexCacheError: every reason, and what to do.
+        IndexCacheError: has every reason, and what to do.
     """
     findings = Findings()
     findings.each += [SettingsError(reason) for reason in _reasons(cfg, plan)]
-    # In live mode and between the halves of an overlap SGLang carries no indices, so it has none
-    # to hand to the next stage.
+    # In live mode and under two-batch overlap SGLang carries no indices, so it has none to pass to
+    # the next stage.
     carries = BY_ARCHITECTURE[plan.architecture].hands_on and plan.mode == "static"
     if not carries or cfg.enable_two_batch_overlap:
         starts = stage_starts(plan.layer_ids, num_layers, cfg.pp_size)
@@ -153,7 +153,7 @@ def _reasons(cfg: Any, plan: Plan) -> Iterator[str]:
             "IndexCache does not work with --use-ray: SGLang loads no plugins in Ray's scheduler "
             "actors, where layers would be built without it. Drop the flag."
         )
-    if cfg.enable_pdmux:  # it calls a method that only dense and Qwen models have
+    if cfg.enable_pdmux:  # SGLang calls a method that only dense and Qwen models have
         yield (
             "--enable-pdmux does not work with models of sparse attention: SGLang cannot "
             "run their prefill in pieces, and the first request would end the server. Drop it."
@@ -184,7 +184,7 @@ def _reasons(cfg: Any, plan: Plan) -> Iterator[str]:
 
 
 def _clash(what: str, reasons: Mapping[str, Any], fix: str) -> Iterator[str]:
-    """Yield one sentence for those of ``reasons`` that are true, if any."""
+    """Yield one sentence with all ``reasons`` that are true, if there are any."""
     if causes := [name for name, present in reasons.items() if present]:
         yield f"{what} does not work with {'; '.join(causes)}. {fix}"
 
@@ -212,7 +212,7 @@ def _of_platform(plan: Plan) -> Iterator[str]:
 
 
 def _of_live_mode(cfg: Any, plan: Plan) -> Iterator[str]:
-    """Refuse all but plain prefill and decode: SGLang stores live keys on no other path."""
+    """Refuse everything but plain prefill and decode: SGLang stores live keys on no other path."""
     reasons = {
         "--speculative-algorithm": cfg.speculative_algorithm is not None,
         "--enable-prefill-cp": cfg.enable_prefill_cp,
@@ -234,7 +234,7 @@ def _of_live_mode(cfg: Any, plan: Plan) -> Iterator[str]:
 
 
 def _graph_backend(cfg: Any, phase: str) -> str | None:
-    """Return the backend that was asked for; SGLang makes an object of --cuda-graph-config."""
+    """Return the graph backend that was asked for; SGLang may have parsed the flag to an object."""
     config = cfg.cuda_graph_config or {}
     phases = config if isinstance(config, dict) else config.to_dict()
     backend: str | None = phases.get(phase, {}).get("backend")
@@ -242,7 +242,7 @@ def _graph_backend(cfg: Any, phase: str) -> str | None:
 
 
 def _of_caches(cfg: Any, plan: Plan) -> Iterator[str]:
-    """Refuse a cache that ignores a request's key: it would hand out another pattern's KV."""
+    """Refuse a cache that ignores a request's key, because it would return another pattern's KV."""
     by_tokens_alone = {
         "--enable-flexkv": cfg.enable_flexkv,
         "--radix-cache-backend flexkv": cfg.radix_cache_backend == "flexkv",
@@ -257,7 +257,7 @@ def _of_caches(cfg: Any, plan: Plan) -> Iterator[str]:
 
 
 def _of_returned_selections(cfg: Any) -> Iterator[str]:
-    """Refuse where one worker's record is not all: SGLang returns what one of them recorded."""
+    """Refuse to return selections if no single worker has all: SGLang returns one's record."""
     reasons = {
         "--enable-two-batch-overlap, where both halves of a batch are recorded in the same rows": (
             cfg.enable_two_batch_overlap
@@ -276,12 +276,12 @@ def _of_returned_selections(cfg: Any) -> Iterator[str]:
 
 
 def _of_row_split(cfg: Any) -> Iterator[str]:
-    """Refuse to split rows where there is nothing to split, or where ranks could wait for ever."""
+    """Refuse the row split if there is nothing to split, or if ranks could wait for ever."""
     yield from _clash(f"{SPLIT_ROWS.flag} on", _against_row_split(cfg), "Drop it.")
 
 
 def describe_row_split(cfg: Any, plan: Plan) -> str:
-    """Say whether ranks share an indexer's rows, or could; "" where one rank has all rows."""
+    """Return text on whether ranks split an indexer's rows, or could; "" if there is one rank."""
     ranks, on_cpu = cfg.tp_size // cfg.attn_dp_size, platform_cpu.is_active()
     if ranks == 1 or plan.split_rows == "off":
         return ""
@@ -318,10 +318,11 @@ def _against_row_split(cfg: Any) -> dict[str, bool]:
 
 
 def check_pooled_keys(plan: Plan, config: Any) -> None:
-    """Refuse to split rows whose keys are pooled: SGLang has another indexer for such models.
+    """Refuse the row split for pooled keys, because SGLang has another indexer for such models.
 
     Raises:
-        SettingsError: the row split was asked for, and ``config``, the text model's, pools.
+        SettingsError: the row split was asked for, and ``config``, the text model's, pools its
+            keys.
     """
     if plan.split_rows == "on" and (getattr(config, "index_kpool", None) or 1) > 1:
         raise SettingsError(
@@ -331,16 +332,16 @@ def check_pooled_keys(plan: Plan, config: Any) -> None:
 
 
 def stage_starts(layer_ids: Sequence[int], num_layers: int, stages: int) -> list[int]:
-    """Return pattern positions of the first indexer layers of all pipeline stages but the first."""
+    """Return the pattern position of each later pipeline stage's first indexer layer."""
     from sglang.srt.distributed.utils import get_pp_indices
 
     starts = [get_pp_indices(num_layers, rank, stages)[0] for rank in range(1, stages)]
     positions = {sum(layer < start for layer in layer_ids) for start in starts}
-    return sorted(positions - {len(layer_ids)})  # a stage without any indexer has no first one
+    return sorted(positions - {len(layer_ids)})  # a stage may have no indexer at all
 
 
 def stage_starts_here(plan: Plan) -> list[int]:
-    """Return the same of the server that this process belongs to."""
+    """Return :func:`stage_starts` for the server of this process."""
     from sglang.srt.runtime_context import get_parallel
 
     return stage_starts(plan.layer_ids, plan.layer_ids[-1] + 1, get_parallel().pp_size)

@@ -1,12 +1,12 @@
-"""Each request has a pattern: decided when it is admitted, kept to its last token.
+"""The pattern of each request, decided when the request is admitted and kept to its last token.
 
-A request may name it in the sampling parameters, which SGLang carries from both of its APIs to the
-scheduler; else the server's policy decides by the prompt's length::
+A request may name its pattern in the sampling parameters, which SGLang passes from both of its APIs
+to the scheduler; else the server's policy decides by the prompt's length::
 
     {"sampling_params": {"custom_params": {"indexcache_pattern": "uniform:1/4"}}}
 
-The schedulers decide, when they make the request, from what every rank of a group was sent in the
-same order. The HTTP process has looked before (``http_checks.py``).
+The schedulers decide when they create the request, from data that all ranks of a group get in the
+same order. The HTTP process has checked the name before (``http_checks.py``).
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ if TYPE_CHECKING:
 
 _LONGEST_NAME = 1000
 _REMEMBERED = 1024
-"""Names, good and bad, whose pattern or refusal a process keeps."""
+"""Number of names, good and bad, whose pattern or error a process caches."""
 _STREAMER = "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
 
 _admitted: WeakSet[Req] = WeakSet()
-"""The requests of this process that somebody still holds, without those that were given up."""
+"""Admitted requests of this process that are still referenced, without those that were given up."""
 
 
 def install(plan: Plan) -> None:
-    """Install hooks in the scheduler of this process as ``plan`` needs; safe to call again.
+    """Install the hooks that ``plan`` needs in this process's scheduler; safe to call again.
 
     Raises:
         SettingsError: see :func:`library_of`.
@@ -65,10 +65,10 @@ def install(plan: Plan) -> None:
 
 
 def named_by(sampling_params: Any) -> Any:
-    """Return a request's own value for its pattern, of whatever type; None if it has none.
+    """Return a request's own value for its pattern, of any type; None if it has none.
 
     Raises:
-        SettingsError: it says something, but not where or as it is read.
+        SettingsError: the request names a pattern in a wrong place or spelling.
     """
     custom = getattr(sampling_params, CUSTOM, None)
     if custom is None:
@@ -83,12 +83,12 @@ def named_by(sampling_params: Any) -> Any:
 
 
 def names_ours(key: object) -> bool:
-    """Return whether somebody who writes ``key`` means this plugin, however it is spelt."""
+    """Return whether ``key`` means this plugin, in any spelling."""
     return isinstance(key, str) and "indexcache" in _letters(key)
 
 
 def names_pattern(key: object) -> bool:
-    """Return whether ``key`` is the one that names a request's pattern, however it is spelt."""
+    """Return whether ``key`` means the key of a request's pattern, in any spelling."""
     return isinstance(key, str) and _letters(key) == _letters(NAME)
 
 
@@ -97,12 +97,12 @@ def _letters(key: str) -> str:
 
 
 def resolve(plan: Plan, value: Any) -> Pattern:
-    """Return the pattern that a client of the server calls ``value``.
+    """Return the pattern for a client's text ``value``.
 
-    It takes what ``--indexcache-pattern`` takes except files, which would be read on the server.
+    It takes what ``--indexcache-pattern`` takes except files, because the server would read them.
 
     Raises:
-        IndexCacheError: it is no pattern, or does not fit the model or this server's mode.
+        IndexCacheError: ``value`` is no pattern, or does not fit the model or this server's mode.
     """
     if not isinstance(value, str):
         raise PatternError(f"{NAME} must be a string, got {type(value).__name__}")
@@ -123,17 +123,17 @@ def resolve(plan: Plan, value: Any) -> Pattern:
 
 @lru_cache(maxsize=_REMEMBERED)
 def _remembered(plan: Plan, value: str) -> Pattern | IndexCacheError:
-    """Return the pattern that is called ``value``, or why none is."""
+    """Return the pattern for ``value``, or the error that says why there is none."""
     try:
         return library_of(plan).resolve(value, plan.checkpoint(), files=False).pattern
     except IndexCacheError as error:
-        return type(error)(str(error))  # without the frames that this one holds
+        return type(error)(str(error))  # without a traceback, which holds frames
 
 
 def library_of(plan: Plan) -> Library:
-    """Return the library of this server, which each of its processes reads once, at the start.
+    """Return this server's pattern library, which each of its processes reads once, at the start.
 
-    Files that are changed later are read by a server that is started later.
+    Later changes of the files take effect when the server is restarted.
 
     Raises:
         SettingsError: the files have changed since the server's arguments were resolved.
@@ -153,7 +153,7 @@ def _library(digest: str) -> Library:
 
 
 def _decide(process: ServingProcess, request: Req) -> Pattern:
-    """Decide a new request's pattern; in a session, that of the first turn that was served."""
+    """Decide a new request's pattern; in a session it is the pattern of the first served turn."""
     name = named_by(request.sampling_params)
     named = None if name is None else resolve(process.plan, name)
     of_session = _begun(request.session)
@@ -165,10 +165,11 @@ def _decide(process: ServingProcess, request: Req) -> Pattern:
 
 
 def _begun(session: Session | None) -> Pattern | None:
-    """Return the pattern of a session's turns so far; None before there is one.
+    """Return the pattern of a session's earlier turns; None if no turn was served yet.
 
-    SGLang keeps a streaming session's last finished turn only, and with it the KV; and every turn
-    of a plain session, also one that it refused, gave up, or whose client went away.
+    SGLang keeps only the last finished turn of a streaming session, and with it the KV. It keeps
+    every turn of a plain session, including turns that it refused or gave up, or whose client
+    disconnected.
     """
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
@@ -188,7 +189,7 @@ def _admit(_result: None, request: Req, *_args: Any, **_kwargs: Any) -> None:
         return
     try:
         pattern = _decide(process, request)
-    except IndexCacheError as error:  # it came by another way than the HTTP process
+    except IndexCacheError as error:  # the request did not pass the HTTP process's check
         pattern = process.pattern
         process.traffic.rejections["request"] += 1
         request.set_finish_with_abort(str(error))
@@ -205,9 +206,10 @@ def _give_up(_result: None, _scheduler: Scheduler, request: Req) -> None:
 
 
 def within(namespace: str, extra_key: str | None) -> str:
-    """Put a request's ``extra_key`` inside ``namespace``.
+    """Return a request's ``extra_key`` prefixed with ``namespace``.
 
-    One that is inside stays: a decode node sends requests back to a prefill node with their key.
+    A key with this prefix stays as it is: a decode node sends requests back to a prefill node with
+    their key.
     """
     if extra_key is None or extra_key == namespace:
         return namespace
@@ -216,7 +218,7 @@ def within(namespace: str, extra_key: str | None) -> str:
 
 
 def _is_told_once(original: Callable[..., bool], streamer: Any, key: str) -> bool:
-    """Return whether ``key`` has one value a request; SGLang takes ours for one per token."""
+    """Return whether ``key`` has one value per request; SGLang would expect ours per token."""
     return key == NAME or original(streamer, key)
 
 

@@ -1,4 +1,4 @@
-"""Resolution of a user's choices and the model's config into one validated :class:`Plan`.
+"""Resolution of the user's choices and the model's config into one validated :class:`Plan`.
 
 Nothing here imports SGLang.
 """
@@ -48,10 +48,10 @@ BLINDLY = (
 
 
 def read_overrides(text: str) -> dict[str, Any]:
-    """Read ``--json-model-override-args``: what the user changes in the model's config.
+    """Parse ``--json-model-override-args``, the user's changes to the model's config.
 
     Raises:
-        SettingsError: that is no JSON object.
+        SettingsError: the text is no JSON object.
     """
     try:
         overrides = json.loads(text)
@@ -65,19 +65,19 @@ def read_overrides(text: str) -> dict[str, Any]:
 
 
 def without_sharing(overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the overrides without sharing: the config with them is that of the checkpoint."""
+    """Return the overrides without sharing keys, so that the checkpoint's own sharing remains."""
     return {k: v for k, v in overrides.items() if k not in (*SHARING_KEYS, CONFIG_KEY)}
 
 
 @dataclass(frozen=True)
 class PatternChoice:
-    """The pattern of a server as one of three sources chose it.
+    """Choice of a server's pattern by a flag, overrides, an adapter or the checkpoint.
 
     Attributes:
-        policy: the pattern of each prompt length; mostly one for all.
-        origin: the source, in words.
-        entry: the pattern's file, where the source named one file.
-        adapter: whose indexers are served under it.
+        policy: the pattern for each prompt length; mostly one for all.
+        origin: description of the source.
+        entry: the pattern's file, if the source named one.
+        adapter: the adapter whose indexers are served, if any.
     """
 
     policy: Policy
@@ -87,10 +87,10 @@ class PatternChoice:
 
     @classmethod
     def from_flag(cls, choice: Choice, checkpoint: Checkpoint, library: Library) -> PatternChoice:
-        """Resolve what the user wrote as the server's pattern.
+        """Resolve the flag's text into the server's pattern.
 
         Raises:
-            IndexCacheError: it names no pattern that fits the checkpoint.
+            IndexCacheError: the text names no pattern that fits the checkpoint.
         """
         resolved: list[Resolved] = []
 
@@ -110,10 +110,10 @@ class PatternChoice:
     def from_overrides(
         cls, overrides: Mapping[str, Any], checkpoint: Checkpoint
     ) -> PatternChoice | None:
-        """Read SGLang's own way of asking: sharing keys in --json-model-override-args, if any.
+        """Read the sharing keys in --json-model-override-args, SGLang's own way to name a pattern.
 
         Raises:
-            IndexCacheError: they describe no pattern that fits the checkpoint.
+            IndexCacheError: the keys describe no pattern that fits the checkpoint.
         """
         inner = overrides.get("text_config")
         values = {**(inner if isinstance(inner, Mapping) else {}), **overrides}
@@ -134,11 +134,11 @@ class PatternChoice:
     def from_adapter(
         cls, folder: Path, model: Path, requested: PatternChoice | None, findings: Findings
     ) -> PatternChoice:
-        """Take the pattern that an adapter was trained for; ``requested`` must be the same, if any.
+        """Choose the pattern that an adapter was trained for; ``requested`` must be equal or None.
 
         Raises:
-            IndexCacheError: no adapter, or one for another pattern. What is wrong with it for this
-                ``model`` goes to ``findings``.
+            IndexCacheError: there is no adapter, or it is for another pattern. Its problems with
+                this ``model`` go to ``findings``.
         """
         adapter = Adapter.read(folder)
         for pattern in requested.policy.patterns if requested else ():
@@ -154,14 +154,14 @@ class PatternChoice:
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint) -> PatternChoice:
-        """Take the checkpoint's own sharing, because nobody chose a pattern."""
+        """Choose the checkpoint's own sharing, because nobody chose a pattern."""
         trained = "the checkpoint, which was trained with it"
         origin = trained if checkpoint.shares_already else "the default"
         return cls(Policy.of(checkpoint.own), origin)
 
 
 def _check_folder(model: Path) -> None:
-    """Raise SettingsError for a name of the Hub, whose files are not here to be compared."""
+    """Raise SettingsError for a Hub name, because its files are not here to be compared."""
     if not model.is_dir():
         raise SettingsError(
             f"{ADAPTER.flag} needs --model-path to be a folder, to compare the checkpoint with the "
@@ -178,18 +178,18 @@ def plan_server(
     *,
     on_cpu: bool,
 ) -> Plan:
-    """Decide the plan of a server, by its checkpoint alone.
+    """Decide the plan of a server from its checkpoint and the user's choices.
 
     Args:
-        config: the model's, with the overrides that say nothing of sharing.
+        config: the model's config, with the overrides that do not concern sharing.
         overrides: the user's ``--json-model-override-args``.
-        model: what the user calls the checkpoint; mostly its folder.
+        model: the user's name for the checkpoint; mostly its folder.
         on_cpu: whether the CPU platform serves it.
 
-    If no pattern can be had, the plan has no source: it serves to find what else is wrong.
+    If no pattern can be chosen, the plan has no source, and is only used to find further problems.
 
     Raises:
-        IndexCacheError: the problems, which go to ``findings``, leave no plan.
+        IndexCacheError: no plan can be made; problems that leave a plan go to ``findings``.
     """
     checkpoint = Checkpoint.from_config(config, model)
     checkpoint.check_served(model)
@@ -206,15 +206,15 @@ def plan_server(
 def _plan_without_pattern(
     choices: Choices, checkpoint: Checkpoint, model: str, findings: Findings
 ) -> Plan:
-    """Plan the other choices where no pattern can be had, so that their problems are found, too.
+    """Plan the other choices if no pattern can be chosen, so that their problems are found too.
 
     Raises:
-        IndexCacheError: what was found, if it is not about the pattern.
+        IndexCacheError: has the problems found so far, if no plan can be made at all.
     """
     others = {key: choice for key, choice in choices.items() if key not in (PATTERN, ADAPTER)}
     try:
         plan = make_plan(others, checkpoint, {}, model, findings)
-    except IndexCacheError:  # the same once more
+    except IndexCacheError:  # the same problem again
         findings.report()
         raise
     return replace(plan, source="", advice="")
@@ -227,15 +227,15 @@ def make_plan(
     model: str,
     findings: Findings,
 ) -> Plan:
-    """Decide the pattern and the mode.
+    """Decide the pattern and the mode of a server.
 
     Args:
-        checkpoint: what the model's own config says, without the user's ``overrides``.
-        model: the checkpoint's folder, by which a verdict on the pattern is known to be about it.
-        findings: gathers what is wrong and yet leaves a plan.
+        checkpoint: facts from the model's own config, without the user's ``overrides``.
+        model: the checkpoint's folder, for matching a verdict on the pattern by its weights.
+        findings: collects problems that still leave a plan.
 
     Raises:
-        IndexCacheError: what is wrong, and how to mend it.
+        IndexCacheError: says what is wrong, and how to fix it.
     """
     library = Library.default()
     for error in library.left_out:
@@ -253,7 +253,7 @@ def make_plan(
             f"{choice.origin}: prompt length can decide in live mode only. Add {MODE.flag} live."
         )
     pattern, adapter = choice.policy.patterns[0], choice.adapter
-    # Files are about a checkpoint's own indexers, and say nothing of an adapter's.
+    # Pattern files are about the checkpoint's own indexers, not about an adapter's.
     is_in_files = pattern != checkpoint.own and adapter is None
     quality = _evidence(choice, library, model) if is_in_files else ""
     return Plan(
@@ -277,9 +277,9 @@ def make_plan(
 
 
 def _evidence(choice: PatternChoice, library: Library, model: str) -> str:
-    """Return the library's verdict on a pattern with these weights.
+    """Return the library's verdict on a pattern for these weights.
 
-    Without the weights in a folder, which alone identify them, no verdict is about them.
+    Only weights in a folder can be identified; for others no verdict applies.
     """
     pattern = choice.policy.patterns[0]
     alike = (entry for entry in library.entries.values() if entry.parsed == pattern)
@@ -292,7 +292,7 @@ def _evidence(choice: PatternChoice, library: Library, model: str) -> str:
 def _requested_pattern(
     choices: Choices, checkpoint: Checkpoint, overrides: Mapping[str, Any], library: Library
 ) -> PatternChoice | None:
-    """Return what the user asked for, by our flag or in SGLang's own way; both must agree."""
+    """Return the user's choice, by our flag or by SGLang's override keys; both must agree."""
     flag = choices.get(PATTERN)
     ours = PatternChoice.from_flag(flag, checkpoint, library) if flag else None
     engines = PatternChoice.from_overrides(overrides, checkpoint)
@@ -305,7 +305,7 @@ def _requested_pattern(
 
 
 def _is_uniform(choice: PatternChoice, checkpoint: Checkpoint) -> bool:
-    """Return whether the pattern has S layers, F ones at even distances, and no file of its own."""
+    """Return whether the pattern is uniform interleaving with S layers, and not from a file."""
     pattern = choice.policy.patterns[0]
     if choice.entry is not None or pattern == checkpoint.own:
         return False
@@ -313,7 +313,7 @@ def _is_uniform(choice: PatternChoice, checkpoint: Checkpoint) -> bool:
 
 
 def _advice(choice: PatternChoice | None, checkpoint: Checkpoint, library: Library) -> str:
-    """Return the one warning where layers were chosen blindly, or nobody chose and none share."""
+    """Return a warning if layers were chosen blindly, or if no pattern was given and none share."""
     if choice is not None:
         return "" if choice.adapter or not _is_uniform(choice, checkpoint) else BLINDLY
     if checkpoint.shares_already:

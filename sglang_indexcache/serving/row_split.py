@@ -5,9 +5,9 @@ each of them run every F layer's indexer for every query row. Here a rank scores
 prefill's rows, and one gather of int32 lists gives all ranks all lists. Nothing is approximated:
 each row is scored once, from the same inputs, by the same kernel.
 
-Who has which rows follows from lengths that the host knows, so all ranks compute the same. Nobody
-may decide by what only one rank knows, such as its free memory, for the others would wait in the
-gather. Rows behind the last request pad the batch and are nobody's.
+Each rank's rows follow from lengths that the host knows, so all ranks compute the same split. No
+rank may decide from facts that only it knows, such as its free memory, because the others would
+wait in the gather. Rows after the last request are padding and belong to no rank.
 """
 
 from __future__ import annotations
@@ -29,26 +29,28 @@ class GatherCost:
     """Cost of a gather, as the number of (row, key) pairs that are scored in the same time.
 
     Attributes:
-        call: cost of the call itself: its launch, and the cutting and joining around it.
-        entries_a_pair: list entries that are moved in the time of scoring one pair.
+        call: cost of the call itself: its launch, and the splitting and joining of tensors around
+            it.
+        entries_a_pair: number of list entries that are moved in the time of scoring one pair.
     """
 
     call: int
     entries_a_pair: int
 
     def pairs(self, entries: int) -> int:
-        """Return the cost of a gather of so many entries."""
+        """Return the cost of a gather of ``entries`` list entries."""
         return self.call + entries // self.entries_a_pair
 
 
 ON_GPU = GatherCost(call=4_000_000, entries_a_pair=1)
-"""An H100 scores 8,192 rows of 120K tokens in 12.0 ms (``benchmarks/results/kernels/h100.md``): 79
-pairs a nanosecond. Eight gather 67 MB in 0.21 ms (NVIDIA's rows of NCCL 2.29.2): 80 entries a
-nanosecond. That a call and what is around it takes 50 us is a guess."""
+"""Cost on GPUs. An H100 scores 8,192 rows of 120K tokens in 12.0 ms
+(``benchmarks/results/kernels/h100.md``): 79 pairs a nanosecond. Eight GPUs gather 67 MB in 0.21 ms
+(NVIDIA's rows of NCCL 2.29.2): 80 entries a nanosecond. The 50 us for a call and the work around it
+are a guess."""
 
 ON_CPU = GatherCost(call=10_000, entries_a_pair=8)
-"""A core scores a pair of the shipped model in 19 ns (5.6 s for a prompt of 7,000 tokens). Between
-two processes gloo gathers in 0.16 ms and 2.3 ns an entry."""
+"""Cost on CPUs. A core scores a pair of the shipped model in 19 ns (5.6 s for a prompt of 7,000
+tokens). A gather by gloo between two processes takes 0.16 ms, plus 2.3 ns per entry."""
 
 MARGIN = 2
 """Factor by which a split must save more than its gather costs, since the costs are estimates."""
@@ -73,23 +75,23 @@ class RowShare:
 
     @property
     def rows(self) -> slice:
-        """Its rows in the whole batch."""
+        """Range of the whole batch's rows in this share."""
         return slice(self.start, self.stop)
 
     @property
     def requests(self) -> slice:
-        """The requests of which it has rows, in the whole batch."""
+        """Range of the batch's requests that have rows in this share."""
         return slice(self.first, self.first + len(self.query_lens))
 
 
 @dataclass(frozen=True)
 class RowSplit:
-    """A prefill's query rows, dealt out to ranks in order: rank ``r`` has those from ``bounds[r]``.
+    """A prefill's query rows, assigned to ranks in order: rank ``r`` starts at ``bounds[r]``.
 
     Attributes:
-        query_lens: rows of each request, which are its last tokens.
-        key_lens: tokens of each request, these included.
-        bounds: one more than there are ranks; from 0 to the number of rows.
+        query_lens: number of rows of each request, which are its last tokens.
+        key_lens: number of tokens of each request, query rows included.
+        bounds: first row of each rank, and finally the number of rows.
     """
 
     query_lens: tuple[int, ...]
@@ -106,7 +108,7 @@ class RowSplit:
         free: int = 0,
         block: int = 1,
     ) -> RowSplit:
-        """Deal out equal numbers of (row, key) pairs, which are what scoring costs.
+        """Assign equal numbers of (row, key) pairs to ranks, because scoring cost grows with pairs.
 
         A request may be cut anywhere, and a rank may have no rows.
 
@@ -124,7 +126,7 @@ class RowSplit:
             aim = pairs[-1] * rank // ranks
             request = max(0, bisect_left(pairs, aim) - 1)
             queries, keys = sizes[request] if sizes else (0, 0)
-            before = min(max(keys - queries, free), keys)  # what the last row before these sees
+            before = min(max(keys - queries, free), keys)  # keys that the last unscored row sees
             blocks = (_rows_for(aim - pairs[request], before) + block // 2) // block
             left = max(0, keys - before - blocks * block)
             bounds.append(starts[request] + queries - (left if left > 1 else 0))
@@ -132,7 +134,7 @@ class RowSplit:
 
     @property
     def widest(self) -> int:
-        """Rows of the largest share, to which the others are padded in the gather."""
+        """Number of rows in the largest share, to which the others are padded in the gather."""
         return max(stop - start for start, stop in pairwise(self.bounds))
 
     def share(self, rank: int) -> RowShare:
@@ -146,7 +148,7 @@ class RowSplit:
         return RowShare(start, stop, first, tuple(queries), tuple(keys))
 
     def pays(self, topk: int, cost: GatherCost, free: int = 0) -> bool:
-        """Return whether the pairs that a rank need not score are worth a gather of the lists."""
+        """Return whether a rank saves more by scoring fewer pairs than the gather costs."""
         ranks = len(self.bounds) - 1
         total = _pairs_of(self.query_lens, self.key_lens, free)
         if total <= MARGIN * cost.call:
@@ -157,12 +159,12 @@ class RowSplit:
 
 
 class RowSplitter:
-    """The split of one rank: deals out the rows of prefills, gathers lists, counts rows.
+    """The row split as one rank sees it: assigns rows of prefills, gathers lists and counts rows.
 
     Args:
-        group: of SGLang's ranks over which attention is split.
-        topk: entries of a list.
-        free: as for :meth:`RowSplit.balanced`, like ``block``.
+        group: SGLang's process group of attention's tensor parallelism.
+        topk: number of entries in a list.
+        free: as for :meth:`RowSplit.balanced`, and so is ``block``.
     """
 
     def __init__(
@@ -175,14 +177,14 @@ class RowSplitter:
 
     @classmethod
     def here(cls, *args: Any, **kwargs: Any) -> RowSplitter | None:
-        """Make this process's splitter from all arguments but ``group``; None for a single rank."""
+        """Make this process's splitter, whose ``group`` is SGLang's; None for a single rank."""
         from sglang.srt.runtime_context import get_parallel
 
         group = get_parallel().attn_tp_group
         return cls(group, *args, **kwargs) if group.world_size > 1 else None
 
     def split(self, query_lens: Sequence[int], key_lens: Sequence[int]) -> RowSplit | None:
-        """Deal out a prefill's rows; None where a gather would cost more than it saves."""
+        """Assign a prefill's rows to ranks; None if a gather would cost more than it saves."""
         split = RowSplit.balanced(
             query_lens, key_lens, self._ranks, free=self._free, block=self._block
         )
@@ -194,11 +196,11 @@ class RowSplitter:
         out: torch.Tensor,
         select_share: Callable[[RowShare], torch.Tensor],
     ) -> torch.Tensor:
-        """Select for this rank's rows, and get the lists of all others.
+        """Select for this rank's rows, and gather the lists of all ranks.
 
         Args:
-            out: ``[>= rows, topk]`` int32, where all lists go; rows of padding keep what they hold.
-            select_share: returns ``[n, topk]`` int32 of a share that has ``n`` > 0 rows.
+            out: ``[>= rows, topk]`` int32, for all lists; padding rows keep their content.
+            select_share: returns ``[n, topk]`` int32 for a share with ``n`` > 0 rows.
         """
         share, widest = split.share(self._rank), split.widest
         self.count(share.stop - share.start, split.bounds[-1])
@@ -212,12 +214,12 @@ class RowSplitter:
         return out
 
     def count(self, scored: int, selected: int) -> None:
-        """Count rows that this rank's indexers scored, of those for which they have lists."""
+        """Count the rows that this rank's indexers scored, and the rows for which it got lists."""
         self._scored += scored
         self._selected += selected
 
     def report(self) -> dict[str, Any]:
-        """Return the counts of all ranks of the group, which all must ask at once."""
+        """Return the counts of all ranks in the group, which must all call this together."""
         return {
             "scored_rows": self._group.all_gather_object(self._scored),
             "selected_rows": self._selected,
@@ -229,7 +231,7 @@ def _triangle(count: int) -> int:
 
 
 def _pairs(queries: int, keys: int, free: int) -> int:
-    """Return the (row, key) pairs of a request's rows that see more than ``free`` keys."""
+    """Count the (row, key) pairs in a request's rows that see more than ``free`` keys."""
     return _triangle(keys) - _triangle(min(max(keys - queries, free), keys))
 
 
@@ -239,7 +241,7 @@ def _pairs_of(query_lens: Sequence[int], key_lens: Sequence[int], free: int) -> 
 
 
 def _rows_for(pairs: int, before: int) -> int:
-    """Return how many rows have ``pairs`` pairs, where the row before them sees ``before`` keys."""
+    """Return how many rows have ``pairs`` pairs, if the row before them sees ``before`` keys."""
     goal = pairs + _triangle(before)
-    seen = (isqrt(8 * goal + 1) - 1) // 2  # the most keys whose triangle is no more than the goal
+    seen = (isqrt(8 * goal + 1) - 1) // 2  # the largest count whose triangle is at most the goal
     return seen - before + (_triangle(seen) < goal)

@@ -1,4 +1,4 @@
-"""Patterns of the rows of a forward."""
+"""Patterns of the rows in a forward."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class RowPatterns:
-    """The different patterns in a forward, of equal length.
+    """The distinct patterns in a forward, all of the same length.
 
     Attributes:
-        masks: ``[layers, T]`` bool, on the device of the forward: which rows are F at each pattern
-            position. None where all rows obey the only pattern.
+        masks: ``[layers, T]`` bool, on the forward's device: the rows that are F at each pattern
+            position. None if there is only one pattern.
     """
 
     patterns: tuple[Pattern, ...]
@@ -35,18 +35,18 @@ class RowPatterns:
     def of(
         cls, patterns: Sequence[Pattern], lengths: Sequence[int], like: torch.Tensor
     ) -> RowPatterns:
-        """Make the row patterns of requests that lie one after the other.
+        """Make the row patterns of requests whose rows lie one after the other.
 
-        What each request is goes to the device in one copy that nothing waits for, and is spread
-        over the rows there: while the forward before still runs, this one can be prepared.
+        The data of each request are copied to the device once, without waiting, and are spread over
+        the rows there. So this forward can be prepared while the previous one still runs.
 
         Args:
-            lengths: the rows of each request. Rows behind the last pad the batch; nobody reads what
-                they attend to, so they are F everywhere.
-            like: ``[T, ...]``, on the device of the forward.
+            lengths: number of rows of each request. Rows after the last request are padding; nobody
+                reads their attention, so they are F everywhere.
+            like: a tensor ``[T, ...]`` on the forward's device.
 
         Raises:
-            StaleIndexError: the requests have more rows than there are.
+            StaleIndexError: the requests have more rows than the forward.
         """
         different = tuple(dict.fromkeys(patterns))
         if len(different) == 1:
@@ -68,7 +68,7 @@ class RowPatterns:
         return cls(different, table[1:, owners].bool())
 
     def cut(self, start: int, stop: int, count: int) -> RowPatterns:
-        """Return rows ``start`` to ``stop`` as a batch of their own, padded to ``count`` rows."""
+        """Return rows ``start`` to ``stop`` as a separate batch, padded to ``count`` rows."""
         if self.masks is None:
             return self
         masks = pad(self.masks[:, start:stop], (0, count - (stop - start)), value=True)
@@ -77,17 +77,17 @@ class RowPatterns:
 
 @lru_cache(maxsize=256)
 def full_layers(pattern: Pattern) -> torch.Tensor:
-    """Return ``[layers]`` bool, on the host: which positions of ``pattern`` are F."""
+    """Return ``[layers]`` bool on the host that marks the F positions of ``pattern``."""
     return torch.tensor([pattern.is_full(n) for n in range(len(pattern))], device="cpu")
 
 
 def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy to a device without waiting for it: a GPU copies from pinned memory by itself."""
+    """Copy to a device without waiting; a GPU copies from pinned memory asynchronously."""
     return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
 
 
 class RequestIds(list[str]):
-    """The ids of a batch's requests, with their patterns: ForwardBatch's copies keep the field."""
+    """Request ids of a batch, with their patterns attached: copies of a ForwardBatch keep them."""
 
     def __init__(self, requests: Sequence[Req]) -> None:
         super().__init__(request.rid for request in requests)
@@ -95,7 +95,7 @@ class RequestIds(list[str]):
 
 
 def patterns_of_requests(batch: ForwardBatch) -> list[Pattern]:
-    """Return the pattern of each of the batch's requests, in live mode.
+    """Return the pattern of each request in the batch, in live mode.
 
     Raises:
         StaleIndexError: it is not known of a batch with requests.
@@ -108,7 +108,7 @@ def patterns_of_requests(batch: ForwardBatch) -> list[Pattern]:
 
 
 def patterns_of_rows(batch: ForwardBatch, process: ServingProcess) -> RowPatterns:
-    """Return the pattern of each row of ``batch``; without requests (idle, warm-up) the server's.
+    """Return the pattern of each row in ``batch``; the server's without requests (idle, warm-up).
 
     Raises:
         StaleIndexError: it is not known of a batch with requests.
@@ -119,7 +119,7 @@ def patterns_of_rows(batch: ForwardBatch, process: ServingProcess) -> RowPattern
 
 
 def _lengths(batch: ForwardBatch) -> list[int]:
-    """Return the rows of each request; a graph's replay lists none, and pads their number."""
+    """Return each request's number of rows; a graph's replay has no ids and pads their number."""
     rids = getattr(batch, "rids", None)
     requests = batch.batch_size if rids is None else len(rids)
     extended = getattr(batch, "extend_seq_lens_cpu", None)

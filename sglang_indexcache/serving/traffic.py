@@ -1,6 +1,6 @@
 """Counters of a process's forwards, from lengths that the host knows.
 
-So nothing waits for a GPU, and the replay of a CUDA graph counts like any other forward.
+Counting waits for no GPU, and the replay of a CUDA graph counts like any other forward.
 """
 
 from __future__ import annotations
@@ -24,35 +24,36 @@ if TYPE_CHECKING:
     from sglang_indexcache.serving.plan import Plan
 
 BINS = (2048, 8192, 32768, 131072)
-"""The last length, in tokens, of each bin but the last, which is "more"."""
+"""Upper bound of each bin, in tokens; the last bin, "more", has none."""
 
 LENGTHS = (*map(format_length, BINS), "more")
-"""The bins' names."""
+"""Names of the bins."""
 
 MAX_LABELS = 100
-"""Patterns that have a label of their own; those that come after them share one."""
+"""Number of patterns with a label of their own; all later patterns share one label."""
 
 Served = tuple[Pattern, int, int]
-"""A request's part of a forward: its pattern, its rows, and its length with them."""
+"""A request's part of a forward: its pattern, its number of rows, and its length including them."""
 
 
 @dataclass
 class Traffic:
-    """Counters that never go back to 0, of the layers that this process has.
+    """Counters for the layers of this process, which never go back to 0.
 
     A query-key pair is a row and one of the tokens that it may see, at one layer; indexers score
-    them. Forwards whose requests all have at most ``topk`` tokens are left out: there, selecting is
-    selecting everything, so sharing saves no scores.
+    pairs. Forwards whose requests all have at most ``topk`` tokens are not counted: their indexers
+    select everything without scores, so sharing saves none.
 
     Attributes:
-        here: the pattern positions of this process.
-        own: those of them at which the checkpoint has an indexer.
-        flops: of one pair: a multiplication and an addition for each head's dimension.
-        index_k_bytes: of index keys a token, as allocated over these layers.
-        tokens: rows by phase ("prefill", "decode") and pattern.
-        pairs: by phase, bin of the request's length and "scored" or "skipped". A layer that is F
-            for one request of a forward scores the pairs of all.
-        rejections: of patterns, by who was refused: "switch" or "request".
+        here: the pattern positions of this process's layers.
+        own: the positions among these at which the checkpoint has an indexer.
+        flops: operations for one pair: a multiplication and an addition for each dimension of each
+            head.
+        index_k_bytes: bytes of index keys per token, as allocated for these layers.
+        tokens: number of rows by phase ("prefill", "decode") and pattern.
+        pairs: number of pairs by phase, bin of the request's length and "scored" or "skipped". A
+            layer that is F for one request in a forward scores the pairs of all requests.
+        rejections: number of refused patterns, by "switch" or "request".
     """
 
     here: range = range(0)
@@ -65,7 +66,7 @@ class Traffic:
     rejections: Counter[str] = field(default_factory=Counter)
 
     def look_at(self, plan: Plan, runner: Any) -> None:
-        """Note which layers, k and memory SGLang's model ``runner`` has."""
+        """Read the layers, k and index-K memory from SGLang's model ``runner``."""
         layers, config = runner.layer_info, text_config(runner.model_config.hf_config)
         start, stop = (
             sum(layer < limit for layer in plan.layer_ids)
@@ -79,7 +80,7 @@ class Traffic:
         self.index_k_bytes = _index_k_bytes(runner.token_to_kv_pool)
 
     def count(self, phase: str, served: Sequence[Served]) -> None:
-        """Count a forward of these requests, in ``phase``."""
+        """Count a forward with these requests, in ``phase``."""
         labels = {key[-1] for key in self.tokens}
         for pattern, rows, _ in served:
             name = label_for(str(pattern), labels, MAX_LABELS, OTHERS)
@@ -96,12 +97,12 @@ class Traffic:
 
     @property
     def flops_saved(self) -> int:
-        """Operations that sharing saved in the pairs that were counted; it never falls."""
+        """Number of operations that sharing saved in the counted pairs; it never falls."""
         skipped = (count for (*_, kind), count in self.pairs.items() if kind == "skipped")
         return self.flops * sum(skipped)
 
     def report(self) -> dict[str, dict[str, int]]:
-        """Return the counters for a rank's state, the parts of their keys joined by spaces."""
+        """Return the counters for a rank's state, with the parts of each key joined by spaces."""
         return {
             "tokens": {" ".join(key): count for key, count in self.tokens.items()},
             "pairs": {" ".join(key): count for key, count in self.pairs.items()},
@@ -110,30 +111,31 @@ class Traffic:
 
 
 def label_for(name: Any, labels: Collection[Any], most: int, rest: Any) -> Any:
-    """Return the key to count ``name`` by: itself for the first ``most`` names, then ``rest``."""
+    """Return the label for ``name``: itself for the first ``most`` names, then ``rest``."""
     return name if name in labels or len(labels) < most else rest
 
 
 @lru_cache(maxsize=256)
 def _scoring(patterns: frozenset[Pattern], layers: frozenset[int]) -> int:
-    """Count the ``layers`` that some of a forward's patterns makes F: they score for all."""
+    """Count the ``layers`` that are F in some of a forward's patterns, which score for all rows."""
     return sum(any(pattern.is_full(layer) for pattern in patterns) for layer in layers)
 
 
 def _pairs_of(rows: int) -> int:
-    """Count the pairs of a request's first ``rows`` rows."""
+    """Count the pairs in a request's first ``rows`` rows."""
     return rows * (rows + 1) // 2
 
 
 def length_bin(length: int) -> str:
-    """Return the bin of a request of ``length`` tokens, named by its last: "2Ki", ..., "more"."""
+    """Return the bin of a request with ``length`` tokens, named by its bound: "2Ki" to "more"."""
     return LENGTHS[bisect_left(BINS, length)]
 
 
 def served_in(batch: ForwardBatch, patterns: Sequence[Pattern], default: Pattern) -> list[Served]:
-    """Return the requests of ``batch`` by what the host knows, or [] without their lengths.
+    """Return the requests of ``batch`` from data on the host, or [] if it lacks their lengths.
 
-    It may be SGLang's view of a replayed graph. Without ``patterns`` all have the default.
+    ``batch`` may be SGLang's view of a replayed graph. Without ``patterns`` all requests have the
+    default.
     """
     lengths: Any = getattr(batch, "seq_lens_cpu", None)
     if lengths is None or batch.forward_mode.is_idle():
@@ -149,9 +151,10 @@ def served_in(batch: ForwardBatch, patterns: Sequence[Pattern], default: Pattern
 
 
 def is_idle(batch: ForwardBatch) -> bool:
-    """Return whether a rank's forward has no request of its own, as under dp_attention.
+    """Return whether a rank's forward has no request of its own, as happens under dp_attention.
 
-    SGLang may pad it to look like a request's; of a replayed graph it may be a view.
+    SGLang may pad such a forward to look like one with a request. ``batch`` may be SGLang's view of
+    a replayed graph.
     """
     if (rids := getattr(batch, "rids", None)) is not None:
         return not rids
@@ -160,13 +163,13 @@ def is_idle(batch: ForwardBatch) -> bool:
 
 
 def phase_of(batch: ForwardBatch) -> str:
-    """Return "prefill" for a forward that fills a cache, "decode" for one that continues one."""
+    """Return "prefill" for a forward that fills the cache, "decode" for one that generates."""
     mode = batch.forward_mode
     return "decode" if mode.is_decode() or mode.is_target_verify() else "prefill"
 
 
 def _index_k_bytes(pool: Any) -> int:
-    """Return bytes of index keys per token over this process's layers, from a pool's buffers."""
+    """Return the bytes of index keys per token in this process's layers, from a pool's buffers."""
     pool = getattr(pool, "full_kv_pool", pool)
     slots = pool.index_buf_size + pool.page_size
     return round(sum(buffer.nbytes for buffer in pool.index_key_cache.buffer) / slots)

@@ -1,9 +1,10 @@
 """The lightning indexer on Hopper (csrc/indexer).
 
-Selection takes one of two ways. *Fused*: one launch streams the logits through a gate and no matrix
-is made. *In two launches*: logits to scratch memory, then top-k, launched while the logits are made
-and waiting for them. These two split a row over several SMs, so they serve batches of few rows:
-every decode, and prefills too short to give each SM a tile. The scratch bounds the rows at a time.
+Selection has two forms. *Fused*: one launch streams the logits through a filter and stores no
+matrix. *In two launches*: the first writes logits to scratch memory; the second, top-k, is launched
+early and waits for them. The two launches split a row over several SMs, so they serve batches of
+few rows: every decode, and prefills too short to give each SM a tile. The scratch memory limits the
+rows at a time.
 """
 
 import torch
@@ -17,12 +18,12 @@ LIST_CAPACITY = constant("indexer/gate.h", "kListCapacity")
 
 
 def select_rows(heads: int) -> int:
-    """Return the rows of a tile of the fused kernel (``select_rows`` of csrc/indexer/run.h)."""
+    """Return the rows in a tile of the fused kernel (``select_rows`` of csrc/indexer/run.h)."""
     return 8 if heads <= 32 else 4
 
 
 def prepare() -> None:
-    """Compile and load what the ops below call."""
+    """Compile and load the libraries of the ops below."""
     library("indexer")
     library("topk")
 
@@ -54,7 +55,7 @@ def select(
 
 
 def is_fused(batch: IndexerBatch) -> bool:
-    """Return whether ``select`` takes one launch."""
+    """Return whether ``select`` uses the fused kernel: one launch."""
     tiles, sms = _tiles_and_sms(batch)
     return batch.query_starts is not None and tiles >= sms
 
@@ -85,7 +86,7 @@ def _fused(batch: IndexerBatch, as_slots: bool, out: torch.Tensor) -> None:
 
 
 def _in_parts(batch: IndexerBatch, width: int, as_slots: bool, out: torch.Tensor) -> None:
-    """Select for as many rows at a time as the workspace holds; in decode for whole requests."""
+    """Select for as many rows at a time as the workspace holds; decode takes whole requests."""
     rows, each = len(out), _rows_per_request(batch)
     at_once = each * max(1, WORKSPACE_BYTES // max(1, each * width * 4))
     shape = (min(rows, at_once), width)
@@ -121,10 +122,10 @@ def _check(op: str, batch: IndexerBatch) -> None:
 
 
 def _rows_per_request(batch: IndexerBatch) -> int:
-    """Return the rows of each request; 1 with ``query_starts``, beside which no kernel reads it."""
+    """Return the rows of each request; with ``query_starts`` 1, a value that no kernel reads."""
     return batch.rows_per_request if batch.query_starts is None else 1
 
 
 def _bytes(q: torch.Tensor) -> torch.Tensor:
-    """View ``q`` as uint8: not every DLPack exchange knows float8."""
+    """View ``q`` as uint8, because not every DLPack exchange supports float8."""
     return q.view(torch.uint8)

@@ -11,13 +11,14 @@ from sglang_indexcache.kernels.contract import PAGE_TOKENS
 
 E4M3_MAX = 448.0
 AMAX_FLOOR = 1e-4
-"""Least magnitude that a row's scale is made for, as in SGLang's ``act_quant``."""
+"""Lower bound of the magnitude from which a row's scale is computed, as in SGLang's
+``act_quant``."""
 
 
 def quantize_e4m3(
     x: torch.Tensor, *, power_of_two: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise each row to e4m3, its largest value to 448.
+    """Quantise each row to e4m3, scaled so that its largest magnitude becomes 448.
 
     Args:
         x: ``[..., D]`` floating point.

@@ -16,8 +16,8 @@ def logits_in_order(
     """Compute one request's logits in the order of float32 arithmetic that ``contract.py`` states.
 
     A dot product of e4m3 vectors is a sum of 128 integers times ``2^-18`` below ``2^44``: exact in
-    float64 in any order, so every bit of the result is a function of its row and its key alone.
-    A float64 sum rounded to float32 is a fused multiply-add but for rare double rounding.
+    float64 in any order, so every bit of the result depends on its row and key alone. A float64 sum
+    rounded to float32 equals a fused multiply-add except in rare cases of double rounding.
 
     Args:
         q: ``[T, H, 128]`` and ``keys``: ``[S, 128]``, float8_e4m3fn.
@@ -77,7 +77,7 @@ def select(
 
 
 def requests(batch: IndexerBatch) -> Iterator[tuple[int, slice]]:
-    """Yield number and rows of every request that has rows; read lengths, as no kernel may."""
+    """Yield the number and rows of every request that has rows; unlike a kernel, read lengths."""
     if batch.query_starts is not None:
         starts = batch.query_starts.tolist()
     else:
@@ -88,7 +88,7 @@ def requests(batch: IndexerBatch) -> Iterator[tuple[int, slice]]:
 
 
 def _scores(batch: IndexerBatch, request: int, rows: slice) -> torch.Tensor:
-    """Return logits ``[rows, the most that one of them sees]``."""
+    """Return logits ``[rows, n]``, where n is the largest number of tokens that a row sees."""
     longest = int(batch.visible[rows].max())
     keys, scales = request_keys(batch.pages, batch.block_table[request], longest)
     return logits_in_order(batch.q[rows], keys, batch.weights[rows], scales)

@@ -1,9 +1,9 @@
 """Sparse MLA on Hopper (csrc/sparse_mla): any head count from 1 to 128, bfloat16 or FP8 cache.
 
-The tensor cores work on tiles of 64 rows. Where there are enough query rows to fill the GPU,
-neighbouring rows share a tile, and the gather of the union of their lists: eight rows of 8 heads,
-four of 16, three of 20. Where there are few (decode), a row has a tile to itself and its list is
-split over the blocks of a cluster, which combine their results inside the launch.
+The tensor cores work on tiles of 64 rows. If there are enough query rows to fill the GPU,
+neighbouring rows share a tile, and one gather of the union of their lists: eight rows of 8 heads,
+four of 16, three of 20. If there are few (decode), a row has a tile to itself and its list is split
+over the blocks of a cluster, which combine their results inside the launch.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ MAX_PACKED_SLOTS = constant("sparse_mla/pack.h", "kMaxPackedSlots")
 
 
 def prepare() -> None:
-    """Compile and load what the op below calls."""
+    """Compile and load the library of the op below."""
     library("sparse_mla")
 
 
@@ -47,7 +47,7 @@ def sparse_mla(
     lse: torch.Tensor | None = None,
     kept: Kept | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """:class:`sglang_indexcache.kernels.contract.SparseMLA`; keeps the packed lists that fit."""
+    """:class:`sglang_indexcache.kernels.contract.SparseMLA`; ``kept`` holds the packed lists."""
     check_sparse_mla(q, cache, slots, sinks, lengths)
     rows, heads = q.shape[:2]
     out = output("sparse_mla", out, (rows, heads, VALUE_DIM), q.dtype, q.device)
@@ -83,7 +83,7 @@ def sparse_mla(
 def pack(
     slots: torch.Tensor, rows_per_tile: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Unite each ``rows_per_tile`` neighbouring lists (csrc/sparse_mla/pack.h).
+    """Merge the lists of each ``rows_per_tile`` neighbouring rows (csrc/sparse_mla/pack.h).
 
     Args:
         slots: ``[T, k]`` int32.
@@ -102,17 +102,17 @@ def pack(
 
 
 def rows_per_tile(rows: int, heads: int, k: int, sms: int) -> int:
-    """Count query rows that share a tile: as many as fit, where that leaves every SM two tiles."""
+    """Return how many query rows share a tile: as many as fit while every SM has two tiles."""
     fitting = min(TILE_ROWS // heads_per_block(heads), MAX_PACKED_ROWS, MAX_PACKED_SLOTS // k)
     enough = rows * head_blocks(heads) // (2 * sms)
     return max(1, min(fitting, enough))
 
 
 def cluster_size(rows: int, heads: int, k: int, at_once: Callable[[int], int]) -> int:
-    """Return how many blocks share a list, so that its longest part is as short as possible.
+    """Return how many blocks share a list so that the longest part is as short as possible.
 
     Args:
-        at_once: returns how many clusters of a given number of blocks the GPU runs at once.
+        at_once: returns how many clusters with a given number of blocks the GPU runs at once.
     """
     steps = -(-k // TILE_KEYS)
     sizes = range(min(MAX_CLUSTER, steps), 1, -1)
@@ -122,19 +122,20 @@ def cluster_size(rows: int, heads: int, k: int, at_once: Callable[[int], int]) -
 
 @cache_results
 def clusters_at_once(device: torch.device, fp8: bool, size: int) -> int:
-    """Ask the driver how many clusters of the kernel for a cache's rows run at once.
+    """Ask the driver how many clusters of the kernel for this cache format run at once.
 
-    Not SMs over ``size``: a cluster needs its SMs in one GPC, and GPCs have different numbers.
+    The number of SMs over ``size`` would be wrong: a cluster's SMs must be in one GPC, and GPCs
+    differ in size.
     """
     row = torch.empty(0, FP8_ROW_BYTES if fp8 else LATENT_DIM, device=device)
     return int(library("sparse_mla").sparse_mla_clusters(row, size))
 
 
 def head_blocks(heads: int) -> int:
-    """Return the tiles that the heads of one query row take (``head_blocks`` of config.h)."""
+    """Return the number of tiles for the heads of one query row (``head_blocks`` of config.h)."""
     return -(-heads // TILE_ROWS)
 
 
 def heads_per_block(heads: int) -> int:
-    """Return the heads of one tile (``heads_per_block`` of config.h)."""
+    """Return the number of heads in one tile (``heads_per_block`` of config.h)."""
     return -(-heads // head_blocks(heads))

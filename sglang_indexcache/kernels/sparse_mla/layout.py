@@ -30,7 +30,7 @@ def quantize_latent(rows: torch.Tensor) -> torch.Tensor:
 
 
 def dequantize_latent(packed: torch.Tensor) -> torch.Tensor:
-    """Return the bfloat16 rows ``[N, 576]`` that FP8 rows ``[N, 656]`` stand for, by definition."""
+    """Return the bfloat16 rows ``[N, 576]`` that FP8 rows ``[N, 656]`` encode."""
     values = packed[:, :VALUE_DIM].contiguous().view(torch.float8_e4m3fn).float()
     scales = packed[:, VALUE_DIM:_ROPE_AT].contiguous().view(torch.float32)
     latent = values.unflatten(1, (_GROUPS, FP8_GROUP)) * scales[..., None]

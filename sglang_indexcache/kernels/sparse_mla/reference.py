@@ -27,9 +27,9 @@ def sparse_mla(
         q: ``[T, H, D]``, the latent part first and the rotary part last.
         latent: ``[S, D]`` rows, the first ``value_dim`` (512 in DeepSeek-V3.2 and GLM-5) entries of
             which are values; or ``[S, 656]`` uint8 rows of the FP8 layout.
-        slots: ``[T, k]`` integers; -1 is no row.
+        slots: ``[T, k]`` integers; -1 stands for no row.
         sinks: ``[H]`` float32.
-        lengths: ``[T]`` integers, how many of each list are read.
+        lengths: ``[T]`` integers, how many entries of each list are read.
 
     Returns:
         ``[T, H, value_dim]`` output in ``q``'s dtype and ``[T, H]`` float32 log-sum-exp in nats.

@@ -7,7 +7,7 @@ from sglang_indexcache.kernels.cuda import library
 
 
 def prepare() -> None:
-    """Compile and load what the op below calls."""
+    """Compile and load the library of the op below."""
     library("topk")
 
 

@@ -1,1 +1,1 @@
-"""Adapters: trained indexers in a folder, bound to checkpoint and pattern, which a server loads."""
+"""Adapters: folders of trained indexers for a server, bound to one checkpoint and one pattern."""

@@ -1,9 +1,10 @@
-"""An adapter: the indexers that stay under a pattern, trained on a frozen model, in a folder.
+"""An adapter: a folder with the indexers that a pattern keeps, trained on a frozen model.
 
 ``adapter.yaml`` says which pattern and which checkpoint it is for and how it was made;
 ``indexers.safetensors`` holds every indexer tensor of every F layer under the checkpoint's own
-names, in float32, bfloat16 or float16, and nothing else. Where the checkpoint, or the engine that
-serves it, stores an indexer quantised, these are quantised the same way when they take its place.
+names, in float32, bfloat16 or float16, and nothing else. If the checkpoint, or the engine that
+serves it, stores an indexer quantised, the adapter's tensors are quantised the same way when they
+replace it.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ ADAPTER_FILE = "adapter.yaml"
 WEIGHTS_FILE = "indexers.safetensors"
 
 _PLAIN = ("F32", "BF16", "F16")
-"""What an adapter may hold, as safetensors writes dtypes."""
+"""Dtypes that an adapter may hold, by their safetensors names."""
 _NAME = re.compile(r"model\.layers\.(\d+)\.self_attn\.indexer\.(.+)")
 _SHAPE_FIELDS = ("hidden_size", "q_lora_rank", "index_n_heads", "index_head_dim")
 
@@ -53,7 +54,7 @@ class Base(Strict):
 
 
 class _Document(Strict):
-    """``adapter.yaml``; ``weights`` is the SHA-256 of the other file."""
+    """Content of ``adapter.yaml``; ``weights`` is the SHA-256 of ``indexers.safetensors``."""
 
     format: Literal[1]
     pattern: str
@@ -66,8 +67,8 @@ class _Document(Strict):
 class Adapter:
     """An adapter's folder, read and checked.
 
-    ``digest`` is the SHA-256 of its weights; ``record`` says freely how it was made: data, losses,
-    steps, versions.
+    ``digest`` is the SHA-256 of its weights; ``record`` describes in any form how it was made:
+    data, losses, steps, versions.
     """
 
     folder: Path
@@ -78,12 +79,12 @@ class Adapter:
 
     @classmethod
     def read(cls, folder: Path) -> Adapter:
-        """Read and check an adapter; reads the whole weights file once, for its digest.
+        """Read and check an adapter; the whole weights file is read once, for its digest.
 
         Raises:
-            CheckpointError: not an adapter, a damaged file, or an indexer that is missing or has
-                another shape than the model's.
-            PatternError: its pattern is none.
+            CheckpointError: the folder is no adapter, a file is damaged, or an indexer is missing
+                or has another shape than the model's.
+            PatternError: its pattern is malformed.
         """
         document = _document(folder)
         pattern = Pattern(document.pattern)
@@ -107,29 +108,30 @@ class Adapter:
 
     @property
     def weights_file(self) -> Path:
-        """Path of its weights, a safetensors file."""
+        """Path of the adapter's weights, a safetensors file."""
         return self.folder / WEIGHTS_FILE
 
     def names(self) -> list[str]:
-        """Return the names of its tensors."""
+        """Return the names of the adapter's tensors."""
         return list(_shapes(self.pattern, self.base))
 
     def tensors(self) -> dict[str, Tensor]:
-        """Load its weights on the CPU, by name."""
+        """Load the adapter's weights on the CPU, by name."""
         from safetensors.torch import load_file
 
         return dict(load_file(self.weights_file))
 
     def summary(self) -> str:
-        """Return a phrase for logs: which adapter, for which checkpoint."""
+        """Return a phrase for logs that names the adapter and its checkpoint."""
         return f"adapter {self.folder} ({self.digest[:12]}) for {self.base.name}"
 
     def check(self, checkpoint: Path, pattern: Pattern | None = None) -> None:
-        """Raise unless it was made for this checkpoint and this pattern; None is any pattern.
+        """Raise unless the adapter was made for this checkpoint and pattern (None: any pattern).
 
         Raises:
-            CheckpointError: another base, or one in a form that is not read.
-            PatternError: another pattern.
+            CheckpointError: it was made for another checkpoint, or this one's format cannot be
+                read.
+            PatternError: it was trained for another pattern.
         """
         self.check_pattern(pattern)
         actual = Checkpoint.read(checkpoint)
@@ -146,7 +148,7 @@ class Adapter:
             )
 
     def check_pattern(self, pattern: Pattern | None) -> None:
-        """Raise PatternError if it was trained for another pattern; None passes."""
+        """Raise PatternError if the adapter was trained for another pattern; None always passes."""
         if pattern is not None and pattern != self.pattern:
             raise PatternError(
                 f"the adapter {self.folder} was trained for the pattern {self.pattern}, and "
@@ -162,20 +164,20 @@ def write_adapter(
     tensors: Mapping[str, Tensor],
     record: Mapping[str, Any],
 ) -> Adapter:
-    """Write an adapter; a reader never sees half of it.
+    """Write an adapter in one step, so that no reader sees half of it.
 
     Args:
-        folder: created; an adapter in it is replaced.
-        checkpoint: the folder of the base, unchanged.
+        folder: is created; an adapter in it is replaced.
+        checkpoint: the folder of the base checkpoint, which is not changed.
         tensors: every indexer tensor of every F layer by the checkpoint's names, such as
             ``model.layers.3.self_attn.indexer.wq_b.weight``, not quantised, and no others.
-        record: what else to tell, as YAML can hold it.
+        record: further facts to store, of types that YAML can hold.
 
     Raises:
-        CheckpointError: tensors that are missing, too many, misshapen or not finite, or a folder
-            that holds something else.
-        OutputError: it cannot be written.
-        PatternError: a pattern that does not fit the checkpoint.
+        CheckpointError: tensors are missing, superfluous, of a wrong shape or not finite, or the
+            folder holds something else.
+        OutputError: the adapter cannot be written.
+        PatternError: the pattern does not fit the checkpoint.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -222,7 +224,7 @@ def indexer_shapes(shape: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
 
 
 def indexer_layer(name: str) -> int | None:
-    """Return the layer of an indexer's tensor by its checkpoint name; None if another's."""
+    """Return the layer of an indexer's tensor from its checkpoint name; None for other tensors."""
     match = _NAME.fullmatch(name)
     return int(match[1]) if match else None
 
@@ -269,7 +271,7 @@ def _document(folder: Path) -> _Document:
 
 
 def _header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Read dtype and shape of every tensor in a safetensors file; no tensor is read."""
+    """Read the dtype and shape of every tensor in a safetensors file, without reading tensors."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -320,7 +322,7 @@ def _file_digest(path: Path) -> str:
 
 
 def _put_in_place(part: Path, folder: Path) -> None:
-    """Rename a whole folder to its place; the one that was there goes last."""
+    """Rename a complete folder to its final path, and remove a replaced folder last."""
     old = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():

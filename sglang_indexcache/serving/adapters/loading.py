@@ -1,8 +1,8 @@
-"""An adapter's indexers in place of the checkpoint's, on every rank.
+"""Loading of an adapter's indexers in place of the checkpoint's, on every rank.
 
-They are brought into the form in which the checkpoint stores its own (block-FP8 with scales, or
-the same dtype) and go through SGLang's own loading of the model, behind the checkpoint's weights:
-whatever SGLang fuses, shards, dequantises or packs there, it does with them as well.
+The tensors are converted to the form in which the checkpoint stores its own (block-FP8 with scales,
+or the same dtype) and pass through SGLang's loading of the model, after the checkpoint's weights.
+So whatever SGLang fuses, shards, dequantises or packs, it treats them like the checkpoint's.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ADAPTED = "_indexcache_adapted"
 
 
 def install(plan: Plan) -> None:
-    """Have this process load its model with the plan's adapter; do nothing if it has none.
+    """Make this process load its model with the plan's adapter; do nothing if the plan has none.
 
     Later updates of weights are refused. Safe to call again.
     """
@@ -45,7 +45,7 @@ def install(plan: Plan) -> None:
 
 
 def _refusing(output: str) -> Callable[..., Any]:
-    """Refuse an update of weights: the adapter belongs to the checkpoint that was loaded."""
+    """Refuse an update of the weights: the adapter belongs to the checkpoint that was loaded."""
 
     def refuse(_original: Callable[..., Any], _manager: Any, _request: Any) -> Any:
         from sglang.srt.managers import io_struct
@@ -65,16 +65,16 @@ def _bring_in(_result: None, model: Module, *_args: Any, **_named: Any) -> None:
     if plan is None or not plan.adapter:
         return
     names = (name for name, _ in model.named_modules())
-    if any(indexer_layer(f"{name}.any") is not None for name in names):  # a draft's are others
+    if any(indexer_layer(f"{name}.any") is not None for name in names):  # no draft model
         model.load_weights(indexers(plan).items())  # type: ignore[operator]
     setattr(model, _ADAPTED, True)
 
 
 def check_in_effect(runner: Any, plan: Plan) -> None:
-    """Make sure that the adapter is in the model.
+    """Check that the adapter was loaded into the model.
 
     Raises:
-        SettingsError: the weights came another way than the one that was hooked.
+        SettingsError: the weights were loaded by another path than the hooked one.
     """
     if plan.adapter and not getattr(runner.model, _ADAPTED, False):
         raise SettingsError(
@@ -84,12 +84,12 @@ def check_in_effect(runner: Any, plan: Plan) -> None:
 
 
 def indexers(plan: Plan) -> Mapping[str, torch.Tensor]:
-    """Return the adapter's weights by name, as the checkpoint stores such weights.
+    """Return the adapter's weights by name, in the form in which the checkpoint stores its own.
 
-    Where the checkpoint's are dequantised while they load (on a CPU), so are these.
+    If the checkpoint's weights are dequantised while they load (on a CPU), so are the adapter's.
 
     Raises:
-        CheckpointError: the adapter is not the one that the server was started with.
+        CheckpointError: the adapter has changed since the server was started.
     """
     from sglang.srt.runtime_context import get_model
 

@@ -1,4 +1,4 @@
-"""Tensors as they lie in a checkpoint's files: their dtypes, and the block-FP8 form."""
+"""Tensors in the form in which a checkpoint stores them: plain dtypes, and block FP8."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ DTYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
-"""The plain ones, as safetensors writes them."""
+"""Plain dtypes by their safetensors names."""
 
 
 SCALES = "_scale_inv"
-"""What the name of a block-FP8 weight's scales adds to its own, as released checkpoints have it."""
+"""Suffix that turns a block-FP8 weight's name into its scales' name, as in released checkpoints."""
 
 E4M3 = "F8_E4M3"
-"""A block-FP8 weight's dtype, as safetensors writes it."""
+"""Safetensors name of a block-FP8 weight's dtype."""
 
 
 def check_form(folder: Path, names: Iterable[str]) -> None:
-    """Raise unless other weights can take the place of these in a checkpoint.
+    """Raise unless new weights can be stored in the form of a checkpoint's tensors.
 
     Raises:
-        CheckpointError: one is missing, or stored in a form that cannot be made here.
+        CheckpointError: a tensor is missing, or is stored in a form that cannot be made here.
     """
     tensors = stored(folder)
     for name in names:
@@ -51,10 +51,10 @@ def check_form(folder: Path, names: Iterable[str]) -> None:
 
 
 def like_stored(folder: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Bring plain weights into the form in which a checkpoint stores its own of these names.
+    """Convert plain weights to the form in which a checkpoint stores the tensors of the same names.
 
     Each tensor gets the checkpoint's dtype. A block-FP8 tensor becomes e4m3, with its scales under
-    its name and :data:`SCALES`. The checkpoint must have passed :func:`check_form`.
+    its name plus :data:`SCALES`. The checkpoint must have passed :func:`check_form`.
     """
     originals, config = stored(folder), read_config(folder).get("quantization_config") or {}
     block = tuple(config.get("weight_block_size") or (128, 128))
@@ -103,7 +103,7 @@ def dequantised(weight: torch.Tensor, scales: torch.Tensor, blocks: Sequence[int
 
     Args:
         weight: ``[N, K]`` e4m3.
-        scales: ``[ceil(N / blocks[0]), ceil(K / blocks[1])]``, what a block is multiplied by.
+        scales: ``[ceil(N / blocks[0]), ceil(K / blocks[1])]``, the factor of each block.
         blocks: rows and columns of a block.
     """
     spread = scales.float().repeat_interleave(blocks[0], 0).repeat_interleave(blocks[1], 1)
@@ -111,7 +111,7 @@ def dequantised(weight: torch.Tensor, scales: torch.Tensor, blocks: Sequence[int
 
 
 class StoredTensor(NamedTuple):
-    """Place of a tensor in a file, and its form; ``kind`` is its dtype as safetensors writes it."""
+    """File, dtype and shape of a stored tensor; ``kind`` is the dtype's safetensors name."""
 
     path: Path
     kind: str
@@ -119,7 +119,7 @@ class StoredTensor(NamedTuple):
 
 
 def stored(folder: Path) -> dict[str, StoredTensor]:
-    """Return every tensor of a checkpoint by name; no tensor is read."""
+    """Return every tensor's place and form by name, without reading the tensors."""
     tensors = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:

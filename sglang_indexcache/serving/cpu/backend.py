@@ -1,8 +1,8 @@
 """The reference attention backend: DSA with shared indices, in torch, on a CPU.
 
-The whole method in one place: :class:`IndexBuffer` decides whose indices a layer uses,
-``cpu/indexer.py`` selects them where the layer is F, and :meth:`CpuIndexCacheBackend._attend`
-attends to the selected latent rows. Everything else is SGLang's.
+The method has three parts: :class:`IndexBuffer` decides whose indices a layer uses,
+``cpu/indexer.py`` selects them if the layer is F, and :meth:`CpuIndexCacheBackend._attend` attends
+to the selected latent rows. Everything else is SGLang's.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class CpuIndexCacheBackend(AttentionBackend):
-    """Prefill, chunked prefill, decode and mixed batches over SGLang's paged pool."""
+    """Attention for prefill, chunked prefill, decode and mixed batches over SGLang's paged pool."""
 
     def __init__(self, runner: ModelRunner, process: ServingProcess) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class CpuIndexCacheBackend(AttentionBackend):
         self._slots_of: tuple[object, torch.Tensor, torch.Tensor] | None = None
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
-        """Begin a forward: reset the index buffer, lay out the batch."""
+        """Begin a forward: reset the index buffer and lay out the batch."""
         rows = patterns_of_rows(forward_batch, self.process)
         self.process.count_batch(forward_batch)
         self.index_buffer.begin(rows)
@@ -79,8 +79,8 @@ class CpuIndexCacheBackend(AttentionBackend):
             k: ``[T, 1, kv_lora_rank]`` new latent rows, which are also the values.
             q_rope: ``[T, heads, rope]`` rotated query part.
             k_rope: ``[T, 1, rope]`` rotated key part.
-            topk_indices: ``[T, k]`` request-local positions from this layer's indexer, or what
-                SGLang carried here from the F layer.
+            topk_indices: ``[T, k]`` request-local positions from this layer's indexer, or from its
+                F layer if SGLang carried them here.
 
         Returns:
             ``[T, heads * kv_lora_rank]`` in ``q``'s dtype.
@@ -107,14 +107,14 @@ class CpuIndexCacheBackend(AttentionBackend):
     def _indices(
         self, layer: int, forward_batch: ForwardBatch, carried: torch.Tensor | None, rows: int
     ) -> torch.Tensor:
-        """Return what ``layer`` attends to in ``rows`` rows, where SGLang brings ``carried``.
+        """Return the indices that ``layer`` attends to in ``rows`` rows; SGLang passes ``carried``.
 
-        An F layer's indexer has written to the buffer what it selected (``cpu/indexer.py``).
+        An F layer's indexer has already written its selection to the buffer (``cpu/indexer.py``).
         """
         if not self.index_buffer.is_full(layer):
             self.index_buffer.adopt(layer, carried)
         indices = self.index_buffer.read(layer, rows)
-        # SGLang cuts padding off before attention, so it hands on another view of the same memory.
+        # SGLang drops padding before attention, so ``carried`` is another view of the same memory.
         if carried is not None and _layout(carried) != _layout(indices):
             raise StaleIndexError(
                 f"SGLang carried other indices to layer {layer} than its F layer selected"
@@ -126,23 +126,23 @@ class CpuIndexCacheBackend(AttentionBackend):
         """Pool slots of ``indices``, translated once for a whole group of layers."""
         group = (self.index_buffer.writes, *_layout(indices))
         if self._slots_of is None or self._slots_of[0] != group:
-            # The indices are held, or others could come to lie in the same place.
+            # Hold the indices, so that no other tensor can be allocated at the same address.
             self._slots_of = (group, indices, self.batch.physical_slots(indices))
         return self._slots_of[2]
 
     def support_triton(self) -> bool:
-        """Return False: there is no Triton for CPUs here."""
+        """Return False: Triton does not run on this platform."""
         return False
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
-        """Return the length of the dummy requests that pad a batch under dp_attention."""
+        """Return the length of the dummy requests that dp_attention pads a batch with."""
         return 1
 
     get_cpu_graph_seq_len_fill_value = get_cuda_graph_seq_len_fill_value
 
 
 def _splitter(runner: ModelRunner, process: ServingProcess) -> RowSplitter | None:
-    """Make the row splitter, which cuts at whole blocks of the rows that indexers score."""
+    """Make the row splitter, which cuts between whole blocks of the rows that indexers score."""
     if process.plan.split_rows != "off" and process.splitter is None:
         topk = get_dsa_index_topk(runner.model_config.hf_config)
         process.splitter = RowSplitter.here(topk, ON_CPU, free=topk, block=ROW_BLOCK)
@@ -150,5 +150,5 @@ def _splitter(runner: ModelRunner, process: ServingProcess) -> RowSplitter | Non
 
 
 def _layout(indices: torch.Tensor) -> tuple[object, ...]:
-    """Return where a tensor lies in memory, and how."""
+    """Return a tensor's address and layout in memory."""
     return indices.data_ptr(), indices.shape, indices.stride(), indices.dtype

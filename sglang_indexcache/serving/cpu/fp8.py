@@ -1,9 +1,9 @@
-"""Block-FP8 checkpoints on the CPU platform: weights are dequantised while they load.
+"""Block-FP8 checkpoints on the CPU platform, whose weights are dequantised while they load.
 
-SGLang multiplies block-FP8 weights by kernels of Triton, of CUDA or of Intel's AMX, and asserts
-AMX where it knows the CPU (``Fp8LinearMethod``). So here its model is built for plain weights, and
-each weight that comes from a checkpoint is multiplied by its blocks' scales first. That is what the
-GPU computes with, but for the activations, which only the GPU's products round to FP8.
+SGLang multiplies block-FP8 weights with Triton, CUDA or Intel AMX kernels, and asserts AMX on CPUs
+that it knows (``Fp8LinearMethod``). So here SGLang builds the model for plain weights, and each
+weight from a checkpoint is first multiplied by its blocks' scales. The GPU computes with the same
+weights; only its matrix products also round the activations to FP8.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from sglang_indexcache.checkpoint import block_size
 from sglang_indexcache.errors import CheckpointError
 
 BLOCKS = "indexcache_fp8_blocks"
-"""The config's key for rows and columns of a block, where weights are to be dequantised."""
+"""Config key with the rows and columns of a block, if weights are to be dequantised."""
 
 Named = tuple[str, torch.Tensor]
 
 
 def overrides(config: Any) -> dict[str, Any]:
-    """Return the changes to a block-FP8 checkpoint's config; none for another's."""
+    """Return the config changes for a block-FP8 checkpoint; none for other checkpoints."""
     size = block_size(getattr(config, "quantization_config", None) or {})
     return {} if size is None else {"quantization_config": None, BLOCKS: list(size)}
 
 
 def blocks() -> Sequence[int] | None:
-    """Return rows and columns of a block, if this server dequantises weights."""
+    """Return the rows and columns of a block if this server dequantises weights, else None."""
     from sglang.srt.runtime_context import get_model
 
     block_size: Sequence[int] | None = json.loads(get_model().json_model_override_args).get(BLOCKS)
@@ -40,16 +40,16 @@ def blocks() -> Sequence[int] | None:
 def read_plain(
     original: Callable[..., Iterator[Named]], *args: Any, **kwargs: Any
 ) -> Iterator[Named]:
-    """Read a checkpoint's weights as SGLang does, dequantised where this server does so."""
+    """Read a checkpoint's weights as SGLang does, and dequantise them if this server does so."""
     weights, size = original(*args, **kwargs), blocks()
     return weights if size is None else plain(weights, size)
 
 
 def plain(weights: Iterable[Named], size: Sequence[int]) -> Iterator[Named]:
-    """Yield the weights by name, each in block-FP8 turned to float32 and without its scales.
+    """Yield the weights by name, with block-FP8 weights turned to float32 and scales left out.
 
     Raises:
-        CheckpointError: scales without a weight, or a weight without scales.
+        CheckpointError: there are scales without a weight, or a weight without scales.
     """
     from sglang_indexcache.serving.adapters.weights import SCALES, dequantised
 

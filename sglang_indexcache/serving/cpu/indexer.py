@@ -1,8 +1,8 @@
 """The lightning indexer on a CPU, in torch (SGLang has "no native (pure-torch) path").
 
-Follows ``Indexer.forward_cuda`` of ``sglang/srt/layers/attention/dsa/dsa_indexer.py``. The indices
-are positions within each request, ascending, so that they mean the same to every rank and to
-transformers. The KV pool below is SGLang's, with torch in place of its Triton writers.
+It follows ``Indexer.forward_cuda`` of ``sglang/srt/layers/attention/dsa/dsa_indexer.py``. The
+indices are positions within each request, ascending, so that they mean the same to every rank and
+to transformers. The KV pool below is SGLang's, with torch in place of its Triton writers.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ def indexer_forward(
     layer_id: int,
     return_indices: bool = True,
 ) -> torch.Tensor | None:
-    """Store this layer's index keys, then select or take the shared indices; count the time.
+    """Store this layer's index keys, then select or reuse indices, and count the time.
 
     It takes hidden states ``[T, hidden]`` and normalised query latents ``[T, q_lora_rank]``.
 
     Returns:
-        ``[T, index_topk]`` int32 request-local positions, -1 padded; in rows whose pattern has an
-        S here, those of their F layer.
+        ``[T, index_topk]`` int32 request-local positions, padded with -1. Rows for which this layer
+        is S have the positions of their F layer.
     """
     if forward_batch.forward_mode.is_idle():
-        # A rank without requests keeps step with the others. Its rows, if any, are padding that
-        # no layer attends with, so nothing is stored, read or counted.
+        # A rank without requests only keeps step with the other ranks. Its rows, if any, are
+        # padding that no layer attends with, so nothing is stored, read or counted.
         return x.new_full((x.shape[0], indexer.index_topk), PADDING, dtype=torch.int32)
     wall, processor = time.perf_counter(), time.thread_time()
     backend: CpuIndexCacheBackend = get_attn_backend()
@@ -80,7 +80,8 @@ def _store_and_select(
     if not return_indices:
         return None
     if not backend.index_buffer.is_full(layer_id):
-        # Live mode: the key is kept for other patterns, the indices are another layer's.
+        # Live mode: this layer's key is stored for other patterns; its indices come from an F
+        # layer.
         backend.process.count_key_write(layer_id)
         return backend.index_buffer.shared(layer_id)
     if max(backend.batch.key_lens, default=0) <= indexer.index_topk:
@@ -114,10 +115,10 @@ def index_queries(
     positions: torch.Tensor,
     backend: CpuIndexCacheBackend,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return index queries and head weights of some rows of a forward.
+    """Return the index queries and head weights for some rows of a forward.
 
     The queries are ``[R, H, D]`` in the dtype of the stored keys; the weights are ``[R, H]``
-    float32, with all scales in them.
+    float32 and include all scales.
     """
     queries, scales = _queries(indexer, q_lora, positions, backend)
     return queries, _head_gates(indexer, x) * scales
@@ -132,7 +133,7 @@ def _head_gates(indexer: Indexer, x: torch.Tensor) -> torch.Tensor:
 def _queries(
     indexer: Indexer, q_lora: torch.Tensor, positions: torch.Tensor, backend: CpuIndexCacheBackend
 ) -> tuple[torch.Tensor, torch.Tensor | float]:
-    """Return ``[T, H, D]`` queries in the stored keys' dtype, and the scale to multiply back."""
+    """Return ``[T, H, D]`` queries in the stored keys' dtype, and the scale that restores them."""
     queries, _ = indexer.wq_b(q_lora)
     queries = queries.view(-1, indexer.n_heads, indexer.head_dim)
     queries = _rotate(indexer, queries, positions)
@@ -155,16 +156,16 @@ def _keys(
 def _rotate(indexer: Indexer, heads: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Rotate the leading ``rope_head_dim`` entries of ``[T, H, D]`` (RoPE)."""
     width = indexer.rope_head_dim
-    # SGLang rotates a query and a key together, maybe in place: a copy, and one that nobody reads.
+    # SGLang rotates a query and a key together, perhaps in place: pass a copy, and a dummy key.
     rope = heads[..., :width].contiguous()
     rotated, _ = indexer.rotary_emb(positions, rope, torch.zeros_like(rope[:, :1]))
     return torch.cat([rotated.view_as(rope), heads[..., width:]], dim=-1)
 
 
 def _spread(indexer: Indexer, heads: torch.Tensor) -> torch.Tensor:
-    """Apply the Hadamard rotation that DeepSeek-V3.2 has before it quantises.
+    """Apply the Hadamard rotation that DeepSeek-V3.2 uses before quantisation.
 
-    SGLang leaves it out for the GLM models' interleaved rope (``Indexer._maybe_rotate``).
+    SGLang omits it for the GLM models, which have interleaved RoPE (``Indexer._maybe_rotate``).
     """
     return hadamard(heads) if indexer.is_neox_style else heads
 
@@ -172,7 +173,8 @@ def _spread(indexer: Indexer, heads: torch.Tensor) -> torch.Tensor:
 class CpuIndexKeyCache(IndexKeyCache):
     """Index keys as plain rows (bfloat16, float32) or as the GPU's fp8 pages.
 
-    ``buffer`` holds ``[pages, bytes or values of a page]`` a layer; in static mode S layers have 0.
+    ``buffer`` has ``[pages, bytes or values per page]`` for each layer; in static mode S layers
+    have none.
     """
 
     def _buffer_shape(self, num_pages: int) -> tuple[int, int]:
@@ -183,7 +185,7 @@ class CpuIndexKeyCache(IndexKeyCache):
 
     @property
     def stores_fp8(self) -> bool:
-        """Whether keys are stored as the GPU's fp8 pages."""
+        """Whether keys are stored in the GPU's format, as fp8 pages."""
         return self.pool.index_k_with_scale_buffer_dtype == torch.uint8
 
     def _rows(self, layer_id: int) -> torch.Tensor:
@@ -202,7 +204,7 @@ class CpuIndexKeyCache(IndexKeyCache):
             rows.index_copy_(0, slots, keys.to(rows.dtype))
 
     def load(self, layer_id: int, slots: torch.Tensor) -> torch.Tensor:
-        """Load keys ``[T, head_dim]`` of token ``slots``; float32 where they are stored as fp8."""
+        """Load keys ``[T, head_dim]`` from token ``slots``; keys stored as fp8 become float32."""
         if self.stores_fp8:
             pages = self.buffer[layer_id - self.pool.start_layer]
             values, scales = quantization.read_pages(pages, slots, self.pool.index_head_dim)
@@ -211,7 +213,7 @@ class CpuIndexKeyCache(IndexKeyCache):
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """The dtype that :meth:`load` returns and that queries must have."""
+        """Dtype that :meth:`load` returns and that queries must have."""
         return torch.float32 if self.stores_fp8 else self.pool.index_k_with_scale_buffer_dtype
 
 
@@ -220,8 +222,8 @@ class CpuDSATokenToKVPool(DSATokenToKVPool):
 
     def __init__(self, *args: Any, index_head_dim: int, **kwargs: Any) -> None:
         self._index_key_width = index_head_dim
-        # SGLang's class asserts the one width that its kernels can read, and allocates no keys
-        # before the hook below gives the pool the model's own.
+        # SGLang's class asserts the one width that its kernels can read. It allocates no keys
+        # before the method below sets the model's own width.
         super().__init__(*args, index_head_dim=INDEX_HEAD_DIM, **kwargs)
 
     def _create_index_key_cache(self) -> CpuIndexKeyCache:

@@ -1,7 +1,7 @@
 """Entry point ``sglang.srt.platforms``: serve on a machine without any accelerator.
 
-Slow by nature and exact by design: the reference that the GPU path is compared with, and the
-way to try everything before there is a GPU. Never active where SGLang could use an accelerator.
+The platform is slow and exact: it is the reference that the GPU path is compared with, and allows a
+trial before there is a GPU. It is never active where SGLang could use an accelerator.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PLATFORM_NAME = "indexcache_cpu"
-"""The entry point's name; also the key of the indexer's forward."""
+"""Name of the entry point, and dispatch key of the indexer's forward."""
 
 MAX_TOTAL_TOKENS = 65536
-"""KV pool when --max-total-tokens is not given; SGLang's own rule would take most of the RAM."""
+"""KV pool in tokens without --max-total-tokens; SGLang's own rule would take most of the RAM."""
 MAX_RUNNING_REQUESTS = 64
 CHUNKED_PREFILL_SIZE = 2048
 
 PROFILED = {"CPU", "GPU"}
-"""Activities that SGLang records if none is named; torch leaves the second out on this machine."""
+"""Activities that SGLang records by default; without a GPU torch ignores the second."""
 
 IDLE_NAP = 0.005
-"""Seconds that an idle scheduler which must stay awake rests between two looks."""
+"""Seconds that an idle scheduler under dp_attention rests between two polls."""
 
 
 def activate() -> str | None:
-    """Return the platform class to use, or None where this machine has an accelerator."""
+    """Return the path of the platform class, or None if this machine has an accelerator."""
     if torch.accelerator.is_available() or os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
         return None
     return "sglang_indexcache.serving.cpu.platform:CpuReferencePlatform"
@@ -58,7 +58,7 @@ def is_active() -> bool:
 
 
 def __getattr__(name: str) -> Any:
-    # The class needs SGLang's, and SGLang imports this module before those exist.
+    # The class derives from SGLang's classes, and SGLang imports this module before they exist.
     if name == "CpuReferencePlatform":
         return _platform_class()
     raise AttributeError(name)
@@ -70,7 +70,7 @@ def _platform_class() -> type:
     from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
     class CpuReferencePlatform(CpuDeviceMixin, SRTPlatform):
-        """No Triton, no graphs, no compilation: plain torch."""
+        """Platform of plain torch, without Triton, graphs or compilation."""
 
         _enum = PlatformEnum.OOT
         capabilities = PlatformCapabilities()
@@ -82,13 +82,13 @@ def _platform_class() -> type:
             return "dsa"
 
         def get_device(self, device_id: int = 0) -> str:
-            return "cpu"  # SGLang's default for --device is this, and it wants a string
+            return "cpu"  # becomes SGLang's default for --device, which must be a string
 
         def get_compile_backend(self, mode: str | None = None) -> str:
             return "eager"
 
         def get_torch_profiler_activity_str(self) -> str:
-            # Nobody asks for an activity of this name: "CPU" would be recorded twice.
+            # A name that nobody requests: with "CPU", SGLang would record the CPU twice.
             return PLATFORM_NAME
 
         def get_torch_profiler_activity(self) -> torch.profiler.ProfilerActivity:
@@ -130,8 +130,8 @@ def _apply_defaults(server_args: Any) -> None:
     server_args.device = "cpu"
     server_args.sampling_backend = "pytorch"
     if server_args.attn_dp_size == 1:
-        # An idle scheduler spins on a core that others need. Under dp_attention it must not
-        # sleep until a request comes (its peers cannot run a batch without it), but may nap.
+        # An idle scheduler spins on a core that other processes need. Under dp_attention it must
+        # not sleep until a request comes (its peers cannot run a batch without it), but it may nap.
         server_args.sleep_on_idle = True
     for name, value in (
         ("max_total_tokens", MAX_TOTAL_TOKENS),
@@ -141,12 +141,12 @@ def _apply_defaults(server_args: Any) -> None:
         if getattr(server_args, name) is None:
             setattr(server_args, name, value)
     _bind_cores(server_args)
-    # Without a GPU there is no core dump to wait a minute for after a crash.
+    # Without a GPU there is no core dump, so do not wait a minute for one after a crash.
     os.environ.setdefault("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "0")
 
 
 def _keep_gate_precision(_result: None, indexer: Any, *_args: Any, **_kwargs: Any) -> None:
-    """Keep the head gates' weights as they are; SGLang's bfloat16 would round float32 ones."""
+    """Keep the precision of the head gates' weights; SGLang would round float32 to bfloat16."""
     gates = indexer.weights_proj.weight
     gates.data = gates.data.to(torch.get_default_dtype())
 
@@ -154,7 +154,7 @@ def _keep_gate_precision(_result: None, indexer: Any, *_args: Any, **_kwargs: An
 def _keep_selections(
     _original: Any, *, model_config: Any, num_tokens: int, max_running_requests: int, device: str
 ) -> Any:
-    """Serve --enable-return-indexer-topk, which SGLang knows on accelerators only."""
+    """Serve --enable-return-indexer-topk, which SGLang supports only on accelerators."""
     from sglang.srt.configs.model_config import get_num_indexer_layers
     from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
     from sglang.srt.runtime_context import get_exec
@@ -162,7 +162,7 @@ def _keep_selections(
 
     if not get_exec().features.enable_return_indexer_topk:
         return None
-    # SGLang would pin the memory for copies from a device.
+    # SGLang would pin the memory for copies from a GPU, which needs a driver.
     ALLOC_MEMORY_FUNCS[device] = lambda shape, dtype, **_: torch.zeros(shape, dtype=dtype)
     config = model_config.hf_text_config
     return IndexerTopkCapturer(
@@ -175,7 +175,7 @@ def _keep_selections(
 
 
 def _profile(original: Callable[..., Any], manager: Any, request: Any) -> Any:
-    """Refuse activities of a device that is not here: starting to record them ends SGLang."""
+    """Refuse to profile a missing device, because starting to record it would end SGLang."""
     from sglang.srt.managers.io_struct import ProfileReqOutput
 
     activities = set(request.activities or PROFILED)
@@ -189,21 +189,22 @@ def _profile(original: Callable[..., Any], manager: Any, request: Any) -> Any:
 
 
 def _release_memory(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Make SGLang wait for the CPU, where a CUDA build of torch would name CUDA as the device."""
+    """Make SGLang wait for the CPU; a CUDA build of torch would name CUDA as the device."""
     with _pretended(torch, "get_device_module", lambda *_: torch.cpu):
         return original(*args, **kwargs)
 
 
 def _nap(_result: None, scheduler: Any) -> None:
-    """Sleep for a moment: under dp_attention ranks are idle together, so all of them do."""
+    """Sleep for a moment: under dp_attention all ranks are idle at once, so all of them sleep."""
     if scheduler.idle_sleeper is None:
         time.sleep(IDLE_NAP)
 
 
 def _bind_cores(server_args: Any) -> None:
-    """Distribute this machine's cores over the ranks; SGLang asks for it with more than one rank.
+    """Distribute this machine's cores over the ranks, as SGLang needs with several ranks.
 
-    Otherwise torch starts a thread for every core in each rank, and all wait for all.
+    Otherwise torch would start a thread for every core in each rank, and threads would wait for
+    each other.
     """
     replicas = server_args.dp_size if server_args.attn_dp_size == 1 else 1
     ranks = server_args.tp_size * server_args.pp_size * replicas
@@ -219,10 +220,10 @@ def _bind_cores(server_args: Any) -> None:
 
 
 def check_plan(server_args: Any, plan: Plan) -> None:
-    """Refuse what only a GPU can do, and say that this is the CPU reference.
+    """Refuse flags that need a GPU, and log that this is the CPU reference.
 
     Raises:
-        SettingsError: a flag that needs a GPU.
+        SettingsError: a flag needs a GPU.
     """
     if not is_active():
         return
@@ -250,7 +251,7 @@ def check_plan(server_args: Any, plan: Plan) -> None:
         "--enable-two-batch-overlap": cfg.enable_two_batch_overlap,
         "--enable-hierarchical-cache": cfg.enable_hierarchical_cache,
         "--enable-memory-saver": cfg.enable_memory_saver,
-        "--enable-lora": cfg.enable_lora or cfg.lora_paths,  # its buffers are pinned by a driver
+        "--enable-lora": cfg.enable_lora or cfg.lora_paths,  # pins its buffers
         "--enable-prefill-cp": cfg.enable_prefill_cp,
         f"--dcp-size {cfg.dcp_size}": cfg.dcp_size > 1,
         "--enable-hisparse": cfg.enable_hisparse,
@@ -267,7 +268,7 @@ def check_plan(server_args: Any, plan: Plan) -> None:
 
 
 def adapt_engine() -> None:
-    """Route around the places where SGLang takes "not a known CPU" for "CUDA"."""
+    """Patch the places where SGLang assumes CUDA because it does not know this CPU platform."""
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 
     register_resolution_hook("handle_model_specific_adjustments")(_adjust_without_cuda)
@@ -279,14 +280,14 @@ def adapt_engine() -> None:
 
 
 def _rest_in_controller() -> None:
-    """Let the process that hands requests to data-parallel ranks sleep between its polls."""
+    """Make the process that passes requests to data-parallel ranks sleep between its polls."""
     module: Any = sys.modules.get("sglang.srt.managers.data_parallel_controller")
     if module is None:
         return
     receive = module.sock_recv
 
     def wait_and_receive(socket: Any, flags: int = 0) -> Any:
-        socket.poll(IDLE_NAP * 1000)  # milliseconds; returns at once when a message is there
+        socket.poll(IDLE_NAP * 1000)  # in milliseconds; returns as soon as a message arrives
         return receive(socket, flags=flags)
 
     module.sock_recv = wait_and_receive
@@ -303,7 +304,7 @@ def _take_cpu_branches() -> None:
 
 
 def _generic_rope(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    kwargs["device"] = None  # "cpu" would take a branch that knows only DeepSeek-YaRN
+    kwargs["device"] = None  # "cpu" would select a branch with only DeepSeek-YaRN
     return original(*args, **kwargs)
 
 
@@ -319,7 +320,7 @@ def _adjust_without_cuda(server_args: Any, previous: Callable[[Any], None]) -> N
 
 @contextmanager
 def _pretended(module: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Replace a function of torch's while a function of SGLang's runs."""
+    """Replace a torch function while an SGLang function runs."""
     real = getattr(module, name)
     setattr(module, name, function)
     try:

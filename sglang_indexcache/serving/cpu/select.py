@@ -1,4 +1,4 @@
-"""Score and select on a CPU: blocked, so that memory follows a budget and not T x L.
+"""Score and select on a CPU, in blocks, so that memory follows a budget instead of T x L.
 
 The cost is two matrix products per block: ``[rows * heads, D] x [D, keys]`` in the keys' dtype
 (bfloat16 runs on the machine's AMX or AVX-512 units) and the weighted head sum in float32.
@@ -24,20 +24,20 @@ LOGITS_BYTES = 128 << 20
 """Upper bound for the float32 logits of one block of rows."""
 
 GatherKeys = Callable[[torch.Tensor], torch.Tensor]
-"""``slots [N] -> keys [N, D]`` from the index-K pool, in the dtype to compute in."""
+"""Function ``slots [N] -> keys [N, D]`` that reads the index-K pool, in the dtype to compute in."""
 
 
 @dataclass(frozen=True)
 class HostBatch:
-    """Several requests, their query rows laid end to end, their keys in a pool; all on the host.
+    """Several requests, with query rows laid end to end and keys in a pool, all on the host.
 
-    Unlike the contract's ``IndexerBatch`` it says nothing of how keys are stored, and the lengths
-    are Python's, so that no work is done for rows that need none.
+    Unlike the contract's ``IndexerBatch`` it does not fix how keys are stored, and its lengths are
+    Python integers, so that rows that need no work can be skipped.
 
     Attributes:
-        query_lens: rows of each request, which are its last tokens: all of them in a first prefill,
-            the newest chunk in a chunked one, one in decode; may be 0.
-        key_lens: tokens of each request that are in the pool, queries included.
+        query_lens: number of rows of each request, which are its last tokens: all tokens in a first
+            prefill, the newest chunk in a chunked prefill, one in decode; may be 0.
+        key_lens: number of tokens of each request in the pool, queries included.
         slots: ``[B, >= max(key_lens)]`` physical slots; row ``b`` is valid up to ``key_lens[b]``.
     """
 
@@ -52,13 +52,13 @@ class HostBatch:
 
     @cached_property
     def request_of_row(self) -> torch.Tensor:
-        """``[T]`` int64: the request of each query row."""
+        """Request of each query row, ``[T]`` int64."""
         lens = torch.tensor(self.query_lens, dtype=torch.int64)
         return torch.arange(len(self.query_lens)).repeat_interleave(lens)
 
     @cached_property
     def visible(self) -> torch.Tensor:
-        """``[T]`` int64: how many tokens of its request each query row may attend to."""
+        """Number of tokens of its request that each query row may attend to, ``[T]`` int64."""
         spans = [
             torch.arange(keys - queries + 1, keys + 1)
             for queries, keys in zip(self.query_lens, self.key_lens, strict=True)
@@ -66,7 +66,7 @@ class HostBatch:
         return torch.cat(spans) if spans else torch.empty(0, dtype=torch.int64)
 
     def share(self, share: RowShare) -> HostBatch:
-        """Return a rank's share of the rows as a batch of their own."""
+        """Return a rank's share of the rows as a batch of its own."""
         return HostBatch(share.query_lens, share.key_lens, self.slots[share.requests])
 
     def physical_slots(self, positions: torch.Tensor) -> torch.Tensor:
@@ -83,10 +83,10 @@ class HostBatch:
 
 
 def every_visible(batch: HostBatch, rows: int, topk: int) -> torch.Tensor:
-    """Select all tokens of rows that see at most k: no logits are needed.
+    """Select every token of rows that see at most k tokens, which needs no logits.
 
-    They are ``[rows, topk]`` int32, as :func:`select_topk` returns. A row that sees more than k
-    gets the first k, and rows behind ``batch.num_rows`` select nothing.
+    The result is ``[rows, topk]`` int32, as :func:`select_topk` returns. A row that sees more than
+    k tokens gets the first k, and rows beyond ``batch.num_rows`` select nothing.
     """
     result = torch.full((rows, topk), PADDING, dtype=torch.int32)
     columns = torch.arange(topk, dtype=torch.int32)
@@ -109,7 +109,7 @@ def select_topk(
     Args:
         q: ``[T, H, D]`` index queries, in the dtype that ``gather_keys`` returns.
         weights: ``[T, H]`` float32, gates times the softmax scale.
-        logits_bytes: bound of the logits held at once.
+        logits_bytes: upper bound for the logits that are held at once.
 
     Returns:
         ``[T, topk]`` int32 positions within each row's own request, ascending, -1 padded.
@@ -129,7 +129,7 @@ def select_topk(
         keys = gather_keys(batch.slots[b, :total])
         block = max(1, min(ROW_BLOCK, logits_bytes // (total * 4)))
         scores = _ScoreBlock(block, q, keys)
-        first = max(0, topk - (total - queries))  # rows before it see at most k tokens
+        first = max(0, topk - (total - queries))  # earlier rows see at most k tokens
         for low in range(starts[b] + first, end, block):
             high = min(low + block, end)
             logits = scores.logits(q[low:high], weights[low:high], keys, total - (end - high))
@@ -140,7 +140,7 @@ def select_topk(
 def _decode_groups(
     batch: HostBatch, requests: list[int], heads: int, logits_bytes: int
 ) -> Iterator[list[int]]:
-    """Group requests of similar length, so that padding to the longest wastes at most half."""
+    """Group requests of similar length, so that padding to the longest at most doubles the work."""
     remaining = sorted(requests, key=lambda b: batch.key_lens[b], reverse=True)
     while remaining:
         longest = batch.key_lens[remaining[0]]
@@ -178,7 +178,7 @@ class _ScoreBlock:
     def logits(
         self, q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, visible: int
     ) -> torch.Tensor:
-        """Return ``[R, visible]`` logits of ``R`` rows, none of which sees beyond ``visible``."""
+        """Return ``[R, visible]`` logits for ``R`` rows, which see at most ``visible`` tokens."""
         rows, heads, dim = q.shape
         flat = q.reshape(rows * heads, dim)
         gates = weights.unsqueeze(1)

@@ -1,12 +1,13 @@
-"""Sparse MLA on a CPU: gather the selected rows of a block of queries, then batched products.
+"""Sparse MLA on a CPU: gather the selected rows for a block of queries, then multiply in a batch.
 
-Work and memory follow ``T x k``: no mask over the context is ever made.
+Work and memory grow with ``T x k``, because no mask over the whole context is made.
 """
 
 import torch
 
 GATHER_BYTES = 4 << 20
-"""Bound of the gathered latent rows of one block of queries: what stays in the cache."""
+"""Upper bound for the latent rows gathered for one block of queries, so that they stay in the
+cache."""
 
 
 def sparse_mla(
@@ -20,13 +21,14 @@ def sparse_mla(
 ) -> torch.Tensor:
     """Compute :func:`sglang_indexcache.kernels.sparse_mla.reference.sparse_mla` in less memory.
 
-    Less precise: products are made and rounded in ``q``'s dtype, that of ``latent``. In bfloat16
-    the scores have 8 bits, which is more than ``mla_tolerance`` allows a GPU kernel.
+    It is less precise: products are computed and rounded in the dtype of ``q`` and ``latent``. In
+    bfloat16 the scores have 8 bits, so their error exceeds what ``mla_tolerance`` allows a GPU
+    kernel.
     """
     tokens, heads, dim = q.shape
     out = q.new_zeros(tokens, heads, value_dim)
     places = torch.arange(1, slots.shape[1] + 1)
-    chosen = torch.where(slots >= 0, places, 0).amax(-1)  # one past each row's last
+    chosen = torch.where(slots >= 0, places, 0).amax(-1)  # index after each row's last slot
     longest = int(chosen.max()) if tokens else 0
     if longest == 0:
         return out
@@ -45,7 +47,8 @@ def sparse_mla(
 
 def _gather(latent: torch.Tensor, slots: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
     """Gather ``[count, width, D]`` rows of ``[count, width]`` slots into ``scratch``."""
-    # Padding repeats one of the row's choices: even with weight 0 an unchosen row must not be read.
+    # Padding repeats one of the row's own slots: other latent rows must not be read, even with
+    # weight 0.
     readable = torch.where(slots < 0, slots.amax(-1, keepdim=True), slots).clamp_min_(0)
     rows = scratch[: slots.numel()]
     torch.index_select(latent, 0, readable.reshape(-1), out=rows)
@@ -55,12 +58,13 @@ def _gather(latent: torch.Tensor, slots: torch.Tensor, scratch: torch.Tensor) ->
 def _attend(
     q: torch.Tensor, rows: torch.Tensor, padding: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """Attend with one block of queries to the rows gathered for each, but ``padding``'s."""
+    """Attend from one block of queries to the rows gathered for each, except ``padding``."""
     scores = torch.bmm(q, rows.transpose(1, 2)).float().mul_(scale)
     scores.masked_fill_(padding.unsqueeze(1), float("-inf"))
-    # A query without any row must attend nowhere: with a finite peak its weights are exp(-inf).
+    # A query without any row must attend to nothing: with a finite peak its weights are exp(-inf) =
+    # 0.
     peak = scores.amax(-1, keepdim=True).clamp_min_(torch.finfo(scores.dtype).min)
     weights = scores.sub_(peak).exp_()
     weights /= weights.sum(-1, keepdim=True).clamp_min_(torch.finfo(scores.dtype).tiny)
-    # One product with whole rows: slicing the values out first costs a strided copy.
+    # Multiply whole rows: slicing the values out first would cost a strided copy.
     return torch.bmm(weights.to(rows.dtype), rows)

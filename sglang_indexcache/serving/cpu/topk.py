@@ -1,4 +1,4 @@
-"""Exact top-k with torch's own selection, made deterministic where values tie."""
+"""Exact top-k with torch's own selection, made deterministic for ties."""
 
 import torch
 
@@ -8,9 +8,9 @@ from sglang_indexcache.kernels.contract import PADDING
 def topk_overwriting(logits: torch.Tensor, visible: torch.Tensor, topk: int) -> torch.Tensor:
     """Select as :func:`sglang_indexcache.kernels.topk.reference.topk` does; destroy ``logits``.
 
-    ``torch.topk`` breaks ties arbitrarily. Asking it for one more than k tells which rows have a
-    tie at the boundary; only those take a second look. ``logits`` is overwritten with -inf
-    outside the visible range, so that no copy of the matrix is made.
+    ``torch.topk`` breaks ties arbitrarily. Selecting one more than k shows which rows have a tie at
+    the boundary; only those rows are selected again. ``logits`` is overwritten with -inf outside
+    the visible range, so that no copy of the matrix is made.
     """
     width = logits.shape[1]
     columns = torch.arange(width, device=logits.device)
@@ -28,7 +28,7 @@ def topk_overwriting(logits: torch.Tensor, visible: torch.Tensor, topk: int) -> 
 
 
 def _first_ties(logits: torch.Tensor, threshold: torch.Tensor, topk: int) -> torch.Tensor:
-    """Return all above the threshold and the first positions equal to it, ``[rows, topk]``."""
+    """Return positions ``[rows, topk]``: all above the threshold, then the first equal to it."""
     above = logits > threshold
     ties = logits == threshold
     missing = topk - above.sum(-1, keepdim=True)
@@ -37,7 +37,7 @@ def _first_ties(logits: torch.Tensor, threshold: torch.Tensor, topk: int) -> tor
 
 
 def _ascending(chosen: torch.Tensor, visible: torch.Tensor, topk: int) -> torch.Tensor:
-    """Sort each row by position and replace what is not visible by padding."""
+    """Sort each row by position, and replace positions that are not visible by padding."""
     ordered = chosen.sort(-1).values
     ordered = ordered.masked_fill_(ordered >= visible[:, None], PADDING).to(torch.int32)
     return torch.nn.functional.pad(ordered, (0, topk - ordered.shape[1]), value=PADDING)

@@ -1,1 +1,1 @@
-"""The backend of NVIDIA GPUs."""
+"""The attention backend for NVIDIA GPUs."""

@@ -1,8 +1,8 @@
 """The CUDA backend: SGLang's DSA backend, plus the index buffer.
 
-What is added is one question per attention layer, :meth:`IndexBuffer.read`. It matters where SGLang
-carries no indices itself: between the sub-batches of two-batch overlap, across layers without DSA,
-and in live mode. The kernels are SGLang's unless ``--indexcache-kernels`` asks for ours.
+It adds one call per attention layer, :meth:`IndexBuffer.read`. This call matters where SGLang
+carries no indices itself: into the sub-batches of two-batch overlap, across layers without DSA, and
+in live mode. The kernels are SGLang's unless ``--indexcache-kernels`` asks for ours.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 DECODE_GRAPH = "decode"
-"""The label under which replays of SGLang's decode graphs are counted."""
+"""Label under which replays of SGLang's decode graphs are counted."""
 
 
 class IndexCacheBackend(DeepseekSparseAttnBackend):
@@ -36,7 +36,7 @@ class IndexCacheBackend(DeepseekSparseAttnBackend):
 
     Attributes:
         first_overlapped_layer: under two-batch overlap, the first layer that runs on sub-batches.
-        split_forwards: splits the rows of prefills; None where ranks do not share them.
+        split_forwards: splits the rows of prefills over the ranks; None without a row split.
     """
 
     split_forwards: SplitForwards | None = None
@@ -45,7 +45,7 @@ class IndexCacheBackend(DeepseekSparseAttnBackend):
         super().__init__(runner)
         self.process = process
         self.index_buffer = IndexBuffer(process, runner.layer_info.start_layer)
-        # SGLang splits a batch behind the dense layers: what these selected is the whole batch's.
+        # SGLang splits a batch after the dense layers, so these select for the whole batch.
         self.first_overlapped_layer = getattr(
             runner.model_config.hf_config, "first_k_dense_replace", 0
         )
@@ -56,7 +56,7 @@ class IndexCacheBackend(DeepseekSparseAttnBackend):
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Begin an eager forward."""
-        # A capture before this one may have switched it off.
+        # A graph capture may have switched counting off.
         self.process.is_counting = True
         self._begin(forward_batch)
         super().init_forward_metadata(forward_batch)
@@ -64,10 +64,10 @@ class IndexCacheBackend(DeepseekSparseAttnBackend):
     def init_forward_metadata_out_graph(
         self, forward_batch: ForwardBatch, in_capture: bool = False
     ) -> None:
-        """Begin a forward that is captured or replayed; a capture runs the layers three times."""
+        """Begin a forward that is captured or replayed. A capture runs the layers three times."""
         self.process.is_counting = not in_capture
         self._begin(forward_batch)
-        # The halves of an overlap come here as well, and their replay counts once.
+        # Both halves of an overlap call this too, and their replay must count once.
         if self._of_whole_batch() is self and phase_of(forward_batch) == "decode":
             self.process.count_graph(DECODE_GRAPH)
         super().init_forward_metadata_out_graph(forward_batch, in_capture)
@@ -83,7 +83,7 @@ class IndexCacheBackend(DeepseekSparseAttnBackend):
         topk_indices: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Prefill. Short prompts may take dense attention, which selects nothing."""
+        """Run a prefill's attention. Short prompts may use dense attention, without selection."""
         if not self.use_mha:
             topk_indices = self._indices(layer.layer_id, forward_batch, topk_indices, q.shape[0])
         self._mode = forward_batch.forward_mode
@@ -102,15 +102,15 @@ class IndexCacheBackend(DeepseekSparseAttnBackend):
         topk_indices: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Decode."""
+        """Run a decode step's attention."""
         topk_indices = self._indices(layer.layer_id, forward_batch, topk_indices, q.shape[0])
         self._mode = forward_batch.forward_mode
         return super().forward_decode(
             q, k, v, layer, forward_batch, *args, topk_indices=topk_indices, **kwargs
         )
 
-    # SGLang's two methods above store the key, map the indices and call one of these three, by
-    # keyword, with the slots of every row.
+    # SGLang's two methods above store the key, map the indices to slots and call one of these three
+    # methods, by keyword, with the slots of every row.
 
     def _forward_flashmla_sparse(self, **call: Any) -> torch.Tensor:
         q = call["q_all"]
@@ -130,7 +130,7 @@ class IndexCacheBackend(DeepseekSparseAttnBackend):
         if (ours := self._ours(call["q_nope"], call)) is None:
             return super()._forward_fa3(**call)
         assert not call["logit_cap"], "no DSA model caps its attention logits"
-        # Ours takes one query as FlashMLA does; FA3 takes its two parts.
+        # Our kernel takes the joined query, as FlashMLA does; FA3 takes its two parts.
         q = concat_mla_absorb_q_general(call["q_nope"], call["q_rope"])
         return ours(q, call["page_table"], call["cache_seqlens"])
 
@@ -148,7 +148,8 @@ class IndexCacheBackend(DeepseekSparseAttnBackend):
             lengths: torch.Tensor,
             sinks: torch.Tensor | None = None,
         ) -> torch.Tensor:
-            # Packed lists are made once for the layers of a group, which have the same slots.
+            # Packed lists are made once for all layers of a group, because they have the same
+            # slots.
             kept = self._lists.of(slots, self.index_buffer.writes)
             return attend(kernel, q, cache, slots, call["sm_scale"], sinks, kept, lengths)
 
@@ -159,11 +160,11 @@ class IndexCacheBackend(DeepseekSparseAttnBackend):
     ) -> torch.Tensor:
         """Return the indices that ``layer`` attends to in ``rows`` rows; SGLang passes ``carried``.
 
-        For an F layer ``carried`` is what its indexer selected, which is written to the buffer; in
-        live mode the indexer has already written it itself (``cuda/live_indexer.py``).
+        For an F layer ``carried`` is its indexer's selection, which is written to the buffer here;
+        in live mode the indexer has already written it (``cuda/live_indexer.py``).
         """
         buffer = self.index_buffer
-        # SGLang carries none across the place where it splits a batch.
+        # SGLang carries no indices across the layer at which it splits a batch.
         if carried is None:
             self.inherit(layer, forward_batch)
         if not buffer.is_full(layer):
@@ -175,7 +176,7 @@ class IndexCacheBackend(DeepseekSparseAttnBackend):
         return indices
 
     def inherit(self, layer: int, forward_batch: ForwardBatch) -> None:
-        """Take over, as a sub-batch, what the whole batch selected before it was split."""
+        """Take over, for a sub-batch, the indices that the batch selected before it was split."""
         if (rows := forward_batch.tbo_parent_token_range) is not None:
             whole = self._of_whole_batch().index_buffer
             count = _rows_of_part(forward_batch)
@@ -183,13 +184,13 @@ class IndexCacheBackend(DeepseekSparseAttnBackend):
 
     def _begin(self, forward_batch: ForwardBatch) -> None:
         whole = self._of_whole_batch()
-        # The view of a batch that is replayed as a graph lacks the field, and has one pattern.
+        # SGLang's view of a replayed graph's batch lacks this field; such a batch has one pattern.
         part = getattr(forward_batch, "tbo_parent_token_range", None)
         if part is not None and self.process.plan.mode == "live":
             rows = whole.index_buffer.rows.cut(part[0], part[1], _rows_of_part(forward_batch))
         else:
             rows = patterns_of_rows(forward_batch, self.process)
-        # Each half begins a forward too, so only the whole batch is counted.
+        # Each half of an overlap begins a forward too, so count only the whole batch.
         if whole is self:
             self.process.count_batch(forward_batch)
         self.index_buffer.begin(rows)
@@ -197,7 +198,7 @@ class IndexCacheBackend(DeepseekSparseAttnBackend):
             self.split_forwards.begin()
 
     def _of_whole_batch(self) -> IndexCacheBackend:
-        """Return the backend of whole batches; two-batch overlap has one more for each part."""
+        """Return the backend of the whole batch; under two-batch overlap each part has its own."""
         backend: IndexCacheBackend = kernels_cuda.unwrapped(
             getattr(self._runner.attn_backend, "primary", self)
         )
@@ -205,15 +206,15 @@ class IndexCacheBackend(DeepseekSparseAttnBackend):
 
 
 def with_heads_for_flashmla(call: dict[str, Any], sm_major: int) -> dict[str, Any]:
-    """Return a call of ``_forward_flashmla_sparse`` with as many heads as its kernel takes.
+    """Return a call of ``_forward_flashmla_sparse``, padded to a number of heads that it takes.
 
     The kernel takes multiples of 64 heads on Hopper and of 128 on Blackwell. SGLang pads to one
-    such block, and only heads that divide it: with 20 heads (the paper's model) or 96 it ends at
-    an assertion. Here any number is padded with queries of zero, whose outputs the caller drops.
+    such block, and only if the number of heads divides it: 20 heads (the paper's model) or 96 fail
+    an assertion. Here any number is padded with zero queries, whose outputs the caller drops.
 
     Args:
-        call: keywords of SGLang's method; ``q_all`` is ``[T, H, 576]``, ``attn_sink`` ``[H]`` or
-            None.
+        call: keyword arguments of SGLang's method; ``q_all`` is ``[T, H, 576]``, ``attn_sink``
+            ``[H]`` or None.
         sm_major: major compute capability of the card.
     """
     q, block = call["q_all"], 128 if sm_major >= 10 else 64
@@ -231,6 +232,6 @@ def with_heads_for_flashmla(call: dict[str, Any], sm_major: int) -> dict[str, An
 
 
 def _rows_of_part(forward_batch: ForwardBatch) -> int:
-    """Return a part's rows, which SGLang pads for attention's tensor parallelism by itself."""
+    """Return the number of a part's rows, which SGLang pads for attention's tensor parallelism."""
     start, stop = forward_batch.tbo_parent_token_range
     return forward_batch.tbo_padded_len or stop - start

@@ -1,7 +1,7 @@
 """Choice of our kernels in place of SGLang's: ``--indexcache-kernels`` and the reasons.
 
-Decided once, when the command line is resolved, so that what cannot run is one clear error before
-weights are loaded. Every worker finds the routes in the plan.
+The choice is made once, when the command line is resolved, so that an impossible choice is one
+clear error before weights are loaded. Every worker reads the routes from the plan.
 """
 
 from __future__ import annotations
@@ -29,26 +29,27 @@ from sglang_indexcache.serving.options import KERNELS
 from sglang_indexcache.serving.plan import Route
 
 REPLACED_ATTENTION = ("fa3", "flashmla_auto", "flashmla_kv", "flashmla_sparse")
-"""SGLang's sparse attention kernels in whose place ours can be called."""
+"""SGLang's sparse attention kernels that ours can replace."""
 ENGINE_TOPK = {2048}
-"""What SGLang's own selection of a prefill takes (``sgl_kernel.fast_topk_transform_fused``)."""
+"""Values of ``index_topk`` that SGLang's prefill selection takes
+(``sgl_kernel.fast_topk_transform_fused``)."""
 HOPPER_HEADS = 64
-"""Attention heads a GPU that FlashMLA's sparse kernels take on Hopper, or a multiple of them."""
+"""Number of attention heads per GPU of which FlashMLA's sparse kernels take multiples on Hopper."""
 TRTLLM_FROM = 10
 """Major compute capability from which TensorRT-LLM's sparse attention runs: Blackwell."""
 RECORDED_TOPK = {2048}
-"""Length of the lists of every record."""
+"""Values of ``index_topk`` that the records were timed with."""
 RECORDED_ATTENTION = {"bfloat16": {"flashmla_sparse"}, "fp8": {"flashmla_kv"}}
-"""SGLang's kernels beside which a record times attention, by the rows of the cache."""
+"""SGLang's attention kernels that the records timed, by the format of the cache's rows."""
 RAW_FP8 = {"tilelang", "trtllm"}
 """Backends with which SGLang stores an FP8 cache without scales, which our kernels cannot read."""
 
 
 def choose(value: str, cfg: Any, model: Any, machine: dispatch.Machine) -> tuple[Route, ...]:
-    """Decide every operation that can be routed, by what ``--indexcache-kernels`` asks for.
+    """Decide the route of every operation, as ``--indexcache-kernels`` asks.
 
     Raises:
-        SettingsError: an implementation asked for by name cannot take over an operation.
+        SettingsError: an implementation that was asked for by name cannot run an operation.
     """
     if value == "engine":
         return tuple(Route(op, phase, None, "the default") for op, phase in ROUTED)
@@ -75,7 +76,7 @@ def choose(value: str, cfg: Any, model: Any, machine: dispatch.Machine) -> tuple
 
 
 def _by_record(overlap: int, cfg: Any, model: Any, machine: dispatch.Machine) -> Iterator[Route]:
-    """Yield the routes by a card's record; SGLang's where ours cannot run or were not timed."""
+    """Yield the routes by a card's record; SGLang's kernels if ours cannot run or are not in it."""
     table = routes.Routes.of_card(machine.name, overlap)
     if table is None:
         why = f"no record of {machine.name}"
@@ -104,7 +105,7 @@ def _by_record(overlap: int, cfg: Any, model: Any, machine: dispatch.Machine) ->
 
 
 def operation_of(op: OpName, phase: Phase, cfg: Any, model: Any) -> routes.Operation:
-    """Return the operation under which a record has such calls of a server."""
+    """Return the operation under which a card's record lists this server's calls."""
     name = f"{op}-{phase}"
     if op == "select":
         verified = (cfg.speculative_num_draft_tokens or 1) if phase == "decode" else 1
@@ -117,7 +118,7 @@ def _cache(cfg: Any) -> str:
 
 
 def _unlike_record(op: OpName, phase: Phase, cfg: Any, model: Any) -> Iterator[str]:
-    """Yield reasons why the kernel that SGLang runs is not the one that a record timed."""
+    """Yield reasons why SGLang runs another kernel than the one that the record timed."""
     topk = read_field(text_config(model.hf_config), "index_topk")
     if topk not in RECORDED_TOPK:
         yield f"lists of {topk} were not timed"
@@ -131,13 +132,13 @@ def _unlike_record(op: OpName, phase: Phase, cfg: Any, model: Any) -> Iterator[s
 
 
 def _obstacles(op: OpName, phase: Phase, cfg: Any, model: Any) -> list[str]:
-    """Return every reason why ours cannot stand in for SGLang's kernel."""
+    """Return every reason why our kernel cannot replace SGLang's."""
     if op == "select":
         reasons = _against_selection(model)
     else:
         backend = cfg.dsa_prefill_backend if phase == "prefill" else cfg.dsa_decode_backend
         reasons = _against_attention(cfg, model, backend)
-    # Ways to spread one request over GPUs that change where its rows or keys lie.
+    # These options spread one request over GPUs, which changes where its rows or keys lie.
     reasons |= {
         "--enable-prefill-cp gives every GPU some rows of a request": cfg.enable_prefill_cp,
         "--dcp-size gives every GPU some tokens of a request": cfg.dcp_size > 1,
@@ -187,10 +188,10 @@ def _against_attention(cfg: Any, model: Any, backend: str) -> dict[str, bool]:
 def check_engine(
     routes: tuple[Route, ...], cfg: Any, model: Any, machine: dispatch.Machine
 ) -> None:
-    """Refuse what would end the server at its first prompt inside SGLang's own CUDA kernels.
+    """Refuse settings with which SGLang's own CUDA kernels would fail at the first prompt.
 
     Raises:
-        SettingsError: every reason, each with the flag that mends it.
+        SettingsError: has every reason, each with the flag that resolves it.
     """
     if cfg.device != "cuda":
         return
@@ -218,7 +219,7 @@ def _of_topk(routes: tuple[Route, ...], cfg: Any, model: Any) -> Iterator[str]:
     topk = int(read_field(config, "index_topk") or max(ENGINE_TOPK))
     select = routes[ROUTED.index(("select", "prefill"))]
     is_pooled = (getattr(config, "index_kpool", None) or 1) > 1
-    # A prefill that gathers its rows first has another kernel (``get_topk_transform_method``).
+    # A prefill that gathers its rows first uses another kernel (``get_topk_transform_method``).
     gathers = backend == "flashmla_sparse_q8" or (
         backend in ("flashmla_sparse", "triton_sparse_mla") and cfg.kv_cache_dtype == "fp8_e4m3"
     )
@@ -237,7 +238,7 @@ def _of_topk(routes: tuple[Route, ...], cfg: Any, model: Any) -> Iterator[str]:
 
 
 def _of_heads(routes: tuple[Route, ...], cfg: Any, model: Any) -> Iterator[str]:
-    """Yield why ``flashmla_sparse_q8`` cannot run; for ``flashmla_sparse`` our backend pads."""
+    """Yield why ``flashmla_sparse_q8`` cannot run; our backend pads ``flashmla_sparse``."""
     heads = _heads(cfg, model)
     attend = routes[ROUTED.index(("sparse_mla", "prefill"))]
     if (
@@ -254,13 +255,13 @@ def _of_heads(routes: tuple[Route, ...], cfg: Any, model: Any) -> Iterator[str]:
 
 
 def _heads(cfg: Any, model: Any) -> int:
-    """Return the attention heads of a GPU, as SGLang's ``derive_attn_tp_size``."""
+    """Return the number of attention heads per GPU, as in SGLang's ``derive_attn_tp_size``."""
     ranks = cfg.tp_size // cfg.attn_dp_size // cfg.attn_cp_size
     return max(1, int(model.num_attention_heads) // ranks)
 
 
 def _of_card(routes: tuple[Route, ...], cfg: Any, machine: dispatch.Machine) -> Iterator[str]:
-    """Yield attention kernels that were asked for and that the card lacks."""
+    """Yield an error for each attention kernel that was asked for and that the card cannot run."""
     major = machine.capability[0] if machine.capability else 0
     for phase in ("prefill", "decode"):
         backend = getattr(cfg, f"dsa_{phase}_backend")
@@ -274,10 +275,10 @@ def _of_card(routes: tuple[Route, ...], cfg: Any, machine: dispatch.Machine) -> 
 
 
 def check_reference(routes: tuple[Route, ...], cfg: Any) -> None:
-    """Refuse references in CUDA graphs: they read lengths on the host.
+    """Refuse reference kernels in CUDA graphs, because they read lengths on the host.
 
     Raises:
-        SettingsError: graphs are on in a phase that has some.
+        SettingsError: graphs are on in a phase with reference kernels.
     """
     graphs = cfg.cuda_graph_config
     with_some = {route.phase for route in routes if route.implementation == "reference"}

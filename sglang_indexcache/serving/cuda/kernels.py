@@ -1,8 +1,8 @@
-"""Our kernels in SGLang's place (``--indexcache-kernels``): SGLang's data fitted to our contract.
+"""Our kernels in place of SGLang's (``--indexcache-kernels``), called with SGLang's data.
 
-The selection takes over at the two methods of SGLang's indexer that begin with quantised queries
-and end with indices (``Indexer._get_topk_ragged`` in prefill, ``_get_topk_paged`` in decode and
-MTP), sparse attention at the backend's calls of FA3 and FlashMLA. Nothing here reads a tensor's
+Selection replaces the two methods of SGLang's indexer that begin with quantised queries and end
+with indices (``Indexer._get_topk_ragged`` in prefill, ``_get_topk_paged`` in decode and MTP).
+Sparse attention replaces the backend's calls of FA3 and FlashMLA. Nothing here reads a tensor's
 values, so all of it can be captured in a CUDA graph. One server on an H100 ran it, untimed.
 """
 
@@ -46,12 +46,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class EngineKernels:
-    """Kernels of one backend by operation; None is SGLang's own.
+    """Kernels of one backend by operation; None stands for SGLang's own.
 
     Attributes:
-        measured: what chooses for each call of an operation, by the operation's name; an operation
-            that is not in it has one kernel for all calls.
-        taken: counts what was chosen for each call of those, and why.
+        measured: routes that choose a kernel for each call, by the operation's name; an operation
+            that is missing here has one kernel for all calls.
+        taken: counts of the kernels that these routes chose, with the reasons.
     """
 
     select_prefill: Select | None = None
@@ -63,10 +63,10 @@ class EngineKernels:
 
     @classmethod
     def load(cls, routes: tuple[Route, ...], taken: Counter[str] | None = None) -> EngineKernels:
-        """Import (for CUDA: compile and load) what was chosen; the launcher's log has said it.
+        """Import (for CUDA: compile and load) the chosen kernels, which the launcher has logged.
 
         Raises:
-            KernelError: it cannot be built or imported.
+            KernelError: a kernel cannot be built or imported.
         """
         functions: dict[str, Any] = {
             f"{route.op}_{route.phase}": named(route.implementation).load(route.op)
@@ -78,7 +78,7 @@ class EngineKernels:
         return cls(**functions, measured=measured, taken=Counter() if taken is None else taken)
 
     def choose(self, operation: Operation, rows: int, tokens: tuple[int, int] | None = None) -> str:
-        """Return whose kernels run a call of ``rows`` rows, decided by what the host knows."""
+        """Return whose kernels run a call with ``rows`` rows; only facts on the host decide."""
         ours = getattr(self, operation.name.replace("-", "_"))
         if operation.name not in self.measured:
             return ENGINE if ours is None else OURS
@@ -89,7 +89,7 @@ class EngineKernels:
     def attention(
         self, mode: ForwardMode, q: torch.Tensor, cache: torch.Tensor
     ) -> SparseMLA | None:
-        """Return our sparse attention for a call; MTP counts as decode, as it does in SGLang."""
+        """Return our sparse attention for a call, or None for SGLang's; MTP counts as decode."""
         phase, rows = "decode" if is_decode(mode) else "prefill", "bfloat16"
         if cache.element_size() == 1:
             rows = "fp8"
@@ -100,14 +100,14 @@ class EngineKernels:
 
     @property
     def selects(self) -> bool:
-        """Whether any selection may be another than SGLang's default."""
+        """Whether any selection may use other kernels than SGLang's default."""
         names = ("select_prefill", "select_decode")
         has_ours = any(getattr(self, name) is not None for name in names)
         return has_ours or any(name.replace("_", "-") in self.measured for name in names)
 
 
 def is_decode(mode: ForwardMode) -> bool:
-    """Return whether SGLang takes its decode kernels (``forward_cuda``, ``forward_extend``)."""
+    """Return whether SGLang uses its decode kernels (``forward_cuda``, ``forward_extend``)."""
     return mode.is_decode_or_idle() or mode.is_target_verify() or mode.is_draft_extend_v2()
 
 
@@ -122,7 +122,7 @@ def install() -> None:
     Safe to call again.
 
     Raises:
-        UnsupportedEngineError: SGLang could not.
+        UnsupportedEngineError: SGLang could not wrap them.
     """
     around(f"{_INDEXER}.Indexer._get_topk_ragged", ragged)
     around(f"{_INDEXER}.Indexer._get_topk_paged", _paged)
@@ -139,9 +139,10 @@ def ragged(
     metadata: DSAIndexerMetadata,
     topk_result: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Stand in for ``Indexer._get_topk_ragged``: by our kernel, and for this rank's share of rows.
+    """Replace ``Indexer._get_topk_ragged``: use our kernel, and only for this rank's share of rows.
 
-    A graph reads ``topk_result`` at its address; rows of padding keep what they hold.
+    A graph reads ``topk_result`` at its address, so it is written in place; padding rows keep their
+    content.
     """
     kernels, topk = current(), indexer.index_topk
 
@@ -175,7 +176,7 @@ def _paged(
     weights: torch.Tensor,
     metadata: DSAIndexerMetadata,
 ) -> torch.Tensor:
-    """Stand in for ``Indexer._get_topk_paged``."""
+    """Replace ``Indexer._get_topk_paged``."""
     kernels, kernel = current(), current().select_decode
     name = _decode_kernels(kernels, q_fp8, metadata)
     if kernel is None or name != OURS or _is_unknown(metadata, "decode"):
@@ -187,7 +188,7 @@ def _paged(
 def _prefill_kernels(
     kernels: EngineKernels, q_fp8: torch.Tensor, metadata: DSAIndexerMetadata
 ) -> str:
-    """Return whose kernels select in a prefill; what a record times is PAGED."""
+    """Return whose kernels select in a prefill; records have timed only PAGED lists."""
     if "select-prefill" not in kernels.measured:
         return OURS
     lengths = metadata.get_indexer_seq_len_cpu().tolist()
@@ -200,7 +201,7 @@ def _prefill_kernels(
 def _decode_kernels(
     kernels: EngineKernels, q_fp8: torch.Tensor, metadata: DSAIndexerMetadata
 ) -> str:
-    """Return whose kernels select in a decode step, by its requests and the rows of each."""
+    """Return whose kernels select in a decode step, by its requests and the rows per request."""
     if "select-decode" not in kernels.measured:
         return OURS
     requests = metadata.get_seqlens_int32().shape[0]
@@ -218,18 +219,19 @@ def select(
     topk: int,
     result: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Select as ``Indexer._get_topk_ragged`` (prefill) or ``_get_topk_paged`` does, by our kernel.
+    """Select with our kernel as ``Indexer._get_topk_ragged`` (prefill) or ``_get_topk_paged`` do.
 
     Args:
-        q_fp8: ``[T, H, 128]`` float8_e4m3fn; T counts the rows that dp_attention or a graph pads.
+        q_fp8: ``[T, H, 128]`` float8_e4m3fn; T includes padding rows of dp_attention or of a graph.
         weights: ``[>= rows, H, 1]`` float32, with the scales of q and of the softmax.
-        metadata: SGLang's: the page table has a row a request, in decode a row a query row.
-        result: ``[T, topk]`` int32 to write to; rows of padding keep what they hold. A piecewise
-            graph reads it at this address.
+        metadata: SGLang's metadata; its page table has a row for each request, in decode for each
+            query row.
+        result: ``[T, topk]`` int32 to write to; padding rows keep their content. A piecewise graph
+            reads it at this address.
 
     Returns:
         ``[T, topk]`` int32: pool slots, offsets into the flattened keys of the batch (RAGGED), or
-        positions in the request where SGLang maps them itself; ascending, padded with -1.
+        positions in the request if SGLang maps them itself; ascending, padded with -1.
     """
     rows = _rows(metadata, phase)
     if result is None:
@@ -240,8 +242,9 @@ def select(
     if phase == "prefill":
         starts = metadata.attn_metadata.cu_seqlens_q
     else:
-        # SGLang repeats a request's row of the table for each of its MTP rows. Ours takes one and
-        # reads the request's keys once for four rows; more than eight are requests of their own.
+        # SGLang repeats a request's row of the page table for each of its MTP rows. Our kernel
+        # takes it once and reads the request's keys once for four rows; if there are more than
+        # eight rows, each counts as a request.
         requests = metadata.get_seqlens_int32().shape[0]
         table = table[
             :: 1 if rows % requests or rows // requests > MAX_NEXT_N else rows // requests
@@ -264,12 +267,12 @@ def select(
 
 
 def empty_lists(q_fp8: torch.Tensor, topk: int) -> torch.Tensor:
-    """Return ``[T, topk]`` int32 for the lists of ``[T, H, D]`` queries, all padding."""
+    """Return ``[T, topk]`` int32 lists for ``[T, H, D]`` queries, filled with padding."""
     return torch.full((len(q_fp8), topk), PADDING, dtype=torch.int32, device=q_fp8.device)
 
 
 def mismatch(metadata: DSAIndexerMetadata, phase: Phase) -> str | None:
-    """Say why SGLang's metadata is not in the form that we know, or None. Read shapes only."""
+    """Return why SGLang's metadata has another form than expected, or None; read only shapes."""
     attention = metadata.attn_metadata
     tables, lengths = len(attention.real_page_table), len(attention.dsa_seqlens_expanded)
     rows = _rows(metadata, phase)
@@ -286,7 +289,7 @@ def mismatch(metadata: DSAIndexerMetadata, phase: Phase) -> str | None:
 
 
 def _is_unknown(metadata: DSAIndexerMetadata, phase: Phase) -> bool:
-    """Return whether SGLang must select itself; says so once."""
+    """Return whether SGLang must select itself, and log that once."""
     problem = mismatch(metadata, phase)
     if problem:
         _say_once(f"IndexCache kernels: SGLang's indexer selects in {phase}, because {problem}")
@@ -299,14 +302,14 @@ def _say_once(message: str) -> None:
 
 
 def _rows(metadata: DSAIndexerMetadata, phase: Phase) -> int:
-    """Count query rows, without those that pad the batch."""
+    """Count the query rows without padding."""
     if phase == "prefill":
         return len(metadata.get_indexer_kvcache_range()[0])
     return sum(metadata.get_dsa_extend_len_cpu())
 
 
 def _pages(indexer: Indexer, layer_id: int) -> torch.Tensor:
-    """Return a layer's index keys; wait for HiCache where it is loading them."""
+    """Return a layer's index keys; wait for HiCache if it is still loading them."""
     pages: torch.Tensor = indexer._get_index_k_read_buffer(
         get_attn_backend().token_to_kv_pool, layer_id
     )
@@ -319,18 +322,18 @@ def current_backend() -> Any:
 
 
 def unwrapped(backend: Any) -> Any:
-    """Return the backend of DSA layers, which hybrid models wrap in another."""
+    """Return the backend of DSA layers, which hybrid models wrap in another backend."""
     return getattr(backend, "full_attn_backend", backend)
 
 
 def current() -> EngineKernels:
-    """Return the forward's kernels; SGLang's where another backend runs it (drafts)."""
+    """Return the current forward's kernels; SGLang's if another backend runs it (drafts)."""
     kernels = getattr(current_backend(), "kernels", None)
     return kernels if isinstance(kernels, EngineKernels) else EngineKernels()
 
 
 def split_forwards() -> Any:
-    """Return the forward's :class:`.row_split.SplitForwards`; None of a draft's."""
+    """Return the current forward's :class:`.row_split.SplitForwards`; None for drafts."""
     return getattr(current_backend(), "split_forwards", None)
 
 
@@ -338,20 +341,20 @@ def split_forwards() -> Any:
 
 
 class KeptLists:
-    """Cache of what attention derived from the last selection's slots, for layers that share it."""
+    """Cache of data derived from the last selection's slots, for the layers that share them."""
 
     def __init__(self) -> None:
-        # Weak: a selection is the engine's to free when its forward ends.
+        # A weak reference, so that the engine can free a selection when its forward ends.
         self._slots: Callable[[], torch.Tensor | None] = lambda: None
         self._selection = -1
         self._kept: Kept = {}
 
     def of(self, slots: torch.Tensor, selection: int) -> Kept:
-        """Return what was derived from ``slots``; empty if they are others than at the last call.
+        """Return the data derived from ``slots``; empty if the slots changed since the last call.
 
-        SGLang hands one tensor to the layers that share a selection, and may later write another
-        selection to it. ``selection`` tells the two apart: it is the number of times that indices
-        were selected or taken over so far.
+        SGLang passes one tensor to the layers that share a selection, and may later write another
+        selection to the same tensor. ``selection`` distinguishes them: it is the number of times
+        that indices were selected or taken over so far.
         """
         if slots is not self._slots() or selection != self._selection:
             self._slots, self._selection, self._kept = weakref.ref(slots), selection, {}
@@ -368,15 +371,15 @@ def attend(
     kept: Kept | None = None,
     lengths: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute sparse MLA over the rows that SGLang's kernels would read.
+    """Compute sparse MLA over the same rows that SGLang's kernels would read.
 
     Args:
         q: ``[T, Hq, 576]`` bfloat16.
-        kv_cache: ``[N, 1, 576]`` bfloat16, a pool's or gathered for this batch, or a pool's
-            ``[N, 1, 656]`` FP8 rows under any one-byte dtype.
+        kv_cache: ``[N, 1, 576]`` bfloat16, from the pool or gathered for this batch, or the pool's
+            ``[N, 1, 656]`` FP8 rows in any one-byte dtype.
         slots: ``[T, k]`` int32 rows of ``kv_cache``, padded with -1.
-        lengths: int32, how many slots of each row are not padding; ignored, as in SGLang, if it has
-            another number of rows (where dp_attention pads).
+        lengths: int32, the number of slots in each row that are not padding. As in SGLang, it is
+            ignored if it has another number of rows (dp_attention pads).
 
     Returns:
         ``[T, Hq, 512]`` bfloat16.

@@ -1,4 +1,4 @@
-"""Run SGLang's indexer by the pattern of a forward, in live mode."""
+"""SGLang's indexer in live mode, run as the patterns of the forward say."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def indexer_forward(
     return_indices: bool = True,
     use_cuda_graph: bool = True,
 ) -> torch.Tensor | None:
-    """Run the indexer of a layer; where the layer is S for all rows, only store its key."""
+    """Run the indexer of a layer; if the layer is S for all rows, only store its keys."""
     backend = kernels_cuda.current_backend()
     ours = getattr(backend, "index_buffer", None)
     arguments = (x, q_lora, positions, forward_batch, layer_id, return_indices, use_cuda_graph)

@@ -1,8 +1,8 @@
-"""The row split on NVIDIA GPUs: SGLang's selection of a prefill, asked for a share of the rows.
+"""The row split on NVIDIA GPUs: SGLang's selection of a prefill, called for a share of the rows.
 
-``Indexer._get_topk_ragged`` takes queries and metadata of a batch, and a share of a batch is one.
-So SGLang's kernels and ours select in it alike, in any form of lists. SGLang's own loop over rows,
-which goes by each rank's free memory, runs inside a share, before the gather.
+``Indexer._get_topk_ragged`` takes the queries and metadata of a batch, and a share of a batch is a
+batch too. So SGLang's kernels and ours can select in a share, with lists in any form. SGLang's own
+loop over rows, which depends on each rank's free memory, runs inside a share, before the gather.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ if TYPE_CHECKING:
 
 _INDEXER = "sglang.srt.layers.attention.dsa.dsa_indexer"
 SelectRows = Callable[..., torch.Tensor]
-"""From queries, weights and metadata of some rows, and where to write them, to their lists."""
+"""Function from the queries, weights and metadata of some rows, and an output tensor, to their
+lists."""
 
 
 class SplitForwards:
-    """The split of the forward in progress, which its F layers share.
+    """Row split of the forward in progress, shared by its F layers.
 
     Attributes:
-        is_gathered: whether the lists that SGLang is about to broadcast are all ranks' already.
+        is_gathered: whether all ranks already have the lists that SGLang is about to broadcast.
     """
 
     def __init__(self, splitter: RowSplitter) -> None:
@@ -53,14 +54,14 @@ class SplitForwards:
         return cls(splitter)
 
     def begin(self) -> None:
-        """Forget the forward before: SGLang may write the next one's lengths into its metadata."""
+        """Forget the last forward: SGLang may reuse its metadata for the next one's lengths."""
         self.is_gathered = False
         self._whole: DSAMetadata | None = None
         self._split: RowSplit | None = None
         self._part: DSAMetadata | None = None
 
     def split(self, metadata: DSAIndexerMetadata) -> RowSplit | None:
-        """Deal out the rows of the forward that has this metadata, once for all its layers."""
+        """Assign the rows of the forward with this metadata to ranks, once for all its layers."""
         whole = metadata.attn_metadata
         if whole is not self._whole:
             lengths = metadata.get_indexer_seq_len_cpu().tolist()
@@ -77,11 +78,11 @@ class SplitForwards:
         result: torch.Tensor | None,
         select_rows: SelectRows,
     ) -> torch.Tensor:
-        """Select for a share of the rows and gather the rest; for all rows where that costs more.
+        """Select for this rank's share and gather the rest, or select for all rows if cheaper.
 
         Args:
-            q_fp8, weights, metadata, result: as for :func:`.kernels.select`, of the whole batch.
-            select_rows: selects in a batch of fewer rows, by SGLang's kernels or ours.
+            q_fp8, weights, metadata, result: as for :func:`.kernels.select`, for the whole batch.
+            select_rows: selects in a batch of fewer rows, with SGLang's kernels or ours.
         """
         split = self.split(metadata)
         if split is None:
@@ -97,18 +98,18 @@ class SplitForwards:
         return self.splitter.select(split, lists, select_share)
 
     def part(self, metadata: DSAIndexerMetadata, share: RowShare) -> DSAIndexerMetadata:
-        """Return the metadata of this rank's share."""
+        """Return the metadata for this rank's share."""
         if self._part is None:
             self._part = _cut(metadata.attn_metadata, share)
         return replace(metadata, attn_metadata=self._part)
 
 
 def _cut(whole: DSAMetadata, share: RowShare) -> DSAMetadata:
-    """Return a batch's metadata, cut down to what an indexer reads for a share of its rows.
+    """Return the part of a batch's metadata that an indexer reads for a share of its rows.
 
-    The keys are those that the share's rows see, so their places are counted anew
+    It covers only the keys that the share's rows see, so their places are counted anew
     (``indexer_k_start_end``). Offsets that go into lists (``topk_indices_offset``) stay, because
-    attention reads them against the whole batch's keys.
+    attention applies them to the whole batch's keys.
     """
     rows, requests, offsets = share.rows, share.requests, whole.topk_indices_offset
     before = int(whole.indexer_seq_lens_cpu[: share.first].sum())
@@ -136,9 +137,10 @@ def _cut(whole: DSAMetadata, share: RowShare) -> DSAMetadata:
 def _broadcast(
     original: Callable[..., torch.Tensor | None], topk_indices: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """Leave SGLang's broadcast out where every row has one writer already.
+    """Skip SGLang's broadcast if every rank already has the same lists.
 
-    A prefill graph (``topk_result``) holds its broadcast: it may replay rows that are not split.
+    A prefill graph (``topk_result``) keeps its broadcast, because it may replay rows that are not
+    split.
     """
     forwards = kernels_cuda.split_forwards()
     if forwards is None or not forwards.is_gathered:

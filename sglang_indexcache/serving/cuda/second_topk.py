@@ -1,10 +1,10 @@
-"""SGLang's second top-k in a prefill, where its default is another.
+"""SGLang's second top-k kernel, used in a prefill in place of its default.
 
-SGLang selects in decode by a kernel that an H100 ran faster than the one of its prefills
-(``benchmarks/results/kernels/h100.md``). It uses that one in a prefill too, but only for lists of
-offsets (RAGGED). :class:`SecondTopk` replaces ``metadata.topk_backend`` where lists are pool slots
-(PAGED): the kernel returns positions, which the page lookup of SGLang's unfused top-k turns into
-slots.
+SGLang selects in decode with a kernel that an H100 ran faster than the default kernel for prefills
+(``benchmarks/results/kernels/h100.md``). SGLang uses the faster one in a prefill too, but only for
+lists of offsets (RAGGED). :class:`SecondTopk` replaces ``metadata.topk_backend`` where lists are
+pool slots (PAGED): the kernel returns positions, which the page lookup of SGLang's unfused top-k
+turns into slots.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def takes_second_topk(metadata: DSAIndexerMetadata) -> bool:
-    """Return whether SGLang would select by its other kernel, to which this is the alternative."""
+    """Return whether SGLang would select with its default kernel, which this one can replace."""
     return (
         metadata.topk_backend.should_use_topk_v2()
         and metadata.topk_transform_method == TopkTransformMethod.PAGED
@@ -48,11 +48,11 @@ class SecondTopk:
         batch_idx_list: torch.Tensor | None = None,
         **rest: Any,
     ) -> torch.Tensor:
-        """Return ``[T, topk]`` int32 slots; keywords are those of SGLang's method.
+        """Return ``[T, topk]`` int32 slots; the keywords are those of SGLang's method.
 
-        Where logits are large, SGLang passes its rows in parts, and only the device knows the
-        request of each row. The host knows it if there is one request; the rows of several stay
-        with SGLang's default.
+        If the logits are large, SGLang passes their rows in parts, and only the device knows the
+        request of each row. With a single request the host knows it too; rows of several requests
+        are left to SGLang's default.
         """
         rows, requests = len(logits), len(attn_metadata.page_table_1)
         if batch_idx_list is not None and requests > 1:
@@ -78,12 +78,13 @@ class SecondTopk:
             logits, lengths, out_offsets=nothing, out_indices=positions, row_starts=row_starts
         )
         starts, extend = attn_metadata.cu_seqlens_q, attn_metadata.dsa_extend_seq_lens_list
-        if batch_idx_list is not None:  # on the device: a tensor of values would wait for it
+        if batch_idx_list is not None:  # made on the device: a copy from the host would wait for it
             starts = torch.arange(0, 2 * rows, rows, dtype=torch.int32, device=logits.device)
         slots: torch.Tensor = transform_index_page_table_prefill(
             page_table=attn_metadata.page_table_1,
             topk_indices=positions,
-            # It sizes the launch; a part of the rows, or a rank's share, is no longer than all.
+            # These lengths only size the launch. For some of the rows, their number is an upper
+            # bound.
             extend_lens_cpu=extend if sum(extend) == rows else [rows],
             cu_seqlens_q=starts,
         )

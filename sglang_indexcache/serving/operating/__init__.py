@@ -1,1 +1,1 @@
-"""Commands and metrics of whoever operates a server: doctor, show, Prometheus."""
+"""Commands and metrics for the operator of a server: doctor, show, Prometheus."""

@@ -1,7 +1,7 @@
 """``indexcache server doctor``: what a server would do.
 
-It runs the very resolution that the server runs, without loading weights, and on a machine without
-a GPU it lets SGLang believe in one.
+It runs the same argument resolution as the server, without loading weights. On a machine without a
+GPU it makes SGLang believe that there is one.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from sglang_indexcache.serving.refusals import (
 from sglang_indexcache.serving.resolve import read_overrides
 
 USUAL_CARD = "h200"
-"""What a machine without a GPU checks for."""
+"""Card that a machine without a GPU checks for."""
 
 EVIDENCE = (
     f"({TESTED}: the tests serve it on the CPU platform and compare with transformers; "
@@ -57,8 +57,9 @@ class Examination:
     """Result of examining flags: what a server with them would do.
 
     Attributes:
-        problems: what its start would end with.
-        server: facts of a server that would start, by name; a list where there are several.
+        problems: errors with which its start would fail.
+        server: facts about a server that would start, by name; a list for a fact with several
+            values.
         pattern: which layers share; None if a problem leaves it undecided.
     """
 
@@ -70,7 +71,7 @@ class Examination:
     pattern: Pattern | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return all of it, by names that stay; a fact's has ``_`` for its spaces."""
+        """Return the examination under stable names, with ``_`` for the spaces in facts' names."""
         names = {name.lower().replace(" ", "_").replace("-", "_"): name for name in self.server}
         return {
             "fine": not self.problems,
@@ -83,7 +84,7 @@ class Examination:
         }
 
     def tell(self, console: Console) -> None:
-        """Print it, the problems first and the layers last."""
+        """Print the examination, with problems first and layers last."""
         if self.checked_for:
             _say(console, "checked for", self.checked_for)
         for problem in self.problems:
@@ -109,12 +110,12 @@ class Examination:
 
 
 def examine(arguments: Sequence[str], device: str | None = None) -> Examination:
-    """Find out whether a server with these flags would start, and what it would do.
+    """Examine whether a server with these flags would start, and what it would do.
 
     Args:
         arguments: flags of ``sglang serve``.
-        device: "cpu", "cuda" or a name of :data:`CARDS`; by default this machine's GPU, and
-            without one :data:`USUAL_CARD`.
+        device: "cpu", "cuda" or a name in :data:`CARDS`; by default this machine's GPU, or
+            :data:`USUAL_CARD` if there is none.
     """
     server_args, examination = None, Examination()
     try:
@@ -142,16 +143,16 @@ def examine(arguments: Sequence[str], device: str | None = None) -> Examination:
 
 
 def _look_for_model(arguments: Sequence[str]) -> None:
-    """Refuse early a path with no model: without a network, SGLang tries the hub for a minute.
+    """Refuse a path without a model early, for which SGLang would try the hub for a minute.
 
     Raises:
-        SettingsError: the model is written as a path, and nothing is there.
+        SettingsError: the model is written as a path that does not exist.
     """
     parser = ArgumentParser(add_help=False, exit_on_error=False, allow_abbrev=False)
     parser.add_argument("--model-path", "--model", default="")
     try:
         name = str(parser.parse_known_args(arguments)[0].model_path)
-    except ArgumentError:  # SGLang says it, too
+    except ArgumentError:  # SGLang reports it too
         return
     if Path(name).exists() or "://" in name:
         return
@@ -161,12 +162,12 @@ def _look_for_model(arguments: Sequence[str]) -> None:
 
 
 def _planned(server_args: Any) -> Plan | None:
-    """Return the plan, if the resolution came so far."""
+    """Return the plan, if the resolution got far enough to make one, else None."""
     if server_args is None:
         return None
     from sglang.srt.arg_groups.overrides import resolving_view
 
-    with suppress(SettingsError):  # which is told as a problem
+    with suppress(SettingsError):  # already reported as a problem
         overrides = read_overrides(resolving_view(server_args).json_model_override_args)
         return Plan.from_json(overrides.get(CONFIG_KEY))
     return None
@@ -187,7 +188,7 @@ def _has_gpu() -> bool:
 
 
 def _choose_device(device: str | None) -> str:
-    """Make SGLang see the device to check for, before it is imported; return its name."""
+    """Make SGLang see the device to check for, before SGLang is imported, and return the name."""
     import torch
 
     from sglang_indexcache.serving.operating.gpu_stand_in import CARDS, GPUS, stand_in
@@ -196,7 +197,7 @@ def _choose_device(device: str | None) -> str:
     if device not in (None, *names):
         raise SettingsError(f"--device may be {', '.join(names)}, got {device!r}")
     if device == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # as a server on the CPU needs it, too
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a server on the CPU needs it too
         return "the CPU reference platform"
     has_gpu = _has_gpu()
     if device not in CARDS and has_gpu:
@@ -211,10 +212,10 @@ def _choose_device(device: str | None) -> str:
 def _resolve(
     arguments: Sequence[str], device: str | None
 ) -> tuple[Any, list[IndexCacheError], list[str]]:
-    """Parse and resolve like the server, without its log lines and warnings.
+    """Parse and resolve the arguments like the server, without its log lines and warnings.
 
-    Returns the arguments as far as SGLang resolved them, or None where it cannot parse them; the
-    problems that a server would end with; and notes on what was examined in their place.
+    Returns the arguments as far as SGLang resolved them, or None if it cannot parse them; the
+    problems with which a server would fail; and notes on flags that were added for the examination.
     """
     arguments = [*arguments, "--log-level", "critical"]
     if device == "cpu":
@@ -263,9 +264,9 @@ def _flags_to_ask(server_args: Any) -> list[str]:
 
 
 def _note_on_added(server_args: Any, device: str | None) -> list[str]:
-    """Say that a server with the flags as they are would be plain SGLang, where that is so."""
+    """Return a note that the unchanged flags would start plain SGLang, where that is so."""
     given = [value for name in BACKEND_FIELDS if (value := getattr(server_args, name))]
-    if device == "cpu" and not given:  # nothing but this plugin serves DSA models there
+    if device == "cpu" and not given:  # on a CPU only this plugin serves DSA models
         return []
     change = f"in the place of {' and '.join(dict.fromkeys(given))}" if given else "added"
     return [
@@ -275,10 +276,10 @@ def _note_on_added(server_args: Any, device: str | None) -> list[str]:
 
 
 def _check_weights(server_args: Any) -> None:
-    """Refuse weights that do not fit the cards, where the config tells how many bytes they are.
+    """Refuse weights that do not fit the cards, if their size follows from the config.
 
     Raises:
-        BenchError: as ``indexcache bench plan`` says it.
+        BenchError: the weights do not fit, in the words of ``indexcache bench plan``.
     """
     import torch
     from sglang.srt.arg_groups.overrides import model_config_of, resolving_view
@@ -298,7 +299,7 @@ def _check_weights(server_args: Any) -> None:
 
 @contextmanager
 def _as_settings_errors(printed: io.StringIO) -> Iterator[None]:
-    """Turn the error that SGLang ends with into a problem; let errors of our own code through."""
+    """Turn the error with which SGLang ends into a SettingsError; let our own errors through."""
     try:
         yield
     except SystemExit:
@@ -315,7 +316,7 @@ def _as_settings_errors(printed: io.StringIO) -> Iterator[None]:
 
 
 def _check_loaded() -> None:
-    """Refuse by name what kept the plugin out: SGLang only calls our backend an invalid choice."""
+    """Raise SettingsError with the variables that kept the plugin from loading, if any did."""
     from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES
 
     if BACKEND_NAME in ATTENTION_BACKEND_CHOICES:
@@ -333,7 +334,7 @@ def _check_loaded() -> None:
 
 
 def _describe_server(server_args: Any, examination: Examination) -> None:
-    """Add the facts of a server that would start with these flags."""
+    """Add the facts about a server that would start with these flags."""
     from sglang.srt.arg_groups.overrides import model_config_of, resolving_view
 
     cfg = resolving_view(server_args)
@@ -362,7 +363,7 @@ def _describe_server(server_args: Any, examination: Examination) -> None:
 
 
 def _saved(plan: Plan, context: int) -> str:
-    """Say the memory on GPUs for index keys that S layers do not need; ``context`` in tokens."""
+    """Return text on the GPU memory for index keys that is saved; ``context`` is in tokens."""
     if plan.mode == "live":
         return "nothing: live mode keeps every layer's index keys"
     if not plan.pattern.shared_layers:
@@ -377,7 +378,7 @@ def _saved(plan: Plan, context: int) -> str:
 
 
 def _features(cfg: Any, plan: Plan) -> list[str]:
-    """Return a line for each feature of SGLang in use, and how it is known to work."""
+    """Return a line for each SGLang feature in use that says how it is known to work."""
     lines = []
     for feature in FEATURES:
         if feature.in_use(cfg):

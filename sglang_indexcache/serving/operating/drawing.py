@@ -17,7 +17,7 @@ _PER_LINE = 60
 
 
 def to_terminal(pattern: Pattern, title: str = "") -> RenderableType:
-    """Draw the layers as a colour strip with a ruler, then a line for each run of alike groups."""
+    """Draw the layers as a colour strip with a ruler, then a line for each run of equal groups."""
     lines: list[RenderableType] = []
     if title:
         lines.append(Text(title, style="bold"))
@@ -56,7 +56,7 @@ def _strip(pattern: Pattern, start: int, stop: int) -> Text:
 
 
 def _run_line(pattern: Pattern, numbers: Sequence[int]) -> Text:
-    """Say what the F layers of neighbouring groups of one size serve."""
+    """Return a line that says which layers the F layers of neighbouring, equal groups serve."""
     groups = [pattern.groups[number] for number in numbers]
     first, last, alone = groups[0], groups[-1], len(groups) == 1
     sources = f"{first.source:>3}" if alone else f"{first.source:>3} to {last.source}"

@@ -1,8 +1,8 @@
-"""Metrics of sharing among SGLang's own: with ``--enable-metrics``, at ``/metrics``.
+"""Metrics on sharing, exported with SGLang's own at ``/metrics`` under ``--enable-metrics``.
 
-SGLang makes its collectors from the classes that ``ServerArgs.stat_loggers`` names. Ours are its
-own with more in them: whenever a scheduler logs its statistics, or its pattern is switched, it also
-exports what this process has counted since. The labels are SGLang's.
+SGLang makes its collectors from the classes that ``ServerArgs.stat_loggers`` names. Ours are
+subclasses of SGLang's: whenever a scheduler logs its statistics, or its pattern is switched, they
+also export what this process has counted since. The labels are SGLang's.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 PREFIX = "sglang_indexcache_"
 Values = dict[tuple[str, ...], float]
-"""Values of a metric now, by what its own labels say."""
+"""Current values of a metric, by the values of its own labels."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class Metric:
 
     Attributes:
         about: its help text.
-        labels: its labels besides SGLang's.
-        values: returns this process's values by labels.
+        labels: names of its labels besides SGLang's.
+        values: returns this process's values by their labels.
     """
 
     about: str
@@ -53,7 +53,7 @@ def _forwards(process: ServingProcess) -> Values:
 
 
 def _layer_runs(process: ServingProcess) -> Values:
-    """Return indexer runs and reuses by layer, without replays of CUDA graphs."""
+    """Return indexer runs and reuses by layer, not counting replays of CUDA graphs."""
     layers, counters = process.plan.layer_ids, process.counters
     did = {"ran": counters.indexer_selections, "reused": counters.index_reuses}
     return {
@@ -95,7 +95,7 @@ COUNTERS = {
         lambda process: {(by,): process.traffic.rejections[by] for by in ("request", "switch")},
     ),
 }
-"""Counters by name. None may fall while a server runs: Prometheus' client would refuse it."""
+"""Counters by name. None may fall while a server runs, which Prometheus' client would refuse."""
 
 GAUGES = {
     "info": Metric(
@@ -115,11 +115,11 @@ GAUGES = {
 """Gauges by name."""
 
 REFUSED: tuple[str, tuple[str, ...]] = ("Requests refused for the pattern that they name.", ())
-"""Description and labels of ``refused``, which the processes that take requests count."""
+"""Help text and labels of ``refused``, which is counted by the processes that take requests."""
 
 
 class SchedulerCollector(SchedulerMetricsCollector):
-    """SGLang's collector of a scheduler, and what IndexCache counts there."""
+    """SGLang's collector for a scheduler, extended by IndexCache's counters."""
 
     def __init__(self, labels: dict[str, str], **options: Any) -> None:
         super().__init__(labels=labels, **options)
@@ -134,7 +134,7 @@ class SchedulerCollector(SchedulerMetricsCollector):
 
 
 class TokenizerCollector(TokenizerMetricsCollector):
-    """SGLang's collector of a process that takes requests, and the patterns refused there."""
+    """SGLang's collector for a process that takes requests, extended by refused patterns."""
 
     def __init__(self, labels: dict[str, str], **options: Any) -> None:
         super().__init__(labels=labels, **options)
@@ -142,14 +142,14 @@ class TokenizerCollector(TokenizerMetricsCollector):
 
         about, more = REFUSED
         refused = prometheus_client.Counter(f"{PREFIX}refused_total", about, (*labels, *more))
-        http_checks.on_refusal.append(refused.labels(**labels).inc)  # a series from now on, at 0
+        http_checks.on_refusal.append(refused.labels(**labels).inc)  # now at 0
 
 
 class Exporter:
-    """Our metrics of one process, with SGLang's labels, in Prometheus' registry."""
+    """Exporter of one process's metrics to Prometheus' registry, with SGLang's labels."""
 
     def __init__(self, labels: Mapping[str, str]) -> None:
-        # Only now: SGLang says by a variable, late, that several processes write.
+        # Imported late: SGLang sets the variable for multi-process metrics only shortly before.
         import prometheus_client
 
         self._labels = {name: str(value) for name, value in labels.items()}
@@ -171,14 +171,14 @@ class Exporter:
         self._told: dict[str, Values] = {name: {} for name in self._series}
 
     def export(self, process: ServingProcess) -> None:
-        """Write what changed since the last time; a metric that fails stops alone, and says so."""
+        """Export the changes since the last call; a metric that fails is logged and dropped."""
         for name in list(self._told):
             try:
                 if name in COUNTERS:
                     self._count(name, COUNTERS[name].values(process))
                 else:
                     self._show(name, GAUGES[name].values(process))
-            except Exception:  # in the scheduler's loop: it would end the server
+            except Exception:  # in the scheduler's loop, where it would end the server
                 logger.exception("IndexCache: the metric %s%s stops here", PREFIX, name)
                 del self._told[name]
 
@@ -188,7 +188,7 @@ class Exporter:
         self._told[name] = values
 
     def _show(self, name: str, values: Values) -> None:
-        # A series that has ended is set to 0: with several processes none can be removed.
+        # A series that has ended is set to 0, because it cannot be removed with several processes.
         now: Values = dict.fromkeys(self._told[name], 0)
         for key, value in values.items():
             label = label_for(key, self._told[name], MAX_LABELS, (OTHERS,) * len(key))
@@ -203,7 +203,7 @@ class Exporter:
 
 
 def collectors(others: Mapping[str, type] | None) -> dict[str, type]:
-    """Return ``ServerArgs.stat_loggers`` with ours in it; ``others`` keep their roles."""
+    """Return ``ServerArgs.stat_loggers`` with our collectors; ``others`` keep their roles."""
     ours: dict[str, type] = {
         STAT_LOGGER_ROLE_SCHEDULER: SchedulerCollector,
         STAT_LOGGER_ROLE_TOKENIZER: TokenizerCollector,

@@ -1,8 +1,8 @@
 """``indexcache server show``: what running servers do, and where they differ.
 
-Whether layers skip what the patterns say is told by comparing what a rank counted with the patterns
-that it served. A layer counts when its Python runs, so a prefill counts and the replay of a decode
-graph does not. All of it is asked over HTTP, so it needs neither torch nor SGLang.
+Whether layers skip as the patterns say is decided by comparing a rank's counters with the patterns
+that it served. A layer counts when its Python code runs, so a prefill counts and the replay of a
+decode graph does not. Everything is read over HTTP, so neither torch nor SGLang is needed.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ ALIKE = {
     "a KV cache that is wrong for one of them.",
     "adapter_digest": "the adapter. Start all of them with the same --indexcache-adapter.",
 }
-"""Fields that all ranks must agree on, and how a user is told what differs if they do not."""
+"""Fields that all ranks must agree on, and their names in the message if they do not."""
 
 _COLOURS = {True: "green", False: "red", None: "yellow"}
-"""Colours of a line that says whether layers skip; None: nobody knows yet."""
+"""Colours for the line that says whether layers skip; None means not known yet."""
 
 _MOST_RANGES = 6
-"""More ranges of layers than these are given as a count."""
+"""Largest number of layer ranges that are listed; more are given as a count."""
 
 
 @dataclass(frozen=True)
 class Rank:
-    """Report of one data-parallel rank, for the tensor-parallel ranks and stages behind it too.
+    """Report of one data-parallel rank, which also covers its tensor-parallel ranks and stages.
 
     Attributes:
-        name: its server's URL, and its number where there are several.
-        sglang: SGLang's version; "" where nobody asked.
+        name: its server's URL, with the rank's number if there are several.
+        sglang: SGLang's version; "" if it was not asked for.
     """
 
     name: str
@@ -81,7 +81,7 @@ class Rank:
         }
 
     def tell(self, console: Console) -> None:
-        """Print what it does, its layers last."""
+        """Print the rank's state, with its layers last."""
         state, verdict = self.state, judge(self.state)
         _say(console, f"{state.mode} mode, {state.source}", "bold")
         _say(console, verdict.text, _COLOURS[verdict.proven])
@@ -105,14 +105,14 @@ class Rank:
 
 @dataclass
 class Survey:
-    """Survey of running servers: their ranks, what is wrong with them, and where they differ."""
+    """Survey of running servers: their ranks, their problems and their differences."""
 
     ranks: list[Rank] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     @property
     def fine(self) -> bool:
-        """Whether no problem was found, and no layer disobeyed its pattern."""
+        """Whether there is no problem, and no layer disobeyed its pattern."""
         disobeyed = any(judge(rank.state).proven is False for rank in self.ranks)
         return not (self.problems or disobeyed)
 
@@ -122,7 +122,7 @@ class Survey:
         return {"fine": self.fine, "problems": self.problems, "ranks": ranks}
 
     def tell(self, console: Console) -> None:
-        """Print it, the problems last."""
+        """Print the survey, with problems last."""
         for rank in self.ranks:
             if len(self.ranks) + len(self.problems) > 1:
                 _say(console, rank.name, "bold")
@@ -136,7 +136,7 @@ def _say(console: Console, line: str, style: str | None = None) -> None:
 
 
 def ask_servers(clients: Sequence[RunningServer]) -> Survey:
-    """Ask servers what they do, and whether all their ranks run the same plan."""
+    """Ask servers for their state, and check that all ranks run the same plan."""
     servers = Survey()
     for client in clients:
         try:
@@ -156,7 +156,7 @@ def _ask(client: RunningServer, servers: Survey) -> None:
         )
     launched = CONFIG_KEY in json.loads(info.get("json_model_override_args") or "{}")
     reports = [state.get(STATE) or {} for state in info["internal_states"]]
-    # They answer in the order in which they come; those that do not say their number have the rest.
+    # Ranks answer in any order; those that do not report a number get the remaining numbers.
     rest = iter({*range(len(reports))} - {report.get("rank") for report in reports})
     numbered = [(report["rank"] if "rank" in report else next(rest), report) for report in reports]
     for number, report in sorted(numbered, key=lambda rank: rank[0]):
@@ -173,7 +173,7 @@ def _ask(client: RunningServer, servers: Survey) -> None:
 
 
 def _missing(name: str, *, launched: bool) -> str:
-    """Say why a rank reports nothing; ``launched`` says that its launcher had a plan."""
+    """Return why a rank reports nothing; ``launched`` says whether its launcher had a plan."""
     if not launched:
         return f"{name} does not run IndexCache. Start it with --attention-backend {BACKEND_NAME}"
     return (
@@ -184,7 +184,7 @@ def _missing(name: str, *, launched: bool) -> str:
 
 
 def _differences(ranks: Sequence[Rank]) -> list[str]:
-    """Return a sentence for each of :data:`ALIKE` that is not the same everywhere."""
+    """Return a sentence for each field of :data:`ALIKE` in which ranks differ."""
     facts = {
         rank.name: {"sglang": rank.sglang, **rank.state.model_dump(include=set(ALIKE))}
         for rank in ranks
@@ -200,11 +200,11 @@ def _differences(ranks: Sequence[Rank]) -> list[str]:
 
 @dataclass(frozen=True)
 class SkipVerdict:
-    """Proof from a rank's counters, and what it cannot see.
+    """Verdict from a rank's counters, and what they cannot see.
 
     Attributes:
-        proven: whether every layer did as its patterns say; None while nothing was counted, or the
-            rank does not name every pattern that it served.
+        proven: whether every layer did what the patterns say; None while nothing was counted, or if
+            the rank does not name every pattern that it served.
         text: the verdict, in a sentence.
         uncounted: forwards or layers that the counters do not see; empty if they see all.
     """
@@ -215,7 +215,7 @@ class SkipVerdict:
 
 
 def judge(state: RankState) -> SkipVerdict:
-    """Judge whether a rank's layers did what the patterns that it served say."""
+    """Judge whether a rank's layers did what its served patterns say."""
     runs, reuses, layers = state.indexer_selections, state.index_reuses, state.counted_layers
     counted = max((runs[layer] + reuses[layer] for layer in layers), default=0)
     if not counted:
@@ -242,9 +242,9 @@ def judge(state: RankState) -> SkipVerdict:
 
 
 def describe_index_keys(state: RankState) -> str:
-    """Say the index-K bytes of a token beside those of plain DSA, which stores every indexer's.
+    """Return a line with the index-K bytes per token, beside those of plain DSA.
 
-    In live mode the two are the same: every layer stores its keys.
+    In live mode both are the same, because every layer stores its keys.
     """
     pattern, plain = Pattern(state.pattern), Pattern(state.checkpoint_pattern)
     if state.mode == "live":
@@ -259,7 +259,7 @@ def describe_index_keys(state: RankState) -> str:
 
 
 def describe_row_shares(state: RankState) -> str:
-    """Say which share of the rows this rank's indexers scored; "" where ranks do not split rows."""
+    """Return a line with the share of rows that this rank scored; "" without a row split."""
     if not state.scored_rows:
         return ""
     ranks = len(state.scored_rows)
@@ -270,7 +270,7 @@ def describe_row_shares(state: RankState) -> str:
 
 
 def describe_skipped_work(state: RankState) -> str:
-    """Say which share of the query-key pairs sharing has skipped; "" before any could be."""
+    """Return a line with the share of query-key pairs that sharing skipped; "" before any pairs."""
     pairs: Counter[str] = Counter()
     for name, count in state.pairs.items():
         pairs[name.rpartition(" ")[2]] += count
@@ -280,7 +280,7 @@ def describe_skipped_work(state: RankState) -> str:
 
 
 def _full_layers(state: RankState) -> set[int]:
-    """Find the layers that are F in any pattern that was served; static mode has but one."""
+    """Return the layers that are F in some pattern that was served; static mode has only one."""
     every = state.rows or {state.pattern}
     return {layer for pattern in every for layer in Pattern(pattern).full_layers}
 
@@ -305,7 +305,7 @@ def _uncounted(state: RankState, counted: int) -> str:
 
 
 def _layers(layers: Iterable[int]) -> str:
-    """Say ``layers 0-2 and 5``, or a count where there are many pieces."""
+    """Return text such as ``layers 0-2 and 5``, or a count if there are many ranges."""
     numbers: Sequence[int] = sorted(layers)
     pieces = [
         [number for _, number in run]
