@@ -3,10 +3,11 @@
 import ctypes
 import shutil
 import subprocess
+from collections.abc import Callable, Sequence
 from ctypes import c_float, c_int, c_int64, c_uint32, c_uint64
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
@@ -17,19 +18,24 @@ from sglang_indexcache.kernels.build import source_folder
 EMULATOR = Path(__file__).with_name("emulator")
 
 
+def compiled(command: Callable[[Path], Sequence[str]]) -> ctypes.CDLL:
+    """Load what ``command`` compiles to the path that it is given; no file stays behind."""
+    with TemporaryDirectory(prefix="indexcache-") as folder:
+        target = Path(folder) / "library.so"
+        process = subprocess.run(command(target), capture_output=True, text=True, check=False)
+        assert process.returncode == 0, process.stderr[-3000:]
+        return ctypes.CDLL(str(target))
+
+
 @cache
 def host() -> ctypes.CDLL:
     """Return ``emulator/checks.cpp`` as a library; built once a process."""
     compiler = shutil.which("g++") or shutil.which("c++")
     if compiler is None:
         pytest.fail("these tests need a C++ compiler")
-    root = source_folder()
-    target = Path(mkdtemp(prefix="indexcache-host-")) / "checks.so"
     flags = ["-std=c++17", "-O2", "-shared", "-fPIC", "-ffp-contract=off"]
-    command = [compiler, *flags, f"-I{root}", str(EMULATOR / "checks.cpp"), "-o", str(target)]
-    process = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert process.returncode == 0, process.stderr
-    library = ctypes.CDLL(str(target))
+    command = [compiler, *flags, f"-I{source_folder()}", str(EMULATOR / "checks.cpp"), "-o"]
+    library = compiled(lambda target: [*command, str(target)])
     library.check_order_key.restype = c_uint32
     library.check_gate_edge.restype = c_float
     library.check_below.restype = c_uint32

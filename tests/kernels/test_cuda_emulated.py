@@ -13,12 +13,10 @@ import ctypes
 import faulthandler
 import os
 import signal
-import subprocess
 from ctypes import Structure, byref, c_bool, c_char_p, c_int, c_int64, c_uint64
 from ctypes import c_void_p as address
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
 
 import numpy as np
 import pytest
@@ -27,7 +25,7 @@ from numpy.typing import NDArray
 
 from sglang_indexcache.errors import KernelError
 from sglang_indexcache.kernels import build
-from tests.kernels.cuda_host import EMULATOR, pointer
+from tests.kernels.cuda_host import EMULATOR, compiled, pointer
 from tests.kernels.test_cuda_select import KINDS, make_row, oracle
 
 pytestmark = pytest.mark.csrc
@@ -48,11 +46,7 @@ def emulator_command(source: Path, target: Path) -> list[str]:
 
 @cache
 def emulator() -> ctypes.CDLL:
-    target = Path(mkdtemp(prefix="indexcache-emulated-")) / "kernels.so"
-    command = emulator_command(EMULATOR / "kernels.cpp", target)
-    process = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert process.returncode == 0, process.stderr[-3000:]
-    library = ctypes.CDLL(str(target))
+    library = compiled(lambda target: emulator_command(EMULATOR / "kernels.cpp", target))
     for name in ("logits", "select", "topk", "pack", "attend"):
         getattr(library, f"emulate_{name}").restype = c_char_p
     return library

@@ -6,19 +6,18 @@ model (csrc/README.md) has no mutant here: fences, and `setmaxnreg`.
 
 import ctypes
 import re
-import subprocess
 from ctypes import c_bool, c_char_p, c_float, c_int, c_uint64
 from ctypes import c_void_p as address
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import NamedTemporaryFile
 
 import numpy as np
 import pytest
 import torch
 
 from sglang_indexcache.kernels.build import source_folder
-from tests.kernels.cuda_host import pointer
+from tests.kernels.cuda_host import compiled, pointer
 from tests.kernels.test_cuda_emulated import attention, emulator_command, fp8_cache
 
 pytestmark = pytest.mark.csrc
@@ -88,7 +87,6 @@ def mutants() -> ctypes.CDLL:
     """Return every mutant's kernels, in one library."""
     files = (source_folder() / f"sparse_mla/{part}.cuh" for part in PARTS)
     source = "\n".join(file.read_text() for file in files)
-    folder = Path(mkdtemp(prefix="indexcache-mutants-"))
     includes_of_others = rf'^#include (?!"sparse_mla/(?:{"|".join(PARTS)}).cuh").*$'
     includes = "\n".join(re.findall(includes_of_others, source, re.MULTILINE))
     parts = ['#include "simt.h"', includes, '#include "common/block.cuh"']
@@ -123,13 +121,10 @@ extern "C" const char* attend_mutant(int mutant, const __nv_bfloat16* q, const u
   return "no such mutant";
 }}
 """)
-    path, target = folder / "mutants.cpp", folder / "mutants.so"
-    path.write_text("\n".join(parts))
-    process = subprocess.run(
-        emulator_command(path, target), capture_output=True, text=True, check=False
-    )
-    assert process.returncode == 0, process.stderr[-3000:]
-    library = ctypes.CDLL(str(target))
+    with NamedTemporaryFile("w", suffix=".cpp") as file:
+        file.write("\n".join(parts))
+        file.flush()
+        library = compiled(lambda target: emulator_command(Path(file.name), target))
     library.attend_mutant.restype = c_char_p
     return library
 
