@@ -23,9 +23,9 @@ from __future__ import annotations
 import enum
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -187,8 +187,17 @@ class Look:
     def compared(
         self, arm: str, *, cells: Iterable[Cell] | None = None, repeat: int = 0
     ) -> Differences:
-        """Compare an arm with the reference's first answers."""
-        return paired(self.long, arm, self.reference, cells=cells, repeat=repeat)
+        """Compare an arm with the reference's first answers; each comparison is made once."""
+        return self._differences(arm, None if cells is None else frozenset(cells), repeat)
+
+    @cached_property
+    def _differences(self) -> Callable[[str, frozenset[Cell] | None, int], Differences]:
+        """Comparisons that were made, kept by their arguments."""
+        return cache(
+            lambda arm, cells, repeat: paired(
+                self.long, arm, self.reference, cells=cells, repeat=repeat
+            )
+        )
 
     @property
     def cells(self) -> set[Cell]:
