@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sglang_indexcache.errors import PatternError, SearchError
+from sglang_indexcache.errors import SearchError
 from sglang_indexcache.lab.search.calibration import Score
 from sglang_indexcache.lab.search.evaluators.hf import TransformersEvaluator
 from sglang_indexcache.lab.search.recall import TEXT
@@ -16,20 +16,9 @@ from tests.fixtures.landscape import SyntheticEvaluator
 from tests.lab.search.helpers import made_up
 
 
-@pytest.mark.parametrize(
-    ("value", "pattern"),
-    [("full", "FFFFFFFF"), ("uniform:1/4", "FSSSFSSS"), ("FSFFFFFF", "FSFFFFFF")],
-)
-def test_a_setup_takes_every_form_of_a_pattern(value: str, pattern: str) -> None:
-    assert made_up(SyntheticEvaluator(8)).resolve(value) == Pattern(pattern)
-
-
-def test_a_setup_refuses_what_a_checkpoint_does() -> None:
-    setup = made_up(SyntheticEvaluator(8))
-    with pytest.raises(PatternError, match="4 characters and the model has 8"):
-        setup.resolve("FSFS")
+def test_a_server_of_another_model_is_refused() -> None:
     with pytest.raises(SearchError, match="these are two models"):
-        setup.identity(SyntheticEvaluator(9))
+        made_up(SyntheticEvaluator(8)).identity(SyntheticEvaluator(9))
 
 
 def test_any_folder_gives_patterns_a_name(tmp_path: Path) -> None:
