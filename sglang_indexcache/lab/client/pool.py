@@ -149,7 +149,7 @@ class Pool:
                 self._put_back(slot)
 
     def _take(self) -> _Slot:
-        """Take an engine with room for a call; wait for one, or until a failed one may be retried."""
+        """Take an engine with room for a call, and wait until one has room or may be retried."""
         with self._changed:
             while True:
                 now = time.monotonic()
