@@ -16,21 +16,21 @@ def project(
     interleaved: bool,
     asked: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Project and rotate.
+    """Project and rotate the inputs of an indexer's score.
 
     Source: ``GlmMoeDsaIndexer`` and ``DeepseekV32Indexer`` of transformers.
 
     Args:
-        indexer: one of these, or whatever else holds its four modules.
+        indexer: one of these classes, or any object with the same four modules.
         hidden: ``[B, T, hidden_size]``.
         latent: ``[B, T, q_lora_rank]``, normalised.
         rotation: cosine and sine, ``[B, T, rotated]`` each.
-        interleaved: whether RoPE turns neighbouring dimensions, not the two halves.
+        interleaved: whether RoPE rotates neighbouring dimensions instead of the two halves.
         asked: ``[Q]`` places of the queries; None for all.
 
     Returns:
-        Queries ``[B, Q, H, D]`` and keys ``[B, T, D]``, rotated, and the weights ``[B, Q, H]``, of
-        either sign, without any scale.
+        Queries ``[B, Q, H, D]`` and keys ``[B, T, D]``, rotated, and weights ``[B, Q, H]``, with
+        either sign and without any scale.
     """
     half = rotation[0].shape[-1] // 2
 
@@ -39,7 +39,7 @@ def project(
         turned, rest = x.tensor_split([2 * half], dim=-1)
         pairs = (turned[..., 0::2], turned[..., 1::2]) if interleaved else turned.chunk(2, dim=-1)
         first, second = pairs
-        # The order of the rotated dimensions does not matter: queries and keys share it.
+        # The order of the rotated dimensions does not matter, because queries and keys share it.
         parts = (first * cosine - second * sine, second * cosine + first * sine, rest)
         return torch.cat(parts, dim=-1)
 

@@ -1,4 +1,4 @@
-"""Clients of running servers: search, evaluation, benchmarks and demo ask through them.
+"""Clients of running servers, used by search, evaluation, benchmarks and the demo.
 
 ``http`` is a server's HTTP side, ``launch`` starts one, ``score`` asks for log-probabilities of
 given tokens, ``pool`` keeps several servers busy, and ``stream`` times an answer as it arrives.

@@ -12,30 +12,31 @@ from sglang_indexcache.errors import ServerError, ServerUnavailableError
 from sglang_indexcache.serving.protocol import SWITCH, RankState, states_of
 
 _CONNECT_SECONDS = 10.0
-"""A server that is there accepts a connection at once, however long it then works."""
+"""Seconds for connecting: a running server accepts a connection at once, however long it then
+works."""
 
 _REUSE = httpx.Limits(max_connections=100, max_keepalive_connections=20, keepalive_expiry=2.0)
-"""SGLang closes a connection that was idle for 5 seconds, httpx's own limit: a request that is sent
-just then is lost. The other two are httpx's."""
+"""Limits of connections. SGLang closes a connection after 5 idle seconds, which is httpx's own
+limit too, and a request sent just then is lost. The other two limits are httpx's."""
 
 _AWAY = (httpx.TimeoutException, httpx.NetworkError, httpx.RemoteProtocolError)
-"""What goes wrong when a server dies, restarts or is slow; other errors are the request's own."""
+"""Errors of a server that dies, restarts or is slow; other errors are the request's own."""
 
 _BUSY = httpx.codes.TOO_MANY_REQUESTS
 
 
 _ADMIN_PATHS = ("/set_internal_state", "/flush_cache")
-"""Where SGLang wants its admin key, if it was started with one."""
+"""Paths for which SGLang needs its admin key, if it was started with one."""
 
 
 class Client:
-    """The HTTP side of a running server; an answer may take ``timeout`` seconds.
+    """HTTP client of a running server; an answer may take ``timeout`` seconds.
 
     The keys are the server's ``--api-key`` and, for switching patterns and flushing the cache, its
     ``--admin-api-key``.
 
     Raises:
-        ServerError: a key that no HTTP header can carry.
+        ServerError: a key has characters that no HTTP header can carry.
     """
 
     def __init__(
@@ -73,8 +74,9 @@ class Client:
         """Call SGLang's native ``/generate``; the answer may take ``timeout`` seconds.
 
         Raises:
-            ServerUnavailableError: no answer, or half of one: the server is away or too slow.
-            ServerError: the server refused.
+            ServerUnavailableError: there was no answer or only half of one; the server is
+                unreachable or too slow.
+            ServerError: the server refused the request.
         """
         return self._request("POST", "/generate", body, timeout)
 
@@ -82,7 +84,8 @@ class Client:
         """Call SGLang's native ``/generate``, and yield its chunks as they arrive.
 
         Raises:
-            ServerError: the server refused, reported an error, or went away before the end.
+            ServerError: the server refused the request, reported an error, or disconnected before
+                the end.
         """
         try:
             with self._http.stream("POST", "/generate", json={**body, "stream": True}) as response:
@@ -111,14 +114,14 @@ class Client:
             ) from error
 
     def server_info(self) -> dict[str, Any]:
-        """Ask for SGLang's ``/server_info``."""
+        """Return SGLang's ``/server_info``."""
         return dict(self._request("GET", "/server_info"))
 
     def states(self) -> list[RankState]:
         """Return IndexCache's report, one entry per data-parallel rank.
 
         Raises:
-            ServerError: the server does not run IndexCache, or cannot say what it does.
+            ServerError: the server does not run IndexCache, or cannot report its state.
         """
         states = states_of(self.server_info(), f"the server at {self.url}")
         if not states:
@@ -132,7 +135,7 @@ class Client:
         """Make ``value`` the pattern of a server in live mode, for requests that name none.
 
         Raises:
-            ServerError: with the server's reason, if it refused.
+            ServerError: the server refused; has the server's reason.
         """
         self.states()
         body = {"server_args": {SWITCH + value: 1}}
@@ -144,10 +147,10 @@ class Client:
         return states
 
     def flush_cache(self, timeout: float = 60.0) -> None:
-        """Flush the radix cache, once the server is idle, for which it waits ``timeout`` seconds.
+        """Flush the radix cache as soon as the server is idle, waiting up to ``timeout`` seconds.
 
-        It may not be yet when an answer arrives: a pipeline's first stage learns later than the
-        client that the last one is through.
+        The server may still be busy when an answer arrives: a pipeline's first stage learns later
+        than the client that the last stage has finished.
         """
         self._send("POST", f"/flush_cache?timeout={timeout}")
 
@@ -199,7 +202,7 @@ class Client:
         return request
 
     def _refusal(self, response: httpx.Response) -> ServerError:
-        """Return the error for an answer other than 200; a key is never part of it."""
+        """Return the error for an answer other than 200, which never contains a key."""
         request, status = response.request, response.status_code
         reply = f"{request.method} {request.url} answered {status}"
         with_key = "Authorization" in request.headers
@@ -220,7 +223,7 @@ class Client:
 
 
 def _lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield the lines of a stream of events, which end in LF alone: a text may have others."""
+    """Yield the lines of an event stream; only LF ends one, as texts may hold other line ends."""
     pending = b""
     for piece in pieces:
         *complete, pending = (pending + piece).split(b"\n")
@@ -229,12 +232,12 @@ def _lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def _patience(seconds: float) -> httpx.Timeout:
-    """Return a timeout of ``seconds`` for an answer, at most the usual one for connecting."""
+    """Return a timeout of ``seconds`` for an answer, with at most the usual time for connecting."""
     return httpx.Timeout(seconds, connect=min(seconds, _CONNECT_SECONDS))
 
 
 def _clean(key: str | None) -> str:
-    """Return ``key`` without the white space that files end in."""
+    """Return ``key`` without the white space with which files end."""
     key = (key or "").strip()
     if not key.isascii() or not key.isprintable():
         raise ServerError("an API key has a character that no HTTP header can carry")

@@ -1,6 +1,6 @@
 """Start and stop a real SGLang server from Python: for the demo, tests and benchmarks.
 
-The server is its own process group and dies with its parent, whatever kills that: on Linux the
+The server has its own process group and dies with its parent, however the parent dies: on Linux the
 kernel sends the signal, so nothing is left behind even after kill -9.
 """
 
@@ -83,7 +83,7 @@ class Server:
         """Wait until the server answers.
 
         Raises:
-            ServerError: it died or took too long; the end of its log is in the message.
+            ServerError: the server died or took too long; the message has the end of its log.
         """
         started = time.monotonic()
         while time.monotonic() - started < timeout:
@@ -91,7 +91,7 @@ class Server:
                 code = None if self._process is None else self._process.returncode
                 raise ServerError(f"the server ended with exit code {code}:\n{self.log_tail()}")
             if _PORT_TAKEN in self.log_tail():
-                # SGLang would stay, and whoever has the port would answer in its place.
+                # SGLang would not end, and the other process on the port would answer in its place.
                 self.stop()
                 raise ServerError(f"port {self.port} is in use; give the server another one")
             if self.client.is_ready():
@@ -101,7 +101,7 @@ class Server:
         raise ServerError(f"the server was not ready after {timeout:.0f} s:\n{self.log_tail()}")
 
     def wait(self, timeout: float) -> int:
-        """Wait until the process ends by itself; returns its exit code."""
+        """Wait until the process ends by itself, and return its exit code."""
         if self._process is None:
             raise ServerError("the server was not started")
         return self._process.wait(timeout)
@@ -109,13 +109,14 @@ class Server:
     def stop(self, grace: float = 20.0) -> None:
         """Stop the whole process group; safe to call twice.
 
-        SGLang may finish what runs and end its own processes for ``grace`` seconds; 0 kills.
+        SGLang gets ``grace`` seconds to finish running requests and end its processes; 0 kills at
+        once.
         """
         if self._process is None:
             return
         if grace:
-            # SGLang's other processes take a signal of their own for a crash, and it waits for
-            # those to settle: only the first process is told.
+            # Signal only the first process: SGLang takes a signal to its other processes for a
+            # crash, and waits for them to settle.
             self._process.terminate()
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(grace)
@@ -123,7 +124,7 @@ class Server:
         self._process.wait()
 
     def log_tail(self, lines: int = 30) -> str:
-        """Return the last lines of the server's log, its very long ones (arguments) cut short."""
+        """Return the last lines of the server's log, with very long lines (arguments) shortened."""
         text = self.log.read_text(errors="replace") if self.log.exists() else ""
         return "\n".join(line[:500] for line in text.splitlines()[-lines:])
 
@@ -136,14 +137,15 @@ def _kill_group(group: int) -> None:
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent dies; on Linux only."""
+    """Make the kernel kill this process when its parent dies; on Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def free_port() -> int:
-    """Return a port that is free now and that no outgoing connection gets until it is used."""
-    # Not from the seeded generator: processes with one seed would all try the same ports at once.
+    """Return a port that is free now, and that no outgoing connection gets before it is used."""
+    # Not from the seeded generator: processes with the same seed would all try the same ports at
+    # once.
     for port in random.SystemRandom().sample(_PORTS, 100):
         with socket.socket() as probe:
             try:

@@ -1,4 +1,4 @@
-"""Several running engines of one checkpoint asked as one; any of them may die and come back."""
+"""Several running engines of one checkpoint, used like one; any of them may die and come back."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from sglang_indexcache.serving.protocol import RankState
 
 FIRST_PAUSE = 1.0
 LONGEST_PAUSE = 60.0
-"""Seconds until an engine that failed is asked again: the first, then twice as long each time."""
+"""Seconds until a failed engine is asked again: the first pause; it doubles each time."""
 PATIENCE = 3600.0
-"""Seconds for which a call is tried again: a large model needs half an hour to load."""
+"""Seconds for which a failed call is tried again: a large model needs half an hour to load."""
 
 _Answer = TypeVar("_Answer")
 
 
 class _Slot:
-    """An engine of the pool, itself an engine; what it serves is checked around every call."""
+    """An engine in the pool, whose checkpoint is checked before and after every call."""
 
     def __init__(self, engine: Engine, at_once: int) -> None:
         self._engine, self._at_once = engine, at_once
@@ -34,7 +34,7 @@ class _Slot:
         return self._engine.name
 
     def meet(self) -> tuple[str, str]:
-        """Return what the engine serves, by its first answer."""
+        """Return the checkpoint's identity from the engine's first answer."""
         if self.checkpoint is None:
             self.checkpoint = self._read_checkpoint()
         return self.checkpoint
@@ -44,7 +44,7 @@ class _Slot:
 
     def generate(self, *, timeout: float | None = None, **body: Any) -> Any:
         self._check()
-        if timeout is not None:  # it may wait for the others
+        if timeout is not None:  # the call may wait for the engine's others
             timeout *= self._at_once
         replies = self._engine.generate(timeout=timeout, **body)
         self._check()
@@ -71,23 +71,24 @@ class _Slot:
 
 
 class Pool:
-    """Running engines in live mode, each working on calls of its own.
+    """Pool of running engines in live mode, each of which works on its own calls.
 
-    Hands each call to an engine that is free; safe to call from ``in_flight`` threads. An engine
-    that is away leaves, its call goes to another, and it is asked again after growing pauses. What
-    will not get better by waiting (a refusal, another checkpoint, static mode) is raised at once.
+    The pool gives each call to a free engine; it is safe to call from ``in_flight`` threads. If an
+    engine cannot be reached, its call goes to another, and the engine is tried again after growing
+    pauses. Errors that waiting does not cure (a refusal, another checkpoint, static mode) are
+    raised at once.
 
-    Calls that an engine has at once share its batches, so rounding may differ by what else a batch
-    held, as it does under any other traffic.
+    Simultaneous calls to an engine share its batches, so rounding may depend on the rest of a
+    batch, as under any other traffic.
 
     Args:
-        at_once: calls that each engine has at the same time.
-        tell: is given one line whenever an engine leaves or comes back.
-        patience: seconds for which a call is tried again.
+        at_once: number of calls that each engine gets at the same time.
+        tell: called with one line whenever an engine fails or comes back.
+        patience: seconds for which a failed call is tried again.
 
     Raises:
-        ServerError: engines that differ in what they serve, or do not serve what was asked for.
-        ServerUnavailableError: none of them answers.
+        ServerError: the engines serve different checkpoints, or one is not in live mode.
+        ServerUnavailableError: no engine answers.
     """
 
     def __init__(
@@ -120,11 +121,11 @@ class Pool:
         return self._checkpoint
 
     def ask(self, question: Callable[[Engine], _Answer]) -> _Answer:
-        """Ask an engine that is free, or another if that one is away, and return its answer.
+        """Ask a free engine, or another if that one cannot be reached, and return its answer.
 
         Raises:
-            ServerUnavailableError: nobody answered as long as the pool's patience lasts.
-            ServerError: whatever ``question`` raises besides.
+            ServerUnavailableError: no engine answered within the pool's patience.
+            ServerError: ``question`` raised it.
         """
         failing_since = None
         while True:
@@ -148,7 +149,7 @@ class Pool:
                 self._put_back(slot)
 
     def _take(self) -> _Slot:
-        """Take an engine with a call to spare; wait for one, or until a failed one may be asked."""
+        """Take an engine with room for a call, and wait until one has room or may be retried."""
         with self._changed:
             while True:
                 now = time.monotonic()
@@ -174,14 +175,14 @@ class Pool:
     def _leave(self, slot: _Slot, error: ServerUnavailableError) -> None:
         with self._changed:
             now = time.monotonic()
-            if slot.rests_until > now:  # another of its calls failed by the same
+            if slot.rests_until > now:  # another call has already reported this
                 return
             pause = min(FIRST_PAUSE * 2**slot.failures, LONGEST_PAUSE)
             slot.failures, slot.rests_until = slot.failures + 1, now + pause
         self._tell(f"{slot.name} is asked again in {pause:.0f} s: {error}")
 
     def _meet(self, slot: _Slot) -> None:
-        """Make sure that an engine serves what the others do."""
+        """Check that an engine serves the same checkpoint as the others."""
         checkpoint = slot.meet()
         with self._changed:
             expected = self._checkpoint = self._checkpoint or checkpoint

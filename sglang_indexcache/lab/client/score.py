@@ -1,7 +1,7 @@
 """Ask a running engine for the log-probabilities of given tokens (teacher forcing).
 
 SGLang's ``/generate`` scores a prompt's tokens from ``logprob_start_len`` on and uses its prefix
-cache up to there; the first entry that comes back is empty. Nothing is decoded.
+cache up to there; the first entry of the answer is empty. Nothing is decoded.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from sglang_indexcache.errors import ServerError, ServerUnavailableError
 from sglang_indexcache.serving.protocol import RankState, check_answered_under, named
 
 _LEAST_SECONDS, _LEAST_RATE = 600.0, 1000.0
-"""A call may take ten minutes and a second more for every 1,000 tokens: an engine that prefills
-fewer tokens a second is taken for one that hangs."""
+"""Time limit of a call: ten minutes, plus a second for every 1,000 tokens. A slower engine is
+considered hung."""
 
 _ABOVE_ZERO = 1e-3
-"""How far above zero rounding may put a log-probability."""
+"""Largest amount by which rounding may put a log-probability above zero."""
 
 Top = list[tuple[int, float]]
-"""The likeliest token ids at a place with their log-probabilities in nats, best first."""
+"""Likeliest token ids at a place with their log-probabilities in nats, best first."""
 
 
 class Engine(Protocol):
-    """A running engine: ``lab.client.http.Client``, or one in this process."""
+    """Interface of a running engine: ``lab.client.http.Client``, or an engine in this process."""
 
     @property
     def name(self) -> str:
@@ -41,12 +41,12 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class Prompt:
-    """One sequence of token ids to ask with.
+    """A sequence of token ids to send.
 
     Attributes:
-        pattern: F/S, which the request names and the answer must name; "" names none.
-        key: its cached prefixes are shared only with prompts of the same key (``extra_key``).
-        scored: how many of its last tokens are scored, fewer than all.
+        pattern: the F/S string that the request names and the answer must repeat; "" names none.
+        key: cached prefixes are shared only among prompts with the same key (``extra_key``).
+        scored: number of last tokens that are scored, fewer than all.
     """
 
     ids: Sequence[int]
@@ -56,7 +56,7 @@ class Prompt:
 
     @property
     def start(self) -> int:
-        """``logprob_start_len``: the place before the first scored token."""
+        """Value for ``logprob_start_len``: the place before the first scored token."""
         return len(self.ids) - self.scored - 1
 
 
@@ -67,7 +67,7 @@ class TokenScores:
     Attributes:
         logprobs: ``[scored]`` in nats.
         tops: ``[scored]``, the likeliest tokens at each place; empty if none were asked for.
-        computed: tokens of the prompt that did not come from the prefix cache.
+        computed: number of prompt tokens that did not come from the prefix cache.
     """
 
     logprobs: list[float]
@@ -76,19 +76,19 @@ class TokenScores:
 
 
 def time_allowed(tokens: int) -> float:
-    """Return the seconds that the answer to a call with so many prompt tokens may take."""
+    """Return the seconds that a call may take, from its number of prompt tokens."""
     return _LEAST_SECONDS + tokens / _LEAST_RATE
 
 
 def score(engine: Engine, prompts: Sequence[Prompt], *, top: int = 0) -> list[TokenScores]:
     """Return the log-probabilities of each prompt's last ``scored`` tokens, given all before them.
 
-    All prompts, of which at least one token is scored, go out as one request. ``top`` is how many
-    of the likeliest tokens to report at each place.
+    All prompts go out as one request; each scores at least one token. ``top`` is the number of
+    likeliest tokens to report at each place.
 
     Raises:
-        ServerUnavailableError: no answer, or the engine gave a request up.
-        ServerError: an answer that is not one to what was asked.
+        ServerUnavailableError: there was no answer, or the engine aborted a request.
+        ServerError: the answer does not fit the request.
     """
     body = {"top_logprobs_num": top} if top else {}
     starts = [prompt.start for prompt in prompts]
@@ -103,14 +103,14 @@ def ask(
     new_tokens: int = 0,
     **body: Any,
 ) -> list[dict[str, Any]]:
-    """Return each prompt's reply, once it is found to answer that prompt under its pattern.
+    """Return each prompt's reply after checking that it answers that prompt under its pattern.
 
     Args:
-        new_tokens: to generate at most, greedily.
+        new_tokens: largest number of tokens to generate, greedily.
 
     Raises:
-        ServerUnavailableError: no answer, or the engine gave a request up.
-        ServerError: no reply of SGLang's, one to another prompt, or one under another pattern.
+        ServerUnavailableError: there was no answer, or the engine aborted a request.
+        ServerError: a reply is not SGLang's, or is for another prompt or pattern.
     """
     if any(prompt.key for prompt in prompts):
         body["extra_key"] = [prompt.key for prompt in prompts]
@@ -135,13 +135,13 @@ def ask(
 
 
 def ask_afresh(engine: Engine, prompt: Prompt, new_tokens: int, **body: Any) -> dict[str, Any]:
-    """Return a prompt's reply as :func:`ask` does, where no token of it was read from the cache.
+    """Return a prompt's reply like :func:`ask`, with no token of the prompt read from the cache.
 
     Raises:
         ServerUnavailableError: as :func:`ask`.
         ServerError: as :func:`ask`, or tokens came from the cache.
     """
-    # SGLang reads nothing from its cache of a prompt that is scored from its beginning.
+    # SGLang does not read a prompt from its cache if the prompt is scored from the beginning.
     body |= {"return_logprob": True, "logprob_start_len": [0]}
     [reply] = ask(engine, [prompt], new_tokens, **body)
     if cached := int(reply["meta_info"]["cached_tokens"]):
@@ -176,7 +176,7 @@ def _read(info: Mapping[str, Any], prompt: Prompt, top: int, server: str) -> Tok
     """Read the scores of an answer.
 
     Raises:
-        ServerError: they came from the cache, are of other tokens, too few, or no numbers.
+        ServerError: the scores came from the cache, are for other tokens, too few, or no numbers.
     """
     cached = int(info["cached_tokens"])
     if cached > prompt.start:
@@ -204,7 +204,7 @@ def _read(info: Mapping[str, Any], prompt: Prompt, top: int, server: str) -> Tok
 def _check_tokens(
     entries: Sequence[Any], rows: Sequence[Any] | None, prompt: Prompt, server: str
 ) -> None:
-    """Raise ServerError unless the scored tokens are those that were asked for."""
+    """Raise ServerError unless the scored tokens are the requested ones."""
     if len(entries) != prompt.scored or (rows is not None and len(rows) != prompt.scored):
         did = f"scored {len(entries)} tokens"
         if rows is not None and len(entries) == prompt.scored:
@@ -215,7 +215,7 @@ def _check_tokens(
             "that holds the prompt?"
         )
     for entry, token in zip(entries, prompt.ids[len(prompt.ids) - prompt.scored :], strict=True):
-        # SGLang reports the vocabulary's last entry as 0: it keeps image placeholders out so.
+        # SGLang reports the vocabulary's last entry as 0, which is how it masks image placeholders.
         if entry[1] not in (token, 0):
             raise ServerError(
                 f"{server} scored other tokens than those that were asked for. Is there something "

@@ -1,8 +1,8 @@
 """One streamed request of one or more prompts, timed by the client and checked to the token.
 
-Like SGLang's ``benchmark/one_batch_server.py``, which measures one server to the end, does not look
-at ``cached_tokens`` or at the prompt length that the server counted, and never asks which pattern
-served. Every chunk carries ``index`` and cumulative ``completion_tokens``.
+It resembles SGLang's ``benchmark/one_batch_server.py``, but that script measures one server to the
+end, checks neither ``cached_tokens`` nor the server's count of prompt tokens, and never asks for
+the pattern. Every chunk carries ``index`` and cumulative ``completion_tokens``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sglang_indexcache.serving.protocol import check_answered_under, named
 
 @dataclass
 class StreamedAnswer:
-    """Answer to one prompt: chunks as they arrived, SGLang's ``meta_info`` of the last.
+    """Answer to one prompt: arrivals of its chunks, and SGLang's ``meta_info`` of the last chunk.
 
     ``arrivals`` are pairs of seconds since the request was sent and tokens generated so far.
     """
@@ -29,17 +29,17 @@ class StreamedAnswer:
 
     @property
     def first_token(self) -> float:
-        """TTFT, seconds."""
+        """TTFT in seconds."""
         return self.arrivals[0][0]
 
     @property
     def last_token(self) -> float:
-        """Seconds to the last token."""
+        """Time to the last token in seconds."""
         return self.arrivals[-1][0]
 
     @property
     def decode_rate(self) -> float:
-        """Tokens per second after the first chunk, which must not be all."""
+        """Tokens per second after the first chunk; there must be more than one chunk."""
         (start, before), (end, after) = self.arrivals[0], self.arrivals[-1]
         if end <= start:
             raise ServerError(
@@ -50,7 +50,7 @@ class StreamedAnswer:
 
 
 Clock = Callable[[], float]
-"""Seconds since some moment."""
+"""Function that returns seconds since some fixed moment."""
 
 
 def stream(
@@ -63,11 +63,11 @@ def stream(
     """Send ``prompts`` (token ids) at once and generate exactly ``new_tokens`` for each.
 
     Args:
-        pattern: F/S, that the request names, as a server in live mode allows.
+        pattern: the F/S string that the request names, for a server in live mode.
 
     Raises:
-        ServerError: the server refused or went away, or answered anything but a full, uncached
-            answer to every prompt, under ``pattern``.
+        ServerError: the server refused or disconnected, or did not give a full, uncached answer to
+            every prompt under ``pattern``.
     """
     sampling: dict[str, Any] = {"max_new_tokens": new_tokens, "temperature": 0.0}
     sampling["ignore_eos"] = True
@@ -90,14 +90,14 @@ def stream(
 def _check(
     answer: StreamedAnswer, length: int, new_tokens: int, pattern: str | None, server: str
 ) -> None:
-    """Refuse an answer that would make a wrong figure."""
+    """Refuse an answer that would make the measurement wrong."""
     meta = answer.meta
     reason = meta.get("finish_reason")
     if not answer.arrivals or reason is None:
         raise ServerError(f"{server} ended an answer before it was finished.")
     if reason["type"] == "abort":
         raise ServerError(f"{server} refused a request: {reason.get('message', reason)}")
-    if reason["type"] != "length":  # end of sequence is off: what else stops is SGLang's NaN check
+    if reason["type"] != "length":  # only SGLang's NaN check can stop earlier
         raise ServerError(f"{server} stopped an answer early: {reason}.")
     if pattern is not None:
         check_answered_under(meta, pattern, server)

@@ -1,1 +1,1 @@
-"""A user's files as documents and tokens: what a search calibrates on and a training trains on."""
+"""A user's files as documents and tokens, for calibration of a search and for training."""

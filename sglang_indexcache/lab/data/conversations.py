@@ -1,8 +1,8 @@
-"""Chat messages in the forms in which people keep them, read as SGLang's server reads them.
+"""Chat messages in common file formats, read as SGLang's server reads them.
 
-That is ``normalize_assistant_tool_call_arguments`` and what ``_apply_jinja_template`` does with a
-message in SGLang's ``serving_chat.py``: a call's arguments become an object, a message without
-content says nothing, and fields that are null are left out.
+This follows ``normalize_assistant_tool_call_arguments`` and ``_apply_jinja_template`` in SGLang's
+``serving_chat.py``: a tool call's arguments become an object, a message without content gets empty
+content, and fields that are null are left out.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SHAREGPT = {
     "tool": "tool",
     "observation": "tool",
 }
-"""Role of whoever speaks in a ShareGPT conversation."""
+"""Role for each speaker in a ShareGPT conversation."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Conversation:
     """Chat messages, before any template.
 
     Attributes:
-        messages: each with a "role", and whatever else the template reads.
+        messages: each has a "role", and any other fields that the template reads.
         tools: the functions that the assistant may call, or None.
     """
 
@@ -44,25 +44,25 @@ class Conversation:
 
     @property
     def responses(self) -> tuple[int, ...]:
-        """Numbers of the assistant's messages."""
+        """Indices of the assistant's messages."""
         return tuple(i for i, m in enumerate(self.messages) if m["role"] == "assistant")
 
     @property
     def has_answers(self) -> bool:
-        """Whether the assistant says anything."""
+        """Whether there is any message by the assistant."""
         return bool(self.responses)
 
     @property
     def characters(self) -> int:
-        """Length of the messages' content, before any template: an estimate."""
+        """Number of characters in the messages' content, before any template: an estimate."""
         return sum(len(str(message.get("content", ""))) for message in self.messages)
 
 
 def read_conversation(row: Mapping[str, Any], where: str) -> Conversation | None:
-    """Return the conversation that a row holds, None if it holds none.
+    """Return the conversation in a row, or None if the row has none.
 
     Raises:
-        DataError: messages that nobody understands; names the row.
+        DataError: the messages have an unknown form; names the row.
     """
     name = next((name for name in FIELDS if row.get(name) not in (None, "")), None)
     if name is None:
@@ -77,7 +77,7 @@ def read_conversation(row: Mapping[str, Any], where: str) -> Conversation | None
 
 
 def _message(message: Any, name: str, where: str) -> dict[str, Any]:
-    """Return one message as a template reads it, ShareGPT's ``from`` and ``value`` too."""
+    """Return one message as a template reads it, also from ShareGPT's ``from`` and ``value``."""
     if isinstance(message, dict) and "from" in message and "role" not in message:
         speaker = message["from"]
         if speaker not in _SHAREGPT or not isinstance(message.get("value"), str):
@@ -97,7 +97,7 @@ def _message(message: Any, name: str, where: str) -> dict[str, Any]:
 
 
 def _call(call: Any, where: str) -> Any:
-    """Return a call whose arguments are an object; the API writes them as JSON text."""
+    """Return a tool call with its arguments as an object; the API writes them as JSON text."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
         return call
@@ -114,7 +114,7 @@ def _call(call: Any, where: str) -> Any:
 
 
 def _tools(value: Any, where: str) -> Any:
-    """Return tools whose descriptions are objects, whichever of them the row has as JSON text."""
+    """Return tools with their descriptions as objects, though a row may have them as JSON text."""
     tools = _value(value, f"{where}: tools")
     if not isinstance(tools, list):
         return tools
@@ -130,7 +130,7 @@ def _tool(tool: Any, where: str) -> Any:
 
 
 def _value(value: Any, place: str) -> Any:
-    """Parse a value that is JSON text, and return any other as it is; blank text is no value."""
+    """Parse a value that is JSON text, and return any other unchanged; blank text becomes None."""
     if not isinstance(value, str):
         return value
     try:

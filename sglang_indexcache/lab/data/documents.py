@@ -1,4 +1,4 @@
-"""Reads files into documents, one at a time: whoever has enough stops, and no more is read."""
+"""Reading of files into documents, one at a time, so that a caller may stop at any of them."""
 
 from __future__ import annotations
 
@@ -24,26 +24,27 @@ from sglang_indexcache.lab.data.rows import (
 )
 
 MACHINE = "machine"
-"""Instead of a path: the Python standard library's sources, which every machine has."""
+"""Source name for the Python standard library's sources, which every machine has."""
 
 TEXT_PIECE = 1 << 20
-"""Characters of a text file that are read at a time; each piece is a document."""
+"""Number of characters of a text file that are read at a time; each piece is a document."""
 
 _TEXT_FIELDS = ("text", "content", "prompt")
 _RESPONSE_FIELDS = ("response", "completion", "answer")
 
 _JSON = re.compile(rb'\s*(\{\s*"|\[\s*[{"])')
-"""Beginning of a JSON object, or of a list of objects or texts. Prose hardly ever begins so."""
+"""Beginning of a JSON object, or of a list of objects or texts, with which prose hardly ever
+begins."""
 _NAMED = 5
-"""Files that are named of those that were left out."""
+"""Largest number of left-out files that are named."""
 
 Span = tuple[int, int]
-"""First character, and the one after the last."""
+"""Range of characters: the first, and the one after the last."""
 
 
 @dataclass(frozen=True)
 class Text:
-    """A text, as it is; ``where`` is its file and row. ``answers`` is empty if none are marked."""
+    """A text without a template; ``where`` is its file and row, ``answers`` its marked answers."""
 
     text: str
     where: str
@@ -51,12 +52,12 @@ class Text:
 
     @property
     def has_answers(self) -> bool:
-        """Whether any are marked."""
+        """Whether any answers are marked."""
         return bool(self.answers)
 
     @property
     def characters(self) -> int:
-        """Length of the text."""
+        """Number of characters in the text."""
         return len(self.text)
 
 
@@ -64,13 +65,13 @@ Document = Text | Conversation
 
 
 def read_documents(source: str) -> Iterator[Document]:
-    """Yield every document of a source that is not blank, as files and rows are ordered.
+    """Yield every document of a source that is not blank, in the order of files and rows.
 
     Args:
         source: a file of rows or of text, a folder of them, or :data:`MACHINE`.
 
     Raises:
-        DataError: nothing to read, or a row that nobody understands.
+        DataError: there is nothing to read, or a row has an unknown form.
     """
     documents = chain.from_iterable(map(read_file, files_of(source)))
     has_text = False
@@ -82,18 +83,18 @@ def read_documents(source: str) -> Iterator[Document]:
 
 
 def no_text(source: str) -> DataError:
-    """Make the error for a source without a document, which says what was left out."""
+    """Return the error for a source without a document, which names the files left out."""
     left_out = what_is_left_out(source)
     return DataError(f"{source} contains no text" + (f" ({left_out})" if left_out else ""))
 
 
 def what_is_left_out(source: str) -> str:
-    """Say which files of a folder :func:`read_documents` leaves out; nothing if none."""
+    """Return text on the files of a folder that :func:`read_documents` leaves out; "" if none."""
     return "" if source == MACHINE else find_files(Path(source)).in_words()
 
 
 def files_of(source: str) -> tuple[Path, ...]:
-    """Return the files that a source is read from, by name.
+    """Return the files from which a source is read, by name.
 
     Raises:
         DataError: there is none.
@@ -113,7 +114,7 @@ def read_file(path: Path) -> Iterator[Document]:
     """Yield every document of a file that is not blank.
 
     Raises:
-        DataError: it cannot be read, or has a row that nobody understands.
+        DataError: the file cannot be read, or a row has an unknown form.
     """
     documents: Iterable[Document]
     if form_of(path) in ROWS:
@@ -137,7 +138,7 @@ def _read_text(path: Path) -> Iterator[Text]:
 
 
 def _document(row: Any, where: str) -> Document:
-    """Read a record: messages, prompt and response, text with marked answers, or text."""
+    """Read a row's messages, prompt and response, text with marked answers, or text."""
     if isinstance(row, str):
         return Text(row, where)
     fields = row if isinstance(row, dict) else {}
@@ -181,26 +182,26 @@ def _answers(fields: Mapping[str, Any], text: str, where: str) -> tuple[Span, ..
 
 @dataclass(frozen=True)
 class Files:
-    """Files that are read, in their order, and those of the same folder that are not."""
+    """Files to read, in their order, and the files of the same folder that are left out."""
 
     read: tuple[Path, ...]
     left_out: tuple[Path, ...] = ()
 
     def in_words(self) -> str:
-        """Say which files were left out; nothing if none were."""
+        """Return text that names the files left out; "" if there are none."""
         names = ", ".join(path.name for path in self.left_out[:_NAMED])
         more = len(self.left_out) - _NAMED
         return names and f"left out as no data: {names}" + (f" and {more} more" if more > 0 else "")
 
 
 def find_files(path: Path) -> Files:
-    """Return a file, or a folder's: those with rows if there are any, else those of text.
+    """Return a single file, or a folder's files: those with rows if there are any, else texts.
 
-    Names that begin with a dot are passed over, as are folders of such names: version control and
-    downloads keep their own there.
+    Files and folders whose names begin with a dot are skipped, because version control and
+    downloads keep their own data there.
 
     Raises:
-        DataError: a file that cannot be read.
+        DataError: a file cannot be read.
     """
     if not path.is_dir():
         return Files((path,))
@@ -217,7 +218,7 @@ def find_files(path: Path) -> Files:
 
 
 def has_rows(path: Path) -> bool:
-    """Return whether a file has rows by its name, and if it is ``.json`` by its beginning."""
+    """Return whether a file has rows, judged by its name, and for ``.json`` by its beginning."""
     if form_of(path) != ".json":
         return form_of(path) in ROWS
     with opened(path) as file:
@@ -225,7 +226,7 @@ def has_rows(path: Path) -> bool:
 
 
 def is_text(path: Path) -> bool:
-    """Return whether a file begins as text, and not as JSON."""
+    """Return whether a file begins like text, and not like JSON."""
     try:
         with opened(path) as file:
             return not _JSON.match(file.peek(1))
@@ -234,7 +235,7 @@ def is_text(path: Path) -> bool:
 
 
 def refuse_json(path: Path, start: bytes) -> None:
-    """Raise DataError for a text file that begins as JSON."""
+    """Raise DataError for a text file that begins like JSON."""
     if _JSON.match(start):
         raise DataError(
             f"{path} begins as JSON, and its braces would be read as prose. Let its name say what "

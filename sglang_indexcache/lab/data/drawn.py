@@ -1,4 +1,4 @@
-"""Draw documents from everywhere in a source, so that no file or folder decides by its name."""
+"""Drawing of documents from all over a source, so that names of files and folders do not matter."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pathlib import Path
 from sglang_indexcache.lab.data.documents import Document, files_of, no_text, read_file
 
 MOST = 4096
-"""Documents of one file that are drawn at most; the whole file is read for them."""
+"""Largest number of documents drawn from one file; the whole file is read for them."""
 
 
 def drawn_documents(source: str, seed: int) -> Iterator[tuple[Path, Document]]:
     """Yield documents with their files, in an order that the seed decides.
 
-    Folders take turns, in a folder its files, and a file gives one document at a time: so the first
-    documents come from as many places as there are. A file is read when its first turn comes.
+    Folders take turns, and so do the files in a folder; a file gives one document at a time. So the
+    first documents come from as many places as possible. A file is read when its first turn comes.
 
     Args:
         source: as for :func:`~sglang_indexcache.lab.data.documents.read_documents`.

@@ -1,8 +1,8 @@
-"""Short facts that a text hides and is asked for again: keys with their values, rules by example.
+"""Short facts to hide in a text and ask for at its end: keys with values, and rules by example.
 
-They ask for what passages of running text do not: a value that one place alone tells, and a rule
-that no single place does. Evaluation asks `notes` in this form, and a search mixes both kinds into
-what it calibrates on.
+They test what passages of running text do not: a value that stands in only one place, and a rule
+that no single place states. Evaluation asks `notes` in this form, and a search mixes both kinds
+into its calibration data.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from dataclasses import dataclass
 from sglang_indexcache.lab.data.words import ADJECTIVES, NOUNS
 
 NOTES, EXAMPLES, ASKED = 6, 4, 2
-"""Keys with values, and of a rule the examples and the words to be asked for."""
+"""Number of keys with values, and numbers of a rule's examples and questions."""
 
 
 @dataclass(frozen=True)
 class Fact:
-    """A line that is hidden, and what is asked for at the end of the text.
+    """A hidden line, and the question about it at the end of the text.
 
     Attributes:
-        shown: the line; empty for what only the rule tells.
-        cue: what stands before the answer; empty for an example that is not asked for.
-        answer: what follows the cue, to the letter.
+        shown: the hidden line; empty if only the rule gives the answer.
+        cue: the text before the answer; empty for an example that is not asked for.
+        answer: the exact text after the cue.
     """
 
     shown: str
@@ -33,12 +33,12 @@ class Fact:
 
 
 def note(name: str, value: str) -> Fact:
-    """Return a key with its value."""
+    """Return the fact that a key has a value."""
     return Fact(f"# {name} is {value}", f"? {name} is", f" {value}")
 
 
 def notes_and_rule(draw: random.Random) -> list[Fact]:
-    """Draw six keys with words and numbers for values, and a rule by four examples.
+    """Draw six keys with words and numbers as values, and a rule with four examples.
 
     The rule turns ``swift river`` into ``river, swift``; two new pairs are asked for.
     """

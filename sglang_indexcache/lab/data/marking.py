@@ -18,7 +18,7 @@ from sglang_indexcache.lab.data.documents import Document, Span, Text
 Mask = NDArray[np.bool_]
 
 HELD_OUT_SHARE = 4
-"""One sequence in so many is never searched on, and never trained on."""
+"""One sequence in this many is held out: never used to search or to train."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,28 +37,29 @@ class Marked:
         return len(self.ids)
 
     def piece(self, start: int, length: int) -> Marked:
-        """Cut at most ``length`` tokens from ``start`` on."""
+        """Return at most ``length`` tokens from ``start`` on."""
         end = start + length
         return Marked(self.ids[start:end], self.answers[start:end])
 
 
 def is_held_out(sequence: Sequence[int]) -> bool:
-    """Return whether a ``[length]`` sequence is of the held-out part: one in four is.
+    """Return whether a ``[length]`` sequence belongs to the held-out part, as one in four does.
 
-    Its own tokens say it, so no command can mix the two, whatever its batch counts and its seed.
+    A digest of its tokens decides, so no command can mix the two parts, whatever its number of
+    batches and its seed.
     """
     digest = hashlib.sha256(",".join(map(str, sequence)).encode()).digest()
     return digest[0] % HELD_OUT_SHARE == 0
 
 
 class Marker:
-    """Turns documents into tokens.
+    """Converter from documents to tokens.
 
-    Texts are encoded as they are, without special tokens; conversations by the chat template, which
-    writes its own.
+    Texts are encoded unchanged, without special tokens. Conversations are encoded by the chat
+    template, which writes its own special tokens.
 
     Args:
-        name: of the checkpoint, for error messages.
+        name: the checkpoint's name, for error messages.
     """
 
     def __init__(self, tokenizer: Any, name: str) -> None:
@@ -67,26 +68,26 @@ class Marker:
         self._special = tuple(token.content for token in added if token.special)
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text as it is."""
+        """Return the tokens of an unchanged text."""
         return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def marked(self, document: Document) -> Marked:
-        """Mark all of a document; of a conversation, up to its last response.
+        """Encode a document and mark its answers; a conversation ends at its last response.
 
         Raises:
-            DataError: a template, or a tokenizer, that cannot tell where the answers are.
+            DataError: the template or the tokenizer does not show where the answers are.
         """
         if isinstance(document, Text):
             return self._encode(document.text, document.answers)
         return self._conversation(document, max(document.responses, default=None))
 
     def cut(self, conversation: Conversation, length: int) -> Marked | None:
-        """Cut a conversation behind the last response with which it has at most ``length`` tokens.
+        """Cut a conversation after the last response at which it has at most ``length`` tokens.
 
-        None if it is longer than that with its first response already.
+        Returns None if it is longer already at its first response.
         """
         ends = conversation.responses
-        # The more responses, the longer.
+        # The length grows with the number of responses, so bisect.
         count = bisect_left(
             ends, length + 1, key=lambda end: len(self._conversation(conversation, end))
         )
@@ -107,14 +108,15 @@ class Marker:
         inside = np.zeros(len(text) + 1, dtype=np.int64)
         for start, stop in answers:
             inside[start + 1 : stop + 1] = 1
-        answered = inside.cumsum()  # entry i: characters of answers before character i
+        answered = inside.cumsum()  # entry i counts answer characters before character i
         first, end = np.array(encoding["offset_mapping"], dtype=np.int64).reshape(-1, 2).T
-        # Some tokenizers leave blanks out of the offsets; a token that is only blanks has none.
+        # Some tokenizers leave blanks out of the offsets, so a token of only blanks has an empty
+        # range.
         first = np.maximum(np.minimum(first, end - 1), 0)
         return Marked(tuple(encoding["input_ids"]), answered[end] > answered[first])
 
     def _conversation(self, conversation: Conversation, last: int | None) -> Marked:
-        """Encode the messages up to the response ``last``; all of them if there is none."""
+        """Encode the messages up to the response ``last``, or all messages if it is None."""
         if last is None:
             return self._encode(self._render(conversation, len(conversation.messages)), ())
         text = self._render(conversation, last + 1)
@@ -123,7 +125,7 @@ class Marker:
             if response < last:
                 try:
                     spans += self._span(conversation, text, response)
-                except DataError:  # a template that refuses a conversation so short
+                except DataError:  # the template refuses so short a conversation
                     continue
         said_last = self._span(conversation, text, last)
         if not said_last:
@@ -135,10 +137,10 @@ class Marker:
         return self._encode(text, [*spans, *said_last])
 
     def _span(self, conversation: Conversation, text: str, response: int) -> list[Span]:
-        """Find a response in the rendered ``text``, its end-of-turn token included.
+        """Return the span of a response in the rendered ``text``, including its end-of-turn token.
 
-        Nowhere if ``text`` does not hold it as the assistant wrote it then: some templates strip
-        the thinking of earlier turns.
+        The result is empty if ``text`` does not hold the response as it was written then: some
+        templates strip the thinking of earlier turns.
         """
         through = self._render(conversation, response + 1)
         if not text.startswith(through):
@@ -149,7 +151,8 @@ class Marker:
             prompt = self._render(conversation, response, ask=True)
         start = len(prompt)
         if not text.startswith(prompt):
-            # A template may ask for thinking, and then write a response without any otherwise.
+            # A template's generation prompt may ask for thinking, but not stand before a response
+            # without it.
             if not text.startswith(before):
                 return []
             start = len(before)
@@ -161,7 +164,7 @@ class Marker:
         return [(start, len(trimmed) if trimmed.endswith(self._special) else len(through))]
 
     def _render(self, conversation: Conversation, count: int, *, ask: bool = False) -> str:
-        """Render the first ``count`` messages; ``ask`` adds what makes a model answer."""
+        """Render the first ``count`` messages; ``ask`` adds the generation prompt."""
         if not self._tokenizer.chat_template:
             raise DataError(
                 f"{conversation.where} has chat messages, and the tokenizer of {self._name} has no "
@@ -175,7 +178,7 @@ class Marker:
                 tokenize=False,
                 add_generation_prompt=ask,
             )
-        except Exception as error:  # a template is a program, and raises what it likes
+        except Exception as error:  # a template is a program and may raise any error
             raise DataError(
                 f"{conversation.where}: the chat template of {self._name} refuses the first "
                 f"{count} messages: {error}"

@@ -1,4 +1,4 @@
-"""A user's files as packed rows of one length, the same ones every time."""
+"""A user's files as packed rows of one length, reproducible from a seed."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from sglang_indexcache.lab.data.documents import Document, read_documents
 from sglang_indexcache.lab.data.marking import HELD_OUT_SHARE, Marker, is_held_out
 
 CHARACTERS_OF_A_TOKEN = 8
-"""More than any tokenizer's; where it is not enough, rows come again sooner."""
+"""Characters per token, more than any tokenizer has; if it is not enough, rows repeat sooner."""
 
 LEAST = 64
-"""Documents that are drawn at least, so that some are held out and some are not."""
+"""Smallest number of documents drawn, so that some are held out and some are not."""
 
 Piece = NDArray[np.int32]
 """``[length]`` token ids of a document, or of a window of a longer one."""
@@ -29,7 +29,7 @@ PackedRow = tuple[Piece, ...]
 
 @dataclass
 class _Packer:
-    """Puts pieces into rows in their order; a piece that does not fit any more starts a new one."""
+    """Packer of pieces into rows, in order; a piece that does not fit starts a new row."""
 
     length: int
     limit: int
@@ -53,7 +53,7 @@ class _Packer:
 
 @dataclass(frozen=True)
 class FileRows:
-    """Rows to train on, in an order that the seed decides, and rows of others to judge by."""
+    """Training rows, in an order that the seed decides, and rows of held-out documents."""
 
     train: tuple[PackedRow, ...]
     held_out: tuple[PackedRow, ...]
@@ -71,19 +71,19 @@ class FileRows:
     ) -> FileRows:
         """Draw documents from all of the data, then tokenise, split and pack as many as needed.
 
-        A document of more than ``length`` tokens is cut into windows. Whether a document is held
-        out, with all its windows, its own tokens say.
+        A document with more than ``length`` tokens is cut into windows. A digest of its tokens
+        decides whether a document, with all its windows, is held out.
 
         Args:
             sources: as for :func:`~sglang_indexcache.lab.data.documents.read_documents`.
-            length: tokens of a row, at most.
-            train: rows to train on, at most.
-            held_out: rows to hold out, at most.
-            seed: of the documents that are drawn, and of the rows' order.
+            length: largest number of tokens in a row.
+            train: largest number of training rows.
+            held_out: largest number of held-out rows.
+            seed: seed for drawing documents and for the order of rows.
 
         Raises:
             DataError: nothing to read, or a row that nobody understands.
-            TrainingError: not one row to train on, or to hold out where some are wanted.
+            TrainingError: there is no row to train on, or none to hold out though some are wanted.
         """
         parts = {False: _Packer(length, train), True: _Packer(length, held_out)}
         share = HELD_OUT_SHARE
@@ -105,7 +105,7 @@ class FileRows:
         return packed
 
     def drawn(self, number: int) -> PackedRow:
-        """Return training row ``number``: each epoch has every row once, in an order of its own."""
+        """Return training row ``number``; each epoch has every row once, in its own order."""
         epoch, place = divmod(number, len(self.train))
         order = list(range(len(self.train)))
         random.Random(f"{self.seed}/{epoch}").shuffle(order)
@@ -113,7 +113,7 @@ class FileRows:
 
     @property
     def digest(self) -> str:
-        """SHA-256 over all tokens: equal if the data is."""
+        """SHA-256 over all tokens, equal for equal data."""
         content = hashlib.sha256()
         for row in (*self.train, *self.held_out):
             content.update(b"\n" + b" ".join(piece.tobytes() for piece in row))
@@ -121,20 +121,20 @@ class FileRows:
 
 
 def drawn_documents(sources: Sequence[str], characters: int, seed: int) -> list[Document]:
-    """Draw documents of all sources, in an order that the seed decides.
+    """Draw documents from all sources, in an order that the seed decides.
 
-    Everything is read, so that files which are sorted by topic do not decide what is learned; no
-    more is held at a time than is wanted.
+    Everything is read, so that a sorting of files by topic does not bias the training; only the
+    wanted documents are held in memory.
 
     Args:
-        characters: that they have together, at least, if there are so many; there are also
-            at least :data:`LEAST` documents.
+        characters: smallest total length of the documents, if the sources have so much; at least
+            :data:`LEAST` documents are drawn.
 
     Raises:
         DataError: nothing to read, or a row that nobody understands.
     """
     draw, total = random.Random(seed), 0
-    heap: list[tuple[float, int, Document]] = []  # a heap; on top what comes last in the order
+    heap: list[tuple[float, int, Document]] = []  # a heap; the top is last in the drawn order
     documents = (document for source in sources for document in read_documents(source))
     for number, document in enumerate(documents):
         heappush(heap, (-draw.random(), number, document))
@@ -147,7 +147,7 @@ def drawn_documents(sources: Sequence[str], characters: int, seed: int) -> list[
 def _pieces(
     documents: Iterable[Document], marker: Marker, length: int
 ) -> Iterator[tuple[bool, Piece]]:
-    """Yield whether it is held out, and a document or one of its windows."""
+    """Yield each document, or each of its windows, with whether the document is held out."""
     for document in documents:
         marked = marker.marked(document)
         held_back = is_held_out(marked.ids)

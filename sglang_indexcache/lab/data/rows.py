@@ -1,4 +1,4 @@
-"""Read the rows of a user's file, one at a time: whoever has enough stops, and no more is read."""
+"""Reading of rows from a user's file, one at a time, so that a caller may stop at any of them."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ LINES = (".jsonl", ".ndjson")
 """Endings of files with one JSON value a line."""
 
 ROWS = (*LINES, ".json", ".csv", ".tsv", ".parquet")
-"""Endings of files with rows; ``.gz`` may stand behind any of them but the last."""
+"""Endings of files with rows; ``.gz`` may follow any of them but the last."""
 
 _BATCH = 256
-"""Rows of a parquet file that are held at a time."""
+"""Number of rows of a parquet file that are held at a time."""
 
 _GZIP, _BOM = b"\x1f\x8b", b"\xef\xbb\xbf"
 _PICTURE = "a picture, and no text. Leave it out"
@@ -41,15 +41,15 @@ _NO_TEXT = {
     b"\xfe\xff": "UTF-16. Convert it first: iconv -f UTF-16 -t UTF-8",
     b"": "no text: it holds zero bytes. Convert what it holds to .jsonl or plain text",
 }
-"""Kinds of files that hold no text, by their first bytes, with what to do about each. The last row
-is for a zero byte anywhere among them."""
+"""Kinds of files that hold no text, by their first bytes, with advice for each. The last row is for
+a zero byte anywhere among these bytes."""
 
 File = BufferedReader | gzip.GzipFile
-"""A file that was opened: its bytes, unpacked."""
+"""An open file of unpacked bytes."""
 
 
 class FileRow(NamedTuple):
-    """One row; its number, from 1, is its line in a file of lines, its place in any other."""
+    """One row; its number, from 1, is its line in a file of lines, and its place in other files."""
 
     number: int
     where: str
@@ -57,7 +57,7 @@ class FileRow(NamedTuple):
 
 
 def form_of(path: Path) -> str:
-    """Return a file's ending in small letters, without ``.gz``."""
+    """Return a file's ending in lower case, without ``.gz``."""
     name = path.name.lower().removesuffix(".gz")
     return Path(name).suffix
 
@@ -65,8 +65,8 @@ def form_of(path: Path) -> str:
 def read_rows(path: Path) -> Iterator[FileRow]:
     """Yield every row of a file that is not blank, in its order.
 
-    ``.parquet``, ``.csv`` and ``.tsv`` (with a head) have rows. Anything else is one JSON list, if
-    it begins as such, or has a JSON value a line.
+    ``.parquet``, ``.csv`` and ``.tsv`` (with a header) have rows. Any other file is one JSON list,
+    if it begins like one, or has one JSON value per line.
 
     Raises:
         DataError: the file cannot be read, or a row is damaged; names the file, and the row.
@@ -85,10 +85,11 @@ def read_rows(path: Path) -> Iterator[FileRow]:
 
 @contextmanager
 def opened(path: Path) -> Iterator[File]:
-    """Open a file behind its byte order mark, unpacked if gzip packed it.
+    """Open a file after its byte order mark, and unpack gzip.
 
     Raises:
-        DataError: it cannot be read, also later, or is known to be no text; names the fix.
+        DataError: the file cannot be read, also later in the block, or holds no text; names the
+            fix.
     """
     try:
         with path.open("rb") as raw, _unpacked(raw) as file:
@@ -111,19 +112,19 @@ def _unpacked(raw: BufferedReader) -> File:
 
 
 def is_list(file: File) -> bool:
-    """Return whether a file begins as a JSON list does; nothing of it is consumed."""
+    """Return whether a file begins like a JSON list, without consuming any of it."""
     return file.peek(1).lstrip().startswith(b"[")
 
 
 def has_lines(file: File) -> bool:
     """Return whether a file seems to have a JSON value on each of several lines.
 
-    By what can be seen without consuming it: a few thousand bytes.
+    It looks at the few thousand bytes that it can see without consuming them.
     """
     first, newline, others = file.peek(1).lstrip().partition(b"\n")
     if newline:
         return _is_json(first) and bool(others.strip())
-    return first.startswith(b"{") and not _is_json(first)  # a long one
+    return first.startswith(b"{") and not _is_json(first)  # a long line
 
 
 def _is_json(content: bytes) -> bool:
@@ -135,7 +136,7 @@ def _is_json(content: bytes) -> bool:
 
 
 def not_utf8(where: str, error: UnicodeDecodeError) -> DataError:
-    """Make the error for bytes that are text in another encoding."""
+    """Return the error for bytes that are text in another encoding."""
     return DataError(
         f"{where} is not UTF-8 (it holds the byte {error.object[error.start]:#04x}). Convert it "
         "first, for example with iconv."
@@ -143,7 +144,7 @@ def not_utf8(where: str, error: UnicodeDecodeError) -> DataError:
 
 
 def _lines(path: Path, file: File) -> Iterator[FileRow]:
-    for number, line in enumerate(file, start=1):  # bytes, so that only a newline ends a line
+    for number, line in enumerate(file, start=1):  # in bytes, only a newline ends a line
         if line.strip():
             where = f"{path}, line {number}"
             yield FileRow(number, where, _parsed(line, where))
@@ -161,7 +162,7 @@ def _list(path: Path, file: File) -> Iterator[FileRow]:
 
 
 def _csv(path: Path, file: File) -> Iterator[FileRow]:
-    csv.field_size_limit(sys.maxsize)  # a field may hold a book
+    csv.field_size_limit(sys.maxsize)  # a field may hold a whole book
     text = TextIOWrapper(file, encoding="utf-8", newline="")
     delimiter = "\t" if form_of(path) == ".tsv" else ","
     try:
@@ -209,7 +210,7 @@ def _parquet(path: Path) -> Iterator[FileRow]:
 
 
 def without_nulls(value: Any) -> Any:
-    """Leave out the fields that are null, at every depth: Arrow adds those that other rows have."""
+    """Remove null fields at every depth, because Arrow adds the fields of other rows."""
     if isinstance(value, dict):
         return {name: without_nulls(field) for name, field in value.items() if field is not None}
     if isinstance(value, list):

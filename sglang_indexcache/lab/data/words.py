@@ -1,4 +1,4 @@
-"""Running text that tasks hide things in, and the words that it is made of."""
+"""Running text in which tasks hide lines, and the words that it is made of."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ _PATTERNS = (
     "nobody knew why the N V one A N",
 )
 HAYSTACK_CHARACTERS = 6_000_000
-"""Enough for 200,000 tokens of passages that stand there once."""
+"""Length of the text in characters, enough for 200,000 tokens of passages that occur once."""
 ADJECTIVES, NOUNS, VERBS = (tuple(words.split()) for words in (_ADJECTIVES, _NOUNS, _VERBS))
 
 
 @cache
 def haystack() -> str:
-    """Return the text that tasks hide things in: plain sentences that no model could know."""
+    """Return a text in which tasks hide lines: plain sentences that no model could know."""
     draw = random.Random("prose")
     lines: list[str] = []
     length = 0

@@ -1,4 +1,4 @@
-"""Whether a pattern keeps long-context quality: tasks, and the statistics of their outcomes.
+"""Evaluation of a pattern's long-context quality: tasks, and statistics of their outcomes.
 
 Read in this order: `plan` (what is asked, of which patterns), `run` (asking it), `corpus` and
 `tasks` (the questions, generated to an exact number of tokens), `arms` (the servers' answers),
@@ -7,6 +7,6 @@ is shown of it, and what a pattern file learns); `compare` (the same for other h
 
 One evaluation is a paired, clustered non-inferiority test with one primary endpoint: the mean over
 its cells (strata: a task at a length) of right(pattern) - right(reference). A *context* is a long
-prompt behind which several questions are asked; contexts are independent of each other, the
-questions of one are not.
+prompt after which several questions are asked. Contexts are independent of each other; the
+questions after one context are not.
 """

@@ -1,8 +1,8 @@
-"""Two runs of any harness, paired question by question, with our statistics.
+"""Comparison of two runs of any harness, paired question by question, with our statistics.
 
-Only runs of the same questions can be compared: other tasks, other samples, other prompts or other
-right answers are refused. Scores are taken as they are; repeated askings of a question (epochs) are
-averaged, which takes out noise and leaves one observation. What a harness writes is read by
+Only runs of the same questions can be compared; runs that differ in tasks, samples, prompts or
+right answers are refused. Scores are used unchanged. Repeated answers to a question (epochs) are
+averaged, which reduces noise and leaves one observation. Logs are read by
 :mod:`~sglang_indexcache.lab.evaluate.logs`.
 """
 
@@ -23,7 +23,7 @@ from sglang_indexcache.lab.stats.design import Design
 Key = tuple[str, str]
 """Task and question."""
 Questions = Mapping[Key, Sample]
-"""The questions of one run, each once, its askings averaged."""
+"""Questions of one run, each once, with repeated answers averaged."""
 Runs = dict[tuple[str, int], Questions]
 """Runs by arm and repeat."""
 
@@ -37,12 +37,13 @@ def compare_logs(
     bad: Log | None = None,
     facts: Mapping[str, Any] | None = None,
 ) -> Evaluation:
-    """Pair the runs of the reference and of a pattern, as one evaluation.
+    """Pair the runs of the reference and of a pattern into one evaluation.
 
-    ``again`` is a second run of the reference, ``bad`` one with a pattern that is known to be bad.
+    ``again`` is a second run of the reference, ``bad`` a run with a pattern that is known to be
+    bad.
 
     Raises:
-        QualityError: the runs are not of the same questions.
+        QualityError: the runs have different questions.
     """
     runs = _runs(reference, candidate, again, bad)
     base = runs[reference.name, 0]
@@ -67,10 +68,10 @@ def compare_logs(
 
 
 def _runs(reference: Log, candidate: Log, again: Log | None, bad: Log | None) -> Runs:
-    """Return the samples of each run by arm and repeat; all are of the reference's questions.
+    """Return the samples of each run by arm and repeat, all for the reference's questions.
 
     Raises:
-        QualityError: another run asked others, or two have one name.
+        QualityError: a run asked other questions, or two runs have the same name.
     """
     names = [log.name for log in (reference, candidate, bad) if log]
     for name in names:
@@ -93,7 +94,7 @@ def _runs(reference: Log, candidate: Log, again: Log | None, bad: Log | None) ->
 
 
 def _answers(runs: Runs, base: Questions) -> Iterator[Answer]:
-    """Yield every run's answers, run by run."""
+    """Yield the answers of every run, one run after the other."""
     for (arm, repeat), run in runs.items():
         for key, sample in run.items():
             task, question = key

@@ -1,6 +1,6 @@
-"""Material of a plan's contexts, and each context made of it, the same on every call.
+"""Material for a plan's contexts, from which each context is made, the same on every call.
 
-Of a user's files those rows are asked that fit the lengths and could show anything.
+From a user's files, the rows are asked that fit the lengths and could show a difference.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ from sglang_indexcache.lab.runs.progress import progress_at_most
 from sglang_indexcache.library.lengths import counted
 
 SKIP, MOST_SKIPPED = 1_000_000, 4
-"""A seed from which no context can be made is raised by so much, so many times."""
+"""Step by which an unusable seed is raised, and the largest number of such steps."""
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Everything that contexts are made of: tokenizer, rows of files, tasks.
+    """Corpus from which contexts are made: tokenizer, rows of files, tasks.
 
     Attributes:
-        questions: how many stand behind one generated context.
+        questions: number of questions after one generated context.
         items: rows by task, by the first row number of their text, and by their own number.
     """
 
@@ -62,7 +62,7 @@ class Corpus:
 
     @property
     def digest(self) -> str:
-        """Digest of everything that contexts are made of, but for their tasks."""
+        """Digest of all material for contexts except the tasks."""
         pieces = sorted(self.tokenizer.get_vocab().items())
         template = getattr(self.tokenizer, "chat_template", None)
         items = {task: dict(items) for task, items in self.items.items()}
@@ -70,13 +70,13 @@ class Corpus:
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
     def make(self, planned: Planned) -> Context:
-        """Make a planned context; a QualityError if none of its task has this length."""
+        """Make a planned context, or raise a QualityError if its task cannot fit the length."""
         return self._make_with_reason(planned)[0]
 
     def check(self, planned: Sequence[Planned], console: Console) -> None:
-        """Make every context once, so that none is found impossible in the middle of a run.
+        """Make every context once, so that no impossible one turns up in the middle of a run.
 
-        Tells which had to be made from another seed.
+        It prints which contexts had to be made from another seed.
         """
         with progress_at_most(console) as progress:
             for context in progress.track(planned, description="making every context"):
@@ -85,7 +85,7 @@ class Corpus:
                     console.print(line, highlight=False, soft_wrap=True, markup=False)
 
     def _make_with_reason(self, planned: Planned) -> tuple[Context, str]:
-        """Make a context; say from which other seed and why, empty if from its own."""
+        """Return a context, and the reason if another seed had to be used ("" if not)."""
         seed = int(planned.context.rpartition("-")[2])
         if planned.task in self.items:
             return self._row(planned, seed), ""
@@ -106,7 +106,7 @@ class Corpus:
         return Context(planned.context, planned.task, planned.length, *prompt_and_questions)
 
     def _control(self, planned: Planned, seed: int) -> Context:
-        """Make a context of the control, so short that fewer questions may fit behind it."""
+        """Make a context for the control, which is so short that fewer questions may fit."""
         questions = self.questions
         while questions:
             try:
@@ -126,9 +126,9 @@ class Corpus:
 
 
 _CHARACTERS = 16
-"""Characters of a token on average, at most: a longer text is too long without counting."""
+"""Largest average of characters per token: a text beyond it is too long without counting tokens."""
 _FEWEST = 2
-"""Least items of a cell: with fewer its spread is not known."""
+"""Smallest number of items in a cell: with fewer its spread is not known."""
 
 
 def select_rows(
@@ -137,14 +137,14 @@ def select_rows(
     tokenizer: Tokenizer,
     longest: int,
 ) -> tuple[EvaluationPlan, dict[str, dict[int, dict[int, Item]]], tuple[str, ...]]:
-    """Read files and choose from them; the model takes contexts of ``longest`` tokens.
+    """Read files and choose rows; the model takes contexts of up to ``longest`` tokens.
 
     Returns:
-        The plan with the rows, what they ask by task, text and number, and a sentence for each file
-        on what was left out and why.
+        The plan with the chosen rows; the rows' items by task, text and number; and a sentence for
+        each file on the rows left out and why.
 
     Raises:
-        QualityError: a file that cannot be read, or nothing in one that could be asked.
+        QualityError: a file cannot be read, or has no row that could be asked.
     """
     selected: list[SelectedRows] = []
     items: dict[str, dict[int, dict[int, Item]]] = {}
@@ -168,10 +168,10 @@ def _choose(
     plan: EvaluationPlan,
     longest: int,
 ) -> tuple[list[SelectedRows], dict[int, dict[int, Item]], str]:
-    """Choose from one file.
+    """Choose rows from one file.
 
     Returns:
-        Its rows by length; what they ask by text and number; and a sentence on what was left out.
+        Its rows by length; their items by text and number; and a sentence on the rows left out.
     """
     left_out: dict[str, int] = defaultdict(int)
     items, rows = _askable(name, path, tokenizer, plan, longest, left_out)
@@ -216,9 +216,9 @@ def _askable(
     longest: int,
     left_out: dict[str, int],
 ) -> tuple[dict[int, Item], int]:
-    """Return a file's items that can be asked, by row, and how many rows it has.
+    """Return a file's items that can be asked, by row, and the file's number of rows.
 
-    ``left_out`` counts the others by the reason; added to.
+    ``left_out`` counts the other rows by reason; this adds to it.
     """
     items: dict[int, Item] = {}
     most, rows = min(longest, plan.lengths[-1]), 0
@@ -236,12 +236,12 @@ def _askable(
 
 
 _WINDOW, _SAMPLED, _ENOUGH = 16, 16, 32
-"""Words of a window of a text, one in how many words begins one that is compared, and windows that
-tell a text from another: filler, which repeats itself, has fewer."""
+"""Number of words in a window, share of words (one in this many) that begin a compared window, and
+number of windows that identify a text: repetitive filler has fewer."""
 CUT_SHARE = 0.1
-"""Share of a text's windows in another from which the two are said to overlap."""
+"""Share of a text's windows in another text from which the two count as overlapping."""
 _WORD = re.compile(r"[\u3040-\u9fff\uac00-\ud7af]|[^\s\u3040-\u9fff\uac00-\ud7af]+")
-"""A word, or a sign of a language that writes none apart."""
+"""A word, or a character of a language that does not separate words."""
 
 
 def _cells(
@@ -250,11 +250,11 @@ def _cells(
     plan: EvaluationPlan,
     left_out: dict[str, int],
 ) -> dict[int, dict[int, list[int]]]:
-    """Return rows by length and by the first of them, a text's one place; count those left out.
+    """Return rows by length and by first row, with one place for each text; count rows left out.
 
     Args:
-        sizes: tokens of each row.
-        left_out: rows by the reason why they are not asked; added to.
+        sizes: number of tokens of each row.
+        left_out: counts of rows by the reason why they are not asked; this adds to it.
     """
     cells: dict[int, dict[int, list[int]]] = defaultdict(dict)
     for text in _texts(items):
@@ -262,7 +262,7 @@ def _cells(
         for number, beginning in text.items():
             length = next(limit for limit in plan.lengths if sizes[number] <= limit)
             parts[length, beginning].append(number)
-        # Shuffled first: of parts with as many rows the lot decides, not the length.
+        # Shuffled first, so that chance and not the length decides among parts of equal size.
         places = random.Random(f"{min(text)} {plan.seed}").sample(sorted(parts), len(parts))
         place = max(places, key=lambda group: len(parts[group]))
         cells[place[0]][min(parts[place])] = parts[place]
@@ -272,11 +272,11 @@ def _cells(
 
 
 def _texts(items: Mapping[int, Item]) -> list[dict[int, int]]:
-    """Group rows by the text that they are about, each with the first row that begins alike.
+    """Group rows by their text; each row maps to the first row with the same beginning.
 
-    Questions about one document, or turns of one conversation, fail together, and would count as
-    independent. Two rows are about one text if they begin with the same for half of the shorter
-    one, or if half of its windows of :data:`_WINDOW` words stand in the other, wherever they do.
+    Questions about one document, or turns of one conversation, fail together, and must not count as
+    independent. Two rows are about one text if they agree in the first half of the shorter one, or
+    if half of its windows of :data:`_WINDOW` words occur anywhere in the other.
     """
     groups = _begun_alike(items)
     windows = {
@@ -295,7 +295,7 @@ def _texts(items: Mapping[int, Item]) -> list[dict[int, int]]:
 
 
 def _begun_alike(items: Mapping[int, Item]) -> dict[int, list[int]]:
-    """Group rows of which each begins with half of the one before in order, by the first."""
+    """Group sorted rows that share half of their text with the previous row, by the first row."""
     groups: dict[int, list[int]] = {}
     before, first = "", -1
     for text, row in sorted((item.text, row) for row, item in items.items()):
@@ -308,16 +308,16 @@ def _begun_alike(items: Mapping[int, Item]) -> dict[int, list[int]]:
 
 
 def _same_text(windows: set[int], owners: Mapping[int, int]) -> list[int]:
-    """Return the texts that hold half of a group's windows, by who owns each window so far."""
+    """Return the texts that hold half of a group's windows; ``owners`` has each window's text."""
     overlaps = Counter(owners[window] for window in windows if window in owners)
     least = max(_ENOUGH, len(windows)) / 2
     return [owner for owner, count in overlaps.items() if count >= least]
 
 
 def _overlapping(texts: Mapping[int, Mapping[int, Item]]) -> int:
-    """Count the texts that share a tenth of their windows with one other, but not half.
+    """Count the texts that share a tenth of their windows with another text, but not half.
 
-    What stands in more than two texts is no sign of that: instructions stand in all.
+    Windows in more than two texts are ignored, because instructions occur in all texts.
     """
     windows = {
         first: {window for item in rows.values() for window in _windows(item.text)}
@@ -336,7 +336,7 @@ def _overlapping(texts: Mapping[int, Mapping[int, Item]]) -> int:
 
 
 def _windows(text: str) -> set[int]:
-    """Return digests of a sample of windows, the same ones wherever they stand."""
+    """Return digests of a sample of windows, chosen by content and not by place."""
     words = _WORD.findall(text)
     begins = {word for word in set(words) if zlib.crc32(word.encode()) % _SAMPLED == 0}
     return {
@@ -347,7 +347,7 @@ def _windows(text: str) -> set[int]:
 
 
 def _computed(rows: Mapping[int, Item], sizes: Mapping[int, int], tokenizer: Tokenizer) -> int:
-    """Count the tokens computed for rows about one text: the common beginning, then the rest."""
+    """Count the tokens to compute for rows about one text: the common beginning counts once."""
     if len(rows) == 1:
         return sizes[next(iter(rows))]
     ids, questions = _together(rows, tokenizer)
@@ -355,7 +355,7 @@ def _computed(rows: Mapping[int, Item], sizes: Mapping[int, int], tokenizer: Tok
 
 
 def _together(rows: Mapping[int, Item], tokenizer: Tokenizer) -> tuple[list[int], list[Question]]:
-    """Return what rows begin with, in tokens, and the questions that are left of them."""
+    """Return the rows' common beginning, in tokens, and the remaining questions."""
     parts = {number: pieces(item, tokenizer) for number, item in rows.items()}
     prompts = [prompt for prompt, _ in parts.values()]
     least = min(map(len, prompts))
@@ -370,7 +370,7 @@ def _together(rows: Mapping[int, Item], tokenizer: Tokenizer) -> tuple[list[int]
 
 
 def _why_not(item: Item, tokenizer: Tokenizer, plan: EvaluationPlan, most: int) -> tuple[str, Item]:
-    """Say why an item is not asked, empty if it is; and tokenize it if it is."""
+    """Return why an item is not asked ("" if it is), and the item, tokenized if short enough."""
     if is_short := len(item.text) <= _CHARACTERS * most:
         item = tokenized(item, tokenizer)
     if not is_short or _size(item) > most:
@@ -384,7 +384,7 @@ def _why_not(item: Item, tokenizer: Tokenizer, plan: EvaluationPlan, most: int) 
 
 
 def _size(item: Item) -> int:
-    """Count the tokens of a tokenized item, with its answer's."""
+    """Count the tokens of a tokenized item, including its answer."""
     return sum(map(len, item.ids))
 
 

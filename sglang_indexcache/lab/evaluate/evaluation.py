@@ -1,9 +1,9 @@
-"""An evaluation as it is recorded: on disk before it counts, and what that amounts to.
+"""Record of an evaluation, on disk before it counts, and the evaluation that follows from it.
 
-The journal has a line for each arm and context with everything that was measured, and a line once
-all arms are through with a context, which only then counts. So whatever a kill leaves, going on
-gives what an uninterrupted run would have given, and costs one context. Verdicts, tables and
-pictures are pure functions of the :class:`Evaluation` that these lines amount to.
+The journal has a line with all measurements for each arm and context, and another line when all
+arms have finished a context; only then does the context count. So after a kill, a resumed run gives
+the same result as an uninterrupted one, at the cost of one context. Verdicts, tables and pictures
+are pure functions of the :class:`Evaluation` that these lines define.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ from sglang_indexcache.lab.stats.pairs import Outcome
 
 NAME = "journal.jsonl"
 MEASURED = ("question", "depth", "right", "tokens", "logprobs", "trace")
-"""Fields of an answer that a line keeps; the rest follows from arm, context and plan."""
+"""Fields of an answer that are kept in a line; the rest follows from arm, context and plan."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One question as one arm answered it: what was measured, and what the journal keeps.
+    """One arm's answer to one question, as measured and as kept in the journal.
 
     Attributes:
-        repeat: 0; 1 where the reference was asked again.
+        repeat: 0, or 1 if the reference was asked again.
         question: unique within the context.
-        length: tokens as planned.
-        depth: where in the context the first line lies that the answer follows from, 0 to 1; None
-            where a file or log does not tell.
-        right: 1 if the answer is right to the letter, else 0; the share of its tokens that are,
-            where a judge would read it; another harness's score, 0 to 1.
-        tokens: of the right answer.
-        logprobs: of those tokens, in nats; empty if it comes from a log.
-        trace: sum of every log-probability that came back; two patterns have the same one only
-            where they compute the same.
+        length: planned number of tokens.
+        depth: place in the context, 0 to 1, of the first line from which the answer follows; None
+            if a file or log does not tell.
+        right: 1 if the whole answer is right, else 0; for answers that a judge would read, the
+            share of right tokens; for another harness, its score, 0 to 1.
+        tokens: number of tokens in the right answer.
+        logprobs: log-probabilities of these tokens, in nats; empty for a log's answer.
+        trace: sum of all returned log-probabilities; two patterns have the same sum only if they
+            compute the same.
     """
 
     arm: str
@@ -67,7 +67,7 @@ class Answer:
 
     @property
     def probability(self) -> float | None:
-        """Probability of the right answer, 0 to 1; None if it comes from a log."""
+        """Probability of the right answer, 0 to 1; None for a log's answer."""
         return math.exp(sum(self.logprobs)) if self.logprobs else None
 
 
@@ -76,18 +76,20 @@ class Evaluation:
     """State of an evaluation, the only input of verdicts and reports.
 
     Attributes:
-        facts: what was evaluated, to print beside a verdict: ``model`` (name), ``checkpoint``
-            (digest), ``material`` (digest of tokenizer, text and files), ``server`` (SGLang's
-            facts that may not differ between arms), ``versions``, ``commit``, ``flags`` (of the
-            command), ``started`` (UTC). JSON values.
-        selects_all: ``index_topk``: no pattern can matter at or below this length. None if the
-            answers are another harness's, whose patterns nobody verified.
-        arms: the reference, then candidates in the order of being judged, then the bad one.
+        facts: facts to print with a verdict: ``model`` (name), ``checkpoint`` (digest),
+            ``material`` (digest of tokenizer, text and files), ``server`` (SGLang's facts that may
+            not differ between arms), ``versions``, ``commit``, ``flags`` (of the command),
+            ``started`` (UTC). JSON values.
+        selects_all: ``index_topk``: no pattern can matter at or below this length. None for another
+            harness's answers, whose patterns were not verified.
+        arms: the reference, then candidates in the order of judging, then the bad arm.
         planned: contexts in the order of asking.
-        answers: of all arms, in the order of asking; only contexts that every arm is through with.
-        tokens: that servers computed, those from a cache left out.
-        finished: whether nothing is left to be asked: every pattern is decided or the plan is done.
-        notices: what a reader must know besides, each one sentence.
+        answers: answers of all arms, in the order of asking, for contexts that every arm has
+            finished.
+        tokens: number of tokens that servers computed, without tokens from a cache.
+        finished: whether nothing is left to ask, because every pattern is decided or the plan is
+            done.
+        notices: further sentences that a reader must know.
     """
 
     facts: Mapping[str, Any]
@@ -103,17 +105,17 @@ class Evaluation:
 
     @property
     def verified(self) -> bool:
-        """Whether the servers themselves said which pattern each answer was made with."""
+        """Whether the servers themselves confirmed each answer's pattern."""
         return self.selects_all is not None
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """Tasks in the order of the plan, without those that only the control asks."""
+        """Tasks in the order of the plan, without tasks that only the control asks."""
         return tuple(dict.fromkeys(planned.task for planned in self.long))
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Lengths in tokens, rising, without those of the control."""
+        """Lengths in tokens, rising, without the control's."""
         return tuple(sorted({planned.length for planned in self.long}))
 
     @property
@@ -123,27 +125,27 @@ class Evaluation:
 
     @property
     def reference(self) -> Arm:
-        """Arm that the others are compared with."""
+        """Arm with which the others are compared."""
         return next(arm for arm in self.arms if arm.role is Role.REFERENCE)
 
     @property
     def bad(self) -> Arm | None:
-        """Arm that must be seen to lose; None if a log has no such arm."""
+        """Arm that must be seen to lose; None for logs without one."""
         return next((arm for arm in self.arms if arm.role is Role.BAD), None)
 
     @property
     def candidates(self) -> tuple[Arm, ...]:
-        """Candidates in the order in which they are judged."""
+        """Candidates in the order of judging."""
         return tuple(arm for arm in self.arms if arm.role is Role.CANDIDATE)
 
     @property
     def compared_arms(self) -> list[Arm]:
-        """Arms that are compared with the reference."""
+        """Arms to compare with the reference."""
         return [arm for arm in self.arms if arm.role is not Role.REFERENCE]
 
     @property
     def look(self) -> int:
-        """The last planned look all of whose contexts were asked; 0 before the first."""
+        """The last planned look with all contexts asked; 0 before the first."""
         name = self.reference.name
         answered = {row.context for row in self.answers if row.arm == name}
         unanswered = (row for row in self.planned if row.context not in answered)
@@ -151,9 +153,9 @@ class Evaluation:
         return first - 1
 
     def outcomes(self, look: int | None = None, of: str = "right") -> list[Outcome]:
-        """Return the outcomes for the statistics: at a look, or all that were asked.
+        """Return the outcomes for the statistics, up to a look or of all contexts asked.
 
-        ``of`` is the field of an answer; its ``probability`` is not known of a log's.
+        ``of`` is the answer's field to use; a log's answers have no ``probability``.
         """
         counts = {
             planned.context for planned in self.planned if look is None or planned.look <= look
@@ -166,12 +168,12 @@ class Evaluation:
 
 
 class Record:
-    """Content of a journal's lines; whatever is added goes to the journal first.
+    """Content of a journal's lines; additions go to the journal first.
 
     Attributes:
-        answers: of every arm (its name and repeat) and context, with the tokens that servers
-            computed and the seconds that it took.
-        done: contexts that every arm is through with.
+        answers: answers by arm (its name and repeat) and context, with the number of tokens that
+            servers computed and the seconds.
+        done: contexts that every arm has finished.
     """
 
     def __init__(self, identity: Mapping[str, Any], journal: Journal | None = None) -> None:
@@ -186,11 +188,11 @@ class Record:
         self.facts: dict[str, Any] = {}
         self.finished = False
         if journal is not None:
-            for _ in journal.parsed(self.take):  # takes each, and names the line that is damaged
+            for _ in journal.parsed(self.take):  # applies each line; a damaged one is named
                 pass
 
     def take(self, line: Mapping[str, Any]) -> None:
-        """Take in one line of the journal."""
+        """Add the content of one journal line to this record."""
         if "said" in line:
             key = line["arm"], line["repeat"], line["context"]
             planned = self._planned[line["context"]]
@@ -213,20 +215,20 @@ class Record:
             raise KeyError("nothing that a journal of an evaluation has")
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """Add a line; it is on disk when this returns."""
+        """Add a line, which is on disk when this returns."""
         assert self._journal is not None
         self._journal.write(line)
         self.take(line)
 
     def append(self, answers: Sequence[Answer], computed: int, seconds: float) -> None:
-        """Add one arm's answers behind one context."""
+        """Add one arm's answers for one context."""
         first = answers[0]
         rows = [{name: getattr(answer, name) for name in MEASURED} for answer in answers]
         key = {"arm": first.arm, "repeat": first.repeat, "context": first.context}
         self.add({**key, "said": rows, "computed": computed, "seconds": round(seconds, 3)})
 
     def evaluation(self) -> Evaluation:
-        """Return all that counts so far."""
+        """Return the evaluation from all contexts that count so far."""
         order = {arm.name: place for place, arm in enumerate(self._arms)}
         place = {name: number for number, name in enumerate(self._planned)}
         keys = sorted(
@@ -260,10 +262,11 @@ def recorded(
     material: str,
     server: Mapping[str, Any],
 ) -> Iterator[Record]:
-    """Open the record of a folder for more, locked; ``checkpoint`` is its digest.
+    """Open and lock a folder's record to continue it; ``checkpoint`` is the checkpoint's digest.
 
     Raises:
-        QualityError: the journal is another evaluation's, damaged before its last line, or in use.
+        QualityError: the journal belongs to another evaluation, is damaged before its last line, or
+            is in use.
     """
     identity = {
         "checkpoint": checkpoint,
@@ -272,13 +275,13 @@ def recorded(
         "arms": [[arm.name, arm.pattern, arm.role.value] for arm in arms],
         "server": dict(server),
     }
-    identity = json.loads(json.dumps(identity))  # as it is read again
+    identity = json.loads(json.dumps(identity))  # in the form in which it is read back
     with Journal(folder / NAME, identity, "evaluation", QualityError) as journal:
         yield Record(identity, journal)
 
 
 def load(folder: Path) -> Evaluation:
-    """Load a folder's evaluation; a QualityError if there is none or its journal is damaged."""
+    """Load a folder's evaluation, or raise a QualityError if it is missing or damaged."""
     path = folder / NAME
     if not path.exists():
         raise QualityError(f"{folder} has no {NAME}: it is no output of `indexcache eval run`")

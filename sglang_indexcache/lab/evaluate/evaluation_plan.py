@@ -1,4 +1,4 @@
-"""Plan of what is asked, of which patterns and in which order: fixed before the first request."""
+"""Plan of the questions, the patterns and their order, fixed before the first request."""
 
 from __future__ import annotations
 
@@ -25,28 +25,27 @@ CONTROLS = ("uniform:1/4", "uniform:1/8")
 A control that breaks everything would be seen to lose by a task that no real loss shows in.
 """
 LAST_CONTROL = "first-layer-only"
-"""Control where none of them is left, or allowed: F, then S."""
+"""Control if none of these is left or allowed: F, then S."""
 DISCORDANCE, CORRELATION = 0.02, 0.1
 """Assumed share of paired questions that differ, and its correlation within a context."""
 LEAST_CONTEXTS = 32
 """Contexts of each task and length, if the user does not say how many."""
 SEEING = 0.85
-"""Share of the cells that see a control lose what the paper says; the others leave the claim.
-
-By `benchmarks/results/quality/gates.json`, of as many contexts as are planned with it.
-"""
+"""Share of cells that detect a control with the paper's loss; the other cells leave the claim. From
+`benchmarks/results/quality/gates.json`, for the number of contexts that is planned with it. """
 WIDEST = 0.1
 """Margin above which a claim is empty, whatever the reference gets right."""
 AGAIN_EVERY = 4
-"""The reference is asked twice (A/A) on every 4th context of a cell, and on all of the control."""
+"""The reference is asked twice (A/A) on every 4th context of a cell, and on every control
+context."""
 CONTROL_SHARE = 0.75
 """Length of the control's contexts, as a share of ``index_topk``."""
 CONTROL_CONTEXTS = 2
 """Contexts of the control for each task of the plan."""
 SHORTEST, LEFT_FREE = 32 * 1024, 1024
-"""Tokens: the first length where none is given, and what of a model's context stays free."""
+"""First default length, and the part of a model's context that stays free, both in tokens."""
 CONTROL_LOOK = 0
-"""Look of the control's contexts: they are asked before the first."""
+"""Look number of the control's contexts, which are asked before the first look."""
 
 
 class Role(enum.Enum):
@@ -55,14 +54,14 @@ class Role(enum.Enum):
     REFERENCE = "reference"
     CANDIDATE = "candidate"
     BAD = "bad"
-    """The positive control: known to lose quality, and must be seen to."""
+    """The positive control, which is known to lose quality and must be seen to lose."""
 
 
 @dataclass(frozen=True)
 class Arm:
-    """Side of a comparison: its name as written, unique, and F and S (empty for a log's).
+    """Side of a comparison: its unique name as written, and its F/S string (empty for a log).
 
-    A/A is the reference with ``Answer.repeat`` 1, not an arm.
+    The repetition (A/A) is not an arm, but the reference with ``Answer.repeat`` 1.
     """
 
     name: str
@@ -71,15 +70,15 @@ class Arm:
 
 
 def arms_of(model: Path, against: str, patterns: Sequence[str], control: str) -> tuple[Arm, ...]:
-    """Make the reference, the candidates from most to fewest F layers, the positive control.
+    """Make the reference, the candidates from most to fewest F layers, and the positive control.
 
-    They are in any form of a pattern, with ``NAME=`` before it or without.
-    Without a control it is the first of :data:`CONTROLS` that this checkpoint can serve and that is
-    no other arm, else :data:`LAST_CONTROL`.
+    Patterns are in any form, with or without ``NAME=`` before them. The default control is the
+    first of :data:`CONTROLS` that this checkpoint can serve and that is no other arm, else
+    :data:`LAST_CONTROL`.
 
     Raises:
         QualityError: two arms are the same pattern, or have the same name.
-        PatternError, LibraryError: a pattern that is none, or not for this checkpoint.
+        PatternError, LibraryError: a pattern is malformed, unknown, or not for this checkpoint.
     """
     checkpoint, library = Checkpoint.read(model), Library.default()
 
@@ -116,15 +115,15 @@ def arms_of(model: Path, against: str, patterns: Sequence[str], control: str) ->
 
 
 def longest_context(model: Path) -> int | None:
-    """Return the most tokens that a checkpoint's model reads; None if its config does not say."""
+    """Return the longest context of a checkpoint's model in tokens; None if it is not known."""
     longest = text_config(read_config(model)).get("max_position_embeddings")
     return None if longest is None else int(longest)
 
 
 def default_lengths(context: int | None) -> tuple[int, ...]:
-    """Return the lengths to ask where none is given: from 32Ki, doubled, up to the model's context.
+    """Return the default lengths: 32Ki, doubled up to the model's context.
 
-    The last is what the context holds, rounded down to two digits: 200,000 for 202,752. 1,024
+    The last length is the model's context, rounded down to two digits: 200,000 for 202,752. 1,024
     tokens of the context stay free, or an eighth of a context below 8Ki. If the config names no
     context, the lengths end at 128Ki.
     """
@@ -136,18 +135,19 @@ def default_lengths(context: int | None) -> tuple[int, ...]:
 
 
 def assumed_spread(cells: Sequence[tuple[int, int]]) -> tuple[float, float, float]:
-    """Return a context's spread before anything is measured, the arguments of ``Design.needed``.
+    """Return the assumed spread of a context, as arguments for ``Design.needed``.
 
-    ``cells`` are the contexts of each cell, and the questions behind one of them.
+    ``cells`` has each cell's number of contexts and of questions per context.
     """
     return spread_over_cells(cells, DISCORDANCE, CORRELATION)
 
 
 def enough_contexts(cells: int, questions: int, margin: float, looks: int) -> int:
-    """Count the contexts of each cell with which a plan can show its margin, as assumed here.
+    """Return the contexts per cell with which a plan can show its margin, under our assumptions.
 
-    A multiple of the looks, and at least :data:`LEAST_CONTEXTS`. Cells that do not see the control
-    lose leave the claim: those that stay, the share :data:`SEEING`, still have as many as it needs.
+    The number is a multiple of the looks, and at least :data:`LEAST_CONTEXTS`. Cells that do not
+    see the control lose leave the claim; the cells that stay, the share :data:`SEEING`, still have
+    as many contexts as the claim needs.
     """
     assumed = assumed_spread([(1, questions)] * cells)
     needed = Design(looks, margin, looks).needed(*assumed) / SEEING
@@ -156,12 +156,12 @@ def enough_contexts(cells: int, questions: int, margin: float, looks: int) -> in
 
 @dataclass(frozen=True)
 class Planned:
-    """A context of the plan; they are in the order of asking.
+    """A context of the plan.
 
     Attributes:
         context: its name, unique.
-        length: tokens of context, question and answer.
-        look: at which planned look it first counts, from 1; ``CONTROL_LOOK`` for the control.
+        length: number of tokens of context, question and answer.
+        look: the planned look at which it first counts, from 1; ``CONTROL_LOOK`` for the control.
         again: whether the reference is asked twice (A/A).
     """
 
@@ -174,15 +174,15 @@ class Planned:
 
 @dataclass(frozen=True)
 class SelectedRows:
-    """The rows of a user's file that make a cell.
+    """Rows of a user's file that form a cell.
 
     Attributes:
-        length: tokens that hold each of them with its answer, and the next smaller length does not.
+        length: smallest planned length in tokens that holds each row with its answer.
         rows: number of the first row about each text, in the order of asking.
-        sizes: tokens that are computed for each text, with questions and answers.
-        available: how many texts of the file belong to this cell.
-        questions: of each text; empty if each has one.
-        longest: tokens of the longest row, with its answer; 0 if each text has one row.
+        sizes: number of tokens to compute for each text, with questions and answers.
+        available: number of texts in the file that belong to this cell.
+        questions: number of questions about each text; empty if each has one.
+        longest: number of tokens in the longest row, with its answer; 0 if each text has one row.
     """
 
     task: str
@@ -200,16 +200,16 @@ class EvaluationPlan:
 
     Attributes:
         tasks: names of generated tasks; may be empty if there are files.
-        lengths: tokens of a context with its longest question and that one's answer.
-        contexts: of each task at each length; ``questions`` are behind one.
+        lengths: number of tokens of a context with its longest question and that question's answer.
+        contexts: number of contexts of each task at each length; each has ``questions`` questions.
         selects_all: ``index_topk``.
-        margin: loss that counts as none, a share of right answers.
-        looks: how often the evaluation may end, the last time included.
-        taken: rows of users' files, which are cells like those of the generated tasks.
-        seed: of the first context of each cell; the others count from there.
+        margin: loss that still counts as none, as a share of right answers.
+        looks: number of looks at which the evaluation may end, including the last.
+        taken: rows of the user's files, which form cells like the generated tasks.
+        seed: seed of the first context in each cell; the others count up from it.
 
     Raises:
-        QualityError: what cannot be asked, or could show nothing.
+        QualityError: the plan cannot be asked, or could show nothing.
     """
 
     tasks: tuple[str, ...]
@@ -245,7 +245,7 @@ class EvaluationPlan:
                 f"{counted(self.contexts, 'context')} of each task and length cannot be looked at "
                 f"{self.looks} times; give more (--contexts) or look less often (--looks)"
             )
-        Design(self.contexts, self.margin, self.looks)  # refuses what no design can have
+        Design(self.contexts, self.margin, self.looks)  # refuses numbers that no design can have
 
     @property
     def design(self) -> Design:
@@ -255,7 +255,7 @@ class EvaluationPlan:
 
     @property
     def assumed(self) -> tuple[float, float, float]:
-        """Spread of a context's difference before anything is measured, as ``design`` takes it."""
+        """Assumed spread of a context's difference, in the form that ``design`` takes."""
         sizes = [(len(rows), self.pairs[cell] // len(rows)) for cell, rows in self.cells.items()]
         return assumed_spread(sizes)
 
@@ -271,7 +271,7 @@ class EvaluationPlan:
 
     @cached_property
     def sizes(self) -> dict[str, int]:
-        """Tokens of a file's contexts, by name; all others have their cell's length."""
+        """Tokens of each context of a file, by name; other contexts have their cell's length."""
         return {
             context_name(cell.task, cell.length, row): size
             for cell in self.taken
@@ -280,37 +280,38 @@ class EvaluationPlan:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest context with its question and answer."""
+        """Number of tokens in the longest context with its question and answer."""
         if self.tasks:
             return max(self.lengths)
         return max((cell.longest or max(cell.sizes) for cell in self.taken), default=0)
 
     @property
     def pairs(self) -> dict[Cell, int]:
-        """Number of questions that are paired in each cell."""
+        """Number of paired questions in each cell."""
         counts = {cell: len(rows) * self.questions_of(cell[0]) for cell, rows in self.cells.items()}
         return counts | {
             (cell.task, cell.length): sum(cell.questions) for cell in self.taken if cell.questions
         }
 
     def questions_of(self, task: str) -> int:
-        """Return the number of questions behind a context of a task.
+        """Return the number of questions per context of a task.
 
-        Of a file's rows it is 1 unless :class:`SelectedRows` counts them, as ``pairs`` does.
+        For a file's rows it is 1, unless :class:`SelectedRows` counts them, as ``pairs`` considers.
         """
         return self.questions if task in self.tasks else 1
 
     @property
     def control_length(self) -> int:
-        """Tokens of the control's contexts: :data:`CONTROL_SHARE` of ``index_topk``."""
+        """Number of tokens in the control's contexts: :data:`CONTROL_SHARE` of ``index_topk``."""
         return int(CONTROL_SHARE * self.selects_all)
 
     @cached_property
     def planned(self) -> tuple[Planned, ...]:
         """Every context, in the order of asking: the control, then round by round over the cells.
 
-        So each look has the same share of every cell, and whatever drifts hits all cells alike. The
-        longest come first: their rate, the slowest, says how long everything takes at most.
+        So each look has the same share of every cell, and any drift affects all cells alike. The
+        longest contexts come first: their rate, the slowest, gives an upper bound for the total
+        time.
         """
         length = self.control_length
         control = [
@@ -331,11 +332,11 @@ class EvaluationPlan:
             for (task, length), rows in self.cells.items()
             for n, row in enumerate(rows)
         ]
-        rounds.sort(key=lambda entry: entry[0])  # cells stay in their order
+        rounds.sort(key=lambda entry: entry[0])  # a stable sort keeps the cells' order
         return (*control, *(planned for _, planned in rounds))
 
     def in_words(self) -> list[tuple[str, str]]:
-        """Say what is asked and what loss it can show; and warn if that is not the margin."""
+        """Return what is asked and what loss it can show, and warn if that exceeds the margin."""
         lengths = ", ".join(format_length(length) for length in self.lengths)
         pairs = sum(self.pairs.values())
         generated = f"{self.contexts} of each of {', '.join(self.tasks)} at {lengths}; "
@@ -382,12 +383,12 @@ class EvaluationPlan:
 
     @property
     def _half_blind(self) -> float:
-        """Loss that can be shown if half of the contexts cannot see one."""
+        """Loss that can be shown if half of the contexts cannot see a loss."""
         design = self.design
         half = replace(design, contexts=max(design.contexts // 2, design.looks))
         return half.detectable(*self.assumed)
 
 
 def context_name(task: str, length: int, seed: int) -> str:
-    """Name a context, unique in a plan; it ends in the seed, or the number of a file's row."""
+    """Return a context's name, unique in a plan, which ends in the seed or a file row's number."""
     return f"{task}-{length}-{seed}"

@@ -1,12 +1,12 @@
-"""The per-sample logs of other harnesses, each in its own form.
+"""Reading of other harnesses' per-sample logs, each in its own form.
 
 * lm-evaluation-harness: ``samples_<task>_<date>.jsonl`` of ``--log_samples``, after
   ``EvaluationTracker.save_results_samples`` and ``SampleResult`` of lm-eval 0.4.13. A row is one
   document under one filter, with its scores under the names listed in ``metrics``. RULER's tasks
-  name their metrics by length, and give -1 at the lengths that the document does not have.
-* plain, for any other harness: an object a line with the question's ``id`` and its ``score``, 0 to
-  1. ``context`` names the text that several questions share; ``task`` and ``prompt`` are compared
-  if they are there.
+  name their metrics by length, and give -1 at lengths that the document does not have.
+* plain, for any other harness: one object per line with the question's ``id`` and its ``score``, 0
+  to 1. ``context`` names a text that several questions share; ``task`` and ``prompt`` are compared
+  if they are present.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CLUSTERS = (
     *("context_id", "document_id", "document_set_id", "passage_id", "data_source_urls"),
     *("context", "document", "passage", "article"),
 )
-"""Fields that say, in the public data sets, which questions are asked of the same text."""
+"""Fields in public data sets that show which questions are about the same text."""
 _OLD_LM_EVAL = {"doc_id", "filtered_resps"}
 _NAME = re.compile(r"samples_(.+?)(?:_\d{4}-\d\d-\d\dT[\d.-]+)?$")
 _WORDS = {"true": 1.0, "false": 0.0}
@@ -41,10 +41,11 @@ class Sample:
 
     Attributes:
         question: unique within the task.
-        context: which questions share a text; the question itself where the log does not tell.
-        prompt: digest of all that both runs must have in common: prompt and right answer.
-        value: 0 to 1.
-        length: tokens; 0 where the log does not tell.
+        context: name of the text that questions share; the question itself if the log does not
+            tell.
+        prompt: digest of the prompt and the right answer, which both runs must have in common.
+        value: score, 0 to 1.
+        length: number of tokens; 0 if the log does not tell.
     """
 
     task: str
@@ -58,7 +59,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Log:
-    """One run of a harness, as it is called in the report; its kind is one of :data:`KINDS`."""
+    """One run of a harness, with its name in the report; its kind is one of :data:`KINDS`."""
 
     name: str
     kind: str
@@ -66,10 +67,10 @@ class Log:
 
 
 def read_log(name: str, place: str, metric: str | None = None) -> Log:
-    """Read a file, or all files of a run's folder; ``metric`` is only needed if it has several.
+    """Read a file, or all files of a run's folder; ``metric`` is needed only if there are several.
 
     Raises:
-        QualityError: nothing there that is a log, or more than one choice; each with the fix.
+        QualityError: there is no log, or more than one choice; has the fix.
     """
     path = Path(place)
     if not path.exists():
@@ -89,10 +90,10 @@ def read_log(name: str, place: str, metric: str | None = None) -> Log:
 
 
 def _recognise(path: Path) -> tuple[str, list[Path]]:
-    """Return the kind of log that lies there, and its files.
+    """Return the kind of log at a path, and its files.
 
     Raises:
-        QualityError: none is known. What is wrong with a file is said where no other is a log.
+        QualityError: no file is a known log; says what is wrong with a file.
     """
     files = [path]
     if path.is_dir():
@@ -125,7 +126,8 @@ def _rows(path: Path, kind: str = "") -> Iterator[Row]:
     """Yield the objects of a file of rows.
 
     Raises:
-        QualityError: naming the row that is no object, or lacks what every row of ``kind`` has.
+        QualityError: names the row that is no object, or lacks a field that every row of ``kind``
+            has.
     """
     fields = KINDS[kind].fields if kind else frozenset()
     try:
@@ -164,7 +166,7 @@ def _lm_eval(path: Path, metric: str | None) -> Iterator[Sample]:
     metric_name = _pick(sorted({name for row in rows for name in _metrics(row)}), metric, path)
     for row in rows:
         if metric_name not in _metrics(row):
-            continue  # under another filter
+            continue  # this row has another filter
         length, name = _metrics(row)[metric_name]
         if name not in row:
             raise QualityError(
@@ -184,7 +186,7 @@ def _lm_eval(path: Path, metric: str | None) -> Iterator[Sample]:
 
 
 def _metrics(row: Row) -> dict[str, tuple[int, str]]:
-    """Return metrics by name, with their filter: the length if it is named, and the field."""
+    """Return metrics by name (with the filter): the length, if the name has one, and the field."""
     suffix = "" if row.get("filter", "none") == "none" else f",{row['filter']}"
     if row["metrics"] and all(name.isdigit() for name in row["metrics"]):
         lengths = [name for name in row["metrics"] if row.get(name) != -1]
@@ -193,7 +195,7 @@ def _metrics(row: Row) -> dict[str, tuple[int, str]]:
 
 
 def _text_of(fields: Mapping[str, Any], otherwise: str) -> str:
-    """Identify the text that a question is about, by what the log keeps of its data set's row."""
+    """Identify a question's text by the fields of its data set's row that the log keeps."""
     for name in CLUSTERS:
         value = fields.get(name)
         if value is not None and value != "":
@@ -208,7 +210,7 @@ def _digest(*parts: Any) -> str:
 
 
 def _pick(names: Sequence[str], metric: str | None, where: Path) -> str:
-    """Choose the metric to compare: the one that was named, or the only one."""
+    """Choose the metric to compare: the named one, or the only one."""
     if metric is None and len(names) == 1:
         return names[0]
     if metric in names:
@@ -220,7 +222,7 @@ def _pick(names: Sequence[str], metric: str | None, where: Path) -> str:
 
 
 def _share(value: Any, where: Path, question: str) -> float:
-    """Return a score as a number from 0 to 1, as our bounds need."""
+    """Return a score as a number from 0 to 1, which our bounds need."""
     if isinstance(value, str):
         value = _number(value)
     if value is None or value != value:
@@ -243,7 +245,7 @@ def _share(value: Any, where: Path, question: str) -> float:
 
 
 def _number(text: str) -> float | None:
-    """Return the number that a text is, as tables have it; None if it is none."""
+    """Return the number that a text in a table stands for; None if it is not a number."""
     try:
         return float(text)
     except ValueError:
@@ -252,7 +254,7 @@ def _number(text: str) -> float | None:
 
 @dataclass(frozen=True)
 class LogForm:
-    """Form of a kind of log: what every row of it has, and who reads a file of it."""
+    """Form of a kind of log: the fields of every row, and the function that reads a file."""
 
     fields: frozenset[str]
     read: Reader

@@ -1,8 +1,8 @@
-"""Report of an evaluation in its folder, all of it a pure function of what was recorded.
+"""Report of an evaluation in its folder, a pure function of the record.
 
-The same record gives the same bytes: no clock, no machine and no order of a dictionary that is not
-the record's own goes into them. What is said by task and length is secondary: it helps to see where
-a loss sits, and proves nothing by itself. Its intervals are those of one look at 5 % on each side.
+The same record gives the same bytes: no clock, machine or dictionary order other than the record's
+own affects them. Results by task and length are secondary: they help to see where a loss arises,
+and prove nothing by themselves. Their intervals are for a single look, with 5 % on each side.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from sglang_indexcache.pattern import Pattern
 
 TEMPLATE = Path(__file__).parent / "report.html"
 NOISE = "A/A"
-"""How the reference asked twice is called where it stands beside the arms."""
+"""Name of the repeated reference in tables of arms."""
 ONE_LOOK = 1.6448536269514722
-"""The standard normal value that 5 % lie above."""
+"""Standard normal value with 5 % above it."""
 
 
 @dataclass(frozen=True)
 class CellDifference:
-    """An arm against the reference in one cell.
+    """Difference between an arm and the reference in one cell.
 
     Attributes:
         arm: its name, or :data:`NOISE`.
-        length: tokens; 0 where a log does not tell.
-        reference: mean of the reference, 0 to 1; ``level`` that of the arm.
-        mean: difference over the contexts that both answered: 0.01 is a point; 5 % lie below
-            ``low``, and 5 % above ``high``.
+        length: number of tokens; 0 if a log does not tell.
+        reference: mean of the reference, 0 to 1; ``level`` is the arm's.
+        mean: difference over the contexts that both answered (0.01 is a point), with 5 % below
+            ``low`` and 5 % above ``high``.
         blind: why the cell left the claim; empty if it did not.
     """
 
@@ -58,7 +58,7 @@ class CellDifference:
 
 
 def write_report(evaluation: Evaluation, folder: Path) -> str:
-    """Write every file; returned are the sentences to paste, and below them what was evaluated."""
+    """Write every file; return the sentences to paste, followed by what was evaluated."""
     verdicts, cells = verdicts_of(evaluation), cell_differences(evaluation)
     write_json(folder / "eval.json", record(evaluation, verdicts, cells))
     write_whole(folder / "report.html", page(evaluation, verdicts, cells))
@@ -73,7 +73,7 @@ def sentences(verdicts: Verdicts) -> list[str]:
 
 
 def provenance(evaluation: Evaluation) -> str:
-    """Say what was evaluated and how, in a sentence or two."""
+    """Return a sentence or two on what was evaluated, and how."""
     facts = evaluation.facts
     lengths = ", ".join(format_length(length) for length in evaluation.lengths if length)
     flags = facts.get("flags", "")
@@ -116,7 +116,7 @@ def cell_differences(evaluation: Evaluation) -> list[CellDifference]:
 
 
 def control(evaluation: Evaluation) -> dict[str, Flips]:
-    """Count what differs where every pattern selects everything; and the reference asked twice."""
+    """Count differences on the control, where every pattern selects everything, and in A/A."""
     rows, reference = Look(evaluation).control, evaluation.reference.name
     answered = {(row.arm, row.repeat) for row in rows}
     arms = [(arm.name, 0, arm.name) for arm in evaluation.compared_arms]
@@ -202,10 +202,10 @@ def _words(value: Any) -> str:
 
 
 def write_quality(path: Path, evaluation: Evaluation) -> str:
-    """Write the verdict on a pattern file's pattern into its ``quality`` section, and return it.
+    """Write the verdict on a pattern into its file's ``quality`` section, and return the verdict.
 
     Raises:
-        QualityError: the evaluation has no such pattern, or nothing was decided yet.
+        QualityError: the evaluation does not have this pattern, or nothing was decided yet.
         LibraryError: the file is no pattern file.
     """
     entry = load_entry(path)
@@ -222,7 +222,7 @@ def write_quality(path: Path, evaluation: Evaluation) -> str:
 
 
 def evaluated(evaluation: Evaluation, look: int, verdict: Verdict) -> Evaluated:
-    """Record a verdict, reached at a look, for the lengths and tasks of the claim."""
+    """Return the record of a verdict at a look, for the lengths and tasks of the claim."""
     rows = Look(evaluation, look).long
     all_cells = {row.cell for row in rows}
     cells = all_cells - set(verdict.blind) or all_cells

@@ -1,8 +1,8 @@
-"""Ask every arm what is planned, until every pattern is decided; stopped at any moment, it resumes.
+"""Run of an evaluation, which asks every arm until every pattern is decided, and can be resumed.
 
-What is asked next follows from the plan and from the contexts that are done, never from how far
-this process came: so an evaluation that was killed and resumed ends like one that never was. It
-must stop when its verdict could not be believed: see the ``check_`` functions.
+The next question follows from the plan and the finished contexts, never from the history of this
+process. So an evaluation that was killed and resumed ends like an uninterrupted one. It stops when
+its verdict could not be believed: see the ``check_`` functions.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from sglang_indexcache.serving.protocol import facts
 PAUSES = (1.0, 5.0, 25.0)
 """Seconds before a context is asked again; the run ends when they have passed."""
 PAGE = 64
-"""Tokens of a cache page: what is left of a context's last one is computed for each question."""
+"""Tokens in a cache page: a context's last, partial page is computed again for each question."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class EvaluationRequest:
 
     Attributes:
         model: the checkpoint's folder.
-        flags: of the command, to print beside the verdict.
-        notices: what a reader must know besides: which rows of files are asked.
+        flags: the command's flags, to print with the verdict.
+        notices: further facts for the reader, such as the rows of files that are asked.
     """
 
     model: Path
@@ -67,10 +67,10 @@ class EvaluationRequest:
     notices: tuple[str, ...] = ()
 
     def tokens(self) -> int:
-        """Count the tokens that the whole plan computes if nothing is decided early.
+        """Count the tokens that the whole plan computes if no pattern is decided early.
 
-        A question and its answer are computed behind the whole pages of their context; those of a
-        file's row are counted as context.
+        A question and its answer are computed after the whole cache pages of their context; for a
+        file's row they count as context.
         """
         tails, tokens = self._tails(), 0
         for planned in self.plan.planned:
@@ -81,7 +81,7 @@ class EvaluationRequest:
         return tokens
 
     def _tails(self) -> dict[str, int]:
-        """Measure a question with its answer, in mean tokens, on a short context of each task."""
+        """Measure the mean tokens of a question with its answer, on short contexts of each task."""
         tails, length = {}, min(self.plan.lengths)
         for task in self.plan.tasks:
             name = context_name(task, length, self.plan.seed)
@@ -91,7 +91,7 @@ class EvaluationRequest:
         return tails
 
     def tell(self, console: Console) -> None:
-        """Print what will be asked, how much it computes, and what it can show."""
+        """Print the plan: what is asked, how much is computed, and what it can show."""
         arms = ", ".join(f"{arm.name} ({arm.role.value})" for arm in self.arms)
         contexts, *expectations = self.plan.in_words()
         rows = [
@@ -114,14 +114,14 @@ def run_evaluation(
     output: Path,
     console: Console,
 ) -> Evaluation:
-    """Ask, or go on where the same evaluation was stopped.
+    """Run an evaluation, or continue it where it was stopped.
 
     Args:
-        servers: one under the name "", or one for each arm's name.
+        servers: one server under the name "", or one for each arm's name.
 
     Raises:
-        KeyboardInterrupt: by Ctrl-C or SIGTERM; the same command goes on.
-        QualityError: what may not be evaluated, or not go on.
+        KeyboardInterrupt: by Ctrl-C or SIGTERM; the same command continues.
+        QualityError: the evaluation may not start, or may not go on.
     """
     request.tell(console)
     arm_servers = Servers(request.arms, servers)
@@ -136,7 +136,7 @@ def run_evaluation(
     ) as record:
         if not record.done:
             request.corpus.check(request.plan.planned, console)
-        if not record.facts:  # from here on the folder is this evaluation's
+        if not record.facts:  # from here on the folder belongs to this evaluation
             record.add({"facts": _facts_of(request)})
         resuming(console, len(record.done), "contexts", output / NAME)
         run = Run(arm_servers, request.corpus, record, console, request.tokens())
@@ -145,7 +145,7 @@ def run_evaluation(
 
 
 def _server_facts(client: Client) -> dict[str, Any]:
-    """Return what the record keeps of a server; a checkpoint's digest tells more than its path."""
+    """Return a server's facts for the record, without the path, because the digest tells more."""
     server = facts(client.server_info(), client.name)
     if "model_path" in server:
         server["model_path"] = Path(server["model_path"]).name
@@ -153,7 +153,7 @@ def _server_facts(client: Client) -> dict[str, Any]:
 
 
 def _facts_of(request: EvaluationRequest) -> dict[str, Any]:
-    """Return what the record keeps of a request, and of this process, at its first start."""
+    """Return the facts of a request and of this process for the record, at the first start."""
     return {
         "model": request.model.resolve().name,
         "versions": versions(),
@@ -165,7 +165,7 @@ def _facts_of(request: EvaluationRequest) -> dict[str, Any]:
 
 
 class Run:
-    """One evaluation under way, of a plan that computes so many ``tokens``."""
+    """An evaluation in progress, whose plan computes ``tokens`` tokens."""
 
     def __init__(
         self,
@@ -183,7 +183,7 @@ class Run:
         self._loss_seen: set[Cell] = set()
 
     def run(self) -> Evaluation:
-        """Ask everything that is left; a QualityError says what servers do that they must not."""
+        """Ask everything that is left; raise a QualityError if a server must not be believed."""
         contexts = self._record.done
         with self._progress as progress:
             total = len(self._start.planned)
@@ -203,7 +203,7 @@ class Run:
         self._console.print(line, highlight=False, soft_wrap=True, markup=False)
 
     def _ask_context(self, planned: Planned) -> None:
-        """Ask what is not recorded yet, of every arm that is not decided."""
+        """Ask every undecided arm what is not recorded yet for a context."""
         self._look_for_loss((planned.task, planned.length))
         context = self._corpus.make(planned)
         for batch in self._servers.batches(self._askings(planned)):
@@ -218,7 +218,7 @@ class Run:
         check_context(self._record.evaluation())
 
     def _askings(self, planned: Planned) -> list[Asking]:
-        """Return the undecided arms, and the bad pattern until it was seen to lose."""
+        """Return the arms to ask: undecided ones, and the bad pattern until it was seen to lose."""
         reference, bad = self._start.reference, self._start.bad
         arms = [arm for arm in self._start.candidates if arm.name not in self._decided]
         askings = [(arm, 0) for arm in (reference, *arms)]
@@ -227,7 +227,7 @@ class Run:
         return askings + [(reference, 1)] * planned.again
 
     def _look_for_loss(self, cell: Cell) -> None:
-        """Note whether the bad pattern was seen to lose in this cell; it is asked there no more."""
+        """Note whether the bad pattern was seen to lose in this cell, and if so stop asking it."""
         bad, look = self._start.bad, Look(self._record.evaluation())
         if bad and cell not in self._loss_seen and look.sees_loss(bad.name, cell):
             self._loss_seen.add(cell)
@@ -239,7 +239,7 @@ class Run:
         computed = sum(tokens for _, tokens in results)
         for answers, tokens in results:
             self._record.append(answers, tokens, seconds * tokens / computed)
-        # The longest are asked first, and theirs is the slowest rate.
+        # The longest contexts are asked first, and have the slowest rate.
         if computed and not self._is_timed and context.length == max(self._start.lengths):
             self._is_timed = True
             rate = computed / seconds
@@ -252,10 +252,10 @@ class Run:
     def _ask_with_retries(
         self, context: Context, askings: Sequence[Asking]
     ) -> list[tuple[tuple[Answer, ...], int]]:
-        """Ask with retries.
+        """Ask arms for a context, with retries.
 
         Raises:
-            QualityError: all of them failed; what was asked is kept.
+            QualityError: all retries failed; earlier answers are kept.
         """
         for pause in (*PAUSES, None):
             try:
@@ -271,7 +271,7 @@ class Run:
         ) from failure
 
     def _judge(self, look: int) -> bool:
-        """Judge after all contexts of a look; return whether every pattern is decided."""
+        """Judge the patterns after all contexts of a look; return whether all are decided."""
         evaluation = self._record.evaluation()
         if look == CONTROL_LOOK:
             check_control(evaluation)
@@ -291,11 +291,12 @@ class Run:
 
 
 ENOUGH_ALIKE = 3
-"""Contexts in a row whose every log-probability agrees when two arms are taken for the same one."""
+"""Number of contexts in a row with all log-probabilities equal from which two arms count as the
+same."""
 
 
 def check_control(evaluation: Evaluation) -> None:
-    """Refuse arms that differ, beyond the engine's noise, where every pattern selects all."""
+    """Refuse arms that differ beyond the engine's noise where every pattern selects everything."""
     look = Look(evaluation, CONTROL_LOOK)
     arms = {row.arm for row in look.control}
     for name in (arm.name for arm in evaluation.compared_arms if arm.name in arms):
@@ -305,11 +306,10 @@ def check_control(evaluation: Evaluation) -> None:
 
 
 def check_context(evaluation: Evaluation) -> None:
-    """Refuse an arm whose every log-probability is the reference's.
+    """Refuse an arm whose log-probabilities all equal the reference's.
 
-    An arm that computes exactly what the reference does is not the arm that was asked for. The last
-    contexts are looked at, so a server that begins to ignore patterns in the middle is refused as
-    well.
+    An arm that computes exactly the same as the reference does not run its own pattern. The last
+    contexts are checked, so a server that begins to ignore patterns in the middle is refused too.
     """
     traces: dict[str, dict[str, list[float | None]]] = defaultdict(lambda: defaultdict(list))
     long = {planned.context for planned in evaluation.long}
@@ -330,7 +330,7 @@ def check_context(evaluation: Evaluation) -> None:
 
 
 def check_floor(evaluation: Evaluation) -> None:
-    """Refuse a reference at the floor in every cell: it cannot lose what it cannot do."""
+    """Refuse a reference at the floor in every cell, where no pattern can lose anything."""
     look = Look(evaluation)
     low = look.at_floor()
     if low and low.keys() == look.cells:
@@ -345,11 +345,11 @@ def check_floor(evaluation: Evaluation) -> None:
 
 
 def check_noise(evaluation: Evaluation) -> None:
-    """Refuse an engine that differs from itself too much to resolve the margin.
+    """Refuse an engine whose own noise is too large to resolve the margin.
 
-    It refuses only if the plan could otherwise resolve it: a plan that is too small was reported
-    before. And it waits until several contexts of every cell were asked twice, so that their spread
-    is known.
+    It refuses only if the plan could otherwise resolve the margin: a plan that is too small was
+    reported before. It waits until several contexts in every cell were asked twice, so that their
+    spread is known.
     """
     design, noise = evaluation.design, Look(evaluation).noise
     if noise is None:

@@ -1,9 +1,9 @@
-"""Ask the arms of an evaluation, and make sure that each answered as itself.
+"""Questions to an evaluation's arms, with checks that each arm answered under its own pattern.
 
-Answers are *teacher-forced*: with the right answer behind the question, greedy decoding gives it
-if and only if each of its tokens is the likeliest one at its place. So one prefill of the context,
-whose prefix stays in the server's cache, and a short extension for each question give accuracy and
-the probability of the answer; nothing is decoded.
+Answers are *teacher-forced*: the right answer follows the question in the prompt, and greedy
+decoding would give it if and only if each of its tokens is the likeliest one at its place. So one
+prefill of the context, whose prefix stays in the server's cache, and a short extension for each
+question give accuracy and the probability of the answer; nothing is decoded.
 
 Each server's identity is checked before a context, and again after it, before an answer counts.
 """
@@ -23,23 +23,23 @@ from sglang_indexcache.lab.evaluate.tasks.context import Context, Question
 from sglang_indexcache.serving.protocol import RankState, alike, check_obeyed, facts
 
 TOP = 20
-"""Likeliest tokens requested at each token of an answer: arms are told apart by them."""
+"""Number of likeliest tokens requested at each token of an answer, by which arms are told apart."""
 _DIGITS = 6
-"""Decimals of log-probabilities, so that a journal gives back what was compared."""
+"""Decimals of log-probabilities, so that a journal restores exactly the compared values."""
 Asking = tuple[Arm, int]
-"""As which arm a context is asked, and 1 for the second asking of the reference (A/A)."""
+"""Arm for which a context is asked, and 1 for the second asking of the reference (A/A)."""
 
 
 class Servers:
     """The servers that answer for the arms.
 
     Args:
-        urls: one server in live mode under the name "", whose requests name their pattern; or one
-            in static mode for each arm's name.
+        urls: one server in live mode under the name "", whose requests name their pattern, or one
+            server in static mode for each arm's name.
 
     Raises:
         QualityError: a server is missing, in the wrong mode, or unlike the others.
-        ServerError: it does not run IndexCache.
+        ServerError: a server does not run IndexCache.
     """
 
     def __init__(self, arms: Sequence[Arm], urls: Mapping[str, Client]) -> None:
@@ -61,7 +61,7 @@ class Servers:
         return list({id(server): server for server in self._of.values()}.values())
 
     def check_fits(self, longest: int) -> None:
-        """Refuse prompts of so many tokens, with question and answer, if a server takes fewer."""
+        """Refuse prompts of this many tokens, with question and answer, if a server takes fewer."""
         for server in self.all:
             most = server.server_info().get("max_req_input_len")
             if isinstance(most, int) and longest > most:
@@ -73,7 +73,7 @@ class Servers:
                 )
 
     def batches(self, askings: Sequence[Asking]) -> list[list[Asking]]:
-        """Group arms that are asked together: all of a server, but A/A in another batch."""
+        """Group arms that are asked together: all arms of a server, but A/A in a separate batch."""
         if not self._shared:
             return [[asking] for asking in askings]
         parts = ([asking for asking in askings if asking[1] == repeat] for repeat in (0, 1))
@@ -82,15 +82,15 @@ class Servers:
     def ask(
         self, context: Context, askings: Sequence[Asking]
     ) -> list[tuple[tuple[Answer, ...], int]]:
-        """Ask a batch's arms behind a context; return their answers and the tokens computed.
+        """Ask a batch of arms about a context; return their answers and the tokens computed.
 
         Raises:
-            ServerUnavailableError: try again.
+            ServerUnavailableError: the caller may try again.
             QualityError, ServerError: the server does not do what the arms need.
         """
         server = self._of[askings[0][0].name]
         before = self._states(askings[0][0])
-        nonce = uuid.uuid4().hex[:8]  # nobody has cached anything under these keys before
+        nonce = uuid.uuid4().hex[:8]  # nothing was cached under these keys before
         keys = [(arm.pattern, f"{nonce}/{arm.pattern}/{repeat}") for arm, repeat in askings]
         warmed = scoring.ask(server, [Prompt(context.ids, *key) for key in keys])
         prompts = [
@@ -120,7 +120,7 @@ class Servers:
         return results
 
     def _states(self, arm: Arm) -> list[RankState]:
-        """Return the states of the arm's server, which must be able to answer for it."""
+        """Return the states of the arm's server after checking that it can answer for the arm."""
         server = self._of[arm.name]
         states = server.states()
         for state in states:
@@ -139,7 +139,7 @@ class Servers:
 
 
 def right_share(scores: TokenScores, *, by_token: bool) -> float:
-    """Return 1 if each token of an answer is the likeliest, else 0; or the share that is."""
+    """Return 1 if all of an answer's tokens are the likeliest, else 0; or the share that is."""
     pairs = zip(scores.logprobs, scores.tops, strict=True)
     likeliest = [logprob >= top[0][1] for logprob, top in pairs]
     return sum(likeliest) / len(likeliest) if by_token else float(all(likeliest))

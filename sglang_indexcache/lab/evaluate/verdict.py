@@ -1,21 +1,22 @@
-"""Verdict of an evaluation on a pattern, one of six, and the sentence to paste.
+"""Verdict of an evaluation on a pattern, one of six, with the sentence to paste.
 
 The order in which a run is judged:
 
 1. below ``index_topk`` tokens, where every pattern selects everything (the control), no arm may
-   differ from the reference more often than the reference, asked twice, from itself: else the arms
-   differ in more than the pattern, and nothing is claimed;
-2. the reference asked twice (A/A) must not differ in the mean: else the order or the engine favours
-   an arm;
-3. a cell (stratum: a task at a length) cannot see, and leaves the claim, in which the reference
-   hardly does better than guessing, or a pattern known to be bad is not seen to lose;
-4. over the cells that are left, "no loss beyond the margin" (non-inferiority) and "a loss" are each
+   differ from the reference more often than the reference differs from itself when it is asked
+   twice; otherwise the arms differ in more than the pattern, and nothing is claimed;
+2. the reference asked twice (A/A) must not differ in the mean; otherwise the order or the engine
+   favours an arm;
+3. a cell (stratum: a task at a length) leaves the claim if it cannot see a loss, because the
+   reference is hardly better than guessing there, or because a pattern known to be bad is not seen
+   to lose;
+4. over the remaining cells, "no loss beyond the margin" (non-inferiority) and "a loss" are each
    judged at the planned looks (interim analyses); the first claim ends the evaluation of that
-   pattern. The first of them waits until every cell was seen to show a loss, or until the end;
-5. of several patterns, one is only called safe if all before it were, which have more F layers (a
-   fixed sequence, each at the whole alpha). A loss needs no such permission.
+   pattern. A claim of no loss waits until every cell was seen to show a loss, or until the end;
+5. of several patterns, one is called safe only if all earlier ones were, which have more F layers
+   (a fixed sequence, each at the whole alpha). A loss needs no such permission.
 
-A run ends with its plan: both claims have spent their alpha then, and a new run needs a new plan.
+A run ends with its plan: both claims have then spent their alpha, and a new run needs a new plan.
 """
 
 from __future__ import annotations
@@ -40,9 +41,10 @@ from sglang_indexcache.library.lengths import counted, format_length, points
 LEAST_RIGHT = 0.10
 """Share of right answers of the reference below which a cell shows nothing."""
 EASY, CEILING = 0.95, 0.99
-"""Right answers of the bad pattern from which a cell is called too easy, and not waited for."""
+"""Shares of right answers by the bad pattern from which a cell is called too easy, and from which
+it is not waited for."""
 SAME = 0.005
-"""One-sided error of the A/A check, which refuses one in a hundred sound runs; and of the control,
+"""One-sided error of the A/A check, which refuses one in a hundred sound runs, and of the control,
 which refuses at most one in two hundred."""
 
 
@@ -58,10 +60,10 @@ class Kind(enum.Enum):
 
 
 MOVE = 3
-"""Margins by which a context's mean probability falls that count as a whole bet."""
+"""Drop of a context's mean probability, in margins, that counts as a whole bet."""
 
 SAFE = (Kind.NO_LOSS, Kind.SMALL_LOSS)
-"""Non-inferior: the pattern loses less than the margin."""
+"""Verdicts of non-inferiority: the pattern loses less than the margin."""
 WAITING = "not every task has been seen to show a loss yet"
 """Reason to put off a claim of safety to a later look."""
 DECIDED = (*SAFE, Kind.LOSS)
@@ -72,7 +74,7 @@ DECIDED = (*SAFE, Kind.LOSS)
 class Worst:
     """The cell in which a pattern loses most, and the difference there.
 
-    No cell loses more than ``bound``, with the error of the claim for all of them together.
+    No cell loses more than ``bound``; the claim's error holds for all cells together.
     """
 
     task: str
@@ -87,15 +89,16 @@ class Verdict:
 
     Attributes:
         headline: the claim, both levels and the worst cell, in one sentence.
-        details: the numbers behind it, for whoever pastes the headline.
+        details: the numbers behind the headline.
         difference: right(pattern) - right(reference), mean over cells; None if nothing was claimed.
-        levels: right(reference) and right(pattern), 0 to 1, of which that is the difference.
-        worst: None where there is one cell.
-        interval: one-sided bounds at the design's alpha each, valid at every look.
+        levels: right(reference) and right(pattern), 0 to 1, whose difference that is.
+        worst: the worst cell; None if there is only one cell.
+        interval: one-sided bounds, each at the design's alpha, valid at every look.
         exact: whether the interval holds for any number of contexts, and so is wider.
         detectable: smallest loss that the whole run could show, with the design's power.
-        more: contexts that are missing for a decision; None unless undecided, or if a cell has one.
-        noise: the reference against itself; None where it was not asked twice.
+        more: number of contexts missing for a decision; None unless undecided, or if a cell has one
+            context.
+        noise: the reference against itself; None if it was not asked twice.
         blind: cells that left the claim.
     """
 
@@ -122,11 +125,11 @@ class Verdict:
 
 
 Verdicts = Mapping[str, tuple[int, Verdict]]
-"""By candidate: the look at which it was decided, or the last one, and the verdict."""
+"""Verdict on each candidate, with the look at which it was decided, or else the last look."""
 
 
 class Blind(NamedTuple):
-    """Reason why a cell cannot see a loss; it ``waits`` where more answers may show that it can."""
+    """Reason why a cell cannot see a loss; it ``waits`` if more answers may show that it can."""
 
     reason: str
     waits: bool
@@ -134,11 +137,11 @@ class Blind(NamedTuple):
 
 @dataclass(frozen=True)
 class Look:
-    """All that counts at a planned look (interim analysis), and what it shows of each cell.
+    """Everything that counts at a planned look (interim analysis), and what it shows in each cell.
 
-    Looks count from 1; without a number it is all that was asked so far. Logs of another harness
-    have no control, often no A/A and no pattern known to be bad: the claim is the same, and what
-    could not be checked is said after it.
+    Looks count from 1; without a number, everything asked so far counts. Logs of another harness
+    have no control, and often no A/A and no pattern known to be bad. Their claim is the same,
+    followed by what could not be checked.
     """
 
     evaluation: Evaluation
@@ -146,38 +149,38 @@ class Look:
 
     @property
     def number(self) -> int:
-        """Number of the look, whose share of alpha a claim may spend."""
+        """Number of the look that decides how much alpha a claim may spend."""
         return self.design.looks if self.at is None else self.at
 
     @property
     def design(self) -> Design:
-        """Design that was fixed before the run."""
+        """Test design, fixed before the run."""
         return self.evaluation.design
 
     @property
     def reference(self) -> str:
-        """The arm that every other is compared with."""
+        """Name of the arm with which every other is compared."""
         return self.evaluation.reference.name
 
     @property
     def bad(self) -> str | None:
-        """The arm that must be seen to lose; None for logs without one."""
+        """Name of the arm that must be seen to lose; None for logs without one."""
         return self.evaluation.bad.name if self.evaluation.bad else None
 
     @cached_property
     def control(self) -> list[Outcome]:
-        """Outcomes where every pattern selects everything, and none may differ; empty for a log."""
+        """Outcomes at lengths where every pattern selects everything; empty for a log."""
         most, rows = self.evaluation.selects_all, self.evaluation.outcomes(self.at)
         return [row for row in rows if most is not None and row.length <= most]
 
     @cached_property
     def long(self) -> list[Outcome]:
-        """Outcomes to compare, where a pattern can matter: all of a log, which hides the length."""
+        """Outcomes to compare, at lengths where a pattern can matter; all outcomes of a log."""
         return self._above_topk("right")
 
     @cached_property
     def probable(self) -> list[Outcome]:
-        """Probability of the right answers, where a pattern can matter; empty for a log."""
+        """Probability of right answers at lengths where a pattern can matter; empty for a log."""
         return self._above_topk("probability")
 
     def _above_topk(self, of: str) -> list[Outcome]:
@@ -201,12 +204,12 @@ class Look:
 
     @property
     def cells(self) -> set[Cell]:
-        """Cells of the claim, as long as they can see."""
+        """Cells with long outcomes, of which the claim leaves out blind ones."""
         return {row.cell for row in self.long}
 
     @cached_property
     def noise(self) -> Differences | None:
-        """The reference against itself (A/A); None where it was not asked twice."""
+        """Differences of the reference from itself (A/A); None if it was not asked twice."""
         asked_twice = any(row.arm == self.reference and row.repeat == 1 for row in self.long)
         return self.compared(self.reference, repeat=1) if asked_twice else None
 
@@ -215,7 +218,7 @@ class Look:
         return means(self.long, arm)
 
     def at_floor(self) -> dict[Cell, float]:
-        """Find cells where the reference hardly beats guessing; return its right share there."""
+        """Return its share of right answers in cells where the reference hardly beats guessing."""
         return {
             cell: share
             for cell, share in self.right_share(self.reference).items()
@@ -223,13 +226,14 @@ class Look:
         }
 
     def sees_loss(self, arm: str, cell: Cell) -> bool:
-        """Return whether an arm was asked in a cell, and seen to lose there.
+        """Return whether an arm was asked in a cell and was seen to lose there.
 
-        Probabilities count too, but not where it is nearly always right: nothing can be lost there.
+        Probabilities count too, except if the arm is nearly always right, because then nothing is
+            lost.
         """
         rows = [row for row in self.long if row.cell == cell]
         values = [row.value for row in rows if (row.arm, row.repeat) == (arm, 0)]
-        # An arm that is decided is asked no more, so a cell may have none of its answers.
+        # A decided arm is asked no more, so a cell may have none of its answers.
         if not values:
             return False
         answers, probabilities = paired(rows, arm, self.reference), None
@@ -242,7 +246,8 @@ class Look:
     def blind(self) -> dict[Cell, Blind]:
         """Cells that cannot see a loss.
 
-        One in which the bad pattern was not asked cannot, because nothing shows that it could.
+        A cell in which the bad pattern was not asked is blind, because nothing shows that it could
+        see one.
         """
         blind = {
             cell: Blind(
@@ -260,7 +265,7 @@ class Look:
                 continue
             elif bad[cell] >= EASY:
                 reason = f"too easy: even {self.bad} gets {bad[cell]:.0%} right there"
-                # Short of the ceiling more contexts may yet show a loss.
+                # Below the ceiling, more contexts may still show a loss.
                 blind[cell] = Blind(reason, bad[cell] < CEILING)
             else:
                 shares = f"{bad[cell]:.0%} right, {self.reference} {reference[cell]:.0%}"
@@ -272,13 +277,13 @@ class Look:
 
     @property
     def hidden(self) -> list[Cell]:
-        """Cells outside the claim in which any pattern is nevertheless seen to lose."""
+        """Cells outside the claim in which some pattern is nevertheless seen to lose."""
         arms = {row.arm for row in self.long} - {self.reference, self.bad}
         return sorted(cell for cell in self.blind if any(self.sees_loss(arm, cell) for arm in arms))
 
     @property
     def seeing_design(self) -> Design:
-        """The design with the contexts of cells that see; every cell came equally far."""
+        """The design with only the contexts of cells that see, assuming equal progress in all."""
         cells = {row.context: row.cell for row in self.long}
         seeing = sum(cell not in self.blind for cell in cells.values())
         # A blind cell's contexts prove nothing, so the design must not count on them.
@@ -286,12 +291,12 @@ class Look:
         return replace(self.design, contexts=max(contexts, self.design.looks))
 
     def control_differs(self, arm: str) -> str:
-        """Say why the arms differ where every pattern selects everything; empty if they do not."""
+        """Return why arms differ although every pattern selects everything; "" if they do not."""
         by_arm, by_reference = self._differing(arm, 0), self._differing(self.reference, 1)
         if not exceeds_noise(len(by_arm - by_reference), len(by_reference - by_arm)):
             return ""
         flips = paired(self.control, arm, self.reference).flips
-        # The flips are all of the arm's, with those that the engine makes of itself: hence both.
+        # The arm's flips include those that the engine makes by itself, so print both counts.
         return (
             f"below index_topk tokens, where every pattern selects everything, {arm} differs from "
             f"{self.reference} ({flips}), which differs from itself in {len(by_reference)}. "
@@ -299,7 +304,7 @@ class Look:
         )
 
     def _differing(self, arm: str, repeat: int) -> set[tuple[str, str]]:
-        """Find the control's questions that an arm answers unlike the reference's first time."""
+        """Find control questions that an arm answers unlike the reference did the first time."""
         first: dict[tuple[str, str], float] = {}
         answers: dict[tuple[str, str], float] = {}
         for row in self.control:
@@ -308,12 +313,12 @@ class Look:
                 first[key] = row.value
             elif (row.arm, row.repeat) == (arm, repeat):
                 answers[key] = row.value
-        # A question that the reference was not asked differs from nothing.
+        # A question that the reference was not asked counts as equal.
         return {key for key, value in answers.items() if first.get(key, value) != value}
 
     def unsound(self, arm: str) -> str:
-        """Say why nothing may be claimed of an arm; empty if all is as it must be."""
-        # A log has neither control nor, mostly, a second answer: its details say so instead.
+        """Return why nothing may be claimed about an arm; "" if everything is as it must be."""
+        # A log has no control and mostly no second answers; its details say so instead.
         if self.evaluation.selects_all is not None:
             if not self.control:
                 raise QualityError(
@@ -346,7 +351,7 @@ def means(rows: Iterable[Outcome], arm: str) -> dict[Cell, float]:
 
 
 def bounds(estimate: Estimate, design: Design, look: int) -> tuple[Any, Any]:
-    """Return one-sided bounds of the difference at a look, on which both claims rest."""
+    """Return the one-sided bounds of the difference at a look, on which both claims rest."""
     z = design.bounds[look - 1]
     return estimate.guarded(z), estimate.upper(z)
 
@@ -359,23 +364,23 @@ def sees(
 ) -> Any:
     """Return whether a control that is known to be bad has been seen to lose.
 
-    The test is the bet, so it may be made after every context, and the control ended once it is
-    seen to lose. Half of the bet is on right answers, which show a loss of a few points only in
+    The test is a bet, so it may be made after every context, and the control ends as soon as it is
+    seen to lose. Half of the bet is on right answers, which show a loss of a few points only after
     hundreds of contexts. Half is on their probability, where a context counts by at most
-    :data:`MOVE` margins: so it measures how often answers become less sure, which they do as often
-    as surer where nothing is lost.
+    :data:`MOVE` margins. So it measures how often answers become less sure; if nothing is lost,
+    they become surer just as often.
 
     Args:
-        differences: of right answers.
-        alpha: how often a control that loses nothing may be seen to.
-        probable: of the probability of the right answers; None where it is not known.
-        margin: by how much they must be less probable on average, 0 to 1.
+        differences: differences in right answers.
+        alpha: largest probability of seeing a loss by a control that loses nothing.
+        probable: differences in the right answers' probability; None if it is not known.
+        margin: smallest mean drop in probability that counts, 0 to 1.
     """
     values = -differences.values
     largest = float(abs(values).max(initial=1.0))
     wealth = capital(values, largest, 0.0)
     if probable is not None:
-        # A drop that is certain but smaller than the margin is no loss that a user would mind.
+        # A certain drop that is smaller than the margin is no loss that matters to a user.
         drops = -probable.values
         probable_wealth = capital((drops / (MOVE * margin)).clip(-1, 1), 1.0, 0.0)
         wealth = (wealth + np.where(drops.mean(axis=-1) >= margin, probable_wealth, 0.0)) / 2
@@ -385,23 +390,23 @@ def sees(
 def exceeds_noise(arm_alone: Any, again_alone: Any) -> Any:
     """Return whether an arm differs from the reference more often than the reference from itself.
 
-    An engine that flips answers flips those of both equally often. So each question on which only
-    one of the two differs is the arm's with a probability of one half (a sign test).
+    An engine that flips answers flips those of both equally often. So if only one of the two
+    differs on a question, it is the arm with a probability of one half (a sign test).
 
     Args:
-        arm_alone: questions, or an array of such numbers, on which the arm alone differs.
-        again_alone: likewise the second asking.
+        arm_alone: number of questions, or an array of such numbers, on which only the arm differs.
+        again_alone: the same for the reference's second answers.
     """
     from scipy.special import bdtrc
 
-    # bdtrc(k, n, p) sums from k + 1 on: the chance of as many questions or more.
+    # bdtrc(k, n, p) sums from k + 1 on, which gives the chance of this many questions or more.
     return bdtrc(np.asarray(arm_alone) - 1, np.asarray(arm_alone) + again_alone, 0.5) <= SAME
 
 
 def repeats_itself(noise: Differences, design: Design, look: int) -> Any:
-    """Return whether the reference, asked twice, has the same mean as far as can be seen."""
+    """Return whether the reference, asked twice, shows no difference in its mean."""
     estimate = Estimate(noise)
-    # Asked at every look, so its error is spent over the looks as a claim's is.
+    # This test is made at every look, so its error is spent over the looks like a claim's.
     z = boundaries(design.fractions, SAME)[min(look, design.looks) - 1]
     return (estimate.lower(z) <= 0) & (estimate.upper(z) >= 0)
 
@@ -409,9 +414,9 @@ def repeats_itself(noise: Differences, design: Design, look: int) -> Any:
 def loses(estimate: Estimate, design: Design, look: int) -> Any:
     """Return whether a pattern is shown to lose at a look.
 
-    The test is t where enough contexts differ for it, else the exact sign-flip test at the error
-    that this look may spend. The bounds are wide there, because a safe pattern may lose rare
-    contexts whole; a loss that was seen needs no such allowance.
+    If enough contexts differ, the test is t; otherwise it is the exact sign-flip test at the error
+    that this look may spend. The bounds are wide in the latter case, because a pattern may lose
+    rare contexts whole; a loss that was seen needs no such allowance.
     """
     by_t = estimate.upper(design.bounds[look - 1]) < 0
     if not np.any(estimate.exact):
@@ -424,23 +429,24 @@ def claimed(lower: float, is_lost: bool, margin: float) -> Kind:
     """Return the claim of the primary endpoint: NO_LOSS, SMALL_LOSS, LOSS or UNDECIDED.
 
     Args:
-        lower: bound of the difference.
-        is_lost: what :func:`loses` says.
+        lower: lower bound of the difference.
+        is_lost: the result of :func:`loses`.
     """
-    # Both hold at once, so a loss can be proven, and proven to be smaller than the margin.
+    # Both may hold at once: a loss can be proven, and proven to be smaller than the margin.
     if lower > -margin:
         return Kind.SMALL_LOSS if is_lost else Kind.NO_LOSS
     return Kind.LOSS if is_lost else Kind.UNDECIDED
 
 
 def verdicts_of(evaluation: Evaluation) -> Verdicts:
-    """Judge each candidate: its first claim is final, later contexts do not reopen it.
+    """Judge each candidate; its first claim is final, and later contexts do not reopen it.
 
-    Empty before the first look.
+    The result is empty before the first look.
     """
     verdicts: dict[str, tuple[int, Verdict]] = {}
     for number in range(1, evaluation.look + 1):
-        # Candidates come from most to fewest F layers: in a fixed sequence each is tested at alpha.
+        # Candidates are ordered from most to fewest F layers; in this fixed sequence each is tested
+        # at alpha.
         look, permitted = Look(evaluation, number), True
         for arm in evaluation.candidates:
             if arm.name not in verdicts or verdicts[arm.name][1].kind not in DECIDED:
@@ -455,7 +461,7 @@ def judge(look: Look, pattern: str, permitted: bool = True) -> Verdict:
     ``permitted`` says whether every pattern before this one was shown to be safe (the fixed
     sequence).
     """
-    # What makes every claim void comes first, then whether anything could be seen at all.
+    # First check for reasons that void every claim, then whether anything could be seen at all.
     if unsound := look.unsound(pattern):
         return Verdict(Kind.INVALID, pattern, f"{pattern}: refused: {unsound}")
     if not look.cells - look.blind.keys():
@@ -463,7 +469,7 @@ def judge(look: Look, pattern: str, permitted: bool = True) -> Verdict:
     forbidden = ""
     if look.number < look.design.looks and any(blind.waits for blind in look.blind.values()):
         forbidden = WAITING
-    # Each reason outranks those before: a wait may end at the next look, these will not.
+    # Each reason outranks the earlier ones: a wait may end at the next look, the others will not.
     if hidden := look.hidden:
         places = ", ".join(map(place, hidden))
         forbidden = f"a pattern visibly loses at {places}, which would be left out"
@@ -485,7 +491,7 @@ def _claim(look: Look, pattern: str, forbidden: str) -> Verdict:
     kind = _permitted(claimed(lower, is_lost, design.margin), forbidden)
     more = None
     if kind is Kind.UNDECIDED and math.isfinite(estimate.error):
-        # The planned contexts are asked in any case, however soon fewer would do.
+        # The planned contexts are asked in any case, even if fewer would be enough.
         more = max(design.needed(*estimate.spread), design.contexts) - len(differences)
     mean, levels = float(estimate.mean), (estimate.level, estimate.level + float(estimate.mean))
     worst = _worst(differences, design, look.number)
@@ -510,9 +516,9 @@ def _claim(look: Look, pattern: str, forbidden: str) -> Verdict:
 
 
 def _permitted(kind: Kind, forbidden: str) -> Kind:
-    """Return the claim that may be made where ``forbidden`` says why "no loss" may not be.
+    """Return the claim that may be made if ``forbidden`` says why "no loss" may not be claimed.
 
-    A proven loss stays proven then; "no loss" does not. Neither is final while cells wait.
+    A proven loss stays proven; "no loss" becomes undecided. While cells wait, neither is final.
     """
     if not forbidden or kind not in SAFE:
         return kind
@@ -522,7 +528,7 @@ def _permitted(kind: Kind, forbidden: str) -> Kind:
 def _levels_in_words(
     look: Look, pattern: str, levels: tuple[float, float], worst: Worst | None
 ) -> str:
-    """Say the levels of reference and pattern, and the cell that lost most, if one lost."""
+    """Return text on the levels of reference and pattern, and on the worst cell if one lost."""
     text = f"{look.reference} {levels[0]:.1%}, {pattern} {levels[1]:.1%}"
     if worst and worst.difference < 0:
         text += f"; worst: {place((worst.task, worst.length))}, {_points(worst.difference)}"
@@ -534,11 +540,11 @@ def _worst(differences: Differences, design: Design, look: int) -> Worst | None:
     count = len(differences.names)
     if count == 1:
         return None
-    # Bonferroni: the bound shall hold for all cells at once.
+    # Bonferroni, so that the bound holds for all cells at once.
     z = boundaries(design.fractions, design.alpha / count)[look - 1]
     estimates = [Estimate(differences.of(cell)) for cell in range(count)]
     lowest = min(range(count), key=lambda cell: estimates[cell].mean)
-    # Of all cells: a small cell can have the worst bound without the largest loss.
+    # The maximum over all cells: a small cell can have the worst bound without the largest loss.
     bound = max(-float(estimate.guarded(z)) for estimate in estimates)
     return Worst(*differences.names[lowest], float(estimates[lowest].mean), bound)
 
@@ -578,7 +584,7 @@ def _details(verdict: Verdict, differences: Differences, look: Look) -> str:
     design = look.design
     lower, upper = map(_points, verdict.interval)
     width = f"{1 - 2 * design.alpha:.0%}{' exact' if verdict.exact else ''} interval"
-    if design.looks > 1:  # wider than the tables' intervals, which are those of a single look
+    if design.looks > 1:  # wider than the tables' intervals, which are for a single look
         width += " for this look"
     noise = f"; A/A: {verdict.noise}" if verdict.noise else ""
     sentences = [
@@ -600,7 +606,7 @@ def _details(verdict: Verdict, differences: Differences, look: Look) -> str:
             f"No cell loses more than {100 * verdict.worst.bound:.1f} points (bound for all "
             f"{len(differences.names)} of them together)."
         )
-    # Once a loss is proven nobody asks how small a one would have been seen.
+    # Once a loss is proven, the smallest detectable loss is of no interest.
     if verdict.kind is not Kind.LOSS:
         sentences.append(
             f"A loss of {100 * verdict.detectable:.1f} points would have been found with "
@@ -617,10 +623,10 @@ def _details(verdict: Verdict, differences: Differences, look: Look) -> str:
 
 
 def empty_margin(look: Look, levels: tuple[float, float] | None) -> str:
-    """Say that the margin is too wide to mean anything; empty if it is not.
+    """Return a warning if the margin is too wide to mean anything; "" if it is not.
 
-    It should be at most half of what the control was seen to lose, and a tenth of what the
-    reference gets right.
+    The margin should be at most half of the loss that the control showed, and a tenth of the
+    reference's right answers.
     """
     margin, cells = look.design.margin, look.cells - look.blind.keys()
     too_wide = []
@@ -641,7 +647,7 @@ def _cannot_see(blind: Mapping[Cell, Blind]) -> str:
 
 
 def place(cell: Cell) -> str:
-    """Name a task and a length as messages do."""
+    """Return a task and a length as text for messages."""
     task, length = cell
     return f"{task} at {format_length(length)}" if length else task
 

@@ -1,7 +1,7 @@
 """Healing: train the indexers that a pattern keeps, on a frozen model.
 
-Torch and transformers only; SGLang is not needed, and the losses need torch alone.
+Healing needs torch and transformers, but not SGLang; the losses need only torch.
 """
 
 STEPS = 320
-"""Optimiser steps, if nothing else is asked; all of them dense."""
+"""Default number of optimiser steps, all of them dense."""

@@ -1,7 +1,7 @@
-"""Estimate whether a healing fits its GPUs: arithmetic on ``config.json`` alone.
+"""Estimate of whether a healing fits its GPUs, computed from ``config.json`` alone.
 
-What stays on a GPU is counted to the byte. What one layer at work takes is at most the sum of its
-tensors, which are not all alive at once.
+Data that stay on a GPU are counted to the byte. For a layer at work the estimate is the sum of its
+tensors, an upper bound, because they are not all alive at once.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from sglang_indexcache.library.sizes import ModelShape, find_gpu
 
 GB = 1e9
 FLOAT32 = 4
-"""Bytes of a number in indexers and losses."""
+"""Bytes per number in indexers and losses."""
 
 
 def memory_needed(options: HealOptions, on: str) -> list[tuple[str, str]]:
-    """Return what a healing would hold on GPUs such as ``8xh200``, as rows to print.
+    """Return the memory that a healing needs on GPUs such as ``8xh200``, as rows to print.
 
     Raises:
-        CheckpointError, PatternError, LibraryError, TrainingError: as :func:`heal` would; or GPUs
-            that are written in another way.
-        BenchError: a GPU that nobody knows.
+        CheckpointError, PatternError, LibraryError, TrainingError: as for :func:`heal`; or the GPUs
+            are written in another form.
+        BenchError: the GPU is unknown.
     """
     count, times, name = on.partition("x")
     if not times or not (count.isascii() and count.isdigit()) or not int(count):
@@ -52,7 +52,7 @@ def memory_needed(options: HealOptions, on: str) -> list[tuple[str, str]]:
 def _peaks(
     options: HealOptions, target: Target, shape: ModelShape, gpus: int
 ) -> list[tuple[str, float]]:
-    """Return for each GPU its layers, in words, and the most bytes that it holds."""
+    """Return each GPU's layers, as text, and its peak memory in bytes."""
     item, pattern = DTYPES[options.dtype].itemsize, target.pattern
     is_fp8 = fp8_blocks(options.checkpoint) is not None
     parameters = [
@@ -77,9 +77,9 @@ def _peaks(
 
 
 def _bytes_of_a_token(shape: ModelShape, item: int, block: int) -> tuple[int, int]:
-    """Return the most bytes of a token while a layer works, and of one whose row waits.
+    """Return the peak bytes per token of a layer at work, and the bytes per token of a waiting row.
 
-    Attention is taken to be a fused kernel's, without a matrix of queries and keys.
+    Attention is assumed to be a fused kernel, without a matrix of queries and keys.
     """
     s, heads = shape, shape.index_n_heads
     projected = heads * (s.index_head_dim + 1) + s.index_head_dim

@@ -1,4 +1,4 @@
-"""State that one forward pass hands from layer to layer: the F layer's selection and its q."""
+"""State that one forward pass carries from layer to layer: the F layer's selection and its q."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from sglang_indexcache.pattern import Pattern
 
 
 class Stage(StrEnum):
-    """Stage of training, by what it trains.
+    """Stage of training.
 
-    ``DENSE`` trains the model with full attention and leaves the indexers alone; ``WARMUP``
-    trains the indexers against full attention and nothing else; ``SPARSE`` trains everything,
-    attention over the selected keys (paper section "Training-Aware IndexCache", Training).
+    ``DENSE`` trains the model with full attention, without the indexers. ``WARMUP`` trains only the
+    indexers, against full attention. ``SPARSE`` trains everything, with attention over the selected
+    keys (paper section "Training-Aware IndexCache", Training).
     """
 
     DENSE = "dense"
@@ -44,10 +44,10 @@ class ForwardState:
 
 
 class Sharing:
-    """Connects a model's indexers and attentions.
+    """Connection between a model's indexers and attention layers.
 
     Args:
-        block: queries per block of chunked work.
+        block: number of queries per block of chunked work.
     """
 
     def __init__(self, pattern: Pattern, topk: int, block: int = DEFAULT_BLOCK) -> None:
@@ -61,21 +61,21 @@ class Sharing:
 
     @property
     def layout(self) -> Layout:
-        """Visibility of keys in this forward pass."""
+        """Visibility of keys in the current forward pass."""
         return self.running().layout
 
     @property
     def needs_index(self) -> bool:
-        """Whether this forward pass selects or distils at all."""
+        """Whether the current forward pass selects or distils."""
         return self.running().stage is not Stage.DENSE
 
     def no_selection(self) -> torch.Tensor:
-        """Return ``[B, T, 0]`` int32: what a layer hands on when nothing is selected."""
+        """Return ``[B, T, 0]`` int32, the selection to pass on when nothing is selected."""
         documents = self.layout.documents
         return documents.new_empty((*documents.shape, 0), dtype=torch.int32)
 
     def select(self, layer: int, index: IndexInputs) -> torch.Tensor:
-        """File an F layer's index inputs and return what it selects; nothing unless sparse."""
+        """Store an F layer's index inputs and return its selection, empty unless sparse."""
         run, selection = self.running(), self.no_selection()
         if run.stage is Stage.SPARSE:
             selection = select_top_k(index, run.layout, self.topk, self.block)
@@ -83,7 +83,7 @@ class Sharing:
         return selection
 
     def selection(self, layer: int) -> torch.Tensor:
-        """Return what the F layer that serves ``layer`` selected; nothing in the dense stage."""
+        """Return the selection of the F layer that serves ``layer``; empty in the dense stage."""
         if not self.needs_index:
             return self.no_selection()
         source = self.pattern.source_of(layer)
@@ -95,7 +95,7 @@ class Sharing:
         return selected[source]
 
     def attended(self, layer: int) -> torch.Tensor | None:
-        """Return the keys that ``layer`` attends to; None for all visible ones."""
+        """Return the keys that ``layer`` attends to; None stands for all visible keys."""
         if self.running().stage is not Stage.SPARSE:
             return None
         return self.selection(layer)
@@ -111,10 +111,10 @@ class Sharing:
         run.losses[layer] = loss / self.pattern.sources.count(source)
 
     def running(self) -> ForwardState:
-        """Return the forward pass that was started last.
+        """Return the forward pass that started last.
 
         Raises:
-            StaleIndexError: there is none.
+            StaleIndexError: no forward pass has started.
         """
         if self.forward is None:
             raise StaleIndexError("a layer ran outside a forward pass of DistilledModel")

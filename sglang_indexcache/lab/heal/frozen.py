@@ -1,7 +1,7 @@
-"""The body of a DSA checkpoint, forward only: a layer's weights are there while it runs.
+"""The frozen body of a DSA checkpoint, forward only: a layer has its weights only while it runs.
 
-They come from memory, where the checkpoint fits, or from its files each time. Block-FP8 weights
-stay FP8 in memory; one layer of them is dequantised at a time.
+The weights come from memory, if the checkpoint fits, or from its files each time. Block-FP8 weights
+stay FP8 in memory, and are dequantised one layer at a time.
 """
 
 from __future__ import annotations
@@ -37,31 +37,32 @@ STATE_COPIES = 4
 """Copies of an indexer's parameters: weights, gradients, and AdamW's two moments."""
 
 BLOCKS = (128, 128)
-"""Rows and columns that share a scale in an FP8 weight, if config.json does not say."""
+"""Rows and columns that share a scale in an FP8 weight, if config.json does not say it."""
 
 FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-"""Transformers holds all experts in one tensor; released checkpoints have these of each."""
+"""Names in released checkpoints, for each expert, of tensors that transformers holds as one for all
+experts."""
 
 Tensors = dict[str, torch.Tensor]
 
 
 class FrozenBody:
-    """A model without an LM head, whose indexers alone are in memory for good.
+    """A model without an LM head, of which only the indexers stay in memory as parameters.
 
     Args:
         folder: a DSA checkpoint, in a plain dtype or in block FP8.
-        dtype: of the body's weights and activations; indexers are float32 at least.
-        devices: layers are spread over these by their bytes.
-        from_disk: read a layer's weights each time it runs.
+        dtype: dtype of the body's weights and activations; indexers have at least float32.
+        devices: devices over which layers are distributed by their bytes.
+        from_disk: whether to read a layer's weights each time it runs.
 
     Attributes:
-        shares: the layers of each of the devices.
-        devices: of each layer.
+        shares: the layers of each device.
+        devices: the device of each layer.
 
     Raises:
-        CheckpointError: weights that are missing, or quantised in another way.
-        PatternError: F where the checkpoint has no indexer.
-        TrainingError: a model of another type.
+        CheckpointError: weights are missing, or quantised in another way.
+        PatternError: the pattern has F where the checkpoint has no indexer.
+        TrainingError: the model has another type.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class FrozenBody:
             config = AutoConfig.from_pretrained(folder)
         blocks = fp8_blocks(folder)
         if hasattr(config, "quantization_config"):
-            del config.quantization_config  # weights are dequantised here
+            del config.quantization_config  # this module dequantises the weights
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         install(model, pattern, sharing)
@@ -104,7 +105,7 @@ class FrozenBody:
         self._rotary = type(model.model.rotary_emb)(config=config).to(self.devices[0])
 
     def _resident(self, number: int) -> int:
-        """Count a layer's bytes for good: weights, the embedding before it, training state."""
+        """Count the bytes that a layer keeps occupied: weights, the embedding before it, training state."""
         dtype = None if self._quantised[number] else self._dtype
         body = sum(self._files.bytes_of(name, dtype) for name in self._names(number))
         resident = 0 if self.from_disk else body
@@ -116,7 +117,7 @@ class FrozenBody:
         return resident + STATE_COPIES * trained * master.itemsize
 
     def start(self, ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, Rotation]:
-        """Return what the first layer reads, on its device, for ``[B, T]`` int64.
+        """Return the first layer's input, on its device, for ids and positions ``[B, T]`` int64.
 
         Returns:
             ``[B, T, hidden_size]``, and the rotation for :meth:`layer`.
@@ -126,9 +127,10 @@ class FrozenBody:
         return hidden, self._rotary(hidden, position_ids=positions.to(device))
 
     def layer(self, number: int) -> Callable[[torch.Tensor, Rotation], torch.Tensor]:
-        """Return layer ``number`` with its weights; drop it to free them."""
+        """Return layer ``number`` with its weights, which are freed when the caller drops it."""
         weights, module = self._weights(number), self._layers[number]
-        # Never read: attention and indexers mask by the layout, block by block.
+        # A placeholder that is never read: attention and indexers mask by the layout, block by
+        # block.
         no_mask = torch.empty(1, 1, 1, 1, device=self.devices[number])
 
         def run(hidden: torch.Tensor, rotation: Rotation) -> torch.Tensor:
@@ -144,7 +146,7 @@ class FrozenBody:
         return run
 
     def indexer_tensors(self) -> dict[str, nn.Parameter]:
-        """Return every parameter of the indexers by its name in the checkpoint."""
+        """Return all parameters of the indexers by their names in the checkpoint."""
         return {
             f"{_indexer_prefix(number)}{name}": parameter
             for number, indexer in self.indexers.items()
@@ -152,7 +154,7 @@ class FrozenBody:
         }
 
     def plain_dtype(self, name: str) -> torch.dtype:
-        """Return the dtype that the checkpoint has a tensor in; bfloat16 for a quantised one."""
+        """Return the checkpoint's dtype of a tensor; bfloat16 for quantised tensors."""
         return DTYPES.get(self._files.kind(name), torch.bfloat16)
 
     def _load_indexer(self, number: int) -> LightningIndexer:
@@ -167,7 +169,7 @@ class FrozenBody:
         return trained
 
     def _layer_sources(self, number: int) -> dict[str, list[str]]:
-        """Return the stored tensors that each of a layer's parameters and buffers is made of."""
+        """Return the stored tensors from which each of a layer's parameters and buffers is made."""
         names = [name for name in self._layers[number].state_dict() if not is_indexer(f".{name}")]
         return {name: self._source_names(f"model.layers.{number}.{name}") for name in names}
 
@@ -182,7 +184,7 @@ class FrozenBody:
         return [name]
 
     def _names(self, number: int) -> list[str]:
-        """Return the stored tensors of a layer, without its indexer's."""
+        """Return the names of a layer's stored tensors, without its indexer's."""
         return [name for source in self._sources[number].values() for name in source]
 
     def _weights(self, number: int) -> Tensors:
@@ -205,7 +207,7 @@ class FrozenBody:
     def _whole(
         self, number: int, name: str, sources: list[str], read: Callable[[str], Weight]
     ) -> torch.Tensor:
-        """Read a parameter; one of all experts is filled one by one, so it is never held twice."""
+        """Read a parameter; one with all experts is filled one by one, so it is never held twice."""
         float32 = any(part in name for part in self._float32)
         dtype = torch.float32 if float32 else self._dtype
         if sources[0].endswith(name):
@@ -218,10 +220,10 @@ class FrozenBody:
 
 
 def shared_out(pattern: Pattern, loads: Sequence[int], devices: int) -> list[range]:
-    """Return the layers of each device, in order, so that the fullest holds as little as possible.
+    """Return the layers of each device, in order, with the smallest load on the fullest device.
 
-    The layers that an indexer serves stay together. ``loads`` are bytes of each layer; some devices
-    get no layer where there are too few.
+    The layers that an indexer serves stay together. ``loads`` has the bytes of each layer. If there
+    are too few groups, some devices get no layer.
     """
     groups = [group.layers for group in pattern.groups]
     sizes = [sum(loads[number] for number in group) for group in groups]
@@ -238,7 +240,7 @@ def shared_out(pattern: Pattern, loads: Sequence[int], devices: int) -> list[ran
 
 
 def _filled(sizes: Sequence[int], room: int) -> list[int]:
-    """Return the last group of each device, if each takes what it has room for."""
+    """Return the last group of each device, if each takes as many groups as it has ``room`` for."""
     lasts, load = [], 0
     for number, size in enumerate(sizes):
         if load + size > room:
@@ -249,7 +251,7 @@ def _filled(sizes: Sequence[int], room: int) -> list[int]:
 
 
 def _parts(whole: torch.Tensor, count: int) -> Iterator[torch.Tensor]:
-    """Yield the places of ``count`` tensors in ``[experts, rows, columns]``, gates before ups."""
+    """Yield views of ``count`` tensors in ``[experts, rows, columns]``, gates before ups."""
     for expert in whole:
         yield from expert.chunk(count // len(whole))
 
@@ -260,7 +262,7 @@ def _indexer_prefix(number: int) -> str:
 
 @dataclass(frozen=True)
 class Weight:
-    """A tensor as it is stored: plain, or e4m3 with a scale for each of its blocks."""
+    """A tensor in its stored form: plain, or e4m3 with a scale for each block."""
 
     values: torch.Tensor
     scales: torch.Tensor | None
@@ -274,10 +276,10 @@ class Weight:
 
 
 class WeightFiles:
-    """The tensors in a checkpoint's files.
+    """Reader of the tensors in a checkpoint's files.
 
     Raises:
-        CheckpointError: no such files.
+        CheckpointError: there are no such files.
     """
 
     def __init__(self, folder: Path, blocks: Sequence[int] | None = None) -> None:
@@ -285,20 +287,20 @@ class WeightFiles:
         self._blocks = tuple(blocks or BLOCKS)
         self._stored = stored(folder)
         self._open: dict[Path, Any] = {}
-        self._stack = ExitStack()  # files stay open
+        self._stack = ExitStack()  # keeps files open
         if not self._stored:
             raise CheckpointError(f"{folder} has no *.safetensors, so there is nothing to train")
 
     def has(self, name: str) -> bool:
-        """Return whether there is such a tensor."""
+        """Return whether a tensor of this name exists."""
         return name in self._stored
 
     def kind(self, name: str) -> str:
-        """Return a tensor's dtype as safetensors writes it."""
+        """Return the safetensors name of a tensor's dtype."""
         return self._stored[name].kind
 
     def check(self, names: Iterable[str]) -> None:
-        """Raise CheckpointError unless all of these are there in a form that is understood."""
+        """Raise CheckpointError unless all of these tensors exist in a known form."""
         for name in sorted(names):
             if name not in self._stored:
                 raise CheckpointError(
@@ -314,14 +316,14 @@ class WeightFiles:
                 )
 
     def bytes_of(self, name: str, dtype: torch.dtype | None = None) -> int:
-        """Count the bytes of a tensor in ``dtype``, or as it is stored with its scales."""
+        """Count the bytes of a tensor in ``dtype``, or in its stored form with its scales."""
         if dtype is not None:
             return math.prod(self._stored[name].shape) * dtype.itemsize
         size = math.prod(self._stored[name].shape) * _dtype(self.kind(name)).itemsize
         return size + (self.bytes_of(name + SCALES) if self.kind(name) == E4M3 else 0)
 
     def read(self, name: str, device: torch.device) -> Weight:
-        """Read a tensor as it is stored."""
+        """Read a tensor in its stored form."""
         scales = self._tensor(name + SCALES, device) if self.kind(name) == E4M3 else None
         return Weight(self._tensor(name, device), scales, self._blocks)
 

@@ -1,10 +1,11 @@
-"""Heal a pattern: train the indexers that stay, on a frozen model.
+"""Healing of a pattern: train the indexers that it keeps, on a frozen model.
 
-A step runs some packed rows through the body, layer by layer; every loss is taken back in its own
-layer (:mod:`~sglang_indexcache.lab.heal.passing`), so the indexers alone have gradients and
-optimiser state. In the dense warm-up layers attend to everything and an indexer learns the
-attention of all layers that it serves; in the sparse stage they attend to what it selects, and it
-learns the attention among those keys (paper section "Training-Aware IndexCache").
+A step runs some packed rows through the body, layer by layer. Every loss is backpropagated within
+its own layer (:mod:`~sglang_indexcache.lab.heal.passing`), so only the indexers have gradients and
+optimiser state. In the dense warm-up, layers attend to everything, and an indexer learns the
+attention of all layers that it serves. In the sparse stage, layers attend to the indexer's
+selection, and the indexer learns the attention among those keys (paper section "Training-Aware
+IndexCache").
 """
 
 from __future__ import annotations
@@ -51,15 +52,15 @@ from sglang_indexcache.serving.adapters.folder import Adapter, write_adapter
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 RATES = (5e-3, 1e-3, 2e-4)
-"""Learning rates that are tried: that of the study in docs/heal.md, and lower ones, as a larger
-indexer that was trained for longer may bear less."""
+"""Learning rates to try: the rate from the study in docs/heal.md, and lower ones, because a larger
+indexer with longer training may need a lower rate."""
 WARMUP, FINAL_LR, WEIGHT_DECAY = 0.1, 0.1, 0.01
-"""Share of a stage's steps in which the learning rate rises, share of the peak that a cosine then
-falls to, and AdamW's decay of matrices."""
+"""Share of a stage's steps in which the learning rate rises, share of the peak to which a cosine
+then falls, and AdamW's weight decay for matrices."""
 TRIAL_STEPS = 12
-"""Of each of them."""
+"""Number of steps in each trial."""
 SHOWN_EVERY = 10
-"""Steps between lines on the console; the file has every step."""
+"""Number of steps between lines on the console; the file has every step."""
 
 
 class NotFiniteError(TrainingError):
@@ -67,24 +68,25 @@ class NotFiniteError(TrainingError):
 
 
 OnStep = Callable[[int, Callable[[], Tensors]], None]
-"""Called after each step with how many are done, and what gives the adapter's tensors then."""
+"""Function called after each step, with the number of steps done and a function that returns the
+adapter's tensors."""
 
 
 @dataclass(frozen=True)
 class HealOptions:
-    """Options of ``indexcache heal run``: what to heal, on what, and how.
+    """Options of ``indexcache heal run``.
 
     Attributes:
-        output: folder of the adapter; beside it ``<output>.run`` holds state and log.
-        length: tokens of a row; eight times the model's index_topk if None.
-        sparse_length: the same of the sparse stage; as in the dense warm-up if None.
-        rows: of a step.
+        output: folder of the adapter; next to it ``<output>.run`` holds state and log.
+        length: number of tokens in a row; eight times the model's index_topk if None.
+        sparse_length: the same for the sparse stage; as in the dense warm-up if None.
+        rows: number of rows in a step.
         lr: peak learning rate; None tries :data:`RATES` first and takes the best.
         clip: largest gradient norm.
-        block: queries per block of chunked work.
+        block: number of queries per block of chunked work.
 
     Raises:
-        TrainingError: nothing to do, or an unknown dtype.
+        TrainingError: there is nothing to do, or the dtype is unknown.
     """
 
     checkpoint: Path
@@ -117,19 +119,19 @@ class HealOptions:
 
     @property
     def stages(self) -> tuple[HealStage, ...]:
-        """Stages that have steps, in their order."""
+        """Stages with at least one step, in order."""
         kinds = {Stage.WARMUP: self.dense_steps, Stage.SPARSE: self.sparse_steps}
         return tuple(HealStage(kind, steps) for kind, steps in kinds.items() if steps)
 
     @property
     def steps(self) -> int:
-        """Steps of all stages."""
+        """Number of steps in all stages."""
         return self.dense_steps + self.sparse_steps
 
 
 @dataclass(frozen=True)
 class HealStage:
-    """One stage: ``WARMUP`` or ``SPARSE``, and its optimiser steps."""
+    """One stage, ``WARMUP`` or ``SPARSE``, with its optimiser steps."""
 
     kind: Stage
     steps: int
@@ -140,13 +142,13 @@ class HealStage:
 
     @property
     def attention(self) -> str:
-        """Attention of the stage's layers, for people."""
+        """Description of the attention in this stage's layers."""
         return "dense" if self.kind is Stage.WARMUP else "sparse"
 
 
 @dataclass(frozen=True)
 class HealResult:
-    """The adapter, and the evaluations on the held-out rows: the first before any training."""
+    """The adapter, and its evaluations on held-out rows; the first is before any training."""
 
     adapter: Adapter
     evaluations: tuple[HeldOutEvaluation, ...]
@@ -155,16 +157,16 @@ class HealResult:
 def heal(
     options: HealOptions, console: Console | None = None, on_step: OnStep | None = None
 ) -> HealResult:
-    """Train an adapter, or go on where an interrupted run with the same options stopped.
+    """Train an adapter, or continue an interrupted run with the same options.
 
     Raises:
-        CheckpointError: not a DSA checkpoint, or one whose weights are not understood.
-        PatternError, LibraryError: not a pattern, or one that needs indexers which the checkpoint
-            does not have.
-        DataError: files that cannot be read.
-        TrainingError: too little data, rows too short, or an output that holds something else or
-            is in use.
-        OutputError: the disk is full; the same options go on once it is not.
+        CheckpointError: the folder is no DSA checkpoint, or its weights have an unknown form.
+        PatternError, LibraryError: the pattern is malformed or unknown, or needs indexers that the
+            checkpoint lacks.
+        DataError: a file cannot be read.
+        TrainingError: there is too little data, rows are too short, or the output holds something
+            else or is in use.
+        OutputError: the disk is full; afterwards the same options continue the run.
     """
     healing = _Healing(options, console or Console(), on_step)
     with healing.claimed():
@@ -173,7 +175,7 @@ def heal(
 
 @dataclass(frozen=True)
 class Target:
-    """Options as they apply to their checkpoint; ``lengths`` are tokens of a stage's rows."""
+    """Options applied to their checkpoint; ``lengths`` has the tokens of a row by stage."""
 
     pattern: Pattern
     topk: int
@@ -184,7 +186,7 @@ class Target:
         """Read the checkpoint's config.
 
         Raises:
-            CheckpointError, PatternError, LibraryError, TrainingError: see :func:`heal`.
+            CheckpointError, PatternError, LibraryError, TrainingError: as for :func:`heal`.
         """
         checkpoint = Checkpoint.read(options.checkpoint)
         checkpoint.check_trained(str(options.checkpoint))
@@ -206,7 +208,7 @@ class Target:
 
 
 class _Sums:
-    """Sums over the rows of a step or an evaluation, by layer; float64 on the CPU."""
+    """Sums over the rows of a step or an evaluation, by layer, in float64 on the CPU."""
 
     def __init__(self, layers: int) -> None:
         self.all = torch.zeros(3, layers, dtype=torch.float64)
@@ -221,7 +223,7 @@ class _Sums:
 
 
 class _Healing:
-    """One run. All that can be refused is refused before weights are read."""
+    """One run. Everything that can be refused is refused before weights are read."""
 
     def __init__(self, options: HealOptions, console: Console, on_step: OnStep | None) -> None:
         self.options, self.on_step = options, on_step
@@ -231,7 +233,7 @@ class _Healing:
         self.files = HealRun(options.output, console)
 
     def claimed(self) -> AbstractContextManager[None]:
-        """Have the run's folder for this process alone."""
+        """Lock the run's folder for this process alone."""
         identity = self._identity_options() | {"digest of the checkpoint's files": self.base}
         return self.files.claimed(identity)
 
@@ -253,13 +255,13 @@ class _Healing:
         return self._finish()
 
     def _identity_options(self) -> dict[str, Any]:
-        """Return the options that change what is learned, as JSON has them."""
+        """Return the options that affect what is learned, as JSON values."""
         no_difference = ("checkpoint", "output", "save_every", "from_disk")
         changing = {k: v for k, v in vars(self.options).items() if k not in no_difference}
         return changing | {"pattern": str(self.pattern), "data": list(self.options.data)}
 
     def _read(self, length: int) -> FileRows:
-        """Read rows of this length, for the stages that want such."""
+        """Read rows of this length, for the stages that use it."""
         options = self.options
         with reading(f"the tokenizer of {options.checkpoint}"):
             tokenizer = AutoTokenizer.from_pretrained(options.checkpoint)
@@ -277,7 +279,7 @@ class _Healing:
         return data
 
     def _steps_of(self, length: int, stages: int | None = None) -> int:
-        """Count steps of the first ``stages`` stages (all if None) whose rows have this length."""
+        """Count the steps with rows of this length in the first ``stages`` stages (all if None)."""
         lengths = self.target.lengths
         first = self.options.stages[:stages]
         return sum(stage.steps for stage in first if lengths[stage.kind] == length)
@@ -313,7 +315,7 @@ class _Healing:
             say(f"resumed after step {state.position.step} of stage {state.position.stage}")
 
     def _best_rate(self) -> float:
-        """Return the learning rate with which a short run ends at the lowest held-out loss."""
+        """Return the learning rate whose short run ends with the lowest held-out loss."""
         first, losses, say = self.options.stages[0], dict[float, float](), self.files.log.say
         stage = replace(first, steps=TRIAL_STEPS)
         initial = self._masters()
@@ -333,9 +335,9 @@ class _Healing:
         return best
 
     def _tried(self, rate: float, stage: HealStage) -> float:
-        """Return the held-out loss after a stage of its own."""
+        """Return the held-out loss after a short trial stage with this learning rate."""
         optimizer = self._optimizer(rate)
-        optimizer.zero_grad()  # a rate before may have ended in the middle of a step
+        optimizer.zero_grad()  # the previous rate may have failed in the middle of a step
         for step in range(stage.steps):
             set_lr([optimizer], stage.lr_factor(step))
             self._step(0, step, stage, optimizer)
@@ -406,10 +408,10 @@ class _Healing:
         }
 
     def _forward(self, rows: list[PackedRow], kind: Stage) -> tuple[_Sums, int]:
-        """Send rows through all layers; with gradients enabled the indexers' are added up."""
+        """Run rows through all layers; with gradients enabled, add up the indexers' gradients."""
         queries = sum(len(piece) for row in rows for piece in row)
         sums = _Sums(len(self.pattern))
-        # Evaluations may have many rows: no more of them than a step has wait between two layers.
+        # An evaluation may have many rows, so only as many as in a step wait between two layers.
         for first in range(0, len(rows), self.options.rows):
             passing = [
                 Passing(
@@ -431,12 +433,12 @@ class _Healing:
 
     @torch.no_grad()
     def _measure(self, kind: Stage) -> tuple[list[float], list[float]]:
-        """Measure loss and recall of every layer on the held-out rows."""
+        """Measure every layer's loss and recall on the held-out rows."""
         sums, queries = self._forward(list(self.data[self.target.lengths[kind]].held_out), kind)
         return (sums.loss / queries).tolist(), (sums.mass / sums.choosing).tolist()
 
     def _judge(self, number: int, step: int, stage: HealStage, state: State) -> None:
-        """Evaluate on the held-out rows, and keep these weights if they are the best so far."""
+        """Evaluate on the held-out rows, and keep the weights if they are the best so far."""
         loss, recall = self._measure(stage.kind)
         evaluation = HeldOutEvaluation(
             **self._where(number, step, stage),
@@ -453,7 +455,7 @@ class _Healing:
         return {name: p.detach().cpu().clone() for name, p in self.trained.items()}
 
     def _tensors(self) -> Tensors:
-        """Return the adapter's tensors: the indexers in the checkpoint's dtypes."""
+        """Return the adapter's tensors, which are the indexers in the checkpoint's dtypes."""
         plain = self.body.plain_dtype
         return {name: tensor.to(plain(name)) for name, tensor in self._masters().items()}
 
@@ -469,7 +471,7 @@ class _Healing:
         self.files.save(state)
 
     def _check_base(self) -> None:
-        """Refuse a checkpoint that changed: an adapter must name the one that it was trained on."""
+        """Refuse a checkpoint that has changed: an adapter must name the one it was trained on."""
         if checkpoint_digest(self.options.checkpoint) != self.base:
             raise TrainingError(
                 f"the files of {self.options.checkpoint} are others than when this run began, so "
@@ -511,6 +513,6 @@ class _Healing:
 
 
 def _devices() -> list[torch.device]:
-    """Return all GPUs of the machine; its CPU where it has none."""
+    """Return all GPUs of the machine, or its CPU if it has none."""
     gpus = [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
     return gpus or [torch.device("cpu")]

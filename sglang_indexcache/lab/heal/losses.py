@@ -3,13 +3,13 @@
 Paper section "Training-Aware IndexCache": L_multi is the mean over the served layers of
 KL(p^(l+j) || q^(l)), L_avg is KL(mean of p || q^(l)); Proposition 1 says that their gradients are
 equal. Both are sums over queries here, as in the paper; divide by the number of queries for a
-mean. The warm-up form sums over every visible key, the sparse form over the selected ones only. It
-gathers the k keys of each query and scores no others, unless k is so near to L that scoring all of
-them in one product is cheaper.
+mean. The warm-up form sums over every visible key, the sparse form only over the selected keys. The
+sparse form gathers the k keys of each query and scores no others, unless k is so close to L that
+scoring all keys in one product is cheaper.
 
-Nothing of size L x L is ever held: a block of queries is scored, its loss and the gradient of
-that loss are added up, and the block's scores are dropped. Peak memory beside the inputs is
-O(block x L x heads), or O(block x k x (heads + width)) where keys are gathered.
+Nothing of size L x L is ever held: a block of queries is scored, its loss and gradient are added
+up, and the block's scores are dropped. Peak memory besides the inputs is O(block x L x heads), or
+O(block x k x (heads + width)) if keys are gathered.
 
 Everything is computed in float32 (float64 inputs in float64), whatever autocast says.
 """
@@ -30,19 +30,17 @@ from sglang_indexcache.lab.heal.packing import Layout
 DEFAULT_BLOCK = 256
 
 GATHERED_FROM = 16
-"""Selected keys are gathered where there are at least this many times as many tokens.
-
-Measured on a CPU (``benchmarks/results/distillation_loss.json``): gathering takes 1/1.3 of the time
-of scoring and masking all keys at 16 times, and 3.4 times as long at 8. Not measured on a GPU.
-"""
+"""Selected keys are gathered if there are at least this many tokens per selected key. Measured on a
+CPU (``benchmarks/results/distillation_loss.json``): gathering takes 1/1.3 of the time of scoring
+and masking all keys at 16 times, and 3.4 times as long at 8. Not measured on a GPU. """
 
 
 @dataclass(frozen=True)
 class IndexInputs:
-    """Inputs with which an indexer scores.
+    """Inputs of an indexer's scores.
 
     The score of key s for query t is ``sum_h weights[t, h] * relu(queries[t, h] . keys[s])``.
-    Q is T, or the number of queries that the layout asks.
+    Q is T, or the number of queries in the layout.
 
     Attributes:
         queries: ``[B, Q, H, D]``, rotated.
@@ -57,12 +55,12 @@ class IndexInputs:
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """The main attention of a served layer, as far as its probabilities go.
+    """Inputs of a served layer's main attention that determine its probabilities.
 
     Attributes:
         queries: ``[B, N, Q, d]``; Q as in :class:`IndexInputs`.
         keys: ``[B, N, T, d]``, or fewer key heads that divide N (one: ``[B, 1, T, d]``).
-        scale: multiplies the dot products.
+        scale: factor of the dot products.
     """
 
     queries: torch.Tensor
@@ -83,20 +81,20 @@ class AttentionInputs:
 def select_top_k(
     index: IndexInputs, layout: Layout, topk: int, block: int = DEFAULT_BLOCK
 ) -> torch.Tensor:
-    """Select the ``topk`` visible keys with the highest scores, as the kernels' contract does.
+    """Select the ``topk`` visible keys with the highest scores, as in the kernels' contract.
 
-    Keys of equal score are taken from the smaller position on. They are common: a key that every
-    head scores negative has score 0.
+    Among keys with equal scores, smaller positions are selected first. Equal scores are common: a
+    key that every head scores negative has score 0.
 
     Returns:
-        ``[B, Q, min(topk, T)]`` int32, highest score first, -1 in the places that stay empty.
+        ``[B, Q, min(topk, T)]`` int32, highest score first, padded with -1.
     """
     width = min(topk, layout.length)
     blocks = []
     with _full_precision(index.keys.device):
         for rows in layout.blocks(block):
             scores = _VisibleKeys(layout, rows, None).scores(index)[0]
-            # Adding +0.0 makes -0.0 equal to it on every device.
+            # Adding +0.0 turns -0.0 into +0.0 on every device.
             best, places = _first_best(scores.add_(0.0), min(width, scores.shape[-1]))
             places = places.masked_fill(best == float("-inf"), -1).int()
             blocks.append(pad(places, (0, width - places.shape[-1]), value=-1))
@@ -104,10 +102,10 @@ def select_top_k(
 
 
 def _first_best(scores: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the ``width`` highest of ``[..., S]``, and where; of equal ones the first, in order.
+    """Return the ``width`` highest of ``[..., S]`` and their places; of equal values the first.
 
-    torch.topk breaks ties as it likes, and a stable sort of all of S takes many times as long. So
-    only rows are sorted where the lowest score that is taken is also one that is left out.
+    torch.topk breaks ties arbitrarily, and a stable sort of all of S takes many times as long. So
+    only rows are sorted whose lowest selected score equals a score that is left out.
     """
     best, places = scores.topk(width, dim=-1)
     border = best[..., -1:]
@@ -134,19 +132,19 @@ def distillation_loss(
     A query that selected nothing, or nothing that it may see, has no loss and no gradient.
 
     Args:
-        index: of the F layer; the only thing that receives a gradient.
+        index: index inputs of the F layer, the only ones that receive a gradient.
         targets: one served layer for a term of L_multi (or plain DSA), several for L_avg.
         selected: ``[B, Q, k]`` top-k indices padded with -1, each at most once in a row, for the
             sparse form; None for the warm-up form.
-        average: makes ``[B, rows, S]`` of the p of this process's heads the mean over all
-            processes, where tensor parallelism splits the heads; every process calls it equally
-            often. None where all heads are here.
+        average: turns this process's p ``[B, rows, S]`` into the mean over all processes, if tensor
+            parallelism splits the heads; every process calls it equally often. None if this process
+            has all heads.
 
     Returns:
         A scalar. Divide by ``layout.counted.sum()`` for the mean over queries.
 
     Raises:
-        TrainingError: shapes that do not fit together, a selection that breaks its contract, or no
+        TrainingError: shapes do not fit together, a selection breaks its contract, or there is no
             target.
     """
     _check(index, targets, layout, selected, block)
@@ -162,10 +160,10 @@ def multi_layer_loss(
     selected: torch.Tensor | None = None,
     block: int = DEFAULT_BLOCK,
 ) -> torch.Tensor:
-    """Compute L_multi: the mean of the served layers' own KL (paper, multi-distill).
+    """Compute L_multi, the mean of the served layers' own KL (paper, multi-distill).
 
-    The arguments are those of :func:`distillation_loss`. A trainer need not call it: a served
-    layer can add its own term, divided by the group's size, with q alone handed down.
+    The arguments are those of :func:`distillation_loss`. A trainer need not call this function: a
+    served layer can add its own term, divided by the group's size, if only q is passed down.
     """
     terms = [distillation_loss(index, [target], layout, selected, block) for target in targets]
     return torch.stack(terms).mean()
@@ -175,18 +173,19 @@ def multi_layer_loss(
 def captured_mass(
     target: AttentionInputs, layout: Layout, selected: torch.Tensor, block: int = DEFAULT_BLOCK
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Measure how much of a layer's attention to all visible keys goes to the selected ones.
+    """Measure the share of a layer's attention to all visible keys that goes to selected keys.
 
-    Only queries that see more keys than they may select are counted: the others select all.
+    Only queries that see more keys than they may select are counted; all others select everything.
 
     Args:
         selected: ``[B, Q, k]`` top-k indices padded with -1.
 
     Returns:
-        The mass summed over those queries, a mean over heads, and how many they are; scalars.
+        Two scalars: the attention mass, as a mean over heads summed over these queries, and their
+        number.
 
     Raises:
-        TrainingError: a selection that breaks its contract.
+        TrainingError: the selection breaks its contract.
     """
     _check_selected(layout, selected, block)
     mass = torch.zeros((), dtype=_accumulator(target.keys.dtype), device=target.keys.device)
@@ -203,25 +202,25 @@ def captured_mass(
 
 
 def _log_softmax(scores: torch.Tensor, support: torch.Tensor) -> torch.Tensor:
-    """Return the log of q over the support, -inf outside; never NaN, also on an empty support."""
+    """Return the log of q over the support, -inf outside; it is never NaN, even without support."""
     empty = ~support.any(-1, keepdim=True)
     inside = scores.masked_fill(~support, float("-inf")).masked_fill(empty, 0.0)
     return inside.log_softmax(-1).masked_fill(~support, float("-inf"))
 
 
 def _divergence(p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
-    """Return KL(p || q) per query, nats; keys outside the support add nothing, 0 log 0 is 0."""
-    # -inf times a p of 0 would be NaN, in the value and in the gradient.
+    """Return KL(p || q) per query in nats; keys outside the support add nothing, and 0 log 0 is 0."""
+    # -inf times p = 0 would be NaN, in the value and in the gradient.
     return (torch.xlogy(p, p) - p * log_q.masked_fill(p == 0, 0.0)).sum(-1)
 
 
 class _VisibleKeys:
-    """Every key that a block of queries sees, or masked to the selected ones of them.
+    """All keys that a block of queries sees, perhaps masked to the selected keys.
 
-    What comes after the block's last query is not scored.
+    Keys after the block's last query are not scored.
 
     Attributes:
-        allowed: ``[B, rows, S]`` bool, which of the S keys each query may use.
+        allowed: ``[B, rows, S]`` bool that marks the keys each query may use.
     """
 
     def __init__(self, layout: Layout, rows: slice, selected: torch.Tensor | None) -> None:
@@ -229,7 +228,7 @@ class _VisibleKeys:
         self.allowed = layout.attended(rows, selected)
 
     def take(self, keys: torch.Tensor) -> torch.Tensor:
-        """Return these of ``[B, T, D]`` keys, in at least float32."""
+        """Return the block's keys from ``[B, T, D]`` keys, in at least float32."""
         return _at_least_float32(keys[:, : self.reach])
 
     def dots(self, queries: torch.Tensor, gathered: torch.Tensor) -> torch.Tensor:
@@ -238,11 +237,11 @@ class _VisibleKeys:
         return flat.view(*queries.shape[:3], -1)
 
     def to_queries(self, pull: torch.Tensor, gathered: torch.Tensor) -> torch.Tensor:
-        """Return the queries' gradient ``[B, rows, heads, D]`` for that of the dots, ``pull``."""
+        """Return the queries' gradient ``[B, rows, heads, D]`` from ``pull``, the dots' gradient."""
         return (pull.flatten(1, 2) @ gathered).view(*pull.shape[:3], -1)
 
     def to_keys(self, pull: torch.Tensor, queries: torch.Tensor, total: torch.Tensor) -> None:
-        """Add the keys' gradient for that of the dots to ``total``, ``[B, T, D]``."""
+        """Add the keys' gradient to ``total`` ``[B, T, D]``, from the dot products' gradient."""
         gradient = pull.flatten(1, 2).transpose(-1, -2) @ queries.flatten(1, 2)
         total[:, : self.reach] += gradient
 
@@ -250,8 +249,8 @@ class _VisibleKeys:
         """Return the index scores of the block.
 
         Returns:
-            The scores ``[B, rows, S]``, -inf where a key is not allowed; what the heads found
-            before they were weighted, ``[B, rows, heads, S]``; and the keys, as :meth:`take`.
+            The scores ``[B, rows, S]``, -inf where a key is not allowed; the heads' unweighted
+            results ``[B, rows, heads, S]``; and the keys, as from :meth:`take`.
         """
         gathered = self.take(index.keys)
         hits = relu(self.dots(_at_least_float32(index.queries[:, self.rows]), gathered))
@@ -260,9 +259,10 @@ class _VisibleKeys:
         return scores.masked_fill_(~self.allowed, float("-inf")), hits, gathered
 
     def distribution(self, target: AttentionInputs) -> torch.Tensor:
-        """Return p: attention over the allowed keys, mean over the heads; ``[B, rows, S]``.
+        """Return p ``[B, rows, S]``, the attention over the allowed keys, as a mean over heads.
 
-        Zero in a row without any. One key head at a time, so that memory does not grow with them.
+        Rows without allowed keys are zero. Key heads are processed one at a time, so that memory
+        does not grow with their number.
         """
         hidden = ~self.allowed
         p = torch.zeros((), dtype=_accumulator(target.keys.dtype), device=hidden.device)
@@ -273,7 +273,7 @@ class _VisibleKeys:
 
 
 class _SelectedKeys(_VisibleKeys):
-    """The keys that each query selected, gathered; a -1, or one it may not see, is not allowed."""
+    """The gathered keys that each query selected; padding and invisible keys are not allowed."""
 
     def __init__(self, layout: Layout, rows: slice, selected: torch.Tensor) -> None:
         selection = selected[:, rows].long()
@@ -281,8 +281,8 @@ class _SelectedKeys(_VisibleKeys):
         self.allowed = layout.sees(rows, self.places) & (selection >= 0)
 
     def take(self, keys: torch.Tensor) -> torch.Tensor:
-        # One index_select a row of the batch copies whole keys; keys[batch, places] takes twice
-        # the time on a CPU.
+        # One index_select per row of the batch copies whole keys; keys[batch, places] takes twice
+        # as long on a CPU.
         rows = [row.index_select(0, p.flatten()) for row, p in zip(keys, self.places, strict=True)]
         return _at_least_float32(torch.stack(rows)).view(*self.places.shape, keys.shape[-1])
 
@@ -300,7 +300,7 @@ class _SelectedKeys(_VisibleKeys):
 
 @dataclass(frozen=True)
 class _Job:
-    """The arguments of a loss that get no gradient."""
+    """Arguments of a loss that get no gradient."""
 
     targets: tuple[AttentionInputs, ...]
     layout: Layout
@@ -309,14 +309,14 @@ class _Job:
     average: Callable[[torch.Tensor], torch.Tensor] | None
 
     def keys(self, rows: slice) -> _VisibleKeys:
-        """Return the keys that the queries ``rows`` are scored with."""
+        """Return the keys against which the queries ``rows`` are scored."""
         chosen = self.selected
         if chosen is not None and GATHERED_FROM * chosen.shape[-1] <= self.layout.length:
             return _SelectedKeys(self.layout, rows, chosen)
         return _VisibleKeys(self.layout, rows, chosen)
 
     def add(self, index: IndexInputs, rows: slice, gradient: IndexInputs | None) -> torch.Tensor:
-        """Return the loss of the queries ``rows``; its gradient goes into ``gradient`` if any."""
+        """Return the loss of the queries ``rows``, and store its gradient in ``gradient``."""
         keys = self.keys(rows)
         scores, hits, gathered = keys.scores(index)
         p = torch.stack([keys.distribution(target) for target in self.targets]).mean(0)
@@ -324,7 +324,7 @@ class _Job:
         log_q = _log_softmax(scores, keys.allowed)
         counted = self.layout.counted[:, rows]
         if gradient is not None:
-            pull = (log_q.exp() - p) * counted.unsqueeze(-1)  # of the loss on the scores
+            pull = (log_q.exp() - p) * counted.unsqueeze(-1)  # gradient for the scores
             gradient.weights[:, rows] = (hits @ pull.unsqueeze(-1)).squeeze(-1)
             weights = _at_least_float32(index.weights[:, rows])
             on_dots = (hits > 0) * weights.unsqueeze(-1) * pull.unsqueeze(2)
@@ -335,10 +335,10 @@ class _Job:
 
 
 class _Blockwise(torch.autograd.Function):
-    """Adds up the loss over blocks, and its gradient with it.
+    """Autograd function that adds up the loss over blocks, together with its gradient.
 
-    The loss is a scalar, so its gradient is known up to a factor while the block's scores are
-    still at hand: that of a score is q - p. Taking it in the forward pass costs no second
+    The loss is a scalar, so its gradient is known up to a factor while the block's scores are still
+    in memory: the gradient for a score is q - p. Computing it in the forward pass saves a second
     computation of p.
     """
 
@@ -364,13 +364,13 @@ class _Blockwise(torch.autograd.Function):
 
 
 def _no_gradient(index: IndexInputs) -> IndexInputs:
-    """Return zeros of at least float32: a key collects terms from every block."""
+    """Return zeros in at least float32, because a key collects terms from every block."""
     keys = torch.zeros_like(index.keys, dtype=_accumulator(index.keys.dtype))
     return IndexInputs(torch.zeros_like(index.queries), keys, torch.zeros_like(index.weights))
 
 
 def _full_precision(device: torch.device) -> AbstractContextManager[Any]:
-    """Turn autocast off: it would take products of float32 tensors in bfloat16."""
+    """Turn autocast off, which would compute products of float32 tensors in bfloat16."""
     return torch.autocast(device.type, enabled=False)
 
 
@@ -405,7 +405,7 @@ def _check(
 def _attention_shapes(
     target: AttentionInputs, asked: list[int], tokens: list[int]
 ) -> list[tuple[str, torch.Tensor, list[int], str]]:
-    """Return the shapes that a served layer's tensors must have, by its numbers of heads."""
+    """Return the shapes that a served layer's tensors must have, from its numbers of heads."""
     if target.queries.dim() != 4 or target.keys.dim() != 4:
         heads = key_heads = width = -1
     else:
@@ -427,7 +427,7 @@ def _sizes(expected: list[int]) -> str:
 
 
 def _advice(tensor: torch.Tensor, expected: list[int]) -> str:
-    """Say what makes a tensor fit where that is known."""
+    """Return advice on how to make a tensor fit, if there is any."""
     if list(tensor.shape) == [*expected, 1]:
         return ": its last dimension has one entry, so give it .squeeze(-1)"
     if tensor.dim() == len(expected) - 1:
@@ -437,10 +437,11 @@ def _advice(tensor: torch.Tensor, expected: list[int]) -> str:
 
 @torch.no_grad()
 def _check_selected(layout: Layout, selected: torch.Tensor, block: int) -> None:
-    """Refuse selections that gathering would count wrongly, or not at all.
+    """Refuse selections that a gather would count wrongly, or that it cannot use.
 
     Raises:
-        TrainingError: of another shape or dtype, places behind the rows' end, or one twice.
+        TrainingError: the shape or dtype is wrong, a place is beyond the row's end, or occurs
+            twice.
     """
     rows, asked = layout.query_documents.shape
     if selected.dim() != 3 or selected.shape[:2] != (rows, asked) or selected.is_floating_point():
@@ -464,10 +465,10 @@ def _check_selected(layout: Layout, selected: torch.Tensor, block: int) -> None:
 
 
 def _has_twice(selected: torch.Tensor, length: int) -> bool:
-    """Return whether any of ``[B, rows, k]`` names a place twice; -1 may be there often."""
+    """Return whether any row of ``[B, rows, k]`` names a place twice; -1 may occur often."""
     places = selected.long().where(selected >= 0, length)
     slots = torch.arange(selected.shape[-1], device=selected.device).expand_as(places)
-    # Each slot writes its number at its place: of two at one place, one finds the other's.
+    # Each slot writes its number at its place. If two share a place, one of them reads the other's.
     last = slots.new_empty(*selected.shape[:2], length + 1).scatter_(-1, places, slots)
     return bool(((last.gather(-1, places) != slots) & (selected >= 0)).any())
 

@@ -1,4 +1,4 @@
-"""``indexcache heal merge``: an adapter and its base as one standard checkpoint."""
+"""``indexcache heal merge``: write an adapter and its base as one standard checkpoint."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _INDEX = "model.safetensors.index.json"
 
 
 def merge(folder: Path, base: Path, output: Path, say: Callable[[str], None] = print) -> None:
-    """Write the base with the adapter's indexers and pattern; goes on where it was stopped.
+    """Write the base with the adapter's indexers and pattern, or continue an interrupted merge.
 
     ``indexer_types`` in config.json holds the pattern, the indexers of F layers are the adapter's
-    in the form that the base stores them in, and those of S layers are left out. Every other
-    tensor, of MTP layers too, is the base's bit for bit; a file without indexers is a hard link
-    where the disk allows it.
+    in the base's storage form, and the indexers of S layers are left out. Every other tensor,
+    including MTP layers, is the base's bit for bit; a file without indexers is a hard link where
+    the disk allows it.
 
     Raises:
-        IndexCacheError: not an adapter of this checkpoint, or a form that cannot be written.
-        TrainingError: ``output`` holds something, or another command merges into it.
-        OutputError: the disk is full; the same command goes on once it is not.
+        IndexCacheError: the adapter is for another checkpoint, or its form cannot be written.
+        TrainingError: ``output`` is not empty, or another command merges into it.
+        OutputError: the disk is full; afterwards the same command continues.
     """
     if output.exists() and any(output.iterdir()):
         raise TrainingError(f"{output} is not empty; write the checkpoint to a new folder")
@@ -40,7 +40,7 @@ def merge(folder: Path, base: Path, output: Path, say: Callable[[str], None] = p
     adapter.check(base)
     check_form(base, adapter.names())
     new = like_stored(base, adapter.tensors())
-    # Its name tells what is being made, so files that an interrupted run left in it are right.
+    # The folder's name identifies adapter and base, so files from an interrupted run can be kept.
     part = output.with_name(f".{output.name}.{adapter.digest[:8]}{adapter.base.digest[:8]}.part")
     lock = part.with_name(f"{part.name}.lock")
     with locked(lock, "merge", TrainingError):
@@ -91,16 +91,16 @@ def _link(path: Path, target: Path) -> None:
         part.unlink(missing_ok=True)
         try:
             os.link(path.resolve(), part)
-        except OSError:  # another disk, or one without hard links
+        except OSError:  # on another disk, or on one without hard links
             shutil.copyfile(path, part)
 
 
 def _copy_others(base: Path, target: Path) -> None:
-    """Copy tokenizer, code, licence: whatever is no weights and not hidden."""
+    """Copy everything except weights and hidden files: tokenizer, code, licence."""
     for path in base.iterdir():
         if path.name.startswith(".") or path.suffix == ".safetensors":
             continue
-        with writing(target / path.name, shutil.Error):  # of copytree
+        with writing(target / path.name, shutil.Error):  # raised by copytree
             if path.is_dir():
                 shutil.copytree(path, target / path.name, dirs_exist_ok=True)
             else:
@@ -114,7 +114,7 @@ def _write_config(base: Path, target: Path, adapter: Adapter) -> None:
 
 
 def _write_index(folder: Path) -> None:
-    """Write the list of which tensor lies in which file."""
+    """Write the index of the tensors in each file."""
     places, size = {}, 0
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:

@@ -1,8 +1,7 @@
-"""Put this package's indexers and attention into a transformers DSA model.
+"""This package's indexers and attention inside a transformers DSA model.
 
-Works on ``DeepseekV32ForCausalLM`` and ``GlmMoeDsaForCausalLM`` through the places that
-transformers provides for it: a registered attention function and a prepared mask. Parameters keep
-their names.
+It works on ``DeepseekV32ForCausalLM`` and ``GlmMoeDsaForCausalLM`` through two extension points of
+transformers: a registered attention function and a prepared mask. Parameters keep their names.
 """
 
 from __future__ import annotations
@@ -36,11 +35,11 @@ def is_indexer(name: str) -> bool:
 
 
 def install(model: PreTrainedModel, pattern: Pattern, sharing: Sharing) -> None:
-    """Put our indexers and our attention in their places.
+    """Replace a model's indexers and attention by ours.
 
     Raises:
-        TrainingError: a model of a type that is not known here.
-        PatternError: F where the model has no indexer.
+        TrainingError: the model's type is unknown.
+        PatternError: the pattern has F where the model has no indexer.
     """
     kind = model.config.model_type
     if kind not in TRAINABLE:
@@ -65,7 +64,7 @@ def install(model: PreTrainedModel, pattern: Pattern, sharing: Sharing) -> None:
 
 
 def _no_mask(*_: Any, **__: Any) -> torch.Tensor:
-    """Make what stands for a mask: attention and indexers mask by the layout, block by block."""
+    """Make a placeholder mask: attention and indexers mask by the layout, block by block."""
     return torch.empty(1, 1, 1, 1)
 
 
@@ -78,8 +77,8 @@ def _attention(
     scaling: float,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend for transformers with our attention, and add this layer's distillation term."""
-    del attention_mask  # the layout says the same in O(L)
+    """Run our attention for transformers, and add this layer's distillation term."""
+    del attention_mask  # the layout holds the same in O(L)
     sharing: Sharing = module.sharing
     layer = module.layer_idx
     layout = sharing.layout
@@ -97,7 +96,7 @@ def attend(
     selected: torch.Tensor | None,
     block: int,
 ) -> torch.Tensor:
-    """Attend as transformers' eager path does with the same top-k mask.
+    """Compute the same attention as transformers' eager path with the same top-k mask.
 
     Args:
         queries: ``[B, N, T, d]``.
@@ -119,7 +118,7 @@ def attend(
             scale=scale,
         )
 
-    # The backward pass makes a block's mask again: those of all blocks would be O(L^2).
+    # The backward pass makes each block's mask again, because all masks together would be O(L^2).
     outputs = [
         checkpoint(attend_block, rows, use_reentrant=False, preserve_rng_state=False)
         for rows in layout.blocks(block)
@@ -128,15 +127,15 @@ def attend(
 
 
 class LightningIndexer(nn.Module):
-    """An F layer's indexer with gradients: transformers' runs under ``no_grad``.
+    """An F layer's indexer with gradients; transformers' own runs under ``no_grad``.
 
-    It computes in at least float32: what an optimiser adds is lost in bfloat16.
+    It computes in at least float32, because an optimiser's small updates are lost in bfloat16.
 
-    It holds the very submodules of transformers' indexer under the same names, so that a state dict
+    It holds the same submodules as transformers' indexer under the same names, so that a state dict
     is the same before and after.
 
     Args:
-        interleaved: whether RoPE turns neighbouring dimensions (GLM-5) or the two halves
+        interleaved: whether RoPE rotates neighbouring dimensions (GLM-5) or the two halves
             (DeepSeek-V3.2).
     """
 
@@ -158,10 +157,10 @@ class LightningIndexer(nn.Module):
         *_: Any,
         **__: Any,
     ) -> torch.Tensor:
-        """Select for transformers' attention: ``[B, T, k]`` int32, -1 where fewer than k."""
+        """Select for transformers' attention: ``[B, T, k]`` int32, padded with -1."""
         if not self.sharing.needs_index:
             return self.sharing.no_selection()
-        # DSA's detached graph: no gradient of the indexer's may reach the model below it.
+        # DSA detaches here: no gradient from the indexer may reach the model below it.
         index = self.inputs(hidden.detach(), query_latent.detach(), rotation)
         return self.sharing.select(self.layer, index)
 
@@ -172,13 +171,13 @@ class LightningIndexer(nn.Module):
         rotation: Rotation,
         places: torch.Tensor | None = None,
     ) -> IndexInputs:
-        """Project and rotate.
+        """Project and rotate the inputs of this indexer's score.
 
         Args:
             hidden: ``[B, T, hidden_size]``.
             query_latent: ``[B, T, q_lora_rank]``.
             rotation: cosine and sine, ``[B, T, rotated]`` each.
-            places: ``[Q]`` of the queries; None for all.
+            places: ``[Q]`` places of the queries; None for all.
         """
         dtype = self.wk.weight.dtype
         queries, keys, weights = project(
@@ -193,12 +192,12 @@ class LightningIndexer(nn.Module):
 
 
 class BorrowedSelection(nn.Module):
-    """Stand-in for an S layer's indexer, without parameters: it gives the F layer's selection."""
+    """Stand-in for an S layer's indexer, without parameters; it returns the F layer's selection."""
 
     def __init__(self, layer: int, sharing: Sharing) -> None:
         super().__init__()
         self.layer, self.sharing = layer, sharing
 
     def forward(self, *_: Any, **__: Any) -> torch.Tensor:
-        """Return ``[B, T, k]`` int32 indices of the F layer before."""
+        """Return the ``[B, T, k]`` int32 indices of the preceding F layer."""
         return self.sharing.selection(self.layer)

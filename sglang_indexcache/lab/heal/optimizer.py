@@ -1,4 +1,4 @@
-"""AdamW's groups, and a learning rate that rises and falls."""
+"""Parameter groups for AdamW, and a learning rate that rises and falls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BETAS = (0.9, 0.98)
 def adamw_groups(
     parameters: list[nn.Parameter], lr: float, weight_decay: float
 ) -> list[dict[str, Any]]:
-    """Make groups for AdamW: matrices decay, vectors not. ``peak_lr`` is for :func:`set_lr`."""
+    """Make groups for AdamW: matrices decay, vectors do not. ``peak_lr`` is for :func:`set_lr`."""
     matrices = [p for p in parameters if p.dim() > 1]
     vectors = [p for p in parameters if p.dim() <= 1]
     return [
@@ -32,7 +32,7 @@ def lr_factor(step: int, steps: int, warmup_steps: int, final_lr: float) -> floa
 
 
 def set_lr(optimizers: list[Any], factor: float) -> None:
-    """Set every group to its peak times ``factor``."""
+    """Set every group's learning rate to its peak times ``factor``."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = group["peak_lr"] * factor

@@ -1,4 +1,4 @@
-"""Visibility of keys to a query: causal, within its document, never across padding."""
+"""Visibility of keys to a query: causal, within its document, and never across padding."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ PADDING = -1
 
 @dataclass(frozen=True)
 class Layout:
-    """Packed rows, described in O(L); masks are made for a block of queries at a time.
+    """Description of packed rows in O(L); masks are made for one block of queries at a time.
 
-    A loss may ask some queries of a row only: its queries are then ``queries``, Q of them, and
-    whatever is given or returned by query has Q entries where it has T otherwise. Keys are all T.
+    A loss may use only some queries of a row: these Q places are then in ``queries``, and tensors
+    by query have Q entries instead of T. There are always T keys.
 
     Attributes:
-        documents: ``[B, T]`` integers; tokens see each other only with the same number.
+        documents: ``[B, T]`` integers; tokens see each other only if their numbers are equal.
             :data:`PADDING` marks padding, which counts in no loss.
         queries: ``[Q]`` places of the queries, ascending; None for every token.
     """
@@ -42,31 +42,31 @@ class Layout:
 
     @property
     def length(self) -> int:
-        """Tokens per row."""
+        """Number of tokens per row."""
         return self.documents.shape[1]
 
     @property
     def query_documents(self) -> torch.Tensor:
-        """``[B, Q]`` integers: the document of each query."""
+        """Document of each query, ``[B, Q]`` integers."""
         return self.documents if self.queries is None else self.documents[:, self.queries]
 
     @property
     def counted(self) -> torch.Tensor:
-        """``[B, Q]`` bool: the queries that count in a loss."""
+        """Queries that count in a loss, ``[B, Q]`` bool."""
         return self.query_documents != PADDING
 
     def places(self, rows: slice) -> torch.Tensor:
-        """Return ``[rows]`` places of the queries ``rows`` among all tokens."""
+        """Return the places ``[rows]`` of the queries ``rows`` among all tokens."""
         if self.queries is None:
             return torch.arange(rows.start, rows.stop, device=self.documents.device)
         return self.queries[rows]
 
     def reach(self, rows: slice) -> int:
-        """Return S, the keys that a block of queries can see: none after its last query."""
+        """Return S, the number of keys that a block of queries sees: none after its last query."""
         return rows.stop if self.queries is None else int(self.queries[rows.stop - 1]) + 1
 
     def visible(self, rows: slice) -> torch.Tensor:
-        """Return ``[B, rows, S]`` bool over the S keys within :meth:`reach`.
+        """Return visibility as ``[B, rows, S]`` bool, over the S keys within :meth:`reach`.
 
         A query always sees itself, so no row is ever empty.
         """
@@ -76,15 +76,15 @@ class Layout:
         return is_same_document & (keys <= self.places(rows)[:, None])
 
     def sees(self, rows: slice, places: torch.Tensor) -> torch.Tensor:
-        """Return ``[B, rows, k]`` bool: whether queries ``rows`` see their keys ``places``."""
+        """Return whether queries ``rows`` see their keys ``places``, as ``[B, rows, k]`` bool."""
         batch = torch.arange(len(places), device=places.device)[:, None, None]
         is_same_document = self.documents[batch, places] == self.query_documents[:, rows, None]
         return is_same_document & (places <= self.places(rows)[:, None])
 
     def attended(self, rows: slice, selected: torch.Tensor | None) -> torch.Tensor:
-        """Return ``[B, rows, S]`` bool: the visible keys, only the ``selected`` ones if given.
+        """Return the visible keys, or only the ``selected`` ones if given, as ``[B, rows, S]`` bool.
 
-        These are ``[B, Q, k]`` top-k indices padded with -1.
+        ``selected`` has ``[B, Q, k]`` top-k indices, padded with -1.
         """
         visible = self.visible(rows)
         if selected is None:
@@ -92,11 +92,11 @@ class Layout:
         return visible & selected_mask(selected[:, rows], self.length)[..., : self.reach(rows)]
 
     def blocks(self, size: int) -> Iterator[slice]:
-        """Cut the queries into blocks of ``size``, the last of them first.
+        """Yield the queries in blocks of ``size``, starting with the last block.
 
-        It sees the most keys, so what it takes and frees can serve every other block. From the
-        first on, each would take a little more than any before had freed, and an allocator that
-        keeps what is freed would come to hold O(L^2).
+        The last block sees the most keys, so the memory that it frees is enough for every other
+        block. In the other order each block would need a little more than any earlier one had
+        freed, and a caching allocator would end up holding O(L^2).
         """
         if size < 1:
             raise TrainingError(f"a block holds at least one query, got {size}")
@@ -141,8 +141,8 @@ class PackedBatch:
 
 
 def selected_mask(indices: torch.Tensor, keys: int) -> torch.Tensor:
-    """Return ``[B, b, keys]`` bool of ``[B, b, k]`` top-k indices, -1 where fewer were visible."""
+    """Return a ``[B, b, keys]`` bool mask from ``[B, b, k]`` top-k indices, padded with -1."""
     mask = torch.zeros(*indices.shape[:2], keys + 1, dtype=torch.bool, device=indices.device)
-    # -1 goes to a spare last column, which is dropped.
+    # -1 is written to a spare last column, which is dropped.
     mask.scatter_(-1, indices.long().where(indices >= 0, keys), True)
     return mask[..., :keys]

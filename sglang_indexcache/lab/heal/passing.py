@@ -1,8 +1,9 @@
-"""Rows pass through a frozen model, and each layer's loss is taken back where it arises.
+"""Forward passes of rows through a frozen model, with each loss backpropagated within its layer.
 
-Nothing flows through the body, so a layer's loss needs nothing of other layers but the indexer
-that serves it. Its gradient is added to what that indexer scored with; after the last layer that
-the indexer serves, the sum goes back through the indexer, and everything is dropped.
+No gradient flows through the body, so a layer's loss depends on no other layer except through the
+indexer that serves it. Its gradient is added to that of the indexer's score inputs. After the last
+layer that the indexer serves, the sum is backpropagated through the indexer, and everything is
+dropped.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from sglang_indexcache.lab.heal.packing import Layout
 
 @dataclass
 class LocalForward(ForwardState):
-    """The state of one forward pass of some rows; several may be under way.
+    """State of one forward pass of some rows; several may be in progress.
 
     Attributes:
-        queries: what losses are divided by before they are taken back.
-        projected: what an indexer computed, until the gradient goes back through it.
-        chosen: what an indexer would select, also where nothing is selected; when measuring.
+        queries: number of queries by which losses are divided.
+        projected: an indexer's outputs, until the gradient is backpropagated through them.
+        chosen: when measuring, the indexer's selection, also in the dense stage.
         captured: when measuring, the attention mass of each layer's selection, summed over queries,
             and the number of those queries.
     """
@@ -43,22 +44,22 @@ class LocalForward(ForwardState):
 
 
 class LocalSharing(Sharing):
-    """Connects the indexers and attentions of a frozen model.
+    """Connection between the indexers and attention layers of a frozen model.
 
-    With gradients enabled it trains: losses are taken back at once. Without, it measures: the
-    attention mass that each selection captures as well.
+    With gradients enabled it trains, and backpropagates losses at once. Without them it measures,
+    including the attention mass that each selection captures.
     """
 
     def begin(self, stage: Stage, layout: Layout, queries: float) -> LocalForward:
-        """Begin a forward pass to :meth:`resume`; losses are divided by ``queries`` when taken."""
+        """Begin a forward pass to :meth:`resume`; its losses are divided by ``queries``."""
         return LocalForward(stage, layout, queries=queries)
 
     def resume(self, run: LocalForward) -> None:
-        """Make this forward pass the one that the next layer belongs to."""
+        """Make this forward pass the current one for the next layer."""
         self.forward = run
 
     def select(self, layer: int, index: IndexInputs) -> torch.Tensor:
-        """Select as :meth:`Sharing.select`; the losses see copies that collect their gradients."""
+        """Select like :meth:`Sharing.select`, and give the losses copies that collect gradients."""
         run = self._local()
         if torch.is_grad_enabled():
             run.projected[layer] = index
@@ -73,7 +74,7 @@ class LocalSharing(Sharing):
         return selected
 
     def distil(self, layer: int, attention: AttentionInputs) -> None:
-        """Distil as :meth:`Sharing.distil`, and use the gradient at once."""
+        """Distil like :meth:`Sharing.distil`, and use the gradient at once."""
         super().distil(layer, attention)
         run, source = self._local(), self.pattern.source_of(layer)
         if torch.is_grad_enabled():
@@ -86,7 +87,7 @@ class LocalSharing(Sharing):
             self._end(run, source)
 
     def _end(self, run: LocalForward, source: int) -> None:
-        """End the group of ``source``: the last layer that it serves is done."""
+        """End the group of ``source`` after the last layer that it serves."""
         scored = run.index.pop(source)
         projected = run.projected.pop(source, None)
         if projected is not None:
@@ -105,7 +106,7 @@ class LocalSharing(Sharing):
 
 @dataclass
 class Passing:
-    """Some rows, and how far they have come: ``[B, T, hidden_size]``, what the next layer reads."""
+    """Rows on their way through the layers, with the next layer's input ``[B, T, hidden_size]``."""
 
     run: LocalForward
     hidden: torch.Tensor
@@ -117,9 +118,9 @@ class Passing:
         device: torch.device,
         sharing: LocalSharing,
     ) -> None:
-        """Run a layer that lies on ``device``.
+        """Run a layer that is on ``device``.
 
-        The layers that an indexer serves lie on one, so nothing of theirs is under way here.
+        All layers that an indexer serves are on one device, so no state of a group moves here.
         """
         self.run.layout = Layout(self.run.layout.documents.to(device))
         cosine, sine = self.rotation
@@ -129,9 +130,9 @@ class Passing:
 
 
 def pass_through(body: FrozenBody, sharing: LocalSharing, rows: Sequence[Passing]) -> None:
-    """Run all layers on all rows, with gradients if enabled.
+    """Run all layers on all rows, with gradients if they are enabled.
 
-    A layer takes all rows before the next one does, so it is dequantised or read once.
+    A layer processes all rows before the next one starts, so it is dequantised or read once.
     """
     for number, device in enumerate(body.devices):
         layer = body.layer(number)

@@ -1,4 +1,4 @@
-"""Folder beside an adapter: the run that made it, as far as it has come."""
+"""Folder next to an adapter, with the state and log of the run that makes it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True, order=True)
 class Position:
-    """``step`` steps of stage number ``stage`` are done."""
+    """Position in a run: ``step`` steps of stage number ``stage`` are done."""
 
     stage: int
     step: int
@@ -33,13 +33,13 @@ class Position:
 
 @dataclass
 class State:
-    """State of a run; all that is needed to go on bit for bit.
+    """State of a run, with everything that is needed to continue it bit for bit.
 
-    Nothing but the order of rows is drawn at random, and that follows from the seed and the step.
+    Only the order of rows is random, and it follows from the seed and the step.
 
     Attributes:
         indexers: float32 weights by name.
-        best: the weights with the lowest held-out loss of this stage, ``best_loss``.
+        best: the weights with this stage's lowest held-out loss, which is ``best_loss``.
         lr: peak learning rate.
     """
 
@@ -51,7 +51,7 @@ class State:
     lr: float = 0.0
 
     def judged(self, loss: float, weights: Callable[[], Tensors]) -> None:
-        """Take note of an evaluation."""
+        """Keep the weights of an evaluation if its loss is the lowest so far."""
         if loss < self.best_loss:
             self.best_loss, self.best = loss, weights()
 
@@ -61,13 +61,14 @@ class HeldOutEvaluation:
     """Evaluation on the held-out rows.
 
     Attributes:
-        step: of the stage, done by then.
-        kind: "dense" or "sparse": what layers attended to, and over which keys the loss is.
-        total_step: steps done of the whole run.
-        held_out_loss: KL divergence, nats per query, summed over layers, each weighted by one
-            over the layers that its indexer serves.
-        held_out_recall: attention mass that goes to the selected keys, of queries that see
-            more; mean over layers.
+        step: number of the stage's steps done by then.
+        kind: "dense" or "sparse": the keys that layers attended to, and over which the loss is
+            taken.
+        total_step: number of steps done in the whole run.
+        held_out_loss: KL divergence in nats per query, summed over layers, each weighted by one
+            over the number of layers that its indexer serves.
+        held_out_recall: attention mass on the selected keys, of queries that see more keys; mean
+            over layers.
     """
 
     stage: int
@@ -87,10 +88,10 @@ class HeldOutEvaluation:
 
 
 class HealRun:
-    """The folder of a run, and the adapter that it ends with.
+    """Folder of a run, and the adapter that the run produces.
 
     Args:
-        output: the adapter's folder; the run's is ``<output>.run``.
+        output: the adapter's folder; the run's folder is ``<output>.run``.
     """
 
     def __init__(self, output: Path, console: Console) -> None:
@@ -100,12 +101,12 @@ class HealRun:
 
     @contextmanager
     def claimed(self, options: Mapping[str, Any]) -> Iterator[None]:
-        """Have the folder for this run alone while the block runs.
+        """Lock the folder for this run alone while the block runs.
 
         Raises:
-            TrainingError: it is another's, in use, or without its options; or the output holds
-                something that no run made.
-            OutputError: it cannot be written.
+            TrainingError: the folder belongs to another run, is in use, or lacks its options; or
+                the output holds something that no run made.
+            OutputError: the folder cannot be written.
         """
         path = self.folder / OPTIONS
         if not path.exists() and self.output.exists() and any(self.output.iterdir()):
@@ -123,24 +124,24 @@ class HealRun:
             yield
 
     def finished(self) -> Adapter | None:
-        """Return the adapter, if it was written."""
+        """Return the adapter if it was written, else None."""
         return Adapter.read(self.output) if (self.output / ADAPTER_FILE).exists() else None
 
     def load(self) -> State | None:
-        """Load the newest state; drop what was logged after it.
+        """Load the newest state, and drop later lines of the log.
 
         Raises:
-            TrainingError: it cannot be read.
+            TrainingError: the state cannot be read.
         """
         path = self.folder / STATE
         if not path.exists():
             self.log.rewind(Position(-1, 0))
             return None
-        # Written by ourselves, and read as nothing but tensors and plain values.
+        # We wrote the file ourselves; it is loaded as tensors and plain values only.
         try:
             values = torch.load(path, map_location="cpu", weights_only=True)
             state = State(**{**values, "position": Position(*values["position"])})
-        except Exception as error:  # torch's readers raise what they like
+        except Exception as error:  # torch's readers may raise any error
             raise TrainingError(
                 f"{path} is damaged, or another version's. Give another --output, or move it away "
                 "to begin again."
@@ -154,11 +155,11 @@ class HealRun:
         """Replace the state in one step.
 
         Raises:
-            OutputError: it cannot be written; the state before it is whole.
+            OutputError: the state cannot be written; the previous state stays whole.
         """
         values = {f.name: getattr(state, f.name) for f in fields(state)}
         values["position"] = (state.position.stage, state.position.step)
-        with replacing(self.folder / STATE, RuntimeError) as part:  # of torch's zip writer
+        with replacing(self.folder / STATE, RuntimeError) as part:  # raised by torch's zip writer
             torch.save(values, part)
 
     def evaluations(self) -> tuple[HeldOutEvaluation, ...]:
@@ -168,35 +169,36 @@ class HealRun:
 
 
 class RunLog:
-    """Writes a run's log."""
+    """Writer of a run's log."""
 
     def __init__(self, folder: Path, console: Console) -> None:
         self.path, self.console = folder / METRICS, console
 
     def rewind(self, reached: Position) -> None:
-        """Drop lines after a resumed position: those steps will be taken again."""
+        """Drop lines after a resumed position, because these steps will be run again."""
         if not self.path.exists():
             return
-        # A killed process may have left half a line.
+        # A killed process may have left half a line at the end.
         complete = [line for line in self.path.read_text().splitlines() if line.endswith("}")]
         lines = [json.loads(line) for line in complete]
         valid = [line for line in lines if Position(line["stage"], line["step"]) <= reached]
         write_whole(self.path, "".join(json.dumps(line) + "\n" for line in valid))
 
     def record(self, **values: Any) -> None:
-        """Add one line to the file; must have ``stage`` and ``step``."""
+        """Add one line to the file, with at least ``stage`` and ``step``."""
         with writing(self.path), self.path.open("a") as file:
             file.write(json.dumps(values) + "\n")
 
     def say(self, text: str) -> None:
-        """Print a line for people only."""
+        """Print a line for people, without logging it."""
         self.console.print(text, highlight=False)
 
 
 def learned(evaluations: Sequence[HeldOutEvaluation]) -> list[str]:
-    """Return a sentence for each stage: its first evaluation and its best, whose weights it keeps.
+    """Return a sentence for each stage on its first evaluation and its best one.
 
-    Not from the first stage to the last: dense and sparse losses are over different keys.
+    Stages are not compared with each other, because dense and sparse losses are over different
+    keys.
     """
     sentences = []
     for _, group in groupby(evaluations, key=lambda evaluation: evaluation.stage):

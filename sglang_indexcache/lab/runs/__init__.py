@@ -1,1 +1,1 @@
-"""Needs of every run of hours: identity, resume, interruption, cost, provenance and figures."""
+"""Parts of every long run: identity, resuming, interruption, cost, provenance and figures."""

@@ -1,6 +1,7 @@
-"""Ownership of a run's files: one process's at a time, and one identity's for good.
+"""Ownership of a run's files, by one process at a time and by one identity for good.
 
-An identity is what a run measures, as JSON values. Two runs of the same one continue each other.
+An identity describes what a run measures, in JSON values. Two runs with the same identity continue
+each other.
 """
 
 from __future__ import annotations
@@ -17,19 +18,20 @@ from sglang_indexcache.errors import IndexCacheError
 from sglang_indexcache.library.writing import check_writable, write_json, writing
 
 GIVEN = "given"
-"""Key of an identity for the options that led to it: they explain a difference and make none."""
+"""Key in an identity for the options that led to it, which explain a difference but do not count as
+one."""
 _SHORT = 100
 _HASH = re.compile(r"[0-9a-f]{40,}")
 
 
 def lock(file: IO[bytes], path: Path, kind: str, error: type[IndexCacheError]) -> None:
-    """Have an open file for this process alone, until it is closed.
+    """Lock an open file for this process alone, until it is closed.
 
     Args:
-        path: the file's, and ``kind`` what it is of, for messages.
+        path: the file's path, and ``kind`` the kind of run, for messages.
 
     Raises:
-        IndexCacheError: as ``error``: another process has it.
+        IndexCacheError: as ``error``; another process has locked it.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -41,7 +43,7 @@ def lock(file: IO[bytes], path: Path, kind: str, error: type[IndexCacheError]) -
 
 @contextmanager
 def locked(path: Path, kind: str, error: type[IndexCacheError]) -> Iterator[None]:
-    """Hold the lock file ``path``, made if missing, while the block runs; see :func:`lock`."""
+    """Hold the lock file ``path``, created if missing, while the block runs; see :func:`lock`."""
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("ab")
@@ -51,7 +53,7 @@ def locked(path: Path, kind: str, error: type[IndexCacheError]) -> Iterator[None
 
 
 def differences(then: Mapping[str, Any], now: Mapping[str, Any], of: str = "") -> Iterator[str]:
-    """Yield what differs between two identities, by name; no long values and no hashes."""
+    """Yield the names of fields that differ between two identities, with short values."""
     for name in sorted({*then, *now}):
         old, new = then.get(name), now.get(name)
         if old == new:
@@ -76,10 +78,10 @@ def check_same(
     kind: str,
     error: type[IndexCacheError],
 ) -> None:
-    """Refuse to continue a run that was begun with ``then``, if ``now`` is asked for and differs.
+    """Refuse to continue a run whose identity ``then`` differs from the requested ``now``.
 
     Raises:
-        IndexCacheError: as ``error``: the two differ.
+        IndexCacheError: as ``error``; the two differ.
     """
     different = list(differences(_without_options(then), _without_options(now)))
     if different:
@@ -95,7 +97,7 @@ def claim(path: Path, identity: Mapping[str, Any], kind: str, error: type[IndexC
     """Write a run's identity to the JSON file at ``path``, or check that it holds the same one.
 
     Raises:
-        IndexCacheError: as ``error``: the file belongs to another run, or is damaged.
+        IndexCacheError: as ``error``; the file belongs to another run, or is damaged.
         OutputError: the folder cannot be written.
     """
     check_writable(path.parent)

@@ -1,8 +1,7 @@
 """A journal: an append-only file of JSON lines, each on disk before it counts.
 
-The first line says what is being measured; a journal that has more is only ever continued by
-whoever measures the same. A process that is killed in the middle of a line loses that line and
-nothing else.
+The first line says what is being measured; a journal with further lines is continued only by a run
+that measures the same. A process that is killed in the middle of a line loses only that line.
 """
 
 from __future__ import annotations
@@ -27,15 +26,15 @@ class Journal(AbstractContextManager["Journal"]):
     """A journal file, locked while it is open.
 
     Args:
-        identity: what is measured, JSON values.
-        kind: what one journal is of, for messages ("search").
+        identity: a description of what is measured, in JSON values.
+        kind: the kind of run, for messages ("search").
 
     Attributes:
-        entries: the lines that are there already, without the first.
+        entries: the lines already in the file, without the first.
 
     Raises:
-        IndexCacheError: as ``error``: the file is another's (its identity differs), damaged before
-            its last line, or in use by another process.
+        IndexCacheError: as ``error``; the file belongs to another run (its identity differs), is
+            damaged before its last line, or is in use by another process.
         OutputError: its folder cannot be written.
     """
 
@@ -47,7 +46,7 @@ class Journal(AbstractContextManager["Journal"]):
         check_writable(path.parent)
         path.parent.mkdir(parents=True, exist_ok=True)
         is_new = not path.exists()
-        self._file = path.open("a+b", buffering=0)  # no line waits for the one behind it
+        self._file = path.open("a+b", buffering=0)  # unbuffered, so each line is written at once
         try:
             lock(self._file, path, kind, error)
             self.entries: list[dict[str, Any]] = list(self._load(dict(identity)))
@@ -61,14 +60,14 @@ class Journal(AbstractContextManager["Journal"]):
         self.close()
 
     def close(self) -> None:
-        """Let others have the file."""
+        """Close the file, which releases its lock."""
         self._file.close()
 
     def write(self, entry: Mapping[str, Any]) -> None:
-        """Add one line; on disk when this returns.
+        """Add one line, which is on disk when this returns.
 
         Raises:
-            OutputError: the disk is full, or takes no more. The lines before are whole.
+            OutputError: the disk is full or cannot be written. Earlier lines stay whole.
         """
         line = json.dumps(entry).encode() + b"\n"
         with self._guard, writing(self.path):
@@ -78,14 +77,14 @@ class Journal(AbstractContextManager["Journal"]):
                     line = line[self._file.write(line) :]
                 os.fsync(self._file.fileno())
             except BaseException:
-                self._file.truncate(end)  # another thread's line would stand behind half of one
+                self._file.truncate(end)  # else the next line would follow half a line
                 raise
 
     def parsed(self, parse: Callable[[dict[str, Any]], _Entry]) -> Iterator[_Entry]:
-        """Yield every entry as ``parse`` understands it.
+        """Yield every entry, parsed by ``parse``.
 
         Raises:
-            IndexCacheError: as the journal's: naming the line that lacks something.
+            IndexCacheError: as the journal's ``error``; names the line that lacks something.
         """
         for number, entry in enumerate(self.entries, start=2):
             try:
@@ -97,12 +96,12 @@ class Journal(AbstractContextManager["Journal"]):
         self._file.seek(0)
         text = self._file.read()
         complete, _, torn = text.rpartition(b"\n")
-        if torn:  # killed in the middle of a line: that entry never finished
+        if torn:  # the process was killed in the middle of this line
             self._file.truncate(len(complete) + 1 if complete else 0)
         lines = complete.split(b"\n") if complete else []
         header = self._read(lines[0], 1) if lines else {"format": _FORMAT}
         if len(lines) < 2 and header.get("format") == _FORMAT:
-            # Nothing was measured, so nothing is mixed: whoever comes next may measure another.
+            # Nothing was measured yet, so the next run may measure something else.
             self._file.truncate(0)
             self.write({"format": _FORMAT, "identity": identity})
             return

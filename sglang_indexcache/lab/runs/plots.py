@@ -1,4 +1,4 @@
-"""Figures: matplotlib is set up and pictures are written in one way everywhere."""
+"""Figures: one place that sets up matplotlib and writes pictures."""
 
 from __future__ import annotations
 
@@ -14,19 +14,22 @@ FORMATS: dict[str, dict[str, None]] = {
     ".pdf": {"CreationDate": None},
     ".svg": {"Date": None},
 }
-"""How pictures are written, by suffix, and what is left out: else no two files were alike."""
+"""Formats of pictures by suffix, with the metadata to leave out, so that equal figures give equal
+files."""
 _WRITING = {"svg.hashsalt": "indexcache", "pdf.fonttype": 42, "ps.fonttype": 42}
-"""TrueType fonts: conferences and journals refuse matplotlib's Type 3."""
+"""Settings for writing. TrueType fonts, because conferences and journals refuse matplotlib's Type
+3."""
 FULL = "#8a8a8a"
 BLUE, RED, GREEN = "#1f5fa8", "#c0392b", "#2e8b57"
-"""Colours of figures in which no colour is a pattern's."""
+"""Colours for figures in which colours do not stand for patterns."""
 _SEARCHED = ((0.4, BLUE), (0.2, RED), (0.0, GREEN))
 _UNIFORM = ((0.4, "#8db8e0"), (0.2, "#e8a79f"), (0.0, "#9ccfb2"))
-"""From which share of F layers on a pattern is about 1/2, 1/4 and 1/8; paler where interleaved."""
+"""Smallest shares of F layers for about 1/2, 1/4 and 1/8, with the paler colours of uniform
+patterns."""
 
 
 def pattern_color(pattern: Pattern) -> str:
-    """Return the colour that a pattern has in every figure, by its retention and kind."""
+    """Return a pattern's colour in every figure, from its retention and kind."""
     if not pattern.shared_layers:
         return FULL
     first, second, *_ = (*pattern.full_layers, len(pattern))
@@ -38,9 +41,9 @@ def pattern_color(pattern: Pattern) -> str:
 def make_figure(
     width: float, height: float, rows: int = 1, columns: int = 1, **shared: Any
 ) -> tuple[Any, list[Any]]:
-    """Make a matplotlib figure of so many inches without a window, and axes in reading order.
+    """Make a matplotlib figure in inches, without a window, and its axes in reading order.
 
-    ``shared`` is ``sharex`` and ``sharey`` as for ``Figure.subplots``.
+    ``shared`` has ``sharex`` and ``sharey`` as for ``Figure.subplots``.
     """
     from matplotlib.figure import Figure
 
@@ -52,10 +55,10 @@ def make_figure(
 
 
 def save_figure(figure: Any, path: Path) -> None:
-    """Write a picture as its suffix says; a viewer that watches the file never sees half of it.
+    """Write a picture in the format of its suffix, in one step, so that no viewer sees half of it.
 
     Raises:
-        SettingsError: the suffix is none of :data:`FORMATS`.
+        SettingsError: the suffix is not in :data:`FORMATS`.
     """
     if path.suffix not in FORMATS:
         raise SettingsError(f"pictures are written as {', '.join(FORMATS)}, got {path}")
@@ -66,7 +69,7 @@ def save_figure(figure: Any, path: Path) -> None:
 
 
 def check_installed() -> None:
-    """Refuse a missing plot library before long work whose figures come last.
+    """Refuse a missing plot library before long work that ends with figures.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.

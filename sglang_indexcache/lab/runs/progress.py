@@ -1,4 +1,4 @@
-"""A long run as its user sees it: a progress bar, and an end at any time that loses nothing."""
+"""Progress of a long run for its user: a progress bar, and an interruption that loses nothing."""
 
 from __future__ import annotations
 
@@ -24,14 +24,16 @@ from sglang_indexcache.lab.runs.cost import time_in_words
 LINE_EVERY = 30.0
 """Seconds between two lines of progress where there is no terminal."""
 SPEED_OVER = 600.0
-"""Seconds of work that the time left is reckoned from: one long context takes a minute."""
+"""Seconds of past work from which the remaining time is estimated: one long context takes a
+minute."""
 
 
 @contextmanager
 def resumable(console: Console, output: Path, what: str = "what was done") -> Iterator[None]:
     """Let Ctrl-C or SIGTERM end the block, and say that the same command continues it.
 
-    A batch system ends a job with SIGTERM: the same as Ctrl-C here. ``what`` is in the folder then.
+    A batch system ends a job with SIGTERM, which acts like Ctrl-C here. The message says that
+    ``what`` is in the folder.
 
     Raises:
         KeyboardInterrupt: the run was interrupted.
@@ -49,23 +51,23 @@ def resumable(console: Console, output: Path, what: str = "what was done") -> It
 
 
 def resuming(console: Console, count: int, things: str, path: Path) -> None:
-    """Say how much of the run is in ``path`` already; nothing where that is none."""
+    """Print how much of the run is already in ``path``; print nothing if there is none."""
     if count:
         console.print(f"resuming: {count:,} {things} in {path}", highlight=False)
 
 
 class _LinesWithoutTerminal(Progress):
-    """Progress bar that is a line now and then in a file or a pod's log, where no bar is seen."""
+    """Progress bar that prints a line now and then in a file or a pod's log."""
 
     _next: float | None = None
 
     def update(self, task_id: TaskID, *args: Any, **changes: Any) -> None:
-        """Do as Progress does, and tell."""
+        """Update as Progress does, and print a line if one is due."""
         super().update(task_id, *args, **changes)
         self._tell(task_id)
 
     def advance(self, task_id: TaskID, advance: float = 1) -> None:
-        """Do as Progress does, and tell."""
+        """Update as Progress does, and print a line if one is due."""
         super().advance(task_id, advance)
         self._tell(task_id)
 
@@ -76,7 +78,7 @@ class _LinesWithoutTerminal(Progress):
         if due is not None and now < due:
             return
         self._next = now + LINE_EVERY
-        if due is None:  # it has only begun
+        if due is None:  # the run has only begun
             return
         task = next(task for task in self.tasks if task.id == number)
         seconds = task.time_remaining
@@ -87,9 +89,9 @@ class _LinesWithoutTerminal(Progress):
 
 
 def progress_at_most(console: Console) -> Progress:
-    """Make a bar with the most time that may be left: work may end earlier. It goes when done.
+    """Make a bar that shows the most time that may be left, and disappears at the end.
 
-    Without a terminal it is a line now and then.
+    Without a terminal it prints a line now and then.
     """
     columns = (
         TextColumn("{task.description}"),

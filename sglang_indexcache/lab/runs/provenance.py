@@ -1,4 +1,4 @@
-"""Provenance of numbers: weights, machine, software. Standard library only."""
+"""Provenance of numbers: machine, software and commit. Standard library only."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def versions() -> dict[str, str]:
 
 
 def package_version(*names: str) -> str | None:
-    """Return the version of the first of these packages that is installed; import none."""
+    """Return the version of the first installed package among these, without importing any."""
     for name in names:
         try:
             return version(name)
@@ -35,11 +35,11 @@ def package_version(*names: str) -> str | None:
 
 
 def machine() -> dict[str, Any]:
-    """Describe this machine and its software, now.
+    """Describe this machine and its software at this moment.
 
-    ``date`` (UTC, to the second), ``cpu`` (model name), ``cores`` (logical CPUs), ``gpus`` (name
-    and driver of each, empty without), ``versions``, ``commit`` and ``load_before`` (the 1-minute
-    load average).
+    The keys are ``date`` (UTC, to the second), ``cpu`` (model name), ``cores`` (logical CPUs),
+    ``gpus`` (name and driver of each; empty without GPUs), ``versions``, ``commit`` and
+    ``load_before`` (the 1-minute load average).
     """
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     return {
@@ -54,7 +54,7 @@ def machine() -> dict[str, Any]:
 
 
 def busy_cores(seconds: float = 1.0) -> float | None:
-    """Measure how many cores' worth of work the machine does now; None where Linux cannot tell."""
+    """Measure how many cores are busy now; None if it is not Linux."""
     before = _ticks()
     time.sleep(seconds)
     after = _ticks()
@@ -73,9 +73,9 @@ def _ticks() -> tuple[int, int] | None:
 
 
 def commit() -> str:
-    """Return this checkout's commit, with "+" if files were changed.
+    """Return this checkout's commit, with "+" if files have changed.
 
-    Outside a checkout the value of ``INDEXCACHE_COMMIT``, or nothing.
+    Outside a checkout it is the value of ``INDEXCACHE_COMMIT``, or "".
     """
     git = ["git", "-C", str(_ROOT)]
     revision = output_lines([*git, "rev-parse", "--short=12", "HEAD"])
@@ -86,7 +86,7 @@ def commit() -> str:
 
 
 def output_lines(command: list[str]) -> list[str]:
-    """Return the lines that a command prints; none if it fails or is not there."""
+    """Return the lines that a command prints; none if it fails or is missing."""
     try:
         process = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):

