@@ -95,6 +95,7 @@ def test_show_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
             "index_k",
             "index_k_bytes_per_token",
             "row_split",
+            "skipped",
             "kernel_choices",
         ),
     }
