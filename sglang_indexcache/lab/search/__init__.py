@@ -1,1 +1,1 @@
-"""Find which indexers a checkpoint can lose: algorithms over an Evaluator, never over an engine."""
+"""Search for indexers that a checkpoint can lose; algorithms use an Evaluator, not an engine."""

@@ -1,7 +1,8 @@
-"""Calibration data: documents in, token sequences out, the same ones every time.
+"""Calibration data: reproducible token sequences from documents.
 
-The paper's "calibration set": B mini-batches on which every candidate pattern is evaluated. A batch
-is one sequence: a document, or a piece of one, never two, which would attend to each other.
+This is the paper's "calibration set": B mini-batches on which every candidate pattern is evaluated.
+A batch is one sequence, a document or a piece of one, but never two, which would attend to each
+other.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from sglang_indexcache.lab.search.recall import KINDS, TEXT, Kinds
 
 
 class Score(StrEnum):
-    """Choice of the predictions that count, of those whose query sees more than it may select."""
+    """Choice of predictions that count, among those whose query sees more than it may select."""
 
     ANSWERS = "answers"
     RECALL = "recall"
@@ -27,7 +28,7 @@ class Score(StrEnum):
 
     @classmethod
     def parse(cls, text: str) -> Score:
-        """Parse what a user writes; SearchError if it is none of these."""
+        """Parse a user's choice, or raise a SearchError if it is none of these."""
         if text not in list(cls):
             raise SearchError(f"the score is {', '.join(cls)}, got {text!r}")
         return cls(text)
@@ -47,23 +48,23 @@ class Objective:
     """Predictions that a loss counts.
 
     Attributes:
-        topk: tokens that a query selects (``index_topk``). Until it sees more than these, no
-            pattern changes what it attends to, so its prediction is never counted.
+        topk: number of tokens that a query selects (``index_topk``). A query that sees no more
+            attends to everything under any pattern, so its prediction is never counted.
     """
 
     score: Score = Score.ALL
     topk: int = 0
 
     def counted(self, kinds: Kinds) -> Kinds:
-        """Return the kind of each prediction of one sequence, 0 where it does not count.
+        """Return the kind of each prediction in one sequence, 0 if it does not count.
 
         Args:
-            kinds: ``[length]``, what its tokens belong to: answers where the data marks them, or
-                what :func:`~sglang_indexcache.lab.search.recall.with_recall` mixed in.
+            kinds: ``[length]``, the kind of each token: answers if the data marks them, or the
+                kinds that :func:`~sglang_indexcache.lab.search.recall.with_recall` mixed in.
 
         Returns:
-            ``[length - 1]`` uint8; entry i is of the prediction of token i + 1, whose query sees
-            i + 1 tokens. 0 does not count.
+            ``[length - 1]`` uint8; entry i is for the prediction of token i + 1, whose query sees i
+            + 1 tokens. 0 means that it does not count.
         """
         query = np.arange(len(kinds) - 1)
         visible = query >= self.topk
@@ -74,27 +75,28 @@ class Objective:
         return np.where(visible, TEXT, 0).astype(np.uint8)
 
     def in_words(self) -> str:
-        """Say which tokens count."""
+        """Return text on which tokens count."""
         counts = _COUNTS[self.score]
         return f"{counts} whose query sees more than {self.topk} tokens" if self.topk else counts
 
 
 @dataclass(frozen=True, eq=False)
 class Calibration:
-    """Token sequences, a batch each.
+    """Token sequences, each of which is a batch.
 
     Attributes:
         sequences: each ``[length]`` token ids; lengths may differ.
         held_out: sequences at the end that a search must not search on.
-        kinds: for each sequence ``[length - 1]`` uint8, what a loss counts each prediction as
-            (entry i predicts token i + 1), see :mod:`.recall`; all as text if not given.
-        documents: number of the text that each sequence is cut from; each its own if not given.
-        source, reading: where the text came from and what became of the documents, in words.
-        warning: what a user should mend, or nothing.
-        held_out_reading, held_out_warning: the same of the held-out part by itself.
+        kinds: for each sequence ``[length - 1]`` uint8, the kind under which a loss counts each
+            prediction (entry i predicts token i + 1), see :mod:`.recall`; all text by default.
+        documents: number of the text from which each sequence is cut; different for each by
+            default.
+        source, reading: text on where the data came from, and what became of the documents.
+        warning: advice on what the user should change, or "".
+        held_out_reading, held_out_warning: the same for the held-out part alone.
 
     Raises:
-        SearchError: a sequence without a counted prediction.
+        SearchError: a sequence has no counted prediction.
     """
 
     sequences: tuple[tuple[int, ...], ...]
@@ -120,17 +122,17 @@ class Calibration:
 
     @property
     def counted(self) -> list[Mask]:
-        """Masks of the predictions that count, of each sequence."""
+        """Masks of the predictions that count, for each sequence."""
         return [kinds > 0 for kinds in self.kinds]
 
     @property
     def batch_tokens(self) -> tuple[int, ...]:
-        """Tokens of each sequence."""
+        """Number of tokens of each sequence."""
         return tuple(map(len, self.sequences))
 
     @property
     def digest(self) -> str:
-        """SHA-256 over tokens and what counts: the same exactly when the data is."""
+        """SHA-256 over tokens and counted predictions, the same exactly when the data is."""
         content = hashlib.sha256()
         for sequence, kinds in zip(self.sequences, self.kinds, strict=True):
             content.update((",".join(map(str, sequence)) + "\n").encode())
@@ -139,27 +141,27 @@ class Calibration:
 
     @property
     def size(self) -> str:
-        """Sequences that are searched on, and their lengths, in words."""
+        """Text on the number and lengths of the sequences that are searched on."""
         shortest, longest = min(self.batch_tokens), max(self.batch_tokens)
         length = f"{longest}" if shortest == longest else f"{shortest} to {longest}"
         return f"{len(self.sequences) - self.held_out} batches of {length} tokens"
 
     @property
     def counts(self) -> str:
-        """Counted predictions of a batch, in words."""
+        """Text on the number of counted predictions in a batch."""
         totals = [int(mask.sum()) for mask in self.counted]
         return f"{min(totals)}" if min(totals) == max(totals) else f"{min(totals)} to {max(totals)}"
 
     @property
     def judged_on(self) -> str:
-        """Kinds of tokens that are judged, in words: text and tasks, or answers alone."""
+        """Text on the kinds of tokens that are judged: text and tasks, or answers alone."""
         present = {int(kind) for kinds in self.kinds for kind in np.unique(kinds)} - {0}
         if self.objective.score is Score.ANSWERS:
             return "answers"
         return ", ".join(KINDS[kind] for kind in sorted(present))
 
     def held_out_alone(self) -> Calibration:
-        """Return the sequences that a search must not search on."""
+        """Return the held-out sequences, on which a search must not search."""
         start = len(self.sequences) - self.held_out
         return replace(
             self,

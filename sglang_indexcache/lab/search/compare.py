@@ -13,16 +13,17 @@ from sglang_indexcache.lab.search.ledger import Ledger
 from sglang_indexcache.pattern import Pattern
 
 SMALL = 0.01
-"""A share of the reference's loss: words call a difference small, and an interval wide, by it."""
+"""Share of the reference's loss below which text calls a difference small, and above which an
+interval is wide."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One pattern against the reference pattern; losses in nats per token.
+    """Comparison of one pattern with the reference pattern; losses are in nats per token.
 
     Attributes:
-        faithfulness: recall and loss against the reference; divergence and likeliest tokens against
-            all F, whatever the reference is.
+        faithfulness: recall and loss relative to the reference; divergence and likeliest tokens
+            relative to all F, whatever the reference is.
     """
 
     reference: Pattern
@@ -41,7 +42,7 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """The result in words: the size, what it tells, and which documents lose."""
+        """Text on the result: its size, its meaning, and the documents that lose."""
         difference, measured = self.difference, self.faithfulness
         unseen = unseen_in_words(len(difference.each))
         clauses = (self._meaning, difference.documents, unseen, *measured.beside_loss())
@@ -89,7 +90,7 @@ def compare(
     """Measure ``patterns`` against ``reference`` on every batch of ``evaluator``.
 
     Raises:
-        SearchError: fewer than two documents.
+        SearchError: there are fewer than two documents.
     """
     ledger, documents = Ledger(evaluator), evaluator.calibration.documents
     base, *judged = ledger.judged_each([reference, *patterns])

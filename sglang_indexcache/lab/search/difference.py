@@ -1,4 +1,4 @@
-"""Estimate what one pattern adds to another's loss, and say what few documents cannot show."""
+"""Estimate of the loss that a pattern adds to another's, and of what few documents cannot show."""
 
 from __future__ import annotations
 
@@ -14,17 +14,13 @@ from sglang_indexcache.lab.stats.pairs import Floats
 
 CONFIDENCE = 0.95
 ENOUGH = 32
-"""Documents from which a difference may be called unlikely.
-
-With 32, the interval covers the truth in at least 93 % of searches wherever a document in eight
-shows the loss, and with 8 in 65 % there (``benchmarks/results/search/interval.json``).
-"""
+"""Number of documents from which a difference may be called unlikely. With 32, the interval covers
+the truth in at least 93 % of searches wherever a document in eight shows the loss, and with 8 in 65
+% there (``benchmarks/results/search/interval.json``). """
 HELD_OUT = 128
-"""Documents that a comparison reads, where the data holds out so many.
-
-Of the shipped checkpoint's 1/4, 2 documents of 96 carry what it loses. 32 documents hold neither in
-half of all checks, 128 in 7 % (``benchmarks/results/search/interval.json``).
-"""
+"""Number of documents that a comparison reads, if the data holds out so many. Of the shipped
+checkpoint's 1/4, 2 documents of 96 carry what it loses. 32 documents hold neither in half of all
+checks, 128 in 7 % (``benchmarks/results/search/interval.json``). """
 
 
 @dataclass(frozen=True)
@@ -32,11 +28,11 @@ class Difference:
     """A paired difference over documents (other minus reference), in nats per token.
 
     Attributes:
-        low: of the 95 % interval of the mean, by t without its skewness
-            (:meth:`~.bounds.Estimate.interval`): a few documents often carry
-            most of a loss, and Student's interval lies too low then.
-        high: likewise.
-        each: of every document, in the order of the data.
+        low: lower end of the mean's 95 % interval, by t corrected for skewness
+            (:meth:`~.bounds.Estimate.interval`): a few documents often carry most of a loss, and
+            Student's interval is then too low.
+        high: upper end.
+        each: difference of every document, in the order of the data.
     """
 
     mean: float
@@ -46,14 +42,15 @@ class Difference:
 
     @classmethod
     def of(cls, differences: Floats, documents: Sequence[int] | None = None) -> Difference:
-        """Estimate the mean of ``[n]`` paired differences.
+        """Estimate the mean from ``[n]`` paired differences.
 
         Args:
-            documents: number of the document of each; windows of one text share their fate, so
-                their mean is one observation. Each is its own if not given.
+            documents: number of each difference's document; windows of one text depend on each
+                other, so their mean is one observation. By default every difference has its own
+                document.
 
         Raises:
-            SearchError: fewer than two documents, which say nothing about spread.
+            SearchError: there are fewer than two documents, which show nothing about the spread.
         """
         numbers = np.arange(len(differences)) if documents is None else np.asarray(documents)
         means = [
@@ -72,7 +69,7 @@ class Difference:
     def numbers(self, *, sign: int = 1) -> dict[str, Any]:
         """Return the mean, its interval, and how many documents lose, as plain data.
 
-        ``sign`` is -1 where less is worse.
+        ``sign`` is -1 if less is worse.
         """
         lost = [value for value in self.each if sign * value > 0]
         return {
@@ -88,19 +85,19 @@ class Difference:
 
     @property
     def lost(self) -> int:
-        """Number of documents that have a higher loss."""
+        """Number of documents with a higher loss."""
         return sum(value > 0 for value in self.each)
 
     @property
     def documents(self) -> str:
-        """Number of documents that lose, and the worst of them, in words."""
+        """Text on the number of documents that lose, and on the worst of them."""
         worst = max(self.each)
         phrase = f"{self.lost} of {len(self.each)} documents lose"
         return f"{phrase}, number {self.each.index(worst) + 1} most: {worst:+.5f}"
 
 
 def unseen_in_words(documents: int) -> str:
-    """Say which losses so few documents may all miss: the rule of three."""
+    """Return text on the losses that so few documents may all miss, by the rule of three."""
     share = 100 * unseen(documents, 1 - CONFIDENCE)
     return (
         f"with {documents} documents, a loss that sits in up to {share:.0f} % of documents can go "

@@ -1,4 +1,4 @@
-"""Draw a matrix of layer pairs, with the blocks of a pattern on it."""
+"""Drawing of a matrix of layer pairs, with the blocks of a pattern on it."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ def draw_pairs(
 ) -> None:
     """Draw a heatmap of ``[N, N]`` with the pattern's blocks on it (paper, appendix).
 
-    ``label`` says what an entry is, from 0 to 1.
+    ``label`` says what an entry from 0 to 1 means.
     """
     from matplotlib.patches import Rectangle
 
     count = len(matrix)
     size = min(9.0, 3.6 + 0.09 * count)
     figure, [axis] = make_figure(size + 0.6, size * 0.86)
-    empty = np.triu(matrix == 0, 1)  # a matrix of pairs has only one half
+    empty = np.triu(matrix == 0, 1)  # a matrix of pairs has only its lower half
     image = axis.imshow(
         np.where(empty, np.nan, matrix), cmap="viridis", vmin=0, vmax=1, origin="lower"
     )
     bar = figure.colorbar(image, ax=axis, fraction=0.045, pad=0.03)
-    bar.set_label(fill(label, 46), fontsize=9)  # a longer line runs over the figure's edge
+    bar.set_label(fill(label, 46), fontsize=9)  # a longer line would exceed the figure
     for group in pattern.groups if pattern else ():
         corner = (group.layers[0] - 0.5, group.layers[0] - 0.5)
         side = len(group.layers)

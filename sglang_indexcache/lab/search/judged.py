@@ -1,7 +1,7 @@
-"""Nearness of a pattern to the model with all its indexers, beside its cost in loss.
+"""Closeness of a pattern to the model with all indexers, in addition to its loss.
 
-A pattern may recall more than all F and still be another model: what tells is the divergence of the
-two distributions of the next token, in running text and where something far back is asked for.
+A pattern may recall more than all F and still be another model. The divergence of the two
+next-token distributions shows this, in running text and where something far back is asked for.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from sglang_indexcache.lab.search.recall import KEYS, KINDS, PASSAGES, Kinds
 from sglang_indexcache.lab.stats.pairs import Floats
 
 RECALLED = (KINDS[PASSAGES], KINDS[KEYS])
-"""Kinds of tokens that something far back tells."""
+"""Kinds of tokens that follow from something far back."""
 SMALL_LOSS = 0.02
-"""Share of recalled tokens that a pattern may lose and be advised."""
+"""Share of recalled tokens that a recommended pattern may lose."""
 
 
 @dataclass(frozen=True)
 class TokenChanges:
-    """Tokens of one sequence under a pattern, beside the same under all F.
+    """Predictions of one sequence's tokens under a pattern, compared with all F.
 
-    Each is ``[length - 1]`` float64, entry i of the prediction of token i + 1; NaN where that does
-    not count.
+    Each field is ``[length - 1]`` float64; entry i is for the prediction of token i + 1, and is NaN
+    if that does not count.
 
     Attributes:
-        loss: in nats, under the pattern.
-        kl: of all F's distribution from the pattern's, in nats.
-        kept: 1 where both find the same token likeliest, else 0.
-        right: 1 where the pattern finds the text's token likeliest, else 0.
+        loss: loss under the pattern, in nats.
+        kl: KL(all F || pattern) of the distributions, in nats.
+        kept: 1 if the same token is likeliest under both, else 0.
+        right: 1 if the text's token is likeliest under the pattern, else 0.
     """
 
     loss: Floats
@@ -44,7 +44,7 @@ class TokenChanges:
 
 @dataclass(frozen=True)
 class Judged:
-    """Means over the counted tokens of one batch; all but the first by kind of token."""
+    """Means over the counted tokens of one batch; all except the first are by kind of token."""
 
     loss: float
     losses: Mapping[str, float]
@@ -69,17 +69,18 @@ class Judged:
 
     @property
     def student_loss(self) -> float:
-        """Loss plus divergence, the mean over the kinds, in nats: this decides among patterns.
+        """Loss plus divergence as a mean over kinds, in nats, which decides among patterns.
 
-        But for a constant it is twice the cross-entropy from the mean of what the text says and
-        what all F say, by which distillation trains a student. Loss alone takes another model that
-        copies better, divergence alone counts that against it and gives recall away.
+        Up to a constant it is twice the cross-entropy from the mean of the text's and all F's
+        distributions, with which distillation trains a student. Loss alone would choose another
+        model that copies better; divergence alone would count better copying as a fault and give up
+        recall.
         """
         return float(np.mean([self.losses[kind] + self.kl[kind] for kind in self.kl]))
 
     @property
     def recall(self) -> float:
-        """Share of the recalled tokens that are right, over their kinds; of all if none are."""
+        """Share of recalled tokens that are right, over their kinds; of all tokens if none are."""
         recalled = [share for kind, share in self.right.items() if kind in RECALLED]
         return float(np.mean(recalled or list(self.right.values())))
 
@@ -90,14 +91,14 @@ class Judged:
 
 @dataclass(frozen=True)
 class Faithfulness:
-    """A pattern beside all F, over documents.
+    """Comparison of a pattern with all F, over documents.
 
     Attributes:
         kl: mean divergence by kind, in nats.
-        kept: share of likeliest tokens that stay, by kind.
+        kept: share of likeliest tokens that stay the same, by kind.
         recall: change in the share of recalled tokens that are right.
-        loss: change, in nats per token.
-        full_recall, full_loss: of all F.
+        loss: change of the loss, in nats per token.
+        full_recall, full_loss: values of all F.
     """
 
     kl: Mapping[str, float]
@@ -111,7 +112,7 @@ class Faithfulness:
     def of(
         cls, judged: Sequence[Judged], full: Sequence[Judged], documents: Sequence[int]
     ) -> Faithfulness:
-        """Compare batches with the same under all F; windows of a document are one observation.
+        """Compare batches with the same under all F; a document's windows are one observation.
 
         Raises:
             SearchError: fewer than two documents.
@@ -129,22 +130,22 @@ class Faithfulness:
 
     @property
     def loses_little(self) -> bool:
-        """Whether recall is kept but for :data:`SMALL_LOSS`."""
+        """Whether recall is kept except for :data:`SMALL_LOSS`."""
         return self.recall.mean > -SMALL_LOSS
 
     @property
     def is_shown_to_lose_little(self) -> bool:
-        """Whether the whole interval says so."""
+        """Whether the whole interval shows a loss of recall below :data:`SMALL_LOSS`."""
         return self.recall.low > -SMALL_LOSS
 
     def in_words(self) -> str:
-        """Say all of it in one line."""
+        """Return everything as one line of text."""
         low, high = self.loss.low, self.loss.high
         loss = f"loss {self.loss.mean:+.4f} nats ({low:+.4f} to {high:+.4f})"
         return "; ".join([*self.beside_loss(), loss])
 
     def beside_loss(self) -> Iterator[str]:
-        """Say recall, divergence and likeliest tokens, a clause each."""
+        """Return a clause each on recall, divergence and likeliest tokens."""
         yield "KL to all F " + ", ".join(f"{kind} {v:.3f}" for kind, v in self.kl.items())
         yield "likeliest tokens kept " + ", ".join(f"{k} {v:.1%}" for k, v in self.kept.items())
         low, high = 100 * self.recall.low, 100 * self.recall.high
@@ -161,6 +162,6 @@ class Faithfulness:
 
 
 def _means(shares: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Average by kind over the batches that have it."""
+    """Average values by kind, over the batches that have the kind."""
     kinds = [kind for kind in KINDS if any(kind in each for each in shares)]
     return {kind: float(np.mean([each[kind] for each in shares if kind in each])) for kind in kinds}

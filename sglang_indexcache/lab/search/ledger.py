@@ -1,9 +1,9 @@
-"""Between an algorithm and its evaluator: remembers, counts, journals, measures what is missing.
+"""Ledger between an algorithm and its evaluator, which caches, counts and journals measurements.
 
 The journal's first line says what was measured (checkpoint, data, evaluator); each other line is
-one finished evaluation. Nothing about the algorithm is in it: an algorithm is deterministic, so
-running it again over a journal gives the answer that an uninterrupted run would have given, and
-every method can use every other method's evaluations.
+one finished evaluation. It has nothing about the algorithm, which is deterministic: running it
+again over a journal gives the same answer as an uninterrupted run, and every method can use every
+other method's evaluations.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from sglang_indexcache.lab.search.judged import Judged
 from sglang_indexcache.pattern import Pattern
 
 CALL_TOKENS = 1 << 20
-"""Most tokens of a call that holds several batches: 13 s at 82,000 tokens a second."""
+"""Largest number of tokens in a call with several batches: 13 s at 82,000 tokens a second."""
 
 Cell = tuple[Pattern, int]
-"""A pattern on one batch: the least that can be measured."""
+"""A pattern on one batch, the smallest unit of measurement."""
 
 
 def open_journal(path: Path, identity: Mapping[str, Any]) -> Journal:
@@ -64,7 +64,7 @@ def _judged_in(entry: Mapping[str, Any]) -> dict[Cell, Judged]:
 
 
 def _pairs_in(entry: Mapping[str, Any]) -> dict[tuple[str, int], Floats]:
-    """Return the matrices of a batch, of which what is below the diagonal is kept."""
+    """Return a batch's matrices from a journal entry, which keeps the part below the diagonal."""
     pairs = {}
     for kind in (kind for kind in PAIRS if kind in entry):
         matrices = np.eye(len(entry[kind][0]))[None].repeat(len(entry[kind]), axis=0)
@@ -77,14 +77,14 @@ def _pairs_in(entry: Mapping[str, Any]) -> dict[tuple[str, int], Floats]:
 
 @dataclass(frozen=True)
 class Step:
-    """One committed flip of Algorithm 1 (or the start, before any).
+    """One committed flip of Algorithm 1 (or the start, before any flip).
 
     Attributes:
-        layer: which layer became S; None for the start.
+        layer: the layer that became S; None for the start.
         loss: mean over all batches, in nats per token.
-        standard_error: of what it adds to the start's; NaN for one batch.
-        candidates: how many patterns were compared.
-        spent: tokens asked for since the search began.
+        standard_error: standard error of the loss added to the start's; NaN for one batch.
+        candidates: number of patterns compared.
+        spent: number of tokens asked for since the search began.
     """
 
     pattern: Pattern
@@ -96,26 +96,26 @@ class Step:
 
 
 class Ledger:
-    """Every loss that a search has asked for.
+    """Ledger of all losses that a search has asked for.
 
-    What an algorithm asks is counted once for each pattern and batch (``spent``), whether it was
-    measured now or read from the journal: an algorithm that decides by its budget must decide the
-    same after a restart.
+    An algorithm's requests are counted once for each pattern and batch (``spent``), whether they
+    were measured now or read from the journal, because an algorithm that decides by its budget must
+    decide the same after a restart.
 
     Args:
         journal: None keeps finished evaluations in memory only.
-        held_out: batches at the evaluator's end that are not for searching.
-        call_tokens: most tokens in one call of the evaluator, the unit that an interruption can
-            lose. A call holds one batch at least: that is the unit of a paired comparison.
-        documents: number of the text that each batch is cut from; each its own if not given.
+        held_out: number of batches at the evaluator's end that are not for searching.
+        call_tokens: largest number of tokens in one call of the evaluator, which an interruption
+            can lose. A call has at least one batch, the unit of a paired comparison.
+        documents: number of the text from which each batch is cut; different for each by default.
 
     Attributes:
-        all_batches: those that are searched on; ``held_out_batches`` check what was found.
-        spent: tokens of all distinct (pattern, batch) pairs that were asked for.
-        on_measured: told the tokens of each evaluation, from whichever thread, to show progress.
+        all_batches: batches that are searched on; ``held_out_batches`` check the result.
+        spent: number of tokens in all distinct (pattern, batch) pairs that were asked for.
+        on_measured: called with the tokens of each evaluation, from any thread, to show progress.
 
     Raises:
-        SearchError: an entry of the journal lacks something.
+        SearchError: an entry in the journal lacks something.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class Ledger:
 
     @property
     def known_tokens(self) -> int:
-        """Tokens of everything measured, by this process or an earlier one."""
+        """Number of tokens in everything measured, by this process or an earlier one."""
         layers = self.evaluator.num_layers
         cells = {*self._losses, *self._judged}
         return sum(self.batch_tokens[batch] for _, batch in cells) + sum(
@@ -157,21 +157,21 @@ class Ledger:
         )
 
     def documents_of(self, batches: Sequence[int]) -> list[int]:
-        """Return the number of each batch's text."""
+        """Return the document number of each batch."""
         return [self._documents[batch] for batch in batches]
 
     @property
     def tokens_of_batches(self) -> tuple[int, ...]:
-        """Tokens of each batch that is searched on."""
+        """Number of tokens in each batch that is searched on."""
         return self.batch_tokens[: len(self.all_batches)]
 
     @property
     def full_evaluation(self) -> int:
-        """Tokens of one pattern on every batch that is searched on."""
+        """Number of tokens for one pattern on every batch that is searched on."""
         return sum(self.tokens_of_batches)
 
     def losses(self, pattern: Pattern, batches: Sequence[int] | None = None) -> Floats:
-        """Return ``[batches]`` float64 losses of one pattern; all batches by default."""
+        """Return ``[batches]`` float64 losses of one pattern, on all batches by default."""
         return np.asarray(self.many([pattern], batches)[0])
 
     def mean(self, pattern: Pattern) -> float:
@@ -179,7 +179,7 @@ class Ledger:
         return float(self.losses(pattern).mean())
 
     def many(self, patterns: Sequence[Pattern], batches: Sequence[int] | None = None) -> Floats:
-        """Return ``[patterns, batches]`` float64 losses, as many calls at a time as possible."""
+        """Return ``[patterns, batches]`` float64 losses, with as many calls at once as possible."""
         columns = self.all_batches if batches is None else tuple(batches)
         self.spent += self.cost(patterns, columns)
         distinct = dict.fromkeys(patterns)
@@ -193,11 +193,11 @@ class Ledger:
         return np.array([[self._losses[p, b] for b in columns] for p in patterns])
 
     def candidates(self, pattern: Pattern, candidates: Sequence[Pattern]) -> Floats:
-        """Return ``[candidates, batches]`` nats that each of ``candidates`` adds to ``pattern``.
+        """Return the nats that each candidate adds to ``pattern``, ``[candidates, batches]``.
 
         Raises:
-            SearchError: none of several adds or saves anything anywhere, so that choosing among
-                them would be choosing the first.
+            SearchError: there are several candidates, and none changes any loss, so that the choice
+                among them would be arbitrary.
         """
         added: Floats = self.many(candidates) - self.losses(pattern)
         if len(candidates) > 1 and not added.any():
@@ -209,25 +209,25 @@ class Ledger:
         return added
 
     def step(self, start: Pattern, pattern: Pattern, layer: int | None, candidates: int) -> Step:
-        """Describe a committed pattern from what is known of it and of the start."""
+        """Return a committed pattern as a step, from the losses of the pattern and of the start."""
         error = standard_error(self.losses(pattern) - self.losses(start))
         return Step(pattern, layer, self.mean(pattern), error, candidates, self.spent)
 
     def judged(self, pattern: Pattern, batches: Sequence[int] | None = None) -> list[Judged]:
-        """Return what each batch shows of a pattern beside all F; all batches by default."""
+        """Return each batch's comparison of a pattern with all F, on all batches by default."""
         return self.judged_each([pattern], batches)[0]
 
     def student_losses(
         self, patterns: Sequence[Pattern], batches: Sequence[int] | None = None
     ) -> Floats:
-        """Return ``[patterns, batches]`` of :attr:`~.judged.Judged.student_loss`."""
+        """Return :attr:`~.judged.Judged.student_loss` as ``[patterns, batches]``."""
         judged = self.judged_each(patterns, batches)
         return np.array([[each.student_loss for each in row] for row in judged])
 
     def judged_each(
         self, patterns: Sequence[Pattern], batches: Sequence[int] | None = None
     ) -> list[list[Judged]]:
-        """Return the same of several patterns, batch by batch, as many as possible at a time."""
+        """Return :meth:`judged` for several patterns, as many batches at a time as possible."""
         columns = self.all_batches if batches is None else tuple(batches)
         self.spent += self.cost(patterns, columns)
         cells = [(pattern, batch) for batch in columns for pattern in dict.fromkeys(patterns)]
@@ -248,9 +248,10 @@ class Ledger:
         self.on_measured(self.batch_tokens[batch])
 
     def pairs(self, kind: str, batch: int) -> Floats:
-        """Return the matrices of layer pairs on one batch, ``[M, N, N]``, as :data:`PAIRS` say.
+        """Return the matrices of layer pairs on one batch, ``[M, N, N]``; see :data:`PAIRS`.
 
-        They have 1 on their diagonals and 0 above. They are counted as the forwards that they take.
+        They have 1 on their diagonals and 0 above. They count as the number of forwards that they
+        take.
 
         Args:
             kind: one of :data:`PAIRS`, a method of the evaluator.
@@ -272,7 +273,7 @@ class Ledger:
         return self._pairs[kind, batch]
 
     def cost(self, patterns: Sequence[Pattern], batches: Sequence[int]) -> int:
-        """Count the tokens by which asking for this would raise ``spent``."""
+        """Return the tokens by which this request would raise ``spent``."""
         return sum(
             self.batch_tokens[batch]
             for pattern in dict.fromkeys(patterns)
@@ -281,9 +282,9 @@ class Ledger:
         )
 
     def _calls(self, cells: Sequence[Cell]) -> Iterator[tuple[Pattern, tuple[int, ...]]]:
-        """Cut into calls within the limit, and into enough of them for every engine to get one.
+        """Split requests into calls within the limit, with at least one call for every engine.
 
-        An evaluator that goes batch by batch is given one a call, so that little is lost by a kill.
+        An evaluator that works batch by batch gets one batch per call, so that a kill loses little.
         """
         limit = 1 if self.evaluator.by_batch else -(-len(cells) // self.evaluator.in_flight)
         for pattern, group in groupby(cells, key=lambda cell: cell[0]):
@@ -298,7 +299,7 @@ class Ledger:
             yield pattern, batches
 
     def _measure(self, call: tuple[Pattern, tuple[int, ...]]) -> None:
-        """Measure a pattern on some batches; on disk before it counts."""
+        """Measure a pattern on some batches; the result is on disk before it counts."""
         pattern, batches = call
         losses = [float(loss) for loss in self.evaluator.loss(pattern, batches)]
         for batch, loss in zip(batches, losses, strict=True):

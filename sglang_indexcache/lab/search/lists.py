@@ -1,8 +1,8 @@
-"""Lists that a server returns, and what they tell about pairs of layers.
+"""Lists of selected tokens that a server returns, and ratings of layer pairs from them.
 
-Their overlap is the paper's measure (appendix "Top-k Index Overlap"). On a real model it is blind
-to the places that text is copied from, and its patterns lost half of all recall: so these places
-count as well.
+The overlap of lists is the paper's measure (appendix "Top-k Index Overlap"). On a real model it
+ignores the places from which text is copied, and its patterns lost half of all recall. So these
+places count as well.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ Block = tuple[int, NDArray[np.integer]]
 after it; -1 is padding."""
 
 _MASK_BYTES = 256 << 20
-"""Memory for the selection masks of the queries that are counted at a time."""
+"""Bytes for the selection masks of the queries that are counted at a time."""
 _BLOCK_BYTES = 64 << 20
-"""Lists of a server's reply that are decoded at a time."""
+"""Bytes of a server's lists that are decoded at a time."""
 _ALIKE = 4
-"""Tokens that come again where text is copied."""
+"""Number of repeated tokens by which copied text is recognised."""
 COPIES = 4
 """Weight of the places that text is copied from, against overlap, in the second rating."""
 
 
 class OverlapCounter:
-    """Adds up ``|T_i ∩ T_j| / k`` sample by sample; holds one N x N matrix and nothing else.
+    """Sum of ``|T_i ∩ T_j| / k`` over samples, which holds only one N x N matrix.
 
     Queries that see k (``topk``) tokens or fewer select all of them in every layer, so they are
     left out.
@@ -55,8 +55,8 @@ class OverlapCounter:
         """Add one sample, or a block of it.
 
         Args:
-            selected: ``[N, queries, k]`` positions that layer n's query t selects, of 0..t, in any
-                order; entries below 0 are padding.
+            selected: ``[N, queries, k]`` positions among 0..t that query t selects in layer n, in
+                any order; entries below 0 are padding.
             start: t of the block's first query.
             counted: ``[length]``, the sample's queries that count; by default all.
         """
@@ -79,7 +79,7 @@ class OverlapCounter:
         self.queries += queries
 
     def matrix(self) -> Floats:
-        """Return ``[N, N]`` float64: the mean over all queries counted.
+        """Return ``[N, N]`` float64, the mean over all counted queries.
 
         Raises:
             SearchError: no query saw more than k tokens.
@@ -93,9 +93,9 @@ class OverlapCounter:
 
 
 class CopyCounter:
-    """Counts which layers' lists hold the places that text is copied from.
+    """Counter of the layers whose lists hold the places from which text is copied.
 
-    Where a query's last tokens stood before, heads that copy read that place or the next one.
+    If a query's last tokens occurred before, heads that copy read that place or the next one.
     """
 
     def __init__(self, num_layers: int) -> None:
@@ -103,7 +103,7 @@ class CopyCounter:
         self._places = 0
 
     def add(self, selected: NDArray[np.integer], start: int, sources: NDArray[np.intp]) -> None:
-        """Add a block as :meth:`OverlapCounter.add` does; ``sources`` of :func:`earlier_places`."""
+        """Add a block like :meth:`OverlapCounter.add`; ``sources`` are :func:`earlier_places`."""
         block = sources[start : start + selected.shape[1]]
         [rows] = np.nonzero(block >= 0)
         for ahead in (0, 1):
@@ -112,15 +112,15 @@ class CopyCounter:
         self._places += 2 * len(rows)
 
     def lost(self) -> Floats:
-        """Return ``[N, N]``; (i, j): share of the places in layer i's list, and not in j's."""
+        """Return ``[N, N]``; entry (i, j) is the share of places in layer i's list, not in j's."""
         lost: Floats = np.diagonal(self._both)[:, None] - self._both
         return lost / max(self._places, 1)
 
 
 def earlier_places(ids: Sequence[int], first: int = 0) -> NDArray[np.intp]:
-    """Return ``[length]``: where the four tokens up to each stood last before; -1 nowhere.
+    """Return ``[length]``: the last earlier place of the four tokens up to each token; -1 if none.
 
-    It is -1 for the ``first`` tokens, too.
+    It is -1 for the ``first`` tokens too.
     """
     places, latest = np.full(len(ids), -1), dict[tuple[int, ...], int]()
     for place in range(_ALIKE - 1, len(ids)):
@@ -133,23 +133,24 @@ def earlier_places(ids: Sequence[int], first: int = 0) -> NDArray[np.intp]:
 def kept_list(
     ids: Sequence[int], mask: Mask, lists: Iterable[Block], num_layers: int, topk: int
 ) -> Floats:
-    """Compare what layers select for queries that count, as far as they see more than ``topk``.
+    """Compare layers' selections for counted queries that see more than ``topk`` tokens.
 
     Args:
         ids: the sequence's tokens.
-        mask: ``[length - 1]``, its predictions that count.
-        lists: what its layers select.
+        mask: ``[length - 1]``, the predictions that count.
+        lists: the layers' selections.
 
     Returns:
         ``[2, N, N]`` float64; entry (0, i, j), j < i, is the share of layer i's list that layer j's
-        holds, less the share of the places that text is copied from which only i's holds; entry
-        (1, i, j) weighs these places :data:`COPIES` times as much. 1 on the diagonals, 0 above.
+        holds, minus the share of the places from which text is copied that only i's list holds;
+        entry (1, i, j) weighs these places :data:`COPIES` times as much. It is 1 on the diagonals
+        and 0 above.
 
     Raises:
-        SearchError: no query sees more.
+        SearchError: no query sees more than ``topk`` tokens.
     """
     overlaps, copies = OverlapCounter(num_layers, topk), CopyCounter(num_layers)
-    counted = np.append(mask, False)  # the last query predicts nothing
+    counted = np.append(mask, False)  # the last query predicts no token
     sources = np.where(counted, earlier_places(ids, first=topk), -1)
     for start, block in lists:
         overlaps.add(block, start, counted)
@@ -161,16 +162,16 @@ def kept_list(
 def returned_lists(
     engine: Engine, checkpoint: Checkpoint, pattern: str, ids: tuple[int, ...]
 ) -> Iterator[Block]:
-    """Ask what layers select for a prompt while all indexers run; yield it block by block.
+    """Ask for the layers' selections for a prompt while all indexers run; yield them in blocks.
 
-    The reply, which SGLang cannot send in parts, has 16/3 bytes for each entry of a list.
+    SGLang cannot send the reply in parts; it has 16/3 bytes for each entry of a list.
 
     Args:
-        pattern: that the request names; "" names none.
+        pattern: the pattern that the request names; "" names none.
 
     Raises:
-        ServerError: the server returns no selections, or what an earlier request left in its cache;
-            later, in a block: something else than positions.
+        ServerError: the server returns no selections, or selections from its cache; later, in a
+            block, it returns something other than positions.
     """
     topk, name = int(checkpoint.shape["index_topk"]), engine.name
     reply = ask_afresh(engine, Prompt(ids, pattern), 1, return_indexer_topk=True)
@@ -192,7 +193,7 @@ def returned_lists(
 def _blocks(encoded: str, layers: int, topk: int, chosen: list[int], name: str) -> Iterator[Block]:
     """Decode base64 of ``[length, layers, k]`` and yield the ``chosen`` layers' lists."""
     query_bytes = 4 * layers * topk
-    number = 3 * max(1, _BLOCK_BYTES // (3 * query_bytes))  # 3 bytes are whole in 4 characters
+    number = 3 * max(1, _BLOCK_BYTES // (3 * query_bytes))  # 4 characters encode 3 bytes
     characters = 4 * number * query_bytes // 3
     for block, begin in enumerate(range(0, len(encoded), characters)):
         decoded = np.frombuffer(b64decode(encoded[begin : begin + characters]), dtype=np.int32)
@@ -223,7 +224,7 @@ class ReturningEvaluator(ServedEvaluator):
         self._checkpoint = checkpoint
 
     def kept_list(self, batch: int) -> Floats:
-        """Ask for a sequence's lists and compare them by :func:`kept_list`."""
+        """Ask for a sequence's lists, and compare them with :func:`kept_list`."""
         checkpoint, ids = self._checkpoint, self.calibration.sequences[batch]
         what: Any = {"checkpoint": checkpoint, "pattern": str(checkpoint.own), "ids": ids}
         lists = self._pool.ask(partial(returned_lists, **what))

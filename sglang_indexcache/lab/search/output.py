@@ -1,4 +1,4 @@
-"""Files that a search leaves in its folder: library entries, its numbers as JSON, a figure."""
+"""Files that a search writes to its folder: library entries, its numbers as JSON, a figure."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _CHOSEN, _HELD_OUT = "documents that chose it", "held-out documents"
 
 
 class OutputFolder:
-    """``<name>-<retention>.yaml`` and ``search.json``, kept up to date.
+    """Folder with ``<name>-<retention>.yaml`` and ``search.json``, kept up to date.
 
-    Where pairs of layers proposed patterns, their matrix is drawn at the end: ``pairs.png``.
+    If pairs of layers proposed patterns, their matrix is drawn at the end: ``pairs.png``.
 
     Args:
-        identity: hashes and kind of evaluator: what its journal belongs to.
-        figures: the figure's format, in place of "png".
+        identity: hashes and kind of evaluator, which identify the journal.
+        figures: format of the figure, such as "png".
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class OutputFolder:
         }
 
     def update(self, event: Step | Found) -> None:
-        """Write what ``event`` changed."""
+        """Write the files that ``event`` changed."""
         if isinstance(event, Found):
             self._write(self._entry(event))
             return
@@ -82,16 +82,16 @@ class OutputFolder:
         )
 
     def path_of(self, result: Found) -> Path:
-        """Return the pattern file of one mark."""
+        """Return the path of a mark's pattern file."""
         return self._folder / f"{self._name_of(result)}.yaml"
 
     def _name_of(self, result: Found) -> str:
         return f"{self._setup.name}-{result.mark.label.replace('/', 'of')}"
 
     def _write(self, entry: Entry) -> None:
-        """Write an entry; what others measured of the same pattern since stays in its file."""
+        """Write an entry, and keep later measurements of the same pattern in its file."""
         path = self._folder / f"{entry.name}.yaml"
-        with suppress(LibraryError):  # there is none yet
+        with suppress(LibraryError):  # there is no such file yet
             before = load_entry(path)
             if before.pattern == entry.pattern:
                 quality = (*entry.quality, *before.evaluated)
@@ -102,7 +102,7 @@ class OutputFolder:
         write_whole(path, text)
 
     def _entry(self, result: Found) -> Entry:
-        """Make the library entry of one mark, without times: the same search, the same file."""
+        """Make the library entry of one mark, without times, so that equal searches give equal files."""
         setup, search = self._setup, self._search
         by = search.method.objective
         return Entry(
@@ -122,7 +122,7 @@ class OutputFolder:
         )
 
     def _quality(self, result: Found) -> Iterator[Quality]:
-        """Say loss, recall and divergence, of held-out documents if there are some."""
+        """Return loss, recall and divergence, on held-out documents if there are any."""
         measured, uniform = result.faithfulness, result.uniform
         if measured is None:
             return
@@ -184,7 +184,7 @@ class OutputFolder:
 
 
 def _numbers_of(measured: Faithfulness) -> dict[str, tuple[float, float | None]]:
-    """Return what a pattern file tells, each beside all F's."""
+    """Return the numbers for a pattern file, each with all F's value."""
     loss, recall = (
         measured.full_loss + measured.loss.mean,
         measured.full_recall + measured.recall.mean,
@@ -231,5 +231,5 @@ def _mark(result: Found) -> dict[str, Any]:
 
 
 def _number(value: float) -> float | None:
-    """Return a number, or None for NaN, which JSON and YAML have no portable form of."""
+    """Return a number, or None for NaN, for which JSON and YAML have no portable form."""
     return None if math.isnan(value) else value

@@ -1,4 +1,4 @@
-"""Sequences that a source gives, and an account of what it does not."""
+"""Sequences from a source, and an account of the data left out."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from sglang_indexcache.lab.search.recall import TEXT, Kinds, hidden_facts, with_
 from sglang_indexcache.library.lengths import counted
 
 FIRST_LOOK = 100
-"""Documents that are looked at to see whether the data marks answers."""
+"""Number of documents that are checked for marked answers."""
 FEW_FILES = 2
-"""Files from which all sequences may not come without a warning."""
+"""Largest number of files for which a warning is given if all sequences come from them."""
 
 
 def prepare(
@@ -54,15 +54,15 @@ def prepare(
 
     Args:
         source: as for :func:`~sglang_indexcache.lab.data.documents.read_documents`.
-        context: most tokens of a sequence, at least 2.
-        held_out: most sequences of the held-out part.
-        least_held_out: fewest of them; as many as ``held_out`` if not given.
-        topk: tokens that a query selects.
-        score: which predictions count; None for the answers if one of the first
-            :data:`FIRST_LOOK` documents has some, else the later half, with recall.
+        context: largest number of tokens in a sequence, at least 2.
+        held_out: largest number of held-out sequences.
+        least_held_out: smallest number of them; ``held_out`` by default.
+        topk: number of tokens that a query selects.
+        score: the predictions that count; None means the answers if one of the first
+            :data:`FIRST_LOOK` documents has any, else the later half, with recall.
 
     Raises:
-        SearchError: nothing to read, too little of it, or nothing in it that counts.
+        SearchError: there is nothing to read, too little, or nothing that counts.
     """
     if context < 2 or batches < 1 or held_out < 0:
         raise SearchError(
@@ -102,12 +102,12 @@ def _default_score(source: str, seed: int) -> Score:
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """A sequence.
+    """A sequence from a document.
 
     Attributes:
         ids: ``[length]`` token ids.
-        counted: ``[length - 1]``, what each prediction counts as.
-        document: number of the text that it is cut from.
+        counted: ``[length - 1]``, the kind under which each prediction counts.
+        document: number of the text from which it is cut.
     """
 
     ids: tuple[int, ...]
@@ -124,14 +124,14 @@ Parts = dict[bool, list[Piece]]
 
 
 def choose(reading: Reading, quota: Mapping[bool, int]) -> Parts:
-    """Choose at most as many sequences of each part as are wanted; read no further."""
+    """Choose at most ``quota`` sequences for each part, and stop reading when there are enough."""
     parts: Parts = {part: [] for part in quota}
     shorter: dict[bool, list[tuple[int, int, Piece]]] = {part: [] for part in quota}
     for order, (part, piece) in enumerate(reading.pieces()):
         if 2 * len(piece) < reading.context:
             heapq.heappush(shorter[part], (len(piece), -order, piece))
             if len(shorter[part]) > quota[part]:
-                heapq.heappop(shorter[part])  # the shortest, of equal ones the last
+                heapq.heappop(shorter[part])  # drop the shortest, and among equals the last
         elif len(parts[part]) < quota[part]:
             parts[part].append(piece)
         if all(len(parts[part]) == quota[part] for part in parts):
@@ -145,15 +145,15 @@ def choose(reading: Reading, quota: Mapping[bool, int]) -> Parts:
 
 @dataclass
 class Reading:
-    """The sequences of a source, and an account of what it does not give.
+    """Reading of a source's sequences, with an account of the data left out.
 
     Attributes:
-        objective: a sequence has at least one prediction that counts by it.
-        documents: read so far, from ``files``.
-        unmarked: left out because answers count and they have none.
-        blind: left out because nothing that counts sees more than ``topk`` tokens.
-        too_long: left out because a cut would part an answer from its evidence.
-        is_enough: reading stopped because these gave enough.
+        objective: rule by which every sequence has at least one prediction that counts.
+        documents: number of documents read so far, from ``files``.
+        unmarked: number left out because answers count and they have none.
+        blind: number left out because nothing that counts sees more than ``topk`` tokens.
+        too_long: number left out because a cut would separate an answer from its evidence.
+        is_enough: whether reading stopped because there were enough.
     """
 
     source: str
@@ -171,9 +171,9 @@ class Reading:
     is_enough: bool = False
 
     def pieces(self) -> Iterator[tuple[bool, Piece]]:
-        """Yield a sequence of each document, then the further windows of texts in turn.
+        """Yield a sequence from each document, then the further windows of texts in turn.
 
-        With whether its document is held out.
+        Each comes with whether its document is held out.
         """
         further: deque[tuple[bool, list[Piece]]] = deque()
         for file, document in drawn_documents(self.source, self.seed):
@@ -190,7 +190,7 @@ class Reading:
                 further.append((part, pieces))
 
     def _of(self, document: Document, file: Path) -> tuple[bool, list[Piece]]:
-        """Return a document's sequences in a drawn order, and whether it is held out."""
+        """Return whether a document is held out, and its sequences in a random order."""
         if self.objective.score is Score.ANSWERS and not document.has_answers:
             self.unmarked += 1
             return False, []
@@ -206,7 +206,7 @@ class Reading:
         pieces = [self._piece(cut, file) for cut in cuts]
         counting = [piece for piece in pieces if piece.counted.any()]
         self.blind += bool(pieces) and not counting
-        # Full windows come last, and are taken first.
+        # Full windows come last, because pieces are taken from the end.
         order = random.Random(f"{self.seed} {self.documents}")
         counting.sort(key=lambda piece: (len(piece) == self.context, order.random()))
         return is_held_out(marked.ids), counting
@@ -214,7 +214,7 @@ class Reading:
     def _piece(self, cut: Marked, file: Path) -> Piece:
         ids, kinds = cut.ids, cut.answers.astype(np.uint8) * TEXT
         if self.objective.score is Score.RECALL:
-            # The seed is not in it: a text asks the same of every search.
+            # Independent of the seed, so that a text asks the same in every search.
             ids, kinds = with_recall(ids, hidden_facts(str(ids), self.marker.encode))
         return Piece(ids, self.objective.counted(kinds), self.documents, file)
 
@@ -229,7 +229,7 @@ class Reading:
         return []
 
     def in_words(self, parts: Parts) -> str:
-        """Give the account: what was drawn from where, and what was left out of that."""
+        """Return the account as text: the documents drawn, their sources, and those left out."""
         topk, context = self.objective.topk, self.context
         pieces = [piece for part in parts.values() for piece in part]
         short = sum(2 * len(piece) < context for piece in pieces)
@@ -260,9 +260,9 @@ class Reading:
         return "; ".join(filter(None, sentences))
 
     def warning(self, pieces: Sequence[Piece]) -> str:
-        """Say that all these sequences come from few files or texts; nothing if they do not."""
+        """Return a warning if all these sequences come from few files or texts, else ""."""
         files, texts = {piece.file for piece in pieces}, {piece.document for piece in pieces}
-        # Rows of a file are documents of their own; a text by itself is one voice.
+        # Rows of a file are separate documents, but a text file is a single source.
         is_of_few = len(files) <= FEW_FILES and not any(form_of(file) in ROWS for file in files)
         if not is_of_few and 2 * len(texts) > len(pieces):
             return ""
@@ -273,7 +273,7 @@ class Reading:
         )
 
     def too_little(self, quota: Mapping[bool, int], taken: Mapping[bool, int]) -> SearchError:
-        """Say why there are not enough sequences."""
+        """Return text on why there are not enough sequences."""
         if self.objective.score is Score.ANSWERS and self.unmarked == self.documents:
             return SearchError(
                 f"no document of {self.source} marks an answer. Give chat messages, a prompt with "
@@ -296,7 +296,7 @@ class Reading:
 
 
 def _spread(pieces: Sequence[Piece]) -> str:
-    """Say from how many texts and files sequences come, and which file gives most."""
+    """Return text on the number of texts and files of sequences, and on the file with most."""
     files = Counter(piece.file for piece in pieces)
     texts = len({piece.document for piece in pieces})
     [(most, count)] = files.most_common(1)

@@ -1,8 +1,8 @@
-"""Mix recall into a text: it is asked for again at its end, so that a loss sees what copying needs.
+"""Mixing of recall into a text, whose end asks for parts of it, so that a loss sees copying.
 
 Most tokens follow from the few before them. Whether a pattern keeps the few heads that look up
-something far back shows only where a text asks for it: for passages that come again, and for short
-keys and rules, which other heads look up (benchmarks/results/smollm2/real-model.md).
+something far back shows only if a text asks for it: for repeated passages, and for short keys and
+rules, which other heads look up (benchmarks/results/smollm2/real-model.md).
 """
 
 from __future__ import annotations
@@ -18,20 +18,21 @@ from numpy.typing import NDArray
 from sglang_indexcache.lab.data.facts import notes_and_rule
 
 LENGTH, CUE = 64, 16
-"""Tokens of a passage, and how many of them tell which passage it is; the others count."""
+"""Number of tokens in a passage, and number of its first tokens that identify it; the others
+count."""
 MOST = 8
 SHORTEST = 8
-"""Tokens of a passage; a text that is too short for one gets none."""
+"""Smallest number of tokens in a passage; a text that is too short for one gets none."""
 SHARE = 4
-"""Facts take one token in so many at most; fewer are hidden in a text that is short."""
+"""Facts take at most one token in this many, so a short text hides fewer facts."""
 TEXT, PASSAGES, KEYS = 1, 2, 3
 KINDS = ("", "text", "passages", "keys")
-"""Names of what a token belongs to, by number; 0 does not count."""
+"""Names of the kinds of tokens, by number; 0 does not count."""
 
 Kinds = NDArray[np.uint8]
 Tokens = tuple[int, ...]
 HiddenFact = tuple[Tokens, Tokens, Tokens]
-"""Tokens of a fact's line, of its cue and of its answer; empty where it has none."""
+"""Tokens of a fact's line, of its cue and of its answer; empty if it has none."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +40,10 @@ class Passages:
     """Places of the passages that replace the end of a text.
 
     Attributes:
-        kept: tokens of the text that stay as they are.
-        starts: of each passage in them, in the order in which they come again.
-        length, cue: tokens of a passage, and how many of them do not count.
+        kept: number of the text's tokens that stay unchanged.
+        starts: start of each passage among them, in the order of repetition.
+        length, cue: number of tokens in a passage, and number of its first tokens that do not
+            count.
     """
 
     kept: int
@@ -51,9 +53,10 @@ class Passages:
 
     @classmethod
     def of(cls, length: int, seed: int | str) -> Passages:
-        """Choose them for a text of ``length`` tokens: at most a quarter of it, from all over it.
+        """Choose passages for a text of ``length`` tokens, at most a quarter of it, from all over.
 
-        From 256 tokens on a passage has 64, and there is one for every 256 tokens, eight at most.
+        From 256 tokens on, a passage has 64 tokens, and there is one for every 256 tokens, at most
+        eight.
         """
         size = min(LENGTH, length // 4)
         if size < SHORTEST:
@@ -66,13 +69,13 @@ class Passages:
 
     @property
     def counted(self) -> np.ndarray:
-        """``[n]`` int64, the places of the repeated tokens that count."""
+        """Places of the repeated tokens that count, ``[n]`` int64."""
         firsts = self.kept + self.length * np.arange(len(self.starts))
         return (firsts[:, None] + np.arange(self.cue, self.length)).reshape(-1)
 
 
 def hidden_facts(seed: int | str, encode: Callable[[str], Sequence[int]]) -> list[HiddenFact]:
-    """Draw keys with values and a rule, in tokens."""
+    """Draw keys with values, and a rule, as tokens."""
 
     def line(text: str, around: str) -> Tokens:
         return tuple(encode(around.format(text))) if text else ()
@@ -84,14 +87,14 @@ def hidden_facts(seed: int | str, encode: Callable[[str], Sequence[int]]) -> lis
 
 
 def with_recall(ids: Tokens, facts: Sequence[HiddenFact]) -> tuple[Tokens, Kinds]:
-    """Hide facts in a text and ask for them, and for passages of it, in the place of its end.
+    """Hide facts in a text, and replace its end by questions for them and repeated passages.
 
-    It keeps its length. The lines of the facts stand between pieces of the text; behind it come the
-    passages, and then the facts that are asked for, in another order.
+    The text keeps its length. The facts' lines are between pieces of the text; after it come the
+    passages, and then the questions for facts, in another order.
 
     Returns:
-        The tokens, and what each belongs to: :data:`TEXT` in the later half of what stays,
-        :data:`PASSAGES` and :data:`KEYS` in what is asked for, but for the cues.
+        The tokens and their kinds: :data:`TEXT` in the later half of the kept text,
+        :data:`PASSAGES` and :data:`KEYS` in the repeated parts except the cues.
     """
     chosen = _fitting(facts, len(ids) // SHARE)
     lines = [line for line, _, _ in chosen if line]
@@ -116,7 +119,7 @@ def with_recall(ids: Tokens, facts: Sequence[HiddenFact]) -> tuple[Tokens, Kinds
 
 
 def _fitting(facts: Sequence[HiddenFact], room: int) -> list[HiddenFact]:
-    """Return the first facts that have no more tokens than ``room``."""
+    """Return as many of the first facts as fit into ``room`` tokens."""
     chosen: list[HiddenFact] = []
     for fact in facts:
         room -= sum(map(len, fact))

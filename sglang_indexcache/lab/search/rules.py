@@ -1,4 +1,4 @@
-"""The rules of a search: which layers may lose their indexer, and at how many F layers it ends."""
+"""Rules of a search: the layers that may lose their indexer, and where the search ends."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Constraints:
     """The rules of one search.
 
     Attributes:
-        start: where it begins: the checkpoint's own sharing.
-        fixed: F layers that may not be flipped: layer 0 and those that a user keeps.
+        start: the pattern at which it begins, the checkpoint's own sharing.
+        fixed: F layers that may not be flipped: layer 0 and the layers that a user keeps.
     """
 
     start: Pattern
@@ -33,7 +33,7 @@ class Constraints:
         """Combine the rules; S layers of the checkpoint (``shipped``) have no indexer and stay S.
 
         Raises:
-            SearchError: a layer that does not exist, or that has no indexer to keep.
+            SearchError: a layer does not exist, or has no indexer to keep.
         """
         full_layers = {0, *keep_full}
         if outside := sorted(layer for layer in full_layers if not 0 <= layer < len(shipped)):
@@ -58,7 +58,7 @@ class Constraints:
         return [layer for layer in pattern.shared_layers if self.start.is_full(layer)]
 
     def keeping(self, full_layers: Iterable[int]) -> Pattern:
-        """Return the pattern with these F layers."""
+        """Return the pattern that has these F layers."""
         return Pattern.from_layers(len(self.start), full_layers)
 
     def flipped(self, pattern: Pattern, layer: int) -> Pattern:
@@ -67,9 +67,9 @@ class Constraints:
 
 
 def uniform_within(full_layers: int, constraints: Constraints) -> Pattern | None:
-    """Return the paper's interleaving with this many F layers, or None where rules forbid it.
+    """Return the paper's interleaving with this many F layers, or None if the rules forbid it.
 
-    Where no ratio 1/r gives this count, F layers are spread as evenly as integers allow.
+    If no ratio 1/r gives this count, F layers are spread as evenly as integers allow.
     """
     count = len(constraints.start)
     layers = {place * count // full_layers for place in range(full_layers)}
@@ -86,7 +86,7 @@ def parse_layers(text: str) -> list[int]:
     """Parse ``3,5,10-12`` as numbers.
 
     Raises:
-        SearchError: anything else.
+        SearchError: the text has another form.
     """
     layers: list[int] = []
     for part in filter(None, text.split(",")):
@@ -99,7 +99,7 @@ def parse_layers(text: str) -> list[int]:
 
 @dataclass(frozen=True)
 class Mark:
-    """A retention at which the search leaves a pattern; its label is, for instance, ``1/4``."""
+    """A retention at which the search writes a pattern; its label is, for instance, ``1/4``."""
 
     full_layers: int
     label: str
@@ -107,7 +107,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Targets:
-    """Marks where a search leaves patterns, most F layers first, and the rules that lead there."""
+    """Marks at which a search writes patterns, most F layers first, and the rules of the search."""
 
     constraints: Constraints
     marks: tuple[Mark, ...]
@@ -123,14 +123,14 @@ class Targets:
 
 
 def parse_targets(values: Sequence[str] | None, constraints: Constraints) -> Targets:
-    """Read what a user wrote.
+    """Parse the user's targets.
 
     Args:
-        values: each a ratio (``1/4``: a quarter of the layers, rounded up) or a count of F layers
-            (``12``). None is 1/2, 1/4 and 1/8.
+        values: ratios (``1/4`` is a quarter of the layers, rounded up) or counts of F layers
+            (``12``). None stands for 1/2, 1/4 and 1/8.
 
     Raises:
-        SearchError: a value that cannot be read or reached.
+        SearchError: a value cannot be read or reached.
     """
     total, available = len(constraints.start), len(constraints.start.full_layers)
     marks: dict[int, Mark] = {}

@@ -1,4 +1,4 @@
-"""One search from start to finish: patterns at the marks, the smallest that is safe, the check."""
+"""One search from start to finish: patterns at the marks, the smallest safe one, and a check."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from sglang_indexcache.lab.search.rules import Mark, Targets, uniform_within
 from sglang_indexcache.pattern import Pattern
 
 PROBES = 2
-"""Retentions between two targets that are looked at, at most."""
+"""Largest number of retentions between two targets that are tried."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """The pattern of one mark.
+    """The pattern that was found for one mark.
 
     Attributes:
-        loss: over all calibration batches, in nats per token; NaN where no loss decided.
-        standard_error: of what it adds to the start's, paired over batches.
-        layers: sureness of each F layer; empty where nothing was run.
-        judged: beside all F on the batches that chose it; None where nothing was run there.
-        held_out: beside all F on batches that no pattern was chosen by; None before it is measured,
-            or with fewer than two documents.
+        loss: loss over all calibration batches, in nats per token; NaN if no loss decided.
+        standard_error: standard error of the loss added to the start's, paired over batches.
+        layers: sureness of each F layer; empty if nothing was run.
+        judged: comparison with all F on the batches that chose it; None if nothing was run there.
+        held_out: comparison with all F on held-out batches; None before it is measured, or with
+            fewer than two documents.
         uniform: the same for uniform interleaving with as many F layers, or None.
         is_compared: whether the comparison on held-out batches, if there are any, is done.
     """
@@ -45,19 +45,19 @@ class Found:
 
     @property
     def faithfulness(self) -> Faithfulness | None:
-        """The best that is known: of held-out batches, else of those that chose it."""
+        """The best known comparison: on held-out batches, else on the batches that chose it."""
         return self.held_out or self.judged
 
 
 class Search:
-    """One search. Deterministic: over the same ledger contents it gives the same answer.
+    """One search. It is deterministic: with the same ledger contents it gives the same answer.
 
     Attributes:
         start_loss: of the start pattern over all batches; NaN if no loss decides.
         path: the start and every committed flip.
-        found: the marks passed so far by their F layers, most first; a probe between two targets
-            that keeps recall is one of them.
-        search_tokens: that were asked for until every pattern was chosen.
+        found: the marks passed so far, by their number of F layers, most first; they include a
+            probe between two targets that keeps recall.
+        search_tokens: number of tokens asked for until every pattern was chosen.
     """
 
     def __init__(self, ledger: Ledger, targets: Targets, method: Method | None = None) -> None:
@@ -71,12 +71,12 @@ class Search:
 
     @property
     def exhaustive(self) -> int:
-        """Tokens that Algorithm 1 would ask for."""
+        """Number of tokens that Algorithm 1 would ask for."""
         return evaluations(self.targets) * self.ledger.full_evaluation
 
     @property
     def expected_tokens(self) -> int:
-        """Tokens of everything at most, but for retentions between targets."""
+        """Largest number of tokens for everything except retentions between targets."""
         ledger = self.ledger
         held_out = [ledger.batch_tokens[batch] for batch in ledger.held_out_batches]
         least = self.method.least(self.targets, ledger.tokens_of_batches)
@@ -103,7 +103,7 @@ class Search:
 
     @property
     def safe(self) -> Found | None:
-        """The pattern with the fewest F layers whose recall is kept, as far as that is known."""
+        """Pattern with the fewest F layers that keeps recall, as far as that is known."""
         safe = (f for f in self.found.values() if f.faithfulness and f.faithfulness.loses_little)
         return min(safe, key=lambda result: result.mark.full_layers, default=None)
 
@@ -113,7 +113,7 @@ class Search:
         return Found(mark, pattern, float(losses.mean()), error)
 
     def _judged(self, mark: Mark, pattern: Pattern, layers: Mapping[int, Sureness]) -> Found:
-        """Add what is known of a pattern that was run on all batches."""
+        """Add the comparison with all F to a pattern that was run on all batches."""
         judged = None
         if self.method.judges:
             judged = self._faithfulness(pattern, self.ledger.all_batches)
@@ -132,9 +132,9 @@ class Search:
         return result
 
     def _probe(self) -> Iterator[Found]:
-        """Look between the smallest target that keeps recall and the next, by halving."""
+        """Search between the smallest target that keeps recall and the next, by halving."""
         if not any(result.judged for result in self.found.values()):
-            return  # one document says nothing of recall
+            return  # one document shows nothing about recall
         good = self.safe
         above = len(self.constraints.start.full_layers) if good is None else good.mark.full_layers
         below = max((f for f in self.found if f < above), default=above)
@@ -154,7 +154,7 @@ class Search:
                 below = count
 
     def _compared(self, result: Found) -> Found:
-        """Judge a pattern, and uniform interleaving, on batches that no pattern was chosen by."""
+        """Judge a pattern, and uniform interleaving, on held-out batches."""
         held_out = self._faithfulness(result.pattern, self.ledger.held_out_batches)
         uniform = uniform_within(result.mark.full_layers, self.constraints)
         beside = None
@@ -164,9 +164,9 @@ class Search:
 
 
 def check_tokens(targets: Targets, held_out: Sequence[int]) -> int:
-    """Return the tokens that it takes to compare the found patterns on held-out batches.
+    """Return the number of tokens for comparing the found patterns on held-out batches.
 
-    All F runs there, and for each target its pattern and uniform interleaving. ``held_out`` are the
-    tokens of each batch.
+    All F is run there, and for each target its pattern and uniform interleaving. ``held_out`` has
+    the tokens of each batch.
     """
     return (1 + 2 * len(targets.marks)) * sum(held_out)

@@ -36,13 +36,13 @@ def run_search(
     console: Console | None = None,
     figures: str = "png",
 ) -> Search:
-    """Search, or go on where an interrupted search of the same folder was.
+    """Search, or continue an interrupted search in the same folder.
 
-    ``figures`` is the format of its figure: "png", "pdf" or "svg".
+    ``figures`` is the format of the figure: "png", "pdf" or "svg".
 
     Raises:
-        KeyboardInterrupt: by Ctrl-C or SIGTERM; what was found until then is in ``output``.
-        SearchError: the folder's journal is another search's, or an evaluation failed.
+        KeyboardInterrupt: by Ctrl-C or SIGTERM; results so far are in ``output``.
+        SearchError: the folder's journal belongs to another search, or an evaluation failed.
     """
     console, identity = console or Console(), setup.identity(evaluator)
     with (
@@ -84,7 +84,7 @@ def run_search(
 
 
 def plan(setup: Setup, targets: Targets, method: Method) -> Iterator[tuple[str, str]]:
-    """Yield what a search will do and forward at most: a name and a sentence each."""
+    """Yield what a search will do, and its largest number of tokens: a name and a sentence each."""
     tokens = setup.calibration.batch_tokens
     cut = len(tokens) - setup.calibration.held_out
     searched, held_out = tokens[:cut], tokens[cut:]
@@ -130,7 +130,7 @@ def _show_result(search: Search, objective: str, console: Console) -> None:
 
 
 def _cells(result: Found) -> tuple[str, str, str, str]:
-    """Return a row's numbers; blank where nothing was run."""
+    """Return a row's numbers, blank if nothing was run."""
     measured = result.faithfulness
     if measured is None:
         added = "" if math.isnan(result.loss) else f"{result.loss:.5f} in all"
@@ -157,7 +157,7 @@ def _remarks(search: Search, objective: str) -> Iterator[str]:
 
 
 def _in_words(search: Search, objective: str) -> Iterator[str]:
-    """Tell each pattern's numbers, and what they are of."""
+    """Yield text on each pattern's numbers, and on the data behind them."""
     held_out = 0
     for result in search.found.values():
         if measured := result.held_out:
@@ -179,7 +179,7 @@ def _in_words(search: Search, objective: str) -> Iterator[str]:
 
 
 def _layers(search: Search) -> Iterator[str]:
-    """Tell how sure the search is of each layer."""
+    """Yield text on how sure the search is of each layer."""
     for result in search.found.values():
         if result.layers:
             sure = [str(n) for n, layer in result.layers.items() if layer.is_sure]
@@ -193,7 +193,7 @@ def _layers(search: Search) -> Iterator[str]:
 
 
 def _safe_in_words(search: Search) -> str:
-    """Say which retention keeps recall, and which targets do not."""
+    """Return text on the retention that keeps recall, and on targets that do not."""
     if not any(result.faithfulness for result in search.found.values()):
         return "whether a pattern keeps recall is not known: that takes two documents at least"
     limit, safe = f"{100 * SMALL_LOSS:g} points", search.safe

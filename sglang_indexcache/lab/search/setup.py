@@ -20,9 +20,9 @@ from sglang_indexcache.library.files import ModelInfo, entry_name
 from sglang_indexcache.models import RECOGNISED_BY
 
 DEFAULT_CONTEXT = 8
-"""The default context, in multiples of what a query selects (``index_topk``)."""
+"""Default context, in multiples of the number of tokens that a query selects (``index_topk``)."""
 ADVISED_CONTEXT = 4
-"""The least that is used without a warning."""
+"""Smallest such multiple that is used without a warning."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class Setup:
     """A checkpoint and its calibration data.
 
     Attributes:
-        digest: tells checkpoints apart.
-        name: of the model, and prefix of the names of the patterns that are found.
-        settings: the options that chose the data, to name the one that changed.
+        digest: digest of the checkpoint.
+        name: the model's name, and prefix of found patterns' names.
+        settings: the options that chose the data, for naming one that changed.
     """
 
     checkpoint: Checkpoint
@@ -58,12 +58,13 @@ class Setup:
         """Read a checkpoint folder and documents; the arguments are those of :func:`prepare`.
 
         Args:
-            context: None is :data:`DEFAULT_CONTEXT` times what a query selects.
+            context: largest number of tokens in a sequence; by default :data:`DEFAULT_CONTEXT`
+                times the number that a query selects.
 
         Raises:
-            CheckpointError: no checkpoint of a DSA model.
-            SearchError: a context in which queries select everything, data that cannot be read or
-                is too short, or an unfit tokenizer.
+            CheckpointError: the folder is no checkpoint of a DSA model.
+            SearchError: queries select everything in such a context, the data cannot be read or is
+                too short, or the tokenizer does not fit.
         """
         checkpoint, digest = Checkpoint.read(model), checkpoint_digest(model)
         topk = int(checkpoint.shape["index_topk"])
@@ -114,16 +115,16 @@ class Setup:
 
     @property
     def objective(self) -> str:
-        """Tokens whose loss is measured, in words."""
+        """Text on the tokens whose loss is measured."""
         return self.calibration.objective.in_words()
 
     @property
     def data(self) -> str:
-        """The data, in words."""
+        """Text on the data."""
         return f"{self.calibration.source}, {self.calibration.size}"
 
     def identity(self, evaluator: Evaluator) -> dict[str, Any]:
-        """Return the identity of a journal of this evaluator's losses.
+        """Return the identity of a journal with this evaluator's losses.
 
         Raises:
             SearchError: the evaluator measures another model.

@@ -1,7 +1,8 @@
-"""Evaluators, which every search algorithm asks: how much is lost under this pattern?
+"""Evaluators, which tell a search algorithm how much is lost under a pattern.
 
-``EvalLoss(M, D, c)`` of the paper's Algorithm 1, per calibration batch, so that two patterns can
-be compared batch by batch (paired) and a candidate can be dropped before it has seen all data.
+They compute ``EvalLoss(M, D, c)`` of the paper's Algorithm 1 per calibration batch, so that two
+patterns can be compared batch by batch (paired) and a candidate can be dropped before it has seen
+all data.
 """
 
 from __future__ import annotations
@@ -27,21 +28,21 @@ Floats = NDArray[np.float64]
 _Job = TypeVar("_Job")
 
 TOPS = 16
-"""Likeliest tokens that a server reports at each place, to compare two distributions by."""
+"""Number of likeliest tokens that a server reports at each place, for comparing distributions."""
 LEAST = 1e-6
-"""Least probability that all other tokens are taken to have: rounding may leave them none."""
+"""Least probability assumed for all other tokens together, because rounding may leave them none."""
 
 
 class Evaluator(Protocol):
-    """Measures patterns on a fixed set of calibration batches.
+    """Measurement of patterns on a fixed set of calibration batches.
 
     The same pattern on the same batch must give the same loss, and no pattern may profit from
-    state that another one left behind.
+    another pattern's state.
     """
 
     @property
     def kind(self) -> str:
-        """Kind of the measurement, for a journal's identity: two kinds are never mixed."""
+        """Kind of measurement, for a journal's identity, because two kinds are never mixed."""
 
     @property
     def num_layers(self) -> int:
@@ -49,21 +50,21 @@ class Evaluator(Protocol):
 
     @property
     def batch_tokens(self) -> tuple[int, ...]:
-        """Tokens forwarded by each calibration batch."""
+        """Number of tokens in each calibration batch."""
 
     @property
     def in_flight(self) -> int:
-        """Number of patterns that it can measure at the same time (from as many threads)."""
+        """Number of patterns that can be measured at the same time (from as many threads)."""
 
     @property
     def by_batch(self) -> bool:
         """Whether many patterns on one batch cost less than one pattern on many batches."""
 
     def loss(self, pattern: Pattern, batches: Sequence[int]) -> Floats:
-        """Return ``[batches]`` float64: mean loss per counted token, in nats, on these batches."""
+        """Return ``[batches]`` float64, the mean loss per counted token on each batch, in nats."""
 
     def judge(self, pattern: Pattern, batches: Sequence[int]) -> list[Judged]:
-        """Return what each of these batches shows of ``pattern`` beside all F."""
+        """Return each batch's comparison of ``pattern`` with all F."""
 
 
 PAIRS = ("similarity", "kept_mass", "kept_list")
@@ -76,19 +77,19 @@ LISTS = 16
 a real model, lists as long as an eighth of the text hid which layers a 1/8 needs
 (benchmarks/results/smollm2/real-model.md)."""
 RATINGS = 2
-"""Ways in which attention rates a pair."""
+"""Number of ways in which attention rates a pair."""
 
 
 def pair_forwards(kind: str, num_layers: int) -> int:
-    """Return the forwards that the matrices of :data:`PAIRS` take.
+    """Return the number of forwards that the matrices of :data:`PAIRS` take.
 
-    For ``similarity`` layer i runs i + 1 times, for the others each layer runs once.
+    For ``similarity`` layer i runs i + 1 times; for the others each layer runs once.
     """
     return -(-(num_layers + 1) // 2) if kind == "similarity" else 1
 
 
 class TokenEvaluator(ABC):
-    """An :class:`Evaluator` that can also say where in the context the loss arises."""
+    """An :class:`Evaluator` that also shows where in the context the loss arises."""
 
     kind: str
     num_layers: int
@@ -101,15 +102,15 @@ class TokenEvaluator(ABC):
 
     @abstractmethod
     def token_losses(self, pattern: Pattern, batches: Sequence[int]) -> list[Floats]:
-        """Return by batch ``[length - 1]`` losses in nats.
+        """Return ``[length - 1]`` losses in nats, by batch.
 
-        Entry i is the loss of predicting token i + 1 from tokens 0..i; it may be NaN where that
-        does not count.
+        Entry i is the loss of predicting token i + 1 from tokens 0..i; it may be NaN if that
+        prediction does not count.
         """
 
     @abstractmethod
     def changes(self, pattern: Pattern, batches: Sequence[int]) -> list[TokenChanges]:
-        """Return by batch what ``pattern`` changes of each prediction."""
+        """Return the changes that ``pattern`` makes to each prediction, by batch."""
 
     def judge(self, pattern: Pattern, batches: Sequence[int]) -> list[Judged]:
         """See :class:`Evaluator`."""
@@ -120,7 +121,7 @@ class TokenEvaluator(ABC):
     def loss(self, pattern: Pattern, batches: Sequence[int]) -> Floats:
         """See :class:`Evaluator`.
 
-        Every batch weighs the same, whether few or many of its predictions count: patterns are
+        Every batch has the same weight, however many of its predictions count, because patterns are
         compared batch by batch.
         """
         losses = zip(batches, self.token_losses(pattern, batches), strict=True)
@@ -136,10 +137,10 @@ def standard_error(values: Floats) -> float:
 
 
 def in_threads(do: Callable[[_Job], None], jobs: Iterable[_Job], at_once: int) -> None:
-    """Do every job, at most ``at_once`` of them at a time; the first error ends it.
+    """Do every job, at most ``at_once`` at a time, and stop at the first error.
 
-    The threads are daemons: whoever interrupts a search does not wait for the answer of a server.
-    One at a time is done here, without a thread.
+    The threads are daemons, so that an interrupted search does not wait for a server's answer. One
+    job at a time runs here, without a thread.
     """
     pending, ended = deque(jobs), SimpleQueue[BaseException | None]()
     if at_once == 1:
@@ -156,7 +157,7 @@ def in_threads(do: Callable[[_Job], None], jobs: Iterable[_Job], at_once: int) -
                 break
             try:
                 do(job)
-            except BaseException as raised:  # for whoever waits below
+            except BaseException as raised:  # passed to the waiting thread below
                 error = raised
         ended.put(error)
 
@@ -167,7 +168,7 @@ def in_threads(do: Callable[[_Job], None], jobs: Iterable[_Job], at_once: int) -
         for _ in threads:
             if (error := ended.get()) is not None:
                 raise error
-    finally:  # after an error, or Ctrl-C, nobody waits for the rest
+    finally:  # after an error or Ctrl-C the rest is not done
         pending.clear()
 
 
@@ -175,8 +176,8 @@ class ServedEvaluator(TokenEvaluator):
     """Teacher-forced log-probabilities of running engines, which may serve others too.
 
     Each request names its pattern. All sequences of a call go out as one request, so data-parallel
-    ranks work side by side. Calls may be made from ``in_flight`` threads. What the pool's engines
-    serve to others, and under which pattern, does not matter.
+    ranks work in parallel. Calls may be made from ``in_flight`` threads. Other requests to the
+    pool's engines, under any pattern, do not matter.
     """
 
     kind = "sglang"
@@ -211,7 +212,7 @@ class ServedEvaluator(TokenEvaluator):
     def _scores(self, pattern: Pattern, batches: Sequence[int], *, top: int) -> list[TokenScores]:
         """Ask for the log-probabilities of each sequence."""
         sequences = [self.calibration.sequences[batch] for batch in batches]
-        # Scored from their beginning: then no engine reads them from its cache.
+        # Prompts are scored from their beginning, so that no engine reads them from its cache.
         prompts = [Prompt(ids, str(pattern), scored=len(ids) - 1) for ids in sequences]
         return [*self._pool.ask(lambda engine: score(engine, prompts, top=top))]
 
@@ -232,7 +233,7 @@ def _changes(ids: Sequence[int], mask: Mask, full: TokenScores, under: TokenScor
 
 
 def likeliest_kl(before: Mapping[int, float], after: Mapping[int, float]) -> float:
-    """Return the divergence in nats over the tokens that both report, with all others as one.
+    """Return the divergence in nats over tokens that both report, with all others merged into one.
 
     It never exceeds that of the whole distributions, since merging tokens can only lower it.
 
@@ -242,7 +243,7 @@ def likeliest_kl(before: Mapping[int, float], after: Mapping[int, float]) -> flo
     common = [token for token in before if token in after]
     p, q = (np.exp([side[token] for token in common]) for side in (before, after))
     p, q = (np.append(part, max(1 - part.sum(), 0.0)) for part in (p, q))
-    # Rounding may leave nothing for the others.
+    # Rounding may leave no probability for the other tokens.
     with np.errstate(divide="ignore", invalid="ignore"):
         terms = np.where(p > 0, p * np.log(p / np.maximum(q, LEAST)), 0.0)
     return max(float(terms.sum()), 0.0)

@@ -1,9 +1,9 @@
 """The reference evaluator: the checkpoint in transformers, one process, CPU or one GPU.
 
-Patterns are put into effect by :func:`sglang_indexcache.hf.share`. Layers below the first
-difference to an earlier run of the same sequence are not run again: their outputs are kept. Queries
-are scored and attend some at a time, and only to the tokens that they can see: several times as
-fast on a CPU as all at once.
+Patterns are applied by :func:`sglang_indexcache.hf.share`. Layers below the first difference from
+an earlier run of the same sequence are not run again, because their outputs are kept. Queries are
+scored and attend in blocks, only to the tokens that they can see, which is several times as fast on
+a CPU as all at once.
 """
 
 from __future__ import annotations
@@ -33,17 +33,18 @@ from sglang_indexcache.models import TRAINABLE
 from sglang_indexcache.pattern import Pattern
 
 BLOCK = 256
-"""Queries that are scored, attend or predict at a time: few enough for a CPU's cache."""
+"""Number of queries that are scored, attend or predict at a time, small enough for a CPU's
+cache."""
 WORST = 0.1
-"""Share of places that a layer's list may serve worse than it is rated."""
+"""Share of places at which a layer's list may be worse than its rating."""
 _EAGER = "eager_attention_forward"
-"""The function of a transformers model by which its layers attend in "eager" mode."""
+"""Name of the function in a transformers model with which layers attend in "eager" mode."""
 _KEPT_RUNS = 3
-"""Runs of a sequence whose layer outputs are kept; they share what they have in common."""
+"""Number of runs per sequence whose layer outputs are kept; runs share equal layers."""
 
 
 def blocks(length: int) -> list[slice]:
-    """Cut ``length`` queries into blocks of :data:`BLOCK`."""
+    """Yield ``length`` queries in blocks of :data:`BLOCK`."""
     return [slice(start, min(start + BLOCK, length)) for start in range(0, length, BLOCK)]
 
 
@@ -56,7 +57,7 @@ def attend_in_blocks(
     mask: torch.Tensor,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Do what transformers' ``eager`` attention does, causal and without a cache, in blocks."""
+    """Compute transformers' ``eager`` attention, causal and without a cache, in blocks."""
     outputs = [
         eager(
             module,
@@ -72,10 +73,10 @@ def attend_in_blocks(
 
 
 def select_in_blocks(indexer: Any) -> Callable[..., torch.Tensor]:
-    """Return a forward that selects as the DSA ``indexer`` does, causal and in blocks.
+    """Return a forward that selects like the DSA ``indexer``, causal and in blocks.
 
-    Its arguments are those of the indexer's own. A positive factor of all scores (the softmax
-    scale, ``n_heads``) changes no selection and is left out.
+    Its arguments are those of the indexer's own forward. A positive factor of all scores (the
+    softmax scale, ``n_heads``) changes no selection and is left out.
     """
     interleaved = TRAINABLE[indexer.config.model_type].interleaved
 
@@ -101,7 +102,7 @@ def select_in_blocks(indexer: Any) -> Callable[..., torch.Tensor]:
             products = torch.einsum("bshd,btd->bsht", queries[:, rows], keys[:, : rows.stop])
             scores = torch.einsum("bsht,bsh->bst", products.relu_(), weights[:, rows])
             scores.masked_fill_(~visible[:, rows, : rows.stop], -torch.inf)
-            # All rows are as long as transformers', so that ties end alike.
+            # Rows are as long as in transformers, so that topk breaks ties in the same way.
             unseen = (0, length - rows.stop)
             scores = torch.nn.functional.pad(scores, unseen, value=-torch.inf)
             lists.append(scores.topk(count).indices)
@@ -116,7 +117,7 @@ class _Run:
 
     Attributes:
         hidden: entry l is the input of layer l, ``[1, length, hidden]``; the last is the output.
-        indices: entry l is what layer l attended to, in the form of :class:`SharedForward`.
+        indices: entry l has the indices of layer l, in the form of :class:`SharedForward`.
     """
 
     pattern: Pattern
@@ -132,15 +133,15 @@ class TransformersEvaluator(TokenEvaluator):
         reuse_bytes: memory for kept layer outputs; 0 runs every layer every time.
 
     Attributes:
-        layer_tokens: tokens forwarded until now times the layers of a pattern they went through.
+        layer_tokens: number of tokens forwarded so far, times the layers that they passed.
 
     Raises:
-        SearchError: transformers' layers are called in more ways than one, or hold two attentions.
-        CheckpointError: weights in a form that is not read.
+        SearchError: transformers' layers are called in several ways, or have two attentions.
+        CheckpointError: the weights have a form that cannot be read.
     """
 
     in_flight = 1
-    by_batch = True  # while a sequence's layer outputs are kept
+    by_batch = True  # because a sequence's layer outputs are kept
 
     def __init__(
         self,
@@ -214,7 +215,7 @@ class TransformersEvaluator(TokenEvaluator):
 
     @torch.no_grad()
     def _changes(self, pattern: Pattern, ids: tuple[int, ...], mask: Mask) -> TokenChanges:
-        # First all F, whose layers every pattern goes on from.
+        # Run all F first, because every other pattern reuses its layers.
         full = self.run(self.own, ids).hidden[-1]
         hidden = self.run(pattern, ids).hidden[-1]
         values = np.full((4, len(ids) - 1), np.nan)
@@ -235,7 +236,7 @@ class TransformersEvaluator(TokenEvaluator):
         return TokenChanges(*values)
 
     def _log_probabilities(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return ``[queries, vocabulary]`` float32 of the last layer's outputs."""
+        """Return log-probabilities ``[queries, vocabulary]``, float32, of the last layer's outputs."""
         logits = self._model.lm_head(self._decoder.norm(hidden)).float()
         return torch.log_softmax(logits, dim=-1)
 
@@ -247,15 +248,15 @@ class TransformersEvaluator(TokenEvaluator):
         """Return every layer's input and indices under ``pattern``, for one sequence.
 
         Args:
-            watch: called before each layer attends, with what is selected, the model's eager
-                attention and its arguments. If given, every layer runs.
+            watch: called before each layer attends, with the selection, the model's eager attention
+                and its arguments. If it is given, every layer runs.
         """
         runs = self._runs.setdefault(ids, [])
         self._runs.move_to_end(ids)
         known = runs if watch is None else []
         nearest = max(known, key=lambda run: common_layers(run.pattern, pattern), default=None)
         start = 0 if nearest is None else common_layers(nearest.pattern, pattern)
-        if nearest is not None:  # what others are flips of stays the longest
+        if nearest is not None:  # keep longest the run that others start from
             runs.sort(key=lambda run: run is not nearest)
         if nearest is not None and start == self.num_layers:
             return nearest
@@ -281,7 +282,7 @@ class TransformersEvaluator(TokenEvaluator):
                 run.indices.append(sharing.indices)
             run.hidden.append(hidden)
         self.layer_tokens += len(ids) * (self.num_layers - start)
-        if watch is None:  # what is watched is asked once
+        if watch is None:  # a watched run is not needed again
             self._keep(runs, run)
         return run
 
@@ -289,8 +290,8 @@ class TransformersEvaluator(TokenEvaluator):
         return torch.tensor([ids], device=self._model.device)
 
     def _learn_arguments(self, length: int) -> None:
-        """Find out what else the model passes to its layers at this length: mask, positions, ..."""
-        if self._length != length:  # one length at a time, for a mask is large
+        """Capture the other arguments of the model's layers at this length: mask, positions, ..."""
+        if self._length != length:  # one length at a time, because a mask is large
             self._length, self._arguments = length, self._watch(self._tensor((0,) * length))
 
     @torch.no_grad()
@@ -330,7 +331,7 @@ class TransformersEvaluator(TokenEvaluator):
 
     @contextmanager
     def _attending(self, attend: Callable[..., Any]) -> Iterator[None]:
-        """Let ``attend`` stand for the model's eager attention: it gets that and its arguments."""
+        """Replace the model's eager attention by ``attend``, called with it and its arguments."""
         module: Any = sys.modules[type(self._attention(0)).__module__]
         eager = getattr(module, _EAGER, None)
         if eager is not None:
@@ -344,7 +345,7 @@ class TransformersEvaluator(TokenEvaluator):
     def _until_it_attends(
         self, layer: int, hidden: torch.Tensor, sharing: SharedForward
     ) -> torch.Tensor:
-        """Run ``layer`` no further than needed, and return what is selected for it."""
+        """Run ``layer`` only until it attends, and return its selection."""
 
         def end(*_: Any, **__: Any) -> None:
             raise _SeenError
@@ -358,7 +359,7 @@ class TransformersEvaluator(TokenEvaluator):
         return self._layers[number].self_attn
 
     def _keep(self, runs: list[_Run], run: _Run) -> None:
-        """Keep the newest runs of the most recently used sequences, within the memory."""
+        """Keep the newest runs of the most recently used sequences within the memory limit."""
         if self._reuse_bytes < self._bytes(run) * (_KEPT_RUNS + 1) / _KEPT_RUNS:
             return
         runs.insert(0, run)
@@ -370,14 +371,14 @@ class TransformersEvaluator(TokenEvaluator):
             self._runs.popitem(last=False)
 
     def _bytes(self, run: _Run) -> int:
-        """Return the most bytes of a sequence's kept runs, as if they had no layers in common."""
+        """Return the most bytes of a sequence's kept runs, as if they shared no layers."""
         size = run.hidden[0].nbytes + run.indices[0].nbytes
         return size * (self.num_layers + 1) * _KEPT_RUNS
 
     # -- what layers put out ------------------------------------------------------------------
 
     def similarity(self, batch: int) -> Floats:
-        """Compare what layers put out with their own indices and with other layers'.
+        """Compare layers' outputs with their own indices and with other layers' indices.
 
         Returns:
             ``[1, N, N]`` float64; entry (0, i, j), j < i, is the mean cosine similarity between
@@ -388,7 +389,7 @@ class TransformersEvaluator(TokenEvaluator):
         run = self.run(self.own, ids)
         self._learn_arguments(len(ids))
         matrix = np.eye(self.num_layers)
-        barred = Pattern.from_layers(self.num_layers, [0])  # no later layer selects by itself
+        barred = Pattern.from_layers(self.num_layers, [0])  # all later layers reuse held indices
         with torch.no_grad(), share(self._model, barred) as sharing:
             for layer in range(1, self.num_layers):
                 outputs: list[torch.Tensor] = []
@@ -406,16 +407,16 @@ class TransformersEvaluator(TokenEvaluator):
         return matrix[None]
 
     def kept_mass(self, batch: int) -> Floats:
-        """Compare how much of its attention each head finds on its own list and on other layers'.
+        """Compare the attention that each head has on its layer's list and on other layers' lists.
 
-        Attention is over all that a query sees, at the batch's counted queries. Of a list the best
-        tokens are compared, 1 of :data:`LISTS` of the text at most.
+        Attention is over all tokens that a query sees, at the batch's counted queries. Only a
+        list's best tokens are compared, at most one for every :data:`LISTS` tokens of the text.
 
         Returns:
-            ``[2, N, N]`` float64, see :func:`lost_by_worst_head`.
+            ``[2, N, N]`` float64, as from :func:`lost_by_worst_head`.
 
         Raises:
-            SearchError: the model's attention does not tell its weights.
+            SearchError: the model's attention does not return its weights.
         """
         ids, counted = self.calibration.sequences[batch], self.calibration.counted[batch]
         queries = torch.from_numpy(np.flatnonzero(counted)).to(self._model.device)
@@ -457,26 +458,26 @@ class TransformersEvaluator(TokenEvaluator):
         _: torch.Tensor,
         **options: Any,
     ) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yield a layer's attention to all that queries see, some of ``queries`` at a time.
+        """Yield a layer's attention to all tokens that queries see, for some ``queries`` at a time.
 
-        Each item is their slice of ``queries`` and ``[heads, some, T]`` float32, where T is what
-        the last of them sees.
+        Each item is a slice of ``queries`` and ``[heads, some, T]`` float32, where T is the number
+        of tokens that the last of them sees.
         """
         visible = self._arguments["attention_mask"]
         for rows in blocks(len(queries)):
             places = queries[rows]
             end = int(places[-1]) + 1
-            seen = key[:, :, :end], value[:, :, :end, :0]  # only its weights are wanted
+            seen = key[:, :, :end], value[:, :, :end, :0]  # no values: only the weights are needed
             mask = visible[..., places, :end]
             yield rows, eager(module, query[:, :, places], *seen, mask, **options)[1][0].float()
 
     # -- what layers attend to ----------------------------------------------------------------
 
     def selected(self, ids: tuple[int, ...], under: Pattern | None = None) -> NDArray[np.integer]:
-        """Return ``[N, length, k]``: what each layer selects for one sequence.
+        """Return each layer's selection for one sequence, ``[N, length, k]``.
 
-        By default all indexers run. For an S layer of ``under`` it is what the layer's own indexer
-        selects from the inputs that the layer has under that pattern.
+        By default all indexers run. For an S layer of ``under`` it is the selection of the layer's
+        own indexer from the layer's inputs under that pattern.
         """
         pattern = under or self.own
         run = self.run(pattern, ids)
@@ -490,11 +491,11 @@ class TransformersEvaluator(TokenEvaluator):
 
 
 class _SeenError(Exception):
-    """Ends a forward whose arguments have been noted."""
+    """Exception that ends a forward whose arguments were captured."""
 
 
 def mass_on(lists: Sequence[torch.Tensor], weights: torch.Tensor) -> Floats:
-    """Sum what heads give to the positions of each list.
+    """Sum the attention that heads give to the positions of each list.
 
     Args:
         lists: each ``[Q, k]``; a position from T on has 0.
@@ -515,17 +516,18 @@ def mass_on(lists: Sequence[torch.Tensor], weights: torch.Tensor) -> Floats:
 
 
 def lost_by_worst_head(mass: Floats) -> Floats:
-    """Rate lists by what a layer's attention loses under each, its own being the last.
+    """Rate lists by the attention that a layer loses under each; its own list is the last.
 
-    Running text needs hardly any head to look far back, so a mean over its many places hides what a
-    head loses at the few that do. The rating by the worst tenth of places therefore comes first.
+    In running text hardly any head needs to look far back, so a mean over all places hides what a
+    head loses at the few that matter. Therefore the rating by the worst tenth of places comes
+    first.
 
     Args:
-        mass: ``[lists, heads, places]``, the share of a head's attention that is on a list.
+        mass: ``[lists, heads, places]``, the share of a head's attention on a list.
 
     Returns:
-        ``[2, lists]`` float64: 1 minus the loss of the head that loses most, first at the place
-        that only a tenth of places are worse than, then in the mean over places.
+        ``[2, lists]`` float64: 1 minus the loss of the head that loses most, first at its
+        worst-tenth quantile of places, then in the mean over places.
     """
     lost = (mass[-1] - mass).astype(np.float64)
     worst = np.quantile(lost, 1 - WORST, axis=2).max(axis=1)
@@ -534,11 +536,11 @@ def lost_by_worst_head(mass: Floats) -> Floats:
 
 
 def hold(sharing: SharedForward, layer: int, indices: torch.Tensor) -> None:
-    """Make ``indices`` those that ``layer`` chose, though it did not run."""
+    """Set ``indices`` as the selection of ``layer`` without running it."""
     sharing.layer, sharing.indices = layer, indices
 
 
 def common_layers(first: Pattern, second: Pattern) -> int:
-    """Return the number of first layers that two patterns treat the same."""
+    """Return how many first layers are the same under two patterns."""
     letters = enumerate(zip(first.text, second.text, strict=True))
     return next((i for i, (one, other) in letters if one != other), len(first))

@@ -1,4 +1,4 @@
-"""Methods by which a search finds its patterns: each is one row of :data:`METHODS`."""
+"""Methods by which a search finds its patterns, each of which is one row of :data:`METHODS`."""
 
 from __future__ import annotations
 
@@ -14,41 +14,41 @@ from sglang_indexcache.lab.search.methods.proposal import Proposal
 from sglang_indexcache.lab.search.rules import Mark, Targets
 
 DEFAULT = "proposals"
-"""Name of the method where nobody names one."""
+"""Name of the default method."""
 
 
 class Method(Protocol):
-    """Method of a search, deterministic: the same ledger contents give the same patterns."""
+    """Method of a search. It is deterministic: the same ledger contents give the same patterns."""
 
     @property
     def in_words(self) -> str:
-        """For the provenance of what it finds."""
+        """Description for the provenance of found patterns."""
 
     @property
     def objective(self) -> str:
-        """Measure of the tokens that count by which it decides; empty if it runs no pattern."""
+        """Measure on the counted tokens by which it decides; empty if it runs no pattern."""
 
     @property
     def judges(self) -> bool:
-        """Whether it has run the patterns that it finds beside all F."""
+        """Whether it runs the patterns that it finds, and compares them with all F."""
 
     @property
     def pairs(self) -> Pairwise | None:
-        """Search by pairs of layers that it is or begins with, if any: its matrix is drawn."""
+        """Search by pairs of layers that it is or begins with, if any, whose matrix is drawn."""
 
     def descend(self, ledger: Ledger, targets: Targets) -> Iterator[Step | Proposal]:
-        """Yield the start as a step, if losses decide, then what it finds on its way.
+        """Yield the start as a step, if losses decide, then its steps and proposals.
 
-        A step that arrives at a mark is the answer for it.
+        A step that arrives at a mark is the answer for that mark.
         """
 
     def between(self, ledger: Ledger, targets: Targets, mark: Mark) -> Proposal | None:
         """Find the pattern of a mark between two targets; None if it :attr:`judges` none."""
 
     def least(self, targets: Targets, batch_tokens: Sequence[int]) -> int:
-        """Count the tokens that :meth:`descend` asks for at most.
+        """Return an upper bound for the tokens that :meth:`descend` asks for.
 
-        ``batch_tokens`` are those of each batch that is searched on.
+        ``batch_tokens`` has the tokens of each batch that is searched on.
         """
 
 
@@ -84,14 +84,14 @@ METHODS_OF_SERVERS: Mapping[str, Method] = {
     DEFAULT: Decided(_BY_LISTS),
     "one-pass": _BY_LISTS,
 }
-"""The same of servers, which show no more than their layers' lists."""
+"""Methods by name for servers, which return no more than their layers' lists."""
 
 
 def find_method(name: str | None, methods: Mapping[str, Method] = METHODS) -> Method:
     """Return a method by its name; None is the default.
 
     Raises:
-        SearchError: there is none of that name.
+        SearchError: no method has that name.
     """
     name = DEFAULT if name is None else name
     if name not in methods:

@@ -1,12 +1,12 @@
-"""One pass proposes some patterns, exchanges improve the best, and a student's loss decides.
+"""A search in which one pass proposes patterns, exchanges improve one, and a student's loss decides.
 
-A matrix of layer pairs says which layers may share. It differs a little from document to document,
-and knows nothing of what errors do in the layers above, nor that another layer's list may copy
-better than a layer's own. So the optima of documents, in every rating, are proposals; some are run.
-In the best of them layers are exchanged: the F layer that is missed least leaves, the S layer that
-helps most comes in. What decides is the loss of the text plus the divergence from all F, in running
-text *and* where something far back is asked for: in text alone it picks patterns that cannot copy
-any more (benchmarks/results/smollm2/real-model.md).
+A matrix of layer pairs says which layers may share. It differs a little between documents, and
+ignores the effect of errors on later layers, and that another layer's list may copy better than a
+layer's own. So the optima of documents, in every rating, are proposals, of which some are run. In
+the best of them layers are exchanged: the F layer that is missed least becomes S, and the S layer
+that helps most becomes F. The choice is by the loss of the text plus the divergence from all F, in
+running text *and* where something far back is asked for. In running text alone it would choose
+patterns that can no longer copy (benchmarks/results/smollm2/real-model.md).
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ from sglang_indexcache.lab.stats.pairs import Floats
 from sglang_indexcache.pattern import Pattern
 
 PROPOSALS, LOOK = 4, 2
-"""Proposals of a target that are run, and on how many documents."""
+"""Number of proposals that are run for a target, and number of documents for that."""
 EXCHANGED = 2
-"""Layers that are exchanged in the best proposal."""
+"""Number of layers that are exchanged in the best proposal."""
 AGAIN = 8
-"""S layers that are tried for the second exchange: those that helped most for the first."""
+"""Number of S layers that are tried for the second exchange: those that helped most in the
+first."""
 
 
 @dataclass(frozen=True)
 class Decided:
-    """Run what a search by pairs proposes, exchange layers, and take what a student would learn."""
+    """Method that runs proposals by pairs, exchanges layers, and decides by a student's loss."""
 
     pairs: Pairwise
 
@@ -73,12 +74,12 @@ class Decided:
 
 
 def are_exchanged(constraints: Constraints, mark: Mark) -> bool:
-    """Return whether exchanges are worth their cost: below half, where proposals lose recall."""
+    """Return whether exchanges are worth their cost: below 1/2, where proposals lose recall."""
     return 2 * mark.full_layers < len(constraints.start)
 
 
 def _tried(constraints: Constraints, mark: Mark) -> int:
-    """Count the patterns of the exchanges at most."""
+    """Return an upper bound for the number of patterns that exchanges try."""
     if not are_exchanged(constraints, mark):
         return 0
     leave = mark.full_layers - constraints.fewest
@@ -89,10 +90,10 @@ def _tried(constraints: Constraints, mark: Mark) -> int:
 def decide(
     ledger: Ledger, constraints: Constraints, mark: Mark, matrices: Floats, exchanges: bool = True
 ) -> Proposal:
-    """Find the pattern of one mark.
+    """Find the pattern for one mark.
 
     Args:
-        matrices: ``[batches, M, N, N]``, of each document in each rating.
+        matrices: ``[batches, M, N, N]``, for each document in each rating.
         exchanges: whether layers of the best proposal are exchanged.
     """
     proposed, votes = _proposed(matrices, mark.full_layers, constraints, ledger.tokens_of_batches)
@@ -117,10 +118,10 @@ def decide(
 
 
 def exchanged(ledger: Ledger, constraints: Constraints, pattern: Pattern) -> Pattern:
-    """Exchange :data:`EXCHANGED` F layers, those that are missed least, for the best others.
+    """Exchange the :data:`EXCHANGED` F layers that are missed least for the best other layers.
 
-    Layers leave before others come in, because a list that copies badly may stand in the way of one
-    that copies well. Each choice is made on another document.
+    Layers are removed before others are added, because a list that copies badly may hide one that
+    copies well. Each choice uses another document.
     """
     batches = cycle(ledger.all_batches)
     rounds = min(EXCHANGED, len(constraints.candidates(pattern)))
@@ -136,7 +137,7 @@ def exchanged(ledger: Ledger, constraints: Constraints, pattern: Pattern) -> Pat
 
 
 def _ranked(ledger: Ledger, patterns: Sequence[Pattern], batches: Sequence[int]) -> list[Pattern]:
-    """Sort patterns by a student's loss on some documents, the best first."""
+    """Sort patterns by the student's loss on some documents, best first."""
     losses = ledger.student_losses(patterns, batches).mean(axis=1)
     return [patterns[n] for n in np.argsort(losses, kind="stable")]
 
@@ -144,7 +145,7 @@ def _ranked(ledger: Ledger, patterns: Sequence[Pattern], batches: Sequence[int])
 def _proposed(
     matrices: Floats, full_layers: int, constraints: Constraints, tokens: Sequence[int]
 ) -> tuple[list[Pattern], Counter[Pattern]]:
-    """Return the proposals, the joint ones first, and how many documents each is the optimum of."""
+    """Return the proposals, joint ones first, and how many documents each is optimal for."""
     together = np.average(matrices, axis=0, weights=tokens)
     first = [most_similar(matrix, full_layers, constraints) for matrix in together]
     votes = Counter(
@@ -156,7 +157,7 @@ def _proposed(
 def _without(
     layer: int, best: Pattern, losses: Mapping[Pattern, Floats], documents: Sequence[int]
 ) -> Difference | None:
-    """Compare the best pattern that was run without a layer with the one that was chosen."""
+    """Compare the best pattern that was run without a layer with the chosen pattern."""
     lacking = [each for pattern, each in losses.items() if not pattern.is_full(layer)]
     if not lacking or len(set(documents)) < 2:
         return None

@@ -9,7 +9,7 @@ from sglang_indexcache.lab.search.rules import Mark, Targets
 
 
 class Greedy:
-    """Flip F layers to S one by one, each time the flip that leaves the lowest loss.
+    """Method that flips F layers to S one by one, each time with the lowest resulting loss.
 
     Ties go to the lowest layer.
     """
@@ -18,7 +18,7 @@ class Greedy:
     objective, judges, pairs = "language-modelling loss", False, None
 
     def descend(self, ledger: Ledger, targets: Targets) -> Iterator[Step]:
-        """See :class:`~.methods.Method`; it has no choice but its cost."""
+        """See :class:`~.methods.Method`."""
         constraints, pattern = targets.constraints, targets.constraints.start
         yield ledger.step(pattern, pattern, None, candidates=1)
         while len(pattern.full_layers) > targets.fewest:
@@ -30,7 +30,7 @@ class Greedy:
             yield ledger.step(constraints.start, pattern, layer, candidates=len(layers))
 
     def between(self, ledger: Ledger, targets: Targets, mark: Mark) -> None:
-        """See :class:`~sglang_indexcache.lab.search.methods.Method`: its targets are all it has."""
+        """See :class:`~sglang_indexcache.lab.search.methods.Method`; it finds only its targets."""
 
     def least(self, targets: Targets, batch_tokens: Sequence[int]) -> int:
         """See :class:`~sglang_indexcache.lab.search.methods.Method`; this is its whole cost."""
@@ -38,7 +38,7 @@ class Greedy:
 
 
 def evaluations(targets: Targets) -> int:
-    """Count full evaluations that :class:`Greedy` asks for at most, the start included."""
+    """Return an upper bound for the full evaluations of :class:`Greedy`, including the start."""
     constraints, start = targets.constraints, targets.constraints.start
     candidates, flips = len(constraints.candidates(start)), len(start.full_layers) - targets.fewest
     return 1 + sum(candidates - flip for flip in range(flips))

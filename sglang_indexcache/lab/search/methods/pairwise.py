@@ -1,16 +1,16 @@
-"""Search by pairs of layers: one matrix, and the best pattern of every cost by one programme.
+"""Search by pairs of layers: one matrix, and from it the best pattern of every size.
 
-Entry (i, j) of the matrix says how well layer i does with layer j's list, without any pattern being
-run. The pattern whose S layers keep the most is then found exactly, for every target at once. No
-loss decides. Three matrices are known:
+Entry (i, j) of the matrix says how well layer i does with layer j's list, without running any
+pattern. The pattern whose S layers keep the most is then found exactly, for every target at once.
+No loss is used. There are three matrices:
 
 - The paper's (appendix "similarity-based pattern search"): the cosine similarity of attention
   outputs. The paper found its patterns no better than uniform interleaving.
-- What the *worst* head of a layer keeps of its attention at the tokens that count, ours: at the
-  worst tenth of them, and in the mean. Copying from far back is the work of few heads at few
-  places; means do not see what these lose.
-- The share of a layer's list that the other one holds, less what it lacks of the places that text
-  is copied from. A server shows no more than lists, and their overlap alone is blind to recall.
+- Ours: the share of its attention that the *worst* head of a layer keeps at the tokens that count,
+  at the worst tenth of them and in the mean. Copying from far back is done by few heads at few
+  places, whose losses do not show in a mean.
+- The share of a layer's list that the other list holds, minus the share of places from which text
+  is copied that it lacks. A server returns only lists, and their overlap alone ignores recall.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from sglang_indexcache.pattern import Pattern
 
 @dataclass(frozen=True)
 class Pairwise:
-    """Find the patterns by one matrix of layer pairs and the exact dynamic programme.
+    """Method that finds patterns from one matrix of layer pairs by exact dynamic programming.
 
     Attributes:
-        name: of the method, for messages.
-        kind: of the matrix, one of :data:`~sglang_indexcache.lab.search.evaluators.PAIRS`.
-        label: of an entry, in a figure.
+        name: the method's name, for messages.
+        kind: kind of the matrix, one of :data:`~sglang_indexcache.lab.search.evaluators.PAIRS`.
+        label: label of an entry, in a figure.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Pairwise:
             yield Proposal(mark, most_similar(matrix, mark.full_layers, targets.constraints))
 
     def between(self, ledger: Ledger, targets: Targets, mark: Mark) -> None:
-        """See :class:`~sglang_indexcache.lab.search.methods.Method`: it judges none."""
+        """See :class:`~sglang_indexcache.lab.search.methods.Method`; this one judges none."""
 
     def least(self, targets: Targets, batch_tokens: Sequence[int]) -> int:
         """See :class:`~sglang_indexcache.lab.search.methods.Method`; this is its whole cost."""
@@ -72,12 +72,12 @@ def pair_matrices(ledger: Ledger, method: Pairwise) -> Floats:
     """Return the matrices of layer pairs of every batch that is searched on.
 
     Returns:
-        ``[batches, M, N, N]`` float64 in M ratings, the first the one to trust; entry (i, j),
-        j < i, of a matrix says how well layer i does with layer j's list. 1 on the diagonal, 0
-        above it.
+        ``[batches, M, N, N]`` float64 in M ratings, of which the first is the one to trust. Entry
+        (i, j), j < i, of a matrix says how well layer i does with layer j's list. It is 1 on the
+        diagonal and 0 above it.
 
     Raises:
-        SearchError: layers cannot be seen in that way.
+        SearchError: the evaluator cannot compare layers in that way.
     """
     if not hasattr(ledger.evaluator, method.kind):
         raise SearchError(
@@ -88,7 +88,7 @@ def pair_matrices(ledger: Ledger, method: Pairwise) -> Floats:
 
 
 def pair_matrix(ledger: Ledger, method: Pairwise) -> Floats:
-    """Return ``[N, N]``: the mean over batches of the first of :func:`pair_matrices`."""
+    """Return ``[N, N]``, the mean over batches of the first rating of :func:`pair_matrices`."""
     matrices = pair_matrices(ledger, method)[:, 0]
     return np.asarray(np.average(matrices, axis=0, weights=ledger.tokens_of_batches))
 
@@ -96,19 +96,20 @@ def pair_matrix(ledger: Ledger, method: Pairwise) -> Floats:
 def most_similar(similarity: Floats, full_layers: int, constraints: Constraints) -> Pattern:
     """Return the pattern with the largest total similarity of its layers to the lists they use.
 
-    Exact, by the appendix's recurrence ``dp[i][k] = max_{j<i} dp[j][k-1] + sum_{m=j+1}^{i-1}
-    S[m, j]``; the last group's sum is the same with i one past the last layer. Of patterns as good
-    the one whose last F layers come first is returned.
+    The result is exact, by the appendix's recurrence ``dp[i][k] = max_{j<i} dp[j][k-1] +
+    sum_{m=j+1}^{i-1} S[m, j]``; the last group's sum is the same with i one past the last layer.
+    Among equally good patterns, the one whose last F layers come first is returned.
 
     Args:
-        similarity: ``[N, N]``, as :func:`pair_matrix` returns it.
+        similarity: ``[N, N]``, as from :func:`pair_matrix`.
         full_layers: number of F layers that ``constraints`` allow.
     """
     count = len(similarity)
     gained = _gained(similarity, constraints)
     is_full = np.array([constraints.start.is_full(layer) for layer in range(count)])
     may_begin = np.tri(count + 1, count, -1, dtype=np.bool_) & is_full
-    # The most that the layers before layer i keep in so many groups, and where the last one began.
+    # best[i] is the largest total of layers before i in this many groups; choices hold the last
+    # group's start.
     best, choices = np.full(count, -np.inf), []
     best[0] = 0.0
     for _ in range(full_layers):
@@ -123,11 +124,11 @@ def most_similar(similarity: Floats, full_layers: int, constraints: Constraints)
 
 
 def _gained(similarity: Floats, constraints: Constraints) -> Floats:
-    """Return what a group keeps, by its end and its first layer.
+    """Return the total that a group keeps, by its end and its first layer.
 
     Returns:
-        ``[N + 1, N]``, entry (i, j): what layers j + 1 to i - 1 gain from j's list, -inf if one of
-        them must be F.
+        ``[N + 1, N]``; entry (i, j) is the sum over layers j + 1 to i - 1 with j's list, or -inf if
+        one of these layers must be F.
     """
     count = len(similarity)
     fixed = [layer for layer in constraints.fixed if layer]

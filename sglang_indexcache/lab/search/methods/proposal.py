@@ -1,4 +1,4 @@
-"""A pattern that a search finds for a mark, and its sureness of each layer."""
+"""A pattern that a search proposes for a mark, with the sureness of each layer."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from sglang_indexcache.pattern import Pattern
 
 @dataclass(frozen=True)
 class Sureness:
-    """Sureness of a search about an F layer.
+    """Sureness of a search that a layer must be F.
 
     Attributes:
-        share: of the proposals by single documents that have it.
-        without: what the best pattern that was run without it adds to the divergence, in nats;
-            None if none was run.
+        share: share of the proposals from single documents in which the layer is F.
+        without: divergence in nats that the best pattern without this F layer adds; None if no such
+            pattern was run.
     """
 
     share: float
@@ -25,16 +25,16 @@ class Sureness:
 
     @property
     def is_sure(self) -> bool:
-        """Whether every document wants it, or doing without was seen to be worse."""
+        """Whether every document proposes this F layer, or omitting it was measured to be worse."""
         return self.share == 1 or (self.without is not None and self.without.low > 0)
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """A pattern that was found for a mark.
+    """A pattern that was proposed for a mark.
 
     Attributes:
-        layers: sureness of each F layer but the first; empty where nothing was run.
+        layers: sureness of each F layer but the first; empty if nothing was run.
     """
 
     mark: Mark
