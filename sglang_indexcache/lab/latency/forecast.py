@@ -1,8 +1,8 @@
-"""Composed gain of a pattern on a deployment, before it is rented (``indexcache bench plan``).
+"""Composed gain of a pattern on a deployment that is not rented yet (``indexcache bench plan``).
 
 Time is linear in the number of F layers. So a table has, for each deployment and prompt length, a
-forward's time with every indexer, and what one layer's indexer takes of it. ``benchmarks.expect``
-composed it from NVIDIA's measurements of single layers: nothing of it was measured as a whole.
+forward's time with every indexer, and the time of one layer's indexer in it. ``benchmarks.expect``
+composed the table from NVIDIA's measurements of single layers; no whole forward was measured.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from sglang_indexcache.pattern import Pattern
 
 TABLE = Path(__file__).parent / "composed.json"
 GPUS = 8
-"""GPUs of every deployment in the table: on fewer the weights of its models do not fit."""
+"""Number of GPUs of every deployment in the table: on fewer the models' weights do not fit."""
 EVERY, NO_RATE = "every indexer", "no rate for this"
 Phase = Literal["prefill", "decode"]
 Part = Literal["prefill", "row split", "decode"]
-"""What a table has; a row split is a prefill whose rows the ranks share."""
+"""Parts of a table; a row split is a prefill whose rows are divided among the ranks."""
 Cost = tuple[float, float, float]
-"""Milliseconds of a forward with every indexer and of one layer's indexer in it, and the share by
-which a forward may be off."""
+"""Milliseconds of a forward with every indexer, milliseconds of one layer's indexer in it, and the
+share by which the forward may be off."""
 Patterns = Sequence[tuple[str, Pattern]]
 
 
 @dataclass(frozen=True)
 class MeasuredModel:
-    """A model whose layers the rows have.
+    """A model whose layers were measured.
 
     Attributes:
-        shape: a name of :data:`~sglang_indexcache.library.sizes.PRESETS`.
-        full: the model of the F layers' rows.
-        shared: that of the S layers' rows.
-        weights: format of the weights, as the rows name it.
-        note: what stands for what.
+        shape: a name in :data:`~sglang_indexcache.library.sizes.PRESETS`.
+        full: the model in the rows for F layers.
+        shared: the model in the rows for S layers.
+        weights: format of the weights, as named in the rows.
+        note: explanation of which measured layers stand for which.
     """
 
     shape: str
@@ -71,15 +71,16 @@ MODELS = {
         "stands for it. Its projections are larger, so the gains are a lower bound.",
     ),
 }
-"""Models by the name that a user gives, in any case."""
+"""Models by the user's name for them, in any case."""
 
 
 def find_model(model: str) -> str:
-    """Return the name in :data:`MODELS` of a checkpoint's folder, or of a name in any case.
+    """Return the name in :data:`MODELS` for a checkpoint's folder, or for a name in any case.
 
     Raises:
-        BenchError: NVIDIA has measured no layers of it, it shares already, or there is no folder.
-        CheckpointError: a folder that is no DSA checkpoint, or quantised as no row is.
+        BenchError: NVIDIA has measured no layers of the model, it shares already, or there is no
+            folder.
+        CheckpointError: the folder is no DSA checkpoint, or has an unknown quantisation.
     """
     if (path := Path(model)).is_dir():
         return _model_in(path)
@@ -95,7 +96,7 @@ def find_model(model: str) -> str:
 
 
 def _model_in(folder: Path) -> str:
-    """Return the name of the measured model that a checkpoint has the shape and weights of."""
+    """Return the name of the measured model with a checkpoint's shape and weights."""
     config = read_config(folder)
     if Checkpoint.from_config(config, str(folder)).shares_already:
         raise _shares_already(str(folder))
@@ -124,11 +125,11 @@ def _unmeasured(model: str) -> BenchError:
 
 @dataclass(frozen=True)
 class Gain:
-    """Gain of a pattern over every indexer on every rank.
+    """Gain of a pattern over running every indexer on every rank.
 
     Attributes:
-        milliseconds: of a prompt or a step with every indexer.
-        gain: that time over the pattern's.
+        milliseconds: time of a prompt or a step with every indexer.
+        gain: that time over the pattern's time.
         off: share by which either may be wrong.
     """
 
@@ -143,11 +144,11 @@ class Composed:
 
     Attributes:
         model: a name of :data:`MODELS`.
-        dp: ranks of data-parallel attention; 1 is tensor parallelism over all GPUs.
-        layers: of the model.
-        contexts: tokens, rising, at which ``costs`` are.
-        costs: by :data:`Part`; None where rows are missing, or too far off.
-        sources: of all parts, in sentences.
+        dp: number of ranks of data-parallel attention; 1 is tensor parallelism over all GPUs.
+        layers: number of layers of the model.
+        contexts: rising numbers of tokens, at which ``costs`` are known.
+        costs: costs by :data:`Part`; None where rows are missing, or too far off.
+        sources: sentences on the sources of all parts.
     """
 
     model: str
@@ -160,7 +161,7 @@ class Composed:
     sources: tuple[str, ...]
 
     def gain(self, part: Part, pattern: Pattern, context: int) -> Gain | None:
-        """Return a pattern's gain over every indexer, unsplit; None where nothing is known."""
+        """Return a pattern's gain over every indexer, without a row split; None if not known."""
         every = self._cost("decode" if part == "decode" else "prefill", context)
         mine = self._cost(part, context)
         if every is None or mine is None:
@@ -169,7 +170,7 @@ class Composed:
         return Gain(every[0], every[0] / own, max(every[2], mine[2]))
 
     def _cost(self, part: str, context: int) -> Cost | None:
-        """Return a cost between two contexts on a straight line; None outside of them."""
+        """Return a cost, interpolated linearly between two contexts; None outside of them."""
         place = bisect_left(self.contexts, context)
         if place == len(self.contexts):
             return None
@@ -189,7 +190,7 @@ class Composed:
 
 @cache
 def composed() -> tuple[Composed, ...]:
-    """Read the table."""
+    """Read the table of composed times."""
     table = json.loads(TABLE.read_text(encoding="utf-8"))
     contexts = tuple(table["contexts"])
     return tuple(Composed(contexts=contexts, **row) for row in table["deployments"])
@@ -199,7 +200,8 @@ def find_composed(model: str, gpu: str, gpus: int, dp: int) -> Composed:
     """Return the deployment of a model by its name or folder.
 
     Raises:
-        BenchError: see :func:`find_model`; the weights do not fit, or it is not in the table.
+        BenchError: as for :func:`find_model`; or the weights do not fit, or the deployment is not
+            in the table.
         CheckpointError: see :func:`find_model`.
     """
     name, card = find_model(model), find_gpu(gpu)
@@ -222,14 +224,14 @@ def find_composed(model: str, gpu: str, gpus: int, dp: int) -> Composed:
 
 
 def choose_patterns(values: Sequence[str], shape: str) -> tuple[Patterns, tuple[str, ...]]:
-    """Return patterns by the names that a user gave, and notes on them.
+    """Return patterns by the user's names, and notes on them.
 
-    A ratio takes the library's pattern for this model. Where it has none, it takes as many F layers
-    evenly spaced: time depends on their number only. ``shape`` is one of
+    A ratio stands for the library's pattern for this model. If there is none, it stands for as many
+    F layers, evenly spaced, because time depends only on their number. ``shape`` is one of
     :data:`~sglang_indexcache.library.sizes.PRESETS`.
 
     Raises:
-        IndexCacheError: a pattern that does not fit.
+        IndexCacheError: a pattern does not fit the model.
     """
     checkpoint = checkpoint_of(shape)
     patterns, notes = [], []
@@ -261,7 +263,7 @@ class PlannedRow:
 def planned_rows(
     deployment: Composed, patterns: Patterns, contexts: Sequence[int]
 ) -> Iterator[PlannedRow]:
-    """Yield the gains over every indexer, which is the first pattern of each part."""
+    """Yield the gains over every indexer, which is itself the first pattern of each part."""
     every: Patterns = [(EVERY, Pattern.full(deployment.layers)), *patterns]
     parts: tuple[Part, ...] = ("prefill", "row split", "decode")
     for part in parts if deployment.dp < GPUS else ("prefill", "decode"):
@@ -294,8 +296,8 @@ def plan_to_json(
 ) -> dict[str, Any]:
     """Return the same gains for programs.
 
-    ``every_indexer_ms`` is the time of a prompt, or of a step, with every indexer; it and
-    ``speedup`` are null where nothing is known, and either may be off by ``off``, a part of it.
+    ``every_indexer_ms`` is the time of a prompt, or of a step, with every indexer. This time and
+    ``speedup`` are null where nothing is known, and either may be wrong by the share ``off``.
     """
     gains = [
         {

@@ -1,13 +1,14 @@
 """The paper's latency table (Table 1) on real servers.
 
-Configurations take turns, A B A B, so that a machine that drifts moves all of them alike, and a
+Configurations take turns, A B A B, so that a drift of the machine affects all of them alike, and a
 speed-up is the ratio of two neighbours. In a visit every length is measured by
 
-* one request a data-parallel rank ("single request on each GPU"): TTFT and decode rate, then
+* one request per data-parallel rank ("single request on each GPU"): TTFT and decode rate, then
 * as many requests as the KV cache holds: tokens per second while all of them decode.
 
-A visit is a server start and all of these. Of servers that run already it is one of them: arms
-alternate request by request, also where one server in live mode stands for all.
+A visit is a server start with all of these measurements. For servers that run already, a visit is a
+single measurement: arms alternate request by request, even if one server in live mode stands for
+all.
 """
 
 from __future__ import annotations
@@ -53,22 +54,23 @@ from sglang_indexcache.serving.protocol import check_obeyed
 
 _WARM_UP_TOKENS = 4
 _SPARE_TOKENS = 8
-"""SGLang keeps a few slots of the pool to itself."""
+"""Number of tokens to leave free, because SGLang keeps a few slots of the pool to itself."""
 
 _SPECIAL_TOKENS = 10
-"""Token ids below are often special."""
+"""First ordinary token id: smaller ids are often special tokens."""
 _UNUSED_SHARE = 0.1
-"""So are those at the vocabulary's end."""
+"""Share of ids at the vocabulary's end that are often special too."""
 
 Report = Callable[[str], None]
 ROUNDS = "rounds.jsonl"
 """The journal beside the results."""
 _OF_ONE_TIME: Any = {"environment": {"date", "load_before"}, "visits": True, "samples": True}
-"""Fields of a result that differ when the same command is given again."""
+"""Fields of a result that differ when the same command is run again."""
 Step = tuple[int, Literal["single", "full"]]
-"""Prompt tokens, and what is sent at once: a request a rank, or as many as the KV cache holds."""
+"""Prompt tokens, and what is sent at once: one request per rank, or as many as the KV cache
+holds."""
 IndexerTime = tuple[float | None, float | None]
-"""Seconds in prefill and in decode; None where the server does not count them."""
+"""Seconds in prefill and in decode; None if the server does not count them."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +78,8 @@ class Settings:
     """Settings of a measurement.
 
     Attributes:
-        lengths: prompt tokens.
-        watch_seconds: how long to look for foreign work before each visit.
+        lengths: numbers of prompt tokens.
+        watch_seconds: seconds to watch for foreign work before each visit.
     """
 
     lengths: tuple[int, ...]
@@ -91,7 +93,7 @@ class Settings:
         return [(length, kind) for length in self.lengths for kind in ("single", "full")]
 
     def check(self) -> None:
-        """Raise BenchError on numbers that give no result."""
+        """Raise BenchError for settings that give no result."""
         if not self.lengths or min(self.lengths) < 1 or self.rounds < 1:
             raise BenchError("give at least one length and one round")
         if len(set(self.lengths)) != len(self.lengths):
@@ -102,7 +104,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class TargetModel:
-    """The model as its folder describes it."""
+    """Description of the model from its folder."""
 
     checkpoint: Checkpoint
     model: Model
@@ -113,7 +115,7 @@ def read_target(folder: Path) -> TargetModel:
     """Read a checkpoint folder; the weights may be missing.
 
     Raises:
-        CheckpointError: no config.json of a DSA model, or one without a vocab_size.
+        CheckpointError: there is no config.json of a DSA model, or it has no vocab_size.
     """
     config = read_config(folder)
     checkpoint = Checkpoint.from_config(config, str(folder))
@@ -147,15 +149,16 @@ def run(
     report: Report = lambda _: None,
     output: Path | None = None,
 ) -> LatencyResult:
-    """Measure everything; nothing is returned unless every server did what was asked.
+    """Measure everything; return a result only if every server did what was asked.
 
     The first of ``served`` is the baseline; ``arguments`` are the servers' flags, for the record.
-    In the folder ``output`` every round is kept once it is whole, so that an interrupted run goes
-    on behind it. A round that was cut is taken again: its two halves would be far apart.
+    Every complete round is kept in the folder ``output``, so that an interrupted run continues
+    after it. An interrupted round is measured again, because its two halves would be far apart in
+    time.
 
     Raises:
-        BenchError: naming what a server did wrong, or the folder is another run's or in use.
-        OutputError: the disk is full; the same command goes on once it is not.
+        BenchError: a server did something wrong, or the folder belongs to another run or is in use.
+        OutputError: the disk is full; afterwards the same command continues.
     """
     settings.check()
     environment = Environment(**machine())
@@ -198,7 +201,7 @@ def run(
 
 
 class _Round(Strict):
-    """One round, as it is kept; ``environment`` is that of the process that measured it."""
+    """One round in its stored form; ``environment`` describes the process that measured it."""
 
     environment: Environment
     visits: tuple[Visit, ...]
@@ -206,7 +209,7 @@ class _Round(Strict):
 
 
 class _Measurement:
-    """All rounds on the same servers, of which each is warmed up once."""
+    """All rounds on the same servers, each of which is warmed up once."""
 
     def __init__(
         self,
@@ -221,7 +224,7 @@ class _Measurement:
         self._warm: set[str] = set()
 
     def round(self, number: int) -> tuple[tuple[Visit, ...], tuple[LatencySample, ...]]:
-        """Measure every configuration once, in turns."""
+        """Measure every configuration once, in turn."""
         steps, started_here = self._settings.steps, self._servers.started_here
         visits: list[Visit] = []
         samples: list[LatencySample] = []
@@ -266,7 +269,7 @@ class _Visit:
     server: ServerFacts
 
     def measure(self, steps: Sequence[Step]) -> Iterator[LatencySample]:
-        """Take some steps, then check that the pattern was obeyed."""
+        """Measure some steps, then check that the pattern was obeyed."""
         remaining = [(n, kind) for n, kind in steps if kind == "single" or not self._one_fills(n)]
         if not remaining:
             return
@@ -287,7 +290,7 @@ class _Visit:
         return (self.server.capacity - _SPARE_TOKENS) // (pages * page) * self.server.dp
 
     def _one_fills(self, length: int) -> bool:
-        """Return whether one request fills a rank's cache: then that is measured already."""
+        """Return whether one request fills a rank's cache, which is then measured already."""
         return self.concurrency(length) == self.server.dp
 
     def _check_room(self, length: int) -> None:
@@ -299,7 +302,7 @@ class _Visit:
             )
 
     def warm_up(self) -> None:
-        """Pay for whatever the first batch of a shape pays for.
+        """Run each shape of batch once, so that one-time costs are not measured.
 
         Raises:
             BenchError: a length does not fit the KV cache.
@@ -324,7 +327,7 @@ class _Visit:
     def _timed(
         self, length: int, count: int, *seed: object
     ) -> tuple[list[StreamedAnswer], IndexerTime]:
-        """Send a batch; return its answers, and the seconds that the indexers took for them."""
+        """Send a batch; return its answers, and the seconds that indexers took for them."""
         before = indexer_seconds(self.client)
         answers = self._send(length, count, self.settings.new_tokens, *seed)
         after = indexer_seconds(self.client)
@@ -333,7 +336,7 @@ class _Visit:
         return answers, (after[0] - before[0], after[1] - before[1])
 
     def _single(self, length: int) -> Iterator[LatencySample]:
-        """Send one request a rank: yield its TTFT and decode rate."""
+        """Send one request per rank, and yield its TTFT and decode rate."""
         count = self.server.dp
         answers, (prefill, decode) = self._timed(length, count, "single")
         first = median(answer.first_token for answer in answers)
@@ -345,11 +348,11 @@ class _Visit:
             yield self._sample(length, "full", rate, count, share)
 
     def _full(self, length: int) -> LatencySample:
-        """Run as many requests as fit: measure the rate of a rank while all of them decode."""
+        """Run as many requests as fit, and measure the rate of a rank while all of them decode."""
         count = self.concurrency(length)
         answers, (_, decode) = self._timed(length, count, "full")
         rate, start = steady_rate(answers)
-        # SGLang prefills first, so all but a few decode steps lie behind the steady state's start.
+        # SGLang prefills first, so all but a few decode steps come after the steady state's start.
         decoding = max(answer.last_token for answer in answers) - start
         rate /= self.server.dp
         return self._sample(length, "full", rate, count, _share(decode, decoding))
@@ -369,10 +372,10 @@ class _Visit:
 
 
 def _share(part: float | None, whole: float) -> float | None:
-    """Return the part's share; None if unknown, or if the part took longer than the whole.
+    """Return the part's share of the whole; None if unknown, or if the part took longer.
 
-    The server tells the part and this side clocks the whole: where tokens reach us late, a few
-    short steps can seem to take less time than their indexers did, and no share is known.
+    The server reports the part, and the client measures the whole. If tokens arrive late, a few
+    short steps can seem to take less time than their indexers did, so that no share is known.
     """
     return None if part is None or part > whole else part / whole
 
@@ -380,13 +383,14 @@ def _share(part: float | None, whole: float) -> float | None:
 def steady_rate(answers: Sequence[StreamedAnswer]) -> tuple[float, float]:
     """Measure a batch's steady state: from the last one's first token to the first one's last.
 
-    As SGLang's ``benchmark/stream_metrics.py`` defines it.
+    The definition is that of SGLang's ``benchmark/stream_metrics.py``.
 
     Returns:
-        Tokens per second of all requests together, and when it began: seconds since they were sent.
+        Tokens per second of all requests together, and the steady state's start in seconds since
+            they were sent.
 
     Raises:
-        BenchError: one request had ended before another began.
+        BenchError: a request ended before another began.
     """
     start = max(answer.first_token for answer in answers)
     end = min(answer.last_token for answer in answers)
@@ -413,11 +417,11 @@ def _tokens_at(answer: StreamedAnswer, when: float) -> float:
 def random_prompts(count: int, length: int, vocab_size: int, *seed: object) -> list[list[int]]:
     """Draw ``count`` prompts of ``length`` random token ids; the same seed gives the same prompts.
 
-    They are sent as ids, so no tokenizer can change their length, and differ from the first token
-    on, so that not even a page of two of them is the same.
+    Prompts are sent as ids, so that no tokenizer can change their length. They differ from the
+    first token on, so that no two of them share a cache page.
 
     Raises:
-        BenchError: no tokens to draw, or more prompts than first tokens.
+        BenchError: there are no tokens to draw, or more prompts than first tokens.
     """
     words = range(_SPECIAL_TOKENS, int(vocab_size * (1 - _UNUSED_SHARE)))
     if length < 1 or count > len(words):
@@ -428,7 +432,7 @@ def random_prompts(count: int, length: int, vocab_size: int, *seed: object) -> l
 
 
 def write_latency(result: LatencyResult, folder: Path, figures: str = "png") -> list[Path]:
-    """Write ``latency.json``, ``.md`` and a figure as ``figures`` says; return the files."""
+    """Write ``latency.json``, ``.md`` and a figure in the format ``figures``; return the files."""
     names = ("latency.json", "latency.md", f"latency-speedup.{figures}")
     paths = [folder / name for name in names]
     save(result, paths[0])

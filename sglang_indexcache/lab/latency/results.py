@@ -1,7 +1,7 @@
-"""Record of a latency benchmark, and what follows from it.
+"""Record of a latency benchmark, and the figures that follow from it.
 
-Only samples are stored; medians and speed-ups are computed from them, so that no table can disagree
-with the file it is made from.
+Only samples are stored. Medians and speed-ups are computed from them, so that no table can disagree
+with its file.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ METRICS: dict[Metric, str] = {
     "decode": "Decode throughput, per request (tok/s)",
     "full": "Decode throughput, full KV cache (tok/s)",
 }
-"""The paper's three metrics (Table 1), in its order. Its throughput is of one GPU, which is a
-data-parallel rank there; ours is of a rank."""
+"""The paper's three metrics (Table 1), in its order. The paper's throughput is per GPU, which is a
+data-parallel rank there; ours is per rank."""
 
 
 class Environment(Strict):
-    """The machine and the software of one measurement: see ``study.provenance.machine``."""
+    """Machine and software of one measurement: see ``runs.provenance.machine``."""
 
     date: str
     cpu: str
@@ -45,7 +45,7 @@ class Environment(Strict):
 
 
 class Configuration(Strict):
-    """One way to serve: ``value`` is a pattern as the user wrote it, ``pattern`` as servers say."""
+    """One way to serve: ``value`` is the pattern as the user wrote it, ``pattern`` its letters."""
 
     name: str
     value: str
@@ -58,10 +58,10 @@ class Configuration(Strict):
 
 
 def configurations(values: Sequence[str], checkpoint: Checkpoint) -> tuple[Configuration, ...]:
-    """Resolve what the user wrote, with ``NAME=`` before it or without.
+    """Resolve the user's patterns, with or without ``NAME=`` before them.
 
     Raises:
-        IndexCacheError: a pattern that does not fit, or one name twice.
+        IndexCacheError: a pattern does not fit, or a name occurs twice.
     """
     resolved = []
     for text in values:
@@ -77,8 +77,8 @@ def configurations(values: Sequence[str], checkpoint: Checkpoint) -> tuple[Confi
 class Model(Strict):
     """Model that was served.
 
-    ``digest`` is ``library.digest.checkpoint_digest``, empty if the weights were not at hand;
-    ``note`` says in words, for example, that they are random.
+    ``digest`` is ``library.digest.checkpoint_digest``, empty without the weights; ``note`` may say,
+    for example, that the weights are random.
     """
 
     name: str
@@ -89,16 +89,16 @@ class Model(Strict):
 
 
 class ServerFacts(Strict):
-    """Facts of a server about itself.
+    """Facts that a server reports about itself.
 
     Attributes:
         device: "cuda" or "cpu".
-        dp: data-parallel ranks, each with a KV cache and a request of its own.
-        chunked_prefill: tokens of a prefill chunk.
-        page: tokens of a page.
+        dp: number of data-parallel ranks, each with its own KV cache and request.
+        chunked_prefill: tokens in a prefill chunk.
+        page: tokens in a page.
         capacity: KV tokens of each rank.
-        index_k_bytes: of a token on one rank.
-        mode: "static" or "live". Files older than this field are of static servers.
+        index_k_bytes: bytes of index keys per token on one rank.
+        mode: "static" or "live". Files older than this field are from static servers.
     """
 
     device: str
@@ -115,7 +115,7 @@ class ServerFacts(Strict):
 class Visit(Strict):
     """One server during one round, counted from 0.
 
-    ``busy_cores`` is foreign work just before it started, in cores; None where unknown.
+    ``busy_cores`` is the foreign work just before the visit, in cores; None if unknown.
     """
 
     configuration: str
@@ -128,12 +128,12 @@ class LatencySample(Strict):
     """One measurement.
 
     Attributes:
-        length: prompt tokens.
-        value: seconds for prefill, the median over the ranks' requests; tokens per second of one
-            request (median) for decode, of one rank for full.
-        requests: sent at once, to all ranks together.
-        indexer_share: the part of this metric's time that was spent in indexers, where the server
-            tells (CPU platform).
+        length: number of prompt tokens.
+        value: for prefill, seconds as the median over the ranks' requests; for decode, tokens per
+            second of one request (median); for full, tokens per second of one rank.
+        requests: number sent at once, to all ranks together.
+        indexer_share: share of this metric's time in indexers, if the server reports it (CPU
+            platform).
     """
 
     configuration: str
@@ -149,9 +149,9 @@ class LatencySample(Strict):
 class Speedup:
     """One configuration against the baseline, over the rounds.
 
-    The median, lowest and highest of the rounds' ratios; above 1 is faster. ``ideal`` is what
-    Amdahl's law gives if the removed indexers' share of the baseline's own time costs nothing; None
-    if that share is unknown.
+    It has the median, lowest and highest of the rounds' ratios; above 1 is faster. ``ideal`` is the
+    speed-up by Amdahl's law if the removed indexers' share of the baseline's time costs nothing;
+    None if that share is unknown.
     """
 
     median: float
@@ -164,16 +164,17 @@ class LatencyResult(Strict):
     """One run of ``indexcache bench latency``.
 
     Attributes:
-        environment: of the client; servers that the benchmark starts run on the same machine.
-        side_by_side: whether the servers ran at once, so that turns were one request a rank,
-            or as many as the KV cache holds, and not all lengths.
-        started_here: whether the benchmark started them; if not, they may run on another machine
-            than ``environment`` describes, with flags that ``arguments`` does not have.
-        configurations: the first is the baseline.
-        lengths: prompt tokens.
-        clock: a field of the files, which knows one value.
+        environment: the client's environment; servers that the benchmark starts run on the same
+            machine.
+        side_by_side: whether the servers ran at once, so that a turn was one request per rank, or
+            as many as the KV cache holds, and not all lengths.
+        started_here: whether the benchmark started the servers; if not, they may run on another
+            machine than ``environment`` describes, with flags that ``arguments`` does not have.
+        configurations: all configurations; the first is the baseline.
+        lengths: numbers of prompt tokens.
+        clock: a field of the files with only one value.
         visits: one server start with all lengths, or, side by side, one turn.
-        samples: everything measured; warm-up is not among them.
+        samples: everything measured, without warm-up.
     """
 
     kind: Literal["latency"] = "latency"
@@ -192,7 +193,7 @@ class LatencyResult(Strict):
 
     @property
     def baseline(self) -> Configuration:
-        """Configuration that the others are compared with."""
+        """Configuration with which the others are compared."""
         return self.configurations[0]
 
     @property
@@ -202,7 +203,7 @@ class LatencyResult(Strict):
 
     @property
     def metrics(self) -> tuple[Metric, ...]:
-        """Those that were measured, in the paper's order."""
+        """Metrics that were measured, in the paper's order."""
         measured = {sample.metric for sample in self.samples}
         return tuple(metric for metric in METRICS if metric in measured)
 
@@ -214,12 +215,12 @@ class LatencyResult(Strict):
         return {number: median(values) for number, values in rounds.items()}
 
     def indexer_share(self, metric: Metric, length: int) -> float | None:
-        """Return the share of the baseline's time that its indexers took, median over rounds."""
+        """Return the share of the baseline's time in indexers, as the median over rounds."""
         shares = self.indexer_shares(metric, length)
         return median(shares) if shares else None
 
     def indexer_shares(self, metric: Metric, length: int) -> list[float]:
-        """Return the indexers' share of each round that knows it."""
+        """Return the indexers' share in each round in which it is known."""
         samples = self._matching(self.baseline.name, metric, length)
         return [s.indexer_share for s in samples if s.indexer_share is not None]
 
@@ -227,7 +228,7 @@ class LatencyResult(Strict):
         """Compare ``configuration`` with the baseline of the same round.
 
         Raises:
-            BenchError: one of the two was not measured there.
+            BenchError: one of the two was not measured.
         """
         values = self.values(configuration, metric, length)
         base_values = self.values(self.baseline.name, metric, length)
@@ -247,7 +248,7 @@ class LatencyResult(Strict):
 
 
 def save(result: LatencyResult, path: Path) -> None:
-    """Write a result; a reader never sees half a file."""
+    """Write a result in one step, so that no reader sees half a file."""
     write_whole(path, result.model_dump_json(indent=1) + "\n")
 
 
@@ -255,7 +256,7 @@ def load(path: Path) -> LatencyResult:
     """Read a result.
 
     Raises:
-        BenchError: the file is missing or not such a result.
+        BenchError: the file is missing or is no such result.
     """
     try:
         return LatencyResult.model_validate_json(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""The servers that a benchmark measures: started here, or running already."""
+"""Servers that a benchmark measures, started by it or running already."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from sglang_indexcache.lab.client.launch import Server
 from sglang_indexcache.lab.latency.results import Configuration, Model, ServerFacts
 
 TIMEOUT = 3600.0
-"""Seconds: a prefill of a full KV cache gives no answer for long."""
+"""Timeout in seconds: a prefill of a full KV cache takes long to answer."""
 
 _OUR_FLAGS = ("--model-path", "--model", "--attention-backend", "--indexcache-pattern", "--port")
-_KEY_FLAGS = ("--api", "--admin")  # argparse takes beginnings, too
+_KEY_FLAGS = ("--api", "--admin")  # argparse accepts prefixes too
 
 
 class StartedServers:
-    """Starts ``sglang.launch_server`` for each visit and stops it afterwards: one at a time.
+    """Servers that are started with ``sglang.launch_server`` for each visit, one at a time.
 
     Raises:
-        BenchError: ``arguments`` has a flag that the benchmark sets.
+        BenchError: ``arguments`` has a flag that the benchmark itself sets.
     """
 
     started_here = True
@@ -43,9 +43,9 @@ class StartedServers:
 
     @contextmanager
     def visit(self, configuration: Configuration) -> Iterator[Client]:
-        """Hold a server that serves ``configuration``, ready, for the block's duration.
+        """Provide a ready server for ``configuration`` while the block runs.
 
-        What its log says last is part of a failure's message.
+        A failure's message includes the end of the server's log.
         """
         self._logs.mkdir(parents=True, exist_ok=True)
         log = self._logs / f"{configuration.name.replace('/', 'of')}.log"
@@ -59,9 +59,9 @@ class StartedServers:
 
 
 class RunningServers:
-    """Servers that somebody else started, by configuration name.
+    """Servers that run already, by configuration name.
 
-    One in live mode may stand for several: each request names its pattern.
+    One server in live mode may stand for several configurations: each request names its pattern.
     """
 
     started_here = False
@@ -84,10 +84,10 @@ def open_servers(
     flags: Sequence[str],
     logs: Path,
 ) -> Servers:
-    """Take the servers of ``clients``, or prepare to start some with ``flags`` without clients.
+    """Use the servers of ``clients``, or prepare to start servers with ``flags`` if there are none.
 
     Raises:
-        BenchError: another number of clients, or flags for servers that run already.
+        BenchError: the number of clients is wrong, or flags are given for servers that run already.
     """
     if not clients:
         return StartedServers(str(model), flags, logs)
@@ -102,12 +102,12 @@ def open_servers(
 
 
 def check_served(client: Client, configuration: Configuration, model: Model) -> None:
-    """Refuse a server whose pattern or model is not the one that was asked for.
+    """Refuse a server whose pattern or model differs from the request.
 
-    In live mode the pattern is that of requests which name none, and does not matter.
+    In live mode its pattern is only for requests that name none, and does not matter.
 
     Raises:
-        BenchError: on any rank.
+        BenchError: a rank differs.
     """
     for rank, state in enumerate(client.states()):
         if state.architecture != model.architecture:
@@ -123,10 +123,10 @@ def check_served(client: Client, configuration: Configuration, model: Model) -> 
 
 
 def server_facts(client: Client) -> ServerFacts:
-    """Ask the server for facts about itself.
+    """Return the facts that a server reports about itself.
 
     Raises:
-        BenchError: it does not tell its KV capacity.
+        BenchError: the server does not report its KV capacity.
     """
     info = client.server_info()
     ranks = info["internal_states"]
@@ -149,9 +149,9 @@ def server_facts(client: Client) -> ServerFacts:
 
 
 def indexer_seconds(client: Client) -> tuple[float, float]:
-    """Ask for a rank's mean seconds in indexers since the default was set: (prefill, decode).
+    """Return a rank's mean seconds in indexers since the default was set: (prefill, decode).
 
-    Zeros where the server does not count them: on a GPU, kernels run behind the clock.
+    They are zero if the server does not count them: on a GPU, kernels run asynchronously.
     """
     ranks = [state.indexer_seconds for state in client.states()]
     return (

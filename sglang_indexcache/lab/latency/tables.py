@@ -1,4 +1,4 @@
-"""Latency results as the paper lays them out: Table 1 and its bar figure."""
+"""Latency results in the paper's layout: Table 1 and its bar figure."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from sglang_indexcache.library.lengths import format_length
 
 NOT_MEASURED = "not measured"
 NAMES = {metric: text.rpartition(" (")[0] for metric, text in METRICS.items()}
-"""The metrics' names without their unit."""
+"""Names of the metrics without their units."""
 
 
 @dataclass(frozen=True)
 class Grid:
-    """A table without a format; a row with one cell is a heading."""
+    """A table independent of its format; a row with one cell is a heading."""
 
     title: str
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
 
     def to_markdown(self) -> str:
-        """Write GitHub's table syntax, the title, if there is one, as a bold line above."""
+        """Return the table in GitHub's syntax; a title becomes a bold line above it."""
         lines = [f"**{self.title}**", ""] if self.title else []
         lines += [_line(self.header), _line(["---"] * len(self.header))]
         blank = [""] * (len(self.header) - 1)
@@ -36,7 +36,7 @@ class Grid:
         return "\n".join(lines) + "\n"
 
     def to_terminal(self) -> Table:
-        """Make a table for rich."""
+        """Return the table for rich."""
         table = Table(title=self.title, box=SIMPLE, title_justify="left")
         for number, name in enumerate(self.header):
             table.add_column(name, justify="right" if number else "left")
@@ -50,10 +50,10 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def latency_grid(result: LatencyResult) -> Grid:
-    """Make the paper's Table 1: absolute figures (medians) on a GPU, only speed-ups on a CPU.
+    """Make the paper's Table 1, with absolute figures (medians) on a GPU, else only speed-ups.
 
-    A speed-up is the median over the rounds, the lowest and the highest of them behind it, and how
-    much that is of the ideal where the server told its indexers' share.
+    A speed-up is the median over the rounds, followed by the lowest and the highest, and by its
+    share of the ideal if the server reported its indexers' share.
     """
     header = ("", *(format_length(length) for length in result.lengths))
     rows: list[tuple[str, ...]] = []
@@ -72,13 +72,13 @@ def _title(result: LatencyResult) -> str:
 
 
 def _gpus(result: LatencyResult) -> str:
-    """Name the GPUs and drivers; the client's say nothing about servers that it did not start."""
+    """Return the GPUs and drivers as text; they are not known for servers started elsewhere."""
     gpus = result.environment.gpus if result.started_here else ()
     return " and ".join(sorted(set(gpus))) or "GPUs that the client did not see"
 
 
 def label(result: LatencyResult, configuration: Configuration) -> str:
-    """Name a configuration as the paper does: DSA, + IndexCache (1/4)."""
+    """Return a configuration's name as in the paper: DSA, + IndexCache (1/4)."""
     if configuration == result.baseline:
         return "DSA" if not configuration.parsed.shared_layers else configuration.name
     return f"+ IndexCache ({configuration.name})"
@@ -103,12 +103,12 @@ def _row(result: LatencyResult, metric: Metric, configuration: Configuration) ->
 
 
 def _number(value: float) -> str:
-    """Format with three digits, and never an exponent."""
+    """Format a number with three digits and without an exponent."""
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def memory_grid(result: LatencyResult) -> Grid:
-    """Tabulate index-K bytes per token and KV tokens of a rank, as each server reported them."""
+    """Tabulate index-K bytes per token and KV tokens per rank, as reported by each server."""
     rows = []
     for configuration in result.configurations:
         facts = next(v.facts for v in result.visits if v.configuration == configuration.name)
@@ -126,7 +126,7 @@ def report(result: LatencyResult) -> str:
 
 
 def conditions(result: LatencyResult) -> str:
-    """Say how it was measured, in a few sentences."""
+    """Return a few sentences on how the result was measured."""
     environment, facts = result.environment, [visit.facts for visit in result.visits]
     versions = ", ".join(f"{name} {number}" for name, number in environment.versions.items())
     lines = [f"{environment.date}, commit {environment.commit or 'unknown'}, {versions}."]
@@ -158,7 +158,7 @@ def conditions(result: LatencyResult) -> str:
 
 
 def _turns(result: LatencyResult) -> str:
-    """Say who took turns, and for what; before turns were requests, a visit was a length."""
+    """Return text on what took turns; in older files a visit was one length."""
     if not result.side_by_side:
         return "one server at a time, started anew for every visit"
     if len(result.visits) == result.rounds * len(result.configurations) * len(result.lengths):
@@ -167,7 +167,7 @@ def _turns(result: LatencyResult) -> str:
 
 
 def _fullness(result: LatencyResult, length: int) -> str:
-    """Say how full the baseline's pool was, which is the smallest."""
+    """Return text on how full the baseline's pool was, which is the smallest pool."""
     facts = next(v.facts for v in result.visits if v.configuration == result.baseline.name)
     key = (result.baseline.name, "full", length)
     sample = next(s for s in result.samples if (s.configuration, s.metric, s.length) == key)
@@ -177,10 +177,10 @@ def _fullness(result: LatencyResult, length: int) -> str:
 
 
 def draw_speedups(result: LatencyResult, path: Path) -> None:
-    """Draw bars of relative speed-up, every indexer = 1 (paper, figure "Relative speedup").
+    """Draw bars of relative speed-up, where every indexer is 1 (paper, figure "Relative speedup").
 
-    The whisker spans the rounds; the short black line is what Amdahl's law makes of the indexers'
-    measured share, which is noisy too, so a bar may pass it.
+    The whisker spans the rounds. The short black line is the ideal by Amdahl's law from the
+    indexers' measured share, which is noisy too, so a bar may pass it.
     """
     metrics = result.metrics
     width = 3.9 * len(metrics) if metrics[1:] else 5.6
@@ -219,6 +219,6 @@ def draw_speedups(result: LatencyResult, path: Path) -> None:
 
 
 def describe(result: LatencyResult) -> str:
-    """Say what was measured where, in a line."""
+    """Return a line on what was measured, and where."""
     where = result.environment.gpus[0] if result.environment.gpus else "CPU"
     return f"{result.model.name} on {where}, medians of {result.rounds} rounds"
