@@ -5,10 +5,11 @@ alpha over the looks; their function of the O'Brien-Fleming kind, ``2 - 2 Phi(z(
 sqrt(t))``, spends nearly nothing early, so that the last boundary stays close to that of a single
 look. The boundaries follow by the recursive integration of Armitage, McPherson and Rowe (1969): a
 statistic with independent increments, its density carried from look to look over the region in
-which the evaluation goes on.
+which the evaluation continues.
 
-The same boundaries serve both questions, "no loss beyond the margin" and "a loss", each at its own
-one-sided alpha and each unaware of the other's stops, which can only lower its error.
+The same boundaries serve both claims, "no loss beyond the margin" and "a loss", each at its own
+one-sided alpha. Each ignores that the other may stop the evaluation, which can only lower its
+error.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from sglang_indexcache.lab.stats.pairs import Floats
 _SURELY_NOT_FEW: float = FEW + 2 * FEW**0.5
 """Expected number of differing contexts at which there are hardly ever too few for t."""
 MOST = 0.75
-"""Share of a stake that one lost context may take in a plan; in contexts of a single question it
-takes all of the full stake."""
+"""Largest share of a stake that one lost context may take in a plan; with a single question per
+context it takes all of the full stake."""
 NODES = 256
-"""Nodes of each integral; twice as many move no boundary by 1e-6."""
+"""Number of nodes of each integral; twice as many move no boundary by 1e-6."""
 _FAR = 9.0
-"""Standard deviations beyond which a normal density is nothing."""
+"""Number of standard deviations beyond which a normal density is negligible."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,11 @@ class Design:
     Attributes:
         contexts: sample size at the last look, in all cells together.
         margin: the loss that still counts as none; 0.01 is one point.
-        looks: interim analyses and the final one, after equal shares of the contexts.
+        looks: number of interim analyses and the final one, after equal shares of the contexts.
         alpha: one-sided error of each claim over all looks.
 
     Raises:
-        QualityError: a design that no evaluation can follow.
+        QualityError: no evaluation can follow the design.
     """
 
     contexts: int
@@ -70,7 +71,7 @@ class Design:
         """Shares of the contexts at each look.
 
         A plan rounds up to whole rounds over its cells, so looks come a little later than here.
-        That costs nothing: with these boundaries it only lowers the error, to 0.047 at most.
+        With these boundaries that only lowers the error, to 0.047 at most.
         """
         return tuple((look + 1) / self.looks for look in range(self.looks))
 
@@ -81,32 +82,32 @@ class Design:
 
     @property
     def errors(self) -> tuple[float, ...]:
-        """Error that each look may make by itself, alpha together: for tests that are exact."""
+        """Error that each look may spend, for exact tests; the errors add up to alpha."""
         until = [spent(fraction, self.alpha) for fraction in self.fractions]
         return tuple(float(part) for part in np.diff(until, prepend=0.0))
 
     @property
     def drift(self) -> float:
-        """Difference found with the design's power, in standard errors of the whole evaluation."""
+        """Difference detected with the design's power, in standard errors of an evaluation."""
         return needed_drift(self.fractions, self.alpha, self.power)
 
     def needed(self, deviation: float, differing: float, heaviest: float = 1.0) -> int:
-        """Count the contexts that show "no loss beyond the margin" of a harmless pattern.
+        """Return how many contexts show "no loss beyond the margin" for a harmless pattern.
 
         Args:
-            deviation: standard deviation of a context's difference, see :func:`spread`.
+            deviation: standard deviation of a context's difference, as from :func:`spread`.
             differing: share of contexts that differ, 0 to 1.
-            heaviest: see `bounds.Estimate.heaviest`; above 1 if cells are unequal.
+            heaviest: as `bounds.Estimate.heaviest`; above 1 if cells are unequal.
         """
         return math.ceil(self._needed(self.margin, deviation, differing, heaviest) - 1e-9)
 
     def detectable(self, deviation: float, differing: float, heaviest: float = 1.0) -> float:
-        """Return the smallest loss found with the design's power; also the smallest margin."""
+        """Return the smallest loss detected with the design's power; also the smallest margin."""
 
         def enough(margin: float) -> bool:
             return self._needed(margin, deviation, differing, heaviest) <= self.contexts
 
-        # Where the spread is large the bet's approximation gives up again near 1.
+        # With a large spread the bet's approximation fails again near 1.
         high = next((step / 100 for step in range(1, 100) if enough(step / 100)), 1.0 - 1e-9)
         low = max(high - 0.01, 1e-9)
         for _ in range(50):
@@ -115,12 +116,12 @@ class Design:
         return high
 
     def _needed(self, margin: float, deviation: float, differing: float, heaviest: float) -> float:
-        """Return the contexts that the bet needs, or t as soon as enough contexts differ for it.
+        """Return the contexts that the bet needs, or that t needs if enough contexts differ for it.
 
         For t this is the normal sample size, plus half a squared boundary because the deviation is
-        unknown (Guenther 1981, American Statistician 35:243); only contexts that differ can tell
-        it. The bet is on differences that reach as far as the heaviest context moves the mean. The
-        number is never below what it takes to see a rare loss of whole contexts (`bounds.unseen`).
+        unknown (Guenther 1981, American Statistician 35:243), and only contexts that differ show
+        it. The bet is on differences up to the step of the heaviest context. The number is never
+        too small to see a rare loss of whole contexts (`bounds.unseen`).
         """
         from scipy.special import ndtr
 
@@ -135,12 +136,12 @@ class Design:
         return max(min(by_bet, by_t), rare)
 
     def _bet_needs(self, margin: float, deviation: float, step: float) -> float:
-        """Count contexts until one of the stakes, each with its part of the wealth, wins alone.
+        """Count the contexts until one of the stakes, each with its part of the wealth, wins alone.
 
-        The log-wealth of a stake grows per context by what the margin wins, minus half its
+        A stake's log-wealth grows per context by the stake times the margin, minus half the
         variance, and varies by the stake times the deviation. A stake is left out if one differing
-        context, which differs by ``step``, can take more than :data:`MOST` of it: the first loss
-        would ruin it.
+        context, which differs by ``step``, can take more than :data:`MOST` of it, because the first
+        loss would ruin it.
         """
         from scipy.special import ndtr, ndtri
 
@@ -161,9 +162,9 @@ class Design:
 def spread(discordance: float, correlation: float, questions: int) -> tuple[float, float]:
     """Return the deviation of a context's mean difference, and the share that differs.
 
-    Both hold if the arms are equally good. The share counts contexts as if all that differ did so
-    by the same amount, like `bounds.Estimate.differing`. A question shares its context's fate with
-    probability sqrt(correlation) and otherwise has its own, which gives that correlation.
+    Both assume that the arms are equally good. The share counts contexts as if all that differ did
+    so by the same amount, like `bounds.Estimate.differing`. A question shares its context's outcome
+    with probability sqrt(correlation) and is otherwise independent, which gives that correlation.
     ``discordance`` is the share of paired questions that differ, 0 to 1.
     """
     second = fourth = 0.0
@@ -183,11 +184,11 @@ def spread(discordance: float, correlation: float, questions: int) -> tuple[floa
 def spread_over_cells(
     cells: Sequence[tuple[int, int]], discordance: float, correlation: float
 ) -> tuple[float, float, float]:
-    """Return deviation, share of contexts that differ, and the heaviest's weight, for Design.
+    """Return the deviation, the share of contexts that differ, and the heaviest weight, for Design.
 
-    They are as `bounds.Estimate` will find them. The primary result is a mean over cells, so a
-    large cell does not make up for the error that a small one adds, or for what it may hide. Each
-    of ``cells`` is its number of contexts, and of questions behind one of them.
+    They match those of `bounds.Estimate`. The primary result is a mean over cells, so a large cell
+    does not make up for the error that a small cell adds, or for losses that it may hide. Each
+    entry of ``cells`` has the cell's number of contexts, and of questions per context.
     """
     total = sum(count for count, _ in cells)
     second = fourth = step = heaviest = 0.0
@@ -201,7 +202,7 @@ def spread_over_cells(
 
 
 def spent(fraction: float, alpha: float) -> float:
-    """Return the error that may have been made by ``fraction`` (0 to 1) of the contexts."""
+    """Return the error that may be spent by ``fraction`` (0 to 1) of the contexts."""
     from scipy.special import ndtr, ndtri
 
     if fraction <= 0:
@@ -214,7 +215,7 @@ def boundaries(fractions: tuple[float, ...], alpha: float) -> tuple[float, ...]:
     """Return the boundary of a standard normal statistic at each look, one-sided.
 
     Args:
-        fractions: of the planned contexts at each look, rising, at most 1.
+        fractions: share of the planned contexts at each look, rising, at most 1.
         alpha: the whole one-sided error, 0 to 0.5.
     """
     from scipy.optimize import brentq
@@ -230,10 +231,10 @@ def boundaries(fractions: tuple[float, ...], alpha: float) -> tuple[float, ...]:
 def crossing_probability(
     fractions: Sequence[float], bounds: Sequence[float], drift: float = 0.0
 ) -> float:
-    """Return the probability that a statistic reaches one of its bounds, z at each look.
+    """Return the probability that a statistic reaches one of its bounds, a z for each look.
 
     Args:
-        fractions: of the planned contexts at each look.
+        fractions: share of the planned contexts at each look.
         drift: mean of the statistic at fraction 1; 0 under the null hypothesis.
     """
     return sum(
@@ -246,7 +247,7 @@ def crossing_probability(
 def needed_drift(fractions: tuple[float, ...], alpha: float, power: float) -> float:
     """Return the mean at fraction 1 with which a bound is reached with ``power``.
 
-    A difference of this many standard errors of the whole evaluation is found with that power.
+    A difference of this many standard errors of the whole evaluation is detected with that power.
     """
     from scipy.optimize import brentq
 
@@ -257,9 +258,9 @@ def needed_drift(fractions: tuple[float, ...], alpha: float, power: float) -> fl
 def _crossing(
     fractions: Sequence[float], bounds: Sequence[float], drift: float
 ) -> Callable[[float], float]:
-    """Return P(first crossing at the last look), as a function of the z that counts there.
+    """Return P(first crossing at the last look), as a function of the bound z at that look.
 
-    Carries the density of the score ``B(t) = z sqrt(t)``, a Brownian motion with drift.
+    It carries the density of the score ``B(t) = z sqrt(t)``, a Brownian motion with drift.
     """
     from scipy.special import ndtr
 
@@ -284,5 +285,5 @@ def _crossing(
 
 @cache
 def _nodes() -> tuple[Floats, Floats]:
-    """Return Gauss-Legendre nodes on -1 to 1, and weights: an eigenvalue problem to solve once."""
+    """Return Gauss-Legendre nodes on -1 to 1 and weights, from an eigenvalue problem."""
     return np.polynomial.legendre.leggauss(NODES)

@@ -25,14 +25,14 @@ Cell = tuple[str, int]
 
 @dataclass(frozen=True)
 class Outcome:
-    """One question as one arm answered it.
+    """One arm's answer to one question.
 
     Attributes:
         context: the prompt before the question; its name is unique in the evaluation.
         question: unique within the context.
-        length: of context and question, in tokens, as planned.
-        value: 1 right, 0 wrong; or a score from 0 to 1.
-        repeat: 0, and 1 where the arm was asked again (A/A).
+        length: planned length of context and question, in tokens.
+        value: 1 if right, 0 if wrong; or a score from 0 to 1.
+        repeat: 0, or 1 if the arm was asked again (A/A).
     """
 
     context: str
@@ -45,13 +45,13 @@ class Outcome:
 
     @property
     def cell(self) -> Cell:
-        """Its stratum."""
+        """Stratum of this outcome."""
         return self.task, self.length
 
 
 @dataclass(frozen=True)
 class Flips:
-    """Numbers of the ``pairs`` of questions that the second arm lost and won against the first."""
+    """Numbers of questions among ``pairs`` that the second arm lost and won against the first."""
 
     lost: int
     won: int
@@ -63,14 +63,15 @@ class Flips:
 
 @dataclass(frozen=True)
 class Differences:
-    """Arm minus reference, one mean a context, in the order in which contexts were asked.
+    """Differences arm minus reference, one mean per context, in the order of asking.
 
     Attributes:
-        values: float64 [contexts], mean over the context's paired questions; of right answers
-            within -1 to 1. A study has leading dimensions: many evaluations of one design.
-        cells: int64 [contexts], which of ``names`` a context belongs to.
-        questions: int64 [contexts], how many each value is the mean of.
-        reference: float64 [contexts], means of the reference's values; empty if nobody asks.
+        values: float64 [contexts], mean over the context's paired questions; within -1 to 1 for
+            right answers. A study has leading dimensions: many evaluations of one design.
+        cells: int64 [contexts], index in ``names`` of each context's cell.
+        questions: int64 [contexts], number of questions in each mean.
+        reference: float64 [contexts], means of the reference's values; empty if they are not
+            needed.
     """
 
     values: Floats
@@ -84,7 +85,7 @@ class Differences:
         return len(self.cells)
 
     def of(self, cell: int) -> Differences:
-        """Return those of one cell; their flips are not counted anew."""
+        """Return the differences in one cell; the flips are not counted again."""
         in_cell = self.cells == cell
         return Differences(
             self.values[..., in_cell],
@@ -106,11 +107,12 @@ def paired(
     """Return ``arm`` minus the first answers of ``reference``, by context.
 
     Args:
-        cells: leave out all others.
-        repeat: of ``arm``; ``paired(outcomes, ref, ref, repeat=1)`` is the A/A comparison.
+        cells: the cells to use; None uses all.
+        repeat: the repeat of ``arm``; ``paired(outcomes, ref, ref, repeat=1)`` is the A/A
+            comparison.
 
     Raises:
-        QualityError: no pair at all.
+        QualityError: there is no pair at all.
     """
     selected = None if cells is None else set(cells)
     rows = [row for row in outcomes if selected is None or row.cell in selected]
@@ -141,7 +143,7 @@ def _answers(rows: Iterable[Outcome], arm: str, repeat: int) -> dict[tuple[str, 
 def _pairs_by_context(
     first: Mapping[tuple[str, str], Outcome], second: Mapping[tuple[str, str], Outcome]
 ) -> dict[str, list[tuple[Outcome, Outcome]]]:
-    """Return the answers to the same questions in pairs, by their context."""
+    """Return pairs of answers to the same questions, by context."""
     groups: dict[str, list[tuple[Outcome, Outcome]]] = defaultdict(list)
     for key, before in first.items():
         if key in second:
