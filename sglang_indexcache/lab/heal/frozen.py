@@ -105,7 +105,7 @@ class FrozenBody:
         self._rotary = type(model.model.rotary_emb)(config=config).to(self.devices[0])
 
     def _resident(self, number: int) -> int:
-        """Count the bytes that a layer keeps occupied: weights, the embedding before it, training state."""
+        """Count the bytes that a layer keeps: weights, the embedding before it, training state."""
         dtype = None if self._quantised[number] else self._dtype
         body = sum(self._files.bytes_of(name, dtype) for name in self._names(number))
         resident = 0 if self.from_disk else body
@@ -207,7 +207,7 @@ class FrozenBody:
     def _whole(
         self, number: int, name: str, sources: list[str], read: Callable[[str], Weight]
     ) -> torch.Tensor:
-        """Read a parameter; one with all experts is filled one by one, so it is never held twice."""
+        """Read a parameter; one with all experts is filled one by one, and never held twice."""
         float32 = any(part in name for part in self._float32)
         dtype = torch.float32 if float32 else self._dtype
         if sources[0].endswith(name):

@@ -209,7 +209,7 @@ def _log_softmax(scores: torch.Tensor, support: torch.Tensor) -> torch.Tensor:
 
 
 def _divergence(p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
-    """Return KL(p || q) per query in nats; keys outside the support add nothing, and 0 log 0 is 0."""
+    """Return KL(p || q) per query in nats; keys outside the support add nothing, 0 log 0 is 0."""
     # -inf times p = 0 would be NaN, in the value and in the gradient.
     return (torch.xlogy(p, p) - p * log_q.masked_fill(p == 0, 0.0)).sum(-1)
 
@@ -237,7 +237,7 @@ class _VisibleKeys:
         return flat.view(*queries.shape[:3], -1)
 
     def to_queries(self, pull: torch.Tensor, gathered: torch.Tensor) -> torch.Tensor:
-        """Return the queries' gradient ``[B, rows, heads, D]`` from ``pull``, the dots' gradient."""
+        """Return the queries' gradient ``[B, rows, heads, D]`` from the dots' gradient ``pull``."""
         return (pull.flatten(1, 2) @ gathered).view(*pull.shape[:3], -1)
 
     def to_keys(self, pull: torch.Tensor, queries: torch.Tensor, total: torch.Tensor) -> None:

@@ -82,7 +82,7 @@ class Layout:
         return is_same_document & (places <= self.places(rows)[:, None])
 
     def attended(self, rows: slice, selected: torch.Tensor | None) -> torch.Tensor:
-        """Return the visible keys, or only the ``selected`` ones if given, as ``[B, rows, S]`` bool.
+        """Return the visible keys, or only ``selected`` ones if given, as ``[B, rows, S]`` bool.
 
         ``selected`` has ``[B, Q, k]`` top-k indices, padded with -1.
         """
