@@ -145,7 +145,7 @@ class Faithfulness:
         return "; ".join([*self.beside_loss(), loss])
 
     def beside_loss(self) -> Iterator[str]:
-        """Return a clause each on recall, divergence and likeliest tokens."""
+        """Yield a clause each on recall, divergence and likeliest tokens."""
         yield "KL to all F " + ", ".join(f"{kind} {v:.3f}" for kind, v in self.kl.items())
         yield "likeliest tokens kept " + ", ".join(f"{k} {v:.1%}" for k, v in self.kept.items())
         low, high = 100 * self.recall.low, 100 * self.recall.high

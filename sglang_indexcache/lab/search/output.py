@@ -102,7 +102,7 @@ class OutputFolder:
         write_whole(path, text)
 
     def _entry(self, result: Found) -> Entry:
-        """Make the library entry of one mark, without times, so that equal searches give equal files."""
+        """Make the library entry of one mark, without times: equal searches give equal files."""
         setup, search = self._setup, self._search
         by = search.method.objective
         return Entry(
@@ -122,7 +122,7 @@ class OutputFolder:
         )
 
     def _quality(self, result: Found) -> Iterator[Quality]:
-        """Return loss, recall and divergence, on held-out documents if there are any."""
+        """Yield loss, recall and divergence, on held-out documents if there are any."""
         measured, uniform = result.faithfulness, result.uniform
         if measured is None:
             return

@@ -44,7 +44,7 @@ _KEPT_RUNS = 3
 
 
 def blocks(length: int) -> list[slice]:
-    """Yield ``length`` queries in blocks of :data:`BLOCK`."""
+    """Cut ``length`` queries into blocks of :data:`BLOCK`."""
     return [slice(start, min(start + BLOCK, length)) for start in range(0, length, BLOCK)]
 
 
@@ -236,7 +236,7 @@ class TransformersEvaluator(TokenEvaluator):
         return TokenChanges(*values)
 
     def _log_probabilities(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return log-probabilities ``[queries, vocabulary]``, float32, of the last layer's outputs."""
+        """Return float32 log-probabilities ``[queries, vocabulary]`` from the last layer."""
         logits = self._model.lm_head(self._decoder.norm(hidden)).float()
         return torch.log_softmax(logits, dim=-1)
 

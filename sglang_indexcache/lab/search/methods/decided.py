@@ -1,4 +1,4 @@
-"""A search in which one pass proposes patterns, exchanges improve one, and a student's loss decides.
+"""Search in which one pass proposes patterns, exchanges improve one, and a student's loss decides.
 
 A matrix of layer pairs says which layers may share. It differs a little between documents, and
 ignores the effect of errors on later layers, and that another layer's list may copy better than a
