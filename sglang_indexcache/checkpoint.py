@@ -178,7 +178,7 @@ class Checkpoint:
         )
 
     def check_served(self, where: str) -> None:
-        """Refuse what SGLang cannot serve with shared indices, though other engines may.
+        """Refuse a model that SGLang cannot serve with shared indices, even if other engines can.
 
         Raises:
             CheckpointError: names the reason.

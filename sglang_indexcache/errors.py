@@ -99,7 +99,7 @@ class KernelError(IndexCacheError):
 
 
 class ServerError(IndexCacheError):
-    """A server that did not start, or an answer that is not what was asked for."""
+    """A server that did not start, or an answer that does not fit the request."""
 
 
 class ServerUnavailableError(ServerError):

@@ -133,7 +133,7 @@ def run_command(
 def _request(
     model: Path, arms: tuple[str, list[str], str], files: dict[str, Path], plan: EvaluationPlan
 ) -> EvaluationRequest:
-    """Make the request of an evaluation: ``arms`` are the reference, the patterns, the bad one."""
+    """Make an evaluation's request; ``arms`` are the reference, the patterns and the bad one."""
     from transformers import AutoTokenizer
 
     from sglang_indexcache.checkpoint import reading
@@ -165,7 +165,7 @@ def _plan(
     looks: int,
     seed: int,
 ) -> EvaluationPlan:
-    """Return the plan of what is generated; without ``contexts`` as many as the margin needs."""
+    """Return the plan of generated questions, by default with as many contexts as needed."""
     from sglang_indexcache.checkpoint import Checkpoint
     from sglang_indexcache.lab.evaluate.evaluation_plan import (
         EvaluationPlan,

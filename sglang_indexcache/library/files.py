@@ -74,7 +74,7 @@ class Citation(Strict):
 
 
 class Quality(Strict):
-    """One benchmark score of the pattern, beside all-F and uniform interleaving."""
+    """One benchmark score of the pattern, compared with all F and with uniform interleaving."""
 
     benchmark: str
     score: float

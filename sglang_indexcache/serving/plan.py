@@ -215,12 +215,12 @@ class Plan:
 
     @classmethod
     def from_hf_config(cls, config: Any) -> Plan | None:
-        """Read the plan that :meth:`hf_overrides` wrote, or None if there is none."""
+        """Return the plan that :meth:`hf_overrides` wrote, or None if there is none."""
         return cls.from_json(getattr(config, CONFIG_KEY, None))
 
     @classmethod
     def from_overrides(cls, overrides: str) -> Plan | None:
-        """Read the plan in resolved ``--json-model-override-args``, or None if there is none."""
+        """Return the plan in resolved ``--json-model-override-args``, or None if there is none."""
         return cls.from_json(json.loads(overrides).get(CONFIG_KEY))
 
     @classmethod

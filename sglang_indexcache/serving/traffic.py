@@ -117,7 +117,7 @@ def label_for(name: Any, labels: Collection[Any], most: int, rest: Any) -> Any:
 
 @lru_cache(maxsize=256)
 def _scoring(patterns: frozenset[Pattern], layers: frozenset[int]) -> int:
-    """Count the ``layers`` that are F in some of a forward's patterns, which score for all rows."""
+    """Count the ``layers`` that are F in any of a forward's patterns; they score for all rows."""
     return sum(any(pattern.is_full(layer) for pattern in patterns) for layer in layers)
 
 

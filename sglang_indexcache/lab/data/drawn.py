@@ -62,7 +62,7 @@ def _in_turn(
 def _file(path: Path, seed: int) -> Iterator[tuple[Path, Document]]:
     """Yield documents of one file, drawn from all of it."""
     draw = random.Random(f"{seed} {path.name}")
-    heap: list[tuple[float, int, Document]] = []  # on top what comes last
+    heap: list[tuple[float, int, Document]] = []  # the top is last in the drawn order
     for number, document in enumerate(read_file(path)):
         heapq.heappush(heap, (-draw.random(), number, document))
         if len(heap) > MOST:

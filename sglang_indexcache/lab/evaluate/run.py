@@ -203,7 +203,7 @@ class Run:
         self._console.print(line, highlight=False, soft_wrap=True, markup=False)
 
     def _ask_context(self, planned: Planned) -> None:
-        """Ask every undecided arm what is not recorded yet for a context."""
+        """Ask every undecided arm about a context, except for answers that are already recorded."""
         self._look_for_loss((planned.task, planned.length))
         context = self._corpus.make(planned)
         for batch in self._servers.batches(self._askings(planned)):

@@ -204,7 +204,7 @@ class Look:
 
     @property
     def cells(self) -> set[Cell]:
-        """Cells with long outcomes, of which the claim leaves out blind ones."""
+        """Cells with outcomes to compare, including cells that cannot see a loss."""
         return {row.cell for row in self.long}
 
     @cached_property

@@ -149,7 +149,7 @@ def run(
     report: Report = lambda _: None,
     output: Path | None = None,
 ) -> LatencyResult:
-    """Measure everything; return a result only if every server did what was asked.
+    """Measure everything; return a result only if no server did anything wrong.
 
     The first of ``served`` is the baseline; ``arguments`` are the servers' flags, for the record.
     Every complete round is kept in the folder ``output``, so that an interrupted run continues

@@ -158,7 +158,7 @@ def conditions(result: LatencyResult) -> str:
 
 
 def _turns(result: LatencyResult) -> str:
-    """Return text on what took turns; in older files a visit was one length."""
+    """Return text on which measurements alternated; in older files a visit was one length."""
     if not result.side_by_side:
         return "one server at a time, started anew for every visit"
     if len(result.visits) == result.rounds * len(result.configurations) * len(result.lengths):

@@ -217,7 +217,7 @@ def _are_positions(lists: NDArray[np.integer], start: int) -> bool:
 
 
 class ReturningEvaluator(ServedEvaluator):
-    """A :class:`ServedEvaluator` that can also ask what layers select, where servers return it."""
+    """A :class:`ServedEvaluator` that can also ask for the selections of layers from servers."""
 
     def __init__(self, pool: Pool, calibration: Calibration, checkpoint: Checkpoint) -> None:
         super().__init__(pool, calibration)

@@ -84,7 +84,7 @@ def run_search(
 
 
 def plan(setup: Setup, targets: Targets, method: Method) -> Iterator[tuple[str, str]]:
-    """Yield what a search will do, and its largest number of tokens: a name and a sentence each."""
+    """Yield what a search will do and how many tokens it forwards at most: names and sentences."""
     tokens = setup.calibration.batch_tokens
     cut = len(tokens) - setup.calibration.held_out
     searched, held_out = tokens[:cut], tokens[cut:]

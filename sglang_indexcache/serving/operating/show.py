@@ -63,7 +63,7 @@ class Rank:
     sglang: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """Return what it does, by names that stay."""
+        """Return the state of this rank under stable names."""
         state, verdict = self.state, judge(self.state)
         copied = {"rank", "version", "mode", "source", "adapter", "policy", "pattern", "requests"}
         copied |= {"kernel_choices"}
@@ -117,7 +117,7 @@ class Survey:
         return not (self.problems or disobeyed)
 
     def to_json(self) -> dict[str, Any]:
-        """Return all of it, by names that stay."""
+        """Return the survey under stable names."""
         ranks = [rank.to_json() for rank in self.ranks]
         return {"fine": self.fine, "problems": self.problems, "ranks": ranks}
 

@@ -270,7 +270,7 @@ def has_template(tokenizer: Tokenizer) -> bool:
 
 
 def around(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """Return the ids before and after a user's text; the answer follows the latter.
+    """Return the ids before and after a user's text; the answer comes after the second ids.
 
     They come from the chat template, with thinking off if it has a switch for that, because a
     teacher-forced answer follows at once. Without a template they are the tokenizer's beginning of
@@ -317,5 +317,5 @@ def _applied(messages: tuple[Message, ...], tokenizer: Tokenizer, **options: boo
             thinking=False,
             **options,
         )
-    except Exception as error:  # a template is a program, and raises what it likes
+    except Exception as error:  # a template is a program and may raise any error
         raise QualityError(f"the model's chat template refuses a conversation: {error}") from error
