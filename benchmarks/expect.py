@@ -38,7 +38,7 @@ from sglang_indexcache.lab.runs.plots import make_figure, save_figure
 from sglang_indexcache.lab.runs.provenance import machine
 from sglang_indexcache.library.lengths import format_length
 from sglang_indexcache.library.resolve import Library
-from sglang_indexcache.library.sizes import USED_MEMORY, checkpoint_of, find_gpu
+from sglang_indexcache.library.sizes import checkpoint_of, find_gpu, has_room
 from sglang_indexcache.library.writing import write_json, write_whole
 from sglang_indexcache.pattern import Pattern
 
@@ -110,7 +110,7 @@ def gains(deployment: Deployment) -> dict[str, Any]:
         "model": deployment.model,
         "gpu": deployment.gpu,
         "dp": deployment.dp,
-        "weights_fit": deployment.weight_bytes < USED_MEMORY * find_gpu(deployment.gpu).memory,
+        "weights_fit": has_room(deployment.weight_bytes, find_gpu(deployment.gpu).memory),
         "full_layers": {name: len(pattern.full_layers) for name, pattern in patterns},
         "sources": [*source.sources, *sources],
         "gains": by_metric,

@@ -30,7 +30,7 @@ from sglang_indexcache.pattern import Pattern
 MOST_OFF = 0.1
 """A figure that may be off by more is not given."""
 EXPERT_LOADS = "power_law_1.01"
-"""How uneven the rows' tokens load the experts: what NVIDIA's own estimator takes."""
+"""Distribution of the tokens over the experts that NVIDIA's own estimator takes."""
 MEMORY_PART = 0.8
 """Share of the bandwidth that a norm reaches: an assumption."""
 NCCL = "comm/nccl/2.29.2/nccl_perf"
@@ -88,8 +88,7 @@ class Deployment:
     @property
     def weight_bytes(self) -> float:
         """Weights on one GPU; attention's are repeated in each rank of data-parallel attention."""
-        size = 1 if "fp8" in self.measured.weights else 2
-        return self.shape.weight_bytes(self.gpus, self.dp, size)
+        return self.measured.weight_bytes(self.gpus, self.dp)
 
     def __str__(self) -> str:
         ranks = f"--tp {self.gpus}" + (

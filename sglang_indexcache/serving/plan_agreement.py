@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PATIENCE = timedelta(minutes=2)
-"""How long a rank waits for the others' plans. All ranks have just formed their group."""
+"""Longest wait of a rank for the others' plans. All ranks have just formed their group."""
 
 _BOOTSTRAP = "sglang.srt.distributed.bootstrap"
 _NOTHING = "no IndexCache"

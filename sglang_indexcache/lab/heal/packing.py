@@ -40,6 +40,11 @@ class Layout:
                 f"{self.documents.dtype} {list(self.documents.shape)}"
             )
 
+    def to(self, device: torch.device) -> Layout:
+        """Return the same layout on a device."""
+        queries = None if self.queries is None else self.queries.to(device)
+        return Layout(self.documents.to(device), queries)
+
     @property
     def length(self) -> int:
         """Number of tokens per row."""

@@ -122,7 +122,7 @@ class Passing:
 
         All layers that an indexer serves are on one device, so no state of a group moves here.
         """
-        self.run.layout = Layout(self.run.layout.documents.to(device))
+        self.run.layout = self.run.layout.to(device)
         cosine, sine = self.rotation
         self.rotation = cosine.to(device), sine.to(device)
         sharing.resume(self.run)

@@ -55,6 +55,11 @@ class MeasuredModel:
     weights: str
     note: str = ""
 
+    def weight_bytes(self, gpus: int, dp: int) -> float:
+        """Return the bytes of weights on one of ``gpus`` GPUs, with ``dp`` attention ranks."""
+        each = 1 if "fp8" in self.weights else 2
+        return PRESETS[self.shape].weight_bytes(gpus, dp, each)
+
 
 _GLM = "GLM-5.2 has GLM-5's shape and was measured with and without indexers."
 MODELS = {
@@ -205,14 +210,12 @@ def find_composed(model: str, gpu: str, gpus: int, dp: int) -> Composed:
         CheckpointError: see :func:`find_model`.
     """
     name, card = find_model(model), find_gpu(gpu)
-    measured = MODELS[name]
     if gpus != GPUS:
         raise BenchError(
             f"forwards were composed for {GPUS} GPUs, not for {gpus}. Measure {gpus} with "
             "`indexcache bench latency`."
         )
-    taken = PRESETS[measured.shape].weight_bytes(GPUS, dp, 1 if "fp8" in measured.weights else 2)
-    check_room(name, taken, GPUS, dp, card.name, card.memory)
+    check_room(name, MODELS[name].weight_bytes(GPUS, dp), GPUS, dp, card.name, card.memory)
     for row in composed():
         if (row.model, row.gpu, row.dp) == (name, gpu.lower(), dp):
             return row

@@ -18,6 +18,14 @@ def naive_visible(documents: torch.Tensor) -> torch.Tensor:
     return mask
 
 
+def test_a_moved_layout_keeps_its_queries() -> None:
+    layout = Layout(torch.zeros(1, 5, dtype=torch.int64), torch.tensor([1, 4]))
+    moved = layout.to(torch.device("cpu"))
+    assert moved.queries is not None
+    assert torch.equal(moved.queries, torch.tensor([1, 4]))
+    assert torch.equal(moved.documents, layout.documents)
+
+
 def test_blocks_of_the_mask_are_causal_and_stay_in_their_document() -> None:
     documents = torch.randint(0, 3, (2, 13)).sort(-1).values
     documents[1, -4:] = -1

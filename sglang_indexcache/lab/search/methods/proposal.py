@@ -16,8 +16,8 @@ class Sureness:
 
     Attributes:
         share: share of the proposals from single documents in which the layer is F.
-        without: divergence in nats that the best pattern without this F layer adds; None if no such
-            pattern was run.
+        without: student's loss in nats that the best pattern without this F layer adds; None if no
+            such pattern was run.
     """
 
     share: float
