@@ -172,7 +172,7 @@ def test_many_patterns_at_once_under_dp_attention(wide: Path, serve: Serve, orac
     arguments += ["--indexcache-mode", "live", "--indexcache-pattern", "FSFSFS"]
     arguments += ["--max-total-tokens", "8192", "--chunked-prefill-size", "128"]
     environment = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", "SGLANG_TEST_RETRACT": "1",
-                   "SGLANG_TEST_RETRACT_INTERVAL": "23"}  # fmt: skip
+                   "SGLANG_TEST_RETRACT_INTERVAL": "3"}  # fmt: skip
     with serve(wide, *arguments, **environment) as client:
         stress(client, oracle, patterns[:10], defaults)
 
