@@ -217,12 +217,10 @@ class Ledger:
         """Return each batch's comparison of a pattern with all F, on all batches by default."""
         return self.judged_each([pattern], batches)[0]
 
-    def student_losses(
-        self, patterns: Sequence[Pattern], batches: Sequence[int] | None = None
-    ) -> Floats:
-        """Return :attr:`~.judged.Judged.student_loss` as ``[patterns, batches]``."""
+    def mixed_losses(self, patterns: Sequence[Pattern], batches: Sequence[int]) -> Floats:
+        """Return :attr:`~.judged.Judged.mixed_loss` as ``[patterns, batches]``."""
         judged = self.judged_each(patterns, batches)
-        return np.array([[each.student_loss for each in row] for row in judged])
+        return np.array([[each.mixed_loss for each in row] for row in judged])
 
     def judged_each(
         self, patterns: Sequence[Pattern], batches: Sequence[int] | None = None
@@ -240,7 +238,7 @@ class Ledger:
         pattern, batch = cell
         [judged] = self.evaluator.judge(pattern, [batch])
         self._check(pattern, batch, judged.loss)
-        self._check(pattern, batch, judged.student_loss)
+        self._check(pattern, batch, judged.mixed_loss)
         entry = {"pattern": str(pattern), "batch": batch, "judged": judged.numbers()}
         if self._journal is not None:
             self._journal.write(entry)

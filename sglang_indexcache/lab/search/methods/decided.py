@@ -1,20 +1,24 @@
-"""Search in which one pass proposes patterns, exchanges improve one, and a student's loss decides.
+"""Search in which one pass proposes patterns, exchanges improve one, and the mixed loss decides.
 
 A matrix of layer pairs says which layers may share. It differs a little between documents, and
 ignores the effect of errors on later layers, and that another layer's list may copy better than a
 layer's own. So the optima of documents, in every rating, are proposals, of which some are run. In
-the best of them layers are exchanged: the F layer that is missed least becomes S, and the S layer
-that helps most becomes F. The choice is by the loss of the text plus the divergence from all F, in
-running text *and* where something far back is asked for. In running text alone it would choose
-patterns that can no longer copy (benchmarks/results/smollm2/real-model.md).
+the best of them layers are exchanged: the F layers that are missed least become S, and the S layers
+that help most *together* become F, because two lists may recall what neither recalls alone.
+
+The mixed loss decides: as much in running text as in passages that come again, and as in keys and
+rules. Divergence from all F does not decide, because lists that copy better than a layer's own also
+diverge; running text alone would choose patterns that can no longer copy
+(benchmarks/results/smollm2/real-model.md).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import cycle
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations, cycle
+from math import comb
 
 import numpy as np
 
@@ -28,26 +32,26 @@ from sglang_indexcache.pattern import Pattern
 
 PROPOSALS, LOOK = 4, 2
 """Number of proposals that are run for a target, and number of documents for that."""
-EXCHANGED = 2
-"""Number of layers that are exchanged in the best proposal."""
-AGAIN = 8
-"""Number of S layers that are tried for the second exchange: those that helped most in the
-first."""
+EXCHANGED = 3
+"""Most layers that are exchanged in the best proposal; of few layers, half."""
+PAIRED, AGAIN = 6, 10
+"""Numbers of S layers, those that help most alone, of which every two are tried together, and of
+which each is tried after that."""
 
 
 @dataclass(frozen=True)
 class Decided:
-    """Method that runs proposals by pairs, exchanges layers, and decides by a student's loss."""
+    """Method that runs proposals by pairs, exchanges layers, and decides by the mixed loss."""
 
     pairs: Pairwise
 
-    objective, judges = "loss and KL to all F", True
+    objective, judges = "mean loss of text, passages and keys", True
 
     @property
     def in_words(self) -> str:
         """See :class:`~sglang_indexcache.lab.search.methods.Method`."""
         return (
-            "loss and KL to all F, in text and recall, among exchanges of layers in proposals by "
+            "loss, in text and recall alike, among exchanges of layers in proposals by "
             f"{self.pairs.in_words}"
         )
 
@@ -55,56 +59,74 @@ class Decided:
         """See :class:`~sglang_indexcache.lab.search.methods.Method`."""
         matrices = pair_matrices(ledger, self.pairs)
         ledger.judged(targets.constraints.start)
-        for mark in targets.marks:
-            exchanges = are_exchanged(targets.constraints, mark)
-            yield decide(ledger, targets.constraints, mark, matrices, exchanges)
+        smaller = None
+        for mark in reversed(targets.marks):
+            if are_exchanged(targets.constraints, mark):
+                smaller = None
+            proposal = decide(ledger, targets.constraints, mark, matrices, smaller)
+            smaller = proposal.pattern
+            yield proposal
 
-    def between(self, ledger: Ledger, targets: Targets, mark: Mark) -> Proposal:
+    def between(self, ledger: Ledger, targets: Targets, mark: Mark, smaller: Pattern) -> Proposal:
         """See :class:`~sglang_indexcache.lab.search.methods.Method`."""
-        matrices = pair_matrices(ledger, self.pairs)
-        return decide(ledger, targets.constraints, mark, matrices, exchanges=False)
+        return decide(ledger, targets.constraints, mark, pair_matrices(ledger, self.pairs), smaller)
 
     def least(self, targets: Targets, batch_tokens: Sequence[int]) -> int:
         """See :class:`~sglang_indexcache.lab.search.methods.Method`."""
         first = self.pairs.least(targets, batch_tokens) + sum(batch_tokens)
         look = PROPOSALS * sum(batch_tokens[:LOOK])
         finals = 2 * sum(batch_tokens)
-        tried = sum(_tried(targets.constraints, mark) for mark in targets.marks)
+        tried = sum(
+            _tried(targets.constraints, mark)
+            for mark in targets.marks
+            if mark is targets.marks[-1] or are_exchanged(targets.constraints, mark)
+        )
         return first + len(targets.marks) * (look + finals) + tried * max(batch_tokens)
 
 
 def are_exchanged(constraints: Constraints, mark: Mark) -> bool:
-    """Return whether exchanges are worth their cost: below 1/2, where proposals lose recall."""
+    """Return whether layers are exchanged although a smaller pattern is known: below 1/2."""
     return 2 * mark.full_layers < len(constraints.start)
 
 
+def _exchanges(constraints: Constraints, full_layers: int) -> int:
+    """Return how many layers are exchanged: half of those that may become S, but not many."""
+    return min(EXCHANGED, -(-(full_layers - constraints.fewest) // 2))
+
+
 def _tried(constraints: Constraints, mark: Mark) -> int:
-    """Return an upper bound for the number of patterns that exchanges try."""
-    if not are_exchanged(constraints, mark):
-        return 0
-    leave = mark.full_layers - constraints.fewest
-    come = len(constraints.start.full_layers) - mark.full_layers + EXCHANGED
-    return EXCHANGED * leave + come + (EXCHANGED - 1) * AGAIN
+    """Return an upper bound for the forwards of one document that exchanges take."""
+    rounds = _exchanges(constraints, mark.full_layers)
+    leave = rounds * (mark.full_layers - constraints.fewest)
+    come = len(constraints.start.full_layers) - mark.full_layers + rounds
+    added = [come, comb(PAIRED, 2), AGAIN][:rounds]
+    return leave + sum(count + (count + 1) // 2 for count in added)
 
 
 def decide(
-    ledger: Ledger, constraints: Constraints, mark: Mark, matrices: Floats, exchanges: bool = True
+    ledger: Ledger, constraints: Constraints, mark: Mark, matrices: Floats, smaller: Pattern | None
 ) -> Proposal:
     """Find the pattern for one mark.
 
     Args:
         matrices: ``[batches, M, N, N]``, for each document in each rating.
-        exchanges: whether layers of the best proposal are exchanged.
+        smaller: found pattern with fewer F layers, whose best completions are proposed first; None
+            if layers of the best proposal are exchanged instead.
     """
-    proposed, votes = _proposed(matrices, mark.full_layers, constraints, ledger.tokens_of_batches)
+    count, together = mark.full_layers, _together(matrices, ledger.tokens_of_batches)
+    proposed, votes = _proposed(matrices, together, count, constraints)
+    if smaller is not None:
+        kept = replace(constraints, fixed=constraints.fixed | {*smaller.full_layers})
+        completed = [most_similar(matrix, count, kept) for matrix in together]
+        proposed = [*dict.fromkeys([*completed, *proposed])]
     look = ledger.all_batches[:LOOK]
     run = _ranked(ledger, proposed[:PROPOSALS], look)
     finalists = run[:1]
-    if exchanges:
+    if smaller is None:
         finalists += [exchanged(ledger, constraints, run[0])]
     best = _ranked(ledger, finalists, ledger.all_batches)[0]
     run = list(dict.fromkeys([*run, best]))
-    losses = dict(zip(run, ledger.student_losses(run, look), strict=True))
+    losses = dict(zip(run, ledger.mixed_losses(run, look), strict=True))
     documents = ledger.documents_of(look)
     layers = {
         layer: Sureness(
@@ -118,35 +140,58 @@ def decide(
 
 
 def exchanged(ledger: Ledger, constraints: Constraints, pattern: Pattern) -> Pattern:
-    """Exchange the :data:`EXCHANGED` F layers that are missed least for the best other layers.
+    """Exchange the F layers that are missed least for the S layers that help most together.
 
     Layers are removed before others are added, because a list that copies badly may hide one that
-    copies well. Each choice uses another document.
+    copies well. Each choice begins with another document.
     """
-    batches = cycle(ledger.all_batches)
-    rounds = min(EXCHANGED, len(constraints.candidates(pattern)))
+    documents = cycle(ledger.all_batches)
+    rounds = _exchanges(constraints, len(pattern.full_layers))
+    if not rounds:
+        return pattern
     for _ in range(rounds):
         smaller = [constraints.flipped(pattern, n) for n in constraints.candidates(pattern)]
-        pattern = _ranked(ledger, smaller, [next(batches)])[0]
-    layers = constraints.restorable(pattern)
-    for _ in range(rounds):
-        larger = {constraints.flipped(pattern, layer): layer for layer in layers}
-        pattern, *others = _ranked(ledger, [*larger], [next(batches)])
-        layers = [larger[other] for other in others[:AGAIN]]
-    return pattern
+        pattern = _ranked(ledger, smaller, [next(documents)])[0]
+
+    def added(groups: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        """Sort groups of S layers by the loss with all of a group F."""
+        larger = {constraints.keeping({*pattern.full_layers, *group}): group for group in groups}
+        ranked = _ranked_twice(ledger, [*larger], next(documents), next(documents))
+        return [larger[each] for each in ranked]
+
+    alone = added((layer,) for layer in constraints.restorable(pattern))
+    chosen = alone[0]
+    if rounds > 1:
+        chosen = added(a + b for a, b in combinations(alone[:PAIRED], 2))[0]
+    for _ in range(rounds - 2):
+        chosen = added(chosen + one for one in alone[:AGAIN] if one[0] not in chosen)[0]
+    return constraints.keeping({*pattern.full_layers, *chosen})
 
 
 def _ranked(ledger: Ledger, patterns: Sequence[Pattern], batches: Sequence[int]) -> list[Pattern]:
-    """Sort patterns by the student's loss on some documents, best first."""
-    losses = ledger.student_losses(patterns, batches).mean(axis=1)
+    """Sort patterns by the mixed loss on some documents, best first."""
+    losses = ledger.mixed_losses(patterns, batches).mean(axis=1)
     return [patterns[n] for n in np.argsort(losses, kind="stable")]
 
 
+def _ranked_twice(
+    ledger: Ledger, patterns: Sequence[Pattern], first: int, second: int
+) -> list[Pattern]:
+    """Sort patterns by one document, and the better half of them again by two."""
+    order = _ranked(ledger, patterns, [first])
+    half = (len(order) + 1) // 2
+    return _ranked(ledger, order[:half], [first, second]) + order[half:]
+
+
+def _together(matrices: Floats, tokens: Sequence[int]) -> Floats:
+    """Average the documents' matrices by their tokens, ``[M, N, N]``."""
+    return np.asarray(np.average(matrices, axis=0, weights=tokens))
+
+
 def _proposed(
-    matrices: Floats, full_layers: int, constraints: Constraints, tokens: Sequence[int]
+    matrices: Floats, together: Floats, full_layers: int, constraints: Constraints
 ) -> tuple[list[Pattern], Counter[Pattern]]:
     """Return the proposals, joint ones first, and how many documents each is optimal for."""
-    together = np.average(matrices, axis=0, weights=tokens)
     first = [most_similar(matrix, full_layers, constraints) for matrix in together]
     votes = Counter(
         most_similar(matrix, full_layers, constraints) for of_one in matrices for matrix in of_one

@@ -16,7 +16,7 @@ class Sureness:
 
     Attributes:
         share: share of the proposals from single documents in which the layer is F.
-        without: student's loss in nats that the best pattern without this F layer adds; None if no
+        without: mixed loss in nats that the best pattern without this F layer adds; None if no
             such pattern was run.
     """
 
