@@ -1,4 +1,9 @@
-"""State that one forward pass carries from layer to layer: the F layer's selection and its q."""
+"""State that one forward pass carries from layer to layer: the F layer's selection and its q.
+
+A model that is trained as a whole uses :class:`Sharing`, whose losses are backpropagated together.
+A frozen model uses :class:`LocalSharing`: no gradient flows through its layers, so a layer's loss
+depends on no other layer except through the indexer that serves it, and is backpropagated at once.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +17,7 @@ from sglang_indexcache.lab.heal.losses import (
     DEFAULT_BLOCK,
     AttentionInputs,
     IndexInputs,
+    captured_mass,
     distillation_loss,
     select_top_k,
 )
@@ -34,13 +40,25 @@ class Stage(StrEnum):
 
 @dataclass
 class ForwardState:
-    """The state of one forward pass; dropped after its backward pass."""
+    """The state of one forward pass; dropped after its backward pass.
+
+    Attributes:
+        queries: number of queries by which a frozen model's losses are divided.
+        projected: an indexer's outputs, until the gradient is backpropagated through them.
+        chosen: when measuring, the indexer's selection, also in the dense stage.
+        captured: when measuring, the attention mass of each layer's selection, summed over queries,
+            and the number of those queries.
+    """
 
     stage: Stage
     layout: Layout
+    queries: float = 1.0
     index: dict[int, IndexInputs] = field(default_factory=dict)
     selected: dict[int, torch.Tensor] = field(default_factory=dict)
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
+    projected: dict[int, IndexInputs] = field(default_factory=dict)
+    chosen: dict[int, torch.Tensor] = field(default_factory=dict)
+    captured: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
 
 class Sharing:
@@ -119,3 +137,53 @@ class Sharing:
         if self.forward is None:
             raise StaleIndexError("a layer ran outside a forward pass of DistilledModel")
         return self.forward
+
+
+class LocalSharing(Sharing):
+    """Connection between the indexers and attention layers of a frozen model.
+
+    Several forward passes may be in progress; whoever runs a layer first sets ``forward`` to the
+    one that it is for. With gradients enabled it trains: each loss's gradient is added to that of
+    the indexer's score inputs, and after the last layer that the indexer serves, the sum is
+    backpropagated through the indexer, and everything is dropped. Without gradients it measures,
+    including the attention mass that each selection captures.
+    """
+
+    def select(self, layer: int, index: IndexInputs) -> torch.Tensor:
+        """Select like :meth:`Sharing.select`, and give the losses copies that collect gradients."""
+        run = self.running()
+        if torch.is_grad_enabled():
+            run.projected[layer] = index
+            parts = (index.queries, index.keys, index.weights)
+            index = IndexInputs(*(part.detach().requires_grad_() for part in parts))
+        selected = super().select(layer, index)
+        if not torch.is_grad_enabled():
+            sparse = run.stage is Stage.SPARSE
+            run.chosen[layer] = (
+                selected if sparse else select_top_k(index, run.layout, self.topk, self.block)
+            )
+        return selected
+
+    def distil(self, layer: int, attention: AttentionInputs) -> None:
+        """Distil like :meth:`Sharing.distil`, and use the gradient at once."""
+        super().distil(layer, attention)
+        run, source = self.running(), self.pattern.source_of(layer)
+        if torch.is_grad_enabled():
+            (run.losses[layer] / run.queries).backward()  # type: ignore[no-untyped-call]
+            run.losses[layer] = run.losses[layer].detach()
+        else:
+            chosen = run.chosen[source]
+            run.captured[layer] = captured_mass(attention, run.layout, chosen, self.block)
+        if layer + 1 == len(self.pattern) or self.pattern.is_full(layer + 1):
+            self._end(run, source)
+
+    def _end(self, run: ForwardState, source: int) -> None:
+        """End the group of ``source`` after the last layer that it serves."""
+        scored = run.index.pop(source)
+        projected = run.projected.pop(source, None)
+        if projected is not None:
+            outputs = [projected.queries, projected.keys, projected.weights]
+            grads = [part.grad for part in (scored.queries, scored.keys, scored.weights)]
+            torch.autograd.backward(outputs, grads)
+        run.selected.pop(source)
+        run.chosen.pop(source, None)

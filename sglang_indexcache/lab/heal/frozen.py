@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from sglang_indexcache.checkpoint import fp8_blocks, reading
 from sglang_indexcache.errors import CheckpointError
-from sglang_indexcache.lab.heal.forward_state import Sharing
+from sglang_indexcache.lab.heal.forward_state import ForwardState, Sharing
 from sglang_indexcache.lab.heal.model import (
     LightningIndexer,
     Rotation,
@@ -217,6 +217,42 @@ class FrozenBody:
         for place, source in zip(_parts(stacked, len(sources)), sources, strict=True):
             place.copy_(read(source).plain(dtype))
         return stacked
+
+
+@dataclass
+class Passing:
+    """Rows on their way through the layers, with the next layer's input ``[B, T, hidden_size]``."""
+
+    run: ForwardState
+    hidden: torch.Tensor
+    rotation: Rotation
+
+    def through(
+        self,
+        layer: Callable[[torch.Tensor, Rotation], torch.Tensor],
+        device: torch.device,
+        sharing: Sharing,
+    ) -> None:
+        """Run a layer that is on ``device``.
+
+        All layers that an indexer serves are on one device, so no state of a group moves here.
+        """
+        self.run.layout = self.run.layout.to(device)
+        cosine, sine = self.rotation
+        self.rotation = cosine.to(device), sine.to(device)
+        sharing.forward = self.run
+        self.hidden = layer(self.hidden.to(device), self.rotation)
+
+
+def pass_through(body: FrozenBody, sharing: Sharing, rows: Sequence[Passing]) -> None:
+    """Run all layers on all rows, with gradients if they are enabled.
+
+    A layer processes all rows before the next one starts, so it is dequantised or read once.
+    """
+    for number, device in enumerate(body.devices):
+        layer = body.layer(number)
+        for row in rows:
+            row.through(layer, device, sharing)
 
 
 def shared_out(pattern: Pattern, loads: Sequence[int], devices: int) -> list[range]:

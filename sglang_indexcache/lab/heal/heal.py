@@ -1,7 +1,7 @@
 """Healing of a pattern: train the indexers that it keeps, on a frozen model.
 
 A step runs some packed rows through the body, layer by layer. Every loss is backpropagated within
-its own layer (:mod:`~sglang_indexcache.lab.heal.passing`), so only the indexers have gradients and
+its own layer (``LocalSharing`` in `forward_state`), so only the indexers have gradients and
 optimiser state. In the dense warm-up, layers attend to everything, and an indexer learns the
 attention of all layers that it serves. In the sparse stage, layers attend to the indexer's
 selection, and the indexer learns the attention among those keys (paper section "Training-Aware
@@ -29,12 +29,11 @@ from sglang_indexcache.lab.data.documents import what_is_left_out
 from sglang_indexcache.lab.data.marking import Marker
 from sglang_indexcache.lab.data.packed import FileRows, PackedRow
 from sglang_indexcache.lab.heal import STEPS
-from sglang_indexcache.lab.heal.forward_state import Stage
-from sglang_indexcache.lab.heal.frozen import FrozenBody
+from sglang_indexcache.lab.heal.forward_state import ForwardState, LocalSharing, Stage
+from sglang_indexcache.lab.heal.frozen import FrozenBody, Passing, pass_through
 from sglang_indexcache.lab.heal.losses import DEFAULT_BLOCK
 from sglang_indexcache.lab.heal.optimizer import BETAS, adamw_groups, lr_factor, set_lr
 from sglang_indexcache.lab.heal.packing import Layout, PackedBatch
-from sglang_indexcache.lab.heal.passing import LocalForward, LocalSharing, Passing, pass_through
 from sglang_indexcache.lab.heal.run_folder import (
     HealRun,
     HeldOutEvaluation,
@@ -123,11 +122,6 @@ class HealOptions:
         kinds = {Stage.WARMUP: self.dense_steps, Stage.SPARSE: self.sparse_steps}
         return tuple(HealStage(kind, steps) for kind, steps in kinds.items() if steps)
 
-    @property
-    def steps(self) -> int:
-        """Number of steps in all stages."""
-        return self.dense_steps + self.sparse_steps
-
 
 @dataclass(frozen=True)
 class HealStage:
@@ -214,7 +208,7 @@ class _Sums:
         self.all = torch.zeros(3, layers, dtype=torch.float64)
         self.loss, self.mass, self.choosing = self.all
 
-    def add(self, run: LocalForward) -> None:
+    def add(self, run: ForwardState) -> None:
         for layer, loss in run.losses.items():
             self.loss[layer] += loss.item()
         for layer, (mass, queries) in run.captured.items():
@@ -349,7 +343,8 @@ class _Healing:
             state = State(Position(number, 0), lr=self.lr)
             self._judge(number, 0, stage, state)
         else:
-            self._restore(state, optimizer)
+            self._set(state.indexers)
+            optimizer.load_state_dict(state.optimizer)
         began, start = time.perf_counter(), state.position.step
         for step in range(start, stage.steps):
             set_lr([optimizer], stage.lr_factor(step))
@@ -415,7 +410,7 @@ class _Healing:
         for first in range(0, len(rows), self.options.rows):
             passing = [
                 Passing(
-                    self.sharing.begin(kind, Layout(batch.documents), queries),
+                    ForwardState(kind, Layout(batch.documents), queries),
                     *self.body.start(batch.ids, batch.positions),
                 )
                 for row in rows[first : first + self.options.rows]
@@ -478,10 +473,6 @@ class _Healing:
                 "what was learned since belongs to none of them. Put the first ones back and give "
                 "the same command, or begin anew with another --output."
             )
-
-    def _restore(self, state: State, optimizer: torch.optim.Optimizer) -> None:
-        self._set(state.indexers)
-        optimizer.load_state_dict(state.optimizer)
 
     def _finish(self) -> HealResult:
         self._check_base()

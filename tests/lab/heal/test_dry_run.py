@@ -10,11 +10,10 @@ import torch
 from transformers import AutoConfig
 
 from sglang_indexcache.lab.heal.dry_run import _peaks, memory_needed
-from sglang_indexcache.lab.heal.forward_state import Stage
-from sglang_indexcache.lab.heal.frozen import FrozenBody
+from sglang_indexcache.lab.heal.forward_state import ForwardState, LocalSharing, Stage
+from sglang_indexcache.lab.heal.frozen import FrozenBody, Passing
 from sglang_indexcache.lab.heal.heal import HealOptions, Target
 from sglang_indexcache.lab.heal.packing import Layout
-from sglang_indexcache.lab.heal.passing import LocalSharing, Passing
 from sglang_indexcache.library.sizes import ModelShape
 from sglang_indexcache.pattern import Pattern
 from tests.lab.heal import models
@@ -79,7 +78,7 @@ def test_the_fullest_device_holds_no_more_than_planned(
             body.layer(number)
             resident.append(memory._alive - before)
         passing = Passing(
-            sharing.begin(stage, Layout(torch.zeros_like(ids)), length),
+            ForwardState(stage, Layout(torch.zeros_like(ids)), length),
             *body.start(ids, positions),
         )
         start, measured = memory._alive, []

@@ -14,10 +14,9 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
 from sglang_indexcache.errors import CheckpointError, PatternError
-from sglang_indexcache.lab.heal.forward_state import Stage
-from sglang_indexcache.lab.heal.frozen import FrozenBody, shared_out
+from sglang_indexcache.lab.heal.forward_state import ForwardState, LocalSharing, Stage
+from sglang_indexcache.lab.heal.frozen import FrozenBody, Passing, pass_through, shared_out
 from sglang_indexcache.lab.heal.packing import Layout
-from sglang_indexcache.lab.heal.passing import LocalSharing, Passing, pass_through
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.adapters.weights import dequantised
 from tests.fixtures.training import DistilledModel
@@ -41,14 +40,14 @@ def train(
     """Gradients into ``body``'s indexers; the last layer's output and each layer's loss."""
     sharing: Any = next(iter(body.indexers.values())).sharing
     parts = ids.chunk(pieces)
-    runs = [sharing.begin(stage, Layout(torch.zeros_like(p)), float(ids.numel())) for p in parts]
+    runs = [ForwardState(stage, Layout(torch.zeros_like(p)), float(ids.numel())) for p in parts]
     positions = torch.arange(ids.shape[1])
     states = [body.start(part, positions.expand_as(part)) for part in parts]
     activations = [state for state, _ in states]
     for number in range(LAYERS):
         layer = body.layer(number)
         for place, run in enumerate(runs):
-            sharing.resume(run)
+            sharing.forward = run
             activations[place] = layer(activations[place], states[place][1])
         assert not any(state.requires_grad for state in activations)
         outputs = [set(run.index) | set(run.projected) | set(run.selected) for run in runs]
@@ -139,8 +138,8 @@ def test_memory_grows_no_faster_than_the_length(
     sharing.block = 32
     usages = []
     for length in (256, 512):
-        run = sharing.begin(stage, Layout(torch.zeros(1, length, dtype=torch.int64)), 1.0)
-        sharing.resume(run)
+        run = ForwardState(stage, Layout(torch.zeros(1, length, dtype=torch.int64)), 1.0)
+        sharing.forward = run
         hidden, rotation = body.start(tokens(1, length), torch.arange(length)[None])
         layers = [body.layer(number) for number in range(LAYERS)]
         with Memory() as memory, torch.set_grad_enabled(training):
@@ -228,7 +227,7 @@ def test_rows_on_several_devices_give_the_bits_of_one(
         positions = torch.arange(19)[None]
         rows = [
             Passing(
-                sharing.begin(stage, Layout(torch.zeros_like(row[None])), ids.numel()),
+                ForwardState(stage, Layout(torch.zeros_like(row[None])), ids.numel()),
                 *body.start(row[None], positions),
             )
             for row in ids
