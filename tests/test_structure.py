@@ -124,7 +124,7 @@ RULES = {
     "lab.data.marking": ("is_held_out",),
     "lab.data.rows": ("read_rows",),
     "lab.stats.bounds": ("half_width", "student_quantile"),
-    "lab.runs.cost": ("print_plan", "time_in_words"),
+    "lab.runs.progress": ("print_plan", "time_in_words"),
     "lab.runs.identity": ("check_same", "claim", "differences"),
     "lab.runs.provenance": ("busy_cores", "machine", "versions"),
     "library.digest": ("checkpoint_digest",),

@@ -218,15 +218,3 @@ def _checked(url: str) -> str:
 def print_json(document: Mapping[str, Any]) -> None:
     """Print a document for programs, without colours or line breaks for the terminal."""
     typer.echo(json.dumps(document, indent=1, ensure_ascii=False))
-
-
-def name_and_value(text: str, option: str) -> tuple[str, str]:
-    """Split ``NAME=VALUE``.
-
-    Raises:
-        IndexCacheError: ``text`` has another form; the message names ``option``.
-    """
-    name, equals, value = text.partition("=")
-    if not equals or not name:
-        raise IndexCacheError(f"{option} wants NAME=VALUE, got {text!r}")
-    return name, value

@@ -18,7 +18,6 @@ from sglang_indexcache.cli.common import (
     Seed,
     connect,
     group,
-    name_and_value,
     out,
     writable,
 )
@@ -254,7 +253,9 @@ def _files(rows: list[str] | None) -> dict[str, Path]:
 
     paths: dict[str, Path] = {}
     for text in rows or ():
-        kind, place = name_and_value(text, "--rows")
+        kind, equals, place = text.partition("=")
+        if not equals or not kind:
+            raise QualityError(f"--rows wants NAME=VALUE, got {text!r}")
         if kind not in FILES:
             raise QualityError(f"--rows {kind}=... is none of {', '.join(FILES)}")
         if kind in paths:

@@ -87,7 +87,7 @@ def run(
     interrupted goes on with the same command.
     """
     from sglang_indexcache.lab.heal.heal import HealOptions, heal
-    from sglang_indexcache.lab.runs.progress import resumable
+    from sglang_indexcache.lab.runs.progress import print_plan, resumable
     from sglang_indexcache.library.lengths import parse_length
 
     options = HealOptions(
@@ -107,7 +107,6 @@ def run(
     )
     if dry_run is not None:
         from sglang_indexcache.lab.heal.dry_run import memory_needed
-        from sglang_indexcache.lab.runs.cost import print_plan
 
         print_plan(out, memory_needed(options, dry_run))
         return

@@ -112,7 +112,7 @@ def run_command(
     Example: indexcache search run --model MODEL --url http://127.0.0.1:30000 --data chats.jsonl
     -o found/
     """
-    from sglang_indexcache.lab.runs.cost import print_plan
+    from sglang_indexcache.lab.runs.progress import print_plan
     from sglang_indexcache.lab.search.methods import (
         METHODS,
         METHODS_OF_SERVERS,
@@ -168,7 +168,7 @@ def compare_command(
     Example: indexcache search compare full found/MODEL-1of4.yaml uniform:1/4 --model MODEL
     --url http://127.0.0.1:30000 --data chats.jsonl -o compared/
     """
-    from sglang_indexcache.lab.runs.cost import print_plan
+    from sglang_indexcache.lab.runs.progress import print_plan
     from sglang_indexcache.lab.search.compare import compare
     from sglang_indexcache.lab.search.difference import HELD_OUT
     from sglang_indexcache.lab.search.setup import Setup

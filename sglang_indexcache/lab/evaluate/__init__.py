@@ -1,4 +1,4 @@
-"""Evaluation of a pattern's long-context quality: tasks, and statistics of their outcomes.
+"""Evaluation of a pattern's long-context quality: tasks, and statistics of their answers.
 
 Read in this order: `plan` (what is asked, of which patterns), `run` (asking it), `corpus` and
 `tasks` (the questions, generated to an exact number of tokens), `arms` (the servers' answers),

@@ -15,17 +15,14 @@ from statistics import fmean
 from typing import Any
 
 from sglang_indexcache.errors import QualityError
-from sglang_indexcache.lab.evaluate.evaluation import Answer, Evaluation
+from sglang_indexcache.lab.evaluate.evaluation import Evaluation
 from sglang_indexcache.lab.evaluate.evaluation_plan import Arm, Planned, Role
 from sglang_indexcache.lab.evaluate.logs import Log, Sample
 from sglang_indexcache.lab.stats.design import Design
+from sglang_indexcache.lab.stats.pairs import Answer
 
-Key = tuple[str, str]
-"""Task and question."""
-Questions = Mapping[Key, Sample]
-"""Questions of one run, each once, with repeated answers averaged."""
-Runs = dict[tuple[str, int], Questions]
-"""Runs by arm and repeat."""
+Questions = Mapping[tuple[str, str], Sample]
+"""Questions of one run by task and name, each once, with repeated answers averaged."""
 
 
 def compare_logs(
@@ -43,13 +40,24 @@ def compare_logs(
     bad.
 
     Raises:
-        QualityError: the runs have different questions.
+        QualityError: the runs have different questions, or two of them the same name.
     """
-    runs = _runs(reference, candidate, again, bad)
-    base = runs[reference.name, 0]
-    arms = [Arm(reference.name, "", Role.REFERENCE), Arm(candidate.name, "", Role.CANDIDATE)]
-    if bad:
-        arms.append(Arm(bad.name, "", Role.BAD))
+    logs = [(reference, Role.REFERENCE), (candidate, Role.CANDIDATE)]
+    logs += [(bad, Role.BAD)] if bad else []
+    arms = tuple(Arm(log.name, "", role) for log, role in logs)
+    names = [arm.name for arm in arms]
+    for name in names:
+        if names.count(name) > 1:
+            raise QualityError(
+                f"two of the runs are called {name}, so the report could not tell them apart. Give "
+                "each a name of its own: NAME=PATH."
+            )
+    base = _questions(reference)
+    answers = [*_answers(reference.name, 0, base, base)]
+    if again:  # the reference's second answer
+        answers += _answers(reference.name, 1, base, _same_questions(reference, again, base))
+    for log, _ in logs[1:]:
+        answers += _answers(log.name, 0, base, _same_questions(reference, log, base))
     planned = {
         (name := _context(sample)): Planned(name, sample.task, sample.length, 1, again is not None)
         for sample in base.values()
@@ -59,55 +67,28 @@ def compare_logs(
         {"logs": reference.kind, "metric": metrics, **(facts or {})},
         design=Design(contexts=len(planned), margin=margin, looks=1),
         selects_all=None,
-        arms=tuple(arms),
+        arms=arms,
         planned=tuple(planned.values()),
-        answers=tuple(_answers(runs, base)),
+        answers=tuple(answers),
         finished=True,
         notices=_notices(base.values()),
     )
 
 
-def _runs(reference: Log, candidate: Log, again: Log | None, bad: Log | None) -> Runs:
-    """Return the samples of each run by arm and repeat, all for the reference's questions.
-
-    Raises:
-        QualityError: a run asked other questions, or two runs have the same name.
-    """
-    names = [log.name for log in (reference, candidate, bad) if log]
-    for name in names:
-        if names.count(name) > 1:
-            raise QualityError(
-                f"two of the runs are called {name}, so the report could not tell them apart. Give "
-                "each a name of its own: NAME=PATH."
-            )
-    base = _questions(reference)
-    runs: Runs = {(reference.name, 0): base}
-    further = [(candidate, candidate.name, 0)]
-    if again:  # the reference's second answer
-        further.append((again, reference.name, 1))
-    if bad:
-        further.append((bad, bad.name, 0))
-    for log, arm, repeat in further:
-        runs[arm, repeat] = _questions(log)
-        _check_same(reference, log, base, runs[arm, repeat])
-    return runs
-
-
-def _answers(runs: Runs, base: Questions) -> Iterator[Answer]:
-    """Yield the answers of every run, one run after the other."""
-    for (arm, repeat), run in runs.items():
-        for key, sample in run.items():
-            task, question = key
-            place = (arm, repeat, _context(base[key]), question, task, base[key].length, None)
-            yield Answer(*place, right=sample.value)
+def _answers(arm: str, repeat: int, base: Questions, run: Questions) -> Iterator[Answer]:
+    """Yield the answers of a run, at the places that the reference's run gives them."""
+    for key, sample in run.items():
+        task, question = key
+        place = (arm, repeat, _context(base[key]), question, task, base[key].length, None)
+        yield Answer(*place, right=sample.value)
 
 
 def _context(sample: Sample) -> str:
     return f"{sample.task} {sample.length} {sample.context}"
 
 
-def _questions(log: Log) -> dict[Key, Sample]:
-    groups: dict[Key, list[Sample]] = defaultdict(list)
+def _questions(log: Log) -> Questions:
+    groups: dict[tuple[str, str], list[Sample]] = defaultdict(list)
     for sample in log.samples:
         groups[sample.task, sample.question].append(sample)
     questions = {}
@@ -121,7 +102,9 @@ def _questions(log: Log) -> dict[Key, Sample]:
     return questions
 
 
-def _check_same(reference: Log, other: Log, base: Questions, run: Questions) -> None:
+def _same_questions(reference: Log, other: Log, base: Questions) -> Questions:
+    """Return another run's questions, and refuse any but the reference's."""
+    run = _questions(other)
     if reference.kind != other.kind:
         raise QualityError(
             f"{reference.name} is a log of {reference.kind} and {other.name} one of {other.kind}, "
@@ -149,6 +132,7 @@ def _check_same(reference: Log, other: Log, base: Questions, run: Questions) -> 
         )
     if {sample.metric for sample in base.values()} != {sample.metric for sample in run.values()}:
         raise QualityError(f"{reference.name} and {other.name} have other metrics; say --metric")
+    return run
 
 
 def _notices(samples: Iterable[Sample]) -> tuple[str, ...]:

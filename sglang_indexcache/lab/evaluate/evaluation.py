@@ -9,7 +9,6 @@ are pure functions of the :class:`Evaluation` that these lines define.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -28,47 +27,11 @@ from sglang_indexcache.lab.evaluate.evaluation_plan import (
 )
 from sglang_indexcache.lab.runs.journal import Journal
 from sglang_indexcache.lab.stats.design import Design
-from sglang_indexcache.lab.stats.pairs import Outcome
+from sglang_indexcache.lab.stats.pairs import Answer
 
 NAME = "journal.jsonl"
 MEASURED = ("question", "depth", "right", "tokens", "logprobs", "trace")
 """Fields of an answer that are kept in a line; the rest follows from arm, context and plan."""
-
-
-@dataclass(frozen=True)
-class Answer:
-    """One arm's answer to one question, as measured and as kept in the journal.
-
-    Attributes:
-        repeat: 0, or 1 if the reference was asked again.
-        question: unique within the context.
-        length: planned number of tokens.
-        depth: place in the context, 0 to 1, of the first line from which the answer follows; None
-            if a file or log does not tell.
-        right: 1 if the whole answer is right, else 0; for answers that a judge would read, the
-            share of right tokens; for another harness, its score, 0 to 1.
-        tokens: number of tokens in the right answer.
-        logprobs: log-probabilities of these tokens, in nats; empty for a log's answer.
-        trace: sum of all returned log-probabilities; two patterns have the same sum only if they
-            compute the same.
-    """
-
-    arm: str
-    repeat: int
-    context: str
-    question: str
-    task: str
-    length: int
-    depth: float | None
-    right: float
-    tokens: int = 0
-    logprobs: tuple[float, ...] = ()
-    trace: float | None = None
-
-    @property
-    def probability(self) -> float | None:
-        """Probability of the right answer, 0 to 1; None for a log's answer."""
-        return math.exp(sum(self.logprobs)) if self.logprobs else None
 
 
 @dataclass(frozen=True)
@@ -152,19 +115,10 @@ class Evaluation:
         first = min((max(row.look, 1) for row in unanswered), default=self.design.looks + 1)
         return first - 1
 
-    def outcomes(self, look: int | None = None, of: str = "right") -> list[Outcome]:
-        """Return the outcomes for the statistics, up to a look or of all contexts asked.
-
-        ``of`` is the answer's field to use; a log's answers have no ``probability``.
-        """
-        counts = {
-            planned.context for planned in self.planned if look is None or planned.look <= look
-        }
-        return [
-            Outcome(row.context, row.question, row.task, row.length, row.arm, value, row.repeat)
-            for row in self.answers
-            if row.context in counts and (value := getattr(row, of)) is not None
-        ]
+    def until(self, look: int) -> list[Answer]:
+        """Return the answers for contexts that count at a look."""
+        counts = {planned.context for planned in self.planned if planned.look <= look}
+        return [row for row in self.answers if row.context in counts]
 
 
 class Record:

@@ -181,8 +181,8 @@ class SelectedRows:
         rows: number of the first row about each text, in the order of asking.
         sizes: number of tokens to compute for each text, with questions and answers.
         available: number of texts in the file that belong to this cell.
-        questions: number of questions about each text; empty if each has one.
-        longest: number of tokens in the longest row, with its answer; 0 if each text has one row.
+        questions: number of questions about each text.
+        longest: number of tokens in the longest row, with its answer.
     """
 
     task: str
@@ -190,8 +190,8 @@ class SelectedRows:
     rows: tuple[int, ...]
     sizes: tuple[int, ...]
     available: int
-    questions: tuple[int, ...] = ()
-    longest: int = 0
+    questions: tuple[int, ...]
+    longest: int
 
 
 @dataclass(frozen=True)
@@ -283,22 +283,13 @@ class EvaluationPlan:
         """Number of tokens in the longest context with its question and answer."""
         if self.tasks:
             return max(self.lengths)
-        return max((cell.longest or max(cell.sizes) for cell in self.taken), default=0)
+        return max((cell.longest for cell in self.taken), default=0)
 
     @property
     def pairs(self) -> dict[Cell, int]:
         """Number of paired questions in each cell."""
-        counts = {cell: len(rows) * self.questions_of(cell[0]) for cell, rows in self.cells.items()}
-        return counts | {
-            (cell.task, cell.length): sum(cell.questions) for cell in self.taken if cell.questions
-        }
-
-    def questions_of(self, task: str) -> int:
-        """Return the number of questions per context of a task.
-
-        For a file's rows it is 1, unless :class:`SelectedRows` counts them, as ``pairs`` considers.
-        """
-        return self.questions if task in self.tasks else 1
+        counts = {cell: len(rows) * self.questions for cell, rows in self.cells.items()}
+        return counts | {(cell.task, cell.length): sum(cell.questions) for cell in self.taken}
 
     @property
     def control_length(self) -> int:

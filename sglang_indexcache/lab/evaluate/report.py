@@ -16,7 +16,7 @@ import numpy as np
 
 from sglang_indexcache.errors import QualityError
 from sglang_indexcache.lab.evaluate.evaluation import Evaluation
-from sglang_indexcache.lab.evaluate.verdict import Look, Verdict, Verdicts, means, verdicts_of
+from sglang_indexcache.lab.evaluate.verdict import Look, Verdict, Verdicts, verdicts_of
 from sglang_indexcache.lab.stats.bounds import Estimate
 from sglang_indexcache.lab.stats.pairs import Flips, paired
 from sglang_indexcache.library.files import Evaluated, add_evaluated, load_entry
@@ -96,7 +96,7 @@ def provenance(evaluation: Evaluation) -> str:
 def cell_differences(evaluation: Evaluation) -> list[CellDifference]:
     """Compare every arm with the reference in every cell, A/A first."""
     look = Look(evaluation)
-    reference_means = means(look.long, look.reference)
+    reference_means = look.right_share(look.reference)
     arms = [(arm.name, arm.name, 0) for arm in evaluation.compared_arms]
     differences = []
     for name, arm, repeat in [(NOISE, look.reference, 1), *arms]:

@@ -21,7 +21,7 @@ from rich.console import Console
 from sglang_indexcache.errors import QualityError, ServerUnavailableError
 from sglang_indexcache.lab.client.http import Client
 from sglang_indexcache.lab.evaluate.corpus import Corpus
-from sglang_indexcache.lab.evaluate.evaluation import NAME, Answer, Evaluation, Record, recorded
+from sglang_indexcache.lab.evaluate.evaluation import NAME, Evaluation, Record, recorded
 from sglang_indexcache.lab.evaluate.evaluation_plan import (
     AGAIN_EVERY,
     CONTROL_LOOK,
@@ -34,11 +34,16 @@ from sglang_indexcache.lab.evaluate.evaluation_plan import (
 from sglang_indexcache.lab.evaluate.servers import Asking, Servers
 from sglang_indexcache.lab.evaluate.tasks.context import Context
 from sglang_indexcache.lab.evaluate.verdict import DECIDED, Kind, Look, verdicts_of
-from sglang_indexcache.lab.runs.cost import print_plan, time_in_words
-from sglang_indexcache.lab.runs.progress import progress_at_most, resumable, resuming
+from sglang_indexcache.lab.runs.progress import (
+    print_plan,
+    progress_at_most,
+    resumable,
+    resuming,
+    time_in_words,
+)
 from sglang_indexcache.lab.runs.provenance import commit, versions
 from sglang_indexcache.lab.stats.bounds import Estimate
-from sglang_indexcache.lab.stats.pairs import Cell
+from sglang_indexcache.lab.stats.pairs import Answer, Cell
 from sglang_indexcache.library.digest import checkpoint_digest
 from sglang_indexcache.library.lengths import points
 from sglang_indexcache.serving.protocol import facts
@@ -76,7 +81,8 @@ class EvaluationRequest:
         for planned in self.plan.planned:
             size = self.plan.sizes.get(planned.context, planned.length)
             tail = tails.get(planned.task, 0)
-            per_arm = size + self.plan.questions_of(planned.task) * (tail + (size - tail) % PAGE)
+            questions = self.plan.questions if planned.task in tails else 1
+            per_arm = size + questions * (tail + (size - tail) % PAGE)
             tokens += per_arm * (len(self.arms) + planned.again)
         return tokens
 

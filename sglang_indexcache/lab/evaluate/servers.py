@@ -17,9 +17,9 @@ from sglang_indexcache.errors import QualityError
 from sglang_indexcache.lab.client import score as scoring
 from sglang_indexcache.lab.client.http import Client
 from sglang_indexcache.lab.client.score import Prompt, TokenScores
-from sglang_indexcache.lab.evaluate.evaluation import Answer
 from sglang_indexcache.lab.evaluate.evaluation_plan import Arm
 from sglang_indexcache.lab.evaluate.tasks.context import Context, Question
+from sglang_indexcache.lab.stats.pairs import Answer
 from sglang_indexcache.serving.protocol import RankState, alike, check_obeyed, facts
 
 TOP = 20

@@ -24,9 +24,9 @@ from __future__ import annotations
 import enum
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,7 +35,7 @@ from sglang_indexcache.errors import QualityError
 from sglang_indexcache.lab.evaluate.evaluation import Evaluation
 from sglang_indexcache.lab.stats.bounds import Estimate, capital, sign_flip
 from sglang_indexcache.lab.stats.design import Design, boundaries
-from sglang_indexcache.lab.stats.pairs import Cell, Differences, Flips, Outcome, paired
+from sglang_indexcache.lab.stats.pairs import Answer, Cell, Differences, Flips, paired
 from sglang_indexcache.library.lengths import counted, format_length, points
 
 LEAST_RIGHT = 0.10
@@ -168,43 +168,40 @@ class Look:
         return self.evaluation.bad.name if self.evaluation.bad else None
 
     @cached_property
-    def control(self) -> list[Outcome]:
-        """Outcomes at lengths where every pattern selects everything; empty for a log."""
-        most, rows = self.evaluation.selects_all, self.evaluation.outcomes(self.at)
+    def control(self) -> list[Answer]:
+        """Answers at lengths where every pattern selects everything; empty for a log."""
+        most, rows = self.evaluation.selects_all, self._counted
         return [row for row in rows if most is not None and row.length <= most]
 
     @cached_property
-    def long(self) -> list[Outcome]:
-        """Outcomes to compare, at lengths where a pattern can matter; all outcomes of a log."""
-        return self._above_topk("right")
+    def long(self) -> list[Answer]:
+        """Answers to compare, at lengths where a pattern can matter; all answers of a log."""
+        most, rows = self.evaluation.selects_all, self._counted
+        return [row for row in rows if most is None or row.length > most]
 
     @cached_property
-    def probable(self) -> list[Outcome]:
-        """Probability of right answers at lengths where a pattern can matter; empty for a log."""
-        return self._above_topk("probability")
-
-    def _above_topk(self, of: str) -> list[Outcome]:
-        most, rows = self.evaluation.selects_all, self.evaluation.outcomes(self.at, of)
-        return [row for row in rows if most is None or row.length > most]
+    def _counted(self) -> Sequence[Answer]:
+        return self.evaluation.answers if self.at is None else self.evaluation.until(self.at)
 
     def compared(
         self, arm: str, *, cells: Iterable[Cell] | None = None, repeat: int = 0
     ) -> Differences:
         """Compare an arm with the reference's first answers; each comparison is made once."""
-        return self._differences(arm, None if cells is None else frozenset(cells), repeat)
+        key = arm, None if cells is None else frozenset(cells), repeat
+        if key not in self._compared:
+            self._compared[key] = paired(
+                self.long, arm, self.reference, cells=key[1], repeat=repeat
+            )
+        return self._compared[key]
 
     @cached_property
-    def _differences(self) -> Callable[[str, frozenset[Cell] | None, int], Differences]:
-        """Comparisons that were made, kept by their arguments."""
-        return cache(
-            lambda arm, cells, repeat: paired(
-                self.long, arm, self.reference, cells=cells, repeat=repeat
-            )
-        )
+    def _compared(self) -> dict[tuple[str, frozenset[Cell] | None, int], Differences]:
+        """Comparisons that were made."""
+        return {}
 
     @property
     def cells(self) -> set[Cell]:
-        """Cells with outcomes to compare, including cells that cannot see a loss."""
+        """Cells with answers to compare, including cells that cannot see a loss."""
         return {row.cell for row in self.long}
 
     @cached_property
@@ -215,7 +212,11 @@ class Look:
 
     def right_share(self, arm: str) -> dict[Cell, float]:
         """Return the share of an arm's first answers that are right, by cell, 0 to 1."""
-        return means(self.long, arm)
+        by_cell: dict[Cell, list[float]] = defaultdict(list)
+        for row in self.long:
+            if (row.arm, row.repeat) == (arm, 0):
+                by_cell[row.cell].append(row.right)
+        return {cell: sum(values) / len(values) for cell, values in by_cell.items()}
 
     def at_floor(self) -> dict[Cell, float]:
         """Return its share of right answers in cells where the reference hardly beats guessing."""
@@ -232,14 +233,13 @@ class Look:
             lost.
         """
         rows = [row for row in self.long if row.cell == cell]
-        values = [row.value for row in rows if (row.arm, row.repeat) == (arm, 0)]
+        values = [row.right for row in rows if (row.arm, row.repeat) == (arm, 0)]
         # A decided arm is asked no more, so a cell may have none of its answers.
         if not values:
             return False
         answers, probabilities = paired(rows, arm, self.reference), None
-        probable = [row for row in self.probable if row.cell == cell]
-        if probable and sum(values) / len(values) < EASY:
-            probabilities = paired(probable, arm, self.reference)
+        if all(row.logprobs for row in rows) and sum(values) / len(values) < EASY:
+            probabilities = paired(rows, arm, self.reference, of="probability")
         return bool(sees(answers, self.design.alpha, probabilities, self.design.margin))
 
     @cached_property
@@ -310,9 +310,9 @@ class Look:
         for row in self.control:
             key = row.context, row.question
             if (row.arm, row.repeat) == (self.reference, 0):
-                first[key] = row.value
+                first[key] = row.right
             elif (row.arm, row.repeat) == (arm, repeat):
-                answers[key] = row.value
+                answers[key] = row.right
         # A question that the reference was not asked counts as equal.
         return {key for key, value in answers.items() if first.get(key, value) != value}
 
@@ -339,15 +339,6 @@ class Look:
                 "one: flush between blocks and alternate the arms."
             )
         return ""
-
-
-def means(rows: Iterable[Outcome], arm: str) -> dict[Cell, float]:
-    """Average an arm's first answers by cell, 0 to 1."""
-    by_cell: dict[Cell, list[float]] = defaultdict(list)
-    for row in rows:
-        if (row.arm, row.repeat) == (arm, 0):
-            by_cell[row.cell].append(row.value)
-    return {cell: sum(values) / len(values) for cell, values in by_cell.items()}
 
 
 def bounds(estimate: Estimate, design: Design, look: int) -> tuple[Any, Any]:
@@ -493,16 +484,14 @@ def _claim(look: Look, pattern: str, forbidden: str) -> Verdict:
     if kind is Kind.UNDECIDED and math.isfinite(estimate.error):
         # The planned contexts are asked in any case, even if fewer would be enough.
         more = max(design.needed(*estimate.spread), design.contexts) - len(differences)
-    mean, levels = float(estimate.mean), (estimate.level, estimate.level + float(estimate.mean))
-    worst = _worst(differences, design, look.number)
-    claim = _claim_in_words(kind, mean, lower, more, len(differences), look, forbidden)
+    mean = float(estimate.mean)
     verdict = Verdict(
         kind,
         pattern,
-        f"{pattern}: {claim} ({_levels_in_words(look, pattern, levels, worst)}).",
+        "",
         difference=mean,
-        levels=levels,
-        worst=worst,
+        levels=(estimate.level, estimate.level + mean),
+        worst=_worst(differences, design, look.number),
         interval=(lower, upper),
         exact=bool(estimate.exact),
         detectable=design.detectable(*estimate.spread),
@@ -512,7 +501,8 @@ def _claim(look: Look, pattern: str, forbidden: str) -> Verdict:
         noise=look.noise.flips if look.noise else None,
         blind=tuple(sorted(look.blind)),
     )
-    return replace(verdict, details=_details(verdict, differences, look))
+    headline = _headline(verdict, mean, lower, look, forbidden)
+    return replace(verdict, headline=headline, details=_details(verdict, differences, look))
 
 
 def _permitted(kind: Kind, forbidden: str) -> Kind:
@@ -523,16 +513,6 @@ def _permitted(kind: Kind, forbidden: str) -> Kind:
     if not forbidden or kind not in SAFE:
         return kind
     return Kind.LOSS if kind is Kind.SMALL_LOSS and forbidden != WAITING else Kind.UNDECIDED
-
-
-def _levels_in_words(
-    look: Look, pattern: str, levels: tuple[float, float], worst: Worst | None
-) -> str:
-    """Return text on the levels of reference and pattern, and on the worst cell if one lost."""
-    text = f"{look.reference} {levels[0]:.1%}, {pattern} {levels[1]:.1%}"
-    if worst and worst.difference < 0:
-        text += f"; worst: {place((worst.task, worst.length))}, {_points(worst.difference)}"
-    return text
 
 
 def _worst(differences: Differences, design: Design, look: int) -> Worst | None:
@@ -549,28 +529,31 @@ def _worst(differences: Differences, design: Design, look: int) -> Worst | None:
     return Worst(*differences.names[lowest], float(estimates[lowest].mean), bound)
 
 
-def _claim_in_words(
-    kind: Kind,
-    difference: float,
-    lower: float,
-    more: int | None,
-    contexts: int,
-    look: Look,
-    forbidden: str,
-) -> str:
+def _headline(verdict: Verdict, mean: float, lower: float, look: Look, forbidden: str) -> str:
+    """Return the claim with both levels, and with the worst cell if it lost."""
+    assert verdict.levels is not None
+    claim = _claim_in_words(verdict, mean, lower, look, forbidden)
+    text = f"{verdict.pattern}: {claim} ({look.reference} {verdict.levels[0]:.1%}, "
+    text += f"{verdict.pattern} {verdict.levels[1]:.1%}"
+    if (worst := verdict.worst) and worst.difference < 0:
+        text += f"; worst: {place((worst.task, worst.length))}, {_points(worst.difference)}"
+    return f"{text})."
+
+
+def _claim_in_words(verdict: Verdict, mean: float, lower: float, look: Look, forbidden: str) -> str:
     margin, within = points(look.design.margin), lower > -look.design.margin
-    if kind is Kind.NO_LOSS:
+    if verdict.kind is Kind.NO_LOSS:
         return f"no loss beyond {margin}"
-    if kind in (Kind.SMALL_LOSS, Kind.LOSS):
+    if verdict.kind in (Kind.SMALL_LOSS, Kind.LOSS):
         less = f", less than the margin of {margin}" if within else ""
-        return f"a loss of {-100 * difference:.1f} points{less}"
+        return f"a loss of {-100 * mean:.1f} points{less}"
     if forbidden and within:
         return f"not claimed, because {forbidden}"
-    if more is None:
+    if verdict.more is None:
         return "undecided: somewhere a task has a single context so far, whose spread is not known"
     if look.number < look.design.looks:
-        return f"undecided so far; about {counted(more, 'more context')} would decide"
-    needed = counted(contexts + more, "context")
+        return f"undecided so far; about {counted(verdict.more, 'more context')} would decide"
+    needed = counted(verdict.contexts + verdict.more, "context")
     return (
         f"undecided; a new run of {needed} would probably decide, but its "
         f"{look.design.alpha:.0%} are of that run alone: both together err more often"

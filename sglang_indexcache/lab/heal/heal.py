@@ -42,7 +42,7 @@ from sglang_indexcache.lab.heal.run_folder import (
     Tensors,
     learned,
 )
-from sglang_indexcache.lab.runs.cost import time_in_words
+from sglang_indexcache.lab.runs.progress import time_in_words
 from sglang_indexcache.lab.runs.provenance import versions
 from sglang_indexcache.library.digest import checkpoint_digest
 from sglang_indexcache.library.resolve import Library

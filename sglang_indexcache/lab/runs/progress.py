@@ -1,10 +1,10 @@
-"""Progress of a long run for its user: a progress bar, and an interruption that loses nothing."""
+"""Text for the user of a long run: what it will do, how far it is, and how to continue it."""
 
 from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,26 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from sglang_indexcache.lab.runs.cost import time_in_words
-
 LINE_EVERY = 30.0
 """Seconds between two lines of progress where there is no terminal."""
 SPEED_OVER = 600.0
 """Seconds of past work from which the remaining time is estimated: one long context takes a
 minute."""
+
+
+def time_in_words(hours: float) -> str:
+    """Return a duration as text, in the unit that a person would choose."""
+    if hours >= 1:
+        return f"{hours:.2g} hours"
+    return f"{hours * 60:.0f} minutes" if hours > 1 / 40 else f"{hours * 3600:.0f} seconds"
+
+
+def print_plan(console: Console, rows: Iterable[tuple[str, str]]) -> None:
+    """Print what a run will do: a name and a sentence in each row, with the names in one column."""
+    lines = list(rows)
+    width = max((len(name) for name, _ in lines), default=0) + 2
+    for name, text in lines:
+        console.print(f"{name:<{width}}{text}", highlight=False, soft_wrap=True, markup=False)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
-from sglang_indexcache.lab.data.facts import notes_and_rule
+from sglang_indexcache.lab.data.words import notes_and_rule
 
 LENGTH, CUE = 64, 16
 """Number of tokens in a passage, and number of its first tokens that identify it; the others

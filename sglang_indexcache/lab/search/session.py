@@ -11,8 +11,12 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from sglang_indexcache.lab.runs.cost import print_plan
-from sglang_indexcache.lab.runs.progress import progress_at_most, resumable, resuming
+from sglang_indexcache.lab.runs.progress import (
+    print_plan,
+    progress_at_most,
+    resumable,
+    resuming,
+)
 from sglang_indexcache.lab.search.difference import unseen_in_words
 from sglang_indexcache.lab.search.evaluators import Evaluator
 from sglang_indexcache.lab.search.judged import SMALL_LOSS

@@ -149,7 +149,9 @@ class Estimate:
         does not cover losses that no value shows: see :func:`unseen`. It is infinite if a cell has
         one value.
         """
-        z = float(-_normal_quantile((1 - confidence) / 2))
+        from scipy.special import ndtri
+
+        z = float(-ndtri((1 - confidence) / 2))
         # Equal values have no error, for which `_half` has no finite bound.
         alike = self.error == 0
         low, high = (self.mean - np.where(alike, 0.0, self._half(side)) for side in (z, -z))
@@ -292,13 +294,6 @@ def error_above(z: float) -> float:
     return float(ndtr(-z))
 
 
-def _normal_quantile(probability: float) -> float:
-    """Return the quantile of the standard normal distribution."""
-    from scipy.special import ndtri
-
-    return float(ndtri(probability))
-
-
 def _bet(values: Floats, largest: float, alpha: float) -> Floats:
     """Return the bet's lower bound of the mean by row; ``-largest`` if it excludes nothing."""
     low, high = np.full(len(values), -largest), np.full(len(values), largest)
@@ -327,14 +322,11 @@ def half_width(values: Iterable[float], confidence: float = 0.95) -> float | Non
     It is None for fewer than two values.
     """
     numbers = np.array([float(value) for value in values])
-    return float(student_half_width(numbers, confidence)) if len(numbers) > 1 else None
-
-
-def student_half_width(values: Any, confidence: float) -> Any:
-    """Return :func:`half_width` for every row of an array ``[..., n]``, with ``n`` above 1."""
-    count = values.shape[-1]
-    error = values.std(axis=-1, ddof=1) / count**0.5
-    return student_quantile((1 + confidence) / 2, count - 1) * error
+    count = len(numbers)
+    if count < 2:
+        return None
+    error = numbers.std(ddof=1) / count**0.5
+    return float(student_quantile((1 + confidence) / 2, count - 1) * error)
 
 
 def sign_flip(values: Floats) -> Floats:

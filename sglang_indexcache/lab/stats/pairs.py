@@ -8,9 +8,11 @@ as independent makes standard errors 2 to 3 times too small (Miller 2024, arXiv:
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -24,29 +26,45 @@ Cell = tuple[str, int]
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """One arm's answer to one question.
+class Answer:
+    """One arm's answer to one question, as measured and as kept in an evaluation's journal.
 
     Attributes:
+        repeat: 0, or 1 if the arm was asked again (A/A).
         context: the prompt before the question; its name is unique in the evaluation.
         question: unique within the context.
         length: planned length of context and question, in tokens.
-        value: 1 if right, 0 if wrong; or a score from 0 to 1.
-        repeat: 0, or 1 if the arm was asked again (A/A).
+        depth: place in the context, 0 to 1, of the first line from which the answer follows; None
+            if a file or log does not tell.
+        right: 1 if the whole answer is right, else 0; for answers that a judge would read, the
+            share of right tokens; for another harness, its score, 0 to 1.
+        tokens: number of tokens in the right answer.
+        logprobs: log-probabilities of these tokens, in nats; empty for a log's answer.
+        trace: sum of all returned log-probabilities; two patterns have the same sum only if they
+            compute the same.
     """
 
+    arm: str
+    repeat: int
     context: str
     question: str
     task: str
     length: int
-    arm: str
-    value: float
-    repeat: int = 0
+    depth: float | None
+    right: float
+    tokens: int = 0
+    logprobs: tuple[float, ...] = ()
+    trace: float | None = None
 
     @property
     def cell(self) -> Cell:
-        """Stratum of this outcome."""
+        """Stratum of this answer."""
         return self.task, self.length
+
+    @property
+    def probability(self) -> float | None:
+        """Probability of the right answer, 0 to 1; None for a log's answer."""
+        return math.exp(sum(self.logprobs)) if self.logprobs else None
 
 
 @dataclass(frozen=True)
@@ -97,55 +115,47 @@ class Differences:
 
 
 def paired(
-    outcomes: Iterable[Outcome],
+    answers: Iterable[Answer],
     arm: str,
     reference: str,
     *,
     cells: Iterable[Cell] | None = None,
     repeat: int = 0,
+    of: Literal["right", "probability"] = "right",
 ) -> Differences:
     """Return ``arm`` minus the first answers of ``reference``, by context.
 
     Args:
         cells: the cells to use; None uses all.
-        repeat: the repeat of ``arm``; ``paired(outcomes, ref, ref, repeat=1)`` is the A/A
+        repeat: the repeat of ``arm``; ``paired(answers, ref, ref, repeat=1)`` is the A/A
             comparison.
+        of: the value to compare; every answer must have it.
 
     Raises:
         QualityError: there is no pair at all.
     """
     selected = None if cells is None else set(cells)
-    rows = [row for row in outcomes if selected is None or row.cell in selected]
-    groups = _pairs_by_context(_answers(rows, reference, 0), _answers(rows, arm, repeat))
+    rows = [row for row in answers if selected is None or row.cell in selected]
+    groups: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    places: dict[str, Cell] = {}
+    after = {(r.context, r.question): r for r in rows if (r.arm, r.repeat) == (arm, repeat)}
+    for row in rows:
+        other = after.get((row.context, row.question))
+        if other is not None and (row.arm, row.repeat) == (reference, 0):
+            groups[row.context].append((getattr(row, of), getattr(other, of)))
+            places[row.context] = row.cell
     if not groups:
         raise QualityError(
             f"{arm!r} and {reference!r} have no question in common; ask both the same contexts"
         )
-    places = [pairs[0][0].cell for pairs in groups.values()]
-    names = tuple(sorted(set(places)))
-    changes = [after.value - before.value for pairs in groups.values() for before, after in pairs]
+    names = tuple(sorted(set(places.values())))
+    pairs = [np.array(values, dtype=np.float64).T for values in groups.values()]
+    changes = np.concatenate([new - old for old, new in pairs])
     return Differences(
-        np.array([np.mean([b.value - a.value for a, b in pairs]) for pairs in groups.values()]),
-        np.array([names.index(cell) for cell in places], dtype=np.int64),
+        np.array([(new - old).mean() for old, new in pairs]),
+        np.array([names.index(cell) for cell in places.values()], dtype=np.int64),
         names,
-        Flips(sum(c < 0 for c in changes), sum(c > 0 for c in changes), len(changes)),
-        np.array([len(pairs) for pairs in groups.values()], dtype=np.int64),
-        reference=np.array([np.mean([a.value for a, _ in pairs]) for pairs in groups.values()]),
+        Flips(int((changes < 0).sum()), int((changes > 0).sum()), len(changes)),
+        np.array([len(old) for old, _ in pairs], dtype=np.int64),
+        reference=np.array([old.mean() for old, _ in pairs]),
     )
-
-
-def _answers(rows: Iterable[Outcome], arm: str, repeat: int) -> dict[tuple[str, str], Outcome]:
-    """Return an arm's answers by context and question."""
-    chosen = (row for row in rows if (row.arm, row.repeat) == (arm, repeat))
-    return {(row.context, row.question): row for row in chosen}
-
-
-def _pairs_by_context(
-    first: Mapping[tuple[str, str], Outcome], second: Mapping[tuple[str, str], Outcome]
-) -> dict[str, list[tuple[Outcome, Outcome]]]:
-    """Return pairs of answers to the same questions, by context."""
-    groups: dict[str, list[tuple[Outcome, Outcome]]] = defaultdict(list)
-    for key, before in first.items():
-        if key in second:
-            groups[key[0]].append((before, second[key]))
-    return groups

@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from sglang_indexcache.lab.evaluate.evaluation import Answer, Evaluation
+from sglang_indexcache.lab.evaluate.evaluation import Evaluation
 from sglang_indexcache.lab.evaluate.evaluation_plan import CONTROL_LOOK, Arm, Planned, Role
 from sglang_indexcache.lab.stats.design import Design
+from sglang_indexcache.lab.stats.pairs import Answer
 
 TASKS, LENGTHS, SHORT = ("needles", "tracking"), (32768, 131072), 1536
 FACTS: dict[str, Any] = {
@@ -57,6 +58,11 @@ def evaluation(contexts: int = 60, *, seed: int = 0, **changes: Any) -> Evaluati
         "finished": True,
     }
     return Evaluation(**(fields | changes))
+
+
+def answer(place: tuple[str, str, str, int], arm: str, right: float, repeat: int = 0) -> Answer:
+    """Make an answer at a place: context, question, task and length."""
+    return Answer(arm, repeat, *place, None, float(right))
 
 
 def _question(draw: random.Random, place: Planned, question: int) -> list[Answer]:

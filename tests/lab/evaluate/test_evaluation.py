@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from sglang_indexcache.lab.evaluate.evaluation import Answer, Evaluation
+from sglang_indexcache.lab.evaluate.evaluation import Evaluation
 from sglang_indexcache.lab.evaluate.evaluation_plan import Arm, Planned, Role
 from sglang_indexcache.lab.evaluate.verdict import Kind, verdicts_of
 from sglang_indexcache.lab.stats.design import Design
+from sglang_indexcache.lab.stats.pairs import Answer
 
 ARMS = (
     Arm("full", "FFFF", Role.REFERENCE),
@@ -72,4 +73,4 @@ def test_no_pattern_is_called_safe_behind_one_that_loses() -> None:
 def test_a_look_is_reached_by_its_last_context(contexts: int, look: int) -> None:
     record = upto(evaluation(lambda *_: False), contexts)
     assert record.look == look
-    assert {row.context for row in record.outcomes(0)} == {"short"}
+    assert {row.context for row in record.until(0)} == {"short"}

@@ -155,7 +155,7 @@ def test_the_longest_contexts_are_asked_first() -> None:
             {
                 "contexts": 3,
                 "tasks": (),
-                "taken": (SelectedRows("prompts", 256, (1, 2, 3), (9,) * 3, 10),),
+                "taken": (SelectedRows("prompts", 256, (1, 2, 3), (9,) * 3, 10, (1,) * 3, 9),),
             },
             "cannot be looked at 4 times",
         ),

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sglang_indexcache.lab.evaluate.evaluation import NAME, Answer, load
+from sglang_indexcache.lab.evaluate.evaluation import NAME, load
 from sglang_indexcache.lab.evaluate.report import (
     NOISE,
     ONE_LOOK,
@@ -21,6 +21,7 @@ from sglang_indexcache.lab.evaluate.report import (
     write_report,
 )
 from sglang_indexcache.lab.evaluate.verdict import verdicts_of
+from sglang_indexcache.lab.stats.pairs import Answer
 from tests.lab.evaluate.evaluations import LENGTHS, SHORT, TASKS, evaluation
 
 ROOT = Path(__file__).parents[3]

@@ -11,16 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from sglang_indexcache.errors import IndexCacheError, OutputError, QualityError, ServerError
+from sglang_indexcache.errors import IndexCacheError, QualityError, ServerError
 from sglang_indexcache.lab.evaluate import run
-from sglang_indexcache.lab.evaluate.evaluation import NAME, Evaluation, load, recorded
+from sglang_indexcache.lab.evaluate.evaluation import NAME, Evaluation, load
 from sglang_indexcache.lab.evaluate.evaluation_plan import CONTROL_LOOK, CORRELATION, DISCORDANCE
 from sglang_indexcache.lab.evaluate.run import check_floor, check_noise
 from sglang_indexcache.lab.evaluate.verdict import Kind, verdicts_of
 from sglang_indexcache.lab.stats.design import Design, spread
 from sglang_indexcache.lab.stats.pairs import paired
 from tests.fakes.server import serving
-from tests.full_disk import files_of_at_most
 from tests.kills import PROCESSES
 from tests.lab.evaluate.evaluate import ARMS, PLAN, evaluate
 from tests.lab.evaluate.evaluations import LENGTHS, TASKS, evaluation
@@ -42,7 +41,7 @@ def test_a_whole_evaluation(tmp_path: Path) -> None:
     assert record.finished
     assert record.verified
     assert record.look <= PLAN.looks
-    rows = record.outcomes()
+    rows = record.answers
     assert not paired(rows, "full", "full", repeat=1).values.any()
     control = [row for row in rows if row.length <= record.selects_all]
     assert control
@@ -201,30 +200,6 @@ def test_twenty_kills_leave_the_same_evaluation(tmp_path: Path, seed: int) -> No
         last.join()
     assert last.exitcode == 0
     assert timeless(replace(load(folder), tokens=0)) == timeless(replace(expected, tokens=0))
-
-
-def test_a_full_disk_ends_it_in_a_sentence_and_with_room_it_goes_on(
-    tmp_path: Path,
-) -> None:
-    with serving(Fake()) as url:
-        undisturbed = evaluate(tmp_path / "whole", url)
-        size = (tmp_path / "whole" / NAME).stat().st_size
-        with (
-            files_of_at_most(size // 2),
-            pytest.raises(OutputError, match=r"cannot write \S*: File too large.*make room"),
-        ):
-            evaluate(tmp_path / "full", url)
-        assert timeless(evaluate(tmp_path / "full", url)) == timeless(undisturbed)
-
-
-def test_two_commands_in_one_folder(tmp_path: Path) -> None:
-    with serving(Fake()) as url:
-        made_of = {"checkpoint": "c", "material": "m", "server": {}}
-        with (
-            recorded(tmp_path, PLAN, ARMS, **made_of),
-            pytest.raises(QualityError, match="is in use by another evaluation"),
-        ):
-            evaluate(tmp_path, url)
 
 
 def _lines(folder: Path) -> int:

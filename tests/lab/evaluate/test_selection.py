@@ -189,7 +189,10 @@ def test_unequal_cells_show_what_their_means_can(counts: list[int], alike: int) 
 
     def plan(sizes: list[int]) -> EvaluationPlan:
         rows = tuple(
-            SelectedRows("prompts", 100 + n, tuple(range(count)), (90,) * count, count)
+            SelectedRows(
+                *("prompts", 100 + n, tuple(range(count)), (90,) * count, count),
+                *((1,) * count, 90),
+            )
             for n, count in enumerate(sizes)
         )
         return EvaluationPlan((), (200,), 8, 8, TOPK, margin=0.1, looks=2, taken=rows)

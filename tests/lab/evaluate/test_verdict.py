@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from sglang_indexcache.errors import QualityError
-from sglang_indexcache.lab.evaluate.evaluation import Answer, Evaluation
+from sglang_indexcache.lab.evaluate.evaluation import Evaluation
 from sglang_indexcache.lab.evaluate.evaluation_plan import Arm, Planned, Role
 from sglang_indexcache.lab.evaluate.verdict import (
     SAFE,
@@ -23,14 +23,15 @@ from sglang_indexcache.lab.evaluate.verdict import (
     sees,
 )
 from sglang_indexcache.lab.stats.design import Design
-from sglang_indexcache.lab.stats.pairs import Differences, Flips, Outcome
+from sglang_indexcache.lab.stats.pairs import Answer, Differences, Flips
+from tests.lab.evaluate.evaluations import answer
 
 CONTEXTS = 200
 DESIGN = Design(contexts=2 * CONTEXTS, margin=0.02)
 LONG, SHORT = 65536, 1536
 
 
-def evaluation(seed: int = 0, blind: bool = False, **losses: float) -> list[Outcome]:
+def evaluation(seed: int = 0, blind: bool = False, **losses: float) -> list[Answer]:
     """Two tasks at one long length and the control; an arm loses its share of right answers."""
     draw = random.Random(seed)
     rows = []
@@ -40,33 +41,33 @@ def evaluation(seed: int = 0, blind: bool = False, **losses: float) -> list[Outc
                 right = draw.random() < 0.9
                 place = (f"{task}-{number}", f"q{question}", task, LONG)
                 again = right if draw.random() < 0.99 else not right
-                rows.append(Outcome(*place, "full", right))
+                rows.append(answer(place, "full", right))
                 if number % 4 == 0:
-                    rows.append(Outcome(*place, "full", again, repeat=1))
+                    rows.append(answer(place, "full", again, repeat=1))
                 bad = {"bad": 0.0 if blind and task == "tracking" else 0.5}
                 for arm, loss in {**bad, **losses}.items():
-                    rows.append(Outcome(*place, arm, right and draw.random() >= loss))
+                    rows.append(answer(place, arm, right and draw.random() >= loss))
         for number in range(4):
             for question in ("a", "b", "c"):
                 place = (f"{task}-short-{number}", question, task, SHORT)
-                rows += [Outcome(*place, arm, 1) for arm in ("full", "bad", *losses)]
-                rows.append(Outcome(*place, "full", 1, repeat=1))
+                rows += [answer(place, arm, 1) for arm in ("full", "bad", *losses)]
+                rows.append(answer(place, "full", 1, repeat=1))
     return rows
 
 
-def losing_in_tracking(rows: list[Outcome], share: float, seed: int) -> list[Outcome]:
+def losing_in_tracking(rows: list[Answer], share: float, seed: int) -> list[Answer]:
     """Return rows in which "same" loses this share of one cell of two."""
     draw = random.Random(seed)
     cell = ("same", "tracking", LONG)
     return [
-        replace(row, value=0.0)
+        replace(row, right=0.0)
         if (row.arm, row.task, row.length) == cell and draw.random() < share
         else row
         for row in rows
     ]
 
 
-def verdicts(rows: list[Outcome], *patterns: str, look: int = 4) -> list[Verdict]:
+def verdicts(rows: list[Answer], *patterns: str, look: int = 4) -> list[Verdict]:
     verdicts_so_far: list[Verdict] = []
     for pattern in patterns:
         safe = all(verdict.kind in SAFE for verdict in verdicts_so_far)
@@ -75,7 +76,7 @@ def verdicts(rows: list[Outcome], *patterns: str, look: int = 4) -> list[Verdict
 
 
 def verdict_on(
-    rows: list[Outcome],
+    rows: list[Answer],
     pattern: str,
     design: Design = DESIGN,
     look: int = 4,
@@ -84,21 +85,14 @@ def verdict_on(
     return judge(look_at(rows, design, look), pattern, permitted)
 
 
-def look_at(rows: list[Outcome], design: Design, number: int, topk: int | None = 2048) -> Look:
+def look_at(rows: list[Answer], design: Design, number: int, topk: int | None = 2048) -> Look:
     """Return all rows, of an evaluation whose arms are those that they name."""
     roles = {"full": Role.REFERENCE, "bad": Role.BAD}
     names = dict.fromkeys(row.arm for row in rows)
     arms = tuple(Arm(name, "", roles.get(name, Role.CANDIDATE)) for name in names | {"bad": None})
     planned = {row.context: Planned(row.context, row.task, row.length, 1, False) for row in rows}
-    answers = tuple(
-        Answer(
-            *(row.arm, row.repeat, row.context, row.question, row.task, row.length, None),
-            float(row.value),
-        )
-        for row in rows
-    )
     arms = arms if topk else tuple(arm for arm in arms if arm.role is not Role.BAD)  # a log's
-    return Look(Evaluation({}, design, topk, arms, tuple(planned.values()), answers), number)
+    return Look(Evaluation({}, design, topk, arms, tuple(planned.values()), tuple(rows)), number)
 
 
 def test_a_pattern_that_loses_nothing() -> None:
@@ -135,8 +129,8 @@ def test_where_no_context_is_missing_a_run_of_the_same_size_is_advised() -> None
     for number, change in enumerate(draw.choice([0, 1, -1], size=600, p=[0.5, 0.22, 0.28])):
         for question in range(8):
             place = (f"c{number}", f"q{question}", "needles", LONG)
-            rows.append(Outcome(*place, "full", float(bool(question) or change < 0)))
-            rows.append(Outcome(*place, "same", float(bool(question) or change > 0)))
+            rows.append(answer(place, "full", float(bool(question) or change < 0)))
+            rows.append(answer(place, "same", float(bool(question) or change > 0)))
     verdict = judge(look_at(rows, Design(600, margin=0.01), 4, topk=None), "same")
     assert (verdict.kind, verdict.more) == (Kind.UNDECIDED, 0)
     assert "undecided; a new run of 600 contexts would probably decide" in verdict.sentence
@@ -168,16 +162,16 @@ def test_contexts_of_cells_that_cannot_see_show_nothing() -> None:
     assert verdict.more == 150
 
 
-def with_right(rows: list[Outcome], task: str, chance: float, bad: float) -> list[Outcome]:
+def with_right(rows: list[Answer], task: str, chance: float, bad: float) -> list[Answer]:
     """Make so many of a task's long questions right, the same in every arm but the bad one."""
 
-    def value(row: Outcome) -> float:
+    def value(row: Answer) -> float:
         if row.task != task or row.length == SHORT:
-            return row.value
+            return row.right
         right = float(random.Random(f"{row.context} {row.question}").random() < chance)
         return bad if row.arm == "bad" else right
 
-    return [replace(row, value=value(row)) for row in rows]
+    return [replace(row, right=value(row)) for row in rows]
 
 
 def test_a_cell_in_which_the_reference_can_hardly_lose_leaves_the_claim() -> None:
@@ -202,10 +196,10 @@ def test_no_cell_that_sees_means_no_claim() -> None:
     assert verdict.difference is None
 
 
-def flipped(rows: list[Outcome], arm: str, count: int, repeat: int = 0) -> list[Outcome]:
+def flipped(rows: list[Answer], arm: str, count: int, repeat: int = 0) -> list[Answer]:
     """The arm says other than the others on the first questions of the control."""
     places = [i for i, r in enumerate(rows) if (r.length, r.arm, r.repeat) == (SHORT, arm, repeat)]
-    changed = {i: replace(rows[i], value=1 - float(rows[i].value)) for i in places[:count]}
+    changed = {i: replace(rows[i], right=1 - rows[i].right) for i in places[:count]}
     return [changed.get(i, row) for i, row in enumerate(rows)]
 
 
@@ -226,7 +220,7 @@ def test_a_control_that_differs_as_the_reference_from_itself_is_not() -> None:
 def test_gains_and_losses_that_cancel_differ_too() -> None:
     rows = evaluation(same=0.0)
     cancelling = [
-        Outcome("short", f"{number}", "needles", SHORT, arm, (number + (arm == "same")) % 2)
+        answer(("short", f"{number}", "needles", SHORT), arm, (number + (arm == "same")) % 2)
         for number in range(8)
         for arm in ("full", "same")
     ]
@@ -267,7 +261,7 @@ def test_a_loss_of_few_points_is_seen_by_probabilities() -> None:
 
 def test_a_reference_that_differs_from_itself_is_refused() -> None:
     rows = [
-        replace(row, value=0) if row.repeat and random.Random(row.context).random() < 0.3 else row
+        replace(row, right=0) if row.repeat and random.Random(row.context).random() < 0.3 else row
         for row in evaluation(same=0.0)
     ]
     (verdict,) = verdicts(rows, "same")

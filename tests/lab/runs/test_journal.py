@@ -25,6 +25,14 @@ def test_a_journal_in_which_nothing_was_measured_is_anybodys(tmp_path: Path) -> 
         Journal(path, {"steps": 3}, "search", SearchError)
 
 
+def test_a_journal_is_one_processs_at_a_time(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    message = r"journal.jsonl is in use by another search\. Wait for it, or"
+    with journal(path), pytest.raises(SearchError, match=message):
+        journal(path)
+    journal(path).close()
+
+
 def test_a_full_disk_leaves_whole_lines_and_what_follows_stands_behind_them(tmp_path: Path) -> None:
     path, numbers = tmp_path / "journal.jsonl", []
     with journal(path) as open_journal:

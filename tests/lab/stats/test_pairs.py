@@ -9,13 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_indexcache.errors import QualityError
-from sglang_indexcache.lab.stats.pairs import Outcome, paired
+from sglang_indexcache.lab.stats.pairs import Answer, paired
+from tests.lab.evaluate.evaluations import answer
 
 
-def table(arms: dict[str, list[list[float]]], length: int = 4096) -> list[Outcome]:
-    """Make the outcomes of one task; a list is a context."""
+def table(arms: dict[str, list[list[float]]], length: int = 4096) -> list[Answer]:
+    """Make the answers to one task; a list is a context."""
     return [
-        Outcome(f"c{number}", f"q{place}", "needles", length, arm, value)
+        answer((f"c{number}", f"q{place}", "needles", length), arm, value)
         for arm, contexts in arms.items()
         for number, values in enumerate(contexts)
         for place, value in enumerate(values)
@@ -31,7 +32,7 @@ def test_pairs_are_those_of_a_loop(seed: int) -> None:
     )
     asked_rows = [row for row in rows if draw.random() < 0.8]
     keys = [
-        {(r.context, r.question): r.value for r in asked_rows if r.arm == a} for a in ("full", "p")
+        {(r.context, r.question): r.right for r in asked_rows if r.arm == a} for a in ("full", "p")
     ]
     expected = defaultdict(list)
     for key in keys[0].keys() & keys[1].keys():
@@ -47,14 +48,14 @@ def test_pairs_are_those_of_a_loop(seed: int) -> None:
 
 def test_repeats_are_the_engines_own_noise() -> None:
     rows = table({"full": [[1, 1, 0]]})
-    again = [Outcome("c0", "q1", "needles", 4096, "full", 0, repeat=1)]
+    again = [answer(("c0", "q1", "needles", 4096), "full", 0, repeat=1)]
     noise = paired(rows + again, "full", "full", repeat=1)
     assert (noise.flips.lost, noise.flips.won, noise.flips.pairs) == (1, 0, 1)
 
 
 def test_only_the_named_cells_count() -> None:
     rows = table({"full": [[1]], "p": [[0]]}) + [
-        Outcome("other", "q", "lookup", 4096, arm, 1) for arm in ("full", "p")
+        answer(("other", "q", "lookup", 4096), arm, 1) for arm in ("full", "p")
     ]
     assert paired(rows, "p", "full").names == (("lookup", 4096), ("needles", 4096))
     assert paired(rows, "p", "full", cells=[("lookup", 4096)]).flips.lost == 0

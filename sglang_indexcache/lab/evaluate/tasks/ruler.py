@@ -23,8 +23,7 @@ from collections.abc import Iterator
 from itertools import cycle, islice, pairwise, repeat
 
 from sglang_indexcache.errors import QualityError
-from sglang_indexcache.lab.data.facts import note
-from sglang_indexcache.lab.data.words import haystack
+from sglang_indexcache.lab.data.words import haystack, note
 from sglang_indexcache.lab.evaluate.tasks.context import NOISE, Asked, Draft, Room, shuffled, strata
 
 _UUID_OPENING = (
