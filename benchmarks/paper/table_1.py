@@ -20,7 +20,7 @@ from benchmarks.paper import indexcache, repeated
 from benchmarks.random_model import make_model
 from benchmarks.records import RUNS, read_arguments
 from sglang_indexcache.lab.latency.measure import write_latency
-from sglang_indexcache.lab.latency.results import LatencyResult, load
+from sglang_indexcache.lab.latency.results import LatencyResult
 from sglang_indexcache.lab.latency.tables import NAMES, describe
 from sglang_indexcache.lab.runs.plots import BLUE, GREEN, RED, make_figure, save_figure
 from sglang_indexcache.library.lengths import format_length
@@ -84,7 +84,7 @@ def main(argv: list[str] | None = None) -> None:
         *("--", *flags),
     )
     if (record := arguments.output / "latency.json").exists():
-        result = load(record)
+        result = LatencyResult.model_validate_json(record.read_text())
         noted = result.model_copy(update={"model": result.model.model_copy(update={"note": note})})
         write_latency(noted, arguments.output)
         draw_shares(noted, arguments.output / "latency-share.png")

@@ -92,7 +92,7 @@ def latency_command(
     report = partial(out.print, highlight=False)
     with resumable(out, output, "every whole round"):
         result = measure.run(
-            target, servers, served, settings, arguments=flags, report=report, output=output
+            target, servers, served, settings, output, arguments=flags, report=report
         )
     out.print(tables.latency_grid(result).to_terminal())
     files = ", ".join(map(str, measure.write_latency(result, output, figures)))

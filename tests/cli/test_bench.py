@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from sglang_indexcache.cli import app
-from sglang_indexcache.lab.latency.results import load
+from sglang_indexcache.lab.latency.results import LatencyResult
+from tests.cli import output_of
 from tests.fakes.server import FakeServer, serving
 from tests.lab.latency.test_measure import CONFIG, HALF
 
@@ -43,51 +43,23 @@ def folder(path: Path, config: dict[str, object]) -> str:
     return str(path / "model")
 
 
-def output_of(*arguments: str, code: int) -> str:
-    result = CliRunner().invoke(app, ["bench", *arguments])
-    assert result.exit_code == code, result.output
-    return " ".join(result.output.split())
+latency = partial(output_of, "bench", "latency")
 
 
 def test_latency_against_running_servers(tmp_path: Path) -> None:
     model, out = folder(tmp_path, CONFIG), tmp_path / "out"
     with serving(FakeServer("F" * 8)) as first, serving(FakeServer(HALF)) as second:
-        text = output_of(
-            *("latency", "--model", model, "-o", str(out), "--url", first, "--url", second),
+        text = latency(
+            *("--model", model, "-o", out, "--url", first, "--url", second),
             *("--pattern", "full", "--pattern", "half=uniform:1/2", "--context", "256"),
-            *("--rounds", "1", "--new-tokens", "6"),
-            *("--figures", "pdf"),
-            code=0,
+            *("--rounds", "1", "--new-tokens", "6", "--figures", "pdf"),
         )
     assert "+ IndexCache (half)" in text
-    result = load(out / "latency.json")
+    result = LatencyResult.model_validate_json((out / "latency.json").read_text())
     assert result.metrics == ("prefill", "decode", "full")
     assert (out / "latency-speedup.pdf").read_bytes().startswith(b"%PDF")
     assert not list(out.glob("*.png"))
     assert "the servers ran already" in (out / "latency.md").read_text()
-
-
-@pytest.mark.parametrize("by", ["option", "variable"])
-def test_a_key_reaches_the_server_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str
-) -> None:
-    keys = {"api_key": "the-first-secret", "admin_api_key": "the-second-secret"}
-    model, out = folder(tmp_path, CONFIG), tmp_path / "out"
-    command = ["latency", "--model", model, "-o", str(out), "--pattern", "full", "--context", "256"]
-    command += ["--pattern", "half=uniform:1/2", "--rounds", "1", "--new-tokens", "6"]
-    options = []
-    for name, key in keys.items():
-        if by == "variable":
-            monkeypatch.setenv(f"SGLANG_{name.upper()}", key)
-        else:
-            options += [f"--{name.replace('_', '-')}", key]
-    with serving(FakeServer("F" * 8, mode="live", **keys)) as url:
-        text = output_of(*command, "--url", url, *options, code=0)
-    files = [path for path in out.rglob("*") if path.is_file()]
-    assert files
-    for key in keys.values():
-        assert key not in text
-        assert not [path for path in files if key.encode() in path.read_bytes()]
 
 
 @pytest.mark.parametrize(
@@ -108,7 +80,7 @@ def test_latency_that_makes_no_sense(tmp_path: Path, options: list[str], message
     patterns = [] if "--pattern" in options else ["--pattern", "full", "--pattern"]
     patterns += ["1/2=uniform:1/2", "--pattern", "1/4=uniform:1/4"] if patterns else []
     model = folder(tmp_path, CONFIG)
-    text = output_of("latency", "--model", model, "-o", str(tmp_path), *patterns, *options, code=1)
+    text = latency("--model", model, "-o", tmp_path, *patterns, *options, code=1)
     assert message in text
 
 

@@ -8,10 +8,12 @@ import pytest
 from typer.testing import CliRunner
 
 from sglang_indexcache.cli import app
+from tests.cli.test_bench import folder
 from tests.cli.test_eval import SMALL
 from tests.cli.test_search import TINY, documents
 from tests.fakes.server import FakeServer, serving
 from tests.lab.evaluate.fake_server import Fake
+from tests.lab.latency.test_measure import CONFIG
 
 KEYS = {"api_key": "the-first-secret", "admin_api_key": "the-second-secret"}
 
@@ -42,6 +44,14 @@ def test_server(tmp_path: Path, command: str) -> None:
 def test_eval(tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert check(Fake(**KEYS), out, "eval", "run", "1/4", *SMALL, "-o", out)
+
+
+def test_bench(tmp_path: Path) -> None:
+    model, out = folder(tmp_path, CONFIG), tmp_path / "out"
+    patterns = ("--pattern", "full", "--pattern", "half=uniform:1/2")
+    command = ("bench", "latency", "--model", model, *patterns, "--context", "256", "-o", out)
+    server = FakeServer("F" * 8, mode="live", **KEYS)
+    assert check(server, out, *command, "--rounds", "1", "--new-tokens", "6")
 
 
 def test_search(tmp_path: Path) -> None:

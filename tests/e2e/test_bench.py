@@ -19,7 +19,7 @@ from sglang_indexcache.lab.client.launch import Server
 from sglang_indexcache.lab.client.stream import stream
 from sglang_indexcache.lab.latency import measure
 from sglang_indexcache.lab.latency.measure import Settings, TargetModel
-from sglang_indexcache.lab.latency.results import Configuration, configurations, load
+from sglang_indexcache.lab.latency.results import Configuration, LatencyResult, configurations
 from sglang_indexcache.lab.latency.servers import RunningServers, StartedServers
 from tests.e2e.conftest import Serve, prompt
 from tests.preloaded import PreloadedServer
@@ -48,9 +48,9 @@ def test_servers_one_at_a_time(
 ) -> None:
     monkeypatch.setattr("sglang_indexcache.lab.latency.servers.Server", PreloadedServer)
     servers = StartedServers(str(glm), POOL, tmp_path / "logs")
-    result = measure.run(target, servers, configured, SETTINGS, arguments=POOL)
+    result = measure.run(target, servers, configured, SETTINGS, tmp_path, arguments=POOL)
     files = measure.write_latency(result, tmp_path)
-    assert load(files[0]) == result
+    assert LatencyResult.model_validate_json(files[0].read_text()) == result
     assert {v.facts.mode for v in result.visits} == {"static"}
     index_k = {v.configuration: v.facts.index_k_bytes for v in result.visits}
     assert index_k["full"] == 2 * index_k["half"]  # static mode: no index-K on S layers
@@ -75,10 +75,10 @@ def live(glm: Path, serve: Serve) -> Iterator[Client]:
 
 
 def test_one_live_server_stands_for_all_patterns(
-    live: Client, target: TargetModel, configured: tuple[Configuration, ...]
+    live: Client, target: TargetModel, configured: tuple[Configuration, ...], tmp_path: Path
 ) -> None:
     running = RunningServers({c.name: live for c in configured})
-    result = measure.run(target, running, configured, SETTINGS)
+    result = measure.run(target, running, configured, SETTINGS, tmp_path)
     [state] = live.states()
     assert (state.pattern, state.switches) == ("FFFFFF", 0)
     assert [(v.configuration, v.facts.mode) for v in result.visits] == [

@@ -215,13 +215,15 @@ def test_static_and_live_agree_exactly(client: Client, live: Client) -> None:
     assert state.index_k_bytes_per_token == 6 * 128 * 4
 
 
-def test_a_benchmark_of_another_pattern_is_refused(client: Client, glm: Path) -> None:
+def test_a_benchmark_of_another_pattern_is_refused(
+    client: Client, glm: Path, tmp_path: Path
+) -> None:
     """A static server serves its own, whatever a request names."""
     target = measure.read_target(glm)
     configured = configurations(("full", f"own={PATTERN}"), target.checkpoint)
     running = RunningServers({configuration.name: client for configuration in configured})
     with pytest.raises(BenchError, match="serves FSSFSS on rank 0, not the FFFFFF of full"):
-        measure.run(target, running, configured, Settings((100,)))
+        measure.run(target, running, configured, Settings((100,)), tmp_path)
 
 
 def test_readers_do_not_disturb(client: Client) -> None:

@@ -57,8 +57,8 @@ class MeasuredModel:
 
     def weight_bytes(self, gpus: int, dp: int) -> float:
         """Return the bytes of weights on one of ``gpus`` GPUs, with ``dp`` attention ranks."""
-        each = 1 if "fp8" in self.weights else 2
-        return PRESETS[self.shape].weight_bytes(gpus, dp, each)
+        item_bytes = 1 if "fp8" in self.weights else 2
+        return PRESETS[self.shape].weight_bytes(gpus, dp, item_bytes)
 
 
 _GLM = "GLM-5.2 has GLM-5's shape and was measured with and without indexers."
@@ -91,11 +91,11 @@ def find_model(model: str) -> str:
         return _model_in(path)
     if model.startswith(("/", ".", "~")):
         raise BenchError(f"there is no folder {model} here")
-    given = model.rpartition("/")[2].lower()
+    name_in_lower_case = model.rpartition("/")[2].lower()
     for name, measured in MODELS.items():
-        if name.lower() == given:
+        if name.lower() == name_in_lower_case:
             return name
-        if measured.shared.rpartition("/")[2].lower() == given:
+        if measured.shared.rpartition("/")[2].lower() == name_in_lower_case:
             raise _shares_already(model)
     raise _unmeasured(model)
 
@@ -287,8 +287,8 @@ def plan_grid(deployment: Composed, patterns: Patterns, contexts: Sequence[int])
             times = (f"{g.milliseconds / scale:.1f}" if g else NO_RATE for g in row.gains)
             rows += [(heads[row.part],), (f"{EVERY}, {unit}", *times)]
         else:
-            kept = f"{len(row.pattern.full_layers)} of {len(row.pattern)} F"
-            rows.append((f"{row.name} ({kept})", *map(_cell, row.gains)))
+            letters = f"{len(row.pattern.full_layers)} of {len(row.pattern)} F"
+            rows.append((f"{row.name} ({letters})", *map(_cell, row.gains)))
     header = ("", *map(format_length, contexts))
     title = f"composed speed-up over every indexer, not measured as a whole: {deployment.title}"
     return Grid(title, header, tuple(rows))

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -36,7 +36,6 @@ from sglang_indexcache.lab.latency.results import (
     Model,
     ServerFacts,
     Visit,
-    save,
 )
 from sglang_indexcache.lab.latency.servers import (
     Servers,
@@ -144,10 +143,10 @@ def run(
     servers: Servers,
     served: Sequence[Configuration],
     settings: Settings,
+    output: Path,
     *,
     arguments: Sequence[str] = (),
     report: Report = lambda _: None,
-    output: Path | None = None,
 ) -> LatencyResult:
     """Measure everything; return a result only if no server did anything wrong.
 
@@ -161,9 +160,8 @@ def run(
         OutputError: the disk is full; afterwards the same command continues.
     """
     settings.check()
-    environment = Environment(**machine())
     about = LatencyResult(
-        environment=environment,
+        environment=Environment(**machine()),
         side_by_side=not servers.started_here,
         started_here=servers.started_here,
         model=target.model,
@@ -176,21 +174,14 @@ def run(
         samples=(),
     )
     measured = _Measurement(target, servers, served, settings, report)
-    with ExitStack() as stack:
-        rounds: list[_Round] = []
-        journal: Journal | None = None
-        if output is not None:
-            identity = json.loads(about.model_dump_json(exclude=_OF_ONE_TIME))
-            journal = Journal(output / ROUNDS, identity, "benchmark", BenchError)
-            stack.enter_context(journal)
-            rounds = list(journal.parsed(_Round.model_validate))
+    identity = json.loads(about.model_dump_json(exclude=_OF_ONE_TIME))
+    with Journal(output / ROUNDS, identity, "benchmark", BenchError) as journal:
+        rounds = list(journal.parsed(_Round.model_validate))
         if rounds:
             report(f"resuming: {counted(len(rounds), 'round')} in {output}")
         for number in range(len(rounds), settings.rounds):
-            visits, samples = measured.round(number)
-            rounds.append(_Round(environment=environment, visits=visits, samples=samples))
-            if journal is not None:
-                journal.write(rounds[-1].model_dump(mode="json"))
+            rounds.append(measured.round(number, about.environment))
+            journal.write(rounds[-1].model_dump(mode="json"))
     return about.model_copy(
         update={
             "environment": rounds[0].environment,
@@ -208,49 +199,45 @@ class _Round(Strict):
     samples: tuple[LatencySample, ...]
 
 
+@dataclass
 class _Measurement:
     """All rounds on the same servers, each of which is warmed up once."""
 
-    def __init__(
-        self,
-        target: TargetModel,
-        servers: Servers,
-        served: Sequence[Configuration],
-        settings: Settings,
-        report: Report,
-    ) -> None:
-        self._target, self._servers, self._served = target, servers, served
-        self._settings, self._report = settings, report
-        self._warm: set[str] = set()
+    target: TargetModel
+    servers: Servers
+    served: Sequence[Configuration]
+    settings: Settings
+    report: Report
+    warm: set[str] = field(default_factory=set)
 
-    def round(self, number: int) -> tuple[tuple[Visit, ...], tuple[LatencySample, ...]]:
+    def round(self, number: int, environment: Environment) -> _Round:
         """Measure every configuration once, in turn."""
-        steps, started_here = self._settings.steps, self._servers.started_here
+        steps = self.settings.steps
+        turns = [steps] if self.servers.started_here else [[step] for step in steps]
         visits: list[Visit] = []
         samples: list[LatencySample] = []
-        for turn in [steps] if started_here else [[step] for step in steps]:
-            for configuration in self._served:
-                self._report(f"round {number + 1} of {self._settings.rounds}: {configuration.name}")
-                visit, visit_samples = self._visit(number, configuration, turn)
-                visits.append(visit)
-                samples += visit_samples
-        return tuple(visits), tuple(samples)
+        for turn, configuration in product(turns, self.served):
+            self.report(f"round {number + 1} of {self.settings.rounds}: {configuration.name}")
+            visit, visit_samples = self._visit(number, configuration, turn)
+            visits.append(visit)
+            samples += visit_samples
+        return _Round(environment=environment, visits=tuple(visits), samples=tuple(samples))
 
     def _visit(
         self, number: int, configuration: Configuration, steps: Sequence[Step]
     ) -> tuple[Visit, list[LatencySample]]:
-        foreign = busy_cores(self._settings.watch_seconds)
-        with self._servers.visit(configuration) as client:
-            check_served(client, configuration, self._target.model)
+        foreign = busy_cores(self.settings.watch_seconds)
+        with self.servers.visit(configuration) as client:
+            check_served(client, configuration, self.target.model)
             facts, name = server_facts(client), configuration.name
-            visit = _Visit(client, self._target, self._settings, configuration, number, facts)
-            if self._servers.started_here or name not in self._warm:
+            visit = _Visit(client, self.target, self.settings, configuration, number, facts)
+            if self.servers.started_here or name not in self.warm:
                 visit.warm_up()
-                self._warm.add(name)
+                self.warm.add(name)
             samples = []
             for sample in visit.measure(steps):
                 samples.append(sample)
-                self._report(
+                self.report(
                     f"  {format_length(sample.length)} {sample.metric}: {sample.value:.4g} "
                     f"({sample.requests} at once)"
                 )
@@ -293,14 +280,6 @@ class _Visit:
         """Return whether one request fills a rank's cache, which is then measured already."""
         return self.concurrency(length) == self.server.dp
 
-    def _check_room(self, length: int) -> None:
-        if not self.concurrency(length):
-            raise BenchError(
-                f"the KV cache holds {self.server.capacity} tokens a rank, too few for a prompt of "
-                f"{length} and {self.settings.new_tokens} new tokens. Give the servers more "
-                "--max-total-tokens or leave the length out."
-            )
-
     def warm_up(self) -> None:
         """Run each shape of batch once, so that one-time costs are not measured.
 
@@ -308,7 +287,12 @@ class _Visit:
             BenchError: a length does not fit the KV cache.
         """
         for length in self.settings.lengths:
-            self._check_room(length)
+            if not self.concurrency(length):
+                raise BenchError(
+                    f"the KV cache holds {self.server.capacity} tokens a rank, too few for a "
+                    f"prompt of {length} and {self.settings.new_tokens} new tokens. Give the "
+                    "servers more --max-total-tokens or leave the length out."
+                )
         chunk = self.server.chunked_prefill
         longest = 2 * chunk if chunk > 0 else max(self.settings.lengths)
         for length in sorted({min(length, longest) for length in self.settings.lengths}):
@@ -371,13 +355,13 @@ class _Visit:
         )
 
 
-def _share(part: float | None, whole: float) -> float | None:
-    """Return the part's share of the whole; None if unknown, or if the part took longer.
+def _share(part: float | None, total: float) -> float | None:
+    """Return the part's share of the total; None if unknown, or if the part took longer.
 
-    The server reports the part, and the client measures the whole. If tokens arrive late, a few
+    The server reports the part, and the client measures the total. If tokens arrive late, a few
     short steps can seem to take less time than their indexers did, so that no share is known.
     """
-    return None if part is None or part > whole else part / whole
+    return None if part is None or part > total else part / total
 
 
 def steady_rate(answers: Sequence[StreamedAnswer]) -> tuple[float, float]:
@@ -435,7 +419,7 @@ def write_latency(result: LatencyResult, folder: Path, figures: str = "png") -> 
     """Write ``latency.json``, ``.md`` and a figure in the format ``figures``; return the files."""
     names = ("latency.json", "latency.md", f"latency-speedup.{figures}")
     paths = [folder / name for name in names]
-    save(result, paths[0])
+    write_whole(paths[0], result.model_dump_json(indent=1) + "\n")
     write_whole(paths[1], tables.report(result))
     tables.draw_speedups(result, paths[2])
     return paths

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import BenchError
 from sglang_indexcache.library.files import Strict
 from sglang_indexcache.library.resolve import Library, name_and_pattern
-from sglang_indexcache.library.writing import write_whole
 from sglang_indexcache.pattern import Pattern
 
 Metric = Literal["prefill", "decode", "full"]
@@ -245,26 +243,3 @@ class LatencyResult(Strict):
     def _matching(self, configuration: str, metric: Metric, length: int) -> list[LatencySample]:
         key = (configuration, metric, length)
         return [s for s in self.samples if (s.configuration, s.metric, s.length) == key]
-
-
-def save(result: LatencyResult, path: Path) -> None:
-    """Write a result in one step, so that no reader sees half a file."""
-    write_whole(path, result.model_dump_json(indent=1) + "\n")
-
-
-def load(path: Path) -> LatencyResult:
-    """Read a result.
-
-    Raises:
-        BenchError: the file is missing or is no such result.
-    """
-    try:
-        return LatencyResult.model_validate_json(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise BenchError(f"cannot read {path}: {error.strerror}") from error
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "the file"
-        raise BenchError(
-            f"{path} is not a result of bench latency: {where}: {first['msg']}"
-        ) from error

@@ -8,12 +8,13 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 
 from sglang_indexcache.checkpoint import Checkpoint
-from sglang_indexcache.errors import BenchError, CheckpointError, OutputError, ServerError
+from sglang_indexcache.errors import BenchError, CheckpointError, ServerError
 from sglang_indexcache.lab.client.http import Client
 from sglang_indexcache.lab.client.stream import StreamedAnswer, stream
 from sglang_indexcache.lab.latency import measure as latency
@@ -25,12 +26,12 @@ from sglang_indexcache.lab.latency.measure import (
     read_target,
     run,
     steady_rate,
+    write_latency,
 )
-from sglang_indexcache.lab.latency.results import LatencyResult, Model, configurations, load, save
+from sglang_indexcache.lab.latency.results import LatencyResult, Model, configurations
 from sglang_indexcache.lab.latency.servers import RunningServers, StartedServers
 from sglang_indexcache.pattern import Pattern
 from tests.fakes.server import Clock, FakeServer, serving
-from tests.full_disk import files_of_at_most
 
 CONFIG = {
     "architectures": ["GlmMoeDsaForCausalLM"],
@@ -57,18 +58,20 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
 def measure(
     fakes: dict[str, FakeServer],
     settings: Settings = QUICK,
-    values: tuple[str, ...] = (),
+    output: Path | None = None,
     **more: Any,
 ) -> LatencyResult:
-    configured = configurations(values or ("full", "1/2=uniform:1/2"), CHECKPOINT)
+    configured = configurations(("full", "1/2=uniform:1/2"), CHECKPOINT)
     with ExitStack() as stack:
+        output = output or Path(stack.enter_context(TemporaryDirectory()))
         clients = {name: Client(stack.enter_context(serving(fake))) for name, fake in fakes.items()}
-        return run(TARGET, RunningServers(clients), configured, settings, **more)
+        return run(TARGET, RunningServers(clients), configured, settings, output, **more)
 
 
 def good(**changes: object) -> dict[str, FakeServer]:
     """Return two servers; ``changes`` befall the second."""
-    return {"full": FakeServer("F" * 8), "1/2": FakeServer(HALF, **changes)}  # type: ignore[arg-type]
+    second: dict[str, Any] = {"pattern": HALF, **changes}
+    return {"full": FakeServer("F" * 8), "1/2": FakeServer(**second)}
 
 
 def test_a_good_run() -> None:
@@ -111,22 +114,6 @@ def test_an_interrupted_run_goes_on_behind_its_last_whole_round(tmp_path: Path) 
     assert not any(fake.calls for fake in fakes.values())
     with pytest.raises(BenchError, match=r"another benchmark; different: rounds \(3 then, 2 now\)"):
         measure(good(), QUICK, output=tmp_path)
-
-
-def test_a_full_disk_and_a_second_command(tmp_path: Path) -> None:
-    with files_of_at_most(8192), pytest.raises(OutputError, match=r"rounds.jsonl: File too large"):
-        measure(good(), replace(QUICK, rounds=99), output=tmp_path)
-
-    refused = []
-
-    def second_report(_: str) -> None:
-        if not refused:
-            with pytest.raises(BenchError, match="in use by another benchmark") as error:
-                measure(good(), output=tmp_path / "other")
-            refused.append(error)
-
-    measure(good(), report=second_report, output=tmp_path / "other")
-    assert refused
 
 
 def test_indexers_that_seem_to_outlast_their_answer_have_no_share() -> None:
@@ -201,53 +188,50 @@ def test_what_is_reported_of_known_arrivals(monkeypatch: pytest.MonkeyPatch) -> 
     assert values["full", 256] == pytest.approx(12 * 2.0)
 
 
+LIVE = {"mode": "live", "pattern": "F" * 8}
+
+
 @pytest.mark.parametrize(
-    ("fault", "message"),
+    ("changes", "message"),
     [
-        ("cache", "took 64 of 64 prompt tokens from its cache"),
-        ("truncation", "read 63 tokens of a 64-token prompt"),
-        ("out of memory", "answered 500.*out of memory"),
-        ("stream error", "answered an error.*CUDA out of memory"),
-        ("abort", "refused a request: the input is too long"),
-        ("no end", "ended an answer before it was finished"),
-        ("early end", "generated 3 of 8 tokens"),
-        ("nan stop", "stopped an answer early.*NaN happened"),
-        ("one lump", "all 8 tokens of an answer arrived at once"),
-        ("death", "stopped answering in the middle|ended an answer before"),
-        ("retraction", "the KV cache ran full"),
+        ({"fault": "cache"}, "took 64 of 64 prompt tokens from its cache"),
+        ({"fault": "truncation"}, "read 63 tokens of a 64-token prompt"),
+        ({"fault": "out of memory"}, "answered 500.*out of memory"),
+        ({"fault": "stream error"}, "answered an error.*CUDA out of memory"),
+        ({"fault": "abort"}, "refused a request: the input is too long"),
+        ({"fault": "no end"}, "ended an answer before it was finished"),
+        ({"fault": "early end"}, "generated 3 of 8 tokens"),
+        ({"fault": "nan stop"}, "stopped an answer early.*NaN happened"),
+        ({"fault": "one lump"}, "all 8 tokens of an answer arrived at once"),
+        ({"fault": "death"}, "stopped answering in the middle|ended an answer before"),
+        ({"fault": "retraction"}, "the KV cache ran full"),
+        (LIVE | {"fault": "deaf to names"}, "for pattern FS.* answered under FFFFFFFF"),
+        ({"overrides": {"architecture": "A"}}, "serves a A, but m is a GlmMoeDsaForCausalLM"),
+        ({"pattern": "F" * 8}, "serves FFFFFFFF on rank 0, not the FSFSFSFS of 1/2"),
+        ({"really": "F" * 8}, "ignores the pattern: asked for"),
+        ({"really": "F" + "S" * 7}, "ignores the pattern: asked for"),
+        (LIVE | {"really": "F" * 8}, "asked for FSFSFSFS, its layers 1, 3"),
     ],
 )
-def test_a_bad_answer_gives_no_result(fault: str, message: str) -> None:
+def test_a_server_that_does_wrong_gives_no_result(changes: dict[str, Any], message: str) -> None:
     with pytest.raises((BenchError, ServerError), match=message):
-        measure(good(fault=fault))
+        measure(good(**changes))
 
 
-def test_a_server_with_another_model() -> None:
-    with pytest.raises(BenchError, match="serves a DeepseekV32ForCausalLM, but m is a GlmMoeDsa"):
-        measure(good(overrides={"architecture": "DeepseekV32ForCausalLM"}))
-
-
-@pytest.mark.parametrize("flag", ["--model-path", "--indexcache-pattern=full", "--model=x"])
-def test_flags_that_would_serve_something_else(flag: str, tmp_path: Path) -> None:
-    with pytest.raises(BenchError, match=f"leave {flag.partition('=')[0]} to the benchmark"):
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        *((f, "leave --model-path to the benchmark") for f in ("--model-path", "--model-path=x")),
+        ("--indexcache-pattern=full", "leave --indexcache-pattern to the benchmark"),
+        ("--model=x", "leave --model to the benchmark"),
+        *((f, "kept with the results") for f in ("--api-key=k", "--admin-api-key", "--api")),
+    ],
+)
+def test_flags_that_a_server_started_here_may_not_have(
+    flag: str, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(BenchError, match=message):
         StartedServers("m", ["--tp", "2", flag], tmp_path)
-
-
-@pytest.mark.parametrize("flag", ["--api-key", "--api-key=k", "--admin-api-key", "--api"])
-def test_a_key_among_the_flags_would_end_up_in_the_results(flag: str, tmp_path: Path) -> None:
-    with pytest.raises(BenchError, match="flags are kept with the results"):
-        StartedServers("m", [flag, "k"], tmp_path)
-
-
-def test_a_server_with_another_pattern() -> None:
-    with pytest.raises(BenchError, match="serves FFFFFFFF on rank 0, not the FSFSFSFS of 1/2"):
-        measure({"full": good()["full"], "1/2": FakeServer("F" * 8)})
-
-
-@pytest.mark.parametrize("really", ["F" * 8, "F" + "S" * 7])
-def test_a_server_that_ignores_the_pattern_it_reports(really: str) -> None:
-    with pytest.raises(ServerError, match="ignores the pattern: asked for"):
-        measure(good(really=really))
 
 
 def test_a_full_cache_that_never_decodes_all_at_once() -> None:
@@ -262,19 +246,13 @@ def test_a_steady_window_counts_only_what_lies_inside() -> None:
     assert steady_rate([first, second]) == (pytest.approx((1 + 1) / (3.0 - 2.0)), 2.0)
 
 
-def measure_live(fake: FakeServer) -> LatencyResult:
-    """Measure one server for two patterns."""
-    configured = configurations(("full", "uniform:1/4"), CHECKPOINT)
-    with serving(fake) as url:
-        return run(
-            TARGET, RunningServers({c.name: Client(url) for c in configured}), configured, QUICK
-        )
-
-
-def test_one_live_server_stands_for_all() -> None:
+def test_one_live_server_stands_for_all(tmp_path: Path) -> None:
     """Whatever it serves to others, before and after; requests of both arms alternate."""
     fake = FakeServer("FFFFFSSS", mode="live", indexer_share=0.5)
-    result = measure_live(fake)
+    configured = configurations(("full", "uniform:1/4"), CHECKPOINT)
+    with serving(fake) as url:
+        running = RunningServers({c.name: Client(url) for c in configured})
+        result = run(TARGET, running, configured, QUICK, tmp_path)
     assert {v.configuration for v in result.visits} == {"full", "uniform:1/4"}
     assert {v.facts.mode for v in result.visits} == {"live"}
     assert not result.started_here
@@ -283,16 +261,6 @@ def test_one_live_server_stands_for_all() -> None:
     for length in (64, 256):
         runs = [s.configuration for s in result.samples if (s.metric, s.length) == ("full", length)]
         assert runs == ["full", "uniform:1/4"] * 2
-
-
-def test_a_live_server_that_does_not_hear_names() -> None:
-    with pytest.raises(ServerError, match="asked for pattern FSSSFSSS and answered under FFFFFFFF"):
-        measure_live(FakeServer("F" * 8, mode="live", fault="deaf to names"))
-
-
-def test_a_live_server_that_names_what_it_does_not_do() -> None:
-    with pytest.raises(ServerError, match="asked for FSSSFSSS, its layers 1, 2"):
-        measure_live(FakeServer("F" * 8, mode="live", really="F" * 8))
 
 
 def test_one_server_is_up_at_a_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -326,10 +294,11 @@ def test_one_server_is_up_at_a_time(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert up_at == [("full",), ("uniform:1/2",)] * 2
 
 
-def test_a_missing_server() -> None:
+def test_a_missing_server(tmp_path: Path) -> None:
     configured = configurations(("full",), CHECKPOINT)
+    nowhere = RunningServers({"full": Client("http://127.0.0.1:9")})
     with pytest.raises(ServerError, match=r"cannot reach the server at http://127\.0\.0\.1:9"):
-        run(TARGET, RunningServers({"full": Client("http://127.0.0.1:9")}), configured, QUICK)
+        run(TARGET, nowhere, configured, QUICK, tmp_path)
 
 
 def test_a_prompt_that_does_not_fit() -> None:
@@ -376,11 +345,8 @@ def test_names_must_differ() -> None:
 
 def test_a_result_survives_its_file(tmp_path: Path) -> None:
     result = measure(good())
-    save(result, tmp_path / "r.json")
-    assert load(tmp_path / "r.json") == result
-    (tmp_path / "r.json").write_text("{}")
-    with pytest.raises(BenchError, match="is not a result of bench latency: environment"):
-        load(tmp_path / "r.json")
+    path, *_ = write_latency(result, tmp_path)
+    assert LatencyResult.model_validate_json(path.read_text()) == result
 
 
 def test_prompts_are_exact_and_share_no_prefix() -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from sglang_indexcache.errors import SearchError
-from sglang_indexcache.lab.runs.identity import claim, differences, locked
+from sglang_indexcache.lab.runs.identity import claim, differences
 
 
 def test_differences_are_named_down_to_the_value_that_differs() -> None:
@@ -40,15 +40,3 @@ def test_a_folder_is_claimed_once_and_continued_with_the_same_options_alone(tmp_
         path.write_text(damaged)
         with pytest.raises(SearchError, match="damaged"):
             claim(path, options, "heal", SearchError)
-
-
-def test_a_lock_file_is_one_processs_at_a_time(tmp_path: Path) -> None:
-    path = tmp_path / "folder" / "lock"
-    with (
-        locked(path, "healing", SearchError),
-        pytest.raises(SearchError, match=r"lock is in use by another healing\. Wait for it, or"),
-        locked(path, "healing", SearchError),
-    ):
-        pass
-    with locked(path, "healing", SearchError):
-        pass
