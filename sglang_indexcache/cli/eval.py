@@ -175,12 +175,12 @@ def _plan(
     from sglang_indexcache.lab.evaluate.tasks.context import QUESTIONS
 
     selects_all = int(Checkpoint.read(model).shape["index_topk"])
-    asked = tuple(sorted({parse_length(text) for text in lengths or ()}))
-    asked = asked or default_lengths(longest_context(model))
+    sizes = tuple(sorted({parse_length(text) for text in lengths or ()}))
+    sizes = sizes or default_lengths(longest_context(model))
     if contexts is None:
-        cells, behind = max(len(tasks), 1) * len(asked), QUESTIONS if tasks else 1
+        cells, behind = max(len(tasks), 1) * len(sizes), QUESTIONS if tasks else 1
         contexts = enough_contexts(cells, behind, margin, looks)
-    return EvaluationPlan(tasks, asked, contexts, QUESTIONS, selects_all, margin, looks, seed)
+    return EvaluationPlan(tasks, sizes, contexts, QUESTIONS, selects_all, margin, looks, seed)
 
 
 @app.command("report", cls=Command)

@@ -120,20 +120,14 @@ class Server:
             self._process.terminate()
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(grace)
-        _kill_group(self._process.pid)
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
     def log_tail(self, lines: int = 30) -> str:
         """Return the last lines of the server's log, with very long lines (arguments) shortened."""
         text = self.log.read_text(errors="replace") if self.log.exists() else ""
         return "\n".join(line[:500] for line in text.splitlines()[-lines:])
-
-
-def _kill_group(group: int) -> None:
-    try:
-        os.killpg(group, signal.SIGKILL)
-    except ProcessLookupError:
-        return
 
 
 def die_with_parent() -> None:

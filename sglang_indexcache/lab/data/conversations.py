@@ -70,10 +70,10 @@ def read_conversation(row: Mapping[str, Any], where: str) -> Conversation | None
     messages = _value(row[name], f"{where}: {name}")
     if not isinstance(messages, list) or not messages:
         raise DataError(f"{where} has {name} that are not a list of objects with a role")
-    said = [_message(message, name, where) for message in messages]
-    if isinstance(row.get("system"), str) and row["system"] and said[0]["role"] != "system":
-        said.insert(0, {"role": "system", "content": row["system"]})
-    return Conversation(tuple(said), where, _tools(row.get("tools"), where))
+    turns = [_message(message, name, where) for message in messages]
+    if isinstance(row.get("system"), str) and row["system"] and turns[0]["role"] != "system":
+        turns.insert(0, {"role": "system", "content": row["system"]})
+    return Conversation(tuple(turns), where, _tools(row.get("tools"), where))
 
 
 def _message(message: Any, name: str, where: str) -> dict[str, Any]:
@@ -88,12 +88,12 @@ def _message(message: Any, name: str, where: str) -> dict[str, Any]:
         return {"role": _SHAREGPT[speaker], "content": message["value"]}
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise DataError(f"{where} has {name} that are not a list of objects with a role")
-    said = {key: value for key, value in message.items() if value is not None}
-    said.setdefault("content", "")
-    calls = _value(said.get("tool_calls"), f"{where}: tool_calls")
+    cleaned = {key: value for key, value in message.items() if value is not None}
+    cleaned.setdefault("content", "")
+    calls = _value(cleaned.get("tool_calls"), f"{where}: tool_calls")
     if message["role"] == "assistant" and isinstance(calls, list):
-        said["tool_calls"] = [_call(call, where) for call in calls]
-    return said
+        cleaned["tool_calls"] = [_call(call, where) for call in calls]
+    return cleaned
 
 
 def _call(call: Any, where: str) -> Any:

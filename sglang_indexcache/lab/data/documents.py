@@ -90,24 +90,29 @@ def no_text(source: str) -> DataError:
 
 def what_is_left_out(source: str) -> str:
     """Return text on the files of a folder that :func:`read_documents` leaves out; "" if none."""
-    return "" if source == MACHINE else find_files(Path(source)).in_words()
+    if source == MACHINE:
+        return ""
+    _, left_out = find_files(Path(source))
+    names = ", ".join(path.name for path in left_out[:_NAMED])
+    more = len(left_out) - _NAMED
+    return names and f"left out as no data: {names}" + (f" and {more} more" if more > 0 else "")
 
 
-def files_of(source: str) -> tuple[Path, ...]:
+def files_of(source: str) -> list[Path]:
     """Return the files from which a source is read, by name.
 
     Raises:
         DataError: there is none.
     """
     if source == MACHINE:
-        return tuple(sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")))
+        return sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     path = Path(source)
     if not path.exists():
         raise DataError(
             f"there is no data at {source}. Give a file of rows ({', '.join(ROWS)}) or of text, a "
             f"folder of them, or {MACHINE!r} for this machine's Python sources."
         )
-    return find_files(path).read
+    return find_files(path)[0]
 
 
 def read_file(path: Path) -> Iterator[Document]:
@@ -129,7 +134,11 @@ def read_file(path: Path) -> Iterator[Document]:
 def _read_text(path: Path) -> Iterator[Text]:
     try:
         with opened(path) as file:
-            refuse_json(path, file.peek(1))
+            if _JSON.match(file.peek(1)):
+                raise DataError(
+                    f"{path} begins as JSON, and its braces would be read as prose. Let its name "
+                    "say what it is: .jsonl for a value a line, .json for one list of rows."
+                )
             text = TextIOWrapper(file, encoding="utf-8", newline="")
             while piece := text.read(TEXT_PIECE):
                 yield Text(piece + text.readline(), str(path))
@@ -180,23 +189,10 @@ def _answers(fields: Mapping[str, Any], text: str, where: str) -> tuple[Span, ..
     return spans
 
 
-@dataclass(frozen=True)
-class Files:
-    """Files to read, in their order, and the files of the same folder that are left out."""
+def find_files(path: Path) -> tuple[list[Path], list[Path]]:
+    """Return the files to read, in their order, and the files of the folder that are left out.
 
-    read: tuple[Path, ...]
-    left_out: tuple[Path, ...] = ()
-
-    def in_words(self) -> str:
-        """Return text that names the files left out; "" if there are none."""
-        names = ", ".join(path.name for path in self.left_out[:_NAMED])
-        more = len(self.left_out) - _NAMED
-        return names and f"left out as no data: {names}" + (f" and {more} more" if more > 0 else "")
-
-
-def find_files(path: Path) -> Files:
-    """Return a single file, or a folder's files: those with rows if there are any, else texts.
-
+    A single file is read. Of a folder, the files with rows are read if there are any, else texts.
     Files and folders whose names begin with a dot are skipped, because version control and
     downloads keep their own data there.
 
@@ -204,17 +200,14 @@ def find_files(path: Path) -> Files:
         DataError: a file cannot be read.
     """
     if not path.is_dir():
-        return Files((path,))
+        return [path], []
     files = [
         file
         for file in sorted(path.rglob("*"))
         if file.is_file() and not any(part[0] == "." for part in file.relative_to(path).parts)
     ]
     data = {file for file in files if has_rows(file)} or {file for file in files if is_text(file)}
-    return Files(
-        tuple(file for file in files if file in data),
-        tuple(file for file in files if file not in data),
-    )
+    return [file for file in files if file in data], [file for file in files if file not in data]
 
 
 def has_rows(path: Path) -> bool:
@@ -232,12 +225,3 @@ def is_text(path: Path) -> bool:
             return not _JSON.match(file.peek(1))
     except DataError:
         return False
-
-
-def refuse_json(path: Path, start: bytes) -> None:
-    """Raise DataError for a text file that begins like JSON."""
-    if _JSON.match(start):
-        raise DataError(
-            f"{path} begins as JSON, and its braces would be read as prose. Let its name say what "
-            "it is: .jsonl for a value a line, .json for one list of rows."
-        )

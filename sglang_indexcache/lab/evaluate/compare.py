@@ -102,24 +102,24 @@ def _questions(log: Log) -> Questions:
     return questions
 
 
-def _same_questions(reference: Log, other: Log, base: Questions) -> Questions:
+def _same_questions(reference: Log, log: Log, base: Questions) -> Questions:
     """Return another run's questions, and refuse any but the reference's."""
-    run = _questions(other)
-    if reference.kind != other.kind:
+    run = _questions(log)
+    if reference.kind != log.kind:
         raise QualityError(
-            f"{reference.name} is a log of {reference.kind} and {other.name} one of {other.kind}, "
+            f"{reference.name} is a log of {reference.kind} and {log.name} one of {log.kind}, "
             "which ask in other words; compare runs of one harness"
         )
     tasks, other_tasks = ({task for task, _ in keys} for keys in (base, run))
     if tasks != other_tasks:
         raise QualityError(
-            f"{reference.name} has the tasks {', '.join(sorted(tasks))} and {other.name} has "
+            f"{reference.name} has the tasks {', '.join(sorted(tasks))} and {log.name} has "
             f"{', '.join(sorted(other_tasks))}; run the same tasks"
         )
     if unpaired := sorted(base.keys() ^ run.keys()):
         task, question = unpaired[0]
         raise QualityError(
-            f"{len(unpaired):,} questions are in only one of {reference.name} and {other.name}, "
+            f"{len(unpaired):,} questions are in only one of {reference.name} and {log.name}, "
             f"the first is {question} of {task}; run both to the end, with the same limit and seed"
         )
     changed = [key for key, sample in base.items() if sample.prompt != run[key].prompt]
@@ -127,11 +127,11 @@ def _same_questions(reference: Log, other: Log, base: Questions) -> Questions:
         task, question = changed[0]
         raise QualityError(
             f"{len(changed):,} of {len(base):,} questions have another prompt or another right "
-            f"answer in {other.name} than in {reference.name}, the first is {question} of {task}; "
+            f"answer in {log.name} than in {reference.name}, the first is {question} of {task}; "
             "run both with the same chat template, few-shot examples and data"
         )
     if {sample.metric for sample in base.values()} != {sample.metric for sample in run.values()}:
-        raise QualityError(f"{reference.name} and {other.name} have other metrics; say --metric")
+        raise QualityError(f"{reference.name} and {log.name} have other metrics; say --metric")
     return run
 
 

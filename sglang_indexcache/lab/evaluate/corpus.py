@@ -222,16 +222,21 @@ def _askable(
     """
     items: dict[int, Item] = {}
     most, rows = min(longest, plan.lengths[-1]), 0
+    too_long = f"longer than {most:,} tokens (the longest --length, or the model's context)"
+    too_short = f"of at most {plan.selects_all:,} tokens (index_topk), where no pattern matters"
     for row, item in read_items(FILES[name], path):
         rows += 1
+        if len(item.text) > _CHARACTERS * most:
+            left_out[too_long] += 1
+            continue
         try:
-            why, item = _why_not(item, tokenizer, plan, most)
+            item = tokenized(item, tokenizer)
         except QualityError as error:
             raise QualityError(f"{row.where}: {error}") from error
-        if why:
-            left_out[why] += 1
-        else:
+        if plan.selects_all < _size(item) <= most:
             items[row.number] = item
+        else:
+            left_out[too_long if _size(item) > most else too_short] += 1
     return items, rows
 
 
@@ -367,20 +372,6 @@ def _together(rows: Mapping[int, Item], tokenizer: Tokenizer) -> tuple[list[int]
         question = Question(f"row{number}", prompt[shared:], answer, "", item.answer, None)
         questions.append(replace(question, by_token=item.by_token))
     return prompts[0][:shared], questions
-
-
-def _why_not(item: Item, tokenizer: Tokenizer, plan: EvaluationPlan, most: int) -> tuple[str, Item]:
-    """Return why an item is not asked ("" if it is), and the item, tokenized if short enough."""
-    if is_short := len(item.text) <= _CHARACTERS * most:
-        item = tokenized(item, tokenizer)
-    if not is_short or _size(item) > most:
-        return f"longer than {most:,} tokens (the longest --length, or the model's context)", item
-    if _size(item) <= plan.selects_all:
-        return (
-            f"of at most {plan.selects_all:,} tokens (index_topk), where no pattern matters",
-            item,
-        )
-    return "", item
 
 
 def _size(item: Item) -> int:

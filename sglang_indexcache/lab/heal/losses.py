@@ -383,15 +383,15 @@ def _check(
 ) -> None:
     if not targets:
         raise TrainingError("distillation needs at least one served layer's attention")
-    asked, tokens = list(layout.query_documents.shape), list(layout.documents.shape)
+    queries, tokens = list(layout.query_documents.shape), list(layout.documents.shape)
     heads, width = list(index.queries.shape[2:]) if index.queries.dim() == 4 else [-1, -1]
     shapes = [
-        ("index queries", index.queries, [*asked, heads, width], "tokens, heads, width"),
+        ("index queries", index.queries, [*queries, heads, width], "tokens, heads, width"),
         ("index keys", index.keys, [*tokens, width], "tokens, width"),
-        ("index weights", index.weights, [*asked, heads], "tokens, heads"),
+        ("index weights", index.weights, [*queries, heads], "tokens, heads"),
     ]
     for target in targets:
-        shapes += _attention_shapes(target, asked, tokens)
+        shapes += _attention_shapes(target, queries, tokens)
     for name, tensor, expected, axes in shapes:
         if list(tensor.shape) != expected:
             raise TrainingError(
@@ -403,7 +403,7 @@ def _check(
 
 
 def _attention_shapes(
-    target: AttentionInputs, asked: list[int], tokens: list[int]
+    target: AttentionInputs, queries: list[int], tokens: list[int]
 ) -> list[tuple[str, torch.Tensor, list[int], str]]:
     """Return the shapes that a served layer's tensors must have, from its numbers of heads."""
     if target.queries.dim() != 4 or target.keys.dim() != 4:
@@ -415,9 +415,9 @@ def _attention_shapes(
                 f"{key_heads} key heads do not divide {heads} heads of attention queries; both are "
                 "[batch, heads, tokens, width]"
             )
-    rows, axes = asked[0], "heads, tokens, width"
+    rows, axes = queries[0], "heads, tokens, width"
     return [
-        ("attention queries", target.queries, [rows, heads, asked[1], width], axes),
+        ("attention queries", target.queries, [rows, heads, queries[1], width], axes),
         ("attention keys", target.keys, [rows, key_heads, tokens[1], width], axes),
     ]
 
@@ -443,10 +443,10 @@ def _check_selected(layout: Layout, selected: torch.Tensor, block: int) -> None:
         TrainingError: the shape or dtype is wrong, a place is beyond the row's end, or occurs
             twice.
     """
-    rows, asked = layout.query_documents.shape
-    if selected.dim() != 3 or selected.shape[:2] != (rows, asked) or selected.is_floating_point():
+    rows, count = layout.query_documents.shape
+    if selected.dim() != 3 or selected.shape[:2] != (rows, count) or selected.is_floating_point():
         raise TrainingError(
-            f"selected are integers [batch, tokens, k] = [{rows}, {asked}, ?] for this layout, got "
+            f"selected are integers [batch, tokens, k] = [{rows}, {count}, ?] for this layout, got "
             f"{selected.dtype} {list(selected.shape)}"
         )
     if not selected.numel():

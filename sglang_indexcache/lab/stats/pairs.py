@@ -140,9 +140,9 @@ def paired(
     places: dict[str, Cell] = {}
     after = {(r.context, r.question): r for r in rows if (r.arm, r.repeat) == (arm, repeat)}
     for row in rows:
-        other = after.get((row.context, row.question))
-        if other is not None and (row.arm, row.repeat) == (reference, 0):
-            groups[row.context].append((getattr(row, of), getattr(other, of)))
+        partner = after.get((row.context, row.question))
+        if partner is not None and (row.arm, row.repeat) == (reference, 0):
+            groups[row.context].append((getattr(row, of), getattr(partner, of)))
             places[row.context] = row.cell
     if not groups:
         raise QualityError(

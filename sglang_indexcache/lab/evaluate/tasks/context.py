@@ -292,11 +292,11 @@ def around(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
 
 def beginning(tokenizer: Tokenizer) -> list[int]:
     """Return the ids with which the tokenizer begins a text; mostly one or none."""
-    [plain], [whole] = (
+    [plain], [opened] = (
         tokenizer(["a"], add_special_tokens=special)["input_ids"] for special in (False, True)
     )
-    starts = (n for n in range(len(whole)) if list(whole[n : n + len(plain)]) == list(plain))
-    return list(whole[: next(starts, 0)])
+    starts = (n for n in range(len(opened)) if list(opened[n : n + len(plain)]) == list(plain))
+    return list(opened[: next(starts, 0)])
 
 
 def rendered(messages: tuple[Message, ...], tokenizer: Tokenizer) -> list[int]:
