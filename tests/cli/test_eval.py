@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
 
 import sglang_indexcache
-from sglang_indexcache.cli import app
 from sglang_indexcache.cli.eval import _servers
 from sglang_indexcache.lab.evaluate.evaluation import load
 from sglang_indexcache.library.writing import shipped
+from tests.cli import output_of
 from tests.fakes.server import serving
 from tests.lab.evaluate.evaluate import evaluate
 from tests.lab.evaluate.fake_server import Fake
@@ -27,27 +27,22 @@ SMALL = (
 )
 
 
-def call(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(app, [str(a) for a in arguments])
-
-
-def words(result: Result) -> str:
-    return " ".join(result.output.split())
+evaluate_with = partial(output_of, "eval", "run")
+plan = partial(evaluate_with, "--dry-run")
+compare = partial(output_of, "eval", "compare")
 
 
 def test_an_evaluation_tells_its_cost_first_and_then_its_verdicts(tmp_path: Path) -> None:
     with serving(Fake()) as url:
-        command = ("eval", "run", "1/4", "1/2", *SMALL, "--url", url, "-o", tmp_path / "out")
-        result = call(*command)
-        again = call(*command)
-        another = call(*command, "--seed", "3")
-    assert result.exit_code == 0, result.output
-    text = words(result)
+        command = ("1/4", "1/2", *SMALL, "--url", url, "-o", tmp_path / "out")
+        text = evaluate_with(*command)
+        again = evaluate_with(*command)
+        another = evaluate_with(*command, "--seed", "3", code=1)
     assert text.index("cost ") < text.index("measured at the longest") < text.index("1/2: ")
     assert "full (reference), 1/2 (candidate), 1/4 (candidate)" in text  # fewer F come later
     assert "can show a loss of" in text
-    assert "resuming: 6 contexts" in words(again)
-    assert "belongs to another evaluation; different: plan" in words(another)
+    assert "resuming: 6 contexts" in again
+    assert "belongs to another evaluation; different: plan" in another
     evaluation = load(tmp_path / "out")
     assert evaluation.finished
     assert [arm.name for arm in evaluation.candidates] == ["1/2", "1/4"]
@@ -67,8 +62,7 @@ def test_an_evaluation_tells_its_cost_first_and_then_its_verdicts(tmp_path: Path
 def test_the_control_loses_a_little_and_is_no_candidate(
     patterns: tuple[str, ...], control: str
 ) -> None:
-    result = call("eval", "run", "--dry-run", *patterns, *SMALL)
-    assert control in words(result)
+    assert control in plan(*patterns, *SMALL)
 
 
 def test_a_control_that_the_checkpoint_has_no_indexers_for_is_passed_over(tmp_path: Path) -> None:
@@ -81,9 +75,7 @@ def test_a_control_that_the_checkpoint_has_no_indexers_for_is_passed_over(tmp_pa
     (model / "config.json").write_text(json.dumps(config | {"indexer_types": kinds}))
     pattern = "FFSSSSSSSSSS"
     options = ("--against", "FFFFSSSSSSSS", *SMALL, "--model", model)
-    result = call("eval", "run", "--dry-run", pattern, *options)
-    assert result.exit_code == 0, result.output
-    assert "first-layer-only (bad)" in words(result)
+    assert "first-layer-only (bad)" in plan(pattern, *options)
 
 
 @pytest.mark.parametrize(
@@ -96,18 +88,16 @@ def test_a_control_that_the_checkpoint_has_no_indexers_for_is_passed_over(tmp_pa
     ],
 )
 def test_what_cannot_be_planned_is_refused(arguments: tuple[str, ...], sentence: str) -> None:
-    result = call("eval", "run", "--dry-run", *SMALL, *arguments)
-    assert result.exit_code == 1
-    assert sentence in words(result)
-    assert "contexts" not in words(result).partition("error: ")[0]  # before the plan is printed
+    text = plan(*SMALL, *arguments, code=1)
+    assert sentence in text
+    assert "contexts" not in text.partition("error: ")[0]  # before the plan is printed
 
 
 def test_a_context_that_the_server_does_not_take_is_refused(tmp_path: Path) -> None:
     fake = Fake(info={"max_req_input_len": 255})
     with serving(fake) as url:
-        result = call("eval", "run", "1/4", *SMALL, "--url", url, "-o", tmp_path / "out")
-    assert result.exit_code == 1
-    assert "256 tokens with question and answer does not fit" in words(result)
+        text = evaluate_with("1/4", *SMALL, "--url", url, "-o", tmp_path / "out", code=1)
+    assert "256 tokens with question and answer does not fit" in text
     assert fake.calls == 0
 
 
@@ -121,9 +111,7 @@ def test_a_context_that_the_server_does_not_take_is_refused(tmp_path: Path) -> N
 )
 def test_servers_are_named(tmp_path: Path, urls: tuple[str, ...], sentence: str) -> None:
     options = [part for url in urls for part in ("--url", url)]
-    result = call("eval", "run", "1/4", *SMALL, "-o", tmp_path / "out", *options)
-    assert result.exit_code == 1
-    assert sentence in words(result)
+    assert sentence in evaluate_with("1/4", *SMALL, "-o", tmp_path / "out", *options, code=1)
 
 
 def test_a_server_is_named_as_its_pattern_is_or_was_written(tmp_path: Path) -> None:
@@ -149,12 +137,8 @@ def test_a_users_files_are_planned_and_what_is_left_out_is_told(tmp_path: Path) 
     prompts = write(
         tmp_path / "own.jsonl", [prompt_row(n, "yes", 5 + 60 * (n > 0)) for n in range(4)]
     )
-    result = call(
-        *("eval", "run", "--dry-run", "1/4", *FILES),
-        *("--rows", f"aa-lcr={lcr}", "--rows", f"prompts={prompts}", "--contexts", "4"),
-    )
-    assert result.exit_code == 0, result.output
-    text = words(result)
+    rows = ("--rows", f"aa-lcr={lcr}", "--rows", f"prompts={prompts}")
+    text = plan("1/4", *FILES, *rows, "--contexts", "4")
     assert (
         "aa-lcr: 4 of 6 rows are asked: 4 at 512 tokens. Left out: 2 more than --contexts 4" in text
     )
@@ -162,20 +146,12 @@ def test_a_users_files_are_planned_and_what_is_left_out_is_told(tmp_path: Path) 
     assert "1 of at most 64 tokens (index_topk)" in text
     assert "2 cells, 7 paired questions; control (notes) at 48 tokens" in text
     assert "Plan more (--contexts)" in text
-    command = ("eval", "run", "--dry-run", "1/4", *FILES)
-    text_of_all = words(call(*command, "--rows", f"prompts={prompts}"))
-    assert "1 cell, 3 paired questions" in text_of_all
-
-
-def compare(*arguments: object) -> tuple[int, str]:
-    result = call("eval", "compare", *map(str, arguments))
-    return result.exit_code, words(result)
+    assert "1 cell, 3 paired questions" in plan("1/4", *FILES, "--rows", f"prompts={prompts}")
 
 
 def test_compare_names_the_runs_and_writes_the_report(tmp_path: Path) -> None:
     full, quarter = (plain(tmp_path / name, lambda n: n % 5 / 4) for name in "ab")
-    code, text = compare(f"all-F={full}", f"1of4={quarter}", "-o", tmp_path, "--margin", 20)
-    assert code == 0, text
+    text = compare(f"all-F={full}", f"1of4={quarter}", "-o", tmp_path, "--margin", "20")
     assert text.startswith("1of4: ")
     assert "margin 20 points" in text
     data = json.loads((tmp_path / "eval.json").read_text())
@@ -189,10 +165,8 @@ def test_compare_takes_a_second_run_and_a_bad_one(tmp_path: Path) -> None:
         str(lm_eval(tmp_path / name, lambda number, loss=loss: float(number % 5 >= loss)))
         for name, loss in (("full", 1), ("quarter", 1), ("again", 1), ("bad", 5))
     ]
-    code, text = compare(
-        *runs[:2], "--again", runs[2], "--bad", runs[3], "-o", tmp_path / "out", "--margin", 40
-    )
-    assert code == 0, text
+    further = ("--again", runs[2], "--bad", runs[3], "--margin", "40")
+    text = compare(*runs[:2], *further, "-o", tmp_path / "out")
     assert "A/A: 0 lost, 0 won of 40" in text
     assert "Not shown" not in text
 
@@ -200,48 +174,28 @@ def test_compare_takes_a_second_run_and_a_bad_one(tmp_path: Path) -> None:
 def test_runs_that_cannot_be_compared_end_with_one_line(tmp_path: Path) -> None:
     place = lm_eval(tmp_path, lambda _: 1.0)
     plain_run = plain(tmp_path, lambda _: 1.0)
-    code, text = compare(place, plain_run, "-o", tmp_path / "out")
-    assert code == 1
+    text = compare(place, plain_run, "-o", tmp_path / "out", code=1)
     assert "compare runs of one harness" in text
     assert not (tmp_path / "out").exists()
 
 
 def test_a_folder_without_a_journal_is_named(tmp_path: Path) -> None:
-    result = call("eval", "report", tmp_path / "nowhere")
-    assert result.exit_code == 1
-    assert "no output of" in words(result)
+    assert "no output of" in output_of("eval", "report", tmp_path / "nowhere", code=1)
 
 
 def test_the_report_is_made_again_from_the_journal_alone(tmp_path: Path) -> None:
     folder = tmp_path / "out"
     with serving(Fake()) as url:
         evaluate(folder, url)
-    assert call("eval", "report", folder).exit_code == 0
+    output_of("eval", "report", folder)
     first = {path.name: path.read_bytes() for path in folder.iterdir()}
     for name in first.keys() - {"journal.jsonl"}:
         (folder / name).unlink()
-    result = call("eval", "report", folder)
-    assert result.exit_code == 0, result.output
+    output_of("eval", "report", folder)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == first
     assert {"report.html", "eval.json"} <= first.keys()
 
 
-def test_a_plan_sends_nothing() -> None:
-    result = call("eval", "run", "--dry-run", "uniform:1/4", *SMALL)
-    assert result.exit_code == 0, result.output
-    assert "tokens at most; looks" in words(result)
-    assert "can show a loss of" in words(result)
-
-
-def test_a_damaged_file_ends_with_one_line(tmp_path: Path) -> None:
-    path = write(tmp_path / "own.jsonl", [prompt_row(1, "yes"), {"prompt": 7}])
-    result = call("eval", "run", "--dry-run", "1/4", *FILES, "--rows", f"prompts={path}")
-    assert result.exit_code == 1
-    assert "line 2" in result.output
-    assert "prompt is empty, or no text" in words(result)
-
-
 def test_unknown_rows_are_refused() -> None:
-    result = call("eval", "run", "--dry-run", "1/4", *FILES, "--rows", "sums=a.jsonl")
-    assert result.exit_code == 1
-    assert "--rows sums=... is none of aa-lcr, prompts" in words(result)
+    text = plan("1/4", *FILES, "--rows", "sums=a.jsonl", code=1)
+    assert "--rows sums=... is none of aa-lcr, prompts" in text

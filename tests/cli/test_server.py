@@ -4,48 +4,45 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from sglang_indexcache.cli import app
 from sglang_indexcache.lab.client.http import Client
 from sglang_indexcache.library.resolve import Library
 from sglang_indexcache.serving.protocol import STATE, RankState
+from tests.cli import output_of
 from tests.fakes import state
 from tests.fakes.server import FakeServer, serving
 
 KEYS = {"api_key": "the-key", "admin_api_key": "the-admin-key"}
 
 
-def output_of(*arguments: str, code: int = 0) -> str:
-    result = CliRunner().invoke(app, ["server", *arguments])
-    assert result.exit_code == code, result.output
-    return " ".join(result.output.split())
+server = partial(output_of, "server")
 
 
 def test_show_and_set_with_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeServer("FFFF", mode="live", **KEYS)
     with serving(fake) as url:
-        assert "wants an API key" in output_of("show", "--url", url, code=1)
-        assert "4 of 4 layers" in output_of("show", "--url", url, "--api-key", KEYS["api_key"])
+        assert "wants an API key" in server("show", "--url", url, code=1)
+        assert "4 of 4 layers" in server("show", "--url", url, "--api-key", KEYS["api_key"])
         monkeypatch.setenv("SGLANG_API_KEY", KEYS["api_key"])
-        refusal = output_of("set", "FSFS", "--url", url, code=1)
+        refusal = server("set", "FSFS", "--url", url, code=1)
         assert "/set_internal_state answered 401" in refusal
         assert fake.pattern == "FFFF"
         monkeypatch.setenv("SGLANG_ADMIN_API_KEY", KEYS["admin_api_key"])
-        assert "2 of 4 layers" in output_of("set", "FSFS", "--url", url)
+        assert "2 of 4 layers" in server("set", "FSFS", "--url", url)
 
 
 def test_show_compares_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     first_server, second_server = FakeServer("FSFS", api_key="k"), FakeServer("FSFS", api_key="k")
     with serving(first_server) as first, serving(second_server) as second:
         command = ("show", "--url", first, "--url", second)
-        assert "wants an API key" in output_of(*command, code=1)
-        assert "problem" not in output_of(*command, "--api-key", "k")
+        assert "wants an API key" in server(*command, code=1)
+        assert "problem" not in server(*command, "--api-key", "k")
         second_server.pattern = "FSSS"
-        assert "they differ in the pattern" in output_of(*command, "--api-key", "k", code=1)
+        assert "they differ in the pattern" in server(*command, "--api-key", "k", code=1)
 
 
 def reporting(states: list[RankState]) -> Callable[[Client], dict[str, Any]]:
@@ -58,21 +55,21 @@ def test_show_proves_skipping(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = {"indexer_selections": [16, 0], "index_reuses": [0, 16], "forwards": 16}
     states = [state("FS", **counts), state("FS")]
     monkeypatch.setattr(Client, "server_info", reporting(states))
-    output = output_of("show")
+    output = server("show")
     assert "indexer ran 16 of 16 forwards in layer 0, 0 of 16 in layer 1: OK" in output
     assert "http://127.0.0.1:30000 rank 1" in output
     assert "no forward was counted" in output
     assert "switch" not in output  # in static mode there is none
     states[1] = state("FS", **counts | {"indexer_selections": [16, 16], "index_reuses": [0, 0]})
     monkeypatch.setattr(Client, "server_info", reporting(states))
-    assert "NOT OK, for layer 1" in output_of("show", code=1)
+    assert "NOT OK, for layer 1" in server("show", code=1)
 
 
 def test_show_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = {"indexer_selections": [16, 0], "index_reuses": [0, 16], "forwards": 16}
     states = [state("FS", **counts, requests={"FS": 2}), state("FS")]
     monkeypatch.setattr(Client, "server_info", reporting(states))
-    report = json.loads(output_of("show", "--json"))
+    report = json.loads(server("show", "--json"))
     assert {*report} == {"fine", "problems", "ranks"}
     first, second = report["ranks"]
     assert {*first} == {
@@ -101,26 +98,26 @@ def test_show_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     assert (first["obeyed"], second["obeyed"], report["fine"]) == (True, None, True)
     assert (second["rank"], first["requests"]) == (1, {"FS": 2})
-    output = output_of("show")
+    output = server("show")
     for name in ("source", "indexers", "index_k", "pattern"):
         assert first[name] in output
     states[1] = state("FS", **counts | {"indexer_selections": [16, 16], "index_reuses": [0, 0]})
     monkeypatch.setattr(Client, "server_info", reporting(states))
-    report = json.loads(output_of("show", "--json", code=1))
+    report = json.loads(server("show", "--json", code=1))
     assert (report["fine"], report["ranks"][1]["obeyed"]) == (False, False)
 
 
 def test_a_router_is_told_apart_from_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """It answers /server_info in its own way, and hid every other server once."""
     monkeypatch.setattr(Client, "server_info", lambda _: {"model_path": "x"})
-    report = json.loads(output_of("show", "--json", code=1))
+    report = json.loads(server("show", "--json", code=1))
     [problem] = report["problems"]
     assert "has no internal_states and version): give each server's own URL" in problem
 
 
 def test_a_rank_without_the_plugin_is_a_problem() -> None:
     with serving(FakeServer("FSFS", dp=2, plugins=(True, False))) as url:
-        report = json.loads(output_of("show", "--json", "--url", url, code=1))
+        report = json.loads(server("show", "--json", "--url", url, code=1))
     [problem] = report["problems"]
     assert "its worker did not load the plugin" in problem
     assert [rank["pattern"] for rank in report["ranks"]] == ["FSFS"]
@@ -128,12 +125,12 @@ def test_a_rank_without_the_plugin_is_a_problem() -> None:
 
 
 def test_doctor_without_arguments() -> None:
-    assert "--model-path MODEL" in output_of("doctor", code=1)
+    assert "--model-path MODEL" in server("doctor", code=1)
 
 
 def test_help_shows_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_API_KEY", "the-key")
-    text = output_of("show", "--help")
+    text = server("show", "--help")
     assert "SGLANG_API_KEY" in text
     assert "the-key" not in text
 
@@ -144,7 +141,7 @@ def test_what_is_no_file_is_the_servers_to_resolve(
 ) -> None:
     values: list[str] = []
     monkeypatch.setattr(Client, "switch_pattern", lambda _, value: values.append(value) or [])
-    assert CliRunner().invoke(app, ["server", "set", value]).exit_code == 0
+    assert server("set", value) == ""
     assert values == [value]
 
 
@@ -153,5 +150,5 @@ def test_a_file_is_read_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Client, "switch_pattern", lambda _, value: values.append(value) or [])
     entry = Library.default().get("glm-5-1of4")
     file = Library.default().folders[0] / "glm-5-1of4.yaml"
-    assert CliRunner().invoke(app, ["server", "set", str(file)]).exit_code == 0
+    assert server("set", file) == ""
     assert values == [entry.pattern]

@@ -123,26 +123,6 @@ def test_only_the_indexers_change(base: Path, adapter: Adapter, tmp_path: Path) 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "base", "merged"]
 
 
-@pytest.mark.parametrize("files", [0, 1, 2, 3])
-def test_it_goes_on_where_it_was_stopped(
-    base: Path, adapter: Adapter, tmp_path: Path, files: int
-) -> None:
-    def stop(line: str) -> None:
-        if line.startswith(f"{files + 1} of"):
-            raise KeyboardInterrupt
-
-    if files < 3:
-        with pytest.raises(KeyboardInterrupt):
-            merge(adapter.folder, base, tmp_path / "merged", stop)
-        assert not (tmp_path / "merged").exists()
-    merge(adapter.folder, base, tmp_path / "merged", quiet)
-    merge(adapter.folder, base, tmp_path / "again", quiet)
-    once, again = read_tensors(tmp_path / "merged"), read_tensors(tmp_path / "again")
-    assert once.keys() == again.keys()
-    assert all(same_bits(tensor, again[name]) for name, tensor in once.items())
-    assert not list(tmp_path.glob(".*"))
-
-
 def test_killed_at_any_moment_it_leaves_no_half_checkpoint(
     base: Path, adapter: Adapter, tmp_path: Path
 ) -> None:
