@@ -8,7 +8,8 @@ from sglang_indexcache.cli import app
 
 
 def output_of(*arguments: str | Path, code: int = 0) -> str:
-    """Run a command that ends with this exit code, and return its output with single blanks."""
+    """Run a command that ends by itself with this exit code; return its output, single blanks."""
     result = CliRunner().invoke(app, [*map(str, arguments)])
     assert result.exit_code == code, result.output
+    assert isinstance(result.exception, SystemExit | None)
     return " ".join(result.output.split())

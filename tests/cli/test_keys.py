@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from sglang_indexcache.cli import app
+from tests.cli import output_of
 from tests.cli.test_bench import folder
 from tests.cli.test_eval import SMALL
 from tests.cli.test_search import TINY, documents
@@ -27,11 +26,10 @@ def variables(monkeypatch: pytest.MonkeyPatch) -> None:
 def check(server: FakeServer, folder: Path, *command: str | Path) -> list[Path]:
     """Run a command against a server, and find no key in what it prints and leaves behind."""
     with serving(server) as url:
-        result = CliRunner().invoke(app, [*map(str, command), "--url", url])
-    assert result.exit_code == 0, result.output
+        output = output_of(*command, "--url", url)
     files = [path for path in folder.rglob("*") if path.is_file()]
     for key in KEYS.values():
-        assert key not in result.output
+        assert key not in output
         assert not [path for path in files if key.encode() in path.read_bytes()]
     return files
 

@@ -4,43 +4,30 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from sglang_indexcache import __version__
-from sglang_indexcache.cli import app
 from sglang_indexcache.cli.common import _missing
 from sglang_indexcache.lab.demo import shipped_checkpoint
 from sglang_indexcache.library.digest import checkpoint_digest
 from sglang_indexcache.library.files import Evaluated, add_evaluated
 from sglang_indexcache.library.resolve import LIBRARY_VARIABLE, Library
 from sglang_indexcache.library.writing import shipped
+from tests.cli import output_of
 from tests.fakes import glm5
 
-runner = CliRunner()
-
-
-def run(*arguments: str) -> str:
-    result = runner.invoke(app, list(arguments))
-    assert result.exit_code == 0, result.output
-    return result.output
-
-
-def fail(*arguments: str) -> str:
-    result = runner.invoke(app, list(arguments))
-    assert result.exit_code == 1
-    assert result.exception is None or isinstance(result.exception, SystemExit)
-    return result.output
+patterns = partial(output_of, "patterns")
 
 
 def test_version() -> None:
-    assert __version__ in run("--version")
+    assert __version__ in output_of("--version")
 
 
 def test_list_shows_every_pattern() -> None:
-    output = run("patterns", "list")
+    output = patterns("list")
     for name in Library.default().entries:
         assert name in output
 
@@ -50,11 +37,11 @@ def test_list_tells_which_files_are_left_out_and_why(
 ) -> None:
     (tmp_path / "half.yaml").write_text("pattern: [FSFS")
     monkeypatch.setenv(LIBRARY_VARIABLE, str(tmp_path))
-    output = " ".join(fail("patterns", "list").split())
+    output = patterns("list", code=1)
     assert "glm-5-1of4" in output
     assert "half.yaml is not valid YAML" in output
     monkeypatch.setenv(LIBRARY_VARIABLE, str(tmp_path / "typo"))
-    assert "which is no folder here" in " ".join(fail("patterns", "list").split())
+    assert "which is no folder here" in patterns("list", code=1)
 
 
 def test_list_fits_80_columns() -> None:
@@ -78,17 +65,17 @@ def test_list_fits_80_columns() -> None:
 
 def test_list_for_a_model(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(glm5.CONFIG))
-    output = run("patterns", "list", "--model", str(tmp_path))
+    output = patterns("list", "--model", str(tmp_path))
     assert "glm-5-1of4" in output
     assert "flash" not in output
     (tmp_path / "config.json").write_text(json.dumps({**glm5.CONFIG, "hidden_size": 1}))
-    assert "no pattern in the library fits" in run("patterns", "list", "--model", str(tmp_path))
+    assert "no pattern in the library fits" in patterns("list", "--model", str(tmp_path))
 
 
 def test_list_for_a_model_that_is_none(tmp_path: Path) -> None:
-    assert "cannot read" in fail("patterns", "list", "--model", str(tmp_path))
+    assert "cannot read" in patterns("list", "--model", str(tmp_path), code=1)
     (tmp_path / "config.json").write_text("{")
-    assert "is not JSON" in fail("patterns", "list", "--model", str(tmp_path))
+    assert "is not JSON" in patterns("list", "--model", str(tmp_path), code=1)
 
 
 @pytest.mark.parametrize(
@@ -97,12 +84,12 @@ def test_list_for_a_model_that_is_none(tmp_path: Path) -> None:
         ("glm-5-1of4", ("22 of 78", "greedy", "2603.12201", "RULER", "97.6", "Table 4")),
         (
             "FSSFS",
-            ("FSSFS", "F   0  also serves the 2 layers behind", "F   3  also serves the 1 layer"),
+            ("FSSFS", "F 0 also serves the 2 layers behind", "F 3 also serves the 1 layer"),
         ),
     ],
 )
 def test_show_draws_and_tells_what_is_known(pattern: str, texts: tuple[str, ...]) -> None:
-    output = run("patterns", "show", pattern)
+    output = patterns("show", pattern)
     for text in texts:
         assert text in output
 
@@ -110,19 +97,19 @@ def test_show_draws_and_tells_what_is_known(pattern: str, texts: tuple[str, ...]
 def test_show_has_the_provenance_of_those_that_have_one(tmp_path: Path) -> None:
     file = tmp_path / "own.yaml"
     file.write_text(Path("patterns/glm-5-1of4.yaml").read_text())
-    assert "Table 4" in run("patterns", "show", str(file))
-    output = run("patterns", "show", "FSSFS", "glm-5-1of4")
-    assert output.index("F   3  also serves the 1") < output.index("22 of 78")
+    assert "Table 4" in patterns("show", str(file))
+    output = patterns("show", "FSSFS", "glm-5-1of4")
+    assert output.index("F 3 also serves the 1") < output.index("22 of 78")
     assert output.count("found by") == 1
-    assert "found by" not in run("patterns", "show", "FSSFS")
+    assert "found by" not in patterns("show", "FSSFS")
 
 
 def test_show_checks_every_file(tmp_path: Path) -> None:
     shipped = [str(path) for path in sorted(Path("patterns").glob("*.yaml"))]
-    assert run("patterns", "show", *shipped).count("layers keep") == len(shipped)
+    assert patterns("show", *shipped).count("layers keep") == len(shipped)
     broken = tmp_path / "broken.yaml"
     broken.write_text("pattern: FSX")
-    output = fail("patterns", "show", *shipped, str(broken), "SFF")
+    output = patterns("show", *shipped, str(broken), "SFF", code=1)
     assert "name: Field required" in output
     assert "starts with S" in output
     assert output.count("layers keep") == len(shipped)
@@ -137,13 +124,15 @@ def test_show_takes_forms_that_depend_on_the_model(tmp_path: Path) -> None:
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
     model = ("--model", str(tmp_path))
-    assert "4 of 8" in run("patterns", "show", "full", *model)
-    assert "ships no indexer weights" in fail("patterns", "show", "uniform:1/4", *model)
+    assert "4 of 8" in patterns("show", "full", *model)
+    assert "ships no indexer weights" in patterns("show", "uniform:1/4", *model, code=1)
 
 
 def test_a_missing_package_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    output = fail("bench", "latency", "--model", str(shipped_checkpoint()), "-o", "anywhere")
+    output = output_of(
+        "bench", "latency", "--model", shipped_checkpoint(), "-o", "anywhere", code=1
+    )
     assert "needs matplotlib" in output
     assert "pip install '.[eval]'" in output
 
@@ -165,7 +154,7 @@ def test_extras_by_command(package: str, group: str | None, extra: str) -> None:
 
 
 def test_live_without_a_server() -> None:
-    output = fail("server", "show", "--url", "http://127.0.0.1:9")
+    output = output_of("server", "show", "--url", "http://127.0.0.1:9", code=1)
     assert "cannot reach" in output
 
 
@@ -173,14 +162,14 @@ def test_show_says_what_is_known_of_a_patterns_quality(tmp_path: Path) -> None:
     path = tmp_path / "tiny-dsa-1of8.yaml"
     path.write_bytes((shipped("patterns") / path.name).read_bytes())
     model = shipped_checkpoint()
-    show = ("patterns", "show", str(path))
-    assert "not evaluated on this checkpoint" in run(*show, "--model", str(model))
+    show = ("show", path)
+    assert "not evaluated on this checkpoint" in patterns(*show, "--model", str(model))
     row = Evaluated(
         verdict="loss", margin=0.01, difference=-0.019, contexts=40, pairs=160, tasks=("notes",),
         lengths=(512,), checkpoint=checkpoint_digest(model), commit="abc", date="2026-11-22",
     )  # fmt: skip
     add_evaluated(path, row)
-    output = run(*show, "--model", str(model))
+    output = patterns(*show, "--model", str(model))
     assert "measured here: it loses 1.9 points of right answers" in output
     assert checkpoint_digest(model)[:12] in output
-    assert "evaluated" in run(*show)
+    assert "evaluated" in patterns(*show)
