@@ -30,9 +30,10 @@ from benchmarks.kernels.workloads import (
     workloads,
 )
 from sglang_indexcache.kernels import dispatch
-from sglang_indexcache.kernels.contract import IndexerBatch, OpName, mla_tolerance
+from sglang_indexcache.kernels.contract import IndexerBatch, OpName
 from sglang_indexcache.kernels.sparse_mla import reference as mla_reference
 from sglang_indexcache.kernels.sparse_mla.layout import dequantize_latent
+from sglang_indexcache.kernels.sparse_mla.reference import mla_tolerance
 from sglang_indexcache.kernels.topk import reference as topk_reference
 from sglang_indexcache.library.writing import write_json
 

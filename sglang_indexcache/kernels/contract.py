@@ -38,7 +38,7 @@ The order of ``part`` is how a Hopper accumulator lies in a warp (thread ``l`` o
 columns ``8j + 2l`` and ``8j + 2l + 1``). An implementation that cannot promise it (a compiler may
 choose its own) states its own; whatever it is, one row's logits must depend on nothing but that
 row's inputs: not on T, the other requests, its place in a tile, or the run.
-Against float64 every logit is within :func:`logits_tolerance`.
+Against float64 every logit is within :func:`.indexer.reference.logits_tolerance`.
 
 **Selection.** Of the first ``visible[row]`` logits the ``min(k, visible[row])`` largest, equal
 values to the smaller position, output ascending by position, padded with -1. ``-0.0`` equals
@@ -64,7 +64,8 @@ stopped at the first would drop rows silently. A slot may occur twice and then c
 * row_j[:512]``, probabilities rounded to bfloat16 before the second product. ``sinks`` (``[Hq]``
 float32, infinities allowed) adds ``exp(sink)`` to the denominator of ``out`` and leaves ``lse`` as
 it is, so that splits combine (FlashMLA's ``attn_sink``). A row without any slot gives zeros and
-``-inf``. Within :func:`mla_tolerance` of float64, and the same bits on every run.
+``-inf``. Within :func:`.sparse_mla.reference.mla_tolerance` of float64, and the same bits on every
+run.
 """
 
 from __future__ import annotations
@@ -234,66 +235,3 @@ class SparseMLA(Protocol):
                 ``slots`` is unchanged, as among layers that share a selection.
         """
         ...
-
-
-FLOAT32_BITS = 23
-HOPPER_FP8_BITS = 13
-"""Bits that a matrix unit keeps below the leading one when it adds; see logits_tolerance."""
-
-
-def logits_tolerance(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    weights: torch.Tensor,
-    scales: torch.Tensor,
-    bits: int = HOPPER_FP8_BITS,
-) -> torch.Tensor:
-    """Bound the distance of a logit from exact arithmetic on the same quantised inputs.
-
-    A matrix unit aligns 32 products and the accumulator to the largest of the 33, drops the bits
-    below ``bits``, and adds: each term loses up to ``2^-bits`` of the largest. Hopper's FP8 unit
-    keeps 13 (DeepSeek-V3 report, section 3.3.2: "around 14 bits"; SageAttention2's FP22). The
-    float32 sum over the heads adds ``H * 2^-23`` of its terms.
-
-    Args:
-        q: ``[T, H, 128]`` and ``keys``: ``[S, 128]``, any dtype that holds e4m3 exactly.
-        weights: ``[T, H]``.
-        scales: ``[S]``.
-
-    Returns:
-        ``[T, S]`` float64.
-    """
-    import torch
-
-    steps = q.double().unflatten(-1, (-1, 32)), keys.double().unflatten(-1, (-1, 32))
-    sums = torch.einsum("thgi,sgi->tghs", *steps).cumsum(1)
-    largest = torch.einsum("thg,sg->tghs", *(step.abs().amax(-1) for step in steps))
-    aligned = torch.maximum(sums.abs(), largest)
-    aligned[:, 1:] = torch.maximum(aligned[:, 1:], sums[:, :-1].abs())
-    dot_error = 33 * 2.0**-bits * aligned.sum(1)
-    dots = sums[:, -1].relu() + dot_error
-    error = dot_error + q.shape[1] * 2.0**-23 * dots
-    return torch.einsum("th,ths->ts", weights.double().abs(), error) * scales.double()
-
-
-def mla_tolerance(
-    q: torch.Tensor, rows: torch.Tensor, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bound the distance of one query's output and LSE from exact arithmetic on the same inputs.
-
-    A score is 576 float32 additions. For the output, probabilities and result are rounded to
-    bfloat16 (2^-9 each), and the sum over k is in float32.
-
-    Args:
-        q: ``[Hq, 576]``, one query row.
-        rows: ``[n, 576]``, the latent rows that it selected.
-
-    Returns:
-        ``[Hq, 512]`` and ``[Hq]`` float64 absolute bounds.
-    """
-    wide_q, wide_rows = q.double(), rows.double()
-    score_error = (wide_q.abs() @ wide_rows.abs().T).amax(-1) * abs(scale) * LATENT_DIM * 2.0**-24
-    probability = (wide_q @ wide_rows.T * scale).softmax(-1)
-    magnitude = probability @ wide_rows[:, :VALUE_DIM].abs()
-    relative = 2.0**-8 + 2.0**-9 + 2 * score_error + rows.shape[0] * 2.0**-23
-    return magnitude * relative[:, None], score_error + 2.0**-20 * (1 + score_error)

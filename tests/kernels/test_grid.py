@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_indexcache.kernels import dispatch
-from sglang_indexcache.kernels.contract import FLOAT32_BITS
+from sglang_indexcache.kernels.indexer.reference import FLOAT32_BITS
 from tests.kernels.grid import cases, suite
 
 RUNNING = dispatch.running(dispatch.Machine.here())

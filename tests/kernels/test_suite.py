@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_indexcache.kernels.contract import FLOAT32_BITS, IndexerBatch
+from sglang_indexcache.kernels.contract import IndexerBatch
 from sglang_indexcache.kernels.indexer import reference as indexer
+from sglang_indexcache.kernels.indexer.reference import FLOAT32_BITS
 from sglang_indexcache.kernels.sparse_mla import cuda
 from sglang_indexcache.kernels.sparse_mla import reference as sparse_mla
 from sglang_indexcache.kernels.topk import reference as topk

@@ -9,6 +9,10 @@ from sglang_indexcache.kernels.contract import INDEX_DIM, PADDING, PAGE_TOKENS, 
 from sglang_indexcache.kernels.indexer.quantization import read_pages
 from sglang_indexcache.kernels.topk import reference as topk_reference
 
+FLOAT32_BITS = 23
+HOPPER_FP8_BITS = 13
+"""Bits that a matrix unit keeps below the leading one when it adds; see logits_tolerance."""
+
 
 def logits_in_order(
     q: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor, scales: torch.Tensor
@@ -92,3 +96,36 @@ def _scores(batch: IndexerBatch, request: int, rows: slice) -> torch.Tensor:
     longest = int(batch.visible[rows].max())
     keys, scales = request_keys(batch.pages, batch.block_table[request], longest)
     return logits_in_order(batch.q[rows], keys, batch.weights[rows], scales)
+
+
+def logits_tolerance(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    weights: torch.Tensor,
+    scales: torch.Tensor,
+    bits: int = HOPPER_FP8_BITS,
+) -> torch.Tensor:
+    """Bound the distance of a logit from exact arithmetic on the same quantised inputs.
+
+    A matrix unit aligns 32 products and the accumulator to the largest of the 33, drops the bits
+    below ``bits``, and adds: each term loses up to ``2^-bits`` of the largest. Hopper's FP8 unit
+    keeps 13 (DeepSeek-V3 report, section 3.3.2: "around 14 bits"; SageAttention2's FP22). The
+    float32 sum over the heads adds ``H * 2^-23`` of its terms.
+
+    Args:
+        q: ``[T, H, 128]`` and ``keys``: ``[S, 128]``, any dtype that holds e4m3 exactly.
+        weights: ``[T, H]``.
+        scales: ``[S]``.
+
+    Returns:
+        ``[T, S]`` float64.
+    """
+    steps = q.double().unflatten(-1, (-1, 32)), keys.double().unflatten(-1, (-1, 32))
+    sums = torch.einsum("thgi,sgi->tghs", *steps).cumsum(1)
+    largest = torch.einsum("thg,sg->tghs", *(step.abs().amax(-1) for step in steps))
+    aligned = torch.maximum(sums.abs(), largest)
+    aligned[:, 1:] = torch.maximum(aligned[:, 1:], sums[:, :-1].abs())
+    dot_error = 33 * 2.0**-bits * aligned.sum(1)
+    dots = sums[:, -1].relu() + dot_error
+    error = dot_error + q.shape[1] * 2.0**-23 * dots
+    return torch.einsum("th,ths->ts", weights.double().abs(), error) * scales.double()

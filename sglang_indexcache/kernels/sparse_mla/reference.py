@@ -2,7 +2,7 @@
 
 import torch
 
-from sglang_indexcache.kernels.contract import FP8_ROW_BYTES, VALUE_DIM, Kept
+from sglang_indexcache.kernels.contract import FP8_ROW_BYTES, LATENT_DIM, VALUE_DIM, Kept
 from sglang_indexcache.kernels.sparse_mla.layout import dequantize_latent
 
 
@@ -61,3 +61,26 @@ def _rows(stored: torch.Tensor) -> torch.Tensor:
         return stored
     assert stored.shape[1] == FP8_ROW_BYTES, stored.shape
     return dequantize_latent(stored)
+
+
+def mla_tolerance(
+    q: torch.Tensor, rows: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bound the distance of one query's output and LSE from exact arithmetic on the same inputs.
+
+    A score is 576 float32 additions. For the output, probabilities and result are rounded to
+    bfloat16 (2^-9 each), and the sum over k is in float32.
+
+    Args:
+        q: ``[Hq, 576]``, one query row.
+        rows: ``[n, 576]``, the latent rows that it selected.
+
+    Returns:
+        ``[Hq, 512]`` and ``[Hq]`` float64 absolute bounds.
+    """
+    wide_q, wide_rows = q.double(), rows.double()
+    score_error = (wide_q.abs() @ wide_rows.abs().T).amax(-1) * abs(scale) * LATENT_DIM * 2.0**-24
+    probability = (wide_q @ wide_rows.T * scale).softmax(-1)
+    magnitude = probability @ wide_rows[:, :VALUE_DIM].abs()
+    relative = 2.0**-8 + 2.0**-9 + 2 * score_error + rows.shape[0] * 2.0**-23
+    return magnitude * relative[:, None], score_error + 2.0**-20 * (1 + score_error)

@@ -16,19 +16,21 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 
 from sglang_indexcache.kernels.contract import (
-    FLOAT32_BITS,
-    HOPPER_FP8_BITS,
     VALUE_DIM,
     IndexerBatch,
     Kept,
     OpName,
-    logits_tolerance,
-    mla_tolerance,
 )
 from sglang_indexcache.kernels.dispatch import Implementation, Machine
 from sglang_indexcache.kernels.indexer import reference as indexer_reference
+from sglang_indexcache.kernels.indexer.reference import (
+    FLOAT32_BITS,
+    HOPPER_FP8_BITS,
+    logits_tolerance,
+)
 from sglang_indexcache.kernels.sparse_mla import reference as mla_reference
 from sglang_indexcache.kernels.sparse_mla.layout import dequantize_latent
+from sglang_indexcache.kernels.sparse_mla.reference import mla_tolerance
 from sglang_indexcache.kernels.topk import reference as topk_reference
 from tests.kernels.grid import cases
 from tests.kernels.grid.cases import IndexerCase, SparseMlaInputs
