@@ -31,10 +31,10 @@ from benchmarks.kernels.workloads import (
 )
 from sglang_indexcache.kernels import dispatch
 from sglang_indexcache.kernels.contract import IndexerBatch, OpName
+from sglang_indexcache.kernels.indexer import reference as indexer_reference
 from sglang_indexcache.kernels.sparse_mla import reference as mla_reference
 from sglang_indexcache.kernels.sparse_mla.layout import dequantize_latent
 from sglang_indexcache.kernels.sparse_mla.reference import mla_tolerance
-from sglang_indexcache.kernels.topk import reference as topk_reference
 from sglang_indexcache.library.writing import write_json
 
 SECONDS_EACH = 1.5
@@ -198,7 +198,7 @@ def complaints(
         picks = load("select")(batch, k)[rows]
         part = _rows_of(batch, rows)
         scores = load("logits")(part, work.context)
-        return _differing(rows, picks, topk_reference.topk(scores, part.visible, k))
+        return _differing(rows, picks, indexer_reference.topk(scores, part.visible, k))
     q, cache, slots, scale = arguments
     out = load("sparse_mla")(q, cache, slots, scale)[0]
     wrong = []

@@ -1,7 +1,7 @@
 """The operations of DSA attention; ``docs/kernels.md`` is the way in.
 
-``indexer``     page the index keys, score them (``logits``), select the top-k (``select``)
-``topk``        exact, deterministic top-k of a logits matrix
+``indexer``     page the index keys, score them (``logits``), select the top-k (``select``), and the
+                exact, deterministic top-k of given logits alone (``topk``)
 ``sparse_mla``  attention over the selected latent rows
 
 ``contract.py`` says what every implementation must do, ``dispatch.py`` says which can run, and

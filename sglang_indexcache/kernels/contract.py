@@ -110,7 +110,7 @@ OpName: TypeAlias = Literal["logits", "select", "topk", "sparse_mla"]
 OPS: dict[OpName, str] = {
     "logits": "indexer",
     "select": "indexer",
-    "topk": "topk",
+    "topk": "indexer",
     "sparse_mla": "sparse_mla",
 }
 """Every op and its folder: ``kernels/<folder>/<implementation>.py`` has a function with the op's

@@ -17,7 +17,6 @@ from sglang_indexcache.kernels.contract import IndexerBatch
 from sglang_indexcache.kernels.indexer import cuda as indexer
 from sglang_indexcache.kernels.sparse_mla import cuda as sparse_mla
 from sglang_indexcache.kernels.sparse_mla import reference as mla_reference
-from sglang_indexcache.kernels.topk import cuda as topk
 from tests.kernels.grid import cases, suite
 from tests.kernels.test_cuda_emulated import Batch, IndexerCall, attention, run
 
@@ -117,9 +116,8 @@ class Emulated:
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch) -> Emulated:
     library = Emulated()
-    for module in (indexer, sparse_mla, topk):
-        monkeypatch.setattr(module, "library", lambda folder: library)
     for module in (indexer, sparse_mla):
+        monkeypatch.setattr(module, "library", lambda folder: library)
         monkeypatch.setattr(module, "multiprocessors", lambda device: SMS)
     monkeypatch.setattr(
         sparse_mla,
@@ -221,7 +219,7 @@ def test_nothing_to_do(emulated: Emulated, random: np.random.Generator) -> None:
     batch = on_torch(Batch(random, 32, [0], [5]))
     assert indexer.select(batch, 7).shape == (0, 7)
     assert indexer.logits(batch, 64).shape == (0, 64)
-    assert topk.topk(torch.zeros(0, 9), torch.zeros(0, dtype=torch.int32), 7).shape == (0, 7)
+    assert indexer.topk(torch.zeros(0, 9), torch.zeros(0, dtype=torch.int32), 7).shape == (0, 7)
     q, cache = torch.zeros(0, 20, 576).bfloat16(), torch.zeros(3, 576).bfloat16()
     out, lse = sparse_mla.sparse_mla(q, cache, torch.zeros(0, 9, dtype=torch.int32), 1.0)
     assert (out.shape, lse.shape) == ((0, 20, 512), (0, 20))
@@ -339,4 +337,4 @@ def test_suite_attention(
 @pytest.mark.parametrize("case", cases.TOPK, ids=str)
 def test_suite_topk(case: cases.TopKCase, emulated: Emulated, generator: torch.Generator) -> None:
     logits, visible = cases.topk_inputs(case, generator, CPU)
-    assert suite.check_topk(topk.topk, logits, visible, case.topk) == []
+    assert suite.check_topk(indexer.topk, logits, visible, case.topk) == []

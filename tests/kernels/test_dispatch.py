@@ -60,7 +60,11 @@ def test_load(op: OpName) -> None:
 
 @pytest.mark.parametrize(
     ("op", "libraries"),
-    [("select", ["indexer", "topk"]), ("topk", ["topk"]), ("sparse_mla", ["sparse_mla"])],
+    [
+        ("select", ["indexer", "topk"]),
+        ("topk", ["indexer", "topk"]),
+        ("sparse_mla", ["sparse_mla"]),
+    ],
 )
 def test_loading_compiles(
     monkeypatch: pytest.MonkeyPatch, op: OpName, libraries: list[str]
@@ -68,10 +72,9 @@ def test_loading_compiles(
     """The first call may be the capture of a graph."""
     from sglang_indexcache.kernels.indexer import cuda as indexer
     from sglang_indexcache.kernels.sparse_mla import cuda as sparse_mla
-    from sglang_indexcache.kernels.topk import cuda as topk
 
     loaded_names: list[str] = []
-    for module in (indexer, topk, sparse_mla):
+    for module in (indexer, sparse_mla):
         monkeypatch.setattr(module, "library", loaded_names.append)
     dispatch.named("cuda").load(op)
     assert loaded_names == libraries
@@ -95,7 +98,7 @@ def test_the_grid_s_command(
 def test_the_grid_s_command_says_what_is_wrong(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sglang_indexcache.kernels.topk import reference
+    from sglang_indexcache.kernels.indexer import reference
 
     right = reference.topk
 

@@ -12,7 +12,6 @@ from sglang_indexcache.kernels.indexer import reference as indexer
 from sglang_indexcache.kernels.indexer.reference import FLOAT32_BITS
 from sglang_indexcache.kernels.sparse_mla import cuda
 from sglang_indexcache.kernels.sparse_mla import reference as sparse_mla
-from sglang_indexcache.kernels.topk import reference as topk
 from tests.kernels.grid import cases, suite
 
 CPU = torch.device("cpu")
@@ -32,23 +31,23 @@ def signed_zeros(logits: torch.Tensor, visible: torch.Tensor, k: int) -> torch.T
     """Radix keys that tell -0 from +0."""
     bits = logits.contiguous().view(torch.int32)
     keys = torch.where(bits < 0, -(bits & 0x7FFFFFFF) - 1, bits)
-    return topk.topk(keys.double(), visible, k)
+    return indexer.topk(keys.double(), visible, k)
 
 
 def descending(logits: torch.Tensor, visible: torch.Tensor, k: int) -> torch.Tensor:
-    rows = topk.topk(logits, visible, k)
+    rows = indexer.topk(logits, visible, k)
     return rows.flip(1)
 
 
 def reads_on(logits: torch.Tensor, visible: torch.Tensor, k: int) -> torch.Tensor:
     """Select from one column too many."""
     wider = logits.as_strided((len(logits), logits.shape[1] + 1), logits.stride())
-    return topk.topk(wider, (visible + 1).clamp_max(wider.shape[1]), k)
+    return indexer.topk(wider, (visible + 1).clamp_max(wider.shape[1]), k)
 
 
 def drops_overflow(logits: torch.Tensor, visible: torch.Tensor, k: int) -> torch.Tensor:
     """Look at only so many candidates of the threshold's bin (SGLang's legacy top-k)."""
-    return topk.topk(logits, visible.clamp_max(400), k)
+    return indexer.topk(logits, visible.clamp_max(400), k)
 
 
 def into_out(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -61,14 +60,14 @@ def into_out(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
 @pytest.mark.parametrize("mutant", [larger_tie, signed_zeros, descending, reads_on, drops_overflow])
 def test_topk_mutants(mutant: Callable[..., torch.Tensor], generator: torch.Generator) -> None:
     logits, visible = cases.topk_inputs(cases.TopKCase(700, 64), generator, CPU)
-    assert suite.check_topk(topk.topk, logits, visible, 64) == []
+    assert suite.check_topk(indexer.topk, logits, visible, 64) == []
     assert suite.check_topk(into_out(mutant), logits, visible, 64)
 
 
 def test_a_write_outside_is_seen(generator: torch.Generator) -> None:
     def careless(*arguments: Any, out: torch.Tensor) -> torch.Tensor:
         out.as_strided((1,), (1,), out.storage_offset() + out.numel()).fill_(0)
-        return topk.topk(*arguments, out=out)
+        return indexer.topk(*arguments, out=out)
 
     logits, visible = cases.topk_inputs(cases.TopKCase(63, 64), generator, CPU)
     complaints = suite.check_topk(careless, logits, visible, 64)
@@ -77,7 +76,7 @@ def test_a_write_outside_is_seen(generator: torch.Generator) -> None:
 
 def test_what_is_not_written_is_seen(generator: torch.Generator) -> None:
     def forgets(logits: torch.Tensor, *arguments: Any, out: torch.Tensor) -> torch.Tensor:
-        out[:-1] = topk.topk(logits, *arguments)[:-1]
+        out[:-1] = indexer.topk(logits, *arguments)[:-1]
         return out
 
     logits, visible = cases.topk_inputs(cases.TopKCase(63, 64), generator, CPU)

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_indexcache.kernels.topk.reference import topk as reference
+from sglang_indexcache.kernels.indexer.reference import topk as reference
 
 # Few distinct values make ties, also at the threshold and with -inf.
 values = st.sampled_from([float("-inf"), -1.0, 0.0, 0.0, 1.0, 2.5, 1e30])

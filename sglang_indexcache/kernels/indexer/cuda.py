@@ -1,4 +1,4 @@
-"""The lightning indexer on Hopper (csrc/indexer).
+"""The lightning indexer on Hopper (csrc/indexer), and its top-k alone (csrc/topk).
 
 Selection has two forms. *Fused*: one launch streams the logits through a filter and stores no
 matrix. *In two launches*: the first writes logits to scratch memory; the second, top-k, is launched
@@ -10,7 +10,7 @@ rows at a time.
 import torch
 
 from sglang_indexcache.kernels.build import constant
-from sglang_indexcache.kernels.checks import check_indexer, check_topk, output
+from sglang_indexcache.kernels.checks import check_indexer, check_logits, check_topk, output
 from sglang_indexcache.kernels.contract import PAGE_TOKENS, WORKSPACE_BYTES, IndexerBatch
 from sglang_indexcache.kernels.cuda import library, multiprocessors, require_aligned
 
@@ -51,6 +51,17 @@ def select(
         _fused(batch, as_slots, out)
     else:
         _in_parts(batch, batch.block_table.shape[1] * PAGE_TOKENS, as_slots, out)
+    return out
+
+
+def topk(
+    logits: torch.Tensor, visible: torch.Tensor, topk: int, *, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """:class:`sglang_indexcache.kernels.contract.TopK`."""
+    check_logits(logits, visible, topk)
+    out = output("topk", out, (len(visible), topk), torch.int32, logits.device)
+    if len(visible):
+        library("topk").topk(logits, visible, out)
     return out
 
 

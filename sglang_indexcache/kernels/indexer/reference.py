@@ -1,4 +1,7 @@
-"""The lightning indexer in its most obvious form: one request, one row at a time."""
+"""The lightning indexer in its most obvious form: one request, one row at a time.
+
+The top-k of a logits matrix is an operation of its own, and the second half of a selection.
+"""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -7,7 +10,6 @@ import torch
 
 from sglang_indexcache.kernels.contract import INDEX_DIM, PADDING, PAGE_TOKENS, IndexerBatch
 from sglang_indexcache.kernels.indexer.quantization import read_pages
-from sglang_indexcache.kernels.topk import reference as topk_reference
 
 FLOAT32_BITS = 23
 HOPPER_FP8_BITS = 13
@@ -73,11 +75,32 @@ def select(
     out.fill_(PADDING)
     for request, rows in requests(batch):
         scores = _scores(batch, request, rows)
-        selection = topk_reference.topk(scores, batch.visible[rows], topk)
+        selection = _largest(scores, batch.visible[rows], topk)
         if as_slots:
             selection = slots_of(selection, batch.block_table[request]).to(torch.int32)
         out[rows] = selection
     return out
+
+
+def topk(
+    logits: torch.Tensor, visible: torch.Tensor, topk: int, *, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """:class:`~sglang_indexcache.kernels.contract.TopK`, for any k and integers of any width."""
+    selection = _largest(logits, visible, topk)
+    return selection if out is None else out.copy_(selection)
+
+
+def _largest(logits: torch.Tensor, visible: torch.Tensor, k: int) -> torch.Tensor:
+    """Return ``[T, k]`` int32: each row's k largest visible logits, ascending by position.
+
+    Ties (``-0.0`` is ``+0.0``) go to the smaller position, so the result is a function of the
+    values alone: the same on every rank, in every run, for every implementation.
+    """
+    selection = torch.full((len(logits), k), PADDING, dtype=torch.int32, device=logits.device)
+    for row, limit, indices in zip(logits, visible.tolist(), selection, strict=True):
+        order = torch.sort(row[:limit] + 0.0, descending=True, stable=True).indices[:k]
+        indices[: len(order)] = torch.sort(order).values
+    return selection
 
 
 def requests(batch: IndexerBatch) -> Iterator[tuple[int, slice]]:

@@ -6,7 +6,7 @@ from sglang_indexcache.kernels.contract import PADDING
 
 
 def topk_overwriting(logits: torch.Tensor, visible: torch.Tensor, topk: int) -> torch.Tensor:
-    """Select as :func:`sglang_indexcache.kernels.topk.reference.topk` does; destroy ``logits``.
+    """Select as :func:`sglang_indexcache.kernels.indexer.reference.topk` does; destroy ``logits``.
 
     ``torch.topk`` breaks ties arbitrarily. Selecting one more than k shows which rows have a tie at
     the boundary; only those rows are selected again. ``logits`` is overwritten with -inf outside

@@ -31,7 +31,6 @@ from sglang_indexcache.kernels.indexer.reference import (
 from sglang_indexcache.kernels.sparse_mla import reference as mla_reference
 from sglang_indexcache.kernels.sparse_mla.layout import dequantize_latent
 from sglang_indexcache.kernels.sparse_mla.reference import mla_tolerance
-from sglang_indexcache.kernels.topk import reference as topk_reference
 from tests.kernels.grid import cases
 from tests.kernels.grid.cases import IndexerCase, SparseMlaInputs
 
@@ -147,7 +146,7 @@ def check_topk(topk: Op, logits: torch.Tensor, visible: torch.Tensor, k: int) ->
     out, complaints = _twice("topk", topk, logits, visible, k, shape=(len(logits), k))
     if not torch.equal(logits, before):
         complaints.append("topk: changed its input")
-    expected = topk_reference.topk(logits, visible, k)
+    expected = indexer_reference.topk(logits, visible, k)
     complaints += _same_rows("topk", out, expected)
     for number, (row, limit, selection) in enumerate(
         zip(logits, visible.tolist(), out, strict=True)
@@ -177,7 +176,7 @@ def check_indexer(
     if not torch.equal(scores[visible_at], logits(batch, width)[visible_at]):
         complaints.append("logits: another run gave other bits")
     complaints += _close_logits(case, batch, scores, bits)
-    expected = topk_reference.topk(
+    expected = indexer_reference.topk(
         scores.masked_fill(~visible_at, float("nan")), visible, case.topk
     )
     for as_slots in (False, True):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sglang_indexcache.errors import TrainingError
-from sglang_indexcache.kernels.topk import reference
+from sglang_indexcache.kernels.indexer import reference
 from sglang_indexcache.lab.heal import losses
 from sglang_indexcache.lab.heal.losses import (
     AttentionInputs,

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_indexcache.kernels.topk.reference import topk as reference_topk
+from sglang_indexcache.kernels.indexer.reference import topk as reference_topk
 from sglang_indexcache.serving.cpu import select
 from sglang_indexcache.serving.row_split import RowSplit
 
