@@ -33,8 +33,7 @@ from sglang_indexcache.kernels import dispatch
 from sglang_indexcache.kernels.contract import IndexerBatch, OpName
 from sglang_indexcache.kernels.indexer import reference as indexer_reference
 from sglang_indexcache.kernels.sparse_mla import reference as mla_reference
-from sglang_indexcache.kernels.sparse_mla.layout import dequantize_latent
-from sglang_indexcache.kernels.sparse_mla.reference import mla_tolerance
+from sglang_indexcache.kernels.sparse_mla.reference import dequantize_latent, mla_tolerance
 from sglang_indexcache.library.writing import write_json
 
 SECONDS_EACH = 1.5

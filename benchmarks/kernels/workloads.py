@@ -27,7 +27,7 @@ from sglang_indexcache.kernels.contract import (
     IndexerBatch,
 )
 from sglang_indexcache.kernels.indexer.quantization import quantize_e4m3
-from sglang_indexcache.kernels.sparse_mla.layout import quantize_latent
+from sglang_indexcache.kernels.sparse_mla.reference import quantize_latent
 from sglang_indexcache.library.sizes import GPUS, Gpu
 
 Family: TypeAlias = Literal["select_prefill", "select_decode", "mla_prefill", "mla_decode"]

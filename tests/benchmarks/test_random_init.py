@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.card import random_init
 from sglang_indexcache.kernels.contract import FP8_ROW_BYTES, LATENT_DIM, PAGE_BYTES, VALUE_DIM
-from sglang_indexcache.kernels.sparse_mla.layout import dequantize_latent
+from sglang_indexcache.kernels.sparse_mla.reference import dequantize_latent
 
 HIDDEN, EXPERTS, A_TOKEN, WIDTH, TOKENS = 512, 64, 4, 128, 2048
 

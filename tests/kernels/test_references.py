@@ -14,7 +14,7 @@ from sglang_indexcache.kernels.indexer.quantization import (
     write_pages,
 )
 from sglang_indexcache.kernels.sparse_mla import reference as sparse_mla
-from sglang_indexcache.kernels.sparse_mla.layout import dequantize_latent, quantize_latent
+from sglang_indexcache.kernels.sparse_mla.reference import dequantize_latent, quantize_latent
 
 TOKENS, HEADS, TOPK = 150, 16, 40
 

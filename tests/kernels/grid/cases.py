@@ -19,7 +19,7 @@ from sglang_indexcache.kernels.contract import (
     IndexerBatch,
 )
 from sglang_indexcache.kernels.indexer.quantization import quantize_e4m3, write_pages
-from sglang_indexcache.kernels.sparse_mla.layout import quantize_latent
+from sglang_indexcache.kernels.sparse_mla.reference import quantize_latent
 
 Fill: TypeAlias = Literal["random", "integers", "equal", "zeros", "negative", "huge", "infinite"]
 UNMAPPED = 1 << 29

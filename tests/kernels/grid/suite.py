@@ -29,8 +29,7 @@ from sglang_indexcache.kernels.indexer.reference import (
     logits_tolerance,
 )
 from sglang_indexcache.kernels.sparse_mla import reference as mla_reference
-from sglang_indexcache.kernels.sparse_mla.layout import dequantize_latent
-from sglang_indexcache.kernels.sparse_mla.reference import mla_tolerance
+from sglang_indexcache.kernels.sparse_mla.reference import dequantize_latent, mla_tolerance
 from tests.kernels.grid import cases
 from tests.kernels.grid.cases import IndexerCase, SparseMlaInputs
 

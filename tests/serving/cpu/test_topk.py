@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 
 from sglang_indexcache.kernels.indexer.reference import topk as reference
-from sglang_indexcache.serving.cpu.topk import topk_overwriting
+from sglang_indexcache.serving.cpu.select import topk_overwriting
 from tests.kernels.test_topk import problems
 
 
