@@ -23,7 +23,7 @@ from sglang_indexcache.errors import BenchError
 from sglang_indexcache.lab.latency import tables
 from sglang_indexcache.lab.latency.results import LatencyResult
 from sglang_indexcache.lab.latency.tables import NOT_MEASURED
-from sglang_indexcache.serving.refusals import FEATURES
+from sglang_indexcache.serving.operating.features import FEATURES
 
 ROOT = Path(__file__).parents[1]
 PAGES = tuple(
@@ -62,7 +62,7 @@ def _memory(record: Any) -> str:
 
 
 def _features(_: Any) -> str:
-    """Write what combines with what, as ``serving/refusals.py`` has it."""
+    """Write what combines with what, as ``serving/operating/features.py`` has it."""
     rows = [
         (f"{f.name} (`{f.flag}`)" if f.flag else f.name, f.static, f.live, f.evidence)
         for f in FEATURES

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sglang_indexcache.serving.refusals import FEATURES, REHEARSED
+from sglang_indexcache.serving.operating.features import FEATURES, REHEARSED
 from tests.rehearsal.test_matrix_server import CASES, IN_TEST_SERVER
 
 

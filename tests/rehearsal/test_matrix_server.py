@@ -77,7 +77,8 @@ class Case:
         flags: beside the pattern's.
         is_pair: whether it is two servers, of which one prefills and one decodes.
         family: of its checkpoint.
-        rehearses: features of SGLang, by their names in ``serving.refusals.FEATURES``.
+        rehearses: features of SGLang, by their names in ``FEATURES`` of
+            ``serving.operating.features``.
         variables: of the environment.
         shows: what tells that the feature was at work.
         same_chunks: whether a prompt is cut alike alone and in a batch. Where a chunk ends decides

@@ -15,7 +15,8 @@ from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang_indexcache.errors import PatternError, SettingsError
 from sglang_indexcache.models import BY_ARCHITECTURE
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.serving.refusals import check, describe_row_split, stage_starts
+from sglang_indexcache.serving.operating.features import describe_row_split
+from sglang_indexcache.serving.refusals import check, stage_starts
 from tests.serving.plans import plan
 
 LIVE = {"mode": "live"}

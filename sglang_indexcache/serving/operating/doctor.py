@@ -30,26 +30,13 @@ from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.config_check import INDEX_HEAD_DIM
 from sglang_indexcache.serving.engine_version import EngineSource
 from sglang_indexcache.serving.operating.drawing import to_terminal
+from sglang_indexcache.serving.operating.features import describe_features, describe_row_split
 from sglang_indexcache.serving.options import asks
 from sglang_indexcache.serving.plan import BACKEND_FIELDS, BACKEND_NAME, CONFIG_KEY, Plan
-from sglang_indexcache.serving.refusals import (
-    CONTRACT,
-    FEATURES,
-    READ,
-    REHEARSED,
-    TESTED,
-    describe_row_split,
-)
 from sglang_indexcache.serving.resolve import read_overrides
 
 USUAL_CARD = "h200"
 """Card that a machine without a GPU checks for."""
-
-EVIDENCE = (
-    f"({TESTED}: the tests serve it on the CPU platform and compare with transformers; "
-    f"{REHEARSED}: SGLang's CUDA code ran on a CPU, with references for its kernels; {CONTRACT}: "
-    f"what is assumed of SGLang's code holds; {READ}: its code was read)"
-)
 
 
 @dataclass
@@ -356,7 +343,7 @@ def _describe_server(server_args: Any, examination: Examination) -> None:
         "index-K saved": _saved(plan, model.context_len),
         "row split": describe_row_split(cfg, plan),
         "kernel": [str(route) for route in plan.routes],
-        "uses": _features(cfg, plan),
+        "uses": describe_features(cfg, plan),
     }
     examination.advice, examination.pattern = plan.advice, plan.pattern
     examination.server = {name: value for name, value in facts.items() if value}
@@ -375,15 +362,3 @@ def _saved(plan: Plan, context: int) -> str:
         f"{saved} of {len(plan.layer_ids) * INDEX_K_BYTES_PER_KEY} bytes per token on GPUs, "
         f"{saved * context / 2**20:.1f} MiB per request of {context} tokens"
     )
-
-
-def _features(cfg: Any, plan: Plan) -> list[str]:
-    """Return a line for each SGLang feature in use that says how it is known to work."""
-    lines = []
-    for feature in FEATURES:
-        if feature.in_use(cfg):
-            support = feature.static if plan.mode == "static" else feature.live
-            condition = support.removeprefix("yes").lstrip(", ")
-            line = f"{feature.name}: {condition}" if condition else feature.name
-            lines.append(f"{line} ({feature.evidence})")
-    return [*lines, EVIDENCE]
