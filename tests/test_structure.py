@@ -118,7 +118,7 @@ def test_names_say_what_they_hold(folder: str) -> None:
 
 
 RULES = {
-    "serving.protocol": ("alike", "check_answered_under", "check_obeyed", "disobedient"),
+    "serving.client_rules": ("alike", "check_answered_under", "check_obeyed", "disobedient"),
     "lab.client.score": ("time_allowed", "_LEAST_SECONDS", "_LEAST_RATE"),
     "lab.client.pool": ("FIRST_PAUSE", "LONGEST_PAUSE"),
     "lab.data.marking": ("is_held_out",),

@@ -35,7 +35,7 @@ from sglang_indexcache.lab.client.http import Client
 from sglang_indexcache.lab.client.stream import StreamedAnswer, stream
 from sglang_indexcache.lab.latency.measure import random_prompts, steady_rate
 from sglang_indexcache.library.lengths import format_length
-from sglang_indexcache.serving.protocol import check_obeyed
+from sglang_indexcache.serving.client_rules import check_obeyed
 
 Work: TypeAlias = Literal["single", "full"]
 RECORD = "latency/h100/table_1.json"

@@ -27,7 +27,8 @@ from sglang_indexcache.cli.common import out
 from sglang_indexcache.lab.client.http import Client
 from sglang_indexcache.lab.client.stream import stream
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.serving.protocol import check_answered_under, named
+from sglang_indexcache.serving.client_rules import check_answered_under
+from sglang_indexcache.serving.protocol import named
 
 DOCUMENT_TOKENS = 3072
 QUESTIONS = (

@@ -22,8 +22,8 @@ from sglang_indexcache.errors import ServerError
 from sglang_indexcache.lab.client.http import Client
 from sglang_indexcache.lab.client.launch import Server
 from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.serving.client_rules import check_obeyed
 from sglang_indexcache.serving.operating.show import ask_servers
-from sglang_indexcache.serving.protocol import check_obeyed
 from tests.e2e.conftest import (
     Serve,
     batch_logprobs,

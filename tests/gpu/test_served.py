@@ -93,7 +93,8 @@ class Request:
 
 def answer(client: Asked, request: Request) -> list[int]:
     """Greedy tokens; an answer must say the pattern that was asked for."""
-    from sglang_indexcache.serving.protocol import check_answered_under, named
+    from sglang_indexcache.serving.client_rules import check_answered_under
+    from sglang_indexcache.serving.protocol import named
 
     sampling: dict[str, Any] = {"max_new_tokens": TOKENS, "temperature": 0.0, "ignore_eos": True}
     if request.pattern is not None:
@@ -147,7 +148,8 @@ def forced(client: Asked, requests: Sequence[Request], at_once: bool) -> torch.T
 
 
 def _given(client: Asked, request: Request) -> list[float]:
-    from sglang_indexcache.serving.protocol import check_answered_under, named
+    from sglang_indexcache.serving.client_rules import check_answered_under
+    from sglang_indexcache.serving.protocol import named
 
     sampling = {"max_new_tokens": 1, "temperature": 0.0, **named(str(request.pattern))}
     start = len(request.ids) - TOKENS - 1

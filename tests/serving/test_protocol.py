@@ -7,15 +7,8 @@ from typing import Any
 import pytest
 
 from sglang_indexcache.errors import ServerError, ServerUnavailableError
-from sglang_indexcache.serving.protocol import (
-    STATE,
-    RankState,
-    alike,
-    check_answered_under,
-    check_obeyed,
-    facts,
-    states_of,
-)
+from sglang_indexcache.serving.client_rules import alike, check_answered_under, check_obeyed, facts
+from sglang_indexcache.serving.protocol import STATE, RankState, states_of
 from tests.fakes import state
 
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from sglang_indexcache.errors import ServerError, ServerUnavailableError
-from sglang_indexcache.serving.protocol import RankState, check_answered_under, named
+from sglang_indexcache.serving.client_rules import check_answered_under
+from sglang_indexcache.serving.protocol import RankState, named
 
 _LEAST_SECONDS, _LEAST_RATE = 600.0, 1000.0
 """Time limit of a call: ten minutes, plus a second for every 1,000 tokens. A slower engine is

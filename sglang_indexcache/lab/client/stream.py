@@ -14,7 +14,8 @@ from typing import Any
 
 from sglang_indexcache.errors import ServerError
 from sglang_indexcache.lab.client.http import Client
-from sglang_indexcache.serving.protocol import check_answered_under, named
+from sglang_indexcache.serving.client_rules import check_answered_under
+from sglang_indexcache.serving.protocol import named
 
 
 @dataclass

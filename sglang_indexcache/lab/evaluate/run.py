@@ -46,7 +46,7 @@ from sglang_indexcache.lab.stats.bounds import Estimate
 from sglang_indexcache.lab.stats.pairs import Answer, Cell
 from sglang_indexcache.library.digest import checkpoint_digest
 from sglang_indexcache.library.lengths import points
-from sglang_indexcache.serving.protocol import facts
+from sglang_indexcache.serving.client_rules import facts
 
 PAUSES = (1.0, 5.0, 25.0)
 """Seconds before a context is asked again; the run ends when they have passed."""

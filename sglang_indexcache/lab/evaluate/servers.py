@@ -20,7 +20,8 @@ from sglang_indexcache.lab.client.score import Prompt, TokenScores
 from sglang_indexcache.lab.evaluate.evaluation_plan import Arm
 from sglang_indexcache.lab.evaluate.tasks.context import Context, Question
 from sglang_indexcache.lab.stats.pairs import Answer
-from sglang_indexcache.serving.protocol import RankState, alike, check_obeyed, facts
+from sglang_indexcache.serving.client_rules import alike, check_obeyed, facts
+from sglang_indexcache.serving.protocol import RankState
 
 TOP = 20
 """Number of likeliest tokens requested at each token of an answer, by which arms are told apart."""

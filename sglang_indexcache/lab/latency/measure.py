@@ -49,7 +49,7 @@ from sglang_indexcache.library.digest import checkpoint_digest
 from sglang_indexcache.library.files import Strict
 from sglang_indexcache.library.lengths import counted, format_length
 from sglang_indexcache.library.writing import write_whole
-from sglang_indexcache.serving.protocol import check_obeyed
+from sglang_indexcache.serving.client_rules import check_obeyed
 
 _WARM_UP_TOKENS = 4
 _SPARE_TOKENS = 8

@@ -12,22 +12,16 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any
+from typing import Any, Protocol
 
 from rich.console import Console
 
 from sglang_indexcache.errors import ServerError
 from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.serving.client_rules import alike, disobedient
 from sglang_indexcache.serving.operating.drawing import to_terminal
 from sglang_indexcache.serving.plan import BACKEND_NAME, CONFIG_KEY
-from sglang_indexcache.serving.protocol import (
-    OTHERS,
-    STATE,
-    RankState,
-    RunningServer,
-    alike,
-    disobedient,
-)
+from sglang_indexcache.serving.protocol import OTHERS, STATE, RankState
 
 ALIKE = {
     "sglang": "SGLang's version. Install the same one everywhere.",
@@ -47,6 +41,18 @@ _COLOURS = {True: "green", False: "red", None: "yellow"}
 
 _MOST_RANGES = 6
 """Largest number of layer ranges that are listed; more are given as a count."""
+
+
+class RunningServer(Protocol):
+    """Running server as it is asked here; ``lab.client.http.Client`` implements it."""
+
+    url: str
+
+    def server_info(self) -> dict[str, Any]:
+        """Return SGLang's ``/server_info``."""
+
+    def states(self) -> list[RankState]:
+        """Return IndexCache's report, one entry per data-parallel rank."""
 
 
 @dataclass(frozen=True)
