@@ -20,8 +20,9 @@ from sglang_indexcache.lab.client.http import Client
 from sglang_indexcache.lab.heal.heal import HealOptions, heal
 from sglang_indexcache.lab.heal.merge import merge
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.serving.adapters.folder import Adapter, indexer_layer, write_adapter
+from sglang_indexcache.serving.adapters.folder import Adapter, indexer_layer
 from sglang_indexcache.serving.adapters.weights import SCALES, dequantised
+from sglang_indexcache.serving.adapters.writing import write_adapter
 from tests.e2e.conftest import Serve, batch_logprobs, decided_prompt, logprobs
 from tests.e2e.test_parallel import SMALL_POOL, TWO_RANKS, check
 from tests.lab.heal.checkpoints import quantise

@@ -18,7 +18,8 @@ from safetensors.torch import load_file, save_file
 from sglang_indexcache.lab.heal.merge import merge
 from sglang_indexcache.models import BY_NAME
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.serving.adapters.folder import indexer_layer, write_adapter
+from sglang_indexcache.serving.adapters.folder import indexer_layer
+from sglang_indexcache.serving.adapters.writing import write_adapter
 from tests.fixtures.models import make_tokenizer, random_model, save_checkpoint, small_config
 from tests.rehearsal.stage.kernels.quantized import E4M3, GROUP, LARGEST, from_blocks
 from tests.rehearsal.widened import widen

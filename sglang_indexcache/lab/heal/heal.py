@@ -47,7 +47,8 @@ from sglang_indexcache.lab.runs.provenance import versions
 from sglang_indexcache.library.digest import checkpoint_digest
 from sglang_indexcache.library.resolve import Library
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.serving.adapters.folder import Adapter, write_adapter
+from sglang_indexcache.serving.adapters.folder import Adapter
+from sglang_indexcache.serving.adapters.writing import write_adapter
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 RATES = (5e-3, 1e-3, 2e-4)

@@ -9,14 +9,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from sglang_indexcache.checkpoint import SHARING_KEYS, read_config
 from sglang_indexcache.errors import TrainingError
 from sglang_indexcache.lab.runs.identity import locked
 from sglang_indexcache.library.writing import replacing, write_whole, writing
 from sglang_indexcache.serving.adapters.folder import Adapter, indexer_layer
-from sglang_indexcache.serving.adapters.weights import check_form, like_stored, write_tensors
+from sglang_indexcache.serving.adapters.weights import check_form, like_stored
 
 _INDEX = "model.safetensors.index.json"
 
@@ -83,7 +84,8 @@ def _write_shard(path: Path, target: Path, new: dict[str, torch.Tensor], adapter
             tensors = {
                 name: new[name] if name in new else file.get_tensor(name) for name in names_to_write
             }
-            write_tensors(tensors, target)
+            with replacing(target, SafetensorError) as part:
+                save_file(tensors, part, metadata={"format": "pt"})
 
 
 def _link(path: Path, target: Path) -> None:

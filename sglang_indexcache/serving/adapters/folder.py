@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +23,6 @@ from sglang_indexcache.checkpoint import Checkpoint, fp8_blocks
 from sglang_indexcache.errors import CheckpointError, PatternError
 from sglang_indexcache.library.digest import checkpoint_digest
 from sglang_indexcache.library.files import Strict
-from sglang_indexcache.library.writing import replacing, write_whole
 from sglang_indexcache.pattern import Pattern
 
 if TYPE_CHECKING:
@@ -36,7 +34,6 @@ WEIGHTS_FILE = "indexers.safetensors"
 _PLAIN = ("F32", "BF16", "F16")
 """Dtypes that an adapter may hold, by their safetensors names."""
 _NAME = re.compile(r"model\.layers\.(\d+)\.self_attn\.indexer\.(.+)")
-_SHAPE_FIELDS = ("hidden_size", "q_lora_rank", "index_n_heads", "index_head_dim")
 
 
 class Base(Strict):
@@ -53,7 +50,7 @@ class Base(Strict):
     shape: dict[str, int]
 
 
-class _Document(Strict):
+class Document(Strict):
     """Content of ``adapter.yaml``; ``weights`` is the SHA-256 of ``indexers.safetensors``."""
 
     format: Literal[1]
@@ -97,13 +94,13 @@ class Adapter:
         )
         if not adapter.weights_file.exists():
             raise CheckpointError(f"the adapter {folder} has no {WEIGHTS_FILE}. Copy it again.")
-        if _file_digest(adapter.weights_file) != adapter.digest:
+        if file_digest(adapter.weights_file) != adapter.digest:
             raise CheckpointError(
                 f"{adapter.weights_file} is not the file that {ADAPTER_FILE} was written for: its "
                 "SHA-256 differs, so it is damaged or was replaced. Copy or train the adapter "
                 "again."
             )
-        _check_tensors(_header(adapter.weights_file), adapter.pattern, adapter.base, str(folder))
+        check_tensors(header(adapter.weights_file), adapter.pattern, adapter.base, str(folder))
         return adapter
 
     @property
@@ -156,57 +153,6 @@ class Adapter:
             )
 
 
-def write_adapter(
-    folder: Path,
-    *,
-    pattern: Pattern,
-    checkpoint: Path,
-    tensors: Mapping[str, Tensor],
-    record: Mapping[str, Any],
-) -> Adapter:
-    """Write an adapter in one step, so that no reader sees half of it.
-
-    Args:
-        folder: is created; an adapter in it is replaced.
-        checkpoint: the folder of the base checkpoint, which is not changed.
-        tensors: every indexer tensor of every F layer by the checkpoint's names, such as
-            ``model.layers.3.self_attn.indexer.wq_b.weight``, not quantised, and no others.
-        record: further facts to store, of types that YAML can hold.
-
-    Raises:
-        CheckpointError: tensors are missing, superfluous, of a wrong shape or not finite, or the
-            folder holds something else.
-        OutputError: the adapter cannot be written.
-        PatternError: the pattern does not fit the checkpoint.
-    """
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    if folder.exists() and any(folder.iterdir()) and not (folder / ADAPTER_FILE).exists():
-        raise CheckpointError(f"{folder} holds something else; write the adapter to a new folder")
-    base = _base(checkpoint, pattern)
-    if broken := [name for name, tensor in tensors.items() if not tensor.isfinite().all()]:
-        raise CheckpointError(f"{broken[0]} has values that are not finite; do not serve it")
-    part = folder.with_name(f".{folder.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
-    weights = part / WEIGHTS_FILE
-    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    with replacing(weights, SafetensorError) as file:
-        save_file(plain, file, metadata={"format": "pt"})
-    _check_tensors(_header(weights), pattern, base, "the new adapter")
-    document = _Document(
-        format=1,
-        pattern=str(pattern),
-        base=base,
-        weights=_file_digest(weights),
-        record=dict(record),
-    )
-    text = yaml.safe_dump(document.model_dump(), sort_keys=False, width=100)
-    write_whole(part / ADAPTER_FILE, text)
-    _put_in_place(part, folder)
-    return Adapter.read(folder)
-
-
 def indexer_shapes(shape: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
     """Return one indexer's tensor shapes by name, from :data:`Base.shape`'s fields.
 
@@ -229,26 +175,7 @@ def indexer_layer(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def _base(folder: Path, pattern: Pattern) -> Base:
-    checkpoint = Checkpoint.read(folder)
-    checkpoint.check_trained(str(folder))
-    fp8_blocks(folder)
-    pattern.check_checkpoint(checkpoint.own)
-    missing = [name for name in _SHAPE_FIELDS if name not in checkpoint.shape]
-    if missing:
-        raise CheckpointError(
-            f"the config.json of {folder} has no {missing[0]}, from which an indexer's shapes "
-            "follow. Give the config.json that belongs to the weights."
-        )
-    return Base(
-        name=folder.resolve().name,
-        architecture=checkpoint.architecture,
-        digest=checkpoint_digest(folder),
-        shape={name: checkpoint.shape[name] for name in _SHAPE_FIELDS},
-    )
-
-
-def _document(folder: Path) -> _Document:
+def _document(folder: Path) -> Document:
     path = folder / ADAPTER_FILE
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -260,7 +187,7 @@ def _document(folder: Path) -> _Document:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path} is not valid YAML. Copy or train it again.") from error
     try:
-        return _Document.model_validate(data)
+        return Document.model_validate(data)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "the file"
@@ -270,7 +197,7 @@ def _document(folder: Path) -> _Document:
         ) from error
 
 
-def _header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+def header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Read the dtype and shape of every tensor in a safetensors file, without reading tensors."""
     from safetensors import SafetensorError, safe_open
 
@@ -292,7 +219,7 @@ def _shapes(pattern: Pattern, base: Base) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _check_tensors(
+def check_tensors(
     header: Mapping[str, tuple[str, tuple[int, ...]]], pattern: Pattern, base: Base, where: str
 ) -> None:
     """Raise CheckpointError unless these are the F layers' indexers."""
@@ -316,16 +243,7 @@ def _check_tensors(
             )
 
 
-def _file_digest(path: Path) -> str:
+def file_digest(path: Path) -> str:
+    """Return the SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _put_in_place(part: Path, folder: Path) -> None:
-    """Rename a complete folder to its final path, and remove a replaced folder last."""
-    old = folder.with_name(f".{folder.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
-        folder.rename(old)
-    part.rename(folder)
-    shutil.rmtree(old, ignore_errors=True)

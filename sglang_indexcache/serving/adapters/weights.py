@@ -7,12 +7,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import safe_open
 
 from sglang_indexcache.checkpoint import read_config
 from sglang_indexcache.errors import CheckpointError
-from sglang_indexcache.library.writing import replacing
 
 DTYPES = {
     "F64": torch.float64,
@@ -127,9 +125,3 @@ def stored(folder: Path) -> dict[str, StoredTensor]:
                 part = file.get_slice(name)
                 tensors[name] = StoredTensor(path, part.get_dtype(), tuple(part.get_shape()))
     return tensors
-
-
-def write_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    """Replace a safetensors file in one step, or raise OutputError."""
-    with replacing(path, SafetensorError) as part:
-        save_file(tensors, part, metadata={"format": "pt"})

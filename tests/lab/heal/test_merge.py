@@ -13,8 +13,9 @@ from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import CheckpointError, IndexCacheError, OutputError, TrainingError
 from sglang_indexcache.lab.heal.merge import merge
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.serving.adapters.folder import Adapter, indexer_shapes, write_adapter
+from sglang_indexcache.serving.adapters.folder import Adapter, indexer_shapes
 from sglang_indexcache.serving.adapters.weights import SCALES, to_block_fp8
+from sglang_indexcache.serving.adapters.writing import write_adapter
 from tests.full_disk import files_of_at_most
 from tests.kills import kill_at_each_touch
 from tests.serving.adapters.test_weights import read_tensors, same_bits

@@ -18,8 +18,8 @@ from sglang_indexcache.serving.adapters.folder import (
     WEIGHTS_FILE,
     Adapter,
     indexer_layer,
-    write_adapter,
 )
+from sglang_indexcache.serving.adapters.writing import write_adapter
 from tests.kills import kill_at_each_touch
 
 CHECKPOINT = shipped_checkpoint()

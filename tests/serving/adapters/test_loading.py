@@ -24,13 +24,9 @@ from sglang_indexcache.errors import Findings, IndexCacheError, SettingsError
 from sglang_indexcache.lab.demo import shipped_checkpoint
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.adapters import loading as served
-from sglang_indexcache.serving.adapters.folder import (
-    Adapter,
-    indexer_layer,
-    indexer_shapes,
-    write_adapter,
-)
+from sglang_indexcache.serving.adapters.folder import Adapter, indexer_layer, indexer_shapes
 from sglang_indexcache.serving.adapters.weights import SCALES, dequantised, to_block_fp8
+from sglang_indexcache.serving.adapters.writing import write_adapter
 from sglang_indexcache.serving.cpu import fp8
 from sglang_indexcache.serving.plan import Plan
 from sglang_indexcache.serving.resolve import PatternChoice
