@@ -190,7 +190,7 @@ def report_command(folder: Folder, write_quality: WriteQuality = None) -> None:
     Example: indexcache eval report quality/ --write-quality found/MODEL-1of4.yaml
     """
     from sglang_indexcache.lab.evaluate.evaluation import load
-    from sglang_indexcache.lab.evaluate.report import write_quality as write
+    from sglang_indexcache.lab.evaluate.pattern_file import write_quality as write
 
     evaluation = load(folder)
     _report(evaluation, folder)

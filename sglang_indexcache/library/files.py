@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +14,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import LibraryError
 from sglang_indexcache.library.lengths import format_length, points
-from sglang_indexcache.library.writing import write_whole
 from sglang_indexcache.pattern import FULL, SHARED, Pattern
 
 FORMS = (
@@ -262,47 +261,6 @@ def read_folder(folder: Path) -> tuple[dict[str, Entry], list[LibraryError]]:
         else:
             entries[entry.name] = entry
     return entries, left_out
-
-
-def add_evaluated(path: Path, row: Evaluated) -> None:
-    """Write a verdict into a pattern file, and leave the rest of its text unchanged.
-
-    Raises:
-        LibraryError: the file is no pattern file, or its layout has no place for a verdict.
-    """
-    before = load_entry(path)
-    flow = _in_one_line(row.model_dump(mode="json", exclude_defaults=True))
-    text = path.read_text(encoding="utf-8")
-    listed = re.search(r"^quality:[^\n\[]*\n(?:[ ]*#[^\n]*\n)*([ ]*)- ", text, re.MULTILINE)
-    if listed:
-        # Insert after the list: at the first line that is no item, no comment and not indented
-        # deeper.
-        beyond = re.compile(rf"^(?!{listed[1]}(?:-|[ ])|[ ]*#)", re.MULTILINE)
-        end = beyond.search(text, listed.end())
-        place = end.start() if end else len(text)
-        head = text[:place] if text[:place].endswith("\n") else f"{text[:place]}\n"
-        text = f"{head}{listed[1]}- {flow}\n{text[place:]}"
-    else:
-        text = f"{text.rstrip()}\nquality:\n- {flow}\n"
-    _rewrite(path, text, before.model_copy(update={"quality": (*before.quality, row)}))
-
-
-def _in_one_line(data: Mapping[str, Any]) -> str:
-    return yaml.safe_dump(data, default_flow_style=True, sort_keys=False, width=10**6).strip()
-
-
-def _rewrite(path: Path, text: str, expected: Entry) -> None:
-    """Write ``text`` after checking that it parses to exactly the expected entry."""
-    try:
-        is_right = Entry.model_validate(yaml.safe_load(text)) == expected
-    except (yaml.YAMLError, ValidationError):
-        is_right = False
-    if not is_right:
-        raise LibraryError(
-            f"{path} has no place for a verdict; write its lists one item a line, and its "
-            "sections one below the other"
-        )
-    write_whole(path, text)
 
 
 def _explain(error: ValidationError) -> str:

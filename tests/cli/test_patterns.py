@@ -12,8 +12,9 @@ import pytest
 from sglang_indexcache import __version__
 from sglang_indexcache.cli.common import _missing
 from sglang_indexcache.lab.demo import shipped_checkpoint
+from sglang_indexcache.lab.evaluate.pattern_file import add_evaluated
 from sglang_indexcache.library.digest import checkpoint_digest
-from sglang_indexcache.library.files import Evaluated, add_evaluated
+from sglang_indexcache.library.files import Evaluated
 from sglang_indexcache.library.resolve import LIBRARY_VARIABLE, Library
 from sglang_indexcache.library.writing import shipped
 from tests.cli import output_of

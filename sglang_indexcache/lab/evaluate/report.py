@@ -10,19 +10,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
-from sglang_indexcache.errors import QualityError
 from sglang_indexcache.lab.evaluate.evaluation import Evaluation
-from sglang_indexcache.lab.evaluate.verdict import Look, Verdict, Verdicts, verdicts_of
+from sglang_indexcache.lab.evaluate.verdict import Look, Verdicts, verdicts_of
 from sglang_indexcache.lab.stats.bounds import Estimate
 from sglang_indexcache.lab.stats.pairs import Flips, paired
-from sglang_indexcache.library.files import Evaluated, add_evaluated, load_entry
 from sglang_indexcache.library.lengths import format_length, points
 from sglang_indexcache.library.writing import write_json, write_whole
-from sglang_indexcache.pattern import Pattern
 
 TEMPLATE = Path(__file__).parent / "report.html"
 NOISE = "A/A"
@@ -199,45 +196,3 @@ def _words(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return " ".join(_words(item) for item in value)
     return str(value)
-
-
-def write_quality(path: Path, evaluation: Evaluation) -> str:
-    """Write the verdict on a pattern into its file's ``quality`` section, and return the verdict.
-
-    Raises:
-        QualityError: the evaluation does not have this pattern, or nothing was decided yet.
-        LibraryError: the file is no pattern file.
-    """
-    entry = load_entry(path)
-    matching = [arm for arm in evaluation.candidates if Pattern(arm.pattern) == entry.parsed]
-    if not matching:
-        names = ", ".join(arm.name for arm in evaluation.candidates)
-        raise QualityError(f"{path} has another pattern than those evaluated ({names})")
-    verdict = verdicts_of(evaluation).get(matching[0].name)
-    if verdict is None:
-        raise QualityError("the first look has not been reached; let the evaluation go on")
-    row = evaluated(evaluation, *verdict)
-    add_evaluated(path, row)
-    return str(row)
-
-
-def evaluated(evaluation: Evaluation, look: int, verdict: Verdict) -> Evaluated:
-    """Return the record of a verdict at a look, for the lengths and tasks of the claim."""
-    rows = Look(evaluation, look).long
-    all_cells = {row.cell for row in rows}
-    cells = all_cells - set(verdict.blind) or all_cells
-    contexts = {row.context for row in rows if row.cell in cells}
-    return Evaluated(
-        verdict=cast(Any, verdict.kind.name.lower().replace("_", " ")),
-        margin=evaluation.design.margin,
-        difference=verdict.difference,
-        interval=verdict.interval,
-        contexts=len(contexts),
-        pairs=verdict.flips.pairs if verdict.flips else 0,
-        tasks=tuple(sorted({task for task, _ in cells})),
-        lengths=tuple(sorted({length for _, length in cells})),
-        blind=tuple(f"{task} at {length}" for task, length in sorted(all_cells - cells)),
-        checkpoint=str(evaluation.facts["checkpoint"]),
-        commit=str(evaluation.facts.get("commit", "")),
-        date=str(evaluation.facts.get("started", ""))[:10],
-    )

@@ -9,9 +9,9 @@ import pytest
 import yaml
 
 from sglang_indexcache.errors import LibraryError, QualityError
-from sglang_indexcache.lab.evaluate.report import write_quality
+from sglang_indexcache.lab.evaluate.pattern_file import add_evaluated, write_quality
 from sglang_indexcache.lab.evaluate.verdict import verdicts_of
-from sglang_indexcache.library.files import NOT_EVALUATED, Evaluated, add_evaluated, load_entry
+from sglang_indexcache.library.files import NOT_EVALUATED, Evaluated, load_entry
 from sglang_indexcache.library.writing import shipped
 from tests.lab.evaluate.evaluations import FACTS, LENGTHS, evaluation
 

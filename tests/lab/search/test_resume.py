@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from sglang_indexcache.library.files import Evaluated, add_evaluated, load_entry
+from sglang_indexcache.lab.evaluate.pattern_file import add_evaluated
+from sglang_indexcache.library.files import Evaluated, load_entry
 from tests.fixtures.landscape import SyntheticEvaluator
 from tests.kills import PROCESSES
 from tests.lab.search.helpers import searched

@@ -16,8 +16,9 @@ from typer.testing import CliRunner
 
 from sglang_indexcache.cli import app
 from sglang_indexcache.errors import SettingsError
+from sglang_indexcache.lab.evaluate.pattern_file import add_evaluated
 from sglang_indexcache.library.digest import checkpoint_digest
-from sglang_indexcache.library.files import Evaluated, add_evaluated
+from sglang_indexcache.library.files import Evaluated
 from sglang_indexcache.library.resolve import Library
 from sglang_indexcache.library.writing import shipped
 from sglang_indexcache.models import BY_ARCHITECTURE
