@@ -1,8 +1,7 @@
 """The model families: one row each, with everything that distinguishes them.
 
 To add a family, add its row to :data:`FAMILIES`. An architecture alone is enough to serve a family;
-``model_type`` makes it trainable and allows models with random weights; ``shapes`` lets the
-benchmarks name its models without their weights. Standard library only.
+``model_type`` makes it trainable and allows models with random weights. Standard library only.
 """
 
 from __future__ import annotations
@@ -76,7 +75,6 @@ class Family:
             the two halves.
         extra_config: fields of ``config.json`` that SGLang requires and transformers does not
             write, with the values that match transformers' code.
-        shapes: HF config fields of published models, by the names that benchmarks give them.
     """
 
     architecture: str
@@ -89,60 +87,24 @@ class Family:
     model_type: str = ""
     interleaved: bool = False
     extra_config: Mapping[str, Any] = field(default_factory=dict)
-    shapes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
-
-_PUBLISHED = {
-    "kv_lora_rank": 512,
-    "qk_rope_head_dim": 64,
-    "index_head_dim": 128,
-    "index_topk": 2048,
-    "n_shared_experts": 1,
-}
 
 _READ_BY_SGLANG = {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 
-_GLM_5 = Family(
-    "GlmMoeDsaForCausalLM",
-    name="glm-5",
-    model_type="glm_moe_dsa",
-    interleaved=True,
-    extra_config={**_READ_BY_SGLANG, "indexer_rope_interleave": True},
-    shapes={
-        # GLM-4.7-Flash with an indexer, the paper's 30B model (design: 47 layers, 20 heads).
-        "30b": {
-            **_PUBLISHED, "num_hidden_layers": 47, "hidden_size": 2048, "num_attention_heads": 20,
-            "q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256, "index_n_heads": 32,
-            "n_routed_experts": 64, "num_experts_per_tok": 4, "moe_intermediate_size": 1536,
-            "first_k_dense_replace": 1, "intermediate_size": 10240, "vocab_size": 154880,
-        },
-        "glm-5": {
-            **_PUBLISHED, "num_hidden_layers": 78, "hidden_size": 6144, "num_attention_heads": 64,
-            "q_lora_rank": 2048, "qk_nope_head_dim": 192, "v_head_dim": 256, "index_n_heads": 32,
-            "n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048,
-            "first_k_dense_replace": 3, "intermediate_size": 12288, "vocab_size": 154880,
-        },
-    },
-)  # fmt: skip
-
-_DEEPSEEK_V32 = Family(
-    "DeepseekV32ForCausalLM",
-    name="deepseek-v3.2",
-    model_type="deepseek_v32",
-    extra_config=_READ_BY_SGLANG,
-    shapes={
-        "deepseek-v3.2": {
-            **_PUBLISHED, "num_hidden_layers": 61, "hidden_size": 7168, "num_attention_heads": 128,
-            "q_lora_rank": 1536, "qk_nope_head_dim": 128, "v_head_dim": 128, "index_n_heads": 64,
-            "n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048,
-            "first_k_dense_replace": 3, "intermediate_size": 18432, "vocab_size": 129280,
-        },
-    },
-)  # fmt: skip
-
 FAMILIES = (
-    _GLM_5,
-    _DEEPSEEK_V32,
+    Family(
+        "GlmMoeDsaForCausalLM",
+        name="glm-5",
+        model_type="glm_moe_dsa",
+        interleaved=True,
+        extra_config={**_READ_BY_SGLANG, "indexer_rope_interleave": True},
+    ),
+    Family(
+        "DeepseekV32ForCausalLM",
+        name="deepseek-v3.2",
+        model_type="deepseek_v32",
+        extra_config=_READ_BY_SGLANG,
+    ),
     Family("DeepseekV3ForCausalLM", extra_config=_READ_BY_SGLANG),
     Family("HYV4ForCausalLM"),
     Family("LongcatFlashForCausalLM", layer_ids=_two_a_block),
@@ -200,8 +162,6 @@ BY_ARCHITECTURE = {family.architecture: family for family in FAMILIES}
 TRAINABLE = {family.model_type: family for family in FAMILIES if family.model_type}
 """The families that transformers can run and this package can train, by model type."""
 BY_NAME = {family.name: family for family in TRAINABLE.values()}
-SHAPES = {name: shape for family in FAMILIES for name, shape in family.shapes.items()}
-"""Every published shape by name."""
 
 
 def family_of(architecture: str) -> Family:

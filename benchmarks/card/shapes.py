@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sglang_indexcache.library.sizes import SHAPES
 from sglang_indexcache.models import BY_NAME
 
 GLM = BY_NAME["glm-5"]
@@ -95,8 +96,8 @@ _COMMON = (
 )
 _TRITON = ("--moe-runner-backend", "triton")
 CARD = Scale(
-    model={**GLM.shapes["30b"], **_FP8},
-    glm_5={**one_rank(GLM.shapes["glm-5"], _RANKS), "first_k_dense_replace": 1, **_FP8},
+    model={**SHAPES["30b"], **_FP8},
+    glm_5={**one_rank(SHAPES["glm-5"], _RANKS), "first_k_dense_replace": 1, **_FP8},
     patterns={"": "", "1/2": "1/2", "1/4": "1/4", "1/8": "1/8"},
     lengths=(10_000, 60_000, 120_000, 200_000),
     watched=120_000,

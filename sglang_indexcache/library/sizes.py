@@ -7,7 +7,7 @@ from typing import Any
 
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import BenchError
-from sglang_indexcache.models import FAMILIES, SHAPES, TRAINABLE, read_field
+from sglang_indexcache.models import read_field
 
 USED_MEMORY = 0.9
 """Share of a GPU's memory for weights and KV cache, close to SGLang's default."""
@@ -108,13 +108,49 @@ def check_room(model: str, taken: float, gpus: int, dp: int, card: str, memory: 
     )
 
 
+_PUBLISHED = {
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "index_head_dim": 128,
+    "index_topk": 2048,
+    "n_shared_experts": 1,
+}
+
+SHAPES: dict[str, dict[str, int]] = {
+    # GLM-4.7-Flash with an indexer, the paper's 30B model (design: 47 layers, 20 heads).
+    "30b": {
+        **_PUBLISHED, "num_hidden_layers": 47, "hidden_size": 2048, "num_attention_heads": 20,
+        "q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256, "index_n_heads": 32,
+        "n_routed_experts": 64, "num_experts_per_tok": 4, "moe_intermediate_size": 1536,
+        "first_k_dense_replace": 1, "intermediate_size": 10240, "vocab_size": 154880,
+    },
+    "glm-5": {
+        **_PUBLISHED, "num_hidden_layers": 78, "hidden_size": 6144, "num_attention_heads": 64,
+        "q_lora_rank": 2048, "qk_nope_head_dim": 192, "v_head_dim": 256, "index_n_heads": 32,
+        "n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048,
+        "first_k_dense_replace": 3, "intermediate_size": 12288, "vocab_size": 154880,
+    },
+    "deepseek-v3.2": {
+        **_PUBLISHED, "num_hidden_layers": 61, "hidden_size": 7168, "num_attention_heads": 128,
+        "q_lora_rank": 1536, "qk_nope_head_dim": 128, "v_head_dim": 128, "index_n_heads": 64,
+        "n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048,
+        "first_k_dense_replace": 3, "intermediate_size": 18432, "vocab_size": 129280,
+    },
+}  # fmt: skip
+"""HF config fields of published models, by the names that benchmarks give them."""
+
+ARCHITECTURES = {
+    "30b": "GlmMoeDsaForCausalLM",
+    "glm-5": "GlmMoeDsaForCausalLM",
+    "deepseek-v3.2": "DeepseekV32ForCausalLM",
+}
+
 PRESETS = {name: ModelShape(**fields) for name, fields in SHAPES.items()}
 
 
 def checkpoint_of(name: str) -> Checkpoint:
     """Make a checkpoint of the preset ``name`` with every indexer, for the pattern library."""
-    family = next((f for f in FAMILIES if name in f.shapes), TRAINABLE["glm_moe_dsa"])
-    return Checkpoint.from_config({**SHAPES[name], "architectures": [family.architecture]})
+    return Checkpoint.from_config({**SHAPES[name], "architectures": [ARCHITECTURES[name]]})
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,7 @@ from sglang_indexcache.lab.latency.forecast import (
     plan_grid,
     plan_to_json,
 )
-from sglang_indexcache.library.sizes import checkpoint_of
-from sglang_indexcache.models import SHAPES
+from sglang_indexcache.library.sizes import SHAPES, checkpoint_of
 from sglang_indexcache.pattern import Pattern
 
 FEW = Pattern("FSSS")
