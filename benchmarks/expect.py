@@ -30,8 +30,8 @@ from benchmarks.nvidia_rows import (
     share_of,
 )
 from benchmarks.records import markdown, read_arguments
-from sglang_indexcache.checkpoint import INDEX_K_BYTES_PER_KEY
 from sglang_indexcache.errors import BenchError
+from sglang_indexcache.kernels.contract import INDEX_KEY_BYTES
 from sglang_indexcache.lab.latency.forecast import MODELS, TABLE, Phase, choose_patterns
 from sglang_indexcache.lab.latency.tables import NAMES
 from sglang_indexcache.lab.runs.plots import make_figure, save_figure
@@ -135,7 +135,7 @@ class ContextParallelLayers:
     def chunk(self, kind: Kind, tokens: int, prefix: int) -> LatencyEstimate | None:
         """Return milliseconds of one layer."""
         part = self._layers.chunk(kind, *share_of(tokens, prefix, self._ranks))
-        gathered_bytes = self._key_bytes + (INDEX_K_BYTES_PER_KEY if kind == "F" else 0)
+        gathered_bytes = self._key_bytes + (INDEX_KEY_BYTES if kind == "F" else 0)
         gathered = self._gather.at(tokens * gathered_bytes)
         return None if part is None or gathered is None else part + gathered
 

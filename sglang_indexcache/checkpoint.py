@@ -37,9 +37,6 @@ MODELOPT_FILE = "hf_quant_config.json"
 SHARING_KEYS = ("indexer_types", "index_topk_pattern", "index_topk_freq", "index_skip_topk_offset")
 """Config keys by which upstream describes cross-layer sharing, strongest first."""
 
-INDEX_K_BYTES_PER_KEY = 128 + 4
-"""GPU index-K cache: 128 e4m3 bytes and one float32 scale per token and layer."""
-
 MOST_LAYERS = 4096
 """Largest number of layers that is accepted: a pattern has a character for each, and a config may
 claim any number."""

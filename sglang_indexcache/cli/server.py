@@ -87,11 +87,13 @@ def live_set(
 
     Those that are running or queued keep theirs. The prompt's length may decide, as in the example.
     """
-    from sglang_indexcache.library.resolve import Library
+    from sglang_indexcache.library.resolve import Library, names_a_file
     from sglang_indexcache.serving.operating.show import Rank
 
     [client] = connect([url], api_key, admin_api_key)
-    states = client.switch_pattern(Library.default().to_send(pattern))
+    if names_a_file(pattern):  # a server cannot read local files
+        pattern = str(Library.default().resolve(pattern).pattern)
+    states = client.switch_pattern(pattern)
     for state in states:
         if len(states) > 1:
             out.print(f"data-parallel rank {state.rank}", style="bold", highlight=False)

@@ -79,6 +79,9 @@ if TYPE_CHECKING:  # not at run time: server options and doctor only list names 
 INDEX_DIM = 128
 PAGE_TOKENS = 64
 SCALE_BYTES = 4
+INDEX_KEY_BYTES = INDEX_DIM + SCALE_BYTES
+"""Bytes of an index key on GPUs, per token and layer: e4m3 entries and one float32 scale."""
+E4M3_MAX = 448.0
 
 
 def page_bytes(head_dim: int) -> int:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property, lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -94,7 +94,7 @@ class KernelChoice:
     why: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Routes:
     """Shapes that were timed on one card, and the largest overlap for which they may be used.
 
@@ -106,14 +106,6 @@ class Routes:
     card: str
     shapes: tuple[Shape, ...] = field(repr=False)
     overlap: int = 0
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    @cached_property
-    def _hash(self) -> int:
-        """Hash of all shapes, computed once because every kernel call needs it."""
-        return hash((self.card, self.shapes, self.overlap))
 
     @classmethod
     def of_card(cls, card: str, overlap: int = 0) -> Routes | None:

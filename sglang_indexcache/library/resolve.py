@@ -155,14 +155,6 @@ class Library:
             resolved.pattern.check_checkpoint(checkpoint.own)
         return resolved
 
-    def to_send(self, value: str) -> str:
-        """Return the text to send to a server for ``value``; a server cannot read local files.
-
-        Raises:
-            PatternError, LibraryError: the file cannot be read, or is no pattern file.
-        """
-        return str(self.resolve(value).pattern) if names_a_file(value) else value
-
     def _by_depth(self, value: str, checkpoint: Checkpoint | None) -> Resolved:
         if checkpoint is None:
             raise PatternError(

@@ -13,14 +13,13 @@ from typing import Any
 
 from sglang_indexcache.checkpoint import text_config
 from sglang_indexcache.errors import CheckpointError, Findings
+from sglang_indexcache.kernels.contract import INDEX_DIM
 from sglang_indexcache.models import BY_ARCHITECTURE, read_field
-
-INDEX_HEAD_DIM = 128
 
 LIMITS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
     "index_head_dim": (
-        lambda value, _: value == INDEX_HEAD_DIM,
-        f"must be {INDEX_HEAD_DIM}, the width of SGLang's index-K pages on GPUs: the indexers have "
+        lambda value, _: value == INDEX_DIM,
+        f"must be {INDEX_DIM}, the width of SGLang's index-K pages on GPUs: the indexers have "
         "to be made and trained with it (only the CPU platform stores other widths)",
     ),
     "qk_rope_head_dim": (

@@ -137,8 +137,7 @@ class EngineSource:
     def __init__(self, root: Path, version: str | None) -> None:
         self.root = root
         self.version = version
-        self._modules: dict[str, ast.Module | None] = {}
-        self.file = cache(self._file)
+        self.file, self.module = cache(self._file), cache(self._module)
 
     @classmethod
     def installed(cls) -> EngineSource:
@@ -174,12 +173,10 @@ class EngineSource:
         form = [_canonical(node) for node in nodes]
         return hashlib.sha256(json.dumps(form).encode()).hexdigest()[:16]
 
-    def module(self, name: str) -> ast.Module | None:
+    def _module(self, name: str) -> ast.Module | None:
         """Return the syntax tree of a module, or None if there is no such module."""
-        if name not in self._modules:
-            path = self._find_file(name)
-            self._modules[name] = ast.parse(path.read_text(encoding="utf-8")) if path else None
-        return self._modules[name]
+        path = self._find_file(name)
+        return ast.parse(path.read_text(encoding="utf-8")) if path else None
 
     def has_file(self, module: str, digests: Mapping[str, str]) -> bool:
         """Return whether the module's file has the digest that ``digests`` lists for it."""

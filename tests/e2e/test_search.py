@@ -111,7 +111,9 @@ def test_a_search_over_http(
     assert entry.full_layers == 3
     # What the search reported is what the server gives under the pattern. Its name is new there,
     # for a server reads its library once; a file is sent by its letters.
-    state = live.switch_pattern(Library.default().to_send(str(library / "e2e-1of2.yaml")))[0]
+    state = live.switch_pattern(
+        str(Library.default().resolve(str(library / "e2e-1of2.yaml")).pattern)
+    )[0]
     assert state.pattern == entry.pattern
     setup = Setup.read(glm, context=160, batches=4)
     assert entry.method.details["checkpoint"] == setup.digest

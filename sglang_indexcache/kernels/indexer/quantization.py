@@ -7,9 +7,8 @@ import math
 
 import torch
 
-from sglang_indexcache.kernels.contract import PAGE_TOKENS
+from sglang_indexcache.kernels.contract import E4M3_MAX, PAGE_TOKENS
 
-E4M3_MAX = 448.0
 AMAX_FLOOR = 1e-4
 """Lower bound of the magnitude from which a row's scale is computed, as in SGLang's
 ``act_quant``."""

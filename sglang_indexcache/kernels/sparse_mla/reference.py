@@ -8,6 +8,7 @@ group's largest magnitude over 448, not a power of two.
 import torch
 
 from sglang_indexcache.kernels.contract import (
+    E4M3_MAX,
     FP8_GROUP,
     FP8_ROW_BYTES,
     LATENT_DIM,
@@ -16,7 +17,6 @@ from sglang_indexcache.kernels.contract import (
     Kept,
 )
 
-E4M3_MAX = 448.0
 _GROUPS = VALUE_DIM // FP8_GROUP
 _ROPE_AT = VALUE_DIM + 4 * _GROUPS
 

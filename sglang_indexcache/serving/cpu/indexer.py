@@ -16,10 +16,9 @@ from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
 from sglang.srt.model_executor.forward_context import get_attn_backend
 from sglang.srt.state_capturer.indexer_topk import maybe_capture_indexer_topk
 
-from sglang_indexcache.kernels.contract import PADDING, page_bytes
+from sglang_indexcache.kernels.contract import INDEX_DIM, PADDING, page_bytes
 from sglang_indexcache.kernels.indexer import quantization
 from sglang_indexcache.kernels.indexer.quantization import hadamard, quantize_e4m3
-from sglang_indexcache.serving.config_check import INDEX_HEAD_DIM
 from sglang_indexcache.serving.cpu.select import HostBatch, every_visible, select_topk
 from sglang_indexcache.serving.process import published_plan
 
@@ -224,7 +223,7 @@ class CpuDSATokenToKVPool(DSATokenToKVPool):
         self._index_key_width = index_head_dim
         # SGLang's class asserts the one width that its kernels can read. It allocates no keys
         # before the method below sets the model's own width.
-        super().__init__(*args, index_head_dim=INDEX_HEAD_DIM, **kwargs)
+        super().__init__(*args, index_head_dim=INDEX_DIM, **kwargs)
 
     def _create_index_key_cache(self) -> CpuIndexKeyCache:
         self.index_head_dim = self._index_key_width

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang_indexcache.errors import Findings, SettingsError
-from sglang_indexcache.serving.config_check import INDEX_HEAD_DIM
+from sglang_indexcache.kernels.contract import INDEX_DIM
 from sglang_indexcache.serving.cpu.fp8 import read_plain
 from sglang_indexcache.serving.hooks import after, around
 from sglang_indexcache.serving.options import INDEX_K_DTYPE, KERNELS
@@ -230,7 +230,7 @@ def check_plan(server_args: Any, plan: Plan) -> None:
     from sglang.srt.arg_groups.overrides import resolving_view
 
     cfg = resolving_view(server_args)
-    width = dict(plan.shape).get("index_head_dim", INDEX_HEAD_DIM)
+    width = dict(plan.shape).get("index_head_dim", INDEX_DIM)
     reasons = {
         f"--device {cfg.device} was given, but no accelerator is visible here. Drop the flag to "
         "serve on the CPU, or check the driver.": cfg.device not in (None, "cpu"),
@@ -239,8 +239,8 @@ def check_plan(server_args: Any, plan: Plan) -> None:
             cfg.kv_cache_dtype not in ("auto", "bfloat16", "bf16")
         ),
         f"{INDEX_K_DTYPE.flag} fp8_e4m3 stores index keys in a GPU's pages, which hold "
-        f"{INDEX_HEAD_DIM} entries a key, and this model's keys have {width}. Drop the flag, or "
-        "take bfloat16 or float32.": plan.index_k_dtype == "fp8_e4m3" and width != INDEX_HEAD_DIM,
+        f"{INDEX_DIM} entries a key, and this model's keys have {width}. Drop the flag, or "
+        "take bfloat16 or float32.": plan.index_k_dtype == "fp8_e4m3" and width != INDEX_DIM,
         f"{KERNELS.flag} {plan.kernels} chooses GPU kernels, and the CPU platform has kernels of "
         "its own. Drop the flag.": plan.kernels != "engine",
     }

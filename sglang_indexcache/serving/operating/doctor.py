@@ -23,11 +23,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from sglang_indexcache.checkpoint import INDEX_K_BYTES_PER_KEY, text_config
+from sglang_indexcache.checkpoint import text_config
 from sglang_indexcache.errors import Findings, IndexCacheError, SettingsError
+from sglang_indexcache.kernels.contract import INDEX_DIM, INDEX_KEY_BYTES
 from sglang_indexcache.library.sizes import ModelShape, check_room
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.serving.config_check import INDEX_HEAD_DIM
 from sglang_indexcache.serving.engine_version import EngineSource
 from sglang_indexcache.serving.operating.drawing import to_terminal
 from sglang_indexcache.serving.operating.features import describe_features, describe_row_split
@@ -355,10 +355,10 @@ def _saved(plan: Plan, context: int) -> str:
         return "nothing: live mode keeps every layer's index keys"
     if not plan.pattern.shared_layers:
         return "nothing: every layer is F"
-    if dict(plan.shape).get("index_head_dim", INDEX_HEAD_DIM) != INDEX_HEAD_DIM:
+    if dict(plan.shape).get("index_head_dim", INDEX_DIM) != INDEX_DIM:
         return f"that of {len(plan.pattern.shared_layers)} of {len(plan.layer_ids)} layers"
-    saved = len(plan.pattern.shared_layers) * INDEX_K_BYTES_PER_KEY
+    saved = len(plan.pattern.shared_layers) * INDEX_KEY_BYTES
     return (
-        f"{saved} of {len(plan.layer_ids) * INDEX_K_BYTES_PER_KEY} bytes per token on GPUs, "
+        f"{saved} of {len(plan.layer_ids) * INDEX_KEY_BYTES} bytes per token on GPUs, "
         f"{saved * context / 2**20:.1f} MiB per request of {context} tokens"
     )
