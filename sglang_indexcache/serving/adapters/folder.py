@@ -24,6 +24,7 @@ from sglang_indexcache.errors import CheckpointError, PatternError
 from sglang_indexcache.library.digest import checkpoint_digest
 from sglang_indexcache.library.files import Strict
 from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.serving.adapters.weights import tensors_in
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -85,13 +86,7 @@ class Adapter:
         """
         document = _document(folder)
         pattern = Pattern(document.pattern)
-        adapter = cls(
-            folder=folder,
-            pattern=pattern,
-            base=document.base,
-            digest=document.weights,
-            record=document.record,
-        )
+        adapter = cls(folder, pattern, document.base, document.weights, document.record)
         if not adapter.weights_file.exists():
             raise CheckpointError(f"the adapter {folder} has no {WEIGHTS_FILE}. Copy it again.")
         if file_digest(adapter.weights_file) != adapter.digest:
@@ -100,7 +95,7 @@ class Adapter:
                 "SHA-256 differs, so it is damaged or was replaced. Copy or train the adapter "
                 "again."
             )
-        check_tensors(header(adapter.weights_file), adapter.pattern, adapter.base, str(folder))
+        check_tensors(adapter.weights_file, adapter.pattern, adapter.base, str(folder))
         return adapter
 
     @property
@@ -118,19 +113,13 @@ class Adapter:
 
         return dict(load_file(self.weights_file))
 
-    def summary(self) -> str:
-        """Return a phrase for logs that names the adapter and its checkpoint."""
-        return f"adapter {self.folder} ({self.digest[:12]}) for {self.base.name}"
-
-    def check(self, checkpoint: Path, pattern: Pattern | None = None) -> None:
-        """Raise unless the adapter was made for this checkpoint and pattern (None: any pattern).
+    def check(self, checkpoint: Path) -> None:
+        """Raise unless the adapter was made for this checkpoint.
 
         Raises:
             CheckpointError: it was made for another checkpoint, or this one's format cannot be
                 read.
-            PatternError: it was trained for another pattern.
         """
-        self.check_pattern(pattern)
         actual = Checkpoint.read(checkpoint)
         fp8_blocks(checkpoint)
         if (actual.architecture, checkpoint_digest(checkpoint)) != (
@@ -144,9 +133,9 @@ class Adapter:
                 "that it was trained on, unchanged, or train an adapter for this one."
             )
 
-    def check_pattern(self, pattern: Pattern | None) -> None:
-        """Raise PatternError if the adapter was trained for another pattern; None always passes."""
-        if pattern is not None and pattern != self.pattern:
+    def check_pattern(self, pattern: Pattern) -> None:
+        """Raise PatternError if the adapter was trained for another pattern."""
+        if pattern != self.pattern:
             raise PatternError(
                 f"the adapter {self.folder} was trained for the pattern {self.pattern}, and "
                 f"{pattern} was asked for. Leave the pattern out, or train an adapter for it."
@@ -197,18 +186,6 @@ def _document(folder: Path) -> Document:
         ) from error
 
 
-def header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Read the dtype and shape of every tensor in a safetensors file, without reading tensors."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, "np") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-            return {n: (s.get_dtype(), tuple(s.get_shape())) for n, s in slices.items()}
-    except SafetensorError as error:
-        raise CheckpointError(f"{path} is not a safetensors file: {error}") from error
-
-
 def _shapes(pattern: Pattern, base: Base) -> dict[str, tuple[int, ...]]:
     """Return the shape of every tensor of an adapter by name."""
     shapes = indexer_shapes(base.shape)
@@ -219,23 +196,21 @@ def _shapes(pattern: Pattern, base: Base) -> dict[str, tuple[int, ...]]:
     }
 
 
-def check_tensors(
-    header: Mapping[str, tuple[str, tuple[int, ...]]], pattern: Pattern, base: Base, where: str
-) -> None:
-    """Raise CheckpointError unless these are the F layers' indexers."""
-    expected = _shapes(pattern, base)
-    if missing := [name for name in expected if name not in header]:
+def check_tensors(weights: Path, pattern: Pattern, base: Base, where: str) -> None:
+    """Raise CheckpointError unless a file holds the F layers' indexers, and nothing else."""
+    expected, tensors = _shapes(pattern, base), tensors_in(weights)
+    if missing := [name for name in expected if name not in tensors]:
         raise CheckpointError(
             f"{where} has no {missing[0]}"
             + (f" and lacks {len(missing) - 1} more tensors" if len(missing) > 1 else "")
             + ": an adapter holds the whole indexer of each F layer. Train it again."
         )
-    if extra := sorted(header.keys() - expected.keys()):
+    if extra := sorted(tensors.keys() - expected.keys()):
         raise CheckpointError(
             f"{where} holds {extra[0]}, which is no part of an F layer's indexer under "
             f"{pattern}. An adapter holds nothing else."
         )
-    for name, (dtype, shape) in header.items():
+    for name, (_, dtype, shape) in tensors.items():
         if shape != expected[name] or dtype not in _PLAIN:
             raise CheckpointError(
                 f"{where} holds {name} as {dtype} of shape {list(shape)}; it must be "

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from sglang_indexcache.checkpoint import read_config
 from sglang_indexcache.errors import CheckpointError
@@ -118,10 +118,22 @@ class StoredTensor(NamedTuple):
 
 def stored(folder: Path) -> dict[str, StoredTensor]:
     """Return every tensor's place and form by name, without reading the tensors."""
-    tensors = {}
-    for path in sorted(folder.glob("*.safetensors")):
+    paths = sorted(folder.glob("*.safetensors"))
+    return {name: tensor for path in paths for name, tensor in tensors_in(path).items()}
+
+
+def tensors_in(path: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of one file by name, as :func:`stored` does.
+
+    Raises:
+        CheckpointError: it is not a safetensors file.
+    """
+    try:
         with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118
-                part = file.get_slice(name)
-                tensors[name] = StoredTensor(path, part.get_dtype(), tuple(part.get_shape()))
-    return tensors
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            return {
+                n: StoredTensor(path, s.get_dtype(), tuple(s.get_shape()))
+                for n, s in slices.items()
+            }
+    except SafetensorError as error:
+        raise CheckpointError(f"{path} is not a safetensors file: {error}") from error

@@ -25,7 +25,6 @@ from sglang_indexcache.serving.adapters.folder import (
     Document,
     check_tensors,
     file_digest,
-    header,
 )
 
 if TYPE_CHECKING:
@@ -71,7 +70,7 @@ def write_adapter(
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     with replacing(weights, SafetensorError) as file:
         save_file(plain, file, metadata={"format": "pt"})
-    check_tensors(header(weights), pattern, base, "the new adapter")
+    check_tensors(weights, pattern, base, "the new adapter")
     document = Document(
         format=1,
         pattern=str(pattern),

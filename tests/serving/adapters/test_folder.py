@@ -56,7 +56,6 @@ def test_what_is_written_is_read(adapter: Adapter) -> None:
         torch.testing.assert_close(adapter.tensors()[name], tensor, rtol=0, atol=0)
     assert sorted(path.name for path in adapter.folder.parent.iterdir()) == ["adapter"]
     adapter.check(CHECKPOINT)
-    adapter.check(CHECKPOINT, PATTERN)
 
 
 def test_it_takes_the_place_of_another(adapter: Adapter) -> None:
@@ -140,7 +139,7 @@ def test_a_damaged_one(adapter: Adapter, damage: Callable[[Path], None], says: s
 
 def test_another_pattern(adapter: Adapter) -> None:
     with pytest.raises(PatternError, match="for the pattern FSSSFSSSFSSS, and FFFF"):
-        adapter.check(CHECKPOINT, Pattern.full(12))
+        adapter.check_pattern(Pattern.full(12))
 
 
 def test_another_base(adapter: Adapter, tmp_path: Path) -> None:
@@ -150,7 +149,7 @@ def test_another_base(adapter: Adapter, tmp_path: Path) -> None:
     weights["model.norm.weight"] = weights["model.norm.weight"] * 2
     save_file(weights, changed / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"trained on tiny-dsa .* is another checkpoint"):
-        adapter.check(changed, PATTERN)
+        adapter.check(changed)
 
 
 @pytest.mark.parametrize(
