@@ -125,10 +125,10 @@ RULES = {
     "lab.data.rows": ("read_rows",),
     "lab.stats.bounds": ("half_width", "student_quantile"),
     "lab.runs.progress": ("print_plan", "time_in_words"),
-    "lab.runs.identity": ("check_same", "claim", "differences"),
+    "lab.runs.identity": ("check_same", "check_writable", "claim", "differences"),
     "lab.runs.provenance": ("busy_cores", "machine", "versions"),
     "library.digest": ("checkpoint_digest",),
-    "library.writing": ("check_writable", "write_whole"),
+    "library.writing": ("write_whole",),
 }
 """Rules that several folders follow, and where each is: once there was a copy in every folder."""
 

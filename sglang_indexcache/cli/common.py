@@ -15,7 +15,6 @@ from typer import Option
 from typer.core import TyperCommand, TyperGroup
 
 from sglang_indexcache.errors import IndexCacheError, SettingsError
-from sglang_indexcache.library.writing import check_writable
 
 if TYPE_CHECKING:
     from sglang_indexcache.lab.client.http import Client
@@ -104,6 +103,8 @@ def writable(folder: Path | None) -> Path | None:
         OutputError: no file can be written in the folder.
     """
     if folder is not None:
+        from sglang_indexcache.lab.runs.identity import check_writable
+
         check_writable(folder)
     return folder
 

@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Any
 
 from sglang_indexcache.errors import OutputError
@@ -60,28 +59,6 @@ def write_whole(path: Path, text: str) -> None:
     """Replace the file at ``path`` in one step, or raise OutputError."""
     with replacing(path) as part:
         part.write_text(text, encoding="utf-8")
-
-
-def check_writable(folder: Path) -> None:
-    """Try a folder for results before anything is measured, and leave it as it was.
-
-    Raises:
-        OutputError: no file can be written there.
-    """
-    created = [path for path in (folder, *folder.parents) if not os.path.exists(path)]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with NamedTemporaryFile(dir=folder, prefix=".indexcache-") as probe:
-            probe.write(bytes(4096))
-            probe.flush()
-    except OSError as error:
-        raise OutputError(
-            f"cannot write to the folder {folder} (--output): {error.strerror}. Give another one."
-        ) from error
-    finally:
-        for path in created:
-            with suppress(OSError):
-                path.rmdir()
 
 
 def write_json(path: Path, data: Any) -> None:

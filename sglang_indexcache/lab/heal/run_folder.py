@@ -14,8 +14,8 @@ import torch
 from rich.console import Console
 
 from sglang_indexcache.errors import TrainingError
-from sglang_indexcache.lab.runs.identity import claim, locked
-from sglang_indexcache.library.writing import check_writable, replacing, write_whole, writing
+from sglang_indexcache.lab.runs.identity import check_writable, claim, locked
+from sglang_indexcache.library.writing import replacing, write_whole, writing
 from sglang_indexcache.serving.adapters.folder import ADAPTER_FILE, Adapter
 
 OPTIONS, STATE, METRICS, LOCK = "options.json", "state.pt", "metrics.jsonl", "lock"

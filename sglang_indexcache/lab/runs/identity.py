@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import IO, Any
 
-from sglang_indexcache.errors import IndexCacheError
-from sglang_indexcache.library.writing import check_writable, write_json, writing
+from sglang_indexcache.errors import IndexCacheError, OutputError
+from sglang_indexcache.library.writing import write_json, writing
 
 GIVEN = "given"
 """Key in an identity for the options that led to it, which explain a difference but do not count as
@@ -109,3 +111,25 @@ def claim(path: Path, identity: Mapping[str, Any], kind: str, error: type[IndexC
     except (TypeError, ValueError) as damaged:
         raise error(f"{path} is damaged. Give another --output.") from damaged
     check_same(then, json.loads(json.dumps(identity)), path=path, kind=kind, error=error)
+
+
+def check_writable(folder: Path) -> None:
+    """Try a folder for results before anything is measured, and leave it as it was.
+
+    Raises:
+        OutputError: no file can be written there.
+    """
+    created = [path for path in (folder, *folder.parents) if not os.path.exists(path)]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with NamedTemporaryFile(dir=folder, prefix=".indexcache-") as probe:
+            probe.write(bytes(4096))
+            probe.flush()
+    except OSError as error:
+        raise OutputError(
+            f"cannot write to the folder {folder} (--output): {error.strerror}. Give another one."
+        ) from error
+    finally:
+        for path in created:
+            with suppress(OSError):
+                path.rmdir()

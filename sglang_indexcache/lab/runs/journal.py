@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from sglang_indexcache.errors import IndexCacheError
-from sglang_indexcache.lab.runs.identity import check_same, lock
-from sglang_indexcache.library.writing import check_writable, writing
+from sglang_indexcache.lab.runs.identity import check_same, check_writable, lock
+from sglang_indexcache.library.writing import writing
 
 _FORMAT = 1
 _Entry = TypeVar("_Entry")

@@ -100,15 +100,12 @@ def select_topk(
     gather_keys: GatherKeys,
     batch: HostBatch,
     topk: int,
-    *,
-    logits_bytes: int = LOGITS_BYTES,
 ) -> torch.Tensor:
     """Select the top-k visible positions of every query row of a paged batch.
 
     Args:
         q: ``[T, H, D]`` index queries, in the dtype that ``gather_keys`` returns.
         weights: ``[T, H]`` float32, gates times the softmax scale.
-        logits_bytes: upper bound for the logits that are held at once.
 
     Returns:
         ``[T, topk]`` int32 positions within each row's own request, ascending, -1 padded.
@@ -117,7 +114,7 @@ def select_topk(
     starts = [0, *accumulate(batch.query_lens)]
     longer = [b for b, keys in enumerate(batch.key_lens) if keys > topk]
     decoding = [b for b in longer if batch.query_lens[b] == 1]
-    for group in _decode_groups(batch, decoding, q.shape[1], logits_bytes):
+    for group in _decode_groups(batch, decoding, q.shape[1]):
         rows = torch.tensor([starts[b] for b in group])
         logits = _decode_logits(q[rows], weights[rows], gather_keys, batch, group)
         result[rows] = topk_overwriting(logits, batch.visible[rows], topk)
@@ -126,7 +123,7 @@ def select_topk(
         if queries < 2:
             continue
         keys = gather_keys(batch.slots[b, :total])
-        block = max(1, min(ROW_BLOCK, logits_bytes // (total * 4)))
+        block = max(1, min(ROW_BLOCK, LOGITS_BYTES // (total * 4)))
         scores = _ScoreBlock(block, q, keys)
         first = max(0, topk - (total - queries))  # earlier rows see at most k tokens
         for low in range(starts[b] + first, end, block):
@@ -136,14 +133,12 @@ def select_topk(
     return result
 
 
-def _decode_groups(
-    batch: HostBatch, requests: list[int], heads: int, logits_bytes: int
-) -> Iterator[list[int]]:
+def _decode_groups(batch: HostBatch, requests: list[int], heads: int) -> Iterator[list[int]]:
     """Group requests of similar length, so that padding to the longest at most doubles the work."""
     remaining = sorted(requests, key=lambda b: batch.key_lens[b], reverse=True)
     while remaining:
         longest = batch.key_lens[remaining[0]]
-        room = max(1, logits_bytes // (longest * heads * 4))
+        room = max(1, LOGITS_BYTES // (longest * heads * 4))
         group = [b for b in remaining[:room] if 2 * batch.key_lens[b] >= longest]
         yield group
         remaining = remaining[len(group) :]

@@ -16,8 +16,6 @@ def sparse_mla(
     slots: torch.Tensor,
     scale: float,
     value_dim: int,
-    *,
-    gather_bytes: int = GATHER_BYTES,
 ) -> torch.Tensor:
     """Compute :func:`sglang_indexcache.kernels.sparse_mla.reference.sparse_mla` in less memory.
 
@@ -32,7 +30,7 @@ def sparse_mla(
     longest = int(chosen.max()) if tokens else 0
     if longest == 0:
         return out
-    block = max(1, gather_bytes // (longest * dim * q.element_size()))
+    block = max(1, GATHER_BYTES // (longest * dim * q.element_size()))
     scratch = latent.new_empty(min(block, tokens) * longest, dim)
     for low in range(0, tokens, block):
         rows = slice(low, min(low + block, tokens))

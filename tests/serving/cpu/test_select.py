@@ -50,7 +50,7 @@ class Problem:
             start = end
         return torch.cat(parts) if parts else torch.empty(0, topk, dtype=torch.int32)
 
-    def got(self, topk: int, dtype: torch.dtype, **options: int) -> torch.Tensor:
+    def got(self, topk: int, dtype: torch.dtype) -> torch.Tensor:
         keys = self.keys.to(dtype)
         return select.select_topk(
             self.q.to(dtype),
@@ -58,7 +58,6 @@ class Problem:
             lambda slots: keys.index_select(0, slots),
             self.batch,
             topk,
-            **options,
         )
 
 
@@ -77,13 +76,17 @@ LENS = [
 @pytest.mark.parametrize("lens", LENS, ids=str)
 @pytest.mark.parametrize("logits_bytes", [1, 50_000, 128 << 20])
 def test_blocked_selection_is_the_obvious_one(
-    generator: torch.Generator, lens: list[tuple[int, int]], logits_bytes: int
+    generator: torch.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+    lens: list[tuple[int, int]],
+    logits_bytes: int,
 ) -> None:
+    monkeypatch.setattr(select, "LOGITS_BYTES", logits_bytes)
     problem = Problem(lens, heads=4, generator=generator)
     expected = problem.expected(64)
-    selected = problem.got(64, torch.float32, logits_bytes=logits_bytes)
+    selected = problem.got(64, torch.float32)
     assert torch.equal(selected, expected)
-    assert torch.equal(problem.got(64, torch.float32, logits_bytes=logits_bytes), selected)
+    assert torch.equal(problem.got(64, torch.float32), selected)
 
 
 @pytest.mark.parametrize("lens", LENS[4:], ids=str)

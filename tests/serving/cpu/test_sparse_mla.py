@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from sglang_indexcache.kernels.sparse_mla.reference import sparse_mla as reference
+from sglang_indexcache.serving.cpu import sparse_mla as module
 from sglang_indexcache.serving.cpu.sparse_mla import sparse_mla
 
 
@@ -19,13 +20,14 @@ def selection(tokens: int, topk: int, slots: int, generator: torch.Generator) ->
 @pytest.mark.parametrize("heads", [1, 3, 8, 20, 128])
 @pytest.mark.parametrize("gather_bytes", [1, 30_000, 4 << 20])
 def test_blocked_path_equals_reference(
-    generator: torch.Generator, heads: int, gather_bytes: int
+    generator: torch.Generator, monkeypatch: pytest.MonkeyPatch, heads: int, gather_bytes: int
 ) -> None:
+    monkeypatch.setattr(module, "GATHER_BYTES", gather_bytes)
     q = torch.randn(23, heads, 40, generator=generator)
     latent = torch.randn(300, 40, generator=generator)
     slots = selection(23, 33, 300, generator)
     slots[5] = -1
-    output = sparse_mla(q, latent, slots, 0.2, 24, gather_bytes=gather_bytes)
+    output = sparse_mla(q, latent, slots, 0.2, 24)
     expected, _ = reference(q, latent, slots, 0.2, 24)
     torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
     assert (output[5] == 0).all()
