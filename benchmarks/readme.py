@@ -64,7 +64,7 @@ def _memory(record: Any) -> str:
 def _features(_: Any) -> str:
     """Write what combines with what, as ``serving/operating/features.py`` has it."""
     rows = [
-        (f"{f.name} (`{f.flag}`)" if f.flag else f.name, f.static, f.live, f.evidence)
+        (f"{f.name} (`{f.flag}`)" if f.flag else f.name, f.static, f.live, ", ".join(f.known_by))
         for f in FEATURES
     ]
     return markdown(("feature", "static", "live", "known by"), rows)

@@ -24,14 +24,6 @@ _INDEXER_TYPES = {FULL: "full", SHARED: "shared"}
 
 
 @dataclass(frozen=True)
-class Group:
-    """An F layer and the layers that use its indices, itself included."""
-
-    source: int
-    layers: range
-
-
-@dataclass(frozen=True)
 class Pattern:
     """An immutable, valid pattern.
 
@@ -83,10 +75,10 @@ class Pattern:
         return self.sources[self._checked(layer)]
 
     @cached_property
-    def groups(self) -> tuple[Group, ...]:
-        """Runs of layers that share one set of indices."""
+    def groups(self) -> tuple[range, ...]:
+        """Runs of layers that share one set of indices, which their first layer selects."""
         bounds = [*self.full_layers, len(self)]
-        return tuple(Group(start, range(start, end)) for start, end in pairwise(bounds))
+        return tuple(range(start, end) for start, end in pairwise(bounds))
 
     @property
     def retention(self) -> Fraction:

@@ -29,11 +29,10 @@ def test_source_is_the_nearest_full_layer_at_or_before(pattern: Pattern) -> None
 
 @given(patterns)
 def test_groups_tile_the_layers(pattern: Pattern) -> None:
-    covered = [layer for group in pattern.groups for layer in group.layers]
+    covered = [layer for group in pattern.groups for layer in group]
     assert covered == list(range(len(pattern)))
     for group in pattern.groups:
-        assert group.layers[0] == group.source
-        assert {pattern.source_of(layer) for layer in group.layers} == {group.source}
+        assert {pattern.source_of(layer) for layer in group} == {group[0]}
 
 
 @given(patterns)

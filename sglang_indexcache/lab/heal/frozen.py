@@ -261,7 +261,7 @@ def shared_out(pattern: Pattern, loads: Sequence[int], devices: int) -> list[ran
     The layers that an indexer serves stay together. ``loads`` has the bytes of each layer. If there
     are too few groups, some devices get no layer.
     """
-    groups = [group.layers for group in pattern.groups]
+    groups = pattern.groups
     sizes = [sum(loads[number] for number in group) for group in groups]
     low, high = max(sizes), sum(sizes)
     while low < high:

@@ -34,8 +34,8 @@ def draw_pairs(
     bar = figure.colorbar(image, ax=axis, fraction=0.045, pad=0.03)
     bar.set_label(fill(label, 46), fontsize=9)  # a longer line would exceed the figure
     for group in pattern.groups if pattern else ():
-        corner = (group.layers[0] - 0.5, group.layers[0] - 0.5)
-        side = len(group.layers)
+        corner = (group[0] - 0.5, group[0] - 0.5)
+        side = len(group)
         box = Rectangle(corner, side, side, fill=False, edgecolor="#ff4d3d", lw=1.6, clip_on=False)
         axis.add_patch(box)
     interval = 1 if count <= 16 else 5

@@ -75,7 +75,7 @@ class Examination:
         if self.checked_for:
             _say(console, "checked for", self.checked_for)
         for problem in self.problems:
-            _say_problem(console, problem)
+            _say(console, "[red]problem[/red]", problem)
         for note in self.notes:
             _say(console, "note", note)
         if not self.problems:
@@ -160,18 +160,8 @@ def _planned(server_args: Any) -> Plan | None:
     return None
 
 
-def _say_problem(console: Console, text: str) -> None:
-    _say(console, "[red]problem[/red]", text)
-
-
 def _say(console: Console, what: str, text: str) -> None:
     console.print(f"{what}: {escape(text)}", soft_wrap=True, highlight=False)
-
-
-def _has_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
 
 
 def _choose_device(device: str | None) -> str:
@@ -186,7 +176,7 @@ def _choose_device(device: str | None) -> str:
     if device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a server on the CPU needs it too
         return "the CPU reference platform"
-    has_gpu = _has_gpu()
+    has_gpu = torch.cuda.is_available()
     if device not in CARDS and has_gpu:
         return f"this machine's {torch.cuda.get_device_name()}"
     card = CARDS[device if device in CARDS else USUAL_CARD]

@@ -26,7 +26,7 @@ def to_terminal(pattern: Pattern, title: str = "") -> RenderableType:
     for start in range(0, len(pattern), _PER_LINE):
         stop = min(start + _PER_LINE, len(pattern))
         lines += [_ruler(start, stop), _strip(pattern, start, stop), Text()]
-    sizes = enumerate(len(group.layers) for group in pattern.groups)
+    sizes = enumerate(map(len, pattern.groups))
     for _, run in groupby(sizes, key=lambda numbered: numbered[1]):
         lines.append(_run_line(pattern, [number for number, _ in run]))
     return RichGroup(*lines)
@@ -47,9 +47,9 @@ def _ruler(start: int, stop: int) -> Text:
 def _strip(pattern: Pattern, start: int, stop: int) -> Text:
     text = Text("       ")
     for number, group in enumerate(pattern.groups):
-        for layer in group.layers:
+        for layer in group:
             if start <= layer < stop:
-                full = layer == group.source
+                full = layer == group[0]
                 style = f"bold reverse {_color(number)}" if full else _color(number)
                 text.append(pattern.text[layer], style=style)
     return text
@@ -59,13 +59,13 @@ def _run_line(pattern: Pattern, numbers: Sequence[int]) -> Text:
     """Return a line that says which layers the F layers of neighbouring, equal groups serve."""
     groups = [pattern.groups[number] for number in numbers]
     first, last, alone = groups[0], groups[-1], len(groups) == 1
-    sources = f"{first.source:>3}" if alone else f"{first.source:>3} to {last.source}"
+    sources = f"{first[0]:>3}" if alone else f"{first[0]:>3} to {last[0]}"
     text = Text("  ")
     text.append(f"F {sources}", style=f"bold {_color(numbers[0])}")
     prefix = "" if alone else "each "
-    if followers := len(first.layers) - 1:
+    if followers := len(first) - 1:
         if not alone:
-            prefix = f"in steps of {len(first.layers)}, each "
+            prefix = f"in steps of {len(first)}, each "
         text.append(f"  {prefix}also serves the {counted(followers, 'layer')} behind it")
     else:
         text.append(f"  {prefix}serves itself only", style="dim")

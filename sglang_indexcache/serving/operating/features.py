@@ -54,11 +54,6 @@ class Feature:
     known_by: tuple[str, ...]
     in_use: Callable[[Any], bool]
 
-    @property
-    def evidence(self) -> str:
-        """Evidence for the feature, as text."""
-        return ", ".join(self.known_by)
-
 
 FEATURES = (
     Feature("chunked prefill", "--chunked-prefill-size", "yes", "yes", (TESTED, REHEARSED),
@@ -126,7 +121,7 @@ def describe_features(cfg: Any, plan: Plan) -> list[str]:
             support = feature.static if plan.mode == "static" else feature.live
             condition = support.removeprefix("yes").lstrip(", ")
             line = f"{feature.name}: {condition}" if condition else feature.name
-            lines.append(f"{line} ({feature.evidence})")
+            lines.append(f"{line} ({', '.join(feature.known_by)})")
     return [*lines, EVIDENCE]
 
 

@@ -114,9 +114,6 @@ GAUGES = {
 }
 """Gauges by name."""
 
-REFUSED: tuple[str, tuple[str, ...]] = ("Requests refused for the pattern that they name.", ())
-"""Help text and labels of ``refused``, which is counted by the processes that take requests."""
-
 
 class SchedulerCollector(SchedulerMetricsCollector):
     """SGLang's collector for a scheduler, extended by IndexCache's counters."""
@@ -140,8 +137,8 @@ class TokenizerCollector(TokenizerMetricsCollector):
         super().__init__(labels=labels, **options)
         import prometheus_client
 
-        about, more = REFUSED
-        refused = prometheus_client.Counter(f"{PREFIX}refused_total", about, (*labels, *more))
+        about = "Requests refused for the pattern that they name."
+        refused = prometheus_client.Counter(f"{PREFIX}refused_total", about, tuple(labels))
         http_checks.on_refusal.append(refused.labels(**labels).inc)  # now at 0
 
 

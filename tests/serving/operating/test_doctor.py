@@ -204,7 +204,7 @@ def test_an_unknown_device() -> None:
 def test_a_problem_is_printed_as_it_is() -> None:
     """Brackets are no markup."""
     output = io.StringIO()
-    doctor._say_problem(Console(file=output), "a [bold] folder")
+    doctor._say(Console(file=output), "[red]problem[/red]", "a [bold] folder")
     assert output.getvalue() == "problem: a [bold] folder\n"
 
 
