@@ -1,4 +1,4 @@
-"""Compile ``csrc/`` for Hopper: one shared library per op, cached by its sources and flags.
+"""Compile ``csrc/`` for Hopper, and load it: one library a folder, cached by sources and flags.
 
 A library is built on first use, or ahead of time by ``indexcache kernels build``; libraries that
 were built ahead run on machines without nvcc. Building needs neither a GPU nor torch, because the
@@ -6,6 +6,7 @@ libraries use the apache-tvm-ffi ABI.
 """
 
 import hashlib
+import logging
 import os
 import re
 import shutil
@@ -17,10 +18,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from sglang_indexcache.errors import KernelError
 from sglang_indexcache.library.writing import replacing, shipped
+
+logger = logging.getLogger(__name__)
 
 FOLDERS = ("topk", "indexer", "sparse_mla")
 """Folders of ``csrc/``, each of which becomes one library."""
@@ -222,6 +225,43 @@ def cached(folder: str) -> BuiltKernels | None:
         return version not in MISCOMPILES, version == local, version
 
     return max(libraries, key=rank, default=None)
+
+
+@cache
+def library(folder: str) -> Any:
+    """Load the library of one folder of ``csrc/``; compile it first if the cache lacks it.
+
+    Raises:
+        KernelError: there is no nvcc, the compilation failed, or the library cannot be loaded.
+    """
+    import tvm_ffi
+
+    built = build(folder)
+    if warning := warning_about(built.compiler):
+        logger.warning("IndexCache kernels, %s: %s", folder, warning)
+    path = built.path
+    try:
+        return tvm_ffi.load_module(str(path))
+    except (OSError, RuntimeError) as error:
+        raise KernelError(
+            f"{path} cannot be loaded: {error}; build the kernels with the CUDA toolkit whose "
+            "major version torch has (indexcache kernels build)"
+        ) from error
+
+
+def unavailable() -> str | None:
+    """Return why the kernels cannot be built or loaded on this machine, or None; needs no GPU."""
+    try:
+        import tvm_ffi  # noqa: F401
+
+        if all(cached(folder) for folder in FOLDERS):
+            for folder in FOLDERS:
+                library(folder)
+        else:
+            nvcc_version()
+    except (ImportError, KernelError) as error:
+        return str(error)
+    return None
 
 
 def pack(archive: Path, libraries: Sequence[BuiltKernels]) -> None:

@@ -143,6 +143,17 @@ def check_sparse_mla(
     arguments.require(cache.data_ptr() % 16 == 0, "cache must begin at a multiple of 16 bytes")
 
 
+def require_aligned(op: str, **tensors: torch.Tensor) -> None:
+    """Refuse tensors that are not 16-byte aligned, as TMA and cp.async need them to be.
+
+    Raises:
+        KernelError: names the tensor.
+    """
+    for name, tensor in tensors.items():
+        if tensor.data_ptr() % 16:
+            raise KernelError(f"{op}: {name} must begin at a multiple of 16 bytes; clone() it")
+
+
 def output(
     op: str,
     out: torch.Tensor | None,

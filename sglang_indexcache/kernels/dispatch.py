@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 from sglang_indexcache.errors import KernelError
+from sglang_indexcache.kernels.build import unavailable
 from sglang_indexcache.kernels.contract import OPS, OpName
 
 Capability: TypeAlias = tuple[int, int]
@@ -54,6 +55,14 @@ class Machine:
         import torch
 
         return torch.device("cpu" if self.capability is None else "cuda")
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """Return the number of SMs of a GPU."""
+    import torch
+
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 Reason: TypeAlias = str | None
@@ -115,15 +124,8 @@ class Implementation:
         return self
 
 
-@cache
-def _missing_cuda() -> Reason:
-    from sglang_indexcache.kernels.cuda import unavailable
-
-    return unavailable()
-
-
 IMPLEMENTATIONS: tuple[Implementation, ...] = (
-    Implementation("cuda", _unless_hopper, _missing_cuda),
+    Implementation("cuda", _unless_hopper, cache(unavailable)),
     Implementation("reference"),
 )
 """Implementations, best first; ``reference`` is the oracle of the tests, not meant for serving."""

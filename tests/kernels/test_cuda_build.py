@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from sglang_indexcache.cli import app
 from sglang_indexcache.errors import KernelError
 from sglang_indexcache.kernels import build as building
-from sglang_indexcache.kernels import cuda
+from sglang_indexcache.kernels import checks
 from sglang_indexcache.kernels.build import FOLDERS, BuiltKernels, build
 from sglang_indexcache.kernels.contract import INDEXER_HEADS
 from sglang_indexcache.kernels.indexer.cuda import select_rows
@@ -139,7 +139,7 @@ def test_arguments_reach_the_libraries(libraries: dict[str, BuiltKernels]) -> No
     q, pages = torch.zeros(4, 32, 128, dtype=data), torch.zeros(3, 8448, dtype=data)
     weights = torch.zeros(4, 32, dtype=floats)
     lists = torch.zeros(1, 8, 16384, dtype=torch.int64)
-    topk, indexer, mla = (cuda.library(folder) for folder in FOLDERS)
+    topk, indexer, mla = (building.library(folder) for folder in FOLDERS)
     queries = torch.zeros(4, 20, 576, dtype=torch.bfloat16)
     cache, slots = torch.zeros(9, 656, dtype=data), torch.zeros(4, 16, dtype=ints)
     packed = torch.zeros(2, 32, dtype=ints), torch.zeros(2, 32, dtype=data), rows[:2]
@@ -167,7 +167,7 @@ def test_arguments_reach_the_libraries(libraries: dict[str, BuiltKernels]) -> No
 def test_launches_that_the_kernels_cannot_do_are_refused(
     libraries: dict[str, BuiltKernels],
 ) -> None:
-    mla = cuda.library("sparse_mla")
+    mla = building.library("sparse_mla")
     slots = torch.zeros(4, 4096, dtype=torch.int32)
     with pytest.raises(ValueError, match="cannot pack 5 rows of 4096 slots"):
         mla.sparse_mla_pack(slots, 5, slots, slots, slots)
@@ -277,7 +277,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_without_nvcc(elsewhere: Path) -> None:
     with pytest.raises(KernelError, match=r"install the CUDA toolkit 12\.5 or later"):
         build("topk")
-    assert "nvcc" in (cuda.unavailable() or "")
+    assert "nvcc" in (building.unavailable() or "")
 
 
 @pytest.mark.parametrize(
@@ -324,9 +324,9 @@ def empty_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def fresh_libraries() -> None:
-    cuda.library.cache_clear()
+    building.library.cache_clear()
     yield
-    cuda.library.cache_clear()
+    building.library.cache_clear()
 
 
 def test_what_was_packed_is_found_on_a_machine_without_nvcc(
@@ -347,7 +347,7 @@ def test_what_was_packed_is_found_on_a_machine_without_nvcc(
         assert library.path.is_relative_to(node)
         assert library.path.read_bytes() == path.read_bytes()
         assert library.compiler == (13, 1, 80)
-    assert cuda.library("topk")
+    assert building.library("topk")
 
 
 @pytest.mark.parametrize("release", ["13.0.88", "13.1.80"])
@@ -363,7 +363,7 @@ def test_a_compiler_that_miscompiled_is_named(
         keep(folder, release, empty_library)
     result = CliRunner().invoke(app, ["kernels", "build"], env={"COLUMNS": "400"})
     assert result.exit_code == 0, result.output
-    assert cuda.library("topk")
+    assert building.library("topk")
     for words in (result.output, caplog.text):
         assert (f"nvcc {release} has miscompiled" in words) == (release == "13.0.88")
         assert words.count("#1262") == (release == "13.0.88"), "where it was seen, once"
@@ -403,13 +403,13 @@ def test_what_was_built_ahead_needs_no_nvcc(
 ) -> None:
     """The container that serves has the libraries and no compiler."""
     older = {folder: keep(folder, "12.9", empty_library) for folder in FOLDERS}
-    assert cuda.unavailable() is None
+    assert building.unavailable() is None
     assert build("topk").path == older["topk"]
     newer = {folder: keep(folder, "13.0", empty_library) for folder in FOLDERS}
     assert [build(folder).path for folder in FOLDERS] == list(newer.values())
     newer["indexer"].unlink()
     older["indexer"].unlink()
-    assert "install the CUDA toolkit" in (cuda.unavailable() or "")
+    assert "install the CUDA toolkit" in (building.unavailable() or "")
 
 
 def test_libraries_of_other_sources_do_not_count(
@@ -429,8 +429,8 @@ def test_a_library_that_cannot_be_loaded_says_why(
     for folder in FOLDERS:
         keep(folder, "13.0", broken)
     with pytest.raises(KernelError, match=r"topk.so cannot be loaded: .*major version torch has"):
-        cuda.library("topk")
-    assert "cannot be loaded" in (cuda.unavailable() or "")
+        building.library("topk")
+    assert "cannot be loaded" in (building.unavailable() or "")
 
 
 @needs_nvcc
@@ -443,7 +443,7 @@ def test_the_own_nvcc_s_build_is_preferred(small: Path, empty_library: Path) -> 
 
 def test_what_cannot_be_read_16_bytes_at_a_time_is_refused() -> None:
     with pytest.raises(KernelError, match="q must begin at a multiple of 16 bytes"):
-        cuda.require_aligned("op", q=torch.zeros(64, dtype=torch.uint8)[1:])
+        checks.require_aligned("op", q=torch.zeros(64, dtype=torch.uint8)[1:])
 
 
 def test_the_cache_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,10 +9,16 @@ rows at a time.
 
 import torch
 
-from sglang_indexcache.kernels.build import constant
-from sglang_indexcache.kernels.checks import check_indexer, check_logits, check_topk, output
+from sglang_indexcache.kernels.build import constant, library
+from sglang_indexcache.kernels.checks import (
+    check_indexer,
+    check_logits,
+    check_topk,
+    output,
+    require_aligned,
+)
 from sglang_indexcache.kernels.contract import PAGE_TOKENS, WORKSPACE_BYTES, IndexerBatch
-from sglang_indexcache.kernels.cuda import library, multiprocessors, require_aligned
+from sglang_indexcache.kernels.dispatch import multiprocessors
 
 LIST_CAPACITY = constant("indexer/gate.h", "kListCapacity")
 

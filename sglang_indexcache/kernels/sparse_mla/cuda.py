@@ -12,8 +12,8 @@ from functools import partial
 
 import torch
 
-from sglang_indexcache.kernels.build import constant
-from sglang_indexcache.kernels.checks import check_sparse_mla, output
+from sglang_indexcache.kernels.build import constant, library
+from sglang_indexcache.kernels.checks import check_sparse_mla, output, require_aligned
 from sglang_indexcache.kernels.contract import (
     FP8_ROW_BYTES,
     LATENT_DIM,
@@ -21,7 +21,7 @@ from sglang_indexcache.kernels.contract import (
     WORKSPACE_BYTES,
     Kept,
 )
-from sglang_indexcache.kernels.cuda import library, multiprocessors, require_aligned
+from sglang_indexcache.kernels.dispatch import multiprocessors
 
 CONFIG = "sparse_mla/config.h"
 TILE_ROWS, TILE_KEYS = constant(CONFIG, "kRows"), constant(CONFIG, "kKeys")
