@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Awaitable, Callable, Iterator, MutableMapping
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 from sglang_indexcache.errors import IndexCacheError
 from sglang_indexcache.serving import hooks
@@ -20,10 +20,8 @@ from sglang_indexcache.serving.protocol import CUSTOM
 from sglang_indexcache.serving.protocol import PATTERN_OF_REQUEST as NAME
 from sglang_indexcache.serving.requests import library_of, names_ours, names_pattern, resolve
 
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 _APP = "sglang.srt.entrypoints.http_server"
 _CARRIERS = {
@@ -86,7 +84,7 @@ def _add_middleware(_result: None, _manager: Any, *_: Any, **__: Any) -> None:
 class PatternCheck:
     """ASGI middleware that checks requests before SGLang's routes get them."""
 
-    def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
