@@ -132,7 +132,7 @@ class PatternChoice:
 
     @classmethod
     def from_adapter(
-        cls, folder: Path, model: Path, requested: PatternChoice | None, findings: Findings
+        cls, folder: str, model: Path, requested: PatternChoice | None, findings: Findings
     ) -> PatternChoice:
         """Choose the pattern that an adapter was trained for; ``requested`` must be equal or None.
 
@@ -140,14 +140,13 @@ class PatternChoice:
             IndexCacheError: there is no adapter, or it is for another pattern. Its problems with
                 this ``model`` go to ``findings``.
         """
-        adapter = Adapter.read(folder)
+        adapter = Adapter.read(Path(folder))
         for pattern in requested.policy.patterns if requested else ():
             adapter.check_pattern(pattern)
         with findings:
             _check_folder(model)
             adapter.check(model)
-            tensors = adapter.names()
-            check_form(model, tensors)
+            check_form(model, adapter.names())
         if requested is not None:
             return replace(requested, adapter=adapter)
         return cls(Policy.of(adapter.pattern), f"the adapter {adapter.folder}", adapter=adapter)
@@ -243,10 +242,8 @@ def make_plan(
     values: dict[Option, Any] = {option: choice.value for option, choice in choices.items()}
     mode = values.get(MODE, "static")
     requested = _requested_pattern(choices, checkpoint, overrides, library)
-    if ADAPTER in choices:
-        requested = PatternChoice.from_adapter(
-            Path(choices[ADAPTER].value), Path(model), requested, findings
-        )
+    if (folder := choices.get(ADAPTER)) is not None:
+        requested = PatternChoice.from_adapter(folder.value, Path(model), requested, findings)
     choice = requested or PatternChoice.from_checkpoint(checkpoint)
     if len(choice.policy.steps) > 1 and mode == "static":
         raise SettingsError(
