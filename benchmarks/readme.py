@@ -31,7 +31,6 @@ PAGES = tuple(
     for page in (
         "README.md",
         "docs/benchmarks.md",
-        "benchmarks/results/expect.md",
         "benchmarks/results/smollm2/real-model.md",
         "benchmarks/results/quality/README.md",
         "benchmarks/results/latency/README.md",
@@ -95,7 +94,6 @@ PARTS: dict[str, tuple[Make, str]] = {
     "expect": (expect.table, "expect.json"),
     "expect-baselines": (expect.baselines, "expect.json"),
     "expect-first": (expect.first_screen, "expect.json"),
-    "expect-checks": (expect.checks, "expect.json"),
     "card-line": (card.line, "kernels/h100.json"),
     "card-measured": (card.measured_table, "kernels/h100.json"),
     "card-exact": (card.exact_table, "kernels/h100.json"),

@@ -13,6 +13,7 @@ import pytest
 from benchmarks.records import estimate
 from benchmarks.smollm2 import everywhere
 from benchmarks.smollm2.measure import compared
+from sglang_indexcache.lab.latency.forecast import MODELS, Part, choose_patterns, find_composed
 from sglang_indexcache.lab.search.methods import METHODS
 from sglang_indexcache.lab.search.methods.greedy import evaluations
 from tests.lab.search.helpers import targets
@@ -228,3 +229,26 @@ def test_quarters_of_32_heads_recall_more_than_all_f_and_are_as_near_as_algorith
         elsewhere("random/everywhere", "1/4", f"default, on {corpus}", slice(8, 9))[0] == "+"
         for corpus in record("random/everywhere")["searches"]
     )
+
+
+def test_bench_plan_says_what_the_pages_say_of_a_node() -> None:
+    """Its table and the record of the pages were composed apart, at the same contexts."""
+    expected = json.loads((ROOT / "benchmarks/results/expect.json").read_text())
+    compared_gains = 0
+    for row in expected["deployments"] + expected["dealt"]:
+        if not row.get("weights_fit", True):
+            continue
+        plan = find_composed(row["model"], row["gpu"], 8, row["dp"])
+        [(_, quarter)], _ = choose_patterns(["1/4"], MODELS[row["model"]].shape)
+        gains: dict[Part, dict[str, Any]] = {}
+        if "ways" in row:
+            gains["row split"] = row["ways"]["row split"]["1/4"]
+        for part in ("prefill", "decode") if "gains" in row else ():
+            cells = row["gains"][part]["1/4"]
+            gains[part] = {context: cell and cell["gain"] for context, cell in cells.items()}
+        for part, by_context in gains.items():
+            for context, gain in by_context.items():
+                planned = plan.gain(part, quarter, int(context))
+                assert (planned and planned.gain) == (gain and pytest.approx(gain, rel=2e-3))
+                compared_gains += gain is not None
+    assert compared_gains == 52

@@ -191,9 +191,6 @@ def check_metrics(client: Client) -> None:
         "switches": sum(state.switches for state in states),
         "rejections": sum(sum(state.rejections.values()) for state in states),
     }
-    if not counts["switches"]:  # since the pattern was set is since the start
-        looked_at = (sums[0] for state in states for sums in state.overlap.layers.values())
-        counts["overlap_rows"] = sum(looked_at)
     deadline = time.monotonic() + 60
     while (exported := _choose(counts, scraped(client))) != counts and time.monotonic() < deadline:
         time.sleep(1)

@@ -24,15 +24,7 @@ GLM_CASES = [
     # (arguments, what the one error says); others: tests/serving/test_resolve.py, test_refusals.py
     (["--indexcache-pattern", "no-such-name"], "no-such-name"),
     (["--indexcache-pattern", "broken.yaml"], "broken.yaml"),
-    (
-        [
-            *("--indexcache-pattern", "FSSFSS"),
-            *("--json-model-override-args", '{"index_topk_pattern": "FSFSFS"}'),
-        ],
-        "Give only one",
-    ),
     (["--indexcache-pattern", "FSSFSS", "--prefill-attention-backend", "triton"], "triton"),
-    (["--enable-hierarchical-cache"], "--enable-hierarchical-cache needs a GPU"),
 ]
 
 

@@ -47,21 +47,6 @@ def test_the_platforms_defaults_are_those_of_the_page(client: Client) -> None:
     assert f"prefill chunks of {chunk:,} tokens" in page
 
 
-def test_chat(openai: OpenAI) -> None:
-    reply = openai.chat.completions.create(
-        model="default",
-        messages=[{"role": "user", "content": TEXT}],
-        max_tokens=12,
-        temperature=0.0,
-        logprobs=True,
-        extra_body={"ignore_eos": True},
-    )
-    assert reply.usage is not None
-    assert reply.usage.completion_tokens == 12
-    assert reply.usage.prompt_tokens > 64
-    assert reply.choices[0].message.content
-
-
 def test_streamed_chat_says_the_same(openai: OpenAI) -> None:
     request = {
         "model": "default",
@@ -75,14 +60,6 @@ def test_streamed_chat_says_the_same(openai: OpenAI) -> None:
     pieces = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
     assert sum(map(bool, pieces)) > 1
     assert "".join(pieces) == reply
-
-
-def test_completions_of_several_prompts(openai: OpenAI) -> None:
-    prompts = ["import os\n", TEXT, "x"]
-    together = openai.completions.create(
-        model="default", prompt=prompts, max_tokens=4, temperature=0.0
-    )
-    assert [choice.index for choice in together.choices] == [0, 1, 2]
 
 
 def test_engine_keyword(tmp_path: Path, glm: Path) -> None:

@@ -7,8 +7,7 @@ the bit in ``tests/serving/cpu/test_select.py`` and by the rehearsal.
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from itertools import islice, pairwise
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -24,7 +23,6 @@ from sglang_indexcache.serving.row_split import ON_CPU, RowSplit
 from tests.cli.test_search import TINY
 from tests.e2e.conftest import Serve, prompt
 from tests.e2e.test_parallel import FOUR_RANKS
-from tests.e2e.test_requests import wait_until_idle
 from tests.oracle import Oracle
 
 TOPK, CHUNK = 64, 512
@@ -100,57 +98,15 @@ def behind_a_prefix(client: Client) -> Any:
     return [ask(client, [ids[:length]], [PATTERNS[1]]) for length in (700, 1300, 1300)]
 
 
-def several_answers(client: Client) -> Any:
-    """Three answers to one prompt."""
-    sampling = {"temperature": 0.0, "max_new_tokens": 4, "n": 3, **named(PATTERNS[2])}
-    replies = client.generate(input_ids=prompt(800, 8), sampling_params=sampling)
-    return [reply["output_ids"] for reply in replies]
-
-
-def session(client: Client) -> Any:
-    """Two turns, of which the second goes on from the first's KV."""
-    opened = client._request("POST", "/open_session", {"capacity_of_str_len": 4096})
-    turns, before = [], None
-    for number, length in enumerate((600, 450)):
-        reply = client.generate(
-            input_ids=prompt(length, 9),
-            sampling_params={"temperature": 0.0, "max_new_tokens": 4, **named(PATTERNS[3])},
-            session_params={"id": opened, "rid": before},
-            rid=f"turn-{number}",
-        )
-        before = reply["meta_info"]["id"]
-        turns.append(reply["output_ids"])
-    return turns
-
-
-def behind_aborts(client: Client) -> Any:
-    """Clients go away, some of them while their prompts are prefilled; the next answer is right."""
-
-    def give_up(number: int) -> None:
-        ids = prompt(1000 + number, number)
-        stream = client.stream(
-            input_ids=ids, sampling_params={"max_new_tokens": 64, "ignore_eos": True}
-        )
-        list(islice(stream, number % 2))
-
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(give_up, range(4)))
-    wait_until_idle(client)
-    client.flush_cache()
-    return ask(client, [prompt(777, 10)], [PATTERNS[0]])
-
-
 CASES: dict[str, Callable[[Client], Any]] = {
-    case.__name__: case
-    for case in (alone, needles, mixed, behind_a_prefix, several_answers, session, behind_aborts)
+    case.__name__: case for case in (alone, needles, mixed, behind_a_prefix)
 }
 
 
 IN_FLIGHT = (needles.__name__, mixed.__name__)
 """Cases of which prompts share forwards as they arrive, which rounds sums of float32 otherwise."""
 IN_A_REPLICA = (alone.__name__, *IN_FLIGHT)
-"""Cases that two replicas are asked as well: the others show what a scheduler does, with ranks
-that split their rows, and each replica has a scheduler of its own."""
+"""Cases that two replicas are asked as well; a cached prefix is each replica's own."""
 
 
 def check_alike(split: list[Any], whole: list[Any]) -> None:

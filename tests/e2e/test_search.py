@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sglang_indexcache.errors import ServerError
 from sglang_indexcache.lab.client.http import Client
 from sglang_indexcache.lab.client.pool import Pool
 from sglang_indexcache.lab.search.calibration import Calibration
@@ -25,7 +22,6 @@ from sglang_indexcache.lab.search.setup import Setup
 from sglang_indexcache.library.files import load_entry
 from sglang_indexcache.library.resolve import Library
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.serving.protocol import RankState
 from tests.e2e.conftest import Serve, prompt
 from tests.e2e.test_parity import decided_prompt
 from tests.oracle import Oracle
@@ -120,59 +116,3 @@ def test_a_search_over_http(
     evaluator = ServedEvaluator(Pool([live]), setup.calibration)
     losses = evaluator.loss(Pattern(entry.pattern), range(4))
     assert losses.mean() == pytest.approx(finished_search.found[3].loss, abs=1e-4)
-
-
-def test_a_search_under_other_traffic(
-    live: Client, glm: Path, finished_search: Search, tmp_path: Path
-) -> None:
-    """It finds the same with several calls at once, and that traffic's answers do not change."""
-    names = [None, "FFFFFF", "FSSSSS", "FSFSFS"]
-    live.switch_pattern("FFSSFS")
-
-    def answer(number: int) -> tuple[list[int], list[str]]:
-        custom = {"indexcache_pattern": names[number]} if names[number] else None
-        reply = live.generate(
-            input_ids=prompt(150 + 40 * number, 90 + number),
-            sampling_params={"max_new_tokens": 12, "temperature": 0.0, "custom_params": custom},
-        )
-        return reply["output_ids"], reply["meta_info"]["indexcache_pattern"]
-
-    alone = [answer(number) for number in range(len(names))]
-    assert [patterns_told for _, patterns_told in alone] == [
-        ["FFSSFS"],
-        ["FFFFFF"],
-        ["FSSSSS"],
-        ["FSFSFS"],
-    ]
-    is_over = threading.Event()
-
-    def traffic(number: int) -> int:
-        count = 0
-        while not is_over.is_set():
-            assert answer(number) == alone[number]
-            count += 1
-        return count
-
-    with ThreadPoolExecutor(len(names)) as pool:
-        traffic_there = [pool.submit(traffic, number) for number in range(len(names))]
-        try:
-            busy = search_into(tmp_path, glm, live, at_once=3)
-        finally:
-            is_over.set()
-        counts = [task.result() for task in traffic_there]
-    assert min(counts) > 0
-    assert live.states()[0].mixed_forwards > 0
-    for choice, before in zip(busy.found.values(), finished_search.found.values(), strict=True):
-        assert choice.pattern == before.pattern
-        assert choice.loss == pytest.approx(before.loss, abs=1e-5)
-
-
-def test_a_static_server_is_refused(glm: Path, live: Client) -> None:
-    class Static:
-        name = "it"
-
-        def states(self) -> list[RankState]:
-            return [live.states()[0].model_copy(update={"mode": "static"})]
-
-    with pytest.raises(ServerError, match="--indexcache-mode live"):
-        Pool([Static()])  # type: ignore[list-item]

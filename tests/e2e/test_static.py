@@ -6,7 +6,6 @@ that chunking, radix hits and retraction all happen with prompts of a few hundre
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -226,19 +225,19 @@ def test_a_benchmark_of_another_pattern_is_refused(
         measure.run(target, running, configured, Settings((100,)), tmp_path)
 
 
-def test_readers_do_not_disturb(client: Client) -> None:
-    """Reading the state while requests run."""
-    stop = threading.Event()
+def test_profiles_and_releases_leave_the_server_as_it_was(client: Client, tmp_path: Path) -> None:
+    """Each of these ended it, where the platform had no answer for SGLang."""
 
-    def count_reads() -> int:
-        count = 0
-        while not stop.is_set():
-            client.states()
-            count += 1
-        return count
+    def post(path: str, **body: object) -> None:
+        answer = httpx.post(f"{client.url}{path}", json=body, timeout=120)
+        assert answer.status_code == 200, answer.text
 
-    with ThreadPoolExecutor(2) as pool:
-        reads = pool.submit(count_reads)
-        assert len(greedy(client, prompt(100, 4), 20)) == 20
-        stop.set()
-        assert reads.result() > 0
+    ids = prompt(100, 7)
+    before = greedy(client, ids, 4)
+    post("/start_profile", output_dir=str(tmp_path), activities=["CPU"])
+    during = greedy(client, ids, 4)
+    post("/stop_profile")
+    assert any(tmp_path.iterdir())
+    post("/release_memory_occupation")
+    post("/resume_memory_occupation")
+    assert before == during == greedy(client, ids, 4)

@@ -2,9 +2,8 @@
 
 A fibre a thread, in random order; TMA lands late, WGMMA is made when it is waited for. Inputs are
 small integers, so every product and sum is exact and results are compared bit for bit, ties
-included. Memory that no row may see holds NaN; table entries that nobody may follow lead nowhere.
-What each kernel computes is held to the grid's cases in ``test_cuda_wrappers.py``, on the same GPU;
-here are orders of execution, faults, and rows that the grid has not.
+included. What each kernel computes is held to the grid's cases in ``test_cuda_wrappers.py``, on the
+same GPU; here are orders of execution, faults, and rows that the grid has not.
 
 This is not a GPU: proxy fences and memory ordering are not modelled (csrc/README.md).
 """
@@ -13,6 +12,7 @@ import ctypes
 import faulthandler
 import os
 import signal
+from collections.abc import Sequence
 from ctypes import Structure, byref, c_bool, c_char_p, c_int, c_int64, c_uint64
 from ctypes import c_void_p as address
 from functools import cache
@@ -25,7 +25,10 @@ from numpy.typing import NDArray
 
 from sglang_indexcache.errors import KernelError
 from sglang_indexcache.kernels import build
+from sglang_indexcache.kernels.contract import IndexerBatch
+from sglang_indexcache.kernels.indexer import reference
 from tests.kernels.cuda_host import EMULATOR, compiled, pointer
+from tests.kernels.grid.cases import IndexerCase, indexer_inputs
 from tests.kernels.test_cuda_select import KINDS, make_row, oracle
 
 pytestmark = pytest.mark.csrc
@@ -77,85 +80,33 @@ class IndexerCall(Structure):
     )
 
 
-class Batch:
-    """Requests over a paged pool, and the logits that they must have."""
+def at(tensor: torch.Tensor | None) -> address | None:
+    """Return where a tensor's data begins; None for none."""
+    return None if tensor is None else address(tensor.data_ptr())
 
-    def __init__(
-        self,
-        random: np.random.Generator,
-        heads: int,
-        query_lens: list[int],
-        key_lens: list[int],
-        padding: int = 0,
-        decode: int = 0,
-    ) -> None:
-        counts = [-(-keys // 64) for keys in key_lens]
-        pages = sum(counts) + 2
-        order = random.permutation(pages).astype(np.int32)
-        self.table = np.full((len(key_lens), max(counts, default=0) + 1), 1 << 24, dtype=np.int32)
-        raw = np.full((pages, 8448), 0xFF, dtype=np.uint8)  # NaN, in e4m3 and float32
-        self.rows = sum(query_lens) + padding
-        self.q = self.integers(random, self.rows, heads, 128)
-        self.weights = random.integers(-4, 5, (self.rows, heads)).astype(np.float32) / 8
-        self.starts = np.cumsum([0, *query_lens]).astype(np.int32)
-        self.visible = np.full(self.rows, 77, dtype=np.int32)  # padding may say anything
-        self.logits: list[NDArray] = []
-        self.slots: list[NDArray] = []
-        first = 0
-        for b, (queries, keys) in enumerate(zip(query_lens, key_lens, strict=True)):
-            mine = order[first : first + counts[b]]
-            first += counts[b]
-            self.table[b, : counts[b]] = mine
-            slots = mine.repeat(64)[:keys] * 64 + np.arange(keys) % 64
-            key = self.integers(random, keys, 128)
-            scale = 2.0 ** random.integers(-2, 3, keys).astype(np.float32)
-            for s, slot in enumerate(slots):
-                page, offset = divmod(int(slot), 64)
-                raw[page, offset * 128 : offset * 128 + 128] = self.bytes(key[s])
-                at = 8192 + offset * 4
-                raw[page, at : at + 4] = np.frombuffer(scale[s].tobytes(), dtype=np.uint8)
-            for row in range(int(self.starts[b]), int(self.starts[b + 1])):
-                visible = keys - queries + 1 + row - int(self.starts[b])
-                self.visible[row] = visible
-                dots = np.maximum(self.q[row] @ key[:visible].T, 0)
-                self.logits.append((self.weights[row] @ dots) * scale[:visible])
-                self.slots.append(slots)
-        self.pages = raw
-        self.q_bytes = self.bytes(self.q)
-        self.call = IndexerCall(
-            pointer(self.q_bytes),
-            pointer(self.pages),
-            pages,
-            pointer(self.weights),
-            pointer(self.visible),
-            self.rows,
-            None if decode else pointer(self.starts),
-            len(key_lens),
-            max(decode, 1),
-            pointer(self.table),
-            self.table.shape[1],
-            int(random.integers(1 << 40)),
-        )
 
-    @staticmethod
-    def integers(random: np.random.Generator, *shape: int) -> NDArray:
-        """Mostly zeros, so that logits repeat and many are exactly zero."""
-        values = random.integers(-2, 3, shape)
-        return (values * (random.random(shape) < 0.2)).astype(np.float32)
+def call_of(batch: IndexerBatch, seed: int) -> IndexerCall:
+    """Return the arguments of a launch whose threads run in the order of ``seed``."""
+    assert all(part.is_contiguous() for part in (batch.q, batch.weights, batch.visible))
+    table = batch.block_table
+    pool = at(batch.pages), len(batch.pages)
+    rows = at(batch.weights), at(batch.visible), len(batch.visible), at(batch.query_starts)
+    requests = len(table), batch.rows_per_request, at(table), table.stride(0)
+    return IndexerCall(at(batch.q), *pool, *rows, *requests, seed)
 
-    @staticmethod
-    def bytes(values: NDArray) -> NDArray:
-        e4m3 = torch.from_numpy(np.ascontiguousarray(values)).to(torch.float8_e4m3fn)
-        return np.ascontiguousarray(e4m3.view(torch.uint8).numpy())
 
-    def selected(self, k: int, *, as_slots: bool) -> NDArray:
-        selection = np.full((self.rows, k), -1, dtype=np.int32)
-        for row, logits in enumerate(self.logits):
-            positions = oracle(logits, k)
-            valid = positions >= 0
-            slots = self.slots[row]
-            selection[row, valid] = slots[positions[valid]] if as_slots else positions[valid]
-        return selection
+def drawn(
+    random: np.random.Generator,
+    heads: int,
+    lens: Sequence[tuple[int, int]],
+    *,
+    padding: int = 0,
+    decode: bool = False,
+) -> IndexerBatch:
+    """Draw requests of so many query rows and tokens, of small integers."""
+    case = IndexerCase("drawn", heads, tuple(lens), fill="integers", padding=padding, decode=decode)
+    generator = torch.Generator().manual_seed(int(random.integers(1 << 31)))
+    return indexer_inputs(case, generator, torch.device("cpu"))
 
 
 def new_counter() -> NDArray:
@@ -164,24 +115,25 @@ def new_counter() -> NDArray:
 
 
 def select(
-    batch: Batch,
-    tile_rows: int,
+    batch: IndexerBatch,
     k: int,
-    blocks: int,
+    seed: int,
     *,
+    blocks: int = 1,
     slow: int = -1,
     as_slots: bool = False,
     counter: NDArray | None = None,
-) -> NDArray:
-    """Run the fused kernel over a batch; raise AssertionError with what went wrong.
+) -> torch.Tensor:
+    """Run the fused kernel in tiles of 8 rows; raise AssertionError with what went wrong.
 
     Args:
         slow: a block that gets to run only while the others wait or have ended; -1: none.
     """
-    out = np.full((batch.rows, k), 7777777, dtype=np.int32)
-    sizes = batch.q.shape[1], tile_rows, k, blocks, slow
+    out = torch.full((len(batch.q), k), 7777777, dtype=torch.int32)
+    sizes = batch.q.shape[1], 8, k, blocks, slow
     counter = new_counter() if counter is None else counter
-    run("select", byref(batch.call), *sizes, c_bool(as_slots), pointer(counter), pointer(out))
+    results = c_bool(as_slots), pointer(counter), at(out)
+    run("select", byref(call_of(batch, seed)), *sizes, *results)
     return out
 
 
@@ -191,12 +143,11 @@ def select(
 def test_tiles_go_to_whoever_asks(blocks: int, slow: int, random: np.random.Generator) -> None:
     """Four tiles, the last of one row: for one block; for three, one of which is so slow that it
     finds none left; for seven. Each launch goes on with the counter as the one before left it."""
-    batch = Batch(random, 8, [9, 0, 13, 3], [700, 30, 70, 200])
-    expected, counter, tiles = batch.selected(40, as_slots=True), new_counter(), 4
-    for _ in range(3):
-        batch.call.seed = int(random.integers(1 << 40))
-        out = select(batch, 8, 40, blocks, slow=slow, as_slots=True, counter=counter)
-        np.testing.assert_array_equal(out, expected)
+    batch = drawn(random, 8, [(9, 700), (0, 30), (13, 70), (3, 200)])
+    expected, counter, tiles = reference.select(batch, 40, as_slots=True), new_counter(), 4
+    for seed in range(3):
+        out = select(batch, 40, seed, blocks=blocks, slow=slow, as_slots=True, counter=counter)
+        assert torch.equal(out, expected)
         assert counter[0] == 0, "no question too many, none too few"
         fetches = [emulator().emulated_fetches(block) for block in range(blocks)]
         assert sum(fetches) == tiles + blocks, (
@@ -207,18 +158,15 @@ def test_tiles_go_to_whoever_asks(blocks: int, slow: int, random: np.random.Gene
 
 def test_select_through_many_checks(random: np.random.Generator) -> None:
     """Long enough for the floors to rise several times."""
-    batch = Batch(random, 32, [4, 3], [9500, 2500])
-    out = select(batch, 8, 32, 1)
-    np.testing.assert_array_equal(out, batch.selected(32, as_slots=False))
+    batch = drawn(random, 32, [(4, 9500), (3, 2500)])
+    assert torch.equal(select(batch, 32, 1), reference.select(batch, 32))
 
 
 def test_select_where_every_logit_is_equal(random: np.random.Generator) -> None:
     """The lists fill up with ties and must be cut to exactly k."""
-    batch = Batch(random, 8, [2], [12_000])
-    batch.weights[:] = 0
-    batch.logits = [logits * 0 for logits in batch.logits]
-    out = select(batch, 8, 40, 1)
-    np.testing.assert_array_equal(out, batch.selected(40, as_slots=False))
+    batch = drawn(random, 8, [(2, 12_000)])
+    batch.weights.zero_()
+    assert torch.equal(select(batch, 40, 1), reference.select(batch, 40))
 
 
 MBARRIERS = ("full", "empty", "scored", "queries_full", "queries_empty", "tile_full", "tile_empty")
@@ -236,17 +184,15 @@ would still be right, and slower."""
 def test_a_role_that_does_not_wait_is_found(fault: str, barrier: str) -> None:
     """A deadlock, a misused barrier or a wrong selection, in one of a dozen orders of execution."""
     random = np.random.default_rng(7)
-    long = Batch(random, 8, [9, 3, 8], [40, 900, 2100])
-    ties = Batch(random, 8, [2], [16_500])  # a list that must be cut, by all gate warps together
-    ties.weights[:] = 0
-    ties.logits = [logits * 0 for logits in ties.logits]
+    long = drawn(random, 8, [(9, 40), (3, 900), (8, 2100)])
+    ties = drawn(random, 8, [(2, 16_500)])  # a list that must be cut, by all gate warps together
+    ties.weights.zero_()
     batch, k = (ties, 40) if barrier == "gate" else (long, 50)
-    expected = batch.selected(k, as_slots=False)
+    expected = reference.select(batch, k)
 
     def goes_wrong(seed: int) -> bool:
-        batch.call.seed = seed
         try:
-            return not np.array_equal(select(batch, 8, k, 1), expected)
+            return not torch.equal(select(batch, k, seed), expected)
         except AssertionError:
             return True
 
@@ -388,36 +334,3 @@ def listed_rightly(row: NDArray, k: int, seed: int, cluster: int) -> int | None:
     except AssertionError:
         return None
     return emulator().emulated_listed() if right else None
-
-
-# -- sparse MLA --------------------------------------------------------------------------------
-
-
-def attention(
-    q: torch.Tensor, latent: torch.Tensor, slots: NDArray, scale: float, sinks: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend in float64, a row at a time."""
-    rows, heads, _ = q.shape
-    out = torch.zeros(rows, heads, 512, dtype=torch.float64)
-    lse = torch.full((rows, heads), float("-inf"), dtype=torch.float64)
-    for row in range(rows):
-        rows_of = latent[slots[row][slots[row] >= 0]].double()
-        if len(rows_of) == 0:
-            continue
-        scores = q[row].double() @ rows_of.T * scale
-        lse[row] = scores.logsumexp(-1)
-        total = lse[row] if sinks is None else torch.logaddexp(lse[row], sinks.double())
-        out[row] = (scores - total[:, None]).exp() @ rows_of[:, :512]
-    return out, lse
-
-
-def fp8_cache(latent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the 656-byte rows, and the bfloat16 rows that they mean."""
-    groups = latent[:, :512].float().unflatten(1, (4, 128))
-    scales = groups.abs().amax(-1) / 448
-    values = (groups / scales[..., None]).to(torch.float8_e4m3fn)
-    exact = (values.float() * scales[..., None]).bfloat16().flatten(1)
-    rotary = latent[:, 512:].contiguous()
-    parts = [values.flatten(1), scales.contiguous(), rotary]
-    rows = torch.cat([part.view(torch.uint8) for part in parts], 1)
-    return rows.contiguous(), torch.cat([exact, rotary], 1)

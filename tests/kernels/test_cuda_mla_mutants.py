@@ -7,7 +7,6 @@ model (csrc/README.md) has no mutant here: fences, and `setmaxnreg`.
 import ctypes
 import re
 from ctypes import c_bool, c_char_p, c_float, c_int, c_uint64
-from ctypes import c_void_p as address
 from functools import cache
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -17,8 +16,10 @@ import pytest
 import torch
 
 from sglang_indexcache.kernels.build import source_folder
-from tests.kernels.cuda_host import compiled, pointer
-from tests.kernels.test_cuda_emulated import attention, emulator_command, fp8_cache
+from sglang_indexcache.kernels.sparse_mla import reference
+from sglang_indexcache.kernels.sparse_mla.reference import quantize_latent
+from tests.kernels.cuda_host import compiled
+from tests.kernels.test_cuda_emulated import at, emulator_command
 
 pytestmark = pytest.mark.csrc
 
@@ -138,28 +139,26 @@ class Problem:
         self.q = torch.randn(1, self.heads, 576).bfloat16()
         growing = torch.linspace(0, 3, self.k)[:, None] * self.q[0].float().mean(0)
         latent = (torch.randn(self.k, 576) + growing).bfloat16()
-        self.cache = latent
-        if fp8:
-            self.cache, latent = fp8_cache(latent)
-        self.fp8 = fp8
-        self.slots = np.arange(self.k, dtype=np.int32)[None]
+        self.fp8, self.cache = fp8, quantize_latent(latent) if fp8 else latent
+        self.slots = torch.arange(self.k, dtype=torch.int32)[None]
         self.out = torch.empty(1, self.heads, 512).bfloat16()
         self.lse = torch.empty(1, self.heads)
-        self.want, self.want_lse = attention(self.q, latent, self.slots, self.scale, None)
+        self.want, self.want_lse = reference.sparse_mla(
+            self.q.double(), self.cache, self.slots, self.scale
+        )
 
     def complaint(self, mutant: str, seed: int) -> str:
         """Return what the emulator says, or that the result is wrong; nothing if it is right."""
         self.out.fill_(float("nan"))
         self.lse.fill_(float("nan"))
         message = mutants().attend_mutant(
-            NUMBERS[mutant], address(self.q.data_ptr()), address(self.cache.data_ptr()),
-            c_bool(self.fp8), address(self.out.data_ptr()), address(self.lse.data_ptr()),
-            c_int(self.heads), c_float(self.scale), pointer(self.slots), c_int(self.k),
+            NUMBERS[mutant], at(self.q), at(self.cache), c_bool(self.fp8), at(self.out),
+            at(self.lse), c_int(self.heads), c_float(self.scale), at(self.slots), c_int(self.k),
             c_uint64(seed),
         ).decode()  # fmt: skip
         if message:
             return str(message)
-        right = torch.allclose(self.lse.double(), self.want_lse, rtol=0, atol=1e-3)
+        right = torch.allclose(self.lse, self.want_lse, rtol=0, atol=1e-3)
         right = right and torch.allclose(self.out.double(), self.want, rtol=0.03, atol=0.03)
         return "" if right else "another result"
 

@@ -5,7 +5,6 @@ references. The "GPU" has two multiprocessors, and a workspace that forces sever
 launch runs its threads in another order, so that calls which repeat must give the same bits in any.
 """
 
-import ctypes
 import itertools
 from ctypes import byref, c_bool, c_float, c_int64, c_uint64
 
@@ -15,10 +14,11 @@ import torch
 
 from sglang_indexcache.kernels.contract import IndexerBatch
 from sglang_indexcache.kernels.indexer import cuda as indexer
+from sglang_indexcache.kernels.indexer import reference
 from sglang_indexcache.kernels.sparse_mla import cuda as sparse_mla
 from sglang_indexcache.kernels.sparse_mla import reference as mla_reference
 from tests.kernels.grid import cases, suite
-from tests.kernels.test_cuda_emulated import Batch, IndexerCall, attention, run
+from tests.kernels.test_cuda_emulated import IndexerCall, at, call_of, drawn, run
 
 pytestmark = pytest.mark.csrc
 
@@ -27,28 +27,11 @@ ORDERS = itertools.count(1)
 """Seeds of the orders in which threads run."""
 
 
-def at(tensor: torch.Tensor | None) -> ctypes.c_void_p | None:
-    return None if tensor is None else ctypes.c_void_p(tensor.data_ptr())
-
-
-def call_of(q, weights, pages, table, starts, per_request, visible) -> IndexerCall:
-    assert q.is_contiguous()
-    assert weights.is_contiguous()
-    assert visible.is_contiguous()
-    return IndexerCall(
-        at(q),
-        at(pages),
-        len(pages),
-        at(weights),
-        at(visible),
-        len(visible),
-        at(starts),
-        len(table),
-        per_request,
-        at(table),
-        table.stride(0),
-        next(ORDERS),
-    )
+def launch(q, weights, pages, table, starts, per_request, visible) -> IndexerCall:
+    """Return the call of what a library's export was given."""
+    batch = IndexerBatch(q, weights, pages, table, visible, starts)
+    assert starts is not None or batch.rows_per_request == per_request
+    return call_of(batch, next(ORDERS))
 
 
 def run_topk(logits, visible, starts, per_request, table, out) -> None:
@@ -68,7 +51,7 @@ class Emulated:
 
     def indexer_logits(self, q, weights, pages, table, starts, per_request, visible, out) -> None:
         self.calls.append("indexer_logits")
-        call = call_of(q, weights, pages, table, starts, per_request, visible)
+        call = launch(q, weights, pages, table, starts, per_request, visible)
         rows = 4 if starts is not None else min(per_request, 4)
         tile = {1: 1, 2: 2}.get(rows, 4) if q.shape[1] >= 32 else 4
         run("logits", byref(call), q.shape[1], tile, rows, 2, at(out), c_int64(out.stride(0)))
@@ -79,7 +62,7 @@ class Emulated:
         self.calls.append("indexer_select")
         assert counter.tolist() == [0]
         assert lists.shape[1:] == (indexer.select_rows(q.shape[1]), indexer.LIST_CAPACITY)
-        call = call_of(q, weights, pages, table, starts, 1, visible)
+        call = launch(q, weights, pages, table, starts, 1, visible)
         tile, k, blocks = lists.shape[1], out.shape[1], lists.shape[0]
         results = c_bool(slots), at(counter), at(out)
         run("select", byref(call), q.shape[1], tile, k, blocks, -1, *results)
@@ -127,17 +110,6 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Emulated:
     return library
 
 
-def on_torch(batch: Batch, *, decode: bool = False) -> IndexerBatch:
-    return IndexerBatch(
-        torch.from_numpy(batch.q_bytes).view(torch.float8_e4m3fn),
-        torch.from_numpy(batch.weights),
-        torch.from_numpy(batch.pages),
-        torch.from_numpy(batch.table),
-        torch.from_numpy(batch.visible),
-        None if decode else torch.from_numpy(batch.starts),
-    )
-
-
 @pytest.mark.parametrize("as_slots", [False, True])
 @pytest.mark.parametrize(
     ("lens", "launches"),
@@ -154,10 +126,10 @@ def test_select_prefill(
     random: np.random.Generator,
 ) -> None:
     """Fused where every multiprocessor gets a tile, in two launches below that."""
-    batch = Batch(random, 32, lens, [130, 9, 200, 70], padding=2)
-    selection = indexer.select(on_torch(batch), 40, as_slots=as_slots)
+    batch = drawn(random, 32, list(zip(lens, [130, 9, 200, 70], strict=True)), padding=2)
+    selection = indexer.select(batch, 40, as_slots=as_slots)
     assert emulated.calls == launches
-    np.testing.assert_array_equal(selection.numpy(), batch.selected(40, as_slots=as_slots))
+    assert torch.equal(selection, reference.select(batch, 40, as_slots=as_slots))
 
 
 @pytest.mark.parametrize("as_slots", [False, True])
@@ -169,13 +141,13 @@ def test_select_decode_in_parts(
     random: np.random.Generator,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    batch = Batch(random, 32, [next_n] * 5, [next_n, 65, 190, 64, 128], decode=next_n)
-    width = batch.table.shape[1] * 64
+    lens = [(next_n, keys) for keys in (next_n, 65, 190, 64, 128)]
+    batch = drawn(random, 32, lens, decode=True)
+    width = batch.block_table.shape[1] * 64
     monkeypatch.setattr(indexer, "WORKSPACE_BYTES", 2 * next_n * width * 4 + 3)
-    selection = indexer.select(on_torch(batch, decode=True), 30, as_slots=as_slots)
+    selection = indexer.select(batch, 30, as_slots=as_slots)
     assert emulated.calls == ["indexer_logits", "topk_of_requests"] * 3
-    expected = batch.selected(30, as_slots=as_slots)
-    np.testing.assert_array_equal(selection.numpy(), expected)
+    assert torch.equal(selection, reference.select(batch, 30, as_slots=as_slots))
 
 
 @pytest.mark.parametrize("as_slots", [False, True])
@@ -187,36 +159,29 @@ def test_few_long_rows_do_not_leave_multiprocessors_idle(
 ) -> None:
     """A prefill of fewer tiles than multiprocessors whose logits do not fit at once: still split
     over its keys, in parts that begin and end within requests."""
-    batch = Batch(random, 32, [3, 0, 4], [130, 9, 200], padding=1)
-    width = batch.table.shape[1] * 64
+    batch = drawn(random, 32, [(3, 130), (0, 9), (4, 200)], padding=1)
+    width = batch.block_table.shape[1] * 64
     monkeypatch.setattr(indexer, "WORKSPACE_BYTES", 2 * width * 4 + 3)
-    selection = indexer.select(on_torch(batch), 40, as_slots=as_slots)
+    selection = indexer.select(batch, 40, as_slots=as_slots)
     assert emulated.calls == ["indexer_logits", "topk_of_requests"] * 4
-    np.testing.assert_array_equal(selection.numpy(), batch.selected(40, as_slots=as_slots))
+    assert torch.equal(selection, reference.select(batch, 40, as_slots=as_slots))
 
 
 @pytest.mark.parametrize("gap", [0, 8])
 def test_decode_logits_into_strided_rows(
     gap: int, emulated: Emulated, random: np.random.Generator
 ) -> None:
-    batch = Batch(random, 32, [2, 2, 2], [100, 64, 2], decode=2)
+    batch = drawn(random, 32, [(2, 100), (2, 64), (2, 2)], decode=True)
     store = torch.full((6, 128 + gap), 1234.5)
     out = store[:, :128]
-    assert indexer.logits(on_torch(batch, decode=True), 128, out=out) is out
-    for row, logits in enumerate(batch.logits):
-        np.testing.assert_array_equal(out[row, : len(logits)].numpy(), logits)
+    assert indexer.logits(batch, 128, out=out) is out
+    sees = torch.arange(128) < batch.visible[:, None]
+    assert torch.equal(out[sees], reference.logits(batch, 128)[sees])
     assert (store[:, 128:] == 1234.5).all()
 
 
-def test_prefill_logits(emulated: Emulated, random: np.random.Generator) -> None:
-    batch = Batch(random, 64, [2, 5], [100, 64], padding=1)
-    out = indexer.logits(on_torch(batch), 128)
-    for row, logits in enumerate(batch.logits):
-        np.testing.assert_array_equal(out[row, : len(logits)].numpy(), logits)
-
-
 def test_nothing_to_do(emulated: Emulated, random: np.random.Generator) -> None:
-    batch = on_torch(Batch(random, 32, [0], [5]))
+    batch = drawn(random, 32, [(0, 5)])
     assert indexer.select(batch, 7).shape == (0, 7)
     assert indexer.logits(batch, 64).shape == (0, 64)
     assert indexer.topk(torch.zeros(0, 9), torch.zeros(0, dtype=torch.int32), 7).shape == (0, 7)
@@ -252,8 +217,8 @@ def test_sparse_mla(
     sinks = torch.randn(20)
     out, lse = sparse_mla.sparse_mla(q, latent, slots, 0.05, sinks=sinks)
     assert emulated.calls == calls
-    want_out, want_lse = attention(q, latent, slots.numpy(), 0.05, sinks)
-    torch.testing.assert_close(lse.double(), want_lse, rtol=0, atol=1e-4)
+    want_out, want_lse = mla_reference.sparse_mla(q.double(), latent, slots, 0.05, sinks=sinks)
+    torch.testing.assert_close(lse, want_lse, rtol=0, atol=1e-4)
     torch.testing.assert_close(out.double(), want_out, rtol=2**-7, atol=2**-8)
 
 
@@ -279,17 +244,6 @@ def test_layers_that_share_slots_share_their_packed_lists(
         sparse_mla.sparse_mla(q, latent, slots, 0.05, kept=packed)
     assert emulated.calls[5:] == ["sparse_mla_pack", "sparse_mla_attend 3 1"] * 4
     assert packed == {}
-
-
-def test_the_reference_agrees_with_the_oracle_of_these_tests(random: np.random.Generator) -> None:
-    torch.manual_seed(int(random.integers(1 << 31)))
-    q, latent = torch.randn(3, 5, 576).bfloat16(), torch.randn(50, 576).bfloat16()
-    slots = torch.stack([torch.randperm(50)[:20] for _ in range(3)]).int()
-    sinks = torch.randn(5)
-    out, lse = mla_reference.sparse_mla(q, latent, slots, 0.1, sinks=sinks)
-    want_out, want_lse = attention(q, latent, slots.numpy(), 0.1, sinks)
-    torch.testing.assert_close(lse.double(), want_lse, rtol=0, atol=1e-5)
-    torch.testing.assert_close(out.double(), want_out, rtol=2**-7, atol=2**-8)
 
 
 # -- the suite that every implementation must pass -----------------------------------------------

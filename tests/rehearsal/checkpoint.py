@@ -27,7 +27,7 @@ from tests.rehearsal.widened import widen
 FP8 = "-fp8"
 MTP = "-mtp"
 TWENTY_HEADS = "-20-heads"
-TRAINED = "-trained"
+TRAINED = "glm-5-trained"
 ADAPTED = "-adapted"
 IN_BFLOAT16 = "bfloat16"
 ADAPTER, MERGED = "adapter", "merged"
@@ -72,8 +72,8 @@ def make(folder: Path, family: str = "glm-5", **fields: Any) -> Path:
             and the folder ``bfloat16`` in it holds the same values for who reads no FP8; with
             ``-mtp`` there is a draft layer behind the others; with ``-20-heads`` it has the
             paper's number of attention heads; with ``-adapted`` the folder
-            ``adapter`` in it holds other indexers, and ``merged`` the checkpoint with those; with
-            ``-trained`` it is the shipped checkpoint, widened, of 12 layers and lists of 2,048.
+            ``adapter`` in it holds other indexers, and ``merged`` the checkpoint with those.
+            ``glm-5-trained`` is the shipped checkpoint, widened: 12 layers, lists of 2,048.
         fields: of the config, other than usual.
     """
     if family.endswith(MTP):
@@ -83,8 +83,8 @@ def make(folder: Path, family: str = "glm-5", **fields: Any) -> Path:
         return make(folder, family.removesuffix(TWENTY_HEADS), num_attention_heads=20)
     if family.endswith(ADAPTED):
         return _adapt(make(folder, family.removesuffix(ADAPTED)))
-    if family.endswith(TRAINED):
-        return widen(folder, family.removesuffix(TRAINED))
+    if family == TRAINED:
+        return widen(folder)
     if family.endswith(FP8):
         return _quantize(make(folder / IN_BFLOAT16, family.removesuffix(FP8)), folder)
     config = small_config(BY_NAME[family], "small", VOCAB, {**_FIELDS, **_HEADS[family], **fields})

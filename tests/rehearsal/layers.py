@@ -135,7 +135,7 @@ def _run(
     model: Any, layer: int, hidden: torch.Tensor, selection: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A decoder layer's output ``[T, D]`` on a selection that is given, and its index scores."""
-    decoder, glm = model.model.layers[layer], model.config.model_type == "glm_moe_dsa"
+    decoder = model.model.layers[layer]
     hidden = hidden[None].to(model.dtype)
     count = hidden.shape[1]
     places = torch.arange(count)
@@ -144,14 +144,14 @@ def _run(
     with (
         torch.no_grad(),
         _selecting(decoder.self_attn.indexer, selection) as scores,
-        fp8_scores(0.0, is_glm=glm),
+        fp8_scores(0.0, is_glm=True),
     ):
         out = decoder(
             hidden,
             attention_mask=mask[None, None],
             position_embeddings=model.model.rotary_emb(hidden, places[None]),
         )
-    return (out[0] if glm else out)[0].double(), scores[0][0].double()
+    return out[0][0].double(), scores[0][0].double()
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from sglang_indexcache.pattern import Pattern
+from tests.rehearsal.checkpoint import TRAINED
 from tests.rehearsal.conftest import Models, Rehearse
 from tests.rehearsal.layers import DUMP, SELECTIONS, Layer, Layers, selections, streams
 from tests.rehearsal.questions import EAGER, parameters
@@ -40,23 +41,20 @@ class Seen:
         return self.layers.compare(self.streams, self.selections, pattern, CHOOSING)
 
 
-@pytest.fixture(scope="module", params=["glm-5-trained"])
+@pytest.fixture(scope="module")
 def layer_states(
-    request: pytest.FixtureRequest,
-    rehearse: Rehearse,
-    models: Models,
-    tmp_path_factory: pytest.TempPathFactory,
+    rehearse: Rehearse, models: Models, tmp_path_factory: pytest.TempPathFactory
 ) -> Seen:
     folder = tmp_path_factory.mktemp("dump")
     ids = real_text(0, TOKENS)
-    with rehearse(*EAGER, *FLAGS, DUMP, str(folder), family=request.param) as client:
+    with rehearse(*EAGER, *FLAGS, DUMP, str(folder), family=TRAINED) as client:
         reply = client.generate(
             input_ids=ids, sampling_params=parameters(None, 1), return_indexer_topk=True
         )
     return Seen(
         streams(folder, ids),
         selections(reply, TOKENS, LAYERS, TOPK),
-        Layers(models(request.param)),
+        Layers(models(TRAINED)),
     )
 
 

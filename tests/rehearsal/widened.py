@@ -40,10 +40,7 @@ _WIDTHS = {
     "v_head_dim": 256,
     "index_topk": TOPK,
     "max_position_embeddings": 8192,
-}
-_FAMILY_FIELDS: dict[str, dict[str, Any]] = {
-    "glm-5": {"mlp_layer_types": ["dense"] * LAYERS},
-    "deepseek-v3.2": {"n_group": 1, "topk_group": 1},
+    "mlp_layer_types": ["dense"] * LAYERS,
 }
 
 Tensors = dict[str, torch.Tensor]
@@ -91,54 +88,40 @@ def _along(tensor: torch.Tensor, **matrices: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def widen(
-    folder: Path,
-    family: str = "glm-5",
-    *,
-    heads: int = 8,
-    index_heads: int = 8,
-    source: Path | None = None,
-) -> Path:
+def widen(folder: Path, *, heads: int = 8, index_heads: int = 8) -> Path:
     """Write the wider checkpoint: 12 dense layers, in bfloat16.
 
     Args:
         folder: created if missing.
-        family: ``glm-5`` or ``deepseek-v3.2``, which rotates an index key's halves, not neighbours.
-        heads: of attention, and ``index_heads`` of the indexer: multiples of the source's 4.
-        source: the narrow checkpoint; the shipped one if None.
+        heads: of attention, and ``index_heads`` of the indexer: multiples of the shipped one's 4.
     """
     from transformers import AutoTokenizer
 
-    source = source or shipped_checkpoint()
+    source, family = shipped_checkpoint(), BY_NAME["glm-5"]
     narrow = json.loads((source / "config.json").read_text())
-    fields = {name: narrow[name] for name in _KEPT} | _WIDTHS | _FAMILY_FIELDS[family]
+    fields = {name: narrow[name] for name in _KEPT} | _WIDTHS
     fields |= {"num_attention_heads": heads, "index_n_heads": index_heads}
     theta = narrow["rope_parameters"]["rope_theta"]
     fields["rope_parameters"] = {"rope_type": "default", "rope_theta": theta**2}
-    config = small_config(BY_NAME[family], "small", narrow["vocab_size"], fields)
+    config = small_config(family, "small", narrow["vocab_size"], fields)
     tokenizer = AutoTokenizer.from_pretrained(source)
     with torch.device("meta"):
-        model = random_model(BY_NAME[family], config, tokenizer, seed=0)
-    tensors_read = load_file(source / "model.safetensors")
-    weights = _widened(tensors_read, narrow, fields, interleaved=BY_NAME[family].interleaved)
+        model = random_model(family, config, tokenizer, seed=0)
+    weights = _widened(load_file(source / "model.safetensors"), narrow, fields)
     model.load_state_dict(weights, assign=True)
     save_checkpoint(model, tokenizer, "bfloat16", folder)
     return folder
 
 
 def _widened(
-    narrow_tensors: Tensors,
-    narrow: Mapping[str, Any],
-    wide: Mapping[str, Any],
-    *,
-    interleaved: bool,
+    narrow_tensors: Tensors, narrow: Mapping[str, Any], wide: Mapping[str, Any]
 ) -> Tensors:
     """Return every weight of the checkpoint, widened, in float32 that bfloat16 holds.
 
     Raises:
         ValueError: a value that bfloat16 does not hold.
     """
-    weights = _Weights(narrow, wide, interleaved)
+    weights = _Weights(narrow, wide)
     tensors = {name: weights.of(name, tensor.double()) for name, tensor in narrow_tensors.items()}
     for name, tensor in tensors.items():
         if not torch.equal(tensor.bfloat16().double(), tensor):
@@ -149,13 +132,11 @@ def _widened(
 class _Weights:
     """Wider forms of weights by their place in the model."""
 
-    def __init__(
-        self, narrow: Mapping[str, Any], wide: Mapping[str, Any], interleaved: bool
-    ) -> None:
+    def __init__(self, narrow: Mapping[str, Any], wide: Mapping[str, Any]) -> None:
         def of(name: str, signed: bool = True) -> _Width:
             return _Width(narrow[name], wide[name], signed)
 
-        self._narrow, self._interleaved = narrow, interleaved
+        self._narrow = narrow
         self._hidden, self._query, self._latent = map(
             of, ("hidden_size", "q_lora_rank", "kv_lora_rank")
         )
@@ -177,7 +158,7 @@ class _Weights:
             "gate_proj": self._inner,
             "up_proj": self._inner,
             "q_a_proj": self._query.write,
-            "wk": self._index_order(),
+            "wk": None,
             "weights_proj": self._index_heads.read,
         }
         if kind == "embed_tokens":
@@ -187,7 +168,7 @@ class _Weights:
             wide = _along(weight, d1=self._hidden.read)
             return wide if rows is None else _along(wide, d0=rows)
         if "k_norm" in name:
-            return _along(weight, d0=self._index_order())
+            return weight
         if kind.endswith("norm"):
             return _along(weight, d0=norms.get(kind, self._hidden).write.abs())
         return getattr(self, f"_{kind}")(weight)
@@ -227,18 +208,8 @@ class _Weights:
 
     def _wq_b(self, weight: torch.Tensor) -> torch.Tensor:
         by_head = weight.unflatten(0, (self._narrow["index_n_heads"], -1))
-        order = self._index_order()
-        wide = _along(by_head, d0=self._index_heads.write, d1=order, d2=self._query.read)
+        wide = _along(by_head, d0=self._index_heads.write, d2=self._query.read)
         return wide.flatten(0, 1)
-
-    def _index_order(self) -> torch.Tensor:
-        """Return ``[D, D]``: places of an index key's dimensions, by neighbours or halves."""
-        width = self._narrow["index_head_dim"]
-        order = torch.arange(width)
-        if not self._interleaved:
-            pairs = order[: _WIDTHS["qk_rope_head_dim"]].unflatten(0, (-1, 2))
-            order = torch.cat((pairs.T.flatten(), order[_WIDTHS["qk_rope_head_dim"] :]))
-        return torch.eye(width, dtype=torch.float64)[order]
 
 
 @cache

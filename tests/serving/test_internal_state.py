@@ -104,6 +104,7 @@ def test_two_nodes_switch_only_when_idle(
     assert ask(engine, "indexcache_pattern=FSFS")  # one node at any time
     disagg.disaggregation_mode = "prefill"
     assert ask(engine, "indexcache_pattern=FSFS")  # what it has already
+    assert serving.switches == 1
     assert not ask(engine, "indexcache_pattern=FFFS")
     assert "prefilled under one pattern and decoded under the other" in serving.last_rejection
     assert str(serving.pattern) == "FSFS"

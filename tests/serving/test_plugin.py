@@ -290,17 +290,9 @@ def test_default_warns_once(model: Callable[..., Path], capfd: pytest.CaptureFix
     ("arguments", "message"),
     [
         (["--indexcache-pattern", "FSS"], "5 too short"),
-        (
-            ["--indexcache-pattern", "FSSFSFSS", "--json-model-override-args",
-             '{"index_topk_freq": 4}'],
-            "Give only one",
-        ),
         (["--prefill-attention-backend", "fa3"], "does not go with --prefill-attention-backend"),
         (["--kv-cache-dtype", "fp8_e4m3"], "needs a GPU"),
-        (["--speculative-algorithm", "EAGLE"], "needs a GPU"),
-        (["--enable-two-batch-overlap"], "needs a GPU"),
         (["--indexcache-kernels", "cuda"], "cuda chooses GPU kernels, and the CPU platform has"),
-        (["--indexcache-kernels", "reference"], "reference chooses GPU kernels"),
         (["--device", "cuda"], "no accelerator is visible"),
         (["--use-ray"], "does not work with --use-ray"),
         (

@@ -1,8 +1,9 @@
 """Composed gain of a pattern on a deployment that is not rented yet (``indexcache bench plan``).
 
 Time is linear in the number of F layers. So a table has, for each deployment and prompt length, a
-forward's time with every indexer, and the time of one layer's indexer in it. ``benchmarks.expect``
-composed the table from NVIDIA's measurements of single layers; no whole forward was measured.
+forward's time with every indexer, and the time of one layer's indexer in it. Commit ea3e8b8d's
+``benchmarks.expect`` composed the table from NVIDIA's measurements of single layers; no whole
+forward was measured.
 """
 
 from __future__ import annotations
@@ -43,17 +44,13 @@ class MeasuredModel:
 
     Attributes:
         shape: a name in :data:`~sglang_indexcache.library.sizes.PRESETS`.
-        full: the model in the rows for F layers.
-        shared: the model in the rows for S layers.
+        shared: the model whose rows stand for S layers, which was trained to share.
         weights: format of the weights, as named in the rows.
-        note: explanation of which measured layers stand for which.
     """
 
     shape: str
-    full: str
     shared: str
     weights: str
-    note: str = ""
 
     def weight_bytes(self, gpus: int, dp: int) -> float:
         """Return the bytes of weights on one of ``gpus`` GPUs, with ``dp`` attention ranks."""
@@ -61,20 +58,10 @@ class MeasuredModel:
         return PRESETS[self.shape].weight_bytes(gpus, dp, item_bytes)
 
 
-_GLM = "GLM-5.2 has GLM-5's shape and was measured with and without indexers."
 MODELS = {
-    "GLM-5-FP8": MeasuredModel(
-        "glm-5", "zai-org/GLM-5-FP8", "zai-org/GLM-5.2-FP8", "fp8_block", note=_GLM
-    ),
-    "GLM-5": MeasuredModel("glm-5", "zai-org/GLM-5", "zai-org/GLM-5.2", "bfloat16", note=_GLM),
-    "DeepSeek-V3.2": MeasuredModel(
-        "deepseek-v3.2",
-        "deepseek-ai/DeepSeek-V3.2",
-        "zai-org/GLM-5.2-FP8",
-        "fp8_block",
-        note="No S layer of DeepSeek-V3.2 was measured: GLM-5.2's with as many heads on a rank "
-        "stands for it. Its projections are larger, so the gains are a lower bound.",
-    ),
+    "GLM-5-FP8": MeasuredModel("glm-5", "zai-org/GLM-5.2-FP8", "fp8_block"),
+    "GLM-5": MeasuredModel("glm-5", "zai-org/GLM-5.2", "bfloat16"),
+    "DeepSeek-V3.2": MeasuredModel("deepseek-v3.2", "zai-org/GLM-5.2-FP8", "fp8_block"),
 }
 """Models by the user's name for them, in any case."""
 

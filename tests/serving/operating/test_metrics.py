@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import shutil
-import subprocess
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -276,37 +274,6 @@ def test_refused_requests_are_counted_where_they_come_in(
 # -- the dashboard and the rules ---------------------------------------------------------------
 
 RULES = Path(__file__).parents[3] / "docker" / "monitoring" / "rules.yaml"
-needs_promtool = pytest.mark.skipif(not shutil.which("promtool"), reason="it is Prometheus' own")
-
-
-def check_rules(folder: Path, series: dict[str, str], alerts: list[dict[str, Any]]) -> None:
-    """Fail unless exactly ``alerts`` fire.
-
-    Args:
-        folder: to write files into.
-        series: by name and labels, a value for each minute, as promtool writes them.
-        alerts: by :func:`alert`.
-    """
-    rules = yaml.safe_load(RULES.read_text())
-    for rule in rules["groups"][0]["rules"]:
-        del rule["annotations"]
-    (folder / "rules.yaml").write_text(yaml.safe_dump(rules))
-    inputs = [{"series": name, "values": values} for name, values in series.items()]
-    case = {"interval": "1m", "input_series": inputs, "alert_rule_test": alerts}
-    (folder / "test.yaml").write_text(
-        yaml.safe_dump({"rule_files": ["rules.yaml"], "tests": [case]})
-    )
-    for command in (["check", "rules", str(RULES)], ["test", "rules", str(folder / "test.yaml")]):
-        process = subprocess.run(
-            ["promtool", *command], capture_output=True, text=True, check=False
-        )
-        assert process.returncode == 0, process.stdout + process.stderr
-
-
-def alert(name: str, minute: int, *fires: dict[str, str]) -> dict[str, Any]:
-    """Demand that ``name`` fires at ``minute`` for series with these labels, and for no others."""
-    expected = [{"exp_labels": labels} for labels in fires]
-    return {"eval_time": f"{minute}m", "alertname": name, "exp_alerts": expected}
 
 
 def queries() -> list[str]:
@@ -334,36 +301,3 @@ def test_every_query_asks_for_metrics_and_labels_that_there_are() -> None:
         ]
         assert set(within) | set(grouped) <= allowed, query
     assert queried == set(kinds)
-
-
-@needs_promtool
-def test_rules_fire_where_they_should(tmp_path: Path) -> None:
-    """A canary under another pattern is no cause, and a disaggregated pair that differs is."""
-    info = 'sglang_indexcache_info{model_name="%s", pattern="%s", engine_type="%s"}'
-    pairs = 'sglang_indexcache_pairs_total{model_name="m", kind="%s"}'
-    critical = {"model_name": "pair", "severity": "critical"}
-    warning = {"model_name": "m", "severity": "warning"}
-    check_rules(
-        tmp_path,
-        {
-            info % ("m", "FSSS", "unified"): "1x120",
-            info % ("m", "FFSS", "unified"): "0x30 1x90",
-            info % ("pair", "FSSS", "prefill"): "1x120",
-            info % ("pair", "FSSS", "decode"): "1x30 0x90",
-            info % ("pair", "FFSS", "decode"): "0x30 1x90",
-            pairs % "scored": "0+1000x60 60000+10x60",
-            pairs % "skipped": "0+10x60 600+1000x60",
-            'sglang_indexcache_rejections_total{model_name="m", by="request"}': "0x20 1x100",
-            'sglang_indexcache_refused_total{model_name="m", engine_type="unified"}': "0x70 6x50",
-        },
-        [
-            alert("IndexCachePatternsDiffer", 29),
-            alert("IndexCachePatternsDiffer", 50, critical),
-            alert("IndexCacheSavesLittle", 50, warning),
-            alert("IndexCacheSavesLittle", 110),
-            alert("IndexCacheRefusesPatterns", 19),
-            alert("IndexCacheRefusesPatterns", 25, warning | {"by": "request"}),
-            alert("IndexCacheRefusesPatterns", 60),
-            alert("IndexCacheRefusesPatterns", 75, warning | {"by": "client"}),
-        ],
-    )
