@@ -71,7 +71,7 @@ Target = Annotated[list[str] | None, InSearch("--target", metavar="TARGET", help
     "The default is 1/2, 1/4 and 1/8.")]
 Method = Annotated[str | None, InSearch("--method", metavar="METHOD", help=
     "How to search. The default, proposals, runs some patterns that one pass proposes, exchanges "
-    "layers of the best, and decides by loss and KL to all F. one-pass alone runs none (it goes by "
+    "layers of the best, and decides by loss. one-pass alone runs none (it goes by "
     "attention; with --url by lists); greedy is the paper's Algorithm 1, similarity the paper's of "
     "outputs, without --url. Servers need --enable-return-indexer-topk, but for greedy.")]
 KeepFull = Annotated[str, InSearch("--keep-full", metavar="LAYERS", help=

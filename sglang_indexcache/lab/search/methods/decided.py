@@ -61,9 +61,8 @@ class Decided:
         ledger.judged(targets.constraints.start)
         smaller = None
         for mark in reversed(targets.marks):
-            if are_exchanged(targets.constraints, mark):
-                smaller = None
-            proposal = decide(ledger, targets.constraints, mark, matrices, smaller)
+            completed = None if are_exchanged(targets.constraints, mark) else smaller
+            proposal = decide(ledger, targets.constraints, mark, matrices, completed)
             smaller = proposal.pattern
             yield proposal
 
@@ -85,7 +84,10 @@ class Decided:
 
 
 def are_exchanged(constraints: Constraints, mark: Mark) -> bool:
-    """Return whether layers are exchanged although a smaller pattern is known: below 1/2."""
+    """Return whether layers are exchanged although a smaller pattern is known: below 1/2.
+
+    The more F layers, the more exchanges there are to try, and the less there is to gain.
+    """
     return 2 * mark.full_layers < len(constraints.start)
 
 
