@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from sglang_indexcache.cli import app
 from sglang_indexcache.cli.common import Reporting, connect, writable
 from sglang_indexcache.errors import OutputError, SettingsError
-from sglang_indexcache.library import writing
+from sglang_indexcache.lab.runs import identity
 from tests.cli.test_help import COMMANDS
 
 WITH_OUTPUT = [
@@ -41,7 +41,7 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(**_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(writing, "NamedTemporaryFile", full)
+    monkeypatch.setattr(identity, "NamedTemporaryFile", full)
     with pytest.raises(OutputError, match="No space left on device"):
         writable(tmp_path / "new")
     assert list(tmp_path.iterdir()) == []
