@@ -13,7 +13,6 @@ import pytest
 from benchmarks.records import estimate
 from benchmarks.smollm2 import everywhere
 from benchmarks.smollm2.measure import compared
-from sglang_indexcache.lab.latency.forecast import MODELS, Part, choose_patterns, find_composed
 from sglang_indexcache.lab.search.methods import METHODS
 from sglang_indexcache.lab.search.methods.greedy import evaluations
 from tests.lab.search.helpers import targets
@@ -59,7 +58,7 @@ def patterns_on_16(layers: int) -> tuple[float, float]:
     return patterns, 100 * patterns / evaluations(goal)
 
 
-def behind(name: str, kinds: str) -> list[float]:
+def behind(name: str, kinds: str, ratio: str = "1/4") -> list[float]:
     """Return by searched text the points by which a 1/4's recall differs from Algorithm 1's.
 
     ``kinds`` of rows are "text", "tasks" or "all".
@@ -68,14 +67,15 @@ def behind(name: str, kinds: str) -> list[float]:
     groups = [g for g in data["judged"] if kinds in ("all", KIND[g in everywhere.TASKS])]
     differences = []
     for corpus in data["searches"]:
-        pattern = data["arms"][f"1/4 default, on {corpus}"]
-        pairs = everywhere.beside(data, pattern, groups, "1/4 Algorithm 1")
+        pattern = data["arms"][f"{ratio} default, on {corpus}"]
+        pairs = everywhere.beside(data, pattern, groups, f"{ratio} Algorithm 1")
         recall = [row["right"]["passages"] - best["right"]["passages"] for row, best in pairs]
         differences.append(100 * float(np.mean(recall)))
     return differences
 
 
 KIND = {False: "text", True: "tasks"}
+STUDIES = ("everywhere", "random/everywhere")
 
 
 def kl_of_quarters(name: str) -> list[float]:
@@ -86,6 +86,31 @@ def kl_of_quarters(name: str) -> list[float]:
         float(np.mean([row["kl"]["passages"] for g in data["judged"].values() for row in g[p]]))
         for p in (data["arms"][arm] for arm in arms)
     ]
+
+
+def kl_in_words(name: str) -> str:
+    *kl, of_algorithm_1 = kl_of_quarters(name)
+    return f"(KL {min(kl):.2f} to {max(kl):.2f} against {of_algorithm_1:.2f})"
+
+
+def searched(name: str) -> list[str]:
+    return list(record(name)["searches"])
+
+
+def change_of_text(name: str, ratio: str, way: str) -> str:
+    """Return the points of recall, on all rows of text, by which an arm differs from all F."""
+    data = record(name)
+    text = [group for group in data["judged"] if group not in everywhere.TASKS]
+    pairs = everywhere.beside(data, data["arms"][f"{ratio} {way}"], text)
+    return everywhere.change(pairs, "right", "passages", 100)
+
+
+def small_recall(name: str) -> str:
+    """Return the points of recall that a pattern of the small checkpoint adds to all F's."""
+    data = json.loads((RESULTS.parent / "search/tiny-dsa/recall.json").read_text())
+    [recall] = [each["recall"] for each in data["comparisons"] if each["name"] == name]
+    mean, low, high = (100 * recall[key] for key in ("mean", "low", "high"))
+    return f"{mean:+.1f} points ({low:+.1f} to {high:+.1f})"
 
 
 def worst_indexer() -> str:
@@ -137,15 +162,34 @@ CLAIMS: dict[str, tuple[str, Callable[[], str]]] = {
         lambda: f"similarity's 1/2 {change(at(8192, 512), '1/2 similarity:mixed')}",
     ),
     "the worst indexer": (PAGE, lambda: f"and the first, {worst_indexer()}, takes"),
-    "the default's tokens from documentation": (
+    "the default's tokens on four rows": (
         PAGE,
-        lambda: f"for {found('random/everywhere', 'documentation')[1]:.1f} % of its tokens",
+        lambda: "{:.0f} to {:.0f} % of Algorithm 1's tokens on these four rows".format(
+            *(
+                choose(found(name, corpus)[1] for name in STUDIES for corpus in searched(name))
+                for choose in (min, max)
+            )
+        ),
     ),
     "behind Algorithm 1 on 32 heads": (
         PAGE,
         lambda: (
-            f"{-sorted(behind('random/everywhere', 'all'))[-2]:.1f} to "
-            f"{-min(behind('random/everywhere', 'all')):.1f} points less, at no more KL"
+            f"{abs(max(behind('random/everywhere', 'all'))):.1f} to "
+            f"{-min(behind('random/everywhere', 'all')):.1f} points less than Algorithm 1's"
+        ),
+    ),
+    "KL on 32 heads": (PAGE, lambda: kl_in_words("random/everywhere")),
+    "seven texts near the best on 9 heads": (
+        PAGE,
+        lambda: "within {:.1f} points of it, C {:.1f} behind".format(
+            *sorted(max(behind("everywhere", "all")) - b for b in behind("everywhere", "all"))[-2:]
+        ),
+    ),
+    "halves behind Algorithm 1": (
+        PAGE,
+        lambda: (
+            f"recalls {-max(behind('everywhere', 'all', '1/2')):.0f} to "
+            f"{-min(behind('everywhere', 'all', '1/2')):.0f} points less"
         ),
     ),
     "beside Algorithm 1 on 9 heads": (
@@ -162,19 +206,21 @@ CLAIMS: dict[str, tuple[str, Callable[[], str]]] = {
             f"{-min(behind('everywhere', 'tasks')):.0f} points more"
         ),
     ),
-    "KL on 9 heads": (
+    "KL on 9 heads": (PAGE, lambda: kl_in_words("everywhere")),
+    "the 1/8 on 9 heads": (
         PAGE,
-        lambda: "(KL {:.2f} to {:.2f} against {:.2f})".format(
-            min(kl_of_quarters("everywhere")[:-1]),
-            max(kl_of_quarters("everywhere")[:-1]),
-            kl_of_quarters("everywhere")[-1],
-        ),
+        lambda: f"loses {change_of_text('everywhere', '1/8', 'default, on C')[1:]} points of text",
     ),
-    "behind Algorithm 1, for a user": (
+    "the 1/8 from mixed texts": (
+        PAGE,
+        lambda: f"loses {change_of_text('random/everywhere', '1/8', 'default, on mixed')[1:]} for",
+    ),
+    "beside Algorithm 1, for a user": (
         "docs/search.md",
         lambda: (
             f"0 to {-min(behind('random/everywhere', 'all')):.0f} points less than Algorithm 1's; "
-            f"with copied ones 0 to {-min(behind('everywhere', 'all')):.0f} less"
+            f"with copied ones {-min(behind('everywhere', 'all')):.0f} less to "
+            f"{max(behind('everywhere', 'all')):.0f} more"
         ),
     ),
     "patterns on 16 documents": (
@@ -200,8 +246,16 @@ CLAIMS: dict[str, tuple[str, Callable[[], str]]] = {
         lambda: (
             f"the {found('random/everywhere', 'documentation')[0][0]} F layers that it names from "
             "documentation lose "
-            + elsewhere("random/everywhere", "5/30", "default, on doc", slice(8, 9))[1:]
+            + change_of_text("random/everywhere", "5/30", "default, on documentation")[1:]
         ),
+    ),
+    "the default on the small checkpoint": (
+        "benchmarks/results/search/README.md",
+        lambda: f"the default recalls {small_recall('default 1/4')} beside all F at 1/4",
+    ),
+    "Algorithm 1 on the small checkpoint": (
+        "benchmarks/results/search/README.md",
+        lambda: f"Algorithm 1 recalls {small_recall('Algorithm 1, 1/4').replace(' points', '')}",
     ),
     "the verdict on 1/8 at 8,192": (
         PAGE,
@@ -222,33 +276,24 @@ def test_a_page_says_what_its_record_says(claim: str) -> None:
     assert words() in text, words()
 
 
-def test_quarters_of_32_heads_recall_more_than_all_f_and_are_as_near_as_algorithm_1s() -> None:
-    *kl, of_algorithm_1 = kl_of_quarters("random/everywhere")
-    assert max(kl) <= of_algorithm_1 + 1e-9
+def test_quarters_of_32_heads_recall_more_than_all_f() -> None:
     assert all(
-        elsewhere("random/everywhere", "1/4", f"default, on {corpus}", slice(8, 9))[0] == "+"
-        for corpus in record("random/everywhere")["searches"]
+        change_of_text("random/everywhere", "1/4", f"default, on {corpus}")[0] == "+"
+        for corpus in searched("random/everywhere")
     )
 
 
-def test_bench_plan_says_what_the_pages_say_of_a_node() -> None:
-    """Its table and the record of the pages were composed apart, at the same contexts."""
-    expected = json.loads((ROOT / "benchmarks/results/expect.json").read_text())
-    compared_gains = 0
-    for row in expected["deployments"] + expected["dealt"]:
-        if not row.get("weights_fit", True):
-            continue
-        plan = find_composed(row["model"], row["gpu"], 8, row["dp"])
-        [(_, quarter)], _ = choose_patterns(["1/4"], MODELS[row["model"]].shape)
-        gains: dict[Part, dict[str, Any]] = {}
-        if "ways" in row:
-            gains["row split"] = row["ways"]["row split"]["1/4"]
-        for part in ("prefill", "decode") if "gains" in row else ():
-            cells = row["gains"][part]["1/4"]
-            gains[part] = {context: cell and cell["gain"] for context, cell in cells.items()}
-        for part, by_context in gains.items():
-            for context, gain in by_context.items():
-                planned = plan.gain(part, quarter, int(context))
-                assert (planned and planned.gain) == (gain and pytest.approx(gain, rel=2e-3))
-                compared_gains += gain is not None
-    assert compared_gains == 52
+def test_quarters_of_seven_of_eight_texts_recall_as_much_as_algorithm_1s() -> None:
+    beside = dict(zip(searched("everywhere"), behind("everywhere", "all"), strict=True))
+    assert len(beside) == 8
+    assert [corpus for corpus, points in beside.items() if points < -0.05] == ["C"]
+
+
+def test_no_eighth_of_32_heads_loses_less_than_2_points() -> None:
+    data = record("random/everywhere")
+    for name in data["arms"]:
+        ratio, _, way = name.partition(" ")
+        if ratio == "1/8":
+            assert float(change_of_text("random/everywhere", ratio, way).split()[0]) < -2
+    named = [found("random/everywhere", corpus)[0] for corpus in searched("random/everywhere")]
+    assert named.count("1/8") == 1
