@@ -45,7 +45,7 @@ class Decided:
 
     pairs: Pairwise
 
-    objective, judges = "mean loss of text, passages and keys", True
+    objective, judges = "mean over kinds of the loss", True
 
     @property
     def in_words(self) -> str:
