@@ -4,7 +4,7 @@ A matrix of layer pairs says which layers may share. It differs a little between
 ignores the effect of errors on later layers, and that another layer's list may copy better than a
 layer's own. So the optima of documents, in every rating, are proposals, of which some are run. In
 the best of them layers are exchanged: the F layers that are missed least become S, and the S layers
-that help most *together* become F, because two lists may recall what neither recalls alone.
+that help most *together* become F, because what two lists add may be the same.
 
 The mixed loss decides: as much in running text as in passages that come again, and as in keys and
 rules. Divergence from all F does not decide, because lists that copy better than a layer's own also
