@@ -237,8 +237,7 @@ class Ledger:
     def _judge(self, cell: Cell) -> None:
         pattern, batch = cell
         [judged] = self.evaluator.judge(pattern, [batch])
-        self._check(pattern, batch, judged.loss)
-        self._check(pattern, batch, judged.mixed_loss)
+        self._check(pattern, batch, judged.loss + sum(judged.kl.values()))
         entry = {"pattern": str(pattern), "batch": batch, "judged": judged.numbers()}
         if self._journal is not None:
             self._journal.write(entry)

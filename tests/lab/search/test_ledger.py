@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +13,7 @@ import pytest
 
 from sglang_indexcache.errors import SearchError
 from sglang_indexcache.lab.search.evaluators import Floats
+from sglang_indexcache.lab.search.judged import Judged
 from sglang_indexcache.lab.search.ledger import Ledger, open_journal
 from sglang_indexcache.pattern import Pattern
 from tests.fixtures.landscape import SeenEvaluator, SyntheticEvaluator
@@ -185,6 +188,18 @@ def test_a_pass_over_layer_pairs_counts_once() -> None:
     for _ in range(2):
         ledger.pairs("kept_mass", 0)
     assert ledger.spent == ledger.known_tokens > 0
+
+
+def test_a_divergence_that_is_no_number_ends_the_search() -> None:
+    evaluator = SyntheticEvaluator(4, 3)
+    judge = evaluator.judge
+
+    def broken(pattern: Pattern, batches: Sequence[int]) -> list[Judged]:
+        return [replace(each, kl={"text": math.nan}) for each in judge(pattern, batches)]
+
+    evaluator.judge = broken  # type: ignore[method-assign]
+    with pytest.raises(SearchError, match="on batch 0 is nan"):
+        Ledger(evaluator).judged(WANTED)
 
 
 def test_what_was_judged_is_not_judged_again(tmp_path: Path) -> None:
