@@ -24,7 +24,12 @@ import numpy as np
 
 from sglang_indexcache.lab.search.difference import Difference
 from sglang_indexcache.lab.search.ledger import Ledger, Step
-from sglang_indexcache.lab.search.methods.pairwise import Pairwise, most_similar, pair_matrices
+from sglang_indexcache.lab.search.methods.pairwise import (
+    Pairwise,
+    averaged,
+    most_similar,
+    pair_matrices,
+)
 from sglang_indexcache.lab.search.methods.proposal import Proposal, Sureness
 from sglang_indexcache.lab.search.rules import Constraints, Mark, Targets
 from sglang_indexcache.lab.stats.pairs import Floats
@@ -61,7 +66,7 @@ class Decided:
         ledger.judged(targets.constraints.start)
         smaller = None
         for mark in reversed(targets.marks):
-            completed = None if are_exchanged(targets.constraints, mark) else smaller
+            completed = None if are_exchanged(targets, mark) else smaller
             proposal = decide(ledger, targets.constraints, mark, matrices, completed)
             smaller = proposal.pattern
             yield proposal
@@ -75,20 +80,18 @@ class Decided:
         first = self.pairs.least(targets, batch_tokens) + sum(batch_tokens)
         look = PROPOSALS * sum(batch_tokens[:LOOK])
         finals = 2 * sum(batch_tokens)
-        tried = sum(
-            _tried(targets.constraints, mark)
-            for mark in targets.marks
-            if mark is targets.marks[-1] or are_exchanged(targets.constraints, mark)
-        )
+        exchanged_marks = [mark for mark in targets.marks if are_exchanged(targets, mark)]
+        tried = sum(_tried(targets.constraints, mark) for mark in exchanged_marks)
         return first + len(targets.marks) * (look + finals) + tried * max(batch_tokens)
 
 
-def are_exchanged(constraints: Constraints, mark: Mark) -> bool:
-    """Return whether layers are exchanged although a smaller pattern is known: below 1/2.
+def are_exchanged(targets: Targets, mark: Mark) -> bool:
+    """Return whether layers are exchanged: below 1/2, and where no smaller pattern is searched.
 
     The more F layers, the more exchanges there are to try, and the less there is to gain.
     """
-    return 2 * mark.full_layers < len(constraints.start)
+    is_smallest = mark.full_layers == targets.fewest
+    return is_smallest or 2 * mark.full_layers < len(targets.constraints.start)
 
 
 def _exchanges(constraints: Constraints, full_layers: int) -> int:
@@ -115,7 +118,7 @@ def decide(
         smaller: found pattern with fewer F layers, whose best completions are proposed first; None
             if layers of the best proposal are exchanged instead.
     """
-    count, together = mark.full_layers, _together(matrices, ledger.tokens_of_batches)
+    count, together = mark.full_layers, averaged(ledger, matrices)
     proposed, votes = _proposed(matrices, together, count, constraints)
     if smaller is not None:
         kept = replace(constraints, fixed=constraints.fixed | {*smaller.full_layers})
@@ -183,11 +186,6 @@ def _ranked_twice(
     order = _ranked(ledger, patterns, [first])
     half = (len(order) + 1) // 2
     return _ranked(ledger, order[:half], [first, second]) + order[half:]
-
-
-def _together(matrices: Floats, tokens: Sequence[int]) -> Floats:
-    """Average the documents' matrices by their tokens, ``[M, N, N]``."""
-    return np.asarray(np.average(matrices, axis=0, weights=tokens))
 
 
 def _proposed(

@@ -89,7 +89,11 @@ def pair_matrices(ledger: Ledger, method: Pairwise) -> Floats:
 
 def pair_matrix(ledger: Ledger, method: Pairwise) -> Floats:
     """Return ``[N, N]``, the mean over batches of the first rating of :func:`pair_matrices`."""
-    matrices = pair_matrices(ledger, method)[:, 0]
+    return averaged(ledger, pair_matrices(ledger, method)[:, 0])
+
+
+def averaged(ledger: Ledger, matrices: Floats) -> Floats:
+    """Average ``[batches, ...]`` matrices of all batches that are searched on, by their tokens."""
     return np.asarray(np.average(matrices, axis=0, weights=ledger.tokens_of_batches))
 
 
