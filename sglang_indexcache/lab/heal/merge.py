@@ -9,8 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import safe_open
 
 from sglang_indexcache.checkpoint import SHARING_KEYS, read_config
 from sglang_indexcache.errors import TrainingError
@@ -18,6 +17,7 @@ from sglang_indexcache.lab.runs.identity import locked
 from sglang_indexcache.library.writing import replacing, write_whole, writing
 from sglang_indexcache.serving.adapters.folder import Adapter, indexer_layer
 from sglang_indexcache.serving.adapters.weights import check_form, like_stored
+from sglang_indexcache.serving.adapters.writing import write_tensors
 
 _INDEX = "model.safetensors.index.json"
 
@@ -84,8 +84,7 @@ def _write_shard(path: Path, target: Path, new: dict[str, torch.Tensor], adapter
             tensors = {
                 name: new[name] if name in new else file.get_tensor(name) for name in names_to_write
             }
-            with replacing(target, SafetensorError) as part:
-                save_file(tensors, part, metadata={"format": "pt"})
+            write_tensors(tensors, target)
 
 
 def _link(path: Path, target: Path) -> None:

@@ -56,9 +56,6 @@ def write_adapter(
         OutputError: the adapter cannot be written.
         PatternError: the pattern does not fit the checkpoint.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
     if folder.exists() and any(folder.iterdir()) and not (folder / ADAPTER_FILE).exists():
         raise CheckpointError(f"{folder} holds something else; write the adapter to a new folder")
     base = _base(checkpoint, pattern)
@@ -68,8 +65,7 @@ def write_adapter(
     shutil.rmtree(part, ignore_errors=True)
     weights = part / WEIGHTS_FILE
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    with replacing(weights, SafetensorError) as file:
-        save_file(plain, file, metadata={"format": "pt"})
+    write_tensors(plain, weights)
     check_tensors(weights, pattern, base, "the new adapter")
     document = Document(
         format=1,
@@ -82,6 +78,15 @@ def write_adapter(
     write_whole(part / ADAPTER_FILE, text)
     _put_in_place(part, folder)
     return Adapter.read(folder)
+
+
+def write_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+    """Replace a safetensors file in one step, or raise OutputError."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    with replacing(path, SafetensorError) as part:
+        save_file(tensors, part, metadata={"format": "pt"})
 
 
 def _base(folder: Path, pattern: Pattern) -> Base:
