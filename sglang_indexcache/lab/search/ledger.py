@@ -228,9 +228,10 @@ class Ledger:
         """Return :meth:`judged` for several patterns, as many batches at a time as possible."""
         columns = self.all_batches if batches is None else tuple(batches)
         self.spent += self.cost(patterns, columns)
-        cells = [(pattern, batch) for batch in columns for pattern in dict.fromkeys(patterns)]
+        cells = {(pattern, batch) for batch in columns for pattern in patterns}
         self._requested.update(cells)
         missing = [cell for cell in cells if cell not in self._judged]
+        missing.sort(key=lambda cell: (cell[1], str(cell[0])))  # evaluators share alike beginnings
         in_threads(self._judge, missing, self.evaluator.in_flight)
         return [[self._judged[p, batch] for batch in columns] for p in patterns]
 
