@@ -23,6 +23,13 @@ checkpoint's 1/4, 2 documents of 96 carry what it loses. 32 documents hold neith
 checks, 128 in 7 % (``benchmarks/results/search/interval.json``). """
 
 
+def standard_error(values: Floats) -> float:
+    """Return the standard error of the mean of ``[n]`` values; NaN for fewer than two."""
+    if len(values) < 2:
+        return float("nan")
+    return float(values.std(ddof=1) / np.sqrt(len(values)))
+
+
 @dataclass(frozen=True)
 class Difference:
     """A paired difference over documents (other minus reference), in nats per token.
@@ -77,6 +84,11 @@ class Difference:
             **{"documents": len(self.each), "lost": len(lost)},
             "worst": round(sign * max(sign * value for value in self.each), 6),
         }
+
+    @property
+    def standard_error(self) -> float:
+        """Standard error of the mean."""
+        return standard_error(np.array(self.each))
 
     @property
     def is_significant(self) -> bool:

@@ -19,13 +19,13 @@ import numpy as np
 
 from sglang_indexcache.errors import SearchError
 from sglang_indexcache.lab.runs.journal import Journal
+from sglang_indexcache.lab.search.difference import standard_error
 from sglang_indexcache.lab.search.evaluators import (
     PAIRS,
     Evaluator,
     Floats,
     in_threads,
     pair_forwards,
-    standard_error,
 )
 from sglang_indexcache.lab.search.judged import Judged
 from sglang_indexcache.pattern import Pattern

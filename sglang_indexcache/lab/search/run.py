@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from sglang_indexcache.lab.search.evaluators import standard_error
+from sglang_indexcache.lab.search.difference import standard_error
 from sglang_indexcache.lab.search.judged import Faithfulness
 from sglang_indexcache.lab.search.ledger import Ledger, Step
 from sglang_indexcache.lab.search.methods import METHODS, Method

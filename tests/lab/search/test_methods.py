@@ -14,12 +14,11 @@ from hypothesis import strategies as st
 
 from sglang_indexcache.errors import SearchError
 from sglang_indexcache.lab.search.evaluators import Floats
-from sglang_indexcache.lab.search.judged import SMALL_LOSS, Judged, TokenChanges
+from sglang_indexcache.lab.search.judged import SMALL_LOSS, Judged
 from sglang_indexcache.lab.search.ledger import Ledger
 from sglang_indexcache.lab.search.methods import METHODS
 from sglang_indexcache.lab.search.methods.decided import exchanged, improved
 from sglang_indexcache.lab.search.methods.greedy import evaluations
-from sglang_indexcache.lab.search.recall import KEYS, PASSAGES, TEXT
 from sglang_indexcache.lab.search.rules import Constraints, parse_targets
 from sglang_indexcache.pattern import Pattern
 from tests.fixtures.landscape import SeenEvaluator
@@ -253,15 +252,6 @@ def test_exchanges_find_what_no_proposal_has() -> None:
     for seed in range(4):
         search = finished(Ledger(Hidden(24, 8, seed)), targets(24, "6"), DEFAULT)
         assert search.found[6].pattern.is_full(Hidden.wanted)
-
-
-def test_kinds_weigh_by_how_much_their_few_tokens_say() -> None:
-    kinds = np.array([TEXT] * 40 + [PASSAGES] * 10 + [KEYS] * 2, dtype=np.uint8)
-    loss, right = np.array([2.0] * 40 + [8.0] * 12), np.array([1.0] * 40 + [0.5] * 10 + [0.0] * 2)
-    judged = Judged.of(TokenChanges(loss, *np.zeros((2, 52)), right), kinds)
-    assert judged.mixed_loss == pytest.approx((1 * 2 + 2 * 8 + 0.5 * 8) / 3.5)
-    assert judged.loss == pytest.approx((40 * 2 + 12 * 8) / 52)
-    assert judged.recall == pytest.approx((2 * 0.5 + 0.5 * 0) / 2.5)
 
 
 def test_the_smallest_retention_that_keeps_recall_is_named() -> None:

@@ -129,13 +129,6 @@ class TokenEvaluator(ABC):
         return np.array([of_batch[counted[batch]].mean() for batch, of_batch in losses])
 
 
-def standard_error(values: Floats) -> float:
-    """Return the standard error of the mean of ``[n]`` values; NaN for fewer than two."""
-    if len(values) < 2:
-        return float("nan")
-    return float(values.std(ddof=1) / np.sqrt(len(values)))
-
-
 def in_threads(do: Callable[[_Job], None], jobs: Iterable[_Job], at_once: int) -> None:
     """Do every job, at most ``at_once`` at a time, and stop at the first error.
 
