@@ -27,7 +27,8 @@ MACHINE = "machine"
 """Source name for the Python standard library's sources, which every machine has."""
 
 TEXT_PIECE = 1 << 20
-"""Number of characters of a text file that are read at a time; each piece is a document."""
+"""Number of characters of a text file that are read at a time, so that a huge file fits into
+memory."""
 
 _TEXT_FIELDS = ("text", "content", "prompt")
 _RESPONSE_FIELDS = ("response", "completion", "answer")
@@ -44,11 +45,18 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class Text:
-    """A text without a template; ``where`` is its file and row, ``answers`` its marked answers."""
+    """A text without a template, or a piece of a huge one.
+
+    Attributes:
+        where: its file and row; the same for all pieces of a text.
+        answers: its marked answers.
+        begins: the first piece of the text of which this is a later one, else "".
+    """
 
     text: str
     where: str
     answers: tuple[Span, ...] = ()
+    begins: str = ""
 
     @property
     def has_answers(self) -> bool:
@@ -92,10 +100,11 @@ def what_is_left_out(source: str) -> str:
     """Return text on the files of a folder that :func:`read_documents` leaves out; "" if none."""
     if source == MACHINE:
         return ""
-    _, left_out = find_files(Path(source))
+    files, left_out = find_files(Path(source))
+    why = "beside files of rows" if files and has_rows(files[0]) else "as no data"
     names = ", ".join(path.name for path in left_out[:_NAMED])
     more = len(left_out) - _NAMED
-    return names and f"left out as no data: {names}" + (f" and {more} more" if more > 0 else "")
+    return names and f"left out {why}: {names}" + (f" and {more} more" if more > 0 else "")
 
 
 def files_of(source: str) -> list[Path]:
@@ -140,8 +149,11 @@ def _read_text(path: Path) -> Iterator[Text]:
                     "say what it is: .jsonl for a value a line, .json for one list of rows."
                 )
             text = TextIOWrapper(file, encoding="utf-8", newline="")
+            begins = ""
             while piece := text.read(TEXT_PIECE):
-                yield Text(piece + text.readline(), str(path))
+                piece += text.readline()
+                yield Text(piece, str(path), begins=begins)
+                begins = begins or piece
     except UnicodeDecodeError as error:
         raise not_utf8(str(path), error) from error
 
@@ -169,7 +181,7 @@ def _document(row: Any, where: str) -> Document:
             return Text(fields[name], where, _answers(fields, fields[name], where))
     raise DataError(
         f"{where} has no text: expected a string, messages or ShareGPT's conversations, a prompt "
-        f"with a response, or one of {', '.join(_TEXT_FIELDS)}"
+        f"with a response, or one of {', '.join(_TEXT_FIELDS)}. Name its field so, or leave it out."
     )
 
 
@@ -201,13 +213,24 @@ def find_files(path: Path) -> tuple[list[Path], list[Path]]:
     """
     if not path.is_dir():
         return [path], []
-    files = [
-        file
-        for file in sorted(path.rglob("*"))
-        if file.is_file() and not any(part[0] == "." for part in file.relative_to(path).parts)
-    ]
+    # A link that leads nowhere is kept, so that it is named.
+    files = [file for file in sorted(_inside(path, set())) if file.is_file() or file.is_symlink()]
     data = {file for file in files if has_rows(file)} or {file for file in files if is_text(file)}
     return [file for file in files if file in data], [file for file in files if file not in data]
+
+
+def _inside(folder: Path, seen: set[Path]) -> Iterator[Path]:
+    """Yield what is in a folder and in those below, each once, because links may lead in circles.
+
+    Args:
+        seen: folders that were looked into, to which this one is added.
+    """
+    if (place := folder.resolve()) in seen:
+        return
+    seen.add(place)
+    for path in sorted(folder.iterdir()):
+        if path.name[0] != ".":
+            yield from _inside(path, seen) if path.is_dir() else [path]
 
 
 def has_rows(path: Path) -> bool:

@@ -42,14 +42,18 @@ class Marked:
         return Marked(self.ids[start:end], self.answers[start:end])
 
 
+def fingerprint(sequence: Sequence[int]) -> bytes:
+    """Return a digest of a ``[length]`` sequence, by which copies of a document are known."""
+    return hashlib.sha256(",".join(map(str, sequence)).encode()).digest()
+
+
 def is_held_out(sequence: Sequence[int]) -> bool:
     """Return whether a ``[length]`` sequence belongs to the held-out part, as one in four does.
 
     A digest of its tokens decides, so no command can mix the two parts, whatever its number of
     batches and its seed.
     """
-    digest = hashlib.sha256(",".join(map(str, sequence)).encode()).digest()
-    return digest[0] % HELD_OUT_SHARE == 0
+    return fingerprint(sequence)[0] % HELD_OUT_SHARE == 0
 
 
 class Marker:
@@ -66,6 +70,7 @@ class Marker:
         self._tokenizer, self._name = tokenizer, name
         added = tokenizer.added_tokens_decoder.values()
         self._special = tuple(token.content for token in added if token.special)
+        self._sides: dict[str, bool] = {}
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of an unchanged text."""
@@ -80,6 +85,14 @@ class Marker:
         if isinstance(document, Text):
             return self._encode(document.text, document.answers)
         return self._conversation(document, max(document.responses, default=None))
+
+    def is_held_out(self, document: Document, marked: Marked) -> bool:
+        """Return whether a document is held out; every piece of a huge text goes with its first."""
+        if not isinstance(document, Text) or not document.begins:
+            return is_held_out(marked.ids)
+        if document.where not in self._sides:
+            self._sides[document.where] = is_held_out(self.encode(document.begins))
+        return self._sides[document.where]
 
     def cut(self, conversation: Conversation, length: int) -> Marked | None:
         """Cut a conversation after the last response at which it has at most ``length`` tokens.

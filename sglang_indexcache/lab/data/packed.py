@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from sglang_indexcache.errors import TrainingError
 from sglang_indexcache.lab.data.documents import Document, read_documents
-from sglang_indexcache.lab.data.marking import HELD_OUT_SHARE, Marker, is_held_out
+from sglang_indexcache.lab.data.marking import HELD_OUT_SHARE, Marker
 
 CHARACTERS_OF_A_TOKEN = 8
 """Characters per token, more than any tokenizer has; if it is not enough, rows repeat sooner."""
@@ -150,7 +150,7 @@ def _pieces(
     """Yield each document, or each of its windows, with whether the document is held out."""
     for document in documents:
         marked = marker.marked(document)
-        held_back = is_held_out(marked.ids)
+        held_back = marker.is_held_out(document, marked)
         ids = np.asarray(marked.ids, dtype=np.int32)
         for start in range(0, len(ids), length):
             yield held_back, ids[start : start + length]

@@ -16,7 +16,7 @@ from sglang_indexcache.errors import SearchError
 from sglang_indexcache.lab.data.conversations import Conversation
 from sglang_indexcache.lab.data.documents import MACHINE, Document, what_is_left_out
 from sglang_indexcache.lab.data.drawn import drawn_documents
-from sglang_indexcache.lab.data.marking import Marked, Marker, is_held_out
+from sglang_indexcache.lab.data.marking import Marked, Marker, fingerprint
 from sglang_indexcache.lab.data.rows import ROWS, form_of
 from sglang_indexcache.lab.search.calibration import Calibration, Objective, Score
 from sglang_indexcache.lab.search.recall import TEXT, Kinds, hidden_facts, with_recall
@@ -66,8 +66,8 @@ def prepare(
     """
     if context < 2 or batches < 1 or held_out < 0:
         raise SearchError(
-            "calibration needs a context of at least 2 tokens and at least one batch; got context "
-            f"{context}, {batches} batches"
+            "calibration needs a context of at least 2 tokens, at least one batch, and no negative "
+            f"number held out; got context {context}, {batches} batches and {held_out} held out"
         )
     objective = Objective(score or _default_score(source, seed), topk)
     quota = {False: batches, True: held_out}
@@ -149,7 +149,8 @@ class Reading:
 
     Attributes:
         objective: rule by which every sequence has at least one prediction that counts.
-        documents: number of documents read so far, from ``files``.
+        texts: number of each document read so far, by its place; they are from ``files``.
+        copies: number left out because the same tokens were read before.
         unmarked: number left out because answers count and they have none.
         blind: number left out because nothing that counts sees more than ``topk`` tokens.
         too_long: number left out because a cut would separate an answer from its evidence.
@@ -161,8 +162,10 @@ class Reading:
     context: int
     objective: Objective
     seed: int = 0
-    documents: int = 0
+    texts: dict[str, int] = field(default_factory=dict)
     files: set[Path] = field(default_factory=set)
+    read: set[bytes] = field(default_factory=set)
+    copies: int = 0
     unmarked: int = 0
     blind: int = 0
     too_long: int = 0
@@ -175,26 +178,33 @@ class Reading:
 
         Each comes with whether its document is held out.
         """
-        further: deque[tuple[bool, list[Piece]]] = deque()
+        further: deque[tuple[bool, Iterator[Piece]]] = deque()
         for file, document in drawn_documents(self.source, self.seed):
-            self.documents += 1
             self.files.add(file)
-            part, pieces = self._of(document, file)
-            if pieces:
-                yield part, pieces.pop()
+            number = self.texts.setdefault(document.where, len(self.texts) + 1)
+            part, cuts = self._of(document)
+            pieces = self._counting(cuts, file, number)
+            if (piece := next(pieces, None)) is not None:
+                yield part, piece
                 further.append((part, pieces))
+            else:
+                self.blind += bool(cuts)
         while further:
             part, pieces = further.popleft()
-            if pieces:
-                yield part, pieces.pop()
+            if (piece := next(pieces, None)) is not None:
+                yield part, piece
                 further.append((part, pieces))
 
-    def _of(self, document: Document, file: Path) -> tuple[bool, list[Piece]]:
-        """Return whether a document is held out, and its sequences in a random order."""
+    def _of(self, document: Document) -> tuple[bool, list[Marked]]:
+        """Return whether a document is held out, and its cuts in a random order."""
         if self.objective.score is Score.ANSWERS and not document.has_answers:
             self.unmarked += 1
             return False, []
         marked = self.marker.marked(document)
+        if (known := fingerprint(marked.ids)) in self.read:
+            self.copies += 1
+            return False, []
+        self.read.add(known)
         if len(marked) <= self.context:
             cuts = [marked]
         elif not document.has_answers:
@@ -203,20 +213,23 @@ class Reading:
             cuts = [marked.piece(start, self.context) for start in starts]
         else:
             cuts = self._shortened(document)
-        pieces = [self._piece(cut, file) for cut in cuts]
-        counting = [piece for piece in pieces if piece.counted.any()]
-        self.blind += bool(pieces) and not counting
-        # Full windows come last, because pieces are taken from the end.
-        order = random.Random(f"{self.seed} {self.documents}")
-        counting.sort(key=lambda piece: (len(piece) == self.context, order.random()))
-        return is_held_out(marked.ids), counting
+        # Full windows come first.
+        order = random.Random(f"{self.seed} {len(self.texts)}")
+        cuts.sort(key=lambda cut: (len(cut) == self.context, order.random()), reverse=True)
+        return self.marker.is_held_out(document, marked), cuts
 
-    def _piece(self, cut: Marked, file: Path) -> Piece:
-        ids, kinds = cut.ids, cut.answers.astype(np.uint8) * TEXT
-        if self.objective.score is Score.RECALL:
-            # Independent of the seed, so that a text asks the same in every search.
-            ids, kinds = with_recall(ids, hidden_facts(str(ids), self.marker.encode))
-        return Piece(ids, self.objective.counted(kinds), self.documents, file)
+    def _counting(self, cuts: Sequence[Marked], file: Path, number: int) -> Iterator[Piece]:
+        """Yield the sequences of a document in which anything counts, each made when it is wanted.
+
+        A book has hundreds of windows, of which one is taken.
+        """
+        for cut in cuts:
+            ids, kinds = cut.ids, cut.answers.astype(np.uint8) * TEXT
+            if self.objective.score is Score.RECALL:
+                # Independent of the seed, so that a text asks the same in every search.
+                ids, kinds = with_recall(ids, hidden_facts(str(ids), self.marker.encode))
+            if (counted := self.objective.counted(kinds)).any():
+                yield Piece(ids, counted, number, file)
 
     def _shortened(self, document: Document) -> list[Marked]:
         """Cut a conversation after a response; return [] for a document that cannot be cut."""
@@ -235,17 +248,18 @@ class Reading:
         short = sum(2 * len(piece) < context for piece in pieces)
         facts = {
             f"{self.unmarked} left out without answers": self.unmarked,
+            f"{self.copies} left out as copies of others": self.copies,
             f"{self.blind} left out because nothing that counts sees more than {topk} tokens": (
                 self.blind
             ),
             f"{self.too_long} left out with answers and more than {context} tokens": self.too_long,
-            f"{self.shortened} conversations cut after a response": self.shortened,
-            f"{self.windowed} texts cut into windows": self.windowed,
+            f"{counted(self.shortened, 'conversation')} cut after a response": self.shortened,
+            f"{counted(self.windowed, 'text')} cut into windows": self.windowed,
             f"{short} of {len(pieces)} sequences under half of {context} tokens": short,
         }
         folders = {file.parent for file in self.files}
         read = (
-            f"{counted(self.documents, 'document')} read from {counted(len(self.files), 'file')} "
+            f"{counted(len(self.texts), 'document')} read from {counted(len(self.files), 'file')} "
             f"in {counted(len(folders), 'folder')}, drawn by seed {self.seed}"
         )
         if self.is_enough:
@@ -274,14 +288,16 @@ class Reading:
 
     def too_little(self, quota: Mapping[bool, int], taken: Mapping[bool, int]) -> SearchError:
         """Return text on why there are not enough sequences."""
-        if self.objective.score is Score.ANSWERS and self.unmarked == self.documents:
+        if self.objective.score is Score.ANSWERS and self.unmarked >= len(self.texts):
             return SearchError(
                 f"no document of {self.source} marks an answer. Give chat messages, a prompt with "
                 "its response, or text with answers; or count other tokens (--score late)."
             )
         length = "longer" if self.too_long else "shorter"
         advice = f"Give more text, or ask for fewer batches or a {length} context."
-        if self.windowed and any(quota[part] and not taken[part] for part in taken):
+        if self.blind and not any(taken.values()):
+            advice = "Give longer documents, and a longer context (--context)."
+        elif self.windowed and any(quota[part] and not taken[part] for part in taken):
             advice = (
                 "All windows of one text are on one side, so that nothing is searched on that "
                 "checks the search. Give several files or documents."

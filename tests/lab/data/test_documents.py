@@ -78,8 +78,9 @@ def test_a_huge_text_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(documents, "TEXT_PIECE", 10)
     path = tmp_path / "a.txt"
     path.write_text("line one\nline two\nline three\n")
-    pieces = [d.text for d in read_documents(str(path)) if isinstance(d, Text)]
-    assert pieces == ["line one\nline two\n", "line three\n"]
+    pieces = [d for d in read_documents(str(path)) if isinstance(d, Text)]
+    assert [piece.text for piece in pieces] == ["line one\nline two\n", "line three\n"]
+    assert [piece.begins for piece in pieces] == ["", pieces[0].text]
 
 
 @pytest.mark.parametrize(
@@ -155,7 +156,25 @@ def test_a_folder_as_the_hub_leaves_it(tmp_path: Path) -> None:
     texts = [d.text for d in read_documents(str(tmp_path)) if isinstance(d, Text)]
     assert texts == ["two", "one"]
     said = what_is_left_out(str(tmp_path))
-    assert said == "left out as no data: README.md, dataset_infos.json, picture.png"
+    assert said == "left out beside files of rows: README.md, dataset_infos.json, picture.png"
+
+
+def test_links_are_followed_once(tmp_path: Path) -> None:
+    """A folder that was linked was passed over in silence, and a link that leads nowhere, too."""
+    for name in ("data/a.txt", "elsewhere/deep/b.txt"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text(name)
+    data = tmp_path / "data"
+    (data / "linked").symlink_to(tmp_path / "elsewhere")
+    (data / "circle").symlink_to(data)
+    (tmp_path / "elsewhere" / "back").symlink_to(data)
+    (data / "gone.txt").symlink_to(tmp_path / "gone.txt")
+    texts = [d.text for d in read_documents(str(data)) if isinstance(d, Text)]
+    assert texts == ["data/a.txt", "elsewhere/deep/b.txt"]
+    assert what_is_left_out(str(data)) == "left out as no data: gone.txt"
+    (data / "gone.jsonl").symlink_to(tmp_path / "gone.jsonl")
+    with pytest.raises(DataError, match=r"cannot read .*gone\.jsonl: No such file"):
+        next(read_documents(str(data)))
 
 
 def test_a_folder_of_texts_leaves_out_what_is_none(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from sglang_indexcache.errors import TrainingError
+from sglang_indexcache.lab.data import documents
 from sglang_indexcache.lab.data.marking import is_held_out
 from sglang_indexcache.lab.data.packed import LEAST, FileRows, drawn_documents
 from tests.lab.data.letters import letters, text_of
@@ -55,6 +56,21 @@ def test_all_windows_of_a_document_are_on_one_side(tmp_path: Path) -> None:
         )
 
 
+def test_a_huge_text_is_on_one_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each piece of a file was a document of its own, so that a book held out its own chapters."""
+    monkeypatch.setattr(documents, "TEXT_PIECE", 40)
+    for number in range(26):
+        lines = (f"{chr(ord('A') + number)}{i:018}\n" for i in range(9))
+        (tmp_path / f"{number:02}.txt").write_text("".join(lines))
+    rows = read_rows(str(tmp_path))
+    train, held_out = (
+        set(filter(str.isalpha, "".join(letters_in(part)))) for part in (rows.train, rows.held_out)
+    )
+    assert len(train | held_out) == len(train) + len(held_out) == 26
+    with pytest.raises(TrainingError, match="split a long text into some"):
+        read_rows(str(tmp_path / "00.txt"))
+
+
 def test_rows_come_from_all_of_the_files(tmp_path: Path) -> None:
     """The first files of a folder once gave them all."""
     for number in range(26):
@@ -67,11 +83,11 @@ def test_rows_come_from_all_of_the_files(tmp_path: Path) -> None:
 
 
 def test_no_more_is_held_than_is_wanted(source: str) -> None:
-    documents = drawn_documents([source, source], 1000, seed=0)
-    sizes = [document.characters for document in documents]
+    drawn = drawn_documents([source, source], 1000, seed=0)
+    sizes = [document.characters for document in drawn]
     assert sum(sizes) >= 1000 > sum(sizes[:-1])
     fewer = drawn_documents([source, source], 1, seed=0)
-    assert (len(fewer), fewer) == (LEAST, documents[:LEAST])
+    assert (len(fewer), fewer) == (LEAST, drawn[:LEAST])
     assert len(drawn_documents([source], 10**9, seed=0)) == len(TEXTS)
 
 

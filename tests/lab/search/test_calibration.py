@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_indexcache.errors import SearchError
+from sglang_indexcache.lab.data import documents
 from sglang_indexcache.lab.data.marking import Marker, is_held_out
 from sglang_indexcache.lab.search.calibration import Calibration, Score
 from sglang_indexcache.lab.search.reading import prepare
@@ -221,6 +222,54 @@ def test_all_windows_of_a_text_are_on_one_side(tmp_path: Path) -> None:
         prepare_letters(write(tmp_path / "held.jsonl", [{"text": f"{number:02}" * 99}]), held_out=0)
 
 
+def test_a_huge_text_is_one_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is read in pieces, which were called texts, and a quarter of them held out."""
+    monkeypatch.setattr(documents, "TEXT_PIECE", 50)
+    sides = set()
+    for number in range(10, 20):
+        path = tmp_path / f"{number}.txt"
+        path.write_text("".join(f"{number}{i:06}\n" for i in range(100)))
+        first = tuple(map(ord, path.read_text()[:54]))  # to the end of a line
+        sides.add(is_held_out(first))
+        for seed in range(3):
+            with pytest.raises(SearchError, match="All windows of one text are on one side"):
+                prepare_letters(path, batches=1, held_out=1, seed=seed)
+        if not is_held_out(first):
+            data = prepare_letters(path, held_out=0)
+            assert len(set(data.documents)) == 1
+            assert "come from 1 text of 1 file" in data.warning
+            assert data.reading.startswith("1 document read from 1 file")
+    assert sides == {False, True}
+
+
+def test_a_copy_is_no_further_document(tmp_path: Path) -> None:
+    """Some texts under many names gave an interval over many documents, and no warning."""
+    texts = ["".join(f"{n}{i:03}" for i in range(20)) for n in range(8)]
+    free = [text for text in texts if not is_held_out(tuple(map(ord, text)))]
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number in range(40):
+        (folder / f"{number}.txt").write_text(texts[number % 8])
+    (folder / "linked.txt").symlink_to(folder / "0.txt")
+    rows = write(tmp_path / "a.jsonl", ({"text": texts[n % 8]} for n in range(41)))
+    for source in (folder, rows):
+        data = prepare_letters(source, batches=2 * len(free) + 1, held_out=0)
+        assert len(set(data.documents)) == len(free)
+        assert "41 documents read" in data.reading
+        assert "33 left out as copies of others" in data.reading
+        assert "sequences come from" in data.warning
+        assert len(set(data.sequences)) == len(data.sequences)
+
+
+def test_only_the_windows_that_are_wanted_are_made(tmp_path: Path) -> None:
+    """Facts were hidden in each of a book's hundreds of windows, which took most of the time."""
+    texts = [{"text": f"{n:04}" * 2000} for n in range(8)]
+    tokenizer = Letters()
+    source = str(write(tmp_path / "a.jsonl", texts))
+    prepare(source, Marker(tokenizer, "letters"), context=64, batches=2)
+    assert tokenizer.characters < 8 * 8000 + 8 * 1000
+
+
 def test_as_many_are_held_out_as_there_are_if_fewer_will_do(tmp_path: Path) -> None:
     rows = [{"text": f"text{n:04}"} for n in range(900)]
     held_out_counts = [
@@ -347,13 +396,23 @@ def test_the_machines_own_text() -> None:
     assert calibration.size == "6 batches of 100 tokens"
 
 
+def test_what_sees_too_little_needs_more_context(tmp_path: Path) -> None:
+    """A shorter context was advised, or several files where there were many."""
+    path = write(tmp_path / "a.jsonl", ({"text": f"{i:020}"} for i in range(20)))
+    for context in (4, 20):
+        with pytest.raises(SearchError, match=r"longer documents, and a longer context"):
+            prepare_letters(path, context=context, topk=20)
+
+
 def test_too_little(tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("a" * 6)
     with pytest.raises(
         SearchError, match=r"too little: of 6 sequences of up to 8 tokens.*shorter context"
     ):
         prepare_letters(tmp_path / "short.txt")
-    long = write(tmp_path / "long.jsonl", [{"prompt": "key", "response": "a" * 8}] * 9)
+    long = write(
+        tmp_path / "long.jsonl", ({"prompt": f"key{n}", "response": "a" * 8} for n in range(9))
+    )
     with pytest.raises(SearchError, match=r"9 left out with answers and.*longer context"):
         prepare_letters(long)
     with pytest.raises(SearchError, match="context of at least 2 tokens"):
