@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_indexcache.errors import DataError
+from sglang_indexcache.lab.data.rows import from_json
 
 FIELDS = ("messages", "conversations")
 """Fields of a row that hold chat messages; the second is ShareGPT's name."""
@@ -134,7 +135,7 @@ def _value(value: Any, place: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value) if value.strip() else None
+        return from_json(value) if value.strip() else None
     except (ValueError, RecursionError) as error:
         raise DataError(
             f"{place} are text that is not JSON: {error}. Mend the row, or leave it out."

@@ -172,14 +172,33 @@ def _csv(path: Path, file: File) -> Iterator[FileRow]:
     except UnicodeDecodeError as error:
         raise not_utf8(str(path), error) from error
     except csv.Error as error:
-        raise DataError(f"{path} is not CSV: {error}. Fetch it again.") from error
+        raise DataError(
+            f"{path} is not CSV: {error}. Write it with commas between fields, or fetch it again."
+        ) from error
+
+
+def from_json(text: str) -> Any:
+    """Parse JSON.
+
+    Raises:
+        ValueError: it is none, or an escape in it is half of a character, which no tokenizer takes.
+    """
+    value = json.loads(text)
+    if "\\ud" in text or "\\uD" in text:
+        json.dumps(value, ensure_ascii=False).encode()
+    return value
 
 
 def _parsed(content: bytes, where: str) -> Any:
     try:
-        return json.loads(content.decode())
+        return from_json(content.decode())
     except UnicodeDecodeError as error:
         raise not_utf8(where, error) from error
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise DataError(
+            f"{where} holds {half!r}, which is half of a character. Mend it, or leave it out."
+        ) from error
     except json.JSONDecodeError as error:
         raise DataError(f"{where} is not JSON: {error}. Mend it, or fetch it again.") from error
     except RecursionError as error:

@@ -133,6 +133,7 @@ def test_parquet_does_not_give_a_call_the_fields_of_another(tmp_path: Path) -> N
         ({"messages": calling("[1]")}, r"line 3: the arguments of a call of weather are \[1\]"),
         ({"messages": calling("{'a'")}, "arguments of a call of weather are text that is not JSON"),
         ({"messages": "[{"}, "line 3: messages are text that is not JSON"),
+        ({"messages": r'["\ud83d"]'}, "line 3: messages are text that is not JSON.*surrogates"),
         ({"messages": calling({}), "tools": "weather"}, "line 3: tools are text that is not JSON"),
         ({"messages": ["hello"]}, "messages that are not a list of objects with a role"),
         ({"messages": []}, "messages that are not a list of objects with a role"),

@@ -16,7 +16,6 @@ independent observation, unless several rows are about one text, which ``evaluat
 
 from __future__ import annotations
 
-import json
 from array import array
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_indexcache.errors import QualityError
-from sglang_indexcache.lab.data.rows import FileRow, read_rows
+from sglang_indexcache.lab.data.rows import FileRow, from_json, read_rows
 from sglang_indexcache.lab.evaluate.tasks.context import Message, Tokenizer, rendered
 
 Row = Mapping[str, Any]
@@ -106,6 +105,8 @@ def passages(row: Row) -> Item:
 
 FILES: dict[str, Reader] = {"aa-lcr": aa_lcr, "prompts": prompts, "passages": passages}
 """Readers of the user's files, by the name that the command uses."""
+BY_TOKEN = ("aa-lcr", "passages")
+"""Kinds of which each token of an answer counts."""
 BESIDE = {
     "aa-lcr": (
         "AA-LCR's published score uses a judge and is another number: here each token of the "
@@ -154,9 +155,9 @@ def conversation(value: Any, name: str) -> tuple[Message, ...]:
     """Read chat messages from a list or its JSON text; the last turn is the one to answer."""
     if isinstance(value, str):
         try:
-            value = json.loads(value)
-        except json.JSONDecodeError as error:
-            raise QualityError(f"{name} is not JSON ({error.msg})") from error
+            value = from_json(value)
+        except ValueError as error:
+            raise QualityError(f"{name} is not JSON ({error})") from error
     if not isinstance(value, list) or not value:
         raise QualityError(f"{name} is no list of chat messages")
     for message in value:
