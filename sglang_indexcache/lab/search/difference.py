@@ -59,16 +59,13 @@ class Difference:
         Raises:
             SearchError: there are fewer than two documents, which show nothing about the spread.
         """
-        numbers = np.arange(len(differences)) if documents is None else np.asarray(documents)
-        means = [
-            differences[numbers == number].mean() for number in dict.fromkeys(numbers.tolist())
-        ]
+        means = differences if documents is None else by_document(differences, documents)
         if len(means) < 2:
             raise SearchError(
                 "a confidence interval needs at least two documents, of which windows of one text "
                 "are one; give more"
             )
-        estimate = Estimate.of(np.array(means))
+        estimate = Estimate.of(means)
         low, high = estimate.interval(CONFIDENCE)
         values = tuple(float(value) for value in means)
         return cls(float(estimate.mean), float(low), float(high), values)
@@ -103,9 +100,17 @@ class Difference:
     @property
     def documents(self) -> str:
         """Text on the number of documents that lose, and on the worst of them."""
-        worst = max(self.each)
         phrase = f"{self.lost} of {len(self.each)} documents lose"
+        if not self.lost:
+            return phrase
+        worst = max(self.each)
         return f"{phrase}, number {self.each.index(worst) + 1} most: {worst:+.5f}"
+
+
+def by_document(values: Floats, documents: Sequence[int]) -> Floats:
+    """Average ``[n]`` values by the number of each one's document, in the order of the data."""
+    numbers = np.asarray(documents)
+    return np.array([values[numbers == number].mean() for number in dict.fromkeys(documents)])
 
 
 def unseen_in_words(documents: int) -> str:

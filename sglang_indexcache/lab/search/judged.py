@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from sglang_indexcache.lab.search.difference import Difference
+from sglang_indexcache.lab.search.difference import Difference, by_document
 from sglang_indexcache.lab.search.recall import KEYS, KINDS, PASSAGES, TEXT, Kinds
 from sglang_indexcache.lab.stats.pairs import Floats
 
@@ -96,10 +96,10 @@ def _weighted(by_kind: Mapping[str, float]) -> float:
 
 @dataclass(frozen=True)
 class Faithfulness:
-    """Comparison of a pattern with all F, over documents.
+    """Comparison of a pattern with all F; every number is a mean over documents.
 
     Attributes:
-        kl: mean divergence by kind, in nats.
+        kl: divergence by kind, in nats.
         kept: share of likeliest tokens that stay the same, by kind.
         recall: change in the share of recalled tokens that are right.
         loss: change of the loss, in nats per token.
@@ -122,15 +122,15 @@ class Faithfulness:
         Raises:
             SearchError: fewer than two documents.
         """
-        recall = np.array([j.recall - f.recall for j, f in zip(judged, full, strict=True)])
-        loss = np.array([j.loss - f.loss for j, f in zip(judged, full, strict=True)])
+        recall, full_recall = (np.array([each.recall for each in side]) for side in (judged, full))
+        loss, full_loss = (np.array([each.loss for each in side]) for side in (judged, full))
         return cls(
-            _means([each.kl for each in judged]),
-            _means([each.kept for each in judged]),
-            Difference.of(recall, documents),
-            Difference.of(loss, documents),
-            float(np.mean([each.recall for each in full])),
-            float(np.mean([each.loss for each in full])),
+            _means([each.kl for each in judged], documents),
+            _means([each.kept for each in judged], documents),
+            Difference.of(recall - full_recall, documents),
+            Difference.of(loss - full_loss, documents),
+            float(by_document(full_recall, documents).mean()),
+            float(by_document(full_loss, documents).mean()),
         )
 
     @property
@@ -169,7 +169,14 @@ class Faithfulness:
         }
 
 
-def _means(shares: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Average values by kind, over the batches that have the kind."""
-    kinds = [kind for kind in KINDS if any(kind in each for each in shares)]
-    return {kind: float(np.mean([each[kind] for each in shares if kind in each])) for kind in kinds}
+def _means(shares: Sequence[Mapping[str, float]], documents: Sequence[int]) -> dict[str, float]:
+    """Average values by kind, over the documents that have the kind."""
+    means = {}
+    for kind in KINDS:
+        having = [
+            (s[kind], number) for s, number in zip(shares, documents, strict=True) if kind in s
+        ]
+        if having:
+            values, numbers = zip(*having, strict=True)
+            means[kind] = float(by_document(np.array(values), numbers).mean())
+    return means

@@ -199,7 +199,7 @@ def _numbers_of(measured: Faithfulness) -> dict[str, tuple[float, float | None]]
 
 def _sureness(sure: Sureness) -> dict[str, Any]:
     without = sure.without.numbers() if sure.without else None
-    return {"share_of_proposals": round(sure.share, 4), "kl_added_without": without}
+    return {"share_of_proposals": round(sure.share, 4), "loss_added_without": without}
 
 
 def _step(step: Step) -> dict[str, Any]:

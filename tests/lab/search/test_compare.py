@@ -121,6 +121,7 @@ def test_says_how_many_documents_lose_and_which_most() -> None:
         3,
         "3 of 6 documents lose, number 4 most: +0.70000",
     )
+    assert Difference.of(-abs(added)).documents == "0 of 6 documents lose"
 
 
 def test_what_no_pattern_can_change_is_left_out() -> None:
@@ -168,6 +169,15 @@ def test_windows_of_one_text_are_one_document() -> None:
     assert difference.each == pytest.approx(tuple(means))
     assert (difference.low, difference.high) == pytest.approx(Estimate.of(means).interval(0.95))
     assert "8 of 8 documents lose" in against(evaluator).verdict
+    # Two windows of the first text, one of each other: its levels are means over texts as well.
+    documents = (0, 0, *range(1, 11))
+    uneven = Tokens(np.linspace(0, 0.4, 40), documents=documents)
+    numbers = against(uneven).numbers()
+    base, other = (
+        np.mean([of[:2].mean(), *of[2:].mean(axis=1)]) for of in (uneven.base, uneven.other)
+    )
+    assert (numbers["reference_loss"], numbers["loss"]) == pytest.approx((base, other))
+    assert numbers["kl_to_all_full"]["text"] == pytest.approx(other / 10)
     with pytest.raises(SearchError, match="windows of one text are one"):
         Difference.of(np.array([1.0, 2.0, 3.0]), [4, 4, 4])
 
