@@ -130,6 +130,8 @@ def run_command(
         # A check takes many times as long as a search by pairs.
         held_out = batches if chosen.objective else 0
         least_held_out = 0
+    elif held_out == 1:
+        raise SearchError("one held-out document shows no spread; give two or more, or 0")
     setup = Setup.read(
         model,
         data,

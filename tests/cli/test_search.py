@@ -41,6 +41,8 @@ def test_every_method_leaves_valid_entries(tmp_path: Path, method: str) -> None:
             assert error == pytest.approx(added.std(ddof=1) / 2)  # paired, so that levels cancel
         else:
             assert {*details["layers"]} == {*map(str, pattern.full_layers)} - {"0"}
+            for layer in details["layers"].values():  # by loss, and the file once said by KL
+                assert {*layer} == {"share_of_proposals", "loss_added_without"}
         fresh = evaluator.loss(pattern, range(4, 12)) - evaluator.loss(full, range(4, 12))
         loss = details["held_out"]["loss"]
         assert (loss["low"], loss["high"]) == pytest.approx(
@@ -146,6 +148,7 @@ def test_says_the_budget_first_and_what_ran_last(tmp_path: Path) -> None:
     # held-out batches.
     assert "1,024,000 tokens, 100.0 % of exhaustive greedy's" in output
     assert "64.0 patterns on all 16,000 tokens; then 24,000 at most" in output
+    assert "compare what was found on 8 held-out sequences" in output
     assert load_entry(tmp_path / "x-1of4.yaml").method.name == "exhaustive greedy (Algorithm 1)"
 
 
@@ -227,6 +230,8 @@ def test_a_config_file_gives_options_and_the_command_line_wins(tmp_path: Path) -
         (["--dtype", "int3"], "--dtype is float32 or bfloat16, got 'int3'"),
         (["--target", "13"], "can only reach 1 to 12"),
         (["--keep-full", "a"], "not a list of layers"),
+        (["--keep-full", "5-3"], "layers 5-3 go backwards; write 3-5"),
+        (["--held-out", "1"], "one held-out document shows no spread"),
         (["--model", "missing"], "missing is no folder of this machine"),
         (["--at-once", "2"], "--at-once is for the servers of --url"),
         (["--score", "early"], "the score is answers, recall, late, all, got 'early'"),

@@ -93,7 +93,10 @@ def parse_layers(text: str) -> list[int]:
         match = _LAYERS.fullmatch(part.strip())
         if match is None:
             raise SearchError(f"{text!r} is not a list of layers such as 3,5,10-12")
-        layers += range(int(match[1]), int(match[2] or match[1]) + 1)
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last < first:
+            raise SearchError(f"layers {part.strip()} go backwards; write {last}-{first}")
+        layers += range(first, last + 1)
     return layers
 
 

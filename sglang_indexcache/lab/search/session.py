@@ -25,8 +25,9 @@ from sglang_indexcache.lab.search.methods import Method
 from sglang_indexcache.lab.search.methods.greedy import evaluations
 from sglang_indexcache.lab.search.output import OutputFolder
 from sglang_indexcache.lab.search.rules import Targets
-from sglang_indexcache.lab.search.run import Found, Search, check_tokens
+from sglang_indexcache.lab.search.run import PROBES, Found, Search, check_tokens
 from sglang_indexcache.lab.search.setup import Setup
+from sglang_indexcache.library.lengths import counted
 
 JOURNAL = "journal.jsonl"
 
@@ -102,9 +103,10 @@ def plan(setup: Setup, targets: Targets, method: Method) -> Iterator[tuple[str, 
         "budget",
         f"{least:,} tokens, {share:.1f} % of exhaustive greedy's, which are "
         f"{least / full:.1f} patterns on all {full:,} tokens; then {checks:,} at most to compare "
-        f"what was found on {len(held_out)} held-out documents",
+        f"what was found on {counted(len(held_out), 'held-out sequence')}",
     )
-    yield "cost", f"{least + checks:,} tokens at most"
+    between = f", and those of up to {PROBES} retentions between targets" * method.judges
+    yield "cost", f"{least + checks:,} tokens at most{between}"
 
 
 def _show(event: Step, search: Search, console: Console) -> None:
