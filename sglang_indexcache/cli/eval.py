@@ -220,6 +220,13 @@ def compare_command(
 
     inputs = {"reference": reference, "candidate": candidate, "again": again, "bad": bad}
     places = {role: _named(place, role) for role, place in inputs.items() if place}
+    roles: dict[Path, str] = {}
+    for role, (_, place) in places.items():
+        if (other := roles.setdefault(Path(place).resolve(), role)) != role:
+            raise QualityError(
+                f"{other} and {role} are the same run, {place}, which says nothing when it is "
+                "compared with itself. Give each its own folder or file."
+            )
     logs = {role: read_log(*named, metric) for role, named in places.items()}
     flags = [f"{role} {Path(place).name}" for role, (_, place) in places.items()]
     evaluation = compare_logs(

@@ -176,6 +176,10 @@ def test_runs_that_cannot_be_compared_end_with_one_line(tmp_path: Path) -> None:
     plain_run = plain(tmp_path, lambda _: 1.0)
     text = compare(place, plain_run, "-o", tmp_path / "out", code=1)
     assert "compare runs of one harness" in text
+    # With contexts enough, a run given twice was called "no loss".
+    for runs in ((place, place), (place, plain_run, "--again", place)):
+        text = compare(*runs, "-o", tmp_path / "out", code=1)
+        assert "are the same run" in text
     assert not (tmp_path / "out").exists()
 
 

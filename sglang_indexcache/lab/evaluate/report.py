@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from sglang_indexcache.lab.evaluate.evaluation import Evaluation
+from sglang_indexcache.lab.evaluate.tasks.files import BY_TOKEN
 from sglang_indexcache.lab.evaluate.verdict import Look, Verdicts, verdicts_of
 from sglang_indexcache.lab.stats.bounds import Estimate
 from sglang_indexcache.lab.stats.pairs import Flips, paired
@@ -87,7 +88,10 @@ def provenance(evaluation: Evaluation) -> str:
     text = "; ".join(part for part in parts if part)
     if not evaluation.verified:
         return f"{text}. Answers and scores of another harness. Pattern not verified by a server."
-    return f"{text}. Endpoint: right to the letter, teacher-forced."
+    by_token = [task for task in evaluation.tasks if task in BY_TOKEN]
+    endpoints = ["right to the letter"] * (len(by_token) < len(evaluation.tasks))
+    endpoints += [f"share of tokens right in {task}" for task in by_token]
+    return f"{text}. Endpoint: {', '.join(endpoints)}, teacher-forced."
 
 
 def cell_differences(evaluation: Evaluation) -> list[CellDifference]:

@@ -18,6 +18,7 @@ from sglang_indexcache.lab.evaluate.report import (
     ONE_LOOK,
     cell_differences,
     control,
+    provenance,
     write_report,
 )
 from sglang_indexcache.lab.evaluate.verdict import verdicts_of
@@ -92,6 +93,13 @@ def test_the_sentence_names_all_that_a_reader_needs(tmp_path: Path) -> None:
         "Endpoint: right to the letter",
     ):  # fmt: skip
         assert part in text
+    mixed = evaluation(4)
+    rows = tuple(replace(each, task="passages") for each in mixed.planned)
+    for planned, endpoint in (
+        (rows, "Endpoint: share of tokens right in passages, teacher-forced."),
+        (mixed.planned + rows, "to the letter, share of tokens right in passages, teacher-forced."),
+    ):
+        assert provenance(replace(mixed, planned=planned)).endswith(endpoint)
 
 
 def test_numbers_are_those_of_an_independent_count() -> None:
