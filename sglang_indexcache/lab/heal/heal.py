@@ -113,6 +113,8 @@ class HealOptions:
             raise TrainingError("there is nothing to do: ask for dense or for sparse steps")
         if self.dtype not in DTYPES:
             raise TrainingError(f"the body's dtype is {', '.join(DTYPES)}, got {self.dtype!r}")
+        if self.lr is not None and not 0 < self.lr < math.inf:
+            raise TrainingError(f"a learning rate is above 0, got {self.lr:g} (--lr)")
         for name in ("rows", "held_out", "evaluate_every", "save_every", "block"):
             if getattr(self, name) < 1:
                 raise TrainingError(f"{name} is {getattr(self, name)}; it must be at least 1")
@@ -228,13 +230,16 @@ class _Healing:
         self.files = HealRun(options.output, console)
 
     def claimed(self) -> AbstractContextManager[None]:
-        """Lock the run's folder for this process alone."""
-        identity = self._identity_options() | {"digest of the checkpoint's files": self.base}
-        return self.files.claimed(identity)
+        """Read the data, and lock the run's folder for this process alone."""
+        self.data = {length: self._read(length) for length in set(self.target.lengths.values())}
+        digests = {
+            "digest of the checkpoint's files": self.base,
+            "digest of the data": {str(length): each.digest for length, each in self.data.items()},
+        }
+        return self.files.claimed(self._identity_options() | digests)
 
     def run(self) -> HealResult:
         """Train to the end of the last stage."""
-        self.data = {length: self._read(length) for length in set(self.target.lengths.values())}
         adapter = self.files.finished()
         if adapter is not None:
             self.files.log.say(f"{self.options.output} is finished already")

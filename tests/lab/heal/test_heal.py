@@ -298,6 +298,25 @@ def test_the_folder_of_another_run(base: Path) -> None:
         heal(options(base))
 
 
+def test_other_data_under_the_same_name_is_another_run(base: Path) -> None:
+    """It went on, with rows held out that it had trained on, and its record named the new data."""
+    path = base / "texts.jsonl"
+
+    def write(name: str) -> None:
+        path.write_text("".join(json.dumps(f"{name} {n} " * 20) + "\n" for n in range(99)))
+
+    def stop(*_: Any) -> None:
+        raise StoppedError
+
+    write("first")
+    settings = options(base, data=(str(path),))
+    with pytest.raises(StoppedError):
+        heal(settings, on_step=stop)
+    write("second")
+    with pytest.raises(TrainingError, match=r"different: digest of the data .*another --output"):
+        heal(settings)
+
+
 def test_a_checkpoint_that_changes_meanwhile_is_told(base: Path) -> None:
     """The adapter once named the new files, on which it was not trained."""
 
@@ -316,6 +335,8 @@ def test_a_checkpoint_that_changes_meanwhile_is_told(base: Path) -> None:
         {"dense_steps": 0, "sparse_steps": 0},
         {"dtype": "int8"},
         {"rows": 0},
+        {"lr": 0.0},  # once a trial chose another
+        {"lr": float("nan")},
     ],
 )
 def test_options_that_make_no_sense(tmp_path: Path, changes: dict[str, Any]) -> None:
