@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from sglang_indexcache.lab.client.score import Engine
     from sglang_indexcache.lab.search.calibration import Calibration, Score
     from sglang_indexcache.lab.search.evaluators import TokenEvaluator
-    from sglang_indexcache.library.resolve import Resolved
+    from sglang_indexcache.pattern import Pattern
 
 app = group("Find a pattern for your checkpoint, and compare patterns.")
 
@@ -131,7 +131,9 @@ def run_command(
         held_out = batches if chosen.objective else 0
         least_held_out = 0
     elif held_out == 1:
-        raise SearchError("one held-out document shows no spread; give two or more, or 0")
+        raise SearchError(
+            "one held-out document shows no spread: give 0, or two or more (--held-out)"
+        )
     setup = Setup.read(
         model,
         data,
@@ -174,15 +176,13 @@ def compare_command(
     from sglang_indexcache.lab.search.compare import compare
     from sglang_indexcache.lab.search.difference import HELD_OUT
     from sglang_indexcache.lab.search.setup import Setup
-    from sglang_indexcache.library.resolve import name_and_pattern
     from sglang_indexcache.library.writing import write_json
 
     if len(patterns) < 2:
         raise SearchError("give at least two patterns; the first is the reference")
     if held_out is not None and held_out < 2:
         raise SearchError("a comparison needs at least two held-out documents (--held-out)")
-    reference_title, *titles = [name_and_pattern(value)[0] for value in patterns]
-    reference, *candidates = _resolve(model, patterns)
+    (reference_title, reference), *named = _resolve(model, patterns)
     servers = connect(url, api_key)
     measuring = _measuring(model, servers, dtype, at_once)
     read = Setup.read(
@@ -199,17 +199,16 @@ def compare_command(
     evaluator = measuring(setup.calibration)
     identity = setup.identity(evaluator)
     with out.status("measuring ..."):
-        patterns_compared = [each.pattern for each in candidates]
-        comparisons = compare(evaluator, reference.pattern, patterns_compared)
-    named = list(zip(titles, comparisons, strict=True))
-    verdicts = [(f"{title} against {reference_title}", result.verdict) for title, result in named]
+        results = compare(evaluator, reference, [pattern for _, pattern in named])
+    compared = [(title, result) for (title, _), result in zip(named, results, strict=True)]
+    verdicts = [(f"{title} against {reference_title}", each.verdict) for title, each in compared]
     print_plan(out, verdicts)
     facts = {
         "reference": reference_title,
         "identity": identity,
         "data": setup.data,
         "documents": setup.calibration.reading,
-        "comparisons": [{"name": title, **result.numbers()} for title, result in named],
+        "comparisons": [{"name": title, **each.numbers()} for title, each in compared],
     }
     write_json(output / "compare.json", facts)
     out.print(f"the numbers are in {output / 'compare.json'}")
@@ -247,14 +246,14 @@ def _measuring(
     return local
 
 
-def _resolve(model: Path, patterns: Sequence[str]) -> list[Resolved]:
-    """Resolve the patterns to compare."""
+def _resolve(model: Path, patterns: Sequence[str]) -> list[tuple[str, Pattern]]:
+    """Return the patterns to compare, with their names."""
     from sglang_indexcache.checkpoint import Checkpoint
-    from sglang_indexcache.library.resolve import Library, name_and_pattern
+    from sglang_indexcache.library.resolve import Library, names_and_patterns
 
     checkpoint, library = Checkpoint.read(model), Library.default()
-    written = [name_and_pattern(value)[1] for value in patterns]
-    return [library.resolve(value, checkpoint) for value in written]
+    named = names_and_patterns(patterns)
+    return [(name, library.resolve(value, checkpoint).pattern) for name, value in named]
 
 
 def _tell(line: str) -> None:

@@ -248,6 +248,23 @@ def name_and_pattern(value: str) -> tuple[str, str]:
     return (Path(value).stem if value.endswith((".yaml", ".yml")) else value), value
 
 
+def names_and_patterns(values: Sequence[str]) -> list[tuple[str, str]]:
+    """Split several by :func:`name_and_pattern`.
+
+    Raises:
+        PatternError: two have the same name.
+    """
+    named = [name_and_pattern(value) for value in values]
+    names = [name for name, _ in named]
+    for name in names:
+        if names.count(name) > 1:
+            raise PatternError(
+                f"two patterns are called {name}, so that results could not tell them apart. Give "
+                "each a name of its own: NAME=PATTERN."
+            )
+    return named
+
+
 def _from_entry(entry: Entry, description: str) -> Resolved:
     return Resolved(entry.parsed, description, entry)
 

@@ -249,7 +249,11 @@ def test_bad_input_is_one_line(tmp_path: Path, arguments: list[str], message: st
     assert not (tmp_path / "out" / "search.json").exists()
 
 
-def test_compare_needs_two() -> None:
-    result = call("search", "compare", "full", "-o", "nowhere", "--model", "missing")
+def test_compare_needs_two_with_names_of_their_own(tmp_path: Path) -> None:
+    """The results of two seeds' files, which have one name, could not be told apart."""
+    command = ("search", "compare", "full", "-o", tmp_path / "out", "--model", TINY)
+    assert "at least two patterns" in call(*command).output
+    result = call(*command, "a/found-1of4.yaml", "b/found-1of4.yaml")
     assert result.exit_code == 1
-    assert "at least two patterns" in result.output
+    assert "two patterns are called found-1of4, so that" in words_of(result)
+    assert "a name of its own: NAME=PATTERN" in words_of(result)

@@ -214,13 +214,13 @@ def find_files(path: Path) -> tuple[list[Path], list[Path]]:
     if not path.is_dir():
         return [path], []
     # A link that leads nowhere is kept, so that it is named.
-    files = [file for file in sorted(_inside(path, set())) if file.is_file() or file.is_symlink()]
+    files = [file for file in _inside(path, set()) if file.is_file() or file.is_symlink()]
     data = {file for file in files if has_rows(file)} or {file for file in files if is_text(file)}
     return [file for file in files if file in data], [file for file in files if file not in data]
 
 
 def _inside(folder: Path, seen: set[Path]) -> Iterator[Path]:
-    """Yield what is in a folder and in those below, each once, because links may lead in circles.
+    """Yield the files of a folder and those below, each once: links may lead in circles.
 
     Args:
         seen: folders that were looked into, to which this one is added.

@@ -172,8 +172,10 @@ def _csv(path: Path, file: File) -> Iterator[FileRow]:
     except UnicodeDecodeError as error:
         raise not_utf8(str(path), error) from error
     except csv.Error as error:
+        between = "tabs" if delimiter == "\t" else "commas"
         raise DataError(
-            f"{path} is not CSV: {error}. Write it with commas between fields, or fetch it again."
+            f"{path} is not CSV: {error}. Write it with {between} between fields, and quotes "
+            "around those that hold any, or fetch it again."
         ) from error
 
 

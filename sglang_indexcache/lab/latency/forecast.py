@@ -21,7 +21,7 @@ from sglang_indexcache.checkpoint import Checkpoint, fp8_blocks, read_config, te
 from sglang_indexcache.errors import BenchError, LibraryError
 from sglang_indexcache.lab.latency.tables import Grid
 from sglang_indexcache.library.lengths import format_length
-from sglang_indexcache.library.resolve import Library, name_and_pattern
+from sglang_indexcache.library.resolve import Library, names_and_patterns
 from sglang_indexcache.library.sizes import PRESETS, ModelShape, check_room, checkpoint_of, find_gpu
 from sglang_indexcache.pattern import Pattern
 
@@ -225,7 +225,7 @@ def choose_patterns(values: Sequence[str], shape: str) -> tuple[Patterns, tuple[
     """
     checkpoint = checkpoint_of(shape)
     patterns, notes = [], []
-    for name, value in map(name_and_pattern, values):
+    for name, value in names_and_patterns(values):
         try:
             pattern = Library.default().resolve(value, checkpoint).pattern
         except LibraryError:

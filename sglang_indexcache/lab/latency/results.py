@@ -16,7 +16,7 @@ from pydantic import Field
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import BenchError
 from sglang_indexcache.library.files import Strict
-from sglang_indexcache.library.resolve import Library, name_and_pattern
+from sglang_indexcache.library.resolve import Library, names_and_patterns
 from sglang_indexcache.pattern import Pattern
 
 Metric = Literal["prefill", "decode", "full"]
@@ -62,13 +62,9 @@ def configurations(values: Sequence[str], checkpoint: Checkpoint) -> tuple[Confi
         IndexCacheError: a pattern does not fit, or a name occurs twice.
     """
     resolved = []
-    for text in values:
-        name, value = name_and_pattern(text)
+    for name, value in names_and_patterns(values):
         pattern = Library.default().resolve(value, checkpoint).pattern
         resolved.append(Configuration(name=name, value=value, pattern=str(pattern)))
-    names = [configuration.name for configuration in resolved]
-    if len(set(names)) != len(names):
-        raise BenchError(f"configurations must have different names, got {', '.join(names)}")
     return tuple(resolved)
 
 

@@ -150,6 +150,7 @@ class Reading:
     Attributes:
         objective: rule by which every sequence has at least one prediction that counts.
         texts: number of each document read so far, by its place; they are from ``files``.
+        read: fingerprints of their tokens.
         copies: number left out because the same tokens were read before.
         unmarked: number left out because answers count and they have none.
         blind: number left out because nothing that counts sees more than ``topk`` tokens.

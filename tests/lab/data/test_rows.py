@@ -110,6 +110,7 @@ def test_no_more_is_read_than_is_wanted(tmp_path: Path) -> None:
             r"line 2 holds '.ud83d', wh",
         ),
         ("a.csv", b'text;n\n"a";1', "is not CSV: .* Write it with commas between fields"),
+        ("a.tsv", b'text\tn\n"a" b\t1', "is not CSV: .* Write it with tabs between fields"),
         ("a.jsonl", b'"caf\xe9"', r"line 1 is not UTF-8 .it holds the byte 0xe9"),
         ("a.json", b'{"a": 1}', r"a\.json does not hold a list of rows"),
         ("a.json", b'[{"a": 1}', r"a\.json is not JSON"),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sglang_indexcache.errors import BenchError, CheckpointError, LibraryError
+from sglang_indexcache.errors import BenchError, CheckpointError, LibraryError, PatternError
 from sglang_indexcache.lab.latency.forecast import (
     MODELS,
     NO_RATE,
@@ -84,6 +84,8 @@ def test_a_ratio_without_a_pattern_is_evenly_spaced_and_said_so() -> None:
     assert "No 1/4 pattern of deepseek-v3.2 is known" in note
     with pytest.raises(LibraryError):
         choose_patterns(["glm-6-1of4"], "glm-5")
+    with pytest.raises(PatternError, match="two patterns are called a, so that results"):
+        choose_patterns(["a=1/2", "a=1/4"], "glm-5")
 
 
 def test_programs_are_told_the_same() -> None:

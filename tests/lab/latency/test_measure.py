@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from sglang_indexcache.checkpoint import Checkpoint
-from sglang_indexcache.errors import BenchError, CheckpointError, ServerError
+from sglang_indexcache.errors import BenchError, CheckpointError, PatternError, ServerError
 from sglang_indexcache.lab.client.http import Client
 from sglang_indexcache.lab.client.stream import StreamedAnswer, stream
 from sglang_indexcache.lab.latency import measure as latency
@@ -339,7 +339,7 @@ def test_a_config_without_a_vocabulary_is_refused(tmp_path: Path) -> None:
 
 
 def test_names_must_differ() -> None:
-    with pytest.raises(BenchError, match="different names"):
+    with pytest.raises(PatternError, match="two patterns are called a, so that results"):
         configurations(("a=full", "a=uniform:1/2"), CHECKPOINT)
 
 
