@@ -1,4 +1,4 @@
-"""What comparisons with all F say: weights of the kinds of tokens, and kept recall."""
+"""Comparisons with all F: weights of the kinds of tokens, and kept recall."""
 
 from __future__ import annotations
 
