@@ -115,8 +115,10 @@ def _read_config(context: typer.Context, path: Path | None) -> Path | None:
         return None
     import yaml
 
+    from sglang_indexcache.library.files import parse_yaml
+
     try:
-        options = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        options = parse_yaml(path.read_text(encoding="utf-8")) or {}
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise IndexCacheError(f"--config {path} cannot be read: {error}") from error
     if not isinstance(options, dict):
@@ -129,6 +131,8 @@ def _read_config(context: typer.Context, path: Path | None) -> Path | None:
             raise IndexCacheError(
                 f"--config {path}: {name!r} is no option of `{context.command_path}`"
             )
+        if option.name in defaults:
+            raise IndexCacheError(f"--config {path}: {name!r} is given twice. Give it once.")
         several = getattr(option, "multiple", False) and not isinstance(value, list)
         defaults[str(option.name)] = [value] if several else value
     context.default_map = defaults

@@ -24,19 +24,22 @@ def checkpoint_digest(folder: Path) -> str:
 
     Raises:
         CheckpointError: the folder has no config.json or no .safetensors file, or one of these
-            is damaged.
+            is damaged or cannot be read.
     """
     config, weights = folder / "config.json", sorted(folder.glob("*.safetensors"))
     if not config.exists() or not weights:
         raise CheckpointError(
             f"{folder} is not a checkpoint: it needs config.json and *.safetensors"
         )
-    content = hashlib.sha256(config.read_bytes())
-    for path in weights:
-        size = path.stat().st_size
-        content.update(f"{path.name}:{size}\n".encode())
-        for block in _blocks(path, size):
-            content.update(block)
+    try:
+        content = hashlib.sha256(config.read_bytes())
+        for path in weights:
+            size = path.stat().st_size
+            content.update(f"{path.name}:{size}\n".encode())
+            for block in _blocks(path, size):
+                content.update(block)
+    except OSError as error:  # a dangling link, another user's file
+        raise CheckpointError(f"cannot read {error.filename}: {error.strerror}") from error
     return content.hexdigest()
 
 

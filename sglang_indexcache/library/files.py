@@ -209,6 +209,37 @@ _MOST_BYTES = 64 << 10
 KiB of nested brackets, and its time grows with the square of the size."""
 
 
+class _UniqueKeys(yaml.SafeLoader):
+    """YAML loader that refuses a key given twice, whose first value PyYAML would drop."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """Return a mapping's node, or raise a YAMLError that names the repeated key."""
+        node: yaml.MappingNode = super().compose_mapping_node(anchor)
+        keys: set[Any] = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in keys:
+                raise yaml.YAMLError(f"line {key.start_mark.line + 1} gives {key.value!r} again")
+            keys.add(key.value)
+        return node
+
+
+def parse_yaml(text: str) -> Any:
+    """Parse a user's YAML.
+
+    Raises:
+        YAMLError: also for a key that is given twice, and for nesting beyond Python's stack.
+    """
+    try:
+        return yaml.load(text, _UniqueKeys)
+    except RecursionError:
+        raise yaml.YAMLError("its brackets or lists stand in one another too deeply") from None
+
+
+def is_yaml(path: Path) -> bool:
+    """Return whether a path has a suffix of YAML files."""
+    return path.suffix.lower() in (".yaml", ".yml")
+
+
 def load_entry(path: Path) -> Entry:
     """Read and validate one pattern file.
 
@@ -223,15 +254,11 @@ def load_entry(path: Path) -> Entry:
                 f"{path} is larger than {_MOST_BYTES >> 10} KiB, so it is no pattern file. Take "
                 "out of it what is not about the pattern."
             )
-        data = yaml.safe_load(content.decode("utf-8"))
+        data = parse_yaml(content.decode("utf-8"))
     except OSError as error:
         raise LibraryError(f"cannot read pattern file {path}: {error.strerror}. {FORMS}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise LibraryError(f"{path} is not valid YAML: {_one_line(error)}") from error
-    except RecursionError:
-        raise LibraryError(
-            f"{path} is no pattern file: its brackets or lists stand in one another too deeply"
-        ) from None
     if not isinstance(data, dict):
         raise LibraryError(f"{path} is not a pattern file: expected a mapping with 'pattern'")
     try:
@@ -248,7 +275,7 @@ def read_folder(folder: Path) -> tuple[dict[str, Entry], list[LibraryError]]:
     entries: dict[str, Entry] = {}
     left_out: list[LibraryError] = []
     try:
-        paths = sorted(path for path in folder.iterdir() if path.suffix == ".yaml")
+        paths = sorted(path for path in folder.iterdir() if is_yaml(path))
     except OSError as error:
         return {}, [LibraryError(f"cannot read the folder {folder}: {error.strerror}")]
     for path in paths:

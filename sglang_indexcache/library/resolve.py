@@ -18,7 +18,7 @@ from pathlib import Path
 
 from sglang_indexcache.checkpoint import Checkpoint
 from sglang_indexcache.errors import LibraryError, PatternError, quoted
-from sglang_indexcache.library.files import FORMS, LETTERS, Entry, load_entry, read_folder
+from sglang_indexcache.library.files import FORMS, LETTERS, Entry, is_yaml, load_entry, read_folder
 from sglang_indexcache.library.writing import shipped
 from sglang_indexcache.models import EXPERTS
 from sglang_indexcache.pattern import Pattern
@@ -182,10 +182,13 @@ class Library:
         return _from_entry(self.get(value), f"library entry {value}")
 
     def _by_ratio(self, value: str, checkpoint: Checkpoint) -> Resolved:
-        if len(value) > _LONGEST_RATIO:
-            raise PatternError(f"a ratio is one of small numbers such as 1/4, got {quoted(value)}")
         above, _, below = value.partition("/")
-        ratio = Fraction(int(above), int(below) or 1)
+        if len(value) > _LONGEST_RATIO or not 0 < int(above) < int(below):
+            raise PatternError(
+                "a ratio is the share of indexers that stay, in small numbers such as 1/4, and "
+                f"full is all of them; got {quoted(value)}"
+            )
+        ratio = Fraction(int(above), int(below))
         matching = [
             entry for entry in self.for_checkpoint(checkpoint) if Fraction(entry.retention) == ratio
         ]
@@ -223,9 +226,12 @@ class Library:
                 "for the same layers with another number of experts: give its name, and measure "
                 "quality before you serve it (indexcache eval run)."
             )
+        search = f"{start}. Search one on your data (indexcache search run)"
+        if ratio.numerator > 1 or ratio.denominator > checkpoint.num_layers:
+            return LibraryError(f"{search}.")
         return LibraryError(
-            f"{start}. Search one on your data (indexcache search run), or say uniform:{value} to "
-            "interleave blindly, which costs quality on long contexts."
+            f"{search}, or say {_UNIFORM}{ratio} to interleave blindly, which costs quality on "
+            "long contexts."
         )
 
 
@@ -237,7 +243,7 @@ def names_a_file(value: str) -> bool:
     value = value.strip()
     if "<" in value or value.startswith(_UNIFORM) or _RATIO.fullmatch(value):
         return False
-    return value.endswith((".yaml", ".yml")) or os.sep in value
+    return is_yaml(Path(value)) or os.sep in value
 
 
 def name_and_pattern(value: str) -> tuple[str, str]:
@@ -245,7 +251,7 @@ def name_and_pattern(value: str) -> tuple[str, str]:
     name, _, pattern = value.partition("=")
     if name and pattern and not os.path.exists(value):  # a path may contain "="
         return name, pattern
-    return (Path(value).stem if value.endswith((".yaml", ".yml")) else value), value
+    return (Path(value).stem if is_yaml(Path(value)) else value), value
 
 
 def names_and_patterns(values: Sequence[str]) -> list[tuple[str, str]]:

@@ -215,6 +215,8 @@ def test_a_config_file_gives_options_and_the_command_line_wins(tmp_path: Path) -
         ("per_batch: 2", "'per_batch' is no option of"),
         ("- a", "must hold options"),
         ("a: [", "cannot be read"),
+        ("seed: 1\nseed: 2", "line 2 gives 'seed' again"),
+        ("held-out: 1\nheld_out: 2", "'held_out' is given twice"),
     ):
         config.write_text(text)
         assert message in words_of(call(*arguments))

@@ -15,6 +15,10 @@ def test_a_digest_needs_a_checkpoint_and_says_so(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"needs config.json and \*.safetensors"):
         checkpoint_digest(tmp_path)
+    (tmp_path / "model.safetensors").symlink_to("blob")
+    with pytest.raises(CheckpointError, match=r"cannot read .*model\.safetensors: No such file"):
+        checkpoint_digest(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     before = checkpoint_digest(tmp_path)
     assert before == checkpoint_digest(tmp_path)

@@ -66,6 +66,7 @@ def test_schema_errors_name_the_field(tmp_path: Path, change: dict[str, Any], me
     ("content", "message"),
     [
         ("pattern: [FSFS", "not valid YAML"),
+        ("pattern: FSFS\npattern: FSSS", "not valid YAML: line 2 gives 'pattern' again"),
         ("just text", "expected a mapping"),
         ("", "expected a mapping"),
         ("name: mine", "pattern: Field required"),
@@ -121,6 +122,14 @@ def test_a_bad_file_is_left_out_and_the_others_stay(tmp_path: Path, name: str) -
     [why] = library.left_out
     assert str(path) in str(why)
     assert library.digest == _without(library, tmp_path, path)
+
+
+def test_every_suffix_of_yaml_is_read(tmp_path: Path) -> None:
+    for name in ("a.yml", "b.YAML", "c.yaml"):
+        write(tmp_path, {**GOOD, "name": name[0]}, name)
+    write(tmp_path, "notes", "d.txt")
+    assert list(Library([tmp_path]).entries) == ["a", "b", "c"]
+    assert Library([tmp_path]).left_out == []
 
 
 def _without(library: Library, folder: Path, path: Path) -> str:

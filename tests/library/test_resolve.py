@@ -123,7 +123,13 @@ def test_full_means_all_that_the_checkpoint_ships(library: Library) -> None:
         ("", PatternError, "empty"),
         ("SFFF", PatternError, "starts with S"),
         ("/no/such/file.yaml", LibraryError, "cannot read pattern file"),
-        ("1/" + "9" * 5000, PatternError, "a ratio is one of small numbers such as 1/4"),
+        ("1/" + "9" * 5000, PatternError, "in small numbers such as 1/4.*4,902 characters more"),
+        ("3/4", LibraryError, r"Search one on your data \(indexcache search run\)\.$"),
+        ("1/79", LibraryError, r"Search one on your data \(indexcache search run\)\.$"),
+        ("2/16", LibraryError, "say uniform:1/8 to"),
+        ("1/1", PatternError, "a ratio is the share of indexers that stay.* full is all of them"),
+        ("0/4", PatternError, "a ratio is the share of indexers that stay"),
+        ("1/0", PatternError, "a ratio is the share of indexers that stay"),
         ("uniform:1/" + "9" * 5000, PatternError, "uniform:1/r.*4,910 characters more"),
         ("full < 32K <= 1/2", LibraryError, "one pattern is wanted here"),
     ],
@@ -240,7 +246,7 @@ def test_another_models_pattern_is_named_as_such(library: Library) -> None:
 
 @pytest.mark.parametrize(
     ("value", "expected"),
-    [("a.yaml", True), ("b.yml", True), ("../b", True), ("/etc/passwd", True), ("FSFS", False),
+    [("a.yaml", True), ("b.YML", True), ("../b", True), ("/etc/passwd", True), ("FSFS", False),
      ("1/4", False), ("uniform:1/4", False), ("uniform:x/4", False), ("full", False),
      ("glm-5-1of4", False), ("full < 32K <= 1/4", False), (" 1/4 ", False), (" a.yaml ", True)],
 )  # fmt: skip

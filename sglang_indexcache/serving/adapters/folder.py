@@ -22,7 +22,7 @@ from pydantic import Field, ValidationError
 from sglang_indexcache.checkpoint import Checkpoint, fp8_blocks
 from sglang_indexcache.errors import CheckpointError, PatternError
 from sglang_indexcache.library.digest import checkpoint_digest
-from sglang_indexcache.library.files import Strict
+from sglang_indexcache.library.files import Strict, parse_yaml
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.adapters.weights import tensors_in
 
@@ -167,7 +167,7 @@ def indexer_layer(name: str) -> int | None:
 def _document(folder: Path) -> Document:
     path = folder / ADAPTER_FILE
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        data = parse_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise CheckpointError(
             f"{folder} is not an adapter: cannot read {path} ({error.strerror}). Give the folder "
@@ -219,6 +219,9 @@ def check_tensors(weights: Path, pattern: Pattern, base: Base, where: str) -> No
 
 
 def file_digest(path: Path) -> str:
-    """Return the SHA-256 of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    """Return the SHA-256 of a file, or raise CheckpointError if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error

@@ -109,6 +109,11 @@ def _yaml(change: Callable[[dict], None]) -> Callable[[Path], None]:
     return edit
 
 
+def _unreadable(folder: Path) -> None:
+    (folder / WEIGHTS_FILE).unlink()
+    (folder / WEIGHTS_FILE).mkdir()
+
+
 def _one_byte(folder: Path) -> None:
     content = bytearray((folder / WEIGHTS_FILE).read_bytes())
     content[-1] ^= 1
@@ -120,6 +125,7 @@ def _one_byte(folder: Path) -> None:
     [
         (_no_yaml, "is not an adapter: cannot read .*adapter.yaml"),
         (lambda f: (f / WEIGHTS_FILE).unlink(), "has no indexers.safetensors"),
+        (_unreadable, "cannot read .*indexers.safetensors: Is a directory"),
         (_one_byte, "SHA-256 differs"),
         (lambda f: (f / ADAPTER_FILE).write_text("{"), "is not valid YAML"),
         (lambda f: (f / ADAPTER_FILE).write_text("- 1"), "is not an adapter's: the file"),
