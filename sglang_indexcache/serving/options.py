@@ -12,6 +12,7 @@ from typing import Any, get_args
 
 from sglang_indexcache.errors import KernelError, SettingsError
 from sglang_indexcache.kernels.dispatch import chosen, stated_overlap
+from sglang_indexcache.library.resolve import LIBRARY_VARIABLE
 from sglang_indexcache.serving.plan import (
     BACKEND_FIELDS,
     BACKEND_NAME,
@@ -113,9 +114,10 @@ def collect(values: Mapping[str, str | None], *, as_keywords: bool = False) -> C
     """Merge flags (or Engine keywords) with the environment.
 
     Raises:
-        SettingsError: two sources disagree, or a value is out of range.
+        SettingsError: two sources disagree, a value is out of range, or a variable is unknown.
     """
     choices: Choices = {}
+    _check_variables()
     for option in OPTIONS:
         origin = f"Engine({option.name}=...)" if as_keywords else option.flag
         direct, variable = values.get(option.name), os.environ.get(option.variable)
@@ -139,6 +141,17 @@ def collect(values: Mapping[str, str | None], *, as_keywords: bool = False) -> C
         except KernelError as error:
             raise SettingsError(f"{choices[KERNELS].origin}: {error}; or engine") from None
     return choices
+
+
+def _check_variables() -> None:
+    """Raise SettingsError for a variable that is written like ours and that nobody would read."""
+    known = [*(option.variable for option in OPTIONS), LIBRARY_VARIABLE]
+    for name in sorted(os.environ):
+        if name.startswith("SGLANG_INDEXCACHE_") and name not in known:
+            raise SettingsError(
+                f"the variable {name} is set, and IndexCache reads none of that name. Unset it, "
+                f"or take one of {', '.join(known)}."
+            )
 
 
 def asks(cfg: Any, choices: Choices) -> bool:

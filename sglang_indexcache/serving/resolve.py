@@ -27,6 +27,7 @@ from sglang_indexcache.serving.options import (
     INDEX_K_DTYPE,
     KERNELS,
     MODE,
+    OPTIONS,
     PATTERN,
     SPLIT_ROWS,
     Choice,
@@ -51,7 +52,7 @@ def read_overrides(text: str) -> dict[str, Any]:
     """Parse ``--json-model-override-args``, the user's changes to the model's config.
 
     Raises:
-        SettingsError: the text is no JSON object.
+        SettingsError: the text is no JSON object, or has one of our options.
     """
     try:
         overrides = json.loads(text)
@@ -61,6 +62,12 @@ def read_overrides(text: str) -> dict[str, Any]:
         ) from error
     if not isinstance(overrides, dict):
         raise SettingsError("--json-model-override-args wants an object, such as '{\"a\": 1}'")
+    for option in OPTIONS:
+        if option.name in overrides:
+            raise SettingsError(
+                f"--json-model-override-args has {option.name}, which nobody reads there. Give "
+                f"{option.flag}."
+            )
     return overrides
 
 
@@ -249,12 +256,12 @@ def make_plan(
         raise SettingsError(
             f"{choice.origin}: prompt length can decide in live mode only. Add {MODE.flag} live."
         )
-    pattern, adapter = choice.policy.patterns[0], choice.adapter
+    adapter = choice.adapter
     # Pattern files are about the checkpoint's own indexers, not about an adapter's.
-    is_in_files = pattern != checkpoint.own and adapter is None
+    is_in_files = choice.policy.patterns[-1] != checkpoint.own and adapter is None
     quality = _evidence(choice, library, model) if is_in_files else ""
     return Plan(
-        pattern=pattern,
+        pattern=choice.policy.patterns[0],
         source=choice.origin,
         mode=mode,
         own=checkpoint.own,
@@ -274,11 +281,11 @@ def make_plan(
 
 
 def _evidence(choice: PatternChoice, library: Library, model: str) -> str:
-    """Return the library's verdict on a pattern for these weights.
+    """Return the library's verdict, for these weights, on the pattern of the longest prompts.
 
     Only weights in a folder can be identified; for others no verdict applies.
     """
-    pattern = choice.policy.patterns[0]
+    pattern = choice.policy.patterns[-1]
     alike = (entry for entry in library.entries.values() if entry.parsed == pattern)
     entries = [choice.entry] if choice.entry else list(alike)
     weights = Path(model) if model and Path(model).is_dir() else None
@@ -302,11 +309,12 @@ def _requested_pattern(
 
 
 def _is_uniform(choice: PatternChoice, checkpoint: Checkpoint) -> bool:
-    """Return whether the pattern is uniform interleaving with S layers, and not from a file."""
-    pattern = choice.policy.patterns[0]
-    if choice.entry is not None or pattern == checkpoint.own:
-        return False
-    return pattern == Pattern.uniform(len(pattern), math.ceil(1 / pattern.retention))
+    """Return whether some pattern is uniform interleaving with S layers, and not from a file."""
+    return choice.entry is None and any(
+        pattern == Pattern.uniform(len(pattern), math.ceil(1 / pattern.retention))
+        for pattern in choice.policy.patterns
+        if pattern != checkpoint.own
+    )
 
 
 def _advice(choice: PatternChoice | None, checkpoint: Checkpoint, library: Library) -> str:

@@ -12,7 +12,7 @@ from sglang_indexcache.errors import Findings, IndexCacheError, PatternError, Se
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.options import Choices, collect
 from sglang_indexcache.serving.plan import CONFIG_KEY, Plan, Route
-from sglang_indexcache.serving.resolve import make_plan
+from sglang_indexcache.serving.resolve import BLINDLY, make_plan, read_overrides
 from tests.fakes.glm5 import CONFIG as GLM5
 
 
@@ -49,6 +49,14 @@ def test_the_start_line_says_what_is_known_of_the_patterns_quality() -> None:
         .endswith("long-context quality: not evaluated on this checkpoint")
     )
     assert "quality" not in plan().describe()  # nothing is shared, so nothing can be lost
+
+
+def test_a_variable_that_nobody_reads_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_INDEXCACHE_LIBRARY", "")
+    flags()
+    monkeypatch.setenv("SGLANG_INDEXCACHE_PATERN", "1/4")
+    with pytest.raises(SettingsError, match=r"_PATERN is set.*take one of SGLANG_"):
+        flags()
 
 
 def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,6 +146,11 @@ def test_bad_override(overrides: dict[str, Any], message: str) -> None:
     assert "--json-model-override-args" in str(caught.value)
 
 
+def test_our_options_are_not_read_from_the_models_config() -> None:
+    with pytest.raises(SettingsError, match="has indexcache_pattern, which nobody reads there"):
+        read_overrides('{"indexcache_pattern": "1/4"}')
+
+
 def test_default_is_the_checkpoints_own_sharing() -> None:
     result = plan(letters="FFSFSS")
     assert result.pattern == Pattern("FFSFSS")
@@ -216,6 +229,14 @@ def test_only_a_pattern_of_its_own_keeps_kv_apart() -> None:
     spaces = {live.kv_namespace(pattern) for pattern in (first, second, Pattern.full(6))} | {apart}
     assert len(spaces) == 4
     assert None not in spaces
+
+
+def test_what_long_prompts_get_is_warned_of_and_has_its_quality_told() -> None:
+    result = plan(flags(pattern="full < 1K <= uniform:1/3", mode="live"))
+    assert result.advice == BLINDLY
+    assert result.describe().endswith("long-context quality: not evaluated on this checkpoint")
+    result = plan(flags(pattern="FSSSFS < 1K <= full", mode="live"))
+    assert result.advice == result.quality == ""
 
 
 def test_prompt_length_decides_in_live_mode() -> None:
