@@ -16,6 +16,7 @@ import torch
 
 from sglang_indexcache.checkpoint import block_size
 from sglang_indexcache.errors import CheckpointError
+from sglang_indexcache.models import read_field
 
 BLOCKS = "indexcache_fp8_blocks"
 """Config key with the rows and columns of a block, if weights are to be dequantised."""
@@ -24,8 +25,19 @@ Named = tuple[str, torch.Tensor]
 
 
 def overrides(config: Any) -> dict[str, Any]:
-    """Return the config changes for a block-FP8 checkpoint; none for other checkpoints."""
-    size = block_size(getattr(config, "quantization_config", None) or {})
+    """Return the config changes for a block-FP8 checkpoint; none for plain weights.
+
+    Raises:
+        CheckpointError: the checkpoint is quantised in a format that needs a GPU.
+    """
+    stored = getattr(config, "quantization_config", None) or {}
+    size = block_size(stored)
+    if stored and size is None:
+        raise CheckpointError(
+            f"the checkpoint is quantised ({read_field(stored, 'quant_method')}), and the CPU "
+            "platform reads plain weights and block FP8 only. Take its bfloat16 or block-FP8 "
+            "checkpoint."
+        )
     return {} if size is None else {"quantization_config": None, BLOCKS: list(size)}
 
 

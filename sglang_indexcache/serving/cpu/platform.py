@@ -251,6 +251,7 @@ def check_plan(server_args: Any, plan: Plan) -> None:
         "--enable-two-batch-overlap": cfg.enable_two_batch_overlap,
         "--enable-hierarchical-cache": cfg.enable_hierarchical_cache,
         "--enable-memory-saver": cfg.enable_memory_saver,
+        f"--quantization {cfg.quantization}": cfg.quantization is not None,
         "--enable-lora": cfg.enable_lora or cfg.lora_paths,  # pins its buffers
         "--enable-prefill-cp": cfg.enable_prefill_cp,
         f"--dcp-size {cfg.dcp_size}": cfg.dcp_size > 1,

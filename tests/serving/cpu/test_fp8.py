@@ -42,15 +42,12 @@ def test_half_of_a_weight(tensors: dict[str, torch.Tensor], name: str) -> None:
         dict(fp8.plain(tensors.items(), SIZE))
 
 
-def test_other_checkpoints_are_left_alone() -> None:
+def test_plain_and_block_fp8_are_read_and_no_other_form() -> None:
     settings = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    for config in (
-        {},
-        {**settings, "quant_method": "awq"},
-        {**settings, "weight_block_size": None},
-        None,
-    ):
-        assert fp8.overrides(SimpleNamespace(quantization_config=config)) == {}
-    assert fp8.overrides(SimpleNamespace()) == {}
+    for config in ({**settings, "quant_method": "awq"}, {**settings, "weight_block_size": None}):
+        with pytest.raises(CheckpointError, match=f"is quantised .{config['quant_method']}"):
+            fp8.overrides(SimpleNamespace(quantization_config=config))
+    for plain in ({"quantization_config": {}}, {"quantization_config": None}, {}):
+        assert fp8.overrides(SimpleNamespace(**plain)) == {}
     overrides = fp8.overrides(SimpleNamespace(quantization_config=settings))
     assert overrides == {"quantization_config": None, fp8.BLOCKS: [128, 128]}
