@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qsl
 
 from sglang_indexcache.errors import IndexCacheError
 from sglang_indexcache.serving import hooks
@@ -18,7 +19,13 @@ from sglang_indexcache.serving.plan import Plan
 from sglang_indexcache.serving.process import published_plan
 from sglang_indexcache.serving.protocol import CUSTOM
 from sglang_indexcache.serving.protocol import PATTERN_OF_REQUEST as NAME
-from sglang_indexcache.serving.requests import library_of, names_ours, names_pattern, resolve
+from sglang_indexcache.serving.requests import (
+    letters,
+    library_of,
+    names_ours,
+    names_pattern,
+    resolve,
+)
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -32,11 +39,9 @@ _CARRIERS = {
 }
 """Place of a pattern in a body, by route. All other SGLang routes drop ``custom_params``."""
 
-_LOOKED_INTO = {"sampling_params", CUSTOM, "parameters", "extra_body", "options"}
-"""Keys under which people put a pattern; only their content is searched, not texts and messages."""
-
-_LABELS = {"metadata", "chat_template_kwargs"}
-"""Keys with free content of a client, in which only the pattern's own key is looked for."""
+_LOOKED_INTO = {"samplingparams", "customparams", "parameters", "extrabody", "options"}
+"""Keys, as :func:`letters`, under which people put a pattern. Other objects are a client's own: in
+them only the pattern's own key is looked for, and nothing in texts and messages."""
 
 _MAY_HIDE = re.compile(rb"\\u00[4-7]|\x00")
 """Encodings that hide a word in a body's bytes: escaped letters, which JSON never needs, and
@@ -95,7 +100,7 @@ class PatternCheck:
             if not content_type.startswith(b"multipart/"):
                 receive, body = await _whole(receive)
                 route = scope["path"].removeprefix(scope.get("root_path", ""))
-                wrong = wrong_body(plan, route, body)
+                wrong = _wrong_query(scope["query_string"], route) or wrong_body(plan, route, body)
         if wrong:
             await _refuse(send, wrong)
         else:
@@ -122,6 +127,14 @@ async def _refuse(send: Send, reason: str) -> None:
     headers = [(b"content-type", b"application/json")]
     await send({"type": "http.response.start", "status": 400, "headers": headers})
     await send({"type": "http.response.body", "body": json.dumps({"error": error}).encode()})
+
+
+def _wrong_query(query: bytes, route: str) -> str:
+    """Return that a URL's query, which no route reads, names a pattern; "" if it does not."""
+    for name, _ in parse_qsl(query.decode("latin-1"), keep_blank_values=True):
+        if names_ours(name):
+            return f"{name} in the URL is read by nobody. {_where(_CARRIERS.get(route))}"
+    return ""
 
 
 def wrong_body(plan: Plan, route: str, body: bytes) -> str:
@@ -164,9 +177,9 @@ def _ours(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, .
         for key, inside in value.items():
             if names_ours(key):
                 yield (*path, key), inside
-            elif key in _LOOKED_INTO:
+            elif letters(key) in _LOOKED_INTO:
                 yield from _ours(inside, (*path, key))
-            elif key in _LABELS and isinstance(inside, dict):
+            elif isinstance(inside, dict):
                 yield from (
                     ((*path, key, label), inside[label]) for label in inside if names_pattern(label)
                 )

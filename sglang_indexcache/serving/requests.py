@@ -84,15 +84,16 @@ def named_by(sampling_params: Any) -> Any:
 
 def names_ours(key: object) -> bool:
     """Return whether ``key`` means this plugin, in any spelling."""
-    return isinstance(key, str) and "indexcache" in _letters(key)
+    return isinstance(key, str) and "indexcache" in letters(key)
 
 
 def names_pattern(key: object) -> bool:
     """Return whether ``key`` means the key of a request's pattern, in any spelling."""
-    return isinstance(key, str) and _letters(key) == _letters(NAME)
+    return isinstance(key, str) and letters(key) == letters(NAME)
 
 
-def _letters(key: str) -> str:
+def letters(key: str) -> str:
+    """Return a key in small letters alone, in which people's spellings of it agree."""
     return re.sub(r"[\W_]", "", key.lower())
 
 

@@ -70,6 +70,7 @@ def post(body: Any, path: str = "/generate", url: str = "") -> httpx.Response:
             "/v1/chat/completions",
             {"metadata": "indexcache_pattern", "tools": [{"name": "indexcache"}]},
         ),
+        ("/generate", {"response_format": {"schema": {"indexcache_pattern": {}}}}),
     ],
 )
 def test_what_is_named_well_or_said_to_others_reaches_the_route(path: str, body: Any) -> None:
@@ -111,6 +112,21 @@ def test_what_is_named_well_or_said_to_others_reaches_the_route(path: str, body:
             "chat_template_kwargs.IndexCache-Pattern is read by nobody",
         ),
         (
+            "/v1/chat/completions",
+            {"customParams": {"indexcache_pattern": "full"}},
+            "customParams.indexcache_pattern is read by nobody",
+        ),
+        (
+            "/v1/chat/completions",
+            {"extraBody": params_with("full")},
+            "extraBody.custom_params.indexcache_pattern is read by nobody",
+        ),
+        (
+            "/v1/chat/completions",
+            {"generation_config": {"indexcache_pattern": "full"}},
+            "generation_config.indexcache_pattern is read by nobody",
+        ),
+        (
             "/predict",
             {"parameters": {"sampling_params": params_with("full")}},
             "nobody at /predict",
@@ -121,6 +137,13 @@ def test_a_name_that_is_none_or_that_nobody_would_read(path: str, body: Any, rea
     response = post(body, path)
     assert response.status_code == 400
     assert reason in response.json()["error"]["message"]
+
+
+def test_a_name_in_the_url_is_read_by_nobody() -> None:
+    response = post({"text": ""}, url="/generate?Index-Cache-Pattern=1%2F4")
+    assert response.status_code == 400
+    assert "Index-Cache-Pattern in the URL is read by nobody" in response.text
+    assert post({}, url="/generate?note=indexcache").status_code == 200
 
 
 @pytest.mark.parametrize(
