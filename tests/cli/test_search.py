@@ -184,7 +184,7 @@ def test_the_default_runs_what_one_pass_proposes_and_measures_nothing_twice(
     result = call(*arguments)
     assert result.exit_code == 0, result.output
     text = (tmp_path / "tiny-dsa-3of12.yaml").read_text()
-    assert "name: loss of text and recall among exchanges of layers" in text
+    assert "name: loss, in text and recall alike, among exchanges of layers" in text
     assert "tokens: text, passages" in text
     assert (tmp_path / "pairs.svg").stat().st_size > 0
     entries = [json.loads(line) for line in (tmp_path / "journal.jsonl").open()][1:]

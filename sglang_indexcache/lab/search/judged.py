@@ -13,14 +13,11 @@ from typing import Any
 import numpy as np
 
 from sglang_indexcache.lab.search.difference import Difference, by_document
-from sglang_indexcache.lab.search.recall import KEYS, KINDS, PASSAGES, TEXT, Kinds
+from sglang_indexcache.lab.search.recall import KEYS, KINDS, PASSAGES, Kinds
 from sglang_indexcache.lab.stats.pairs import Floats
 
 RECALLED = (KINDS[PASSAGES], KINDS[KEYS])
 """Kinds of tokens that follow from something far back."""
-WEIGHTS = {KINDS[TEXT]: 1.0, KINDS[PASSAGES]: 2.0, KINDS[KEYS]: 0.5}
-"""Weights of the kinds in what decides. Keys have so few tokens that, with the weight of passages,
-they would decide by chance."""
 SMALL_LOSS = 0.02
 """Share of recalled tokens that a recommended pattern may lose."""
 
@@ -72,26 +69,21 @@ class Judged:
 
     @property
     def mixed_loss(self) -> float:
-        """Loss as a weighted mean over kinds of tokens, in nats, which decides among patterns.
+        """Loss as a mean over kinds of tokens, in nats, which decides among patterns.
 
         Running text has most tokens, so in the mean over tokens it would outweigh what is recalled.
         """
-        return _weighted(self.losses)
+        return float(np.mean(list(self.losses.values())))
 
     @property
     def recall(self) -> float:
-        """Share of recalled tokens that are right, weighted by kind; of all tokens if none are."""
-        recalled = {kind: share for kind, share in self.right.items() if kind in RECALLED}
-        return _weighted(recalled or self.right)
+        """Share of recalled tokens that are right, over their kinds; of all tokens if none are."""
+        recalled = [share for kind, share in self.right.items() if kind in RECALLED]
+        return float(np.mean(recalled or list(self.right.values())))
 
     def numbers(self) -> dict[str, Any]:
         """Return everything as plain data."""
         return asdict(self)
-
-
-def _weighted(by_kind: Mapping[str, float]) -> float:
-    weights = [WEIGHTS[kind] for kind in by_kind]
-    return float(np.average(list(by_kind.values()), weights=weights))
 
 
 @dataclass(frozen=True)

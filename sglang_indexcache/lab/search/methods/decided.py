@@ -4,14 +4,13 @@ A matrix of layer pairs says which layers may share. It differs a little between
 ignores the effect of errors on later layers, and that another layer's list may copy better than a
 layer's own. So the optima of documents, in every rating, are proposals, of which some are run. In
 the best of them layers are exchanged: the F layers that are missed least become S, and the S layers
-that help most *together* become F, because what two lists add may be the same. Then one more is
-exchanged, because what helps alone is not what helps beside the layers that were added. On one
-document the best of many candidates is often another, so the better ones are run on four.
+that help most *together* become F, because what two lists add may be the same. One more exchange is
+chosen with more care, because on one document the best of many layers is often another.
 
-The mixed loss decides: of running text, of passages that come again, and of keys and rules, which
-count less because they have few tokens. Divergence from all F does not decide, because lists that
-copy better than a layer's own also diverge; running text alone would choose patterns that can no
-longer copy (benchmarks/results/smollm2/real-model.md).
+The mixed loss decides: as much in running text as in passages that come again, and as in keys and
+rules. Divergence from all F does not decide, because lists that copy better than a layer's own also
+diverge; running text alone would choose patterns that can no longer copy
+(benchmarks/results/smollm2/real-model.md).
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations, cycle, islice
+from itertools import combinations, cycle
 from math import comb
 
 import numpy as np
@@ -44,8 +43,8 @@ EXCHANGED = 3
 PAIRED, AGAIN = 6, 10
 """Numbers of S layers, those that help most alone, of which every two are tried together, and of
 which each is tried after that."""
-COUNTS = (1, 2, 4)
-"""Numbers of documents that rank all patterns, the better half of them, and half of that."""
+FINALISTS, FEW = 3, 4
+"""Number of patterns among which the last exchange ends, and number of documents that decide."""
 
 
 @dataclass(frozen=True)
@@ -54,13 +53,13 @@ class Decided:
 
     pairs: Pairwise
 
-    objective, judges = "weighted mean over kinds of the loss", True
+    objective, judges = "mean over kinds of the loss", True
 
     @property
     def in_words(self) -> str:
         """See :class:`~sglang_indexcache.lab.search.methods.Method`."""
         return (
-            "loss of text and recall among exchanges of layers in proposals by "
+            "loss, in text and recall alike, among exchanges of layers in proposals by "
             f"{self.pairs.in_words}"
         )
 
@@ -113,8 +112,9 @@ def _tried(constraints: Constraints, mark: Mark) -> int:
         return 0
     leave = mark.full_layers - constraints.fewest
     come = len(constraints.start.full_layers) - mark.full_layers + rounds
-    ranked = [*rounds * [leave], *[come, comb(PAIRED, 2), AGAIN][:rounds], leave, come - rounds + 1]
-    return sum(map(_halved_forwards, ranked)) + 3 * COUNTS[-1]
+    twice = [come, comb(PAIRED, 2), AGAIN][:rounds]
+    together = rounds * leave + sum(count + (count + 1) // 2 for count in twice)
+    return together + 2 * (leave + come - rounds + 1) + (2 + FINALISTS) * FEW
 
 
 def decide(
@@ -151,37 +151,49 @@ def decide(
 
 
 def improved(ledger: Ledger, constraints: Constraints, pattern: Pattern) -> Pattern:
-    """Exchange several layers together and then one, as far as that lowers the mixed loss."""
+    """Exchange several layers together, and then one, where that lowers the mixed loss."""
     rounds = _exchanges(constraints, len(pattern.full_layers))
-    documents, few = cycle(ledger.all_batches), ledger.all_batches[: COUNTS[-1]]
-    for count in (rounds, 1) if rounds else ():
-        after = exchanged(ledger, constraints, pattern, count, documents)
-        pattern = _ranked(ledger, [pattern, after], few)[0]
-    return pattern
+    if not rounds:
+        return pattern
+    documents, few = cycle(ledger.all_batches), ledger.all_batches[:FEW]
+    together = exchanged(ledger, constraints, pattern, rounds, documents)
+    pattern = _ranked(ledger, [pattern, together], few)[0]
+
+    def best(patterns: Sequence[Pattern]) -> list[Pattern]:
+        return _ranked(ledger, patterns, [next(documents), next(documents)])[:FINALISTS]
+
+    [smaller, *_] = best([constraints.flipped(pattern, n) for n in constraints.candidates(pattern)])
+    larger = best([constraints.flipped(smaller, n) for n in constraints.restorable(smaller)])
+    return _ranked(ledger, [pattern, *larger], few)[0]
 
 
 def exchanged(
-    ledger: Ledger, constraints: Constraints, pattern: Pattern, count: int, documents: Iterator[int]
+    ledger: Ledger,
+    constraints: Constraints,
+    pattern: Pattern,
+    rounds: int,
+    documents: Iterator[int],
 ) -> Pattern:
     """Exchange the F layers that are missed least for the S layers that help most together.
 
     Layers are removed before others are added, because a list that copies badly may hide one that
     copies well. Each choice goes on with the next of ``documents``.
     """
-    for _ in range(count):
+    for _ in range(rounds):
         smaller = [constraints.flipped(pattern, n) for n in constraints.candidates(pattern)]
-        pattern = _halved(ledger, smaller, documents)[0]
+        pattern = _ranked(ledger, smaller, [next(documents)])[0]
 
     def added(groups: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
         """Sort groups of S layers by the loss with all of a group F."""
         larger = {constraints.keeping({*pattern.full_layers, *group}): group for group in groups}
-        return [larger[each] for each in _halved(ledger, [*larger], documents)]
+        ranked = _ranked_twice(ledger, [*larger], next(documents), next(documents))
+        return [larger[each] for each in ranked]
 
     alone = added((layer,) for layer in constraints.restorable(pattern))
     chosen = alone[0]
-    if count > 1:
+    if rounds > 1:
         chosen = added(a + b for a, b in combinations(alone[:PAIRED], 2))[0]
-    for _ in range(count - 2):
+    for _ in range(rounds - 2):
         chosen = added(chosen + one for one in alone[:AGAIN] if one[0] not in chosen)[0]
     return constraints.keeping({*pattern.full_layers, *chosen})
 
@@ -192,20 +204,13 @@ def _ranked(ledger: Ledger, patterns: Sequence[Pattern], batches: Sequence[int])
     return [patterns[n] for n in np.argsort(losses, kind="stable")]
 
 
-def _halved(ledger: Ledger, patterns: Sequence[Pattern], documents: Iterator[int]) -> list[Pattern]:
-    """Sort patterns by one document, the better half again by two, its better half by four."""
-    order, batches = list(patterns), list[int]()
-    for count in COUNTS:
-        batches += islice(documents, count - len(batches))
-        best = -(-len(order) // count)
-        order[:best] = _ranked(ledger, order[:best], list(dict.fromkeys(batches)))
-    return order
-
-
-def _halved_forwards(patterns: int) -> int:
-    """Return the forwards of one document that :func:`_halved` takes."""
-    added = zip(COUNTS, (0, *COUNTS), strict=False)
-    return sum(-(-patterns // count) * (count - before) for count, before in added)
+def _ranked_twice(
+    ledger: Ledger, patterns: Sequence[Pattern], first: int, second: int
+) -> list[Pattern]:
+    """Sort patterns by one document, and the better half of them again by two."""
+    order = _ranked(ledger, patterns, [first])
+    half = (len(order) + 1) // 2
+    return _ranked(ledger, order[:half], [first, second]) + order[half:]
 
 
 def _proposed(
