@@ -11,9 +11,8 @@ import os
 import re
 import shutil
 import subprocess
-import tarfile
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from sglang_indexcache.errors import KernelError
-from sglang_indexcache.library.writing import replacing, shipped
+from sglang_indexcache.library.writing import shipped
 
 logger = logging.getLogger(__name__)
 
@@ -262,17 +261,6 @@ def unavailable() -> str | None:
     except (ImportError, KernelError) as error:
         return str(error)
     return None
-
-
-def pack(archive: Path, libraries: Sequence[BuiltKernels]) -> None:
-    """Put built libraries into one .tar.gz, for machines without nvcc.
-
-    When it is unpacked in another machine's :func:`cache_folder`, :func:`cached` finds the
-    libraries there, if the versions of the sources and of apache-tvm-ffi are the same.
-    """
-    with replacing(archive) as part, tarfile.open(part, "w:gz") as packed:
-        for library in libraries:
-            packed.add(library.path.parent, arcname=library.path.parent.name)
 
 
 def _make_writable(folder: Path) -> None:
