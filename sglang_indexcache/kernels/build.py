@@ -63,8 +63,9 @@ class BuiltKernels:
 
     @property
     def compiler(self) -> Version:
-        """Version of the nvcc that made it."""
-        return _version_in_name(self.path.parent)
+        """Version of the nvcc that made it, with which its folder's name ends."""
+        _, _, end = self.path.parent.name.rpartition("-cuda")
+        return tuple(map(int, re.findall(r"\d+", end)))
 
 
 def source_folder() -> Path:
@@ -284,10 +285,6 @@ def _library(target: Path, folder: str, *, fresh: bool) -> BuiltKernels:
 def stem_of(folder: str) -> str:
     """Return a build's name in the cache without the nvcc version at its end."""
     return f"{folder}-{_fingerprint(folder)}-cuda"
-
-
-def _version_in_name(path: Path) -> Version:
-    return tuple(map(int, re.findall(r"\d+", path.name.rpartition("-cuda")[2])))
 
 
 def _compile(folder: str, scratch: Path) -> None:
