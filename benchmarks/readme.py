@@ -17,12 +17,11 @@ from typing import Any
 from benchmarks import expect, quality_tables
 from benchmarks.card import record as card
 from benchmarks.card import served
-from benchmarks.records import markdown
+from benchmarks.records import NOT_MEASURED, markdown
 from benchmarks.smollm2 import everywhere, rerank
 from sglang_indexcache.errors import BenchError
 from sglang_indexcache.lab.latency import tables
 from sglang_indexcache.lab.latency.results import LatencyResult
-from sglang_indexcache.lab.latency.tables import NOT_MEASURED
 from sglang_indexcache.serving.operating.features import FEATURES
 
 ROOT = Path(__file__).parents[1]

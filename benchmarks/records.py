@@ -15,6 +15,7 @@ from typing import Any
 from sglang_indexcache.lab.latency.tables import Grid
 
 RESULTS = Path(__file__).parent / "results"
+NOT_MEASURED = "not measured"
 RUNS = Path("runs/benchmarks")
 """Where everything else goes: below the folder that the command was called in."""
 

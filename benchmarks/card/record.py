@@ -21,8 +21,7 @@ from benchmarks.card import served
 from benchmarks.card.phases import RECORD, SKIPPED, is_shown
 from benchmarks.kernels.speed import LISTS_KEPT
 from benchmarks.kernels.workloads import OVERLAP, Family, Workload, workloads
-from benchmarks.records import RESULTS, markdown, read_arguments
-from sglang_indexcache.lab.latency.tables import NOT_MEASURED
+from benchmarks.records import NOT_MEASURED, RESULTS, markdown, read_arguments
 from sglang_indexcache.lab.runs.provenance import output_lines
 from sglang_indexcache.library.writing import write_json
 

@@ -11,8 +11,7 @@ from typing import Any, TypeAlias
 from benchmarks.card.phases import SKIPPED
 from benchmarks.card.slices import SLICES, whole
 from benchmarks.card.table_1 import ARMS, GATE, RECORD
-from benchmarks.records import RESULTS, markdown
-from sglang_indexcache.lab.latency.tables import NOT_MEASURED
+from benchmarks.records import NOT_MEASURED, RESULTS, markdown
 from sglang_indexcache.library.files import load_entry
 from sglang_indexcache.library.lengths import format_length
 from sglang_indexcache.library.writing import shipped, write_json

@@ -23,9 +23,11 @@ Archive = Annotated[Path | None, Option("--archive", metavar="FILE", help=
 )
 def build_command(archive: Archive = None) -> None:
     """Compile the CUDA kernels for Hopper (sm_90a) ahead of their first use; needs no GPU."""
+    import tarfile
     from time import monotonic
 
-    from sglang_indexcache.kernels.build import FOLDERS, build, pack, warning_about
+    from sglang_indexcache.kernels.build import FOLDERS, build, warning_about
+    from sglang_indexcache.library.writing import replacing
 
     libraries = []
     for folder in FOLDERS:
@@ -36,5 +38,9 @@ def build_command(archive: Archive = None) -> None:
     for warning in sorted({warning_about(library.compiler) or "" for library in libraries} - {""}):
         out.print(f"Warning: {warning}.", markup=False, soft_wrap=True)
     if archive is not None:
-        pack(archive, libraries)
+        # Unpacked in another machine's cache folder, the libraries are found there, if the versions
+        # of the sources and of apache-tvm-ffi are the same.
+        with replacing(archive) as part, tarfile.open(part, "w:gz") as packed:
+            for library in libraries:
+                packed.add(library.path.parent, arcname=library.path.parent.name)
         out.print(f"wrote {archive}", soft_wrap=True)

@@ -11,9 +11,8 @@ import os
 import re
 import shutil
 import subprocess
-import tarfile
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from sglang_indexcache.errors import KernelError
-from sglang_indexcache.library.writing import replacing, shipped
+from sglang_indexcache.library.writing import shipped
 
 logger = logging.getLogger(__name__)
 
@@ -64,8 +63,9 @@ class BuiltKernels:
 
     @property
     def compiler(self) -> Version:
-        """Version of the nvcc that made it."""
-        return _version_in_name(self.path.parent)
+        """Version of the nvcc that made it, with which its folder's name ends."""
+        _, _, end = self.path.parent.name.rpartition("-cuda")
+        return tuple(map(int, re.findall(r"\d+", end)))
 
 
 def source_folder() -> Path:
@@ -264,17 +264,6 @@ def unavailable() -> str | None:
     return None
 
 
-def pack(archive: Path, libraries: Sequence[BuiltKernels]) -> None:
-    """Put built libraries into one .tar.gz, for machines without nvcc.
-
-    When it is unpacked in another machine's :func:`cache_folder`, :func:`cached` finds the
-    libraries there, if the versions of the sources and of apache-tvm-ffi are the same.
-    """
-    with replacing(archive) as part, tarfile.open(part, "w:gz") as packed:
-        for library in libraries:
-            packed.add(library.path.parent, arcname=library.path.parent.name)
-
-
 def _make_writable(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -296,10 +285,6 @@ def _library(target: Path, folder: str, *, fresh: bool) -> BuiltKernels:
 def stem_of(folder: str) -> str:
     """Return a build's name in the cache without the nvcc version at its end."""
     return f"{folder}-{_fingerprint(folder)}-cuda"
-
-
-def _version_in_name(path: Path) -> Version:
-    return tuple(map(int, re.findall(r"\d+", path.name.rpartition("-cuda")[2])))
 
 
 def _compile(folder: str, scratch: Path) -> None:

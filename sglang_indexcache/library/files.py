@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -301,8 +301,3 @@ def _explain(error: ValidationError) -> str:
 
 def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())
-
-
-def names(entries: Iterable[Entry]) -> str:
-    """Return the names of ``entries``, joined for a sentence."""
-    return ", ".join(entry.name for entry in entries)

@@ -84,11 +84,6 @@ class ModelShape:
         return each * (attention + indexers + self.mlp_parameters / gpus)
 
 
-def has_room(taken: float, memory: float) -> bool:
-    """Return whether weights of ``taken`` bytes leave room for a KV cache in a GPU's memory."""
-    return taken < USED_MEMORY * memory
-
-
 def check_room(model: str, taken: float, gpus: int, dp: int, card: str, memory: float) -> None:
     """Refuse weights that take ``taken`` bytes of each GPU and leave no room for a KV cache.
 
@@ -99,7 +94,7 @@ def check_room(model: str, taken: float, gpus: int, dp: int, card: str, memory: 
     Raises:
         BenchError: the weights do not fit.
     """
-    if has_room(taken, memory):
+    if taken < USED_MEMORY * memory:
         return
     fewer = ", or fewer ranks of attention (--dp)" if dp > 1 else ""
     raise BenchError(

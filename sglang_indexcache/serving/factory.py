@@ -64,8 +64,7 @@ def create_cuda_backend(runner: ModelRunner, process: ServingProcess) -> IndexCa
         SettingsError: indices cannot reach a shared layer under this combination of settings.
     """
     from sglang_indexcache.serving.cuda import kernels
-    from sglang_indexcache.serving.cuda.backend import IndexCacheBackend
-    from sglang_indexcache.serving.cuda.live_indexer import indexer_forward
+    from sglang_indexcache.serving.cuda.backend import IndexCacheBackend, live_indexer_forward
     from sglang_indexcache.serving.cuda.row_split import SplitForwards
 
     backend, plan = IndexCacheBackend(runner, process), process.plan
@@ -79,7 +78,7 @@ def create_cuda_backend(runner: ModelRunner, process: ServingProcess) -> IndexCa
         _check_overlap(backend)
     if plan.mode == "live":
         target = "sglang.srt.layers.attention.dsa.dsa_indexer.Indexer.forward_cuda"
-        around(target, indexer_forward)
+        around(target, live_indexer_forward)
     return backend
 
 

@@ -81,7 +81,7 @@ def _reasons(cfg: Any, plan: Plan) -> Iterator[str]:
     if plan.mode == "live":
         yield from _of_live_mode(cfg, plan)
     if plan.split_rows == "on":
-        yield from _of_row_split(cfg)
+        yield from _clash(f"{SPLIT_ROWS.flag} on", against_row_split(cfg), "Drop it.")
     yield from _of_caches(cfg, plan)
     if cfg.enable_return_indexer_topk:
         yield from _of_returned_selections(cfg)
@@ -177,11 +177,6 @@ def _of_returned_selections(cfg: Any) -> Iterator[str]:
         ),
     }
     yield from _clash("--enable-return-indexer-topk", reasons, "Drop it.")
-
-
-def _of_row_split(cfg: Any) -> Iterator[str]:
-    """Refuse the row split if there is nothing to split, or if ranks could wait for ever."""
-    yield from _clash(f"{SPLIT_ROWS.flag} on", against_row_split(cfg), "Drop it.")
 
 
 def against_row_split(cfg: Any) -> dict[str, bool]:

@@ -16,7 +16,7 @@ from typing import Any
 from sglang_indexcache.checkpoint import SHARING_KEYS, Checkpoint, pattern_from_sharing_keys
 from sglang_indexcache.errors import Findings, IndexCacheError, SettingsError
 from sglang_indexcache.library.digest import checkpoint_digest
-from sglang_indexcache.library.files import NOT_EVALUATED, Entry, names
+from sglang_indexcache.library.files import NOT_EVALUATED, Entry
 from sglang_indexcache.library.resolve import Library, Resolved
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.adapters.folder import Adapter
@@ -324,6 +324,6 @@ def _advice(choice: PatternChoice | None, checkpoint: Checkpoint, library: Libra
     if checkpoint.shares_already:
         return ""
     start = "no pattern was given, so every layer runs its indexer and nothing is saved"
-    if entries := library.for_checkpoint(checkpoint):
-        return f"{start}. The library has {names(entries)} for this model: add {PATTERN.flag} NAME."
+    if names := ", ".join(entry.name for entry in library.for_checkpoint(checkpoint)):
+        return f"{start}. The library has {names} for this model: add {PATTERN.flag} NAME."
     return f"{start}. The library has no pattern for this model; see: indexcache patterns --help."

@@ -297,5 +297,5 @@ def test_pairs_of_layers_compare_as_in_transformers(
     for field in ("losses", "kl", "kept", "right"):
         assert getattr(mine, field) == pytest.approx(getattr(its, field), abs=0.02)
     counter = OverlapCounter(5, TOPK)
-    counter.add(reference.selected(ids))
+    counter.add(torch.cat(reference.run(reference.own, ids).indices).numpy())
     np.testing.assert_allclose(searched.overlap(1), counter.matrix(), atol=2e-3)

@@ -154,11 +154,6 @@ def test_extras_by_command(package: str, group: str | None, extra: str) -> None:
     assert f"pip install '.[{extra}]'" in _missing(package, group)
 
 
-def test_live_without_a_server() -> None:
-    output = output_of("server", "show", "--url", "http://127.0.0.1:9", code=1)
-    assert "cannot reach" in output
-
-
 def test_show_says_what_is_known_of_a_patterns_quality(tmp_path: Path) -> None:
     path = tmp_path / "tiny-dsa-1of8.yaml"
     path.write_bytes((shipped("patterns") / path.name).read_bytes())

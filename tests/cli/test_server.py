@@ -35,34 +35,10 @@ def test_show_and_set_with_keys(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "2 of 4 layers" in server("set", "FSFS", "--url", url)
 
 
-def test_show_compares_servers(monkeypatch: pytest.MonkeyPatch) -> None:
-    first_server, second_server = FakeServer("FSFS", api_key="k"), FakeServer("FSFS", api_key="k")
-    with serving(first_server) as first, serving(second_server) as second:
-        command = ("show", "--url", first, "--url", second)
-        assert "wants an API key" in server(*command, code=1)
-        assert "problem" not in server(*command, "--api-key", "k")
-        second_server.pattern = "FSSS"
-        assert "they differ in the pattern" in server(*command, "--api-key", "k", code=1)
-
-
 def reporting(states: list[RankState]) -> Callable[[Client], dict[str, Any]]:
     """Return an answer of ``/server_info`` with these states."""
     reports = [{STATE: state.to_json() | {"rank": rank}} for rank, state in enumerate(states)]
     return lambda _: {"version": "0.5.23", "internal_states": reports}
-
-
-def test_show_proves_skipping(monkeypatch: pytest.MonkeyPatch) -> None:
-    counts = {"indexer_selections": [16, 0], "index_reuses": [0, 16], "forwards": 16}
-    states = [state("FS", **counts), state("FS")]
-    monkeypatch.setattr(Client, "server_info", reporting(states))
-    output = server("show")
-    assert "indexer ran 16 of 16 forwards in layer 0, 0 of 16 in layer 1: OK" in output
-    assert "http://127.0.0.1:30000 rank 1" in output
-    assert "no forward was counted" in output
-    assert "switch" not in output  # in static mode there is none
-    states[1] = state("FS", **counts | {"indexer_selections": [16, 16], "index_reuses": [0, 0]})
-    monkeypatch.setattr(Client, "server_info", reporting(states))
-    assert "NOT OK, for layer 1" in server("show", code=1)
 
 
 def test_show_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,19 +89,6 @@ def test_a_router_is_told_apart_from_a_server(monkeypatch: pytest.MonkeyPatch) -
     report = json.loads(server("show", "--json", code=1))
     [problem] = report["problems"]
     assert "has no internal_states and version): give each server's own URL" in problem
-
-
-def test_a_rank_without_the_plugin_is_a_problem() -> None:
-    with serving(FakeServer("FSFS", dp=2, plugins=(True, False))) as url:
-        report = json.loads(server("show", "--json", "--url", url, code=1))
-    [problem] = report["problems"]
-    assert "its worker did not load the plugin" in problem
-    assert [rank["pattern"] for rank in report["ranks"]] == ["FSFS"]
-    assert report["fine"] is False
-
-
-def test_doctor_without_arguments() -> None:
-    assert "--model-path MODEL" in server("doctor", code=1)
 
 
 def test_help_shows_no_key(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,21 +1,18 @@
 """The benchmarks on real servers: a run from end to end, and the refusals that need one.
 
 A run starts two static servers, one after the other; a third, in live mode, stands for both of
-them and then has to be refused. Who serves another pattern: ``test_static.py``.
+them and then has to be refused.
 """
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from sglang_indexcache.errors import BenchError, ServerError
+from sglang_indexcache.errors import ServerError
 from sglang_indexcache.lab.client.http import Client
-from sglang_indexcache.lab.client.launch import Server
 from sglang_indexcache.lab.client.stream import stream
 from sglang_indexcache.lab.latency import measure
 from sglang_indexcache.lab.latency.measure import Settings, TargetModel
@@ -102,13 +99,3 @@ def test_a_cached_prompt_is_refused(live: Client) -> None:
 def test_a_prompt_longer_than_the_pool_is_refused(live: Client) -> None:
     with pytest.raises(ServerError, match=r"refused a request: .*2000 tokens"):
         stream(live, [prompt(2000, 1)], 3)
-
-
-def test_a_server_that_dies_in_the_middle_of_a_request_is_refused(live: Client) -> None:
-    """This test is the last: nothing can be asked of that server any more."""
-    server: Server = live.server  # type: ignore[attr-defined]
-    killer = threading.Thread(target=lambda: (time.sleep(1.0), server.stop(grace=0)))
-    killer.start()
-    with pytest.raises((BenchError, ServerError)):
-        stream(live, [prompt(100, 3)], 800)
-    killer.join()

@@ -5,7 +5,6 @@ Each case runs ``python -m sglang.launch_server`` and asserts on what a person w
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -98,30 +97,6 @@ def test_bad_pattern(
     launch: Launch, config_only: Path, folder: Path, arguments: list[str], reason: str
 ) -> None:
     assert_one_error(launch(config_only, *arguments, cwd=folder), reason)
-
-
-def edited(source: Path, target: Path, **fields: Any) -> Path:
-    shutil.copytree(source, target)
-    path = target / "config.json"
-    config = {**json.loads(path.read_text()), **fields}
-    path.write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
-    return target
-
-
-def test_llama(launch: Launch, folder: Path, tmp_path: Path) -> None:
-    from transformers import LlamaConfig
-
-    LlamaConfig(architectures=["LlamaForCausalLM"], num_hidden_layers=2).save_pretrained(tmp_path)
-    assert_one_error(launch(tmp_path, cwd=folder), "LlamaForCausalLM")
-
-
-def test_full_where_the_checkpoint_shares(
-    launch: Launch, config_only: Path, folder: Path, tmp_path: Path
-) -> None:
-    types = ["full", "shared", "shared"] * 2
-    model = edited(config_only, tmp_path / "model", indexer_types=types)
-    result = launch(model, "--indexcache-pattern", "FFSFSS", cwd=folder)
-    assert_one_error(result, "ships no indexer weights there")
 
 
 def test_no_such_model(launch: Launch, folder: Path) -> None:

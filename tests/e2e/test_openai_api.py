@@ -28,11 +28,6 @@ def client(glm: Path, serve: Serve) -> Iterator[Client]:
         yield client
 
 
-@pytest.fixture(scope="module")
-def openai(client: Client) -> OpenAI:
-    return OpenAI(base_url=f"{client.url}/v1", api_key="none", max_retries=0)
-
-
 def test_upstream_override_really_skips(client: Client) -> None:
     [state] = client.states()
     assert state.pattern == "FSSFSS"
@@ -47,7 +42,8 @@ def test_the_platforms_defaults_are_those_of_the_page(client: Client) -> None:
     assert f"prefill chunks of {chunk:,} tokens" in page
 
 
-def test_streamed_chat_says_the_same(openai: OpenAI) -> None:
+def test_streamed_chat_says_the_same(client: Client) -> None:
+    openai = OpenAI(base_url=f"{client.url}/v1", api_key="none", max_retries=0)
     request = {
         "model": "default",
         "messages": [{"role": "user", "content": TEXT}],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import re
 import signal
@@ -16,14 +15,12 @@ from urllib.request import urlopen
 
 import pytest
 import torch
-from rich.console import Console
 
 from sglang_indexcache.errors import ServerError
 from sglang_indexcache.lab.client.http import Client
 from sglang_indexcache.lab.client.launch import Server
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.client_rules import check_obeyed
-from sglang_indexcache.serving.operating.show import ask_servers
 from tests.e2e.conftest import (
     Serve,
     batch_logprobs,
@@ -86,13 +83,6 @@ class TestDpAttention:
         check(dp_attention, oracle, Pattern(text), (1, 300, 66, 129))
         greedy(dp_attention, prompt(20, 701), 4)
         assert sum(state.idle_forwards for state in dp_attention.states()) > 0
-
-    def test_show_hears_every_rank(self, dp_attention: Client) -> None:
-        output = io.StringIO()
-        servers = ask_servers([dp_attention])
-        servers.tell(Console(file=output, width=200))
-        assert servers.fine, output.getvalue()
-        assert "rank 1" in output.getvalue()
 
     def test_ranks_count_their_own_work(self, dp_attention: Client) -> None:
         before = dp_attention.switch_pattern(str(PATTERN))

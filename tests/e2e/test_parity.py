@@ -85,20 +85,17 @@ def test_float32_greedy_tokens(client_and_oracle: tuple[Client, Oracle], text: s
     raise AssertionError("no prompt without a near-tie")
 
 
-@pytest.fixture(scope="module")
-def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint without experts: the indexer's top-k is the only discrete choice in it."""
-    folder = tmp_path_factory.mktemp("dense")
+def test_bfloat16_logprobs_where_nothing_is_left_out(tmp_path: Path, serve: Serve) -> None:
+    """There are no near-ties to blame where nothing is selected: every single token must agree.
+
+    The checkpoint has no experts, whose choice would be another.
+    """
     fields = {"first_k_dense_replace": 6}
-    make_model(folder, size="tiny", vocab_size=VOCAB, fields=fields)
-    return folder
-
-
-def test_bfloat16_logprobs_where_nothing_is_left_out(dense: Path, serve: Serve) -> None:
-    """There are no near-ties to blame where nothing is selected: every single token must agree."""
-    oracle = Oracle(dense, torch.bfloat16, index_topk=512)
+    make_model(tmp_path, size="tiny", vocab_size=VOCAB, fields=fields)
+    oracle = Oracle(tmp_path, torch.bfloat16, index_topk=512)
     override = ["--json-model-override-args", '{"index_topk": 512}']
-    with serve(dense, "--dtype", "bfloat16", "--indexcache-pattern", "FSSSFS", *override) as client:
+    arguments = ("--dtype", "bfloat16", "--indexcache-pattern", "FSSSFS", *override)
+    with serve(tmp_path, *arguments) as client:
         for length in LENGTHS[1:]:
             ids = prompt(length, 7)
             expected = oracle.answer(ids, Pattern("FSSSFS")).logprobs

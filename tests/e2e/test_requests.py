@@ -457,25 +457,6 @@ def test_openai_clients_name_a_pattern_too(client: Client) -> None:
     openai.completions.create(model="default", prompt="x", max_tokens=2, extra_body=extra)
 
 
-@pytest.mark.parametrize(
-    ("value", "reason"),
-    [
-        ("FFFSS", "5 characters.*6"),
-        ("F" * 10_000, "10000 characters"),
-        (["FFFFFF"], "must be a string, got list"),
-        ("/etc/passwd", "is a file, and a server reads none"),
-    ],
-)
-def test_a_bad_name_is_one_clear_answer(client: Client, value: object, reason: str) -> None:
-    before = client.states()[0]
-    with pytest.raises(ServerError, match=f"answered 400.*{reason}") as refusal:
-        client.generate(input_ids=[20, 21], sampling_params=under(value))
-    assert len(str(refusal.value)) < 700
-    after = client.states()[0]
-    for field in ("pattern", "switches", "requests", "forwards"):
-        assert getattr(after, field) == getattr(before, field)
-
-
 def test_as_many_patterns_as_there_are_run_at_once_whatever_they_are_called(
     client: Client,
 ) -> None:
@@ -486,19 +467,6 @@ def test_as_many_patterns_as_there_are_run_at_once_whatever_they_are_called(
         sampling_params=[under(t, max_new_tokens=1) for t in [*legal, "full"]],
     )
     assert [served_under(reply) for reply in replies] == [*legal, "FFFFFF"]
-
-
-def test_default_by_length_can_be_set_while_it_runs(client: Client) -> None:
-    client.switch_pattern("FFFFFF < 90 <= FSSFSS")
-    for length, pattern in ((89, "FFFFFF"), (90, "FSSFSS")):
-        reply = client.generate(
-            input_ids=prompt(length, 4), sampling_params=under(None, max_new_tokens=1)
-        )
-        assert served_under(reply) == pattern
-    with pytest.raises(ServerError, match="must grow from left to right"):
-        client.switch_pattern("FFFFFF < 90 <= FSSFSS < 80 <= FFFFFF")
-    with pytest.raises(ServerError, match="is no choice by prompt length"):
-        client.switch_pattern("FFFFFF < 90 < FSSFSS")
 
 
 def test_names_are_checked_in_every_tokenizer_process(wide: Path, serve: Serve) -> None:

@@ -93,16 +93,9 @@ def search_into(folder: Path, glm: Path, live: Client, **load: Any) -> Search:
     return run_search(setup, evaluator, goals, METHODS["greedy"], folder)
 
 
-@pytest.fixture(scope="module")
-def finished_search(live: Client, glm: Path, library: Path) -> Search:
-    """Return a search on the server while nobody else asked it; its patterns are in the library."""
-    return search_into(library, glm, live)
-
-
-def test_a_search_over_http(
-    live: Client, glm: Path, library: Path, finished_search: Search
-) -> None:
-    assert finished_search.is_complete
+def test_a_search_over_http(live: Client, glm: Path, library: Path) -> None:
+    search = search_into(library, glm, live)
+    assert search.is_complete
     entry = load_entry(library / "e2e-1of2.yaml")
     assert entry.full_layers == 3
     # What the search reported is what the server gives under the pattern. Its name is new there,
@@ -115,4 +108,4 @@ def test_a_search_over_http(
     assert entry.method.details["checkpoint"] == setup.digest
     evaluator = ServedEvaluator(Pool([live]), setup.calibration)
     losses = evaluator.loss(Pattern(entry.pattern), range(4))
-    assert losses.mean() == pytest.approx(finished_search.found[3].loss, abs=1e-4)
+    assert losses.mean() == pytest.approx(search.found[3].loss, abs=1e-4)

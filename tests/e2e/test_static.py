@@ -16,12 +16,7 @@ import httpx
 import pytest
 import torch
 
-from sglang_indexcache.errors import BenchError, ServerError
 from sglang_indexcache.lab.client.http import Client
-from sglang_indexcache.lab.latency import measure
-from sglang_indexcache.lab.latency.measure import Settings
-from sglang_indexcache.lab.latency.results import configurations
-from sglang_indexcache.lab.latency.servers import RunningServers
 from sglang_indexcache.pattern import Pattern
 from tests.e2e.conftest import (
     Serve,
@@ -178,23 +173,6 @@ def test_abort_leaves_a_working_server(client: Client, oracle: Oracle) -> None:
     raise AssertionError("the answers after an abort are wrong")
 
 
-def test_switching_is_refused(client: Client) -> None:
-    with pytest.raises(ServerError, match=r"started in static mode.*--indexcache-mode live"):
-        client.switch_pattern("FFFFFF")
-    assert client.states()[0].pattern == str(PATTERN)
-
-
-def test_a_request_that_names_another_pattern_is_refused(client: Client) -> None:
-    def answer(name: str) -> list[str]:
-        sampling = {"max_new_tokens": 1, "custom_params": {"indexcache_pattern": name}}
-        reply = client.generate(input_ids=[20, 21], sampling_params=sampling)
-        return list(reply["meta_info"]["indexcache_pattern"])
-
-    with pytest.raises(ServerError, match=rf"answered 400.*static mode.*serves {PATTERN} only"):
-        answer("FFFFFF")
-    assert answer(str(PATTERN)) == [str(PATTERN)]
-
-
 def test_static_and_live_agree_exactly(client: Client, live: Client) -> None:
     """The same kernels on the same inputs: not one bit may differ."""
     prompts = [prompt(length, 50) for length in (70, 130, 350)]
@@ -212,17 +190,6 @@ def test_static_and_live_agree_exactly(client: Client, live: Client) -> None:
     # Live mode keeps the keys for other patterns.
     assert state.index_key_writes[1] > before.index_key_writes[1]
     assert state.index_k_bytes_per_token == 6 * 128 * 4
-
-
-def test_a_benchmark_of_another_pattern_is_refused(
-    client: Client, glm: Path, tmp_path: Path
-) -> None:
-    """A static server serves its own, whatever a request names."""
-    target = measure.read_target(glm)
-    configured = configurations(("full", f"own={PATTERN}"), target.checkpoint)
-    running = RunningServers({configuration.name: client for configuration in configured})
-    with pytest.raises(BenchError, match="serves FSSFSS on rank 0, not the FFFFFF of full"):
-        measure.run(target, running, configured, Settings((100,)), tmp_path)
 
 
 def test_profiles_and_releases_leave_the_server_as_it_was(client: Client, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from sglang_indexcache.kernels import checks
 from sglang_indexcache.kernels.build import FOLDERS, BuiltKernels, build
 from sglang_indexcache.kernels.contract import INDEXER_HEADS
 from sglang_indexcache.kernels.indexer.cuda import select_rows
+from tests.cli import output_of
 
 pytestmark = pytest.mark.csrc
 
@@ -180,10 +181,9 @@ def test_launches_that_the_kernels_cannot_do_are_refused(
 
 @needs_nvcc
 def test_build_kernels_command(libraries: dict[str, BuiltKernels]) -> None:
-    result = CliRunner().invoke(app, ["kernels", "build"])
-    assert result.exit_code == 0, result.output
+    output = output_of("kernels", "build")
     for folder in FOLDERS:
-        assert f"{folder}: in the cache" in result.output
+        assert f"{folder}: in the cache" in output
 
 
 # -- the cache -----------------------------------------------------------------------------------
@@ -333,10 +333,7 @@ def test_what_was_packed_is_found_on_a_machine_without_nvcc(
     empty_library: Path, elsewhere: Path, fresh_libraries: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paths = {folder: keep(folder, "13.1.80", empty_library) for folder in FOLDERS}
-    libraries = [
-        BuiltKernels(path, path.parent / "build.log", fresh=True) for path in paths.values()
-    ]
-    building.pack(elsewhere / "kernels.tar.gz", libraries)
+    output_of("kernels", "build", "--archive", elsewhere / "kernels.tar.gz")
     node = elsewhere / "node"
     monkeypatch.setenv(building.CACHE_VARIABLE, str(node))
     assert building.cached("topk") is None

@@ -88,15 +88,6 @@ def test_what_is_no_pattern_ends_the_request_alone(name: Any) -> None:
     assert admit().to_finish is None
 
 
-def test_no_file_is_opened_for_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    opened: list[Path] = []
-    monkeypatch.setattr("sglang_indexcache.library.resolve.load_entry", opened.append)
-    monkeypatch.setattr("sglang_indexcache.library.resolve.read_folder", lambda _folder: ({}, []))
-    with pytest.raises(IndexCacheError):
-        requests.resolve(plan("FFFF", mode="live"), "x.yaml")
-    assert opened == []
-
-
 GOOD_NAMES = 300
 FOUR = Checkpoint("GlmMoeDsaForCausalLM", (0, 1, 2, 3), Pattern("FFFF"), {})
 

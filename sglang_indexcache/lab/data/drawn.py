@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import heapq
 import random
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from heapq import heappop, heappush
 from itertools import cycle
 from pathlib import Path
 
@@ -36,7 +36,7 @@ def drawn_documents(source: str, seed: int) -> Iterator[tuple[Path, Document]]:
     for files in folders:
         draw.shuffle(files)
     is_empty = True
-    for item in _in_turn([_in_turn([_file(f, seed) for f in files]) for files in folders]):
+    for item in _in_turn([_in_turn([_of_file(f, seed) for f in files]) for files in folders]):
         is_empty = False
         yield item
     if is_empty:
@@ -59,12 +59,26 @@ def _in_turn(
                 ended.add(number)
 
 
-def _file(path: Path, seed: int) -> Iterator[tuple[Path, Document]]:
-    """Yield documents of one file, drawn from all of it."""
-    draw = random.Random(f"{seed} {path.name}")
+def _of_file(path: Path, seed: int) -> Iterator[tuple[Path, Document]]:
+    """Yield documents of one file, drawn from all of it when the first is asked for."""
+    for document in drawn(read_file(path), f"{seed} {path.name}", MOST):
+        yield path, document
+
+
+def drawn(
+    documents: Iterable[Document], seed: int | str, least: int, characters: int = 0
+) -> list[Document]:
+    """Draw from all documents, in an order that the seed decides; only the drawn ones are held.
+
+    Args:
+        least: smallest number of documents, if there are so many.
+        characters: smallest total length of the documents, if there is so much.
+    """
+    draw, total = random.Random(seed), 0
     heap: list[tuple[float, int, Document]] = []  # the top is last in the drawn order
-    for number, document in enumerate(read_file(path)):
-        heapq.heappush(heap, (-draw.random(), number, document))
-        if len(heap) > MOST:
-            heapq.heappop(heap)
-    yield from ((path, document) for _, _, document in sorted(heap, reverse=True))
+    for number, document in enumerate(documents):
+        heappush(heap, (-draw.random(), number, document))
+        total += document.characters
+        while len(heap) > least and total - heap[0][2].characters >= characters:
+            total -= heappop(heap)[2].characters
+    return [document for _, _, document in sorted(heap, reverse=True)]

@@ -6,13 +6,14 @@ import hashlib
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sglang_indexcache.errors import TrainingError
 from sglang_indexcache.lab.data.documents import Document, read_documents
+from sglang_indexcache.lab.data.drawn import drawn
 from sglang_indexcache.lab.data.marking import HELD_OUT_SHARE, Marker
 
 CHARACTERS_OF_A_TOKEN = 8
@@ -88,7 +89,9 @@ class FileRows:
         parts = {False: _Packer(length, train), True: _Packer(length, held_out)}
         share = HELD_OUT_SHARE
         rows = max(-(-train * share // (share - 1)), held_out * share)
-        documents = drawn_documents(sources, rows * length * CHARACTERS_OF_A_TOKEN, seed)
+        # Everything is read, so that a sorting of files by topic does not bias the training.
+        everything = chain.from_iterable(map(read_documents, sources))
+        documents = drawn(everything, seed, LEAST, rows * length * CHARACTERS_OF_A_TOKEN)
         for held_back, piece in _pieces(documents, marker, length):
             parts[held_back].add(piece)
             if all(part.full for part in parts.values()):
@@ -118,30 +121,6 @@ class FileRows:
         for row in (*self.train, *self.held_out):
             content.update(b"\n" + b" ".join(piece.tobytes() for piece in row))
         return content.hexdigest()
-
-
-def drawn_documents(sources: Sequence[str], characters: int, seed: int) -> list[Document]:
-    """Draw documents from all sources, in an order that the seed decides.
-
-    Everything is read, so that a sorting of files by topic does not bias the training; only the
-    wanted documents are held in memory.
-
-    Args:
-        characters: smallest total length of the documents, if the sources have so much; at least
-            :data:`LEAST` documents are drawn.
-
-    Raises:
-        DataError: nothing to read, or a row that nobody understands.
-    """
-    draw, total = random.Random(seed), 0
-    heap: list[tuple[float, int, Document]] = []  # a heap; the top is last in the drawn order
-    documents = (document for source in sources for document in read_documents(source))
-    for number, document in enumerate(documents):
-        heappush(heap, (-draw.random(), number, document))
-        total += document.characters
-        while len(heap) > LEAST and total - heap[0][2].characters >= characters:
-            total -= heappop(heap)[2].characters
-    return [document for _, _, document in sorted(heap, reverse=True)]
 
 
 def _pieces(

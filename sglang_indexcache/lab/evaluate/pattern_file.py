@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -67,7 +66,8 @@ def add_evaluated(path: Path, row: Evaluated) -> None:
         LibraryError: the file is no pattern file, or its layout has no place for a verdict.
     """
     before = load_entry(path)
-    flow = _in_one_line(row.model_dump(mode="json", exclude_defaults=True))
+    data = row.model_dump(mode="json", exclude_defaults=True)
+    flow = yaml.safe_dump(data, default_flow_style=True, sort_keys=False, width=10**6).strip()
     text = path.read_text(encoding="utf-8")
     listed = re.search(r"^quality:[^\n\[]*\n(?:[ ]*#[^\n]*\n)*([ ]*)- ", text, re.MULTILINE)
     if listed:
@@ -81,10 +81,6 @@ def add_evaluated(path: Path, row: Evaluated) -> None:
     else:
         text = f"{text.rstrip()}\nquality:\n- {flow}\n"
     _rewrite(path, text, before.model_copy(update={"quality": (*before.quality, row)}))
-
-
-def _in_one_line(data: Mapping[str, Any]) -> str:
-    return yaml.safe_dump(data, default_flow_style=True, sort_keys=False, width=10**6).strip()
 
 
 def _rewrite(path: Path, text: str, expected: Entry) -> None:

@@ -14,7 +14,6 @@ from sglang_indexcache.lab.latency.results import METRICS, Configuration, Latenc
 from sglang_indexcache.lab.runs.plots import make_figure, pattern_color, save_figure
 from sglang_indexcache.library.lengths import format_length
 
-NOT_MEASURED = "not measured"
 NAMES = {metric: text.rpartition(" (")[0] for metric, text in METRICS.items()}
 """Names of the metrics without their units."""
 

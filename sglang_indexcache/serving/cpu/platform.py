@@ -105,25 +105,28 @@ def _platform_class() -> type:
             return CpuDSATokenToKVPool
 
         def init_backend(self) -> None:
-            from sglang.kernels.fused_op import BaseFusedOp
-            from sglang.srt.layers.attention.dsa.dsa_indexer import Indexer
-
-            from sglang_indexcache.serving.cpu.indexer import indexer_forward
-
-            BaseFusedOp.register_oot_forward(Indexer, indexer_forward, PLATFORM_NAME)
-            indexer = "sglang.srt.layers.attention.dsa.dsa_indexer.Indexer"
-            after(f"{indexer}.__init__", _keep_gate_precision)
-            after("sglang.srt.managers.scheduler.Scheduler.maybe_sleep_on_idle", _nap)
-            loader = "sglang.srt.model_loader.loader.DefaultModelLoader"
-            around(f"{loader}._get_weights_iterator", read_plain)
-            runner = "sglang.srt.model_executor.model_runner"
-            around(f"{runner}.create_indexer_capturer", _keep_selections)
-            parts = "sglang.srt.managers.scheduler_components"
-            around(f"{parts}.profiler_manager.SchedulerProfilerManager._profile", _profile)
-            updater = "weight_updater.SchedulerWeightUpdaterManager"
-            around(f"{parts}.{updater}.release_memory_occupation", _release_memory)
+            _adapt_worker()
 
     return CpuReferencePlatform
+
+
+def _adapt_worker() -> None:
+    """Give a worker our indexer, and replace what SGLang does there for accelerators alone."""
+    from sglang.kernels.fused_op import BaseFusedOp
+    from sglang.srt.layers.attention.dsa.dsa_indexer import Indexer
+
+    from sglang_indexcache.serving.cpu.indexer import indexer_forward
+
+    BaseFusedOp.register_oot_forward(Indexer, indexer_forward, PLATFORM_NAME)
+    after("sglang.srt.layers.attention.dsa.dsa_indexer.Indexer.__init__", _keep_gate_precision)
+    after("sglang.srt.managers.scheduler.Scheduler.maybe_sleep_on_idle", _nap)
+    loader = "sglang.srt.model_loader.loader.DefaultModelLoader"
+    around(f"{loader}._get_weights_iterator", read_plain)
+    around("sglang.srt.model_executor.model_runner.create_indexer_capturer", _keep_selections)
+    parts = "sglang.srt.managers.scheduler_components"
+    around(f"{parts}.profiler_manager.SchedulerProfilerManager._profile", _profile)
+    updater = "weight_updater.SchedulerWeightUpdaterManager"
+    around(f"{parts}.{updater}.release_memory_occupation", _release_memory)
 
 
 def _apply_defaults(server_args: Any) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.kernels.ops.attention.utils import concat_mla_absorb_q_general
 from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend
+from sglang.srt.state_capturer.indexer_topk import maybe_capture_indexer_topk
 
 from sglang_indexcache.serving.cuda import kernels as kernels_cuda
 from sglang_indexcache.serving.cuda.kernels import EngineKernels, KeptLists, attend
@@ -23,6 +24,7 @@ from sglang_indexcache.serving.rows import patterns_of_rows
 from sglang_indexcache.serving.traffic import phase_of
 
 if TYPE_CHECKING:
+    from sglang.srt.layers.attention.dsa.dsa_indexer import Indexer
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -161,7 +163,7 @@ class IndexCacheBackend(DeepseekSparseAttnBackend):
         """Return the indices that ``layer`` attends to in ``rows`` rows; SGLang passes ``carried``.
 
         For an F layer ``carried`` is its indexer's selection, which is written to the buffer here;
-        in live mode the indexer has already written it (``cuda/live_indexer.py``).
+        in live mode :func:`live_indexer_forward` has already written it.
         """
         buffer = self.index_buffer
         # SGLang carries no indices across the layer at which it splits a batch.
@@ -203,6 +205,42 @@ class IndexCacheBackend(DeepseekSparseAttnBackend):
             getattr(self._runner.attn_backend, "primary", self)
         )
         return backend
+
+
+def live_indexer_forward(
+    original: Callable[..., torch.Tensor | None],
+    indexer: Indexer,
+    x: torch.Tensor,
+    q_lora: torch.Tensor,
+    positions: torch.Tensor,
+    forward_batch: ForwardBatch,
+    layer_id: int,
+    return_indices: bool = True,
+    use_cuda_graph: bool = True,
+) -> torch.Tensor | None:
+    """Run the indexer of a layer in live mode; if it is S for all rows, only store its keys."""
+    backend = kernels_cuda.current_backend()
+    ours = getattr(backend, "index_buffer", None)
+    arguments = (x, q_lora, positions, forward_batch, layer_id, return_indices, use_cuda_graph)
+    if ours is None or forward_batch.forward_mode.is_idle() or not return_indices:
+        return original(indexer, *arguments)
+
+    if ours.is_full(layer_id):
+        selected = original(indexer, *arguments)
+        if selected is None:
+            return None
+        backend.inherit(layer_id, forward_batch)
+        used = ours.select(layer_id, selected)
+        return used if used is selected else maybe_capture_indexer_topk(layer_id, used)
+    from sglang.kernels.ops.quantization.act_quant_triton import act_quant
+
+    metadata = backend.get_indexer_metadata(layer_id, forward_batch)
+    indexer._forward_cuda_k_only(
+        x, positions, forward_batch, layer_id, act_quant, metadata, return_indices=False
+    )
+    backend.process.count_key_write(layer_id)
+    backend.inherit(layer_id, forward_batch)
+    return maybe_capture_indexer_topk(layer_id, ours.shared(layer_id))
 
 
 def with_heads_for_flashmla(call: dict[str, Any], sm_major: int) -> dict[str, Any]:

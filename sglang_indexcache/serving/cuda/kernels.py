@@ -238,24 +238,13 @@ def select(
         result = empty_lists(q_fp8, topk)
     if rows == 0:
         return result
-    table, starts = metadata.get_page_table_64(), None
-    if phase == "prefill":
-        starts = metadata.attn_metadata.cu_seqlens_q
-    else:
-        # SGLang repeats a request's row of the page table for each of its MTP rows. Our kernel
-        # takes it once and reads the request's keys once for four rows; if there are more than
-        # eight rows, each counts as a request.
-        requests = metadata.get_seqlens_int32().shape[0]
-        table = table[
-            :: 1 if rows % requests or rows // requests > MAX_NEXT_N else rows // requests
-        ]
     batch = IndexerBatch(
         q_fp8[:rows].contiguous(),
         weights[:rows].squeeze(-1).contiguous(),
         pages,
-        table,
+        _page_table(metadata, phase, rows),
         metadata.get_seqlens_expanded(),
-        starts,
+        metadata.attn_metadata.cu_seqlens_q if phase == "prefill" else None,
     )
     method = None if metadata.force_unfused_topk else metadata.topk_transform_method
     chosen = result[:rows]
@@ -264,6 +253,20 @@ def select(
         offset = metadata.attn_metadata.topk_indices_offset[:rows, None]
         chosen.copy_(torch.where(chosen == PADDING, PADDING, chosen + offset))
     return result
+
+
+def _page_table(metadata: DSAIndexerMetadata, phase: Phase, rows: int) -> torch.Tensor:
+    """Return SGLang's page table with one row for each request.
+
+    In decode SGLang repeats a request's row for each of its MTP rows. Our kernel takes it once and
+    reads the request's keys once for four rows; if there are more than eight rows, each counts as a
+    request.
+    """
+    table: torch.Tensor = metadata.get_page_table_64()
+    if phase == "prefill":
+        return table
+    verified, rest = divmod(rows, metadata.get_seqlens_int32().shape[0])
+    return table if rest or verified > MAX_NEXT_N else table[::verified]
 
 
 def empty_lists(q_fp8: torch.Tensor, topk: int) -> torch.Tensor:

@@ -9,8 +9,10 @@ import pytest
 
 from sglang_indexcache.errors import TrainingError
 from sglang_indexcache.lab.data import documents
+from sglang_indexcache.lab.data.documents import read_documents
+from sglang_indexcache.lab.data.drawn import drawn
 from sglang_indexcache.lab.data.marking import is_held_out
-from sglang_indexcache.lab.data.packed import LEAST, FileRows, drawn_documents
+from sglang_indexcache.lab.data.packed import LEAST, FileRows
 from tests.lab.data.letters import letters, text_of
 
 LENGTH = 12
@@ -83,12 +85,13 @@ def test_rows_come_from_all_of_the_files(tmp_path: Path) -> None:
 
 
 def test_no_more_is_held_than_is_wanted(source: str) -> None:
-    drawn = drawn_documents([source, source], 1000, seed=0)
-    sizes = [document.characters for document in drawn]
+    twice = [*read_documents(source), *read_documents(source)]
+    chosen = drawn(twice, 0, LEAST, 1000)
+    sizes = [document.characters for document in chosen]
     assert sum(sizes) >= 1000 > sum(sizes[:-1])
-    fewer = drawn_documents([source, source], 1, seed=0)
-    assert (len(fewer), fewer) == (LEAST, drawn[:LEAST])
-    assert len(drawn_documents([source], 10**9, seed=0)) == len(TEXTS)
+    fewer = drawn(twice, 0, LEAST, 1)
+    assert (len(fewer), fewer) == (LEAST, chosen[:LEAST])
+    assert len(drawn(read_documents(source), 0, LEAST, 10**9)) == len(TEXTS)
 
 
 def test_rows_are_drawn_once_each_before_any_comes_again(source: str) -> None:

@@ -26,7 +26,6 @@ from sglang_indexcache.lab.latency.measure import (
     read_target,
     run,
     steady_rate,
-    write_latency,
 )
 from sglang_indexcache.lab.latency.results import LatencyResult, Model, configurations
 from sglang_indexcache.lab.latency.servers import RunningServers, StartedServers
@@ -341,12 +340,6 @@ def test_a_config_without_a_vocabulary_is_refused(tmp_path: Path) -> None:
 def test_names_must_differ() -> None:
     with pytest.raises(PatternError, match="two patterns are called a, so that results"):
         configurations(("a=full", "a=uniform:1/2"), CHECKPOINT)
-
-
-def test_a_result_survives_its_file(tmp_path: Path) -> None:
-    result = measure(good())
-    path, *_ = write_latency(result, tmp_path)
-    assert LatencyResult.model_validate_json(path.read_text()) == result
 
 
 def test_prompts_are_exact_and_share_no_prefix() -> None:

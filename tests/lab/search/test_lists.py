@@ -37,25 +37,6 @@ def selections(seed: int, layers: int, length: int, k: int) -> np.ndarray:
     return lists
 
 
-@settings(deadline=None, max_examples=25)
-@given(seed=st.integers(0, 10**6), layers=st.integers(1, 4), k=st.integers(1, 5))
-def test_is_the_mean_share_of_common_tokens(seed: int, layers: int, k: int) -> None:
-    samples = [selections(seed + i, layers, length, k) for i, length in enumerate((7, 12))]
-    counter = OverlapCounter(layers, k)
-    for sample in samples:
-        counter.add(sample)
-    matrix = counter.matrix()
-    for i in range(layers):
-        for j in range(layers):
-            shares = [
-                len(set(sample[i, t]) & set(sample[j, t])) / k
-                for sample in samples
-                for t in range(k, sample.shape[1])
-            ]
-            assert matrix[i, j] == pytest.approx(np.mean(shares), abs=1e-6)
-    assert counter.queries == sum(s.shape[1] - k for s in samples)
-
-
 def test_counting_in_pieces_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     sample = selections(3, 4, 40, 6)
     at_once, pieces = OverlapCounter(4, 6), OverlapCounter(4, 6)

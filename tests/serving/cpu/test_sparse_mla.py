@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from sglang_indexcache.kernels.sparse_mla.reference import sparse_mla as reference
-from sglang_indexcache.serving.cpu import sparse_mla as module
-from sglang_indexcache.serving.cpu.sparse_mla import sparse_mla
+from sglang_indexcache.serving.cpu import backend
+from sglang_indexcache.serving.cpu.backend import sparse_mla
 
 
 def selection(tokens: int, topk: int, slots: int, generator: torch.Generator) -> torch.Tensor:
@@ -22,7 +22,7 @@ def selection(tokens: int, topk: int, slots: int, generator: torch.Generator) ->
 def test_blocked_path_equals_reference(
     generator: torch.Generator, monkeypatch: pytest.MonkeyPatch, heads: int, gather_bytes: int
 ) -> None:
-    monkeypatch.setattr(module, "GATHER_BYTES", gather_bytes)
+    monkeypatch.setattr(backend, "GATHER_BYTES", gather_bytes)
     q = torch.randn(23, heads, 40, generator=generator)
     latent = torch.randn(300, 40, generator=generator)
     slots = selection(23, 33, 300, generator)

@@ -153,16 +153,6 @@ def test_a_path_that_is_not_there_is_told_before_sglang_asks_the_hub(name: str) 
     assert text == f"problem: there is no folder {name} here\n"
 
 
-def test_a_name_of_the_hub_is_told_to_be_no_folder(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def resolve(arguments: Sequence[str], device: str | None) -> None:
-        raise SettingsError(f"asked after: {capsys.readouterr().err}")
-
-    monkeypatch.setattr(doctor, "_resolve", resolve)
-    assert "nosuchfolder is no folder here, so the hub" in examine("--model", "nosuchfolder")[1]
-
-
 @pytest.mark.parametrize(
     ("fields", "overrides", "message"),
     [
@@ -236,7 +226,7 @@ def test_json_has_what_is_printed_and_nothing_else_is_on_stdout(folder: Path) ->
 def test_it_says_at_once_that_it_is_at_work(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It says so before SGLang is imported, which takes long, and not among its findings."""
+    """It says so before SGLang is imported or asks the hub, and not among its findings."""
 
     def resolve(arguments: Sequence[str], device: str | None) -> None:
         raise SettingsError(f"asked after: {capsys.readouterr().err}")
@@ -245,3 +235,4 @@ def test_it_says_at_once_that_it_is_at_work(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     assert "asked after: asking SGLang" in examine("--model-path", "m")[1]
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+    assert "nosuchfolder is no folder here, so the hub" in examine("--model", "nosuchfolder")[1]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from sglang_indexcache.checkpoint import Checkpoint, fp8_blocks, reading
 from sglang_indexcache.errors import SearchError
@@ -342,19 +341,6 @@ class TransformersEvaluator(TokenEvaluator):
             if eager is not None:
                 setattr(module, _EAGER, eager)
 
-    def _until_it_attends(
-        self, layer: int, hidden: torch.Tensor, sharing: SharedForward
-    ) -> torch.Tensor:
-        """Run ``layer`` only until it attends, and return its selection."""
-
-        def end(*_: Any, **__: Any) -> None:
-            raise _SeenError
-
-        with suppress(_SeenError):
-            self._layer(layer, hidden, sharing, end)
-        assert sharing.indices is not None
-        return sharing.indices
-
     def _attention(self, number: int) -> Any:
         return self._layers[number].self_attn
 
@@ -470,24 +456,6 @@ class TransformersEvaluator(TokenEvaluator):
             seen = key[:, :, :end], value[:, :, :end, :0]  # no values: only the weights are needed
             mask = visible[..., places, :end]
             yield rows, eager(module, query[:, :, places], *seen, mask, **options)[1][0].float()
-
-    # -- what layers attend to ----------------------------------------------------------------
-
-    def selected(self, ids: tuple[int, ...], under: Pattern | None = None) -> NDArray[np.integer]:
-        """Return each layer's selection for one sequence, ``[N, length, k]``.
-
-        By default all indexers run. For an S layer of ``under`` it is the selection of the layer's
-        own indexer from the layer's inputs under that pattern.
-        """
-        pattern = under or self.own
-        run = self.run(pattern, ids)
-        self._learn_arguments(len(ids))
-        lists = list(run.indices)
-        with torch.no_grad(), share(self._model, self.own) as sharing:
-            for layer in pattern.shared_layers:
-                if self.own.is_full(layer):
-                    lists[layer] = self._until_it_attends(layer, run.hidden[layer], sharing)
-        return np.stack([indices[0].numpy() for indices in lists])
 
 
 class _SeenError(Exception):

@@ -135,22 +135,11 @@ def test_a_searchs_batches_come_one_after_the_other(folder: Path, data: Calibrat
 
 
 def test_indices_are_each_layers_own(folder: Path, data: Calibration) -> None:
-    selections = TransformersEvaluator(folder, data).selected(data.sequences[0])
-    assert selections.shape == (6, LENGTH, 64)
-    for layer in selections:
-        assert len(set(layer[-1].tolist())) == 64
-    assert any((a != b).any() for a, b in itertools.pairwise(selections))
-
-
-def test_a_layers_own_selection_in_a_run_of_a_pattern(folder: Path, data: Calibration) -> None:
-    """F layers select what the pattern has them attend to; an S layer what it would if it ran."""
-    ids, evaluator = data.sequences[0], TransformersEvaluator(folder, data)
-    selections = evaluator.selected(ids, Pattern("FSSFSS"))
-    for layer, text in enumerate(("FSSFSS", "FFSFSS", "FSFFSS", "FSSFSS", "FSSFFS", "FSSFSF")):
-        fresh = TransformersEvaluator(folder, data)
-        assert (selections[layer] == fresh.run(Pattern(text), ids).indices[layer][0].numpy()).all()
-    assert (selections[1] == evaluator.selected(ids)[1]).all()  # so far nothing was shared
-    assert (selections[2] != evaluator.selected(ids)[2]).any()
+    run = TransformersEvaluator(folder, data).run(Pattern.full(6), data.sequences[0])
+    assert [lists.shape for lists in run.indices] == [(1, LENGTH, 64)] * 6
+    for lists in run.indices:
+        assert len(set(lists[0, -1].tolist())) == 64
+    assert any((a != b).any() for a, b in itertools.pairwise(run.indices))
 
 
 def test_a_checkpoint_that_shares_already(tmp_path: Path, data: Calibration) -> None:
