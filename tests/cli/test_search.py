@@ -130,13 +130,13 @@ def test_says_that_a_target_loses_recall_and_what_does_not(tmp_path: Path) -> No
     evaluator = SeenEvaluator(12, 12)
     search, output = searched(tmp_path, evaluator, "9", "1", held_out=4, method="proposals")
     assert "1/12 (-" in output
-    assert "may lose 2 points of recall or more" in output
+    assert re.search("loses? 2 points of recall or more", output)
     safe = search.safe
     if safe is None:
         assert "no pattern that was found keeps recall on this data" in output
     else:
         named = (
-            f"the fewest F layers that likely lose less than 2 points of recall: {safe.mark.label}"
+            f"the fewest F layers that lose less than 2 points of recall here: {safe.mark.label}"
         )
         assert named in output
 

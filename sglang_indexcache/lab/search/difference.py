@@ -83,11 +83,6 @@ class Difference:
         }
 
     @property
-    def standard_error(self) -> float:
-        """Standard error of the mean."""
-        return standard_error(np.array(self.each))
-
-    @property
     def is_significant(self) -> bool:
         """Whether the interval excludes zero."""
         return self.low > 0 or self.high < 0

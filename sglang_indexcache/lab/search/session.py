@@ -204,15 +204,15 @@ def _safe_in_words(search: Search) -> str:
         return "whether a pattern keeps recall is not known: that takes two documents at least"
     limit, safe = f"{100 * SMALL_LOSS:g} points", search.safe
     losing = [
-        f"{result.mark.label} ({100 * result.faithfulness.recall.mean:+.1f}, standard error "
-        f"{100 * result.faithfulness.recall.standard_error:.1f})"
+        f"{result.mark.label} ({100 * result.faithfulness.recall.mean:+.1f})"
         for result in search.found.values()
         if result.faithfulness and not result.faithfulness.loses_little
     ]
-    loses = f"{' and '.join(losing)} may lose {limit} of recall or more" if losing else ""
+    verb = "lose" if len(losing) > 1 else "loses"
+    loses = f"{' and '.join(losing)} {verb} {limit} of recall or more" if losing else ""
     if safe is None:
         return f"{loses}: no pattern that was found keeps recall on this data"
-    keeps = f"the fewest F layers that likely lose less than {limit} of recall: {safe.mark.label}"
+    keeps = f"the fewest F layers that lose less than {limit} of recall here: {safe.mark.label}"
     if safe.faithfulness and not safe.faithfulness.is_shown_to_lose_little:
         recall = safe.faithfulness.recall
         interval = f"{100 * recall.low:+.1f} to {100 * recall.high:+.1f}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 
 from sglang_indexcache.errors import SearchError
 from sglang_indexcache.lab.search.evaluators import Floats
-from sglang_indexcache.lab.search.judged import SMALL_LOSS, Judged
+from sglang_indexcache.lab.search.judged import SMALL_LOSS, Judged, TokenChanges
 from sglang_indexcache.lab.search.ledger import Ledger
 from sglang_indexcache.lab.search.methods import METHODS
-from sglang_indexcache.lab.search.methods.decided import exchanged, improved
+from sglang_indexcache.lab.search.methods.decided import exchanged
 from sglang_indexcache.lab.search.methods.greedy import evaluations
+from sglang_indexcache.lab.search.recall import PASSAGES, TEXT
 from sglang_indexcache.lab.search.rules import Constraints, parse_targets
 from sglang_indexcache.pattern import Pattern
 from tests.fixtures.landscape import SeenEvaluator
@@ -141,99 +142,49 @@ def test_it_takes_a_twentieth_of_algorithm_1s_tokens(seed: int) -> None:
         assert search.search_tokens <= search.expected_tokens
 
 
-Loss = Callable[[str, int], float]
+def best_exchange(loss: Callable[[str, int], float], text: str, batches: int) -> str:
+    """Return ``text`` after three exchanges, of two if few are F: plain loops over documents."""
+    document = itertools.cycle(range(batches))
+    count = 3 if text.count("F") > 5 else 2
 
-
-def with_full(text: str, layers: tuple[int, ...]) -> str:
-    return "".join("F" if i in layers else letter for i, letter in enumerate(text))
-
-
-def smaller_by_one(text: str) -> list[str]:
-    return [text[:i] + "S" + text[i + 1 :] for i in range(1, len(text)) if text[i] == "F"]
-
-
-def exchanged_together(loss: Loss, text: str, count: int, document: Iterator[int]) -> str:
-    """Return ``text`` after ``count`` exchanges together: plain loops over documents."""
+    def with_full(layers: tuple[int, ...]) -> str:
+        return "".join("F" if i in layers else letter for i, letter in enumerate(text))
 
     def ranked(groups: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
         """One document ranks all, and two rank the better half."""
         a, b = next(document), next(document)
-        order = sorted(groups, key=lambda group: loss(with_full(text, group), a))
+        order = sorted(groups, key=lambda group: loss(with_full(group), a))
         half = math.ceil(len(order) / 2)
         both = sorted(
-            order[:half],
-            key=lambda group: loss(with_full(text, group), a) + loss(with_full(text, group), b),
+            order[:half], key=lambda group: loss(with_full(group), a) + loss(with_full(group), b)
         )
         return both + order[half:]
 
     for _ in range(count):
         n = next(document)
-        text = min(smaller_by_one(text), key=lambda each: loss(each, n))
+        smaller = [text[:i] + "S" + text[i + 1 :] for i in range(1, len(text)) if text[i] == "F"]
+        text = min(smaller, key=lambda each: loss(each, n))
     alone = ranked([(i,) for i in range(len(text)) if text[i] == "S"])
     helpers = [layer for (layer,) in alone]
     best = ranked([(a, b) for n, a in enumerate(helpers[:6]) for b in helpers[n + 1 : 6]])[0]
     if count == 3:
         best = ranked([(*best, layer) for layer in helpers[:10] if layer not in best])[0]
-    return with_full(text, best)
+    return with_full(best)
 
 
-def improved_in_loops(loss: Loss, text: str, batches: int) -> str:
-    """Return ``text`` after three exchanges together and one more, where each helps."""
-    document = itertools.cycle(range(batches))
+@pytest.mark.parametrize("before", [[0, 5, 6, 7, 8, 20, 22], [0, 5, 6, 20]])
+@pytest.mark.parametrize("seed", range(5))
+def test_exchanges_are_those_of_plain_loops(seed: int, before: list[int]) -> None:
+    evaluator = SeenEvaluator(24, 3, seed, noise=0.5)
+    pattern = Pattern.from_layers(24, before)
 
-    def mean(text: str, documents: Sequence[int]) -> float:
-        return float(np.mean([loss(text, n) for n in documents]))
-
-    def best_three(texts: list[str]) -> list[str]:
-        both = next(document), next(document)
-        return sorted(texts, key=lambda each: mean(each, both))[:3]
-
-    few = range(min(4, batches))
-    together = exchanged_together(loss, text, 3, document)
-    text = min(text, together, key=lambda each: mean(each, few))
-    kept = best_three(smaller_by_one(text))[0]
-    larger = best_three([with_full(kept, (i,)) for i in range(len(kept)) if kept[i] == "S"])
-    return min([text, *larger], key=lambda each: mean(each, few))
-
-
-def loss_of(evaluator: SeenEvaluator) -> Loss:
     def loss(text: str, batch: int) -> float:
         [judged] = evaluator.judge(Pattern(text), [batch])
         return sum(judged.losses[kind] for kind in ("text", "passages"))
 
-    return loss
-
-
-@pytest.mark.parametrize("before", [[0, 5, 6, 7, 8, 20, 22], [0, 5, 6, 20, 21]])
-@pytest.mark.parametrize("seed", range(5))
-def test_exchanges_are_those_of_plain_loops(seed: int, before: list[int]) -> None:
-    evaluator, pattern = SeenEvaluator(24, 3, seed, noise=0.5), Pattern.from_layers(24, before)
-    count = len(before) // 2
-    after = exchanged(Ledger(evaluator), free(24), pattern, count, itertools.cycle(range(3)))
-    loops = exchanged_together(loss_of(evaluator), str(pattern), count, itertools.cycle(range(3)))
-    assert str(after) == loops
+    after = exchanged(Ledger(evaluator), free(24), pattern)
+    assert str(after) == best_exchange(loss, str(pattern), 3)
     assert len(after.full_layers) == len(before)
-
-
-@pytest.mark.parametrize("batches", [3, 4, 7])
-@pytest.mark.parametrize("seed", range(4))
-def test_one_more_exchange_is_chosen_by_more_documents(seed: int, batches: int) -> None:
-    evaluator = SeenEvaluator(24, batches, seed, noise=0.5)
-    pattern = Pattern.from_layers(24, [0, 5, 6, 7, 8, 20, 22])
-    after = improved(Ledger(evaluator), free(24), pattern)
-    assert str(after) == improved_in_loops(loss_of(evaluator), str(pattern), batches)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_exchanges_never_end_with_more_loss_on_the_first_documents(seed: int) -> None:
-    evaluator = SeenEvaluator(24, 12, seed, noise=0.5)
-    pattern, losses = Pattern.from_layers(24, [0, 5, 6, 7, 8, 20, 22]), []
-    for _ in range(4):
-        losses.append(sum(each.mixed_loss for each in evaluator.judge(pattern, range(4))))
-        pattern = improved(Ledger(evaluator), free(24), pattern)
-    assert losses == sorted(losses, reverse=True)
-    few = Pattern.from_layers(24, [0, 5, 6, 20])
-    assert improved(Ledger(evaluator), free(24), few) == few  # proposals have all choices
 
 
 class Together(SeenEvaluator):
@@ -280,6 +231,33 @@ def test_exchanges_find_what_no_proposal_has() -> None:
     for seed in range(4):
         search = finished(Ledger(Hidden(24, 8, seed)), targets(24, "6"), DEFAULT)
         assert search.found[6].pattern.is_full(Hidden.wanted)
+
+
+def test_every_kind_of_token_weighs_alike() -> None:
+    kinds = np.array([TEXT] * 40 + [PASSAGES] * 10, dtype=np.uint8)
+    loss = np.array([2.0] * 40 + [7.0] * 10)
+    judged = Judged.of(TokenChanges(loss, *np.zeros((3, 50))), kinds)
+    assert judged.mixed_loss == pytest.approx(4.5)
+    assert judged.loss == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_of_what_was_run_on_all_documents_the_one_of_least_loss_is_chosen(seed: int) -> None:
+    evaluator = SeenEvaluator(24, 12, seed, noise=0.5)
+    search = finished(Ledger(evaluator), targets(24, *MARKS), DEFAULT)
+    batches = range(12)
+    run = {pattern for pattern, _ in search.ledger._judged if len(pattern.shared_layers)}
+    for count, found in search.found.items():
+        of_all = [
+            pattern
+            for pattern in run
+            if len(pattern.full_layers) == count
+            and all((pattern, batch) in search.ledger._judged for batch in batches)
+        ]
+        best = min(
+            of_all, key=lambda p: np.mean([j.mixed_loss for j in evaluator.judge(p, batches)])
+        )
+        assert found.pattern == best
 
 
 def test_the_smallest_retention_that_keeps_recall_is_named() -> None:

@@ -4,8 +4,7 @@ A matrix of layer pairs says which layers may share. It differs a little between
 ignores the effect of errors on later layers, and that another layer's list may copy better than a
 layer's own. So the optima of documents, in every rating, are proposals, of which some are run. In
 the best of them layers are exchanged: the F layers that are missed least become S, and the S layers
-that help most *together* become F, because what two lists add may be the same. One more exchange is
-chosen with more care, because on one document the best of many layers is often another.
+that help most *together* become F, because what two lists add may be the same.
 
 The mixed loss decides: as much in running text as in passages that come again, and as in keys and
 rules. Divergence from all F does not decide, because lists that copy better than a layer's own also
@@ -43,8 +42,6 @@ EXCHANGED = 3
 PAIRED, AGAIN = 6, 10
 """Numbers of S layers, those that help most alone, of which every two are tried together, and of
 which each is tried after that."""
-FINALISTS, FEW = 3, 4
-"""Number of patterns among which the last exchange ends, and number of documents that decide."""
 
 
 @dataclass(frozen=True)
@@ -82,9 +79,10 @@ class Decided:
         """See :class:`~sglang_indexcache.lab.search.methods.Method`."""
         first = self.pairs.least(targets, batch_tokens) + sum(batch_tokens)
         look = PROPOSALS * sum(batch_tokens[:LOOK])
+        finals = 2 * sum(batch_tokens)
         exchanged_marks = [mark for mark in targets.marks if are_exchanged(targets, mark)]
         tried = sum(_tried(targets.constraints, mark) for mark in exchanged_marks)
-        return first + len(targets.marks) * (look + sum(batch_tokens)) + tried * max(batch_tokens)
+        return first + len(targets.marks) * (look + finals) + tried * max(batch_tokens)
 
 
 def are_exchanged(targets: Targets, mark: Mark) -> bool:
@@ -97,24 +95,17 @@ def are_exchanged(targets: Targets, mark: Mark) -> bool:
 
 
 def _exchanges(constraints: Constraints, full_layers: int) -> int:
-    """Return how many layers are exchanged together: half of those that may become S, but not many.
-
-    Of so few that this is one, proposals have the best choices already.
-    """
-    count = min(EXCHANGED, (full_layers - constraints.fewest) // 2)
-    return count if count > 1 else 0
+    """Return how many layers are exchanged: half of those that may become S, but not many."""
+    return min(EXCHANGED, -(-(full_layers - constraints.fewest) // 2))
 
 
 def _tried(constraints: Constraints, mark: Mark) -> int:
     """Return an upper bound for the forwards of one document that exchanges take."""
     rounds = _exchanges(constraints, mark.full_layers)
-    if not rounds:
-        return 0
-    leave = mark.full_layers - constraints.fewest
+    leave = rounds * (mark.full_layers - constraints.fewest)
     come = len(constraints.start.full_layers) - mark.full_layers + rounds
-    twice = [come, comb(PAIRED, 2), AGAIN][:rounds]
-    together = rounds * leave + sum(count + (count + 1) // 2 for count in twice)
-    return together + 2 * (leave + come - rounds + 1) + (2 + FINALISTS) * FEW
+    added = [come, comb(PAIRED, 2), AGAIN][:rounds]
+    return leave + sum(count + (count + 1) // 2 for count in added)
 
 
 def decide(
@@ -135,7 +126,10 @@ def decide(
         proposed = [*dict.fromkeys([*completed, *proposed])]
     look = ledger.all_batches[:LOOK]
     run = _ranked(ledger, proposed[:PROPOSALS], look)
-    best = run[0] if smaller is not None else improved(ledger, constraints, run[0])
+    finalists = run[:1]
+    if smaller is None:
+        finalists += [exchanged(ledger, constraints, run[0])]
+    best = _ranked(ledger, finalists, ledger.all_batches)[0]
     run = list(dict.fromkeys([*run, best]))
     losses = dict(zip(run, ledger.mixed_losses(run, look), strict=True))
     documents = ledger.documents_of(look)
@@ -150,35 +144,16 @@ def decide(
     return Proposal(mark, best, layers)
 
 
-def improved(ledger: Ledger, constraints: Constraints, pattern: Pattern) -> Pattern:
-    """Exchange several layers together, and then one, where that lowers the mixed loss."""
-    rounds = _exchanges(constraints, len(pattern.full_layers))
-    if not rounds:
-        return pattern
-    documents, few = cycle(ledger.all_batches), ledger.all_batches[:FEW]
-    together = exchanged(ledger, constraints, pattern, rounds, documents)
-    pattern = _ranked(ledger, [pattern, together], few)[0]
-
-    def best(patterns: Sequence[Pattern]) -> list[Pattern]:
-        return _ranked(ledger, patterns, [next(documents), next(documents)])[:FINALISTS]
-
-    [smaller, *_] = best([constraints.flipped(pattern, n) for n in constraints.candidates(pattern)])
-    larger = best([constraints.flipped(smaller, n) for n in constraints.restorable(smaller)])
-    return _ranked(ledger, [pattern, *larger], few)[0]
-
-
-def exchanged(
-    ledger: Ledger,
-    constraints: Constraints,
-    pattern: Pattern,
-    rounds: int,
-    documents: Iterator[int],
-) -> Pattern:
+def exchanged(ledger: Ledger, constraints: Constraints, pattern: Pattern) -> Pattern:
     """Exchange the F layers that are missed least for the S layers that help most together.
 
     Layers are removed before others are added, because a list that copies badly may hide one that
-    copies well. Each choice goes on with the next of ``documents``.
+    copies well. Each choice begins with another document.
     """
+    documents = cycle(ledger.all_batches)
+    rounds = _exchanges(constraints, len(pattern.full_layers))
+    if not rounds:
+        return pattern
     for _ in range(rounds):
         smaller = [constraints.flipped(pattern, n) for n in constraints.candidates(pattern)]
         pattern = _ranked(ledger, smaller, [next(documents)])[0]
