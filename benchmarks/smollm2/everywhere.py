@@ -58,8 +58,9 @@ def calibration(name: str, texts: Texts, books: Books, count: int, length: int) 
     if name == "documentation":
         cuts = books.cuts(SEARCH, count, length)
     elif name == "mixed":
-        kinds = [MIXED[number % len(MIXED)] for number in range(count)]
-        cuts = [texts.cuts(kind, 1, length, measured=False)[0] for kind in kinds]
+        of_each = -(-count // len(MIXED))
+        by_kind = [texts.cuts(kind, of_each, length, measured=False) for kind in MIXED]
+        cuts = [cut for places in zip(*by_kind, strict=True) for cut in places][:count]
     else:
         cuts = texts.cuts(name, count, length, measured=False)
     return [_row(cut, texts) for cut in cuts]
@@ -280,7 +281,7 @@ def study_parser() -> argparse.ArgumentParser:
     parser.add_argument("--kinds", nargs="*", choices=list(DOMAINS), default=list(DOMAINS))
     parser.add_argument("--tasks", nargs="*", choices=list(TASKS), default=list(TASKS))
     parser.add_argument("--ratios", nargs="+", choices=RATIOS, default=list(RATIOS))
-    parser.add_argument("--batches", type=int, default=4, help="rows that are searched on")
+    parser.add_argument("--batches", type=int, default=16, help="rows that are searched on")
     parser.add_argument("--search-length", type=int, default=1024)
     parser.add_argument("--search-topk", type=int, default=64)
     parser.add_argument("--rows", type=int, default=2, help="of each kind of text and task")

@@ -70,8 +70,8 @@ Target = Annotated[list[str] | None, InSearch("--target", metavar="TARGET", help
     "Where to leave a pattern: a ratio such as 1/4, or a count of F layers. Repeat it. "
     "The default is 1/2, 1/4 and 1/8.")]
 Method = Annotated[str | None, InSearch("--method", metavar="METHOD", help=
-    "How to search. The default, proposals, runs some patterns that one pass proposes, exchanges "
-    "layers of the best, and decides by loss. one-pass alone runs none (it goes by "
+    "How to search. The default, proposals, runs some patterns that one pass proposes, and then "
+    "exchanges of layers that promise most; loss decides. one-pass alone runs none (it goes by "
     "attention; with --url by lists); greedy is the paper's Algorithm 1, similarity the paper's of "
     "outputs, without --url. Servers need --enable-return-indexer-topk, but for greedy.")]
 KeepFull = Annotated[str, InSearch("--keep-full", metavar="LAYERS", help=

@@ -217,10 +217,11 @@ class Ledger:
         """Return each batch's comparison of a pattern with all F, on all batches by default."""
         return self.judged_each([pattern], batches)[0]
 
-    def mixed_losses(self, patterns: Sequence[Pattern], batches: Sequence[int]) -> Floats:
-        """Return :attr:`~.judged.Judged.mixed_loss` as ``[patterns, batches]``."""
-        judged = self.judged_each(patterns, batches)
-        return np.array([[each.mixed_loss for each in row] for row in judged])
+    @property
+    def asked(self) -> dict[Cell, Judged]:
+        """Comparisons with all F that were asked for, in an order that no restart changes."""
+        cells = sorted(self._requested & self._judged.keys(), key=lambda c: (c[1], str(c[0])))
+        return {cell: self._judged[cell] for cell in cells}
 
     def judged_each(
         self, patterns: Sequence[Pattern], batches: Sequence[int] | None = None

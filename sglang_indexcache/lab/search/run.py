@@ -143,8 +143,7 @@ class Search:
             if count in (above, below):
                 return
             mark = Mark(count, f"{count}/{len(self.constraints.start)}")
-            smaller = self.found[max(f for f in self.found if f < count)].pattern
-            proposal = self.method.between(self.ledger, self.targets, mark, smaller)
+            proposal = self.method.between(self.ledger, self.targets, mark)
             if proposal is None:
                 return
             result = self._judged(mark, proposal.pattern, proposal.layers)

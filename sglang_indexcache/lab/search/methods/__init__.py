@@ -12,7 +12,6 @@ from sglang_indexcache.lab.search.methods.greedy import Greedy
 from sglang_indexcache.lab.search.methods.pairwise import Pairwise
 from sglang_indexcache.lab.search.methods.proposal import Proposal
 from sglang_indexcache.lab.search.rules import Mark, Targets
-from sglang_indexcache.pattern import Pattern
 
 DEFAULT = "proposals"
 """Name of the default method."""
@@ -43,13 +42,8 @@ class Method(Protocol):
         A step that arrives at a mark is the answer for that mark.
         """
 
-    def between(
-        self, ledger: Ledger, targets: Targets, mark: Mark, smaller: Pattern
-    ) -> Proposal | None:
-        """Find the pattern of a mark between two targets; None if it :attr:`judges` none.
-
-        ``smaller`` is the found pattern that has the next fewer F layers.
-        """
+    def between(self, ledger: Ledger, targets: Targets, mark: Mark) -> Proposal | None:
+        """Find the pattern of a mark between two targets; None if it :attr:`judges` none."""
 
     def least(self, targets: Targets, batch_tokens: Sequence[int]) -> int:
         """Return an upper bound for the tokens that :meth:`descend` asks for.

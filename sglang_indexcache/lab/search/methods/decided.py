@@ -1,10 +1,10 @@
-"""Search in which one pass proposes patterns, exchanges improve one, and the mixed loss decides.
+"""Search in which one pass proposes patterns, a regression chooses what to run, and loss decides.
 
 A matrix of layer pairs says which layers may share. It differs a little between documents, and
 ignores the effect of errors on later layers, and that another layer's list may copy better than a
-layer's own. So the optima of documents, in every rating, are proposals, of which some are run. In
-the best of them layers are exchanged: the F layers that are missed least become S, and the S layers
-that help most *together* become F, because what two lists add may be the same.
+layer's own. So the optima of documents, in every rating, are proposals, of which some are run. From
+all that was run a regression predicts the loss of patterns in which layers are exchanged, and those
+that may be the best are run next, a few at a time, each time on another document.
 
 The mixed loss decides: as much in running text as in passages that come again, and as in keys and
 rules. Divergence from all F does not decide, because lists that copy better than a layer's own also
@@ -15,14 +15,11 @@ diverge; running text alone would choose patterns that can no longer copy
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import combinations, cycle
-from math import comb
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from sglang_indexcache.lab.search.difference import Difference
 from sglang_indexcache.lab.search.ledger import Ledger, Step
 from sglang_indexcache.lab.search.methods.pairwise import (
     Pairwise,
@@ -30,18 +27,19 @@ from sglang_indexcache.lab.search.methods.pairwise import (
     most_similar,
     pair_matrices,
 )
-from sglang_indexcache.lab.search.methods.proposal import Proposal, Sureness
+from sglang_indexcache.lab.search.methods.proposal import Added, Proposal, Sureness
+from sglang_indexcache.lab.search.methods.regression import Regression
 from sglang_indexcache.lab.search.rules import Constraints, Mark, Targets
-from sglang_indexcache.lab.stats.pairs import Floats
 from sglang_indexcache.pattern import Pattern
 
-PROPOSALS, LOOK = 4, 2
-"""Number of proposals that are run for a target, and number of documents for that."""
-EXCHANGED = 3
-"""Most layers that are exchanged in the best proposal; of few layers, half."""
-PAIRED, AGAIN = 6, 10
-"""Numbers of S layers, those that help most alone, of which every two are tried together, and of
-which each is tried after that."""
+TOGETHER = 6
+"""Number of patterns that are run in a round, on one document."""
+LEADERS, DEPTH = 3, 3
+"""Number of patterns whose exchanges are predicted, and how often, each time of the best."""
+CONSIDERED = 64
+"""Number of predicted patterns among which a round chooses."""
+FINALISTS = 2
+"""Most patterns of a mark that are run on all documents."""
 
 
 @dataclass(frozen=True)
@@ -56,154 +54,194 @@ class Decided:
     def in_words(self) -> str:
         """See :class:`~sglang_indexcache.lab.search.methods.Method`."""
         return (
-            "loss, in text and recall alike, among exchanges of layers in proposals by "
-            f"{self.pairs.in_words}"
+            "loss, in text and recall alike, among exchanges of layers that a regression chooses, "
+            f"in proposals by {self.pairs.in_words}"
         )
 
     def descend(self, ledger: Ledger, targets: Targets) -> Iterator[Step | Proposal]:
         """See :class:`~sglang_indexcache.lab.search.methods.Method`."""
-        matrices = pair_matrices(ledger, self.pairs)
-        ledger.judged(targets.constraints.start)
-        smaller = None
-        for mark in reversed(targets.marks):
-            completed = None if are_exchanged(targets, mark) else smaller
-            proposal = decide(ledger, targets.constraints, mark, matrices, completed)
-            smaller = proposal.pattern
-            yield proposal
+        survey = Survey(ledger, targets.constraints, self.pairs)
+        times = {mark: rounds(targets.constraints, mark) for mark in reversed(targets.marks)}
+        for mark in times:
+            survey.propose(mark.full_layers)
+        for turn in range(max(times.values())):
+            for mark in (mark for mark, of_mark in times.items() if turn < of_mark):
+                survey.explore(mark.full_layers)
+        for mark in times:
+            yield survey.decide(mark)
 
-    def between(self, ledger: Ledger, targets: Targets, mark: Mark, smaller: Pattern) -> Proposal:
+    def between(self, ledger: Ledger, targets: Targets, mark: Mark) -> Proposal:
         """See :class:`~sglang_indexcache.lab.search.methods.Method`."""
-        return decide(ledger, targets.constraints, mark, pair_matrices(ledger, self.pairs), smaller)
+        survey = Survey(ledger, targets.constraints, self.pairs)
+        survey.propose(mark.full_layers)
+        survey.explore(mark.full_layers)
+        return survey.decide(mark)
 
     def least(self, targets: Targets, batch_tokens: Sequence[int]) -> int:
         """See :class:`~sglang_indexcache.lab.search.methods.Method`."""
         first = self.pairs.least(targets, batch_tokens) + sum(batch_tokens)
-        look = PROPOSALS * sum(batch_tokens[:LOOK])
-        finals = 2 * sum(batch_tokens)
-        exchanged_marks = [mark for mark in targets.marks if are_exchanged(targets, mark)]
-        tried = sum(_tried(targets.constraints, mark) for mark in exchanged_marks)
-        return first + len(targets.marks) * (look + finals) + tried * max(batch_tokens)
+        times = sum(1 + rounds(targets.constraints, mark) for mark in targets.marks)
+        finals = len(targets.marks) * FINALISTS * sum(batch_tokens)
+        return first + times * TOGETHER * max(batch_tokens) + finals
 
 
-def are_exchanged(targets: Targets, mark: Mark) -> bool:
-    """Return whether layers are exchanged: below 1/2, and where no smaller pattern is searched.
+def rounds(constraints: Constraints, mark: Mark) -> int:
+    """Return how often exchanges are run for a mark: more, the more of them may matter.
 
-    The more F layers, the more exchanges there are to try, and the less there is to gain.
+    With few F layers there are few to exchange, and with many each matters less.
     """
-    is_smallest = mark.full_layers == targets.fewest
-    return is_smallest or 2 * mark.full_layers < len(targets.constraints.start)
+    leave = mark.full_layers - constraints.fewest
+    come = len(constraints.start.full_layers) - mark.full_layers
+    return min(2 * leave, come // 2)
 
 
-def _exchanges(constraints: Constraints, full_layers: int) -> int:
-    """Return how many layers are exchanged: half of those that may become S, but not many."""
-    return min(EXCHANGED, -(-(full_layers - constraints.fewest) // 2))
+class Survey:
+    """The patterns of one search, of which some are run and the others predicted.
 
+    What is run for one number of F layers is learnt for all.
 
-def _tried(constraints: Constraints, mark: Mark) -> int:
-    """Return an upper bound for the forwards of one document that exchanges take."""
-    rounds = _exchanges(constraints, mark.full_layers)
-    leave = rounds * (mark.full_layers - constraints.fewest)
-    come = len(constraints.start.full_layers) - mark.full_layers + rounds
-    added = [come, comb(PAIRED, 2), AGAIN][:rounds]
-    return leave + sum(count + (count + 1) // 2 for count in added)
-
-
-def decide(
-    ledger: Ledger, constraints: Constraints, mark: Mark, matrices: Floats, smaller: Pattern | None
-) -> Proposal:
-    """Find the pattern for one mark.
-
-    Args:
-        matrices: ``[batches, M, N, N]``, for each document in each rating.
-        smaller: found pattern with fewer F layers, whose best completions are proposed first; None
-            if layers of the best proposal are exchanged instead.
+    Raises:
+        SearchError: see :func:`.pairwise.pair_matrices`.
     """
-    count, together = mark.full_layers, averaged(ledger, matrices)
-    proposed, votes = _proposed(matrices, together, count, constraints)
-    if smaller is not None:
-        kept = replace(constraints, fixed=constraints.fixed | {*smaller.full_layers})
-        completed = [most_similar(matrix, count, kept) for matrix in together]
-        proposed = [*dict.fromkeys([*completed, *proposed])]
-    look = ledger.all_batches[:LOOK]
-    run = _ranked(ledger, proposed[:PROPOSALS], look)
-    finalists = run[:1]
-    if smaller is None:
-        finalists += [exchanged(ledger, constraints, run[0])]
-    best = _ranked(ledger, finalists, ledger.all_batches)[0]
-    run = list(dict.fromkeys([*run, best]))
-    losses = dict(zip(run, ledger.mixed_losses(run, look), strict=True))
-    documents = ledger.documents_of(look)
-    layers = {
-        layer: Sureness(
-            sum(n for pattern, n in votes.items() if pattern.is_full(layer)) / votes.total(),
-            _without(layer, best, losses, documents),
+
+    def __init__(self, ledger: Ledger, constraints: Constraints, pairs: Pairwise) -> None:
+        self.ledger, self.constraints = ledger, constraints
+        self.matrices = pair_matrices(ledger, pairs)
+        self.together = averaged(ledger, self.matrices)
+        ledger.judged(constraints.start)
+
+    def propose(self, count: int) -> None:
+        """Run proposals with ``count`` F layers on one document, the likeliest first."""
+        of_all = [most_similar(matrix, count, self.constraints) for matrix in self.together]
+        votes = self._votes(count)
+        proposed = dict.fromkeys([*of_all, *(pattern for pattern, _ in votes.most_common())])
+        self.ledger.judged_each([*proposed][:TOGETHER], [self._document()])
+
+    def explore(self, count: int) -> None:
+        """Run patterns with ``count`` F layers that may be the best, on one more document."""
+        document, fitted = self._document(), self._fitted()
+        leaders = self._leaders(fitted, count)
+        pool = dict.fromkeys(leaders)
+        for _ in range(DEPTH):
+            reached = dict.fromkeys(other for each in leaders for other in self._exchanges(each))
+            leaders = _best(fitted, [*(pool | reached)], LEADERS, hope=1)
+            pool |= dict.fromkeys(_best(fitted, [*reached], CONSIDERED, hope=1))
+        asked = self.ledger.asked
+        new = [pattern for pattern in pool if (pattern, document) not in asked]
+        chosen = _spread(fitted, _best(fitted, new, CONSIDERED, hope=1))
+        self.ledger.judged_each(chosen, [document])
+
+    def decide(self, mark: Mark) -> Proposal:
+        """Run the best on all documents, and say how sure each of its layers is."""
+        finalists: dict[Pattern, None] = {}
+        for _ in range(FINALISTS):
+            [finalist] = _best(self._fitted(), self._run(mark.full_layers), 1)
+            self.ledger.judged(finalist)
+            finalists[finalist] = None
+        fitted, votes = self._fitted(), self._votes(mark.full_layers)
+        [best] = _best(fitted, [*finalists], 1)
+        layers = {
+            layer: Sureness(
+                sum(n for pattern, n in votes.items() if pattern.is_full(layer)) / votes.total(),
+                self._without(layer, best, fitted),
+            )
+            for layer in self.constraints.candidates(best)
+        }
+        return Proposal(mark, best, layers)
+
+    def _votes(self, count: int) -> Counter[Pattern]:
+        """Return how many documents each pattern is optimal for, in any rating."""
+        return Counter(
+            most_similar(matrix, count, self.constraints)
+            for of_one in self.matrices
+            for matrix in of_one
         )
-        for layer in best.full_layers
-        if layer not in constraints.fixed
-    }
-    return Proposal(mark, best, layers)
 
+    def _run(self, count: int) -> list[Pattern]:
+        """Return the patterns with ``count`` F layers that were run."""
+        run = dict.fromkeys(pattern for pattern, _ in self.ledger.asked)
+        return [pattern for pattern in run if len(pattern.full_layers) == count]
 
-def exchanged(ledger: Ledger, constraints: Constraints, pattern: Pattern) -> Pattern:
-    """Exchange the F layers that are missed least for the S layers that help most together.
+    def _leaders(self, fitted: Regression, count: int) -> list[Pattern]:
+        """Return the best with ``count`` F layers, and the best of others with some flipped."""
+        sizes = sorted({len(pattern.full_layers) for pattern, _ in self.ledger.asked})
+        leaders = _best(fitted, self._run(count), LEADERS)
+        for size in sizes:
+            if size not in (count, len(self.constraints.start.full_layers)):
+                [pattern] = _best(fitted, self._run(size), 1)
+                leaders.append(self._flipped(fitted, pattern, count))
+        return [*dict.fromkeys(leaders)]
 
-    Layers are removed before others are added, because a list that copies badly may hide one that
-    copies well. Each choice begins with another document.
-    """
-    documents = cycle(ledger.all_batches)
-    rounds = _exchanges(constraints, len(pattern.full_layers))
-    if not rounds:
+    def _flipped(self, fitted: Regression, pattern: Pattern, count: int) -> Pattern:
+        """Flip layers, each time the best, until ``count`` are F."""
+        rules = self.constraints
+        while len(pattern.full_layers) != count:
+            fewer = len(pattern.full_layers) > count
+            layers = rules.candidates(pattern) if fewer else rules.restorable(pattern)
+            [pattern] = _best(fitted, [rules.flipped(pattern, layer) for layer in layers], 1)
         return pattern
-    for _ in range(rounds):
-        smaller = [constraints.flipped(pattern, n) for n in constraints.candidates(pattern)]
-        pattern = _ranked(ledger, smaller, [next(documents)])[0]
 
-    def added(groups: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
-        """Sort groups of S layers by the loss with all of a group F."""
-        larger = {constraints.keeping({*pattern.full_layers, *group}): group for group in groups}
-        ranked = _ranked_twice(ledger, [*larger], next(documents), next(documents))
-        return [larger[each] for each in ranked]
+    def _document(self) -> int:
+        """Return the document on which the fewest patterns were run."""
+        times = Counter(batch for _, batch in self.ledger.asked)
+        return min(self.ledger.all_batches, key=lambda batch: times[batch])
 
-    alone = added((layer,) for layer in constraints.restorable(pattern))
-    chosen = alone[0]
-    if rounds > 1:
-        chosen = added(a + b for a, b in combinations(alone[:PAIRED], 2))[0]
-    for _ in range(rounds - 2):
-        chosen = added(chosen + one for one in alone[:AGAIN] if one[0] not in chosen)[0]
-    return constraints.keeping({*pattern.full_layers, *chosen})
+    def _fitted(self) -> Regression:
+        """Fit the regression to everything that this search ran, as ratios to all F's losses."""
+        asked, start = self.ledger.asked, self.constraints.start
+        full = {batch: asked[start, batch].mixed_loss for batch in self.ledger.all_batches}
+        run = [cell for cell in asked if cell[0] != start] or [*asked]
+        ratios = np.array([asked[cell].mixed_loss / full[cell[1]] for cell in run])
+        patterns, batches = zip(*run, strict=True)
+        return Regression(self.together[0], patterns, batches, np.log(ratios))
+
+    def _exchanges(self, pattern: Pattern, leave: Iterable[int] = ()) -> list[Pattern]:
+        """Return the patterns in which one F layer, of those given or any, became another."""
+        rules = self.constraints
+        return [
+            rules.keeping({*pattern.full_layers, come} - {layer})
+            for layer in leave or rules.candidates(pattern)
+            for come in rules.restorable(pattern)
+        ]
+
+    def _without(self, layer: int, best: Pattern, fitted: Regression) -> Added | None:
+        """Predict what the best exchange of an F layer would add to the loss of a pattern."""
+        others = self._exchanges(best, [layer])
+        if not others:
+            return None
+        pair = [best, *_best(fitted, others, 1)]
+        (with_it, without), covariance = fitted.predict(pair)[0], fitted.covariance(pair)
+        deviation = np.sqrt(max(covariance.trace() - 2 * covariance[0, 1], 0))
+        full = [each.mixed_loss for each in self.ledger.judged(self.constraints.start)]
+        loss = np.mean(full) * np.exp(with_it)
+        return Added(float(loss * (without - with_it)), float(loss * deviation))
 
 
-def _ranked(ledger: Ledger, patterns: Sequence[Pattern], batches: Sequence[int]) -> list[Pattern]:
-    """Sort patterns by the mixed loss on some documents, best first."""
-    losses = ledger.mixed_losses(patterns, batches).mean(axis=1)
-    return [patterns[n] for n in np.argsort(losses, kind="stable")]
-
-
-def _ranked_twice(
-    ledger: Ledger, patterns: Sequence[Pattern], first: int, second: int
+def _best(
+    fitted: Regression, patterns: Sequence[Pattern], number: int, hope: float = 0
 ) -> list[Pattern]:
-    """Sort patterns by one document, and the better half of them again by two."""
-    order = _ranked(ledger, patterns, [first])
-    half = (len(order) + 1) // 2
-    return _ranked(ledger, order[:half], [first, second]) + order[half:]
+    """Return the patterns of least predicted loss, less ``hope`` standard deviations."""
+    if not patterns:
+        return []
+    means, deviations = fitted.predict(patterns)
+    order = np.argsort(means - hope * deviations, kind="stable")
+    return [patterns[n] for n in order[:number]]
 
 
-def _proposed(
-    matrices: Floats, together: Floats, full_layers: int, constraints: Constraints
-) -> tuple[list[Pattern], Counter[Pattern]]:
-    """Return the proposals, joint ones first, and how many documents each is optimal for."""
-    first = [most_similar(matrix, full_layers, constraints) for matrix in together]
-    votes = Counter(
-        most_similar(matrix, full_layers, constraints) for of_one in matrices for matrix in of_one
-    )
-    return list(dict.fromkeys([*first, *(pattern for pattern, _ in votes.most_common())])), votes
+def _spread(fitted: Regression, patterns: Sequence[Pattern]) -> list[Pattern]:
+    """Choose the patterns to run, each as if those chosen before it had been run already.
 
-
-def _without(
-    layer: int, best: Pattern, losses: Mapping[Pattern, Floats], documents: Sequence[int]
-) -> Difference | None:
-    """Compare the best pattern that was run without a layer with the chosen pattern."""
-    lacking = [each for pattern, each in losses.items() if not pattern.is_full(layer)]
-    if not lacking or len(set(documents)) < 2:
-        return None
-    return Difference.of(min(lacking, key=lambda each: each.mean()) - losses[best], documents)
+    What is learnt from one is taken off its neighbours' uncertainty, and so off the hope for them
+    (GP-BUCB: Desautels, Krause and Burdick 2014).
+    """
+    if not patterns:
+        return []
+    means, covariance = fitted.predict(patterns)[0], fitted.covariance(patterns)
+    chosen: list[int] = []
+    for _ in range(min(TOGETHER, len(patterns))):
+        bounds = means - np.sqrt(np.maximum(covariance.diagonal(), 0))
+        bounds[chosen] = np.inf
+        chosen.append(int(bounds.argmin()))
+        column = covariance[:, chosen[-1]]
+        covariance = covariance - np.outer(column, column) / max(column[chosen[-1]], 1e-12)
+    return [patterns[n] for n in chosen]

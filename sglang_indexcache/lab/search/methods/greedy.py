@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 
 from sglang_indexcache.lab.search.ledger import Ledger, Step
 from sglang_indexcache.lab.search.rules import Mark, Targets
-from sglang_indexcache.pattern import Pattern
 
 
 class Greedy:
@@ -30,7 +29,7 @@ class Greedy:
             pattern = constraints.flipped(pattern, layer)
             yield ledger.step(constraints.start, pattern, layer, candidates=len(layers))
 
-    def between(self, ledger: Ledger, targets: Targets, mark: Mark, smaller: Pattern) -> None:
+    def between(self, ledger: Ledger, targets: Targets, mark: Mark) -> None:
         """See :class:`~sglang_indexcache.lab.search.methods.Method`; it finds only its targets."""
 
     def least(self, targets: Targets, batch_tokens: Sequence[int]) -> int:

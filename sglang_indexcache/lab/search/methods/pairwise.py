@@ -60,7 +60,7 @@ class Pairwise:
         for mark in targets.marks:
             yield Proposal(mark, most_similar(matrix, mark.full_layers, targets.constraints))
 
-    def between(self, ledger: Ledger, targets: Targets, mark: Mark, smaller: Pattern) -> None:
+    def between(self, ledger: Ledger, targets: Targets, mark: Mark) -> None:
         """See :class:`~sglang_indexcache.lab.search.methods.Method`; this one judges none."""
 
     def least(self, targets: Targets, batch_tokens: Sequence[int]) -> int:

@@ -5,9 +5,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from sglang_indexcache.lab.search.difference import Difference
 from sglang_indexcache.lab.search.rules import Mark
 from sglang_indexcache.pattern import Pattern
+
+
+@dataclass(frozen=True)
+class Added:
+    """Mixed loss that a pattern is predicted to add to another's, in nats."""
+
+    mean: float
+    deviation: float
+
+    @property
+    def low(self) -> float:
+        """Lower end of the 95 % interval."""
+        return self.mean - 1.96 * self.deviation
+
+    def numbers(self) -> dict[str, float]:
+        """Return the mean and its interval as plain data."""
+        numbers = {"mean": self.mean, "low": self.low, "high": 2 * self.mean - self.low}
+        return {name: round(value, 6) for name, value in numbers.items()}
 
 
 @dataclass(frozen=True)
@@ -16,16 +33,15 @@ class Sureness:
 
     Attributes:
         share: share of the proposals from single documents in which the layer is F.
-        without: mixed loss in nats that the best pattern without this F layer adds; None if no
-            such pattern was run.
+        without: what the best exchange of this F layer is predicted to add; None if there is none.
     """
 
     share: float
-    without: Difference | None
+    without: Added | None
 
     @property
     def is_sure(self) -> bool:
-        """Whether every document proposes this F layer, or omitting it was measured to be worse."""
+        """Whether every document proposes this F layer, or any exchange of it would be worse."""
         return self.share == 1 or (self.without is not None and self.without.low > 0)
 
 
