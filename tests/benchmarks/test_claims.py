@@ -133,6 +133,18 @@ def found(name: str, corpus: str) -> tuple[str, float]:
     return search["smallest_that_keeps_recall"], 100 * search["of_greedy"]
 
 
+def behind_the_best(name: str) -> list[float]:
+    """Return the points by which each text's 1/4 is behind the best that was asked, ascending."""
+    points = behind(name, "all")
+    return sorted(max(0, *points) - each for each in points)
+
+
+def five_layers(corpus: str) -> str:
+    """Return what the 5 F layers that a search names on 32 heads lose of other text."""
+    assert found("random/everywhere", corpus)[0] == "5/30"
+    return change_of_text("random/everywhere", "5/30", f"default, on {corpus}")[1:]
+
+
 PAGE = "benchmarks/results/smollm2/real-model.md"
 CLAIMS: dict[str, tuple[str, Callable[[], str]]] = {
     "one pass's tokens": (
@@ -162,9 +174,9 @@ CLAIMS: dict[str, tuple[str, Callable[[], str]]] = {
         lambda: f"similarity's 1/2 {change(at(8192, 512), '1/2 similarity:mixed')}",
     ),
     "the worst indexer": (PAGE, lambda: f"and the first, {worst_indexer()}, takes"),
-    "the default's tokens on four rows": (
+    "the default's tokens on sixteen rows": (
         PAGE,
-        lambda: "{:.0f} to {:.0f} % of Algorithm 1's tokens on these four rows".format(
+        lambda: "{:.1f} to {:.1f} % of Algorithm 1's tokens on these sixteen rows".format(
             *(
                 choose(found(name, corpus)[1] for name in STUDIES for corpus in searched(name))
                 for choose in (min, max)
@@ -174,22 +186,26 @@ CLAIMS: dict[str, tuple[str, Callable[[], str]]] = {
     "behind Algorithm 1 on 32 heads": (
         PAGE,
         lambda: (
-            f"{abs(max(behind('random/everywhere', 'all'))):.1f} to "
-            f"{-min(behind('random/everywhere', 'all')):.1f} points less than Algorithm 1's"
+            f"{min(behind('random/everywhere', 'all')):+.1f} to "
+            f"{max(behind('random/everywhere', 'all')):+.1f} points beside Algorithm 1's"
         ),
     ),
     "KL on 32 heads": (PAGE, lambda: kl_in_words("random/everywhere")),
     "seven texts near the best on 9 heads": (
         PAGE,
-        lambda: "within {:.1f} points of it, C {:.1f} behind".format(
-            *sorted(max(behind("everywhere", "all")) - b for b in behind("everywhere", "all"))[-2:]
-        ),
+        lambda: f"within {behind_the_best('everywhere')[-2]:.1f} points of the best",
+    ),
+    "Python behind the best": (
+        PAGE,
+        lambda: f"is from Python, {behind_the_best('everywhere')[-1]:.1f} behind the best",
     ),
     "halves behind Algorithm 1": (
         PAGE,
         lambda: (
-            f"recalls {-max(behind('everywhere', 'all', '1/2')):.0f} to "
-            f"{-min(behind('everywhere', 'all', '1/2')):.0f} points less"
+            f"its 1/2 recalls {min(behind('everywhere', 'all', '1/2')):.1f} to "
+            f"{max(behind('everywhere', 'all', '1/2')):.1f} points more than Algorithm 1's, on "
+            f"32 heads {-max(behind('random/everywhere', 'all', '1/2')):.1f} to "
+            f"{-min(behind('random/everywhere', 'all', '1/2')):.1f} less"
         ),
     ),
     "beside Algorithm 1 on 9 heads": (
@@ -211,9 +227,9 @@ CLAIMS: dict[str, tuple[str, Callable[[], str]]] = {
         PAGE,
         lambda: f"loses {change_of_text('everywhere', '1/8', 'default, on C')[1:]} points of text",
     ),
-    "the 1/8 from mixed texts": (
+    "the 1/8 from novel and essay": (
         PAGE,
-        lambda: f"loses {change_of_text('random/everywhere', '1/8', 'default, on mixed')[1:]} for",
+        lambda: f"18 for 17: {change_of_text('everywhere', '1/8', 'default, on novel')} points",
     ),
     "beside Algorithm 1, for a user": (
         "docs/search.md",
@@ -237,16 +253,15 @@ CLAIMS: dict[str, tuple[str, Callable[[], str]]] = {
     "what the 1/8 adds elsewhere": (
         "README.md",
         lambda: (
-            f"and {float(elsewhere('everywhere', '1/8', 'default, on nov', slice(6, 7))[1:6]):.2f}"
+            f"and {float(elsewhere('everywhere', '1/8', 'Algorithm 1', slice(6, 7))[1:6]):.2f}"
             " on other text"
         ),
     ),
     "5 layers on other text": (
         PAGE,
         lambda: (
-            f"the {found('random/everywhere', 'documentation')[0][0]} F layers that it names from "
-            "documentation lose "
-            + change_of_text("random/everywhere", "5/30", "default, on documentation")[1:]
+            f"the 5 F layers that it names instead lose {five_layers('novel')} points of text from "
+            f"three of them, and {five_layers('French')} from French"
         ),
     ),
     "the default on the small checkpoint": (
@@ -283,10 +298,10 @@ def test_quarters_of_32_heads_recall_more_than_all_f() -> None:
     )
 
 
-def test_quarters_of_seven_of_eight_texts_recall_as_much_as_algorithm_1s() -> None:
+def test_quarters_of_seven_of_eight_texts_recall_more_than_algorithm_1s() -> None:
     beside = dict(zip(searched("everywhere"), behind("everywhere", "all"), strict=True))
     assert len(beside) == 8
-    assert [corpus for corpus, points in beside.items() if points < -0.05] == ["C"]
+    assert [corpus for corpus, points in beside.items() if points < 0] == ["Python"]
 
 
 def test_no_eighth_of_32_heads_loses_less_than_2_points() -> None:
@@ -296,4 +311,4 @@ def test_no_eighth_of_32_heads_loses_less_than_2_points() -> None:
         if ratio == "1/8":
             assert float(change_of_text("random/everywhere", ratio, way).split()[0]) < -2
     named = [found("random/everywhere", corpus)[0] for corpus in searched("random/everywhere")]
-    assert named.count("1/8") == 1
+    assert set(named) == {"5/30"}

@@ -268,7 +268,7 @@ def test_the_default_over_a_server_runs_what_its_lists_propose(tmp_path: Path) -
     assert found.judged is not None
     assert found.judged.kl["text"] >= 0
     assert "1/2 on the 3 documents that chose it: KL to all F text " in output
-    assert "among exchanges of layers in proposals by what each layer keeps" in output
+    assert "that a regression chooses, in proposals by what each layer keeps" in output
 
 
 def test_a_server_that_returns_no_lists_is_refused_before_anything_is_measured(

@@ -213,8 +213,8 @@ class Survey:
         (with_it, without), covariance = fitted.predict(pair)[0], fitted.covariance(pair)
         deviation = np.sqrt(max(covariance.trace() - 2 * covariance[0, 1], 0))
         full = [each.mixed_loss for each in self.ledger.judged(self.constraints.start)]
-        loss = np.mean(full) * np.exp(with_it)
-        return Added(float(loss * (without - with_it)), float(loss * deviation))
+        loss, z = np.mean(full) * np.exp(with_it), np.array([0, -1.96, 1.96])
+        return Added(*(loss * np.expm1(without - with_it + z * deviation)).tolist())
 
 
 def _best(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from sglang_indexcache.lab.search.rules import Mark
 from sglang_indexcache.pattern import Pattern
@@ -11,20 +11,15 @@ from sglang_indexcache.pattern import Pattern
 
 @dataclass(frozen=True)
 class Added:
-    """Mixed loss that a pattern is predicted to add to another's, in nats."""
+    """Mixed loss that a pattern is predicted to add to another's, with its 95 % interval, in nats."""
 
     mean: float
-    deviation: float
-
-    @property
-    def low(self) -> float:
-        """Lower end of the 95 % interval."""
-        return self.mean - 1.96 * self.deviation
+    low: float
+    high: float
 
     def numbers(self) -> dict[str, float]:
         """Return the mean and its interval as plain data."""
-        numbers = {"mean": self.mean, "low": self.low, "high": 2 * self.mean - self.low}
-        return {name: round(value, 6) for name, value in numbers.items()}
+        return {name: round(value, 6) for name, value in asdict(self).items()}
 
 
 @dataclass(frozen=True)
