@@ -11,7 +11,7 @@ from sglang_indexcache.pattern import Pattern
 
 @dataclass(frozen=True)
 class Added:
-    """Mixed loss that a pattern is predicted to add to another's, with its 95 % interval, in nats."""
+    """Mixed loss in nats that a pattern is predicted to add to another's; a 95 % interval."""
 
     mean: float
     low: float
