@@ -167,7 +167,7 @@ class Together(SeenEvaluator):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_exchanges_find_two_layers_that_help_only_together(seed: int) -> None:
-    """What is learnt for one target helps the others."""
+    """One target learns from what is run for another."""
     search = finished(Ledger(Together(24, 8, seed)), targets(24, *MARKS), DEFAULT)
     for count in (12, 6):
         assert {9, 13} <= set(search.found[count].pattern.full_layers)
@@ -207,8 +207,8 @@ def test_what_it_finds_loses_less_than_one_pass_and_little_more_than_algorithm_1
         evaluator = SeenEvaluator(24, 12, seed, noise=0.5)
         search = finished(Ledger(evaluator), targets(24, *MARKS), METHODS[method])
         start = evaluator.loss(Pattern.full(24), range(12))
-        found = [evaluator.loss(each.pattern, range(12)) for each in search.found.values()]
-        return float((np.array(found) - start).mean())
+        losses = [evaluator.loss(result.pattern, range(12)) for result in search.found.values()]
+        return float((np.array(losses) - start).mean())
 
     assert added("proposals") <= added("one-pass")
     assert added("proposals") <= 1.1 * added("greedy")

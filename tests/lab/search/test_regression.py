@@ -23,49 +23,49 @@ from tests.lab.search.oracle import every_pattern
 LAYERS = 7
 
 
-def distance(kept: Floats, first: Pattern, second: Pattern) -> float:
+def distance(mass: Floats, first: Pattern, second: Pattern) -> float:
     total = 0.0
     for layer in range(len(first)):
-        one, other = first.source_of(layer), second.source_of(layer)
-        total += abs(kept[layer, one] - kept[layer, other]) + OTHER_LIST * (one != other)
+        ours, theirs = first.source_of(layer), second.source_of(layer)
+        total += abs(mass[layer, ours] - mass[layer, theirs]) + OTHER_LIST * (ours != theirs)
     return total
 
 
 def covariances(
-    kept: Floats, cells: list[tuple[Pattern, int | None]], scales: tuple[float, float, float]
+    mass: Floats, cells: list[tuple[Pattern, int | None]], scales: tuple[float, float, float]
 ) -> Floats:
     """Covariances of losses; a cell without a document is the part that all documents share."""
-    length, own, noise = scales
+    length, share, noise = scales
     matrix = np.zeros((len(cells), len(cells)))
     for i, (pattern, document) in enumerate(cells):
-        for j, (other, another) in enumerate(cells):
-            alike = np.exp(-distance(kept, pattern, other) / (length * len(kept)))
+        for j, (second, another) in enumerate(cells):
+            alike = np.exp(-distance(mass, pattern, second) / (length * len(mass)))
             together = document is not None and document == another
-            matrix[i, j] = alike * (1 + own * together) + noise * (i == j and together)
+            matrix[i, j] = alike * (1 + share * together) + noise * (i == j and together)
     return matrix
 
 
 def measured(seed: int) -> tuple[Floats, list[tuple[Pattern, int | None]], Floats, list[Pattern]]:
     """Return how much layers keep, some cells, their losses, and patterns that were not run."""
     draw = np.random.default_rng(seed)
-    kept = np.tril(draw.random((LAYERS, LAYERS)), -1) + np.eye(LAYERS)
+    mass = np.tril(draw.random((LAYERS, LAYERS)), -1) + np.eye(LAYERS)
     patterns = [Pattern(text) for text in every_pattern(LAYERS, 3)]
     chosen = [patterns[n] for n in draw.permutation(len(patterns))]
     cells = [(pattern, int(draw.integers(3))) for pattern in [*chosen[:8], *chosen[:3]]]
     unlike = dict.fromkeys(cells)
     losses = np.array([sum(p.full_layers) / 20 + d / 10 for p, d in unlike])
-    return kept, [*unlike], losses + 0.05 * draw.standard_normal(len(losses)), chosen[8:]
+    return mass, [*unlike], losses + 0.05 * draw.standard_normal(len(losses)), chosen[8:]
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_it_conditions_a_gaussian_with_the_likeliest_scales(seed: int) -> None:
-    kept, cells, losses, others = measured(seed)
+    mass, cells, losses, unmeasured = measured(seed)
     patterns, documents = zip(*cells, strict=True)
-    fitted = Regression(kept, patterns, documents, losses)
+    fitted = Regression(mass, patterns, documents, losses)
 
     def parameters(scales: tuple[float, float, float]) -> tuple[float, float, float]:
         """Return the log-likelihood, and the mean and variance that maximise it."""
-        matrix = covariances(kept, cells, scales)
+        matrix = covariances(mass, cells, scales)
         precision = np.linalg.inv(matrix)
         mean = precision.sum(axis=0) @ losses / precision.sum()
         variance = (losses - mean) @ precision @ (losses - mean) / len(losses)
@@ -74,15 +74,15 @@ def test_it_conditions_a_gaussian_with_the_likeliest_scales(seed: int) -> None:
 
     scales = max(itertools.product(LENGTHS, OWN, NOISE), key=lambda each: parameters(each)[0])
     _, mean, variance = parameters(scales)
-    joint = variance * covariances(kept, [(each, None) for each in others] + cells, scales)
-    count = len(others)
+    joint = variance * covariances(mass, [(each, None) for each in unmeasured] + cells, scales)
+    count = len(unmeasured)
     precision = np.linalg.inv(joint)
     conditional = np.linalg.inv(precision[:count, :count])
     means = mean - conditional @ precision[:count, count:] @ (losses - mean)
-    predicted, deviations = fitted.predict(others)
+    predicted, deviations = fitted.predict(unmeasured)
     np.testing.assert_allclose(predicted, means, rtol=1e-6)
     np.testing.assert_allclose(deviations, np.sqrt(conditional.diagonal()), rtol=1e-6)
-    np.testing.assert_allclose(fitted.covariance(others), conditional, rtol=1e-5, atol=1e-9)
+    np.testing.assert_allclose(fitted.covariance(unmeasured), conditional, rtol=1e-5, atol=1e-9)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -97,9 +97,9 @@ def test_neighbours_predict_a_pattern_better_than_one_document(seed: int) -> Non
         ]
     )
     cells = [(n, d) for n in range(120) for d in draw.permutation(8)[:1].tolist()]
-    kept = evaluator.kept_mass(0)[0]
+    mass = evaluator.kept_mass(0)[0]
     fitted = Regression(
-        kept,
+        mass,
         [patterns[n] for n, _ in cells],
         [d for _, d in cells],
         np.array([losses[n, d] for n, d in cells]),
@@ -112,8 +112,10 @@ def test_neighbours_predict_a_pattern_better_than_one_document(seed: int) -> Non
 
 @pytest.mark.parametrize("count", [1, 5])
 def test_losses_that_are_all_alike_are_expected_everywhere(count: int) -> None:
-    kept, cells, _, others = measured(0)
+    mass, cells, _, unmeasured = measured(0)
     patterns, documents = zip(*cells[:count], strict=True)
-    means, deviations = Regression(kept, patterns, documents, np.full(count, 0.3)).predict(others)
+    means, deviations = Regression(mass, patterns, documents, np.full(count, 0.3)).predict(
+        unmeasured
+    )
     np.testing.assert_allclose(means, 0.3)
     assert deviations.max() < 1e-5

@@ -60,22 +60,22 @@ class Decided:
 
     def descend(self, ledger: Ledger, targets: Targets) -> Iterator[Step | Proposal]:
         """See :class:`~sglang_indexcache.lab.search.methods.Method`."""
-        survey = Survey(ledger, targets.constraints, self.pairs)
+        exploration = Exploration(ledger, targets.constraints, self.pairs)
         times = {mark: rounds(targets.constraints, mark) for mark in reversed(targets.marks)}
         for mark in times:
-            survey.propose(mark.full_layers)
+            exploration.propose(mark.full_layers)
         for turn in range(max(times.values())):
             for mark in (mark for mark, of_mark in times.items() if turn < of_mark):
-                survey.explore(mark.full_layers)
+                exploration.explore(mark.full_layers)
         for mark in times:
-            yield survey.decide(mark)
+            yield exploration.decide(mark)
 
     def between(self, ledger: Ledger, targets: Targets, mark: Mark) -> Proposal:
         """See :class:`~sglang_indexcache.lab.search.methods.Method`."""
-        survey = Survey(ledger, targets.constraints, self.pairs)
-        survey.propose(mark.full_layers)
-        survey.explore(mark.full_layers)
-        return survey.decide(mark)
+        exploration = Exploration(ledger, targets.constraints, self.pairs)
+        exploration.propose(mark.full_layers)
+        exploration.explore(mark.full_layers)
+        return exploration.decide(mark)
 
     def least(self, targets: Targets, batch_tokens: Sequence[int]) -> int:
         """See :class:`~sglang_indexcache.lab.search.methods.Method`."""
@@ -95,7 +95,7 @@ def rounds(constraints: Constraints, mark: Mark) -> int:
     return min(2 * leave, come // 2)
 
 
-class Survey:
+class Exploration:
     """The patterns of one search, of which some are run and the others predicted.
 
     What is run for one number of F layers is learnt for all.
