@@ -214,6 +214,29 @@ def test_what_it_finds_loses_less_than_one_pass_and_little_more_than_algorithm_1
     assert added("proposals") <= 1.1 * added("greedy")
 
 
+@pytest.mark.parametrize("least", [0.0, 1e-9])
+def test_a_document_of_certain_answers_decides_nothing(least: float) -> None:
+    """One short answer may have a loss of 0 or nearly, whose ratio to another is no measure."""
+
+    class Certain(SeenEvaluator):
+        """All documents but one need layer 9, without which that one is a little more certain."""
+
+        def judge(self, pattern: Pattern, batches: Sequence[int]) -> list[Judged]:
+            judged = super().judge(pattern, batches)
+            is_full = pattern.is_full(9) and bool(pattern.shared_layers)
+            lacking = 0.0 if pattern.is_full(9) else 0.5
+            certain = 1e-4 if is_full else least
+            return [
+                replace(each, losses=dict.fromkeys(each.losses, certain))
+                if batch == 3
+                else replace(each, losses={k: loss + lacking for k, loss in each.losses.items()})
+                for each, batch in zip(judged, batches, strict=True)
+            ]
+
+    search = finished(Ledger(Certain(24, 8)), targets(24, "6"), DEFAULT)
+    assert search.found[6].pattern.is_full(9)
+
+
 def test_a_target_of_every_indexer_is_all_f() -> None:
     search = finished(Ledger(SeenEvaluator(12, 4)), targets(12, "12"), DEFAULT)
     assert search.found[12].pattern == Pattern.full(12)

@@ -38,6 +38,9 @@ LEADERS, DEPTH = 3, 3
 """Number of patterns whose exchanges are predicted, and how often, each time of the best."""
 CONSIDERED = 64
 """Number of predicted patterns among which a round chooses."""
+CERTAIN = 0.01
+"""Loss in nats below which no pattern is better: ratios of losses of nearly certain answers would
+outweigh all other documents, and 0 has none."""
 FINALISTS = 2
 """Most patterns of a mark that are run on all documents."""
 
@@ -189,11 +192,11 @@ class Exploration:
     def _fitted(self) -> Regression:
         """Fit the regression to everything that this search ran, as ratios to all F's losses."""
         asked, start = self.ledger.asked, self.constraints.start
-        full = {batch: asked[start, batch].mixed_loss for batch in self.ledger.all_batches}
+        losses = {cell: max(judged.mixed_loss, CERTAIN) for cell, judged in asked.items()}
         run = [cell for cell in asked if cell[0] != start] or [*asked]
-        ratios = np.array([asked[cell].mixed_loss / full[cell[1]] for cell in run])
+        ratios = np.log([losses[cell] / losses[start, cell[1]] for cell in run])
         patterns, batches = zip(*run, strict=True)
-        return Regression(self.together[0], patterns, batches, np.log(ratios))
+        return Regression(self.together[0], patterns, batches, ratios)
 
     def _exchanges(self, pattern: Pattern, leave: Iterable[int] = ()) -> list[Pattern]:
         """Return the patterns in which one F layer, of those given or any, became another."""
