@@ -63,7 +63,7 @@ def run_search(
         try:
             with progress_at_most(console) as progress:
                 task = progress.add_task(
-                    "running patterns" if method.objective else "comparing layers",
+                    "comparing layers" if method.pairs else "measuring the start",
                     total=search.expected_tokens,
                     completed=ledger.known_tokens,
                 )

@@ -9,7 +9,6 @@ import pytest
 from scipy.stats import multivariate_normal, spearmanr
 
 from sglang_indexcache.lab.search.methods.regression import (
-    LAYER,
     LENGTHS,
     NOISE,
     OTHER_LIST,
@@ -23,8 +22,6 @@ from tests.lab.search.oracle import every_pattern
 
 LAYERS = 7
 
-Scales = tuple[float, float, float, float]
-
 
 def distance(mass: Floats, first: Pattern, second: Pattern) -> float:
     total = 0.0
@@ -34,19 +31,17 @@ def distance(mass: Floats, first: Pattern, second: Pattern) -> float:
     return total
 
 
-def covariances(mass: Floats, cells: list[tuple[Pattern, int | None]], scales: Scales) -> Floats:
+def covariances(
+    mass: Floats, cells: list[tuple[Pattern, int | None]], scales: tuple[float, float, float]
+) -> Floats:
     """Covariances of losses; a cell without a document is the part that all documents share."""
-    length, layer, own, noise = scales
+    length, share, noise = scales
     matrix = np.zeros((len(cells), len(cells)))
     for i, (pattern, document) in enumerate(cells):
         for j, (second, another) in enumerate(cells):
-            common = np.exp(-distance(mass, pattern, second) / (length * len(mass)))
-            common += layer * sum(
-                (1 - mass[each, pattern.source_of(each)]) * (1 - mass[each, second.source_of(each)])
-                for each in range(LAYERS)
-            )
+            alike = np.exp(-distance(mass, pattern, second) / (length * len(mass)))
             together = document is not None and document == another
-            matrix[i, j] = common * (1 + own * together) + noise * (i == j and together)
+            matrix[i, j] = alike * (1 + share * together) + noise * (i == j and together)
     return matrix
 
 
@@ -68,7 +63,7 @@ def test_it_conditions_a_gaussian_with_the_likeliest_scales(seed: int) -> None:
     patterns, documents = zip(*cells, strict=True)
     fitted = Regression(mass, patterns, documents, losses)
 
-    def parameters(scales: Scales) -> tuple[float, float, float]:
+    def parameters(scales: tuple[float, float, float]) -> tuple[float, float, float]:
         """Return the log-likelihood, and the mean and variance that maximise it."""
         matrix = covariances(mass, cells, scales)
         precision = np.linalg.inv(matrix)
@@ -77,8 +72,7 @@ def test_it_conditions_a_gaussian_with_the_likeliest_scales(seed: int) -> None:
         normal = multivariate_normal(np.full(len(losses), mean), variance * matrix)
         return float(normal.logpdf(losses)), float(mean), float(variance)
 
-    grid = itertools.product(LENGTHS, LAYER, OWN, NOISE)
-    scales = max(grid, key=lambda each: parameters(each)[0])
+    scales = max(itertools.product(LENGTHS, OWN, NOISE), key=lambda each: parameters(each)[0])
     _, mean, variance = parameters(scales)
     joint = variance * covariances(mass, [(each, None) for each in unmeasured] + cells, scales)
     count = len(unmeasured)
@@ -125,23 +119,3 @@ def test_losses_that_are_all_alike_are_expected_everywhere(count: int) -> None:
     )
     np.testing.assert_allclose(means, 0.3)
     assert deviations.max() < 1e-5
-
-
-def test_a_layer_that_was_never_full_is_expected_to_help_as_it_keeps() -> None:
-    """All patterns that were run are bad; that alone does not make others bad."""
-    layers, bad = 12, 1.0
-    mass = np.tril(np.full((layers, layers), 0.9), -1) + np.eye(layers)
-    mass[3:, :3], mass[9:, 3:9] = 0.2, 0.4  # layer 9 begins a group of its own
-    np.fill_diagonal(mass, 1)
-    run = [
-        Pattern.from_layers(layers, [0, 3, *pair])
-        for pair in itertools.combinations(range(4, 9), 2)
-    ]
-    run += [Pattern.from_layers(layers, [0, 4]), Pattern.from_layers(layers, [0])]
-
-    def loss(pattern: Pattern) -> float:
-        return bad * sum(1 - mass[layer, pattern.source_of(layer)] for layer in range(layers))
-
-    fitted = Regression(mass, run, [0] * len(run), np.array([loss(each) for each in run]))
-    never = [Pattern.from_layers(layers, [0, 3, 5, 9])]
-    assert fitted.predict(never)[0][0] < fitted.predict(run)[0].min()

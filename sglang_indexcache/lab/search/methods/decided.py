@@ -3,9 +3,8 @@
 A matrix of layer pairs says which layers may share. It differs a little between documents, and
 ignores the effect of errors on later layers, and that another layer's list may copy better than a
 layer's own. So the optima of documents, in every rating, are proposals, of which some are run. From
-all that was run a regression predicts the loss of patterns in which layers are exchanged. Those
-that may be the best are run next, a few at a time, each time on another document, and with them
-one that has a layer never tried: its list may be better than anything foretells.
+all that was run a regression predicts the loss of patterns in which layers are exchanged, and those
+that may be the best are run next, a few at a time, each time on another document.
 
 The mixed loss decides: as much in running text as in passages that come again, and as in keys and
 rules. Divergence from all F does not decide, because lists that copy better than a layer's own also
@@ -68,12 +67,9 @@ class Decided:
         times = {mark: rounds(targets.constraints, mark) for mark in reversed(targets.marks)}
         for mark in times:
             exploration.propose(mark.full_layers)
-        turns = max(times.values())
-        for turn in range(turns):
-            for mark, of_mark in times.items():
-                # Spread evenly, so that each target's last round knows what the others found.
-                if (turn + 1) * of_mark // turns > turn * of_mark // turns:
-                    exploration.explore(mark.full_layers)
+        for turn in range(max(times.values())):
+            for mark in (mark for mark, of_mark in times.items() if turn < of_mark):
+                exploration.explore(mark.full_layers)
         for mark in times:
             yield exploration.decide(mark)
 
@@ -93,10 +89,13 @@ class Decided:
 
 
 def rounds(constraints: Constraints, mark: Mark) -> int:
-    """Return how often exchanges are run for a mark: more, the more layers may be exchanged."""
+    """Return how often exchanges are run for a mark: more, the more of them may matter.
+
+    With few F layers there are few to exchange, and with many each matters less.
+    """
     leave = mark.full_layers - constraints.fewest
     come = len(constraints.start.full_layers) - mark.full_layers
-    return min(2 * leave, 2 * come, len(constraints.start.full_layers) // 3)
+    return min(2 * leave, come // 2)
 
 
 class Exploration:
@@ -126,36 +125,23 @@ class Exploration:
         document, fitted = self._document(), self._fitted()
         leaders = self._leaders(fitted, count)
         pool = dict.fromkeys(leaders)
-        untried = self._untried(leaders, count)
         for _ in range(DEPTH):
             reached = dict.fromkeys(other for each in leaders for other in self._exchanges(each))
             leaders = _best(fitted, [*(pool | reached)], LEADERS, hope=1)
             pool |= dict.fromkeys(_best(fitted, [*reached], CONSIDERED, hope=1))
         asked = self.ledger.asked
         new = [pattern for pattern in pool if (pattern, document) not in asked]
-        first = _best(fitted, untried, 1)
-        hoped = _best(fitted, [each for each in new if each not in first], CONSIDERED, hope=1)
-        self.ledger.judged_each(_spread(fitted, [*first, *hoped], len(first)), [document])
-
-    def _untried(self, leaders: Iterable[Pattern], count: int) -> list[Pattern]:
-        """Return exchanges by which a layer comes that was F in no pattern with ``count`` F layers.
-
-        What its list adds may be nothing that comparing layers, or the regression, would tell.
-        """
-        tried = {layer for pattern in self._run(count) for layer in pattern.full_layers}
-        exchanges = (other for each in leaders for other in self._exchanges(each))
-        return [each for each in exchanges if not tried.issuperset(each.full_layers)]
+        chosen = _spread(fitted, _best(fitted, new, CONSIDERED, hope=1))
+        self.ledger.judged_each(chosen, [document])
 
     def decide(self, mark: Mark) -> Proposal:
         """Run the best on all documents, and say how sure each of its layers is."""
         finalists: dict[Pattern, None] = {}
-        fitted, votes = self._fitted(), self._votes(mark.full_layers)
-        while len(finalists) < FINALISTS:
-            [finalist] = _best(fitted, self._run(mark.full_layers), 1)
-            if finalist in finalists:
-                break
+        for _ in range(FINALISTS):
+            [finalist] = _best(self._fitted(), self._run(mark.full_layers), 1)
             self.ledger.judged(finalist)
-            finalists[finalist], fitted = None, self._fitted()
+            finalists[finalist] = None
+        fitted, votes = self._fitted(), self._votes(mark.full_layers)
         [best] = _best(fitted, [*finalists], 1)
         layers = {
             layer: Sureness(
@@ -245,20 +231,20 @@ def _best(
     return [patterns[n] for n in order[:number]]
 
 
-def _spread(fitted: Regression, patterns: Sequence[Pattern], given: int) -> list[Pattern]:
+def _spread(fitted: Regression, patterns: Sequence[Pattern]) -> list[Pattern]:
     """Choose the patterns to run, each as if those chosen before it had been run already.
 
     What is learnt from one is taken off its neighbours' uncertainty, and so off the hope for them
-    (GP-BUCB: Desautels, Krause and Burdick 2014). The first ``given`` patterns are chosen anyway.
+    (GP-BUCB: Desautels, Krause and Burdick 2014).
     """
     if not patterns:
         return []
     means, covariance = fitted.predict(patterns)[0], fitted.covariance(patterns)
     chosen: list[int] = []
-    while len(chosen) < min(TOGETHER, len(patterns)):
+    for _ in range(min(TOGETHER, len(patterns))):
         bounds = means - np.sqrt(np.maximum(covariance.diagonal(), 0))
         bounds[chosen] = np.inf
-        chosen.append(len(chosen) if len(chosen) < given else int(bounds.argmin()))
+        chosen.append(int(bounds.argmin()))
         column = covariance[:, chosen[-1]]
         covariance = covariance - np.outer(column, column) / max(column[chosen[-1]], 1e-12)
     return [patterns[n] for n in chosen]

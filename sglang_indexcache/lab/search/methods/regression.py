@@ -1,9 +1,8 @@
 """Regression over patterns: it predicts the loss of any pattern from the losses of others.
 
-It is a Gaussian process. Each layer is expected to add loss in proportion to what it does not keep
-of what it needs, and patterns under which layers keep alike are expected to deviate alike from that
-sum. The loss on a document is the sum of a part that all documents share and the document's own
-deviation, so forwards of different documents add up to one estimate.
+It is a Gaussian process. Patterns under which layers keep alike shares of what they need are
+expected to lose alike. The loss on a document is the sum of a part that all documents share and
+the document's own deviation, so forwards of different documents add up to one estimate.
 """
 
 from __future__ import annotations
@@ -20,18 +19,16 @@ OTHER_LIST = 0.05
 """Distance between two lists of one layer that keep as much of what it needs."""
 LENGTHS = (0.25, 0.5, 1.0)
 """Distances, for each layer of the model, at which the correlation of losses has fallen to 1/e."""
-LAYER = (0.03, 0.1, 0.3, 1.0, 3.0)
-"""Variances of the loss that a layer adds which keeps nothing, if the deviations' is 1."""
 OWN = (0.1, 0.3, 1.0)
-"""Variances of a document's own part, as shares of the common part's."""
+"""Variances of a document's own deviation, if the shared part's is 1."""
 NOISE = (0.002, 0.01, 0.05)
-"""Variances of what is left, if the deviations' is 1."""
+"""Variances of what is left, likewise."""
 
 
 class Regression:
     """A Gaussian process, fitted to losses of patterns on documents.
 
-    Its four scales are those of the grid under which the losses are likeliest (Rasmussen and
+    Its three scales are those of the grid under which the losses are likeliest (Rasmussen and
     Williams, *Gaussian Processes for Machine Learning*, equation 5.8).
 
     Args:
@@ -48,19 +45,16 @@ class Regression:
         self._patterns = list(dict.fromkeys(patterns))
         numbers = {pattern: number for number, pattern in enumerate(self._patterns)}
         of_loss = np.array([numbers[pattern] for pattern in patterns])
-        distances = _distances(kept, self._patterns, self._patterns)
-        products = _lost(kept, self._patterns) @ _lost(kept, self._patterns).T
+        distances = self._distances(self._patterns)[of_loss[:, None], of_loss]
         same_document = np.equal.outer(documents, documents)
         likeliest = -np.inf
-        for length, layer, own, noise in product(LENGTHS, LAYER, OWN, NOISE):
-            common = np.exp(-distances / (length * len(kept))) + layer * products
-            covariance = common[of_loss[:, None], of_loss] * (1 + own * same_document)
-            covariance += noise * np.eye(len(losses))
+        for length, own, noise in product(LENGTHS, OWN, NOISE):
+            fallen = np.exp(-distances / (length * len(kept)))
+            covariance = fallen * (1 + own * same_document) + noise * np.eye(len(losses))
             likelihood, mean, variance = _likelihood(covariance, losses)
             if likelihood > likeliest:
                 likeliest, chosen = likelihood, covariance
-                self._length, self._layer = length * len(kept), layer
-                self._mean, self._variance = mean, variance
+                self._length, self._mean, self._variance = length * len(kept), mean, variance
         # The covariance with a loss depends on its pattern alone, so sums by pattern are enough.
         by_pattern = np.equal.outer(range(len(self._patterns)), of_loss).astype(float)
         inverse = np.linalg.inv(chosen)
@@ -69,25 +63,20 @@ class Regression:
 
     def predict(self, patterns: Sequence[Pattern]) -> tuple[Floats, Floats]:
         """Predict the parts of losses that all documents share: means and standard deviations."""
-        beside, alone = self._common(patterns, self._patterns), _lost(self._kept, patterns)
+        beside = np.exp(-self._distances(patterns) / self._length)
         known = ((beside @ self._inverse) * beside).sum(axis=1)
-        unknown = 1 + self._layer * (alone**2).sum(axis=1) - known
-        deviations = np.sqrt(self._variance * np.maximum(unknown, 0))
+        deviations = np.sqrt(self._variance * np.maximum(1 - known, 0))
         return self._mean + beside @ self._weights, deviations
 
     def covariance(self, patterns: Sequence[Pattern]) -> Floats:
         """Return ``[n, n]``, the covariance of what :meth:`predict` says of patterns."""
-        beside = self._common(patterns, self._patterns)
-        among = self._common(patterns, patterns)
+        beside = np.exp(-self._distances(patterns) / self._length)
+        among = np.exp(-_distances(self._kept, patterns, patterns) / self._length)
         covariance: Floats = self._variance * (among - beside @ self._inverse @ beside.T)
         return covariance
 
-    def _common(self, first: Sequence[Pattern], second: Sequence[Pattern]) -> Floats:
-        """Return ``[first, second]``, the covariance of the parts that all documents share."""
-        products = _lost(self._kept, first) @ _lost(self._kept, second).T
-        fallen = np.exp(-_distances(self._kept, first, second) / self._length)
-        common: Floats = fallen + self._layer * products
-        return common
+    def _distances(self, patterns: Sequence[Pattern]) -> Floats:
+        return _distances(self._kept, patterns, self._patterns)
 
 
 def _likelihood(covariance: Floats, losses: Floats) -> tuple[float, float, float]:
@@ -111,8 +100,3 @@ def _distances(kept: Floats, first: Sequence[Pattern], second: Sequence[Pattern]
         total += np.abs(of_layer[ours][:, None] - of_layer[theirs])
         total += OTHER_LIST * (ours[:, None] != theirs)
     return total
-
-
-def _lost(kept: Floats, patterns: Sequence[Pattern]) -> Floats:
-    """Return ``[n, N]``: what each layer does not keep of what it needs."""
-    return np.array([1 - kept[range(len(kept)), pattern.sources] for pattern in patterns])
