@@ -63,7 +63,7 @@ def run_search(
         try:
             with progress_at_most(console) as progress:
                 task = progress.add_task(
-                    "comparing layers" if method.pairs else "measuring the start",
+                    "running patterns" if method.objective else "comparing layers",
                     total=search.expected_tokens,
                     completed=ledger.known_tokens,
                 )

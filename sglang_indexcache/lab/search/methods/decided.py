@@ -137,11 +137,13 @@ class Exploration:
     def decide(self, mark: Mark) -> Proposal:
         """Run the best on all documents, and say how sure each of its layers is."""
         finalists: dict[Pattern, None] = {}
-        for _ in range(FINALISTS):
-            [finalist] = _best(self._fitted(), self._run(mark.full_layers), 1)
-            self.ledger.judged(finalist)
-            finalists[finalist] = None
         fitted, votes = self._fitted(), self._votes(mark.full_layers)
+        while len(finalists) < FINALISTS:
+            [finalist] = _best(fitted, self._run(mark.full_layers), 1)
+            if finalist in finalists:
+                break
+            self.ledger.judged(finalist)
+            finalists[finalist], fitted = None, self._fitted()
         [best] = _best(fitted, [*finalists], 1)
         layers = {
             layer: Sureness(
