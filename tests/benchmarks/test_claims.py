@@ -136,6 +136,12 @@ def found(name: str, corpus: str) -> tuple[str, float]:
     return search["smallest_that_keeps_recall"], 100 * search["of_greedy"]
 
 
+def tokens_in_words() -> str:
+    """Return the least and the most tokens that a search of the study took, in Algorithm 1's."""
+    percent = [found(name, corpus)[1] for name in STUDIES for corpus in searched(name)]
+    return f"{min(percent):.1f} to {max(percent):.1f} %"
+
+
 def behind_the_best(name: str) -> list[float]:
     """Return the points by which each text's 1/4 is behind the best that was asked, ascending."""
     points = behind(name, "all")
@@ -179,12 +185,7 @@ CLAIMS: dict[str, tuple[str, Callable[[], str]]] = {
     "the worst indexer": (PAGE, lambda: f"and the first, {worst_indexer()}, takes"),
     "the default's tokens on sixteen rows": (
         PAGE,
-        lambda: "{:.1f} to {:.1f} % of Algorithm 1's tokens on these sixteen rows".format(
-            *(
-                choose(found(name, corpus)[1] for name in STUDIES for corpus in searched(name))
-                for choose in (min, max)
-            )
-        ),
+        lambda: f"{tokens_in_words()} of Algorithm 1's tokens on these sixteen rows",
     ),
     "behind Algorithm 1 on 32 heads": (
         PAGE,
@@ -237,19 +238,14 @@ CLAIMS: dict[str, tuple[str, Callable[[], str]]] = {
     "beside Algorithm 1, for a user": (
         "docs/search.md",
         lambda: (
-            f"0 to {-min(behind('random/everywhere', 'all')):.0f} points less than Algorithm 1's; "
-            f"with copied ones {-min(behind('everywhere', 'all')):.0f} less to "
-            f"{max(behind('everywhere', 'all')):.0f} more"
+            f"0 to {-min(behind('random/everywhere', 'all')):.1f} points less than Algorithm 1's; "
+            f"with copied ones {-min(behind('everywhere', 'all')):.1f} less to "
+            f"{max(behind('everywhere', 'all')):.1f} more"
         ),
     ),
     "tokens that it took": (
         "docs/search.md",
-        lambda: "it took {:.1f} to {:.1f} % of the tokens".format(
-            *(
-                choose(found(name, corpus)[1] for name in STUDIES for corpus in searched(name))
-                for choose in (min, max)
-            )
-        ),
+        lambda: f"it took {tokens_in_words()} of the tokens",
     ),
     "patterns on 16 documents": (
         "docs/search.md",
