@@ -4,7 +4,9 @@ A matrix of layer pairs says which layers may share. It differs a little between
 ignores the effect of errors on later layers, and that another layer's list may copy better than a
 layer's own. So the optima of documents, in every rating, are proposals, of which some are run. From
 all that was run a regression predicts the loss of patterns in which layers are exchanged, and those
-that may be the best are run next, a few at a time, each time on another document.
+that may be the best are run next, a few at a time, each time on another document. Before the last
+of these rounds, layers that are not F in the best pattern are each tried there once: what promises
+most is near what was run, so a layer that was F in bad patterns alone would never get its turn.
 
 The mixed loss decides: as much in running text as in passages that come again, and as in keys and
 rules. Divergence from all F does not decide, because lists that copy better than a layer's own also
@@ -28,7 +30,7 @@ from sglang_indexcache.lab.search.methods.pairwise import (
     pair_matrices,
 )
 from sglang_indexcache.lab.search.methods.proposal import Added, Proposal, Sureness
-from sglang_indexcache.lab.search.methods.regression import Regression
+from sglang_indexcache.lab.search.methods.regression import ALIKE, SUMS, Regression
 from sglang_indexcache.lab.search.rules import Constraints, Mark, Targets
 from sglang_indexcache.pattern import Pattern
 
@@ -41,8 +43,10 @@ CONSIDERED = 64
 CERTAIN = 0.01
 """Loss in nats below which no pattern is better: ratios of losses of nearly certain answers would
 outweigh all other documents, and 0 has none."""
-FINALISTS = 2
-"""Most patterns of a mark that are run on all documents."""
+TRIED = 12
+"""Most layers that are tried in the best pattern."""
+KNOCKOUT = ((4, 2), (2, 6))
+"""Numbers of patterns, and of documents on which they are run, before the best is run on all."""
 
 
 @dataclass(frozen=True)
@@ -67,16 +71,22 @@ class Decided:
         times = {mark: rounds(targets.constraints, mark) for mark in reversed(targets.marks)}
         for mark in times:
             exploration.propose(mark.full_layers)
-        for turn in range(max(times.values())):
+        for turn in range(1, max(times.values())):
             for mark in (mark for mark, of_mark in times.items() if turn < of_mark):
                 exploration.explore(mark.full_layers)
+        # A few losses say little of single layers: sums over layers would mislead the first rounds.
+        exploration.trend = SUMS
+        for mark in times:
+            exploration.try_layers(mark.full_layers)
+        for mark in times:
+            exploration.explore(mark.full_layers)
         for mark in times:
             yield exploration.decide(mark)
 
     def between(self, ledger: Ledger, targets: Targets, mark: Mark) -> Proposal:
         """See :class:`~sglang_indexcache.lab.search.methods.Method`."""
         exploration = Exploration(ledger, targets.constraints, self.pairs)
-        exploration.propose(mark.full_layers)
+        exploration.trend = SUMS
         exploration.explore(mark.full_layers)
         return exploration.decide(mark)
 
@@ -84,8 +94,10 @@ class Decided:
         """See :class:`~sglang_indexcache.lab.search.methods.Method`."""
         first = self.pairs.least(targets, batch_tokens) + sum(batch_tokens)
         times = sum(1 + rounds(targets.constraints, mark) for mark in targets.marks)
-        finals = len(targets.marks) * FINALISTS * sum(batch_tokens)
-        return first + times * TOGETHER * max(batch_tokens) + finals
+        on_one = times * TOGETHER + len(targets.marks) * (1 + TRIED)
+        on_one += len(targets.marks) * sum(number * on for number, on in KNOCKOUT)
+        finals = len(targets.marks) * sum(batch_tokens)
+        return first + on_one * max(batch_tokens) + finals
 
 
 def rounds(constraints: Constraints, mark: Mark) -> int:
@@ -95,7 +107,7 @@ def rounds(constraints: Constraints, mark: Mark) -> int:
     """
     leave = mark.full_layers - constraints.fewest
     come = len(constraints.start.full_layers) - mark.full_layers
-    return min(2 * leave, come // 2)
+    return max(1, min(2 * leave, come // 2))
 
 
 class Exploration:
@@ -111,6 +123,7 @@ class Exploration:
         self.ledger, self.constraints = ledger, constraints
         self.matrices = pair_matrices(ledger, pairs)
         self.together = averaged(ledger, self.matrices)
+        self.trend: Sequence[float] = ALIKE
         ledger.judged(constraints.start)
 
     def propose(self, count: int) -> None:
@@ -118,11 +131,11 @@ class Exploration:
         of_all = [most_similar(matrix, count, self.constraints) for matrix in self.together]
         votes = self._votes(count)
         proposed = dict.fromkeys([*of_all, *(pattern for pattern, _ in votes.most_common())])
-        self.ledger.judged_each([*proposed][:TOGETHER], [self._document()])
+        self.ledger.judged_each([*proposed][:TOGETHER], [self._documents()[0]])
 
     def explore(self, count: int) -> None:
         """Run patterns with ``count`` F layers that may be the best, on one more document."""
-        document, fitted = self._document(), self._fitted()
+        document, fitted = self._documents()[0], self._fitted()
         leaders = self._leaders(fitted, count)
         pool = dict.fromkeys(leaders)
         for _ in range(DEPTH):
@@ -134,17 +147,29 @@ class Exploration:
         chosen = _spread(fitted, _best(fitted, new, CONSIDERED, hope=1))
         self.ledger.judged_each(chosen, [document])
 
+    def try_layers(self, count: int) -> None:
+        """Run the best pattern with ``count`` F layers beside exchanges that bring other layers.
+
+        Exchanges that were run before, or are surely worse, are left out.
+        """
+        document, fitted, run = self._documents()[0], self._fitted(), self._run(count)
+        [leader] = _best(fitted, run, 1)
+        new: list[Pattern] = []
+        for come in self.constraints.restorable(leader):
+            for best in _best(fitted, self._exchanges(leader, come=[come]), 1, hope=1):
+                more, deviation = _difference(fitted, leader, best)
+                if best not in run and more < 2 * deviation:
+                    new.append(best)
+        tried = _best(fitted, new, TRIED, hope=1)
+        self.ledger.judged_each([leader, *tried] if tried else [], [document])
+
     def decide(self, mark: Mark) -> Proposal:
-        """Run the best on all documents, and say how sure each of its layers is."""
-        finalists: dict[Pattern, None] = {}
+        """Run the best on more and more documents, and say how sure each layer of the winner is."""
+        documents = self._documents()
+        for number, on in (*KNOCKOUT, (1, len(documents))):
+            [best, *others] = _best(self._fitted(), self._run(mark.full_layers), number)
+            self.ledger.judged_each([best, *others], documents[:on])
         fitted, votes = self._fitted(), self._votes(mark.full_layers)
-        while len(finalists) < FINALISTS:
-            [finalist] = _best(fitted, self._run(mark.full_layers), 1)
-            if finalist in finalists:
-                break
-            self.ledger.judged(finalist)
-            finalists[finalist], fitted = None, self._fitted()
-        [best] = _best(fitted, [*finalists], 1)
         layers = {
             layer: Sureness(
                 sum(n for pattern, n in votes.items() if pattern.is_full(layer)) / votes.total(),
@@ -186,10 +211,10 @@ class Exploration:
             [pattern] = _best(fitted, [rules.flipped(pattern, layer) for layer in layers], 1)
         return pattern
 
-    def _document(self) -> int:
-        """Return the document on which the fewest patterns were run."""
+    def _documents(self) -> list[int]:
+        """Return the documents, those first on which the fewest patterns were run."""
         times = Counter(batch for _, batch in self.ledger.asked)
-        return min(self.ledger.all_batches, key=lambda batch: times[batch])
+        return sorted(self.ledger.all_batches, key=lambda batch: times[batch])
 
     def _fitted(self) -> Regression:
         """Fit the regression to everything that this search ran, as ratios to all F's losses."""
@@ -198,15 +223,17 @@ class Exploration:
         run = [cell for cell in asked if cell[0] != start] or [*asked]
         ratios = np.log([losses[cell] / losses[start, cell[1]] for cell in run])
         patterns, batches = zip(*run, strict=True)
-        return Regression(self.together[0], patterns, batches, ratios)
+        return Regression(self.together[0], patterns, batches, ratios, self.trend)
 
-    def _exchanges(self, pattern: Pattern, leave: Iterable[int] = ()) -> list[Pattern]:
-        """Return the patterns in which one F layer, of those given or any, became another."""
+    def _exchanges(
+        self, pattern: Pattern, leave: Iterable[int] = (), come: Iterable[int] = ()
+    ) -> list[Pattern]:
+        """Return the patterns in which one F layer became another, each of those given or any."""
         rules = self.constraints
         return [
-            rules.keeping({*pattern.full_layers, come} - {layer})
-            for layer in leave or rules.candidates(pattern)
-            for come in rules.restorable(pattern)
+            rules.keeping({*pattern.full_layers, coming} - {leaving})
+            for leaving in leave or rules.candidates(pattern)
+            for coming in come or rules.restorable(pattern)
         ]
 
     def _without(self, layer: int, best: Pattern, fitted: Regression) -> Added | None:
@@ -214,12 +241,17 @@ class Exploration:
         others = self._exchanges(best, [layer])
         if not others:
             return None
-        pair = [best, *_best(fitted, others, 1)]
-        (with_it, without), covariance = fitted.predict(pair)[0], fitted.covariance(pair)
-        deviation = np.sqrt(max(covariance.trace() - 2 * covariance[0, 1], 0))
+        more, deviation = _difference(fitted, best, *_best(fitted, others, 1))
         full = [each.mixed_loss for each in self.ledger.judged(self.constraints.start)]
-        loss, z = np.mean(full) * np.exp(with_it), np.array([0, -1.96, 1.96])
-        return Added(*(loss * np.expm1(without - with_it + z * deviation)).tolist())
+        loss = np.mean(full) * np.exp(fitted.predict([best])[0])
+        return Added(*(loss * np.expm1(more + deviation * np.array([0, -1.96, 1.96]))).tolist())
+
+
+def _difference(fitted: Regression, first: Pattern, second: Pattern) -> tuple[float, float]:
+    """Predict what the second pattern loses more than the first: mean and standard deviation."""
+    less, more = fitted.predict([first, second])[0]
+    covariance = fitted.covariance([first, second])
+    return more - less, np.sqrt(max(covariance.trace() - 2 * covariance[0, 1], 0))
 
 
 def _best(

@@ -1,8 +1,10 @@
 """Regression over patterns: it predicts the loss of any pattern from the losses of others.
 
 It is a Gaussian process. Patterns under which layers keep alike shares of what they need are
-expected to lose alike. The loss on a document is the sum of a part that all documents share and
-the document's own deviation, so forwards of different documents add up to one estimate.
+expected to lose alike. With a trend, each layer also adds loss in proportion to what it does not
+keep; without one, a pattern unlike all that were run is expected to lose as much as their mean. The
+loss on a document is the sum of a part that all documents share and the document's own part, so
+forwards of different documents add up to one estimate.
 """
 
 from __future__ import annotations
@@ -19,16 +21,18 @@ OTHER_LIST = 0.05
 """Distance between two lists of one layer that keep as much of what it needs."""
 LENGTHS = (0.25, 0.5, 1.0)
 """Distances, for each layer of the model, at which the correlation of losses has fallen to 1/e."""
+ALIKE, SUMS = (0.0,), (0.03, 0.1, 0.3, 1.0, 3.0)
+"""Trends: variances of what a layer that keeps nothing adds, where that of alike patterns is 1."""
 OWN = (0.1, 0.3, 1.0)
-"""Variances of a document's own deviation, if the shared part's is 1."""
+"""Variances of a document's own part, as shares of the common part's."""
 NOISE = (0.002, 0.01, 0.05)
-"""Variances of what is left, likewise."""
+"""Variances of what is left."""
 
 
 class Regression:
     """A Gaussian process, fitted to losses of patterns on documents.
 
-    Its three scales are those of the grid under which the losses are likeliest (Rasmussen and
+    Its four scales are those of the grid under which the losses are likeliest (Rasmussen and
     Williams, *Gaussian Processes for Machine Learning*, equation 5.8).
 
     Args:
@@ -36,25 +40,34 @@ class Regression:
         patterns: pattern of each loss, ``n`` of them.
         documents: number of each loss's document.
         losses: ``[n]``, in any unit.
+        trend: :data:`ALIKE` or :data:`SUMS`.
     """
 
     def __init__(
-        self, kept: Floats, patterns: Sequence[Pattern], documents: Sequence[int], losses: Floats
+        self,
+        kept: Floats,
+        patterns: Sequence[Pattern],
+        documents: Sequence[int],
+        losses: Floats,
+        trend: Sequence[float],
     ) -> None:
         self._kept = kept
         self._patterns = list(dict.fromkeys(patterns))
         numbers = {pattern: number for number, pattern in enumerate(self._patterns)}
         of_loss = np.array([numbers[pattern] for pattern in patterns])
-        distances = self._distances(self._patterns)[of_loss[:, None], of_loss]
+        distances = _distances(kept, self._patterns, self._patterns)
+        products = _lost(kept, self._patterns) @ _lost(kept, self._patterns).T
         same_document = np.equal.outer(documents, documents)
         likeliest = -np.inf
-        for length, own, noise in product(LENGTHS, OWN, NOISE):
-            fallen = np.exp(-distances / (length * len(kept)))
-            covariance = fallen * (1 + own * same_document) + noise * np.eye(len(losses))
+        for length, layer, own, noise in product(LENGTHS, trend, OWN, NOISE):
+            common = np.exp(-distances / (length * len(kept))) + layer * products
+            covariance = common[of_loss[:, None], of_loss] * (1 + own * same_document)
+            covariance += noise * np.eye(len(losses))
             likelihood, mean, variance = _likelihood(covariance, losses)
             if likelihood > likeliest:
                 likeliest, chosen = likelihood, covariance
-                self._length, self._mean, self._variance = length * len(kept), mean, variance
+                self._length, self._layer = length * len(kept), layer
+                self._mean, self._variance = mean, variance
         # The covariance with a loss depends on its pattern alone, so sums by pattern are enough.
         by_pattern = np.equal.outer(range(len(self._patterns)), of_loss).astype(float)
         inverse = np.linalg.inv(chosen)
@@ -63,20 +76,25 @@ class Regression:
 
     def predict(self, patterns: Sequence[Pattern]) -> tuple[Floats, Floats]:
         """Predict the parts of losses that all documents share: means and standard deviations."""
-        beside = np.exp(-self._distances(patterns) / self._length)
+        beside, alone = self._common(patterns, self._patterns), _lost(self._kept, patterns)
         known = ((beside @ self._inverse) * beside).sum(axis=1)
-        deviations = np.sqrt(self._variance * np.maximum(1 - known, 0))
+        unknown = 1 + self._layer * (alone**2).sum(axis=1) - known
+        deviations = np.sqrt(self._variance * np.maximum(unknown, 0))
         return self._mean + beside @ self._weights, deviations
 
     def covariance(self, patterns: Sequence[Pattern]) -> Floats:
         """Return ``[n, n]``, the covariance of what :meth:`predict` says of patterns."""
-        beside = np.exp(-self._distances(patterns) / self._length)
-        among = np.exp(-_distances(self._kept, patterns, patterns) / self._length)
+        beside = self._common(patterns, self._patterns)
+        among = self._common(patterns, patterns)
         covariance: Floats = self._variance * (among - beside @ self._inverse @ beside.T)
         return covariance
 
-    def _distances(self, patterns: Sequence[Pattern]) -> Floats:
-        return _distances(self._kept, patterns, self._patterns)
+    def _common(self, first: Sequence[Pattern], second: Sequence[Pattern]) -> Floats:
+        """Return ``[first, second]``, the covariance of the parts that all documents share."""
+        products = _lost(self._kept, first) @ _lost(self._kept, second).T
+        fallen = np.exp(-_distances(self._kept, first, second) / self._length)
+        common: Floats = fallen + self._layer * products
+        return common
 
 
 def _likelihood(covariance: Floats, losses: Floats) -> tuple[float, float, float]:
@@ -100,3 +118,10 @@ def _distances(kept: Floats, first: Sequence[Pattern], second: Sequence[Pattern]
         total += np.abs(of_layer[ours][:, None] - of_layer[theirs])
         total += OTHER_LIST * (ours[:, None] != theirs)
     return total
+
+
+def _lost(kept: Floats, patterns: Sequence[Pattern]) -> Floats:
+    """Return ``[n, N]``: what each layer does not keep of what it needs."""
+    sources = np.array([pattern.sources for pattern in patterns])
+    lost: Floats = 1 - kept[np.arange(len(kept)), sources]
+    return lost
