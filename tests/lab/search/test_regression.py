@@ -147,10 +147,8 @@ def test_a_layer_that_was_never_full_is_expected_to_help_as_it_keeps() -> None:
     def loss(pattern: Pattern) -> float:
         return bad * sum(1 - mass[layer, pattern.source_of(layer)] for layer in range(layers))
 
-    losses, never = (
-        np.array([loss(each) for each in run]),
-        [Pattern.from_layers(layers, [0, 3, 5, 9])],
-    )
+    losses = np.array([loss(each) for each in run])
+    never = [Pattern.from_layers(layers, [0, 3, 5, 9])]
     alike, sums = (Regression(mass, run, [0] * len(run), losses, each) for each in (ALIKE, SUMS))
     assert sums.predict(never)[0][0] < sums.predict(run)[0].min()
     assert alike.predict(never)[0][0] > alike.predict(run)[0].min()
