@@ -196,27 +196,53 @@ class Late(SeenEvaluator):
 
     best: tuple[int, ...]
     wanted: int
+    lacking = 1
+
+    def gain(self, batch: int) -> float:
+        return 0.3
 
     def judge(self, pattern: Pattern, batches: Sequence[int]) -> list[Judged]:
         judged = super().judge(pattern, batches)
         missing = {*self.best} - {*pattern.full_layers}
-        if not pattern.shared_layers or not pattern.is_full(self.wanted) or len(missing) > 1:
+        helps = pattern.is_full(self.wanted) and len(missing) <= self.lacking
+        if not pattern.shared_layers or not helps:
             return judged
-        better = {kind: loss - 0.3 for kind, loss in judged[0].losses.items()}
-        return [replace(each, losses=better) for each in judged]
+        return [
+            replace(each, losses={k: loss - self.gain(batch) for k, loss in each.losses.items()})
+            for each, batch in zip(judged, batches, strict=True)
+        ]
+
+
+class Doubtful(Late):
+    """The layer helps beside fewer of the others, and harms on a third of the documents."""
+
+    lacking = 3
+
+    def gain(self, batch: int) -> float:
+        return -0.2 if batch % 3 == self.wanted % 2 else 0.3
+
+
+def missed(evaluator: type[Late], layers: int, count: str, seed: int = 0) -> list[int]:
+    """Return the layers, one at a time the one that helps, that a search does not find."""
+    search = finished(Ledger(SeenEvaluator(layers, 8, seed)), targets(layers, count), DEFAULT)
+    best, missing = search.found[int(count)].pattern, []
+    for wanted in best.shared_layers:
+        late = evaluator(layers, 8, seed)
+        late.best, late.wanted = best.full_layers, wanted
+        search = finished(Ledger(late), targets(layers, count), DEFAULT)
+        if not search.found[int(count)].pattern.is_full(wanted):
+            missing.append(wanted)
+    return missing
 
 
 def test_layers_that_help_only_in_the_best_pattern_are_tried_there() -> None:
     """Ten of the eleven others are; without its last tries a search found six of them."""
-    search = finished(Ledger(SeenEvaluator(16, 8)), targets(16, "5"), DEFAULT)
-    best, missed = search.found[5].pattern, []
-    for wanted in best.shared_layers:
-        evaluator = Late(16, 8)
-        evaluator.best, evaluator.wanted = best.full_layers, wanted
-        again = finished(Ledger(evaluator), targets(16, "5"), DEFAULT)
-        if not again.found[5].pattern.is_full(wanted):
-            missed.append(wanted)
-    assert len(missed) <= 1
+    assert len(missed(Late, 16, "5")) <= 1
+
+
+def test_a_layer_that_a_document_hides_is_run_again_on_others() -> None:
+    """Twelve of 18 are found; with tries before the last round alone, nine were."""
+    assert len(missed(Doubtful, 24, "6", seed=1)) <= 6
 
 
 def test_every_kind_of_token_weighs_alike() -> None:

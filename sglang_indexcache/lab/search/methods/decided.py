@@ -4,9 +4,11 @@ A matrix of layer pairs says which layers may share. It differs a little between
 ignores the effect of errors on later layers, and that another layer's list may copy better than a
 layer's own. So the optima of documents, in every rating, are proposals, of which some are run. From
 all that was run a regression predicts the loss of patterns in which layers are exchanged, and those
-that may be the best are run next, a few at a time, each time on another document. Before the last
-of these rounds, layers that are not F in the best pattern are each tried there once: what promises
+that may be the best are run next, a few at a time, each time on another document. After half of
+these rounds, layers that are not F in the best pattern are each tried there once: what promises
 most is near what was run, so a layer that was F in bad patterns alone would never get its turn.
+Later rounds weigh what the tries showed against other documents, and the last is tries again, for
+the best may be another by then.
 
 The mixed loss decides: as much in running text as in passages that come again, and as in keys and
 rules. Divergence from all F does not decide, because lists that copy better than a layer's own also
@@ -44,7 +46,7 @@ CERTAIN = 0.01
 """Loss in nats below which no pattern is better: ratios of losses of nearly certain answers would
 outweigh all other documents, and 0 has none."""
 TRIED = 12
-"""Most layers that are tried in the best pattern."""
+"""Most layers that are tried in the best pattern after half of the rounds; later, a round's size."""
 KNOCKOUT = ((4, 2), (2, 6))
 """Numbers of patterns, and of documents on which they are run, before the best is run on all."""
 
@@ -71,15 +73,17 @@ class Decided:
         times = {mark: rounds(targets.constraints, mark) for mark in reversed(targets.marks)}
         for mark in times:
             exploration.propose(mark.full_layers)
-        for turn in range(1, max(times.values())):
+        for turn in range(max(times.values())):
             for mark in (mark for mark, of_mark in times.items() if turn < of_mark):
-                exploration.explore(mark.full_layers)
-        # A few losses say little of single layers: sums over layers would mislead the first rounds.
-        exploration.trend = SUMS
-        for mark in times:
-            exploration.try_layers(mark.full_layers)
-        for mark in times:
-            exploration.explore(mark.full_layers)
+                half, last = times[mark] // 2, times[mark] - 1
+                # Few losses say little of single layers: sums over layers mislead early rounds.
+                exploration.trend = SUMS if turn >= half else ALIKE
+                if turn == half:
+                    exploration.try_layers(mark.full_layers, TRIED)
+                if turn == last > half:
+                    exploration.try_layers(mark.full_layers, TOGETHER)
+                else:
+                    exploration.explore(mark.full_layers)
         for mark in times:
             yield exploration.decide(mark)
 
@@ -94,7 +98,7 @@ class Decided:
         """See :class:`~sglang_indexcache.lab.search.methods.Method`."""
         first = self.pairs.least(targets, batch_tokens) + sum(batch_tokens)
         times = sum(1 + rounds(targets.constraints, mark) for mark in targets.marks)
-        on_one = times * TOGETHER + len(targets.marks) * (1 + TRIED)
+        on_one = times * TOGETHER + len(targets.marks) * (1 + TRIED + 1)  # beside the best, twice
         on_one += len(targets.marks) * sum(number * on for number, on in KNOCKOUT)
         finals = len(targets.marks) * sum(batch_tokens)
         return first + on_one * max(batch_tokens) + finals
@@ -147,10 +151,10 @@ class Exploration:
         chosen = _spread(fitted, _best(fitted, new, CONSIDERED, hope=1))
         self.ledger.judged_each(chosen, [document])
 
-    def try_layers(self, count: int) -> None:
+    def try_layers(self, count: int, most: int) -> None:
         """Run the best pattern with ``count`` F layers beside exchanges that bring other layers.
 
-        Exchanges that were run before, or are surely worse, are left out.
+        Of these the ``most`` that promise most; those run before, or surely worse, are left out.
         """
         document, fitted, run = self._documents()[0], self._fitted(), self._run(count)
         [leader] = _best(fitted, run, 1)
@@ -160,7 +164,7 @@ class Exploration:
                 more, deviation = _difference(fitted, leader, best)
                 if best not in run and more < 2 * deviation:
                     new.append(best)
-        tried = _best(fitted, new, TRIED, hope=1)
+        tried = _best(fitted, new, most, hope=1)
         self.ledger.judged_each([leader, *tried] if tried else [], [document])
 
     def decide(self, mark: Mark) -> Proposal:

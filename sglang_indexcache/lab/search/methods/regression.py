@@ -56,7 +56,8 @@ class Regression:
         numbers = {pattern: number for number, pattern in enumerate(self._patterns)}
         of_loss = np.array([numbers[pattern] for pattern in patterns])
         distances = _distances(kept, self._patterns, self._patterns)
-        products = _lost(kept, self._patterns) @ _lost(kept, self._patterns).T
+        lost = _lost(kept, self._patterns)
+        products = lost @ lost.T
         same_document = np.equal.outer(documents, documents)
         likeliest = -np.inf
         for length, layer, own, noise in product(LENGTHS, trend, OWN, NOISE):
