@@ -46,7 +46,7 @@ CERTAIN = 0.01
 """Loss in nats below which no pattern is better: ratios of losses of nearly certain answers would
 outweigh all other documents, and 0 has none."""
 TRIED = 12
-"""Most layers that are tried in the best pattern after half of the rounds; later, a round's size."""
+"""Most layers that are tried in the best pattern after half of the rounds."""
 KNOCKOUT = ((4, 2), (2, 6))
 """Numbers of patterns, and of documents on which they are run, before the best is run on all."""
 
