@@ -129,21 +129,19 @@ def elsewhere(name: str, ratio: str, way: str, cells: slice) -> str:
     return " | ".join([cell.strip() for cell in line.strip("| ").split("|")][cells])
 
 
-def found(name: str, corpus: str) -> tuple[str, float]:
-    """Return the fewest F layers that a search named, and its tokens in Algorithm 1's, percent."""
-    search = record(name)["searches"][corpus]
-    return search["smallest_that_keeps_recall"], 100 * search["of_greedy"]
+def fewest(name: str, corpus: str) -> str:
+    """Return the fewest F layers that a search named."""
+    return str(record(name)["searches"][corpus]["smallest_that_keeps_recall"])
+
+
+def tokens(name: str) -> list[float]:
+    """Return by searched text the tokens that a search took, in percent of Algorithm 1's."""
+    return [100 * search["of_greedy"] for search in record(name)["searches"].values()]
 
 
 def tokens_in_words() -> str:
     """Return the least and the most tokens that a search of 9 heads took, in Algorithm 1's."""
-    percent = [found("everywhere", corpus)[1] for corpus in searched("everywhere")]
-    return f"{min(percent):.1f} to {max(percent):.1f} %"
-
-
-def most_tokens_of_32_heads() -> str:
-    percent = [found("random/everywhere", c)[1] for c in searched("random/everywhere")]
-    return f"{max(percent):.1f} %"
+    return f"{min(tokens('everywhere')):.1f} to {max(tokens('everywhere')):.1f} %"
 
 
 def behind_the_best(name: str) -> list[float]:
@@ -163,7 +161,7 @@ def behind_the_best_text(corpus: str) -> str:
 
 def five_layers(corpus: str) -> str:
     """Return what the 5 F layers that a search names on 32 heads lose of other text."""
-    assert found("random/everywhere", corpus)[0] == "5/30"
+    assert fewest("random/everywhere", corpus) == "5/30"
     return change_of_text("random/everywhere", "5/30", f"default, on {corpus}")[1:]
 
 
@@ -216,7 +214,7 @@ CLAIMS: dict[str, tuple[str, Callable[[], str]]] = {
         PAGE,
         lambda: f"from documentation it is {behind_the_best_text('documentation')} behind the best",
     ),
-    "tokens on 32 heads": (PAGE, lambda: f"it was up to {most_tokens_of_32_heads()}"),
+    "tokens on 32 heads": (PAGE, lambda: f"it was up to {max(tokens('random/everywhere')):.1f} %"),
     "halves behind Algorithm 1": (
         PAGE,
         lambda: (
@@ -343,5 +341,5 @@ def test_no_eighth_of_32_heads_loses_less_than_2_points() -> None:
         ratio, _, way = name.partition(" ")
         if ratio == "1/8":
             assert float(change_of_text("random/everywhere", ratio, way).split()[0]) < -2
-    named = [found("random/everywhere", corpus)[0] for corpus in searched("random/everywhere")]
+    named = [fewest("random/everywhere", corpus) for corpus in searched("random/everywhere")]
     assert set(named) == {"5/30"}

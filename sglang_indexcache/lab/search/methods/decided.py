@@ -76,21 +76,19 @@ class Decided:
         for turn in range(max(times.values())):
             for mark in (mark for mark, of_mark in times.items() if turn < of_mark):
                 half, last = times[mark] // 2, times[mark] - 1
-                # Few losses say little of single layers: sums over layers mislead early rounds.
-                exploration.trend = SUMS if turn >= half else ALIKE
                 if turn == half:
                     exploration.try_layers(mark.full_layers, TRIED)
                 if turn == last > half:
                     exploration.try_layers(mark.full_layers, TOGETHER)
                 else:
-                    exploration.explore(mark.full_layers)
+                    # Few losses say little of single layers: sums over layers mislead early rounds.
+                    exploration.explore(mark.full_layers, SUMS if turn >= half else ALIKE)
         for mark in times:
             yield exploration.decide(mark)
 
     def between(self, ledger: Ledger, targets: Targets, mark: Mark) -> Proposal:
         """See :class:`~sglang_indexcache.lab.search.methods.Method`."""
         exploration = Exploration(ledger, targets.constraints, self.pairs)
-        exploration.trend = SUMS
         exploration.explore(mark.full_layers)
         return exploration.decide(mark)
 
@@ -127,7 +125,6 @@ class Exploration:
         self.ledger, self.constraints = ledger, constraints
         self.matrices = pair_matrices(ledger, pairs)
         self.together = averaged(ledger, self.matrices)
-        self.trend: Sequence[float] = ALIKE
         ledger.judged(constraints.start)
 
     def propose(self, count: int) -> None:
@@ -137,9 +134,9 @@ class Exploration:
         proposed = dict.fromkeys([*of_all, *(pattern for pattern, _ in votes.most_common())])
         self.ledger.judged_each([*proposed][:TOGETHER], [self._documents()[0]])
 
-    def explore(self, count: int) -> None:
+    def explore(self, count: int, trend: Sequence[float] = SUMS) -> None:
         """Run patterns with ``count`` F layers that may be the best, on one more document."""
-        document, fitted = self._documents()[0], self._fitted()
+        document, fitted = self._documents()[0], self._fitted(trend)
         leaders = self._leaders(fitted, count)
         pool = dict.fromkeys(leaders)
         for _ in range(DEPTH):
@@ -220,14 +217,14 @@ class Exploration:
         times = Counter(batch for _, batch in self.ledger.asked)
         return sorted(self.ledger.all_batches, key=lambda batch: times[batch])
 
-    def _fitted(self) -> Regression:
+    def _fitted(self, trend: Sequence[float] = SUMS) -> Regression:
         """Fit the regression to everything that this search ran, as ratios to all F's losses."""
         asked, start = self.ledger.asked, self.constraints.start
         losses = {cell: max(judged.mixed_loss, CERTAIN) for cell, judged in asked.items()}
         run = [cell for cell in asked if cell[0] != start] or [*asked]
         ratios = np.log([losses[cell] / losses[start, cell[1]] for cell in run])
         patterns, batches = zip(*run, strict=True)
-        return Regression(self.together[0], patterns, batches, ratios, self.trend)
+        return Regression(self.together[0], patterns, batches, ratios, trend)
 
     def _exchanges(
         self, pattern: Pattern, leave: Iterable[int] = (), come: Iterable[int] = ()
