@@ -26,6 +26,7 @@ _MODULE = "sglang.launch_server"
 _PR_SET_PDEATHSIG = 1
 _PORTS = range(20_000, 30_000)
 _PORT_TAKEN = "address already in use"
+_claims: list[socket.socket] = []
 
 
 class Server:
@@ -137,14 +138,32 @@ def die_with_parent() -> None:
 
 
 def free_port() -> int:
-    """Return a port that is free now, and that no outgoing connection gets before it is used."""
+    """Return a port that is free now, and that nothing is likely to take before it is used.
+
+    No outgoing connection gets it, nor does any process that asks this function while this process
+    lives: a server of gigabytes listens minutes after it is given its port.
+    """
     # Not from the seeded generator: processes with the same seed would all try the same ports at
     # once.
     for port in random.SystemRandom().sample(_PORTS, 100):
         with socket.socket() as probe:
             try:
                 probe.bind(("127.0.0.1", port))
+                _claim(port)
             except OSError:
                 continue
         return port
     raise ServerError(f"found no free port from {_PORTS.start} to {_PORTS.stop - 1}")
+
+
+def _claim(port: int) -> None:
+    """Hold a name for ``port`` until this process ends; on Linux only.
+
+    Such a name belongs to a network namespace, as ports do, and goes with its process.
+
+    Raises:
+        OSError: a process holds it.
+    """
+    if sys.platform == "linux":
+        _claims.append(socket.socket(socket.AF_UNIX))
+        _claims[-1].bind(f"\0sglang-indexcache-port-{port}")

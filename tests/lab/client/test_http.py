@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -42,6 +43,15 @@ def test_a_port_in_use_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch.random.SystemRandom, "sample", lambda *_: [])
     with pytest.raises(ServerError, match="no free port"):
         free_port()
+
+
+def test_a_port_that_a_server_has_not_taken_yet_is_given_to_nobody_else() -> None:
+    """Two servers on one port: the requests for the slow one would reach the other."""
+    code = f"""from sglang_indexcache.lab.client import launch
+launch.random.SystemRandom.sample = lambda *_: [{free_port()}, {free_port()}]
+launch.free_port()"""
+    command = [sys.executable, "-c", code]
+    assert "found no free port" in subprocess.run(command, capture_output=True, text=True).stderr
 
 
 def test_a_server_whose_port_was_taken_is_given_up_at_once(tmp_path: Path) -> None:
