@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from benchmarks.smollm2.books import Row, with_passages
-from benchmarks.smollm2.packages import download
+from benchmarks.smollm2.packages import download, fetch
 
 
 @dataclass(frozen=True)
@@ -97,10 +97,7 @@ class Texts:
 
     def _debian(self, domain: Domain) -> Iterator[str]:
         folder = self.cache / "packages" / domain.package.replace(":", "+")
-        if not folder.is_dir():
-            folder.mkdir(parents=True)
-            subprocess.run(["apt-get", "download", domain.package], cwd=folder, check=True)
-        [package] = folder.iterdir()
+        package = fetch(["apt-get", "download", domain.package], folder)
         content = subprocess.Popen(["dpkg-deb", "--fsys-tarfile", package], stdout=subprocess.PIPE)
         with tarfile.open(fileobj=content.stdout, mode="r|") as inside:
             yield from _texts(inside, domain.pages, lambda name: name.removeprefix("./"))
