@@ -12,6 +12,7 @@ import argparse
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -193,24 +194,30 @@ def save_checkpoint(model: Any, tokenizer: Any, dtype: str, folder: Path) -> Non
     Args:
         dtype: of the stored weights, a torch dtype's name; what transformers keeps in float32
             stays so.
-        folder: created if missing; a checkpoint in it is replaced.
+        folder: created if missing; a checkpoint in it is replaced, its config.json last, so that
+            a folder that has one is whole.
     """
-    for old in folder.glob("model*.safetensors*"):
-        old.unlink()
     in_float32 = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     state = {
         name: t if any(part in name for part in in_float32) else t.to(getattr(torch, dtype))
         for name, t in model.state_dict().items()
     }
-    model.save_pretrained(folder, state_dict=state)
-    tokenizer.save_pretrained(folder)
-    path = folder / "config.json"
-    config = {**json.loads(path.read_text()), "dtype": dtype}
+    folder.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=folder, prefix=".part-") as part:
+        model.save_pretrained(part, state_dict=state)
+        tokenizer.save_pretrained(part)
+        (folder / "config.json").unlink(missing_ok=True)
+        for old in folder.glob("model*.safetensors*"):
+            old.unlink()
+        for path in Path(part).iterdir():
+            if path.name != "config.json":
+                path.replace(folder / path.name)
+        config = {**json.loads((Path(part) / "config.json").read_text()), "dtype": dtype}
     # transformers >= 5.19 maps num_experts onto n_routed_experts; SGLang reads both.
     experts = model.config.n_routed_experts
     config |= {"n_routed_experts": experts, "num_experts": experts}
     config |= TRAINABLE[model.config.model_type].extra_config
-    write_whole(path, json.dumps(config, indent=2) + "\n")
+    write_whole(folder / "config.json", json.dumps(config, indent=2) + "\n")
 
 
 def main() -> None:

@@ -40,6 +40,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.caches import kept
 from benchmarks.card.pack import KERNELS, ROOT
 from benchmarks.kernels.machine import Need, facts, lacking, packed_file, preflight
 from benchmarks.kernels.workloads import workloads
@@ -485,9 +486,9 @@ def prepare() -> None:
         os.environ["PATH"] += f":{CUDA / 'bin'}"
     carried = packed_file(KERNELS)
     folder = Path(os.environ.setdefault("INDEXCACHE_KERNEL_CACHE", "/tmp/indexcache-kernels"))
-    if carried is not None and not folder.exists():
+    if carried is not None:
         with tarfile.open(carried) as archive:
-            archive.extractall(folder, filter="data")
+            kept(folder, lambda part: archive.extractall(part, filter="data"))
 
 
 def main() -> int:

@@ -12,10 +12,11 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from benchmarks.caches import kept
 from benchmarks.card import plugin
 from benchmarks.kernels.machine import packed_file
 from sglang_indexcache.lab.client.launch import Server
-from sglang_indexcache.library.writing import write_json
+from sglang_indexcache.library.writing import replacing, write_json
 
 CACHES = Path("/tmp/indexcache-caches")
 """Folder in which SGLang, Triton and DeepGEMM keep what they compile; it outlives a call."""
@@ -155,7 +156,7 @@ def keep_caches(machine: Mapping[str, Any]) -> str:
     facts = json.loads(carried.read_text())
     if differ := [name for name in _FITS if facts.get(name) != machine.get(name)]:
         return f"the carried kernels are for another machine: {', '.join(differ)} differ"
-    shutil.copytree(carried.parent, CACHES)
+    kept(CACHES, lambda part: shutil.copytree(carried.parent, part))
     return "carried kernels are taken"
 
 
@@ -164,7 +165,7 @@ def pack_caches(machine: Mapping[str, Any], out: Path) -> str:
     if not CACHES.exists():
         return "nothing was compiled"
     write_json(CACHES / MANIFEST, {name: machine.get(name) for name in _FITS})
-    with tarfile.open(out, "w:xz", preset=1) as archive:
+    with replacing(out) as part, tarfile.open(part, "w:xz", preset=1) as archive:
         archive.add(CACHES, CACHES.name)
     if (size := out.stat().st_size) > _LARGEST_ARCHIVE:
         out.unlink()

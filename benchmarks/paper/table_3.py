@@ -17,21 +17,25 @@ again from the first.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
+
 from benchmarks.paper import SMALL
 from benchmarks.records import RUNS, estimate, markdown, read_arguments
 from benchmarks.training.batches import TEXT
-from benchmarks.training.recipe import load_recipe
+from benchmarks.training.recipe import Recipe, load_recipe
 from benchmarks.training.scores import Scorer
 from benchmarks.training.tasks import TEXT_CHARACTERS, chance
 from benchmarks.training.trainer import Trainer
 from sglang_indexcache.lab.runs.plots import make_figure, save_figure
 from sglang_indexcache.lab.stats.bounds import half_width
+from sglang_indexcache.library.digest import checkpoint_digest
 from sglang_indexcache.library.writing import write_json, write_whole
 
 NAME = "training_aware"
@@ -91,22 +95,32 @@ Documents = dict[str, list[float]]
 
 def run_row(row: Row, seed: int, arguments: argparse.Namespace) -> Documents:
     """Train (unless that is done) and evaluate one line with one seed."""
-    folder = arguments.work / f"seed{seed}" / row.folder
-    if not (folder / "checkpoint" / "config.json").exists():
-        changes: dict[str, Any] = {
-            "model": {"checkpoint": arguments.checkpoint},
-            "pattern": row.trained,
-            "cross_layer": row.cross_layer,
-            "seed": seed,
-        }
-        if arguments.steps is not None:
-            stages = load_recipe(arguments.recipe).stages
-            changes["stages"] = [
-                stage.model_copy(update={"steps": arguments.steps}) for stage in stages
-            ]
-        Trainer(load_recipe(arguments.recipe, changes), folder).run()
+    recipe = recipe_of(row, seed, arguments)
+    made_of = f"{recipe.model_dump_json()} {checkpoint_digest(arguments.checkpoint)}"
+    training = hashlib.sha256(made_of.encode()).hexdigest()[:8]
+    folder = arguments.work / f"seed{seed}" / f"{row.folder}-{training}"
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / ".lock"):
+        if not (folder / "checkpoint" / "config.json").exists():
+            Trainer(recipe, folder).run()
     tasks = evaluated(folder, row.served, arguments)["tasks"]
     return {task: tasks[task]["per_row"] for task in (TEXT, *RETRIEVAL)}
+
+
+def recipe_of(row: Row, seed: int, arguments: argparse.Namespace) -> Recipe:
+    """Return how one line's model is trained."""
+    changes: dict[str, Any] = {
+        "model": {"checkpoint": arguments.checkpoint},
+        "pattern": row.trained,
+        "cross_layer": row.cross_layer,
+        "seed": seed,
+    }
+    if arguments.steps is not None:
+        stages = load_recipe(arguments.recipe).stages
+        changes["stages"] = [
+            stage.model_copy(update={"steps": arguments.steps}) for stage in stages
+        ]
+    return load_recipe(arguments.recipe, changes)
 
 
 def scores_of(documents: Documents) -> dict[str, float]:

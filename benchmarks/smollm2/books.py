@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.caches import kept
 from benchmarks.smollm2.packages import download
 from sglang_indexcache.lab.search.recall import KEYS, PASSAGES, TEXT, Kinds, Passages
 
@@ -69,10 +70,12 @@ class Books:
         """Return ``[n]`` int64, the whole book."""
         if name not in self._tokens:
             file = self.cache / f"{name}.pt"
-            if not file.exists():
+
+            def tokenise(part: Path) -> None:
                 ids = self.tokenizer(self.text(name), add_special_tokens=False).input_ids
-                torch.save(torch.tensor(ids), file)
-            self._tokens[name] = torch.load(file)
+                torch.save(torch.tensor(ids), part)
+
+            self._tokens[name] = torch.load(kept(file, tokenise))
         return self._tokens[name]
 
     def text(self, name: str) -> str:

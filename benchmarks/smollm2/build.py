@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.caches import kept
 from benchmarks.random_model import save_checkpoint
 from benchmarks.smollm2.base import WHEEL, load_base
 from benchmarks.smollm2.books import TRAIN, Books, with_passages
@@ -94,8 +95,7 @@ def _reads(lean: Lean, rows: list[torch.Tensor], folder: Path) -> list[torch.Ten
 
     def compute(number: int) -> None:
         (reads,) = collect(lean, [rows[number]])
-        with replacing(names[number]) as part:
-            torch.save(reads, part)
+        kept(names[number], lambda part: torch.save(reads, part))
 
     for _ in each(compute, [number for number, name in enumerate(names) if not name.exists()]):
         pass

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.caches import kept
 from benchmarks.smollm2.books import Row, with_passages
 from benchmarks.smollm2.packages import download, fetch
 
@@ -76,11 +77,11 @@ class Texts:
     def tokens(self, name: str, *, measured: bool) -> torch.Tensor:
         """Return ``[n]`` int64: the half that is measured, or the one that is searched on."""
         file = self.cache / "domains" / f"{name}.pt"
-        if not file.exists():
-            file.parent.mkdir(parents=True, exist_ok=True)
-            ids = self.tokenizer(self.text(name), add_special_tokens=False).input_ids
-            torch.save(torch.tensor(ids), file)
-        tokens: torch.Tensor = torch.load(file)
+
+        def tokenise(part: Path) -> None:
+            torch.save(torch.tensor(self.encode(self.text(name))), part)
+
+        tokens: torch.Tensor = torch.load(kept(file, tokenise))
         half = len(tokens) // 2
         return tokens[half:] if measured else tokens[:half]
 

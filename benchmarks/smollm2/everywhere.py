@@ -311,7 +311,7 @@ def main(argv: list[str] | None = None) -> None:
     results = arguments.cache / "everywhere" / digest[:12]
     for corpus in arguments.corpora:
         chosen = calibration(corpus, texts, books, arguments.batches, arguments.search_length)
-        size = f"{arguments.batches}-{arguments.search_length}-{model.topk}"
+        size = f"{arguments.batches}-{arguments.search_length}-{model.topk}-{arguments.dtype}"
         searches[corpus] = search(
             LeanEvaluator(model, chosen, "mixed"), results / f"{corpus}-{size}.json"
         )

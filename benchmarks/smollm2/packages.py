@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
-from tempfile import mkdtemp
+
+from benchmarks.caches import kept
 
 
 def download(requirement: str, folder: Path, *, sources: bool = False) -> Path:
@@ -27,24 +26,17 @@ def download(requirement: str, folder: Path, *, sources: bool = False) -> Path:
 
 
 def fetch(command: Sequence[str], directory: Path) -> Path:
-    """Run a command that puts one file into its working folder, and keep that as ``directory``.
-
-    Studies that run side by side may want the same file: the first that has it keeps it. Nothing
-    is kept of a command that fails or is stopped.
+    """Return the file that a command puts into its working folder, which is kept as ``directory``.
 
     Raises:
         SystemExit: the command fails.
     """
-    if not directory.is_dir():
+
+    def run(folder: Path) -> None:
         print(f"downloading {directory.name}", flush=True)
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        part = Path(mkdtemp(prefix=".part-", dir=directory.parent))
-        try:
-            if subprocess.run(command, cwd=part, check=False).returncode:
-                sys.exit(f"cannot download {directory.name}: see the message above")
-            with suppress(OSError):  # another process was first
-                part.rename(directory)
-        finally:
-            shutil.rmtree(part, ignore_errors=True)
-    [archive] = directory.iterdir()
+        folder.mkdir()
+        if subprocess.run(command, cwd=folder, check=False).returncode:
+            sys.exit(f"cannot download {directory.name}: see the message above")
+
+    [archive] = kept(directory, run).iterdir()
     return archive

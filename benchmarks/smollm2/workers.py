@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from sglang_indexcache.lab.client.launch import die_with_parent
+
 Item = TypeVar("Item")
 
 
@@ -30,7 +32,8 @@ def each(work: Callable[[Item], Any], items: Iterable[Item], device: str = "cpu"
         return
     _WORK.append(work)
     fork = multiprocessing.get_context("fork")
-    pool = ProcessPoolExecutor(os.cpu_count() or 1, mp_context=fork)
+    # A worker left behind would wait for ever, and hold the locks of the files that are open here.
+    pool = ProcessPoolExecutor(os.cpu_count() or 1, fork, initializer=die_with_parent)
     try:
         for future in as_completed([pool.submit(_call, item) for item in items]):
             yield future.result()

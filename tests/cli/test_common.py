@@ -6,6 +6,7 @@ import errno
 import os
 import re
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import pytest
@@ -55,6 +56,18 @@ def test_trying_leaves_nothing_behind(tmp_path: Path) -> None:
     writable(tmp_path / "old")
     assert [path.name for path in (tmp_path / "old").iterdir()] == ["kept"]
     assert writable(None) is None
+
+
+def test_trying_removes_no_folder_that_another_process_makes_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def meanwhile(**options: Any) -> Any:
+        (tmp_path / "new" / "folder").mkdir(parents=True, exist_ok=True)
+        return NamedTemporaryFile(**options)
+
+    monkeypatch.setattr(identity, "NamedTemporaryFile", meanwhile)
+    writable(tmp_path / "new" / "folder")
+    assert (tmp_path / "new" / "folder").is_dir()
 
 
 @pytest.mark.parametrize("name", WITH_OUTPUT)

@@ -24,7 +24,7 @@ from sglang_indexcache.lab.client.http import Client
 
 _MODULE = "sglang.launch_server"
 _PR_SET_PDEATHSIG = 1
-_PORTS = range(20_000, 30_000)
+_PORTS = range(12_000, 22_000)  # SGLang draws its own from 22,000 on
 _PORT_TAKEN = "address already in use"
 _claims: list[socket.socket] = []
 

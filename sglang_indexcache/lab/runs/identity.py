@@ -11,7 +11,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import IO, Any
@@ -114,22 +114,17 @@ def claim(path: Path, identity: Mapping[str, Any], kind: str, error: type[IndexC
 
 
 def check_writable(folder: Path) -> None:
-    """Try a folder for results before anything is measured, and leave it as it was.
+    """Try a folder for results before anything is measured, or where it would be made.
 
     Raises:
         OutputError: no file can be written there.
     """
-    created = [path for path in (folder, *folder.parents) if not os.path.exists(path)]
+    place = next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with NamedTemporaryFile(dir=folder, prefix=".indexcache-") as probe:
+        with NamedTemporaryFile(dir=place, prefix=".indexcache-") as probe:
             probe.write(bytes(4096))
             probe.flush()
     except OSError as error:
         raise OutputError(
             f"cannot write to the folder {folder} (--output): {error.strerror}. Give another one."
         ) from error
-    finally:
-        for path in created:
-            with suppress(OSError):
-                path.rmdir()
