@@ -68,7 +68,7 @@ FurtherDocuments = Annotated[int | None, InData("--held-out", metavar="N", help=
     "pattern, 0. With few, a loss that few documents show goes unseen.")]
 Target = Annotated[list[str] | None, InSearch("--target", metavar="TARGET", help=
     "Where to leave a pattern: a ratio such as 1/4, or a count of F layers. Repeat it. "
-    "The default is 1/2, 1/4 and 1/8.")]
+    "The default is what can be reached of 1/2, 1/4 and 1/8.")]
 Method = Annotated[str | None, InSearch("--method", metavar="METHOD", help=
     "How to search. The default, proposals, runs some patterns that one pass proposes, and then "
     "exchanges of layers that promise most; loss decides. one-pass alone runs none (it goes by "

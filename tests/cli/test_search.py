@@ -174,6 +174,22 @@ def test_a_dry_run_tells_tokens(tmp_path: Path) -> None:
     assert not output.exists()
 
 
+def test_a_plan_says_that_greedy_may_cost_less_and_that_nothing_checks_the_search(
+    tmp_path: Path,
+) -> None:
+    for number in range(40):
+        words = " ".join(f"word{number} {i}" for i in range(300))
+        (tmp_path / f"{number}.txt").write_text(words)
+    arguments = ("search", "run", "--model", TINY, "--data", tmp_path, "--dry-run")
+    arguments = (*arguments, "--context", "96", "-o", tmp_path / "out")
+    few = words_of(call(*arguments, "--batches", "1"))
+    assert "Algorithm 1 may cost less: --method greedy" in few
+    assert "no pattern is measured on it" in few
+    assert "0 held-out sequences" in few
+    many = words_of(call(*arguments, "--batches", "16", "--held-out", "4"))
+    assert "--method greedy" not in many
+
+
 def test_the_default_runs_what_one_pass_proposes_and_measures_nothing_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

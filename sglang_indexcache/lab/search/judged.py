@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from sglang_indexcache.lab.search.difference import Difference, by_document
+from sglang_indexcache.lab.search.difference import ENOUGH, Difference, by_document
 from sglang_indexcache.lab.search.recall import KEYS, KINDS, PASSAGES, Kinds
 from sglang_indexcache.lab.stats.pairs import Floats
 
@@ -132,8 +132,13 @@ class Faithfulness:
 
     @property
     def is_shown_to_lose_little(self) -> bool:
-        """Whether the whole interval shows a loss of recall below :data:`SMALL_LOSS`."""
-        return self.recall.low > -SMALL_LOSS
+        """Whether the whole interval shows a loss of recall below :data:`SMALL_LOSS`.
+
+        Few documents that are all alike have an interval without a width, which shows nothing.
+        """
+        recall = self.recall
+        has_spread = recall.low < recall.high or len(recall.each) >= ENOUGH
+        return has_spread and recall.low > -SMALL_LOSS
 
     def in_words(self) -> str:
         """Return everything as one line of text."""

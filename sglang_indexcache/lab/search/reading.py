@@ -62,7 +62,8 @@ def prepare(
             :data:`FIRST_LOOK` documents has any, else the later half, with recall.
 
     Raises:
-        SearchError: there is nothing to read, too little, or nothing that counts.
+        SearchError: there is nothing to read, too little, or nothing that counts; or what was to
+            be held out is a single text.
     """
     if context < 2 or batches < 1 or held_out < 0:
         raise SearchError(
@@ -77,6 +78,14 @@ def prepare(
         held_out = quota[True] = min(held_out, max(least_held_out, len(parts[True])))
     if any(len(parts[part]) < quota[part] for part in parts):
         raise reading.too_little(quota, {part: len(parts[part]) for part in parts})
+    held_out_warning = reading.warning(parts[True]) if parts[True] else ""
+    if len({piece.document for piece in parts[True]}) == 1:
+        one = "the data holds out one text, of which all windows are one observation"
+        if least_held_out == 0:
+            held_out, parts[True] = 0, []
+            held_out_warning = f"{one}: no pattern is measured on it. Give more files or documents."
+        elif held_out > 1:
+            raise SearchError(f"{one}. Give more files or documents, or search with --held-out 0.")
     for part in (False, True):
         random.Random(seed).shuffle(parts[part])
     pieces = [*chain.from_iterable(parts[part] for part in (False, True))]
@@ -90,7 +99,7 @@ def prepare(
         reading=reading.in_words(parts),
         warning=reading.warning(parts[False]),
         held_out_reading=reading.in_words({True: parts[True]}),
-        held_out_warning=reading.warning(parts[True]) if parts[True] else "",
+        held_out_warning=held_out_warning,
     )
 
 

@@ -130,16 +130,18 @@ def parse_targets(values: Sequence[str] | None, constraints: Constraints) -> Tar
 
     Args:
         values: ratios (``1/4`` is a quarter of the layers, rounded up) or counts of F layers
-            (``12``). None stands for 1/2, 1/4 and 1/8.
+            (``12``). None stands for those of 1/2, 1/4 and 1/8 that can be reached.
 
     Raises:
-        SearchError: a value cannot be read or reached.
+        SearchError: a value cannot be read or reached, or no default can.
     """
     total, available = len(constraints.start), len(constraints.start.full_layers)
     marks: dict[int, Mark] = {}
     for value in _DEFAULT if values is None else values:
         mark = _mark(value, total)
         if not constraints.fewest <= mark.full_layers <= available:
+            if values is None:
+                continue
             raise SearchError(
                 f"target {value} keeps {mark.full_layers} of {total} indexers, but this search "
                 f"can only reach {constraints.fewest} to {available} (layer 0 and the layers of "
@@ -147,7 +149,10 @@ def parse_targets(values: Sequence[str] | None, constraints: Constraints) -> Tar
             )
         marks.setdefault(mark.full_layers, mark)
     if not marks:
-        raise SearchError("give at least one target, such as 1/4 or 12")
+        raise SearchError(
+            "give at least one target (--target), such as 1/4 or 12: this search can reach "
+            f"{constraints.fewest} to {available} of {total} indexers"
+        )
     return Targets(constraints, tuple(sorted(marks.values(), key=lambda m: -m.full_layers)))
 
 

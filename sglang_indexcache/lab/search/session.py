@@ -46,12 +46,12 @@ def run_search(
     ``figures`` is the format of the figure: "png", "pdf" or "svg".
 
     Raises:
-        KeyboardInterrupt: by Ctrl-C or SIGTERM; results so far are in ``output``.
+        KeyboardInterrupt: by Ctrl-C or SIGTERM; what was measured so far is in ``output``.
         SearchError: the folder's journal belongs to another search, or an evaluation failed.
     """
     console, identity = console or Console(), setup.identity(evaluator)
     with (
-        resumable(console, output, "what was found"),
+        resumable(console, output, "what was measured"),
         open_journal(output / JOURNAL, identity) as journal,
     ):
         calibration = setup.calibration
@@ -107,6 +107,10 @@ def plan(setup: Setup, targets: Targets, method: Method) -> Iterator[tuple[str, 
     )
     between = f", and those of up to {PROBES} retentions between targets" * method.judges
     yield "cost", f"{least + checks:,} tokens at most{between}"
+    if method.judges and share >= 100:
+        yield "advice", "with so few layers Algorithm 1 may cost less: --method greedy"
+    if setup.calibration.held_out_warning:
+        yield "held out", setup.calibration.held_out_warning
 
 
 def _show(event: Step, search: Search, console: Console) -> None:

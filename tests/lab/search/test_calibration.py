@@ -242,6 +242,22 @@ def test_a_huge_text_is_one_document(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert sides == {False, True}
 
 
+def test_windows_of_one_text_are_not_held_out_to_judge_by(tmp_path: Path) -> None:
+    """They were planned, costed and compared, and then no interval was possible."""
+    texts = [f"{number}" * 9 for number in range(100, 140)]
+    held = [text for text in texts if is_held_out(tuple(map(ord, text)))][:2]
+    free = [text for text in texts if not is_held_out(tuple(map(ord, text)))][:6]
+    for name, text in enumerate([*free, held[0]]):
+        (tmp_path / f"{name}.txt").write_text(text)
+    with pytest.raises(SearchError, match=r"holds out one text.*--held-out 0"):
+        prepare_letters(tmp_path)
+    data = prepare_letters(tmp_path, least_held_out=0)
+    assert (data.held_out, len(data.sequences)) == (0, 6)
+    assert "no pattern is measured on it" in data.held_out_warning
+    (tmp_path / "further.txt").write_text(held[1])
+    assert prepare_letters(tmp_path).held_out == 2
+
+
 def test_a_copy_is_no_further_document(tmp_path: Path) -> None:
     """Some texts under many names gave an interval over many documents, and no warning."""
     texts = ["".join(f"{n}{i:03}" for i in range(20)) for n in range(8)]

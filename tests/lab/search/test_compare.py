@@ -9,7 +9,7 @@ from sglang_indexcache.lab.search.calibration import Calibration
 from sglang_indexcache.lab.search.compare import Comparison, compare
 from sglang_indexcache.lab.search.difference import ENOUGH, Difference
 from sglang_indexcache.lab.search.evaluators import TokenEvaluator
-from sglang_indexcache.lab.search.judged import TokenChanges
+from sglang_indexcache.lab.search.judged import Faithfulness, Judged, TokenChanges
 from sglang_indexcache.lab.stats.bounds import Estimate
 from sglang_indexcache.pattern import Pattern
 
@@ -195,3 +195,17 @@ def test_several_at_a_time_give_the_same() -> None:
     added = np.linspace(0, 0.4, 40)
     assert against(Patient(added)) == against(Tokens(added))
     assert Patient.together.n_waiting == 0
+
+
+def test_few_documents_that_are_all_alike_show_nothing() -> None:
+    """Their interval has no width, and was called shown to keep recall."""
+
+    def kept(*recalls: float) -> bool:
+        judged = [Judged(1.0, {}, {}, {}, {"passages": recall}) for recall in recalls]
+        full = [Judged(1.0, {}, {}, {}, {"passages": 1.0}) for _ in recalls]
+        return Faithfulness.of(judged, full, range(len(recalls))).is_shown_to_lose_little
+
+    assert not kept(1.0, 1.0, 1.0)
+    assert kept(*[1.0] * 32)
+    assert kept(*[1.0, 0.999] * 4)
+    assert not kept(*[1.0, 0.9] * 4)

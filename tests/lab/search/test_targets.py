@@ -35,6 +35,15 @@ def test_bad_targets(values: list[str], message: str) -> None:
         parse_targets(values, free(47))
 
 
+def test_defaults_that_cannot_be_reached_are_left_out() -> None:
+    shared = Constraints.make(Pattern("FFSSFSSSFSSS"))
+    assert [mark.label for mark in parse_targets(None, shared).marks] == ["1/4", "1/8"]
+    staged = Constraints.make(Pattern("F" * 12), keep_full=[3, 6, 9])
+    assert [mark.label for mark in parse_targets(None, staged).marks] == ["1/2"]
+    with pytest.raises(SearchError, match=r"give at least one target .* can reach 7 to 12 of 12"):
+        parse_targets(None, Constraints.make(Pattern("F" * 12), keep_full=range(1, 7)))
+
+
 def test_targets_that_the_constraints_bar() -> None:
     rules = Constraints.make(Pattern("FSFFSF"), keep_full=[2, 3])
     assert parse_targets(["3", "4"], rules).fewest == 3

@@ -182,6 +182,8 @@ class TransformersEvaluator(TokenEvaluator):
         self._reuse_bytes = reuse_bytes
         self.layer_tokens = 0
         self._runs: OrderedDict[tuple[int, ...], list[_Run]] = OrderedDict()
+        # Outputs of all F's last layer at the counted places, with which every pattern is compared.
+        self._full: dict[tuple[int, ...], torch.Tensor] = {}
         self._length = 0
         self._arguments: dict[str, Any] = {}
 
@@ -214,15 +216,18 @@ class TransformersEvaluator(TokenEvaluator):
 
     @torch.no_grad()
     def _changes(self, pattern: Pattern, ids: tuple[int, ...], mask: Mask) -> TokenChanges:
-        # Run all F first, because every other pattern reuses its layers.
-        full = self.run(self.own, ids).hidden[-1]
-        hidden = self.run(pattern, ids).hidden[-1]
+        counted = np.flatnonzero(mask)
+        places = torch.from_numpy(counted)
+        if ids not in self._full:  # it comes first, because every other pattern reuses its layers
+            self._full[ids] = self.run(self.own, ids).hidden[-1][0, places]
+        full = hidden = self._full[ids]
+        if pattern != self.own:
+            hidden = self.run(pattern, ids).hidden[-1][0, places]
         values = np.full((4, len(ids) - 1), np.nan)
-        targets, counted = torch.tensor(ids[1:], device=hidden.device), np.flatnonzero(mask)
+        targets = torch.tensor(ids[1:], device=hidden.device)[places]
         for rows in blocks(len(counted)):
-            places = torch.from_numpy(counted[rows])
-            before, after = (self._log_probabilities(x[0, places]) for x in (full, hidden))
-            likeliest, text = after.argmax(-1), targets[places]
+            before, after = (self._log_probabilities(x[rows]) for x in (full, hidden))
+            likeliest, text = after.argmax(-1), targets[rows]
             part = (
                 -after.gather(1, text[:, None])[:, 0],
                 (before.exp() * (before - after)).sum(-1),

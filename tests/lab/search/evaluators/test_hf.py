@@ -111,6 +111,19 @@ def test_changes_are_those_of_two_whole_distributions(folder: Path, data: Calibr
     assert (alike.kept == 1).all()
 
 
+def test_all_f_is_run_once_for_every_pattern_that_is_compared_with_it(
+    folder: Path, data: Calibration
+) -> None:
+    """Where no sequence's layer outputs have room, each comparison ran it again, uncounted."""
+    plain = TransformersEvaluator(folder, data, reuse_bytes=0)
+    reusing = TransformersEvaluator(folder, data)
+    patterns = [Pattern(text) for text in ("FSFSFS", "FFFFFF", "FSSSSS")]
+    for pattern in patterns:
+        compared = zip(plain.changes(pattern, ALL), reusing.changes(pattern, ALL), strict=True)
+        assert all(np.array_equal(mine.kl, other.kl) for mine, other in compared)
+    assert plain.layer_tokens == len(patterns) * 4 * LENGTH * 6
+
+
 def test_reuse_runs_only_from_the_first_difference(folder: Path, data: Calibration) -> None:
     evaluator = TransformersEvaluator(folder, data)
     for text, batch, layers in (
