@@ -114,7 +114,7 @@ def test_changes_are_those_of_two_whole_distributions(folder: Path, data: Calibr
 def test_all_f_is_run_once_for_every_pattern_that_is_compared_with_it(
     folder: Path, data: Calibration
 ) -> None:
-    """Where no sequence's layer outputs have room, each comparison ran it again, uncounted."""
+    """Each comparison ran it again, uncounted, where no sequence's layer outputs have room."""
     plain = TransformersEvaluator(folder, data, reuse_bytes=0)
     reusing = TransformersEvaluator(folder, data)
     patterns = [Pattern(text) for text in ("FSFSFS", "FFFFFF", "FSSSSS")]
