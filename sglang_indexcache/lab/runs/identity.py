@@ -114,7 +114,7 @@ def claim(path: Path, identity: Mapping[str, Any], kind: str, error: type[IndexC
 
 
 def check_writable(folder: Path) -> None:
-    """Try a folder for results before anything is measured, or where it would be made.
+    """Write a trial file before anything is measured, in the folder or where it would be made.
 
     Raises:
         OutputError: no file can be written there.
