@@ -105,14 +105,14 @@ def test_a_checkpoint_has_a_config_only_when_it_is_whole(
             make(0)
     assert not (tmp_path / "config.json").exists()
     make(0)
-    whole = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    written = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     with monkeypatch.context() as late:
         late.setattr(random_model, "write_whole", stopped)
         with pytest.raises(KeyboardInterrupt):
             make(1)
     assert not (tmp_path / "config.json").exists()
     make(0)
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == whole
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == written
 
 
 def test_a_whole_table_3_takes_nothing_that_a_quick_one_trained(
@@ -135,6 +135,6 @@ def test_a_whole_table_3_takes_nothing_that_a_quick_one_trained(
     row = table_3.rows("1/2", "1/4")[1]
     for options in (["--quick"], [], ["--steps", "2"], []):
         table_3.run_row(row, 0, table_3.parse([*options, "--work", str(tmp_path)]))
-    (quick, steps), (whole, more) = trained
-    assert quick != whole
+    (quick, steps), (published, more) = trained
+    assert quick != published
     assert steps == [2] * len(more) < more

@@ -116,8 +116,10 @@ def test_table_3_trains_and_serves_every_line_as_it_says(finished: Path, tmp_pat
     assert record["rows"][0]["over_dsa"]["text_loss"] == {"mean": 0.0, "half_width": 0.0}
     assert (tmp_path / "out.md").read_text().count("\n") == 2 + 9 + 1
     folders = (tmp_path / "work" / "seed1").iterdir()
-    owns = {path.name: str(Checkpoint.read(path / "checkpoint").own) for path in folders}
-    trained = {name.rpartition("-")[0]: own for name, own in owns.items()}
+    trained = {
+        path.name.rpartition("-")[0]: str(Checkpoint.read(path / "checkpoint").own)
+        for path in folders
+    }
     assert trained == {
         "full-multi": "FFFF",
         "uniform-1-2-multi": "FSFS",
