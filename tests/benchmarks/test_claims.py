@@ -160,6 +160,14 @@ def behind_the_best_text(corpus: str, name: str = "everywhere") -> str:
     return everywhere.change(pairs, "right", "passages", 100)[1:]
 
 
+def beside_algorithm_1(name: str, corpus: str) -> str:
+    """Return the points by which a text's 1/4 recalls more than Algorithm 1's, over all rows."""
+    data = record(name)
+    pattern = data["arms"][f"1/4 default, on {corpus}"]
+    pairs = everywhere.beside(data, pattern, list(data["judged"]), "1/4 Algorithm 1")
+    return everywhere.change(pairs, "right", "passages", 100)
+
+
 def named_instead(corpus: str) -> str:
     """Return what the fewest F layers that a search names on 32 heads change in other text."""
     return change_of_text(RANDOM, fewest(RANDOM, corpus), f"default, on {corpus}")
@@ -205,6 +213,10 @@ CLAIMS: dict[str, tuple[str, Callable[[], str]]] = {
     "behind Algorithm 1 on 32 heads": (
         PAGE,
         lambda: f"recalls {behind_the_best_text('novel', RANDOM)} points less (KL",
+    ),
+    "documentation, with more documents": (
+        PAGE,
+        lambda: f"essay's 1/4, {beside_algorithm_1('more_documents', 'documentation')} points",
     ),
     "KL on 32 heads": (PAGE, lambda: kl_in_words(RANDOM)),
     "KL of halves on 32 heads": (PAGE, lambda: f"nearer to it {kl_in_words(RANDOM, '1/2')}"),
@@ -358,3 +370,13 @@ def test_no_eighth_of_32_heads_loses_less_than_2_points() -> None:
     assert named.pop("novel") == "6/30"
     assert named_instead("novel")[0] == "+"
     assert set(named.values()) == {"5/30"}
+
+
+def test_more_documents_of_documentation_find_essays_quarter_with_few_more_forwards() -> None:
+    more, fewer = record("more_documents"), record("everywhere")
+    quarter = "1/4 default, on"
+    assert more["arms"][f"{quarter} documentation"] == fewer["arms"][f"{quarter} essay"]
+    rows = [data["searched"]["rows"] for data in (more, fewer)]
+    shares = [data["searches"]["documentation"]["of_greedy"] for data in (more, fewer)]
+    assert rows == [32, 16]
+    assert round(100 * (2 * shares[0] / shares[1] - 1)) == 28
