@@ -30,13 +30,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import tarfile
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -487,8 +487,7 @@ def prepare() -> None:
     carried = packed_file(KERNELS)
     folder = Path(os.environ.setdefault("INDEXCACHE_KERNEL_CACHE", "/tmp/indexcache-kernels"))
     if carried is not None:
-        with tarfile.open(carried) as archive:
-            kept(folder, lambda part: archive.extractall(part, filter="data"))
+        kept(folder, partial(shutil.unpack_archive, carried, filter="data"))
 
 
 def main() -> int:

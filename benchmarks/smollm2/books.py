@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import re
 import tarfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,16 @@ SOURCES = {
 TRAIN, SEARCH, HELD_OUT = ("django",), ("celery",), ("mypy", "sphinx")
 
 
+def kept_tokens(file: Path, tokenizer: Any, read: Callable[[], str]) -> torch.Tensor:
+    """Return ``[n]`` int64, the tokens of a text as it is; it is read once, and they are kept."""
+
+    def tokenise(part: Path) -> None:
+        torch.save(torch.tensor(tokenizer(read(), add_special_tokens=False).input_ids), part)
+
+    tokens: torch.Tensor = torch.load(kept(file, tokenise))
+    return tokens
+
+
 @dataclass
 class Books:
     """Their tokens, read when asked for.
@@ -70,12 +80,7 @@ class Books:
         """Return ``[n]`` int64, the whole book."""
         if name not in self._tokens:
             file = self.cache / f"{name}.pt"
-
-            def tokenise(part: Path) -> None:
-                ids = self.tokenizer(self.text(name), add_special_tokens=False).input_ids
-                torch.save(torch.tensor(ids), part)
-
-            self._tokens[name] = torch.load(kept(file, tokenise))
+            self._tokens[name] = kept_tokens(file, self.tokenizer, lambda: self.text(name))
         return self._tokens[name]
 
     def text(self, name: str) -> str:

@@ -23,7 +23,6 @@ from benchmarks.smollm2.convert import Form, convert, dsa_config
 from benchmarks.smollm2.indexers import BUILT, RANDOM, Layer, Recipe, collect, copy_attention
 from benchmarks.smollm2.lean import Lean
 from benchmarks.smollm2.workers import each
-from sglang_indexcache.library.writing import replacing
 
 ROWS, LENGTH = 4, 2048
 """Rows that indexers are trained on; the next one tells how well."""
@@ -134,8 +133,8 @@ def _indexers(
             "captured": after[0],
             "captured_at_most": after[1],
         }
-        with replacing(folder / f"{number}.pt") as part:
-            torch.save({"weights": attention.indexer.state_dict(), "told": outcome}, part)
+        state = {"weights": attention.indexer.state_dict(), "told": outcome}
+        kept(folder / f"{number}.pt", lambda part: torch.save(state, part))
         return outcome
 
     missing = [n for n in range(lean.layers) if not (folder / f"{n}.pt").exists()]

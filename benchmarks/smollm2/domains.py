@@ -24,8 +24,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.caches import kept
-from benchmarks.smollm2.books import Row, with_passages
+from benchmarks.smollm2.books import Row, kept_tokens, with_passages
 from benchmarks.smollm2.packages import download, fetch
 
 
@@ -77,11 +76,7 @@ class Texts:
     def tokens(self, name: str, *, measured: bool) -> torch.Tensor:
         """Return ``[n]`` int64: the half that is measured, or the one that is searched on."""
         file = self.cache / "domains" / f"{name}.pt"
-
-        def tokenise(part: Path) -> None:
-            torch.save(torch.tensor(self.encode(self.text(name))), part)
-
-        tokens: torch.Tensor = torch.load(kept(file, tokenise))
+        tokens = kept_tokens(file, self.tokenizer, lambda: self.text(name))
         half = len(tokens) // 2
         return tokens[half:] if measured else tokens[:half]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ from tests.lab.search.helpers import targets
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks/results/smollm2"
+RANDOM = "random/everywhere"
+"""Record of the 32 heads."""
 
 
 def record(name: str) -> Any:
@@ -100,12 +102,17 @@ def searched(name: str) -> list[str]:
     return list(record(name)["searches"])
 
 
+def recall_beside(name: str, arm: str, other: str = "all F", groups: Sequence[str] = ()) -> str:
+    """Return the points of recall by which an arm differs from another, on all rows by default."""
+    data = record(name)
+    pairs = everywhere.beside(data, data["arms"][arm], groups or [*data["judged"]], other)
+    return everywhere.change(pairs, "right", "passages", 100)
+
+
 def change_of_text(name: str, ratio: str, way: str) -> str:
     """Return the points of recall, on all rows of text, by which an arm differs from all F."""
-    data = record(name)
-    text = [group for group in data["judged"] if group not in everywhere.TASKS]
-    pairs = everywhere.beside(data, data["arms"][f"{ratio} {way}"], text)
-    return everywhere.change(pairs, "right", "passages", 100)
+    text = [group for group in record(name)["judged"] if group not in everywhere.TASKS]
+    return recall_beside(name, f"{ratio} {way}", groups=text)
 
 
 def small_recall(name: str) -> str:
@@ -153,28 +160,19 @@ def behind_the_best(name: str) -> list[float]:
 
 def behind_the_best_text(corpus: str, name: str = "everywhere") -> str:
     """Return the points by which a text's 1/4 is behind the best text's, with their interval."""
-    data, points = record(name), behind(name, "all")
+    points = behind(name, "all")
     best = searched(name)[points.index(max(points))]
-    pattern, groups = data["arms"][f"1/4 default, on {corpus}"], list(data["judged"])
-    pairs = everywhere.beside(data, pattern, groups, f"1/4 default, on {best}")
-    return everywhere.change(pairs, "right", "passages", 100)[1:]
+    return recall_beside(name, f"1/4 default, on {corpus}", f"1/4 default, on {best}")[1:]
 
 
-def beside_algorithm_1(name: str, corpus: str) -> str:
-    """Return the points by which a text's 1/4 recalls more than Algorithm 1's, over all rows."""
-    data = record(name)
-    pattern = data["arms"][f"1/4 default, on {corpus}"]
-    pairs = everywhere.beside(data, pattern, list(data["judged"]), "1/4 Algorithm 1")
-    return everywhere.change(pairs, "right", "passages", 100)
+def more_documents() -> str:
+    """Return the points by which documentation's 1/4 of 32 documents is above Algorithm 1's."""
+    return recall_beside("more_documents", "1/4 default, on documentation", "1/4 Algorithm 1")
 
 
 def named_instead(corpus: str) -> str:
     """Return what the fewest F layers that a search names on 32 heads change in other text."""
     return change_of_text(RANDOM, fewest(RANDOM, corpus), f"default, on {corpus}")
-
-
-RANDOM = "random/everywhere"
-"""Record of the 32 heads."""
 
 
 PAGE = "benchmarks/results/smollm2/real-model.md"
@@ -216,7 +214,7 @@ CLAIMS: dict[str, tuple[str, Callable[[], str]]] = {
     ),
     "documentation, with more documents": (
         PAGE,
-        lambda: f"essay's 1/4, {beside_algorithm_1('more_documents', 'documentation')} points",
+        lambda: f"essay's 1/4, {more_documents()} points",
     ),
     "KL on 32 heads": (PAGE, lambda: kl_in_words(RANDOM)),
     "KL of halves on 32 heads": (PAGE, lambda: f"nearer to it {kl_in_words(RANDOM, '1/2')}"),
@@ -345,11 +343,8 @@ def test_quarters_of_32_heads_recall_more_than_all_f_and_four_are_algorithm_1s()
 
 
 def test_halves_of_32_heads_recall_more_than_all_f() -> None:
-    arms, data = record(RANDOM)["arms"], record(RANDOM)
-    groups = list(data["judged"])
     for corpus in searched(RANDOM):
-        pairs = everywhere.beside(data, arms[f"1/2 default, on {corpus}"], groups, "all F")
-        assert everywhere.change(pairs, "right", "passages", 100)[0] == "+"
+        assert recall_beside(RANDOM, f"1/2 default, on {corpus}")[0] == "+"
 
 
 def test_quarters_of_eight_texts_have_layer_18_and_recall_as_much_as_algorithm_1s() -> None:

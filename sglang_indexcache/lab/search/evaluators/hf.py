@@ -183,7 +183,7 @@ class TransformersEvaluator(TokenEvaluator):
         self.layer_tokens = 0
         self._runs: OrderedDict[tuple[int, ...], list[_Run]] = OrderedDict()
         # Outputs of all F's last layer at the counted places, with which every pattern is compared.
-        self._full: dict[tuple[int, ...], torch.Tensor] = {}
+        self._full: dict[int, torch.Tensor] = {}
         self._length = 0
         self._arguments: dict[str, Any] = {}
 
@@ -211,16 +211,16 @@ class TransformersEvaluator(TokenEvaluator):
     def changes(self, pattern: Pattern, batches: Sequence[int]) -> list[TokenChanges]:
         """See :class:`~sglang_indexcache.lab.search.evaluators.TokenEvaluator`."""
         pattern.check_checkpoint(self.own)
-        data, counted = self.calibration.sequences, self.calibration.counted
-        return [self._changes(pattern, data[batch], counted[batch]) for batch in batches]
+        return [self._changes(pattern, batch) for batch in batches]
 
     @torch.no_grad()
-    def _changes(self, pattern: Pattern, ids: tuple[int, ...], mask: Mask) -> TokenChanges:
-        counted = np.flatnonzero(mask)
+    def _changes(self, pattern: Pattern, batch: int) -> TokenChanges:
+        ids = self.calibration.sequences[batch]
+        counted = np.flatnonzero(self.calibration.counted[batch])
         places = torch.from_numpy(counted)
-        if ids not in self._full:  # it comes first, because every other pattern reuses its layers
-            self._full[ids] = self.run(self.own, ids).hidden[-1][0, places]
-        full = hidden = self._full[ids]
+        if batch not in self._full:  # it comes first: every other pattern reuses its layers
+            self._full[batch] = self.run(self.own, ids).hidden[-1][0, places]
+        full = hidden = self._full[batch]
         if pattern != self.own:
             hidden = self.run(pattern, ids).hidden[-1][0, places]
         values = np.full((4, len(ids) - 1), np.nan)
